@@ -1,0 +1,27 @@
+"""CUDA/HIP kernel sources, shipped as text.
+
+This package knows no Python beyond reading itself: `read` returns a source, `names` lists them.
+Headers live in `include/`; every other folder holds one `.cu` per kernel, whose entry is the file's stem.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+__all__ = ["names", "read"]
+
+
+def read(name: str) -> str:
+    """Text of the source `name`, a path inside this package such as ``"norm/rms_norm.cu"``."""
+    return files(__name__).joinpath(name).read_text(encoding="utf-8")
+
+
+def names() -> list[str]:
+    """Paths of every kernel (`.cu`) and header (`.cuh`) in this package, sorted."""
+    return sorted(
+        f"{folder.name}/{file.name}"
+        for folder in files(__name__).iterdir()
+        if folder.is_dir()
+        for file in folder.iterdir()
+        if file.name.endswith((".cu", ".cuh"))
+    )

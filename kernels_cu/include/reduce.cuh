@@ -1,0 +1,45 @@
+// reduce.cuh: sums and maxima over the threads that share a row.
+//
+// A row belongs to ROW_THREADS consecutive threads: a power of two up to the warp size, or a whole block of several warps.
+// Every thread of the row gets the result, computed in the same order by all of them.
+#pragma once
+#include "platform.cuh"
+
+struct Sum {
+    static constexpr float identity = 0.0f;
+    static DEVICE float apply(float a, float b) { return a + b; }
+};
+
+// Maximum that drops NaN.
+struct Max {
+    static constexpr float identity = 0.0f;  // used on magnitudes only
+    static DEVICE float apply(float a, float b) { return fmaxf(a, b); }
+};
+
+// Reduce over aligned groups of WIDTH lanes of a warp.
+template <typename Op, int WIDTH>
+DEVICE float lane_reduce(float value) {
+    static_assert((WIDTH & (WIDTH - 1)) == 0);
+#pragma unroll
+    for (int mask = WIDTH / 2; mask > 0; mask /= 2) value = Op::apply(value, shfl_xor(value, mask));
+    return value;
+}
+
+// Reduce over the ROW_THREADS threads of a row. `partial` is shared memory for this one reduction: a block that reduces
+// again needs another array, or a barrier in between.
+template <typename Op, int ROW_THREADS>
+DEVICE float row_reduce(float value, float* partial) {
+    if constexpr (ROW_THREADS <= WARP_SIZE) {
+        return lane_reduce<Op, ROW_THREADS>(value);
+    } else {
+        constexpr int NUM_WARPS = ROW_THREADS / WARP_SIZE;
+        static_assert(ROW_THREADS % WARP_SIZE == 0);
+        value = lane_reduce<Op, WARP_SIZE>(value);
+        if (threadIdx.x % WARP_SIZE == 0) partial[threadIdx.x / WARP_SIZE] = value;
+        __syncthreads();
+        value = Op::identity;
+#pragma unroll
+        for (int warp = 0; warp < NUM_WARPS; ++warp) value = Op::apply(value, partial[warp]);
+        return value;
+    }
+}

@@ -1,0 +1,53 @@
+// vec.cuh: Vec<T, N>, N neighbouring elements, moved by accesses of ACCESS elements (all N at once unless told).
+//
+// An access of A elements of type T needs an address that is a multiple of A * sizeof(T), at most 16 bytes.
+#pragma once
+#include "number.cuh"
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+    static_assert(sizeof(T) * N <= 16 && (N & (N - 1)) == 0);
+    T data[N];
+
+    template <int ACCESS> using word_t = typename word_of<int(sizeof(T)) * ACCESS>::type;
+
+    template <int ACCESS = N>
+    static DEVICE Vec load(const T* address) {
+        Vec result;
+#pragma unroll
+        for (int i = 0; i < N; i += ACCESS) result.word<ACCESS>(i) = *reinterpret_cast<const word_t<ACCESS>*>(address + i);
+        return result;
+    }
+    // For data that is read once: do not keep it in the caches.
+    template <int ACCESS = N>
+    static DEVICE Vec load_once(const T* address) {
+        Vec result;
+#pragma unroll
+        for (int i = 0; i < N; i += ACCESS)
+            result.word<ACCESS>(i) = load_streaming(reinterpret_cast<const word_t<ACCESS>*>(address + i));
+        return result;
+    }
+    template <int ACCESS = N>
+    DEVICE void store(T* address) {
+#pragma unroll
+        for (int i = 0; i < N; i += ACCESS) store_streaming(reinterpret_cast<word_t<ACCESS>*>(address + i), word<ACCESS>(i));
+    }
+
+    template <int ACCESS>
+    DEVICE word_t<ACCESS>& word(int i) { return *reinterpret_cast<word_t<ACCESS>*>(data + i); }
+
+    DEVICE float operator[](int i) const { return to_float(data[i]); }
+
+    static DEVICE Vec from_floats(const float (&x)[N]) {
+        Vec result;
+        if constexpr (N == 1) {
+            result.data[0] = from_float<T>(x[0]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; i += 2) store_pair<T>(result.data + i, x[i], x[i + 1]);
+        }
+        return result;
+    }
+};

@@ -1,0 +1,70 @@
+// rms_norm: scale each row to unit root mean square, then by weight.
+//
+//     out[r, i] = T(T(input[r, i] / sqrt(mean_i(input[r, i]^2) + epsilon)) * weight[i])
+//
+// ROW_THREADS threads share a row and hold it in registers, so it is read once. Up to three leading dimensions of any
+// strides number the rows.
+//
+// Constants
+//     scalar_t      T: element type of out, input and weight
+//     HIDDEN_SIZE   elements in a row
+//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE
+//     NUM_THREADS   threads in the block
+//     ROW_THREADS   threads that share a row; divides NUM_THREADS
+//     LEADING       leading dimensions that number the rows, 1 to 3
+//     HAS_WEIGHT    false when weight is null
+
+#include "number.cuh"
+#include "reduce.cuh"
+#include "row.cuh"
+
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
+
+// Offset of a row in a tensor whose leading dimensions are [.., size1, size2].
+DEVICE int64_t row_offset(int64_t row, int64_t stride0, int64_t stride1, int64_t stride2, int size1, int size2) {
+    if constexpr (LEADING == 1) return row * stride0;
+    if constexpr (LEADING == 2) return row / size1 * stride0 + row % size1 * stride1;
+    return row / size2 / size1 * stride0 + row / size2 % size1 * stride1 + row % size2 * stride2;
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+rms_norm(scalar_t* out,           // [num_rows, HIDDEN_SIZE]
+         const scalar_t* input,   // [num_rows, HIDDEN_SIZE]
+         const scalar_t* weight,  // [HIDDEN_SIZE]
+         int64_t num_rows, int size1, int size2,
+         int64_t out_stride0, int64_t out_stride1, int64_t out_stride2,
+         int64_t input_stride0, int64_t input_stride1, int64_t input_stride2,
+         float epsilon) {
+    __shared__ float partial[NUM_THREADS / WARP_SIZE];
+    const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
+    const row_t x = row_t::load_once(
+        input + row_offset(at.row, input_stride0, input_stride1, input_stride2, size1, size2));
+    // Asked for now, so that it arrives while the row is summed.
+    row_t w(weight);
+    if constexpr (HAS_WEIGHT) w = row_t::load(weight);
+
+    float sum = 0.0f;
+    row_t::for_each([&](int i, int column) {
+        const auto vec = x.get(i, column);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) sum += vec[j] * vec[j];
+    });
+    const float scale = rsqrtf(row_reduce<Sum, ROW_THREADS>(sum, partial) / HIDDEN_SIZE + epsilon);
+    if (!at.active) return;
+
+    scalar_t* out_row = out + row_offset(at.row, out_stride0, out_stride1, out_stride2, size1, size2);
+    row_t::for_each([&](int i, int column) {
+        const auto vec = x.get(i, column);
+        float y[VEC_SIZE];
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) y[j] = vec[j] * scale;
+        auto result = row_t::vec_t::from_floats(y);
+        if constexpr (HAS_WEIGHT) {
+            const auto vec_w = w.get(i, column);
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) y[j] = result[j] * vec_w[j];
+            result = row_t::vec_t::from_floats(y);
+        }
+        result.store(out_row + column);
+    });
+}

@@ -1,0 +1,187 @@
+"""Writes the straight-line wrapper of an op, as dataclasses do for `__init__`, and registers the op with torch.
+
+The wrapper reads addresses, builds the key of the plan, and calls the plan. Everything else happens behind a miss.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from .lazy import loaded
+
+if TYPE_CHECKING:
+    from .op import Op
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of an op. `role` is "in", "out" (written, never read) or "inout"; scalars are "in"."""
+
+    name: str
+    kind: str  # "Tensor", "float", "int", "bool" or "str"
+    optional: bool
+    role: str
+    has_default: bool
+    default: Any
+
+    @property
+    def written(self) -> bool:
+        return self.role != "in"
+
+
+def _is_compiling() -> bool:
+    # Until torch is bound. A compiler that traces a first call lands here and must find the op registered.
+    return "torch" in sys.modules and _bind_torch_while_tracing()
+
+
+def _bind_torch_while_tracing() -> bool:
+    bind_torch()
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None
+
+
+_bind_torch_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+# What every wrapper shares. `bind_torch` and `bind_cupy` fill it in once their library is there.
+NAMESPACE: dict[str, Any] = {"is_compiling": _is_compiling, "cupy_ndarray": type(None)}
+_ops: list[Op] = []
+_library: Any = None
+
+
+def write(op: Op) -> Callable[..., Any]:
+    """The wrapper of `op`."""
+    text = render(op)
+    filename = f"<pyops {op.name}>"
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {}
+    exec(compile(text, filename, "exec"), NAMESPACE, namespace)
+    wrapper: Callable[..., Any] = namespace["bind"](
+        op.plans, op.prepare, op.irregular, op.collision, {p.name: p.default for p in op.parameters}
+    )
+    wrapper.__doc__ = op.reference.__doc__
+    wrapper.__annotations__ = op.reference.__annotations__
+    wrapper.__module__ = op.reference.__module__
+    _ops.append(op)
+    if _library is not None:
+        _register(op, _library)
+    return wrapper
+
+
+def render(op: Op) -> str:
+    """Source of `bind(...)`, which returns the wrapper of `op`."""
+    names = [p.name for p in op.parameters]
+    arguments = ", ".join(names)
+    declared = ", ".join(f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in op.parameters)
+    tensors = [p for p in op.parameters if p.kind == "Tensor"]
+    keyed = [p.name for p in op.parameters if p.kind not in ("Tensor", "float")]
+    floats = [p.name for p in op.parameters if p.kind == "float"]
+    first = next(p.name for p in tensors if not p.optional)
+    pointers = [f"p{i}" for i in range(len(tensors))]
+    extents = [f"e{i}" for i in range(len(tensors))]
+    overlaps = " or ".join(
+        f"p{i} < p{j} + e{j} and p{j} < p{i} + e{i}"
+        for i, j in combinations(range(len(tensors)), 2)
+        if tensors[i].written or tensors[j].written
+    )
+
+    def body(pointer: str, device: str, strides: str, stream: str) -> list[str]:
+        lines, parts = ["try:"], []
+        for i, p in enumerate(tensors):
+            values = f"{p.name}.{device}, {p.name}.dtype, {p.name}.shape, {p.name}.{strides}"
+            if p.optional:
+                lines += [
+                    f"    if {p.name} is None: p{i} = 0; k{i} = None",
+                    f"    else: p{i} = {p.name}.{pointer}; k{i} = ({values})",
+                ]
+                parts.append(f"k{i}")
+            else:
+                lines.append(f"    p{i} = {p.name}.{pointer}")
+                parts.append(values)
+        required = " and ".join(f"p{i}" for i, p in enumerate(tensors) if not p.optional)
+        each = ", ".join(f"{p} & 15" for p in pointers)
+        lines += [
+            f"    if not ({required}): return irregular(None, {arguments})",
+            f"    key = (({' | '.join(pointers)}) & 15 and ({each},), {', '.join([*parts, *keyed])})",
+            f"    launch, device, {', '.join(extents)} = plans[key]",
+            "except KeyError:",
+            "    launch = None",
+            "except Exception as error:",
+            f"    return irregular(error, {arguments})",
+            f"if launch is None: launch, device, {', '.join(extents)} = prepare(key, {arguments})",
+            f"if device < 0: return launch({arguments})",
+            f"if {overlaps}: collision(key, {', '.join(pointers)})",
+            f"launch({stream}(device), {', '.join([*pointers, *floats])})",
+        ]
+        return lines
+
+    torch_lines = body("data_ptr()", "get_device()", "stride()", "torch_stream")
+    cupy_lines = body("data.ptr", "data.device_id", "strides", "cupy_stream")
+    indent = "\n        "
+    return f"""def bind(plans, prepare, irregular, collision, defaults):
+    def {op.name}({declared}):
+        if is_compiling(): return torch_ops.{op.name}({arguments})
+        if {first}.__class__ is cupy_ndarray: return {op.name}_cupy({arguments})
+        {indent.join(torch_lines)}
+
+    def {op.name}_cupy({arguments}):
+        {indent.join(cupy_lines)}
+
+    return {op.name}
+"""
+
+
+def bind_cupy() -> None:
+    """Let wrappers know cupy's array class."""
+    cupy = loaded("cupy")
+    get_current_stream = cupy.cuda.get_current_stream
+
+    def cupy_stream(device: int) -> int:
+        return int(get_current_stream(device).ptr)
+
+    NAMESPACE.update(cupy_stream=cupy_stream, cupy_ndarray=cupy.ndarray)
+
+
+def bind_torch() -> None:
+    """Register every op as ``torch.ops.pyops.<name>`` and let wrappers use torch."""
+    global _library
+    if _library is not None:
+        return
+    import torch
+
+    stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # 0.1 us; the public call takes 4 us
+    if stream is None:
+
+        def stream(device: int) -> int:
+            return int(torch.cuda.current_stream(device).cuda_stream)
+
+    _library = torch.library.Library("pyops", "DEF")
+    for op in _ops:
+        _register(op, _library)
+    NAMESPACE.update(is_compiling=torch.compiler.is_compiling, torch_ops=torch.ops.pyops, torch_stream=stream)
+
+
+def schema(op: Op) -> str:
+    """The op's torch schema, with every written tensor marked."""
+    parts = []
+    for index, p in enumerate(op.parameters):
+        mark = f"(a{index}!)" if p.written else ""
+        text = f"{p.kind}{mark}{'?' if p.optional else ''} {p.name}"
+        if p.has_default:
+            text += f'="{p.default}"' if isinstance(p.default, str) else f"={p.default}"
+        parts.append(text)
+    return f"{op.name}({', '.join(parts)}) -> ()"
+
+
+def _register(op: Op, library: Any) -> None:
+    import torch
+
+    library.define(schema(op))
+    for key in ("CUDA", "CPU"):
+        library.impl(op.name, op.call, key)
+    torch.library.register_fake(f"pyops::{op.name}", lambda *args, **kwargs: None, lib=library)

@@ -1,0 +1,123 @@
+"""Checks and choices on the cold path of a call. Each raises OpError naming op and argument; none reads tensor data."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from . import dtypes
+from .dtypes import DType
+from .tensor import Arg
+
+
+def dtype(arg: Arg | None, *allowed: DType) -> None:
+    """`arg` has one of these element types."""
+    if arg is not None and arg.dtype not in allowed:
+        expected = " or ".join(d.name for d in allowed)
+        raise arg.error(f"expected dtype {expected}, got {arg.dtype}")
+
+
+def floating(arg: Arg) -> None:
+    """`arg` is float32, float16 or bfloat16."""
+    dtype(arg, *dtypes.FLOATS)
+
+
+def like(arg: Arg | None, other: Arg) -> None:
+    """`arg` has the shape and dtype of `other`."""
+    if arg is None:
+        return
+    if arg.shape != other.shape:
+        raise arg.error(f"expected shape {other.shape} like {other.name}, got {arg.shape}")
+    dtype(arg, other.dtype)
+
+
+def shape(arg: Arg | None, dtype_: DType | None = None, /, **sizes: int) -> None:
+    """`arg` has exactly these named sizes (and this dtype), and is contiguous."""
+    if arg is None:
+        return
+    if arg.shape != tuple(sizes.values()):
+        named = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise arg.error(f"expected shape ({named}{',' if len(sizes) == 1 else ''}), got {arg.shape}")
+    if dtype_ is not None:
+        dtype(arg, dtype_)
+    contiguous(arg)
+
+
+def contiguous(arg: Arg) -> None:
+    """Elements of `arg` lie one after another."""
+    step = 1
+    for size, stride in zip(reversed(arg.shape), reversed(arg.strides), strict=True):
+        if size != 1 and stride != step and arg.numel:
+            raise arg.error(f"expected a contiguous tensor, got shape {arg.shape} with strides {arg.strides}")
+        step *= size
+
+
+def scalar(arg: Arg | None) -> None:
+    """`arg` holds one float32, of any rank."""
+    if arg is not None:
+        if arg.numel != 1:
+            raise arg.error(f"expected one element, got shape {arg.shape}")
+        dtype(arg, dtypes.float32)
+
+
+def row_size(arg: Arg) -> int:
+    """Size of the last dimension, whose elements must lie one after another."""
+    if not arg.shape:
+        raise arg.error("expected at least one dimension, got a scalar")
+    if arg.shape[-1] > 1 and arg.strides[-1] != 1 and arg.numel:
+        raise arg.error(f"expected a last dimension of stride 1, got strides {arg.strides}")
+    return arg.shape[-1]
+
+
+def num_rows(arg: Arg) -> int:
+    """Product of all sizes but the last."""
+    count = 1
+    for size in arg.shape[:-1]:
+        count *= size
+    return count
+
+
+def row_stride(arg: Arg) -> int:
+    """Elements from one row to the next; OpError when the leading dimensions have no common stride."""
+    ((_, (stride,)),) = leading(arg, most=1)
+    return stride
+
+
+def leading(*args: Arg, most: int) -> list[tuple[int, tuple[int, ...]]]:
+    """The leading dimensions of tensors of one shape, merged where all of them allow it, outermost first.
+
+    Returns [(size, (stride in each tensor, ...)), ...] with at least one and at most `most` entries.
+    """
+    merged: list[tuple[int, tuple[int, ...]]] = []
+    dims = zip(args[0].shape[:-1], *(arg.strides[:-1] for arg in args), strict=True)
+    for size, *strides in dims:
+        if size == 1:
+            continue
+        if merged and all(outer == size * inner for outer, inner in zip(merged[-1][1], strides, strict=True)):
+            merged[-1] = (merged[-1][0] * size, tuple(strides))
+        else:
+            merged.append((size, tuple(strides)))
+    if len(merged) > most and all(arg.numel for arg in args):
+        worst = max(args, key=lambda arg: len(arg.shape) if args == (arg,) else len(leading(arg, most=len(arg.shape))))
+        raise worst.error(
+            f"expected leading dimensions that merge into {most}, got shape {worst.shape} with strides {worst.strides}"
+        )
+    return merged[:most] or [(1, tuple(arg.shape[-1] for arg in args))]
+
+
+def vector_width(size: int, *args: Arg, widest: int = 16) -> int:
+    """Elements per memory access: the most for which every tensor's rows of `size` elements split into aligned vectors.
+
+    `widest` bounds the bytes of an access of the widest element type.
+    """
+    width = widest // max(arg.dtype.itemsize for arg in args)
+    for arg in args:
+        width = gcd(width, size, max(1, arg.alignment // arg.dtype.itemsize))
+        for extent, stride in zip(arg.shape[:-1], arg.strides[:-1], strict=True):
+            if extent > 1:
+                width = gcd(width, stride)
+    return max(1, width)
+
+
+def threads(needed: int, *, most: int = 1024) -> int:
+    """Threads of a block for `needed` work items: a multiple of 64 (whole warps on every platform), at most `most`."""
+    return min(most, max(64, -(-needed // 64) * 64))

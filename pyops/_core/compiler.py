@@ -1,0 +1,143 @@
+"""Source text to loaded function: the only place that makes a `cupy.RawModule`.
+
+Three caches lie on top of each other: this process's functions by (device, text), CuPy's folder of compiled kernels by
+the digest of text, options, architecture and compiler, and NVRTC itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import config, device
+from .errors import CompileError
+from .lazy import cache_folder, cupy
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One specialisation that this process holds.
+
+    Attributes:
+        kernel: source file; constants: its specialisation; arch: target; device: ordinal.
+        milliseconds: from text to loaded function.
+        origin: ``"compiled"`` or ``"disk"``.
+        registers: per thread; shared_bytes, local_bytes: static shared memory per block, local memory per thread.
+    """
+
+    kernel: str
+    constants: str
+    device: int
+    arch: str
+    milliseconds: float
+    origin: str
+    registers: int
+    shared_bytes: int
+    local_bytes: int
+    function: int = field(repr=False)
+    keep_alive: Any = field(repr=False)
+
+
+class _CompilerRan:
+    """A log stream that CuPy writes to only when it really compiles."""
+
+    def __init__(self) -> None:
+        self.state = threading.local()
+
+    def write(self, _: str) -> None:
+        self.state.wrote = True
+
+
+_compiler_ran = _CompilerRan()
+_loaded: dict[tuple[int, str], Compiled] = {}
+_locks: dict[tuple[int, str], threading.Lock] = {}
+_warned = False
+
+
+def load(index: int, text: str, entry: str, kernel: str, constants: str, options: tuple[str, ...] = ()) -> Compiled:
+    """The function `entry` of `text` on the device `index`, compiled at most once per process and device."""
+    key = (index, text)
+    with _locks.setdefault(key, threading.Lock()):
+        if key not in _loaded:
+            _loaded[key] = _load(index, text, entry, kernel, constants, options)
+        return _loaded[key]
+
+
+def _load(index: int, text: str, entry: str, kernel: str, constants: str, options: tuple[str, ...]) -> Compiled:
+    started = time.perf_counter()
+    _compiler_ran.state.wrote = False
+    with cupy.cuda.Device(index):
+        try:
+            module = cupy.RawModule(code=text, options=options)._module(_compiler_ran)
+        except cupy.cuda.compiler.CompileException as error:
+            raise CompileError(kernel, constants, _tail(str(error))) from None
+        except (OSError, cupy.cuda.driver.CUDADriverError) as error:
+            # The cache folder cannot be written, is full, or holds something that is no kernel for this device.
+            _warn_once(error)
+            module = _compile_in_memory(text, kernel, constants, options)
+            _compiler_ran.state.wrote = True
+        function = module.get_function(entry)
+        registers, shared_bytes, local_bytes = _attributes(function.ptr)
+    compiled = Compiled(
+        kernel,
+        constants,
+        index,
+        device.get(index).arch,
+        (time.perf_counter() - started) * 1e3,
+        "compiled" if _compiler_ran.state.wrote else "disk",
+        registers,
+        shared_bytes,
+        local_bytes,
+        function.ptr,
+        (module, function),
+    )
+    if config.log():
+        print(
+            f"pyops: {kernel} {constants} {compiled.arch}: {compiled.origin} in {compiled.milliseconds:.0f} ms, "
+            f"{registers} registers",
+            file=sys.stderr,
+        )
+    return compiled
+
+
+def _compile_in_memory(text: str, kernel: str, constants: str, options: tuple[str, ...]) -> Any:
+    try:
+        binary, _ = cupy.cuda.compiler.compile_using_nvrtc(
+            text, (*options, "-std=c++17", "-ftz=true"), cache_in_memory=True
+        )
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(kernel, constants, _tail(str(error))) from None
+    module = cupy.cuda.function.Module()
+    module.load(binary)
+    return module
+
+
+def _attributes(function: int) -> tuple[int, int, int]:
+    """(registers, static shared bytes, local bytes). Reading them also makes the driver load the function now."""
+    from cupy_backends.cuda.api import driver
+
+    if cupy.cuda.runtime.is_hip:
+        return 0, 0, 0
+    return (
+        driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function),
+        driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function),
+        driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function),
+    )
+
+
+def _warn_once(error: Exception) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"kernel cache {cache_folder()} is of no use ({error}); kernels are compiled anew in every process",
+            stacklevel=2,
+        )
+
+
+def _tail(log: str, lines: int = 20) -> str:
+    return "\n".join(log.strip().splitlines()[-lines:])

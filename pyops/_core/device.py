@@ -1,0 +1,67 @@
+"""What a plan may ask of a device: its architecture and its sizes, read once per device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or the model of one for planning where there is none.
+
+    Attributes:
+        index: ordinal among the process's devices; -1 for a model.
+        arch: ``"sm_90"`` on CUDA, ``"gfx942"`` on HIP.
+        multiprocessors: streaming multiprocessors (compute units).
+        warp_size: threads that run in lockstep.
+        shared_memory: bytes one block can ask for, opt-in included.
+    """
+
+    index: int
+    arch: str
+    multiprocessors: int
+    warp_size: int
+    shared_memory: int
+
+
+_MODELS = {
+    "sm_80": Device(-1, "sm_80", 108, 32, 163 * 1024),
+    "sm_90": Device(-1, "sm_90", 132, 32, 227 * 1024),
+    "sm_100": Device(-1, "sm_100", 148, 32, 227 * 1024),
+}
+
+
+def model(arch: str = "sm_90") -> Device:
+    """A device that is only planned for: checks on the CPU and compiles on a machine without a GPU use it."""
+    return _MODELS[arch]
+
+
+@cache
+def get(index: int) -> Device:
+    """The device `index` of this process."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(index)
+    if cupy.cuda.runtime.is_hip:
+        arch = properties["gcnArchName"].decode().split(":")[0]
+    else:
+        arch = f"sm_{properties['major']}{properties['minor']}"
+    return Device(
+        index,
+        arch,
+        properties["multiProcessorCount"],
+        properties["warpSize"],
+        properties.get("sharedMemPerBlockOptin", properties["sharedMemPerBlock"]),
+    )
+
+
+@cache
+def count() -> int:
+    """Devices that this process sees; 0 without a driver."""
+    import cupy
+
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0

@@ -1,0 +1,39 @@
+"""The element types: one table for Python, torch, numpy, cupy and C."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False)
+class DType:
+    """An element type. `name` is its name in torch, numpy and ml_dtypes; `c_name` the one in number.cuh."""
+
+    name: str
+    c_name: str
+    itemsize: int
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+float32 = DType("float32", "float", 4)
+float16 = DType("float16", "half_t", 2)
+bfloat16 = DType("bfloat16", "bf16_t", 2)
+float8_e4m3fn = DType("float8_e4m3fn", "fp8_e4m3_t", 1)
+float8_e5m2 = DType("float8_e5m2", "fp8_e5m2_t", 1)
+int8 = DType("int8", "int8_t", 1)
+uint8 = DType("uint8", "uint8_t", 1)
+int32 = DType("int32", "int32_t", 4)
+int64 = DType("int64", "int64_t", 8)
+
+FLOATS = (float32, float16, bfloat16)
+_TABLE = {d.name: d for d in (*FLOATS, float8_e4m3fn, float8_e5m2, int8, uint8, int32, int64)}
+
+
+@cache
+def of(native: Any) -> DType | None:
+    """DType of a torch, numpy, cupy or ml_dtypes dtype, or of a name; None for one that no op takes."""
+    return _TABLE.get(str(native).removeprefix("torch."))

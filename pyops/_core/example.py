@@ -1,0 +1,66 @@
+"""Makers of example arguments: the same example feeds tests, benchmarks and warm-up, with data or without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import dtypes
+from .device import Device
+from .lazy import torch
+from .tensor import Arg
+
+
+class TorchMaker:
+    """Torch tensors on `device` from a seed. Outputs are filled with NaN (or the largest integer), never zeros."""
+
+    def __init__(self, device: str = "cpu", seed: int = 0) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def randn(self, *shape: int, dtype: str, scale: float = 1.0, shift: float = 0.0) -> Any:
+        """Normal values times `scale` plus `shift`."""
+        values = torch.randn(shape, device=self.device, generator=self.generator)
+        return (values * scale + shift).to(getattr(torch, dtype))
+
+    def randint(self, low: int, high: int, *shape: int, dtype: str = "int64") -> Any:
+        """Integers in [low, high)."""
+        kind = getattr(torch, dtype)
+        return torch.randint(low, high, shape, device=self.device, generator=self.generator, dtype=kind)
+
+    def empty(self, *shape: int, dtype: str) -> Any:
+        """Memory to be written: every byte 0xFF, a NaN in every float type here."""
+        kind = getattr(torch, dtype)
+        size = dtypes.of(dtype).itemsize  # type: ignore[union-attr]
+        count = size
+        for extent in shape:
+            count *= extent
+        return torch.full((count,), 255, dtype=torch.uint8, device=self.device).view(kind).reshape(shape)
+
+    def full(self, *shape: int, value: float, dtype: str) -> Any:
+        """One value everywhere."""
+        return torch.full(shape, value, dtype=getattr(torch, dtype), device=self.device)
+
+
+class ArgMaker:
+    """Args: tensors without data, for planning on a device that may not exist."""
+
+    def __init__(self, device: Device, op: str = "example") -> None:
+        self.device, self.op = device, op
+
+    def empty(self, *shape: int, dtype: str) -> Arg:
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= size
+        kind = dtypes.of(dtype)
+        assert kind is not None
+        return Arg(self.op, "example", kind, shape, tuple(reversed(strides)), 16, self.device)
+
+    def randn(self, *shape: int, dtype: str, scale: float = 1.0, shift: float = 0.0) -> Arg:
+        return self.empty(*shape, dtype=dtype)
+
+    def randint(self, low: int, high: int, *shape: int, dtype: str = "int64") -> Arg:
+        return self.empty(*shape, dtype=dtype)
+
+    def full(self, *shape: int, value: float, dtype: str) -> Arg:
+        return self.empty(*shape, dtype=dtype)

@@ -1,0 +1,61 @@
+"""torch and cupy, imported at first use: neither is needed to import pyops, and a cupy user never pays for torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import warnings
+from types import ModuleType
+from typing import Any
+
+from .errors import MissingDependencyError
+
+
+def _import_torch() -> ModuleType:
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingDependencyError("this call", "torch", "torch") from None
+
+
+def _import_cupy() -> ModuleType:
+    # CuPy makes its cache folder while it is imported and fails where it cannot: a call must not.
+    if "cupy" not in sys.modules:
+        try:
+            os.makedirs(cache_folder(), exist_ok=True)
+        except OSError as error:
+            scratch = tempfile.mkdtemp(prefix="pyops-cache-")
+            warnings.warn(f"kernel cache {cache_folder()}: {error}; kernels are cached in {scratch}", stacklevel=2)
+            os.environ["CUPY_CACHE_DIR"] = scratch
+    try:
+        return importlib.import_module("cupy")
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            raise
+        raise MissingDependencyError("compiling a kernel", "cupy", "cuda13") from None
+
+
+def cache_folder() -> str:
+    """The folder of CuPy's kernel cache."""
+    return os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
+
+
+class _Lazy:
+    def __init__(self, load: Any) -> None:
+        self._load = load
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._load(), name)
+
+
+torch: Any = _Lazy(_import_torch)
+cupy: Any = _Lazy(_import_cupy)
+
+
+def loaded(name: str) -> Any:
+    """The module `name` if the process has imported it, else None."""
+    return sys.modules.get(name)

@@ -1,0 +1,71 @@
+"""NVRTC without a GPU: compile a text for any architecture and read what the assembler says of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from .errors import CompileError
+from .lazy import cupy
+
+
+@dataclass(frozen=True)
+class Report:
+    """Resources of one compiled kernel: registers per thread, shared memory per block, stack and spills per thread."""
+
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    spill_bytes: int
+    binary: bytes
+
+
+@cache
+def include_folders() -> tuple[str, ...]:
+    """Folders that hold CUDA's headers: the wheel's, then the toolkit's."""
+    found = []
+    try:
+        import nvidia
+
+        for root in nvidia.__path__:
+            found += [os.path.join(root, part, "include") for part in sorted(os.listdir(root), reverse=True)]
+    except ImportError:
+        pass
+    found.append(os.path.join(os.environ.get("CUDA_PATH", "/usr/local/cuda"), "include"))
+    return tuple(folder for folder in found if os.path.exists(os.path.join(folder, "cuda_fp16.h")))
+
+
+def compile(kernel: str, constants: str, text: str, arch: str, options: tuple[str, ...] = ()) -> Report:
+    """Compile as CuPy would on a device of architecture `arch` (``"sm_90"``), with the same options."""
+    assert cupy.__version__  # importing CuPy loads NVRTC from wherever it is installed
+    from cupy_backends.cuda.libs import nvrtc
+
+    options = (
+        *(options or (f"--gpu-architecture={arch}",)),
+        "-std=c++17",
+        "-ftz=true",
+        "--device-as-default-execution-space",
+        "--ptxas-options=-v",
+        *(f"-I{folder}" for folder in include_folders()),
+    )
+    program = nvrtc.createProgram(text, "kernel.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        log, binary = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError:
+        raise CompileError(kernel, constants, nvrtc.getProgramLog(program)) from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+    def number(pattern: str) -> int:
+        return sum(int(match) for match in re.findall(pattern, log))
+
+    return Report(
+        number(r"Used (\d+) registers"),
+        number(r"(\d+) bytes smem"),
+        number(r"(\d+) bytes stack frame"),
+        number(r"(\d+) bytes spill (?:stores|loads)"),
+        binary,
+    )

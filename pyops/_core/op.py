@@ -1,0 +1,306 @@
+"""Op: a reference function that is also a declaration, with a plan for the GPU. The registry of all of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any, Protocol, TypeVar
+
+from . import binding, check, config, device, launch, tensor
+from .binding import Parameter
+from .compiler import Compiled
+from .errors import CaptureError, OpError
+from .kernel import Launch, Specialisation
+from .lazy import cupy, loaded, torch
+from .tensor import Arg
+
+F = TypeVar("F", bound=Callable[..., Any])
+_KINDS = ("Tensor", "float", "int", "bool", "str")
+_SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, int), "str": (str,)}
+_MOST_PLANS = 8192
+
+registry: dict[str, Op] = {}
+
+
+class Wrapper(Protocol):
+    """What `@op` leaves in place of the reference: the wrapper, and the op's face as attributes."""
+
+    op: Op
+    reference: Callable[..., None]
+    compiled: Callable[[], list[Compiled]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
+    def plan(self, function: F) -> F: ...
+    def example(self, function: F) -> F: ...
+    def traffic(self, function: F) -> F: ...
+
+
+def op(
+    *,
+    out: str | tuple[str, ...] = (),
+    inout: str | tuple[str, ...] = (),
+    in_place: dict[str, str] | None = None,
+    ulps: int = 1,
+) -> Callable[[Callable[..., None]], Wrapper]:
+    """Declare an op by its reference, a plain PyTorch function that writes its outputs in place.
+
+    Args:
+        out: tensors that are written and never read; inout: tensors that are read and written.
+        in_place: {output: input} pairs that may be one and the same tensor.
+        ulps: how far results may lie from the reference, in units of the last place of the output type; 0 means equal.
+    """
+
+    def declare(reference: Callable[..., None]) -> Wrapper:
+        roles = dict.fromkeys((out,) if isinstance(out, str) else out, "out")
+        roles |= dict.fromkeys((inout,) if isinstance(inout, str) else inout, "inout")
+        wrapper: Wrapper = Op(reference, roles, in_place or {}, ulps).wrapper
+        return wrapper
+
+    return declare
+
+
+class Op:
+    """An operator: reference, parameters, plan, example, and the plans made so far."""
+
+    def __init__(
+        self, reference: Callable[..., None], roles: dict[str, str], in_place: dict[str, str], ulps: int
+    ) -> None:
+        self.name = reference.__name__
+        self.reference = reference
+        self.in_place = in_place
+        self.ulps = ulps
+        self.parameters = _parameters(reference, roles)
+        self.tensors = [p for p in self.parameters if p.kind == "Tensor"]
+        self.floats = [p.name for p in self.parameters if p.kind == "float"]
+        self.plans: dict[Any, tuple[Any, ...]] = {}
+        self.specialisations: dict[tuple[int, str], Specialisation] = {}
+        self._plan: Callable[..., Any] | None = None
+        self._traffic: Callable[..., int] | None = None
+        self.example: Callable[..., tuple[Any, ...]] | None = None
+        self._described: dict[Any, Sequence[Arg | None]] = {}
+        self._separate: set[Any] = set()
+        self.call = binding.write(self)
+        self.wrapper: Any = self.call
+        self.wrapper.__dict__.update(
+            op=self,
+            reference=reference,
+            compiled=self.compiled,
+            plan=self._set_plan,
+            example=self._set_example,
+            traffic=self._set_traffic,
+        )
+        registry[self.name] = self
+
+    def _set_plan(self, function: F) -> F:
+        self._plan = function
+        return function
+
+    def _set_example(self, function: F) -> F:
+        self.example = function
+        return function
+
+    def _set_traffic(self, function: F) -> F:
+        self._traffic = function
+        return function
+
+    def compiled(self) -> list[Compiled]:
+        """Every specialisation this op has used in this process, on every device."""
+        found = (s.loaded(index) for (index, _), s in self.specialisations.items())
+        return [compiled for compiled in found if compiled is not None]
+
+    def launches(self, *args: Any) -> list[Launch]:
+        """The launches planned for tensors given as Args: checks them, chooses, touches no device."""
+        if self._plan is None:
+            raise TypeError(f"{self.name} has no plan")
+        planned = self._plan(*args)
+        launches = [planned] if isinstance(planned, Launch) else list(planned)
+        return [one for one in launches if not one.empty]
+
+    def traffic(self, *args: Any) -> int:
+        """Bytes that a call with these Args must move: inputs read once, outputs written once."""
+        if self._traffic is not None:
+            return self._traffic(*args)
+        weights = {"in": 1, "out": 1, "inout": 2}
+        return sum(
+            arg.nbytes * weights[p.role]
+            for p, arg in zip(self.parameters, args, strict=True)
+            if p.kind == "Tensor" and arg is not None
+        )
+
+    # The cold path: what the wrapper calls when there is no plan.
+
+    def prepare(self, key: Any, *args: Any) -> tuple[Any, ...]:
+        """Make and keep the plan for the signature of `args`."""
+        kind, described = self._describe(args)
+        first = next(arg for arg in described if isinstance(arg, Arg))
+        index = first.device.index
+        launches = self.launches(*described)
+        tensors = [arg for p, arg in zip(self.parameters, described, strict=True) if p.kind == "Tensor"]
+        if kind == "cupy":
+            binding.bind_cupy()
+        if index < 0 or config.reference():
+            entry = (self._reference_plan(tensors, kind), -1, *(0 for _ in tensors))
+        else:
+            for one in launches:
+                if one.specialisation.loaded(index) is None and _capturing(kind, index):
+                    raise CaptureError(self.name, one.specialisation.kernel.file)
+            scalars = {
+                p.name: v for p, v in zip(self.parameters, args, strict=True) if p.kind not in ("Tensor", "float")
+            }
+            bound = launch.bind(self.name, index, launches, [p.name for p in self.tensors], self.floats, scalars)
+            for one in launches:
+                specialisation = one.specialisation
+                self.specialisations[index, f"{specialisation.kernel.file} {specialisation}"] = specialisation
+            entry = (bound, index, *(arg.extent if arg else 0 for arg in tensors))
+        if len(self.plans) >= _MOST_PLANS:
+            self.plans.clear()
+            self._described.clear()
+            self._separate.clear()
+        self._described[key] = tensors
+        self.plans[key] = entry
+        return entry
+
+    def _describe(self, args: Sequence[Any]) -> tuple[str, list[Any]]:
+        """(dialect, args with every tensor replaced by its Arg). Raises OpError for what the signature rules out."""
+        described: list[Any] = []
+        family, family_name, where = None, "", None
+        for p, value in zip(self.parameters, args, strict=True):
+            if p.kind != "Tensor":
+                self._check_scalar(p, value)
+            elif value is not None:
+                kind = tensor.dialect(value)
+                if kind is None:
+                    came = type(value).__name__
+                    raise OpError(self.name, p.name, f"expected a torch tensor or a cupy array, got {came}")
+                if family is None:
+                    family, family_name, where = kind, p.name, None
+                if kind != family:
+                    raise OpError(self.name, p.name, f"expected a {family} tensor like {family_name}, got a {kind} one")
+                value = tensor.describe(self.name, p.name, value, kind, p.written)
+                if where is None:
+                    where = value.device.index
+                if value.device.index != where:
+                    came = _place(value.device.index)
+                    raise value.error(f"expected device {_place(where)} like {family_name}, got {came}")
+            elif not p.optional:
+                raise OpError(self.name, p.name, "expected a tensor, got None")
+            described.append(value)
+        if family == "torch":
+            binding.bind_torch()
+        return family or "", described
+
+    def _check_scalar(self, p: Parameter, value: Any) -> None:
+        if value is None and p.optional:
+            return
+        if p.kind == "float":
+            try:
+                float(value)
+                return
+            except (TypeError, ValueError, OverflowError):
+                pass
+        elif isinstance(value, _SCALARS[p.kind]) or (p.kind != "str" and hasattr(value, "__index__")):
+            return
+        raise OpError(self.name, p.name, f"expected {p.kind}, got {type(value).__name__}")
+
+    def _reference_plan(self, tensors: Sequence[Arg | None], kind: str) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            for p, value in zip(self.parameters, args, strict=True):
+                if p.kind != "Tensor":
+                    self._check_scalar(p, value)
+            addresses = [
+                0 if value is None else tensor.address(value)
+                for p, value in zip(self.parameters, args, strict=True)
+                if p.kind == "Tensor"
+            ]
+            self._check_separate(tensors, addresses)
+            if kind != "torch":
+                args = tuple(tensor.to_torch(value) if tensor.dialect(value) else value for value in args)
+            with torch.no_grad():
+                self.reference(*args)
+
+        return run
+
+    def collision(self, key: Any, *addresses: int) -> None:
+        """The address ranges of a call overlap: refuse it unless no byte is shared, or the op may work in place."""
+        relative = (key, *(address - addresses[0] for address in addresses))
+        if relative not in self._separate:
+            self._check_separate(self._described[key], addresses)
+            if len(self._separate) >= _MOST_PLANS:
+                self._separate.clear()
+            self._separate.add(relative)
+
+    def _check_separate(self, tensors: Sequence[Arg | None], addresses: Sequence[int]) -> None:
+        present = [
+            (p, arg, pointer)
+            for p, arg, pointer in zip(self.tensors, tensors, addresses, strict=True)
+            if arg is not None and arg.numel
+        ]
+        for (p, a, at_a), (q, b, at_b) in combinations(present, 2):
+            if not (p.written or q.written):
+                continue
+            may_be_one = self.in_place.get(p.name) == q.name or self.in_place.get(q.name) == p.name
+            if may_be_one and at_a == at_b and a.strides == b.strides and a.dtype is b.dtype:
+                continue
+            if tensor.shares_memory(a, at_a, b, at_b):
+                written, other = (p, q) if p.written else (q, p)
+                raise OpError(self.name, written.name, f"is written, but shares memory with {other.name}")
+
+    def irregular(self, error: Exception | None, *args: Any) -> Any:
+        """A call without addresses to key it by: numpy arrays, empty tensors, tensors without storage, or a mistake."""
+        values = [v for p, v in zip(self.parameters, args, strict=True) if p.kind == "Tensor" and v is not None]
+        kinds = {tensor.dialect(v) for v in values}
+        if kinds == {"torch"} and any(type(v) not in (torch.Tensor, torch.nn.Parameter) for v in values):
+            binding.bind_torch()
+            return getattr(torch.ops.pyops, self.name)(*args)
+        if kinds == {"cupy"} and "cupy_stream" not in binding.NAMESPACE:
+            binding.bind_cupy()
+            return self.call(*args)
+        try:
+            _, described = self._describe(args)
+            planned = self.launches(*described)
+        except OpError as refusal:
+            raise refusal from None
+        if kinds == {"numpy"}:
+            tensors = [arg for p, arg in zip(self.parameters, described, strict=True) if p.kind == "Tensor"]
+            return self._reference_plan(tensors, "numpy")(*args)
+        if planned:
+            raise error or OpError(self.name, self.tensors[0].name, "has no memory")
+        return None
+
+
+def _place(index: int) -> str:
+    return "cpu" if index < 0 else f"cuda:{index}"
+
+
+def _capturing(kind: str, index: int) -> bool:
+    if kind == "torch":
+        return bool(torch.cuda.is_current_stream_capturing())
+    return bool(cupy.cuda.get_current_stream(index).is_capturing())
+
+
+def _parameters(reference: Callable[..., None], roles: dict[str, str]) -> list[Parameter]:
+    """The parameters of a reference, from its annotations (``Tensor``, ``Tensor | None``, ``float``, ...)."""
+    result = []
+    for p in inspect.signature(reference).parameters.values():
+        kind, _, rest = str(p.annotation).partition(" | ")
+        if kind not in _KINDS or rest not in ("", "None"):
+            raise TypeError(f"{reference.__name__}: {p.name} is annotated {p.annotation!r}, expected one of {_KINDS}")
+        has_default = p.default is not inspect.Parameter.empty
+        role = roles.get(p.name, "in")
+        result.append(Parameter(p.name, kind, rest == "None", role, has_default, p.default if has_default else None))
+    unknown = roles.keys() - {p.name for p in result if p.kind == "Tensor"}
+    if unknown:
+        raise TypeError(f"{reference.__name__}: {sorted(unknown)} are written but are no tensor parameters")
+    return result
+
+
+def bind_loaded() -> None:
+    """Bind to the libraries this process has already imported; the rest at its first use."""
+    if loaded("torch") is not None:
+        binding.bind_torch()
+    if loaded("cupy") is not None:
+        binding.bind_cupy()
+
+
+__all__ = ["Op", "Wrapper", "bind_loaded", "check", "device", "op", "registry"]

@@ -1,0 +1,146 @@
+"""The tensor dialects: what a plan sees of a torch tensor, a cupy array or a numpy array."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from . import device as devices
+from . import dtypes
+from .device import Device
+from .dtypes import DType
+from .errors import OpError
+from .lazy import loaded, torch
+
+
+@dataclass(slots=True, eq=False)
+class Arg:
+    """One tensor argument of one call, without its data.
+
+    Attributes:
+        op, name: for error messages.
+        dtype: element type.
+        shape, strides: in elements.
+        alignment: bytes, the largest power of two up to 16 that divides the address.
+        device: where it lives; a model of a GPU for host memory.
+    """
+
+    op: str
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    alignment: int
+    device: Device
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, holes between them not counted."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Bytes from its first element to the end of its last; 0 when empty."""
+        last = 0
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if size == 0:
+                return 0
+            last += (size - 1) * stride
+        return (last + 1) * self.dtype.itemsize
+
+    def error(self, message: str) -> OpError:
+        return OpError(self.op, self.name, message)
+
+
+def dialect(value: Any) -> str | None:
+    """``"torch"``, ``"cupy"`` or ``"numpy"``; None for what is no tensor."""
+    if (module := loaded("torch")) and isinstance(value, module.Tensor):
+        return "torch"
+    if (module := loaded("cupy")) and isinstance(value, module.ndarray):
+        return "cupy"
+    return "numpy" if isinstance(value, numpy.ndarray) else None
+
+
+def address(value: Any) -> int:
+    """Address of the first element."""
+    kind = dialect(value)
+    if kind == "torch":
+        return int(value.data_ptr())
+    return int(value.data.ptr if kind == "cupy" else value.ctypes.data)
+
+
+def describe(op: str, name: str, value: Any, kind: str, written: bool) -> Arg:
+    """The Arg of a tensor of the dialect `kind`; OpError for one that no kernel can take."""
+    dtype = dtypes.of(value.dtype)
+    if dtype is None:
+        raise OpError(op, name, f"dtype {value.dtype} is not supported")
+    if kind == "torch":
+        pointer, shape, strides = value.data_ptr(), tuple(value.shape), value.stride()
+        device = devices.get(value.get_device()) if value.is_cuda else devices.model()
+    else:
+        shape = value.shape
+        strides = tuple(stride // dtype.itemsize for stride in value.strides)
+        if any(stride % dtype.itemsize or stride < 0 for stride in value.strides):
+            raise OpError(op, name, f"expected strides in whole elements and not negative, got {value.strides} bytes")
+        if kind == "cupy":
+            pointer, device = value.data.ptr, devices.get(value.data.device_id)
+        else:
+            pointer, device = value.ctypes.data, devices.model()
+            if written and not value.flags.writeable:
+                raise OpError(op, name, "is written, but the array is read-only")
+    arg = Arg(op, name, dtype, shape, strides, (pointer | 16) & -(pointer | 16), device)
+    if written:
+        _check_no_self_overlap(arg)
+    return arg
+
+
+def _check_no_self_overlap(arg: Arg) -> None:
+    reach = 1
+    for stride, size in sorted(zip(arg.strides, arg.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                raise arg.error(f"is written, but its elements overlap: shape {arg.shape}, strides {arg.strides}")
+            reach += (size - 1) * stride
+
+
+def shares_memory(a: Arg, a_address: int, b: Arg, b_address: int) -> bool:
+    """Whether two tensors have an element's bytes in common; True when that is too hard to tell."""
+    first, second = (numpy.asarray(_Interface(arg, pointer)) for arg, pointer in ((a, a_address), (b, b_address)))
+    try:
+        return bool(numpy.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]
+    except numpy.exceptions.TooHardError:
+        return True
+
+
+class _Interface:
+    """An address range as numpy sees it. Only the addresses are used, never what lies there."""
+
+    def __init__(self, arg: Arg, pointer: int) -> None:
+        itemsize = arg.dtype.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (pointer, True),
+            "typestr": f"|V{itemsize}",
+            "shape": arg.shape,
+            "strides": tuple(stride * itemsize for stride in arg.strides),
+        }
+
+
+def to_torch(value: Any) -> Any:
+    """A torch tensor over the memory of a numpy or cupy array (a read-only numpy array is copied)."""
+    dtype = dtypes.of(value.dtype)
+    if dtype is not None and not hasattr(numpy, dtype.name):  # ml_dtypes: torch takes the bits under an integer's name
+        bits = value.view(numpy.uint8 if dtype.itemsize == 1 else numpy.int16)
+        return to_torch(bits).view(getattr(torch, dtype.name))
+    if isinstance(value, numpy.ndarray):
+        return torch.from_numpy(value if value.flags.writeable else value.copy())
+    return torch.from_dlpack(value)
