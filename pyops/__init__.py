@@ -14,7 +14,7 @@ from ._core.errors import CaptureError, CompileError, DeviceFault, MissingDepend
 from ._core.kernel import Kernel
 from ._core.op import Op, Wrapper, op, registry
 from ._core.op import bind_loaded as _bind_loaded
-from .norm import *  # noqa: F403
+from .norm import *
 
 __version__ = "0.1.0"
 
