@@ -74,6 +74,11 @@ def sample(op: Op, most: int) -> list[Axes]:
     return every if len(every) <= most else random.Random(op.name).sample(every, most)
 
 
+def fullest(op: Op) -> Axes:
+    """The first combination with everything switched on: no optional tensor that the example can give is missing."""
+    return {axis: values[-1] for axis, values in compiled(op).items() if values == (False, True)}
+
+
 def name(axes: Axes) -> str:
     """The combination as a test's id."""
     return "-".join(f"{axis}={value}" for axis, value in axes.items())

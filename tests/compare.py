@@ -47,7 +47,9 @@ def assert_close(expected: torch.Tensor, actual: torch.Tensor, ulps: int, what: 
 
 def _assert_floats_close(expected: torch.Tensor, actual: torch.Tensor, ulps: int, what: str) -> None:
     nan = expected.isnan()
-    assert torch.equal(nan, actual.isnan()), f"{what}: NaN at other places, {_worst(expected, actual, nan != actual.isnan())}"
+    assert torch.equal(nan, actual.isnan()), (
+        f"{what}: NaN at other places, {_worst(expected, actual, nan != actual.isnan())}"
+    )
     precision, smallest = _FLOATS[expected.dtype]
     # Infinity is the value after the largest: a result that only just overflows is one unit away.
     beyond = 2.0 * 2.0 ** (127 if expected.dtype != torch.float16 else 15)
@@ -65,7 +67,9 @@ def _assert_floats_close(expected: torch.Tensor, actual: torch.Tensor, ulps: int
 def _assert_codes_close(expected: torch.Tensor, actual: torch.Tensor, ulps: int, what: str) -> None:
     a, b = _ordinal(expected), _ordinal(actual)
     steps = (a - b).abs()
-    assert steps.numel() == 0 or int(steps.max()) <= min(1, ulps), f"{what}: {_worst(expected, actual, steps > min(1, ulps))}"
+    assert steps.numel() == 0 or int(steps.max()) <= min(1, ulps), (
+        f"{what}: {_worst(expected, actual, steps > min(1, ulps))}"
+    )
     allowed = max(1, int(_TIES * steps.numel())) if ulps else 0
     assert int(steps.sum()) <= allowed, f"{what}: {int(steps.sum())} codes of {steps.numel()} differ by a step"
 
