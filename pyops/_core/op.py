@@ -89,6 +89,9 @@ class Op:
         self.example: Callable[..., tuple[Any, ...]] | None = None
         self._described: dict[Any, Sequence[Arg | None]] = {}
         self._separate: set[Any] = set()
+        self._guards: dict[Any, tuple[Any, ...]] = {}
+        # The plan that the last call used: (guard, alignment, keyed scalars, key, launch, device, extents...).
+        self.recent: list[tuple[Any, ...]] = [self._no_plan()]
         self.call = binding.write(self)
         self.wrapper: Any = self.call
         self.wrapper.__dict__.update(
@@ -165,12 +168,27 @@ class Op:
                 self.hold(index, one.specialisation)
             entry = (bound, index, *(arg.extent if arg else 0 for arg in tensors))
         if len(self.plans) >= _MOST_PLANS:
-            self.plans.clear()
-            self._described.clear()
-            self._separate.clear()
+            self.forget()
         self._described[key] = tensors
         self.plans[key] = entry
         return entry
+
+    def remember(self, key: Any, scalars: tuple[Any, ...], *tensors: Any) -> None:
+        """Let the next call with tensors like these find its plan by one guard."""
+        found = self._guards.get(key)
+        # A guard that was just asked and failed, although the key is its own, knows another state of torch: renew it.
+        if found is None or (found is self.recent[0] and found[0] is not binding.never):
+            found = self._guards[key] = (binding.guard(tensors), key[0], scalars, key, *self.plans[key])
+        self.recent[0] = found
+
+    def forget(self) -> None:
+        """Drop every plan; kernels stay loaded. Needed after an environment switch has changed."""
+        self.recent[0] = self._no_plan()
+        for cache in (self.plans, self._guards, self._described, self._separate):
+            cache.clear()
+
+    def _no_plan(self) -> tuple[Any, ...]:
+        return (binding.never, None, (), None, None, -1, *(0 for _ in self.tensors))
 
     def _describe(self, args: Sequence[Any]) -> tuple[str, list[Any]]:
         """(dialect, args with every tensor replaced by its Arg). Raises OpError for what the signature rules out."""
