@@ -62,7 +62,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         entry
         for reports in terminalreporter.stats.values()
         for report in reports
-        for key, entry in getattr(report, "user_properties", ())
+        if getattr(report, "when", None) == "call"
+        for key, entry in report.user_properties
         if key == "offline_compile"
     ]
     if compiles:
