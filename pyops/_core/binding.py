@@ -44,7 +44,12 @@ def _is_compiling() -> bool:
 
 
 def never(*_: Any) -> bool:
-    """The guard of a plan that has none."""
+    """The guard of a plan that has none yet."""
+    return False
+
+
+def unguarded(*_: Any) -> bool:
+    """The guard of a plan that can have none."""
     return False
 
 
@@ -61,9 +66,9 @@ def guard(tensors: Sequence[Any]) -> Callable[..., bool]:
             dynamic_dims_sizes=[list(t.shape) for t in tensors],
             dynamic_dims_strides=[list(t.stride()) for t in tensors],
         ).check
-        return check if check(*tensors) else never
+        return check if check(*tensors) else unguarded
     except Exception:
-        return never
+        return unguarded
 
 
 def _bind_torch_while_tracing() -> bool:
@@ -111,8 +116,8 @@ def write(op: Op) -> Callable[..., Any]:
 def render(op: Op) -> str:
     """Source of `bind(...)`, which returns the wrapper of `op`.
 
-    A call with torch tensors first asks the guard of the most recent plan whether the tensors look as they did then:
-    one call into torch instead of reading a dozen attributes. Otherwise the attributes make the key that finds the plan.
+    A call with torch tensors first asks the guard of the most recent plan whether the tensors look as they did then,
+    one call into torch instead of reading a dozen attributes; else the attributes make the key that finds the plan.
     """
     arguments = ", ".join(p.name for p in op.parameters)
     declared = ", ".join(f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in op.parameters)
