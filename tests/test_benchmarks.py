@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 import pyops
 from benchmarks import __main__ as main
-from benchmarks import accuracy, compile_time, numerics, report, rivals, shapes, timing
+from benchmarks import accuracy, compile_time, kernel_time, numerics, overhead, report, rivals, shapes, timing
 
 RMS_NORM = pyops.ops["rms_norm"]
 
@@ -416,3 +417,50 @@ def test_without_a_gpu_it_says_so() -> None:
     )
     assert done.returncode == 2
     assert "torch sees none" in done.stderr
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine whose GPU is the CPU and whose every GPU time is 2 us. Returns the folder of results."""
+    arguments = shapes.Case.arguments
+    monkeypatch.setattr(shapes.Case, "arguments", lambda case, seed=0, device="": arguments(case, seed, "cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Imagined GPU 2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(L2_cache_size=1 << 20))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "streaming_gbs", lambda effort: 4000.0)
+    monkeypatch.setattr(timing, "launch_floor_us", lambda effort: 0.5)
+    monkeypatch.setattr(kernel_time, "gpu_us", lambda calls, effort: timing.Spread(2.0, 1.9, 2.1))
+    monkeypatch.setattr(overhead, "host_us", partial(timing.host_us, chunk=2, runs=1, synchronize=lambda: None))
+    monkeypatch.setattr(timing, "QUICK", timing.Effort(2, 4, eager_calls=4))
+    child = 'print(\'{"import_s": 2.0, "first_call_s": 0.5, "origin": ["disk"]}\')'
+    monkeypatch.setattr(compile_time, "_CHILD", child)
+    monkeypatch.setattr(main, "RESULTS", tmp_path)
+    return tmp_path / "imagined-gpu-2"
+
+
+def test_everything_but_the_gpu(pretended_gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    words = "rms_norm num_tokens=1,5000 hidden_size=64 --against torch,reference,flashinfer --quick --save"
+    assert main.main([*words.split(), "--gpu", "--host", "--numerics", "--compile"]) == 0
+    result = json.loads((pretended_gpu / "rms_norm.json").read_text())
+    assert [len(result[name]["rows"]) for name in main.MEASURES] == [2, 2, 2, 2]
+    first, second = result["gpu"]["rows"]
+    assert list(first["times"]) == ["pyops", "torch", "reference"]
+    assert (first["sets"], first["cold"]) == (4, False)
+    assert (second["sets"], second["cold"]) == (3, True)
+    assert {key: result["host"]["skipped"][0][key] for key in ("rival", "op")} == {"rival": "cupy", "op": "rms_norm"}
+    assert list(result["host"]["rows"][0]["times"]) == ["pyops", "torch.ops", "torch", "reference"]
+    assert result["host"]["rows"][0]["recompiled"] == 0
+    text = capsys.readouterr().out
+    assert "Targets: 1 of 2 hold" in text  # 5000 rows of 64 in 2 us are far from 4000 GB/s
+    assert (pretended_gpu / "rms_norm.md").read_text().startswith("# Imagined GPU 2")
+    assert (pretended_gpu / "rms_norm.png").exists()
+
+
+def test_a_wrong_kernel_has_no_time(pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_time, "ours", lambda op: lambda *args: lambda: None)
+    assert main.main(["rms_norm", "num_tokens=1", "hidden_size=64", "--against", "torch", "--save"]) == 1
+    gpu = json.loads((pretended_gpu / "rms_norm.json").read_text())["gpu"]
+    assert gpu["rows"] == []
+    assert gpu["failures"][0]["error"].startswith("disagrees with the reference: out by inf")
