@@ -112,10 +112,14 @@ def _brief(row: Mapping[str, Any]) -> str:
 
 
 def measure_group(
-    ops: Sequence[Op], chosen: Mapping[str, Sequence[Any]], options: argparse.Namespace, floors: Mapping[str, float]
+    ops: Sequence[Op],
+    chosen: Mapping[str, Sequence[Any]],
+    options: argparse.Namespace,
+    effort: timing.Effort,
+    floors: Mapping[str, float],
 ) -> dict[str, Any]:
     """The sections that the command line asks for."""
-    against, effort = options.against, timing.QUICK if options.quick else timing.FULL
+    against = options.against
     wanted: dict[str, tuple[Measure, Mapping[str, Sequence[Any]]]] = {
         "gpu": (partial(kernel_time.measure, against=against, effort=effort), shapes.SWEEP),
         "host": (partial(overhead.measure, against=against, effort=effort), shapes.SMALL),
@@ -172,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     floors = {"streaming_gbs": timing.streaming_gbs(effort), "launch_floor_us": timing.launch_floor_us(effort)}
     failed = False
     for name, ops in groups.items():
-        result = {"environment": where, **measure_group(ops, chosen, options, floors)}
+        result = {"environment": where, "method": effort.method, **measure_group(ops, chosen, options, effort, floors)}
         print(report.render(result), flush=True)
         failed |= any(section["failures"] for key, section in result.items() if key in MEASURES)
         if options.save:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .timing import METHOD, Spread
+from .timing import Spread
 
 Row = Mapping[str, Any]
 OURS = "pyops"
@@ -86,7 +86,7 @@ def render(result: Mapping[str, Any]) -> str:
         if name in result:
             section = result[name]
             lines += [f"## {title}", "", *(body(section) if section["rows"] else []), *_left_out(section)]
-    return "\n".join(lines)
+    return "\n".join([*lines, result["method"], ""])
 
 
 def _left_out(section: Mapping[str, Any]) -> list[str]:
@@ -264,21 +264,21 @@ def _answer(value: bool | str | None) -> str:
 def save(result: dict[str, Any], path: Path) -> None:
     """Write `path` (JSON), the tables and the plot beside it.
 
-    Sections measured before in the same environment and not now are kept.
+    Sections measured before, in the same environment and by the same method, and not now are kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         former = json.loads(path.read_text())
-        if former["environment"] == result["environment"]:
+        if all(former[key] == result[key] for key in ("environment", "method")):
             result = {**former, **result}
-    path.write_text(json.dumps({**result, "method": METHOD}, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")
     render_file(path)
 
 
 def render_file(path: Path) -> None:
     """Write the tables and the plot of a result beside it."""
     result = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(f"{render(result)}\n{result['method']}\n")
+    path.with_suffix(".md").write_text(render(result))
     if result.get("gpu", {}).get("rows"):
         plot(result, path.with_suffix(".png"))
 

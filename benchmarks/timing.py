@@ -16,12 +16,6 @@ import kernels_cu
 
 Call = Callable[[], Any]
 
-METHOD = (
-    "GPU time: CUDA-graph replay of at least 40 calls (or 40 ms of them) that rotate over sets of arguments larger "
-    "than three times L2 together, at most 64 sets; median, lowest and highest of the replays; us per call. "
-    "GB/s counts each byte that a call must move once. Host time: 10,000 eager calls, the device awaited after every "
-    "500 outside the clock; median of 5 runs."
-)
 _MIN_CALLS = 40
 _SLOW_US = 1000.0  # a call this long needs no 40 of its kind to be timed
 _MOST_BYTES = 4 << 30
@@ -34,6 +28,17 @@ class Effort:
     replays: int = 15
     sets: int = 64
     eager_calls: int = 10_000
+
+    @property
+    def method(self) -> str:
+        """What a time is, in words."""
+        return (
+            f"GPU time: {self.replays} CUDA-graph replays of at least {_MIN_CALLS} calls (or of 40 ms of them) that "
+            "rotate over sets of arguments, together larger than three times L2 unless there would be more than "
+            f"{self.sets}; median, lowest and highest. GB/s counts each byte that a call must move once. "
+            f"Host time: {self.eager_calls} eager calls, the device awaited after every 500 outside the clock; median "
+            "of 5 runs."
+        )
 
 
 FULL, QUICK = Effort(), Effort(replays=5, sets=16, eager_calls=2_000)
@@ -162,7 +167,7 @@ def launch_floor_us(effort: Effort) -> float:
 
 def streaming_gbs(effort: Effort, nbytes: int = 1 << 30) -> float:
     """GB/s, read and written, of a copy of `nbytes`."""
-    out, input = (torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    out, input = (torch.full((nbytes,), byte, dtype=torch.uint8, device="cuda") for byte in (0, 1))
     call = _raw_call("copy", nbytes // (16 * 1024), 256, out.data_ptr(), input.data_ptr())
     us = gpu_us([call], effort).median
     assert torch.equal(out, input)
