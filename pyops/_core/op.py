@@ -41,6 +41,7 @@ def op(
     out: str | tuple[str, ...] = (),
     inout: str | tuple[str, ...] = (),
     in_place: dict[str, str] | None = None,
+    keyed: str | tuple[str, ...] = (),
     ulps: int = 1,
 ) -> Callable[[Callable[..., None]], Wrapper]:
     """Declare an op by its reference, a plain PyTorch function that writes its outputs in place.
@@ -48,13 +49,16 @@ def op(
     Args:
         out: tensors that are written and never read; inout: tensors that are read and written.
         in_place: {output: input} pairs that may be one and the same tensor.
+        keyed: floats that the plan may choose by, each value of which is another plan. Integers, bools and strings are
+            keyed anyway; other floats are passed at every call.
         ulps: how far results may lie from the reference, in units of the last place of the output type; 0 means equal.
     """
 
     def declare(reference: Callable[..., None]) -> Wrapper:
         roles = dict.fromkeys((out,) if isinstance(out, str) else out, "out")
         roles |= dict.fromkeys((inout,) if isinstance(inout, str) else inout, "inout")
-        wrapper: Wrapper = Op(reference, roles, in_place or {}, ulps).wrapper
+        names = {keyed} if isinstance(keyed, str) else set(keyed)
+        wrapper: Wrapper = Op(reference, roles, in_place or {}, names, ulps).wrapper
         return wrapper
 
     return declare
@@ -64,15 +68,20 @@ class Op:
     """An operator: reference, parameters, plan, example, and the plans made so far."""
 
     def __init__(
-        self, reference: Callable[..., None], roles: dict[str, str], in_place: dict[str, str], ulps: int
+        self,
+        reference: Callable[..., None],
+        roles: dict[str, str],
+        in_place: dict[str, str],
+        keyed: set[str],
+        ulps: int,
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
         self.in_place = in_place
         self.ulps = ulps
-        self.parameters = _parameters(reference, roles)
+        self.parameters = _parameters(reference, roles, keyed)
         self.tensors = [p for p in self.parameters if p.kind == "Tensor"]
-        self.floats = [p.name for p in self.parameters if p.kind == "float"]
+        self.floats = [p.name for p in self.parameters if p.kind == "float" and not p.keyed]
         self.plans: dict[Any, tuple[Any, ...]] = {}
         self.specialisations: dict[tuple[int, str], Specialisation] = {}
         self._plan: Callable[..., Any] | None = None
@@ -80,6 +89,9 @@ class Op:
         self.example: Callable[..., tuple[Any, ...]] | None = None
         self._described: dict[Any, Sequence[Arg | None]] = {}
         self._separate: set[Any] = set()
+        self._guards: dict[Any, tuple[Any, ...]] = {}
+        # The plan that the last call used: (guard, alignment, keyed scalars, key, launch, device, extents...).
+        self.recent: list[tuple[Any, ...]] = [self._no_plan()]
         self.call = binding.write(self)
         self.wrapper: Any = self.call
         self.wrapper.__dict__.update(
@@ -103,6 +115,11 @@ class Op:
     def _set_traffic(self, function: F) -> F:
         self._traffic = function
         return function
+
+    def hold(self, index: int, specialisation: Specialisation) -> Compiled:
+        """Load a specialisation on the device `index` and list it in `compiled`."""
+        self.specialisations[index, f"{specialisation.kernel.file} {specialisation}"] = specialisation
+        return specialisation.load(index)
 
     def compiled(self) -> list[Compiled]:
         """Every specialisation this op has used in this process, on every device."""
@@ -145,21 +162,33 @@ class Op:
             for one in launches:
                 if one.specialisation.loaded(index) is None and _capturing(kind, index):
                     raise CaptureError(self.name, one.specialisation.kernel.file)
-            scalars = {
-                p.name: v for p, v in zip(self.parameters, args, strict=True) if p.kind not in ("Tensor", "float")
-            }
+            scalars = {p.name: v for p, v in zip(self.parameters, args, strict=True) if p.keyed}
             bound = launch.bind(self.name, index, launches, [p.name for p in self.tensors], self.floats, scalars)
             for one in launches:
-                specialisation = one.specialisation
-                self.specialisations[index, f"{specialisation.kernel.file} {specialisation}"] = specialisation
+                self.hold(index, one.specialisation)
             entry = (bound, index, *(arg.extent if arg else 0 for arg in tensors))
         if len(self.plans) >= _MOST_PLANS:
-            self.plans.clear()
-            self._described.clear()
-            self._separate.clear()
+            self.forget()
         self._described[key] = tensors
         self.plans[key] = entry
         return entry
+
+    def remember(self, key: Any, scalars: tuple[Any, ...], *tensors: Any) -> None:
+        """Let the next call with tensors like these find its plan by one guard."""
+        found = self._guards.get(key)
+        # A guard that was just asked and failed, although the key is its own, knows another state of torch: renew it.
+        if found is None or (found is self.recent[0] and found[0] is not binding.never):
+            found = self._guards[key] = (binding.guard(tensors), key[0], scalars, key, *self.plans[key])
+        self.recent[0] = found
+
+    def forget(self) -> None:
+        """Drop every plan; kernels stay loaded. Needed after an environment switch has changed."""
+        self.recent[0] = self._no_plan()
+        for cache in (self.plans, self._guards, self._described, self._separate):
+            cache.clear()
+
+    def _no_plan(self) -> tuple[Any, ...]:
+        return (binding.never, None, (), None, None, -1, *(0 for _ in self.tensors))
 
     def _describe(self, args: Sequence[Any]) -> tuple[str, list[Any]]:
         """(dialect, args with every tensor replaced by its Arg). Raises OpError for what the signature rules out."""
@@ -279,7 +308,7 @@ def _capturing(kind: str, index: int) -> bool:
     return bool(cupy.cuda.get_current_stream(index).is_capturing())
 
 
-def _parameters(reference: Callable[..., None], roles: dict[str, str]) -> list[Parameter]:
+def _parameters(reference: Callable[..., None], roles: dict[str, str], keyed: set[str]) -> list[Parameter]:
     """The parameters of a reference, from its annotations (``Tensor``, ``Tensor | None``, ``float``, ...)."""
     result = []
     for p in inspect.signature(reference).parameters.values():
@@ -288,10 +317,15 @@ def _parameters(reference: Callable[..., None], roles: dict[str, str]) -> list[P
             raise TypeError(f"{reference.__name__}: {p.name} is annotated {p.annotation!r}, expected one of {_KINDS}")
         has_default = p.default is not inspect.Parameter.empty
         role = roles.get(p.name, "in")
-        result.append(Parameter(p.name, kind, rest == "None", role, has_default, p.default if has_default else None))
+        is_keyed = kind not in ("Tensor", "float") or p.name in keyed
+        default = p.default if has_default else None
+        result.append(Parameter(p.name, kind, rest == "None", role, is_keyed, has_default, default))
     unknown = roles.keys() - {p.name for p in result if p.kind == "Tensor"}
     if unknown:
         raise TypeError(f"{reference.__name__}: {sorted(unknown)} are written but are no tensor parameters")
+    unknown = keyed - {p.name for p in result if p.kind == "float"}
+    if unknown:
+        raise TypeError(f"{reference.__name__}: {sorted(unknown)} are keyed but are no float parameters")
     return result
 
 
