@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -175,12 +176,16 @@ def streaming_gbs(effort: Effort, nbytes: int = 1 << 30) -> float:
 
 
 def _raw_call(entry: str, grid: int, block: int, *args: int) -> Call:
+    """A launch on torch's current stream; each of `args` is passed as 8 bytes."""
     import cupy
+    from cupy_backends.cuda.api import driver
 
-    kernel = cupy.RawModule(code=FLOOR_SOURCE).get_function(entry)
+    function = cupy.RawModule(code=FLOOR_SOURCE).get_function(entry).kernel
+    values = (ctypes.c_uint64 * len(args))(*args)
+    pointers = (ctypes.c_void_p * max(1, len(args)))(*(ctypes.addressof(values) + 8 * i for i in range(len(args))))
 
-    def call() -> None:
-        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            kernel((grid,), (block,), args)
+    def call(_keep_alive: Any = values) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        driver.launchKernel(function.ptr, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
 
     return call
