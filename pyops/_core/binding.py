@@ -44,7 +44,12 @@ def _is_compiling() -> bool:
 
 
 def never(*_: Any) -> bool:
-    """The guard of a plan that has none."""
+    """The guard of a plan that has none yet."""
+    return False
+
+
+def unguarded(*_: Any) -> bool:
+    """The guard of a plan that can have none."""
     return False
 
 
@@ -61,9 +66,9 @@ def guard(tensors: Sequence[Any]) -> Callable[..., bool]:
             dynamic_dims_sizes=[list(t.shape) for t in tensors],
             dynamic_dims_strides=[list(t.stride()) for t in tensors],
         ).check
-        return check if check(*tensors) else never
+        return check if check(*tensors) else unguarded
     except Exception:
-        return never
+        return unguarded
 
 
 def _bind_torch_while_tracing() -> bool:
@@ -111,8 +116,8 @@ def write(op: Op) -> Callable[..., Any]:
 def render(op: Op) -> str:
     """Source of `bind(...)`, which returns the wrapper of `op`.
 
-    A call with torch tensors first asks the guard of the most recent plan whether the tensors look as they did then:
-    one call into torch instead of reading a dozen attributes. Otherwise the attributes make the key that finds the plan.
+    A call with torch tensors first asks the guard of the most recent plan whether the tensors look as they did then,
+    one call into torch instead of reading a dozen attributes; else the attributes make the key that finds the plan.
     """
     arguments = ", ".join(p.name for p in op.parameters)
     declared = ", ".join(f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in op.parameters)
@@ -163,9 +168,9 @@ def render(op: Op) -> str:
         f"check, align, scalars, key, launch, device, {', '.join(extents)} = recent[0]",
         f"if check({guarded}):",
         *(
-            f"    p{i} = 0 if {p.name} is None else data_ptr({p.name})"
+            f"    p{i} = 0 if {p.name} is None else {p.name}.data_ptr()"
             if p.optional
-            else f"    p{i} = data_ptr({p.name})"
+            else f"    p{i} = {p.name}.data_ptr()"
             for i, p in tensors
         ),
         f"    if ({alignment}) == align{f' and {scalars} == scalars' if keyed else ''}:",
@@ -219,16 +224,12 @@ def bind_torch() -> None:
         def stream(device: int) -> int:
             return int(torch.cuda.current_stream(device).cuda_stream)
 
-    # A faster data_ptr(), where this torch has it.
-    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    data_ptr = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", torch.Tensor.data_ptr)
     # Stand for absent tensors in a guard: one for each place, because it also demands that no tensor comes twice.
     absent = {f"absent{i}": torch.empty(0, dtype=torch.complex128) for i in range(_MOST_TENSORS)}
     _library = torch.library.Library("pyops", "DEF")
     for op in _ops:
         _register(op, _library)
-    NAMESPACE.update(is_compiling=torch.compiler.is_compiling, torch_ops=torch.ops.pyops, torch_stream=stream)
-    NAMESPACE.update(absent, data_ptr=data_ptr)
+    NAMESPACE.update(is_compiling=torch.compiler.is_compiling, torch_ops=torch.ops.pyops, torch_stream=stream, **absent)
 
 
 def schema(op: Op) -> str:

@@ -82,8 +82,9 @@ class Op:
         self.parameters = _parameters(reference, roles, keyed)
         self.tensors = [p for p in self.parameters if p.kind == "Tensor"]
         self.floats = [p.name for p in self.parameters if p.kind == "float" and not p.keyed]
+        self._tensor_names = tuple(p.name for p in self.tensors)
         self.plans: dict[Any, tuple[Any, ...]] = {}
-        self.specialisations: dict[tuple[int, str], Specialisation] = {}
+        self.specialisations: dict[tuple[Any, ...], Specialisation] = {}
         self._plan: Callable[..., Any] | None = None
         self._traffic: Callable[..., int] | None = None
         self.example: Callable[..., tuple[Any, ...]] | None = None
@@ -118,12 +119,12 @@ class Op:
 
     def hold(self, index: int, specialisation: Specialisation) -> Compiled:
         """Load a specialisation on the device `index` and list it in `compiled`."""
-        self.specialisations[index, f"{specialisation.kernel.file} {specialisation}"] = specialisation
+        self.specialisations[index, specialisation.kernel, *specialisation.constants.values()] = specialisation
         return specialisation.load(index)
 
     def compiled(self) -> list[Compiled]:
         """Every specialisation this op has used in this process, on every device."""
-        found = (s.loaded(index) for (index, _), s in self.specialisations.items())
+        found = (s.loaded(index) for (index, *_), s in self.specialisations.items())
         return [compiled for compiled in found if compiled is not None]
 
     def launches(self, *args: Any) -> list[Launch]:
@@ -163,7 +164,7 @@ class Op:
                 if one.specialisation.loaded(index) is None and _capturing(kind, index):
                     raise CaptureError(self.name, one.specialisation.kernel.file)
             scalars = {p.name: v for p, v in zip(self.parameters, args, strict=True) if p.keyed}
-            bound = launch.bind(self.name, index, launches, [p.name for p in self.tensors], self.floats, scalars)
+            bound = launch.bind(self.name, index, launches, self._tensor_names, tuple(self.floats), scalars)
             for one in launches:
                 self.hold(index, one.specialisation)
             entry = (bound, index, *(arg.extent if arg else 0 for arg in tensors))
@@ -176,9 +177,11 @@ class Op:
     def remember(self, key: Any, scalars: tuple[Any, ...], *tensors: Any) -> None:
         """Let the next call with tensors like these find its plan by one guard."""
         found = self._guards.get(key)
-        # A guard that was just asked and failed, although the key is its own, knows another state of torch: renew it.
-        if found is None or (found is self.recent[0] and found[0] is not binding.never):
-            found = self._guards[key] = (binding.guard(tensors), key[0], scalars, key, *self.plans[key])
+        if found is None:  # the first call of a plan makes no guard: there may be no second
+            found = self._guards[key] = (binding.never, key[0], scalars, key, *self.plans[key])
+        elif found[0] is binding.never or (found is self.recent[0] and found[0] is not binding.unguarded):
+            # The second call, or a guard that was just asked and failed on its own key: torch is in another mode now.
+            found = self._guards[key] = (binding.guard(tensors), *found[1:])
         self.recent[0] = found
 
     def forget(self) -> None:
