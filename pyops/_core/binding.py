@@ -107,9 +107,6 @@ def write(op: Op) -> Callable[..., Any]:
     wrapper.__doc__ = op.reference.__doc__
     wrapper.__annotations__ = op.reference.__annotations__
     wrapper.__module__ = op.reference.__module__
-    _ops.append(op)
-    if _library is not None:
-        _register(op, _library)
     return wrapper
 
 
@@ -230,6 +227,13 @@ def bind_torch() -> None:
     for op in _ops:
         _register(op, _library)
     NAMESPACE.update(is_compiling=torch.compiler.is_compiling, torch_ops=torch.ops.pyops, torch_stream=stream, **absent)
+
+
+def add(op: Op) -> None:
+    """Register `op` with torch: now if torch is bound, else when it will be."""
+    _ops.append(op)
+    if _library is not None:
+        _register(op, _library)
 
 
 def schema(op: Op) -> str:

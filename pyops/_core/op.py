@@ -103,6 +103,7 @@ class Op:
             example=self._set_example,
             traffic=self._set_traffic,
         )
+        binding.add(self)
         registry[self.name] = self
 
     def _set_plan(self, function: F) -> F:
