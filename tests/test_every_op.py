@@ -6,7 +6,9 @@ element written, inputs kept, any layout, the same answer twice.
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
+from struct import Struct
 from typing import Any
 
 import pytest
@@ -14,7 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kernels_cu
 import pyops
+from pyops._core import device
+from pyops._core.example import ArgMaker
+from pyops._core.launch import layout
 from pyops._core.op import Op
 from tests import axes
 from tests.calls import (
@@ -104,6 +110,29 @@ def test_is_complete(op: Op) -> None:
     assert op._plan is not None
     assert axes.compiled(op) is not None
     assert any(p.written for p in op.tensors)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_take_what_they_are_given(op: Op) -> None:
+    """The contract between plan and C signature: every parameter is fed, every value and constant is taken."""
+    words = tuple(p.name for p in op.tensors) + tuple(op.floats)
+    scalars = tuple(p.name for p in op.parameters if p.keyed)
+    assert op.example is not None
+    for case in axes.combinations(op):
+        args = op.example(ArgMaker(device.model()), **case)
+        launches = op.launches(*args)
+        for one in launches:
+            kernel = one.specialisation.kernel
+            layout(kernel, words, tuple(one.fixed), scalars)  # TypeError for what does not fit
+            for fmt, name in kernel.parameters:
+                if name in one.fixed:
+                    Struct(fmt).pack(one.fixed[name])
+            code = re.sub(r"//.*", "", kernels_cu.read(kernel.file))
+            for constant in one.specialisation.constants:
+                assert re.search(rf"\b{constant}\b", code), f"{kernel.file} uses no {constant}"
+        taken = {name for one in launches for _, name in one.specialisation.kernel.parameters}
+        given = {p.name for p, arg in zip(op.parameters, args, strict=True) if p.kind == "Tensor" and arg is not None}
+        assert given <= taken, f"no kernel of {op.name} takes {given - taken}"
 
 
 @pytest.mark.parametrize("device", DEVICES)
