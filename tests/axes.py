@@ -33,7 +33,7 @@ RUN: dict[str, tuple[Any, ...]] = COMPILED | {"hidden_size": (64, 769, 4096)}
 
 # Axis -> what hypothesis draws.
 DRAWN: dict[str, st.SearchStrategy[Any]] = {
-    "num_tokens": st.integers(1, 300) | st.sampled_from([1, 2, 131, 132, 133]),
+    "num_tokens": st.integers(1, 40) | st.sampled_from([131, 132, 133, 257]),
 }
 
 

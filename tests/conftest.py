@@ -19,6 +19,8 @@ for _profile, _examples in (("dev", 10), ("ci", 50), ("nightly", 1000)):
         database=None,
         suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
     )
+# The tests run in several processes already.
+torch.set_num_threads(1)
 hypothesis.settings.load_profile(
     os.environ.get("PYOPS_HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev")
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -95,6 +96,7 @@ def test_compile_without_graph_break(op: Op, device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="inductor needs a C compiler")
 @pytest.mark.parametrize("op", OPS[:2])
 def test_compile_with_inductor(op: Op) -> None:
     _assert_compiles(op, "cuda", "inductor")
