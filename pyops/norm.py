@@ -69,9 +69,9 @@ def _geometry(
     one_row = -(-row_vecs // row_threads) * max(1, vec_size * row.dtype.itemsize // 4)
     most = min(255, 65536 // num_threads) - 36
     keep_row = held * one_row <= most
-    # A long weight is better read from the cache when it is used than held while the row is summed.
-    keep_weight = keep_row and (short or not fill) and (held + weights) * one_row <= most
-    needed = 48 + (held * keep_row + weights * keep_weight) * one_row
+    # With many rows, a weight that is long or joins two rows is better read from the cache when it is used.
+    keep_weight = keep_row and (not fill or (short and held == 1)) and (held + weights) * one_row <= most
+    needed = 40 + held * keep_row * one_row * 3 // 2 + weights * keep_weight * one_row
     return -(-num_rows // (num_threads // row_threads)), {
         "NUM_THREADS": num_threads,
         "ROW_THREADS": row_threads,
