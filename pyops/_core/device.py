@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from .lazy import cupy
+
 
 @dataclass(frozen=True)
 class Device:
@@ -40,8 +42,6 @@ def model(arch: str = "sm_90") -> Device:
 @cache
 def get(index: int) -> Device:
     """The device `index` of this process."""
-    import cupy
-
     properties = cupy.cuda.runtime.getDeviceProperties(index)
     if cupy.cuda.runtime.is_hip:
         arch = properties["gcnArchName"].decode().split(":")[0]
@@ -59,8 +59,6 @@ def get(index: int) -> Device:
 @cache
 def count() -> int:
     """Devices that this process sees; 0 without a driver."""
-    import cupy
-
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class OpError(ValueError):
     """A call that an op refuses, before anything is written: ``op: argument: message``."""
@@ -22,7 +24,16 @@ class MissingDependencyError(ImportError):
     """A package that this call needs is not installed; the message holds the pip line that mends it."""
 
     def __init__(self, needed_for: str, package: str, extra: str) -> None:
-        super().__init__(f'{needed_for} needs {package}, which is not installed: pip install "pyops[{extra}]"')
+        super().__init__(f"{needed_for} needs {package}, which is not installed: {pip_line(extra)}")
+
+
+def pip_line(extra: str) -> str:
+    """The command that installs what the extra `extra` of pyops lists."""
+    root = Path(__file__).parents[2]
+    # A checkout is named by its path: where pyops is not installed, pip would fetch an unrelated project of that name.
+    if (root / "pyproject.toml").exists():
+        return f'pip install -e "{root}[{extra}]"'
+    return f'pip install "pyops[{extra}]"'
 
 
 class CompileError(RuntimeError):
