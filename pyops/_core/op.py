@@ -104,6 +104,11 @@ class Op:
         self._traffic = function
         return function
 
+    def hold(self, index: int, specialisation: Specialisation) -> Compiled:
+        """Load a specialisation on the device `index` and list it in `compiled`."""
+        self.specialisations[index, f"{specialisation.kernel.file} {specialisation}"] = specialisation
+        return specialisation.load(index)
+
     def compiled(self) -> list[Compiled]:
         """Every specialisation this op has used in this process, on every device."""
         found = (s.loaded(index) for (index, _), s in self.specialisations.items())
@@ -150,8 +155,7 @@ class Op:
             }
             bound = launch.bind(self.name, index, launches, [p.name for p in self.tensors], self.floats, scalars)
             for one in launches:
-                specialisation = one.specialisation
-                self.specialisations[index, f"{specialisation.kernel.file} {specialisation}"] = specialisation
+                self.hold(index, one.specialisation)
             entry = (bound, index, *(arg.extent if arg else 0 for arg in tensors))
         if len(self.plans) >= _MOST_PLANS:
             self.plans.clear()
