@@ -106,8 +106,9 @@ class Op:
 
     def hold(self, index: int, specialisation: Specialisation) -> Compiled:
         """Load a specialisation on the device `index` and list it in `compiled`."""
+        compiled = specialisation.load(index)
         self.specialisations[index, f"{specialisation.kernel.file} {specialisation}"] = specialisation
-        return specialisation.load(index)
+        return compiled
 
     def compiled(self) -> list[Compiled]:
         """Every specialisation this op has used in this process, on every device."""
