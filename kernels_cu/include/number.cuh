@@ -78,3 +78,28 @@ template <> DEVICE void store_pair<fp8_e5m2_t>(fp8_e5m2_t* out, float low, float
         __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E5M2);
 }
 #endif
+
+// T(a * b) for two pairs: exact products, rounded once.
+template <typename T>
+DEVICE void multiply_pair(T* out, const T* a, const T* b) {
+    store_pair<T>(out, to_float(a[0]) * to_float(b[0]), to_float(a[1]) * to_float(b[1]));
+}
+// The larger magnitude of each of two pairs, NaN dropped.
+template <typename T>
+DEVICE void absmax_pair(T* a, const T* b) {
+    store_pair<T>(a, fmaxf(fabsf(to_float(a[0])), fabsf(to_float(b[0]))), fmaxf(fabsf(to_float(a[1])), fabsf(to_float(b[1]))));
+}
+#if !PYOPS_HIP
+#define PYOPS_PACKED(T, PAIR)                                                                                    \
+    template <> DEVICE void multiply_pair<T>(T * out, const T* a, const T* b) {                                  \
+        *reinterpret_cast<PAIR*>(out) =                                                                          \
+            __hmul2(*reinterpret_cast<const PAIR*>(a), *reinterpret_cast<const PAIR*>(b));                       \
+    }                                                                                                            \
+    template <> DEVICE void absmax_pair<T>(T * a, const T* b) {                                                  \
+        PAIR& m = *reinterpret_cast<PAIR*>(a);                                                                   \
+        m = __hmax2(__habs2(m), __habs2(*reinterpret_cast<const PAIR*>(b)));                                     \
+    }
+PYOPS_PACKED(half_t, __half2)
+PYOPS_PACKED(bf16_t, __nv_bfloat162)
+#undef PYOPS_PACKED
+#endif

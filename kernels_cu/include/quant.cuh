@@ -20,32 +20,40 @@ template <> struct Codes<fp8_e4m3_t> {
 // Clamp to +-limit; NaN becomes +limit.
 DEVICE float clamp(float x, float limit) { return fmaxf(-limit, fminf(x, limit)); }
 
+// x / divisor, correctly rounded, given the correctly rounded reciprocal: the residual of the first quotient corrects it
+// (Markstein 1990). For quotients that are neither subnormal nor too large.
+DEVICE float divide(float x, float divisor, float reciprocal) {
+    const float quotient = x * reciprocal;
+    return fmaf(fmaf(-quotient, divisor, x), reciprocal, quotient);
+}
+
 // The scale of a row or group whose largest magnitude is `absmax`.
 template <typename Q>
 DEVICE float dynamic_scale(float absmax) {
-    return fmaxf(absmax / Codes<Q>::largest, Codes<Q>::smallest_scale);
+    constexpr float largest = Codes<Q>::largest;
+    const float scale = absmax > FLOAT_MAX ? absmax : divide(absmax, largest, 1.0f / largest);
+    return fmaxf(scale, Codes<Q>::smallest_scale);
 }
 
 // Codes of values under one scale. int8 multiplies by the reciprocal, fp8 divides, each as the specification says.
-template <typename Q>
+// BOUNDED: values may exceed the magnitude that the scale was made for.
+template <typename Q, bool BOUNDED>
 struct Quantizer {
-    float scale, reciprocal, limit;
+    float divisor, reciprocal, limit;
 
-    explicit DEVICE Quantizer(float scale) : scale(scale), reciprocal(1.0f / scale) {
-        // Beyond 512 * scale every quotient saturates. Clamping there first keeps the division below exact.
-        limit = fminf(scale * 512.0f, FLOAT_MAX);
+    explicit DEVICE Quantizer(float scale) : divisor(scale), reciprocal(1.0f / scale) {
+        limit = fminf(scale * 512.0f, FLOAT_MAX);  // beyond it every quotient saturates
+        if (scale > FLOAT_MAX) {  // infinite: what is finite becomes 0, what is not the largest code
+            divisor = 0.0f;
+            reciprocal = 0.0f;
+            limit = scale;
+        }
     }
 
-    // The clamped quotient as a float, ready to be converted to Q.
+    // What to convert to Q; that conversion saturates.
     DEVICE float operator()(float x) const {
-        if constexpr (is_same<Q, int8_t>) {
-            return x * reciprocal;
-        } else {
-            if (scale > FLOAT_MAX) return clamp(x / scale, Codes<Q>::largest);
-            // x / scale, correctly rounded: the residual of the first quotient corrects it (Markstein 1990).
-            x = clamp(x, limit);
-            const float quotient = x * reciprocal;
-            return clamp(fmaf(fmaf(-quotient, scale, x), reciprocal, quotient), Codes<Q>::largest);
-        }
+        if constexpr (is_same<Q, int8_t>) return x * reciprocal;
+        if constexpr (BOUNDED) x = clamp(x, limit);
+        return fminf(divide(x, divisor, reciprocal), Codes<Q>::largest);  // the minimum takes NaN to the largest code
     }
 };

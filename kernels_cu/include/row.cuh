@@ -9,6 +9,8 @@ template <typename T, int ROW_SIZE, int VEC_SIZE, int ROW_THREADS, int ACCESS_SI
 struct Row {
     static_assert(ROW_SIZE % VEC_SIZE == 0);
     using vec_t = Vec<T, VEC_SIZE>;
+    static constexpr int SIZE = ROW_SIZE;
+    static constexpr int VEC = VEC_SIZE;
     static constexpr int ROW_VECS = ROW_SIZE / VEC_SIZE;
     static constexpr int THREAD_VECS = ceil_div(ROW_VECS, ROW_THREADS);
     static constexpr int REGISTERS = THREAD_VECS * ceil_div(VEC_SIZE * int(sizeof(T)), 4);
@@ -32,13 +34,17 @@ struct Row {
 
     static DEVICE Row load(const T* address) {
         Row row(address);
-        if constexpr (KEPT) for_each([&](int i, int column) { row.vecs[i] = vec_t::template load<ACCESS_SIZE>(address + column); });
+        if constexpr (KEPT) {
+            for_each([&](int i, int column) { row.vecs[i] = vec_t::template load<ACCESS_SIZE>(address + column); });
+        }
         return row;
     }
     // For a row that nobody else reads.
     static DEVICE Row load_once(const T* address) {
         Row row(address);
-        if constexpr (KEPT) for_each([&](int i, int column) { row.vecs[i] = vec_t::template load_once<ACCESS_SIZE>(address + column); });
+        if constexpr (KEPT) {
+            for_each([&](int i, int column) { row.vecs[i] = vec_t::template load_once<ACCESS_SIZE>(address + column); });
+        }
         return row;
     }
     DEVICE void set(int i, vec_t vec) {

@@ -9,6 +9,7 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vec {
     static_assert(sizeof(T) * N <= 16 && (N & (N - 1)) == 0);
+    static constexpr int SIZE = N;
     T data[N];
 
     template <int ACCESS> using word_t = typename word_of<int(sizeof(T)) * ACCESS>::type;
@@ -39,6 +40,10 @@ struct alignas(sizeof(T) * N) Vec {
     DEVICE word_t<ACCESS>& word(int i) { return *reinterpret_cast<word_t<ACCESS>*>(data + i); }
 
     DEVICE float operator[](int i) const { return to_float(data[i]); }
+    DEVICE void to_floats(float (&x)[N]) const {
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] = to_float(data[i]);
+    }
 
     static DEVICE Vec from_floats(const float (&x)[N]) {
         Vec result;
@@ -49,5 +54,29 @@ struct alignas(sizeof(T) * N) Vec {
             for (int i = 0; i < N; i += 2) store_pair<T>(result.data + i, x[i], x[i + 1]);
         }
         return result;
+    }
+
+    // T(a * b), element by element.
+    friend DEVICE Vec operator*(const Vec& a, const Vec& b) {
+        Vec result;
+        if constexpr (N == 1) {
+            result.data[0] = from_float<T>(a[0] * b[0]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; i += 2) multiply_pair<T>(result.data + i, a.data + i, b.data + i);
+        }
+        return result;
+    }
+
+    // The largest magnitude, NaN dropped; 0 if there is nothing else.
+    DEVICE float absmax() const {
+        if constexpr (N == 1) {
+            return fmaxf(0.0f, fabsf(to_float(data[0])));
+        } else {
+            T pair[2] = {T(0.0f), T(0.0f)};
+#pragma unroll
+            for (int i = 0; i < N; i += 2) absmax_pair<T>(pair, data + i);
+            return fmaxf(to_float(pair[0]), to_float(pair[1]));
+        }
     }
 };

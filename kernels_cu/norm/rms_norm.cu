@@ -14,11 +14,10 @@
 //     LEADING       leading dimensions that number the rows, 1 to 3
 //     HAS_WEIGHT    false when weight is null
 
-#include "number.cuh"
-#include "reduce.cuh"
-#include "row.cuh"
+#include "norm.cuh"
 
 using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
+using vec_t = row_t::vec_t;
 
 // Offset of a row in a tensor whose leading dimensions are [.., size1, size2].
 DEVICE int64_t row_offset(int64_t row, int64_t stride0, int64_t stride1, int64_t stride2, int size1, int size2) {
@@ -43,28 +42,20 @@ rms_norm(scalar_t* out,           // [num_rows, HIDDEN_SIZE]
     row_t w(weight);
     if constexpr (HAS_WEIGHT) w = row_t::load(weight);
 
-    float sum = 0.0f;
-    row_t::for_each([&](int i, int column) {
-        const auto vec = x.get(i, column);
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) sum += vec[j] * vec[j];
-    });
-    const float scale = rsqrtf(row_reduce<Sum, ROW_THREADS>(sum, partial) / HIDDEN_SIZE + epsilon);
+    const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) { x.get(i, column).to_floats(v); };
+    const float scale = rsqrtf(row_mean_square<row_t, ROW_THREADS>(values, partial) + epsilon);
     if (!at.active) return;
 
     scalar_t* out_row = out + row_offset(at.row, out_stride0, out_stride1, out_stride2, size1, size2);
     row_t::for_each([&](int i, int column) {
-        const auto vec = x.get(i, column);
-        float y[VEC_SIZE];
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) y[j] = vec[j] * scale;
-        auto result = row_t::vec_t::from_floats(y);
+        float v[VEC_SIZE];
+        values(i, column, v);
         if constexpr (HAS_WEIGHT) {
-            const auto vec_w = w.get(i, column);
+            scale_and_weigh<vec_t>(v, scale, w.get(i, column)).store(out_row + column);
+        } else {
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) y[j] = result[j] * vec_w[j];
-            result = row_t::vec_t::from_floats(y);
+            for (int j = 0; j < VEC_SIZE; ++j) v[j] *= scale;
+            vec_t::from_floats(v).store(out_row + column);
         }
-        result.store(out_row + column);
     });
 }

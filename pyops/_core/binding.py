@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of an op. `role` is "in", "out" (written, never read) or "inout"; scalars are "in"."""
+    """A parameter of an op. `role` is "in", "out" (written, never read) or "inout"; scalars are "in".
+
+    A `keyed` scalar is part of the plan's key, so that the plan may choose by it; the others are passed at every call.
+    """
 
     name: str
     kind: str  # "Tensor", "float", "int", "bool" or "str"
     optional: bool
     role: str
+    keyed: bool
     has_default: bool
     default: Any
 
@@ -79,8 +83,8 @@ def render(op: Op) -> str:
     arguments = ", ".join(names)
     declared = ", ".join(f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in op.parameters)
     tensors = [p for p in op.parameters if p.kind == "Tensor"]
-    keyed = [p.name for p in op.parameters if p.kind not in ("Tensor", "float")]
-    floats = [p.name for p in op.parameters if p.kind == "float"]
+    keyed = [p.name for p in op.parameters if p.keyed]
+    floats = op.floats
     first = next(p.name for p in tensors if not p.optional)
     pointers = [f"p{i}" for i in range(len(tensors))]
     extents = [f"e{i}" for i in range(len(tensors))]

@@ -6,6 +6,7 @@ from math import gcd
 
 from . import dtypes
 from .dtypes import DType
+from .errors import OpError
 from .tensor import Arg
 
 
@@ -23,11 +24,19 @@ def floating(arg: Arg) -> None:
 
 def like(arg: Arg | None, other: Arg) -> None:
     """`arg` has the shape and dtype of `other`."""
-    if arg is None:
-        return
-    if arg.shape != other.shape:
-        raise arg.error(f"expected shape {other.shape} like {other.name}, got {arg.shape}")
+    same_shape(arg, other)
     dtype(arg, other.dtype)
+
+
+def same_shape(arg: Arg | None, other: Arg) -> None:
+    """`arg` has the shape of `other`."""
+    if arg is not None and arg.shape != other.shape:
+        raise arg.error(f"expected shape {other.shape} like {other.name}, got {arg.shape}")
+
+
+def refuse(arg: Arg, argument: str, message: str) -> OpError:
+    """The error for a scalar argument of the call that `arg` belongs to."""
+    return OpError(arg.op, argument, message)
 
 
 def shape(arg: Arg | None, dtype_: DType | None = None, /, **sizes: int) -> None:

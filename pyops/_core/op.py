@@ -41,6 +41,7 @@ def op(
     out: str | tuple[str, ...] = (),
     inout: str | tuple[str, ...] = (),
     in_place: dict[str, str] | None = None,
+    keyed: str | tuple[str, ...] = (),
     ulps: int = 1,
 ) -> Callable[[Callable[..., None]], Wrapper]:
     """Declare an op by its reference, a plain PyTorch function that writes its outputs in place.
@@ -48,13 +49,16 @@ def op(
     Args:
         out: tensors that are written and never read; inout: tensors that are read and written.
         in_place: {output: input} pairs that may be one and the same tensor.
+        keyed: floats that the plan may choose by, each value of which is another plan. Integers, bools and strings are
+            keyed anyway; other floats are passed at every call.
         ulps: how far results may lie from the reference, in units of the last place of the output type; 0 means equal.
     """
 
     def declare(reference: Callable[..., None]) -> Wrapper:
         roles = dict.fromkeys((out,) if isinstance(out, str) else out, "out")
         roles |= dict.fromkeys((inout,) if isinstance(inout, str) else inout, "inout")
-        wrapper: Wrapper = Op(reference, roles, in_place or {}, ulps).wrapper
+        names = {keyed} if isinstance(keyed, str) else set(keyed)
+        wrapper: Wrapper = Op(reference, roles, in_place or {}, names, ulps).wrapper
         return wrapper
 
     return declare
@@ -64,15 +68,20 @@ class Op:
     """An operator: reference, parameters, plan, example, and the plans made so far."""
 
     def __init__(
-        self, reference: Callable[..., None], roles: dict[str, str], in_place: dict[str, str], ulps: int
+        self,
+        reference: Callable[..., None],
+        roles: dict[str, str],
+        in_place: dict[str, str],
+        keyed: set[str],
+        ulps: int,
     ) -> None:
         self.name = reference.__name__
         self.reference = reference
         self.in_place = in_place
         self.ulps = ulps
-        self.parameters = _parameters(reference, roles)
+        self.parameters = _parameters(reference, roles, keyed)
         self.tensors = [p for p in self.parameters if p.kind == "Tensor"]
-        self.floats = [p.name for p in self.parameters if p.kind == "float"]
+        self.floats = [p.name for p in self.parameters if p.kind == "float" and not p.keyed]
         self.plans: dict[Any, tuple[Any, ...]] = {}
         self.specialisations: dict[tuple[int, str], Specialisation] = {}
         self._plan: Callable[..., Any] | None = None
@@ -151,9 +160,7 @@ class Op:
             for one in launches:
                 if one.specialisation.loaded(index) is None and _capturing(kind, index):
                     raise CaptureError(self.name, one.specialisation.kernel.file)
-            scalars = {
-                p.name: v for p, v in zip(self.parameters, args, strict=True) if p.kind not in ("Tensor", "float")
-            }
+            scalars = {p.name: v for p, v in zip(self.parameters, args, strict=True) if p.keyed}
             bound = launch.bind(self.name, index, launches, [p.name for p in self.tensors], self.floats, scalars)
             for one in launches:
                 self.hold(index, one.specialisation)
@@ -284,7 +291,7 @@ def _capturing(kind: str, index: int) -> bool:
     return bool(cupy.cuda.get_current_stream(index).is_capturing())
 
 
-def _parameters(reference: Callable[..., None], roles: dict[str, str]) -> list[Parameter]:
+def _parameters(reference: Callable[..., None], roles: dict[str, str], keyed: set[str]) -> list[Parameter]:
     """The parameters of a reference, from its annotations (``Tensor``, ``Tensor | None``, ``float``, ...)."""
     result = []
     for p in inspect.signature(reference).parameters.values():
@@ -293,10 +300,15 @@ def _parameters(reference: Callable[..., None], roles: dict[str, str]) -> list[P
             raise TypeError(f"{reference.__name__}: {p.name} is annotated {p.annotation!r}, expected one of {_KINDS}")
         has_default = p.default is not inspect.Parameter.empty
         role = roles.get(p.name, "in")
-        result.append(Parameter(p.name, kind, rest == "None", role, has_default, p.default if has_default else None))
+        is_keyed = kind not in ("Tensor", "float") or p.name in keyed
+        default = p.default if has_default else None
+        result.append(Parameter(p.name, kind, rest == "None", role, is_keyed, has_default, default))
     unknown = roles.keys() - {p.name for p in result if p.kind == "Tensor"}
     if unknown:
         raise TypeError(f"{reference.__name__}: {sorted(unknown)} are written but are no tensor parameters")
+    unknown = keyed - {p.name for p in result if p.kind == "float"}
+    if unknown:
+        raise TypeError(f"{reference.__name__}: {sorted(unknown)} are keyed but are no float parameters")
     return result
 
 

@@ -1,0 +1,28 @@
+// norm.cuh: what the normalisations share.
+//
+// `values(i, column, x)` fills x with the VEC_SIZE floats of vector i of the calling thread. Fused and plain kernels sum
+// through the same function, so that their results agree bit for bit.
+#pragma once
+#include "reduce.cuh"
+#include "row.cuh"
+
+template <typename row_t, int ROW_THREADS, typename Values>
+DEVICE float row_mean_square(Values values, float* partial) {
+    float sum = 0.0f;
+    row_t::for_each([&](int i, int column) {
+        float x[row_t::VEC];
+        values(i, column, x);
+#pragma unroll
+        for (int j = 0; j < row_t::VEC; ++j) sum += x[j] * x[j];
+    });
+    return row_reduce<Sum, ROW_THREADS>(sum, partial) / row_t::SIZE;
+}
+
+// T(T(x * scale) * weight): both roundings are part of the contract of the norms that call it.
+template <typename vec_t>
+DEVICE vec_t scale_and_weigh(const float (&x)[vec_t::SIZE], float scale, const vec_t& weight) {
+    float y[vec_t::SIZE];
+#pragma unroll
+    for (int j = 0; j < vec_t::SIZE; ++j) y[j] = x[j] * scale;
+    return vec_t::from_floats(y) * weight;
+}

@@ -1,0 +1,59 @@
+// fused_add_rms_norm: add the residual, keep the sum, and normalise it.
+//
+//     z = T(input[r, i] + residual[r, i]);  residual[r, i] = z
+//     input[r, i] = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])
+//
+// ROW_THREADS threads share a row and hold it in registers.
+//
+// Constants
+//     scalar_t      T: element type of all tensors
+//     HIDDEN_SIZE   elements in a row
+//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE
+//     NUM_THREADS   threads in the block
+//     ROW_THREADS   threads that share a row; divides NUM_THREADS
+//     HAS_WEIGHT    false when weight is null
+
+#include "norm.cuh"
+
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
+using vec_t = row_t::vec_t;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+fused_add_rms_norm(scalar_t* input,         // [num_rows, HIDDEN_SIZE]
+                   scalar_t* residual,      // [num_rows, HIDDEN_SIZE]
+                   const scalar_t* weight,  // [HIDDEN_SIZE]
+                   int64_t num_rows, int64_t input_stride, int64_t residual_stride, float epsilon) {
+    __shared__ float partial[NUM_THREADS / WARP_SIZE];
+    const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
+    input += at.row * input_stride;
+    residual += at.row * residual_stride;
+    const row_t x = row_t::load_once(input);
+    const row_t r = row_t::load_once(residual);
+    row_t w(weight);
+    if constexpr (HAS_WEIGHT) w = row_t::load(weight);
+
+    row_t z(residual);
+    const auto add = [&](int i, int column, float(&v)[VEC_SIZE]) {
+        const vec_t vec_x = x.get(i, column), vec_r = r.get(i, column);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = vec_x[j] + vec_r[j];
+        vec_t sum = vec_t::from_floats(v);
+        if (at.active) sum.store(residual + column);
+        z.set(i, sum);
+        sum.to_floats(v);
+    };
+    const float scale = rsqrtf(row_mean_square<row_t, ROW_THREADS>(add, partial) + epsilon);
+    if (!at.active) return;
+
+    row_t::for_each([&](int i, int column) {
+        float v[VEC_SIZE];
+        z.get(i, column).to_floats(v);
+        if constexpr (HAS_WEIGHT) {
+            scale_and_weigh<vec_t>(v, scale, w.get(i, column)).store(input + column);
+        } else {
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) v[j] *= scale;
+            vec_t::from_floats(v).store(input + column);
+        }
+    });
+}

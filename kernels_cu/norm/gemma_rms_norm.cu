@@ -1,0 +1,60 @@
+// gemma_rms_norm: rms_norm whose weight counts from one and whose result is rounded once.
+//
+//     z = input[r, i], or input[r, i] + residual[r, i] as a residual_out_t, which is kept in residual_out
+//     out[r, i] = T(z / sqrt(mean_i(z^2) + epsilon) * (1 + weight[i]))
+//
+// ROW_THREADS threads share a row and hold input and residual in registers.
+//
+// Constants
+//     scalar_t         T: element type of out, input and weight
+//     residual_t       element type of residual
+//     residual_out_t   element type of residual_out
+//     HIDDEN_SIZE      elements in a row
+//     VEC_SIZE         elements of one vector; divides HIDDEN_SIZE
+//     NUM_THREADS      threads in the block
+//     ROW_THREADS      threads that share a row; divides NUM_THREADS
+//     HAS_RESIDUAL     false when residual is null
+
+#include "norm.cuh"
+
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
+using residual_row_t = Row<residual_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+gemma_rms_norm(scalar_t* out,                 // [num_rows, HIDDEN_SIZE]
+               const scalar_t* input,         // [num_rows, HIDDEN_SIZE]
+               const scalar_t* weight,        // [HIDDEN_SIZE]
+               const residual_t* residual,    // [num_rows, HIDDEN_SIZE]
+               residual_out_t* residual_out,  // [num_rows, HIDDEN_SIZE]
+               int64_t num_rows, int64_t out_stride, int64_t input_stride, int64_t residual_stride,
+               int64_t residual_out_stride, float epsilon) {
+    __shared__ float partial[NUM_THREADS / WARP_SIZE];
+    const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
+    const row_t x = row_t::load_once(input + at.row * input_stride);
+    residual_row_t r(residual);
+    if constexpr (HAS_RESIDUAL) r = residual_row_t::load_once(residual + at.row * residual_stride);
+    const row_t w = row_t::load(weight);
+
+    const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) {
+        x.get(i, column).to_floats(v);
+        if constexpr (HAS_RESIDUAL) {
+            const auto vec_r = r.get(i, column);
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) v[j] = round_to<residual_out_t>(v[j] + vec_r[j]);
+        }
+    };
+    const float scale = rsqrtf(row_mean_square<row_t, ROW_THREADS>(values, partial) + epsilon);
+    if (!at.active) return;
+
+    out += at.row * out_stride;
+    residual_out += at.row * residual_out_stride;
+    row_t::for_each([&](int i, int column) {
+        float v[VEC_SIZE];
+        values(i, column, v);
+        if constexpr (HAS_RESIDUAL) Vec<residual_out_t, VEC_SIZE>::from_floats(v).store(residual_out + column);
+        const auto vec_w = w.get(i, column);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = v[j] * scale * (1.0f + vec_w[j]);
+        row_t::vec_t::from_floats(v).store(out + column);
+    });
+}

@@ -1,0 +1,110 @@
+// layer_norm: normalise groups of a row to mean 0 and variance 1 (or to unit root mean square), with an optional gate.
+//
+//     x = input[r, i] * silu(z[r, i]) if gated before the norm, else input[r, i]
+//     m = mean(x);  s = 1 / sqrt(mean((x - m)^2) + epsilon)      over each group; IS_RMS: m = 0
+//     y = (x - m) * s * weight[i] + bias[i];  out[r, i] = T(y * silu(z[r, i])) if gated after, else T(y)
+//
+// ROW_THREADS threads share a group and hold it in registers; all arithmetic is in float32.
+//
+// Constants
+//     scalar_t       T: element type of the tensors but mean and rstd
+//     GROUP_SIZE     elements in a group
+//     VEC_SIZE       elements in one memory access; divides GROUP_SIZE
+//     NUM_THREADS    threads in the block
+//     ROW_THREADS    threads that share a group; divides NUM_THREADS
+//     IS_RMS         divide by the root mean square, subtract nothing
+//     GATE           0: none, 1: before the norm, 2: after it
+//     HAS_WEIGHT, HAS_BIAS, HAS_MEAN, HAS_RSTD   false when that pointer is null
+
+#include "norm.cuh"
+
+using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS>;
+using vec_t = row_t::vec_t;
+
+DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
+           const scalar_t* input,   // [num_rows, num_groups * GROUP_SIZE]
+           const scalar_t* weight,  // [num_groups * GROUP_SIZE]
+           const scalar_t* bias,    // [num_groups * GROUP_SIZE]
+           const scalar_t* z,       // [num_rows, num_groups * GROUP_SIZE]
+           float* mean,             // [num_groups, num_rows]
+           float* rstd,             // [num_groups, num_rows]
+           int64_t num_rows, int num_groups, int64_t out_stride, int64_t input_stride, int64_t z_stride, float epsilon) {
+    __shared__ float partial[2][NUM_THREADS / WARP_SIZE];
+    const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows * num_groups);
+    const int64_t row = at.row / num_groups;
+    const int group = at.row % num_groups;
+    const int64_t start = int64_t(group) * GROUP_SIZE;
+    const row_t x = row_t::load_once(input + row * input_stride + start);
+    row_t gate(z), w(weight + start), b(bias + start);
+    if constexpr (GATE != 0) gate = row_t::load_once(z + row * z_stride + start);
+    if constexpr (HAS_WEIGHT) w = row_t::load(weight + start);
+    if constexpr (HAS_BIAS) b = row_t::load(bias + start);
+
+    // input * silu(z) is not rounded to T, so it stays in registers as floats.
+    constexpr bool KEEP_GATED = GATE == 1 && row_t::KEPT;
+    float gated[KEEP_GATED ? row_t::THREAD_VECS : 1][VEC_SIZE];
+    const auto open_gate = [&](int i, int column, float(&v)[VEC_SIZE]) {
+        x.get(i, column).to_floats(v);
+        const vec_t vec_z = gate.get(i, column);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] *= silu(vec_z[j]);
+    };
+    if constexpr (KEEP_GATED) row_t::for_each([&](int i, int column) { open_gate(i, column, gated[i]); });
+
+    float m = 0.0f;
+    const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) {
+        if constexpr (KEEP_GATED) {
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) v[j] = gated[i][j];
+        } else if constexpr (GATE == 1) {
+            open_gate(i, column, v);
+        } else {
+            x.get(i, column).to_floats(v);
+        }
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] -= m;
+    };
+    if constexpr (!IS_RMS) {
+        float sum = 0.0f;
+        row_t::for_each([&](int i, int column) {
+            float v[VEC_SIZE];
+            values(i, column, v);
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) sum += v[j];
+        });
+        m = row_reduce<Sum, ROW_THREADS>(sum, partial[0]) / GROUP_SIZE;
+    }
+    const float scale = rsqrtf(row_mean_square<row_t, ROW_THREADS>(values, partial[1]) + epsilon);
+    if (!at.active) return;
+    if (at.first_thread()) {
+        if constexpr (HAS_MEAN) mean[group * num_rows + row] = m;
+        if constexpr (HAS_RSTD) rstd[group * num_rows + row] = scale;
+    }
+
+    out += row * out_stride + start;
+    row_t::for_each([&](int i, int column) {
+        float v[VEC_SIZE];
+        values(i, column, v);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] *= scale;
+        if constexpr (HAS_WEIGHT) {
+            const vec_t vec_w = w.get(i, column);
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) v[j] *= vec_w[j];
+        }
+        if constexpr (HAS_BIAS) {
+            const vec_t vec_b = b.get(i, column);
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) v[j] += vec_b[j];
+        }
+        if constexpr (GATE == 2) {
+            const vec_t vec_z = gate.get(i, column);
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) v[j] *= silu(vec_z[j]);
+        }
+        vec_t::from_floats(v).store(out + column);
+    });
+}

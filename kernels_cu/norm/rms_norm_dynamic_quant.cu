@@ -1,0 +1,116 @@
+// rms_norm_dynamic_quant: rms_norm, optionally of input + residual, as codes under scales found here.
+//
+//     z = input[r, i] (+ residual[r, i]) in float32;  residual[r, i] = T(z)
+//     y = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])
+//     a = max |y| over the row, or over each group of GROUP_SIZE elements; at most *scale_ub
+//     s = max(a / largest code, smallest scale);  scale = s;  result[r, i] = code(y / s)
+//
+// ROW_THREADS threads share a row. The row stays in registers: first as z, then as y. A group lies within a warp, so only
+// the mean needs a barrier when there are groups.
+//
+// Constants
+//     scalar_t        T: element type of input, residual and weight
+//     code_t          fp8_e4m3_t or int8_t
+//     HIDDEN_SIZE     elements in a row
+//     VEC_SIZE        elements of one vector; divides HIDDEN_SIZE and GROUP_SIZE
+//     ACCESS_SIZE     elements in one memory access; divides VEC_SIZE
+//     NUM_THREADS     threads in the block
+//     ROW_THREADS     threads that share a row; divides NUM_THREADS
+//     GROUP_SIZE      elements under one scale: HIDDEN_SIZE, or a divisor of it that a warp holds
+//     HAS_RESIDUAL    false when residual is null
+//     HAS_BOUND       false when scale_ub is null
+//     GROUP_MAJOR     scale[group, row] instead of scale[row, group]
+
+#include "norm.cuh"
+#include "quant.cuh"
+
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, ACCESS_SIZE>;
+using vec_t = row_t::vec_t;
+using quantizer_t = Quantizer<code_t, HAS_BOUND>;
+constexpr bool WHOLE_ROW = GROUP_SIZE == HIDDEN_SIZE;
+constexpr int GROUPS = HIDDEN_SIZE / GROUP_SIZE;
+constexpr int LANES = WHOLE_ROW ? 1 : GROUP_SIZE / VEC_SIZE;  // that share a group
+static_assert(HIDDEN_SIZE % GROUP_SIZE == 0 && LANES <= 32);
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
+                       const scalar_t* input,   // [num_rows, HIDDEN_SIZE]
+                       const scalar_t* weight,  // [HIDDEN_SIZE]
+                       float* scale,            // [num_rows], [num_rows, groups] or [groups, num_rows]
+                       const float* scale_ub,   // one element
+                       scalar_t* residual,      // [num_rows, HIDDEN_SIZE]
+                       int64_t num_rows, float epsilon) {
+    __shared__ float partial[2][NUM_THREADS / WARP_SIZE];
+    const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
+    const int64_t start = at.row * HIDDEN_SIZE;
+    result += start;
+    if constexpr (HAS_RESIDUAL) residual += start;
+    row_t x = row_t::load_once(input + start);
+    row_t r(residual);
+    if constexpr (HAS_RESIDUAL) r = row_t::load_once(residual);
+    const row_t w = row_t::load(weight);
+    const float bound = HAS_BOUND ? *scale_ub : 0.0f;
+
+    const auto sum = [&](int i, int column, float(&v)[VEC_SIZE]) {
+        x.get(i, column).to_floats(v);
+        if constexpr (HAS_RESIDUAL) {
+            const vec_t vec_r = r.get(i, column);
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) v[j] += vec_r[j];
+        }
+    };
+    const float inverse_rms = rsqrtf(row_mean_square<row_t, ROW_THREADS>(sum, partial[0]) + epsilon);
+
+    const auto keep_sum = [&](int column, const float(&v)[VEC_SIZE]) {
+        if (HAS_RESIDUAL && at.active) vec_t::from_floats(v).template store<ACCESS_SIZE>(residual + column);
+    };
+    // y of a vector. While the row is in registers, y replaces x there at the first call, and residual is written then;
+    // a row that is read again computes y twice and writes residual at the second call, which needs it no more.
+    const auto normalise = [&](int i, int column, bool first) {
+        if (row_t::KEPT && !first) return x.get(i, column);
+        float v[VEC_SIZE];
+        sum(i, column, v);
+        if (row_t::KEPT || !first) keep_sum(column, v);
+        const vec_t y = scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column));
+        x.set(i, y);
+        return y;
+    };
+    const auto scale_of = [&](float a) { return dynamic_scale<code_t>(HAS_BOUND ? fminf(a, bound) : a); };
+    const auto write = [&](int column, const vec_t& y, const quantizer_t& quantize) {
+        float v[VEC_SIZE];
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = quantize(y[j]);
+        Vec<code_t, VEC_SIZE>::from_floats(v).template store<ACCESS_SIZE>(result + column);
+    };
+
+    if constexpr (WHOLE_ROW) {
+        float a = 0.0f;
+        row_t::for_each([&](int i, int column) { a = fmaxf(a, normalise(i, column, true).absmax()); });
+        const float s = scale_of(row_reduce<Max, ROW_THREADS>(a, partial[1]));
+        if (!at.active) return;
+        if (at.first_thread()) scale[at.row] = s;
+        const quantizer_t quantize(s);
+        row_t::for_each([&](int i, int column) { write(column, normalise(i, column, false), quantize); });
+    } else {
+#pragma unroll (row_t::KEPT ? row_t::THREAD_VECS : 1)
+        for (int i = 0; i < row_t::THREAD_VECS; ++i) {
+            const int column = (i * ROW_THREADS + threadIdx.x % ROW_THREADS) * VEC_SIZE;
+            const bool inside = row_t::ROW_VECS % ROW_THREADS == 0 || column < HIDDEN_SIZE;
+            vec_t y;
+            float a = 0.0f;
+            if (inside) {
+                float v[VEC_SIZE];
+                sum(i, column, v);
+                keep_sum(column, v);
+                y = scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column));
+                a = y.absmax();
+            }
+            // Lanes beyond the row take part: a group is inside or outside as a whole.
+            const float s = scale_of(lane_reduce<Max, LANES>(a));
+            if (!inside || !at.active) continue;
+            const int group = column / GROUP_SIZE;
+            if (column % GROUP_SIZE == 0) scale[GROUP_MAJOR ? group * num_rows + at.row : at.row * GROUPS + group] = s;
+            write(column, y, quantizer_t(s));
+        }
+    }
+}

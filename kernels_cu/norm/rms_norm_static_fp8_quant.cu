@@ -1,0 +1,66 @@
+// rms_norm_static_fp8_quant: rms_norm, optionally of input + residual, written as fp8 under one given scale.
+//
+//     z = input[r, i], or T(input[r, i] + residual[r, i]), which is kept in residual
+//     y = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])
+//     result[r, i] = fp8(clamp(y * (1 / scale)))      the product with the float32 reciprocal; NaN becomes the largest code
+//
+// ROW_THREADS threads share a row and hold it in registers.
+//
+// Constants
+//     scalar_t      T: element type of input, residual and weight
+//     HIDDEN_SIZE   elements in a row
+//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE
+//     NUM_THREADS   threads in the block
+//     ROW_THREADS   threads that share a row; divides NUM_THREADS
+//     HAS_RESIDUAL  false when residual is null
+
+#include "norm.cuh"
+#include "quant.cuh"
+
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
+using vec_t = row_t::vec_t;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
+                          const scalar_t* input,   // [num_rows, HIDDEN_SIZE]
+                          scalar_t* residual,      // [num_rows, HIDDEN_SIZE]
+                          const scalar_t* weight,  // [HIDDEN_SIZE]
+                          const float* scale,      // one element
+                          int64_t num_rows, int64_t result_stride, int64_t input_stride, int64_t residual_stride,
+                          float epsilon) {
+    __shared__ float partial[NUM_THREADS / WARP_SIZE];
+    const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
+    input += at.row * input_stride;
+    if constexpr (HAS_RESIDUAL) residual += at.row * residual_stride;
+    const row_t x = row_t::load_once(input);
+    row_t r(residual);
+    if constexpr (HAS_RESIDUAL) r = row_t::load_once(residual);
+    const row_t w = row_t::load(weight);
+    const float reciprocal = 1.0f / *scale;
+
+    row_t z(HAS_RESIDUAL ? residual : input);
+    const auto add = [&](int i, int column, float(&v)[VEC_SIZE]) {
+        vec_t sum = x.get(i, column);
+        if constexpr (HAS_RESIDUAL) {
+            const vec_t vec_r = r.get(i, column);
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) v[j] = sum[j] + vec_r[j];
+            sum = vec_t::from_floats(v);
+            if (at.active) sum.store(residual + column);
+        }
+        z.set(i, sum);
+        sum.to_floats(v);
+    };
+    const float inverse_rms = rsqrtf(row_mean_square<row_t, ROW_THREADS>(add, partial) + epsilon);
+    if (!at.active) return;
+
+    result += at.row * result_stride;
+    row_t::for_each([&](int i, int column) {
+        float v[VEC_SIZE];
+        z.get(i, column).to_floats(v);
+        const vec_t y = scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column));
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = clamp(y[j] * reciprocal, Codes<fp8_e4m3_t>::largest);
+        Vec<fp8_e4m3_t, VEC_SIZE>::from_floats(v).store(result + column);
+    });
+}
