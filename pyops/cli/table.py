@@ -22,10 +22,10 @@ def element_types(op: Op) -> list[str]:
 
 
 def text() -> str:
-    """One line per op: name, what it does, element types."""
-    rows = [(op.name, summary(op), "; ".join(element_types(op))) for op in registry.values()]
+    """One line per op: name, element types, what it does."""
+    rows = [(op.name, "; ".join(element_types(op)), summary(op)) for op in registry.values()]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-    return "\n".join(f"{name:{widths[0]}}  {what:{widths[1]}}  {types}" for name, what, types in rows)
+    return "\n".join(f"{name:{widths[0]}}  {types:{widths[1]}}  {what}" for name, types, what in rows)
 
 
 def render() -> str:
