@@ -47,12 +47,16 @@ def _geometry(row: Arg, num_rows: int, row_vecs: int, most_vecs: int = 8) -> tup
         row_threads = 1
         while row_threads < 32 and row_threads * 4 < row_vecs:
             row_threads *= 2
-        return -(-num_rows // (128 // row_threads)), {"NUM_THREADS": 128, "ROW_THREADS": row_threads}
+        return -(-num_rows // (128 // row_threads)), {
+            "NUM_THREADS": 128,
+            "ROW_THREADS": row_threads,
+            "KEEP_WEIGHT": True,
+        }
     fill = num_rows > row.device.multiprocessors
     threads = check.threads(-(-row_vecs // 4), most=128 if fill else 512)
     while row_vecs > threads * most_vecs and threads < 1024:
         threads *= 2
-    return num_rows, {"NUM_THREADS": threads, "ROW_THREADS": threads}
+    return num_rows, {"NUM_THREADS": threads, "ROW_THREADS": threads, "KEEP_WEIGHT": True}
 
 
 def _rms(x: Tensor, weight: Tensor | None, epsilon: float, dtype: Any) -> Tensor:

@@ -1,11 +1,12 @@
 // row.cuh: a row of a matrix, spread over the threads that share it.
 //
 // Vector i of a thread is vector i * ROW_THREADS + (thread in the row) of the row, so neighbouring threads touch
-// neighbouring memory. The row stays in registers while it fits there; a longer one is read again where it is needed.
+// neighbouring memory. With KEEP the row stays in registers while it fits there; otherwise, and when it is longer, it is read
+// where it is needed.
 #pragma once
 #include "vec.cuh"
 
-template <typename T, int ROW_SIZE, int VEC_SIZE, int ROW_THREADS, int ACCESS_SIZE = VEC_SIZE>
+template <typename T, int ROW_SIZE, int VEC_SIZE, int ROW_THREADS, bool KEEP = true, int ACCESS_SIZE = VEC_SIZE>
 struct Row {
     static_assert(ROW_SIZE % VEC_SIZE == 0);
     using vec_t = Vec<T, VEC_SIZE>;
@@ -14,7 +15,8 @@ struct Row {
     static constexpr int ROW_VECS = ROW_SIZE / VEC_SIZE;
     static constexpr int THREAD_VECS = ceil_div(ROW_VECS, ROW_THREADS);
     static constexpr int REGISTERS = THREAD_VECS * ceil_div(VEC_SIZE * int(sizeof(T)), 4);
-    static constexpr bool KEPT = REGISTERS <= 64;
+    static constexpr bool FITS = REGISTERS <= 64;
+    static constexpr bool KEPT = KEEP && FITS;
 
     vec_t vecs[KEPT ? THREAD_VECS : 1];
     const T* address;
@@ -22,7 +24,7 @@ struct Row {
     // Call f(i, column) for every vector of the calling thread.
     template <typename F>
     static DEVICE void for_each(F f) {
-#pragma unroll (KEPT ? THREAD_VECS : 1)
+#pragma unroll (FITS ? THREAD_VECS : 1)
         for (int i = 0; i < THREAD_VECS; ++i) {
             const int column = (i * ROW_THREADS + threadIdx.x % ROW_THREADS) * VEC_SIZE;
             if (ROW_VECS % ROW_THREADS == 0 || column < ROW_SIZE) f(i, column);

@@ -12,11 +12,13 @@
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads that share a row; divides NUM_THREADS
 //     HAS_WEIGHT    false when weight is null
+//     KEEP_WEIGHT   load the weight before the row is summed, and keep it in registers
 
 #include "norm.cuh"
 
 using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
 using vec_t = row_t::vec_t;
+using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_WEIGHT && KEEP_WEIGHT>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 fused_add_rms_norm(scalar_t* input,         // [num_rows, HIDDEN_SIZE]
@@ -29,8 +31,7 @@ fused_add_rms_norm(scalar_t* input,         // [num_rows, HIDDEN_SIZE]
     residual += at.row * residual_stride;
     const row_t x = row_t::load_once(input);
     const row_t r = row_t::load_once(residual);
-    row_t w(weight);
-    if constexpr (HAS_WEIGHT) w = row_t::load(weight);
+    const weight_t w = weight_t::load(weight);
 
     row_t z(residual);
     const auto add = [&](int i, int column, float(&v)[VEC_SIZE]) {

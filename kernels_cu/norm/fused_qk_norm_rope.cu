@@ -24,7 +24,7 @@
 constexpr int VEC_SIZE = 8;
 constexpr int LANES = HEAD_SIZE / VEC_SIZE;
 constexpr int HALF = ROTARY_DIM / 2;
-using row_t = Row<scalar_t, HEAD_SIZE, VEC_SIZE, LANES, ACCESS_SIZE>;
+using row_t = Row<scalar_t, HEAD_SIZE, VEC_SIZE, LANES, true, ACCESS_SIZE>;
 
 // cos or sin for the 8 elements from `element` on, all inside the rotary part.
 DEVICE void load_angles(const cache_t* row, int element, float (&angle)[VEC_SIZE]) {

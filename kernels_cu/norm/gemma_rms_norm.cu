@@ -14,11 +14,13 @@
 //     NUM_THREADS      threads in the block
 //     ROW_THREADS      threads that share a row; divides NUM_THREADS
 //     HAS_RESIDUAL     false when residual is null
+//     KEEP_WEIGHT      load the weight before the row is summed, and keep it in registers
 
 #include "norm.cuh"
 
 using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
-using residual_row_t = Row<residual_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
+using residual_row_t = Row<residual_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL>;
+using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_WEIGHT>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemma_rms_norm(scalar_t* out,                 // [num_rows, HIDDEN_SIZE]
@@ -31,9 +33,8 @@ gemma_rms_norm(scalar_t* out,                 // [num_rows, HIDDEN_SIZE]
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
     const row_t x = row_t::load_once(input + at.row * input_stride);
-    residual_row_t r(residual);
-    if constexpr (HAS_RESIDUAL) r = residual_row_t::load_once(residual + at.row * residual_stride);
-    const row_t w = row_t::load(weight);
+    const residual_row_t r = residual_row_t::load_once(residual + at.row * residual_stride);
+    const weight_t w = weight_t::load(weight);
 
     const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) {
         x.get(i, column).to_floats(v);

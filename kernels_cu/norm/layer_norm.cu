@@ -14,12 +14,16 @@
 //     ROW_THREADS    threads that share a group; divides NUM_THREADS
 //     IS_RMS         divide by the root mean square, subtract nothing
 //     GATE           0: none, 1: before the norm, 2: after it
+//     KEEP_WEIGHT    load weight and bias before the group is summed, and keep them in registers
 //     HAS_WEIGHT, HAS_BIAS, HAS_MEAN, HAS_RSTD   false when that pointer is null
 
 #include "norm.cuh"
 
 using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS>;
 using vec_t = row_t::vec_t;
+using gate_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, GATE != 0>;
+using weight_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, HAS_WEIGHT && KEEP_WEIGHT>;
+using bias_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, HAS_BIAS && KEEP_WEIGHT>;
 
 DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
 
@@ -38,10 +42,9 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
     const int group = at.row % num_groups;
     const int64_t start = int64_t(group) * GROUP_SIZE;
     const row_t x = row_t::load_once(input + row * input_stride + start);
-    row_t gate(z), w(weight + start), b(bias + start);
-    if constexpr (GATE != 0) gate = row_t::load_once(z + row * z_stride + start);
-    if constexpr (HAS_WEIGHT) w = row_t::load(weight + start);
-    if constexpr (HAS_BIAS) b = row_t::load(bias + start);
+    const gate_t gate = gate_t::load_once(z + row * z_stride + start);
+    const weight_t w = weight_t::load(weight + start);
+    const bias_t b = bias_t::load(bias + start);
 
     // input * silu(z) is not rounded to T, so it stays in registers as floats.
     constexpr bool KEEP_GATED = GATE == 1 && row_t::KEPT;

@@ -13,11 +13,13 @@
 //     ROW_THREADS   threads that share a row; divides NUM_THREADS
 //     LEADING       leading dimensions that number the rows, 1 to 3
 //     HAS_WEIGHT    false when weight is null
+//     KEEP_WEIGHT   load the weight before the row is summed, and keep it in registers
 
 #include "norm.cuh"
 
 using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
 using vec_t = row_t::vec_t;
+using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_WEIGHT && KEEP_WEIGHT>;
 
 // Offset of a row in a tensor whose leading dimensions are [.., size1, size2].
 DEVICE int64_t row_offset(int64_t row, int64_t stride0, int64_t stride1, int64_t stride2, int size1, int size2) {
@@ -38,9 +40,7 @@ rms_norm(scalar_t* out,           // [num_rows, HIDDEN_SIZE]
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
     const row_t x = row_t::load_once(
         input + row_offset(at.row, input_stride0, input_stride1, input_stride2, size1, size2));
-    // Asked for now, so that it arrives while the row is summed.
-    row_t w(weight);
-    if constexpr (HAS_WEIGHT) w = row_t::load(weight);
+    const weight_t w = weight_t::load(weight);
 
     const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) { x.get(i, column).to_floats(v); };
     const float scale = rsqrtf(row_mean_square<row_t, ROW_THREADS>(values, partial) + epsilon);

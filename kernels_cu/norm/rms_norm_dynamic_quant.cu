@@ -19,13 +19,16 @@
 //     GROUP_SIZE      elements under one scale: HIDDEN_SIZE, or a divisor of it that a warp holds
 //     HAS_RESIDUAL    false when residual is null
 //     HAS_BOUND       false when scale_ub is null
+//     KEEP_WEIGHT     load the weight before the row is summed, and keep it in registers
 //     GROUP_MAJOR     scale[group, row] instead of scale[row, group]
 
 #include "norm.cuh"
 #include "quant.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, ACCESS_SIZE>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, true, ACCESS_SIZE>;
 using vec_t = row_t::vec_t;
+using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL, ACCESS_SIZE>;
+using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_WEIGHT, ACCESS_SIZE>;
 using quantizer_t = Quantizer<code_t, HAS_BOUND>;
 constexpr bool WHOLE_ROW = GROUP_SIZE == HIDDEN_SIZE;
 constexpr int GROUPS = HIDDEN_SIZE / GROUP_SIZE;
@@ -46,9 +49,8 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     result += start;
     if constexpr (HAS_RESIDUAL) residual += start;
     row_t x = row_t::load_once(input + start);
-    row_t r(residual);
-    if constexpr (HAS_RESIDUAL) r = row_t::load_once(residual);
-    const row_t w = row_t::load(weight);
+    const residual_t r = residual_t::load_once(residual);
+    const weight_t w = weight_t::load(weight);
     const float bound = HAS_BOUND ? *scale_ub : 0.0f;
 
     const auto sum = [&](int i, int column, float(&v)[VEC_SIZE]) {

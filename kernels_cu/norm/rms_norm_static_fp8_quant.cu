@@ -13,12 +13,15 @@
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads that share a row; divides NUM_THREADS
 //     HAS_RESIDUAL  false when residual is null
+//     KEEP_WEIGHT   load the weight before the row is summed, and keep it in registers
 
 #include "norm.cuh"
 #include "quant.cuh"
 
 using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
 using vec_t = row_t::vec_t;
+using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL>;
+using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_WEIGHT>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
@@ -33,9 +36,8 @@ rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
     input += at.row * input_stride;
     if constexpr (HAS_RESIDUAL) residual += at.row * residual_stride;
     const row_t x = row_t::load_once(input);
-    row_t r(residual);
-    if constexpr (HAS_RESIDUAL) r = row_t::load_once(residual);
-    const row_t w = row_t::load(weight);
+    const residual_t r = residual_t::load_once(residual);
+    const weight_t w = weight_t::load(weight);
     const float reciprocal = 1.0f / *scale;
 
     row_t z(HAS_RESIDUAL ? residual : input);

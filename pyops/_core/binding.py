@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,34 @@ def _is_compiling() -> bool:
     return "torch" in sys.modules and _bind_torch_while_tracing()
 
 
+def never(*_: Any) -> bool:
+    """The guard of a plan that has none yet."""
+    return False
+
+
+def unguarded(*_: Any) -> bool:
+    """The guard of a plan that can have none."""
+    return False
+
+
+def guard(tensors: Sequence[Any]) -> Callable[..., bool]:
+    """check(*tensors): whether they have these types, dtypes, devices, sizes and strides.
+
+    It is the C++ guard of torch.compile, which torch does not document: without it every call takes the longer way.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        check: Callable[..., bool] = TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(t.shape) for t in tensors],
+            dynamic_dims_strides=[list(t.stride()) for t in tensors],
+        ).check
+        return check if check(*tensors) else unguarded
+    except Exception:
+        return unguarded
+
+
 def _bind_torch_while_tracing() -> bool:
     bind_torch()
     from torch._guards import TracingContext
@@ -53,7 +81,9 @@ def _bind_torch_while_tracing() -> bool:
 _bind_torch_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # What every wrapper shares. `bind_torch` and `bind_cupy` fill it in once their library is there.
+_MOST_TENSORS = 24
 NAMESPACE: dict[str, Any] = {"is_compiling": _is_compiling, "cupy_ndarray": type(None)}
+NAMESPACE |= {f"absent{i}": None for i in range(_MOST_TENSORS)}
 _ops: list[Op] = []
 _library: Any = None
 
@@ -66,7 +96,13 @@ def write(op: Op) -> Callable[..., Any]:
     namespace: dict[str, Any] = {}
     exec(compile(text, filename, "exec"), NAMESPACE, namespace)
     wrapper: Callable[..., Any] = namespace["bind"](
-        op.plans, op.prepare, op.irregular, op.collision, {p.name: p.default for p in op.parameters}
+        op.plans,
+        op.prepare,
+        op.irregular,
+        op.collision,
+        op.recent,
+        op.remember,
+        {p.name: p.default for p in op.parameters},
     )
     wrapper.__doc__ = op.reference.__doc__
     wrapper.__annotations__ = op.reference.__annotations__
@@ -78,40 +114,45 @@ def write(op: Op) -> Callable[..., Any]:
 
 
 def render(op: Op) -> str:
-    """Source of `bind(...)`, which returns the wrapper of `op`."""
-    names = [p.name for p in op.parameters]
-    arguments = ", ".join(names)
+    """Source of `bind(...)`, which returns the wrapper of `op`.
+
+    A call with torch tensors first asks the guard of the most recent plan whether the tensors look as they did then,
+    one call into torch instead of reading a dozen attributes; else the attributes make the key that finds the plan.
+    """
+    arguments = ", ".join(p.name for p in op.parameters)
     declared = ", ".join(f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in op.parameters)
-    tensors = [p for p in op.parameters if p.kind == "Tensor"]
+    tensors = list(enumerate(op.tensors))
     keyed = [p.name for p in op.parameters if p.keyed]
-    floats = op.floats
-    first = next(p.name for p in tensors if not p.optional)
-    pointers = [f"p{i}" for i in range(len(tensors))]
-    extents = [f"e{i}" for i in range(len(tensors))]
+    first = next(p.name for p in op.tensors if not p.optional)
+    pointers, extents = ([f"{letter}{i}" for i, _ in tensors] for letter in "pe")
+    guarded = ", ".join(f"absent{i} if {p.name} is None else {p.name}" if p.optional else p.name for i, p in tensors)
+    alignment = f"({' | '.join(pointers)}) & 15 and ({', '.join(f'{p} & 15' for p in pointers)},)"
     overlaps = " or ".join(
         f"p{i} < p{j} + e{j} and p{j} < p{i} + e{i}"
-        for i, j in combinations(range(len(tensors)), 2)
-        if tensors[i].written or tensors[j].written
+        for (i, p), (j, q) in combinations(tensors, 2)
+        if p.written or q.written
     )
+    words = ", ".join([*pointers, *op.floats])
+    scalars = f"({', '.join(keyed)},)" if keyed else "()"
 
-    def body(pointer: str, device: str, strides: str, stream: str) -> list[str]:
+    def plan(pointer: str, values: str) -> list[str]:
         lines, parts = ["try:"], []
-        for i, p in enumerate(tensors):
-            values = f"{p.name}.{device}, {p.name}.dtype, {p.name}.shape, {p.name}.{strides}"
+        for i, p in tensors:
+            described = values.format(p.name)
             if p.optional:
                 lines += [
                     f"    if {p.name} is None: p{i} = 0; k{i} = None",
-                    f"    else: p{i} = {p.name}.{pointer}; k{i} = ({values})",
+                    f"    else: p{i} = {pointer.format(p.name)}; k{i} = ({described})",
                 ]
                 parts.append(f"k{i}")
             else:
-                lines.append(f"    p{i} = {p.name}.{pointer}")
-                parts.append(values)
-        required = " and ".join(f"p{i}" for i, p in enumerate(tensors) if not p.optional)
-        each = ", ".join(f"{p} & 15" for p in pointers)
-        lines += [
+                lines.append(f"    p{i} = {pointer.format(p.name)}")
+                parts.append(described)
+        required = " and ".join(f"p{i}" for i, p in tensors if not p.optional)
+        return [
+            *lines,
             f"    if not ({required}): return irregular(None, {arguments})",
-            f"    key = (({' | '.join(pointers)}) & 15 and ({each},), {', '.join([*parts, *keyed])})",
+            f"    key = ({alignment}, {', '.join([*parts, *keyed])})",
             f"    launch, device, {', '.join(extents)} = plans[key]",
             "except KeyError:",
             "    launch = None",
@@ -120,14 +161,33 @@ def render(op: Op) -> str:
             f"if launch is None: launch, device, {', '.join(extents)} = prepare(key, {arguments})",
             f"if device < 0: return launch({arguments})",
             f"if {overlaps}: collision(key, {', '.join(pointers)})",
-            f"launch({stream}(device), {', '.join([*pointers, *floats])})",
         ]
-        return lines
 
-    torch_lines = body("data_ptr()", "get_device()", "stride()", "torch_stream")
-    cupy_lines = body("data.ptr", "data.device_id", "strides", "cupy_stream")
     indent = "\n        "
-    return f"""def bind(plans, prepare, irregular, collision, defaults):
+    quick = [
+        f"check, align, scalars, key, launch, device, {', '.join(extents)} = recent[0]",
+        f"if check({guarded}):",
+        *(
+            f"    p{i} = 0 if {p.name} is None else data_ptr({p.name})"
+            if p.optional
+            else f"    p{i} = data_ptr({p.name})"
+            for i, p in tensors
+        ),
+        f"    if ({alignment}) == align{f' and {scalars} == scalars' if keyed else ''}:",
+        f"        if {overlaps}: collision(key, {', '.join(pointers)})",
+        f"        return launch(torch_stream(device), {words})",
+    ]
+    torch_lines = [
+        *quick,
+        *plan("{}.data_ptr()", "{0}.get_device(), {0}.dtype, {0}.shape, {0}.stride()"),
+        f"remember(key, {scalars}, {guarded})",
+        f"launch(torch_stream(device), {words})",
+    ]
+    cupy_lines = [
+        *plan("{}.data.ptr", "{0}.data.device_id, {0}.dtype, {0}.shape, {0}._c_contiguous or {0}.strides"),
+        f"launch(cupy_stream(device), {words})",
+    ]
+    return f"""def bind(plans, prepare, irregular, collision, recent, remember, defaults):
     def {op.name}({declared}):
         if is_compiling(): return torch_ops.{op.name}({arguments})
         if {first}.__class__ is cupy_ndarray: return {op.name}_cupy({arguments})
@@ -164,10 +224,16 @@ def bind_torch() -> None:
         def stream(device: int) -> int:
             return int(torch.cuda.current_stream(device).cuda_stream)
 
+    # A faster data_ptr(), where this torch has it.
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    data_ptr = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", torch.Tensor.data_ptr)
+    # Stand for absent tensors in a guard: one for each place, because it also demands that no tensor comes twice.
+    absent = {f"absent{i}": torch.empty(0, dtype=torch.complex128) for i in range(_MOST_TENSORS)}
     _library = torch.library.Library("pyops", "DEF")
     for op in _ops:
         _register(op, _library)
     NAMESPACE.update(is_compiling=torch.compiler.is_compiling, torch_ops=torch.ops.pyops, torch_stream=stream)
+    NAMESPACE.update(absent, data_ptr=data_ptr)
 
 
 def schema(op: Op) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import gcd
-
 from . import dtypes
 from .dtypes import DType
 from .errors import OpError
@@ -118,13 +116,14 @@ def vector_width(size: int, *args: Arg, widest: int = 16) -> int:
 
     `widest` bounds the bytes of an access of the widest element type.
     """
-    width = widest // max(arg.dtype.itemsize for arg in args)
+    # Of powers of two, the greatest common divisor is the lowest bit that any of them sets.
+    bits = size | widest // max([arg.dtype.itemsize for arg in args])
     for arg in args:
-        width = gcd(width, size, max(1, arg.alignment // arg.dtype.itemsize))
+        bits |= arg.alignment // arg.dtype.itemsize or 1
         for extent, stride in zip(arg.shape[:-1], arg.strides[:-1], strict=True):
             if extent > 1:
-                width = gcd(width, stride)
-    return max(1, width)
+                bits |= stride
+    return bits & -bits
 
 
 def threads(needed: int, *, most: int = 1024) -> int:

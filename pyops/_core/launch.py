@@ -5,83 +5,103 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from struct import Struct
 from struct import error as StructError
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import config, device
 from .errors import DeviceFault, OpError
-from .kernel import Launch
+from .kernel import Kernel, Launch
 from .lazy import cupy
 
 # launch(stream, *addresses of the tensor arguments, *float arguments)
 BoundLaunch = Callable[..., None]
 
 
-def slots(launch: Launch, words: Sequence[str], scalars: dict[str, Any]) -> list[tuple[str, str, Any]]:
-    """[(parameter, struct format, value)] of the kernel's parameters, in order; value None for a word given per call.
+class Layout(NamedTuple):
+    """Where a kernel's parameters lie in the buffer of a plan: first the words given at every call, then constants."""
 
-    `words` are the op's tensors and floats, `scalars` its other arguments. Raises TypeError for a parameter that
-    nothing feeds and for a fixed value that no parameter takes.
+    word_formats: dict[str, str]
+    constants: tuple[str, ...]
+    pack_constants: Any
+    slots: tuple[int, ...]  # of each parameter; those of constants count on from the words
+    pack_pointers: Any
+
+
+@cache
+def layout(kernel: Kernel, words: tuple[str, ...], fixed: tuple[str, ...], scalars: tuple[str, ...]) -> Layout:
+    """The layout for a kernel fed with `words` (tensors and floats of the op), `fixed` values and the op's `scalars`.
+
+    Raises TypeError for a parameter that nothing feeds and for a fixed value that no parameter takes.
     """
-    file = launch.specialisation.kernel.file
-    result: list[tuple[str, str, Any]] = []
-    for fmt, name in launch.specialisation.kernel.parameters:
-        if name in launch.fixed:
-            result.append((name, fmt, launch.fixed[name]))
-        elif name in words:
-            result.append((name, fmt, None))
-        elif name in scalars:
-            result.append((name, fmt, scalars[name]))
+    formats: dict[str, str] = {}
+    constants: list[tuple[str, str]] = []
+    places: list[int] = []
+    for fmt, name in kernel.parameters:
+        if name not in fixed and name in words:
+            formats[name] = fmt
+            places.append(words.index(name))
+        elif name in fixed or name in scalars:
+            places.append(len(words) + len(constants))
+            constants.append((name, fmt))
         else:
-            raise TypeError(f"{file}: nothing feeds the parameter {name}")
-    for name in launch.fixed:
-        if name not in (parameter for _, parameter in launch.specialisation.kernel.parameters):
-            raise TypeError(f"{file}: no parameter takes the value {name}")
-    return result
+            raise TypeError(f"{kernel.file}: nothing feeds the parameter {name}")
+    taken = {name for _, name in kernel.parameters}
+    for name in fixed:
+        if name not in taken:
+            raise TypeError(f"{kernel.file}: no parameter takes the value {name}")
+    return Layout(
+        formats,
+        tuple(name for name, _ in constants),
+        Struct("<" + "".join(fmt for _, fmt in constants)).pack_into,
+        tuple(places),
+        Struct(f"<{len(places)}Q").pack_into,
+    )
+
+
+_struct = cache(Struct)
 
 
 def bind(
     op: str,
     index: int,
     launches: Sequence[Launch],
-    tensors: Sequence[str],
-    floats: Sequence[str],
+    tensors: tuple[str, ...],
+    floats: tuple[str, ...],
     scalars: dict[str, Any],
 ) -> BoundLaunch:
     """A callable that packs its arguments once and runs every launch, in order, on the stream it is given."""
-    words = (*tensors, *floats)
+    words = tensors + floats
     formats = dict.fromkeys(tensors, "Q") | dict.fromkeys(floats, "d")
-    constants: list[tuple[str, Any]] = []
-    layouts: list[list[int]] = []
+    layouts = []
+    size = len(words)
     for launch in launches:
-        layout = []
-        for name, fmt, value in slots(launch, words, scalars):
-            if value is None:
-                formats[name] = fmt
-                layout.append(words.index(name))
-            else:
-                layout.append(len(words) + len(constants))
-                constants.append((fmt, value))
-        layouts.append(layout)
+        found = layout(launch.specialisation.kernel, words, tuple(launch.fixed), tuple(scalars))
+        formats |= found.word_formats
+        layouts.append(found)
+        size += len(found.constants) + len(found.slots)
 
-    buffer = ctypes.create_string_buffer(8 * (len(words) + len(constants)) or 8)
+    # The buffer: words, then the constants of each launch followed by pointers to its parameters.
+    buffer = ctypes.create_string_buffer(8 * size + 8)
     base = ctypes.addressof(buffer)
-    Struct("<" + "".join(fmt for fmt, _ in constants)).pack_into(
-        buffer, 8 * len(words), *(value for _, value in constants)
-    )
     prepared = []
     keep_alive: list[Any] = [buffer]
-    for launch, layout in zip(launches, layouts, strict=True):
+    start = len(words)
+    for launch, (_, constants, pack_constants, slots, pack_pointers) in zip(launches, layouts, strict=True):
+        given = scalars | launch.fixed
+        pack_constants(buffer, 8 * start, *[given[name] for name in constants])
+        shift = base + 8 * (start - len(words))
+        pointers = 8 * (start + len(constants))
+        first_constant = len(words)
+        pack_pointers(buffer, pointers, *[(base if slot < first_constant else shift) + 8 * slot for slot in slots])
         compiled = launch.specialisation.load(index)
-        pointers = (ctypes.c_void_p * max(1, len(layout)))(*(base + 8 * slot for slot in layout))
-        keep_alive += [pointers, compiled]
-        prepared.append(
-            (compiled.function, *launch.grid, launch.block, 1, 1, launch.shared, ctypes.addressof(pointers))
-        )
+        keep_alive.append(compiled)
+        prepared.append((compiled.function, *launch.grid, launch.block, 1, 1, launch.shared, base + pointers))
+        start += len(constants) + len(slots)
     run = _runner(
         index,
-        Struct("<" + "".join(formats[word] for word in words)).pack_into,
+        _struct("<" + "".join(formats[word] for word in words)).pack_into,
         buffer,
         prepared,
         keep_alive,
@@ -104,9 +124,7 @@ def _runner(
     index: int, pack: Any, buffer: Any, prepared: Sequence[tuple[int, ...]], keep_alive: list[Any], refusal: Any
 ) -> BoundLaunch:
     """The hot path. The buffer is the plan's, so one call at a time fills it and launches from it."""
-    from cupy_backends.cuda.api import driver, runtime
-
-    launch_kernel, error_type, get_device = driver.launchKernel, driver.CUDADriverError, runtime.getDevice
+    launch_kernel, error_type, get_device = _driver()
     lock = threading.Lock()
 
     def launch_all(stream: int) -> None:
@@ -159,6 +177,13 @@ def _runner(
             on_the_device(stream, *words)
 
     return run_on_its_device
+
+
+@cache
+def _driver() -> tuple[Any, Any, Any]:
+    from cupy_backends.cuda.api import driver, runtime
+
+    return driver.launchKernel, driver.CUDADriverError, runtime.getDevice
 
 
 _NO_VALUE = (StructError, OverflowError, TypeError)

@@ -82,13 +82,17 @@ class Op:
         self.parameters = _parameters(reference, roles, keyed)
         self.tensors = [p for p in self.parameters if p.kind == "Tensor"]
         self.floats = [p.name for p in self.parameters if p.kind == "float" and not p.keyed]
+        self._tensor_names = tuple(p.name for p in self.tensors)
         self.plans: dict[Any, tuple[Any, ...]] = {}
-        self.specialisations: dict[tuple[int, str], Specialisation] = {}
+        self.specialisations: dict[tuple[Any, ...], Specialisation] = {}
         self._plan: Callable[..., Any] | None = None
         self._traffic: Callable[..., int] | None = None
         self.example: Callable[..., tuple[Any, ...]] | None = None
         self._described: dict[Any, Sequence[Arg | None]] = {}
         self._separate: set[Any] = set()
+        self._guards: dict[Any, tuple[Any, ...]] = {}
+        # The plan that the last call used: (guard, alignment, keyed scalars, key, launch, device, extents...).
+        self.recent: list[tuple[Any, ...]] = [self._no_plan()]
         self.call = binding.write(self)
         self.wrapper: Any = self.call
         self.wrapper.__dict__.update(
@@ -115,13 +119,12 @@ class Op:
 
     def hold(self, index: int, specialisation: Specialisation) -> Compiled:
         """Load a specialisation on the device `index` and list it in `compiled`."""
-        compiled = specialisation.load(index)
-        self.specialisations[index, f"{specialisation.kernel.file} {specialisation}"] = specialisation
-        return compiled
+        self.specialisations[index, specialisation.kernel, *specialisation.constants.values()] = specialisation
+        return specialisation.load(index)
 
     def compiled(self) -> list[Compiled]:
         """Every specialisation this op has used in this process, on every device."""
-        found = (s.loaded(index) for (index, _), s in self.specialisations.items())
+        found = (s.loaded(index) for (index, *_), s in self.specialisations.items())
         return [compiled for compiled in found if compiled is not None]
 
     def launches(self, *args: Any) -> list[Launch]:
@@ -161,17 +164,34 @@ class Op:
                 if one.specialisation.loaded(index) is None and _capturing(kind, index):
                     raise CaptureError(self.name, one.specialisation.kernel.file)
             scalars = {p.name: v for p, v in zip(self.parameters, args, strict=True) if p.keyed}
-            bound = launch.bind(self.name, index, launches, [p.name for p in self.tensors], self.floats, scalars)
+            bound = launch.bind(self.name, index, launches, self._tensor_names, tuple(self.floats), scalars)
             for one in launches:
                 self.hold(index, one.specialisation)
             entry = (bound, index, *(arg.extent if arg else 0 for arg in tensors))
         if len(self.plans) >= _MOST_PLANS:
-            self.plans.clear()
-            self._described.clear()
-            self._separate.clear()
+            self.forget()
         self._described[key] = tensors
         self.plans[key] = entry
         return entry
+
+    def remember(self, key: Any, scalars: tuple[Any, ...], *tensors: Any) -> None:
+        """Let the next call with tensors like these find its plan by one guard."""
+        found = self._guards.get(key)
+        if found is None:  # the first call of a plan makes no guard: there may be no second
+            found = self._guards[key] = (binding.never, key[0], scalars, key, *self.plans[key])
+        elif found[0] is binding.never or (found is self.recent[0] and found[0] is not binding.unguarded):
+            # The second call, or a guard that was just asked and failed on its own key: torch is in another mode now.
+            found = self._guards[key] = (binding.guard(tensors), *found[1:])
+        self.recent[0] = found
+
+    def forget(self) -> None:
+        """Drop every plan; kernels stay loaded. Needed after an environment switch has changed."""
+        self.recent[0] = self._no_plan()
+        for cache in (self.plans, self._guards, self._described, self._separate):
+            cache.clear()
+
+    def _no_plan(self) -> tuple[Any, ...]:
+        return (binding.never, None, (), None, None, -1, *(0 for _ in self.tensors))
 
     def _describe(self, args: Sequence[Any]) -> tuple[str, list[Any]]:
         """(dialect, args with every tensor replaced by its Arg). Raises OpError for what the signature rules out."""

@@ -1,0 +1,88 @@
+"""Whether two sets of outputs agree, and by how much they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .rivals import Builder, Unavailable
+from .shapes import Case
+
+
+def written(case: Case, args: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """The tensors among `args` that the op writes, by name."""
+    pairs = zip(case.op.parameters, args, strict=True)
+    return {p.name: arg for p, arg in pairs if p.written and arg is not None}
+
+
+def outputs(case: Case, build: Builder, device: str) -> dict[str, torch.Tensor]:
+    """What a contender writes, given the case's arguments."""
+    args = case.arguments(device=device)
+    result = build(*args)()
+    found = written(case, args)
+    if isinstance(result, torch.Tensor):
+        found[next(iter(found))] = result
+    return found
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """(largest absolute difference, 2-norm of the difference over that of `expected`).
+
+    Equal infinities and two NaNs do not differ; a NaN and a number differ infinitely.
+    """
+    wide = torch.float64 if {actual.dtype, expected.dtype} & _NEED_DOUBLE else torch.float32
+    a, b = (x.to(wide) for x in (actual, expected))
+    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+    apart = apart.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    largest = apart.max().item() if apart.numel() else 0.0
+    if largest == 0:
+        return 0.0, 0.0
+    norm, off = (torch.linalg.vector_norm(x, dtype=torch.float64).item() for x in (b.nan_to_num(0.0, 0.0, 0.0), apart))
+    return largest, off / norm if norm else torch.inf
+
+
+_NEED_DOUBLE = {torch.float64, torch.int32, torch.int64}
+
+
+class Check:
+    """Compares what a contender writes with what the op's reference writes, given the same arguments.
+
+    It guards against timing a kernel that does something else; how exact a kernel is, is for the tests to say. So it
+    allows a difference in the 2-norm of a few roundings of the coarsest type involved.
+    """
+
+    def __init__(self, case: Case, device: str = "cuda") -> None:
+        self.case, self.device = case, device
+        args = case.arguments(device=device)
+        with torch.no_grad():
+            case.op.reference(*args)
+        self.expected = written(case, args)
+        self.rounding = max(
+            (_epsilon(arg) for arg in args if isinstance(arg, torch.Tensor) and _is_wide(arg)), default=0.0
+        )
+
+    def __call__(self, build: Builder) -> float:
+        """Largest absolute difference; raises Unavailable for a contender that disagrees."""
+        actual, largest = outputs(self.case, build, self.device), 0.0
+        for name, expected in self.expected.items():
+            error, relative = difference(actual[name], expected)
+            allowed = 4 * max(self.rounding, _epsilon(expected))
+            if relative > allowed:
+                raise Unavailable(
+                    f"disagrees with the reference: {name} by {relative:.2g} in the 2-norm, allowed {allowed:.2g}"
+                )
+            largest = max(largest, error)
+        return largest
+
+
+def _epsilon(x: torch.Tensor) -> float:
+    """One rounding of the element type, relative; for eight-bit codes, one code of the largest."""
+    if x.dtype.is_floating_point:
+        return float(torch.finfo(x.dtype).eps)
+    return 1 / 127 if x.dtype.itemsize == 1 else 0.0
+
+
+def _is_wide(x: torch.Tensor) -> bool:
+    return bool(x.dtype.is_floating_point and x.dtype.itemsize >= 2)

@@ -1,0 +1,210 @@
+"""Who else computes the same. A rival gives, for an op, a builder: the op's arguments in, a call on them out.
+
+A call that returns a tensor returns the op's first output instead of writing it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pyops._core.op import Op
+
+from .timing import Call
+
+Builder = Callable[..., Call]
+
+
+class Unavailable(Exception):
+    """Why a rival cannot be measured."""
+
+
+def ours(op: Op) -> Builder:
+    """pyops itself, by its Python wrapper."""
+    return partial(partial, op.call)
+
+
+def builders(op: Op, names: Sequence[str]) -> tuple[dict[str, Builder], list[dict[str, str]]]:
+    """({rival: builder}, [what is skipped and why]) for the rivals called `names`."""
+    found, skips = {}, []
+    for name in names:
+        try:
+            found[name] = RIVALS[name](op)
+        except Exception as error:
+            skips.append(skip(name, op, error))
+    return found, skips
+
+
+def skip(rival: str, op: Op, error: Exception) -> dict[str, str]:
+    """The record of a rival that is left out for `op`."""
+    return {"rival": rival, "op": op.name, "reason": reason(error)}
+
+
+def reason(error: Exception) -> str:
+    """An error in one line; an `Unavailable` speaks for itself."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
+
+
+def _reference(op: Op) -> Builder:
+    return partial(partial, op.reference)
+
+
+def _compile(op: Op) -> Builder:
+    # Dynamo cannot trace through the proxy that imports torch on demand. A fresh start for every shape: past its limit
+    # of recompilations it would silently run the reference as it is.
+    op.reference.__globals__["torch"] = torch
+    torch._dynamo.reset()
+    return partial(partial, torch.compile(op.reference, dynamic=False, fullgraph=True))
+
+
+def _named(op: Op, table: dict[str, Callable[[Any], Call]]) -> Builder:
+    """The table's entry for the op. It is given the arguments by name, the first written tensor also as `out`."""
+    if op.name not in table:
+        raise Unavailable("has no such op")
+    build = table[op.name]
+    written = next(p.name for p in op.parameters if p.written)
+
+    def builder(*args: Any) -> Call:
+        named = dict(zip((p.name for p in op.parameters), args, strict=True))
+        return build(SimpleNamespace(**{**named, "out": named[written]}))
+
+    return builder
+
+
+def _torch(op: Op) -> Builder:
+    return _named(op, _TORCH)
+
+
+def _gated(activation: Callable[[Any, Any], Any]) -> Callable[[Any], Call]:
+    """activation(first half, arguments) * second half."""
+
+    def build(a: Any) -> Call:
+        gate, up = a.input.chunk(2, -1)
+        return lambda: activation(gate, a) * up
+
+    return build
+
+
+def _plain(activation: Callable[[Any], Any]) -> Callable[[Any], Call]:
+    return lambda a: partial(activation, a.input)
+
+
+def _mul_and_silu(a: Any) -> Call:
+    up, gate = a.input.chunk(2, -1)
+    return lambda: up * F.silu(gate)
+
+
+def _gelu_tanh(x: Any) -> Any:
+    return F.gelu(x, approximate="tanh")
+
+
+_TORCH: dict[str, Callable[[Any], Call]] = {
+    "rms_norm": lambda a: partial(F.rms_norm, a.input, a.input.shape[-1:], a.weight, a.epsilon),
+    "fused_add_rms_norm": lambda a: (
+        lambda: F.rms_norm(a.residual.add_(a.input), a.input.shape[-1:], a.weight, a.epsilon)
+    ),
+    "layer_norm": lambda a: partial(F.layer_norm, a.input, a.input.shape[-1:], a.weight, a.bias, a.epsilon),
+    "silu_and_mul": _gated(lambda gate, a: F.silu(gate)),
+    "mul_and_silu": _mul_and_silu,
+    "gelu_and_mul": _gated(lambda gate, a: F.gelu(gate)),
+    "gelu_tanh_and_mul": _gated(lambda gate, a: _gelu_tanh(gate)),
+    "fatrelu_and_mul": _gated(lambda gate, a: F.threshold(gate, a.threshold, 0.0)),
+    "gelu_new": _plain(_gelu_tanh),
+    "gelu_fast": _plain(_gelu_tanh),
+    "gelu_quick": _plain(lambda x: x * torch.sigmoid(1.702 * x)),
+    "relu2": _plain(lambda x: F.relu(x).square()),
+}
+
+
+@cache
+def _import(name: str) -> Any:
+    """The module, or the exception that importing it raised: a failing import is tried once."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        return error
+
+
+def _module(name: str) -> Any:
+    module = _import(name)
+    if isinstance(module, Exception):
+        raise Unavailable(f"import {name}: {reason(module)}")
+    return module
+
+
+def libraries() -> str:
+    """vLLM's shared objects, in the order in which they are to be loaded where its package cannot be imported."""
+    return os.environ.get("PYOPS_VLLM_LIBRARIES", "")
+
+
+@cache
+def _load_vllm(paths: str) -> str:
+    """Register vLLM's ops, by its package or else by its shared objects; returns why that did not work."""
+    imported = _import("vllm._C")
+    if not isinstance(imported, Exception):
+        return ""
+    if not paths:
+        return f"import vllm._C: {reason(imported)}; PYOPS_VLLM_LIBRARIES is not set"
+    try:
+        for path in paths.split(os.pathsep):
+            torch.ops.load_library(path)
+    except Exception as error:
+        return f"import vllm._C: {reason(imported)}; PYOPS_VLLM_LIBRARIES: {reason(error)}"
+    return ""
+
+
+def _vllm(op: Op) -> Builder:
+    """``torch.ops._C.<name>``: the same arguments in the same order, of which an older schema may lack the last."""
+    if trouble := _load_vllm(libraries()):
+        raise Unavailable(trouble)
+    packet = getattr(torch.ops._C, op.name, None)
+    if packet is None:
+        raise Unavailable("has no such op")
+    return partial(_trimmed, packet, len(packet.default._schema.arguments))
+
+
+def _trimmed(function: Callable[..., Any], count: int, *args: Any) -> Call:
+    return partial(function, *args[:count])
+
+
+def _flashinfer(op: Op) -> Builder:
+    norm, activation = _module("flashinfer.norm"), _module("flashinfer.activation")
+
+    def layernorm(a: Any) -> Call:  # takes its parameters in float32 only
+        return partial(norm.layernorm, a.input, a.weight.float(), a.bias.float(), a.epsilon)
+
+    return _named(
+        op,
+        {
+            "rms_norm": lambda a: partial(norm.rmsnorm, a.input, a.weight, a.epsilon, out=a.out),
+            "fused_add_rms_norm": lambda a: partial(norm.fused_add_rmsnorm, a.input, a.residual, a.weight, a.epsilon),
+            "rms_norm_static_fp8_quant": lambda a: partial(
+                norm.rmsnorm_quant, a.out, a.input, a.weight, a.scale.view(1), a.epsilon
+            ),
+            "fused_add_rms_norm_static_fp8_quant": lambda a: partial(
+                norm.fused_add_rmsnorm_quant, a.out, a.input, a.residual, a.weight, a.scale.view(1), a.epsilon
+            ),
+            "gemma_rms_norm": lambda a: partial(norm.gemma_rmsnorm, a.input, a.weight, a.epsilon, out=a.out),
+            "layer_norm": layernorm,
+            "silu_and_mul": lambda a: partial(activation.silu_and_mul, a.input, out=a.out),
+            "gelu_and_mul": lambda a: partial(activation.gelu_and_mul, a.input, out=a.out),
+            "gelu_tanh_and_mul": lambda a: partial(activation.gelu_tanh_and_mul, a.input, out=a.out),
+        },
+    )
+
+
+RIVALS: dict[str, Callable[[Op], Builder]] = {
+    "reference": _reference,
+    "torch": _torch,
+    "compile": _compile,
+    "vllm": _vllm,
+    "flashinfer": _flashinfer,
+}

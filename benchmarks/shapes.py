@@ -1,0 +1,108 @@
+"""Which arguments an op is measured with: its own example, at every combination of the axes that are swept."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from pyops._core import device
+from pyops._core.example import ArgMaker, TorchMaker
+from pyops._core.op import Op
+from pyops._core.tensor import Arg
+
+SWEEP: dict[str, Sequence[Any]] = {"num_tokens": (1, 16, 256, 4096, 16384), "hidden_size": (4096, 14336)}
+SMALL: dict[str, Sequence[Any]] = {"num_tokens": (16,), "hidden_size": (4096,)}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op and the keywords of its example."""
+
+    op: Op
+    axes: dict[str, Any]
+
+    def arguments(self, seed: int = 0, device: str = "cuda") -> tuple[Any, ...]:
+        """The op's arguments, the same for the same seed. Outputs hold NaN, not zeros."""
+        assert self.op.example is not None
+        return self.op.example(TorchMaker(device, seed), **self.axes)
+
+    @cached_property
+    def described(self) -> tuple[Any, ...]:
+        """The arguments without data."""
+        assert self.op.example is not None
+        return self.op.example(ArgMaker(device.model(), self.op.name), **self.axes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensors of one set of arguments occupy."""
+        return sum(arg.nbytes for arg in self.described if isinstance(arg, Arg))
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that one call must move."""
+        return self.op.traffic(*self.described)
+
+    @property
+    def family(self) -> str:
+        """Name of the module that declares the op."""
+        return family(self.op)
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """What identifies the case in a row of results."""
+        shape = {axis: value for axis, value in self.axes.items() if axis != "dtype"}
+        return {"op": self.op.name, "family": self.family, "dtype": self.axes.get("dtype", ""), "shape": shape}
+
+    def __str__(self) -> str:
+        axes = " ".join(str(value) if axis == "dtype" else f"{axis}={value}" for axis, value in self.axes.items())
+        return f"{self.op.name} {axes}"
+
+
+def family(op: Op) -> str:
+    """Name of the module that declares `op`: norm, activation, ..."""
+    return op.reference.__module__.rpartition(".")[2]
+
+
+def axes(op: Op) -> dict[str, tuple[Any, ...]]:
+    """{axis: values it may take, () for any} of the op's example."""
+    if op.example is None:
+        raise TypeError(f"{op.name} has no example")
+    hints = typing.get_type_hints(op.example)
+    return {
+        name: typing.get_args(hint) if typing.get_origin(hint := hints.get(name)) is typing.Literal else ()
+        for name, parameter in inspect.signature(op.example).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+
+
+def parse(text: str) -> tuple[str, tuple[Any, ...]]:
+    """``"hidden_size=4096,5120"`` to ``("hidden_size", (4096, 5120))``."""
+    axis, _, values = text.partition("=")
+
+    def value(word: str) -> Any:
+        try:
+            return ast.literal_eval(word)
+        except (ValueError, SyntaxError):
+            return word
+
+    return axis, tuple(value(word) for word in values.split(","))
+
+
+def cases(op: Op, chosen: Mapping[str, Sequence[Any]], sweep: Mapping[str, Sequence[Any]] = SWEEP) -> list[Case]:
+    """The op at every combination of the `chosen` axes, and of those of `sweep` that are not chosen.
+
+    An axis that the example lacks is left out. Values that the example rules out are dropped, so the list may be empty.
+    """
+    values = {}
+    for axis, allowed in axes(op).items():
+        if axis in chosen or axis in sweep:
+            wanted = chosen[axis] if axis in chosen else sweep[axis]
+            values[axis] = [value for value in wanted if not allowed or value in allowed]
+    return [Case(op, dict(zip(values, combination, strict=True))) for combination in product(*values.values())]

@@ -1,0 +1,191 @@
+"""How long a call takes: on the GPU by replaying CUDA graphs, on the host by a clock around eager calls."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import cycle, islice, pairwise, repeat
+from typing import Any, NamedTuple
+
+import torch
+
+import kernels_cu
+
+Call = Callable[[], Any]
+
+_MIN_CALLS = 40
+_SLOW_US = 1000.0  # a call this long needs no 40 of its kind to be timed
+_MOST_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is spent on one time."""
+
+    replays: int = 15
+    sets: int = 64
+    eager_calls: int = 10_000
+
+    @property
+    def method(self) -> str:
+        """What a time is, in words."""
+        return (
+            f"GPU time: {self.replays} CUDA-graph replays of at least {_MIN_CALLS} calls (or of 40 ms of them) that "
+            "rotate over sets of arguments, together larger than three times L2 unless there would be more than "
+            f"{self.sets}; median, lowest and highest. GB/s counts each byte that a call must move once. "
+            f"Host time: {self.eager_calls} eager calls, the device awaited after every 500 outside the clock; median "
+            "of 5 runs."
+        )
+
+
+FULL, QUICK = Effort(), Effort(replays=5, sets=16, eager_calls=2_000)
+
+
+class Spread(NamedTuple):
+    """Median, lowest and highest of some times."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+def num_sets(nbytes: int, l2_bytes: int, most: int) -> int:
+    """Sets of arguments of `nbytes` that together exceed L2 three times, as far as `most` and memory allow."""
+    nbytes = max(1, nbytes)
+    return max(1, min(3 * l2_bytes // nbytes + 1, most, _MOST_BYTES // nbytes))
+
+
+def num_calls(sets: int, us: float) -> int:
+    """Calls in a graph: a multiple of `sets`."""
+    calls = _MIN_CALLS if us <= _SLOW_US else _MIN_CALLS * _SLOW_US / us
+    return int(-(-calls // sets)) * sets
+
+
+def gpu_us(calls: Sequence[Call], effort: Effort) -> Spread:
+    """Microseconds of GPU time per call, the calls taken in turn."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:  # compiles, plans and fills the memory pool, which a capture must not
+            call()
+        count = num_calls(len(calls), _eager_us(calls))
+        graph = _capture(islice(cycle(calls), count))
+        graph.replay()
+        graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(effort.replays + 1)]
+        torch.cuda._sleep(2_000_000)  # 1 ms, in which the host queues the replays: no gap between them is timed
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        stream.synchronize()
+    return spread([start.elapsed_time(end) * 1e3 / count for start, end in pairwise(events)])
+
+
+def _eager_us(calls: Sequence[Call]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for call in calls:
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / len(calls)
+
+
+def _capture(calls: Iterable[Call]) -> Any:
+    """A graph of the calls. (`torch.cuda.graph` would also collect garbage and empty the pool, 0.1 s each time.)"""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        for call in calls:
+            call()
+    except BaseException:
+        with suppress(RuntimeError):  # says only that the capture failed
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph
+
+
+def host_us(
+    call: Call,
+    *,
+    calls: int,
+    chunk: int = 500,
+    runs: int = 5,
+    synchronize: Callable[[], None] = torch.cuda.synchronize,
+) -> Spread:
+    """Microseconds of host time per eager call. The queue is emptied after every `chunk` calls, outside the clock."""
+
+    def run() -> float:
+        total = 0
+        for _ in range(calls // chunk):
+            start = time.perf_counter_ns()
+            for _ in repeat(None, chunk):
+                call()
+            total += time.perf_counter_ns() - start
+            synchronize()
+        return total / 1e3 / (calls // chunk * chunk)
+
+    for _ in repeat(None, chunk):
+        call()
+    synchronize()
+    return spread([run() for _ in range(runs)])
+
+
+# What the device can do at most, measured by kernels that do nothing else.
+
+FLOOR_SOURCE = (
+    kernels_cu.read("include/platform.cuh")
+    + r"""
+extern "C" __global__ void nothing() {}
+
+// Each of 256 threads copies 4 vectors of 16 bytes, 256 vectors apart.
+extern "C" __global__ void copy(uint4* out, const uint4* input) {
+    const int64_t first = int64_t(blockIdx.x) * 1024 + threadIdx.x;
+    uint4 vecs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) vecs[i] = load_streaming(input + first + 256 * i);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_streaming(out + first + 256 * i, vecs[i]);
+}
+"""
+)
+
+
+def launch_floor_us(effort: Effort) -> float:
+    """Microseconds per call of a kernel that does nothing."""
+    return gpu_us([_raw_call("nothing", 1, 32)], effort).median
+
+
+def streaming_gbs(effort: Effort, nbytes: int = 1 << 30) -> float:
+    """GB/s, read and written, of a copy of `nbytes`."""
+    out, input = (torch.full((nbytes,), byte, dtype=torch.uint8, device="cuda") for byte in (0, 1))
+    call = _raw_call("copy", nbytes // (16 * 1024), 256, out.data_ptr(), input.data_ptr())
+    us = gpu_us([call], effort).median
+    assert torch.equal(out, input)
+    return 2 * nbytes / us / 1e3
+
+
+def _raw_call(entry: str, grid: int, block: int, *args: int) -> Call:
+    """A launch on torch's current stream; each of `args` is passed as 8 bytes."""
+    import cupy
+    from cupy_backends.cuda.api import driver
+
+    function = cupy.RawModule(code=FLOOR_SOURCE).get_function(entry).kernel
+    values = (ctypes.c_uint64 * len(args))(*args)
+    pointers = (ctypes.c_void_p * max(1, len(args)))(*(ctypes.addressof(values) + 8 * i for i in range(len(args))))
+
+    def call(_keep_alive: Any = values) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        driver.launchKernel(function.ptr, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+
+    return call
