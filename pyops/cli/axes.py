@@ -20,7 +20,7 @@ from .._core.op import Op, registry
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A keyword of an example: its default, and the values it may take (empty: any of the default's type)."""
+    """A keyword of an example: its default, and the values it is annotated with (empty: none)."""
 
     default: Any
     choices: tuple[Any, ...]
@@ -85,7 +85,8 @@ def only(op: Op, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(op: Op, name: str, axis: Axis, value: Any) -> None:
-    if axis.choices and value not in axis.choices:
+    # A choice between words is complete. Sizes that an example names are samples: what else is possible, the plan says.
+    if isinstance(axis.default, str) and axis.choices and value not in axis.choices:
         raise OpError(op.name, name, f"expected {' or '.join(map(str, axis.choices))}, got {value}")
     if isinstance(axis.default, int) and not isinstance(value, int):
         raise OpError(op.name, name, f"expected {type(axis.default).__name__}, got {value!r}")
