@@ -51,12 +51,13 @@ def _geometry(row: Arg, num_rows: int, row_vecs: int, most_vecs: int = 8) -> tup
             "NUM_THREADS": 128,
             "ROW_THREADS": row_threads,
             "KEEP_WEIGHT": True,
+            "MIN_BLOCKS": 1,
         }
     fill = num_rows > row.device.multiprocessors
     threads = check.threads(-(-row_vecs // 4), most=128 if fill else 512)
     while row_vecs > threads * most_vecs and threads < 1024:
         threads *= 2
-    return num_rows, {"NUM_THREADS": threads, "ROW_THREADS": threads, "KEEP_WEIGHT": True}
+    return num_rows, {"NUM_THREADS": threads, "ROW_THREADS": threads, "KEEP_WEIGHT": True, "MIN_BLOCKS": 1}
 
 
 def _rms(x: Tensor, weight: Tensor | None, epsilon: float, dtype: Any) -> Tensor:

@@ -20,7 +20,7 @@ using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
 using vec_t = row_t::vec_t;
 using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_WEIGHT && KEEP_WEIGHT>;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 fused_add_rms_norm(scalar_t* input,         // [num_rows, HIDDEN_SIZE]
                    scalar_t* residual,      // [num_rows, HIDDEN_SIZE]
                    const scalar_t* weight,  // [HIDDEN_SIZE]

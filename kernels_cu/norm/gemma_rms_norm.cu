@@ -22,7 +22,7 @@ using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
 using residual_row_t = Row<residual_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL>;
 using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_WEIGHT>;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemma_rms_norm(scalar_t* out,                 // [num_rows, HIDDEN_SIZE]
                const scalar_t* input,         // [num_rows, HIDDEN_SIZE]
                const scalar_t* weight,        // [HIDDEN_SIZE]

@@ -27,7 +27,7 @@ using bias_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, HAS_BIAS && KEEP
 
 DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
            const scalar_t* input,   // [num_rows, num_groups * GROUP_SIZE]
            const scalar_t* weight,  // [num_groups * GROUP_SIZE]

@@ -28,7 +28,7 @@ DEVICE int64_t row_offset(int64_t row, int64_t stride0, int64_t stride1, int64_t
     return row / size2 / size1 * stride0 + row / size2 % size1 * stride1 + row % size2 * stride2;
 }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 rms_norm(scalar_t* out,           // [num_rows, HIDDEN_SIZE]
          const scalar_t* input,   // [num_rows, HIDDEN_SIZE]
          const scalar_t* weight,  // [HIDDEN_SIZE]

@@ -35,7 +35,7 @@ constexpr int GROUPS = HIDDEN_SIZE / GROUP_SIZE;
 constexpr int LANES = WHOLE_ROW ? 1 : GROUP_SIZE / VEC_SIZE;  // that share a group
 static_assert(HIDDEN_SIZE % GROUP_SIZE == 0 && LANES <= 32);
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
                        const scalar_t* input,   // [num_rows, HIDDEN_SIZE]
                        const scalar_t* weight,  // [HIDDEN_SIZE]

@@ -23,7 +23,7 @@ using vec_t = row_t::vec_t;
 using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL>;
 using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_WEIGHT>;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
                           const scalar_t* input,   // [num_rows, HIDDEN_SIZE]
                           scalar_t* residual,      // [num_rows, HIDDEN_SIZE]

@@ -172,9 +172,9 @@ def render(op: Op) -> str:
         f"check, align, scalars, key, launch, device, {', '.join(extents)} = recent[0]",
         f"if check({guarded}):",
         *(
-            f"    p{i} = 0 if {p.name} is None else data_ptr({p.name})"
+            f"    p{i} = 0 if {p.name} is None else {p.name}.data_ptr()"
             if p.optional
-            else f"    p{i} = data_ptr({p.name})"
+            else f"    p{i} = {p.name}.data_ptr()"
             for i, p in tensors
         ),
         f"    if ({alignment}) == align{f' and {scalars} == scalars' if keyed else ''}:",
@@ -228,16 +228,12 @@ def bind_torch() -> None:
         def stream(device: int) -> int:
             return int(torch.cuda.current_stream(device).cuda_stream)
 
-    # A faster data_ptr(), where this torch has it.
-    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    data_ptr = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", torch.Tensor.data_ptr)
     # Stand for absent tensors in a guard: one for each place, because it also demands that no tensor comes twice.
     absent = {f"absent{i}": torch.empty(0, dtype=torch.complex128) for i in range(_MOST_TENSORS)}
     _library = torch.library.Library("pyops", "DEF")
     for op in _ops:
         _register(op, _library)
-    NAMESPACE.update(is_compiling=torch.compiler.is_compiling, torch_ops=torch.ops.pyops, torch_stream=stream)
-    NAMESPACE.update(absent, data_ptr=data_ptr)
+    NAMESPACE.update(is_compiling=torch.compiler.is_compiling, torch_ops=torch.ops.pyops, torch_stream=stream, **absent)
 
 
 def schema(op: Op) -> str:
