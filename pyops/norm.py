@@ -877,24 +877,23 @@ def _(
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise cos_sin_cache.error(f"expected an even rotary_dim of at most head_dim={head_dim}, got {rotary_dim}")
     check.shape(position_ids, int64, num_tokens=num_tokens)
-    num_rows = num_tokens * (num_heads_q + num_heads_k)
-    num_threads = 128
-    half = rotary_dim // 2
+    heads = num_heads_q + num_heads_k
+    # Few tokens: a group of lanes for every head. Many: four heads to a group, all loaded before the first is used.
+    per_group = 1 if num_tokens <= qkv.device.multiprocessors else 4
+    num_threads = check.threads(-(-heads // per_group) * (head_dim // 8))
     return _fused_qk_norm_rope(
         scalar_t=qkv.dtype,
         cache_t=cos_sin_cache.dtype,
         HEAD_SIZE=head_dim,
+        NUM_HEADS_Q=num_heads_q,
+        NUM_HEADS_K=num_heads_k,
+        NUM_HEADS_V=num_heads_v,
         ROTARY_DIM=rotary_dim,
         IS_NEOX=bool(is_neox),
         ACCESS_SIZE=check.vector_width(head_dim, qkv, q_weight, k_weight),
-        CACHE_VEC=check.vector_width(gcd(half, 8), cos_sin_cache),
+        CACHE_VEC=check.vector_width(gcd(rotary_dim // 2, 8), cos_sin_cache),
         NUM_THREADS=num_threads,
-    ).launch(
-        grid=-(-num_rows // (num_threads // (head_dim // 8))),
-        block=num_threads,
-        num_tokens=num_tokens,
-        max_position=max_position,
-    )
+    ).launch(grid=num_tokens if heads else 0, block=num_threads, max_position=max_position)
 
 
 @fused_qk_norm_rope.traffic

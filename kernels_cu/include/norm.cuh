@@ -26,3 +26,13 @@ DEVICE vec_t scale_and_weigh(const float (&x)[vec_t::SIZE], float scale, const v
     for (int j = 0; j < vec_t::SIZE; ++j) y[j] = x[j] * scale;
     return vec_t::from_floats(y) * weight;
 }
+
+// v = a + b, in float32.
+template <typename A, typename B>
+DEVICE void add_to(float (&v)[A::SIZE], const A& a, const B& b) {
+    float other[A::SIZE];
+    a.to_floats(v);
+    b.to_floats(other);
+#pragma unroll
+    for (int j = 0; j < A::SIZE; ++j) v[j] += other[j];
+}

@@ -56,50 +56,106 @@ template <> DEVICE int8_t from_float<int8_t>(float x) {
 // x as a T would hold it.
 template <typename T> DEVICE float round_to(float x) { return to_float(from_float<T>(x)); }
 
-// Two values at once, lower address first.
+// Several values at once, lower address first. The hardware converts pairs; going through 32-bit words keeps the
+// compiler from taking the halves apart one by one.
+template <typename T>
+DEVICE void load_pair(const T* in, float& low, float& high) {
+    low = to_float(in[0]);
+    high = to_float(in[1]);
+}
 template <typename T>
 DEVICE void store_pair(T* out, float low, float high) {
     out[0] = from_float<T>(low);
     out[1] = from_float<T>(high);
 }
-template <> DEVICE void store_pair<half_t>(half_t* out, float low, float high) {
-    *reinterpret_cast<__half2*>(out) = __floats2half2_rn(low, high);
+template <typename T>
+DEVICE void store_four(T* out, const float* x) {
+    store_pair<T>(out, x[0], x[1]);
+    store_pair<T>(out + 2, x[2], x[3]);
 }
-#if !PYOPS_HIP
-template <> DEVICE void store_pair<bf16_t>(bf16_t* out, float low, float high) {
-    *reinterpret_cast<__nv_bfloat162*>(out) = __floats2bfloat162_rn(low, high);
-}
-template <> DEVICE void store_pair<fp8_e4m3_t>(fp8_e4m3_t* out, float low, float high) {
-    *reinterpret_cast<__nv_fp8x2_storage_t*>(out) =
-        __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
-}
-template <> DEVICE void store_pair<fp8_e5m2_t>(fp8_e5m2_t* out, float low, float high) {
-    *reinterpret_cast<__nv_fp8x2_storage_t*>(out) =
-        __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E5M2);
-}
-#endif
-
 // T(a * b) for two pairs: exact products, rounded once.
 template <typename T>
 DEVICE void multiply_pair(T* out, const T* a, const T* b) {
     store_pair<T>(out, to_float(a[0]) * to_float(b[0]), to_float(a[1]) * to_float(b[1]));
 }
-// The larger magnitude of each of two pairs, NaN dropped.
+// Raise two magnitudes to those of a pair; NaN is dropped.
 template <typename T>
-DEVICE void absmax_pair(T* a, const T* b) {
-    store_pair<T>(a, fmaxf(fabsf(to_float(a[0])), fabsf(to_float(b[0]))), fmaxf(fabsf(to_float(a[1])), fabsf(to_float(b[1]))));
+DEVICE void absmax_pair(T* most, const T* x) {
+    store_pair<T>(most, fmaxf(to_float(most[0]), fabsf(to_float(x[0]))), fmaxf(to_float(most[1]), fabsf(to_float(x[1]))));
 }
+
 #if !PYOPS_HIP
-#define PYOPS_PACKED(T, PAIR)                                                                                    \
-    template <> DEVICE void multiply_pair<T>(T * out, const T* a, const T* b) {                                  \
-        *reinterpret_cast<PAIR*>(out) =                                                                          \
-            __hmul2(*reinterpret_cast<const PAIR*>(a), *reinterpret_cast<const PAIR*>(b));                       \
-    }                                                                                                            \
-    template <> DEVICE void absmax_pair<T>(T * a, const T* b) {                                                  \
-        PAIR& m = *reinterpret_cast<PAIR*>(a);                                                                   \
-        m = __hmax2(__habs2(m), __habs2(*reinterpret_cast<const PAIR*>(b)));                                     \
-    }
-PYOPS_PACKED(half_t, __half2)
-PYOPS_PACKED(bf16_t, __nv_bfloat162)
-#undef PYOPS_PACKED
+DEVICE uint32_t& as_word(void* address) { return *reinterpret_cast<uint32_t*>(address); }
+DEVICE uint32_t as_word(const void* address) { return *reinterpret_cast<const uint32_t*>(address); }
+template <typename Pair> DEVICE Pair word_as(uint32_t word) { return *reinterpret_cast<Pair*>(&word); }
+template <typename Pair> DEVICE uint32_t pair_word(Pair pair) { return *reinterpret_cast<uint32_t*>(&pair); }
+
+template <> DEVICE void load_pair<half_t>(const half_t* in, float& low, float& high) {
+    const float2 pair = __half22float2(word_as<__half2>(as_word(in)));
+    low = pair.x;
+    high = pair.y;
+}
+template <> DEVICE void load_pair<bf16_t>(const bf16_t* in, float& low, float& high) {
+    const uint32_t word = as_word(in);  // a bfloat16 is the upper half of a float
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xffff0000u);
+}
+template <> DEVICE void store_pair<half_t>(half_t* out, float low, float high) {
+    as_word(out) = pair_word(__floats2half2_rn(low, high));
+}
+template <> DEVICE void store_pair<bf16_t>(bf16_t* out, float low, float high) {
+    as_word(out) = pair_word(__floats2bfloat162_rn(low, high));
+}
+template <> DEVICE void multiply_pair<half_t>(half_t* out, const half_t* a, const half_t* b) {
+    as_word(out) = pair_word(__hmul2(word_as<__half2>(as_word(a)), word_as<__half2>(as_word(b))));
+}
+template <> DEVICE void multiply_pair<bf16_t>(bf16_t* out, const bf16_t* a, const bf16_t* b) {
+    as_word(out) = pair_word(__hmul2(word_as<__nv_bfloat162>(as_word(a)), word_as<__nv_bfloat162>(as_word(b))));
+}
+template <> DEVICE void absmax_pair<half_t>(half_t* most, const half_t* x) {
+    const __half2 magnitude = word_as<__half2>(as_word(x) & 0x7fff7fffu);
+    as_word(most) = pair_word(__hmax2(word_as<__half2>(as_word(most)), magnitude));
+}
+template <> DEVICE void absmax_pair<bf16_t>(bf16_t* most, const bf16_t* x) {
+    const __nv_bfloat162 magnitude = word_as<__nv_bfloat162>(as_word(x) & 0x7fff7fffu);
+    as_word(most) = pair_word(__hmax2(word_as<__nv_bfloat162>(as_word(most)), magnitude));
+}
+
+DEVICE uint32_t fp8_pair(float low, float high, __nv_fp8_interpretation_t kind) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, kind);
+}
+template <> DEVICE void store_pair<fp8_e4m3_t>(fp8_e4m3_t* out, float low, float high) {
+    *reinterpret_cast<uint16_t*>(out) = fp8_pair(low, high, __NV_E4M3);
+}
+template <> DEVICE void store_pair<fp8_e5m2_t>(fp8_e5m2_t* out, float low, float high) {
+    *reinterpret_cast<uint16_t*>(out) = fp8_pair(low, high, __NV_E5M2);
+}
+#if __CUDA_ARCH__ >= 890
+#define PYOPS_FP8_FOUR(FORMAT, out, x)                                                                     \
+    asm("{.reg .b16 low, high; cvt.rn.satfinite." FORMAT "x2.f32 low, %2, %1;"                             \
+        " cvt.rn.satfinite." FORMAT "x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"                       \
+        : "=r"(as_word(out)) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]))
+template <> DEVICE void store_four<fp8_e4m3_t>(fp8_e4m3_t* out, const float* x) { PYOPS_FP8_FOUR("e4m3", out, x); }
+template <> DEVICE void store_four<fp8_e5m2_t>(fp8_e5m2_t* out, const float* x) { PYOPS_FP8_FOUR("e5m2", out, x); }
+#undef PYOPS_FP8_FOUR
 #endif
+// As from_float<int8_t>: two packs, each putting two saturated bytes before those it is given.
+template <> DEVICE void store_four<int8_t>(int8_t* out, const float* x) {
+    int upper, all;
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(upper) : "r"(__float2int_rn(x[3])), "r"(__float2int_rn(x[2])));
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;"
+        : "=r"(all) : "r"(__float2int_rn(x[1])), "r"(__float2int_rn(x[0])), "r"(upper));
+    as_word(out) = all;
+}
+#endif
+
+// 1 / x, correctly rounded, for x and 1 / x both normal: one Newton step from the hardware's estimate.
+DEVICE float reciprocal_of(float x) {
+#if PYOPS_HIP
+    return 1.0f / x;
+#else
+    float estimate;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(x));
+    return fmaf(estimate, fmaf(-x, estimate, 1.0f), estimate);
+#endif
+}

@@ -41,7 +41,7 @@ template <typename Q, bool BOUNDED>
 struct Quantizer {
     float divisor, reciprocal, limit;
 
-    explicit DEVICE Quantizer(float scale) : divisor(scale), reciprocal(1.0f / scale) {
+    explicit DEVICE Quantizer(float scale) : divisor(scale), reciprocal(reciprocal_of(scale)) {
         limit = fminf(scale * 512.0f, FLOAT_MAX);  // beyond it every quotient saturates
         if (scale > FLOAT_MAX) {  // infinite: what is finite becomes 0, what is not the largest code
             divisor = 0.0f;

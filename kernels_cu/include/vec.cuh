@@ -41,17 +41,23 @@ struct alignas(sizeof(T) * N) Vec {
 
     DEVICE float operator[](int i) const { return to_float(data[i]); }
     DEVICE void to_floats(float (&x)[N]) const {
+        if constexpr (N == 1) {
+            x[0] = to_float(data[0]);
+        } else {
 #pragma unroll
-        for (int i = 0; i < N; ++i) x[i] = to_float(data[i]);
+            for (int i = 0; i < N; i += 2) load_pair<T>(data + i, x[i], x[i + 1]);
+        }
     }
 
     static DEVICE Vec from_floats(const float (&x)[N]) {
         Vec result;
         if constexpr (N == 1) {
             result.data[0] = from_float<T>(x[0]);
+        } else if constexpr (N == 2) {
+            store_pair<T>(result.data, x[0], x[1]);
         } else {
 #pragma unroll
-            for (int i = 0; i < N; i += 2) store_pair<T>(result.data + i, x[i], x[i + 1]);
+            for (int i = 0; i < N; i += 4) store_four<T>(result.data + i, x + i);
         }
         return result;
     }

@@ -35,9 +35,7 @@ fused_add_rms_norm(scalar_t* input,         // [num_rows, HIDDEN_SIZE]
 
     row_t z(residual);
     const auto add = [&](int i, int column, float(&v)[VEC_SIZE]) {
-        const vec_t vec_x = x.get(i, column), vec_r = r.get(i, column);
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] = vec_x[j] + vec_r[j];
+        add_to(v, x.get(i, column), r.get(i, column));
         vec_t sum = vec_t::from_floats(v);
         if (at.active) sum.store(residual + column);
         z.set(i, sum);

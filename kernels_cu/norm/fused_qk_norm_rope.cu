@@ -5,14 +5,16 @@
 //     cosine and sine are row position_ids[t] of cos_sin_cache     [cos of each pair, sin of each pair]
 //     x = T(n)                                                     rounded once
 //
-// HEAD_SIZE / 8 lanes share a head, each holding 8 neighbouring elements. A NeoX partner lives in another lane: it comes by
-// shuffle where halves are whole vectors, else through shared memory. A position outside the cache leaves its heads as they
-// are.
+// One thread block per token. HEAD_SIZE / 8 lanes form a group; a lane holds 8 neighbouring elements of up to CHUNK heads
+// at a time, so that positions, angles and weights are read once for all of them. A NeoX partner lives in another lane: it
+// comes by shuffle where halves are whole vectors, else through shared memory. A token whose position lies outside the
+// cache is left as it is.
 //
 // Constants
 //     scalar_t      T: element type of qkv and the weights
 //     cache_t       element type of cos_sin_cache
 //     HEAD_SIZE     64, 128 or 256
+//     NUM_HEADS_Q, NUM_HEADS_K, NUM_HEADS_V   heads of each kind in a row
 //     ROTARY_DIM    even, at most HEAD_SIZE
 //     IS_NEOX       which elements make a pair
 //     ACCESS_SIZE   elements of qkv in one memory access
@@ -23,90 +25,112 @@
 
 constexpr int VEC_SIZE = 8;
 constexpr int LANES = HEAD_SIZE / VEC_SIZE;
+constexpr int GROUPS = NUM_THREADS / LANES;
 constexpr int HALF = ROTARY_DIM / 2;
-using row_t = Row<scalar_t, HEAD_SIZE, VEC_SIZE, LANES, true, ACCESS_SIZE>;
+constexpr int HEADS = NUM_HEADS_Q + NUM_HEADS_K;
+constexpr int GROUP_HEADS = ceil_div(HEADS, GROUPS);
+constexpr int CHUNK = GROUP_HEADS < 8 ? GROUP_HEADS : 8;
+constexpr bool EXCHANGE = IS_NEOX && HALF % VEC_SIZE != 0;
+using vec_t = Vec<scalar_t, VEC_SIZE>;
 
-// cos or sin for the 8 elements from `element` on, all inside the rotary part.
+// cos or sin for the 8 elements from `element` on; 0 beyond the rotary part.
 DEVICE void load_angles(const cache_t* row, int element, float (&angle)[VEC_SIZE]) {
-    if constexpr (!IS_NEOX) {
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) angle[j] = element + j < ROTARY_DIM ? to_float(row[(element + j) / 2]) : 0.0f;
-    } else if constexpr (HALF % VEC_SIZE == 0) {
+    if constexpr (IS_NEOX && !EXCHANGE) {
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; j += CACHE_VEC) {
-            const auto vec = Vec<cache_t, CACHE_VEC>::load(row + element % HALF + j);
+            float x[CACHE_VEC];
+            Vec<cache_t, CACHE_VEC>::load(row + element % HALF + j).to_floats(x);
 #pragma unroll
-            for (int k = 0; k < CACHE_VEC; ++k) angle[j + k] = vec[k];
+            for (int k = 0; k < CACHE_VEC; ++k) angle[j + k] = x[k];
         }
     } else {
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) angle[j] = element + j < ROTARY_DIM ? to_float(row[(element + j) % HALF]) : 0.0f;
+        for (int j = 0; j < VEC_SIZE; ++j) {
+            const int at = element + j;
+            angle[j] = at < ROTARY_DIM ? to_float(row[IS_NEOX ? at % HALF : at / 2]) : 0.0f;
+        }
     }
 }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-fused_qk_norm_rope(scalar_t* qkv,                  // [num_tokens, num_heads_q + num_heads_k + num_heads_v, HEAD_SIZE]
-                   const scalar_t* q_weight,       // [HEAD_SIZE]
-                   const scalar_t* k_weight,       // [HEAD_SIZE]
-                   const cache_t* cos_sin_cache,   // [max_position, ROTARY_DIM]
-                   const int64_t* position_ids,    // [num_tokens]
-                   int64_t num_tokens, int num_heads_q, int num_heads_k, int num_heads_v, int64_t max_position,
-                   float eps) {
-    constexpr bool EXCHANGE = IS_NEOX && HALF % VEC_SIZE != 0;
-    __shared__ float exchange[EXCHANGE ? NUM_THREADS * VEC_SIZE : 1];
-    const int num_heads = num_heads_q + num_heads_k;
-    const RowIndex<NUM_THREADS, LANES> at(num_tokens * num_heads);
-    const int64_t token = at.row / num_heads;
-    const int head = at.row % num_heads;
-    const int element = threadIdx.x % LANES * VEC_SIZE;
-    scalar_t* x = qkv + (token * (num_heads + num_heads_v) + head) * HEAD_SIZE;
-    const int64_t position = position_ids[token];
-    const bool inside = position >= 0 && position < max_position;
-    const cache_t* angles = cos_sin_cache + (inside ? position : 0) * ROTARY_DIM;
-
-    const row_t row = row_t::load_once(x);
-    const row_t weight = row_t::load(head < num_heads_q ? q_weight : k_weight);
-    const bool rotates = element < ROTARY_DIM;
-    float cosine[VEC_SIZE], sine[VEC_SIZE];
-    if (rotates && inside) {
-        load_angles(angles, element, cosine);
-        load_angles(angles + HALF, element, sine);
-    }
-
-    const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) { row.get(i, column).to_floats(v); };
-    const float scale = rsqrtf(row_mean_square<row_t, LANES>(values, nullptr) + eps);
-    float n[VEC_SIZE], partner[VEC_SIZE];
-    values(0, element, n);
-    const auto w = weight.get(0, element);
-#pragma unroll
-    for (int j = 0; j < VEC_SIZE; ++j) n[j] *= scale * w[j];
-
+// The other element of each pair.
+DEVICE void load_partners(const float (&n)[VEC_SIZE], int element, float* shared, float (&partner)[VEC_SIZE]) {
     if constexpr (!IS_NEOX) {
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) partner[j] = n[j ^ 1];
     } else if constexpr (!EXCHANGE) {
-        const int source = element / VEC_SIZE + (element < HALF ? HALF : -HALF) / VEC_SIZE;
+        const int source = (element < HALF ? element + HALF : element < ROTARY_DIM ? element - HALF : element) / VEC_SIZE;
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) partner[j] = shfl<LANES>(n[j], rotates ? source : 0);
+        for (int j = 0; j < VEC_SIZE; ++j) partner[j] = shfl<LANES>(n[j], source);
     } else {
-        float* head_values = exchange + threadIdx.x / LANES * HEAD_SIZE;
+        sync_warp();
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) head_values[element + j] = n[j];
+        for (int j = 0; j < VEC_SIZE; ++j) shared[element + j] = n[j];
         sync_warp();
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
-            const int other = element + j + (element + j < HALF ? HALF : -HALF);
-            partner[j] = element + j < ROTARY_DIM ? head_values[other] : 0.0f;
+            const int at = element + j;
+            partner[j] = at < ROTARY_DIM ? shared[at < HALF ? at + HALF : at - HALF] : 0.0f;
         }
     }
-    if (!at.active || !inside) return;
+}
 
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+fused_qk_norm_rope(scalar_t* qkv,                  // [num_tokens, NUM_HEADS_Q + NUM_HEADS_K + NUM_HEADS_V, HEAD_SIZE]
+                   const scalar_t* q_weight,       // [HEAD_SIZE]
+                   const scalar_t* k_weight,       // [HEAD_SIZE]
+                   const cache_t* cos_sin_cache,   // [max_position, ROTARY_DIM]
+                   const int64_t* position_ids,    // [num_tokens]
+                   int64_t max_position, float eps) {
+    __shared__ float shared[EXCHANGE ? NUM_THREADS * VEC_SIZE : 1];
+    const int64_t token = blockIdx.x;
+    const int group = threadIdx.x / LANES;
+    const int element = threadIdx.x % LANES * VEC_SIZE;
+    scalar_t* x = qkv + token * ((HEADS + NUM_HEADS_V) * HEAD_SIZE) + element;
+
+    const int64_t position = position_ids[token];
+    const vec_t q_vec = vec_t::load<ACCESS_SIZE>(q_weight + element);
+    const vec_t k_vec = vec_t::load<ACCESS_SIZE>(k_weight + element);
+    if (position < 0 || position >= max_position) return;
+    const bool rotates = element < ROTARY_DIM;
+    float cosine[VEC_SIZE], sine[VEC_SIZE];
     if (rotates) {
+        load_angles(cos_sin_cache + position * ROTARY_DIM, element, cosine);
+        load_angles(cos_sin_cache + position * ROTARY_DIM + HALF, element, sine);
+    }
+
+    for (int first = group; first - group < HEADS; first += CHUNK * GROUPS) {
+        vec_t vecs[CHUNK];
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) {
-            const bool first = IS_NEOX ? element + j < HALF : j % 2 == 0;
-            if (element + j < ROTARY_DIM) n[j] = n[j] * cosine[j] + (first ? -partner[j] : partner[j]) * sine[j];
+        for (int i = 0; i < CHUNK; ++i) {
+            const int head = first + i * GROUPS;
+            if (HEADS % (CHUNK * GROUPS) == 0 || head < HEADS) vecs[i] = vec_t::load_once<ACCESS_SIZE>(x + head * HEAD_SIZE);
+        }
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) {
+            // Lanes without a head compute on what their registers hold, because all take part in the shuffles.
+            const int head = first + i * GROUPS;
+            float n[VEC_SIZE], weight[VEC_SIZE], partner[VEC_SIZE];
+            vecs[i].to_floats(n);
+            (head < NUM_HEADS_Q ? q_vec : k_vec).to_floats(weight);
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) sum += n[j] * n[j];
+            const float scale = rsqrtf(lane_reduce<Sum, LANES>(sum) / HEAD_SIZE + eps);
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) n[j] *= scale * weight[j];
+
+            load_partners(n, element, shared + group * HEAD_SIZE, partner);
+            if (rotates) {
+#pragma unroll
+                for (int j = 0; j < VEC_SIZE; ++j) {
+                    const bool low = IS_NEOX ? element + j < HALF : j % 2 == 0;
+                    const float turned = n[j] * cosine[j] + (low ? -partner[j] : partner[j]) * sine[j];
+                    if (element + j < ROTARY_DIM) n[j] = turned;
+                }
+            }
+            if (HEADS % (CHUNK * GROUPS) == 0 || head < HEADS) {
+                vec_t::from_floats(n).store<ACCESS_SIZE>(x + head * HEAD_SIZE);
+            }
         }
     }
-    row_t::vec_t::from_floats(n).template store<ACCESS_SIZE>(x + element);
 }

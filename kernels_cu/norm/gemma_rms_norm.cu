@@ -37,11 +37,11 @@ gemma_rms_norm(scalar_t* out,                 // [num_rows, HIDDEN_SIZE]
     const weight_t w = weight_t::load(weight);
 
     const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) {
-        x.get(i, column).to_floats(v);
         if constexpr (HAS_RESIDUAL) {
-            const auto vec_r = r.get(i, column);
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) v[j] = round_to<residual_out_t>(v[j] + vec_r[j]);
+            add_to(v, x.get(i, column), r.get(i, column));
+            Vec<residual_out_t, VEC_SIZE>::from_floats(v).to_floats(v);
+        } else {
+            x.get(i, column).to_floats(v);
         }
     };
     const float scale = rsqrtf(row_mean_square<row_t, ROW_THREADS>(values, partial) + epsilon);
@@ -53,7 +53,8 @@ gemma_rms_norm(scalar_t* out,                 // [num_rows, HIDDEN_SIZE]
         float v[VEC_SIZE];
         values(i, column, v);
         if constexpr (HAS_RESIDUAL) Vec<residual_out_t, VEC_SIZE>::from_floats(v).store(residual_out + column);
-        const auto vec_w = w.get(i, column);
+        float vec_w[VEC_SIZE];
+        w.get(i, column).to_floats(vec_w);
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) v[j] = v[j] * scale * (1.0f + vec_w[j]);
         row_t::vec_t::from_floats(v).store(out + column);

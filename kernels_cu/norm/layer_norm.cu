@@ -51,9 +51,10 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
     float gated[KEEP_GATED ? row_t::THREAD_VECS : 1][VEC_SIZE];
     const auto open_gate = [&](int i, int column, float(&v)[VEC_SIZE]) {
         x.get(i, column).to_floats(v);
-        const vec_t vec_z = gate.get(i, column);
+        float opened[VEC_SIZE];
+        gate.get(i, column).to_floats(opened);
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] *= silu(vec_z[j]);
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] *= silu(opened[j]);
     };
     if constexpr (KEEP_GATED) row_t::for_each([&](int i, int column) { open_gate(i, column, gated[i]); });
 
@@ -93,21 +94,15 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
         values(i, column, v);
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) v[j] *= scale;
-        if constexpr (HAS_WEIGHT) {
-            const vec_t vec_w = w.get(i, column);
+        const auto apply = [&](const vec_t& vec, auto f) {
+            float other[VEC_SIZE];
+            vec.to_floats(other);
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) v[j] *= vec_w[j];
-        }
-        if constexpr (HAS_BIAS) {
-            const vec_t vec_b = b.get(i, column);
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) v[j] += vec_b[j];
-        }
-        if constexpr (GATE == 2) {
-            const vec_t vec_z = gate.get(i, column);
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) v[j] *= silu(vec_z[j]);
-        }
+            for (int j = 0; j < VEC_SIZE; ++j) v[j] = f(v[j], other[j]);
+        };
+        if constexpr (HAS_WEIGHT) apply(w.get(i, column), [](float y, float other) { return y * other; });
+        if constexpr (HAS_BIAS) apply(b.get(i, column), [](float y, float other) { return y + other; });
+        if constexpr (GATE == 2) apply(gate.get(i, column), [](float y, float other) { return y * silu(other); });
         vec_t::from_floats(v).store(out + column);
     });
 }

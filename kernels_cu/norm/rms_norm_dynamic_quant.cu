@@ -54,11 +54,10 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     const float bound = HAS_BOUND ? *scale_ub : 0.0f;
 
     const auto sum = [&](int i, int column, float(&v)[VEC_SIZE]) {
-        x.get(i, column).to_floats(v);
         if constexpr (HAS_RESIDUAL) {
-            const vec_t vec_r = r.get(i, column);
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) v[j] += vec_r[j];
+            add_to(v, x.get(i, column), r.get(i, column));
+        } else {
+            x.get(i, column).to_floats(v);
         }
     };
     const float inverse_rms = rsqrtf(row_mean_square<row_t, ROW_THREADS>(sum, partial[0]) + epsilon);
@@ -80,8 +79,9 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     const auto scale_of = [&](float a) { return dynamic_scale<code_t>(HAS_BOUND ? fminf(a, bound) : a); };
     const auto write = [&](int column, const vec_t& y, const quantizer_t& quantize) {
         float v[VEC_SIZE];
+        y.to_floats(v);
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] = quantize(y[j]);
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = quantize(v[j]);
         Vec<code_t, VEC_SIZE>::from_floats(v).template store<ACCESS_SIZE>(result + column);
     };
 

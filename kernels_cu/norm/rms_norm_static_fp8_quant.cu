@@ -44,9 +44,7 @@ rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
     const auto add = [&](int i, int column, float(&v)[VEC_SIZE]) {
         vec_t sum = x.get(i, column);
         if constexpr (HAS_RESIDUAL) {
-            const vec_t vec_r = r.get(i, column);
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) v[j] = sum[j] + vec_r[j];
+            add_to(v, sum, r.get(i, column));
             sum = vec_t::from_floats(v);
             if (at.active) sum.store(residual + column);
         }
@@ -60,9 +58,10 @@ rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
     row_t::for_each([&](int i, int column) {
         float v[VEC_SIZE];
         z.get(i, column).to_floats(v);
-        const vec_t y = scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column));
+        scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column)).to_floats(v);
+        // The conversion saturates; the minimum takes NaN to the largest code.
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] = clamp(y[j] * reciprocal, Codes<fp8_e4m3_t>::largest);
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = fminf(v[j] * reciprocal, Codes<fp8_e4m3_t>::largest);
         Vec<fp8_e4m3_t, VEC_SIZE>::from_floats(v).store(result + column);
     });
 }
