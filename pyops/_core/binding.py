@@ -107,10 +107,14 @@ def write(op: Op) -> Callable[..., Any]:
     wrapper.__doc__ = op.reference.__doc__
     wrapper.__annotations__ = op.reference.__annotations__
     wrapper.__module__ = op.reference.__module__
+    return wrapper
+
+
+def add(op: Op) -> None:
+    """Have the op registered with torch: now, or when torch is bound."""
     _ops.append(op)
     if _library is not None:
         _register(op, _library)
-    return wrapper
 
 
 def render(op: Op) -> str:

@@ -94,6 +94,7 @@ class Op:
         # The plan that the last call used: (guard, alignment, keyed scalars, key, launch, device, extents...).
         self.recent: list[tuple[Any, ...]] = [self._no_plan()]
         self.call = binding.write(self)
+        binding.add(self)
         self.wrapper: Any = self.call
         self.wrapper.__dict__.update(
             op=self,
