@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,8 +57,16 @@ def _geometry(
     `registers` a thread are enough for what else it does with them while a multiprocessor stays full.
     """
     size = row.shape[-1] if size is None else size
-    row_vecs = size // vec_size
     fill = num_rows > row.device.multiprocessors
+    itemsize = row.dtype.itemsize
+    constants = _row_constants(size // vec_size, vec_size * itemsize, fill, many, few, held, weights, registers)
+    return -(-num_rows // (constants["NUM_THREADS"] // constants["ROW_THREADS"])), constants
+
+
+@cache
+def _row_constants(
+    row_vecs: int, vec_bytes: int, fill: bool, many: int, few: int, held: int, weights: int, registers: int
+) -> dict[str, int]:
     short = row_vecs <= 512
     if row_vecs <= 128:  # several rows to a block, each on a power of two of lanes
         row_threads = 1
@@ -66,13 +75,13 @@ def _geometry(
         num_threads = 128
     else:
         row_threads = num_threads = _row_threads(row_vecs, many if fill else max(1, few // 2) if short else few)
-    one_row = -(-row_vecs // row_threads) * max(1, vec_size * row.dtype.itemsize // 4)
+    one_row = -(-row_vecs // row_threads) * max(1, vec_bytes // 4)
     most = min(255, 65536 // num_threads) - 36
     keep_row = held * one_row <= most
     # With many rows, a weight that is long or joins two rows is better read from the cache when it is used.
     keep_weight = keep_row and (not fill or (short and held == 1)) and (held + weights) * one_row <= most
     needed = 40 + held * keep_row * one_row * 3 // 2 + weights * keep_weight * one_row
-    return -(-num_rows // (num_threads // row_threads)), {
+    return {
         "NUM_THREADS": num_threads,
         "ROW_THREADS": row_threads,
         "KEEP_ROW": keep_row,
@@ -132,8 +141,8 @@ def _(out: Arg, input: Arg, weight: Arg | None, epsilon: float) -> Launch:
     num_rows = check.num_rows(input)
     vec_size = check.vector_width(hidden_size, *(arg for arg in (out, input, weight) if arg))
     grid, threads = _geometry(input, num_rows, vec_size)
-    sizes = [size for size, _ in leading] + [1, 1]
-    input_strides, out_strides = ([strides[i] for _, strides in leading] + [0, 0] for i in (0, 1))
+    (_, (input_stride0, out_stride0)), *inner = leading
+    (size1, (input_stride1, out_stride1)), (size2, (input_stride2, out_stride2)) = (*inner, _ONE, _ONE)[:2]
     return _rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -145,15 +154,18 @@ def _(out: Arg, input: Arg, weight: Arg | None, epsilon: float) -> Launch:
         grid=grid if hidden_size else 0,
         block=threads["NUM_THREADS"],
         num_rows=num_rows,
-        size1=sizes[1],
-        size2=sizes[2],
-        out_stride0=out_strides[0],
-        out_stride1=out_strides[1],
-        out_stride2=out_strides[2],
-        input_stride0=input_strides[0],
-        input_stride1=input_strides[1],
-        input_stride2=input_strides[2],
+        size1=size1,
+        size2=size2,
+        out_stride0=out_stride0,
+        out_stride1=out_stride1,
+        out_stride2=out_stride2,
+        input_stride0=input_stride0,
+        input_stride1=input_stride1,
+        input_stride2=input_stride2,
     )
+
+
+_ONE = (1, (0, 0))  # a leading dimension that is not there
 
 
 @rms_norm.example
