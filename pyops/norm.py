@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,27 +38,68 @@ _layer_norm = Kernel("norm/layer_norm.cu")
 _fused_qk_norm_rope = Kernel("norm/fused_qk_norm_rope.cu")
 
 
-def _geometry(row: Arg, num_rows: int, row_vecs: int, most_vecs: int = 8) -> tuple[int, dict[str, int]]:
-    """(blocks, {NUM_THREADS, ROW_THREADS}) for rows of `row_vecs` vectors, `most_vecs` or fewer to a thread.
+def _geometry(
+    row: Arg,
+    num_rows: int,
+    vec_size: int,
+    many: int = 4,
+    few: int = 4,
+    held: int = 1,
+    weights: int = 1,
+    registers: int = 80,
+    size: int | None = None,
+) -> tuple[int, dict[str, int]]:
+    """(blocks, constants) for rows of `size` elements, the last dimension of `row` unless given.
 
-    Few threads with many vectors each keep the most bytes in flight, so that is the choice once there are enough rows
-    to fill the device; with fewer rows more threads shorten the one row that everybody waits for.
+    The constants say how many threads share a row and what they keep in registers. `many` and `few` are the vectors a
+    thread should hold of a long row when there are enough rows to fill the device (then bytes in flight count) and when
+    there are not (then the way through one row does). The kernel holds `held` rows and `weights` weights at a time.
+    `registers` a thread are enough for what else it does with them while a multiprocessor stays full.
     """
+    size = row.shape[-1] if size is None else size
+    fill = num_rows > row.device.multiprocessors
+    itemsize = row.dtype.itemsize
+    constants = _row_constants(size // vec_size, vec_size * itemsize, fill, many, few, held, weights, registers)
+    return -(-num_rows // (constants["NUM_THREADS"] // constants["ROW_THREADS"])), constants
+
+
+@cache
+def _row_constants(
+    row_vecs: int, vec_bytes: int, fill: bool, many: int, few: int, held: int, weights: int, registers: int
+) -> dict[str, int]:
+    short = row_vecs <= 512
     if row_vecs <= 128:  # several rows to a block, each on a power of two of lanes
         row_threads = 1
         while row_threads < 32 and row_threads * 4 < row_vecs:
             row_threads *= 2
-        return -(-num_rows // (128 // row_threads)), {
-            "NUM_THREADS": 128,
-            "ROW_THREADS": row_threads,
-            "KEEP_WEIGHT": True,
-            "MIN_BLOCKS": 1,
-        }
-    fill = num_rows > row.device.multiprocessors
-    threads = check.threads(-(-row_vecs // 4), most=128 if fill else 512)
-    while row_vecs > threads * most_vecs and threads < 1024:
-        threads *= 2
-    return num_rows, {"NUM_THREADS": threads, "ROW_THREADS": threads, "KEEP_WEIGHT": True, "MIN_BLOCKS": 1}
+        num_threads = 128
+    else:
+        row_threads = num_threads = _row_threads(row_vecs, many if fill else max(1, few // 2) if short else few)
+    one_row = -(-row_vecs // row_threads) * max(1, vec_bytes // 4)
+    most = min(255, 65536 // num_threads) - 36
+    keep_row = held * one_row <= most
+    # With many rows, a weight that is long or joins two rows is better read from the cache when it is used.
+    keep_weight = keep_row and (not fill or (short and held == 1)) and (held + weights) * one_row <= most
+    needed = 40 + held * keep_row * one_row * 3 // 2 + weights * keep_weight * one_row
+    return {
+        "NUM_THREADS": num_threads,
+        "ROW_THREADS": row_threads,
+        "KEEP_ROW": keep_row,
+        "KEEP_WEIGHT": keep_weight,
+        "MIN_BLOCKS": max(1, 65536 // (num_threads * max(registers, needed))) if fill else 1,
+    }
+
+
+def _row_threads(row_vecs: int, wanted: int) -> int:
+    """Threads for a row of which each holds about `wanted` vectors, preferring a number that leaves few idle."""
+    most_idle, best = 2.0, 1024
+    for vecs in (wanted, wanted + 1, wanted + 2, wanted - 1):
+        threads = check.threads(-(-row_vecs // max(1, vecs)))
+        rounds = -(-row_vecs // threads)
+        idle = (threads * rounds - row_vecs) / (threads * rounds)
+        if rounds <= vecs and idle < most_idle - 0.05:
+            most_idle, best = idle, threads
+    return best
 
 
 def _rms(x: Tensor, weight: Tensor | None, epsilon: float, dtype: Any) -> Tensor:
@@ -98,9 +140,9 @@ def _(out: Arg, input: Arg, weight: Arg | None, epsilon: float) -> Launch:
     leading = check.leading(input, out, most=3)
     num_rows = check.num_rows(input)
     vec_size = check.vector_width(hidden_size, *(arg for arg in (out, input, weight) if arg))
-    grid, threads = _geometry(input, num_rows, hidden_size // vec_size, most_vecs=14)
-    sizes = [size for size, _ in leading] + [1, 1]
-    input_strides, out_strides = ([strides[i] for _, strides in leading] + [0, 0] for i in (0, 1))
+    grid, threads = _geometry(input, num_rows, vec_size)
+    (_, (input_stride0, out_stride0)), *inner = leading
+    (size1, (input_stride1, out_stride1)), (size2, (input_stride2, out_stride2)) = (*inner, _ONE, _ONE)[:2]
     return _rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -112,15 +154,18 @@ def _(out: Arg, input: Arg, weight: Arg | None, epsilon: float) -> Launch:
         grid=grid if hidden_size else 0,
         block=threads["NUM_THREADS"],
         num_rows=num_rows,
-        size1=sizes[1],
-        size2=sizes[2],
-        out_stride0=out_strides[0],
-        out_stride1=out_strides[1],
-        out_stride2=out_strides[2],
-        input_stride0=input_strides[0],
-        input_stride1=input_strides[1],
-        input_stride2=input_strides[2],
+        size1=size1,
+        size2=size2,
+        out_stride0=out_stride0,
+        out_stride1=out_stride1,
+        out_stride2=out_stride2,
+        input_stride0=input_stride0,
+        input_stride1=input_stride1,
+        input_stride2=input_stride2,
     )
+
+
+_ONE = (1, (0, 0))  # a leading dimension that is not there
 
 
 @rms_norm.example
@@ -159,7 +204,8 @@ def _(input: Arg, residual: Arg, weight: Arg | None, epsilon: float) -> Launch:
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     num_rows = check.num_rows(input)
     vec_size = check.vector_width(hidden_size, *(arg for arg in (input, residual, weight) if arg))
-    grid, threads = _geometry(input, num_rows, hidden_size // vec_size)
+    many = 3 if hidden_size // vec_size <= 512 else 4
+    grid, threads = _geometry(input, num_rows, vec_size, many=many, held=2)
     return _fused_add_rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -217,7 +263,7 @@ def _static_fp8_plan(result: Arg, input: Arg, residual: Arg | None, weight: Arg,
     num_rows = check.num_rows(input)
     tensors = (result, input, weight, *((residual,) if residual else ()))
     vec_size = check.vector_width(hidden_size, *tensors)
-    grid, threads = _geometry(input, num_rows, hidden_size // vec_size)
+    grid, threads = _geometry(input, num_rows, vec_size, many=4 if residual else 7, held=2 if residual else 1)
     return _rms_norm_static_fp8_quant(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -278,14 +324,17 @@ def _(make: Any, *, num_tokens: int = 16, hidden_size: int = 4096, dtype: str = 
 
 
 def _dynamic_codes(y: Tensor, absmax: Tensor, scale_ub: Tensor | None, dtype: Any) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of float32 values whose magnitudes reach `absmax`, as the specification rounds."""
+    """(codes, scales) of float32 values whose magnitudes reach `absmax`, as the specification rounds.
+
+    Divisors are tensors, because torch divides by a number on a GPU through its reciprocal.
+    """
     if scale_ub is not None:
         absmax = torch.fmin(absmax, scale_ub.reshape(()))
     if dtype == torch.int8:
-        scale = torch.fmax(absmax / 127.0, torch.full_like(absmax, 2.0**-23))
+        scale = torch.fmax(absmax / torch.full_like(absmax, 127.0), torch.full_like(absmax, 2.0**-23))
         return (y * (1.0 / scale)).nan_to_num(nan=0.0).round().clamp(-128, 127).to(dtype), scale
-    largest = torch.finfo(dtype).max
-    scale = torch.fmax(absmax / largest, torch.full_like(absmax, 1.0 / (largest * 512.0)))
+    largest = torch.full_like(absmax, torch.finfo(dtype).max)
+    scale = torch.fmax(absmax / largest, 1.0 / (largest * 512.0))
     return _fp8(y / scale, dtype), scale
 
 
@@ -361,7 +410,9 @@ def _dynamic_quant_plan(
     access_size = check.vector_width(hidden_size, *tensors)
     # The lanes of a group are one warp's, so a group needs whole vectors even where memory is not aligned for them.
     vec_size = 16 // input.dtype.itemsize if group_size else access_size
-    grid, threads = _geometry(input, num_rows, hidden_size // vec_size)
+    grid, threads = _geometry(
+        input, num_rows, vec_size, many=4 if residual else 7, few=2 if group_size else 4, held=2 if residual else 1
+    )
     return _rms_norm_dynamic_quant(
         scalar_t=input.dtype,
         code_t=result.dtype,
@@ -547,7 +598,7 @@ def _(out: Arg, input: Arg, weight: Arg, epsilon: float, residual: Arg | None, r
         raise residual_out.error("is given without residual")
     num_rows = check.num_rows(input)
     vec_size = check.vector_width(hidden_size, *tensors)
-    grid, threads = _geometry(input, num_rows, hidden_size // vec_size)
+    grid, threads = _geometry(input, num_rows, vec_size, held=2 if residual else 1)
     return _gemma_rms_norm(
         scalar_t=input.dtype,
         residual_t=residual.dtype if residual else kept,
@@ -691,7 +742,10 @@ def _grouped_norm_plan(
     for stat in (mean, rstd):
         check.shape(stat, float32, **{"groups * num_tokens": num_groups * num_rows})
     vec_size = check.vector_width(group_size, *(arg for arg in (out, input, weight, bias, z) if arg))
-    grid, threads = _geometry(input, num_rows * num_groups, group_size // vec_size)
+    many, few, held = (7, 4, 1) if z is None else (4, 2, 2 if norm_before_gate else 4)
+    grid, threads = _geometry(
+        input, num_rows * num_groups, vec_size, many, few, held, weights=2, registers=104, size=group_size
+    )
     return _layer_norm(
         scalar_t=input.dtype,
         GROUP_SIZE=group_size,

@@ -1,8 +1,7 @@
 // row.cuh: a row of a matrix, spread over the threads that share it.
 //
 // Vector i of a thread is vector i * ROW_THREADS + (thread in the row) of the row, so neighbouring threads touch
-// neighbouring memory. With KEEP the row stays in registers while it fits there; otherwise, and when it is longer, it is read
-// where it is needed.
+// neighbouring memory. With KEEP the row stays in registers; otherwise it is read where it is needed.
 #pragma once
 #include "vec.cuh"
 
@@ -14,17 +13,14 @@ struct Row {
     static constexpr int VEC = VEC_SIZE;
     static constexpr int ROW_VECS = ROW_SIZE / VEC_SIZE;
     static constexpr int THREAD_VECS = ceil_div(ROW_VECS, ROW_THREADS);
-    static constexpr int REGISTERS = THREAD_VECS * ceil_div(VEC_SIZE * int(sizeof(T)), 4);
-    static constexpr bool FITS = REGISTERS <= 64;
-    static constexpr bool KEPT = KEEP && FITS;
 
-    vec_t vecs[KEPT ? THREAD_VECS : 1];
+    vec_t vecs[KEEP ? THREAD_VECS : 1];
     const T* address;
 
     // Call f(i, column) for every vector of the calling thread.
     template <typename F>
     static DEVICE void for_each(F f) {
-#pragma unroll (FITS ? THREAD_VECS : 1)
+#pragma unroll (KEEP ? THREAD_VECS : 1)
         for (int i = 0; i < THREAD_VECS; ++i) {
             const int column = (i * ROW_THREADS + threadIdx.x % ROW_THREADS) * VEC_SIZE;
             if (ROW_VECS % ROW_THREADS == 0 || column < ROW_SIZE) f(i, column);
@@ -36,7 +32,7 @@ struct Row {
 
     static DEVICE Row load(const T* address) {
         Row row(address);
-        if constexpr (KEPT) {
+        if constexpr (KEEP) {
             for_each([&](int i, int column) { row.vecs[i] = vec_t::template load<ACCESS_SIZE>(address + column); });
         }
         return row;
@@ -44,16 +40,16 @@ struct Row {
     // For a row that nobody else reads.
     static DEVICE Row load_once(const T* address) {
         Row row(address);
-        if constexpr (KEPT) {
+        if constexpr (KEEP) {
             for_each([&](int i, int column) { row.vecs[i] = vec_t::template load_once<ACCESS_SIZE>(address + column); });
         }
         return row;
     }
     DEVICE void set(int i, vec_t vec) {
-        if constexpr (KEPT) vecs[i] = vec;
+        if constexpr (KEEP) vecs[i] = vec;
     }
     DEVICE vec_t get(int i, int column) const {
-        if constexpr (KEPT) return vecs[i];
+        if constexpr (KEEP) return vecs[i];
         return vec_t::template load<ACCESS_SIZE>(address + column);
     }
 };

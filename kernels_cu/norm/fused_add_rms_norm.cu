@@ -12,11 +12,13 @@
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads that share a row; divides NUM_THREADS
 //     HAS_WEIGHT    false when weight is null
+//     KEEP_ROW      hold the row in registers; else read it again for every use
+//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 //     KEEP_WEIGHT   load the weight before the row is summed, and keep it in registers
 
 #include "norm.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
 using vec_t = row_t::vec_t;
 using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_WEIGHT && KEEP_WEIGHT>;
 

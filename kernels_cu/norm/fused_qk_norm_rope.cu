@@ -111,7 +111,9 @@ fused_qk_norm_rope(scalar_t* qkv,                  // [num_tokens, NUM_HEADS_Q +
             const int head = first + i * GROUPS;
             float n[VEC_SIZE], weight[VEC_SIZE], partner[VEC_SIZE];
             vecs[i].to_floats(n);
-            (head < NUM_HEADS_Q ? q_vec : k_vec).to_floats(weight);
+            vec_t weight_vec = k_vec;
+            if (head < NUM_HEADS_Q) weight_vec = q_vec;
+            weight_vec.to_floats(weight);
             float sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) sum += n[j] * n[j];

@@ -14,14 +14,16 @@
 //     ROW_THREADS    threads that share a group; divides NUM_THREADS
 //     IS_RMS         divide by the root mean square, subtract nothing
 //     GATE           0: none, 1: before the norm, 2: after it
+//     KEEP_ROW       hold the group in registers; else read it again for every use
+//     MIN_BLOCKS     blocks a multiprocessor should hold: bounds the registers
 //     KEEP_WEIGHT    load weight and bias before the group is summed, and keep them in registers
 //     HAS_WEIGHT, HAS_BIAS, HAS_MEAN, HAS_RSTD   false when that pointer is null
 
 #include "norm.cuh"
 
-using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS>;
+using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
 using vec_t = row_t::vec_t;
-using gate_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, GATE != 0>;
+using gate_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, GATE != 0 && KEEP_ROW>;
 using weight_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, HAS_WEIGHT && KEEP_WEIGHT>;
 using bias_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, HAS_BIAS && KEEP_WEIGHT>;
 
@@ -47,7 +49,7 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
     const bias_t b = bias_t::load(bias + start);
 
     // input * silu(z) is not rounded to T, so it stays in registers as floats.
-    constexpr bool KEEP_GATED = GATE == 1 && row_t::KEPT;
+    constexpr bool KEEP_GATED = GATE == 1 && KEEP_ROW;
     float gated[KEEP_GATED ? row_t::THREAD_VECS : 1][VEC_SIZE];
     const auto open_gate = [&](int i, int column, float(&v)[VEC_SIZE]) {
         x.get(i, column).to_floats(v);

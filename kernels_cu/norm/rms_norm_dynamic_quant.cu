@@ -19,15 +19,17 @@
 //     GROUP_SIZE      elements under one scale: HIDDEN_SIZE, or a divisor of it that a warp holds
 //     HAS_RESIDUAL    false when residual is null
 //     HAS_BOUND       false when scale_ub is null
+//     KEEP_ROW        hold the row in registers; else read it again for every use
+//     MIN_BLOCKS      blocks a multiprocessor should hold: bounds the registers
 //     KEEP_WEIGHT     load the weight before the row is summed, and keep it in registers
 //     GROUP_MAJOR     scale[group, row] instead of scale[row, group]
 
 #include "norm.cuh"
 #include "quant.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, true, ACCESS_SIZE>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, ACCESS_SIZE>;
 using vec_t = row_t::vec_t;
-using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL, ACCESS_SIZE>;
+using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL && KEEP_ROW, ACCESS_SIZE>;
 using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_WEIGHT, ACCESS_SIZE>;
 using quantizer_t = Quantizer<code_t, HAS_BOUND>;
 constexpr bool WHOLE_ROW = GROUP_SIZE == HIDDEN_SIZE;
@@ -68,10 +70,10 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     // y of a vector. While the row is in registers, y replaces x there at the first call, and residual is written then;
     // a row that is read again computes y twice and writes residual at the second call, which needs it no more.
     const auto normalise = [&](int i, int column, bool first) {
-        if (row_t::KEPT && !first) return x.get(i, column);
+        if (KEEP_ROW && !first) return x.get(i, column);
         float v[VEC_SIZE];
         sum(i, column, v);
-        if (row_t::KEPT || !first) keep_sum(column, v);
+        if (KEEP_ROW || !first) keep_sum(column, v);
         const vec_t y = scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column));
         x.set(i, y);
         return y;
@@ -94,7 +96,7 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
         const quantizer_t quantize(s);
         row_t::for_each([&](int i, int column) { write(column, normalise(i, column, false), quantize); });
     } else {
-#pragma unroll (row_t::KEPT ? row_t::THREAD_VECS : 1)
+#pragma unroll (KEEP_ROW ? row_t::THREAD_VECS : 1)
         for (int i = 0; i < row_t::THREAD_VECS; ++i) {
             const int column = (i * ROW_THREADS + threadIdx.x % ROW_THREADS) * VEC_SIZE;
             const bool inside = row_t::ROW_VECS % ROW_THREADS == 0 || column < HIDDEN_SIZE;

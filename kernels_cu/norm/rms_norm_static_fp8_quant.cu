@@ -13,14 +13,16 @@
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads that share a row; divides NUM_THREADS
 //     HAS_RESIDUAL  false when residual is null
+//     KEEP_ROW      hold the row in registers; else read it again for every use
+//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 //     KEEP_WEIGHT   load the weight before the row is summed, and keep it in registers
 
 #include "norm.cuh"
 #include "quant.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
 using vec_t = row_t::vec_t;
-using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL>;
+using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL && KEEP_ROW>;
 using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_WEIGHT>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)

@@ -100,6 +100,7 @@ def write(op: Op) -> Callable[..., Any]:
         op.prepare,
         op.irregular,
         op.collision,
+        op.recover,
         op.recent,
         op.remember,
         {p.name: p.default for p in op.parameters},
@@ -108,6 +109,13 @@ def write(op: Op) -> Callable[..., Any]:
     wrapper.__annotations__ = op.reference.__annotations__
     wrapper.__module__ = op.reference.__module__
     return wrapper
+
+
+def add(op: Op) -> None:
+    """Have the op registered with torch: now, or when torch is bound."""
+    _ops.append(op)
+    if _library is not None:
+        _register(op, _library)
 
 
 def render(op: Op) -> str:
@@ -132,6 +140,16 @@ def render(op: Op) -> str:
     words = ", ".join([*pointers, *op.floats])
     scalars = f"({', '.join(keyed)},)" if keyed else "()"
 
+    def run(stream: str) -> list[str]:
+        return [
+            "try:",
+            "    with lock:",
+            f"        pack(buffer, 0, {words})",
+            f"        fire({stream}(device), parameters, 0)",
+            "except Exception as error:",
+            f"    recover(error, key, {stream}(device), {words})",
+        ]
+
     def plan(pointer: str, values: str) -> list[str]:
         lines, parts = ["try:"], []
         for i, p in tensors:
@@ -150,19 +168,20 @@ def render(op: Op) -> str:
             *lines,
             f"    if not ({required}): return irregular(None, {arguments})",
             f"    key = ({alignment}, {', '.join([*parts, *keyed])})",
-            f"    launch, device, {', '.join(extents)} = plans[key]",
+            f"    lock, pack, buffer, fire, parameters, device, {', '.join(extents)} = plans[key]",
             "except KeyError:",
-            "    launch = None",
+            "    lock = None",
             "except Exception as error:",
             f"    return irregular(error, {arguments})",
-            f"if launch is None: launch, device, {', '.join(extents)} = prepare(key, {arguments})",
-            f"if device < 0: return launch({arguments})",
+            "if lock is None:",
+            f"    lock, pack, buffer, fire, parameters, device, {', '.join(extents)} = prepare(key, {arguments})",
+            f"if device < 0: return fire({arguments})",
             f"if {overlaps}: collision(key, {', '.join(pointers)})",
         ]
 
     indent = "\n        "
     quick = [
-        f"check, align, scalars, key, launch, device, {', '.join(extents)} = recent[0]",
+        f"check, align, scalars, key, lock, pack, buffer, fire, parameters, device, {', '.join(extents)} = recent[0]",
         f"if check({guarded}):",
         *(
             f"    p{i} = 0 if {p.name} is None else {p.name}.data_ptr()"
@@ -172,19 +191,20 @@ def render(op: Op) -> str:
         ),
         f"    if ({alignment}) == align{f' and {scalars} == scalars' if keyed else ''}:",
         f"        if {overlaps}: collision(key, {', '.join(pointers)})",
-        f"        return launch(torch_stream(device), {words})",
+        *(f"        {line}" for line in run("torch_stream")),
+        "        return",
     ]
     torch_lines = [
         *quick,
         *plan("{}.data_ptr()", "{0}.get_device(), {0}.dtype, {0}.shape, {0}.stride()"),
         f"remember(key, {scalars}, {guarded})",
-        f"launch(torch_stream(device), {words})",
+        *run("torch_stream"),
     ]
     cupy_lines = [
         *plan("{}.data.ptr", "{0}.data.device_id, {0}.dtype, {0}.shape, {0}._c_contiguous or {0}.strides"),
-        f"launch(cupy_stream(device), {words})",
+        *run("cupy_stream"),
     ]
-    return f"""def bind(plans, prepare, irregular, collision, recent, remember, defaults):
+    return f"""def bind(plans, prepare, irregular, collision, recover, recent, remember, defaults):
     def {op.name}({declared}):
         if is_compiling(): return torch_ops.{op.name}({arguments})
         if {first}.__class__ is cupy_ndarray: return {op.name}_cupy({arguments})
@@ -227,13 +247,6 @@ def bind_torch() -> None:
     for op in _ops:
         _register(op, _library)
     NAMESPACE.update(is_compiling=torch.compiler.is_compiling, torch_ops=torch.ops.pyops, torch_stream=stream, **absent)
-
-
-def add(op: Op) -> None:
-    """Register `op` with torch: now if torch is bound, else when it will be."""
-    _ops.append(op)
-    if _library is not None:
-        _register(op, _library)
 
 
 def schema(op: Op) -> str:

@@ -19,6 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _KINDS = ("Tensor", "float", "int", "bool", "str")
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, int), "str": (str,)}
 _MOST_PLANS = 8192
+_NO_LOCK = False  # in the place of a plan's lock: the reference runs instead
 
 registry: dict[str, Op] = {}
 
@@ -83,6 +84,8 @@ class Op:
         self.tensors = [p for p in self.parameters if p.kind == "Tensor"]
         self.floats = [p.name for p in self.parameters if p.kind == "float" and not p.keyed]
         self._tensor_names = tuple(p.name for p in self.tensors)
+        self._tensor_positions = [i for i, p in enumerate(self.parameters) if p.kind == "Tensor"]
+        self._float_names = tuple(self.floats)
         self.plans: dict[Any, tuple[Any, ...]] = {}
         self.specialisations: dict[tuple[Any, ...], Specialisation] = {}
         self._plan: Callable[..., Any] | None = None
@@ -91,9 +94,10 @@ class Op:
         self._described: dict[Any, Sequence[Arg | None]] = {}
         self._separate: set[Any] = set()
         self._guards: dict[Any, tuple[Any, ...]] = {}
-        # The plan that the last call used: (guard, alignment, keyed scalars, key, launch, device, extents...).
+        # The plan that the last call used: (guard, alignment, keyed scalars, key, *the plan's entry).
         self.recent: list[tuple[Any, ...]] = [self._no_plan()]
         self.call = binding.write(self)
+        binding.add(self)
         self.wrapper: Any = self.call
         self.wrapper.__dict__.update(
             op=self,
@@ -103,7 +107,6 @@ class Op:
             example=self._set_example,
             traffic=self._set_traffic,
         )
-        binding.add(self)
         registry[self.name] = self
 
     def _set_plan(self, function: F) -> F:
@@ -150,30 +153,35 @@ class Op:
     # The cold path: what the wrapper calls when there is no plan.
 
     def prepare(self, key: Any, *args: Any) -> tuple[Any, ...]:
-        """Make and keep the plan for the signature of `args`."""
+        """Make and keep the plan for the signature of `args`: what to run, the device, and each tensor's extent."""
         kind, described = self._describe(args)
-        first = next(arg for arg in described if isinstance(arg, Arg))
-        index = first.device.index
+        tensors = [described[position] for position in self._tensor_positions]
+        index = next(arg.device.index for arg in tensors if arg is not None)
         launches = self.launches(*described)
-        tensors = [arg for p, arg in zip(self.parameters, described, strict=True) if p.kind == "Tensor"]
         if kind == "cupy":
             binding.bind_cupy()
+        entry: tuple[Any, ...]
         if index < 0 or config.reference():
-            entry = (self._reference_plan(tensors, kind), -1, *(0 for _ in tensors))
+            entry = (_NO_LOCK, None, None, self._reference_plan(tensors, kind), 0, -1, *(0 for _ in tensors))
         else:
             for one in launches:
                 if one.specialisation.loaded(index) is None and _capturing(kind, index):
                     raise CaptureError(self.name, one.specialisation.kernel.file)
-            scalars = {p.name: v for p, v in zip(self.parameters, args, strict=True) if p.keyed}
-            bound = launch.bind(self.name, index, launches, self._tensor_names, tuple(self.floats), scalars)
-            for one in launches:
                 self.hold(index, one.specialisation)
-            entry = (bound, index, *(arg.extent if arg else 0 for arg in tensors))
+            scalars = {p.name: value for p, value in zip(self.parameters, args, strict=True) if p.keyed}
+            bound = launch.bind(self.name, index, launches, self._tensor_names, self._float_names, scalars)
+            entry = (*bound, index, *[arg.extent if arg else 0 for arg in tensors])
         if len(self.plans) >= _MOST_PLANS:
             self.forget()
         self._described[key] = tensors
         self.plans[key] = entry
         return entry
+
+    def recover(self, error: Exception, key: Any, stream: int, *words: Any) -> None:
+        """A launch that failed."""
+        lock, pack, buffer, fire, parameters, index, *_ = self.plans[key]
+        bound = launch.Bound(lock, pack, buffer, fire, parameters)
+        launch.recover(error, self.name, index, bound, self._tensor_names + self._float_names, stream, *words)
 
     def remember(self, key: Any, scalars: tuple[Any, ...], *tensors: Any) -> None:
         """Let the next call with tensors like these find its plan by one guard."""
@@ -192,22 +200,22 @@ class Op:
             cache.clear()
 
     def _no_plan(self) -> tuple[Any, ...]:
-        return (binding.never, None, (), None, None, -1, *(0 for _ in self.tensors))
+        return (binding.never, None, (), None, None, None, None, None, 0, -1, *(0 for _ in self.tensors))
 
     def _describe(self, args: Sequence[Any]) -> tuple[str, list[Any]]:
         """(dialect, args with every tensor replaced by its Arg). Raises OpError for what the signature rules out."""
         described: list[Any] = []
-        family, family_name, where = None, "", None
+        family, family_type, family_name, where = None, None, "", None
         for p, value in zip(self.parameters, args, strict=True):
             if p.kind != "Tensor":
                 self._check_scalar(p, value)
             elif value is not None:
-                kind = tensor.dialect(value)
+                kind = family if type(value) is family_type else tensor.dialect(value)
                 if kind is None:
                     came = type(value).__name__
                     raise OpError(self.name, p.name, f"expected a torch tensor or a cupy array, got {came}")
                 if family is None:
-                    family, family_name, where = kind, p.name, None
+                    family, family_type, family_name = kind, type(value), p.name
                 if kind != family:
                     raise OpError(self.name, p.name, f"expected a {family} tensor like {family_name}, got a {kind} one")
                 value = tensor.describe(self.name, p.name, value, kind, p.written)

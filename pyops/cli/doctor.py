@@ -1,0 +1,216 @@
+"""What this machine has, what it lacks and how it can run ops. Every probe reports; none of them ends the command."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from .._core import config, device, offline
+from .._core.errors import MissingDependencyError, pip_line
+from .._core.lazy import cache_folder, cupy
+from .._core.op import registry
+from . import axes
+
+_VARIABLES = ("CUPY_CACHE_DIR", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_HOME", "HIP_VISIBLE_DEVICES")
+_TOLERANCE = 1e-5  # float32, values around 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `ok` is None for what is neither good nor bad; `mend` says what may help."""
+
+    name: str
+    ok: bool | None
+    value: str
+    mend: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, and how ops run on this machine: ``"gpu"``, ``"reference"`` or None."""
+
+    findings: list[Finding]
+    runs: str | None
+
+    def __str__(self) -> str:
+        marks = {True: "ok", False: "no", None: "--"}
+        width = max(len(finding.name) for finding in self.findings)
+        lines = []
+        for finding in self.findings:
+            lines.append(f"{finding.name:{width}}  {marks[finding.ok]}  {finding.value}")
+            if finding.mend:
+                lines.append(f"{'':{width}}      {finding.mend}")
+        how = {"gpu": "on the GPU", "reference": "by their PyTorch reference"}
+        return "\n".join([*lines, "", f"Ops run {how[self.runs]}." if self.runs else "Ops cannot run here."])
+
+
+def doctor() -> Report:
+    """Probe this machine."""
+    findings = [_caught(name, probe) for name, probe in _PROBES.items()]
+    good = {finding.name for finding in findings if finding.ok}
+    return Report(findings, "gpu" if "kernel" in good else "reference" if "reference" in good else None)
+
+
+def _caught(name: str, probe: Callable[[], Finding]) -> Finding:
+    try:
+        return probe()
+    except MissingDependencyError as error:
+        return Finding(name, False, str(error).partition(",")[0])
+    except Exception as error:
+        return Finding(name, False, f"{type(error).__name__}: {error}")
+
+
+def _python() -> Finding:
+    return Finding("python", True, f"{platform.python_version()} on {platform.platform()}")
+
+
+def _package(name: str, extra: Callable[[], str]) -> Callable[[], Finding]:
+    def probe() -> Finding:
+        try:
+            # By way of the lazy module: it makes CuPy's cache folder, or finds another one.
+            module = cupy if name == "cupy" else importlib.import_module(name)
+            return Finding(name, True, module.__version__)
+        except (MissingDependencyError, ModuleNotFoundError):
+            return Finding(name, False, "not installed", pip_line(extra()))
+
+    return probe
+
+
+def _gpu_extra() -> str:
+    """The extra that fits the driver."""
+    kind, version = _driver_version()
+    if kind == "HIP":
+        return "rocm"
+    return "cuda12" if kind == "CUDA" and version < 13000 else "cuda13"
+
+
+def _driver_version() -> tuple[str, int]:
+    for kind, library, function in (
+        ("CUDA", "libcuda.so.1", "cuDriverGetVersion"),
+        ("HIP", "libamdhip64.so", "hipDriverGetVersion"),
+    ):
+        version = ctypes.c_int()
+        try:
+            getattr(ctypes.CDLL(library), function)(ctypes.byref(version))
+        except OSError:
+            continue
+        return kind, version.value
+    return "", 0
+
+
+def _driver() -> Finding:
+    kind, version = _driver_version()
+    if not kind:
+        return Finding("driver", None, "none")
+    if kind == "HIP":
+        return Finding("driver", True, f"HIP {version}")
+    return Finding("driver", True, f"CUDA {version // 1000}.{version % 1000 // 10}")
+
+
+def _nvrtc() -> Finding:
+    assert cupy.__version__  # importing CuPy loads NVRTC from wherever it is installed
+    from cupy_backends.cuda.libs import nvrtc
+
+    major, minor = nvrtc.getVersion()
+    return Finding("nvrtc", True, f"{major}.{minor}")
+
+
+def _headers() -> Finding:
+    folders = offline.include_folders()
+    if not folders:
+        return Finding("headers", False, "cuda_fp16.h not found", pip_line(_gpu_extra()))
+    return Finding("headers", True, ", ".join(folders))
+
+
+def _devices() -> Finding:
+    count = device.count()
+    if count == 0:
+        return Finding("devices", None, "none")
+    names = []
+    for index in range(count):
+        at = device.get(index)
+        name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
+        names.append(f"{index}: {name} {at.arch}, {at.multiprocessors} multiprocessors")
+    return Finding("devices", True, "; ".join(names))
+
+
+def _cache() -> Finding:
+    folder = cache_folder()
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return Finding("cache", True, f"{folder}, {len(os.listdir(folder))} files")
+    except OSError as error:
+        mend = "set CUPY_CACHE_DIR to a folder that can be written; until then every process compiles anew"
+        return Finding("cache", False, str(error), mend)
+
+
+def _switches() -> Finding:
+    names = sorted(name for name in os.environ if name.startswith("PYOPS_") or name in _VARIABLES)
+    return Finding("switches", None, " ".join(f"{name}={os.environ[name]}" for name in names) or "none set")
+
+
+def _compile() -> Finding:
+    """NVRTC needs no GPU to compile."""
+    if cupy.cuda.runtime.is_hip:
+        return Finding("compile", None, "hiprtc compiles for the device it finds")
+    (one,) = axes.launches(registry["rms_norm"], {}, device.model("sm_90"))
+    specialisation = one.specialisation
+    started = time.perf_counter()
+    report = offline.compile(specialisation.kernel.file, str(specialisation), specialisation.text, "sm_90")
+    milliseconds = (time.perf_counter() - started) * 1e3
+    return Finding("compile", True, f"rms_norm for sm_90 in {milliseconds:.0f} ms, {report.registers} registers")
+
+
+def _kernel() -> Finding:
+    if device.count() == 0:
+        return Finding("kernel", None, "no device to run one on")
+    if config.reference():
+        return Finding("kernel", None, "PYOPS_REFERENCE is set")
+    return _run("kernel", cupy)
+
+
+def _reference() -> Finding:
+    return _run("reference", numpy)
+
+
+def _run(name: str, module: Any) -> Finding:
+    """rms_norm on arrays of `module` (numpy or cupy) against float64."""
+    x = numpy.random.default_rng(0).standard_normal((16, 4096)).astype(numpy.float32)
+    out = module.empty((16, 4096), numpy.float32)
+    started = time.perf_counter()
+    registry["rms_norm"].call(out, module.asarray(x), None, 1e-6)
+    result = out if module is numpy else out.get()
+    milliseconds = (time.perf_counter() - started) * 1e3
+    exact = x / numpy.sqrt((x.astype(numpy.float64) ** 2).mean(-1, keepdims=True) + 1e-6)
+    error = float(abs(result - exact).max())
+    return Finding(name, error < _TOLERANCE, f"rms_norm, first call {milliseconds:.0f} ms, error {error:.1e}")
+
+
+# In the order of the report. The cache folder is looked at before CuPy is imported, which may choose another one.
+_PROBES: dict[str, Callable[[], Finding]] = {
+    "python": _python,
+    "pyops": _package("pyops", lambda: "torch"),
+    "numpy": _package("numpy", lambda: "torch"),
+    "torch": _package("torch", lambda: "torch"),
+    "cache": _cache,
+    "cupy": _package("cupy", _gpu_extra),
+    "ml_dtypes": _package("ml_dtypes", _gpu_extra),
+    "driver": _driver,
+    "nvrtc": _nvrtc,
+    "headers": _headers,
+    "devices": _devices,
+    "switches": _switches,
+    "compile": _compile,
+    "kernel": _kernel,
+    "reference": _reference,
+}

@@ -1,0 +1,77 @@
+"""One op: its face and what its example plans; and the source text of a specialisation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import kernels_cu
+
+from .._core import binding, device, dtypes
+from .._core import source as sources
+from .._core.errors import OpError
+from .._core.op import Op
+from . import axes
+
+
+def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
+    """Signature, torch schema, docstring, axes, and the launches that the example with these axes plans on `arch`."""
+    op = axes.find(name)
+    values = axes.only(op, given)
+    lines = [signature(op), f"torch.ops.pyops.{binding.schema(op)}", "", inspect.getdoc(op.reference) or "", ""]
+    lines.append("axes of its example")
+    for axis_name, axis in axes.of(op).items():
+        default = values.get(axis_name, axis.default)
+        lines.append(
+            f"    {axis_name}={default}" + (f"  ({', '.join(map(str, axis.choices))})" if axis.choices else "")
+        )
+    lines.append(f"launches of its example on {arch}")
+    for one in axes.launches(op, values, _model(arch)):
+        specialisation = one.specialisation
+        grid = " x ".join(map(str, one.grid))
+        lines.append(
+            f"    {specialisation.kernel.file}: {grid} blocks of {one.block} threads, {one.shared} bytes shared"
+        )
+        lines.append(f"        {specialisation}")
+    lines.append(f"held by this process: {len(op.plans)} plans, {len(op.compiled())} kernels")
+    lines += [f"    {one.kernel} {one.constants} {one.arch}: {one.registers} registers" for one in op.compiled()]
+    return "\n".join(lines)
+
+
+def signature(op: Op) -> str:
+    """``rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None``"""
+    parts = [
+        f"{p.name}: {p.kind}{' | None' if p.optional else ''}{f' = {p.default!r}' if p.has_default else ''}"
+        for p in op.parameters
+    ]
+    return f"{op.name}({', '.join(parts)}) -> None"
+
+
+def source(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
+    """The flat text of every kernel that the op's example with these axes plans on a device of `arch`."""
+    op = axes.find(name)
+    values = axes.only(op, given)
+    texts = (one.specialisation.text for one in axes.launches(op, values, _model(arch)))
+    return "\n".join(dict.fromkeys(texts))
+
+
+def kernel_source(file: str, constants: Mapping[str, str]) -> str:
+    """The flat text of a kernel file for constants as a CompileError prints them: dtype names, integers, 0 or 1."""
+    if file not in kernels_cu.names():
+        raise OpError("pyops", file, "is no kernel file")
+    return sources.flatten(file, {name: _constant(text) for name, text in constants.items()})
+
+
+def _constant(text: str) -> Any:
+    try:
+        return int(text)
+    except ValueError:
+        return dtypes.of(text) or text
+
+
+def _model(arch: str) -> device.Device:
+    try:
+        return device.model(arch)
+    except KeyError:
+        raise OpError("pyops", "arch", f"no model of a device {arch}") from None

@@ -1,0 +1,219 @@
+"""The command line: what it prints, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pyops
+from pyops.__main__ import main
+from pyops._core import compiler, device
+from pyops._core.compiler import Compiled
+from pyops.cli import axes, demo, doctor, show, table, warmup
+
+RMS_NORM = pyops.ops["rms_norm"]
+
+
+def test_list_names_every_op(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(pyops.ops)
+    (line,) = (line for line in lines if line.startswith("rms_norm "))
+    assert " float32, float16, bfloat16 " in line
+    assert line.endswith(table.summary(RMS_NORM))
+
+
+@pytest.mark.parametrize("name", pyops.ops)
+def test_show_and_source_of_every_op(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", name]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{name}(")
+    assert f"torch.ops.pyops.{name}(" in shown
+    for one in axes.launches(pyops.ops[name], {}, device.model()):
+        assert str(one.specialisation) in shown
+        assert main(["source", name]) == 0
+        assert one.specialisation.text in capsys.readouterr().out
+
+
+def test_source_takes_the_axes_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["source", "rms_norm", "hidden_size=1000", "dtype=float16", "num_tokens=5", "arch=sm_80"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("// norm/rms_norm.cu scalar_t=float16 HIDDEN_SIZE=1000 ")
+    assert "constexpr int HIDDEN_SIZE = 1000;" in rest
+
+
+@pytest.mark.parametrize("op", pyops.ops)
+def test_the_command_in_a_compile_error_prints_the_source(op: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for one in axes.launches(pyops.ops[op], {}, device.model()):
+        specialisation = one.specialisation
+        error = pyops.CompileError(specialisation.kernel.file, str(specialisation), "log")
+        _, _, command = str(error).rpartition("python -m pyops ")
+        assert main(command.split()) == 0
+        # A flag is printed as 0 or 1 and comes back as an integer.
+        expected = specialisation.text
+        for name, value in specialisation.constants.items():
+            if isinstance(value, bool):
+                expected = expected.replace(
+                    f"constexpr bool {name} = {str(value).lower()};", f"constexpr int {name} = {int(value)};"
+                )
+        assert capsys.readouterr().out == expected + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", "rms_nrm"], "pyops: rms_nrm: is no op; did you mean rms_norm?"),
+        (["show", "quux"], "pyops: quux: is no op"),
+        (
+            ["show", "rms_norm", "hiden_size=1"],
+            "rms_norm: hiden_size: is no axis of its example, which has num_tokens,",
+        ),
+        (["show", "rms_norm", "dtype=int8"], "rms_norm: dtype: expected float32 or float16 or bfloat16, got int8"),
+        (["show", "rms_norm", "hidden_size=big"], "rms_norm: hidden_size: expected int, got 'big'"),
+        (["show", "rms_norm", "hidden_size=1,2"], "rms_norm: axes: expected one value for each"),
+        (["show", "rms_norm", "arch=sm_1"], "pyops: arch: no model of a device sm_1"),
+        (["source", "norm/rms_norm.cu", "HIDDEN_SIZE"], "pyops: HIDDEN_SIZE: expected key=value"),
+        (["source", "norm/none.cu"], "pyops: norm/none.cu: is no kernel file"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_constants_are_parsed() -> None:
+    text = show.kernel_source("norm/rms_norm.cu", {"scalar_t": "bfloat16", "SIZE": "-3", "NAME": "silu"})
+    assert 'constants"\nusing scalar_t = bf16_t;\nconstexpr int SIZE = -3;\n#define NAME silu\n' in text
+
+
+def test_specialisations_are_every_element_type_once() -> None:
+    found = warmup.specialisations(["rms_norm"], {}, device.model())
+    assert len(found) == 3
+    assert {str(one.constants["scalar_t"]) for _, one in found} == {"float32", "float16", "bfloat16"}
+    given: dict[str, Any] = {"hidden_size": [64, 4096], "dtype": "float16", "num_tokens": (16, 16)}
+    found = warmup.specialisations(["rms_norm"], given, device.model())
+    assert [one.constants["HIDDEN_SIZE"] for _, one in found] == [64, 4096]
+
+
+def test_specialisations_of_all_ops() -> None:
+    found = warmup.specialisations([], {"hidden_size": 1024}, device.model())
+    assert {op.name for op, _ in found} == set(pyops.ops)
+    with pytest.raises(pyops.OpError, match="hiden_size: is no axis"):
+        warmup.specialisations([], {"hiden_size": 1024}, device.model())
+    with pytest.raises(pyops.OpError, match="rms_norm: group_size: is no axis"):
+        warmup.specialisations(["rms_norm"], {"group_size": 64}, device.model())
+
+
+def test_load_is_parallel_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(2, timeout=30)
+
+    def compile_slowly(index: int, text: str, entry: str, kernel: str, constants: str, *_: Any) -> Compiled:
+        together.wait()  # two at a time, or the barrier breaks
+        return Compiled(kernel, constants, index, "sm_90", 1.0, "compiled", 1, 0, 0, 0, None)
+
+    monkeypatch.setattr(compiler, "load", compile_slowly)
+    monkeypatch.setattr(warmup.os, "cpu_count", lambda: 2)
+    wanted = warmup.specialisations(
+        ["rms_norm"], {"hidden_size": [96, 160], "dtype": ["float16", "float32"]}, device.model()
+    )
+    counts: list[int] = []
+    no_device = 1000
+    try:
+        held = warmup.load(wanted, no_device, counts.append)
+        assert [one.constants for one in held] == [str(one) for _, one in wanted]
+        assert counts == [1, 2, 3, 4]
+        assert held[0] in pyops.rms_norm.compiled()
+    finally:
+        for op, one in wanted:
+            del one.kernel._loaded[no_device, *one.constants.values()]
+            del op.specialisations[no_device, one.kernel, *one.constants.values()]
+
+
+def test_load_raises_what_a_compiler_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int, text: str, entry: str, kernel: str, constants: str, *_: Any) -> Compiled:
+        raise pyops.CompileError(kernel, constants, "no")
+
+    monkeypatch.setattr(compiler, "load", refuse)
+    wanted = warmup.specialisations(["rms_norm"], {"hidden_size": 96}, device.model())
+    with pytest.raises(pyops.CompileError, match=r"norm/rms_norm\.cu did not compile"):
+        warmup.load(wanted, 1000)
+
+
+@pytest.mark.gpu
+def test_warmup_makes_a_first_call_fit_for_capture() -> None:
+    sizes = {"num_tokens": 16, "hidden_size": 1232}
+    held = pyops.warmup("rms_norm", dtype="bfloat16", **sizes)
+    assert [one.kernel for one in held] == ["norm/rms_norm.cu"]
+    assert held[0] in pyops.rms_norm.compiled()
+    x, weight = torch.randn(16, 1232, device="cuda").bfloat16(), torch.ones(1232, device="cuda").bfloat16()
+    out = torch.empty_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pyops.rms_norm(out, x, weight, 1e-6)
+    graph.replay()
+    torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (1232,), weight, 1e-6))
+
+
+@pytest.mark.gpu
+def test_warmup_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warmup", "rms_norm", "fused_add_rms_norm", "hidden_size=1232,1240"]) == 0
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 2 * 2 * 3
+    assert printed.err.endswith("12/12\n")
+
+
+def test_doctor_reports_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    findings = {finding["name"]: finding for finding in report["findings"]}
+    assert report["runs"] in ("gpu", "reference")
+    assert findings["torch"] == {"name": "torch", "ok": True, "value": torch.__version__, "mend": ""}
+    assert findings["reference"]["ok"] is True
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Ops run ")
+
+
+def test_doctor_names_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    finding = doctor._caught("cache", doctor._cache)
+    assert finding.ok is False
+    assert str(tmp_path) in finding.value
+    assert "CUPY_CACHE_DIR" in finding.mend
+    assert f"CUPY_CACHE_DIR={tmp_path}" in doctor._switches().value
+
+
+def test_doctor_survives_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def burst() -> doctor.Finding:
+        raise RuntimeError("burst")
+
+    monkeypatch.setattr(doctor, "_PROBES", dict.fromkeys(doctor._PROBES, burst))
+    report = doctor.doctor()
+    assert report.runs is None
+    assert {finding.value for finding in report.findings} == {"RuntimeError: burst"}
+    assert str(report).endswith("Ops cannot run here.")
+
+
+def test_doctor_finds_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TOLERANCE", 0.0)
+    assert doctor._reference().ok is False
+
+
+def test_demo_checks_what_it_computes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["demo"]) == 0
+    printed = capsys.readouterr().out
+    for stage in ("rms_norm", "matmul up", "silu_and_mul", "matmul down", "fused_add_rms_norm"):
+        assert f"\n{stage} " in printed
+    monkeypatch.setattr(RMS_NORM, "call", lambda out, input, weight, epsilon: out.copy_(input))
+    monkeypatch.setattr(demo, "_device", lambda: "cpu")
+    assert main(["demo"]) == 1
+    assert "NOT below" in capsys.readouterr().out
+
+
+def test_an_axis_may_not_shadow_the_architecture() -> None:
+    assert not any("arch" in axes.of(op) for op in pyops.ops.values())

@@ -1,0 +1,123 @@
+"""`import pyops` needs numpy and nothing else, and says at the call what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+BLOCK = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
+
+BLOCKED = {"torch", "cupy", "cupy_backends", "ml_dtypes"}
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def run(code: str) -> str:
+    words = [sys.executable, "-W", "error", "-c", BLOCK + code]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_without_torch_and_cupy() -> None:
+    run("""
+import pyops
+assert not BLOCKED & set(sys.modules)
+assert pyops.ops["rms_norm"].call is pyops.rms_norm
+""")
+
+
+def test_import_opens_only_modules() -> None:
+    run("""
+import numpy
+
+opened = []
+def hook(event, args):
+    if event == "open":
+        opened.append(args)
+    elif event in ("os.mkdir", "os.rename", "os.remove", "subprocess.Popen", "socket.connect", "ctypes.dlopen"):
+        opened.append((event, args))
+sys.addaudithook(hook)
+import pyops
+
+import os
+for path, mode, flags in opened:
+    assert str(path).endswith((".py", ".pyc", ".so")) or ".pyc." in str(path), path
+    # Python itself writes its own byte code, and nothing else is written.
+    assert ".pyc" in str(path) or not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT), (path, mode, flags)
+assert opened
+""")
+
+
+def test_import_is_fast() -> None:
+    code = "import time; started = time.perf_counter(); import pyops; print(time.perf_counter() - started)"
+    assert min(float(run(code)) for _ in range(5)) < 0.3
+
+
+def test_a_numpy_call_without_torch_names_the_pip_line() -> None:
+    run("""
+import numpy, pyops
+x = numpy.ones((2, 8), numpy.float32)
+out = numpy.empty_like(x)
+try:
+    pyops.rms_norm(out, x, None, 1e-6)
+except pyops.MissingDependencyError as error:
+    assert "needs torch" in str(error) and "pip install" in str(error) and "[torch]" in str(error), error
+else:
+    raise AssertionError("no error")
+try:  # what is wrong with the call is said first
+    pyops.rms_norm(out[:1], x, None, 1e-6)
+except pyops.OpError as error:
+    assert error.argument == "out"
+else:
+    raise AssertionError("no error")
+""")
+
+
+def test_a_device_without_cupy_names_the_pip_line() -> None:
+    run("""
+import pyops
+from pyops._core import device, lazy
+for ask in (lambda: lazy.cupy.__version__, lambda: device.get(0), device.count, pyops.warmup):
+    try:
+        ask()
+    except pyops.MissingDependencyError as error:
+        assert isinstance(error, ImportError)
+        assert "needs cupy" in str(error) and "pip install" in str(error) and "[cuda13]" in str(error), error
+    else:
+        raise AssertionError("no error")
+""")
+
+
+def test_what_a_broken_torch_says_is_not_hidden() -> None:
+    run("""
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'typing_extensions'", name="typing_extensions")
+sys.meta_path.insert(0, Broken())
+from pyops._core import lazy
+try:
+    lazy.torch.__version__
+except ModuleNotFoundError as error:
+    assert error.name == "typing_extensions"
+""")
+
+
+def test_doctor_without_anything_reports_and_fails() -> None:
+    run("""
+from pyops.__main__ import main
+assert main(["doctor"]) == 1
+assert main(["doctor", "--json"]) == 1
+assert main(["demo"]) == 2
+assert main(["list"]) == 0 and main(["show", "rms_norm"]) == 0 and main(["source", "rms_norm"]) == 0
+""")

@@ -1,0 +1,67 @@
+"""The wheel: pure Python, small, with every kernel source in it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kernels_cu
+import pyops
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_package_data_covers_every_source() -> None:
+    package_data = PROJECT["tool"]["setuptools"]["package-data"]
+    folder = ROOT / "kernels_cu"
+    packed = {file for pattern in package_data["kernels_cu"] for file in folder.glob(pattern)}
+    assert packed == {file for file in folder.rglob("*") if file.suffix in (".cu", ".cuh")}
+    assert sorted(file.relative_to(folder).as_posix() for file in packed) == kernels_cu.names()
+    assert package_data["pyops"] == ["py.typed"]
+    assert (ROOT / "pyops/py.typed").exists()
+
+
+def test_version() -> None:
+    assert PROJECT["project"]["version"] == pyops.__version__
+
+
+def test_wheel(tmp_path: Path) -> None:
+    if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
+        pytest.skip("setuptools is too old to build this project")
+    source = tmp_path / "source"  # a build leaves files beside what it builds
+    source.mkdir()
+    for name in ("pyops", "kernels_cu"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+        "-w",
+        tmp_path,
+        ".",
+    ]
+    done = subprocess.run(build, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"pyops-{pyops.__version__}-py3-none-any.whl"
+    assert wheel.stat().st_size < 2_000_000
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"kernels_cu/{name}" for name in kernels_cu.names()} <= held
+    assert {file.relative_to(ROOT).as_posix() for file in (ROOT / "pyops").rglob("*.py")} <= held
+    assert "pyops/py.typed" in held
+    assert any(name.endswith("licenses/LICENSE") for name in held)
+    assert {name.split("/")[0] for name in held} == {"pyops", "kernels_cu", f"pyops-{pyops.__version__}.dist-info"}
