@@ -115,7 +115,7 @@ def test_is_complete(op: Op) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_take_what_they_are_given(op: Op) -> None:
     """The contract between plan and C signature: every parameter is fed, every value and constant is taken."""
-    words = tuple(p.name for p in op.tensors) + tuple(op.floats)
+    tensors = tuple(p.name for p in op.tensors)
     scalars = tuple(p.name for p in op.parameters if p.keyed)
     assert op.example is not None
     for case in axes.combinations(op):
@@ -123,7 +123,7 @@ def test_kernels_take_what_they_are_given(op: Op) -> None:
         launches = op.launches(*args)
         for one in launches:
             kernel = one.specialisation.kernel
-            layout(kernel, words, tuple(one.fixed), scalars)  # TypeError for what does not fit
+            layout(kernel, tensors, tuple(op.floats), scalars, tuple(one.fixed))  # TypeError for what does not fit
             for fmt, name in kernel.parameters:
                 if name in one.fixed:
                     Struct(fmt).pack(one.fixed[name])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import check, compiler, device, launch
+from pyops._core import check, compiler, device
 from pyops._core import op as core
 from pyops._core.example import ArgMaker, TorchMaker
 from pyops._core.kernel import Kernel
@@ -137,61 +137,11 @@ def test_specialisations_are_told_apart_by_the_names_of_their_constants(
     ]
 
 
-def test_parameters_are_fed_and_values_are_taken(kernel: MakeKernel) -> None:
-    scale = kernel("scale", SCALE)
-    words = ("out", "input", "factor")
-    found = launch.layout(scale, words, ("size",), ("times",))
-    assert found.word_formats == {"out": "Q", "input": "Q", "factor": "f4x"}
-    assert found.constants == ("size", "times")
-    assert found.slots == (0, 1, 3, 2, 4)
-    with pytest.raises(TypeError, match=r"test/scale\.cu: nothing feeds the parameter times"):
-        launch.layout(scale, words, ("size",), ())
-    with pytest.raises(TypeError, match=r"test/scale\.cu: no parameter takes the value rows"):
-        launch.layout(scale, words, ("size", "rows"), ("times",))
-
-
 def test_wrapper_source_can_be_read() -> None:
     """The generated wrapper is Python that `inspect` and a debugger can show."""
     import inspect
 
     assert "def rms_norm(" in inspect.getsource(pyops.rms_norm)
-
-
-ABSENT = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name in ("torch", "cupy"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
-import numpy, pyops
-x = numpy.ones((2, 8), numpy.float32)
-try:
-    pyops.rms_norm(numpy.empty_like(x), x, None, 1e-6)
-except pyops.MissingDependencyError as error:
-    assert "needs torch" in str(error) and "pip install" in str(error), error
-else:
-    raise SystemExit("nothing was missed")
-try:
-    pyops.rms_norm([1.0], x, None, 1e-6)
-except pyops.OpError as error:
-    assert str(error) == "rms_norm: out: expected a torch tensor or a cupy array, got list", error
-else:
-    raise SystemExit("nothing was refused")
-from pyops._core import device
-try:
-    device.count()
-except pyops.MissingDependencyError as error:
-    assert "needs cupy" in str(error) and "cuda13" in str(error), error
-else:
-    raise SystemExit("nothing was missed")
-"""
-
-
-def test_without_torch_and_cupy() -> None:
-    """Importing works; the call that needs a package names it and the line that installs it."""
-    run = subprocess.run([sys.executable, "-c", ABSENT], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
 
 
 LATE_TORCH = """
