@@ -59,8 +59,8 @@ assert opened
 
 
 def test_import_is_fast() -> None:
-    # Processor time: what else the machine does in the meantime does not count.
-    code = "import time; started = time.process_time(); import pyops; print(time.process_time() - started)"
+    # Processor time of this thread: what else the machine does in the meantime does not count.
+    code = "import time; started = time.thread_time(); import pyops; print(time.thread_time() - started)"
     assert min(float(run(code)) for _ in range(5)) < 0.3
 
 
