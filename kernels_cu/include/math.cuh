@@ -6,13 +6,12 @@
 #pragma once
 #include "vec.cuh"
 
-// x / divisor, correctly rounded, for a finite x and 1 <= divisor < 2^126: the residual of the first quotient corrects it
-// (Markstein 1990). Unlike a full division it has no branch. Working with the negative reciprocal spares negations; the
-// last step gives the result, zero included, the sign of x.
+// x / divisor, correctly rounded, for a finite x and 1 <= divisor < 2^126, the divisor being 2 where x is tiny: the residual
+// of the first quotient corrects it (Markstein 1990). Unlike a full division it has no branch. The sign is for zero.
 DEVICE float quotient(float x, float divisor) {
-    const float reciprocal = reciprocal_of(-divisor);
+    const float reciprocal = reciprocal_of(divisor);
     const float first = ieee_multiply(x, reciprocal);
-    return copysignf(ieee_fma(ieee_fma(divisor, first, x), reciprocal, first), x);
+    return copysignf(ieee_fma(ieee_residual(divisor, first, x), reciprocal, first), x);
 }
 
 // y = x / (1 + exp(-beta * x)), not rounded to T (Ramachandran et al. 2017). Where an element leaves the range that

@@ -110,6 +110,18 @@ DEVICE float ieee_fma(float a, float b, float c) {
 #endif
 }
 
+// c - a * b.
+DEVICE float ieee_residual(float a, float b, float c) {
+#if PYOPS_HIP
+    return __fmaf_rn(-a, b, c);
+#else
+    float result;
+    asm("{.reg .f32 negative; neg.f32 negative, %1; fma.rn.f32 %0, negative, %2, %3;}"
+        : "=f"(result) : "f"(a), "f"(b), "f"(c));
+    return result;
+#endif
+}
+
 DEVICE float ieee_divide(float a, float b) {
 #if PYOPS_HIP
     return __fdiv_rn(a, b);
