@@ -14,6 +14,7 @@ from ._core.errors import CaptureError, CompileError, DeviceFault, MissingDepend
 from ._core.kernel import Kernel
 from ._core.op import Op, Wrapper, op, registry
 from ._core.op import bind_loaded as _bind_loaded
+from .activation import *
 from .cli.warmup import warmup
 from .norm import *
 

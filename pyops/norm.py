@@ -42,30 +42,28 @@ def _geometry(
     row: Arg,
     num_rows: int,
     vec_size: int,
-    many: int = 4,
+    many: tuple[int, int] = (3, 4),
     few: int = 4,
     held: int = 1,
     weights: int = 1,
-    registers: int = 80,
     size: int | None = None,
 ) -> tuple[int, dict[str, int]]:
     """(blocks, constants) for rows of `size` elements, the last dimension of `row` unless given.
 
-    The constants say how many threads share a row and what they keep in registers. `many` and `few` are the vectors a
-    thread should hold of a long row when there are enough rows to fill the device (then bytes in flight count) and when
-    there are not (then the way through one row does). The kernel holds `held` rows and `weights` weights at a time.
-    `registers` a thread are enough for what else it does with them while a multiprocessor stays full.
+    The constants say how many threads share a row and what they keep in registers. `many` (for short rows, for long
+    ones) and `few` are the vectors a thread should hold when there are enough rows to fill the device (then bytes in
+    flight count) and when there are not (then the way through one row does). The kernel holds `held` rows and `weights`
+    weights at a time.
     """
     size = row.shape[-1] if size is None else size
     fill = num_rows > row.device.multiprocessors
-    itemsize = row.dtype.itemsize
-    constants = _row_constants(size // vec_size, vec_size * itemsize, fill, many, few, held, weights, registers)
+    constants = _row_constants(size // vec_size, vec_size * row.dtype.itemsize, fill, many, few, held, weights)
     return -(-num_rows // (constants["NUM_THREADS"] // constants["ROW_THREADS"])), constants
 
 
 @cache
 def _row_constants(
-    row_vecs: int, vec_bytes: int, fill: bool, many: int, few: int, held: int, weights: int, registers: int
+    row_vecs: int, vec_bytes: int, fill: bool, many: tuple[int, int], few: int, held: int, weights: int
 ) -> dict[str, int]:
     short = row_vecs <= 512
     if row_vecs <= 128:  # several rows to a block, each on a power of two of lanes
@@ -74,19 +72,21 @@ def _row_constants(
             row_threads *= 2
         num_threads = 128
     else:
-        row_threads = num_threads = _row_threads(row_vecs, many if fill else max(1, few // 2) if short else few)
-    one_row = -(-row_vecs // row_threads) * max(1, vec_bytes // 4)
+        row_threads = num_threads = _row_threads(row_vecs, many[not short] if fill else max(1, few >> short))
+    rounds = -(-row_vecs // row_threads)
+    one_row = rounds * max(1, vec_bytes // 4)  # registers
     most = min(255, 65536 // num_threads) - 36
     keep_row = held * one_row <= most
     # With many rows, a weight that is long or joins two rows is better read from the cache when it is used.
     keep_weight = keep_row and (not fill or (short and held == 1)) and (held + weights) * one_row <= most
-    needed = 40 + held * keep_row * one_row * 3 // 2 + weights * keep_weight * one_row
+    # Resident threads for which the register file is large enough.
+    resident = 1024 if rounds <= 4 else 896
     return {
         "NUM_THREADS": num_threads,
         "ROW_THREADS": row_threads,
         "KEEP_ROW": keep_row,
         "KEEP_WEIGHT": keep_weight,
-        "MIN_BLOCKS": max(1, 65536 // (num_threads * max(registers, needed))) if fill else 1,
+        "MIN_BLOCKS": max(1, resident // num_threads - (rounds > 7)) if fill else 1,
     }
 
 
@@ -204,8 +204,7 @@ def _(input: Arg, residual: Arg, weight: Arg | None, epsilon: float) -> Launch:
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     num_rows = check.num_rows(input)
     vec_size = check.vector_width(hidden_size, *(arg for arg in (input, residual, weight) if arg))
-    many = 3 if hidden_size // vec_size <= 512 else 4
-    grid, threads = _geometry(input, num_rows, vec_size, many=many, held=2)
+    grid, threads = _geometry(input, num_rows, vec_size, held=2)
     return _fused_add_rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -263,7 +262,7 @@ def _static_fp8_plan(result: Arg, input: Arg, residual: Arg | None, weight: Arg,
     num_rows = check.num_rows(input)
     tensors = (result, input, weight, *((residual,) if residual else ()))
     vec_size = check.vector_width(hidden_size, *tensors)
-    grid, threads = _geometry(input, num_rows, vec_size, many=4 if residual else 7, held=2 if residual else 1)
+    grid, threads = _geometry(input, num_rows, vec_size, many=(3, 4) if residual else (4, 7), held=2 if residual else 1)
     return _rms_norm_static_fp8_quant(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -411,7 +410,12 @@ def _dynamic_quant_plan(
     # The lanes of a group are one warp's, so a group needs whole vectors even where memory is not aligned for them.
     vec_size = 16 // input.dtype.itemsize if group_size else access_size
     grid, threads = _geometry(
-        input, num_rows, vec_size, many=4 if residual else 7, few=2 if group_size else 4, held=2 if residual else 1
+        input,
+        num_rows,
+        vec_size,
+        many=(3, 4) if residual else (4, 7),
+        few=2 if group_size else 4,
+        held=2 if residual else 1,
     )
     return _rms_norm_dynamic_quant(
         scalar_t=input.dtype,
@@ -742,9 +746,9 @@ def _grouped_norm_plan(
     for stat in (mean, rstd):
         check.shape(stat, float32, **{"groups * num_tokens": num_groups * num_rows})
     vec_size = check.vector_width(group_size, *(arg for arg in (out, input, weight, bias, z) if arg))
-    many, few, held = (7, 4, 1) if z is None else (4, 2, 2 if norm_before_gate else 4)
+    few, held = (4, 2) if z is None else (2, 2 if norm_before_gate else 4)
     grid, threads = _geometry(
-        input, num_rows * num_groups, vec_size, many, few, held, weights=2, registers=104, size=group_size
+        input, num_rows * num_groups, vec_size, many=(4, 4), few=few, held=held, weights=2, size=group_size
     )
     return _layer_norm(
         scalar_t=input.dtype,
@@ -932,9 +936,9 @@ def _(
         raise cos_sin_cache.error(f"expected an even rotary_dim of at most head_dim={head_dim}, got {rotary_dim}")
     check.shape(position_ids, int64, num_tokens=num_tokens)
     heads = num_heads_q + num_heads_k
-    # Few tokens: a group of lanes for every head. Many: four heads to a group, all loaded before the first is used.
-    per_group = 1 if num_tokens <= qkv.device.multiprocessors else 4
-    num_threads = check.threads(-(-heads // per_group) * (head_dim // 8))
+    # Few tokens: a group of lanes for every head. Many: several heads to a group, all loaded before the first is used.
+    few = num_tokens <= qkv.device.multiprocessors
+    num_threads = _row_threads(heads * (head_dim // 8), 1 if few else 4)
     return _fused_qk_norm_rope(
         scalar_t=qkv.dtype,
         cache_t=cos_sin_cache.dtype,

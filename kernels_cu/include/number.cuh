@@ -73,10 +73,14 @@ DEVICE void store_four(T* out, const float* x) {
     store_pair<T>(out, x[0], x[1]);
     store_pair<T>(out + 2, x[2], x[3]);
 }
-// T(a * b) for two pairs: exact products, rounded once.
+// T(a * b) and T(a + b) for two pairs, each rounded once: products and sums are never fused.
 template <typename T>
 DEVICE void multiply_pair(T* out, const T* a, const T* b) {
-    store_pair<T>(out, to_float(a[0]) * to_float(b[0]), to_float(a[1]) * to_float(b[1]));
+    store_pair<T>(out, ieee_multiply(to_float(a[0]), to_float(b[0])), ieee_multiply(to_float(a[1]), to_float(b[1])));
+}
+template <typename T>
+DEVICE void add_pair(T* out, const T* a, const T* b) {
+    store_pair<T>(out, to_float(a[0]) + to_float(b[0]), to_float(a[1]) + to_float(b[1]));
 }
 // Raise two magnitudes to those of a pair; NaN is dropped.
 template <typename T>
@@ -107,10 +111,16 @@ template <> DEVICE void store_pair<bf16_t>(bf16_t* out, float low, float high) {
     as_word(out) = pair_word(__floats2bfloat162_rn(low, high));
 }
 template <> DEVICE void multiply_pair<half_t>(half_t* out, const half_t* a, const half_t* b) {
-    as_word(out) = pair_word(__hmul2(word_as<__half2>(as_word(a)), word_as<__half2>(as_word(b))));
+    as_word(out) = pair_word(__hmul2_rn(word_as<__half2>(as_word(a)), word_as<__half2>(as_word(b))));
 }
 template <> DEVICE void multiply_pair<bf16_t>(bf16_t* out, const bf16_t* a, const bf16_t* b) {
-    as_word(out) = pair_word(__hmul2(word_as<__nv_bfloat162>(as_word(a)), word_as<__nv_bfloat162>(as_word(b))));
+    as_word(out) = pair_word(__hmul2_rn(word_as<__nv_bfloat162>(as_word(a)), word_as<__nv_bfloat162>(as_word(b))));
+}
+template <> DEVICE void add_pair<half_t>(half_t* out, const half_t* a, const half_t* b) {
+    as_word(out) = pair_word(__hadd2_rn(word_as<__half2>(as_word(a)), word_as<__half2>(as_word(b))));
+}
+template <> DEVICE void add_pair<bf16_t>(bf16_t* out, const bf16_t* a, const bf16_t* b) {
+    as_word(out) = pair_word(__hadd2_rn(word_as<__nv_bfloat162>(as_word(a)), word_as<__nv_bfloat162>(as_word(b))));
 }
 template <> DEVICE void absmax_pair<half_t>(half_t* most, const half_t* x) {
     const __half2 magnitude = word_as<__half2>(as_word(x) & 0x7fff7fffu);

@@ -87,3 +87,57 @@ DEVICE void store_streaming(W* address, W value) {
     __stcs(address, value);
 #endif
 }
+
+// IEEE arithmetic. CuPy compiles with -ftz=true, under which the plain operators take subnormal floats for zero, and lets
+// the compiler fuse a product with a sum; these do neither, for results that must equal those of eager tensor arithmetic.
+DEVICE float ieee_multiply(float a, float b) {
+#if PYOPS_HIP
+    return __fmul_rn(a, b);
+#else
+    float result;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+#endif
+}
+
+DEVICE float ieee_fma(float a, float b, float c) {
+#if PYOPS_HIP
+    return __fmaf_rn(a, b, c);
+#else
+    float result;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+    return result;
+#endif
+}
+
+// c - a * b.
+DEVICE float ieee_residual(float a, float b, float c) {
+#if PYOPS_HIP
+    return __fmaf_rn(-a, b, c);
+#else
+    float result;
+    asm("{.reg .f32 negative; neg.f32 negative, %1; fma.rn.f32 %0, negative, %2, %3;}"
+        : "=f"(result) : "f"(a), "f"(b), "f"(c));
+    return result;
+#endif
+}
+
+DEVICE float ieee_divide(float a, float b) {
+#if PYOPS_HIP
+    return __fdiv_rn(a, b);
+#else
+    float result;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+#endif
+}
+
+DEVICE bool ieee_less_equal(float a, float b) {
+#if PYOPS_HIP
+    return a <= b;
+#else
+    uint32_t result;
+    asm("set.le.u32.f32 %0, %1, %2;" : "=r"(result) : "f"(a), "f"(b));
+    return result;
+#endif
+}

@@ -7,7 +7,7 @@
 
 struct Sum {
     static constexpr float identity = 0.0f;
-    static DEVICE float apply(float a, float b) { return a + b; }
+    template <typename T> static DEVICE T apply(T a, T b) { return a + b; }
 };
 
 // Maximum that drops NaN.
@@ -17,8 +17,8 @@ struct Max {
 };
 
 // Reduce over aligned groups of WIDTH lanes of a warp.
-template <typename Op, int WIDTH>
-DEVICE float lane_reduce(float value) {
+template <typename Op, int WIDTH, typename T>
+DEVICE T lane_reduce(T value) {
     static_assert((WIDTH & (WIDTH - 1)) == 0);
 #pragma unroll
     for (int mask = WIDTH / 2; mask > 0; mask /= 2) value = Op::apply(value, shfl_xor(value, mask));
@@ -27,8 +27,8 @@ DEVICE float lane_reduce(float value) {
 
 // Reduce over the ROW_THREADS threads of a row. `partial` is shared memory for this one reduction: a block that reduces
 // again needs another array, or a barrier in between.
-template <typename Op, int ROW_THREADS>
-DEVICE float row_reduce(float value, float* partial) {
+template <typename Op, int ROW_THREADS, typename T>
+DEVICE T row_reduce(T value, T* partial) {
     if constexpr (ROW_THREADS <= WARP_SIZE) {
         return lane_reduce<Op, ROW_THREADS>(value);
     } else {

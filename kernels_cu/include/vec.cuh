@@ -62,14 +62,44 @@ struct alignas(sizeof(T) * N) Vec {
         return result;
     }
 
+    // One value everywhere, rounded to T.
+    static DEVICE Vec full(float x) {
+        Vec result;
+#pragma unroll
+        for (int i = 0; i < N; ++i) result.data[i] = from_float<T>(x);
+        return result;
+    }
+
+    // T(f(x)) of every element.
+    template <typename F>
+    friend DEVICE Vec map(const Vec& x, F f) {
+        float y[N];
+        x.to_floats(y);
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] = f(y[i]);
+        return from_floats(y);
+    }
+
     // T(a * b), element by element.
     friend DEVICE Vec operator*(const Vec& a, const Vec& b) {
         Vec result;
         if constexpr (N == 1) {
-            result.data[0] = from_float<T>(a[0] * b[0]);
+            result.data[0] = from_float<T>(ieee_multiply(a[0], b[0]));
         } else {
 #pragma unroll
             for (int i = 0; i < N; i += 2) multiply_pair<T>(result.data + i, a.data + i, b.data + i);
+        }
+        return result;
+    }
+
+    // T(a + b), element by element.
+    friend DEVICE Vec operator+(const Vec& a, const Vec& b) {
+        Vec result;
+        if constexpr (N == 1) {
+            result.data[0] = from_float<T>(a[0] + b[0]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; i += 2) add_pair<T>(result.data + i, a.data + i, b.data + i);
         }
         return result;
     }

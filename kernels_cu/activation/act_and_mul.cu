@@ -1,0 +1,29 @@
+// act_and_mul: one half of each row, activated, times the other half.
+//
+//     out[r, i] = T(T(ACT(g)) * u)    where [g, u] = input[r, i], input[r, hidden_size + i], or the other way round
+//
+// One vector of each half per thread (chunk.cuh).
+//
+// Constants
+//     scalar_t      T: element type of out and input
+//     ACT           activation: silu, gelu or gelu_tanh
+//     ACT_FIRST     whether g is the first half
+//     VEC_SIZE      elements in one memory access; divides hidden_size
+//     NUM_THREADS   threads in the block
+
+#include "chunk.cuh"
+#include "math.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
+act_and_mul(scalar_t* out,          // [num_rows, hidden_size]
+            const scalar_t* input,  // [num_rows, 2 * hidden_size]
+            int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, int row_shift) {
+    const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
+    if (!at.inside) return;
+    const scalar_t* first = input + at.row * input_stride + at.column;
+    const vec_t g = vec_t::load_once(ACT_FIRST ? first : first + hidden_size);
+    const vec_t u = vec_t::load_once(ACT_FIRST ? first + hidden_size : first);
+    (ACT(g) * u).store(out + at.row * out_stride + at.column);
+}

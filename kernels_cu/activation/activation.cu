@@ -1,0 +1,26 @@
+// activation: every element through a function of its own.
+//
+//     out[r, i] = T(ACT(input[r, i]))
+//
+// One vector per thread (chunk.cuh).
+//
+// Constants
+//     scalar_t      T: element type of out and input
+//     ACT           activation: gelu_new, gelu_fast, gelu_quick or relu2
+//     VEC_SIZE      elements in one memory access; divides hidden_size
+//     NUM_THREADS   threads in the block
+
+#include "chunk.cuh"
+#include "math.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
+activation(scalar_t* out,          // [num_rows, hidden_size]
+           const scalar_t* input,  // [num_rows, hidden_size]
+           int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, int row_shift) {
+    const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
+    if (!at.inside) return;
+    const vec_t x = vec_t::load_once(input + at.row * input_stride + at.column);
+    ACT(x).store(out + at.row * out_stride + at.column);
+}

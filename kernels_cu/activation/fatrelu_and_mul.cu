@@ -1,0 +1,29 @@
+// fatrelu_and_mul: the first half of each row where it exceeds a threshold, times the second half.
+//
+//     out[r, i] = T((g <= T(threshold) ? 0 : g) * u)    where g, u = input[r, i], input[r, hidden_size + i]
+//
+// NaN in g stays NaN. One vector of each half per thread (chunk.cuh).
+//
+// Constants
+//     scalar_t      T: element type of out and input
+//     VEC_SIZE      elements in one memory access; divides hidden_size
+//     NUM_THREADS   threads in the block
+
+#include "chunk.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
+fatrelu_and_mul(scalar_t* out,          // [num_rows, hidden_size]
+                const scalar_t* input,  // [num_rows, 2 * hidden_size]
+                int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, int row_shift,
+                float threshold) {
+    const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
+    if (!at.inside) return;
+    const scalar_t* first = input + at.row * input_stride + at.column;
+    const vec_t g = vec_t::load_once(first);
+    const vec_t u = vec_t::load_once(first + hidden_size);
+    const float least = round_to<scalar_t>(threshold);
+    const vec_t open = map(g, [=](float x) { return ieee_less_equal(x, least) ? 0.0f : x; });
+    (open * u).store(out + at.row * out_stride + at.column);
+}

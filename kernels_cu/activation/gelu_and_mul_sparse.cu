@@ -1,0 +1,61 @@
+// gelu_and_mul_sparse: GELU of the part of each gate row that exceeds a quantile of the row, times the other half.
+//
+//     c = T(T(mean(g)) + T(T(std(g)) * multiplier))          over the row; the population's standard deviation
+//     out[r, i] = T(T(ACT(max(T(g - c), 0))) * u)            where g, u = input[r, i], input[r, HIDDEN_SIZE + i]
+//
+// The statistics are summed in double: rounded to T they would otherwise depend on the order of the sum, and with them
+// every result just above the cutoff. ROW_THREADS threads share a row and hold it in registers.
+//
+// Constants
+//     scalar_t      T: element type of out and input
+//     ACT           activation: gelu or gelu_tanh
+//     HIDDEN_SIZE   elements in a row of out
+//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE
+//     NUM_THREADS   threads in the block
+//     ROW_THREADS   threads that share a row; divides NUM_THREADS
+
+#include "math.cuh"
+#include "reduce.cuh"
+#include "row.cuh"
+
+// Registers of a thread that a row takes. A long row is read again where it is needed.
+constexpr int REGISTERS = ceil_div(HIDDEN_SIZE, VEC_SIZE * ROW_THREADS) * ceil_div(VEC_SIZE * int(sizeof(scalar_t)), 4);
+using gate_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, REGISTERS <= 32>;
+using up_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, REGISTERS <= 16>;
+using vec_t = gate_t::vec_t;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
+gelu_and_mul_sparse(scalar_t* out,          // [num_rows, HIDDEN_SIZE]
+                    const scalar_t* input,  // [num_rows, 2 * HIDDEN_SIZE]
+                    int64_t num_rows, int64_t out_stride, int64_t input_stride, float multiplier) {
+    __shared__ double partial[2][NUM_THREADS / WARP_SIZE];
+    const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
+    const scalar_t* gate = input + at.row * input_stride;
+    const scalar_t* up = gate + HIDDEN_SIZE;
+    const gate_t g = gate_t::load_once(gate);
+    const up_t u = up_t::load_once(up);
+
+    double sum = 0.0, squares = 0.0;
+    gate_t::for_each([&](int i, int column) {
+        float x[VEC_SIZE];
+        g.get(i, column).to_floats(x);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) {
+            const double value = x[j];
+            sum += value;
+            squares += value * value;
+        }
+    });
+    const double mean = row_reduce<Sum, ROW_THREADS>(sum, partial[0]) / HIDDEN_SIZE;
+    const double variance = row_reduce<Sum, ROW_THREADS>(squares, partial[1]) / HIDDEN_SIZE - mean * mean;
+    const double deviation = sqrt(variance < 0.0 ? 0.0 : variance);
+    const float spread = round_to<scalar_t>(ieee_multiply(round_to<scalar_t>(float(deviation)), multiplier));
+    const float cutoff = round_to<scalar_t>(round_to<scalar_t>(float(mean)) + spread);
+    if (!at.active) return;
+
+    out += at.row * out_stride;
+    gate_t::for_each([&](int i, int column) {
+        const vec_t excess = relu(g.get(i, column) + vec_t::full(-cutoff));
+        (ACT(excess) * u.get(i, column)).store(out + column);
+    });
+}

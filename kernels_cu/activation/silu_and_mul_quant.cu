@@ -1,0 +1,36 @@
+// silu_and_mul_quant: silu_and_mul, written as fp8 under one given scale.
+//
+//     y = T(T(silu(g)) * u)    where g, u = input[r, i], input[r, hidden_size + i]
+//     result[r, i] = fp8(clamp(y * (1 / scale)))    the product with the float32 reciprocal; NaN becomes the largest code
+//
+// One vector of each half per thread (chunk.cuh).
+//
+// Constants
+//     scalar_t      T: element type of input
+//     VEC_SIZE      elements in one memory access; divides hidden_size
+//     NUM_THREADS   threads in the block
+
+#include "chunk.cuh"
+#include "math.cuh"
+#include "quant.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
+silu_and_mul_quant(fp8_e4m3_t* result,     // [num_rows, hidden_size]
+                   const scalar_t* input,  // [num_rows, 2 * hidden_size]
+                   const float* scale,     // one element
+                   int64_t num_rows, int64_t hidden_size, int64_t result_stride, int64_t input_stride, int row_shift) {
+    const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
+    if (!at.inside) return;
+    const scalar_t* first = input + at.row * input_stride + at.column;
+    const vec_t g = vec_t::load_once(first);
+    const vec_t u = vec_t::load_once(first + hidden_size);
+    const float reciprocal = ieee_divide(1.0f, *scale);
+    const vec_t y = silu(g) * u;
+    float v[VEC_SIZE];
+    y.to_floats(v);
+#pragma unroll
+    for (int j = 0; j < VEC_SIZE; ++j) v[j] = clamp(ieee_multiply(v[j], reciprocal), Codes<fp8_e4m3_t>::largest);
+    Vec<fp8_e4m3_t, VEC_SIZE>::from_floats(v).store(result + at.row * result_stride + at.column);
+}

@@ -1,0 +1,36 @@
+// swigluoai_and_mul: clamped SwiGLU of neighbouring elements.
+//
+//     out[r, i] = T((u + 1) * g / (1 + exp(-alpha * g)))
+//     where g = min(input[r, 2i], limit), u = max(min(input[r, 2i + 1], limit), -limit); both take NaN for limit
+//
+// VEC_SIZE neighbouring results per thread (chunk.cuh), computed in float32 and rounded once.
+//
+// Constants
+//     scalar_t      T: element type of out and input
+//     VEC_SIZE      elements in one memory access; divides hidden_size
+//     NUM_THREADS   threads in the block
+
+#include "chunk.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
+swigluoai_and_mul(scalar_t* out,          // [num_rows, hidden_size]
+                  const scalar_t* input,  // [num_rows, hidden_size, 2]
+                  int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, int row_shift,
+                  float alpha, float limit) {
+    const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
+    if (!at.inside) return;
+    const scalar_t* pairs = input + at.row * input_stride + 2 * at.column;
+    float x[2][VEC_SIZE], y[VEC_SIZE];
+    vec_t::load_once(pairs).to_floats(x[0]);
+    vec_t::load_once(pairs + VEC_SIZE).to_floats(x[1]);
+#pragma unroll
+    for (int j = 0; j < VEC_SIZE; ++j) {
+        const int even = 2 * j, odd = 2 * j + 1;
+        const float g = fminf(x[even / VEC_SIZE][even % VEC_SIZE], limit);
+        const float u = fmaxf(fminf(x[odd / VEC_SIZE][odd % VEC_SIZE], limit), -limit);
+        y[j] = ieee_divide((u + 1.0f) * g, 1.0f + expf(-g * alpha));
+    }
+    vec_t::from_floats(y).store(out + at.row * out_stride + at.column);
+}

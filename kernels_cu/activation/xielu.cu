@@ -1,0 +1,55 @@
+// xielu: an activation with a quadratic and an exponential side, each with a learned strength.
+//
+//     out[r, i] = a_p * x * x + beta * x                              for x = input[r, i] > 0
+//               = (expm1(min(x, eps)) - x) * a_n + beta * x           else
+//     where a_p = softplus(alpha_p), a_n = beta + softplus(alpha_n)
+//
+// Every operation rounds to T, as in eager tensor arithmetic; beta and eps are rounded first. One vector per thread
+// (chunk.cuh).
+//
+// Constants
+//     scalar_t      T: element type of the tensors
+//     VEC_SIZE      elements in one memory access; divides hidden_size
+//     NUM_THREADS   threads in the block
+
+#include "chunk.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+
+// Beyond 20 it is the identity, to every digit of a float.
+DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
+xielu(scalar_t* out,            // [num_rows, hidden_size]
+      const scalar_t* input,    // [num_rows, hidden_size]
+      const scalar_t* alpha_p,  // [1]
+      const scalar_t* alpha_n,  // [1]
+      int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, int row_shift,
+      float beta, float eps) {
+    const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
+    vec_t x = vec_t::full(0.0f);
+    if (at.inside) x = vec_t::load_once(input + at.row * input_stride + at.column);
+    beta = round_to<scalar_t>(beta);
+    eps = round_to<scalar_t>(eps);
+
+    // Logarithms are dear: two threads take them for the block.
+    __shared__ float alphas[2];
+    if (threadIdx.x < 2) {
+        const float alpha = round_to<scalar_t>(softplus(to_float(threadIdx.x == 0 ? *alpha_p : *alpha_n)));
+        alphas[threadIdx.x] = threadIdx.x == 0 ? alpha : round_to<scalar_t>(beta + alpha);
+    }
+    __syncthreads();
+    if (!at.inside) return;
+
+    float v[VEC_SIZE], a[VEC_SIZE], b[VEC_SIZE];
+    x.to_floats(v);
+    map(x, [=](float value) { return expm1f(fminf(value, eps)); }).to_floats(a);
+#pragma unroll
+    for (int j = 0; j < VEC_SIZE; ++j) {
+        const bool negative = ieee_less_equal(v[j], 0.0f);
+        a[j] = negative ? a[j] - v[j] : ieee_multiply(alphas[0], v[j]);
+        b[j] = negative ? alphas[1] : v[j];
+    }
+    const vec_t curve = vec_t::from_floats(a) * vec_t::from_floats(b);
+    (curve + vec_t::full(beta) * x).store(out + at.row * out_stride + at.column);
+}

@@ -1,0 +1,96 @@
+// math.cuh: the activation functions, of a vector of elements of type T.
+//
+// Each computes in float32 and rounds to T, once unless it says otherwise. The exponential, error function, hyperbolic
+// tangent and quotients are the accurate ones, and a product and a sum are fused only where it is written, so that results
+// equal those of eager PyTorch bit for bit.
+#pragma once
+#include "vec.cuh"
+
+// x / divisor, correctly rounded, for a finite x and 1 <= divisor < 2^126, the divisor being 2 where x is tiny: the residual
+// of the first quotient corrects it (Markstein 1990). Unlike a full division it has no branch. The sign is for zero.
+DEVICE float quotient(float x, float divisor) {
+    const float reciprocal = reciprocal_of(divisor);
+    const float first = ieee_multiply(x, reciprocal);
+    return copysignf(ieee_fma(ieee_residual(divisor, first, x), reciprocal, first), x);
+}
+
+// y = x / (1 + exp(-beta * x)), not rounded to T (Ramachandran et al. 2017). Where an element leaves the range that
+// `quotient` serves, all N divide in full.
+template <typename T, int N>
+DEVICE void swish(float (&y)[N], const Vec<T, N>& vec, float beta) {
+    float x[N];
+    vec.to_floats(x);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = quotient(x[i], 1.0f + expf(-beta * x[i]));
+    if (beta * vec.absmax() < 87.0f) return;  // exp(87) < 2^126
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = ieee_divide(x[i], 1.0f + expf(-beta * x[i]));
+}
+
+template <typename T, int N>
+DEVICE Vec<T, N> swish(const Vec<T, N>& x, float beta) {
+    float y[N];
+    swish(y, x, beta);
+    return Vec<T, N>::from_floats(y);
+}
+
+template <typename T, int N> DEVICE Vec<T, N> silu(const Vec<T, N>& x) { return swish(x, 1.0f); }
+
+// GELU by the logistic function.
+template <typename T, int N> DEVICE Vec<T, N> gelu_quick(const Vec<T, N>& x) { return swish(x, 1.702f); }
+
+// x times the standard normal distribution function (Hendrycks and Gimpel 2016), by the error function.
+template <typename T, int N>
+DEVICE Vec<T, N> gelu(const Vec<T, N>& x) {
+    return map(x, [](float v) {
+        return ieee_multiply(ieee_multiply(v, 0.5f), 1.0f + erff(v * 0.707106781186547524f));
+    });
+}
+
+// The same by the hyperbolic tangent.
+template <typename T, int N>
+DEVICE Vec<T, N> gelu_tanh(const Vec<T, N>& x) {
+    return map(x, [](float v) {
+        const float cube = v * v * v;
+        const float inner = 0.797884560802865356f * fmaf(0.044715f, cube, v);
+        return ieee_multiply(ieee_multiply(0.5f, v), 1.0f + tanhf(inner));
+    });
+}
+
+// T(c * x) with a float32 factor.
+template <typename T, int N>
+DEVICE Vec<T, N> scaled(float c, const Vec<T, N>& x) {
+    return map(x, [=](float v) { return ieee_multiply(c, v); });
+}
+
+// gelu_tanh, given the argument of the hyperbolic tangent; every operation rounds to T.
+template <typename T, int N>
+DEVICE Vec<T, N> gelu_from_inner(const Vec<T, N>& x, const Vec<T, N>& inner) {
+    using vec_t = Vec<T, N>;
+    return vec_t::full(0.5f) * x * (vec_t::full(1.0f) + map(inner, [](float v) { return tanhf(v); }));
+}
+
+// gelu_tanh as GPT-2 writes it; every operation rounds to T.
+template <typename T, int N>
+DEVICE Vec<T, N> gelu_new(const Vec<T, N>& x) {
+    return gelu_from_inner(x, scaled(0.79788456f, x + scaled(0.044715f, x * x * x)));
+}
+
+// gelu_tanh with the cube factored out; every operation rounds to T.
+template <typename T, int N>
+DEVICE Vec<T, N> gelu_fast(const Vec<T, N>& x) {
+    return gelu_from_inner(x, scaled(0.79788456f, x) * (Vec<T, N>::full(1.0f) + scaled(0.044715f, x) * x));
+}
+
+// max(x, 0); NaN stays NaN.
+template <typename T, int N>
+DEVICE Vec<T, N> relu(const Vec<T, N>& x) {
+    return map(x, [](float v) { return v <= 0.0f ? 0.0f : v; });
+}
+
+// max(x, 0)^2; NaN stays NaN.
+template <typename T, int N>
+DEVICE Vec<T, N> relu2(const Vec<T, N>& x) {
+    const Vec<T, N> positive = relu(x);
+    return positive * positive;
+}

@@ -1,0 +1,288 @@
+"""What is special to the activations: equality with eager PyTorch, NaN, thresholds, quantiles, odd sizes, geometry."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pyops
+from pyops._core import device
+from pyops._core.example import ArgMaker
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NARROW = [torch.float16, torch.bfloat16]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SQRT_2_PI = math.sqrt(2 / math.pi)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+# The formulas in float64, of the halves g and u.
+GATED = {
+    "silu_and_mul": ((), lambda g, u: g * sigmoid(g) * u),
+    "mul_and_silu": ((), lambda g, u: g * u * sigmoid(u)),
+    "gelu_and_mul": ((), lambda g, u: g * torch.special.ndtr(g) * u),
+    "gelu_tanh_and_mul": ((), lambda g, u: g / 2 * (1 + torch.tanh(SQRT_2_PI * (g + 0.044715 * g**3))) * u),
+    "fatrelu_and_mul": ((0.25,), lambda g, u: torch.where(g > 0.25, g, 0.0) * u),
+    "swiglustep_and_mul": ((1.5,), lambda g, u: (g * sigmoid(g)).clamp(max=1.5) * u.clamp(-1.5, 1.5)),
+}
+PLAIN = {
+    "gelu_new": ((), lambda x: x / 2 * (1 + torch.tanh(SQRT_2_PI * (x + 0.044715 * x**3)))),
+    "gelu_fast": ((), lambda x: x / 2 * (1 + torch.tanh(SQRT_2_PI * (x + 0.044715 * x**3)))),
+    "gelu_quick": ((), lambda x: x * sigmoid(1.702 * x)),
+    "relu2": ((), lambda x: x.clamp(min=0) ** 2),
+}
+# What eager PyTorch computes, which kernels equal on the same device.
+EAGER = {
+    "silu_and_mul": ((), lambda g, u: F.silu(g) * u),
+    "mul_and_silu": ((), lambda g, u: g * F.silu(u)),
+    "gelu_and_mul": ((), lambda g, u: F.gelu(g) * u),
+    "gelu_tanh_and_mul": ((), lambda g, u: F.gelu(g, approximate="tanh") * u),
+    "fatrelu_and_mul": ((0.3,), lambda g, u: F.threshold(g, torch.tensor(0.3, dtype=g.dtype).item(), 0.0) * u),
+}
+
+
+def make(*shape: int, dtype: torch.dtype, where: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * 2).to(dtype).to(where)
+
+
+def call(name: str, x: torch.Tensor, *rest: Any, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    out = torch.full((*x.shape[:-1], width), math.nan, device=x.device).to(dtype or x.dtype)
+    getattr(pyops, name)(out, x, *rest)
+    return out
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal values, NaN equal to NaN."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
+
+
+def every_value(dtype: torch.dtype, where: str) -> torch.Tensor:
+    """Every bit pattern of a two-byte type."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16, device=where).view(dtype)
+
+
+def tolerance(dtype: torch.dtype, roundings: int) -> float:
+    return roundings * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GATED)
+def test_gated_against_float64(name: str, dtype: torch.dtype, where: str) -> None:
+    rest, formula = GATED[name]
+    x = make(37, 2 * 96, dtype=dtype, where=where)
+    expected = formula(*x.double().chunk(2, dim=-1))
+    error = (call(name, x, *rest, width=96).double() - expected).abs()
+    # Two roundings to T, and in float32 the cancellation in 1 + erf and 1 + tanh.
+    cancelled = 8 * 2.0**-24 * x.double().abs().amax() ** 2
+    assert (error <= tolerance(dtype, 1) * expected.abs() + cancelled).all()
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", EAGER)
+def test_gated_equals_eager(name: str, dtype: torch.dtype, where: str) -> None:
+    rest, eager = EAGER[name]
+    x = make(37, 2 * 513, dtype=dtype, where=where)
+    assert same(call(name, x, *rest, width=513), eager(*x.chunk(2, dim=-1)))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("name", EAGER)
+def test_gated_equals_eager_for_every_value(name: str, dtype: torch.dtype, where: str) -> None:
+    """Subnormal numbers, infinities and NaN included."""
+    rest, eager = EAGER[name]
+    values = every_value(dtype, where)
+    for other in (1.0, 1.0078125, -3.25e-3):
+        halves = values, torch.full_like(values, other)
+        if name == "mul_and_silu":
+            halves = halves[1], halves[0]
+        x = torch.stack([half.reshape(256, 256) for half in halves], dim=1).reshape(256, 512)
+        assert same(call(name, x, *rest, width=256), eager(*x.chunk(2, dim=-1)))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_against_float64(name: str, dtype: torch.dtype, where: str) -> None:
+    rest, formula = PLAIN[name]
+    x = make(37, 96, dtype=dtype, where=where)
+    expected = formula(x.double())
+    error = (call(name, x, *rest, width=96).double() - expected).abs()
+    # The tanh forms round 1 + tanh to T, which is coarse next to a result close to zero.
+    coarse = tolerance(dtype, 2) * x.double().abs() if name in ("gelu_new", "gelu_fast") else 2.0**-24
+    assert (error <= tolerance(dtype, 4) * expected.abs() + coarse).all()
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_for_every_value(name: str, dtype: torch.dtype, where: str) -> None:
+    values = every_value(dtype, where)
+    expected = torch.empty_like(values)
+    getattr(pyops, name).reference(expected, values)
+    assert same(call(name, values, width=len(values)), expected)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fatrelu_compares_with_the_rounded_threshold(dtype: torch.dtype, where: str) -> None:
+    for threshold in (0.1, 0.2, 0.3, 0.7, -0.3, 0.0):
+        rounded = torch.tensor(threshold, dtype=dtype)
+        above, below = (torch.nextafter(rounded, rounded.new_tensor(end)).item() for end in (9, -9))
+        gate = [below, rounded.item(), above, math.nan]
+        x = torch.tensor([gate + [1.0] * 4], dtype=dtype, device=where)
+        expected = torch.tensor([[0.0, 0.0, above, math.nan]], dtype=dtype, device=where)
+        assert same(call("fatrelu_and_mul", x, threshold, width=4), expected)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swigluoai_interleaves_clamps_and_drops_nan(dtype: torch.dtype, where: str) -> None:
+    gate = [0.5, -3.0, 9.0, math.nan, 1.0, -math.inf]
+    up = [1.5, 20.0, -20.0, 2.0, math.nan, 2.0]
+    x = torch.tensor([gate, up], dtype=dtype, device=where).T.reshape(1, 12)
+    g, u = (torch.tensor([half], dtype=dtype).double() for half in (gate, up))
+    g, u = torch.fmin(g, torch.tensor(7.0)), torch.fmax(torch.fmin(u, torch.tensor(7.0)), torch.tensor(-7.0))
+    expected = ((u + 1) * g * sigmoid(1.702 * g)).to(dtype)
+    actual = call("swigluoai_and_mul", x, width=6).cpu()
+    torch.testing.assert_close(actual, expected, rtol=tolerance(dtype, 1) * 4, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_swiglustep_keeps_nan(where: str) -> None:
+    x = torch.tensor([[math.nan, 1.0, 30.0, 30.0, 1.0, math.nan, 30.0, -30.0]], device=where)
+    expected = torch.tensor([[math.nan, math.nan, 49.0, -49.0]], device=where)
+    assert same(call("swiglustep_and_mul", x, width=4), expected)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 63, 512, 781])
+@pytest.mark.parametrize("scale", [0.02, -0.3, 1e-4])
+def test_quant_is_silu_and_mul_then_a_code(scale: float, width: int, dtype: torch.dtype, where: str) -> None:
+    x = make(17, 2 * width, dtype=dtype, where=where)
+    y = call("silu_and_mul", x, width=width).cpu().float()
+    scale_tensor = torch.tensor([scale])
+    expected = (y * (1 / scale_tensor)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    actual = call("silu_and_mul_quant", x, scale_tensor.to(where), width=width, dtype=torch.float8_e4m3fn)
+    assert torch.equal(actual.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_quant_saturates_and_takes_nan_to_the_largest_code(where: str) -> None:
+    gate, up = [math.nan, 1e4, 1e4, 1.0], [1.0, 1e4, -1e4, math.nan]
+    x = torch.tensor([gate + up], dtype=torch.bfloat16, device=where)
+    codes = call("silu_and_mul_quant", x, torch.ones(1, device=where), width=4, dtype=torch.float8_e4m3fn)
+    assert codes.float().tolist() == [[448.0, 448.0, -448.0, 448.0]]
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_xielu_against_float64(dtype: torch.dtype, where: str) -> None:
+    x = make(37, 96, dtype=dtype, where=where)
+    alphas = [torch.tensor([value], dtype=dtype, device=where) for value in (0.2, -1.05)]
+    p, n = (F.softplus(alpha.double()) for alpha in alphas)
+    wide = x.double()
+    negative = (torch.expm1(wide.clamp(max=-1e-6)) - wide) * (0.5 + n) + 0.5 * wide
+    expected = torch.where(wide > 0, p * wide * wide + 0.5 * wide, negative)
+    actual = call("xielu", x, *alphas, width=96).double()
+    # Terms of up to |x| cancel on the negative side, each rounded to T.
+    assert ((actual - expected).abs() <= tolerance(dtype, 4) * (expected.abs() + wide.abs())).all()
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sparse_against_float64(dtype: torch.dtype, approximate: str, where: str) -> None:
+    x = make(37, 2 * 2048, dtype=dtype, where=where)
+    gate, up = x.double().chunk(2, dim=-1)
+    quantile = torch.special.ndtri(torch.tensor(0.9, dtype=torch.float64)).item()
+    cutoff = gate.mean(-1, keepdim=True) + gate.std(-1, correction=0, keepdim=True) * quantile
+    expected = F.gelu((gate - cutoff).clamp(min=0), approximate=approximate) * up
+    actual = call("gelu_and_mul_sparse", x, 0.9, approximate, width=2048).double()
+    # The cutoff is a sum of two rounded terms; what exceeds it inherits its absolute error.
+    allowed = tolerance(dtype, 3) * (expected.abs() + 2 * cutoff.abs() * up.abs())
+    assert ((actual - expected).abs() <= allowed).all()
+    assert 0.88 < (actual == 0).double().mean() < 0.92
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_sparse_cutoff_of_a_row_far_from_zero(where: str) -> None:
+    """Mean 1000, deviation 1: the sum of squares must not lose the deviation."""
+    x = make(5, 2 * 4096, dtype=torch.float32, where=where) / 2 + 1000
+    gate = x.double()[:, :4096]
+    quantile = torch.special.ndtri(torch.tensor(0.95, dtype=torch.float64)).item()
+    cutoff = (gate.mean(-1) + gate.std(-1, correction=0) * quantile).float()
+    cut = gate.float() <= cutoff[:, None]
+    assert torch.equal(call("gelu_and_mul_sparse", x, 0.95, width=4096) == 0, cut)
+
+
+def test_sparsity_is_checked_at_every_call() -> None:
+    x, out = make(3, 64, dtype=torch.float32), torch.empty(3, 32)
+    pyops.gelu_and_mul_sparse(out, x, 0.5)
+    for bad in (0.0, 1.0, -0.1, math.nan):
+        with pytest.raises(pyops.OpError, match="activation_sparsity: expected a number above 0 and below 1"):
+            pyops.gelu_and_mul_sparse(out, x, bad)
+    with pytest.raises(pyops.OpError, match='approximate: expected "none" or "tanh", got "sigmoid"'):
+        pyops.gelu_and_mul_sparse(out, x, 0.5, "sigmoid")
+
+
+def test_refusals() -> None:
+    with pytest.raises(pyops.OpError, match="input: expected a last dimension of even size"):
+        pyops.silu_and_mul(torch.empty(2, 3), torch.empty(2, 7))
+    with pytest.raises(pyops.OpError, match=r"out: expected shape \(2, 4\)"):
+        pyops.silu_and_mul(torch.empty(2, 8), torch.empty(2, 8))
+    with pytest.raises(pyops.OpError, match="input: expected leading dimensions that merge into 1"):
+        pyops.silu_and_mul(torch.empty(3, 2, 4), torch.empty(2, 3, 8).transpose(0, 1))
+    x = torch.empty(1, 8)
+    with pytest.raises(pyops.OpError, match="out: is written, but shares memory with input"):
+        pyops.silu_and_mul(x[:, :4], x)
+    with pytest.raises(pyops.OpError, match="input: expected dtype float16 or bfloat16"):
+        pyops.silu_and_mul_quant(torch.empty(2, 4, dtype=torch.float8_e4m3fn), torch.empty(2, 8), torch.ones(1))
+    with pytest.raises(pyops.OpError, match="alpha_n: expected shape"):
+        pyops.xielu(torch.empty(2, 4), torch.empty(2, 4), torch.ones(1), torch.ones(2))
+
+
+def test_plain_ops_work_in_place() -> None:
+    x = make(3, 64, dtype=torch.bfloat16)
+    expected = call("relu2", x, width=64)
+    pyops.relu2(x, x)
+    assert torch.equal(x, expected)
+
+
+def test_contiguous_rows_of_odd_size_are_read_in_full_words() -> None:
+    args = pyops.ops["gelu_quick"].example(ArgMaker(device.model()), num_tokens=16, hidden_size=781)
+    (launch,) = pyops.ops["gelu_quick"].launches(*args)
+    assert launch.specialisation.constants["VEC_SIZE"] == 8
+
+
+@given(st.integers(1, 2**38), st.integers(1, 2**16))
+def test_every_element_has_a_thread(elements: int, hidden_size: int) -> None:
+    """For up to 2^38 elements, more than fit into the memory of any GPU."""
+    num_rows = max(1, elements // hidden_size)
+    args = pyops.ops["silu_and_mul"].example(ArgMaker(device.model()), num_tokens=num_rows, hidden_size=hidden_size)
+    (launch,) = pyops.ops["silu_and_mul"].launches(*args)
+    x, y, z = launch.grid
+    constants, row_threads = launch.specialisation.constants, 1 << launch.fixed["row_shift"]
+    block_rows, row_vecs = constants["NUM_THREADS"] // row_threads, hidden_size // constants["VEC_SIZE"]
+    assert hidden_size % constants["VEC_SIZE"] == 0
+    assert row_threads * block_rows == launch.block == constants["NUM_THREADS"]
+    assert x < 2**31
+    assert max(y, z) <= 65535
+    # All are covered, and no block is without work.
+    assert (x - 1) * row_threads < row_vecs <= x * row_threads
+    assert num_rows <= y * z * block_rows < num_rows + z * block_rows
+    # Few threads idle, unless a warp is all there is.
+    assert x * row_threads - row_vecs <= max(row_vecs // 16, 31)
