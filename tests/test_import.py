@@ -59,7 +59,8 @@ assert opened
 
 
 def test_import_is_fast() -> None:
-    code = "import time; started = time.perf_counter(); import pyops; print(time.perf_counter() - started)"
+    # Processor time of this thread: what else the machine does in the meantime does not count.
+    code = "import time; started = time.thread_time(); import pyops; print(time.thread_time() - started)"
     assert min(float(run(code)) for _ in range(5)) < 0.3
 
 

@@ -50,11 +50,11 @@ class Specialisation:
 
     def loaded(self, device: int) -> Compiled | None:
         """The compiled kernel if this process already holds it for the device."""
-        return self.kernel._loaded.get((device, *self.constants.values()))
+        return self.kernel._loaded.get((device, *self.constants, *self.constants.values()))
 
     def load(self, device: int) -> Compiled:
         """The compiled kernel on the device, compiling it if need be."""
-        key = (device, *self.constants.values())
+        key = (device, *self.constants, *self.constants.values())
         found = self.kernel._loaded.get(key)
         if found is None:
             entry, _ = source.signature(self.kernel.file)

@@ -20,6 +20,7 @@ class Layout(NamedTuple):
     """The buffer of a kernel fed with certain values: words given at every call, then constants, then a pointer to each
     parameter in the order of the signature."""
 
+    words: dict[str, str]  # those that the kernel takes, with their formats
     pack_words: Callable[..., None]  # (buffer, 0, *words)
     pack_rest: Callable[..., None]  # (buffer, start, *constants, *pointers)
     start: int
@@ -41,7 +42,7 @@ def layout(
         raise TypeError(f"{kernel.file}: no parameter takes the value {name}")
     values = scalars + fixed
     words = tensors + floats
-    formats = dict.fromkeys(tensors, "Q") | dict.fromkeys(floats, "d")
+    formats: dict[str, str] = {}
     constants: list[tuple[str, str]] = []
     targets: list[int] = []
     for fmt, name in kernel.parameters:
@@ -55,7 +56,8 @@ def layout(
             raise TypeError(f"{kernel.file}: nothing feeds the parameter {name}")
     start, pointers = 8 * len(words), 8 * (len(words) + len(constants))
     return Layout(
-        Struct("<" + "".join(formats[word] for word in words)).pack_into,
+        formats,
+        _packer(tensors, floats, formats),
         Struct("<" + "".join(fmt for _, fmt in constants) + "Q" * len(targets)).pack_into,
         start,
         tuple(name for name, _ in constants),
@@ -63,6 +65,12 @@ def layout(
         tuple(targets),
         pointers + 8 * len(targets) + 8,
     )
+
+
+def _packer(tensors: tuple[str, ...], floats: tuple[str, ...], formats: dict[str, str]) -> Callable[..., None]:
+    """pack(buffer, 0, *words), for kernels that take some of the words in these formats."""
+    all_formats = dict.fromkeys(tensors, "Q") | dict.fromkeys(floats, "d") | formats
+    return Struct("<" + "".join(all_formats.values())).pack_into
 
 
 class Bound(NamedTuple):
@@ -82,7 +90,13 @@ def bind(
     bound = [_bind_one(launch, index, tensors, floats, scalars) for launch in launches]
     if len(bound) == 1 and device.count() == 1 and not config.sync():
         return bound[0]
-    return _bind_all(op, index, bound, 8 * (len(tensors) + len(floats)))
+    formats: dict[str, str] = {}
+    for launch in launches:
+        kernel = launch.specialisation.kernel
+        for name, fmt in layout(kernel, tensors, floats, tuple(scalars), tuple(launch.fixed)).words.items():
+            if formats.setdefault(name, fmt) != fmt:
+                raise TypeError(f"{kernel.file}: {name} has another type than in a kernel launched before")
+    return _bind_all(op, index, bound, _packer(tensors, floats, formats), 8 * (len(tensors) + len(floats)))
 
 
 def _bind_one(
@@ -101,7 +115,7 @@ def _bind_one(
     return Bound(threading.Lock(), found.pack_words, buffer, fire, base + found.pointers)
 
 
-def _bind_all(op: str, index: int, bound: Sequence[Bound], word_bytes: int) -> Bound:
+def _bind_all(op: str, index: int, bound: Sequence[Bound], pack: Callable[..., None], word_bytes: int) -> Bound:
     """Several launches, a process of several devices, or a device to be waited for."""
     if not bound:
         return Bound(threading.Lock(), lambda *_: None, None, lambda *_: None, 0)
@@ -125,7 +139,7 @@ def _bind_all(op: str, index: int, bound: Sequence[Bound], word_bytes: int) -> B
         if sync:
             _wait(op, index, stream)
 
-    return first._replace(fire=fire)
+    return first._replace(fire=fire, pack=pack)
 
 
 def _wait(op: str, index: int, stream: int) -> None:
@@ -149,7 +163,7 @@ def recover(
     if isinstance(error, (StructError, OverflowError, TypeError)):
         for name, word in zip(names, words, strict=True):
             try:
-                Struct("f").pack(word)
+                Struct("<f").pack(word)  # in native order, a value that is too large becomes infinite
             except (StructError, OverflowError, TypeError) as reason:
                 raise OpError(op, name, f"got {word!r}: {reason}") from None
     raise error

@@ -291,9 +291,11 @@ class Op:
         """A call without addresses to key it by: numpy arrays, empty tensors, tensors without storage, or a mistake."""
         values = [v for p, v in zip(self.parameters, args, strict=True) if p.kind == "Tensor" and v is not None]
         kinds = {tensor.dialect(v) for v in values}
-        if kinds == {"torch"} and any(type(v) not in (torch.Tensor, torch.nn.Parameter) for v in values):
-            binding.bind_torch()
-            return getattr(torch.ops.pyops, self.name)(*args)
+        if kinds == {"torch"}:
+            plain = all(type(v) in (torch.Tensor, torch.nn.Parameter) for v in values)
+            if not plain or all(v.is_meta for v in values):
+                binding.bind_torch()
+                return getattr(torch.ops.pyops, self.name)(*args)
         if kinds == {"cupy"} and "cupy_stream" not in binding.NAMESPACE:
             binding.bind_cupy()
             return self.call(*args)

@@ -1,0 +1,84 @@
+"""What an op's example can be varied by.
+
+An axis is a keyword-only parameter of an op's example. Values that compile into a kernel are parametrised: every one is
+another specialisation. Values that do not are drawn by hypothesis. `Literal[...]` and `bool` annotations speak for
+themselves; any other axis is named here once, for every op.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, Literal, get_args, get_origin
+
+from hypothesis import strategies as st
+
+from pyops._core.op import Op
+
+Axes = dict[str, Any]
+
+# Axis -> every value that is compiled without a device.
+COMPILED: dict[str, tuple[Any, ...]] = {
+    "dtype": ("float32", "float16", "bfloat16"),
+    "hidden_size": (4096, 14336, 64, 769, 1, 32768),
+    "quant_dtype": ("float8_e4m3fn", "int8"),
+    "group_size": (64, 128),
+    "head_dim": (64, 128, 256),
+}
+
+# Axis -> the values that are run, where they are fewer.
+RUN: dict[str, tuple[Any, ...]] = COMPILED | {"hidden_size": (64, 769, 4096)}
+
+# Axis -> what hypothesis draws.
+DRAWN: dict[str, st.SearchStrategy[Any]] = {
+    "num_tokens": st.integers(1, 40) | st.sampled_from([131, 132, 133, 257]),
+}
+
+
+def compiled(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> dict[str, tuple[Any, ...]]:
+    """The axes of `op` that compile into its kernels, each with its values."""
+    assert op.example is not None, f"{op.name} has no example"
+    found = {}
+    for axis, p in inspect.signature(op.example, eval_str=True).parameters.items():
+        if p.kind is not p.KEYWORD_ONLY or axis in DRAWN:
+            continue
+        if get_origin(p.annotation) is Literal:
+            found[axis] = get_args(p.annotation)
+        elif p.annotation is bool:
+            found[axis] = (False, True)
+        elif axis in table:
+            found[axis] = table[axis]
+        else:
+            raise LookupError(f"{op.name}: the axis {axis!r} of its example is unknown: name it in tests/axes.py")
+    return found
+
+
+def drawn(op: Op) -> dict[str, st.SearchStrategy[Any]]:
+    """The axes of `op` that do not compile into its kernels, each with its strategy."""
+    assert op.example is not None, f"{op.name} has no example"
+    return {axis: DRAWN[axis] for axis in inspect.signature(op.example).parameters if axis in DRAWN}
+
+
+def combinations(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> Iterator[Axes]:
+    """Every combination of the compiled axes of `op`."""
+    axes = compiled(op, table)
+    for values in product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
+
+
+def sample(op: Op, most: int) -> list[Axes]:
+    """At most `most` of the combinations that are run, always the same ones."""
+    every = list(combinations(op, RUN))
+    return every if len(every) <= most else random.Random(op.name).sample(every, most)
+
+
+def fullest(op: Op) -> Axes:
+    """The first combination with everything switched on: no optional tensor that the example can give is missing."""
+    return {axis: values[-1] for axis, values in compiled(op).items() if values == (False, True)}
+
+
+def name(axes: Axes) -> str:
+    """The combination as a test's id."""
+    return "-".join(f"{axis}={value}" for axis, value in axes.items())

@@ -1,0 +1,92 @@
+"""The one definition of "the kernel's result is the reference's"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_FLOATS = {torch.float32: (24, -149), torch.float16: (11, -24), torch.bfloat16: (8, -133)}
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+
+# Both sides of a float32 result compute in float32, where a sum of thousands of terms in another order moves the last
+# four bits: one `ulp` of an op counts as 16 units there.
+_FLOAT32_UNITS = 16
+# CuPy compiles with denormals flushed to zero, and a norm may scale what was lost by 1 / sqrt(epsilon) and a weight.
+_FLUSHED = 1e-30
+# Where terms of the size of the largest result cancel, float32 leaves this much of it.
+_CANCELLED = 2.0**-22
+# Codes that may lie one step away, because the value before rounding lay next to a tie.
+_TIES = 1e-3
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of the elements, in order."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors agree in shape, dtype and every bit."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def assert_close(expected: torch.Tensor, actual: torch.Tensor, ulps: int, what: str = "result") -> None:
+    """`actual` lies within `ulps` units in the last place of `expected`; 0 means equal values.
+
+    Codes (fp8, int8) may differ by one step, in one element or a thousandth of them. NaN must meet NaN.
+    """
+    assert expected.shape == actual.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    assert expected.dtype == actual.dtype, f"{what}: {actual.dtype}, expected {expected.dtype}"
+    if expected.dtype in _CODES:
+        _assert_codes_close(expected, actual, ulps, what)
+    elif expected.dtype in _FLOATS:
+        _assert_floats_close(expected, actual, ulps, what)
+    else:
+        assert torch.equal(expected, actual), f"{what}: {_worst(expected, actual, expected != actual)}"
+
+
+def _assert_floats_close(expected: torch.Tensor, actual: torch.Tensor, ulps: int, what: str) -> None:
+    nan = expected.isnan()
+    assert torch.equal(nan, actual.isnan()), (
+        f"{what}: NaN at other places, {_worst(expected, actual, nan != actual.isnan())}"
+    )
+    precision, smallest = _FLOATS[expected.dtype]
+    # Infinity is the value after the largest: a result that only just overflows is one unit away.
+    beyond = 2.0 * 2.0 ** (127 if expected.dtype != torch.float16 else 15)
+    a, b = (x.double().nan_to_num(nan=0.0, posinf=beyond, neginf=-beyond) for x in (expected, actual))
+    exponent = torch.frexp(a)[1].double()
+    units = ulps * (_FLOAT32_UNITS if expected.dtype == torch.float32 else 1)
+    allowed = units * torch.exp2(torch.clamp(exponent - precision, min=smallest)) + _FLUSHED
+    if ulps:
+        finite = a[a.abs() < beyond]
+        allowed += _CANCELLED * (finite.abs().max() if finite.numel() else 0.0)
+    wrong = (a - b).abs() > allowed
+    assert not wrong.any(), f"{what}: more than {ulps} ulps away, {_worst(expected, actual, wrong)}"
+
+
+def _assert_codes_close(expected: torch.Tensor, actual: torch.Tensor, ulps: int, what: str) -> None:
+    a, b = _ordinal(expected), _ordinal(actual)
+    steps = (a - b).abs()
+    assert steps.numel() == 0 or int(steps.max()) <= min(1, ulps), (
+        f"{what}: {_worst(expected, actual, steps > min(1, ulps))}"
+    )
+    allowed = max(1, int(_TIES * steps.numel())) if ulps else 0
+    assert int(steps.sum()) <= allowed, f"{what}: {int(steps.sum())} codes of {steps.numel()} differ by a step"
+
+
+def _ordinal(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as integers that count the steps between them; the two zeros are one, and so are all NaN."""
+    if not codes.dtype.is_floating_point:
+        return codes.int()
+    nan = codes.float().isnan()
+    raw = codes.view(torch.uint8).int()
+    magnitude = raw & 0x7F
+    return torch.where(raw > 0x7F, -magnitude, magnitude).masked_fill(nan, 1000)
+
+
+def _worst(expected: torch.Tensor, actual: torch.Tensor, wrong: torch.Tensor) -> str:
+    at: Any = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} elements, the first at {at}: "
+        f"expected {expected[at].item()!r}, got {actual[at].item()!r}"
+    )

@@ -1,0 +1,383 @@
+"""The runtime on a device: what reaches a kernel, what is compiled when, and what a broken kernel cache costs."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha1
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import pyops
+from pyops._core import compiler
+from pyops._core.kernel import Kernel, Launch
+from pyops._core.tensor import Arg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+MakeKernel = Callable[[str, str], Kernel]
+RMS_NORM = pyops.ops["rms_norm"]
+
+
+def unload() -> None:
+    """Let the process forget every kernel it holds."""
+    for op in pyops.ops.values():
+        op.forget()
+        for specialisation in op.specialisations.values():
+            specialisation.kernel._loaded.clear()
+        op.specialisations.clear()
+    compiler._loaded.clear()
+    gc.collect()
+
+
+def norm(hidden_size: int = 64) -> None:
+    """A call whose result is checked."""
+    x = torch.randn(3, hidden_size, device="cuda")
+    out = torch.full_like(x, float("nan"))
+    pyops.rms_norm(out, x, None, 1e-6)
+    torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (hidden_size,), None, 1e-6))
+
+
+# What reaches a kernel
+
+ECHO = """
+// What each parameter holds, as bits.
+extern "C" __global__ void echo(int64_t* out, float a, int b, int64_t c, bool d, double e, uint32_t f) {
+    out[0] = __float_as_uint(a);
+    out[1] = b;
+    out[2] = c;
+    out[3] = d;
+    out[4] = __double_as_longlong(e);
+    out[5] = f;
+}
+"""
+
+
+def test_scalars_are_packed_by_their_c_types(kernel: MakeKernel) -> None:
+    @pyops.op(out="out")
+    def echo(out: Tensor, a: float, b: int, c: int, d: bool, e: float, f: int) -> None:
+        raise NotImplementedError
+
+    made = kernel("echo", ECHO)
+
+    @echo.plan
+    def _(out: Arg, a: float, b: int, c: int, d: bool, e: float, f: int) -> Launch:
+        return made().launch(grid=1, block=1)
+
+    out = torch.zeros(6, dtype=torch.int64, device="cuda")
+    for a, b, c, d, e, f in [
+        (1.5, 7, 2**40, True, 0.1, 2**32 - 1),
+        (-0.1, -7, -(2**63), False, -1e300, 0),
+        (float("inf"), 2**31 - 1, 2**63 - 1, True, 5e-324, 1),
+    ]:
+        echo(out, a, b, c, d, e, f)
+        (bits,) = struct.unpack("<I", struct.pack("<f", a))
+        (wide,) = struct.unpack("<q", struct.pack("<d", e))
+        assert out.tolist() == [bits, b, c, int(d), wide, f]
+    for wrong, name in (
+        ((1e300, 1, 1, True, 1.0, 1), "a"),
+        ((None, 1, 1, True, 1.0, 1), "a"),
+        (("x", 1, 1, True, 1.0, 1), "a"),
+    ):
+        with pytest.raises(pyops.OpError, match=f"^echo: {name}: "):
+            echo(out, *wrong)
+
+
+TWO = """
+extern "C" __global__ void {name}(float* out, const float* input, int64_t size) {{
+    const int64_t i = int64_t(blockIdx.x) * 64 + threadIdx.x;
+    if (i < size) out[i] = {value};
+}}
+"""
+
+
+def test_two_launches_make_one_op(kernel: MakeKernel) -> None:
+    """They run in order, and an empty one among them is left out."""
+
+    @pyops.op(out="out")
+    def two_steps(out: Tensor, input: Tensor) -> None:
+        out.copy_((input + 1) * 2)
+
+    first = kernel("first_step", TWO.format(name="first_step", value="input[i] + 1"))
+    second = kernel("second_step", TWO.format(name="second_step", value="out[i] * 2"))
+
+    @two_steps.plan
+    def _(out: Arg, input: Arg) -> list[Launch]:
+        grid = -(-input.numel // 64)
+        launches = [made().launch(grid=grid, block=64, size=input.numel) for made in (first, second)]
+        return [*launches, first().launch(grid=0, block=64, size=0)]
+
+    for size in (1, 64, 1_000_000):
+        x = torch.randn(size, device="cuda")
+        out = torch.full_like(x, float("nan"))
+        for _ in range(3):
+            two_steps(out, x)
+            assert torch.equal(out, (x + 1) * 2)
+    assert {one.kernel for one in two_steps.compiled()} == {"test/first_step.cu", "test/second_step.cu"}
+
+
+# What is compiled when
+
+
+def test_many_threads_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    unload()
+    compiled = []
+    load = compiler._load
+    monkeypatch.setattr(compiler, "_load", lambda *args: compiled.append(args[1]) or load(*args))
+    barrier = threading.Barrier(8)
+
+    def call(_: int) -> None:
+        barrier.wait()
+        norm(96)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(8)))
+    assert len(compiled) == 1
+
+
+def test_log_switch(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    unload()
+    norm()
+    assert capfd.readouterr().err == ""
+    unload()
+    monkeypatch.setenv("PYOPS_LOG", "1")
+    norm()
+    norm()
+    assert re.fullmatch(
+        r"pyops: norm/rms_norm\.cu scalar_t=float32 HIDDEN_SIZE=64 .*: disk in \d+ ms, \d+ registers\n",
+        capfd.readouterr().err,
+    )
+
+
+def test_compile_error_at_a_call(kernel: MakeKernel) -> None:
+    """Nothing is written, and the next call says the same."""
+
+    @pyops.op(out="out")
+    def miscompiled(out: Tensor) -> None:
+        out.zero_()
+
+    made = kernel("miscompiled", 'extern "C" __global__ void miscompiled(float* out) {\n    out[0] = undeclared;\n}\n')
+
+    @miscompiled.plan
+    def _(out: Arg) -> Launch:
+        return made(SIZE=3).launch(grid=1, block=1)
+
+    out = torch.ones(1, device="cuda")
+    for _ in range(2):
+        with pytest.raises(pyops.CompileError) as caught:
+            miscompiled(out)
+        message = str(caught.value)
+        assert message.startswith("test/miscompiled.cu did not compile for SIZE=3\n")
+        assert 'kernels_cu/test/miscompiled.cu(2): error: identifier "undeclared" is undefined' in message
+    assert out.item() == 1
+
+
+def test_cupy_capture_of_an_unloaded_kernel() -> None:
+    import cupy
+
+    unload()
+    x = cupy.zeros((3, 64), cupy.float32)
+    out = cupy.empty_like(x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(pyops.CaptureError, match=r"^rms_norm: kernel norm/rms_norm\.cu is not loaded"):
+                pyops.rms_norm(out, x, None, 1e-6)
+        finally:
+            stream.end_capture()
+    norm()
+
+
+FAULT = """
+import os, sys
+os.environ["PYOPS_SYNC"] = "1"
+import torch, kernels_cu, pyops
+from pyops._core.kernel import Kernel
+read = kernels_cu.read
+TEXT = 'extern "C" __global__ void faulty(float* out) { *reinterpret_cast<float*>(16) = 1.0f; }'
+kernels_cu.read = lambda name: TEXT if name == "test/faulty.cu" else read(name)
+@pyops.op(out="out")
+def faulty(out: Tensor) -> None: ...
+@faulty.plan
+def _(out): return Kernel("test/faulty.cu")().launch(grid=1, block=1)
+try:
+    faulty(torch.zeros(1, device="cuda"))
+except pyops.DeviceFault as error:
+    assert str(error).startswith("faulty: the device reported"), error
+    print("named", flush=True)
+os._exit(0)
+"""
+
+
+def _python(code: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_sync_names_the_op_that_faulted() -> None:
+    out, err = _python("from __future__ import annotations\n" + FAULT).communicate(timeout=120)
+    assert out.strip() == "named", err
+
+
+# What a broken kernel cache costs: one warning, never a failed or wrong call
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Path]:
+    """CuPy's kernel cache, empty and in a folder of its own, in a process that holds no kernels."""
+    import cupy.cuda.compiler as backend
+    from cupy.cuda._compiler_cache import DiskKernelCacheBackend
+
+    before = backend._kernel_cache_backend
+    backend._set_kernel_cache_backend(DiskKernelCacheBackend(str(tmp_path)))
+    unload()
+    compiler._warned = False
+    yield tmp_path
+    backend._set_kernel_cache_backend(before)
+    unload()
+    compiler._warned = False
+
+
+def _norms_with(most_warnings: int) -> None:
+    """Two kernels made ready from this cache, with right results and at most so many warnings."""
+    unload()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        norm(64)
+        norm(128)
+    messages = [str(one.message) for one in caught if "kernel cache" in str(one.message)]
+    assert len(messages) == most_warnings, messages
+    assert all("is of no use" in message for message in messages)
+
+
+def _entries(cache: Path) -> list[Path]:
+    entries = sorted(cache.iterdir())
+    assert len(entries) == 2
+    return entries
+
+
+def test_intact_cache(cache: Path) -> None:
+    _norms_with(0)
+    assert {one.origin for one in RMS_NORM.wrapper.compiled()} == {"compiled"}
+    _norms_with(0)
+    assert {one.origin for one in RMS_NORM.wrapper.compiled()} == {"disk"}
+    assert len(_entries(cache)) == 2
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped"])
+def test_corrupt_entries(cache: Path, damage: str) -> None:
+    """CuPy's checksum finds them: they are compiled anew and replaced, without a word."""
+    _norms_with(0)
+    for entry in _entries(cache):
+        data = bytearray(entry.read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        entry.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "flipped": data}[damage])
+    _norms_with(0)
+    assert {one.origin for one in RMS_NORM.wrapper.compiled()} == {"compiled"}
+    _norms_with(0)
+    assert {one.origin for one in RMS_NORM.wrapper.compiled()} == {"disk"}
+
+
+def test_foreign_entries(cache: Path) -> None:
+    """Their checksum is right, but what they hold is no kernel."""
+    _norms_with(0)
+    for entry in _entries(cache):
+        garbage = b"not a kernel" * 100
+        entry.write_bytes(sha1(garbage).hexdigest().encode() + garbage)
+    _norms_with(1)
+
+
+def test_folders_in_the_place_of_entries(cache: Path) -> None:
+    _norms_with(0)
+    for entry in _entries(cache):
+        entry.unlink()
+        entry.mkdir()
+    _norms_with(1)
+
+
+def test_full_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda._compiler_cache import DiskKernelCacheBackend
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(DiskKernelCacheBackend, "save", full)
+    _norms_with(1)
+
+
+def test_folder_that_went_away(cache: Path) -> None:
+    shutil.rmtree(cache)
+    _norms_with(1)
+
+
+UNUSABLE = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch, pyops
+    for size in (64, 128):
+        x = torch.randn(3, size, device="cuda")
+        out = torch.empty_like(x)
+        pyops.rms_norm(out, x, None, 1e-6)
+        torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (size,), None, 1e-6))
+print(sum("kernel cache" in str(one.message) for one in caught))
+"""
+
+
+@pytest.mark.parametrize("where", ["a file", "under a file", "not writable"])
+def test_folder_that_cannot_be_used(tmp_path: Path, where: str) -> None:
+    """Also for the superuser, whom no permission stops: /proc takes no files from anybody."""
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    folder = {"a file": file, "under a file": file / "cache", "not writable": Path("/proc")}[where]
+    out, err = _python(UNUSABLE, CUPY_CACHE_DIR=str(folder)).communicate(timeout=120)
+    assert out.strip() == "1", err
+
+
+COLD = """
+import cupy, numpy, pyops
+rng = numpy.random.default_rng(0)
+x = rng.standard_normal((64, 1024), dtype=numpy.float32)
+out = cupy.asarray(numpy.full_like(x, numpy.nan))
+pyops.rms_norm(out, cupy.asarray(x), None, 1e-6)
+wide = x.astype(numpy.float64)
+expected = wide / numpy.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+numpy.testing.assert_allclose(out.get(), expected, rtol=1e-5, atol=1e-7)
+print("right")
+"""
+
+
+def test_many_cold_processes_at_once(tmp_path: Path) -> None:
+    """They share one empty cache folder, and each gets the right result without a warning."""
+    processes = [
+        _python(COLD, CUPY_CACHE_DIR=str(tmp_path / "cache"), PYTHONWARNINGS="error::UserWarning") for _ in range(32)
+    ]
+    results = [process.communicate(timeout=300) for process in processes]
+    assert [out.strip() for out, _ in results] == ["right"] * 32, next(
+        err for out, err in results if "right" not in out
+    )
+    assert len(list((tmp_path / "cache").iterdir())) == 1

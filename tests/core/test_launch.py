@@ -1,0 +1,184 @@
+"""Packing and launching on a driver that is a Python function: what a kernel parameter holds when it is launched."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import pyops
+from pyops._core import device, launch
+from pyops._core.kernel import Kernel, Specialisation
+
+MakeKernel = Callable[[str, str], Kernel]
+SIZES = {"Q": 8, "q": 8, "d": 8, "f": 4, "i": 4, "I": 4, "?": 1}
+
+
+class Driver:
+    """Records launches, reading every parameter through its pointer as the driver would."""
+
+    class Error(Exception):
+        status = 0
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.kernels: list[Kernel] = []
+
+    def load(self, specialisation: Specialisation) -> Any:
+        self.kernels.append(specialisation.kernel)
+        return SimpleNamespace(function=len(self.kernels) - 1)
+
+    def launch(
+        self,
+        function: int,
+        x: int,
+        y: int,
+        z: int,
+        bx: int,
+        by: int,
+        bz: int,
+        shared: int,
+        stream: int,
+        at: int,
+        extra: int,
+    ) -> None:
+        kernel = self.kernels[function]
+        pointers = (ctypes.c_uint64 * len(kernel.parameters)).from_address(at)
+        values = {}
+        for (fmt, name), pointer in zip(kernel.parameters, pointers, strict=True):
+            code = fmt[0]
+            (values[name],) = struct.unpack(f"<{code}", ctypes.string_at(pointer, SIZES[code]))
+        self.launches.append((kernel.file, (x, y, z), (bx, by, bz), shared, stream, values))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(launch, "_driver", lambda: (made.launch, Driver.Error, lambda: 0))
+    monkeypatch.setattr(Specialisation, "load", lambda one, index: made.load(one))
+    monkeypatch.setattr(device, "count", lambda: 1)
+    return made
+
+
+def text(name: str, parameters: str) -> str:
+    return f'extern "C" __global__ void {name}({parameters}) {{}}'
+
+
+def call(bound: launch.Bound, stream: int, *words: Any) -> None:
+    """What a wrapper does with a plan."""
+    with bound.lock:
+        bound.pack(bound.buffer, 0, *words)
+        bound.fire(stream, bound.parameters, 0)
+
+
+def test_parameters_hold_what_they_are_given(kernel: MakeKernel, driver: Driver) -> None:
+    every = kernel(
+        "every",
+        text(
+            "every", "float* out, float a, const int* input, int b, int64_t c, bool d, double e, uint32_t f, uint64_t g"
+        ),
+    )
+    fixed = {"b": -5, "c": -(2**62), "d": True, "f": 2**32 - 1, "g": 2**64 - 1}
+    bound = launch.bind("op", 0, [every().launch((3, 2), 64, 512, **fixed)], ("out", "input"), ("a", "e"), {})
+    for a, e in ((0.5, 0.1), (-2.0, 1e300)):
+        call(bound, 77, 2**48, 2**47, a, e)
+    assert driver.launches == [
+        (
+            "test/every.cu",
+            (3, 2, 1),
+            (64, 1, 1),
+            512,
+            77,
+            {"out": 2**48, "a": a, "input": 2**47, "e": e} | fixed,
+        )
+        for a, e in ((0.5, 0.1), (-2.0, 1e300))
+    ]
+
+
+def test_keyed_scalars_of_the_op_reach_the_kernel(kernel: MakeKernel, driver: Driver) -> None:
+    """By name; a value that the plan fixes comes before the op's own, also for a tensor."""
+    scalars = kernel("scalars", text("scalars", "float* out, float* residual, int rows, bool causal"))
+    one = scalars().launch(1, 64, residual=0, rows=9)
+    bound = launch.bind("op", 0, [one], ("out", "residual"), ("unused",), {"rows": 4, "causal": True, "window": 8})
+    call(bound, 0, 111, 222, 3.0)
+    assert driver.launches[0][-1] == {"out": 111, "residual": 0, "rows": 9, "causal": True}
+
+
+def test_launches_of_one_op_share_their_words(kernel: MakeKernel, driver: Driver) -> None:
+    """Each kernel takes those of the op's values that it names, in the C type it names them with."""
+    first = kernel("first", text("first", "float* out, int rows"))
+    second = kernel("second", text("second", "int rows, const float* input, float* out, float epsilon"))
+    third = kernel("third", text("third", "double limit, float* out"))
+    launches = [made().launch(1, 64, **({"rows": 3} if made is not third else {})) for made in (first, second, third)]
+    bound = launch.bind("op", 0, launches, ("out", "input"), ("epsilon", "limit"), {})
+    for out, epsilon in ((4096, 0.25), (8192, 0.5)):
+        call(bound, 5, out, 64, epsilon, 0.1)
+    values = [(file, taken) for file, *_, taken in driver.launches]
+    assert values == [
+        entry
+        for out, epsilon in ((4096, 0.25), (8192, 0.5))
+        for entry in (
+            ("test/first.cu", {"out": out, "rows": 3}),
+            ("test/second.cu", {"rows": 3, "input": 64, "out": out, "epsilon": epsilon}),
+            ("test/third.cu", {"limit": 0.1, "out": out}),
+        )
+    ]
+    assert {stream for *_, stream, _ in driver.launches} == {5}
+
+
+def test_one_word_has_one_type(kernel: MakeKernel, driver: Driver) -> None:
+    single = kernel("single", text("single", "float* out, float epsilon"))
+    double = kernel("double", text("double", "float* out, double epsilon"))
+    with pytest.raises(TypeError, match=r"test/double\.cu: epsilon has another type than in a kernel launched before"):
+        launch.bind("op", 0, [single().launch(1, 64), double().launch(1, 64)], ("out",), ("epsilon",), {})
+
+
+def test_parameters_are_fed_and_values_are_taken(kernel: MakeKernel, driver: Driver) -> None:
+    scale = kernel("scale", text("scale", "float* out, int64_t size, int times"))
+    with pytest.raises(TypeError, match=r"test/scale\.cu: nothing feeds the parameter times"):
+        launch.bind("op", 0, [scale().launch(1, 64, size=1)], ("out",), (), {})
+    with pytest.raises(TypeError, match=r"test/scale\.cu: no parameter takes the value rows"):
+        launch.bind("op", 0, [scale().launch(1, 64, size=1, rows=2)], ("out",), (), {"times": 1})
+
+
+@pytest.mark.parametrize("value", [1e300, None, "x"])
+def test_a_value_that_does_not_fit_is_named(kernel: MakeKernel, driver: Driver, value: Any) -> None:
+    single = kernel("narrow", text("narrow", "float* out, float slope, float epsilon"))
+    bound = launch.bind("op", 0, [single().launch(1, 64)], ("out",), ("slope", "epsilon"), {})
+    words = (64, 1.0, value)
+    with pytest.raises((struct.error, OverflowError, TypeError)) as caught:
+        call(bound, 0, *words)
+    with pytest.raises(pyops.OpError, match=r"^op: epsilon: got "):
+        launch.recover(caught.value, "op", 0, bound, ("out", "slope", "epsilon"), 0, *words)
+    assert not driver.launches
+
+
+def test_no_launch_at_all(driver: Driver) -> None:
+    call(launch.bind("op", 0, [], ("out",), ("epsilon",), {}), 0, 64, 1.0)
+    assert not driver.launches
+
+
+def test_threads_do_not_mix_their_words(kernel: MakeKernel, driver: Driver) -> None:
+    """One plan, many threads: the words of a call stay together from packing to launching."""
+    pair = kernel("pair", text("pair", "float* out, const float* input, float epsilon"))
+    bound = launch.bind("op", 0, [pair().launch(1, 64), pair().launch(2, 64)], ("out", "input"), ("epsilon",), {})
+    barrier = threading.Barrier(8)
+
+    def calls(thread: int) -> None:
+        barrier.wait()
+        for i in range(200):
+            word = 1000 * thread + i
+            call(bound, thread, word, word, float(word))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(calls, range(8)))
+    assert len(driver.launches) == 8 * 200 * 2
+    for *_, stream, values in driver.launches:
+        assert values["out"] == values["input"] == values["epsilon"]
+        assert values["out"] // 1000 == stream

@@ -1,0 +1,200 @@
+"""Declaring ops, and the way of a call: keys, plans, refusals, switches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+
+import pyops
+from pyops._core import check, compiler, device
+from pyops._core import op as core
+from pyops._core.example import ArgMaker, TorchMaker
+from pyops._core.kernel import Kernel
+from pyops._core.tensor import Arg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+MakeKernel = Callable[[str, str], Kernel]
+
+SCALE = """
+// out[i] = input[i] * factor
+#include "number.cuh"
+extern "C" __global__ void scale(float* out, const float* input, int64_t size, float factor, int times) {
+    const int64_t i = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    if (i < size) out[i] = input[i] * factor * times;
+}
+"""
+
+
+def test_declaration_is_read_from_the_reference() -> None:
+    @pyops.op(out="out", inout=("state",), keyed="slope", ulps=3)
+    def declared(out: Tensor, state: Tensor | None, slope: float, epsilon: float, causal: bool = True) -> None:
+        """Documented."""
+
+    op = declared.op
+    assert pyops.ops["declared"] is op
+    assert [(p.name, p.kind, p.role, p.optional, p.keyed) for p in op.parameters] == [
+        ("out", "Tensor", "out", False, False),
+        ("state", "Tensor", "inout", True, False),
+        ("slope", "float", "in", False, True),
+        ("epsilon", "float", "in", False, False),
+        ("causal", "bool", "in", False, True),
+    ]
+    assert op.floats == ["epsilon"]
+    assert op.ulps == 3
+    assert (declared.__name__, declared.__doc__) == ("declared", "Documented.")
+
+
+def _unknown_kind(out: Tensor, sizes: list[int]) -> None: ...
+
+
+def _good(out: Tensor, factor: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("reference", "declaration", "message"),
+    [
+        (_unknown_kind, {"out": "out"}, "sizes is annotated 'list"),
+        (_good, {"out": "output"}, r"\['output'\] are written but are no tensor parameters"),
+        (_good, {"out": ("out", "factor")}, r"\['factor'\] are written but are no tensor parameters"),
+        (_good, {"out": "out", "keyed": "out"}, r"\['out'\] are keyed but are no float parameters"),
+    ],
+)
+def test_wrong_declarations(reference: Any, declaration: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        pyops.op(**declaration)(reference)
+    assert reference.__name__ not in pyops.ops
+
+
+def test_a_plan_is_made_once_for_a_signature() -> None:
+    planned = []
+
+    @pyops.op(out="out", keyed="slope")
+    def planned_once(out: Tensor, input: Tensor, slope: float, epsilon: float, steps: int = 1) -> None:
+        out.copy_(input * slope + epsilon * steps)
+
+    @planned_once.plan
+    def _(out: Arg, input: Arg, slope: float, epsilon: float, steps: int) -> list[Any]:
+        check.like(out, input)
+        planned.append((input.shape, slope, steps))
+        return []
+
+    def call(rows: int, slope: float, epsilon: float, steps: int = 1) -> torch.Tensor:
+        out = torch.empty(rows, 4)
+        planned_once(out, torch.ones(rows, 4), slope, epsilon, steps)
+        return out
+
+    for _ in range(2):
+        for epsilon in (0.25, 0.5):  # passed, not keyed
+            assert torch.equal(call(2, 2.0, epsilon), torch.full((2, 4), 2.0 + epsilon))
+        call(3, 2.0, 0.5)
+        call(2, 3.0, 0.5)
+        call(2, 2.0, 0.5, steps=2)
+    assert planned == [((2, 4), 2.0, 1), ((3, 4), 2.0, 1), ((2, 4), 3.0, 1), ((2, 4), 2.0, 2)]
+
+
+def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "_MOST_PLANS", 4)
+    op = pyops.ops["rms_norm"]
+    for rows in range(1, 20):
+        args = op.example(TorchMaker(), num_tokens=rows, hidden_size=8, dtype="float32")
+        op.wrapper(*args)
+        assert len(op.plans) <= 4
+        assert len(op._described) <= 4
+        expected = torch.nn.functional.rms_norm(args[1], (8,), args[2], 1e-6)
+        torch.testing.assert_close(args[0], expected)
+
+
+def test_a_new_number_of_tokens_is_the_same_specialisation() -> None:
+    op = pyops.ops["rms_norm"]
+    texts = {
+        launch.specialisation.text
+        for rows in (1, 2, 17, 100)
+        for launch in op.launches(*op.example(ArgMaker(device.model()), num_tokens=rows))
+    }
+    assert len(texts) == 1
+
+
+def test_specialisations_are_told_apart_by_the_names_of_their_constants(
+    kernel: MakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a process holds is found again by names and values, not by values alone."""
+    monkeypatch.setattr(compiler, "load", lambda device, text, *_: (device, text))
+    scale = kernel("told_apart", SCALE.replace("scale", "told_apart"))
+    made = [scale(A=1, B=2), scale(A=1, C=2), scale(A=2, B=1)]
+    assert [one.load(device) for one in made for device in (0, 1)] == [
+        (device, one.text) for one in made for device in (0, 1)
+    ]
+
+
+def test_wrapper_source_can_be_read() -> None:
+    """The generated wrapper is Python that `inspect` and a debugger can show."""
+    import inspect
+
+    assert "def rms_norm(" in inspect.getsource(pyops.rms_norm)
+
+
+LATE_TORCH = """
+import pyops, sys
+assert "torch" not in sys.modules
+import torch
+x = torch.ones(2, 8)
+def call(out, x):
+    pyops.rms_norm(out, x, None, 1e-6)
+out = torch.empty_like(x)
+{first}
+assert torch.equal(out, x / (1 + 1e-6) ** 0.5), out
+torch.ops.pyops.rms_norm(out.zero_(), x, None, 1e-6)
+assert torch.equal(out, x / (1 + 1e-6) ** 0.5), out
+"""
+
+
+@pytest.mark.parametrize("first", ["call(out, x)", "torch.compile(call, fullgraph=True, backend='aot_eager')(out, x)"])
+def test_torch_imported_after_pyops(first: str) -> None:
+    """Ops register with torch at the first call, also when that call is traced."""
+    run = subprocess.run(
+        [sys.executable, "-c", LATE_TORCH.format(first=first)], cwd=ROOT, capture_output=True, text=True, env=os.environ
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_mixed_libraries_are_refused() -> None:
+    x = torch.ones(2, 8)
+    with pytest.raises(pyops.OpError, match=r"^rms_norm: input: expected a torch tensor like out, got a numpy one$"):
+        pyops.rms_norm(torch.empty_like(x), numpy.ones((2, 8), numpy.float32), None, 1e-6)
+
+
+def test_errors_are_value_errors_with_parts() -> None:
+    error = pyops.OpError("rms_norm", "weight", "expected shape (hidden_size=4096,), got (4095,)")
+    assert isinstance(error, ValueError)
+    assert str(error) == "rms_norm: weight: expected shape (hidden_size=4096,), got (4095,)"
+    assert issubclass(pyops.UnsupportedError, (pyops.OpError, NotImplementedError))
+    assert type(error).__module__ == "pyops"
+
+
+def test_the_message_of_the_issue() -> None:
+    x = torch.empty(2, 4096, dtype=torch.bfloat16)
+    with pytest.raises(pyops.OpError) as caught:
+        pyops.rms_norm(x.clone(), x, torch.empty(4095, dtype=torch.bfloat16), 1e-6)
+    assert str(caught.value) == "rms_norm: weight: expected shape (hidden_size=4096,), got (4095,)"
+
+
+@pytest.mark.parametrize(("value", "on"), [("", False), ("0", False), ("1", True), ("yes", True)])
+def test_switches(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
+    from pyops._core import config
+
+    for name, switch in (("REFERENCE", config.reference), ("SYNC", config.sync), ("LOG", config.log)):
+        monkeypatch.setenv(f"PYOPS_{name}", value)
+        assert switch() is on
+        monkeypatch.delenv(f"PYOPS_{name}")
+        assert switch() is False

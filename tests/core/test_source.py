@@ -1,0 +1,120 @@
+"""Kernel texts: what is flattened, what the compiler is told about lines, what is read from a signature."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+import kernels_cu
+from pyops._core import dtypes, source
+from pyops._core.kernel import Kernel
+
+KERNELS = [name for name in kernels_cu.names() if name.endswith(".cu")]
+MakeKernel = Callable[[str, str], Kernel]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_line_keeps_its_place(name: str) -> None:
+    """What the compiler calls line n of a file is line n of that file."""
+    file, number = "", 0
+    checked = set()
+    for line in source.flatten(name, {"VEC_SIZE": 8}).splitlines()[1:]:
+        if mark := re.fullmatch(r'#line (\d+) "(.*)"', line):
+            file, number = mark[2], int(mark[1])
+        elif file != "constants":
+            original = kernels_cu.read(file.removeprefix("kernels_cu/")).splitlines()[number - 1]
+            directive = original.startswith(('#include "', "#pragma once"))
+            assert line == ("" if directive else original), f"{file}:{number}"
+            checked.add((file, number))
+            number += 1
+    total = len(kernels_cu.read(name).splitlines())
+    # An include is replaced by the header it names, so its own line has no counterpart.
+    missing = set(range(1, total + 1)) - {n for f, n in checked if f == f"kernels_cu/{name}"}
+    lines = kernels_cu.read(name).splitlines()
+    assert all(lines[number - 1].startswith('#include "') for number in missing)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_each_header_comes_once_and_types_come_first(name: str) -> None:
+    text = source.flatten(name, {"scalar_t": dtypes.bfloat16, "HIDDEN_SIZE": 4096})
+    assert '#include "' not in text
+    files = re.findall(r'#line 1 "(.*)"', text)
+    assert len(files) == len(set(files))
+    assert files.index("kernels_cu/include/number.cuh") < files.index("constants") < files.index(f"kernels_cu/{name}")
+    assert text.splitlines()[0] == f"// {name} scalar_t=bfloat16 HIDDEN_SIZE=4096"
+
+
+@pytest.mark.parametrize(
+    ("value", "declaration"),
+    [
+        (dtypes.bfloat16, "using X = bf16_t;"),
+        (dtypes.float8_e4m3fn, "using X = fp8_e4m3_t;"),
+        (True, "constexpr bool X = true;"),
+        (False, "constexpr bool X = false;"),
+        (0, "constexpr int X = 0;"),
+        (-7, "constexpr int X = -7;"),
+        (2**31 - 1, "constexpr int X = 2147483647;"),
+        (2**31, "constexpr int64_t X = 2147483648;"),
+        ("gelu", "#define X gelu"),
+    ],
+)
+def test_constants(value: object, declaration: str) -> None:
+    assert f'#line 1 "constants"\n{declaration}\n' in source.flatten(KERNELS[0], {"X": value})
+
+
+def test_description_is_what_a_person_types() -> None:
+    constants = {"scalar_t": dtypes.float16, "HIDDEN_SIZE": 64, "HAS_WEIGHT": True}
+    assert source.describe(constants) == "scalar_t=float16 HIDDEN_SIZE=64 HAS_WEIGHT=1"
+
+
+def test_texts_differ_when_constants_do() -> None:
+    texts = {
+        source.flatten(KERNELS[0], constants)
+        for constants in ({"A": 1}, {"A": 2}, {"B": 1}, {"A": True}, {"A": dtypes.float16}, {"A": dtypes.bfloat16})
+    }
+    assert len(texts) == 6
+
+
+SIGNATURE = """
+// A comment with extern "C" __global__ void other(int a) in it.
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+signature(scalar_t* __restrict__ out,   // [rows, (columns)], written
+          const float *input,           // [rows]
+          const int64_t* const ids,
+          int64_t rows, int columns, float epsilon, bool flag, double limit, uint32_t seed) {
+}
+"""
+
+
+def test_signature(kernel: MakeKernel) -> None:
+    made = kernel("signature", SIGNATURE)
+    assert source.signature(made.file) == (
+        "signature",
+        (
+            ("Q", "out"),
+            ("Q", "input"),
+            ("Q", "ids"),
+            ("q", "rows"),
+            ("i4x", "columns"),
+            ("f4x", "epsilon"),
+            ("?7x", "flag"),
+            ("d", "limit"),
+            ("I4x", "seed"),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("__global__ void f(int a) {}", "found 0"),
+        ('extern "C" __global__ void f(int a) {}\nextern "C" __global__ void g(int a) {}', "found 2"),
+        ('extern "C" __global__ void f(half a) {}', "parameter a has type 'half'"),
+        ('extern "C" __global__ void f(unsigned char a) {}', "parameter a has type 'unsigned char'"),
+    ],
+)
+def test_signatures_that_nothing_can_feed(kernel: MakeKernel, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        source.signature(kernel("refused", text).file)

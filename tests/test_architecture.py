@@ -1,0 +1,138 @@
+"""The rules of the house, held by reading the tree."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import kernels_cu
+import pyops
+import pyops._core
+from pyops._core import device, source
+from pyops._core.example import ArgMaker
+from tests import axes
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "pyops" / "_core"
+# What of the root belongs to the project, besides the files that lie in it.
+FOLDERS = ("pyops", "kernels_cu", "tests", "benchmarks", "docs", ".ci")
+KERNELS = [name for name in kernels_cu.names() if name.endswith(".cu")]
+HEADERS = [name for name in kernels_cu.names() if name.endswith(".cuh")]
+
+# The modules of pyops._core, each after all that it may import.
+ORDER = [
+    module
+    for line in str(pyops._core.__doc__).splitlines()
+    if re.match(r"[a-z]+( [a-z]+)*   +\S", line)
+    for module in re.split("   +", line)[0].split()
+]
+# A family of ops: one module or package beside `_core`, whose name says nothing else.
+FAMILIES = [path for path in sorted((ROOT / "pyops").glob("*.py")) if not path.name.startswith("__")]
+
+
+def _code(name: str) -> str:
+    """A kernel source without its comments."""
+    return re.sub(r"//.*", "", kernels_cu.read(name))
+
+
+def _imports(path: Path) -> set[str]:
+    """Modules and names that a file imports when it runs, wherever in it, as absolute dotted names."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
+    package = path.relative_to(ROOT).parent.parts
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join((*above, *([node.module] if node.module else [])))
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_every_core_module_has_its_place() -> None:
+    assert sorted(ORDER) == sorted(path.stem for path in CORE.glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_core_imports_only_what_comes_before(module: str) -> None:
+    imported = {name.split(".")[2] for name in _imports(CORE / f"{module}.py") if name.startswith("pyops._core.")}
+    assert imported <= set(ORDER[: ORDER.index(module)])
+    beyond = {name for name in _imports(CORE / f"{module}.py") if re.match(r"pyops(?!\._core\.)", name)}
+    assert not beyond, "the core imports what stands on it"
+
+
+@pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.stem)
+def test_families_import_only_the_core(path: Path) -> None:
+    own = {name for name in _imports(path) if name.startswith("pyops")}
+    assert all(name.startswith("pyops._core.") for name in own), own
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_has_one_entry_named_as_its_file(name: str) -> None:
+    assert len(re.findall(r'extern\s+"C"', _code(name))) == 1
+    assert source.signature(name)[0] == Path(name).stem
+
+
+def test_every_kernel_is_launched() -> None:
+    launched = {
+        launch.specialisation.kernel.file
+        for op in pyops.ops.values()
+        if op.example
+        for case in axes.combinations(op)
+        for launch in op.launches(*op.example(ArgMaker(device.model()), **case))
+    }
+    assert launched == set(KERNELS)
+
+
+def test_every_header_is_included() -> None:
+    included = {
+        f"include/{header}" for name in kernels_cu.names() for header in re.findall(r'#include "(.*)"', _code(name))
+    }
+    assert included == set(HEADERS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_uses_only_portable_names(name: str) -> None:
+    """What one architecture or compiler calls its own has a name in the headers."""
+    portable = {"__global__", "__shared__", "__restrict__", "__syncthreads", "__constant__"}
+    assert not re.search(r"\b(asm|warpSize)\b", _code(name))
+    assert set(re.findall(r"\b__\w+", _code(name))) <= portable
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_header_comment_lists_its_constants(name: str) -> None:
+    """Every constant that a plan gives is explained where the kernel begins."""
+    comment = kernels_cu.read(name).split("\n\n#include", 1)[0]
+    for op in pyops.ops.values():
+        assert op.example is not None
+        for launch in op.launches(*op.example(ArgMaker(device.model()))):
+            if launch.specialisation.kernel.file == name:
+                for constant in launch.specialisation.constants:
+                    assert re.search(rf"^//     .*\b{constant}\b", comment, re.MULTILINE), (
+                        f"{constant} is not explained"
+                    )
+
+
+@pytest.mark.parametrize("name", kernels_cu.names())
+def test_source_is_plain(name: str) -> None:
+    """ASCII, and no system header but the number formats' in number.cuh."""
+    assert kernels_cu.read(name).isascii()
+    assert name == "include/number.cuh" or "#include <" not in _code(name)
+
+
+def test_nothing_names_a_machine() -> None:
+    """No absolute path of somebody's machine in anything that is committed."""
+    files = [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".git")]
+    files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    path_of_a_machine = re.compile(r"(?<![\w.])/(home|root|Users|work|workspace)/\w")
+    for path in files:
+        if path.suffix not in (".pyc", ".png", ".svg", ".whl") and "__pycache__" not in path.parts:
+            found = path_of_a_machine.search(path.read_text(encoding="utf-8"))
+            assert not found, f"{path.relative_to(ROOT)}: {found}"

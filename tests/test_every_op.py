@@ -1,0 +1,245 @@
+"""What holds for every op in the registry: its results. No line here knows an op by name.
+
+With the host as device the wrapper runs the reference, so these tests hold the references to the same promises: every
+element written, inputs kept, any layout, the same answer twice.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from struct import Struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kernels_cu
+import pyops
+from pyops._core import device
+from pyops._core.example import ArgMaker
+from pyops._core.launch import layout
+from pyops._core.op import Op
+from tests import axes
+from tests.calls import (
+    DEVICES,
+    Layout,
+    as_numpy,
+    assert_results,
+    assert_same,
+    clones,
+    example,
+    expected,
+    named,
+    replaced,
+    run,
+    written,
+)
+from tests.compare import same_bits
+
+OPS = [pytest.param(op, id=name) for name, op in pyops.ops.items()]
+# The combinations that are run one by one; hypothesis draws from all of them.
+CASES = [
+    pytest.param(op, case, id=f"{name}-{axes.name(case)}")
+    for name, op in pyops.ops.items()
+    for case in axes.sample(op, most=24)
+]
+OF_ANY_SIZE = [
+    pytest.param(op, id=name)
+    for name, op in pyops.ops.items()
+    if axes.compiled(op).get("hidden_size") == axes.COMPILED["hidden_size"]
+]
+# Sizes between and beside the round ones.
+SIZES = (1, 2, 3, 31, 33, 127, 129, 1000, 1025, 5137, 8192, 16384, 32767, 32768)
+
+
+def _fill(kind: str, x: torch.Tensor) -> torch.Tensor:
+    """The normal values `x` with contents that are hard to treat."""
+    half = x.dtype == torch.float16
+    y = x.clone()
+    flat = y.view(-1)
+    if kind == "nan":
+        flat[::97] = float("nan")
+    elif kind == "inf":
+        flat[::97] = float("inf")
+        flat[53::193] = float("-inf")
+    elif kind == "subnormal":
+        y *= 1e-6 if half else 1e-39
+    elif kind == "large":
+        y *= 1e4 if half else 1e25
+    elif kind == "small":
+        y *= 1e-3 if half else 1e-15
+    elif kind == "zero":
+        y.zero_()
+    return y
+
+
+def _with_contents(op: Op, args: list[Any], num_tokens: int | None, kind: str) -> list[Any]:
+    """`args` with the token tensors that the op reads filled anew."""
+    read = {p.name for p in op.tensors if p.role != "out"}
+    return replaced(
+        op,
+        args,
+        **{
+            name: _fill(kind, x)
+            for name, x in named(op, args).items()
+            if name in read and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            if x.ndim > 1 and x.shape[0] == num_tokens
+        },
+    )
+
+
+def _run_accepted(op: Op, args: list[Any], layouts: dict[str, Layout]) -> dict[str, torch.Tensor]:
+    """The results under these layouts. An op may refuse gaps between rows, by name; it may not refuse an offset."""
+    while True:
+        try:
+            return run(op, args, layouts)
+        except pyops.OpError as refusal:
+            layout = layouts.get(refusal.argument)
+            if layout is None or not layout.gap:
+                raise
+            layouts = layouts | {refusal.argument: layout._replace(gap=0)}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_is_complete(op: Op) -> None:
+    """Every op is documented, planned and shown by an example, and writes something."""
+    assert op.reference.__doc__
+    assert op._plan is not None
+    assert axes.compiled(op) is not None
+    assert any(p.written for p in op.tensors)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_take_what_they_are_given(op: Op) -> None:
+    """The contract between plan and C signature: every parameter is fed, every value and constant is taken."""
+    tensors = tuple(p.name for p in op.tensors)
+    scalars = tuple(p.name for p in op.parameters if p.keyed)
+    assert op.example is not None
+    for case in axes.combinations(op):
+        args = op.example(ArgMaker(device.model()), **case)
+        launches = op.launches(*args)
+        for one in launches:
+            kernel = one.specialisation.kernel
+            layout(kernel, tensors, tuple(op.floats), scalars, tuple(one.fixed))  # TypeError for what does not fit
+            for fmt, name in kernel.parameters:
+                if name in one.fixed:
+                    Struct(fmt).pack(one.fixed[name])
+            code = re.sub(r"//.*", "", kernels_cu.read(kernel.file))
+            for constant in one.specialisation.constants:
+                assert re.search(rf"\b{constant}\b", code), f"{kernel.file} uses no {constant}"
+        taken = {name for one in launches for _, name in one.specialisation.kernel.parameters}
+        given = {p.name for p, arg in zip(op.parameters, args, strict=True) if p.kind == "Tensor" and arg is not None}
+        assert given <= taken, f"no kernel of {op.name} takes {given - taken}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_equals_reference(op: Op, case: axes.Axes, device: str) -> None:
+    args = example(op, device, num_tokens=7, **case)
+    assert_results(op, expected(op, args), run(op, args))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS)
+@given(data=st.data())
+def test_equals_reference_for_any_layout_and_contents(op: Op, device: str, data: st.DataObject) -> None:
+    case = data.draw(st.sampled_from(list(axes.combinations(op, axes.RUN))), label="axes")
+    draws = {axis: data.draw(strategy, label=axis) for axis, strategy in axes.drawn(op).items()}
+    kind = data.draw(st.sampled_from(["normal", "nan", "inf", "subnormal", "large", "small", "zero"]), label="contents")
+    args = example(op, device, seed=data.draw(st.integers(0, 99), label="seed"), **draws, **case)
+    args = _with_contents(op, args, draws.get("num_tokens"), kind)
+    layouts = {
+        name: Layout(data.draw(st.integers(0, 7), label=f"{name} offset"), data.draw(st.integers(0, 9), label="gap"))
+        for name in named(op, args)
+    }
+    assert_results(op, expected(op, args), _run_accepted(op, args, layouts))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OF_ANY_SIZE)
+def test_any_size(op: Op, device: str) -> None:
+    """Any row size, round or not, on one row and on enough rows to fill a device."""
+    for size in SIZES:
+        for num_tokens in (1, 140) if size < 2000 else (2,):
+            args = example(op, device, num_tokens=num_tokens, hidden_size=size)
+            assert_results(op, expected(op, args), run(op, args))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS)
+def test_writes_every_element_and_reads_no_output(op: Op, device: str) -> None:
+    """Whatever the outputs held before, the results are the same; and so are they the second time."""
+    args = example(op, device, **axes.fullest(op))
+    first = run(op, args, poison=0xFF)
+    assert_same(op, first, run(op, args, poison=0x00))
+    assert_same(op, first, run(op, args, poison=0x5A))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS)
+def test_empty_input_writes_nothing(op: Op, device: str) -> None:
+    args = example(op, device, num_tokens=0, **axes.fullest(op))
+    run(op, args)
+    before = clones(args)
+    op.wrapper(*args)
+    for name, value in named(op, args).items():
+        assert same_bits(value, named(op, before)[name])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", [param for param in OPS if pyops.ops[param.id].in_place])
+def test_in_place(op: Op, device: str) -> None:
+    """An output that may be an input gives the same result as one beside it."""
+    args = example(op, device, num_tokens=7)
+    for output, source in op.in_place.items():
+        shared = named(op, args)[source].clone()
+        op.wrapper(*replaced(op, clones(args), **{output: shared, source: shared}))
+        assert same_bits(shared, run(op, args)[output])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_higher_ranks(op: Op, device: str, transposed: bool) -> None:
+    """Token tensors of rank 3, their rows in one order or another: refused, or the result of rank 2."""
+    num_tokens, shape = 6, (2, 3)
+    args = example(op, device, num_tokens=num_tokens, **axes.fullest(op))
+
+    def raised(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().unflatten(0, shape)
+        return x.transpose(0, 1).contiguous().transpose(0, 1) if transposed else x
+
+    raised_args = replaced(
+        op, args, **{name: raised(x) for name, x in named(op, args).items() if x.ndim > 1 and x.shape[0] == num_tokens}
+    )
+    before = clones(raised_args)
+    try:
+        op.wrapper(*raised_args)
+    except pyops.OpError:
+        for name, value in named(op, raised_args).items():
+            assert same_bits(value, named(op, before)[name]), f"{name} was written before the call was refused"
+        return
+    results = {name: x.reshape(-1, *x.shape[2:]) if x.ndim > 2 else x for name, x in written(op, raised_args).items()}
+    assert_results(op, expected(op, args), results)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_numpy_gives_the_bits_of_torch(op: Op) -> None:
+    for case in axes.sample(op, most=6):
+        args = example(op, num_tokens=5, **case)
+        assert_same(op, run(op, args), run(op, args, call=lambda *values: op.wrapper(*map(as_numpy, values))))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS)
+def test_threads(op: Op, device: str) -> None:
+    """Eight threads at once, each with its own shape and twice in a row, as one after another."""
+    calls = [example(op, device, seed=i, num_tokens=1 + i % 4) for i in range(8)]
+    one_by_one = [run(op, args) for args in calls]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(2):
+            for alone, together in zip(one_by_one, pool.map(lambda args: run(op, args), calls), strict=True):
+                assert_same(op, alone, together)

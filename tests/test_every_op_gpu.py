@@ -1,0 +1,209 @@
+"""What holds for every op in the registry on a device: streams, graphs, CuPy, several devices."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import pyops
+from pyops._core import compiler
+from pyops._core.op import Op
+from tests import axes
+from tests.calls import (
+    Layout,
+    as_cupy,
+    assert_results,
+    assert_same,
+    clones,
+    example,
+    expected,
+    named,
+    run,
+    written,
+)
+from tests.compare import same_bits
+
+pytestmark = pytest.mark.gpu
+
+OPS = [pytest.param(op, id=name) for name, op in pyops.ops.items()]
+
+
+def _args(op: Op, **more: Any) -> list[Any]:
+    return example(op, "cuda", **{"num_tokens": 7, **axes.fullest(op), **more})
+
+
+def _cupy_call(op: Op) -> Any:
+    return lambda *values: op.wrapper(*map(as_cupy, values))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_cupy_gives_the_bits_of_torch(op: Op) -> None:
+    for case in axes.sample(op, most=6):
+        args = example(op, "cuda", num_tokens=7, **case)
+        assert_same(op, run(op, args), run(op, args, call=_cupy_call(op)))
+    args = _args(op)
+    layouts = {name: Layout(offset=3) for name in named(op, args)}
+    assert_same(op, run(op, args, layouts), run(op, args, layouts, call=_cupy_call(op)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_device_equals_host(op: Op) -> None:
+    """The kernel against the reference run by torch's CPU kernels, which share no code with the device's."""
+    args = _args(op)
+    host = expected(op, [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args])
+    assert_results(op, host, {name: value.cpu() for name, value in run(op, args).items()})
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+@pytest.mark.parametrize("op", OPS)
+def test_runs_on_the_current_stream(op: Op, library: str) -> None:
+    """Queued behind a long kernel and a copy that it depends on, on a stream of its own, and without waiting."""
+    import cupy
+
+    source = _args(op)
+    args = clones(source)
+    call = op.wrapper if library == "torch" else _cupy_call(op)
+    call(*clones(source))  # compile
+    results = expected(op, source)
+    inputs = [p.name for p in op.tensors if p.role != "out" and p.name in named(op, args)]
+    for name in inputs:
+        named(op, args)[name].zero_()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
+        torch.cuda._sleep(100_000_000)
+        for name in inputs:
+            named(op, args)[name].copy_(named(op, source)[name])
+        call(*args)
+        done = torch.cuda.Event()
+        done.record()
+        assert not done.query(), "the call waited for the device"
+    stream.synchronize()
+    assert_results(op, results, written(op, args))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_graph_replay_equals_eager(op: Op) -> None:
+    """A captured call works on what its tensors hold at replay."""
+    args, others = _args(op), _args(op, seed=1)
+    held = clones(args)
+    op.wrapper(*held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op.wrapper(*held)
+    for contents in (args, others):
+        for name, value in named(op, contents).items():
+            named(op, held)[name].copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        eager = clones(contents)
+        op.wrapper(*eager)
+        assert_same(op, written(op, eager), written(op, held))
+
+
+def _unload(op: Op) -> None:
+    """Let the op and the compiler forget every kernel."""
+    for specialisation in op.specialisations.values():
+        specialisation.kernel._loaded.clear()
+    op.specialisations.clear()
+    op.forget()
+    compiler._loaded.clear()
+    gc.collect()  # modules that nobody holds are unloaded here, not in the middle of a capture
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_capture_of_an_unloaded_kernel(op: Op) -> None:
+    """It is refused by name, before CUDA is touched: the next call works, and so does the capture after it."""
+    args = _args(op)
+    op.wrapper(*clones(args))
+    _unload(op)
+    held, counter = clones(args), torch.zeros(1, device="cuda")
+    with pytest.raises(pyops.CaptureError, match=rf"^{op.name}: kernel .*\.cu is not loaded"):  # noqa: PT012, SIM117
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            counter.add_(1)
+            op.wrapper(*held)
+    torch.cuda.synchronize()
+    for name, value in named(op, args).items():
+        assert same_bits(value, named(op, held)[name])
+    op.wrapper(*clones(args))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op.wrapper(*held)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_results(op, expected(op, args), written(op, held))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
+@pytest.mark.parametrize("op", OPS)
+def test_second_device(op: Op) -> None:
+    """Tensors on the second device, whichever device is current."""
+    args = _args(op)
+    results = run(op, args)
+    moved = [arg.to("cuda:1") if isinstance(arg, torch.Tensor) else arg for arg in args]
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            elsewhere = run(op, moved)
+            torch.cuda.synchronize("cuda:1")
+            assert_same(op, results, {name: value.to("cuda:0") for name, value in elsewhere.items()})
+            assert_same(op, results, run(op, args))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_lists_what_was_loaded(op: Op) -> None:
+    op.wrapper(*_args(op))
+    table = op.wrapper.compiled()
+    assert table
+    for one in table:
+        assert one.arch.startswith(("sm_", "gfx"))
+        assert one.origin in ("compiled", "disk")
+        assert one.milliseconds > 0
+        assert one.registers > 0
+        assert one.local_bytes == 0
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_new_num_tokens_loads_nothing(op: Op) -> None:
+    """A size that does not compile: another plan, the same kernel."""
+    op.forget()
+    op.wrapper(*_args(op, num_tokens=2))
+    loaded = len(op.wrapper.compiled())
+    op.wrapper(*_args(op, num_tokens=3))
+    assert len(op.wrapper.compiled()) == loaded
+    assert len(op.plans) == 2
+
+
+@pytest.fixture
+def fresh_plans(op: Op) -> Iterator[None]:
+    """Switches are read when a plan is made: none from before or after the test is used."""
+    op.forget()
+    yield
+    op.forget()
+
+
+@pytest.mark.usefixtures("fresh_plans")
+@pytest.mark.parametrize("op", OPS)
+def test_reference_switch(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYOPS_REFERENCE=1 runs the reference on the device, for torch and for CuPy."""
+    monkeypatch.setenv("PYOPS_REFERENCE", "1")
+    args = _args(op)
+    results = expected(op, args)
+    assert_results(op, results, run(op, args))
+    assert_results(op, results, run(op, args, call=_cupy_call(op)))
+    assert {entry[-1 - len(op.tensors)] for entry in op.plans.values()} == {-1}
+
+
+@pytest.mark.usefixtures("fresh_plans")
+@pytest.mark.parametrize("op", OPS)
+def test_sync_switch(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYOPS_SYNC=1 waits for the device after every call."""
+    monkeypatch.setenv("PYOPS_SYNC", "1")
+    args = _args(op)
+    op.wrapper(*clones(args))
+    torch.cuda._sleep(50_000_000)
+    op.wrapper(*args)
+    assert torch.cuda.current_stream().query(), "the call did not wait for the device"

@@ -1,0 +1,201 @@
+"""What holds for every op in the registry: bad calls.
+
+Each is an OpError that names op and argument, and writes nothing. A right call goes before each, so that its plan is at
+hand and must not be taken for the wrong one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pyops
+from pyops._core.binding import Parameter
+from pyops._core.op import Op
+from tests import axes
+from tests.calls import (
+    DEVICES,
+    as_cupy,
+    as_numpy,
+    assert_results,
+    clones,
+    example,
+    expected,
+    named,
+    refusal,
+    replaced,
+    written,
+)
+
+NUM_TOKENS = 7
+
+
+def _args(op: Op, device: str = "cpu") -> list[Any]:
+    return example(op, device, num_tokens=NUM_TOKENS, **axes.fullest(op))
+
+
+def _value(op: Op, args: list[Any], p: Parameter) -> Any:
+    return args[op.parameters.index(p)]
+
+
+# Every tensor that the ops' examples give, and every scalar.
+CASES = [(op, p, named(op, _args(op))) for op in pyops.ops.values() for p in op.tensors]
+CASES = [(op, p, tensors) for op, p, tensors in CASES if p.name in tensors]
+SCALARS = [(op, p, {}) for op in pyops.ops.values() for p in op.parameters if p.kind != "Tensor"]
+
+
+def _each(cases: list[Any]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("op", "p"), [pytest.param(op, p, id=f"{op.name}-{p.name}") for op, p, _ in cases])
+
+
+def _right_call(op: Op, device: str) -> list[Any]:
+    """The arguments of a call that has been made: twice, because the second call of a plan sets the guard before it."""
+    args = _args(op, device)
+    for _ in range(2):
+        op.wrapper(*clones(args))
+    return args
+
+
+def _refused_or_right(op: Op, args: list[Any], p: Parameter, value: torch.Tensor) -> None:
+    args = replaced(op, args, **{p.name: value})
+    copies = clones(args)
+    try:
+        op.wrapper(*args)
+    except pyops.OpError:
+        refusal(op, args)
+    else:
+        assert_results(op, expected(op, copies), written(op, args))
+
+
+@_each([case for case in CASES if not case[1].optional])
+def test_none(op: Op, p: Parameter) -> None:
+    error = refusal(op, replaced(op, _right_call(op, "cpu"), **{p.name: None}))
+    assert (error.argument, error.message) == (p.name, "expected a tensor, got None")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@_each(CASES)
+def test_no_tensor(op: Op, p: Parameter, device: str) -> None:
+    args = _right_call(op, device)
+    for wrong in ([1.0, 2.0], 3.0, "x"):
+        assert refusal(op, replaced(op, args, **{p.name: wrong})).argument == p.name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@_each(CASES)
+def test_wrong_dtype(op: Op, p: Parameter, device: str) -> None:
+    args = _right_call(op, device)
+    value = _value(op, args, p)
+    for dtype in (
+        torch.float64,
+        torch.complex64,
+        torch.bool,
+        torch.float32 if value.dtype == torch.int64 else torch.int64,
+    ):
+        error = refusal(op, replaced(op, args, **{p.name: value.to(torch.float32).to(dtype)}))
+        assert error.argument == p.name or "dtype" in error.message
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@_each(CASES)
+def test_longer_rows(op: Op, p: Parameter, device: str) -> None:
+    args = _right_call(op, device)
+    value = _value(op, args, p)
+    refusal(op, replaced(op, args, **{p.name: torch.cat((value, value[..., :1]), -1)}))
+
+
+def _counts_tokens(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(x.shape[0] == NUM_TOKENS for x in tensors.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@_each([case for case in CASES if case[2][case[1].name].shape[0] == NUM_TOKENS and _counts_tokens(case[2]) > 1])
+def test_more_rows(op: Op, p: Parameter, device: str) -> None:
+    args = _right_call(op, device)
+    value = _value(op, args, p)
+    refusal(op, replaced(op, args, **{p.name: torch.cat((value, value[:1]))}))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@_each(CASES)
+def test_more_dimensions(op: Op, p: Parameter, device: str) -> None:
+    """One more dimension of size 1 is refused, or changes nothing."""
+    args = _right_call(op, device)
+    _refused_or_right(op, args, p, _value(op, args, p).unsqueeze(-1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@_each(CASES)
+def test_elements_apart(op: Op, p: Parameter, device: str) -> None:
+    """A last dimension of stride 2 is refused, or makes no difference."""
+    args = _right_call(op, device)
+    value = _value(op, args, p)
+    _refused_or_right(op, args, p, torch.stack((value, value), -1)[..., 0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@_each([case for case in CASES if case[1].written])
+def test_overlapping_elements(op: Op, p: Parameter, device: str) -> None:
+    args = _right_call(op, device)
+    value = _value(op, args, p)
+    assert refusal(op, replaced(op, args, **{p.name: value[:1].clone().expand(value.shape)})).argument == p.name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@_each([case for case in CASES if case[1].written])
+def test_memory_of_another(op: Op, p: Parameter, device: str) -> None:
+    """A written tensor may share no byte with any other, unless it works in place and is the other."""
+    args = _right_call(op, device)
+    value = _value(op, args, p)
+    for name, other in named(op, args).items():
+        if name != p.name:
+            size = max(value.element_size(), other.element_size())
+            memory = torch.zeros(other.nbytes + value.nbytes + 16, dtype=torch.uint8, device=device)
+            start = max(0, other.nbytes - size) // value.element_size() * value.element_size()
+            theirs = memory[: other.nbytes].view(other.dtype).view(other.shape)
+            own = memory[start : start + value.nbytes].view(value.dtype).view(value.shape)
+            refusal(op, replaced(op, args, **{name: theirs.copy_(other), p.name: own}))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@_each([case for case in CASES if len(case[2]) > 1])
+def test_another_library(op: Op, p: Parameter, device: str) -> None:
+    args = _right_call(op, device)
+    value = _value(op, args, p)
+    refusal(op, replaced(op, args, **{p.name: as_numpy(value.cpu())}))
+    if device == "cuda":
+        refusal(op, replaced(op, args, **{p.name: as_cupy(value)}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@_each([case for case in CASES if len(case[2]) > 1])
+def test_another_device(op: Op, p: Parameter, device: str) -> None:
+    args = _right_call(op, device)
+    value = _value(op, args, p)
+    other = value.cpu() if device == "cuda" else value.cuda()
+    assert "device" in refusal(op, replaced(op, args, **{p.name: other})).message
+
+
+@_each(CASES)
+def test_read_only(op: Op, p: Parameter) -> None:
+    args = _right_call(op, "cpu")
+    arrays = {name: as_numpy(x) for name, x in named(op, args).items()}
+    arrays[p.name].flags.writeable = False
+    if p.written:
+        assert refusal(op, args, call=lambda *_: op.wrapper(*replaced(op, args, **arrays))).argument == p.name
+    else:
+        op.wrapper(*replaced(op, args, **arrays))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@_each(SCALARS)
+def test_wrong_scalar(op: Op, p: Parameter, device: str) -> None:
+    args = _right_call(op, device)
+    wrong: list[Any] = [[1], object(), 5 if p.kind == "str" else "x"]
+    wrong += [1.5] if p.kind in ("int", "bool") else []
+    wrong += [] if p.optional else [None]
+    for value in wrong:
+        assert refusal(op, replaced(op, args, **{p.name: value})).argument == p.name

@@ -1,0 +1,135 @@
+"""What holds for every op in the registry as a citizen of torch: schema, fakes, opcheck, torch.compile."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import pyops
+from pyops._core.op import Op
+from tests import axes
+from tests.calls import DEVICES, assert_same, clones, example, expected, named, written
+from tests.compare import same_bits
+
+OPS = [pytest.param(op, id=name) for name, op in pyops.ops.items()]
+
+
+def _args(op: Op, device: str = "cpu") -> list[Any]:
+    return example(op, device, num_tokens=5, **axes.fullest(op))
+
+
+def _torch_op(op: Op) -> Any:
+    return getattr(torch.ops.pyops, op.name).default
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    """Ops register with torch at the first call with a tensor, where pyops was imported before torch."""
+    pyops._bind_loaded()
+
+
+@pytest.fixture
+def float8_allclose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """opcheck compares with torch.allclose, which knows no float8 and no equal NaN."""
+    allclose = torch.allclose
+
+    def wider(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        if a.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            a, b = a.float(), b.float()
+        return allclose(a, b, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "allclose", wider)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_schema_marks_what_is_written(op: Op) -> None:
+    arguments = _torch_op(op)._schema.arguments
+    assert [argument.name for argument in arguments] == [p.name for p in op.parameters]
+    for argument, p in zip(arguments, op.parameters, strict=True):
+        assert (argument.alias_info is not None and argument.alias_info.is_write) == p.written
+        assert argument.has_default_value() == p.has_default
+        assert not p.has_default or argument.default_value == p.default
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reference_writes_what_is_marked(op: Op) -> None:
+    args = _args(op)
+    results = expected(op, args)
+    copies = clones(args)
+    op.reference(*copies)
+    for p in op.tensors:
+        value = named(op, args).get(p.name)
+        if value is None:
+            continue
+        assert same_bits(value, named(op, copies)[p.name]) != p.written, f"{p.name} was written or not, unlike its mark"
+        assert not p.written or same_bits(results[p.name], named(op, copies)[p.name])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fake_and_meta_tensors(op: Op) -> None:
+    """Tensors without data go through the wrapper as through torch.ops, and nothing is run."""
+    args = _args(op)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        assert op.wrapper(*fakes) is None
+        assert _torch_op(op)(*fakes) is None
+    metas = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
+    assert op.wrapper(*metas) is None
+    assert _torch_op(op)(*metas) is None
+
+
+@pytest.mark.usefixtures("float8_allclose")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op: Op, device: str) -> None:
+    torch.library.opcheck(_torch_op(op), tuple(_args(op, device)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OPS)
+def test_compile_without_graph_break(op: Op, device: str) -> None:
+    _assert_compiles(op, device, "aot_eager")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="inductor needs a C compiler")
+@pytest.mark.parametrize("op", OPS[:2])
+def test_compile_with_inductor(op: Op) -> None:
+    _assert_compiles(op, "cuda", "inductor")
+
+
+def _assert_compiles(op: Op, device: str, backend: str) -> None:
+    args = _args(op, device)
+    eager, compiled = clones(args), clones(args)
+    op.wrapper(*eager)
+    torch._dynamo.reset()
+
+    def call(*args: Any) -> None:
+        op.wrapper(*args)
+
+    torch.compile(call, fullgraph=True, backend=backend)(*compiled)
+    assert_same(op, written(op, eager), written(op, compiled))
+    for name, value in named(op, args).items():
+        assert name in written(op, args) or same_bits(value, named(op, compiled)[name])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_parameters_and_inference_tensors(op: Op) -> None:
+    """Inputs may be nn.Parameters, and every tensor may be made under inference_mode."""
+    args = _args(op)
+    results = expected(op, args)
+    parameters = [
+        torch.nn.Parameter(arg) if isinstance(arg, torch.Tensor) and arg.is_floating_point() and not p.written else arg
+        for p, arg in zip(op.parameters, clones(args), strict=True)
+    ]
+    with torch.no_grad():
+        op.wrapper(*parameters)
+    assert_same(op, results, written(op, parameters))
+    with torch.inference_mode():
+        values = clones(args)
+        op.wrapper(*values)
+        assert_same(op, results, written(op, values))

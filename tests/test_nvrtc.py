@@ -1,0 +1,74 @@
+"""Every specialisation of the axes table compiles for every architecture, on a machine with or without a device.
+
+No kernel here declares local memory, so none may spill or keep an array on the stack.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import pyops
+from pyops._core import device, offline
+from pyops._core.example import ArgMaker
+from pyops._core.kernel import Specialisation
+from pyops._core.op import Op
+from pyops._core.tensor import Arg
+from tests import axes
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+# What a plan chooses by besides the axes: few or many rows, and addresses that allow only one element per access. (The
+# last changes the same few instructions everywhere, so one architecture shows it.)
+SITUATIONS = ((16, True), (4096, True))
+UNALIGNED = {"sm_90": ((16, False),)}
+
+
+def _has_nvrtc() -> str | None:
+    """Why nothing can be compiled here; None if it can."""
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        return f"NVRTC is not installed: {error}"
+    if not offline.include_folders():
+        return "the CUDA headers are not installed"
+    return None
+
+
+MISSING = _has_nvrtc()
+
+
+def _specialisations(op: Op, arch: str) -> Iterator[Specialisation]:
+    assert op.example is not None
+    seen = set()
+
+    def placed(arg: Any, aligned: bool) -> Any:
+        return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, Arg) and not aligned else arg
+
+    for case in axes.combinations(op):
+        for num_tokens, aligned in (*SITUATIONS, *UNALIGNED.get(arch, ())):
+            args = op.example(ArgMaker(device.model(arch)), num_tokens=num_tokens, **case)
+            for launch in op.launches(*(placed(arg, aligned) for arg in args)):
+                if launch.specialisation.text not in seen:
+                    seen.add(launch.specialisation.text)
+                    yield launch.specialisation
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.ops.items()])
+def test_compiles_without_local_memory(op: Op, arch: str, record_property: Any) -> None:
+    spilling = []
+    for specialisation in _specialisations(op, arch):
+        kernel, constants = specialisation.kernel, str(specialisation)
+        started = time.perf_counter()
+        report = offline.compile(kernel.file, constants, specialisation.text, arch, kernel.options)
+        record_property("offline_compile", (time.perf_counter() - started, arch, kernel.file, constants))
+        if report.spill_bytes or report.stack_bytes:
+            spilling.append(f"{report.spill_bytes} bytes spilled, {report.stack_bytes} on the stack: {constants}")
+    assert not spilling, "\n".join(spilling)
