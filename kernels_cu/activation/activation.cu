@@ -9,13 +9,14 @@
 //     ACT           activation: gelu_new, gelu_fast, gelu_quick or relu2
 //     VEC_SIZE      elements in one memory access; divides hidden_size
 //     NUM_THREADS   threads in the block
+//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "chunk.cuh"
 #include "math.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 activation(scalar_t* out,          // [num_rows, hidden_size]
            const scalar_t* input,  // [num_rows, hidden_size]
            int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, int row_shift) {

@@ -9,6 +9,7 @@
 //     scalar_t      T: element type of input
 //     VEC_SIZE      elements in one memory access; divides hidden_size
 //     NUM_THREADS   threads in the block
+//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "chunk.cuh"
 #include "math.cuh"
@@ -16,7 +17,7 @@
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 silu_and_mul_quant(fp8_e4m3_t* result,     // [num_rows, hidden_size]
                    const scalar_t* input,  // [num_rows, 2 * hidden_size]
                    const float* scale,     // one element
@@ -30,7 +31,8 @@ silu_and_mul_quant(fp8_e4m3_t* result,     // [num_rows, hidden_size]
     const vec_t y = silu(g) * u;
     float v[VEC_SIZE];
     y.to_floats(v);
+    // The conversion saturates; the minimum takes NaN to the largest code.
 #pragma unroll
-    for (int j = 0; j < VEC_SIZE; ++j) v[j] = clamp(ieee_multiply(v[j], reciprocal), Codes<fp8_e4m3_t>::largest);
+    for (int j = 0; j < VEC_SIZE; ++j) v[j] = fminf(ieee_multiply(v[j], reciprocal), Codes<fp8_e4m3_t>::largest);
     Vec<fp8_e4m3_t, VEC_SIZE>::from_floats(v).store(result + at.row * result_stride + at.column);
 }

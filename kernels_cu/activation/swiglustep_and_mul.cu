@@ -8,6 +8,7 @@
 //     scalar_t      T: element type of out and input
 //     VEC_SIZE      elements in one memory access; divides hidden_size
 //     NUM_THREADS   threads in the block
+//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "chunk.cuh"
 #include "math.cuh"
@@ -17,7 +18,7 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 // The comparison is false for NaN.
 DEVICE float at_most(float x, float limit) { return x > limit ? limit : x; }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 swiglustep_and_mul(scalar_t* out,          // [num_rows, hidden_size]
                    const scalar_t* input,  // [num_rows, 2 * hidden_size]
                    int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, int row_shift,
@@ -28,7 +29,7 @@ swiglustep_and_mul(scalar_t* out,          // [num_rows, hidden_size]
     const vec_t g = vec_t::load_once(first);
     const vec_t u = vec_t::load_once(first + hidden_size);
     float y[VEC_SIZE], v[VEC_SIZE];
-    swish(y, g, 1.0f);
+    swish<false>(y, g, 1.0f);
     u.to_floats(v);
 #pragma unroll
     for (int j = 0; j < VEC_SIZE; ++j) {

@@ -11,6 +11,7 @@
 //     scalar_t      T: element type of the tensors
 //     VEC_SIZE      elements in one memory access; divides hidden_size
 //     NUM_THREADS   threads in the block
+//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "chunk.cuh"
 
@@ -19,7 +20,7 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 // Beyond 20 it is the identity, to every digit of a float.
 DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 xielu(scalar_t* out,            // [num_rows, hidden_size]
       const scalar_t* input,    // [num_rows, hidden_size]
       const scalar_t* alpha_p,  // [1]

@@ -161,11 +161,6 @@ template <> DEVICE void store_four<int8_t>(int8_t* out, const float* x) {
 
 // 1 / x, correctly rounded, for x and 1 / x both normal: one Newton step from the hardware's estimate.
 DEVICE float reciprocal_of(float x) {
-#if PYOPS_HIP
-    return 1.0f / x;
-#else
-    float estimate;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(x));
+    const float estimate = estimate_reciprocal(x);
     return fmaf(estimate, fmaf(-x, estimate, 1.0f), estimate);
-#endif
 }

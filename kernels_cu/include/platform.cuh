@@ -88,6 +88,27 @@ DEVICE void store_streaming(W* address, W value) {
 #endif
 }
 
+// The hardware's estimates of 2^x and 1 / x, good to about 22 bits.
+DEVICE float estimate_exp2(float x) {
+#if PYOPS_HIP
+    return __builtin_amdgcn_exp2f(x);
+#else
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#endif
+}
+
+DEVICE float estimate_reciprocal(float x) {
+#if PYOPS_HIP
+    return __builtin_amdgcn_rcpf(x);
+#else
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#endif
+}
+
 // IEEE arithmetic. CuPy compiles with -ftz=true, under which the plain operators take subnormal floats for zero, and lets
 // the compiler fuse a product with a sum; these do neither, for results that must equal those of eager tensor arithmetic.
 DEVICE float ieee_multiply(float a, float b) {
