@@ -12,6 +12,7 @@
 //     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "chunk.cuh"
+#include "math.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
@@ -31,7 +32,11 @@ swigluoai_and_mul(scalar_t* out,          // [num_rows, hidden_size]
         const int even = 2 * j, odd = 2 * j + 1;
         const float g = fminf(x[even / VEC_SIZE][even % VEC_SIZE], limit);
         const float u = fmaxf(fminf(x[odd / VEC_SIZE][odd % VEC_SIZE], limit), -limit);
-        y[j] = ieee_divide((u + 1.0f) * g, 1.0f + expf(-g * alpha));
+        if constexpr (sizeof(scalar_t) == 2) {
+            y[j] = logistic_share((u + 1.0f) * g, g * alpha);
+        } else {
+            y[j] = ieee_divide((u + 1.0f) * g, 1.0f + expf(-g * alpha));
+        }
     }
     vec_t::from_floats(y).store(out + at.row * out_stride + at.column);
 }
