@@ -230,7 +230,7 @@ def _(out: Arg, input: Arg, threshold: float) -> Launch:
 
 @fatrelu_and_mul.example
 def _(make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str = "bfloat16") -> tuple[Any, ...]:
-    return (*_gated_example(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 0.3)
+    return (*_gated_example(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 0.3125)
 
 
 @op(out="out")
