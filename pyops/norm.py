@@ -47,27 +47,28 @@ def _geometry(
     held: int = 1,
     weights: int = 1,
     size: int | None = None,
+    lanes: int = 1,
 ) -> tuple[int, dict[str, int]]:
     """(blocks, constants) for rows of `size` elements, the last dimension of `row` unless given.
 
     The constants say how many threads share a row and what they keep in registers. `many` (for short rows, for long
     ones) and `few` are the vectors a thread should hold when there are enough rows to fill the device (then bytes in
     flight count) and when there are not (then the way through one row does). The kernel holds `held` rows and `weights`
-    weights at a time.
+    weights at a time; `lanes` neighbouring threads work together and must share a row.
     """
     size = row.shape[-1] if size is None else size
     fill = num_rows > row.device.multiprocessors
-    constants = _row_constants(size // vec_size, vec_size * row.dtype.itemsize, fill, many, few, held, weights)
+    constants = _row_constants(size // vec_size, vec_size * row.dtype.itemsize, fill, many, few, held, weights, lanes)
     return -(-num_rows // (constants["NUM_THREADS"] // constants["ROW_THREADS"])), constants
 
 
 @cache
 def _row_constants(
-    row_vecs: int, vec_bytes: int, fill: bool, many: tuple[int, int], few: int, held: int, weights: int
+    row_vecs: int, vec_bytes: int, fill: bool, many: tuple[int, int], few: int, held: int, weights: int, lanes: int
 ) -> dict[str, int]:
     short = row_vecs <= 512
     if row_vecs <= 128:  # several rows to a block, each on a power of two of lanes
-        row_threads = 1
+        row_threads = lanes
         while row_threads < 32 and row_threads * 4 < row_vecs:
             row_threads *= 2
         num_threads = 128
@@ -80,7 +81,7 @@ def _row_constants(
     # With many rows, a weight that is long or joins two rows is better read from the cache when it is used.
     keep_weight = keep_row and (not fill or (short and held == 1)) and (held + weights) * one_row <= most
     # Resident threads for which the register file is large enough.
-    resident = 1024 if rounds <= 4 else 896
+    resident = 1024 if rounds <= 4 and held == 1 else 896
     return {
         "NUM_THREADS": num_threads,
         "ROW_THREADS": row_threads,
@@ -97,7 +98,7 @@ def _row_threads(row_vecs: int, wanted: int) -> int:
         threads = check.threads(-(-row_vecs // max(1, vecs)))
         rounds = -(-row_vecs // threads)
         idle = (threads * rounds - row_vecs) / (threads * rounds)
-        if rounds <= vecs and idle < most_idle - 0.05:
+        if rounds <= vecs and idle < most_idle - 0.08:
             most_idle, best = idle, threads
     return best
 
@@ -140,7 +141,7 @@ def _(out: Arg, input: Arg, weight: Arg | None, epsilon: float) -> Launch:
     leading = check.leading(input, out, most=3)
     num_rows = check.num_rows(input)
     vec_size = check.vector_width(hidden_size, *(arg for arg in (out, input, weight) if arg))
-    grid, threads = _geometry(input, num_rows, vec_size)
+    grid, threads = _geometry(input, num_rows, vec_size, many=(4, 6))
     (_, (input_stride0, out_stride0)), *inner = leading
     (size1, (input_stride1, out_stride1)), (size2, (input_stride2, out_stride2)) = (*inner, _ONE, _ONE)[:2]
     return _rms_norm(
@@ -262,7 +263,8 @@ def _static_fp8_plan(result: Arg, input: Arg, residual: Arg | None, weight: Arg,
     num_rows = check.num_rows(input)
     tensors = (result, input, weight, *((residual,) if residual else ()))
     vec_size = check.vector_width(hidden_size, *tensors)
-    grid, threads = _geometry(input, num_rows, vec_size, many=(3, 4) if residual else (4, 7), held=2 if residual else 1)
+    # The threads of rms_norm and fused_add_rms_norm, so that the sums, and with them the codes, agree bit for bit.
+    grid, threads = _geometry(input, num_rows, vec_size, many=(3, 4) if residual else (4, 6), held=2 if residual else 1)
     return _rms_norm_static_fp8_quant(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -416,6 +418,7 @@ def _dynamic_quant_plan(
         many=(3, 4) if residual else (4, 7),
         few=2 if group_size else 4,
         held=2 if residual else 1,
+        lanes=group_size // vec_size if group_size else 1,
     )
     return _rms_norm_dynamic_quant(
         scalar_t=input.dtype,
@@ -545,7 +548,7 @@ def _(
     )
 
 
-@op(out=("out", "residual_out"))
+@op(out=("out", "residual_out"), in_place={"out": "input"})
 def gemma_rms_norm(
     out: Tensor,
     input: Tensor,

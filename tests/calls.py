@@ -11,7 +11,7 @@ import torch
 import pyops
 from pyops._core.example import TorchMaker
 from pyops._core.op import Op
-from tests.compare import assert_close, same_bits
+from tests.compare import CODES, assert_close, same_bits
 
 # Every op on the host, and where there is a device also on it. On the host the wrapper runs the reference, so there
 # the same tests hold the references and the dispatch to their promises.
@@ -137,8 +137,9 @@ def _tensors(op: Op, args: Sequence[Any], guards: dict[str, Guarded]) -> list[An
 def assert_results(op: Op, expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> None:
     """Every output within the op's tolerance."""
     assert expected.keys() == actual.keys()
+    quantised = any(value.dtype in CODES for value in expected.values())
     for name, value in expected.items():
-        assert_close(value, actual[name], op.ulps, f"{op.name}: {name}")
+        assert_close(value, actual[name], op.ulps, f"{op.name}: {name}", is_scale=quantised and name == "scale")
 
 
 def assert_same(op: Op, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:

@@ -147,6 +147,7 @@ def test_second_device(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_lists_what_was_loaded(op: Op) -> None:
+    op.forget()
     op.wrapper(*_args(op))
     table = op.wrapper.compiled()
     assert table

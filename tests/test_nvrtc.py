@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import pyops
-from pyops._core import device, offline
+from pyops._core import compiler, device, offline
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Specialisation
 from pyops._core.op import Op
@@ -35,7 +35,7 @@ def _has_nvrtc() -> str | None:
         nvrtc.getVersion()
     except Exception as error:
         return f"NVRTC is not installed: {error}"
-    if not offline.include_folders():
+    if not compiler.include_folders():
         return "the CUDA headers are not installed"
     return None
 

@@ -14,9 +14,11 @@ DEVICE float quotient(float x, float divisor) {
     return copysignf(ieee_fma(ieee_residual(divisor, first, x), reciprocal, first), x);
 }
 
-// numerator / (1 + exp(-x)), near enough for a result of 16 bits.
+// numerator / (1 + exp(-x)), near enough for a result of 16 bits. The estimates flush subnormals, so a quarter of the
+// divisor is inverted: its reciprocal is normal for every finite divisor.
 DEVICE float logistic_share(float numerator, float x) {
-    return ieee_multiply(numerator, estimate_reciprocal(1.0f + estimate_exp2(x * -1.44269504088896341f)));
+    const float quarter = 0.25f + estimate_exp2(fmaf(x, -1.44269504088896341f, -2.0f));
+    return ieee_multiply(ieee_multiply(numerator, estimate_reciprocal(quarter)), 0.25f);
 }
 
 // y = x / (1 + exp(-beta * x)), not rounded to T (Ramachandran et al. 2017), for results that must equal eager's if EXACT.
@@ -50,7 +52,7 @@ DEVICE Vec<T, N> swish(const Vec<T, N>& x, float beta) {
 template <typename T, int N> DEVICE Vec<T, N> silu(const Vec<T, N>& x) { return swish<true>(x, 1.0f); }
 
 // GELU by the logistic function.
-template <typename T, int N> DEVICE Vec<T, N> gelu_quick(const Vec<T, N>& x) { return swish<false>(x, 1.702f); }
+template <typename T, int N> DEVICE Vec<T, N> gelu_quick(const Vec<T, N>& x) { return swish<true>(x, 1.702f); }
 
 // x times the standard normal distribution function (Hendrycks and Gimpel 2016), by the error function.
 template <typename T, int N>

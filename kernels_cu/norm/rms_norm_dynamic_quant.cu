@@ -35,7 +35,7 @@ using quantizer_t = Quantizer<code_t, HAS_BOUND>;
 constexpr bool WHOLE_ROW = GROUP_SIZE == HIDDEN_SIZE;
 constexpr int GROUPS = HIDDEN_SIZE / GROUP_SIZE;
 constexpr int LANES = WHOLE_ROW ? 1 : GROUP_SIZE / VEC_SIZE;  // that share a group
-static_assert(HIDDEN_SIZE % GROUP_SIZE == 0 && LANES <= 32);
+static_assert(HIDDEN_SIZE % GROUP_SIZE == 0 && LANES <= 32 && ROW_THREADS % LANES == 0);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]

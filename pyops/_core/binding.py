@@ -137,6 +137,7 @@ def render(op: Op) -> str:
         for (i, p), (j, q) in combinations(tensors, 2)
         if p.written or q.written
     )
+    collide = [f"if {overlaps}: collision(key, {', '.join(pointers)})"] if overlaps else []
     words = ", ".join([*pointers, *op.floats])
     scalars = f"({', '.join(keyed)},)" if keyed else "()"
 
@@ -176,7 +177,7 @@ def render(op: Op) -> str:
             "if lock is None:",
             f"    lock, pack, buffer, fire, parameters, device, {', '.join(extents)} = prepare(key, {arguments})",
             f"if device < 0: return fire({arguments})",
-            f"if {overlaps}: collision(key, {', '.join(pointers)})",
+            *collide,
         ]
 
     indent = "\n        "
@@ -190,7 +191,7 @@ def render(op: Op) -> str:
             for i, p in tensors
         ),
         f"    if ({alignment}) == align{f' and {scalars} == scalars' if keyed else ''}:",
-        f"        if {overlaps}: collision(key, {', '.join(pointers)})",
+        *(f"        {line}" for line in collide),
         *(f"        {line}" for line in run("torch_stream")),
         "        return",
     ]

@@ -6,11 +6,13 @@ the digest of text, options, architecture and compiler, and NVRTC itself.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 import warnings
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from . import config, device
@@ -107,13 +109,30 @@ def _load(index: int, text: str, entry: str, kernel: str, constants: str, option
 def _compile_in_memory(text: str, kernel: str, constants: str, options: tuple[str, ...]) -> Any:
     try:
         binary, _ = cupy.cuda.compiler.compile_using_nvrtc(
-            text, (*options, "-std=c++17", "-ftz=true"), cache_in_memory=True
+            text,
+            (*options, "-std=c++17", "-ftz=true", *(f"-I{folder}" for folder in include_folders())),
+            cache_in_memory=True,
         )
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(kernel, constants, _tail(str(error))) from None
     module = cupy.cuda.function.Module()
     module.load(binary)
     return module
+
+
+@cache
+def include_folders() -> tuple[str, ...]:
+    """Folders that hold CUDA's headers: the wheel's, then the toolkit's."""
+    found = []
+    try:
+        import nvidia
+
+        for root in nvidia.__path__:
+            found += [os.path.join(root, part, "include") for part in sorted(os.listdir(root), reverse=True)]
+    except ImportError:
+        pass
+    found.append(os.path.join(os.environ.get("CUDA_PATH", "/usr/local/cuda"), "include"))
+    return tuple(folder for folder in found if os.path.exists(os.path.join(folder, "cuda_fp16.h")))
 
 
 def _attributes(function: int) -> tuple[int, int, int]:

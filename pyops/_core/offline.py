@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
-from functools import cache
 
+from .compiler import include_folders
 from .errors import CompileError
 from .lazy import cupy
 
@@ -20,21 +19,6 @@ class Report:
     stack_bytes: int
     spill_bytes: int
     binary: bytes
-
-
-@cache
-def include_folders() -> tuple[str, ...]:
-    """Folders that hold CUDA's headers: the wheel's, then the toolkit's."""
-    found = []
-    try:
-        import nvidia
-
-        for root in nvidia.__path__:
-            found += [os.path.join(root, part, "include") for part in sorted(os.listdir(root), reverse=True)]
-    except ImportError:
-        pass
-    found.append(os.path.join(os.environ.get("CUDA_PATH", "/usr/local/cuda"), "include"))
-    return tuple(folder for folder in found if os.path.exists(os.path.join(folder, "cuda_fp16.h")))
 
 
 def compile(kernel: str, constants: str, text: str, arch: str, options: tuple[str, ...] = ()) -> Report:

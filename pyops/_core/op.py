@@ -257,7 +257,8 @@ class Op:
             self._check_separate(tensors, addresses)
             if kind != "torch":
                 args = tuple(tensor.to_torch(value) if tensor.dialect(value) else value for value in args)
-            with torch.no_grad():
+            stream = torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr) if kind == "cupy" else None
+            with torch.no_grad(), torch.cuda.stream(stream):
                 self.reference(*args)
 
         return run

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from .._core import config, device, offline
+from .._core import compiler, config, device, offline
 from .._core.errors import MissingDependencyError, pip_line
 from .._core.lazy import cache_folder, cupy
 from .._core.op import registry
@@ -125,7 +125,7 @@ def _nvrtc() -> Finding:
 
 
 def _headers() -> Finding:
-    folders = offline.include_folders()
+    folders = compiler.include_folders()
     if not folders:
         return Finding("headers", False, "cuda_fp16.h not found", pip_line(_gpu_extra()))
     return Finding("headers", True, ", ".join(folders))

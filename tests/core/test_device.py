@@ -38,12 +38,15 @@ RMS_NORM = pyops.ops["rms_norm"]
 
 def unload() -> None:
     """Let the process forget every kernel it holds."""
+    import cupy
+
     for op in pyops.ops.values():
         op.forget()
         for specialisation in op.specialisations.values():
             specialisation.kernel._loaded.clear()
         op.specialisations.clear()
     compiler._loaded.clear()
+    cupy.clear_memo()  # CuPy remembers its modules by their text
     gc.collect()
 
 

@@ -1,0 +1,268 @@
+"""The norm family: its references against float64, and what is special to its kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pyops
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPSILON = 1e-6
+
+
+def draw(*shape: int, dtype: torch.dtype, device: str, seed: int = 0, shift: float = 0.0) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return (torch.randn(shape, generator=generator, device=device) + shift).to(dtype)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, roundings: int = 2) -> None:
+    """Within so many roundings of a 16-bit dtype; float32 rounds at every step."""
+    unit = torch.finfo(actual.dtype).eps * (8 if actual.dtype is torch.float32 else roundings)
+    torch.testing.assert_close(actual.double(), expected, rtol=unit, atol=unit * 1e-2)
+
+
+def rms64(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    x = x.double()
+    y = x / (x.square().mean(-1, keepdim=True) + EPSILON).sqrt()
+    return y if weight is None else y * weight.double()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden_size", [1, 8, 769, 4096])
+def test_norms_against_float64(dtype: torch.dtype, hidden_size: int, device: str) -> None:
+    x, residual, weight = (
+        draw(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate([(5, hidden_size)] * 2 + [(hidden_size,)])
+    )
+    bias = draw(hidden_size, dtype=dtype, device=device, seed=3)
+    out = torch.empty_like(x)
+    pyops.rms_norm(out, x, weight, EPSILON)
+    close(out, rms64(x, weight))
+    pyops.rms_norm(out, x, None, EPSILON)
+    close(out, rms64(x))
+    pyops.gemma_rms_norm(out, x, weight, EPSILON)
+    close(out, rms64(x) * (1 + weight.double()), roundings=1)
+    y, total = x.clone(), residual.clone()
+    pyops.fused_add_rms_norm(y, total, weight, EPSILON)
+    assert torch.equal(total, x + residual)
+    close(y, rms64(total, weight))
+    pyops.layer_norm(out, x, weight, bias, EPSILON)
+    expected = torch.nn.functional.layer_norm(x.double(), (hidden_size,), weight.double(), bias.double(), EPSILON)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=5e-2 if dtype is torch.bfloat16 else 5e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gemma_keeps_a_float32_residual_for_float16(device: str) -> None:
+    x, residual = (draw(3, 64, dtype=torch.float16, device=device, seed=i) for i in (0, 1))
+    weight = draw(64, dtype=torch.float16, device=device, seed=2)
+    out, kept = torch.empty_like(x), torch.empty(3, 64, device=device)
+    pyops.gemma_rms_norm(out, x, weight, EPSILON, residual, kept)
+    assert torch.equal(kept, x.float() + residual.float())
+    close(out, rms64(kept) * (1 + weight.double()), roundings=1)
+    with pytest.raises(pyops.OpError, match=r"^gemma_rms_norm: residual_out: expected dtype float32, got float16$"):
+        pyops.gemma_rms_norm(out, x, weight, EPSILON, residual, torch.empty_like(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("is_rms", [False, True])
+def test_gated_groups_against_float64(is_rms: bool, groups: int, before: bool, device: str) -> None:
+    tokens, hidden_size = 5, 512
+    x, z = (draw(tokens, hidden_size, dtype=torch.bfloat16, device=device, seed=i, shift=0.3) for i in (0, 1))
+    weight, bias = (draw(hidden_size, dtype=torch.bfloat16, device=device, seed=i) for i in (2, 3))
+    out = torch.empty_like(x)
+    mean, rstd = (torch.empty(groups * tokens, device=device) for _ in range(2))
+    size = hidden_size // groups
+    if is_rms:
+        pyops.rms_norm_gated(out, x, weight, EPSILON, z, bias, rstd, size, before)
+    else:
+        pyops.layer_norm(out, x, weight, bias, EPSILON, z, mean, rstd, size, before)
+    gate = torch.nn.functional.silu(z.double())
+    value = x.double() if before else x.double() * gate
+    value = value.unflatten(-1, (groups, size))
+    m = torch.zeros_like(value[..., :1]) if is_rms else value.mean(-1, keepdim=True)
+    r = ((value - m).square().mean(-1, keepdim=True) + EPSILON).rsqrt()
+    expected = ((value - m) * r).flatten(-2) * weight.double() + bias.double()
+    expected = expected * gate if before else expected
+    torch.testing.assert_close(out.double(), expected, rtol=2.0**-7, atol=1e-2)
+    torch.testing.assert_close(rstd.double().view(groups, tokens), r[..., 0].t(), rtol=1e-5, atol=0)
+    if not is_rms:
+        torch.testing.assert_close(mean.double().view(groups, tokens), m[..., 0].t(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("hidden_size", [781, 4096, 14336])
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_static_codes_are_those_of_the_norm(tokens: int, hidden_size: int, with_residual: bool, device: str) -> None:
+    """Code for code: the fused kernels sum in the same order as the plain ones."""
+    if device == "cpu" and tokens > 3:
+        pytest.skip("the reference has one order")
+    x, residual = (draw(tokens, hidden_size, dtype=torch.bfloat16, device=device, seed=i) for i in (0, 1))
+    weight = draw(hidden_size, dtype=torch.bfloat16, device=device, seed=2)
+    scale = torch.tensor(0.013, device=device)
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device)
+    if with_residual:
+        y, total, kept = x.clone(), residual.clone(), residual.clone()
+        pyops.fused_add_rms_norm(y, total, weight, EPSILON)
+        pyops.fused_add_rms_norm_static_fp8_quant(codes, x, kept, weight, scale, EPSILON)
+        assert torch.equal(kept, total)
+    else:
+        y = torch.empty_like(x)
+        pyops.rms_norm(y, x, weight, EPSILON)
+        pyops.rms_norm_static_fp8_quant(codes, x, weight, scale, EPSILON)
+    expected = (y.float() * (1.0 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+def codes_of(y: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales from float64 quotients, rounded as the specification says."""
+    largest = 127.0 if dtype is torch.int8 else 448.0
+    smallest = 2.0**-23 if dtype is torch.int8 else 1 / (448 * 512)
+    scale = (absmax.double() / largest).float().clamp_min(smallest)
+    if dtype is torch.int8:
+        product = (y.double() * (1.0 / scale.double()).float().double()).float()
+        return product.round().clamp(-128, 127).to(torch.int8), scale
+    return (y.double() / scale.double()).float().clamp(-448, 448).to(dtype), scale
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("quant_dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("group_size", [None, 64, 128])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_dynamic_codes_are_exact(
+    transposed: bool, group_size: int | None, quant_dtype: torch.dtype, device: str
+) -> None:
+    """With rows of +-1 and a weight the norm is the weight, exactly, so the codes and scales have one right value."""
+    tokens, hidden_size = 7, 1024
+    x = draw(tokens, hidden_size, dtype=torch.float32, device=device).sign().bfloat16()
+    weight = draw(hidden_size, dtype=torch.bfloat16, device=device, seed=1)
+    y = x.float() * weight.float()
+    codes = torch.empty(x.shape, dtype=quant_dtype, device=device)
+    if group_size is None:
+        scale = torch.empty(tokens, 1, device=device)
+        pyops.rms_norm_dynamic_per_token_quant(codes, x, weight, scale, 0.0)
+        expected, scales = codes_of(y, y.abs().amax(-1, keepdim=True), quant_dtype)
+    else:
+        groups = hidden_size // group_size
+        scale = (
+            torch.empty(groups, tokens, device=device).t() if transposed else torch.empty(tokens, groups, device=device)
+        )
+        pyops.rms_norm_per_block_quant(codes, x, weight, scale, 0.0, None, None, group_size, transposed)
+        parts = y.unflatten(-1, (groups, group_size))
+        expected, scales = codes_of(parts, parts.abs().amax(-1, keepdim=True), quant_dtype)
+        expected, scales = expected.flatten(-2), scales[..., 0]
+    assert torch.equal(scale, scales)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dynamic_quant_of_what_is_not_finite(device: str) -> None:
+    """NaN is ignored by the maximum and becomes the largest code; zero rows take the smallest scale."""
+    x = torch.ones(3, 64, device=device)
+    x[2] = 0.0
+    weight = torch.ones(64, device=device)
+    weight[5] = float("nan")
+    codes = torch.empty(3, 64, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty(3, device=device)
+    pyops.rms_norm_dynamic_per_token_quant(codes, x, weight, scale, 1e-6)
+    assert codes.float()[:, 5].tolist() == [448.0, 448.0, 448.0]
+    assert codes.float()[0, 0] == 448.0
+    assert scale[2].item() == pytest.approx(1 / (448 * 512), rel=1e-7)
+    eights = torch.empty(3, 64, dtype=torch.int8, device=device)
+    pyops.rms_norm_dynamic_per_token_quant(eights, x, weight, scale, 1e-6)
+    assert eights[:, 5].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bound", [0.25, -1.0])
+def test_scale_bound(bound: float, device: str) -> None:
+    """The bound caps the scale, down to the smallest one; what exceeds it saturates."""
+    x = draw(4, 256, dtype=torch.float32, device=device).sign()
+    weight = draw(256, dtype=torch.float32, device=device, seed=1)
+    codes = torch.empty(4, 256, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty(4, 1, device=device)
+    pyops.rms_norm_dynamic_per_token_quant(codes, x, weight, scale, 0.0, torch.tensor([bound], device=device))
+    expected, scales = codes_of(x * weight, torch.full((4, 1), bound, device=device), torch.float8_e4m3fn)
+    assert torch.equal(scale, scales)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("rotary_dim", [128, 64, 20])
+@pytest.mark.parametrize("tokens", [4, 200])
+def test_qk_norm_rope_against_complex_rotation(tokens: int, rotary_dim: int, is_neox: bool, device: str) -> None:
+    heads, head_dim, positions = (5, 2, 3), 128, 50
+    qkv = draw(tokens, sum(heads) * head_dim, dtype=torch.float16, device=device)
+    q_weight, k_weight = (draw(head_dim, dtype=torch.float16, device=device, seed=i, shift=1.0) for i in (1, 2))
+    angle = draw(positions, rotary_dim // 2, dtype=torch.float32, device=device, seed=3)
+    cache = torch.cat((angle.cos(), angle.sin()), -1)
+    ids = torch.arange(tokens, device=device) % (positions + 2) - 1  # the first and some others lie outside
+    before = qkv.clone()
+    pyops.fused_qk_norm_rope(qkv, *heads, head_dim, EPSILON, q_weight, k_weight, cache, is_neox, ids)
+
+    x = before.double().unflatten(-1, (-1, head_dim))
+    weight = torch.stack([q_weight] * heads[0] + [k_weight] * heads[1]).double()
+    n = rms64(x[:, : heads[0] + heads[1]]) * weight
+    inside = (ids >= 0) & (ids < positions)
+    turn = torch.polar(torch.ones_like(angle), angle).cdouble()[ids.where(inside, 0)].unsqueeze(1)
+    part = n[..., :rotary_dim]
+    pair = part.chunk(2, -1) if is_neox else (part[..., ::2], part[..., 1::2])
+    turned = torch.complex(*pair) * turn
+    part = torch.cat((turned.real, turned.imag), -1) if is_neox else torch.view_as_real(turned).flatten(-2)
+    expected = torch.cat((part, n[..., rotary_dim:]), -1)
+    after = qkv.unflatten(-1, (-1, head_dim))
+    torch.testing.assert_close(after[inside][:, : heads[0] + heads[1]].double(), expected[inside], rtol=2e-3, atol=2e-3)
+    assert torch.equal(after[~inside], before.unflatten(-1, (-1, head_dim))[~inside])
+    assert torch.equal(after[:, heads[0] + heads[1] :], before.unflatten(-1, (-1, head_dim))[:, heads[0] + heads[1] :])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rms_norm_of_heads_in_a_fused_projection(device: str) -> None:
+    """Query heads as a strided view, three and four dimensions, without a copy."""
+    qkv = draw(6, 10, 128, dtype=torch.bfloat16, device=device)
+    weight = draw(128, dtype=torch.bfloat16, device=device, seed=1)
+    query = qkv[:, 2:7]
+    out = torch.empty(query.shape, dtype=query.dtype, device=device)
+    pyops.rms_norm(out, query, weight, EPSILON)
+    close(out, rms64(query, weight))
+    deep = qkv.view(2, 3, 10, 128)[:, :, 2:7]
+    out = torch.empty(deep.shape, dtype=deep.dtype, device=device)
+    pyops.rms_norm(out, deep, weight, EPSILON)
+    close(out, rms64(deep, weight))
+    pyops.rms_norm(query, query, weight, EPSILON)
+    assert torch.equal(query, out.view(6, 5, 128))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_size": 32}, "group_size: expected 64 or 128, got 32"),
+        ({"width": 96}, "input: expected a last dimension that is a multiple of group_size=64, got 96"),
+        ({"transposed": True}, "scale: expected strides (1, 2) with is_scale_transposed=True, got (2, 1)"),
+        ({"bound": True}, "scale_ub: is only taken with a float8_e4m3fn result, got int8"),
+    ],
+)
+def test_per_block_quant_refuses(change: dict[str, Any], message: str) -> None:
+    width, group_size = change.get("width", 128), change.get("group_size", 64)
+    x = torch.ones(2, width)
+    bound = torch.ones(1) if change.get("bound") else None
+    with pytest.raises(pyops.OpError) as caught:
+        pyops.rms_norm_per_block_quant(
+            torch.empty(2, width, dtype=torch.int8),
+            x,
+            torch.ones(width),
+            torch.empty(2, max(1, width // 64)),
+            EPSILON,
+            bound,
+            None,
+            group_size,
+            change.get("transposed", False),
+        )
+    assert str(caught.value) == f"rms_norm_per_block_quant: {message}"
