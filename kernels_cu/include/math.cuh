@@ -15,10 +15,10 @@ DEVICE float quotient(float x, float divisor) {
 }
 
 // numerator / (1 + exp(-x)), near enough for a result of 16 bits. The estimates flush subnormals, so a quarter of the
-// divisor is inverted: its reciprocal is normal for every finite divisor.
+// divisor is inverted, whose reciprocal is normal for every finite divisor.
 DEVICE float logistic_share(float numerator, float x) {
     const float quarter = 0.25f + estimate_exp2(fmaf(x, -1.44269504088896341f, -2.0f));
-    return ieee_multiply(ieee_multiply(numerator, estimate_reciprocal(quarter)), 0.25f);
+    return ieee_multiply(numerator, ieee_multiply(estimate_reciprocal(quarter), 0.25f));
 }
 
 // y = x / (1 + exp(-beta * x)), not rounded to T (Ramachandran et al. 2017), for results that must equal eager's if EXACT.

@@ -257,8 +257,7 @@ class Op:
             self._check_separate(tensors, addresses)
             if kind != "torch":
                 args = tuple(tensor.to_torch(value) if tensor.dialect(value) else value for value in args)
-            stream = torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr) if kind == "cupy" else None
-            with torch.no_grad(), torch.cuda.stream(stream):
+            with torch.no_grad(), torch.cuda.stream(_torch_stream() if kind == "cupy" else None):
                 self.reference(*args)
 
         return run
@@ -311,6 +310,12 @@ class Op:
         if planned:
             raise error or OpError(self.name, self.tensors[0].name, "has no memory")
         return None
+
+
+def _torch_stream() -> Any:
+    """CuPy's current stream as torch knows it."""
+    pointer = cupy.cuda.get_current_stream().ptr
+    return torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream()
 
 
 def _place(index: int) -> str:
