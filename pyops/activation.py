@@ -456,7 +456,7 @@ def gelu_quick(out: Tensor, input: Tensor) -> None:
 
 @gelu_quick.plan
 def _(out: Arg, input: Arg) -> Launch:
-    return _plain(_activation, out, input, ACT="gelu_quick")
+    return _plain(_activation, out, input, ACT="gelu_quick", min_blocks=_silu_blocks(input))
 
 
 gelu_quick.example(_plain_example)

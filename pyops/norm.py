@@ -217,7 +217,7 @@ def _(input: Arg, residual: Arg, weight: Arg | None, epsilon: float) -> Launch:
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     num_rows = check.num_rows(input)
     vec_size = check.vector_width(hidden_size, *(arg for arg in (input, residual, weight) if arg))
-    grid, threads = _geometry(input, num_rows, vec_size, held=2, resident=1344)
+    grid, threads = _geometry(input, num_rows, vec_size, held=2, resident=1152)
     return _fused_add_rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -440,6 +440,8 @@ def _dynamic_quant_plan(
         lanes=group_size // vec_size if group_size else 1,
         resident=896 if residual or group_size else 1024,
     )
+    if result.dtype is float8_e4m3fn and not input.device.converts_fp8:  # converting takes registers
+        threads = {**threads, "MIN_BLOCKS": 1}
     return _rms_norm_dynamic_quant(
         scalar_t=input.dtype,
         code_t=result.dtype,
@@ -781,6 +783,8 @@ def _grouped_norm_plan(
         size=group_size,
         resident=896,
     )
+    if z is not None and norm_before_gate:  # the gate's function takes registers while the row is held
+        threads = {**threads, "MIN_BLOCKS": max(1, threads["MIN_BLOCKS"] - 1)}
     return _layer_norm(
         scalar_t=input.dtype,
         GROUP_SIZE=group_size,

@@ -21,7 +21,7 @@
 // Registers of a thread that a row takes. A long row is read again where it is needed.
 constexpr int REGISTERS = ceil_div(HIDDEN_SIZE, VEC_SIZE * ROW_THREADS) * ceil_div(VEC_SIZE * int(sizeof(scalar_t)), 4);
 using gate_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, REGISTERS <= 32>;
-using up_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, REGISTERS <= 16>;
+using up_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, REGISTERS <= 16 && NUM_THREADS <= 256>;
 using vec_t = gate_t::vec_t;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)

@@ -26,6 +26,13 @@ class Device:
     warp_size: int
     shared_memory: int
 
+    @property
+    def converts_fp8(self) -> bool:
+        """Whether it converts to and from fp8 by itself, not by a page of integer arithmetic."""
+        if self.arch.startswith("sm_"):
+            return int(self.arch[3:]) >= 89
+        return self.arch.startswith(("gfx94", "gfx95", "gfx12"))
+
 
 _MODELS = {
     "sm_80": Device(-1, "sm_80", 108, 32, 163 * 1024),
