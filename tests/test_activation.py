@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from tests.compare import assert_close
 from pyops._core import device
 from pyops._core.example import ArgMaker
+from tests.compare import assert_close
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NARROW = [torch.float16, torch.bfloat16]
