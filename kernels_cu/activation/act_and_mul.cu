@@ -24,7 +24,7 @@ act_and_mul(scalar_t* out,          // [num_rows, hidden_size]
     const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
     if (!at.inside) return;
     const scalar_t* first = input + at.row * input_stride + at.column;
-    const vec_t g = vec_t::load_once(ACT_FIRST ? first : first + hidden_size);
-    const vec_t u = vec_t::load_once(ACT_FIRST ? first + hidden_size : first);
+    const vec_t g = vec_t::load(ACT_FIRST ? first : first + hidden_size);
+    const vec_t u = vec_t::load(ACT_FIRST ? first + hidden_size : first);
     (ACT(g) * u).store(out + at.row * out_stride + at.column);
 }

@@ -22,6 +22,6 @@ activation(scalar_t* out,          // [num_rows, hidden_size]
            int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, int row_shift) {
     const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
     if (!at.inside) return;
-    const vec_t x = vec_t::load_once(input + at.row * input_stride + at.column);
+    const vec_t x = vec_t::load(input + at.row * input_stride + at.column);
     ACT(x).store(out + at.row * out_stride + at.column);
 }

@@ -22,8 +22,8 @@ fatrelu_and_mul(scalar_t* out,          // [num_rows, hidden_size]
     const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
     if (!at.inside) return;
     const scalar_t* first = input + at.row * input_stride + at.column;
-    const vec_t g = vec_t::load_once(first);
-    const vec_t u = vec_t::load_once(first + hidden_size);
+    const vec_t g = vec_t::load(first);
+    const vec_t u = vec_t::load(first + hidden_size);
     const float least = round_to<scalar_t>(threshold);
     const vec_t open = map(g, [=](float x) { return ieee_less_equal(x, least) ? 0.0f : x; });
     (open * u).store(out + at.row * out_stride + at.column);

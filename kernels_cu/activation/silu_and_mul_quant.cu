@@ -25,8 +25,8 @@ silu_and_mul_quant(fp8_e4m3_t* result,     // [num_rows, hidden_size]
     const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
     if (!at.inside) return;
     const scalar_t* first = input + at.row * input_stride + at.column;
-    const vec_t g = vec_t::load_once(first);
-    const vec_t u = vec_t::load_once(first + hidden_size);
+    const vec_t g = vec_t::load(first);
+    const vec_t u = vec_t::load(first + hidden_size);
     const float reciprocal = ieee_divide(1.0f, *scale);
     const vec_t y = silu(g) * u;
     float v[VEC_SIZE];

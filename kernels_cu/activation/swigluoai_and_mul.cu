@@ -25,8 +25,8 @@ swigluoai_and_mul(scalar_t* out,          // [num_rows, hidden_size]
     if (!at.inside) return;
     const scalar_t* pairs = input + at.row * input_stride + 2 * at.column;
     float x[2][VEC_SIZE], y[VEC_SIZE];
-    vec_t::load_once(pairs).to_floats(x[0]);
-    vec_t::load_once(pairs + VEC_SIZE).to_floats(x[1]);
+    vec_t::load(pairs).to_floats(x[0]);
+    vec_t::load(pairs + VEC_SIZE).to_floats(x[1]);
 #pragma unroll
     for (int j = 0; j < VEC_SIZE; ++j) {
         const int even = 2 * j, odd = 2 * j + 1;

@@ -26,8 +26,8 @@ swiglustep_and_mul(scalar_t* out,          // [num_rows, hidden_size]
     const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
     if (!at.inside) return;
     const scalar_t* first = input + at.row * input_stride + at.column;
-    const vec_t g = vec_t::load_once(first);
-    const vec_t u = vec_t::load_once(first + hidden_size);
+    const vec_t g = vec_t::load(first);
+    const vec_t u = vec_t::load(first + hidden_size);
     float y[VEC_SIZE], v[VEC_SIZE];
     swish<false>(y, g, 1.0f);
     u.to_floats(v);

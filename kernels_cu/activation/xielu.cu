@@ -29,7 +29,7 @@ xielu(scalar_t* out,            // [num_rows, hidden_size]
       float beta, float eps) {
     const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
     vec_t x = vec_t::full(0.0f);
-    if (at.inside) x = vec_t::load_once(input + at.row * input_stride + at.column);
+    if (at.inside) x = vec_t::load(input + at.row * input_stride + at.column);
     beta = round_to<scalar_t>(beta);
     eps = round_to<scalar_t>(eps);
 

@@ -31,8 +31,8 @@ fused_add_rms_norm(scalar_t* input,         // [num_rows, HIDDEN_SIZE]
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
     input += at.row * input_stride;
     residual += at.row * residual_stride;
-    const row_t x = row_t::load_once(input);
-    const row_t r = row_t::load_once(residual);
+    const row_t x = row_t::load(input);
+    const row_t r = row_t::load(residual);
     const weight_t w = weight_t::load(weight);
 
     row_t z(residual);

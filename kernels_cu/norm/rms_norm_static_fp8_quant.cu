@@ -37,8 +37,8 @@ rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
     input += at.row * input_stride;
     if constexpr (HAS_RESIDUAL) residual += at.row * residual_stride;
-    const row_t x = row_t::load_once(input);
-    const residual_t r = residual_t::load_once(residual);
+    const row_t x = row_t::load(input);
+    const residual_t r = residual_t::load(residual);
     const weight_t w = weight_t::load(weight);
     const float reciprocal = 1.0f / *scale;
 
