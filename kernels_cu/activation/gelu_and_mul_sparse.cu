@@ -32,8 +32,8 @@ gelu_and_mul_sparse(scalar_t* out,          // [num_rows, HIDDEN_SIZE]
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
     const scalar_t* gate = input + at.row * input_stride;
     const scalar_t* up = gate + HIDDEN_SIZE;
-    const gate_t g = gate_t::load(gate);
-    const up_t u = up_t::load(up);
+    const gate_t g = gate_t::load_once(gate);
+    const up_t u = up_t::load_once(up);
 
     double sum = 0.0, squares = 0.0;
     gate_t::for_each([&](int i, int column) {
