@@ -10,7 +10,7 @@ from collections.abc import Mapping as _Mapping
 from types import MappingProxyType as _MappingProxyType
 
 from ._core.compiler import Compiled
-from ._core.errors import CaptureError, CompileError, DeviceFault, MissingDependencyError, OpError, UnsupportedError
+from ._core.errors import CaptureError, CompileError, DeviceFault, MissingDependencyError, OpError
 from ._core.kernel import Kernel
 from ._core.op import Op, Wrapper, op, registry
 from ._core.op import bind_loaded as _bind_loaded

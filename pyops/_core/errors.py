@@ -16,10 +16,6 @@ class OpError(ValueError):
         return f"{self.op}: {self.argument}: {self.message}"
 
 
-class UnsupportedError(OpError, NotImplementedError):
-    """A call whose meaning is clear but which no kernel here serves."""
-
-
 class MissingDependencyError(ImportError):
     """A package that this call needs is not installed; the message holds the pip line that mends it."""
 
@@ -61,5 +57,5 @@ class DeviceFault(RuntimeError):
 
 
 # Tracebacks show the public names.
-for _error in (OpError, UnsupportedError, MissingDependencyError, CompileError, CaptureError, DeviceFault):
+for _error in (OpError, MissingDependencyError, CompileError, CaptureError, DeviceFault):
     _error.__module__ = "pyops"
