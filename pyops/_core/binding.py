@@ -137,6 +137,8 @@ def render(op: Op) -> str:
         for (i, p), (j, q) in combinations(tensors, 2)
         if p.written or q.written
     )
+    # An address of 0: an empty tensor, or one whose storage was taken away.
+    required = " and ".join(f"p{i}" for i, p in tensors if not p.optional)
     collide = [f"if {overlaps}: collision(key, {', '.join(pointers)})"] if overlaps else []
     words = ", ".join([*pointers, *op.floats])
     scalars = f"({', '.join(keyed)},)" if keyed else "()"
@@ -164,7 +166,6 @@ def render(op: Op) -> str:
             else:
                 lines.append(f"    p{i} = {pointer.format(p.name)}")
                 parts.append(described)
-        required = " and ".join(f"p{i}" for i, p in tensors if not p.optional)
         return [
             *lines,
             f"    if not ({required}): return irregular(None, {arguments})",
@@ -190,7 +191,7 @@ def render(op: Op) -> str:
             else f"    p{i} = {p.name}.data_ptr()"
             for i, p in tensors
         ),
-        f"    if ({alignment}) == align{f' and {scalars} == scalars' if keyed else ''}:",
+        f"    if {required} and ({alignment}) == align{f' and {scalars} == scalars' if keyed else ''}:",
         *(f"        {line}" for line in collide),
         *(f"        {line}" for line in run("torch_stream")),
         "        return",

@@ -186,8 +186,11 @@ class Op:
     def remember(self, key: Any, scalars: tuple[Any, ...], *tensors: Any) -> None:
         """Let the next call with tensors like these find its plan by one guard."""
         found = self._guards.get(key)
+        entry = self.plans.get(key)
+        if entry is None:  # another thread has just dropped every plan
+            return
         if found is None:  # the first call of a plan makes no guard: there may be no second
-            found = self._guards[key] = (binding.never, key[0], scalars, key, *self.plans[key])
+            found = self._guards[key] = (binding.never, key[0], scalars, key, *entry)
         elif found[0] is binding.never or (found is self.recent[0] and found[0] is not binding.unguarded):
             # The second call, or a guard that was just asked and failed on its own key: torch is in another mode now.
             found = self._guards[key] = (binding.guard(tensors), *found[1:])
@@ -308,7 +311,10 @@ class Op:
             tensors = [arg for p, arg in zip(self.parameters, described, strict=True) if p.kind == "Tensor"]
             return self._reference_plan(tensors, "numpy")(*args)
         if planned:
-            raise error or OpError(self.name, self.tensors[0].name, "has no memory")
+            named = [(p.name, v) for p, v in zip(self.parameters, args, strict=True) if p.kind == "Tensor"]
+            raise error or OpError(
+                self.name, next(name for name, v in named if v is not None and not tensor.address(v)), "has no memory"
+            )
         return None
 
 

@@ -197,3 +197,10 @@ def test_switches(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None
         assert switch() is on
         monkeypatch.delenv(f"PYOPS_{name}")
         assert switch() is False
+
+
+def test_a_tensor_whose_storage_was_taken_away_is_refused() -> None:
+    x = torch.ones(2, 8)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(pyops.OpError, match=r"^rms_norm: input: has no memory$"):
+        pyops.rms_norm(torch.empty(2, 8), x, None, 1e-6)
