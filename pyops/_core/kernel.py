@@ -79,10 +79,6 @@ class Launch:
     fixed: dict[str, int | float]
 
     @property
-    def parts(self) -> tuple[Specialisation, tuple[int, int, int], int, int, dict[str, int | float]]:
-        return self.specialisation, self.grid, self.block, self.shared, self.fixed
-
-    @property
     def empty(self) -> bool:
         """No block to run. (The driver refuses such a launch, and CuPy would run one block instead.)"""
         return 0 in self.grid

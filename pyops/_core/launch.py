@@ -102,16 +102,15 @@ def bind(
 def _bind_one(
     launch: Launch, index: int, tensors: tuple[str, ...], floats: tuple[str, ...], scalars: dict[str, Any]
 ) -> Bound:
-    specialisation, grid, block, shared, fixed = launch.parts
-    values = {**scalars, **fixed} if scalars else fixed
-    found = layout(specialisation.kernel, tensors, floats, tuple(scalars), tuple(fixed))
+    values = {**scalars, **launch.fixed} if scalars else launch.fixed
+    found = layout(launch.specialisation.kernel, tensors, floats, tuple(scalars), tuple(launch.fixed))
     buffer = ctypes.create_string_buffer(found.size)
     base = ctypes.addressof(buffer)
     found.pack_rest(
         buffer, found.start, *[values[name] for name in found.constants], *[base + offset for offset in found.targets]
     )
-    compiled = specialisation.load(index)
-    fire = partial(_driver()[0], compiled.function, *grid, block, 1, 1, shared)
+    compiled = launch.specialisation.load(index)
+    fire = partial(_driver()[0], compiled.function, *launch.grid, launch.block, 1, 1, launch.shared)
     return Bound(threading.Lock(), found.pack_words, buffer, fire, base + found.pointers)
 
 

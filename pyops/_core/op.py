@@ -152,10 +152,14 @@ class Op:
 
     # The cold path: what the wrapper calls when there is no plan.
 
+    def _tensors_of(self, values: Sequence[Any]) -> list[Any]:
+        """Of values in the order of the parameters, those of the tensors."""
+        return [values[position] for position in self._tensor_positions]
+
     def prepare(self, key: Any, *args: Any) -> tuple[Any, ...]:
         """Make and keep the plan for the signature of `args`: what to run, the device, and each tensor's extent."""
         kind, described = self._describe(args)
-        tensors = [described[position] for position in self._tensor_positions]
+        tensors = self._tensors_of(described)
         index = next(arg.device.index for arg in tensors if arg is not None)
         launches = self.launches(*described)
         if kind == "cupy":
@@ -252,11 +256,7 @@ class Op:
             for p, value in zip(self.parameters, args, strict=True):
                 if p.kind != "Tensor":
                     self._check_scalar(p, value)
-            addresses = [
-                0 if value is None else tensor.address(value)
-                for p, value in zip(self.parameters, args, strict=True)
-                if p.kind == "Tensor"
-            ]
+            addresses = [0 if value is None else tensor.address(value) for value in self._tensors_of(args)]
             self._check_separate(tensors, addresses)
             if kind != "torch":
                 args = tuple(tensor.to_torch(value) if tensor.dialect(value) else value for value in args)
@@ -292,7 +292,7 @@ class Op:
 
     def irregular(self, error: Exception | None, *args: Any) -> Any:
         """A call without addresses to key it by: numpy arrays, empty tensors, tensors without storage, or a mistake."""
-        values = [v for p, v in zip(self.parameters, args, strict=True) if p.kind == "Tensor" and v is not None]
+        values = [value for value in self._tensors_of(args) if value is not None]
         kinds = {tensor.dialect(v) for v in values}
         if kinds == {"torch"}:
             plain = all(type(v) in (torch.Tensor, torch.nn.Parameter) for v in values)
@@ -308,10 +308,9 @@ class Op:
         except OpError as refusal:
             raise refusal from None
         if kinds == {"numpy"}:
-            tensors = [arg for p, arg in zip(self.parameters, described, strict=True) if p.kind == "Tensor"]
-            return self._reference_plan(tensors, "numpy")(*args)
+            return self._reference_plan(self._tensors_of(described), "numpy")(*args)
         if planned:
-            named = [(p.name, v) for p, v in zip(self.parameters, args, strict=True) if p.kind == "Tensor"]
+            named = zip(self._tensor_names, self._tensors_of(args), strict=True)
             raise error or OpError(
                 self.name, next(name for name, v in named if v is not None and not tensor.address(v)), "has no memory"
             )
