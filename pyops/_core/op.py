@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import combinations
 from typing import Any, Protocol, TypeVar
 
@@ -260,7 +261,7 @@ class Op:
             self._check_separate(tensors, addresses)
             if kind != "torch":
                 args = tuple(tensor.to_torch(value) if tensor.dialect(value) else value for value in args)
-            with torch.no_grad(), torch.cuda.stream(_torch_stream() if kind == "cupy" else None):
+            with torch.no_grad(), _torch_stream() if kind == "cupy" else nullcontext():
                 self.reference(*args)
 
         return run
@@ -318,9 +319,9 @@ class Op:
 
 
 def _torch_stream() -> Any:
-    """CuPy's current stream as torch knows it."""
+    """CuPy's current stream, made torch's while the context lasts."""
     pointer = cupy.cuda.get_current_stream().ptr
-    return torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream()
+    return torch.cuda.stream(torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream())
 
 
 def _place(index: int) -> str:
