@@ -1,7 +1,8 @@
 """CUDA/HIP kernel sources, shipped as text.
 
 This package knows no Python beyond reading itself: `read` returns a source, `names` lists them.
-Headers live in `include/`; every other folder holds one `.cu` per kernel, whose entry is the file's stem.
+Headers live in `include/`, the emulation that runs kernels on a CPU in `host/`; every other folder holds one `.cu` per
+kernel, whose entry is the file's stem.
 """
 
 from __future__ import annotations

@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping as _Mapping
 from types import MappingProxyType as _MappingProxyType
 
+from ._core import check
 from ._core.compiler import Compiled
-from ._core.errors import CaptureError, CompileError, DeviceFault, MissingDependencyError, OpError
+from ._core.errors import CaptureError, CompileError, DeviceFault, KernelFault, MissingDependencyError, OpError
 from ._core.kernel import Kernel
 from ._core.op import Op, Wrapper, op, registry
 from ._core.op import bind_loaded as _bind_loaded
 from .activation import *
+from .attention import *
+from .cache import *
 from .cli.warmup import warmup
 from .norm import *
+from .rotary import *
 
 __version__ = "0.1.0"
 

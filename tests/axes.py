@@ -22,19 +22,22 @@ Axes = dict[str, Any]
 # Axis -> every value that is compiled without a device.
 COMPILED: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "float16", "bfloat16"),
-    "hidden_size": (4096, 14336, 64, 769, 1, 32768),
+    "hidden_size": (4096, 14336, 64, 769, 1, 32768, 4095, 8191),
     "quant_dtype": ("float8_e4m3fn", "int8"),
     "group_size": (64, 128),
     "head_dim": (64, 128, 256),
+    "head_size": (128, 64, 256),
 }
 
 # Axis -> the values that are run, where they are fewer.
-RUN: dict[str, tuple[Any, ...]] = COMPILED | {"hidden_size": (64, 769, 4096)}
+RUN: dict[str, tuple[Any, ...]] = COMPILED | {"hidden_size": (64, 769, 4096), "head_size": (64,)}
 
 # Axis -> what hypothesis draws.
 DRAWN: dict[str, st.SearchStrategy[Any]] = {
     "num_tokens": st.integers(1, 40) | st.sampled_from([131, 132, 133, 257]),
 }
+# Where a token is no row of a matrix, and more of them are no other case.
+_FEWER: dict[str, st.SearchStrategy[Any]] = {"num_tokens": st.integers(1, 12) | st.just(33)}
 
 
 def compiled(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> dict[str, tuple[Any, ...]]:
@@ -58,7 +61,8 @@ def compiled(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> dict[str, 
 def drawn(op: Op) -> dict[str, st.SearchStrategy[Any]]:
     """The axes of `op` that do not compile into its kernels, each with its strategy."""
     assert op.example is not None, f"{op.name} has no example"
-    return {axis: DRAWN[axis] for axis in inspect.signature(op.example).parameters if axis in DRAWN}
+    axes = inspect.signature(op.example).parameters
+    return {axis: (DRAWN if "hidden_size" in axes else DRAWN | _FEWER)[axis] for axis in axes if axis in DRAWN}
 
 
 def combinations(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> Iterator[Axes]:
@@ -77,6 +81,11 @@ def sample(op: Op, most: int) -> list[Axes]:
 def fullest(op: Op) -> Axes:
     """The first combination with everything switched on: no optional tensor that the example can give is missing."""
     return {axis: values[-1] for axis, values in compiled(op).items() if values == (False, True)}
+
+
+def takes_any_size(op: Op) -> bool:
+    """Whether rows of the op may have any size."""
+    return compiled(op).get("hidden_size") == COMPILED["hidden_size"]
 
 
 def name(axes: Axes) -> str:

@@ -1,14 +1,21 @@
-"""Hypothesis profiles, what to do without a device, and the summary of the offline compiles."""
+"""Hypothesis profiles, what to do without a device, and the summary of the specialisations."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
+
+import kernels_cu
+from pyops._core import binding, config, host
+from pyops._core.op import registry
+from tests.calls import Host
 
 for _profile, _examples in (("dev", 10), ("ci", 50), ("nightly", 1000)):
     hypothesis.settings.register_profile(
@@ -32,9 +39,11 @@ def _device() -> str | None:
     if not torch.cuda.is_available():
         return None
     try:
-        import cupy  # noqa: F401
+        import cupy
     except ImportError:
         return None
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):  # a sanitizer then knows every array's bounds
+        cupy.cuda.set_allocator(None)
     return torch.cuda.get_device_name(0)
 
 
@@ -58,19 +67,68 @@ def _errors_where_they_happen(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.cuda.synchronize()
 
 
+@pytest.fixture(autouse=True)
+def _registry_as_it_was() -> Iterator[None]:
+    """Ops declared in a test are gone after it."""
+    before = set(registry)
+    yield
+    for name in set(registry) - before:
+        binding.remove(name)
+        del registry[name]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_on_host(request: pytest.FixtureRequest) -> Iterator[None]:
+    callspec = getattr(request.node, "callspec", None)
+    on_host = callspec is not None and any(isinstance(value, Host) for value in callspec.params.values())
+    with config.cpu("kernels") if on_host else nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _specialisations_on_host(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Note what the test made the host load, which another test of its process may have loaded already."""
+    before = len(host._loaded)
+    yield
+    for function in list(host._loaded.values())[before:]:
+        request.node.user_properties.append(("host", (function.kernel, function.constants)))
+
+
+def _noted(reporter: pytest.TerminalReporter, key: str, when: str) -> list[Any]:
+    reports = [report for reports in reporter.stats.values() for report in reports]
+    properties = [report.user_properties for report in reports if getattr(report, "when", None) == when]
+    return [value for noted in properties for name, value in noted if name == key]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many specialisations were compiled offline, and the slowest."""
-    compiles = [
-        entry
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if getattr(report, "when", None) == "call"
-        for key, entry in report.user_properties
-        if key == "offline_compile"
-    ]
+    """How many specialisations were compiled offline, and the slowest; which ran on the host, and what never did."""
+    compiles = _noted(terminalreporter, "offline_compile", "call")
     if compiles:
         total = sum(seconds for seconds, *_ in compiles)
         terminalreporter.section("offline compiles")
         terminalreporter.line(f"{len(compiles)} specialisations in {total:.0f} s of compiler time; the slowest:")
         for seconds, arch, kernel, constants in sorted(compiles, reverse=True)[:5]:
             terminalreporter.line(f"{seconds:6.2f} s  {arch}  {kernel}  {constants}")
+    ran = {(kernel, constants) for kernel, constants in _noted(terminalreporter, "host", "teardown")}
+    if ran:
+        terminalreporter.section("specialisations on the host")
+        own = {kernel for kernel, _ in ran} & set(kernels_cu.names())
+        terminalreporter.line(f"{sum(kernel in own for kernel, _ in ran)} ran, of {len(own)} kernels")
+    if ran and compiles:
+        table = _values((kernel, constants) for _, _, kernel, constants in compiles)
+        missing = {key: values - _values(ran).get(key, set()) for key, values in table.items()}
+        skipped, every = sum(map(len, missing.values())), sum(map(len, table.values()))
+        terminalreporter.line(f"{every - skipped} of {every} values of constants compiled offline; none ran with")
+        for (kernel, constant), values in sorted(missing.items()):
+            if values:
+                terminalreporter.line(f"  {kernel}  {constant}={','.join(sorted(values))}")
+
+
+def _values(specialisations: Iterable[tuple[str, str]]) -> dict[tuple[str, str], set[str]]:
+    """{(kernel, constant): the values it has in any of the specialisations}."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for kernel, constants in specialisations:
+        for constant in constants.split():
+            name, _, value = constant.partition("=")
+            found.setdefault((kernel, name), set()).add(value)
+    return found

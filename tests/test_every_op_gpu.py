@@ -12,20 +12,10 @@ import torch
 import pyops
 from pyops._core import compiler
 from pyops._core.op import Op
+from pyops.testing import Layout, same_bits
+from pyops.testing.calls import assert_results, assert_same, clones, expected, named, run, written
 from tests import axes
-from tests.calls import (
-    Layout,
-    as_cupy,
-    assert_results,
-    assert_same,
-    clones,
-    example,
-    expected,
-    named,
-    run,
-    written,
-)
-from tests.compare import same_bits
+from tests.calls import as_cupy, example
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyops
 from pyops._core.op import Op
+from pyops.testing import same_bits
+from pyops.testing.calls import assert_same, clones, expected, named, written
 from tests import axes
-from tests.calls import DEVICES, assert_same, clones, example, expected, named, written
-from tests.compare import same_bits
+from tests.calls import DEVICES, example
 
 OPS = [pytest.param(op, id=name) for name, op in pyops.ops.items()]
 

@@ -6,14 +6,14 @@
 #include "reduce.cuh"
 #include "row.cuh"
 
-template <typename row_t, int ROW_THREADS, typename Values>
-DEVICE float row_mean_square(Values values, float* partial) {
+template <int ROW_THREADS, typename row_t, typename Values>
+DEVICE float row_mean_square(const row_t& row, Values values, float* partial) {
     float sum = 0.0f;
-    row_t::for_each([&](int i, int column) {
+    row.for_each([&](int i, int column) {
         float x[row_t::VEC];
         values(i, column, x);
 #pragma unroll
-        for (int j = 0; j < row_t::VEC; ++j) sum += x[j] * x[j];
+        for (int j = 0; j < row_t::elements(i); ++j) sum += x[j] * x[j];
     });
     return row_reduce<Sum, ROW_THREADS>(sum, partial) / row_t::SIZE;
 }

@@ -17,6 +17,12 @@ using fp8_e5m2_t = __hip_fp8_e5m2_fnuz;
 using fp8_e4m3_t = __hip_fp8_e4m3;
 using fp8_e5m2_t = __hip_fp8_e5m2;
 #endif
+using half_t = __half;
+#elif PYOPS_HOST
+using half_t = host::half;
+using bf16_t = host::bf16;
+using fp8_e4m3_t = host::fp8_e4m3;
+using fp8_e5m2_t = host::fp8_e5m2;
 #else
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
@@ -26,8 +32,8 @@ using fp8_e5m2_t = __hip_fp8_e5m2;
 using bf16_t = __nv_bfloat16;
 using fp8_e4m3_t = __nv_fp8_e4m3;
 using fp8_e5m2_t = __nv_fp8_e5m2;
-#endif
 using half_t = __half;
+#endif
 
 constexpr float FLOAT_MAX = 3.402823466e+38f;
 
@@ -36,20 +42,21 @@ template <typename A> struct same_type<A, A> { static constexpr bool value = tru
 template <typename A, typename B> constexpr bool is_same = same_type<A, B>::value;
 
 template <typename T> DEVICE float to_float(T x) { return static_cast<float>(x); }
+template <typename T> DEVICE T from_float(float x) { return T(x); }
+#if !PYOPS_HOST
 template <> DEVICE float to_float<half_t>(half_t x) { return __half2float(x); }
 template <> DEVICE float to_float<bf16_t>(bf16_t x) { return __bfloat162float(x); }
-
-template <typename T> DEVICE T from_float(float x) { return T(x); }
 template <> DEVICE half_t from_float<half_t>(float x) { return __float2half_rn(x); }
 template <> DEVICE bf16_t from_float<bf16_t>(float x) { return __float2bfloat16_rn(x); }
+#endif
 // Ties to even, saturating; NaN becomes 0.
 template <> DEVICE int8_t from_float<int8_t>(float x) {
-#if PYOPS_HIP
-    return static_cast<int8_t>(x != x ? 0.0f : fminf(fmaxf(rintf(x), -128.0f), 127.0f));
-#else
+#if PYOPS_CUDA
     int result;
     asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(result) : "f"(x));
     return static_cast<int8_t>(result);
+#else
+    return static_cast<int8_t>(x != x ? 0.0f : fminf(fmaxf(rintf(x), -128.0f), 127.0f));
 #endif
 }
 
@@ -73,7 +80,7 @@ DEVICE void store_four(T* out, const float* x) {
     store_pair<T>(out, x[0], x[1]);
     store_pair<T>(out + 2, x[2], x[3]);
 }
-// T(a * b) and T(a + b) for two pairs, each rounded once: products and sums are never fused.
+// T(a * b), T(a + b) and T(a - b) for two pairs, each rounded once: products and sums are never fused.
 template <typename T>
 DEVICE void multiply_pair(T* out, const T* a, const T* b) {
     store_pair<T>(out, ieee_multiply(to_float(a[0]), to_float(b[0])), ieee_multiply(to_float(a[1]), to_float(b[1])));
@@ -82,13 +89,17 @@ template <typename T>
 DEVICE void add_pair(T* out, const T* a, const T* b) {
     store_pair<T>(out, to_float(a[0]) + to_float(b[0]), to_float(a[1]) + to_float(b[1]));
 }
+template <typename T>
+DEVICE void subtract_pair(T* out, const T* a, const T* b) {
+    store_pair<T>(out, to_float(a[0]) - to_float(b[0]), to_float(a[1]) - to_float(b[1]));
+}
 // Raise two magnitudes to those of a pair; NaN is dropped.
 template <typename T>
 DEVICE void absmax_pair(T* most, const T* x) {
     store_pair<T>(most, fmaxf(to_float(most[0]), fabsf(to_float(x[0]))), fmaxf(to_float(most[1]), fabsf(to_float(x[1]))));
 }
 
-#if !PYOPS_HIP
+#if PYOPS_CUDA
 DEVICE uint32_t& as_word(void* address) { return *reinterpret_cast<uint32_t*>(address); }
 DEVICE uint32_t as_word(const void* address) { return *reinterpret_cast<const uint32_t*>(address); }
 template <typename Pair> DEVICE Pair word_as(uint32_t word) { return *reinterpret_cast<Pair*>(&word); }
@@ -122,6 +133,12 @@ template <> DEVICE void add_pair<half_t>(half_t* out, const half_t* a, const hal
 template <> DEVICE void add_pair<bf16_t>(bf16_t* out, const bf16_t* a, const bf16_t* b) {
     as_word(out) = pair_word(__hadd2_rn(word_as<__nv_bfloat162>(as_word(a)), word_as<__nv_bfloat162>(as_word(b))));
 }
+template <> DEVICE void subtract_pair<half_t>(half_t* out, const half_t* a, const half_t* b) {
+    as_word(out) = pair_word(__hsub2_rn(word_as<__half2>(as_word(a)), word_as<__half2>(as_word(b))));
+}
+template <> DEVICE void subtract_pair<bf16_t>(bf16_t* out, const bf16_t* a, const bf16_t* b) {
+    as_word(out) = pair_word(__hsub2_rn(word_as<__nv_bfloat162>(as_word(a)), word_as<__nv_bfloat162>(as_word(b))));
+}
 template <> DEVICE void absmax_pair<half_t>(half_t* most, const half_t* x) {
     const __half2 magnitude = word_as<__half2>(as_word(x) & 0x7fff7fffu);
     as_word(most) = pair_word(__hmax2(word_as<__half2>(as_word(most)), magnitude));
@@ -131,6 +148,17 @@ template <> DEVICE void absmax_pair<bf16_t>(bf16_t* most, const bf16_t* x) {
     as_word(most) = pair_word(__hmax2(word_as<__nv_bfloat162>(as_word(most)), magnitude));
 }
 
+DEVICE void load_fp8_pair(const void* in, __nv_fp8_interpretation_t kind, float& low, float& high) {
+    const float2 pair = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(*static_cast<const uint16_t*>(in), kind)));
+    low = pair.x;
+    high = pair.y;
+}
+template <> DEVICE void load_pair<fp8_e4m3_t>(const fp8_e4m3_t* in, float& low, float& high) {
+    load_fp8_pair(in, __NV_E4M3, low, high);
+}
+template <> DEVICE void load_pair<fp8_e5m2_t>(const fp8_e5m2_t* in, float& low, float& high) {
+    load_fp8_pair(in, __NV_E5M2, low, high);
+}
 DEVICE uint32_t fp8_pair(float low, float high, __nv_fp8_interpretation_t kind) {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, kind);
 }

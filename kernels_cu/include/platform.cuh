@@ -1,13 +1,21 @@
 // platform.cuh: the one seam between the compilers a kernel string meets.
 //
-// NVRTC and hiprtc are told apart here and nowhere else. Kernels use only the names below for warps, launch bounds
-// and cached or streaming memory accesses.
+// NVRTC, hiprtc and the host's compiler are told apart here and nowhere else: PYOPS_CUDA, PYOPS_HIP or PYOPS_HOST is 1.
+// The last compiles against host/cuda.h, which has CUDA's names but no assembly. Kernels use only the names below for
+// warps, launch bounds and cached or streaming memory accesses.
 #pragma once
 
-#if defined(__HIPCC_RTC__) || defined(__HIP_PLATFORM_AMD__)
+#if defined(PYOPS_HOST)
+#define PYOPS_HIP 0
+#define PYOPS_CUDA 0
+#elif defined(__HIPCC_RTC__) || defined(__HIP_PLATFORM_AMD__)
 #define PYOPS_HIP 1
+#define PYOPS_CUDA 0
+#define PYOPS_HOST 0
 #else
 #define PYOPS_HIP 0
+#define PYOPS_CUDA 1
+#define PYOPS_HOST 0
 #endif
 
 typedef signed char int8_t;
@@ -30,8 +38,26 @@ constexpr int WARP_SIZE = 32;
 #endif
 #else
 #define LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS) __launch_bounds__(NUM_THREADS, MIN_BLOCKS)
+#if PYOPS_HOST
+constexpr int WARP_SIZE = PYOPS_HOST_WARP_SIZE;
+#else
 constexpr int WARP_SIZE = 32;
 #endif
+#endif
+
+// A bit for every lane of a warp.
+template <int LANES> struct lane_mask { using type = uint32_t; };
+template <> struct lane_mask<64> { using type = uint64_t; };
+using lane_mask_t = lane_mask<WARP_SIZE>::type;
+constexpr lane_mask_t ALL_LANES = ~lane_mask_t(0);
+
+// Programmatic dependent launch: a kernel whose first statement this is may be started while the one before it in the stream
+// still runs. It waits here until that one has ended and its writes can be seen, then lets the next kernel start in turn.
+DEVICE void await_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // Value held by the lane whose number differs in the bits of `mask`. Every lane of the warp takes part.
 template <typename T>
@@ -39,7 +65,7 @@ DEVICE T shfl_xor(T value, int mask) {
 #if PYOPS_HIP
     return __shfl_xor(value, mask);
 #else
-    return __shfl_xor_sync(0xffffffffu, value, mask);
+    return __shfl_xor_sync(ALL_LANES, value, mask);
 #endif
 }
 
@@ -49,7 +75,16 @@ DEVICE T shfl(T value, int source) {
 #if PYOPS_HIP
     return __shfl(value, source, WIDTH);
 #else
-    return __shfl_sync(0xffffffffu, value, source, WIDTH);
+    return __shfl_sync(ALL_LANES, value, source, WIDTH);
+#endif
+}
+
+// Whether any lane of the warp says so. Every lane takes part.
+DEVICE bool any_lane(bool predicate) {
+#if PYOPS_HIP
+    return __any(predicate);
+#else
+    return __any_sync(ALL_LANES, predicate);
 #endif
 }
 
@@ -69,29 +104,35 @@ template <> struct word_of<4> { using type = uint32_t; };
 template <> struct word_of<8> { using type = uint2; };
 template <> struct word_of<16> { using type = uint4; };
 
+// Whether to load what another thread may be writing, if the value is not used: a load without a condition is issued earlier.
+constexpr bool SPECULATE = !PYOPS_HOST;
+
 // Read-once and write-once accesses: they leave the caches to data that is used again.
 template <typename W>
 DEVICE W load_streaming(const W* address) {
-#if PYOPS_HIP
-    return *address;
-#else
+#if PYOPS_CUDA
     return __ldcs(address);
+#else
+    return *address;
 #endif
 }
 
 template <typename W>
 DEVICE void store_streaming(W* address, W value) {
-#if PYOPS_HIP
-    *address = value;
-#else
+#if PYOPS_CUDA
     __stcs(address, value);
+#else
+    *address = value;
 #endif
 }
 
-// The hardware's estimates of 2^x and 1 / x, good to about 22 bits.
+// The hardware's estimates of 2^x and 1 / x, good to about 22 bits; on the host, correctly rounded. Subnormal numbers
+// become 0 before and after.
 DEVICE float estimate_exp2(float x) {
 #if PYOPS_HIP
     return __builtin_amdgcn_exp2f(x);
+#elif PYOPS_HOST
+    return host_flush(exp2f(host_flush(x)));
 #else
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -102,6 +143,8 @@ DEVICE float estimate_exp2(float x) {
 DEVICE float estimate_reciprocal(float x) {
 #if PYOPS_HIP
     return __builtin_amdgcn_rcpf(x);
+#elif PYOPS_HOST
+    return host_flush(1.0f / host_flush(x));
 #else
     float result;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -112,53 +155,53 @@ DEVICE float estimate_reciprocal(float x) {
 // IEEE arithmetic. CuPy compiles with -ftz=true, under which the plain operators take subnormal floats for zero, and lets
 // the compiler fuse a product with a sum; these do neither, for results that must equal those of eager tensor arithmetic.
 DEVICE float ieee_multiply(float a, float b) {
-#if PYOPS_HIP
-    return __fmul_rn(a, b);
-#else
+#if PYOPS_CUDA
     float result;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
+#else
+    return __fmul_rn(a, b);
 #endif
 }
 
 DEVICE float ieee_fma(float a, float b, float c) {
-#if PYOPS_HIP
-    return __fmaf_rn(a, b, c);
-#else
+#if PYOPS_CUDA
     float result;
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
     return result;
+#else
+    return __fmaf_rn(a, b, c);
 #endif
 }
 
 // c - a * b.
 DEVICE float ieee_residual(float a, float b, float c) {
-#if PYOPS_HIP
-    return __fmaf_rn(-a, b, c);
-#else
+#if PYOPS_CUDA
     float result;
     asm("{.reg .f32 negative; neg.f32 negative, %1; fma.rn.f32 %0, negative, %2, %3;}"
         : "=f"(result) : "f"(a), "f"(b), "f"(c));
     return result;
+#else
+    return __fmaf_rn(-a, b, c);
 #endif
 }
 
 DEVICE float ieee_divide(float a, float b) {
-#if PYOPS_HIP
-    return __fdiv_rn(a, b);
-#else
+#if PYOPS_CUDA
     float result;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
+#else
+    return __fdiv_rn(a, b);
 #endif
 }
 
 DEVICE bool ieee_less_equal(float a, float b) {
-#if PYOPS_HIP
-    return a <= b;
-#else
+#if PYOPS_CUDA
     uint32_t result;
     asm("set.le.u32.f32 %0, %1, %2;" : "=r"(result) : "f"(a), "f"(b));
     return result;
+#else
+    return a <= b;
 #endif
 }

@@ -2,67 +2,147 @@
 //
 // Vector i of a thread is vector i * ROW_THREADS + (thread in the row) of the row, so neighbouring threads touch
 // neighbouring memory. With KEEP the row stays in registers; otherwise it is read where it is needed.
+//
+// SHIFTED: rows of any size in vectors of any width. Memory is aligned for a vector only `head` elements into the row,
+// and head differs from row to row. The vectors begin there; the EDGE_SIZE elements that are left, before and behind
+// them, go one each to the last threads of the row, which see them as one more vector, EDGE, of a single element. What
+// is aligned in one tensor of the row must be so in all; RowWeight is what starts aligned for every row.
 #pragma once
 #include "vec.cuh"
 
-template <typename T, int ROW_SIZE, int VEC_SIZE, int ROW_THREADS, bool KEEP = true, int ACCESS_SIZE = VEC_SIZE>
+template <typename T, int ROW_SIZE, int VEC_SIZE, int ROW_THREADS, bool KEEP = true, bool SHIFTED = false,
+          int ACCESS_SIZE = VEC_SIZE>
 struct Row {
-    static_assert(ROW_SIZE % VEC_SIZE == 0);
+    using element_t = T;
     using vec_t = Vec<T, VEC_SIZE>;
     static constexpr int SIZE = ROW_SIZE;
     static constexpr int VEC = VEC_SIZE;
-    static constexpr int ROW_VECS = ROW_SIZE / VEC_SIZE;
+    static constexpr int ACCESS = ACCESS_SIZE;
+    static constexpr bool IS_SHIFTED = SHIFTED;
+    // One vector less than there might be, so that a RowWeight can read the vector behind the last one.
+    static constexpr int ROW_VECS = ROW_SIZE / VEC_SIZE - SHIFTED;
     static constexpr int THREAD_VECS = ceil_div(ROW_VECS, ROW_THREADS);
+    static constexpr int EDGE = SHIFTED ? THREAD_VECS : -1;
+    static constexpr int EDGE_SIZE = ROW_SIZE - ROW_VECS * VEC_SIZE;
+    static constexpr bool HAVE_VECS = ROW_VECS >= ROW_THREADS;  // all threads, at least one
+    static_assert(SHIFTED ? ROW_VECS >= 0 && EDGE_SIZE <= ROW_THREADS : EDGE_SIZE == 0);
 
-    vec_t vecs[KEEP ? THREAD_VECS : 1];
+    vec_t vecs[KEEP ? THREAD_VECS + SHIFTED : 1];
     const T* address;
+    int head;
+    bool active;
 
-    // Call f(i, column) for every vector of the calling thread.
+    // Call f(i, column) for every vector of the calling thread. SHIFTED: also where a thread has one vector less than
+    // others, then with zeros and the column of its first, because loads under a condition are issued late.
     template <typename F>
-    static DEVICE void for_each(F f) {
+    DEVICE void for_each(F f) const {
 #pragma unroll (KEEP ? THREAD_VECS : 1)
         for (int i = 0; i < THREAD_VECS; ++i) {
-            const int column = (i * ROW_THREADS + threadIdx.x % ROW_THREADS) * VEC_SIZE;
-            if (ROW_VECS % ROW_THREADS == 0 || column < ROW_SIZE) f(i, column);
+            const int first = threadIdx.x % ROW_THREADS * VEC_SIZE;
+            const int start = i * ROW_THREADS * VEC_SIZE + first;
+            if constexpr (SHIFTED) {
+                if (HAVE_VECS || exists(i)) f(i, head + (exists(i) ? start : first));
+            } else {
+                if (ROW_VECS % ROW_THREADS == 0 || start < ROW_SIZE) f(i, start);
+            }
+        }
+        if constexpr (SHIFTED) {
+            const int element = ROW_THREADS - 1 - threadIdx.x % ROW_THREADS;
+            if (element < EDGE_SIZE) f(EDGE, element < head ? element : element + ROW_VECS * VEC_SIZE);
         }
     }
 
-    // A row whose vectors are given one by one with `set`; `address` is where they can be read again.
-    explicit DEVICE Row(const T* address) : address(address) {}
+    // Whether the row has the vector i of the calling thread.
+    static DEVICE bool exists(int i) {
+        return !SHIFTED || i == EDGE || i * ROW_THREADS + int(threadIdx.x % ROW_THREADS) < ROW_VECS;
+    }
+    // Elements that vector i has; the others of an edge are 0.
+    static DEVICE int elements(int i) { return i == EDGE ? 1 : VEC_SIZE; }
 
-    static DEVICE Row load(const T* address) {
-        Row row(address);
-        if constexpr (KEEP) {
-            for_each([&](int i, int column) { row.vecs[i] = vec_t::template load<ACCESS_SIZE>(address + column); });
-        }
+    // A row whose vectors are given one by one with `set`; `address` is where they can be read again.
+    explicit DEVICE Row(const T* address, bool active = true)
+        : address(address), head(SHIFTED ? int(-(uint64_t(address) / sizeof(T)) % VEC_SIZE) : 0), active(active) {}
+
+    // A thread that is not `active` makes nothing of its row, which others may be writing.
+    static DEVICE Row load(const T* address, bool active = true) {
+        Row row(address, active);
+        if constexpr (KEEP) row.for_each([&](int i, int column) { row.vecs[i] = row.template read<false>(i, column); });
         return row;
     }
     // For a row that nobody else reads.
-    static DEVICE Row load_once(const T* address) {
-        Row row(address);
-        if constexpr (KEEP) {
-            for_each([&](int i, int column) { row.vecs[i] = vec_t::template load_once<ACCESS_SIZE>(address + column); });
-        }
+    static DEVICE Row load_once(const T* address, bool active = true) {
+        Row row(address, active);
+        if constexpr (KEEP) row.for_each([&](int i, int column) { row.vecs[i] = row.template read<true>(i, column); });
         return row;
     }
     DEVICE void set(int i, vec_t vec) {
-        if constexpr (KEEP) vecs[i] = vec;
+        if constexpr (KEEP) vecs[i] = i == EDGE ? vec_t::single(vec.data[0]) : vec;
     }
     DEVICE vec_t get(int i, int column) const {
         if constexpr (KEEP) return vecs[i];
-        return vec_t::template load<ACCESS_SIZE>(address + column);
+        return read<false>(i, column);
+    }
+    template <bool ONCE>
+    DEVICE vec_t read(int i, int column) const {
+        if (!SPECULATE && !active) return vec_t::full(0.0f);
+        if (i == EDGE) return vec_t::single(address[column]);
+        vec_t vec = ONCE ? vec_t::template load_once<ACCESS_SIZE>(address + column)
+                         : vec_t::template load<ACCESS_SIZE>(address + column);
+        return exists(i) ? vec : vec_t::full(0.0f);
+    }
+
+    // Write vector i, at `column`, to the row at `to`.
+    template <typename U>
+    static DEVICE void store(U* to, int i, int column, const Vec<U, VEC_SIZE>& vec) {
+        if (i == EDGE) {
+            to[column] = vec.data[0];
+        } else if (exists(i)) {
+            vec.template store<ACCESS_SIZE>(to + column);
+        }
     }
 };
 
-// Where a thread works when a block of NUM_THREADS holds NUM_THREADS / ROW_THREADS rows. Threads beyond the last row do
-// the last row again, because every lane takes part in reductions, and write nothing.
+// A row that goes with every row of a matrix and starts aligned whatever the head of that one.
+template <typename row_t, bool KEEP>
+struct RowWeight {
+    using vec_t = typename row_t::vec_t;
+    using element_t = typename row_t::element_t;
+
+    vec_t vecs[KEEP ? row_t::THREAD_VECS + row_t::IS_SHIFTED : 1];
+    const element_t* address;
+    int head;
+
+    static DEVICE RowWeight load(const element_t* address, const row_t& row) {
+        RowWeight weight;
+        weight.address = address;
+        weight.head = row.head;
+        if constexpr (KEEP) row.for_each([&](int i, int column) { weight.vecs[i] = weight.read(i, column); });
+        return weight;
+    }
+    DEVICE vec_t get(int i, int column) const {
+        if constexpr (KEEP) return vecs[i];
+        return read(i, column);
+    }
+    DEVICE vec_t read(int i, int column) const {
+        if (i == row_t::EDGE) return vec_t::single(address[column]);
+        if constexpr (row_t::IS_SHIFTED) {
+            const element_t* aligned = address + (column - head);
+            return vec_t::join(vec_t::load(aligned), vec_t::load(aligned + row_t::VEC), head);
+        } else {
+            return vec_t::template load<row_t::ACCESS>(address + column);
+        }
+    }
+};
+
+// Where a thread works when a block of NUM_THREADS holds NUM_THREADS / ROW_THREADS rows. Threads beyond the last row are
+// not active: they go through it, because every lane takes part in reductions, and write nothing.
 template <int NUM_THREADS, int ROW_THREADS>
 struct RowIndex {
     static constexpr int BLOCK_ROWS = NUM_THREADS / ROW_THREADS;
     int64_t row;
     bool active;
     explicit DEVICE RowIndex(int64_t num_rows) {
-        row = int64_t(blockIdx.x) * BLOCK_ROWS + threadIdx.x / ROW_THREADS;
+        row = int64_t(blockIdx.x) * BLOCK_ROWS + (BLOCK_ROWS == 1 ? 0 : threadIdx.x / ROW_THREADS);
         active = BLOCK_ROWS == 1 || row < num_rows;
         if (!active) row = num_rows - 1;
     }

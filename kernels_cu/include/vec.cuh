@@ -31,13 +31,15 @@ struct alignas(sizeof(T) * N) Vec {
         return result;
     }
     template <int ACCESS = N>
-    DEVICE void store(T* address) {
+    DEVICE void store(T* address) const {
 #pragma unroll
         for (int i = 0; i < N; i += ACCESS) store_streaming(reinterpret_cast<word_t<ACCESS>*>(address + i), word<ACCESS>(i));
     }
 
     template <int ACCESS>
     DEVICE word_t<ACCESS>& word(int i) { return *reinterpret_cast<word_t<ACCESS>*>(data + i); }
+    template <int ACCESS>
+    DEVICE word_t<ACCESS> word(int i) const { return *reinterpret_cast<const word_t<ACCESS>*>(data + i); }
 
     DEVICE float operator[](int i) const { return to_float(data[i]); }
     DEVICE void to_floats(float (&x)[N]) const {
@@ -62,11 +64,43 @@ struct alignas(sizeof(T) * N) Vec {
         return result;
     }
 
+    // One element, followed by zeros.
+    static DEVICE Vec single(T x) {
+        Vec result = full(0.0f);
+        result.data[0] = x;
+        return result;
+    }
+
     // One value everywhere, rounded to T.
     static DEVICE Vec full(float x) {
         Vec result;
 #pragma unroll
         for (int i = 0; i < N; ++i) result.data[i] = from_float<T>(x);
+        return result;
+    }
+
+    // The elements of `low` without the first `skip`, followed by as many of `high`; 0 <= skip < N.
+    static DEVICE Vec join(const Vec& low, const Vec& high, int skip) {
+        constexpr int PACKED = 4 / sizeof(T);  // elements of a word
+        constexpr int WORDS = N / PACKED;
+        uint32_t words[2 * WORDS];
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) {
+            words[k] = low.template word<PACKED>(k * PACKED);
+            words[WORDS + k] = high.template word<PACKED>(k * PACKED);
+        }
+        // Whole words are skipped a bit of their number at a time; then what is left, less than a word.
+#pragma unroll
+        for (int step = WORDS / 2; step > 0; step /= 2) {
+#pragma unroll
+            for (int k = 0; k < 2 * WORDS - step; ++k) words[k] = skip & step * PACKED ? words[k + step] : words[k];
+        }
+        const int bits = skip % PACKED * 8 * int(sizeof(T));
+        Vec result;
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) {
+            result.template word<PACKED>(k * PACKED) = (uint64_t(words[k + 1]) << 32 | words[k]) >> bits;
+        }
         return result;
     }
 
@@ -104,6 +138,18 @@ struct alignas(sizeof(T) * N) Vec {
         return result;
     }
 
+    // T(a - b), element by element.
+    friend DEVICE Vec operator-(const Vec& a, const Vec& b) {
+        Vec result;
+        if constexpr (N == 1) {
+            result.data[0] = from_float<T>(a[0] - b[0]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; i += 2) subtract_pair<T>(result.data + i, a.data + i, b.data + i);
+        }
+        return result;
+    }
+
     // The largest magnitude, NaN dropped; 0 if there is nothing else.
     DEVICE float absmax() const {
         if constexpr (N == 1) {
@@ -116,3 +162,15 @@ struct alignas(sizeof(T) * N) Vec {
         }
     }
 };
+
+// N neighbouring elements as floats, however many accesses of ACCESS elements they take.
+template <int ACCESS, typename T, int N>
+DEVICE void load_floats(const T* address, float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += ACCESS) {
+        float part[ACCESS];
+        Vec<T, ACCESS>::load(address + i).to_floats(part);
+#pragma unroll
+        for (int j = 0; j < ACCESS; ++j) x[i + j] = part[j];
+    }
+}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+from . import tensor
 from .lazy import loaded
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class Parameter:
     """A parameter of an op. `role` is "in", "out" (written, never read) or "inout"; scalars are "in".
 
     A `keyed` scalar is part of the plan's key, so that the plan may choose by it; the others are passed at every call.
+    A `number` is a tensor of one float32 for which a caller may give a Python number, too.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Parameter:
     keyed: bool
     has_default: bool
     default: Any
+    number: bool = False
 
     @property
     def written(self) -> bool:
@@ -84,27 +87,40 @@ _bind_torch_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-de
 _MOST_TENSORS = 24
 NAMESPACE: dict[str, Any] = {"is_compiling": _is_compiling, "cupy_ndarray": type(None)}
 NAMESPACE |= {f"absent{i}": None for i in range(_MOST_TENSORS)}
-_ops: list[Op] = []
-_library: Any = None
+NAMESPACE |= {"NUMBERS": frozenset((int, float)), "number": tensor.number, "held_number": tensor.held_number}
+_ops: dict[str, Op] = {}
+_libraries: dict[str, Any] = {}  # the torch library of each op: an op that is declared again takes another
 
 
 def write(op: Op) -> Callable[..., Any]:
     """The wrapper of `op`."""
-    text = render(op)
+    text, short = render(op)
     filename = f"<pyops {op.name}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {}
-    exec(compile(text, filename, "exec"), NAMESPACE, namespace)
-    wrapper: Callable[..., Any] = namespace["bind"](
-        op.plans,
-        op.prepare,
-        op.irregular,
-        op.collision,
-        op.recover,
-        op.recent,
-        op.remember,
-        {p.name: p.default for p in op.parameters},
-    )
+
+    def bind(text: str) -> tuple[Any, Any]:
+        namespace: dict[str, Any] = {}
+        exec(compile(text, filename, "exec"), NAMESPACE, namespace)
+        bound: tuple[Any, Any] = namespace["bind"](
+            op.plans,
+            op.prepare,
+            op.irregular,
+            op.collision,
+            op.recover,
+            op.recent,
+            op.remember,
+            {p.name: p.default for p in op.parameters},
+            load,
+        )
+        return bound
+
+    def load() -> None:
+        for function, whole in zip(wrappers, bind(text), strict=True):
+            function.__code__ = whole.__code__
+
+    # Compiling the whole text takes milliseconds, which an op that is never called should not cost.
+    wrappers = bind(short)
+    wrapper: Callable[..., Any] = wrappers[0]
     wrapper.__doc__ = op.reference.__doc__
     wrapper.__annotations__ = op.reference.__annotations__
     wrapper.__module__ = op.reference.__module__
@@ -112,23 +128,45 @@ def write(op: Op) -> Callable[..., Any]:
 
 
 def add(op: Op) -> None:
-    """Have the op registered with torch: now, or when torch is bound."""
-    _ops.append(op)
-    if _library is not None:
-        _register(op, _library)
+    """Have the op registered with torch: now, or when torch is bound. One of its name that was there goes."""
+    remove(op.name)
+    _ops[op.name] = op
+    if _is_bound():
+        _register(op)
 
 
-def render(op: Op) -> str:
-    """Source of `bind(...)`, which returns the wrapper of `op`.
+def remove(name: str) -> None:
+    """Take the op `name` from torch, if it is there."""
+    _ops.pop(name, None)
+    _libraries.pop(name, None)  # a library that nobody holds takes its ops along
+
+
+def _is_bound() -> bool:
+    return "torch_ops" in NAMESPACE
+
+
+def render(op: Op) -> tuple[str, str]:
+    """Two sources of `bind(...)`, which returns the wrapper of `op` and its part for CuPy: the whole, and a short one.
+
+    The functions of the short one call `load`, which gives them the code of the whole one, and themselves again. For
+    that, all of them close over the same names.
 
     A call with torch tensors first asks the guard of the most recent plan whether the tensors look as they did then,
     one call into torch instead of reading a dozen attributes; else the attributes make the key that finds the plan.
+    (It is called `_key`, because `key` is what attention calls a tensor.)
     """
     arguments = ", ".join(p.name for p in op.parameters)
+    # Under a compiler, which then sees how the tensor comes about.
+    traced = ", ".join(f"number({p.name}, {first_required(op)})" if p.number else p.name for p in op.parameters)
+    numbers = [
+        f"if {p.name}.__class__ in NUMBERS: {p.name} = held_number({p.name}, {first_required(op)})"
+        for p in op.tensors
+        if p.number
+    ]
     declared = ", ".join(f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in op.parameters)
     tensors = list(enumerate(op.tensors))
     keyed = [p.name for p in op.parameters if p.keyed]
-    first = next(p.name for p in op.tensors if not p.optional)
+    first = first_required(op)
     pointers, extents = ([f"{letter}{i}" for i, _ in tensors] for letter in "pe")
     guarded = ", ".join(f"absent{i} if {p.name} is None else {p.name}" if p.optional else p.name for i, p in tensors)
     alignment = f"({' | '.join(pointers)}) & 15 and ({', '.join(f'{p} & 15' for p in pointers)},)"
@@ -139,8 +177,8 @@ def render(op: Op) -> str:
     )
     # An address of 0: an empty tensor, or one whose storage was taken away.
     required = " and ".join(f"p{i}" for i, p in tensors if not p.optional)
-    collide = [f"if {overlaps}: collision(key, {', '.join(pointers)})"] if overlaps else []
-    words = ", ".join([*pointers, *op.floats])
+    collide = [f"if {overlaps}: collision(_key, {', '.join(pointers)})"] if overlaps else []
+    words = ", ".join([*pointers, *(name for name, _ in op.passed)])
     scalars = f"({', '.join(keyed)},)" if keyed else "()"
 
     def run(stream: str) -> list[str]:
@@ -148,9 +186,10 @@ def render(op: Op) -> str:
             "try:",
             "    with lock:",
             f"        pack(buffer, 0, {words})",
-            f"        fire({stream}(device), parameters, 0)",
-            "except Exception as error:",
-            f"    recover(error, key, {stream}(device), {words})",
+            f"        error = fire[{stream}(device)]()",
+            "except Exception as raised:",
+            "    error = raised",
+            f"if error: recover(error, _key, {stream}(device), {words})",
         ]
 
     def plan(pointer: str, values: str) -> list[str]:
@@ -169,21 +208,21 @@ def render(op: Op) -> str:
         return [
             *lines,
             f"    if not ({required}): return irregular(None, {arguments})",
-            f"    key = ({alignment}, {', '.join([*parts, *keyed])})",
-            f"    lock, pack, buffer, fire, parameters, device, {', '.join(extents)} = plans[key]",
+            f"    _key = ({alignment}, {', '.join([*parts, *keyed])})",
+            f"    lock, pack, buffer, fire, device, {', '.join(extents)} = plans[_key]",
             "except KeyError:",
             "    lock = None",
             "except Exception as error:",
             f"    return irregular(error, {arguments})",
             "if lock is None:",
-            f"    lock, pack, buffer, fire, parameters, device, {', '.join(extents)} = prepare(key, {arguments})",
+            f"    lock, pack, buffer, fire, device, {', '.join(extents)} = prepare(_key, {arguments})",
             f"if device < 0: return fire({arguments})",
             *collide,
         ]
 
     indent = "\n        "
     quick = [
-        f"check, align, scalars, key, lock, pack, buffer, fire, parameters, device, {', '.join(extents)} = recent[0]",
+        f"check, align, scalars, _key, lock, pack, buffer, fire, device, {', '.join(extents)} = recent[0]",
         f"if check({guarded}):",
         *(
             f"    p{i} = 0 if {p.name} is None else {p.name}.data_ptr()"
@@ -197,26 +236,41 @@ def render(op: Op) -> str:
         "        return",
     ]
     torch_lines = [
+        *numbers,
         *quick,
         *plan("{}.data_ptr()", "{0}.get_device(), {0}.dtype, {0}.shape, {0}.stride()"),
-        f"remember(key, {scalars}, {guarded})",
+        f"remember(_key, {scalars}, {guarded})",
         *run("torch_stream"),
     ]
     cupy_lines = [
+        *numbers,
         *plan("{}.data.ptr", "{0}.data.device_id, {0}.dtype, {0}.shape, {0}._c_contiguous or {0}.strides"),
         *run("cupy_stream"),
     ]
-    return f"""def bind(plans, prepare, irregular, collision, recover, recent, remember, defaults):
+    names = f"plans, prepare, irregular, collision, recover, recent, remember, load, {op.name}, {op.name}_cupy"
+
+    def bind(*lines: str, cupy_lines: list[str]) -> str:
+        return f"""def bind(plans, prepare, irregular, collision, recover, recent, remember, defaults, load):
     def {op.name}({declared}):
-        if is_compiling(): return torch_ops.{op.name}({arguments})
-        if {first}.__class__ is cupy_ndarray: return {op.name}_cupy({arguments})
-        {indent.join(torch_lines)}
+        if is_compiling(): return torch_ops.{op.name}({traced})
+        {indent.join(lines)}
+        if 0: {names}
 
     def {op.name}_cupy({arguments}):
         {indent.join(cupy_lines)}
+        if 0: {names}
 
-    return {op.name}
+    return {op.name}, {op.name}_cupy
 """
+
+    to_cupy = f"if {first}.__class__ is cupy_ndarray: return {op.name}_cupy({arguments})"
+    again = [f"load(); return {op.name}({arguments})"]
+    return bind(to_cupy, *torch_lines, cupy_lines=cupy_lines), bind(*again, cupy_lines=again)
+
+
+def first_required(op: Op) -> str:
+    """The tensor that says which library and device a call is for."""
+    return next(p.name for p in op.tensors if not p.optional and not p.number)
 
 
 def bind_cupy() -> None:
@@ -232,8 +286,7 @@ def bind_cupy() -> None:
 
 def bind_torch() -> None:
     """Register every op as ``torch.ops.pyops.<name>`` and let wrappers use torch."""
-    global _library
-    if _library is not None:
+    if _is_bound():
         return
     import torch
 
@@ -245,9 +298,8 @@ def bind_torch() -> None:
 
     # Stand for absent tensors in a guard: one for each place, because it also demands that no tensor comes twice.
     absent = {f"absent{i}": torch.empty(0, dtype=torch.complex128) for i in range(_MOST_TENSORS)}
-    _library = torch.library.Library("pyops", "DEF")
-    for op in _ops:
-        _register(op, _library)
+    for op in _ops.values():
+        _register(op)
     NAMESPACE.update(is_compiling=torch.compiler.is_compiling, torch_ops=torch.ops.pyops, torch_stream=stream, **absent)
 
 
@@ -256,16 +308,19 @@ def schema(op: Op) -> str:
     parts = []
     for index, p in enumerate(op.parameters):
         mark = f"(a{index}!)" if p.written else ""
-        text = f"{p.kind}{mark}{'?' if p.optional else ''} {p.name}"
+        # A compiler may not take an integer that changes with every call for a constant.
+        kind = "SymInt" if p.kind == "int" and not p.keyed else p.kind
+        text = f"{kind}{mark}{'?' if p.optional else ''} {p.name}"
         if p.has_default:
             text += f'="{p.default}"' if isinstance(p.default, str) else f"={p.default}"
         parts.append(text)
     return f"{op.name}({', '.join(parts)}) -> ()"
 
 
-def _register(op: Op, library: Any) -> None:
+def _register(op: Op) -> None:
     import torch
 
+    library = _libraries[op.name] = torch.library.Library("pyops", "FRAGMENT")
     library.define(schema(op))
     for key in ("CUDA", "CPU"):
         library.impl(op.name, op.call, key)

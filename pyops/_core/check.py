@@ -37,16 +37,29 @@ def refuse(arg: Arg, argument: str, message: str) -> OpError:
     return OpError(arg.op, argument, message)
 
 
-def shape(arg: Arg | None, dtype_: DType | None = None, /, **sizes: int) -> None:
+def shape(arg: Arg | None, dtype_: DType | None = None, /, **sizes_: int) -> None:
     """`arg` has exactly these named sizes (and this dtype), and is contiguous."""
     if arg is None:
         return
-    if arg.shape != tuple(sizes.values()):
-        named = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise arg.error(f"expected shape ({named}{',' if len(sizes) == 1 else ''}), got {arg.shape}")
+    sizes(arg, **sizes_)
     if dtype_ is not None:
         dtype(arg, dtype_)
     contiguous(arg)
+
+
+def sizes(arg: Arg, **sizes: int | None) -> None:
+    """`arg` has exactly these named sizes, of which None may be any; strides may be any."""
+    expected = [size if wanted is None else wanted for size, wanted in zip(arg.shape, sizes.values())]  # noqa: B905
+    if len(arg.shape) != len(sizes) or list(arg.shape) != expected:
+        named = ", ".join(name if size is None else f"{name}={size}" for name, size in sizes.items())
+        raise arg.error(f"expected shape ({named}{',' if len(sizes) == 1 else ''}), got {arg.shape}")
+
+
+def index(arg: Arg | None, **named: int | None) -> None:
+    """`arg` holds int32 or int64 and has these named sizes, of which None may be any; strides may be any."""
+    if arg is not None:
+        sizes(arg, **named)
+        dtype(arg, dtypes.int32, dtypes.int64)
 
 
 def contiguous(arg: Arg) -> None:

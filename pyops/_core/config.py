@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def _flag(name: str) -> bool:
@@ -19,6 +21,33 @@ def sync() -> bool:
     return _flag("PYOPS_SYNC")
 
 
+def check_indices() -> bool:
+    """PYOPS_CHECK=1: raise an OpError after a call whose index tensors held what lies out of range, and was skipped."""
+    return _flag("PYOPS_CHECK")
+
+
 def log() -> bool:
     """PYOPS_LOG=1: print every kernel made ready, with its time and whether it was compiled or read from disk."""
     return _flag("PYOPS_LOG")
+
+
+_cpu: str | None = None
+
+
+def kernels_on_cpu() -> bool:
+    """PYOPS_CPU=kernels: run CPU tensors and numpy arrays by the kernels, on the host backend, not by the reference."""
+    mode = _cpu or os.environ.get("PYOPS_CPU") or "reference"
+    if mode not in ("kernels", "reference"):
+        raise ValueError(f'PYOPS_CPU: expected "kernels" or "reference", got "{mode}"')
+    return mode == "kernels"
+
+
+@contextmanager
+def cpu(mode: str) -> Iterator[None]:
+    """While it lasts, in every thread, PYOPS_CPU is `mode`."""
+    global _cpu
+    before, _cpu = _cpu, mode
+    try:
+        yield
+    finally:
+        _cpu = before

@@ -27,6 +27,11 @@ class Device:
     shared_memory: int
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may be started while the one before it still runs (programmatic dependent launch)."""
+        return self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
+
+    @property
     def converts_fp8(self) -> bool:
         """Whether it converts to and from fp8 by itself, not by a page of integer arithmetic."""
         if self.arch.startswith("sm_"):
@@ -38,6 +43,7 @@ _MODELS = {
     "sm_80": Device(-1, "sm_80", 108, 32, 163 * 1024),
     "sm_90": Device(-1, "sm_90", 132, 32, 227 * 1024),
     "sm_100": Device(-1, "sm_100", 148, 32, 227 * 1024),
+    "gfx942": Device(-1, "gfx942", 304, 64, 64 * 1024),
 }
 
 

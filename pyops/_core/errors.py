@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import kernels_cu
 
 
 class OpError(ValueError):
@@ -36,10 +39,10 @@ class CompileError(RuntimeError):
     """A kernel source that its compiler refused."""
 
     def __init__(self, kernel: str, constants: str, log: str) -> None:
-        super().__init__(
-            f"{kernel} did not compile for {constants}\n{log}\n"
-            f"print the source with: python -m pyops source {kernel} {constants}"
-        )
+        message = f"{kernel} did not compile for {constants}\n{log}"
+        if kernel in kernels_cu.names():
+            message += f"\nprint the source with: python -m pyops source {kernel} {constants}"
+        super().__init__(message)
 
 
 class CaptureError(RuntimeError):
@@ -56,6 +59,44 @@ class DeviceFault(RuntimeError):
     """With PYOPS_SYNC=1: the op after which the device reported an error."""
 
 
+class KernelFault(RuntimeError):
+    """A fault of a kernel that ran on the host.
+
+    Attributes:
+        kind: ``"out-of-bounds global access"``, ``"divergent barrier"``, ...: docs/host.md lists them.
+        kernel: source file; constants: its specialisation.
+        places: (file, line) in the sources, innermost first: of an inlined function, then where it was called.
+        file, line: the first of them; "" and 0 where nothing is known.
+        block, thread: indices (x, y, z); thread is None where no single one is to blame.
+        message: what happened there.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        kernel: str,
+        constants: str,
+        message: str,
+        places: Sequence[tuple[str, int]],
+        block: tuple[int, int, int],
+        thread: tuple[int, int, int] | None,
+    ) -> None:
+        self.kind, self.kernel, self.constants, self.message = kind, kernel, constants, message
+        self.places, self.block, self.thread = tuple(places), block, thread
+        self.file, self.line = places[0] if places else ("", 0)
+        super().__init__(
+            f"{kernel}: {kind}: {message}\n"
+            f"  at {called(places) or 'an unknown line'}\n"
+            f"  in block {block}{f', thread {thread}' if thread else ''}\n"
+            f"  of {kernel} {constants}"
+        )
+
+
+def called(places: Sequence[tuple[str, int]]) -> str:
+    """Places in the sources, innermost first, as a person reads them."""
+    return ", called at ".join(f"{file}:{line}" for file, line in places)
+
+
 # Tracebacks show the public names.
-for _error in (OpError, MissingDependencyError, CompileError, CaptureError, DeviceFault):
+for _error in (OpError, MissingDependencyError, CompileError, CaptureError, DeviceFault, KernelFault):
     _error.__module__ = "pyops"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy
 
 from . import dtypes
 from .device import Device
@@ -26,6 +29,15 @@ class TorchMaker:
         """Integers in [low, high)."""
         kind = getattr(torch, dtype)
         return torch.randint(low, high, shape, device=self.device, generator=self.generator, dtype=kind)
+
+    def permutation(self, high: int, *shape: int, dtype: str = "int64") -> Any:
+        """Different integers in [0, high), in random order."""
+        order = torch.randperm(high, device=self.device, generator=self.generator, dtype=getattr(torch, dtype))
+        return order[: math.prod(shape)].reshape(shape).clone()
+
+    def values(self, values: Any, dtype: str) -> Any:
+        """These numbers, a list or a list of lists."""
+        return torch.tensor(values, device=self.device, dtype=getattr(torch, dtype))
 
     def empty(self, *shape: int, dtype: str) -> Any:
         """Memory to be written: every byte 0xFF, a NaN in every float type here."""
@@ -61,6 +73,12 @@ class ArgMaker:
 
     def randint(self, low: int, high: int, *shape: int, dtype: str = "int64") -> Arg:
         return self.empty(*shape, dtype=dtype)
+
+    def permutation(self, high: int, *shape: int, dtype: str = "int64") -> Arg:
+        return self.empty(*shape, dtype=dtype)
+
+    def values(self, values: Any, dtype: str) -> Arg:
+        return self.empty(*numpy.shape(values), dtype=dtype)
 
     def full(self, *shape: int, value: float, dtype: str) -> Arg:
         return self.empty(*shape, dtype=dtype)

@@ -5,18 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from . import compiler, source
+from . import compiler, host, source
 from .compiler import Compiled
+from .host import HostFunction
+from .source import Signature
 
 
 class Kernel:
-    """A `.cu` file with one entry, named as the file. Nothing is read before the first use.
+    """A `.cu` file of `kernels_cu` with one entry, named as the file. Nothing is read before the first use.
 
-    `arch_feature` asks for the architecture's own instruction set (``sm_90a`` instead of ``sm_90``) on CUDA.
+    Args:
+        file: path inside `kernels_cu`.
+        arch_feature: asks for the architecture's own instruction set (``sm_90a`` instead of ``sm_90``) on CUDA.
+        text: the source itself, with one ``extern "C"`` kernel, for a kernel that is no file there. `file` is then what
+            messages call it, and any header of `kernels_cu/include` may be included.
     """
 
-    def __init__(self, file: str, arch_feature: str | None = None) -> None:
-        self.file, self.arch_feature = file, arch_feature
+    def __init__(self, file: str, arch_feature: str | None = None, *, text: str | None = None) -> None:
+        self.file, self.arch_feature, self.text = file, arch_feature, text
         self._loaded: dict[tuple[Any, ...], Compiled] = {}
 
     def __call__(self, **constants: Any) -> Specialisation:
@@ -27,56 +33,69 @@ class Kernel:
         return (f"--gpu-architecture={self.arch_feature}",) if self.arch_feature else ()
 
     @property
-    def parameters(self) -> tuple[tuple[str, str], ...]:
-        """((struct format, name), ...) of the entry."""
-        return source.signature(self.file)[1]
+    def signature(self) -> Signature:
+        """Its entry, as the text declares it."""
+        return source.signature(self.file, self.text)
 
 
 class Specialisation:
     """A kernel with values for its constants."""
 
-    __slots__ = ("constants", "kernel")
+    __slots__ = ("constants", "kernel", "key")
 
     def __init__(self, kernel: Kernel, constants: dict[str, Any]) -> None:
         self.kernel, self.constants = kernel, constants
+        self.key = (*constants, *constants.values())
 
     @property
     def text(self) -> str:
         """The whole source that is compiled."""
-        return source.flatten(self.kernel.file, self.constants)
+        return source.flatten(self.kernel.file, self.constants, self.kernel.text)
 
     def __str__(self) -> str:
         return source.describe(self.constants)
 
     def loaded(self, device: int) -> Compiled | None:
         """The compiled kernel if this process already holds it for the device."""
-        return self.kernel._loaded.get((device, *self.constants, *self.constants.values()))
+        return self.kernel._loaded.get((device, self.key))
 
     def load(self, device: int) -> Compiled:
         """The compiled kernel on the device, compiling it if need be."""
-        key = (device, *self.constants, *self.constants.values())
-        found = self.kernel._loaded.get(key)
+        found = self.loaded(device)
         if found is None:
-            entry, _ = source.signature(self.kernel.file)
-            found = compiler.load(device, self.text, entry, self.kernel.file, str(self), self.kernel.options)
-            self.kernel._loaded[key] = found
+            kernel = self.kernel
+            found = compiler.load(device, self.text, kernel.signature.entry, kernel.file, str(self), kernel.options)
+            kernel._loaded[device, self.key] = found
         return found
 
-    def launch(self, grid: int | tuple[int, ...], block: int, shared: int = 0, **fixed: int | float) -> Launch:
-        """A launch of `grid` blocks of `block` threads; `fixed` feeds the kernel's scalar parameters by name."""
+    def load_on_host(self) -> HostFunction:
+        """The kernel compiled for the CPU."""
+        return host.load(self.text, self.kernel.signature.entry, self.kernel.file, str(self))
+
+    def launch(
+        self, grid: int | tuple[int, ...], block: int, shared: int = 0, **fixed: int | float | Scratch
+    ) -> Launch:
+        """A launch of `grid` blocks of `block` threads; `fixed` feeds the kernel's other parameters by name."""
         x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
         return Launch(self, (x, y, z), block, shared, fixed)
 
 
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """Device memory that the launches of one call share and that holds nothing before or after it."""
+
+    nbytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A specialisation, its geometry and the scalar arguments that are the same at every call of the plan."""
+    """A specialisation, its geometry and the arguments that are the same at every call of the plan."""
 
     specialisation: Specialisation
     grid: tuple[int, int, int]
     block: int
     shared: int
-    fixed: dict[str, int | float]
+    fixed: dict[str, int | float | Scratch]
 
     @property
     def empty(self) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import combinations
+from numbers import Real
+from struct import error as StructError
 from typing import Any, Protocol, TypeVar
 
-from . import binding, check, config, device, launch, tensor
+from . import binding, check, config, device, driver, host, launch, tensor
 from .binding import Parameter
 from .compiler import Compiled
 from .errors import CaptureError, OpError
@@ -36,6 +40,7 @@ class Wrapper(Protocol):
     def plan(self, function: F) -> F: ...
     def example(self, function: F) -> F: ...
     def traffic(self, function: F) -> F: ...
+    def indices(self, function: F) -> F: ...
 
 
 def op(
@@ -44,23 +49,33 @@ def op(
     inout: str | tuple[str, ...] = (),
     in_place: dict[str, str] | None = None,
     keyed: str | tuple[str, ...] = (),
+    passed: str | tuple[str, ...] = (),
     ulps: int = 1,
+    cancelled: float = 2.0**-22,
 ) -> Callable[[Callable[..., None]], Wrapper]:
     """Declare an op by its reference, a plain PyTorch function that writes its outputs in place.
+
+    Its parameters are annotated ``Tensor``, ``float``, ``int``, ``bool`` or ``str``, alone or with ``| None``, or
+    ``Tensor | float``: plan, kernels and reference then see a tensor of one float32, for which a caller may also give a
+    number, or a scalar in host memory. A module that declares an op again, as a notebook does whose cell is run twice,
+    replaces it.
 
     Args:
         out: tensors that are written and never read; inout: tensors that are read and written.
         in_place: {output: input} pairs that may be one and the same tensor.
         keyed: floats that the plan may choose by, each value of which is another plan. Integers, bools and strings are
             keyed anyway; other floats are passed at every call.
+        passed: integers that are passed at every call like floats, because they change with it.
         ulps: how far results may lie from the reference, in units of the last place of the output type; 0 means equal.
+        cancelled: beside it, what is left of the largest result where terms of its size cancel; not with 0 ulps.
     """
 
     def declare(reference: Callable[..., None]) -> Wrapper:
         roles = dict.fromkeys((out,) if isinstance(out, str) else out, "out")
         roles |= dict.fromkeys((inout,) if isinstance(inout, str) else inout, "inout")
-        names = {keyed} if isinstance(keyed, str) else set(keyed)
-        wrapper: Wrapper = Op(reference, roles, in_place or {}, names, ulps).wrapper
+        is_keyed = dict.fromkeys({keyed} if isinstance(keyed, str) else keyed, True)
+        is_keyed |= dict.fromkeys({passed} if isinstance(passed, str) else passed, False)
+        wrapper: Wrapper = Op(reference, roles, in_place or {}, is_keyed, ulps, cancelled).wrapper
         return wrapper
 
     return declare
@@ -74,23 +89,29 @@ class Op:
         reference: Callable[..., None],
         roles: dict[str, str],
         in_place: dict[str, str],
-        keyed: set[str],
+        keyed: dict[str, bool],
         ulps: int,
+        cancelled: float,
     ) -> None:
         self.name = reference.__name__
-        self.reference = reference
+        self.reference: Callable[..., None] = reference
+        if (held := registry.get(self.name)) and held.reference.__module__ != reference.__module__:
+            raise TypeError(f"{self.name}: {held.reference.__module__} has declared an op of this name")
         self.in_place = in_place
-        self.ulps = ulps
+        self.ulps, self.cancelled = ulps, cancelled
         self.parameters = _parameters(reference, roles, keyed)
         self.tensors = [p for p in self.parameters if p.kind == "Tensor"]
-        self.floats = [p.name for p in self.parameters if p.kind == "float" and not p.keyed]
+        passed = [p for p in self.parameters if p.kind != "Tensor" and not p.keyed]
+        self.passed = tuple((p.name, "q" if p.kind == "int" else "d") for p in passed)
         self._tensor_names = tuple(p.name for p in self.tensors)
         self._tensor_positions = [i for i, p in enumerate(self.parameters) if p.kind == "Tensor"]
-        self._float_names = tuple(self.floats)
+        self._first_position = [p.name for p in self.parameters].index(binding.first_required(self))
+        self._number_positions = [i for i, p in enumerate(self.parameters) if p.number]
         self.plans: dict[Any, tuple[Any, ...]] = {}
         self.specialisations: dict[tuple[Any, ...], Specialisation] = {}
         self._plan: Callable[..., Any] | None = None
         self._traffic: Callable[..., int] | None = None
+        self.indices: Callable[..., dict[str, Any]] | None = None
         self.example: Callable[..., tuple[Any, ...]] | None = None
         self._described: dict[Any, Sequence[Arg | None]] = {}
         self._separate: set[Any] = set()
@@ -107,11 +128,12 @@ class Op:
             plan=self._set_plan,
             example=self._set_example,
             traffic=self._set_traffic,
+            indices=self._set_indices,
         )
         registry[self.name] = self
 
     def _set_plan(self, function: F) -> F:
-        self._plan = function
+        self._plan = self._by_name(function)
         return function
 
     def _set_example(self, function: F) -> F:
@@ -119,12 +141,30 @@ class Op:
         return function
 
     def _set_traffic(self, function: F) -> F:
-        self._traffic = function
+        self._traffic = self._by_name(function)
         return function
+
+    def _set_indices(self, function: F) -> F:
+        self.indices = self._by_name(function)
+        return function
+
+    def _by_name(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, called with values for the op's parameters, of which it gets those that it names."""
+        own = inspect.signature(function).parameters.values()
+        named = {p.name for p in own if p.kind is not p.VAR_KEYWORD}
+        takes_all = len(named) < len(own)
+        wanted = [(i, p.name, p.default) for i, p in enumerate(self.parameters) if takes_all or p.name in named]
+        if unknown := named - {p.name for p in self.parameters}:
+            raise TypeError(f"{self.name}: {sorted(unknown)} are no parameters of the op")
+
+        def call(*args: Any) -> Any:
+            return function(**{name: args[i] if i < len(args) else default for i, name, default in wanted})
+
+        return call
 
     def hold(self, index: int, specialisation: Specialisation) -> Compiled:
         """Load a specialisation on the device `index` and list it in `compiled`."""
-        self.specialisations[index, specialisation.kernel, *specialisation.constants.values()] = specialisation
+        self.specialisations[index, specialisation.kernel, specialisation.key] = specialisation
         return specialisation.load(index)
 
     def compiled(self) -> list[Compiled]:
@@ -139,6 +179,11 @@ class Op:
         planned = self._plan(*args)
         launches = [planned] if isinstance(planned, Launch) else list(planned)
         return [one for one in launches if not one.empty]
+
+    def check(self, *args: Any) -> tuple[Sequence[Arg | None], list[Launch]]:
+        """What a plan sees of `args`, and the launches it makes. Raises OpError for a call that the op refuses."""
+        _, described = self._describe(args)
+        return described, self.launches(*described)
 
     def traffic(self, *args: Any) -> int:
         """Bytes that a call with these Args must move: inputs read once, outputs written once."""
@@ -159,34 +204,50 @@ class Op:
 
     def prepare(self, key: Any, *args: Any) -> tuple[Any, ...]:
         """Make and keep the plan for the signature of `args`: what to run, the device, and each tensor's extent."""
+        if any(p.keyed and tensor.dialect(value) for p, value in zip(self.parameters, args, strict=True)):
+            # An integer that comes as a tensor would be keyed by which tensor it is, whatever that holds later.
+            return (_NO_LOCK, None, None, self._call_with_integers, -1, *(0 for _ in self.tensors))
+        if self._with_numbers(args) is not None:
+            entry = self.plans[key] = (_NO_LOCK, None, None, self._call_with_numbers, -1, *(0 for _ in self.tensors))
+            return entry
         kind, described = self._describe(args)
         tensors = self._tensors_of(described)
         index = next(arg.device.index for arg in tensors if arg is not None)
         launches = self.launches(*described)
         if kind == "cupy":
             binding.bind_cupy()
-        entry: tuple[Any, ...]
+        extents = [arg.extent if arg else 0 for arg in tensors]
         if index < 0 or config.reference():
-            entry = (_NO_LOCK, None, None, self._reference_plan(tensors, kind), 0, -1, *(0 for _ in tensors))
+            entry = (_NO_LOCK, None, None, self._cpu_plan(tensors, kind, launches), -1, *extents)
         else:
+            functions = []
             for one in launches:
                 if one.specialisation.loaded(index) is None and _capturing(kind, index):
                     raise CaptureError(self.name, one.specialisation.kernel.file)
-                self.hold(index, one.specialisation)
+                functions.append(self.hold(index, one.specialisation).function)
+                driver.allow_shared(functions[-1], one.shared)
             scalars = {p.name: value for p, value in zip(self.parameters, args, strict=True) if p.keyed}
-            bound = launch.bind(self.name, index, launches, self._tensor_names, self._float_names, scalars)
-            entry = (*bound, index, *[arg.extent if arg else 0 for arg in tensors])
+            allocate = launch.allocate_torch if kind == "torch" else launch.allocate_cupy
+            names = self._tensor_names
+            bound = launch.bind(self.name, index, launches, functions, names, self.passed, scalars, allocate)
+            entry = (*bound, index, *extents)
+        if self.indices is not None and config.check_indices():
+            run = entry[3] if index < 0 or config.reference() else self._gpu_plan(tensors, kind, bound, index)
+            entry = (_NO_LOCK, None, None, self._checked(run, kind, index), -1, *extents)
         if len(self.plans) >= _MOST_PLANS:
             self.forget()
         self._described[key] = tensors
         self.plans[key] = entry
         return entry
 
-    def recover(self, error: Exception, key: Any, stream: int, *words: Any) -> None:
-        """A launch that failed."""
-        lock, pack, buffer, fire, parameters, index, *_ = self.plans[key]
-        bound = launch.Bound(lock, pack, buffer, fire, parameters)
-        launch.recover(error, self.name, index, bound, self._tensor_names + self._float_names, stream, *words)
+    def recover(self, error: Exception | int, key: Any, stream: int, *words: Any) -> None:
+        """A launch that failed, by an exception or with a status of the driver."""
+        *bound, index = self.plans[key][:5]
+        self._recover(error, launch.Bound(*bound), index, stream, *words)
+
+    def _recover(self, error: Exception | int, bound: launch.Bound, index: int, stream: int, *words: Any) -> None:
+        named = (*((name, "Q") for name in self._tensor_names), *self.passed)
+        launch.recover(error, self.name, index, bound, named, stream, *words)
 
     def remember(self, key: Any, scalars: tuple[Any, ...], *tensors: Any) -> None:
         """Let the next call with tensors like these find its plan by one guard."""
@@ -208,7 +269,7 @@ class Op:
             cache.clear()
 
     def _no_plan(self) -> tuple[Any, ...]:
-        return (binding.never, None, (), None, None, None, None, None, 0, -1, *(0 for _ in self.tensors))
+        return (binding.never, None, (), None, None, None, None, None, -1, *(0 for _ in self.tensors))
 
     def _describe(self, args: Sequence[Any]) -> tuple[str, list[Any]]:
         """(dialect, args with every tensor replaced by its Arg). Raises OpError for what the signature rules out."""
@@ -252,19 +313,118 @@ class Op:
             return
         raise OpError(self.name, p.name, f"expected {p.kind}, got {type(value).__name__}")
 
-    def _reference_plan(self, tensors: Sequence[Arg | None], kind: str) -> Callable[..., None]:
+    def _cpu_plan(self, tensors: Sequence[Arg | None], kind: str, launches: Sequence[Launch]) -> Callable[..., None]:
+        """What runs a call without a GPU: the reference, or the kernels on the host."""
+        on_host = kind != "cupy" and not config.reference()
+
+        def in_wide_warps(args: Sequence[Any]) -> list[Launch]:
+            """What is planned for a device whose warps have 64 lanes."""
+            given = iter(tensors)
+            described = [
+                next(given) if p.kind == "Tensor" else arg for p, arg in zip(self.parameters, args, strict=True)
+            ]
+            wide = device.model("gfx942")
+            return self.launches(*(replace(arg, device=wide) if isinstance(arg, Arg) else arg for arg in described))
+
         def run(*args: Any) -> None:
             for p, value in zip(self.parameters, args, strict=True):
                 if p.kind != "Tensor":
                     self._check_scalar(p, value)
             addresses = [0 if value is None else tensor.address(value) for value in self._tensors_of(args)]
             self._check_separate(tensors, addresses)
-            if kind != "torch":
-                args = tuple(tensor.to_torch(value) if tensor.dialect(value) else value for value in args)
-            with torch.no_grad(), _torch_stream() if kind == "cupy" else nullcontext():
-                self.reference(*args)
+            if on_host and config.kernels_on_cpu():
+                self._run_kernels(launches if host.warp_size() == 32 else in_wide_warps(args), addresses, args)
+            else:
+                self._run_reference(kind, args)
 
         return run
+
+    def _run_reference(self, kind: str, args: Sequence[Any]) -> None:
+        args = args if kind == "torch" else _as_torch(args)
+        with torch.no_grad(), _torch_stream() if kind == "cupy" else nullcontext():
+            self.reference(*args)
+
+    def _run_kernels(self, launches: Sequence[Launch], addresses: Sequence[int], args: Sequence[Any]) -> None:
+        values = {p.name: value for p, value in zip(self.parameters, args, strict=True)}
+        scalars = {p.name: values[p.name] for p in self.parameters if p.keyed}
+        passed = [values[name] for name, _ in self.passed]
+        try:
+            launch.run_on_host(launches, self._tensor_names, self.passed, scalars, *addresses, *passed)
+        except (StructError, OverflowError, TypeError) as error:
+            launch.explain(error, self.name, self.passed, passed)
+
+    def _with_numbers(self, args: Sequence[Any]) -> list[Any] | None:
+        """`args` with tensors for the numbers and for the scalars that lie in host memory; None if there are none."""
+        if not self._number_positions:
+            return None
+        like = args[self._first_position]
+        made = list(args)
+        for position in self._number_positions:
+            value = args[position]
+            kind = tensor.dialect(value)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if is_number or (kind and tensor.on_host(value) and value.size and not tensor.on_host(like)):
+                made[position] = tensor.held_number(value, like)
+        return made if any(new is not old for new, old in zip(made, args, strict=True)) else None
+
+    def _call_with_integers(self, *args: Any) -> None:
+        converted = list(args)
+        for i, (p, value) in enumerate(zip(self.parameters, args, strict=True)):
+            if p.keyed and tensor.dialect(value):
+                self._check_scalar(p, value)
+                try:
+                    converted[i] = float(value) if p.kind == "float" else operator.index(value)
+                except (TypeError, ValueError) as error:
+                    raise OpError(self.name, p.name, f"expected {p.kind}: {error}") from None
+        self.call(*converted)
+
+    def _call_with_numbers(self, *args: Any) -> None:
+        self.call(*(self._with_numbers(args) or args))
+
+    def _gpu_plan(
+        self, tensors: Sequence[Arg | None], kind: str, bound: launch.Bound, index: int
+    ) -> Callable[..., None]:
+        """What runs a call on the device `index`, for a plan that is not run by the wrapper."""
+
+        def run(*args: Any) -> None:
+            addresses = [0 if value is None else tensor.address(value) for value in self._tensors_of(args)]
+            self._check_separate(tensors, addresses)
+            values = {p.name: value for p, value in zip(self.parameters, args, strict=True)}
+            words = (*addresses, *(values[name] for name, _ in self.passed))
+            stream = binding.NAMESPACE[f"{kind}_stream"](index)
+            error: Any
+            try:
+                with bound.lock:
+                    bound.pack(bound.buffer, 0, *words)
+                    error = bound.fire[stream]()
+            except Exception as raised:
+                error = raised
+            if error:
+                self._recover(error, bound, index, stream, *words)
+
+        return run
+
+    def _checked(self, run: Callable[..., None], kind: str, index: int) -> Callable[..., None]:
+        """`run`, after which an index out of range is an OpError. (A graph under capture holds nothing to look at.)"""
+
+        def run_and_check(*args: Any) -> None:
+            run(*args)
+            if index < 0 or not _capturing(kind, index):
+                with torch.no_grad(), _torch_stream() if kind == "cupy" else nullcontext():
+                    self._check_indices(args if kind == "torch" else _as_torch(args))
+
+        return run_and_check
+
+    def _check_indices(self, args: Sequence[Any]) -> None:
+        assert self.indices is not None
+        values = {p.name: value for p, value in zip(self.parameters, args, strict=True)}
+        for name, wrong in self.indices(*args).items():
+            if count := int(wrong.sum()):
+                at = tuple(wrong.nonzero()[0].tolist())
+                message = (
+                    f"{count} of {wrong.numel()} indices are out of range, the first at {at}: {values[name][at].item()}"
+                )
+                raise OpError(self.name, name, message)
 
     def collision(self, key: Any, *addresses: int) -> None:
         """The address ranges of a call overlap: refuse it unless no byte is shared, or the op may work in place."""
@@ -293,6 +453,8 @@ class Op:
 
     def irregular(self, error: Exception | None, *args: Any) -> Any:
         """A call without addresses to key it by: numpy arrays, empty tensors, tensors without storage, or a mistake."""
+        if (converted := self._with_numbers(args)) is not None:
+            return self.call(*converted)
         values = [value for value in self._tensors_of(args) if value is not None]
         kinds = {tensor.dialect(v) for v in values}
         if kinds == {"torch"}:
@@ -304,18 +466,24 @@ class Op:
             binding.bind_cupy()
             return self.call(*args)
         try:
-            _, described = self._describe(args)
-            planned = self.launches(*described)
+            described, planned = self.check(*args)
         except OpError as refusal:
             raise refusal from None
         if kinds == {"numpy"}:
-            return self._reference_plan(self._tensors_of(described), "numpy")(*args)
+            run = self._cpu_plan(self._tensors_of(described), "numpy", planned)
+            if self.indices is not None and config.check_indices():
+                run = self._checked(run, "numpy", -1)
+            return run(*args)
         if planned:
             named = zip(self._tensor_names, self._tensors_of(args), strict=True)
             raise error or OpError(
                 self.name, next(name for name, v in named if v is not None and not tensor.address(v)), "has no memory"
             )
         return None
+
+
+def _as_torch(args: Sequence[Any]) -> Sequence[Any]:
+    return [tensor.to_torch(value) if tensor.dialect(value) else value for value in args]
 
 
 def _torch_stream() -> Any:
@@ -334,25 +502,41 @@ def _capturing(kind: str, index: int) -> bool:
     return bool(cupy.cuda.get_current_stream(index).is_capturing())
 
 
-def _parameters(reference: Callable[..., None], roles: dict[str, str], keyed: set[str]) -> list[Parameter]:
-    """The parameters of a reference, from its annotations (``Tensor``, ``Tensor | None``, ``float``, ...)."""
+def _parameters(reference: Callable[..., None], roles: dict[str, str], keyed: dict[str, bool]) -> list[Parameter]:
+    """The parameters of a reference, from its annotations (``Tensor``, ``Tensor | None``, ``float``, ...).
+
+    `keyed` says of floats that they are and of integers that they are not.
+    """
     result = []
     for p in inspect.signature(reference).parameters.values():
-        kind, _, rest = str(p.annotation).partition(" | ")
-        if kind not in _KINDS or rest not in ("", "None"):
-            raise TypeError(f"{reference.__name__}: {p.name} is annotated {p.annotation!r}, expected one of {_KINDS}")
+        kind, _, rest = _annotation(p.annotation).partition(" | ")
+        is_number = (kind, rest) == ("Tensor", "float")
+        if kind not in _KINDS or (rest not in ("", "None") and not is_number):
+            came = "not annotated" if p.annotation is p.empty else f"annotated {p.annotation!r}"
+            expected = f"expected one of {', '.join(_KINDS)}, or one of them | None, or Tensor | float"
+            raise TypeError(f"{reference.__name__}: {p.name} is {came}, {expected}")
         has_default = p.default is not inspect.Parameter.empty
         role = roles.get(p.name, "in")
-        is_keyed = kind not in ("Tensor", "float") or p.name in keyed
+        is_keyed = keyed.get(p.name, kind not in ("Tensor", "float"))
         default = p.default if has_default else None
-        result.append(Parameter(p.name, kind, rest == "None", role, is_keyed, has_default, default))
+        result.append(Parameter(p.name, kind, rest == "None", role, is_keyed, has_default, default, is_number))
     unknown = roles.keys() - {p.name for p in result if p.kind == "Tensor"}
     if unknown:
         raise TypeError(f"{reference.__name__}: {sorted(unknown)} are written but are no tensor parameters")
-    unknown = keyed - {p.name for p in result if p.kind == "float"}
-    if unknown:
-        raise TypeError(f"{reference.__name__}: {sorted(unknown)} are keyed but are no float parameters")
+    for kind, what, is_keyed in (("float", "keyed", True), ("int", "passed", False)):
+        unknown = {name for name, value in keyed.items() if value is is_keyed} - {
+            p.name for p in result if p.kind == kind
+        }
+        if unknown:
+            raise TypeError(f"{reference.__name__}: {sorted(unknown)} are {what} but are no {kind} parameters")
     return result
+
+
+def _annotation(annotation: Any) -> str:
+    """An annotation as it is written in a module that imports ``annotations`` and ``Tensor``."""
+    if isinstance(annotation, type):
+        return annotation.__name__
+    return str(annotation).removeprefix("torch.")
 
 
 def bind_loaded() -> None:

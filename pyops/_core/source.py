@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import kernels_cu
 
@@ -12,6 +12,7 @@ from .dtypes import DType
 
 _INCLUDE = re.compile(r'^#include "([\w./]+)"$')
 _ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:LAUNCH_BOUNDS\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)')
+_AWAITS = re.compile(r"\{\s*await_previous_kernel\(\);")
 # What a value on the Python side becomes in the eight bytes of a kernel parameter.
 _FORMATS = {
     "float": "f4x",
@@ -25,10 +26,17 @@ _FORMATS = {
 }
 
 
-def _inline(name: str, seen: set[str]) -> str:
-    """Text of a source with its quoted includes inlined, each header once, with #line before every piece."""
+def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> str:
+    """Text of a source with its quoted includes inlined, each header once, with #line before every piece.
+
+    `text` is that of a source that no file holds. What it includes are headers of `kernels_cu` all the same.
+
+    What `host/` includes lies beside it; what kernels and headers include lies in `include/`.
+    """
+    seen = set() if seen is None else seen
     seen.add(name)
-    text = kernels_cu.read(name)
+    folder = "host" if name.startswith("host/") else "include"
+    text = kernels_cu.read(name) if text is None else text
     pieces = [f'#line 1 "kernels_cu/{name}"']
     for number, line in enumerate(text.splitlines(), start=1):
         include = _INCLUDE.match(line)
@@ -37,19 +45,19 @@ def _inline(name: str, seen: set[str]) -> str:
                 pieces.append(line)
             else:
                 pieces.append("")
-        elif (header := f"include/{include[1]}") in seen:
+        elif (header := f"{folder}/{include[1]}") in seen:
             pieces.append("")
         else:
-            pieces.append(_inline(header, seen))
+            pieces.append(inline(header, seen))
             pieces.append(f'#line {number + 1} "kernels_cu/{name}"')
     return "\n".join(pieces)
 
 
 @cache
-def _flat(name: str) -> tuple[str, str]:
+def _flat(name: str, text: str | None) -> tuple[str, str]:
     """(the element types, the rest): the constants of a specialisation go between the two."""
     seen: set[str] = set()
-    return _inline("include/number.cuh", seen), _inline(name, seen)
+    return inline("include/number.cuh", seen), inline(name, seen, text)
 
 
 def _declaration(name: str, value: Any) -> str:
@@ -67,21 +75,35 @@ def describe(constants: dict[str, Any]) -> str:
     return " ".join(f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in constants.items())
 
 
-def flatten(name: str, constants: dict[str, Any]) -> str:
-    """The whole text of one specialisation of the kernel file `name`; this text is its cache key."""
-    types, body = _flat(name)
+def flatten(name: str, constants: dict[str, Any], text: str | None = None) -> str:
+    """The whole text of one specialisation of the kernel file `name`, or of `text`, so named; this is its cache key."""
+    types, body = _flat(name, text)
     declarations = "\n".join(_declaration(key, value) for key, value in constants.items())
     return f'// {name} {describe(constants)}\n{types}\n#line 1 "constants"\n{declarations}\n{body}\n'
 
 
+class Signature(NamedTuple):
+    """The one ``extern "C"`` kernel of a file.
+
+    Attributes:
+        entry: its name.
+        parameters: (struct format, name) of each.
+        overlaps: its first statement is ``await_previous_kernel();``, so it may be started before its turn.
+    """
+
+    entry: str
+    parameters: tuple[tuple[str, str], ...]
+    overlaps: bool
+
+
 @cache
-def signature(name: str) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """(entry, ((struct format, parameter name), ...)) of the one ``extern "C"`` kernel in the file `name`."""
-    text = re.sub(r"//[^\n]*", "", kernels_cu.read(name))
-    entries = _ENTRY.findall(text)
+def signature(name: str, text: str | None = None) -> Signature:
+    """The signature of the kernel in the file `name`, or in `text`, so named."""
+    text = re.sub(r"//[^\n]*", "", kernels_cu.read(name) if text is None else text)
+    entries = list(_ENTRY.finditer(text))
     if len(entries) != 1:
         raise ValueError(f'{name}: expected one extern "C" kernel, found {len(entries)}')
-    entry, parameters = entries[0]
+    entry, parameters = entries[0].groups()
     parsed = []
     for parameter in parameters.split(","):
         c_type, _, identifier = parameter.strip().rpartition(" ")
@@ -92,4 +114,4 @@ def signature(name: str) -> tuple[str, tuple[tuple[str, str], ...]]:
             parsed.append((_FORMATS[c_type], identifier))
         else:
             raise ValueError(f"{name}: parameter {identifier} has type {c_type!r}, which no value can be packed into")
-    return entry, tuple(parsed)
+    return Signature(entry, tuple(parsed), _AWAITS.match(text, text.index("{", entries[0].end())) is not None)

@@ -12,7 +12,7 @@ from . import dtypes
 from .device import Device
 from .dtypes import DType
 from .errors import OpError
-from .lazy import loaded, torch
+from .lazy import cupy, loaded, torch
 
 
 @dataclass(slots=True, eq=False)
@@ -50,12 +50,12 @@ class Arg:
     @property
     def extent(self) -> int:
         """Bytes from its first element to the end of its last; 0 when empty."""
-        last = 0
-        for size, stride in zip(self.shape, self.strides, strict=True):
+        last = 1
+        for size, stride in zip(self.shape, self.strides):  # noqa: B905
             if size == 0:
                 return 0
             last += (size - 1) * stride
-        return (last + 1) * self.dtype.itemsize
+        return last * self.dtype.itemsize
 
     def error(self, message: str) -> OpError:
         return OpError(self.op, self.name, message)
@@ -68,6 +68,53 @@ def dialect(value: Any) -> str | None:
     if (module := loaded("cupy")) and isinstance(value, module.ndarray):
         return "cupy"
     return "numpy" if isinstance(value, numpy.ndarray) else None
+
+
+def number(value: Any, like: Any) -> Any:
+    """A tensor of one float32 that holds `value`, of the library and on the device of `like`; a tensor as it is.
+
+    `value` may also be a scalar in host memory beside a `like` on a device. Made anew, as a compiler wants it.
+    """
+    module = loaded("torch")
+    if module and isinstance(like, module.Tensor):
+        if not isinstance(value, module.Tensor):
+            return module.full((), value, dtype=module.float32, device=like.device)
+        return value.to(like.device) if value.device.type == "cpu" and like.device.type != "cpu" else value
+    kind = dialect(like)
+    if kind is None or dialect(value) == kind:
+        return value
+    return (cupy if kind == "cupy" else numpy).full((), value, "float32")
+
+
+def on_host(value: Any) -> bool:
+    """Whether a tensor lies in host memory."""
+    return value.device.type == "cpu" if dialect(value) == "torch" else dialect(value) == "numpy"
+
+
+_MOST_NUMBERS = 4096
+_numbers: dict[Any, Any] = {}
+
+
+def held_number(value: Any, like: Any) -> Any:
+    """`number` of a value that comes again: the tensor is kept, and ready for any stream."""
+    kind = dialect(like)
+    if kind is None or (
+        kind == "torch" and (like.is_meta or (like.is_cuda and torch.cuda.is_current_stream_capturing()))
+    ):
+        return number(value, like)
+    value = float(value)
+    key = (value, kind, None if kind == "numpy" else like.device)
+    if (found := _numbers.get(key)) is None:
+        if kind == "torch":
+            found = torch.tensor(value, dtype=torch.float32, device=like.device)
+        else:
+            found = number(value, like)
+            if kind == "cupy":
+                cupy.cuda.get_current_stream().synchronize()
+        if len(_numbers) >= _MOST_NUMBERS:
+            _numbers.clear()
+        _numbers[key] = found
+    return found
 
 
 def address(value: Any) -> int:
@@ -104,6 +151,14 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool) -> Arg:
 
 
 def _check_no_self_overlap(arg: Arg) -> None:
+    reach = 1
+    for size, stride in zip(reversed(arg.shape), reversed(arg.strides)):  # noqa: B905
+        if size > 1:
+            if stride < reach:
+                break
+            reach = size * stride
+    else:
+        return
     reach = 1
     for stride, size in sorted(zip(arg.strides, arg.shape, strict=True)):
         if size > 1:

@@ -34,7 +34,7 @@ def test_error_shows_the_kernels_own_file_and_line(kernel: MakeKernel) -> None:
     assert message.startswith("test/broken.cu did not compile for SIZE=4\n")
     line = BROKEN.splitlines().index("    out[threadIdx.x] = SIZE + undeclared;") + 1
     assert f'kernels_cu/test/broken.cu({line}): error: identifier "undeclared" is undefined' in message
-    assert message.endswith("print the source with: python -m pyops source test/broken.cu SIZE=4")
+    assert "python -m pyops source" not in message  # no file holds it
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -136,6 +136,98 @@ def test_two_launches_make_one_op(kernel: MakeKernel) -> None:
     assert {one.kernel for one in two_steps.compiled()} == {"test/first_step.cu", "test/second_step.cu"}
 
 
+# Kernels that start before their turn
+
+SLOW = """
+// Write long after having let the next kernel start.
+extern "C" __global__ void {name}(float* out, float value) {{
+    {first}
+    const int64_t start = clock64();
+    while (clock64() - start < 200000) {{}}
+    out[blockIdx.x * 64 + threadIdx.x] = value;
+}}
+"""
+
+
+@pytest.mark.parametrize("first", ["", "await_previous_kernel();"], ids=["in turn", "early"])
+def test_a_kernel_waits_for_what_the_one_before_it_writes(kernel: MakeKernel, first: str) -> None:
+    name = "slow_early" if first else "slow"
+
+    def reference(out: Tensor, value: float) -> None:
+        raise NotImplementedError
+
+    reference.__name__ = name
+    slow = pyops.op(out="out")(reference)
+    made = kernel(name, SLOW.format(name=name, first=first))
+
+    @slow.plan
+    def _(out: Arg, value: float) -> Launch:
+        return made().launch(grid=out.numel // 64, block=64)
+
+    x, stale = torch.zeros(64, 4096, device="cuda"), torch.zeros(64, 4096, device="cuda")
+    outs = [torch.full_like(x, float("nan")) for _ in range(20)]
+    graph = torch.cuda.CUDAGraph()
+
+    def calls() -> None:
+        for i, out in enumerate(outs):
+            slow(x, float(i))
+            pyops.relu2(stale, x)  # two kernels of the library in a row
+            pyops.relu2(out, stale)
+
+    for run in (calls, graph.replay):
+        for out in outs:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        if run is not calls:
+            with torch.cuda.graph(graph):
+                calls()
+        run()
+        torch.cuda.synchronize()
+        for i, out in enumerate(outs):
+            assert (out == float(i) ** 4).all()
+
+
+def test_early_starts_keep_the_order_among_copies_events_and_other_kernels() -> None:
+    """A chain in which every step reads what the step before it wrote, alone and as a graph."""
+    torch.manual_seed(0)
+    first = torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    x, y, z = (torch.empty_like(first) for _ in range(3))
+    side = torch.cuda.Stream()
+
+    def chain(pause: Callable[[], None]) -> None:
+        x.copy_(first)  # a copy, not a kernel
+        for _ in range(10):
+            pyops.rms_norm(y, x, weight, 1e-6)
+            pause()
+            z.zero_()
+            pause()
+            pyops.gelu_quick(z, y)
+            pause()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                pyops.relu2(x, z)
+                pause()
+            y.add_(z)
+            pause()
+            torch.cuda.current_stream().wait_stream(side)
+            pyops.fused_add_rms_norm(x, y, weight, 1e-6)
+            pause()
+
+    chain(torch.cuda.synchronize)
+    expected = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(lambda: None)
+    for run in (lambda: chain(lambda: None), graph.replay):
+        for _ in range(5):
+            for buffer in (x, y, z):
+                buffer.fill_(float("nan"))
+            run()
+            torch.cuda.synchronize()
+            assert torch.equal(x, expected)
+
+
 # What is compiled when
 
 
@@ -212,15 +304,12 @@ def test_cupy_capture_of_an_unloaded_kernel() -> None:
 FAULT = """
 import os, sys
 os.environ["PYOPS_SYNC"] = "1"
-import torch, kernels_cu, pyops
-from pyops._core.kernel import Kernel
-read = kernels_cu.read
+import torch, pyops
 TEXT = 'extern "C" __global__ void faulty(float* out) { *reinterpret_cast<float*>(16) = 1.0f; }'
-kernels_cu.read = lambda name: TEXT if name == "test/faulty.cu" else read(name)
 @pyops.op(out="out")
 def faulty(out: Tensor) -> None: ...
 @faulty.plan
-def _(out): return Kernel("test/faulty.cu")().launch(grid=1, block=1)
+def _(out): return pyops.Kernel("test/faulty.cu", text=TEXT)().launch(grid=1, block=1)
 try:
     faulty(torch.zeros(1, device="cuda"))
 except pyops.DeviceFault as error:

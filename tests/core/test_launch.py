@@ -5,16 +5,16 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import pyops
 from pyops._core import device, launch
-from pyops._core.kernel import Kernel, Specialisation
+from pyops._core import driver as driver_calls
+from pyops._core.kernel import Kernel, Launch
 
 MakeKernel = Callable[[str, str], Kernel]
 SIZES = {"Q": 8, "q": 8, "d": 8, "f": 4, "i": 4, "I": 4, "?": 1}
@@ -30,9 +30,10 @@ class Driver:
         self.launches: list[tuple[Any, ...]] = []
         self.kernels: list[Kernel] = []
 
-    def load(self, specialisation: Specialisation) -> Any:
-        self.kernels.append(specialisation.kernel)
-        return SimpleNamespace(function=len(self.kernels) - 1)
+    def bind(self, launches: Sequence[Launch], *values: Any) -> launch.Bound:
+        start = len(self.kernels)
+        self.kernels += [one.specialisation.kernel for one in launches]
+        return launch.bind("op", 0, launches, range(start, len(self.kernels)), *values)
 
     def launch(
         self,
@@ -49,9 +50,9 @@ class Driver:
         extra: int,
     ) -> None:
         kernel = self.kernels[function]
-        pointers = (ctypes.c_uint64 * len(kernel.parameters)).from_address(at)
+        pointers = (ctypes.c_uint64 * len(kernel.signature.parameters)).from_address(at)
         values = {}
-        for (fmt, name), pointer in zip(kernel.parameters, pointers, strict=True):
+        for (fmt, name), pointer in zip(kernel.signature.parameters, pointers, strict=True):
             code = fmt[0]
             (values[name],) = struct.unpack(f"<{code}", ctypes.string_at(pointer, SIZES[code]))
         self.launches.append((kernel.file, (x, y, z), (bx, by, bz), shared, stream, values))
@@ -60,8 +61,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(launch, "_driver", lambda: (made.launch, Driver.Error, lambda: 0))
-    monkeypatch.setattr(Specialisation, "load", lambda one, index: made.load(one))
+    monkeypatch.setattr(driver_calls, "get", lambda: driver_calls.Driver(made.launch, None, Driver.Error, lambda: 0))
     monkeypatch.setattr(device, "count", lambda: 1)
     return made
 
@@ -74,7 +74,7 @@ def call(bound: launch.Bound, stream: int, *words: Any) -> None:
     """What a wrapper does with a plan."""
     with bound.lock:
         bound.pack(bound.buffer, 0, *words)
-        bound.fire(stream, bound.parameters, 0)
+        bound.fire[stream]()
 
 
 def test_parameters_hold_what_they_are_given(kernel: MakeKernel, driver: Driver) -> None:
@@ -85,7 +85,7 @@ def test_parameters_hold_what_they_are_given(kernel: MakeKernel, driver: Driver)
         ),
     )
     fixed = {"b": -5, "c": -(2**62), "d": True, "f": 2**32 - 1, "g": 2**64 - 1}
-    bound = launch.bind("op", 0, [every().launch((3, 2), 64, 512, **fixed)], ("out", "input"), ("a", "e"), {})
+    bound = driver.bind([every().launch((3, 2), 64, 512, **fixed)], ("out", "input"), (("a", "d"), ("e", "d")), {})
     for a, e in ((0.5, 0.1), (-2.0, 1e300)):
         call(bound, 77, 2**48, 2**47, a, e)
     assert driver.launches == [
@@ -105,7 +105,7 @@ def test_keyed_scalars_of_the_op_reach_the_kernel(kernel: MakeKernel, driver: Dr
     """By name; a value that the plan fixes comes before the op's own, also for a tensor."""
     scalars = kernel("scalars", text("scalars", "float* out, float* residual, int rows, bool causal"))
     one = scalars().launch(1, 64, residual=0, rows=9)
-    bound = launch.bind("op", 0, [one], ("out", "residual"), ("unused",), {"rows": 4, "causal": True, "window": 8})
+    bound = driver.bind([one], ("out", "residual"), (("unused", "d"),), {"rows": 4, "causal": True, "window": 8})
     call(bound, 0, 111, 222, 3.0)
     assert driver.launches[0][-1] == {"out": 111, "residual": 0, "rows": 9, "causal": True}
 
@@ -116,7 +116,7 @@ def test_launches_of_one_op_share_their_words(kernel: MakeKernel, driver: Driver
     second = kernel("second", text("second", "int rows, const float* input, float* out, float epsilon"))
     third = kernel("third", text("third", "double limit, float* out"))
     launches = [made().launch(1, 64, **({"rows": 3} if made is not third else {})) for made in (first, second, third)]
-    bound = launch.bind("op", 0, launches, ("out", "input"), ("epsilon", "limit"), {})
+    bound = driver.bind(launches, ("out", "input"), (("epsilon", "d"), ("limit", "d")), {})
     for out, epsilon in ((4096, 0.25), (8192, 0.5)):
         call(bound, 5, out, 64, epsilon, 0.1)
     values = [(file, taken) for file, *_, taken in driver.launches]
@@ -136,38 +136,38 @@ def test_one_word_has_one_type(kernel: MakeKernel, driver: Driver) -> None:
     single = kernel("single", text("single", "float* out, float epsilon"))
     double = kernel("double", text("double", "float* out, double epsilon"))
     with pytest.raises(TypeError, match=r"test/double\.cu: epsilon has another type than in a kernel launched before"):
-        launch.bind("op", 0, [single().launch(1, 64), double().launch(1, 64)], ("out",), ("epsilon",), {})
+        driver.bind([single().launch(1, 64), double().launch(1, 64)], ("out",), (("epsilon", "d"),), {})
 
 
 def test_parameters_are_fed_and_values_are_taken(kernel: MakeKernel, driver: Driver) -> None:
     scale = kernel("scale", text("scale", "float* out, int64_t size, int times"))
     with pytest.raises(TypeError, match=r"test/scale\.cu: nothing feeds the parameter times"):
-        launch.bind("op", 0, [scale().launch(1, 64, size=1)], ("out",), (), {})
+        driver.bind([scale().launch(1, 64, size=1)], ("out",), (), {})
     with pytest.raises(TypeError, match=r"test/scale\.cu: no parameter takes the value rows"):
-        launch.bind("op", 0, [scale().launch(1, 64, size=1, rows=2)], ("out",), (), {"times": 1})
+        driver.bind([scale().launch(1, 64, size=1, rows=2)], ("out",), (), {"times": 1})
 
 
 @pytest.mark.parametrize("value", [1e300, None, "x"])
 def test_a_value_that_does_not_fit_is_named(kernel: MakeKernel, driver: Driver, value: Any) -> None:
     single = kernel("narrow", text("narrow", "float* out, float slope, float epsilon"))
-    bound = launch.bind("op", 0, [single().launch(1, 64)], ("out",), ("slope", "epsilon"), {})
+    bound = driver.bind([single().launch(1, 64)], ("out",), (("slope", "d"), ("epsilon", "d")), {})
     words = (64, 1.0, value)
     with pytest.raises((struct.error, OverflowError, TypeError)) as caught:
         call(bound, 0, *words)
     with pytest.raises(pyops.OpError, match=r"^op: epsilon: got "):
-        launch.recover(caught.value, "op", 0, bound, ("out", "slope", "epsilon"), 0, *words)
+        launch.recover(caught.value, "op", 0, bound, (("out", "Q"), ("slope", "d"), ("epsilon", "d")), 0, *words)
     assert not driver.launches
 
 
 def test_no_launch_at_all(driver: Driver) -> None:
-    call(launch.bind("op", 0, [], ("out",), ("epsilon",), {}), 0, 64, 1.0)
+    call(driver.bind([], ("out",), (("epsilon", "d"),), {}), 0, 64, 1.0)
     assert not driver.launches
 
 
 def test_threads_do_not_mix_their_words(kernel: MakeKernel, driver: Driver) -> None:
     """One plan, many threads: the words of a call stay together from packing to launching."""
     pair = kernel("pair", text("pair", "float* out, const float* input, float epsilon"))
-    bound = launch.bind("op", 0, [pair().launch(1, 64), pair().launch(2, 64)], ("out", "input"), ("epsilon",), {})
+    bound = driver.bind([pair().launch(1, 64), pair().launch(2, 64)], ("out", "input"), (("epsilon", "d"),), {})
     barrier = threading.Barrier(8)
 
     def calls(thread: int) -> None:

@@ -50,12 +50,15 @@ def test_declaration_is_read_from_the_reference() -> None:
         ("epsilon", "float", "in", False, False),
         ("causal", "bool", "in", False, True),
     ]
-    assert op.floats == ["epsilon"]
+    assert op.passed == (("epsilon", "d"),)
     assert op.ulps == 3
     assert (declared.__name__, declared.__doc__) == ("declared", "Documented.")
 
 
 def _unknown_kind(out: Tensor, sizes: list[int]) -> None: ...
+
+
+def _not_annotated(out: Tensor, factor) -> None: ...  # type: ignore[no-untyped-def]
 
 
 def _good(out: Tensor, factor: float) -> None: ...
@@ -65,6 +68,7 @@ def _good(out: Tensor, factor: float) -> None: ...
     ("reference", "declaration", "message"),
     [
         (_unknown_kind, {"out": "out"}, "sizes is annotated 'list"),
+        (_not_annotated, {"out": "out"}, "factor is not annotated, expected one of Tensor, float, int, bool, str, or"),
         (_good, {"out": "output"}, r"\['output'\] are written but are no tensor parameters"),
         (_good, {"out": ("out", "factor")}, r"\['factor'\] are written but are no tensor parameters"),
         (_good, {"out": "out", "keyed": "out"}, r"\['out'\] are keyed but are no float parameters"),
@@ -74,6 +78,53 @@ def test_wrong_declarations(reference: Any, declaration: dict[str, Any], message
     with pytest.raises(TypeError, match=message):
         pyops.op(**declaration)(reference)
     assert reference.__name__ not in pyops.ops
+
+
+def test_annotations_may_be_types_or_text() -> None:
+    """As they come with and without ``from __future__ import annotations``."""
+
+    def reference(out, state, slope, steps, causal, kind) -> None: ...  # type: ignore[no-untyped-def]
+
+    written = ("Tensor", "Tensor | None", "float", "int | None", "bool", "str")
+    types = (torch.Tensor, torch.Tensor | None, float, int | None, bool, str)
+    long = ("torch.Tensor", "torch.Tensor | None", "float", "int | None", "bool", "str")
+    parsed = []
+    for kinds in (written, types, long):
+        reference.__annotations__ = dict(zip(("out", "state", "slope", "steps", "causal", "kind"), kinds))  # noqa: B905
+        parsed.append([(p.kind, p.optional) for p in pyops.op(out="out")(reference).op.parameters])
+    assert parsed[0] == parsed[1] == parsed[2]
+    assert parsed[0] == [
+        ("Tensor", False), ("Tensor", True), ("float", False), ("int", True), ("bool", False), ("str", False)
+    ]  # fmt: skip
+
+
+def test_a_module_may_declare_an_op_again() -> None:
+    """A notebook's cell that is run twice. torch's registry has the later one too, with its own schema."""
+
+    def declare(factor: int) -> Any:
+        def declared_again(out: Tensor, input: Tensor) -> None:
+            out.copy_(input * factor)
+
+        wrapper = pyops.op(out="out")(declared_again)
+        wrapper.plan(lambda out, input: [])
+        return wrapper
+
+    x, out = torch.ones(3), torch.empty(3)
+    for factor in (2, 3):
+        wrapper = declare(factor)
+        for call in (wrapper, torch.ops.pyops.declared_again):
+            call(out, x)
+            assert (out == factor).all()
+    assert pyops.ops["declared_again"] is wrapper.op
+
+
+def test_an_op_of_another_module_is_not_replaced() -> None:
+    def rms_norm(out: Tensor, input: Tensor) -> None: ...
+
+    before = pyops.ops["rms_norm"]
+    with pytest.raises(TypeError, match=r"^rms_norm: pyops\.norm has declared an op of this name$"):
+        pyops.op(out="out")(rms_norm)
+    assert pyops.ops["rms_norm"] is before
 
 
 def test_a_plan_is_made_once_for_a_signature() -> None:
@@ -192,7 +243,13 @@ def test_the_message_of_the_issue() -> None:
 def test_switches(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
     from pyops._core import config
 
-    for name, switch in (("REFERENCE", config.reference), ("SYNC", config.sync), ("LOG", config.log)):
+    switches = (
+        ("REFERENCE", config.reference),
+        ("SYNC", config.sync),
+        ("LOG", config.log),
+        ("CHECK", config.check_indices),
+    )
+    for name, switch in switches:
         monkeypatch.setenv(f"PYOPS_{name}", value)
         assert switch() is on
         monkeypatch.delenv(f"PYOPS_{name}")

@@ -90,7 +90,7 @@ signature(scalar_t* __restrict__ out,   // [rows, (columns)], written
 
 def test_signature(kernel: MakeKernel) -> None:
     made = kernel("signature", SIGNATURE)
-    assert source.signature(made.file) == (
+    assert made.signature == (
         "signature",
         (
             ("Q", "out"),
@@ -103,7 +103,22 @@ def test_signature(kernel: MakeKernel) -> None:
             ("d", "limit"),
             ("I4x", "seed"),
         ),
+        False,
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "overlaps"),
+    [
+        ("{\n    // first of all\n    await_previous_kernel();\n    *out = 1;", True),
+        ("{ await_previous_kernel(); ", True),
+        ("{ *out = 1; await_previous_kernel(); ", False),
+        ("{ // await_previous_kernel();\n", False),
+    ],
+)
+def test_a_kernel_that_waits_first_may_be_started_early(kernel: MakeKernel, body: str, overlaps: bool) -> None:
+    made = kernel("early", f'extern "C" __global__ void early(int* out) {body} }}')
+    assert made.signature.overlaps is overlaps
 
 
 @pytest.mark.parametrize(
@@ -117,4 +132,4 @@ def test_signature(kernel: MakeKernel) -> None:
 )
 def test_signatures_that_nothing_can_feed(kernel: MakeKernel, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        source.signature(kernel("refused", text).file)
+        assert kernel("refused", text).signature

@@ -1,0 +1,250 @@
+// memory.h: shared memory that knows its history, and asynchronous copies into it.
+//
+// Arrays lie in one range of addresses between unmapped pages, static ones at its start with gaps between them, dynamic
+// shared memory at its end. For every byte, its last write and reads are kept with the time they happened, so that a read
+// of what was never written, an access that no barrier orders after another thread's, and an access to what an
+// asynchronous copy has yet to deliver are found whatever the schedule.
+//
+// Time is counted in epochs: one for the block, which every barrier of the block begins anew, and one for each warp, which
+// a barrier of the warp does.
+#pragma once
+#include <string.h>
+#include <sys/mman.h>
+#include "state.h"
+
+namespace host {
+
+constexpr size_t PAGE = 4096;
+constexpr size_t STATIC_BYTES = 256 * 1024, DYNAMIC_BYTES = 256 * 1024;
+constexpr size_t GAP = 128;  // between two static arrays
+constexpr size_t SHARED_BYTES = STATIC_BYTES + DYNAMIC_BYTES;
+
+// Who touched a byte last, and when.
+struct Touches {
+    uint32_t write_epoch, read_epoch;            // of the block; 0: never
+    uint32_t write_warp_epoch, read_warp_epoch;  // of the warp of `writer` and `reader`
+    uint16_t writer, reader;
+    bool atomic;            // the last write was
+    bool many_readers;      // others than `reader` have read in the same epoch: its warp's
+    bool many_warps_read;   // or those of other warps
+    bool many_blocks_read;  // blocks before that of `reader` have read in the same launch
+};
+
+struct Byte : Touches {
+    const void *write_pc, *read_pc;
+    uint16_t copier;  // 1 + the thread whose asynchronous copy will write it; 0: none
+    bool allocated;
+};
+
+struct Memory {
+    char* shared;  // of SHARED_BYTES
+    Byte* bytes;
+    size_t static_used;
+    char* dynamic;
+    uint32_t epoch, first_epoch, launch_epoch;  // now; when the block began; when the launch did
+    uint32_t warp_epoch[MOST_THREADS / 32];
+};
+inline Memory memory;
+
+inline char* map_pages(size_t bytes) {
+    void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return pages == MAP_FAILED ? nullptr : static_cast<char*>(pages);
+}
+
+inline bool memory_init() {
+    if (memory.shared) return true;
+    char* pages = map_pages(SHARED_BYTES + 2 * PAGE);
+    memory.bytes = reinterpret_cast<Byte*>(map_pages(SHARED_BYTES * sizeof(Byte)));
+    if (!pages || !memory.bytes) return false;
+    mprotect(pages, PAGE, PROT_NONE);
+    mprotect(pages + PAGE + SHARED_BYTES, PAGE, PROT_NONE);
+    memory.shared = pages + PAGE;
+    return true;
+}
+
+inline void allocate(size_t offset, size_t bytes) {
+    for (size_t i = 0; i < bytes; ++i) {
+        memory.bytes[offset + i].allocated = true;
+        memory.bytes[offset + i].copier = 0;
+    }
+    memset(memory.shared + offset, 0xff, bytes);
+}
+
+inline void memory_begin_launch() {
+    for (size_t i = 0; i < memory.static_used; ++i) memory.bytes[i].allocated = false;
+    if (memory.dynamic) {
+        for (size_t i = memory.dynamic - memory.shared; i < SHARED_BYTES; ++i) memory.bytes[i].allocated = false;
+    }
+    memory.static_used = 0;
+    memory.launch_epoch = memory.epoch + 1;
+    // It ends where the mapping ends, but for what its alignment takes.
+    const size_t offset = (SHARED_BYTES - state.launch.shared_bytes) & ~size_t(15);
+    memory.dynamic = memory.shared + offset;
+    allocate(offset, state.launch.shared_bytes);
+}
+
+inline void memory_begin_block() {
+    memory.first_epoch = ++memory.epoch;
+    // Every bit set: a NaN in the float formats, so that what a hook does not see shows in results.
+    memset(memory.shared, 0xff, memory.static_used);
+    memset(memory.dynamic, 0xff, state.launch.shared_bytes);
+    for (size_t i = 0; i < memory.static_used; ++i) memory.bytes[i].copier = 0;
+    for (size_t i = 0; i < state.launch.shared_bytes; ++i) memory.bytes[memory.dynamic - memory.shared + i].copier = 0;
+}
+
+void* static_shared(Slot& slot, size_t bytes, size_t alignment) {
+    if (slot.launch != state.launch_number) {
+        const size_t offset = (memory.static_used + GAP + alignment - 1) / alignment * alignment;
+        if (offset + bytes + GAP > STATIC_BYTES) raise_fault("too much shared memory", {}, "static arrays fill 256 KiB");
+        slot = {state.launch_number, memory.shared + offset};
+        memory.static_used = offset + bytes;
+        allocate(offset, bytes);
+    }
+    return slot.address;
+}
+
+void* dynamic_shared() { return memory.dynamic; }
+
+// Whether an access of the running thread comes after one of `thread` at these times, with a barrier in between.
+inline bool ordered(uint16_t thread, uint32_t epoch, uint32_t warp_epoch) {
+    if (epoch < memory.epoch || thread == state.current->number) return true;
+    const unsigned warp = threads[thread].warp;
+    return warp == state.current->warp && warp_epoch < memory.warp_epoch[warp];
+}
+
+[[noreturn]] inline void race(const char* now, const char* before, uint16_t other, const void* pc, const void* other_pc) {
+    const Index& index = threads[other].index;
+    raise_fault("shared memory race", {nullptr, 0, pc, other_pc},
+                "%s of shared memory that thread (%u, %u, %u) has %s since the last barrier", now, index.x, index.y,
+                index.z, before);
+}
+
+inline void record_read(Touches& byte) {
+    const Thread& thread = *state.current;
+    if (byte.read_epoch < memory.launch_epoch) {
+        byte.many_blocks_read = false;
+    } else if (byte.read_epoch < memory.first_epoch) {
+        byte.many_blocks_read = true;
+    }
+    if (byte.read_epoch < memory.epoch) {
+        byte.many_readers = byte.many_warps_read = false;
+    } else if (byte.reader != thread.number) {
+        if (threads[byte.reader].warp != thread.warp) byte.many_warps_read = true;
+        byte.many_readers = byte.read_warp_epoch == memory.warp_epoch[thread.warp];
+    }
+    byte.reader = thread.number;
+    byte.read_epoch = memory.epoch;
+    byte.read_warp_epoch = memory.warp_epoch[thread.warp];
+}
+
+inline void record_write(Touches& byte, bool atomic) {
+    const Thread& thread = *state.current;
+    byte.writer = thread.number;
+    byte.write_epoch = memory.epoch;
+    byte.write_warp_epoch = memory.warp_epoch[thread.warp];
+    byte.atomic = atomic;
+}
+
+// Whether a write of the running thread comes after every read of the byte.
+inline bool reads_are_over(const Touches& byte) {
+    if (byte.read_epoch < memory.epoch) return true;
+    if (byte.many_warps_read) return false;
+    const unsigned warp = threads[byte.reader].warp;
+    if (warp == state.current->warp && byte.read_warp_epoch < memory.warp_epoch[warp]) return true;
+    return byte.reader == state.current->number && !byte.many_readers;
+}
+
+inline const char* verb_of(Access kind) {
+    return kind == Access::READ ? "read" : kind == Access::WRITE ? "write" : "atomic operation";
+}
+
+inline void check_global(const char* address, size_t bytes, Access kind, const void* pc);  // global.h
+
+inline void check_access(const void* address, size_t bytes, Access kind, const void* pc) {
+    state.asked_pc = pc;
+    const size_t offset = static_cast<const char*>(address) - memory.shared;
+    if (!state.current) return;
+    if (offset >= SHARED_BYTES) return check_global(static_cast<const char*>(address), bytes, kind, pc);
+    const char* verb = verb_of(kind);
+    const Where where = {nullptr, 0, pc, nullptr};
+    for (size_t i = offset; i < offset + bytes; ++i) {
+        if (i >= SHARED_BYTES || !memory.bytes[i].allocated) {
+            raise_fault("out-of-bounds shared access", where, "%s of %zu bytes outside every shared array", verb, bytes);
+        }
+        Byte& byte = memory.bytes[i];
+        if (byte.copier) {
+            raise_fault("async copy not waited for", where, "%s of shared memory that an asynchronous copy has yet to write",
+                        verb);
+        }
+        const bool written = byte.write_epoch >= memory.first_epoch;
+        if (kind != Access::WRITE && !written) {
+            raise_fault("uninitialised shared memory", where, "%s of shared memory that the block has not written", verb);
+        }
+        const bool both_atomic = kind == Access::ATOMIC && byte.atomic;
+        if (written && !both_atomic && !ordered(byte.writer, byte.write_epoch, byte.write_warp_epoch)) {
+            race(verb, "written", byte.writer, pc, byte.write_pc);
+        }
+        if (kind == Access::READ) {
+            record_read(byte);
+            byte.read_pc = pc;
+        } else {
+            if (!reads_are_over(byte)) race(verb, "read", byte.reader, pc, byte.read_pc);
+            record_write(byte, kind == Access::ATOMIC);
+            byte.write_pc = pc;
+        }
+    }
+}
+
+__attribute__((noinline)) void access(const void* address, size_t bytes, Access kind) {
+    check_access(address, bytes, kind, __builtin_return_address(0));
+}
+
+__attribute__((noinline)) void move_untold(void* to, const void* from, size_t bytes) {
+    state.asked_pc = __builtin_return_address(0);
+    memcpy(to, from, bytes);
+}
+
+__attribute__((noinline)) void copy_async(void* to, const void* from, unsigned bytes, unsigned valid_bytes) {
+    Thread& thread = *state.current;
+    const void* pc = __builtin_return_address(0);
+    const Where where = {nullptr, 0, pc, nullptr};
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % bytes) {
+        raise_fault("misaligned access", where, "asynchronous copy of %u bytes between %p and %p", bytes, to, from);
+    }
+    const size_t offset = static_cast<char*>(to) - memory.shared;
+    if (offset >= SHARED_BYTES) raise_fault("out-of-bounds shared access", where, "asynchronous copy to %p", to);
+    if (thread.num_copies == MOST_COPIES) raise_fault("async copy not waited for", where, "%u in flight", MOST_COPIES);
+    check_access(to, bytes, Access::WRITE, pc);
+    for (unsigned i = 0; i < bytes; ++i) memory.bytes[offset + i].copier = 1 + thread.number;
+    char read_now[16];  // a fault is one of the copy, not of the wait
+    check_access(from, valid_bytes, Access::READ, pc);
+    memcpy(read_now, from, valid_bytes);
+    asm volatile("" : : "r"(read_now) : "memory");
+    copies[thread.number][thread.num_copies++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes,
+                                                  valid_bytes, thread.group};
+}
+
+void commit_copies() { ++state.current->group; }
+
+// Copies of all groups but the last `groups_in_flight` land.
+void wait_for_copies(unsigned groups_in_flight) {
+    Thread& thread = *state.current;
+    unsigned kept = 0;
+    for (unsigned i = 0; i < thread.num_copies; ++i) {
+        const Copy copy = copies[thread.number][i];
+        if (copy.group + groups_in_flight >= thread.group) {
+            copies[thread.number][kept++] = copy;
+            continue;
+        }
+        memcpy(copy.to, copy.from, copy.valid_bytes);
+        memset(copy.to + copy.valid_bytes, 0, copy.bytes - copy.valid_bytes);
+        for (unsigned j = 0; j < copy.bytes; ++j) {
+            Byte& byte = memory.bytes[copy.to - memory.shared + j];
+            byte.copier = 0;
+            record_write(byte, false);
+        }
+    }
+    thread.num_copies = kept;
+}
+
+}  // namespace host

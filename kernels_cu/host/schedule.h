@@ -1,0 +1,261 @@
+// schedule.h: which thread runs next, and where threads wait for one another.
+//
+// A thread runs until it waits. Orders: first in first out; the same from the last thread and block to the first; one
+// warp as far as it gets before the next; and, by a seed, any thread that can run.
+#pragma once
+#include "fiber.h"
+#include "memory.h"
+
+namespace host {
+
+constexpr size_t STACK_BYTES = 128 * 1024;  // its first page is not mapped
+
+struct Scheduler {
+    char* stacks;
+    unsigned num_stacks;  // that have their guard
+    // Threads that can run: a ring for the orders that take the oldest, a stack for those that take the newest.
+    uint16_t ready[MOST_THREADS];
+    unsigned first, num_ready;
+    unsigned num_alive, num_at_barrier;
+    uint64_t lanes_arrived[MOST_THREADS / 32];
+    uint64_t random;
+};
+inline Scheduler scheduler;
+
+inline uint64_t random_number() {
+    scheduler.random += 0x9e3779b97f4a7c15u;
+    uint64_t z = scheduler.random;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+inline bool stacks_init(unsigned count) {
+    if (!scheduler.stacks) scheduler.stacks = map_pages(STACK_BYTES * MOST_THREADS);
+    if (!scheduler.stacks) return false;
+    for (; scheduler.num_stacks < count; ++scheduler.num_stacks) {
+        mprotect(scheduler.stacks + scheduler.num_stacks * STACK_BYTES, PAGE, PROT_NONE);
+    }
+    return true;
+}
+
+inline unsigned warp_size() { return state.launch.warp_size; }
+
+// Those of `count` threads that waited together can run again.
+template <typename Which>
+inline void make_ready(Thread* first, unsigned count, Which which) {
+    const bool backwards = state.launch.order == Order::REVERSED || state.launch.order == Order::GREEDY;
+    for (unsigned k = 0; k < count; ++k) {
+        const unsigned i = backwards ? count - 1 - k : k;
+        if (!which(i)) continue;
+        first[i].wait = Wait::NOTHING;
+        scheduler.ready[(scheduler.first + scheduler.num_ready++) % MOST_THREADS] = first[i].number;
+    }
+}
+inline bool all(unsigned) { return true; }
+
+inline Thread* take_ready() {
+    if (!scheduler.num_ready) return nullptr;
+    const unsigned last = scheduler.num_ready - 1;
+    const auto at = [](unsigned i) -> uint16_t& { return scheduler.ready[(scheduler.first + i) % MOST_THREADS]; };
+    uint16_t number = at(0);
+    if (state.launch.order == Order::GREEDY || state.launch.order == Order::SHUFFLED) {
+        const unsigned chosen = state.launch.order == Order::GREEDY ? last : random_number() % scheduler.num_ready;
+        number = at(chosen);
+        at(chosen) = at(last);
+    } else {
+        scheduler.first = (scheduler.first + 1) % MOST_THREADS;
+    }
+    --scheduler.num_ready;
+    return &threads[number];
+}
+
+inline bool same_text(const char* a, const char* b) { return a == b || strcmp(a, b) == 0; }
+
+inline bool same_place(const Thread& thread, const Thread& other) {
+    return thread.wait == other.wait && thread.lanes == other.lanes && thread.line == other.line &&
+           same_text(thread.operation, other.operation) && same_text(thread.file, other.file);
+}
+
+// Whether a thread waits for none but threads that have exited.
+inline bool waits_for_exited(const Thread& thread) {
+    if (thread.wait == Wait::EXITED) return false;
+    bool exited = false;
+    for (unsigned i = 0; i < num_threads(); ++i) {
+        const Thread& other = threads[i];
+        if (thread.wait == Wait::WARP && (other.warp != thread.warp || !(thread.lanes >> other.lane & 1))) continue;
+        if (other.wait == Wait::EXITED) exited = true;
+        else if (!same_place(thread, other)) return false;
+    }
+    return exited;
+}
+
+// Who waits where, as runs of threads in the same place.
+[[noreturn]] inline void deadlock() {
+    char text[1536];
+    size_t length = 0;
+    const auto append = [&](const char* format, auto... arguments) {
+        if (length < sizeof text - 1) length += snprintf(text + length, sizeof text - length, format, arguments...);
+    };
+    const unsigned count = num_threads();
+    bool exited = false;
+    for (unsigned i = 0, next; i < count; i = next) {
+        exited = exited || waits_for_exited(threads[i]);
+        const Thread& thread = threads[i];
+        for (next = i + 1; next < count && same_place(thread, threads[next]); ++next) {}
+        append(i ? "; threads %u to %u " : "threads %u to %u ", i, next - 1);
+        if (thread.wait == Wait::EXITED) {
+            append("have exited");
+        } else {
+            append("wait at %s (%s:%d", thread.operation, thread.file, thread.line);
+            if (thread.wait == Wait::WARP) append(", lanes %#llx", static_cast<unsigned long long>(thread.lanes));
+            append(")");
+        }
+    }
+    raise_fault(exited ? "early exit" : "divergent barrier", 
+                {state.current->file, state.current->line, state.current->pc}, "%s", text);
+}
+
+// Let another thread run; return when this one can again.
+inline void yield() {
+    Thread* thread = state.current;
+    Thread* next = take_ready();
+    if (!next) {
+        for (unsigned i = 0; i < num_threads(); ++i) {  // to be named: one that waits
+            if (threads[i].wait != Wait::EXITED) state.current = &threads[i];
+        }
+        deadlock();
+    }
+    if (next == thread) return;
+    state.current = next;
+    pyops_host_switch(&thread->stack_pointer, next->stack_pointer);
+}
+
+inline Thread& begin_wait(Wait wait, const char* operation, uint64_t lanes, const char* file, int line, const void* pc) {
+    Thread& thread = *state.current;
+    thread.wait = wait;
+    thread.operation = operation;
+    thread.lanes = lanes;
+    thread.file = file;
+    thread.line = line;
+    thread.pc = pc;
+    return thread;
+}
+
+__attribute__((noinline)) void block_barrier(const char* file, int line) {
+    const Thread& thread = begin_wait(Wait::BLOCK, "__syncthreads", 0, file, line, __builtin_return_address(0));
+    if (++scheduler.num_at_barrier == num_threads()) {
+        for (unsigned i = 0; i < num_threads(); ++i) {
+            if (!same_place(thread, threads[i])) deadlock();
+        }
+        scheduler.num_at_barrier = 0;
+        ++memory.epoch;
+        make_ready(threads, num_threads(), all);
+    }
+    yield();
+}
+
+// Wait with the named lanes for one another; the last to arrive runs `complete(payloads, lanes)`.
+template <typename Complete>
+inline void meet(const char* name, uint64_t lanes, void* payload, const char* file, int line, const void* pc,
+                 Complete complete) {
+    const unsigned first = state.current->warp * warp_size(), left = num_threads() - first;
+    const unsigned size = left < warp_size() ? left : warp_size();  // of this warp
+    if (size < 64) lanes &= (uint64_t(1) << size) - 1;
+    Thread* warp = threads + first;
+    Thread& thread = begin_wait(Wait::WARP, name, lanes, file, line, pc);
+    thread.payload = payload;
+    if (!(lanes >> thread.lane & 1)) {
+        raise_fault("divergent barrier", {file, line, pc}, "%s by a lane that it does not name", name);
+    }
+    uint64_t& arrived = scheduler.lanes_arrived[thread.warp];
+    arrived |= uint64_t(1) << thread.lane;
+    if ((arrived & lanes) == lanes) {
+        void* payloads[64];
+        for (uint64_t rest = lanes; rest; rest &= rest - 1) {
+            const unsigned lane = __builtin_ctzll(rest);
+            if (!same_place(thread, warp[lane])) deadlock();
+            payloads[lane] = warp[lane].payload;
+        }
+        arrived &= ~lanes;
+        complete(payloads, lanes);
+        make_ready(warp, size, [=](unsigned lane) { return lanes >> lane & 1; });
+    }
+    yield();
+}
+
+__attribute__((noinline)) void warp_collective(const char* name, uint64_t lanes, void* payload, Combine combine,
+                                               const char* file, int line) {
+    meet(name, lanes, payload, file, line, __builtin_return_address(0), combine);
+}
+
+__attribute__((noinline)) void warp_barrier(uint64_t lanes, const char* file, int line) {
+    const unsigned warp = state.current->warp;
+    meet("__syncwarp", lanes, nullptr, file, line, __builtin_return_address(0), [=](void* const*, uint64_t) { ++memory.warp_epoch[warp]; });
+}
+
+// The body of every fiber.
+inline void thread_main() {
+    state.entry(state.parameters);
+    Thread& thread = *state.current;
+    if (thread.num_copies) raise_fault("async copy not waited for", {}, "the thread exits before %u copies", thread.num_copies);
+    thread.wait = Wait::EXITED;
+    thread.operation = thread.file = "";
+    thread.line = 0;
+    thread.lanes = 0;
+    if (--scheduler.num_alive) yield();
+    state.current = nullptr;
+    void* abandoned;
+    pyops_host_switch(&abandoned, state.main_stack_pointer);
+}
+
+inline void run_block(Index block) {
+    state.block = block;
+    memory_begin_block();
+    const Index size = state.launch.block;
+    scheduler.num_alive = num_threads();
+    scheduler.num_ready = scheduler.first = scheduler.num_at_barrier = 0;
+    scheduler.random = state.launch.seed ^ (uint64_t(block.x) << 40 ^ uint64_t(block.y) << 20 ^ block.z) * 0x9e3779b9u;
+    memset(scheduler.lanes_arrived, 0, sizeof scheduler.lanes_arrived);
+    for (unsigned i = 0; i < num_threads(); ++i) {
+        Thread& thread = threads[i];
+        thread = {};
+        thread.number = i;
+        thread.index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
+        thread.lane = i % warp_size();
+        thread.warp = i / warp_size();
+        thread.stack_pointer = new_fiber(scheduler.stacks + (i + 1) * STACK_BYTES, thread_main);
+    }
+    make_ready(threads, num_threads(), all);
+    state.current = take_ready();
+    pyops_host_switch(&state.main_stack_pointer, state.current->stack_pointer);
+}
+
+inline void run_grid() {
+    const Index grid = state.launch.grid;
+    const uint64_t count = uint64_t(grid.x) * grid.y * grid.z;
+    scheduler.random = state.launch.seed;
+    // A shuffled grid visits its blocks in steps that have no factor in common with their number.
+    uint64_t step = 1, start = 0;
+    if (state.launch.order == Order::SHUFFLED) {
+        const auto common = [](uint64_t a, uint64_t b) {
+            while (b) {
+                const uint64_t rest = a % b;
+                a = b;
+                b = rest;
+            }
+            return a;
+        };
+        start = random_number() % count;
+        do step = 1 + random_number() % count;
+        while (common(step, count) != 1);
+    }
+    for (uint64_t i = 0; i < count; ++i) {
+        uint64_t number = i;
+        if (state.launch.order == Order::REVERSED) number = count - 1 - i;
+        if (state.launch.order == Order::SHUFFLED) number = (start + (unsigned __int128)i * step) % count;
+        run_block({unsigned(number % grid.x), unsigned(number / grid.x % grid.y), unsigned(number / grid.x / grid.y)});
+    }
+}
+
+}  // namespace host

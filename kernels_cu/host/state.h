@@ -1,0 +1,114 @@
+// state.h: the launch that runs, its threads, and the fault that ended it.
+//
+// One launch runs at a time, its blocks one after another, the threads of a block as fibers of one thread of the
+// process.
+#pragma once
+#include <dlfcn.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include "api.h"
+
+namespace host {
+
+constexpr unsigned MOST_THREADS = 1024;
+constexpr unsigned MOST_COPIES = 256;  // that a thread may have in flight
+
+enum class Wait : uint8_t { NOTHING, BLOCK, WARP, EXITED };
+
+struct Copy {
+    char* to;
+    const char* from;
+    unsigned bytes, valid_bytes, group;
+};
+
+struct Thread {
+    void* stack_pointer;
+    Index index;
+    unsigned number, lane, warp;
+    // What it waits for, and where.
+    Wait wait;
+    const char *operation, *file;
+    int line;
+    const void* pc;
+    uint64_t lanes;
+    void* payload;
+    // Its asynchronous copies.
+    unsigned num_copies, group;
+};
+
+enum class Order : uint32_t { FIFO, REVERSED, GREEDY, SHUFFLED };
+
+// Filled in by host.py.
+struct Launch {
+    Index grid, block;
+    uint32_t shared_bytes, warp_size;
+    Order order;
+    uint32_t time_limit_ms;
+    uint64_t seed;
+};
+
+// Read by host.py. What ends in `pc` is an offset into the kernel's library, 0 where not known.
+struct Fault {
+    char kind[64], message[2048], file[256];
+    int32_t line, has_thread;
+    Index block, thread;
+    uint64_t pc, asked_pc, other_pc;
+};
+
+struct State {
+    Launch launch;
+    uint64_t launch_number;
+    void (*entry)(void**);
+    void** parameters;
+    Index block;
+    Thread* current;
+    const void* asked_pc;  // where the kernel last told of an access
+    void* main_stack_pointer;
+    sigjmp_buf escape;
+    volatile bool running;
+    Fault fault;
+};
+
+inline State state;
+inline Thread threads[MOST_THREADS];
+inline Copy copies[MOST_THREADS][MOST_COPIES];
+
+inline unsigned num_threads() { return state.launch.block.x * state.launch.block.y * state.launch.block.z; }
+
+// Offset of a code address into the library that holds the running kernel; 0 for an address elsewhere.
+inline uint64_t offset_in_kernel(const void* pc) {
+    Dl_info kernel, found;
+    if (!pc || !dladdr(reinterpret_cast<void*>(state.entry), &kernel) || !dladdr(pc, &found)) return 0;
+    if (found.dli_fbase != kernel.dli_fbase) return 0;
+    return static_cast<const char*>(pc) - static_cast<const char*>(found.dli_fbase);
+}
+
+struct Where {
+    const char* file = nullptr;
+    int line = 0;
+    const void* pc = nullptr;        // of the instruction, or of the one after it
+    const void* other_pc = nullptr;  // of another access that has to do with it
+};
+
+// End the launch: describe the fault and leave every fiber where it stands.
+[[noreturn]] __attribute__((format(printf, 3, 4))) inline void raise_fault(
+    const char* kind, const Where& where, const char* format, ...) {
+    Fault& fault = state.fault;
+    snprintf(fault.kind, sizeof fault.kind, "%s", kind);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(fault.message, sizeof fault.message, format, arguments);
+    va_end(arguments);
+    snprintf(fault.file, sizeof fault.file, "%s", where.file ? where.file : "");
+    fault.line = where.line;
+    fault.pc = offset_in_kernel(where.pc);
+    fault.asked_pc = offset_in_kernel(state.asked_pc);
+    fault.other_pc = offset_in_kernel(where.other_pc);
+    fault.block = state.block;
+    fault.has_thread = state.current != nullptr;
+    if (state.current) fault.thread = state.current->index;
+    siglongjmp(state.escape, 1);
+}
+
+}  // namespace host

@@ -1,0 +1,45 @@
+// async.cuh: copies from global to shared memory that a thread does not wait for.
+//
+// Copies make groups: cp_async adds to the open one, cp_async_commit closes it, and cp_async_wait<N> waits until no more than
+// the N newest closed groups of the thread are in flight. The thread then sees them; others do after a barrier.
+#pragma once
+#include "platform.cuh"
+
+// BYTES (4, 8 or 16, both addresses multiples of it) from global to shared memory; zeros, and nothing is read, if not `valid`.
+template <int BYTES>
+DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
+    static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);
+#if PYOPS_CUDA
+    const uint32_t to = __cvta_generic_to_shared(shared);
+    const uint64_t from = __cvta_generic_to_global(global);
+    const int valid_bytes = valid ? BYTES : 0;
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(valid_bytes) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     : : "r"(to), "l"(from), "n"(BYTES), "r"(valid_bytes) : "memory");
+    }
+#elif PYOPS_HOST
+    host::copy_async(shared, global, BYTES, valid ? BYTES : 0);
+#else
+    using word_t = typename word_of<BYTES>::type;
+    *static_cast<word_t*>(shared) = valid ? *static_cast<const word_t*>(global) : word_t{};
+#endif
+}
+
+DEVICE void cp_async_commit() {
+#if PYOPS_CUDA
+    asm volatile("cp.async.commit_group;" : : : "memory");
+#elif PYOPS_HOST
+    host::commit_copies();
+#endif
+}
+
+template <int GROUPS_IN_FLIGHT>
+DEVICE void cp_async_wait() {
+#if PYOPS_CUDA
+    asm volatile("cp.async.wait_group %0;" : : "n"(GROUPS_IN_FLIGHT) : "memory");
+#elif PYOPS_HOST
+    host::wait_for_copies(GROUPS_IN_FLIGHT);
+#endif
+}

@@ -1,0 +1,80 @@
+// attention.cuh: what the kernels of decode attention share: whose tokens a block takes, and how partial results meet.
+//
+// A sequence of `length` tokens is cut into splits, and the block of one split leaves, for every query head, the largest
+// logit, the sum of the exponentials relative to it, and the weighted mean of the values; attention_combine.cu joins them.
+// Logits are kept in units of log 2, where an exponential is one instruction.
+#pragma once
+#include "vec.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr int TILE_TOKENS = 16;  // splits begin at multiples of it
+
+DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+// The tokens first <= i < length are attended; split s of count has those of origin + [s, s + 1) * size among them.
+struct Splits {
+    int first, length, origin, size, count;
+
+    // `most_tokens` bounds the length: what the block table has room for. `window` of 0 is none. A `partition` fixes the size
+    // of the splits and starts them at token 0; else they are made as equal as `most_splits` allows, no smaller than `least`.
+    DEVICE Splits(int64_t given, int64_t most_tokens, int64_t window, int partition, int most_splits, int least) {
+        length = int(min(max(given, int64_t(0)), most_tokens));
+        first = window > 0 && length > window ? int(length - window) : 0;
+        origin = partition ? 0 : first / TILE_TOKENS * TILE_TOKENS;
+        const int tokens = length - origin;
+        const int even = (tokens / most_splits + TILE_TOKENS) / TILE_TOKENS * TILE_TOKENS;
+        size = partition ? partition : max(even, least);
+        count = tokens / size + (tokens % size > 0);
+    }
+    DEVICE int begin(int split) const { return origin + split * size; }
+    DEVICE int end(int split) const { return min(length - begin(split), size) + begin(split); }
+    DEVICE bool exists(int split) const { return split < count && end(split) > first; }
+};
+
+// 2^(x - most), where `most` is the largest of the logits: 0 for -inf, also if there is nothing but -inf.
+DEVICE float relative_exp2(float x, float most) { return estimate_exp2(x - (most == minus_infinity() ? 0.0f : most)); }
+
+// softcap * tanh(x / softcap) if there is a softcap, for a logit in natural units.
+template <bool HAS_SOFTCAP>
+DEVICE float capped(float x, float softcap) {
+    return HAS_SOFTCAP ? softcap * tanhf(x / softcap) : x;
+}
+
+// 1 / 2^n for the largest power of two that is not above x > 0, where both are normal.
+DEVICE float inverse_power_of_two(float x) {
+    const int exponent = min(max(__float_as_int(x) >> 23, 1), 253);
+    return __int_as_float((254 - exponent) << 23);
+}
+
+// The row of the one query token that starts here; -1 if there are more or fewer, or if there is no such row.
+DEVICE int64_t row_of(const int* start, int64_t num_rows) {
+    const int64_t row = start[0];
+    return start[1] - row == 1 && row >= 0 && row < num_rows ? row : -1;
+}
+
+// What a warp leaves of a head: `total`, the sum of the values by their weights relative to the `largest` logit (in units
+// of log 2), and the sum z of the weights. A `direct` result is final; a sink is one more logit without a value.
+template <int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename T, typename P>
+DEVICE void write_result(const float* total, float largest, float z, float value_unit, bool direct, const float* sink,
+                         T* out, float* lse, P* partial_out, float* partial_max, float* partial_sum) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    float all = z, weight = 1.0f;
+    if (HAS_SINKS && direct) {
+        const float extra = *sink * LOG2_E, larger = fmaxf(largest, extra);
+        weight = relative_exp2(largest, larger);
+        all = z * weight + relative_exp2(extra, larger);
+        largest = larger;
+    }
+    // Splits that are joined get their epsilon then; the other is no more than a guard against 0 / 0.
+    const float share = weight / (all + (direct || PARTITION ? 1e-6f : 1e-30f)) * value_unit;
+    if (direct) {
+        for (int i = lane; i < HEAD_SIZE; i += WARP_SIZE) out[i] = from_float<T>(total[i] * share);
+        if (HAS_LSE && lane == 0) *lse = all == 0.0f ? minus_infinity() : largest * LN_2 + logf(all);
+    } else {
+        for (int i = lane; i < HEAD_SIZE; i += WARP_SIZE) partial_out[i] = from_float<P>(total[i] * share);
+        if (lane == 0) {
+            *partial_max = largest * LN_2;
+            *partial_sum = z;
+        }
+    }
+}

@@ -1,0 +1,88 @@
+// cache.cuh: what the cache kernels share: how an element is kept, and rows moved piece by piece.
+#pragma once
+#include "vec.cuh"
+
+// Quotients by one divisor, for fp8: correctly rounded wherever that can change a code, with the sign of a zero. A residual
+// corrects the product with the reciprocal (Markstein 1990); where that is not a number, the product is infinite or NaN.
+struct Quotient {
+    float divisor, reciprocal;
+    bool ordinary;  // neither the reciprocal nor a residual that counts leaves the normal numbers
+
+    explicit DEVICE Quotient(float divisor)
+        : divisor(divisor), reciprocal(ieee_divide(1.0f, divisor)), ordinary(fabsf(divisor) >= 0x1p-64f && fabsf(divisor) <= 0x1p64f) {}
+
+    DEVICE float operator()(float x) const {
+        if (!ordinary) return ieee_divide(x, divisor);
+        const float product = x * reciprocal;
+        const float quotient = fmaf(fmaf(-product, divisor, x), reciprocal, product);
+        return quotient == quotient ? copysignf(quotient, product) : product;
+    }
+};
+
+// What a cache of cache_t keeps of x: x itself, or the codes of x / scale.
+template <typename cache_t, typename scalar_t, int N>
+DEVICE Vec<cache_t, N> encode(const Vec<scalar_t, N>& x, const Quotient& over_scale) {
+    if constexpr (is_same<cache_t, scalar_t>) {
+        return x;
+    } else {
+        float y[N];
+        x.to_floats(y);
+#pragma unroll
+        for (int i = 0; i < N; ++i) y[i] = over_scale(y[i]);
+        return Vec<cache_t, N>::from_floats(y);
+    }
+}
+
+// T(code * scale).
+template <typename scalar_t, typename code_t, int N>
+DEVICE Vec<scalar_t, N> decode(const Vec<code_t, N>& x, float scale) {
+    float y[N];
+    x.to_floats(y);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = ieee_multiply(y[i], scale);
+    return Vec<scalar_t, N>::from_floats(y);
+}
+
+// BYTES neighbouring bytes on their way from one place to another, in whole words: a compiler keeps bytes apart.
+template <int BYTES>
+using Words = Vec<typename word_of<(BYTES < 4 ? BYTES : 4)>::type, (BYTES < 4 ? 1 : BYTES / 4)>;
+
+template <int BYTES, typename T>
+DEVICE Words<BYTES> load_words(const T* address) {
+    return Words<BYTES>::load(reinterpret_cast<const typename word_of<(BYTES < 4 ? BYTES : 4)>::type*>(address));
+}
+template <int BYTES, typename T>
+DEVICE void store_words(T* address, const Words<BYTES>& words) {
+    words.store(reinterpret_cast<typename word_of<(BYTES < 4 ? BYTES : 4)>::type*>(address));
+}
+
+// Four bytes of a float, at an address that is a multiple of ACCESS.
+template <int ACCESS>
+DEVICE void store_float(uint8_t* address, float x) {
+    Vec<uint8_t, 4> bytes;
+    bytes.word<4>(0) = __float_as_uint(x);
+    bytes.store<ACCESS>(address);
+}
+template <int ACCESS>
+DEVICE float load_float(const uint8_t* address) {
+    return __uint_as_float(Vec<uint8_t, 4>::template load<ACCESS>(address).template word<4>(0));
+}
+
+// The pieces of ROWS rows of ROW_PIECES each, shared by the threads of a block: BATCH calls of load(row, piece), then as many
+// of store(row, piece, what load gave).
+template <int NUM_THREADS, int ROWS, int ROW_PIECES, int BATCH, typename Load, typename Store>
+DEVICE void each_piece(Load load, Store store) {
+    for (int first = threadIdx.x; first < ROWS * ROW_PIECES; first += BATCH * NUM_THREADS) {
+        decltype(load(0, 0)) held[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int at = first + i * NUM_THREADS;
+            if (at < ROWS * ROW_PIECES) held[i] = load(at / ROW_PIECES, at % ROW_PIECES);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int at = first + i * NUM_THREADS;
+            if (at < ROWS * ROW_PIECES) store(at / ROW_PIECES, at % ROW_PIECES, held[i]);
+        }
+    }
+}

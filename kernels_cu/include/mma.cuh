@@ -1,0 +1,109 @@
+// mma.cuh: products of small matrices by a warp of 32 lanes, and the loads that bring their fragments.
+//
+// A fragment is what one lane holds of a tile, two 16-bit elements in a word, the lower index in the lower half. With
+// g = lane / 4 and t = lane % 4, words and accumulators hold
+//
+//     a[i]: row g + i % 2 * 8, columns 2t + i / 2 * 8 and the next       of A [16, 16]
+//     b[i]: rows 2t + i * 8 and the next, column g                       of B [16, 8]
+//     d[i]: row g + i / 2 * 8, column 2t + i % 2                         of D [16, 8]
+//
+// AMD's matrix cores have other shapes: kernels that include this file do not run there.
+#pragma once
+#include "vec.cuh"
+
+// D += A * B, the elements of A and B of type T: half_t or bf16_t.
+template <typename T>
+DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    static_assert(is_same<T, half_t> || is_same<T, bf16_t>);
+#if PYOPS_CUDA
+#define PYOPS_MMA(FORMAT)                                                                                         \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." FORMAT "." FORMAT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "    \
+        "{%8, %9}, {%0, %1, %2, %3};"                                                                             \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                          \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+    if constexpr (is_same<T, half_t>) PYOPS_MMA("f16");
+    else PYOPS_MMA("bf16");
+#undef PYOPS_MMA
+#elif PYOPS_HOST
+    host_mma<T>(d, a, b);
+#endif
+}
+
+// N (1, 2 or 4) tiles of 8 x 8 16-bit elements from shared memory: lane 8i + j gives the address of row j of tile i, a
+// multiple of 16. Word i is then row g, columns 2t and the next of tile i; TRANSPOSED, rows 2t and the next, column g.
+template <int N, bool TRANSPOSED = false>
+DEVICE void ldmatrix(uint32_t (&fragment)[N], const void* row) {
+    static_assert(N == 1 || N == 2 || N == 4);
+#if PYOPS_CUDA
+    const uint32_t from = __cvta_generic_to_shared(row);
+#define PYOPS_LDMATRIX(SHAPE, REGISTERS, ...)                                                                          \
+    if constexpr (TRANSPOSED)                                                                                          \
+        asm volatile("ldmatrix.sync.aligned.m8n8." SHAPE ".trans.shared.b16 " REGISTERS ";" : __VA_ARGS__ : "r"(from)  \
+                     : "memory");                                                                                      \
+    else                                                                                                               \
+        asm volatile("ldmatrix.sync.aligned.m8n8." SHAPE ".shared.b16 " REGISTERS ";" : __VA_ARGS__ : "r"(from) : "memory")
+    if constexpr (N == 1) {
+        PYOPS_LDMATRIX("x1", "{%0}, [%1]", "=r"(fragment[0]));
+    } else if constexpr (N == 2) {
+        PYOPS_LDMATRIX("x2", "{%0, %1}, [%2]", "=r"(fragment[0]), "=r"(fragment[1]));
+    } else {
+        PYOPS_LDMATRIX("x4", "{%0, %1, %2, %3}, [%4]", "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]),
+                       "=r"(fragment[3]));
+    }
+#undef PYOPS_LDMATRIX
+#elif PYOPS_HOST
+    host_ldmatrix<N, TRANSPOSED>(fragment, row);
+#endif
+}
+
+// The transpose of a tile of 8 x 8 16-bit elements, of which each lane holds row g, columns 2t and the next.
+DEVICE uint32_t transpose_8x8(uint32_t word) {
+#if PYOPS_CUDA
+    uint32_t result;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
+    return result;
+#elif PYOPS_HOST
+    return host_transpose(word);
+#endif
+}
+
+// Two 16-bit elements of T, the lower first, in a word, as a fragment holds them.
+template <typename T>
+DEVICE uint32_t pack_pair(float low, float high) {
+    Vec<T, 2> pair;
+    store_pair<T>(pair.data, low, high);
+    return pair.template word<2>(0);
+}
+template <typename T>
+DEVICE void unpack_pair(uint32_t word, float& low, float& high) {
+    Vec<T, 2> pair;
+    pair.template word<2>(0) = word;
+    load_pair<T>(pair.data, low, high);
+}
+
+// The lower (or HIGH: upper) halves of two words as one, that of `low` first.
+template <bool HIGH>
+DEVICE uint32_t pack_halves(uint32_t low, uint32_t high) {
+#if PYOPS_CUDA
+    return __byte_perm(low, high, HIGH ? 0x7632 : 0x5410);
+#else
+    return HIGH ? low >> 16 | (high & 0xffff0000u) : (low & 0xffffu) | high << 16;
+#endif
+}
+
+// Four elements of fp8 as two words of float16 pairs, which hold every one of them.
+template <typename T>
+DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
+#if PYOPS_CUDA
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(uint16_t(codes >> 16 * i), is_same<T, fp8_e4m3_t> ? __NV_E4M3 : __NV_E5M2);
+        halves[i] = uint32_t(pair.y) << 16 | pair.x;
+    }
+#else
+    Vec<T, 4> four;
+    four.template word<4>(0) = codes;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) halves[i] = pack_pair<half_t>(four[2 * i], four[2 * i + 1]);
+#endif
+}

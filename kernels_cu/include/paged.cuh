@@ -1,0 +1,43 @@
+// paged.cuh: where a token lies in a paged cache.
+//
+// A cache has num_blocks blocks of BLOCK_SIZE slots. Slots are numbered block * BLOCK_SIZE + offset; a row of a block table
+// names the block of each BLOCK_SIZE positions of a sequence. Whatever these numbers are, what comes out is the offset of a
+// slot that exists, in elements, or NOWHERE.
+#pragma once
+#include "platform.cuh"
+
+constexpr int64_t NOWHERE = -1;
+
+template <int BLOCK_SIZE>
+struct Pages {
+    int64_t num_blocks, block_stride, slot_stride;  // strides in elements
+
+    DEVICE int64_t at_slot(int64_t slot) const {
+        if (slot < 0 || slot >= num_blocks * BLOCK_SIZE) return NOWHERE;
+        return int64_t(uint64_t(slot) / BLOCK_SIZE) * block_stride + int64_t(uint64_t(slot) % BLOCK_SIZE) * slot_stride;
+    }
+
+    // `blocks` is the sequence's row of the block table: max_blocks entries, `stride` apart.
+    template <typename index_t>
+    DEVICE int64_t at_position(int64_t position, const index_t* blocks, int64_t max_blocks, int64_t stride) const {
+        if (position < 0 || position >= max_blocks * BLOCK_SIZE) return NOWHERE;
+        const int64_t block = blocks[int64_t(uint64_t(position) / BLOCK_SIZE) * stride];
+        if (block < 0 || block >= num_blocks) return NOWHERE;
+        return block * block_stride + int64_t(uint64_t(position) % BLOCK_SIZE) * slot_stride;
+    }
+};
+
+// How many of `count` ascending numbers, `stride` apart, are at most `value`. Whatever the numbers are, from 0 to `count`.
+template <typename index_t>
+DEVICE int64_t count_up_to(const index_t* numbers, int64_t count, int64_t stride, int64_t value) {
+    int64_t low = 0, high = count;
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (numbers[middle * stride] <= value) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}

@@ -1,0 +1,115 @@
+// rotary.cuh: rotary embedding (Su et al. 2021, arXiv:2104.09864): pairs of elements of a head turn by an angle.
+//
+//     x' = x * cos - y * sin,   y' = y * cos + x * sin
+//
+// IS_NEOX: element j of the rotary part makes a pair with j + HALF, else 2j with 2j + 1. Angle j is that of pair j.
+#pragma once
+#include "vec.cuh"
+
+// Every product, sum and difference is rounded to T, as in eager tensor arithmetic.
+template <typename T, int N>
+DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const Vec<T, N>& cosine, const Vec<T, N>& sine) {
+    const Vec<T, N> turned = x * cosine - y * sine;
+    y = y * cosine + x * sine;
+    x = turned;
+}
+
+// In float32, rounded once at the end.
+template <typename T, int N>
+DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const float (&cosine)[N], const float (&sine)[N]) {
+    float a[N], b[N], turned[N];
+    x.to_floats(a);
+    y.to_floats(b);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        turned[i] = ieee_multiply(a[i], cosine[i]) - ieee_multiply(b[i], sine[i]);
+        b[i] = ieee_multiply(b[i], cosine[i]) + ieee_multiply(a[i], sine[i]);
+    }
+    x = Vec<T, N>::from_floats(turned);
+    y = Vec<T, N>::from_floats(b);
+}
+
+// N neighbouring pairs of a head, their first elements in x and their second ones in y. An access moves ACCESS
+// elements: at most N if IS_NEOX, else at most 2 * N, which then must fit into 16 bytes.
+template <typename T, int N, int HALF, bool IS_NEOX, int ACCESS>
+struct Pairs {
+    static_assert(HALF % N == 0);
+    using vec_t = Vec<T, N>;
+    vec_t x, y;
+
+    // Those from pair `first` on, of the head at `head`.
+    static DEVICE Pairs load(const T* head, int first) {
+        Pairs pairs;
+        if constexpr (IS_NEOX) {
+            pairs.x = vec_t::template load<ACCESS>(head + first);
+            pairs.y = vec_t::template load<ACCESS>(head + first + HALF);
+        } else {
+            const auto both = Vec<T, 2 * N>::template load<ACCESS>(head + 2 * first);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                pairs.x.data[i] = both.data[2 * i];
+                pairs.y.data[i] = both.data[2 * i + 1];
+            }
+        }
+        return pairs;
+    }
+    DEVICE void store(T* head, int first) const {
+        if constexpr (IS_NEOX) {
+            x.template store<ACCESS>(head + first);
+            y.template store<ACCESS>(head + first + HALF);
+        } else {
+            Vec<T, 2 * N> both;
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                both.data[2 * i] = x.data[i];
+                both.data[2 * i + 1] = y.data[i];
+            }
+            both.template store<ACCESS>(head + 2 * first);
+        }
+    }
+};
+
+// Copy SIZE elements of a head, the lanes of a group together, by accesses of ACCESS elements.
+template <int LANES, int SIZE, int ACCESS, typename T>
+DEVICE void copy_elements(T* to, const T* from, int lane) {
+#pragma unroll 1
+    for (int i = lane * ACCESS; i < SIZE; i += LANES * ACCESS) Vec<T, ACCESS>::load(from + i).store(to + i);
+}
+
+// Offset of a token in a tensor whose LEADING dimensions, 1 or 2, are [.., size1].
+template <int LEADING>
+DEVICE int64_t token_offset(int64_t token, int size1, int64_t stride0, int64_t stride1) {
+    if constexpr (LEADING == 1) return token * stride0;
+    return uint32_t(token) / uint32_t(size1) * stride0 + uint32_t(token) % uint32_t(size1) * stride1;
+}
+
+// Where a thread works. HEADS heads of a token are dealt to groups of LANES neighbouring threads: group g has the heads
+// g, g + GROUPS, ..., at most THREAD_HEADS of them. A block holds BLOCK_GROUPS groups of each of its tokens; y counts
+// the blocks that share a token, x the tokens of a block.
+template <int NUM_THREADS, int LANES, int HEADS, int THREAD_HEADS, int BLOCK_GROUPS>
+struct HeadIndex {
+    static constexpr int GROUPS = ceil_div(HEADS, THREAD_HEADS);
+    static constexpr int BLOCK_TOKENS = NUM_THREADS / (BLOCK_GROUPS * LANES);
+    static_assert(BLOCK_TOKENS > 0);
+    int64_t token;
+    int group, lane;
+    bool inside;
+
+    explicit DEVICE HeadIndex(int64_t num_tokens) {
+        const int slot = threadIdx.x / (BLOCK_GROUPS * LANES);
+        token = int64_t(blockIdx.x) * BLOCK_TOKENS + slot;
+        group = blockIdx.y * BLOCK_GROUPS + threadIdx.x / LANES % BLOCK_GROUPS;
+        lane = threadIdx.x % LANES;
+        inside = slot < BLOCK_TOKENS && token < num_tokens && group < GROUPS;
+    }
+
+    // Call f(i, head) for every head of the calling thread.
+    template <typename F>
+    DEVICE void for_each(F f) const {
+#pragma unroll
+        for (int i = 0; i < THREAD_HEADS; ++i) {
+            const int head = group + i * GROUPS;
+            if (HEADS % THREAD_HEADS == 0 || head < HEADS) f(i, head);
+        }
+    }
+};

@@ -1,0 +1,30 @@
+"""For tests of ops and kernels, those of pyops and those of its users: docs/testing.md.
+
+`assert_matches_reference` is the whole of it in one call; the rest is what it is made of. The strategies for hypothesis
+are in `pyops.testing.strategies`, the only module here that needs hypothesis.
+"""
+
+from __future__ import annotations
+
+from .._core.config import cpu
+from .._core.host import SCHEDULES, Schedule, scheduled
+from .calls import assert_matches_reference
+from .compare import assert_close, same_bits
+from .contents import CONTENTS, filled
+from .memory import Canaries, Layout, canaries, guarded
+
+__all__ = [
+    "CONTENTS",
+    "SCHEDULES",
+    "Canaries",
+    "Layout",
+    "Schedule",
+    "assert_close",
+    "assert_matches_reference",
+    "canaries",
+    "cpu",
+    "filled",
+    "guarded",
+    "same_bits",
+    "scheduled",
+]

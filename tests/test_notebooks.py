@@ -1,0 +1,70 @@
+"""The notebooks run, without Jupyter, and what they show is what came out.
+
+``python -m tests.test_notebooks`` runs them and stores their outputs anew.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyops._core import host
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def run(notebook: dict[str, Any]) -> list[str]:
+    """What each code cell prints, run one after another in one namespace."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed = []
+    for number, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            with redirect_stdout(io.StringIO()) as out:
+                exec(compile("".join(cell["source"]), f"<cell {number}>", "exec"), namespace)
+            printed.append(out.getvalue())
+    return printed
+
+
+def stored(notebook: dict[str, Any]) -> list[str]:
+    """What each code cell shows."""
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return ["".join(line for output in cell["outputs"] for line in output["text"]) for cell in cells]
+
+
+def without_addresses(texts: list[str]) -> list[str]:
+    return [re.sub(r"0x[0-9a-f]+", "0x...", text) for text in texts]
+
+
+@pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_shows_what_it_prints(path: Path) -> None:
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    printed = run(notebook)
+    assert len(printed) >= 4
+    if host._symbolizer() and "g++" in host.toolchains():  # lines are told as they are there
+        assert without_addresses(printed) == without_addresses(stored(notebook))
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+def refresh(path: Path) -> None:
+    """Store what the cells print now."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    code = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    for number, (cell, text) in enumerate(zip(code, run(notebook), strict=True), start=1):
+        shown = [{"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}] if text else []
+        cell.update(execution_count=number, outputs=shown)
+    path.write_text(json.dumps(notebook, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for one in NOTEBOOKS:
+        refresh(one)
