@@ -22,6 +22,8 @@ class Float64(TorchFunctionMode):  # type: ignore[misc]
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _CASTS:
             return args[0].double()
+        if function is torch.Tensor.view and args[1] in _NARROW:  # bits, which have a type of their own
+            return function(*args).double()
         return function(*map(_widened, args), **{name: _widened(value) for name, value in (kwargs or {}).items()})
 
 

@@ -66,8 +66,8 @@ class Case:
 
 
 def family(op: Op) -> str:
-    """Name of the module that declares `op`: norm, activation, ..."""
-    return op.reference.__module__.rpartition(".")[2]
+    """Name of the module or package of `pyops` that declares `op`: norm, activation, ..."""
+    return op.reference.__module__.removeprefix("pyops.").partition(".")[0]
 
 
 def axes(op: Op) -> dict[str, tuple[Any, ...]]:

@@ -62,14 +62,19 @@ def _by_chunks(
     groups = -(-num_rows // (_NUM_THREADS // row_threads))
     planes = -(-groups // _MOST_BLOCKS)
     return kernel(
-        scalar_t=input.dtype, **constants, VEC_SIZE=vec_size, NUM_THREADS=_NUM_THREADS, MIN_BLOCKS=min_blocks
+        scalar_t=input.dtype,
+        **constants,
+        VEC_SIZE=vec_size,
+        NUM_THREADS=_NUM_THREADS,
+        ROW_THREADS=row_threads,
+        PLANES=planes > 1,
+        MIN_BLOCKS=min_blocks,
     ).launch(
         grid=(-(-row_vecs // row_threads), -(-groups // max(1, planes)), planes),
         block=_NUM_THREADS,
         num_rows=num_rows,
         hidden_size=hidden_size,
         input_stride=check.row_stride(input),
-        row_shift=row_threads.bit_length() - 1,
         **{out_stride: check.row_stride(out)},
     )
 
@@ -224,7 +229,7 @@ def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
 
 
 @fatrelu_and_mul.plan
-def _(out: Arg, input: Arg, threshold: float) -> Launch:
+def _(out: Arg, input: Arg) -> Launch:
     return _gated(_fatrelu_and_mul, out, input)
 
 
@@ -253,7 +258,7 @@ def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: f
 
 
 @swigluoai_and_mul.plan
-def _(out: Arg, input: Arg, alpha: float, limit: float) -> Launch:
+def _(out: Arg, input: Arg) -> Launch:
     return _gated(_swigluoai_and_mul, out, input)
 
 
@@ -278,7 +283,7 @@ def swiglustep_and_mul(out: Tensor, input: Tensor, limit: float = 7.0) -> None:
 
 
 @swiglustep_and_mul.plan
-def _(out: Arg, input: Arg, limit: float) -> Launch:
+def _(out: Arg, input: Arg) -> Launch:
     return _gated(_swiglustep_and_mul, out, input)
 
 
@@ -504,7 +509,7 @@ def xielu(out: Tensor, input: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: fl
 
 
 @xielu.plan
-def _(out: Arg, input: Arg, alpha_p: Arg, alpha_n: Arg, beta: float, eps: float) -> Launch:
+def _(out: Arg, input: Arg, alpha_p: Arg, alpha_n: Arg) -> Launch:
     check.shape(alpha_p, input.dtype, size=1)
     check.shape(alpha_n, input.dtype, size=1)
     return _plain(_xielu, out, input, min_blocks=6)

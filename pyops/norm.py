@@ -14,6 +14,8 @@ from ._core.op import op
 from ._core.tensor import Arg
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 __all__ = [
@@ -38,74 +40,113 @@ _layer_norm = Kernel("norm/layer_norm.cu")
 _fused_qk_norm_rope = Kernel("norm/fused_qk_norm_rope.cu")
 
 
+def _vectors(size: int, strides: Sequence[int], *tensors: Arg | None) -> tuple[int, bool]:
+    """(elements of a vector, SHIFTED) for rows of `size` elements, `strides` apart in the tensors that have rows.
+
+    A vector of full width if it divides every row. Also if SHIFTED rows can have it: all tensors begin aligned for it,
+    those with rows are aligned at the same places of a row, and a row has threads for its edge. Otherwise the widest
+    that divides every row. No `strides`: rows have no common one.
+    """
+    given = [arg for arg in tensors if arg]
+    vec_size = check.vector_width(size, *given)
+    full = 16 // max(arg.dtype.itemsize for arg in given)
+    agree = len({stride % full for stride in strides}) == 1
+    if vec_size < full and agree and size // full > 33 and all(a.alignment >= full * a.dtype.itemsize for a in given):
+        return full, True
+    return vec_size, False
+
+
 def _geometry(
     row: Arg,
     num_rows: int,
-    vec_size: int,
+    vectors: tuple[int, bool],
     many: tuple[int, int] = (3, 4),
-    few: int = 4,
+    few: tuple[int, int] = (2, 4),
     held: int = 1,
     weights: int = 1,
     size: int | None = None,
     lanes: int = 1,
-    resident: int = 1024,
+    resident: tuple[int, int] = (1024, 896),
 ) -> tuple[int, dict[str, int]]:
     """(blocks, constants) for rows of `size` elements, the last dimension of `row` unless given.
 
-    The constants say how many threads share a row and what they keep in registers. `many` (for short rows, for long
-    ones) and `few` are the vectors a thread should hold when there are enough rows to fill the device (then bytes in
-    flight count) and when there are not (then the way through one row does). The kernel holds `held` rows and `weights`
-    weights at a time; `lanes` neighbouring threads work together and must share a row. `resident` threads of a
-    multiprocessor find registers enough for a short row.
+    The constants say into what `vectors` a row is cut, how many threads share it and what they keep in registers.
+    `many` and `few` are the vectors a thread should hold when rows follow each other on a multiprocessor (then bytes in
+    flight count) and when all are there at once (then the way through one row does), `resident` the threads of a
+    multiprocessor that find registers enough: each for short rows and for long ones. The kernel holds `held` rows and
+    `weights` weights at a time; `lanes` neighbouring threads work together and must share a row.
     """
     size = row.shape[-1] if size is None else size
-    fill = num_rows > row.device.multiprocessors
-    constants = _row_constants(
-        size // vec_size, vec_size * row.dtype.itemsize, fill, many, few, held, weights, lanes, resident
-    )
-    return -(-num_rows // (constants["NUM_THREADS"] // constants["ROW_THREADS"])), constants
+    vec_size, shifted = vectors
+    vec_bytes = vec_size * row.dtype.itemsize
+    row_vecs = size // vec_size - shifted
+    share = min(3, -(-num_rows // row.device.multiprocessors))  # rows for a multiprocessor; more than two are many
+    constants = _row_constants(row_vecs, vec_bytes, shifted, share, many, few, held, weights, lanes, resident)
+    grid = -(-num_rows // (constants["NUM_THREADS"] // constants["ROW_THREADS"]))
+    return grid, {"VEC_SIZE": vec_size, "SHIFTED": shifted, **constants}
 
 
 @cache
 def _row_constants(
     row_vecs: int,
     vec_bytes: int,
-    fill: bool,
+    shifted: bool,
+    share: int,
     many: tuple[int, int],
-    few: int,
+    few: tuple[int, int],
     held: int,
     weights: int,
     lanes: int,
-    resident: int,
+    resident: tuple[int, int],
 ) -> dict[str, int]:
     short = row_vecs <= 512
+    vec_registers = max(1, vec_bytes // 4)
+    vecs = few[not short]
+    # Two rows are there at once if two blocks find registers: about 36 a thread beside those that hold vectors.
+    pair = 2 * row_vecs * (36 / vecs + (held + weights) * vec_registers) <= 65536
+    fill = share > (2 if pair else 1)
+    narrow = fill and vec_bytes < 8
+    if narrow:  # a vector takes one register, and more of them in flight make up for its size
+        many, resident = (16, 16), (1536, 1536) if held == 1 else (896, 896)
     if row_vecs <= 128:  # several rows to a block, each on a power of two of lanes
         row_threads = lanes
         while row_threads < 32 and row_threads * 4 < row_vecs:
             row_threads *= 2
         num_threads = 128
     else:
-        row_threads = num_threads = _row_threads(row_vecs, many[not short] if fill else max(1, few >> short))
+        wanted = many[not short] if fill else vecs
+        row_threads = num_threads = _row_threads(row_vecs, wanted, most=4 if shifted else wanted + 2)
     rounds = -(-row_vecs // row_threads)
-    one_row = rounds * max(1, vec_bytes // 4)  # registers
-    most = min(255, 65536 // num_threads) - 36
+    one_row = rounds * vec_registers
+    most = min(255, 65536 // num_threads) - (48 if shifted else 36)
     keep_row = held * one_row <= most
-    # With many rows, a weight that is long or joins two rows is better read from the cache when it is used.
-    keep_weight = keep_row and (not fill or (short and held == 1)) and (held + weights) * one_row <= most
-    resident = resident if short and rounds <= 4 else 896
+    # With many rows, a weight that is long, joins two rows or is put together is better read when it is used.
+    keep_weight = (
+        keep_row and (not fill or (short and held == 1 and not shifted)) and (held + weights) * one_row <= most
+    )
+    threads = resident[0] if narrow or (short and rounds <= 4) else resident[1]
+    crowded = shifted and held > 1  # putting a weight together takes registers, too
     return {
         "NUM_THREADS": num_threads,
         "ROW_THREADS": row_threads,
         "KEEP_ROW": keep_row,
         "KEEP_WEIGHT": keep_weight,
-        "MIN_BLOCKS": max(1, resident // num_threads - (rounds > 7)) if fill else 1,
+        "MIN_BLOCKS": max(1, threads // num_threads - (rounds > 7 and not narrow) - crowded) if fill else 1,
     }
 
 
-def _row_threads(row_vecs: int, wanted: int) -> int:
+def _converting(threads: dict[str, int], codes: Arg) -> dict[str, int]:
+    """`threads` for a kernel that writes `codes`: converting to fp8 takes registers where the device cannot."""
+    if codes.dtype is float8_e4m3fn and not codes.device.converts_fp8:
+        return {**threads, "MIN_BLOCKS": 1}
+    return threads
+
+
+def _row_threads(row_vecs: int, wanted: int, most: int) -> int:
     """Threads for a row of which each holds about `wanted` vectors, preferring a number that leaves few idle."""
     most_idle, best = 2.0, 1024
     for vecs in (wanted, wanted + 1, wanted + 2, wanted - 1):
+        vecs = min(vecs, most)
         threads = check.threads(-(-row_vecs // max(1, vecs)))
         rounds = -(-row_vecs // threads)
         idle = (threads * rounds - row_vecs) / (threads * rounds)
@@ -144,7 +185,7 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
 
 
 @rms_norm.plan
-def _(out: Arg, input: Arg, weight: Arg | None, epsilon: float) -> Launch:
+def _(out: Arg, input: Arg, weight: Arg | None) -> Launch:
     check.floating(input)
     check.like(out, input)
     hidden_size = check.row_size(input)
@@ -152,14 +193,13 @@ def _(out: Arg, input: Arg, weight: Arg | None, epsilon: float) -> Launch:
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     leading = check.leading(input, out, most=3)
     num_rows = check.num_rows(input)
-    vec_size = check.vector_width(hidden_size, *(arg for arg in (out, input, weight) if arg))
-    grid, threads = _geometry(input, num_rows, vec_size, many=(4, 6))
+    vectors = _vectors(hidden_size, leading[0][1] if len(leading) == 1 else (), out, input, weight)
+    grid, threads = _geometry(input, num_rows, vectors, many=(4, 6))
     (_, (input_stride0, out_stride0)), *inner = leading
     (size1, (input_stride1, out_stride1)), (size2, (input_stride2, out_stride2)) = (*inner, _ONE, _ONE)[:2]
     return _rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
-        VEC_SIZE=vec_size,
         **threads,
         LEADING=len(leading),
         HAS_WEIGHT=weight is not None,
@@ -209,27 +249,27 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
 
 
 @fused_add_rms_norm.plan
-def _(input: Arg, residual: Arg, weight: Arg | None, epsilon: float) -> Launch:
+def _(input: Arg, residual: Arg, weight: Arg | None) -> Launch:
     check.floating(input)
     hidden_size = check.row_size(input)
     check.like(residual, input)
     check.row_size(residual)
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     num_rows = check.num_rows(input)
-    vec_size = check.vector_width(hidden_size, *(arg for arg in (input, residual, weight) if arg))
-    grid, threads = _geometry(input, num_rows, vec_size, held=2, resident=1152)
+    strides = check.row_stride(input), check.row_stride(residual)
+    vectors = _vectors(hidden_size, strides, input, residual, weight)
+    grid, threads = _geometry(input, num_rows, vectors, many=(3, 6), held=2, resident=(1152, 896))
     return _fused_add_rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
-        VEC_SIZE=vec_size,
         **threads,
         HAS_WEIGHT=weight is not None,
     ).launch(
         grid=grid if hidden_size else 0,
         block=threads["NUM_THREADS"],
         num_rows=num_rows,
-        input_stride=check.row_stride(input),
-        residual_stride=check.row_stride(residual),
+        input_stride=strides[0],
+        residual_stride=strides[1],
     )
 
 
@@ -259,7 +299,7 @@ def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, sca
 
 
 @rms_norm_static_fp8_quant.plan
-def _(result: Arg, input: Arg, weight: Arg, scale: Arg, epsilon: float) -> Launch:
+def _(result: Arg, input: Arg, weight: Arg, scale: Arg) -> Launch:
     return _static_fp8_plan(result, input, None, weight, scale)
 
 
@@ -273,30 +313,30 @@ def _static_fp8_plan(result: Arg, input: Arg, residual: Arg | None, weight: Arg,
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     check.scalar(scale)
     num_rows = check.num_rows(input)
-    tensors = (result, input, weight, *((residual,) if residual else ()))
-    vec_size = check.vector_width(hidden_size, *tensors)
+    strides = [check.row_stride(arg) for arg in (result, input, residual) if arg]
+    vectors = _vectors(hidden_size, strides, result, input, weight, residual)
     # The threads of rms_norm and fused_add_rms_norm, so that the sums, and with them the codes, agree bit for bit.
     grid, threads = _geometry(
         input,
         num_rows,
-        vec_size,
-        many=(3, 4) if residual else (4, 6),
+        vectors,
+        many=(3, 6) if residual else (4, 6),
         held=2 if residual else 1,
-        resident=896 if residual else 1024,
+        resident=(896, 896) if residual else (1024, 896),
     )
+    threads = _converting(threads, result)
     return _rms_norm_static_fp8_quant(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
-        VEC_SIZE=vec_size,
         **threads,
         HAS_RESIDUAL=residual is not None,
     ).launch(
         grid=grid if hidden_size else 0,
         block=threads["NUM_THREADS"],
         num_rows=num_rows,
-        result_stride=check.row_stride(result),
-        input_stride=check.row_stride(input),
-        residual_stride=check.row_stride(residual) if residual else 0,
+        result_stride=strides[0],
+        input_stride=strides[1],
+        residual_stride=strides[2] if residual else 0,
         **({} if residual else {"residual": 0}),
     )
 
@@ -330,7 +370,7 @@ def fused_add_rms_norm_static_fp8_quant(
 
 
 @fused_add_rms_norm_static_fp8_quant.plan
-def _(result: Arg, input: Arg, residual: Arg, weight: Arg, scale: Arg, epsilon: float) -> Launch:
+def _(result: Arg, input: Arg, residual: Arg, weight: Arg, scale: Arg) -> Launch:
     check.row_size(residual)
     return _static_fp8_plan(result, input, residual, weight, scale)
 
@@ -395,9 +435,7 @@ def rms_norm_dynamic_per_token_quant(
 
 
 @rms_norm_dynamic_per_token_quant.plan
-def _(
-    result: Arg, input: Arg, weight: Arg, scale: Arg, epsilon: float, scale_ub: Arg | None, residual: Arg | None
-) -> Launch:
+def _(result: Arg, input: Arg, weight: Arg, scale: Arg, scale_ub: Arg | None, residual: Arg | None) -> Launch:
     if scale.numel != check.num_rows(input):
         raise scale.error(f"expected one element per row, {check.num_rows(input)}, got shape {scale.shape}")
     check.dtype(scale, float32)
@@ -427,26 +465,27 @@ def _dynamic_quant_plan(
     for arg in tensors:
         check.contiguous(arg)
     num_rows = check.num_rows(input)
-    access_size = check.vector_width(hidden_size, *tensors)
+    access_size, shifted = _vectors(hidden_size, (hidden_size,), *tensors)
     # The lanes of a group are one warp's, so a group needs whole vectors even where memory is not aligned for them.
     vec_size = 16 // input.dtype.itemsize if group_size else access_size
     grid, threads = _geometry(
         input,
         num_rows,
-        vec_size,
+        (vec_size, shifted),
         many=(3, 4) if residual else (4, 7),
-        few=2 if group_size else 4,
+        few=(2, 4) if residual or group_size else (2, 8),
         held=2 if residual else 1,
         lanes=group_size // vec_size if group_size else 1,
-        resident=896 if residual or group_size else 1024,
+        resident=(896 if residual or group_size else 1024, 896),
     )
-    if result.dtype is float8_e4m3fn and not input.device.converts_fp8:  # converting takes registers
+    threads = _converting(threads, result)
+    # Taking vectors apart takes registers, and so does, by sm_100's compiler, putting weights together.
+    if access_size < vec_size or (shifted and input.device.arch == "sm_100"):
         threads = {**threads, "MIN_BLOCKS": 1}
     return _rms_norm_dynamic_quant(
         scalar_t=input.dtype,
         code_t=result.dtype,
         HIDDEN_SIZE=hidden_size,
-        VEC_SIZE=vec_size,
         ACCESS_SIZE=access_size,
         **threads,
         GROUP_SIZE=group_size or hidden_size or 1,
@@ -523,7 +562,6 @@ def _(
     input: Arg,
     weight: Arg,
     scale: Arg,
-    epsilon: float,
     scale_ub: Arg | None,
     residual: Arg | None,
     group_size: int,
@@ -603,13 +641,13 @@ def gemma_rms_norm(
 
 
 @gemma_rms_norm.plan
-def _(out: Arg, input: Arg, weight: Arg, epsilon: float, residual: Arg | None, residual_out: Arg | None) -> Launch:
+def _(out: Arg, input: Arg, weight: Arg, residual: Arg | None, residual_out: Arg | None) -> Launch:
     check.floating(input)
     check.like(out, input)
     hidden_size = check.row_size(input)
     check.row_size(out)
     check.shape(weight, input.dtype, hidden_size=hidden_size)
-    tensors = [out, input, weight]
+    rows = [out, input]
     kept = input.dtype
     if residual is not None:
         if residual_out is None:
@@ -622,28 +660,35 @@ def _(out: Arg, input: Arg, weight: Arg, epsilon: float, residual: Arg | None, r
         check.dtype(residual_out, kept)
         check.row_size(residual)
         check.row_size(residual_out)
-        tensors += [residual, residual_out]
+        rows += [residual, residual_out]
     elif residual_out is not None:
         raise residual_out.error("is given without residual")
     num_rows = check.num_rows(input)
-    vec_size = check.vector_width(hidden_size, *tensors)
-    grid, threads = _geometry(input, num_rows, vec_size, held=2 if residual else 1, resident=896 if residual else 1024)
+    strides = [check.row_stride(arg) for arg in rows]
+    vectors = _vectors(hidden_size, strides, *rows, weight)
+    grid, threads = _geometry(
+        input,
+        num_rows,
+        vectors,
+        many=(3, 4) if residual else (2, 4),
+        held=2 if residual else 1,
+        resident=(896, 896) if residual else (1024, 896),
+    )
     return _gemma_rms_norm(
         scalar_t=input.dtype,
         residual_t=residual.dtype if residual else kept,
         residual_out_t=kept,
         HIDDEN_SIZE=hidden_size,
-        VEC_SIZE=vec_size,
         **threads,
         HAS_RESIDUAL=residual is not None,
     ).launch(
         grid=grid if hidden_size else 0,
         block=threads["NUM_THREADS"],
         num_rows=num_rows,
-        out_stride=check.row_stride(out),
-        input_stride=check.row_stride(input),
-        residual_stride=check.row_stride(residual) if residual else 0,
-        residual_out_stride=check.row_stride(residual_out) if residual_out else 0,
+        out_stride=strides[0],
+        input_stride=strides[1],
+        residual_stride=strides[2] if residual else 0,
+        residual_out_stride=strides[3] if residual else 0,
     )
 
 
@@ -733,7 +778,6 @@ def _(
     input: Arg,
     weight: Arg | None,
     bias: Arg | None,
-    epsilon: float,
     z: Arg | None,
     mean: Arg | None,
     rstd: Arg | None,
@@ -770,25 +814,25 @@ def _grouped_norm_plan(
     num_rows, num_groups = check.num_rows(input), hidden_size // max(1, group_size)
     for stat in (mean, rstd):
         check.shape(stat, float32, **{"groups * num_tokens": num_groups * num_rows})
-    vec_size = check.vector_width(group_size, *(arg for arg in (out, input, weight, bias, z) if arg))
-    few, held = (4, 2) if z is None else (2, 2 if norm_before_gate else 4)
+    strides = [check.row_stride(arg) for arg in (out, input, z) if arg]
+    vectors = _vectors(group_size, strides if num_groups == 1 else (), out, input, z, weight, bias)
+    few, held = ((4, 8), 2) if z is None else ((1, 2), 2 if norm_before_gate else 4)
     grid, threads = _geometry(
         input,
         num_rows * num_groups,
-        vec_size,
-        many=(4, 4),
+        vectors,
+        many=(4, 7) if z is None else (4, 4),
         few=few,
         held=held,
         weights=2,
         size=group_size,
-        resident=896,
+        resident=(896, 896),
     )
     if z is not None and norm_before_gate:  # the gate's function takes registers while the row is held
         threads = {**threads, "MIN_BLOCKS": max(1, threads["MIN_BLOCKS"] - 1)}
     return _layer_norm(
         scalar_t=input.dtype,
         GROUP_SIZE=group_size,
-        VEC_SIZE=vec_size,
         **threads,
         IS_RMS=is_rms,
         GATE=0 if z is None else 2 if norm_before_gate else 1,
@@ -801,9 +845,9 @@ def _grouped_norm_plan(
         block=threads["NUM_THREADS"],
         num_rows=num_rows,
         num_groups=num_groups,
-        out_stride=check.row_stride(out),
-        input_stride=check.row_stride(input),
-        z_stride=check.row_stride(z) if z else 0,
+        out_stride=strides[0],
+        input_stride=strides[1],
+        z_stride=strides[2] if z else 0,
         **({"mean": 0} if is_rms else {}),
     )
 
@@ -860,7 +904,6 @@ def _(
     out: Arg,
     input: Arg,
     weight: Arg | None,
-    epsilon: float,
     z: Arg | None,
     bias: Arg | None,
     rstd: Arg | None,
@@ -944,7 +987,6 @@ def _(
     num_heads_k: int,
     num_heads_v: int,
     head_dim: int,
-    eps: float,
     q_weight: Arg,
     k_weight: Arg,
     cos_sin_cache: Arg,
@@ -973,7 +1015,7 @@ def _(
     heads = num_heads_q + num_heads_k
     # Few tokens: a group of lanes for every head. Many: several heads to a group, all loaded before the first is used.
     few = num_tokens <= qkv.device.multiprocessors
-    num_threads = _row_threads(heads * (head_dim // 8), 1 if few else 4)
+    num_threads = _row_threads(heads * (head_dim // 8), 1 if few else 4, most=6)
     return _fused_qk_norm_rope(
         scalar_t=qkv.dtype,
         cache_t=cos_sin_cache.dtype,
@@ -994,13 +1036,10 @@ def _(
     qkv: Arg,
     num_heads_q: int,
     num_heads_k: int,
-    num_heads_v: int,
     head_dim: int,
-    eps: float,
     q_weight: Arg,
     k_weight: Arg,
     cos_sin_cache: Arg,
-    is_neox: bool,
     position_ids: Arg,
 ) -> int:
     num_tokens, rotary_dim = qkv.shape[0], cos_sin_cache.shape[1]

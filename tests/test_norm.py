@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import pyops
+from pyops._core import device as devices
+from pyops._core.example import ArgMaker
+from pyops.testing import Layout
+from pyops.testing.calls import assert_results, assert_same, expected, named, run
+from tests import axes
+from tests.calls import DEVICES, example, run_accepted, run_in_place
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPSILON = 1e-6
 
@@ -68,6 +74,40 @@ def test_gemma_keeps_a_float32_residual_for_float16(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_where_norms_round(dtype: torch.dtype, device: str) -> None:
+    """A root mean square of 3 and quotients that have to be rounded: before the weight, or for Gemma only after it."""
+    hidden_size = 768
+    x = torch.tensor([1.0, 5.0, -1.0], dtype=dtype, device=device).repeat(7, hidden_size // 3)
+    weight = draw(hidden_size, dtype=dtype, device=device, seed=1)
+    out = torch.empty_like(x)
+    pyops.rms_norm(out, x, weight, 0.0)
+    assert torch.equal(out, (x.double() / 3).to(dtype) * weight)
+    pyops.gemma_rms_norm(out, x, weight, 0.0)
+    exact = x.double() / 3 * (1 + weight.double())
+    half_unit = torch.exp2(torch.frexp(exact)[1].double()) * torch.finfo(dtype).eps / 4
+    assert ((out - exact).abs() <= 1.01 * half_unit).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_norms_are_those_of_the_rounded_sum(device: str) -> None:
+    """256 + 1 is 256 in bfloat16, so that the norm of the sum is 1, and the result the weight."""
+    shape, dtype = (7, 768), torch.bfloat16
+    x, residual = (torch.full(shape, value, dtype=dtype, device=device) for value in (1.0, 256.0))
+    weight = draw(768, dtype=dtype, device=device, seed=1)
+    y, total, kept = x.clone(), residual.clone(), torch.empty_like(x)
+    pyops.fused_add_rms_norm(y, total, weight, 0.0)
+    assert torch.equal(y, weight.expand(shape))
+    assert torch.equal(total, residual)
+    pyops.gemma_rms_norm(y, x, weight, 0.0, residual, kept)
+    assert torch.equal(y, (1 + weight.float()).to(dtype).expand(shape))
+    assert torch.equal(kept, residual)
+    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    pyops.fused_add_rms_norm_static_fp8_quant(codes, x, total, weight, torch.ones(1, device=device), 0.0)
+    assert torch.equal(codes.view(torch.uint8), weight.to(codes.dtype).expand(shape).view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("is_rms", [False, True])
@@ -97,7 +137,7 @@ def test_gated_groups_against_float64(is_rms: bool, groups: int, before: bool, d
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize("hidden_size", [781, 4096, 14336])
+@pytest.mark.parametrize("hidden_size", [781, 4095, 4096, 14336, 20001])
 @pytest.mark.parametrize("tokens", [3, 300])
 def test_static_codes_are_those_of_the_norm(tokens: int, hidden_size: int, with_residual: bool, device: str) -> None:
     """Code for code: the fused kernels sum in the same order as the plain ones."""
@@ -118,6 +158,73 @@ def test_static_codes_are_those_of_the_norm(tokens: int, hidden_size: int, with_
         pyops.rms_norm_static_fp8_quant(codes, x, weight, scale, EPSILON)
     expected = (y.float() * (1.0 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+# The ops that normalise rows of any size.
+ROWS = [
+    "rms_norm",
+    "fused_add_rms_norm",
+    "rms_norm_static_fp8_quant",
+    "fused_add_rms_norm_static_fp8_quant",
+    "rms_norm_dynamic_per_token_quant",
+    "gemma_rms_norm",
+    "layer_norm",
+    "rms_norm_gated",
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("hidden_size", [781, 4094, 4095, 4097, 8191, 20001, 32767])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_begin_anywhere(name: str, hidden_size: int, dtype: str) -> None:
+    """Few rows and many, packed, with gaps that shift all tensors alike or not, and misaligned from the first row."""
+    op = pyops.ops[name]
+    for num_tokens in (9, 150):
+        args = example(op, "cuda", num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype, **axes.fullest(op))
+        results = expected(op, args)
+        tensors = list(named(op, args))
+        packed = run_accepted(op, args, {})
+        assert_results(op, results, packed)
+        assert_same(op, run_in_place(op, args), packed)
+        for layouts in (
+            dict.fromkeys(tensors, Layout(gap=3)),
+            {tensor: Layout(gap=1 + 8 * i) for i, tensor in enumerate(tensors)},
+            {tensor: Layout(gap=i) for i, tensor in enumerate(tensors)},
+            {tensors[-1]: Layout(offset=1)},
+            dict.fromkeys(tensors, Layout(offset=1)),
+        ):
+            assert_results(op, results, run_accepted(op, args, layouts))
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "gaps", "alignment", "vec_size", "shifted"),
+    [
+        (4095, (0, 0), 16, 8, True),
+        (4095, (3, 3), 16, 8, True),
+        (4096, (1, 9), 16, 8, True),
+        (769, (0, 0), 16, 8, True),
+        (4095, (0, 1), 16, 1, False),
+        (4095, (0, 0), 8, 1, False),
+        (4100, (0, 0), 8, 4, False),
+        (4096, (0, 0), 16, 8, False),
+        (257, (0, 0), 16, 1, False),
+    ],
+)
+def test_when_rows_are_shifted(
+    hidden_size: int, gaps: tuple[int, int], alignment: int, vec_size: int, shifted: bool
+) -> None:
+    """Only if all tensors begin aligned, and their rows agree about what else is aligned."""
+    op = pyops.ops["rms_norm"]
+    assert op.example is not None
+    out, x, weight, epsilon = op.example(ArgMaker(devices.model()), hidden_size=hidden_size)
+    out, x = (
+        replace(arg, strides=(hidden_size + gap, 1), alignment=alignment)
+        for arg, gap in zip((out, x), gaps, strict=True)
+    )
+    (launch,) = op.launches(out, x, weight, epsilon)
+    constants = launch.specialisation.constants
+    assert (constants["VEC_SIZE"], constants["SHIFTED"]) == (vec_size, shifted)
 
 
 def codes_of(y: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,16 +274,42 @@ def test_dynamic_quant_of_what_is_not_finite(device: str) -> None:
     x = torch.ones(3, 64, device=device)
     x[2] = 0.0
     weight = torch.ones(64, device=device)
-    weight[5] = float("nan")
+    weight[1] = 2.0
+    weight[3] = weight[5] = float("nan")
     codes = torch.empty(3, 64, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty(3, device=device)
     pyops.rms_norm_dynamic_per_token_quant(codes, x, weight, scale, 1e-6)
     assert codes.float()[:, 5].tolist() == [448.0, 448.0, 448.0]
-    assert codes.float()[0, 0] == 448.0
+    assert codes.float()[0, :2].tolist() == [224.0, 448.0]
     assert scale[2].item() == pytest.approx(1 / (448 * 512), rel=1e-7)
     eights = torch.empty(3, 64, dtype=torch.int8, device=device)
     pyops.rms_norm_dynamic_per_token_quant(eights, x, weight, scale, 1e-6)
     assert eights[:, 5].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("quant_dtype", "bound"), [("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])
+@pytest.mark.parametrize("extreme", [1e36, float("inf")])
+def test_dynamic_quant_of_extreme_weights(extreme: float, quant_dtype: str, bound: bool, device: str) -> None:
+    """What is infinite, or is when divided by its scale, and of either sign."""
+    op = pyops.ops["rms_norm_dynamic_per_token_quant"]
+    args = example(op, device, dtype="float32", hidden_size=256, quant_dtype=quant_dtype, with_bound=bound)
+    if bound:
+        named(op, args)["scale_ub"].fill_(1e-3)
+    named(op, args)["weight"][::50] = extreme
+    assert_results(op, expected(op, args), run(op, args))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_int8_codes_of_ties_are_even(device: str) -> None:
+    """With a largest magnitude of 127 the scale is 1, and halves lie between two codes."""
+    weight = torch.arange(-127.0, 128.0, device=device) / 2
+    weight = torch.cat((weight, weight.new_tensor([127.0])))
+    codes = torch.empty(1, 256, dtype=torch.int8, device=device)
+    scale = torch.empty(1, device=device)
+    pyops.rms_norm_dynamic_per_token_quant(codes, torch.ones(1, 256, device=device), weight, scale, 0.0)
+    assert scale.item() == 1.0
+    assert torch.equal(codes[0], weight.round().to(torch.int8))
 
 
 @pytest.mark.parametrize("device", DEVICES)

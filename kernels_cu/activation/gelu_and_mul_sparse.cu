@@ -28,15 +28,16 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
 gelu_and_mul_sparse(scalar_t* out,          // [num_rows, HIDDEN_SIZE]
                     const scalar_t* input,  // [num_rows, 2 * HIDDEN_SIZE]
                     int64_t num_rows, int64_t out_stride, int64_t input_stride, float multiplier) {
+    await_previous_kernel();
     __shared__ double partial[2][NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
     const scalar_t* gate = input + at.row * input_stride;
     const scalar_t* up = gate + HIDDEN_SIZE;
-    const gate_t g = gate_t::load_once(gate);
-    const up_t u = up_t::load_once(up);
+    const gate_t g = gate_t::load_once(gate, at.active);
+    const up_t u = up_t::load_once(up, at.active);
 
     double sum = 0.0, squares = 0.0;
-    gate_t::for_each([&](int i, int column) {
+    g.for_each([&](int i, int column) {
         float x[VEC_SIZE];
         g.get(i, column).to_floats(x);
 #pragma unroll
@@ -54,7 +55,7 @@ gelu_and_mul_sparse(scalar_t* out,          // [num_rows, HIDDEN_SIZE]
     if (!at.active) return;
 
     out += at.row * out_stride;
-    gate_t::for_each([&](int i, int column) {
+    g.for_each([&](int i, int column) {
         const vec_t excess = relu(g.get(i, column) + vec_t::full(-cutoff));
         (ACT(excess) * u.get(i, column)).store(out + column);
     });

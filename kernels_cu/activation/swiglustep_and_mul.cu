@@ -8,6 +8,8 @@
 //     scalar_t      T: element type of out and input
 //     VEC_SIZE      elements in one memory access; divides hidden_size
 //     NUM_THREADS   threads in the block
+//     ROW_THREADS   of them that share a row; divides NUM_THREADS
+//     PLANES        whether the rows need the third dimension of the grid
 //     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "chunk.cuh"
@@ -21,9 +23,10 @@ DEVICE float at_most(float x, float limit) { return x > limit ? limit : x; }
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 swiglustep_and_mul(scalar_t* out,          // [num_rows, hidden_size]
                    const scalar_t* input,  // [num_rows, 2 * hidden_size]
-                   int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, int row_shift,
+                   int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
                    float limit) {
-    const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
+    await_previous_kernel();
+    const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;
     const scalar_t* first = input + at.row * input_stride + at.column;
     const vec_t g = vec_t::load(first);

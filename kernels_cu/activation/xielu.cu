@@ -11,6 +11,8 @@
 //     scalar_t      T: element type of the tensors
 //     VEC_SIZE      elements in one memory access; divides hidden_size
 //     NUM_THREADS   threads in the block
+//     ROW_THREADS   of them that share a row; divides NUM_THREADS
+//     PLANES        whether the rows need the third dimension of the grid
 //     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "chunk.cuh"
@@ -25,13 +27,17 @@ xielu(scalar_t* out,            // [num_rows, hidden_size]
       const scalar_t* input,    // [num_rows, hidden_size]
       const scalar_t* alpha_p,  // [1]
       const scalar_t* alpha_n,  // [1]
-      int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, int row_shift,
+      int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
       float beta, float eps) {
-    const Chunk<NUM_THREADS, VEC_SIZE> at(num_rows, hidden_size, row_shift);
+    await_previous_kernel();
+    const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     vec_t x = vec_t::full(0.0f);
     if (at.inside) x = vec_t::load(input + at.row * input_stride + at.column);
     beta = round_to<scalar_t>(beta);
     eps = round_to<scalar_t>(eps);
+
+    // On this side of the barrier, where the compiler cannot mix it with what follows and run out of registers.
+    const vec_t exponential = map(x, [=](float value) { return expm1f(fminf(value, eps)); });
 
     // Logarithms are dear: two threads take them for the block.
     __shared__ float alphas[2];
@@ -44,7 +50,7 @@ xielu(scalar_t* out,            // [num_rows, hidden_size]
 
     float v[VEC_SIZE], a[VEC_SIZE], b[VEC_SIZE];
     x.to_floats(v);
-    map(x, [=](float value) { return expm1f(fminf(value, eps)); }).to_floats(a);
+    exponential.to_floats(a);
 #pragma unroll
     for (int j = 0; j < VEC_SIZE; ++j) {
         const bool negative = ieee_less_equal(v[j], 0.0f);

@@ -8,7 +8,8 @@
 // Constants
 //     scalar_t      T: element type of all tensors
 //     HIDDEN_SIZE   elements in a row
-//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE
+//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE unless SHIFTED
+//     SHIFTED       rows begin anywhere in a vector's memory (row.cuh)
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads that share a row; divides NUM_THREADS
 //     HAS_WEIGHT    false when weight is null
@@ -18,43 +19,44 @@
 
 #include "norm.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
 using vec_t = row_t::vec_t;
-using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_WEIGHT && KEEP_WEIGHT>;
+using weight_t = RowWeight<row_t, HAS_WEIGHT && KEEP_WEIGHT>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 fused_add_rms_norm(scalar_t* input,         // [num_rows, HIDDEN_SIZE]
                    scalar_t* residual,      // [num_rows, HIDDEN_SIZE]
                    const scalar_t* weight,  // [HIDDEN_SIZE]
                    int64_t num_rows, int64_t input_stride, int64_t residual_stride, float epsilon) {
+    await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
     input += at.row * input_stride;
     residual += at.row * residual_stride;
-    const row_t x = row_t::load(input);
-    const row_t r = row_t::load(residual);
-    const weight_t w = weight_t::load(weight);
+    const row_t x = row_t::load(input, at.active);
+    const row_t r = row_t::load(residual, at.active);
+    const weight_t w = weight_t::load(weight, x);
 
-    row_t z(residual);
+    row_t z(residual, at.active);
     const auto add = [&](int i, int column, float(&v)[VEC_SIZE]) {
         add_to(v, x.get(i, column), r.get(i, column));
         vec_t sum = vec_t::from_floats(v);
-        if (at.active) sum.store(residual + column);
+        if (at.active) row_t::store(residual, i, column, sum);
         z.set(i, sum);
         sum.to_floats(v);
     };
-    const float scale = rsqrtf(row_mean_square<row_t, ROW_THREADS>(add, partial) + epsilon);
+    const float scale = rsqrtf(row_mean_square<ROW_THREADS>(x, add, partial) + epsilon);
     if (!at.active) return;
 
-    row_t::for_each([&](int i, int column) {
+    x.for_each([&](int i, int column) {
         float v[VEC_SIZE];
         z.get(i, column).to_floats(v);
         if constexpr (HAS_WEIGHT) {
-            scale_and_weigh<vec_t>(v, scale, w.get(i, column)).store(input + column);
+            row_t::store(input, i, column, scale_and_weigh<vec_t>(v, scale, w.get(i, column)));
         } else {
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) v[j] *= scale;
-            vec_t::from_floats(v).store(input + column);
+            row_t::store(input, i, column, vec_t::from_floats(v));
         }
     });
 }

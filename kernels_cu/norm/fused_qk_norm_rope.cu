@@ -36,13 +36,7 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 // cos or sin for the 8 elements from `element` on; 0 beyond the rotary part.
 DEVICE void load_angles(const cache_t* row, int element, float (&angle)[VEC_SIZE]) {
     if constexpr (IS_NEOX && !EXCHANGE) {
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; j += CACHE_VEC) {
-            float x[CACHE_VEC];
-            Vec<cache_t, CACHE_VEC>::load(row + element % HALF + j).to_floats(x);
-#pragma unroll
-            for (int k = 0; k < CACHE_VEC; ++k) angle[j + k] = x[k];
-        }
+        load_floats<CACHE_VEC>(row + element % HALF, angle);
     } else {
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
@@ -81,6 +75,7 @@ fused_qk_norm_rope(scalar_t* qkv,                  // [num_tokens, NUM_HEADS_Q +
                    const cache_t* cos_sin_cache,   // [max_position, ROTARY_DIM]
                    const int64_t* position_ids,    // [num_tokens]
                    int64_t max_position, float eps) {
+    await_previous_kernel();
     __shared__ float shared[EXCHANGE ? NUM_THREADS * VEC_SIZE : 1];
     const int64_t token = blockIdx.x;
     const int group = threadIdx.x / LANES;
@@ -121,7 +116,7 @@ fused_qk_norm_rope(scalar_t* qkv,                  // [num_tokens, NUM_HEADS_Q +
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) n[j] *= scale * weight[j];
 
-            load_partners(n, element, shared + group * HEAD_SIZE, partner);
+            load_partners(n, element, EXCHANGE ? shared + group * HEAD_SIZE : nullptr, partner);
             if (rotates) {
 #pragma unroll
                 for (int j = 0; j < VEC_SIZE; ++j) {

@@ -10,7 +10,8 @@
 //     residual_t       element type of residual
 //     residual_out_t   element type of residual_out
 //     HIDDEN_SIZE      elements in a row
-//     VEC_SIZE         elements of one vector; divides HIDDEN_SIZE
+//     VEC_SIZE         elements of one vector; divides HIDDEN_SIZE unless SHIFTED
+//     SHIFTED          rows begin anywhere in a vector's memory (row.cuh)
 //     NUM_THREADS      threads in the block
 //     ROW_THREADS      threads that share a row; divides NUM_THREADS
 //     HAS_RESIDUAL     false when residual is null
@@ -20,9 +21,9 @@
 
 #include "norm.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
-using residual_row_t = Row<residual_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL && KEEP_ROW>;
-using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_WEIGHT>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
+using residual_row_t = Row<residual_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL && KEEP_ROW, SHIFTED>;
+using weight_t = RowWeight<row_t, KEEP_WEIGHT>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemma_rms_norm(scalar_t* out,                 // [num_rows, HIDDEN_SIZE]
@@ -32,11 +33,12 @@ gemma_rms_norm(scalar_t* out,                 // [num_rows, HIDDEN_SIZE]
                residual_out_t* residual_out,  // [num_rows, HIDDEN_SIZE]
                int64_t num_rows, int64_t out_stride, int64_t input_stride, int64_t residual_stride,
                int64_t residual_out_stride, float epsilon) {
+    await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
-    const row_t x = row_t::load_once(input + at.row * input_stride);
-    const residual_row_t r = residual_row_t::load_once(residual + at.row * residual_stride);
-    const weight_t w = weight_t::load(weight);
+    const row_t x = row_t::load_once(input + at.row * input_stride, at.active);
+    const residual_row_t r = residual_row_t::load_once(residual + at.row * residual_stride, at.active);
+    const weight_t w = weight_t::load(weight, x);
 
     const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) {
         if constexpr (HAS_RESIDUAL) {
@@ -46,19 +48,21 @@ gemma_rms_norm(scalar_t* out,                 // [num_rows, HIDDEN_SIZE]
             x.get(i, column).to_floats(v);
         }
     };
-    const float scale = rsqrtf(row_mean_square<row_t, ROW_THREADS>(values, partial) + epsilon);
+    const float scale = rsqrtf(row_mean_square<ROW_THREADS>(x, values, partial) + epsilon);
     if (!at.active) return;
 
     out += at.row * out_stride;
     residual_out += at.row * residual_out_stride;
-    row_t::for_each([&](int i, int column) {
+    x.for_each([&](int i, int column) {
         float v[VEC_SIZE];
         values(i, column, v);
-        if constexpr (HAS_RESIDUAL) Vec<residual_out_t, VEC_SIZE>::from_floats(v).store(residual_out + column);
+        if constexpr (HAS_RESIDUAL) {
+            row_t::store(residual_out, i, column, Vec<residual_out_t, VEC_SIZE>::from_floats(v));
+        }
         float vec_w[VEC_SIZE];
         w.get(i, column).to_floats(vec_w);
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) v[j] = v[j] * scale * (1.0f + vec_w[j]);
-        row_t::vec_t::from_floats(v).store(out + column);
+        row_t::store(out, i, column, row_t::vec_t::from_floats(v));
     });
 }

@@ -9,7 +9,8 @@
 // Constants
 //     scalar_t       T: element type of the tensors but mean and rstd
 //     GROUP_SIZE     elements in a group
-//     VEC_SIZE       elements in one memory access; divides GROUP_SIZE
+//     VEC_SIZE       elements in one memory access; divides GROUP_SIZE unless SHIFTED
+//     SHIFTED        rows begin anywhere in a vector's memory (row.cuh)
 //     NUM_THREADS    threads in the block
 //     ROW_THREADS    threads that share a group; divides NUM_THREADS
 //     IS_RMS         divide by the root mean square, subtract nothing
@@ -21,11 +22,11 @@
 
 #include "norm.cuh"
 
-using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
+using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
 using vec_t = row_t::vec_t;
-using gate_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, GATE != 0 && KEEP_ROW>;
-using weight_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, HAS_WEIGHT && KEEP_WEIGHT>;
-using bias_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, HAS_BIAS && KEEP_WEIGHT>;
+using gate_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, GATE != 0 && KEEP_ROW, SHIFTED>;
+using weight_t = RowWeight<row_t, HAS_WEIGHT && KEEP_WEIGHT>;
+using bias_t = RowWeight<row_t, HAS_BIAS && KEEP_WEIGHT>;
 
 DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
 
@@ -38,19 +39,20 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
            float* mean,             // [num_groups, num_rows]
            float* rstd,             // [num_groups, num_rows]
            int64_t num_rows, int num_groups, int64_t out_stride, int64_t input_stride, int64_t z_stride, float epsilon) {
+    await_previous_kernel();
     __shared__ float partial[2][NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows * num_groups);
     const int64_t row = at.row / num_groups;
     const int group = at.row % num_groups;
     const int64_t start = int64_t(group) * GROUP_SIZE;
-    const row_t x = row_t::load_once(input + row * input_stride + start);
-    const gate_t gate = gate_t::load_once(z + row * z_stride + start);
-    const weight_t w = weight_t::load(weight + start);
-    const bias_t b = bias_t::load(bias + start);
+    const row_t x = row_t::load_once(input + row * input_stride + start, at.active);
+    const gate_t gate = gate_t::load_once(z + row * z_stride + start, at.active);
+    const weight_t w = weight_t::load(weight + start, x);
+    const bias_t b = bias_t::load(bias + start, x);
 
     // input * silu(z) is not rounded to T, so it stays in registers as floats.
     constexpr bool KEEP_GATED = GATE == 1 && KEEP_ROW;
-    float gated[KEEP_GATED ? row_t::THREAD_VECS : 1][VEC_SIZE];
+    float gated[KEEP_GATED ? row_t::THREAD_VECS + SHIFTED : 1][VEC_SIZE];
     const auto open_gate = [&](int i, int column, float(&v)[VEC_SIZE]) {
         x.get(i, column).to_floats(v);
         float opened[VEC_SIZE];
@@ -58,7 +60,7 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) v[j] *= silu(opened[j]);
     };
-    if constexpr (KEEP_GATED) row_t::for_each([&](int i, int column) { open_gate(i, column, gated[i]); });
+    if constexpr (KEEP_GATED) x.for_each([&](int i, int column) { open_gate(i, column, gated[i]); });
 
     float m = 0.0f;
     const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) {
@@ -70,12 +72,13 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
         } else {
             x.get(i, column).to_floats(v);
         }
+        const float center = row_t::exists(i) ? m : 0.0f;
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] -= m;
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] -= center;
     };
     if constexpr (!IS_RMS) {
         float sum = 0.0f;
-        row_t::for_each([&](int i, int column) {
+        x.for_each([&](int i, int column) {
             float v[VEC_SIZE];
             values(i, column, v);
 #pragma unroll
@@ -83,7 +86,7 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
         });
         m = row_reduce<Sum, ROW_THREADS>(sum, partial[0]) / GROUP_SIZE;
     }
-    const float scale = rsqrtf(row_mean_square<row_t, ROW_THREADS>(values, partial[1]) + epsilon);
+    const float scale = rsqrtf(row_mean_square<ROW_THREADS>(x, values, partial[1]) + epsilon);
     if (!at.active) return;
     if (at.first_thread()) {
         if constexpr (HAS_MEAN) mean[group * num_rows + row] = m;
@@ -91,7 +94,7 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
     }
 
     out += row * out_stride + start;
-    row_t::for_each([&](int i, int column) {
+    x.for_each([&](int i, int column) {
         float v[VEC_SIZE];
         values(i, column, v);
 #pragma unroll
@@ -105,6 +108,6 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
         if constexpr (HAS_WEIGHT) apply(w.get(i, column), [](float y, float other) { return y * other; });
         if constexpr (HAS_BIAS) apply(b.get(i, column), [](float y, float other) { return y + other; });
         if constexpr (GATE == 2) apply(gate.get(i, column), [](float y, float other) { return y * silu(other); });
-        vec_t::from_floats(v).store(out + column);
+        row_t::store(out, i, column, vec_t::from_floats(v));
     });
 }

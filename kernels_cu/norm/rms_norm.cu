@@ -8,7 +8,8 @@
 // Constants
 //     scalar_t      T: element type of out, input and weight
 //     HIDDEN_SIZE   elements in a row
-//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE
+//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE unless SHIFTED
+//     SHIFTED       rows begin anywhere in a vector's memory (row.cuh)
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads that share a row; divides NUM_THREADS
 //     LEADING       leading dimensions that number the rows, 1 to 3
@@ -19,9 +20,9 @@
 
 #include "norm.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
 using vec_t = row_t::vec_t;
-using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_WEIGHT && KEEP_WEIGHT>;
+using weight_t = RowWeight<row_t, HAS_WEIGHT && KEEP_WEIGHT>;
 
 // Offset of a row in a tensor whose leading dimensions are [.., size1, size2].
 DEVICE int64_t row_offset(int64_t row, int64_t stride0, int64_t stride1, int64_t stride2, int size1, int size2) {
@@ -38,26 +39,27 @@ rms_norm(scalar_t* out,           // [num_rows, HIDDEN_SIZE]
          int64_t out_stride0, int64_t out_stride1, int64_t out_stride2,
          int64_t input_stride0, int64_t input_stride1, int64_t input_stride2,
          float epsilon) {
+    await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
     const row_t x = row_t::load_once(
-        input + row_offset(at.row, input_stride0, input_stride1, input_stride2, size1, size2));
-    const weight_t w = weight_t::load(weight);
+        input + row_offset(at.row, input_stride0, input_stride1, input_stride2, size1, size2), at.active);
+    const weight_t w = weight_t::load(weight, x);
 
     const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) { x.get(i, column).to_floats(v); };
-    const float scale = rsqrtf(row_mean_square<row_t, ROW_THREADS>(values, partial) + epsilon);
+    const float scale = rsqrtf(row_mean_square<ROW_THREADS>(x, values, partial) + epsilon);
     if (!at.active) return;
 
     scalar_t* out_row = out + row_offset(at.row, out_stride0, out_stride1, out_stride2, size1, size2);
-    row_t::for_each([&](int i, int column) {
+    x.for_each([&](int i, int column) {
         float v[VEC_SIZE];
         values(i, column, v);
         if constexpr (HAS_WEIGHT) {
-            scale_and_weigh<vec_t>(v, scale, w.get(i, column)).store(out_row + column);
+            row_t::store(out_row, i, column, scale_and_weigh<vec_t>(v, scale, w.get(i, column)));
         } else {
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) v[j] *= scale;
-            vec_t::from_floats(v).store(out_row + column);
+            row_t::store(out_row, i, column, vec_t::from_floats(v));
         }
     });
 }

@@ -12,7 +12,8 @@
 //     scalar_t        T: element type of input, residual and weight
 //     code_t          fp8_e4m3_t or int8_t
 //     HIDDEN_SIZE     elements in a row
-//     VEC_SIZE        elements of one vector; divides HIDDEN_SIZE and GROUP_SIZE
+//     VEC_SIZE        elements of one vector; divides HIDDEN_SIZE and GROUP_SIZE unless SHIFTED
+//     SHIFTED         rows begin anywhere in a vector's memory (row.cuh)
 //     ACCESS_SIZE     elements in one memory access; divides VEC_SIZE
 //     NUM_THREADS     threads in the block
 //     ROW_THREADS     threads that share a row; divides NUM_THREADS
@@ -27,10 +28,10 @@
 #include "norm.cuh"
 #include "quant.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, ACCESS_SIZE>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED, ACCESS_SIZE>;
 using vec_t = row_t::vec_t;
-using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL && KEEP_ROW, ACCESS_SIZE>;
-using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_WEIGHT, ACCESS_SIZE>;
+using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL && KEEP_ROW, SHIFTED, ACCESS_SIZE>;
+using weight_t = RowWeight<row_t, KEEP_WEIGHT>;
 using quantizer_t = Quantizer<code_t, HAS_BOUND>;
 constexpr bool WHOLE_ROW = GROUP_SIZE == HIDDEN_SIZE;
 constexpr int GROUPS = HIDDEN_SIZE / GROUP_SIZE;
@@ -45,14 +46,15 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
                        const float* scale_ub,   // one element
                        scalar_t* residual,      // [num_rows, HIDDEN_SIZE]
                        int64_t num_rows, float epsilon) {
+    await_previous_kernel();
     __shared__ float partial[2][NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
     const int64_t start = at.row * HIDDEN_SIZE;
     result += start;
     if constexpr (HAS_RESIDUAL) residual += start;
-    row_t x = row_t::load_once(input + start);
-    const residual_t r = residual_t::load_once(residual);
-    const weight_t w = weight_t::load(weight);
+    row_t x = row_t::load_once(input + start, at.active);
+    const residual_t r = residual_t::load_once(residual, at.active);
+    const weight_t w = weight_t::load(weight, x);
     const float bound = HAS_BOUND ? *scale_ub : 0.0f;
 
     const auto sum = [&](int i, int column, float(&v)[VEC_SIZE]) {
@@ -62,10 +64,10 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
             x.get(i, column).to_floats(v);
         }
     };
-    const float inverse_rms = rsqrtf(row_mean_square<row_t, ROW_THREADS>(sum, partial[0]) + epsilon);
+    const float inverse_rms = rsqrtf(row_mean_square<ROW_THREADS>(x, sum, partial[0]) + epsilon);
 
-    const auto keep_sum = [&](int column, const float(&v)[VEC_SIZE]) {
-        if (HAS_RESIDUAL && at.active) vec_t::from_floats(v).template store<ACCESS_SIZE>(residual + column);
+    const auto keep_sum = [&](int i, int column, const float(&v)[VEC_SIZE]) {
+        if (HAS_RESIDUAL && at.active) row_t::store(residual, i, column, vec_t::from_floats(v));
     };
     // y of a vector. While the row is in registers, y replaces x there at the first call, and residual is written then;
     // a row that is read again computes y twice and writes residual at the second call, which needs it no more.
@@ -73,28 +75,28 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
         if (KEEP_ROW && !first) return x.get(i, column);
         float v[VEC_SIZE];
         sum(i, column, v);
-        if (KEEP_ROW || !first) keep_sum(column, v);
+        if (KEEP_ROW || !first) keep_sum(i, column, v);
         const vec_t y = scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column));
         x.set(i, y);
         return y;
     };
     const auto scale_of = [&](float a) { return dynamic_scale<code_t>(HAS_BOUND ? fminf(a, bound) : a); };
-    const auto write = [&](int column, const vec_t& y, const quantizer_t& quantize) {
+    const auto write = [&](int i, int column, const vec_t& y, const quantizer_t& quantize) {
         float v[VEC_SIZE];
         y.to_floats(v);
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) v[j] = quantize(v[j]);
-        Vec<code_t, VEC_SIZE>::from_floats(v).template store<ACCESS_SIZE>(result + column);
+        row_t::store(result, i, column, Vec<code_t, VEC_SIZE>::from_floats(v));
     };
 
     if constexpr (WHOLE_ROW) {
         float a = 0.0f;
-        row_t::for_each([&](int i, int column) { a = fmaxf(a, normalise(i, column, true).absmax()); });
+        x.for_each([&](int i, int column) { a = fmaxf(a, normalise(i, column, true).absmax()); });
         const float s = scale_of(row_reduce<Max, ROW_THREADS>(a, partial[1]));
         if (!at.active) return;
         if (at.first_thread()) scale[at.row] = s;
         const quantizer_t quantize(s);
-        row_t::for_each([&](int i, int column) { write(column, normalise(i, column, false), quantize); });
+        x.for_each([&](int i, int column) { write(i, column, normalise(i, column, false), quantize); });
     } else {
 #pragma unroll (KEEP_ROW ? row_t::THREAD_VECS : 1)
         for (int i = 0; i < row_t::THREAD_VECS; ++i) {
@@ -105,7 +107,7 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
             if (inside) {
                 float v[VEC_SIZE];
                 sum(i, column, v);
-                keep_sum(column, v);
+                keep_sum(i, column, v);
                 y = scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column));
                 a = y.absmax();
             }
@@ -114,7 +116,7 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
             if (!inside || !at.active) continue;
             const int group = column / GROUP_SIZE;
             if (column % GROUP_SIZE == 0) scale[GROUP_MAJOR ? group * num_rows + at.row : at.row * GROUPS + group] = s;
-            write(column, y, quantizer_t(s));
+            write(i, column, y, quantizer_t(s));
         }
     }
 }

@@ -9,7 +9,8 @@
 // Constants
 //     scalar_t      T: element type of input, residual and weight
 //     HIDDEN_SIZE   elements in a row
-//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE
+//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE unless SHIFTED
+//     SHIFTED       rows begin anywhere in a vector's memory (row.cuh)
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads that share a row; divides NUM_THREADS
 //     HAS_RESIDUAL  false when residual is null
@@ -20,10 +21,10 @@
 #include "norm.cuh"
 #include "quant.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
 using vec_t = row_t::vec_t;
-using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL && KEEP_ROW>;
-using weight_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_WEIGHT>;
+using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL && KEEP_ROW, SHIFTED>;
+using weight_t = RowWeight<row_t, KEEP_WEIGHT>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
@@ -33,37 +34,38 @@ rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
                           const float* scale,      // one element
                           int64_t num_rows, int64_t result_stride, int64_t input_stride, int64_t residual_stride,
                           float epsilon) {
+    await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
     input += at.row * input_stride;
     if constexpr (HAS_RESIDUAL) residual += at.row * residual_stride;
-    const row_t x = row_t::load(input);
-    const residual_t r = residual_t::load(residual);
-    const weight_t w = weight_t::load(weight);
+    const row_t x = row_t::load(input, at.active);
+    const residual_t r = residual_t::load(residual, at.active);
+    const weight_t w = weight_t::load(weight, x);
     const float reciprocal = 1.0f / *scale;
 
-    row_t z(HAS_RESIDUAL ? residual : input);
+    row_t z(HAS_RESIDUAL ? residual : input, at.active);
     const auto add = [&](int i, int column, float(&v)[VEC_SIZE]) {
         vec_t sum = x.get(i, column);
         if constexpr (HAS_RESIDUAL) {
             add_to(v, sum, r.get(i, column));
             sum = vec_t::from_floats(v);
-            if (at.active) sum.store(residual + column);
+            if (at.active) row_t::store(residual, i, column, sum);
         }
         z.set(i, sum);
         sum.to_floats(v);
     };
-    const float inverse_rms = rsqrtf(row_mean_square<row_t, ROW_THREADS>(add, partial) + epsilon);
+    const float inverse_rms = rsqrtf(row_mean_square<ROW_THREADS>(x, add, partial) + epsilon);
     if (!at.active) return;
 
     result += at.row * result_stride;
-    row_t::for_each([&](int i, int column) {
+    x.for_each([&](int i, int column) {
         float v[VEC_SIZE];
         z.get(i, column).to_floats(v);
         scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column)).to_floats(v);
         // The conversion saturates; the minimum takes NaN to the largest code.
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) v[j] = fminf(v[j] * reciprocal, Codes<fp8_e4m3_t>::largest);
-        Vec<fp8_e4m3_t, VEC_SIZE>::from_floats(v).store(result + column);
+        row_t::store(result, i, column, Vec<fp8_e4m3_t, VEC_SIZE>::from_floats(v));
     });
 }
