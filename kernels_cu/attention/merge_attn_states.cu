@@ -1,0 +1,75 @@
+// merge_attn_states: join the attention over two parts of the keys, by the logarithms of their sums of exponentials.
+//
+//     p, s = prefix_lse, suffix_lse,   w = exp(-|p - s|)
+//     output = T((prefix_output * a + suffix_output * b) / (1 + w)),   a, b = 1, w if p >= s else w, 1
+//     output_lse = max(p, s) + log(1 + w)
+//
+// A part with an infinite lse holds nothing: the other is copied, and of two such parts the prefix, with an lse of
+// -inf. LANES neighbouring threads, one vector each, share a row of a head.
+//
+// Constants
+//     scalar_t      T: element type of output, prefix_output and suffix_output
+//     NUM_HEADS     heads of a token
+//     HEAD_SIZE     elements of a head
+//     VEC_SIZE      elements in one memory access; divides HEAD_SIZE
+//     HAS_LSE       false when output_lse is null
+//     NUM_THREADS   threads in the block
+
+#include "vec.cuh"
+
+constexpr int LANES = HEAD_SIZE / VEC_SIZE < NUM_THREADS ? HEAD_SIZE / VEC_SIZE : NUM_THREADS;
+constexpr int BLOCK_ROWS = NUM_THREADS / LANES;
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+
+// Both infinities say that there is nothing.
+DEVICE float without_infinity(float lse) { return fabsf(lse) > FLOAT_MAX ? -fabsf(lse) : lse; }
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+merge_attn_states(scalar_t* output,               // [num_tokens, NUM_HEADS, HEAD_SIZE]
+                  const scalar_t* prefix_output,  // [num_tokens, NUM_HEADS, HEAD_SIZE]
+                  const float* prefix_lse,        // [NUM_HEADS, num_tokens]
+                  const scalar_t* suffix_output,  // [num_tokens, NUM_HEADS, HEAD_SIZE]
+                  const float* suffix_lse,        // [NUM_HEADS, num_tokens]
+                  float* output_lse,              // [NUM_HEADS, num_tokens] or null
+                  int64_t num_tokens, int64_t output_stride, int64_t output_head_stride, int64_t prefix_stride,
+                  int64_t prefix_head_stride, int64_t suffix_stride, int64_t suffix_head_stride,
+                  int64_t prefix_lse_stride, int64_t prefix_lse_head_stride, int64_t suffix_lse_stride,
+                  int64_t suffix_lse_head_stride, int64_t output_lse_stride, int64_t output_lse_head_stride) {
+    await_previous_kernel();
+    const int slot = threadIdx.x / LANES;
+    const int64_t row = int64_t(blockIdx.x) * BLOCK_ROWS + slot;
+    if (slot >= BLOCK_ROWS || row >= num_tokens * NUM_HEADS) return;
+    const int64_t token = uint64_t(row) / NUM_HEADS;
+    const int head = row - token * NUM_HEADS;
+    const float p = without_infinity(prefix_lse[token * prefix_lse_stride + head * prefix_lse_head_stride]);
+    const float s = without_infinity(suffix_lse[token * suffix_lse_stride + head * suffix_lse_head_stride]);
+    prefix_output += token * prefix_stride + head * prefix_head_stride;
+    suffix_output += token * suffix_stride + head * suffix_head_stride;
+    output += token * output_stride + head * output_head_stride;
+
+    const float smaller = expf(-fabsf(p - s));
+    const float share = reciprocal_of(1.0f + smaller);
+    const float prefix_share = p >= s ? share : smaller * share, suffix_share = p >= s ? smaller * share : share;
+    // NaN is no part that holds nothing.
+    const bool only_prefix = s < -FLOAT_MAX && p == p, only_suffix = p < -FLOAT_MAX && s == s && !only_prefix;
+#pragma unroll
+    for (int i = 0; i < ceil_div(HEAD_SIZE, LANES * VEC_SIZE); ++i) {
+        const int element = (i * LANES + threadIdx.x % LANES) * VEC_SIZE;
+        if (HEAD_SIZE % (LANES * VEC_SIZE) && element >= HEAD_SIZE) break;
+        const vec_t prefix = vec_t::load(prefix_output + element), suffix = vec_t::load(suffix_output + element);
+        float x[VEC_SIZE], y[VEC_SIZE];
+        prefix.to_floats(x);
+        suffix.to_floats(y);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) x[j] = x[j] * prefix_share + y[j] * suffix_share;
+        vec_t merged = vec_t::from_floats(x);
+        if (only_prefix) merged = prefix;
+        if (only_suffix) merged = suffix;
+        merged.store(output + element);
+    }
+    if (HAS_LSE && threadIdx.x % LANES == 0) {
+        const float merged = fmaxf(p, s) + logf(1.0f + smaller);
+        output_lse += token * output_lse_stride + head * output_lse_head_stride;
+        *output_lse = only_prefix ? p : only_suffix ? s : merged;
+    }
+}

@@ -1,0 +1,59 @@
+// concat_and_cache_mla: write a token's latent and rotary key into one slot of a paged cache.
+//
+//     kv_cache[block, offset] = [kv_c[t], k_pe[t]]           where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
+//     fp8: the codes of x / scale                            a slot that does not exist is skipped
+//
+// A block takes TOKENS tokens. Its threads share their vectors and read a BATCH of them before they write one.
+//
+// Constants
+//     scalar_t      element type of kv_c and k_pe
+//     cache_t       element type of kv_cache: scalar_t or an fp8 type
+//     slot_t        element type of slot_mapping
+//     LATENT_SIZE   elements of kv_c
+//     ROPE_SIZE     elements of k_pe
+//     BLOCK_SIZE    slots of a cache block
+//     VEC_SIZE      elements in one memory access; divides LATENT_SIZE and ROPE_SIZE
+//     TOKENS        tokens of a thread block
+//     BATCH         vectors that a thread reads before it writes one
+//     NUM_THREADS   threads in the block
+
+#include "cache.cuh"
+#include "paged.cuh"
+
+static_assert(LATENT_SIZE % VEC_SIZE == 0 && ROPE_SIZE % VEC_SIZE == 0);
+
+struct Piece {
+    Vec<scalar_t, VEC_SIZE> vec;
+    int64_t entry;
+};
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
+concat_and_cache_mla(const scalar_t* kv_c,          // [num_tokens, LATENT_SIZE]
+                     const scalar_t* k_pe,          // [num_tokens, ROPE_SIZE]
+                     cache_t* kv_cache,             // [num_blocks, BLOCK_SIZE, LATENT_SIZE + ROPE_SIZE]
+                     const slot_t* slot_mapping,    // [num_tokens]
+                     const float* scale,            // one element
+                     int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride,
+                     int64_t kv_c_stride, int64_t k_pe_stride, int64_t block_stride, int64_t slot_stride) {
+    await_previous_kernel();
+    const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
+    const Quotient over_scale(is_same<cache_t, scalar_t> ? 1.0f : *scale);
+    const int64_t first = int64_t(blockIdx.x) * TOKENS;
+    each_piece<NUM_THREADS, TOKENS, (LATENT_SIZE + ROPE_SIZE) / VEC_SIZE, BATCH>(
+        [&](int row, int piece) {
+            const int64_t token = first + row;
+            const int element = piece * VEC_SIZE;
+            Piece held;
+            held.entry = NOWHERE;
+            if (token < num_tokens) {
+                const scalar_t* source = element < LATENT_SIZE ? kv_c + token * kv_c_stride + element
+                                                               : k_pe + token * k_pe_stride + (element - LATENT_SIZE);
+                held.vec = held.vec.load(source);
+                held.entry = pages.at_slot(slot_mapping[token * slot_mapping_stride]);
+            }
+            return held;
+        },
+        [&](int row, int piece, const Piece& held) {
+            if (held.entry != NOWHERE) encode<cache_t>(held.vec, over_scale).store(kv_cache + held.entry + piece * VEC_SIZE);
+        });
+}

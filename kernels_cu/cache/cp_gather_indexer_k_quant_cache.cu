@@ -1,0 +1,87 @@
+// cp_gather_indexer_k_quant_cache: copy the quantised keys and scales of sequences from the indexer's cache.
+//
+//     dst_k[t] = K[offset], dst_scale[t] = S[offset]         of the cache block block_table[b, j / BLOCK_SIZE]
+//     where b is the sequence of row t, j = t - cu_seq_lens[b], offset = j % BLOCK_SIZE
+//
+// A cache block holds the codes K of all its slots, then the scales S of all its slots. A row without a sequence, or whose
+// entry does not exist, is left as it is. A block takes TOKENS rows: a thread for each finds its entry, then all share the
+// vectors and read a BATCH of them before they write one.
+//
+// Constants
+//     table_t         element type of block_table
+//     lens_t          element type of cu_seq_lens
+//     HEAD_SIZE       bytes of a key
+//     SCALE_SIZE      bytes of a key's scales
+//     BLOCK_SIZE      slots of a cache block
+//     VEC_SIZE        bytes of a key in one memory access; divides HEAD_SIZE
+//     SCALE_VEC       bytes of scales in one memory access; divides SCALE_SIZE
+//     TOKENS          rows of a thread block
+//     BATCH           vectors that a thread reads before it writes one
+//     NUM_THREADS     threads in the block; at least TOKENS
+
+#include "cache.cuh"
+#include "paged.cuh"
+
+constexpr int HEAD_VECS = HEAD_SIZE / VEC_SIZE;
+constexpr int SCALE_VECS = SCALE_SIZE / SCALE_VEC;
+static_assert(HEAD_SIZE % VEC_SIZE == 0 && SCALE_SIZE % SCALE_VEC == 0 && TOKENS <= NUM_THREADS);
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
+cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,       // [num_blocks, BLOCK_SIZE, HEAD_SIZE + SCALE_SIZE]
+                                uint8_t* dst_k,                // [num_rows, HEAD_SIZE]
+                                uint8_t* dst_scale,            // [num_rows, SCALE_SIZE]
+                                const table_t* block_table,    // [num_seqs, max_blocks]
+                                const lens_t* cu_seq_lens,     // [num_seqs + 1]
+                                int64_t num_rows, int64_t num_seqs, int64_t num_blocks, int64_t max_blocks,
+                                int64_t block_stride, int64_t dst_k_stride, int64_t dst_scale_stride,
+                                int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride) {
+    await_previous_kernel();
+    __shared__ int64_t blocks[TOKENS];
+    __shared__ int offsets[TOKENS];
+    const int64_t first = int64_t(blockIdx.x) * TOKENS;
+
+    if (threadIdx.x < TOKENS) {
+        const int64_t row = first + threadIdx.x;
+        int64_t block = NOWHERE, position = 0;
+        if (row < num_rows) {
+            const int64_t sequence = count_up_to(cu_seq_lens + lens_stride, num_seqs, lens_stride, row);
+            const int64_t begin = sequence < num_seqs ? int64_t(cu_seq_lens[sequence * lens_stride]) : -1;
+            if (begin >= 0 && begin <= row) {
+                position = row - begin;
+                const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, 0};  // the codes and the scales have strides of their own
+                block = pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);
+            }
+        }
+        blocks[threadIdx.x] = block;
+        offsets[threadIdx.x] = uint64_t(position) % BLOCK_SIZE;
+    }
+    __syncthreads();
+
+    struct Piece {
+        Words<VEC_SIZE> keys;
+        Words<SCALE_VEC> scales;
+    };
+    each_piece<NUM_THREADS, TOKENS, HEAD_VECS + SCALE_VECS, BATCH>(
+        [&](int row, int piece) {
+            Piece held;
+            if (blocks[row] != NOWHERE) {
+                const uint8_t* block = kv_cache + blocks[row];
+                if (piece < HEAD_VECS) {
+                    held.keys = load_words<VEC_SIZE>(block + offsets[row] * HEAD_SIZE + piece * VEC_SIZE);
+                } else {
+                    const uint8_t* scales = block + BLOCK_SIZE * HEAD_SIZE + offsets[row] * SCALE_SIZE;
+                    held.scales = load_words<SCALE_VEC>(scales + (piece - HEAD_VECS) * SCALE_VEC);
+                }
+            }
+            return held;
+        },
+        [&](int row, int piece, const Piece& held) {
+            if (blocks[row] == NOWHERE) return;
+            if (piece < HEAD_VECS) {
+                store_words<VEC_SIZE>(dst_k + (first + row) * dst_k_stride + piece * VEC_SIZE, held.keys);
+            } else {
+                uint8_t* scales = dst_scale + (first + row) * dst_scale_stride;
+                store_words<SCALE_VEC>(scales + (piece - HEAD_VECS) * SCALE_VEC, held.scales);
+            }
+        });
+}

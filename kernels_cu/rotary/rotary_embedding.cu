@@ -1,0 +1,98 @@
+// rotary_embedding: rotary embedding of query and key heads, in place.
+//
+//     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
+//
+// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh), cos and sin being those of the
+// token's position. With three AXES each pair has the position of one of them: of the first for SECTION_T pairs, of the
+// second for SECTION_H and of the third for the rest; INTERLEAVED, they take turns until theirs are used up and the
+// first has the rest.
+//
+// A thread turns PAIRS pairs of up to THREAD_HEADS heads of a token, so that angles are read once for all of them, and
+// has the heads on their way before it needs a position. A token with a position outside the table is left as it is.
+//
+// Constants
+//     scalar_t       T: element type of query, key and cos_sin_cache
+//     position_t     element type of positions
+//     NUM_HEADS_Q    heads of query
+//     NUM_HEADS_K    heads of key; 0 when key is null
+//     ROTARY_DIM     elements of a head that turn
+//     IS_NEOX        which elements make a pair
+//     AXES           positions of a token: 1 or 3
+//     SECTION_T      pairs of the first axis, if there are three
+//     SECTION_H      pairs of the second
+//     INTERLEAVED    whether the pairs of the axes alternate
+//     LEADING        leading dimensions that number the tokens: 1 or 2
+//     PAIRS          neighbouring pairs of a head to a thread; divides ROTARY_DIM / 2
+//     ACCESS_SIZE    elements of query or key in one memory access
+//     CACHE_ACCESS   elements of cos_sin_cache in one memory access
+//     THREAD_HEADS   heads to a thread, at most
+//     BLOCK_GROUPS   threads of a block that share a token and a place in its heads
+//     NUM_THREADS    threads in the block
+
+#include "rotary.cuh"
+
+constexpr int HALF = ROTARY_DIM / 2;
+constexpr int SECTION_W = HALF - SECTION_T - SECTION_H;
+using vec_t = Vec<scalar_t, PAIRS>;
+using pairs_t = Pairs<scalar_t, PAIRS, HALF, IS_NEOX, ACCESS_SIZE>;
+
+constexpr DEVICE int axis_of(int pair) {
+    if (INTERLEAVED) {
+        return pair % 3 == 1 && pair < 3 * SECTION_H ? 1 : pair % 3 == 2 && pair < 3 * SECTION_W ? 2 : 0;
+    }
+    return pair < SECTION_T ? 0 : pair < SECTION_T + SECTION_H ? 1 : 2;
+}
+
+// Cosines or sines of the pairs from `first` on, `table` being their half of a row.
+DEVICE vec_t load_angles(const scalar_t* table, const int64_t (&position)[AXES], int first) {
+    vec_t angles = vec_t::load<CACHE_ACCESS>(table + position[0] * ROTARY_DIM + first);
+    if constexpr (AXES == 3) {
+#pragma unroll
+        for (int axis = 1; axis < AXES; ++axis) {
+            const vec_t other = vec_t::load<CACHE_ACCESS>(table + position[axis] * ROTARY_DIM + first);
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                if (axis_of(first + i) == axis) angles.data[i] = other.data[i];
+            }
+        }
+    }
+    return angles;
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+rotary_embedding(const position_t* positions,    // [AXES, num_tokens]
+                 scalar_t* query,                // [num_tokens, NUM_HEADS_Q, head_size]
+                 scalar_t* key,                  // [num_tokens, NUM_HEADS_K, head_size] or null
+                 const scalar_t* cos_sin_cache,  // [max_position, ROTARY_DIM]
+                 int64_t num_tokens, int size1, int64_t max_position,
+                 int64_t axis_stride, int64_t positions_stride0, int64_t positions_stride1,
+                 int64_t query_stride0, int64_t query_stride1, int64_t query_head_stride,
+                 int64_t key_stride0, int64_t key_stride1, int64_t key_head_stride) {
+    await_previous_kernel();
+    const HeadIndex<NUM_THREADS, HALF / PAIRS, NUM_HEADS_Q + NUM_HEADS_K, THREAD_HEADS, BLOCK_GROUPS> at(num_tokens);
+    if (!at.inside) return;
+    const int first = at.lane * PAIRS;
+    positions += token_offset<LEADING>(at.token, size1, positions_stride0, positions_stride1);
+    query += token_offset<LEADING>(at.token, size1, query_stride0, query_stride1);
+    key += token_offset<LEADING>(at.token, size1, key_stride0, key_stride1);
+    const auto address = [&](int head) {
+        return head < NUM_HEADS_Q ? query + head * query_head_stride : key + (head - NUM_HEADS_Q) * key_head_stride;
+    };
+
+    int64_t position[AXES];
+#pragma unroll
+    for (int axis = 0; axis < AXES; ++axis) position[axis] = positions[axis * axis_stride];
+    pairs_t pairs[THREAD_HEADS];
+    at.for_each([&](int i, int head) { pairs[i] = pairs_t::load(address(head), first); });
+
+#pragma unroll
+    for (int axis = 0; axis < AXES; ++axis) {
+        if (position[axis] < 0 || position[axis] >= max_position) return;
+    }
+    const vec_t cosine = load_angles(cos_sin_cache, position, first);
+    const vec_t sine = load_angles(cos_sin_cache + HALF, position, first);
+    at.for_each([&](int i, int head) {
+        turn(pairs[i].x, pairs[i].y, cosine, sine);
+        pairs[i].store(address(head), first);
+    });
+}

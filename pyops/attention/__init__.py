@@ -1,0 +1,15 @@
+"""Attention over a paged key-value cache, and what goes with it."""
+
+from __future__ import annotations
+
+from . import decode, merge, sparse, varlen
+from .decode import *
+from .merge import *
+from .sparse import *
+from .varlen import *
+
+__all__: list[str] = []
+__all__ += decode.__all__
+__all__ += merge.__all__
+__all__ += sparse.__all__
+__all__ += varlen.__all__

@@ -1,0 +1,324 @@
+"""The plan of decode attention, for all of its ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .._core import check
+from .._core.dtypes import FLOATS, DType, float8_e4m3fn, float32, int32, int64, uint8
+from .._core.kernel import Kernel, Launch, Scratch
+from .._core.lazy import torch
+from .._core.tensor import Arg
+from ._truth import FP8, Sparse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_decode = Kernel("attention/attention_decode.cu")
+decode_simt = Kernel("attention/attention_decode_simt.cu")
+_combine = Kernel("attention/attention_combine.cu")
+
+NOT_VARLEN = {"VARLEN": False, "CAUSAL": False, "starts_t": int32}
+NUM_WARPS = 4
+_LEAST_SPLIT = 64  # tokens: a step of every warp of a block
+_MOST_SPLITS = 128
+MOST_TOKENS = 2**31 - 2**20  # counted in 32 bits, with room for the last step
+
+
+def _one_of(arg: Arg, name: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise check.refuse(arg, name, f"expected {' or '.join(allowed)}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The caches of a call: their layout and what a kernel is told of it."""
+
+    packed: bool
+    dtype: DType
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    chunk: int  # elements of the innermost dimension of packed keys
+    strides: dict[str, int]
+    aligned: bool  # for accesses of 16 bytes to everything that is read at once
+
+    @classmethod
+    def of(cls, key_cache: Arg, value_cache: Arg, query: Arg, head_size: int, kv_cache_dtype: str) -> Cache:
+        _one_of(key_cache, "kv_cache_dtype", kv_cache_dtype, "auto", *FP8)
+        kind = query.dtype if kv_cache_dtype == "auto" else FP8[kv_cache_dtype]
+        for cache in (key_cache, value_cache):
+            check.dtype(cache, *([kind] if kv_cache_dtype == "auto" else [uint8, kind]))
+        packed = len(key_cache.shape) == 5
+        chunk = 16 // kind.itemsize
+        if packed:
+            if len(value_cache.shape) != 4:
+                raise value_cache.error(f"expected 4 dimensions beside a key_cache of 5, got shape {value_cache.shape}")
+            num_blocks, num_kv_heads, _, block_size, _ = key_cache.shape
+            if head_size % chunk:
+                raise key_cache.error(f"a packed cache of {kind} takes head sizes that are multiples of {chunk}")
+            expected: tuple[int, ...] = (num_blocks, num_kv_heads, head_size // chunk, block_size, chunk)
+            expected_values: tuple[int, ...] = (num_blocks, num_kv_heads, head_size, block_size)
+            inner = {key_cache: (block_size * chunk, chunk, 1), value_cache: (block_size, 1)}
+            heads = 1
+        else:
+            if len(key_cache.shape) != 4:
+                raise key_cache.error(f"expected 5 dimensions (packed) or 4, got shape {key_cache.shape}")
+            num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+            expected = expected_values = (num_blocks, block_size, num_kv_heads, head_size)
+            inner = {key_cache: (1,), value_cache: (1,)}
+            heads = 2
+        for cache, shape in ((key_cache, expected), (value_cache, expected_values)):
+            if cache.shape != shape:
+                raise cache.error(f"expected shape {shape}, got {cache.shape}")
+            steps = inner[cache]
+            sizes = cache.shape[-len(steps) :]
+            if cache.numel and any(
+                n > 1 and a != b for n, a, b in zip(sizes, cache.strides[-len(steps) :], steps, strict=True)
+            ):
+                raise cache.error(f"expected the last {len(steps)} dimensions contiguous, got strides {cache.strides}")
+        strides = {}
+        aligned = head_size % chunk == 0 and key_cache.alignment == value_cache.alignment == 16
+        for name, cache in (("key", key_cache), ("value", value_cache)):
+            strides[f"{name}_block_stride"] = cache.strides[0]
+            strides[f"{name}_token_stride"] = 0 if packed else cache.strides[1]
+            strides[f"{name}_head_stride"] = cache.strides[heads]
+            outer = cache.strides[: heads + 1]
+            aligned &= all(stride % chunk == 0 or size == 1 for stride, size in zip(outer, cache.shape, strict=False))
+        return cls(packed, kind, num_blocks, block_size, num_kv_heads, chunk, strides, aligned)
+
+
+def heads_stride(arg: Arg) -> int:
+    """Elements from one row of [rows, heads, head_size] to the next; heads and their elements must be contiguous."""
+    _, heads, size = arg.shape
+    if arg.numel and ((size > 1 and arg.strides[2] != 1) or (heads > 1 and arg.strides[1] != size)):
+        raise arg.error(f"expected the last two dimensions contiguous, got strides {arg.strides}")
+    return arg.strides[0]
+
+
+def _checked(
+    out: Arg,
+    query: Arg,
+    key_cache: Arg,
+    value_cache: Arg,
+    num_kv_heads: int,
+    block_tables: Arg,
+    seq_lens: Arg,
+    block_size: int,
+    kv_cache_dtype: str,
+    is_fp8: bool,
+    has_starts: bool,
+) -> Cache:
+    """The caches of a call whose tensors fit together; `out` may be of codes, and rows be named by starts."""
+    check.dtype(query, *FLOATS)
+    if len(query.shape) != 3:
+        raise query.error(f"expected shape (num_seqs, num_heads, head_size), got {query.shape}")
+    num_rows, num_heads, head_size = query.shape
+    check.same_shape(out, query)
+    if not is_fp8:
+        check.dtype(out, query.dtype)
+    else:
+        check.dtype(out, uint8, float8_e4m3fn)
+    if len(block_tables.shape) != 2:
+        raise block_tables.error(f"expected shape (num_seqs, most_blocks), got {block_tables.shape}")
+    num_seqs = block_tables.shape[0]
+    if not has_starts and num_seqs != num_rows:
+        raise block_tables.error(f"expected {num_rows} rows like query, got shape {block_tables.shape}")
+    for index in (block_tables, seq_lens):
+        check.dtype(index, int32, int64)
+    if seq_lens.shape != (num_seqs,):
+        raise seq_lens.error(f"expected shape ({num_seqs},), got {seq_lens.shape}")
+    cache = Cache.of(key_cache, value_cache, query, head_size, kv_cache_dtype)
+    for name, given, held in (
+        ("num_kv_heads", num_kv_heads, cache.num_kv_heads),
+        ("block_size", block_size, cache.block_size),
+    ):
+        if given != held:
+            raise check.refuse(query, name, f"expected {held} as in key_cache of shape {key_cache.shape}, got {given}")
+    if num_kv_heads == 0 or num_heads % num_kv_heads or block_size == 0 or head_size == 0:
+        raise query.error(f"expected heads that are a multiple of num_kv_heads={num_kv_heads}, got shape {query.shape}")
+    return cache
+
+
+def plan(
+    out: Arg,
+    query: Arg,
+    key_cache: Arg,
+    value_cache: Arg,
+    num_kv_heads: int,
+    block_tables: Arg,
+    seq_lens: Arg,
+    block_size: int,
+    alibi_slopes: Arg | None,
+    kv_cache_dtype: str,
+    k_scale: Arg,
+    v_scale: Arg,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+    sliding_window: int = 0,
+    logits_soft_cap: float = 0.0,
+    sinks: Arg | None = None,
+    lse: Arg | None = None,
+    exp_sums: Arg | None = None,
+    max_logits: Arg | None = None,
+    tmp_out: Arg | None = None,
+    partition: int = 0,
+    query_start_loc: Arg | None = None,
+    fp8_out_scale: Arg | None = None,
+    **_: Any,
+) -> list[Launch]:
+    """The launches of an op whose parameters have these names."""
+    sparse = Sparse(
+        tp_rank,
+        blocksparse_local_blocks,
+        blocksparse_vert_stride,
+        blocksparse_block_size,
+        blocksparse_head_sliding_step,
+    )
+    cache = _checked(
+        out,
+        query,
+        key_cache,
+        value_cache,
+        num_kv_heads,
+        block_tables,
+        seq_lens,
+        block_size,
+        kv_cache_dtype,
+        fp8_out_scale is not None,
+        query_start_loc is not None,
+    )
+    num_rows, num_heads, head_size = query.shape
+    num_seqs = block_tables.shape[0]
+    for per_head in (alibi_slopes, sinks):
+        check.shape(per_head, float32, num_heads=num_heads)
+    check.shape(lse, float32, num_heads=num_heads, num_seqs=num_rows)
+    check.scalar(k_scale)
+    check.scalar(v_scale)
+    if sliding_window < 0:
+        raise check.refuse(query, "sliding_window", f"expected 0 or more, got {sliding_window}")
+    if sparse.on and sparse.block_size <= 0:
+        raise check.refuse(query, "blocksparse_block_size", f"expected 1 or more, got {sparse.block_size}")
+
+    group = num_heads // num_kv_heads
+    products = (
+        query.dtype is not float32
+        and cache.aligned
+        and head_size <= 256
+        and query.device.warp_size == 32
+        and not sparse.on
+        and (not cache.packed or block_size % (4 if cache.dtype is query.dtype else 8) == 0)
+    )
+    heads = 16 if group > 8 else 8
+    blocks = num_seqs * (num_kv_heads * -(-group // heads) if products else num_heads)
+    most_tokens = min(block_tables.shape[1] * block_size, MOST_TOKENS)
+    if tmp_out:
+        assert exp_sums
+        assert max_logits
+        sizes = {"num_seqs": num_seqs, "num_heads": num_heads, "most_partitions": exp_sums.shape[-1]}
+        check.shape(exp_sums, float32, **sizes)
+        check.shape(max_logits, float32, **sizes)
+        check.shape(tmp_out, query.dtype, **sizes, head_size=head_size)
+        most_splits = max(1, exp_sums.shape[-1])
+        most_tokens = min(most_tokens, most_splits * partition)
+    else:
+        # Two rounds of what fits on the device at once, so that no multiprocessor waits long for the last one.
+        wanted = -(-6 * query.device.multiprocessors // max(1, blocks))
+        most_splits = max(1, min(wanted, -(-most_tokens // _LEAST_SPLIT), _MOST_SPLITS))
+    if most_splits > 65535:
+        raise check.refuse(query, "tmp_out", f"expected at most 65535 partitions, got {most_splits}")
+    direct = tmp_out is None
+    combined = not direct or most_splits > 1
+    rows = num_seqs * num_heads * most_splits if combined else 0
+    memory: dict[str, Any] = {}
+    if direct:
+        memory = {
+            "tmp_out": Scratch(rows * head_size * 4) if rows else 0,
+            "max_logits": Scratch(rows * 4) if rows else 0,
+            "exp_sums": Scratch(rows * 4) if rows else 0,
+        }
+    flags = {
+        "PARTITION": partition,
+        "DIRECT": direct,
+        "HAS_SINKS": sinks is not None,
+        "HAS_LSE": lse is not None,
+        "HAS_STARTS": query_start_loc is not None,
+    }
+    partial_t = float32 if tmp_out is None else tmp_out.dtype
+    types = {"partial_t": partial_t, "length_t": seq_lens.dtype}
+    common = {
+        **{name: 0 for name, arg in (("lse", lse), ("sinks", sinks), ("query_start_loc", query_start_loc)) if not arg},
+        **memory,
+        "num_rows": num_rows,
+        "most_tokens": most_tokens,
+        "most_splits": most_splits,
+        "sliding_window": sliding_window,
+        "least_split": _LEAST_SPLIT,
+        "out_stride": heads_stride(out),
+        "length_step": seq_lens.strides[0],
+    }
+    constants = {
+        "scalar_t": query.dtype,
+        **types,
+        "cache_t": cache.dtype,
+        "table_t": block_tables.dtype,
+        "HEAD_SIZE": head_size,
+        "BLOCK_SIZE": block_size,
+        "PACKED": cache.packed,
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "NUM_WARPS": NUM_WARPS,
+        **flags,
+        "HAS_ALIBI": alibi_slopes is not None,
+        "HAS_SOFTCAP": logits_soft_cap > 0,
+    }
+    fixed = {
+        **common,
+        **({} if alibi_slopes else {"alibi_slopes": 0}),
+        **cache.strides,
+        "num_blocks": cache.num_blocks,
+        "query_stride": heads_stride(query),
+        "table_stride": block_tables.strides[0],
+        "table_step": block_tables.strides[1],
+        "logits_soft_cap": logits_soft_cap,
+    }
+    if products:
+        tiles = (
+            2 if cache.chunk > 8 and head_size <= 128 else 1
+        )  # of 16 tokens: as many bytes on their way, if they fit
+        big = head_size > 128 or heads > 8 or cache.chunk > 8  # codes take registers on their way to products
+        kernel = _decode(**constants, HEADS=heads, TILES=tiles, MIN_BLOCKS=2 if big else 3)
+    else:
+        kernel = decode_simt(**constants, **NOT_VARLEN, SPARSE=sparse.on, X=cache.chunk)
+        fixed |= {
+            **dict.fromkeys(("cu_seqlens_q", "num_seqs", "starts_step"), 0),
+            "blocksparse_local_blocks": sparse.local_blocks,
+            "blocksparse_vert_stride": sparse.vert_stride,
+            "blocksparse_block_size": sparse.block_size,
+            "blocksparse_head_sliding_step": sparse.head_sliding_step,
+            "first_step": sparse.first_step(num_heads, num_kv_heads),
+        }
+    launches = [kernel.launch((blocks, most_splits), NUM_WARPS * 32, **fixed)]
+    if combined:
+        vec_size = check.vector_width(head_size, *(arg for arg in (out, tmp_out) if arg))
+        vec_size = min(vec_size, 16 // max(partial_t.itemsize, out.dtype.itemsize))
+        num_threads = check.threads(-(-head_size // vec_size))
+        constants = {**types, "out_t": float8_e4m3fn if fp8_out_scale else out.dtype, **flags}
+        constants |= {"HEAD_SIZE": head_size, "NUM_HEADS": num_heads, "VEC_SIZE": vec_size, "NUM_THREADS": num_threads}
+        kernel = _combine(**constants, HAS_OUT_SCALE=fp8_out_scale is not None)
+        absent = {} if fp8_out_scale else {"fp8_out_scale": 0}
+        launches.append(kernel.launch(num_seqs * num_heads, num_threads, **common, **absent))
+    return launches
+
+
+def bad_indices(block_tables: Tensor, seq_lens: Tensor, num_blocks: int, block_size: int) -> dict[str, Tensor]:
+    starts = torch.arange(block_tables.shape[1], device=block_tables.device) * block_size
+    used = starts < seq_lens[:, None]
+    return {
+        "block_tables": used & ((block_tables < 0) | (block_tables >= num_blocks)),
+        "seq_lens": (seq_lens < 0) | (seq_lens > block_tables.shape[1] * block_size),
+    }

@@ -1,0 +1,158 @@
+"""What decode attention is, in float64: the references of its ops are made of this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .._core.dtypes import float8_e4m3fn, float8_e5m2
+from .._core.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# kv_cache_dtype -> element type of a cache of codes.
+FP8 = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """Block-sparse attention: which pages a head attends (attention_decode_simt.cu)."""
+
+    tp_rank: int
+    local_blocks: int
+    vert_stride: int
+    block_size: int
+    head_sliding_step: int
+
+    @property
+    def on(self) -> bool:
+        return self.vert_stride > 1
+
+    def first_step(self, num_heads: int, num_kv_heads: int) -> int:
+        step = self.head_sliding_step
+        return self.tp_rank * (num_heads * step if step >= 0 else num_kv_heads * -step)
+
+
+DENSE = Sparse(0, 0, 0, 64, 0)
+
+
+def largest_of(logits: Tensor) -> Tensor:
+    """The largest of the last dimension, -inf if there is none; NaN is dropped, and comes back with the sum."""
+    most = logits.masked_fill(logits.isnan(), -torch.inf)
+    return most.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
+
+
+def gathered(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    first: int,
+    length: int,
+    kv_cache_dtype: str,
+    scales: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those tokens first <= i < length of a sequence that lie in a block, with their keys and values.
+
+    ``([tokens], [tokens, num_kv_heads, head_size], the same)``, keys and values in float64.
+    """
+    packed = key_cache.ndim == 5
+    num_kv_heads, block_size = key_cache.shape[1 if packed else 2], key_cache.shape[3 if packed else 1]
+    if kv_cache_dtype != "auto":
+        kind = getattr(torch, FP8[kv_cache_dtype].name)
+        key_cache, value_cache = key_cache.view(kind), value_cache.view(kind)
+    tokens = torch.arange(first, max(first, length), device=key_cache.device)
+    numbers = block_table[tokens // block_size]
+    there = (numbers >= 0) & (numbers < key_cache.shape[0])
+    tokens, numbers = tokens[there], numbers[there]
+    places = tokens % block_size
+    at = (numbers, slice(None), slice(None), places) if packed else (numbers, places)
+    head_size = value_cache.shape[2 if packed else 3]
+    keys, values = (
+        cache[at].double().reshape(len(numbers), num_kv_heads, head_size) for cache in (key_cache, value_cache)
+    )
+    if kv_cache_dtype != "auto":
+        keys, values = keys * scales[0].double().reshape(()), values * scales[1].double().reshape(())
+    return tokens, keys, values
+
+
+class Attended:
+    """What one sequence attends to, in float64: logits [num_heads, tokens] and values of the tokens that count."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        block_table: Tensor,
+        length: int,
+        alibi_slopes: Tensor | None,
+        kv_cache_dtype: str,
+        scales: tuple[Tensor, Tensor],
+        sparse: Sparse = DENSE,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> None:
+        num_heads, num_kv_heads = query.shape[0], key_cache.shape[1 if key_cache.ndim == 5 else 2]
+        block_size = key_cache.shape[3 if key_cache.ndim == 5 else 1]
+        length = max(0, min(length, block_table.numel() * block_size))
+        first = max(0, length - window) if window > 0 else 0
+        cached = gathered(key_cache, value_cache, block_table, first, length, kv_cache_dtype, scales)
+        self.tokens, keys, values = cached
+        grouped = query.double().reshape(num_kv_heads, num_heads // num_kv_heads, query.shape[1])
+        logits = (torch.einsum("hgd,nhd->hgn", grouped, keys) * scale).flatten(0, 1)
+        if softcap > 0:
+            logits = softcap * torch.tanh(logits / softcap)
+        if alibi_slopes is not None:
+            logits = logits + alibi_slopes.double()[:, None] * (self.tokens + 1 - length)
+        if sparse.on:
+            heads = torch.arange(num_heads, device=query.device)
+            step = sparse.head_sliding_step
+            steps = heads * step if step >= 0 else heads // (num_heads // num_kv_heads) * -step
+            offset = (sparse.first_step(num_heads, num_kv_heads) + steps + 1)[:, None]
+            block = self.tokens // block_size * block_size // sparse.block_size
+            near = block > (length - 1) // sparse.block_size - sparse.local_blocks
+            logits = logits.masked_fill(~(((block + offset) % sparse.vert_stride == 0) | near), -torch.inf)
+        self.logits, self.values = logits, values
+
+    def part(self, begin: int, end: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(largest logit, sum of exponentials, sum of weighted values) of the tokens begin <= i < end."""
+        among = (self.tokens >= begin) & (self.tokens < (self.logits.new_tensor(torch.inf) if end is None else end))
+        logits, values = self.logits[:, among], self.values[among]
+        most = largest_of(logits)
+        weights = torch.exp(logits - most.masked_fill(most == -torch.inf, 0.0)[:, None])
+        grouped = weights.reshape(values.shape[1], len(weights) // values.shape[1], weights.shape[1])
+        return most, weights.sum(-1), torch.einsum("hgn,nhd->hgd", grouped, values).flatten(0, 1)
+
+
+def finish(
+    out: Tensor, most: Tensor, z: Tensor, total: Tensor, sinks: Tensor | None = None, lse: Tensor | None = None
+) -> None:
+    """``out = total / (z + 1e-6)`` for sums relative to `most`, with one more logit for each head in `sinks`."""
+    if sinks is not None:
+        larger = torch.maximum(most, sinks.double())
+        shrink = torch.exp(most - larger)
+        z, total, most = z * shrink + torch.exp(sinks.double() - larger), total * shrink[:, None], larger
+    out.copy_(total / (z + 1e-6)[:, None])
+    if lse is not None:
+        lse.copy_(most + torch.log(z))
+
+
+def partitions(
+    attended: Attended, length: int, size: int, partials: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write what partitions leave, and join it: (largest logit, sum of weights, weighted sum of rounded results)."""
+    exp_sums, max_logits, tmp_out = partials
+    count = max(0, -(-length // size))
+    for p in range(count):
+        most, z, total = attended.part(p * size, (p + 1) * size)
+        max_logits[:, p], exp_sums[:, p] = most, z
+        tmp_out[:, p] = total / (z + 1e-6)[:, None]
+    if not count:
+        return attended.part(0, 0)
+    most = max_logits[:, :count].double()
+    largest = most.amax(-1)
+    base = largest.masked_fill(largest == -torch.inf, 0.0)[:, None]
+    weights = exp_sums[:, :count].double() * torch.exp(most - base)
+    return largest, weights.sum(-1), torch.einsum("hp,hpd->hd", weights, tmp_out[:, :count].double())

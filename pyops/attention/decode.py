@@ -1,0 +1,338 @@
+"""Decode attention: one query token of each sequence against a paged key-value cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from .._core import check, dtypes
+from .._core.dtypes import int32
+from .._core.kernel import Launch
+from .._core.lazy import torch
+from .._core.op import op
+from ._plan import bad_indices, plan
+from ._truth import FP8, Attended, Sparse, finish, partitions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["paged_attention_rocm", "paged_attention_v1", "paged_attention_v2"]
+
+_V2_PARTITION, _ROCM_PARTITION = 512, 256
+
+
+@op(out=("out", "lse"), passed="max_seq_len", keyed="logits_soft_cap", cancelled=2.0**-15)
+def paged_attention_v1(
+    out: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: Tensor | float,
+    v_scale: Tensor | float,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+    sliding_window: int = 0,
+    logits_soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> None:
+    """Attention of one query token of each sequence over its tokens in a paged key-value cache.
+
+    For head h of sequence s of length L, with the keys and values of the key-value head that h shares::
+
+        l_i = softcap(scale * q . k_i) + alibi_slopes[h] * (i - L + 1)      0 <= i < L
+        p_i = exp(l_i - m) / (sum_j exp(l_j - m) + 1e-6),  m = max_j l_j
+        out = T(sum_i p_i * v_i)
+
+    in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180). Token i lies in block
+    ``block_tables[s, i // block_size]``, slot ``i % block_size``. A token whose block number is out of range
+    contributes nothing; an empty sequence gives zeros; what lies in slots that no token has changes nothing. A value of
+    infinity in the cache may give NaN.
+
+    Args:
+        out: [num_seqs, num_heads, head_size], written; heads contiguous.
+        query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride.
+        key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
+            flash, [num_blocks, block_size, num_kv_heads, head_size]: told apart by the number of dimensions. Of the
+            queries' dtype, or for fp8 uint8 or float8.
+        value_cache: beside it, [num_blocks, num_kv_heads, head_size, block_size] or the shape of key_cache.
+        num_kv_heads: key-value heads; divides num_heads.
+        scale: of the logits.
+        block_tables: [num_seqs, most_blocks], int32 or int64, any strides.
+        seq_lens: [num_seqs], int32 or int64, any stride; at most most_blocks * block_size tokens count.
+        block_size: slots of a block.
+        max_seq_len: changes nothing here; there is no limit to the length.
+        alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409).
+        kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
+        k_scale, v_scale: what codes of an fp8 cache are multiplied by; not read for "auto".
+        tp_rank, blocksparse_*: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+            sparse block kb = j * block_size // blocksparse_block_size, the query in qb; a head attends to it if
+            (kb + offset) % blocksparse_vert_stride == 0, where its offset moves by blocksparse_head_sliding_step from
+            head to head, or if kb > qb - blocksparse_local_blocks.
+        sliding_window: only the last so many tokens; 0 for all.
+        logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none.
+        sinks: [num_heads] float32, one more logit without a value for each head, or None.
+        lse: [num_heads, num_seqs] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence.
+    """
+    sparse = Sparse(
+        tp_rank,
+        blocksparse_local_blocks,
+        blocksparse_vert_stride,
+        blocksparse_block_size,
+        blocksparse_head_sliding_step,
+    )
+    for s, length in enumerate(seq_lens.tolist()):
+        attended = Attended(
+            query[s],
+            key_cache,
+            value_cache,
+            scale,
+            block_tables[s],
+            length,
+            alibi_slopes,
+            kv_cache_dtype,
+            (k_scale, v_scale),
+            sparse,
+            sliding_window,
+            logits_soft_cap,
+        )
+        finish(out[s], *attended.part(0, None), sinks, None if lse is None else lse[:, s])
+
+
+@paged_attention_v1.plan
+def _(**call: Any) -> list[Launch]:
+    return plan(**call)
+
+
+@paged_attention_v1.indices
+def _(key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int) -> dict[str, Tensor]:
+    return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size)
+
+
+_NOT_SPARSE = (0, 0, 0, 64, 0)
+
+
+def _example(
+    make: Any, num_seqs: int, head_size: int, dtype: str, kv_cache_dtype: str, packed: bool, options: bool
+) -> tuple[Any, ...]:
+    """query, caches and so on, to v_scale, of a call: 6 query heads, 2 key-value heads, 16 slots to a block."""
+    num_kv_heads, num_heads, block_size, num_blocks, most_blocks = 2, 6, 16, 37, 8
+    cache_dtype = dtype if kv_cache_dtype == "auto" else FP8[kv_cache_dtype].name
+    x = 16 // dtypes.of(cache_dtype).itemsize  # type: ignore[union-attr]
+    shapes: tuple[tuple[int, ...], ...] = ((num_blocks, block_size, num_kv_heads, head_size),) * 2
+    if packed:
+        shapes = (
+            (num_blocks, num_kv_heads, head_size // x, block_size, x),
+            (num_blocks, num_kv_heads, head_size, block_size),
+        )
+    return (
+        make.randn(num_seqs, num_heads, head_size, dtype=dtype),
+        *(make.randn(*shape, dtype=cache_dtype) for shape in shapes),
+        num_kv_heads,
+        head_size**-0.5,
+        make.randint(0, num_blocks, num_seqs, most_blocks, dtype="int32"),
+        make.randint(0, most_blocks * block_size + 1, num_seqs, dtype="int32"),
+        block_size,
+        most_blocks * block_size,
+        make.randn(num_heads, dtype="float32", scale=0.1) if options else None,
+        kv_cache_dtype,
+        make.full(1, value=0.5, dtype="float32"),
+        make.full(1, value=1.5, dtype="float32"),
+    )
+
+
+@paged_attention_v1.example
+def _(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    head_size: int = 128,
+    dtype: str = "bfloat16",
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    packed: bool = False,
+    options: bool = False,
+) -> tuple[Any, ...]:
+    call = _example(make, num_tokens, head_size, dtype, kv_cache_dtype, packed, options)
+    sinks, lse = make.randn(6, dtype="float32"), make.empty(6, num_tokens, dtype="float32")
+    more = (40, 20.0, sinks, lse) if options else (0, 0.0, None, None)
+    return make.empty(num_tokens, 6, head_size, dtype=dtype), *call, *_NOT_SPARSE, *more
+
+
+@op(out="out", inout=("exp_sums", "max_logits", "tmp_out"), passed="max_seq_len", cancelled=2.0**-15)
+def paged_attention_v2(
+    out: Tensor,
+    exp_sums: Tensor,
+    max_logits: Tensor,
+    tmp_out: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: Tensor | float,
+    v_scale: Tensor | float,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """`paged_attention_v1` in partitions of 512 tokens, whose results stay in memory that the caller gives.
+
+    Partition p of a head leaves its largest logit m_p in `max_logits`, ``z_p = sum_i exp(l_i - m_p)`` in `exp_sums`
+    and its own attention, rounded to T, in `tmp_out`; then ``out = T(sum_p w_p tmp_out_p / (sum_p w_p + 1e-6))`` for
+    ``w_p = z_p exp(m_p - m)``. Partitions behind the end of a sequence keep what they hold.
+
+    Args:
+        exp_sums, max_logits: [num_seqs, num_heads, most_partitions] float32, contiguous, written.
+        tmp_out: [num_seqs, num_heads, most_partitions, head_size] of the queries' dtype, contiguous, written.
+        The others: as in `paged_attention_v1`; tokens beyond most_partitions * 512 do not count.
+    """
+    sparse = Sparse(
+        tp_rank,
+        blocksparse_local_blocks,
+        blocksparse_vert_stride,
+        blocksparse_block_size,
+        blocksparse_head_sliding_step,
+    )
+    for s, length in enumerate(seq_lens.tolist()):
+        length = min(length, exp_sums.shape[2] * _V2_PARTITION)
+        scales = (k_scale, v_scale)
+        attended = Attended(
+            query[s],
+            key_cache,
+            value_cache,
+            scale,
+            block_tables[s],
+            length,
+            alibi_slopes,
+            kv_cache_dtype,
+            scales,
+            sparse,
+        )
+        most_tokens = block_tables.shape[1] * block_size
+        partials = (exp_sums[s], max_logits[s], tmp_out[s])
+        finish(out[s], *partitions(attended, min(length, most_tokens), _V2_PARTITION, partials))
+
+
+@paged_attention_v2.plan
+def _(**call: Any) -> list[Launch]:
+    return plan(partition=_V2_PARTITION, **call)
+
+
+@paged_attention_v2.indices
+def _(key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int) -> dict[str, Tensor]:
+    return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size)
+
+
+@paged_attention_v2.example
+def _(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    dtype: str = "bfloat16",
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    packed: bool = True,
+) -> tuple[Any, ...]:
+    call = _example(make, num_tokens, 64, dtype, kv_cache_dtype, packed, False)
+    partials = (make.empty(num_tokens, 6, 2, dtype="float32"), make.empty(num_tokens, 6, 2, dtype="float32"))
+    return (
+        make.empty(num_tokens, 6, 64, dtype=dtype),
+        *partials,
+        make.empty(num_tokens, 6, 2, 64, dtype=dtype),
+        *call,
+        *_NOT_SPARSE,
+    )
+
+
+@op(inout=("out", "exp_sums", "max_logits", "tmp_out"), passed="max_seq_len", cancelled=2.0**-15)
+def paged_attention_rocm(
+    out: Tensor,
+    exp_sums: Tensor,
+    max_logits: Tensor,
+    tmp_out: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Tensor | None,
+    kv_cache_dtype: str,
+    k_scale: Tensor | float,
+    v_scale: Tensor | float,
+    fp8_out_scale: Tensor | None = None,
+    mfma_type: str = "f16",
+) -> None:
+    """`paged_attention_v2` in partitions of 256 tokens, for rows among those of a mixed batch, on any platform.
+
+    Args:
+        out: [num_rows, num_heads, head_size], written; with fp8_out_scale float8_e4m3fn or uint8.
+        query: [num_rows, num_heads, head_size].
+        query_start_loc: [num_seqs + 1] int32: sequence s has the rows from entry s up to entry s + 1, and is left alone
+            unless it has exactly one, inside query. None: row s.
+        fp8_out_scale: one float32; ``out = fp8(result * (1 / fp8_out_scale))``, saturating.
+        mfma_type: changes nothing here.
+        The others: as in `paged_attention_v2`.
+    """
+    for s, length in enumerate(seq_lens.tolist()):
+        row = s
+        if query_start_loc is not None:
+            row, end = query_start_loc[s : s + 2].tolist()
+            if end - row != 1 or not 0 <= row < query.shape[0]:
+                continue
+        length = min(length, exp_sums.shape[2] * _ROCM_PARTITION, block_tables.shape[1] * block_size)
+        caches = (key_cache, value_cache, scale, block_tables[s], length, alibi_slopes, kv_cache_dtype)
+        attended = Attended(query[row], *caches, (k_scale, v_scale))
+        parts = partitions(attended, length, _ROCM_PARTITION, (exp_sums[s], max_logits[s], tmp_out[s]))
+        if fp8_out_scale is None:
+            finish(out[row], *parts)
+        else:
+            result = torch.empty_like(out[row], dtype=torch.float32)
+            finish(result, *parts)
+            result = (result * (1.0 / fp8_out_scale.reshape(()))).clamp(-448.0, 448.0)
+            out[row].view(torch.uint8).copy_(result.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@paged_attention_rocm.plan
+def _(**call: Any) -> list[Launch]:
+    check.scalar(call["fp8_out_scale"])
+    check.shape(call["query_start_loc"], int32, num_seqs_and_end=call["block_tables"].shape[0] + 1)
+    return plan(partition=_ROCM_PARTITION, **call)
+
+
+@paged_attention_rocm.indices
+def _(key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int) -> dict[str, Tensor]:
+    return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size)
+
+
+@paged_attention_rocm.example
+def _(
+    make: Any, *, num_tokens: int = 16, dtype: Literal["float16", "bfloat16"] = "bfloat16", options: bool = False
+) -> Any:
+    call = list(_example(make, num_tokens, 64, dtype, "auto", True, False))
+    call.insert(7, make.values(list(range(num_tokens + 1)), dtype="int32") if options else None)
+    partials = (make.empty(num_tokens, 6, 1, dtype="float32"), make.empty(num_tokens, 6, 1, dtype="float32"))
+    out = make.empty(num_tokens, 6, 64, dtype="float8_e4m3fn" if options else dtype)
+    fp8_out_scale = make.full(1, value=0.01, dtype="float32") if options else None
+    return out, *partials, make.empty(num_tokens, 6, 1, 64, dtype=dtype), *call, fp8_out_scale, "f16"

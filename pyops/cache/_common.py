@@ -1,0 +1,149 @@
+"""What the cache ops share: the kinds of a cache, where slots and positions lie, how rows are spread over threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._core import check
+from .._core.dtypes import DType, float8_e4m3fn, float8_e5m2, uint8
+from .._core.lazy import torch
+from .._core.tensor import Arg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .._core.device import Device
+
+# kv_cache_dtype -> element type of a cache whose elements are codes.
+FP8 = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
+CODES = (uint8, float8_e4m3fn, float8_e5m2)  # as which a cache of codes may be given
+
+
+def cache_dtype(cache: Arg, kv_cache_dtype: str, model: DType) -> DType:
+    """Element type of a cache of this kind beside tensors of the dtype `model`; checks that of `cache`."""
+    if kv_cache_dtype == "auto":
+        check.dtype(cache, model)
+        return model
+    if kv_cache_dtype not in FP8:
+        expected = ", ".join(f'"{kind}"' for kind in FP8)
+        raise check.refuse(cache, "kv_cache_dtype", f'expected "auto" or one of {expected}, got "{kv_cache_dtype}"')
+    kind = FP8[kv_cache_dtype]
+    check.dtype(cache, uint8, kind)
+    return kind
+
+
+def codes(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:
+    """uint8 codes of ``x / scale``: to the nearest, saturating; NaN is 0x7f."""
+    kind = getattr(torch, dtype.name)
+    quotient = x.float() / scale
+    largest = torch.finfo(kind).max
+    rounded = quotient.clamp(-largest, largest).to(kind).view(torch.uint8)
+    return torch.where(quotient.isnan(), 0x7F, rounded)
+
+
+def kept(x: Tensor, scale: Tensor, kv_cache_dtype: str) -> Tensor:
+    """What a cache of this kind keeps of `x`. `scale` is one number, or one for each row of the last dimension."""
+    if kv_cache_dtype == "auto":
+        return x
+    return codes(x, scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(()), FP8[kv_cache_dtype])
+
+
+def held(x: Tensor, scale: Tensor, kv_cache_dtype: str, dtype: Any) -> Tensor:
+    """What `x`, bits out of a cache of this kind, stand for in `dtype`."""
+    if kv_cache_dtype == "auto":
+        return x
+    return (x.view(getattr(torch, FP8[kv_cache_dtype].name)).float() * scale.reshape(())).to(dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    """`x`, of float8 as its bytes, which torch can index."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def slots(slot_mapping: Tensor, num_blocks: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, blocks, offsets) of the tokens whose slot exists."""
+    slot = slot_mapping.long()
+    tokens = ((slot >= 0) & (slot < num_blocks * block_size)).nonzero().squeeze(1)
+    return tokens, slot[tokens] // block_size, slot[tokens] % block_size
+
+
+def positions(
+    block_table: Tensor, sequence: Tensor, position: Tensor, num_blocks: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, blocks, offsets) of those positions of sequences that lie in a block of the cache."""
+    num_seqs, max_blocks = block_table.shape
+    inside = (sequence >= 0) & (sequence < num_seqs) & (position >= 0) & (position < max_blocks * block_size)
+    rows = inside.nonzero().squeeze(1)
+    block = block_table[sequence[rows], position[rows] // block_size].long()
+    exists = (block >= 0) & (block < num_blocks)
+    return rows[exists], block[exists], position[rows[exists]] % block_size
+
+
+def slots_beyond(slot_mapping: Tensor, num_blocks: int, block_size: int) -> dict[str, Tensor]:
+    """For PYOPS_CHECK: the slots behind the last; negative ones say that nothing is to be written."""
+    return {"slot_mapping": slot_mapping >= num_blocks * block_size}
+
+
+def entries_outside(block_table: Tensor, seq_ends: Tensor, num_blocks: int, block_size: int) -> dict[str, Tensor]:
+    """For PYOPS_CHECK: of the entries that positions up to `seq_ends`, one for each sequence, need, those that name no
+    block."""
+    num_seqs = min(len(seq_ends), len(block_table))
+    first = torch.arange(block_table.shape[1], device=block_table.device) * block_size
+    wrong = torch.zeros_like(block_table, dtype=torch.bool)
+    used, table = first < seq_ends[:num_seqs, None], block_table[:num_seqs]
+    wrong[:num_seqs] = used & ((table < 0) | (table >= num_blocks))
+    return {"block_table": wrong}
+
+
+class Entries(NamedTuple):
+    """A cache of entries: [num_blocks, block_size, ...], the elements of an entry one after another."""
+
+    num_blocks: int
+    block_size: int
+    size: int  # elements of an entry
+    block_stride: int
+    slot_stride: int
+
+    @property
+    def strides(self) -> dict[str, int]:
+        return {"num_blocks": self.num_blocks, "block_stride": self.block_stride, "slot_stride": self.slot_stride}
+
+
+def entries(cache: Arg) -> Entries:
+    """The sizes and strides of a cache of entries."""
+    if len(cache.shape) < 3:
+        raise cache.error(f"expected at least 3 dimensions, got shape {cache.shape}")
+    num_blocks, block_size, *sizes = cache.shape
+    one = replace(cache, shape=tuple(sizes), strides=cache.strides[2:])
+    check.contiguous(one)
+    return Entries(num_blocks, block_size, one.numel, *cache.strides[:2])
+
+
+def flat(cache: Arg, entry: Entries) -> Arg:
+    """The cache as [num_blocks, block_size, elements of an entry]."""
+    return replace(cache, shape=(*cache.shape[:2], entry.size), strides=(*cache.strides[:2], 1))
+
+
+def stride(arg: Arg | None) -> int:
+    """Elements from one to the next of the first dimension; 0 where there is none."""
+    return arg.strides[0] if arg and arg.shape else 0
+
+
+def spread(num_tokens: int, row_vecs: int, device: Device) -> tuple[int, dict[str, Any]]:
+    """(blocks, constants) for tokens of `row_vecs` vectors each.
+
+    Many tokens: blocks of four vectors to a thread, so that enough bytes are in flight. Few: as many blocks as there
+    are tokens, because what counts is the way through one.
+    """
+    tokens, num_threads = min(64, max(1, 1024 // row_vecs)), 256
+    if num_tokens < tokens * 2 * device.multiprocessors:
+        tokens = max(1, 64 // row_vecs)
+        num_threads = check.threads(tokens * row_vecs, most=256)
+    batch = min(4, -(-tokens * row_vecs // num_threads))
+    return -(-num_tokens // tokens), {"TOKENS": tokens, "BATCH": batch, "NUM_THREADS": num_threads}
+
+
+def example_cache(make: Any, *shape: int, dtype: str) -> Any:
+    """A cache with something in every slot; of codes, nothing infinite and no NaN."""
+    return make.randint(0, 120, *shape, dtype=dtype) if dtype == "uint8" else make.randn(*shape, dtype=dtype)

@@ -1,0 +1,413 @@
+"""Decode attention: against torch's own attention, and what no other family has: layouts, lengths, tables, options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pyops
+from pyops._core import config, device
+from pyops._core.example import ArgMaker
+from pyops.testing import assert_matches_reference, guarded
+from pyops.testing.calls import assert_results, expected, run
+from tests.calls import DEVICES, Host, example
+
+V1, V2 = pyops.ops["paged_attention_v1"], pyops.ops["paged_attention_v2"]
+FP8 = torch.float8_e4m3fn
+
+
+def paged_call(
+    lengths: list[int],
+    heads: tuple[int, int] = (4, 2),
+    head_size: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    packed: bool = False,
+    on: str = "cpu",
+) -> dict[str, Any]:
+    """The arguments of a call, and the keys and values of each sequence as plain tensors."""
+    generator = torch.Generator().manual_seed(sum(lengths) + head_size)
+    num_heads, num_kv_heads = heads
+    most_blocks = max(1, *(-(-length // block_size) for length in lengths))
+    num_blocks = len(lengths) * most_blocks + 3
+    table = torch.randperm(num_blocks, generator=generator)[: len(lengths) * most_blocks].view(
+        len(lengths), most_blocks
+    )
+    query = torch.randn(len(lengths), num_heads, head_size, generator=generator).to(dtype)
+    slots = [torch.randn(num_blocks, block_size, num_kv_heads, head_size, generator=generator).to(dtype) for _ in "kv"]
+    plain = []
+    for s, length in enumerate(lengths):
+        plain.append([cache[table[s]].flatten(0, 1)[:length] for cache in slots])
+    used = torch.zeros(num_blocks * block_size, dtype=torch.bool)
+    for s, length in enumerate(lengths):
+        for i in range(length):
+            used[int(table[s, i // block_size]) * block_size + i % block_size] = True
+    for cache in slots:  # what no token has is NaN
+        cache.view(-1, num_kv_heads, head_size)[~used] = torch.nan
+    key_cache, value_cache = slots
+    if packed:
+        x = 16 // key_cache.element_size()
+        key_cache = key_cache.view(num_blocks, block_size, num_kv_heads, head_size // x, x).permute(0, 2, 3, 1, 4)
+        key_cache, value_cache = key_cache.contiguous(), value_cache.permute(0, 2, 3, 1).contiguous()
+    call = {
+        "out": torch.full_like(query, torch.nan),
+        "query": query,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "num_kv_heads": num_kv_heads,
+        "scale": head_size**-0.5,
+        "block_tables": table.int(),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "block_size": block_size,
+        "max_seq_len": max(lengths),
+        "alibi_slopes": None,
+        "kv_cache_dtype": "auto",
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+    }
+    call = {name: value.to(on) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    return call | {"plain": plain}
+
+
+def truth(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Any = None) -> torch.Tensor:
+    """torch's attention of [num_heads, head_size] over [tokens, num_kv_heads, head_size], in float64."""
+    q, k, v = (x.double().cpu() for x in (query[:, None], keys.transpose(0, 1), values.transpose(0, 1)))
+    result = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], mask, enable_gqa=True)
+    return result[0, :, 0]
+
+
+def _assert_is_attention(call: dict[str, Any], atol: float | None = None, mask: Any = None) -> torch.Tensor:
+    """Make the call, and hold what it writes to torch's attention over the plain keys and values."""
+    plain = call.pop("plain")
+    V1.wrapper(**call)
+    tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[call["query"].dtype]
+    for s, (keys, values) in enumerate(plain):
+        right = truth(call["query"][s], keys, values, mask) if len(keys) else torch.zeros_like(call["out"][s]).double()
+        torch.testing.assert_close(
+            call["out"][s].double().cpu(), right.cpu(), rtol=tolerance, atol=atol or tolerance / 2
+        )
+    out: torch.Tensor = call["out"]
+    return out
+
+
+@pytest.fixture(params=DEVICES)
+def on(request: pytest.FixtureRequest) -> Any:
+    """Each device: its name; the host's runs the kernels."""
+    with config.cpu("kernels" if isinstance(request.param, Host) else "reference"):
+        yield str(request.param)
+
+
+LENGTHS = [0, 1, 15, 16, 17, 100]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_is_attention(on: str, dtype: torch.dtype, packed: bool) -> None:
+    """Lengths of 0, of 1, and ending in a block, whose other slots hold NaN."""
+    _assert_is_attention(paged_call(LENGTHS, dtype=dtype, packed=packed, on=on))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 3), (16, 2), (16, 1), (32, 1), (40, 2), (9, 1)])
+def test_any_number_of_heads(on: str, heads: tuple[int, int]) -> None:
+    """Each key-value head has its own queries: one, as many as a tile of products, and more than a block takes."""
+    for dtype in (torch.bfloat16, torch.float32):
+        _assert_is_attention(paged_call([1, 37], heads, dtype=dtype, on=on))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+@pytest.mark.parametrize("head_size", [8, 32, 80, 96, 112, 120, 192, 256, 264, 576])
+def test_any_head_size(on: str, head_size: int, packed: bool) -> None:
+    _assert_is_attention(paged_call([33, 5], head_size=head_size, dtype=torch.bfloat16, packed=packed, on=on))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 5, 8, 12, 32, 256])
+def test_any_block_size(on: str, block_size: int, packed: bool) -> None:
+    _assert_is_attention(paged_call([47, 6], block_size=block_size, dtype=torch.float16, packed=packed, on=on))
+
+
+def test_published_example(on: str) -> None:
+    """float32 tensors, the flash layout, tables of int64, a scalar in host memory as scale, expanded lengths."""
+    call = paged_call([20, 20], (8, 8), on=on)
+    call["block_tables"] = call["block_tables"].long()
+    call["seq_lens"] = torch.tensor(20, device=on).expand(2)
+    call["k_scale"] = call["v_scale"] = torch.tensor(1.0)
+    _assert_is_attention(call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices(on: str, dtype: torch.dtype) -> None:
+    """Queries inside a fused QKV, caches inside one buffer, every second column of a table."""
+    call = paged_call([30, 7], dtype=dtype, on=on)
+    fused = torch.full((2, 8, 64), torch.nan, dtype=dtype, device=on)
+    fused[:, :4] = call["query"]
+    joint = torch.stack((call["key_cache"], call["value_cache"]), 1)
+    table = torch.stack((call["block_tables"], torch.full_like(call["block_tables"], 10**9)), -1)
+    call |= {"query": fused[:, :4], "key_cache": joint[:, 0], "value_cache": joint[:, 1], "block_tables": table[..., 0]}
+    _assert_is_attention(call)
+
+
+def test_misaligned(on: str) -> None:
+    """Addresses that are no multiple of 16 bytes."""
+    call = paged_call([30, 7], dtype=torch.bfloat16, on=on)
+    for name in ("query", "key_cache", "value_cache"):
+        value = call[name]
+        call[name] = torch.empty(value.numel() + 1, dtype=value.dtype, device=on)[1:].view(value.shape).copy_(value)
+    _assert_is_attention(call)
+
+
+def test_many_splits(on: str) -> None:
+    """A sequence that many blocks share, beside short ones: parts of unequal length, and parts without a token."""
+    _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), dtype=torch.bfloat16, on=on))
+    _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), head_size=16, on=on))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sliding_window(on: str, dtype: torch.dtype) -> None:
+    for window in (1, 17, 100, 300):
+        call = paged_call([250, 18, 1], dtype=dtype, on=on) | {"sliding_window": window}
+        call["plain"] = [[x[max(0, len(x) - window) :] for x in pair] for pair in call["plain"]]
+        _assert_is_attention(call)
+
+
+def test_alibi(on: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        call = paged_call([70], dtype=dtype, on=on)
+        slopes = torch.tensor([0.5, 0.25, 0.0, -0.125])
+        call["alibi_slopes"] = slopes.to(on)
+        _assert_is_attention(call, mask=(slopes.double()[:, None] * (torch.arange(70) - 69))[None, :, None])
+
+
+def _logits(call: dict[str, Any], s: int) -> torch.Tensor:
+    keys, _ = call["plain"][s]
+    query = call["query"][s].double().cpu()
+    return torch.stack([keys.double()[:, h // 2] @ query[h] for h in range(4)]) * call["scale"]
+
+
+def test_log_sum_exp_and_sinks(on: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        call = paged_call([600, 3], dtype=dtype, on=on)
+        right = torch.stack([_logits(call, s).logsumexp(-1) for s in range(2)], 1)
+        lse = torch.empty(4, 2, device=on)
+        plain = _assert_is_attention(call | {"lse": lse}).clone()
+        torch.testing.assert_close(lse.double().cpu(), right, rtol=1e-5, atol=1e-5)
+        sinks = torch.tensor([0.0, 1.0, -50.0, 7.0])
+        call.pop("plain")
+        V1.wrapper(**call, sinks=sinks.to(on), lse=lse)
+        with_sinks = torch.logaddexp(right, sinks.double()[:, None])
+        torch.testing.assert_close(lse.double().cpu(), with_sinks, rtol=1e-5, atol=1e-5)
+        shrunk = plain.double().cpu() * torch.exp(right - with_sinks).T[..., None]
+        torch.testing.assert_close(
+            call["out"].double().cpu(), shrunk, rtol=2e-2 if dtype != torch.float32 else 1e-4, atol=1e-4
+        )
+
+
+def test_soft_cap(on: str) -> None:
+    call = paged_call([40], on=on) | {"logits_soft_cap": 0.5, "scale": 1.0}
+    weights = torch.softmax(0.5 * torch.tanh(_logits(call, 0) / 0.5), -1)
+    values = call.pop("plain")[0][1].double()
+    V1.wrapper(**call)
+    right = torch.stack([weights[h] @ values[:, h // 2] for h in range(4)])
+    torch.testing.assert_close(call["out"][0].double().cpu(), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_fp8_cache(on: str, dtype: torch.dtype, kind: str) -> None:
+    """The codes' values times the scales, whatever the size of the queries."""
+    code = torch.float8_e5m2 if kind == "fp8_e5m2" else FP8
+    for size in (1.0, 1e-3, 1e4):
+        call = paged_call([50, 9], dtype=dtype, on=on)
+        call["query"] = (call["query"].float() * size).to(dtype)
+        held = {name: call[name].float().nan_to_num(nan=0.0).to(code) for name in ("key_cache", "value_cache")}
+        held = {
+            name: torch.where(call[name].isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=on), x.view(torch.uint8))
+            for name, x in held.items()
+        }
+        scales = {"k_scale": 0.25, "v_scale": 3.0}
+        call["scale"] /= size
+        plain = []
+        for keys, values in call["plain"]:
+            plain.append([(keys.float().to(code).double() * 0.25), values.float().to(code).double() * 3.0])
+        call |= held | scales | {"kv_cache_dtype": kind, "plain": plain}
+        query = call["query"].double() * call["scale"] * 64**0.5
+        for s, (keys, values) in enumerate(call.pop("plain")):
+            if s == 0:
+                V1.wrapper(**call)
+            right = truth(query[s], keys, values)
+            tolerance = 3e-5 if dtype == torch.float32 else 4e-3 if dtype == torch.float16 else 1.6e-2
+            torch.testing.assert_close(call["out"][s].double().cpu(), right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("step", [0, 1, -1, 3])
+def test_block_sparse(on: str, step: int) -> None:
+    """Pages far from the query are attended one in `vert_stride`, by heads in turn."""
+    call = paged_call([130, 20], block_size=8, on=on)
+    call |= {"tp_rank": 1, "blocksparse_local_blocks": 2, "blocksparse_vert_stride": 3, "blocksparse_block_size": 16}
+    call["blocksparse_head_sliding_step"] = step
+    plain = call.pop("plain")
+    V1.wrapper(**call)
+    for s, (keys, values) in enumerate(plain):
+        for h in range(4):
+            offset = (4 + h) * step + 1 if step >= 0 else (2 + h // 2) * -step + 1
+            blocks = torch.arange(len(keys)) // 8 * 8 // 16
+            seen = ((blocks + offset) % 3 == 0) | (blocks > (len(keys) - 1) // 16 - 2)
+            right = truth(call["query"][s, h : h + 1], keys[seen, h // 2 :][:, :1], values[seen, h // 2 :][:, :1])
+            torch.testing.assert_close(call["out"][s, h : h + 1].double().cpu(), right, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+def test_hostile_tables(dtype: torch.dtype, packed: bool) -> None:
+    """Block numbers and lengths that lead nowhere contribute nothing, at the edge of memory, under every schedule."""
+    call = paged_call([20, 40, 33], dtype=dtype, packed=packed)
+    call.pop("plain")
+    call["block_tables"] = torch.tensor([[0, -1, 2], [10**9, 1, -(2**31)], [12, 11, 2**31 - 1]], dtype=torch.int32)
+    call["seq_lens"] = torch.tensor([20, 2**31 - 1, -5], dtype=torch.int32)
+    for name in ("key_cache", "value_cache"):
+        call[name] = call[name].nan_to_num(nan=0.5)
+    assert_matches_reference(V1, *call.values(), warp_sizes=(32, 64))
+    call["block_tables"] = call["block_tables"].long() * 2**20
+    assert_matches_reference(V1, *call.values())
+    held = {name: guarded(x) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    with config.cpu("kernels"):
+        V1.wrapper(**held)
+
+
+def test_indices_out_of_range_are_named(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYOPS_CHECK", "1")
+    V1.forget()
+    call = paged_call([20, 40], on=on)
+    call.pop("plain")
+    V1.wrapper(**call)
+    call["block_tables"][1, 1] = 77
+    call["block_tables"][0, 2] = 77  # behind the sequence
+    with pytest.raises(
+        pyops.OpError, match=r"block_tables: 1 of 6 indices are out of range, the first at \(1, 1\): 77"
+    ):
+        V1.wrapper(**call)
+    V1.forget()
+
+
+def test_v2_leaves_partitions_behind_the_end_alone(on: str) -> None:
+    call = paged_call([513, 512, 1, 0], (2, 1), head_size=32, dtype=torch.bfloat16, on=on)
+    plain = call.pop("plain")
+    partials = {
+        "exp_sums": torch.full((4, 2, 3), 7.0, device=on),
+        "max_logits": torch.full((4, 2, 3), 7.0, device=on),
+        "tmp_out": torch.full((4, 2, 3, 32), 7.0, dtype=torch.bfloat16, device=on),
+    }
+    V2.wrapper(**call, **partials)
+    for count, s in ((2, 0), (1, 1), (1, 2), (0, 3)):
+        for value in partials.values():
+            assert (value[s, :, count:] == 7.0).all()
+        for p in range(count):
+            keys, values = (x[512 * p : 512 * (p + 1)] for x in plain[s])
+            right = truth(call["query"][s], keys, values)
+            torch.testing.assert_close(partials["tmp_out"][s, :, p].double().cpu(), right, rtol=1.6e-2, atol=1e-2)
+            logits = torch.stack([keys.double()[:, 0] @ call["query"][s, h].double().cpu() for h in range(2)])
+            most = (logits * call["scale"]).amax(-1)
+            torch.testing.assert_close(partials["max_logits"][s, :, p].double().cpu(), most, rtol=1e-4, atol=1e-5)
+        if count:
+            right = truth(call["query"][s], *plain[s])
+            torch.testing.assert_close(call["out"][s].double().cpu(), right, rtol=1.6e-2, atol=1e-2)
+        else:
+            assert (call["out"][s] == 0).all()
+
+
+def test_rocm_rows_of_a_mixed_batch(on: str) -> None:
+    """Only sequences of one query token are served, at their row; a row that is none is left alone."""
+    op = pyops.ops["paged_attention_rocm"]
+    call = paged_call([20, 30, 300, 5], head_size=64, dtype=torch.float16, on=on)
+    plain = call.pop("plain")
+    starts = torch.tensor([3, 4, 6, 7, 8], dtype=torch.int32, device=on)
+    query = torch.randn(7, 4, 64, dtype=torch.float16, device=on)
+    out = torch.full_like(query, 7.0)
+    sums, most = torch.empty(4, 4, 2, device=on), torch.empty(4, 4, 2, device=on)
+    partials = {
+        "exp_sums": sums,
+        "max_logits": most,
+        "tmp_out": torch.empty(4, 4, 2, 64, dtype=torch.float16, device=on),
+    }
+    op.wrapper(**call | partials | {"query_start_loc": starts, "query": query, "out": out})
+    for row, s in ((3, 0), (6, 2)):  # sequence 1 has two tokens, sequence 3 a row that does not exist
+        torch.testing.assert_close(out[row].double().cpu(), truth(query[row], *plain[s]), rtol=4e-3, atol=2e-3)
+    assert (out[[0, 1, 2, 4, 5]] == 7.0).all()
+
+
+def test_a_million_tokens(on: str) -> None:
+    """One block of the cache, again and again: the mean of its values if all keys are one."""
+    length = 1_000_000 if on == "cuda" else 100_001  # which takes the host three seconds
+    key = torch.zeros(2, 256, 1, 8, dtype=torch.bfloat16, device=on)
+    value = torch.randn(2, 256, 1, 8, device=on).to(torch.bfloat16)
+    table = torch.ones(1, 4000, dtype=torch.int32, device=on)
+    query, out = (
+        torch.ones(1, 1, 8, dtype=torch.bfloat16, device=on),
+        torch.empty(1, 1, 8, dtype=torch.bfloat16, device=on),
+    )
+    lengths = torch.tensor([length], device=on)
+    V1.wrapper(out, query, key, value, 1, 1.0, table, lengths, 256, length, None, "auto", 1.0, 1.0)
+    weights = torch.full((256,), length // 256, dtype=torch.double)
+    weights[: length % 256] += 1
+    right = (weights[:, None] * value[1, :, 0].double().cpu()).sum(0) / length
+    torch.testing.assert_close(out[0, 0].double().cpu(), right, rtol=8e-3, atol=1e-4)
+
+
+def test_products_serve_what_they_can() -> None:
+    """The choice of the kernel is in the plan: by matrix products where there is nothing against it."""
+
+    def kernels(**axes: Any) -> list[str]:
+        on = device.model(axes.pop("arch", "sm_90"))
+        launches = V1.launches(*V1.example(ArgMaker(on), **axes))  # type: ignore[misc]
+        return [launch.specialisation.kernel.file.split("/")[1] for launch in launches]
+
+    assert kernels(num_tokens=4096) == ["attention_decode.cu"]
+    assert kernels(num_tokens=1) == ["attention_decode.cu", "attention_combine.cu"]
+    assert kernels(num_tokens=4096, kv_cache_dtype="fp8", packed=True) == ["attention_decode.cu"]
+    assert kernels(num_tokens=4096, dtype="float32") == ["attention_decode_simt.cu"]
+    assert kernels(num_tokens=4096, arch="gfx942") == ["attention_decode_simt.cu"]
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("num_kv_heads", {"num_kv_heads": 4}, "num_kv_heads: expected 2"),
+    ("block_size", {"block_size": 8}, "block_size: expected 16"),
+    (
+        "kv_cache_dtype",
+        {"kv_cache_dtype": "int8"},
+        "kv_cache_dtype: expected auto or fp8 or fp8_e4m3 or fp8_e5m2, got int8",
+    ),
+    ("sliding_window", {"sliding_window": -1}, "sliding_window: expected 0 or more, got -1"),
+    (
+        "sparse block",
+        {"blocksparse_vert_stride": 2, "blocksparse_block_size": 0},
+        "blocksparse_block_size: expected 1 or",
+    ),
+    ("fp8 cache of floats", {"kv_cache_dtype": "fp8"}, "key_cache: expected dtype uint8 or float8_e4m3fn, got float32"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_refused(change: dict[str, Any], message: str) -> None:
+    call = paged_call([5]) | change
+    call.pop("plain")
+    with pytest.raises(pyops.OpError, match=f"^paged_attention_v1: {message}"):
+        V1.wrapper(**call)
+
+
+def test_packed_keys_hold_whole_words() -> None:
+    """A head size of 120 has no packed cache of fp8."""
+    call = paged_call([5], head_size=120, dtype=torch.bfloat16, packed=True)
+    call.pop("plain")
+    codes = {name: torch.zeros(call[name].shape, dtype=torch.uint8) for name in ("key_cache", "value_cache")}
+    with pytest.raises(
+        pyops.OpError, match=r"key_cache: a packed cache of float8_e4m3fn takes head sizes that are multiples"
+    ):
+        V1.wrapper(**call | codes | {"kv_cache_dtype": "fp8"})
+
+
+def test_the_example_is_in_the_reference(on: str) -> None:
+    """The generic example meets the kernels with every option at once."""
+    args = example(V1, on, num_tokens=3, options=True)
+    assert_results(V1, expected(V1, args), run(V1, args))
