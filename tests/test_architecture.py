@@ -29,8 +29,15 @@ ORDER = [
     if re.match(r"[a-z]+( [a-z]+)*   +\S", line)
     for module in re.split("   +", line)[0].split()
 ]
-# A family of ops: one module or package beside `_core`, whose name says nothing else.
+# What stands beside `_core`: a module or package for each family of ops, and the test harness.
 FAMILIES = [path for path in sorted((ROOT / "pyops").glob("*.py")) if not path.name.startswith("__")]
+FAMILIES += [
+    path
+    for folder in sorted((ROOT / "pyops").iterdir())
+    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "testing")
+    for path in sorted(folder.glob("*.py"))
+]
+HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
 
 
 def _code(name: str) -> str:
@@ -68,16 +75,34 @@ def test_core_imports_only_what_comes_before(module: str) -> None:
     assert not beyond, "the core imports what stands on it"
 
 
-@pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.relative_to(ROOT / "pyops").as_posix())
 def test_families_import_only_the_core(path: Path) -> None:
+    """And what else is in their package."""
     own = {name for name in _imports(path) if name.startswith("pyops")}
-    assert all(name.startswith("pyops._core.") for name in own), own
+    family = f"pyops.{path.parent.name}." if path.parent.name != "pyops" else "pyops._core."
+    assert all(name.startswith(("pyops._core.", family)) for name in own), own
+
+
+@pytest.mark.parametrize("path", HARNESS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_harness_knows_no_op(path: Path) -> None:
+    """It imports the core and itself; hypothesis only where the strategies are."""
+    imported = _imports(path)
+    own = {name for name in imported if name.startswith("pyops")}
+    assert all(name.startswith(("pyops._core.", "pyops.testing.")) for name in own), own
+    assert "strategies" in path.parts or not any(re.match("hypothesis|.*strategies", name) for name in imported)
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 250
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_has_one_entry_named_as_its_file(name: str) -> None:
     assert len(re.findall(r'extern\s+"C"', _code(name))) == 1
-    assert source.signature(name)[0] == Path(name).stem
+    assert source.signature(name).entry == Path(name).stem
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_may_be_started_early(name: str) -> None:
+    """Its first statement waits for the kernel before it, so launches overlap."""
+    assert source.signature(name).overlaps
 
 
 def test_every_kernel_is_launched() -> None:
@@ -92,9 +117,10 @@ def test_every_kernel_is_launched() -> None:
 
 
 def test_every_header_is_included() -> None:
-    included = {
-        f"include/{header}" for name in kernels_cu.names() for header in re.findall(r'#include "(.*)"', _code(name))
-    }
+    """By a kernel or a header, or at least by a kernel that a test holds."""
+    texts = [_code(name) for name in kernels_cu.names()]
+    texts += [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "core").glob("*.py")]
+    included = {f"include/{header}" for text in texts for header in re.findall(r'#include "(\w+\.cuh)"', text)}
     assert included == set(HEADERS)
 
 
@@ -118,6 +144,17 @@ def test_kernel_header_comment_lists_its_constants(name: str) -> None:
                     assert re.search(rf"^//     .*\b{constant}\b", comment, re.MULTILINE), (
                         f"{constant} is not explained"
                     )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels_cu" / "host").iterdir()), ids=lambda path: path.name)
+def test_emulation_is_plain(path: Path) -> None:
+    """ASCII, in files that fit in a head; each is described, and includes are of its own folder or the system's."""
+    text = path.read_text(encoding="utf-8")
+    assert text.isascii()
+    assert len(text.splitlines()) < 300
+    assert text.startswith(f"// {path.name}: ")
+    assert f"`{path.name}`" in (ROOT / "docs/host.md").read_text()
+    assert all((path.parent / header).exists() for header in re.findall(r'#include "(.*)"', text))
 
 
 @pytest.mark.parametrize("name", kernels_cu.names())

@@ -131,7 +131,7 @@ def test_load_is_parallel_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         for op, one in wanted:
             one.kernel._loaded.clear()
-            del op.specialisations[no_device, one.kernel, *one.constants.values()]
+            del op.specialisations[no_device, one.kernel, one.key]
 
 
 def test_load_raises_what_a_compiler_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ import pytest
 
 import kernels_cu
 from pyops import __main__ as command_line
+from pyops import testing
 from pyops._core import config
+from pyops._core.host import toolchains
 from pyops.cli import table
 
 ROOT = Path(__file__).parents[1]
@@ -85,6 +87,19 @@ def test_the_cupy_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "norm/rms_norm.cu" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.parametrize("page", ["host.md", "testing.md"])
+def test_the_examples_of_the_harness_run(page: str) -> None:
+    (example,) = blocks("python", (ROOT / "docs" / page).read_text())
+    exec(example, {"__name__": "__main__"})
+
+
+def test_every_name_of_the_harness_is_described() -> None:
+    page = (ROOT / "docs/testing.md").read_text()
+    for name in (*testing.__all__, *testing.strategies.__all__):
+        assert re.search(rf"`[^`]*\b{name}\b[^`]*`", page), name
+
+
 NEW_OP = """
 import sys
 from pathlib import Path
@@ -128,7 +143,7 @@ def test_the_new_op_of_the_readme_works(tmp_path: Path) -> None:
 
 
 def test_every_switch_is_described() -> None:
-    switches = re.findall(r"PYOPS_\w+=1", " ".join(f.__doc__ or "" for f in vars(config).values() if callable(f)))
+    switches = re.findall(r"PYOPS_\w+=\w+", " ".join(f.__doc__ or "" for f in vars(config).values() if callable(f)))
     assert switches
     for switch in switches:
         assert f"| `{switch}` |" in README

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from pyops._core.host import toolchains
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,14 +21,14 @@ class Blocker:
         if name.split(".")[0] in BLOCKED:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
 
-BLOCKED = {"torch", "cupy", "cupy_backends", "ml_dtypes"}
+BLOCKED = {"torch", "cupy", "cupy_backends", "ml_dtypes", "hypothesis"}
 sys.meta_path.insert(0, Blocker())
 """
 
 
-def run(code: str) -> str:
+def run(code: str, **environment: str) -> str:
     words = [sys.executable, "-W", "error", "-c", BLOCK + code]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -34,6 +39,20 @@ import pyops
 assert not BLOCKED & set(sys.modules)
 assert pyops.ops["rms_norm"].call is pyops.rms_norm
 """)
+
+
+def test_the_harness_without_torch_and_hypothesis() -> None:
+    printed = run("""
+import numpy, pyops.testing
+assert not BLOCKED & set(sys.modules)
+x = numpy.arange(3.0)
+assert (pyops.testing.guarded(x) == x).all()
+try:
+    from pyops.testing import strategies
+except pyops.MissingDependencyError:
+    print("strategies need hypothesis")
+""")
+    assert printed == "strategies need hypothesis\n"
 
 
 def test_import_opens_only_modules() -> None:
@@ -58,10 +77,12 @@ assert opened
 """)
 
 
-def test_import_is_fast() -> None:
+def test_import_is_fast(tmp_path: Path) -> None:
+    """From byte code, which pip makes when it installs."""
     # Processor time of this thread: what else the machine does in the meantime does not count.
     code = "import time; started = time.thread_time(); import pyops; print(time.thread_time() - started)"
-    assert min(float(run(code)) for _ in range(5)) < 0.3
+    byte_code = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    assert min(float(run(code, **byte_code)) for _ in range(5)) < 0.3
 
 
 def test_a_numpy_call_without_torch_names_the_pip_line() -> None:
@@ -79,6 +100,26 @@ try:  # what is wrong with the call is said first
     pyops.rms_norm(out[:1], x, None, 1e-6)
 except pyops.OpError as error:
     assert error.argument == "out"
+else:
+    raise AssertionError("no error")
+""")
+
+
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+def test_kernels_on_the_cpu_need_numpy_alone() -> None:
+    run("""
+import os
+os.environ["PYOPS_CPU"] = "kernels"
+import numpy, pyops
+x = numpy.random.default_rng(0).standard_normal((3, 100)).astype("float32")
+out = numpy.empty_like(x)
+pyops.rms_norm(out, x, None, 1e-6)
+assert abs(out - x / numpy.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)).max() < 1e-6
+os.environ["PYOPS_CPU"] = "gpu"
+try:
+    pyops.rms_norm(out, x, None, 1e-6)
+except ValueError as error:
+    assert str(error) == 'PYOPS_CPU: expected "kernels" or "reference", got "gpu"', error
 else:
     raise AssertionError("no error")
 """)

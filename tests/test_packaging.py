@@ -23,8 +23,9 @@ def test_package_data_covers_every_source() -> None:
     package_data = PROJECT["tool"]["setuptools"]["package-data"]
     folder = ROOT / "kernels_cu"
     packed = {file for pattern in package_data["kernels_cu"] for file in folder.glob(pattern)}
-    assert packed == {file for file in folder.rglob("*") if file.suffix in (".cu", ".cuh")}
-    assert sorted(file.relative_to(folder).as_posix() for file in packed) == kernels_cu.names()
+    assert packed == {file for file in folder.glob("*/*") if file.is_file() and file.suffix != ".pyc"}
+    kernels = sorted(file.relative_to(folder).as_posix() for file in packed if file.suffix in (".cu", ".cuh"))
+    assert kernels == kernels_cu.names()
     assert package_data["pyops"] == ["py.typed"]
     assert (ROOT / "pyops/py.typed").exists()
 
@@ -61,6 +62,7 @@ def test_wheel(tmp_path: Path) -> None:
     assert wheel.stat().st_size < 2_000_000
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {f"kernels_cu/{name}" for name in kernels_cu.names()} <= held
+    assert {f"kernels_cu/host/{file.name}" for file in (ROOT / "kernels_cu/host").iterdir()} <= held
     assert {file.relative_to(ROOT).as_posix() for file in (ROOT / "pyops").rglob("*.py")} <= held
     assert "pyops/py.typed" in held
     assert any(name.endswith("licenses/LICENSE") for name in held)

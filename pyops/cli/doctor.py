@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from .._core import compiler, config, device, offline
+from .._core import compiler, config, device, host, offline
 from .._core.errors import MissingDependencyError, pip_line
 from .._core.lazy import cache_folder, cupy
 from .._core.op import registry
@@ -179,6 +179,13 @@ def _kernel() -> Finding:
     return _run("kernel", cupy)
 
 
+def _host() -> Finding:
+    if not host.toolchains():
+        return Finding("host", None, "no C++ compiler to run kernels on the CPU", pip_line("cpu"))
+    with config.cpu("kernels"):
+        return _run("host", numpy)
+
+
 def _reference() -> Finding:
     return _run("reference", numpy)
 
@@ -212,5 +219,6 @@ _PROBES: dict[str, Callable[[], Finding]] = {
     "switches": _switches,
     "compile": _compile,
     "kernel": _kernel,
+    "host": _host,
     "reference": _reference,
 }
