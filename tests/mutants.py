@@ -899,13 +899,13 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "hostile positions touch nothing",
         ),
         ("keys without a slot turned", "if (!is_query && entry == NOWHERE) continue;", "", "they are left as they are"),
-        ("turned the other way", "[](float s) { return -s; }", "[](float s) { return s; }", "signs"),
+        ("turned the other way", "turn(x, y, cosine", "turn(y, x, cosine", "which is x"),
         ("cosines for sines", "vec_t::load(angles + HALF + part", "vec_t::load(angles + part", "a rotation has both"),
         ("latent without a slot", "item < ITEMS && entry != NOWHERE", "item < ITEMS", "tokens without a slot"),
         (
             "rope at the start",
-            "LATENT_SIZE + Pairs::second(part)",
-            "Pairs::second(part)",
+            "LATENT_SIZE + Turned::second(part)",
+            "Turned::second(part)",
             "the rope lies behind the latent",
         ),
         (

@@ -25,6 +25,7 @@
 
 #include "cache.cuh"
 #include "paged.cuh"
+#include "rotary.cuh"
 
 constexpr int HALF = ROPE_SIZE / 2;
 constexpr int HEAD_ITEMS = HALF / VEC_SIZE;
@@ -34,7 +35,7 @@ static_assert(ROPE_SIZE % (2 * VEC_SIZE) == 0 && LATENT_SIZE % VEC_SIZE == 0);
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 // Two vectors that hold VEC_SIZE pairs as they lie in memory, from offsets first() and second() of a head.
-struct Pairs {
+struct Turned {
     vec_t a, b;
     static DEVICE int first(int item) { return IS_NEOX ? item * VEC_SIZE : 2 * item * VEC_SIZE; }
     static DEVICE int second(int item) { return IS_NEOX ? HALF + item * VEC_SIZE : (2 * item + 1) * VEC_SIZE; }
@@ -51,16 +52,15 @@ struct Pairs {
                 y.data[i] = at(2 * i + 1);
             }
         }
-        const vec_t minus_sine = map(sine, [](float s) { return -s; });
-        const vec_t turned_x = x * cosine + y * minus_sine, turned_y = y * cosine + x * sine;
+        turn(x, y, cosine, sine);
         if constexpr (IS_NEOX) {
-            a = turned_x;
-            b = turned_y;
+            a = x;
+            b = y;
         } else {
 #pragma unroll
             for (int i = 0; i < VEC_SIZE; ++i) {
-                at(2 * i) = turned_x.data[i];
-                at(2 * i + 1) = turned_y.data[i];
+                at(2 * i) = x.data[i];
+                at(2 * i + 1) = y.data[i];
             }
         }
     }
@@ -96,13 +96,13 @@ concat_and_cache_mla_rope_fused(const position_t* positions,       // [num_token
             if (!is_query && entry == NOWHERE) continue;
             const int part = item % HEAD_ITEMS;
             scalar_t* head = is_query ? q_pe + token * q_stride + item / HEAD_ITEMS * q_head_stride : k_pe + token * k_stride;
-            Pairs pairs{vec_t::load(head + Pairs::first(part)), vec_t::load(head + Pairs::second(part))};
+            Turned pairs{vec_t::load(head + Turned::first(part)), vec_t::load(head + Turned::second(part))};
             pairs.rotate(vec_t::load(angles + part * VEC_SIZE), vec_t::load(angles + HALF + part * VEC_SIZE));
-            pairs.a.store(head + Pairs::first(part));
-            pairs.b.store(head + Pairs::second(part));
+            pairs.a.store(head + Turned::first(part));
+            pairs.b.store(head + Turned::second(part));
             if (!is_query) {
-                keep(pairs.a, LATENT_SIZE + Pairs::first(part));
-                keep(pairs.b, LATENT_SIZE + Pairs::second(part));
+                keep(pairs.a, LATENT_SIZE + Turned::first(part));
+                keep(pairs.b, LATENT_SIZE + Turned::second(part));
             }
         } else if (item < ITEMS && entry != NOWHERE) {
             const int element = (item - QUERY_ITEMS - HEAD_ITEMS) * VEC_SIZE;

@@ -62,6 +62,19 @@ def index(arg: Arg | None, **named: int | None) -> None:
         dtype(arg, dtypes.int32, dtypes.int64)
 
 
+def cache_dtype(cache: Arg, kv_cache_dtype: str, model: DType) -> DType:
+    """Element type of a cache of this kind beside tensors of the dtype `model`; `cache` has it, or uint8 for codes."""
+    if kv_cache_dtype == "auto":
+        dtype(cache, model)
+        return model
+    if kv_cache_dtype not in dtypes.FP8_CACHES:
+        expected = " or ".join(("auto", *dtypes.FP8_CACHES))
+        raise refuse(cache, "kv_cache_dtype", f"expected {expected}, got {kv_cache_dtype}")
+    kind = dtypes.FP8_CACHES[kv_cache_dtype]
+    dtype(cache, dtypes.uint8, kind)
+    return kind
+
+
 def contiguous(arg: Arg) -> None:
     """Elements of `arg` lie one after another."""
     step = 1

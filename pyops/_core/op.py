@@ -51,7 +51,7 @@ def op(
     keyed: str | tuple[str, ...] = (),
     passed: str | tuple[str, ...] = (),
     ulps: int = 1,
-    cancelled: float = 2.0**-22,
+    cancelled: float | Callable[..., float] = 2.0**-22,
 ) -> Callable[[Callable[..., None]], Wrapper]:
     """Declare an op by its reference, a plain PyTorch function that writes its outputs in place.
 
@@ -67,7 +67,8 @@ def op(
             keyed anyway; other floats are passed at every call.
         passed: integers that are passed at every call like floats, because they change with it.
         ulps: how far results may lie from the reference, in units of the last place of the output type; 0 means equal.
-        cancelled: beside it, what is left of the largest result where terms of its size cancel; not with 0 ulps.
+        cancelled: beside it, what is left of the largest result where terms of its size cancel; not with 0 ulps. Where
+            it depends on what a call holds, a function of those parameters that it names.
     """
 
     def declare(reference: Callable[..., None]) -> Wrapper:
@@ -91,15 +92,16 @@ class Op:
         in_place: dict[str, str],
         keyed: dict[str, bool],
         ulps: int,
-        cancelled: float,
+        cancelled: float | Callable[..., float],
     ) -> None:
         self.name = reference.__name__
         self.reference: Callable[..., None] = reference
         if (held := registry.get(self.name)) and held.reference.__module__ != reference.__module__:
             raise TypeError(f"{self.name}: {held.reference.__module__} has declared an op of this name")
         self.in_place = in_place
-        self.ulps, self.cancelled = ulps, cancelled
         self.parameters = _parameters(reference, roles, keyed)
+        self.ulps = ulps
+        self.cancelled: Callable[..., float] = self._by_name(cancelled if callable(cancelled) else lambda: cancelled)
         self.tensors = [p for p in self.parameters if p.kind == "Tensor"]
         passed = [p for p in self.parameters if p.kind != "Tensor" and not p.keyed]
         self.passed = tuple((p.name, "q" if p.kind == "int" else "d") for p in passed)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .._core import check
-from .._core.dtypes import FLOATS, DType, float8_e4m3fn, float32, int32, int64, uint8
+from .._core.dtypes import DType, float8_e4m3fn, float32, int32, uint8
 from .._core.kernel import Kernel, Launch, Scratch
 from .._core.lazy import torch
 from .._core.tensor import Arg
-from ._truth import FP8, Sparse
+from ._truth import Sparse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,11 +24,6 @@ NUM_WARPS = 4
 _LEAST_SPLIT = 64  # tokens: a step of every warp of a block
 _MOST_SPLITS = 128
 MOST_TOKENS = 2**31 - 2**20  # counted in 32 bits, with room for the last step
-
-
-def _one_of(arg: Arg, name: str, value: str, *allowed: str) -> None:
-    if value not in allowed:
-        raise check.refuse(arg, name, f"expected {' or '.join(allowed)}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +41,8 @@ class Cache:
 
     @classmethod
     def of(cls, key_cache: Arg, value_cache: Arg, query: Arg, head_size: int, kv_cache_dtype: str) -> Cache:
-        _one_of(key_cache, "kv_cache_dtype", kv_cache_dtype, "auto", *FP8)
-        kind = query.dtype if kv_cache_dtype == "auto" else FP8[kv_cache_dtype]
-        for cache in (key_cache, value_cache):
-            check.dtype(cache, *([kind] if kv_cache_dtype == "auto" else [uint8, kind]))
+        kind = check.cache_dtype(key_cache, kv_cache_dtype, query.dtype)
+        check.cache_dtype(value_cache, kv_cache_dtype, query.dtype)
         packed = len(key_cache.shape) == 5
         chunk = 16 // kind.itemsize
         if packed:
@@ -97,8 +90,7 @@ def heads_stride(arg: Arg) -> int:
     return arg.strides[0]
 
 
-def _checked(
-    out: Arg,
+def checked(
     query: Arg,
     key_cache: Arg,
     value_cache: Arg,
@@ -107,28 +99,18 @@ def _checked(
     seq_lens: Arg,
     block_size: int,
     kv_cache_dtype: str,
-    is_fp8: bool,
-    has_starts: bool,
+    k_scale: Arg,
+    v_scale: Arg,
+    alibi_slopes: Arg | None,
+    sinks: Arg | None,
+    sliding_window: int,
 ) -> Cache:
-    """The caches of a call whose tensors fit together; `out` may be of codes, and rows be named by starts."""
-    check.dtype(query, *FLOATS)
-    if len(query.shape) != 3:
-        raise query.error(f"expected shape (num_seqs, num_heads, head_size), got {query.shape}")
-    num_rows, num_heads, head_size = query.shape
-    check.same_shape(out, query)
-    if not is_fp8:
-        check.dtype(out, query.dtype)
-    else:
-        check.dtype(out, uint8, float8_e4m3fn)
-    if len(block_tables.shape) != 2:
-        raise block_tables.error(f"expected shape (num_seqs, most_blocks), got {block_tables.shape}")
-    num_seqs = block_tables.shape[0]
-    if not has_starts and num_seqs != num_rows:
-        raise block_tables.error(f"expected {num_rows} rows like query, got shape {block_tables.shape}")
-    for index in (block_tables, seq_lens):
-        check.dtype(index, int32, int64)
-    if seq_lens.shape != (num_seqs,):
-        raise seq_lens.error(f"expected shape ({num_seqs},), got {seq_lens.shape}")
+    """The caches of a call, where these arguments fit together."""
+    check.floating(query)
+    check.sizes(query, num_tokens=None, num_heads=None, head_size=None)
+    _, num_heads, head_size = query.shape
+    check.index(block_tables, num_seqs=None, most_blocks=None)
+    check.index(seq_lens, num_seqs=block_tables.shape[0])
     cache = Cache.of(key_cache, value_cache, query, head_size, kv_cache_dtype)
     for name, given, held in (
         ("num_kv_heads", num_kv_heads, cache.num_kv_heads),
@@ -138,7 +120,26 @@ def _checked(
             raise check.refuse(query, name, f"expected {held} as in key_cache of shape {key_cache.shape}, got {given}")
     if num_kv_heads == 0 or num_heads % num_kv_heads or block_size == 0 or head_size == 0:
         raise query.error(f"expected heads that are a multiple of num_kv_heads={num_kv_heads}, got shape {query.shape}")
+    for per_head in (alibi_slopes, sinks):
+        check.shape(per_head, float32, num_heads=num_heads)
+    check.scalar(k_scale)
+    check.scalar(v_scale)
+    if sliding_window < 0:
+        raise check.refuse(query, "sliding_window", f"expected 0 or more, got {sliding_window}")
     return cache
+
+
+def example_caches(
+    make: Any, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, dtype: DType, packed: bool
+) -> tuple[Any, Any]:
+    """Caches of keys and values, of these elements, for an op's example."""
+    x = 16 // dtype.itemsize
+    keys: tuple[int, ...] = (num_blocks, block_size, num_kv_heads, head_size)
+    values = keys
+    if packed:
+        keys = (num_blocks, num_kv_heads, head_size // x, block_size, x)
+        values = (num_blocks, num_kv_heads, head_size, block_size)
+    return make.randn(*keys, dtype=dtype.name), make.randn(*values, dtype=dtype.name)
 
 
 def plan(
@@ -179,8 +180,7 @@ def plan(
         blocksparse_block_size,
         blocksparse_head_sliding_step,
     )
-    cache = _checked(
-        out,
+    cache = checked(
         query,
         key_cache,
         value_cache,
@@ -189,18 +189,19 @@ def plan(
         seq_lens,
         block_size,
         kv_cache_dtype,
-        fp8_out_scale is not None,
-        query_start_loc is not None,
+        k_scale,
+        v_scale,
+        alibi_slopes,
+        sinks,
+        sliding_window,
     )
     num_rows, num_heads, head_size = query.shape
     num_seqs = block_tables.shape[0]
-    for per_head in (alibi_slopes, sinks):
-        check.shape(per_head, float32, num_heads=num_heads)
+    check.same_shape(out, query)
+    check.dtype(out, *([query.dtype] if fp8_out_scale is None else [uint8, float8_e4m3fn]))
+    if query_start_loc is None:
+        check.sizes(block_tables, num_seqs=num_rows, most_blocks=None)
     check.shape(lse, float32, num_heads=num_heads, num_seqs=num_rows)
-    check.scalar(k_scale)
-    check.scalar(v_scale)
-    if sliding_window < 0:
-        raise check.refuse(query, "sliding_window", f"expected 0 or more, got {sliding_window}")
     if sparse.on and sparse.block_size <= 0:
         raise check.refuse(query, "blocksparse_block_size", f"expected 1 or more, got {sparse.block_size}")
 

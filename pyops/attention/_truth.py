@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .._core.dtypes import float8_e4m3fn, float8_e5m2
+from .._core.dtypes import FP8_CACHES
 from .._core.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# kv_cache_dtype -> element type of a cache of codes.
-FP8 = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +40,19 @@ def largest_of(logits: Tensor) -> Tensor:
     return most.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
 
 
+def float32_logits(query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: str, k_scale: Tensor) -> float:
+    """What float32 leaves uncertain in a logit, and so in a weight's share: 2^-22 of the largest |q| |k|."""
+
+    def longest(x: Tensor, *dims: int) -> float:
+        lengths = torch.where(x.isfinite(), x, 0.0).square().sum(dims).sqrt()
+        return float(lengths.max()) if lengths.numel() else 0.0
+
+    keys = key_cache.double()
+    if kv_cache_dtype != "auto":
+        keys = key_cache.view(getattr(torch, FP8_CACHES[kv_cache_dtype].name)).double() * k_scale.double().reshape(())
+    return 2.0**-22 * abs(scale) * longest(query.double(), -1) * longest(keys, *((2, 4) if keys.ndim == 5 else (-1,)))
+
+
 def gathered(
     key_cache: Tensor,
     value_cache: Tensor,
@@ -59,7 +69,7 @@ def gathered(
     packed = key_cache.ndim == 5
     num_kv_heads, block_size = key_cache.shape[1 if packed else 2], key_cache.shape[3 if packed else 1]
     if kv_cache_dtype != "auto":
-        kind = getattr(torch, FP8[kv_cache_dtype].name)
+        kind = getattr(torch, FP8_CACHES[kv_cache_dtype].name)
         key_cache, value_cache = key_cache.view(kind), value_cache.view(kind)
     tokens = torch.arange(first, max(first, length), device=key_cache.device)
     numbers = block_table[tokens // block_size]

@@ -9,8 +9,8 @@ from .._core.dtypes import int32
 from .._core.kernel import Launch
 from .._core.lazy import torch
 from .._core.op import op
-from ._plan import bad_indices, plan
-from ._truth import FP8, Attended, Sparse, finish, partitions
+from ._plan import bad_indices, example_caches, plan
+from ._truth import Attended, Sparse, finish, float32_logits, partitions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,12 @@ __all__ = ["paged_attention_rocm", "paged_attention_v1", "paged_attention_v2"]
 _V2_PARTITION, _ROCM_PARTITION = 512, 256
 
 
-@op(out=("out", "lse"), passed="max_seq_len", keyed="logits_soft_cap", cancelled=2.0**-15)
+def _cancelled(query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: str, k_scale: Tensor) -> float:
+    """Weights are two numbers of 8 or more bits each."""
+    return 2.0**-15 + float32_logits(query, key_cache, scale, kv_cache_dtype, k_scale)
+
+
+@op(out=("out", "lse"), passed="max_seq_len", keyed="logits_soft_cap", cancelled=_cancelled)
 def paged_attention_v1(
     out: Tensor,
     query: Tensor,
@@ -127,17 +132,11 @@ def _example(
 ) -> tuple[Any, ...]:
     """query, caches and so on, to v_scale, of a call: 6 query heads, 2 key-value heads, 16 slots to a block."""
     num_kv_heads, num_heads, block_size, num_blocks, most_blocks = 2, 6, 16, 37, 8
-    cache_dtype = dtype if kv_cache_dtype == "auto" else FP8[kv_cache_dtype].name
-    x = 16 // dtypes.of(cache_dtype).itemsize  # type: ignore[union-attr]
-    shapes: tuple[tuple[int, ...], ...] = ((num_blocks, block_size, num_kv_heads, head_size),) * 2
-    if packed:
-        shapes = (
-            (num_blocks, num_kv_heads, head_size // x, block_size, x),
-            (num_blocks, num_kv_heads, head_size, block_size),
-        )
+    cache_dtype = dtypes.of(dtype if kv_cache_dtype == "auto" else "float8_e4m3fn")
+    assert cache_dtype is not None
     return (
         make.randn(num_seqs, num_heads, head_size, dtype=dtype),
-        *(make.randn(*shape, dtype=cache_dtype) for shape in shapes),
+        *example_caches(make, num_blocks, block_size, num_kv_heads, head_size, cache_dtype, packed),
         num_kv_heads,
         head_size**-0.5,
         make.randint(0, num_blocks, num_seqs, most_blocks, dtype="int32"),
@@ -168,7 +167,7 @@ def _(
     return make.empty(num_tokens, 6, head_size, dtype=dtype), *call, *_NOT_SPARSE, *more
 
 
-@op(out="out", inout=("exp_sums", "max_logits", "tmp_out"), passed="max_seq_len", cancelled=2.0**-15)
+@op(out="out", inout=("exp_sums", "max_logits", "tmp_out"), passed="max_seq_len", cancelled=_cancelled)
 def paged_attention_v2(
     out: Tensor,
     exp_sums: Tensor,
@@ -261,7 +260,7 @@ def _(
     )
 
 
-@op(inout=("out", "exp_sums", "max_logits", "tmp_out"), passed="max_seq_len", cancelled=2.0**-15)
+@op(inout=("out", "exp_sums", "max_logits", "tmp_out"), passed="max_seq_len", cancelled=_cancelled)
 def paged_attention_rocm(
     out: Tensor,
     exp_sums: Tensor,

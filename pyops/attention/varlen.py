@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check, dtypes
-from .._core.dtypes import FLOATS, float32, int32, int64
+from .._core.dtypes import float32
 from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
-from ._plan import MOST_TOKENS, NUM_WARPS, Cache, bad_indices, decode_simt, heads_stride
-from ._truth import FP8, gathered, largest_of
+from ._plan import MOST_TOKENS, NUM_WARPS, bad_indices, checked, decode_simt, example_caches, heads_stride
+from ._truth import float32_logits, gathered, largest_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +22,12 @@ _varlen = Kernel("attention/attention_varlen.cu")
 _TILE_ROWS = 16 * NUM_WARPS
 
 
-# Weights are rounded to the element type before they meet the values.
-@op(inout=("out", "lse"), keyed="logits_soft_cap", cancelled=2.0**-7)
+def _cancelled(query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: str, k_scale: Tensor) -> float:
+    """Weights are rounded to the element type before they meet the values."""
+    return 2.0**-7 + float32_logits(query, key_cache, scale, kv_cache_dtype, k_scale)
+
+
+@op(inout=("out", "lse"), keyed="logits_soft_cap", cancelled=_cancelled)
 def paged_attention_varlen(
     out: Tensor,
     query: Tensor,
@@ -126,32 +130,26 @@ def _(
     sinks: Arg | None,
     lse: Arg | None,
 ) -> Launch:
-    check.dtype(query, *FLOATS)
-    check.sizes(query, num_tokens=None, num_heads=None, head_size=None)
+    cache = checked(
+        query,
+        key_cache,
+        value_cache,
+        num_kv_heads,
+        block_tables,
+        seq_lens,
+        block_size,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        alibi_slopes,
+        sinks,
+        sliding_window,
+    )
     num_tokens, num_heads, head_size = query.shape
-    check.like(out, query)
-    check.sizes(block_tables, num_seqs=None, most_blocks=None)
     num_seqs = block_tables.shape[0]
-    for index in (block_tables, seq_lens, cu_seqlens_q):
-        check.dtype(index, int32, int64)
-    check.sizes(seq_lens, num_seqs=num_seqs)
-    check.sizes(cu_seqlens_q, num_seqs_and_one=num_seqs + 1)
-    cache = Cache.of(key_cache, value_cache, query, head_size, kv_cache_dtype)
-    for name, given, held in (
-        ("num_kv_heads", num_kv_heads, cache.num_kv_heads),
-        ("block_size", block_size, cache.block_size),
-    ):
-        if given != held:
-            raise check.refuse(query, name, f"expected {held} as in key_cache of shape {key_cache.shape}, got {given}")
-    if num_kv_heads == 0 or num_heads % num_kv_heads or block_size == 0 or head_size == 0:
-        raise query.error(f"expected heads that are a multiple of num_kv_heads={num_kv_heads}, got shape {query.shape}")
-    for per_head in (alibi_slopes, sinks):
-        check.shape(per_head, float32, num_heads=num_heads)
+    check.like(out, query)
+    check.index(cu_seqlens_q, num_seqs_and_one=num_seqs + 1)
     check.shape(lse, float32, num_heads=num_heads, num_tokens=num_tokens)
-    check.scalar(k_scale)
-    check.scalar(v_scale)
-    if sliding_window < 0:
-        raise check.refuse(query, "sliding_window", f"expected 0 or more, got {sliding_window}")
 
     group = num_heads // num_kv_heads
     query_stride, out_stride = heads_stride(query), heads_stride(out)
@@ -242,21 +240,15 @@ def _(
     options: bool = False,
 ) -> tuple[Any, ...]:
     num_kv_heads, num_heads, block_size, num_blocks, most_blocks = 2, 6, 16, 37, 24
-    cache_dtype = dtype if kv_cache_dtype == "auto" else FP8[kv_cache_dtype].name
-    x = 16 // dtypes.of(cache_dtype).itemsize  # type: ignore[union-attr]
-    shapes: tuple[tuple[int, ...], ...] = ((num_blocks, block_size, num_kv_heads, head_size),) * 2
-    if packed:
-        shapes = (
-            (num_blocks, num_kv_heads, head_size // x, block_size, x),
-            (num_blocks, num_kv_heads, head_size, block_size),
-        )
+    cache_dtype = dtypes.of(dtype if kv_cache_dtype == "auto" else "float8_e4m3fn")
+    assert cache_dtype is not None
     # Three sequences: most of the tokens, none, and the rest.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]
     lengths = [min(starts[1] + 5, 384), 7, num_tokens - starts[2]]
     return (
         make.empty(num_tokens, num_heads, head_size, dtype=dtype),
         make.randn(num_tokens, num_heads, head_size, dtype=dtype),
-        *(make.randn(*shape, dtype=cache_dtype) for shape in shapes),
+        *example_caches(make, num_blocks, block_size, num_kv_heads, head_size, cache_dtype, packed),
         num_kv_heads,
         head_size**-0.5,
         make.randint(0, num_blocks, 3, most_blocks, dtype="int32"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core import check
-from .._core.dtypes import DType, float8_e4m3fn, float8_e5m2, uint8
+from .._core.dtypes import FP8_CACHES, DType, float8_e4m3fn, float8_e5m2, uint8
 from .._core.lazy import torch
 from .._core.tensor import Arg
 
@@ -15,22 +15,7 @@ if TYPE_CHECKING:
 
     from .._core.device import Device
 
-# kv_cache_dtype -> element type of a cache whose elements are codes.
-FP8 = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
 CODES = (uint8, float8_e4m3fn, float8_e5m2)  # as which a cache of codes may be given
-
-
-def cache_dtype(cache: Arg, kv_cache_dtype: str, model: DType) -> DType:
-    """Element type of a cache of this kind beside tensors of the dtype `model`; checks that of `cache`."""
-    if kv_cache_dtype == "auto":
-        check.dtype(cache, model)
-        return model
-    if kv_cache_dtype not in FP8:
-        expected = ", ".join(f'"{kind}"' for kind in FP8)
-        raise check.refuse(cache, "kv_cache_dtype", f'expected "auto" or one of {expected}, got "{kv_cache_dtype}"')
-    kind = FP8[kv_cache_dtype]
-    check.dtype(cache, uint8, kind)
-    return kind
 
 
 def codes(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:
@@ -46,14 +31,14 @@ def kept(x: Tensor, scale: Tensor, kv_cache_dtype: str) -> Tensor:
     """What a cache of this kind keeps of `x`. `scale` is one number, or one for each row of the last dimension."""
     if kv_cache_dtype == "auto":
         return x
-    return codes(x, scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(()), FP8[kv_cache_dtype])
+    return codes(x, scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(()), FP8_CACHES[kv_cache_dtype])
 
 
 def held(x: Tensor, scale: Tensor, kv_cache_dtype: str, dtype: Any) -> Tensor:
     """What `x`, bits out of a cache of this kind, stand for in `dtype`."""
     if kv_cache_dtype == "auto":
         return x
-    return (x.view(getattr(torch, FP8[kv_cache_dtype].name)).float() * scale.reshape(())).to(dtype)
+    return (x.view(getattr(torch, FP8_CACHES[kv_cache_dtype].name)).float() * scale.reshape(())).to(dtype)
 
 
 def bits(x: Tensor) -> Tensor:

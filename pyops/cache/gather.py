@@ -16,7 +16,6 @@ from .._core.tensor import Arg
 from ._common import (
     CODES,
     bits,
-    cache_dtype,
     entries,
     entries_outside,
     example_cache,
@@ -178,7 +177,7 @@ def _(
     seq_starts: Arg | None,
 ) -> Launch:
     check.floating(dst)
-    kind = cache_dtype(src_cache, kv_cache_dtype, dst.dtype)
+    kind = check.cache_dtype(src_cache, kv_cache_dtype, dst.dtype)
     check.sizes(src_cache, num_blocks=None, block_size=None, entry_size=None)
     check.sizes(dst, num_tokens=None, entry_size=src_cache.shape[2])
     check.row_size(dst)

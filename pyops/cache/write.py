@@ -12,7 +12,7 @@ from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
-from ._common import bits, cache_dtype, codes, entries, example_cache, kept, slots, slots_beyond, spread, stride
+from ._common import bits, codes, entries, example_cache, kept, slots, slots_beyond, spread, stride
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,8 +89,8 @@ def _(
 ) -> Launch:
     num_heads, head_size = _keys_and_values(key, value)
     num_tokens = _num_tokens(slot_mapping, key, value)
-    kind = cache_dtype(key_cache, kv_cache_dtype, key.dtype)
-    cache_dtype(value_cache, kv_cache_dtype, key.dtype)
+    kind = check.cache_dtype(key_cache, kv_cache_dtype, key.dtype)
+    check.cache_dtype(value_cache, kv_cache_dtype, key.dtype)
     check.dtype(value_cache, key_cache.dtype)
     check.sizes(key_cache, num_blocks=None, num_heads=num_heads, chunks=None, block_size=None, x=None)
     num_blocks, _, chunks, block_size, x = key_cache.shape
@@ -238,8 +238,8 @@ def _(
 ) -> Launch:
     num_heads, head_size = _keys_and_values(key, value)
     num_tokens = _num_tokens(slot_mapping, key, value)
-    kind = cache_dtype(key_cache, kv_cache_dtype, key.dtype)
-    cache_dtype(value_cache, kv_cache_dtype, key.dtype)
+    kind = check.cache_dtype(key_cache, kv_cache_dtype, key.dtype)
+    check.cache_dtype(value_cache, kv_cache_dtype, key.dtype)
     check.dtype(value_cache, key_cache.dtype)
     check.sizes(key_cache, num_blocks=None, block_size=None, num_heads=num_heads, head_size=head_size)
     check.same_shape(value_cache, key_cache)
@@ -373,7 +373,7 @@ def _(kv_c: Arg, k_pe: Arg, kv_cache: Arg, slot_mapping: Arg, kv_cache_dtype: st
     check.scalar(scale)
     if kv_cache_dtype == "fp8_ds_mla":
         return _ds_mla_plan(kv_c, k_pe, kv_cache, slot_mapping, num_tokens)
-    kind = cache_dtype(kv_cache, kv_cache_dtype, kv_c.dtype)
+    kind = check.cache_dtype(kv_cache, kv_cache_dtype, kv_c.dtype)
     latent_size, rope_size = kv_c.shape[1], k_pe.shape[1]
     check.sizes(kv_cache, num_blocks=None, block_size=None, **{"latent_size + rope_size": latent_size + rope_size})
     entry = entries(kv_cache)
@@ -541,7 +541,7 @@ def _(
     for arg in (positions, slot_mapping):
         check.index(arg, num_tokens=num_tokens)
     latent_size = kv_c.shape[1]
-    kind = cache_dtype(kv_cache, kv_cache_dtype, q_pe.dtype)
+    kind = check.cache_dtype(kv_cache, kv_cache_dtype, q_pe.dtype)
     check.sizes(kv_cache, num_blocks=None, block_size=None, **{"latent_size + rope_size": latent_size + rope_size})
     entry = entries(kv_cache)
     check.scalar(kv_cache_scale)
@@ -630,11 +630,9 @@ def indexer_k_quant_and_cache(
 
     ``s = max(max|x|, 1e-4) / 448`` over a group x of `quant_block_size` elements, in which NaN has no part, and the
     least power of two that is no smaller for "ue8m0"; the codes are ``e4m3(x / s)``, saturating, NaN staying NaN. A
-    block of the
-    cache is not a list of entries: it holds the codes of all its slots, [block_size, head_size], and then the scales of
-        all
-    its slots, [block_size, head_size / quant_block_size] float32. Nothing is written for a slot that is negative or
-    lies behind the last. Of tokens with the same slot, which one is kept is not specified.
+    block of the cache is not a list of entries: it holds the codes of all its slots, [block_size, head_size], and then
+    the scales of all its slots, [block_size, head_size / quant_block_size] float32. Nothing is written for a slot that
+    is negative or lies behind the last. Of tokens with the same slot, which one is kept is not specified.
 
     Args:
         k: [num_tokens, head_size], float32, float16 or bfloat16; any stride of tokens. Tokens beyond the shorter of `k`
