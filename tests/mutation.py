@@ -33,6 +33,7 @@ from pyops._core import device, source
 from pyops._core.errors import CompileError
 from pyops._core.example import ArgMaker
 from pyops._core.op import Op
+from tests import axes
 from tests.mutants import MUTANTS, Mutant
 
 LEAST = 0.95  # of the mutants that must be killed
@@ -52,9 +53,13 @@ def mutated(mutant: Mutant) -> str:
 
 @cache
 def _kernels(op: Op) -> set[str]:
-    """The files of the kernels that the op's example launches."""
+    """The files of the kernels that the op's example launches in any of the cases that are run."""
     assert op.example is not None
-    return {one.specialisation.kernel.file for one in op.launches(*op.example(ArgMaker(device.model())))}
+    found: set[str] = set()
+    for case in axes.combinations(op, axes.RUN):
+        launches = op.launches(*op.example(ArgMaker(device.model()), **case))
+        found |= {one.specialisation.kernel.file for one in launches}
+    return found
 
 
 @cache
