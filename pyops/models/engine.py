@@ -133,9 +133,14 @@ class Engine:
         tokens = sample(logits, [r.params for r in requests], [r.random.random() for r in requests])
         return [self._accept(request, token) for request, token in zip(requests, tokens, strict=True)]
 
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._waiting or self._running)
+
     def run(self) -> Iterator[Output]:
         """Every token of every request, as they come, until all have ended. More may be added meanwhile."""
-        while self._waiting or self._running:
+        while self.busy:
             yield from self.step()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None) -> list[list[int]]:
