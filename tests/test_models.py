@@ -374,6 +374,15 @@ BAD = {
         edit_config(rope_parameters={"rope_type": "linear"}),
         r"rope_parameters\.factor: expected",
     ),
+    "a theta": (
+        edit_config(rope_parameters={"rope_theta": "big"}),
+        "rope_theta: expected a positive number, got 'big'",
+    ),
+    "factors in disorder": (
+        edit_config(rope_parameters=LLAMA3 | {"high_freq_factor": 1.0}),
+        r"high_freq_factor: expected more than low_freq_factor, got 1\.0",
+    ),
+    "an epsilon": (edit_config(rms_norm_eps=None), "rms_norm_eps: expected a positive number, got None"),
     "part of a head": (
         edit_config(rope_parameters={"partial_rotary_factor": 0.5}),
         "partial_rotary_factor: expected 1.0",
@@ -442,6 +451,16 @@ def test_old_spellings_and_defaults() -> None:
     first = {"architectures": ["MistralForCausalLM"], "rope_theta": 1e6, "rope_scaling": None, "eos_token_id": [2, 7]}
     mistral = Config.parse(first | sizes)
     assert (mistral.rope, mistral.sliding_windows, mistral.eos_token_ids) == (Rope(1e6), (4096, 4096), (2, 7))
+    qwen = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    }
+    assert Config.parse(qwen | sizes).sliding_windows == (0, 7)
+    assert Config.parse(qwen | sizes | {"use_sliding_window": False}).sliding_windows == (0, 0)
+    with pytest.raises(ModelError, match="layer_types: expected 2 of full_attention, got"):
+        Config.parse(qwen | sizes | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2})
     del sizes["num_key_value_heads"]
     assert Config.parse(old | sizes).num_key_value_heads == 4
     with pytest.raises(ModelError, match="num_key_value_heads: expected a positive integer, got None"):
@@ -500,6 +519,14 @@ def test_generate_names_what_is_wrong(words: Path, capsys: pytest.CaptureFixture
     (words / "tokenizer.json").unlink()
     assert main(options) == 2
     assert "tokenizer.json: is missing" in capsys.readouterr().err
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines].count("0") == 8
+    assert [line[0] for line in lines].count("1") == 4
 
 
 # On a GPU

@@ -113,7 +113,7 @@ class Config:
         layers, ends = sizes["num_hidden_layers"], values.get("eos_token_id")
         return cls(
             **sizes,
-            rms_norm_eps=float(values.get("rms_norm_eps") or 1e-6),
+            rms_norm_eps=_number("rms_norm_eps", values.get("rms_norm_eps", 1e-6)),
             rope=_rope(values),
             sliding_windows=() if is_llama else _qwen_windows(values, layers) if is_qwen else _windows(values, layers),
             qkv_bias=attention_bias or is_qwen2,
@@ -158,6 +158,12 @@ def _size(name: str, value: object) -> None:
         raise _refuse(name, "a positive integer", value)
 
 
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise _refuse(name, "a positive number", value)
+    return float(value)
+
+
 def _rope(values: dict[str, Any]) -> Rope:
     """``rope_parameters`` has all of it; older files have ``rope_theta`` and beside it ``rope_scaling``."""
     found = values.get("rope_parameters") or values.get("rope_scaling") or {}
@@ -169,16 +175,15 @@ def _rope(values: dict[str, Any]) -> Rope:
     if found.get("partial_rotary_factor", 1.0) != 1.0:
         raise _refuse("partial_rotary_factor", "1.0", found["partial_rotary_factor"])
     wanted = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}[kind]
-    for name in wanted:
-        if not isinstance(found.get(name), int | float) or found[name] <= 0:
-            raise _refuse(f"rope_parameters.{name}", "a positive number", found.get(name))
-    scaling: dict[str, Any] = {name: float(found[name]) for name in wanted}
+    scaling: dict[str, Any] = {name: _number(f"rope_parameters.{name}", found.get(name)) for name in wanted}
     if kind == "llama3":
+        if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+            raise _refuse("rope_parameters.high_freq_factor", "more than low_freq_factor", scaling["high_freq_factor"])
         original = found.get("original_max_position_embeddings", values.get("max_position_embeddings"))
         _size("original_max_position_embeddings", original)
         scaling["original_max_position_embeddings"] = original
     theta = found.get("rope_theta") or values.get("rope_theta") or 10000.0
-    return Rope(float(theta), kind, **scaling)
+    return Rope(_number("rope_theta", theta), kind, **scaling)
 
 
 def _windows(values: dict[str, Any], layers: int) -> tuple[int, ...]:
@@ -191,6 +196,8 @@ def _qwen_windows(values: dict[str, Any], layers: int) -> tuple[int, ...]:
     window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
     full, sliding = "full_attention", "sliding_attention"
     first = values.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise _refuse("max_window_layers", "an integer", first)
     kinds = values.get("layer_types") or [sliding if window and i >= first else full for i in range(layers)]
     allowed = {full, sliding} if window else {full}
     if len(kinds) != layers or not set(kinds) <= allowed:

@@ -25,7 +25,7 @@ class Output(NamedTuple):
     finished: Finish | None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     number: int
     params: SamplingParams
@@ -101,7 +101,7 @@ class Engine:
         params = params or SamplingParams()
         vocab_size, most_tokens = self.model.config.vocab_size, len(prompt) + params.max_tokens
         wrong = [token for token in prompt if not 0 <= token < vocab_size]
-        if not prompt or wrong:
+        if len(prompt) == 0 or wrong:
             got = f"token {wrong[0]}" if wrong else "none"
             raise ModelError("Engine.add", f"prompt: expected tokens from 0 to {vocab_size - 1}, got {got}")
         if most_tokens > self.max_seq_len:

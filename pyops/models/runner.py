@@ -61,7 +61,7 @@ class Runner:
         self._rows = torch.zeros(shape, dtype=torch.int64, device=model.device)
 
     def run(self, parts: Sequence[Part]) -> Tensor:
-        """Add `parts` to the cache; the logits behind each: [len(parts), vocab_size]."""
+        """Add `parts` to the cache; the logits behind each: [len(parts), vocab_size], kept until the next call."""
         return self._decode(parts) if all(len(part.tokens) == 1 for part in parts) else self._prefill(parts)
 
     def _prefill(self, parts: Sequence[Part]) -> Tensor:
@@ -93,16 +93,16 @@ class Runner:
         rows[:count, _SLOT] = self._slots(rows[:, _BLOCKS:], numpy.arange(count), rows[:count, _POSITION])
         rows[count:size, :_BLOCKS] = _PADDING
         self._rows[:size].copy_(self._host_rows[:size])
-        return self._step(size)[:count]
+        return self.step(size)[:count]
 
-    def _step(self, size: int) -> Tensor:
+    def step(self, size: int) -> Tensor:
         """The logits of the first `size` rows, by the graph for them where there are graphs."""
         if not self._use_graphs:
             return self._forward(size)
         if size not in self._graphs:
             self._forward(size)  # loads the kernels, which a capture must not
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.device(self.model.device), torch.cuda.graph(graph, pool=self._pool):
                 logits = self._forward(size)
             self._graphs[size] = graph, logits
         graph, logits = self._graphs[size]
