@@ -7,4 +7,5 @@ accuracy                                          whether two sets of outputs ag
 kernel_time overhead compile_time numerics        one measurement each: a row for an op at a shape
 report                                            rows to tables, JSON and a plot
 __main__                                          the command line
+decode                                            a whole model instead: ``python -m benchmarks.decode``
 """

@@ -11,7 +11,15 @@ from types import MappingProxyType as _MappingProxyType
 
 from ._core import check
 from ._core.compiler import Compiled
-from ._core.errors import CaptureError, CompileError, DeviceFault, KernelFault, MissingDependencyError, OpError
+from ._core.errors import (
+    CaptureError,
+    CompileError,
+    DeviceFault,
+    KernelFault,
+    MissingDependencyError,
+    ModelError,
+    OpError,
+)
 from ._core.kernel import Kernel
 from ._core.op import Op, Wrapper, op, registry
 from ._core.op import bind_loaded as _bind_loaded

@@ -1,4 +1,4 @@
-"""The command line: ``python -m pyops list | show | source | warmup | doctor | demo``."""
+"""The command line: ``python -m pyops list | show | source | warmup | doctor | generate | demo``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._core import device
-from ._core.errors import CompileError, MissingDependencyError, OpError
+from ._core.errors import CompileError, MissingDependencyError, ModelError, OpError
 from ._core.lazy import cupy
-from .cli import axes
+from .cli import axes, progress
 
 
 def _list(options: argparse.Namespace) -> bool:
@@ -50,18 +50,10 @@ def _warmup(options: argparse.Namespace) -> bool:
     values = axes.parse(word for word in options.words if "=" in word)
     index = cupy.cuda.runtime.getDevice()
     wanted = warmup.specialisations(names, values, device.get(index))
-    held = warmup.load(wanted, index, _progress(len(wanted)))
+    held = warmup.load(wanted, index, lambda count: progress.show(count, len(wanted), f"{count}/{len(wanted)}"))
     for one in held:
         print(f"{one.milliseconds:6.0f} ms  {one.origin:8}  {one.registers:3} registers  {one.kernel} {one.constants}")
     return True
-
-
-def _progress(total: int) -> Callable[[int], None]:
-    def show(count: int) -> None:
-        bar = "#" * (40 * count // total)
-        print(f"\r[{bar:40}] {count}/{total}", end="" if count < total else "\n", file=sys.stderr, flush=True)
-
-    return show
 
 
 def _doctor(options: argparse.Namespace) -> bool:
@@ -70,6 +62,15 @@ def _doctor(options: argparse.Namespace) -> bool:
     report = doctor.doctor()
     print(json.dumps(dataclasses.asdict(report), indent=2) if options.json else report)
     return report.runs is not None
+
+
+def _generate(options: argparse.Namespace) -> bool:
+    from .cli import generate
+    from .models import SamplingParams
+
+    names = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
+    params = SamplingParams(**{name: getattr(options, name) for name in names})
+    return generate.generate(options.model, options.prompt, params, options.dtype, options.device)
 
 
 def _demo(options: argparse.Namespace) -> bool:
@@ -108,7 +109,18 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor = command("doctor", _doctor, "What is installed, what is missing, and how this machine can run ops.")
     doctor.add_argument("--json", action="store_true")
-    command("demo", _demo, "A transformer's MLP block, checked against float64 and timed.")
+    writing = command("generate", _generate, "Text from a model of the Llama family in a Hugging Face folder.")
+    writing.add_argument("--model", required=True, metavar="DIR", help="config.json, safetensors, tokenizer.json")
+    writing.add_argument("--prompt", required=True, action="append", help="what the text begins with; may be repeated")
+    writing.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most")
+    writing.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the likeliest token")
+    writing.add_argument("--top-k", type=int, default=0, help="draw from so many of the likeliest tokens; 0: from all")
+    writing.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that reach this probability")
+    writing.add_argument("--seed", type=int, default=0, help="of the draws")
+    writing.add_argument("--ignore-eos", action="store_true", help="go on behind an end of text")
+    writing.add_argument("--dtype", help="float32, float16 or bfloat16 instead of the checkpoint's")
+    writing.add_argument("--device", help="as torch names it; the GPU where there is one")
+    command("demo", _demo, "Text from a small model of random weights, checked against plain PyTorch.")
     return main
 
 
@@ -117,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return 0 if options.run(options) else 1
-    except (OpError, MissingDependencyError, CompileError) as error:
+    except (OpError, MissingDependencyError, ModelError, CompileError) as error:
         print(error, file=sys.stderr)
         return 2
 

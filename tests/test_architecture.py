@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import kernels_cu
 import pyops
 import pyops._core
+import pyops.models
 from pyops._core import device, source
 from pyops._core.example import ArgMaker
 from tests import axes
@@ -22,19 +26,21 @@ FOLDERS = ("pyops", "kernels_cu", "tests", "benchmarks", "docs", ".ci")
 KERNELS = [name for name in kernels_cu.names() if name.endswith(".cu")]
 HEADERS = [name for name in kernels_cu.names() if name.endswith(".cuh")]
 
-# The modules of pyops._core, each after all that it may import.
-ORDER = [
-    module
-    for line in str(pyops._core.__doc__).splitlines()
-    if re.match(r"[a-z]+( [a-z]+)*   +\S", line)
-    for module in re.split("   +", line)[0].split()
-]
+
+def _order(package: ModuleType) -> list[str]:
+    """The modules that the docstring of a package lists, each after all that it may import."""
+    lines = [line for line in str(package.__doc__).splitlines() if re.match(r"[a-z]+( [a-z]+)*   +\S", line)]
+    return [module for line in lines for module in re.split("   +", line)[0].split()]
+
+
+ORDER = _order(pyops._core)
+MODELS = _order(pyops.models)
 # What stands beside `_core`: a module or package for each family of ops, and the test harness.
 FAMILIES = [path for path in sorted((ROOT / "pyops").glob("*.py")) if not path.name.startswith("__")]
 FAMILIES += [
     path
     for folder in sorted((ROOT / "pyops").iterdir())
-    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "testing")
+    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "models", "testing")
     for path in sorted(folder.glob("*.py"))
 ]
 HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
@@ -91,6 +97,28 @@ def test_the_harness_knows_no_op(path: Path) -> None:
     assert all(name.startswith(("pyops._core.", "pyops.testing.")) for name in own), own
     assert "strategies" in path.parts or not any(re.match("hypothesis|.*strategies", name) for name in imported)
     assert len(path.read_text(encoding="utf-8").splitlines()) < 250
+
+
+@pytest.mark.parametrize("module", MODELS)
+def test_models_import_the_core_the_ops_and_what_comes_before(module: str) -> None:
+    own = {name for name in _imports(ROOT / "pyops" / "models" / f"{module}.py") if name.startswith("pyops")}
+    models = {name.split(".")[2] for name in own if name.startswith("pyops.models.")}
+    assert models <= set(MODELS[: MODELS.index(module)])
+    others = {name.split(".")[1] for name in own if not name.startswith("pyops.models.")}
+    assert not others & {"cli", "testing"}
+
+
+def test_every_module_of_the_models_has_its_place() -> None:
+    """And fits in a head."""
+    files = [path for path in (ROOT / "pyops" / "models").glob("*.py") if path.stem != "__init__"]
+    assert sorted(MODELS) == sorted(path.stem for path in files)
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 250 for path in files)
+
+
+def test_ops_do_without_models() -> None:
+    """`import pyops` does not load them."""
+    done = "import sys, pyops; assert not [name for name in sys.modules if name.startswith('pyops.models')]"
+    subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -15,6 +15,7 @@ from pyops.__main__ import main
 from pyops._core import compiler, device
 from pyops._core.compiler import Compiled
 from pyops.cli import axes, demo, doctor, show, table, warmup
+from pyops.models import llama
 
 RMS_NORM = pyops.ops["rms_norm"]
 
@@ -204,15 +205,16 @@ def test_doctor_finds_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._reference().ok is False
 
 
-def test_demo_checks_what_it_computes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_checks_what_it_generates(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["demo"]) == 0
     printed = capsys.readouterr().out
-    for stage in ("rms_norm", "matmul up", "silu_and_mul", "matmul down", "fused_add_rms_norm"):
-        assert f"\n{stage} " in printed
-    monkeypatch.setattr(RMS_NORM, "call", lambda out, input, weight, epsilon: out.copy_(input))
-    monkeypatch.setattr(demo, "_device", lambda: "cpu")
+    assert "The quick brown fox | " in printed
+    assert "144 tokens, the first after " in printed
+    assert printed.endswith(": a match\n")
+    monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
+    monkeypatch.setattr(llama, "silu_and_mul", lambda out, input: out.copy_(input.chunk(2, -1)[1]))
     assert main(["demo"]) == 1
-    assert "NOT below" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(": NO MATCH\n")
 
 
 def test_an_axis_may_not_shadow_the_architecture() -> None:

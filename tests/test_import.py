@@ -55,6 +55,22 @@ except pyops.MissingDependencyError:
     assert printed == "strategies need hypothesis\n"
 
 
+def test_models_without_their_packages() -> None:
+    run("""
+BLOCKED |= {"safetensors", "tokenizers", "transformers"}
+import pyops.models
+from pyops.__main__ import main
+from pyops.models import checkpoint
+assert not BLOCKED & set(sys.modules)
+assert main(["generate", "--model", "folder", "--prompt", "text"]) == 2
+try:
+    with checkpoint._opened("model.safetensors"):
+        raise AssertionError("no error")
+except pyops.MissingDependencyError as error:
+    assert "reading a model needs safetensors" in str(error) and "[models]" in str(error), error
+""")
+
+
 def test_import_opens_only_modules() -> None:
     run("""
 import numpy

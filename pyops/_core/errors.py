@@ -35,6 +35,13 @@ def pip_line(extra: str) -> str:
     return f'pip install "pyops[{extra}]"'
 
 
+class ModelError(ValueError):
+    """A model folder, or a request to a model, that cannot be served: ``where: what: message``."""
+
+    def __init__(self, where: object, message: str) -> None:
+        super().__init__(f"{where}: {message}")
+
+
 class CompileError(RuntimeError):
     """A kernel source that its compiler refused."""
 
@@ -98,5 +105,5 @@ def called(places: Sequence[tuple[str, int]]) -> str:
 
 
 # Tracebacks show the public names.
-for _error in (OpError, MissingDependencyError, CompileError, CaptureError, DeviceFault, KernelFault):
+for _error in (OpError, MissingDependencyError, ModelError, CompileError, CaptureError, DeviceFault, KernelFault):
     _error.__module__ = "pyops"

@@ -13,13 +13,18 @@ from typing import Any
 from .errors import MissingDependencyError
 
 
-def _import_torch() -> ModuleType:
+def optional(name: str, needed_for: str, extra: str) -> ModuleType:
+    """The module `name`; where it is not installed, an error that names the `extra` of pyops which brings it."""
     try:
-        return importlib.import_module("torch")
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name != name:
             raise
-        raise MissingDependencyError("this call", "torch", "torch") from None
+        raise MissingDependencyError(needed_for, name, extra) from None
+
+
+def _import_torch() -> ModuleType:
+    return optional("torch", "this call", "torch")
 
 
 def _import_cupy() -> ModuleType:
@@ -31,12 +36,7 @@ def _import_cupy() -> ModuleType:
             scratch = tempfile.mkdtemp(prefix="pyops-cache-")
             warnings.warn(f"kernel cache {cache_folder()}: {error}; kernels are cached in {scratch}", stacklevel=2)
             os.environ["CUPY_CACHE_DIR"] = scratch
-    try:
-        return importlib.import_module("cupy")
-    except ModuleNotFoundError as error:
-        if error.name != "cupy":
-            raise
-        raise MissingDependencyError("compiling a kernel", "cupy", "cuda13") from None
+    return optional("cupy", "compiling a kernel", "cuda13")
 
 
 def cache_folder() -> str:

@@ -1,143 +1,125 @@
-"""A transformer's MLP block on real tensors: norm, matmul, gated activation, matmul, residual norm."""
+"""Text from a model of random weights, and the same model written plainly to check it."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import string
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from .._core import config
-from .._core.errors import MissingDependencyError
-from .._core.lazy import cupy, torch
-from . import axes
+from .._core.lazy import torch
+from ..models import Config, Engine, Llama, Rope, SamplingParams
+from .generate import run, usable_device
 
-_EPSILON = 1e-6
-# Largest error of a stage, relative to its norm. Each rounding to bfloat16 is off by at most 2^-9 of its value.
-_TOLERANCE = 2.0**-7
+if TYPE_CHECKING:
+    from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Stage:
-    """One step of the block: what it computes, in place, and where."""
-
-    name: str
-    run: Callable[[], Any]
-    out: Any
+_ALPHABET = string.printable[:95]  # a token is a character
+_PROMPTS = ("The quick brown fox ", "2 + 2 = ", "A model of random weights has nothing to say, and says it: ")
+_SMALL = Config(
+    vocab_size=len(_ALPHABET),
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=256,
+    rope=Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 64),
+)
+# The layers of a Llama of a billion weights.
+_LARGE = replace(
+    _SMALL,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    sliding_windows=(),
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    dtype="bfloat16",
+)
+# How far below the reference's best logit a token may lie: twice the error of a logit. Logits have the deviation 1, so
+# that a token taken at random lies 2.5 below.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.125}
 
 
 def demo() -> bool:
-    """Run the block, print how far each stage is from float64 and how long it takes; False if one is too far."""
-    where = _device()
-    num_tokens, hidden_size, intermediate_size = (64, 4096, 14336) if where == "cuda" else (64, 1024, 2816)
-    kernels = where == "cuda" and not config.reference()
-    name = torch.cuda.get_device_name() if where == "cuda" else "CPU"
-    print(f"MLP block of {num_tokens} tokens, {hidden_size} -> {intermediate_size} -> {hidden_size}, bfloat16")
-    print(f"on {name}, {'by the kernels' if kernels else 'by the PyTorch references'} (torch {torch.__version__})\n")
+    """Generate behind three prompts and print the texts, the speed and the match; False if a token is wrong."""
+    device = usable_device()
+    sizes = _LARGE if device == "cuda" else _SMALL
+    model = Llama(sizes, device=device).randomise(seed=0)
+    count = sum(tensor.numel() for tensor in model.tensors().values())
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    kernels = not config.reference() if device == "cuda" else config.kernels_on_cpu()
+    print(f"a Llama of {sizes.num_hidden_layers} layers and {count / 1e6:.1f} million random weights, {sizes.dtype}")
+    print(f"on {name}, by {'the kernels' if kernels else 'the PyTorch references'} (torch {torch.__version__})\n")
 
-    stages, exact = _block(where, num_tokens, hidden_size, intermediate_size)
-    first, errors = [], []
-    for stage, truth in zip(stages, exact, strict=True):
-        first.append(_seconds(stage, where))
-        errors.append(_relative_error(stage.out, truth))
+    engine = Engine(model, max_seq_len=sizes.max_position_embeddings, max_num_seqs=len(_PROMPTS))
+    texts = {engine.add(_tokens(prompt), SamplingParams(max_tokens=48)): _tokens(prompt) for prompt in _PROMPTS}
+    speed = run(engine, lambda output: texts[output.request].append(output.token))
+    for prompt, text in zip(_PROMPTS, texts.values(), strict=True):
+        print(f"{prompt}| {''.join(_ALPHABET[token] for token in text[len(prompt) :])}")
+    print(f"\n{speed}")
 
-    on_gpu = where == "cuda"
-    print(f"{'stage':20} {'error':>8} {'first call':>11} {'host':>9}" + (f" {'device':>9}" if on_gpu else ""))
-    for stage, error, started in zip(stages, errors, first, strict=True):
-        times = [started, statistics.median(_seconds(stage, where, wait=False) for _ in range(50 if on_gpu else 10))]
-        if on_gpu:
-            times.append(_device_seconds(stage))
-        columns = " ".join(f"{_time(seconds):>{width}}" for seconds, width in zip(times, (11, 9, 9), strict=False))
-        print(f"{stage.name:20} {error:8.1e} {columns}")
-    good = all(error < _TOLERANCE for error in errors)
-    print(f"\nrelative error against float64: {'below' if good else 'NOT below'} {_TOLERANCE:.1e} at every stage")
+    equal, shortfall = 0, 0.0
+    for prompt, text in zip(_PROMPTS, texts.values(), strict=True):
+        logits = reference(model, text[:-1])[len(prompt) - 1 :]
+        chosen = logits.gather(1, torch.tensor(text[len(prompt) :], device=device)[:, None])[:, 0]
+        below = logits.amax(-1) - chosen
+        equal, shortfall = equal + int((below == 0).sum()), max(shortfall, float(below.max()))
+    good = shortfall <= _TOLERANCE[sizes.dtype]
+    total = sum(map(len, texts.values())) - sum(map(len, _PROMPTS))
+    print(f"{equal} of {total} tokens are the likeliest of the same model in plain float32 PyTorch, whose logits put")
+    print(f"none further than {shortfall:.1e} below: {'a match' if good else 'NO MATCH'}")
     return good
 
 
-def _device() -> str:
-    """Where there is a GPU, the GPU; without cupy its kernels cannot be compiled."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    try:
-        assert cupy.__version__
-    except MissingDependencyError as missing:
-        print(f"the GPU is not used: {missing}")
-        return "cpu"
-    return "cuda"
+def _tokens(text: str) -> list[int]:
+    return [_ALPHABET.index(character) for character in text]
 
 
-def _block(where: str, num_tokens: int, hidden_size: int, intermediate_size: int) -> tuple[list[Stage], list[Any]]:
-    """The stages over fresh random tensors, and what each should give, computed in float64 from the same inputs."""
-    rms_norm, silu_and_mul, fused_add_rms_norm = (
-        axes.find(name).call for name in ("rms_norm", "silu_and_mul", "fused_add_rms_norm")
+def reference(model: Llama, tokens: list[int]) -> Tensor:
+    """Logits behind every token, [num_tokens, vocab_size] float32: no ops of this library, no cache, no merged weights.
+
+    For models without biases, norms of heads and windows, and with llama3's scaling of the rotary embedding.
+    """
+    sizes, rope, weights = model.config, model.config.rope, model.tensors()
+    functional = torch.nn.functional
+
+    def weight(name: str) -> Tensor:
+        return weights[f"{name}.weight"].float()
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], weight(name), sizes.rms_norm_eps)
+
+    wavelengths = 2 * torch.pi * rope.theta ** (torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
+    longest, shortest = (
+        rope.original_max_position_embeddings / factor for factor in (rope.low_freq_factor, rope.high_freq_factor)
     )
-    generator = torch.Generator(where).manual_seed(0)
+    original = rope.original_max_position_embeddings / wavelengths
+    share = (original - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    slowed = torch.where(wavelengths > longest, 1 / rope.factor, (1 - share) / rope.factor + share)
+    slowed = torch.where(wavelengths < shortest, 1.0, slowed)
+    angles = torch.arange(len(tokens))[:, None] * slowed * 2 * torch.pi / wavelengths
+    turns = torch.polar(torch.ones_like(angles), angles).to(model.device)
 
-    def randn(*shape: int, scale: float = 1.0, shift: float = 0.0) -> Any:
-        values = torch.randn(shape, device=where, generator=generator)
-        return (values * scale + shift).bfloat16()
+    def heads(x: Tensor, name: str, turned: bool = True) -> Tensor:
+        parts = functional.linear(x, weight(name)).unflatten(-1, (-1, sizes.head_dim)).transpose(0, 1)
+        if not turned:
+            return parts
+        pairs = torch.complex(*parts.chunk(2, -1)) * turns
+        return torch.cat((pairs.real, pairs.imag), -1)
 
-    def empty(*shape: int) -> Any:
-        return torch.empty(shape, device=where, dtype=torch.bfloat16)
-
-    x = randn(num_tokens, hidden_size)
-    norm_weight, next_norm_weight = (randn(hidden_size, scale=0.1, shift=1.0) for _ in range(2))
-    gate_up_weight = randn(hidden_size, 2 * intermediate_size, scale=hidden_size**-0.5)
-    down_weight = randn(intermediate_size, hidden_size, scale=intermediate_size**-0.5)
-    residual = x.clone()
-    normed, gate_up = empty(num_tokens, hidden_size), empty(num_tokens, 2 * intermediate_size)
-    activated, down = empty(num_tokens, intermediate_size), empty(num_tokens, hidden_size)
-    stages = [
-        Stage("rms_norm", lambda: rms_norm(normed, x, norm_weight, _EPSILON), normed),
-        Stage("matmul up (torch)", lambda: torch.mm(normed, gate_up_weight, out=gate_up), gate_up),
-        Stage("silu_and_mul", lambda: silu_and_mul(activated, gate_up), activated),
-        Stage("matmul down (torch)", lambda: torch.mm(activated, down_weight, out=down), down),
-        Stage("fused_add_rms_norm", lambda: fused_add_rms_norm(down, residual, next_norm_weight, _EPSILON), down),
-    ]
-
-    def norm(values: Any, weight: Any) -> Any:
-        return values / (values.square().mean(-1, keepdim=True) + _EPSILON).sqrt() * weight.double()
-
-    exact_normed = norm(x.double(), norm_weight)
-    exact_gate_up = exact_normed @ gate_up_weight.double()
-    gate, up = exact_gate_up.chunk(2, dim=-1)
-    exact_activated = gate / (1 + (-gate).exp()) * up
-    exact_down = exact_activated @ down_weight.double()
-    exact = [exact_normed, exact_gate_up, exact_activated, exact_down, norm(exact_down + x.double(), next_norm_weight)]
-    return stages, exact
-
-
-def _relative_error(values: Any, exact: Any) -> float:
-    return float((values.double() - exact).norm() / exact.norm())
-
-
-def _seconds(stage: Stage, where: str, wait: bool = True) -> float:
-    """Time of one call from an idle device: until its result is there, or (without `wait`) until it returns."""
-    started = time.perf_counter()
-    stage.run()
-    returned = time.perf_counter()
-    if where == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() if wait else returned) - started
-
-
-def _device_seconds(stage: Stage, calls: int = 20, replays: int = 10) -> float:
-    """Time on the device of one call, from replays of a graph of many; inputs stay in the cache between them."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            stage.run()
-    times: list[float] = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) * 1e-3 / calls)
-    return statistics.median(times)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+    x = functional.embedding(torch.tensor(tokens, device=model.device), weight("model.embed_tokens"))
+    for i in range(sizes.num_hidden_layers):
+        at = f"model.layers.{i}"
+        y = normed(x, f"{at}.input_layernorm")
+        q, k = heads(y, f"{at}.self_attn.q_proj"), heads(y, f"{at}.self_attn.k_proj")
+        v = heads(y, f"{at}.self_attn.v_proj", turned=False)
+        y = functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        x = x + functional.linear(y.transpose(0, 1).flatten(1), weight(f"{at}.self_attn.o_proj"))
+        y = normed(x, f"{at}.post_attention_layernorm")
+        gate, up = (functional.linear(y, weight(f"{at}.mlp.{name}_proj")) for name in ("gate", "up"))
+        x = x + functional.linear(functional.silu(gate) * up, weight(f"{at}.mlp.down_proj"))
+    return functional.linear(normed(x, "model.norm"), weight("lm_head"))

@@ -1,0 +1,203 @@
+"""A decoder of the Llama family on the ops of this library: Llama 2 and 3, Mistral, Qwen2, Qwen3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import pi
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._core.lazy import torch
+from ..activation import silu_and_mul
+from ..attention import paged_attention_v1, paged_attention_varlen
+from ..cache import reshape_and_cache_flash
+from ..norm import fused_add_rms_norm, rms_norm
+from ..rotary import rotary_embedding
+from .config import Config, Rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Linear(NamedTuple):
+    """A projection, or several of the same input, one below the other: weight [out, in], bias [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``."""
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of a layer. Queries, keys and values are one product, and so are both halves of the MLP."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    sliding_window: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The newest tokens of several sequences, which one pass adds to the cache.
+
+    Attributes:
+        tokens, positions, slot_mapping: [num_tokens] integers: the tokens, their places in their sequences and in the
+            cache. A token whose slot is -1 is not kept.
+        block_tables: [num_seqs, most_blocks]: where in the cache a sequence lies.
+        seq_lens: [num_seqs]: tokens of a sequence, these included.
+        cu_seqlens_q: [num_seqs + 1]: where among `tokens` those of a sequence begin; None where each has one.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor | None
+
+
+class Llama:
+    """The decoder, its weights not yet set: `tensors` says where they belong.
+
+    Args:
+        config: what to build.
+        dtype: name of the element type of weights, activations and cache; None for the checkpoint's.
+        device: where it lies; on "meta" it takes no memory.
+    """
+
+    def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:
+        self.config = config
+        self.device, self.dtype = torch.device(device), getattr(torch, dtype or config.dtype)
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self._split = [heads * config.head_dim, kv_heads * config.head_dim, kv_heads * config.head_dim]
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+        def linear(rows: int, columns: int, bias: bool) -> Linear:
+            return Linear(empty(rows, columns), empty(rows) if bias else None)
+
+        self.embedding = empty(config.vocab_size, hidden)
+        self.layers = [
+            Layer(
+                input_norm=empty(hidden),
+                qkv=linear(sum(self._split), hidden, config.qkv_bias),
+                q_norm=empty(config.head_dim) if config.qk_norm else None,
+                k_norm=empty(config.head_dim) if config.qk_norm else None,
+                o=linear(hidden, self._split[0], config.o_bias),
+                mlp_norm=empty(hidden),
+                gate_up=linear(2 * config.intermediate_size, hidden, config.mlp_bias),
+                down=linear(hidden, config.intermediate_size, config.mlp_bias),
+                sliding_window=window,
+            )
+            for window in config.sliding_windows
+        ]
+        self.norm = empty(hidden)
+        self.head = Linear(self.embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden), None)
+        angles = rope_angles(config.rope, config.head_dim, config.max_position_embeddings, self.device)
+        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), -1).to(self.dtype)
+        # What an fp8 cache would be scaled by; read by no kernel for this one.
+        self._one = torch.ones(1, device=self.device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """{name in a checkpoint: its place}: views of the weights, to be written."""
+        config = self.config
+        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not config.tie_word_embeddings:
+            found["lm_head.weight"] = self.head.weight
+        for i, layer in enumerate(self.layers):
+            at = f"model.layers.{i}."
+            norms = {
+                "input_layernorm": layer.input_norm,
+                "post_attention_layernorm": layer.mlp_norm,
+                "self_attn.q_norm": layer.q_norm,
+                "self_attn.k_norm": layer.k_norm,
+            }
+            found |= {f"{at}{name}.weight": norm for name, norm in norms.items() if norm is not None}
+            for merged, names, sizes in (
+                (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), self._split),
+                (layer.o, ("self_attn.o_proj",), [config.hidden_size]),
+                (layer.gate_up, ("mlp.gate_proj", "mlp.up_proj"), [config.intermediate_size] * 2),
+                (layer.down, ("mlp.down_proj",), [config.hidden_size]),
+            ):
+                for kind, whole in merged._asdict().items():
+                    if whole is not None:
+                        parts = zip(names, whole.split(sizes), strict=True)
+                        found |= {f"{at}{name}.{kind}": part for name, part in parts}
+        return found
+
+    def randomise(self, seed: int, scale: float = 1.0) -> Llama:
+        """Set all weights: norms to 1, the others to normal noise of the deviation ``scale / sqrt(columns)``."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for name, tensor in self.tensors().items():
+            if name.endswith("norm.weight"):
+                tensor.fill_(1.0)
+            else:
+                tensor.normal_(0.0, scale * tensor.shape[-1] ** -0.5, generator=generator)
+        return self
+
+    def new_cache(self, num_blocks: int, block_size: int) -> Tensor:
+        """A paged cache of keys and values: [layers, 2, num_blocks, block_size, num_key_value_heads, head_dim]."""
+        config = self.config
+        shape = (len(self.layers), 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def forward(self, batch: Batch, cache: Tensor) -> Tensor:
+        """What the last layer says of each token, normalised: [num_tokens, hidden_size]; `cache` gets their keys."""
+        epsilon = self.config.rms_norm_eps
+        residual = self.embedding[batch.tokens]
+        hidden = torch.empty_like(residual)
+        rms_norm(hidden, residual, self.layers[0].input_norm, epsilon)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, caches, next_norm in zip(self.layers, cache, next_norms, strict=True):
+            hidden = self._attention(layer, hidden, batch, *caches)
+            fused_add_rms_norm(hidden, residual, layer.mlp_norm, epsilon)
+            gate_up = layer.gate_up(hidden)
+            activated = gate_up.new_empty(gate_up.shape[0], self.config.intermediate_size)
+            silu_and_mul(activated, gate_up)
+            hidden = layer.down(activated)
+            fused_add_rms_norm(hidden, residual, next_norm, epsilon)
+        return hidden
+
+    def _attention(self, layer: Layer, hidden: Tensor, batch: Batch, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+        config, head_dim = self.config, self.config.head_dim
+        qkv = layer.qkv(hidden)
+        query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in qkv.split(self._split, -1))
+        if config.qk_norm:
+            rms_norm(query, query, layer.q_norm, config.rms_norm_eps)
+            rms_norm(key, key, layer.k_norm, config.rms_norm_eps)
+        rotary_embedding(batch.positions, query, key, head_dim, self.cos_sin_cache, True)
+        scales = ("auto", self._one, self._one)
+        reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slot_mapping, *scales)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        block_size = key_cache.shape[1]
+        most_tokens = batch.block_tables.shape[1] * block_size
+        past = (key_cache, value_cache, config.num_key_value_heads, head_dim**-0.5, batch.block_tables, batch.seq_lens)
+        window = {"sliding_window": layer.sliding_window}
+        if batch.cu_seqlens_q is None:
+            paged_attention_v1(out, query, *past, block_size, most_tokens, None, *scales, **window)
+        else:
+            paged_attention_varlen(out, query, *past, batch.cu_seqlens_q, block_size, *scales, **window)
+        return layer.o(out.flatten(1))
+
+
+def rope_angles(rope: Rope, head_dim: int, num_positions: int, device: Any = "cpu") -> Tensor:
+    """Angles by which pairs of elements turn at each position: [num_positions, head_dim / 2] float32, in radians."""
+    exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        # How often a pair turns within the texts of the first training decides how much of its frequency it keeps.
+        turns = rope.original_max_position_embeddings * frequencies / (2 * pi)
+        kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+        frequencies = kept * frequencies + (1.0 - kept) * frequencies / rope.factor
+    return torch.arange(num_positions, device=device).float()[:, None] * frequencies

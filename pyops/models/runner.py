@@ -1,0 +1,129 @@
+"""A model with its cache: parts of sequences in, logits out; decode steps replay a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy
+
+from .._core.lazy import torch
+from .llama import Batch, Llama
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Columns of a row of a decode step; the sequence's blocks follow.
+_TOKEN, _POSITION, _SLOT, _LENGTH, _BLOCKS = range(5)
+_PADDING = 0, 0, -1, 0  # a sequence of no tokens, whose next one is kept nowhere
+
+
+class Part(NamedTuple):
+    """Tokens of a sequence to be added to the cache, the place of the first, and the blocks of the cache for all."""
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+
+
+class Runner:
+    """Runs `model` over a paged cache of ``num_blocks * block_size`` tokens.
+
+    Steps of one token for each sequence are padded to a power of two, so that few CUDA graphs serve them all; each is
+    captured when it is first needed. A padded row has the length 0 and the slot -1: it reads and writes no cache.
+
+    Args:
+        model: whose weights are set.
+        num_blocks, block_size: of the cache.
+        max_num_seqs: sequences of one step, at most.
+        max_seq_len: tokens of a sequence, at most.
+        graphs: whether decode steps are captured; None for wherever the model lies on a GPU.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_seq_len: int,
+        graphs: bool | None = None,
+    ) -> None:
+        self.model, self.block_size = model, block_size
+        self.cache = model.new_cache(num_blocks, block_size)
+        on_gpu = model.device.type == "cuda"
+        self._use_graphs = on_gpu if graphs is None else graphs
+        self._graphs: dict[int, tuple[Any, Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
+        # All that a decode step depends on, a sequence to a row: one copy to the device, where graphs find it.
+        shape = (max_num_seqs, _BLOCKS + -(-max_seq_len // block_size))
+        self._host_rows = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        self._rows = torch.zeros(shape, dtype=torch.int64, device=model.device)
+
+    def run(self, parts: Sequence[Part]) -> Tensor:
+        """Add `parts` to the cache; the logits behind each: [len(parts), vocab_size], kept until the next call."""
+        return self._decode(parts) if all(len(part.tokens) == 1 for part in parts) else self._prefill(parts)
+
+    def _prefill(self, parts: Sequence[Part]) -> Tensor:
+        counts = numpy.array([len(part.tokens) for part in parts])
+        firsts = numpy.array([part.start for part in parts])
+        ends = counts.cumsum()
+        tables = numpy.full((len(parts), max(len(part.blocks) for part in parts)), -1)
+        for table, part in zip(tables, parts, strict=True):
+            table[: len(part.blocks)] = part.blocks
+        positions = numpy.arange(ends[-1]) + numpy.repeat(firsts - (ends - counts), counts)
+        batch = Batch(
+            tokens=self._tensor([token for part in parts for token in part.tokens]),
+            positions=self._tensor(positions),
+            slot_mapping=self._tensor(self._slots(tables, numpy.repeat(numpy.arange(len(parts)), counts), positions)),
+            block_tables=self._tensor(tables),
+            seq_lens=self._tensor(firsts + counts),
+            cu_seqlens_q=self._tensor([0, *ends]),
+        )
+        hidden = self.model.forward(batch, self.cache)
+        return self.model.head(hidden[self._tensor(ends - 1)])
+
+    def _decode(self, parts: Sequence[Part]) -> Tensor:
+        count = len(parts)
+        size = min(1 << (count - 1).bit_length(), self._rows.shape[0])
+        rows = self._host_rows.numpy()
+        for row, part in zip(rows, parts, strict=False):
+            row[_TOKEN], row[_POSITION], row[_LENGTH] = part.tokens[0], part.start, part.start + 1
+            row[_BLOCKS : _BLOCKS + len(part.blocks)] = part.blocks
+        rows[:count, _SLOT] = self._slots(rows[:, _BLOCKS:], numpy.arange(count), rows[:count, _POSITION])
+        rows[count:size, :_BLOCKS] = _PADDING
+        self._rows[:size].copy_(self._host_rows[:size])
+        return self.step(size)[:count]
+
+    def step(self, size: int) -> Tensor:
+        """The logits of the first `size` rows, by the graph for them where there are graphs."""
+        if not self._use_graphs:
+            return self._forward(size)
+        if size not in self._graphs:
+            self._forward(size)  # loads the kernels, which a capture must not
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.device(self.model.device), torch.cuda.graph(graph, pool=self._pool):
+                logits = self._forward(size)
+            self._graphs[size] = graph, logits
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits
+
+    def _forward(self, size: int) -> Tensor:
+        rows = self._rows[:size]
+        batch = Batch(
+            tokens=rows[:, _TOKEN],
+            positions=rows[:, _POSITION],
+            slot_mapping=rows[:, _SLOT],
+            block_tables=rows[:, _BLOCKS:],
+            seq_lens=rows[:, _LENGTH],
+            cu_seqlens_q=None,
+        )
+        return self.model.head(self.model.forward(batch, self.cache))
+
+    def _slots(self, tables: Any, sequences: Any, positions: Any) -> Any:
+        """Where in the cache tokens belong, by the row of `tables` and the position of each; numpy arrays."""
+        return tables[sequences, positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def _tensor(self, values: Any) -> Tensor:
+        return torch.as_tensor(numpy.asarray(values), dtype=torch.int64, device=self.model.device)

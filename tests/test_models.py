@@ -1,0 +1,586 @@
+"""Models against transformers: the same weights, in float32, give the same texts; folders; batching; sampling."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import tokenizers
+import torch
+import transformers
+
+from pyops import ModelError, testing
+from pyops.__main__ import main
+from pyops._core.host import toolchains
+from pyops.models import Config, Engine, Llama, Rope, SamplingParams, checkpoint, load
+from pyops.models.llama import rope_angles
+from pyops.models.runner import Part, Runner
+from pyops.models.sampling import sample
+
+transformers.utils.logging.disable_progress_bar()
+
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_key_value_heads": 4}),
+    "llama with one key head, llama3 rope, biases": (
+        "Llama",
+        {"num_key_value_heads": 1, "rope_parameters": LLAMA3} | BIASES,
+    ),
+    "llama with linear rope, tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LINEAR}),
+    "mistral with a window": ("Mistral", {"sliding_window": 9, "num_hidden_layers": 3}),
+    "mistral with wide heads": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2 with a window in its last layer": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "attention_bias": True}),
+}
+PROMPTS: list[list[int]] = [list(range(5, 25)), [3], [(7 * i) % 160 for i in range(70)]]
+
+
+@cache
+def reference(case: str) -> Any:
+    """A model of transformers whose random weights make clear choices; biases and norms are random too."""
+    family, options = CASES[case]
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SIZES | options))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(0.0, 0.3)
+        elif "norm" in name:
+            parameter.data.normal_(1.0, 0.2)
+    return model.eval()
+
+
+@cache
+def text(case: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    """What transformers' model writes, greedily, behind the prompt."""
+    written = reference(case).generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return written[0, len(prompt) :].tolist()
+
+
+def texts(case: str, count: int) -> list[list[int]]:
+    return [text(case, tuple(prompt), count) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a case, saved once."""
+    saved: dict[str, Path] = {}
+
+    def get(case: str) -> Path:
+        if case not in saved:
+            saved[case] = tmp_path_factory.mktemp("model")
+            reference(case).save_pretrained(saved[case])
+        return saved[case]
+
+    return get
+
+
+@pytest.fixture
+def llama(folder: Callable[[str], Path]) -> Llama:
+    return load(folder("llama"))
+
+
+def teacher_forced(runner: Runner, prompt: Sequence[int], following: Sequence[int]) -> torch.Tensor:
+    """Logits behind the prompt, by prefill, and behind each token that follows, by decode steps."""
+    blocks = list(range(-(-(len(prompt) + len(following)) // runner.block_size)))[::-1]
+    found = [runner.run([Part(prompt, 0, blocks)])]
+    for i, token in enumerate(following):
+        found.append(runner.run([Part([token], len(prompt) + i, blocks)]).clone())
+    return torch.cat(found)
+
+
+# The decoder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_are_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
+    """Prompts of different lengths, together, 64 tokens each."""
+    engine = Engine(load(folder(case)), max_seq_len=160, max_num_seqs=4)
+    assert engine.generate(PROMPTS, SamplingParams(max_tokens=64)) == texts(case, 64)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_as_exact_as_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
+    """By prefill and by decode, compared with the same model in float64."""
+    prompt, following = PROMPTS[0], text(case, tuple(PROMPTS[0]), 20)
+    runner = Runner(load(folder(case)), 8, 16, 2, 64)
+    ours = teacher_forced(runner, prompt, following)
+    tokens = torch.tensor([prompt + following])
+    with torch.no_grad():
+        theirs = reference(case)(tokens).logits[0, len(prompt) - 1 :]
+        double = getattr(transformers, f"{CASES[case][0]}ForCausalLM").from_pretrained(
+            folder(case), dtype=torch.float64
+        )
+        exact = double(tokens).logits[0, len(prompt) - 1 :]
+    assert (ours - exact).abs().max() <= 4 * (theirs - exact).abs().max()
+
+
+def test_padded_rows_touch_nothing(llama: Llama) -> None:
+    """Of three sequences, which are padded to four: what no token owns keeps what it held."""
+    runner = Runner(llama, 8, 4, 4, 16)
+    runner.cache.fill_(7.0)
+    tables = [[6, 1], [3], [5]]
+    runner.run([Part([1, 2, 3, 4, 5], 0, tables[0]), Part([6, 7], 0, tables[1]), Part([8, 9, 10], 0, tables[2])])
+    together = runner.run([Part([11], 5, tables[0]), Part([12], 2, tables[1]), Part([13], 3, tables[2])])
+    alone = torch.cat(
+        [
+            runner.run([Part([11], 5, tables[0])]),
+            runner.run([Part([12], 2, tables[1])]),
+            runner.run([Part([13], 3, [5])]),
+        ]
+    )
+    torch.testing.assert_close(together, alone)
+    written = (runner.cache != 7.0).all(-1).all(-1).all(0).all(0)
+    owned = torch.zeros(8, 4, dtype=torch.bool)
+    owned[6], owned[1, :2], owned[3, :3], owned[5] = True, True, True, True
+    assert torch.equal(written, owned)
+    assert ((runner.cache != 7.0).any(-1).any(-1).any(0).any(0) == owned).all()
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "llama3"])
+def test_angles_are_those_of_transformers(rope_type: str) -> None:
+    """With the numbers of Llama 3.1, far out."""
+    values = {"rope_type": rope_type, "rope_theta": 500000.0}
+    if rope_type != "default":
+        values["factor"] = 8.0
+    if rope_type == "llama3":
+        values |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    sizes = SIZES | {"head_dim": 128, "max_position_embeddings": 16384, "rope_parameters": values}
+    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes))
+    config = Config.parse({"architectures": ["LlamaForCausalLM"], **sizes})
+    angles = rope_angles(config.rope, config.head_dim, config.max_position_embeddings)
+    expected = torch.arange(16384.0)[:, None] * theirs.inv_freq
+    torch.testing.assert_close(angles, expected, rtol=2**-21, atol=0.0)
+
+
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+def test_the_kernels_write_the_same() -> None:
+    """On the host, checked for every access."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 16}
+    model = Llama(Config(**sizes, qk_norm=True, sliding_windows=(5,))).randomise(3, scale=2.0)
+    prompts, params = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]], SamplingParams(max_tokens=4)
+    expected = Engine(model, block_size=4, max_num_seqs=4).generate(prompts, params)
+    with testing.cpu("kernels"):
+        assert Engine(model, block_size=4, max_num_seqs=4).generate(prompts, params) == expected
+
+
+# Batching
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_num_seqs": 2},
+        {"max_num_batched_tokens": 7},
+        {"block_size": 5, "max_num_seqs": 3},
+        {"max_num_batched_tokens": 1},
+    ],
+    ids=str,
+)
+def test_texts_do_not_depend_on_the_batch(limits: dict[str, int], llama: Llama) -> None:
+    """Fewer at once than there are, prompts in parts, other blocks."""
+    engine = Engine(llama, max_seq_len=128, **limits)
+    assert engine.generate(PROMPTS, SamplingParams(max_tokens=24)) == texts("llama", 24)
+
+
+def test_requests_step_back_when_blocks_run_out(llama: Llama) -> None:
+    engine = Engine(llama, num_blocks=24, block_size=4, max_seq_len=96, max_num_seqs=4)
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
+    expected = [text("llama", tuple(prompt), 50) for prompt in prompts]
+    assert engine.generate(prompts, SamplingParams(max_tokens=50)) == expected
+    assert engine.preemptions > 0
+    assert sorted(engine._free) == list(range(24)), "every block came back, once"
+
+
+def test_requests_may_come_late(llama: Llama) -> None:
+    engine = Engine(llama, max_seq_len=96, max_num_seqs=4)
+    found: dict[int, list[int]] = {engine.add(PROMPTS[0], SamplingParams(max_tokens=20)): []}
+    for output in engine.run():
+        found.setdefault(output.request, []).append(output.token)
+        if len(found) == 1 and len(found[0]) == 5:
+            engine.add(PROMPTS[2], SamplingParams(max_tokens=8))
+    assert list(found.values()) == [text("llama", tuple(PROMPTS[0]), 20), text("llama", tuple(PROMPTS[2]), 8)]
+    assert engine.step() == []
+
+
+def test_a_text_ends_at_its_end(llama: Llama) -> None:
+    whole = text("llama", tuple(PROMPTS[0]), 24)
+    end = whole[10]
+    llama.config = replace(llama.config, eos_token_ids=(159 if end != 159 else 158, end))
+    engine = Engine(llama, max_seq_len=96)
+    engine.add(PROMPTS[0], SamplingParams(max_tokens=24))
+    outputs = list(engine.run())
+    assert [output.token for output in outputs] == whole[: whole.index(end) + 1]
+    assert [output.finished for output in outputs] == [None] * (len(outputs) - 1) + ["stop"]
+    assert engine.generate([PROMPTS[0]], SamplingParams(max_tokens=24, ignore_eos=True)) == [whole]
+    engine.add(PROMPTS[0], SamplingParams(max_tokens=1, ignore_eos=True))
+    assert [output.finished for output in engine.run()] == ["length"]
+
+
+def test_what_can_never_be_served_is_refused(llama: Llama) -> None:
+    engine = Engine(llama, num_blocks=3, block_size=4, max_seq_len=20)
+    assert len(engine.generate([[1] * 9], SamplingParams(max_tokens=4))[0]) == 4  # 13 tokens, the last is not kept
+    for prompt, count, message in (
+        ([], 1, "prompt: expected tokens from 0 to 159, got none"),
+        ([5, 160], 1, "prompt: expected tokens from 0 to 159, got token 160"),
+        ([5, -1], 1, "prompt: .* got token -1"),
+        ([1] * 9, 5, "prompt and max_tokens: need 4 blocks, and the cache has 3"),
+        ([1] * 9, 12, "prompt and max_tokens: expected at most max_seq_len=20 tokens, got 21"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            engine.add(prompt, SamplingParams(max_tokens=count))
+    assert not engine.busy
+    for options, message in (
+        ({"max_seq_len": 257}, "max_seq_len: expected at most 256"),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected 1 or more, got 0"),
+        ({"num_blocks": 0}, "num_blocks: expected 1 or more"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            Engine(llama, **options)
+
+
+# Sampling
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.7), (1.3, 8, 0.6)]
+)
+def test_tokens_are_drawn_as_often_as_they_are_likely(temperature: float, top_k: int, top_p: float) -> None:
+    """Draws all over [0, 1): each token takes the part of them that is its probability, cut off in float64."""
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(2)) * 2
+    probabilities = (logits.double() / temperature).softmax(-1)
+    likeliest = sorted(range(20), key=lambda i: -probabilities[i])[: top_k or 20]
+    sums = probabilities[likeliest].cumsum(0) / probabilities[likeliest].sum()
+    kept = likeliest[: int((sums < top_p).sum()) + 1]
+    expected = torch.zeros(20, dtype=torch.float64)
+    expected[kept] = probabilities[kept] / probabilities[kept].sum()
+    count = 2000
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    tokens = sample(logits.expand(count, -1), [params] * count, [(i + 0.5) / count for i in range(count)])
+    shares = torch.bincount(torch.tensor(tokens), minlength=20) / count
+    assert ((shares - expected).abs() <= 1.01 / count).all()
+    assert sample(logits[None], [params], [1 - 2**-53])[0] == kept[-1]
+
+
+def test_a_seed_gives_its_text_whatever_is_beside_it(llama: Llama) -> None:
+    params = SamplingParams(max_tokens=20, temperature=3.0, top_k=50, seed=5)
+    (alone,) = Engine(llama, max_seq_len=96).generate([PROMPTS[0]], params)
+    engine = Engine(llama, max_seq_len=96, max_num_seqs=4)
+    found: dict[int, list[int]] = {}
+    for prompt, one in (
+        (PROMPTS[2], SamplingParams(max_tokens=9)),
+        (PROMPTS[0], params),
+        (PROMPTS[0], replace(params, seed=6)),
+    ):
+        found[engine.add(prompt, one)] = []
+    for output in engine.run():
+        found[output.request].append(output.token)
+    assert found[0] == text("llama", tuple(PROMPTS[2]), 9)
+    assert found[1] == alone != found[2]
+    assert alone != text("llama", tuple(PROMPTS[0]), 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0)],
+)
+def test_bad_sampling_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ModelError, match=f"SamplingParams: {name}: expected .*, got {value}"):
+        SamplingParams(**{name: value})
+
+
+# Folders
+
+
+def test_a_folder_of_shards(tmp_path: Path) -> None:
+    """And a dtype of one's own, and how far the load has come."""
+    reference("qwen3").save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    steps: list[tuple[int, int]] = []
+    model = load(tmp_path, dtype="bfloat16", progress=lambda *step: steps.append(step))
+    for name, tensor in reference("qwen3").state_dict().items():
+        assert torch.equal(model.tensors()[name], tensor.bfloat16()), name
+    total = sum(tensor.nbytes for tensor in model.tensors().values())
+    assert steps[-1] == (total, total)
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return edit
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = sorted(folder.glob("*.safetensors"))[0]
+        tensors = safetensors.torch.load_file(file)
+        change(tensors)
+        safetensors.torch.save_file(tensors, file)
+
+    return edit
+
+
+def edit_index(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(changes)) and None
+
+
+def shorten(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+BAD = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"config\.json: cannot be read: .*No such file"),
+    "a broken config": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json: cannot be read"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "expected an object, got list"),
+    "an architecture": (
+        edit_config(architectures=["GPT2LMHeadModel"]),
+        r"architectures: expected Llama.*, got \['GPT2",
+    ),
+    "no architecture": (edit_config(architectures=None), "architectures: expected"),
+    "an activation": (edit_config(hidden_act="gelu"), "hidden_act: expected 'silu', got 'gelu'"),
+    "quantised": (edit_config(quantization_config={"bits": 4}), "quantization_config: expected None"),
+    "a rope": (edit_config(rope_parameters={"rope_type": "yarn"}), "rope_type: expected .*, got 'yarn'"),
+    "a rope without factor": (
+        edit_config(rope_parameters={"rope_type": "linear"}),
+        r"rope_parameters\.factor: expected",
+    ),
+    "a theta": (
+        edit_config(rope_parameters={"rope_theta": "big"}),
+        "rope_theta: expected a positive number, got 'big'",
+    ),
+    "factors in disorder": (
+        edit_config(rope_parameters=LLAMA3 | {"high_freq_factor": 1.0}),
+        r"high_freq_factor: expected more than low_freq_factor, got 1\.0",
+    ),
+    "an epsilon": (edit_config(rms_norm_eps=None), "rms_norm_eps: expected a positive number, got None"),
+    "part of a head": (
+        edit_config(rope_parameters={"partial_rotary_factor": 0.5}),
+        "partial_rotary_factor: expected 1.0",
+    ),
+    "no size": (edit_config(hidden_size=None), "hidden_size: expected a positive integer, got None"),
+    "a size": (edit_config(num_hidden_layers="2"), "num_hidden_layers: expected a positive integer, got '2'"),
+    "heads": (
+        edit_config(num_key_value_heads=3),
+        "num_key_value_heads: expected a divisor of num_attention_heads=4, got 3",
+    ),
+    "a dtype": (edit_config(dtype="int8"), "dtype: expected float32 or .*, got 'int8'"),
+    "a missing layer": (
+        edit_config(num_hidden_layers=3),
+        r"model\.layers\.2\.input_.*: is in no shard, nor are 8 others",
+    ),
+    "one layer more": (edit_config(num_hidden_layers=1), r"model\.layers\.1\..*: is no tensor of this architecture"),
+    "a bias": (
+        edit_tensors(lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})),
+        r"q_proj\.bias: is no tensor of this architecture",
+    ),
+    "a shape": (edit_config(intermediate_size=100), r"mlp\..*: expected shape .*100.*, got .*96"),
+    "a tensor's dtype": (
+        edit_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)})),
+        r"model\.norm\.weight: expected BF16 or F16 or F32, got I8",
+    ),
+    "a missing tensor": (
+        edit_tensors(lambda tensors: tensors.pop("lm_head.weight")),
+        r"lm_head\.weight: is in no shard$",
+    ),
+    "a cut shard": (shorten, r"model\.safetensors: is no whole safetensors file"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"model\.safetensors: is missing"),
+    "a missing shard": (edit_index(weight_map={"lm_head.weight": "absent.safetensors"}), "absent.*: is missing"),
+    "an index that leads away": (
+        edit_index(weight_map={"lm_head.weight": "../model.safetensors"}),
+        "weight_map: expected",
+    ),
+    "an index of nothing": (edit_index(metadata={}), "weight_map: expected"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_folder_is_refused_before_memory_is_taken(
+    what: str, folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder("llama"), tmp_path / "bad")
+    damage, message = BAD[what]
+    damage(tmp_path / "bad")
+
+    def no_memory(config: Config, dtype: str | None, device: str) -> Llama:
+        assert device == "meta", "memory is taken"
+        return Llama(config, dtype, device)
+
+    monkeypatch.setattr(checkpoint, "Llama", no_memory)
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path / "bad")
+
+
+def test_old_spellings_and_defaults() -> None:
+    """As in the folders of Llama 3.1 and Mistral 0.1."""
+    sizes = {name: SIZES[name] for name in SIZES if isinstance(SIZES[name], int)}
+    new = Config.parse({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **sizes, "rope_parameters": LLAMA3})
+    scaling = {"type" if name == "rope_type" else name: LLAMA3[name] for name in LLAMA3 if name != "rope_theta"}
+    old = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "rope_theta": 1e4, "rope_scaling": scaling}
+    assert Config.parse(old | sizes) == new
+    assert new.rope == Rope(1e4, "llama3", 4.0, 1.0, 4.0, 32)
+    first = {"architectures": ["MistralForCausalLM"], "rope_theta": 1e6, "rope_scaling": None, "eos_token_id": [2, 7]}
+    mistral = Config.parse(first | sizes)
+    assert (mistral.rope, mistral.sliding_windows, mistral.eos_token_ids) == (Rope(1e6), (4096, 4096), (2, 7))
+    qwen = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    }
+    assert Config.parse(qwen | sizes).sliding_windows == (0, 7)
+    assert Config.parse(qwen | sizes | {"use_sliding_window": False}).sliding_windows == (0, 0)
+    with pytest.raises(ModelError, match="layer_types: expected 2 of full_attention, got"):
+        Config.parse(qwen | sizes | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2})
+    del sizes["num_key_value_heads"]
+    assert Config.parse(old | sizes).num_key_value_heads == 4
+    with pytest.raises(ModelError, match="num_key_value_heads: expected a positive integer, got None"):
+        Config.parse(first | sizes)
+
+
+def test_ends_of_text_come_from_the_generation_config(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copy(folder("llama") / "config.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert Config.read(tmp_path).eos_token_ids == (5, 6)
+
+
+# The command
+
+
+@pytest.fixture
+def words(folder: Callable[[str], Path], tmp_path: Path) -> Path:
+    """The folder of a model with a tokenizer, for which token i is the word wi."""
+    shutil.copytree(folder("llama"), tmp_path / "words")
+    vocabulary = {f"w{i}": i for i in range(160)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words" / "tokenizer.json"))
+    return tmp_path / "words"
+
+
+def sentence(tokens: Sequence[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def test_generate_prints_texts(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = PROMPTS[0], PROMPTS[2]
+    options = ["--model", str(words), "--max-tokens", "12", "--device", "cpu"]
+    assert main(["generate", *options, "--prompt", sentence(first)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == sentence([*first, *text("llama", tuple(first), 12)]) + "\n"
+    assert "12 tokens, the first after " in printed.err
+    assert main(["generate", *options, "--prompt", sentence(first), "--prompt", sentence(last)]) == 0
+    expected = [sentence([*prompt, *text("llama", tuple(prompt), 12)]) for prompt in (first, last)]
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == expected
+    assert "24 tokens" in printed.err
+
+
+def test_generate_names_what_is_wrong(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["generate", "--model", str(words), "--prompt", "w1", "--device", "cpu"]
+    assert main([*options, "--top-p", "0"]) == 2
+    assert capsys.readouterr().err.startswith("SamplingParams: top_p: expected more than 0")
+    assert main([*options, "--max-tokens", "1000"]) == 2
+    assert "Engine: max_seq_len: expected at most 256 positions, got 1001" in capsys.readouterr().err
+    assert main([*options, "--dtype", "int4"]) == 2
+    assert capsys.readouterr().err.startswith("dtype: expected float32 or float16 or bfloat16, got 'int4'")
+    (words / "tokenizer.json").write_text("no")
+    assert main(options) == 2
+    assert "tokenizer.json: is no tokenizer: " in capsys.readouterr().err
+    (words / "tokenizer.json").unlink()
+    assert main(options) == 2
+    assert "tokenizer.json: is missing" in capsys.readouterr().err
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines].count("0") == 8
+    assert [line[0] for line in lines].count("1") == 4
+
+
+# On a GPU
+
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.06,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_logits_in_bfloat16_under_a_graph(family: str, tmp_path: Path) -> None:
+    """As far from float32 with the same weights as transformers' model in bfloat16 is, at most twice."""
+    torch.manual_seed(4)
+    sizes = (
+        SIZES | WIDE
+        if family != "Qwen2"
+        else {name: value for name, value in (SIZES | WIDE).items() if name != "head_dim"}
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
+    model.eval().bfloat16().cuda().save_pretrained(tmp_path)
+    ours = load(tmp_path, "cuda")
+    assert ours.dtype is torch.bfloat16
+    prompt, following = PROMPTS[2], [(11 * i) % 160 for i in range(40)]
+    tokens = torch.tensor([prompt + following], device="cuda")
+    with torch.no_grad():
+        theirs = model(tokens).logits[0, len(prompt) - 1 :].float()
+        exact = model.float()(tokens).logits[0, len(prompt) - 1 :]
+    found = teacher_forced(Runner(ours, 16, 16, 4, 128), prompt, following).float()
+    assert (found - exact).norm() <= 2 * (theirs - exact).norm()
+
+
+@pytest.mark.gpu
+def test_graphs_change_nothing(folder: Callable[[str], Path]) -> None:
+    """Batches that shrink from three through padding to one, twice."""
+    model = load(folder("qwen3"), "cuda", "bfloat16")
+    engines = [Engine(model, max_seq_len=160, max_num_seqs=4, graphs=graphs) for graphs in (False, True)]
+    for count in (30, 40):
+        found = []
+        for engine in engines:
+            numbers = [engine.add(prompt, SamplingParams(max_tokens=count + 9 * i)) for i, prompt in enumerate(PROMPTS)]
+            texts = {number: [] for number in numbers}
+            for output in engine.run():
+                texts[output.request].append(output.token)
+            found.append(list(texts.values()))
+        assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_a_model_that_does_not_fit_is_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    with pytest.raises(ModelError, match=r"its weights take .* GB, and cuda has 0\.0 GB"):
+        load(folder("llama"), "cuda")
