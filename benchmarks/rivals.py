@@ -106,6 +106,29 @@ def _gelu_tanh(x: Any) -> Any:
     return F.gelu(x, approximate="tanh")
 
 
+def _sdpa(a: Any) -> Call:
+    """On keys and values that lie one after another, copied out of the cache beforehand; heads that share a key-value
+    head are the queries of one head."""
+    if a.kv_cache_dtype != "auto" or a.alibi_slopes is not None or getattr(a, "logits_soft_cap", 0.0):
+        raise Unavailable("attends without options to a cache of floats")
+    tables, longest = a.block_tables.long(), int(a.seq_lens.max())
+    if a.key_cache.ndim == 5:  # [num_blocks, num_kv_heads, head_size / x, block_size, x]
+        keys = a.key_cache[tables].permute(0, 2, 1, 4, 3, 5).flatten(4).flatten(2, 3)
+        values = a.value_cache[tables].permute(0, 2, 1, 4, 3).flatten(2, 3)
+    else:
+        keys, values = (cache[tables].flatten(1, 2).transpose(1, 2) for cache in (a.key_cache, a.value_cache))
+    keys, values = (x[:, :, :longest].contiguous() for x in (keys, values))
+    query = a.query.unflatten(1, (a.num_kv_heads, -1))
+    mask = None
+    if int(a.seq_lens.min()) < longest:
+        mask = (torch.arange(longest, device=query.device) < a.seq_lens[:, None])[:, None, None]
+
+    def call() -> Any:
+        return F.scaled_dot_product_attention(query, keys, values, mask, scale=a.scale).flatten(1, 2)
+
+    return call
+
+
 _TORCH: dict[str, Callable[[Any], Call]] = {
     "rms_norm": lambda a: partial(F.rms_norm, a.input, a.input.shape[-1:], a.weight, a.epsilon),
     "fused_add_rms_norm": lambda a: (
@@ -121,6 +144,7 @@ _TORCH: dict[str, Callable[[Any], Call]] = {
     "gelu_fast": _plain(_gelu_tanh),
     "gelu_quick": _plain(lambda x: x * torch.sigmoid(1.702 * x)),
     "relu2": _plain(lambda x: F.relu(x).square()),
+    "paged_attention_v1": _sdpa,
 }
 
 
@@ -165,7 +189,8 @@ def _vllm(op: Op) -> Builder:
     """``torch.ops._C.<name>``: the same arguments in the same order, of which an older schema may lack the last."""
     if trouble := _load_vllm(libraries()):
         raise Unavailable(trouble)
-    packet = getattr(torch.ops._C, op.name, None)
+    found = (getattr(getattr(torch.ops, name), op.name, None) for name in ("_C", "_C_cache_ops", "_moe_C"))
+    packet = next((one for one in found if one is not None), None)
     if packet is None:
         raise Unavailable("has no such op")
     return partial(_trimmed, packet, len(packet.default._schema.arguments))
@@ -181,9 +206,35 @@ def _flashinfer(op: Op) -> Builder:
     def layernorm(a: Any) -> Call:  # takes its parameters in float32 only
         return partial(norm.layernorm, a.input, a.weight.float(), a.bias.float(), a.epsilon)
 
+    def decode(a: Any) -> Call:
+        if a.key_cache.ndim == 5 or a.kv_cache_dtype != "auto":
+            raise Unavailable("takes a flash cache of floats here")
+        used = -(-a.seq_lens.int() // a.block_size)
+        ends = F.pad(used.cumsum(0), (1, 0)).int()
+        blocks = torch.cat([row[:count] for row, count in zip(a.block_tables, used.tolist(), strict=True)])
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=a.query.device)
+        wrapper = _module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=True
+        )
+        _, num_heads, head_size = a.query.shape
+        last = a.seq_lens.int() - (used - 1) * a.block_size
+        sizes = (num_heads, a.num_kv_heads, head_size, a.block_size)
+        wrapper.plan(
+            ends, blocks, last, *sizes, q_data_type=a.query.dtype, kv_data_type=a.query.dtype, sm_scale=a.scale
+        )
+        return partial(wrapper.run, a.query, (a.key_cache, a.value_cache), out=a.out)
+
+    def rope(a: Any) -> Call:  # takes its table in float32 only
+        turn = _module("flashinfer.rope").apply_rope_with_cos_sin_cache_inplace
+        if a.key is None:
+            raise Unavailable("turns queries and keys together")
+        return partial(turn, a.positions, a.query, a.key, a.head_size, a.cos_sin_cache.float(), a.is_neox)
+
     return _named(
         op,
         {
+            "paged_attention_v1": decode,
+            "rotary_embedding": rope,
             "rms_norm": lambda a: partial(norm.rmsnorm, a.input, a.weight, a.epsilon, out=a.out),
             "fused_add_rms_norm": lambda a: partial(norm.fused_add_rmsnorm, a.input, a.residual, a.weight, a.epsilon),
             "rms_norm_static_fp8_quant": lambda a: partial(

@@ -27,6 +27,10 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     "group_size": (64, 128),
     "head_dim": (64, 128, 256),
     "head_size": (128, 64, 256),
+    # What tests of the family vary; here for benchmarks.
+    "num_heads": (6,),
+    "num_kv_heads": (2,),
+    "block_size": (16,),
 }
 
 # Axis -> the values that are run, where they are fewer.
@@ -35,6 +39,8 @@ RUN: dict[str, tuple[Any, ...]] = COMPILED | {"hidden_size": (64, 769, 4096), "h
 # Axis -> what hypothesis draws.
 DRAWN: dict[str, st.SearchStrategy[Any]] = {
     "num_tokens": st.integers(1, 40) | st.sampled_from([131, 132, 133, 257]),
+    "min_seq_len": st.just(0),
+    "max_seq_len": st.sampled_from([128, 1, 77, 200]),
 }
 # Where a token is no row of a matrix, and more of them are no other case.
 _FEWER: dict[str, st.SearchStrategy[Any]] = {"num_tokens": st.integers(1, 12) | st.just(33)}

@@ -128,10 +128,20 @@ _NOT_SPARSE = (0, 0, 0, 64, 0)
 
 
 def _example(
-    make: Any, num_seqs: int, head_size: int, dtype: str, kv_cache_dtype: str, packed: bool, options: bool
+    make: Any,
+    num_seqs: int,
+    seq_lens: tuple[int, int],
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: str,
+    kv_cache_dtype: str,
+    packed: bool,
+    options: bool = False,
 ) -> tuple[Any, ...]:
-    """query, caches and so on, to v_scale, of a call: 6 query heads, 2 key-value heads, 16 slots to a block."""
-    num_kv_heads, num_heads, block_size, num_blocks, most_blocks = 2, 6, 16, 37, 8
+    """query, caches and so on, to v_scale, of a call: sequences of lengths in a range, heads as (query, kv, size)."""
+    num_heads, num_kv_heads, head_size = heads
+    most_blocks = -(-seq_lens[1] // block_size)
+    num_blocks = num_seqs * most_blocks
     cache_dtype = dtypes.of(dtype if kv_cache_dtype == "auto" else "float8_e4m3fn")
     assert cache_dtype is not None
     return (
@@ -139,10 +149,10 @@ def _example(
         *example_caches(make, num_blocks, block_size, num_kv_heads, head_size, cache_dtype, packed),
         num_kv_heads,
         head_size**-0.5,
-        make.randint(0, num_blocks, num_seqs, most_blocks, dtype="int32"),
-        make.randint(0, most_blocks * block_size + 1, num_seqs, dtype="int32"),
+        make.permutation(num_blocks, num_seqs, most_blocks, dtype="int32"),
+        make.randint(seq_lens[0], seq_lens[1] + 1, num_seqs, dtype="int32"),
         block_size,
-        most_blocks * block_size,
+        seq_lens[1],
         make.randn(num_heads, dtype="float32", scale=0.1) if options else None,
         kv_cache_dtype,
         make.full(1, value=0.5, dtype="float32"),
@@ -155,16 +165,22 @@ def _(
     make: Any,
     *,
     num_tokens: int = 16,
+    min_seq_len: int = 0,
+    max_seq_len: int = 128,
+    num_heads: int = 6,
+    num_kv_heads: int = 2,
     head_size: int = 128,
+    block_size: int = 16,
     dtype: str = "bfloat16",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     packed: bool = False,
     options: bool = False,
 ) -> tuple[Any, ...]:
-    call = _example(make, num_tokens, head_size, dtype, kv_cache_dtype, packed, options)
-    sinks, lse = make.randn(6, dtype="float32"), make.empty(6, num_tokens, dtype="float32")
+    lengths, heads = (min_seq_len, max_seq_len), (num_heads, num_kv_heads, head_size)
+    call = _example(make, num_tokens, lengths, heads, block_size, dtype, kv_cache_dtype, packed, options)
+    sinks, lse = make.randn(num_heads, dtype="float32"), make.empty(num_heads, num_tokens, dtype="float32")
     more = (40, 20.0, sinks, lse) if options else (0, 0.0, None, None)
-    return make.empty(num_tokens, 6, head_size, dtype=dtype), *call, *_NOT_SPARSE, *more
+    return make.empty(num_tokens, num_heads, head_size, dtype=dtype), *call, *_NOT_SPARSE, *more
 
 
 @op(out="out", inout=("exp_sums", "max_logits", "tmp_out"), passed="max_seq_len", cancelled=_cancelled)
@@ -240,24 +256,32 @@ def _(key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int
     return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size)
 
 
+def _partials(make: Any, num_seqs: int, num_heads: int, head_size: int, count: int, dtype: str) -> tuple[Any, ...]:
+    """exp_sums, max_logits and tmp_out."""
+    sums = (make.empty(num_seqs, num_heads, count, dtype="float32") for _ in range(2))
+    return *sums, make.empty(num_seqs, num_heads, count, head_size, dtype=dtype)
+
+
 @paged_attention_v2.example
 def _(
     make: Any,
     *,
     num_tokens: int = 16,
+    min_seq_len: int = 0,
+    max_seq_len: int = 128,
+    num_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_size: int = 64,
+    block_size: int = 16,
     dtype: str = "bfloat16",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     packed: bool = True,
 ) -> tuple[Any, ...]:
-    call = _example(make, num_tokens, 64, dtype, kv_cache_dtype, packed, False)
-    partials = (make.empty(num_tokens, 6, 2, dtype="float32"), make.empty(num_tokens, 6, 2, dtype="float32"))
-    return (
-        make.empty(num_tokens, 6, 64, dtype=dtype),
-        *partials,
-        make.empty(num_tokens, 6, 2, 64, dtype=dtype),
-        *call,
-        *_NOT_SPARSE,
-    )
+    lengths, heads = (min_seq_len, max_seq_len), (num_heads, num_kv_heads, head_size)
+    call = _example(make, num_tokens, lengths, heads, block_size, dtype, kv_cache_dtype, packed)
+    count = -(-max_seq_len // _V2_PARTITION) + 1
+    partials = _partials(make, num_tokens, num_heads, head_size, count, dtype)
+    return make.empty(num_tokens, num_heads, head_size, dtype=dtype), *partials, *call, *_NOT_SPARSE
 
 
 @op(inout=("out", "exp_sums", "max_logits", "tmp_out"), passed="max_seq_len", cancelled=_cancelled)
@@ -329,9 +353,8 @@ def _(key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int
 def _(
     make: Any, *, num_tokens: int = 16, dtype: Literal["float16", "bfloat16"] = "bfloat16", options: bool = False
 ) -> Any:
-    call = list(_example(make, num_tokens, 64, dtype, "auto", True, False))
+    call = list(_example(make, num_tokens, (0, 128), (6, 2, 64), 16, dtype, "auto", True))
     call.insert(7, make.values(list(range(num_tokens + 1)), dtype="int32") if options else None)
-    partials = (make.empty(num_tokens, 6, 1, dtype="float32"), make.empty(num_tokens, 6, 1, dtype="float32"))
     out = make.empty(num_tokens, 6, 64, dtype="float8_e4m3fn" if options else dtype)
     fp8_out_scale = make.full(1, value=0.01, dtype="float32") if options else None
-    return out, *partials, make.empty(num_tokens, 6, 1, 64, dtype=dtype), *call, fp8_out_scale, "f16"
+    return out, *_partials(make, num_tokens, 6, 64, 1, dtype), *call, fp8_out_scale, "f16"
