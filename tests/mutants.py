@@ -1235,7 +1235,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "include/attention.cuh": [
-        ("lengths without a bound", "int(min(max(given, int64_t(0)), most_tokens))", "int(given)", "hostile lengths"),
+        (
+            "a token behind the table",
+            "int(min(max(given, int64_t(0)), most_tokens))",
+            "int(min(max(given, int64_t(0)), most_tokens + 1))",
+            "hostile lengths",
+        ),
         ("window a token long", "int(length - window)", "int(length - window + 1)", "the window's first token"),
         (
             "splits overlap",

@@ -108,7 +108,6 @@ class Op:
         self._tensor_names = tuple(p.name for p in self.tensors)
         self._tensor_positions = [i for i, p in enumerate(self.parameters) if p.kind == "Tensor"]
         self._first_position = [p.name for p in self.parameters].index(binding.first_required(self))
-        self._number_positions = [i for i, p in enumerate(self.parameters) if p.number]
         self.plans: dict[Any, tuple[Any, ...]] = {}
         self.specialisations: dict[tuple[Any, ...], Specialisation] = {}
         self._plan: Callable[..., Any] | None = None
@@ -206,11 +205,11 @@ class Op:
 
     def prepare(self, key: Any, *args: Any) -> tuple[Any, ...]:
         """Make and keep the plan for the signature of `args`: what to run, the device, and each tensor's extent."""
-        if any(p.keyed and tensor.dialect(value) for p, value in zip(self.parameters, args, strict=True)):
-            # An integer that comes as a tensor would be keyed by which tensor it is, whatever that holds later.
-            return (_NO_LOCK, None, None, self._call_with_integers, -1, *(0 for _ in self.tensors))
-        if self._with_numbers(args) is not None:
-            entry = self.plans[key] = (_NO_LOCK, None, None, self._call_with_numbers, -1, *(0 for _ in self.tensors))
+        entry: tuple[Any, ...]
+        if self._converted(args) is not None:
+            entry = (_NO_LOCK, None, None, self._call_converted, -1, *(0 for _ in self.tensors))
+            if not any(p.keyed and tensor.dialect(value) for p, value in zip(self.parameters, args, strict=True)):
+                self.plans[key] = entry  # a tensor would be a key by which one it is, whatever it holds later
             return entry
         kind, described = self._describe(args)
         tensors = self._tensors_of(described)
@@ -355,33 +354,27 @@ class Op:
         except (StructError, OverflowError, TypeError) as error:
             launch.explain(error, self.name, self.passed, passed)
 
-    def _with_numbers(self, args: Sequence[Any]) -> list[Any] | None:
-        """`args` with tensors for the numbers and for the scalars that lie in host memory; None if there are none."""
-        if not self._number_positions:
-            return None
+    def _converted(self, args: Sequence[Any]) -> list[Any] | None:
+        """`args` as plans take them, None if they are: tensors for numbers and for scalars in host memory that a kernel
+        reads by address, and numbers for tensors in the place of keyed ones."""
         like = args[self._first_position]
         made = list(args)
-        for position in self._number_positions:
-            value = args[position]
-            kind = tensor.dialect(value)
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if is_number or (kind and tensor.on_host(value) and value.size and not tensor.on_host(like)):
-                made[position] = tensor.held_number(value, like)
-        return made if any(new is not old for new, old in zip(made, args, strict=True)) else None
-
-    def _call_with_integers(self, *args: Any) -> None:
-        converted = list(args)
         for i, (p, value) in enumerate(zip(self.parameters, args, strict=True)):
-            if p.keyed and tensor.dialect(value):
+            kind = tensor.dialect(value) if p.number or p.keyed else None
+            if p.number:
+                is_number = isinstance(value, Real) and not isinstance(value, bool)
+                if is_number or (kind and tensor.on_host(value) and value.size and not tensor.on_host(like)):
+                    made[i] = tensor.held_number(value, like)
+            elif kind:
                 self._check_scalar(p, value)
                 try:
-                    converted[i] = float(value) if p.kind == "float" else operator.index(value)
+                    made[i] = float(value) if p.kind == "float" else operator.index(value)
                 except (TypeError, ValueError) as error:
                     raise OpError(self.name, p.name, f"expected {p.kind}: {error}") from None
-        self.call(*converted)
+        return made if any(new is not old for new, old in zip(made, args, strict=True)) else None
 
-    def _call_with_numbers(self, *args: Any) -> None:
-        self.call(*(self._with_numbers(args) or args))
+    def _call_converted(self, *args: Any) -> None:
+        self.call(*(self._converted(args) or args))
 
     def _gpu_plan(
         self, tensors: Sequence[Arg | None], kind: str, bound: launch.Bound, index: int
@@ -455,7 +448,7 @@ class Op:
 
     def irregular(self, error: Exception | None, *args: Any) -> Any:
         """A call without addresses to key it by: numpy arrays, empty tensors, tensors without storage, or a mistake."""
-        if (converted := self._with_numbers(args)) is not None:
+        if (converted := self._converted(args)) is not None:
             return self.call(*converted)
         values = [value for value in self._tensors_of(args) if value is not None]
         kinds = {tensor.dialect(v) for v in values}
