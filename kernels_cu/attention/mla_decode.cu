@@ -1,4 +1,4 @@
-// mla_decode: one query token of each sequence against the latent entries of its tokens in a paged cache, by matrix products.
+// mla_decode: one query token of each sequence against the latent entries of its tokens, in a paged cache, by products.
 //
 //     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
 //     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
@@ -20,7 +20,6 @@
 //     cache_t        type of the cache: product_t or fp8_e4m3_t
 //     out_t          type of out
 //     table_t, length_t    types of page_table and seq_lens
-//     NUM_HEADS      query heads
 //     PAGE_SIZE      slots of a page of the cache
 //     HEADS          heads of a block: 16, 32 or 64
 //     TOKENS         entries of a tile
@@ -38,7 +37,6 @@
 constexpr int LATENT_SIZE = 512, ROPE_SIZE = 64, ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE;
 constexpr int NUM_THREADS = NUM_WARPS * 32;
 constexpr bool IS_FP8 = !is_same<cache_t, product_t>;
-constexpr int HEAD_BLOCKS = (NUM_HEADS + HEADS - 1) / HEADS;  // blocks for the heads of a sequence
 
 // In shared memory. Rows are 16 bytes longer than they need be, so that neighbours begin on different banks.
 constexpr int PITCH = ENTRY_SIZE + 8, WEIGHT_PITCH = TOKENS + 8, SCORE_PITCH = TOKENS + 8;
@@ -68,27 +66,28 @@ constexpr int HEAD_TILES = HEADS / 16, DIM_TILES = WARP_DIMS / 8;
 static_assert(WARP_TOKENS % 16 == 0 && PAIRS * ROW_THREADS * 2 == TOKENS && ROWS * NUM_WARPS == TOKENS);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-mla_decode(out_t* out,                    // [num_seqs, NUM_HEADS, LATENT_SIZE]
-           float* lse,                    // [num_seqs, NUM_HEADS]
-           float* tmp_out,                // [num_seqs, NUM_HEADS, most_splits, LATENT_SIZE]
-           float* max_logits,             // [num_seqs, NUM_HEADS, most_splits]
-           float* exp_sums,               // [num_seqs, NUM_HEADS, most_splits]
-           const query_t* q_nope,         // [num_seqs, NUM_HEADS, LATENT_SIZE]
-           const query_t* q_pe,           // [num_seqs, NUM_HEADS, ROPE_SIZE]
+mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
+           float* lse,                    // [num_seqs, num_heads]
+           float* tmp_out,                // [num_seqs, num_heads, most_splits, LATENT_SIZE]
+           float* max_logits,             // [num_seqs, num_heads, most_splits]
+           float* exp_sums,               // [num_seqs, num_heads, most_splits]
+           const query_t* q_nope,         // [num_seqs, num_heads, LATENT_SIZE]
+           const query_t* q_pe,           // [num_seqs, num_heads, ROPE_SIZE]
            const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, ENTRY_SIZE]
            const length_t* seq_lens,      // [num_seqs]
            const table_t* page_table,     // [num_seqs, most_pages]
-           int64_t num_pages, int64_t most_pages, int64_t most_tokens, int64_t most_splits, int64_t least_split,
-           int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride, int64_t pe_head_stride,
-           int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
-           float scale) {
+           int64_t num_heads, int64_t num_pages, int64_t most_pages, int64_t most_tokens, int64_t most_splits,
+           int64_t least_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
+           int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step,
+           int64_t length_step, float scale) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
-    __shared__ float factors[HEADS];          // by which the results of each head shrink
-    __shared__ uint8_t there[2 * TOKENS];     // which tokens of the two tiles have an entry
-    const int first_head = blockIdx.x % HEAD_BLOCKS * HEADS, num_heads = min(HEADS, NUM_HEADS - first_head);
-    const int64_t seq = blockIdx.x / HEAD_BLOCKS;
+    __shared__ float factors[HEADS];       // by which the results of each head shrink
+    __shared__ uint8_t there[2 * TOKENS];  // which tokens of the two tiles have an entry
+    const int head_blocks = ceil_div(int(num_heads), HEADS);
+    const int first_head = blockIdx.x % head_blocks * HEADS, block_heads = min(HEADS, int(num_heads) - first_head);
+    const int64_t seq = blockIdx.x / head_blocks;
     const int split = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const Splits splits(seq_lens[seq * length_step], most_tokens, 0, 0, int(most_splits), int(least_split));
     const bool direct = splits.count <= 1;
@@ -155,7 +154,7 @@ mla_decode(out_t* out,                    // [num_seqs, NUM_HEADS, LATENT_SIZE]
     for (int i = threadIdx.x; i < HEADS * (ENTRY_SIZE / QUERY_ACCESS); i += NUM_THREADS) {
         const int head = i / (ENTRY_SIZE / QUERY_ACCESS), element = i % (ENTRY_SIZE / QUERY_ACCESS) * QUERY_ACCESS;
         float x[QUERY_ACCESS] = {};
-        if (head < num_heads) {
+        if (head < block_heads) {
             const query_t* from = element < LATENT_SIZE
                                       ? q_nope + seq * nope_stride + (first_head + head) * nope_head_stride + element
                                       : q_pe + seq * pe_stride + (first_head + head) * pe_head_stride + element - LATENT_SIZE;
@@ -283,26 +282,27 @@ mla_decode(out_t* out,                    // [num_seqs, NUM_HEADS, LATENT_SIZE]
     cp_async_wait<0>();
     __syncthreads();
 
-    // A result that splits are joined to gets its epsilon then; the other is no more than a guard against 0 / 0.
+    // What is joined gets its epsilon then; here the other is no more than a guard against 0 / 0.
 #pragma unroll
     for (int mask = 1; mask < ROW_THREADS; mask *= 2) sum += shfl_xor(sum, mask);
     if (own_pair == 0) {
         factors[own_head] = 1.0f / (sum + (direct ? 1e-6f : 1e-30f));
-        const int64_t row = seq * NUM_HEADS + first_head + own_head;
-        if (own_head < num_heads && !direct) {
+        const int64_t row = seq * num_heads + first_head + own_head;
+        if (own_head < block_heads && !direct) {
             max_logits[row * most_splits + split] = most * LN_2;
             exp_sums[row * most_splits + split] = sum;
+        } else if (HAS_LSE && own_head < block_heads) {
+            lse[row] = sum == 0.0f ? minus_infinity() : most * LN_2 + logf(sum);
         }
-        if (HAS_LSE && own_head < num_heads && direct) lse[row] = sum == 0.0f ? minus_infinity() : most * LN_2 + logf(sum);
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < HEAD_TILES * 2; ++i) {
         const int m = i / 2, half = i % 2, head = m * 16 + g + half * 8;
-        if (head >= num_heads) continue;
+        if (head >= block_heads) continue;
         const float share = factors[head];
         const int element = warp * WARP_DIMS + 2 * t;
-        const int64_t row = (seq * NUM_HEADS + first_head + head) * most_splits + split;
+        const int64_t row = (seq * num_heads + first_head + head) * most_splits + split;
 #pragma unroll
         for (int n = 0; n < DIM_TILES; ++n) {
             const float pair[2] = {o[m][n][2 * half] * share, o[m][n][2 * half + 1] * share};

@@ -7,7 +7,6 @@
 // Constants
 //     query_t, cache_t, out_t    types of the queries, the cache and out
 //     table_t, length_t          types of page_table and seq_lens
-//     NUM_HEADS      query heads
 //     PAGE_SIZE      slots of a page of the cache
 //     NUM_WARPS      warps of 32 lanes of the block
 //     HAS_LSE        whether lse is written
@@ -21,23 +20,22 @@ constexpr int WARPS = NUM_WARPS * 32 / WARP_SIZE;
 constexpr int DIMS = LATENT_SIZE / WARP_SIZE, ROPE_DIMS = ROPE_SIZE / WARP_SIZE;  // elements of a lane
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 1)
-mla_decode_simt(out_t* out,                    // [num_seqs, NUM_HEADS, LATENT_SIZE]
-                float* lse,                    // [num_seqs, NUM_HEADS]
-                float* tmp_out,                // [num_seqs, NUM_HEADS, most_splits, LATENT_SIZE]
-                float* max_logits,             // [num_seqs, NUM_HEADS, most_splits]
-                float* exp_sums,               // [num_seqs, NUM_HEADS, most_splits]
-                const query_t* q_nope,         // [num_seqs, NUM_HEADS, LATENT_SIZE]
-                const query_t* q_pe,           // [num_seqs, NUM_HEADS, ROPE_SIZE]
+mla_decode_simt(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
+                float* lse,                    // [num_seqs, num_heads]
+                float* tmp_out,                // [num_seqs, num_heads, most_splits, LATENT_SIZE]
+                float* max_logits,             // [num_seqs, num_heads, most_splits]
+                float* exp_sums,               // [num_seqs, num_heads, most_splits]
+                const query_t* q_nope,         // [num_seqs, num_heads, LATENT_SIZE]
+                const query_t* q_pe,           // [num_seqs, num_heads, ROPE_SIZE]
                 const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, LATENT_SIZE + ROPE_SIZE]
                 const length_t* seq_lens,      // [num_seqs]
                 const table_t* page_table,     // [num_seqs, most_pages]
-                int64_t num_pages, int64_t most_pages, int64_t most_tokens, int64_t most_splits, int64_t least_split,
-                int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
+                int64_t num_heads, int64_t num_pages, int64_t most_pages, int64_t most_tokens, int64_t most_splits,
+                int64_t least_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
                 int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
                 int64_t table_step, int64_t length_step, float scale) {
     await_previous_kernel();
-    const int64_t seq = blockIdx.x / NUM_HEADS;
-    const int head = blockIdx.x % NUM_HEADS;
+    const int64_t seq = blockIdx.x / uint32_t(num_heads), head = blockIdx.x % uint32_t(num_heads);
     const int split = blockIdx.y, warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const Splits splits(seq_lens[seq * length_step], most_tokens, 0, 0, int(most_splits), int(least_split));
     const bool direct = splits.count <= 1;
@@ -51,7 +49,9 @@ mla_decode_simt(out_t* out,                    // [num_seqs, NUM_HEADS, LATENT_S
         o[i] = 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < ROPE_DIMS; ++i) q[DIMS + i] = to_float(q_pe[seq * pe_stride + head * pe_head_stride + element_of(i)]);
+    for (int i = 0; i < ROPE_DIMS; ++i) {
+        q[DIMS + i] = to_float(q_pe[seq * pe_stride + head * pe_head_stride + element_of(i)]);
+    }
 
     const Pages<PAGE_SIZE> pages{num_pages, page_stride, slot_stride};
     float most = minus_infinity(), sum = 0.0f;
@@ -96,9 +96,9 @@ mla_decode_simt(out_t* out,                    // [num_seqs, NUM_HEADS, LATENT_S
         __syncthreads();
     }
     if (warp == 0) {
-        const int64_t row = seq * NUM_HEADS + head, at = row * most_splits + split;
+        const int64_t row = seq * num_heads + head, at = row * most_splits + split;
         write_result<LATENT_SIZE, 0, false, HAS_LSE>(total, largest, z, 1.0f, direct, nullptr,
-                                                     out + seq * out_stride + int64_t(head) * LATENT_SIZE, lse + row,
+                                                     out + seq * out_stride + head * LATENT_SIZE, lse + row,
                                                      tmp_out + at * LATENT_SIZE, max_logits + at, exp_sums + at);
     }
 }

@@ -167,8 +167,8 @@ def _(
 
     # A split is worth its block when its entries outweigh the queries it reads and the results it leaves.
     most_tokens, least_split = min(page_table.shape[1] * page_size, MOST_TOKENS), 64 * max(1, heads // 16)
-    # Two rounds of what fits on the device at once, so that no multiprocessor waits long for the last one.
-    wanted = num_kv_splits if num_kv_splits > 0 else -(-2 * min_blocks * device.multiprocessors // max(1, blocks))
+    # At most two full rounds of what fits on the device at once: a third, of few blocks, would take as long as a full one.
+    wanted = num_kv_splits if num_kv_splits > 0 else 2 * min_blocks * device.multiprocessors // max(1, blocks)
     most_splits = max(1, min(wanted, -(-most_tokens // least_split), _MOST_SPLITS))
     rows = num_seqs * num_heads * most_splits if most_splits > 1 else 0
     types = {"out_t": out.dtype, "length_t": seq_lens.dtype}
@@ -188,11 +188,11 @@ def _(
         "cache_t": cache_t,
         **types,
         "table_t": page_table.dtype,
-        "NUM_HEADS": num_heads,
         "PAGE_SIZE": page_size,
         "HAS_LSE": lse is not None,
     }
     fixed = {
+        "num_heads": num_heads,
         "num_pages": num_pages,
         "most_pages": page_table.shape[1],
         "nope_stride": q_nope.strides[0],
@@ -257,12 +257,11 @@ def _(
     num_tokens: int = 16,
     dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn"] = "bfloat16",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
-    options: bool = False,
 ) -> tuple[Any, ...]:
-    num_heads, page_size, num_pages, most_pages = (20 if options else 3), 16, 37, 9
+    num_heads, page_size, num_pages, most_pages = 12, 16, 37, 6
     return (
         make.empty(num_tokens, num_heads, _LATENT_SIZE, dtype="bfloat16" if dtype == "float8_e4m3fn" else dtype),
-        make.empty(num_tokens, num_heads, dtype="float32") if options else None,
+        make.empty(num_tokens, num_heads, dtype="float32"),
         make.randn(num_tokens, num_heads, _LATENT_SIZE, dtype=dtype),
         make.randn(num_tokens, num_heads, _ROPE_SIZE, dtype=dtype),
         make.randn(num_pages, page_size, _ENTRY_SIZE, dtype=dtype if kv_cache_dtype == "auto" else "float8_e4m3fn"),
