@@ -1,4 +1,4 @@
-// mla_decode: one query token of each sequence against the latent entries of its tokens, in a paged cache, by products.
+// mla_decode: one query token of each sequence against the latent entries of its tokens in a paged cache.
 //
 //     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
 //     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i

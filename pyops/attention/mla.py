@@ -167,7 +167,7 @@ def _(
 
     # A split is worth its block when its entries outweigh the queries it reads and the results it leaves.
     most_tokens, least_split = min(page_table.shape[1] * page_size, MOST_TOKENS), 64 * max(1, heads // 16)
-    # At most two full rounds of what fits on the device at once: a third, of few blocks, would take as long as a full one.
+    # At most two full rounds of what fits on the device at once: a third of few blocks takes as long as one of all.
     wanted = num_kv_splits if num_kv_splits > 0 else 2 * min_blocks * device.multiprocessors // max(1, blocks)
     most_splits = max(1, min(wanted, -(-most_tokens // least_split), _MOST_SPLITS))
     rows = num_seqs * num_heads * most_splits if most_splits > 1 else 0
