@@ -1270,12 +1270,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         ("values of the first warp", "* PITCH + warp * WARP_DIMS + n", "* PITCH + n", "each warp has its elements"),
         (
-            "rotated queries of the first heads",
-            "(first_head + head) * pe_head_stride",
-            "head * pe_head_stride",
-            "more heads than a block takes",
-        ),
-        (
             "codes of the next row",
             "((warp * ROWS + row) * CHUNKS + chunk) * 16",
             "(row * CHUNKS + chunk) * 16",
@@ -1292,17 +1286,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "minus_infinity() : most * LN_2 + logf(sum)",
             "minus_infinity() : logf(sum)",
             "lse",
-        ),
-    ],
-    "attention/mla_decode_simt.cu": [
-        ("entries that are not there", "        if (at == NOWHERE) continue;\n", "", "they are read"),
-        ("keys without a rope", "logit = fmaf(q[i]", "if (i < DIMS) logit = fmaf(q[i]", "keys are longer than values"),
-        ("warps that are not joined", "turn == 0 ? o[i]", "true ? o[i]", "each warp has its tokens"),
-        (
-            "no barrier between the warps",
-            "        __syncthreads();\n    }\n    if (warp",
-            "    }\n    if (warp",
-            "race",
         ),
     ],
     "attention/convert_vertical_slash_indexes.cu": [

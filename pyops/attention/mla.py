@@ -139,7 +139,7 @@ def _(
     check.same_shape(out, q_nope)
     check.dtype(out, bfloat16 if q_nope.dtype is float8_e4m3fn else q_nope.dtype)
     check.shape(lse, float32, num_seqs=num_seqs, num_heads=num_heads)
-    check.dtype(cache, q_nope.dtype, float8_e4m3fn, uint8)
+    check.dtype(cache, *dict.fromkeys((q_nope.dtype, float8_e4m3fn, uint8)))
     check.sizes(cache, num_pages=None, page_size=None, entry_size=_ENTRY_SIZE)
     for arg in (q_nope, q_pe, cache):
         check.row_size(arg)
