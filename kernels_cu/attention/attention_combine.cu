@@ -13,6 +13,7 @@
 //     PARTITION      as in attention_decode.cu
 //     DIRECT         sequences of one split are there already
 //     HAS_SINKS, HAS_LSE, HAS_STARTS, HAS_OUT_SCALE    which of the options are there
+//     LSE_BY_ROW     lse is [num_rows, NUM_HEADS] instead
 
 #include "attention.cuh"
 
@@ -68,5 +69,7 @@ attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_S
         for (int i = 0; i < VEC_SIZE; ++i) sum[i] *= share;
         Vec<out_t, VEC_SIZE>::from_floats(sum).store(out + row * out_stride + head * HEAD_SIZE + column);
     }
-    if (HAS_LSE && threadIdx.x == 0) lse[head * num_rows + row] = all == 0.0f ? minus_infinity() : largest + logf(all);
+    if (HAS_LSE && threadIdx.x == 0) {
+        lse[LSE_BY_ROW ? row * NUM_HEADS + head : head * num_rows + row] = all == 0.0f ? minus_infinity() : largest + logf(all);
+    }
 }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from . import decode, merge, sparse, varlen
+from . import decode, merge, mla, sparse, varlen
 from .decode import *
 from .merge import *
+from .mla import *
 from .sparse import *
 from .varlen import *
 
 __all__: list[str] = []
 __all__ += decode.__all__
 __all__ += merge.__all__
+__all__ += mla.__all__
 __all__ += sparse.__all__
 __all__ += varlen.__all__

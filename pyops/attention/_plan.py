@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _decode = Kernel("attention/attention_decode.cu")
 decode_simt = Kernel("attention/attention_decode_simt.cu")
-_combine = Kernel("attention/attention_combine.cu")
+combine = Kernel("attention/attention_combine.cu")
 
 NOT_VARLEN = {"VARLEN": False, "CAUSAL": False, "starts_t": int32}
 NUM_WARPS = 4
@@ -310,7 +310,7 @@ def plan(
         num_threads = check.threads(-(-head_size // vec_size))
         constants = {**types, "out_t": float8_e4m3fn if fp8_out_scale else out.dtype, **flags}
         constants |= {"HEAD_SIZE": head_size, "NUM_HEADS": num_heads, "VEC_SIZE": vec_size, "NUM_THREADS": num_threads}
-        kernel = _combine(**constants, HAS_OUT_SCALE=fp8_out_scale is not None)
+        kernel = combine(**constants, HAS_OUT_SCALE=fp8_out_scale is not None, LSE_BY_ROW=False)
         absent = {} if fp8_out_scale else {"fp8_out_scale": 0}
         launches.append(kernel.launch(num_seqs * num_heads, num_threads, **common, **absent))
     return launches

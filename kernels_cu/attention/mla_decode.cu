@@ -1,0 +1,317 @@
+// mla_decode: one query token of each sequence against the latent entries of its tokens in a paged cache.
+//
+//     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
+//     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
+//
+// An entry of the cache is a latent vector c_i and behind it a rotated key r_i. It is the key of every head, and its latent
+// part is the value, so it is read once: a block takes one split of a sequence's tokens and HEADS heads, and copies TOKENS
+// entries to shared memory while it computes with those before. Codes of an fp8 cache are widened there.
+//
+// Logits are products of a tile of heads and tokens to each group of PARTS warps, each of which takes a part of the entry's
+// elements; the parts meet in shared memory, where ROW_THREADS threads turn a head's logits into weights, rounded once to
+// the products' type. For the weighted sum each warp takes WARP_DIMS elements of the latent, for all heads. All products
+// are those of mma.m16n8k16: heads are rows.
+//
+// A token whose page number is out of range contributes nothing. What lies in a slot beyond the sequence is not read.
+//
+// Constants
+//     query_t        type of the queries: half_t, bf16_t or fp8_e4m3_t
+//     product_t      type of the products: half_t or bf16_t, which holds whatever is multiplied
+//     cache_t        type of the cache: product_t or fp8_e4m3_t
+//     out_t          type of out
+//     table_t, length_t    types of page_table and seq_lens
+//     PAGE_SIZE      slots of a page of the cache
+//     HEADS          heads of a block: 16, 32 or 64
+//     TOKENS         entries of a tile
+//     NUM_WARPS      warps of the block: 4 or 8
+//     MIN_BLOCKS     blocks a multiprocessor should hold: bounds the registers
+//     QUERY_ACCESS   elements of the queries in one memory access
+//     OUT_ACCESS     elements of out in one memory access: 1 or 2
+//     HAS_LSE        whether lse is written
+
+#include "async.cuh"
+#include "attention.cuh"
+#include "mma.cuh"
+#include "paged.cuh"
+
+constexpr int LATENT_SIZE = 512, ROPE_SIZE = 64, ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE;
+constexpr int NUM_THREADS = NUM_WARPS * 32;
+constexpr bool IS_FP8 = !is_same<cache_t, product_t>;
+
+// In shared memory. Rows are 16 bytes longer than they need be, so that neighbours begin on different banks.
+constexpr int PITCH = ENTRY_SIZE + 8, WEIGHT_PITCH = TOKENS + 8, SCORE_PITCH = TOKENS + 8;
+constexpr int STAGES = IS_FP8 ? 1 : 2;  // codes wait for their turn as they are
+constexpr int PARTS = 4;
+constexpr int QUERY_BYTES = HEADS * PITCH * 2;
+constexpr int TILE_BYTES = TOKENS * PITCH * 2;
+constexpr int CODE_BYTES = IS_FP8 ? TOKENS * ENTRY_SIZE : 0;
+constexpr int SCORE_BYTES = PARTS * HEADS * SCORE_PITCH * 4;
+
+// Copies: each warp has ROWS entries of a tile, in chunks of 16 bytes.
+constexpr int ROWS = TOKENS / NUM_WARPS;
+constexpr int CHUNK = 16 / sizeof(cache_t), CHUNKS = ENTRY_SIZE / CHUNK;
+constexpr int COPIES = ceil_div(ROWS * CHUNKS, 32);  // of a lane
+
+// Logits.
+constexpr int WARP_HEADS = HEADS < 32 ? HEADS : 32;
+constexpr int WARP_TOKENS = HEADS / WARP_HEADS * TOKENS * PARTS / NUM_WARPS;
+constexpr int HEAD_GROUPS = HEADS / WARP_HEADS;
+constexpr int STEPS = ENTRY_SIZE / 16 / PARTS;
+// Weights.
+constexpr int ROW_THREADS = NUM_THREADS / HEADS;
+constexpr int PAIRS = TOKENS / 2 / ROW_THREADS;  // of neighbouring tokens, of a thread
+// Results.
+constexpr int WARP_DIMS = LATENT_SIZE / NUM_WARPS;
+constexpr int HEAD_TILES = HEADS / 16, DIM_TILES = WARP_DIMS / 8;
+static_assert(WARP_TOKENS % 16 == 0 && PAIRS * ROW_THREADS * 2 == TOKENS && ROWS * NUM_WARPS == TOKENS);
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
+           float* lse,                    // [num_seqs, num_heads]
+           float* tmp_out,                // [num_seqs, num_heads, most_splits, LATENT_SIZE]
+           float* max_logits,             // [num_seqs, num_heads, most_splits]
+           float* exp_sums,               // [num_seqs, num_heads, most_splits]
+           const query_t* q_nope,         // [num_seqs, num_heads, LATENT_SIZE]
+           const query_t* q_pe,           // [num_seqs, num_heads, ROPE_SIZE]
+           const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, ENTRY_SIZE]
+           const length_t* seq_lens,      // [num_seqs]
+           const table_t* page_table,     // [num_seqs, most_pages]
+           int64_t num_heads, int64_t num_pages, int64_t most_pages, int64_t most_tokens, int64_t most_splits,
+           int64_t least_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
+           int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step,
+           int64_t length_step, float scale) {
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
+    __shared__ float factors[HEADS];       // by which the results of each head shrink
+    __shared__ uint8_t there[2 * TOKENS];  // which tokens of the two tiles have an entry
+    const int head_blocks = ceil_div(int(num_heads), HEADS);
+    const int first_head = blockIdx.x % head_blocks * HEADS, block_heads = min(HEADS, int(num_heads) - first_head);
+    const int64_t seq = blockIdx.x / head_blocks;
+    const int split = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const Splits splits(seq_lens[seq * length_step], most_tokens, 0, 0, int(most_splits), int(least_split));
+    const bool direct = splits.count <= 1;
+    if (!splits.exists(split) && !(direct && split == 0)) return;
+    const int end = splits.end(split);
+
+    product_t* const queries = reinterpret_cast<product_t*>(shared);
+    const auto tile_at = [&](int stage) {
+        return reinterpret_cast<product_t*>(shared + QUERY_BYTES + (IS_FP8 ? 0 : stage) * TILE_BYTES);
+    };
+    unsigned char* const codes = shared + QUERY_BYTES + STAGES * TILE_BYTES;
+    float* const scores = reinterpret_cast<float*>(codes + CODE_BYTES);
+    product_t* const weights = reinterpret_cast<product_t*>(codes + CODE_BYTES + SCORE_BYTES);
+
+    // Where the entry of a tile's row warp * ROWS + lane % ROWS lies.
+    const Pages<PAGE_SIZE> pages{num_pages, page_stride, slot_stride};
+    const auto place_at = [&](int start) {
+        const int token = start + warp * ROWS + lane % ROWS;
+        return token < end ? pages.at_position(token, page_table + seq * table_stride, most_pages, table_step) : NOWHERE;
+    };
+    // Calls f(row, chunk) for every chunk that this lane copies. All lanes take part.
+    const auto each_chunk = [&](auto f) {
+#pragma unroll
+        for (int i = lane; i < COPIES * 32; i += 32) f(min(i / CHUNKS, ROWS - 1), i % CHUNKS, i < ROWS * CHUNKS);
+    };
+    const auto code_at = [&](int row, int chunk) { return codes + ((warp * ROWS + row) * CHUNKS + chunk) * 16; };
+    const auto load = [&](int stage, int64_t place) {
+        each_chunk([&](int row, int chunk, bool exists) {
+            const int64_t at = shfl<32>(place, row);
+            void* to = tile_at(stage) + (warp * ROWS + row) * PITCH + chunk * CHUNK;
+            if (IS_FP8) to = code_at(row, chunk);
+            if (exists) cp_async<16>(to, kv_c_and_k_pe_cache + max(at, int64_t(0)) + chunk * CHUNK, at != NOWHERE);
+        });
+        if (lane < ROWS) there[stage * TOKENS + warp * ROWS + lane] = place != NOWHERE;
+        cp_async_commit();
+    };
+    // Codes that this lane has copied become elements of the tile.
+    const auto widen = [&] {
+        each_chunk([&](int row, int chunk, bool exists) {
+            if (!exists) return;
+            const unsigned char* from = code_at(row, chunk);
+            product_t* to = tile_at(0) + (warp * ROWS + row) * PITCH + chunk * CHUNK;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if constexpr (IS_FP8 && is_same<product_t, half_t>) {
+                    const uint2 words = *reinterpret_cast<const uint2*>(from + half * 8);
+                    uint32_t low[2], high[2];
+                    fp8_to_half<cache_t>(words.x, low);
+                    fp8_to_half<cache_t>(words.y, high);
+                    *reinterpret_cast<uint4*>(to + half * 8) = uint4{low[0], low[1], high[0], high[1]};
+                } else {
+                    float x[8];
+                    Vec<cache_t, 8>::load(reinterpret_cast<const cache_t*>(from) + half * 8).to_floats(x);
+                    *reinterpret_cast<uint4*>(to + half * 8) = Vec<product_t, 8>::from_floats(x).template word<8>(0);
+                }
+            }
+        });
+    };
+
+    // The first entries are on their way while the queries are prepared.
+    int start = splits.begin(split);
+    if (start < end) load(0, place_at(start));
+    int64_t next_place = place_at(start + TOKENS);
+    for (int i = threadIdx.x; i < HEADS * (ENTRY_SIZE / QUERY_ACCESS); i += NUM_THREADS) {
+        const int head = i / (ENTRY_SIZE / QUERY_ACCESS), element = i % (ENTRY_SIZE / QUERY_ACCESS) * QUERY_ACCESS;
+        float x[QUERY_ACCESS] = {};
+        if (head < block_heads) {
+            const query_t* from = element < LATENT_SIZE
+                                      ? q_nope + seq * nope_stride + (first_head + head) * nope_head_stride + element
+                                      : q_pe + seq * pe_stride + (first_head + head) * pe_head_stride + element - LATENT_SIZE;
+            Vec<query_t, QUERY_ACCESS>::load(from).to_floats(x);
+        }
+        using vec_t = Vec<product_t, QUERY_ACCESS>;
+        *reinterpret_cast<vec_t*>(queries + head * PITCH + element) = vec_t::from_floats(x);
+    }
+
+    const float unit = scale * LOG2_E;
+    const int part = warp % PARTS, first_row = warp / PARTS % HEAD_GROUPS * WARP_HEADS;  // of the warp's logits
+    const int first_token = warp / PARTS / HEAD_GROUPS * WARP_TOKENS;
+    const int own_head = threadIdx.x / ROW_THREADS, own_pair = threadIdx.x % ROW_THREADS;  // of the thread's weights
+    float most = minus_infinity(), sum = 0.0f, o[HEAD_TILES][DIM_TILES][4];
+#pragma unroll
+    for (int i = 0; i < HEAD_TILES * DIM_TILES * 4; ++i) o[i / (DIM_TILES * 4)][i / 4 % DIM_TILES][i % 4] = 0.0f;
+
+    for (int stage = 0; start < end; start += TOKENS, stage ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();
+        if (IS_FP8) {
+            widen();
+            __syncthreads();
+        }
+        if (start + TOKENS < end) load(stage ^ 1, next_place);
+        next_place = place_at(start + 2 * TOKENS);
+        const product_t* const tile = tile_at(stage);
+
+        // A part of the logits, S = Q K^T: heads are rows, tokens columns.
+        float s[WARP_HEADS / 16][WARP_TOKENS / 8][4];
+#pragma unroll
+        for (int i = 0; i < WARP_HEADS / 16 * (WARP_TOKENS / 8) * 4; ++i) {
+            s[i / (WARP_TOKENS / 2)][i / 4 % (WARP_TOKENS / 8)][i % 4] = 0.0f;
+        }
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const int element = (part * STEPS + step) * 16;
+            uint32_t a[WARP_HEADS / 16][4];
+#pragma unroll
+            for (int m = 0; m < WARP_HEADS / 16; ++m) {
+                ldmatrix<4>(a[m], queries + (first_row + m * 16 + lane % 16) * PITCH + element + lane / 16 * 8);
+            }
+#pragma unroll
+            for (int n = 0; n < WARP_TOKENS / 16; ++n) {
+                const int token = first_token + n * 16 + lane / 16 * 8 + lane % 8;
+                uint32_t b[4];
+                ldmatrix<4>(b, tile + token * PITCH + element + lane / 8 % 2 * 8);
+#pragma unroll
+                for (int m = 0; m < WARP_HEADS / 16; ++m) {
+                    mma_m16n8k16<product_t>(s[m][2 * n], a[m], {b[0], b[1]});
+                    mma_m16n8k16<product_t>(s[m][2 * n + 1], a[m], {b[2], b[3]});
+                }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < WARP_HEADS / 16; ++m) {
+#pragma unroll
+            for (int i = 0; i < WARP_TOKENS / 4; ++i) {
+                const int row = part * HEADS + first_row + m * 16 + g + i % 2 * 8, n = i / 2;
+                *reinterpret_cast<float2*>(scores + row * SCORE_PITCH + first_token + n * 8 + 2 * t) =
+                    float2{s[m][n][i % 2 * 2], s[m][n][i % 2 * 2 + 1]};
+            }
+        }
+        __syncthreads();
+
+        // Weights of one head, relative to the largest logit so far.
+        float logits[PAIRS * 2], larger = most;
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            const int token = 2 * (i * ROW_THREADS + own_pair);
+            float2 logit{};
+#pragma unroll
+            for (int k = 0; k < PARTS; ++k) {
+                const float2 one = *reinterpret_cast<const float2*>(scores + (k * HEADS + own_head) * SCORE_PITCH + token);
+                logit.x += one.x;
+                logit.y += one.y;
+            }
+            logits[2 * i] = there[stage * TOKENS + token] ? logit.x * unit : minus_infinity();
+            logits[2 * i + 1] = there[stage * TOKENS + token + 1] ? logit.y * unit : minus_infinity();
+            larger = fmaxf(larger, fmaxf(logits[2 * i], logits[2 * i + 1]));
+        }
+#pragma unroll
+        for (int mask = 1; mask < ROW_THREADS; mask *= 2) larger = fmaxf(larger, shfl_xor(larger, mask));
+        const float shrink = relative_exp2(most, larger);
+        most = larger;
+        sum *= shrink;
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            const float low = relative_exp2(logits[2 * i], most), high = relative_exp2(logits[2 * i + 1], most);
+            sum += low + high;
+            *reinterpret_cast<uint32_t*>(weights + own_head * WEIGHT_PITCH + 2 * (i * ROW_THREADS + own_pair)) =
+                pack_pair<product_t>(low, high);
+        }
+        if (own_pair == 0) factors[own_head] = shrink;
+        __syncthreads();
+
+        // O += P V: heads are rows, elements of the latent columns.
+#pragma unroll
+        for (int m = 0; m < HEAD_TILES; ++m) {
+            const float factor[2] = {factors[m * 16 + g], factors[m * 16 + g + 8]};
+            if (any_lane(factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+                for (int i = 0; i < DIM_TILES * 4; ++i) o[m][i / 4][i % 4] *= factor[i % 4 / 2];
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < TOKENS / 16; ++k) {
+            uint32_t a[HEAD_TILES][4];
+#pragma unroll
+            for (int m = 0; m < HEAD_TILES; ++m) {
+                ldmatrix<4>(a[m], weights + (m * 16 + lane % 16) * WEIGHT_PITCH + k * 16 + lane / 16 * 8);
+            }
+#pragma unroll
+            for (int n = 0; n < DIM_TILES / 2; ++n) {
+                uint32_t b[4];
+                ldmatrix<4, true>(b, tile + (k * 16 + lane % 16) * PITCH + warp * WARP_DIMS + n * 16 + lane / 16 * 8);
+#pragma unroll
+                for (int m = 0; m < HEAD_TILES; ++m) {
+                    mma_m16n8k16<product_t>(o[m][2 * n], a[m], {b[0], b[1]});
+                    mma_m16n8k16<product_t>(o[m][2 * n + 1], a[m], {b[2], b[3]});
+                }
+            }
+        }
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+
+    // What is joined gets its epsilon then; here the other is no more than a guard against 0 / 0.
+#pragma unroll
+    for (int mask = 1; mask < ROW_THREADS; mask *= 2) sum += shfl_xor(sum, mask);
+    if (own_pair == 0) {
+        factors[own_head] = 1.0f / (sum + (direct ? 1e-6f : 1e-30f));
+        const int64_t row = seq * num_heads + first_head + own_head;
+        if (own_head < block_heads && !direct) {
+            max_logits[row * most_splits + split] = most * LN_2;
+            exp_sums[row * most_splits + split] = sum;
+        } else if (HAS_LSE && own_head < block_heads) {
+            lse[row] = sum == 0.0f ? minus_infinity() : most * LN_2 + logf(sum);
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < HEAD_TILES * 2; ++i) {
+        const int m = i / 2, half = i % 2, head = m * 16 + g + half * 8;
+        if (head >= block_heads) continue;
+        const float share = factors[head];
+        const int element = warp * WARP_DIMS + 2 * t;
+        const int64_t row = (seq * num_heads + first_head + head) * most_splits + split;
+#pragma unroll
+        for (int n = 0; n < DIM_TILES; ++n) {
+            const float pair[2] = {o[m][n][2 * half] * share, o[m][n][2 * half + 1] * share};
+            if (direct) {
+                Vec<out_t, 2>::from_floats(pair).template store<OUT_ACCESS>(
+                    out + seq * out_stride + int64_t(first_head + head) * LATENT_SIZE + element + n * 8);
+            } else {
+                Vec<float, 2>::from_floats(pair).store(tmp_out + row * LATENT_SIZE + element + n * 8);
+            }
+        }
+    }
+}

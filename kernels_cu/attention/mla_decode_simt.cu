@@ -1,0 +1,104 @@
+// mla_decode_simt: mla_decode for what its matrix products do not serve: float32, caches of any alignment, and warps of 64
+// lanes.
+//
+// A block takes one split of a sequence's tokens and one head; its warps take tokens in turn, the lanes of a warp the
+// elements of an entry, which is read once. Sums of a token's products are made by the warp.
+//
+// Constants
+//     query_t, cache_t, out_t    types of the queries, the cache and out
+//     table_t, length_t          types of page_table and seq_lens
+//     PAGE_SIZE      slots of a page of the cache
+//     NUM_WARPS      warps of 32 lanes of the block
+//     HAS_LSE        whether lse is written
+
+#include "attention.cuh"
+#include "paged.cuh"
+#include "reduce.cuh"
+
+constexpr int LATENT_SIZE = 512, ROPE_SIZE = 64;
+constexpr int WARPS = NUM_WARPS * 32 / WARP_SIZE;
+constexpr int DIMS = LATENT_SIZE / WARP_SIZE, ROPE_DIMS = ROPE_SIZE / WARP_SIZE;  // elements of a lane
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 1)
+mla_decode_simt(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
+                float* lse,                    // [num_seqs, num_heads]
+                float* tmp_out,                // [num_seqs, num_heads, most_splits, LATENT_SIZE]
+                float* max_logits,             // [num_seqs, num_heads, most_splits]
+                float* exp_sums,               // [num_seqs, num_heads, most_splits]
+                const query_t* q_nope,         // [num_seqs, num_heads, LATENT_SIZE]
+                const query_t* q_pe,           // [num_seqs, num_heads, ROPE_SIZE]
+                const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, LATENT_SIZE + ROPE_SIZE]
+                const length_t* seq_lens,      // [num_seqs]
+                const table_t* page_table,     // [num_seqs, most_pages]
+                int64_t num_heads, int64_t num_pages, int64_t most_pages, int64_t most_tokens, int64_t most_splits,
+                int64_t least_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
+                int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
+                int64_t table_step, int64_t length_step, float scale) {
+    await_previous_kernel();
+    const int64_t seq = blockIdx.x / uint32_t(num_heads), head = blockIdx.x % uint32_t(num_heads);
+    const int split = blockIdx.y, warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const Splits splits(seq_lens[seq * length_step], most_tokens, 0, 0, int(most_splits), int(least_split));
+    const bool direct = splits.count <= 1;
+    if (!splits.exists(split) && !(direct && split == 0)) return;
+
+    const auto element_of = [&](int i) { return i * WARP_SIZE + lane; };
+    float q[DIMS + ROPE_DIMS], o[DIMS];
+#pragma unroll
+    for (int i = 0; i < DIMS; ++i) {
+        q[i] = to_float(q_nope[seq * nope_stride + head * nope_head_stride + element_of(i)]);
+        o[i] = 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < ROPE_DIMS; ++i) {
+        q[DIMS + i] = to_float(q_pe[seq * pe_stride + head * pe_head_stride + element_of(i)]);
+    }
+
+    const Pages<PAGE_SIZE> pages{num_pages, page_stride, slot_stride};
+    float most = minus_infinity(), sum = 0.0f;
+    const int end = splits.end(split);
+    for (int token = splits.begin(split) + warp; token < end; token += WARPS) {
+        const int64_t at = pages.at_position(token, page_table + seq * table_stride, most_pages, table_step);
+        if (at == NOWHERE) continue;
+        float entry[DIMS + ROPE_DIMS], logit = 0.0f;
+#pragma unroll
+        for (int i = 0; i < DIMS + ROPE_DIMS; ++i) {
+            entry[i] = to_float(kv_c_and_k_pe_cache[at + element_of(i)]);
+            logit = fmaf(q[i], entry[i], logit);
+        }
+        logit = lane_reduce<Sum, WARP_SIZE>(logit) * (scale * LOG2_E);
+        const float larger = fmaxf(most, logit), shrink = relative_exp2(most, larger), weight = relative_exp2(logit, larger);
+        most = larger;
+        sum = fmaf(sum, shrink, weight);
+#pragma unroll
+        for (int i = 0; i < DIMS; ++i) o[i] = fmaf(o[i], shrink, weight * entry[i]);
+    }
+
+    // The warps' results meet in shared memory, one warp after another.
+    __shared__ float warp_most[NUM_WARPS];
+    __shared__ float warp_sum[NUM_WARPS];
+    __shared__ float total[LATENT_SIZE];
+    if (lane == 0) {
+        warp_most[warp] = most;
+        warp_sum[warp] = sum;
+    }
+    __syncthreads();
+    float largest = minus_infinity(), z = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_most[w]);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) z += warp_sum[w] * relative_exp2(warp_most[w], largest);
+    const float share = relative_exp2(most, largest);
+    for (int turn = 0; turn < WARPS; ++turn) {
+        if (warp == turn) {
+#pragma unroll
+            for (int i = 0; i < DIMS; ++i) total[element_of(i)] = turn == 0 ? o[i] * share : total[element_of(i)] + o[i] * share;
+        }
+        __syncthreads();
+    }
+    if (warp == 0) {
+        const int64_t row = seq * num_heads + head, at = row * most_splits + split;
+        write_result<LATENT_SIZE, 0, false, HAS_LSE>(total, largest, z, 1.0f, direct, nullptr,
+                                                     out + seq * out_stride + head * LATENT_SIZE, lse + row,
+                                                     tmp_out + at * LATENT_SIZE, max_logits + at, exp_sums + at);
+    }
+}
