@@ -40,17 +40,23 @@ def largest_of(logits: Tensor) -> Tensor:
     return most.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
 
 
-def float32_logits(query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: str, k_scale: Tensor) -> float:
-    """What float32 leaves uncertain in a logit, and so in a weight's share: 2^-22 of the largest |q| |k|."""
+def float32_logits(
+    query: Tensor, keys: Tensor, scale: float, kv_cache_dtype: str = "auto", k_scale: Tensor | None = None
+) -> float:
+    """What float32 leaves uncertain in a logit, and so in a weight's share: 2^-22 of the largest |q| |k|.
+
+    `keys` is a cache of either layout, or has the elements of a key in its last dimension.
+    """
 
     def longest(x: Tensor, *dims: int) -> float:
         lengths = torch.where(x.isfinite(), x, 0.0).square().sum(dims).sqrt()
         return float(lengths.max()) if lengths.numel() else 0.0
 
-    keys = key_cache.double()
     if kv_cache_dtype != "auto":
-        keys = key_cache.view(getattr(torch, FP8_CACHES[kv_cache_dtype].name)).double() * k_scale.double().reshape(())
-    return 2.0**-22 * abs(scale) * longest(query.double(), -1) * longest(keys, *((2, 4) if keys.ndim == 5 else (-1,)))
+        keys = keys.view(getattr(torch, FP8_CACHES[kv_cache_dtype].name))
+    unit = 1.0 if k_scale is None or kv_cache_dtype == "auto" else float(k_scale)
+    lengths = longest(query.double(), -1) * longest(keys.double(), *((2, 4) if keys.ndim == 5 else (-1,)))
+    return 2.0**-22 * abs(scale * unit) * lengths
 
 
 def gathered(

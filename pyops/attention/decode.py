@@ -21,8 +21,10 @@ _V2_PARTITION, _ROCM_PARTITION = 512, 256
 
 
 def _cancelled(query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: str, k_scale: Tensor) -> float:
-    """Weights are two numbers of 8 or more bits each."""
-    return 2.0**-15 + float32_logits(query, key_cache, scale, kv_cache_dtype, k_scale)
+    """Weights are two numbers of the queries' type."""
+    return max(float(torch.finfo(query.dtype).eps) ** 2 / 2, 2.0**-18) + float32_logits(
+        query, key_cache, scale, kv_cache_dtype, k_scale
+    )
 
 
 @op(out=("out", "lse"), passed="max_seq_len", keyed="logits_soft_cap", cancelled=_cancelled)

@@ -11,7 +11,7 @@ from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
 from ._plan import MOST_TOKENS, bad_indices, combine, heads_stride
-from ._truth import finish, largest_of
+from ._truth import finish, float32_logits, largest_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +27,21 @@ _MOST_SPLITS = 128
 _SIMT_WARPS = 4
 
 
-# Weights are rounded to 16 bits before they meet the entries.
-@op(out=("out", "lse"), cancelled=2.0**-7)
+def _cancelled(q_nope: Tensor, q_pe: Tensor, kv_c_and_k_pe_cache: Tensor, scale: float) -> float:
+    """Weights are rounded to the type of the products before they meet the entries."""
+    cache = _entries(kv_c_and_k_pe_cache)
+    product = torch.float16 if q_nope.dtype == torch.float8_e4m3fn else q_nope.dtype
+    return float(torch.finfo(product).eps) + float32_logits(
+        torch.cat((q_nope.double(), q_pe.double()), -1), cache, scale
+    )
+
+
+def _entries(cache: Tensor) -> Tensor:
+    """The cache, of codes as what they stand for."""
+    return cache.view(torch.float8_e4m3fn) if cache.dtype == torch.uint8 else cache
+
+
+@op(out=("out", "lse"), cancelled=_cancelled)
 def sm100_cutlass_mla_decode(
     out: Tensor,
     lse: Tensor | None,
@@ -75,9 +88,7 @@ def sm100_cutlass_mla_decode(
         num_kv_splits: the most parts that a sequence is cut into, each for a block of its own; 1 for a single pass, 0
             or less for as many as keep the device busy.
     """
-    cache = kv_c_and_k_pe_cache
-    if cache.dtype == torch.uint8:
-        cache = cache.view(torch.float8_e4m3fn)
+    cache = _entries(kv_c_and_k_pe_cache)
     num_pages, page_size, _ = cache.shape
     queries = torch.cat((q_nope.double(), q_pe.double()), -1)
     for s, length in enumerate(seq_lens.tolist()):

@@ -24,7 +24,7 @@ _TILE_ROWS = 16 * NUM_WARPS
 
 def _cancelled(query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: str, k_scale: Tensor) -> float:
     """Weights are rounded to the element type before they meet the values."""
-    return 2.0**-7 + float32_logits(query, key_cache, scale, kv_cache_dtype, k_scale)
+    return float(torch.finfo(query.dtype).eps) + float32_logits(query, key_cache, scale, kv_cache_dtype, k_scale)
 
 
 @op(inout=("out", "lse"), keyed="logits_soft_cap", cancelled=_cancelled)
