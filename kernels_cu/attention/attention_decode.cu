@@ -200,7 +200,7 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
     // Queries, and what turns a product into a logit.
     __shared__ alignas(16) product_t queries[HEADS * QUERY_STRIDE];
     __shared__ float units[HEADS];
-    const float key_unit = IS_FP8 ? scale * *k_scale : scale;
+    const float key_unit = logit_unit<HAS_SOFTCAP>(IS_FP8 ? scale * *k_scale : scale, logits_soft_cap);
     for (int head = warp; head < HEADS; head += NUM_WARPS) {
         const scalar_t* from = query + row * query_stride + int64_t(first_head + head) * HEAD_SIZE;
         float factor = 1.0f;
@@ -216,7 +216,7 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
             const float x = inside ? to_float(from[i]) : 0.0f;
             queries[head * QUERY_STRIDE + i] = from_float<product_t>(IS_FP8 ? x * factor : x);
         }
-        if (lane == 0) units[head] = key_unit * (IS_FP8 ? 1.0f / factor : 1.0f) * (HAS_SOFTCAP ? 1.0f : LOG2_E);
+        if (lane == 0) units[head] = key_unit * (IS_FP8 ? 1.0f / factor : 1.0f);
     }
     __syncthreads();
 
@@ -290,8 +290,7 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float& logit = s[tile][column][i];
-                    logit *= unit[column][i % 2];
-                    if (HAS_SOFTCAP) logit = capped<true>(logit, logits_soft_cap) * LOG2_E;
+                    logit = logit_of<HAS_SOFTCAP>(logit, unit[column][i % 2], logits_soft_cap);
                     if (HAS_ALIBI) {
                         const int token = start + token_of(tile, g + i / 2 * 8);
                         logit = fmaf(slope[column][i % 2], float(token + 1 - splits.length), logit);

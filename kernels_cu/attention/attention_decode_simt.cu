@@ -76,7 +76,7 @@ attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_
         q[i] = exists(i) ? to_float(query[row * query_stride + int64_t(head) * HEAD_SIZE + dim_of(i)]) : 0.0f;
         o[i] = 0.0f;
     }
-    const float unit = scale * (IS_FP8 ? *k_scale : 1.0f) * (HAS_SOFTCAP ? 1.0f : LOG2_E);
+    const float unit = logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap);
     const float slope = HAS_ALIBI ? alibi_slopes[head] * LOG2_E : 0.0f;
     const int64_t offset = SPARSE ? first_step + (blocksparse_head_sliding_step >= 0 ? head * blocksparse_head_sliding_step : -kv_head * blocksparse_head_sliding_step) + 1 : 0;
     const int64_t query_block = SPARSE ? (int64_t(splits.length) - 1) / blocksparse_block_size : 0;
@@ -100,8 +100,7 @@ attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_
             const int64_t at = PACKED ? int64_t(dim / X) * (BLOCK_SIZE * X) + place * X + dim % X : place * key_token_stride + dim;
             if (exists(i)) logit = fmaf(q[i], to_float(keys[at]), logit);
         }
-        logit = lane_reduce<Sum, WARP_SIZE>(logit) * unit;
-        if (HAS_SOFTCAP) logit = capped<true>(logit, logits_soft_cap) * LOG2_E;
+        logit = logit_of<HAS_SOFTCAP>(lane_reduce<Sum, WARP_SIZE>(logit), unit, logits_soft_cap);
         if (HAS_ALIBI) logit = fmaf(slope, float(token + 1 - splits.length), logit);
         const float larger = fmaxf(most, logit), shrink = relative_exp2(most, larger), weight = relative_exp2(logit, larger);
         most = larger;

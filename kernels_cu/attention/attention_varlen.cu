@@ -142,6 +142,7 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
     };
     const auto load_keys = [&](int stage, int start) {
         const rows_tile keys = keys_at(stage);
+#pragma unroll 4
         for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += NUM_THREADS) {
             const int row = i / CHUNKS, chunk = i % CHUNKS, token = start + row, dim = chunk * 8;
             const int64_t block = number_of(token);
@@ -172,6 +173,7 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
                 }
             }
         } else {
+#pragma unroll 4
             for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += NUM_THREADS) {
                 const int row = i / CHUNKS, chunk = i % CHUNKS, token = start + row;
                 const int64_t block = number_of(token);
@@ -195,7 +197,7 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
     }
 #pragma unroll
     for (int i = 0; i < STEPS * 8; ++i) o[i / 4][i % 4] = 0.0f;
-    const float unit = scale * (IS_FP8 ? *k_scale : 1.0f) * (HAS_SOFTCAP ? 1.0f : LOG2_E);
+    const float unit = logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap);
 
     int start = first / TOKENS * TOKENS, stage = 0;
     if (start <= last) {
@@ -235,8 +237,7 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
             for (int i = 0; i < 4; ++i) {
                 const int column = n * 8 + 2 * t + i % 2, token = start + column, half = i / 2;
                 float& logit = s[n][i];
-                logit *= unit;
-                if (HAS_SOFTCAP) logit = capped<true>(logit, logits_soft_cap) * LOG2_E;
+                logit = logit_of<HAS_SOFTCAP>(logit, unit, logits_soft_cap);
                 if (HAS_ALIBI) logit = fmaf(slope[half], float(token - limit[half]), logit);
                 const bool seen = inner || (token <= limit[half] && token > limit[half] - window);
                 if (!seen || !there[stage * TOKENS + column]) logit = minus_infinity();

@@ -214,7 +214,7 @@ def plan(
         and not sparse.on
         and (not cache.packed or block_size % (4 if cache.dtype is query.dtype else 8) == 0)
     )
-    heads = 16 if group > 8 else 8
+    heads = 16 if group > 8 and head_size <= 128 else 8  # of large heads, results of eight fit into registers
     blocks = num_seqs * (num_kv_heads * -(-group // heads) if products else num_heads)
     most_tokens = min(block_tables.shape[1] * block_size, MOST_TOKENS)
     if tmp_out:
