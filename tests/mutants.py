@@ -192,14 +192,14 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("sum of one element", "a[0] + b[0]", "a[0] - b[0]", "rows of odd size have vectors of one element", "sparse"),
         (
             "largest of one element",
-            "fmaxf(0.0f, fabsf(to_float(data[0])))",
+            "ieee_max(0.0f, ieee_abs(to_float(data[0])))",
             "fmaxf(0.0f, to_float(data[0]))",
             "negative elements are the largest of a row, too",
             "per_token",
         ),
         (
             "largest of the even elements",
-            "fmaxf(to_float(pair[0]), to_float(pair[1]))",
+            "ieee_max(to_float(pair[0]), to_float(pair[1]))",
             "to_float(pair[0])",
             "odd elements are the largest of a row, too",
             "per_",
@@ -208,14 +208,14 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     "include/number.cuh": [
         (
             "largest keeps no sign off",
-            "fmaxf(to_float(most[1]), fabsf(to_float(x[1])))",
-            "fmaxf(to_float(most[1]), to_float(x[1]))",
+            "ieee_max(to_float(most[1]), ieee_abs(to_float(x[1])))",
+            "ieee_max(to_float(most[1]), to_float(x[1]))",
             "negative elements are the largest of a row, too",
             "per_",
         ),
         (
             "largest starts anew at NaN",
-            "fmaxf(to_float(most[1]), fabsf(to_float(x[1])))",
+            "ieee_max(to_float(most[1]), ieee_abs(to_float(x[1])))",
             "to_float(most[1]) > fabsf(to_float(x[1])) ? to_float(most[1]) : fabsf(to_float(x[1]))",
             "a scale must not depend on where the NaN is",
             "per_",
@@ -267,10 +267,10 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "the rows of a block have one sum",
         ),
         (
-            "sums start at one",
-            "identity = 0.0f;\n    template",
-            "identity = 1.0f;\n    template",
-            "means of small values",
+            "the first warp ignored",
+            "value = partial[0];",
+            "value = partial[1];",
+            "sums and extremes of all warps",
         ),
     ],
     "include/chunk.cuh": [
@@ -318,6 +318,25 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "include/quant.cuh": [
         (
+            "product with the reciprocal",
+            "const float quotient = divide(x, divisor, reciprocal);",
+            "const float quotient = product;",
+            "a true division",
+        ),
+        (
+            "NaN of infinite products",
+            "return quotient == quotient ? copysignf(quotient, product) : product;",
+            "return copysignf(quotient, product);",
+            "infinite values have the largest code",
+        ),
+        ("signs of zeros", "copysignf(quotient, product)", "quotient", "a zero keeps its sign"),
+        (
+            "extreme scales",
+            "if (!ordinary) return ieee_divide(x, divisor);",
+            "",
+            "scales of 0, of infinity and below the normal numbers",
+        ),
+        (
             "powers of two too large",
             "(__float_as_uint(x) + 0x7fffffu)",
             "(__float_as_uint(x) + 0x800000u)",
@@ -341,7 +360,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "quotients are estimates",
-            "return fmaf(fmaf(-quotient, divisor, x), reciprocal, quotient);",
+            "return fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient);",
             "return quotient;",
             "scales are exact",
         ),
@@ -738,25 +757,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "include/cache.cuh": [
-        (
-            "product with the reciprocal",
-            "fmaf(fmaf(-product, divisor, x), reciprocal, product)",
-            "product",
-            "a true division",
-        ),
-        (
-            "NaN of infinite products",
-            "return quotient == quotient ? copysignf(quotient, product) : product;",
-            "return copysignf(quotient, product);",
-            "infinite values have the largest code",
-        ),
-        ("signs of zeros", "copysignf(quotient, product)", "quotient", "a zero keeps its sign"),
-        (
-            "extreme scales",
-            "if (!ordinary) return ieee_divide(x, divisor);",
-            "",
-            "scales of 0, of infinity and below the normal numbers",
-        ),
         ("division to floats", "ieee_multiply(y[i], scale)", "ieee_divide(y[i], scale)", "codes are times the scale"),
         ("not scaled", "y[i] = over_scale(y[i]);", "y[i] = y[i];", "codes are of quotients"),
         (

@@ -36,6 +36,7 @@ using half_t = __half;
 #endif
 
 constexpr float FLOAT_MAX = 3.402823466e+38f;
+DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 template <typename A, typename B> struct same_type { static constexpr bool value = false; };
 template <typename A> struct same_type<A, A> { static constexpr bool value = true; };
@@ -57,6 +58,15 @@ template <> DEVICE int8_t from_float<int8_t>(float x) {
     return static_cast<int8_t>(result);
 #else
     return static_cast<int8_t>(x != x ? 0.0f : fminf(fmaxf(rintf(x), -128.0f), 127.0f));
+#endif
+}
+
+// Ties to even, saturating; NaN becomes 0.
+DEVICE int32_t round_to_int(float x) {
+#if PYOPS_HIP
+    return x != x ? 0 : x >= 0x1p31f ? 2147483647 : x < -0x1p31f ? -2147483647 - 1 : int32_t(rintf(x));
+#else
+    return __float2int_rn(x);
 #endif
 }
 
@@ -96,7 +106,8 @@ DEVICE void subtract_pair(T* out, const T* a, const T* b) {
 // Raise two magnitudes to those of a pair; NaN is dropped.
 template <typename T>
 DEVICE void absmax_pair(T* most, const T* x) {
-    store_pair<T>(most, fmaxf(to_float(most[0]), fabsf(to_float(x[0]))), fmaxf(to_float(most[1]), fabsf(to_float(x[1]))));
+    store_pair<T>(most, ieee_max(to_float(most[0]), ieee_abs(to_float(x[0]))),
+                  ieee_max(to_float(most[1]), ieee_abs(to_float(x[1]))));
 }
 
 #if PYOPS_CUDA

@@ -68,7 +68,11 @@ def _good(out: Tensor, factor: float) -> None: ...
     ("reference", "declaration", "message"),
     [
         (_unknown_kind, {"out": "out"}, "sizes is annotated 'list"),
-        (_not_annotated, {"out": "out"}, "factor is not annotated, expected one of Tensor, float, int, bool, str, or"),
+        (
+            _not_annotated,
+            {"out": "out"},
+            "factor is not annotated, expected one of Tensor, float, int, bool, str, tuple",
+        ),
         (_good, {"out": "output"}, r"\['output'\] are written but are no tensor parameters"),
         (_good, {"out": ("out", "factor")}, r"\['factor'\] are written but are no tensor parameters"),
         (_good, {"out": "out", "keyed": "out"}, r"\['out'\] are keyed but are no float parameters"),
