@@ -70,6 +70,9 @@ DEVICE float dynamic_scale(float absmax) {
 // The least power of two that is no smaller; x is normal, or infinite and stays so.
 DEVICE float power_of_two_above(float x) { return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u); }
 
+// The biased exponent of a positive number: a power of two in UE8M0.
+DEVICE uint8_t exponent_of(float x) { return uint8_t(__float_as_uint(x) >> 23); }
+
 // Codes of values under one scale. int8 multiplies by the reciprocal, fp8 divides, each as the specification says.
 // BOUNDED: values may exceed the magnitude that the scale was made for.
 template <typename Q, bool BOUNDED>

@@ -54,7 +54,7 @@ group_quant(const scalar_t* input,      // [num_tokens, GROUPS * GROUP_SIZE]
     if (POWER_OF_TWO) s = power_of_two_above(fmaxf(s, 1e-10f));
     if (at.first_thread()) {
         if constexpr (PACKED) {
-            *byte = exists ? __float_as_uint(s) >> 23 : 0;
+            *byte = exists ? exponent_of(s) : 0;
         } else {
             output_s[token * scale_stride + group * scale_column_stride] = s;
         }

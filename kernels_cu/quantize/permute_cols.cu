@@ -22,7 +22,7 @@ permute_cols(scalar_t* out,          // [num_rows, row_size]
              const int32_t* perm,    // [row_size]
              int64_t num_rows, int64_t row_size) {
     await_previous_kernel();
-    extern __shared__ alignas(16) unsigned char shared[];
+    extern __shared__ uint4 shared[];
     scalar_t* staged = reinterpret_cast<scalar_t*>(shared);
     const int64_t first = int64_t(blockIdx.x) * ROWS;
     const int rows = int(min(num_rows - first, int64_t(ROWS)));

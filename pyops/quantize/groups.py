@@ -146,16 +146,15 @@ def _(
     make: Any,
     *,
     num_tokens: int = 16,
-    hidden_size: Literal[4096, 14336, 256] = 4096,
+    hidden_size: Literal[4096, 14336] = 4096,
     dtype: str = "bfloat16",
-    group_size: Literal[128, 64] = 128,
     scale_ue8m0: bool = False,
 ) -> tuple[Any, ...]:
     return (
         make.randn(num_tokens, hidden_size, dtype=dtype),
         make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn"),
-        make.empty(num_tokens, hidden_size // group_size, dtype="float32"),
-        *(group_size, 1e-10, -448.0, 448.0, scale_ue8m0),
+        make.empty(num_tokens, hidden_size // 128, dtype="float32"),
+        *(128, 1e-10, -448.0, 448.0, scale_ue8m0),
     )
 
 
@@ -211,7 +210,7 @@ def _(
     make: Any,
     *,
     num_tokens: int = 16,
-    hidden_size: Literal[4096, 14336, 384] = 4096,
+    hidden_size: Literal[4096, 14336] = 4096,
     dtype: str = "bfloat16",
 ) -> tuple[Any, ...]:
     return (
@@ -264,13 +263,12 @@ def _(
     make: Any,
     *,
     num_tokens: int = 16,
-    hidden_size: Literal[4096, 14336, 256] = 4096,
+    hidden_size: Literal[4096, 14336] = 4096,
     dtype: str = "bfloat16",
-    group_size: Literal[128, 64] = 128,
 ) -> tuple[Any, ...]:
     return (
         make.randn(num_tokens, hidden_size, dtype=dtype),
         make.empty(num_tokens, hidden_size, dtype="int8"),
-        make.empty(num_tokens, hidden_size // group_size, dtype="float32"),
-        *(group_size, 1e-10, -128.0, 127.0),
+        make.empty(num_tokens, hidden_size // 128, dtype="float32"),
+        *(128, 1e-10, -128.0, 127.0),
     )

@@ -83,7 +83,7 @@ def scaled_int8_quant(
         return codes, scale, azp
     input = input.contiguous()
     codes = torch.empty_like(input, dtype=torch.int8)
-    rows = input.numel() // max(1, input.shape[-1])
+    rows = input.shape[:-1].numel()
     scale = input.new_empty(rows, 1, dtype=torch.float32)
     azp = None if symmetric else input.new_empty(rows, 1, dtype=torch.int32)
     dynamic_scaled_int8_quant(codes, input, scale, azp)
@@ -116,7 +116,7 @@ def per_token_group_quant_fp8(
     if dtype not in (None, torch.float8_e4m3fn):
         raise OpError(name, "dtype", f"expected float8_e4m3fn, got {dtype}")
     groups = x.shape[-1] // max(1, group_size)
-    rows = x.numel() // max(1, x.shape[-1])
+    rows = x.shape[:-1].numel()
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn) if out_q is None else out_q
     if column_major_scales:
         stride = -(-rows // 4) * 4 if tma_aligned_scales else rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check, quant
@@ -113,13 +112,12 @@ def _(
     num_tokens: int = 16,
     hidden_size: int = 4096,
     dtype: str = "bfloat16",
-    scales: Literal["tensor", "token", "channel", "block"] = "tensor",
+    scales: Literal["tensor", "token", "channel"] = "tensor",
 ) -> tuple[Any, ...]:
     shape, group_shape = {
         "tensor": ((1,), None),
         "token": ((num_tokens,), (1, -1)),
         "channel": ((hidden_size,), (-1, 1)),
-        "block": ((num_tokens, hidden_size // gcd(hidden_size, 128)), None),
     }[scales]
     result = make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn")
     input = make.randn(num_tokens, hidden_size, dtype=dtype)
