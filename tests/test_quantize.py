@@ -163,7 +163,6 @@ def same(actual: torch.Tensor, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shape", "group"),
     [
@@ -181,9 +180,9 @@ def same(actual: torch.Tensor, expected: Any) -> None:
         ((1, 64), (1, 1)),
     ],
 )
-def test_static_fp8_groups(shape: tuple[int, int], group: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_static_fp8_groups(shape: tuple[int, int], group: tuple[int, int], device: str) -> None:
     """A scale for each block, given in two dimensions and, where it can be, in one; of any strides."""
-    x = draw(*shape, dtype=dtype, device=device)
+    x = draw(*shape, device=device)
     rows, columns = (full if size == -1 else size for size, full in zip(group, shape, strict=True))
     scale = draw(shape[0] // rows, shape[1] // columns, dtype=torch.float32, device=device, seed=1) * 0.01
     right = static_fp8(exact(x), exact(scale).repeat(rows, 0).repeat(columns, 1))
@@ -203,7 +202,7 @@ def test_static_fp8_groups(shape: tuple[int, int], group: tuple[int, int], dtype
 @pytest.mark.parametrize("device", DEVICES)
 def test_static_fp8_rows_apart(device: str) -> None:
     """Rows of one stride, packed or not, of three dimensions, aligned or not, of sizes that vectors divide or not."""
-    for size in (8, 64, 65, 300):
+    for size in (64, 65):
         for layout in (Layout(), Layout(gap=8), Layout(gap=3), Layout(offset=1)):
             x = draw(2, 3, size, device=device)
             scale = draw(6, 1, dtype=torch.float32, device=device, seed=1)
@@ -435,7 +434,7 @@ def test_rows_of_special_values(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(
-    x=strategies.tensors((6, 129)),
+    x=strategies.tensors((6, 129), "float32") | strategies.tensors((6, 200), "bfloat16"),
     layout=strategies.layouts(),
     kind=st.sampled_from(CONTENTS),
     bound=st.none() | st.floats(0, 100, width=32),
@@ -465,7 +464,7 @@ def test_dynamic_codes_of_any_contents(
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(
-    x=strategies.tensors((5, 96)),
+    x=strategies.tensors((5, 96), "float32"),
     kind=st.sampled_from(CONTENTS),
     scale=st.floats(width=32),
     azp=st.none() | st.integers(-(2**31), 2**31 - 1),
@@ -526,7 +525,7 @@ def test_groups(shape: tuple[int, int], group_size: int, scales: str, device: st
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(
-    x=strategies.tensors((5, 192)),
+    x=strategies.tensors((5, 192), "float32"),
     layout=strategies.layouts(),
     kind=st.sampled_from(CONTENTS),
     group_size=st.sampled_from([3, 64, 192]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy
 
@@ -73,7 +73,9 @@ def _(a: Tensor, perm: Tensor) -> dict[str, Tensor]:
 
 
 @permute_cols_out.example
-def _(make: Any, *, num_tokens: int = 16, hidden_size: int = 4096, dtype: str = "bfloat16") -> tuple[Any, ...]:
+def _(
+    make: Any, *, num_tokens: int = 16, hidden_size: Literal[4096, 14336, 769] = 4096, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
     return (
         make.empty(num_tokens, hidden_size, dtype=dtype),
         make.randn(num_tokens, hidden_size, dtype=dtype),

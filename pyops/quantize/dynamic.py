@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check, quant, spread
 from .._core.dtypes import float32, int8, int32
@@ -75,7 +75,9 @@ def _(result: Arg, input: Arg, scale: Arg) -> int:
 
 
 @dynamic_scaled_fp8_quant.example
-def _(make: Any, *, num_tokens: int = 16, hidden_size: int = 4096, dtype: str = "bfloat16") -> tuple[Any, ...]:
+def _(
+    make: Any, *, num_tokens: int = 16, hidden_size: Literal[4096, 14336, 769] = 4096, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
     result = make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn")
     return result, make.randn(num_tokens, hidden_size, dtype=dtype), make.empty(1, dtype="float32")
 

@@ -110,7 +110,7 @@ def _(
     make: Any,
     *,
     num_tokens: int = 16,
-    hidden_size: int = 4096,
+    hidden_size: Literal[4096, 14336, 769] = 4096,
     dtype: str = "bfloat16",
     scales: Literal["tensor", "token", "channel"] = "tensor",
 ) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ def _(
     make: Any,
     *,
     num_tokens: int = 16,
-    hidden_size: int = 4096,
+    hidden_size: Literal[4096, 14336, 769] = 4096,
     dtype: str = "bfloat16",
     with_azp: bool = False,
 ) -> tuple[Any, ...]:
