@@ -16,7 +16,7 @@
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
 permute_cols(scalar_t* out,          // [num_rows, row_size]
              const scalar_t* a,      // [num_rows, row_size]
              const int32_t* perm,    // [row_size]
@@ -39,6 +39,7 @@ permute_cols(scalar_t* out,          // [num_rows, row_size]
         int32_t from[VEC_SIZE];
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) from[j] = perm[column + j];
+#pragma unroll 1
         for (int row = 0; row < rows; ++row) {
             vec_t vec = vec_t::full(0.0f);
 #pragma unroll

@@ -81,15 +81,14 @@ def static(
         "num_partial": partial[0] if partial else 0,
         "partial": partial[1] if partial else 0,
     }
-    # Where the device converts to fp8 by integer arithmetic, and where a reciprocal goes with every element, registers
-    # are worth more than threads.
+    # Where the device converts to fp8 by integer arithmetic, registers are worth more than threads.
     short = result.dtype is int8 or result.device.converts_fp8
     return spread.chunks(
         _static_quant,
         result,
         input,
         "result_stride",
-        min_blocks=8 if short and group_columns % 8 == 0 else 1,
+        min_blocks=8 if short else 1,
         fixed=fixed if azp else fixed | {"azp": 0},
         code_t=result.dtype,
         GROUP_COLUMNS=group_columns,
