@@ -375,13 +375,13 @@ def test_dynamic_tokens(tokens: int, hidden_size: int, dtype: torch.dtype, devic
     right, right_scale = token_int8(exact(x))
     same(scale, right_scale)
     same(eights, right)
-    pyops.dynamic_scaled_int8_quant(eights, x, scale, azp)
-    right, right_scale, right_azp = token_azp(exact(x))
-    same(scale, right_scale)
-    same(azp, right_azp)
-    same(eights, right)
-    if hidden_size > 1:
-        off = (scale.double() * (eights.double() - azp) - x.double()).abs()
+    for values in (x, x.abs() + 1):  # of both signs, and nothing near 0
+        pyops.dynamic_scaled_int8_quant(eights, values, scale, azp)
+        right, right_scale, right_azp = token_azp(exact(values))
+        same(scale, right_scale)
+        same(azp, right_azp)
+        same(eights, right)
+        off = (scale.double() * (eights.double() - azp) - values.double()).abs()
         assert (off <= scale.double() * 1.01).all()
 
 
@@ -704,6 +704,27 @@ def test_group_quant_into_new_tensors(device: str) -> None:
     whole = packed.as_strided((8, 1), (1, 8)).cpu().numpy().view("uint8").reshape(8, 4)
     assert (whole[:5] == numpy.log2(right_scale) + 127).all()
     assert not whole[5:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_without_graph_break(device: str) -> None:
+    """What makes new tensors, and an op with a pair of integers."""
+
+    def call(x: torch.Tensor, scale: torch.Tensor) -> list[Any]:
+        return [
+            *pyops.scaled_fp8_quant(x),
+            *pyops.scaled_fp8_quant(x, use_per_token_if_dynamic=True),
+            pyops.scaled_fp8_quant(x, scale, group_shape=(1, -1))[0],
+            *pyops.scaled_int8_quant(x, symmetric=False),
+            *pyops.per_token_group_quant_fp8(x, 32, column_major_scales=True),
+            *pyops.per_token_group_quant_fp8_packed_for_deepgemm(x, 32),
+        ]
+
+    x, scale = draw(4, 64, device=device), torch.full((4,), 0.1, device=device)
+    eager = call(x, scale)
+    torch._dynamo.reset()
+    for one, other in zip(eager, torch.compile(call, fullgraph=True, backend="aot_eager")(x, scale), strict=True):
+        same(other, exact(one.view(torch.uint8) if one.dtype is FP8 else one))
 
 
 # What is refused

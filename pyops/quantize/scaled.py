@@ -1,11 +1,13 @@
-"""Quantisation into new torch tensors, with the signatures that models call."""
+"""Quantisation into new torch tensors, with the signatures that models call.
+
+torch is imported where it is used: torch.compile, for which these functions are, does not trace `_core/lazy.py`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from .._core.errors import OpError
-from .._core.lazy import torch
 from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant
 from .groups import per_token_group_fp8_quant, per_token_group_fp8_quant_packed
 from .static import static_scaled_fp8_quant, static_scaled_int8_quant
@@ -42,6 +44,8 @@ def scaled_fp8_quant(
         output: float8_e4m3fn for the codes; not with num_token_padding.
         group_shape: see `static_scaled_fp8_quant`.
     """
+    import torch
+
     name = "scaled_fp8_quant"
     if input.ndim != 2:
         raise OpError(name, "input", f"expected 2 dimensions, got shape {tuple(input.shape)}")
@@ -75,6 +79,8 @@ def scaled_int8_quant(
         scale, azp: as `static_scaled_int8_quant` takes them, and returned as they are; None to find scales, [rows, 1].
         symmetric: whether the zero point is 0. With `scale`, it says that there is no `azp`.
     """
+    import torch
+
     if scale is not None:
         if symmetric != (azp is None):
             raise OpError("scaled_int8_quant", "azp", f"expected {'None' if symmetric else 'one'} with {symmetric=}")
@@ -112,6 +118,8 @@ def per_token_group_quant_fp8(
         out_q: for the codes.
         use_ue8m0: scales are powers of two; None is False.
     """
+    import torch
+
     name = "per_token_group_quant_fp8"
     if dtype not in (None, torch.float8_e4m3fn):
         raise OpError(name, "dtype", f"expected float8_e4m3fn, got {dtype}")
@@ -146,6 +154,8 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
     The exponents are [num_tokens, groups / 4 rounded up] int32 with strides (1, num_tokens rounded up to 4); what lies
     between the columns is 0.
     """
+    import torch
+
     name = "per_token_group_quant_fp8_packed_for_deepgemm"
     if x.ndim != 2:
         raise OpError(name, "x", f"expected 2 dimensions, got shape {tuple(x.shape)}")
