@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops import activation
-from pyops._core import spread
-from pyops._core import device
+from pyops._core import device, spread
 from pyops._core.example import ArgMaker
 from pyops.testing import Layout, assert_close, same_bits
 from pyops.testing.calls import assert_results, eager, expected, named, run
