@@ -28,6 +28,7 @@ from .attention import *
 from .cache import *
 from .cli.warmup import warmup
 from .norm import *
+from .quantize import *
 from .rotary import *
 
 __version__ = "0.1.0"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._core import check
+from ._core import check, spread
 from ._core.dtypes import bfloat16, float8_e4m3fn, float16
 from ._core.kernel import Kernel, Launch
 from ._core.lazy import torch
@@ -42,42 +42,6 @@ _gelu_and_mul_sparse = Kernel("activation/gelu_and_mul_sparse.cu")
 _activation = Kernel("activation/activation.cu")
 _xielu = Kernel("activation/xielu.cu")
 
-_NUM_THREADS = 256
-_MOST_BLOCKS = 65535  # in the second and third dimension of a grid
-
-
-def _by_chunks(
-    kernel: Kernel, out: Arg, input: Arg, out_stride: str = "out_stride", min_blocks: int = 8, **constants: Any
-) -> Launch:
-    """A launch in which every thread has one vector of `out` (chunk.cuh).
-
-    `min_blocks` a multiprocessor keep the most bytes in flight; a kernel that needs more registers asks for fewer.
-    """
-    hidden_size, num_rows = out.shape[-1], check.num_rows(out)
-    vec_size = check.vector_width(hidden_size, out, input)
-    row_vecs = hidden_size // vec_size
-    # Neighbouring threads that share a row: as many as leave few of them idle, but whole warps.
-    widths = [1 << shift for shift in range(8, min(5, max(0, row_vecs - 1).bit_length()) - 1, -1)]
-    row_threads = next((width for width in widths if -row_vecs % width <= row_vecs // 16), widths[-1])
-    groups = -(-num_rows // (_NUM_THREADS // row_threads))
-    planes = -(-groups // _MOST_BLOCKS)
-    return kernel(
-        scalar_t=input.dtype,
-        **constants,
-        VEC_SIZE=vec_size,
-        NUM_THREADS=_NUM_THREADS,
-        ROW_THREADS=row_threads,
-        PLANES=planes > 1,
-        MIN_BLOCKS=min_blocks,
-    ).launch(
-        grid=(-(-row_vecs // row_threads), -(-groups // max(1, planes)), planes),
-        block=_NUM_THREADS,
-        num_rows=num_rows,
-        hidden_size=hidden_size,
-        input_stride=check.row_stride(input),
-        **{out_stride: check.row_stride(out)},
-    )
-
 
 def _silu_blocks(input: Arg) -> int:
     return 5 if input.dtype is float16 else 8  # only float16 takes the accurate way with eight elements to a thread
@@ -97,7 +61,7 @@ def _check_halves(out: Arg, input: Arg) -> None:
 def _gated(kernel: Kernel, out: Arg, input: Arg, **constants: Any) -> Launch:
     _check_halves(out, input)
     check.dtype(out, input.dtype)
-    return _by_chunks(kernel, out, input, **constants)
+    return spread.chunks(kernel, out, input, **constants)
 
 
 def _plain(kernel: Kernel, out: Arg, input: Arg, **constants: Any) -> Launch:
@@ -107,7 +71,7 @@ def _plain(kernel: Kernel, out: Arg, input: Arg, **constants: Any) -> Launch:
     check.row_size(out)
     if check.row_stride(input) == check.row_stride(out) == input.shape[-1]:  # contiguous, so one long row does as well
         out, input = (replace(arg, shape=(arg.numel,), strides=(1,)) for arg in (out, input))
-    return _by_chunks(kernel, out, input, **constants)
+    return spread.chunks(kernel, out, input, **constants)
 
 
 def _gated_example(
@@ -383,7 +347,7 @@ def _(result: Arg, input: Arg, scale: Arg) -> Launch:
     _check_halves(result, input)
     check.dtype(result, float8_e4m3fn)
     check.scalar(scale)
-    return _by_chunks(_silu_and_mul_quant, result, input, "result_stride", min_blocks=_silu_blocks(input))
+    return spread.chunks(_silu_and_mul_quant, result, input, "result_stride", min_blocks=_silu_blocks(input))
 
 
 @silu_and_mul_quant.example

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._core import check
+from ._core import check, quant, spread
 from ._core.dtypes import bfloat16, float8_e4m3fn, float16, float32, int8, int64
 from ._core.kernel import Kernel, Launch
 from ._core.lazy import torch
@@ -14,8 +13,6 @@ from ._core.op import op
 from ._core.tensor import Arg
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 __all__ = [
@@ -40,131 +37,10 @@ _layer_norm = Kernel("norm/layer_norm.cu")
 _fused_qk_norm_rope = Kernel("norm/fused_qk_norm_rope.cu")
 
 
-def _vectors(size: int, strides: Sequence[int], *tensors: Arg | None) -> tuple[int, bool]:
-    """(elements of a vector, SHIFTED) for rows of `size` elements, `strides` apart in the tensors that have rows.
-
-    A vector of full width if it divides every row. Also if SHIFTED rows can have it: all tensors begin aligned for it,
-    those with rows are aligned at the same places of a row, and a row has threads for its edge. Otherwise the widest
-    that divides every row. No `strides`: rows have no common one.
-    """
-    given = [arg for arg in tensors if arg]
-    vec_size = check.vector_width(size, *given)
-    full = 16 // max(arg.dtype.itemsize for arg in given)
-    agree = len({stride % full for stride in strides}) == 1
-    if vec_size < full and agree and size // full > 33 and all(a.alignment >= full * a.dtype.itemsize for a in given):
-        return full, True
-    return vec_size, False
-
-
-def _geometry(
-    row: Arg,
-    num_rows: int,
-    vectors: tuple[int, bool],
-    many: tuple[int, int] = (3, 4),
-    few: tuple[int, int] = (2, 4),
-    held: int = 1,
-    weights: int = 1,
-    size: int | None = None,
-    lanes: int = 1,
-    resident: tuple[int, int] = (1024, 896),
-) -> tuple[int, dict[str, int]]:
-    """(blocks, constants) for rows of `size` elements, the last dimension of `row` unless given.
-
-    The constants say into what `vectors` a row is cut, how many threads share it and what they keep in registers.
-    `many` and `few` are the vectors a thread should hold when rows follow each other on a multiprocessor (then bytes in
-    flight count) and when all are there at once (then the way through one row does), `resident` the threads of a
-    multiprocessor that find registers enough: each for short rows and for long ones. The kernel holds `held` rows and
-    `weights` weights at a time; `lanes` neighbouring threads work together and must share a row.
-    """
-    size = row.shape[-1] if size is None else size
-    vec_size, shifted = vectors
-    vec_bytes = vec_size * row.dtype.itemsize
-    row_vecs = size // vec_size - shifted
-    share = min(3, -(-num_rows // row.device.multiprocessors))  # rows for a multiprocessor; more than two are many
-    constants = _row_constants(row_vecs, vec_bytes, shifted, share, many, few, held, weights, lanes, resident)
-    grid = -(-num_rows // (constants["NUM_THREADS"] // constants["ROW_THREADS"]))
-    return grid, {"VEC_SIZE": vec_size, "SHIFTED": shifted, **constants}
-
-
-@cache
-def _row_constants(
-    row_vecs: int,
-    vec_bytes: int,
-    shifted: bool,
-    share: int,
-    many: tuple[int, int],
-    few: tuple[int, int],
-    held: int,
-    weights: int,
-    lanes: int,
-    resident: tuple[int, int],
-) -> dict[str, int]:
-    short = row_vecs <= 512
-    vec_registers = max(1, vec_bytes // 4)
-    vecs = few[not short]
-    # Two rows are there at once if two blocks find registers: about 36 a thread beside those that hold vectors.
-    pair = 2 * row_vecs * (36 / vecs + (held + weights) * vec_registers) <= 65536
-    fill = share > (2 if pair else 1)
-    narrow = fill and vec_bytes < 8
-    if narrow:  # a vector takes one register, and more of them in flight make up for its size
-        many, resident = (16, 16), (1536, 1536) if held == 1 else (896, 896)
-    if row_vecs <= 128:  # several rows to a block, each on a power of two of lanes
-        row_threads = lanes
-        while row_threads < 32 and row_threads * 4 < row_vecs:
-            row_threads *= 2
-        num_threads = 128
-    else:
-        wanted = many[not short] if fill else vecs
-        row_threads = num_threads = _row_threads(row_vecs, wanted, most=4 if shifted else wanted + 2)
-    rounds = -(-row_vecs // row_threads)
-    one_row = rounds * vec_registers
-    most = min(255, 65536 // num_threads) - (48 if shifted else 36)
-    keep_row = held * one_row <= most
-    # With many rows, a weight that is long, joins two rows or is put together is better read when it is used.
-    keep_weight = (
-        keep_row and (not fill or (short and held == 1 and not shifted)) and (held + weights) * one_row <= most
-    )
-    threads = resident[0] if narrow or (short and rounds <= 4) else resident[1]
-    crowded = shifted and held > 1  # putting a weight together takes registers, too
-    return {
-        "NUM_THREADS": num_threads,
-        "ROW_THREADS": row_threads,
-        "KEEP_ROW": keep_row,
-        "KEEP_WEIGHT": keep_weight,
-        "MIN_BLOCKS": max(1, threads // num_threads - (rounds > 7 and not narrow) - crowded) if fill else 1,
-    }
-
-
-def _converting(threads: dict[str, int], codes: Arg) -> dict[str, int]:
-    """`threads` for a kernel that writes `codes`: converting to fp8 takes registers where the device cannot."""
-    if codes.dtype is float8_e4m3fn and not codes.device.converts_fp8:
-        return {**threads, "MIN_BLOCKS": 1}
-    return threads
-
-
-def _row_threads(row_vecs: int, wanted: int, most: int) -> int:
-    """Threads for a row of which each holds about `wanted` vectors, preferring a number that leaves few idle."""
-    most_idle, best = 2.0, 1024
-    for vecs in (wanted, wanted + 1, wanted + 2, wanted - 1):
-        vecs = min(vecs, most)
-        threads = check.threads(-(-row_vecs // max(1, vecs)))
-        rounds = -(-row_vecs // threads)
-        idle = (threads * rounds - row_vecs) / (threads * rounds)
-        if rounds <= vecs and idle < most_idle - 0.08:
-            most_idle, best = idle, threads
-    return best
-
-
 def _rms(x: Tensor, weight: Tensor | None, epsilon: float, dtype: Any) -> Tensor:
     """The norm of float32 values, rounded to `dtype` before and after the product with the weight."""
     y = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)).to(dtype)
     return y if weight is None else y * weight
-
-
-def _fp8(x: Tensor, dtype: Any) -> Tensor:
-    """Saturating conversion of float32 to fp8; NaN becomes the largest code."""
-    largest = torch.finfo(dtype).max
-    return x.nan_to_num(nan=largest, posinf=largest, neginf=-largest).clamp(-largest, largest).to(dtype)
 
 
 # A sum in another order rounds T(x * scale) the other way now and then, and the weight can make two units of that one.
@@ -193,8 +69,8 @@ def _(out: Arg, input: Arg, weight: Arg | None) -> Launch:
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     leading = check.leading(input, out, most=3)
     num_rows = check.num_rows(input)
-    vectors = _vectors(hidden_size, leading[0][1] if len(leading) == 1 else (), out, input, weight)
-    grid, threads = _geometry(input, num_rows, vectors, many=(4, 6))
+    vectors = spread.vectors(hidden_size, leading[0][1] if len(leading) == 1 else (), out, input, weight)
+    grid, threads = spread.rows(input, num_rows, vectors, many=(4, 6))
     (_, (input_stride0, out_stride0)), *inner = leading
     (size1, (input_stride1, out_stride1)), (size2, (input_stride2, out_stride2)) = (*inner, _ONE, _ONE)[:2]
     return _rms_norm(
@@ -257,8 +133,8 @@ def _(input: Arg, residual: Arg, weight: Arg | None) -> Launch:
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     num_rows = check.num_rows(input)
     strides = check.row_stride(input), check.row_stride(residual)
-    vectors = _vectors(hidden_size, strides, input, residual, weight)
-    grid, threads = _geometry(input, num_rows, vectors, many=(3, 6), held=2, resident=(1152, 896))
+    vectors = spread.vectors(hidden_size, strides, input, residual, weight)
+    grid, threads = spread.rows(input, num_rows, vectors, many=(3, 6), held=2, resident=(1152, 896))
     return _fused_add_rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -295,7 +171,7 @@ def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, sca
         epsilon: added to the mean of squares.
     """
     y = _rms(input.float(), weight, epsilon, input.dtype).float()
-    result.copy_(_fp8(y * (1.0 / scale.reshape(())), result.dtype))
+    result.copy_(quant.fp8(y * (1.0 / scale.reshape(())), result.dtype))
 
 
 @rms_norm_static_fp8_quant.plan
@@ -314,9 +190,9 @@ def _static_fp8_plan(result: Arg, input: Arg, residual: Arg | None, weight: Arg,
     check.scalar(scale)
     num_rows = check.num_rows(input)
     strides = [check.row_stride(arg) for arg in (result, input, residual) if arg]
-    vectors = _vectors(hidden_size, strides, result, input, weight, residual)
+    vectors = spread.vectors(hidden_size, strides, result, input, weight, residual)
     # The threads of rms_norm and fused_add_rms_norm, so that the sums, and with them the codes, agree bit for bit.
-    grid, threads = _geometry(
+    grid, threads = spread.rows(
         input,
         num_rows,
         vectors,
@@ -324,7 +200,7 @@ def _static_fp8_plan(result: Arg, input: Arg, residual: Arg | None, weight: Arg,
         held=2 if residual else 1,
         resident=(896, 896) if residual else (1024, 896),
     )
-    threads = _converting(threads, result)
+    threads = spread.converting(threads, result)
     return _rms_norm_static_fp8_quant(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -366,7 +242,7 @@ def fused_add_rms_norm_static_fp8_quant(
     """
     residual.copy_(input.float() + residual.float())
     y = _rms(residual.float(), weight, epsilon, input.dtype).float()
-    result.copy_(_fp8(y * (1.0 / scale.reshape(())), result.dtype))
+    result.copy_(quant.fp8(y * (1.0 / scale.reshape(())), result.dtype))
 
 
 @fused_add_rms_norm_static_fp8_quant.plan
@@ -381,21 +257,6 @@ def _(make: Any, *, num_tokens: int = 16, hidden_size: int = 4096, dtype: str = 
     x = make.randn(num_tokens, hidden_size, dtype=dtype)
     residual = make.randn(num_tokens, hidden_size, dtype=dtype)
     return result, x, residual, _weight(make, hidden_size, dtype), make.full(1, value=0.02, dtype="float32"), 1e-6
-
-
-def _dynamic_codes(y: Tensor, absmax: Tensor, scale_ub: Tensor | None, dtype: Any) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of float32 values whose magnitudes reach `absmax`, as the specification rounds.
-
-    Divisors are tensors, because torch divides by a number on a GPU through its reciprocal.
-    """
-    if scale_ub is not None:
-        absmax = torch.fmin(absmax, scale_ub.reshape(()))
-    if dtype == torch.int8:
-        scale = torch.fmax(absmax / torch.full_like(absmax, 127.0), torch.full_like(absmax, 2.0**-23))
-        return (y * (1.0 / scale)).nan_to_num(nan=0.0).round().clamp(-128, 127).to(dtype), scale
-    largest = torch.full_like(absmax, torch.finfo(dtype).max)
-    scale = torch.fmax(absmax / largest, 1.0 / (largest * 512.0))
-    return _fp8(y / scale, dtype), scale
 
 
 @op(out=("result", "scale"), inout="residual")
@@ -426,8 +287,7 @@ def rms_norm_dynamic_per_token_quant(
     """
     z = input.float() if residual is None else input.float() + residual.float()
     y = _rms(z, weight, epsilon, input.dtype).float()
-    absmax = y.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
-    codes, scales = _dynamic_codes(y, absmax, scale_ub, result.dtype)
+    codes, scales = quant.dynamic_codes(y, quant.absmax(y), scale_ub, result.dtype)
     if residual is not None:
         residual.copy_(z)
     result.copy_(codes)
@@ -436,10 +296,7 @@ def rms_norm_dynamic_per_token_quant(
 
 @rms_norm_dynamic_per_token_quant.plan
 def _(result: Arg, input: Arg, weight: Arg, scale: Arg, scale_ub: Arg | None, residual: Arg | None) -> Launch:
-    if scale.numel != check.num_rows(input):
-        raise scale.error(f"expected one element per row, {check.num_rows(input)}, got shape {scale.shape}")
-    check.dtype(scale, float32)
-    check.contiguous(scale)
+    check.per_row(scale, float32, check.num_rows(input))
     return _dynamic_quant_plan(result, input, weight, scale_ub, residual, group_size=None, group_major=False)
 
 
@@ -465,10 +322,10 @@ def _dynamic_quant_plan(
     for arg in tensors:
         check.contiguous(arg)
     num_rows = check.num_rows(input)
-    access_size, shifted = _vectors(hidden_size, (hidden_size,), *tensors)
+    access_size, shifted = spread.vectors(hidden_size, (hidden_size,), *tensors)
     # The lanes of a group are one warp's, so a group needs whole vectors even where memory is not aligned for them.
     vec_size = 16 // input.dtype.itemsize if group_size else access_size
-    grid, threads = _geometry(
+    grid, threads = spread.rows(
         input,
         num_rows,
         (vec_size, shifted),
@@ -478,7 +335,7 @@ def _dynamic_quant_plan(
         lanes=group_size // vec_size if group_size else 1,
         resident=(896 if residual or group_size else 1024, 896),
     )
-    threads = _converting(threads, result)
+    threads = spread.converting(threads, result)
     # Taking vectors apart takes registers, and so does, by sm_100's compiler, putting weights together.
     if access_size < vec_size or (shifted and input.device.arch == "sm_100"):
         threads = {**threads, "MIN_BLOCKS": 1}
@@ -548,8 +405,7 @@ def rms_norm_per_block_quant(
     """
     z = input.float() if residual is None else input.float() + residual.float()
     y = _rms(z, weight, epsilon, input.dtype).float().unflatten(-1, (-1, group_size))
-    absmax = y.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
-    codes, scales = _dynamic_codes(y, absmax, scale_ub, result.dtype)
+    codes, scales = quant.dynamic_codes(y, quant.absmax(y), scale_ub, result.dtype)
     if residual is not None:
         residual.copy_(z)
     result.copy_(codes.flatten(-2))
@@ -665,8 +521,8 @@ def _(out: Arg, input: Arg, weight: Arg, residual: Arg | None, residual_out: Arg
         raise residual_out.error("is given without residual")
     num_rows = check.num_rows(input)
     strides = [check.row_stride(arg) for arg in rows]
-    vectors = _vectors(hidden_size, strides, *rows, weight)
-    grid, threads = _geometry(
+    vectors = spread.vectors(hidden_size, strides, *rows, weight)
+    grid, threads = spread.rows(
         input,
         num_rows,
         vectors,
@@ -815,9 +671,9 @@ def _grouped_norm_plan(
     for stat in (mean, rstd):
         check.shape(stat, float32, **{"groups * num_tokens": num_groups * num_rows})
     strides = [check.row_stride(arg) for arg in (out, input, z) if arg]
-    vectors = _vectors(group_size, strides if num_groups == 1 else (), out, input, z, weight, bias)
+    vectors = spread.vectors(group_size, strides if num_groups == 1 else (), out, input, z, weight, bias)
     few, held = ((4, 8), 2) if z is None else ((1, 2), 2 if norm_before_gate else 4)
-    grid, threads = _geometry(
+    grid, threads = spread.rows(
         input,
         num_rows * num_groups,
         vectors,
@@ -1015,7 +871,7 @@ def _(
     heads = num_heads_q + num_heads_k
     # Few tokens: a group of lanes for every head. Many: several heads to a group, all loaded before the first is used.
     few = num_tokens <= qkv.device.multiprocessors
-    num_threads = _row_threads(heads * (head_dim // 8), 1 if few else 4, most=6)
+    num_threads = spread.threads_for_row(heads * (head_dim // 8), 1 if few else 4, most=6)
     return _fused_qk_norm_rope(
         scalar_t=qkv.dtype,
         cache_t=cos_sin_cache.dtype,

@@ -192,14 +192,14 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("sum of one element", "a[0] + b[0]", "a[0] - b[0]", "rows of odd size have vectors of one element", "sparse"),
         (
             "largest of one element",
-            "fmaxf(0.0f, fabsf(to_float(data[0])))",
+            "ieee_max(0.0f, ieee_abs(to_float(data[0])))",
             "fmaxf(0.0f, to_float(data[0]))",
             "negative elements are the largest of a row, too",
             "per_token",
         ),
         (
             "largest of the even elements",
-            "fmaxf(to_float(pair[0]), to_float(pair[1]))",
+            "ieee_max(to_float(pair[0]), to_float(pair[1]))",
             "to_float(pair[0])",
             "odd elements are the largest of a row, too",
             "per_",
@@ -208,14 +208,14 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     "include/number.cuh": [
         (
             "largest keeps no sign off",
-            "fmaxf(to_float(most[1]), fabsf(to_float(x[1])))",
-            "fmaxf(to_float(most[1]), to_float(x[1]))",
+            "ieee_max(to_float(most[1]), ieee_abs(to_float(x[1])))",
+            "ieee_max(to_float(most[1]), to_float(x[1]))",
             "negative elements are the largest of a row, too",
             "per_",
         ),
         (
             "largest starts anew at NaN",
-            "fmaxf(to_float(most[1]), fabsf(to_float(x[1])))",
+            "ieee_max(to_float(most[1]), ieee_abs(to_float(x[1])))",
             "to_float(most[1]) > fabsf(to_float(x[1])) ? to_float(most[1]) : fabsf(to_float(x[1]))",
             "a scale must not depend on where the NaN is",
             "per_",
@@ -267,10 +267,10 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "the rows of a block have one sum",
         ),
         (
-            "sums start at one",
-            "identity = 0.0f;\n    template",
-            "identity = 1.0f;\n    template",
-            "means of small values",
+            "the first warp ignored",
+            "int warp = 0; warp < NUM_WARPS",
+            "int warp = 1; warp < NUM_WARPS",
+            "sums and extremes of all warps",
         ),
     ],
     "include/chunk.cuh": [
@@ -318,6 +318,39 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "include/quant.cuh": [
         (
+            "sums that wrap",
+            "low(max(int64_t(-128) - azp, int64_t(-2147483647 - 1)))",
+            "low(-2147483647 - 1)",
+            "a code and a zero point of one sign",
+            "int8",
+        ),
+        (
+            "zeros of one sign",
+            "fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient)",
+            "fmaf(fmaf(-quotient, divisor, x), reciprocal, quotient)",
+            "-0 keeps its sign",
+            "dynamic_per_token_scaled",
+        ),
+        (
+            "product with the reciprocal",
+            "const float quotient = divide(x, divisor, reciprocal);",
+            "const float quotient = product;",
+            "a true division",
+        ),
+        (
+            "NaN of infinite products",
+            "return quotient == quotient ? copysignf(quotient, product) : product;",
+            "return copysignf(quotient, product);",
+            "infinite values have the largest code",
+        ),
+        ("signs of zeros", "copysignf(quotient, product)", "quotient", "a zero keeps its sign"),
+        (
+            "extreme scales",
+            "if (!ordinary) return ieee_divide(x, divisor);",
+            "",
+            "scales of 0, of infinity and below the normal numbers",
+        ),
+        (
             "powers of two too large",
             "(__float_as_uint(x) + 0x7fffffu)",
             "(__float_as_uint(x) + 0x800000u)",
@@ -341,7 +374,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "quotients are estimates",
-            "return fmaf(fmaf(-quotient, divisor, x), reciprocal, quotient);",
+            "return fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient);",
             "return quotient;",
             "scales are exact",
         ),
@@ -738,25 +771,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "include/cache.cuh": [
-        (
-            "product with the reciprocal",
-            "fmaf(fmaf(-product, divisor, x), reciprocal, product)",
-            "product",
-            "a true division",
-        ),
-        (
-            "NaN of infinite products",
-            "return quotient == quotient ? copysignf(quotient, product) : product;",
-            "return copysignf(quotient, product);",
-            "infinite values have the largest code",
-        ),
-        ("signs of zeros", "copysignf(quotient, product)", "quotient", "a zero keeps its sign"),
-        (
-            "extreme scales",
-            "if (!ordinary) return ieee_divide(x, divisor);",
-            "",
-            "scales of 0, of infinity and below the normal numbers",
-        ),
         ("division to floats", "ieee_multiply(y[i], scale)", "ieee_divide(y[i], scale)", "codes are times the scale"),
         ("not scaled", "y[i] = over_scale(y[i]);", "y[i] = y[i];", "codes are of quotients"),
         (
@@ -1575,6 +1589,133 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "hostile counts",
         ),
         ("a row too many", "if (start < q_len)", "if (start <= q_len)", "rows behind the queries"),
+    ],
+    "quantize/absmax.cu": [
+        (
+            "the first chunk alone",
+            "chunk < num_chunks; chunk += gridDim.x",
+            "chunk < gridDim.x; chunk += gridDim.x",
+            "more chunks than blocks",
+        ),
+        ("chunks of one row", "((chunk - row * row_chunks) * BATCH", "(chunk * BATCH", "rows that are not the first"),
+        ("part of the batch", "i < BATCH; ++i) largest", "i < 1; ++i) largest", "every vector in flight counts"),
+        ("what lies behind a row", "if (column < row_size) x[i]", "if (true) x[i]", "gaps between rows are not read"),
+    ],
+    "quantize/static_quant.cu": [
+        (
+            "division instead of the product",
+            "const float reciprocal = reciprocal_or_zero(s);",
+            "const float reciprocal = 1.0f / s;",
+            "a scale without a reciprocal gives codes of 0",
+        ),
+        (
+            "NaN stays NaN",
+            "return fminf(ieee_multiply(x, reciprocal), Codes<fp8_e4m3_t>::largest);",
+            "return ieee_multiply(x, reciprocal);",
+            "NaN becomes the largest code",
+        ),
+        ("rows one by one", "GROUPED_ROWS ? int64_t(", "false ? int64_t(", "rows share scales"),
+        (
+            "columns one by one",
+            "column / GROUP_COLUMNS * scale_column_stride",
+            "column * scale_column_stride",
+            "columns share scales",
+        ),
+        (
+            "one scale for a vector",
+            "scaled(v[j], reciprocal_or_zero(scale_at(at.column + j)))",
+            "scaled(v[j], reciprocal_or_zero(scale_at(at.column)))",
+            "each channel has its own",
+        ),
+        (
+            "maxima of the first block",
+            "i < num_partial; i += NUM_THREADS",
+            "i < 1; i += NUM_THREADS",
+            "the largest may be anywhere",
+        ),
+        (
+            "scale is not written",
+            "if (threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0) *scale = s;",
+            "",
+            "the scale found is a result",
+        ),
+        ("azp ignored", "const ZeroPoint shifted(*azp);", "const ZeroPoint shifted(0);", "codes are shifted"),
+        (
+            "quotient is a product",
+            "v[j] = over_scale(v[j]);",
+            "v[j] = v[j] * over_scale.reciprocal;",
+            "a true division",
+        ),
+    ],
+    "quantize/dynamic_token_quant.cu": [
+        ("constant rows", "if (!range.exists()) {", "if (false) {", "a range of nothing is extended to 0"),
+        ("rows of zeros", "if (!range.exists()) range.scale = range.reciprocal = 1.0f;", "", "zeros have scale 1"),
+        ("rows of NaN", "if (low > high) low = high = 0.0f;", "", "a row of NaN has scale 1"),
+        (
+            "zeros of an edge count",
+            "if (j < row_t::elements(i) && row_t::exists(i)) {",
+            "if (true) {",
+            "rows of odd size that do not reach 0",
+        ),
+        (
+            "extremes share memory",
+            "row_reduce<Max, ROW_THREADS>(high, partial[1])",
+            "row_reduce<Max, ROW_THREADS>(high, partial[0])",
+            "race",
+        ),
+        ("zero rows divide", "if (factor > FLOAT_MAX) factor = 0.0f;", "", "codes of tiny rows are 0"),
+        ("bound ignored", "HAS_BOUND ? fminf(a, bound) : a", "a", "magnitudes have an upper bound"),
+        (
+            "range from 128",
+            "round_to_int(-128.0f - ieee_divide",
+            "round_to_int(-127.0f - ieee_divide",
+            "the least value has the least code",
+        ),
+    ],
+    "quantize/group_quant.cu": [
+        (
+            "eps ignored",
+            "fmaxf(row_reduce<Max, ROW_THREADS>(s, partial), eps)",
+            "row_reduce<Max, ROW_THREADS>(s, partial)",
+            "groups of zeros",
+        ),
+        (
+            "powers of two below 1e-10",
+            "power_of_two_above(fmaxf(s, 1e-10f))",
+            "power_of_two_above(s)",
+            "the least power of two",
+        ),
+        ("int8 to nearest", "if (is_same<code_t, int8_t>) v[j] = truncf(v[j]);", "", "int8 codes are cut off"),
+        (
+            "NaN is the largest",
+            "fminf(fmaxf(over_scale(v[j]), code_min), code_max)",
+            "fmaxf(fminf(over_scale(v[j]), code_max), code_min)",
+            "NaN becomes the least code",
+        ),
+        ("byte of another group", "+ group % 4;", "+ (3 - group % 4);", "the first group has the lowest byte"),
+        (
+            "padding keeps an exponent",
+            "*byte = exists ? exponent_of(s) : 0;",
+            "*byte = exponent_of(s);",
+            "padding is 0",
+        ),
+        (
+            "scales of one column",
+            "output_s[token * scale_stride + group * scale_column_stride] = s;",
+            "output_s[token * scale_stride + group] = s;",
+            "column-major scales",
+        ),
+    ],
+    "quantize/permute_cols.cu": [
+        ("no barrier", "        __syncthreads();\n", "", "race"),
+        ("hostile columns", "if (from[j] >= 0 && from[j] < row_size)", "if (from[j] < row_size)", "an index below 0"),
+        (
+            "columns behind the last",
+            "if (from[j] >= 0 && from[j] < row_size)",
+            "if (from[j] >= 0)",
+            "an index behind the last",
+        ),
+        ("the first row alone", "a[row * row_size + from[j]]", "a[from[j]]", "rows differ"),
     ],
 }
 

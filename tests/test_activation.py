@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops import activation
-from pyops._core import device
+from pyops._core import device, spread
 from pyops._core.example import ArgMaker
 from pyops.testing import Layout, assert_close, same_bits
 from pyops.testing.calls import assert_results, eager, expected, named, run
@@ -312,7 +312,7 @@ def test_rows_beyond_the_second_dimension_of_a_grid(
     op = pyops.ops[name]
     args = example(op, where, num_tokens=37, hidden_size=hidden_size)
     results = expected(op, args)
-    monkeypatch.setattr(activation, "_MOST_BLOCKS", 2)
+    monkeypatch.setattr(spread, "_MOST_BLOCKS", 2)
     op.forget()
     assert_results(op, results, run(op, args, dict.fromkeys(named(op, args), Layout(gap=8))))
     op.forget()

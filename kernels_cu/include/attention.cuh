@@ -9,8 +9,6 @@
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr int TILE_TOKENS = 16;  // splits begin at multiples of it
 
-DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
-
 // The tokens first <= i < length are attended; split s of count has those of origin + [s, s + 1) * size among them.
 struct Splits {
     int first, length, origin, size, count;

@@ -1,23 +1,7 @@
 // cache.cuh: what the cache kernels share: how an element is kept, and rows moved piece by piece.
 #pragma once
+#include "quant.cuh"
 #include "vec.cuh"
-
-// Quotients by one divisor, for fp8: correctly rounded wherever that can change a code, with the sign of a zero. A residual
-// corrects the product with the reciprocal (Markstein 1990); where that is not a number, the product is infinite or NaN.
-struct Quotient {
-    float divisor, reciprocal;
-    bool ordinary;  // neither the reciprocal nor a residual that counts leaves the normal numbers
-
-    explicit DEVICE Quotient(float divisor)
-        : divisor(divisor), reciprocal(ieee_divide(1.0f, divisor)), ordinary(fabsf(divisor) >= 0x1p-64f && fabsf(divisor) <= 0x1p64f) {}
-
-    DEVICE float operator()(float x) const {
-        if (!ordinary) return ieee_divide(x, divisor);
-        const float product = x * reciprocal;
-        const float quotient = fmaf(fmaf(-product, divisor, x), reciprocal, product);
-        return quotient == quotient ? copysignf(quotient, product) : product;
-    }
-};
 
 // What a cache of cache_t keeps of x: x itself, or the codes of x / scale.
 template <typename cache_t, typename scalar_t, int N>

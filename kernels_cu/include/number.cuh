@@ -60,6 +60,15 @@ template <> DEVICE int8_t from_float<int8_t>(float x) {
 #endif
 }
 
+// Ties to even, saturating; NaN becomes 0.
+DEVICE int32_t round_to_int(float x) {
+#if PYOPS_HIP
+    return x != x ? 0 : x >= 0x1p31f ? 2147483647 : x < -0x1p31f ? -2147483647 - 1 : int32_t(rintf(x));
+#else
+    return __float2int_rn(x);
+#endif
+}
+
 // x as a T would hold it.
 template <typename T> DEVICE float round_to(float x) { return to_float(from_float<T>(x)); }
 
@@ -96,7 +105,8 @@ DEVICE void subtract_pair(T* out, const T* a, const T* b) {
 // Raise two magnitudes to those of a pair; NaN is dropped.
 template <typename T>
 DEVICE void absmax_pair(T* most, const T* x) {
-    store_pair<T>(most, fmaxf(to_float(most[0]), fabsf(to_float(x[0]))), fmaxf(to_float(most[1]), fabsf(to_float(x[1]))));
+    store_pair<T>(most, ieee_max(to_float(most[0]), ieee_abs(to_float(x[0]))),
+                  ieee_max(to_float(most[1]), ieee_abs(to_float(x[1]))));
 }
 
 #if PYOPS_CUDA

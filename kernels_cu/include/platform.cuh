@@ -196,6 +196,31 @@ DEVICE float ieee_divide(float a, float b) {
 #endif
 }
 
+DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+// The larger, or the smaller, of two numbers; NaN is dropped.
+DEVICE float ieee_max(float a, float b) {
+#if PYOPS_CUDA
+    float result;
+    asm("max.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+#else
+    return fmaxf(a, b);
+#endif
+}
+
+DEVICE float ieee_min(float a, float b) {
+#if PYOPS_CUDA
+    float result;
+    asm("min.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+#else
+    return fminf(a, b);
+#endif
+}
+
+DEVICE float ieee_abs(float x) { return __uint_as_float(__float_as_uint(x) & 0x7fffffffu); }
+
 DEVICE bool ieee_less_equal(float a, float b) {
 #if PYOPS_CUDA
     uint32_t result;

@@ -21,11 +21,43 @@ template <> struct Codes<fp8_e4m3_t> {
 DEVICE float clamp(float x, float limit) { return fmaxf(-limit, fminf(x, limit)); }
 
 // x / divisor, correctly rounded, given the correctly rounded reciprocal: the residual of the first quotient corrects it
-// (Markstein 1990). For quotients that are neither subnormal nor too large.
+// (Markstein 1990). For quotients that are neither subnormal nor too large; a zero keeps its sign if the divisor is positive.
 DEVICE float divide(float x, float divisor, float reciprocal) {
     const float quotient = x * reciprocal;
-    return fmaf(fmaf(-quotient, divisor, x), reciprocal, quotient);
+    return fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient);
 }
+
+// Quotients by one divisor, for fp8: correctly rounded wherever that can change a code, with the sign of a zero. A residual
+// corrects the product with the reciprocal (Markstein 1990); where that is not a number, the product is infinite or NaN.
+struct Quotient {
+    float divisor, reciprocal;
+    bool ordinary;  // neither the reciprocal nor a residual that counts leaves the normal numbers
+
+    explicit DEVICE Quotient(float divisor)
+        : divisor(divisor), reciprocal(ieee_divide(1.0f, divisor)), ordinary(fabsf(divisor) >= 0x1p-64f && fabsf(divisor) <= 0x1p64f) {}
+
+    DEVICE float operator()(float x) const {
+        if (!ordinary) return ieee_divide(x, divisor);
+        const float product = x * reciprocal;
+        const float quotient = divide(x, divisor, reciprocal);
+        return quotient == quotient ? copysignf(quotient, product) : product;
+    }
+};
+
+// 1 / scale, correctly rounded, or 0 where that is not finite: under such a scale every code is that of 0. NaN stays NaN.
+DEVICE float reciprocal_or_zero(float scale) {
+    const float reciprocal = ieee_divide(1.0f, scale);
+    return ieee_abs(reciprocal) > FLOAT_MAX ? 0.0f : reciprocal;
+}
+
+// int8 codes of integers that are shifted by a zero point, which may be any: the sum saturates.
+struct ZeroPoint {
+    int32_t azp, low, high;  // between low and high lie the integers whose codes do not saturate
+
+    explicit DEVICE ZeroPoint(int32_t azp)
+        : azp(azp), low(max(int64_t(-128) - azp, int64_t(-2147483647 - 1))), high(min(int64_t(127) - azp, int64_t(2147483647))) {}
+    DEVICE int8_t operator()(float x) const { return int8_t(min(max(round_to_int(x), low), high) + azp); }
+};
 
 // The scale of a row or group whose largest magnitude is `absmax`.
 template <typename Q>
@@ -37,6 +69,9 @@ DEVICE float dynamic_scale(float absmax) {
 
 // The least power of two that is no smaller; x is normal, or infinite and stays so.
 DEVICE float power_of_two_above(float x) { return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u); }
+
+// The biased exponent of a positive number: a power of two in UE8M0.
+DEVICE uint8_t exponent_of(float x) { return uint8_t(__float_as_uint(x) >> 23); }
 
 // Codes of values under one scale. int8 multiplies by the reciprocal, fp8 divides, each as the specification says.
 // BOUNDED: values may exceed the magnitude that the scale was made for.

@@ -1,4 +1,4 @@
-// reduce.cuh: sums and maxima over the threads that share a row.
+// reduce.cuh: sums and extremes over the threads that share a row.
 //
 // A row belongs to ROW_THREADS consecutive threads: a power of two up to the warp size, or a whole block of several warps.
 // Every thread of the row gets the result, computed in the same order by all of them.
@@ -6,14 +6,18 @@
 #include "platform.cuh"
 
 struct Sum {
-    static constexpr float identity = 0.0f;
+    static DEVICE float identity() { return 0.0f; }
     template <typename T> static DEVICE T apply(T a, T b) { return a + b; }
 };
 
-// Maximum that drops NaN.
+// Maximum and minimum; they drop NaN.
 struct Max {
-    static constexpr float identity = 0.0f;  // used on magnitudes only
-    static DEVICE float apply(float a, float b) { return fmaxf(a, b); }
+    static DEVICE float identity() { return minus_infinity(); }
+    static DEVICE float apply(float a, float b) { return ieee_max(a, b); }
+};
+struct Min {
+    static DEVICE float identity() { return -minus_infinity(); }
+    static DEVICE float apply(float a, float b) { return ieee_min(a, b); }
 };
 
 // Reduce over aligned groups of WIDTH lanes of a warp.
@@ -37,7 +41,7 @@ DEVICE T row_reduce(T value, T* partial) {
         value = lane_reduce<Op, WARP_SIZE>(value);
         if (threadIdx.x % WARP_SIZE == 0) partial[threadIdx.x / WARP_SIZE] = value;
         __syncthreads();
-        value = Op::identity;
+        value = Op::identity();
 #pragma unroll
         for (int warp = 0; warp < NUM_WARPS; ++warp) value = Op::apply(value, partial[warp]);
         return value;

@@ -153,12 +153,12 @@ struct alignas(sizeof(T) * N) Vec {
     // The largest magnitude, NaN dropped; 0 if there is nothing else.
     DEVICE float absmax() const {
         if constexpr (N == 1) {
-            return fmaxf(0.0f, fabsf(to_float(data[0])));
+            return ieee_max(0.0f, ieee_abs(to_float(data[0])));
         } else {
             T pair[2] = {T(0.0f), T(0.0f)};
 #pragma unroll
             for (int i = 0; i < N; i += 2) absmax_pair<T>(pair, data + i);
-            return fmaxf(to_float(pair[0]), to_float(pair[1]));
+            return ieee_max(to_float(pair[0]), to_float(pair[1]));
         }
     }
 };

@@ -4,6 +4,7 @@ errors config dtypes                  what is raised, which switches exist, the 
 source lazy device driver             kernel text and its signature; torch and cupy on demand; device sizes; the driver
 tensor compiler host offline          what a plan sees of a tensor; text to function: on a GPU, on the CPU, for a GPU
 check kernel                          checks and choices of a plan; Kernel, Specialisation, Launch
+quant spread                          codes and scales in references; how a matrix is spread over threads
 launch binding                        packing and launching; the wrapper written for an op, torch.library
 op example                            @op and the registry; the arguments an op is shown with
 """

@@ -28,7 +28,7 @@ class Parameter:
     """
 
     name: str
-    kind: str  # "Tensor", "float", "int", "bool" or "str"
+    kind: str  # "Tensor", "float", "int", "bool", "str" or "tuple[int, int]"
     optional: bool
     role: str
     keyed: bool
@@ -310,6 +310,7 @@ def schema(op: Op) -> str:
         mark = f"(a{index}!)" if p.written else ""
         # A compiler may not take an integer that changes with every call for a constant.
         kind = "SymInt" if p.kind == "int" and not p.keyed else p.kind
+        kind = "(int, int)" if kind == "tuple[int, int]" else kind
         text = f"{kind}{mark}{'?' if p.optional else ''} {p.name}"
         if p.has_default:
             text += f'="{p.default}"' if isinstance(p.default, str) else f"={p.default}"

@@ -84,12 +84,21 @@ def contiguous(arg: Arg) -> None:
         step *= size
 
 
-def scalar(arg: Arg | None) -> None:
-    """`arg` holds one float32, of any rank."""
+def scalar(arg: Arg | None, dtype_: DType = dtypes.float32) -> None:
+    """`arg` holds one element of this type, of any rank."""
     if arg is not None:
         if arg.numel != 1:
             raise arg.error(f"expected one element, got shape {arg.shape}")
-        dtype(arg, dtypes.float32)
+        dtype(arg, dtype_)
+
+
+def per_row(arg: Arg | None, dtype_: DType, num_rows: int) -> None:
+    """`arg` holds one element of this type for each row, one after another."""
+    if arg is not None:
+        if arg.numel != num_rows:
+            raise arg.error(f"expected one element per row, {num_rows}, got shape {arg.shape}")
+        dtype(arg, dtype_)
+        contiguous(arg)
 
 
 def row_size(arg: Arg) -> int:

@@ -21,7 +21,7 @@ from .lazy import cupy, loaded, torch
 from .tensor import Arg
 
 F = TypeVar("F", bound=Callable[..., Any])
-_KINDS = ("Tensor", "float", "int", "bool", "str")
+_KINDS = ("Tensor", "float", "int", "bool", "str", "tuple[int, int]")
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, int), "str": (str,)}
 _MOST_PLANS = 8192
 _NO_LOCK = False  # in the place of a plan's lock: the reference runs instead
@@ -55,16 +55,16 @@ def op(
 ) -> Callable[[Callable[..., None]], Wrapper]:
     """Declare an op by its reference, a plain PyTorch function that writes its outputs in place.
 
-    Its parameters are annotated ``Tensor``, ``float``, ``int``, ``bool`` or ``str``, alone or with ``| None``, or
-    ``Tensor | float``: plan, kernels and reference then see a tensor of one float32, for which a caller may also give a
-    number, or a scalar in host memory. A module that declares an op again, as a notebook does whose cell is run twice,
-    replaces it.
+    Its parameters are annotated ``Tensor``, ``float``, ``int``, ``bool``, ``str`` or ``tuple[int, int]``, alone or with
+    ``| None``, or ``Tensor | float``: plan, kernels and reference then see a tensor of one float32, for which a caller
+    may also give a number, or a scalar in host memory. A module that declares an op again, as a notebook does whose
+    cell is run twice, replaces it.
 
     Args:
         out: tensors that are written and never read; inout: tensors that are read and written.
         in_place: {output: input} pairs that may be one and the same tensor.
-        keyed: floats that the plan may choose by, each value of which is another plan. Integers, bools and strings are
-            keyed anyway; other floats are passed at every call.
+        keyed: floats that the plan may choose by, each value of which is another plan. Integers, bools, strings and
+            pairs are keyed anyway; other floats are passed at every call.
         passed: integers that are passed at every call like floats, because they change with it.
         ulps: how far results may lie from the reference, in units of the last place of the output type; 0 means equal.
         cancelled: beside it, what is left of the largest result where terms of its size cancel; not with 0 ulps. Where
@@ -310,6 +310,9 @@ class Op:
                 return
             except (TypeError, ValueError, OverflowError):
                 pass
+        elif p.kind == "tuple[int, int]":
+            if isinstance(value, tuple) and [type(one) for one in value] == [int, int]:
+                return
         elif isinstance(value, _SCALARS[p.kind]) or (p.kind != "str" and hasattr(value, "__index__")):
             return
         raise OpError(self.name, p.name, f"expected {p.kind}, got {type(value).__name__}")

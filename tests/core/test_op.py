@@ -68,7 +68,11 @@ def _good(out: Tensor, factor: float) -> None: ...
     ("reference", "declaration", "message"),
     [
         (_unknown_kind, {"out": "out"}, "sizes is annotated 'list"),
-        (_not_annotated, {"out": "out"}, "factor is not annotated, expected one of Tensor, float, int, bool, str, or"),
+        (
+            _not_annotated,
+            {"out": "out"},
+            "factor is not annotated, expected one of Tensor, float, int, bool, str, tuple",
+        ),
         (_good, {"out": "output"}, r"\['output'\] are written but are no tensor parameters"),
         (_good, {"out": ("out", "factor")}, r"\['factor'\] are written but are no tensor parameters"),
         (_good, {"out": "out", "keyed": "out"}, r"\['out'\] are keyed but are no float parameters"),
@@ -83,18 +87,20 @@ def test_wrong_declarations(reference: Any, declaration: dict[str, Any], message
 def test_annotations_may_be_types_or_text() -> None:
     """As they come with and without ``from __future__ import annotations``."""
 
-    def reference(out, state, slope, steps, causal, kind) -> None: ...  # type: ignore[no-untyped-def]
+    def reference(out, state, slope, steps, causal, kind, pair) -> None: ...  # type: ignore[no-untyped-def]
 
-    written = ("Tensor", "Tensor | None", "float", "int | None", "bool", "str")
-    types = (torch.Tensor, torch.Tensor | None, float, int | None, bool, str)
-    long = ("torch.Tensor", "torch.Tensor | None", "float", "int | None", "bool", "str")
+    names = ("out", "state", "slope", "steps", "causal", "kind", "pair")
+    written = ("Tensor", "Tensor | None", "float", "int | None", "bool", "str", "tuple[int, int] | None")
+    types = (torch.Tensor, torch.Tensor | None, float, int | None, bool, str, tuple[int, int] | None)
+    long = ("torch.Tensor", "torch.Tensor | None", "float", "int | None", "bool", "str", "tuple[int, int] | None")
     parsed = []
     for kinds in (written, types, long):
-        reference.__annotations__ = dict(zip(("out", "state", "slope", "steps", "causal", "kind"), kinds))  # noqa: B905
+        reference.__annotations__ = dict(zip(names, kinds))  # noqa: B905
         parsed.append([(p.kind, p.optional) for p in pyops.op(out="out")(reference).op.parameters])
     assert parsed[0] == parsed[1] == parsed[2]
     assert parsed[0] == [
-        ("Tensor", False), ("Tensor", True), ("float", False), ("int", True), ("bool", False), ("str", False)
+        ("Tensor", False), ("Tensor", True), ("float", False), ("int", True), ("bool", False), ("str", False),
+        ("tuple[int, int]", True),
     ]  # fmt: skip
 
 

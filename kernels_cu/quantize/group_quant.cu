@@ -1,0 +1,76 @@
+// group_quant: codes of groups of neighbouring elements, each group under a scale found here.
+//
+//     s = max(max |x|, eps) / code_max; if POWER_OF_TWO: the least power of two that is no smaller, of max(s, 1e-10)
+//     output_q = code(min(max(x / s, code_min), code_max)), toward zero for int8, to nearest even for fp8
+//     output_s[token, group] = s, or PACKED: byte group % 4 of output_s_packed[token, group / 4] = the exponent of s
+//
+// NaN is left out of the maximum and becomes code_min. ROW_THREADS threads share a group, which is a row of row.cuh. PACKED:
+// threads of groups that only fill a word, or of tokens that are not there, write a byte of 0.
+//
+// Constants
+//     scalar_t        element type of input
+//     code_t          fp8_e4m3_t or int8_t
+//     GROUP_SIZE      elements under one scale
+//     GROUPS          groups of a token
+//     SCALES          scales of a token, those that fill a word included
+//     VEC_SIZE        elements in one memory access; divides GROUP_SIZE
+//     SHIFTED         false: groups begin at vectors
+//     NUM_THREADS     threads in the block
+//     ROW_THREADS     threads that share a group; divides NUM_THREADS
+//     POWER_OF_TWO    scales are powers of two
+//     PACKED          scales are bytes of output_s_packed
+//     KEEP_ROW        hold the group in registers; else read it again for every use
+//     MIN_BLOCKS      blocks a multiprocessor should hold: bounds the registers
+
+#include "quant.cuh"
+#include "reduce.cuh"
+#include "row.cuh"
+
+using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+group_quant(const scalar_t* input,      // [num_tokens, GROUPS * GROUP_SIZE]
+            code_t* output_q,           // [num_tokens, GROUPS * GROUP_SIZE]
+            float* output_s,            // [num_tokens, GROUPS]
+            int32_t* output_s_packed,   // [num_rows, SCALES / 4]
+            int64_t num_tokens, int64_t num_rows, int64_t input_stride, int64_t output_stride, int64_t scale_stride,
+            int64_t scale_column_stride, float eps, float code_min, float code_max) {
+    await_previous_kernel();
+    __shared__ float partial[NUM_THREADS / WARP_SIZE];
+    const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows * SCALES);
+    int64_t token = uint64_t(at.row) / SCALES;
+    int group = uint64_t(at.row) % SCALES;
+    const bool exists = !PACKED || (token < num_tokens && group < GROUPS);
+    uint8_t* byte = nullptr;
+    if constexpr (PACKED) {
+        byte = reinterpret_cast<uint8_t*>(output_s_packed + token * scale_stride + group / 4 * scale_column_stride) + group % 4;
+        token = min(token, num_tokens - 1);
+        group = min(group, GROUPS - 1);
+    }
+    const row_t x = row_t::load_once(input + token * input_stride + group * GROUP_SIZE, at.active && exists);
+    float s = 0.0f;
+    x.for_each([&](int i, int column) { s = ieee_max(s, x.get(i, column).absmax()); });
+    s = ieee_divide(fmaxf(row_reduce<Max, ROW_THREADS>(s, partial), eps), code_max);
+    if (POWER_OF_TWO) s = power_of_two_above(fmaxf(s, 1e-10f));
+    if (at.first_thread()) {
+        if constexpr (PACKED) {
+            *byte = exists ? exponent_of(s) : 0;
+        } else {
+            output_s[token * scale_stride + group * scale_column_stride] = s;
+        }
+    }
+    if (!at.active || !exists) return;
+
+    const Quotient over_scale(s);
+    output_q += token * output_stride + group * GROUP_SIZE;
+    x.for_each([&](int i, int column) {
+        float v[VEC_SIZE];
+        x.get(i, column).to_floats(v);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) {
+            v[j] = fminf(fmaxf(over_scale(v[j]), code_min), code_max);
+            if (is_same<code_t, int8_t>) v[j] = truncf(v[j]);
+        }
+        row_t::store(output_q, i, column, Vec<code_t, VEC_SIZE>::from_floats(v));
+    });
+}

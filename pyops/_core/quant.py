@@ -1,0 +1,36 @@
+"""8-bit codes in references: from float32 values and scales, exactly as the specification rounds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def fp8(x: Tensor, dtype: Any) -> Tensor:
+    """Saturating conversion of float32 to fp8; NaN becomes the largest code."""
+    largest = torch.finfo(dtype).max
+    return x.nan_to_num(nan=largest, posinf=largest, neginf=-largest).clamp(-largest, largest).to(dtype)
+
+
+def absmax(x: Tensor) -> Tensor:
+    """The largest magnitude of each row, NaN left out; the last dimension is kept."""
+    return x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
+
+
+def dynamic_codes(y: Tensor, absmax: Tensor, scale_ub: Tensor | None, dtype: Any) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of float32 values whose magnitudes reach `absmax`, as the specification rounds.
+
+    Divisors are tensors, because torch divides by a number on a GPU through its reciprocal.
+    """
+    if scale_ub is not None:
+        absmax = torch.fmin(absmax, scale_ub.reshape(()))
+    if dtype == torch.int8:
+        scale = torch.fmax(absmax / torch.full_like(absmax, 127.0), torch.full_like(absmax, 2.0**-23))
+        return (y * (1.0 / scale)).nan_to_num(nan=0.0).round().clamp(-128, 127).to(dtype), scale
+    largest = torch.full_like(absmax, torch.finfo(dtype).max)
+    scale = torch.fmax(absmax / largest, 1.0 / (largest * 512.0))
+    return fp8(y / scale, dtype), scale

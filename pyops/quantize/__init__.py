@@ -1,0 +1,22 @@
+"""8-bit quantisation: fp8 and int8 codes under given scales, and under scales found from tensors, rows and groups.
+
+A scale multiplies a code to give its value. All arithmetic is in float32, correctly rounded; conversions round to
+nearest even (the group int8 op: toward zero) and saturate. NaN is left out of extremes. An infinity makes the scale it
+enters infinite, and the finite values under it 0. `result` of an fp8 op may be float8_e4m3fn, or uint8 for its bits.
+"""
+
+from __future__ import annotations
+
+from . import columns, dynamic, groups, scaled, static
+from .columns import *
+from .dynamic import *
+from .groups import *
+from .scaled import *
+from .static import *
+
+__all__: list[str] = []
+__all__ += static.__all__
+__all__ += dynamic.__all__
+__all__ += groups.__all__
+__all__ += columns.__all__
+__all__ += scaled.__all__

@@ -1,0 +1,218 @@
+"""Codes under scales that are found here, one for a tensor or one for each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from .._core import check, quant, spread
+from .._core.dtypes import float32, int8, int32
+from .._core.kernel import Kernel, Launch, Scratch
+from .._core.lazy import torch
+from .._core.op import op
+from .._core.tensor import Arg
+from ._common import as_fp8, fp8_matrices, integers, matrices, one_row, saturated, shifted, static
+from .static import fp8_codes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["dynamic_per_token_scaled_fp8_quant", "dynamic_scaled_fp8_quant", "dynamic_scaled_int8_quant"]
+
+_absmax = Kernel("quantize/absmax.cu")
+_dynamic_token_quant = Kernel("quantize/dynamic_token_quant.cu")
+
+
+@op(out=("result", "scale"), ulps=0)
+def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
+    """fp8 codes under one scale for the whole tensor: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
+
+    The product is with the float32 reciprocal; NaN is left out of the maximum and becomes +448. Where the reciprocal is
+    not finite (zeros, or nothing above about 1e-36) codes are those of 0. An infinity makes the scale infinite: it
+    becomes +448, and what is finite 0.
+
+    Args:
+        result: [..., hidden_size], float8_e4m3fn or uint8, written; rows of one stride.
+        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        scale: one float32, written.
+    """
+    x = input.float()
+    absmax = quant.absmax(x.reshape(1, -1)).reshape(())
+    scale.copy_((absmax / torch.full_like(absmax, 448.0)).reshape(scale.shape))
+    as_fp8(result).copy_(fp8_codes(x, scale.reshape(())))
+
+
+@dynamic_scaled_fp8_quant.plan
+def _(result: Arg, input: Arg, scale: Arg) -> list[Launch]:
+    _, result = fp8_matrices(result, input)
+    check.scalar(scale)
+    if not input.numel:
+        return []
+    result, input = one_row(result, input)
+    row_size, num_threads, most_blocks = input.shape[-1], 512, 2 * input.device.multiprocessors
+    vec_size = check.vector_width(row_size, input)
+    # Four vectors to a thread keep enough bytes in flight; fewer elements go to more blocks.
+    batch = 4 if input.numel >= 4 * most_blocks * num_threads * vec_size else 1
+    row_chunks = -(-row_size // (batch * num_threads * vec_size))
+    num_chunks = check.num_rows(input) * row_chunks
+    blocks = min(num_chunks, most_blocks)
+    partial = Scratch(4 * blocks)
+    absmax = _absmax(scalar_t=input.dtype, VEC_SIZE=vec_size, BATCH=batch, NUM_THREADS=num_threads).launch(
+        grid=blocks,
+        block=num_threads,
+        partial=partial,
+        num_chunks=num_chunks,
+        row_chunks=row_chunks,
+        row_size=row_size,
+        input_stride=check.row_stride(input),
+    )
+    return [absmax, static(result, input, partial=(blocks, partial))]
+
+
+@dynamic_scaled_fp8_quant.traffic
+def _(result: Arg, input: Arg, scale: Arg) -> int:
+    """The input twice: no code is known before the last element has been seen."""
+    return 2 * input.nbytes + result.nbytes + scale.nbytes
+
+
+@dynamic_scaled_fp8_quant.example
+def _(
+    make: Any, *, num_tokens: int = 16, hidden_size: Literal[4096, 14336, 769] = 4096, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
+    result = make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn")
+    return result, make.randn(num_tokens, hidden_size, dtype=dtype), make.empty(1, dtype="float32")
+
+
+@op(out=("result", "scale"), ulps=0)
+def dynamic_per_token_scaled_fp8_quant(
+    result: Tensor, input: Tensor, scale: Tensor, scale_ub: Tensor | None = None
+) -> None:
+    """fp8 codes of tokens, each under a scale of its own: ``result = fp8(input / scale)``, a true division.
+
+    ``scale = max(min(max|input|, scale_ub) / 448, 1 / (448 * 512))``, the maximum over the row. NaN is left out of it
+    and becomes +448; values above the bound saturate; rows of zeros take the smallest scale.
+
+    Args:
+        result: [..., hidden_size], float8_e4m3fn or uint8, written; rows of one stride.
+        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        scale: one float32 per row, contiguous, written.
+        scale_ub: one float32 that bounds the magnitude, not the scale; NaN bounds nothing. Or None.
+    """
+    x = input.float()
+    codes, scales = quant.dynamic_codes(x, quant.absmax(x), scale_ub, torch.float8_e4m3fn)
+    as_fp8(result).copy_(codes)
+    scale.copy_(scales.reshape(scale.shape))
+
+
+@dynamic_per_token_scaled_fp8_quant.plan
+def _(result: Arg, input: Arg, scale: Arg, scale_ub: Arg | None) -> Launch:
+    _, result = fp8_matrices(result, input)
+    check.per_row(scale, float32, check.num_rows(input))
+    check.scalar(scale_ub)
+    bound = {} if scale_ub else {"scale_ub": 0}
+    return _by_token(result, input, {"azp": 0, **bound}, HAS_BOUND=scale_ub is not None, HAS_AZP=False)
+
+
+def _by_token(result: Arg, input: Arg, fixed: dict[str, int], **constants: bool) -> Launch:
+    """The launch of dynamic_token_quant.cu."""
+    hidden_size, num_rows = input.shape[-1], check.num_rows(input)
+    strides = check.row_stride(result), check.row_stride(input)
+    vectors = spread.vectors(hidden_size, strides, result, input)
+    grid, threads = spread.rows(input, num_rows, vectors, many=(4, 7), few=(2, 8), weights=0)
+    return _dynamic_token_quant(
+        scalar_t=input.dtype,
+        code_t=result.dtype,
+        HIDDEN_SIZE=hidden_size,
+        **spread.converting(threads, result),
+        **constants,
+    ).launch(
+        grid=grid if hidden_size else 0,
+        block=threads["NUM_THREADS"],
+        num_rows=num_rows,
+        result_stride=strides[0],
+        input_stride=strides[1],
+        **fixed,
+    )
+
+
+@dynamic_per_token_scaled_fp8_quant.example
+def _(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: int = 4096,
+    dtype: str = "bfloat16",
+    with_bound: bool = False,
+) -> tuple[Any, ...]:
+    return (
+        make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn"),
+        make.randn(num_tokens, hidden_size, dtype=dtype),
+        make.empty(num_tokens, 1, dtype="float32"),
+        make.full(1, value=2.0, dtype="float32") if with_bound else None,
+    )
+
+
+@op(out=("result", "scale", "azp"), ulps=0)
+def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
+    """int8 codes of tokens, each under a scale of its own and, with `azp`, a zero point of its own.
+
+    Symmetric: ``scale = max|input| / 127; result = int8(input * (127 / max|input|))``, 0 where that factor is not
+    finite (a row of zeros, or nothing above 2^-121). Asymmetric: ``scale = (max - min) / 255; azp = round(-128 - min /
+    scale); result = int8(round(input * (1 / scale)) + azp)``, so that ``input`` is about ``scale * (result - azp)``. A
+    range whose scale has no finite reciprocal, as that of a constant row, is extended to 0; if it is too small all the
+    same the scale is 1. Integers are int32 and saturate, and so do sums. NaN is left out of the extremes and counts
+    as 0 for its code; an infinite scale gives codes of 0.
+
+    Args:
+        result: [..., hidden_size] int8, contiguous, written.
+        input: the same shape, float32, float16 or bfloat16, contiguous.
+        scale: one float32 per row, contiguous, written.
+        azp: one int32 per row, contiguous, written: the code of 0, which may lie outside int8. Or None: symmetric.
+    """
+    x = input.float()
+    if azp is None:
+        absmax = quant.absmax(x)
+        largest = torch.full_like(absmax, 127.0)  # a tensor, because torch divides numbers through a reciprocal
+        factor = largest / absmax
+        result.copy_(saturated((x * torch.where(factor.isinf(), 0.0, factor)).round()))
+        scale.copy_((absmax / largest).reshape(scale.shape))
+        return
+    low = torch.where(x.isnan(), torch.inf, x).amin(-1, keepdim=True)
+    high = torch.where(x.isnan(), -torch.inf, x).amax(-1, keepdim=True)
+    low, high = (torch.where(low > high, 0.0, end) for end in (low, high))
+    steps = torch.full_like(low, 255.0)
+    exists = (1.0 / ((high - low) / steps)).isfinite()
+    low, high = torch.where(exists, low, low.clamp(max=0.0)), torch.where(exists, high, high.clamp(min=0.0))
+    scales = (high - low) / steps
+    scales = torch.where((1.0 / scales).isinf(), 1.0, scales)
+    zeros = integers(-128.0 - low / scales)
+    result.copy_(shifted(x * (1.0 / scales), zeros))
+    scale.copy_(scales.reshape(scale.shape))
+    azp.copy_(zeros.reshape(azp.shape))
+
+
+@dynamic_scaled_int8_quant.plan
+def _(result: Arg, input: Arg, scale: Arg, azp: Arg | None) -> Launch:
+    matrices(result, input, int8)
+    for arg in (result, input):
+        check.contiguous(arg)
+    check.per_row(scale, float32, check.num_rows(input))
+    check.per_row(azp, int32, check.num_rows(input))
+    no_azp = {} if azp else {"azp": 0}
+    return _by_token(result, input, {"scale_ub": 0, **no_azp}, HAS_BOUND=False, HAS_AZP=azp is not None)
+
+
+@dynamic_scaled_int8_quant.example
+def _(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: int = 4096,
+    dtype: str = "bfloat16",
+    with_azp: bool = False,
+) -> tuple[Any, ...]:
+    return (
+        make.empty(num_tokens, hidden_size, dtype="int8"),
+        make.randn(num_tokens, hidden_size, dtype=dtype, shift=0.5),
+        make.empty(num_tokens, 1, dtype="float32"),
+        make.empty(num_tokens, 1, dtype="int32") if with_azp else None,
+    )

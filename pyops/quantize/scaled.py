@@ -1,0 +1,169 @@
+"""Quantisation into new torch tensors, with the signatures that models call.
+
+torch is imported where it is used: torch.compile, for which these functions are, does not trace `_core/lazy.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .._core.errors import OpError
+from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant
+from .groups import per_token_group_fp8_quant, per_token_group_fp8_quant_packed
+from .static import static_scaled_fp8_quant, static_scaled_int8_quant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "per_token_group_quant_fp8",
+    "per_token_group_quant_fp8_packed_for_deepgemm",
+    "scaled_fp8_quant",
+    "scaled_int8_quant",
+]
+
+
+def scaled_fp8_quant(
+    input: Tensor,
+    scale: Tensor | None = None,
+    num_token_padding: int | None = None,
+    scale_ub: Tensor | None = None,
+    use_per_token_if_dynamic: bool = False,
+    output: Tensor | None = None,
+    group_shape: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(fp8 codes, scale) of a matrix: under the `scale` given, or under one for each token or for all, found here.
+
+    Args:
+        input: [num_tokens, hidden_size], float32, float16 or bfloat16.
+        scale: as `static_scaled_fp8_quant` takes it, and returned as it is; None to find scales.
+        num_token_padding: the codes, and scales of tokens, have at least so many rows; those behind the tokens hold
+            anything.
+        scale_ub: bounds the magnitude under scales of tokens, see `dynamic_per_token_scaled_fp8_quant`.
+        use_per_token_if_dynamic: scales found are those of tokens, [rows, 1]; else one, [1].
+        output: float8_e4m3fn for the codes; not with num_token_padding.
+        group_shape: see `static_scaled_fp8_quant`.
+    """
+    import torch
+
+    name = "scaled_fp8_quant"
+    if input.ndim != 2:
+        raise OpError(name, "input", f"expected 2 dimensions, got shape {tuple(input.shape)}")
+    num_tokens, hidden_size = input.shape
+    if output is None:
+        rows = max(num_token_padding or 0, num_tokens)
+        output = input.new_empty(rows, hidden_size, dtype=torch.float8_e4m3fn)
+    elif num_token_padding is not None:
+        raise OpError(name, "num_token_padding", "is given with output")
+    elif output.dtype != torch.float8_e4m3fn:
+        raise OpError(name, "output", f"expected dtype float8_e4m3fn, got {output.dtype}")
+    codes = output[:num_tokens]
+    if scale is not None:
+        static_scaled_fp8_quant(codes, input, scale, group_shape)
+    elif use_per_token_if_dynamic:
+        scale = input.new_empty(output.shape[0], 1, dtype=torch.float32)
+        dynamic_per_token_scaled_fp8_quant(codes, input, scale[:num_tokens], scale_ub)
+    else:
+        scale = input.new_empty(1, dtype=torch.float32)
+        dynamic_scaled_fp8_quant(codes, input, scale)
+    return output, scale
+
+
+def scaled_int8_quant(
+    input: Tensor, scale: Tensor | None = None, azp: Tensor | None = None, symmetric: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(int8 codes, scale, zero point or None): under those given, or under some for each token, found here.
+
+    Args:
+        input: [..., hidden_size], float32, float16 or bfloat16; contiguous if `scale` is given.
+        scale, azp: as `static_scaled_int8_quant` takes them, and returned as they are; None to find scales, [rows, 1].
+        symmetric: whether the zero point is 0. With `scale`, it says that there is no `azp`.
+    """
+    import torch
+
+    if scale is not None:
+        if symmetric != (azp is None):
+            raise OpError("scaled_int8_quant", "azp", f"expected {'None' if symmetric else 'one'} with {symmetric=}")
+        codes = torch.empty_like(input, dtype=torch.int8)
+        static_scaled_int8_quant(codes, input, scale, azp)
+        return codes, scale, azp
+    input = input.contiguous()
+    codes = torch.empty_like(input, dtype=torch.int8)
+    rows = input.shape[:-1].numel()
+    scale = input.new_empty(rows, 1, dtype=torch.float32)
+    azp = None if symmetric else input.new_empty(rows, 1, dtype=torch.int32)
+    dynamic_scaled_int8_quant(codes, input, scale, azp)
+    return codes, scale, azp
+
+
+def per_token_group_quant_fp8(
+    x: Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    dtype: Any = None,
+    column_major_scales: bool = False,
+    tma_aligned_scales: bool = False,
+    out_q: Tensor | None = None,
+    use_ue8m0: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(fp8 codes, scales) of groups of neighbouring elements, see `per_token_group_fp8_quant`.
+
+    Args:
+        x: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        group_size: a divisor of hidden_size.
+        eps: the least magnitude of a group.
+        dtype: torch.float8_e4m3fn or None.
+        column_major_scales: scales of one group lie together, in a tensor whose last two dimensions are transposed.
+        tma_aligned_scales: with column_major_scales, columns begin at multiples of 16 bytes. For a matrix only.
+        out_q: for the codes.
+        use_ue8m0: scales are powers of two; None is False.
+    """
+    import torch
+
+    name = "per_token_group_quant_fp8"
+    if dtype not in (None, torch.float8_e4m3fn):
+        raise OpError(name, "dtype", f"expected float8_e4m3fn, got {dtype}")
+    groups = x.shape[-1] // max(1, group_size)
+    rows = x.shape[:-1].numel()
+    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn) if out_q is None else out_q
+    if column_major_scales:
+        stride = -(-rows // 4) * 4 if tma_aligned_scales else rows
+        scales = x.new_empty(groups, stride, dtype=torch.float32).t()[:rows]
+    else:
+        scales = x.new_empty(rows, groups, dtype=torch.float32)
+    per_token_group_fp8_quant(x, codes, scales, group_size, eps, -448.0, 448.0, bool(use_ue8m0))
+    return codes, scales.unflatten(0, x.shape[:-1]) if x.ndim > 2 else scales
+
+
+def per_token_group_quant_fp8_packed_for_deepgemm(
+    x: Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    use_ue8m0: bool | None = None,
+    out_q: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(fp8 codes, packed exponents of scales) of a matrix, see `per_token_group_fp8_quant_packed`.
+
+    Args:
+        x: [num_tokens, hidden_size], float32, float16 or bfloat16; rows of one stride.
+        group_size: a divisor of hidden_size.
+        eps: the least magnitude of a group.
+        use_ue8m0: not False: scales are powers of two.
+        out_q: for the codes.
+
+    The exponents are [num_tokens, groups / 4 rounded up] int32 with strides (1, num_tokens rounded up to 4); what lies
+    between the columns is 0.
+    """
+    import torch
+
+    name = "per_token_group_quant_fp8_packed_for_deepgemm"
+    if x.ndim != 2:
+        raise OpError(name, "x", f"expected 2 dimensions, got shape {tuple(x.shape)}")
+    if use_ue8m0 is False:
+        raise OpError(name, "use_ue8m0", "expected scales that are powers of two, got False")
+    num_tokens, hidden_size = x.shape
+    words = -(-hidden_size // max(1, group_size) // 4)
+    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn) if out_q is None else out_q
+    packed = x.new_empty(words, -(-num_tokens // 4) * 4, dtype=torch.int32).t()
+    per_token_group_fp8_quant_packed(x, codes, packed, group_size, eps, -448.0, 448.0)
+    return codes, packed[:num_tokens]

@@ -1,0 +1,842 @@
+"""The quantising ops against float64: codes and scales are exact, whatever the contents, the strides and the scale."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pyops
+from pyops._core import config
+from pyops._core import device as devices
+from pyops._core.example import ArgMaker
+from pyops.testing import CONTENTS, Layout, filled, strategies
+from tests.calls import DEVICES
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+SMALLEST = numpy.float32(1 / (448 * 512))
+LIMITS = {FP8: (-448.0, 448.0), INT8: (-128.0, 127.0)}
+
+
+@pytest.fixture(autouse=True)
+def _quietly() -> Any:
+    """Divisions by zero and overflows are part of the truth."""
+    with numpy.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return (torch.randn(shape, generator=generator, device=device) * 8).to(dtype)
+
+
+def new(shape: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Memory to be written, of bytes that are no right answer."""
+    size = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
+    return torch.full((size,), 0x55, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+# The truth, in numpy: float64 arithmetic, rounded to float32 where the definition does.
+
+
+def exact(x: Any) -> Any:
+    return (x.detach().cpu().double().numpy() if isinstance(x, torch.Tensor) else numpy.asarray(x)).astype("float64")
+
+
+def f32(x: Any) -> Any:
+    """float64 values rounded to float32. (A quotient or product of two float32 is then rounded as if once.)"""
+    return numpy.asarray(x, "float64").astype("float32").astype("float64")
+
+
+# The value of every code of e4m3 without a sign.
+_VALUES = numpy.array(
+    [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)]
+)
+
+
+def fp8(x: Any, nan: int = 0x7E) -> Any:
+    """Codes of e4m3: nearest, ties to the even code, saturating."""
+    values = _VALUES[:127]
+    magnitude = numpy.minimum(numpy.nan_to_num(numpy.abs(x), nan=0.0, posinf=448.0), 448.0)
+    above = numpy.searchsorted(values, magnitude)
+    below = numpy.maximum(above - 1, 0)
+    to_below, to_above = magnitude - values[below], values[above] - magnitude
+    code = numpy.where(to_below < to_above, below, above)
+    code = numpy.where((to_below == to_above) & (below % 2 == 0), below, code)
+    return numpy.where(numpy.isnan(x), nan, code | (numpy.signbit(x) << 7)).astype("uint8")
+
+
+def int8(x: Any) -> Any:
+    """To nearest even, saturating; NaN is 0."""
+    return numpy.clip(numpy.rint(numpy.nan_to_num(x, nan=0.0)), -128, 127).astype("int8")
+
+
+def int32(x: Any) -> Any:
+    """To nearest even, saturating; NaN is 0. As int64."""
+    return numpy.clip(numpy.rint(numpy.nan_to_num(x, nan=0.0)), -(2.0**31), 2.0**31 - 1).astype("int64")
+
+
+def absmax(x: Any) -> Any:
+    return numpy.nan_to_num(numpy.abs(x), nan=0.0, posinf=numpy.inf).max(-1, keepdims=True)
+
+
+def static_fp8(x: Any, scale: Any) -> Any:
+    reciprocal = f32(1.0 / f32(scale))
+    return fp8(f32(x * numpy.where(numpy.isinf(reciprocal), 0.0, reciprocal)))
+
+
+def static_int8(x: Any, scale: Any, azp: int | None) -> Any:
+    if azp is None:
+        return int8(f32(x / f32(scale)))
+    return numpy.clip(int32(f32(x * f32(1.0 / f32(scale)))) + azp, -128, 127).astype("int8")
+
+
+def token_fp8(x: Any, bound: float | None) -> tuple[Any, Any]:
+    most = absmax(x) if bound is None else numpy.fmin(absmax(x), bound)
+    scale = numpy.maximum(f32(most / 448), SMALLEST)
+    return fp8(f32(x / scale)), scale
+
+
+def token_int8(x: Any) -> tuple[Any, Any]:
+    most = absmax(x)
+    factor = f32(127 / most)
+    return int8(f32(x * numpy.where(numpy.isinf(factor), 0.0, factor))), f32(most / 127)
+
+
+def token_azp(x: Any) -> tuple[Any, Any, Any]:
+    """Row by row."""
+    codes, scales, zeros = [], [], []
+    for row in x.reshape(-1, x.shape[-1]):
+        numbers = row[~numpy.isnan(row)]
+        low, high = (numbers.min(), numbers.max()) if len(numbers) else (0.0, 0.0)
+        scale = f32(f32(high - low) / 255)
+        if not numpy.isfinite(f32(1 / scale)):
+            low, high = min(low, 0.0), max(high, 0.0)
+            scale = f32(f32(high - low) / 255)
+        if numpy.isinf(f32(1 / scale)):
+            scale = numpy.float64(1.0)
+        zero = int32(f32(-128 - f32(low / scale)))
+        codes.append(numpy.clip(int32(f32(row * f32(1 / scale))) + zero, -128, 127).astype("int8"))
+        scales.append(scale)
+        zeros.append(zero)
+    return numpy.array(codes), numpy.array(scales)[:, None], numpy.array(zeros)[:, None]
+
+
+def grouped(
+    x: Any, size: int, dtype: torch.dtype, power_of_two: bool = False, eps: float = 1e-10, limits: Any = None
+) -> tuple[Any, Any]:
+    low, high = limits or LIMITS[dtype]
+    groups = x.reshape(-1, x.shape[-1] // size, size)
+    scale = f32(numpy.maximum(absmax(groups), f32(eps)) / high)
+    if power_of_two:
+        mantissa, exponent = numpy.frexp(numpy.maximum(scale, f32(1e-10)))  # 0.5 is a power of two, 0.75 is none
+        scale = numpy.where(numpy.isinf(scale), scale, numpy.ldexp(1.0, exponent - (mantissa == 0.5)))
+    quotient = f32(groups / scale)
+    y = numpy.where(numpy.isnan(quotient), low, numpy.clip(quotient, low, high)).reshape(x.shape)
+    return (fp8(y) if dtype is FP8 else numpy.trunc(y).astype("int8")), scale[..., 0]
+
+
+def same(actual: torch.Tensor, expected: Any) -> None:
+    """Codes by their bits; scales as numbers."""
+    found = actual.cpu()
+    if found.dtype is FP8:
+        found = found.view(torch.uint8)
+    wanted = numpy.asarray(expected).reshape(tuple(actual.shape))
+    wrong = numpy.argwhere(
+        ~numpy.equal(exact(found), wanted.astype("float64"))
+        & ~(numpy.isnan(exact(found)) & numpy.isnan(wanted.astype("float64")))
+    )
+    assert not len(wrong), (
+        f"{len(wrong)} of {found.numel()}, the first at {wrong[0]}: "
+        f"expected {wanted[tuple(wrong[0])]}, got {exact(found)[tuple(wrong[0])]}"
+    )
+
+
+# Under given scales
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("shape", "group"),
+    [
+        ((8, 512), (-1, -1)),
+        ((8, 512), (-1, 1)),
+        ((8, 512), (1, -1)),
+        ((8, 512), (-1, 128)),
+        ((8, 512), (1, 128)),
+        ((8, 512), (4, 128)),
+        ((8, 256), (1, 16)),
+        ((8, 512), (4, 256)),
+        ((8, 512), (2, 4)),
+        ((6, 33), (3, 11)),
+        ((6, 33), (2, -1)),
+        ((1, 64), (1, 1)),
+    ],
+)
+def test_static_fp8_groups(shape: tuple[int, int], group: tuple[int, int], device: str) -> None:
+    """A scale for each block, given in two dimensions and, where it can be, in one; of any strides."""
+    x = draw(*shape, device=device)
+    rows, columns = (full if size == -1 else size for size, full in zip(group, shape, strict=True))
+    scale = draw(shape[0] // rows, shape[1] // columns, dtype=torch.float32, device=device, seed=1) * 0.01
+    right = static_fp8(exact(x), exact(scale).repeat(rows, 0).repeat(columns, 1))
+    ways: list[tuple[torch.Tensor, Any]] = [(scale, None), (scale, group), (scale.t().contiguous().t(), group)]
+    if 1 in scale.shape:
+        ways += [(scale.reshape(-1), group), (torch.stack((scale, scale), -1)[..., 0].reshape(-1), group)]
+        ways += [(scale.reshape(-1).repeat_interleave(2)[::2], group)]
+    for given_scale, group_shape in ways:
+        result = new(shape, FP8, device)
+        pyops.static_scaled_fp8_quant(result, x, given_scale, group_shape)
+        same(result, right)
+    as_bytes = new(shape, torch.uint8, device)
+    pyops.static_scaled_fp8_quant(as_bytes, x, scale, group)
+    same(as_bytes, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_static_fp8_rows_apart(device: str) -> None:
+    """Rows of one stride, packed or not, of three dimensions, aligned or not, of sizes that vectors divide or not."""
+    for size in (64, 65):
+        for layout in (Layout(), Layout(gap=8), Layout(gap=3), Layout(offset=1)):
+            x = draw(2, 3, size, device=device)
+            scale = draw(6, 1, dtype=torch.float32, device=device, seed=1)
+            result = layout.place(new(x.shape, FP8, device))
+            pyops.static_scaled_fp8_quant(result, layout.place(x), scale, (1, -1))
+            same(result, static_fp8(exact(x).reshape(6, size), exact(scale)))
+
+
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30, 3e38, -3e38, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-40]
+BAD = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), -0.5, 1e-45, -1e-39, 2.9e-39, 3e-39, 1e-20, 1e30, 3e38]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", BAD)
+def test_bad_scales(scale: float, device: str) -> None:
+    """Zero, negative, infinite, NaN and subnormal ones, for all kinds of values; -0 keeps its sign."""
+    x = torch.tensor(SPECIAL, device=device)
+    s = torch.tensor([scale], device=device)
+    codes, eights = new(x.shape, FP8, device), new(x.shape, INT8, device)
+    pyops.static_scaled_fp8_quant(codes, x, s)
+    same(codes, static_fp8(exact(x), exact(s)))
+    if scale == 0.0:
+        assert codes.float()[:8].tolist() == [0.0] * 8
+    for azp in (None, 54):
+        zero = None if azp is None else torch.tensor(azp, dtype=torch.int32, device=device)
+        pyops.static_scaled_int8_quant(eights, x, s, zero)
+        same(eights, static_int8(exact(x), exact(s), azp))
+    if scale == 0.0:
+        pyops.static_scaled_int8_quant(eights, x.abs(), s.abs(), None)
+        assert eights[:3].tolist() == [0, 0, 127]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("azp", [None, -255, 54, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("scale", [0.1, 2.1])
+def test_static_int8(scale: float, azp: int | None, dtype: torch.dtype, device: str) -> None:
+    x = draw(7, 129, dtype=dtype, device=device) * 100
+    result = new(x.shape, INT8, device)
+    zero = None if azp is None else torch.tensor([azp], dtype=torch.int32, device=device)
+    pyops.static_scaled_int8_quant(result, x, torch.tensor(scale, device=device), zero)
+    same(result, static_int8(exact(x), exact(torch.tensor(scale)), azp))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_static_int8_saturates_at_every_step(device: str) -> None:
+    """Neighbours of the ends of int32, and zero points of the same sign: nothing wraps."""
+    ends = torch.tensor([2.0**31, -(2.0**31)], device=device)
+    x = torch.stack([ends.nextafter(ends * 0), ends, ends.nextafter(ends * 2), ends * 1e9]).flatten()
+    one, result = torch.ones((), device=device), new(x.shape, INT8, device)
+    for azp in (0, 100, -100, 2**31 - 1, -(2**31)):
+        pyops.static_scaled_int8_quant(result, x, one, torch.tensor(azp, dtype=torch.int32, device=device))
+        same(result, static_int8(exact(x), 1.0, azp))
+    assert static_int8(exact(x), 1.0, 100).tolist() == [127, -128] * 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ties(device: str) -> None:
+    """Halfway between two codes, and the float32 numbers beside it, for every code and many scales."""
+    ties8 = numpy.arange(-129.5, 129, 1.0)
+    ties = (_VALUES[:126] + _VALUES[1:127]) / 2
+    generator = numpy.random.default_rng(0)
+    few_bits = generator.integers(128, 256, 40) * 2.0**-7 + generator.integers(-3, 4, 40) * 2.0**-23
+    for scale in (*few_bits, *generator.uniform(0.5, 2, 40), 2 - 2.0**-23, 1 + 2.0**-23):
+        scale = float(f32(scale))
+        s = torch.tensor([scale], device=device)
+        near = f32(numpy.concatenate((ties8, ties, -ties)) * scale)
+        beside = [numpy.nextafter(near.astype("float32"), numpy.float32(to * numpy.inf)) for to in (-1, 1)]
+        x = torch.tensor(numpy.concatenate((near, *beside)), dtype=torch.float32, device=device)
+        codes, eights, scales = (
+            new(x.shape, FP8, device),
+            new(x.shape, INT8, device),
+            new((1, 1), torch.float32, device),
+        )
+        pyops.static_scaled_fp8_quant(codes, x, s)
+        same(codes, static_fp8(exact(x), scale))
+        pyops.static_scaled_int8_quant(eights, x, s, None)
+        same(eights, static_int8(exact(x), scale, None))
+        # The same values under a scale that is found: the largest of them is 448 times it.
+        row = torch.cat((x.clamp(-448 * scale, 448 * scale), torch.tensor([448 * scale], device=device)))[None]
+        codes = new(row.shape, FP8, device)
+        pyops.dynamic_per_token_scaled_fp8_quant(codes, row, scales, None)
+        right, right_scale = token_fp8(exact(row), None)
+        same(scales, right_scale)
+        same(codes, right)
+
+
+# One scale for a tensor
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 17), (7, 1024), (3, 5137), (2, 3, 64)])
+def test_dynamic_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    for seed, layout in enumerate((Layout(), Layout(gap=5), Layout(offset=1))):
+        x = draw(*shape, dtype=dtype, device=device, seed=seed)
+        result, scale = layout.place(new(shape, FP8, device)), new((1,), torch.float32, device)
+        pyops.dynamic_scaled_fp8_quant(result, layout.place(x), scale)
+        right = f32(absmax(exact(x).reshape(1, -1)).item() / 448)
+        same(scale, right)
+        same(result, static_fp8(exact(x), right))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [300, 600])
+def test_the_largest_of_a_tensor_may_be_anywhere(rows: int, device: str) -> None:
+    """With more chunks than blocks, and more than one vector in flight where there are enough elements."""
+    base = torch.zeros(rows, 1925, device=device)[:, : 1901 if rows == 300 else 255]
+    result, scale = new(base.shape, FP8, device), new((), torch.float32, device)
+    places = [(0, 0), (rows - 1, base.shape[1] - 1), (rows // 2, 77), (rows - 3, 254)]
+    for row, column in places[: 2 if rows == 300 else None]:
+        x = base.clone().fill_(0.5)
+        x[row, column] = -896.0
+        placed = base.copy_(x)
+        pyops.dynamic_scaled_fp8_quant(result, placed, scale)
+        assert scale.item() == 2.0
+        same(result, static_fp8(exact(x), 2.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("values", "scale", "codes"),
+    [
+        ([0.0, -0.0, 0.0], 0.0, [0.0, 0.0, 0.0]),
+        ([1e-37, -1e-37, 0.0], None, [0.0, 0.0, 0.0]),
+        ([2e-36, -1e-36, 0.0], None, [448.0, -224.0, 0.0]),
+        ([float("nan"), 448.0, -1.0], 1.0, [448.0, 448.0, -1.0]),
+        ([float("inf"), float("-inf"), -1.0], float("inf"), [448.0, 448.0, 0.0]),
+        ([float("nan"), float("nan"), float("nan")], 0.0, [448.0, 448.0, 448.0]),
+    ],
+)
+def test_dynamic_tensor_of_special_values(
+    values: list[float], scale: float | None, codes: list[float], device: str
+) -> None:
+    x, found = torch.tensor([values], device=device), new((1,), torch.float32, device)
+    result = new(x.shape, FP8, device)
+    pyops.dynamic_scaled_fp8_quant(result, x, found)
+    assert result.float()[0].tolist() == codes
+    same(found, f32(absmax(exact(x)).item() / 448) if scale is None else scale)
+
+
+# A scale for each token
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("tokens", "hidden_size", "dtype"),
+    [
+        (1, 1, torch.bfloat16),
+        (7, 17, torch.bfloat16),
+        (7, 17, torch.float32),
+        (7, 1024, torch.float16),
+        (7, 1025, torch.bfloat16),
+        (7, 1026, torch.float32),
+        (1, 5137, torch.bfloat16),
+    ],
+)
+def test_dynamic_tokens(tokens: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
+    """fp8 with and without a bound, int8 with and without a zero point."""
+    x = draw(tokens, hidden_size, dtype=dtype, device=device) + 3
+    codes, eights = new(x.shape, FP8, device), new(x.shape, INT8, device)
+    scale, azp = new((tokens, 1), torch.float32, device), new((tokens, 1), torch.int32, device)
+    for bound in (None, 5.0, -1.0, float("nan"), float("inf")):
+        limit = None if bound is None else torch.tensor([bound], device=device)
+        pyops.dynamic_per_token_scaled_fp8_quant(codes, x, scale, limit)
+        right, right_scale = token_fp8(exact(x), bound)
+        same(scale, right_scale)
+        same(codes, right)
+    pyops.dynamic_scaled_int8_quant(eights, x, scale, None)
+    right, right_scale = token_int8(exact(x))
+    same(scale, right_scale)
+    same(eights, right)
+    for values in (x, x.abs() + 1):  # of both signs, and nothing near 0
+        pyops.dynamic_scaled_int8_quant(eights, values, scale, azp)
+        right, right_scale, right_azp = token_azp(exact(values))
+        same(scale, right_scale)
+        same(azp, right_azp)
+        same(eights, right)
+        off = (scale.double() * (eights.double() - azp) - values.double()).abs()
+        assert (off <= scale.double() * 1.01).all()
+
+
+ROWS = [
+    SPECIAL,
+    [0.0] * 13,
+    [-0.0] * 13,
+    [float("nan")] * 13,
+    [float("inf")] * 13,
+    [float("-inf")] * 13,
+    [*SPECIAL[:4], float("nan")] + [5.0] * 8,
+    [*SPECIAL[:4], float("inf")] + [5.0] * 8,
+    [*SPECIAL[:4], float("-inf")] + [5.0] * 8,
+    [3e38, -3e38] + [1.0] * 11,
+    [1e-36, -1e-37, 1e-38] + [0.0] * 10,
+    [1e-37, -1e-37] + [-0.0] * 11,
+    [1e-39, -1e-40] + [0.0] * 11,
+    [7.0] * 13,
+    [-7.0] * 13,
+    [1e-38] * 13,
+    [1.0, 1.0000001] + [1.0] * 11,
+    [1e30, 1.0000001e30] + [1e30] * 11,
+    [float("nan"), 2.0] + [2.0] * 11,
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_special_values(dtype: torch.dtype, device: str) -> None:
+    x = torch.tensor(ROWS, device=device).to(dtype)
+    codes, eights = new(x.shape, FP8, device), new(x.shape, INT8, device)
+    scale, azp = new((len(ROWS),), torch.float32, device), new((len(ROWS),), torch.int32, device)
+    pyops.dynamic_per_token_scaled_fp8_quant(codes, x, scale)
+    right, right_scale = token_fp8(exact(x), None)
+    same(scale, right_scale)
+    same(codes, right)
+    pyops.dynamic_scaled_int8_quant(eights, x, scale, None)
+    right, right_scale = token_int8(exact(x))
+    same(scale, right_scale)
+    same(eights, right)
+    pyops.dynamic_scaled_int8_quant(eights, x, scale, azp)
+    right, right_scale, right_azp = token_azp(exact(x))
+    same(scale, right_scale)
+    same(azp, right_azp)
+    same(eights, right)
+    for row in (1, 13, 14):  # constant: the value comes back
+        back = scale.double()[row] * (eights[row].double() - azp.double()[row])
+        torch.testing.assert_close(back, x[row].double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    x=strategies.tensors((6, 129), "float32") | strategies.tensors((6, 200), "bfloat16"),
+    layout=strategies.layouts(),
+    kind=st.sampled_from(CONTENTS),
+    bound=st.none() | st.floats(0, 100, width=32),
+)
+def test_dynamic_codes_of_any_contents(
+    x: torch.Tensor, layout: Layout, kind: str, bound: float | None, device: str
+) -> None:
+    x = filled(x, kind).to(device)
+    codes, scale = layout.place(new(x.shape, FP8, device)), new((6,), torch.float32, device)
+    limit = None if bound is None else torch.tensor(bound, device=device)
+    pyops.dynamic_per_token_scaled_fp8_quant(codes, layout.place(x), scale, limit)
+    right, right_scale = token_fp8(exact(x), bound)
+    same(scale, right_scale)
+    same(codes, right)
+    eights, azp = new(x.shape, INT8, device), new((6,), torch.int32, device)
+    pyops.dynamic_scaled_int8_quant(eights, x.contiguous(), scale, azp)
+    right, right_scale, right_azp = token_azp(exact(x))
+    same(scale, right_scale)
+    same(azp, right_azp)
+    same(eights, right)
+    one = new((), torch.float32, device)
+    pyops.dynamic_scaled_fp8_quant(codes, layout.place(x), one)
+    right_scale = f32(absmax(exact(x).reshape(1, -1)).item() / 448)
+    same(one, right_scale)
+    same(codes, static_fp8(exact(x), right_scale))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    x=strategies.tensors((5, 96), "float32"),
+    kind=st.sampled_from(CONTENTS),
+    scale=st.floats(width=32),
+    azp=st.none() | st.integers(-(2**31), 2**31 - 1),
+)
+def test_static_codes_under_any_scale(x: torch.Tensor, kind: str, scale: float, azp: int | None, device: str) -> None:
+    x = filled(x, kind).to(device).contiguous()
+    s = torch.tensor([scale], device=device)
+    codes, eights = new(x.shape, FP8, device), new(x.shape, INT8, device)
+    pyops.static_scaled_fp8_quant(codes, x, s)
+    same(codes, static_fp8(exact(x), scale))
+    zero = None if azp is None else torch.tensor([azp], dtype=torch.int32, device=device)
+    pyops.static_scaled_int8_quant(eights, x, s, zero)
+    same(eights, static_int8(exact(x), scale, azp))
+
+
+# A scale for each group
+
+
+def _scales(rows: int, columns: int, kind: str, device: str) -> torch.Tensor:
+    if kind == "row":
+        return new((rows, columns), torch.float32, device)
+    stride = -(-rows // 4) * 4 if kind == "tma" else rows
+    return new((columns, stride), torch.float32, device).t()[:rows]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("shape", "group_size", "scales"),
+    [
+        ((31, 128), 64, "row"),
+        ((31, 128), 128, "tma"),
+        ((63, 256), 64, "column"),
+        ((16, 512), 128, "row"),
+        ((16, 512), 32, "tma"),
+        ((7, 513), 27, "row"),
+        ((5, 99), 33, "column"),
+        ((3, 36), 1, "row"),
+        ((2, 2000), 1000, "row"),
+        ((2, 14336), 14336, "row"),
+        ((3, 5), 5, "column"),
+    ],
+)
+def test_groups(shape: tuple[int, int], group_size: int, scales: str, device: str) -> None:
+    """Any group size, in any order of the scales; what lies between columns is left."""
+    x = draw(*shape, device=device)
+    for power_of_two in (False, True):
+        codes, s = new(shape, FP8, device), _scales(shape[0], shape[1] // group_size, scales, device)
+        pyops.per_token_group_fp8_quant(x, codes, s, group_size, 1e-10, -448.0, 448.0, power_of_two)
+        right, right_scale = grouped(exact(x), group_size, FP8, power_of_two)
+        same(s, right_scale)
+        same(codes, right)
+    eights = new(shape, INT8, device)
+    pyops.per_token_group_quant_int8(x, eights, s, group_size, 1e-10, -128.0, 127.0)
+    right, right_scale = grouped(exact(x), group_size, INT8)
+    same(s, right_scale)
+    same(eights, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    x=strategies.tensors((5, 192), "float32"),
+    layout=strategies.layouts(),
+    kind=st.sampled_from(CONTENTS),
+    group_size=st.sampled_from([3, 64, 192]),
+    eps=st.sampled_from([1e-10, 1e-4, 3.0, 1e20]),
+    power_of_two=st.booleans(),
+)
+def test_groups_of_any_contents(
+    x: torch.Tensor, layout: Layout, kind: str, group_size: int, eps: float, power_of_two: bool, device: str
+) -> None:
+    x = filled(x, kind).to(device)
+    placed = layout.place(x)
+    for dtype, limits in ((FP8, (-448.0, 448.0)), (FP8, (-240.0, 240.0)), (INT8, (-128.0, 127.0)), (INT8, (0.0, 7.0))):
+        codes = layout.place(new(x.shape, dtype, device))
+        s = new((5, 192 // group_size), torch.float32, device)
+        if dtype is FP8:
+            pyops.per_token_group_fp8_quant(placed, codes, s, group_size, eps, *limits, power_of_two)
+        else:
+            pyops.per_token_group_quant_int8(placed, codes, s, group_size, eps, *limits)
+        right, right_scale = grouped(exact(x), group_size, dtype, power_of_two and dtype is FP8, eps, limits)
+        same(s, right_scale)
+        same(codes, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_powers_of_two(device: str) -> None:
+    """A magnitude of 448 times a power of two has it for a scale, and one that is a little larger the next."""
+    powers = 2.0 ** torch.arange(-30, 31, device=device)
+    x = torch.stack((powers * 448, (powers * 448).nextafter(powers * 1000), powers * 447), -1)
+    codes, s = new(x.shape, FP8, device), new(x.shape, torch.float32, device)
+    pyops.per_token_group_fp8_quant(x, codes, s, 1, 1e-10, -448.0, 448.0, True)
+    assert torch.equal(s, torch.stack((powers, powers * 2, powers), -1))
+    zeros = torch.zeros(1, 4, device=device)
+    pyops.per_token_group_fp8_quant(
+        zeros, codes[:1, :1].expand(1, 1).new_empty(1, 4), s[:1, :1], 4, 1e-12, -448.0, 448.0, True
+    )
+    assert s[0, 0].item() == 2.0**-33  # the next after 1e-10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (5, 3), (8, 4), (6, 9)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_packed(padded: bool, rows: int, groups: int, device: str) -> None:
+    """Four exponents to a word, the first in its lowest byte; nothing but zeros where there are no groups or tokens."""
+    x = draw(rows, groups * 64, device=device) * torch.arange(1, rows + 1, device=device)[:, None].bfloat16()
+    stride, words = -(-rows // 4) * 4, -(-groups // 4)
+    packed = new((words, stride), torch.int32, device).t()
+    before = packed.clone()
+    codes = new(x.shape, FP8, device)
+    given_rows = stride if padded else rows
+    pyops.per_token_group_fp8_quant_packed(x, codes, packed[:given_rows], 64, 1e-10, -448.0, 448.0)
+    right, scale = grouped(exact(x), 64, FP8, power_of_two=True)
+    same(codes, right)
+    exponents = numpy.zeros((given_rows, words * 4), "int64")
+    exponents[:rows, :groups] = numpy.log2(scale) + 127
+    right_words = sum(exponents[:, byte::4] << 8 * byte for byte in range(4))
+    assert packed[:given_rows].cpu().numpy().astype("uint32").tolist() == right_words.tolist()
+    assert torch.equal(packed[given_rows:], before[given_rows:])
+
+
+# Columns
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 512), (5, 1000), (300, 64), (271, 33), (2, 3, 8), (2, 120000)])
+def test_permute_cols(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """A random order, one with repetitions, and bits of no number. (The last shape has no room in shared memory.)"""
+    a = torch.randint(-(2**15), 2**15, (*shape, dtype.itemsize // 2), dtype=torch.int16, device=device).view(dtype)[
+        ..., 0
+    ]
+    a = a.contiguous()
+    generator = torch.Generator().manual_seed(0)
+    for perm in (
+        torch.randperm(shape[-1], generator=generator),
+        torch.randint(0, shape[-1], shape[-1:], generator=generator),
+    ):
+        words = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        result = pyops.permute_cols(a, perm.int().to(device))
+        assert torch.equal(result.view(words), a.view(words)[..., perm.to(device)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [3, 300])
+def test_columns_that_do_not_exist_are_zero(rows: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = draw(rows, 24, device=device) + 100
+    perm = torch.arange(24, dtype=torch.int32, device=device)
+    perm[[0, 5, 8, 23]] = torch.tensor([-1, 24, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)
+    result = pyops.permute_cols(a, perm)
+    wanted = a.clone()
+    wanted[:, [0, 5, 8, 23]] = 0.0
+    assert torch.equal(result, wanted)
+    monkeypatch.setenv("PYOPS_CHECK", "1")
+    pyops.ops["permute_cols_out"].forget()
+    try:
+        with pytest.raises(
+            pyops.OpError, match=r"^permute_cols_out: perm: 4 of 24 indices are out of range, the first"
+        ):
+            pyops.permute_cols(a, perm)
+    finally:
+        pyops.ops["permute_cols_out"].forget()
+
+
+# Into new tensors
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scaled_fp8_quant(device: str) -> None:
+    x = draw(5, 96, device=device)
+    codes, scale = pyops.scaled_fp8_quant(x)
+    right_scale = f32(absmax(exact(x).reshape(1, -1)).item() / 448)
+    assert (codes.dtype, scale.shape, scale.dtype) == (FP8, (1,), torch.float32)
+    same(scale, right_scale)
+    same(codes, static_fp8(exact(x), right_scale))
+    bound = torch.tensor(4.0, device=device)
+    codes, scale = pyops.scaled_fp8_quant(x, num_token_padding=17, scale_ub=bound, use_per_token_if_dynamic=True)
+    assert (codes.shape, scale.shape) == ((17, 96), (17, 1))
+    right, rights = token_fp8(exact(x), 4.0)
+    same(codes[:5], right)
+    same(scale[:5], rights)
+    given_scale = torch.full((5, 1), 0.1, device=device)
+    output = new((5, 96), FP8, device)
+    codes, scale = pyops.scaled_fp8_quant(x, given_scale, output=output, group_shape=(1, 96))
+    assert codes is output
+    assert scale is given_scale
+    same(codes, static_fp8(exact(x), exact(given_scale)))
+    assert pyops.scaled_fp8_quant(x, num_token_padding=2)[0].shape == (5, 96)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scaled_int8_quant(device: str) -> None:
+    x = draw(96, 5, device=device).t() + 2
+    codes, scale, azp = pyops.scaled_int8_quant(x)
+    right, right_scale = token_int8(exact(x))
+    assert azp is None
+    same(codes, right)
+    same(scale, right_scale)
+    codes, scale, azp = pyops.scaled_int8_quant(x, symmetric=False)
+    right, right_scale, right_azp = token_azp(exact(x))
+    same(codes, right)
+    same(scale, right_scale)
+    same(azp, right_azp)
+    assert (scale.shape, azp.shape, azp.dtype) == ((5, 1), (5, 1), torch.int32)
+    s, zero = torch.tensor(0.1, device=device), torch.tensor(3, dtype=torch.int32, device=device)
+    x = x.contiguous()
+    same(pyops.scaled_int8_quant(x, s)[0], static_int8(exact(x), exact(s), None))
+    codes, scale, azp = pyops.scaled_int8_quant(x, s, zero, symmetric=False)
+    assert scale is s
+    assert azp is zero
+    same(codes, static_int8(exact(x), exact(s), 3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_group_quant_into_new_tensors(device: str) -> None:
+    x = draw(5, 256, device=device)
+    right, right_scale = grouped(exact(x), 64, FP8)
+    for options, strides in (
+        ({}, (4, 1)),
+        ({"column_major_scales": True}, (1, 5)),
+        ({"column_major_scales": True, "tma_aligned_scales": True}, (1, 8)),
+    ):
+        codes, scale = pyops.per_token_group_quant_fp8(x, 64, **options)
+        assert scale.stride() == strides
+        same(codes, right)
+        same(scale, right_scale)
+    output = new(x.shape, FP8, device)
+    codes, scale = pyops.per_token_group_quant_fp8(x, 64, dtype=FP8, out_q=output, use_ue8m0=True)
+    assert codes is output
+    right, right_scale = grouped(exact(x), 64, FP8, power_of_two=True)
+    same(codes, right)
+    same(scale, right_scale)
+    codes, scale = pyops.per_token_group_quant_fp8(x.view(5, 2, 128), 64)
+    assert scale.shape == (5, 2, 2)
+    packed_codes, packed = pyops.per_token_group_quant_fp8_packed_for_deepgemm(x, 64)
+    assert (packed.shape, packed.stride(), packed.dtype) == ((5, 1), (1, 8), torch.int32)
+    same(packed_codes, right)
+    whole = packed.as_strided((8, 1), (1, 8)).cpu().numpy().view("uint8").reshape(8, 4)
+    assert (whole[:5] == numpy.log2(right_scale) + 127).all()
+    assert not whole[5:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_without_graph_break(device: str) -> None:
+    """What makes new tensors, and an op with a pair of integers."""
+
+    def call(x: torch.Tensor, scale: torch.Tensor) -> list[Any]:
+        return [
+            *pyops.scaled_fp8_quant(x),
+            *pyops.scaled_fp8_quant(x, use_per_token_if_dynamic=True),
+            pyops.scaled_fp8_quant(x, scale, group_shape=(1, -1))[0],
+            *pyops.scaled_int8_quant(x, symmetric=False),
+            *pyops.per_token_group_quant_fp8(x, 32, column_major_scales=True),
+            *pyops.per_token_group_quant_fp8_packed_for_deepgemm(x, 32),
+        ]
+
+    x, scale = draw(4, 64, device=device), torch.full((4,), 0.1, device=device)
+    eager = call(x, scale)
+    torch._dynamo.reset()
+    for one, other in zip(eager, torch.compile(call, fullgraph=True, backend="aot_eager")(x, scale), strict=True):
+        same(other, exact(one.view(torch.uint8) if one.dtype is FP8 else one))
+
+
+# What is refused
+
+
+def _refusal(function: Any, *args: Any, **more: Any) -> str:
+    with pytest.raises(pyops.OpError) as caught:
+        function(*args, **more)
+    return str(caught.value).partition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "group_shape", "message"),
+    [
+        ((4,), None, "scale: expected group_shape with a scale of shape (4,)"),
+        ((4,), (-1, 1), "scale: expected groups of rows or of columns, (1, 64), to be as many, got (4,)"),
+        ((8,), (2, 16), "scale: expected groups of rows or of columns, (2, 4), to be as many, got (8,)"),
+        ((4,), (3, -1), "group_shape: expected -1 or divisors of 4 rows and 64 columns, got (3, -1)"),
+        ((4,), (0, -1), "group_shape: expected -1 or divisors of 4 rows and 64 columns, got (0, -1)"),
+        ((2, 3), None, "scale: expected divisors of 4 rows and 64 columns, got (2, 3)"),
+        ((2, 4), (2, 8), "group_shape: expected (2, 16) for a scale of shape (2, 4), got (2, 8)"),
+        ((1, 2, 2), None, "scale: expected at most 2 dimensions, got shape (1, 2, 2)"),
+    ],
+)
+def test_static_fp8_refuses(shape: tuple[int, ...], group_shape: Any, message: str) -> None:
+    x = torch.ones(4, 64)
+    assert _refusal(pyops.static_scaled_fp8_quant, x.to(FP8), x, torch.ones(shape), group_shape) == message
+
+
+def test_group_shape_is_a_pair() -> None:
+    x = torch.ones(4, 64)
+    for wrong in ([1, -1], (1, 2, 3), (1.0, 2), 5):
+        message = _refusal(pyops.static_scaled_fp8_quant, x.to(FP8), x, torch.ones(1), wrong)
+        assert message == f"group_shape: expected tuple[int, int], got {type(wrong).__name__}"
+    result = x.to(FP8)
+    torch.ops.pyops.static_scaled_fp8_quant(result, x, torch.ones(4), (1, -1))
+    same(result, fp8(exact(x)))
+
+
+def test_other_refusals() -> None:
+    x = torch.ones(4, 64)
+    fp8_codes, int8_codes, scale = x.to(FP8), x.to(INT8), torch.ones(4)
+    azp = torch.ones(1, dtype=torch.int32)
+    groups = torch.ones(4, 2)
+    apart = torch.ones(4, 65)[:, :64]
+    assert "contiguous" in _refusal(pyops.static_scaled_int8_quant, int8_codes, apart, scale[:1], None)
+    assert "contiguous" in _refusal(pyops.dynamic_scaled_int8_quant, int8_codes, apart, scale, None)
+    assert "contiguous" in _refusal(pyops.permute_cols, apart, torch.arange(64).int())
+    assert _refusal(pyops.static_scaled_int8_quant, int8_codes, x, scale, None).startswith(
+        "scale: expected one element"
+    )
+    assert _refusal(pyops.static_scaled_int8_quant, int8_codes, x, scale[:1], scale[:1]).startswith(
+        "azp: expected dtype"
+    )
+    assert _refusal(pyops.static_scaled_int8_quant, fp8_codes, x, scale[:1], azp).startswith(
+        "result: expected dtype int8"
+    )
+    assert _refusal(pyops.dynamic_scaled_int8_quant, int8_codes, x, scale[:3], None).startswith(
+        "scale: expected one el"
+    )
+    assert _refusal(pyops.dynamic_scaled_int8_quant, int8_codes, x, scale, azp).startswith(
+        "azp: expected one element per"
+    )
+    assert _refusal(pyops.dynamic_scaled_fp8_quant, fp8_codes, x, scale).startswith("scale: expected one element")
+
+    def group(size: int = 32, eps: float = 1e-10, low: float = -448.0, high: float = 448.0, s: Any = groups) -> str:
+        return _refusal(pyops.per_token_group_fp8_quant, x, fp8_codes, s, size, eps, low, high, False)
+
+    assert group(size=33) == "group_size: expected a divisor of hidden_size=64, got 33"
+    assert group(size=0) == "group_size: expected a divisor of hidden_size=64, got 0"
+    for eps in (0.0, -1.0, float("nan"), float("inf"), 1e-40):
+        assert group(eps=eps).startswith("eps: expected a positive number")
+    assert group(low=1.0) == "fp8_min: expected -448.0 to 0, got 1.0"
+    assert group(high=500.0) == "fp8_max: expected 1 to 448.0, got 500.0"
+    assert group(high=float("nan")).startswith("fp8_max: ")
+    assert group(s=torch.ones(2, 4)) == "output_s: expected shape (num_tokens=4, groups=2), got (2, 4)"
+    message = _refusal(pyops.per_token_group_quant_int8, x, int8_codes, groups, 32, 1e-10, -129.0, 127.0)
+    assert message == "int8_min: expected -128.0 to 0, got -129.0"
+    with pytest.raises(pyops.OpError, match="output_s_packed: expected shape"):
+        pyops.per_token_group_fp8_quant_packed(
+            x, fp8_codes, torch.ones(5, 1, dtype=torch.int32), 32, 1e-10, -448.0, 448.0
+        )
+    assert _refusal(pyops.scaled_fp8_quant, x[0]).startswith("input: expected 2 dimensions")
+    assert _refusal(pyops.scaled_fp8_quant, x, num_token_padding=8, output=fp8_codes) == (
+        "num_token_padding: is given with output"
+    )
+    assert _refusal(pyops.scaled_fp8_quant, x, output=int8_codes).startswith("output: expected dtype")
+    assert _refusal(pyops.scaled_int8_quant, x, scale[:1], azp).startswith("azp: expected None with symmetric=True")
+    assert _refusal(pyops.scaled_int8_quant, x, scale[:1], symmetric=False).startswith("azp: expected one with")
+    assert _refusal(pyops.per_token_group_quant_fp8, x, 32, dtype=INT8).startswith("dtype: expected")
+    assert _refusal(pyops.per_token_group_quant_fp8_packed_for_deepgemm, x, 32, use_ue8m0=False).startswith("use_ue8m0")
+    assert _refusal(pyops.permute_cols, x, torch.arange(64)).startswith("perm: expected dtype int32")
+    assert _refusal(pyops.permute_cols, x, torch.arange(63).int()).startswith("perm: expected shape")
+
+
+def test_empty() -> None:
+    for device in ("reference", "kernels"):
+        with config.cpu(device):
+            for shape in ((0, 64), (3, 0)):
+                x = torch.ones(shape)
+                for codes, scale in (pyops.scaled_fp8_quant(x), pyops.scaled_fp8_quant(x, torch.ones(1))):
+                    assert codes.shape == shape
+                    assert scale.shape == (1,)
+                assert pyops.scaled_int8_quant(x)[0].shape == shape
+                assert pyops.permute_cols(x, torch.arange(shape[1]).int()).shape == shape
+
+
+def test_how_many_blocks_look_for_the_largest() -> None:
+    """No more than two for each multiprocessor, whose results every block of the second kernel reads."""
+    op = pyops.ops["dynamic_scaled_fp8_quant"]
+    assert op.example is not None
+    for num_tokens, blocks, batch in ((1, 1, 1), (16, 16, 1), (256, 256, 1), (4096, 264, 4)):
+        first, second = op.launches(*op.example(ArgMaker(devices.model()), num_tokens=num_tokens))
+        assert (first.grid[0], first.specialisation.constants["BATCH"]) == (blocks, batch)
+        assert second.fixed["num_partial"] == blocks
