@@ -29,7 +29,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100")
 SITUATIONS = ((16, True), (4096, True))
 UNALIGNED = {"sm_90": ((4096, False),)}
 # Of each op and architecture, unless hypothesis runs as many examples as it does at night.
-MOST = 32
+MOST = 16
 
 
 def _has_nvrtc() -> str | None:
