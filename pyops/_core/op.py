@@ -108,6 +108,7 @@ class Op:
         self._tensor_names = tuple(p.name for p in self.tensors)
         self._tensor_positions = [i for i, p in enumerate(self.parameters) if p.kind == "Tensor"]
         self._first_position = [p.name for p in self.parameters].index(binding.first_required(self))
+        self._convertible = [(i, p) for i, p in enumerate(self.parameters) if p.number or p.keyed]
         self.plans: dict[Any, tuple[Any, ...]] = {}
         self.specialisations: dict[tuple[Any, ...], Specialisation] = {}
         self._plan: Callable[..., Any] | None = None
@@ -361,9 +362,10 @@ class Op:
         """`args` as plans take them, None if they are: tensors for numbers and for scalars in host memory that a kernel
         reads by address, and numbers for tensors in the place of keyed ones."""
         like = args[self._first_position]
-        made = list(args)
-        for i, (p, value) in enumerate(zip(self.parameters, args, strict=True)):
-            kind = tensor.dialect(value) if p.number or p.keyed else None
+        made: dict[int, Any] = {}
+        for i, p in self._convertible:
+            value = args[i]
+            kind = tensor.dialect(value)
             if p.number:
                 is_number = isinstance(value, Real) and not isinstance(value, bool)
                 if is_number or (kind and tensor.on_host(value) and value.size and not tensor.on_host(like)):
@@ -374,7 +376,7 @@ class Op:
                     made[i] = float(value) if p.kind == "float" else operator.index(value)
                 except (TypeError, ValueError) as error:
                     raise OpError(self.name, p.name, f"expected {p.kind}: {error}") from None
-        return made if any(new is not old for new, old in zip(made, args, strict=True)) else None
+        return [made.get(i, arg) for i, arg in enumerate(args)] if made else None
 
     def _call_converted(self, *args: Any) -> None:
         self.call(*(self._converted(args) or args))
