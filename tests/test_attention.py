@@ -264,7 +264,7 @@ def test_hostile_tables(dtype: torch.dtype, packed: bool) -> None:
     """Block numbers and lengths that lead nowhere contribute nothing, at the edge of memory, under every schedule."""
     call = paged_call([20, 40, 33], dtype=dtype, packed=packed)
     call.pop("plain")
-    call["block_tables"] = torch.tensor([[0, -1, 2], [10**9, 1, -(2**31)], [12, 11, 2**31 - 1]], dtype=torch.int32)
+    call["block_tables"] = torch.tensor([[0, -1, 2], [10**9, 1, -(2**31)], [11, 12, 2**31 - 1]], dtype=torch.int32)
     call["seq_lens"] = torch.tensor([20, 2**31 - 1, -5], dtype=torch.int32)
     for name in ("key_cache", "value_cache"):
         call[name] = call[name].nan_to_num(nan=0.5)
