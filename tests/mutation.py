@@ -141,7 +141,7 @@ def _chosen(config: pytest.Config) -> list[Mutant]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests that run the kernels on the CPU, one of each op at a time, so that one soon fails."""
+    """Leave the tests that run the kernels on the CPU, of ops and of their family in turn, so that one soon fails."""
     chosen = _chosen(config)
     concerned = {name for name, op in pyops.ops.items() if any(_concerns(mutant, op) for mutant in chosen)}
     turns = defaultdict(list)
@@ -154,7 +154,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         on_host = "Host" in named or (item.path.name != "test_every_op.py" and not named & {"cpu", "cuda"})
         if on_host and (not ops or ops & concerned):
             turns[min(ops, default="")].append(item)
-    items[:] = [item for turn in zip_longest(*turns.values()) for item in turn if item is not None]
+    family = turns.pop("", [])  # tests that name no op: every other one
+    items[:] = _in_turn(family, _in_turn(*turns.values()))
+
+
+def _in_turn(*groups: Sequence[Any]) -> list[Any]:
+    """One of each group, then the next of each."""
+    return [one for turn in zip_longest(*groups) for one in turn if one is not None]
 
 
 def pytest_exception_interact(call: pytest.CallInfo[Any]) -> None:
