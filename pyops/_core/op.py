@@ -376,7 +376,8 @@ class Op:
                     made[i] = float(value) if p.kind == "float" else operator.index(value)
                 except (TypeError, ValueError) as error:
                     raise OpError(self.name, p.name, f"expected {p.kind}: {error}") from None
-        return [made.get(i, arg) for i, arg in enumerate(args)] if made else None
+        changed = any(new is not args[i] for i, new in made.items())
+        return [made.get(i, arg) for i, arg in enumerate(args)] if changed else None
 
     def _call_converted(self, *args: Any) -> None:
         self.call(*(self._converted(args) or args))
