@@ -1250,6 +1250,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "include/attention.cuh": [
         (
+            "no barrier",
+            "        }\n        __syncthreads();\n    }\n}",
+            "        }\n    }\n}",
+            "the warps' sums are complete",
+        ),
+        (
             "a token behind the table",
             "int(min(max(given, int64_t(0)), most_tokens))",
             "int(min(max(given, int64_t(0)), most_tokens + 1))",
@@ -1375,12 +1381,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "fmaf(o[i], shrink, weight * to_float(values[at]))",
             "o[i] + weight * to_float(values[at])",
             "a later token is larger",
-        ),
-        (
-            "no barrier",
-            "        __syncthreads();\n    }\n    if (warp == 0) {",
-            "    }\n    if (warp == 0) {",
-            "the warps' sums are complete",
         ),
         (
             "elements behind the head",

@@ -113,34 +113,14 @@ attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_
         }
     }
 
-    // The warps' results meet in shared memory, one warp after another.
     __shared__ float warp_most[NUM_WARPS];
     __shared__ float warp_sum[NUM_WARPS];
     __shared__ float total[HEAD_SIZE];
-    if (lane == 0) {
-        warp_most[warp] = most;
-        warp_sum[warp] = sum;
-    }
-    __syncthreads();
-    float largest = minus_infinity(), z = 0.0f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_most[w]);
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) z += warp_sum[w] * relative_exp2(warp_most[w], largest);
-    const float share = relative_exp2(most, largest);
-    for (int turn = 0; turn < WARPS; ++turn) {
-        if (warp == turn) {
-#pragma unroll
-            for (int i = 0; i < DIMS; ++i) {
-                if (exists(i)) total[dim_of(i)] = turn == 0 ? o[i] * share : total[dim_of(i)] + o[i] * share;
-            }
-        }
-        __syncthreads();
-    }
+    join_warps<WARPS>(o, most, sum, warp_most, warp_sum, total, [&](int i) { return exists(i) ? dim_of(i) : -1; });
     if (warp == 0) {
         const int64_t at = (seq * NUM_HEADS + head) * most_splits + split;
         write_result<HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
-            total, largest, z, IS_FP8 ? *v_scale : 1.0f, direct, sinks + head, out + row * out_stride + int64_t(head) * HEAD_SIZE,
+            total, most, sum, IS_FP8 ? *v_scale : 1.0f, direct, sinks + head, out + row * out_stride + int64_t(head) * HEAD_SIZE,
             lse + head * num_rows + row, tmp_out + at * HEAD_SIZE, max_logits + at, exp_sums + at);
     }
 }

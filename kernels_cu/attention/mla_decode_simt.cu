@@ -73,31 +73,13 @@ mla_decode_simt(out_t* out,                    // [num_seqs, num_heads, LATENT_S
         for (int i = 0; i < DIMS; ++i) o[i] = fmaf(o[i], shrink, weight * entry[i]);
     }
 
-    // The warps' results meet in shared memory, one warp after another.
     __shared__ float warp_most[NUM_WARPS];
     __shared__ float warp_sum[NUM_WARPS];
     __shared__ float total[LATENT_SIZE];
-    if (lane == 0) {
-        warp_most[warp] = most;
-        warp_sum[warp] = sum;
-    }
-    __syncthreads();
-    float largest = minus_infinity(), z = 0.0f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_most[w]);
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) z += warp_sum[w] * relative_exp2(warp_most[w], largest);
-    const float share = relative_exp2(most, largest);
-    for (int turn = 0; turn < WARPS; ++turn) {
-        if (warp == turn) {
-#pragma unroll
-            for (int i = 0; i < DIMS; ++i) total[element_of(i)] = turn == 0 ? o[i] * share : total[element_of(i)] + o[i] * share;
-        }
-        __syncthreads();
-    }
+    join_warps<WARPS>(o, most, sum, warp_most, warp_sum, total, [&](int i) { return element_of(i); });
     if (warp == 0) {
         const int64_t row = seq * num_heads + head, at = row * most_splits + split;
-        write_result<LATENT_SIZE, 0, false, HAS_LSE>(total, largest, z, 1.0f, direct, nullptr,
+        write_result<LATENT_SIZE, 0, false, HAS_LSE>(total, most, sum, 1.0f, direct, nullptr,
                                                      out + seq * out_stride + head * LATENT_SIZE, lse + row,
                                                      tmp_out + at * LATENT_SIZE, max_logits + at, exp_sums + at);
     }

@@ -64,6 +64,36 @@ DEVICE int64_t row_of(const int* start, int64_t num_rows) {
     return start[1] - row == 1 && row >= 0 && row < num_rows ? row : -1;
 }
 
+// The results of WARPS warps, one element `o[i]` of a head a lane and round, meet in `total`, one warp after another: of each
+// the `largest` logit and the sum of weights, of all the largest and z. f(i) is the place of o[i], negative if there is none.
+// `warp_most` and `warp_sum` are shared memory for it; every thread calls.
+template <int WARPS, int ROUNDS, typename F>
+DEVICE void join_warps(const float (&o)[ROUNDS], float& largest, float& z, float* warp_most, float* warp_sum, float* total, F f) {
+    const int warp = threadIdx.x / WARP_SIZE;
+    if (threadIdx.x % WARP_SIZE == 0) {
+        warp_most[warp] = largest;
+        warp_sum[warp] = z;
+    }
+    __syncthreads();
+    const float most = largest;
+    largest = minus_infinity();
+    z = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_most[w]);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) z += warp_sum[w] * relative_exp2(warp_most[w], largest);
+    const float share = relative_exp2(most, largest);
+    for (int turn = 0; turn < WARPS; ++turn) {
+        if (warp == turn) {
+#pragma unroll
+            for (int i = 0; i < ROUNDS; ++i) {
+                if (f(i) >= 0) total[f(i)] = turn == 0 ? o[i] * share : total[f(i)] + o[i] * share;
+            }
+        }
+        __syncthreads();
+    }
+}
+
 // What a warp leaves of a head: `total`, the sum of the values by their weights relative to the `largest` logit (in units
 // of log 2), and the sum z of the weights. A `direct` result is final; a sink is one more logit without a value.
 template <int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename T, typename P>
