@@ -189,7 +189,13 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "rows of odd size have vectors of one element",
             "rms_norm",
         ),
-        ("sum of one element", "a[0] + b[0]", "a[0] - b[0]", "rows of odd size have vectors of one element", "sparse"),
+        (
+            "sum of one element",
+            "ieee_add(a[0], b[0])",
+            "ieee_add(a[0], -b[0])",
+            "rows of odd size have vectors of one element",
+            "sparse",
+        ),
         (
             "largest of one element",
             "ieee_max(0.0f, ieee_abs(to_float(data[0])))",

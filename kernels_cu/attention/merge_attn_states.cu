@@ -61,7 +61,7 @@ merge_attn_states(scalar_t* output,               // [num_tokens, NUM_HEADS, HEA
         prefix.to_floats(x);
         suffix.to_floats(y);
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) x[j] = x[j] * prefix_share + y[j] * suffix_share;
+        for (int j = 0; j < VEC_SIZE; ++j) x[j] = fmaf(x[j], prefix_share, y[j] * suffix_share);  // one way, whatever the layout
         vec_t merged = vec_t::from_floats(x);
         if (only_prefix) merged = prefix;
         if (only_suffix) merged = suffix;

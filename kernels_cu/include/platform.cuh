@@ -154,6 +154,16 @@ DEVICE float estimate_reciprocal(float x) {
 
 // IEEE arithmetic. CuPy compiles with -ftz=true, under which the plain operators take subnormal floats for zero, and lets
 // the compiler fuse a product with a sum; these do neither, for results that must equal those of eager tensor arithmetic.
+DEVICE float ieee_add(float a, float b) {
+#if PYOPS_CUDA
+    float result;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+#else
+    return __fadd_rn(a, b);
+#endif
+}
+
 DEVICE float ieee_multiply(float a, float b) {
 #if PYOPS_CUDA
     float result;

@@ -178,6 +178,7 @@ def render(op: Op) -> tuple[str, str]:
     # An address of 0: an empty tensor, or one whose storage was taken away.
     required = " and ".join(f"p{i}" for i, p in tensors if not p.optional)
     collide = [f"if {overlaps}: collision(_key, {', '.join(pointers)})"] if overlaps else []
+    same = f"{required} and ({alignment}) == align"
     words = ", ".join([*pointers, *(name for name, _ in op.passed)])
     scalars = f"({', '.join(keyed)},)" if keyed else "()"
 
@@ -230,7 +231,16 @@ def render(op: Op) -> tuple[str, str]:
             else f"    p{i} = {p.name}.data_ptr()"
             for i, p in tensors
         ),
-        f"    if {required} and ({alignment}) == align{f' and {scalars} == scalars' if keyed else ''}:",
+        *(
+            # An array in the place of a number may have no truth.
+            (
+                f"    try: again = {same} and {scalars} == scalars",
+                "    except Exception: again = False",
+                "    if again:",
+            )
+            if keyed
+            else (f"    if {same}:",)
+        ),
         *(f"        {line}" for line in collide),
         *(f"        {line}" for line in run("torch_stream")),
         "        return",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
+from math import prod
 from numbers import Real
 from struct import error as StructError
 from typing import Any, Protocol, TypeVar
@@ -368,7 +369,9 @@ class Op:
             kind = tensor.dialect(value)
             if p.number:
                 is_number = isinstance(value, Real) and not isinstance(value, bool)
-                if is_number or (kind and tensor.on_host(value) and value.size and not tensor.on_host(like)):
+                if is_number or (
+                    kind and tensor.on_host(value) and not tensor.on_host(like) and prod(value.shape) == 1
+                ):
                     made[i] = tensor.held_number(value, like)
             elif kind:
                 self._check_scalar(p, value)
