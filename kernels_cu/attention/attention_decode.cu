@@ -10,9 +10,11 @@
 // elements are neighbours in memory. A step's keys and values are requested while the step before is computed.
 //
 // Weights are split into two parts of the product's type, so that they are good to 16 bits and more. Keys and values of 8
-// bits become float16, which holds them all; queries then are scaled by a power of two that puts each into its range.
+// bits become float16, which holds them all, and weights are rounded to it; queries then are scaled by a power of two that
+// puts each into its range.
 //
-// A token whose block number is out of range contributes nothing. What lies in a slot beyond the sequence is not read.
+// A token whose block number is out of range contributes nothing, nor does what lies in a slot beyond the sequence. Offsets
+// within a block of the cache have 32 bits.
 //
 // Constants
 //     scalar_t       T: type of the queries and of out: half_t or bf16_t
@@ -26,15 +28,16 @@
 //     HEADS          query heads of a block: 8 or 16
 //     TILES          tiles of 16 tokens in a warp's step
 //     NUM_WARPS      warps of the block
-//     MIN_BLOCKS     blocks a multiprocessor should hold: bounds the registers
+//     MIN_BLOCKS     blocks of 4 warps that a multiprocessor should hold: bounds the registers
 //     PARTITION      tokens of a split, or 0 for even splits
+//     BALANCED       even splits are as many as the lengths of all sequences suggest, else most_splits
 //     DIRECT         a sequence of one split goes straight to out
 //     HAS_ALIBI, HAS_SOFTCAP, HAS_SINKS, HAS_LSE, HAS_STARTS    which of the options are there
 
 #include "attention.cuh"
 #include "mma.cuh"
 
-constexpr int NUM_THREADS = NUM_WARPS * 32;
+static_assert(NUM_WARPS <= 4);
 constexpr bool IS_FP8 = sizeof(cache_t) == 1;
 template <bool FP8> struct product_type { using type = scalar_t; };
 template <> struct product_type<true> { using type = half_t; };
@@ -52,25 +55,33 @@ constexpr int ROWS = PACKED ? ceil_div(HEAD_SIZE, 16) : VALUE_CHUNKS * CHUNK / 2
 constexpr int QUERY_SIZE = KEY_CHUNKS * 4 * CHUNK;
 constexpr int QUERY_STRIDE = QUERY_SIZE + (IS_FP8 ? 4 : QUERY_SIZE % 64 == 0 ? 32 : 0);  // lanes on different banks
 static_assert(HEAD_SIZE % CHUNK == 0 && (!PACKED || BLOCK_SIZE % RUN == 0));
-constexpr bool ONE_BLOCK = BLOCK_SIZE % STEP == 0;          // a step's tokens lie in one block of the cache
 
-// The row of S^T that token i of a tile is, turned round: the token of row r.
+// Tokens of a step that surely lie in one block of the cache: lanes hold the number of each such unit, or, where tokens have
+// their own, lane i holds that of token i.
+constexpr int UNIT = BLOCK_SIZE % STEP == 0 ? STEP : BLOCK_SIZE % 16 == 0 ? 16 : BLOCK_SIZE % 8 == 0 ? 8 : 1;
+constexpr int UNITS = UNIT == 1 ? 1 : STEP / UNIT;
+struct Numbers {
+    int of[UNITS];
+};
+
+// The token of a step that is row r of a tile of S^T.
 DEVICE int token_of(int tile, int r) {
     return PACKED ? r % 8 / 2 * RUN + 4 * tile + r / 8 * 2 + r % 2 : tile * TILE_TOKENS + r;
 }
 
+using run_t = word_of<RUN * int(sizeof(cache_t))>::type;
 struct Keys {
     uint4 rows[TILES][2][KEY_CHUNKS];
 };
 struct Values {
     // PACKED: RUN neighbouring tokens of dimensions g and g + 8 of each tile. Else chunks of tokens 2t, 2t + 1, 2t + 8, 2t + 9.
-    word_of<RUN * int(sizeof(cache_t))>::type runs[PACKED ? ROWS : 1][2];
+    run_t runs[PACKED ? ROWS : 1][2];
     uint4 rows[PACKED ? 1 : TILES][4][VALUE_CHUNKS];
 };
 
 DEVICE uint32_t word_at(const uint4& words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+extern "C" __global__ void LAUNCH_BOUNDS(128, MIN_BLOCKS)
 attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
                  partial_t* tmp_out,     // [num_seqs, NUM_KV_HEADS * GROUP, most_splits, HEAD_SIZE]
                  float* max_logits,         // [num_seqs, NUM_KV_HEADS * GROUP, most_splits]
@@ -85,82 +96,99 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
                  const float* alibi_slopes,      // [NUM_KV_HEADS * GROUP]
                  const float* sinks,             // [NUM_KV_HEADS * GROUP]
                  const float* k_scale, const float* v_scale,  // [1]
-                 int64_t num_rows, int64_t num_blocks, int64_t most_tokens, int64_t most_splits, int64_t sliding_window,
+                 int64_t num_seqs, int64_t num_rows, int64_t num_blocks, int64_t most_tokens, int64_t most_splits, int64_t sliding_window,
                  int64_t least_split, int64_t out_stride, int64_t query_stride, int64_t table_stride,
                  int64_t table_step, int64_t length_step, int64_t key_block_stride, int64_t key_token_stride,
                  int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride,
-                 int64_t value_head_stride, float scale, float logits_soft_cap) {
+                 int64_t value_head_stride, float slots, float scale, float logits_soft_cap) {
     await_previous_kernel();
     const int kv_head = blockIdx.x % (NUM_KV_HEADS * HEAD_BLOCKS) / HEAD_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
     const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
     const int64_t seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS);
     const int split = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const Splits splits(seq_lens[seq * length_step], most_tokens, sliding_window, PARTITION, int(most_splits), int(least_split));
+    const int parts = BALANCED ? balanced_splits(seq_lens, length_step, num_seqs, seq, most_tokens, sliding_window, slots, most_splits)
+                               : int(most_splits);
+    const Splits splits(seq_lens[seq * length_step], most_tokens, sliding_window, PARTITION, parts, int(least_split));
     const int64_t row = HAS_STARTS ? row_of(query_start_loc + seq, num_rows) : seq;
     if (row < 0) return;
     const bool direct = DIRECT && splits.count <= 1;
     if (!splits.exists(split) && !(direct && split == 0)) return;
 
-    const int end = splits.end(split);
+    // (Without blocks there is nothing to load.)
+    const int begin = splits.begin(split), end = num_blocks > 0 ? splits.end(split) : begin;
     const cache_t* const keys_from = key_cache + kv_head * key_head_stride;
     const cache_t* const values_from = value_cache + kv_head * value_head_stride;
 
-    // The number of the block that a token of the step beginning at `start` lies in, -1 if there is none: of token `lane`.
-    const auto number_at = [&](int start) {
-        const int token = ONE_BLOCK ? start : start + lane % STEP;
-        if (token >= end) return -1;
-        const int64_t number = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
-        return number >= 0 && number < num_blocks ? int(number) : -1;
+    // The numbers of the blocks of the step that begins at `start`, -1 if there is none.
+    const auto numbers_at = [&](int start) {
+        Numbers numbers;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            const int token = UNIT == 1 ? start + lane % STEP : start + u * UNIT;
+            numbers.of[u] = -1;
+            if (token < end) {
+                const int64_t number = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
+                if (number >= 0 && number < num_blocks) numbers.of[u] = int(number);
+            }
+        }
+        return numbers;
     };
-    const auto number_of = [&](int numbers, int i) { return ONE_BLOCK ? numbers : shfl<32>(numbers, i); };
-    const auto is_attended = [&](int start, int i) { return start + i < end && start + i >= splits.first; };
+    const auto number_of = [&](const Numbers& numbers, int i) {
+        if constexpr (UNIT == 1) return shfl<32>(numbers.of[0], i);
+        int number = numbers.of[0];
+#pragma unroll
+        for (int u = 1; u < UNITS; ++u) number ^= (numbers.of[0] ^ numbers.of[u]) & -int(i / UNIT == u);  // a choice in registers
+        return number;
+    };
+    // Whether token i of a step counts, and whether they all do.
+    const auto is_attended = [&](const Numbers& numbers, int start, int i) {
+        const bool in_block = number_of(numbers, i) >= 0;
+        return in_block && start + i < end && start + i >= splits.first;
+    };
+    const auto is_whole = [&](const Numbers& numbers, int start) {
+        bool missing = start < splits.first || start + STEP > end;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) missing |= numbers.of[u] < 0;
+        return UNIT == 1 ? !any_lane(missing) : !missing;
+    };
+    // Where token i of a step lies. Of a token that does not count, somewhere in the cache: what is read there is dropped.
+    const auto place_of = [&](const cache_t* from, int64_t block_stride, int token_stride, const Numbers& numbers, int start, int i) {
+        const uint32_t slot = UNIT == STEP ? uint32_t(start) % BLOCK_SIZE + i : uint32_t(start + i) % BLOCK_SIZE;
+        return from + int64_t(max(number_of(numbers, i), 0)) * block_stride + int(slot) * token_stride;
+    };
 
-    const auto load_keys = [&](Keys& keys, int start, int numbers) {
+    const auto load_keys = [&](Keys& keys, int start, const Numbers& numbers) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int i = token_of(tile, g + half * 8);
-                const int number = number_of(numbers, i);
-                const bool there = number >= 0 && is_attended(start, i);
-                const cache_t* from = keys_from + int64_t(number) * key_block_stride +
-                                      (start + i) % BLOCK_SIZE * (PACKED ? int64_t(CHUNK) : key_token_stride);
+                const cache_t* from =
+                    place_of(keys_from, key_block_stride, PACKED ? CHUNK : int(key_token_stride), numbers, start, i);
 #pragma unroll
                 for (int c = 0; c < KEY_CHUNKS; ++c) {
                     const int chunk = 4 * c + t;
-                    const bool inside = there && (CHUNKS % 4 == 0 || chunk < CHUNKS);
                     keys.rows[tile][half][c] = uint4{};
-                    if (inside) {
+                    if (CHUNKS % 4 == 0 || chunk < CHUNKS) {
                         keys.rows[tile][half][c] =
-                            *reinterpret_cast<const uint4*>(from + int64_t(chunk) * (PACKED ? CHUNK * BLOCK_SIZE : CHUNK));
+                            load_streaming(reinterpret_cast<const uint4*>(from + chunk * (PACKED ? CHUNK * BLOCK_SIZE : CHUNK)));
                     }
                 }
             }
         }
     };
-    const auto load_values = [&](Values& values, int start, int numbers) {
+    const auto load_values = [&](Values& values, int start, const Numbers& numbers) {
         if constexpr (PACKED) {
-            const int i = RUN * t;
-            const int number = number_of(numbers, i);
-            const cache_t* from = values_from + int64_t(number) * value_block_stride + (start + i) % BLOCK_SIZE;
+            const cache_t* from = place_of(values_from, value_block_stride, 1, numbers, start, RUN * t);
 #pragma unroll
             for (int m = 0; m < ROWS; ++m) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    using run_t = word_of<RUN * int(sizeof(cache_t))>::type;
                     const int dim = m * 16 + half * 8 + g;
                     values.runs[m][half] = run_t{};
-                    if (number >= 0 && (HEAD_SIZE % 16 == 0 || dim < HEAD_SIZE)) {
-                        Vec<cache_t, RUN> run = Vec<cache_t, RUN>::load(from + int64_t(dim) * BLOCK_SIZE);
-                        // What lies beyond the sequence may be NaN, which no weight of zero takes away.
-                        if (start + i + RUN > end || start + i < splits.first) {
-#pragma unroll
-                            for (int k = 0; k < RUN; ++k) {
-                                if (!is_attended(start, i + k)) run.data[k] = from_float<cache_t>(0.0f);
-                            }
-                        }
-                        values.runs[m][half] = run.template word<RUN>(0);
+                    if (HEAD_SIZE % 16 == 0 || dim < HEAD_SIZE) {
+                        values.runs[m][half] = load_streaming(reinterpret_cast<const run_t*>(from + dim * BLOCK_SIZE));
                     }
                 }
             }
@@ -170,26 +198,51 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const int i = tile * TILE_TOKENS + 2 * t + k % 2 + k / 2 * 8;
-                    const int number = number_of(numbers, i);
-                    const bool there = number >= 0 && is_attended(start, i);
-                    const cache_t* from = values_from + int64_t(number) * value_block_stride +
-                                          (start + i) % BLOCK_SIZE * value_token_stride;
+                    const cache_t* from =
+                        place_of(values_from, value_block_stride, int(value_token_stride), numbers, start, i);
 #pragma unroll
                     for (int c = 0; c < VALUE_CHUNKS; ++c) {
                         const int chunk = 8 * c + g;
                         values.rows[tile][k][c] = uint4{};
-                        if (there && (CHUNKS % 8 == 0 || chunk < CHUNKS)) {
-                            values.rows[tile][k][c] = *reinterpret_cast<const uint4*>(from + chunk * CHUNK);
+                        if (CHUNKS % 8 == 0 || chunk < CHUNKS) {
+                            values.rows[tile][k][c] = load_streaming(reinterpret_cast<const uint4*>(from + chunk * CHUNK));
                         }
                     }
                 }
             }
         }
     };
+    // What does not count may be NaN, which no weight of zero takes away.
+    const auto drop_values = [&](Values& values, int start, const Numbers& numbers) {
+        if constexpr (PACKED) {
+            constexpr int EACH = 4 / sizeof(cache_t), WORDS = RUN / EACH;  // elements of a word, words of a run
+            constexpr uint32_t ONES = uint32_t((uint64_t(1) << 8 * sizeof(cache_t)) - 1);
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) {
+                uint32_t kept = 0;
+#pragma unroll
+                for (int k = 0; k < EACH; ++k) {
+                    if (is_attended(numbers, start, RUN * t + w * EACH + k)) kept |= ONES << k * (32 / EACH);
+                }
+#pragma unroll
+                for (int i = 0; i < ROWS * 2; ++i) reinterpret_cast<uint32_t*>(&values.runs[i / 2][i % 2])[w] &= kept;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < TILES * 4; ++i) {
+                const int tile = i / 4, k = i % 4;
+                const bool there = is_attended(numbers, start, tile * TILE_TOKENS + 2 * t + k % 2 + k / 2 * 8);
+#pragma unroll
+                for (int c = 0; c < VALUE_CHUNKS; ++c) {
+                    if (!there) values.rows[tile][k][c] = uint4{};
+                }
+            }
+        }
+    };
 
     // The first keys and values are on their way while the queries are prepared.
-    int start = splits.begin(split) + warp * STEP;
-    int numbers = number_at(start), next_numbers = number_at(start + NUM_WARPS * STEP);
+    int start = begin + warp * STEP;
+    Numbers numbers = numbers_at(start), next_numbers = numbers_at(start + NUM_WARPS * STEP);
     Keys keys;
     Values values;
     if (start < end) {
@@ -242,41 +295,40 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
 
         float s[TILES][COLUMNS][4];
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+        for (int i = 0; i < TILES * COLUMNS * 4; ++i) s[i / (COLUMNS * 4)][i / 4 % COLUMNS][i % 4] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < COLUMNS * 4; ++i) s[tile][i / 4][i % 4] = 0.0f;
+        for (int i = 0; i < KEY_CHUNKS * COLUMNS; ++i) {
+            const int c = i / COLUMNS, column = i % COLUMNS;
+            const product_t* q = queries + (column * 8 + g) * QUERY_STRIDE + (4 * c + t) * CHUNK;
+            if constexpr (IS_FP8) {
 #pragma unroll
-            for (int c = 0; c < KEY_CHUNKS; ++c) {
-                const uint4 low = keys.rows[tile][0][c], high = keys.rows[tile][1][c];
+                for (int w = 0; w < 4; ++w) {
+                    const uint2 terms = *reinterpret_cast<const uint2*>(q + 4 * w);
 #pragma unroll
-                for (int column = 0; column < COLUMNS; ++column) {
-                    const product_t* q = queries + (column * 8 + g) * QUERY_STRIDE + (4 * c + t) * CHUNK;
-                    if constexpr (IS_FP8) {
-#pragma unroll
-                        for (int w = 0; w < 4; ++w) {
-                            uint32_t a[2], b[2];
-                            fp8_to_half<cache_t>(word_at(low, w), a);
-                            fp8_to_half<cache_t>(word_at(high, w), b);
-                            const uint2 terms = *reinterpret_cast<const uint2*>(q + 4 * w);
-                            mma_m16n8k16<product_t>(s[tile][column], {a[0], b[0], a[1], b[1]}, {terms.x, terms.y});
-                        }
-                    } else {
-                        const uint4 terms = *reinterpret_cast<const uint4*>(q);
-                        mma_m16n8k16<product_t>(s[tile][column], {low.x, high.x, low.y, high.y}, {terms.x, terms.y});
-                        mma_m16n8k16<product_t>(s[tile][column], {low.z, high.z, low.w, high.w}, {terms.z, terms.w});
+                    for (int tile = 0; tile < TILES; ++tile) {
+                        uint32_t a[2], b[2];
+                        fp8_to_half<cache_t>(word_at(keys.rows[tile][0][c], w), a);
+                        fp8_to_half<cache_t>(word_at(keys.rows[tile][1][c], w), b);
+                        mma_m16n8k16<product_t>(s[tile][column], {a[0], b[0], a[1], b[1]}, {terms.x, terms.y});
                     }
+                }
+            } else {
+                const uint4 terms = *reinterpret_cast<const uint4*>(q);
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile) {
+                    const uint4 low = keys.rows[tile][0][c], high = keys.rows[tile][1][c];
+                    mma_m16n8k16<product_t>(s[tile][column], {low.x, high.x, low.y, high.y}, {terms.x, terms.y});
+                    mma_m16n8k16<product_t>(s[tile][column], {low.z, high.z, low.w, high.w}, {terms.z, terms.w});
                 }
             }
         }
-        // Which of the lane's tokens count: bit 2 * tile + half.
-        unsigned counted = 0;
+        const bool whole = is_whole(numbers, start);
+        unsigned counted = ~0u;  // which of the lane's tokens count: bit 2 * tile + half
+        if (!whole) {
+            counted = 0;
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int i = token_of(tile, g + half * 8);
-                const bool there = number_of(numbers, i) >= 0 && is_attended(start, i);
-                counted |= unsigned(there) << (2 * tile + half);
+            for (int i = 0; i < TILES * 2; ++i) {
+                counted |= unsigned(is_attended(numbers, start, token_of(i / 2, g + i % 2 * 8))) << i;
             }
         }
         if (next < end) load_keys(keys, next, next_numbers);
@@ -328,8 +380,10 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
                     const uint32_t word = pack_pair<product_t>(p[2 * half], p[2 * half + 1]);
                     unpack_pair<product_t>(word, coarse[2 * half], coarse[2 * half + 1]);
                     weights[tile][column][half] = transpose_8x8(word);
-                    rests[tile][column][half] = transpose_8x8(
-                        pack_pair<product_t>(p[2 * half] - coarse[2 * half], p[2 * half + 1] - coarse[2 * half + 1]));
+                    if constexpr (!IS_FP8) {
+                        rests[tile][column][half] = transpose_8x8(
+                            pack_pair<product_t>(p[2 * half] - coarse[2 * half], p[2 * half + 1] - coarse[2 * half + 1]));
+                    }
                 }
             }
         }
@@ -337,10 +391,11 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
         const auto accumulate = [&](int tile, int m, const uint32_t (&a)[4]) {
 #pragma unroll
             for (int column = 0; column < COLUMNS; ++column) {
-                mma_m16n8k16<product_t>(o[column][m], a, rests[tile][column]);
+                if constexpr (!IS_FP8) mma_m16n8k16<product_t>(o[column][m], a, rests[tile][column]);
                 mma_m16n8k16<product_t>(o[column][m], a, weights[tile][column]);
             }
         };
+        if (!whole) drop_values(values, start, numbers);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             if constexpr (PACKED) {
@@ -364,21 +419,26 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
                 for (int c = 0; c < VALUE_CHUNKS; ++c) {
 #pragma unroll
                     for (int w = 0; w < 4; ++w) {
-                        uint32_t v[4][2];  // of token k, the pairs of dimensions
-                        if constexpr (IS_FP8) {
+                        const uint4(&rows)[4][VALUE_CHUNKS] = values.rows[tile];
+                        // Tokens 2t and 2t + 1, then 2t + 8 and 2t + 9, of two dimensions each.
+                        uint32_t a[IS_FP8 ? 2 : 1][4];
 #pragma unroll
-                            for (int k = 0; k < 4; ++k) fp8_to_half<cache_t>(word_at(values.rows[tile][k][c], w), v[k]);
-                        } else {
+                        for (int k = 0; k < 2; ++k) {
+                            const uint32_t even = word_at(rows[2 * k][c], w), odd = word_at(rows[2 * k + 1][c], w);
+                            if constexpr (IS_FP8) {
+                                uint32_t halves[2][2];
+                                fp8_to_half<cache_t>(pack_bytes<false>(even, odd), halves[0]);
+                                fp8_to_half<cache_t>(pack_bytes<true>(even, odd), halves[1]);
 #pragma unroll
-                            for (int k = 0; k < 4; ++k) v[k][0] = word_at(values.rows[tile][k][c], w);
+                                for (int i = 0; i < 4; ++i) a[i / 2][2 * k + i % 2] = halves[i / 2][i % 2];
+                            } else {
+                                a[0][2 * k] = pack_halves<false>(even, odd);
+                                a[0][2 * k + 1] = pack_halves<true>(even, odd);
+                            }
                         }
 #pragma unroll
                         for (int pair = 0; pair < (IS_FP8 ? 2 : 1); ++pair) {
-                            const uint32_t a[4] = {pack_halves<false>(v[0][pair], v[1][pair]),
-                                                   pack_halves<true>(v[0][pair], v[1][pair]),
-                                                   pack_halves<false>(v[2][pair], v[3][pair]),
-                                                   pack_halves<true>(v[2][pair], v[3][pair])};
-                            accumulate(tile, c * (CHUNK / 2) + w * (CHUNK / 8) + pair, a);
+                            accumulate(tile, c * (CHUNK / 2) + w * (CHUNK / 8) + pair, a[pair]);
                         }
                     }
                 }
@@ -386,7 +446,7 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
         }
         if (next < end) load_values(values, next, next_numbers);
         numbers = next_numbers;
-        next_numbers = number_at(next + NUM_WARPS * STEP);
+        next_numbers = numbers_at(next + NUM_WARPS * STEP);
     }
 
     // The warps' results meet in shared memory, one warp after another.

@@ -6,10 +6,11 @@
 // with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 //
 // A sequence's rows are its query tokens times the GROUP query heads that share a key-value head, heads first. A block takes
-// TILE_ROWS rows, 16 to a warp, and goes through the keys in tiles of TOKENS, copied to shared memory while the tile before
-// is computed. Products are those of mma.m16n8k16; a row's weights are rounded to T before they meet the values. Codes of an
-// fp8 cache become T, which holds them all. blockIdx.x counts tiles over all sequences: sequence s has those from
-// cu_seqlens_q[s] * GROUP / TILE_ROWS + s on, which leaves at most one in vain. blockIdx.y is the key-value head.
+// TILE_ROWS rows, ROW_TILES times 16 to a warp, and goes through the keys in tiles of TOKENS, copied to shared memory while the
+// tile before is computed; where the tokens of a tile lie is found out one tile earlier. Products are those of mma.m16n8k16; a
+// row's weights are rounded to T before they meet the values. Codes of an fp8 cache become T, which holds them all. blockIdx.x
+// counts tiles over all sequences: sequence s has those from cu_seqlens_q[s] * GROUP / TILE_ROWS + s on, which leaves at most
+// one in vain. blockIdx.y is the key-value head.
 //
 // A token whose block number is out of range contributes nothing. What lies in a slot beyond the sequence is not read.
 //
@@ -22,7 +23,8 @@
 //     PACKED, X      the caches' layout, and the innermost elements of packed keys
 //     GROUP          query heads to a key-value head
 //     TOKENS         of a tile of keys: a multiple of 16
-//     NUM_WARPS      warps of the block; TILE_ROWS is 16 times that
+//     NUM_WARPS      warps of the block
+//     ROW_TILES      tiles of 16 rows of a warp
 //     MIN_BLOCKS     blocks a multiprocessor should hold: bounds the registers
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
 //     CAUSAL, HAS_ALIBI, HAS_SOFTCAP, HAS_SINKS, HAS_LSE    which of the options are there
@@ -32,10 +34,11 @@
 #include "mma.cuh"
 
 constexpr int NUM_THREADS = NUM_WARPS * 32;
-constexpr int TILE_ROWS = NUM_WARPS * 16;
+constexpr int WARP_ROWS = ROW_TILES * 16, TILE_ROWS = NUM_WARPS * WARP_ROWS;
 constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
 constexpr int CHUNKS = HEAD_SIZE / 8;  // of 8 elements, 16 bytes, in a row of a head
 constexpr int STEPS = HEAD_SIZE / 16;
+constexpr int64_t NOWHERE = int64_t(1) << 63;  // negative, and aligned for any access
 
 // A matrix in shared memory, rows of chunks of 8 elements. Chunks change places within their eight by the row's number, so
 // that the same chunk of neighbouring rows, which a fragment takes, lies on different banks.
@@ -46,6 +49,11 @@ struct Tile {
     scalar_t* data;
 
     DEVICE scalar_t* at(int row, int chunk) const { return data + (row * PITCH + (chunk ^ row % 8)) * 8; }
+    // at(origin + row, 2 * step + odd), for an origin that is a multiple of 8: what a lane adds is the same for every origin
+    // and every fourth step.
+    DEVICE scalar_t* at(int origin, int row, int step, int odd) const {
+        return data + (row * PITCH + (step % 4 * 2 ^ (odd ^ row % 8))) * 8 + origin * PITCH * 8 + step / 4 * 64;
+    }
 };
 
 using rows_tile = Tile<CHUNKS>;                                // of queries, keys, and values by tokens
@@ -53,7 +61,7 @@ using dims_tile = Tile<TOKENS / 8>;                            // PACKED: of val
 constexpr int QUERY_BYTES = rows_tile::bytes(TILE_ROWS);
 constexpr int KEY_BYTES = rows_tile::bytes(TOKENS);
 constexpr int VALUE_BYTES = PACKED ? dims_tile::bytes(HEAD_SIZE) : KEY_BYTES;
-static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && (!PACKED || BLOCK_SIZE % 8 == 0));
+static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
 
 // 8 elements of a cache to shared memory, as T.
 DEVICE void copy_chunk(scalar_t* to, const cache_t* from, bool there) {
@@ -90,7 +98,9 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
-    __shared__ uint8_t there[2 * TOKENS];  // which tokens of the two tiles of keys lie in a block
+    // Of two tiles, where the tokens' keys and then values lie in the caches, or NOWHERE; and which warps found such ones.
+    __shared__ int64_t places[2][2 * TOKENS];
+    __shared__ bool holes[2][NUM_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
     // The last sequence that begins at this tile or before it. Long rows of tiles come first: they take the longest.
@@ -122,7 +132,9 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
 
     const rows_tile queries{reinterpret_cast<scalar_t*>(shared)};
     const auto keys_at = [&](int stage) { return rows_tile{reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + stage * KEY_BYTES)}; };
-    unsigned char* const values_from = shared + QUERY_BYTES + 2 * KEY_BYTES;
+    const auto values_at = [&](int stage) {
+        return reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + 2 * KEY_BYTES + stage * VALUE_BYTES);
+    };
 
     // Queries.
     for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += NUM_THREADS) {
@@ -135,188 +147,222 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
         *reinterpret_cast<uint4*>(queries.at(i / CHUNKS, i % CHUNKS)) = chunk.template word<8>(0);
     }
 
-    const auto number_of = [&](int token) {
-        if (token > last || token < first) return int64_t(-1);
+    // Each thread finds the place of one key or value of a tile, and notes it later.
+    const auto place_at = [&](int start) {
+        const bool is_key = threadIdx.x < TOKENS;
+        const int token = start + threadIdx.x % TOKENS;
+        if (threadIdx.x >= 2 * TOKENS || token > last || token < first) return NOWHERE;
         const int64_t block = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
-        return block >= 0 && block < num_blocks ? block : int64_t(-1);
+        if (block < 0 || block >= num_blocks) return NOWHERE;
+        if (is_key) return block * key_block_stride + token % BLOCK_SIZE * (PACKED ? X : key_token_stride);
+        return block * value_block_stride + token % BLOCK_SIZE * (PACKED ? 1 : value_token_stride);
     };
-    const auto load_keys = [&](int stage, int start) {
+    const auto note_place = [&](int stage, int64_t place) {
+        const bool is_hole = any_lane(threadIdx.x < 2 * TOKENS && place < 0);
+        if (threadIdx.x < 2 * TOKENS) places[stage][threadIdx.x] = place;
+        if (lane == 0) holes[stage][warp] = is_hole;
+    };
+    const cache_t* const keys_from = key_cache + kv_head * key_head_stride;
+    const cache_t* const values_from = value_cache + kv_head * value_head_stride;
+    const auto load_keys = [&](int stage) {
         const rows_tile keys = keys_at(stage);
 #pragma unroll 4
         for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += NUM_THREADS) {
-            const int row = i / CHUNKS, chunk = i % CHUNKS, token = start + row, dim = chunk * 8;
-            const int64_t block = number_of(token);
-            const int64_t at = PACKED ? int64_t(dim / X) * (BLOCK_SIZE * X) + token % BLOCK_SIZE * X + dim % X
-                                      : token % BLOCK_SIZE * key_token_stride + dim;
-            copy_chunk(keys.at(row, chunk), key_cache + block * key_block_stride + kv_head * key_head_stride + at, block >= 0);
-            if (chunk == 0) there[stage * TOKENS + row] = block >= 0;
+            const int row = i / CHUNKS, chunk = i % CHUNKS, dim = chunk * 8;
+            const int64_t place = places[stage][row];
+            copy_chunk(keys.at(row, chunk), keys_from + place + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim), place >= 0);
         }
         cp_async_commit();
     };
-    const auto load_values = [&](int stage, int start) {
-        const cache_t* from = value_cache + kv_head * value_head_stride;
-        scalar_t* const to = reinterpret_cast<scalar_t*>(values_from + stage * VALUE_BYTES);
+    const auto load_values = [&](int stage) {
+        scalar_t* const to = values_at(stage);
+        const int64_t* const value_places = places[stage] + TOKENS;
         if constexpr (PACKED) {
+#pragma unroll 4
             for (int i = threadIdx.x; i < HEAD_SIZE * (TOKENS / 8); i += NUM_THREADS) {
-                const int dim = i / (TOKENS / 8), chunk = i % (TOKENS / 8), token = start + chunk * 8;
-                scalar_t* const place = dims_tile{to}.at(dim, chunk);
-                const int edge = token < first ? first : token;
-                const int64_t block = number_of(edge);
-                const cache_t* run = from + block * value_block_stride + int64_t(dim) * BLOCK_SIZE + token % BLOCK_SIZE;
-                if (block < 0 || (token >= first && token + 7 <= last)) {
-                    copy_chunk(place, run, block >= 0 && edge < token + 8);
+                const int dim = i / (TOKENS / 8), chunk = i % (TOKENS / 8);
+                scalar_t* const run = dims_tile{to}.at(dim, chunk);
+                const int64_t place = value_places[chunk * 8];
+                if (place >= 0 && value_places[chunk * 8 + 7] >= 0) {
+                    copy_chunk(run, values_from + place + dim * BLOCK_SIZE, true);
                 } else {  // what lies outside may be NaN, which no weight of zero takes away
                     for (int k = 0; k < 8; ++k) {
-                        const bool inside = token + k >= first && token + k <= last;
-                        place[k] = from_float<scalar_t>(inside ? to_float(run[k]) : 0.0f);
+                        const int64_t at = value_places[chunk * 8 + k];
+                        run[k] = from_float<scalar_t>(at < 0 ? 0.0f : to_float(values_from[at + dim * BLOCK_SIZE]));
                     }
                 }
             }
         } else {
 #pragma unroll 4
             for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += NUM_THREADS) {
-                const int row = i / CHUNKS, chunk = i % CHUNKS, token = start + row;
-                const int64_t block = number_of(token);
-                const cache_t* row_from = from + block * value_block_stride + token % BLOCK_SIZE * value_token_stride;
-                copy_chunk(rows_tile{to}.at(row, chunk), row_from + chunk * 8, block >= 0);
+                const int row = i / CHUNKS, chunk = i % CHUNKS;
+                const int64_t place = value_places[row];
+                copy_chunk(rows_tile{to}.at(row, chunk), values_from + place + chunk * 8, place >= 0);
             }
         }
         cp_async_commit();
     };
 
-    const int row_of_warp = warp * 16;
-    int limit[2];
-    float slope[2], most[2], sum[2], o[STEPS * 2][4];
+    float most[ROW_TILES][2], sum[ROW_TILES][2], o[ROW_TILES][STEPS * 2][4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int64_t row = tile_row + row_of_warp + g + half * 8;
-        limit[half] = limit_of(row);
-        slope[half] = HAS_ALIBI ? alibi_slopes[kv_head * GROUP + row % GROUP] * LOG2_E : 0.0f;
-        most[half] = minus_infinity();
-        sum[half] = 0.0f;
+    for (int i = 0; i < ROW_TILES * 2; ++i) {
+        most[i / 2][i % 2] = minus_infinity();
+        sum[i / 2][i % 2] = 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < STEPS * 8; ++i) o[i / 4][i % 4] = 0.0f;
+    for (int i = 0; i < ROW_TILES * STEPS * 8; ++i) o[i / (STEPS * 8)][i / 4 % (STEPS * 2)][i % 4] = 0.0f;
     const float unit = logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap);
 
     int start = first / TOKENS * TOKENS, stage = 0;
     if (start <= last) {
-        load_keys(0, start);
-        load_values(0, start);
+        note_place(0, place_at(start));
+        note_place(1, place_at(start + TOKENS));
+        __syncthreads();
+        load_keys(0);
+        load_values(0);
     }
     for (; start <= last; start += TOKENS, stage ^= 1) {
         const bool more = start + TOKENS <= last;
         cp_async_wait<1>();
         __syncthreads();
-        if (more) load_keys(stage ^ 1, start + TOKENS);
+        if (more) load_keys(stage ^ 1);
         else cp_async_commit();
 
-        // S = Q K^T: a tile of 16 rows, and TOKENS columns.
+        // S = Q K^T: tiles of 16 rows, and TOKENS columns.
         const rows_tile keys = keys_at(stage);
-        float s[TOKENS / 8][4];
+        float s[ROW_TILES][TOKENS / 8][4];
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) s[i / 4][i % 4] = 0.0f;
+        for (int i = 0; i < ROW_TILES * TOKENS / 2; ++i) s[i / (TOKENS / 2)][i / 4 % (TOKENS / 8)][i % 4] = 0.0f;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            uint32_t a[4];
-            ldmatrix<4>(a, queries.at(row_of_warp + lane % 16, 2 * step + lane / 16));
+            uint32_t a[ROW_TILES][4];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+                ldmatrix<4>(a[r], queries.at(warp * WARP_ROWS + r * 16, lane % 16, step, lane / 16));
+            }
 #pragma unroll
             for (int n = 0; n < TOKENS / 16; ++n) {
                 uint32_t b[4];
-                ldmatrix<4>(b, keys.at(n * 16 + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
-                mma_m16n8k16<scalar_t>(s[2 * n], a, {b[0], b[1]});
-                mma_m16n8k16<scalar_t>(s[2 * n + 1], a, {b[2], b[3]});
+                ldmatrix<4>(b, keys.at(n * 16, lane / 16 * 8 + lane % 8, step, lane / 8 % 2));
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) {
+                    mma_m16n8k16<scalar_t>(s[r][2 * n], a[r], {b[0], b[1]});
+                    mma_m16n8k16<scalar_t>(s[r][2 * n + 1], a[r], {b[2], b[3]});
+                }
             }
         }
 
-        const bool inner = start + TOKENS - 1 <= limit_of(tile_row) && start > last - window;
-        float larger[2] = {most[0], most[1]};
+        bool whole = start + TOKENS - 1 <= limit_of(tile_row) && start > last - window;  // every row sees every token
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n) {
+        for (int w = 0; w < NUM_WARPS; ++w) whole &= !holes[stage][w];
+        // Then products are as good as logits, but for their unit.
+        const bool plain = whole && unit > 0.0f && !HAS_SOFTCAP && !HAS_ALIBI;
+        const float factor = plain ? unit : 1.0f;
+        if (!plain) {
+            int limits[ROW_TILES][2];
+            float slopes[ROW_TILES][2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int column = n * 8 + 2 * t + i % 2, token = start + column, half = i / 2;
-                float& logit = s[n][i];
+            for (int i = 0; i < ROW_TILES * 2; ++i) {
+                const int64_t row = tile_row + warp * WARP_ROWS + i * 8 + g;
+                limits[i / 2][i % 2] = limit_of(row);
+                slopes[i / 2][i % 2] = HAS_ALIBI ? alibi_slopes[kv_head * GROUP + row % GROUP] * LOG2_E : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * TOKENS / 2; ++i) {
+                const int r = i / (TOKENS / 2), n = i / 4 % (TOKENS / 8), half = i / 2 % 2;
+                const int column = n * 8 + 2 * t + i % 2, token = start + column, limit = limits[r][half];
+                float& logit = s[r][n][i % 4];
                 logit = logit_of<HAS_SOFTCAP>(logit, unit, logits_soft_cap);
-                if (HAS_ALIBI) logit = fmaf(slope[half], float(token - limit[half]), logit);
-                const bool seen = inner || (token <= limit[half] && token > limit[half] - window);
-                if (!seen || !there[stage * TOKENS + column]) logit = minus_infinity();
-                larger[half] = fmaxf(larger[half], logit);
+                if (HAS_ALIBI) logit = fmaf(slopes[r][half], float(token - limit), logit);
+                const bool seen = (token <= limit) & (token > limit - window) & (places[stage][column] >= 0);
+                if (!seen) logit = minus_infinity();
             }
         }
+        uint32_t weights[ROW_TILES][TOKENS / 8][2];  // of n columns: rows g, rows g + 8
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            larger[half] = fmaxf(larger[half], shfl_xor(larger[half], 1));
-            larger[half] = fmaxf(larger[half], shfl_xor(larger[half], 2));
-            const float shrink = relative_exp2(most[half], larger[half]);
-            sum[half] *= shrink;
-            most[half] = larger[half];
-#pragma unroll
-            for (int m = 0; m < STEPS * 2; ++m) {
-                o[m][2 * half] *= shrink;
-                o[m][2 * half + 1] *= shrink;
-            }
-        }
-        uint32_t weights[TOKENS / 8][2];  // of n columns: rows g, rows g + 8
-#pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n) {
+        for (int r = 0; r < ROW_TILES; ++r) {
+            float base[2], shrink[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float low = relative_exp2(s[n][2 * half], most[half]), high = relative_exp2(s[n][2 * half + 1], most[half]);
-                sum[half] += low + high;
-                weights[n][half] = pack_pair<scalar_t>(low, high);
+                float larger = s[r][0][2 * half];
+#pragma unroll
+                for (int i = 1; i < TOKENS / 4; ++i) larger = fmaxf(larger, s[r][i / 2][2 * half + i % 2]);
+                larger = fmaxf(larger, shfl_xor(larger, 1));
+                larger = fmaxf(larger, shfl_xor(larger, 2));
+                larger = fmaxf(most[r][half], larger * factor);
+                base[half] = larger == minus_infinity() ? 0.0f : larger;
+                shrink[half] = estimate_exp2(most[r][half] - base[half]);
+                sum[r][half] *= shrink[half];
+                most[r][half] = larger;
+            }
+            if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+                for (int i = 0; i < STEPS * 8; ++i) o[r][i / 4][i % 4] *= shrink[i / 2 % 2];
+            }
+#pragma unroll
+            for (int i = 0; i < TOKENS / 4; ++i) {
+                const int n = i / 2, half = i % 2;
+                const float low = estimate_exp2(fmaf(s[r][n][2 * half], factor, -base[half]));
+                const float high = estimate_exp2(fmaf(s[r][n][2 * half + 1], factor, -base[half]));
+                sum[r][half] += low + high;
+                weights[r][n][half] = pack_pair<scalar_t>(low, high);
             }
         }
 
         cp_async_wait<1>();
         __syncthreads();
-        if (more) load_values(stage ^ 1, start + TOKENS);
+        if (more) load_values(stage ^ 1);
         else cp_async_commit();
+        const int64_t place = place_at(start + 2 * TOKENS);
 
         // O += P V.
-        scalar_t* const values = reinterpret_cast<scalar_t*>(values_from + stage * VALUE_BYTES);
+        scalar_t* const values = values_at(stage);
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; ++k) {
-            const uint32_t a[4] = {weights[2 * k][0], weights[2 * k][1], weights[2 * k + 1][0], weights[2 * k + 1][1]};
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 uint32_t b[4];
                 if constexpr (PACKED) {
-                    ldmatrix<4>(b, dims_tile{values}.at(step * 16 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+                    ldmatrix<4>(b, dims_tile{values}.at(step * 16, lane / 16 * 8 + lane % 8, k, lane / 8 % 2));
                 } else {
-                    ldmatrix<4, true>(b, rows_tile{values}.at(k * 16 + lane % 16, 2 * step + lane / 16));
+                    ldmatrix<4, true>(b, rows_tile{values}.at(k * 16, lane % 16, step, lane / 16));
                 }
-                mma_m16n8k16<scalar_t>(o[2 * step], a, {b[0], b[1]});
-                mma_m16n8k16<scalar_t>(o[2 * step + 1], a, {b[2], b[3]});
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) {
+                    const uint32_t(&low)[2] = weights[r][2 * k], (&high)[2] = weights[r][2 * k + 1];
+                    mma_m16n8k16<scalar_t>(o[r][2 * step], {low[0], low[1], high[0], high[1]}, {b[0], b[1]});
+                    mma_m16n8k16<scalar_t>(o[r][2 * step + 1], {low[0], low[1], high[0], high[1]}, {b[2], b[3]});
+                }
             }
         }
+        note_place(stage, place);
     }
     cp_async_wait<0>();
 
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        sum[half] += shfl_xor(sum[half], 1);
-        sum[half] += shfl_xor(sum[half], 2);
-        const int64_t row = tile_row + row_of_warp + g + half * 8;
+    for (int i = 0; i < ROW_TILES * 2; ++i) {
+        const int r = i / 2, half = i % 2;
+        float largest = most[r][half], all = sum[r][half];
+        all += shfl_xor(all, 1);
+        all += shfl_xor(all, 2);
+        const int64_t row = tile_row + warp * WARP_ROWS + i * 8 + g;
         if (row >= num_rows) continue;
         const int64_t token = begin + row / GROUP, head = kv_head * GROUP + row % GROUP;
         float weight = 1.0f;
         if (HAS_SINKS) {
-            const float sink = sinks[head] * LOG2_E, largest = fmaxf(most[half], sink);
-            weight = relative_exp2(most[half], largest);
-            sum[half] = sum[half] * weight + relative_exp2(sink, largest);
-            most[half] = largest;
+            const float sink = sinks[head] * LOG2_E, larger = fmaxf(largest, sink);
+            weight = relative_exp2(largest, larger);
+            all = all * weight + relative_exp2(sink, larger);
+            largest = larger;
         }
-        const float share = weight / (sum[half] + 1e-6f) * (IS_FP8 ? *v_scale : 1.0f);
+        const float share = weight / (all + 1e-6f) * (IS_FP8 ? *v_scale : 1.0f);
         scalar_t* const to = out + token * out_stride + head * HEAD_SIZE + 2 * t;
 #pragma unroll
         for (int m = 0; m < STEPS * 2; ++m) {
             Vec<scalar_t, 2> pair;
-            store_pair<scalar_t>(pair.data, o[m][2 * half] * share, o[m][2 * half + 1] * share);
+            store_pair<scalar_t>(pair.data, o[r][m][2 * half] * share, o[r][m][2 * half + 1] * share);
             pair.template store<OUT_ACCESS>(to + m * 8);
         }
-        if (HAS_LSE && t == 0) {
-            lse[head * num_tokens + token] = sum[half] == 0.0f ? minus_infinity() : most[half] * LN_2 + logf(sum[half]);
-        }
+        if (HAS_LSE && t == 0) lse[head * num_tokens + token] = all == 0.0f ? minus_infinity() : largest * LN_2 + logf(all);
     }
 }

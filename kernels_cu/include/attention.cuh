@@ -29,6 +29,32 @@ struct Splits {
     DEVICE bool exists(int split) const { return split < count && end(split) > first; }
 };
 
+// Into how many splits to cut sequence `seq` so that those of all sequences take about as long, where `slots` splits run at the
+// same time: if sequences are alike, no more than run together; else many, so that no long one is left at the end. All lanes
+// of a warp call.
+template <typename L>
+DEVICE int balanced_splits(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t seq, int64_t most_tokens, int64_t window,
+                           float slots, int64_t most_splits) {
+    const int64_t most = window > 0 ? min(window, most_tokens) : most_tokens;
+    const auto attended = [&](const L* length) { return float(int(min(max(int64_t(*length), int64_t(0)), most))); };
+    float total = 0.0f, longest = 0.0f;
+    const L* const end = seq_lens + num_seqs * step;
+#pragma unroll 2
+    for (const L* s = seq_lens + threadIdx.x % WARP_SIZE * step; s < end; s += WARP_SIZE * step) {
+        const float tokens = attended(s);
+        total += tokens;
+        longest = fmaxf(longest, tokens);
+    }
+#pragma unroll
+    for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) {
+        total += shfl_xor(total, mask);
+        longest = fmaxf(longest, shfl_xor(longest, mask));
+    }
+    const bool alike = longest * float(num_seqs) <= 1.25f * total;
+    const float shares = attended(seq_lens + seq * step) * slots / fmaxf(total, 1.0f);
+    return int(fminf(fmaxf(alike ? floorf(shares) : ceilf(5.0f * shares), 1.0f), float(most_splits)));
+}
+
 // 2^(x - most), where `most` is the largest of the logits: 0 for -inf, also if there is nothing but -inf.
 DEVICE float relative_exp2(float x, float most) { return estimate_exp2(x - (most == minus_infinity() ? 0.0f : most)); }
 

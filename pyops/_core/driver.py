@@ -43,12 +43,9 @@ class Driver(NamedTuple):
     get_device: Callable[[], int]
 
 
-_SHARED = 48 * 1024  # bytes of dynamic shared memory that need no leave
-
-
 def allow_shared(function: int, shared: int) -> None:
     """Let the loaded `function` be launched with `shared` bytes of dynamic shared memory."""
-    if shared > _SHARED:
+    if shared:  # which, with the static part, may be more than what needs no leave
         from cupy_backends.cuda.api import driver, runtime
 
         if not runtime.is_hip:

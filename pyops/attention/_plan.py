@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._core import check
 from .._core.dtypes import DType, float8_e4m3fn, float32, int32, uint8
-from .._core.kernel import Kernel, Launch, Scratch
+from .._core.kernel import Kernel, Launch, Scratch, Specialisation
 from .._core.lazy import torch
 from .._core.tensor import Arg
 from ._truth import Sparse
@@ -23,6 +23,8 @@ NOT_VARLEN = {"VARLEN": False, "CAUSAL": False, "starts_t": int32}
 NUM_WARPS = 4
 _LEAST_SPLIT = 64  # tokens: a step of every warp of a block
 _MOST_SPLITS = 128
+_LARGEST_HEAD = 1024
+_MOST_ROUNDS = 16  # of all blocks that run at the same time
 MOST_TOKENS = 2**31 - 2**20  # counted in 32 bits, with room for the last step
 
 
@@ -120,6 +122,8 @@ def checked(
             raise check.refuse(query, name, f"expected {held} as in key_cache of shape {key_cache.shape}, got {given}")
     if num_kv_heads == 0 or num_heads % num_kv_heads or block_size == 0 or head_size == 0:
         raise query.error(f"expected heads that are a multiple of num_kv_heads={num_kv_heads}, got shape {query.shape}")
+    if head_size > _LARGEST_HEAD:
+        raise query.error(f"expected a head_size of at most {_LARGEST_HEAD}, got {head_size}")
     for per_head in (alibi_slopes, sinks):
         check.shape(per_head, float32, num_heads=num_heads)
     check.scalar(k_scale)
@@ -140,6 +144,17 @@ def example_caches(
         keys = (num_blocks, num_kv_heads, head_size // x, block_size, x)
         values = (num_blocks, num_kv_heads, head_size, block_size)
     return make.randn(*keys, dtype=dtype.name), make.randn(*values, dtype=dtype.name)
+
+
+def join_splits(most_splits: int, head_size: int, *rows: Arg, **constants: Any) -> Specialisation:
+    """The kernel that joins up to `most_splits` splits, which reads and writes rows of these tensors."""
+    widest = 16 // max(constants["partial_t"].itemsize, constants["out_t"].itemsize)
+    vec_size = min(check.vector_width(head_size, *rows), widest)
+    warp_size = rows[0].device.warp_size
+    lanes = -(-head_size // (vec_size * warp_size)) * warp_size
+    # Four splits of a group are in flight together.
+    groups = next((n for n in (1, 2, 4, 8) if 4 * n >= most_splits or 2 * n * lanes > 512), 8)
+    return combine(**constants, HEAD_SIZE=head_size, VEC_SIZE=vec_size, LANES=lanes, GROUPS=groups)
 
 
 def plan(
@@ -212,11 +227,16 @@ def plan(
         and head_size <= 256
         and query.device.warp_size == 32
         and not sparse.on
+        and max(cache.strides["key_token_stride"], cache.strides["value_token_stride"]) * block_size < 2**31
         and (not cache.packed or block_size % (4 if cache.dtype is query.dtype else 8) == 0)
     )
     heads = 16 if group > 8 and head_size <= 128 else 8  # of large heads, results of eight fit into registers
+    # As many bytes on their way as registers have room for; large heads, many of them and small blocks take more.
+    tiles = 1 if cache.chunk == 8 or head_size > 128 else 4 if head_size <= 64 else 2  # of 16 tokens in a warp's step
+    min_blocks = 2 if head_size > 128 or heads > 8 or block_size % 8 or (tiles == 4 and not cache.packed) else 3
     blocks = num_seqs * (num_kv_heads * -(-group // heads) if products else num_heads)
     most_tokens = min(block_tables.shape[1] * block_size, MOST_TOKENS)
+    resident = min_blocks * query.device.multiprocessors  # blocks of four warps that run at the same time
     if tmp_out:
         assert exp_sums
         assert max_logits
@@ -227,9 +247,12 @@ def plan(
         most_splits = max(1, exp_sums.shape[-1])
         most_tokens = min(most_tokens, most_splits * partition)
     else:
-        # Two rounds of what fits on the device at once, so that no multiprocessor waits long for the last one.
-        wanted = -(-6 * query.device.multiprocessors // max(1, blocks))
-        most_splits = max(1, min(wanted, -(-most_tokens // _LEAST_SPLIT), _MOST_SPLITS))
+        rounds = _MOST_ROUNDS if products else 2  # without a choice by the lengths, each split is made
+        most_splits = min(-(-most_tokens // _LEAST_SPLIT), _MOST_SPLITS, rounds * resident // max(1, blocks))
+        most_splits = max(1, most_splits)
+    # Blocks of fewer warps if there are many: then all have begun sooner, and what a warp begins is worth more.
+    many = blocks * (-(-most_tokens // partition) if partition else 1)
+    num_warps = NUM_WARPS if not products or many < resident else 2 if many < 2 * resident else 1
     if most_splits > 65535:
         raise check.refuse(query, "tmp_out", f"expected at most 65535 partitions, got {most_splits}")
     direct = tmp_out is None
@@ -244,6 +267,7 @@ def plan(
         }
     flags = {
         "PARTITION": partition,
+        "BALANCED": products and direct and most_splits > 1,
         "DIRECT": direct,
         "HAS_SINKS": sinks is not None,
         "HAS_LSE": lse is not None,
@@ -254,6 +278,7 @@ def plan(
     common = {
         **{name: 0 for name, arg in (("lse", lse), ("sinks", sinks), ("query_start_loc", query_start_loc)) if not arg},
         **memory,
+        "num_seqs": num_seqs,
         "num_rows": num_rows,
         "most_tokens": most_tokens,
         "most_splits": most_splits,
@@ -262,6 +287,7 @@ def plan(
         "out_stride": heads_stride(out),
         "length_step": seq_lens.strides[0],
     }
+    balance: dict[str, Any] = {"slots": resident * NUM_WARPS / num_warps * num_seqs / max(1, blocks)}
     constants = {
         "scalar_t": query.dtype,
         **types,
@@ -272,7 +298,7 @@ def plan(
         "PACKED": cache.packed,
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": group,
-        "NUM_WARPS": NUM_WARPS,
+        "NUM_WARPS": num_warps,
         **flags,
         "HAS_ALIBI": alibi_slopes is not None,
         "HAS_SOFTCAP": logits_soft_cap > 0,
@@ -288,31 +314,34 @@ def plan(
         "logits_soft_cap": logits_soft_cap,
     }
     if products:
-        tiles = (
-            2 if cache.chunk > 8 and head_size <= 128 else 1
-        )  # of 16 tokens: as many bytes on their way, if they fit
-        big = head_size > 128 or heads > 8 or cache.chunk > 8  # codes take registers on their way to products
-        kernel = _decode(**constants, HEADS=heads, TILES=tiles, MIN_BLOCKS=2 if big else 3)
+        fixed |= balance
+        kernel = _decode(**constants, HEADS=heads, TILES=tiles, MIN_BLOCKS=min_blocks)
     else:
         kernel = decode_simt(**constants, **NOT_VARLEN, SPARSE=sparse.on, X=cache.chunk)
         fixed |= {
-            **dict.fromkeys(("cu_seqlens_q", "num_seqs", "starts_step"), 0),
+            **dict.fromkeys(("cu_seqlens_q", "starts_step"), 0),
             "blocksparse_local_blocks": sparse.local_blocks,
             "blocksparse_vert_stride": sparse.vert_stride,
             "blocksparse_block_size": sparse.block_size,
             "blocksparse_head_sliding_step": sparse.head_sliding_step,
             "first_step": sparse.first_step(num_heads, num_kv_heads),
         }
-    launches = [kernel.launch((blocks, most_splits), NUM_WARPS * 32, **fixed)]
+    launches = [kernel.launch((blocks, most_splits), num_warps * 32, **fixed)]
     if combined:
-        vec_size = check.vector_width(head_size, *(arg for arg in (out, tmp_out) if arg))
-        vec_size = min(vec_size, 16 // max(partial_t.itemsize, out.dtype.itemsize))
-        num_threads = check.threads(-(-head_size // vec_size))
-        constants = {**types, "out_t": float8_e4m3fn if fp8_out_scale else out.dtype, **flags}
-        constants |= {"HEAD_SIZE": head_size, "NUM_HEADS": num_heads, "VEC_SIZE": vec_size, "NUM_THREADS": num_threads}
-        kernel = combine(**constants, HAS_OUT_SCALE=fp8_out_scale is not None, LSE_BY_ROW=False)
+        join = join_splits(
+            most_splits,
+            head_size,
+            *(arg for arg in (out, tmp_out) if arg),
+            **types,
+            **flags,
+            out_t=float8_e4m3fn if fp8_out_scale else out.dtype,
+            NUM_HEADS=num_heads,
+            HAS_OUT_SCALE=fp8_out_scale is not None,
+            LSE_BY_ROW=False,
+        )
         absent = {} if fp8_out_scale else {"fp8_out_scale": 0}
-        launches.append(kernel.launch(num_seqs * num_heads, num_threads, **common, **absent))
+        num_threads = join.constants["LANES"] * join.constants["GROUPS"]
+        launches.append(join.launch(num_seqs * num_heads, num_threads, **common, **balance, **absent))
     return launches
 
 

@@ -10,7 +10,7 @@ from .._core.kernel import Kernel, Launch, Scratch
 from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
-from ._plan import MOST_TOKENS, bad_indices, combine, heads_stride
+from ._plan import MOST_TOKENS, bad_indices, heads_stride, join_splits
 from ._truth import finish, float32_logits, largest_of
 
 if TYPE_CHECKING:
@@ -231,15 +231,15 @@ def _(
     else:
         launches = [_decode_simt(**constants, NUM_WARPS=_SIMT_WARPS).launch(grid, _SIMT_WARPS * 32, **fixed, **common)]
     if rows:
-        vec_size = check.vector_width(_LATENT_SIZE, out, widest=4 * out.dtype.itemsize)  # of 4 floats that are joined
-        kernel = combine(
+        join = join_splits(
+            most_splits,
+            _LATENT_SIZE,
+            out,
             **types,
             partial_t=float32,
-            HEAD_SIZE=_LATENT_SIZE,
             NUM_HEADS=num_heads,
-            VEC_SIZE=vec_size,
-            NUM_THREADS=check.threads(_LATENT_SIZE // vec_size),
             PARTITION=0,
+            BALANCED=False,
             DIRECT=True,
             HAS_SINKS=False,
             HAS_LSE=lse is not None,
@@ -247,10 +247,11 @@ def _(
             HAS_STARTS=False,
             HAS_OUT_SCALE=False,
         )
-        absent = dict.fromkeys(("query_start_loc", "sinks", "fp8_out_scale"), 0)
-        num_threads = kernel.constants["NUM_THREADS"]
-        join = kernel.launch(num_seqs * num_heads, num_threads, num_rows=num_seqs, sliding_window=0, **common, **absent)
-        launches.append(join)
+        absent = dict.fromkeys(("query_start_loc", "sinks", "fp8_out_scale", "num_seqs", "slots"), 0)
+        num_threads = join.constants["LANES"] * join.constants["GROUPS"]
+        launches.append(
+            join.launch(num_seqs * num_heads, num_threads, num_rows=num_seqs, sliding_window=0, **common, **absent)
+        )
     return launches
 
 

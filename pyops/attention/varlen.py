@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["paged_attention_varlen"]
 
 _varlen = Kernel("attention/attention_varlen.cu")
-_TILE_ROWS = 16 * NUM_WARPS
+_MANY_ROWS = 256  # of a sequence: enough for wide tiles
 
 
 def _cancelled(query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: str, k_scale: Tensor) -> float:
@@ -195,17 +195,22 @@ def _(
         and (not cache.packed or block_size % 8 == 0)
     )
     if products:
+        # Two tiles of 16 rows to a warp halve what is read of keys and values, where their sums fit into registers.
+        few = head_size <= 64 or (cache.dtype is query.dtype and alibi_slopes is None and not logits_soft_cap)
+        row_tiles = 2 if few and head_size <= 128 and num_tokens * group >= _MANY_ROWS * num_seqs else 1
+        tile_rows = NUM_WARPS * 16 * row_tiles
         tokens = 64 if head_size <= 128 else 32
         rows, dims = -(-head_size // 64) * 128, tokens * 2  # bytes of a row of a head, and of tokens
         value_bytes = head_size * max(128, dims) if cache.packed else tokens * rows
-        shared = _TILE_ROWS * rows + 2 * tokens * rows + 2 * value_bytes
+        shared = tile_rows * rows + 2 * tokens * rows + 2 * value_bytes
         kernel = _varlen(
             **constants,
             TOKENS=tokens,
+            ROW_TILES=row_tiles,
             MIN_BLOCKS=2,
             OUT_ACCESS=2 if out.alignment >= 2 * out.dtype.itemsize and out_stride % 2 == 0 else 1,
         )
-        grid = (num_tokens * group // _TILE_ROWS + num_seqs if num_tokens else 0, num_kv_heads)
+        grid = (num_tokens * group // tile_rows + num_seqs if num_tokens else 0, num_kv_heads)
         return kernel.launch(grid, NUM_WARPS * 32, shared, num_tokens=num_tokens, **fixed)
     options = {
         "NUM_KV_HEADS": num_kv_heads,
