@@ -1438,7 +1438,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "groups weigh the same",
-            "const float share = relative(group_most[i], most);",
+            "const float share = relative(group_most[own][i], most);",
             "const float share = 1.0f;",
             "their largest logits differ",
         ),

@@ -2,14 +2,15 @@
 //
 //     m = max_s m_s,  w_s = z_s exp(m_s - m),  out = sum_s w_s o_s / (sum_s w_s + 1e-6)
 //
-// for splits s with largest logit m_s, sum z_s and mean o_s; a sink is one more logit without a value. One block for each
-// query head of each sequence; its groups of LANES threads take turns at the splits, each thread at VEC_SIZE head dimensions.
+// for splits s with largest logit m_s, sum z_s and mean o_s; a sink is one more logit without a value. A block takes HEADS query
+// heads of a sequence, with GROUPS of LANES threads for each that take turns at the splits, a thread at VEC_SIZE dimensions.
 //
 // Constants
 //     out_t, partial_t, length_t    types of out, tmp_out and seq_lens
 //     HEAD_SIZE, NUM_HEADS    head size and query heads
 //     VEC_SIZE       elements in one memory access
-//     LANES, GROUPS  threads of a group, whole warps; groups of the block
+//     HEADS          heads of a block; divides NUM_HEADS
+//     LANES, GROUPS  threads of a group, whole warps; groups for a head
 //     PARTITION, BALANCED    as in attention_decode.cu
 //     DIRECT         sequences of one split are there already
 //     HAS_SINKS, HAS_LSE, HAS_STARTS, HAS_OUT_SCALE    which of the options are there
@@ -19,7 +20,7 @@
 
 constexpr int BATCH = 4;  // splits of a group whose loads are in flight together
 
-extern "C" __global__ void LAUNCH_BOUNDS(LANES * GROUPS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(LANES * GROUPS * HEADS, 1)
 attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_SIZE]
                   float* lse,                    // [NUM_HEADS, num_rows]
                   const partial_t* tmp_out,  // [num_seqs, NUM_HEADS, most_splits, HEAD_SIZE]
@@ -32,9 +33,13 @@ attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_S
                   int64_t num_seqs, int64_t num_rows, int64_t most_tokens, int64_t most_splits, int64_t sliding_window, int64_t least_split,
                   int64_t out_stride, int64_t length_step, float slots) {
     await_previous_kernel();
-    const int64_t seq = blockIdx.x / NUM_HEADS, head = blockIdx.x % NUM_HEADS;
-    const int parts = BALANCED ? balanced_splits(seq_lens, length_step, num_seqs, seq, most_tokens, sliding_window, slots, most_splits)
-                               : int(most_splits);
+    constexpr int BLOCKS = NUM_HEADS / HEADS;  // of a sequence
+    const int own = threadIdx.x / (LANES * GROUPS), group = threadIdx.x / LANES % GROUPS, lane = threadIdx.x % LANES;
+    const int64_t seq = blockIdx.x / BLOCKS, head = blockIdx.x % BLOCKS * HEADS + own;
+    int parts = int(most_splits);
+    if constexpr (BALANCED) {
+        parts = Balance<length_t>(seq_lens, length_step, num_seqs, most_tokens, sliding_window, slots, most_splits).splits_of(seq);
+    }
     const Splits splits(seq_lens[seq * length_step], most_tokens, sliding_window, PARTITION, parts, int(least_split));
     const int64_t row = HAS_STARTS ? row_of(query_start_loc + seq, num_rows) : seq;
     if (row < 0) return;
@@ -42,7 +47,7 @@ attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_S
 
     const int64_t at = (seq * NUM_HEADS + head) * most_splits;
     const int count = min(splits.count, int(most_splits));
-    const int group = threadIdx.x / LANES, column = threadIdx.x % LANES * VEC_SIZE;
+    const int column = lane * VEC_SIZE;
     float most = minus_infinity(), all = 0.0f, sum[VEC_SIZE] = {};
     const auto relative = [](float x, float largest) { return expf(x - (largest == minus_infinity() ? 0.0f : largest)); };
     for (int first = group; first < count; first += GROUPS * BATCH) {
@@ -73,28 +78,28 @@ attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_S
     }
 
     if constexpr (GROUPS > 1) {
-        __shared__ float group_most[GROUPS];
-        __shared__ float group_all[GROUPS];
-        __shared__ float group_sum[GROUPS * LANES * VEC_SIZE];
-        if (threadIdx.x % LANES == 0) {
-            group_most[group] = most;
-            group_all[group] = all;
+        __shared__ float group_most[HEADS][GROUPS];
+        __shared__ float group_all[HEADS][GROUPS];
+        __shared__ float group_sum[HEADS][GROUPS][VEC_SIZE][LANES];
+        if (lane == 0) {
+            group_most[own][group] = most;
+            group_all[own][group] = all;
         }
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) group_sum[(group * VEC_SIZE + j) * LANES + threadIdx.x % LANES] = sum[j];
+        for (int j = 0; j < VEC_SIZE; ++j) group_sum[own][group][j][lane] = sum[j];
         __syncthreads();
         if (group > 0) return;
 #pragma unroll
-        for (int i = 1; i < GROUPS; ++i) most = fmaxf(most, group_most[i]);
+        for (int i = 1; i < GROUPS; ++i) most = fmaxf(most, group_most[own][i]);
         all = 0.0f;
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) sum[j] = 0.0f;
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i) {
-            const float share = relative(group_most[i], most);
-            all = fmaf(share, group_all[i], all);
+            const float share = relative(group_most[own][i], most);
+            all = fmaf(share, group_all[own][i], all);
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(share, group_sum[(i * VEC_SIZE + j) * LANES + threadIdx.x], sum[j]);
+            for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(share, group_sum[own][i][j][lane], sum[j]);
         }
     }
     float weight = 1.0f;
@@ -108,7 +113,7 @@ attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_S
 #pragma unroll
     for (int j = 0; j < VEC_SIZE; ++j) sum[j] *= share;
     if (column < HEAD_SIZE) Vec<out_t, VEC_SIZE>::from_floats(sum).store(out + row * out_stride + head * HEAD_SIZE + column);
-    if (HAS_LSE && threadIdx.x == 0) {
+    if (HAS_LSE && group == 0 && lane == 0) {
         lse[LSE_BY_ROW ? row * NUM_HEADS + head : head * num_rows + row] = all == 0.0f ? minus_infinity() : most + logf(all);
     }
 }

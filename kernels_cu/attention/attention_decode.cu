@@ -105,11 +105,16 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
     const int kv_head = blockIdx.x % (NUM_KV_HEADS * HEAD_BLOCKS) / HEAD_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
     const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
-    const int64_t seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS);
-    const int split = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int parts = BALANCED ? balanced_splits(seq_lens, length_step, num_seqs, seq, most_tokens, sliding_window, slots, most_splits)
-                               : int(most_splits);
-    const Splits splits(seq_lens[seq * length_step], most_tokens, sliding_window, PARTITION, parts, int(least_split));
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int64_t seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS), split = blockIdx.y, parts = most_splits;
+    if constexpr (BALANCED) {
+        const Balance<length_t> balance(seq_lens, length_step, num_seqs, most_tokens, sliding_window, slots, most_splits);
+        split = seq;
+        seq = balance.find(split);
+        if (seq < 0) return;
+        parts = balance.splits_of(seq);
+    }
+    const Splits splits(seq_lens[seq * length_step], most_tokens, sliding_window, PARTITION, int(parts), int(least_split));
     const int64_t row = HAS_STARTS ? row_of(query_start_loc + seq, num_rows) : seq;
     if (row < 0) return;
     const bool direct = DIRECT && splits.count <= 1;

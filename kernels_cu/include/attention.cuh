@@ -29,31 +29,69 @@ struct Splits {
     DEVICE bool exists(int split) const { return split < count && end(split) > first; }
 };
 
-// Into how many splits to cut sequence `seq` so that those of all sequences take about as long, where `slots` splits run at the
-// same time: if sequences are alike, no more than run together; else many, so that no long one is left at the end. All lanes
-// of a warp call.
+// Into how many splits sequences are cut so that all take about as long, where `slots` splits run at the same time: if sequences
+// are alike, no more than run together, else some more, so that no long one is left at the end. All lanes of a warp call.
 template <typename L>
-DEVICE int balanced_splits(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t seq, int64_t most_tokens, int64_t window,
-                           float slots, int64_t most_splits) {
-    const int64_t most = window > 0 ? min(window, most_tokens) : most_tokens;
-    const auto attended = [&](const L* length) { return float(int(min(max(int64_t(*length), int64_t(0)), most))); };
-    float total = 0.0f, longest = 0.0f;
-    const L* const end = seq_lens + num_seqs * step;
-#pragma unroll 2
-    for (const L* s = seq_lens + threadIdx.x % WARP_SIZE * step; s < end; s += WARP_SIZE * step) {
-        const float tokens = attended(s);
-        total += tokens;
-        longest = fmaxf(longest, tokens);
-    }
+struct Balance {
+    const L* seq_lens;
+    int64_t step, num_seqs, most;
+    float share, most_splits;  // share: of the slots, for a token
+    int equal;                 // splits of each of sequences that are alike, 0 if they are not
+
+    DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t most_tokens, int64_t window, float slots, int64_t most_splits)
+        : seq_lens(seq_lens), step(step), num_seqs(num_seqs), most(window > 0 ? min(window, most_tokens) : most_tokens),
+          most_splits(float(most_splits)) {
+        float total = 0.0f, longest = 0.0f;
+        for (int64_t seq = threadIdx.x % WARP_SIZE; seq < num_seqs; seq += WARP_SIZE) {
+            const float tokens = tokens_of(seq);
+            total += tokens;
+            longest = fmaxf(longest, tokens);
+        }
 #pragma unroll
-    for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) {
-        total += shfl_xor(total, mask);
-        longest = fmaxf(longest, shfl_xor(longest, mask));
+        for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) {
+            total += shfl_xor(total, mask);
+            longest = fmaxf(longest, shfl_xor(longest, mask));
+        }
+        const bool alike = longest * float(num_seqs) <= 1.25f * total;
+        equal = alike ? int(fminf(fmaxf(floorf(slots / float(num_seqs)), 1.0f), this->most_splits)) : 0;
+        share = slots / fmaxf(total, 1.0f);
     }
-    const bool alike = longest * float(num_seqs) <= 1.25f * total;
-    const float shares = attended(seq_lens + seq * step) * slots / fmaxf(total, 1.0f);
-    return int(fminf(fmaxf(alike ? floorf(shares) : ceilf(5.0f * shares), 1.0f), float(most_splits)));
-}
+    DEVICE float tokens_of(int64_t seq) const {
+        return float(int(min(max(int64_t(seq_lens[seq * step]), int64_t(0)), most)));
+    }
+    DEVICE int splits_of(int64_t seq) const {
+        return equal ? equal : int(fminf(fmaxf(ceilf(2.0f * tokens_of(seq) * share), 1.0f), most_splits));
+    }
+    // Split `number`, counted over all sequences: becomes its number within the sequence `seq`, which is negative if there is
+    // no such split.
+    DEVICE int64_t find(int64_t& number) const {
+        if (equal) {
+            const int64_t seq = number / equal;
+            number -= seq * equal;
+            return seq < num_seqs ? seq : -1;
+        }
+        const int lane = threadIdx.x % WARP_SIZE;
+        for (int64_t first = 0; first < num_seqs; first += WARP_SIZE) {
+            const int own = first + lane < num_seqs ? splits_of(first + lane) : 0;
+            int up_to = own;
+#pragma unroll
+            for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
+                const int before = shfl<WARP_SIZE>(up_to, max(lane - distance, 0));
+                if (lane >= distance) up_to += before;
+            }
+            const int all = shfl<WARP_SIZE>(up_to, WARP_SIZE - 1);
+            if (number < all) {
+                int hit = number < up_to ? lane : WARP_SIZE;  // the first such lane
+#pragma unroll
+                for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) hit = min(hit, shfl_xor(hit, mask));
+                number -= shfl<WARP_SIZE>(up_to - own, hit);
+                return first + hit;
+            }
+            number -= all;
+        }
+        return -1;
+    }
+};
 
 // 2^(x - most), where `most` is the largest of the logits: 0 for -inf, also if there is nothing but -inf.
 DEVICE float relative_exp2(float x, float most) { return estimate_exp2(x - (most == minus_infinity() ? 0.0f : most)); }

@@ -24,7 +24,7 @@ NUM_WARPS = 4
 _LEAST_SPLIT = 64  # tokens: a step of every warp of a block
 _MOST_SPLITS = 128
 _LARGEST_HEAD = 1024
-_MOST_ROUNDS = 16  # of all blocks that run at the same time
+_FEW_BLOCKS = 64
 MOST_TOKENS = 2**31 - 2**20  # counted in 32 bits, with room for the last step
 
 
@@ -146,15 +146,31 @@ def example_caches(
     return make.randn(*keys, dtype=dtype.name), make.randn(*values, dtype=dtype.name)
 
 
-def join_splits(most_splits: int, head_size: int, *rows: Arg, **constants: Any) -> Specialisation:
-    """The kernel that joins up to `most_splits` splits, which reads and writes rows of these tensors."""
+def join_splits(num_seqs: int, most_splits: int, out: Arg, tmp_out: Arg | None, **constants: Any) -> Specialisation:
+    """The kernel that joins up to `most_splits` splits of each sequence into `out` [.., num_heads, head_size]."""
+    num_heads, head_size = out.shape[-2:]
     widest = 16 // max(constants["partial_t"].itemsize, constants["out_t"].itemsize)
-    vec_size = min(check.vector_width(head_size, *rows), widest)
-    warp_size = rows[0].device.warp_size
-    lanes = -(-head_size // (vec_size * warp_size)) * warp_size
-    # Four splits of a group are in flight together.
-    groups = next((n for n in (1, 2, 4, 8) if 4 * n >= most_splits or 2 * n * lanes > 512), 8)
-    return combine(**constants, HEAD_SIZE=head_size, VEC_SIZE=vec_size, LANES=lanes, GROUPS=groups)
+    vec_size = min(check.vector_width(head_size, *(arg for arg in (out, tmp_out) if arg)), widest)
+    lanes = -(-head_size // (vec_size * out.device.warp_size)) * out.device.warp_size
+    room = 512 if num_seqs * num_heads <= 4 * out.device.multiprocessors else 128  # threads of a head
+    # Four splits of a group are in flight together. Many sequences have few splits: then blocks take several heads.
+    groups = next((n for n in (1, 2, 4, 8) if 4 * n >= most_splits or 2 * n * lanes > room), 8)
+    heads = next((n for n in (8, 4, 2) if room == 128 and num_heads % n == 0 and n * groups * lanes <= 256), 1)
+    return combine(
+        **constants,
+        HEAD_SIZE=head_size,
+        NUM_HEADS=num_heads,
+        VEC_SIZE=vec_size,
+        LANES=lanes,
+        GROUPS=groups,
+        HEADS=heads,
+    )
+
+
+def launch_join(kernel: Specialisation, num_seqs: int, /, **values: Any) -> Launch:
+    constants = kernel.constants
+    num_threads = constants["LANES"] * constants["GROUPS"] * constants["HEADS"]
+    return kernel.launch(num_seqs * constants["NUM_HEADS"] // constants["HEADS"], num_threads, **values)
 
 
 def plan(
@@ -236,7 +252,11 @@ def plan(
     min_blocks = 2 if head_size > 128 or heads > 8 or block_size % 8 or (tiles == 4 and not cache.packed) else 3
     blocks = num_seqs * (num_kv_heads * -(-group // heads) if products else num_heads)
     most_tokens = min(block_tables.shape[1] * block_size, MOST_TOKENS)
-    resident = min_blocks * query.device.multiprocessors  # blocks of four warps that run at the same time
+    # Warps of their own begin sooner than those of large blocks, which few sequences need, lest many splits be joined.
+    num_warps = NUM_WARPS if not products or blocks < _FEW_BLOCKS else 1
+    resident = min_blocks * NUM_WARPS // num_warps * query.device.multiprocessors  # blocks that run at the same time
+    per_seq = max(1, blocks) / max(1, num_seqs)
+    slots = resident / per_seq
     if tmp_out:
         assert exp_sums
         assert max_logits
@@ -247,12 +267,11 @@ def plan(
         most_splits = max(1, exp_sums.shape[-1])
         most_tokens = min(most_tokens, most_splits * partition)
     else:
-        rounds = _MOST_ROUNDS if products else 2  # without a choice by the lengths, each split is made
-        most_splits = min(-(-most_tokens // _LEAST_SPLIT), _MOST_SPLITS, rounds * resident // max(1, blocks))
-        most_splits = max(1, most_splits)
-    # Blocks of fewer warps if there are many: then all have begun sooner, and what a warp begins is worth more.
-    many = blocks * (-(-most_tokens // partition) if partition else 1)
-    num_warps = NUM_WARPS if not products or many < resident else 2 if many < 2 * resident else 1
+        # Of one sequence, two thirds of what runs at the same time: memory has no more to give. Of several, a choice by
+        # their lengths, and up to eight times the share of one.
+        wanted = slots * 2 / 3 if num_seqs == 1 else max(4, 8 * slots / num_seqs) if blocks < 4 * resident else 1
+        most_splits = max(1, min(-(-most_tokens // _LEAST_SPLIT), _MOST_SPLITS, int(wanted)))
+    balanced = products and not tmp_out and num_seqs > 1 and most_splits > 1
     if most_splits > 65535:
         raise check.refuse(query, "tmp_out", f"expected at most 65535 partitions, got {most_splits}")
     direct = tmp_out is None
@@ -267,7 +286,7 @@ def plan(
         }
     flags = {
         "PARTITION": partition,
-        "BALANCED": products and direct and most_splits > 1,
+        "BALANCED": balanced,
         "DIRECT": direct,
         "HAS_SINKS": sinks is not None,
         "HAS_LSE": lse is not None,
@@ -287,7 +306,7 @@ def plan(
         "out_stride": heads_stride(out),
         "length_step": seq_lens.strides[0],
     }
-    balance: dict[str, Any] = {"slots": resident * NUM_WARPS / num_warps * num_seqs / max(1, blocks)}
+    balance: dict[str, Any] = {"slots": slots}
     constants = {
         "scalar_t": query.dtype,
         **types,
@@ -326,22 +345,22 @@ def plan(
             "blocksparse_head_sliding_step": sparse.head_sliding_step,
             "first_step": sparse.first_step(num_heads, num_kv_heads),
         }
-    launches = [kernel.launch((blocks, most_splits), num_warps * 32, **fixed)]
+    grid = (int(num_seqs + 2 * slots + 1) * blocks // num_seqs, 1) if balanced else (blocks, most_splits)
+    launches = [kernel.launch(grid, num_warps * 32, **fixed)]
     if combined:
         join = join_splits(
+            num_seqs,
             most_splits,
-            head_size,
-            *(arg for arg in (out, tmp_out) if arg),
+            out,
+            tmp_out,
             **types,
             **flags,
             out_t=float8_e4m3fn if fp8_out_scale else out.dtype,
-            NUM_HEADS=num_heads,
             HAS_OUT_SCALE=fp8_out_scale is not None,
             LSE_BY_ROW=False,
         )
         absent = {} if fp8_out_scale else {"fp8_out_scale": 0}
-        num_threads = join.constants["LANES"] * join.constants["GROUPS"]
-        launches.append(join.launch(num_seqs * num_heads, num_threads, **common, **balance, **absent))
+        launches.append(launch_join(join, num_seqs, **common, **balance, **absent))
     return launches
 
 

@@ -10,7 +10,7 @@ from .._core.kernel import Kernel, Launch, Scratch
 from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
-from ._plan import MOST_TOKENS, bad_indices, heads_stride, join_splits
+from ._plan import MOST_TOKENS, bad_indices, heads_stride, join_splits, launch_join
 from ._truth import finish, float32_logits, largest_of
 
 if TYPE_CHECKING:
@@ -232,12 +232,12 @@ def _(
         launches = [_decode_simt(**constants, NUM_WARPS=_SIMT_WARPS).launch(grid, _SIMT_WARPS * 32, **fixed, **common)]
     if rows:
         join = join_splits(
+            num_seqs,
             most_splits,
-            _LATENT_SIZE,
             out,
+            None,
             **types,
             partial_t=float32,
-            NUM_HEADS=num_heads,
             PARTITION=0,
             BALANCED=False,
             DIRECT=True,
@@ -248,10 +248,7 @@ def _(
             HAS_OUT_SCALE=False,
         )
         absent = dict.fromkeys(("query_start_loc", "sinks", "fp8_out_scale", "num_seqs", "slots"), 0)
-        num_threads = join.constants["LANES"] * join.constants["GROUPS"]
-        launches.append(
-            join.launch(num_seqs * num_heads, num_threads, num_rows=num_seqs, sliding_window=0, **common, **absent)
-        )
+        launches.append(launch_join(join, num_seqs, num_rows=num_seqs, sliding_window=0, **common, **absent))
     return launches
 
 
