@@ -30,7 +30,10 @@ struct Splits {
 };
 
 // Into how many splits sequences are cut so that all take about as long, where `slots` splits run at the same time: if sequences
-// are alike, no more than run together, else some more, so that no long one is left at the end. All lanes of a warp call.
+// are alike, no more than run together (or, of long ones, in two rounds), else some more, so that no long one is left at the
+// end. All lanes of a warp call.
+constexpr float LONG_TOKENS = 4096.0f;
+
 template <typename L>
 struct Balance {
     const L* seq_lens;
@@ -53,7 +56,8 @@ struct Balance {
             longest = fmaxf(longest, shfl_xor(longest, mask));
         }
         const bool alike = longest * float(num_seqs) <= 1.25f * total;
-        equal = alike ? int(fminf(fmaxf(floorf(slots / float(num_seqs)), 1.0f), this->most_splits)) : 0;
+        const float rounds = total > LONG_TOKENS * float(num_seqs) ? 2.0f : 1.0f;
+        equal = alike ? int(fminf(fmaxf(floorf(rounds * slots / float(num_seqs)), 1.0f), this->most_splits)) : 0;
         share = slots / fmaxf(total, 1.0f);
     }
     DEVICE float tokens_of(int64_t seq) const {

@@ -24,7 +24,6 @@ NUM_WARPS = 4
 _LEAST_SPLIT = 64  # tokens: a step of every warp of a block
 _MOST_SPLITS = 128
 _LARGEST_HEAD = 1024
-_FEW_BLOCKS = 64
 MOST_TOKENS = 2**31 - 2**20  # counted in 32 bits, with room for the last step
 
 
@@ -146,6 +145,22 @@ def example_caches(
     return make.randn(*keys, dtype=dtype.name), make.randn(*values, dtype=dtype.name)
 
 
+def warps_of_block(blocks: int, resident: int) -> int:
+    """Warps of a block, of which there are so many, where `resident` of four warps run at the same time.
+
+    A last round of blocks takes at least half the time of a full one, so that it is best a full one or none.
+    """
+    if blocks < resident:
+        return NUM_WARPS
+
+    def waste(warps: int) -> float:
+        rounds = blocks * warps / (NUM_WARPS * resident)
+        part = rounds % 1.0
+        return (rounds - part + (max(part, 0.5) if part else 0.0)) / rounds
+
+    return min((4, 2, 1), key=waste)
+
+
 def join_splits(num_seqs: int, most_splits: int, out: Arg, tmp_out: Arg | None, **constants: Any) -> Specialisation:
     """The kernel that joins up to `most_splits` splits of each sequence into `out` [.., num_heads, head_size]."""
     num_heads, head_size = out.shape[-2:]
@@ -252,9 +267,9 @@ def plan(
     min_blocks = 2 if head_size > 128 or heads > 8 or block_size % 8 or (tiles == 4 and not cache.packed) else 3
     blocks = num_seqs * (num_kv_heads * -(-group // heads) if products else num_heads)
     most_tokens = min(block_tables.shape[1] * block_size, MOST_TOKENS)
-    # Warps of their own begin sooner than those of large blocks, which few sequences need, lest many splits be joined.
-    num_warps = NUM_WARPS if not products or blocks < _FEW_BLOCKS else 1
-    resident = min_blocks * NUM_WARPS // num_warps * query.device.multiprocessors  # blocks that run at the same time
+    resident = min_blocks * query.device.multiprocessors  # blocks of four warps that run at the same time
+    num_warps = warps_of_block(blocks, resident) if products else NUM_WARPS
+    resident = resident * NUM_WARPS // num_warps
     per_seq = max(1, blocks) / max(1, num_seqs)
     slots = resident / per_seq
     if tmp_out:
