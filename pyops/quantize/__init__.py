@@ -7,7 +7,8 @@ enters infinite, and the finite values under it 0. `result` of an fp8 op may be 
 
 from __future__ import annotations
 
-from . import columns, dynamic, groups, scaled, static
+from . import awq, columns, dynamic, groups, scaled, static
+from .awq import *
 from .columns import *
 from .dynamic import *
 from .groups import *
@@ -20,3 +21,4 @@ __all__ += dynamic.__all__
 __all__ += groups.__all__
 __all__ += columns.__all__
 __all__ += scaled.__all__
+__all__ += awq.__all__
