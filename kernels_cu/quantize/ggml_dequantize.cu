@@ -48,13 +48,14 @@ ggml_dequantize(scalar_t* out,      // [num_vecs * 8]
         }
     }
     if constexpr (GRID_BYTES > 0) {
-        const uint8_t* table = reinterpret_cast<const uint8_t*>(FORMAT::table());
-        for (int i = threadIdx.x * 16; i < GRID_BYTES; i += NUM_THREADS * 16) cp_async<16>(shared + i, table + i);
+        static_assert(GRID_BYTES % 16 == 0 && GRID_BYTES <= NUM_THREADS * 16);
+        const int at = threadIdx.x * 16;
+        if (at < GRID_BYTES) cp_async<16>(shared + at, reinterpret_cast<const uint8_t*>(FORMAT::table()) + at);
     }
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < TILE_VECS; ++i) {
         const unsigned vec = threadIdx.x + i * NUM_THREADS;
         if (vec >= vecs) break;

@@ -1,7 +1,7 @@
 """GGUF's quantised types: the sizes of their blocks, and what their elements are, as the format defines them.
 
-Each decoder takes blocks, [num_blocks, bytes] of int32, and the indices of the elements of a block; it gives float32. All
-products are exact.
+Each decoder takes blocks, [num_blocks, bytes] of int32, and the indices of the elements of a block; it gives float32.
+All products are exact.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from .._core.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-Decoder = Any  # (blocks, indices) -> float32
+Decoder = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 class Format(NamedTuple):
-    """A quantised type: its name, as ggml.cuh has it, and how many elements lie in how many bytes."""
+    """A quantised type: its name, as ggml.cuh has it, how many elements lie in how many bytes, and its grid's name."""
 
     name: str
     length: int
     nbytes: int
-    decode: Callable[[Tensor, Tensor], Tensor]
+    grid: str
+    decode: Decoder
 
 
 FORMATS: dict[int, Format] = {}
 
 
-def _type(number: int, length: int, nbytes: int) -> Callable[[Decoder], Decoder]:
+def _type(number: int, length: int, nbytes: int, grid: str = "") -> Callable[[Decoder], Decoder]:
     def declare(decode: Decoder) -> Decoder:
-        FORMATS[number] = Format(decode.__name__[1:].upper(), length, nbytes, decode)
+        FORMATS[number] = Format(decode.__name__[1:].upper(), length, nbytes, grid, decode)
         return decode
 
     return declare
@@ -196,7 +197,7 @@ def _even_signs(seven: Tensor, e: Tensor) -> Tensor:
 # Element i is e of group g of part p; v counts groups.
 
 
-@_type(16, 256, 66)
+@_type(16, 256, 66, "GRID_IQ2_XXS")
 def _iq2_xxs(b: Tensor, i: Tensor) -> Tensor:
     e, g, p = i % 8, i % 32 // 8, i // 32
     aux = _short(b, 6 + 8 * p).long() | _short(b, 8 + 8 * p).long() << 16
@@ -204,7 +205,7 @@ def _iq2_xxs(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + (aux >> 28)) * 0.25 * value * _even_signs(aux >> 7 * g, e)
 
 
-@_type(17, 256, 74)
+@_type(17, 256, 74, "GRID_IQ2_XS")
 def _iq2_xs(b: Tensor, i: Tensor) -> Tensor:
     e, g, p = i % 8, i % 32 // 8, i // 32
     code = _short(b, 2 + i // 8 * 2)
@@ -212,7 +213,7 @@ def _iq2_xs(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + scale) * 0.25 * _grid("GRID_IQ2_XS", code & 511, e, 2, _IQ2) * _even_signs(code >> 9, e)
 
 
-@_type(22, 256, 82)
+@_type(22, 256, 82, "GRID_IQ2_S")
 def _iq2_s(b: Tensor, i: Tensor) -> Tensor:
     e, g, p, v = i % 8, i % 32 // 8, i // 32, i // 8
     index = b[:, 2 + v] | (b[:, 66 + p] >> 2 * g & 3) << 8
@@ -220,7 +221,7 @@ def _iq2_s(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + scale) * 0.25 * _grid("GRID_IQ2_S", index, e, 2, _IQ2) * _signs(b[:, 34 + v], e)
 
 
-@_type(18, 256, 98)
+@_type(18, 256, 98, "GRID_IQ3_XXS")
 def _iq3_xxs(b: Tensor, i: Tensor) -> Tensor:
     e, g, p = i % 8, i % 32 // 8, i // 32
     aux = _short(b, 66 + 4 * p).long() | _short(b, 68 + 4 * p).long() << 16
@@ -228,7 +229,7 @@ def _iq3_xxs(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + (aux >> 28)) * 0.5 * value * _even_signs(aux >> 7 * g, e)
 
 
-@_type(21, 256, 110)
+@_type(21, 256, 110, "GRID_IQ3_S")
 def _iq3_s(b: Tensor, i: Tensor) -> Tensor:
     p = i // 32
     index = b[:, 2 + i // 4] | (b[:, 66 + p] >> i % 32 // 4 & 1) << 8
@@ -237,7 +238,7 @@ def _iq3_s(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (1 + 2 * scale) * value * _signs(b[:, 74 + i // 8], i % 8)
 
 
-@_type(19, 256, 50)
+@_type(19, 256, 50, "GRID_IQ1")
 def _iq1_s(b: Tensor, i: Tensor) -> Tensor:
     high = _short(b, 34 + i // 32 * 2)
     index = b[:, 2 + i // 8] | (high >> i % 32 // 8 * 3 & 7) << 8
@@ -245,7 +246,7 @@ def _iq1_s(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (2 * (high >> 12 & 7) + 1) * (_grid("GRID_IQ1", index, i % 8, 2, _IQ1) + delta)
 
 
-@_type(29, 256, 56)
+@_type(29, 256, 56, "GRID_IQ1")
 def _iq1_m(b: Tensor, i: Tensor) -> Tensor:
     """The scale of the block is in pieces, one to each of four words."""
     d = sum((_short(b, 48 + 2 * k) >> 12) << 4 * k for k in range(4))

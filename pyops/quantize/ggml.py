@@ -19,8 +19,6 @@ __all__ = ["ggml_dequantize", "ggml_dequantize_out"]
 
 _ggml_dequantize = Kernel("quantize/ggml_dequantize.cu")
 _NUM_THREADS = 256
-# Types whose blocks of threads copy a grid: they take more vectors each.
-_WITH_GRID = (16, 17, 18, 19, 21, 22, 29)
 
 
 def ggml_dequantize(W: Any, quant_type: int, m: int, n: int, dtype: Any = None) -> Any:
@@ -40,9 +38,9 @@ def ggml_dequantize(W: Any, quant_type: int, m: int, n: int, dtype: Any = None) 
 def ggml_dequantize_out(out: Tensor, W: Tensor, quant_type: int) -> None:
     """A weight of a GGUF file in floating point: each element in float32, rounded to the dtype of `out`.
 
-    Types, by their numbers in the format: 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 20 IQ4_NL, in blocks of 32 elements; 10
-    to 14 Q2_K to Q6_K, 16 IQ2_XXS, 17 IQ2_XS, 18 IQ3_XXS, 19 IQ1_S, 21 IQ3_S, 22 IQ2_S, 23 IQ4_XS, 29 IQ1_M, in blocks of 256.
-    The values are those of the format's own decoder (the `gguf` package), bit for bit.
+    Types, by their numbers in the format: in blocks of 32 elements 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 20 IQ4_NL;
+    in blocks of 256 10 to 14 Q2_K to Q6_K, 16 IQ2_XXS, 17 IQ2_XS, 18 IQ3_XXS, 19 IQ1_S, 21 IQ3_S, 22 IQ2_S, 23 IQ4_XS,
+    29 IQ1_M. The float32 values are those of the format's own decoder (the `gguf` package), bit for bit.
 
     Args:
         out: [m, n], float32, float16 or bfloat16, contiguous, written; n is a multiple of the block.
@@ -69,7 +67,7 @@ def _(out: Arg, W: Arg, quant_type: int) -> Launch:
         expected = f"{num_blocks} blocks of {format.nbytes} bytes of {format.name}"
         raise W.error(f"expected {expected} for shape {out.shape}, got shape {W.shape}")
     (row,) = one_row(W)
-    vecs = 8 if quant_type in _WITH_GRID else 4
+    vecs = 8 if format.grid else 4  # more of them for each copy of a grid
     num_vecs = out.numel // 8
     return _ggml_dequantize(
         scalar_t=out.dtype,
