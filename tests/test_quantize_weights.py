@@ -227,3 +227,95 @@ def test_ggml_refuses(quant_type: int, n: int, nbytes: int, argument: str) -> No
         pyops.ggml_dequantize_out(out, torch.zeros(1, nbytes, dtype=torch.uint8), quant_type)
     assert caught.value.argument == argument
     assert same_bits(out, before)
+
+
+# GPTQ
+
+
+def gptq_fields(weight: torch.Tensor, bit: int) -> Any:
+    """[K, N] the codes of a weight as it is stored, from the bits of each column as one string."""
+    bits = bits_of(weight).transpose(0, 2, 1).reshape(-1, bit, weight.shape[1])
+    return (bits * (1 << numpy.arange(bit))[:, None]).sum(1)
+
+
+def gptq_shuffled(codes: Any, bit: int) -> Any:
+    """uint32 words of codes [K, N], row by row of the definition."""
+    columns = codes.shape[1]
+    codes = codes.astype("uint64")
+    if bit == 8:
+        four = codes.reshape(-1, 4, columns)
+        return sum(four[:, f] << numpy.uint64(8 * f) for f in range(4))
+    if bit != 3:
+        count = 32 // bit
+        split = codes.reshape(-1, count, columns)
+        even = sum(split[:, f] << numpy.uint64(bit * (f // 2)) for f in range(0, count, 2))
+        odd = sum(split[:, f] << numpy.uint64(bit * (f // 2)) for f in range(1, count, 2))
+        return even | odd << numpy.uint64(16)
+    split = codes.reshape(-1, 32, columns)
+    words = numpy.zeros((len(split), 3, columns), "uint64")
+    for word in range(3):
+        for i in range(5):
+            words[:, word] |= split[:, 10 * word + 2 * i] << numpy.uint64(3 * i)
+            words[:, word] |= split[:, 10 * word + 2 * i + 1] << numpy.uint64(16 + 3 * i)
+        words[:, word] |= (split[:, 30] >> numpy.uint64(word) & numpy.uint64(1)) << numpy.uint64(15)
+        words[:, word] |= (split[:, 31] >> numpy.uint64(word) & numpy.uint64(1)) << numpy.uint64(31)
+    return words.reshape(-1, columns)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bit", [2, 3, 4, 8])
+@given(
+    units=st.integers(1, 12),
+    columns=st.integers(1, 70) | st.just(300),
+    order=st.sampled_from(["none", "empty", "permuted", "any"]),
+    offset=st.integers(0, 4),
+    seed=st.integers(0, 99),
+)
+def test_gptq_shuffle(bit: int, units: int, columns: int, order: str, offset: int, seed: int, device: str) -> None:
+    """In any order of rows, some of them twice or out of range; in place, from any address."""
+    weight = words(units * (3 if bit == 3 else 1), columns, seed=seed)
+    codes = gptq_fields(weight, bit)
+    random = numpy.random.default_rng(seed)
+    perm = None
+    if order == "empty":
+        perm = torch.empty(0, dtype=torch.int32, device=device)
+    elif order != "none":
+        rows = len(codes)
+        chosen = random.permutation(rows) if order == "permuted" else random.integers(-2, rows + 2, rows)
+        chosen[:: 1 + seed] += 0 if order == "permuted" else 2**30
+        inside = (chosen >= 0) & (chosen < rows)
+        codes = codes[numpy.where(inside, chosen, 0)] * inside[:, None]
+        perm = torch.from_numpy(chosen.astype("int32")).to(device)
+    place = Layout(offset=offset).place
+    placed = place(weight.to(device))
+    pyops.gptq_shuffle(placed, perm if perm is None else place(perm), bit)
+    assert numpy.array_equal(placed.cpu().numpy().view("uint32"), gptq_shuffled(codes, bit))
+
+
+def test_gptq_shuffle_of_eight_bits_in_order_is_nothing() -> None:
+    weight = words(4, 8, seed=0)
+    before = weight.clone()
+    pyops.gptq_shuffle(weight, torch.empty(0, dtype=torch.int32), 8)
+    assert torch.equal(weight, before)
+
+
+def test_gptq_rows_that_do_not_exist_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYOPS_CHECK", "1")
+    pyops.gptq_shuffle.op.forget()
+    perm = torch.tensor([0, 8, 2, 3, -1, 5, 6, 7], dtype=torch.int32)
+    with pytest.raises(pyops.OpError, match=r"^gptq_shuffle: q_perm: 2 of 8 indices are out of range, the first"):
+        pyops.gptq_shuffle(words(1, 8, seed=0), perm, 4)
+    pyops.gptq_shuffle.op.forget()
+
+
+@pytest.mark.parametrize(
+    ("bit", "rows", "entries", "argument"),
+    [(5, 3, 0, "bit"), (0, 3, 0, "bit"), (32, 3, 0, "bit"), (3, 4, 0, "q_weight"), (4, 3, 23, "q_perm")],
+)
+def test_gptq_refuses(bit: int, rows: int, entries: int, argument: str) -> None:
+    weight = words(rows, 8, seed=0)
+    before = weight.clone()
+    with pytest.raises(pyops.OpError) as caught:
+        pyops.gptq_shuffle(weight, torch.zeros(entries, dtype=torch.int32), bit)
+    assert caught.value.argument == argument
+    assert torch.equal(weight, before)

@@ -7,11 +7,12 @@ enters infinite, and the finite values under it 0. `result` of an fp8 op may be 
 
 from __future__ import annotations
 
-from . import awq, columns, dynamic, ggml, groups, scaled, static
+from . import awq, columns, dynamic, ggml, gptq, groups, scaled, static
 from .awq import *
 from .columns import *
 from .dynamic import *
 from .ggml import *
+from .gptq import *
 from .groups import *
 from .scaled import *
 from .static import *
@@ -24,3 +25,4 @@ __all__ += columns.__all__
 __all__ += scaled.__all__
 __all__ += awq.__all__
 __all__ += ggml.__all__
+__all__ += gptq.__all__
