@@ -41,8 +41,8 @@ def gptq_shuffle(q_weight: Tensor, q_perm: Tensor | None, bit: int) -> None:
 
     Row r becomes row ``q_perm[r]`` of the weight given, or zeros where there is none. A word then holds its even fields
     in the low half, from the lowest bits, and its odd ones in the high half; fields of 8 bits stay where they are. Of
-    32 fields of 3 bits, three words hold ten each, even and odd as before, and bit j of the last two fields is bit 15 and
-    bit 31 of word j. (This is the layout of ExLlama.)
+    32 fields of 3 bits, three words hold ten each, even and odd as before, and bit j of the last two fields is bit 15
+    and bit 31 of word j. (This is the layout of ExLlama.)
 
     Args:
         q_weight: [K * bit / 32, N] int32, contiguous, read and written. Row k is field ``k % (32 / bit)``, from the
