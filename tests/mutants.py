@@ -1730,6 +1730,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "float(nibbles >> 16), float(nibbles & 0xffff)",
             "odd columns are others than even ones",
         ),
+        ("raised too little", "= 0x64006400;", "= 0x60006000;", "the last place of 512 is worth a half"),
         ("nothing taken off bytes", "(8388608.0f + less)", "8388608.0f", "codes have an offset"),
         ("bytes backwards", "0x7540 + i", "0x7543 - i", "elements follow their bytes"),
         ("a bit lost", "0x00204081 & 0x01010101", "0x00204081 & 0x00010101", "every fourth code has a bit more"),

@@ -11,13 +11,11 @@ template <> constexpr uint32_t RAISED_PAIR<bf16_t> = 0x43004300;  // 128
 // of two loses again.
 template <typename T>
 DEVICE void raised_pair(T* out, uint32_t nibbles) {
-#if PYOPS_CUDA
     if constexpr (RAISED_PAIR<T> != 0) {
-        as_word(out) = nibbles | RAISED_PAIR<T>;
-        return;
+        *reinterpret_cast<uint32_t*>(out) = nibbles | RAISED_PAIR<T>;
+    } else {
+        store_pair<T>(out, float(nibbles & 0xffff), float(nibbles >> 16));
     }
-#endif
-    store_pair<T>(out, float(nibbles & 0xffff), float(nibbles >> 16));
 }
 
 // N columns from the even column `first` of the eight in a word of AWQ, whose nibbles hold columns 0 2 4 6 1 3 5 7 from the
