@@ -22,21 +22,31 @@ Decoder = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 class Format(NamedTuple):
-    """A quantised type: its name, as ggml.cuh has it, how many elements lie in how many bytes, and its grid's name."""
+    """A quantised type.
+
+    Attributes:
+        name: as ggml.cuh has it.
+        length, nbytes: elements of a block and its bytes.
+        exponents: bytes with the sign and exponent of a scale.
+        has_grid: its codes say entries of a grid.
+    """
 
     name: str
     length: int
     nbytes: int
-    grid: str
+    exponents: tuple[int, ...]
+    has_grid: bool
     decode: Decoder
 
 
 FORMATS: dict[int, Format] = {}
 
 
-def _type(number: int, length: int, nbytes: int, grid: str = "") -> Callable[[Decoder], Decoder]:
+def _type(
+    number: int, length: int, nbytes: int, exponents: tuple[int, ...] = (1,), has_grid: bool = False
+) -> Callable[[Decoder], Decoder]:
     def declare(decode: Decoder) -> Decoder:
-        FORMATS[number] = Format(decode.__name__[1:].upper(), length, nbytes, grid, decode)
+        FORMATS[number] = Format(decode.__name__[1:].upper(), length, nbytes, exponents, has_grid, decode)
         return decode
 
     return declare
@@ -82,7 +92,7 @@ def _q4_0(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (_nibble(b, 2, i) - 8)
 
 
-@_type(3, 32, 20)
+@_type(3, 32, 20, (1, 3))
 def _q4_1(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * _nibble(b, 4, i) + _half(b, 2)
 
@@ -92,7 +102,7 @@ def _q5_0(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * ((_nibble(b, 6, i) | _bit(b, 2, i) << 4) - 16)
 
 
-@_type(7, 32, 24)
+@_type(7, 32, 24, (1, 3))
 def _q5_1(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (_nibble(b, 8, i) | _bit(b, 4, i) << 4) + _half(b, 2)
 
@@ -105,7 +115,7 @@ def _q8_0(b: Tensor, i: Tensor) -> Tensor:
 # Blocks of 256 elements, in halves of 128, of four times 32: element i is l in part j of half h.
 
 
-@_type(10, 256, 84)
+@_type(10, 256, 84, (81, 83))
 def _q2_k(b: Tensor, i: Tensor) -> Tensor:
     h, j, l = i // 128, i % 128 // 32, i % 32  # noqa: E741
     code = b[:, 16 + 32 * h + l] >> 2 * j & 3
@@ -113,7 +123,7 @@ def _q2_k(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 80) * (scale & 15) * code - _half(b, 82) * (scale >> 4)
 
 
-@_type(11, 256, 110)
+@_type(11, 256, 110, (109,))
 def _q3_k(b: Tensor, i: Tensor) -> Tensor:
     h, j, l = i // 128, i % 128 // 32, i % 32  # noqa: E741
     high = b[:, l] >> 4 * h + j & 1
@@ -132,20 +142,20 @@ def _scales_k(b: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
     return _half(b, 0) * scale, _half(b, 2) * least
 
 
-@_type(12, 256, 144)
+@_type(12, 256, 144, (1, 3))
 def _q4_k(b: Tensor, i: Tensor) -> Tensor:
     scale, least = _scales_k(b, i // 32)
     return scale * (b[:, 16 + i // 64 * 32 + i % 32] >> i % 64 // 32 * 4 & 15) - least
 
 
-@_type(13, 256, 176)
+@_type(13, 256, 176, (1, 3))
 def _q5_k(b: Tensor, i: Tensor) -> Tensor:
     scale, least = _scales_k(b, i // 32)
     code = b[:, 48 + i // 64 * 32 + i % 32] >> i % 64 // 32 * 4 & 15
     return scale * (code + 16 * (b[:, 16 + i % 32] >> i // 32 & 1)) - least
 
 
-@_type(14, 256, 210)
+@_type(14, 256, 210, (209,))
 def _q6_k(b: Tensor, i: Tensor) -> Tensor:
     h, j, l = i // 128, i % 128 // 32, i % 32  # noqa: E741
     low = b[:, 64 * h + j % 2 * 32 + l] >> j // 2 * 4 & 15
@@ -197,7 +207,7 @@ def _even_signs(seven: Tensor, e: Tensor) -> Tensor:
 # Element i is e of group g of part p; v counts groups.
 
 
-@_type(16, 256, 66, "GRID_IQ2_XXS")
+@_type(16, 256, 66, has_grid=True)
 def _iq2_xxs(b: Tensor, i: Tensor) -> Tensor:
     e, g, p = i % 8, i % 32 // 8, i // 32
     aux = _short(b, 6 + 8 * p).long() | _short(b, 8 + 8 * p).long() << 16
@@ -205,7 +215,7 @@ def _iq2_xxs(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + (aux >> 28)) * 0.25 * value * _even_signs(aux >> 7 * g, e)
 
 
-@_type(17, 256, 74, "GRID_IQ2_XS")
+@_type(17, 256, 74, has_grid=True)
 def _iq2_xs(b: Tensor, i: Tensor) -> Tensor:
     e, g, p = i % 8, i % 32 // 8, i // 32
     code = _short(b, 2 + i // 8 * 2)
@@ -213,7 +223,7 @@ def _iq2_xs(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + scale) * 0.25 * _grid("GRID_IQ2_XS", code & 511, e, 2, _IQ2) * _even_signs(code >> 9, e)
 
 
-@_type(22, 256, 82, "GRID_IQ2_S")
+@_type(22, 256, 82, has_grid=True)
 def _iq2_s(b: Tensor, i: Tensor) -> Tensor:
     e, g, p, v = i % 8, i % 32 // 8, i // 32, i // 8
     index = b[:, 2 + v] | (b[:, 66 + p] >> 2 * g & 3) << 8
@@ -221,7 +231,7 @@ def _iq2_s(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + scale) * 0.25 * _grid("GRID_IQ2_S", index, e, 2, _IQ2) * _signs(b[:, 34 + v], e)
 
 
-@_type(18, 256, 98, "GRID_IQ3_XXS")
+@_type(18, 256, 98, has_grid=True)
 def _iq3_xxs(b: Tensor, i: Tensor) -> Tensor:
     e, g, p = i % 8, i % 32 // 8, i // 32
     aux = _short(b, 66 + 4 * p).long() | _short(b, 68 + 4 * p).long() << 16
@@ -229,7 +239,7 @@ def _iq3_xxs(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + (aux >> 28)) * 0.5 * value * _even_signs(aux >> 7 * g, e)
 
 
-@_type(21, 256, 110, "GRID_IQ3_S")
+@_type(21, 256, 110, has_grid=True)
 def _iq3_s(b: Tensor, i: Tensor) -> Tensor:
     p = i // 32
     index = b[:, 2 + i // 4] | (b[:, 66 + p] >> i % 32 // 4 & 1) << 8
@@ -238,7 +248,7 @@ def _iq3_s(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (1 + 2 * scale) * value * _signs(b[:, 74 + i // 8], i % 8)
 
 
-@_type(19, 256, 50, "GRID_IQ1")
+@_type(19, 256, 50, has_grid=True)
 def _iq1_s(b: Tensor, i: Tensor) -> Tensor:
     high = _short(b, 34 + i // 32 * 2)
     index = b[:, 2 + i // 8] | (high >> i % 32 // 8 * 3 & 7) << 8
@@ -246,7 +256,7 @@ def _iq1_s(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (2 * (high >> 12 & 7) + 1) * (_grid("GRID_IQ1", index, i % 8, 2, _IQ1) + delta)
 
 
-@_type(29, 256, 56, "GRID_IQ1")
+@_type(29, 256, 56, (55,), has_grid=True)
 def _iq1_m(b: Tensor, i: Tensor) -> Tensor:
     """The scale of the block is in pieces, one to each of four words."""
     d = sum((_short(b, 48 + 2 * k) >> 12) << 4 * k for k in range(4))

@@ -67,7 +67,7 @@ def _(out: Arg, W: Arg, quant_type: int) -> Launch:
         expected = f"{num_blocks} blocks of {format.nbytes} bytes of {format.name}"
         raise W.error(f"expected {expected} for shape {out.shape}, got shape {W.shape}")
     (row,) = one_row(W)
-    vecs = 8 if format.grid else 4  # more of them for each copy of a grid
+    vecs = 8 if format.has_grid else 4  # more of them for each copy of a grid
     num_vecs = out.numel // 8
     return _ggml_dequantize(
         scalar_t=out.dtype,
@@ -93,10 +93,10 @@ def _(
     dtype: str = "bfloat16",
     quant_type: Literal[2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 16, 17, 18, 19, 20, 21, 22, 23, 29] = 12,
 ) -> tuple[Any, ...]:
-    """A weight of `num_tokens` rows."""
+    """A weight of `num_tokens` rows, of any bytes, but scales below 1 / 128, as weights have them."""
     format = _ggml.FORMATS[quant_type]
-    return (
-        make.empty(num_tokens, hidden_size, dtype=dtype),
-        make.randint(0, 256, num_tokens, hidden_size // format.length * format.nbytes, dtype="uint8"),
-        quant_type,
-    )
+    row_blocks = hidden_size // format.length
+    weight = make.randint(0, 256, num_tokens, row_blocks * format.nbytes, dtype="uint8")
+    if not isinstance(weight, Arg):
+        weight.view(num_tokens * row_blocks, format.nbytes)[:, list(format.exponents)] &= 0x9F
+    return make.empty(num_tokens, hidden_size, dtype=dtype), weight, quant_type
