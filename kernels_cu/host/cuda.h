@@ -114,6 +114,15 @@ inline int __float2int_rn(float x) {
     const double rounded = ::rint(double(x));
     return rounded >= 2147483647.0 ? 2147483647 : rounded <= -2147483648.0 ? -2147483647 - 1 : int(rounded);
 }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long bytes = (unsigned long long)y << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned chosen = selector >> 4 * i & 15, byte = bytes >> 8 * (chosen & 7) & 0xff;
+        result |= (chosen < 8 ? byte : byte & 0x80 ? 0xff : 0) << 8 * i;
+    }
+    return result;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }

@@ -148,22 +148,9 @@ def chunks(
     """
     hidden_size, num_rows = out.shape[-1], check.num_rows(out)
     vec_size = check.vector_width(hidden_size, out, input)
-    row_vecs = hidden_size // vec_size
-    # Neighbouring threads that share a row: as many as leave few of them idle, but whole warps.
-    widths = [1 << shift for shift in range(8, min(5, max(0, row_vecs - 1).bit_length()) - 1, -1)]
-    row_threads = next((width for width in widths if -row_vecs % width <= row_vecs // 16), widths[-1])
-    groups = -(-num_rows // (_NUM_THREADS // row_threads))
-    planes = -(-groups // _MOST_BLOCKS)
-    return kernel(
-        scalar_t=input.dtype,
-        **constants,
-        VEC_SIZE=vec_size,
-        NUM_THREADS=_NUM_THREADS,
-        ROW_THREADS=row_threads,
-        PLANES=planes > 1,
-        MIN_BLOCKS=min_blocks,
-    ).launch(
-        grid=(-(-row_vecs // row_threads), -(-groups // max(1, planes)), planes),
+    grid, threads = pieces(hidden_size // vec_size, num_rows)
+    return kernel(scalar_t=input.dtype, **constants, VEC_SIZE=vec_size, **threads, MIN_BLOCKS=min_blocks).launch(
+        grid=grid,
         block=_NUM_THREADS,
         num_rows=num_rows,
         hidden_size=hidden_size,
@@ -171,3 +158,14 @@ def chunks(
         **{out_stride: check.row_stride(out)},
         **(fixed or {}),
     )
+
+
+def pieces(row_pieces: int, num_rows: int) -> tuple[tuple[int, int, int], dict[str, int]]:
+    """(grid, constants) for threads that each have one of the `row_pieces` of a row (chunk.cuh)."""
+    # Neighbouring threads that share a row: as many as leave few of them idle, but whole warps.
+    widths = [1 << shift for shift in range(8, min(5, max(0, row_pieces - 1).bit_length()) - 1, -1)]
+    row_threads = next((width for width in widths if -row_pieces % width <= row_pieces // 16), widths[-1])
+    groups = -(-num_rows // (_NUM_THREADS // row_threads))
+    planes = -(-groups // _MOST_BLOCKS)
+    grid = -(-row_pieces // row_threads), -(-groups // max(1, planes)), planes
+    return grid, {"NUM_THREADS": _NUM_THREADS, "ROW_THREADS": row_threads, "PLANES": planes > 1}

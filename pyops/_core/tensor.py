@@ -117,6 +117,13 @@ def held_number(value: Any, like: Any) -> Any:
     return found
 
 
+def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """A tensor of the library and on the device of `like`, of its dtype unless one is given, that holds anything."""
+    if hasattr(like, "new_empty"):
+        return like.new_empty(shape, dtype=dtype)
+    return numpy.empty_like(like, dtype, "C", shape=shape)
+
+
 def address(value: Any) -> int:
     """Address of the first element."""
     kind = dialect(value)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy
-
 from .._core import check
 from .._core.dtypes import int32
 from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
 from .._core.op import op
-from .._core.tensor import Arg
+from .._core.tensor import Arg, new
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,19 +64,14 @@ def convert_vertical_slash_indexes_mergehead(
     *heads, num_verticals = vertical_indexes.shape
     rows = (*heads, -(-context_size // max(1, block_size_M)))
     outputs = (
-        _new(vertical_indexes, rows),
-        _new(vertical_indexes, (*rows, slash_indexes.shape[-1])),
-        _new(vertical_indexes, rows),
-        _new(vertical_indexes, (*rows, num_verticals)),
+        new(vertical_indexes, rows),
+        new(vertical_indexes, (*rows, slash_indexes.shape[-1])),
+        new(vertical_indexes, rows),
+        new(vertical_indexes, (*rows, num_verticals)),
     )
     inputs = q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, vertical_indices_count, slash_indices_count
     convert_vertical_slash_indexes_out(*outputs, *inputs, context_size, block_size_M, block_size_N, causal)
     return outputs
-
-
-def _new(like: Any, shape: tuple[int, ...]) -> Any:
-    """A tensor of the library, dtype and device of `like`."""
-    return like.new_empty(shape) if hasattr(like, "new_empty") else numpy.empty_like(like, shape=shape)
 
 
 @op(out=("block_count", "block_offset", "column_count", "column_index"), ulps=0)

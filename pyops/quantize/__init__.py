@@ -3,13 +3,18 @@
 A scale multiplies a code to give its value. All arithmetic is in float32, correctly rounded; conversions round to
 nearest even (the group int8 op: toward zero) and saturate. NaN is left out of extremes. An infinity makes the scale it
 enters infinite, and the finite values under it 0. `result` of an fp8 op may be float8_e4m3fn, or uint8 for its bits.
+
+Beside it, weights as checkpoints pack them: those of AWQ and GGUF in floating point, those of GPTQ made ready.
 """
 
 from __future__ import annotations
 
-from . import columns, dynamic, groups, scaled, static
+from . import awq, columns, dynamic, ggml, gptq, groups, scaled, static
+from .awq import *
 from .columns import *
 from .dynamic import *
+from .ggml import *
+from .gptq import *
 from .groups import *
 from .scaled import *
 from .static import *
@@ -20,3 +25,6 @@ __all__ += dynamic.__all__
 __all__ += groups.__all__
 __all__ += columns.__all__
 __all__ += scaled.__all__
+__all__ += awq.__all__
+__all__ += ggml.__all__
+__all__ += gptq.__all__

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy
-
 from .._core import check
 from .._core.dtypes import int32
 from .._core.kernel import Kernel, Launch
 from .._core.op import op
-from .._core.tensor import Arg
+from .._core.tensor import Arg, new
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +20,7 @@ _permute_cols = Kernel("quantize/permute_cols.cu")
 
 def permute_cols(a: Any, perm: Any) -> Any:
     """`permute_cols_out` into a new tensor."""
-    out = a.new_empty(a.shape) if hasattr(a, "new_empty") else numpy.empty_like(a)
+    out = new(a, a.shape)
     permute_cols_out(out, a, perm)
     return out
 
