@@ -1,0 +1,14 @@
+"""From logits to tokens: penalties and masks, the largest of a row, softmax, and drawing.
+
+Where the largest of a row are taken, of equal ones the first are. Drawing is by Philox numbers from a seed of each row
+and by sums of integers, so that a result depends on nothing but the row and its arguments: not on the rows beside it,
+nor on how the work is spread.
+"""
+
+from __future__ import annotations
+
+from . import penalties
+from .penalties import *
+
+__all__: list[str] = []
+__all__ += penalties.__all__
