@@ -16,34 +16,41 @@ struct Flat {
         first_column = int(begin - first_row * ROW_SIZE);
     }
 
-    // The masks of the thread's elements by load(element, count, mask), of all vectors before the first is looked at. Then
-    // x = T(f(x, mask, row)) for every element of `logits` whose mask is not 0; vectors without one are not touched.
+    // The masks of the thread's elements by load(element, count, mask). Then x = T(f(x, mask, row)) for every element of
+    // `logits` whose mask is not 0; vectors without one are not touched. All masks are on their way before the first is
+    // looked at, and then all vectors.
     template <typename T, typename LOAD, typename F>
     DEVICE void edit(T* logits, LOAD load, F f) const {
         using vec_t = Vec<T, N>;
         uint32_t mask[BATCH][N] = {};
+        bool any[BATCH];
+        vec_t vecs[BATCH];
+        logits += begin;
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            const int64_t left = size - begin - offset(b);
-            if (left > 0) load(begin + offset(b), left < N ? int(left) : N, mask[b]);
+            const int there = count(b);
+            if (there > 0) load(begin + offset(b), there, mask[b]);
         }
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            uint32_t any = 0;
+            any[b] = false;
 #pragma unroll
-            for (int j = 0; j < N; ++j) any |= mask[b][j];
-            if (any == 0) continue;
+            for (int j = 0; j < N; ++j) any[b] |= mask[b][j] != 0;
+            if (any[b] && count(b) == N) vecs[b] = vec_t::load(logits + offset(b));
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (!any[b]) continue;
             const unsigned column = unsigned(first_column) + offset(b);
             const int64_t row = first_row + column / ROW_SIZE;
             const int in_row = ROW_SIZE - int(column % ROW_SIZE);
-            T* at = logits + begin + offset(b);
-            if (size - begin - offset(b) >= N) {
-                vec_t vec = vec_t::load(at);
+            T* at = logits + offset(b);
+            if (count(b) == N) {
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
-                    if (mask[b][j]) vec.data[j] = from_float<T>(f(vec[j], mask[b][j], row + (j >= in_row)));
+                    if (mask[b][j]) vecs[b].data[j] = from_float<T>(f(vecs[b][j], mask[b][j], row + (j >= in_row)));
                 }
-                vec.store(at);
+                vecs[b].store(at);
             } else {
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
@@ -51,6 +58,11 @@ struct Flat {
                 }
             }
         }
+    }
+    // Elements of vector b that there are.
+    DEVICE int count(int b) const {
+        const int64_t left = size - begin - offset(b);
+        return left >= N ? N : left > 0 ? int(left) : 0;
     }
     static DEVICE int offset(int b) { return (b * NUM_THREADS + int(threadIdx.x)) * N; }
 };

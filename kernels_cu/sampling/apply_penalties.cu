@@ -13,7 +13,7 @@
 
 #include "sampling.cuh"
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 apply_penalties(scalar_t* logits,                    // [num_seqs, VOCAB_SIZE]
                 const int32_t* output_bin_counts,    // [num_seqs, VOCAB_SIZE]
                 const float* frequency_penalties,    // [num_seqs]

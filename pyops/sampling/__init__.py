@@ -7,8 +7,10 @@ nor on how the work is spread.
 
 from __future__ import annotations
 
-from . import penalties
+from . import penalties, top_k
 from .penalties import *
+from .top_k import *
 
 __all__: list[str] = []
 __all__ += penalties.__all__
+__all__ += top_k.__all__

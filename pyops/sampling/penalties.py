@@ -54,7 +54,7 @@ def apply_repetition_penalties_(
     """Make tokens that have come before less likely: ``l = T(l / p) if l > 0 else T(l * p)`` where a mask is set.
 
     In place, and once, also where both masks are set (Keskar et al. 2019, arXiv:1909.05858, with the sign of the logit
-    minded). 0, negative values and NaN are multiplied. Float32 arithmetic, rounded once; other elements keep their bits.
+    minded). 0, negative values and NaN are multiplied. Float32 arithmetic, rounded once; other elements stay.
 
     Args:
         logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
