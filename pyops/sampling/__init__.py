@@ -7,10 +7,12 @@ nor on how the work is spread.
 
 from __future__ import annotations
 
-from . import penalties, top_k
+from . import penalties, probabilities, top_k
 from .penalties import *
+from .probabilities import *
 from .top_k import *
 
 __all__: list[str] = []
 __all__ += penalties.__all__
+__all__ += probabilities.__all__
 __all__ += top_k.__all__

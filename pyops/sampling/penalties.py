@@ -77,7 +77,7 @@ def _(logits: Arg, prompt_mask: Arg, output_mask: Arg, repetition_penalties: Arg
 
 
 @apply_repetition_penalties_.example
-def _(make: Any, *, num_tokens: int = 16, vocab_size: int = 4001, dtype: str = "bfloat16") -> tuple[Any, ...]:
+def _(make: Any, *, num_tokens: int = 16, vocab_size: int = 4000, dtype: str = "bfloat16") -> tuple[Any, ...]:
     prompt, output = (make.randint(0, 2, num_tokens, vocab_size, dtype="bool") for _ in range(2))
     logits = make.randn(num_tokens, vocab_size, dtype=dtype, scale=4.0)
     return logits, prompt, output, make.randn(num_tokens, dtype=dtype, scale=0.1, shift=1.2)
@@ -113,7 +113,7 @@ def _(logits: Arg, output_bin_counts: Arg, frequency_penalties: Arg, presence_pe
 
 
 @apply_penalties_.example
-def _(make: Any, *, num_tokens: int = 16, vocab_size: int = 4001, dtype: str = "bfloat16") -> tuple[Any, ...]:
+def _(make: Any, *, num_tokens: int = 16, vocab_size: int = 4000, dtype: str = "bfloat16") -> tuple[Any, ...]:
     logits = make.randn(num_tokens, vocab_size, dtype=dtype, scale=4.0)
     counts = make.randint(-1, 4, num_tokens, vocab_size, dtype="int32")
     return logits, counts, *(make.randn(num_tokens, dtype="float32", shift=0.5) for _ in range(2))
@@ -176,7 +176,7 @@ def _(logits: Tensor, bitmask: Tensor, indices: Tensor | None) -> dict[str, Tens
 
 @apply_token_bitmask_.example
 def _(
-    make: Any, *, num_tokens: int = 16, vocab_size: int = 4001, dtype: str = "bfloat16", with_indices: bool = False
+    make: Any, *, num_tokens: int = 16, vocab_size: int = 4000, dtype: str = "bfloat16", with_indices: bool = False
 ) -> tuple[Any, ...]:
     logits = make.randn(num_tokens, vocab_size, dtype=dtype)
     bitmask = make.randint(-(2**31), 2**31, num_tokens, -(-vocab_size // 32), dtype="int32")
