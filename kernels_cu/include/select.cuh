@@ -47,17 +47,18 @@ struct Found {
     T held, wanted;
 };
 
-// The bin, counted from the highest, in which what the bins hold sums up to `wanted`, which is above 0 and not more than
-// they hold together. Every thread calls; `partial` as in sum_before. There is a barrier between it and later writes to bins.
-template <int NUM_THREADS, typename T>
-DEVICE Found<T> find_from_above(const T* bins, int num_bins, T wanted, T* partial, Found<T>* found) {
+// The bin, counted from the highest, in which what the bins hold sums up to wanted(sum of all), which is above 0 and not more
+// than that sum. Every thread calls; `partial` as in sum_before. There is a barrier between it and later writes to bins.
+template <int NUM_THREADS, typename T, typename F, typename LOAD>
+DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial, Found<T>* found) {
     constexpr int MOST = MOST_BINS / NUM_THREADS;
     static_assert(MOST_BINS % NUM_THREADS == 0);
     T held[MOST], sum = 0, total;
     const int first = num_bins - 1 - int(threadIdx.x) * MOST;
 #pragma unroll
-    for (int i = 0; i < MOST; ++i) sum += held[i] = first - i >= 0 ? bins[first - i] : T(0);
+    for (int i = 0; i < MOST; ++i) sum += held[i] = first - i >= 0 ? load(first - i) : T(0);
     T before = sum_before<NUM_THREADS>(sum, partial, total);
+    const T wanted = wanted_of(total);
     if (before < wanted && wanted <= before + sum) {
         bool here = false;
 #pragma unroll

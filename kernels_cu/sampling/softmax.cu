@@ -21,7 +21,7 @@
 // What to subtract from x: nothing if there is nothing but -inf.
 DEVICE float base_of(float largest) { return largest == minus_infinity() ? 0.0f : largest; }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
 softmax(out_t* out,                   // [num_rows, vocab_size]
         const in_t* logits,           // [num_rows, vocab_size]
         const float* temperature,     // [num_rows]

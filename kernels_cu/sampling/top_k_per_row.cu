@@ -126,7 +126,9 @@ top_k_per_row(int32_t* indices,             // [numRows, topK]
             }
         });
         __syncthreads();
-        const auto place = find_from_above<NUM_THREADS>(bins, digit.bins, threshold.ties, partial[turn ^= 1], &found);
+        const auto place = find_from_above<NUM_THREADS>(
+            digit.bins, [&](int bin) { return bins[bin]; }, [&](uint32_t) { return threshold.ties; }, partial[turn ^= 1],
+            &found);
         threshold = {threshold.key | place.bin << digit.shift, place.wanted};
         if (place.held == place.wanted && threshold.key > 0) {
             threshold = {threshold.key - 1, 0};

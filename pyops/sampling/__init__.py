@@ -7,7 +7,8 @@ nor on how the work is spread.
 
 from __future__ import annotations
 
-from . import penalties, probabilities, top_k
+from . import draw, penalties, probabilities, top_k
+from .draw import *
 from .penalties import *
 from .probabilities import *
 from .top_k import *
@@ -16,3 +17,4 @@ __all__: list[str] = []
 __all__ += penalties.__all__
 __all__ += probabilities.__all__
 __all__ += top_k.__all__
+__all__ += draw.__all__
