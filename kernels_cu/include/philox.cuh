@@ -2,10 +2,10 @@
 #pragma once
 #include "platform.cuh"
 
-// 64 random bits, the first two words of Philox4x32-10 under the key `seed` for the counter (offset, 0).
-DEVICE uint64_t philox(uint64_t seed, uint64_t offset) {
+// 64 random bits, the first two words of Philox4x32-10 under the key `seed` for the counter (offset, third, fourth).
+DEVICE uint64_t philox(uint64_t seed, uint64_t offset, uint32_t third = 0, uint32_t fourth = 0) {
     uint32_t key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
-    uint32_t word[4] = {uint32_t(offset), uint32_t(offset >> 32), 0, 0};
+    uint32_t word[4] = {uint32_t(offset), uint32_t(offset >> 32), third, fourth};
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
         const uint64_t even = uint64_t(0xd2511f53u) * word[0], odd = uint64_t(0xcd9e8d57u) * word[2];

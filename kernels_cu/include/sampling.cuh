@@ -2,6 +2,9 @@
 #pragma once
 #include "vec.cuh"
 
+// Whether a number, also one that a comparison would take for 0, is above 0.
+DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u; }
+
 // Of a packed matrix of `size` elements in rows of ROW_SIZE, what a block works on: BATCH vectors of N elements a thread,
 // NUM_THREADS vectors apart. A vector may lie in two rows, so that vectors are aligned whatever the size of a row.
 template <int N, int BATCH, int ROW_SIZE, int NUM_THREADS>

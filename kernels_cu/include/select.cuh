@@ -73,3 +73,29 @@ DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial
     __syncthreads();
     return *found;
 }
+
+// found(vector, j) for the element in whose weight `left` falls, by the one thread that has it: the first at which the sum of
+// weights, elements in order, is above `left`. weigh(vector, weights) gives those of VEC elements, of any vector a thread may
+// ask for. Every thread of the block calls.
+template <int NUM_THREADS, int VEC, typename WEIGH, typename FOUND>
+DEVICE void find_by_weight(uint64_t left, int vectors, WEIGH weigh, FOUND found, uint64_t (&partial)[2][NUM_THREADS / WARP_SIZE]) {
+    int turn = 0;
+    for (int first = 0; first < vectors; first += NUM_THREADS) {
+        uint64_t weights[VEC], own = 0, all;
+        weigh(first + int(threadIdx.x), weights);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) own += weights[j];
+        uint64_t before = sum_before<NUM_THREADS>(own, partial[turn ^= 1], all);
+        if (left >= all) {
+            left -= all;
+            continue;
+        }
+        if (left < before || left >= before + own) return;
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            if (before <= left && left < before + weights[j]) found(first + int(threadIdx.x), j);
+            before += weights[j];
+        }
+        return;
+    }
+}

@@ -13,9 +13,6 @@
 
 #include "sampling.cuh"
 
-// Whether a number, also one that a comparison would take for 0, is above 0.
-DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u; }
-
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 apply_repetition_penalties(scalar_t* logits,                       // [num_seqs, VOCAB_SIZE]
                            const uint8_t* prompt_mask,             // [num_seqs, VOCAB_SIZE]

@@ -55,25 +55,11 @@ sampling_pick(int32_t* samples,             // [num_rows]
     }
     const auto span = at.span(logits, logits_stride, vocab_size, piece_size, piece);
     constexpr int VEC = Piece<scalar_t>::VEC;
-    for (int first = 0;; first += NUM_THREADS) {
-        const auto vec = span.load(first + threadIdx.x, from_float<scalar_t>(minus_infinity()));
-        uint64_t w[VEC], own = 0;
+    const auto weigh = [&](int i, uint64_t (&w)[VEC]) {
+        const auto vec = span.load(i, from_float<scalar_t>(minus_infinity()));
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) own += w[j] = weight(clean(vec[j]));
-        uint64_t before = sum_before<NUM_THREADS>(own, partial[1 - first / NUM_THREADS % 2], all);
-        if (left >= all) {
-            left -= all;
-            continue;
-        }
-        if (before <= left && left < before + own) {
-#pragma unroll
-            for (int j = 0; j < VEC; ++j) {
-                if (before <= left && left < before + w[j]) {
-                    samples[at.row] = int32_t(piece * piece_size) + span.element(first + threadIdx.x) + j;
-                }
-                before += w[j];
-            }
-        }
-        return;
-    }
+        for (int j = 0; j < VEC; ++j) w[j] = weight(clean(vec[j]));
+    };
+    const auto take = [&](int i, int j) { samples[at.row] = int32_t(piece * piece_size) + span.element(i) + j; };
+    find_by_weight<NUM_THREADS, VEC>(left, span.vectors(), weigh, take, partial);
 }

@@ -7,10 +7,11 @@ nor on how the work is spread.
 
 from __future__ import annotations
 
-from . import draw, penalties, probabilities, top_k
+from . import draw, penalties, probabilities, rejection, top_k
 from .draw import *
 from .penalties import *
 from .probabilities import *
+from .rejection import *
 from .top_k import *
 
 __all__: list[str] = []
@@ -18,3 +19,4 @@ __all__ += penalties.__all__
 __all__ += probabilities.__all__
 __all__ += top_k.__all__
 __all__ += draw.__all__
+__all__ += rejection.__all__
