@@ -75,11 +75,14 @@ rejection_sample(int32_t* output_token_ids,            // [batch, most_drafts + 
         uint64_t left[2] = {0, 0}, all;
         for (int i = threadIdx.x; int64_t(i) * VEC_SIZE < piece_size; i += NUM_THREADS) {
             uint64_t w[VEC_SIZE];
+#pragma unroll
             for (int alone = 0; alone < 2; ++alone) {
                 weigh(piece, i, alone, w);
-                for (uint64_t one : w) left[alone] += one;
+#pragma unroll
+                for (int j = 0; j < VEC_SIZE; ++j) left[alone] += w[j];
             }
         }
+#pragma unroll
         for (int alone = 0; alone < 2; ++alone) {
             sum_before<NUM_THREADS>(left[alone], partial[alone], all);
             if (threadIdx.x == 0) sums[piece * 2 + alone] = all;
@@ -91,14 +94,18 @@ rejection_sample(int32_t* output_token_ids,            // [batch, most_drafts + 
             output_token_ids[i] = i < accepted ? draft_token_ids[begin + i] : i == accepted ? bonus_token_ids[request] : -1;
         }
         if (accepted == count) return;
-        uint64_t total[2] = {0, 0};
-        for (int i = 0; i < 2 * pieces; ++i) total[i % 2] += sums[i];
-        const bool alone = total[0] == 0;
-        if (total[alone] == 0) {
+        uint64_t total = 0, total_alone = 0;
+        for (int i = 0; i < pieces; ++i) {
+            total += sums[i * 2];
+            total_alone += sums[i * 2 + 1];
+        }
+        const bool alone = total == 0;
+        if (alone) total = total_alone;
+        if (total == 0) {
             if (threadIdx.x == 0) output_token_ids[accepted] = -1;
             return;
         }
-        uint64_t left = multiply_high(philox(seed, offset, uint32_t(accepted), 1), total[alone]);
+        uint64_t left = multiply_high(philox(seed, offset, uint32_t(accepted), 1), total);
         int64_t piece = 0;
         for (; left >= sums[piece * 2 + alone]; ++piece) left -= sums[piece * 2 + alone];
         const auto take = [&](int i, int j) {
