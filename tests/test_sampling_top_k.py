@@ -90,6 +90,12 @@ def test_more_than_fits(device: str) -> None:
     """So many that pieces would be no gain, in rows that shared memory cannot hold; and all but one."""
     prefill(values("few values", 2, 70001).to(device), [0, 9], [70001, 69990], 5000)
     prefill(values("normal", 1, 3000).to(device), [0], [3000], 2999)
+    apart = values("normal", 1, 140002).to(device)
+    prefill(apart[:, ::2], [3], [69990], 5000)
+    # The last vector, of one element, is the last of four that a thread loads at a time; behind it lie the largest.
+    behind = values("normal", 1, 72747).to(device)
+    behind[:, 72737:] = 1e9
+    prefill(behind, [0], [72737], 5000)
 
 
 @pytest.mark.parametrize("device", DEVICES)
