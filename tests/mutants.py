@@ -1803,7 +1803,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     "include/philox.cuh": [
         ("nine rounds", "round < 10", "round < 9", "known numbers"),
         ("keys do not change", "key[1] += 0xbb67ae85u;", "", "known numbers"),
-        ("carries are lost", " + (middle >> 32)", "", "a target just below a token's"),
+        ("a part is lost", " + (cross >> 32)", "", "where the target lies"),
         ("half a seed", "uint32_t(seed >> 32)", "0", "seeds that differ in their upper half"),
     ],
     "sampling/apply_repetition_penalties.cu": [

@@ -98,7 +98,8 @@ def test_what_makes_no_sense(device: str) -> None:
         found = sample(tokens, [1, 2, 3, 4], p, p, 1)
         assert all(0 <= row[0] < 5 and row[1] == -1 for row in found)
     assert sample([0, 1, 2, 3], [1, 2, 3, 4], p, p * NAN, 1) == [[-1, -1]] * 4
-    assert sample([0, 1, 2, 3], [1, 2, 3, 4], p * 0, p, 1) != [[-1, -1]] * 4
+    assert sample([0, 1, 2, 3], [3, 100], None, p * 0 + 1, 2) == [[0, 1, 9000], [3, 9001, -1]]
+    assert all(row[0] >= 0 and row[1] == -1 for row in sample([0, 1, 2, 3], [1, 2, 3, 4], p * 0, p, 1))
     one = torch.zeros((4, 5), device=device)
     one[:, 4] = 1.0
     assert sample([0] * 4, [1, 2, 3, 4], one, one, 1) == [[4, -1]] * 4  # P - Q is 0 everywhere

@@ -93,9 +93,9 @@ def test_more_than_fits(device: str) -> None:
     apart = values("normal", 1, 140002).to(device)
     prefill(apart[:, ::2], [3], [69990], 5000)
     # The last vector, of one element, is the last of four that a thread loads at a time; behind it lie the largest.
-    behind = values("normal", 1, 72747).to(device)
-    behind[:, 72737:] = 1e9
-    prefill(behind, [0], [72737], 5000)
+    behind = values("normal", 1, 79547).to(device)
+    behind[:, 79537:] = 1e9
+    prefill(behind, [0], [79537], 5000)
 
 
 @pytest.mark.parametrize("device", DEVICES)
