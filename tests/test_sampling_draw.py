@@ -221,6 +221,17 @@ def test_a_row_depends_on_nothing_else(device: str) -> None:
         assert (other != all_at_once).sum() > 200
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_bit_of_a_number_counts(device: str) -> None:
+    """Among a thousand tokens of about the same weight, many numbers lead to the reference's."""
+    x = (torch.randn((200, 1000), generator=torch.Generator().manual_seed(1)) * 0.01).to(device)
+    args = (x, torch.arange(200, device=device) - 100)
+    samples, right = (torch.full((200,), -7, dtype=torch.int32, device=device) for _ in range(2))
+    pyops.top_k_top_p_sampling_from_logits(samples, *args)
+    pyops.ops["top_k_top_p_sampling_from_logits"].reference(right, *args)
+    assert samples.tolist() == right.tolist()
+
+
 @pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
 def test_any_schedule_of_many_blocks() -> None:
     """The last block to arrive finds what the others left."""
