@@ -30,6 +30,7 @@ from .cli.warmup import warmup
 from .norm import *
 from .quantize import *
 from .rotary import *
+from .sampling import *
 
 __version__ = "0.1.0"
 

@@ -27,6 +27,7 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     "group_size": (64, 128),
     "head_dim": (64, 128, 256),
     "head_size": (128, 64, 256),
+    "vocab_size": (4000, 128256, 17),
     # What tests of the family vary; here for benchmarks.
     "num_heads": (6,),
     "num_kv_heads": (2,),
@@ -34,7 +35,11 @@ COMPILED: dict[str, tuple[Any, ...]] = {
 }
 
 # Axis -> the values that are run, where they are fewer.
-RUN: dict[str, tuple[Any, ...]] = COMPILED | {"hidden_size": (64, 769, 4096), "head_size": (64,)}
+RUN: dict[str, tuple[Any, ...]] = COMPILED | {
+    "hidden_size": (64, 769, 4096),
+    "head_size": (64,),
+    "vocab_size": (4000, 17),
+}
 
 # Axis -> what hypothesis draws.
 DRAWN: dict[str, st.SearchStrategy[Any]] = {

@@ -83,6 +83,8 @@ def test_wrong_dtype(op: Op, p: Parameter, device: str) -> None:
         torch.bool,
         torch.float32 if value.dtype in (torch.int32, torch.int64) else torch.int64,
     ):
+        if dtype == value.dtype:
+            continue
         error = refusal(op, replaced(op, args, **{p.name: value.to(torch.float32).to(dtype)}))
         assert error.argument == p.name or "dtype" in error.message
 

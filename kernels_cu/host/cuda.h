@@ -98,10 +98,12 @@ inline float fmaxf(float a, float b) { return -fminf(-a, -b); }
 inline int min(int a, int b) { return b < a ? b : a; }
 inline unsigned min(unsigned a, unsigned b) { return b < a ? b : a; }
 inline long long min(long long a, long long b) { return b < a ? b : a; }
+inline unsigned long long min(unsigned long long a, unsigned long long b) { return b < a ? b : a; }
 inline float min(float a, float b) { return fminf(a, b); }
 inline int max(int a, int b) { return a < b ? b : a; }
 inline unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
 inline long long max(long long a, long long b) { return a < b ? b : a; }
+inline unsigned long long max(unsigned long long a, unsigned long long b) { return a < b ? b : a; }
 inline float max(float a, float b) { return fmaxf(a, b); }
 
 inline unsigned __float_as_uint(float x) { return host::bits_as<unsigned>(x); }

@@ -126,6 +126,30 @@ DEVICE void store_streaming(W* address, W value) {
 #endif
 }
 
+// Whether the calling block is the last of `blocks` to come here; what the others wrote before can then be seen by load_fresh.
+// Every thread calls. `counter` is 0 before the first comes and after the last; `is_last` is shared memory.
+DEVICE bool arrives_last(uint32_t* counter, uint32_t blocks, uint32_t* is_last) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        *is_last = atomicAdd(counter, 1u) == blocks - 1;
+        if (*is_last) atomicExch(counter, 0u);
+        __threadfence();
+    }
+    __syncthreads();
+    return *is_last;
+}
+
+// What another block may have written in this launch.
+template <typename T>
+DEVICE T load_fresh(const T* address) {
+#if PYOPS_CUDA
+    return __ldcg(address);
+#else
+    return *const_cast<const volatile T*>(address);
+#endif
+}
+
 // The hardware's estimates of 2^x and 1 / x, good to about 22 bits; on the host, correctly rounded. Subnormal numbers
 // become 0 before and after.
 DEVICE float estimate_exp2(float x) {

@@ -26,13 +26,14 @@ float8_e4m3fn = DType("float8_e4m3fn", "fp8_e4m3_t", 1)
 float8_e5m2 = DType("float8_e5m2", "fp8_e5m2_t", 1)
 int8 = DType("int8", "int8_t", 1)
 uint8 = DType("uint8", "uint8_t", 1)
+boolean = DType("bool", "bool", 1)
 int32 = DType("int32", "int32_t", 4)
 int64 = DType("int64", "int64_t", 8)
 
 FLOATS = (float32, float16, bfloat16)
 # kv_cache_dtype -> element type of a cache whose elements are codes.
 FP8_CACHES = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
-_TABLE = {d.name: d for d in (*FLOATS, float8_e4m3fn, float8_e5m2, int8, uint8, int32, int64)}
+_TABLE = {d.name: d for d in (*FLOATS, float8_e4m3fn, float8_e5m2, int8, uint8, boolean, int32, int64)}
 
 
 @cache

@@ -1,0 +1,86 @@
+// sampling.cuh: what the kernels on logits share.
+#pragma once
+#include "vec.cuh"
+
+// Whether a number, also one that a comparison would take for 0, is above 0.
+DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u; }
+
+// Of a packed matrix of `size` elements in rows of ROW_SIZE, what a block works on: BATCH vectors of N elements a thread,
+// NUM_THREADS vectors apart. A vector may lie in two rows, so that vectors are aligned whatever the size of a row.
+template <int N, int BATCH, int ROW_SIZE, int NUM_THREADS>
+struct Flat {
+    static_assert(N == 1 || N <= ROW_SIZE);
+    int64_t begin, first_row, size;
+    int first_column;
+
+    explicit DEVICE Flat(int64_t size) : size(size) {
+        begin = int64_t(blockIdx.x) * (NUM_THREADS * BATCH * N);
+        first_row = uint64_t(begin) / ROW_SIZE;
+        first_column = int(begin - first_row * ROW_SIZE);
+    }
+
+    // The masks of the thread's elements by load(element, count, mask). Then x = T(f(x, mask, row)) for every element of
+    // `logits` whose mask is not 0; vectors without one are not touched. All masks are on their way before the first is
+    // looked at, and then all vectors.
+    template <typename T, typename LOAD, typename F>
+    DEVICE void edit(T* logits, LOAD load, F f) const {
+        using vec_t = Vec<T, N>;
+        uint32_t mask[BATCH][N] = {};
+        bool any[BATCH];
+        vec_t vecs[BATCH];
+        logits += begin;
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int there = count(b);
+            if (there > 0) load(begin + offset(b), there, mask[b]);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            any[b] = false;
+#pragma unroll
+            for (int j = 0; j < N; ++j) any[b] |= mask[b][j] != 0;
+            if (any[b] && count(b) == N) vecs[b] = vec_t::load(logits + offset(b));
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (!any[b]) continue;
+            const unsigned column = unsigned(first_column) + offset(b);
+            const int64_t row = first_row + column / ROW_SIZE;
+            const int in_row = ROW_SIZE - int(column % ROW_SIZE);
+            T* at = logits + offset(b);
+            if (count(b) == N) {
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    if (mask[b][j]) vecs[b].data[j] = from_float<T>(f(vecs[b][j], mask[b][j], row + (j >= in_row)));
+                }
+                vecs[b].store(at);
+            } else {
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+                    if (mask[b][j]) at[j] = from_float<T>(f(to_float(at[j]), mask[b][j], row + (j >= in_row)));
+                }
+            }
+        }
+    }
+    // Elements of vector b that there are.
+    DEVICE int count(int b) const {
+        const int64_t left = size - begin - offset(b);
+        return left >= N ? N : left > 0 ? int(left) : 0;
+    }
+    static DEVICE int offset(int b) { return (b * NUM_THREADS + int(threadIdx.x)) * N; }
+};
+
+// `count` of N elements from `from` on, which is aligned for all, as they are; the others stay.
+template <typename T, int N>
+DEVICE void load_some(const T* from, int count, T (&x)[N]) {
+    if (count == N) {
+        const auto vec = Vec<T, N>::load_once(from);
+#pragma unroll
+        for (int j = 0; j < N; ++j) x[j] = vec.data[j];
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            if (j < count) x[j] = from[j];
+        }
+    }
+}

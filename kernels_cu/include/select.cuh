@@ -1,0 +1,101 @@
+// select.cuh: the largest of many, by the digits of their bits: sums before a thread, and the digit that the k-th has.
+#pragma once
+#include "platform.cuh"
+
+// Bits of a float as an integer of the same order: -NaN, -inf, ..., -0, +0, ..., +inf, +NaN.
+DEVICE uint32_t ordered_bits(uint32_t bits) { return bits ^ (bits >> 31 ? ~0u : 0x80000000u); }
+
+// The sum of the values of the threads before, and of all. Every thread of the block calls. `partial` is shared memory of a
+// value per warp for this one sum: the next needs another, the one after may have the first again.
+template <int NUM_THREADS, typename T>
+DEVICE T sum_before(T value, T* partial, T& total) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    T sum = value;
+#pragma unroll
+    for (int step = 1; step < WARP_SIZE; step *= 2) {
+        const T other = shfl<WARP_SIZE>(sum, max(lane - step, 0));
+        if (lane >= step) sum += other;
+    }
+    if (lane == WARP_SIZE - 1) partial[warp] = sum;
+    __syncthreads();
+    T before = 0;
+    total = 0;
+#pragma unroll
+    for (int w = 0; w < NUM_THREADS / WARP_SIZE; ++w) {
+        if (w == warp) before = total;
+        total += partial[w];
+    }
+    return before + (sum - value);
+}
+
+// Of 32-bit keys, the digits from the left: where each begins and how many values it has.
+struct Digit {
+    int shift, bins;
+    explicit DEVICE Digit(int number) : shift(number == 0 ? 21 : number == 1 ? 10 : 0), bins(number < 2 ? 2048 : 1024) {}
+    DEVICE uint32_t of(uint32_t key) const { return key >> shift & (bins - 1); }
+    // Whether the digits before are those of `prefix`, of which the others are 0.
+    DEVICE bool matches(uint32_t key, uint32_t prefix) const {
+        return shift == 21 || (key ^ prefix) >> shift < uint32_t(bins);
+    }
+};
+constexpr int MOST_BINS = 2048;
+
+// A bin, what lies in it, and how much of that is wanted.
+template <typename T>
+struct Found {
+    uint32_t bin;
+    T held, wanted;
+};
+
+// The bin, counted from the highest, in which what the bins hold sums up to wanted(sum of all), which is above 0 and not more
+// than that sum. Every thread calls; `partial` as in sum_before. There is a barrier between it and later writes to bins.
+template <int NUM_THREADS, typename T, typename F, typename LOAD>
+DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial, Found<T>* found) {
+    constexpr int MOST = MOST_BINS / NUM_THREADS;
+    static_assert(MOST_BINS % NUM_THREADS == 0);
+    T held[MOST], sum = 0, total;
+    const int first = num_bins - 1 - int(threadIdx.x) * MOST;
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) sum += held[i] = first - i >= 0 ? load(first - i) : T(0);
+    T before = sum_before<NUM_THREADS>(sum, partial, total);
+    const T wanted = wanted_of(total);
+    if (before < wanted && wanted <= before + sum) {
+        bool here = false;
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) {
+            if (!here && wanted <= before + held[i]) {
+                here = true;
+                *found = {uint32_t(first - i), held[i], wanted - before};
+            }
+            before += held[i];
+        }
+    }
+    __syncthreads();
+    return *found;
+}
+
+// found(vector, j) for the element in whose weight `left` falls, by the one thread that has it: the first at which the sum of
+// weights, elements in order, is above `left`. weigh(vector, weights) gives those of VEC elements, of any vector a thread may
+// ask for. Every thread of the block calls.
+template <int NUM_THREADS, int VEC, typename WEIGH, typename FOUND>
+DEVICE void find_by_weight(uint64_t left, int vectors, WEIGH weigh, FOUND found, uint64_t (&partial)[2][NUM_THREADS / WARP_SIZE]) {
+    int turn = 0;
+    for (int first = 0; first < vectors; first += NUM_THREADS) {
+        uint64_t weights[VEC], own = 0, all;
+        weigh(first + int(threadIdx.x), weights);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) own += weights[j];
+        uint64_t before = sum_before<NUM_THREADS>(own, partial[turn ^= 1], all);
+        if (left >= all) {
+            left -= all;
+            continue;
+        }
+        if (left < before || left >= before + own) return;
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            if (before <= left && left < before + weights[j]) found(first + int(threadIdx.x), j);
+            before += weights[j];
+        }
+        return;
+    }
+}

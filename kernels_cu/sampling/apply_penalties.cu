@@ -1,0 +1,33 @@
+// apply_penalties: logits of tokens that have come before are lowered, in place.
+//
+//     l = T(l - (frequency_penalties[row] * c + presence_penalties[row]))    where c = output_bin_counts > 0
+//
+// A thread reads the counts of BATCH vectors and then, of the logits, only the vectors in which one is above 0.
+//
+// Constants
+//     scalar_t      T: element type of logits
+//     VOCAB_SIZE    elements in a row
+//     VEC_SIZE      elements of a vector
+//     BATCH         vectors of a thread
+//     NUM_THREADS   threads in the block
+
+#include "sampling.cuh"
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
+apply_penalties(scalar_t* logits,                    // [num_seqs, VOCAB_SIZE]
+                const int32_t* output_bin_counts,    // [num_seqs, VOCAB_SIZE]
+                const float* frequency_penalties,    // [num_seqs]
+                const float* presence_penalties,     // [num_seqs]
+                int64_t size) {
+    await_previous_kernel();
+    const auto load = [&](int64_t element, int count, uint32_t (&counts)[VEC_SIZE]) {
+        int32_t found[VEC_SIZE] = {};
+        load_some(output_bin_counts + element, count, found);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) counts[j] = max(found[j], 0);
+    };
+    Flat<VEC_SIZE, BATCH, VOCAB_SIZE, NUM_THREADS>(size).edit(logits, load, [&](float x, uint32_t count, int64_t row) {
+        const float often = ieee_multiply(frequency_penalties[row], float(count));
+        return ieee_residual(1.0f, ieee_fma(1.0f, often, presence_penalties[row]), x);
+    });
+}

@@ -1,0 +1,34 @@
+// apply_repetition_penalties: logits of tokens that have come before are made smaller, in place.
+//
+//     l = T(l / p) if l > 0 else T(l * p)    where prompt_mask or output_mask is set, p = repetition_penalties[row]
+//
+// A thread reads the masks of BATCH vectors and then, of the logits, only the vectors in which one is set.
+//
+// Constants
+//     scalar_t      T: element type of logits and repetition_penalties
+//     VOCAB_SIZE    elements in a row
+//     VEC_SIZE      elements of a vector
+//     BATCH         vectors of a thread
+//     NUM_THREADS   threads in the block
+
+#include "sampling.cuh"
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
+apply_repetition_penalties(scalar_t* logits,                       // [num_seqs, VOCAB_SIZE]
+                           const uint8_t* prompt_mask,             // [num_seqs, VOCAB_SIZE]
+                           const uint8_t* output_mask,             // [num_seqs, VOCAB_SIZE]
+                           const scalar_t* repetition_penalties,   // [num_seqs]
+                           int64_t size) {
+    await_previous_kernel();
+    const auto load = [&](int64_t element, int count, uint32_t (&mask)[VEC_SIZE]) {
+        uint8_t prompt[VEC_SIZE] = {}, output[VEC_SIZE] = {};
+        load_some(prompt_mask + element, count, prompt);
+        load_some(output_mask + element, count, output);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) mask[j] = prompt[j] | output[j];
+    };
+    Flat<VEC_SIZE, BATCH, VOCAB_SIZE, NUM_THREADS>(size).edit(logits, load, [&](float x, uint32_t, int64_t row) {
+        const float penalty = to_float(repetition_penalties[row]);
+        return is_positive(x) ? ieee_divide(x, penalty) : ieee_multiply(x, penalty);
+    });
+}

@@ -1,0 +1,65 @@
+// sampling_pick: the last launch of a draw: the token in whose weight a random number falls, tokens in order.
+//
+//     samples[row] = the first t with sum_{i <= t} w_i > floor(r * sum w / 2^64)    r = philox(seeds[row], offsets[row])
+//
+// for the weights w of tokens that no filter took away, and r = 0 if the likeliest is to be taken; -1 if there is none. The blocks of a row leave the sum of their
+// pieces; the last to come finds the piece, and in it the token.
+//
+// Constants
+//     scalar_t      element type of logits
+//     HAS_MIN_P, HAS_TEMPERATURE, HAS_OFFSETS   false when min_p, temperature, offsets is null
+//     NUM_THREADS   threads in the block
+
+#include "philox.cuh"
+#include "weights.cuh"
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
+sampling_pick(int32_t* samples,             // [num_rows]
+              const scalar_t* logits,       // [num_rows, vocab_size]
+              const int64_t* seeds,         // [num_rows]
+              const int64_t* offsets,       // [num_rows]
+              const float* min_p,           // [num_rows]
+              const float* temperature,     // [num_rows]
+              const float* maxima,          // [num_rows, pieces]
+              uint64_t* sums,               // [num_rows, pieces]
+              uint64_t* states,             // [num_rows] of RowState
+              int64_t vocab_size, int64_t logits_stride, int64_t pieces, int64_t piece_size) {
+    await_previous_kernel();
+    __shared__ uint64_t partial[2][NUM_THREADS / WARP_SIZE];
+    __shared__ uint32_t is_last;
+    const Piece<scalar_t> at(pieces);
+    RowState& state = reinterpret_cast<RowState*>(states)[at.row];
+    const Weights weights(largest_of(maxima + at.row * pieces, pieces), HAS_TEMPERATURE ? temperature[at.row] : 1.0f,
+                          HAS_MIN_P ? min_p[at.row] : 0.0f);
+    const uint32_t floor = max(state.floor, state.prefix);
+    const auto weight = [&](float x) { return key_of(x) >= floor ? weights.of(x) : 0; };
+
+    uint64_t sum = 0, all;
+    at.for_each<NUM_THREADS>(at.span(logits, logits_stride, vocab_size, piece_size, at.index), [&](const auto& x, int) {
+        for (float one : x) sum += weight(one);
+    });
+    sum_before<NUM_THREADS>(sum, partial[0], all);
+    sums += at.row * pieces;
+    if (threadIdx.x == 0) sums[at.index] = all;
+    if (!arrives_last(&state.arrived, uint32_t(pieces), &is_last)) return;
+
+    uint64_t total = 0;
+    for (int i = 0; i < pieces; ++i) total += load_fresh(sums + i);
+    const uint64_t random = weights.is_greedy() ? 0 : philox(seeds[at.row], HAS_OFFSETS ? offsets[at.row] : 0);
+    uint64_t left = multiply_high(random, total);
+    int piece = 0;
+    for (uint64_t one; total > 0 && left >= (one = load_fresh(sums + piece)); ++piece) left -= one;
+    if (total == 0) {
+        if (threadIdx.x == 0) samples[at.row] = -1;
+        return;
+    }
+    const auto span = at.span(logits, logits_stride, vocab_size, piece_size, piece);
+    constexpr int VEC = Piece<scalar_t>::VEC;
+    const auto weigh = [&](int i, uint64_t (&w)[VEC]) {
+        const auto vec = span.load(i, from_float<scalar_t>(minus_infinity()));
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) w[j] = weight(clean(vec[j]));
+    };
+    const auto take = [&](int i, int j) { samples[at.row] = int32_t(piece * piece_size) + span.element(i) + j; };
+    find_by_weight<NUM_THREADS, VEC>(left, span.vectors(), weigh, take, partial);
+}

@@ -1,0 +1,92 @@
+// softmax: probabilities of tokens, or their logarithms, from logits.
+//
+//     d = (x - max x) / t,  z = sum exp(d),  out = exp(d) / z, or d - log(z)    t = temperature[row]
+//
+// A block holds NUM_THREADS * BATCH vectors of a row in registers. Rows that are longer take several blocks and two launches:
+// the first leaves max and sum of each piece, the second joins them and writes, the last rows first, because the caches
+// still hold them.
+//
+// Constants
+//     in_t, out_t       element types of logits and out
+//     VEC_SIZE          elements in one memory access; divides vocab_size
+//     BATCH             vectors of a thread
+//     NUM_THREADS       threads in the block
+//     PART              0: a block has the whole row; 1: the first launch, 2: the second
+//     LOGARITHM         out has logarithms
+//     HAS_TEMPERATURE   false when temperature is null
+
+#include "reduce.cuh"
+#include "vec.cuh"
+
+// What to subtract from x: nothing if there is nothing but -inf.
+DEVICE float base_of(float largest) { return largest == minus_infinity() ? 0.0f : largest; }
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
+softmax(out_t* out,                   // [num_rows, vocab_size]
+        const in_t* logits,           // [num_rows, vocab_size]
+        const float* temperature,     // [num_rows]
+        float* maxima,                // [num_rows, pieces]
+        float* sums,                  // [num_rows, pieces]
+        int64_t vocab_size, int64_t pieces, int64_t out_stride, int64_t logits_stride) {
+    await_previous_kernel();
+    __shared__ float partial[2][NUM_THREADS / WARP_SIZE];
+    const unsigned block = PART == 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int64_t row = block / unsigned(pieces);
+    const int piece = int(block - unsigned(row) * unsigned(pieces));
+    const float inverse = HAS_TEMPERATURE ? ieee_divide(1.0f, temperature[row]) : 1.0f;
+    logits += row * logits_stride;
+    out += row * out_stride;
+    const auto column = [&](int b) {
+        return (int64_t(piece) * (NUM_THREADS * BATCH) + b * NUM_THREADS + threadIdx.x) * VEC_SIZE;
+    };
+
+    Vec<in_t, VEC_SIZE> x[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+        if (column(b) < vocab_size) x[b] = Vec<in_t, VEC_SIZE>::load(logits + column(b));
+        else x[b] = Vec<in_t, VEC_SIZE>::full(minus_infinity());
+    }
+    float largest = minus_infinity(), sum = 0.0f;
+    if constexpr (PART == 2) {
+        maxima += row * pieces;
+        sums += row * pieces;
+        for (int64_t i = threadIdx.x % WARP_SIZE; i < pieces; i += WARP_SIZE) largest = ieee_max(largest, maxima[i]);
+        largest = lane_reduce<Max, WARP_SIZE>(largest);
+        for (int64_t i = threadIdx.x % WARP_SIZE; i < pieces; i += WARP_SIZE) {
+            sum += sums[i] * expf((maxima[i] - base_of(largest)) * inverse);
+        }
+        sum = lane_reduce<Sum, WARP_SIZE>(sum);
+    } else {
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) largest = ieee_max(largest, x[b][j]);
+        }
+        largest = row_reduce<Max, NUM_THREADS>(largest, partial[0]);
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) sum += expf((x[b][j] - base_of(largest)) * inverse);
+        }
+        sum = row_reduce<Sum, NUM_THREADS>(sum, partial[1]);
+        if (PART == 1) {
+            if (threadIdx.x == 0) {
+                maxima[row * pieces + piece] = largest;
+                sums[row * pieces + piece] = sum;
+            }
+            return;
+        }
+    }
+    const float base = base_of(largest);
+    const float share = 1.0f / sum, shift = logf(sum);
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+        float y[VEC_SIZE];
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) {
+            const float d = (x[b][j] - base) * inverse;
+            y[j] = LOGARITHM ? d - shift : expf(d) * share;
+        }
+        if (column(b) < vocab_size) Vec<out_t, VEC_SIZE>::from_floats(y).store(out + column(b));
+    }
+}

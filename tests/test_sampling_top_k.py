@@ -1,0 +1,161 @@
+"""The largest of rows against numpy's sort: every position, also of equal values, of NaN and of cut segments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pyops
+from pyops._core import config, host
+from pyops._core import device as devices
+from pyops._core.example import ArgMaker
+from pyops.testing import SCHEDULES, scheduled
+from tests.calls import DEVICES
+
+
+def best(row: Any, start: int, end: int, k: int) -> list[int]:
+    """By a stable sort of the values' bits."""
+    start = min(max(start, 0), len(row))
+    values = row[start : max(start, min(end, len(row)))]
+    if len(values) <= k:
+        return [*range(len(values)), *[-1] * (k - len(values))]
+    bits = values.view("int32").astype("int64")
+    order = numpy.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
+    return sorted(numpy.argsort(-order, kind="stable")[:k].tolist())
+
+
+def prefill(logits: torch.Tensor, starts: list[int], ends: list[int], k: int) -> torch.Tensor:
+    rows = len(starts)
+    bounds = [torch.tensor(x, dtype=torch.int32, device=logits.device) for x in (starts, ends)]
+    indices = torch.full((rows, k), 77, dtype=torch.int32, device=logits.device)
+    pyops.top_k_per_row_prefill(logits, *bounds, indices, rows, *logits.stride(), k)
+    right = [best(row, *bound, k) for row, *bound in zip(logits.cpu().numpy(), starts, ends, strict=False)]
+    assert indices.tolist() == right
+    return indices
+
+
+def values(kind: str, *shape: int, seed: int = 0) -> torch.Tensor:
+    random = numpy.random.default_rng(seed)
+    normal = random.standard_normal(shape).astype("float32")
+    bits = {
+        "normal": normal.view("int32"),
+        "low bits": (normal[..., :1].view("int32") & ~0x3FF) | random.integers(0, 1024, shape, dtype="int32"),
+        "few values": random.integers(0, 3, shape).astype("float32").view("int32"),
+        "equal": numpy.zeros(shape, "int32"),
+        "all bits": random.integers(-(2**31), 2**31, shape).astype("int32"),
+        "lowest": numpy.full(shape, -1, "int32"),  # -NaN with every bit set
+        "-inf": numpy.where(random.random(shape) < 0.9, numpy.float32(-numpy.inf), normal).view("int32"),
+    }
+    return torch.from_numpy(bits[kind].copy()).view(torch.float32)
+
+
+KINDS = ["normal", "low bits", "few values", "equal", "all bits", "lowest", "-inf"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    columns=st.sampled_from([1, 5, 64, 1000, 2047]),
+    k=st.sampled_from([1, 2, 7, 64, 512]),
+    bounds=st.lists(st.tuples(st.integers(-3, 700), st.integers(-3, 2100)), min_size=1, max_size=4),
+    offset=st.integers(0, 3),
+    step=st.sampled_from([1, 1, 2]),
+)
+def test_segments(
+    kind: str, columns: int, k: int, bounds: list[tuple[int, int]], offset: int, step: int, device: str
+) -> None:
+    """Anywhere in rows of any stride, also where there are no such columns."""
+    memory = values(kind, len(bounds), offset + columns * step, seed=columns).to(device)
+    logits = memory[:, offset::step] if step > 1 else memory[:, offset:]
+    prefill(logits, [start for start, _ in bounds], [end for _, end in bounds], k)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [16385, 40003])
+def test_long_rows(kind: str, columns: int, device: str) -> None:
+    """Pieces, joined; rows of one piece or less beside them."""
+    logits = values(kind, 5, columns).to(device)
+    ends = [columns, columns - 1, 16384, 300, 20000]
+    prefill(logits, [0, 3, 0, 5, 3000], ends, 300)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_than_fits(device: str) -> None:
+    """So many that pieces would be no gain, in rows that shared memory cannot hold; and all but one."""
+    prefill(values("few values", 2, 70001).to(device), [0, 9], [70001, 69990], 5000)
+    prefill(values("normal", 1, 3000).to(device), [0], [3000], 2999)
+    apart = values("normal", 1, 140002).to(device)
+    prefill(apart[:, ::2], [3], [69990], 5000)
+    # The last vector, of one element, is the last of four that a thread loads at a time; behind it lie the largest.
+    behind = values("normal", 1, 79547).to(device)
+    behind[:, 79537:] = 1e9
+    prefill(behind, [0], [79537], 5000)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("next_n", [1, 3])
+def test_decode(next_n: int, device: str) -> None:
+    """The last tokens of a sequence see ever longer rows; a row that sees less than nothing has nothing."""
+    lens = [0, 1, 2, 40, 999, 1000, 5000]
+    rows = next_n * len(lens) - next_n // 2
+    logits = values("normal", rows, 1000).to(device)
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    indices = torch.full((rows, 30), 77, dtype=torch.int32, device=device)
+    pyops.top_k_per_row_decode(logits, next_n, seq_lens, indices, rows, *logits.stride(), 30)
+    ends = [lens[r // next_n] - next_n + r % next_n + 1 for r in range(rows)]
+    assert indices.tolist() == [best(row, 0, end, 30) for row, end in zip(logits.cpu().numpy(), ends, strict=True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_and_fewer_rows(device: str) -> None:
+    logits = values("normal", 4, 50).to(device)
+    prefill(logits, [], [], 3)
+    prefill(logits, [0, 1], [50, 50], 3)
+    prefill(logits, [0], [50], 0)
+
+
+@pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
+def test_pieces_under_every_schedule() -> None:
+    """Candidates of one launch are found in order by the next."""
+    with config.cpu("kernels"):
+        logits = values("few values", 2, 20000)
+        for warp_size in (32, 64):
+            for schedule in SCHEDULES:
+                with scheduled(schedule, warp_size=warp_size):
+                    prefill(logits, [0, 11], [20000, 19000], 100)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"numRows": 5}, "rowStarts: expected at least 5"),
+        ({"logits": torch.zeros(3, 50)}, "numRows: expected at most 3"),
+        ({"stride0": 51}, "logits: expected strides"),
+        ({"topK": -1}, "topK: expected 0 or more"),
+        ({"topK": 4}, "indices: expected shape"),
+        ({"rowEnds": torch.zeros(3, dtype=torch.int32)}, "rowEnds: expected at least 4 elements"),
+    ],
+)
+def test_wrong_sizes_are_refused(wrong: dict[str, Any], message: str) -> None:
+    bounds = torch.zeros(4, dtype=torch.int32)
+    given = {"logits": torch.zeros(4, 50), "rowStarts": bounds, "rowEnds": bounds}
+    given |= {"indices": torch.zeros((4, 3), dtype=torch.int32), "numRows": 4, "stride0": 50, "stride1": 1, "topK": 3}
+    with pytest.raises(pyops.OpError, match=message):
+        pyops.top_k_per_row_prefill(**given | wrong)
+
+
+def test_shared_memory_of_every_device() -> None:
+    """What is planned fits, also where a block has 64 KiB."""
+    for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        device = devices.model(arch)
+        for columns in (8192, 16384, 50000, 300000):
+            for k in (1, 2048, 3000, 20000):
+                args = pyops.ops["top_k_per_row_decode"].example(ArgMaker(device), topK=k, vocab_size=columns)
+                for launch in pyops.ops["top_k_per_row_decode"].launches(*args):
+                    assert launch.shared + 10 * 1024 <= device.shared_memory
