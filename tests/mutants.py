@@ -1951,7 +1951,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("negative counts", "max(found[j], 0)", "found[j]", "they count for nothing"),
         ("once for all", "float(count)", "1.0f", "counts above 1"),
         ("no presence", "often, presence_penalties[row])", "often, 0.0f)", "every result"),
-        ("the first row's", "(frequency_penalties[row]", "(frequency_penalties[0]", "rows differ"),
+        ("the first row's", "often, presence_penalties[row]", "often, presence_penalties[0]", "rows differ"),
         ("raised", "ieee_residual(1.0f, ", "ieee_fma(1.0f, ", "every result"),
     ],
     "sampling/apply_token_bitmask.cu": [

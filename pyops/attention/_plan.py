@@ -24,6 +24,7 @@ NUM_WARPS = 4
 _LEAST_SPLIT = 64  # tokens: a step of every warp of a block
 _MOST_SPLITS = 128
 _LARGEST_HEAD = 1024
+_SHORT_TOKENS = 2048  # of a sequence that is not long for a single block
 MOST_TOKENS = 2**31 - 2**20  # counted in 32 bits, with room for the last step
 
 
@@ -161,6 +162,19 @@ def warps_of_block(blocks: int, resident: int) -> int:
     return min((4, 2, 1), key=waste)
 
 
+def splits_of_sequence(num_seqs: int, slots: float, most_tokens: int, rounds: int) -> int:
+    """The most splits of a sequence, where `slots` splits of all of them run at the same time.
+
+    Of one sequence, two thirds of these: memory has no more to give. Of several, so many times the share of each.
+    """
+    if slots < 2 * num_seqs and most_tokens <= _SHORT_TOKENS:
+        return 1
+    wanted = slots * 2 / 3 if num_seqs <= 1 else max(4, rounds * slots / num_seqs)
+    if 4 * slots < num_seqs:
+        wanted = 1  # their blocks are so many that a long one is none of the last
+    return max(1, min(-(-most_tokens // _LEAST_SPLIT), _MOST_SPLITS, int(wanted)))
+
+
 def join_splits(num_seqs: int, most_splits: int, out: Arg, tmp_out: Arg | None, **constants: Any) -> Specialisation:
     """The kernel that joins up to `most_splits` splits of each sequence into `out` [.., num_heads, head_size]."""
     num_heads, head_size = out.shape[-2:]
@@ -270,8 +284,7 @@ def plan(
     resident = min_blocks * query.device.multiprocessors  # blocks of four warps that run at the same time
     num_warps = warps_of_block(blocks, resident) if products else NUM_WARPS
     resident = resident * NUM_WARPS // num_warps
-    per_seq = max(1, blocks) / max(1, num_seqs)
-    slots = resident / per_seq
+    slots = resident * num_seqs / max(1, blocks)
     if tmp_out:
         assert exp_sums
         assert max_logits
@@ -282,10 +295,7 @@ def plan(
         most_splits = max(1, exp_sums.shape[-1])
         most_tokens = min(most_tokens, most_splits * partition)
     else:
-        # Of one sequence, two thirds of what runs at the same time: memory has no more to give. Of several, a choice by
-        # their lengths, and up to eight times the share of one.
-        wanted = slots * 2 / 3 if num_seqs == 1 else max(4, 8 * slots / num_seqs) if blocks < 4 * resident else 1
-        most_splits = max(1, min(-(-most_tokens // _LEAST_SPLIT), _MOST_SPLITS, int(wanted)))
+        most_splits = splits_of_sequence(num_seqs, slots, most_tokens, 8 if products else 2)
     balanced = products and not tmp_out and num_seqs > 1 and most_splits > 1
     if most_splits > 65535:
         raise check.refuse(query, "tmp_out", f"expected at most 65535 partitions, got {most_splits}")
