@@ -311,7 +311,6 @@ def plan(
         }
     flags = {
         "PARTITION": partition,
-        "BALANCED": balanced,
         "DIRECT": direct,
         "HAS_SINKS": sinks is not None,
         "HAS_LSE": lse is not None,
@@ -359,7 +358,7 @@ def plan(
     }
     if products:
         fixed |= balance
-        kernel = _decode(**constants, HEADS=heads, TILES=tiles, MIN_BLOCKS=min_blocks)
+        kernel = _decode(**constants, BALANCED=balanced, HEADS=heads, TILES=tiles, MIN_BLOCKS=min_blocks)
     else:
         kernel = decode_simt(**constants, **NOT_VARLEN, SPARSE=sparse.on, X=cache.chunk)
         fixed |= {
@@ -380,6 +379,7 @@ def plan(
             tmp_out,
             **types,
             **flags,
+            BALANCED=balanced,
             out_t=float8_e4m3fn if fp8_out_scale else out.dtype,
             HAS_OUT_SCALE=fp8_out_scale is not None,
             LSE_BY_ROW=False,

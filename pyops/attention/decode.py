@@ -21,10 +21,11 @@ _V2_PARTITION, _ROCM_PARTITION = 512, 256
 
 
 def _cancelled(query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: str, k_scale: Tensor) -> float:
-    """Weights are two numbers of the queries' type."""
-    return max(float(torch.finfo(query.dtype).eps) ** 2 / 2, 2.0**-18) + float32_logits(
-        query, key_cache, scale, kv_cache_dtype, k_scale
-    )
+    """Weights are two numbers of the queries' type, or one float16 where they meet values of fp8."""
+    weight = max(float(torch.finfo(query.dtype).eps) ** 2 / 2, 2.0**-18)
+    if kv_cache_dtype != "auto" and query.dtype != torch.float32:
+        weight = float(torch.finfo(torch.float16).eps)
+    return weight + float32_logits(query, key_cache, scale, kv_cache_dtype, k_scale)
 
 
 @op(out=("out", "lse"), passed="max_seq_len", keyed="logits_soft_cap", cancelled=_cancelled)
@@ -61,7 +62,8 @@ def paged_attention_v1(
         p_i = exp(l_i - m) / (sum_j exp(l_j - m) + 1e-6),  m = max_j l_j
         out = T(sum_i p_i * v_i)
 
-    in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180). Token i lies in block
+    in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180); but unless the queries are float32, ``exp(l_i - m)`` is
+    rounded to float16 before it meets a value of fp8. Token i lies in block
     ``block_tables[s, i // block_size]``, slot ``i % block_size``. A token whose block number is out of range
     contributes nothing; an empty sequence gives zeros; what lies in slots that no token has changes nothing. A value of
     infinity in the cache may give NaN.
