@@ -114,6 +114,13 @@ inline int __float2int_rn(float x) {
     const double rounded = ::rint(double(x));
     return rounded >= 2147483647.0 ? 2147483647 : rounded <= -2147483648.0 ? -2147483647 - 1 : int(rounded);
 }
+// Byte i of the result is the one of eight, those of `low` first, that four bits i of `selector` name.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const unsigned long long bytes = (unsigned long long)high << 32 | low;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }

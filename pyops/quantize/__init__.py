@@ -7,9 +7,10 @@ enters infinite, and the finite values under it 0. `result` of an fp8 op may be 
 
 from __future__ import annotations
 
-from . import columns, dynamic, groups, scaled, static
+from . import columns, dynamic, fp4, groups, scaled, static
 from .columns import *
 from .dynamic import *
+from .fp4 import *
 from .groups import *
 from .scaled import *
 from .static import *
@@ -18,5 +19,6 @@ __all__: list[str] = []
 __all__ += static.__all__
 __all__ += dynamic.__all__
 __all__ += groups.__all__
+__all__ += fp4.__all__
 __all__ += columns.__all__
 __all__ += scaled.__all__
