@@ -12,13 +12,13 @@
 
 constexpr int FP4_BLOCK = 16;  // elements under one scale
 
-// The code of a magnitude, in the lowest four bits. Adding 2^23 rounds to an integer, which the lowest bits then hold.
-// Codes grow by one with every half up to 2, every 1 up to 4, and every 2 from there.
-DEVICE uint32_t e2m1_bits(float x) {
+// The code of a magnitude below 7, in the lowest four bits. Adding 2^23 rounds to an integer, which the lowest bits then
+// hold. Codes grow by one with every half up to 2, every 1 up to 4, and every 2 from there.
+DEVICE float e2m1_bits(float x) {
     const float fine = fmaf(x, 2.0f, 0x1p23f);
     const float middle = x + (0x1p23f + 2.0f);
     const float coarse = fmaf(x, 0.5f, 0x1p23f + 4.0f);
-    return __float_as_uint(fminf(fminf(fine, middle), fminf(coarse, 0x1p23f + 7.0f)));  // the last takes NaN to 7
+    return fminf(fminf(fine, middle), coarse);
 }
 
 // The scale of sixteen values whose largest magnitude is `a`, and the factor r.
@@ -30,57 +30,83 @@ struct Fp4Scale {
         const float scale = ieee_multiply(g, ieee_multiply(a, 1.0f / 6.0f));
         code = from_float<fp8_e4m3_t>(fminf(scale, Codes<fp8_e4m3_t>::largest));  // which takes NaN to the largest
         const float s = to_float(code);
-        factor = s == 0.0f ? 0.0f : ieee_divide(1.0f, ieee_multiply(s, reciprocal_of_g));
+        const float quotient = ieee_divide(1.0f, s == 0.0f ? 1.0f : ieee_multiply(s, reciprocal_of_g));
+        factor = s == 0.0f ? 0.0f : quotient;
     }
 };
 
 // Sixteen values of 16 bits on their way to codes.
 template <typename T>
 struct Fp4Block {
-    Vec<T, 8> magnitudes[2];
-    uint32_t signs[2];  // as in a word of codes: bits 3, 7, ... 31
+    uint32_t words[8];  // two values each
+    float most;         // the largest magnitude, or NaN if there is one
 
-    explicit DEVICE Fp4Block(const Vec<T, 8> (&x)[2]) {
+    explicit DEVICE Fp4Block(const uint32_t (&x)[8]) {
+        Vec<T, 2> pair = Vec<T, 2>::full(0.0f);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            words[i] = x[i];
+            max_pair_or_nan<T>(pair.data, magnitudes(i).data);
+        }
+        Vec<T, 2> turned;
+        turned.template word<2>(0) = __byte_perm(pair.template word<2>(0), 0, 0x1032);
+        max_pair_or_nan<T>(pair.data, turned.data);
+        most = pair[0];
+    }
+
+    // The largest magnitude, NaN left out.
+    DEVICE float absmax() const {
+        if (most == most) return most;
+        Vec<T, 2> pair = Vec<T, 2>::full(0.0f);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) absmax_pair<T>(pair.data, magnitudes(i).data);
+        return ieee_max(pair[0], pair[1]);
+    }
+
+    DEVICE Vec<T, 2> magnitudes(int i) const {
+        Vec<T, 2> pair;
+        pair.template word<2>(0) = words[i] & 0x7fff7fffu;
+        return pair;
+    }
+
+    // The signs of the values from word `first` on, where codes have them: in bits 3, 7, ... 31.
+    DEVICE uint32_t signs(int first) const {
+        const uint32_t low = __byte_perm(words[first], words[first + 1], 0x7351);  // the bytes that hold them
+        const uint32_t high = __byte_perm(words[first + 2], words[first + 3], 0x7351);
+        const uint32_t even = __byte_perm(low, high, 0x5410), odd = __byte_perm(low, high, 0x7632);
+        return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+    }
+
+    // The codes of eight values times `factor`, the first in the lowest bits. ORDINARY: all products are below 7.
+    template <bool ORDINARY>
+    DEVICE uint32_t eight(int half, float factor) const {
+        uint32_t codes = 0, sign = signs(half * 4);
+        if (!ORDINARY && __float_as_uint(factor) >> 31) sign ^= 0x88888888u;  // the factor is -0, as under g of -0
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            float x[2];
+            load_pair<T>(magnitudes(half * 4 + i / 2).data, x[0], x[1]);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float y = ieee_multiply(x[j], factor);
+                float bits = e2m1_bits(y);
+                if constexpr (!ORDINARY) {
+                    bits = fminf(bits, 0x1p23f + 7.0f);  // which takes NaN to 7
+                    if (y != y) sign &= ~(8u << (i + j) * 4);
+                }
+                codes = codes >> 4 | __float_as_uint(bits) << 28;
+            }
+        }
+        return codes | sign;
+    }
+    DEVICE Vec<uint8_t, 8> codes(float factor) const {
+        Vec<uint8_t, 8> bytes;
+        const bool ordinary = most * factor < 7.0f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            uint32_t words[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                words[i] = x[half].template word<2>(2 * i);
-                magnitudes[half].template word<2>(2 * i) = words[i] & 0x7fff7fffu;
-            }
-            // The bytes that hold signs: of the even elements, then of the odd ones.
-            const uint32_t low = __byte_perm(words[0], words[1], 0x7351), high = __byte_perm(words[2], words[3], 0x7351);
-            const uint32_t even = __byte_perm(low, high, 0x5410), odd = __byte_perm(low, high, 0x7632);
-            signs[half] = (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+            bytes.template word<4>(half * 4) = ordinary ? eight<true>(half, factor) : eight<false>(half, factor);
         }
-    }
-
-    // The largest magnitude, NaN left out. NaN becomes infinity here: it has the code that NaN is to have.
-    DEVICE float absmax() {
-        T most[2] = {T(0.0f), T(0.0f)};
-#pragma unroll
-        for (int i = 0; i < FP4_BLOCK; i += 2) max_pair_or_nan<T>(most, magnitudes[i / 8].data + i % 8);
-        const float low = to_float(most[0]), high = to_float(most[1]);
-        if (low == low && high == high) return ieee_max(low, high);
-        const float others = ieee_max(magnitudes[0].absmax(), magnitudes[1].absmax());
-#pragma unroll
-        for (int i = 0; i < FP4_BLOCK; ++i) {
-            if (magnitudes[i / 8][i % 8] == magnitudes[i / 8][i % 8]) continue;
-            magnitudes[i / 8].data[i % 8] = from_float<T>(-minus_infinity());
-            signs[i / 8] &= ~(8u << i % 8 * 4);
-        }
-        return others;
-    }
-
-    // The codes of eight of them times `factor`, the first in the lowest bits.
-    DEVICE uint32_t codes(int half, float factor) const {
-        float x[8];
-        magnitudes[half].to_floats(x);
-        uint32_t word = 0;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) word = word >> 4 | e2m1_bits(ieee_multiply(x[j], factor)) << 28;
-        return word | signs[half];
+        return bytes;
     }
 };
 
@@ -88,36 +114,44 @@ struct Fp4Block {
 // in float32 and rounded to T once.
 template <typename T, bool GATED, int ACCESS>
 struct Fp4Input {
-    Vec<T, 8> x[GATED ? 4 : 2];
+    uint32_t words[GATED ? 2 : 1][8];
 
-    static DEVICE Fp4Input load(const T* address, int64_t to_up) {
-        Fp4Input input;
+    static DEVICE void load(uint32_t (&words)[8], const T* address) {
 #pragma unroll
-        for (int i = 0; i < (GATED ? 4 : 2); ++i) {
-            input.x[i] = Vec<T, 8>::template load<ACCESS>(address + i % 2 * 8 + (i < 2 ? 0 : to_up));
+        for (int i = 0; i < 2; ++i) {
+            const Vec<T, 8> x = Vec<T, 8>::template load<ACCESS>(address + i * 8);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) words[i * 4 + j] = x.template word<2>(j * 2);
         }
-        return input;
     }
+    DEVICE void load(const T* address, int64_t to_up) {
+        load(words[0], address);
+        if constexpr (GATED) load(words[1], address + to_up);
+    }
+
     DEVICE Fp4Block<T> block() const {
-        Vec<T, 8> y[2];
+        if constexpr (!GATED) return Fp4Block<T>(words[0]);
+        uint32_t products[8];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if constexpr (GATED) {
-                float gate[8], up[8];
-                x[half].to_floats(gate);
-                x[half + 2].to_floats(up);
+        for (int i = 0; i < 8; i += 2) {
+            float gate[4], up[4];
 #pragma unroll
-                for (int j = 0; j < 8; j += 4) {
-                    const auto four = silu(Vec<float, 4>::from_floats({gate[j], gate[j + 1], gate[j + 2], gate[j + 3]}));
+            for (int j = 0; j < 4; j += 2) {
+                Vec<T, 2> pair;
+                pair.template word<2>(0) = words[0][i + j / 2];
+                load_pair<T>(pair.data, gate[j], gate[j + 1]);
+                pair.template word<2>(0) = words[GATED][i + j / 2];
+                load_pair<T>(pair.data, up[j], up[j + 1]);
+            }
+            const auto y = silu(Vec<float, 4>::from_floats(gate));
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) gate[j + i] = ieee_multiply(four[i], up[j + i]);
-                }
-                y[half] = Vec<T, 8>::from_floats(gate);
-            } else {
-                y[half] = x[half];
+            for (int j = 0; j < 4; j += 2) {
+                Vec<T, 2> pair;
+                store_pair<T>(pair.data, ieee_multiply(y[j], up[j]), ieee_multiply(y[j + 1], up[j + 1]));
+                products[i + j / 2] = pair.template word<2>(0);
             }
         }
-        return Fp4Block<T>(y);
+        return Fp4Block<T>(products);
     }
 };
 
@@ -127,44 +161,57 @@ DEVICE int64_t fp4_tiled_row(int64_t row, int tiles) {
     return row / FP4_TILE_ROWS * tiles * 512 + row % 32 * 16 + row / 32 % 4 * 4;
 }
 
-// A row of codes and scales, shared by ROW_THREADS threads. TILED: its scales fill up tiles, with zeros.
-template <typename T, int ROW_THREADS, int ACCESS, int CODE_ACCESS, bool TILED, bool GATED>
+// A row of codes and scales, shared by ROW_THREADS threads, at least 4, each of which has VECS blocks at a time. TILED: the
+// row's scales fill up tiles, with zeros.
+template <typename T, int ROW_THREADS, int VECS, int ACCESS, int CODE_ACCESS, bool TILED, bool GATED>
 struct Fp4Row {
-    using input_t = Fp4Input<T, GATED, ACCESS>;
+    static constexpr int SCALES = TILED ? ROW_THREADS / 4 * 512 : ROW_THREADS;  // from one block's to the thread's next
+    static_assert(ROW_THREADS % 4 == 0);
 
     const T* input;
-    int blocks, k;
-    input_t next;
+    unsigned blocks, columns;  // blocks of the row, and scales that are written for it
+    Fp4Input<T, GATED, ACCESS> x[VECS];
 
-    // Begins to load the input, which a row beyond it (not `exists`) has none of.
-    DEVICE Fp4Row(const T* input, int blocks, bool exists) : input(input), blocks(blocks), k(threadIdx.x % ROW_THREADS) {
-        if (exists) load();
+    // Begins to load the input, of which a row that does not `exist` has none.
+    DEVICE Fp4Row(const T* input, int blocks, bool exist)
+        : input(input), blocks(blocks), columns(TILED ? (blocks + 3) / 4 * 4 : blocks) {
+        if (exist) load(first());
     }
-    DEVICE void load() {
-        if (k < blocks) next = input_t::load(input + int64_t(k) * FP4_BLOCK, int64_t(blocks) * FP4_BLOCK);
+    static DEVICE unsigned first() { return threadIdx.x % ROW_THREADS; }
+    static DEVICE uint64_t column(unsigned k) { return TILED ? uint64_t(k / 4) * 512 + k % 4 : k; }
+
+    DEVICE void load(unsigned k) {
+        const T* from = input + uint64_t(k) * FP4_BLOCK;
+#pragma unroll
+        for (int i = 0; i < VECS; ++i) {
+            if (k + i * ROW_THREADS < blocks) x[i].load(from + i * ROW_THREADS * FP4_BLOCK, int64_t(blocks) * FP4_BLOCK);
+        }
     }
-
-    static DEVICE int64_t column(int k) { return TILED ? int64_t(k / 4) * 512 + k % 4 : k; }
-    DEVICE int columns() const { return TILED ? (blocks + 3) / 4 * 4 : blocks; }
-
     DEVICE void clear(fp8_e4m3_t* scales) const {
-        for (int i = threadIdx.x % ROW_THREADS; i < columns(); i += ROW_THREADS) scales[column(i)] = fp8_e4m3_t(0.0f);
+#pragma unroll 1
+        for (unsigned k = first(); k < columns; k += ROW_THREADS) scales[column(k)] = fp8_e4m3_t(0.0f);
     }
     DEVICE void write(uint8_t* codes, fp8_e4m3_t* scales, float g) {
         const float reciprocal = ieee_divide(1.0f, g);
-        while (k < blocks) {
-            Fp4Block<T> block = next.block();
-            uint8_t* out = codes + int64_t(k) * (FP4_BLOCK / 2);
-            fp8_e4m3_t* scale_at = scales + column(k);
-            k += ROW_THREADS;
-            load();
-            const Fp4Scale scale(block.absmax(), g, reciprocal);
-            Vec<uint8_t, 8> bytes;
+        codes += uint64_t(first()) * (FP4_BLOCK / 2);
+        scales += column(first());
+#pragma unroll 1
+        for (unsigned k = first(); k < columns;) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) bytes.template word<4>(half * 4) = block.codes(half, scale.factor);
-            bytes.template store<CODE_ACCESS>(out);
-            *scale_at = scale.code;
+            for (int i = 0; i < VECS; ++i) {
+                if (k + i * ROW_THREADS < blocks) {
+                    const Fp4Block<T> block = x[i].block();
+                    const Fp4Scale scale(block.absmax(), g, reciprocal);
+                    block.codes(scale.factor).template store<CODE_ACCESS>(codes + i * ROW_THREADS * (FP4_BLOCK / 2));
+                    scales[i * SCALES] = scale.code;
+                } else if (TILED && k + i * ROW_THREADS < columns) {
+                    scales[i * SCALES] = fp8_e4m3_t(0.0f);
+                }
+            }
+            k += VECS * ROW_THREADS;
+            codes += VECS * ROW_THREADS * (FP4_BLOCK / 2);
+            scales += VECS * SCALES;
+            load(k);
         }
-        for (; k < columns(); k += ROW_THREADS) scales[column(k)] = fp8_e4m3_t(0.0f);
     }
 };

@@ -5,7 +5,7 @@
 //
 // The expert of row r is the last whose o[e] <= r, found by counting offsets. Nothing is written for a row that is none of
 // its expert's, nor for an expert whose rows or tiles are not all there. ROW_THREADS threads share a row, each of which
-// takes sixteen elements at a time; the rows of an expert also share those that fill up its last tile, with zeros.
+// has VECS times sixteen elements at a time; the rows of an expert also share those that fill up its last tile, with zeros.
 //
 // Constants
 //     scalar_t      T: element type of input
@@ -14,6 +14,7 @@
 //     CODE_ACCESS   bytes of output in one memory access, at most 8
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads that share a row; divides NUM_THREADS
+//     VECS          blocks of sixteen elements that a thread has in flight
 //     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "fp4.cuh"
@@ -32,7 +33,7 @@ scaled_fp4_experts_quant(uint8_t* output,                                   // [
     await_previous_kernel();
     __shared__ int partial[NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
-    Fp4Row<scalar_t, ROW_THREADS, ACCESS, CODE_ACCESS, true, GATED> row(input + at.row * input_stride, blocks, at.active);
+    Fp4Row<scalar_t, ROW_THREADS, VECS, ACCESS, CODE_ACCESS, true, GATED> row(input + at.row * input_stride, blocks, at.active);
     int begun = 0;
     for (int i = threadIdx.x % ROW_THREADS; i <= num_experts; i += ROW_THREADS) {
         begun += input_offset_by_experts[i] <= at.row;

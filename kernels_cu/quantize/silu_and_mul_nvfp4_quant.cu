@@ -3,7 +3,7 @@
 //     y = T(silu(gate) * up)    gate, up = input[r, i], input[r, hidden_size + i]; one rounding
 //     s = e4m3(g * (max |y| * (1/6)))    result = e2m1(y * (1 / (s * (1 / g))))    g = *input_global_scale    (fp4.cuh)
 //
-// ROW_THREADS threads share a row, each of which takes sixteen elements at a time. Rows that are not there fill up the last
+// ROW_THREADS threads share a row, each of which has VECS times sixteen elements at a time. Rows that are not there fill up the last
 // tile of scales with zeros, as columns do.
 //
 // Constants
@@ -12,6 +12,7 @@
 //     CODE_ACCESS   bytes of result in one memory access, at most 8
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads that share a row; divides NUM_THREADS
+//     VECS          blocks of sixteen elements that a thread has in flight
 //     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "fp4.cuh"
@@ -27,7 +28,7 @@ silu_and_mul_nvfp4_quant(uint8_t* result,                  // [num_rows, blocks 
     const RowIndex<NUM_THREADS, ROW_THREADS> at(scale_rows);
     if (!at.active) return;
     const bool exists = at.row < num_rows;
-    Fp4Row<scalar_t, ROW_THREADS, ACCESS, CODE_ACCESS, true, true> row(input + at.row * input_stride, blocks, exists);
+    Fp4Row<scalar_t, ROW_THREADS, VECS, ACCESS, CODE_ACCESS, true, true> row(input + at.row * input_stride, blocks, exists);
     fp8_e4m3_t* scales = result_block_scale + fp4_tiled_row(at.row, ceil_div(blocks, 4));
     if (exists) {
         row.write(result + at.row * output_stride, scales, *input_global_scale);

@@ -1,4 +1,4 @@
-"""8-bit quantisation: fp8 and int8 codes under given scales, and under scales found from tensors, rows and groups.
+"""Quantisation: fp8 and int8 codes under given scales, and under scales found from tensors, rows and groups; NVFP4.
 
 A scale multiplies a code to give its value. All arithmetic is in float32, correctly rounded; conversions round to
 nearest even (the group int8 op: toward zero) and saturate. NaN is left out of extremes. An infinity makes the scale it

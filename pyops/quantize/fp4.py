@@ -10,8 +10,8 @@ so that ``x`` is about ``code * s / g``. Every step is rounded to float32, and t
 codes saturate at +-6, scales at 448. NaN is left out of the maximum and becomes +6; -0 and what rounds to it keep their
 sign. Two codes share a byte, the first in its lower half. A code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 
-Scales in tiles, as matrix products on Blackwell take them, are rows rounded up to 128 and columns rounded up to 4, of
-which row m, column k of c columns is byte ``(m // 128 * (c // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4``.
+Scales in tiles, as matrix products on Blackwell take them, are rows rounded up to 128 and columns rounded up to 4. Of c
+columns, row m, column k is byte ``(m // 128 * (c // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4``.
 """
 
 from __future__ import annotations
@@ -124,14 +124,22 @@ def _tiles(num_rows: int, blocks: int) -> tuple[int, int]:
 
 
 def _launch(
-    kernel: Kernel, output: Arg, input: Arg, blocks: int, rows: int, fixed: dict[str, int], **constants: Any
+    kernel: Kernel,
+    output: Arg,
+    input: Arg,
+    blocks: int,
+    rows: int,
+    gated: bool,
+    fixed: dict[str, int],
+    **constants: Any,
 ) -> Launch:
     """A launch in which threads share each of so many `rows` (row.cuh) of `blocks` blocks."""
+    vecs = 2 if rows > 2 * input.device.multiprocessors and blocks > 64 and not gated else 1
     if blocks <= 32:
-        row_threads, num_threads = 1 << max(0, blocks - 1).bit_length(), 128
+        row_threads, num_threads = max(4, 1 << max(0, blocks - 1).bit_length()), 128
     else:
-        wanted = -(-blocks // 512)
-        row_threads = num_threads = spread.threads_for_row(blocks, wanted, most=wanted + 1)
+        rounds = -(-blocks // (512 * vecs)) * vecs
+        row_threads = num_threads = spread.threads_for_row(blocks, rounds, most=rounds)
     return kernel(
         scalar_t=input.dtype,
         ACCESS=check.vector_width(_BLOCK, input),
@@ -139,7 +147,8 @@ def _launch(
         **constants,
         NUM_THREADS=num_threads,
         ROW_THREADS=row_threads,
-        MIN_BLOCKS=max(1, 1280 // num_threads),
+        VECS=vecs,
+        MIN_BLOCKS=max(1, (1024 if gated else 1280) // num_threads),
     ).launch(
         grid=-(-rows // (num_threads // row_threads)) if blocks else 0,
         block=num_threads,
@@ -157,17 +166,18 @@ def scaled_fp4_quant(
 ) -> None:
     """NVFP4: codes of e2m1 and, for every sixteen elements, a scale of e4m3, ``s = e4m3(g * (max|x| * (1/6)))``.
 
-    ``output = e2m1(x * r)`` with ``r = 1 / (s * (1 / g))``, or 0 where s is 0, so that ``x`` is about ``output * s / g``.
-    Every step is rounded to float32; codes and scales round to nearest even and saturate, at +-6 and 448. NaN is left out
-    of the maximum and becomes +6. Two codes share a byte, the first in its lower half (Open Compute Project 2023, "OCP
-    Microscaling Formats"; NVIDIA 2025, "Pretraining LLMs with NVFP4", arXiv:2509.25149).
+    ``output = e2m1(x * r)`` with ``r = 1 / (s * (1 / g))``, or 0 where s is 0, so that x is about ``output * s / g``.
+    Every step is rounded to float32; codes and scales round to nearest even and saturate, at +-6 and 448. NaN is left
+    out of the maximum and becomes +6. Two codes share a byte, the first in its lower half (NVIDIA 2025, "Pretraining
+    Large Language Models with NVFP4", arXiv:2509.25149).
 
     Args:
         output: [..., hidden_size / 2] uint8, written; rows of one stride.
         input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
         output_scale: written; contiguous, float8_e4m3fn or uint8 of [rows, columns], or int32 of [rows, columns / 4].
-            With is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns hidden_size / 16 rounded
-            up to 4, in tiles (see the module) that are filled up with zeros; else [num_tokens, hidden_size / 16].
+            With is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns hidden_size / 16
+            rounded up to 4, in tiles (see the module) that are filled up with zeros; else [num_tokens, hidden_size /
+            16].
         input_scale: one float32, g, which is multiplied in: normally ``448 * 6 / max|input|``.
         is_sf_swizzled_layout: whether scales lie in tiles.
     """
@@ -185,7 +195,7 @@ def _(output: Arg, input: Arg, output_scale: Arg, input_scale: Arg, is_sf_swizzl
     _check_scales(output_scale, columns, scale_rows)
     fixed = {"scale_rows": scale_rows}
     tiled = bool(is_sf_swizzled_layout)
-    return _launch(_scaled_fp4_quant, output, input, blocks, scale_rows, fixed, TILED=tiled)
+    return _launch(_scaled_fp4_quant, output, input, blocks, scale_rows, False, fixed, TILED=tiled)
 
 
 @scaled_fp4_quant.example
@@ -233,7 +243,7 @@ def _(result: Arg, result_block_scale: Arg, input: Arg, input_global_scale: Arg)
     check.scalar(input_global_scale)
     columns, scale_rows = _tiles(check.num_rows(input), blocks)
     _check_scales(result_block_scale, columns, scale_rows)
-    return _launch(_silu_and_mul_nvfp4_quant, result, input, blocks, scale_rows, {"scale_rows": scale_rows})
+    return _launch(_silu_and_mul_nvfp4_quant, result, input, blocks, scale_rows, True, {"scale_rows": scale_rows})
 
 
 @silu_and_mul_nvfp4_quant.example
@@ -298,7 +308,8 @@ def _plan_experts(
     _check_scales(output_scale, columns, None)
     fixed = {"scale_rows": output_scale.shape[0], "num_experts": num_experts}
     num_rows = input.shape[0]
-    return _launch(_scaled_fp4_experts_quant, output, input, blocks, num_rows, fixed, GATED=halves == 2)
+    gated = halves == 2
+    return _launch(_scaled_fp4_experts_quant, output, input, blocks, num_rows, gated, fixed, GATED=gated)
 
 
 def _outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tensor) -> dict[str, Tensor]:
@@ -344,15 +355,15 @@ def scaled_fp4_experts_quant(
 ) -> None:
     """`scaled_fp4_quant` of rows that belong to experts, each of which has a scale of its own and scales in own tiles.
 
-    Rows ``o[e]`` to ``o[e + 1] - 1`` are those of expert e; their scales lie in tiles, from row ``t[e]`` of `output_scale`
-    on, counted within the expert. What fills up the last tile of an expert becomes 0; what lies behind it stays. Experts
-    may have no rows. Offsets that do not grow, or lead outside, write nothing: a row belongs to the last expert whose
-    offset is no larger, found by counting, and all rows and tiles of that one must be there.
+    Rows ``o[e]`` to ``o[e + 1] - 1`` are those of expert e; their scales lie in tiles, from row ``t[e]`` of
+    `output_scale` on, counted within the expert. What fills up the last tile of an expert becomes 0; what lies behind
+    it stays. Experts may have no rows. Offsets that do not grow, or lead outside, write nothing: a row belongs to the
+    last expert whose offset is no larger, found by counting, and all rows and tiles of that one must be there.
 
     Args:
         output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
-        output_scale: [rows, columns / 4] int32, or [rows, columns] uint8 or float8_e4m3fn, columns being hidden_size / 16
-            rounded up to 4, contiguous, written.
+        output_scale: [rows, columns / 4] int32, or [rows, columns] uint8 or float8_e4m3fn, columns being hidden_size /
+            16 rounded up to 4, contiguous, written.
         input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
         input_global_scale: [num_experts] float32, contiguous; multiplied in.
         input_offset_by_experts: [num_experts + 1] int32, contiguous: o.
@@ -402,7 +413,7 @@ def silu_and_mul_scaled_fp4_experts_quant(
     input_offset_by_experts: Tensor,
     output_scale_offset_by_experts: Tensor,
 ) -> None:
-    """`scaled_fp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for the halves ``input = [gate, up]``.
+    """`scaled_fp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
 
     The product is computed in float32 and rounded to the element type once.
 
