@@ -7,11 +7,12 @@ enters infinite, and the finite values under it 0. `result` of an fp8 op may be 
 
 from __future__ import annotations
 
-from . import columns, dynamic, fp4, groups, scaled, static
+from . import columns, dynamic, fp4, groups, hadamard, scaled, static
 from .columns import *
 from .dynamic import *
 from .fp4 import *
 from .groups import *
+from .hadamard import *
 from .scaled import *
 from .static import *
 
@@ -21,4 +22,5 @@ __all__ += dynamic.__all__
 __all__ += groups.__all__
 __all__ += fp4.__all__
 __all__ += columns.__all__
+__all__ += hadamard.__all__
 __all__ += scaled.__all__
