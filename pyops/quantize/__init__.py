@@ -7,12 +7,13 @@ enters infinite, and the finite values under it 0. `result` of an fp8 op may be 
 
 from __future__ import annotations
 
-from . import columns, dynamic, fp4, groups, hadamard, scaled, static
+from . import columns, dynamic, fp4, groups, hadamard, masked, scaled, static
 from .columns import *
 from .dynamic import *
 from .fp4 import *
 from .groups import *
 from .hadamard import *
+from .masked import *
 from .scaled import *
 from .static import *
 
@@ -21,6 +22,7 @@ __all__ += static.__all__
 __all__ += dynamic.__all__
 __all__ += groups.__all__
 __all__ += fp4.__all__
+__all__ += masked.__all__
 __all__ += columns.__all__
 __all__ += hadamard.__all__
 __all__ += scaled.__all__
