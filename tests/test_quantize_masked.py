@@ -118,8 +118,9 @@ def test_rows_apart(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_more_items_than_warps(device: str) -> None:
-    """Each warp has some of the sequence, which begins anywhere in a token."""
+    """Each warp has some of the sequence, which begins anywhere in a token and may go on with an expert further on."""
     assert_true(draw(3, 250, 2 * 128 * 29, device=device), [250, 77, 249], "packed")
+    assert_true(draw(36, 1000, 2 * 128, device=device), [1000, 0, 999, 0, 0, 1000] * 6, "float")
 
 
 @pytest.mark.parametrize("device", DEVICES)
