@@ -61,16 +61,21 @@ _VALUES = numpy.array(
 )
 
 
-def fp8(x: Any, nan: int = 0x7E) -> Any:
-    """Codes of e4m3: nearest, ties to the even code, saturating."""
-    values = _VALUES[:127]
-    magnitude = numpy.minimum(numpy.nan_to_num(numpy.abs(x), nan=0.0, posinf=448.0), 448.0)
+def nearest(x: Any, values: Any) -> tuple[Any, Any]:
+    """(the index of the nearest of these magnitudes, ties to the even one, saturating; whether x is negative)."""
+    magnitude = numpy.minimum(numpy.nan_to_num(numpy.abs(x), nan=0.0, posinf=values[-1]), values[-1])
     above = numpy.searchsorted(values, magnitude)
     below = numpy.maximum(above - 1, 0)
     to_below, to_above = magnitude - values[below], values[above] - magnitude
     code = numpy.where(to_below < to_above, below, above)
     code = numpy.where((to_below == to_above) & (below % 2 == 0), below, code)
-    return numpy.where(numpy.isnan(x), nan, code | (numpy.signbit(x) << 7)).astype("uint8")
+    return code, numpy.signbit(x)
+
+
+def fp8(x: Any, nan: int = 0x7E) -> Any:
+    """Codes of e4m3."""
+    code, negative = nearest(x, _VALUES[:127])
+    return numpy.where(numpy.isnan(x), nan, code | (negative << 7)).astype("uint8")
 
 
 def int8(x: Any) -> Any:

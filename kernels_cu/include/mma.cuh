@@ -84,22 +84,13 @@ DEVICE void unpack_pair(uint32_t word, float& low, float& high) {
 // The lower (or HIGH: upper) halves of two words as one, that of `low` first.
 template <bool HIGH>
 DEVICE uint32_t pack_halves(uint32_t low, uint32_t high) {
-#if PYOPS_CUDA
     return __byte_perm(low, high, HIGH ? 0x7632 : 0x5410);
-#else
-    return HIGH ? low >> 16 | (high & 0xffff0000u) : (low & 0xffffu) | high << 16;
-#endif
 }
 
-// The lower (or UPPER: upper) two bytes of two words, in turn, that of `low` first.
-template <bool UPPER>
+// The lower (or HIGH: upper) two bytes of two words, in turn, that of `low` first.
+template <bool HIGH>
 DEVICE uint32_t pack_bytes(uint32_t low, uint32_t high) {
-#if PYOPS_CUDA
-    return __byte_perm(low, high, UPPER ? 0x7362 : 0x5140);
-#else
-    const int from = UPPER ? 16 : 0;
-    return (low >> from & 0xff) | (high >> from & 0xff) << 8 | (low >> (from + 8) & 0xff) << 16 | (high >> (from + 8) & 0xff) << 24;
-#endif
+    return __byte_perm(low, high, HIGH ? 0x7362 : 0x5140);
 }
 
 // Four elements of fp8 as two words of float16 pairs, which hold every one of them.

@@ -108,6 +108,17 @@ DEVICE void absmax_pair(T* most, const T* x) {
     store_pair<T>(most, ieee_max(to_float(most[0]), ieee_abs(to_float(x[0]))),
                   ieee_max(to_float(most[1]), ieee_abs(to_float(x[1]))));
 }
+// The same for a pair of magnitudes, but NaN stays.
+template <typename T>
+DEVICE void max_pair_or_nan(T* most, const T* magnitude) {
+    float x[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float a = to_float(most[i]), b = to_float(magnitude[i]);
+        x[i] = a != a || b < a ? a : b;
+    }
+    store_pair<T>(most, x[0], x[1]);
+}
 
 #if PYOPS_CUDA
 DEVICE uint32_t& as_word(void* address) { return *reinterpret_cast<uint32_t*>(address); }
@@ -156,6 +167,13 @@ template <> DEVICE void absmax_pair<half_t>(half_t* most, const half_t* x) {
 template <> DEVICE void absmax_pair<bf16_t>(bf16_t* most, const bf16_t* x) {
     const __nv_bfloat162 magnitude = word_as<__nv_bfloat162>(as_word(x) & 0x7fff7fffu);
     as_word(most) = pair_word(__hmax2(word_as<__nv_bfloat162>(as_word(most)), magnitude));
+}
+template <> DEVICE void max_pair_or_nan<half_t>(half_t* most, const half_t* magnitude) {
+    as_word(most) = pair_word(__hmax2_nan(word_as<__half2>(as_word(most)), word_as<__half2>(as_word(magnitude))));
+}
+template <> DEVICE void max_pair_or_nan<bf16_t>(bf16_t* most, const bf16_t* magnitude) {
+    as_word(most) =
+        pair_word(__hmax2_nan(word_as<__nv_bfloat162>(as_word(most)), word_as<__nv_bfloat162>(as_word(magnitude))));
 }
 
 DEVICE void load_fp8_pair(const void* in, __nv_fp8_interpretation_t kind, float& low, float& high) {

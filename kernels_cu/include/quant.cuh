@@ -70,6 +70,12 @@ DEVICE float dynamic_scale(float absmax) {
 // The least power of two that is no smaller; x is normal, or infinite and stays so.
 DEVICE float power_of_two_above(float x) { return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u); }
 
+// The same by the logarithm in bfloat16, 2^ceil(b(log2 x)), which now and then is the power below.
+DEVICE float power_of_two_by_log(float x) {
+    if (x > FLOAT_MAX) return x;
+    return __uint_as_float(uint32_t(int(ceilf(round_to<bf16_t>(log2f(x)))) + 127) << 23);
+}
+
 // The biased exponent of a positive number: a power of two in UE8M0.
 DEVICE uint8_t exponent_of(float x) { return uint8_t(__float_as_uint(x) >> 23); }
 

@@ -62,8 +62,8 @@ def paged_attention_v1(
         p_i = exp(l_i - m) / (sum_j exp(l_j - m) + 1e-6),  m = max_j l_j
         out = T(sum_i p_i * v_i)
 
-    in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180); but unless the queries are float32, weights are rounded
-    to float16 before they meet values of fp8. Token i lies in block
+    in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180), but for weights, which are rounded to float16 where
+    values are of fp8 and queries are not float32. Token i lies in block
     ``block_tables[s, i // block_size]``, slot ``i % block_size``. A token whose block number is out of range
     contributes nothing; an empty sequence gives zeros; what lies in slots that no token has changes nothing. A value of
     infinity in the cache may give NaN.

@@ -9,6 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from .._core.errors import OpError
 from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant
+from .fp4 import (
+    rounded_up,
+    scaled_fp4_experts_quant,
+    scaled_fp4_quant,
+    silu_and_mul_scaled_fp4_experts_quant,
+)
 from .groups import per_token_group_fp8_quant, per_token_group_fp8_quant_packed
 from .static import static_scaled_fp8_quant, static_scaled_int8_quant
 
@@ -16,10 +22,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "nvfp4_experts_quant",
+    "nvfp4_quant",
     "per_token_group_quant_fp8",
     "per_token_group_quant_fp8_packed_for_deepgemm",
     "scaled_fp8_quant",
     "scaled_int8_quant",
+    "silu_and_mul_nvfp4_experts_quant",
 ]
 
 
@@ -167,3 +176,88 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
     packed = x.new_empty(words, -(-num_tokens // 4) * 4, dtype=torch.int32).t()
     per_token_group_fp8_quant_packed(x, codes, packed, group_size, eps, -448.0, 448.0)
     return codes, packed[:num_tokens]
+
+
+def nvfp4_quant(
+    input: Tensor, input_global_scale: Tensor, is_sf_swizzled_layout: bool = True, backend: str = "none"
+) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of `scaled_fp4_quant`, for which vLLM has the same name.
+
+    Args:
+        input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+        input_global_scale: one float32, which is multiplied in.
+        is_sf_swizzled_layout: scales are float8_e4m3fn in tiles, [num_tokens rounded up to 128, hidden_size / 16
+            rounded up to 4]; else uint8, [num_tokens, hidden_size / 16].
+        backend: one that names "trtllm" wants tiles of 8 rows where there are no more than 32, which are not made here.
+
+    The codes are uint8, [num_tokens, hidden_size / 2].
+    """
+    import torch
+
+    name = "nvfp4_quant"
+    if input.ndim < 1:
+        raise OpError(name, "input", "expected at least one dimension, got a scalar")
+    hidden_size = input.shape[-1]
+    rows = input.shape[:-1].numel()
+    if is_sf_swizzled_layout and "trtllm" in backend and rows <= 32:
+        raise OpError(name, "backend", f"tiles of 8 rows are not made here, got {backend} for {rows} rows")
+    codes = input.new_empty(rows, hidden_size // 2, dtype=torch.uint8)
+    if is_sf_swizzled_layout:
+        shape = rounded_up(rows, 128), rounded_up(hidden_size // 16, 4)
+        scales = input.new_empty(shape, dtype=torch.float8_e4m3fn)
+    else:
+        scales = input.new_empty(rows, hidden_size // 16, dtype=torch.uint8)
+    matrix = input if input.ndim == 2 else input.reshape(rows, hidden_size)
+    scaled_fp4_quant(codes, matrix, scales, input_global_scale, is_sf_swizzled_layout)
+    return codes, scales
+
+
+def nvfp4_experts_quant(
+    input_tensor: Tensor,
+    input_global_scale: Tensor,
+    expert_offsets: Tensor,
+    blockscale_offsets: Tensor,
+    topk: int,
+) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of `scaled_fp4_experts_quant`, for which vLLM has the same name.
+
+    Args:
+        input_tensor: [num_tokens * topk, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one
+            stride.
+        input_global_scale: [num_experts] float32.
+        expert_offsets: [num_experts + 1] int32, where the rows of each expert begin.
+        blockscale_offsets: [num_experts + 1] int32, where its scales do, in rows: sums of its rows rounded up to 128.
+        topk: experts of a token; nothing depends on it.
+
+    The scales are float8_e4m3fn in tiles, with rows enough for any distribution; what is no expert's is garbage.
+    """
+    return _of_experts(
+        scaled_fp4_experts_quant, input_tensor, 1, input_global_scale, expert_offsets, blockscale_offsets
+    )
+
+
+def silu_and_mul_nvfp4_experts_quant(
+    input_tensor: Tensor,
+    input_global_scale: Tensor,
+    expert_offsets: Tensor,
+    blockscale_offsets: Tensor,
+    topk: int,
+) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of `silu_and_mul_scaled_fp4_experts_quant`, for which vLLM has the same name.
+
+    As `nvfp4_experts_quant`, but `input_tensor` has twice the columns: gate and up.
+    """
+    return _of_experts(
+        silu_and_mul_scaled_fp4_experts_quant, input_tensor, 2, input_global_scale, expert_offsets, blockscale_offsets
+    )
+
+
+def _of_experts(op: Any, input: Tensor, halves: int, scale: Tensor, *offsets: Tensor) -> tuple[Tensor, Tensor]:
+    import torch
+
+    hidden_size = input.shape[-1] // halves
+    codes = input.new_empty(*input.shape[:-1], hidden_size // 2, dtype=torch.uint8)
+    rows = rounded_up(input.shape[0], 128) + 128 * scale.numel()
+    scales = input.new_empty(rows, rounded_up(hidden_size // 16, 4), dtype=torch.float8_e4m3fn)
+    op(codes, scales, input, scale, *offsets)
+    return codes, scales
