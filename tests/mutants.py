@@ -1541,10 +1541,11 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     "include/mma.cuh": [
         (
             "upper halves",
-            "HIGH ? low >> 16 | (high & 0xffff0000u)",
-            "HIGH ? low >> 16 | high << 16",
+            "HIGH ? 0x7632 : 0x5410",
+            "HIGH ? 0x5432 : 0x5410",
             "the upper half of the second",
         ),
+        ("bytes one after another", "HIGH ? 0x7362 : 0x5140", "HIGH ? 0x7632 : 0x5410", "fp8 of two tokens"),
         (
             "pairs swapped",
             "store_pair<T>(pair.data, low, high);",
