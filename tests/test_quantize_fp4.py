@@ -169,7 +169,6 @@ def test_special_values(device: str) -> None:
         ([2.0**-9, -(2.0**-10)] * 8, 0, [0, 8] * 8),  # 2^-9 / 6 rounds to a scale of 0
     ]
     x = torch.tensor([row for row, _, _ in rows], dtype=torch.bfloat16, device=device)
-    assert torch.signbit(x[0, 1]) or device != "cuda"
     codes, scales = quantised(x, 1.0)
     assert scales[:, 0].tolist() == [scale for _, scale, _ in rows]
     assert codes.tolist() == [code for _, _, code in rows]

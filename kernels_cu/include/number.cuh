@@ -100,7 +100,7 @@ DEVICE void add_pair(T* out, const T* a, const T* b) {
 }
 template <typename T>
 DEVICE void subtract_pair(T* out, const T* a, const T* b) {
-    store_pair<T>(out, ieee_add(to_float(a[0]), -to_float(b[0])), ieee_add(to_float(a[1]), -to_float(b[1])));
+    store_pair<T>(out, ieee_subtract(to_float(a[0]), to_float(b[0])), ieee_subtract(to_float(a[1]), to_float(b[1])));
 }
 // Raise two magnitudes to those of a pair; NaN is dropped.
 template <typename T>

@@ -188,6 +188,16 @@ DEVICE float ieee_add(float a, float b) {
 #endif
 }
 
+DEVICE float ieee_subtract(float a, float b) {
+#if PYOPS_CUDA
+    float result;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+#else
+    return __fsub_rn(a, b);
+#endif
+}
+
 DEVICE float ieee_multiply(float a, float b) {
 #if PYOPS_CUDA
     float result;

@@ -22,7 +22,7 @@ DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const float (&cosine)[N], const flo
     y.to_floats(b);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        turned[i] = ieee_add(ieee_multiply(a[i], cosine[i]), -ieee_multiply(b[i], sine[i]));
+        turned[i] = ieee_subtract(ieee_multiply(a[i], cosine[i]), ieee_multiply(b[i], sine[i]));
         b[i] = ieee_add(ieee_multiply(b[i], cosine[i]), ieee_multiply(a[i], sine[i]));
     }
     x = Vec<T, N>::from_floats(turned);

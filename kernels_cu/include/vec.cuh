@@ -142,7 +142,7 @@ struct alignas(sizeof(T) * N) Vec {
     friend DEVICE Vec operator-(const Vec& a, const Vec& b) {
         Vec result;
         if constexpr (N == 1) {
-            result.data[0] = from_float<T>(ieee_add(a[0], -b[0]));
+            result.data[0] = from_float<T>(ieee_subtract(a[0], b[0]));
         } else {
 #pragma unroll
             for (int i = 0; i < N; i += 2) subtract_pair<T>(result.data + i, a.data + i, b.data + i);

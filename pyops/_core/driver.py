@@ -44,12 +44,14 @@ class Driver(NamedTuple):
 
 
 def allow_shared(function: int, shared: int) -> None:
-    """Let the loaded `function` be launched with `shared` bytes of dynamic shared memory."""
+    """Let the loaded `function` be launched with `shared` bytes of dynamic shared memory, if it may not yet."""
     if shared:  # which, with the static part, may be more than what needs no leave
         from cupy_backends.cuda.api import driver, runtime
 
-        if not runtime.is_hip:
-            driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        # Another plan of the function may need more.
+        if not runtime.is_hip and driver.funcGetAttribute(attribute, function) < shared:
+            driver.funcSetAttribute(function, attribute, shared)
 
 
 @cache

@@ -24,7 +24,6 @@ NUM_WARPS = 4
 _LEAST_SPLIT = 64  # tokens: a step of every warp of a block
 _MOST_SPLITS = 128
 _LARGEST_HEAD = 1024
-_SHORT_TOKENS = 2048  # of a sequence that is not long for a single block
 MOST_TOKENS = 2**31 - 2**20  # counted in 32 bits, with room for the last step
 
 
@@ -167,8 +166,6 @@ def splits_of_sequence(num_seqs: int, slots: float, most_tokens: int, rounds: in
 
     Of one sequence, two thirds of these: memory has no more to give. Of several, so many times the share of each.
     """
-    if slots < 2 * num_seqs and most_tokens <= _SHORT_TOKENS:
-        return 1
     wanted = slots * 2 / 3 if num_seqs <= 1 else max(4, rounds * slots / num_seqs)
     if 4 * slots < num_seqs:
         wanted = 1  # their blocks are so many that a long one is none of the last

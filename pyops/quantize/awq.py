@@ -85,11 +85,12 @@ def _(out: Arg, qweight: Arg, scales: Arg, zeros: Arg) -> Launch:
 def _(
     make: Any, *, num_tokens: int = 32, hidden_size: Literal[4096, 264] = 4096, dtype: str = "bfloat16"
 ) -> tuple[Any, ...]:
-    """A weight of `num_tokens` rows, in groups of 128 if that divides them."""
-    words, num_groups = hidden_size // 8, 1 if num_tokens % 128 else num_tokens // 128
+    """A weight of two rows for each of `num_tokens`, in groups of 128 if that divides them, else of two."""
+    num_rows, words = 2 * num_tokens, hidden_size // 8
+    num_groups = num_rows // (2 if num_rows % 128 else 128)
     return (
-        make.empty(num_tokens, hidden_size, dtype=dtype),
-        make.randint(-(2**31), 2**31, num_tokens, words, dtype="int32"),
+        make.empty(num_rows, hidden_size, dtype=dtype),
+        make.randint(-(2**31), 2**31, num_rows, words, dtype="int32"),
         make.randn(num_groups, hidden_size, dtype=dtype),
         make.randint(-(2**31), 2**31, num_groups, words, dtype="int32"),
     )
