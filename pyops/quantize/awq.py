@@ -91,6 +91,6 @@ def _(
     return (
         make.empty(num_rows, hidden_size, dtype=dtype),
         make.randint(-(2**31), 2**31, num_rows, words, dtype="int32"),
-        make.randn(num_groups, hidden_size, dtype=dtype),
+        make.randn(num_groups, hidden_size, dtype=dtype, scale=0.01),
         make.randint(-(2**31), 2**31, num_groups, words, dtype="int32"),
     )
