@@ -54,6 +54,12 @@ constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(CHUNKS, 8);
 constexpr int ROWS = PACKED ? ceil_div(HEAD_SIZE, 16) : VALUE_CHUNKS * CHUNK / 2;  // tiles of 16 head dimensions
 constexpr int QUERY_SIZE = KEY_CHUNKS * 4 * CHUNK;
 constexpr int QUERY_STRIDE = QUERY_SIZE + (IS_FP8 ? 4 : QUERY_SIZE % 64 == 0 ? 32 : 0);  // lanes on different banks
+// Whether registers hold keys or values, not both: large heads spill else where options need registers, and on sm_100.
+#if PYOPS_CUDA && __CUDA_ARCH__ >= 1000
+constexpr bool ONE_AT_A_TIME = HEAD_SIZE > 128 && !IS_FP8;
+#else
+constexpr bool ONE_AT_A_TIME = HEAD_SIZE > 128 && !IS_FP8 && (HAS_ALIBI || HAS_SOFTCAP);
+#endif
 static_assert(HEAD_SIZE % CHUNK == 0 && (!PACKED || BLOCK_SIZE % RUN == 0));
 
 // Tokens of a step that surely lie in one block of the cache: lanes hold the number of each such unit, or, where tokens have
@@ -106,7 +112,7 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
     const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    int64_t seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS), split = blockIdx.y, parts = most_splits;
+    int seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS), split = blockIdx.y, parts = int(most_splits);
     if constexpr (BALANCED) {
         const Balance<length_t> balance(seq_lens, length_step, num_seqs, most_tokens, sliding_window, slots, most_splits);
         split = seq;
@@ -114,9 +120,9 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
         if (seq < 0) return;
         parts = balance.splits_of(seq);
     }
-    const Splits splits(seq_lens[seq * length_step], most_tokens, sliding_window, PARTITION, int(parts), int(least_split));
-    const int64_t row = HAS_STARTS ? row_of(query_start_loc + seq, num_rows) : seq;
-    if (row < 0) return;
+    const Splits splits(seq_lens[seq * length_step], most_tokens, sliding_window, PARTITION, parts, int(least_split));
+    const auto find_row = [&] { return HAS_STARTS ? row_of(query_start_loc + seq, num_rows) : int64_t(seq); };
+    if (HAS_STARTS && find_row() < 0) return;
     const bool direct = DIRECT && splits.count <= 1;
     if (!splits.exists(split) && !(direct && split == 0)) return;
 
@@ -252,7 +258,7 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
     Values values;
     if (start < end) {
         load_keys(keys, start, numbers);
-        load_values(values, start, numbers);
+        if (!ONE_AT_A_TIME) load_values(values, start, numbers);
     }
 
     // Queries, and what turns a product into a logit.
@@ -260,7 +266,7 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
     __shared__ float units[HEADS];
     const float key_unit = logit_unit<HAS_SOFTCAP>(IS_FP8 ? scale * *k_scale : scale, logits_soft_cap);
     for (int head = warp; head < HEADS; head += NUM_WARPS) {
-        const scalar_t* from = query + row * query_stride + int64_t(first_head + head) * HEAD_SIZE;
+        const scalar_t* from = query + find_row() * query_stride + int64_t(first_head + head) * HEAD_SIZE;
         float factor = 1.0f;
         if (IS_FP8) {
             float most = 0.0f;
@@ -336,7 +342,12 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
                 counted |= unsigned(is_attended(numbers, start, token_of(i / 2, g + i % 2 * 8))) << i;
             }
         }
-        if (next < end) load_keys(keys, next, next_numbers);
+        if constexpr (ONE_AT_A_TIME) {
+            sync_warp();
+            load_values(values, start, numbers);
+        } else if (next < end) {
+            load_keys(keys, next, next_numbers);
+        }
 
         uint32_t weights[TILES][COLUMNS][2], rests[TILES][COLUMNS][2];
 #pragma unroll
@@ -449,7 +460,11 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
                 }
             }
         }
-        if (next < end) load_values(values, next, next_numbers);
+        if constexpr (ONE_AT_A_TIME) sync_warp();
+        if (next < end) {
+            if constexpr (ONE_AT_A_TIME) load_keys(keys, next, next_numbers);
+            else load_values(values, next, next_numbers);
+        }
         numbers = next_numbers;
         next_numbers = numbers_at(next + NUM_WARPS * STEP);
     }
@@ -506,7 +521,8 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
         for (int w = 0; w < NUM_WARPS; ++w) {
             z += warp_sum[w * HEADS + head] * relative_exp2(warp_most[w * HEADS + head], largest);
         }
-        const int64_t own_head = first_head + head, at = (seq * NUM_KV_HEADS * GROUP + own_head) * most_splits + split;
+        const int64_t own_head = first_head + head, at = (int64_t(seq) * NUM_KV_HEADS * GROUP + own_head) * most_splits + split;
+        const int64_t row = find_row();
         write_result<HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
             total + head * HEAD_SIZE, largest, z, IS_FP8 ? *v_scale : 1.0f, direct, sinks + own_head,
             out + row * out_stride + own_head * HEAD_SIZE, lse + own_head * num_rows + row,

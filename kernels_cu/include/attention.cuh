@@ -68,14 +68,14 @@ struct Balance {
     }
     // Split `number`, counted over all sequences: becomes its number within the sequence `seq`, which is negative if there is
     // no such split.
-    DEVICE int64_t find(int64_t& number) const {
+    DEVICE int find(int& number) const {
         if (equal) {
-            const int64_t seq = number / equal;
+            const int seq = number / equal;
             number -= seq * equal;
             return seq < num_seqs ? seq : -1;
         }
         const int lane = threadIdx.x % WARP_SIZE;
-        for (int64_t first = 0; first < num_seqs; first += WARP_SIZE) {
+        for (int first = 0; first < num_seqs; first += WARP_SIZE) {
             const int own = first + lane < num_seqs ? splits_of(first + lane) : 0;
             int up_to = own;
 #pragma unroll

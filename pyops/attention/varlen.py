@@ -195,9 +195,11 @@ def _(
         and (not cache.packed or block_size % 8 == 0)
     )
     if products:
-        # Two tiles of 16 rows to a warp halve what is read of keys and values, where their sums fit into registers.
-        few = head_size <= 64 or (cache.dtype is query.dtype and alibi_slopes is None and not logits_soft_cap)
-        row_tiles = 2 if few and head_size <= 128 and num_tokens * group >= _MANY_ROWS * num_seqs else 1
+        # Two tiles of 16 rows to a warp halve what is read of keys and values, where their sums fit into registers: with
+        # large heads only on sm_90, without codes and options.
+        plain = cache.dtype is query.dtype and alibi_slopes is None and not logits_soft_cap
+        fit = head_size <= 64 or (head_size <= 128 and plain and query.device.arch == "sm_90")
+        row_tiles = 2 if fit and num_tokens * group >= _MANY_ROWS * num_seqs else 1
         tile_rows = NUM_WARPS * 16 * row_tiles
         tokens = 64 if head_size <= 128 else 32
         rows, dims = -(-head_size // 64) * 128, tokens * 2  # bytes of a row of a head, and of tokens
