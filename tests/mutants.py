@@ -1399,8 +1399,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "splits of other sequences",
-            "(seq * NUM_KV_HEADS * GROUP + own_head) * most_splits + split;",
-            "(seq * NUM_KV_HEADS * GROUP + own_head) * most_splits;",
+            "(int64_t(seq) * NUM_KV_HEADS * GROUP + own_head) * most_splits + split;",
+            "(int64_t(seq) * NUM_KV_HEADS * GROUP + own_head) * most_splits;",
             "every split keeps its own",
         ),
     ],

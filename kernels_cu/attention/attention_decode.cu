@@ -28,6 +28,7 @@
 //     HEADS          query heads of a block: 8 or 16
 //     TILES          tiles of 16 tokens in a warp's step
 //     NUM_WARPS      warps of the block
+//     ONE_AT_A_TIME  registers hold keys or values, not both
 //     MIN_BLOCKS     blocks of 4 warps that a multiprocessor should hold: bounds the registers
 //     PARTITION      tokens of a split, or 0 for even splits
 //     BALANCED       even splits are as many as the lengths of all sequences suggest, else most_splits
@@ -54,12 +55,6 @@ constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(CHUNKS, 8);
 constexpr int ROWS = PACKED ? ceil_div(HEAD_SIZE, 16) : VALUE_CHUNKS * CHUNK / 2;  // tiles of 16 head dimensions
 constexpr int QUERY_SIZE = KEY_CHUNKS * 4 * CHUNK;
 constexpr int QUERY_STRIDE = QUERY_SIZE + (IS_FP8 ? 4 : QUERY_SIZE % 64 == 0 ? 32 : 0);  // lanes on different banks
-// Whether registers hold keys or values, not both: large heads spill else where options need registers, and on sm_100.
-#if PYOPS_CUDA && __CUDA_ARCH__ >= 1000
-constexpr bool ONE_AT_A_TIME = HEAD_SIZE > 128 && !IS_FP8;
-#else
-constexpr bool ONE_AT_A_TIME = HEAD_SIZE > 128 && !IS_FP8 && (HAS_ALIBI || HAS_SOFTCAP);
-#endif
 static_assert(HEAD_SIZE % CHUNK == 0 && (!PACKED || BLOCK_SIZE % RUN == 0));
 
 // Tokens of a step that surely lie in one block of the cache: lanes hold the number of each such unit, or, where tokens have

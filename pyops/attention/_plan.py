@@ -355,7 +355,16 @@ def plan(
     }
     if products:
         fixed |= balance
-        kernel = _decode(**constants, BALANCED=balanced, HEADS=heads, TILES=tiles, MIN_BLOCKS=min_blocks)
+        # Large heads leave no registers for options, on later architectures none for themselves.
+        crowded = alibi_slopes or logits_soft_cap or not query.device.arch.startswith(("sm_8", "sm_90"))
+        kernel = _decode(
+            **constants,
+            BALANCED=balanced,
+            HEADS=heads,
+            TILES=tiles,
+            ONE_AT_A_TIME=bool(crowded) and head_size > 128 and cache.chunk == 8,
+            MIN_BLOCKS=min_blocks,
+        )
     else:
         kernel = decode_simt(**constants, **NOT_VARLEN, SPARSE=sparse.on, X=cache.chunk)
         fixed |= {

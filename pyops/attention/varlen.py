@@ -195,7 +195,7 @@ def _(
         and (not cache.packed or block_size % 8 == 0)
     )
     if products:
-        # Two tiles of 16 rows to a warp halve what is read of keys and values, where their sums fit into registers: with
+        # Two tiles of 16 rows to a warp halve what is read of keys and values, where their sums fit into registers: of
         # large heads only on sm_90, without codes and options.
         plain = cache.dtype is query.dtype and alibi_slopes is None and not logits_soft_cap
         fit = head_size <= 64 or (head_size <= 128 and plain and query.device.arch == "sm_90")
