@@ -166,9 +166,9 @@ def splits_of_sequence(num_seqs: int, slots: float, most_tokens: int, rounds: in
 
     Of one sequence, two thirds of these: memory has no more to give. Of several, so many times the share of each.
     """
-    wanted = slots * 2 / 3 if num_seqs <= 1 else max(4, rounds * slots / num_seqs)
     if 4 * slots < num_seqs:
-        wanted = 1  # their blocks are so many that a long one is none of the last
+        return 1  # their blocks are so many that a long one is none of the last
+    wanted = slots * 2 / 3 if num_seqs <= 1 else max(4, rounds * slots / num_seqs)
     return max(1, min(-(-most_tokens // _LEAST_SPLIT), _MOST_SPLITS, int(wanted)))
 
 
@@ -194,6 +194,7 @@ def join_splits(num_seqs: int, most_splits: int, out: Arg, tmp_out: Arg | None, 
 
 
 def launch_join(kernel: Specialisation, num_seqs: int, /, **values: Any) -> Launch:
+    """The launch of what `join_splits` gives."""
     constants = kernel.constants
     num_threads = constants["LANES"] * constants["GROUPS"] * constants["HEADS"]
     return kernel.launch(num_seqs * constants["NUM_HEADS"] // constants["HEADS"], num_threads, **values)
