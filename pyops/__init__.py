@@ -27,6 +27,7 @@ from .activation import *
 from .attention import *
 from .cache import *
 from .cli.warmup import warmup
+from .linear import *
 from .norm import *
 from .quantize import *
 from .rotary import *

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -190,9 +190,11 @@ def main() -> None:
     print(f"without a mutant: {printed.splitlines()[-1]}", flush=True)
     outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(asked.n) as pool:
-        for mutant, verdict in zip(mutants, pool.map(lambda one: judge(one, folder), mutants), strict=True):
+        judged = {pool.submit(judge, mutant, folder): mutant for mutant in mutants}
+        for future in as_completed(judged):
+            verdict = future.result()
             outcomes[verdict.outcome] += 1
-            print(f"{verdict.outcome:9} {verdict.seconds:4.0f} s  {mutant.name}: {verdict.by}", flush=True)
+            print(f"{verdict.outcome:9} {verdict.seconds:4.0f} s  {judged[future].name}: {verdict.by}", flush=True)
     score = outcomes["killed"] / max(1, outcomes["killed"] + outcomes["survived"])
     counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
     print(f"{score:.1%} of {len(mutants)} mutants killed ({counts}) in {time.monotonic() - started:.0f} s")

@@ -59,6 +59,14 @@ DEVICE void await_previous_kernel() {
 #endif
 }
 
+// Asks for the line of memory at `address` ahead of its use. It comes no further than the cache that all of the device shares,
+// so what the kernel before writes there meanwhile is seen: this may be done before `await_previous_kernel`.
+DEVICE void prefetch_line(const void* address) {
+#if PYOPS_CUDA
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
 // Value held by the lane whose number differs in the bits of `mask`. Every lane of the warp takes part.
 template <typename T>
 DEVICE T shfl_xor(T value, int mask) {

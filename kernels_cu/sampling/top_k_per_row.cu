@@ -7,22 +7,29 @@
 // not looked at if all with the first ones are taken. Then it writes the positions of what is larger, and of what is equal
 // so many as are missing, in order.
 //
-// A long row is cut into pieces, a block for each, which leave their largest as candidates, in order; a second launch, MERGE,
-// selects among them. Any of the topK largest is among those of its piece, also of equal ones the first.
+// Where devices have clusters, a row is cut into as many pieces as a cluster has blocks, which add up their histograms and
+// count what the pieces before theirs have.
+//
+// Elsewhere a long row is cut into pieces, a block for each, which leave their largest as candidates, in order; a second launch,
+// MERGE, selects among them. Any of the topK largest is among those of its piece, also of equal ones the first.
 //
 // Constants
 //     DECODE        segments are given by seq_lens
-//     PIECE_SIZE    elements of a piece at most; 0: rows are not cut
+//     CLUSTER       blocks that share a row and run together; 1: none do
+//     PIECE_SIZE    elements of a piece at most, without clusters; 0: rows are not cut
 //     MERGE         rows are those of candidates
 //     STAGED        the block's elements fit into shared memory; else they are read again for every digit
 //     VEC_SIZE      elements in one memory access: 4, or 1 where elements lie apart
 //     NUM_THREADS   threads in the block
 
 #include "async.cuh"
+#include "cluster.cuh"
+#include "reduce.cuh"
 #include "select.cuh"
 #include "span.cuh"
 
 using vec_t = Vec<uint32_t, VEC_SIZE>;
+constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
 constexpr uint32_t ABSENT = MERGE ? 0 : ~0u;  // whose key is 0, below all others
 
 DEVICE uint32_t key_of(uint32_t element) { return MERGE ? element : ordered_bits(element); }
@@ -68,7 +75,7 @@ struct Elements {
 
 DEVICE int64_t clamped(int64_t x, int64_t low, int64_t high) { return x < low ? low : x < high ? x : high; }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
 top_k_per_row(int32_t* indices,             // [numRows, topK]
               const uint32_t* logits,       // [numRows, columns], bits of float
               const int32_t* rowStarts,     // [numRows]
@@ -79,9 +86,12 @@ top_k_per_row(int32_t* indices,             // [numRows, topK]
               int next_n, int64_t columns, int64_t stride0, int64_t stride1, int64_t topK, int64_t most_pieces) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
-    __shared__ uint32_t bins[MOST_BINS];
+    __shared__ uint32_t bins[CLUSTER > 1 ? 2 : 1][MOST_BINS];  // the other blocks still read one while this writes the other
     __shared__ uint32_t partial[2][NUM_THREADS / WARP_SIZE];
     __shared__ Found<uint32_t> found;
+    __shared__ uint32_t above_of[NUM_WARPS];
+    __shared__ uint32_t equal_of[NUM_WARPS];
+    __shared__ uint32_t totals[2];
     const int64_t row = blockIdx.x;
 
     int64_t begin = 0, end;
@@ -93,7 +103,7 @@ top_k_per_row(int32_t* indices,             // [numRows, topK]
         end = rowEnds[row];
     }
     const int length = int(clamped(end, begin, columns) - begin);
-    const int pieces = PIECE_SIZE ? length / PIECE_SIZE + (length % PIECE_SIZE > 0) : 1;
+    const int pieces = PIECE_SIZE ? length / PIECE_SIZE + (length % PIECE_SIZE > 0) : CLUSTER;
     indices += row * topK;
     if (length <= topK) {
         if (MERGE || blockIdx.y > 0) return;
@@ -108,7 +118,7 @@ top_k_per_row(int32_t* indices,             // [numRows, topK]
     keys += candidates;
     positions += candidates;
     const uint32_t* first = MERGE ? keys : logits + row * stride0 + (begin + from) * stride1;
-    const int count = MERGE ? pieces * int(topK) : min(piece_size, length - from);
+    const int count = MERGE ? pieces * int(topK) : max(0, min(piece_size, length - from));
     Elements elements{{first, count, MERGE ? 1 : stride1}, nullptr};
     if constexpr (STAGED) elements.stage(reinterpret_cast<vec_t*>(memory));
 
@@ -117,18 +127,24 @@ top_k_per_row(int32_t* indices,             // [numRows, topK]
 #pragma unroll 1
     for (int number = 0; number < 3; ++number) {
         const Digit digit(number);
-        for (int i = threadIdx.x; i < digit.bins; i += NUM_THREADS) bins[i] = 0;
+        uint32_t* own = bins[CLUSTER > 1 ? number % 2 : 0];
+        for (int i = threadIdx.x; i < digit.bins; i += NUM_THREADS) own[i] = 0;
         __syncthreads();
         elements.for_each([&](const uint32_t (&key)[VEC_SIZE], int) {
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) {
-                if (digit.matches(key[j], threshold.key)) atomicAdd(&bins[digit.of(key[j])], 1u);
+                if (digit.matches(key[j], threshold.key)) atomicAdd(&own[digit.of(key[j])], 1u);
             }
         });
-        __syncthreads();
+        sync_cluster<CLUSTER>();
+        const auto held = [&](int bin) {
+            uint32_t sum = 0;
+#pragma unroll
+            for (int rank = 0; rank < CLUSTER; ++rank) sum += load_of_block<CLUSTER>(own + bin, rank);
+            return sum;
+        };
         const auto place = find_from_above<NUM_THREADS>(
-            digit.bins, [&](int bin) { return bins[bin]; }, [&](uint32_t) { return threshold.ties; }, partial[turn ^= 1],
-            &found);
+            digit.bins, held, [&](uint32_t) { return threshold.ties; }, partial[turn ^= 1], &found);
         threshold = {threshold.key | place.bin << digit.shift, place.wanted};
         if (place.held == place.wanted && threshold.key > 0) {
             threshold = {threshold.key - 1, 0};
@@ -136,25 +152,67 @@ top_k_per_row(int32_t* indices,             // [numRows, topK]
         }
     }
 
-    const bool is_last = MERGE || pieces == 1;
-    uint32_t above = 0, equal = 0;  // so many before this round
-    const int rounds = ceil_div(elements.span.vectors(), NUM_THREADS);
-    for (int round = 0; round < rounds; ++round) {
-        const int i = round * NUM_THREADS + threadIdx.x;
-        vec_t vec = vec_t();
-        uint32_t counts = 0;  // above, and from bit 16 on equal
-        if (i < elements.span.vectors()) {
-            vec = STAGED ? elements.staged[i] : elements.span.load(i, ABSENT);
+    // A warp has a stretch of the vectors. It counts first, so that it knows where what it writes begins.
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const int vectors = elements.span.vectors(), stretch = ceil_div(vectors, NUM_WARPS);
+    const int stretch_end = min(vectors, (warp + 1) * stretch);
+    // Keys of vector i, and how many are above the threshold, and from bit 16 on how many equal it.
+    const auto look = [&](int i, vec_t& vec) {
+        uint32_t counts = 0;
+        if (i >= stretch_end) return counts;
+        vec = STAGED ? elements.staged[i] : elements.span.load(i, ABSENT);
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) {
-                vec.data[j] = key_of(vec.data[j]);
-                if (!elements.span.exists(elements.span.element(i) + j)) continue;
-                counts += vec.data[j] > threshold.key ? 1 : vec.data[j] == threshold.key ? 1 << 16 : 0;
-            }
+        for (int j = 0; j < VEC_SIZE; ++j) {
+            vec.data[j] = key_of(vec.data[j]);
+            if (!elements.span.exists(elements.span.element(i) + j)) continue;
+            counts += vec.data[j] > threshold.key ? 1 : vec.data[j] == threshold.key ? 1 << 16 : 0;
         }
-        uint32_t total;
-        const uint32_t before = sum_before<NUM_THREADS>(counts, partial[turn ^= 1], total);
-        uint32_t more = above + (before & 0xffff), ties = equal + (before >> 16);
+        return counts;
+    };
+    uint32_t above = 0, equal = 0;
+    for (int i = warp * stretch + lane; i < stretch_end; i += WARP_SIZE) {
+        vec_t vec;
+        const uint32_t counts = look(i, vec);
+        above += counts & 0xffff;
+        equal += counts >> 16;
+    }
+    above = lane_reduce<Sum, WARP_SIZE>(above);
+    equal = lane_reduce<Sum, WARP_SIZE>(equal);
+    if (lane == 0) {
+        above_of[warp] = above;
+        equal_of[warp] = equal;
+    }
+    __syncthreads();
+    above = equal = 0;
+    uint32_t all_above = 0, all_equal = 0;
+#pragma unroll
+    for (int w = 0; w < NUM_WARPS; ++w) {
+        if (w == warp) above = all_above, equal = all_equal;
+        all_above += above_of[w];
+        all_equal += equal_of[w];
+    }
+    if constexpr (CLUSTER > 1) {
+        if (threadIdx.x == 0) totals[0] = all_above, totals[1] = all_equal;
+        sync_cluster<CLUSTER>();
+        for (unsigned rank = 0; rank < blockIdx.y; ++rank) {
+            above += load_of_block<CLUSTER>(totals, rank);
+            equal += load_of_block<CLUSTER>(totals + 1, rank);
+        }
+    }
+
+    const bool is_last = MERGE || PIECE_SIZE == 0 || pieces == 1;
+    for (int first = warp * stretch; first < stretch_end; first += WARP_SIZE) {
+        const int i = first + lane;
+        vec_t vec;
+        const uint32_t counts = look(i, vec);
+        uint32_t sum = counts;
+#pragma unroll
+        for (int step = 1; step < WARP_SIZE; step *= 2) {
+            const uint32_t other = shfl<WARP_SIZE>(sum, max(lane - step, 0));
+            if (lane >= step) sum += other;
+        }
+        uint32_t more = above + ((sum - counts) & 0xffff), ties = equal + ((sum - counts) >> 16);
+        const uint32_t total = shfl<WARP_SIZE>(sum, WARP_SIZE - 1);
         above += total & 0xffff;
         equal += total >> 16;
         if (counts == 0) continue;
@@ -177,4 +235,5 @@ top_k_per_row(int32_t* indices,             // [numRows, topK]
             ties += is_tie;
         }
     }
+    if constexpr (CLUSTER > 1) sync_cluster<CLUSTER>();  // the blocks behind may still read what this one counted
 }

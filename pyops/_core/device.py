@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from .lazy import cupy
@@ -18,6 +18,7 @@ class Device:
         multiprocessors: streaming multiprocessors (compute units).
         warp_size: threads that run in lockstep.
         shared_memory: bytes one block can ask for, opt-in included.
+        cluster: blocks that can share a thread block cluster; 1 where there are no clusters.
     """
 
     index: int
@@ -25,6 +26,7 @@ class Device:
     multiprocessors: int
     warp_size: int
     shared_memory: int
+    cluster: int = 1
 
     @property
     def overlaps(self) -> bool:
@@ -41,15 +43,21 @@ class Device:
 
 _MODELS = {
     "sm_80": Device(-1, "sm_80", 108, 32, 163 * 1024),
-    "sm_90": Device(-1, "sm_90", 132, 32, 227 * 1024),
-    "sm_100": Device(-1, "sm_100", 148, 32, 227 * 1024),
+    "sm_90": Device(-1, "sm_90", 132, 32, 227 * 1024, 8),
+    "sm_100": Device(-1, "sm_100", 148, 32, 227 * 1024, 8),
     "gfx942": Device(-1, "gfx942", 304, 64, 64 * 1024),
 }
+_HOST = replace(_MODELS["sm_90"], cluster=1)
 
 
 def model(arch: str = "sm_90") -> Device:
     """A device that is only planned for: checks on the CPU and compiles on a machine without a GPU use it."""
     return _MODELS[arch]
+
+
+def host() -> Device:
+    """What tensors on the CPU are planned for: kernels for it run on the host backend, too."""
+    return _HOST
 
 
 @cache
@@ -66,6 +74,7 @@ def get(index: int) -> Device:
         properties["multiProcessorCount"],
         properties["warpSize"],
         properties.get("sharedMemPerBlockOptin", properties["sharedMemPerBlock"]),
+        8 if arch.startswith("sm_") and int(arch[3:]) >= 90 else 1,
     )
 
 

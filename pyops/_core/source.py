@@ -11,8 +11,10 @@ import kernels_cu
 from .dtypes import DType
 
 _INCLUDE = re.compile(r'^#include "([\w./]+)"$')
-_ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:LAUNCH_BOUNDS\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)')
-_AWAITS = re.compile(r"\{\s*await_previous_kernel\(\);")
+_ENTRY = re.compile(
+    r'extern\s+"C"\s+__global__\s+void\s+(?:(?:CLUSTER_OF|LAUNCH_BOUNDS)\s*\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)'
+)
+_AWAITS = re.compile(r"\{\s*(?:prefetch_\w+\([^;]*\);\s*)?await_previous_kernel\(\);")
 # What a value on the Python side becomes in the eight bytes of a kernel parameter.
 _FORMATS = {
     "float": "f4x",
@@ -88,7 +90,8 @@ class Signature(NamedTuple):
     Attributes:
         entry: its name.
         parameters: (struct format, name) of each.
-        overlaps: its first statement is ``await_previous_kernel();``, so it may be started before its turn.
+        overlaps: its first statement is ``await_previous_kernel();``, so it may be started before its turn. A call
+            of a function named ``prefetch_...``, which only asks the caches for something, may come before.
     """
 
     entry: str

@@ -42,13 +42,15 @@ def rows(
     size: int | None = None,
     lanes: int = 1,
     resident: tuple[int, int] = (1024, 896),
+    short: int = 4,
 ) -> tuple[int, dict[str, int]]:
     """(blocks, constants) for rows of `size` elements, the last dimension of `row` unless given.
 
     The constants say into what `vectors` a row is cut, how many threads share it and what they keep in registers.
     `many` and `few` are the vectors a thread should hold when rows follow each other on a multiprocessor (then bytes in
     flight count) and when all are there at once (then the way through one row does), `resident` the threads of a
-    multiprocessor that find registers enough: each for short rows and for long ones. The kernel holds `held` rows and
+    multiprocessor that find registers enough: each for short rows and for long ones. Of a row of up to 128 vectors, a
+    warp's threads hold up to `short` each. The kernel holds `held` rows and
     `weights` weights at a time; `lanes` neighbouring threads work together and must share a row.
     """
     size = row.shape[-1] if size is None else size
@@ -56,7 +58,7 @@ def rows(
     vec_bytes = vec_size * row.dtype.itemsize
     row_vecs = size // vec_size - shifted
     share = min(3, -(-num_rows // row.device.multiprocessors))  # rows for a multiprocessor; more than two are many
-    constants = _row_constants(row_vecs, vec_bytes, shifted, share, many, few, held, weights, lanes, resident)
+    constants = _row_constants(row_vecs, vec_bytes, shifted, share, many, few, held, weights, lanes, resident, short)
     if not weights:
         constants = {name: value for name, value in constants.items() if name != "KEEP_WEIGHT"}
     grid = -(-num_rows // (constants["NUM_THREADS"] // constants["ROW_THREADS"]))
@@ -75,6 +77,7 @@ def _row_constants(
     weights: int,
     lanes: int,
     resident: tuple[int, int],
+    short_vecs: int,
 ) -> dict[str, int]:
     short = row_vecs <= 512
     vec_registers = max(1, vec_bytes // 4)
@@ -87,7 +90,7 @@ def _row_constants(
         many, resident = (16, 16), (1536, 1536) if held == 1 else (896, 896)
     if row_vecs <= 128:  # several rows to a block, each on a power of two of lanes
         row_threads = lanes
-        while row_threads < 32 and row_threads * 4 < row_vecs:
+        while row_threads < 32 and row_threads * short_vecs < row_vecs:
             row_threads *= 2
         num_threads = 128
     else:

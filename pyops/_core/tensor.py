@@ -139,7 +139,7 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool) -> Arg:
         raise OpError(op, name, f"dtype {value.dtype} is not supported")
     if kind == "torch":
         pointer, shape, strides = value.data_ptr(), tuple(value.shape), value.stride()
-        device = devices.get(value.get_device()) if value.is_cuda else devices.model()
+        device = devices.get(value.get_device()) if value.is_cuda else devices.host()
     else:
         shape = value.shape
         strides = tuple(stride // dtype.itemsize for stride in value.strides)
@@ -148,7 +148,7 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool) -> Arg:
         if kind == "cupy":
             pointer, device = value.data.ptr, devices.get(value.data.device_id)
         else:
-            pointer, device = value.ctypes.data, devices.model()
+            pointer, device = value.ctypes.data, devices.host()
             if written and not value.flags.writeable:
                 raise OpError(op, name, "is written, but the array is read-only")
     arg = Arg(op, name, dtype, shape, strides, (pointer | 16) & -(pointer | 16), device)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["per_token_group_fp8_quant", "per_token_group_fp8_quant_packed", "per_token_group_quant_int8"]
 
 _group_quant = Kernel("quantize/group_quant.cu")
+_FEW_VECTORS = 512  # for a multiprocessor
 
 
 def _codes(
@@ -66,8 +67,11 @@ def _plan(
     check.sizes(scales, num_tokens=num_rows, groups=columns)
     vectors = check.vector_width(group_size, input, codes), False
     scales_of_token = 4 * columns if packed else columns
+    # Few groups are spread over more threads: then the way through one thread counts.
+    num_groups = num_rows * scales_of_token
+    few = num_groups * group_size <= _FEW_VECTORS * vectors[0] * input.device.multiprocessors
     grid, threads = spread.rows(
-        input, num_rows * scales_of_token, vectors, many=(4, 7), few=(2, 8), weights=0, size=group_size
+        input, num_groups, vectors, many=(4, 7), few=(2, 8), weights=0, size=group_size, short=1 if few else 4
     )
     return _group_quant(
         scalar_t=input.dtype,

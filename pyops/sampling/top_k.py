@@ -14,12 +14,15 @@ from .._core.tensor import Arg
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .._core.device import Device
+
 __all__ = ["top_k_per_row_decode", "top_k_per_row_prefill"]
 
 _top_k_per_row = Kernel("sampling/top_k_per_row.cu")
 _PIECE_SIZE = 16384  # 64 KiB: three blocks of so much fit on a multiprocessor
+_MOST_OF_BLOCK = 16384  # elements of a row that a block of a cluster has, while there are blocks
 _MOST_COLUMNS = 2**30
-_OWN_SHARED = 10 * 1024  # the kernel's histogram and what else it keeps in shared memory
+_OWN_SHARED = 18 * 1024  # the kernel's histogram and what else it keeps in shared memory
 
 
 @op(out="indices", ulps=0)
@@ -170,6 +173,10 @@ def _launches(
     piece_size = _PIECE_SIZE if most_staged > 4 * _PIECE_SIZE + 16 else _PIECE_SIZE // 2
     # Candidates are to be much fewer than what they come from.
     cut = columns > piece_size and topK <= piece_size // 4 and columns <= 2**24
+    cluster = _blocks_of_row(columns, device)
+    if cluster > 1:
+        cut = cut and columns > cluster * most_staged // 4 - 16
+        cluster = 1 if cut else cluster
     most_pieces = -(-columns // piece_size) if cut else 1
     size = most_pieces * topK
     keys, positions = (Scratch(4 * numRows * size if cut else 0) for _ in range(2))
@@ -181,6 +188,7 @@ def _launches(
         num_threads = 1024 if numRows * pieces <= device.multiprocessors else 512
         return _top_k_per_row(
             DECODE="rowStarts" in absent,
+            CLUSTER=1 if merge else cluster,
             PIECE_SIZE=piece_size if cut else 0,
             MERGE=merge,
             STAGED=staged,
@@ -197,5 +205,14 @@ def _launches(
             **absent,
         )
 
-    first = launch(False, min(columns, piece_size) if cut else columns, most_pieces)
-    return [first, launch(True, size, 1)] if cut else [first]
+    if cut:
+        return [launch(False, piece_size, most_pieces), launch(True, size, 1)]
+    return [launch(False, -(-columns // cluster), cluster)]
+
+
+def _blocks_of_row(columns: int, device: Device) -> int:
+    """How many blocks of a cluster share a row."""
+    blocks = 1
+    while blocks < device.cluster and columns > _MOST_OF_BLOCK * blocks:
+        blocks *= 2
+    return blocks

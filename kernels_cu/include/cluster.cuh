@@ -1,0 +1,38 @@
+// cluster.cuh: blocks that run at the same time, wait for each other and read each other's shared memory (sm_90 and later).
+//
+// A plan makes clusters only where the device has them; elsewhere, and on the host, a cluster is one block.
+#pragma once
+#include "platform.cuh"
+
+// Before the name of a kernel: BLOCKS blocks that follow each other in y make a cluster.
+#if PYOPS_CUDA
+#define CLUSTER_OF(BLOCKS) __cluster_dims__(1, BLOCKS, 1)
+#else
+#define CLUSTER_OF(BLOCKS)
+#endif
+
+// What the blocks of the cluster wrote to shared memory before can be read by all of them afterwards. Every thread calls.
+template <int BLOCKS>
+DEVICE void sync_cluster() {
+#if PYOPS_CUDA
+    if constexpr (BLOCKS > 1) {
+        asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        return;
+    }
+#endif
+    __syncthreads();
+}
+
+// The word that block `rank` of the cluster, counted in y, has where this one has `word`, in shared memory.
+template <int BLOCKS>
+DEVICE uint32_t load_of_block(const uint32_t* word, unsigned rank) {
+#if PYOPS_CUDA
+    if constexpr (BLOCKS > 1) {
+        uint32_t address = __cvta_generic_to_shared(word), value;
+        asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+        asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+        return value;
+    }
+#endif
+    return *word;
+}

@@ -1,0 +1,93 @@
+"""Products with a matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ._core import check
+from ._core.kernel import Kernel, Launch
+from ._core.op import op
+from ._core.tensor import Arg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["skinny_linear"]
+
+_skinny_linear = Kernel("linear/skinny_linear.cu")
+_MOST_TOKENS = 4  # of a block, which hold as many sums in registers
+_NUM_THREADS = 128
+_ROWS, _BATCH, _MIN_BLOCKS = 1, 8, 8
+
+
+@op(out="out", cancelled=2.0**-18)
+def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """A linear layer for few rows: ``out = input @ weight.T + bias``, summed in float32 and rounded once.
+
+    Made for the decode step of a few sequences, where every weight is read for each four rows: with more rows a
+    library's matrix product, on tensor cores, is faster. Order of the sum: by lanes of a warp.
+
+    Args:
+        out: [..., output_size], written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        weight: [output_size, hidden_size] of the same dtype; rows of one stride.
+        bias: [output_size] of the same dtype, contiguous; or None.
+    """
+    product = input.float() @ weight.float().T
+    out.copy_(product if bias is None else product + bias.float())
+
+
+@skinny_linear.plan
+def _(out: Arg, input: Arg, weight: Arg, bias: Arg | None) -> Launch:
+    check.floating(input)
+    hidden_size, output_size = check.row_size(input), check.row_size(out)
+    check.dtype(out, input.dtype)
+    if out.shape[:-1] != input.shape[:-1]:
+        raise out.error(f"expected the leading dimensions of input, {input.shape[:-1]}, got shape {out.shape}")
+    check.sizes(weight, output_size=output_size, hidden_size=hidden_size)
+    check.dtype(weight, input.dtype)
+    check.row_size(weight)
+    check.shape(bias, input.dtype, output_size=output_size)
+    num_tokens = check.num_rows(input)
+    strides = {"out_stride": check.row_stride(out), "input_stride": check.row_stride(input)}
+    vec_size = check.vector_width(hidden_size, input, weight)
+    tokens = next(most for most in (1, 2, _MOST_TOKENS) if num_tokens <= most or most == _MOST_TOKENS)
+    warp_size = input.device.warp_size
+    rounds = -(-hidden_size // (vec_size * warp_size))
+    rows = _ROWS
+    return _skinny_linear(
+        scalar_t=input.dtype,
+        HIDDEN_SIZE=hidden_size,
+        VEC_SIZE=vec_size,
+        TOKENS=tokens,
+        ROWS=rows,
+        BATCH=max(1, min(_BATCH, rounds)),
+        HAS_BIAS=bias is not None,
+        NUM_THREADS=_NUM_THREADS,
+        MIN_BLOCKS=_MIN_BLOCKS,
+    ).launch(
+        grid=(-(-output_size // (_NUM_THREADS // warp_size * rows)), -(-num_tokens // tokens)),
+        block=_NUM_THREADS,
+        num_tokens=num_tokens,
+        output_size=output_size,
+        weight_stride=check.row_stride(weight),
+        **strides,
+    )
+
+
+@skinny_linear.example
+def _(
+    make: Any,
+    *,
+    num_tokens: int = 1,
+    hidden_size: int = 4096,
+    output_size: Literal[64, 333] = 64,
+    dtype: str = "bfloat16",
+    with_bias: bool = False,
+) -> tuple[Any, ...]:
+    return (
+        make.empty(num_tokens, output_size, dtype=dtype),
+        make.randn(num_tokens, hidden_size, dtype=dtype),
+        make.randn(output_size, hidden_size, dtype=dtype, scale=max(1, hidden_size) ** -0.5),
+        make.randn(output_size, dtype=dtype) if with_bias else None,
+    )
