@@ -10,15 +10,17 @@ This module is also the plugin that pytest loads in such a process.
 from __future__ import annotations
 
 import argparse
+import importlib
+import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -39,7 +41,7 @@ from tests.mutants import MUTANTS, Mutant
 LEAST = 0.95  # of the mutants that must be killed
 _SECONDS = 300.0  # after which a mutant has survived
 _EVERY_OP = ("tests/test_every_op.py", "tests/test_every_op_host.py")
-_PYTEST = (sys.executable, "-m", "pytest", "-p", "tests.mutation", "-p", "no:cacheprovider", "-x", "-q")
+_PYTEST = ("-p", "tests.mutation", "-p", "no:cacheprovider", "-x", "-q")
 _NOT_COMPILED = 9  # exit status, one that pytest does not use
 
 
@@ -77,43 +79,62 @@ class Verdict(NamedTuple):
     seconds: float
 
 
-def judge(mutant: Mutant, folder: str) -> Verdict:
-    """Run the tests against the mutant, its kernels cached in `folder`."""
-    started = time.monotonic()
+def judge(mutants: Sequence[Mutant], most: int) -> Iterator[tuple[Mutant, Verdict]]:
+    """Run the tests against each mutant, `most` at a time, as they come to an end.
 
-    def verdict(outcome: str, by: str = "") -> Verdict:
-        return Verdict(outcome, by, time.monotonic() - started)
+    Each is judged in a fork of this process, which has read the tests, but no kernel, before.
+    """
+    for path in _files(mutants):
+        importlib.import_module(".".join(Path(path).with_suffix("").parts))
+    context, waiting, running = multiprocessing.get_context("fork"), deque(mutants), {}
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < most:
+                mutant, log = waiting.popleft(), Path(folder, f"{len(waiting)}.log")
+                process = context.Process(target=_run_tests, args=(mutant, folder, log))
+                process.start()
+                running[process.sentinel] = process, mutant, log, time.monotonic()
+            ended = multiprocessing.connection.wait(running, timeout=1.0)
+            for sentinel, (process, mutant, log, started) in list(running.items()):
+                seconds = time.monotonic() - started
+                if sentinel in ended or seconds > _SECONDS:
+                    del running[sentinel]
+                    process.kill()
+                    process.join()
+                    status = process.exitcode if sentinel in ended else None
+                    yield mutant, _verdict(mutant, status, log.read_text(errors="replace"), seconds)
 
-    try:
-        mutated(mutant)
-        status, printed = _tests([mutant], "--break", "-p", "no:xdist", folder=folder)
-    except ValueError as error:
-        return verdict("no mutant", str(error))
-    except subprocess.TimeoutExpired:
-        return verdict("survived", f"{mutant.why} (no test failed in time)")
+
+def _run_tests(mutant: Mutant, folder: str, log: Path) -> None:
+    """What a fork does: the tests, with the kernels broken and cached in `folder`, printing to `log`."""
+    with log.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ["CUPY_CACHE_DIR"] = folder
+    for cached in (source.signature, source._flat):
+        cached.cache_clear()
+    chosen = ("--break", "--mutant", mutant.name, "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+    status = pytest.main([*_PYTEST, *chosen, *_files([mutant])])
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _verdict(mutant: Mutant, status: int | None, printed: str, seconds: float) -> Verdict:
+    if status is None:
+        return Verdict("survived", f"{mutant.why} (no test failed in time)", seconds)
     failed = re.search(r"^FAILED (.*)$", printed, re.MULTILINE)
     if failed or status < 0:  # what writes beyond its memory may take the process along, with or before the test
-        return verdict("killed", failed[1] if failed else f"the process ended by signal {-status}")
+        return Verdict("killed", failed[1] if failed else f"the process ended by signal {-status}", seconds)
     if status == 0:
-        return verdict("survived", mutant.why)
-    return verdict("no mutant", "\n".join(printed.splitlines()[-40:]))
+        return Verdict("survived", mutant.why, seconds)
+    return Verdict("no mutant", "\n".join(printed.splitlines()[-40:]), seconds)
 
 
-def _tests(mutants: Sequence[Mutant], *options: str, folder: str | None = None) -> tuple[int, str]:
-    """(exit status, what was printed) of the tests that could notice the mutants."""
+def _files(mutants: Sequence[Mutant]) -> list[str]:
+    """The files of tests that could notice the mutants."""
     concerned = [op for op in pyops.ops.values() if any(_concerns(mutant, op) for mutant in mutants)]
     folders = {Path(kernel).parent for op in concerned for kernel in _kernels(op)}
-    families = sorted(str(path) for folder in folders for path in Path("tests").glob(f"test_{folder}*.py"))
-    names = [word for mutant in mutants for word in ("--mutant", mutant.name)]
-    done = subprocess.run(
-        (*_PYTEST, *options, *names, *_EVERY_OP, *families),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_SECONDS if folder else None,
-        env=os.environ | {"CI": "true"} | ({"CUPY_CACHE_DIR": folder} if folder else {}),
-    )
-    return done.returncode, done.stdout + done.stderr
+    return [*_EVERY_OP, *sorted(str(path) for folder in folders for path in Path("tests").glob(f"test_{folder}*.py"))]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -184,17 +205,17 @@ def main() -> None:
             print(f"{mutant.name}\n    {mutant.why}")
         return
     started = time.monotonic()
-    status, printed = _tests(mutants, "-n", str(asked.n))
-    if status:
-        sys.exit(f"{printed}\nthe tests fail without a mutant")
-    print(f"without a mutant: {printed.splitlines()[-1]}", flush=True)
+    os.environ["CI"] = "true"  # as many examples as there
+    names = [word for mutant in mutants for word in ("--mutant", mutant.name)]
+    tests = (sys.executable, "-m", "pytest", *_PYTEST, "-n", str(asked.n), *names, *_files(mutants))
+    done = subprocess.run(tests, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{done.stdout}{done.stderr}\nthe tests fail without a mutant")
+    print(f"without a mutant: {done.stdout.splitlines()[-1]}", flush=True)
     outcomes: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(asked.n) as pool:
-        judged = {pool.submit(judge, mutant, folder): mutant for mutant in mutants}
-        for future in as_completed(judged):
-            verdict = future.result()
-            outcomes[verdict.outcome] += 1
-            print(f"{verdict.outcome:9} {verdict.seconds:4.0f} s  {judged[future].name}: {verdict.by}", flush=True)
+    for mutant, verdict in judge(mutants, asked.n):
+        outcomes[verdict.outcome] += 1
+        print(f"{verdict.outcome:9} {verdict.seconds:4.0f} s  {mutant.name}: {verdict.by}", flush=True)
     score = outcomes["killed"] / max(1, outcomes["killed"] + outcomes["survived"])
     counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
     print(f"{score:.1%} of {len(mutants)} mutants killed ({counts}) in {time.monotonic() - started:.0f} s")
