@@ -27,6 +27,7 @@ from .activation import *
 from .attention import *
 from .cache import *
 from .cli.warmup import warmup
+from .memory import *
 from .norm import *
 from .quantize import *
 from .rotary import *
