@@ -394,9 +394,12 @@ def fill(out, *others):
     out.fill_(7)
 for name in ("silu_and_mul", "gelu_and_mul", "gelu_new"):
     theirs.impl(name, fill, "CPU")
+theirs.define("sm100_cutlass_mla_get_workspace_size(int a, int b, int c, int d) -> int")
+theirs.impl("sm100_cutlass_mla_get_workspace_size", lambda a, b, c, d: 7)  # for all devices
 
 from pyops.integrations.vllm import override, register
 import pyops
+size_of_workspace = "sm100_cutlass_mla_get_workspace_size"
 x, out, right = torch.randn(2, 8), torch.empty(2, 4), torch.empty(2, 4)
 pyops.silu_and_mul(right, x)
 
@@ -441,9 +444,15 @@ replaced.undo()
 assert replaced.names == () and state() == "theirs"
 
 with override() as replaced:  # gelu_new has another schema
-    assert replaced.names == ("_C::silu_and_mul", "_C::gelu_and_mul")
+    assert set(replaced.names) == {{f"_C::{{name}}" for name in ("silu_and_mul", "gelu_and_mul", size_of_workspace)}}
     assert state() == "ours" and state(torch.ops._C.gelu_and_mul) == "?"
 assert state() == state(torch.ops._C.gelu_and_mul) == "theirs"
+
+size = torch.ops._C.sm100_cutlass_mla_get_workspace_size
+assert size(1, 1, 1, 1) == 7
+with override(size_of_workspace):
+    assert size(1, 1, 1, 1) == 513 * 4 * 128
+assert size(1, 1, 1, 1) == 7
 
 override("silu_and_mul")  # held by nobody
 import gc
@@ -466,23 +475,6 @@ print(refused("gelu_new"))
     assert lacking.startswith("override: flashinfer_rotary_embedding: is an op of vLLM that pyops lacks")
     assert unknown.startswith("override: mul_and_silu: is unknown to torch: import vLLM first")
     assert other.startswith("override: gelu_new: expected the schema gelu_new(Tensor! out, Tensor input) -> ()")
-
-
-def test_without_vllm() -> None:
-    """There is nothing to override, and to register does not bring CuPy."""
-    run("""
-import sys
-import pyops
-from pyops.integrations.vllm import override, register
-try:
-    override()
-except pyops.OpError as error:
-    assert str(error).startswith("override: names: torch knows no op of vLLM: import vLLM first"), error
-else:
-    raise AssertionError("no error")
-assert register().names
-assert "cupy" not in sys.modules
-""")
 
 
 # What is in the place of vllm._custom_ops.
@@ -626,11 +618,24 @@ def test_compile() -> None:
         assert same_bits(ours, right)
 
 
-# What is imported.
+# Where torch, or vLLM, is not.
 
 
-def test_pyops_loads_no_integration() -> None:
-    run("import sys, pyops; assert not [name for name in sys.modules if name.startswith('pyops.integrations')]")
+def test_without_vllm() -> None:
+    """There is nothing to override, and to register does not bring CuPy."""
+    run("""
+import sys
+import pyops
+from pyops.integrations.vllm import override, register
+try:
+    override()
+except pyops.OpError as error:
+    assert str(error).startswith("override: names: torch knows no op of vLLM: import vLLM first"), error
+else:
+    raise AssertionError("no error")
+assert register().names
+assert "cupy" not in sys.modules
+""")
 
 
 def test_without_torch_the_pip_line_is_named() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from ..._core.errors import OpError
 from ..._core.lazy import torch
 from .adapters import FAKES
-from .table import Entry, parse, table
+from .table import Entry, default, is_written, parse, table
 
 _KEYS = ("CUDA", "CPU")  # torch calls ROCm's devices CUDA, too
 
@@ -38,7 +38,7 @@ class Registration:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.undo()
 
-    def _add(self, kind: str, entries: Iterable[Entry]) -> None:
+    def _add(self, kind: str, entries: Sequence[Entry]) -> None:
         libraries: dict[str, Any] = {}
         for entry in entries:
             if (library := libraries.get(entry.namespace)) is None:
@@ -47,7 +47,7 @@ class Registration:
                 _define(library, entry)
             for key in _KEYS if "Tensor" in entry.schema else ("CompositeExplicitAutograd",):
                 library.impl(entry.name, entry.kernel, key)
-            self.names += (_qualified(entry),)
+        self.names += tuple(map(_qualified, entries))
         self._libraries += libraries.values()
         _alive.add(self)
 
@@ -123,12 +123,11 @@ def _known(entry: Entry) -> Any:
 
 
 def _agree(entry: Entry, known: Any) -> bool:
-    """Whether the arguments, which come by position, are of the same types, and those that are left out the same."""
+    """Whether the schemas are the same but for names: arguments come by position."""
 
     def face(schema: Any) -> Any:
-        defaults = [(one.has_default_value(), one.default_value) for one in schema.arguments]
-        types = [[str(one.type) for one in several] for several in (schema.arguments, schema.returns)]
-        return types, defaults
+        arguments = [(str(one.type), is_written(one), default(one)) for one in schema.arguments]
+        return arguments, [str(one.type) for one in schema.returns]
 
     return bool(face(parse(entry.schema)) == face(known))
 

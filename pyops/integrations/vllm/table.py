@@ -66,18 +66,20 @@ def takes(op: Op, schema: Any) -> bool:
         and len(own) >= len(schema.arguments)
         and all(
             theirs.type.isSubtypeOf(ours.type)
-            and _is_written(theirs) == _is_written(ours)
+            and is_written(theirs) == is_written(ours)
             # torch leaves out trailing arguments that are equal to their defaults.
-            and (not theirs.has_default_value() or _default(theirs) == _default(ours))
+            and (not theirs.has_default_value() or default(theirs) == default(ours))
             for ours, theirs in zip(own, schema.arguments, strict=False)
         )
         and all(ours.has_default_value() for ours in own[len(schema.arguments) :])
     )
 
 
-def _default(argument: Any) -> tuple[bool, Any]:
+def default(argument: Any) -> tuple[bool, Any]:
+    """(whether an argument of a FunctionSchema has a default, it)."""
     return argument.has_default_value(), argument.default_value
 
 
-def _is_written(argument: Any) -> bool:
+def is_written(argument: Any) -> bool:
+    """Whether a FunctionSchema marks its argument as written."""
     return argument.alias_info is not None and argument.alias_info.is_write
