@@ -28,6 +28,7 @@ from .attention import *
 from .cache import *
 from .cli.warmup import warmup
 from .linear import *
+from .memory import *
 from .norm import *
 from .quantize import *
 from .rotary import *

@@ -1,4 +1,4 @@
-"""The command line: ``python -m pyops list | show | source | warmup | doctor | generate | demo``."""
+"""The command line: ``python -m pyops list | show | source | warmup | doctor | generate | demo | coverage``."""
 
 from __future__ import annotations
 
@@ -79,6 +79,13 @@ def _demo(options: argparse.Namespace) -> bool:
     return demo.demo()
 
 
+def _coverage(options: argparse.Namespace) -> bool:
+    from .cli import coverage
+
+    print(coverage.text())
+    return True
+
+
 def _axes_and_arch(words: Sequence[str]) -> tuple[dict[str, list[Any]], str]:
     values = axes.parse(words)
     return values, *values.pop("arch", ["sm_90"])[:1]
@@ -121,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     writing.add_argument("--dtype", help="float32, float16 or bfloat16 instead of the checkpoint's")
     writing.add_argument("--device", help="as torch names it; the GPU where there is one")
     command("demo", _demo, "Text from a small model of random weights, checked against plain PyTorch.")
+    command("coverage", _coverage, "The ops of vLLM: which of them this library serves, and as what.")
     return main
 
 

@@ -14,6 +14,7 @@ import pytest
 import kernels_cu
 import pyops
 import pyops._core
+import pyops.integrations.vllm
 import pyops.models
 from pyops._core import device, source
 from pyops._core.example import ArgMaker
@@ -29,18 +30,19 @@ HEADERS = [name for name in kernels_cu.names() if name.endswith(".cuh")]
 
 def _order(package: ModuleType) -> list[str]:
     """The modules that the docstring of a package lists, each after all that it may import."""
-    lines = [line for line in str(package.__doc__).splitlines() if re.match(r"[a-z]+( [a-z]+)*   +\S", line)]
+    lines = [line for line in str(package.__doc__).splitlines() if re.match(r"[a-z_]+( [a-z_]+)*   +\S", line)]
     return [module for line in lines for module in re.split("   +", line)[0].split()]
 
 
 ORDER = _order(pyops._core)
 MODELS = _order(pyops.models)
+VLLM = _order(pyops.integrations.vllm)
 # What stands beside `_core`: a module or package for each family of ops, and the test harness.
 FAMILIES = [path for path in sorted((ROOT / "pyops").glob("*.py")) if not path.name.startswith("__")]
 FAMILIES += [
     path
     for folder in sorted((ROOT / "pyops").iterdir())
-    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "models", "testing")
+    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "integrations", "models", "testing")
     for path in sorted(folder.glob("*.py"))
 ]
 HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
@@ -115,9 +117,20 @@ def test_every_module_of_the_models_has_its_place() -> None:
     assert all(len(path.read_text(encoding="utf-8").splitlines()) < 250 for path in files)
 
 
-def test_ops_do_without_models() -> None:
-    """`import pyops` does not load them."""
-    done = "import sys, pyops; assert not [name for name in sys.modules if name.startswith('pyops.models')]"
+@pytest.mark.parametrize("module", VLLM)
+def test_integrations_import_the_core_the_ops_and_what_comes_before(module: str) -> None:
+    folder = ROOT / "pyops" / "integrations" / "vllm"
+    assert sorted(VLLM) == sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+    own = {name for name in _imports(folder / f"{module}.py") if name.startswith("pyops.")}
+    integrations = {name.split(".")[3] for name in own if name.startswith("pyops.integrations.")}
+    assert integrations <= set(VLLM[: VLLM.index(module)])
+    assert not {name.split(".")[1] for name in own} & {"cli", "models", "testing"}
+
+
+def test_ops_do_without_what_stands_on_them() -> None:
+    """`import pyops` does not load models and integrations."""
+    above = "('pyops.models', 'pyops.integrations')"
+    done = f"import sys, pyops; assert not [name for name in sys.modules if name.startswith({above})]"
     subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
 
 

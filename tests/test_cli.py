@@ -15,6 +15,7 @@ from pyops.__main__ import main
 from pyops._core import compiler, device
 from pyops._core.compiler import Compiled
 from pyops.cli import axes, demo, doctor, show, table, warmup
+from pyops.integrations import vllm
 from pyops.models import llama
 
 RMS_NORM = pyops.ops["rms_norm"]
@@ -215,6 +216,20 @@ def test_demo_checks_what_it_generates(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr(llama, "silu_and_mul", lambda out, input: out.copy_(input.chunk(2, -1)[1]))
     assert main(["demo"]) == 1
     assert capsys.readouterr().out.endswith(": NO MATCH\n")
+
+
+def test_coverage_names_every_op_of_vllm_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coverage"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    entries = vllm.table()
+    states = dict(line.split()[:2] for line in lines)
+    assert states == {f"{one.namespace}::{name}": one.state for name, one in entries.items()}
+    assert all(line.endswith(f"  {one.schema}") for line, one in zip(lines, entries.values(), strict=True))
+    (line,) = (line for line in lines if line.startswith("_C::merge_attn_states "))
+    assert line.split()[1:3] == ["adapted", "merge_attn_states,"]
+    counts = [list(states.values()).count(state) for state in ("served", "adapted", "missing")]
+    assert last == "{} ops: {} served, {} adapted, {} missing".format(sum(counts), *counts)
+    assert min(counts) > 0
 
 
 def test_an_axis_may_not_shadow_the_architecture() -> None:

@@ -94,6 +94,13 @@ def test_the_examples_of_the_harness_run(page: str) -> None:
     exec(example, {"__name__": "__main__"})
 
 
+@pytest.mark.parametrize("example", blocks("python", (ROOT / "docs/integrations.md").read_text()))
+def test_the_examples_of_integrations_run(example: str) -> None:
+    """In processes of their own, because namespaces of torch.ops are the process's."""
+    done = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_name_of_the_harness_is_described() -> None:
     page = (ROOT / "docs/testing.md").read_text()
     for name in (*testing.__all__, *testing.strategies.__all__):

@@ -1,6 +1,7 @@
-"""The commands of ``python -m pyops``, as functions. Each module imports only `pyops._core` and those above it:
+"""The commands of ``python -m pyops``, as functions. Each module imports what `pyops` is made of and those above it:
 
 axes                                  the axes of an op's example, from keywords or from the command line
 table show warmup                     all ops; one op and its source; kernels made ready ahead of their first call
 doctor demo                           what this machine can run; a transformer block checked against float64
+coverage                              which ops of vLLM there are
 """

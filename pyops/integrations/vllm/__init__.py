@@ -1,0 +1,14 @@
+"""This library behind vLLM's names: in its namespaces of torch.ops, and as its module `_custom_ops`.
+
+A file imports only files above it:
+
+schemas adapters                      vLLM's schemas and signatures; what takes its arguments where no op does
+table library custom_ops              which op serves which; torch.library; functions like ``vllm._custom_ops``
+"""
+
+from __future__ import annotations
+
+from .library import Registration, override, register
+from .table import Entry, table
+
+__all__ = ["Entry", "Registration", "override", "register", "table"]

@@ -1,0 +1,94 @@
+"""What serves an op of vLLM where no op of this library of that name takes its arguments as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..._core.lazy import torch
+from ...attention import (
+    convert_vertical_slash_indexes_out,
+    paged_attention_rocm,
+    sm100_cutlass_mla_get_workspace_size,
+)
+from ...attention import merge_attn_states as _merge_attn_states
+from ...cache import copy_blocks, copy_blocks_mla, swap_blocks
+from ...memory import (
+    get_cuda_view_from_cpu_tensor,
+    get_device_attribute,
+    get_max_shared_memory_per_block_device_attribute,
+    weak_ref_tensor,
+)
+from ...quantize import awq_dequantize, ggml_dequantize, hadacore_transform, permute_cols
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Ops of this library that vLLM knows by another name.
+OTHER_NAMES = {"convert_vertical_slash_indexes_mergehead": "convert_vertical_slash_indexes_out"}
+
+# Functions of this library, beside its ops, that take what vLLM's op of that name takes.
+FUNCTIONS = {
+    function.__name__: function
+    for function in (
+        awq_dequantize,
+        copy_blocks,
+        copy_blocks_mla,
+        get_cuda_view_from_cpu_tensor,
+        get_device_attribute,
+        get_max_shared_memory_per_block_device_attribute,
+        ggml_dequantize,
+        hadacore_transform,
+        permute_cols,
+        sm100_cutlass_mla_get_workspace_size,
+        swap_blocks,
+        weak_ref_tensor,
+    )
+}
+
+# The others. The first line of each says what it is to the op it stands on.
+ADAPTERS: dict[str, Callable[..., Any]] = {}
+
+
+def _adapter(function: Callable[..., Any]) -> Callable[..., Any]:
+    ADAPTERS[function.__name__] = function
+    return function
+
+
+@_adapter
+def merge_attn_states(
+    output: Tensor,
+    output_lse: Tensor | None,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+) -> None:
+    """merge_attn_states, where output_lse comes last"""
+    _merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
+
+
+@_adapter
+def convert_vertical_slash_indexes(*args: Any) -> None:
+    """convert_vertical_slash_indexes_out, without the two counts of heads"""
+    convert_vertical_slash_indexes_out(*args[:8], None, None, *args[8:])
+
+
+@_adapter
+def paged_attention(out: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: Tensor, *others: Any) -> None:
+    """paged_attention_rocm, with partial results in memory of its own"""
+    # vLLM's schema marks only `out` as written, and torch takes a schema at its word.
+    partial = (torch.empty_like(tensor) for tensor in (exp_sums, max_logits, tmp_out))
+    paged_attention_rocm(out, *partial, *others)
+
+
+def _empty_like(tensor: Tensor, device: Any) -> Tensor:
+    empty: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return empty
+
+
+# What stands for an op while torch traces, where that cannot be the op itself, which looks at addresses.
+FAKES: dict[str, Callable[..., Any]] = {
+    "weak_ref_tensor": lambda input: _empty_like(input, input.device),
+    "get_cuda_view_from_cpu_tensor": lambda cpu_tensor: _empty_like(cpu_tensor, "cuda"),
+}

@@ -1,0 +1,173 @@
+"""The functions of ``vllm._custom_ops``, by this library: ``from pyops.integrations.vllm import custom_ops as ops``.
+
+Names, parameters, defaults and what is returned are vLLM's; parameters of this library's own may follow. Most are the
+functions of this library themselves, which docs and `inspect` show; those below are written for vLLM's signatures.
+Ops for which vLLM has no function, as ``silu_and_mul(out, input)``, are here as well. The name of a function that this
+library lacks raises an AttributeError that says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pyops
+
+from ... import attention, norm, quantize, sampling
+from ..._core.errors import OpError
+from ..._core.lazy import optional
+from .schemas import SCHEMAS, SIGNATURES
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:  # the module itself: torch.compile, for which some of these functions are, does not trace the lazy one
+    torch = optional("torch", "pyops.integrations.vllm.custom_ops", "torch")
+
+
+def rms_norm_dynamic_per_token_quant(
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    quant_dtype: torch.dtype,
+    scale_ub: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of `pyops.rms_norm_dynamic_per_token_quant`, which are new.
+
+    The codes have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn or int8; the scales are
+    [num_tokens, 1] float32. A `residual` is read and written.
+    """
+    output = torch.empty_like(input, dtype=quant_dtype)
+    scales = input.new_empty(input.shape[:-1].numel(), 1, dtype=torch.float32)
+    norm.rms_norm_dynamic_per_token_quant(output, input, weight, scales, epsilon, scale_ub, residual)
+    return output, scales
+
+
+def rms_norm_per_block_quant(
+    input: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    quant_dtype: torch.dtype,
+    group_size: list[int],
+    scale_ub: Tensor | None = None,
+    residual: Tensor | None = None,
+    is_scale_transposed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of `pyops.rms_norm_per_block_quant`, which are new.
+
+    The codes have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn or int8; the scales are
+    [num_tokens, hidden_size / group] float32, in memory transposed if `is_scale_transposed`. `group_size` is two
+    numbers, of which the second is the elements of a group. A `residual` is read and written.
+    """
+    if len(group_size) != 2 or group_size[1] < 1:
+        raise OpError("rms_norm_per_block_quant", "group_size", f"expected [1, elements], got {group_size}")
+    num_tokens, num_groups = input.shape[:-1].numel(), input.shape[-1] // group_size[1]
+    output = torch.empty_like(input, dtype=quant_dtype)
+    if is_scale_transposed:
+        scales = input.new_empty(num_groups, num_tokens, dtype=torch.float32).t()
+    else:
+        scales = input.new_empty(num_tokens, num_groups, dtype=torch.float32)
+    norm.rms_norm_per_block_quant(
+        output, input, weight, scales, epsilon, scale_ub, residual, group_size[1], is_scale_transposed
+    )
+    return output, scales
+
+
+def per_token_group_quant_int8(
+    x: Tensor, group_size: int, eps: float = 1e-10, dtype: torch.dtype = torch.int8
+) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of `pyops.per_token_group_quant_int8`, which are new.
+
+    The codes have the shape of `x`, [..., hidden_size], hidden_size a multiple of `group_size`; the scales are [...,
+    hidden_size / group_size] float32. `dtype` is int8.
+    """
+    if dtype != torch.int8:
+        raise OpError("per_token_group_quant_int8", "dtype", f"expected int8, got {dtype}")
+    codes = torch.empty_like(x, dtype=torch.int8)
+    scales = x.new_empty(x.shape[:-1].numel(), x.shape[-1] // max(1, group_size), dtype=torch.float32)
+    quantize.per_token_group_quant_int8(x, codes, scales, group_size, eps, -128.0, 127.0)
+    return codes, scales.unflatten(0, x.shape[:-1])
+
+
+def sm100_cutlass_mla_decode(
+    out: Tensor,
+    lse: Tensor,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c_and_k_pe_cache: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    workspace: Tensor,
+    scale: float,
+    num_kv_splits: int,
+) -> Tensor:
+    """`pyops.sm100_cutlass_mla_decode`; returns `out`."""
+    attention.sm100_cutlass_mla_decode(
+        out, lse, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, scale, num_kv_splits
+    )
+    return out
+
+
+def apply_repetition_penalties(
+    logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor
+) -> None:
+    """`pyops.apply_repetition_penalties_` for logits of any strides: those that are not contiguous are copied."""
+    packed = logits.contiguous()
+    sampling.apply_repetition_penalties_(packed, prompt_mask, output_mask, repetition_penalties)
+    if packed is not logits:
+        logits.copy_(packed)
+
+
+apply_repetition_penalties_cuda = sampling.apply_repetition_penalties_
+scaled_fp4_experts_quant = quantize.nvfp4_experts_quant
+scaled_fp4_quant = quantize.nvfp4_quant
+silu_and_mul_scaled_fp4_experts_quant = quantize.silu_and_mul_nvfp4_experts_quant
+
+
+def _renamed(function: Callable[..., None], **names: str) -> Callable[..., None]:
+    """`function`, some of whose parameters have other names."""
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        function(*args, **{names.get(name, name): value for name, value in kwargs.items()})
+
+    theirs = {ours: name for name, ours in names.items()}
+    signature = inspect.signature(function)
+    parameters = [p.replace(name=theirs.get(p.name, p.name)) for p in signature.parameters.values()]
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    return call
+
+
+paged_attention_v2 = _renamed(attention.paged_attention_v2, exp_sum="exp_sums")
+paged_attention_rocm = _renamed(attention.paged_attention_rocm, exp_sum="exp_sums")
+
+
+def _signatures() -> dict[str, inspect.Signature]:
+    """vLLM's, by the names of the functions."""
+    lines = (line.partition("(") for line in SIGNATURES.split("\n")[1:-1])
+    return {name: inspect.signature(eval(f"lambda {rest[:-1]}: None", {"torch": torch})) for name, _, rest in lines}
+
+
+def _conforms(function: Callable[..., Any], signature: inspect.Signature) -> bool:
+    """Whether `function` can be called as that signature says."""
+    own, theirs = (list(one.parameters.values()) for one in (inspect.signature(function), signature))
+    same = all(a.name == b.name and b.default in (b.empty, a.default) for a, b in zip(own, theirs, strict=False))
+    return same and len(own) >= len(theirs) and all(p.default is not p.empty for p in own[len(theirs) :])
+
+
+_theirs = _signatures()
+_ops = [line.partition("(")[0] for schemas in SCHEMAS.values() for line in schemas.split("\n")[1:-1]]
+for _name in {*_theirs, *_ops} - globals().keys():
+    _found = getattr(pyops, _name, None)
+    if callable(_found) and (_name not in _theirs or _conforms(_found, _theirs[_name])):
+        globals()[_name] = _found
+
+__all__ = sorted({*_theirs, *_ops} & globals().keys())
+
+
+def __getattr__(name: str) -> Any:
+    if name in _theirs or name in _ops:
+        raise AttributeError(f"vLLM's {name} is not served: pyops lacks the op, see python -m pyops coverage")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,141 @@
+"""This library in vLLM's namespaces of torch.ops: where nothing is yet, and in the place of what is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from ..._core.errors import OpError
+from ..._core.lazy import torch
+from .adapters import FAKES
+from .table import Entry, default, is_written, parse, table
+
+_KEYS = ("CUDA", "CPU")  # torch calls ROCm's devices CUDA, too
+
+
+class Registration:
+    """Ops of torch that this library serves. `undo`, or the end of a ``with`` block, takes it back.
+
+    Attributes:
+        names: of those ops, ``("_C::rms_norm", ...)``; empty once it is undone.
+    """
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+        self._libraries: list[Any] = []
+
+    def undo(self) -> None:
+        """Leave torch as it was before."""
+        self.names = ()
+        self._libraries.clear()  # a library that nobody holds takes along what it holds
+        _alive.discard(self)
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.undo()
+
+    def _add(self, kind: str, entries: Sequence[Entry]) -> None:
+        libraries: dict[str, Any] = {}
+        for entry in entries:
+            if (library := libraries.get(entry.namespace)) is None:
+                library = libraries[entry.namespace] = torch.library.Library(entry.namespace, kind)
+            if kind == "FRAGMENT":
+                _define(library, entry)
+            for key in _KEYS if "Tensor" in entry.schema else ("CompositeExplicitAutograd",):
+                library.impl(entry.name, entry.kernel, key)
+        self.names += tuple(map(_qualified, entries))
+        self._libraries += libraries.values()
+        _alive.add(self)
+
+
+_registered = Registration()
+_alive: set[Registration] = set()  # whoever asked for an op need not hold its library
+
+
+def register() -> Registration:
+    """Have torch know the ops of vLLM that this library serves, wherever it does not know them already.
+
+    Each is defined in vLLM's namespace (``torch.ops._C``, ``_C_cache_ops``, ``_moe_C``, ``_C_cuda_utils``, ...) by
+    vLLM's schema, for tensors on GPUs and on the CPU, with a fake for tracing. What an imported vLLM has defined is
+    left alone, see `override`; vLLM cannot define it any more once it is defined here, so it is imported first.
+
+    Returns:
+        What all calls of this function have registered, which a second call finds done.
+    """
+    _registered._add("FRAGMENT", [one for one in table().values() if one.kernel is not None and _known(one) is None])
+    return _registered
+
+
+def override(*names: str) -> Registration:
+    """Have this library serve ops that an imported vLLM has registered, in the place of its kernels.
+
+    Args:
+        names: of ops, as ``"rms_norm"``; none at all for every op that torch knows from vLLM by the schema that is
+            known here.
+
+    Returns:
+        What was replaced. It lasts until it is undone, whether or not it is held. Ops that `register` defined are this
+        library's already, and not among them.
+
+    Raises:
+        OpError: a name that is none of vLLM's, that this library lacks, that torch does not know, or whose schema is
+            another one in the vLLM that is imported; nothing is replaced then. Without names: nothing to replace.
+    """
+    found = table()
+    entries = [_replaceable(found, name) for name in names] or [
+        one for one in found.values() if one.kernel is not None and (known := _known(one)) and _agree(one, known)
+    ]
+    if not entries:
+        raise OpError("override", "names", "torch knows no op of vLLM: import vLLM first, or call register()")
+    replaced = Registration()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        replaced._add("IMPL", [one for one in entries if _qualified(one) not in _registered.names])
+    return replaced
+
+
+def _replaceable(found: dict[str, Entry], name: str) -> Entry:
+    entry = found.get(name)
+    if entry is None:
+        raise OpError("override", name, "is no op of vLLM")
+    if entry.kernel is None:
+        raise OpError("override", name, "is an op of vLLM that pyops lacks: see python -m pyops coverage")
+    known = _known(entry)
+    if known is None:
+        raise OpError("override", name, "is unknown to torch: import vLLM first, or call register()")
+    if not _agree(entry, known):
+        raise OpError("override", name, f"expected the schema {entry.schema}, but torch has {known}")
+    return entry
+
+
+def _qualified(entry: Entry) -> str:
+    return f"{entry.namespace}::{entry.name}"
+
+
+def _known(entry: Entry) -> Any:
+    """The schema by which torch knows the op, or None."""
+    packet = getattr(getattr(torch.ops, entry.namespace), entry.name, None)
+    return None if packet is None else packet.default._schema
+
+
+def _agree(entry: Entry, known: Any) -> bool:
+    """Whether the schemas are the same but for names: arguments come by position."""
+
+    def face(schema: Any) -> Any:
+        arguments = [(str(one.type), is_written(one), default(one)) for one in schema.arguments]
+        return arguments, [str(one.type) for one in schema.returns]
+
+    return bool(face(parse(entry.schema)) == face(known))
+
+
+def _define(library: Any, entry: Entry) -> None:
+    library.define(entry.schema)
+    returns = [str(one.type) for one in parse(entry.schema).returns]
+    if not returns:
+        torch.library.register_fake(_qualified(entry), lambda *args, **kwargs: None, lib=library)
+    elif "Tensor" in returns:  # of tensors without data, what allocates results makes the right ones
+        torch.library.register_fake(_qualified(entry), FAKES.get(entry.name, entry.kernel), lib=library)

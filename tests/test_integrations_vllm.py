@@ -1,0 +1,655 @@
+"""vLLM's namespaces of torch.ops and its module `_custom_ops`, by this library."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pyops
+from pyops._core.op import Op
+from pyops.integrations.vllm import Entry, custom_ops, override, register, table
+from pyops.integrations.vllm.schemas import SIGNATURES
+from pyops.testing import same_bits
+from pyops.testing.calls import assert_same, clones, expected, written
+from tests import axes
+from tests.calls import example
+from tests.test_every_op_torch import float8_allclose  # noqa: F401
+
+ROOT = Path(__file__).parents[1]
+TABLE = table()
+SERVED = [pytest.param(entry, id=name) for name, entry in TABLE.items() if entry.kernel is not None]
+# Those that an op serves as it is, and that op.
+OPS = [
+    pytest.param(entry, pyops.ops[entry.ours], id=name)
+    for name, entry in TABLE.items()
+    if entry.state == "served" and entry.ours in pyops.ops
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    with register():
+        yield
+
+
+def _torch_op(entry: Entry) -> Any:
+    return getattr(getattr(torch.ops, entry.namespace), entry.name).default
+
+
+def run(code: str, *flags: str) -> str:
+    """What a process of its own prints: the namespaces are those of the whole process."""
+    words = [sys.executable, *flags, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+# Schemas.
+
+
+def test_the_table() -> None:
+    assert {entry.state for entry in TABLE.values()} == {"served", "adapted", "missing"}
+    assert {"_C", "_C_cache_ops", "_moe_C", "_C_cuda_utils"} <= {entry.namespace for entry in TABLE.values()}
+    for entry in TABLE.values():
+        assert (entry.kernel is None) == (entry.state == "missing") == (entry.ours == "")
+    assert TABLE["rms_norm"].kernel is pyops.rms_norm, "no Python is between torch and the wrapper"
+
+
+@pytest.mark.parametrize("entry", SERVED)
+def test_schema(entry: Entry) -> None:
+    """Its name, and of arguments and what is returned: name, order, type, default and whether it is written."""
+    theirs = torch._C.parse_schema(f"{entry.namespace}::{entry.schema}")
+    ours = _torch_op(entry)._schema
+    assert ours.name == theirs.name == f"{entry.namespace}::{entry.name}"
+    assert ours.overload_name == ""
+
+    def face(one: Any) -> tuple[Any, ...]:
+        mark = one.alias_info
+        written = mark is not None and mark.is_write
+        return one.name, str(one.type), one.has_default_value(), one.default_value, one.kwarg_only, written
+
+    assert [face(one) for one in ours.arguments] == [face(one) for one in theirs.arguments]
+    assert [face(one) for one in ours.returns] == [face(one) for one in theirs.returns]
+
+
+@pytest.mark.parametrize(
+    ("name", "mutable"),
+    [
+        ("rotary_embedding", ["query", "key"]),
+        ("fused_add_rms_norm", ["input", "residual"]),
+        ("rms_norm", ["result"]),
+        ("rms_norm_static_fp8_quant", ["result"]),
+        ("fused_add_rms_norm_static_fp8_quant", ["result", "residual"]),
+        ("rms_norm_dynamic_per_token_quant", ["result", "scale", "residual"]),
+        ("silu_and_mul", ["result"]),
+        ("silu_and_mul_quant", ["result"]),
+        ("silu_and_mul_nvfp4_quant", ["result", "result_block_scale"]),
+        ("fused_qk_norm_rope", ["qkv"]),
+        ("merge_attn_states", ["output", "output_lse"]),
+        ("reshape_and_cache_flash", ["key_cache", "value_cache"]),
+    ],
+)
+def test_what_passes_of_vllm_count_on(name: str, mutable: list[str]) -> None:
+    """Its graph passes look results up by the place of an argument among those that are written."""
+    arguments = _torch_op(TABLE[name])._schema.arguments
+    assert [one.name for one in arguments if one.alias_info and one.alias_info.is_write] == mutable
+
+
+def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared() -> None:
+    from torch import Tensor
+
+    assert TABLE["moe_sum"].state == "missing" or "moe_sum" in pyops.ops
+    if "moe_sum" in pyops.ops:
+        pytest.skip("it is one of the library's by now")
+
+    def moe_sum(input: Tensor, output: Tensor) -> None:
+        output.copy_(input.sum(1))
+
+    op = pyops.op(out="output")(moe_sum).op
+    entry = table()["moe_sum"]
+    assert (entry.state, entry.ours, entry.kernel) == ("served", "moe_sum", op.call)
+
+    def topk_softmax(gating_output: Tensor, topk_weights: Tensor, topk_indices: Tensor) -> None:
+        topk_weights.copy_(gating_output)
+
+    pyops.op(out=("topk_weights", "topk_indices"))(topk_softmax)
+    assert table()["topk_softmax"].state == "missing", "it takes other arguments"
+
+
+def test_nothing_of_vllms_name_is_left_out() -> None:
+    """What has an op's name here but not its arguments needs an adapter: integrations/vllm/adapters.py."""
+    for entry in TABLE.values():
+        assert entry.kernel is not None or not callable(getattr(pyops, entry.name, None)), entry.name
+
+
+# Calls.
+
+
+def _args(entry: Entry, op: Op, device: str = "cpu") -> tuple[list[Any], list[Any]]:
+    """The op's example as vLLM's op takes it, and as ours does."""
+    args = example(op, device, num_tokens=5, **axes.fullest(op))
+    count = len(_torch_op(entry)._schema.arguments)
+    return args[:count], args[:count] + [p.default for p in op.parameters[count:]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("entry", "op"), OPS)
+def test_a_call_is_a_call_of_the_op(entry: Entry, op: Op, device: str) -> None:
+    theirs, ours = _args(entry, op, device)
+    args = clones(theirs)
+    assert _torch_op(entry)(*args) is None
+    direct = clones(ours)
+    op.wrapper(*direct)
+    given = args + ours[len(args) :]
+    assert_same(op, written(op, direct), written(op, given))
+    if device == "cpu":
+        assert_same(op, expected(op, ours), written(op, given))
+
+
+@pytest.mark.usefixtures("float8_allclose")
+@pytest.mark.parametrize(("entry", "op"), OPS)
+def test_opcheck(entry: Entry, op: Op) -> None:
+    torch.library.opcheck(_torch_op(entry), tuple(_args(entry, op)[0]))
+
+
+@pytest.mark.parametrize(("entry", "op"), OPS)
+def test_meta_tensors(entry: Entry, op: Op) -> None:
+    args = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in _args(entry, op)[0]]
+    assert _torch_op(entry)(*args) is None
+
+
+def _example(name: str, **given: Any) -> list[Any]:
+    return example(pyops.ops[name], num_tokens=5, **given)
+
+
+def _result(op: Any, args: Sequence[Any], *positions: int) -> list[torch.Tensor]:
+    """What a library's op writes to the arguments at these positions."""
+    args = clones(args)
+    op(*args)
+    return [args[i] for i in positions]
+
+
+# For what is not an op: arguments, the positions of those that are written, and all results, also the one returned.
+Case = tuple[list[Any], list[int], list[torch.Tensor]]
+
+
+def _merge_attn_states() -> Case:
+    output, *parts, output_lse = _example("merge_attn_states")
+    assert output_lse is not None
+    right = _result(pyops.merge_attn_states, [output, *parts, output_lse], 0, 5)
+    return [output, output_lse, *parts], [0, 1], right
+
+
+def _convert_vertical_slash_indexes() -> Case:
+    args = _example("convert_vertical_slash_indexes_out", with_counts=False)
+    right = pyops.convert_vertical_slash_indexes(*args[4:8], *args[10:])
+    return args[:8] + args[10:], [0, 1, 2, 3], list(right)
+
+
+def _paged_attention() -> Case:
+    args = _example("paged_attention_rocm")
+    return args, [0], _result(pyops.paged_attention_rocm, args, 0)
+
+
+def _awq_dequantize() -> Case:
+    args = _example("awq_dequantize_out")
+    return [*args[1:], 0, 0, 0], [], _result(pyops.awq_dequantize_out, args, 0)
+
+
+def _ggml_dequantize() -> Case:
+    out, weight, quant_type = _example("ggml_dequantize_out")
+    right = _result(pyops.ggml_dequantize_out, [out, weight, quant_type], 0)
+    return [weight, quant_type, *out.shape, torch.bfloat16], [], right
+
+
+def _hadacore_transform() -> Case:
+    _, x = _example("hadacore_transform_out", hidden_size=4, dtype="float32")
+    ones = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2.0
+    x = x.round()  # of such numbers, sums and halves are exact
+    return [x, False], [], [x @ ones]
+
+
+def _permute_cols() -> Case:
+    _, a, perm = _example("permute_cols_out")
+    return [a, perm], [], [a[:, perm.long()]]
+
+
+def _copied(cache: torch.Tensor, mapping: torch.Tensor) -> torch.Tensor:
+    cache = cache.clone()
+    cache[mapping[:, 1]] = cache[mapping[:, 0]]
+    return cache
+
+
+def _copy_blocks() -> Case:
+    key, value, mapping = _example("copy_cache_blocks", with_values=True)
+    caches = [[key, key + 1], [value, value + 1]]
+    return [*caches, mapping], [0, 1], [_copied(cache, mapping) for several in caches for cache in several]
+
+
+def _copy_blocks_mla() -> Case:
+    key, _, mapping = _example("copy_cache_blocks")
+    return [[key, key + 1], mapping], [0], [_copied(cache, mapping) for cache in (key, key + 1)]
+
+
+def _swap_blocks() -> Case:
+    source, target = torch.randn(4, 6), torch.zeros(4, 6)
+    right = target.clone()
+    right[[0, 3]] = source[[2, 1]]
+    return [source, target, 24, torch.tensor([[2, 0], [1, 3], [7, 0]])], [1], [right]
+
+
+CASES = {
+    "awq_dequantize": _awq_dequantize,
+    "convert_vertical_slash_indexes": _convert_vertical_slash_indexes,
+    "copy_blocks": _copy_blocks,
+    "copy_blocks_mla": _copy_blocks_mla,
+    "ggml_dequantize": _ggml_dequantize,
+    "hadacore_transform": _hadacore_transform,
+    "merge_attn_states": _merge_attn_states,
+    "paged_attention": _paged_attention,
+    "permute_cols": _permute_cols,
+    "swap_blocks": _swap_blocks,
+}
+# What takes no tensors, or none on the CPU: tested below, and in tests/test_memory.py.
+WITHOUT_TENSORS = {
+    "get_device_attribute",
+    "get_max_shared_memory_per_block_device_attribute",
+    "sm100_cutlass_mla_get_workspace_size",
+}
+ON_GPU = {"get_cuda_view_from_cpu_tensor", "weak_ref_tensor"}
+
+
+def test_every_op_is_called() -> None:
+    tested = {param.id for param in OPS} | CASES.keys() | WITHOUT_TENSORS | ON_GPU
+    assert {param.id for param in SERVED} == tested
+
+
+def _flat(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [one for value in values for one in (value if isinstance(value, list) else [value])]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_of_what_is_no_op(name: str) -> None:
+    args, positions, right = CASES[name]()
+    returned = _torch_op(TABLE[name])(*args)
+    results = [*_flat([args[i] for i in positions]), *([] if returned is None else [returned])]
+    assert len(results) == len(right)
+    for result, value in zip(results, right, strict=True):
+        assert same_bits(result, value)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck_of_what_is_no_op(name: str) -> None:
+    torch.library.opcheck(_torch_op(TABLE[name]), tuple(CASES[name]()[0]))
+
+
+def test_hadacore_transform_in_place() -> None:
+    (x, _), _, (right,) = _hadacore_transform()
+    assert torch.ops._C.hadacore_transform(x, True).data_ptr() == x.data_ptr()
+    assert same_bits(x, right)
+
+
+def test_partial_results_of_rocm_are_not_written() -> None:
+    """The schema does not mark them."""
+    args = _example("paged_attention_rocm")
+    before = clones(args)
+    torch.ops._rocm_C.paged_attention(*args)
+    assert all(same_bits(a, b) for a, b in zip(args[1:4], before[1:4], strict=True))
+
+
+def test_ops_without_tensors() -> None:
+    size = torch.ops._C.sm100_cutlass_mla_get_workspace_size(4096, 2, 132, 3)
+    assert size == pyops.sm100_cutlass_mla_get_workspace_size(4096, 2, 132, 3) == 513 * 4 * 128 * 3 * 2
+    if not torch.cuda.is_available():
+        with pytest.raises(pyops.OpError, match="device: expected one of the 0 GPUs"):
+            torch.ops._C_cuda_utils.get_device_attribute(1, 0)
+
+
+@pytest.mark.gpu
+def test_attributes_of_a_device() -> None:
+    properties = torch.cuda.get_device_properties(0)
+    asked = torch.ops._C_cuda_utils
+    for device in (0, -1):
+        assert asked.get_device_attribute(16, device) == properties.multi_processor_count
+        assert asked.get_device_attribute(10, device) == properties.warp_size, "another attribute, another answer"
+        largest = asked.get_max_shared_memory_per_block_device_attribute(device)
+        assert largest == asked.get_device_attribute(97, device) == properties.shared_memory_per_block_optin
+
+
+@pytest.mark.gpu
+def test_views_of_memory() -> None:
+    x = torch.arange(6.0, device="cuda").bfloat16()[::2]
+    assert torch.ops._C.weak_ref_tensor(x).data_ptr() == x.data_ptr()
+    pinned = torch.zeros(10, 10, dtype=torch.int32).pin_memory()
+    torch.ops._C.get_cuda_view_from_cpu_tensor(pinned).fill_(3)
+    torch.cuda.synchronize()
+    assert (pinned == 3).all()
+
+
+def test_refusals_come_through() -> None:
+    x = torch.ones(2, 8)
+    with pytest.raises(pyops.OpError, match="weak_ref_tensor: input: expected a tensor on a GPU, got one on cpu"):
+        torch.ops._C.weak_ref_tensor(x)
+    with pytest.raises(pyops.OpError, match="get_cuda_view_from_cpu_tensor: cpu_tensor: expected a tensor in pinned"):
+        torch.ops._C.get_cuda_view_from_cpu_tensor(x)
+    with pytest.raises(pyops.OpError, match="rms_norm: weight: "):
+        torch.ops._C.rms_norm(torch.empty_like(x), x, x[0, :4], 1e-6)
+
+
+def test_fakes_of_views() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(torch.empty_strided((3, 4), (1, 5), dtype=torch.bfloat16))
+        view = torch.ops._C.get_cuda_view_from_cpu_tensor(x)
+        assert (view.shape, view.stride(), view.dtype) == ((3, 4), (1, 5), torch.bfloat16)
+        assert view.device.type == "cuda"
+        weak = torch.ops._C.weak_ref_tensor(view)
+        assert (weak.shape, weak.stride(), weak.dtype, weak.device) == (view.shape, (1, 5), view.dtype, view.device)
+
+
+def test_results_are_allocated_for_compilers() -> None:
+    def call(a: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
+        return torch.ops._C.permute_cols(a * 2, perm) + 1
+
+    a, perm = torch.randn(3, 8), torch.arange(7, -1, -1, dtype=torch.int32)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(a, perm), a.flip(1) * 2 + 1)
+
+
+# Registration.
+
+
+def test_registering_twice() -> None:
+    before = [(entry.id, _torch_op(entry.values[0])) for entry in SERVED]
+    registration = register()
+    assert registration is register()
+    assert len(registration.names) == len(set(registration.names)) == len(SERVED)
+    assert [(entry.id, _torch_op(entry.values[0])) for entry in SERVED] == before
+
+
+def test_what_this_library_defined_is_not_overridden() -> None:
+    with override() as replaced:
+        assert replaced.names == ()
+    with override("rms_norm") as replaced:
+        assert replaced.names == ()
+
+
+THEIRS = """
+import torch
+theirs = torch.library.Library("_C", "FRAGMENT")
+theirs.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
+theirs.define("gelu_and_mul(Tensor! out, Tensor input) -> ()")
+theirs.define("gelu_new(Tensor! out, Tensor input, int new) -> ()")
+def fill(out, *others):
+    out.fill_(7)
+for name in ("silu_and_mul", "gelu_and_mul", "gelu_new"):
+    theirs.impl(name, fill, "CPU")
+theirs.define("sm100_cutlass_mla_get_workspace_size(int a, int b, int c, int d) -> int")
+theirs.impl("sm100_cutlass_mla_get_workspace_size", lambda a, b, c, d: 7)  # for all devices
+
+from pyops.integrations.vllm import override, register
+import pyops
+size_of_workspace = "sm100_cutlass_mla_get_workspace_size"
+x, out, right = torch.randn(2, 8), torch.empty(2, 4), torch.empty(2, 4)
+pyops.silu_and_mul(right, x)
+
+def state(op=torch.ops._C.silu_and_mul):
+    out.zero_()
+    op(out, x)
+    return "theirs" if (out == 7).all() else "ours" if torch.equal(out, right) else "?"
+
+def refused(*names):
+    try:
+        override(*names)
+    except pyops.OpError as error:
+        return str(error)
+    raise AssertionError("no error")
+"""
+
+
+def test_what_is_there_is_left_alone() -> None:
+    run(f"""{THEIRS}
+registration = register()
+assert state() == "theirs"
+assert not {{"_C::silu_and_mul", "_C::gelu_and_mul", "_C::gelu_new"}} & set(registration.names)
+assert "_C::mul_and_silu" in registration.names
+torch.ops._C.mul_and_silu(out, x)
+assert (out != 7).any()
+registration.undo()
+assert registration.names == ()
+assert hasattr(torch.ops._C, "silu_and_mul") and not hasattr(torch.ops._C, "mul_and_silu")
+assert state() == "theirs"
+assert register() is registration and "_C::mul_and_silu" in registration.names
+torch.ops._C.mul_and_silu(out, x)
+""")
+
+
+def test_override_and_undo() -> None:
+    """Without a word of torch, which warns of kernels that are replaced."""
+    code = f"""{THEIRS}
+replaced = override("silu_and_mul")
+assert replaced.names == ("_C::silu_and_mul",)
+assert state() == "ours" and state(torch.ops._C.gelu_and_mul) == "theirs"
+replaced.undo()
+assert replaced.names == () and state() == "theirs"
+
+with override() as replaced:  # gelu_new has another schema
+    assert set(replaced.names) == {{f"_C::{{name}}" for name in ("silu_and_mul", "gelu_and_mul", size_of_workspace)}}
+    assert state() == "ours" and state(torch.ops._C.gelu_and_mul) == "?"
+assert state() == state(torch.ops._C.gelu_and_mul) == "theirs"
+
+size = torch.ops._C.sm100_cutlass_mla_get_workspace_size
+assert size(1, 1, 1, 1) == 7
+with override(size_of_workspace):
+    assert size(1, 1, 1, 1) == 513 * 4 * 128
+assert size(1, 1, 1, 1) == 7
+
+override("silu_and_mul")  # held by nobody
+import gc
+gc.collect()
+assert state() == "ours"
+"""
+    assert run(code, "-W", "error") == ""
+
+
+def test_override_refuses() -> None:
+    printed = run(f"""{THEIRS}
+print(refused("silu_and_mul", "silu_and_mull"))
+assert state() == "theirs"  # nothing is replaced
+print(refused("flashinfer_rotary_embedding"))
+print(refused("mul_and_silu"))
+print(refused("gelu_new"))
+""")
+    nowhere, lacking, unknown, other = printed.splitlines()
+    assert nowhere == "override: silu_and_mull: is no op of vLLM"
+    assert lacking.startswith("override: flashinfer_rotary_embedding: is an op of vLLM that pyops lacks")
+    assert unknown.startswith("override: mul_and_silu: is unknown to torch: import vLLM first")
+    assert other.startswith("override: gelu_new: expected the schema gelu_new(Tensor! out, Tensor input) -> ()")
+
+
+# What is in the place of vllm._custom_ops.
+
+
+def _signatures() -> dict[str, inspect.Signature]:
+    found: dict[str, Any] = {}
+    for line in SIGNATURES.strip().splitlines():
+        exec(f"def {line}: ...", {"torch": torch}, found)
+    return {name: inspect.signature(function) for name, function in found.items()}
+
+
+THEIR_FUNCTIONS = _signatures()
+
+
+@pytest.mark.parametrize("name", sorted(THEIR_FUNCTIONS.keys() & set(custom_ops.__all__)))
+def test_signature(name: str) -> None:
+    ours = list(inspect.signature(getattr(custom_ops, name)).parameters.values())
+    theirs = list(THEIR_FUNCTIONS[name].parameters.values())
+    assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]
+    for a, b in zip(ours, theirs, strict=False):
+        assert b.default is b.empty or a.default == b.default
+    assert all(p.default is not p.empty for p in ours[len(theirs) :])
+
+
+def test_every_function_for_an_op_is_there() -> None:
+    assert all(name in custom_ops.__all__ for name in THEIR_FUNCTIONS if callable(getattr(pyops, name, None)))
+    missing = {"paged_attention"}  # of ROCm, whose function is paged_attention_rocm
+    assert {param.id for param in SERVED} - set(custom_ops.__all__) == missing
+    assert custom_ops.rms_norm is pyops.rms_norm
+    assert custom_ops.silu_and_mul is pyops.silu_and_mul
+
+
+def test_what_is_missing_is_named() -> None:
+    name = "init_custom_qr"
+    assert name in THEIR_FUNCTIONS
+    assert TABLE[name].state == "missing"
+    assert not hasattr(custom_ops, name)
+    with pytest.raises(AttributeError, match=f"vLLM's {name} is not served: pyops lacks the op"):
+        getattr(custom_ops, name)
+    with pytest.raises(AttributeError, match=r"custom_ops' has no attribute 'quux'"):
+        custom_ops.quux  # noqa: B018
+    with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
+        exec(f"from pyops.integrations.vllm.custom_ops import {name}")
+
+
+@pytest.mark.parametrize("quant_dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm_dynamic_per_token_quant(quant_dtype: torch.dtype, with_residual: bool) -> None:
+    x, weight = torch.randn(2, 3, 64).bfloat16(), torch.randn(64).bfloat16()
+    residual = torch.randn_like(x) if with_residual else None
+    ours = None if residual is None else residual.clone()
+    codes, scales = custom_ops.rms_norm_dynamic_per_token_quant(x, weight, 1e-6, quant_dtype, residual=residual)
+    right, right_scales = torch.empty_like(x, dtype=quant_dtype), torch.empty(6, 1)
+    pyops.rms_norm_dynamic_per_token_quant(right, x, weight, right_scales, 1e-6, None, ours)
+    assert same_bits(codes, right)
+    assert same_bits(scales, right_scales)
+    assert residual is None or (ours is not None and same_bits(residual, ours))
+
+
+@pytest.mark.parametrize("is_scale_transposed", [False, True])
+def test_rms_norm_per_block_quant(is_scale_transposed: bool) -> None:
+    x, weight = torch.randn(5, 256).half(), torch.randn(256).half()
+    codes, scales = custom_ops.rms_norm_per_block_quant(
+        x, weight, 1e-6, torch.float8_e4m3fn, [1, 128], is_scale_transposed=is_scale_transposed
+    )
+    assert scales.shape == (5, 2)
+    assert scales.stride() == ((1, 5) if is_scale_transposed else (2, 1))
+    right, right_scales = torch.empty_like(codes), torch.empty(5, 2)
+    pyops.rms_norm_per_block_quant(right, x, weight, right_scales, 1e-6, None, None, 128, False)
+    assert same_bits(codes, right)
+    assert same_bits(scales.contiguous(), right_scales)
+    for wrong in ([128], [1, 0]):
+        with pytest.raises(pyops.OpError, match="rms_norm_per_block_quant: group_size: expected"):
+            custom_ops.rms_norm_per_block_quant(x, weight, 1e-6, torch.int8, wrong)
+
+
+def test_per_token_group_quant_int8() -> None:
+    x = torch.randn(2, 3, 128).bfloat16()
+    codes, scales = custom_ops.per_token_group_quant_int8(x, 64)
+    assert scales.shape == (2, 3, 2)
+    largest = x.unflatten(-1, (2, 64)).abs().amax(-1).float()
+    torch.testing.assert_close(scales, largest / 127)
+    error = codes.float().unflatten(-1, (2, 64)) * scales[..., None] - x.unflatten(-1, (2, 64)).float()
+    assert (error.abs() <= scales[..., None]).all(), "codes are the quotients without their fractions"
+    with pytest.raises(pyops.OpError, match="dtype: expected int8"):
+        custom_ops.per_token_group_quant_int8(x, 64, dtype=torch.float8_e4m3fn)
+
+
+def test_sm100_cutlass_mla_decode_returns_its_output() -> None:
+    args = _example("sm100_cutlass_mla_decode")
+    right = clones(args)
+    pyops.sm100_cutlass_mla_decode(*right)
+    assert custom_ops.sm100_cutlass_mla_decode(*args) is args[0]
+    assert same_bits(args[0], right[0])
+
+
+def test_repetition_penalties_of_logits_with_gaps() -> None:
+    logits, *others = _example("apply_repetition_penalties_", dtype="float32")
+    right = logits.clone()
+    pyops.apply_repetition_penalties_(right, *others)
+    wide = torch.full((logits.shape[0], logits.shape[1] + 1), torch.nan)
+    wide[:, :-1] = logits
+    custom_ops.apply_repetition_penalties(wide[:, :-1], *others)
+    assert same_bits(wide[:, :-1].contiguous(), right)
+    assert wide[:, -1].isnan().all()
+    custom_ops.apply_repetition_penalties(logits, *others)
+    assert same_bits(logits, right)
+
+
+@pytest.mark.parametrize("name", ["paged_attention_v2", "paged_attention_rocm"])
+def test_a_parameter_of_another_name(name: str) -> None:
+    op = pyops.ops[name]
+    args = _example(name)
+    right = clones(args)
+    op.wrapper(*right)
+    by_name = dict(zip(inspect.signature(getattr(custom_ops, name)).parameters, args, strict=True))
+    assert "exp_sum" in by_name
+    getattr(custom_ops, name)(**by_name)
+    assert_same(op, written(op, right), written(op, args))
+
+
+def test_nvfp4_by_vllms_names() -> None:
+    x, scale = torch.randn(3, 64).half(), torch.tensor(2.0)
+    for ours, theirs in zip(
+        pyops.nvfp4_quant(x, scale, False), custom_ops.scaled_fp4_quant(x, scale, False), strict=True
+    ):
+        assert same_bits(ours, theirs)
+    assert custom_ops.scaled_fp8_quant is pyops.scaled_fp8_quant
+    assert custom_ops.scaled_int8_quant is pyops.scaled_int8_quant
+
+
+def test_compile() -> None:
+    def call(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return custom_ops.rms_norm_dynamic_per_token_quant(x * 2, weight, 1e-6, torch.int8)
+
+    x, weight = torch.randn(3, 64), torch.ones(64)
+    for ours, right in zip(
+        torch.compile(call, fullgraph=True, backend="aot_eager")(x, weight), call(x, weight), strict=True
+    ):
+        assert same_bits(ours, right)
+
+
+# Where torch, or vLLM, is not.
+
+
+def test_without_vllm() -> None:
+    """There is nothing to override, and to register does not bring CuPy."""
+    run("""
+import sys
+import pyops
+from pyops.integrations.vllm import override, register
+try:
+    override()
+except pyops.OpError as error:
+    assert str(error).startswith("override: names: torch knows no op of vLLM: import vLLM first"), error
+else:
+    raise AssertionError("no error")
+assert register().names
+assert "cupy" not in sys.modules
+""")
+
+
+def test_without_torch_the_pip_line_is_named() -> None:
+    from tests.test_import import BLOCK
+
+    run(f"""{BLOCK}
+import pyops
+from pyops.__main__ import main
+from pyops.integrations.vllm import override, register
+for use in (register, override, lambda: __import__("pyops.integrations.vllm.custom_ops")):
+    try:
+        use()
+    except pyops.MissingDependencyError as error:
+        assert "needs torch" in str(error) and "[torch]" in str(error), error
+    else:
+        raise AssertionError("no error")
+""")
