@@ -256,6 +256,14 @@ def _(make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str =
     return (*_gated_example(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 7.0)
 
 
+def _quantile(probability: float) -> float:
+    """Of the standard normal distribution."""
+    return NormalDist().inv_cdf(probability)
+
+
+_quantile._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not trace `statistics`
+
+
 @op(out="out", keyed="activation_sparsity")
 def gelu_and_mul_sparse(out: Tensor, input: Tensor, activation_sparsity: float, approximate: str = "none") -> None:
     """GEGLU of the gates above a quantile of their row, which leaves about `activation_sparsity` of `out` zero.
@@ -275,7 +283,7 @@ def gelu_and_mul_sparse(out: Tensor, input: Tensor, activation_sparsity: float, 
     wide = gate.double()
     mean = wide.mean(-1, keepdim=True).float().to(input.dtype)
     deviation = wide.std(-1, correction=0, keepdim=True).float().to(input.dtype)
-    cutoff = mean + deviation * NormalDist().inv_cdf(activation_sparsity)
+    cutoff = mean + deviation * _quantile(activation_sparsity)
     out.copy_(torch.nn.functional.gelu(torch.relu(gate - cutoff), approximate=approximate) * up)
 
 
@@ -308,7 +316,7 @@ def _(out: Arg, input: Arg, activation_sparsity: float, approximate: str) -> Lau
         num_rows=num_rows,
         out_stride=check.row_stride(out),
         input_stride=check.row_stride(input),
-        multiplier=NormalDist().inv_cdf(activation_sparsity),
+        multiplier=_quantile(activation_sparsity),
     )
 
 

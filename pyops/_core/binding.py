@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from . import tensor
+from . import lazy, tensor
 from .lazy import loaded
 
 if TYPE_CHECKING:
@@ -336,3 +336,7 @@ def _register(op: Op) -> None:
     for key in ("CUDA", "CPU"):
         library.impl(op.name, op.call, key)
     torch.library.register_fake(f"pyops::{op.name}", lambda *args, **kwargs: None, lib=library)
+    # torch.compile traces a reference, as layers that are switched off have it, but not the proxy of torch.
+    module = op.reference.__globals__
+    if module.get("torch") is lazy.torch:
+        module["torch"] = torch
