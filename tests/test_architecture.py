@@ -14,6 +14,7 @@ import pytest
 import kernels_cu
 import pyops
 import pyops._core
+import pyops.layers
 import pyops.models
 from pyops._core import device, source
 from pyops._core.example import ArgMaker
@@ -34,13 +35,14 @@ def _order(package: ModuleType) -> list[str]:
 
 
 ORDER = _order(pyops._core)
+LAYERS = _order(pyops.layers)
 MODELS = _order(pyops.models)
 # What stands beside `_core`: a module or package for each family of ops, and the test harness.
 FAMILIES = [path for path in sorted((ROOT / "pyops").glob("*.py")) if not path.name.startswith("__")]
 FAMILIES += [
     path
     for folder in sorted((ROOT / "pyops").iterdir())
-    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "models", "testing")
+    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "layers", "models", "testing")
     for path in sorted(folder.glob("*.py"))
 ]
 HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
@@ -115,10 +117,32 @@ def test_every_module_of_the_models_has_its_place() -> None:
     assert all(len(path.read_text(encoding="utf-8").splitlines()) < 250 for path in files)
 
 
-def test_ops_do_without_models() -> None:
+@pytest.mark.parametrize("module", LAYERS)
+def test_layers_import_the_core_the_ops_and_what_comes_before(module: str) -> None:
+    own = {name for name in _imports(ROOT / "pyops" / "layers" / f"{module}.py") if name.startswith("pyops")}
+    layers = {name.split(".")[2] for name in own if name.startswith("pyops.layers.")}
+    assert layers <= set(LAYERS[: LAYERS.index(module)])
+    others = {name.split(".")[1] for name in own if not name.startswith("pyops.layers.")}
+    assert not others & {"cli", "models", "testing"}
+
+
+def test_every_module_of_the_layers_has_its_place() -> None:
+    """And fits in a head."""
+    files = [path for path in (ROOT / "pyops" / "layers").glob("*.py") if path.stem != "__init__"]
+    assert sorted(LAYERS) == sorted(path.stem for path in files)
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 400 for path in files)
+
+
+def test_nothing_stands_on_the_layers() -> None:
+    for path in (ROOT / "pyops").rglob("*.py"):
+        if path.parent.name != "layers":
+            assert not any(re.match(r"pyops\.(layers|custom_op)\b", name) for name in _imports(path)), path
+
+
+def test_ops_do_without_models_and_layers() -> None:
     """`import pyops` does not load them."""
-    done = "import sys, pyops; assert not [name for name in sys.modules if name.startswith('pyops.models')]"
-    subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
+    loaded = "[name for name in sys.modules if name.startswith(('pyops.models', 'pyops.layers', 'pyops.custom_op'))]"
+    subprocess.run([sys.executable, "-c", f"import sys, pyops; assert not {loaded}"], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("name", KERNELS)

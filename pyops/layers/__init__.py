@@ -3,8 +3,8 @@
 base parallel                        a layer that is one op; the ranks among which weights are divided
 activation norm quant routing        activations, norms, fp8 codes, the choice of experts
 linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
-scaling embedding shortconv          rotary embedding of long texts, tables of tokens, the short convolution
-factory logits                       the rotary embedding of a configuration, logits
+scaling merged embedding             rotary embedding of long texts, merged projections, tables of tokens
+factory shortconv logits             the rotary embedding of a configuration, the short convolution, logits
 
 docs/layers.md lists them.
 """
@@ -22,6 +22,7 @@ from . import (
     factory,
     linear,
     logits,
+    merged,
     norm,
     parallel,
     quant,
@@ -37,6 +38,7 @@ from .embedding import *
 from .factory import *
 from .linear import *
 from .logits import *
+from .merged import *
 from .norm import *
 from .parallel import *
 from .quant import *
@@ -89,6 +91,7 @@ for _module in (
     factory,
     linear,
     logits,
+    merged,
     norm,
     parallel,
     quant,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .._core.op import registry
+from .._core.op import bind_loaded, registry
 from ..custom_op import CustomOp
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# A compiler may trace a reference before any op is called, and can do so once torch is bound.
+bind_loaded()
 
 
 class OpLayer(CustomOp):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..custom_op import CustomOp
-from .linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear, new_parameter
+from .linear import ColumnParallelLinear, RowParallelLinear, new_parameter
+from .merged import MergedColumnParallelLinear
 
 if TYPE_CHECKING:
     from torch import Tensor
