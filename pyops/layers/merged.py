@@ -66,6 +66,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         """Copy this rank's part of one of the matrices, or of all of them."""
         indices = self._indices()
         if loaded_shard_id is None:
+            whole = sum(self.output_sizes)
+            if loaded_weight.shape[0] != whole:
+                raise ValueError(
+                    f"{type(self).__name__}: weight_loader: expected {whole} rows, got {loaded_weight.shape[0]}"
+                )
             parts = loaded_weight.split(self.output_sizes)
             for shard_id, part in zip(indices, parts, strict=True):
                 self.weight_loader(param, part, shard_id)

@@ -64,5 +64,5 @@ def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
 def divide(layer: str, name: str, size: int, parts: int) -> int:
     """``size / parts``; ValueError naming the layer where that is no integer."""
     if size % parts:
-        raise ValueError(f"{layer}: {name}: expected a multiple of {parts} ranks, got {size}")
+        raise ValueError(f"{layer}: {name}: expected a multiple of {parts}, got {size}")
     return size // parts
