@@ -256,14 +256,6 @@ def _(make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str =
     return (*_gated_example(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 7.0)
 
 
-def _quantile(probability: float) -> float:
-    """Of the standard normal distribution."""
-    return NormalDist().inv_cdf(probability)
-
-
-_quantile._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not trace `statistics`
-
-
 @op(out="out", keyed="activation_sparsity")
 def gelu_and_mul_sparse(out: Tensor, input: Tensor, activation_sparsity: float, approximate: str = "none") -> None:
     """GEGLU of the gates above a quantile of their row, which leaves about `activation_sparsity` of `out` zero.
@@ -279,11 +271,16 @@ def gelu_and_mul_sparse(out: Tensor, input: Tensor, activation_sparsity: float, 
         activation_sparsity: the fraction of a normally distributed row to cut, above 0 and below 1.
         approximate: "none" for the error function, "tanh" for the hyperbolic tangent.
     """
+    gelu_and_mul_above(out, input, NormalDist().inv_cdf(activation_sparsity), approximate)
+
+
+def gelu_and_mul_above(out: Tensor, input: Tensor, multiplier: float, approximate: str) -> None:
+    """The reference of `gelu_and_mul_sparse`, whose cutoff is so many deviations above the mean."""
     gate, up = input.chunk(2, dim=-1)
     wide = gate.double()
     mean = wide.mean(-1, keepdim=True).float().to(input.dtype)
     deviation = wide.std(-1, correction=0, keepdim=True).float().to(input.dtype)
-    cutoff = mean + deviation * _quantile(activation_sparsity)
+    cutoff = mean + deviation * multiplier
     out.copy_(torch.nn.functional.gelu(torch.relu(gate - cutoff), approximate=approximate) * up)
 
 
@@ -316,7 +313,7 @@ def _(out: Arg, input: Arg, activation_sparsity: float, approximate: str) -> Lau
         num_rows=num_rows,
         out_stride=check.row_stride(out),
         input_stride=check.row_stride(input),
-        multiplier=_quantile(activation_sparsity),
+        multiplier=NormalDist().inv_cdf(activation_sparsity),
     )
 
 

@@ -7,6 +7,7 @@ a new tensor [..., hidden_size] of its dtype. The formulas are those of the ops.
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from ..activation import (
     fatrelu_and_mul,
     gelu_and_mul,
+    gelu_and_mul_above,
     gelu_and_mul_sparse,
     gelu_fast,
     gelu_new,
@@ -118,9 +120,17 @@ class GeluAndMulSparse(_Gated, op=gelu_and_mul_sparse):
             )
         self.activation_sparsity = activation_sparsity
         self.approximate = _approximate("GeluAndMulSparse", approximate)
+        # A compiler does not trace `statistics`.
+        self._multiplier = NormalDist().inv_cdf(activation_sparsity)
 
     def arguments(self, x: Tensor) -> tuple[Any, ...]:
         return self.activation_sparsity, self.approximate
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        def above(out: Tensor, x: Tensor, activation_sparsity: float, approximate: str) -> None:
+            gelu_and_mul_above(out, x, self._multiplier, approximate)
+
+        return self.compute(above, x)
 
 
 @CustomOp.register("fatrelu_and_mul")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .._core.op import bind_loaded, registry
+from .._core.op import Wrapper, bind_loaded
 from ..custom_op import CustomOp
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ class OpLayer(CustomOp):
     op: Callable[..., None]
     reference: Callable[..., None]
 
-    def __init_subclass__(cls, op: Callable[..., None] | None = None, **kwargs: Any) -> None:
+    def __init_subclass__(cls, op: Wrapper | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if op is not None:
-            cls.op, cls.reference = staticmethod(op), staticmethod(registry[op.__name__].reference)
+            cls.op, cls.reference = staticmethod(op), staticmethod(op.reference)
 
-    def _use(self, op: Callable[..., None]) -> None:
-        self.op, self.reference = op, registry[op.__name__].reference
+    def _use(self, op: Wrapper) -> None:
+        self.op, self.reference = op, op.reference
 
     def compute(self, op: Callable[..., None], *args: Any) -> Any:
         """The result of this layer, by `op`."""

@@ -104,10 +104,10 @@ class _ConvLayer(CustomOp):
 
 @CustomOp.register("conv2d")
 class Conv2dLayer(_ConvLayer):
-    """Convolution of images [batch, in_channels, height, width] of the dtype of the weight; see `torch.nn.Conv2d`.
+    """Convolution of images, as in `torch.nn.Conv2d`.
 
-    Where the kernels run it is PyTorch's; `forward_native` makes a matrix product of it where kernels lie side by side,
-    as in patch embeddings.
+    ``forward(x)`` takes [batch, in_channels, height, width] of the dtype of the weight. `forward_cuda` is PyTorch's
+    convolution; `forward_native` makes a matrix product of it where kernels lie side by side, as in patch embeddings.
 
     Args:
         in_channels, out_channels: of an image.
@@ -124,6 +124,6 @@ class Conv2dLayer(_ConvLayer):
 
 @CustomOp.register("conv3d")
 class Conv3dLayer(_ConvLayer):
-    """Convolution of videos [batch, in_channels, time, height, width]; otherwise as `Conv2dLayer`."""
+    """Convolution of videos, [batch, in_channels, time, height, width]; otherwise as `Conv2dLayer`."""
 
     num_dim = 3

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .._core.op import registry
 from ..custom_op import CustomOp
 from ..norm import fused_add_rms_norm, gemma_rms_norm, rms_norm, rms_norm_gated
 from .base import OpLayer, rows
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["GemmaRMSNorm", "Mixer2RMSNormGated", "RMSNorm", "RMSNormGated"]
-
-_rms_norm_reference = registry["rms_norm"].reference
-_fused_add_reference = registry["fused_add_rms_norm"].reference
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -71,7 +67,7 @@ class RMSNorm(CustomOp):
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if self.variance_size_override is not None:
             return self._of_part(x, residual)
-        return self._compute(_rms_norm_reference, _fused_add_reference, x, residual, in_place=False)
+        return self._compute(rms_norm.reference, fused_add_rms_norm.reference, x, residual, in_place=False)
 
     def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if self.variance_size_override is not None:

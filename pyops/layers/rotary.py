@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import rope
-from .._core.op import registry
 from ..custom_op import CustomOp
 from ..rotary import (
     apply_rotary_emb,
@@ -55,7 +54,7 @@ class ApplyRotaryEmb(OpLayer, op=apply_rotary_emb):
         x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True, enable_fp32_compute: bool = False
     ) -> Tensor:
         """What `forward_native` does, for no instance."""
-        return _applied(registry["apply_rotary_emb"].reference, x, cos, sin, is_neox_style, enable_fp32_compute)
+        return _applied(apply_rotary_emb.reference, x, cos, sin, is_neox_style, enable_fp32_compute)
 
     def compute(self, op: Callable[..., None], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return _applied(op, x, cos, sin, self.is_neox_style, self.enable_fp32_compute)
@@ -79,9 +78,10 @@ def _table(module: torch.nn.Module, name: str, x: Tensor) -> Tensor:
 
 @CustomOp.register("rotary_embedding")
 class RotaryEmbeddingBase(CustomOp):
-    """The table of a rotary embedding: the buffer `cos_sin_cache` [positions, rotary_dim], cosines, then sines.
+    """The table of a rotary embedding, which `RotaryEmbedding` turns heads by, see `pyops.rotary_embedding`.
 
-    A subclass may override `_compute_inv_freq` and `_compute_cos_sin_cache`. The table is not part of the state.
+    It is the buffer `cos_sin_cache` [positions, rotary_dim], cosines, then sines, and not part of the state. A subclass
+    may override `_compute_inv_freq` and `_compute_cos_sin_cache`.
 
     Args:
         head_size: elements of a head.

@@ -16,11 +16,12 @@ __all__ = ["GroupedTopk"]
 
 @CustomOp.register("grouped_topk")
 class GroupedTopk(CustomOp):
-    """The experts of each token, out of the best groups of experts (DeepSeek-V2, arXiv:2405.04434; V3, 2412.19437).
+    """The experts of each token, out of the best groups of experts.
 
-    ``forward(hidden_states, gating_output, e_score_correction_bias=None)`` takes logits [num_tokens, num_experts] of
-    any float dtype, and a bias [num_experts] or None; nothing depends on hidden_states but the number of tokens. It
-    returns (weights float32, experts int32), both [num_tokens, topk], the best expert first.
+    As in DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437). ``forward(hidden_states, gating_output,
+    e_score_correction_bias=None)`` takes logits [num_tokens, num_experts] of any float dtype, and a bias [num_experts]
+    or None; nothing depends on hidden_states but the number of tokens. It returns (weights float32, experts int32),
+    both [num_tokens, topk], the best expert first.
 
     Scores are the softmax or the sigmoid of the logits. Without a bias, a group is as good as its best expert; with
     one, scores plus bias rank the experts, and a group by the sum of its two best. Experts are chosen from the
@@ -69,8 +70,8 @@ class GroupedTopk(CustomOp):
                 f"GroupedTopk: gating_output: expected {hidden_states.shape[0]} tokens like hidden_states, got "
                 f"{num_tokens}"
             )
-        size, rest = divmod(num_experts, self.num_expert_group)
-        if rest or self.topk > self.topk_group * size:
+        size = num_experts // self.num_expert_group
+        if num_experts % self.num_expert_group or self.topk > self.topk_group * size:
             raise ValueError(
                 f"GroupedTopk: gating_output: expected experts in {self.num_expert_group} groups, {self.topk_group} of "
                 f"which have at least topk={self.topk}, got {num_experts}"

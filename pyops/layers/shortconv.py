@@ -114,9 +114,9 @@ class ShortConv(CustomOp):
         slots = sequence[:, 0] if slots is None else slots.long()
         # A sequence without a slot writes once more what the first one that has a slot writes.
         has_slot = slots >= 0
-        first = has_slot.int().argmax()
+        first = has_slot.int().argmax(0, keepdim=True)  # of one dimension: an index of none would be read on the host
         slot = slots[first].clamp(min=0)
-        again = torch.where(has_slot[first], kept[first], conv_state[slot])
+        again = torch.where(has_slot[first][:, None, None], kept[first], conv_state[slot])
         conv_state[torch.where(has_slot, slots, slot)] = torch.where(has_slot[:, None, None], kept, again)
 
     def _check(self, conv_state: Tensor, x: Tensor) -> None:
