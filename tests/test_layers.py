@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 
+import pyops
 from pyops import layers
-from pyops.custom_op import CustomOp, PluggableLayer, op_registry
+from pyops.custom_op import CustomOp, PluggableLayer, op_registry, op_registry_oot
+
+PAGE = Path(__file__).parents[1] / "docs" / "layers.md"
 
 # Those of vLLM 0.16, by name and class.
 REGISTERED = """mm_encoder_attn MMEncoderAttention  multi_head_latent_attention MultiHeadLatentAttentionWrapper
@@ -27,11 +32,15 @@ sparse_attn_indexer SparseAttnIndexer"""
 PLUGGABLE = {"replicated_linear", "column_parallel_linear", "row_parallel_linear"}
 
 
+def _own() -> dict[str, type]:
+    return {name: cls for name, cls in op_registry.items() if cls.__module__.startswith("pyops.layers.")}
+
+
 def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
     words = REGISTERED.split()
     expected = dict(zip(words[::2], words[1::2], strict=True))
     assert len(expected) == 42
-    own = {name: cls for name, cls in op_registry.items() if cls.__module__.startswith("pyops.layers.")}
+    own = _own()
     assert {name: cls.__name__ for name, cls in own.items()} | layers.MISSING == expected
     assert not own.keys() & layers.MISSING.keys()
     for name, cls in own.items():
@@ -65,3 +74,37 @@ def test_what_is_exported_is_what_modules_export() -> None:
         names = importlib.import_module(f"pyops.layers.{module}").__all__
         assert set(names) <= set(layers.__all__)
     assert len(layers.__all__) == len(set(layers.__all__))
+
+
+def _docs_section(name: str) -> str:
+    return re.split(f"<!-- /?{name} -->", PAGE.read_text())[1].strip()
+
+
+def _summary(text: str | None) -> str:
+    """The first sentence of a docstring."""
+    return re.split(r"(?<=[.:])\s|, see `", " ".join(str(text).split("\n\n")[0].split()))[0].rstrip(".:")
+
+
+def _table() -> str:
+    rows = ["| name | class | what it does | ops |", "|---|---|---|---|"]
+    for name, cls in _own().items():
+        ops = [word for word in re.findall(r"`pyops\.(\w+)`", str(cls.__doc__)) if callable(getattr(pyops, word))]
+        rows.append(f"| `{name}` | `{cls.__name__}` | {_summary(cls.__doc__)} | {', '.join(dict.fromkeys(ops))} |")
+    return "\n".join(rows)
+
+
+def test_the_page_lists_the_layers() -> None:
+    assert _docs_section("layers") == _table(), _table()
+    assert _docs_section("missing") == ", ".join(f"`{name}`" for name in layers.MISSING.values())
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_examples_of_the_page_run(number: int) -> None:
+    examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(examples) == 4
+    before = dict(op_registry_oot)
+    try:
+        exec(examples[number], {"__name__": "example"})
+    finally:
+        op_registry_oot.clear()
+        op_registry_oot.update(before)
