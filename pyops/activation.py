@@ -271,11 +271,16 @@ def gelu_and_mul_sparse(out: Tensor, input: Tensor, activation_sparsity: float, 
         activation_sparsity: the fraction of a normally distributed row to cut, above 0 and below 1.
         approximate: "none" for the error function, "tanh" for the hyperbolic tangent.
     """
+    gelu_and_mul_above(out, input, NormalDist().inv_cdf(activation_sparsity), approximate)
+
+
+def gelu_and_mul_above(out: Tensor, input: Tensor, multiplier: float, approximate: str) -> None:
+    """The reference of `gelu_and_mul_sparse`, whose cutoff is so many deviations above the mean."""
     gate, up = input.chunk(2, dim=-1)
     wide = gate.double()
     mean = wide.mean(-1, keepdim=True).float().to(input.dtype)
     deviation = wide.std(-1, correction=0, keepdim=True).float().to(input.dtype)
-    cutoff = mean + deviation * NormalDist().inv_cdf(activation_sparsity)
+    cutoff = mean + deviation * multiplier
     out.copy_(torch.nn.functional.gelu(torch.relu(gate - cutoff), approximate=approximate) * up)
 
 

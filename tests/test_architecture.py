@@ -14,7 +14,7 @@ import pytest
 import kernels_cu
 import pyops
 import pyops._core
-import pyops.integrations.vllm
+import pyops.layers
 import pyops.models
 from pyops._core import device, source
 from pyops._core.example import ArgMaker
@@ -30,19 +30,19 @@ HEADERS = [name for name in kernels_cu.names() if name.endswith(".cuh")]
 
 def _order(package: ModuleType) -> list[str]:
     """The modules that the docstring of a package lists, each after all that it may import."""
-    lines = [line for line in str(package.__doc__).splitlines() if re.match(r"[a-z_]+( [a-z_]+)*   +\S", line)]
+    lines = [line for line in str(package.__doc__).splitlines() if re.match(r"[a-z]+( [a-z]+)*   +\S", line)]
     return [module for line in lines for module in re.split("   +", line)[0].split()]
 
 
 ORDER = _order(pyops._core)
+LAYERS = _order(pyops.layers)
 MODELS = _order(pyops.models)
-VLLM = _order(pyops.integrations.vllm)
 # What stands beside `_core`: a module or package for each family of ops, and the test harness.
 FAMILIES = [path for path in sorted((ROOT / "pyops").glob("*.py")) if not path.name.startswith("__")]
 FAMILIES += [
     path
     for folder in sorted((ROOT / "pyops").iterdir())
-    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "integrations", "models", "testing")
+    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "layers", "models", "testing")
     for path in sorted(folder.glob("*.py"))
 ]
 HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
@@ -117,21 +117,32 @@ def test_every_module_of_the_models_has_its_place() -> None:
     assert all(len(path.read_text(encoding="utf-8").splitlines()) < 250 for path in files)
 
 
-@pytest.mark.parametrize("module", VLLM)
-def test_integrations_import_the_core_the_ops_and_what_comes_before(module: str) -> None:
-    folder = ROOT / "pyops" / "integrations" / "vllm"
-    assert sorted(VLLM) == sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
-    own = {name for name in _imports(folder / f"{module}.py") if name.startswith("pyops.")}
-    integrations = {name.split(".")[3] for name in own if name.startswith("pyops.integrations.")}
-    assert integrations <= set(VLLM[: VLLM.index(module)])
-    assert not {name.split(".")[1] for name in own} & {"cli", "models", "testing"}
+@pytest.mark.parametrize("module", LAYERS)
+def test_layers_import_the_core_the_ops_and_what_comes_before(module: str) -> None:
+    own = {name for name in _imports(ROOT / "pyops" / "layers" / f"{module}.py") if name.startswith("pyops")}
+    layers = {name.split(".")[2] for name in own if name.startswith("pyops.layers.")}
+    assert layers <= set(LAYERS[: LAYERS.index(module)])
+    others = {name.split(".")[1] for name in own if not name.startswith("pyops.layers.")}
+    assert not others & {"cli", "models", "testing"}
 
 
-def test_ops_do_without_what_stands_on_them() -> None:
-    """`import pyops` does not load models and integrations."""
-    above = "('pyops.models', 'pyops.integrations')"
-    done = f"import sys, pyops; assert not [name for name in sys.modules if name.startswith({above})]"
-    subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
+def test_every_module_of_the_layers_has_its_place() -> None:
+    """And fits in a head."""
+    files = [path for path in (ROOT / "pyops" / "layers").glob("*.py") if path.stem != "__init__"]
+    assert sorted(LAYERS) == sorted(path.stem for path in files)
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 400 for path in files)
+
+
+def test_nothing_stands_on_the_layers() -> None:
+    for path in (ROOT / "pyops").rglob("*.py"):
+        if path.parent.name != "layers":
+            assert not any(re.match(r"pyops\.(layers|custom_op)\b", name) for name in _imports(path)), path
+
+
+def test_ops_do_without_models_and_layers() -> None:
+    """`import pyops` does not load them."""
+    loaded = "[name for name in sys.modules if name.startswith(('pyops.models', 'pyops.layers', 'pyops.custom_op'))]"
+    subprocess.run([sys.executable, "-c", f"import sys, pyops; assert not {loaded}"], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("name", KERNELS)

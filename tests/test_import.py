@@ -71,6 +71,19 @@ except pyops.MissingDependencyError as error:
 """)
 
 
+def test_layers_without_torch_name_the_pip_line() -> None:
+    run("""
+import pyops
+for name in ("custom_op", "layers"):
+    try:
+        __import__(f"pyops.{name}")
+    except pyops.MissingDependencyError as error:
+        assert "pyops.custom_op needs torch" in str(error) and "[torch]" in str(error), error
+    else:
+        raise AssertionError("no error")
+""")
+
+
 def test_import_opens_only_modules() -> None:
     run("""
 import numpy

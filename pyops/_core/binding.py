@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from . import tensor
+from . import lazy, tensor
 from .lazy import loaded
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ _ops: dict[str, Op] = {}
 _libraries: dict[str, Any] = {}  # the torch library of each op: an op that is declared again takes another
 
 
-def write(op: Op) -> Callable[..., Any]:
-    """The wrapper of `op`."""
+def write(op: Op) -> tuple[Callable[..., Any], Callable[[], None]]:
+    """The wrapper of `op`, and what gives it its code, which its first call does otherwise."""
     text, short = render(op)
     filename = f"<pyops {op.name}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
@@ -115,16 +115,18 @@ def write(op: Op) -> Callable[..., Any]:
         return bound
 
     def load() -> None:
-        for function, whole in zip(wrappers, bind(text), strict=True):
-            function.__code__ = whole.__code__
+        if wrappers[0].__code__ is first:
+            for function, whole in zip(wrappers, bind(text), strict=True):
+                function.__code__ = whole.__code__
 
     # Compiling the whole text takes milliseconds, which an op that is never called should not cost.
     wrappers = bind(short)
+    first = wrappers[0].__code__
     wrapper: Callable[..., Any] = wrappers[0]
     wrapper.__doc__ = op.reference.__doc__
     wrapper.__annotations__ = op.reference.__annotations__
     wrapper.__module__ = op.reference.__module__
-    return wrapper
+    return wrapper, load
 
 
 def add(op: Op) -> None:
@@ -335,4 +337,9 @@ def _register(op: Op) -> None:
     library.define(schema(op))
     for key in ("CUDA", "CPU"):
         library.impl(op.name, op.call, key)
-    torch.library.register_fake(f"pyops::{op.name}", lambda *args, **kwargs: None, lib=library)
+    # A compiler has traced the wrapper, whose code may not change once it is guarded, and runs this before it guards.
+    torch.library.register_fake(f"pyops::{op.name}", lambda *args, **kwargs: op.load(), lib=library)
+    # torch.compile traces a reference, as layers that are switched off have it, but not the proxy of torch.
+    module = op.reference.__globals__
+    if module.get("torch") is lazy.torch:
+        module["torch"] = torch

@@ -121,7 +121,7 @@ class Op:
         self._guards: dict[Any, tuple[Any, ...]] = {}
         # The plan that the last call used: (guard, alignment, keyed scalars, key, *the plan's entry).
         self.recent: list[tuple[Any, ...]] = [self._no_plan()]
-        self.call = binding.write(self)
+        self.call, self.load = binding.write(self)
         binding.add(self)
         self.wrapper: Any = self.call
         self.wrapper.__dict__.update(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import pi
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import rope as scaling
 from .._core.lazy import torch
 from ..activation import silu_and_mul
 from ..attention import paged_attention_v1, paged_attention_varlen
@@ -110,7 +110,7 @@ class Llama:
         self.norm = empty(hidden)
         self.head = Linear(self.embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden), None)
         angles = rope_angles(config.rope, config.head_dim, config.max_position_embeddings, self.device)
-        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), -1).to(self.dtype)
+        self.cos_sin_cache = scaling.cos_sin(angles).to(self.dtype)
         # What an fp8 cache would be scaled by; read by no kernel for this one.
         self._one = torch.ones(1, device=self.device)
 
@@ -198,13 +198,10 @@ class Llama:
 
 def rope_angles(rope: Rope, head_dim: int, num_positions: int, device: Any = "cpu") -> Tensor:
     """Angles by which pairs of elements turn at each position: [num_positions, head_dim / 2] float32, in radians."""
-    exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
-    frequencies = 1.0 / rope.theta**exponents
+    frequencies = scaling.frequencies(head_dim, rope.theta, device)
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
-        # How often a pair turns within the texts of the first training decides how much of its frequency it keeps.
-        turns = rope.original_max_position_embeddings * frequencies / (2 * pi)
-        kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
-        frequencies = kept * frequencies + (1.0 - kept) * frequencies / rope.factor
-    return torch.arange(num_positions, device=device).float()[:, None] * frequencies
+        original = rope.original_max_position_embeddings
+        frequencies = scaling.llama3(frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, original)
+    return scaling.angles(frequencies, num_positions)

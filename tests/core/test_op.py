@@ -225,6 +225,22 @@ def test_torch_imported_after_pyops(first: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
+TRACED = """
+import torch, pyops
+x, out = torch.ones(4, 8), torch.empty(4, 8)
+def call(out, x): pyops.relu2(out, x)
+compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+with torch._dynamo.config.patch(error_on_recompile=True):
+    for function in (compiled, compiled, call, compiled):
+        function(out, x)
+"""
+
+
+def test_a_call_that_is_traced_first_is_compiled_once() -> None:
+    """Though the wrapper gets its code at the first call."""
+    subprocess.run([sys.executable, "-c", TRACED], cwd=ROOT, check=True)
+
+
 def test_mixed_libraries_are_refused() -> None:
     x = torch.ones(2, 8)
     with pytest.raises(pyops.OpError, match=r"^rms_norm: input: expected a torch tensor like out, got a numpy one$"):

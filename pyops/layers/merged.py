@@ -1,0 +1,151 @@
+"""Linear layers that are several, of the same input; see `linear` for what all have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .linear import ColumnParallelLinear, copy_weight, ranks
+from .parallel import divide
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["MergedColumnParallelLinear", "QKVParallelLinear"]
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several `ColumnParallelLinear` of the same input, whose weights lie one below the other.
+
+    The loader takes the index of a matrix as `loaded_shard_id`, or None for all of them one below the other.
+
+    Args:
+        input_size: columns of the weights.
+        output_sizes: rows of each.
+        others: as in `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: list[int],
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: Any = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+        disable_tp: bool = False,
+    ) -> None:
+        super().__init__(
+            input_size,
+            sum(output_sizes),
+            bias,
+            gather_output,
+            skip_bias_add,
+            params_dtype,
+            quant_config,
+            output_sizes,
+            prefix,
+            return_bias=return_bias,
+            disable_tp=disable_tp,
+        )
+        self.output_sizes = output_sizes
+
+    def _shard(self, index: int) -> tuple[int, int, int]:
+        """(first row here, rows here, rank that has such a part) of a matrix."""
+        return sum(self.output_partition_sizes[:index]), self.output_partition_sizes[index], self.tp_rank
+
+    def _indices(self) -> dict[Any, int]:
+        """{shard id: index of its matrix}."""
+        return {index: index for index in range(len(self.output_partition_sizes))}
+
+    def weight_loader(self, param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
+        """Copy this rank's part of one of the matrices, or of all of them."""
+        indices = self._indices()
+        if loaded_shard_id is None:
+            whole = sum(self.output_sizes)
+            if loaded_weight.shape[0] != whole:
+                raise ValueError(
+                    f"{type(self).__name__}: weight_loader: expected {whole} rows, got {loaded_weight.shape[0]}"
+                )
+            parts = loaded_weight.split(self.output_sizes)
+            for shard_id, part in zip(indices, parts, strict=True):
+                self.weight_loader(param, part, shard_id)
+            return
+        if loaded_shard_id not in indices:
+            raise ValueError(
+                f"{type(self).__name__}: loaded_shard_id: expected one of {list(indices)}, got {loaded_shard_id!r}"
+            )
+        index = indices[loaded_shard_id]
+        first, rows, rank = self._shard(index)
+        copy_weight(self, param[first : first + rows], loaded_weight, 0, rank * rows, self.output_sizes[index])
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """The projections to queries, keys and values, heads divided among ranks; ranks share heads of keys if they must.
+
+    The loader takes "q", "k" or "v" as `loaded_shard_id`, or None for all three, one below the other. The output of a
+    rank is [..., (num_heads + num_kv_heads) * head_size + num_kv_heads * v_head_size].
+
+    Args:
+        hidden_size: columns of the weights.
+        head_size: elements of a head of queries and keys.
+        total_num_heads: heads of queries on all ranks.
+        total_num_kv_heads: heads of keys and of values; None for as many.
+        v_head_size: elements of a head of values; None for head_size.
+        others: as in `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_size: int,
+        total_num_heads: int,
+        total_num_kv_heads: int | None = None,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: Any = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+        disable_tp: bool = False,
+        v_head_size: int | None = None,
+    ) -> None:
+        name, size = type(self).__name__, ranks(disable_tp)
+        kv_heads = total_num_heads if total_num_kv_heads is None else total_num_kv_heads
+        value_size = head_size if v_head_size is None else v_head_size
+        num_heads = divide(name, "total_num_heads", total_num_heads, size)
+        if size >= kv_heads:
+            replicas = divide(name, "ranks of total_num_kv_heads", size, kv_heads)
+            num_kv_heads = 1
+        else:
+            num_kv_heads, replicas = divide(name, "total_num_kv_heads", kv_heads, size), 1
+        # To the base, heads that several ranks share count as many times.
+        sizes = [num_heads * head_size, num_kv_heads * head_size, num_kv_heads * value_size]
+        super().__init__(
+            hidden_size,
+            [size * part for part in sizes],
+            bias,
+            False,
+            skip_bias_add,
+            params_dtype,
+            quant_config,
+            prefix,
+            return_bias=return_bias,
+            disable_tp=disable_tp,
+        )
+        self.output_sizes = [total_num_heads * head_size, kv_heads * head_size, kv_heads * value_size]
+        self.hidden_size, self.head_size, self.v_head_size = hidden_size, head_size, value_size
+        self.total_num_heads, self.total_num_kv_heads = total_num_heads, kv_heads
+        self.num_heads, self.num_kv_heads, self.num_kv_head_replicas = num_heads, num_kv_heads, replicas
+
+    def _indices(self) -> dict[Any, int]:
+        return {"q": 0, "k": 1, "v": 2}
+
+    def _shard(self, index: int) -> tuple[int, int, int]:
+        first, rows, rank = super()._shard(index)
+        return first, rows, rank if index == 0 else rank // self.num_kv_head_replicas

@@ -1,0 +1,68 @@
+"""Tensor parallelism: the ranks among which weights are divided, and what they tell each other.
+
+`set_tensor_parallel_group` names the process group of `torch.distributed`; until it has, a layer has all its weights.
+Layers divide their weights when they are made and communicate when they are called, so the group is set first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+    "set_tensor_parallel_group",
+    "tensor_model_parallel_all_gather",
+    "tensor_model_parallel_all_reduce",
+]
+
+_group: Any = None
+
+
+def set_tensor_parallel_group(group: Any) -> None:
+    """Divide layers that are made from now on among the ranks of a `ProcessGroup`; None for no division."""
+    global _group
+    _group = group
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Ranks among which weights are divided; 1 without a group."""
+    return 1 if _group is None else int(dist.get_world_size(_group))
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Which of them this process is."""
+    return 0 if _group is None else int(dist.get_rank(_group))
+
+
+def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
+    """The sum of what the ranks have, a new tensor; `input_` itself where there is one rank."""
+    if get_tensor_model_parallel_world_size() == 1:
+        return input_
+    out = input_.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=_group)
+    return out
+
+
+def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
+    """What the ranks have, one behind the other along `dim`, a new tensor; `input_` itself where there is one rank."""
+    size = get_tensor_model_parallel_world_size()
+    if size == 1:
+        return input_
+    part = input_.contiguous()
+    out = part.new_empty(size * part.shape[0], *part.shape[1:]) if part.ndim else part.new_empty(size)
+    dist.all_gather_into_tensor(out, part, group=_group)
+    return torch.cat(out.chunk(size), dim) if dim not in (0, -part.ndim) else out
+
+
+def divide(layer: str, name: str, size: int, parts: int) -> int:
+    """``size / parts``; ValueError naming the layer where that is no integer."""
+    if size % parts:
+        raise ValueError(f"{layer}: {name}: expected a multiple of {parts}, got {size}")
+    return size // parts

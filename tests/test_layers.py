@@ -1,0 +1,110 @@
+"""Which layers there are."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import pyops
+from pyops import layers
+from pyops.custom_op import CustomOp, PluggableLayer, op_registry, op_registry_oot
+
+PAGE = Path(__file__).parents[1] / "docs" / "layers.md"
+
+# Those of vLLM 0.16, by name and class.
+REGISTERED = """mm_encoder_attn MMEncoderAttention  multi_head_latent_attention MultiHeadLatentAttentionWrapper
+fatrelu_and_mul FatreluAndMul  silu_and_mul SiluAndMul  mul_and_silu MulAndSilu  gelu_and_mul_sparse GeluAndMulSparse
+gelu_and_mul GeluAndMul  swigluoai_and_mul SwigluOAIAndMul  gelu_new NewGELU  gelu_fast FastGELU  quick_gelu QuickGELU
+relu2 ReLUSquaredActivation  xielu XIELU  conv2d Conv2dLayer  conv3d Conv3dLayer  short_conv ShortConv
+vocab_parallel_embedding VocabParallelEmbedding  parallel_lm_head ParallelLMHead  row_parallel_linear RowParallelLinear
+column_parallel_linear ColumnParallelLinear  replicated_linear ReplicatedLinear  logits_processor LogitsProcessor
+mamba_mixer MambaMixer  mamba_mixer2 MambaMixer2  plamo2_mamba_mixer Plamo2MambaMixer
+mixer2_gated_rms_norm Mixer2RMSNormGated  fused_moe FusedMoE  modular_fused_moe FusedMoEModularMethod
+unquantized_fused_moe UnquantizedFusedMoEMethod  transformers_fused_moe TransformersFusedMoE  grouped_topk GroupedTopk
+rms_norm RMSNorm  gemma_rms_norm GemmaRMSNorm  rms_norm_gated RMSNormGated  quant_fp8 QuantFP8
+rotary_embedding RotaryEmbeddingBase  dual_chunk_rotary_embedding DualChunkRotaryEmbedding
+apply_rotary_emb ApplyRotaryEmb  swiglustep_and_mul SwigluStepAndMul
+mla_decode_concat_quant_fp8 _DecodeConcatQuantFP8  static_sink_attention StaticSinkAttention
+sparse_attn_indexer SparseAttnIndexer"""
+PLUGGABLE = {"replicated_linear", "column_parallel_linear", "row_parallel_linear"}
+
+
+def _own() -> dict[str, type]:
+    return {name: cls for name, cls in op_registry.items() if cls.__module__.startswith("pyops.layers.")}
+
+
+def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
+    words = REGISTERED.split()
+    expected = dict(zip(words[::2], words[1::2], strict=True))
+    assert len(expected) == 42
+    own = _own()
+    assert {name: cls.__name__ for name, cls in own.items()} | layers.MISSING == expected
+    assert not own.keys() & layers.MISSING.keys()
+    for name, cls in own.items():
+        assert issubclass(cls, PluggableLayer if name in PLUGGABLE else CustomOp)
+        assert layers.get_layer_class(name) is layers.get_layer_class(cls.__name__) is cls
+        assert getattr(layers, cls.__name__) is cls
+        assert cls.__doc__
+    for cls_name in layers.MISSING.values():
+        assert not hasattr(layers, cls_name)
+        with pytest.raises(AttributeError, match=f"pyops.layers has no {cls_name}"):
+            getattr(layers, cls_name)
+    with pytest.raises(AttributeError, match=r"module 'pyops\.layers' has no attribute 'nothing'"):
+        layers.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fused_moe", r"pyops.layers has no FusedMoE \(fused_moe\)"),
+        ("MambaMixer2", r"pyops.layers has no MambaMixer2 \(mamba_mixer2\)"),
+        ("nothing", "pyops.layers has no layer nothing"),
+    ],
+)
+def test_asking_for_what_is_not_there(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layers.get_layer_class(name)
+
+
+def test_what_is_exported_is_what_modules_export() -> None:
+    for module in ("activation", "linear", "merged", "rotary"):
+        names = importlib.import_module(f"pyops.layers.{module}").__all__
+        assert set(names) <= set(layers.__all__)
+    assert len(layers.__all__) == len(set(layers.__all__))
+
+
+def _docs_section(name: str) -> str:
+    return re.split(f"<!-- /?{name} -->", PAGE.read_text())[1].strip()
+
+
+def _summary(text: str | None) -> str:
+    """The first sentence of a docstring."""
+    return re.split(r"(?<=[.:])\s|, see `", " ".join(str(text).split("\n\n")[0].split()))[0].rstrip(".:")
+
+
+def _table() -> str:
+    rows = ["| name | class | what it does | ops |", "|---|---|---|---|"]
+    for name, cls in _own().items():
+        ops = [word for word in re.findall(r"`pyops\.(\w+)`", str(cls.__doc__)) if callable(getattr(pyops, word))]
+        rows.append(f"| `{name}` | `{cls.__name__}` | {_summary(cls.__doc__)} | {', '.join(dict.fromkeys(ops))} |")
+    return "\n".join(rows)
+
+
+def test_the_page_lists_the_layers() -> None:
+    assert _docs_section("layers") == _table(), _table()
+    assert _docs_section("missing") == ", ".join(f"`{name}`" for name in layers.MISSING.values())
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_examples_of_the_page_run(number: int) -> None:
+    examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(examples) == 4
+    before = dict(op_registry_oot)
+    try:
+        exec(examples[number], {"__name__": "example"})
+    finally:
+        op_registry_oot.clear()
+        op_registry_oot.update(before)
