@@ -40,7 +40,7 @@ FAMILIES = [path for path in sorted((ROOT / "pyops").glob("*.py")) if not path.n
 FAMILIES += [
     path
     for folder in sorted((ROOT / "pyops").iterdir())
-    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "models", "testing")
+    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "integrations", "models", "testing")
     for path in sorted(folder.glob("*.py"))
 ]
 HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
@@ -115,10 +115,24 @@ def test_every_module_of_the_models_has_its_place() -> None:
     assert all(len(path.read_text(encoding="utf-8").splitlines()) < 250 for path in files)
 
 
-def test_ops_do_without_models() -> None:
-    """`import pyops` does not load them."""
-    done = "import sys, pyops; assert not [name for name in sys.modules if name.startswith('pyops.models')]"
+@pytest.mark.parametrize("package", ["models", "integrations"])
+def test_ops_do_without_what_stands_on_them(package: str) -> None:
+    """`import pyops` does not load it."""
+    done = f"import sys, pyops; assert not [name for name in sys.modules if name.startswith('pyops.{package}')]"
     subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
+
+
+def test_modules_for_transformers_import_only_what_comes_before() -> None:
+    """And the core and ops; no other integration, and no model."""
+    folder = ROOT / "pyops" / "integrations" / "transformers"
+    order = re.findall(r"^([a-z]+)   +\S", (folder / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(order) == sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+    for i, module in enumerate(order):
+        own = {name for name in _imports(folder / f"{module}.py") if name.startswith("pyops")}
+        beside = {name.split(".")[3] for name in own if name.startswith("pyops.integrations.transformers.")}
+        assert beside <= set(order[:i])
+        others = {name.split(".")[1] for name in own if not name.startswith("pyops.integrations.transformers.")}
+        assert not others & {"cli", "integrations", "models", "testing"}
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -1,0 +1,17 @@
+"""Kernels of this library for decoders of transformers. A file imports only files above it, and of pyops the ops:
+
+cache                 keys and values of a batch, and where in them sequences lie
+modules               what the modules of a decoder do instead
+patching              accelerate, restore, report
+"""
+
+from __future__ import annotations
+
+from ..._core.lazy import optional
+
+optional("transformers", "pyops.integrations.transformers", "transformers")
+
+from .cache import PagedCache  # noqa: E402
+from .patching import Report, accelerate, report, restore  # noqa: E402
+
+__all__ = ["PagedCache", "Report", "accelerate", "report", "restore"]
