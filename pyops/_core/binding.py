@@ -118,6 +118,7 @@ def write(op: Op) -> Callable[..., Any]:
         for function, whole in zip(wrappers, bind(text), strict=True):
             function.__code__ = whole.__code__
 
+    load._dynamo_marked_constant = True  # type: ignore[attr-defined]
     # Compiling the whole text takes milliseconds, which an op that is never called should not cost.
     wrappers = bind(short)
     wrapper: Callable[..., Any] = wrappers[0]
@@ -259,10 +260,10 @@ def render(op: Op) -> tuple[str, str]:
     ]
     names = f"plans, prepare, irregular, collision, recover, recent, remember, load, {op.name}, {op.name}_cupy"
 
-    def bind(*lines: str, cupy_lines: list[str]) -> str:
+    def bind(*lines: str, cupy_lines: list[str], traced_first: str = "") -> str:
         return f"""def bind(plans, prepare, irregular, collision, recover, recent, remember, defaults, load):
     def {op.name}({declared}):
-        if is_compiling(): return torch_ops.{op.name}({traced})
+        if is_compiling(): {traced_first}return torch_ops.{op.name}({traced})
         {indent.join(lines)}
         if 0: {names}
 
@@ -275,7 +276,8 @@ def render(op: Op) -> tuple[str, str]:
 
     to_cupy = f"if {first}.__class__ is cupy_ndarray: return {op.name}_cupy({arguments})"
     again = [f"load(); return {op.name}({arguments})"]
-    return bind(to_cupy, *torch_lines, cupy_lines=cupy_lines), bind(*again, cupy_lines=again)
+    # A graph is guarded by the code that was traced: were it to change at the first call, the next would trace again.
+    return bind(to_cupy, *torch_lines, cupy_lines=cupy_lines), bind(*again, cupy_lines=again, traced_first="load(); ")
 
 
 def first_required(op: Op) -> str:

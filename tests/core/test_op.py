@@ -225,6 +225,24 @@ def test_torch_imported_after_pyops(first: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
+TRACED_FIRST = """
+import torch, pyops
+x = torch.ones(2, 8)
+out = torch.empty_like(x)
+call = torch.compile(lambda out, x: pyops.rms_norm(out, x, None, 1e-6), fullgraph=True, backend="aot_eager")
+call(out, x)
+torch.compiler.set_stance("fail_on_recompile")
+call(out.zero_(), x)
+assert torch.equal(out, x / (1 + 1e-6) ** 0.5), out
+"""
+
+
+def test_a_graph_serves_again_whose_ops_were_called_by_nothing_else() -> None:
+    """The wrapper's text is compiled at its first call, which is no reason to trace the graph anew."""
+    run = subprocess.run([sys.executable, "-c", TRACED_FIRST], cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    assert run.returncode == 0, run.stderr
+
+
 def test_mixed_libraries_are_refused() -> None:
     x = torch.ones(2, 8)
     with pytest.raises(pyops.OpError, match=r"^rms_norm: input: expected a torch tensor like out, got a numpy one$"):

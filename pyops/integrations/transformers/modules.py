@@ -183,7 +183,7 @@ class Attention(Replacement):
         whole = module.config.sliding_window if type(module).__name__ == "MistralAttention" else None
         self.sliding_window = getattr(module, "sliding_window", whole)
         self.eager = self.original.__func__.__globals__["eager_attention_forward"]
-        self.norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+        self.norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
 
     def forward(
         self,
@@ -203,8 +203,11 @@ class Attention(Replacement):
             )
         step, module = position_embeddings, self.module
         heads = [part.unflatten(-1, (-1, module.head_dim)) for part in self.qkv(hidden_states).split(self.sizes, -1)]
-        query, key = (norm(x) if norm else x for norm, x in zip(self.norms, heads, strict=False))
-        value = heads[2]
+        query, key, value = heads
+        if self.norms:
+            # What a hook has seen of them is not turned with them.
+            normalised = [(norm, norm(x)) for norm, x in zip(self.norms, heads, strict=False)]
+            query, key = (x.clone() if _hooked(norm) else x for norm, x in normalised)
         rotary_embedding(step.positions, query, key, module.head_dim, step.cos_sin_cache, True)
         weights = None
         if isinstance(past_key_values, PagedCache) and self._paged(kwargs):
