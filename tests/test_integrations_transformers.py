@@ -13,7 +13,9 @@ import torch
 import transformers
 
 from pyops import ModelError
+from pyops._core import host
 from pyops.integrations.transformers import PagedCache, accelerate, cache, modules, report, restore
+from pyops.testing import cpu
 from tests.test_models import SIZES
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -148,6 +150,21 @@ def test_logits_are_as_exact_as_before(case: str, padded: bool) -> None:
     accelerate(model)
     for ours in (PagedCache(model.config), PagedCache(model.config, 25)):
         assert (steps(model, ours, padded) - exact).abs().max() <= 4 * (theirs - exact).abs().max()
+
+
+@pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
+@pytest.mark.parametrize(("case", "dtype"), [("mistral with a window", "float32"), ("qwen3", "bfloat16")])
+def test_kernels_on_the_host(case: str, dtype: str) -> None:
+    """The kernels themselves read a cache whose blocks overlap: padded prompts, then decode steps."""
+    model = model_of(case)
+    exact = steps(copy.deepcopy(model).double(), transformers.DynamicCache(config=model.config), True)
+    model.to(getattr(torch, dtype))
+    theirs = steps(model, transformers.DynamicCache(config=model.config), True)
+    accelerate(model)
+    with cpu("kernels"):
+        ours = steps(model, PagedCache(model.config, 25), True)
+    # Of bfloat16, that the weights are rounded is most of both.
+    assert (ours - exact).norm() <= (4 if dtype == "float32" else 1.5) * (theirs - exact).norm()
 
 
 @pytest.mark.parametrize("kind", ["none", "dynamic", "static", "paged"])
@@ -523,6 +540,13 @@ def test_other_models_are_refused(make: Callable[[Any], Any], message: str, mode
     with pytest.raises(ModelError, match=message):
         accelerate(made)
     assert not any("forward" in vars(module) for module in made.modules())
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "transformers.md").read_text()
+    _, example = page.split("```python\n")
+    exec(example.split("```")[0], {})
+    assert "LlamaMLP: silu_and_mul" in capsys.readouterr().out
 
 
 # The cache
