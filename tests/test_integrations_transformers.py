@@ -324,6 +324,26 @@ def test_hooks_see_what_they_saw(name: str) -> None:
     same_logits(after, before)
 
 
+def the_first_twice(model: Any) -> None:
+    model.model.layers = torch.nn.ModuleList([model.model.layers[0]] * 2)
+
+
+def with_another_result(model: Any) -> None:
+    forward = model.model.layers[0].forward
+    model.model.layers[0].forward = lambda *args, **kwargs: 1 + forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("change", [the_first_twice, with_another_result])
+def test_layers_are_changed_afterwards(change: Callable[[Any], None], model: Any) -> None:
+    """What one leaves for the next is taken by no other, and not for other hidden states."""
+    tokens, _ = prompts()
+    other = copy.deepcopy(model)
+    change(other)
+    change(accelerate(model))
+    with torch.no_grad():
+        same_logits(model(tokens, use_cache=False).logits, other(tokens, use_cache=False).logits)
+
+
 def test_attention_weights_are_returned() -> None:
     model = model_of("qwen3")
     model.set_attn_implementation("eager")
@@ -607,7 +627,7 @@ def test_the_cache_grows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert past.get_seq_length() == 13 + 19
 
 
-@pytest.mark.parametrize("limit", [None, 30])
+@pytest.mark.parametrize("limit", [None, 14])
 def test_crop_and_reset(limit: int | None, model: Any) -> None:
     accelerate(model)
     tokens, _ = prompts()
