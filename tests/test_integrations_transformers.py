@@ -727,10 +727,13 @@ def test_tokens_on_a_gpu(case: str) -> None:
 
 @pytest.mark.gpu
 def test_a_decode_step_under_a_cuda_graph() -> None:
+    """As far from float32 as eager steps are, at most twice."""
     config = transformers.LlamaConfig(**SIZES | WIDE)
     torch.manual_seed(4)
-    model = accelerate(transformers.LlamaForCausalLM(config).eval().bfloat16().cuda())
-    eager = steps(model, PagedCache(config, 25), False)
+    model = transformers.LlamaForCausalLM(config).eval().bfloat16().cuda()
+    exact = steps(copy.deepcopy(model).float(), transformers.DynamicCache(config=config), False)
+    accelerate(model)
+    eager = steps(model, PagedCache(config, 25), False).float()
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -739,5 +742,5 @@ def test_a_decode_step_under_a_cuda_graph() -> None:
         found.logits = found.logits.clone()
         return found
 
-    found = steps(model, PagedCache(config, 25), False, step)
-    assert (found - eager).float().norm() <= 0.05 * eager.float().norm()
+    found = steps(model, PagedCache(config, 25), False, step).float()
+    assert (found - exact).norm() <= 2 * (eager - exact).norm()

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from ..._core.lazy import optional
 
-optional("transformers", "pyops.integrations.transformers", "transformers")
+_found = optional("transformers", "pyops.integrations.transformers", "transformers").__version__
+# Caches of earlier ones are asked other things.
+if tuple(map(int, _found.split(".")[:2])) < (5, 16):
+    raise ImportError(f"pyops.integrations.transformers needs transformers 5.16 or later, found {_found}")
 
 from .cache import PagedCache  # noqa: E402
 from .patching import Report, accelerate, report, restore  # noqa: E402
