@@ -14,6 +14,8 @@ import pytest
 import kernels_cu
 import pyops
 import pyops._core
+import pyops.integrations.transformers
+import pyops.integrations.vllm
 import pyops.layers
 import pyops.models
 from pyops._core import device, source
@@ -30,19 +32,23 @@ HEADERS = [name for name in kernels_cu.names() if name.endswith(".cuh")]
 
 def _order(package: ModuleType) -> list[str]:
     """The modules that the docstring of a package lists, each after all that it may import."""
-    lines = [line for line in str(package.__doc__).splitlines() if re.match(r"[a-z]+( [a-z]+)*   +\S", line)]
+    lines = [line for line in str(package.__doc__).splitlines() if re.match(r"[a-z_]+( [a-z_]+)*   +\S", line)]
     return [module for line in lines for module in re.split("   +", line)[0].split()]
 
 
 ORDER = _order(pyops._core)
-LAYERS = _order(pyops.layers)
-MODELS = _order(pyops.models)
+# What stands on the ops: {package: modules in the order in which they may import each other}.
+ABOVE = {
+    package.__name__: _order(package)
+    for package in (pyops.models, pyops.layers, pyops.integrations.vllm, pyops.integrations.transformers)
+}
 # What stands beside `_core`: a module or package for each family of ops, and the test harness.
 FAMILIES = [path for path in sorted((ROOT / "pyops").glob("*.py")) if not path.name.startswith("__")]
+ABOVE_FOLDERS = {name.split(".")[1] for name in ABOVE}
 FAMILIES += [
     path
     for folder in sorted((ROOT / "pyops").iterdir())
-    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", "layers", "models", "testing")
+    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", *ABOVE_FOLDERS, "testing")
     for path in sorted(folder.glob("*.py"))
 ]
 HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
@@ -101,35 +107,22 @@ def test_the_harness_knows_no_op(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < 250
 
 
-@pytest.mark.parametrize("module", MODELS)
-def test_models_import_the_core_the_ops_and_what_comes_before(module: str) -> None:
-    own = {name for name in _imports(ROOT / "pyops" / "models" / f"{module}.py") if name.startswith("pyops")}
-    models = {name.split(".")[2] for name in own if name.startswith("pyops.models.")}
-    assert models <= set(MODELS[: MODELS.index(module)])
-    others = {name.split(".")[1] for name in own if not name.startswith("pyops.models.")}
-    assert not others & {"cli", "testing"}
+@pytest.mark.parametrize(("package", "module"), [(name, module) for name, order in ABOVE.items() for module in order])
+def test_what_stands_on_the_ops_imports_what_comes_before(package: str, module: str) -> None:
+    """And the core and the ops; integrations and layers no models."""
+    folder = ROOT.joinpath(*package.split("."))
+    own = {name for name in _imports(folder / f"{module}.py") if name.startswith("pyops")}
+    beside = {name.removeprefix(f"{package}.").split(".")[0] for name in own if name.startswith(f"{package}.")}
+    assert beside <= set(ABOVE[package][: ABOVE[package].index(module)])
+    others = {name for name in own if not name.startswith(f"{package}.")}
+    assert not any(re.match(r"pyops\.(cli|integrations|models|testing)\b", name) for name in others)
 
 
-def test_every_module_of_the_models_has_its_place() -> None:
+@pytest.mark.parametrize("package", ABOVE)
+def test_every_module_that_stands_on_the_ops_has_its_place(package: str) -> None:
     """And fits in a head."""
-    files = [path for path in (ROOT / "pyops" / "models").glob("*.py") if path.stem != "__init__"]
-    assert sorted(MODELS) == sorted(path.stem for path in files)
-    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 250 for path in files)
-
-
-@pytest.mark.parametrize("module", LAYERS)
-def test_layers_import_the_core_the_ops_and_what_comes_before(module: str) -> None:
-    own = {name for name in _imports(ROOT / "pyops" / "layers" / f"{module}.py") if name.startswith("pyops")}
-    layers = {name.split(".")[2] for name in own if name.startswith("pyops.layers.")}
-    assert layers <= set(LAYERS[: LAYERS.index(module)])
-    others = {name.split(".")[1] for name in own if not name.startswith("pyops.layers.")}
-    assert not others & {"cli", "models", "testing"}
-
-
-def test_every_module_of_the_layers_has_its_place() -> None:
-    """And fits in a head."""
-    files = [path for path in (ROOT / "pyops" / "layers").glob("*.py") if path.stem != "__init__"]
-    assert sorted(LAYERS) == sorted(path.stem for path in files)
+    files = [path for path in ROOT.joinpath(*package.split(".")).glob("*.py") if path.stem != "__init__"]
+    assert sorted(ABOVE[package]) == sorted(path.stem for path in files)
     assert all(len(path.read_text(encoding="utf-8").splitlines()) < 400 for path in files)
 
 
@@ -139,10 +132,11 @@ def test_nothing_stands_on_the_layers() -> None:
             assert not any(re.match(r"pyops\.(layers|custom_op)\b", name) for name in _imports(path)), path
 
 
-def test_ops_do_without_models_and_layers() -> None:
-    """`import pyops` does not load them."""
-    loaded = "[name for name in sys.modules if name.startswith(('pyops.models', 'pyops.layers', 'pyops.custom_op'))]"
-    subprocess.run([sys.executable, "-c", f"import sys, pyops; assert not {loaded}"], cwd=ROOT, check=True)
+def test_ops_do_without_what_stands_on_them() -> None:
+    """`import pyops` does not load it."""
+    above = tuple(f"pyops.{name}" for name in ("custom_op", *sorted(ABOVE_FOLDERS)))
+    done = f"import sys, pyops; assert not [name for name in sys.modules if name.startswith({above})]"
+    subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("name", KERNELS)

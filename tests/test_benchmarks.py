@@ -17,6 +17,7 @@ import torch
 import pyops
 from benchmarks import __main__ as main
 from benchmarks import accuracy, compile_time, decode, kernel_time, numerics, overhead, report, rivals, shapes, timing
+from benchmarks import transformers as accelerated
 from pyops.models import Config, Llama
 
 RMS_NORM = pyops.ops["rms_norm"]
@@ -480,3 +481,19 @@ def test_bytes_of_a_decode_step() -> None:
     layer = 2048 * (2048 + 2 * 512 + 2048 + 3 * 8192 + 2)
     weights = 16 * layer + 32000 * 2048 + 2048
     assert decode.step_bytes(model, 3, 100) == 2 * (weights + 3 * 2048 + 3 * 101 * 2 * 16 * 512)
+
+
+def test_a_decode_step_of_transformers_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerated.main(["--device", "cpu", "--batch", "1", "2", "--context", "128"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    assert rows[0] == ["batch", "run", "before", "after", "ratio"]
+    assert [row[:2] for row in rows[1:]] == [[batch, run] for batch in "12" for run in ("eager", "compiled")]
+    for *_, before, after, ratio in rows[1:]:
+        assert float(before) > 0 < float(after)
+        assert float(ratio) == pytest.approx(float(before) / float(after), abs=0.01)
+
+
+def test_a_step_of_transformers_needs_a_context(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        accelerated.main(["--device", "cpu", "--context", "127"])
+    assert "128 or more" in capsys.readouterr().err

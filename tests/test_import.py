@@ -84,6 +84,23 @@ for name in ("custom_op", "layers"):
 """)
 
 
+def test_transformers_is_named_where_it_is_wanted() -> None:
+    run("""
+BLOCKED.clear()
+BLOCKED |= {"transformers"}
+import pyops
+import sys, types
+def message():
+    try:
+        import pyops.integrations.transformers
+    except ImportError as error:
+        return str(error)
+assert "pyops.integrations.transformers needs transformers, which is not installed" in message()
+sys.modules["transformers"] = types.SimpleNamespace(__version__="5.15.1")
+assert message() == "pyops.integrations.transformers needs transformers 5.16 or later, found 5.15.1"
+""")
+
+
 def test_import_opens_only_modules() -> None:
     run("""
 import numpy

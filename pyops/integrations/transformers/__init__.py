@@ -1,0 +1,20 @@
+"""Kernels of this library for decoders of transformers. A file imports only files above it, and of pyops the ops:
+
+cache                 keys and values of a batch, and where in them sequences lie
+modules               what the modules of a decoder do instead
+patching              accelerate, restore, report
+"""
+
+from __future__ import annotations
+
+from ..._core.lazy import optional
+
+_found = optional("transformers", "pyops.integrations.transformers", "transformers").__version__
+# Caches of earlier ones are asked other things.
+if tuple(map(int, _found.split(".")[:2])) < (5, 16):
+    raise ImportError(f"pyops.integrations.transformers needs transformers 5.16 or later, found {_found}")
+
+from .cache import PagedCache  # noqa: E402
+from .patching import Report, accelerate, report, restore  # noqa: E402
+
+__all__ = ["PagedCache", "Report", "accelerate", "report", "restore"]

@@ -1,0 +1,226 @@
+"""Keys and values of a batch for transformers' models, read as a paged cache whose blocks begin at any slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ...attention import paged_attention_v1, paged_attention_varlen
+from ...cache import reshape_and_cache_flash
+
+_BLOCK = 16  # slots of a block
+_STEP = 256  # slots by which a cache without a limit grows, at least
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Where the sequences of a batch lie in a layer, the newest tokens included.
+
+    Attributes:
+        slots: [batch * count] where the newest `count` tokens of each row of the batch belong.
+        block_tables, seq_lens: [num_seqs, most_blocks] and [num_seqs] integers.
+        cu_seqlens_q: [num_seqs + 1] integers, or None where every sequence has one new token. Padding on the left is a
+            sequence without keys.
+    """
+
+    slots: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor | None
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer: a slot for each token of each row of the batch, padding included.
+
+    A block is any sixteen neighbouring slots. So the tokens of a row are a sequence of a paged cache wherever its
+    padding ends, and nothing is moved.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, max_cache_len: int | None) -> None:
+        super().__init__()
+        self.max_cache_len = max_cache_len
+        self.is_compileable = max_cache_len is not None
+        # As in a static cache, a tensor: a compiled step must not be compiled again for the next length.
+        self.cumulative_length: Any = 0 if max_cache_len is None else torch.tensor(0)
+        self._written = 0  # as far as Python knows: what compiled steps write is not counted
+
+    # What transformers asks of a layer.
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.num_heads, count, self.head_dim = key_states.shape
+        self._one = torch.ones(1, device=self.device)  # what codes would be scaled by; not read for these
+        self._allocate(self.max_cache_len or -(-count // _STEP) * _STEP)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keep keys and values [batch, num_heads, count, head_dim]; all of them, as a dynamic or a static cache."""
+        count = key_states.shape[2]
+        self.reserve(key_states, value_states)
+        self.write(key_states.transpose(1, 2), value_states.transpose(1, 2), self.slots_for(count))
+        if self.max_cache_len is not None:
+            return self.keys, self.values
+        return self.keys[:, :, : self.cumulative_length], self.values[:, :, : self.cumulative_length]
+
+    def get_seq_length(self) -> Any:
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (self.max_cache_len or self.cumulative_length + query_length), 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len or -1
+
+    def reset(self) -> None:
+        super().reset()
+        self._written = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens; their number counts whatever its sign."""
+        self.cumulative_length -= abs(tokens_to_remove)
+        self._written -= abs(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        for kept in (self.keys, self.values):
+            kept.copy_(kept.index_select(0, beam_idx.to(kept.device)))
+
+    # What attention asks of it.
+
+    def reserve(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for as many tokens as these [batch, num_heads, count, head_dim] are."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if torch.compiler.is_compiling():
+            return
+        needed = self._written + key_states.shape[2]
+        if needed <= self._room:
+            return
+        if self.max_cache_len is not None:
+            raise ValueError(f"PagedCache: max_cache_len: expected at least {needed} tokens, got {self.max_cache_len}")
+        keys, values = self.keys, self.values
+        self._allocate(max(2 * self._room, -(-needed // _STEP) * _STEP))
+        self.keys[:, :, : keys.shape[2]], self.values[:, :, : values.shape[2]] = keys, values
+
+    def slots_for(self, count: int) -> Tensor:
+        """[batch * count] slots of the next `count` tokens of each row; behind all slots where there is no room."""
+        positions = torch.arange(count, device=self.device) + self.cumulative_length
+        slots = self._firsts()[:, None] + positions
+        if self.max_cache_len is not None:
+            slots = torch.where(positions < self._room, slots, self._key_slots.shape[0])
+        return slots.flatten()
+
+    def locate(self, count: int, attention_mask: Tensor | None, sliding_window: int) -> Sequences:
+        """Where sequences lie once `count` tokens of each row are written.
+
+        Args:
+            attention_mask: [batch, 1, count, length]: True or 0.0 where a query attends to a key; None if the batch has
+                no padding. Of a decode step only where a row begins is read; otherwise, unless a graph is traced, a
+                mask that is not causal with padding on the left is refused.
+            sliding_window: what the mask is windowed by; 0 for not at all.
+        """
+        firsts, past = self._firsts(), self.cumulative_length
+        if attention_mask is None:
+            starts = torch.zeros_like(firsts)
+        else:
+            attended = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+            starts = attended.any(-2).int().argmax(-1).flatten().expand(len(firsts))
+            if count > 1 and not torch.compiler.is_compiling():
+                _check_mask(attended, starts, past, sliding_window)
+        blocks = torch.arange(0, self._room, _BLOCK, device=self.device)
+        tables = (firsts + starts)[:, None] + blocks
+        lengths = torch.clamp(past + count - starts, max=self._room)
+        slots = self.slots_for(count)
+        if count == 1:
+            return Sequences(slots, tables, lengths, None)
+        rows = torch.arange(0, len(firsts) + 1, device=self.device) * count
+        if attention_mask is None:
+            return Sequences(slots, tables, lengths, rows)
+        # Of each row the padding among the new tokens, which has no keys, and then the others.
+        padding = (starts - past).clamp(0, count)
+        cu_seqlens_q = torch.cat((torch.stack((rows[:-1], rows[:-1] + padding), -1).flatten(), rows[-1:]))
+        seq_lens = torch.stack((torch.zeros_like(lengths), lengths), -1).flatten()
+        return Sequences(slots, tables.repeat_interleave(2, 0), seq_lens, cu_seqlens_q)
+
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Keep the next tokens of each row: [batch, count, num_heads, head_dim], and `slots` for them."""
+        caches = self._key_slots[:, None], self._value_slots[:, None]
+        reshape_and_cache_flash(key.flatten(0, 1), value.flatten(0, 1), *caches, slots, "auto", self._one, self._one)
+        self.cumulative_length += key.shape[1]
+        if not torch.compiler.is_compiling():
+            self._written += key.shape[1]
+
+    def attend(self, query: Tensor, where: Sequences, scale: float, sliding_window: int) -> Tensor:
+        """Attention of `query` [batch, count, num_attention_heads, head_dim], whose tokens are written; its shape."""
+        rows = query.flatten(0, 1)
+        out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        shape = self.batch_size * self._room, _BLOCK, self.num_heads, self.head_dim
+        slot = self.num_heads * self.head_dim
+        caches = [
+            slots.as_strided(shape, (slot, slot, self.head_dim, 1)) for slots in (self._key_slots, self._value_slots)
+        ]
+        past = (*caches, self.num_heads, scale, where.block_tables, where.seq_lens)
+        scales = ("auto", self._one, self._one)
+        if where.cu_seqlens_q is None:
+            paged_attention_v1(out, rows, *past, _BLOCK, self._room, None, *scales, sliding_window=sliding_window)
+        else:
+            paged_attention_varlen(out, rows, *past, where.cu_seqlens_q, _BLOCK, *scales, sliding_window=sliding_window)
+        return out.view(query.shape)
+
+    def _allocate(self, room: int) -> None:
+        self._room, rows = room, self.batch_size * room
+        # The last block begins at the last slot.
+        shape = (rows + _BLOCK - 1, self.num_heads, self.head_dim)
+        self._key_slots, self._value_slots = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv")
+        self.keys, self.values = (
+            slots[:rows].unflatten(0, (self.batch_size, room)).transpose(1, 2)
+            for slots in (self._key_slots, self._value_slots)
+        )
+        if self.max_cache_len is not None:
+            self.cumulative_length = self.cumulative_length.to(self.device)
+            if not torch.compiler.is_compiling():
+                for static in (self._key_slots, self._value_slots, self.cumulative_length, self._one):
+                    torch._dynamo.mark_static_address(static)
+
+    def _firsts(self) -> Tensor:
+        """The first slot of each row of the batch."""
+        return torch.arange(self.batch_size, device=self.device) * self._room
+
+
+def _check_mask(attended: Tensor, starts: Tensor, past: Any, sliding_window: int) -> None:
+    """Refuse all but causal masks, of a sliding window or none, with padding on the left."""
+    count, length = attended.shape[-2:]
+    keys = torch.arange(length, device=attended.device)
+    queries = (torch.arange(count, device=attended.device) + past)[:, None]
+    expected = (keys <= queries) & (keys >= starts[:, None, None])
+    if sliding_window:
+        expected &= keys > queries - sliding_window
+    if not torch.equal(attended[:, 0].expand(expected.shape), expected):
+        raise ValueError(
+            "PagedCache: attention_mask: expected a causal mask with padding on the left, got another; "
+            "give the model a DynamicCache or a StaticCache for it"
+        )
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """Keys and values in slots that the paged ops read; in the place of transformers' DynamicCache and StaticCache.
+
+    In a model that is not accelerated it works as they do. Layers with a sliding window keep all tokens.
+
+    Args:
+        config: of the model.
+        max_cache_len: tokens of a row of the batch, at most: memory for them is taken at once, and decode steps can be
+            compiled. None: it grows, and cannot.
+    """
+
+    def __init__(self, config: Any, max_cache_len: int | None = None) -> None:
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"PagedCache: max_cache_len: expected 1 or more, got {max_cache_len}")
+        layers = config.get_text_config(decoder=True).num_hidden_layers
+        super().__init__(layers=[PagedLayer(max_cache_len) for _ in range(layers)])
