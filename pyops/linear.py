@@ -16,8 +16,9 @@ __all__ = ["skinny_linear"]
 
 _skinny_linear = Kernel("linear/skinny_linear.cu")
 _MOST_TOKENS = 4  # of a block, which hold as many sums in registers
-_NUM_THREADS = 128
-_ROWS, _BATCH, _MIN_BLOCKS = 1, 8, 8
+_BATCH = 8  # vectors that a lane multiplies with while as many are on their way
+_RESIDENT = 640, 512  # threads of a multiprocessor that find registers enough: for one token, and for more
+_WAVES = 1
 
 
 @op(out="out", cancelled=2.0**-18)
@@ -52,22 +53,25 @@ def _(out: Arg, input: Arg, weight: Arg, bias: Arg | None) -> Launch:
     strides = {"out_stride": check.row_stride(out), "input_stride": check.row_stride(input)}
     vec_size = check.vector_width(hidden_size, input, weight)
     tokens = next(most for most in (1, 2, _MOST_TOKENS) if num_tokens <= most or most == _MOST_TOKENS)
-    warp_size = input.device.warp_size
-    rounds = -(-hidden_size // (vec_size * warp_size))
-    rows = _ROWS
+    warp_size, multiprocessors = input.device.warp_size, input.device.multiprocessors
+    rounds = max(1, -(-hidden_size // (vec_size * warp_size)))  # vectors of a row to each lane of one warp
+    split = next(warps for warps in (1, 2, 4, 8) if rounds <= warps * _BATCH or warps == 8)
+    num_threads = warp_size * max(4, split)
+    blocks = -(-output_size // (num_threads // warp_size // split))
+    min_blocks = max(1, _RESIDENT[tokens > 1] // num_threads)
     return _skinny_linear(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
         VEC_SIZE=vec_size,
         TOKENS=tokens,
-        ROWS=rows,
-        BATCH=max(1, min(_BATCH, rounds)),
+        SPLIT=split,
+        BATCH=min(_BATCH, -(-rounds // split)),
         HAS_BIAS=bias is not None,
-        NUM_THREADS=_NUM_THREADS,
-        MIN_BLOCKS=_MIN_BLOCKS,
+        NUM_THREADS=num_threads,
+        MIN_BLOCKS=min_blocks,
     ).launch(
-        grid=(-(-output_size // (_NUM_THREADS // warp_size * rows)), -(-num_tokens // tokens)),
-        block=_NUM_THREADS,
+        grid=(min(blocks, multiprocessors * min_blocks * _WAVES), -(-num_tokens // tokens)),
+        block=num_threads,
         num_tokens=num_tokens,
         output_size=output_size,
         weight_stride=check.row_stride(weight),

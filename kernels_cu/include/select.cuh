@@ -74,6 +74,53 @@ DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial
     return *found;
 }
 
+// The same, of bins in groups of 32, for a block whose first warp looks alone: among the groups' sums, of which there are up to
+// 64, and then within one. Reading little of either, it may read what lies far: load_group(group) and load(bin) are asked by its
+// lanes for what they hold, everyone else waits.
+constexpr int GROUP_BINS = 32;
+template <typename GROUP, typename LOAD>
+DEVICE Found<uint32_t> find_in_groups(int num_bins, GROUP load_group, LOAD load, uint32_t wanted, Found<uint32_t>* found) {
+    if (threadIdx.x < WARP_SIZE) {
+        const int lane = threadIdx.x, groups = num_bins / GROUP_BINS;
+        constexpr int MOST = MOST_BINS / GROUP_BINS / 32, LANES = 32;  // lanes that look, whatever the warp's size
+        uint32_t held[MOST], sum = 0;
+        const auto before_lane = [&](uint32_t value) {
+            uint32_t all = value;
+#pragma unroll
+            for (int step = 1; step < LANES; step *= 2) {
+                const uint32_t other = shfl<WARP_SIZE>(all, max(lane - step, 0));
+                if (lane >= step) all += other;
+            }
+            return all - value;
+        };
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) {
+            const int group = groups - 1 - (lane * MOST + i);
+            sum += held[i] = lane < LANES && group >= 0 ? load_group(group) : 0;
+        }
+        // The group, numbered from the highest, and what those above it hold; of all lanes one has it.
+        uint32_t before = before_lane(sum), above = 0;
+        int mine = -1;
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) {
+            if (lane < LANES && before < wanted && wanted <= before + held[i]) mine = lane * MOST + i, above = before;
+            before += held[i];
+        }
+        int from = mine >= 0 ? lane : -1;
+#pragma unroll
+        for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) from = max(from, shfl_xor(from, mask));
+        mine = shfl<WARP_SIZE>(mine, from);
+        above = shfl<WARP_SIZE>(above, from);
+
+        const int bin = (groups - 1 - mine) * GROUP_BINS + GROUP_BINS - 1 - lane;
+        const uint32_t here = lane < LANES ? load(bin) : 0;
+        before = above + before_lane(here);
+        if (lane < LANES && before < wanted && wanted <= before + here) *found = {uint32_t(bin), here, wanted - before};
+    }
+    __syncthreads();
+    return *found;
+}
+
 // found(vector, j) for the element in whose weight `left` falls, by the one thread that has it: the first at which the sum of
 // weights, elements in order, is above `left`. weigh(vector, weights) gives those of VEC elements, of any vector a thread may
 // ask for. Every thread of the block calls.

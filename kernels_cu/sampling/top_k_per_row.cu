@@ -87,7 +87,7 @@ top_k_per_row(int32_t* indices,             // [numRows, topK]
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ uint32_t bins[CLUSTER > 1 ? 2 : 1][MOST_BINS];  // the other blocks still read one while this writes the other
-    __shared__ uint32_t partial[2][NUM_THREADS / WARP_SIZE];
+    __shared__ uint32_t groups[CLUSTER > 1 ? 2 : 1][MOST_BINS / GROUP_BINS];
     __shared__ Found<uint32_t> found;
     __shared__ uint32_t above_of[NUM_WARPS];
     __shared__ uint32_t equal_of[NUM_WARPS];
@@ -123,7 +123,6 @@ top_k_per_row(int32_t* indices,             // [numRows, topK]
     if constexpr (STAGED) elements.stage(reinterpret_cast<vec_t*>(memory));
 
     Threshold threshold{0, uint32_t(topK)};
-    int turn = 0;
 #pragma unroll 1
     for (int number = 0; number < 3; ++number) {
         const Digit digit(number);
@@ -136,15 +135,22 @@ top_k_per_row(int32_t* indices,             // [numRows, topK]
                 if (digit.matches(key[j], threshold.key)) atomicAdd(&own[digit.of(key[j])], 1u);
             }
         });
+        __syncthreads();
+        uint32_t* sums = groups[CLUSTER > 1 ? number % 2 : 0];
+        for (int group = threadIdx.x / 32; group < digit.bins / GROUP_BINS; group += NUM_THREADS / 32) {
+            const uint32_t sum = lane_reduce<Sum, 32>(own[group * GROUP_BINS + threadIdx.x % 32]);
+            if (threadIdx.x % 32 == 0) sums[group] = sum;
+        }
         sync_cluster<CLUSTER>();
-        const auto held = [&](int bin) {
+        const auto of_all = [&](const uint32_t* word) {
             uint32_t sum = 0;
 #pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) sum += load_of_block<CLUSTER>(own + bin, rank);
+            for (int rank = 0; rank < CLUSTER; ++rank) sum += load_of_block<CLUSTER>(word, rank);
             return sum;
         };
-        const auto place = find_from_above<NUM_THREADS>(
-            digit.bins, held, [&](uint32_t) { return threshold.ties; }, partial[turn ^= 1], &found);
+        const auto place = find_in_groups(
+            digit.bins, [&](int group) { return of_all(sums + group); }, [&](int bin) { return of_all(own + bin); },
+            threshold.ties, &found);
         threshold = {threshold.key | place.bin << digit.shift, place.wanted};
         if (place.held == place.wanted && threshold.key > 0) {
             threshold = {threshold.key - 1, 0};
