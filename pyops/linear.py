@@ -16,9 +16,8 @@ __all__ = ["skinny_linear"]
 
 _skinny_linear = Kernel("linear/skinny_linear.cu")
 _MOST_TOKENS = 4  # of a block, which hold as many sums in registers
-_BATCH = 8  # vectors that a lane multiplies with while as many are on their way
-_RESIDENT = 640, 512  # threads of a multiprocessor that find registers enough: for one token, and for more
-_WAVES = 1
+_BATCH = 4  # vectors that a lane multiplies with while as many are on their way
+_RESIDENT = 1024, 512  # threads of a multiprocessor that find registers enough: for one token, and for more
 
 
 @op(out="out", cancelled=2.0**-18)
@@ -70,7 +69,7 @@ def _(out: Arg, input: Arg, weight: Arg, bias: Arg | None) -> Launch:
         NUM_THREADS=num_threads,
         MIN_BLOCKS=min_blocks,
     ).launch(
-        grid=(min(blocks, multiprocessors * min_blocks * _WAVES), -(-num_tokens // tokens)),
+        grid=(min(blocks, multiprocessors * min_blocks), -(-num_tokens // tokens)),
         block=num_threads,
         num_tokens=num_tokens,
         output_size=output_size,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["per_token_group_fp8_quant", "per_token_group_fp8_quant_packed", "per_token_group_quant_int8"]
 
 _group_quant = Kernel("quantize/group_quant.cu")
-_FEW_VECTORS = 512  # for a multiprocessor
+_FEW_VECTORS = 4096  # for a multiprocessor
 
 
 def _codes(

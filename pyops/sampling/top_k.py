@@ -20,7 +20,8 @@ __all__ = ["top_k_per_row_decode", "top_k_per_row_prefill"]
 
 _top_k_per_row = Kernel("sampling/top_k_per_row.cu")
 _PIECE_SIZE = 16384  # 64 KiB: three blocks of so much fit on a multiprocessor
-_MOST_OF_BLOCK = 16384  # elements of a row that a block of a cluster has, while there are blocks
+_MOST_OF_BLOCK = 16384, 32768  # elements of a row for a block that shares a multiprocessor, or has it alone
+_LEAST_OF_BLOCK = 4096  # elements for which a cluster is not worth its barriers
 _MOST_COLUMNS = 2**30
 _OWN_SHARED = 18 * 1024  # the kernel's histogram and what else it keeps in shared memory
 
@@ -173,7 +174,7 @@ def _launches(
     piece_size = _PIECE_SIZE if most_staged > 4 * _PIECE_SIZE + 16 else _PIECE_SIZE // 2
     # Candidates are to be much fewer than what they come from.
     cut = columns > piece_size and topK <= piece_size // 4 and columns <= 2**24
-    cluster = _blocks_of_row(columns, device)
+    cluster = _blocks_of_row(numRows, columns, device)
     if cluster > 1:
         cut = cut and columns > cluster * most_staged // 4 - 16
         cluster = 1 if cut else cluster
@@ -185,7 +186,7 @@ def _launches(
         vec_size = 4 if merge or strides[1] == 1 or columns <= 1 else 1
         shared = 4 * (elements + 2 * vec_size)
         staged = shared <= most_staged
-        num_threads = 1024 if numRows * pieces <= device.multiprocessors else 512
+        num_threads = 1024 if numRows * pieces <= device.multiprocessors and elements > 8192 else 512
         return _top_k_per_row(
             DECODE="rowStarts" in absent,
             CLUSTER=1 if merge else cluster,
@@ -210,9 +211,14 @@ def _launches(
     return [launch(False, -(-columns // cluster), cluster)]
 
 
-def _blocks_of_row(columns: int, device: Device) -> int:
-    """How many blocks of a cluster share a row."""
+def _blocks_of_row(num_rows: int, columns: int, device: Device) -> int:
+    """How many blocks of a cluster share a row: as few as can hold it, two of them to a multiprocessor if there are more
+    blocks than those, or more while there are multiprocessors without any."""
     blocks = 1
-    while blocks < device.cluster and columns > _MOST_OF_BLOCK * blocks:
+    while blocks < device.cluster:
+        alone = num_rows * blocks <= device.multiprocessors
+        fits = columns <= blocks * _MOST_OF_BLOCK[alone]
+        if fits and (2 * num_rows * blocks > device.multiprocessors or columns <= blocks * _LEAST_OF_BLOCK):
+            break
         blocks *= 2
     return blocks
