@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops
 from pyops._core.op import Op
@@ -375,6 +377,53 @@ def test_registering_twice() -> None:
     assert registration is register()
     assert len(registration.names) == len(set(registration.names)) == len(SERVED)
     assert [(entry.id, _torch_op(entry.values[0])) for entry in SERVED] == before
+
+
+class Watch(TorchDispatchMode):
+    """What passes torch's dispatcher while it lasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_way_of_plain_tensors_is_short() -> None:
+    """They do not pass torch's dispatcher, unless a mode wants to see them."""
+    x, weight, out = torch.randn(2, 64), torch.ones(64), torch.empty(2, 64)
+
+    def dispatches(**named: Any) -> bool:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            torch.ops._C.rms_norm(out.zero_(), x, *(() if named else (weight, 1e-6)), **named)
+        torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (64,), weight, 1e-6))
+        return "_C::rms_norm" in {event.key for event in profiled.key_averages()}
+
+    assert not dispatches()
+    with Watch() as watch:
+        assert dispatches()
+    assert "_C.rms_norm.default" in watch.seen
+    meta = torch.empty(2, 64, device="meta")
+    assert torch.ops._C.rms_norm(meta, meta, weight.to("meta"), 1e-6) is None
+    with pytest.raises(RuntimeError, match="rms_norm"):
+        torch.ops._C.rms_norm(out=out)
+
+
+def test_nothing_is_left_of_what_is_undone() -> None:
+    code = """
+import torch
+from torch._decomp import core_aten_decompositions
+from pyops.integrations.vllm import register
+x, weight, out = torch.full((2, 64), 3.0), torch.ones(64), torch.empty(2, 64)
+registration = register()
+torch.ops._C.rms_norm(out, x, weight, 1e-6)
+registration.undo()
+assert not hasattr(torch.ops._C, "rms_norm")
+assert len(dict(core_aten_decompositions())) > 100  # goes through all of torch.ops
+"""
+    assert run(code) == ""
 
 
 def test_what_this_library_defined_is_not_overridden() -> None:

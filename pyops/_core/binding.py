@@ -87,7 +87,7 @@ _bind_torch_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-de
 _MOST_TENSORS = 24
 NAMESPACE: dict[str, Any] = {"is_compiling": _is_compiling, "cupy_ndarray": type(None)}
 NAMESPACE |= {f"absent{i}": None for i in range(_MOST_TENSORS)}
-NAMESPACE |= {"NUMBERS": frozenset((int, float)), "number": tensor.number, "held_number": tensor.held_number}
+NAMESPACE |= {"NUMBERS": frozenset((int, float)), "held_number": tensor.held_number}
 _ops: dict[str, Op] = {}
 _libraries: dict[str, Any] = {}  # the torch library of each op: an op that is declared again takes another
 
@@ -140,7 +140,14 @@ def add(op: Op) -> None:
 def remove(name: str) -> None:
     """Take the op `name` from torch, if it is there."""
     _ops.pop(name, None)
-    _libraries.pop(name, None)  # a library that nobody holds takes its ops along
+    if (library := _libraries.pop(name, None)) is not None:
+        forget(library)
+
+
+def forget(library: Any) -> None:
+    """Take back what a torch library holds, and what torch.ops has kept of it: that would be an error to whoever goes
+    through all ops, as torch.export does."""
+    library._destroy()
 
 
 def _is_bound() -> bool:
@@ -312,7 +319,12 @@ def bind_torch() -> None:
     absent = {f"absent{i}": torch.empty(0, dtype=torch.complex128) for i in range(_MOST_TENSORS)}
     for op in _ops.values():
         _register(op)
-    NAMESPACE.update(is_compiling=torch.compiler.is_compiling, torch_ops=torch.ops.pyops, torch_stream=stream, **absent)
+
+    def number(value: Any, like: Any) -> Any:
+        return tensor.torch_number(torch, value, like)
+
+    NAMESPACE.update(is_compiling=torch.compiler.is_compiling, number=number, torch_ops=torch.ops.pyops, **absent)
+    NAMESPACE.update(torch_stream=stream)
 
 
 def schema(op: Op) -> str:

@@ -108,7 +108,7 @@ class Op:
         self.passed = tuple((p.name, "q" if p.kind == "int" else "d") for p in passed)
         self._tensor_names = tuple(p.name for p in self.tensors)
         self._tensor_positions = [i for i, p in enumerate(self.parameters) if p.kind == "Tensor"]
-        self._first_position = [p.name for p in self.parameters].index(binding.first_required(self))
+        self.first_position = [p.name for p in self.parameters].index(binding.first_required(self))
         self._convertible = [(i, p) for i, p in enumerate(self.parameters) if p.number or p.keyed]
         self.plans: dict[Any, tuple[Any, ...]] = {}
         self.specialisations: dict[tuple[Any, ...], Specialisation] = {}
@@ -362,7 +362,7 @@ class Op:
     def _converted(self, args: Sequence[Any]) -> list[Any] | None:
         """`args` as plans take them, None if they are: tensors for numbers and for scalars in host memory that a kernel
         reads by address, and numbers for tensors in the place of keyed ones."""
-        like = args[self._first_position]
+        like = args[self.first_position]
         made: dict[int, Any] = {}
         for i, p in self._convertible:
             value = args[i]

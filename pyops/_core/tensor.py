@@ -73,17 +73,21 @@ def dialect(value: Any) -> str | None:
 def number(value: Any, like: Any) -> Any:
     """A tensor of one float32 that holds `value`, of the library and on the device of `like`; a tensor as it is.
 
-    `value` may also be a scalar in host memory beside a `like` on a device. Made anew, as a compiler wants it.
+    `value` may also be a scalar in host memory beside a `like` on a device.
     """
-    module = loaded("torch")
-    if module and isinstance(like, module.Tensor):
-        if not isinstance(value, module.Tensor):
-            return module.full((), value, dtype=module.float32, device=like.device)
-        return value.to(like.device) if value.device.type == "cpu" and like.device.type != "cpu" else value
     kind = dialect(like)
+    if kind == "torch":
+        return torch_number(loaded("torch"), value, like)
     if kind is None or dialect(value) == kind:
         return value
     return (cupy if kind == "cupy" else numpy).full((), value, "float32")
+
+
+def torch_number(torch: Any, value: Any, like: Any) -> Any:
+    """The same of a torch tensor, made anew as a compiler wants it, which cannot trace how modules are found."""
+    if not isinstance(value, torch.Tensor):
+        return torch.full((), value, dtype=torch.float32, device=like.device)
+    return value.to(like.device) if value.device.type == "cpu" and like.device.type != "cpu" else value
 
 
 def on_host(value: Any) -> bool:

@@ -212,8 +212,11 @@ def _launches(
 
 
 def _blocks_of_row(num_rows: int, columns: int, device: Device) -> int:
-    """How many blocks of a cluster share a row: as few as can hold it, two of them to a multiprocessor if there are more
-    blocks than those, or more while there are multiprocessors without any."""
+    """How many blocks of a cluster share a row.
+
+    As few as can hold it, two to a multiprocessor if there are more blocks than those; more while multiprocessors would
+    be without any.
+    """
     blocks = 1
     while blocks < device.cluster:
         alone = num_rows * blocks <= device.multiprocessors
