@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import pyops
+from pyops._core import config
+from pyops.testing import guarded
 from tests.calls import DEVICES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -14,6 +16,16 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 def draw(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+
+def test_reads_nothing_beside_its_tensors() -> None:
+    """Rows of weight and of input that a block has room for and that are not there."""
+    tensors = [torch.ones(3, 5), torch.ones(3, 64), torch.ones(5, 64), torch.ones(5)]
+    for side in ("before", "after"):
+        out, *others = (guarded(one, side) for one in tensors)
+        with config.cpu("kernels"):
+            pyops.skinny_linear(out, *others)
+        assert (out == 65.0).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -41,6 +53,21 @@ def test_sums_of_integers_are_exact(hidden_size: int, device: str) -> None:
     out = x.new_empty(2, 70)
     pyops.skinny_linear(out, x, weight)
     assert torch.equal(out.double(), x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("output_size", "hidden_size"), [(9003, 4), (1107, 1030), (603, 4104)])
+def test_more_rows_than_blocks(output_size: int, hidden_size: int, device: str) -> None:
+    """Rows that a warp has to itself, that several share, and that they share in more than one chunk."""
+    generator = torch.Generator(device).manual_seed(1)
+    x, weight, bias = (
+        torch.randint(-9, 10, shape, generator=generator, device=device).float()
+        for shape in ((3, hidden_size), (output_size, hidden_size), (output_size,))
+    )
+    out = x.new_empty(3, output_size)
+    for tokens in (1, 3):
+        pyops.skinny_linear(out[:tokens], x[:tokens], weight, bias)
+        assert torch.equal(out[:tokens].double(), x[:tokens].double() @ weight.double().T + bias)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,7 +5,7 @@
 #include "platform.cuh"
 
 // Before the name of a kernel: BLOCKS blocks that follow each other in y make a cluster.
-#if PYOPS_CUDA
+#if PYOPS_CUDA && __CUDA_ARCH__ >= 900
 #define CLUSTER_OF(BLOCKS) __cluster_dims__(1, BLOCKS, 1)
 #else
 #define CLUSTER_OF(BLOCKS)
@@ -14,7 +14,7 @@
 // What the blocks of the cluster wrote to shared memory before can be read by all of them afterwards. Every thread calls.
 template <int BLOCKS>
 DEVICE void sync_cluster() {
-#if PYOPS_CUDA
+#if PYOPS_CUDA && __CUDA_ARCH__ >= 900
     if constexpr (BLOCKS > 1) {
         asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
         return;
@@ -26,7 +26,7 @@ DEVICE void sync_cluster() {
 // The word that block `rank` of the cluster, counted in y, has where this one has `word`, in shared memory.
 template <int BLOCKS>
 DEVICE uint32_t load_of_block(const uint32_t* word, unsigned rank) {
-#if PYOPS_CUDA
+#if PYOPS_CUDA && __CUDA_ARCH__ >= 900
     if constexpr (BLOCKS > 1) {
         uint32_t address = __cvta_generic_to_shared(word), value;
         asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
