@@ -51,7 +51,7 @@ def _(out: Arg, input: Arg, weight: Arg, bias: Arg | None) -> Launch:
     num_tokens = check.num_rows(input)
     strides = {"out_stride": check.row_stride(out), "input_stride": check.row_stride(input)}
     vec_size = check.vector_width(hidden_size, input, weight)
-    tokens = next(most for most in (1, 2, _MOST_TOKENS) if num_tokens <= most or most == _MOST_TOKENS)
+    tokens = 1 if num_tokens == 1 else _MOST_TOKENS
     warp_size, multiprocessors = input.device.warp_size, input.device.multiprocessors
     rounds = max(1, -(-hidden_size // (vec_size * warp_size)))  # vectors of a row to each lane of one warp
     split = next(warps for warps in (1, 2, 4, 8) if rounds <= warps * _BATCH or warps == 8)
