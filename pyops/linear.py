@@ -83,14 +83,14 @@ def _(
     make: Any,
     *,
     num_tokens: int = 1,
-    hidden_size: int = 4096,
-    output_size: Literal[64, 333] = 64,
+    input_size: Literal[2048, 96, 769] = 2048,
+    output_size: Literal[16, 37] = 16,
     dtype: str = "bfloat16",
     with_bias: bool = False,
 ) -> tuple[Any, ...]:
     return (
         make.empty(num_tokens, output_size, dtype=dtype),
-        make.randn(num_tokens, hidden_size, dtype=dtype),
-        make.randn(output_size, hidden_size, dtype=dtype, scale=max(1, hidden_size) ** -0.5),
+        make.randn(num_tokens, input_size, dtype=dtype),
+        make.randn(output_size, input_size, dtype=dtype, scale=input_size**-0.5),
         make.randn(output_size, dtype=dtype) if with_bias else None,
     )
