@@ -68,6 +68,12 @@ def _errors_where_they_happen(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    """Whatever tests ran before in the process."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _registry_as_it_was() -> Iterator[None]:
     """Ops declared in a test are gone after it."""
     before = set(registry)

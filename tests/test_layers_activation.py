@@ -77,6 +77,9 @@ def test_one_rounding_from_float64(name: str, dtype: torch.dtype) -> None:
         assert result.dtype == dtype
         # Half a unit of rounding, and in float32 a few more of the operations.
         rtol = {torch.float32: 2**-20, torch.float16: 2**-11 + 2**-20, torch.bfloat16: 2**-8 + 2**-20}[dtype]
+        rtol += (
+            1.702 * max(x.abs().flatten().tolist(), default=0.0) * 2**-24
+        )  # what an argument's rounding makes of an exponential
         atol = {torch.float32: 1e-30, torch.float16: 2.0**-25, torch.bfloat16: 1e-30}[dtype]  # half a subnormal
         torch.testing.assert_close(result.double(), expected(x), rtol=rtol, atol=atol)
 
