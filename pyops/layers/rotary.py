@@ -94,6 +94,7 @@ class RotaryEmbeddingBase(CustomOp):
     """
 
     cos_sin_cache: Tensor
+    mscale = 1.0  # what cosines and sines are multiplied by
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class RotaryEmbeddingBase(CustomOp):
 
     def _compute_cos_sin_cache(self) -> Tensor:
         """[positions, rotary_dim] float32."""
-        return rope.cos_sin(rope.angles(self._compute_inv_freq(self.base), self.max_position_embeddings))
+        return rope.cos_sin(rope.angles(self._compute_inv_freq(self.base), self.max_position_embeddings), self.mscale)
 
     def extra_repr(self) -> str:
         return (
@@ -227,9 +228,6 @@ class MRotaryEmbedding(RotaryEmbedding):
         if self.scaling_factor is None:
             return super()._compute_inv_freq(base)
         return rope.yarn(self.rotary_dim, base, self.scaling_factor, self.original_max_position, *self._ramp)
-
-    def _compute_cos_sin_cache(self) -> Tensor:
-        return rope.cos_sin(rope.angles(self._compute_inv_freq(self.base), self.max_position_embeddings), self.mscale)
 
     def _token_dims(self, positions: Tensor) -> int:
         return 1
