@@ -29,6 +29,7 @@ from typing import Any
 from . import config, source
 from .errors import CompileError, KernelFault, MissingDependencyError, called
 from .lazy import cache_folder
+from .lines import places
 
 ORDERS = ("fifo", "reversed", "greedy", "shuffled")
 
@@ -302,27 +303,10 @@ class HostFunction:
 
 
 def _places(library: str, offset: int) -> list[tuple[str, int]]:
-    """(file, line) of an instruction of a kernel, and of the calls around it that were inlined, innermost first.
-
-    Empty without addr2line or llvm-symbolizer. The emulation's own lines are left out.
-    """
-    command = _symbolizer()
-    if not offset or not command:
-        return []
+    """Where in the kernels an instruction comes from. The emulation's own lines are left out."""
     # The address is that after the instruction.
-    asked = (*command, library, hex(offset - 1))
-    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
-    places = re.findall(r"(kernels_cu/\S+?):(\d+)", found)
-    return [(file, int(line)) for file, line in places if not file.startswith("kernels_cu/host/")]
-
-
-@cache
-def _symbolizer() -> tuple[str, ...]:
-    if path := shutil.which("addr2line"):
-        return (path, "-i", "-e")
-    if path := shutil.which("llvm-symbolizer"):
-        return (path, "--inlines", "--output-style=GNU", "-e")
-    return ()
+    found = places(library, offset - 1) if offset else []
+    return [(match[0], line) for file, line in found if (match := re.search(r"kernels_cu/(?!host/).+", file))]
 
 
 _one_launch = threading.Lock()  # the runtime runs one at a time
