@@ -47,8 +47,9 @@ DRAWN: dict[str, st.SearchStrategy[Any]] = {
     "min_seq_len": st.just(0),
     "max_seq_len": st.sampled_from([128, 1, 77, 200]),
 }
-# Where a token is no row of a matrix, and more of them are no other case.
+# Where a token is no row of a matrix, or a long one, and more of them are no other case.
 _FEWER: dict[str, st.SearchStrategy[Any]] = {"num_tokens": st.integers(1, 12) | st.just(33)}
+_LONG = 1024  # elements
 
 
 def compiled(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> dict[str, tuple[Any, ...]]:
@@ -69,11 +70,11 @@ def compiled(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> dict[str, 
     return found
 
 
-def drawn(op: Op) -> dict[str, st.SearchStrategy[Any]]:
-    """The axes of `op` that do not compile into its kernels, each with its strategy."""
+def drawn(op: Op, case: Axes) -> dict[str, st.SearchStrategy[Any]]:
+    """The axes of `op` that do not compile into its kernels, each with its strategy, beside those of `case`."""
     assert op.example is not None, f"{op.name} has no example"
-    axes = inspect.signature(op.example).parameters
-    return {axis: (DRAWN if "hidden_size" in axes else DRAWN | _FEWER)[axis] for axis in axes if axis in DRAWN}
+    strategies = DRAWN if case.get("hidden_size", _LONG) < _LONG else DRAWN | _FEWER
+    return {axis: strategies[axis] for axis in inspect.signature(op.example).parameters if axis in DRAWN}
 
 
 def combinations(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> Iterator[Axes]:

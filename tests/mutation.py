@@ -1,8 +1,9 @@
-"""Kernels broken on purpose: ``python -m tests.mutation [-n PROCESSES] [-k NAME] [--list]``.
+"""Kernels broken on purpose: ``python -m tests.mutation [-n PROCESSES] [-k NAME] [--minutes M] [--list]``.
 
 Each mutant of `tests/mutants.py` meets the tests that run its kernels on the CPU, in a process of its own that reads
-the broken text. A mutant is killed if one of them fails. Fails itself if the tests fail without a mutant, if less than
-95 % of the mutants are killed, or if a mutant is none: its text is not there once, or does not compile.
+the broken text: the first of every file, then the second, so that a run of some minutes has met all kernels. A mutant
+is killed if a test fails. Fails itself if the tests fail without a mutant, if less than 95 % of the mutants that it
+judged are killed, or if a mutant is none: its text is not there once, or does not compile.
 
 This module is also the plugin that pytest loads in such a process.
 """
@@ -79,8 +80,8 @@ class Verdict(NamedTuple):
     seconds: float
 
 
-def judge(mutants: Sequence[Mutant], most: int) -> Iterator[tuple[Mutant, Verdict]]:
-    """Run the tests against each mutant, `most` at a time, as they come to an end.
+def judge(mutants: Sequence[Mutant], most: int, deadline: float) -> Iterator[tuple[Mutant, Verdict]]:
+    """Run the tests against each mutant, `most` at a time, as they come to an end; begin with none after `deadline`.
 
     Each is judged in a fork of this process, which has read the tests, but no kernel, before.
     """
@@ -89,6 +90,8 @@ def judge(mutants: Sequence[Mutant], most: int) -> Iterator[tuple[Mutant, Verdic
     context, waiting, running = multiprocessing.get_context("fork"), deque(mutants), {}
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
+            if time.monotonic() > deadline:
+                waiting.clear()
             while waiting and len(running) < most:
                 mutant, log = waiting.popleft(), Path(folder, f"{len(waiting)}.log")
                 process = context.Process(target=_run_tests, args=(mutant, folder, log))
@@ -176,7 +179,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if on_host and (not ops or ops & concerned):
             turns[min(ops, default="")].append(item)
     family = turns.pop("", [])  # tests that name no op: every other one
-    items[:] = _in_turn(family, _in_turn(*turns.values()))
+    ordered = _in_turn(family, _in_turn(*turns.values()))
+    # The words that say why a test must notice are in the names of the likeliest tests: these come first.
+    words = {word for mutant in chosen for word in re.findall(r"[a-z]{5,}", mutant.why)}
+    items[:] = sorted(ordered, key=lambda item: not words & set(item.originalname.split("_")))
 
 
 def _in_turn(*groups: Sequence[Any]) -> list[Any]:
@@ -195,9 +201,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
     parser.add_argument("-n", type=int, default=2, help="processes at a time")
     parser.add_argument("-k", default="", help="only mutants with this in their name")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin with no mutant after so long")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     asked = parser.parse_args()
-    mutants = [mutant for mutant in MUTANTS if asked.k in mutant.name]
+    of_files = defaultdict(list)
+    for mutant in MUTANTS:
+        if asked.k in mutant.name:
+            of_files[mutant.file].append(mutant)
+    mutants = _in_turn(*of_files.values())
     if not mutants:
         parser.error(f"no mutant has {asked.k!r} in its name")
     if asked.list:
@@ -213,12 +224,13 @@ def main() -> None:
         sys.exit(f"{done.stdout}{done.stderr}\nthe tests fail without a mutant")
     print(f"without a mutant: {done.stdout.splitlines()[-1]}", flush=True)
     outcomes: Counter[str] = Counter()
-    for mutant, verdict in judge(mutants, asked.n):
+    for mutant, verdict in judge(mutants, asked.n, started + 60 * asked.minutes):
         outcomes[verdict.outcome] += 1
         print(f"{verdict.outcome:9} {verdict.seconds:4.0f} s  {mutant.name}: {verdict.by}", flush=True)
     score = outcomes["killed"] / max(1, outcomes["killed"] + outcomes["survived"])
     counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-    print(f"{score:.1%} of {len(mutants)} mutants killed ({counts}) in {time.monotonic() - started:.0f} s")
+    judged = f"{sum(outcomes.values())} of {len(mutants)} mutants judged"
+    print(f"{judged}, {score:.1%} killed ({counts}) in {time.monotonic() - started:.0f} s")
     sys.exit(score < LEAST or outcomes["no mutant"] > 0)
 
 

@@ -105,7 +105,7 @@ def test_equals_reference(op: Op, case: axes.Axes, device: str) -> None:
 @given(data=st.data())
 def test_equals_reference_for_any_layout_and_contents(op: Op, device: str, data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(list(axes.combinations(op, axes.RUN))), label="axes")
-    draws = {axis: data.draw(strategy, label=axis) for axis, strategy in axes.drawn(op).items()}
+    draws = {axis: data.draw(strategy, label=axis) for axis, strategy in axes.drawn(op, case).items()}
     kind = data.draw(st.sampled_from(KINDS), label="contents")
     args = example(op, device, seed=data.draw(st.integers(0, 99), label="seed"), **draws, **case)
     args = _with_contents(op, args, draws.get("num_tokens"), kind)

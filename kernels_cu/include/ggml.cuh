@@ -54,7 +54,7 @@ DEVICE void apply_signs(uint32_t signs, float (&x)[8]) {
     for (int i = 0; i < 8; ++i) x[i] = __uint_as_float(__float_as_uint(x[i]) ^ (signs << (31 - i) & 0x80000000u));
 }
 // Seven signs, and an eighth that makes the number of negative ones even.
-DEVICE uint32_t eight_signs(uint32_t seven) { return seven | uint32_t(__popc(seven) & 1) << 7; }
+DEVICE uint32_t eight_signs(uint32_t seven) { return seven | uint32_t(count_bits(seven) & 1) << 7; }
 
 // Blocks of 32: the first half of the elements in low nibbles, the second in high ones.
 

@@ -87,6 +87,15 @@ DEVICE T shfl(T value, int source) {
 #endif
 }
 
+// The lanes of the warp that say so, a bit for each. Every lane takes part.
+DEVICE lane_mask_t ballot(bool predicate) {
+#if PYOPS_HIP
+    return lane_mask_t(__ballot(predicate));
+#else
+    return lane_mask_t(__ballot_sync(ALL_LANES, predicate));
+#endif
+}
+
 // Whether any lane of the warp says so. Every lane takes part.
 DEVICE bool any_lane(bool predicate) {
 #if PYOPS_HIP
@@ -95,6 +104,11 @@ DEVICE bool any_lane(bool predicate) {
     return __any_sync(ALL_LANES, predicate);
 #endif
 }
+
+// How many bits are set, and the number of the lowest of them.
+DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
+DEVICE int lowest_bit(uint32_t bits) { return __ffs(int(bits)) - 1; }
+DEVICE int lowest_bit(uint64_t bits) { return __ffsll(int64_t(bits)) - 1; }
 
 DEVICE void sync_warp() {
 #if PYOPS_HIP

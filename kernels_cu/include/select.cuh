@@ -5,27 +5,32 @@
 // Bits of a float as an integer of the same order: -NaN, -inf, ..., -0, +0, ..., +inf, +NaN.
 DEVICE uint32_t ordered_bits(uint32_t bits) { return bits ^ (bits >> 31 ? ~0u : 0x80000000u); }
 
-// The sum of the values of the threads before, and of all. Every thread of the block calls. `partial` is shared memory of a
-// value per warp for this one sum: the next needs another, the one after may have the first again.
-template <int NUM_THREADS, typename T>
-DEVICE T sum_before(T value, T* partial, T& total) {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    T sum = value;
+// The sum of the values of the lanes up to the caller's. Every lane of the warp calls.
+template <typename T>
+DEVICE T sum_to_lane(T sum) {
+    const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
     for (int step = 1; step < WARP_SIZE; step *= 2) {
         const T other = shfl<WARP_SIZE>(sum, max(lane - step, 0));
         if (lane >= step) sum += other;
     }
+    return sum;
+}
+
+// The sum of the values of the threads before, and of all. Every thread of the block calls. `partial` is shared memory of a
+// value per warp for this one sum: the next needs another, the one after may have the first again.
+template <int NUM_THREADS, typename T>
+DEVICE T sum_before(T value, T* partial, T& total) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const T sum = sum_to_lane(value);
     if (lane == WARP_SIZE - 1) partial[warp] = sum;
     __syncthreads();
-    T before = 0;
-    total = 0;
-#pragma unroll
-    for (int w = 0; w < NUM_THREADS / WARP_SIZE; ++w) {
-        if (w == warp) before = total;
-        total += partial[w];
-    }
-    return before + (sum - value);
+    constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
+    static_assert(NUM_WARPS <= WARP_SIZE);
+    const T up_to = sum_to_lane(lane < NUM_WARPS ? partial[lane] : T(0));  // the warp of that number
+    total = shfl<WARP_SIZE>(up_to, WARP_SIZE - 1);
+    const T before = shfl<WARP_SIZE>(up_to, max(warp - 1, 0));
+    return (warp > 0 ? before : T(0)) + (sum - value);
 }
 
 // Of 32-bit keys, the digits from the left: where each begins and how many values it has.
@@ -84,37 +89,26 @@ DEVICE Found<uint32_t> find_in_groups(int num_bins, GROUP load_group, LOAD load,
         const int lane = threadIdx.x, groups = num_bins / GROUP_BINS;
         constexpr int MOST = MOST_BINS / GROUP_BINS / 32, LANES = 32;  // lanes that look, whatever the warp's size
         uint32_t held[MOST], sum = 0;
-        const auto before_lane = [&](uint32_t value) {
-            uint32_t all = value;
-#pragma unroll
-            for (int step = 1; step < LANES; step *= 2) {
-                const uint32_t other = shfl<WARP_SIZE>(all, max(lane - step, 0));
-                if (lane >= step) all += other;
-            }
-            return all - value;
-        };
 #pragma unroll
         for (int i = 0; i < MOST; ++i) {
             const int group = groups - 1 - (lane * MOST + i);
             sum += held[i] = lane < LANES && group >= 0 ? load_group(group) : 0;
         }
         // The group, numbered from the highest, and what those above it hold; of all lanes one has it.
-        uint32_t before = before_lane(sum), above = 0;
+        uint32_t before = sum_to_lane(sum) - sum, above = 0;
         int mine = -1;
 #pragma unroll
         for (int i = 0; i < MOST; ++i) {
             if (lane < LANES && before < wanted && wanted <= before + held[i]) mine = lane * MOST + i, above = before;
             before += held[i];
         }
-        int from = mine >= 0 ? lane : -1;
-#pragma unroll
-        for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) from = max(from, shfl_xor(from, mask));
+        const int from = lowest_bit(ballot(mine >= 0));
         mine = shfl<WARP_SIZE>(mine, from);
         above = shfl<WARP_SIZE>(above, from);
 
         const int bin = (groups - 1 - mine) * GROUP_BINS + GROUP_BINS - 1 - lane;
         const uint32_t here = lane < LANES ? load(bin) : 0;
-        before = above + before_lane(here);
+        before = above + sum_to_lane(here) - here;
         if (lane < LANES && before < wanted && wanted <= before + here) *found = {uint32_t(bin), here, wanted - before};
     }
     __syncthreads();

@@ -3,95 +3,68 @@
 //     segment of row r   [rowStarts[r], rowEnds[r]), or [0, seq_lens[r / next_n] - next_n + r % next_n + 1), cut to the columns
 //     indices[r]         positions in it; 0, 1, ..., -1, -1, ... if it is not longer than topK
 //
-// A block finds the k-th largest by its digits, 11, 11 and 10 bits from the left, with a histogram each; the last digits are
-// not looked at if all with the first ones are taken. Then it writes the positions of what is larger, and of what is equal
-// so many as are missing, in order.
+// 1. Candidates go to shared memory: all of the segment; or of a long one, of which topK is a small part, what is as large as
+//    a sample says. Should that be less than topK or more than there is room for, all is read from memory again below.
+// 2. The k-th largest is found by its digits, 11, 11 and 10 bits from the left, with a histogram each; the last digits are not
+//    looked at if all with the first ones are taken.
+// 3. A bit for each place says what is larger, another what is equal; counted from the left they say what goes where.
 //
-// Where devices have clusters, a row is cut into as many pieces as a cluster has blocks, which add up their histograms and
-// count what the pieces before theirs have.
+// All of a segment lies in its order; else candidate i of thread t is at i * NUM_THREADS + t, with its place.
 //
-// Elsewhere a long row is cut into pieces, a block for each, which leave their largest as candidates, in order; a second launch,
-// MERGE, selects among them. Any of the topK largest is among those of its piece, also of equal ones the first.
+// A block has a segment, or the blocks of a cluster a piece of it each, which add up their histograms and count what the
+// pieces before theirs have.
 //
 // Constants
 //     DECODE        segments are given by seq_lens
-//     CLUSTER       blocks that share a row and run together; 1: none do
-//     PIECE_SIZE    elements of a piece at most, without clusters; 0: rows are not cut
-//     MERGE         rows are those of candidates
-//     STAGED        the block's elements fit into shared memory; else they are read again for every digit
+//     CLUSTER       blocks that share a row and run together
 //     VEC_SIZE      elements in one memory access: 4, or 1 where elements lie apart
 //     NUM_THREADS   threads in the block
 
-#include "async.cuh"
 #include "cluster.cuh"
 #include "reduce.cuh"
 #include "select.cuh"
 #include "span.cuh"
 
 using vec_t = Vec<uint32_t, VEC_SIZE>;
-constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
-constexpr uint32_t ABSENT = MERGE ? 0 : ~0u;  // whose key is 0, below all others
-
-DEVICE uint32_t key_of(uint32_t element) { return MERGE ? element : ordered_bits(element); }
-
-// Keys above `key` are taken, and the first `ties` that equal it.
-struct Threshold {
-    uint32_t key, ties;
-};
-
-// The elements that a block selects from, in aligned vectors.
-struct Elements {
-    Span<uint32_t, VEC_SIZE> span;
-    const vec_t* staged;
-
-    // f(keys, number of the first) for every vector of the thread, of the block from left to right, round by round.
-    template <typename F>
-    DEVICE void for_each(F f) const {
-        const auto of_keys = [&](vec_t vec, int first) {
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) vec.data[j] = key_of(vec.data[j]);
-            f(vec.data, first);
-        };
-        if constexpr (STAGED) {
-            for (int i = threadIdx.x; i < span.vectors(); i += NUM_THREADS) of_keys(staged[i], span.element(i));
-        } else {
-            span.template for_each<NUM_THREADS, 4>(ABSENT, of_keys);
-        }
-    }
-    DEVICE void stage(vec_t* to) {
-        for (int i = threadIdx.x; i < span.vectors(); i += NUM_THREADS) {
-            if (span.is_whole(i)) {
-                cp_async<4 * VEC_SIZE>(to + i, span.base + int64_t(i) * VEC_SIZE * span.step);
-            } else {
-                to[i] = span.load(i, ABSENT);
-            }
-        }
-        cp_async_commit();
-        cp_async_wait<0>();
-        __syncthreads();
-        staged = to;
-    }
-};
+constexpr int SAMPLES = CLUSTER * NUM_THREADS * VEC_SIZE;  // a vector of each thread
+constexpr int WINDOW = 32 * NUM_THREADS;                   // places whose bits are looked at together: counts have 16 bits
+constexpr uint32_t ABSENT = ~0u;                           // the lowest: its key is 0
+static_assert(WINDOW <= 1 << 15);
 
 DEVICE int64_t clamped(int64_t x, int64_t low, int64_t high) { return x < low ? low : x < high ? x : high; }
 
+DEVICE vec_t keys_of(vec_t vec) {
+#pragma unroll
+    for (int j = 0; j < VEC_SIZE; ++j) vec.data[j] = ordered_bits(vec.data[j]);
+    return vec;
+}
+
+// Elements that lie together are on their way to the cache before anyone knows which are wanted: some, if a block has a row.
+DEVICE void prefetch_row(const uint32_t* row, int64_t columns) {
+    constexpr int LINE = 32, MOST = 8192;
+    for (int i = threadIdx.x * LINE; CLUSTER == 1 && VEC_SIZE > 1 && i < min(columns, int64_t(MOST)); i += NUM_THREADS * LINE) {
+        prefetch_line(row + i);
+    }
+}
+
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
-top_k_per_row(int32_t* indices,             // [numRows, topK]
-              const uint32_t* logits,       // [numRows, columns], bits of float
-              const int32_t* rowStarts,     // [numRows]
-              const int32_t* rowEnds,       // [numRows]
-              const int32_t* seq_lens,      // [ceil(numRows / next_n)]
-              uint32_t* keys,               // [numRows, most_pieces, topK]
-              int32_t* positions,           // [numRows, most_pieces, topK]
-              int next_n, int64_t columns, int64_t stride0, int64_t stride1, int64_t topK, int64_t most_pieces) {
+top_k_per_row(int32_t* indices,          // [numRows, topK]
+              const uint32_t* logits,    // [numRows, columns], bits of float
+              const int32_t* rowStarts,  // [numRows]
+              const int32_t* rowEnds,    // [numRows]
+              const int32_t* seq_lens,   // [ceil(numRows / next_n)]
+              int next_n, int64_t columns, int64_t stride0, int64_t stride1, int64_t topK,
+              int64_t capacity) {        // candidates of a thread, of 8 bytes with their place, and one more, in shared memory
+    prefetch_row(logits + blockIdx.x * stride0, columns);
     await_previous_kernel();
     extern __shared__ uint4 memory[];
-    __shared__ uint32_t bins[CLUSTER > 1 ? 2 : 1][MOST_BINS];  // the other blocks still read one while this writes the other
+    __shared__ uint32_t bins[2][MOST_BINS];  // of a digit and of the one after
     __shared__ uint32_t groups[CLUSTER > 1 ? 2 : 1][MOST_BINS / GROUP_BINS];
+    __shared__ uint32_t larger[NUM_THREADS];
+    __shared__ uint32_t equal[NUM_THREADS];
+    __shared__ uint32_t partial[2][NUM_THREADS / WARP_SIZE];
     __shared__ Found<uint32_t> found;
-    __shared__ uint32_t above_of[NUM_WARPS];
-    __shared__ uint32_t equal_of[NUM_WARPS];
-    __shared__ uint32_t totals[2];
+    __shared__ uint32_t totals[4];  // candidates, and whether there are too many; the larger and the equal ones
     const int64_t row = blockIdx.x;
 
     int64_t begin = 0, end;
@@ -102,144 +75,204 @@ top_k_per_row(int32_t* indices,             // [numRows, topK]
         begin = clamped(rowStarts[row], 0, columns);
         end = rowEnds[row];
     }
+    for (int i = threadIdx.x; i < MOST_BINS; i += NUM_THREADS) bins[0][i] = bins[1][i] = 0;
+    if (threadIdx.x < 4) totals[threadIdx.x] = 0;
     const int length = int(clamped(end, begin, columns) - begin);
-    const int pieces = PIECE_SIZE ? length / PIECE_SIZE + (length % PIECE_SIZE > 0) : CLUSTER;
     indices += row * topK;
     if (length <= topK) {
-        if (MERGE || blockIdx.y > 0) return;
+        if (blockIdx.y > 0) return;
         for (int64_t i = threadIdx.x; i < topK; i += NUM_THREADS) indices[i] = i < length ? int(i) : -1;
         return;
     }
-    if (MERGE ? pieces < 2 : blockIdx.y >= pieces) return;
 
-    // What this block selects from, and where it writes what.
-    const int piece_size = length / pieces + (length % pieces > 0), from = MERGE ? 0 : blockIdx.y * piece_size;
-    const int64_t candidates = row * most_pieces * topK;
-    keys += candidates;
-    positions += candidates;
-    const uint32_t* first = MERGE ? keys : logits + row * stride0 + (begin + from) * stride1;
-    const int count = MERGE ? pieces * int(topK) : max(0, min(piece_size, length - from));
-    Elements elements{{first, count, MERGE ? 1 : stride1}, nullptr};
-    if constexpr (STAGED) elements.stage(reinterpret_cast<vec_t*>(memory));
+    // The block's piece. The place of an element is that of its vector times VEC_SIZE, and its own in that.
+    const int piece_size = ceil_div(length, CLUSTER), from = min(int(blockIdx.y) * piece_size, length);
+    const Span<uint32_t, VEC_SIZE> piece(
+        logits + row * stride0 + (begin + from) * stride1, min(piece_size, length - from), stride1);
+    const int vectors = piece.vectors(), places = vectors * VEC_SIZE;
 
-    Threshold threshold{0, uint32_t(topK)};
+    // The bin of a digit in which the wanted-th largest lies of all keys that all blocks' visit(f) gives to f, and that begin
+    // with `prefix`.
+    int turn = 0;
+    const auto find = [&](const Digit digit, uint32_t prefix, uint32_t wanted, auto visit) {
+        uint32_t* const own = bins[turn];
+        uint32_t* const next = bins[turn ^ 1];
+        visit([&](uint32_t key, int) {
+            if (digit.matches(key, prefix)) atomicAdd(&own[digit.of(key)], 1u);
+        });
+        __syncthreads();
+        if constexpr (CLUSTER == 1) {
+            turn ^= 1;
+            for (int i = threadIdx.x; i < MOST_BINS; i += NUM_THREADS) next[i] = 0;
+            return find_from_above<NUM_THREADS>(
+                digit.bins, [&](int bin) { return own[bin]; }, [&](uint32_t) { return wanted; }, partial[0], &found);
+        } else {
+            uint32_t* const sums = groups[turn];
+            turn ^= 1;
+            for (int group = threadIdx.x / 32; group < digit.bins / GROUP_BINS; group += NUM_THREADS / 32) {
+                const uint32_t sum = lane_reduce<Sum, 32>(own[group * GROUP_BINS + threadIdx.x % 32]);
+                if (threadIdx.x % 32 == 0) sums[group] = sum;
+            }
+            sync_cluster<CLUSTER>();  // so that the digit before is no longer looked at by anyone
+            for (int i = threadIdx.x - WARP_SIZE; i >= 0 && i < MOST_BINS; i += NUM_THREADS - WARP_SIZE) next[i] = 0;
+            const auto of_all = [&](const uint32_t* word) {
+                uint32_t sum = 0;
+#pragma unroll
+                for (int rank = 0; rank < CLUSTER; ++rank) sum += load_of_block<CLUSTER>(word, rank);
+                return sum;
+            };
+            return find_in_groups(
+                digit.bins, [&](int group) { return of_all(sums + group); }, [&](int bin) { return of_all(own + bin); },
+                wanted, &found);
+        }
+    };
+
+    // What a sample holds above the candidates: as much as topK is of the segment, and more, so that hardly ever it is less.
+    const float wanted = float(topK) * SAMPLES / float(length) * 1.25f + 16.0f;
+    const bool fits = ceil_div(places, NUM_THREADS) <= 2 * capacity;
+    const bool whole = fits && (wanted > SAMPLES / 8 || piece_size <= 4 * NUM_THREADS * VEC_SIZE);
+    uint32_t* const keys = reinterpret_cast<uint32_t*>(memory);
+    int* const at = reinterpret_cast<int*>(keys + (capacity + 1) * NUM_THREADS);  // places of candidates that are not all
+    int candidates = 0;
+    uint32_t least = 0;  // what a candidate is at least; 0 without candidates
+    if (!whole && wanted <= SAMPLES / 2) {
+        const vec_t sample = piece.load(int(int64_t(threadIdx.x) * vectors / NUM_THREADS), ABSENT);
+        __syncthreads();
+        const uint32_t bin = find(Digit(0), 0, uint32_t(wanted), [&](auto f) {
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) f(ordered_bits(sample.data[j]), 0);
+        }).bin;
+        least = max(bin << Digit(0).shift, 1u);  // above what is absent
+    }
+    if (whole || least > 0) {
+        piece.template for_each<NUM_THREADS, 4>(ABSENT, [&](const vec_t& vec, int first) {
+            const vec_t here = keys_of(vec);
+            const int place = first + piece.head;
+            if (whole) {
+                *reinterpret_cast<vec_t*>(keys + place) = here;
+                return;
+            }
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) {
+                // Written whether it counts or not, where the next one will be: a branch would take longer.
+                const int slot = min(candidates, int(capacity)) * NUM_THREADS + threadIdx.x;
+                keys[slot] = here.data[j];
+                at[slot] = place + j;
+                candidates += here.data[j] >= least;
+            }
+        });
+    }
+    bool kept = least > 0;
+    if (kept) {
+        if (candidates > capacity) atomicOr(&totals[1], 1u);
+        const uint32_t count = lane_reduce<Sum, WARP_SIZE>(uint32_t(candidates));
+        if (threadIdx.x % WARP_SIZE == 0) atomicAdd(&totals[0], count);
+        sync_cluster<CLUSTER>();
+        int64_t all = 0;
+        for (int rank = 0; rank < CLUSTER; ++rank) {
+            all += load_of_block<CLUSTER>(totals, rank);
+            kept = kept && !load_of_block<CLUSTER>(totals + 1, rank);
+        }
+        kept = kept && all >= topK;
+    } else {
+        __syncthreads();
+    }
+
+    // f(key, place) for every candidate of the thread, or for everything. What is absent has the lowest key.
+    const auto for_each = [&](auto f) {
+        const auto of_vector = [&](const vec_t& vec, int place) {
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) f(vec.data[j], place + j);
+        };
+        if (whole) {
+#pragma unroll 1
+            for (int i = threadIdx.x; i < vectors; i += NUM_THREADS) {
+                of_vector(*reinterpret_cast<const vec_t*>(keys + i * VEC_SIZE), i * VEC_SIZE);
+            }
+        } else if (kept) {
+#pragma unroll 1
+            for (int i = 0; i < candidates; ++i) f(keys[i * NUM_THREADS + threadIdx.x], at[i * NUM_THREADS + threadIdx.x]);
+        } else {
+#pragma unroll 1
+            for (int i = threadIdx.x; i < vectors; i += NUM_THREADS) of_vector(keys_of(piece.load(i, ABSENT)), i * VEC_SIZE);
+        }
+    };
+    uint32_t threshold = 0, ties = uint32_t(topK);  // what is above is taken, and the first `ties` that equal it
 #pragma unroll 1
     for (int number = 0; number < 3; ++number) {
         const Digit digit(number);
-        uint32_t* own = bins[CLUSTER > 1 ? number % 2 : 0];
-        for (int i = threadIdx.x; i < digit.bins; i += NUM_THREADS) own[i] = 0;
-        __syncthreads();
-        elements.for_each([&](const uint32_t (&key)[VEC_SIZE], int) {
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) {
-                if (digit.matches(key[j], threshold.key)) atomicAdd(&own[digit.of(key[j])], 1u);
-            }
-        });
-        __syncthreads();
-        uint32_t* sums = groups[CLUSTER > 1 ? number % 2 : 0];
-        for (int group = threadIdx.x / 32; group < digit.bins / GROUP_BINS; group += NUM_THREADS / 32) {
-            const uint32_t sum = lane_reduce<Sum, 32>(own[group * GROUP_BINS + threadIdx.x % 32]);
-            if (threadIdx.x % 32 == 0) sums[group] = sum;
-        }
-        sync_cluster<CLUSTER>();
-        const auto of_all = [&](const uint32_t* word) {
-            uint32_t sum = 0;
-#pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) sum += load_of_block<CLUSTER>(word, rank);
-            return sum;
-        };
-        const auto place = find_in_groups(
-            digit.bins, [&](int group) { return of_all(sums + group); }, [&](int bin) { return of_all(own + bin); },
-            threshold.ties, &found);
-        threshold = {threshold.key | place.bin << digit.shift, place.wanted};
-        if (place.held == place.wanted && threshold.key > 0) {
-            threshold = {threshold.key - 1, 0};
+        const auto place = find(digit, threshold, ties, for_each);
+        threshold |= place.bin << digit.shift;
+        ties = place.wanted;
+        if (place.held == place.wanted && threshold > 0) {
+            threshold -= 1;
+            ties = 0;
             break;
         }
     }
 
-    // A warp has a stretch of the vectors. It counts first, so that it knows where what it writes begins.
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const int vectors = elements.span.vectors(), stretch = ceil_div(vectors, NUM_WARPS);
-    const int stretch_end = min(vectors, (warp + 1) * stretch);
-    // Keys of vector i, and how many are above the threshold, and from bit 16 on how many equal it.
-    const auto look = [&](int i, vec_t& vec) {
-        uint32_t counts = 0;
-        if (i >= stretch_end) return counts;
-        vec = STAGED ? elements.staged[i] : elements.span.load(i, ABSENT);
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) {
-            vec.data[j] = key_of(vec.data[j]);
-            if (!elements.span.exists(elements.span.element(i) + j)) continue;
-            counts += vec.data[j] > threshold.key ? 1 : vec.data[j] == threshold.key ? 1 << 16 : 0;
-        }
-        return counts;
-    };
-    uint32_t above = 0, equal = 0;
-    for (int i = warp * stretch + lane; i < stretch_end; i += WARP_SIZE) {
-        vec_t vec;
-        const uint32_t counts = look(i, vec);
-        above += counts & 0xffff;
-        equal += counts >> 16;
-    }
-    above = lane_reduce<Sum, WARP_SIZE>(above);
-    equal = lane_reduce<Sum, WARP_SIZE>(equal);
-    if (lane == 0) {
-        above_of[warp] = above;
-        equal_of[warp] = equal;
-    }
-    __syncthreads();
-    above = equal = 0;
-    uint32_t all_above = 0, all_equal = 0;
-#pragma unroll
-    for (int w = 0; w < NUM_WARPS; ++w) {
-        if (w == warp) above = all_above, equal = all_equal;
-        all_above += above_of[w];
-        all_equal += equal_of[w];
-    }
+    uint32_t larger_before = 0, equal_before = 0;  // in pieces and windows before
     if constexpr (CLUSTER > 1) {
-        if (threadIdx.x == 0) totals[0] = all_above, totals[1] = all_equal;
+        uint32_t above = 0, same = 0;
+        for_each([&](uint32_t key, int place) {
+            above += key > threshold;
+            same += key == threshold && piece.exists(place - piece.head);
+        });
+        above = lane_reduce<Sum, WARP_SIZE>(above);
+        same = lane_reduce<Sum, WARP_SIZE>(same);
+        if (threadIdx.x % WARP_SIZE == 0) {
+            atomicAdd(&totals[2], above);
+            atomicAdd(&totals[3], same);
+        }
         sync_cluster<CLUSTER>();
         for (unsigned rank = 0; rank < blockIdx.y; ++rank) {
-            above += load_of_block<CLUSTER>(totals, rank);
-            equal += load_of_block<CLUSTER>(totals + 1, rank);
+            larger_before += load_of_block<CLUSTER>(totals + 2, rank);
+            equal_before += load_of_block<CLUSTER>(totals + 3, rank);
         }
     }
 
-    const bool is_last = MERGE || PIECE_SIZE == 0 || pieces == 1;
-    for (int first = warp * stretch; first < stretch_end; first += WARP_SIZE) {
-        const int i = first + lane;
-        vec_t vec;
-        const uint32_t counts = look(i, vec);
-        uint32_t sum = counts;
+    turn = 0;
+#pragma unroll 1
+    for (int window = 0; window < places; window += WINDOW) {
+        // Each thread has as few places as there are threads for.
+        const int window_places = min(places - window, WINDOW);
+        const int bits = window_places <= 8 * NUM_THREADS ? 8 : window_places <= 16 * NUM_THREADS ? 16 : 32;
+        const int first = int(threadIdx.x) * bits;
+        uint32_t own_larger = 0, own_equal = 0;
+        if (whole) {
+            for (int i = 0; i < bits && first + i < window_places; i += VEC_SIZE) {
+                const int place = window + first + i;
+                const vec_t vec = *reinterpret_cast<const vec_t*>(keys + place);
 #pragma unroll
-        for (int step = 1; step < WARP_SIZE; step *= 2) {
-            const uint32_t other = shfl<WARP_SIZE>(sum, max(lane - step, 0));
-            if (lane >= step) sum += other;
-        }
-        uint32_t more = above + ((sum - counts) & 0xffff), ties = equal + ((sum - counts) >> 16);
-        const uint32_t total = shfl<WARP_SIZE>(sum, WARP_SIZE - 1);
-        above += total & 0xffff;
-        equal += total >> 16;
-        if (counts == 0) continue;
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) {
-            const int element = elements.span.element(i) + j;
-            if (!elements.span.exists(element) || vec.data[j] < threshold.key) continue;
-            const bool is_tie = vec.data[j] == threshold.key;
-            const uint32_t slot = more + min(ties, threshold.ties);
-            if (!is_tie || ties < threshold.ties) {
-                const int position = MERGE ? positions[element] : from + element;
-                if (is_last) {
-                    indices[slot] = position;
-                } else {
-                    keys[blockIdx.y * topK + slot] = vec.data[j];
-                    positions[blockIdx.y * topK + slot] = position;
+                for (int j = 0; j < VEC_SIZE; ++j) {
+                    own_larger |= uint32_t(vec.data[j] > threshold) << (i + j);
+                    own_equal |= uint32_t(vec.data[j] == threshold && piece.exists(place + j - piece.head)) << (i + j);
                 }
             }
-            more += !is_tie;
-            ties += is_tie;
+        } else {
+            larger[threadIdx.x] = equal[threadIdx.x] = 0;
+            __syncthreads();
+            for_each([&](uint32_t key, int place) {
+                const unsigned bit = place - window;
+                if (bit >= WINDOW || key < threshold || !piece.exists(place - piece.head)) return;
+                atomicOr((key > threshold ? larger : equal) + bit / 32, 1u << bit % 32);
+            });
+            __syncthreads();
+            own_larger = larger[first / 32] >> first % 32 & ~0u >> (32 - bits);
+            own_equal = equal[first / 32] >> first % 32 & ~0u >> (32 - bits);
+            __syncthreads();
         }
+        uint32_t all;
+        const uint32_t held =
+            sum_before<NUM_THREADS>(uint32_t(count_bits(own_larger) | count_bits(own_equal) << 16), partial[turn ^= 1], all);
+        uint32_t seen = equal_before + (held >> 16), slot = larger_before + (held & 0xffff) + min(seen, ties);
+        for (uint32_t rest = own_larger | own_equal; rest; rest &= rest - 1) {
+            const int bit = lowest_bit(rest);
+            if (own_equal >> bit & 1 && seen++ >= ties) continue;
+            indices[slot++] = from + window + first + bit - piece.head;
+        }
+        larger_before += all & 0xffff;
+        equal_before += all >> 16;
     }
     if constexpr (CLUSTER > 1) sync_cluster<CLUSTER>();  // the blocks behind may still read what this one counted
 }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check
 from .._core.dtypes import float32, int32
-from .._core.kernel import Kernel, Launch, Scratch
+from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
@@ -14,16 +14,14 @@ from .._core.tensor import Arg
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .._core.device import Device
-
 __all__ = ["top_k_per_row_decode", "top_k_per_row_prefill"]
 
 _top_k_per_row = Kernel("sampling/top_k_per_row.cu")
-_PIECE_SIZE = 16384  # 64 KiB: three blocks of so much fit on a multiprocessor
-_MOST_OF_BLOCK = 16384, 32768  # elements of a row for a block that shares a multiprocessor, or has it alone
-_LEAST_OF_BLOCK = 4096  # elements for which a cluster is not worth its barriers
+_MOST_CANDIDATES = 23  # of a thread
+_SHORT = 20480  # elements: with more, a block is worth 1024 threads
+_LEAST_OF_BLOCK = 8192  # elements for which another block of a cluster is not worth its barriers
 _MOST_COLUMNS = 2**30
-_OWN_SHARED = 18 * 1024  # the kernel's histogram and what else it keeps in shared memory
+_OWN_SHARED = 26 * 1024  # the kernel's histograms and what else it keeps in shared memory
 
 
 @op(out="indices", ulps=0)
@@ -155,7 +153,7 @@ def _per_row(arg: Arg, least: int) -> None:
 def _launches(
     logits: Arg, indices: Arg, numRows: int, strides: tuple[int, int], topK: int, absent: dict[str, int]
 ) -> list[Launch]:
-    """The launches of top_k_per_row.cu: one, or one for the pieces of rows and one that joins them."""
+    """The launch of top_k_per_row.cu."""
     check.dtype(logits, float32)
     check.sizes(logits, num_rows=None, columns=None)
     num_rows, columns = logits.shape
@@ -170,58 +168,34 @@ def _launches(
     check.shape(indices, int32, numRows=numRows, topK=topK)
 
     device = logits.device
-    most_staged = device.shared_memory - _OWN_SHARED
-    piece_size = _PIECE_SIZE if most_staged > 4 * _PIECE_SIZE + 16 else _PIECE_SIZE // 2
-    # Candidates are to be much fewer than what they come from.
-    cut = columns > piece_size and topK <= piece_size // 4 and columns <= 2**24
-    cluster = _blocks_of_row(numRows, columns, device)
-    if cluster > 1:
-        cut = cut and columns > cluster * most_staged // 4 - 16
-        cluster = 1 if cut else cluster
-    most_pieces = -(-columns // piece_size) if cut else 1
-    size = most_pieces * topK
-    keys, positions = (Scratch(4 * numRows * size if cut else 0) for _ in range(2))
-
-    def launch(merge: bool, elements: int, pieces: int) -> Launch:
-        vec_size = 4 if merge or strides[1] == 1 or columns <= 1 else 1
-        shared = 4 * (elements + 2 * vec_size)
-        staged = shared <= most_staged
-        num_threads = 1024 if numRows * pieces <= device.multiprocessors and elements > 8192 else 512
-        return _top_k_per_row(
+    # As many blocks to a row as leave no multiprocessor idle. Eight find no room where most are taken.
+    cluster = 1
+    while (
+        cluster < device.cluster
+        and 2 * cluster * numRows <= device.multiprocessors * (1.0 if cluster < 4 else 0.75)
+        and cluster * _LEAST_OF_BLOCK < columns
+    ):
+        cluster *= 2
+    vec_size = 4 if strides[1] == 1 or columns <= 1 else 1
+    piece = -(-columns // cluster) + 2 * vec_size
+    num_threads = (
+        1024 if piece > _SHORT or (cluster * numRows <= device.multiprocessors and piece > _SHORT // 4) else 512
+    )
+    # Of 8 bytes, or half as many where a whole piece fits, whose places need no telling.
+    fitting = (device.shared_memory - _OWN_SHARED) // (8 * num_threads) - 1
+    capacity = min(-(-piece // (2 * num_threads)), fitting, _MOST_CANDIDATES)
+    return [
+        _top_k_per_row(
             DECODE="rowStarts" in absent,
-            CLUSTER=1 if merge else cluster,
-            PIECE_SIZE=piece_size if cut else 0,
-            MERGE=merge,
-            STAGED=staged,
+            CLUSTER=cluster,
             VEC_SIZE=vec_size,
             NUM_THREADS=num_threads,
         ).launch(
-            grid=(numRows if topK else 0, pieces),
+            grid=(numRows if topK else 0, cluster),
             block=num_threads,
-            shared=shared if staged else 0,
+            shared=8 * (capacity + 1) * num_threads,
             columns=columns,
-            most_pieces=most_pieces,
-            keys=keys if cut else 0,
-            positions=positions if cut else 0,
+            capacity=capacity,
             **absent,
         )
-
-    if cut:
-        return [launch(False, piece_size, most_pieces), launch(True, size, 1)]
-    return [launch(False, -(-columns // cluster), cluster)]
-
-
-def _blocks_of_row(num_rows: int, columns: int, device: Device) -> int:
-    """How many blocks of a cluster share a row.
-
-    As few as can hold it, two to a multiprocessor if there are more blocks than those; more while multiprocessors would
-    be without any.
-    """
-    blocks = 1
-    while blocks < device.cluster:
-        alone = num_rows * blocks <= device.multiprocessors
-        fits = columns <= blocks * _MOST_OF_BLOCK[alone]
-        if fits and (2 * num_rows * blocks > device.multiprocessors or columns <= blocks * _LEAST_OF_BLOCK):
-            break
-        blocks *= 2
-    return blocks
+    ]
