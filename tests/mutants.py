@@ -1987,7 +1987,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("a word's low half", "halves[0] | uint32_t(halves[1]) << 16", "halves[0]", "four bytes at even addresses"),
     ],
     "include/ggml.cuh": [
-        ("an even number of signs", "uint32_t(count_bits(seven) & 1) << 7", "0u", "the eighth sign is the others' parity"),
+        (
+            "an even number of signs",
+            "uint32_t(count_bits(seven) & 1) << 7",
+            "0u",
+            "the eighth sign is the others' parity",
+        ),
         ("signs backwards", "signs << (31 - i)", "signs << (24 + i)", "sign i is bit i"),
         ("halves of codes", "codes + v % 2 * 8", "codes + v / 2 * 8", "high nibbles are the second half of a block"),
         ("a nibble too many", "q.take(v / 2 * 4, 0x0f0f0f0f)", "q.take(v / 2 * 4, 0x1f1f1f1f)", "four bits each"),
