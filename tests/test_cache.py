@@ -370,8 +370,9 @@ def test_hostile_slots(name: str, dtype: torch.dtype, where: str) -> None:
         slots = named(op, args)["slot_mapping"]
         top = torch.iinfo(dtype).max
         block_size = {"reshape_and_cache": 16, "reshape_and_cache_flash": 16}.get(name, 64)
-        beyond = (int(slots.max()) // block_size + 3) * block_size
-        hostile = [value for value in (*HOSTILE, beyond, beyond + 1) if -top - 1 <= value <= top]
+        cache = next(value for key, value in named(op, args).items() if key in ("key_cache", "kv_cache"))
+        end = len(cache) * block_size
+        hostile = [value for value in (*HOSTILE, end, end + block_size, end + 65) if -top - 1 <= value <= top]
         slots = slots.to(dtype)
         slots[1 : 1 + len(hostile)] = ints(hostile, dtype, where)
         args[[p.name for p in op.parameters].index("slot_mapping")] = slots
@@ -386,7 +387,8 @@ def _gathers(where: str) -> list[Any]:
     for name in FAMILY:
         op = pyops.ops[name]
         if "block_table" in {p.name for p in op.tensors}:
-            cases.append((op, example(op, where, num_tokens=20, **axes.fullest(op))))
+            # No multiple of what a block of threads has.
+            cases.append((op, example(op, where, num_tokens=21, **axes.fullest(op))))
     return cases
 
 
