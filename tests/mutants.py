@@ -1667,8 +1667,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "include/fp4.cuh": [
         ("ties up", "fmaf(x, 2.0f, 0x1p23f)", "fmaf(x, 2.0f, 0x1p23f + 0.0f) + (x == 0.25f)", "0.25 rounds to 0"),
-        ("no middle range", "fminf(fminf(fine, middle), coarse)", "fminf(fine, coarse)", "2.5 and 3.5 are ties"),
-        ("no coarse range", "fminf(fminf(fine, middle), coarse)", "fminf(fine, middle)", "5 is a tie"),
+        ("no middle range", "__float_as_uint(middle), ", "~0u, ", "2.5 and 3.5 are ties"),
+        ("no coarse range", ", __float_as_uint(coarse))", ", ~0u)", "5 is a tie"),
         (
             "products are fused",
             "const float y = ieee_multiply(x[j], factor);",
@@ -1716,6 +1716,9 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("the next round", "scales += VECS * SCALES;", "scales += SCALES;", "rows of more than one round", "fp4"),
         ("one load", "            load(k);\n", "", "rows of more than one round"),
         ("up is gate", "load(words[1], address + to_up);", "load(words[1], address);", "up is the second half", "silu"),
+        ("no doubt", "<= 2 * STEPS ||", "< 0 ||", "estimates next to the middle of two numbers", "silu"),
+        ("low gates", "LEAST_GATE = 0xc140", "LEAST_GATE = 0xffff", "estimates overflow", "silu"),
+        ("the first doubt", "if (of_four[i / 2])", "if (i == 0)", "each four values are looked at", "silu"),
     ],
     "quantize/absmax.cu": [
         (
