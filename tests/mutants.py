@@ -330,6 +330,13 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("residual instead of the sum", "v[j] += other[j];", "v[j] = other[j];", "the input is lost"),
     ],
     "include/quant.cuh": [
+        (
+            "NaN is no code",
+            "return fminf(ieee_multiply(x, reciprocal), Codes<fp8_e4m3_t>::largest);",
+            "return ieee_multiply(x, reciprocal);",
+            "NaN becomes the largest code",
+            "scaled_fp8",
+        ),
         ("an exact logarithm", "round_to<bf16_t>(log2f(x))", "log2f(x)", "the logarithm is rounded", "masked"),
         (
             "an infinite power",
@@ -1727,7 +1734,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "chunk < gridDim.x; chunk += gridDim.x",
             "more chunks than blocks",
         ),
-        ("chunks of one row", "((chunk - row * row_chunks) * BATCH", "(chunk * BATCH", "rows that are not the first"),
+        (
+            "chunks of one row",
+            "(int64_t(chunk - row * unsigned(row_chunks)) * BATCH",
+            "(int64_t(chunk) * BATCH",
+            "rows that are not the first",
+        ),
         ("part of the batch", "i < BATCH; ++i) largest", "i < 1; ++i) largest", "every vector in flight counts"),
         ("what lies behind a row", "if (column < row_size) x[i]", "if (true) x[i]", "gaps between rows are not read"),
     ],
@@ -1738,12 +1750,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "const float reciprocal = 1.0f / s;",
             "a scale without a reciprocal gives codes of 0",
         ),
-        (
-            "NaN stays NaN",
-            "return fminf(ieee_multiply(x, reciprocal), Codes<fp8_e4m3_t>::largest);",
-            "return ieee_multiply(x, reciprocal);",
-            "NaN becomes the largest code",
-        ),
         ("rows one by one", "GROUPED_ROWS ? int64_t(", "false ? int64_t(", "rows share scales"),
         (
             "columns one by one",
@@ -1753,21 +1759,9 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "one scale for a vector",
-            "scaled(v[j], reciprocal_or_zero(scale_at(at.column + j)))",
-            "scaled(v[j], reciprocal_or_zero(scale_at(at.column)))",
+            "scaled_fp8(v[j], reciprocal_or_zero(scale_at(at.column + j)))",
+            "scaled_fp8(v[j], reciprocal_or_zero(scale_at(at.column)))",
             "each channel has its own",
-        ),
-        (
-            "maxima of the first block",
-            "i < num_partial; i += NUM_THREADS",
-            "i < 1; i += NUM_THREADS",
-            "the largest may be anywhere",
-        ),
-        (
-            "scale is not written",
-            "if (threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0) *scale = s;",
-            "",
-            "the scale found is a result",
         ),
         ("azp ignored", "const ZeroPoint shifted(*azp);", "const ZeroPoint shifted(0);", "codes are shifted"),
         (
@@ -1776,6 +1770,29 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "v[j] = v[j] * over_scale.reciprocal;",
             "a true division",
         ),
+    ],
+    "quantize/dynamic_tensor_quant.cu": [
+        (
+            "maxima of the first block",
+            "i < num_partial; i += NUM_THREADS",
+            "i < 1; i += NUM_THREADS",
+            "the largest may be anywhere",
+        ),
+        ("scale is not written", "if (threadIdx.x + blockIdx.x == 0) *scale = s;", "", "the scale found is a result"),
+        (
+            "chunks of one row",
+            "(int64_t(chunk - row * unsigned(row_chunks)) * BATCH",
+            "(int64_t(chunk) * BATCH",
+            "other rows",
+        ),
+        ("the last chunk", "gridDim.x - 1 - blockIdx.x", "gridDim.x - blockIdx.x", "what lies behind the matrix"),
+        (
+            "part of the batch",
+            "if (column >= row_size) break;",
+            "if (column >= row_size || i) break;",
+            "every vector in flight",
+        ),
+        ("no reciprocal", "reciprocal_or_zero(s)", "1.0f / s", "zeros have a scale of 0"),
     ],
     "quantize/dynamic_token_quant.cu": [
         ("constant rows", "if (!range.exists()) {", "if (false) {", "a range of nothing is extended to 0"),
