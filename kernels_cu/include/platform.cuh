@@ -250,6 +250,24 @@ DEVICE float ieee_divide(float a, float b) {
 
 DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
 
+// x within 0 and 1; NaN is 0.
+DEVICE float saturate(float x) {
+#if PYOPS_CUDA
+    return __saturatef(x);
+#else
+    return x > 0.0f ? fminf(x, 1.0f) : 0.0f;
+#endif
+}
+
+// The bits of the float 2^23 + floor(a * b), for a product that is exact, not negative and less than 2^23: its lowest bits.
+DEVICE uint32_t floor_bits(float a, float b) {
+#if PYOPS_CUDA
+    return __float_as_uint(__fmaf_rd(a, b, 0x1p23f));
+#else
+    return __float_as_uint(0x1p23f + floorf(a * b));
+#endif
+}
+
 // One instruction each where the device has it (compute capability 9.0 on), and several elsewhere.
 DEVICE uint32_t min_of_three(uint32_t a, uint32_t b, uint32_t c) {
 #if PYOPS_CUDA
