@@ -146,11 +146,14 @@ struct Doubt {
         }
         const uint32_t lower = __byte_perm(__float_as_uint(y[0]), __float_as_uint(y[1]), 0x5410);
         apart = min_of_sums(lower, (0x8000u + STEPS) * 0x10001u, apart);
+        gates = max_of_three_pairs(gate_word, gates, 0);
         return word_of_pair<bf16_t>(y[0], y[1]);
     }
-    DEVICE void join(const Doubt& other) {
-        apart = min_of_sums(other.apart, 0, apart);
-        gates = max_of_three_pairs(other.gates, gates, 0);
+    DEVICE Doubt join(const Doubt& other) const {
+        Doubt both;
+        both.apart = min_of_sums(other.apart, 0, apart);
+        both.gates = max_of_three_pairs(other.gates, gates, 0);
+        return both;
     }
     DEVICE operator bool() const {
         return min(apart >> 16, apart & 0xffffu) <= 2 * STEPS || max(gates >> 16, gates & 0xffffu) > LEAST_GATE;
@@ -180,41 +183,41 @@ struct Fp4Input {
         if constexpr (!GATED) return Fp4Block<T>(words[0]);
         uint32_t products[8];
         if constexpr (is_same<T, bf16_t>) {
-            Doubt of_four[4], of_any;
 #pragma unroll
-            for (int i = 0; i < 8; i += 2) {
-                Doubt& doubt = of_four[i / 2];
+            for (int half = 0; half < 8; half += 4) {
+                Doubt of_four[2];
 #pragma unroll
-                for (int j = 0; j < 2; ++j) products[i + j] = doubt.product(words[0][i + j], words[GATED][i + j]);
-                doubt.gates = max_of_three_pairs(words[0][i], words[0][i + 1], 0);
-                of_any.join(doubt);
-            }
-            if (of_any) {
+                for (int i = 0; i < 4; ++i) {
+                    const int word = half + i;
+                    products[word] = of_four[i / 2].product(words[0][word], words[GATED][word]);
+                }
+                if (of_four[0].join(of_four[1])) {
 #pragma unroll
-                for (int i = 0; i < 8; i += 2) {
-                    if (of_four[i / 2]) exact_products(products, i);
+                    for (int i = 0; i < 4; ++i) {
+                        if (of_four[i / 2]) products[half + i] = exact_product(half + i);
+                    }
                 }
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < 8; i += 2) exact_products(products, i);
+            for (int i = 0; i < 8; ++i) products[i] = exact_product(i);
         }
         return Fp4Block<T>(products);
     }
 
-    // The products of the four values from word i on.
-    DEVICE void exact_products(uint32_t (&products)[8], int i) const {
-        float gate[4], up[4];
+    // The products of the two values of word i.
+    DEVICE uint32_t exact_product(int i) const {
+        float gate[2], up[2];
+        pair_of<T>(words[0][i], gate[0], gate[1]);
+        pair_of<T>(words[GATED][i], up[0], up[1]);
+        Vec<float, 2> y;
+        if constexpr (is_same<T, bf16_t>) {  // seldom: the same quotients, by fewer registers
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-            pair_of<T>(words[0][i + j / 2], gate[j], gate[j + 1]);
-            pair_of<T>(words[GATED][i + j / 2], up[j], up[j + 1]);
+            for (int j = 0; j < 2; ++j) y.data[j] = ieee_divide(gate[j], 1.0f + expf(-gate[j]));
+        } else {
+            y = silu(Vec<float, 2>::from_floats(gate));
         }
-        const auto y = silu(Vec<float, 4>::from_floats(gate));
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-            products[i + j / 2] = word_of_pair<T>(ieee_multiply(y[j], up[j]), ieee_multiply(y[j + 1], up[j + 1]));
-        }
+        return word_of_pair<T>(ieee_multiply(y[0], up[0]), ieee_multiply(y[1], up[1]));
     }
 };
 
