@@ -330,6 +330,13 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("residual instead of the sum", "v[j] += other[j];", "v[j] = other[j];", "the input is lost"),
     ],
     "include/quant.cuh": [
+        (
+            "NaN is no code",
+            "return fminf(ieee_multiply(x, reciprocal), Codes<fp8_e4m3_t>::largest);",
+            "return ieee_multiply(x, reciprocal);",
+            "NaN becomes the largest code",
+            "scaled_fp8",
+        ),
         ("an exact logarithm", "round_to<bf16_t>(log2f(x))", "log2f(x)", "the logarithm is rounded", "masked"),
         (
             "an infinite power",
@@ -1667,8 +1674,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "include/fp4.cuh": [
         ("ties up", "fmaf(x, 2.0f, 0x1p23f)", "fmaf(x, 2.0f, 0x1p23f + 0.0f) + (x == 0.25f)", "0.25 rounds to 0"),
-        ("no middle range", "fminf(fminf(fine, middle), coarse)", "fminf(fine, coarse)", "2.5 and 3.5 are ties"),
-        ("no coarse range", "fminf(fminf(fine, middle), coarse)", "fminf(fine, middle)", "5 is a tie"),
+        ("no middle range", "__float_as_uint(middle), ", "~0u, ", "2.5 and 3.5 are ties"),
+        ("no coarse range", ", __float_as_uint(coarse))", ", ~0u)", "5 is a tie"),
         (
             "products are fused",
             "const float y = ieee_multiply(x[j], factor);",
@@ -1716,6 +1723,9 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("the next round", "scales += VECS * SCALES;", "scales += SCALES;", "rows of more than one round", "fp4"),
         ("one load", "            load(k);\n", "", "rows of more than one round"),
         ("up is gate", "load(words[1], address + to_up);", "load(words[1], address);", "up is the second half", "silu"),
+        ("no doubt", "<= 2 * STEPS ||", "< 0 ||", "estimates next to the middle of two numbers", "silu"),
+        ("low gates", "LEAST_GATE = 0xc140", "LEAST_GATE = 0xffff", "estimates overflow", "silu"),
+        ("the first doubt", "if (of_four[i / 2])", "if (i == 0)", "each four values are looked at", "silu"),
     ],
     "quantize/absmax.cu": [
         (
@@ -1724,7 +1734,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "chunk < gridDim.x; chunk += gridDim.x",
             "more chunks than blocks",
         ),
-        ("chunks of one row", "((chunk - row * row_chunks) * BATCH", "(chunk * BATCH", "rows that are not the first"),
+        (
+            "chunks of one row",
+            "(int64_t(chunk - row * unsigned(row_chunks)) * BATCH",
+            "(int64_t(chunk) * BATCH",
+            "rows that are not the first",
+        ),
         ("part of the batch", "i < BATCH; ++i) largest", "i < 1; ++i) largest", "every vector in flight counts"),
         ("what lies behind a row", "if (column < row_size) x[i]", "if (true) x[i]", "gaps between rows are not read"),
     ],
@@ -1735,12 +1750,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "const float reciprocal = 1.0f / s;",
             "a scale without a reciprocal gives codes of 0",
         ),
-        (
-            "NaN stays NaN",
-            "return fminf(ieee_multiply(x, reciprocal), Codes<fp8_e4m3_t>::largest);",
-            "return ieee_multiply(x, reciprocal);",
-            "NaN becomes the largest code",
-        ),
         ("rows one by one", "GROUPED_ROWS ? int64_t(", "false ? int64_t(", "rows share scales"),
         (
             "columns one by one",
@@ -1750,21 +1759,9 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "one scale for a vector",
-            "scaled(v[j], reciprocal_or_zero(scale_at(at.column + j)))",
-            "scaled(v[j], reciprocal_or_zero(scale_at(at.column)))",
+            "scaled_fp8(v[j], reciprocal_or_zero(scale_at(at.column + j)))",
+            "scaled_fp8(v[j], reciprocal_or_zero(scale_at(at.column)))",
             "each channel has its own",
-        ),
-        (
-            "maxima of the first block",
-            "i < num_partial; i += NUM_THREADS",
-            "i < 1; i += NUM_THREADS",
-            "the largest may be anywhere",
-        ),
-        (
-            "scale is not written",
-            "if (threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0) *scale = s;",
-            "",
-            "the scale found is a result",
         ),
         ("azp ignored", "const ZeroPoint shifted(*azp);", "const ZeroPoint shifted(0);", "codes are shifted"),
         (
@@ -1773,6 +1770,29 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "v[j] = v[j] * over_scale.reciprocal;",
             "a true division",
         ),
+    ],
+    "quantize/dynamic_tensor_quant.cu": [
+        (
+            "maxima of the first block",
+            "i < num_partial; i += NUM_THREADS",
+            "i < 1; i += NUM_THREADS",
+            "the largest may be anywhere",
+        ),
+        ("scale is not written", "if (threadIdx.x + blockIdx.x == 0) *scale = s;", "", "the scale found is a result"),
+        (
+            "chunks of one row",
+            "(int64_t(chunk - row * unsigned(row_chunks)) * BATCH",
+            "(int64_t(chunk) * BATCH",
+            "other rows",
+        ),
+        ("the last chunk", "gridDim.x - 1 - blockIdx.x", "gridDim.x - blockIdx.x", "what lies behind the matrix"),
+        (
+            "part of the batch",
+            "if (column >= row_size) break;",
+            "if (column >= row_size || i) break;",
+            "every vector in flight",
+        ),
+        ("no reciprocal", "reciprocal_or_zero(s)", "1.0f / s", "zeros have a scale of 0"),
     ],
     "quantize/dynamic_token_quant.cu": [
         ("constant rows", "if (!range.exists()) {", "if (false) {", "a range of nothing is extended to 0"),
@@ -2087,7 +2107,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("the batch's last is not looked at", "last < all && is_whole(last)", "last < all", "a piece's last vector"),
     ],
     "include/select.cuh": [
-        ("negative numbers backwards", "(bits >> 31 ? ~0u : 0x80000000u)", "0x80000000u", "-1 is above -2"),
+        (
+            "negative numbers backwards",
+            "(uint32_t(int32_t(bits) >> 31) | 0x80000000u)",
+            "0x80000000u",
+            "-1 is above -2",
+        ),
         (
             "the last digit's width",
             "bins(number < 2 ? 2048 : 1024)",
@@ -2118,16 +2143,29 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "include/weights.cuh": [
-        ("NaN is drawn", "return x != x ? minus_infinity() : ", "return ", "rows with NaN"),
-        ("infinities have no weight", "ieee_min(x, FLOAT_MAX)", "x", "two of them are drawn"),
-        ("min-p above 1", "(min_p < 1.0f ? min_p : 1.0f)", "min_p", "nothing would be left"),
+        ("NaN is drawn", "ieee_max(ieee_add(x, 0.0f), minus_infinity())", "ieee_add(x, 0.0f)", "rows with NaN"),
+        (
+            "infinities have no weight",
+            "minus_infinity()), FLOAT_MAX)",
+            "minus_infinity()), minus_infinity())",
+            "two are drawn",
+        ),
+        ("min-p above 1", "(p < 1.0f ? p : 1.0f)", "p", "nothing would be left"),
         ("no temperature", "ieee_multiply(x - largest, inverse)", "x - largest", "the distribution"),
-        ("nothing is the likeliest", "if (x == minus_infinity()) return 0;", "", "rows of nothing"),
+        ("nothing is the likeliest", "x == largest && x != minus_infinity()", "x == largest", "rows of nothing"),
         (
             "min-p of its neighbour",
-            "return weight >= least ? weight : 0;",
-            "return weight > least ? weight : 0;",
+            "share >= least ? share",
+            "share > least ? share",
             "min_p 1",
+        ),
+        ("ones are lost", "{floor_bits(rest, LOW) - __float_as_uint(0x1p23f), ", "{0, ", "where the target lies"),
+        ("ones are rounded", "floor_bits(rest, LOW)", "floor_bits(rest + 0.9f / LOW, LOW)", "weights are rounded down"),
+        (
+            "rows of the launch before",
+            "BACKWARDS ? gridDim.x - 1 - blockIdx.x",
+            "BACKWARDS ? gridDim.x - blockIdx.x",
+            "all",
         ),
     ],
     "include/philox.cuh": [
@@ -2270,10 +2308,11 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "sampling/sampling_filter.cu": [
-        ("other digits count", "if (!digit.matches(key, prefix)) continue;", "", "second digits"),
-        ("top-p before top-k", "key >= floor ? weights.of(one) : 0", "weights.of(one)", "top-p of all"),
+        ("other digits count", "digit.matches(key, prefix) && ", "", "second digits"),
+        ("one of the copies", "copy < i * COPIES + COPIES", "copy < i * COPIES + 1", "lanes that add elsewhere"),
+        ("top-p before top-k", "(TOP_P ? key >= floor :", "(TOP_P ? true :", "top-p of all"),
         ("bins stay", "bins[i] = 0;\n    if (threadIdx", "bins[i] += 0;\n    if (threadIdx", "the next digit's sums"),
-        ("high bits are lost", "(uint64_t(high[i]) << LOW_BITS)", "uint64_t(high[i])", "top-p"),
+        ("high parts are lost", "TOP_P ? high[copy] : 0", "0", "top-p"),
         ("exact too soon", "if (place.held == place.wanted) state", "if (place.bin) state", "later digits"),
         ("top-k of 0 is none", "top_k[at.row] <= 0 || ", "", "0 stands for all"),
         ("top-p of NaN", "!(top_p[at.row] < 1.0f)", "top_p[at.row] >= 1.0f", "NaN stands for all"),
@@ -2283,7 +2322,14 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("no top-p", "max(state.floor, state.prefix)", "state.floor", "what top-p took away"),
         ("no top-k", "max(state.floor, state.prefix)", "state.prefix", "what top-k took away"),
         ("any of the likeliest", "weights.is_greedy() ? 0 : ", "", "the first is to be taken"),
-        ("the first piece", "; ++piece) left -= one;", "; ++piece) left -= 0;", "later pieces"),
+        ("the first piece", "piece = i;", "piece = 0;", "later pieces"),
+        ("the rest of all", "rest = left;", "rest = left + (i > 0);", "what the pieces before hold"),
+        (
+            "one piece to a thread",
+            "i < pieces; i += NUM_THREADS) mine",
+            "i < 1; i += NUM_THREADS) mine",
+            "later pieces",
+        ),
         ("tokens of the piece", "int32_t(piece * piece_size) + ", "", "later pieces"),
         ("nothing is something", "samples[at.row] = -1;", "samples[at.row] = 0;", "rows of nothing"),
     ],

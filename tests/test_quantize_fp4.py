@@ -227,6 +227,36 @@ def test_silu_and_mul(shape: tuple[int, int], kind: str, dtype: torch.dtype, dev
     assert not whole[:, columns:].any()
 
 
+def bf16(x: Any) -> Any:
+    """float32 numbers rounded to bfloat16."""
+    return torch.from_numpy(x).float().bfloat16().double().numpy()
+
+
+@pytest.mark.parametrize("device", DEVICES[1:2])
+def test_estimates_of_silu(device: str) -> None:
+    """Products that the estimates round to another bfloat16 than the definition does; each decides about a code."""
+    gates = (numpy.arange(0x3E00, 0x4240, dtype="uint32") << 16).view("float32").astype("float64")[:, None]
+    gates, ups = numpy.broadcast_arrays(numpy.concatenate([gates, -gates]), 1 + numpy.arange(128) / 128)
+    shares = f32(1 / f32(1 + f32(numpy.exp2(f32(gates * f32(-1.4426950408889634))))))
+    estimates = f32(f32(gates * shares) * ups)
+    right = f32(f32(gates / f32(1 + f32(numpy.exp(-gates)))) * ups)
+    differ = bf16(estimates) != bf16(right)
+    assert (differ & (gates > -12)).any()
+    assert (differ & (gates < -12)).sum() > 4
+    gates, ups, right = gates[differ], ups[differ], right[differ]
+    for gate, up, y in [*zip(gates, ups, right, strict=True), (-88.0, 2.0**124, -88.0 * numpy.exp(-88.0) * 2.0**124)]:
+        # The largest magnitude of the block is so large that its scale is 448, so the factor g / 448 is free. The two
+        # numbers that y lies between are then on two sides of the tie 1.25.
+        g = 448 * 1.25 / abs(float(y))
+        for place in (0, 6, 15):
+            x = torch.zeros(1, 32, dtype=torch.bfloat16)
+            x[0, place], x[0, 16 + place] = float(gate), float(up)
+            x[0, 3], x[0, 16 + 3] = 16.0, float(abs(y))
+            codes = new((1, 8), torch.uint8, device)
+            pyops.silu_and_mul_nvfp4_quant(codes, new((128, 1), torch.int32, device), x.to(device), tensor(g, device))
+            assert (values(codes) == truth(gated(x), g)[0]).all(), (gate, up, place)
+
+
 # Experts
 
 

@@ -12,13 +12,14 @@
 
 constexpr int FP4_BLOCK = 16;  // elements under one scale
 
-// The code of a magnitude below 7, in the lowest four bits. Adding 2^23 rounds to an integer, which the lowest bits then
-// hold. Codes grow by one with every half up to 2, every 1 up to 4, and every 2 from there.
-DEVICE float e2m1_bits(float x) {
+// The bits of 2^23 plus the code of a magnitude, if that is below 7; else more than those of 2^23 + 7. Adding 2^23 rounds to
+// an integer, which the lowest bits then hold. Codes grow by one with every half up to 2, every 1 up to 4, and every 2 from
+// there. Positive floats have the order of their bits, and NaN is more than all.
+DEVICE uint32_t e2m1_bits(float x) {
     const float fine = fmaf(x, 2.0f, 0x1p23f);
     const float middle = x + (0x1p23f + 2.0f);
     const float coarse = fmaf(x, 0.5f, 0x1p23f + 4.0f);
-    return fminf(fminf(fine, middle), coarse);
+    return min_of_three(__float_as_uint(fine), __float_as_uint(middle), __float_as_uint(coarse));
 }
 
 // The scale of sixteen values whose largest magnitude is `a`, and the factor r.
@@ -89,12 +90,12 @@ struct Fp4Block {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const float y = ieee_multiply(x[j], factor);
-                float bits = e2m1_bits(y);
+                uint32_t bits = e2m1_bits(y);
                 if constexpr (!ORDINARY) {
-                    bits = fminf(bits, 0x1p23f + 7.0f);  // which takes NaN to 7
+                    bits = min(bits, __float_as_uint(0x1p23f + 7.0f));
                     if (y != y) sign &= ~(8u << (i + j) * 4);
                 }
-                codes = codes >> 4 | __float_as_uint(bits) << 28;
+                codes = codes >> 4 | bits << 28;
             }
         }
         return codes | sign;
@@ -107,6 +108,55 @@ struct Fp4Block {
             bytes.template word<4>(half * 4) = ordinary ? eight<true>(half, factor) : eight<false>(half, factor);
         }
         return bytes;
+    }
+};
+
+// Two values of 16 bits in a word, the first in its lower half.
+template <typename T>
+DEVICE void pair_of(uint32_t word, float& low, float& high) {
+    Vec<T, 2> pair;
+    pair.template word<2>(0) = word;
+    load_pair<T>(pair.data, low, high);
+}
+template <typename T>
+DEVICE uint32_t word_of_pair(float low, float high) {
+    Vec<T, 2> pair;
+    store_pair<T>(pair.data, low, high);
+    return pair.template word<2>(0);
+}
+
+// Products silu(gate) * up in bfloat16 by the hardware's estimates, and whether one of them may be another than by the
+// accurate functions. In units of 2^-24, exp(-gate) is off by 4 for either's estimate and 1.24 |gate| for the argument,
+// the reciprocal by 2, and six roundings by 1 each: less than STEPS float32 numbers where -gate is at most 12. So a product
+// is in doubt whose lower 16 bits are so near to the middle of two bfloat16 numbers, or whose gate is below.
+struct Doubt {
+    static constexpr uint32_t STEPS = 32;
+    static constexpr uint32_t LEAST_GATE = 0xc140;  // the bits of -12; what is below, and NaN of that sign, has larger ones
+    // Of the first and the second of all pairs: the least distance above the middle less STEPS, and the largest bits.
+    uint32_t apart = ~0u, gates = 0;
+
+    DEVICE uint32_t product(uint32_t gate_word, uint32_t up_word) {
+        float gate[2], up[2], y[2];
+        pair_of<bf16_t>(gate_word, gate[0], gate[1]);
+        pair_of<bf16_t>(up_word, up[0], up[1]);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float share = estimate_reciprocal(1.0f + estimate_exp2(gate[j] * -1.44269504088896341f));
+            y[j] = ieee_multiply(ieee_multiply(gate[j], share), up[j]);
+        }
+        const uint32_t lower = __byte_perm(__float_as_uint(y[0]), __float_as_uint(y[1]), 0x5410);
+        apart = min_of_sums(lower, (0x8000u + STEPS) * 0x10001u, apart);
+        gates = max_of_three_pairs(gate_word, gates, 0);
+        return word_of_pair<bf16_t>(y[0], y[1]);
+    }
+    DEVICE Doubt join(const Doubt& other) const {
+        Doubt both;
+        both.apart = min_of_sums(other.apart, 0, apart);
+        both.gates = max_of_three_pairs(other.gates, gates, 0);
+        return both;
+    }
+    DEVICE operator bool() const {
+        return min(apart >> 16, apart & 0xffffu) <= 2 * STEPS || max(gates >> 16, gates & 0xffffu) > LEAST_GATE;
     }
 };
 
@@ -132,26 +182,42 @@ struct Fp4Input {
     DEVICE Fp4Block<T> block() const {
         if constexpr (!GATED) return Fp4Block<T>(words[0]);
         uint32_t products[8];
+        if constexpr (is_same<T, bf16_t>) {
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-            float gate[4], up[4];
+            for (int half = 0; half < 8; half += 4) {
+                Doubt of_four[2];
 #pragma unroll
-            for (int j = 0; j < 4; j += 2) {
-                Vec<T, 2> pair;
-                pair.template word<2>(0) = words[0][i + j / 2];
-                load_pair<T>(pair.data, gate[j], gate[j + 1]);
-                pair.template word<2>(0) = words[GATED][i + j / 2];
-                load_pair<T>(pair.data, up[j], up[j + 1]);
+                for (int i = 0; i < 4; ++i) {
+                    const int word = half + i;
+                    products[word] = of_four[i / 2].product(words[0][word], words[GATED][word]);
+                }
+                if (of_four[0].join(of_four[1])) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        if (of_four[i / 2]) products[half + i] = exact_product(half + i);
+                    }
+                }
             }
-            const auto y = silu(Vec<float, 4>::from_floats(gate));
+        } else {
 #pragma unroll
-            for (int j = 0; j < 4; j += 2) {
-                Vec<T, 2> pair;
-                store_pair<T>(pair.data, ieee_multiply(y[j], up[j]), ieee_multiply(y[j + 1], up[j + 1]));
-                products[i + j / 2] = pair.template word<2>(0);
-            }
+            for (int i = 0; i < 8; ++i) products[i] = exact_product(i);
         }
         return Fp4Block<T>(products);
+    }
+
+    // The products of the two values of word i.
+    DEVICE uint32_t exact_product(int i) const {
+        float gate[2], up[2];
+        pair_of<T>(words[0][i], gate[0], gate[1]);
+        pair_of<T>(words[GATED][i], up[0], up[1]);
+        Vec<float, 2> y;
+        if constexpr (is_same<T, bf16_t>) {  // seldom: the same quotients, by fewer registers
+#pragma unroll
+            for (int j = 0; j < 2; ++j) y.data[j] = ieee_divide(gate[j], 1.0f + expf(-gate[j]));
+        } else {
+            y = silu(Vec<float, 2>::from_floats(gate));
+        }
+        return word_of_pair<T>(ieee_multiply(y[0], up[0]), ieee_multiply(y[1], up[1]));
     }
 };
 

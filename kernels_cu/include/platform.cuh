@@ -264,6 +264,50 @@ DEVICE float ieee_divide(float a, float b) {
 
 DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
 
+// x within 0 and 1; NaN is 0.
+DEVICE float saturate(float x) {
+#if PYOPS_CUDA
+    return __saturatef(x);
+#else
+    return x > 0.0f ? fminf(x, 1.0f) : 0.0f;
+#endif
+}
+
+// The bits of the float 2^23 + floor(a * b), for a product that is exact, not negative and less than 2^23: its lowest bits.
+DEVICE uint32_t floor_bits(float a, float b) {
+#if PYOPS_CUDA
+    return __float_as_uint(__fmaf_rd(a, b, 0x1p23f));
+#else
+    return __float_as_uint(0x1p23f + floorf(a * b));
+#endif
+}
+
+// One instruction each where the device has it (compute capability 9.0 on), and several elsewhere.
+DEVICE uint32_t min_of_three(uint32_t a, uint32_t b, uint32_t c) {
+#if PYOPS_CUDA
+    return __vimin3_u32(a, b, c);
+#else
+    return min(a, min(b, c));
+#endif
+}
+
+// The same of unsigned numbers of 16 bits, two to a word: the largest of three, and min(a + b, c), sums modulo 2^16.
+DEVICE uint32_t max_of_three_pairs(uint32_t a, uint32_t b, uint32_t c) {
+#if PYOPS_CUDA
+    return __vimax3_u16x2(a, b, c);
+#else
+    return max(a >> 16, max(b >> 16, c >> 16)) << 16 | max(a & 0xffffu, max(b & 0xffffu, c & 0xffffu));
+#endif
+}
+
+DEVICE uint32_t min_of_sums(uint32_t a, uint32_t b, uint32_t c) {
+#if PYOPS_CUDA
+    return __viaddmin_u16x2(a, b, c);
+#else
+    return min(((a >> 16) + (b >> 16)) & 0xffffu, c >> 16) << 16 | min((a + b) & 0xffffu, c & 0xffffu);
+#endif
+}
+
 // The larger, or the smaller, of two numbers; NaN is dropped.
 DEVICE float ieee_max(float a, float b) {
 #if PYOPS_CUDA

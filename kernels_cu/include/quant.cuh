@@ -50,6 +50,11 @@ DEVICE float reciprocal_or_zero(float scale) {
     return ieee_abs(reciprocal) > FLOAT_MAX ? 0.0f : reciprocal;
 }
 
+// What to convert to a code of fp8, which saturates: a product with such a reciprocal. The minimum takes NaN to the largest.
+DEVICE float scaled_fp8(float x, float reciprocal) {
+    return fminf(ieee_multiply(x, reciprocal), Codes<fp8_e4m3_t>::largest);
+}
+
 // int8 codes of integers that are shifted by a zero point, which may be any: the sum saturates.
 struct ZeroPoint {
     int32_t azp, low, high;  // between low and high lie the integers whose codes do not saturate

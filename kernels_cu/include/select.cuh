@@ -3,7 +3,7 @@
 #include "platform.cuh"
 
 // Bits of a float as an integer of the same order: -NaN, -inf, ..., -0, +0, ..., +inf, +NaN.
-DEVICE uint32_t ordered_bits(uint32_t bits) { return bits ^ (bits >> 31 ? ~0u : 0x80000000u); }
+DEVICE uint32_t ordered_bits(uint32_t bits) { return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u); }
 
 // The sum of the values of the lanes up to the caller's. Every lane of the warp calls.
 template <typename T>
@@ -115,8 +115,8 @@ DEVICE Found<uint32_t> find_in_groups(int num_bins, GROUP load_group, LOAD load,
     return *found;
 }
 
-// found(vector, j) for the element in whose weight `left` falls, by the one thread that has it: the first at which the sum of
-// weights, elements in order, is above `left`. weigh(vector, weights) gives those of VEC elements, of any vector a thread may
+// found(vector, j, rest) for the element in whose weight `left` falls, by the one thread that has it: the first at which the sum
+// of weights, elements in order, is above `left`, which is `rest` above those before. weigh(vector, weights) gives those of VEC elements, of any vector a thread may
 // ask for. Every thread of the block calls.
 template <int NUM_THREADS, int VEC, typename WEIGH, typename FOUND>
 DEVICE void find_by_weight(uint64_t left, int vectors, WEIGH weigh, FOUND found, uint64_t (&partial)[2][NUM_THREADS / WARP_SIZE]) {
@@ -134,7 +134,7 @@ DEVICE void find_by_weight(uint64_t left, int vectors, WEIGH weigh, FOUND found,
         if (left < before || left >= before + own) return;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            if (before <= left && left < before + weights[j]) found(first + int(threadIdx.x), j);
+            if (before <= left && left < before + weights[j]) found(first + int(threadIdx.x), j, left - before);
             before += weights[j];
         }
         return;

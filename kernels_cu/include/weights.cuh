@@ -17,31 +17,47 @@ struct RowState {
 };
 
 // A logit that has an order: NaN is -inf, which is never drawn; inf is the largest number, and -0 is 0.
-DEVICE float clean(float x) {
-    if (__float_as_uint(x) == 0x80000000u) return 0.0f;
-    return x != x ? minus_infinity() : ieee_min(x, FLOAT_MAX);
-}
+DEVICE float clean(float x) { return ieee_min(ieee_max(ieee_add(x, 0.0f), minus_infinity()), FLOAT_MAX); }
 DEVICE uint32_t key_of(float x) { return ordered_bits(__float_as_uint(x)); }
 
-// Weights of clean logits of a row: WHOLE * exp((x - largest) / temperature), rounded down; 0 below min_p * WHOLE. With a
-// temperature that has no finite positive inverse, the largest alone have a weight.
-struct Weights {
-    float largest, inverse;
-    uint64_t least;
+// A weight in two parts, or a sum of weights: `low` counts ones, of which a weight has less than 2^LOW_BITS, `high` the rest.
+constexpr int LOW_BITS = 18;
+struct Parts {
+    uint32_t low = 0, high = 0;
+    DEVICE uint64_t whole() const { return (uint64_t(high) << LOW_BITS) + low; }
+};
 
-    DEVICE Weights(float largest, float temperature, float min_p) : largest(largest) {
-        inverse = ieee_divide(1.0f, temperature);
-        if (!(inverse >= 0.0f && inverse <= FLOAT_MAX && temperature > 0.0f)) inverse = -1.0f;
-        least = min_p > 0.0f ? uint64_t(ceilf((min_p < 1.0f ? min_p : 1.0f) * float(WHOLE))) : 0;
+// Weights of clean logits of a row: WHOLE * exp((x - largest) / temperature), rounded down; 0 below min_p * WHOLE. With a
+// temperature that has no finite positive inverse, the largest alone have a weight. What is not GIVEN is 1, or 0 for min_p.
+template <bool TEMPERATURE_GIVEN, bool MIN_P_GIVEN>
+struct Weights {
+    float largest, inverse = 1.0f, least = 0.0f;
+
+    DEVICE Weights(float largest, const float* temperature, const float* min_p, int64_t row) : largest(largest) {
+        if constexpr (TEMPERATURE_GIVEN) {
+            const float t = temperature[row];
+            inverse = ieee_divide(1.0f, t);
+            if (!(inverse >= 0.0f && inverse <= FLOAT_MAX && t > 0.0f)) inverse = -1.0f;
+        }
+        if constexpr (MIN_P_GIVEN) {
+            const float p = min_p[row];
+            if (p > 0.0f) least = ceilf((p < 1.0f ? p : 1.0f) * float(WHOLE)) / float(WHOLE);
+        }
     }
-    DEVICE bool is_greedy() const { return inverse < 0.0f; }
-    DEVICE uint64_t of(float x) const {
-        if (x == minus_infinity()) return 0;
-        if (is_greedy()) return x == largest ? WHOLE : 0;
-        const float share = expf(ieee_multiply(x - largest, inverse));
-        if (!(share > 0.0f)) return 0;
-        const uint64_t weight = uint64_t(share * float(WHOLE));
-        return weight >= least ? weight : 0;
+    DEVICE bool is_greedy() const { return TEMPERATURE_GIVEN && inverse < 0.0f; }
+    // exp((x - largest) / temperature). -inf less -inf is NaN, which saturate takes to 0, as it takes what -inf leads to.
+    DEVICE float share(float x) const {
+        const float below = TEMPERATURE_GIVEN ? ieee_multiply(x - largest, inverse) : x - largest;
+        float share = saturate(expf(below));
+        if (is_greedy()) share = x == largest && x != minus_infinity() ? 1.0f : 0.0f;
+        return !MIN_P_GIVEN || share >= least ? share : 0.0f;
+    }
+    DEVICE Parts of(float x) const {
+        constexpr float HIGH = float(WHOLE >> LOW_BITS), LOW = float(1 << LOW_BITS);
+        const float all = share(x);
+        const uint32_t high = floor_bits(all, HIGH);
+        const float rest = fmaf(all, HIGH, 0x1p23f - __uint_as_float(high));
+        return {floor_bits(rest, LOW) - __float_as_uint(0x1p23f), high - __float_as_uint(0x1p23f)};
     }
 };
 
@@ -52,30 +68,30 @@ DEVICE float largest_of(const float* maxima, int64_t pieces) {
     return lane_reduce<Max, WARP_SIZE>(largest);
 }
 
-// Which piece of which row a block works on.
-template <typename T>
+// Which piece of which row a block works on. BACKWARDS: blocks that come first have the last. A launch goes the other way than
+// the one before, so that it begins with what L2 still holds.
+template <typename T, bool BACKWARDS>
 struct Piece {
     static constexpr int VEC = 16 / sizeof(T);
     int64_t row;
     int index;
 
     explicit DEVICE Piece(int64_t pieces) {
-        const unsigned quotient = blockIdx.x / unsigned(pieces);
+        const unsigned block = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+        const unsigned quotient = block / unsigned(pieces);
         row = quotient;
-        index = int(blockIdx.x - quotient * unsigned(pieces));
+        index = int(block - quotient * unsigned(pieces));
     }
     DEVICE Span<T, VEC> span(const T* logits, int64_t stride, int64_t vocab_size, int64_t size, int number) const {
         const int64_t begin = number * size;
         return {logits + row * stride + begin, int(min(size, vocab_size - begin))};
     }
-    // f(x, vec, element) for every vector of the thread, x the clean logits, -inf where there is none.
+    // f(x, element) for every vector of the thread, x the logits as they are, -inf where there is none.
     template <int NUM_THREADS, typename F>
     static DEVICE void for_each(const Span<T, VEC>& span, F f) {
         span.template for_each<NUM_THREADS, 4>(from_float<T>(minus_infinity()), [&](const Vec<T, VEC>& vec, int first) {
             float x[VEC];
             vec.to_floats(x);
-#pragma unroll
-            for (int j = 0; j < VEC; ++j) x[j] = clean(x[j]);
             f(x, first);
         });
     }

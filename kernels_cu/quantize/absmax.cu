@@ -22,9 +22,9 @@ absmax(const scalar_t* input,  // [num_rows, row_size]
     await_previous_kernel();
     __shared__ float most[NUM_THREADS / WARP_SIZE];
     float largest = 0.0f;
-    for (int64_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-        const int64_t row = uint64_t(chunk) / uint64_t(row_chunks);
-        const int64_t first = ((chunk - row * row_chunks) * BATCH * NUM_THREADS + threadIdx.x) * VEC_SIZE;
+    for (unsigned chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+        const unsigned row = chunk / unsigned(row_chunks);
+        const int64_t first = (int64_t(chunk - row * unsigned(row_chunks)) * BATCH * NUM_THREADS + threadIdx.x) * VEC_SIZE;
         vec_t x[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {

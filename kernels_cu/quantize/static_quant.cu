@@ -1,10 +1,9 @@
-// static_quant: codes of elements under scales that are given, or under the one that absmax.cu has found.
+// static_quant: codes of elements under scales that are given.
 //
 //     fp8        result = fp8(clamp(x * r))    r = 1 / s, or 0 where that is not finite; NaN becomes the largest code
 //     int8       result = int8(x / s)
 //     with azp   result = int8(round(x * (1 / s)) + azp)
 //     where s = scale[i / group_rows, j / GROUP_COLUMNS] for the element x = input[i, j]
-//     FOUND      s = max(partial) / 448, which becomes scale[0]
 //
 // One vector per thread (chunk.cuh).
 //
@@ -14,7 +13,6 @@
 //     GROUP_COLUMNS   elements of a row under one scale; 0 for a whole row
 //     GROUPED_ROWS    rows share scales: i / group_rows has to be found
 //     HAS_AZP         false when azp is null
-//     FOUND           scale is written, not read
 //     VEC_SIZE        elements in one memory access; divides hidden_size
 //     NUM_THREADS     threads in the block
 //     ROW_THREADS     of them that share a row; divides NUM_THREADS
@@ -23,41 +21,26 @@
 
 #include "chunk.cuh"
 #include "quant.cuh"
-#include "reduce.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 constexpr bool SCALE_PER_VECTOR = GROUP_COLUMNS % VEC_SIZE == 0;
 
-// What to convert to a code of fp8, which saturates; the minimum takes NaN to the largest code.
-DEVICE float scaled(float x, float reciprocal) {
-    return fminf(ieee_multiply(x, reciprocal), Codes<fp8_e4m3_t>::largest);
-}
-
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 static_quant(code_t* result,          // [num_rows, hidden_size]
              const scalar_t* input,   // [num_rows, hidden_size]
-             float* scale,            // [num_rows / group_rows, hidden_size / GROUP_COLUMNS], or one element
+             const float* scale,      // [num_rows / group_rows, hidden_size / GROUP_COLUMNS], or one element
              const int32_t* azp,      // one element
-             const float* partial,    // [num_partial]
-             int64_t num_partial, int64_t num_rows, int64_t hidden_size, int64_t result_stride, int64_t input_stride,
+             int64_t num_rows, int64_t hidden_size, int64_t result_stride, int64_t input_stride,
              int64_t group_rows, int64_t scale_row_stride, int64_t scale_column_stride) {
     await_previous_kernel();
-    __shared__ float most[NUM_THREADS / WARP_SIZE];
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
-    vec_t x = vec_t::full(0.0f);
-    if (at.inside) x = vec_t::load(input + at.row * input_stride + at.column);
-    float s = 0.0f;
-    if constexpr (FOUND) {
-        for (int i = threadIdx.x; i < num_partial; i += NUM_THREADS) s = ieee_max(s, partial[i]);
-        s = ieee_divide(row_reduce<Max, NUM_THREADS>(s, most), Codes<fp8_e4m3_t>::largest);
-        if (threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0) *scale = s;
-    }
     if (!at.inside) return;
+    const vec_t x = vec_t::load(input + at.row * input_stride + at.column);
     scale += (GROUPED_ROWS ? int64_t(uint64_t(at.row) / uint64_t(group_rows)) : at.row) * scale_row_stride;
     const auto scale_at = [&](int64_t column) {
         return scale[GROUP_COLUMNS == 0 ? 0 : column / GROUP_COLUMNS * scale_column_stride];
     };
-    if constexpr (!FOUND && SCALE_PER_VECTOR) s = scale_at(at.column);
+    const float s = SCALE_PER_VECTOR ? scale_at(at.column) : 0.0f;
 
     float v[VEC_SIZE];
     x.to_floats(v);
@@ -77,10 +60,10 @@ static_quant(code_t* result,          // [num_rows, hidden_size]
     } else if constexpr (SCALE_PER_VECTOR) {
         const float reciprocal = reciprocal_or_zero(s);
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled(v[j], reciprocal);
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled_fp8(v[j], reciprocal);
     } else {
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled(v[j], reciprocal_or_zero(scale_at(at.column + j)));
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled_fp8(v[j], reciprocal_or_zero(scale_at(at.column + j)));
     }
     Vec<code_t, VEC_SIZE>::from_floats(v).store(result);
 }

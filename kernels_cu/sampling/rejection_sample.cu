@@ -108,7 +108,7 @@ rejection_sample(int32_t* output_token_ids,            // [batch, most_drafts + 
         uint64_t left = multiply_high(philox(seed, offset, uint32_t(accepted), 1), total);
         int64_t piece = 0;
         for (; left >= sums[piece * 2 + alone]; ++piece) left -= sums[piece * 2 + alone];
-        const auto take = [&](int i, int j) {
+        const auto take = [&](int i, int j, uint64_t) {
             output_token_ids[accepted] = int32_t(piece * piece_size + int64_t(i) * VEC_SIZE + j);
         };
         find_by_weight<NUM_THREADS, VEC_SIZE>(

@@ -12,11 +12,13 @@
 //     TOP_P         the filter: top-p, or top-k
 //     NUMBER        of the digit
 //     HAS_MIN_P, HAS_TEMPERATURE   false when min_p, temperature is null
+//     BACKWARDS     the last row first (weights.cuh)
 //     NUM_THREADS   threads in the block
 
 #include "weights.cuh"
 
-constexpr int LOW_BITS = 18;  // of a weight; the others are summed up apart, so that both sums have 32 bits
+// Of logits, the first digit has few values. Neighbouring lanes add to sums of their own, lest they wait for each other.
+constexpr int COPIES = TOP_P && NUMBER == 0 ? 2 : 1;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
@@ -29,46 +31,54 @@ sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
                 uint64_t* states,              // [num_rows] of RowState
                 int64_t vocab_size, int64_t logits_stride, int64_t pieces, int64_t piece_size) {
     await_previous_kernel();
-    __shared__ uint32_t low[MOST_BINS];
-    __shared__ uint32_t high[TOP_P ? MOST_BINS : 1];
+    __shared__ uint32_t low[(TOP_P ? 2 : 1) * MOST_BINS * COPIES];
     __shared__ uint64_t partial[NUM_THREADS / WARP_SIZE];
     __shared__ Found<uint64_t> found;
     __shared__ uint32_t is_last;
+    uint32_t* const high = low + (TOP_P ? MOST_BINS * COPIES : 0);
     const Digit digit(NUMBER);
-    const Piece<scalar_t> at(pieces);
+    const Piece<scalar_t, BACKWARDS> at(pieces);
     RowState& state = reinterpret_cast<RowState*>(states)[at.row];
     const uint32_t floor = state.floor, prefix = TOP_P ? state.prefix : floor;
     if (state.is_exact >> TOP_P & 1) return;
     if (!TOP_P && (top_k[at.row] <= 0 || top_k[at.row] >= vocab_size)) return;
     if (TOP_P && !(top_p[at.row] < 1.0f)) return;
-    const Weights weights(largest_of(maxima + at.row * pieces, pieces), HAS_TEMPERATURE ? temperature[at.row] : 1.0f,
-                          HAS_MIN_P ? min_p[at.row] : 0.0f);
+    const Weights<HAS_TEMPERATURE, HAS_MIN_P> weights(largest_of(maxima + at.row * pieces, pieces), temperature, min_p, at.row);
     if (weights.largest == minus_infinity()) return;
 
-    for (int i = threadIdx.x; i < digit.bins; i += NUM_THREADS) {
+    for (int i = threadIdx.x; i < digit.bins * COPIES; i += NUM_THREADS) {
         low[i] = 0;
         if (TOP_P) high[i] = 0;
     }
     __syncthreads();
-    at.for_each<NUM_THREADS>(at.span(logits, logits_stride, vocab_size, piece_size, at.index), [&](const auto& x, int) {
-        for (float one : x) {
+    at.template for_each<NUM_THREADS>(at.span(logits, logits_stride, vocab_size, piece_size, at.index), [&](const auto& x, int) {
+        constexpr int VEC = decltype(at)::VEC;
+        Parts weight[VEC];
+        uint32_t bin[VEC];
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            const float one = clean(x[j]);
             const uint32_t key = key_of(one);
-            if (!digit.matches(key, prefix)) continue;
-            if constexpr (TOP_P) {
-                const uint64_t weight = key >= floor ? weights.of(one) : 0;
-                if (weight == 0) continue;
-                const uint32_t bin = digit.of(key);
-                atomicAdd(&low[bin], uint32_t(weight) & ((1u << LOW_BITS) - 1));
-                if (weight >> LOW_BITS) atomicAdd(&high[bin], uint32_t(weight >> LOW_BITS));
-            } else if (one != minus_infinity()) {
-                atomicAdd(&low[digit.of(key)], 1u);
+            const bool counts = digit.matches(key, prefix) && (TOP_P ? key >= floor : one != minus_infinity());
+            bin[j] = digit.of(key) * COPIES + threadIdx.x % COPIES;
+            if constexpr (!TOP_P) {
+                weight[j].low = counts;
+            } else if (NUMBER == 0 || counts) {  // where few count, a branch
+                weight[j] = weights.of(counts ? one : minus_infinity());
             }
+        }
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            if (weight[j].low) atomicAdd(low + bin[j], TOP_P ? weight[j].low : 1u);
+            if (weight[j].high) atomicAdd(high + bin[j], weight[j].high);
         }
     });
     __syncthreads();
     bins += at.row * MOST_BINS;
     for (int i = threadIdx.x; i < digit.bins; i += NUM_THREADS) {
-        const uint64_t sum = TOP_P ? (uint64_t(high[i]) << LOW_BITS) + low[i] : low[i];
+        uint64_t sum = 0;
+#pragma unroll
+        for (int copy = i * COPIES; copy < i * COPIES + COPIES; ++copy) sum += Parts{low[copy], TOP_P ? high[copy] : 0}.whole();
         if (sum) atomicAdd(&bins[i], sum);
     }
     if (!arrives_last(&state.arrived, uint32_t(pieces), &is_last)) return;

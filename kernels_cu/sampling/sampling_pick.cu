@@ -8,6 +8,8 @@
 // Constants
 //     scalar_t      element type of logits
 //     HAS_MIN_P, HAS_TEMPERATURE, HAS_OFFSETS   false when min_p, temperature, offsets is null
+//     FILTERED      whether top-k or top-p has been found
+//     BACKWARDS     the last row first (weights.cuh)
 //     NUM_THREADS   threads in the block
 
 #include "philox.cuh"
@@ -27,39 +29,55 @@ sampling_pick(int32_t* samples,             // [num_rows]
     await_previous_kernel();
     __shared__ uint64_t partial[2][NUM_THREADS / WARP_SIZE];
     __shared__ uint32_t is_last;
-    const Piece<scalar_t> at(pieces);
+    __shared__ uint64_t rest;
+    __shared__ int piece;
+    const Piece<scalar_t, BACKWARDS> at(pieces);
     RowState& state = reinterpret_cast<RowState*>(states)[at.row];
-    const Weights weights(largest_of(maxima + at.row * pieces, pieces), HAS_TEMPERATURE ? temperature[at.row] : 1.0f,
-                          HAS_MIN_P ? min_p[at.row] : 0.0f);
-    const uint32_t floor = max(state.floor, state.prefix);
-    const auto weight = [&](float x) { return key_of(x) >= floor ? weights.of(x) : 0; };
+    const Weights<HAS_TEMPERATURE, HAS_MIN_P> weights(largest_of(maxima + at.row * pieces, pieces), temperature, min_p, at.row);
+    const uint32_t floor = FILTERED ? max(state.floor, state.prefix) : 0;
+    const auto weight = [&](float raw) {
+        const float x = clean(raw);
+        return !FILTERED || key_of(x) >= floor ? weights.of(x) : Parts();
+    };
 
-    uint64_t sum = 0, all;
-    at.for_each<NUM_THREADS>(at.span(logits, logits_stride, vocab_size, piece_size, at.index), [&](const auto& x, int) {
-        for (float one : x) sum += weight(one);
+    Parts sum;
+    uint64_t all;
+    at.template for_each<NUM_THREADS>(at.span(logits, logits_stride, vocab_size, piece_size, at.index), [&](const auto& x, int) {
+#pragma unroll
+        for (float one : x) {
+            const Parts parts = weight(one);
+            sum.low += parts.low;
+            sum.high += parts.high;
+        }
     });
-    sum_before<NUM_THREADS>(sum, partial[0], all);
+    sum_before<NUM_THREADS>(sum.whole(), partial[0], all);
     sums += at.row * pieces;
     if (threadIdx.x == 0) sums[at.index] = all;
     if (!arrives_last(&state.arrived, uint32_t(pieces), &is_last)) return;
 
-    uint64_t total = 0;
-    for (int i = 0; i < pieces; ++i) total += load_fresh(sums + i);
-    const uint64_t random = weights.is_greedy() ? 0 : philox(seeds[at.row], HAS_OFFSETS ? offsets[at.row] : 0);
-    uint64_t left = multiply_high(random, total);
-    int piece = 0;
-    for (uint64_t one; total > 0 && left >= (one = load_fresh(sums + piece)); ++piece) left -= one;
+    const auto sum_of = [&](int i) { return i < pieces ? load_fresh(sums + i) : 0; };
+    uint64_t mine = 0, total;
+    for (int i = threadIdx.x; i < pieces; i += NUM_THREADS) mine += sum_of(i);
+    sum_before<NUM_THREADS>(mine, partial[0], total);
     if (total == 0) {
         if (threadIdx.x == 0) samples[at.row] = -1;
         return;
     }
+    const uint64_t random = weights.is_greedy() ? 0 : philox(seeds[at.row], HAS_OFFSETS ? offsets[at.row] : 0);
+    const auto weigh_piece = [&](int i, uint64_t (&w)[1]) { w[0] = sum_of(i); };
+    const auto enter = [&](int i, int, uint64_t left) {
+        piece = i;
+        rest = left;
+    };
+    find_by_weight<NUM_THREADS, 1>(multiply_high(random, total), int(pieces), weigh_piece, enter, partial);
+    __syncthreads();
     const auto span = at.span(logits, logits_stride, vocab_size, piece_size, piece);
-    constexpr int VEC = Piece<scalar_t>::VEC;
+    constexpr int VEC = decltype(at)::VEC;
     const auto weigh = [&](int i, uint64_t (&w)[VEC]) {
         const auto vec = span.load(i, from_float<scalar_t>(minus_infinity()));
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) w[j] = weight(clean(vec[j]));
+        for (int j = 0; j < VEC; ++j) w[j] = weight(vec[j]).whole();
     };
-    const auto take = [&](int i, int j) { samples[at.row] = int32_t(piece * piece_size) + span.element(i) + j; };
-    find_by_weight<NUM_THREADS, VEC>(left, span.vectors(), weigh, take, partial);
+    const auto take = [&](int i, int j, uint64_t) { samples[at.row] = int32_t(piece * piece_size) + span.element(i) + j; };
+    find_by_weight<NUM_THREADS, VEC>(rest, span.vectors(), weigh, take, partial);
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._core import check, spread
 from .._core.dtypes import DType, float8_e4m3fn, int8, uint8
-from .._core.kernel import Kernel, Launch, Scratch
+from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
 from .._core.tensor import Arg
 
@@ -67,7 +67,6 @@ def static(
     input: Arg,
     *,
     azp: bool = False,
-    partial: tuple[int, Scratch] | None = None,
     group_rows: int = 1,
     group_columns: int = 0,
     grouped_rows: bool = False,
@@ -78,8 +77,6 @@ def static(
         "group_rows": group_rows,
         "scale_row_stride": strides[0],
         "scale_column_stride": strides[1],
-        "num_partial": partial[0] if partial else 0,
-        "partial": partial[1] if partial else 0,
     }
     # Where the device converts to fp8 by integer arithmetic, registers are worth more than threads.
     short = result.dtype is int8 or result.device.converts_fp8
@@ -94,5 +91,4 @@ def static(
         GROUP_COLUMNS=group_columns,
         GROUPED_ROWS=grouped_rows,
         HAS_AZP=azp,
-        FOUND=partial is not None,
     )

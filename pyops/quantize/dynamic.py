@@ -10,7 +10,7 @@ from .._core.kernel import Kernel, Launch, Scratch
 from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
-from ._common import as_fp8, fp8_matrices, integers, matrices, one_row, saturated, shifted, static
+from ._common import as_fp8, fp8_matrices, integers, matrices, one_row, saturated, shifted
 from .static import fp8_codes
 
 if TYPE_CHECKING:
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["dynamic_per_token_scaled_fp8_quant", "dynamic_scaled_fp8_quant", "dynamic_scaled_int8_quant"]
 
 _absmax = Kernel("quantize/absmax.cu")
+_dynamic_tensor_quant = Kernel("quantize/dynamic_tensor_quant.cu")
 _dynamic_token_quant = Kernel("quantize/dynamic_token_quant.cu")
+# Of absmax.cu and dynamic_tensor_quant.cu: threads of a block, blocks of a multiprocessor, and vectors of a thread that
+# keep enough bytes in flight and make the scale's cost small beside theirs.
+_FIND, _WRITE = (512, 2, 8), (256, 6, 4)
 
 
 @op(out=("result", "scale"), ulps=0)
@@ -48,24 +52,47 @@ def _(result: Arg, input: Arg, scale: Arg) -> list[Launch]:
     if not input.numel:
         return []
     result, input = one_row(result, input)
-    row_size, num_threads, most_blocks = input.shape[-1], 512, 2 * input.device.multiprocessors
-    vec_size = check.vector_width(row_size, input)
-    # Four vectors to a thread keep enough bytes in flight; fewer elements go to more blocks.
-    batch = 4 if input.numel >= 4 * most_blocks * num_threads * vec_size else 1
-    row_chunks = -(-row_size // (batch * num_threads * vec_size))
-    num_chunks = check.num_rows(input) * row_chunks
-    blocks = min(num_chunks, most_blocks)
+    multiprocessors, num_rows, row_size = input.device.multiprocessors, check.num_rows(input), input.shape[-1]
+    row_stride = check.row_stride(input)
+
+    def chunks(vec_size: int, num_threads: int, resident: int, batch: int) -> tuple[int, int, dict[str, int]]:
+        """(chunks, those of a row, constants): several vectors to a thread if all `resident` blocks have some."""
+        if input.numel < resident * multiprocessors * batch * num_threads * vec_size:
+            batch = 1
+        row_chunks = -(-row_size // (batch * num_threads * vec_size))
+        constants = {"VEC_SIZE": vec_size, "BATCH": batch, "NUM_THREADS": num_threads}
+        return num_rows * row_chunks, row_chunks, constants
+
+    num_threads, resident, batch = _FIND
+    num_chunks, row_chunks, constants = chunks(check.vector_width(row_size, input), num_threads, resident, batch)
+    blocks = min(num_chunks, resident * multiprocessors)
     partial = Scratch(4 * blocks)
-    absmax = _absmax(scalar_t=input.dtype, VEC_SIZE=vec_size, BATCH=batch, NUM_THREADS=num_threads).launch(
+    find = _absmax(scalar_t=input.dtype, **constants).launch(
         grid=blocks,
         block=num_threads,
         partial=partial,
         num_chunks=num_chunks,
         row_chunks=row_chunks,
         row_size=row_size,
-        input_stride=check.row_stride(input),
+        input_stride=row_stride,
     )
-    return [absmax, static(result, input, partial=(blocks, partial))]
+    num_threads, resident, batch = _WRITE
+    num_chunks, row_chunks, constants = chunks(
+        check.vector_width(row_size, result, input), num_threads, resident, batch
+    )
+    # Where the device converts to fp8 by integer arithmetic, registers are worth more than threads.
+    min_blocks = resident if result.device.converts_fp8 else 1
+    write = _dynamic_tensor_quant(scalar_t=input.dtype, **constants, MIN_BLOCKS=min_blocks).launch(
+        grid=num_chunks,
+        block=num_threads,
+        partial=partial,
+        num_partial=blocks,
+        row_chunks=row_chunks,
+        row_size=row_size,
+        result_stride=check.row_stride(result),
+        input_stride=row_stride,
+    )
+    return [find, write]
 
 
 @dynamic_scaled_fp8_quant.traffic

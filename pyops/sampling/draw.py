@@ -122,8 +122,12 @@ def _(
     has = {"HAS_MIN_P": min_p is not None, "HAS_TEMPERATURE": temperature is not None}
     given = {"offsets": offsets, "top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
 
-    def launch(kernel: Kernel, constants: dict[str, Any], *names: str, **scratch: Any) -> Launch:
-        return kernel(scalar_t=logits.dtype, **constants, NUM_THREADS=_NUM_THREADS).launch(
+    launches: list[Launch] = []
+
+    def launch(kernel: Kernel, constants: dict[str, Any], *names: str, **scratch: Any) -> None:
+        # Each goes the other way than the one before: it begins with what L2 still holds.
+        constants = {**constants, "BACKWARDS": len(launches) % 2 == 1, "NUM_THREADS": _NUM_THREADS}
+        one = kernel(scalar_t=logits.dtype, **constants).launch(
             grid=num_rows * pieces,
             block=_NUM_THREADS,
             vocab_size=vocab_size,
@@ -135,16 +139,18 @@ def _(
             **scratch,
             **{name: 0 for name in names if given[name] is None},
         )
+        launches.append(one)
 
-    launches = [launch(_sampling_max, {}, bins=bins)]
+    filtered = {"FILTERED": top_k is not None or top_p is not None}
+    launch(_sampling_max, filtered, bins=bins)
     digits = 3 if logits.dtype is float32 else 2  # 22 bits hold all that a logit of 16 bits has
     for is_top_p, wanted in ((False, top_k), (True, top_p)):
-        names = ("top_k", "top_p", "min_p", "temperature")
-        if wanted is not None:
-            filters = ({"TOP_P": is_top_p, "NUMBER": number, **has} for number in range(digits))
-            launches += [launch(_sampling_filter, constants, *names, bins=bins) for constants in filters]
-    has["HAS_OFFSETS"] = offsets is not None
-    return [*launches, launch(_sampling_pick, has, "offsets", "min_p", "temperature", sums=sums)]
+        for number in range(digits if wanted is not None else 0):
+            constants = {"TOP_P": is_top_p, "NUMBER": number, **has}
+            launch(_sampling_filter, constants, "top_k", "top_p", "min_p", "temperature", bins=bins)
+    has = {**has, **filtered, "HAS_OFFSETS": offsets is not None}
+    launch(_sampling_pick, has, "offsets", "min_p", "temperature", sums=sums)
+    return launches
 
 
 @top_k_top_p_sampling_from_logits.example
