@@ -36,3 +36,8 @@ DEVICE uint32_t load_of_block(const uint32_t* word, unsigned rank) {
 #endif
     return *word;
 }
+
+template <int BLOCKS>
+DEVICE float load_of_block(const float* word, unsigned rank) {
+    return __uint_as_float(load_of_block<BLOCKS>(reinterpret_cast<const uint32_t*>(word), rank));
+}
