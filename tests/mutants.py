@@ -1320,12 +1320,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "z += z_of(k);",
             "parts have other largest logits",
         ),
-        (
-            "splits not equal",
-            "ceil_div(ceil_div(tokens, most_splits), TILE_TOKENS)",
-            "ceil_div(tokens / most_splits, TILE_TOKENS)",
-            "the last tokens",
-        ),
         ("exponential of -inf", "x - (most == minus_infinity() ? 0.0f : most)", "x - most", "sequences without tokens"),
         ("epsilon of a direct result", "(direct || PARTITION ? 1e-6f : 1e-30f)", "1e-2f", "the sum of the weights"),
         (

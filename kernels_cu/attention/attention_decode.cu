@@ -537,38 +537,46 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
     }
     __syncthreads();
 
-    // The result of a head, whose elements `total` finds: what the thread of this `number` writes of it, of `step` threads.
-    const auto write = [&](int head, float largest, float z, auto total, int number, int step) {
+    // A head is finished by a warp or, in a cluster, by a block's.
+    constexpr int HEAD_THREADS = ceil_div(HEAD_SIZE, 32) * 32;
+    constexpr int WRITERS = CLUSTER == 1 ? 32 : HEAD_THREADS < NUM_THREADS ? HEAD_THREADS : NUM_THREADS;
+    const auto write = [&](int head, const auto& shares, auto total) {
         const int64_t own_head = first_head + head, at = (int64_t(seq) * NUM_KV_HEADS * GROUP + own_head) * most_splits + split;
         const int64_t row = find_row();
-        write_result<HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
-            total, largest, z, value_unit, direct, sinks + own_head, out + row * out_stride + own_head * HEAD_SIZE,
-            lse + own_head * num_rows + row, tmp_out + at * HEAD_SIZE, max_logits + at, exp_sums + at, number, step);
+        write_result<WRITERS, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
+            total, shares.largest, shares.z, value_unit, direct, sinks + own_head, out + row * out_stride + own_head * HEAD_SIZE,
+            lse + own_head * num_rows + row, tmp_out + at * HEAD_SIZE, max_logits + at, exp_sums + at);
     };
     __shared__ float block_most[HEADS];
     __shared__ float block_sum[HEADS];
     for (int head = warp; head < num_heads; head += NUM_WARPS) {
         const Shares<NUM_WARPS> shares([&](int w) { return warp_most[w * HEADS + head]; }, [&](int w) { return warp_sum[w * HEADS + head]; });
-        const auto total = [&](int i) { return shares.sum([&](int w) { return part_of(w, head)[i]; }); };
-        if constexpr (CLUSTER > 1) {
-            for (int i = lane; i < HEAD_SIZE; i += 32) part_of(0, head)[i] = total(i);
+        const auto total = [&](int i, int) { return shares.sum([&](int w) { return part_of(w, head)[i]; }); };
+        if constexpr (CLUSTER == 1) {
+            write(head, shares, total);
+        } else {
+            for (int i = lane; i < HEAD_SIZE; i += 32) part_of(0, head)[i] = total(i, 0);
             if (lane == 0) {
                 block_most[head] = shares.largest;
                 block_sum[head] = shares.z;
             }
-        } else {
-            write(head, shares.largest, shares.z, total, lane, 32);
         }
     }
     if constexpr (CLUSTER > 1) {
-        // Each block of the cluster finishes some of the heads.
         sync_cluster<CLUSTER>();
-        for (int head = blockIdx.y; head < num_heads; head += CLUSTER) {
+        for (int head = blockIdx.y; head < num_heads && threadIdx.x < WRITERS; head += CLUSTER) {
+            // All that is read of the other blocks is on its way together.
+            constexpr int EACH = ceil_div(HEAD_SIZE, WRITERS);
+            float found[EACH][CLUSTER];
             const auto of_block = [&](const float* word) { return [=](int rank) { return load_of_block<CLUSTER>(word, rank); }; };
+#pragma unroll
+            for (int k = 0; k < EACH * CLUSTER; ++k) {
+                const int e = k / CLUSTER, rank = k % CLUSTER, i = int(threadIdx.x) + e * WRITERS;
+                if (i < HEAD_SIZE) found[e][rank] = load_of_block<CLUSTER>(part_of(0, head) + i, rank);
+            }
             const Shares<CLUSTER> shares(of_block(block_most + head), of_block(block_sum + head));
-            const auto total = [&](int i) { return shares.sum(of_block(part_of(0, head) + i)); };
-            write(head, shares.largest, shares.z, total, threadIdx.x, NUM_THREADS);
+            write(head, shares, [&](int, int e) { return shares.sum([&](int rank) { return found[e][rank]; }); });
         }
-        sync_cluster<CLUSTER>();  // the others may still read what this one found
+        leave_cluster<CLUSTER>();
     }
 }

@@ -190,12 +190,20 @@ struct Shares {
     }
 };
 
-// What is left of a head: elements total(i), the sum of the values by their weights relative to the `largest` logit (in units
-// of log 2), and the sum z of the weights. A `direct` result is final; a sink is one more logit without a value. Threads numbered
-// from 0 to `step` - 1 write it together.
-template <int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename F, typename T, typename P>
+// What THREADS threads leave of a head: elements total(i), the sum of the values by their weights relative to the `largest` logit
+// (in units of log 2), and the sum z of the weights. A `direct` result is final; a sink is one more logit without a value.
+// total(i, e) is asked for by the thread whose element number e this is.
+template <int THREADS, int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename F, typename T, typename P>
 DEVICE void write_result(F total, float largest, float z, float value_unit, bool direct, const float* sink, T* out, float* lse,
-                         P* partial_out, float* partial_max, float* partial_sum, int number, int step) {
+                         P* partial_out, float* partial_max, float* partial_sum) {
+    const int number = threadIdx.x % THREADS;
+    const auto each_element = [&](auto f) {
+#pragma unroll
+        for (int e = 0; e < ceil_div(HEAD_SIZE, THREADS); ++e) {
+            const int i = number + e * THREADS;
+            if (i < HEAD_SIZE) f(i, e);
+        }
+    };
     float all = z, weight = 1.0f;
     if (HAS_SINKS && direct) {
         const float extra = *sink * LOG2_E, larger = fmaxf(largest, extra);
@@ -206,10 +214,10 @@ DEVICE void write_result(F total, float largest, float z, float value_unit, bool
     // Splits that are joined get their epsilon then; the other is no more than a guard against 0 / 0.
     const float share = weight / (all + (direct || PARTITION ? 1e-6f : 1e-30f)) * value_unit;
     if (direct) {
-        for (int i = number; i < HEAD_SIZE; i += step) out[i] = from_float<T>(total(i) * share);
+        each_element([&](int i, int e) { out[i] = from_float<T>(total(i, e) * share); });
         if (HAS_LSE && number == 0) *lse = all == 0.0f ? minus_infinity() : largest * LN_2 + logf(all);
     } else {
-        for (int i = number; i < HEAD_SIZE; i += step) partial_out[i] = from_float<P>(total(i) * share);
+        each_element([&](int i, int e) { partial_out[i] = from_float<P>(total(i, e) * share); });
         if (number == 0) {
             *partial_max = largest * LN_2;
             *partial_sum = z;
