@@ -1341,12 +1341,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         ("negative block numbers", "number >= 0 && number < num_blocks", "number < num_blocks", "hostile tables"),
         (
-            "block numbers behind the end",
-            "token < end ? block_of(token) : -1",
-            "block_of(token)",
-            "tables of as many blocks as a sequence has",
-        ),
-        (
             "tokens before the window",
             "return in_block && start + i < end && start + i >= splits.first;",
             "return in_block && start + i < end;",
@@ -1429,8 +1423,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("heads that overlap", "PART_STRIDE = HEAD_SIZE +", "PART_STRIDE = HEAD_SIZE -", "every head has its own"),
         (
             "no wait for the warps",
-            "    }\n    __syncthreads();\n\n    // The result of a head",
-            "    }\n\n    // The result of a head",
+            "    __syncthreads();\n\n    // A head is finished",
+            "\n    // A head is finished",
             "the warps' results are there before they are read",
         ),
         ("a head too many", "head >= num_heads) continue;", "head > num_heads) continue;", "parts of the next warp"),
