@@ -1315,6 +1315,18 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "a token counts twice",
         ),
         ("an empty split", "split < count && end(split) > first", "split < count + 1", "splits behind the last"),
+        (
+            "warps weigh the same",
+            "result = fmaf(of[k], part(k), result);",
+            "result += part(k);",
+            "parts have other largest logits",
+        ),
+        (
+            "sums weigh the same",
+            "z += z_of(k) * of[k];",
+            "z += z_of(k);",
+            "parts have other largest logits",
+        ),
         ("exponential of -inf", "x - (most == minus_infinity() ? 0.0f : most)", "x - most", "sequences without tokens"),
         ("epsilon of a direct result", "(direct || PARTITION ? 1e-6f : 1e-30f)", "1e-2f", "the sum of the weights"),
         (
@@ -1330,8 +1342,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     "attention/attention_decode.cu": [
         (
             "block numbers without a bound",
-            "if (number >= 0 && number < num_blocks) numbers.of[u]",
-            "numbers.of[u]",
+            "number >= 0 && number < num_blocks ?",
+            "number >= 0 ?",
             "hostile tables",
         ),
         ("negative block numbers", "number >= 0 && number < num_blocks", "number < num_blocks", "hostile tables"),
@@ -1347,7 +1359,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "return in_block &&",
             "a split has an end",
         ),
-        ("every warp the same steps", "int start = begin + warp * STEP;", "int start = begin;", "tokens count once"),
+        ("every warp the same steps", "int start = begin + turn * STEP;", "int start = begin;", "tokens count once"),
         (
             "strides of blocks",
             "place_of(values_from, value_block_stride, int(value_token_stride)",
@@ -1409,17 +1421,24 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "weights[tile][column][half] = word;",
             "which token a weight is of",
         ),
-        ("warps not in turn", "if (warp == turn) {", "{", "every warp adds its own"),
         (
-            "the first warp's largest",
-            "const float share = relative_exp2(most[i / 2][i % 2], largest);",
-            "const float share = 1.0f;",
-            "warps have other largest logits",
+            "warps in one place",
+            "(w * MOST_HEADS + head) * PART_STRIDE",
+            "head * PART_STRIDE",
+            "every warp leaves its own",
         ),
+        ("heads that overlap", "PART_STRIDE = HEAD_SIZE +", "PART_STRIDE = HEAD_SIZE -", "every head has its own"),
         (
-            "a head too many",
-            "head < num_heads; head += NUM_WARPS) {\n        float largest",
-            "head < HEADS; head += NUM_WARPS) {\n        float largest",
+            "no wait for the warps",
+            "    __syncthreads();\n\n    // A head is finished",
+            "\n    // A head is finished",
+            "the warps' results are there before they are read",
+        ),
+        ("a head too many", "head >= num_heads) continue;", "head > num_heads) continue;", "parts of the next warp"),
+        (
+            "heads that are none",
+            "head < num_heads; head += NUM_WARPS) {\n        const Shares",
+            "head < HEADS; head += NUM_WARPS) {\n        const Shares",
             "heads of the next key-value head",
         ),
         (

@@ -10,6 +10,7 @@ import torch
 import pyops
 from pyops._core import config, device
 from pyops._core.example import ArgMaker
+from pyops.attention import _plan
 from pyops.testing import assert_matches_reference, guarded
 from pyops.testing.calls import assert_results, expected, run
 from tests.calls import DEVICES, Host, example
@@ -162,6 +163,19 @@ def test_many_splits(on: str) -> None:
     """A sequence that many blocks share, beside short ones: parts of unequal length, and parts without a token."""
     _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), dtype=torch.bfloat16, on=on))
     _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), head_size=16, on=on))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+@pytest.mark.parametrize("lengths", [[1024], [700, 130], [0, 1, 513]], ids=str)
+def test_few_sequences(on: str, lengths: list[int], packed: bool) -> None:
+    """Clusters share them where there are any: blocks with many steps, with one and with none, and windows."""
+    call = paged_call(lengths, (8, 2), head_size=128, dtype=torch.bfloat16, packed=packed, on=on)
+    whole = _assert_is_attention(call.copy()).clone()
+    lse = torch.empty(8, len(lengths), device=on)
+    assert torch.equal(_assert_is_attention(call | {"lse": lse}), whole)
+    assert lse.isfinite().all(0).tolist() == [length > 0 for length in lengths]
+    call["plain"] = [[x[max(0, len(x) - 200) :] for x in pair] for pair in call["plain"]]
+    _assert_is_attention(call | {"sliding_window": 200})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -364,10 +378,41 @@ def test_products_serve_what_they_can() -> None:
         return [launch.specialisation.kernel.file.split("/")[1] for launch in launches]
 
     assert kernels(num_tokens=4096) == ["attention_decode.cu"]
-    assert kernels(num_tokens=1) == ["attention_decode.cu", "attention_combine.cu"]
+    assert kernels(num_tokens=1) == ["attention_decode.cu"]
+    assert kernels(num_tokens=1, arch="sm_80") == ["attention_decode.cu", "attention_combine.cu"]
+    assert kernels(num_tokens=1, max_seq_len=2**16) == ["attention_decode.cu", "attention_combine.cu"]
     assert kernels(num_tokens=4096, kv_cache_dtype="fp8", packed=True) == ["attention_decode.cu"]
     assert kernels(num_tokens=4096, dtype="float32") == ["attention_decode_simt.cu"]
     assert kernels(num_tokens=4096, arch="gfx942") == ["attention_decode_simt.cu"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "most_tokens", "wide", "expected"),
+    [
+        (8, 1024, True, (8, 8)),
+        (8, 1024, False, (8, 4)),
+        (8, 512, True, (8, 4)),  # eight blocks of four warps have a step each
+        (8, 128, True, (2, 4)),
+        (8, 64, True, (1, 4)),  # one block has
+        (8, 0, True, (1, 4)),
+        (8, 8192, True, (8, 8)),
+        (8, 8193, True, (1, 8)),
+        (1, 2049, True, (1, 8)),  # eight blocks are too few
+        (32, 1024, True, (8, 4)),
+        (128, 1024, True, (2, 4)),
+        (512, 64, True, (1, 4)),
+    ],
+)
+def test_blocks_of_cluster(blocks: int, most_tokens: int, wide: bool, expected: tuple[int, int]) -> None:
+    """As many as run at once and have something to do, where the longest sequence is not long."""
+    assert _plan.blocks_of_cluster(blocks, most_tokens, 16, wide, device.model()) == expected
+    assert _plan.blocks_of_cluster(blocks, most_tokens, 16, wide, device.model("sm_80"))[0] == 1
+
+
+@pytest.mark.parametrize(("blocks", "warps"), [(8, 4), (396, 4), (397, 3), (528, 3), (529, 2), (600, 4), (2048, 2)])
+def test_warps_of_block(blocks: int, warps: int) -> None:
+    """All blocks in one round, if blocks of three warps fit; else whole rounds."""
+    assert _plan.warps_of_block(blocks, 396) == warps
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [

@@ -9,6 +9,9 @@
 // mma.m16n8k16 without a detour. Which token is which row, and which dimension which term of a sum, is free: each lane's
 // elements are neighbours in memory. A step's keys and values are requested while the step before is computed.
 //
+// Of few sequences, a split is a whole sequence and the blocks of a cluster share it: all their warps take turns at its steps,
+// and what the blocks have found meets in their shared memory. Where a warp begins is then known before the length is.
+//
 // Weights are split into two parts of the product's type, so that they are good to 16 bits and more. Keys and values of 8
 // bits become float16, which holds them all, and weights are rounded to it; queries then are scaled by a power of two that
 // puts each into its range.
@@ -28,17 +31,20 @@
 //     HEADS          query heads of a block: 8 or 16
 //     TILES          tiles of 16 tokens in a warp's step
 //     NUM_WARPS      warps of the block
+//     CLUSTER        blocks that share a split and run together
 //     ONE_AT_A_TIME  registers hold keys or values, not both
-//     MIN_BLOCKS     blocks of 4 warps that a multiprocessor should hold: bounds the registers
+//     MIN_BLOCKS     blocks of 4 warps (or NUM_WARPS, if more) that a multiprocessor should hold: bounds the registers
 //     PARTITION      tokens of a split, or 0 for even splits
 //     BALANCED       even splits are as many as the lengths of all sequences suggest, else most_splits
 //     DIRECT         a sequence of one split goes straight to out
 //     HAS_ALIBI, HAS_SOFTCAP, HAS_SINKS, HAS_LSE, HAS_STARTS    which of the options are there
 
 #include "attention.cuh"
+#include "cluster.cuh"
 #include "mma.cuh"
 
-static_assert(NUM_WARPS <= 4);
+constexpr int NUM_THREADS = NUM_WARPS * 32, MOST_THREADS = NUM_WARPS > 4 ? NUM_THREADS : 128;
+static_assert(CLUSTER == 1 || (!BALANCED && DIRECT));
 constexpr bool IS_FP8 = sizeof(cache_t) == 1;
 template <bool FP8> struct product_type { using type = scalar_t; };
 template <> struct product_type<true> { using type = half_t; };
@@ -46,7 +52,7 @@ using product_t = product_type<IS_FP8>::type;
 
 constexpr int CHUNK = 16 / sizeof(cache_t);  // elements in 16 bytes
 constexpr int CHUNKS = HEAD_SIZE / CHUNK;
-constexpr int STEP = TILE_TOKENS * TILES;
+constexpr int STEP = TILE_TOKENS * TILES, ROUND = CLUSTER * NUM_WARPS * STEP;  // a step of each warp that shares the split
 constexpr int COLUMNS = HEADS / 8;                          // tiles of 8 heads
 constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;    // blocks for the heads that share a key-value head
 constexpr int KEY_CHUNKS = ceil_div(CHUNKS, 4);             // of a row, for each of the 4 lanes that share it
@@ -80,9 +86,28 @@ struct Values {
     uint4 rows[PACKED ? 1 : TILES][4][VALUE_CHUNKS];
 };
 
+// What the warps of the block leave, a head after the other: so far apart that a warp's stores meet different banks.
+constexpr int MOST_HEADS = HEADS < GROUP ? HEADS : GROUP;
+constexpr int PART_STRIDE = HEAD_SIZE + (PACKED || IS_FP8 ? 4 : 8);
+
+// Asks for what a block reads first, as far as that is known without reading.
+DEVICE void prefetch_first(const scalar_t* query, const table_t* block_tables, const length_t* seq_lens, int64_t num_seqs, int64_t num_rows,
+                           int64_t most_tokens, int64_t query_stride, int64_t table_stride, int64_t table_step, int64_t length_step) {
+    const int64_t seq = BALANCED ? threadIdx.x : blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS);
+    if (seq < num_seqs) prefetch_line(seq_lens + seq * length_step);
+    if constexpr (CLUSTER > 1) {
+        const int token = (blockIdx.y * NUM_WARPS + threadIdx.x / 32) * STEP;
+        if (token < most_tokens) prefetch_line(block_tables + seq * table_stride + token / BLOCK_SIZE * table_step);
+        const int kv_head = blockIdx.x / HEAD_BLOCKS % NUM_KV_HEADS, element = threadIdx.x * int(128 / sizeof(scalar_t));
+        if (element < GROUP * HEAD_SIZE && seq < num_rows) {
+            prefetch_line(query + seq * query_stride + kv_head * GROUP * HEAD_SIZE + element);
+        }
+    }
+}
+
 DEVICE uint32_t word_at(const uint4& words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
 
-extern "C" __global__ void LAUNCH_BOUNDS(128, MIN_BLOCKS)
+extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(MOST_THREADS, MIN_BLOCKS)
 attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
                  partial_t* tmp_out,     // [num_seqs, NUM_KV_HEADS * GROUP, most_splits, HEAD_SIZE]
                  float* max_logits,         // [num_seqs, NUM_KV_HEADS * GROUP, most_splits]
@@ -102,12 +127,14 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
                  int64_t table_step, int64_t length_step, int64_t key_block_stride, int64_t key_token_stride,
                  int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride,
                  int64_t value_head_stride, float slots, float scale, float logits_soft_cap) {
+    prefetch_first(query, block_tables, seq_lens, num_seqs, num_rows, most_tokens, query_stride, table_stride, table_step, length_step);
     await_previous_kernel();
     const int kv_head = blockIdx.x % (NUM_KV_HEADS * HEAD_BLOCKS) / HEAD_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
     const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    int seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS), split = blockIdx.y, parts = int(most_splits);
+    const int turn = (CLUSTER > 1 ? blockIdx.y * NUM_WARPS : 0) + warp;  // of the warps that share the split
+    int seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS), split = CLUSTER > 1 ? 0 : blockIdx.y, parts = CLUSTER > 1 ? 1 : int(most_splits);
     if constexpr (BALANCED) {
         const Balance<length_t> balance(seq_lens, length_step, num_seqs, most_tokens, sliding_window, slots, most_splits);
         split = seq;
@@ -115,31 +142,38 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
         if (seq < 0) return;
         parts = balance.splits_of(seq);
     }
-    const Splits splits(seq_lens[seq * length_step], most_tokens, sliding_window, PARTITION, parts, int(least_split));
+
+    // The number of the block in which a token lies, -1 if there is none.
+    const auto block_of = [&](int token) {
+        const int64_t number = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
+        return number >= 0 && number < num_blocks ? int(number) : -1;
+    };
+    // Those of the step that begins at `start`, as f finds them.
+    const auto numbers_at = [&](int start, auto f) {
+        Numbers numbers;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) numbers.of[u] = f(UNIT == 1 ? start + lane % STEP : start + u * UNIT);
+        return numbers;
+    };
+    const length_t given = seq_lens[seq * length_step];
+    // Those of a cluster's first steps do not wait for the length, and are right unless a window begins later.
+    Numbers numbers;
+    if constexpr (CLUSTER > 1) {
+        numbers = numbers_at(turn * STEP, [&](int token) { return block_of(min(token, int(most_tokens) - 1)); });
+    }
+
+    const Splits splits(given, most_tokens, sliding_window, PARTITION, parts, int(least_split));
     const auto find_row = [&] { return HAS_STARTS ? row_of(query_start_loc + seq, num_rows) : int64_t(seq); };
     if (HAS_STARTS && find_row() < 0) return;
-    const bool direct = DIRECT && splits.count <= 1;
-    if (!splits.exists(split) && !(direct && split == 0)) return;
+    const bool direct = CLUSTER > 1 || (DIRECT && splits.count <= 1);
+    if (!(direct && split == 0) && !splits.exists(split)) return;
 
     // (Without blocks there is nothing to load.)
     const int begin = splits.begin(split), end = num_blocks > 0 ? splits.end(split) : begin;
+    const auto block_before_end = [&](int token) { return token < end ? block_of(token) : -1; };
     const cache_t* const keys_from = key_cache + kv_head * key_head_stride;
     const cache_t* const values_from = value_cache + kv_head * value_head_stride;
 
-    // The numbers of the blocks of the step that begins at `start`, -1 if there is none.
-    const auto numbers_at = [&](int start) {
-        Numbers numbers;
-#pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
-            const int token = UNIT == 1 ? start + lane % STEP : start + u * UNIT;
-            numbers.of[u] = -1;
-            if (token < end) {
-                const int64_t number = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
-                if (number >= 0 && number < num_blocks) numbers.of[u] = int(number);
-            }
-        }
-        return numbers;
-    };
     const auto number_of = [&](const Numbers& numbers, int i) {
         if constexpr (UNIT == 1) return shfl<32>(numbers.of[0], i);
         int number = numbers.of[0];
@@ -247,19 +281,21 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
     };
 
     // The first keys and values are on their way while the queries are prepared.
-    int start = begin + warp * STEP;
-    Numbers numbers = numbers_at(start), next_numbers = numbers_at(start + NUM_WARPS * STEP);
+    int start = begin + turn * STEP;
+    if (CLUSTER == 1 || begin > 0) numbers = numbers_at(start, block_before_end);
     Keys keys;
     Values values;
     if (start < end) {
         load_keys(keys, start, numbers);
         if (!ONE_AT_A_TIME) load_values(values, start, numbers);
     }
+    Numbers next_numbers = numbers_at(start + ROUND, block_before_end);
 
     // Queries, and what turns a product into a logit.
     __shared__ alignas(16) product_t queries[HEADS * QUERY_STRIDE];
     __shared__ float units[HEADS];
     const float key_unit = logit_unit<HAS_SOFTCAP>(IS_FP8 ? scale * *k_scale : scale, logits_soft_cap);
+    const float value_unit = IS_FP8 ? *v_scale : 1.0f;
     for (int head = warp; head < HEADS; head += NUM_WARPS) {
         const scalar_t* from = query + find_row() * query_stride + int64_t(first_head + head) * HEAD_SIZE;
         float factor = 1.0f;
@@ -296,8 +332,8 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
 #pragma unroll
     for (int i = 0; i < COLUMNS * ROWS * 4; ++i) o[i / (ROWS * 4)][i / 4 % ROWS][i % 4] = 0.0f;
 
-    for (; start < end; start += NUM_WARPS * STEP) {
-        const int next = start + NUM_WARPS * STEP;
+    for (; start < end; start += ROUND) {
+        const int next = start + ROUND;
 
         float s[TILES][COLUMNS][4];
 #pragma unroll
@@ -461,13 +497,14 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
             else load_values(values, next, next_numbers);
         }
         numbers = next_numbers;
-        next_numbers = numbers_at(next + NUM_WARPS * STEP);
+        next_numbers = numbers_at(next + ROUND, block_before_end);
     }
 
-    // The warps' results meet in shared memory, one warp after another.
+    // The warps' results meet in shared memory.
     __shared__ float warp_most[NUM_WARPS * HEADS];
     __shared__ float warp_sum[NUM_WARPS * HEADS];
-    __shared__ float total[HEADS * HEAD_SIZE];
+    __shared__ alignas(16) float parts_of_warps[NUM_WARPS * MOST_HEADS * PART_STRIDE];
+    const auto part_of = [&](int w, int head) { return parts_of_warps + (w * MOST_HEADS + head) * PART_STRIDE; };
 #pragma unroll
     for (int i = 0; i < COLUMNS * 2; ++i) {
         float& own = sum[i / 2][i % 2];
@@ -478,49 +515,68 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
             warp_most[warp * HEADS + head] = most[i / 2][i % 2];
             warp_sum[warp * HEADS + head] = own;
         }
-    }
-    __syncthreads();
-    for (int turn = 0; turn < NUM_WARPS; ++turn) {
-        if (warp == turn) {
+        if (head >= num_heads) continue;
+        const auto element = [&](int m, int half) { return o[i / 2][m][half * 2 + i % 2]; };
+        float* to = part_of(warp, head);
+        if constexpr (PACKED) {
 #pragma unroll
-            for (int i = 0; i < COLUMNS * 2; ++i) {
-                const int head = i / 2 * 8 + 2 * t + i % 2;
-                float largest = minus_infinity();
+            for (int m = 0; m < ROWS * 2; ++m) {
+                const int dim = m * 8 + g;
+                if (HEAD_SIZE % 16 == 0 || dim < HEAD_SIZE) to[dim] = element(m / 2, m % 2);
+            }
+        } else {
 #pragma unroll
-                for (int w = 0; w < NUM_WARPS; ++w) largest = fmaxf(largest, warp_most[w * HEADS + head]);
-                const float share = relative_exp2(most[i / 2][i % 2], largest);
-#pragma unroll
-                for (int m = 0; m < ROWS; ++m) {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        // The dimension that row g + 8 * half of tile m is.
-                        const int dim = PACKED ? m * 16 + half * 8 + g
-                                               : (m / (CHUNK / 2) * 8 + g) * CHUNK + m % (CHUNK / 2) * 2 + half;
-                        if (dim < HEAD_SIZE) {
-                            float& sum_of_warps = total[head * HEAD_SIZE + dim];
-                            const float own = o[i / 2][m][half * 2 + i % 2] * share;
-                            sum_of_warps = turn == 0 ? own : sum_of_warps + own;
-                        }
-                    }
+            for (int m = 0; m < ROWS; m += 2) {
+                const int chunk = m / (CHUNK / 2) * 8 + g;
+                if (CHUNKS % 8 == 0 || chunk < CHUNKS) {
+                    *reinterpret_cast<float4*>(to + chunk * CHUNK + m % (CHUNK / 2) * 2) =
+                        float4{element(m, 0), element(m, 1), element(m + 1, 0), element(m + 1, 1)};
                 }
             }
         }
-        __syncthreads();
     }
+    __syncthreads();
 
-    for (int head = warp; head < num_heads; head += NUM_WARPS) {
-        float largest = minus_infinity(), z = 0.0f;
-#pragma unroll
-        for (int w = 0; w < NUM_WARPS; ++w) largest = fmaxf(largest, warp_most[w * HEADS + head]);
-#pragma unroll
-        for (int w = 0; w < NUM_WARPS; ++w) {
-            z += warp_sum[w * HEADS + head] * relative_exp2(warp_most[w * HEADS + head], largest);
-        }
+    // A head is finished by a warp or, in a cluster, by a block's.
+    constexpr int HEAD_THREADS = ceil_div(HEAD_SIZE, 32) * 32;
+    constexpr int WRITERS = CLUSTER == 1 ? 32 : HEAD_THREADS < NUM_THREADS ? HEAD_THREADS : NUM_THREADS;
+    const auto write = [&](int head, const auto& shares, auto total) {
         const int64_t own_head = first_head + head, at = (int64_t(seq) * NUM_KV_HEADS * GROUP + own_head) * most_splits + split;
         const int64_t row = find_row();
-        write_result<HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
-            total + head * HEAD_SIZE, largest, z, IS_FP8 ? *v_scale : 1.0f, direct, sinks + own_head,
-            out + row * out_stride + own_head * HEAD_SIZE, lse + own_head * num_rows + row,
-            tmp_out + at * HEAD_SIZE, max_logits + at, exp_sums + at);
+        write_result<WRITERS, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
+            total, shares.largest, shares.z, value_unit, direct, sinks + own_head, out + row * out_stride + own_head * HEAD_SIZE,
+            lse + own_head * num_rows + row, tmp_out + at * HEAD_SIZE, max_logits + at, exp_sums + at);
+    };
+    __shared__ float block_most[HEADS];
+    __shared__ float block_sum[HEADS];
+    for (int head = warp; head < num_heads; head += NUM_WARPS) {
+        const Shares<NUM_WARPS> shares([&](int w) { return warp_most[w * HEADS + head]; }, [&](int w) { return warp_sum[w * HEADS + head]; });
+        const auto total = [&](int i, int) { return shares.sum([&](int w) { return part_of(w, head)[i]; }); };
+        if constexpr (CLUSTER == 1) {
+            write(head, shares, total);
+        } else {
+            for (int i = lane; i < HEAD_SIZE; i += 32) part_of(0, head)[i] = total(i, 0);
+            if (lane == 0) {
+                block_most[head] = shares.largest;
+                block_sum[head] = shares.z;
+            }
+        }
+    }
+    if constexpr (CLUSTER > 1) {
+        sync_cluster<CLUSTER>();
+        for (int head = blockIdx.y; head < num_heads && threadIdx.x < WRITERS; head += CLUSTER) {
+            // All that is read of the other blocks is on its way together.
+            constexpr int EACH = ceil_div(HEAD_SIZE, WRITERS);
+            float found[EACH][CLUSTER];
+            const auto of_block = [&](const float* word) { return [=](int rank) { return load_of_block<CLUSTER>(word, rank); }; };
+#pragma unroll
+            for (int k = 0; k < EACH * CLUSTER; ++k) {
+                const int e = k / CLUSTER, rank = k % CLUSTER, i = int(threadIdx.x) + e * WRITERS;
+                if (i < HEAD_SIZE) found[e][rank] = load_of_block<CLUSTER>(part_of(0, head) + i, rank);
+            }
+            const Shares<CLUSTER> shares(of_block(block_most + head), of_block(block_sum + head));
+            write(head, shares, [&](int, int e) { return shares.sum([&](int rank) { return found[e][rank]; }); });
+        }
+        leave_cluster<CLUSTER>();
     }
 }

@@ -119,8 +119,9 @@ attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_
     join_warps<WARPS>(o, most, sum, warp_most, warp_sum, total, [&](int i) { return exists(i) ? dim_of(i) : -1; });
     if (warp == 0) {
         const int64_t at = (seq * NUM_HEADS + head) * most_splits + split;
-        write_result<HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
-            total, most, sum, IS_FP8 ? *v_scale : 1.0f, direct, sinks + head, out + row * out_stride + int64_t(head) * HEAD_SIZE,
+        write_result<WARP_SIZE, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
+            [&](int i, int) { return total[i]; }, most, sum, IS_FP8 ? *v_scale : 1.0f, direct, sinks + head,
+            out + row * out_stride + int64_t(head) * HEAD_SIZE,
             lse + head * num_rows + row, tmp_out + at * HEAD_SIZE, max_logits + at, exp_sums + at);
     }
 }

@@ -79,7 +79,7 @@ mla_decode_simt(out_t* out,                    // [num_seqs, num_heads, LATENT_S
     join_warps<WARPS>(o, most, sum, warp_most, warp_sum, total, [&](int i) { return element_of(i); });
     if (warp == 0) {
         const int64_t row = seq * num_heads + head, at = row * most_splits + split;
-        write_result<LATENT_SIZE, 0, false, HAS_LSE>(total, most, sum, 1.0f, direct, nullptr,
+        write_result<WARP_SIZE, LATENT_SIZE, 0, false, HAS_LSE>([&](int i, int) { return total[i]; }, most, sum, 1.0f, direct, nullptr,
                                                      out + seq * out_stride + head * LATENT_SIZE, lse + row,
                                                      tmp_out + at * LATENT_SIZE, max_logits + at, exp_sums + at);
     }

@@ -20,7 +20,7 @@ struct Splits {
         first = window > 0 && length > window ? int(length - window) : 0;
         origin = partition ? 0 : first / TILE_TOKENS * TILE_TOKENS;
         const int tokens = length - origin;
-        const int even = (tokens / most_splits + TILE_TOKENS) / TILE_TOKENS * TILE_TOKENS;
+        const int even = ceil_div(ceil_div(tokens, most_splits), TILE_TOKENS) * TILE_TOKENS;
         size = partition ? partition : max(even, least);
         count = tokens / size + (tokens % size > 0);
     }
@@ -162,12 +162,48 @@ DEVICE void join_warps(const float (&o)[ROUNDS], float& largest, float& z, float
     }
 }
 
-// What a warp leaves of a head: `total`, the sum of the values by their weights relative to the `largest` logit (in units
-// of log 2), and the sum z of the weights. A `direct` result is final; a sink is one more logit without a value.
-template <int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename T, typename P>
-DEVICE void write_result(const float* total, float largest, float z, float value_unit, bool direct, const float* sink,
-                         T* out, float* lse, P* partial_out, float* partial_max, float* partial_sum) {
-    const int lane = threadIdx.x % WARP_SIZE;
+// N parts of a head on their way to one: the largest of their largest logits most(k), the sum z of their sums of weights z_of(k)
+// relative to it, and of each the factor that makes it so.
+template <int N>
+struct Shares {
+    float largest = minus_infinity(), z = 0.0f, of[N];
+
+    template <typename M, typename Z>
+    DEVICE Shares(M most, Z z_of) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            of[k] = most(k);
+            largest = fmaxf(largest, of[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            of[k] = relative_exp2(of[k], largest);
+            z += z_of(k) * of[k];
+        }
+    }
+    template <typename F>
+    DEVICE float sum(F part) const {
+        float result = 0.0f;
+#pragma unroll
+        for (int k = 0; k < N; ++k) result = fmaf(of[k], part(k), result);
+        return result;
+    }
+};
+
+// What THREADS threads leave of a head: elements total(i), the sum of the values by their weights relative to the `largest` logit
+// (in units of log 2), and the sum z of the weights. A `direct` result is final; a sink is one more logit without a value.
+// total(i, e) is asked for by the thread whose element number e this is.
+template <int THREADS, int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename F, typename T, typename P>
+DEVICE void write_result(F total, float largest, float z, float value_unit, bool direct, const float* sink, T* out, float* lse,
+                         P* partial_out, float* partial_max, float* partial_sum) {
+    const int number = threadIdx.x % THREADS;
+    const auto each_element = [&](auto f) {
+#pragma unroll
+        for (int e = 0; e < ceil_div(HEAD_SIZE, THREADS); ++e) {
+            const int i = number + e * THREADS;
+            if (i < HEAD_SIZE) f(i, e);
+        }
+    };
     float all = z, weight = 1.0f;
     if (HAS_SINKS && direct) {
         const float extra = *sink * LOG2_E, larger = fmaxf(largest, extra);
@@ -178,11 +214,11 @@ DEVICE void write_result(const float* total, float largest, float z, float value
     // Splits that are joined get their epsilon then; the other is no more than a guard against 0 / 0.
     const float share = weight / (all + (direct || PARTITION ? 1e-6f : 1e-30f)) * value_unit;
     if (direct) {
-        for (int i = lane; i < HEAD_SIZE; i += WARP_SIZE) out[i] = from_float<T>(total[i] * share);
-        if (HAS_LSE && lane == 0) *lse = all == 0.0f ? minus_infinity() : largest * LN_2 + logf(all);
+        each_element([&](int i, int e) { out[i] = from_float<T>(total(i, e) * share); });
+        if (HAS_LSE && number == 0) *lse = all == 0.0f ? minus_infinity() : largest * LN_2 + logf(all);
     } else {
-        for (int i = lane; i < HEAD_SIZE; i += WARP_SIZE) partial_out[i] = from_float<P>(total[i] * share);
-        if (lane == 0) {
+        each_element([&](int i, int e) { partial_out[i] = from_float<P>(total(i, e) * share); });
+        if (number == 0) {
             *partial_max = largest * LN_2;
             *partial_sum = z;
         }

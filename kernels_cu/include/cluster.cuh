@@ -23,6 +23,17 @@ DEVICE void sync_cluster() {
     __syncthreads();
 }
 
+// Before a block ends, so that the others have read what they want of it, and used it. It says nothing of what was written, for
+// which sync_cluster would wait. Every thread calls.
+template <int BLOCKS>
+DEVICE void leave_cluster() {
+#if PYOPS_CUDA && __CUDA_ARCH__ >= 900
+    if constexpr (BLOCKS > 1) {
+        asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+    }
+#endif
+}
+
 // The word that block `rank` of the cluster, counted in y, has where this one has `word`, in shared memory.
 template <int BLOCKS>
 DEVICE uint32_t load_of_block(const uint32_t* word, unsigned rank) {
@@ -35,4 +46,9 @@ DEVICE uint32_t load_of_block(const uint32_t* word, unsigned rank) {
     }
 #endif
     return *word;
+}
+
+template <int BLOCKS>
+DEVICE float load_of_block(const float* word, unsigned rank) {
+    return __uint_as_float(load_of_block<BLOCKS>(reinterpret_cast<const uint32_t*>(word), rank));
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .._core import check
+from .._core.device import Device
 from .._core.dtypes import DType, float8_e4m3fn, float32, int32, uint8
 from .._core.kernel import Kernel, Launch, Scratch, Specialisation
 from .._core.lazy import torch
@@ -21,8 +22,12 @@ combine = Kernel("attention/attention_combine.cu")
 
 NOT_VARLEN = {"VARLEN": False, "CAUSAL": False, "starts_t": int32}
 NUM_WARPS = 4
+TILE_TOKENS = 16  # rows of a product
 _LEAST_SPLIT = 64  # tokens: a step of every warp of a block
 _MOST_SPLITS = 128
+_MOST_STEPS = 8  # of a warp, for which a cluster takes a whole sequence: more are worth splits and their join
+_ONE_ROUND = (4, 3)  # warps of blocks that are to run in one round, if they fit
+_JOIN_THREADS = (512, 32)  # of a head, at most: of few heads, and of many
 _LARGEST_HEAD = 1024
 MOST_TOKENS = 2**31 - 2**20  # counted in 32 bits, with room for the last step
 
@@ -148,10 +153,12 @@ def example_caches(
 def warps_of_block(blocks: int, resident: int) -> int:
     """Warps of a block, of which there are so many, where `resident` of four warps run at the same time.
 
-    A last round of blocks takes at least half the time of a full one, so that it is best a full one or none.
+    A last round of blocks takes at least half the time of a full one, so that it is best a full one or none. A single
+    round leaves as little room as it can: blocks of the next kernel would fill it, unevenly.
     """
-    if blocks < resident:
-        return NUM_WARPS
+    for warps in _ONE_ROUND:
+        if blocks * warps <= NUM_WARPS * resident:
+            return warps
 
     def waste(warps: int) -> float:
         rounds = blocks * warps / (NUM_WARPS * resident)
@@ -159,6 +166,22 @@ def warps_of_block(blocks: int, resident: int) -> int:
         return (rounds - part + (max(part, 0.5) if part else 0.0)) / rounds
 
     return min((4, 2, 1), key=waste)
+
+
+def blocks_of_cluster(blocks: int, most_tokens: int, step: int, wide: bool, device: Device) -> tuple[int, int]:
+    """How many blocks take a sequence together where `blocks` would take all, and of how many warps; 1 if none do.
+
+    They need no second kernel for their join, but neither do they know of other sequences: so only where all run at
+    once, and where the longest sequence is not long. They have twice the warps where they may be so `wide`, tokens are
+    many, and half of the multiprocessors are left to the next kernel, which may start early.
+    """
+    warps = NUM_WARPS
+    if wide and most_tokens > 8 * warps * step and 16 * blocks <= device.multiprocessors:
+        warps *= 2
+    room = min(device.cluster, 2 * device.multiprocessors // max(1, blocks), -(-most_tokens // (warps * step)))
+    cluster = next(n for n in (8, 4, 2, 1) if n <= max(1, room))
+    steps = min(_MOST_STEPS, max(2, blocks))  # few blocks cannot ask for all that memory gives
+    return (cluster, warps) if most_tokens <= steps * cluster * warps * step else (1, warps)
 
 
 def splits_of_sequence(num_seqs: int, slots: float, most_tokens: int, rounds: int) -> int:
@@ -178,10 +201,10 @@ def join_splits(num_seqs: int, most_splits: int, out: Arg, tmp_out: Arg | None, 
     widest = 16 // max(constants["partial_t"].itemsize, constants["out_t"].itemsize)
     vec_size = min(check.vector_width(head_size, *(arg for arg in (out, tmp_out) if arg)), widest)
     lanes = -(-head_size // (vec_size * out.device.warp_size)) * out.device.warp_size
-    room = 512 if num_seqs * num_heads <= 4 * out.device.multiprocessors else 128  # threads of a head
+    many = num_seqs * num_heads > 4 * out.device.multiprocessors
     # Four splits of a group are in flight together. Many sequences have few splits: then blocks take several heads.
-    groups = next((n for n in (1, 2, 4, 8) if 4 * n >= most_splits or 2 * n * lanes > room), 8)
-    heads = next((n for n in (8, 4, 2) if room == 128 and num_heads % n == 0 and n * groups * lanes <= 256), 1)
+    groups = next((n for n in (1, 2, 4, 8) if 4 * n >= most_splits or 2 * n * lanes > _JOIN_THREADS[many]), 8)
+    heads = next((n for n in (8, 4, 2) if many and num_heads % n == 0 and n * groups * lanes <= 256), 1)
     return combine(
         **constants,
         HEAD_SIZE=head_size,
@@ -283,7 +306,15 @@ def plan(
     num_warps = warps_of_block(blocks, resident) if products else NUM_WARPS
     resident = resident * NUM_WARPS // num_warps
     slots = resident * num_seqs / max(1, blocks)
-    if tmp_out:
+    cluster = 1
+    if products and not tmp_out:
+        wide = min(heads, group) * head_size <= 1024  # whose results fit into shared memory
+        cluster, warps = blocks_of_cluster(blocks, most_tokens, TILE_TOKENS * tiles, wide, query.device)
+    if cluster > 1:
+        most_splits, num_warps = 1, warps
+        if num_warps > NUM_WARPS:
+            min_blocks = 1
+    elif tmp_out:
         assert exp_sums
         assert max_logits
         sizes = {"num_seqs": num_seqs, "num_heads": num_heads, "most_partitions": exp_sums.shape[-1]}
@@ -361,6 +392,7 @@ def plan(
         kernel = _decode(
             **constants,
             BALANCED=balanced,
+            CLUSTER=cluster,
             HEADS=heads,
             TILES=tiles,
             ONE_AT_A_TIME=bool(crowded) and head_size > 128 and cache.chunk == 8,
@@ -376,7 +408,7 @@ def plan(
             "blocksparse_head_sliding_step": sparse.head_sliding_step,
             "first_step": sparse.first_step(num_heads, num_kv_heads),
         }
-    grid = (int(num_seqs + 2 * slots + 1) * blocks // num_seqs, 1) if balanced else (blocks, most_splits)
+    grid = (int(num_seqs + 2 * slots + 1) * blocks // num_seqs, 1) if balanced else (blocks, max(cluster, most_splits))
     launches = [kernel.launch(grid, num_warps * 32, **fixed)]
     if combined:
         join = join_splits(
