@@ -55,7 +55,7 @@ def mutated(mutant: Mutant) -> str:
 
 @cache
 def _kernels(op: Op) -> set[str]:
-    """The files of the kernels that the op's example launches in any of the cases that are run, with few or many tokens."""
+    """The files of the kernels that the op's example launches in any case that is run, with few or many tokens."""
     assert op.example is not None
     found: set[str] = set()
     for case, more in product(axes.combinations(op, axes.RUN), ({}, {"num_tokens": 4096})):

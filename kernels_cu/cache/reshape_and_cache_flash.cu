@@ -30,7 +30,7 @@ struct Piece {
     slot_t slot;
 };
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1280 / NUM_THREADS)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
 reshape_and_cache_flash(const scalar_t* key,          // [num_tokens, NUM_HEADS, HEAD_SIZE]
                         const scalar_t* value,        // [num_tokens, NUM_HEADS, HEAD_SIZE]
                         cache_t* key_cache,           // [num_blocks, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE]
