@@ -852,8 +852,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     "cache/reshape_and_cache.cu": [
         (
             "no barrier",
-            "template word<LOAD_VEC>(0);\n        });\n    __syncthreads();",
-            "template word<LOAD_VEC>(0);\n        });",
+            "slot : -1;\n    }\n    __syncthreads();\n",
+            "slot : -1;\n    }\n",
             "the tile is read before it is written",
         ),
         (
@@ -869,10 +869,18 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "race",
         ),
         ("slots behind the cache", "slot < num_blocks * BLOCK_SIZE ? slot : -1", "slot", "slots that do not exist"),
+        ("slots not waited for", "    cp_async_wait<0>();\n", "", "copies are asynchronous"),
+        (
+            "tokens behind the last",
+            "min(first_token + token, num_tokens - 1)",
+            "(first_token + token)",
+            "they are read",
+        ),
+        ("columns behind the last", "min(piece * LOAD_VEC, columns - LOAD_VEC)", "piece * LOAD_VEC", "they are read"),
         ("keys without a slot", "if (slot < 0) continue;", "", "negative slots"),
         (
             "runs without looking",
-            "if (slots[token + i] != slots[token] + i) return false;",
+            "if (slots[token + i] != int64_t(slots[token]) + i) return false;",
             "",
             "scattered slots are no run",
         ),
