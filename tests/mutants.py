@@ -924,12 +924,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "const uint32_t next_mark",
             "the tile is read before it is written",
         ),
-        (
-            "no barrier at the end",
-            "        __syncthreads();\n        group = next_group;",
-            "        group = next_group;",
-            "race",
-        ),
         ("the same mark", "        mark = next_mark;\n", "", "every group has its own"),
         ("slots without a token", "if (mark >> offset & 1) vec.store", "vec.store", "they are left as they are"),
         ("whole runs", "if (wanted == WHOLE)", "if (true)", "slots without a token are left as they are"),
@@ -943,12 +937,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "? min(COLUMNS, ROW_SIZE - first_column) : COLUMNS",
             "? COLUMNS : COLUMNS",
             "short parts",
-        ),
-        (
-            "what is behind a row is read",
-            "min(piece * LOAD_VEC, int(columns) - LOAD_VEC)",
-            "piece * LOAD_VEC",
-            "memory behind the last row",
         ),
         (
             "keys' parts",

@@ -107,7 +107,6 @@ reshape_and_cache_groups(const scalar_t* key,       // [num_tokens, ROW_SIZE]
                 if (mark >> offset & 1) vec.store(to + int64_t(element / X) * (BLOCK_SIZE * X) + offset * X + element % X);
             }
         }
-        __syncthreads();
         group = next_group;
         mark = next_mark;
     }
