@@ -23,7 +23,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,11 +56,11 @@ def mutated(mutant: Mutant) -> str:
 
 @cache
 def _kernels(op: Op) -> set[str]:
-    """The files of the kernels that the op's example launches in any of the cases that are run."""
+    """The files of the kernels that the op's example launches in any case that is run, with few or many tokens."""
     assert op.example is not None
     found: set[str] = set()
-    for case in axes.combinations(op, axes.RUN):
-        launches = op.launches(*op.example(ArgMaker(device.model()), **case))
+    for case, more in product(axes.combinations(op, axes.RUN), ({}, {"num_tokens": 4096})):
+        launches = op.launches(*op.example(ArgMaker(device.model()), **case, **more))
         found |= {one.specialisation.kernel.file for one in launches}
     return found
 

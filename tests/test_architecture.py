@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -156,8 +157,8 @@ def test_every_kernel_is_launched() -> None:
         launch.specialisation.kernel.file
         for op in pyops.ops.values()
         if op.example
-        for case in axes.combinations(op)
-        for launch in op.launches(*op.example(ArgMaker(device.model()), **case))
+        for case, more in product(axes.combinations(op), ({}, {"num_tokens": 4096}))
+        for launch in op.launches(*op.example(ArgMaker(device.model()), **case, **more))
     }
     assert launched == set(KERNELS)
 
@@ -184,7 +185,8 @@ def test_kernel_header_comment_lists_its_constants(name: str) -> None:
     comment = kernels_cu.read(name).split("\n\n#include", 1)[0]
     for op in pyops.ops.values():
         assert op.example is not None
-        for launch in op.launches(*op.example(ArgMaker(device.model()))):
+        few, many = (op.launches(*op.example(ArgMaker(device.model()), **more)) for more in ({}, {"num_tokens": 4096}))
+        for launch in (*few, *many):
             if launch.specialisation.kernel.file == name:
                 for constant in launch.specialisation.constants:
                     assert re.search(rf"^//     .*\b{constant}\b", comment, re.MULTILINE), (

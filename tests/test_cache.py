@@ -242,22 +242,31 @@ def test_flash_layouts(num_heads: int, head_size: int, joint: bool, heads_first:
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("kind", ["auto", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block_size", [8, 16, 5])
-def test_packed(block_size: int, dtype: torch.dtype, kind: str, where: str) -> None:
-    """Runs of slots that begin anywhere among the tokens, one after another and scattered; more heads than threads."""
-    num_heads, head_size = 3, 48
+@pytest.mark.parametrize(("block_size", "grouped"), [(8, False), (16, False), (5, False), (16, True), (48, True)])
+def test_packed(
+    block_size: int, grouped: bool, dtype: torch.dtype, kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of slots that begin anywhere among the tokens, one after another and scattered; more heads than threads.
+
+    Few tokens are written as they come, many by groups of slots, in whatever order they come.
+    """
+    monkeypatch.setattr("pyops.cache.write._GROUPED_TOKENS", -1 if grouped else 1000)
+    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), multiprocessors=1))
+    pyops.ops["reshape_and_cache"].forget()
+    num_heads, head_size = 3, 112 if grouped else 48
     x = 16 // dtype.itemsize if kind == "auto" else 16
     for n in (3, 70):
         num_blocks = n // block_size + 4
         every = num_blocks * block_size
         runs = [*range(block_size, min(block_size + 37, every - 3)), *range(every - 3, every), -1, every, 0, 2]
         slots = ints((runs + [s for s in range(every) if s not in runs])[:n], where=where)
+        slots = slots[torch.randperm(n, generator=torch.Generator().manual_seed(n))] if grouped else slots
         key = make(n, num_heads, head_size, dtype=dtype, where=where)
         value = make(n, 2, num_heads, head_size, dtype=dtype, where=where)[:, 1]
         stored = dtype if kind == "auto" else torch.uint8
         key_cache = torch.zeros(num_blocks, num_heads, head_size // x, block_size, x, dtype=stored, device=where)
         value_cache = torch.zeros(num_blocks, num_heads, head_size, block_size, dtype=stored, device=where)
-        if block_size % 2:  # neither begins aligned
+        if block_size in (5, 48):  # neither begins aligned
             key_cache, value_cache = (Layout(1, 0, None).place(cache) for cache in (key_cache, value_cache))
         pyops.reshape_and_cache(key, value, key_cache, value_cache, slots, kind, 0.1, 0.3)
         exists = (slots >= 0) & (slots < every)
@@ -269,6 +278,30 @@ def test_packed(block_size: int, dtype: torch.dtype, kind: str, where: str) -> N
             else:
                 got = cache.permute(0, 3, 1, 2).reshape(every, num_heads, head_size)
             assert same_bits(got, right)
+    pyops.ops["reshape_and_cache"].forget()
+
+
+@pytest.mark.parametrize("where", DEVICES[1:])
+def test_packed_groups_keep_one_of_the_tokens_of_a_slot(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which one is not specified; its key and its value are."""
+    op = pyops.ops["reshape_and_cache"]
+    monkeypatch.setattr("pyops.cache.write._GROUPED_TOKENS", -1)
+    op.forget()
+    n = 300
+    key = torch.arange(n, dtype=torch.float32)[:, None, None].expand(n, 1, 16).contiguous().to(where)
+    slots = ints([t % 7 * 5 for t in range(n)], where=where)
+    key_cache = torch.full((4, 1, 4, 8, 4), -1.0, device=where)
+    value_cache = torch.full((4, 1, 16, 8), -1.0, device=where)
+    args = [key, key + 0.5, key_cache, value_cache, slots, "auto", torch.ones(1), torch.ones(1)]
+    results = run(op, [arg.to(where) if isinstance(arg, torch.Tensor) else arg for arg in args])
+    keys = results["key_cache"].permute(0, 3, 1, 2, 4).reshape(32, 16)
+    values = results["value_cache"].permute(0, 3, 1, 2).reshape(32, 16)
+    for slot in range(32):
+        token = float(keys[slot, 0])
+        assert (slot % 5 == 0 and token % 7 == slot // 5) if slot <= 30 and slot % 5 == 0 else token == -1.0
+        assert (keys[slot] == token).all()
+        assert (values[slot] == (token + 0.5 if token >= 0 else -1.0)).all()
+    op.forget()
 
 
 @pytest.mark.parametrize("where", DEVICES)
@@ -675,6 +708,7 @@ def test_many_tokens(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> 
     op = pyops.ops[name]
     small = dataclasses.replace(device.model(), multiprocessors=1)
     monkeypatch.setitem(device._MODELS, "sm_90", small)
+    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), multiprocessors=1))
     op.forget()
     for case in axes.sample(op, most=3):
         args = example(op, where, num_tokens=151, **case)

@@ -24,7 +24,7 @@ static_assert(LATENT_SIZE % VEC_SIZE == 0 && ROPE_SIZE % VEC_SIZE == 0);
 
 struct Piece {
     Vec<scalar_t, VEC_SIZE> vec;
-    int64_t entry;
+    slot_t slot;
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
@@ -41,19 +41,19 @@ concat_and_cache_mla(const scalar_t* kv_c,          // [num_tokens, LATENT_SIZE]
     const int64_t first = int64_t(blockIdx.x) * TOKENS;
     each_piece<NUM_THREADS, TOKENS, (LATENT_SIZE + ROPE_SIZE) / VEC_SIZE, BATCH>(
         [&](int row, int piece) {
-            const int64_t token = first + row;
+            const int64_t token = min(first + row, num_tokens - 1);
             const int element = piece * VEC_SIZE;
+            const bool is_rope = element >= LATENT_SIZE;
+            const scalar_t* source = (is_rope ? k_pe : kv_c) + token * (is_rope ? k_pe_stride : kv_c_stride);
             Piece held;
-            held.entry = NOWHERE;
-            if (token < num_tokens) {
-                const scalar_t* source = element < LATENT_SIZE ? kv_c + token * kv_c_stride + element
-                                                               : k_pe + token * k_pe_stride + (element - LATENT_SIZE);
-                held.vec = held.vec.load(source);
-                held.entry = pages.at_slot(slot_mapping[token * slot_mapping_stride]);
-            }
+            held.vec = held.vec.load(source + (is_rope ? element - LATENT_SIZE : element));
+            held.slot = slot_mapping[token * slot_mapping_stride];
             return held;
         },
         [&](int row, int piece, const Piece& held) {
-            if (held.entry != NOWHERE) encode<cache_t>(held.vec, over_scale).store(kv_cache + held.entry + piece * VEC_SIZE);
+            const auto kept = encode<cache_t>(held.vec, over_scale);
+            const int64_t entry = pages.at_slot(held.slot);
+            if (entry == NOWHERE || first + row >= num_tokens) return;
+            kept.store(kv_cache + entry + piece * VEC_SIZE);
         });
 }

@@ -28,7 +28,19 @@
 
 static_assert(ENTRY_SIZE % VEC_SIZE == 0 && TOKENS <= NUM_THREADS);
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
+// Three or four loads wait for each other before the first byte of an entry moves. Here their lines are asked for: the owners of
+// the block's rows and, of lengths, starts and the table, the line that has the block's number.
+DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, const owner_t* token_to_seq,
+                             const starts_t* seq_starts, int64_t num_seqs, int64_t max_blocks, int64_t table_stride,
+                             int64_t table_entry_stride, int64_t lens_stride, int64_t owner_stride, int64_t starts_stride) {
+    if (threadIdx.x) return;
+    if (HAS_OWNER) prefetch_line(token_to_seq + int64_t(blockIdx.x) * TOKENS * owner_stride);
+    prefetch_part(cu_seq_lens, num_seqs * lens_stride, blockIdx.x);
+    if (HAS_STARTS) prefetch_part(seq_starts, (num_seqs - 1) * starts_stride, blockIdx.x);
+    prefetch_part(block_table, (num_seqs - 1) * table_stride + (max_blocks - 1) * table_entry_stride, blockIdx.x);
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1536 / NUM_THREADS)
 gather_cache(const cache_t* src_cache,       // [num_blocks, BLOCK_SIZE, ENTRY_SIZE]
              scalar_t* dst,                  // [num_rows, ENTRY_SIZE]
              const table_t* block_table,     // [num_seqs, max_blocks]
@@ -39,6 +51,8 @@ gather_cache(const cache_t* src_cache,       // [num_blocks, BLOCK_SIZE, ENTRY_S
              int64_t num_rows, int64_t num_seqs, int64_t num_blocks, int64_t max_blocks,
              int64_t block_stride, int64_t slot_stride, int64_t dst_stride, int64_t table_stride, int64_t table_entry_stride,
              int64_t lens_stride, int64_t owner_stride, int64_t starts_stride) {
+    prefetch_indices(block_table, cu_seq_lens, token_to_seq, seq_starts, num_seqs, max_blocks, table_stride, table_entry_stride,
+                     lens_stride, owner_stride, starts_stride);
     await_previous_kernel();
     __shared__ int64_t entries[TOKENS];
     const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
@@ -59,22 +73,25 @@ gather_cache(const cache_t* src_cache,       // [num_blocks, BLOCK_SIZE, ENTRY_S
 
     constexpr int VEC_BYTES = VEC_SIZE * int(sizeof(cache_t));
     using words_t = Words<VEC_BYTES>;
+    struct Piece {
+        words_t words;
+        bool exists;
+    };
     const float factor = is_same<cache_t, scalar_t> ? 1.0f : *scale;
     each_piece<NUM_THREADS, TOKENS, ENTRY_SIZE / VEC_SIZE, BATCH>(
         [&](int row, int piece) {
-            words_t words;
-            if (entries[row] != NOWHERE) words = load_words<VEC_BYTES>(src_cache + entries[row] + piece * VEC_SIZE);
-            return words;
+            const int64_t entry = entries[row];  // if there is none, one that exists is read in vain
+            return Piece{load_words<VEC_BYTES>(src_cache + max(entry, int64_t(0)) + piece * VEC_SIZE), entry != NOWHERE};
         },
-        [&](int row, int piece, const words_t& words) {
-            if (entries[row] == NOWHERE) return;
+        [&](int row, int piece, const Piece& held) {
             scalar_t* to = dst + (first + row) * dst_stride + piece * VEC_SIZE;
             if constexpr (is_same<cache_t, scalar_t>) {
-                store_words<VEC_BYTES>(to, words);
+                if (held.exists) store_words<VEC_BYTES>(to, held.words);
             } else {
                 Vec<cache_t, VEC_SIZE> codes;
-                codes.template word<VEC_SIZE>(0) = words.template word<words_t::SIZE>(0);
-                decode<scalar_t>(codes, factor).store(to);
+                codes.template word<VEC_SIZE>(0) = held.words.template word<words_t::SIZE>(0);
+                const auto numbers = decode<scalar_t>(codes, factor);
+                if (held.exists) numbers.store(to);
             }
         });
 }

@@ -23,6 +23,7 @@
 //     COLUMNS       elements of each of them; a multiple of 16
 //     NUM_THREADS   threads in the block; at least TOKENS
 
+#include "async.cuh"
 #include "cache.cuh"
 #include "paged.cuh"
 
@@ -37,10 +38,10 @@ DEVICE Vec<bits_t, N>& bits_at(bits_t* tile, int token, int column) {
 }
 
 // Whether the RUN tokens from `token` on are here and have neighbouring slots.
-DEVICE bool begins_run(const int64_t* slots, int token) {
+DEVICE bool begins_run(const slot_t* slots, int token) {
     if (token < 0 || token + RUN > TOKENS) return false;
     for (int i = 1; i < RUN; ++i) {
-        if (slots[token + i] != slots[token] + i) return false;
+        if (slots[token + i] != int64_t(slots[token]) + i) return false;
     }
     return true;
 }
@@ -57,7 +58,7 @@ reshape_and_cache(const scalar_t* key,          // [num_tokens, ROW_SIZE]
                   int64_t key_stride, int64_t value_stride) {
     await_previous_kernel();
     __shared__ alignas(16) bits_t tile[TOKENS * PITCH];
-    __shared__ int64_t slots[TOKENS];
+    __shared__ slot_t slots[TOKENS];
     __shared__ int begins[TOKENS];   // 0: written with an earlier token, or not at all; 1: by itself; 2: with the next ones
     __shared__ int pieces[TOKENS];   // the tokens that are not 0, in order
     const bool is_value = blockIdx.z;
@@ -65,25 +66,29 @@ reshape_and_cache(const scalar_t* key,          // [num_tokens, ROW_SIZE]
     const int first_column = blockIdx.y * COLUMNS;
     const int columns = min(COLUMNS, ROW_SIZE - first_column);
 
-    if (threadIdx.x < TOKENS) {
-        const int64_t token = first_token + threadIdx.x;
-        const int64_t slot = token < num_tokens ? int64_t(slot_mapping[token * slot_mapping_stride]) : -1;
-        slots[threadIdx.x] = slot < num_blocks * BLOCK_SIZE ? slot : -1;
+    const bool has_token = threadIdx.x < TOKENS && first_token + threadIdx.x < num_tokens;
+    if (has_token) {  // on its way while keys and values are
+        cp_async<sizeof(slot_t)>(slots + threadIdx.x, slot_mapping + (first_token + threadIdx.x) * slot_mapping_stride);
     }
+    cp_async_commit();
     const scalar_t* source = (is_value ? value : key) + first_column;
     const int64_t stride = is_value ? value_stride : key_stride;
     const Quotient over_scale(is_same<cache_t, scalar_t> ? 1.0f : is_value ? *v_scale : *k_scale);
     using vec_t = Vec<scalar_t, LOAD_VEC>;
     constexpr int ROW_VECS = COLUMNS / LOAD_VEC;
     each_piece<NUM_THREADS, TOKENS, ROW_VECS, (TOKENS * ROW_VECS < 2 * NUM_THREADS ? 1 : 2)>(
-        [&](int token, int piece) {
-            const bool inside = first_token + token < num_tokens && piece * LOAD_VEC < columns;
-            return inside ? vec_t::load(source + (first_token + token) * stride + piece * LOAD_VEC) : vec_t::full(0.0f);
+        [&](int token, int piece) {  // behind the last token or column, the last is read in vain
+            return vec_t::load(source + min(first_token + token, num_tokens - 1) * stride + min(piece * LOAD_VEC, columns - LOAD_VEC));
         },
         [&](int token, int piece, const vec_t& vec) {
             const auto kept = encode<cache_t>(vec, over_scale);
             bits_at<LOAD_VEC>(tile, token, piece * LOAD_VEC).template word<LOAD_VEC>(0) = kept.template word<LOAD_VEC>(0);
         });
+    cp_async_wait<0>();
+    if (threadIdx.x < TOKENS) {
+        const int64_t slot = has_token ? int64_t(slots[threadIdx.x]) : -1;
+        slots[threadIdx.x] = slot < num_blocks * BLOCK_SIZE ? slot : -1;
+    }
     __syncthreads();
 
     if (!is_value) {

@@ -27,7 +27,7 @@ static_assert(HEAD_SIZE % VEC_SIZE == 0);
 
 struct Piece {
     Vec<scalar_t, VEC_SIZE> vec;
-    int64_t entry;
+    slot_t slot;
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
@@ -58,20 +58,19 @@ reshape_and_cache_flash(const scalar_t* key,          // [num_tokens, NUM_HEADS,
     const int64_t first = int64_t(blockIdx.x) * TOKENS;
     each_piece<NUM_THREADS, TOKENS, NUM_HEADS * HEAD_VECS, BATCH>(
         [&](int row, int piece) {
-            const int64_t token = first + row;
+            const int64_t token = min(first + row, num_tokens - 1);
+            const int head = piece / HEAD_VECS, element = piece % HEAD_VECS * VEC_SIZE;
             Piece held;
-            held.entry = NOWHERE;
-            if (token < num_tokens) {
-                const int head = piece / HEAD_VECS, element = piece % HEAD_VECS * VEC_SIZE;
-                held.vec = held.vec.load(source + token * token_stride + head * head_stride + element);
-                held.entry = pages.at_slot(slot_mapping[token * slot_mapping_stride]);
-            }
+            held.vec = held.vec.load(source + token * token_stride + head * head_stride + element);
+            held.slot = slot_mapping[token * slot_mapping_stride];
             return held;
         },
         [&](int row, int piece, const Piece& held) {
-            if (held.entry == NOWHERE) return;
             const int head = piece / HEAD_VECS, element = piece % HEAD_VECS * VEC_SIZE;
             const Quotient over = SCALED && HEAD_SCALES ? Quotient(scale[head]) : over_scale;
-            encode<cache_t>(held.vec, over).store(cache + held.entry + head * cache_head_stride + element);
+            const auto kept = encode<cache_t>(held.vec, over);
+            const int64_t entry = pages.at_slot(held.slot);
+            if (entry == NOWHERE || first + row >= num_tokens) return;
+            kept.store(cache + entry + head * cache_head_stride + element);
         });
 }

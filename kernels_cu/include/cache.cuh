@@ -11,8 +11,7 @@ DEVICE Vec<cache_t, N> encode(const Vec<scalar_t, N>& x, const Quotient& over_sc
     } else {
         float y[N];
         x.to_floats(y);
-#pragma unroll
-        for (int i = 0; i < N; ++i) y[i] = over_scale(y[i]);
+        over_scale.of_each(y, x.absmax());
         return Vec<cache_t, N>::from_floats(y);
     }
 }
@@ -53,20 +52,24 @@ DEVICE float load_float(const uint8_t* address) {
 }
 
 // The pieces of ROWS rows of ROW_PIECES each, shared by the threads of a block: BATCH calls of load(row, piece), then as many
-// of store(row, piece, what load gave).
+// of store(row, piece, what load gave). A load under a condition waits for what it depends on, and those behind it as well: a
+// thread that is left without a piece loads the last one, and so should `load` read something that exists, whatever comes of it.
 template <int NUM_THREADS, int ROWS, int ROW_PIECES, int BATCH, typename Load, typename Store>
 DEVICE void each_piece(Load load, Store store) {
-    for (int first = threadIdx.x; first < ROWS * ROW_PIECES; first += BATCH * NUM_THREADS) {
+    constexpr uint32_t PIECES = ROWS * ROW_PIECES;
+    const uint32_t thread = thread_of<NUM_THREADS>();
+    for (uint32_t first = 0; first < PIECES; first += BATCH * NUM_THREADS) {
         decltype(load(0, 0)) held[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            const int at = first + i * NUM_THREADS;
-            if (at < ROWS * ROW_PIECES) held[i] = load(at / ROW_PIECES, at % ROW_PIECES);
+            const uint32_t at = min(first + i * NUM_THREADS + thread, PIECES - 1);
+            held[i] = load(int(at / ROW_PIECES), int(at % ROW_PIECES));
         }
+        keep_loads();
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            const int at = first + i * NUM_THREADS;
-            if (at < ROWS * ROW_PIECES) store(at / ROW_PIECES, at % ROW_PIECES, held[i]);
+            const uint32_t at = first + i * NUM_THREADS + thread;
+            if (at < PIECES) store(int(at / ROW_PIECES), int(at % ROW_PIECES), held[i]);
         }
     }
 }

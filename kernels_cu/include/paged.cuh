@@ -28,16 +28,23 @@ struct Pages {
 };
 
 // How many of `count` ascending numbers, `stride` apart, are at most `value`. Whatever the numbers are, from 0 to `count`.
+// A binary search whose steps are taken in pairs: what costs time is to wait for a number, and one of two may be the next.
 template <typename index_t>
 DEVICE int64_t count_up_to(const index_t* numbers, int64_t count, int64_t stride, int64_t value) {
     int64_t low = 0, high = count;
     while (low < high) {
         const int64_t middle = low + (high - low) / 2;
-        if (numbers[middle * stride] <= value) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
+        const int64_t lower = low + (middle - low) / 2, upper = middle + 1 + (high - middle - 1) / 2;
+        const int64_t at_lower = numbers[lower * stride], at_upper = numbers[min(upper, count - 1) * stride];
+        const int64_t at_middle = numbers[middle * stride];
+        keep_loads();
+        const bool above = at_middle <= value;
+        low = above ? middle + 1 : low;
+        high = above ? high : middle;
+        if (low == high) break;
+        const bool above_next = (above ? at_upper : at_lower) <= value;
+        low = above_next ? (above ? upper : lower) + 1 : low;
+        high = above_next ? high : above ? upper : lower;
     }
     return low;
 }

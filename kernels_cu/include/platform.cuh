@@ -67,6 +67,13 @@ DEVICE void prefetch_line(const void* address) {
 #endif
 }
 
+// The line with this number of what lies between elements 0 and `last`, if there is one.
+template <typename T>
+DEVICE void prefetch_part(const T* elements, int64_t last, int64_t line) {
+    const int64_t first = line * (128 / int(sizeof(T)));
+    if (first <= last) prefetch_line(elements + first);
+}
+
 // Value held by the lane whose number differs in the bits of `mask`. Every lane of the warp takes part.
 template <typename T>
 DEVICE T shfl_xor(T value, int mask) {
@@ -116,6 +123,26 @@ DEVICE void sync_warp() {
 #else
     __syncwarp();
 #endif
+}
+
+// What is loaded before this is not loaded later: a compiler moves a load to its only use, behind the condition of that.
+DEVICE void keep_loads() {
+#if !PYOPS_HOST
+    asm volatile("" ::: "memory");
+#endif
+}
+
+// The number of the lowest bit that is set; one is.
+DEVICE uint32_t lowest_bit(uint32_t bits) { return uint32_t(__ffs(int(bits)) - 1); }
+
+// threadIdx.x, of which the compiler then knows that it is less than NUM_THREADS.
+template <int NUM_THREADS>
+DEVICE uint32_t thread_of() {
+    const uint32_t thread = threadIdx.x;
+#if !PYOPS_HOST
+    __builtin_assume(thread < NUM_THREADS);
+#endif
+    return thread;
 }
 
 // An unsigned word (or pair, or four) of a given size: what one memory access moves.

@@ -34,13 +34,26 @@ struct Quotient {
     bool ordinary;  // neither the reciprocal nor a residual that counts leaves the normal numbers
 
     explicit DEVICE Quotient(float divisor)
-        : divisor(divisor), reciprocal(ieee_divide(1.0f, divisor)), ordinary(fabsf(divisor) >= 0x1p-64f && fabsf(divisor) <= 0x1p64f) {}
+        : divisor(divisor), reciprocal(reciprocal_of(divisor)), ordinary(fabsf(divisor) >= 0x1p-64f && fabsf(divisor) <= 0x1p64f) {}
 
     DEVICE float operator()(float x) const {
         if (!ordinary) return ieee_divide(x, divisor);
         const float product = x * reciprocal;
         const float quotient = divide(x, divisor, reciprocal);
         return quotient == quotient ? copysignf(quotient, product) : product;
+    }
+
+    // The same of all of x, whose largest magnitude is `most`. Where no residual is infinite and a divisor is positive, there is
+    // neither NaN nor the sign of a zero to put right; where one may be, division does it.
+    template <int N>
+    DEVICE void of_each(float (&x)[N], float most) const {
+        if (ordinary && divisor > 0.0f && most <= 0x1p62f) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = divide(x[i], divisor, reciprocal);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = ieee_divide(x[i], divisor);
+        }
     }
 };
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check
 from .._core.dtypes import bfloat16, float8_e4m3fn, float16, float32, uint8
-from .._core.kernel import Kernel, Launch
+from .._core.kernel import Kernel, Launch, Scratch
 from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _reshape_and_cache = Kernel("cache/reshape_and_cache.cu")
+_group_slots = Kernel("cache/group_slots.cu")
+_reshape_and_cache_groups = Kernel("cache/reshape_and_cache_groups.cu")
 _reshape_and_cache_flash = Kernel("cache/reshape_and_cache_flash.cu")
 _concat_and_cache_mla = Kernel("cache/concat_and_cache_mla.cu")
 _concat_and_cache_ds_mla = Kernel("cache/concat_and_cache_ds_mla.cu")
@@ -25,6 +27,12 @@ _concat_and_cache_mla_rope_fused = Kernel("cache/concat_and_cache_mla_rope_fused
 _indexer_k_quant_and_cache = Kernel("cache/indexer_k_quant_and_cache.cu")
 
 _FLT_MIN = 2.0**-126
+_GROUPED_TOKENS = (
+    16  # tokens per multiprocessor beyond which reshape_and_cache first finds those that share a group of slots
+)
+_GROUPED_SLOTS = 1 << 24  # slots of the largest cache for which it does: each takes 4 bytes of scratch memory
+_GROUP_COLUMNS = 256  # elements of a group's tokens that a block takes at a time
+_GROUP_BLOCKS = 6  # blocks to a multiprocessor that do so
 _DS_MLA_ENTRY = 656  # bytes: 512 codes, four float32 scales, 64 elements of two bytes
 
 
@@ -86,7 +94,7 @@ def _(
     kv_cache_dtype: str,
     k_scale: Arg,
     v_scale: Arg,
-) -> Launch:
+) -> list[Launch]:
     num_heads, head_size = _keys_and_values(key, value)
     num_tokens = _num_tokens(slot_mapping, key, value)
     kind = check.cache_dtype(key_cache, kv_cache_dtype, key.dtype)
@@ -106,35 +114,82 @@ def _(
         check.contiguous(replace(arg, shape=arg.shape[1:], strides=arg.strides[1:]))
     for scale in (k_scale, v_scale):
         check.scalar(scale)
+    if not key_cache.numel or not num_tokens:
+        return []
+    constants = {
+        "scalar_t": key.dtype,
+        "cache_t": kind,
+        "ROW_SIZE": row_size,
+        "BLOCK_SIZE": block_size,
+        "X": x,
+        "LOAD_VEC": check.vector_width(row_size, *rows),
+        "KEY_VEC": check.vector_width(gcd(x, 16), replace(key_cache, shape=(), strides=())),
+    }
+    strides = {"key_stride": stride(key), "value_stride": stride(value)}
+    flat_values = replace(value_cache, shape=(), strides=())
+    group = max(size for size in range(1, 33) if block_size % size == 0)
+    many = num_tokens > _GROUPED_TOKENS * key.device.multiprocessors
+    if many and group >= 8 and num_blocks * block_size <= _GROUPED_SLOTS:
+        constants |= {"GROUP": group, "RUN": check.vector_width(group, flat_values)}
+        return _by_groups(slot_mapping, num_blocks * block_size, constants, strides)
     if num_tokens <= 32:
         tokens, columns, num_threads = 4, 128, 128
     elif num_tokens <= 16 * key.device.multiprocessors:
         tokens, columns, num_threads = 16, 64, 128
     else:
         tokens, columns, num_threads = 32, 128, 256
-    grid = (-(-num_tokens // tokens), -(-row_size // columns), 2)
-    return _reshape_and_cache(
-        scalar_t=key.dtype,
-        cache_t=kind,
-        slot_t=slot_mapping.dtype,
-        ROW_SIZE=row_size,
-        BLOCK_SIZE=block_size,
-        X=x,
-        LOAD_VEC=check.vector_width(row_size, *rows),
-        KEY_VEC=check.vector_width(gcd(x, 16), replace(key_cache, shape=(), strides=())),
-        RUN=check.vector_width(block_size, replace(value_cache, shape=(), strides=())),
-        TOKENS=tokens,
-        COLUMNS=columns,
-        NUM_THREADS=num_threads,
+    return [
+        _reshape_and_cache(
+            **constants,
+            slot_t=slot_mapping.dtype,
+            RUN=check.vector_width(block_size, flat_values),
+            TOKENS=tokens,
+            COLUMNS=columns,
+            NUM_THREADS=num_threads,
+        ).launch(
+            grid=(-(-num_tokens // tokens), -(-row_size // columns), 2),
+            block=num_threads,
+            num_tokens=num_tokens,
+            num_blocks=num_blocks,
+            slot_mapping_stride=stride(slot_mapping),
+            **strides,
+        )
+    ]
+
+
+def _by_groups(slot_mapping: Arg, num_slots: int, constants: dict[str, Any], strides: dict[str, int]) -> list[Launch]:
+    """The launches of `reshape_and_cache` that first find which tokens share a group of slots."""
+    (num_tokens,), group, num_threads = slot_mapping.shape, constants["GROUP"], 256
+    most_groups = min(num_tokens, num_slots // group)
+    columns = min(_GROUP_COLUMNS, 16 * -(-constants["ROW_SIZE"] // 16))
+    parts = -(-constants["ROW_SIZE"] // columns)
+    batch = -(-group * columns // (constants["LOAD_VEC"] * num_threads))
+    scratch: dict[str, Any] = {
+        "marks": Scratch(4 * num_slots // group),
+        "tokens": Scratch(4 * num_slots),
+        "groups": Scratch(4 * most_groups),
+        "count": Scratch(4),
+    }
+    finding = [
+        _group_slots(slot_t=slot_mapping.dtype, GROUP=group, CLEAR=clear, NUM_THREADS=num_threads).launch(
+            grid=-(-num_tokens // num_threads),
+            block=num_threads,
+            num_tokens=num_tokens,
+            num_slots=num_slots,
+            slot_mapping_stride=stride(slot_mapping),
+            **scratch,
+        )
+        for clear in (True, False)
+    ]
+    writing = _reshape_and_cache_groups(
+        **constants, COLUMNS=columns, BATCH=min(4, batch), NUM_THREADS=num_threads
     ).launch(
-        grid=grid if key_cache.numel else 0,
+        grid=min(2 * parts * most_groups, _GROUP_BLOCKS * slot_mapping.device.multiprocessors),
         block=num_threads,
-        num_tokens=num_tokens,
-        num_blocks=num_blocks,
-        slot_mapping_stride=stride(slot_mapping),
-        key_stride=stride(key),
-        value_stride=stride(value),
+        **scratch,
+        **strides,
     )
+    return [*finding, writing]
 
 
 def _keys_and_values(key: Arg, value: Arg) -> tuple[int, int]:
