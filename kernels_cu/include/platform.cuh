@@ -132,9 +132,6 @@ DEVICE void keep_loads() {
 #endif
 }
 
-// The number of the lowest bit that is set; one is.
-DEVICE uint32_t lowest_bit(uint32_t bits) { return uint32_t(__ffs(int(bits)) - 1); }
-
 // threadIdx.x, of which the compiler then knows that it is less than NUM_THREADS.
 template <int NUM_THREADS>
 DEVICE uint32_t thread_of() {
