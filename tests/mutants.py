@@ -2250,7 +2250,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "min_p 1",
         ),
         ("ones are lost", "{floor_bits(rest, LOW) - __float_as_uint(0x1p23f), ", "{0, ", "where the target lies"),
-        ("ones are rounded", "floor_bits(rest, LOW)", "floor_bits(rest + 0.9f / LOW, LOW)", "weights are rounded down"),
         (
             "rows of the launch before",
             "BACKWARDS ? gridDim.x - 1 - blockIdx.x",
@@ -2413,7 +2412,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("no top-k", "max(state.floor, state.prefix)", "state.prefix", "what top-k took away"),
         ("any of the likeliest", "weights.is_greedy() ? 0 : ", "", "the first is to be taken"),
         ("the first piece", "piece = i;", "piece = 0;", "later pieces"),
-        ("the rest of all", "rest = left;", "rest = left + (i > 0);", "what the pieces before hold"),
+        ("the rest of all", "rest = left;", "rest = 0;", "what the pieces before hold"),
         (
             "one piece to a thread",
             "i < pieces; i += NUM_THREADS) mine",

@@ -222,6 +222,19 @@ def test_a_row_depends_on_nothing_else(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_many_small_weights(device: str) -> None:
+    """Tokens whose weights have none but low bits are drawn together as often as their sum says."""
+    x = torch.full((150, 3000), -11.9, device=device)
+    x[:, 1000] = 0.0
+    args = (x, torch.arange(150, device=device))
+    samples, right = (torch.full((150,), -7, dtype=torch.int32, device=device) for _ in range(2))
+    pyops.top_k_top_p_sampling_from_logits(samples, *args)
+    pyops.ops["top_k_top_p_sampling_from_logits"].reference(right, *args)
+    assert samples.tolist() == right.tolist()
+    assert 0 < (right != 1000).sum() < 20
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_every_bit_of_a_number_counts(device: str) -> None:
     """Among a thousand tokens of about the same weight, many numbers lead to the reference's."""
     x = (torch.randn((200, 1000), generator=torch.Generator().manual_seed(1)) * 0.01).to(device)
