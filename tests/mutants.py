@@ -2398,10 +2398,9 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "sampling/sampling_filter.cu": [
         ("other digits count", "digit.matches(key, prefix) && ", "", "second digits"),
-        ("one of the copies", "copy < i * COPIES + COPIES", "copy < i * COPIES + 1", "lanes that add elsewhere"),
         ("top-p before top-k", "(TOP_P ? key >= floor :", "(TOP_P ? true :", "top-p of all"),
         ("bins stay", "bins[i] = 0;\n    if (threadIdx", "bins[i] += 0;\n    if (threadIdx", "the next digit's sums"),
-        ("high parts are lost", "TOP_P ? high[copy] : 0", "0", "top-p"),
+        ("high parts are lost", "TOP_P ? high[i] : 0", "0", "top-p"),
         ("exact too soon", "if (place.held == place.wanted) state", "if (place.bin) state", "later digits"),
         ("top-k of 0 is none", "top_k[at.row] <= 0 || ", "", "0 stands for all"),
         ("top-p of NaN", "!(top_p[at.row] < 1.0f)", "top_p[at.row] >= 1.0f", "NaN stands for all"),

@@ -395,11 +395,12 @@ def test_products_serve_what_they_can() -> None:
         (8, 128, True, (2, 4)),
         (8, 64, True, (1, 4)),  # one block has
         (8, 0, True, (1, 4)),
-        (8, 8192, True, (8, 8)),
-        (8, 8193, True, (1, 8)),
+        (8, 4096, True, (8, 8)),
+        (8, 4097, True, (1, 8)),
         (1, 2049, True, (1, 8)),  # eight blocks are too few
         (32, 1024, True, (8, 4)),
-        (128, 1024, True, (2, 4)),
+        (66, 1024, True, (4, 4)),
+        (67, 1024, True, (1, 4)),
         (512, 64, True, (1, 4)),
     ],
 )

@@ -44,7 +44,7 @@ def values(kind: str, *shape: int, seed: int = 0) -> torch.Tensor:
     normal = random.standard_normal(shape).astype("float32")
     bits = {
         "normal": normal.view("int32"),
-        "low bits": (normal[..., :1].view("int32") & ~0x3FF) | random.integers(0, 1024, shape, dtype="int32"),
+        "low bits": (normal[..., :1].view("int32") & ~0xFFF) | random.integers(0, 4096, shape, dtype="int32"),
         "few values": random.integers(0, 3, shape).astype("float32").view("int32"),
         "equal": numpy.zeros(shape, "int32"),
         "all bits": random.integers(-(2**31), 2**31, shape).astype("int32"),

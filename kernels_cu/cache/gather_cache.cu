@@ -40,7 +40,7 @@ DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_le
     prefetch_part(block_table, (num_seqs - 1) * table_stride + (max_blocks - 1) * table_entry_stride, blockIdx.x);
 }
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1536 / NUM_THREADS)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
 gather_cache(const cache_t* src_cache,       // [num_blocks, BLOCK_SIZE, ENTRY_SIZE]
              scalar_t* dst,                  // [num_rows, ENTRY_SIZE]
              const table_t* block_table,     // [num_seqs, max_blocks]

@@ -17,9 +17,6 @@
 
 #include "weights.cuh"
 
-// Of logits, the first digit has few values. Neighbouring lanes add to sums of their own, lest they wait for each other.
-constexpr int COPIES = TOP_P && NUMBER == 0 ? 2 : 1;
-
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
                 const int32_t* top_k,          // [num_rows]
@@ -31,11 +28,11 @@ sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
                 uint64_t* states,              // [num_rows] of RowState
                 int64_t vocab_size, int64_t logits_stride, int64_t pieces, int64_t piece_size) {
     await_previous_kernel();
-    __shared__ uint32_t low[(TOP_P ? 2 : 1) * MOST_BINS * COPIES];
+    __shared__ uint32_t low[(TOP_P ? 2 : 1) * MOST_BINS];
     __shared__ uint64_t partial[NUM_THREADS / WARP_SIZE];
     __shared__ Found<uint64_t> found;
     __shared__ uint32_t is_last;
-    uint32_t* const high = low + (TOP_P ? MOST_BINS * COPIES : 0);
+    uint32_t* const high = low + (TOP_P ? MOST_BINS : 0);
     const Digit digit(NUMBER);
     const Piece<scalar_t, BACKWARDS> at(pieces);
     RowState& state = reinterpret_cast<RowState*>(states)[at.row];
@@ -46,7 +43,7 @@ sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
     const Weights<HAS_TEMPERATURE, HAS_MIN_P> weights(largest_of(maxima + at.row * pieces, pieces), temperature, min_p, at.row);
     if (weights.largest == minus_infinity()) return;
 
-    for (int i = threadIdx.x; i < digit.bins * COPIES; i += NUM_THREADS) {
+    for (int i = threadIdx.x; i < digit.bins; i += NUM_THREADS) {
         low[i] = 0;
         if (TOP_P) high[i] = 0;
     }
@@ -60,7 +57,7 @@ sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
             const float one = clean(x[j]);
             const uint32_t key = key_of(one);
             const bool counts = digit.matches(key, prefix) && (TOP_P ? key >= floor : one != minus_infinity());
-            bin[j] = digit.of(key) * COPIES + threadIdx.x % COPIES;
+            bin[j] = digit.of(key);
             if constexpr (!TOP_P) {
                 weight[j].low = counts;
             } else if (NUMBER == 0 || counts) {  // where few count, a branch
@@ -76,9 +73,7 @@ sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
     __syncthreads();
     bins += at.row * MOST_BINS;
     for (int i = threadIdx.x; i < digit.bins; i += NUM_THREADS) {
-        uint64_t sum = 0;
-#pragma unroll
-        for (int copy = i * COPIES; copy < i * COPIES + COPIES; ++copy) sum += Parts{low[copy], TOP_P ? high[copy] : 0}.whole();
+        const uint64_t sum = Parts{low[i], TOP_P ? high[i] : 0}.whole();
         if (sum) atomicAdd(&bins[i], sum);
     }
     if (!arrives_last(&state.arrived, uint32_t(pieces), &is_last)) return;

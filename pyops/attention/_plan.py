@@ -25,9 +25,9 @@ NUM_WARPS = 4
 TILE_TOKENS = 16  # rows of a product
 _LEAST_SPLIT = 64  # tokens: a step of every warp of a block
 _MOST_SPLITS = 128
-_MOST_STEPS = 8  # of a warp, for which a cluster takes a whole sequence: more are worth splits and their join
+_MOST_STEPS = 4  # of a warp, for which a cluster takes a whole sequence: more are worth splits and their join
 _ONE_ROUND = (4, 3)  # warps of blocks that are to run in one round, if they fit
-_JOIN_THREADS = (512, 32)  # of a head, at most: of few heads, and of many
+_JOIN_THREADS = (512, 128)  # of a head, at most: of few heads, and of many
 _LARGEST_HEAD = 1024
 MOST_TOKENS = 2**31 - 2**20  # counted in 32 bits, with room for the last step
 
@@ -171,13 +171,16 @@ def warps_of_block(blocks: int, resident: int) -> int:
 def blocks_of_cluster(blocks: int, most_tokens: int, step: int, wide: bool, device: Device) -> tuple[int, int]:
     """How many blocks take a sequence together where `blocks` would take all, and of how many warps; 1 if none do.
 
-    They need no second kernel for their join, but neither do they know of other sequences: so only where all run at
-    once, and where the longest sequence is not long. They have twice the warps where they may be so `wide`, tokens are
-    many, and half of the multiprocessors are left to the next kernel, which may start early.
+    They need no second kernel for their join, but neither do they know of other sequences: so only where one block each
+    would leave half of the multiprocessors idle, and where the longest sequence is not long. They have twice the warps
+    where they may be so `wide`, tokens are many, and half of the multiprocessors are left to the next kernel, which may
+    start early.
     """
     warps = NUM_WARPS
     if wide and most_tokens > 8 * warps * step and 16 * blocks <= device.multiprocessors:
         warps *= 2
+    if 2 * blocks > device.multiprocessors:
+        return 1, warps
     room = min(device.cluster, 2 * device.multiprocessors // max(1, blocks), -(-most_tokens // (warps * step)))
     cluster = next(n for n in (8, 4, 2, 1) if n <= max(1, room))
     steps = min(_MOST_STEPS, max(2, blocks))  # few blocks cannot ask for all that memory gives

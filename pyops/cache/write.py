@@ -27,12 +27,11 @@ _concat_and_cache_mla_rope_fused = Kernel("cache/concat_and_cache_mla_rope_fused
 _indexer_k_quant_and_cache = Kernel("cache/indexer_k_quant_and_cache.cu")
 
 _FLT_MIN = 2.0**-126
-_GROUPED_TOKENS = (
-    16  # tokens per multiprocessor beyond which reshape_and_cache first finds those that share a group of slots
-)
+# Tokens per multiprocessor beyond which reshape_and_cache first finds those that share a group of slots.
+_GROUPED_TOKENS = 16
 _GROUPED_SLOTS = 1 << 24  # slots of the largest cache for which it does: each takes 4 bytes of scratch memory
 _GROUP_COLUMNS = 256  # elements of a group's tokens that a block takes at a time
-_GROUP_BLOCKS = 6  # blocks to a multiprocessor that do so
+_GROUP_BLOCKS = 12  # blocks to a multiprocessor that do so
 _DS_MLA_ENTRY = 656  # bytes: 512 codes, four float32 scales, 64 elements of two bytes
 
 

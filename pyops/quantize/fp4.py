@@ -41,11 +41,8 @@ _scaled_fp4_experts_quant = Kernel("quantize/scaled_fp4_experts_quant.cu")
 _silu_and_mul_nvfp4_quant = Kernel("quantize/silu_and_mul_nvfp4_quant.cu")
 
 _BLOCK = 16  # elements under one scale
-_MOST_THREADS = 512  # that share a row
-_RESIDENT = {
-    False: 1280,
-    True: 1024,
-}  # threads of a multiprocessor that find registers enough, by whether input is gated
+# By whether input is gated: threads that share a row at most, and how many of a multiprocessor find registers enough.
+_MOST_THREADS, _RESIDENT = {False: 256, True: 128}, {False: 1280, True: 1024}
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 # A code's magnitude is the number of these bounds that lie below a value; of those of the second row, or at it.
 _BELOW, _AT_OR_BELOW = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
@@ -143,7 +140,7 @@ def _launch(
     if blocks <= 32:
         row_threads, num_threads = max(4, 1 << max(0, blocks - 1).bit_length()), 128
     else:
-        rounds = -(-blocks // (_MOST_THREADS * vecs)) * vecs
+        rounds = -(-blocks // (_MOST_THREADS[gated] * vecs)) * vecs
         row_threads = num_threads = spread.threads_for_row(blocks, rounds, most=rounds)
     return kernel(
         scalar_t=input.dtype,
