@@ -43,7 +43,7 @@ SIZES = (1, 2, 3, 31, 33, 127, 129, 1000, 1025, 4095, 4097, 5137, 8191, 8192, 16
 
 
 def _with_contents(op: Op, args: list[Any], num_tokens: int | None, kind: str) -> list[Any]:
-    """`args` with the token tensors that the op reads filled anew."""
+    """`args` with the token tensors that the op reads filled anew; not a cache that happens to have as many blocks."""
     read = {p.name for p in op.tensors if p.role != "out"}
     return replaced(
         op,
@@ -51,7 +51,9 @@ def _with_contents(op: Op, args: list[Any], num_tokens: int | None, kind: str) -
         **{
             name: filled(x, kind)
             for name, x in named(op, args).items()
-            if name in read and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            if name in read
+            and not name.endswith("_cache")
+            and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
             if x.ndim > 1 and x.shape[0] == num_tokens
         },
     )
