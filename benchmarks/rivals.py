@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import SimpleNamespace
@@ -48,8 +49,8 @@ def skip(rival: str, op: Op, error: Exception) -> dict[str, str]:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line; an `Unavailable` speaks for itself."""
-    text = (str(error).strip().splitlines() or [""])[0]
+    """An error in one line, without the folders of where something was built; an `Unavailable` speaks for itself."""
+    text = re.sub(r"(?<!\S)/\S*/", "", (str(error).strip().splitlines() or [""])[0])
     return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
 
 
