@@ -178,9 +178,7 @@ def _launches(
         cluster *= 2
     vec_size = 4 if strides[1] == 1 or columns <= 1 else 1
     piece = -(-columns // cluster) + 2 * vec_size
-    num_threads = (
-        1024 if piece > _SHORT or (cluster * numRows <= device.multiprocessors and piece > _SHORT // 4) else 512
-    )
+    num_threads = 1024 if piece > _SHORT else 512
     # Of 8 bytes, or half as many where a whole piece fits, whose places need no telling.
     fitting = (device.shared_memory - _OWN_SHARED) // (8 * num_threads) - 1
     capacity = min(-(-piece // (2 * num_threads)), fitting, _MOST_CANDIDATES)
