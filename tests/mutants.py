@@ -2207,7 +2207,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "the last digit's width",
             "bins(number < 2 ? 2048 : 1024)",
             "bins(2048)",
-            "its values run into the digit before",
+            "its values run into the digit before: segments of low bits",
+            "top_k_per_row",
         ),
         (
             "a lane is skipped",

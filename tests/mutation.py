@@ -180,9 +180,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             turns[min(ops, default="")].append(item)
     family = turns.pop("", [])  # tests that name no op: every other one
     ordered = _in_turn(family, _in_turn(*turns.values()))
-    # The words that say why a test must notice are in the names of the likeliest tests: these come first.
-    words = {word for mutant in chosen for word in re.findall(r"[a-z]{5,}", mutant.why)}
-    items[:] = sorted(ordered, key=lambda item: not words & set(item.originalname.split("_")))
+    # The tests that share the most words with what says why one must notice come first.
+    words = {word for mutant in chosen for word in _words(mutant.why)}
+    items[:] = sorted(ordered, key=lambda item: -len(words & _words(f"{item.originalname} {item.obj.__doc__}")))
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall("[a-z]{5,}", text.lower()))
 
 
 def _in_turn(*groups: Sequence[Any]) -> list[Any]:
