@@ -437,7 +437,8 @@ def test_hostile_tables(wide: bool, where: str) -> None:
         tables = [n for n, x in named(op, args).items() if x.dtype == torch.int32]
         wide_args = [arg.to(dtype) if n in tables else arg for n, arg in zip(names, args, strict=True)]
         for table in tables:
-            for at in range(min(3, wide_args[names[table]].shape[0])):
+            rows = wide_args[names[table]].shape[0]
+            for at in {*range(min(3, rows)), rows - 1}:
                 for value in (*hostile, 1, 30):
                     broken = clones(wide_args)
                     broken[names[table]][at] = value
@@ -459,6 +460,7 @@ def test_hostile_positions_and_pairs(where: str) -> None:
     op = pyops.ops["copy_cache_blocks"]
     args = example(op, where, num_tokens=12)
     args[2][1:9, 0], args[2][2:10, 1] = ints(HOSTILE, where=where), ints(HOSTILE, where=where)
+    args[2][10, 0] = args[2][11, 1] = len(args[0])
     right, results = expected(op, args), run(op, args)
     assert same_bits(right["key_cache"], results["key_cache"])
 
