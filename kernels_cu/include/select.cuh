@@ -116,8 +116,8 @@ DEVICE Found<uint32_t> find_in_groups(int num_bins, GROUP load_group, LOAD load,
 }
 
 // found(vector, j, rest) for the element in whose weight `left` falls, by the one thread that has it: the first at which the sum
-// of weights, elements in order, is above `left`, which is `rest` above those before. weigh(vector, weights) gives those of VEC elements, of any vector a thread may
-// ask for. Every thread of the block calls.
+// of weights, elements in order, is above `left`, which is `rest` above those before. weigh(vector, weights) gives those of VEC
+// elements, of any vector a thread may ask for. Every thread of the block calls.
 template <int NUM_THREADS, int VEC, typename WEIGH, typename FOUND>
 DEVICE void find_by_weight(uint64_t left, int vectors, WEIGH weigh, FOUND found, uint64_t (&partial)[2][NUM_THREADS / WARP_SIZE]) {
     int turn = 0;

@@ -2,8 +2,8 @@
 //
 //     samples[row] = the first t with sum_{i <= t} w_i > floor(r * sum w / 2^64)    r = philox(seeds[row], offsets[row])
 //
-// for the weights w of tokens that no filter took away, and r = 0 if the likeliest is to be taken; -1 if there is none. The blocks of a row leave the sum of their
-// pieces; the last to come finds the piece, and in it the token.
+// for the weights w of tokens that no filter took away, and r = 0 if the likeliest is to be taken; -1 if there is none. The
+// blocks of a row leave the sum of their pieces; the last to come finds the piece, and in it the token.
 //
 // Constants
 //     scalar_t      element type of logits
