@@ -136,8 +136,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "load_once at one address",
             "load_streaming(reinterpret_cast<const word_t<ACCESS>*>(address + i));",
             "load_streaming(reinterpret_cast<const word_t<ACCESS>*>(address));",
-            "a vector of several accesses repeats the first",
-            "per_block",
+            "in a layout of several accesses to a vector the first is repeated",
+            "fused_qk_norm_rope",
         ),
         (
             "store at one address",
