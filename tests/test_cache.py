@@ -737,14 +737,18 @@ def test_many_tokens(name: str, where: str, small: device.Device) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in FAMILY if "block_table" in {p.name for p in pyops.ops[name].tensors}]
 )
-def test_rows_behind_the_last(name: str, small: device.Device) -> None:
-    """What the last block has beside the last row is not written, though lengths and owners go on."""
+@pytest.mark.parametrize("more", [20, -20])
+def test_rows_behind_the_last(name: str, more: int, small: device.Device) -> None:
+    """What the last block has beside the last row is not written, though lengths and owners go on.
+
+    Nor are rows of no sequence.
+    """
     op = pyops.ops[name]
     args = example(op, num_tokens=151)
     lengths = next(key for key in ("cu_seq_lens", "seq_lens") if key in named(op, args))
-    longer = named(op, args)[lengths].clone()
-    longer[-1] += 20
-    changed = {lengths: longer}
+    others = named(op, args)[lengths].clone()
+    others[-1] += more
+    changed = {lengths: others}
     if "token_to_seq" in named(op, args):
         owners = named(op, args)["token_to_seq"]
         changed["token_to_seq"] = torch.cat((owners, owners[-1:].expand(20)))

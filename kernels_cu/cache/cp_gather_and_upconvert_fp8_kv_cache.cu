@@ -105,7 +105,7 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num
             scales[i][half] = load_float<SCALE_ACCESS>(entry + SCALES + element / TILE_SIZE * 4);
         }
     }
-    const int rope_row = min(lane / ROPE_LANES, ROWS - 1), rope_lane = lane % ROPE_LANES;
+    const int rope_row = lane / ROPE_LANES, rope_lane = lane % ROPE_LANES;
     const auto rope = Vec<uint8_t, 16>::load<ACCESS_SIZE>(src_cache + shfl<LANES>(at, rope_row) + ROPE + rope_lane * 16);
     keep_loads_of_warp();
 
@@ -119,7 +119,7 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num
             eight.store<DST_ACCESS>(dst + i * dst_stride + half * HALF + lane * VEC_SIZE);
         }
     }
-    if (found >> (lane / ROPE_LANES) & 1 && lane / ROPE_LANES < ROWS) {
+    if (found >> rope_row & 1) {
         Vec<bf16_t, 8> kept;
         kept.word<8>(0) = rope.word<16>(0);
         kept.store<DST_ACCESS>(dst + rope_row * dst_stride + LATENT_SIZE + rope_lane * 8);
