@@ -34,7 +34,7 @@ DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_le
                              const starts_t* seq_starts, int64_t num_rows, int64_t num_seqs, int64_t max_blocks,
                              int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride, int64_t owner_stride,
                              int64_t starts_stride) {
-    constexpr int OWNER_LINES = ceil_div(TOKENS * int(sizeof(owner_t)), 128);  // of as many lines as blocks ask for, none is left
+    constexpr int OWNER_LINES = ceil_div(TOKENS * int(sizeof(owner_t)), 128);  // a block's share, so that no line is left out
     if (HAS_OWNER && threadIdx.x < OWNER_LINES) {
         prefetch_part(token_to_seq, (num_rows - 1) * owner_stride, int64_t(blockIdx.x) * OWNER_LINES + threadIdx.x);
     }
