@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -16,7 +17,7 @@ import pyops
 from pyops._core import device
 from pyops._core.example import ArgMaker
 from pyops._core.host import toolchains
-from pyops.testing import Layout, assert_matches_reference, same_bits, strategies
+from pyops.testing import SCHEDULES, Layout, assert_matches_reference, same_bits, strategies
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, run
 from tests import axes
 from tests.calls import DEVICES, example, refusal
@@ -705,25 +706,74 @@ def test_unknown_kinds_are_refused(where: str) -> None:
             assert "cache" in refusal(op, args).argument
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[device.Device]:
+    """A device of one multiprocessor, which few tokens fill."""
+    made = dataclasses.replace(device.model(), multiprocessors=1)
+    monkeypatch.setitem(device._MODELS, "sm_90", made)
+    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), multiprocessors=1))
+    for name in FAMILY:
+        pyops.ops[name].forget()
+    yield made
+    for name in FAMILY:
+        pyops.ops[name].forget()
+
+
 @pytest.mark.parametrize("where", DEVICES[1:2])
 @pytest.mark.parametrize("name", FAMILY)
-def test_many_tokens(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens(name: str, where: str, small: device.Device) -> None:
     """As many as fill a device, which here is a small one: blocks take several tokens, the last one fewer."""
     op = pyops.ops[name]
-    small = dataclasses.replace(device.model(), multiprocessors=1)
-    monkeypatch.setitem(device._MODELS, "sm_90", small)
-    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), multiprocessors=1))
-    op.forget()
     for case in axes.sample(op, most=3):
         args = example(op, where, num_tokens=151, **case)
         few = op.launches(
             *op.example(ArgMaker(dataclasses.replace(small, multiprocessors=999)), num_tokens=151, **case)
         )
         many = op.launches(*op.example(ArgMaker(small), num_tokens=151, **case))
-        if "TOKENS" in many[0].specialisation.constants:
-            assert few[0].specialisation.constants["TOKENS"] < many[0].specialisation.constants["TOKENS"]
+        for constant in {"TOKENS", "ROWS"} & many[0].specialisation.constants.keys():
+            assert few[0].specialisation.constants[constant] < many[0].specialisation.constants[constant]
         assert_results(op, expected(op, args), run(op, args))
-    op.forget()
+
+
+@on_host
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILY if "block_table" in {p.name for p in pyops.ops[name].tensors}]
+)
+@pytest.mark.parametrize("more", [20, -20])
+def test_rows_behind_the_last(name: str, more: int, small: device.Device) -> None:
+    """What the last block has beside the last row is not written, though lengths and owners go on.
+
+    Nor are rows of no sequence.
+    """
+    op = pyops.ops[name]
+    args = example(op, num_tokens=151)
+    lengths = next(key for key in ("cu_seq_lens", "seq_lens") if key in named(op, args))
+    others = named(op, args)[lengths].clone()
+    others[-1] += more
+    changed = {lengths: others}
+    if "token_to_seq" in named(op, args):
+        owners = named(op, args)["token_to_seq"]
+        changed["token_to_seq"] = torch.cat((owners, owners[-1:].expand(20)))
+    assert_matches_reference(op, *replaced(op, args, **changed), schedules=SCHEDULES[:1])
+
+
+@on_host
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_first_of_many_sequences(rows: int, small: device.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences in any order that overlap, leave gaps, are empty or hostile, the first one has a row."""
+    monkeypatch.setattr("pyops.cache.gather._UPCONVERT_ROWS", rows)
+    generator = torch.Generator().manual_seed(rows)
+    num_seqs, num_rows = 75, 203
+    starts = torch.randint(0, num_rows + 9, (num_seqs,), generator=generator)
+    lengths = torch.randint(0, 9, (num_seqs,), generator=generator)
+    starts[[3, 40, 74]], lengths[[3, 41, 74]] = ints([-2, -1, 190]), ints([30, -5, 30])
+    starts[5], lengths[[4, 5, 33]] = 60, ints([INT64_MAX, INT64_MAX, -(2**63)])
+    starts[4] = num_rows - 6
+    table = torch.randint(-1, 5, (num_seqs, 8), generator=generator, dtype=torch.int32)
+    cache, dst = bytes_of(5, 4, 656, high=60), torch.zeros(num_rows, 576, dtype=torch.bfloat16)
+    assert_matches_reference(
+        pyops.cp_gather_and_upconvert_fp8_kv_cache, cache, dst, table, lengths, starts, num_seqs, warp_sizes=(32, 64)
+    )
 
 
 @on_host

@@ -5,8 +5,10 @@
 //     of the entry src_cache[block_table[b, j / BLOCK_SIZE], j % BLOCK_SIZE], where t = workspace_starts[b] + j and
 //     0 <= j < seq_lens[b]
 //
-// One warp's width of threads for each row of dst: they look at all sequences for the first that has the row, then each
-// converts 16 codes, and the first eight copy the rope. A row without a sequence, or whose entry does not exist, is left.
+// A group of 32 threads, one warp's width, takes ROWS neighbouring rows of dst. All look for the sequences that have some of
+// them, then one lane for each row finds its entry. Of a row each lane converts twice 8 codes, 256 apart, so that a store of
+// the group is one whole piece of the row; eight lanes for each row copy the rope. All of ROWS rows is read before any is
+// written. A row without a sequence, or whose entry does not exist, is left.
 //
 // Constants
 //     table_t       element type of block_table
@@ -15,22 +17,39 @@
 //     BLOCK_SIZE    slots of a cache block
 //     ACCESS_SIZE   bytes of an entry in one memory access
 //     DST_ACCESS    elements of dst in one memory access
+//     ROWS          rows of a group: 1, 2 or 4
 //     NUM_THREADS   threads in the block
 
 #include "cache.cuh"
 #include "paged.cuh"
-#include "reduce.cuh"
 
 constexpr int LANES = 32;
 constexpr int LATENT_SIZE = 512;
 constexpr int TILE_SIZE = 128;  // elements under one scale
 constexpr int SCALES = LATENT_SIZE, ROPE = LATENT_SIZE + 4 * (LATENT_SIZE / TILE_SIZE);  // bytes from the entry's start
+constexpr int HALF = LATENT_SIZE / 2;  // elements between the two vectors of a lane
+constexpr int VEC_SIZE = HALF / LANES;
+constexpr int ROPE_LANES = 8;  // that copy 16 bytes each
+constexpr int CODE_ACCESS = ACCESS_SIZE < VEC_SIZE ? ACCESS_SIZE : VEC_SIZE;
+constexpr int SCALE_ACCESS = ACCESS_SIZE < 4 ? ACCESS_SIZE : 4;
+static_assert(ROWS * ROPE_LANES <= LANES);
 
-struct First {
-    static DEVICE int64_t apply(int64_t a, int64_t b) { return a < b ? a : b; }
-};
+// The lines of starts, lengths and the table that have the block's number: the first byte of an entry waits for all three.
+DEVICE void prefetch_indices(const table_t* block_table, const lens_t* seq_lens, const starts_t* workspace_starts,
+                             int64_t batch_size, int64_t max_blocks, int64_t table_stride, int64_t table_entry_stride,
+                             int64_t lens_stride, int64_t starts_stride) {
+    if (threadIdx.x) return;
+    prefetch_part(workspace_starts, (batch_size - 1) * starts_stride, blockIdx.x);
+    prefetch_part(seq_lens, (batch_size - 1) * lens_stride, blockIdx.x);
+    prefetch_part(block_table, (batch_size - 1) * table_stride + (max_blocks - 1) * table_entry_stride, blockIdx.x);
+}
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+// The lanes of the caller's group that say so, a bit for each. Every lane of the warp takes part.
+DEVICE uint32_t ballot_of_group(bool predicate) {
+    return uint32_t(ballot(predicate) >> (threadIdx.x % WARP_SIZE / LANES * LANES));
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
 cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num_blocks, BLOCK_SIZE, 656]
                                      bf16_t* dst,                        // [num_rows, 576]
                                      const table_t* block_table,         // [batch_size, max_blocks]
@@ -40,37 +59,69 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num
                                      int64_t block_stride, int64_t slot_stride, int64_t dst_stride,
                                      int64_t table_stride, int64_t table_entry_stride,
                                      int64_t lens_stride, int64_t starts_stride) {
+    prefetch_indices(block_table, seq_lens, workspace_starts, batch_size, max_blocks, table_stride, table_entry_stride,
+                     lens_stride, starts_stride);
     await_previous_kernel();
-    const int64_t row = int64_t(blockIdx.x) * (NUM_THREADS / LANES) + threadIdx.x / LANES;
     const int lane = threadIdx.x % LANES;
-    int64_t sequence = batch_size;
-    for (int64_t i = lane; i < batch_size; i += LANES) {
-        const int64_t start = workspace_starts[i * starts_stride];
-        const bool has = start >= 0 && start <= row && row - start < int64_t(seq_lens[i * lens_stride]);
-        if (has && i < sequence) sequence = i;
-    }
-    sequence = lane_reduce<First, LANES>(sequence);
-    if (row >= num_rows || sequence == batch_size) return;
-    const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
-    const int64_t position = row - int64_t(workspace_starts[sequence * starts_stride]);
-    const int64_t at = pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);
-    if (at == NOWHERE) return;
+    const int64_t first = (int64_t(blockIdx.x) * (NUM_THREADS / LANES) + threadIdx.x / LANES) * ROWS;
+    const int64_t end = min(first + ROWS, num_rows);
 
-    const uint8_t* entry = src_cache + at;
-    dst += row * dst_stride;
-    const int element = lane * 16;
-    const auto codes = Vec<uint8_t, 16>::load<ACCESS_SIZE>(entry + element);
-    const float scale = load_float<ACCESS_SIZE < 4 ? ACCESS_SIZE : 4>(entry + SCALES + element / TILE_SIZE * 4);
-    if (lane < 8) {
-        const auto rope = Vec<uint8_t, 16>::load<ACCESS_SIZE>(entry + ROPE + lane * 16);
+    // The first sequence that has row first + lane, and the row's position in it.
+    const int64_t row = first + lane;
+    int64_t sequence = batch_size, position = 0;
+#pragma unroll 1
+    for (int64_t from = 0; from < batch_size; from += LANES) {
+        const int64_t candidate = min(from + lane, batch_size - 1);
+        const int64_t start = workspace_starts[candidate * starts_stride], length = seq_lens[candidate * lens_stride];
+        keep_loads_of_warp();
+        const bool meets = candidate == from + lane && start >= 0 && start < end && first - start < length;
+        for (uint32_t met = ballot_of_group(meets); met; met &= met - 1) {
+            const int64_t next = from + lowest_bit(met);
+            const int64_t begin = workspace_starts[next * starts_stride], count = seq_lens[next * lens_stride];
+            if (sequence == batch_size && begin <= row && row - begin < count) {
+                sequence = next;
+                position = row - begin;
+            }
+        }
+    }
+    const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
+    int64_t at = NOWHERE;
+    if (row < end && sequence < batch_size) {
+        at = pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);
+    }
+
+    // Where there is no entry, one that exists is read in vain: a load under a condition would be issued later.
+    const uint32_t found = ballot_of_group(at != NOWHERE);
+    at = max(at, int64_t(0));
+    Vec<fp8_e4m3_t, VEC_SIZE> codes[ROWS][2];
+    float scales[ROWS][2];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const uint8_t* entry = src_cache + shfl<LANES>(at, i);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int element = half * HALF + lane * VEC_SIZE;
+            codes[i][half].word<VEC_SIZE>(0) = Vec<uint8_t, VEC_SIZE>::load<CODE_ACCESS>(entry + element).word<VEC_SIZE>(0);
+            scales[i][half] = load_float<SCALE_ACCESS>(entry + SCALES + element / TILE_SIZE * 4);
+        }
+    }
+    const int rope_row = lane / ROPE_LANES, rope_lane = lane % ROPE_LANES;
+    const auto rope = Vec<uint8_t, 16>::load<ACCESS_SIZE>(src_cache + shfl<LANES>(at, rope_row) + ROPE + rope_lane * 16);
+    keep_loads_of_warp();
+
+    dst += first * dst_stride;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        if (!(found >> i & 1)) continue;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto eight = decode<bf16_t>(codes[i][half], scales[i][half]);
+            eight.store<DST_ACCESS>(dst + i * dst_stride + half * HALF + lane * VEC_SIZE);
+        }
+    }
+    if (found >> rope_row & 1) {
         Vec<bf16_t, 8> kept;
         kept.word<8>(0) = rope.word<16>(0);
-        kept.store<DST_ACCESS>(dst + LATENT_SIZE + lane * 8);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        Vec<fp8_e4m3_t, 8> eight;
-        eight.word<8>(0) = codes.word<8>(half * 8);
-        decode<bf16_t>(eight, scale).store<DST_ACCESS>(dst + element + half * 8);
+        kept.store<DST_ACCESS>(dst + rope_row * dst_stride + LATENT_SIZE + rope_lane * 8);
     }
 }

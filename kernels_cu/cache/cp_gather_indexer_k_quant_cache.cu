@@ -26,6 +26,14 @@ constexpr int HEAD_VECS = HEAD_SIZE / VEC_SIZE;
 constexpr int SCALE_VECS = SCALE_SIZE / SCALE_VEC;
 static_assert(HEAD_SIZE % VEC_SIZE == 0 && SCALE_SIZE % SCALE_VEC == 0 && TOKENS <= NUM_THREADS);
 
+// The lines of lengths and the table that have the block's number, for which the first byte of a key waits.
+DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, int64_t num_seqs, int64_t max_blocks,
+                             int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride) {
+    if (threadIdx.x) return;
+    prefetch_part(cu_seq_lens, num_seqs * lens_stride, blockIdx.x);
+    prefetch_part(block_table, (num_seqs - 1) * table_stride + (max_blocks - 1) * table_entry_stride, blockIdx.x);
+}
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
 cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,       // [num_blocks, BLOCK_SIZE, HEAD_SIZE + SCALE_SIZE]
                                 uint8_t* dst_k,                // [num_rows, HEAD_SIZE]
@@ -35,6 +43,7 @@ cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,       // [num_blocks, B
                                 int64_t num_rows, int64_t num_seqs, int64_t num_blocks, int64_t max_blocks,
                                 int64_t block_stride, int64_t dst_k_stride, int64_t dst_scale_stride,
                                 int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride) {
+    prefetch_indices(block_table, cu_seq_lens, num_seqs, max_blocks, table_stride, table_entry_stride, lens_stride);
     await_previous_kernel();
     __shared__ int64_t blocks[TOKENS];
     __shared__ int offsets[TOKENS];
@@ -64,14 +73,12 @@ cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,       // [num_blocks, B
     each_piece<NUM_THREADS, TOKENS, HEAD_VECS + SCALE_VECS, BATCH>(
         [&](int row, int piece) {
             Piece held;
-            if (blocks[row] != NOWHERE) {
-                const uint8_t* block = kv_cache + blocks[row];
-                if (piece < HEAD_VECS) {
-                    held.keys = load_words<VEC_SIZE>(block + offsets[row] * HEAD_SIZE + piece * VEC_SIZE);
-                } else {
-                    const uint8_t* scales = block + BLOCK_SIZE * HEAD_SIZE + offsets[row] * SCALE_SIZE;
-                    held.scales = load_words<SCALE_VEC>(scales + (piece - HEAD_VECS) * SCALE_VEC);
-                }
+            const uint8_t* block = kv_cache + max(blocks[row], int64_t(0));  // if there is none, one that exists is read in vain
+            if (piece < HEAD_VECS) {
+                held.keys = load_words<VEC_SIZE>(block + offsets[row] * HEAD_SIZE + piece * VEC_SIZE);
+            } else {
+                const uint8_t* scales = block + BLOCK_SIZE * HEAD_SIZE + offsets[row] * SCALE_SIZE;
+                held.scales = load_words<SCALE_VEC>(scales + (piece - HEAD_VECS) * SCALE_VEC);
             }
             return held;
         },

@@ -28,13 +28,17 @@
 
 static_assert(ENTRY_SIZE % VEC_SIZE == 0 && TOKENS <= NUM_THREADS);
 
-// Three or four loads wait for each other before the first byte of an entry moves. Here their lines are asked for: the owners of
-// the block's rows and, of lengths, starts and the table, the line that has the block's number.
+// Three or four loads wait for each other before the first byte of an entry moves. Here their lines are asked for: of each array
+// the line that has the block's number, so that the first blocks ask for what later ones need.
 DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, const owner_t* token_to_seq,
-                             const starts_t* seq_starts, int64_t num_seqs, int64_t max_blocks, int64_t table_stride,
-                             int64_t table_entry_stride, int64_t lens_stride, int64_t owner_stride, int64_t starts_stride) {
+                             const starts_t* seq_starts, int64_t num_rows, int64_t num_seqs, int64_t max_blocks,
+                             int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride, int64_t owner_stride,
+                             int64_t starts_stride) {
+    constexpr int OWNER_LINES = ceil_div(TOKENS * int(sizeof(owner_t)), 128);  // a block's share, so that no line is left out
+    if (HAS_OWNER && threadIdx.x < OWNER_LINES) {
+        prefetch_part(token_to_seq, (num_rows - 1) * owner_stride, int64_t(blockIdx.x) * OWNER_LINES + threadIdx.x);
+    }
     if (threadIdx.x) return;
-    if (HAS_OWNER) prefetch_line(token_to_seq + int64_t(blockIdx.x) * TOKENS * owner_stride);
     prefetch_part(cu_seq_lens, num_seqs * lens_stride, blockIdx.x);
     if (HAS_STARTS) prefetch_part(seq_starts, (num_seqs - 1) * starts_stride, blockIdx.x);
     prefetch_part(block_table, (num_seqs - 1) * table_stride + (max_blocks - 1) * table_entry_stride, blockIdx.x);
@@ -51,8 +55,8 @@ gather_cache(const cache_t* src_cache,       // [num_blocks, BLOCK_SIZE, ENTRY_S
              int64_t num_rows, int64_t num_seqs, int64_t num_blocks, int64_t max_blocks,
              int64_t block_stride, int64_t slot_stride, int64_t dst_stride, int64_t table_stride, int64_t table_entry_stride,
              int64_t lens_stride, int64_t owner_stride, int64_t starts_stride) {
-    prefetch_indices(block_table, cu_seq_lens, token_to_seq, seq_starts, num_seqs, max_blocks, table_stride, table_entry_stride,
-                     lens_stride, owner_stride, starts_stride);
+    prefetch_indices(block_table, cu_seq_lens, token_to_seq, seq_starts, num_rows, num_seqs, max_blocks, table_stride,
+                     table_entry_stride, lens_stride, owner_stride, starts_stride);
     await_previous_kernel();
     __shared__ int64_t entries[TOKENS];
     const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};

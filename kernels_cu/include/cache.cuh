@@ -52,24 +52,27 @@ DEVICE float load_float(const uint8_t* address) {
 }
 
 // The pieces of ROWS rows of ROW_PIECES each, shared by the threads of a block: BATCH calls of load(row, piece), then as many
-// of store(row, piece, what load gave). A load under a condition waits for what it depends on, and those behind it as well: a
+// of store(row, piece, what load gave). Every thread of the block calls. A load under a condition waits for what it depends on, and those behind it as well: a
 // thread that is left without a piece loads the last one, and so should `load` read something that exists, whatever comes of it.
 template <int NUM_THREADS, int ROWS, int ROW_PIECES, int BATCH, typename Load, typename Store>
 DEVICE void each_piece(Load load, Store store) {
     constexpr uint32_t PIECES = ROWS * ROW_PIECES;
     const uint32_t thread = thread_of<NUM_THREADS>();
+    // (The compiler does not see that of one row no piece is in the next.)
+    const auto row_of = [](uint32_t at) { return ROWS == 1 ? 0 : int(at / ROW_PIECES); };
+    const auto piece_of = [](uint32_t at) { return ROWS == 1 ? int(at) : int(at % ROW_PIECES); };
     for (uint32_t first = 0; first < PIECES; first += BATCH * NUM_THREADS) {
         decltype(load(0, 0)) held[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const uint32_t at = min(first + i * NUM_THREADS + thread, PIECES - 1);
-            held[i] = load(int(at / ROW_PIECES), int(at % ROW_PIECES));
+            held[i] = load(row_of(at), piece_of(at));
         }
-        keep_loads();
+        keep_loads_of_warp();
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const uint32_t at = first + i * NUM_THREADS + thread;
-            if (at < PIECES) store(int(at / ROW_PIECES), int(at % ROW_PIECES), held[i]);
+            if (at < PIECES) store(row_of(at), piece_of(at), held[i]);
         }
     }
 }

@@ -132,6 +132,14 @@ DEVICE void keep_loads() {
 #endif
 }
 
+// The same with the assembler, too, which does not see the former and moves a load behind a branch that has its only use: over
+// a barrier it moves none. Every lane of the warp takes part, which costs no instruction.
+DEVICE void keep_loads_of_warp() {
+#if !PYOPS_HOST
+    sync_warp();
+#endif
+}
+
 // threadIdx.x, of which the compiler then knows that it is less than NUM_THREADS.
 template <int NUM_THREADS>
 DEVICE uint32_t thread_of() {

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from .._core.device import Device
 
+_BLOCK_VECS = (1024, 256)  # vectors of a block's tokens, where there are many or fewer
 CODES = (uint8, float8_e4m3fn, float8_e5m2)  # as which a cache of codes may be given
 
 
@@ -118,11 +119,16 @@ def stride(arg: Arg | None) -> int:
 def spread(num_tokens: int, row_vecs: int, device: Device) -> tuple[int, dict[str, Any]]:
     """(blocks, constants) for tokens of `row_vecs` vectors each.
 
-    Many tokens: blocks of four vectors to a thread, so that enough bytes are in flight. Few: as many blocks as there
-    are tokens, because what counts is the way through one.
+    Many tokens: blocks of four vectors to a thread, so that enough bytes are in flight. Where that leaves
+    multiprocessors without work, one vector to a thread. Few: as many blocks as there are tokens, because what counts
+    is the way through one.
     """
-    tokens, num_threads = min(64, max(1, 1024 // row_vecs)), 256
-    if num_tokens < tokens * 2 * device.multiprocessors:
+    num_threads = 256
+    for block_vecs in _BLOCK_VECS:
+        tokens = min(64, max(1, block_vecs // row_vecs))
+        if num_tokens >= tokens * 2 * device.multiprocessors:
+            break
+    else:
         tokens = max(1, 64 // row_vecs)
         num_threads = check.threads(tokens * row_vecs, most=256)
     batch = min(4, -(-tokens * row_vecs // num_threads))

@@ -34,6 +34,9 @@ _gather_cache = Kernel("cache/gather_cache.cu")
 _cp_gather_and_upconvert_fp8_kv_cache = Kernel("cache/cp_gather_and_upconvert_fp8_kv_cache.cu")
 _cp_gather_indexer_k_quant_cache = Kernel("cache/cp_gather_indexer_k_quant_cache.cu")
 
+# Rows that a warp reads before it writes one, if there are enough of them to give every multiprocessor a block.
+_UPCONVERT_ROWS, _UPCONVERT_THREADS = 4, 128
+
 _WORDS = {1: uint8, 2: float16, 4: float32}  # an element type of each size, for kernels that only move it
 
 
@@ -398,7 +401,9 @@ def _(src_cache: Arg, dst: Arg, block_table: Arg, seq_lens: Arg, workspace_start
         raise check.refuse(dst, "batch_size", f"expected at least 0, got {batch_size}")
     for arg in (block_table, seq_lens, workspace_starts):
         _check_rows(arg, batch_size, "batch_size")
-    num_rows, num_threads = dst.shape[0], 128
+    num_rows, num_threads = dst.shape[0], _UPCONVERT_THREADS
+    groups = num_threads // 32
+    rows = _UPCONVERT_ROWS if num_rows >= groups * _UPCONVERT_ROWS * dst.device.multiprocessors else 1
     return _cp_gather_and_upconvert_fp8_kv_cache(
         table_t=block_table.dtype,
         lens_t=seq_lens.dtype,
@@ -406,9 +411,10 @@ def _(src_cache: Arg, dst: Arg, block_table: Arg, seq_lens: Arg, workspace_start
         BLOCK_SIZE=entry.block_size,
         ACCESS_SIZE=check.vector_width(16, src_cache),
         DST_ACCESS=check.vector_width(8, dst),
+        ROWS=rows,
         NUM_THREADS=num_threads,
     ).launch(
-        grid=-(-num_rows * 32 // num_threads) if src_cache.numel and block_table.numel else 0,
+        grid=-(-num_rows // (groups * rows)) if src_cache.numel and block_table.numel else 0,
         block=num_threads,
         num_rows=num_rows,
         max_blocks=block_table.shape[1],
