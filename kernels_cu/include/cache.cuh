@@ -51,9 +51,10 @@ DEVICE float load_float(const uint8_t* address) {
     return __uint_as_float(Vec<uint8_t, 4>::template load<ACCESS>(address).template word<4>(0));
 }
 
-// The pieces of ROWS rows of ROW_PIECES each, shared by the threads of a block: BATCH calls of load(row, piece), then as many
-// of store(row, piece, what load gave). Every thread of the block calls. A load under a condition waits for what it depends on, and those behind it as well: a
-// thread that is left without a piece loads the last one, and so should `load` read something that exists, whatever comes of it.
+// The pieces of ROWS rows of ROW_PIECES each, shared by the threads of a block, all of which call: BATCH calls of
+// load(row, piece), then as many of store(row, piece, what load gave). A load under a condition waits for what it depends on,
+// and those behind it as well: a thread that is left without a piece loads the last one, and so should `load` read something
+// that exists, whatever comes of it.
 template <int NUM_THREADS, int ROWS, int ROW_PIECES, int BATCH, typename Load, typename Store>
 DEVICE void each_piece(Load load, Store store) {
     constexpr uint32_t PIECES = ROWS * ROW_PIECES;
