@@ -2,8 +2,6 @@
 #pragma once
 #include "platform.cuh"
 
-constexpr uint32_t ABSENT = ~0u;  // the lowest: its key is 0
-
 DEVICE int64_t clamped(int64_t x, int64_t low, int64_t high) { return x < low ? low : x < high ? x : high; }
 
 struct Segment {

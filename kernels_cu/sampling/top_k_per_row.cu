@@ -28,6 +28,7 @@
 
 using vec_t = Vec<uint32_t, VEC_SIZE>;
 constexpr int SAMPLES = CLUSTER * NUM_THREADS * VEC_SIZE;  // a vector of each thread
+constexpr uint32_t ABSENT = ~0u;                           // the lowest: its key is 0
 constexpr int WINDOW = 32 * NUM_THREADS;                   // places whose bits are looked at together: counts have 16 bits
 static_assert(WINDOW <= 1 << 15);
 

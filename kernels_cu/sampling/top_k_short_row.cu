@@ -39,7 +39,7 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
                 const int32_t* rowEnds,    // [numRows]
                 const int32_t* seq_lens,   // [ceil(numRows / next_n)]
                 int next_n, int64_t columns, int64_t stride0, int64_t topK) {
-    prefetch_row(logits + blockIdx.x * stride0, columns, DECODE ? seq_lens + blockIdx.x / unsigned(next_n) : rowStarts + blockIdx.x);
+    prefetch_row(logits + blockIdx.x * stride0, columns, DECODE ? seq_lens + blockIdx.x / next_n : rowStarts + blockIdx.x);
     await_previous_kernel();
     __shared__ uint4 bins[2][MOST_BINS / 4];
     __shared__ uint32_t of_warps[NUM_WARPS];
@@ -49,7 +49,7 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
     const int thread = thread_of<NUM_THREADS>();
     const Span<uint32_t, VEC_SIZE> row(logits + blockIdx.x * stride0, int(columns));
     Vec<uint32_t, VEC_SIZE> keys[ROUNDS];
-    row.load_batch<NUM_THREADS>(thread, ABSENT, keys);
+    row.load_batch<NUM_THREADS>(thread, 0, keys);
     keep_loads();
     const Segment segment = segment_of<DECODE>(rowStarts, rowEnds, seq_lens, next_n, columns);
     const auto clear = [&](uint4* first, int vectors) {
@@ -123,7 +123,9 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
     uint32_t before[ROUNDS];
     if (!all) {
         // The first of equal keys become the largest, the others the smallest; those that are not there may be equal to 0.
-        const auto equal = [&](uint32_t key, int round, int j) { return key == threshold && (key > 0 || exists(round, j)); };
+        const auto equal = [&](uint32_t key, int round, int j) {
+            return key == threshold && (key > 0 || exists(round, j));
+        };
         count_before(equal, of_rounds[0], before);
         for_each([&](uint32_t& key, int round, int j) {
             if (equal(key, round, j)) key = before[round]++ < ties ? ~0u : 0;
