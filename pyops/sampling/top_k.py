@@ -88,7 +88,9 @@ def _(logits: Tensor, rowStarts: Tensor, rowEnds: Tensor, numRows: int) -> dict[
 
 
 @top_k_per_row_prefill.example
-def _(make: Any, *, num_tokens: int = 16, topK: Literal[20, 2048] = 20, vocab_size: int = 4000) -> tuple[Any, ...]:
+def _(
+    make: Any, *, num_tokens: int = 16, topK: Literal[20, 2048, 5000] = 20, vocab_size: int = 4000
+) -> tuple[Any, ...]:
     logits = make.randn(num_tokens, vocab_size, dtype="float32")
     starts = make.randint(0, vocab_size // 2 + 1, num_tokens, dtype="int32")
     ends = make.randint(vocab_size // 2, vocab_size + 1, num_tokens, dtype="int32")
@@ -136,7 +138,7 @@ def _(
     make: Any,
     *,
     num_tokens: int = 16,
-    topK: Literal[20, 2048] = 20,
+    topK: Literal[20, 2048, 5000] = 20,
     next_n: Literal[1, 2] = 1,
     vocab_size: int = 4000,
 ) -> tuple[Any, ...]:
