@@ -2383,11 +2383,10 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("the last bins are the first's", "if (number == 1) clear(bins[0], MOST_BINS / 4);", "", "third digits"),
         (
             "no more digits",
-            "all = place.held == ties && threshold > 0;",
+            "all = place.held == ties;",
             "all = threshold > 0;",
             "ties of first digits",
         ),
-        ("all of nothing", "place.held == ties && threshold > 0;", "place.held == ties;", "segments of -NaN"),
         ("rounds after", "= rounds_before + (here", "= (here", "rows of several rounds"),
         ("odd rounds", "(here >> round % 2 * 16 & 0xffff)", "(here & 0xffff)", "rows of several rounds"),
         ("absent ties", "key == threshold && (key > 0 || exists(round, j));", "key == threshold;", "segments of -NaN"),

@@ -62,7 +62,7 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
     if (length <= topK) return take_all<NUM_THREADS>(indices, length, topK);
     __syncthreads();
 
-    // Keys of what is not in the segment are 0. They are counted as if they were, since nobody comes as far down as to want one.
+    // What is not in the segment has the lowest key, 0, and is counted: it is never needed for topK, and never taken below.
     const int own = row.element(thread) - int(segment.begin);  // round 0's place in the segment
     const auto exists = [&](int round, int j) { return unsigned(own + round * STEP + j) < unsigned(length); };
     const bool whole = own >= 0 && own + (ROUNDS - 1) * STEP + VEC_SIZE <= length;
@@ -92,7 +92,7 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
             MOST_BINS, [&](int bin) { return counts[bin]; }, [&](uint32_t) { return ties; }, of_warps, &found);
         threshold |= place.bin << digit.shift;
         ties = place.wanted;
-        all = place.held == ties && threshold > 0;
+        all = place.held == ties;
         if (all) break;
     }
 
