@@ -49,12 +49,13 @@ def values(kind: str, *shape: int, seed: int = 0) -> torch.Tensor:
         "equal": numpy.zeros(shape, "int32"),
         "all bits": random.integers(-(2**31), 2**31, shape).astype("int32"),
         "lowest": numpy.full(shape, -1, "int32"),  # -NaN with every bit set
+        "highest": numpy.where(random.random(shape) < 0.9, 2**31 - 1, 7).astype("int32"),  # NaN with every bit set
         "-inf": numpy.where(random.random(shape) < 0.9, numpy.float32(-numpy.inf), normal).view("int32"),
     }
     return torch.from_numpy(bits[kind].copy()).view(torch.float32)
 
 
-KINDS = ["normal", "low bits", "few values", "equal", "all bits", "lowest", "-inf"]
+KINDS = ["normal", "low bits", "few values", "equal", "all bits", "lowest", "highest", "-inf"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -83,6 +84,23 @@ def test_long_rows(kind: str, columns: int, device: str) -> None:
     logits = values(kind, 5, columns).to(device)
     ends = [columns, columns - 1, 16384, 300, 20000]
     prefill(logits, [0, 3, 0, 5, 3000], ends, 300)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [2048, 4100, 8189, 12000])
+def test_short_rows(kind: str, columns: int, device: str) -> None:
+    """Held in registers, of one round or several, with segments that begin and end anywhere in a round."""
+    logits = values(kind, 5, columns).to(device)
+    prefill(logits, [0, 3, 2047, 0, 1001], [columns, columns - 1, columns, 300, 1700], 290)
+    prefill(logits, [0, 0], [columns, columns - 2], columns - 3 if columns < 4096 else 4096)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_rows_of_many(kind: str, device: str) -> None:
+    """So many that they find no room, and short rows are searched like long ones."""
+    prefill(values(kind, 3, 6001).to(device), [0, 3, 900], [6001, 5999, 3000], 4097)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -121,14 +139,14 @@ def test_nothing_and_fewer_rows(device: str) -> None:
 
 
 @pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
-def test_pieces_under_every_schedule() -> None:
-    """Candidates of one launch are found in order by the next."""
+def test_every_schedule() -> None:
     with config.cpu("kernels"):
-        logits = values("few values", 2, 20000)
-        for warp_size in (32, 64):
-            for schedule in SCHEDULES:
-                with scheduled(schedule, warp_size=warp_size):
-                    prefill(logits, [0, 11], [20000, 19000], 100)
+        for columns in (20000, 6000):
+            logits = values("few values", 2, columns)
+            for warp_size in (32, 64):
+                for schedule in SCHEDULES:
+                    with scheduled(schedule, warp_size=warp_size):
+                        prefill(logits, [0, 11], [columns, columns - 1000], 100)
 
 
 @pytest.mark.parametrize(

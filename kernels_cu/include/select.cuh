@@ -17,20 +17,32 @@ DEVICE T sum_to_lane(T sum) {
     return sum;
 }
 
+// The sum of a value per warp, and of those of the warps before the caller's. Every lane of the warp calls.
+template <int NUM_THREADS, typename T>
+DEVICE T sum_of_warps_before(const T* of_warps, T& total) {
+    constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
+    static_assert(NUM_WARPS <= WARP_SIZE);
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const T here = lane < NUM_WARPS ? of_warps[lane] : T(0);
+    if constexpr (sizeof(T) == 4) {
+        total = warp_sum(here);
+        return warp_sum(lane < warp ? here : T(0));
+    } else {
+        const T up_to = sum_to_lane(here);  // the warp of that number
+        total = shfl<WARP_SIZE>(up_to, WARP_SIZE - 1);
+        const T before = shfl<WARP_SIZE>(up_to, max(warp - 1, 0));
+        return warp > 0 ? before : T(0);
+    }
+}
+
 // The sum of the values of the threads before, and of all. Every thread of the block calls. `partial` is shared memory of a
 // value per warp for this one sum: the next needs another, the one after may have the first again.
 template <int NUM_THREADS, typename T>
 DEVICE T sum_before(T value, T* partial, T& total) {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const T sum = sum_to_lane(value);
-    if (lane == WARP_SIZE - 1) partial[warp] = sum;
+    if (threadIdx.x % WARP_SIZE == WARP_SIZE - 1) partial[threadIdx.x / WARP_SIZE] = sum;
     __syncthreads();
-    constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
-    static_assert(NUM_WARPS <= WARP_SIZE);
-    const T up_to = sum_to_lane(lane < NUM_WARPS ? partial[lane] : T(0));  // the warp of that number
-    total = shfl<WARP_SIZE>(up_to, WARP_SIZE - 1);
-    const T before = shfl<WARP_SIZE>(up_to, max(warp - 1, 0));
-    return (warp > 0 ? before : T(0)) + (sum - value);
+    return sum_of_warps_before<NUM_THREADS>(partial, total) + (sum - value);
 }
 
 // Of 32-bit keys, the digits from the left: where each begins and how many values it has.
@@ -59,19 +71,19 @@ DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial
     constexpr int MOST = MOST_BINS / NUM_THREADS;
     static_assert(MOST_BINS % NUM_THREADS == 0);
     T held[MOST], sum = 0, total;
-    const int first = num_bins - 1 - int(threadIdx.x) * MOST;
+    const int first = num_bins - 1 - int(thread_of<NUM_THREADS>()) * MOST;
 #pragma unroll
     for (int i = 0; i < MOST; ++i) sum += held[i] = first - i >= 0 ? load(first - i) : T(0);
-    T before = sum_before<NUM_THREADS>(sum, partial, total);
+    const T of_warp = warp_sum(sum);
+    if (threadIdx.x % WARP_SIZE == 0) partial[threadIdx.x / WARP_SIZE] = of_warp;
+    __syncthreads();
+    T before = sum_of_warps_before<NUM_THREADS>(partial, total);
     const T wanted = wanted_of(total);
-    if (before < wanted && wanted <= before + sum) {
-        bool here = false;
+    if (before < wanted && wanted <= before + of_warp) {  // one warp looks closer
+        before += sum_to_lane(sum) - sum;
 #pragma unroll
         for (int i = 0; i < MOST; ++i) {
-            if (!here && wanted <= before + held[i]) {
-                here = true;
-                *found = {uint32_t(first - i), held[i], wanted - before};
-            }
+            if (before < wanted && wanted <= before + held[i]) *found = {uint32_t(first - i), held[i], wanted - before};
             before += held[i];
         }
     }

@@ -28,20 +28,25 @@ struct Span {
         return vec;
     }
 
+    // Vectors first, first + NUM_THREADS, ...: all on their way before one is there.
+    template <int NUM_THREADS, int BATCH>
+    DEVICE void load_batch(int first, T absent, Vec<T, N> (&vecs)[BATCH]) const {
+        if (N > 1 && is_whole(first) && is_whole(first + NUM_THREADS * (BATCH - 1))) {
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) vecs[b] = Vec<T, N>::load(base + int64_t(first + b * NUM_THREADS) * N);
+        } else {
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) vecs[b] = load(first + b * NUM_THREADS, absent);
+        }
+    }
+
     // f(vector, number of its first element) for the vectors of the calling thread, BATCH loads on their way at a time.
     template <int NUM_THREADS, int BATCH, typename F>
     DEVICE void for_each(T absent, F f) const {
         const int all = vectors();
         for (int first = threadIdx.x; first < all; first += NUM_THREADS * BATCH) {
             Vec<T, N> vecs[BATCH];
-            const int last = first + NUM_THREADS * (BATCH - 1);
-            if (N > 1 && is_whole(first) && last < all && is_whole(last)) {
-#pragma unroll
-                for (int b = 0; b < BATCH; ++b) vecs[b] = Vec<T, N>::load(base + int64_t(first + b * NUM_THREADS) * N);
-            } else {
-#pragma unroll
-                for (int b = 0; b < BATCH; ++b) vecs[b] = load(first + b * NUM_THREADS, absent);
-            }
+            load_batch<NUM_THREADS>(first, absent, vecs);
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
                 if (first + b * NUM_THREADS < all) f(vecs[b], element(first + b * NUM_THREADS));

@@ -24,14 +24,13 @@
 #include "reduce.cuh"
 #include "select.cuh"
 #include "span.cuh"
+#include "top_k.cuh"
 
 using vec_t = Vec<uint32_t, VEC_SIZE>;
 constexpr int SAMPLES = CLUSTER * NUM_THREADS * VEC_SIZE;  // a vector of each thread
-constexpr int WINDOW = 32 * NUM_THREADS;                   // places whose bits are looked at together: counts have 16 bits
 constexpr uint32_t ABSENT = ~0u;                           // the lowest: its key is 0
+constexpr int WINDOW = 32 * NUM_THREADS;                   // places whose bits are looked at together: counts have 16 bits
 static_assert(WINDOW <= 1 << 15);
-
-DEVICE int64_t clamped(int64_t x, int64_t low, int64_t high) { return x < low ? low : x < high ? x : high; }
 
 DEVICE vec_t keys_of(vec_t vec) {
 #pragma unroll
@@ -67,28 +66,20 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
     __shared__ uint32_t totals[4];  // candidates, and whether there are too many; the larger and the equal ones
     const int64_t row = blockIdx.x;
 
-    int64_t begin = 0, end;
-    if constexpr (DECODE) {
-        const unsigned sequence = blockIdx.x / unsigned(next_n);
-        end = int64_t(seq_lens[sequence]) - next_n + (blockIdx.x - sequence * unsigned(next_n)) + 1;
-    } else {
-        begin = clamped(rowStarts[row], 0, columns);
-        end = rowEnds[row];
-    }
+    const Segment segment = segment_of<DECODE>(rowStarts, rowEnds, seq_lens, next_n, columns);
+    const int length = segment.length;
     for (int i = threadIdx.x; i < MOST_BINS; i += NUM_THREADS) bins[0][i] = bins[1][i] = 0;
     if (threadIdx.x < 4) totals[threadIdx.x] = 0;
-    const int length = int(clamped(end, begin, columns) - begin);
     indices += row * topK;
     if (length <= topK) {
-        if (blockIdx.y > 0) return;
-        for (int64_t i = threadIdx.x; i < topK; i += NUM_THREADS) indices[i] = i < length ? int(i) : -1;
+        if (blockIdx.y == 0) take_all<NUM_THREADS>(indices, length, topK);
         return;
     }
 
     // The block's piece. The place of an element is that of its vector times VEC_SIZE, and its own in that.
     const int piece_size = ceil_div(length, CLUSTER), from = min(int(blockIdx.y) * piece_size, length);
     const Span<uint32_t, VEC_SIZE> piece(
-        logits + row * stride0 + (begin + from) * stride1, min(piece_size, length - from), stride1);
+        logits + row * stride0 + (segment.begin + from) * stride1, min(piece_size, length - from), stride1);
     const int vectors = piece.vectors(), places = vectors * VEC_SIZE;
 
     // The bin of a digit in which the wanted-th largest lies of all keys that all blocks' visit(f) gives to f, and that begin

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["top_k_per_row_decode", "top_k_per_row_prefill"]
 
 _top_k_per_row = Kernel("sampling/top_k_per_row.cu")
+_top_k_short_row = Kernel("sampling/top_k_short_row.cu")
+_SHORT_ROW_THREADS = 512  # that hold a row in registers: fewer than 1024 if that many do
+_MOST_ROUNDS = 4  # vectors of each
+_MOST_STAGED = 4096  # positions for which the histograms' memory has room
+_SHORT_ROW_BLOCKS = 3  # of 512 threads on a multiprocessor
 _MOST_CANDIDATES = 23  # of a thread
 _SHORT = 20480  # elements: with more, a block is worth 1024 threads
 _LEAST_OF_BLOCK = 8192  # elements for which another block of a cluster is not worth its barriers
@@ -83,7 +88,9 @@ def _(logits: Tensor, rowStarts: Tensor, rowEnds: Tensor, numRows: int) -> dict[
 
 
 @top_k_per_row_prefill.example
-def _(make: Any, *, num_tokens: int = 16, topK: Literal[20, 2048] = 20, vocab_size: int = 4000) -> tuple[Any, ...]:
+def _(
+    make: Any, *, num_tokens: int = 16, topK: Literal[20, 2048, 5000] = 20, vocab_size: int = 4000
+) -> tuple[Any, ...]:
     logits = make.randn(num_tokens, vocab_size, dtype="float32")
     starts = make.randint(0, vocab_size // 2 + 1, num_tokens, dtype="int32")
     ends = make.randint(vocab_size // 2, vocab_size + 1, num_tokens, dtype="int32")
@@ -131,7 +138,7 @@ def _(
     make: Any,
     *,
     num_tokens: int = 16,
-    topK: Literal[20, 2048] = 20,
+    topK: Literal[20, 2048, 5000] = 20,
     next_n: Literal[1, 2] = 1,
     vocab_size: int = 4000,
 ) -> tuple[Any, ...]:
@@ -153,7 +160,7 @@ def _per_row(arg: Arg, least: int) -> None:
 def _launches(
     logits: Arg, indices: Arg, numRows: int, strides: tuple[int, int], topK: int, absent: dict[str, int]
 ) -> list[Launch]:
-    """The launch of top_k_per_row.cu."""
+    """The launch of top_k_short_row.cu or top_k_per_row.cu."""
     check.dtype(logits, float32)
     check.sizes(logits, num_rows=None, columns=None)
     num_rows, columns = logits.shape
@@ -177,6 +184,18 @@ def _launches(
     ):
         cluster *= 2
     vec_size = 4 if strides[1] == 1 or columns <= 1 else 1
+    # A row that begins anywhere has a vector more.
+    vectors = -(-columns // 4) + (logits.alignment % 16 > 0 or strides[0] % 4 > 0)
+    if cluster == 1 and vec_size == 4 and vectors <= _MOST_ROUNDS * 1024 and topK <= _MOST_STAGED:
+        num_threads = _SHORT_ROW_THREADS if vectors <= _MOST_ROUNDS * _SHORT_ROW_THREADS else 1024
+        return [
+            _top_k_short_row(
+                DECODE="rowStarts" in absent,
+                ROUNDS=max(1, -(-vectors // num_threads)),
+                NUM_THREADS=num_threads,
+                MIN_BLOCKS=_SHORT_ROW_BLOCKS * 512 // num_threads,
+            ).launch(grid=numRows if topK else 0, block=num_threads, columns=columns, **absent)
+        ]
     piece = -(-columns // cluster) + 2 * vec_size
     num_threads = 1024 if piece > _SHORT else 512
     # Of 8 bytes, or half as many where a whole piece fits, whose places need no telling.
