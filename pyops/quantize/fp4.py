@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from .._core import check, quant, spread
+from .._core import check, quant
 from .._core.dtypes import bfloat16, float8_e4m3fn, float16, float32, int32, uint8
 from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
@@ -139,9 +139,9 @@ def _launch(
     """A launch over so many `rows` of `blocks` blocks, each of which is one thread's, in some rows after another."""
     resident = (_RESIDENT_PLAIN if kernel is _scaled_fp4_quant else _RESIDENT) // _THREADS
     wide = rounded_up(blocks, _TILE_COLUMNS)
-    row_threads = _THREADS if wide > 32 else max(4, 1 << (wide - 1).bit_length())
+    row_threads = min(_THREADS, max(4, 1 << (wide - 1).bit_length()))
     chunks, groups = -(-wide // row_threads), -(-rows // (_THREADS // row_threads))
-    # No more blocks than the device holds at once, of equal shares: there, what comes next is on its way while a thread computes.
+    # No more blocks than the device holds at once, of equal shares: a thread asks for its next row while it computes.
     rounds = -(-groups * chunks // (_WAVES * input.device.multiprocessors * resident))
     return kernel(
         scalar_t=input.dtype,
