@@ -1855,7 +1855,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("low gates", "LEAST_GATE = 0xc0b0", "LEAST_GATE = 0xff00", "estimates overflow", "silu"),
         (
             "the first doubt",
-            "if (Estimate::in_doubt(apart[i], words[0][i]))",
+            "if (in_doubt(apart[i], gates[half + i]))",
             "if (i == 0)",
             "all pairs are looked at",
             "silu",

@@ -152,30 +152,28 @@ struct Fp4Block {
 // accurate functions. In units of 2^-24, exp(-gate) is off by 4 for either's estimate and, where -gate is at most 5.5, by 4 for
 // the argument, which is then below 8; the reciprocal by 2, and six roundings by 1 each: by no more than STEPS float32 numbers. So
 // a product is in doubt whose lower 16 bits are so near to the middle of two bfloat16 numbers, or whose gate is below.
-struct Estimate {
-    static constexpr uint32_t STEPS = 20;
-    static constexpr uint32_t LEAST_GATE = 0xc0b0;  // the bits of -5.5; what is below, and NaN of that sign, has larger ones
-    uint32_t word;   // two products
-    uint32_t apart;  // of either, how far its lower bits lie above the middle less STEPS, modulo 2^16
+constexpr uint32_t STEPS = 20;
+constexpr uint32_t LEAST_GATE = 0xc0b0;  // the bits of -5.5; what is below, and NaN of that sign, has larger ones
 
-    DEVICE Estimate(uint32_t gate_word, uint32_t up_word) {
-        float gate[2], up[2], y[2];
-        pair_of<bf16_t>(gate_word, gate[0], gate[1]);
-        pair_of<bf16_t>(up_word, up[0], up[1]);
+// Two products, and of each, in `apart`, how far its lower bits lie above the middle less STEPS, modulo 2^16.
+DEVICE uint32_t estimate(uint32_t gate_word, uint32_t up_word, uint32_t& apart) {
+    float gate[2], up[2], y[2];
+    pair_of<bf16_t>(gate_word, gate[0], gate[1]);
+    pair_of<bf16_t>(up_word, up[0], up[1]);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const float share = estimate_reciprocal(1.0f + estimate_exp2(gate[j] * -1.44269504088896341f));
-            y[j] = ieee_multiply(ieee_multiply(gate[j], share), up[j]);
-        }
-        word = word_of_pair<bf16_t>(y[0], y[1]);
-        apart = min_of_sums(__byte_perm(__float_as_uint(y[0]), __float_as_uint(y[1]), 0x5410), (0x8000u + STEPS) * 0x10001u, ~0u);
+    for (int j = 0; j < 2; ++j) {
+        const float share = estimate_reciprocal(1.0f + estimate_exp2(gate[j] * -1.44269504088896341f));
+        y[j] = ieee_multiply(ieee_multiply(gate[j], share), up[j]);
     }
-    // Of one pair, or of many: the smallest `apart` and the largest gates.
-    static DEVICE bool in_doubt(uint32_t apart, uint32_t gates) {
-        return apart < (2 * STEPS + 1) << 16 || (apart & 0xffffu) <= 2 * STEPS || gates >= (LEAST_GATE + 1) << 16 ||
-               (gates & 0xffffu) > LEAST_GATE;
-    }
-};
+    const uint32_t lower = __byte_perm(__float_as_uint(y[0]), __float_as_uint(y[1]), 0x5410);
+    apart = min_of_sums(lower, (0x8000u + STEPS) * 0x10001u, ~0u);
+    return word_of_pair<bf16_t>(y[0], y[1]);
+}
+// Of one pair, or of many: the least `apart` and the largest gates.
+DEVICE bool in_doubt(uint32_t apart, uint32_t gates) {
+    return apart < (2 * STEPS + 1) << 16 || (apart & 0xffffu) <= 2 * STEPS || gates >= (LEAST_GATE + 1) << 16 ||
+           (gates & 0xffffu) > LEAST_GATE;
+}
 
 // Sixteen elements as they are read: of the input, or GATED of both its halves, whose product silu(gate) * up is computed
 // in float32 and rounded to T once.
@@ -201,22 +199,19 @@ struct Fp4Input {
         if constexpr (!GATED) return Fp4Block<T>(words[0]);
         uint32_t products[8];
         if constexpr (is_same<T, bf16_t>) {
-            uint32_t apart[8], nearest = ~0u, gates = 0;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const Estimate of(words[0][i], words[GATED][i]);
-                products[i] = of.word;
-                apart[i] = of.apart;
-            }
+            for (int half = 0; half < 8; half += 4) {
+                const uint32_t(&gates)[8] = words[0];
+                uint32_t apart[4];
 #pragma unroll
-            for (int i = 0; i < 8; i += 2) {
-                nearest = min_of_three_pairs(apart[i], apart[i + 1], nearest);
-                gates = max_of_three_pairs(words[0][i], words[0][i + 1], gates);
-            }
-            if (Estimate::in_doubt(nearest, gates)) {
+                for (int i = 0; i < 4; ++i) products[half + i] = estimate(gates[half + i], words[GATED][half + i], apart[i]);
+                const uint32_t nearest = min_of_three_pairs(apart[0], apart[1], min_of_three_pairs(apart[2], apart[3], ~0u));
+                const uint32_t most = max_of_three_pairs(gates[half], gates[half + 1],
+                                                         max_of_three_pairs(gates[half + 2], gates[half + 3], 0));
+                if (!in_doubt(nearest, most)) continue;
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    if (Estimate::in_doubt(apart[i], words[0][i])) products[i] = exact_product(i);
+                for (int i = 0; i < 4; ++i) {
+                    if (in_doubt(apart[i], gates[half + i])) products[half + i] = exact_product(half + i);
                 }
             }
         } else {

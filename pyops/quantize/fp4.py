@@ -42,8 +42,8 @@ _silu_and_mul_nvfp4_quant = Kernel("quantize/silu_and_mul_nvfp4_quant.cu")
 
 _BLOCK = 16  # elements under one scale
 _THREADS = 128  # of a block
-# Threads of a multiprocessor that find registers enough, where input has neither two halves nor experts and else.
-_RESIDENT_PLAIN, _RESIDENT = 1280, 1024
+# Threads of a multiprocessor that find registers enough: of scaled_fp4_quant; of others; and of those where rows are narrow.
+_RESIDENT_PLAIN, _RESIDENT, _RESIDENT_NARROW = 1152, 896, 640
 _WAVES = 1  # how many times the blocks that the device holds at once
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 # A code's magnitude is the number of these bounds that lie below a value; of those of the second row, or at it.
@@ -137,9 +137,10 @@ def _launch(
     **constants: Any,
 ) -> Launch:
     """A launch over so many `rows` of `blocks` blocks, each of which is one thread's, in some rows after another."""
-    resident = (_RESIDENT_PLAIN if kernel is _scaled_fp4_quant else _RESIDENT) // _THREADS
     wide = rounded_up(blocks, _TILE_COLUMNS)
     row_threads = min(_THREADS, max(4, 1 << (wide - 1).bit_length()))
+    resident = _RESIDENT if row_threads == _THREADS else _RESIDENT_NARROW
+    resident = (_RESIDENT_PLAIN if kernel is _scaled_fp4_quant else resident) // _THREADS
     chunks, groups = -(-wide // row_threads), -(-rows // (_THREADS // row_threads))
     # No more blocks than the device holds at once, of equal shares: a thread asks for its next row while it computes.
     rounds = -(-groups * chunks // (_WAVES * input.device.multiprocessors * resident))
