@@ -42,7 +42,7 @@ _silu_and_mul_nvfp4_quant = Kernel("quantize/silu_and_mul_nvfp4_quant.cu")
 
 _BLOCK = 16  # elements under one scale
 _THREADS = 128  # of a block
-# Threads of a multiprocessor that find registers enough: of scaled_fp4_quant; of others; and of those where rows are narrow.
+# Threads of a multiprocessor that find registers enough: scaled_fp4_quant, others, others of narrow rows.
 _RESIDENT_PLAIN, _RESIDENT, _RESIDENT_NARROW = 1152, 896, 640
 _WAVES = 1  # how many times the blocks that the device holds at once
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
