@@ -99,9 +99,9 @@ def test_any_shape(shape: tuple[int, int], dtype: torch.dtype, device: str) -> N
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(700, 1040), (266, 16448)])
+@pytest.mark.parametrize("shape", [(2000, 1040), (266, 16448)])
 def test_many_rows(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
-    """Enough that a thread has more than one block of a row, and more than one round."""
+    """Enough that rows have several blocks of threads, which have more than one row."""
     x = draw(*shape, dtype=dtype, device=device)
     assert_true(x, 40.0)
 
@@ -208,7 +208,7 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES[1:2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", CONTENTS)
-@pytest.mark.parametrize("shape", [(3, 4096), (130, 160), (2, 14336 * 2)])
+@pytest.mark.parametrize("shape", [(3, 4096), (130, 160), (2, 14336 * 2), (1100, 2080)])
 def test_silu_and_mul(shape: tuple[int, int], kind: str, dtype: torch.dtype, device: str) -> None:
     """Rounded once, before the codes; all padding is 0."""
     if kind != "normal" and shape[0] != 3:
@@ -241,8 +241,8 @@ def test_estimates_of_silu(device: str) -> None:
     estimates = f32(f32(gates * shares) * ups)
     right = f32(f32(gates / f32(1 + f32(numpy.exp(-gates)))) * ups)
     differ = bf16(estimates) != bf16(right)
-    assert (differ & (gates > -12)).any()
-    assert (differ & (gates < -12)).sum() > 4
+    assert (differ & (gates > -5.5)).any()
+    assert (differ & (gates < -5.5)).sum() > 4
     gates, ups, right = gates[differ], ups[differ], right[differ]
     for gate, up, y in [*zip(gates, ups, right, strict=True), (-88.0, 2.0**124, -88.0 * numpy.exp(-88.0) * 2.0**124)]:
         # The largest magnitude of the block is so large that its scale is 448, so the factor g / 448 is free. The two
@@ -314,6 +314,14 @@ def test_experts(counts: list[int], columns: int, dtype: torch.dtype, device: st
     x = draw(sum(counts), columns * 16, dtype=dtype, device=device)
     offsets, tiles = of_experts(counts)
     assert_experts(x, [f32(3.0 + e / 7).item() for e in range(len(counts))], offsets, tiles, tiles[-1] + 3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_rows_of_experts(device: str) -> None:
+    """Enough that a thread has rows of more than one expert."""
+    counts = [399, 0, 2, 700]
+    offsets, tiles = of_experts(counts)
+    assert_experts(draw(sum(counts), 65 * 16, device=device), [2.0, 3.0, 5.0, 7.0], offsets, tiles, tiles[-1])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -22,19 +22,47 @@ DEVICE uint32_t e2m1_bits(float x) {
     return min_of_three(__float_as_uint(fine), __float_as_uint(middle), __float_as_uint(coarse));
 }
 
-// The scale of sixteen values whose largest magnitude is `a`, and the factor r.
+// The scale g of all values.
+struct Fp4Tensor {
+    float g, reciprocal;
+    // Products below it are ordinary. Of a g so large or small that s / g or its reciprocal may be no normal number, none are.
+    float limit;
+
+    explicit DEVICE Fp4Tensor(float g)
+        : g(g), reciprocal(ieee_divide(1.0f, g)), limit(ieee_abs(g) >= 0x1p-100f && ieee_abs(g) <= 0x1p100f ? 7.0f : 0.0f) {}
+};
+
+// The scale of sixteen values whose largest magnitude is `a`, and the factor r. ORDINARY: under a g of which products may be.
 struct Fp4Scale {
     fp8_e4m3_t code;
     float factor;
 
-    DEVICE Fp4Scale(float a, float g, float reciprocal_of_g) {
-        const float scale = ieee_multiply(g, ieee_multiply(a, 1.0f / 6.0f));
-        code = from_float<fp8_e4m3_t>(fminf(scale, Codes<fp8_e4m3_t>::largest));  // which takes NaN to the largest
-        const float s = to_float(code);
-        const float quotient = ieee_divide(1.0f, s == 0.0f ? 1.0f : ieee_multiply(s, reciprocal_of_g));
-        factor = s == 0.0f ? 0.0f : quotient;
+    template <bool ORDINARY>
+    static DEVICE Fp4Scale of(float a, const Fp4Tensor& tensor) {
+        const float scale = ieee_multiply(tensor.g, ieee_multiply(a, 1.0f / 6.0f));
+        Fp4Scale of;
+        of.code = from_float<fp8_e4m3_t>(fminf(scale, Codes<fp8_e4m3_t>::largest));  // which takes NaN to the largest
+        const float s = to_float(of.code);
+        const float divisor = ieee_multiply(s, tensor.reciprocal);
+        const float quotient = ORDINARY ? reciprocal_of(divisor) : ieee_divide(1.0f, s == 0.0f ? 1.0f : divisor);
+        of.factor = s == 0.0f ? 0.0f : quotient;
+        return of;
     }
 };
+
+// Two values of 16 bits in a word, the first in its lower half.
+template <typename T>
+DEVICE void pair_of(uint32_t word, float& low, float& high) {
+    Vec<T, 2> pair;
+    pair.template word<2>(0) = word;
+    load_pair<T>(pair.data, low, high);
+}
+template <typename T>
+DEVICE uint32_t word_of_pair(float low, float high) {
+    Vec<T, 2> pair;
+    store_pair<T>(pair.data, low, high);
+    return pair.template word<2>(0);
+}
 
 // Sixteen values of 16 bits on their way to codes.
 template <typename T>
@@ -42,6 +70,7 @@ struct Fp4Block {
     uint32_t words[8];  // two values each
     float most;         // the largest magnitude, or NaN if there is one
 
+    Fp4Block() = default;
     explicit DEVICE Fp4Block(const uint32_t (&x)[8]) {
         Vec<T, 2> pair = Vec<T, 2>::full(0.0f);
 #pragma unroll
@@ -55,9 +84,8 @@ struct Fp4Block {
         most = pair[0];
     }
 
-    // The largest magnitude, NaN left out.
+    // The largest magnitude, NaN left out; `most` is the same, and costs less, where there is none.
     DEVICE float absmax() const {
-        if (most == most) return most;
         Vec<T, 2> pair = Vec<T, 2>::full(0.0f);
 #pragma unroll
         for (int i = 0; i < 8; ++i) absmax_pair<T>(pair.data, magnitudes(i).data);
@@ -86,10 +114,10 @@ struct Fp4Block {
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
             float x[2];
-            load_pair<T>(magnitudes(half * 4 + i / 2).data, x[0], x[1]);
+            pair_of<T>(words[half * 4 + i / 2], x[0], x[1]);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const float y = ieee_multiply(x[j], factor);
+                const float y = ieee_multiply(ieee_abs(x[j]), factor);
                 uint32_t bits = e2m1_bits(y);
                 if constexpr (!ORDINARY) {
                     bits = min(bits, __float_as_uint(0x1p23f + 7.0f));
@@ -100,65 +128,52 @@ struct Fp4Block {
         }
         return codes | sign;
     }
+    template <bool ORDINARY>
     DEVICE Vec<uint8_t, 8> codes(float factor) const {
         Vec<uint8_t, 8> bytes;
-        const bool ordinary = most * factor < 7.0f;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            bytes.template word<4>(half * 4) = ordinary ? eight<true>(half, factor) : eight<false>(half, factor);
-        }
+        for (int half = 0; half < 2; ++half) bytes.template word<4>(half * 4) = eight<ORDINARY>(half, factor);
         return bytes;
     }
+    template <int ACCESS>
+    DEVICE void write(uint8_t* codes_at, fp8_e4m3_t* scale_at, const Fp4Tensor& tensor) const {
+        Fp4Scale scale = Fp4Scale::of<true>(most, tensor);
+        if (most * scale.factor < tensor.limit) {
+            codes<true>(scale.factor).template store<ACCESS>(codes_at);
+        } else {  // also where `most` is NaN
+            scale = Fp4Scale::of<false>(absmax(), tensor);
+            codes<false>(scale.factor).template store<ACCESS>(codes_at);
+        }
+        *scale_at = scale.code;
+    }
 };
-
-// Two values of 16 bits in a word, the first in its lower half.
-template <typename T>
-DEVICE void pair_of(uint32_t word, float& low, float& high) {
-    Vec<T, 2> pair;
-    pair.template word<2>(0) = word;
-    load_pair<T>(pair.data, low, high);
-}
-template <typename T>
-DEVICE uint32_t word_of_pair(float low, float high) {
-    Vec<T, 2> pair;
-    store_pair<T>(pair.data, low, high);
-    return pair.template word<2>(0);
-}
 
 // Products silu(gate) * up in bfloat16 by the hardware's estimates, and whether one of them may be another than by the
-// accurate functions. In units of 2^-24, exp(-gate) is off by 4 for either's estimate and 1.24 |gate| for the argument,
-// the reciprocal by 2, and six roundings by 1 each: less than STEPS float32 numbers where -gate is at most 12. So a product
-// is in doubt whose lower 16 bits are so near to the middle of two bfloat16 numbers, or whose gate is below.
-struct Doubt {
-    static constexpr uint32_t STEPS = 32;
-    static constexpr uint32_t LEAST_GATE = 0xc140;  // the bits of -12; what is below, and NaN of that sign, has larger ones
-    // Of the first and the second of all pairs: the least distance above the middle less STEPS, and the largest bits.
-    uint32_t apart = ~0u, gates = 0;
+// accurate functions. In units of 2^-24, exp(-gate) is off by 4 for either's estimate and, where -gate is at most 5.5, by 4 for
+// the argument, which is then below 8; the reciprocal by 2, and six roundings by 1 each: by no more than STEPS float32 numbers. So
+// a product is in doubt whose lower 16 bits are so near to the middle of two bfloat16 numbers, or whose gate is below.
+constexpr uint32_t STEPS = 20;
+constexpr uint32_t LEAST_GATE = 0xc0b0;  // the bits of -5.5; what is below, and NaN of that sign, has larger ones
 
-    DEVICE uint32_t product(uint32_t gate_word, uint32_t up_word) {
-        float gate[2], up[2], y[2];
-        pair_of<bf16_t>(gate_word, gate[0], gate[1]);
-        pair_of<bf16_t>(up_word, up[0], up[1]);
+// Two products, and of each, in `apart`, how far its lower bits lie above the middle less STEPS, modulo 2^16.
+DEVICE uint32_t estimate(uint32_t gate_word, uint32_t up_word, uint32_t& apart) {
+    float gate[2], up[2], y[2];
+    pair_of<bf16_t>(gate_word, gate[0], gate[1]);
+    pair_of<bf16_t>(up_word, up[0], up[1]);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const float share = estimate_reciprocal(1.0f + estimate_exp2(gate[j] * -1.44269504088896341f));
-            y[j] = ieee_multiply(ieee_multiply(gate[j], share), up[j]);
-        }
-        const uint32_t lower = __byte_perm(__float_as_uint(y[0]), __float_as_uint(y[1]), 0x5410);
-        apart = min_of_sums(lower, (0x8000u + STEPS) * 0x10001u, apart);
-        gates = max_of_three_pairs(gate_word, gates, 0);
-        return word_of_pair<bf16_t>(y[0], y[1]);
+    for (int j = 0; j < 2; ++j) {
+        const float share = estimate_reciprocal(1.0f + estimate_exp2(gate[j] * -1.44269504088896341f));
+        y[j] = ieee_multiply(ieee_multiply(gate[j], share), up[j]);
     }
-    DEVICE Doubt join(const Doubt& other) const {
-        Doubt both;
-        both.apart = min_of_sums(other.apart, 0, apart);
-        both.gates = max_of_three_pairs(other.gates, gates, 0);
-        return both;
-    }
-    DEVICE operator bool() const {
-        return min(apart >> 16, apart & 0xffffu) <= 2 * STEPS || max(gates >> 16, gates & 0xffffu) > LEAST_GATE;
-    }
-};
+    const uint32_t lower = __byte_perm(__float_as_uint(y[0]), __float_as_uint(y[1]), 0x5410);
+    apart = min_of_sums(lower, (0x8000u + STEPS) * 0x10001u, ~0u);
+    return word_of_pair<bf16_t>(y[0], y[1]);
+}
+// Of one pair, or of many: the least `apart` and the largest gates.
+DEVICE bool in_doubt(uint32_t apart, uint32_t gates) {
+    return apart < (2 * STEPS + 1) << 16 || (apart & 0xffffu) <= 2 * STEPS || gates >= (LEAST_GATE + 1) << 16 ||
+           (gates & 0xffffu) > LEAST_GATE;
+}
 
 // Sixteen elements as they are read: of the input, or GATED of both its halves, whose product silu(gate) * up is computed
 // in float32 and rounded to T once.
@@ -174,9 +189,10 @@ struct Fp4Input {
             for (int j = 0; j < 4; ++j) words[i * 4 + j] = x.template word<2>(j * 2);
         }
     }
-    DEVICE void load(const T* address, int64_t to_up) {
+    // Of a row of so many blocks.
+    DEVICE void load(const T* address, unsigned blocks) {
         load(words[0], address);
-        if constexpr (GATED) load(words[1], address + to_up);
+        if constexpr (GATED) load(words[1], address + uint64_t(blocks) * FP4_BLOCK);
     }
 
     DEVICE Fp4Block<T> block() const {
@@ -185,17 +201,17 @@ struct Fp4Input {
         if constexpr (is_same<T, bf16_t>) {
 #pragma unroll
             for (int half = 0; half < 8; half += 4) {
-                Doubt of_four[2];
+                const uint32_t(&gates)[8] = words[0];
+                uint32_t apart[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) products[half + i] = estimate(gates[half + i], words[GATED][half + i], apart[i]);
+                const uint32_t nearest = min_of_three_pairs(apart[0], apart[1], min_of_three_pairs(apart[2], apart[3], ~0u));
+                const uint32_t most = max_of_three_pairs(gates[half], gates[half + 1],
+                                                         max_of_three_pairs(gates[half + 2], gates[half + 3], 0));
+                if (!in_doubt(nearest, most)) continue;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int word = half + i;
-                    products[word] = of_four[i / 2].product(words[0][word], words[GATED][word]);
-                }
-                if (of_four[0].join(of_four[1])) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        if (of_four[i / 2]) products[half + i] = exact_product(half + i);
-                    }
+                    if (in_doubt(apart[i], gates[half + i])) products[half + i] = exact_product(half + i);
                 }
             }
         } else {
@@ -223,61 +239,58 @@ struct Fp4Input {
 
 // Scales lie in tiles of 128 rows and 4 columns, those of rows 32 apart together (the layout that matrix products want).
 constexpr int FP4_TILE_ROWS = 128;
-DEVICE int64_t fp4_tiled_row(int64_t row, int tiles) {
-    return row / FP4_TILE_ROWS * tiles * 512 + row % 32 * 16 + row / 32 % 4 * 4;
+DEVICE int64_t fp4_tiled_rows(int64_t rows) { return (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS; }
+DEVICE uint64_t fp4_tiled_row(uint32_t row, unsigned tiles) {
+    return uint64_t(row / FP4_TILE_ROWS) * (tiles * 512) + (row % 32 * 16 + row / 32 % 4 * 4);
 }
+DEVICE uint64_t fp4_tiled_column(unsigned column) { return uint64_t(column / 4) * 512 + column % 4; }
 
-// A row of codes and scales, shared by ROW_THREADS threads, at least 4, each of which has VECS blocks at a time. TILED: the
-// row's scales fill up tiles, with zeros.
-template <typename T, int ROW_THREADS, int VECS, int ACCESS, int CODE_ACCESS, bool TILED, bool GATED>
-struct Fp4Row {
-    static constexpr int SCALES = TILED ? ROW_THREADS / 4 * 512 : ROW_THREADS;  // from one block's to the thread's next
-    static_assert(ROW_THREADS % 4 == 0);
+// What a thread has: one column of blocks, and of `rounds` rows from `row` on, STEP apart, those that are there. The blocks of
+// the grid lie side by side along a row, each ROW_THREADS columns wide and STEP rows high.
+template <int NUM_THREADS, int ROW_THREADS>
+struct Fp4Share {
+    static constexpr int STEP = NUM_THREADS / ROW_THREADS;
+    unsigned column;
+    int64_t row;
+    int rounds;
 
-    const T* input;
-    unsigned blocks, columns;  // blocks of the row, and scales that are written for it
-    Fp4Input<T, GATED, ACCESS> x[VECS];
+    explicit DEVICE Fp4Share(int rounds)
+        : column(blockIdx.x * ROW_THREADS + threadIdx.x % ROW_THREADS),
+          row(int64_t(blockIdx.y) * rounds * STEP + (STEP == 1 ? 0 : threadIdx.x / ROW_THREADS)), rounds(rounds) {}
 
-    // Begins to load the input, of which a row that does not `exist` has none.
-    DEVICE Fp4Row(const T* input, int blocks, bool exist)
-        : input(input), blocks(blocks), columns(TILED ? (blocks + 3) / 4 * 4 : blocks) {
-        if (exist) load(first());
-    }
-    static DEVICE unsigned first() { return threadIdx.x % ROW_THREADS; }
-    static DEVICE uint64_t column(unsigned k) { return TILED ? uint64_t(k / 4) * 512 + k % 4 : k; }
-
-    DEVICE void load(unsigned k) {
-        const T* from = input + uint64_t(k) * FP4_BLOCK;
-#pragma unroll
-        for (int i = 0; i < VECS; ++i) {
-            if (k + i * ROW_THREADS < blocks) x[i].load(from + i * ROW_THREADS * FP4_BLOCK, int64_t(blocks) * FP4_BLOCK);
-        }
-    }
-    DEVICE void clear(fp8_e4m3_t* scales) const {
-#pragma unroll 1
-        for (unsigned k = first(); k < columns; k += ROW_THREADS) scales[column(k)] = fp8_e4m3_t(0.0f);
-    }
-    DEVICE void write(uint8_t* codes, fp8_e4m3_t* scales, float g) {
-        const float reciprocal = ieee_divide(1.0f, g);
-        codes += uint64_t(first()) * (FP4_BLOCK / 2);
-        scales += column(first());
-#pragma unroll 1
-        for (unsigned k = first(); k < columns;) {
-#pragma unroll
-            for (int i = 0; i < VECS; ++i) {
-                if (k + i * ROW_THREADS < blocks) {
-                    const Fp4Block<T> block = x[i].block();
-                    const Fp4Scale scale(block.absmax(), g, reciprocal);
-                    block.codes(scale.factor).template store<CODE_ACCESS>(codes + i * ROW_THREADS * (FP4_BLOCK / 2));
-                    scales[i * SCALES] = scale.code;
-                } else if (TILED && k + i * ROW_THREADS < columns) {
-                    scales[i * SCALES] = fp8_e4m3_t(0.0f);
-                }
-            }
-            k += VECS * ROW_THREADS;
-            codes += VECS * ROW_THREADS * (FP4_BLOCK / 2);
-            scales += VECS * SCALES;
-            load(k);
-        }
-    }
+    // How many rows it has of `num_rows`.
+    DEVICE int among(int64_t num_rows) const { return int(min(max(num_rows - row + STEP - 1, int64_t(0)) / STEP, int64_t(rounds))); }
 };
+
+// Codes and scales of a thread's share, all under one g. What comes next is asked for as soon as there are registers for it, so
+// that it is on its way while there is something to compute. TILED: scales of rows and columns that are not there are 0.
+template <typename T, int NUM_THREADS, int ROW_THREADS, int ACCESS, int CODE_ACCESS, bool TILED, bool GATED>
+DEVICE void fp4_rows(uint8_t* output, fp8_e4m3_t* scales, const T* input, const float* g, int64_t num_rows, int64_t scale_rows,
+                     int64_t output_stride, int64_t input_stride, unsigned blocks, int rounds) {
+    using share_t = Fp4Share<NUM_THREADS, ROW_THREADS>;
+    const share_t share(rounds);
+    const unsigned tiles = (blocks + 3) / 4;
+    int left = share.column < blocks ? share.among(num_rows) : 0;
+    input += share.row * input_stride + uint64_t(share.column) * FP4_BLOCK;
+    Fp4Input<T, GATED, ACCESS> x;
+    if (left > 0) x.load(input, blocks);
+    const Fp4Tensor tensor(*g);
+
+    output += share.row * output_stride + uint64_t(share.column) * (FP4_BLOCK / 2);
+    const int64_t above = TILED ? share.row / FP4_TILE_ROWS * FP4_TILE_ROWS : share.row;
+    scales += TILED ? above * (tiles * 4) + fp4_tiled_column(share.column) : above * blocks + share.column;
+    uint32_t row = share.row - above;  // counted within what lies at `scales`
+    for (; left > 0; --left) {
+        const Fp4Block<T> block = x.block();
+        input += share_t::STEP * input_stride;
+        if (left > 1) x.load(input, blocks);
+        block.template write<CODE_ACCESS>(output, scales + (TILED ? fp4_tiled_row(row, tiles) : uint64_t(row) * blocks), tensor);
+        output += share_t::STEP * output_stride;
+        row += share_t::STEP;
+    }
+    if (!TILED || share.column >= tiles * 4) return;
+    const uint32_t end = uint32_t(share.row - above) + share.among(scale_rows) * share_t::STEP;
+    for (; row < end; row += share_t::STEP) {
+        scales[fp4_tiled_row(row, tiles)] = fp8_e4m3_t(0.0f);
+    }
+}

@@ -338,7 +338,15 @@ DEVICE uint32_t min_of_three(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-// The same of unsigned numbers of 16 bits, two to a word: the largest of three, and min(a + b, c), sums modulo 2^16.
+// The same of unsigned numbers of 16 bits, two to a word: the smallest and the largest of three, and min(a + b, c), sums modulo 2^16.
+DEVICE uint32_t min_of_three_pairs(uint32_t a, uint32_t b, uint32_t c) {
+#if PYOPS_CUDA
+    return __vimin3_u16x2(a, b, c);
+#else
+    return min(a >> 16, min(b >> 16, c >> 16)) << 16 | min(a & 0xffffu, min(b & 0xffffu, c & 0xffffu));
+#endif
+}
+
 DEVICE uint32_t max_of_three_pairs(uint32_t a, uint32_t b, uint32_t c) {
 #if PYOPS_CUDA
     return __vimax3_u16x2(a, b, c);
@@ -376,7 +384,16 @@ DEVICE float ieee_min(float a, float b) {
 #endif
 }
 
-DEVICE float ieee_abs(float x) { return __uint_as_float(__float_as_uint(x) & 0x7fffffffu); }
+// An instruction that takes x can do this on the way.
+DEVICE float ieee_abs(float x) {
+#if PYOPS_CUDA
+    float result;
+    asm("abs.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#else
+    return __uint_as_float(__float_as_uint(x) & 0x7fffffffu);
+#endif
+}
 
 DEVICE bool ieee_less_equal(float a, float b) {
 #if PYOPS_CUDA

@@ -3,9 +3,10 @@
 //     expert e has the rows o[e] to o[e + 1] - 1, the scale g = input_global_scale[e], and the tiles from row t[e]
 //     GATED: what is quantised is T(silu(gate) * up), gate, up = input[r, i], input[r, hidden_size + i]; one rounding
 //
-// The expert of row r is the last whose o[e] <= r, found by counting offsets. Nothing is written for a row that is none of
-// its expert's, nor for an expert whose rows or tiles are not all there. ROW_THREADS threads share a row, each of which
-// has VECS times sixteen elements at a time; the rows of an expert also share those that fill up its last tile, with zeros.
+// The expert of row r is the last whose o[e] <= r, found by counting offsets; the count is that of all rows before the least
+// offset beyond r. Nothing is written for a row that is none of its expert's, nor for an expert whose rows or tiles are not all
+// there. A thread has one column of blocks of sixteen elements, in `rounds` rows one after another; ROW_THREADS of them stand side
+// by side in a block. The rows of an expert also share those that fill up its last tile, with zeros.
 //
 // Constants
 //     scalar_t      T: element type of input
@@ -13,13 +14,18 @@
 //     ACCESS        elements of input in one memory access, at most 8
 //     CODE_ACCESS   bytes of output in one memory access, at most 8
 //     NUM_THREADS   threads in the block
-//     ROW_THREADS   threads that share a row; divides NUM_THREADS
-//     VECS          blocks of sixteen elements that a thread has in flight
+//     ROW_THREADS   threads beside each other in a row; divides NUM_THREADS
 //     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "fp4.cuh"
 #include "reduce.cuh"
-#include "row.cuh"
+
+// What waits for each other before the first scale is written.
+DEVICE void prefetch_experts(const int32_t* offsets, const int32_t* tiles, const float* scales, int num_experts) {
+    prefetch_part(offsets, num_experts, threadIdx.x);
+    prefetch_part(tiles, num_experts, threadIdx.x);
+    prefetch_part(scales, num_experts - 1, threadIdx.x);
+}
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 scaled_fp4_experts_quant(uint8_t* output,                                   // [num_rows, blocks * 8]
@@ -29,25 +35,60 @@ scaled_fp4_experts_quant(uint8_t* output,                                   // [
                          const int32_t* input_offset_by_experts,            // [num_experts + 1]
                          const int32_t* output_scale_offset_by_experts,     // [num_experts + 1]
                          int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks,
-                         int num_experts) {
+                         int num_experts, int rounds) {
+    prefetch_experts(input_offset_by_experts, output_scale_offset_by_experts, input_global_scale, num_experts);
     await_previous_kernel();
-    __shared__ int partial[NUM_THREADS / WARP_SIZE];
-    const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
-    Fp4Row<scalar_t, ROW_THREADS, VECS, ACCESS, CODE_ACCESS, true, GATED> row(input + at.row * input_stride, blocks, at.active);
-    int begun = 0;
-    for (int i = threadIdx.x % ROW_THREADS; i <= num_experts; i += ROW_THREADS) {
-        begun += input_offset_by_experts[i] <= at.row;
-    }
-    const int expert = row_reduce<Sum, ROW_THREADS>(begun, partial) - 1;
-    if (!at.active || expert < 0 || expert >= num_experts) return;
+    using share_t = Fp4Share<NUM_THREADS, ROW_THREADS>;
+    constexpr int LANES = ROW_THREADS < WARP_SIZE ? ROW_THREADS : WARP_SIZE;  // that find the expert of a row
+    const share_t share(rounds);
+    const unsigned tiles = ceil_div(blocks, 4);
+    int left = share.column < blocks ? share.among(num_rows) : 0;
+    input += share.row * input_stride + uint64_t(share.column) * FP4_BLOCK;
+    Fp4Input<scalar_t, GATED, ACCESS> x;
+    if (left > 0) x.load(input, blocks);
 
-    const int64_t first = input_offset_by_experts[expert], end = input_offset_by_experts[expert + 1];
-    const int64_t tile = output_scale_offset_by_experts[expert];
-    const int64_t rows = end - first, tiled_rows = (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS;
-    if (first < 0 || at.row < first || at.row >= end || end > num_rows) return;
-    if (tile < 0 || tile + tiled_rows > scale_rows) return;
-    const int tiles = ceil_div(blocks, 4);
-    output_scale += tile * tiles * 4;
-    for (int64_t i = at.row - first + rows; i < tiled_rows; i += rows) row.clear(output_scale + fp4_tiled_row(i, tiles));
-    row.write(output + at.row * output_stride, output_scale + fp4_tiled_row(at.row - first, tiles), input_global_scale[expert]);
+    output += share.row * output_stride + uint64_t(share.column) * (FP4_BLOCK / 2);
+    output_scale += fp4_tiled_column(share.column);
+    int first = 0, end = 0, tile = 0;  // of the expert, which has no rows if there is something wrong with it
+    int64_t until = share.row;         // the least of all lanes': rows before it have the same expert
+    Fp4Tensor tensor(1.0f);
+    for (int64_t row = share.row; rounds > 0; row += share_t::STEP, --rounds) {  // all lanes take part
+        if (any_lane(row >= until)) {
+            int begun = 0;
+            until = num_rows;
+            for (int i = threadIdx.x % LANES; i <= num_experts; i += LANES) {
+                const int64_t offset = input_offset_by_experts[i];
+                begun += offset <= row;
+                until = offset <= row ? until : min(until, offset);
+            }
+            const int expert = lane_reduce<Sum, LANES>(begun) - 1;
+            end = 0;
+            if (expert >= 0 && expert < num_experts) {
+                first = input_offset_by_experts[expert];
+                end = input_offset_by_experts[expert + 1];
+                tile = output_scale_offset_by_experts[expert];
+                tensor = Fp4Tensor(input_global_scale[expert]);
+                const bool there = first >= 0 && end <= num_rows && tile >= 0;
+                if (!there || tile + fp4_tiled_rows(int64_t(end) - first) > scale_rows) end = 0;
+            }
+        }
+        Fp4Block<scalar_t> block;
+        if (left > 0) {
+            block = x.block();
+            input += share_t::STEP * input_stride;
+            if (--left > 0) x.load(input, blocks);
+        }
+        if (row >= first && row < end && share.column < tiles * 4) {
+            fp8_e4m3_t* const scales = output_scale + uint64_t(tile) * (tiles * 4);
+            const uint32_t at = row - first, rows = end - first, tiled_rows = fp4_tiled_rows(rows);
+            for (uint32_t i = at + rows; i < tiled_rows; i += rows) scales[fp4_tiled_row(i, tiles)] = fp8_e4m3_t(0.0f);
+            fp8_e4m3_t* const scale = scales + fp4_tiled_row(at, tiles);
+            if (share.column < blocks) {
+                block.template write<CODE_ACCESS>(output, scale, tensor);
+            } else {
+                *scale = fp8_e4m3_t(0.0f);
+            }
+        }
+        output += share_t::STEP * output_stride;
+    }
 }

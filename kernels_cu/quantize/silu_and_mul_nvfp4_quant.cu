@@ -3,36 +3,27 @@
 //     y = T(silu(gate) * up)    gate, up = input[r, i], input[r, hidden_size + i]; one rounding
 //     s = e4m3(g * (max |y| * (1/6)))    result = e2m1(y * (1 / (s * (1 / g))))    g = *input_global_scale    (fp4.cuh)
 //
-// ROW_THREADS threads share a row, each of which has VECS times sixteen elements at a time. Rows that are not there fill up the last
-// tile of scales with zeros, as columns do.
+// A thread has one column of blocks of sixteen elements, in `rounds` rows one after another; ROW_THREADS of them stand side by
+// side in a block. Rows that are not there fill up the last tile of scales with zeros, as columns do.
 //
 // Constants
 //     scalar_t      T: element type of input
 //     ACCESS        elements of input in one memory access, at most 8
 //     CODE_ACCESS   bytes of result in one memory access, at most 8
 //     NUM_THREADS   threads in the block
-//     ROW_THREADS   threads that share a row; divides NUM_THREADS
-//     VECS          blocks of sixteen elements that a thread has in flight
+//     ROW_THREADS   threads beside each other in a row; divides NUM_THREADS
 //     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "fp4.cuh"
-#include "row.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 silu_and_mul_nvfp4_quant(uint8_t* result,                  // [num_rows, blocks * 8]
                          fp8_e4m3_t* result_block_scale,   // scale_rows rows in tiles, of which blocks fill the last
                          const scalar_t* input,            // [num_rows, 2 * blocks * 16]
                          const float* input_global_scale,  // one element
-                         int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks) {
+                         int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks,
+                         int rounds) {
     await_previous_kernel();
-    const RowIndex<NUM_THREADS, ROW_THREADS> at(scale_rows);
-    if (!at.active) return;
-    const bool exists = at.row < num_rows;
-    Fp4Row<scalar_t, ROW_THREADS, VECS, ACCESS, CODE_ACCESS, true, true> row(input + at.row * input_stride, blocks, exists);
-    fp8_e4m3_t* scales = result_block_scale + fp4_tiled_row(at.row, ceil_div(blocks, 4));
-    if (exists) {
-        row.write(result + at.row * output_stride, scales, *input_global_scale);
-    } else {
-        row.clear(scales);
-    }
+    fp4_rows<scalar_t, NUM_THREADS, ROW_THREADS, ACCESS, CODE_ACCESS, true, true>(
+        result, result_block_scale, input, input_global_scale, num_rows, scale_rows, output_stride, input_stride, blocks, rounds);
 }

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from .._core import check, quant, spread
+from .._core import check, quant
 from .._core.dtypes import bfloat16, float8_e4m3fn, float16, float32, int32, uint8
 from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
@@ -41,8 +41,10 @@ _scaled_fp4_experts_quant = Kernel("quantize/scaled_fp4_experts_quant.cu")
 _silu_and_mul_nvfp4_quant = Kernel("quantize/silu_and_mul_nvfp4_quant.cu")
 
 _BLOCK = 16  # elements under one scale
-# By whether input is gated: threads that share a row at most, and how many of a multiprocessor find registers enough.
-_MOST_THREADS, _RESIDENT = {False: 256, True: 128}, {False: 1280, True: 1024}
+_THREADS = 128  # of a block
+# Threads of a multiprocessor that find registers enough: scaled_fp4_quant, others, others of narrow rows.
+_RESIDENT_PLAIN, _RESIDENT, _RESIDENT_NARROW = 1152, 896, 640
+_WAVES = 1  # how many times the blocks that the device holds at once
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 # A code's magnitude is the number of these bounds that lie below a value; of those of the second row, or at it.
 _BELOW, _AT_OR_BELOW = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
@@ -131,33 +133,33 @@ def _launch(
     input: Arg,
     blocks: int,
     rows: int,
-    gated: bool,
     fixed: dict[str, int],
     **constants: Any,
 ) -> Launch:
-    """A launch in which threads share each of so many `rows` (row.cuh) of `blocks` blocks."""
-    vecs = 2 if rows > 2 * input.device.multiprocessors and blocks > 64 and not gated else 1
-    if blocks <= 32:
-        row_threads, num_threads = max(4, 1 << max(0, blocks - 1).bit_length()), 128
-    else:
-        rounds = -(-blocks // (_MOST_THREADS[gated] * vecs)) * vecs
-        row_threads = num_threads = spread.threads_for_row(blocks, rounds, most=rounds)
+    """A launch over so many `rows` of `blocks` blocks, each of which is one thread's, in some rows after another."""
+    wide = rounded_up(blocks, _TILE_COLUMNS)
+    row_threads = min(_THREADS, max(4, 1 << (wide - 1).bit_length()))
+    resident = _RESIDENT if row_threads == _THREADS else _RESIDENT_NARROW
+    resident = (_RESIDENT_PLAIN if kernel is _scaled_fp4_quant else resident) // _THREADS
+    chunks, groups = -(-wide // row_threads), -(-rows // (_THREADS // row_threads))
+    # No more blocks than the device holds at once, of equal shares: a thread asks for its next row while it computes.
+    rounds = -(-groups * chunks // (_WAVES * input.device.multiprocessors * resident))
     return kernel(
         scalar_t=input.dtype,
         ACCESS=check.vector_width(_BLOCK, input),
         CODE_ACCESS=check.vector_width(_BLOCK // 2, output),
         **constants,
-        NUM_THREADS=num_threads,
+        NUM_THREADS=_THREADS,
         ROW_THREADS=row_threads,
-        VECS=vecs,
-        MIN_BLOCKS=max(1, _RESIDENT[gated] // num_threads),
+        MIN_BLOCKS=resident,
     ).launch(
-        grid=-(-rows // (num_threads // row_threads)) if blocks else 0,
-        block=num_threads,
+        grid=(chunks, -(-groups // max(1, rounds))),
+        block=_THREADS,
         num_rows=check.num_rows(input),
         output_stride=check.row_stride(output),
         input_stride=check.row_stride(input),
         blocks=blocks,
+        rounds=rounds,
         **fixed,
     )
 
@@ -197,7 +199,7 @@ def _(output: Arg, input: Arg, output_scale: Arg, input_scale: Arg, is_sf_swizzl
     _check_scales(output_scale, columns, scale_rows)
     fixed = {"scale_rows": scale_rows}
     tiled = bool(is_sf_swizzled_layout)
-    return _launch(_scaled_fp4_quant, output, input, blocks, scale_rows, False, fixed, TILED=tiled)
+    return _launch(_scaled_fp4_quant, output, input, blocks, scale_rows, fixed, TILED=tiled)
 
 
 @scaled_fp4_quant.example
@@ -245,7 +247,7 @@ def _(result: Arg, result_block_scale: Arg, input: Arg, input_global_scale: Arg)
     check.scalar(input_global_scale)
     columns, scale_rows = _tiles(check.num_rows(input), blocks)
     _check_scales(result_block_scale, columns, scale_rows)
-    return _launch(_silu_and_mul_nvfp4_quant, result, input, blocks, scale_rows, True, {"scale_rows": scale_rows})
+    return _launch(_silu_and_mul_nvfp4_quant, result, input, blocks, scale_rows, {"scale_rows": scale_rows})
 
 
 @silu_and_mul_nvfp4_quant.example
@@ -310,8 +312,7 @@ def _plan_experts(
     _check_scales(output_scale, columns, None)
     fixed = {"scale_rows": output_scale.shape[0], "num_experts": num_experts}
     num_rows = input.shape[0]
-    gated = halves == 2
-    return _launch(_scaled_fp4_experts_quant, output, input, blocks, num_rows, gated, fixed, GATED=gated)
+    return _launch(_scaled_fp4_experts_quant, output, input, blocks, num_rows, fixed, GATED=halves == 2)
 
 
 def _outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tensor) -> dict[str, Tensor]:
