@@ -1432,7 +1432,13 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         ("lse in units of log 2", "largest * LN_2 + logf(all)", "largest + logf(all)", "natural units"),
         ("rows of two tokens", "start[1] - row == 1 && row", "row", "sequences with several rows", "rocm"),
-        ("rows behind the last", "row >= 0 && row < num_rows", "row >= 0", "those of a mixed batch are left alone", "rocm"),
+        (
+            "rows behind the last",
+            "row >= 0 && row < num_rows",
+            "row >= 0",
+            "those of a mixed batch are left alone",
+            "rocm",
+        ),
     ],
     "attention/attention_decode.cu": [
         (
