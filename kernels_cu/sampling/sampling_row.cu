@@ -23,7 +23,9 @@
 //     scalar_t      element type of logits
 //     HAS_OFFSETS, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P, HAS_TEMPERATURE   false when that argument is null
 //     CLUSTER       blocks that share a row and run together
-//     VECTORS       of 16 bytes, of a thread
+//     VECTORS       of four logits, of a thread
+//     BITS          of a key that a cut finds
+//     MIN_BLOCKS    of a multiprocessor, for which there are registers
 //     NUM_THREADS   threads in the block
 
 #include "async.cuh"
@@ -31,15 +33,14 @@
 #include "philox.cuh"
 #include "weights.cuh"
 
-constexpr int VEC = 16 / sizeof(scalar_t);
-constexpr int ELEMENTS = VECTORS * VEC, WORDS = ceil_div(ELEMENTS, 32), IN_WORD = 32 / VEC;
-constexpr int BITS = 10, BINS = 1 << BITS;          // of a cut
+constexpr int VEC = 4, ELEMENTS = VECTORS * VEC, WORDS = ceil_div(ELEMENTS, 32), IN_WORD = 32 / VEC;
+constexpr int BINS = 1 << BITS;
 constexpr int COARSE = 2 * BINS / GROUP_BINS;       // coarse bins: their counters take the room of two cuts
 constexpr uint32_t LEAST_KEY = 0x00800000u;         // of a number: that of -FLOAT_MAX
 constexpr int LOW = 20;                             // bits in a weight's low part, of which a block adds up any number
 using Likeliness = Weights<HAS_TEMPERATURE, HAS_MIN_P, LOW>;
 using parts_t = PartsOf<LOW>;
-static_assert(ELEMENTS * NUM_THREADS <= 1 << 17);   // so that sums of high parts, and the low parts of a lane, have 32 bits
+static_assert(ELEMENTS * NUM_THREADS < 1 << 17);    // so that sums of high parts, and a lane's of low ones, have 32 bits
 
 // The keys among which the sought one is, and what of them is wanted: 0 as long as nobody knows.
 struct Sought {
@@ -57,7 +58,7 @@ struct Most {
     static DEVICE uint32_t apply(uint32_t a, uint32_t b) { return max(a, b); }
 };
 
-extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
+extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 sampling_row(int32_t* samples,             // [num_rows]
              const scalar_t* logits,       // [num_rows, vocab_size]
              const int64_t* seeds,         // [num_rows]
@@ -85,7 +86,7 @@ sampling_row(int32_t* samples,             // [num_rows]
     for (int i = 0; i < VECTORS; ++i) {
         const int number = i * NUM_THREADS + int(threadIdx.x);
         if (piece.is_whole(number)) {
-            cp_async<16>(vectors + i * NUM_THREADS, piece.base + number * VEC);
+            cp_async<int(sizeof(vec_t))>(vectors + i * NUM_THREADS, piece.base + number * VEC);
         } else {
             vectors[i * NUM_THREADS] = piece.load(number, from_float<scalar_t>(minus_infinity()));
         }
@@ -136,8 +137,8 @@ sampling_row(int32_t* samples,             // [num_rows]
     const Likeliness weights(number_of(high_end), temperature, min_p, row);
 
     uint32_t open[WORDS];  // a bit for each of the thread's logits that is still looked at
-    // f(logit, key) for those that are open and that `at` holds. The others are closed.
-    const auto for_each_open = [&](const Sought& at, auto f) {
+    // f(logit, key) for those that are open and that `at` holds. The others are closed, but what is above if that is kept.
+    const auto for_each_open = [&](const Sought& at, bool keeps_above, auto f) {
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) {
 #pragma unroll 1
@@ -147,7 +148,7 @@ sampling_row(int32_t* samples,             // [num_rows]
                 const float x = clean(to_float(vec[bit % VEC]));
                 if (at.holds(key_of(x))) {
                     f(x, key_of(x));
-                } else {
+                } else if (!keeps_above || key_of(x) < at.low) {
                     open[w] &= ~(rest & -rest);
                 }
             }
@@ -241,26 +242,21 @@ sampling_row(int32_t* samples,             // [num_rows]
     };
 
     uint32_t floor = LEAST_KEY;
-    const int64_t k = HAS_TOP_K ? int64_t(top_k[row]) : 0;
+    const int k = HAS_TOP_K ? top_k[row] : 0;
     const bool has_top_k = HAS_TOP_K && k > 0 && k < vocab_size, has_top_p = HAS_TOP_P && top_p[row] < 1.0f;
     if (has_top_k) {
         const auto wanted_of = [&](uint64_t all) { return min(uint64_t(k), all); };
         Sought at{low_end, high_end};
         const bool is_bound = k <= CLUSTER * NUM_THREADS &&
-            cut(at, [&](uint64_t all) { return uint64_t(k) <= all ? uint64_t(k) : 0; }, [&](auto f) {
+            cut(at, [&](uint64_t all) { return uint64_t(k) <= all ? uint64_t(k) : uint64_t(0); }, [&](auto f) {
                 if (mine >= LEAST_KEY) f(mine, parts_t{1, 0});
             });
         at = {is_bound ? at.low : LEAST_KEY, high_end};
         open_all(at);
-        uint32_t kept[WORDS];
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) kept[w] = open[w];
         while (!at.is_found) {
-            cut(at, wanted_of, [&](auto f) { for_each_open(at, [&](float, uint32_t key) { f(key, parts_t{1, 0}); }); });
+            cut(at, wanted_of, [&](auto f) { for_each_open(at, true, [&](float, uint32_t key) { f(key, parts_t{1, 0}); }); });
         }
         floor = at.low;
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) open[w] = kept[w];
     }
     above = 0;
     if (has_top_p) {
@@ -290,12 +286,12 @@ sampling_row(int32_t* samples,             // [num_rows]
         }
         while (!at.is_found) {
             cut(at, wanted_of, [&](auto f) {
-                for_each_open(at, [&](float x, uint32_t key) { f(key, weights.of(x)); });
+                for_each_open(at, false, [&](float x, uint32_t key) { f(key, weights.of(x)); });
             });
         }
         floor = at.low;
     } else if (has_top_k) {
-        for_each_open({floor, high_end}, [&](float x, uint32_t) { above += weights.of(x).whole(); });
+        for_each_open({floor, high_end}, false, [&](float x, uint32_t) { above += weights.of(x).whole(); });
     } else {
         parts_t sum;
         for_each([&](const auto& x, int, int) {

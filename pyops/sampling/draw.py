@@ -31,8 +31,12 @@ _BINS, _STATE = 2048, 24  # of a row: bins of eight bytes, and bytes
 # Rows that the shared memory of a cluster holds.
 _PIECE = 2**14  # logits of a block, if a cluster has so many blocks: two blocks find room on a multiprocessor
 _LEAST_PIECE = 2**12  # of which a block is left, where there are multiprocessors for more
-_MOST_OF_BLOCK = 2**17  # whose sums of weights fit
-_OWN_SHARED = 19 * 1024  # of the kernel's own
+_MOST_OF_BLOCK = 2**17 - 1  # whose sums of weights fit
+_BITS = 9  # of a key, looked at together: bins of 16 bytes
+_BLOCKS = 3  # of a multiprocessor, of 512 threads: what one waits for, the others use
+_OWN_SHARED = (16 << _BITS) + 3 * 1024  # bytes of the kernel's own
+_VECTOR = 4  # logits
+_MOST_THREADS = 512  # of a block
 _PER_THREAD = 32  # logits, as many as a word has bits
 
 
@@ -168,25 +172,28 @@ def _(
 def _whole_row(logits: Arg, given: dict[str, Arg | None]) -> Launch | None:
     """The one launch for rows that fit into the shared memory of a cluster of blocks, if these do."""
     num_rows, vocab_size = logits.shape
-    device, vec_size = logits.device, 16 // logits.dtype.itemsize
+    device = logits.device
     cluster = 1
     while cluster < device.cluster and (
         cluster * _PIECE < vocab_size
         or (2 * cluster * num_rows <= device.multiprocessors and cluster * _LEAST_PIECE < vocab_size)
     ):
         cluster *= 2
-    vectors = -(-vocab_size // (cluster * vec_size))
-    is_aligned = check.vector_width(vec_size, logits) == vec_size  # or a piece begins within a vector, and ends within one
-    num_threads = min(512, max(128, 1 << (vectors * vec_size // _PER_THREAD - 1).bit_length()))
+    vectors = -(-vocab_size // (cluster * _VECTOR))
+    is_aligned = check.vector_width(_VECTOR, logits) == _VECTOR  # or a piece begins within a vector, and ends within one
+    num_threads = min(_MOST_THREADS, max(128, 1 << (vectors * _VECTOR // _PER_THREAD - 1).bit_length()))
     of_thread = -(-(vectors + (not is_aligned)) // num_threads)
-    nbytes = 16 * of_thread * num_threads
-    if nbytes + _OWN_SHARED > device.shared_memory or of_thread * num_threads * vec_size > _MOST_OF_BLOCK:
+    nbytes = _VECTOR * logits.dtype.itemsize * of_thread * num_threads
+    fitting = (device.shared_memory + 1024) // (nbytes + _OWN_SHARED)  # a KiB of each block's is the driver's
+    if fitting == 0 or of_thread * num_threads * _VECTOR > _MOST_OF_BLOCK:
         return None
     return _sampling_row(
         scalar_t=logits.dtype,
         **{f"HAS_{name.upper()}": arg is not None for name, arg in given.items()},
         CLUSTER=cluster,
         VECTORS=of_thread,
+        BITS=_BITS,
+        MIN_BLOCKS=min(fitting, _BLOCKS * 512 // num_threads),
         NUM_THREADS=num_threads,
     ).launch(
         grid=(num_rows, cluster),
@@ -194,7 +201,7 @@ def _whole_row(logits: Arg, given: dict[str, Arg | None]) -> Launch | None:
         shared=nbytes,
         vocab_size=vocab_size,
         logits_stride=check.row_stride(logits),
-        piece_size=vectors * vec_size,
+        piece_size=vectors * _VECTOR,
         **{name: 0 for name, arg in given.items() if arg is None},
     )
 
