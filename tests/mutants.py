@@ -2198,6 +2198,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "include/select.cuh": [
         (
+            "all of the bins above is wanted",
+            "mine.wanted = wanted - before;",
+            "mine.wanted = wanted;",
+            "equals the reference",
+        ),
+        (
             "negative numbers backwards",
             "(uint32_t(int32_t(bits) >> 31) | 0x80000000u)",
             "0x80000000u",

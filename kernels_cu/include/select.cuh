@@ -94,7 +94,9 @@ DEVICE Found<uint64_t> find_by_lanes(int num_bins, LOAD load, F wanted_of) {
     Found<uint64_t> mine{0, 0, 0};
 #pragma unroll
     for (int i = 0; i < MOST; ++i) {
-        if (before < wanted && wanted <= before + held[i]) mine = {uint32_t(first - i), held[i], wanted - before};
+        if (before < wanted && wanted <= before + held[i]) {
+            mine.bin = first - i, mine.held = held[i], mine.wanted = wanted - before;
+        }
         before += held[i];
     }
     const auto here = ballot(mine.held > 0);
