@@ -195,6 +195,30 @@ def test_equals_the_reference(
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", DEVICES)
+def test_each_row_has_filters_of_its_own(device: str) -> None:
+    """Few tokens or many, of logits spread little or wide, around 0 or below it, equals the reference."""
+    rows = 60
+    random = torch.Generator().manual_seed(3)
+    x = torch.randn((rows, 3002), generator=random) * torch.tensor([0.05, 1.0, 8.0]).repeat(rows // 3)[:, None]
+    x = (x - 30.0 * (torch.arange(rows) % 4 == 1)[:, None]).to(device)[:, 1:]
+    x[5::7] = x[5::7].round(decimals=1)  # equal ones
+    top_k = torch.randint(1, 300, (rows,), generator=random).to(device, torch.int32)
+    top_k[::2] = 0
+    top_k[4::8] = 2000
+    top_p = torch.rand(rows, generator=random).to(device)
+    top_p[3::9] = NAN
+    min_p = torch.rand(rows, generator=random).to(device) * 0.1
+    min_p[::5] = 0.0
+    samples, right = (torch.full((rows,), -7, dtype=torch.int32, device=device) for _ in range(2))
+    for seed in (1, 2):
+        args = (x, torch.arange(rows, device=device) * seed, None, top_k, top_p, min_p, None)
+        pyops.top_k_top_p_sampling_from_logits(samples, *args)
+        pyops.ops["top_k_top_p_sampling_from_logits"].reference(right, *args)
+        assert samples.tolist() == right.tolist()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_cannot_be_drawn(dtype: torch.dtype, device: str) -> None:
     """NaN and -inf never; infinities before all else; rows of nothing else give -1, whatever the filters."""
