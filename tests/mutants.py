@@ -2402,10 +2402,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "sampling/sampling_row.cu": [
         ("a number is nothing", "LEAST_KEY = 0x00800000u;", "LEAST_KEY = 0x80000000u;", "rows of negative logits"),
-        ("top-k of 0 is none", "k > 0 && k < vocab_size, has_top_p", "k < vocab_size, has_top_p", "0 stands for all"),
         ("top-p of NaN", "top_p[row] < 1.0f;", "!(top_p[row] >= 1.0f);", "NaN stands for all"),
         ("one less", "return share < 1.0 ? uint64_t(1)", "return share < 1.0 ? uint64_t(0)", "top-p 0 leaves one"),
-        ("a bound of too few", "k <= CLUSTER * NUM_THREADS &&\n", "true &&\n", "top-k above the number of threads"),
         (
             "found too soon",
             "found.held == found.wanted || shift == 0;",
@@ -2414,7 +2412,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         ("the first row's", "min_p, row);", "min_p, 0);", "rows differ"),
         ("what is above is closed", "!keeps_above || key_of(x) < at.low", "true", "weights of what top-k kept"),
-        ("a carry is lost", "atomicAdd(high + bin, 1u << (32 - LOW));", ";", "equal weights with many low bits"),
+        ("a carry is lost", "atomicAdd(high + bin, 1u << (32 - LOW));", ";", "many equal weights"),
         (
             "the next cut's bins stay",
             "bins[in_group ? (turn ^ 1) * 2 * BINS + i : i] = 0;",
@@ -2431,15 +2429,15 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "lanes meet in a counter",
             "threadIdx.x % GROUP_BINS);\n                    if",
             "0);\n                    if",
-            "equals?",
+            "equals the reference",
         ),
         ("all of the found bin", "place + !at.is_found", "place", "what the block has is more than its weights"),
-        ("keys end with the bin before", "begin(place + 1)) - 1", "begin(place)) - 1", "equals the reference: top-p"),
+        ("keys of two bins", "begin(place + 1)) - 1", "begin(place + 2)) - 1", "equals the reference: top-p"),
         (
             "top-p of all",
             "Sought at{floor, high_end};\n        if (!has_top_k)",
             "Sought at{LEAST_KEY, high_end};\n        if (!has_top_k)",
-            "x",
+            "top-p of what top-k left",
         ),
         ("nothing is something", "samples[row] = -1;", "samples[row] = 0;", "rows of nothing"),
         ("any of the likeliest", "weights.is_greedy() ? 0 : ", "", "the first is to be taken"),

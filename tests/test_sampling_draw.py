@@ -279,6 +279,19 @@ def test_many_small_weights(device: str) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", DEVICES)
+def test_many_equal_weights(device: str) -> None:
+    """Small ones, whose sum in one bin or counter has more than 32 bits."""
+    x = torch.full((12, 40000), -11.9, device=device)
+    x[:, 7] = 0.0
+    args = (x, torch.arange(12, device=device), None, None, torch.full((12,), 0.999, device=device))
+    samples, right = (torch.full((12,), -7, dtype=torch.int32, device=device) for _ in range(2))
+    pyops.top_k_top_p_sampling_from_logits(samples, *args)
+    pyops.ops["top_k_top_p_sampling_from_logits"].reference(right, *args)
+    assert samples.tolist() == right.tolist()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("device", DEVICES)
 def test_every_bit_of_a_number_counts(device: str) -> None:
     """Among a thousand tokens of about the same weight, many numbers lead to the reference's."""
     x = (torch.randn((200, 1000), generator=torch.Generator().manual_seed(1)) * 0.01).to(device)
