@@ -2425,12 +2425,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "(in_group ? 2 : 0) * BINS; i",
             "equals the reference: top-p",
         ),
-        (
-            "lanes meet in a counter",
-            "threadIdx.x % GROUP_BINS);\n                    if",
-            "0);\n                    if",
-            "equals the reference",
-        ),
         ("all of the found bin", "place + !at.is_found", "place", "what the block has is more than its weights"),
         ("keys of two bins", "begin(place + 1)) - 1", "begin(place + 2)) - 1", "equals the reference: top-p"),
         (
