@@ -27,7 +27,7 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     "group_size": (64, 128),
     "head_dim": (64, 128, 256),
     "head_size": (128, 64, 256),
-    "vocab_size": (4000, 128256, 17),
+    "vocab_size": (4000, 128256, 17, 2**20),
     # What tests of the family vary; here for benchmarks.
     "num_heads": (6,),
     "num_kv_heads": (2,),

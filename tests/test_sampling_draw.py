@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import config, host
+from pyops.sampling import draw as plan
 from pyops.sampling._random import philox
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.calls import DEVICES
@@ -62,6 +64,17 @@ def test_softmax_of_what_is_not_finite(columns: int, device: str) -> None:
 # Drawing
 
 
+@pytest.fixture(scope="module", params=["whole rows", "pieces"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rows in the shared memory of blocks; or read piece by piece, as where they do not fit."""
+    op, kept = pyops.ops["top_k_top_p_sampling_from_logits"], plan._MOST_OF_BLOCK
+    plan._MOST_OF_BLOCK = kept if request.param == "whole rows" else 0
+    op.forget()
+    yield
+    plan._MOST_OF_BLOCK = kept
+    op.forget()
+
+
 def draw(logits: torch.Tensor, seeds: Any = 0, **filters: Any) -> torch.Tensor:
     """Tokens for rows; numbers are the same for all rows, and seeds count on from the one given."""
     rows, device = logits.shape[0], logits.device
@@ -94,6 +107,7 @@ def test_philox_gives_the_published_numbers() -> None:
     assert philox(0x299F31D0_A4093822, 0x85A308D3_243F6A88, 0x13198A2E, 0x03707344) == 0x94FDCCEB_D16CFE09
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p", "temperature", "dtype"),
@@ -136,6 +150,7 @@ def test_distribution(
     assert square < freedom * (1 - 2 / (9 * freedom) + 5.2 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", DEVICES)
 @given(
     rows=st.integers(1, 4),
@@ -178,6 +193,31 @@ def test_equals_the_reference(
     assert samples.tolist() == right.tolist()
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_row_has_filters_of_its_own(device: str) -> None:
+    """Few tokens or many, of logits spread little or wide, around 0 or below it, equals the reference."""
+    rows = 60
+    random = torch.Generator().manual_seed(3)
+    x = torch.randn((rows, 3002), generator=random) * torch.tensor([0.05, 1.0, 8.0]).repeat(rows // 3)[:, None]
+    x = (x - 30.0 * (torch.arange(rows) % 4 == 1)[:, None]).to(device)[:, 1:]
+    x[5::7] = x[5::7].round(decimals=1)  # equal ones
+    top_k = torch.randint(1, 300, (rows,), generator=random).to(device, torch.int32)
+    top_k[::2] = 0
+    top_k[4::8] = 2000
+    top_p = torch.rand(rows, generator=random).to(device)
+    top_p[3::9] = NAN
+    min_p = torch.rand(rows, generator=random).to(device) * 0.1
+    min_p[::5] = 0.0
+    samples, right = (torch.full((rows,), -7, dtype=torch.int32, device=device) for _ in range(2))
+    for seed in (1, 2):
+        args = (x, torch.arange(rows, device=device) * seed, None, top_k, top_p, min_p, None)
+        pyops.top_k_top_p_sampling_from_logits(samples, *args)
+        pyops.ops["top_k_top_p_sampling_from_logits"].reference(right, *args)
+        assert samples.tolist() == right.tolist()
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_cannot_be_drawn(dtype: torch.dtype, device: str) -> None:
@@ -196,6 +236,7 @@ def test_what_cannot_be_drawn(dtype: torch.dtype, device: str) -> None:
         assert tokens[5] % 2 == 1
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_likeliest(device: str) -> None:
     """The first of them at temperature 0, and by every filter that leaves no other."""
@@ -208,6 +249,7 @@ def test_the_likeliest(device: str) -> None:
     assert set(draw(x.repeat(8, 1), top_k=1).tolist()) == {30, 4000}
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_depends_on_nothing_else(device: str) -> None:
     """Neither on the rows beside it, nor on how many there are, which decides about blocks; but on seed and offset."""
@@ -221,6 +263,7 @@ def test_a_row_depends_on_nothing_else(device: str) -> None:
         assert (other != all_at_once).sum() > 200
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_small_weights(device: str) -> None:
     """Tokens whose weights have none but low bits are drawn together as often as their sum says."""
@@ -234,6 +277,20 @@ def test_many_small_weights(device: str) -> None:
     assert 0 < (right != 1000).sum() < 20
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_equal_weights(device: str) -> None:
+    """Small ones, whose sum in one bin or counter has more than 32 bits."""
+    x = torch.full((12, 40000), -11.9, device=device)
+    x[:, 7] = 0.0
+    args = (x, torch.arange(12, device=device), None, None, torch.full((12,), 0.999, device=device))
+    samples, right = (torch.full((12,), -7, dtype=torch.int32, device=device) for _ in range(2))
+    pyops.top_k_top_p_sampling_from_logits(samples, *args)
+    pyops.ops["top_k_top_p_sampling_from_logits"].reference(right, *args)
+    assert samples.tolist() == right.tolist()
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_bit_of_a_number_counts(device: str) -> None:
     """Among a thousand tokens of about the same weight, many numbers lead to the reference's."""
@@ -245,6 +302,7 @@ def test_every_bit_of_a_number_counts(device: str) -> None:
     assert samples.tolist() == right.tolist()
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
 def test_any_schedule_of_many_blocks() -> None:
     """The last block to arrive finds what the others left."""

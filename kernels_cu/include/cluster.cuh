@@ -52,3 +52,17 @@ template <int BLOCKS>
 DEVICE float load_of_block(const float* word, unsigned rank) {
     return __uint_as_float(load_of_block<BLOCKS>(reinterpret_cast<const uint32_t*>(word), rank));
 }
+
+template <int BLOCKS>
+DEVICE uint64_t load_of_block(const uint64_t* pair, unsigned rank) {
+#if PYOPS_CUDA && __CUDA_ARCH__ >= 900
+    if constexpr (BLOCKS > 1) {
+        uint32_t address = __cvta_generic_to_shared(pair);
+        uint64_t value;
+        asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+        asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+        return value;
+    }
+#endif
+    return *pair;
+}

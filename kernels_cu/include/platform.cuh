@@ -129,6 +129,7 @@ DEVICE uint32_t warp_sum(uint32_t value) {
 
 // How many bits are set, and the number of the lowest of them.
 DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
+DEVICE int used_bits(uint32_t bits) { return 32 - __clz(int(bits)); }  // up to the highest
 DEVICE int lowest_bit(uint32_t bits) { return __ffs(int(bits)) - 1; }
 DEVICE int lowest_bit(uint64_t bits) { return __ffsll(int64_t(bits)) - 1; }
 
@@ -326,6 +327,18 @@ DEVICE uint32_t floor_bits(float a, float b) {
     return __float_as_uint(__fmaf_rd(a, b, 0x1p23f));
 #else
     return __float_as_uint(0x1p23f + floorf(a * b));
+#endif
+}
+
+// floor(a * b) and a constant, modulo 2^32, for a product within -2^22 and 2^22, whatever its number of bits. Nothing is
+// taken for 0 that is not.
+DEVICE uint32_t floor_of_22_bits(float a, float b) {
+#if PYOPS_CUDA
+    float result;
+    asm("fma.rm.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(0x1.8p23f));
+    return __float_as_uint(result);
+#else
+    return __float_as_uint(0x1.8p23f + float(floor(double(a) * double(b))));
 #endif
 }
 

@@ -91,6 +91,31 @@ DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial
     return *found;
 }
 
+// The same, by a warp that looks alone, of up to 32 * MOST bins, which may lie far. Nothing is held if so much is not there.
+template <int MOST, typename LOAD, typename F>
+DEVICE Found<uint64_t> find_by_lanes(int num_bins, LOAD load, F wanted_of) {
+    constexpr int LANES = 32;  // that look, whatever the warp's size
+    const int lane = threadIdx.x % WARP_SIZE;
+    const int first = num_bins - 1 - lane * MOST;
+    uint64_t held[MOST], sum = 0;
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) sum += held[i] = lane < LANES && first - i >= 0 ? load(first - i) : 0;
+    uint64_t before = sum_to_lane(sum);
+    const uint64_t wanted = wanted_of(shfl<WARP_SIZE>(before, WARP_SIZE - 1));
+    before -= sum;
+    Found<uint64_t> mine{0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < MOST; ++i) {
+        if (before < wanted && wanted <= before + held[i]) {
+            mine.bin = first - i, mine.held = held[i], mine.wanted = wanted - before;
+        }
+        before += held[i];
+    }
+    const auto here = ballot(mine.held > 0);
+    const int from = here ? lowest_bit(here) : 0;
+    return {shfl<WARP_SIZE>(mine.bin, from), shfl<WARP_SIZE>(mine.held, from), shfl<WARP_SIZE>(mine.wanted, from)};
+}
+
 // The same, of bins in groups of 32, for a block whose first warp looks alone: among the groups' sums, of which there are up to
 // 64, and then within one. Reading little of either, it may read what lies far: load_group(group) and load(bin) are asked by its
 // lanes for what they hold, everyone else waits.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["top_k_top_p_sampling_from_logits"]
 
+_sampling_row = Kernel("sampling/sampling_row.cu")
 _sampling_max = Kernel("sampling/sampling_max.cu")
 _sampling_filter = Kernel("sampling/sampling_filter.cu")
 _sampling_pick = Kernel("sampling/sampling_pick.cu")
@@ -26,6 +27,17 @@ _WHOLE = 2**35  # the weight of the likeliest token
 _MOST_PIECE = 2**14  # of which the sum of weights fits
 _MOST_TOKENS = 2**28  # so that sums of weights have 63 bits
 _BINS, _STATE = 2048, 24  # of a row: bins of eight bytes, and bytes
+
+# Rows that the shared memory of a cluster holds.
+_PIECE = 2**14  # logits of a block, if a cluster has so many blocks: two blocks find room on a multiprocessor
+_LEAST_PIECE = 2**12  # of which a block is left, where there are multiprocessors for more
+_MOST_OF_BLOCK = 2**17 - 1  # whose sums of weights fit
+_BITS = 9  # of a key, looked at together: bins of 16 bytes
+_BLOCKS = 3  # of a multiprocessor, of 512 threads: what one waits for, the others use
+_OWN_SHARED = (16 << _BITS) + 3 * 1024  # bytes of the kernel's own
+_VECTOR = 4  # logits
+_MOST_THREADS = 512  # of a block
+_PER_THREAD = 32  # logits, as many as a word has bits
 
 
 @op(out="samples", ulps=0)
@@ -114,13 +126,17 @@ def _(
     if vocab_size > _MOST_TOKENS:
         raise logits.error(f"expected at most {_MOST_TOKENS} tokens, got {vocab_size}")
 
+    given = {"offsets": offsets, "top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
+    whole = _whole_row(logits, given)
+    if whole is not None:
+        return [whole]
+
     share = vocab_size * num_rows // (8 * logits.device.multiprocessors)
     piece_size = min(_MOST_PIECE, max(4 * _NUM_THREADS, 1 << max(0, share - 1).bit_length()))
     pieces = -(-vocab_size // piece_size)
     maxima, sums = Scratch(4 * num_rows * pieces), Scratch(8 * num_rows * pieces)
     bins, states = Scratch(8 * num_rows * _BINS), Scratch(_STATE * num_rows)
     has = {"HAS_MIN_P": min_p is not None, "HAS_TEMPERATURE": temperature is not None}
-    given = {"offsets": offsets, "top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
 
     launches: list[Launch] = []
 
@@ -151,6 +167,45 @@ def _(
     has = {**has, **filtered, "HAS_OFFSETS": offsets is not None}
     launch(_sampling_pick, has, "offsets", "min_p", "temperature", sums=sums)
     return launches
+
+
+def _whole_row(logits: Arg, given: dict[str, Arg | None]) -> Launch | None:
+    """The one launch for rows that fit into the shared memory of a cluster of blocks, if these do."""
+    num_rows, vocab_size = logits.shape
+    device = logits.device
+    cluster = 1
+    while cluster < device.cluster and (
+        cluster * _PIECE < vocab_size
+        or (2 * cluster * num_rows <= device.multiprocessors and cluster * _LEAST_PIECE < vocab_size)
+    ):
+        cluster *= 2
+    vectors = -(-vocab_size // (cluster * _VECTOR))
+    is_aligned = (
+        check.vector_width(_VECTOR, logits) == _VECTOR
+    )  # or a piece begins within a vector, and ends within one
+    num_threads = min(_MOST_THREADS, max(128, 1 << (vectors * _VECTOR // _PER_THREAD - 1).bit_length()))
+    of_thread = -(-(vectors + (not is_aligned)) // num_threads)
+    nbytes = _VECTOR * logits.dtype.itemsize * of_thread * num_threads
+    fitting = (device.shared_memory + 1024) // (nbytes + _OWN_SHARED)  # a KiB of each block's is the driver's
+    if fitting == 0 or of_thread * num_threads * _VECTOR > _MOST_OF_BLOCK:
+        return None
+    return _sampling_row(
+        scalar_t=logits.dtype,
+        **{f"HAS_{name.upper()}": arg is not None for name, arg in given.items()},
+        CLUSTER=cluster,
+        VECTORS=of_thread,
+        BITS=_BITS,
+        MIN_BLOCKS=min(fitting, _BLOCKS * 512 // num_threads),
+        NUM_THREADS=num_threads,
+    ).launch(
+        grid=(num_rows, cluster),
+        block=num_threads,
+        shared=nbytes,
+        vocab_size=vocab_size,
+        logits_stride=check.row_stride(logits),
+        piece_size=vectors * _VECTOR,
+        **{name: 0 for name, arg in given.items() if arg is None},
+    )
 
 
 @top_k_top_p_sampling_from_logits.example
