@@ -44,7 +44,8 @@ _BLOCK = 16  # elements under one scale
 _THREADS = 128  # of a block
 # Threads of a multiprocessor that find registers enough: scaled_fp4_quant, others, others of narrow rows.
 _RESIDENT_PLAIN, _RESIDENT, _RESIDENT_NARROW = 1152, 896, 640
-_WAVES = 1  # how many times the blocks that the device holds at once
+_MOST_ROUNDS = 9  # rows of a thread, or a little more: those that are read at a time should not lie far apart
+_MOST_GROUPS = 65535  # of a grid's second dimension
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 # A code's magnitude is the number of these bounds that lie below a value; of those of the second row, or at it.
 _BELOW, _AT_OR_BELOW = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
@@ -142,8 +143,10 @@ def _launch(
     resident = _RESIDENT if row_threads == _THREADS else _RESIDENT_NARROW
     resident = (_RESIDENT_PLAIN if kernel is _scaled_fp4_quant else resident) // _THREADS
     chunks, groups = -(-wide // row_threads), -(-rows // (_THREADS // row_threads))
-    # No more blocks than the device holds at once, of equal shares: a thread asks for its next row while it computes.
-    rounds = -(-groups * chunks // (_WAVES * input.device.multiprocessors * resident))
+    # Equal shares, so that blocks fill the device some times: a thread asks for its next row while it computes.
+    at_once = input.device.multiprocessors * resident
+    waves = -(-groups * chunks // (_MOST_ROUNDS * at_once))
+    rounds = max(-(-groups * chunks // (max(1, waves) * at_once)), -(-groups // _MOST_GROUPS))
     return kernel(
         scalar_t=input.dtype,
         ACCESS=check.vector_width(_BLOCK, input),

@@ -175,18 +175,10 @@ def _launches(
     check.shape(indices, int32, numRows=numRows, topK=topK)
 
     device = logits.device
-    # As many blocks to a row as leave no multiprocessor idle. Eight find no room where most are taken.
-    cluster = 1
-    while (
-        cluster < device.cluster
-        and 2 * cluster * numRows <= device.multiprocessors * (1.0 if cluster < 4 else 0.75)
-        and cluster * _LEAST_OF_BLOCK < columns
-    ):
-        cluster *= 2
     vec_size = 4 if strides[1] == 1 or columns <= 1 else 1
     # A row that begins anywhere has a vector more.
     vectors = -(-columns // 4) + (logits.alignment % 16 > 0 or strides[0] % 4 > 0)
-    if cluster == 1 and vec_size == 4 and vectors <= _MOST_ROUNDS * 1024 and topK <= _MOST_STAGED:
+    if vec_size == 4 and vectors <= _MOST_ROUNDS * 1024 and topK <= _MOST_STAGED:
         num_threads = _SHORT_ROW_THREADS if vectors <= _MOST_ROUNDS * _SHORT_ROW_THREADS else 1024
         return [
             _top_k_short_row(
@@ -196,6 +188,14 @@ def _launches(
                 MIN_BLOCKS=_SHORT_ROW_BLOCKS * 512 // num_threads,
             ).launch(grid=numRows if topK else 0, block=num_threads, columns=columns, **absent)
         ]
+    # As many blocks to a row as leave no multiprocessor idle. Eight find no room where most are taken.
+    cluster = 1
+    while (
+        cluster < device.cluster
+        and 2 * cluster * numRows <= device.multiprocessors * (1.0 if cluster < 4 else 0.75)
+        and cluster * _LEAST_OF_BLOCK < columns
+    ):
+        cluster *= 2
     piece = -(-columns // cluster) + 2 * vec_size
     num_threads = 1024 if piece > _SHORT else 512
     # Of 8 bytes, or half as many where a whole piece fits, whose places need no telling.
