@@ -23,8 +23,9 @@ DEVICE void sync_cluster() {
     __syncthreads();
 }
 
-// Before a block ends, so that the others have read what they want of it, and used it. It says nothing of what was written, for
-// which sync_cluster would wait. Every thread calls.
+// Before a block ends, so that the others have read what they want of it. It says nothing of what was written, for which
+// sync_cluster would wait, nor does it wait for what the thread itself has asked of others: that must have gone into something
+// that was written before. Every thread calls.
 template <int BLOCKS>
 DEVICE void leave_cluster() {
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900

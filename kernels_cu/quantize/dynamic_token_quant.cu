@@ -49,7 +49,7 @@ dynamic_token_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     await_previous_kernel();
     __shared__ float partial[2][NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
-    const row_t x = row_t::load_once(input + at.row * input_stride, at.active);
+    const row_t x = row_t::load(input + at.row * input_stride, at.active);
     result += at.row * result_stride;
 
     if constexpr (HAS_AZP) {

@@ -131,7 +131,7 @@ sampling_row(int32_t* samples,             // [num_rows]
     const uint32_t high_end = lane_reduce<Most, WARP_SIZE>(load_of_block<CLUSTER>(extremes + 1, lane % CLUSTER));
     if (high_end < LEAST_KEY) {
         if (blockIdx.y == 0 && threadIdx.x == 0) samples[row] = -1;
-        leave_cluster<CLUSTER>();
+        sync_cluster<CLUSTER>();
         return;
     }
     const Likeliness weights(number_of(high_end), temperature, min_p, row);
@@ -310,7 +310,7 @@ sampling_row(int32_t* samples,             // [num_rows]
     if (threadIdx.x == 0) sum_of_block = own;
     sync_cluster<CLUSTER>();
     const uint64_t up_to = sum_to_lane(lane < CLUSTER ? load_of_block<CLUSTER>(&sum_of_block, lane) : 0);
-    leave_cluster<CLUSTER>();
+    sync_cluster<CLUSTER>();
     const uint64_t random = weights.is_greedy() ? 0 : philox(seeds[row], HAS_OFFSETS ? offsets[row] : 0);
     const uint64_t target = multiply_high(random, shfl<WARP_SIZE>(up_to, WARP_SIZE - 1));
     const uint64_t before = shfl<WARP_SIZE>(up_to, blockIdx.y) - own;

@@ -35,7 +35,7 @@ _cp_gather_and_upconvert_fp8_kv_cache = Kernel("cache/cp_gather_and_upconvert_fp
 _cp_gather_indexer_k_quant_cache = Kernel("cache/cp_gather_indexer_k_quant_cache.cu")
 
 # Rows that a warp reads before it writes one, if there are enough of them to give every multiprocessor a block.
-_UPCONVERT_ROWS, _UPCONVERT_THREADS = 4, 128
+_UPCONVERT_ROWS, _UPCONVERT_THREADS = 2, 128
 
 _WORDS = {1: uint8, 2: float16, 4: float32}  # an element type of each size, for kernels that only move it
 

@@ -44,7 +44,8 @@ _BLOCK = 16  # elements under one scale
 _THREADS = 128  # of a block
 # Threads of a multiprocessor that find registers enough: scaled_fp4_quant, others, others of narrow rows.
 _RESIDENT_PLAIN, _RESIDENT, _RESIDENT_NARROW = 1152, 896, 640
-_MOST_ROUNDS = 9  # rows of a thread, or a little more: those that are read at a time should not lie far apart
+# Rows of a thread, at most: those that are read at a time should not lie far apart. With experts, each has to be found.
+_MOST_ROUNDS, _MOST_ROUNDS_OF_EXPERTS = 12, 18
 _MOST_GROUPS = 65535  # of a grid's second dimension
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 # A code's magnitude is the number of these bounds that lie below a value; of those of the second row, or at it.
@@ -145,7 +146,8 @@ def _launch(
     chunks, groups = -(-wide // row_threads), -(-rows // (_THREADS // row_threads))
     # Equal shares, so that blocks fill the device some times: a thread asks for its next row while it computes.
     at_once = input.device.multiprocessors * resident
-    waves = -(-groups * chunks // (_MOST_ROUNDS * at_once))
+    most = _MOST_ROUNDS_OF_EXPERTS if kernel is _scaled_fp4_experts_quant else _MOST_ROUNDS
+    waves = -(-groups * chunks // (most * at_once))
     rounds = max(-(-groups * chunks // (max(1, waves) * at_once)), -(-groups // _MOST_GROUPS))
     return kernel(
         scalar_t=input.dtype,
