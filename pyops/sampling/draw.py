@@ -127,9 +127,10 @@ def _(
         raise logits.error(f"expected at most {_MOST_TOKENS} tokens, got {vocab_size}")
 
     given = {"offsets": offsets, "top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
-    whole = _whole_row(logits, given)
-    if whole is not None:
-        return [whole]
+    if top_k is not None or top_p is not None:  # else the row is read no more than twice in any case
+        whole = _whole_row(logits, given)
+        if whole is not None:
+            return [whole]
 
     share = vocab_size * num_rows // (8 * logits.device.multiprocessors)
     piece_size = min(_MOST_PIECE, max(4 * _NUM_THREADS, 1 << max(0, share - 1).bit_length()))
