@@ -28,7 +28,7 @@ _NEED_A_POOL = "graph or capture or current_stream"
 # Launches of several threads at a time are lost to racecheck, which calls that an error of its own.
 _NOT_FOR = {"racecheck": "test_threads"}
 _PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:xdist", "-p", "no:cacheprovider", "-q")
-_PART = 48  # tests of a process: seconds to start a sanitizer are few beside theirs
+_PART = 24  # tests of a process: seconds to start a sanitizer are few beside theirs
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)")
 
 
