@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import kernels_cu
-from pyops._core import binding, config, host
+import pyops
+from pyops._core import binding, config, device, host
 from pyops._core.op import registry
 from tests.calls import Host
 
@@ -57,6 +59,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no device"))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[device.Device]:
+    """A device of one multiprocessor, which few tokens fill."""
+    made = dataclasses.replace(device.model(), multiprocessors=1)
+    monkeypatch.setitem(device._MODELS, "sm_90", made)
+    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), multiprocessors=1))
+    for op in pyops.ops.values():
+        op.forget()
+    yield made
+    for op in pyops.ops.values():
+        op.forget()
 
 
 @pytest.fixture(autouse=True)

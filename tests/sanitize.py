@@ -1,7 +1,8 @@
 """The GPU suite under compute-sanitizer: ``python -m tests.sanitize [TOOL...] [-n PROCESSES] [-k EXPRESSION]``.
 
 The tests are dealt out to processes of one sanitizer each, with the memory pools of torch and CuPy off, so that every
-tensor is an allocation of its own. Prints what each tool found; fails unless that is nothing and every test passes.
+tensor is an allocation of its own. Prints a line for each process, and what it found, if anything; fails unless that
+is nothing and every test passes.
 With ``--minutes`` a tool begins with no tests after so long, and says how many it has run: they are dealt out evenly.
 """
 
@@ -24,11 +25,24 @@ _SANITIZER = ("compute-sanitizer", "--target-processes", "application-only", "--
 # Nor kernels of torch's. But initcheck must see what they write, or everything that a kernel reads is news to it.
 _NOT_TORCH = ("--kernel-regex-exclude", "kns=at6native", "--kernel-regex-exclude", "kns=cudnn")
 # Without a pool nothing is allocated while a graph is captured, and freeing waits for the device.
-_NEED_A_POOL = "graph or capture or current_stream"
+_NEED_A_POOL = "graph or capture or current_stream or tokens_on_a_gpu"
 # Launches of several threads at a time are lost to racecheck, which calls that an error of its own.
 _NOT_FOR = {"racecheck": "test_threads"}
-_PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:xdist", "-p", "no:cacheprovider", "-q")
+_PYTEST = (
+    sys.executable,
+    "-m",
+    "pytest",
+    "-m",
+    "gpu",
+    "-p",
+    "no:xdist",
+    "-p",
+    "no:cacheprovider",
+    "-q",
+    "--durations=1",
+)
 _PART = 24  # tests of a process: seconds to start a sanitizer are few beside theirs
+_SLOWEST = re.compile(r"^([\d.]+)s call +(.*)$", re.MULTILINE)
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)")
 
 
@@ -77,9 +91,16 @@ def main() -> None:
         def one(part: list[str], tool: str = tool, end: float = started + 60 * asked.minutes) -> tuple[int, int]:
             if time.monotonic() > end:
                 return 0, 0
+            begun = time.monotonic()
             findings, text = run(tool, part)
-            if findings:
-                print(text, flush=True)
+            slowest = _SLOWEST.search(text)
+            print(
+                f"{tool}: {len(part)} tests, {findings or 'no'} findings, {time.monotonic() - begun:.0f} s, "
+                f"the longest of them {' s in '.join(slowest.groups()) if slowest else 'unknown'}",
+                *([text] if findings else []),
+                sep="\n",
+                flush=True,
+            )
             return findings, len(part)
 
         with ThreadPoolExecutor(asked.n) as pool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -704,19 +703,6 @@ def test_unknown_kinds_are_refused(where: str) -> None:
                 assert refusal(op, args).argument == "kv_cache_dtype"
             args[names.index("kv_cache_dtype")] = "fp8"  # the cache is bfloat16
             assert "cache" in refusal(op, args).argument
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[device.Device]:
-    """A device of one multiprocessor, which few tokens fill."""
-    made = dataclasses.replace(device.model(), multiprocessors=1)
-    monkeypatch.setitem(device._MODELS, "sm_90", made)
-    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), multiprocessors=1))
-    for name in FAMILY:
-        pyops.ops[name].forget()
-    yield made
-    for name in FAMILY:
-        pyops.ops[name].forget()
 
 
 @pytest.mark.parametrize("where", DEVICES[1:2])

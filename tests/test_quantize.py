@@ -204,6 +204,23 @@ def test_static_fp8_groups(shape: tuple[int, int], group: tuple[int, int], devic
     same(as_bytes, right)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("gap", [0, 16, 8])
+def test_static_fp8_of_many_rows(gap: int, dtype: torch.dtype, small: devices.Device) -> None:
+    """As many as fill a device, which here is a small one: a thread reads two vectors where codes have wide ones."""
+    op = pyops.ops["static_scaled_fp8_quant"]
+    x = Layout(gap=gap).place(draw(70, 512, dtype=dtype))
+    result, scale = (
+        Layout(gap=gap).place(new(x.shape, FP8, "cpu")),
+        draw(70, 1, dtype=torch.float32, seed=1).abs() + 0.1,
+    )
+    with config.cpu("kernels"):
+        op.wrapper(result, x, scale, (1, -1))
+        _, (launch,) = op.check(result, x, scale, (1, -1))
+    assert launch.specialisation.constants["VEC_SIZE"] == (8 if dtype is torch.float32 or gap == 8 else 16)
+    same(result, static_fp8(exact(x), exact(scale)))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_static_fp8_rows_apart(device: str) -> None:
     """Rows of one stride, packed or not, of three dimensions, aligned or not, of sizes that vectors divide or not."""

@@ -5,7 +5,7 @@
 //     with azp   result = int8(round(x * (1 / s)) + azp)
 //     where s = scale[i / group_rows, j / GROUP_COLUMNS] for the element x = input[i, j]
 //
-// One vector per thread (chunk.cuh).
+// One vector per thread (chunk.cuh), of codes; of input it may be two accesses.
 //
 // Constants
 //     scalar_t        element type of input
@@ -13,7 +13,7 @@
 //     GROUP_COLUMNS   elements of a row under one scale; 0 for a whole row
 //     GROUPED_ROWS    rows share scales: i / group_rows has to be found
 //     HAS_AZP         false when azp is null
-//     VEC_SIZE        elements in one memory access; divides hidden_size
+//     VEC_SIZE        codes in one memory access; divides hidden_size
 //     NUM_THREADS     threads in the block
 //     ROW_THREADS     of them that share a row; divides NUM_THREADS
 //     PLANES          whether the rows need the third dimension of the grid
@@ -22,7 +22,7 @@
 #include "chunk.cuh"
 #include "quant.cuh"
 
-using vec_t = Vec<scalar_t, VEC_SIZE>;
+constexpr int WIDEST = 16 / sizeof(scalar_t), ACCESS_SIZE = VEC_SIZE < WIDEST ? VEC_SIZE : WIDEST;  // of input
 constexpr bool SCALE_PER_VECTOR = GROUP_COLUMNS % VEC_SIZE == 0;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -35,15 +35,14 @@ static_quant(code_t* result,          // [num_rows, hidden_size]
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;
-    const vec_t x = vec_t::load(input + at.row * input_stride + at.column);
+    float v[VEC_SIZE];
+    load_floats<ACCESS_SIZE>(input + at.row * input_stride + at.column, v);
     scale += (GROUPED_ROWS ? int64_t(uint64_t(at.row) / uint64_t(group_rows)) : at.row) * scale_row_stride;
     const auto scale_at = [&](int64_t column) {
         return scale[GROUP_COLUMNS == 0 ? 0 : column / GROUP_COLUMNS * scale_column_stride];
     };
     const float s = SCALE_PER_VECTOR ? scale_at(at.column) : 0.0f;
 
-    float v[VEC_SIZE];
-    x.to_floats(v);
     result += at.row * result_stride + at.column;
     if constexpr (HAS_AZP) {
         const float reciprocal = ieee_divide(1.0f, s);

@@ -141,16 +141,22 @@ def chunks(
     input: Arg,
     out_stride: str = "out_stride",
     min_blocks: int = 8,
+    twice: bool = False,
     fixed: dict[str, Any] | None = None,
     **constants: Any,
 ) -> Launch:
-    """A launch in which every thread has one vector of `out` (chunk.cuh).
+    """A launch in which every thread has one vector of `out` (chunk.cuh): of one of `input`, or `twice` as wide.
+
+    The latter only if `out` has so wide ones, and if half as many threads still fill the device several times.
 
     `min_blocks` a multiprocessor keep the most bytes in flight; a kernel that needs more registers asks for fewer. What
     is `fixed` feeds parameters of the kernel beside sizes and strides.
     """
     hidden_size, num_rows = out.shape[-1], check.num_rows(out)
     vec_size = check.vector_width(hidden_size, out, input)
+    if twice and check.vector_width(hidden_size, out) >= 2 * vec_size:
+        fills = out.device.multiprocessors * min_blocks * _NUM_THREADS
+        vec_size *= 2 if num_rows * hidden_size >= 2 * vec_size * fills else 1
     grid, threads = pieces(hidden_size // vec_size, num_rows)
     return kernel(scalar_t=input.dtype, **constants, VEC_SIZE=vec_size, **threads, MIN_BLOCKS=min_blocks).launch(
         grid=grid,

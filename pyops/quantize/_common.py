@@ -86,6 +86,7 @@ def static(
         input,
         "result_stride",
         min_blocks=8 if short else 1,
+        twice=short and result.dtype is not int8 and group_columns % 16 == 0,  # many scales would take the registers
         fixed=fixed if azp else fixed | {"azp": 0},
         code_t=result.dtype,
         GROUP_COLUMNS=group_columns,
