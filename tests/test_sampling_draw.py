@@ -253,8 +253,8 @@ def test_the_likeliest(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_depends_on_nothing_else(device: str) -> None:
     """Neither on the rows beside it, nor on how many there are, which decides about blocks; but on seed and offset."""
-    x = torch.randn((300, 3000), generator=torch.Generator().manual_seed(1)).to(device)
-    filters = {"top_p": 0.9, "top_k": 1000}
+    x = torch.randn((300, 1300), generator=torch.Generator().manual_seed(1)).to(device)
+    filters = {"top_p": 0.9, "top_k": 600}
     all_at_once = draw(x, **filters)
     for row in (0, 17, 299):
         assert draw(x[row : row + 1], seeds=row, **filters).tolist() == [all_at_once[row]]
