@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -131,7 +131,8 @@ _COMMON = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-strict-aliasing", "-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-w"),
 )
-_OPTIMISE = {"runtime": ("-O2",), "kernel": ("-O1", "-g1", "-gdwarf-4")}
+# Lines of the source would take a third of the time: once a kernel has a fault, the same code is compiled with them.
+_OPTIMISE = {"runtime": ("-O2",), "kernel": ("-O1",), "lines": ("-O1", "-g1", "-gdwarf-4")}
 # What undefined behaviour and what accesses to memory are told to the runtime, which takes the sanitizers' place.
 _CHECKS = (
     "-fsanitize=thread",
@@ -174,10 +175,10 @@ def unit(text: str, entry: str, warp_size: int = 32) -> str:
 
 
 def _build(kind: str, code: str, libraries: tuple[str, ...], kernel: str, constants: str) -> str:
-    """Path of the shared object of `code`, a "runtime" or a "kernel", compiled unless the cache folder holds it."""
+    """Path of the shared object of `code`, compiled unless the cache folder holds it; `kind` is a key of _OPTIMISE."""
     chain = _toolchain()
     flags = (*_COMMON, *_OF_COMPILER.get(chain.name, ()), *_OPTIMISE[kind])
-    if kind == "kernel":
+    if kind != "runtime":
         flags += (*_CHECKS, *_OF_DIALECT[chain.dialect])
     parts = (code, chain.name, chain.version, platform.machine(), *flags, *_LINK[chain.dialect], *map(_stem, libraries))
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
@@ -262,6 +263,7 @@ class HostFunction:
     kernel: str
     constants: str
     library: str
+    lines: Callable[[], str] = field(repr=False)  # gives the path of the same library with lines of the source
     warp_size: int
     entry: int = field(repr=False)
     run: Any = field(repr=False)
@@ -289,13 +291,14 @@ class HostFunction:
             raise self._error(fault)
 
     def _error(self, fault: _Fault) -> KernelFault:
-        places = _places(self.library, fault.pc)
+        library = self.lines()
+        places = _places(library, fault.pc)
         told = (fault.file.decode(), fault.line)
         if fault.line and told not in places:
             places = [told, *places]
-        places = places or _places(self.library, fault.asked_pc)  # where it last was when it was somewhere else
+        places = places or _places(library, fault.asked_pc)  # where it last was when it was somewhere else
         message = fault.message.decode(errors="replace")
-        if others := _places(self.library, fault.other_pc):
+        if others := _places(library, fault.other_pc):
             message += f", at {called(others)}"
         thread: Any = tuple(fault.thread) if fault.has_thread else None
         block: Any = tuple(fault.block)
@@ -332,7 +335,11 @@ def _load(text: str, entry: str, kernel: str, constants: str, warp_size: int) ->
     path, library = _open("kernel", unit(text, entry, warp_size), (runtime,), kernel, constants)
     address = ctypes.cast(library.pyops_host_entry, ctypes.c_void_p).value
     assert address is not None
-    return HostFunction(kernel, constants, path, warp_size, address, run)
+
+    def lines() -> str:
+        return _build("lines", unit(text, entry, warp_size), (runtime,), kernel, constants)
+
+    return HostFunction(kernel, constants, path, lines, warp_size, address, run)
 
 
 def _open(kind: str, code: str, libraries: tuple[str, ...], kernel: str, constants: str) -> tuple[str, ctypes.CDLL]:
