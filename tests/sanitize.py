@@ -28,19 +28,7 @@ _NOT_TORCH = ("--kernel-regex-exclude", "kns=at6native", "--kernel-regex-exclude
 _NEED_A_POOL = "graph or capture or current_stream or tokens_on_a_gpu"
 # Launches of several threads at a time are lost to racecheck, which calls that an error of its own.
 _NOT_FOR = {"racecheck": "test_threads"}
-_PYTEST = (
-    sys.executable,
-    "-m",
-    "pytest",
-    "-m",
-    "gpu",
-    "-p",
-    "no:xdist",
-    "-p",
-    "no:cacheprovider",
-    "-q",
-    "--durations=1",
-)
+_PYTEST = (sys.executable, "-m", "pytest", "-mgpu", "-pno:xdist", "-pno:cacheprovider", "-q", "--durations=1")
 _PART = 24  # tests of a process: seconds to start a sanitizer are few beside theirs
 _SLOWEST = re.compile(r"^([\d.]+)s call +(.*)$", re.MULTILINE)
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)")
@@ -85,7 +73,8 @@ def main() -> None:
         tests = collect(asked.k, tool)
         if not tests:
             parser.error(f"no test for {tool}")
-        parts = [tests[part :: -(-len(tests) // _PART)] for part in range(-(-len(tests) // _PART))]
+        num_parts = -(-len(tests) // _PART)
+        parts = [tests[part::num_parts] for part in range(num_parts)]
         started = time.monotonic()
 
         def one(part: list[str], tool: str = tool, end: float = started + 60 * asked.minutes) -> tuple[int, int]:
@@ -96,7 +85,7 @@ def main() -> None:
             slowest = _SLOWEST.search(text)
             print(
                 f"{tool}: {len(part)} tests, {findings or 'no'} findings, {time.monotonic() - begun:.0f} s, "
-                f"the longest of them {' s in '.join(slowest.groups()) if slowest else 'unknown'}",
+                f"the longest {slowest[1] + ' s in ' + slowest[2] if slowest else 'unknown'}",
                 *([text] if findings else []),
                 sep="\n",
                 flush=True,

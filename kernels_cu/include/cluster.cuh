@@ -35,14 +35,22 @@ DEVICE void leave_cluster() {
 #endif
 }
 
+#if PYOPS_CUDA && __CUDA_ARCH__ >= 900
+// Where block `rank` has what this block has at `own`, in shared memory.
+DEVICE uint32_t address_in_block(const void* own, unsigned rank) {
+    uint32_t address = __cvta_generic_to_shared(own);
+    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+    return address;
+}
+#endif
+
 // The word that block `rank` of the cluster, counted in y, has where this one has `word`, in shared memory.
 template <int BLOCKS>
 DEVICE uint32_t load_of_block(const uint32_t* word, unsigned rank) {
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
     if constexpr (BLOCKS > 1) {
-        uint32_t address = __cvta_generic_to_shared(word), value;
-        asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-        asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+        uint32_t value;
+        asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address_in_block(word, rank)) : "memory");
         return value;
     }
 #endif
@@ -58,10 +66,8 @@ template <int BLOCKS>
 DEVICE uint64_t load_of_block(const uint64_t* pair, unsigned rank) {
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
     if constexpr (BLOCKS > 1) {
-        uint32_t address = __cvta_generic_to_shared(pair);
         uint64_t value;
-        asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-        asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+        asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address_in_block(pair, rank)) : "memory");
         return value;
     }
 #endif

@@ -112,21 +112,6 @@ DEVICE bool any_lane(bool predicate) {
 #endif
 }
 
-// The sum of what the lanes of the warp hold; of 32 bits, an instruction where the device has it. Every lane takes part.
-template <typename T>
-DEVICE T warp_sum(T value) {
-#pragma unroll
-    for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) value += shfl_xor(value, mask);
-    return value;
-}
-DEVICE uint32_t warp_sum(uint32_t value) {
-#if PYOPS_HOST || PYOPS_CUDA && __CUDA_ARCH__ >= 800
-    return __reduce_add_sync(ALL_LANES, value);
-#else
-    return warp_sum<uint32_t>(value);
-#endif
-}
-
 // How many bits are set, and the number of the lowest of them.
 DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
 DEVICE int used_bits(uint32_t bits) { return 32 - __clz(int(bits)); }  // up to the highest

@@ -14,10 +14,12 @@ struct Sum {
 struct Max {
     static DEVICE float identity() { return minus_infinity(); }
     static DEVICE float apply(float a, float b) { return ieee_max(a, b); }
+    static DEVICE uint32_t apply(uint32_t a, uint32_t b) { return max(a, b); }
 };
 struct Min {
     static DEVICE float identity() { return -minus_infinity(); }
     static DEVICE float apply(float a, float b) { return ieee_min(a, b); }
+    static DEVICE uint32_t apply(uint32_t a, uint32_t b) { return min(a, b); }
 };
 
 // Reduce over aligned groups of WIDTH lanes of a warp.
@@ -27,6 +29,19 @@ DEVICE T lane_reduce(T value) {
 #pragma unroll
     for (int mask = WIDTH / 2; mask > 0; mask /= 2) value = Op::apply(value, shfl_xor(value, mask));
     return value;
+}
+
+// The sum of what the lanes of the warp hold; of 32 bits, an instruction where the device has it. Every lane takes part.
+template <typename T>
+DEVICE T warp_sum(T value) {
+    return lane_reduce<Sum, WARP_SIZE>(value);
+}
+DEVICE uint32_t warp_sum(uint32_t value) {
+#if PYOPS_HOST || PYOPS_CUDA && __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(ALL_LANES, value);
+#else
+    return lane_reduce<Sum, WARP_SIZE>(value);
+#endif
 }
 
 // Reduce over the ROW_THREADS threads of a row. `partial` is shared memory for this one reduction: a block that reduces

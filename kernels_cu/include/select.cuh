@@ -1,6 +1,6 @@
 // select.cuh: the largest of many, by the digits of their bits: sums before a thread, and the digit that the k-th has.
 #pragma once
-#include "platform.cuh"
+#include "reduce.cuh"
 
 // Bits of a float as an integer of the same order: -NaN, -inf, ..., -0, +0, ..., +inf, +NaN.
 DEVICE uint32_t ordered_bits(uint32_t bits) { return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u); }

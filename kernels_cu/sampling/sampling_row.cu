@@ -50,14 +50,6 @@ struct Sought {
     DEVICE bool holds(uint32_t key) const { return key - low <= high - low; }
 };
 
-// The smaller and the larger of the keys that lanes hold.
-struct Least {
-    static DEVICE uint32_t apply(uint32_t a, uint32_t b) { return min(a, b); }
-};
-struct Most {
-    static DEVICE uint32_t apply(uint32_t a, uint32_t b) { return max(a, b); }
-};
-
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 sampling_row(int32_t* samples,             // [num_rows]
              const scalar_t* logits,       // [num_rows, vocab_size]
@@ -119,16 +111,16 @@ sampling_row(int32_t* samples,             // [num_rows]
     const uint32_t mine = key_of(largest);
     {
         // Threads without a number say nothing of where others have theirs.
-        const uint32_t low = lane_reduce<Least, WARP_SIZE>(mine >= LEAST_KEY ? mine : ~0u);
-        const uint32_t high = lane_reduce<Most, WARP_SIZE>(mine);
+        const uint32_t low = lane_reduce<Min, WARP_SIZE>(mine >= LEAST_KEY ? mine : ~0u);
+        const uint32_t high = lane_reduce<Max, WARP_SIZE>(mine);
         if (lane == 0) {
             atomicMin(extremes, low);
             atomicMax(extremes + 1, high);
         }
     }
     sync_cluster<CLUSTER>();
-    const uint32_t low_end = lane_reduce<Least, WARP_SIZE>(load_of_block<CLUSTER>(extremes, lane % CLUSTER));
-    const uint32_t high_end = lane_reduce<Most, WARP_SIZE>(load_of_block<CLUSTER>(extremes + 1, lane % CLUSTER));
+    const uint32_t low_end = lane_reduce<Min, WARP_SIZE>(load_of_block<CLUSTER>(extremes, lane % CLUSTER));
+    const uint32_t high_end = lane_reduce<Max, WARP_SIZE>(load_of_block<CLUSTER>(extremes + 1, lane % CLUSTER));
     if (high_end < LEAST_KEY) {
         if (blockIdx.y == 0 && threadIdx.x == 0) samples[row] = -1;
         sync_cluster<CLUSTER>();

@@ -181,9 +181,8 @@ def _whole_row(logits: Arg, given: dict[str, Arg | None]) -> Launch | None:
     ):
         cluster *= 2
     vectors = -(-vocab_size // (cluster * _VECTOR))
-    is_aligned = (
-        check.vector_width(_VECTOR, logits) == _VECTOR
-    )  # or a piece begins within a vector, and ends within one
+    # Or a piece begins within a vector, and ends within one.
+    is_aligned = check.vector_width(_VECTOR, logits) == _VECTOR
     num_threads = min(_MOST_THREADS, max(128, 1 << (vectors * _VECTOR // _PER_THREAD - 1).bit_length()))
     of_thread = -(-(vectors + (not is_aligned)) // num_threads)
     nbytes = _VECTOR * logits.dtype.itemsize * of_thread * num_threads
