@@ -916,7 +916,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("tokens behind the last", "if (token >= num_tokens) return;", "", "slots behind the last are read"),
         ("groups in every list", "if (before == 0) groups", "groups", "a group is listed once"),
         ("a slot twice", "if (before & mark) return;", "", "one of several tokens with a slot is kept"),
-        ("marks not cleared", "atomicExch(marks + group, 0u);", "", "scratch memory holds garbage"),
+        ("marks not cleared", "store_relaxed(marks + group, 0u);", "", "scratch memory holds garbage"),
         (
             "marks of neighbours",
             "1u << uint32_t(slot) % GROUP",

@@ -32,7 +32,7 @@ group_slots(const slot_t* slot_mapping,   // [num_tokens]
     if (slot < 0 || slot >= num_slots) return;
     const uint32_t group = uint32_t(slot) / GROUP, mark = 1u << uint32_t(slot) % GROUP;
     if (CLEAR) {
-        atomicExch(marks + group, 0u);
+        store_relaxed(marks + group, 0u);
         return;
     }
     const uint32_t before = atomicOr(marks + group, mark);

@@ -181,6 +181,15 @@ DEVICE void store_streaming(W* address, W value) {
 #endif
 }
 
+// A store beside which other threads may store to the same word: one of them is kept.
+DEVICE void store_relaxed(uint32_t* address, uint32_t value) {
+#if PYOPS_CUDA
+    asm volatile("st.relaxed.gpu.u32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
+#else
+    atomicExch(address, value);
+#endif
+}
+
 // Whether the calling block is the last of `blocks` to come here; what the others wrote before can then be seen by load_fresh.
 // Every thread calls. `counter` is 0 before the first comes and after the last; `is_last` is shared memory.
 DEVICE bool arrives_last(uint32_t* counter, uint32_t blocks, uint32_t* is_last) {
