@@ -128,7 +128,7 @@ def _toolchain() -> Toolchain:
 
 # The same bits with every compiler: no product is fused with a sum, and no machine's own instructions are used.
 _COMMON = (
-    *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-strict-aliasing", "-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-w"),
 )
 # Lines of the source would take a third of the time: once a kernel has a fault, the same code is compiled with them.
