@@ -240,8 +240,9 @@ struct Fp4Input {
 // Scales lie in tiles of 128 rows and 4 columns, those of rows 32 apart together (the layout that matrix products want).
 constexpr int FP4_TILE_ROWS = 128;
 DEVICE int64_t fp4_tiled_rows(int64_t rows) { return (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS; }
+DEVICE uint32_t fp4_row_of_tile(uint32_t row) { return row % 32 * 16 + row / 32 % 4 * 4; }
 DEVICE uint64_t fp4_tiled_row(uint32_t row, unsigned tiles) {
-    return uint64_t(row / FP4_TILE_ROWS) * (tiles * 512) + (row % 32 * 16 + row / 32 % 4 * 4);
+    return uint64_t(row / FP4_TILE_ROWS) * (tiles * 512) + fp4_row_of_tile(row);
 }
 DEVICE uint64_t fp4_tiled_column(unsigned column) { return uint64_t(column / 4) * 512 + column % 4; }
 

@@ -13,6 +13,7 @@
 //     GATED         whether input has two halves
 //     ACCESS        elements of input in one memory access, at most 8
 //     CODE_ACCESS   bytes of output in one memory access, at most 8
+//     SCALE_ACCESS  bytes of output_scale in one memory access, at most 4
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads beside each other in a row; divides NUM_THREADS
 //     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
@@ -49,46 +50,62 @@ scaled_fp4_experts_quant(uint8_t* output,                                   // [
 
     output += share.row * output_stride + uint64_t(share.column) * (FP4_BLOCK / 2);
     output_scale += fp4_tiled_column(share.column);
-    int first = 0, end = 0, tile = 0;  // of the expert, which has no rows if there is something wrong with it
-    int64_t until = share.row;         // the least of all lanes': rows before it have the same expert
-    Fp4Tensor tensor(1.0f);
-    for (int64_t row = share.row; rounds > 0; row += share_t::STEP, --rounds) {  // all lanes take part
-        if (any_lane(row >= until)) {
-            int begun = 0;
-            until = num_rows;
-            for (int i = threadIdx.x % LANES; i <= num_experts; i += LANES) {
-                const int64_t offset = input_offset_by_experts[i];
-                begun += offset <= row;
-                until = offset <= row ? until : min(until, offset);
-            }
-            const int expert = lane_reduce<Sum, LANES>(begun) - 1;
-            end = 0;
-            if (expert >= 0 && expert < num_experts) {
-                first = input_offset_by_experts[expert];
-                end = input_offset_by_experts[expert + 1];
-                tile = output_scale_offset_by_experts[expert];
-                tensor = Fp4Tensor(input_global_scale[expert]);
-                const bool there = first >= 0 && end <= num_rows && tile >= 0;
-                if (!there || tile + fp4_tiled_rows(int64_t(end) - first) > scale_rows) end = 0;
-            }
+    // One expert after another: up to the least offset beyond, all rows are the expert's, or none is. A warp goes on to the next
+    // expert as one.
+    for (int64_t row = share.row; rounds > 0;) {
+        int begun = 0;
+        int64_t until = row + int64_t(rounds) * share_t::STEP;
+#pragma unroll 1
+        for (int i = threadIdx.x % LANES; i <= num_experts; i += LANES) {
+            const int64_t offset = input_offset_by_experts[i];
+            begun += offset <= row;
+            until = offset <= row ? until : min(until, offset);
         }
-        Fp4Block<scalar_t> block;
-        if (left > 0) {
-            block = x.block();
-            input += share_t::STEP * input_stride;
-            if (--left > 0) x.load(input, blocks);
-        }
-        if (row >= first && row < end && share.column < tiles * 4) {
-            fp8_e4m3_t* const scales = output_scale + uint64_t(tile) * (tiles * 4);
-            const uint32_t at = row - first, rows = end - first, tiled_rows = fp4_tiled_rows(rows);
-            for (uint32_t i = at + rows; i < tiled_rows; i += rows) scales[fp4_tiled_row(i, tiles)] = fp8_e4m3_t(0.0f);
-            fp8_e4m3_t* const scale = scales + fp4_tiled_row(at, tiles);
-            if (share.column < blocks) {
-                block.template write<CODE_ACCESS>(output, scale, tensor);
-            } else {
-                *scale = fp8_e4m3_t(0.0f);
+        const int expert = lane_reduce<Sum, LANES>(begun) - 1;
+        const int run = lane_reduce<Min, WARP_SIZE>(uint32_t(until - row + share_t::STEP - 1)) / share_t::STEP;
+        float g = 1.0f;
+        fp8_e4m3_t* scales = output_scale;
+        uint32_t at = 0, rows = 0, fill = 0;  // of the expert: the row within it, its rows, those that fill its last tile
+        if (expert >= 0 && expert < num_experts) {
+            const int first = input_offset_by_experts[expert], end = input_offset_by_experts[expert + 1];
+            const int tile = output_scale_offset_by_experts[expert];
+            g = input_global_scale[expert];
+            const bool there = first >= 0 && first <= row && row < end && end <= num_rows && tile >= 0;
+            if (there && tile + fp4_tiled_rows(end - first) <= scale_rows) {
+                at = row - first;
+                rows = end - first;
+                fill = uint32_t(fp4_tiled_rows(rows)) - rows;
+                scales += uint64_t(tile) * (tiles * 4);
             }
         }
-        output += share_t::STEP * output_stride;
+        const Fp4Tensor tensor(g);
+        const bool written = rows > 0 && share.column < tiles * 4;
+        rounds -= run;
+        row += int64_t(run) * share_t::STEP;
+        for (int i = 0; i < run; ++i) {
+            if (written && at < fill) {  // while it waits for the row; a thread fills whole rows of the tile's four columns
+                const unsigned among_four = share.column % 4;
+                fp8_e4m3_t* const last = scales - among_four + fp4_tiled_row(rows / FP4_TILE_ROWS * FP4_TILE_ROWS, tiles);
+                for (uint32_t other = at + among_four * rows; other < fill; other += 4 * rows) {
+                    Vec<fp8_e4m3_t, 4>::full(0.0f).template store<SCALE_ACCESS>(last + fp4_row_of_tile(other + rows));
+                }
+            }
+            Fp4Block<scalar_t> block;
+            if (left > 0) {
+                block = x.block();
+                input += share_t::STEP * input_stride;
+                if (--left > 0) x.load(input, blocks);
+            }
+            if (written) {
+                fp8_e4m3_t* const scale = scales + fp4_tiled_row(at, tiles);
+                if (share.column < blocks) {
+                    block.template write<CODE_ACCESS>(output, scale, tensor);
+                } else {
+                    *scale = fp8_e4m3_t(0.0f);
+                }
+            }
+            output += share_t::STEP * output_stride;
+            at += share_t::STEP;
+        }
     }
 }

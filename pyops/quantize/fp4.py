@@ -44,8 +44,7 @@ _BLOCK = 16  # elements under one scale
 _THREADS = 128  # of a block
 # Threads of a multiprocessor that find registers enough: scaled_fp4_quant, others, others of narrow rows.
 _RESIDENT_PLAIN, _RESIDENT, _RESIDENT_NARROW = 1152, 896, 640
-# Rows of a thread, at most: those that are read at a time should not lie far apart. With experts, each has to be found.
-_MOST_ROUNDS, _MOST_ROUNDS_OF_EXPERTS = 12, 18
+_MOST_ROUNDS = 12  # rows of a thread: those that are read at a time should not lie far apart
 _MOST_GROUPS = 65535  # of a grid's second dimension
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 # A code's magnitude is the number of these bounds that lie below a value; of those of the second row, or at it.
@@ -146,8 +145,7 @@ def _launch(
     chunks, groups = -(-wide // row_threads), -(-rows // (_THREADS // row_threads))
     # Equal shares, so that blocks fill the device some times: a thread asks for its next row while it computes.
     at_once = input.device.multiprocessors * resident
-    most = _MOST_ROUNDS_OF_EXPERTS if kernel is _scaled_fp4_experts_quant else _MOST_ROUNDS
-    waves = -(-groups * chunks // (most * at_once))
+    waves = -(-groups * chunks // (_MOST_ROUNDS * at_once))
     rounds = max(-(-groups * chunks // (max(1, waves) * at_once)), -(-groups // _MOST_GROUPS))
     return kernel(
         scalar_t=input.dtype,
@@ -316,8 +314,8 @@ def _plan_experts(
     columns, _ = _tiles(0, blocks)
     _check_scales(output_scale, columns, None)
     fixed = {"scale_rows": output_scale.shape[0], "num_experts": num_experts}
-    num_rows = input.shape[0]
-    return _launch(_scaled_fp4_experts_quant, output, input, blocks, num_rows, fixed, GATED=halves == 2)
+    constants = {"GATED": halves == 2, "SCALE_ACCESS": min(_TILE_COLUMNS, output_scale.alignment)}
+    return _launch(_scaled_fp4_experts_quant, output, input, blocks, input.shape[0], fixed, **constants)
 
 
 def _outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,8 @@ __all__ = ["apply_penalties_", "apply_repetition_penalties_", "apply_token_bitma
 _apply_repetition_penalties = Kernel("sampling/apply_repetition_penalties.cu")
 _apply_penalties = Kernel("sampling/apply_penalties.cu")
 _apply_token_bitmask = Kernel("sampling/apply_token_bitmask.cu")
-_NUM_THREADS = 256
+_NUM_THREADS, _EDIT_THREADS = 256, 128
+_FEW = 4096  # elements of a multiprocessor: of these, each thread has one vector
 _MOST_ROWS = 65535  # in the second dimension of a grid
 
 
@@ -29,10 +30,10 @@ def _edit(kernel: Kernel, logits: Arg, *masks: Arg) -> Launch:
     vec_size = min(16 // max(arg.dtype.itemsize for arg in (logits, *masks)), *(_aligned(x) for x in (logits, *masks)))
     while vec_size > max(1, vocab_size):
         vec_size //= 2
-    batch = 16 // vec_size if logits.numel > 16 * _NUM_THREADS * logits.device.multiprocessors else 1
+    batch = 16 // vec_size if logits.numel > _FEW * logits.device.multiprocessors else 1
     return kernel(
-        scalar_t=logits.dtype, VOCAB_SIZE=vocab_size, VEC_SIZE=vec_size, BATCH=batch, NUM_THREADS=_NUM_THREADS
-    ).launch(grid=-(-logits.numel // (_NUM_THREADS * batch * vec_size)), block=_NUM_THREADS, size=logits.numel)
+        scalar_t=logits.dtype, VOCAB_SIZE=vocab_size, VEC_SIZE=vec_size, BATCH=batch, NUM_THREADS=_EDIT_THREADS
+    ).launch(grid=-(-logits.numel // (_EDIT_THREADS * batch * vec_size)), block=_EDIT_THREADS, size=logits.numel)
 
 
 def _aligned(arg: Arg) -> int:
