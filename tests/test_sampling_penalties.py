@@ -106,7 +106,7 @@ def test_nothing_to_do(device: str) -> None:
         logits = torch.empty(shape, device=device)
         mask = torch.empty(shape, device=device, dtype=torch.bool)
         pyops.apply_repetition_penalties_(logits, mask, mask, torch.ones(shape[0], device=device))
-    apart = torch.empty((3, 8), device=device)[:, :7]
+    apart = torch.zeros((3, 8), device=device)[:, :7]
     mask = torch.zeros((3, 7), device=device, dtype=torch.bool)
     with pytest.raises(pyops.OpError, match="logits: expected a contiguous tensor"):
         pyops.apply_repetition_penalties_(apart, mask, mask, torch.ones(3, device=device))

@@ -126,7 +126,8 @@ def _toolchain() -> Toolchain:
     raise MissingDependencyError("running kernels on the CPU", "a C++ compiler (g++, clang++ or ziglang)", "cpu")
 
 
-# The same bits with every compiler: no product is fused with a sum, and no machine's own instructions are used.
+# The same bits with every compiler: no product is fused with a sum, and no machine's own instructions are used. C's
+# headers are all that a kernel needs: those of C++ would take a third of its compilation.
 _COMMON = (
     *("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-strict-aliasing", "-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-w"),
