@@ -286,13 +286,15 @@ def assert_experts(x: torch.Tensor, g: list[float], offsets: list[int], tiles: l
     padded = -(-columns // 4) * 4
     right = numpy.full((rows, x.shape[1] // 2), 0x55, "uint8")
     written = numpy.zeros(scale_rows * padded, bool)
-    for row in range(rows):
-        e = sum(offset <= row for offset in offsets) - 1
+    experts = [sum(offset <= row for offset in offsets) - 1 for row in range(rows)]
+    for row, e in enumerate(experts):
         if not 0 <= e < len(g):
             continue
         first, end, tile = offsets[e], offsets[e + 1], tiles[e]
         fill = -(-(end - first) // 128) * 128
         if first < 0 or not first <= row < end <= rows or tile < 0 or tile + fill > scale_rows:
+            continue
+        if experts[first:end] != [e] * (end - first):
             continue
         code, scale = truth(x[row : row + 1], g[e])
         right[row] = code[0, ::2] | code[0, 1::2] << 4
@@ -316,12 +318,24 @@ def test_experts(counts: list[int], columns: int, dtype: torch.dtype, device: st
     assert_experts(x, [f32(3.0 + e / 7).item() for e in range(len(counts))], offsets, tiles, tiles[-1] + 3)
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES)
-def test_many_rows_of_experts(device: str) -> None:
-    """Enough that a thread has rows of more than one expert."""
+@pytest.mark.parametrize("columns", [2, 65])
+def test_many_rows_of_experts(columns: int, device: str) -> None:
+    """Enough that a thread, or a warp, has rows of more than one expert."""
     counts = [399, 0, 2, 700]
     offsets, tiles = of_experts(counts)
-    assert_experts(draw(sum(counts), 65 * 16, device=device), [2.0, 3.0, 5.0, 7.0], offsets, tiles, tiles[-1])
+    assert_experts(draw(sum(counts), columns * 16, device=device), [2.0, 3.0, 5.0, 7.0], offsets, tiles, tiles[-1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offsets", [[1, 0, 2], [0, 2, 1], [0, -1, 2], [0, 1, 3, 2], [0, 3, 1, 2]])
+def test_offsets_that_do_not_grow(offsets: list[int], device: str) -> None:
+    """Some of an expert's rows belong to another: nothing of it is written."""
+    count = len(offsets) - 1
+    assert_experts(
+        draw(3, 32, device=device), [5.0] * count, offsets, list(range(0, 128 * count + 1, 128)), 128 * count
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -48,9 +48,10 @@ group_quant(const scalar_t* input,      // [num_tokens, GROUPS * GROUP_SIZE]
         group = min(group, GROUPS - 1);
     }
     const row_t x = row_t::load_once(input + token * input_stride + group * GROUP_SIZE, at.active && exists);
-    float s = 0.0f;
-    x.for_each([&](int i, int column) { s = ieee_max(s, x.get(i, column).absmax()); });
-    s = ieee_divide(fmaxf(row_reduce<Max, ROW_THREADS>(s, partial), eps), code_max);
+    float most = 0.0f;
+    x.for_each([&](int i, int column) { most = ieee_max(most, x.get(i, column).absmax()); });
+    most = row_reduce<Max, ROW_THREADS>(most, partial);
+    float s = ieee_divide(fmaxf(most, eps), code_max);
     if (POWER_OF_TWO) s = power_of_two_above(fmaxf(s, 1e-10f));
     if (at.first_thread()) {
         if constexpr (PACKED) {
@@ -66,9 +67,10 @@ group_quant(const scalar_t* input,      // [num_tokens, GROUPS * GROUP_SIZE]
     x.for_each([&](int i, int column) {
         float v[VEC_SIZE];
         x.get(i, column).to_floats(v);
+        over_scale.of_each(v, most);
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
-            v[j] = fminf(fmaxf(over_scale(v[j]), code_min), code_max);
+            v[j] = fminf(fmaxf(v[j], code_min), code_max);
             if (is_same<code_t, int8_t>) v[j] = truncf(v[j]);
         }
         row_t::store(output_q, i, column, Vec<code_t, VEC_SIZE>::from_floats(v));

@@ -3,9 +3,9 @@
 //     expert e has the rows o[e] to o[e + 1] - 1, the scale g = input_global_scale[e], and the tiles from row t[e]
 //     GATED: what is quantised is T(silu(gate) * up), gate, up = input[r, i], input[r, hidden_size + i]; one rounding
 //
-// The expert of row r is the last whose o[e] <= r, found by counting offsets; the count is that of all rows before the least
-// offset beyond r. Nothing is written for a row that is none of its expert's, nor for an expert whose rows or tiles are not all
-// there. A thread has one column of blocks of sixteen elements, in `rounds` rows one after another; ROW_THREADS of them stand side
+// The expert of row r is the last whose o[e] <= r, found by counting offsets; the count is that of all rows from the largest
+// offset up to r to the least beyond. Nothing is written for an expert of which these are not the rows, nor for one whose rows
+// or tiles are not all there. A thread has one column of blocks of sixteen elements, in `rounds` rows one after another; ROW_THREADS of them stand side
 // by side in a block. The rows of an expert also share those that fill up its last tile, with zeros.
 //
 // Constants
@@ -54,29 +54,35 @@ scaled_fp4_experts_quant(uint8_t* output,                                   // [
     // expert as one.
     for (int64_t row = share.row; rounds > 0;) {
         int begun = 0;
-        int64_t until = row + int64_t(rounds) * share_t::STEP;
+        uint32_t since = 0, until = ~0u;  // of the offsets: the largest up to the row, the least beyond
 #pragma unroll 1
         for (int i = threadIdx.x % LANES; i <= num_experts; i += LANES) {
-            const int64_t offset = input_offset_by_experts[i];
+            const int offset = input_offset_by_experts[i];
             begun += offset <= row;
-            until = offset <= row ? until : min(until, offset);
+            since = offset <= row ? max(since, uint32_t(max(offset, 0))) : since;
+            until = offset <= row ? until : min(until, uint32_t(offset));
         }
         const int expert = lane_reduce<Sum, LANES>(begun) - 1;
-        const int run = lane_reduce<Min, WARP_SIZE>(uint32_t(until - row + share_t::STEP - 1)) / share_t::STEP;
+        int first = -1, end = -1, tile = -1;
         float g = 1.0f;
+        if (expert >= 0 && expert < num_experts) {
+            first = input_offset_by_experts[expert];
+            end = input_offset_by_experts[expert + 1];
+            tile = output_scale_offset_by_experts[expert];
+            g = input_global_scale[expert];
+        }
+        since = lane_reduce<Max, LANES>(since);
+        until = lane_reduce<Min, LANES>(until);
+        const uint64_t ahead = min(uint64_t(until - row), uint64_t(rounds) * share_t::STEP);
+        const int run = lane_reduce<Min, WARP_SIZE>(uint32_t(ahead) + share_t::STEP - 1) / share_t::STEP;
         fp8_e4m3_t* scales = output_scale;
         uint32_t at = 0, rows = 0, fill = 0;  // of the expert: the row within it, its rows, those that fill its last tile
-        if (expert >= 0 && expert < num_experts) {
-            const int first = input_offset_by_experts[expert], end = input_offset_by_experts[expert + 1];
-            const int tile = output_scale_offset_by_experts[expert];
-            g = input_global_scale[expert];
-            const bool there = first >= 0 && first <= row && row < end && end <= num_rows && tile >= 0;
-            if (there && tile + fp4_tiled_rows(end - first) <= scale_rows) {
-                at = row - first;
-                rows = end - first;
-                fill = uint32_t(fp4_tiled_rows(rows)) - rows;
-                scales += uint64_t(tile) * (tiles * 4);
-            }
+        const bool its_own = uint32_t(first) == since && uint32_t(end) == until;  // all rows of the expert
+        if (its_own && end <= num_rows && tile >= 0 && tile + fp4_tiled_rows(end - first) <= scale_rows) {
+            at = row - first;
+            rows = end - first;
+            fill = uint32_t(fp4_tiled_rows(rows)) - rows;
+            scales += uint64_t(tile) * (tiles * 4);
         }
         const Fp4Tensor tensor(g);
         const bool written = rows > 0 && share.column < tiles * 4;
@@ -90,19 +96,14 @@ scaled_fp4_experts_quant(uint8_t* output,                                   // [
                     Vec<fp8_e4m3_t, 4>::full(0.0f).template store<SCALE_ACCESS>(last + fp4_row_of_tile(other + rows));
                 }
             }
-            Fp4Block<scalar_t> block;
+            fp8_e4m3_t* const scale = scales + fp4_tiled_row(at, tiles);
             if (left > 0) {
-                block = x.block();
+                const Fp4Block<scalar_t> block = x.block();
                 input += share_t::STEP * input_stride;
                 if (--left > 0) x.load(input, blocks);
-            }
-            if (written) {
-                fp8_e4m3_t* const scale = scales + fp4_tiled_row(at, tiles);
-                if (share.column < blocks) {
-                    block.template write<CODE_ACCESS>(output, scale, tensor);
-                } else {
-                    *scale = fp8_e4m3_t(0.0f);
-                }
+                if (written) block.template write<CODE_ACCESS>(output, scale, tensor);
+            } else if (written) {
+                *scale = fp8_e4m3_t(0.0f);
             }
             output += share_t::STEP * output_stride;
             at += share_t::STEP;

@@ -42,8 +42,8 @@ _silu_and_mul_nvfp4_quant = Kernel("quantize/silu_and_mul_nvfp4_quant.cu")
 
 _BLOCK = 16  # elements under one scale
 _THREADS = 128  # of a block
-# Threads of a multiprocessor that find registers enough: scaled_fp4_quant, others, others of narrow rows.
-_RESIDENT_PLAIN, _RESIDENT, _RESIDENT_NARROW = 1152, 896, 640
+# Threads of a multiprocessor that find registers enough: scaled_fp4_quant, others, others that need more.
+_RESIDENT_PLAIN, _RESIDENT, _RESIDENT_FEWER = 1152, 896, 640
 _MOST_ROUNDS = 12  # rows of a thread: those that are read at a time should not lie far apart
 _MOST_GROUPS = 65535  # of a grid's second dimension
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
@@ -140,7 +140,9 @@ def _launch(
     """A launch over so many `rows` of `blocks` blocks, each of which is one thread's, in some rows after another."""
     wide = rounded_up(blocks, _TILE_COLUMNS)
     row_threads = min(_THREADS, max(4, 1 << (wide - 1).bit_length()))
-    resident = _RESIDENT if row_threads == _THREADS else _RESIDENT_NARROW
+    # Narrow rows need more registers, and so do those of experts with a gate as they are compiled for Blackwell.
+    needs_more = row_threads < _THREADS or (constants.get("GATED") and input.device.arch.startswith(("sm_10", "sm_12")))
+    resident = _RESIDENT_FEWER if needs_more else _RESIDENT
     resident = (_RESIDENT_PLAIN if kernel is _scaled_fp4_quant else resident) // _THREADS
     chunks, groups = -(-wide // row_threads), -(-rows // (_THREADS // row_threads))
     # Equal shares, so that blocks fill the device some times: a thread asks for its next row while it computes.
@@ -277,12 +279,15 @@ def _experts_of(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: T
     """(the expert of each row, whether anything is written for it), see `scaled_fp4_experts_quant`."""
     offsets, tile_offsets = offsets.long(), tile_offsets.long()
     rows = torch.arange(num_rows, device=offsets.device)
-    experts = (offsets[None] <= rows[:, None]).sum(1) - 1
+    begun = offsets[None] <= rows[:, None]
+    since = offsets.where(begun, -1).amax(1)
+    until = offsets.where(~begun, num_rows + 1).amin(1)
+    experts = begun.sum(1) - 1
     inside = (experts >= 0) & (experts < offsets.numel() - 1)
     experts = experts.where(inside, 0)
     first, end, tile = offsets[experts], offsets[experts + 1], tile_offsets[experts]
     padded = (end - first + _TILE_ROWS - 1) // _TILE_ROWS * _TILE_ROWS
-    inside &= (first >= 0) & (first <= rows) & (rows < end) & (end <= num_rows)
+    inside &= (first == since) & (first >= 0) & (end == until) & (end <= num_rows)
     return experts, inside & (tile >= 0) & (tile + padded <= scale_rows)
 
 
@@ -364,7 +369,8 @@ def scaled_fp4_experts_quant(
     Rows ``o[e]`` to ``o[e + 1] - 1`` are those of expert e; their scales lie in tiles, from row ``t[e]`` of
     `output_scale` on, counted within the expert. What fills up the last tile of an expert becomes 0; what lies behind
     it stays. Experts may have no rows. Offsets that do not grow, or lead outside, write nothing: a row belongs to the
-    last expert whose offset is no larger, found by counting, and all rows and tiles of that one must be there.
+    last expert whose offset is no larger, found by counting; all rows of that one must be there and belong to it, and
+    all its tiles be there.
 
     Args:
         output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
