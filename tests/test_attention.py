@@ -123,6 +123,20 @@ def test_any_head_size(on: str, head_size: int, packed: bool) -> None:
     _assert_is_attention(paged_call([33, 5], head_size=head_size, dtype=torch.bfloat16, packed=packed, on=on))
 
 
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_large_heads_of_float32(on: str, head_size: int) -> None:
+    _assert_is_attention(paged_call([33, 5], head_size=head_size, on=on))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+@pytest.mark.parametrize("num_seqs", [4, 5, 7, 10])
+def test_many_sequences(on: str, num_seqs: int, packed: bool) -> None:
+    """Blocks of four warps, of three, two and one, so that a round of them is full or saved."""
+    lengths = [(0, 1, 90, 31, 200)[s % 5] for s in range(num_seqs)]
+    _assert_is_attention(paged_call(lengths, (4, 1), 128, dtype=torch.bfloat16, packed=packed, on=on))
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("block_size", [1, 3, 4, 5, 8, 12, 32, 256])
 def test_any_block_size(on: str, block_size: int, packed: bool) -> None:
@@ -232,8 +246,8 @@ def test_soft_cap(on: str) -> None:
 def test_fp8_cache(on: str, dtype: torch.dtype, kind: str) -> None:
     """The codes' values times the scales, whatever the size of the queries."""
     code = torch.float8_e5m2 if kind == "fp8_e5m2" else FP8
-    for size in (1.0, 1e-3, 1e4):
-        call = paged_call([50, 9], dtype=dtype, on=on)
+    for size, head_size in ((1.0, 64), (1e-3, 128), (1e4, 128)):
+        call = paged_call([50, 9], head_size=head_size, dtype=dtype, on=on)
         call["query"] = (call["query"].float() * size).to(dtype)
         held = {name: call[name].float().nan_to_num(nan=0.0).to(code) for name in ("key_cache", "value_cache")}
         held = {
@@ -246,7 +260,7 @@ def test_fp8_cache(on: str, dtype: torch.dtype, kind: str) -> None:
         for keys, values in call["plain"]:
             plain.append([(keys.float().to(code).double() * 0.25), values.float().to(code).double() * 3.0])
         call |= held | scales | {"kv_cache_dtype": kind, "plain": plain}
-        query = call["query"].double() * call["scale"] * 64**0.5
+        query = call["query"].double() * call["scale"] * head_size**0.5
         for s, (keys, values) in enumerate(call.pop("plain")):
             if s == 0:
                 V1.wrapper(**call)

@@ -241,7 +241,7 @@ def test_flash_layouts(num_heads: int, head_size: int, joint: bool, heads_first:
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("kind", ["auto", "fp8", "fp8_e5m2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("block_size", "grouped"), [(8, False), (16, False), (5, False), (16, True), (48, True)])
 def test_packed(
     block_size: int, grouped: bool, dtype: torch.dtype, kind: str, where: str, monkeypatch: pytest.MonkeyPatch
