@@ -779,13 +779,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         ("slots before the cache", "if (slot < 0 || slot", "if (slot", "negative slots are not written"),
         (
-            "positions before the first",
-            "if (position < 0 || position",
-            "if (position",
-            "tables are read before their row",
-            "cache",
-        ),
-        (
             "positions behind the table",
             "position >= max_blocks * BLOCK_SIZE",
             "position > max_blocks * BLOCK_SIZE",

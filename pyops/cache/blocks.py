@@ -236,8 +236,7 @@ def _torch_bytes(value: Tensor) -> Tensor:
 
 @op(out="output", ulps=0)
 def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
-    """Convert a cache to e4m3 codes, ``output = e4m3(input / scale)``, or codes to floats, ``output = T(input *
-    scale)``.
+    """Convert a cache to e4m3 codes, ``e4m3(input / scale)``, or codes to floats, ``T(input * scale)``.
 
     The quotient is a true division in float32, rounded to the nearest code; it saturates, and NaN stays NaN.
 
