@@ -61,8 +61,8 @@ def _with_contents(op: Op, args: list[Any], num_tokens: int | None, kind: str) -
 
 @pytest.mark.parametrize("op", OPS)
 def test_is_complete(op: Op) -> None:
-    """Every op is documented, planned and shown by an example, and writes something."""
-    assert op.reference.__doc__
+    """Every op is documented, in one line first, planned and shown by an example, and writes something."""
+    assert str(op.reference.__doc__).splitlines()[0].endswith(".")
     assert op._plan is not None
     assert axes.compiled(op) is not None
     assert any(p.written for p in op.tensors)
