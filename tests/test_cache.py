@@ -17,7 +17,7 @@ from pyops._core import device
 from pyops._core.example import ArgMaker
 from pyops._core.host import toolchains
 from pyops.testing import SCHEDULES, Layout, assert_matches_reference, same_bits, strategies
-from pyops.testing.calls import assert_results, clones, expected, named, replaced, run
+from pyops.testing.calls import clones, expected, named, replaced, run
 from tests import axes
 from tests.calls import DEVICES, example, refusal
 
@@ -460,9 +460,9 @@ def test_hostile_positions_and_pairs(where: str) -> None:
         assert same_bits(value, results[name]), name
     assert same_bits(results["q_pe"][:8], args[1][:8])
     op = pyops.ops["copy_cache_blocks"]
-    args = example(op, where, num_tokens=12)
-    args[2][1:9, 0], args[2][2:10, 1] = ints(HOSTILE, where=where), ints(HOSTILE, where=where)
-    args[2][10, 0] = args[2][11, 1] = len(args[0])
+    args = example(op, where, num_tokens=20)
+    args[2][1:9, 0], args[2][10:18, 1] = ints(HOSTILE, where=where), ints(HOSTILE, where=where)
+    args[2][18, 0] = args[2][19, 1] = len(args[0])
     right, results = expected(op, args), run(op, args)
     assert same_bits(right["key_cache"], results["key_cache"])
 
@@ -642,6 +642,16 @@ def test_convert_fp8_layouts(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", DEVICES)
+def test_convert_fp8_of_more_rows_than_a_grid_has(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyops.cache.blocks._MOST_ROWS", 2)
+    pyops.ops["convert_fp8"].forget()
+    x, codes = make(7, 12, where=where)[:, :9], torch.zeros(7, 9, dtype=torch.uint8, device=where)
+    pyops.convert_fp8(codes, x)
+    assert torch.equal(codes, quantised(x, 1.0, torch.float8_e4m3fn))
+    pyops.ops["convert_fp8"].forget()
+
+
+@pytest.mark.parametrize("where", DEVICES)
 def test_convert_fp8_refuses(where: str) -> None:
     op = pyops.ops["convert_fp8"]
     x, codes = make(4, 6, where=where), torch.zeros(4, 6, dtype=torch.uint8, device=where)
@@ -718,7 +728,7 @@ def test_many_tokens(name: str, where: str, small: device.Device) -> None:
         many = op.launches(*op.example(ArgMaker(small), num_tokens=151, **case))
         for constant in {"TOKENS", "ROWS"} & many[0].specialisation.constants.keys():
             assert few[0].specialisation.constants[constant] < many[0].specialisation.constants[constant]
-        assert_results(op, expected(op, args), run(op, args))
+        assert_matches_reference(op, *args, schedules=SCHEDULES[:1])
 
 
 @on_host

@@ -25,6 +25,7 @@ _copy_blocks = Kernel("cache/copy_blocks.cu")
 _convert_fp8 = Kernel("cache/convert_fp8.cu")
 
 _HOST = -1  # where a device would have its index
+_MOST_ROWS = 32768  # of a grid of convert_fp8
 
 
 @op(inout=("key_cache", "value_cache"), ulps=0)
@@ -284,7 +285,7 @@ def _(output: Arg, input: Arg, kv_dtype: str) -> Launch:
         VEC_SIZE=vec_size,
         NUM_THREADS=num_threads,
     ).launch(
-        grid=(-(-row_size // (vec_size * num_threads)) if input.numel else 0, min(num_rows, 32768)),
+        grid=(-(-row_size // (vec_size * num_threads)) if input.numel else 0, min(num_rows, _MOST_ROWS)),
         block=num_threads,
         num_rows=num_rows,
         row_size=row_size,
