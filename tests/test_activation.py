@@ -259,8 +259,9 @@ def test_sparse_cutoff_of_a_row_far_from_zero(where: str) -> None:
 @pytest.mark.parametrize("where", DEVICES)
 def test_sparse_rows_of_one_value(where: str) -> None:
     """A variance of 0, or just below it when rounded, cuts everything."""
-    x = make(37, 1, dtype=torch.float32, where=where).expand(37, 2 * 96).contiguous()
-    assert torch.equal(call("gelu_and_mul_sparse", x, 0.9, width=96), torch.zeros(37, 96, device=where))
+    for width in (96, 1000):
+        x = make(37, 1, dtype=torch.float32, where=where).expand(37, 2 * width).contiguous()
+        assert torch.equal(call("gelu_and_mul_sparse", x, 0.9, width=width), torch.zeros(37, width, device=where))
 
 
 def test_sparsity_is_checked_at_every_call() -> None:

@@ -292,6 +292,16 @@ def test_gptq_shuffle(bit: int, units: int, columns: int, order: str, offset: in
     assert numpy.array_equal(placed.cpu().numpy().view("uint32"), gptq_shuffled(codes, bit))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_gptq_shuffle_of_one_row(device: str) -> None:
+    """Which is contiguous whatever the stride between rows is: here one, as of a column that was turned."""
+    column = words(8, 1, seed=0).to(device)
+    perm = torch.arange(7, -1, -1, dtype=torch.int32, device=device)
+    right = gptq_shuffled(gptq_fields(column.T.cpu(), 4)[::-1], 4)
+    pyops.gptq_shuffle(column.T, perm, 4)
+    assert numpy.array_equal(column.T.cpu().numpy().view("uint32"), right)
+
+
 def test_gptq_shuffle_of_eight_bits_in_order_is_nothing() -> None:
     weight = words(4, 8, seed=0)
     before = weight.clone()

@@ -58,8 +58,9 @@ def gptq_shuffle(q_weight: Tensor, q_perm: Tensor | None, bit: int) -> None:
         inside = (q_perm >= 0) & (q_perm < len(rows))
         rows = rows[q_perm.where(inside, 0).long()] * inside.view(-1, 1, 1)
     order = [_destination(bit, field, j) for field in range(fields) for j in range(bit)]
-    bits = torch.empty_like(rows).view(-1, 32 * words, columns)
-    bits[:, order] = rows.view(bits.shape)
+    rows = rows.reshape(-1, 32 * words, columns)
+    bits = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    bits[:, order] = rows
     bits = bits.view(-1, 32, columns)
     q_weight.zero_()
     for place in range(32):
