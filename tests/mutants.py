@@ -782,7 +782,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "positions behind the table",
             "position >= max_blocks * BLOCK_SIZE",
             "position > max_blocks * BLOCK_SIZE",
-            "the next row's table is read",
+            "the first of many sequences reads the next row's table",
+            "upconvert",
         ),
         ("blocks before the cache", "if (block < 0 || block", "if (block", "hostile tables read nothing"),
         (
@@ -1990,7 +1991,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "the least power of two",
         ),
         ("a thread's own largest", "most = row_reduce<Max, ROW_THREADS>(most, partial);", "", "a group has one scale"),
-        ("infinities divided by a residual", "of_each(v, most)", "of_each(v, 0.0f)", "a group with an infinity"),
         ("int8 to nearest", "if (is_same<code_t, int8_t>) v[j] = truncf(v[j]);", "", "int8 codes are cut off"),
         (
             "NaN is the largest",
