@@ -230,6 +230,19 @@ def test_xielu_is_exact_where_it_has_no_exponential(dtype: torch.dtype, where: s
 
 
 @pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "slope", "alpha"), [(torch.bfloat16, 0.312, 20.125), (torch.float16, 0.3203025, 20.015625)]
+)
+def test_xielu_rounds_the_slope_before_it_is_added(dtype: torch.dtype, slope: float, alpha: float, where: str) -> None:
+    """To the strength of values so negative that their exponential is nothing; rounded once, the sum would be less."""
+    x = torch.linspace(-1000, -32, 96, device=where).to(dtype)
+    strength, rounded = (torch.full((1,), value, dtype=dtype, device=where) for value in (alpha, slope))
+    assert rounded + strength != (slope + strength.double()).to(dtype)
+    expected = (-1 - x) * (rounded + strength) + rounded * x
+    assert same(call("xielu", x, strength, strength, slope, width=96), expected)
+
+
+@pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sparse_against_float64(dtype: torch.dtype, approximate: str, where: str) -> None:
