@@ -173,15 +173,14 @@ def test_misaligned(on: str) -> None:
     _assert_is_attention(call)
 
 
-@pytest.mark.parametrize("join_threads", [None, 0])
-def test_many_splits(join_threads: int | None, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("join_threads", [_plan._JOIN_THREADS, (0, 0)], ids=["many", "few"])
+def test_many_splits(join_threads: tuple[int, int], on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that many blocks share, beside short ones: parts of unequal length, and parts without a token.
 
     They are joined by many threads, or by few that take one batch of splits after another, a later one of which is
     larger.
     """
-    if join_threads is not None:
-        monkeypatch.setattr(_plan, "_JOIN_THREADS", (join_threads, join_threads))
+    monkeypatch.setattr(_plan, "_JOIN_THREADS", join_threads)
     V1.forget()
     _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), dtype=torch.bfloat16, on=on))
     _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), head_size=16, on=on))

@@ -5,8 +5,9 @@
 //
 // The expert of row r is the last whose o[e] <= r, found by counting offsets; the count is that of all rows from the largest
 // offset up to r to the least beyond. Nothing is written for an expert of which these are not the rows, nor for one whose rows
-// or tiles are not all there. A thread has one column of blocks of sixteen elements, in `rounds` rows one after another; ROW_THREADS of them stand side
-// by side in a block. The rows of an expert also share those that fill up its last tile, with zeros.
+// or tiles are not all there. A thread has one column of blocks of sixteen elements, in `rounds` rows one after another;
+// ROW_THREADS of them stand side by side in a block. The rows of an expert also share those that fill up its last tile, with
+// zeros.
 //
 // Constants
 //     scalar_t      T: element type of input
@@ -73,8 +74,9 @@ scaled_fp4_experts_quant(uint8_t* output,                                   // [
         }
         since = lane_reduce<Max, LANES>(since);
         until = lane_reduce<Min, LANES>(until);
-        const uint64_t ahead = min(uint64_t(until - row), uint64_t(rounds) * share_t::STEP);
-        const int run = lane_reduce<Min, WARP_SIZE>(uint32_t(ahead) + share_t::STEP - 1) / share_t::STEP;
+        uint32_t ahead = min(uint64_t(until - row), uint64_t(rounds) * share_t::STEP);
+        if constexpr (LANES < WARP_SIZE) ahead = lane_reduce<Min, WARP_SIZE>(ahead);
+        const int run = ceil_div(ahead, share_t::STEP);
         fp8_e4m3_t* scales = output_scale;
         uint32_t at = 0, rows = 0, fill = 0;  // of the expert: the row within it, its rows, those that fill its last tile
         const bool its_own = uint32_t(first) == since && uint32_t(end) == until;  // all rows of the expert
