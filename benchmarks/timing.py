@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import cycle, islice, pairwise, repeat
+from itertools import cycle, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,8 @@ class Effort:
         return (
             f"GPU time: {self.replays} CUDA-graph replays of at least {_MIN_CALLS} calls (or of 40 ms of them) that "
             "rotate over sets of arguments, together larger than three times L2 unless there would be more than "
-            f"{self.sets}; median, lowest and highest. GB/s counts each byte that a call must move once. "
+            f"{self.sets}; what calls edit is put back before each; median, lowest and highest. GB/s counts each byte "
+            "that a call must move once. "
             f"Host time: {self.eager_calls} eager calls, the device awaited after every 500 outside the clock; median "
             "of 5 runs."
         )
@@ -69,8 +70,8 @@ def num_calls(sets: int, us: float) -> int:
     return int(-(-calls // sets)) * sets
 
 
-def gpu_us(calls: Sequence[Call], effort: Effort) -> Spread:
-    """Microseconds of GPU time per call, the calls taken in turn."""
+def gpu_us(calls: Sequence[Call], effort: Effort, renew: Sequence[Call] = ()) -> Spread:
+    """Microseconds of GPU time per call, the calls taken in turn. Off the clock `renew` puts back what they edit."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -78,16 +79,17 @@ def gpu_us(calls: Sequence[Call], effort: Effort) -> Spread:
             call()
         count = num_calls(len(calls), _eager_us(calls))
         graph = _capture(islice(cycle(calls), count))
-        graph.replay()
-        graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(effort.replays + 1)]
+        renewal = _capture(renew) if renew else None
+        spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(effort.replays + 2)]
         torch.cuda._sleep(2_000_000)  # 1 ms, in which the host queues the replays: no gap between them is timed
-        events[0].record()
-        for event in events[1:]:
+        for start, end in spans:
+            if renewal:
+                renewal.replay()
+            start.record()
             graph.replay()
-            event.record()
+            end.record()
         stream.synchronize()
-    return spread([start.elapsed_time(end) * 1e3 / count for start, end in pairwise(events)])
+    return spread([start.elapsed_time(end) * 1e3 / count for start, end in spans[2:]])
 
 
 def _eager_us(calls: Sequence[Call]) -> float:

@@ -439,7 +439,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(timing, "streaming_gbs", lambda effort: 4000.0)
     monkeypatch.setattr(timing, "launch_floor_us", lambda effort: 0.5)
-    monkeypatch.setattr(kernel_time, "gpu_us", lambda calls, effort: timing.Spread(2.0, 1.9, 2.1))
+    monkeypatch.setattr(kernel_time, "gpu_us", lambda calls, effort, renew: timing.Spread(2.0, 1.9, 2.1))
     monkeypatch.setattr(overhead, "host_us", partial(timing.host_us, chunk=2, runs=1, synchronize=lambda: None))
     monkeypatch.setattr(timing, "QUICK", timing.Effort(2, 4, eager_calls=4))
     child = 'print(\'{"import_s": 2.0, "first_call_s": 0.5, "origin": ["disk"]}\')'

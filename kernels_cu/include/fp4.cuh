@@ -41,7 +41,8 @@ struct Fp4Scale {
     static DEVICE Fp4Scale of(float a, const Fp4Tensor& tensor) {
         const float scale = ieee_multiply(tensor.g, ieee_multiply(a, 1.0f / 6.0f));
         Fp4Scale of;
-        of.code = from_float<fp8_e4m3_t>(fminf(scale, Codes<fp8_e4m3_t>::largest));  // which takes NaN to the largest
+        // The minimum takes NaN to the largest; products under it are not ordinary.
+        of.code = from_float<fp8_e4m3_t>(ORDINARY ? scale : fminf(scale, Codes<fp8_e4m3_t>::largest));
         const float s = to_float(of.code);
         const float divisor = ieee_multiply(s, tensor.reciprocal);
         const float quotient = ORDINARY ? reciprocal_of(divisor) : ieee_divide(1.0f, s == 0.0f ? 1.0f : divisor);
@@ -72,29 +73,26 @@ struct Fp4Block {
 
     Fp4Block() = default;
     explicit DEVICE Fp4Block(const uint32_t (&x)[8]) {
-        Vec<T, 2> pair = Vec<T, 2>::full(0.0f);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            words[i] = x[i];
-            max_pair_or_nan<T>(pair.data, magnitudes(i).data);
-        }
-        Vec<T, 2> turned;
-        turned.template word<2>(0) = __byte_perm(pair.template word<2>(0), 0, 0x1032);
-        max_pair_or_nan<T>(pair.data, turned.data);
-        most = pair[0];
+        for (int i = 0; i < 8; ++i) words[i] = x[i];
+        Vec<T, 2> largest = pair(words[0]);
+#pragma unroll
+        for (int i = 1; i < 8; ++i) absmax_pair<true>(largest.data, pair(words[i]).data);
+        absmax_pair<true>(largest.data, pair(__byte_perm(largest.template word<2>(0), 0, 0x1032)).data);
+        most = ieee_abs(largest[0]);
     }
 
     // The largest magnitude, NaN left out; `most` is the same, and costs less, where there is none.
     DEVICE float absmax() const {
-        Vec<T, 2> pair = Vec<T, 2>::full(0.0f);
+        Vec<T, 2> largest = Vec<T, 2>::full(0.0f);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) absmax_pair<T>(pair.data, magnitudes(i).data);
-        return ieee_max(pair[0], pair[1]);
+        for (int i = 0; i < 8; ++i) absmax_pair<false>(largest.data, pair(words[i]).data);
+        return ieee_max(ieee_abs(largest[0]), ieee_abs(largest[1]));
     }
 
-    DEVICE Vec<T, 2> magnitudes(int i) const {
+    static DEVICE Vec<T, 2> pair(uint32_t word) {
         Vec<T, 2> pair;
-        pair.template word<2>(0) = words[i] & 0x7fff7fffu;
+        pair.template word<2>(0) = word;
         return pair;
     }
 
@@ -112,21 +110,21 @@ struct Fp4Block {
         uint32_t codes = 0, sign = signs(half * 4);
         if (!ORDINARY && __float_as_uint(factor) >> 31) sign ^= 0x88888888u;  // the factor is -0, as under g of -0
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
+        for (int i = 6; i >= 0; i -= 2) {
             float x[2];
             pair_of<T>(words[half * 4 + i / 2], x[0], x[1]);
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
+            for (int j = 1; j >= 0; --j) {
                 const float y = ieee_multiply(ieee_abs(x[j]), factor);
                 uint32_t bits = e2m1_bits(y);
                 if constexpr (!ORDINARY) {
                     bits = min(bits, __float_as_uint(0x1p23f + 7.0f));
                     if (y != y) sign &= ~(8u << (i + j) * 4);
                 }
-                codes = codes >> 4 | bits << 28;
+                codes = codes * 16 + bits;
             }
         }
-        return codes | sign;
+        return codes + (sign - 0x11111111u * __float_as_uint(0x1p23f));
     }
     template <bool ORDINARY>
     DEVICE Vec<uint8_t, 8> codes(float factor) const {
@@ -241,8 +239,11 @@ struct Fp4Input {
 constexpr int FP4_TILE_ROWS = 128;
 DEVICE int64_t fp4_tiled_rows(int64_t rows) { return (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS; }
 DEVICE uint32_t fp4_row_of_tile(uint32_t row) { return row % 32 * 16 + row / 32 % 4 * 4; }
-DEVICE uint64_t fp4_tiled_row(uint32_t row, unsigned tiles) {
-    return uint64_t(row / FP4_TILE_ROWS) * (tiles * 512) + fp4_row_of_tile(row);
+// Where a row of so many columns begins, in tiles or not.
+template <bool TILED>
+DEVICE uint64_t fp4_scale_row(uint32_t row, unsigned columns) {
+    if constexpr (!TILED) return uint64_t(row) * columns;
+    return uint64_t(row / FP4_TILE_ROWS * FP4_TILE_ROWS) * columns + fp4_row_of_tile(row);
 }
 DEVICE uint64_t fp4_tiled_column(unsigned column) { return uint64_t(column / 4) * 512 + column % 4; }
 
@@ -267,10 +268,9 @@ struct Fp4Share {
 // that it is on its way while there is something to compute. TILED: scales of rows and columns that are not there are 0.
 template <typename T, int NUM_THREADS, int ROW_THREADS, int ACCESS, int CODE_ACCESS, bool TILED, bool GATED>
 DEVICE void fp4_rows(uint8_t* output, fp8_e4m3_t* scales, const T* input, const float* g, int64_t num_rows, int64_t scale_rows,
-                     int64_t output_stride, int64_t input_stride, unsigned blocks, int rounds) {
+                     int64_t output_stride, int64_t input_stride, unsigned blocks, unsigned columns, int rounds) {
     using share_t = Fp4Share<NUM_THREADS, ROW_THREADS>;
     const share_t share(rounds);
-    const unsigned tiles = (blocks + 3) / 4;
     int left = share.column < blocks ? share.among(num_rows) : 0;
     input += share.row * input_stride + uint64_t(share.column) * FP4_BLOCK;
     Fp4Input<T, GATED, ACCESS> x;
@@ -279,19 +279,19 @@ DEVICE void fp4_rows(uint8_t* output, fp8_e4m3_t* scales, const T* input, const 
 
     output += share.row * output_stride + uint64_t(share.column) * (FP4_BLOCK / 2);
     const int64_t above = TILED ? share.row / FP4_TILE_ROWS * FP4_TILE_ROWS : share.row;
-    scales += TILED ? above * (tiles * 4) + fp4_tiled_column(share.column) : above * blocks + share.column;
+    scales += above * columns + (TILED ? fp4_tiled_column(share.column) : share.column);
     uint32_t row = share.row - above;  // counted within what lies at `scales`
     for (; left > 0; --left) {
         const Fp4Block<T> block = x.block();
         input += share_t::STEP * input_stride;
         if (left > 1) x.load(input, blocks);
-        block.template write<CODE_ACCESS>(output, scales + (TILED ? fp4_tiled_row(row, tiles) : uint64_t(row) * blocks), tensor);
+        block.template write<CODE_ACCESS>(output, scales + fp4_scale_row<TILED>(row, columns), tensor);
         output += share_t::STEP * output_stride;
         row += share_t::STEP;
     }
-    if (!TILED || share.column >= tiles * 4) return;
+    if (!TILED || share.column >= columns) return;
     const uint32_t end = uint32_t(share.row - above) + share.among(scale_rows) * share_t::STEP;
     for (; row < end; row += share_t::STEP) {
-        scales[fp4_tiled_row(row, tiles)] = fp8_e4m3_t(0.0f);
+        scales[fp4_scale_row<TILED>(row, columns)] = fp8_e4m3_t(0.0f);
     }
 }

@@ -89,6 +89,17 @@ DEVICE void store_four(T* out, const float* x) {
     store_pair<T>(out, x[0], x[1]);
     store_pair<T>(out + 2, x[2], x[3]);
 }
+// Four integers, which saturate; two packs, each of which puts two bytes before those it is given.
+DEVICE void store_four_integers(int8_t* out, const int32_t* x) {
+#if PYOPS_CUDA
+    int upper;
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(upper) : "r"(x[3]), "r"(x[2]));
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(*reinterpret_cast<int*>(out)) : "r"(x[1]), "r"(x[0]), "r"(upper));
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = int8_t(min(max(x[i], -128), 127));
+#endif
+}
 // T(a * b), T(a + b) and T(a - b) for two pairs, each rounded once: products and sums are never fused.
 template <typename T>
 DEVICE void multiply_pair(T* out, const T* a, const T* b) {
@@ -102,22 +113,17 @@ template <typename T>
 DEVICE void subtract_pair(T* out, const T* a, const T* b) {
     store_pair<T>(out, ieee_subtract(to_float(a[0]), to_float(b[0])), ieee_subtract(to_float(a[1]), to_float(b[1])));
 }
-// Raise two magnitudes to those of a pair; NaN is dropped.
-template <typename T>
+// Raise two magnitudes to those of a pair. NaN is dropped, or stays if OR_NAN. The signs of `most` count for nothing, before
+// and after.
+template <bool OR_NAN, typename T>
 DEVICE void absmax_pair(T* most, const T* x) {
-    store_pair<T>(most, ieee_max(to_float(most[0]), ieee_abs(to_float(x[0]))),
-                  ieee_max(to_float(most[1]), ieee_abs(to_float(x[1]))));
-}
-// The same for a pair of magnitudes, but NaN stays.
-template <typename T>
-DEVICE void max_pair_or_nan(T* most, const T* magnitude) {
-    float x[2];
+    float y[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float a = to_float(most[i]), b = to_float(magnitude[i]);
-        x[i] = a != a || b < a ? a : b;
+        const float a = ieee_abs(to_float(most[i])), b = ieee_abs(to_float(x[i]));
+        y[i] = !OR_NAN ? ieee_max(a, b) : a != a || b < a ? a : b;
     }
-    store_pair<T>(most, x[0], x[1]);
+    store_pair<T>(most, y[0], y[1]);
 }
 
 #if PYOPS_CUDA
@@ -160,21 +166,27 @@ template <> DEVICE void subtract_pair<half_t>(half_t* out, const half_t* a, cons
 template <> DEVICE void subtract_pair<bf16_t>(bf16_t* out, const bf16_t* a, const bf16_t* b) {
     as_word(out) = pair_word(__hsub2_rn(word_as<__nv_bfloat162>(as_word(a)), word_as<__nv_bfloat162>(as_word(b))));
 }
-template <> DEVICE void absmax_pair<half_t>(half_t* most, const half_t* x) {
-    const __half2 magnitude = word_as<__half2>(as_word(x) & 0x7fff7fffu);
-    as_word(most) = pair_word(__hmax2(word_as<__half2>(as_word(most)), magnitude));
-}
-template <> DEVICE void absmax_pair<bf16_t>(bf16_t* most, const bf16_t* x) {
-    const __nv_bfloat162 magnitude = word_as<__nv_bfloat162>(as_word(x) & 0x7fff7fffu);
-    as_word(most) = pair_word(__hmax2(word_as<__nv_bfloat162>(as_word(most)), magnitude));
-}
-template <> DEVICE void max_pair_or_nan<half_t>(half_t* most, const half_t* magnitude) {
-    as_word(most) = pair_word(__hmax2_nan(word_as<__half2>(as_word(most)), word_as<__half2>(as_word(magnitude))));
-}
-template <> DEVICE void max_pair_or_nan<bf16_t>(bf16_t* most, const bf16_t* magnitude) {
-    as_word(most) =
-        pair_word(__hmax2_nan(word_as<__nv_bfloat162>(as_word(most)), word_as<__nv_bfloat162>(as_word(magnitude))));
-}
+#if __CUDA_ARCH__ >= 860
+// The larger magnitude with the sign of the product, so that no instruction is spent on signs.
+#define PYOPS_ABSMAX_PAIR(T, OR_NAN, NAME)                                                \
+    template <> DEVICE void absmax_pair<OR_NAN, T>(T* most, const T* x) {                 \
+        asm("max" NAME " %0, %0, %1;" : "+r"(as_word(most)) : "r"(as_word(x)));           \
+    }
+PYOPS_ABSMAX_PAIR(half_t, false, ".xorsign.abs.f16x2")
+PYOPS_ABSMAX_PAIR(half_t, true, ".NaN.xorsign.abs.f16x2")
+PYOPS_ABSMAX_PAIR(bf16_t, false, ".xorsign.abs.bf16x2")
+PYOPS_ABSMAX_PAIR(bf16_t, true, ".NaN.xorsign.abs.bf16x2")
+#else
+#define PYOPS_ABSMAX_PAIR(T, OR_NAN, PAIR, MAX)                                                                          \
+    template <> DEVICE void absmax_pair<OR_NAN, T>(T* most, const T* x) {                                                \
+        as_word(most) = pair_word(MAX(word_as<PAIR>(as_word(most) & 0x7fff7fffu), word_as<PAIR>(as_word(x) & 0x7fff7fffu))); \
+    }
+PYOPS_ABSMAX_PAIR(half_t, false, __half2, __hmax2)
+PYOPS_ABSMAX_PAIR(half_t, true, __half2, __hmax2_nan)
+PYOPS_ABSMAX_PAIR(bf16_t, false, __nv_bfloat162, __hmax2)
+PYOPS_ABSMAX_PAIR(bf16_t, true, __nv_bfloat162, __hmax2_nan)
+#endif
+#undef PYOPS_ABSMAX_PAIR
 
 DEVICE void load_fp8_pair(const void* in, __nv_fp8_interpretation_t kind, float& low, float& high) {
     const float2 pair = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(*static_cast<const uint16_t*>(in), kind)));
@@ -205,13 +217,10 @@ template <> DEVICE void store_four<fp8_e4m3_t>(fp8_e4m3_t* out, const float* x) 
 template <> DEVICE void store_four<fp8_e5m2_t>(fp8_e5m2_t* out, const float* x) { PYOPS_FP8_FOUR("e5m2", out, x); }
 #undef PYOPS_FP8_FOUR
 #endif
-// As from_float<int8_t>: two packs, each putting two saturated bytes before those it is given.
+// As from_float<int8_t>.
 template <> DEVICE void store_four<int8_t>(int8_t* out, const float* x) {
-    int upper, all;
-    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(upper) : "r"(__float2int_rn(x[3])), "r"(__float2int_rn(x[2])));
-    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;"
-        : "=r"(all) : "r"(__float2int_rn(x[1])), "r"(__float2int_rn(x[0])), "r"(upper));
-    as_word(out) = all;
+    const int32_t rounded[4] = {__float2int_rn(x[0]), __float2int_rn(x[1]), __float2int_rn(x[2]), __float2int_rn(x[3])};
+    store_four_integers(out, rounded);
 }
 #endif
 

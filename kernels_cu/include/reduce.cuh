@@ -5,9 +5,15 @@
 #pragma once
 #include "platform.cuh"
 
+// Whether a reduction of 32-bit integers over a warp is an instruction.
+#define PYOPS_REDUX (PYOPS_HOST || PYOPS_CUDA && __CUDA_ARCH__ >= 800)
+
 struct Sum {
     static DEVICE float identity() { return 0.0f; }
     template <typename T> static DEVICE T apply(T a, T b) { return a + b; }
+#if PYOPS_REDUX
+    static DEVICE uint32_t of_warp(uint32_t value) { return __reduce_add_sync(ALL_LANES, value); }
+#endif
 };
 
 // Maximum and minimum; they drop NaN.
@@ -15,33 +21,29 @@ struct Max {
     static DEVICE float identity() { return minus_infinity(); }
     static DEVICE float apply(float a, float b) { return ieee_max(a, b); }
     static DEVICE uint32_t apply(uint32_t a, uint32_t b) { return max(a, b); }
+#if PYOPS_REDUX
+    static DEVICE uint32_t of_warp(uint32_t value) { return __reduce_max_sync(ALL_LANES, value); }
+#endif
 };
 struct Min {
     static DEVICE float identity() { return -minus_infinity(); }
     static DEVICE float apply(float a, float b) { return ieee_min(a, b); }
     static DEVICE uint32_t apply(uint32_t a, uint32_t b) { return min(a, b); }
+#if PYOPS_REDUX
+    static DEVICE uint32_t of_warp(uint32_t value) { return __reduce_min_sync(ALL_LANES, value); }
+#endif
 };
 
-// Reduce over aligned groups of WIDTH lanes of a warp.
+// Reduce over aligned groups of WIDTH lanes of a warp. Every lane of the warp takes part.
 template <typename Op, int WIDTH, typename T>
 DEVICE T lane_reduce(T value) {
     static_assert((WIDTH & (WIDTH - 1)) == 0);
+#if PYOPS_REDUX
+    if constexpr (WIDTH == WARP_SIZE && is_same<T, uint32_t>) return Op::of_warp(value);
+#endif
 #pragma unroll
     for (int mask = WIDTH / 2; mask > 0; mask /= 2) value = Op::apply(value, shfl_xor(value, mask));
     return value;
-}
-
-// The sum of what the lanes of the warp hold; of 32 bits, an instruction where the device has it. Every lane takes part.
-template <typename T>
-DEVICE T warp_sum(T value) {
-    return lane_reduce<Sum, WARP_SIZE>(value);
-}
-DEVICE uint32_t warp_sum(uint32_t value) {
-#if PYOPS_HOST || PYOPS_CUDA && __CUDA_ARCH__ >= 800
-    return __reduce_add_sync(ALL_LANES, value);
-#else
-    return lane_reduce<Sum, WARP_SIZE>(value);
-#endif
 }
 
 // Reduce over the ROW_THREADS threads of a row. `partial` is shared memory for this one reduction: a block that reduces

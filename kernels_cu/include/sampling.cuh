@@ -5,6 +5,9 @@
 // Whether a number, also one that a comparison would take for 0, is above 0.
 DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u; }
 
+template <typename T, int N>
+DEVICE constexpr int length(const T (&)[N]) { return N; }
+
 // Of a packed matrix of `size` elements in rows of ROW_SIZE, what a block works on: BATCH vectors of N elements a thread,
 // NUM_THREADS vectors apart. A vector may lie in two rows, so that vectors are aligned whatever the size of a row.
 template <int N, int BATCH, int ROW_SIZE, int NUM_THREADS>
@@ -19,9 +22,9 @@ struct Flat {
         first_column = int(begin - first_row * ROW_SIZE);
     }
 
-    // The masks of the thread's elements by load(element, count, mask). Then x = T(f(x, mask, row)) for every element of
-    // `logits` whose mask is not 0; vectors without one are not touched. All masks are on their way before the first is
-    // looked at, and then all vectors.
+    // The masks of the thread's elements by load(element, count, mask). Then f(x, mask, row) for elements of one row, each time
+    // one or N of them: of `logits` those whose mask is not 0 become T(x). Vectors without one are not touched. All masks
+    // are on their way before the first is looked at, and then all vectors.
     template <typename T, typename LOAD, typename F>
     DEVICE void edit(T* logits, LOAD load, F f) const {
         using vec_t = Vec<T, N>;
@@ -48,16 +51,23 @@ struct Flat {
             const int64_t row = first_row + column / ROW_SIZE;
             const int in_row = ROW_SIZE - int(column % ROW_SIZE);
             T* at = logits + offset(b);
-            if (count(b) == N) {
+            if (count(b) == N && in_row >= N) {
+                float x[N];
+                vecs[b].to_floats(x);
+                f(x, mask[b], row);
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
-                    if (mask[b][j]) vecs[b].data[j] = from_float<T>(f(vecs[b][j], mask[b][j], row + (j >= in_row)));
+                    if (mask[b][j]) vecs[b].data[j] = from_float<T>(x[j]);
                 }
                 vecs[b].store(at);
             } else {
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
-                    if (mask[b][j]) at[j] = from_float<T>(f(to_float(at[j]), mask[b][j], row + (j >= in_row)));
+                    if (!mask[b][j]) continue;
+                    float x[1] = {to_float(at[j])};
+                    const uint32_t of_x[1] = {mask[b][j]};
+                    f(x, of_x, row + (j >= in_row));
+                    at[j] = from_float<T>(x[0]);
                 }
             }
         }

@@ -25,8 +25,8 @@ DEVICE T sum_of_warps_before(const T* of_warps, T& total) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const T here = lane < NUM_WARPS ? of_warps[lane] : T(0);
     if constexpr (sizeof(T) == 4) {
-        total = warp_sum(here);
-        return warp_sum(lane < warp ? here : T(0));
+        total = lane_reduce<Sum, WARP_SIZE>(here);
+        return lane_reduce<Sum, WARP_SIZE>(lane < warp ? here : T(0));
     } else {
         const T up_to = sum_to_lane(here);  // the warp of that number
         total = shfl<WARP_SIZE>(up_to, WARP_SIZE - 1);
@@ -74,7 +74,7 @@ DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial
     const int first = num_bins - 1 - int(thread_of<NUM_THREADS>()) * MOST;
 #pragma unroll
     for (int i = 0; i < MOST; ++i) sum += held[i] = first - i >= 0 ? load(first - i) : T(0);
-    const T of_warp = warp_sum(sum);
+    const T of_warp = lane_reduce<Sum, WARP_SIZE>(sum);
     if (threadIdx.x % WARP_SIZE == 0) partial[threadIdx.x / WARP_SIZE] = of_warp;
     __syncthreads();
     T before = sum_of_warps_before<NUM_THREADS>(partial, total);

@@ -64,6 +64,19 @@ struct alignas(sizeof(T) * N) Vec {
         return result;
     }
 
+    // Integers, which saturate, as int8.
+    static DEVICE Vec from_integers(const int32_t (&x)[N]) {
+        Vec result;
+        if constexpr (N % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < N; i += 4) store_four_integers(result.data + i, x + i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) result.data[i] = T(min(max(x[i], -128), 127));
+        }
+        return result;
+    }
+
     // One element, followed by zeros.
     static DEVICE Vec single(T x) {
         Vec result = full(0.0f);
@@ -157,8 +170,8 @@ struct alignas(sizeof(T) * N) Vec {
         } else {
             T pair[2] = {T(0.0f), T(0.0f)};
 #pragma unroll
-            for (int i = 0; i < N; i += 2) absmax_pair<T>(pair, data + i);
-            return ieee_max(to_float(pair[0]), to_float(pair[1]));
+            for (int i = 0; i < N; i += 2) absmax_pair<false>(pair, data + i);
+            return ieee_max(ieee_abs(to_float(pair[0])), ieee_abs(to_float(pair[1])));
         }
     }
 };

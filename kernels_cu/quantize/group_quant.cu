@@ -68,11 +68,17 @@ group_quant(const scalar_t* input,      // [num_tokens, GROUPS * GROUP_SIZE]
         float v[VEC_SIZE];
         x.get(i, column).to_floats(v);
         over_scale.of_each(v, most);
+        int32_t toward_zero[VEC_SIZE];
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
             v[j] = fminf(fmaxf(v[j], code_min), code_max);
-            if (is_same<code_t, int8_t>) v[j] = truncf(v[j]);
+            toward_zero[j] = int32_t(v[j]);
         }
-        row_t::store(output_q, i, column, Vec<code_t, VEC_SIZE>::from_floats(v));
+        using codes_t = Vec<code_t, VEC_SIZE>;
+        if constexpr (is_same<code_t, int8_t>) {
+            row_t::store(output_q, i, column, codes_t::from_integers(toward_zero));
+        } else {
+            row_t::store(output_q, i, column, codes_t::from_floats(v));
+        }
     });
 }

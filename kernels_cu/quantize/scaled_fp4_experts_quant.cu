@@ -37,13 +37,12 @@ scaled_fp4_experts_quant(uint8_t* output,                                   // [
                          const int32_t* input_offset_by_experts,            // [num_experts + 1]
                          const int32_t* output_scale_offset_by_experts,     // [num_experts + 1]
                          int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks,
-                         int num_experts, int rounds) {
+                         int columns, int num_experts, int rounds) {
     prefetch_experts(input_offset_by_experts, output_scale_offset_by_experts, input_global_scale, num_experts);
     await_previous_kernel();
     using share_t = Fp4Share<NUM_THREADS, ROW_THREADS>;
     constexpr int LANES = ROW_THREADS < WARP_SIZE ? ROW_THREADS : WARP_SIZE;  // that find the expert of a row
     const share_t share(rounds);
-    const unsigned tiles = ceil_div(blocks, 4);
     int left = share.column < blocks ? share.among(num_rows) : 0;
     input += share.row * input_stride + uint64_t(share.column) * FP4_BLOCK;
     Fp4Input<scalar_t, GATED, ACCESS> x;
@@ -54,8 +53,7 @@ scaled_fp4_experts_quant(uint8_t* output,                                   // [
     // One expert after another: up to the least offset beyond, all rows are the expert's, or none is. A warp goes on to the next
     // expert as one.
     for (int64_t row = share.row; rounds > 0;) {
-        int begun = 0;
-        uint32_t since = 0, until = ~0u;  // of the offsets: the largest up to the row, the least beyond
+        uint32_t begun = 0, since = 0, until = ~0u;  // of the offsets: the largest up to the row, the least beyond
 #pragma unroll 1
         for (int i = threadIdx.x % LANES; i <= num_experts; i += LANES) {
             const int offset = input_offset_by_experts[i];
@@ -63,7 +61,7 @@ scaled_fp4_experts_quant(uint8_t* output,                                   // [
             since = offset <= row ? max(since, uint32_t(max(offset, 0))) : since;
             until = offset <= row ? until : min(until, uint32_t(offset));
         }
-        const int expert = lane_reduce<Sum, LANES>(begun) - 1;
+        const int expert = int(lane_reduce<Sum, LANES>(begun)) - 1;
         int first = -1, end = -1, tile = -1;
         float g = 1.0f;
         if (expert >= 0 && expert < num_experts) {
@@ -84,21 +82,21 @@ scaled_fp4_experts_quant(uint8_t* output,                                   // [
             at = row - first;
             rows = end - first;
             fill = uint32_t(fp4_tiled_rows(rows)) - rows;
-            scales += uint64_t(tile) * (tiles * 4);
+            scales += uint64_t(tile) * columns;
         }
         const Fp4Tensor tensor(g);
-        const bool written = rows > 0 && share.column < tiles * 4;
+        const bool written = rows > 0 && share.column < columns;
         rounds -= run;
         row += int64_t(run) * share_t::STEP;
         for (int i = 0; i < run; ++i) {
             if (written && at < fill) {  // while it waits for the row; a thread fills whole rows of the tile's four columns
                 const unsigned among_four = share.column % 4;
-                fp8_e4m3_t* const last = scales - among_four + fp4_tiled_row(rows / FP4_TILE_ROWS * FP4_TILE_ROWS, tiles);
+                fp8_e4m3_t* const last = scales - among_four + fp4_scale_row<true>(rows / FP4_TILE_ROWS * FP4_TILE_ROWS, columns);
                 for (uint32_t other = at + among_four * rows; other < fill; other += 4 * rows) {
                     Vec<fp8_e4m3_t, 4>::full(0.0f).template store<SCALE_ACCESS>(last + fp4_row_of_tile(other + rows));
                 }
             }
-            fp8_e4m3_t* const scale = scales + fp4_tiled_row(at, tiles);
+            fp8_e4m3_t* const scale = scales + fp4_scale_row<true>(at, columns);
             if (left > 0) {
                 const Fp4Block<scalar_t> block = x.block();
                 input += share_t::STEP * input_stride;

@@ -21,8 +21,9 @@ scaled_fp4_quant(uint8_t* output,             // [num_rows, blocks * 8]
                  const scalar_t* input,       // [num_rows, blocks * 16]
                  fp8_e4m3_t* output_scale,    // [scale_rows, blocks], or in tiles, of which blocks fill the last
                  const float* input_scale,    // one element
-                 int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks, int rounds) {
+                 int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks, int columns,
+                 int rounds) {
     await_previous_kernel();
     fp4_rows<scalar_t, NUM_THREADS, ROW_THREADS, ACCESS, CODE_ACCESS, TILED, false>(
-        output, output_scale, input, input_scale, num_rows, scale_rows, output_stride, input_stride, blocks, rounds);
+        output, output_scale, input, input_scale, num_rows, scale_rows, output_stride, input_stride, blocks, columns, rounds);
 }

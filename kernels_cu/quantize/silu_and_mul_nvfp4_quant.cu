@@ -22,8 +22,8 @@ silu_and_mul_nvfp4_quant(uint8_t* result,                  // [num_rows, blocks 
                          const scalar_t* input,            // [num_rows, 2 * blocks * 16]
                          const float* input_global_scale,  // one element
                          int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks,
-                         int rounds) {
+                         int columns, int rounds) {
     await_previous_kernel();
     fp4_rows<scalar_t, NUM_THREADS, ROW_THREADS, ACCESS, CODE_ACCESS, true, true>(
-        result, result_block_scale, input, input_global_scale, num_rows, scale_rows, output_stride, input_stride, blocks, rounds);
+        result, result_block_scale, input, input_global_scale, num_rows, scale_rows, output_stride, input_stride, blocks, columns, rounds);
 }

@@ -26,8 +26,12 @@ apply_penalties(scalar_t* logits,                    // [num_seqs, VOCAB_SIZE]
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) counts[j] = max(found[j], 0);
     };
-    Flat<VEC_SIZE, BATCH, VOCAB_SIZE, NUM_THREADS>(size).edit(logits, load, [&](float x, uint32_t count, int64_t row) {
-        const float often = ieee_multiply(frequency_penalties[row], float(count));
-        return ieee_residual(1.0f, ieee_fma(1.0f, often, presence_penalties[row]), x);
-    });
+    const auto lower = [&](auto& x, const auto& counts, int64_t row) {
+        const float frequency = frequency_penalties[row], presence = presence_penalties[row];
+#pragma unroll
+        for (int j = 0; j < length(x); ++j) {
+            x[j] = ieee_residual(1.0f, ieee_fma(1.0f, ieee_multiply(frequency, float(counts[j])), presence), x[j]);
+        }
+    };
+    Flat<VEC_SIZE, BATCH, VOCAB_SIZE, NUM_THREADS>(size).edit(logits, load, lower);
 }

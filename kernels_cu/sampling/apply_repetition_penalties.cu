@@ -13,6 +13,29 @@
 
 #include "sampling.cuh"
 
+// x = x / penalty or x * penalty. Quotients by the reciprocal: a residual brings the product to one of the two nearest
+// numbers, another to the nearest (Markstein 1990), if nothing of it leaves the normal numbers; else by a division each.
+template <int N>
+DEVICE void penalise(float (&x)[N], float penalty) {
+    const auto is_ordinary = [](float x) { return __float_as_uint(x) - 0x21800000u <= 0x5d800000u - 0x21800000u; };  // 2^-60 to 2^60
+    bool ordinary = is_ordinary(penalty);
+#pragma unroll
+    for (int j = 0; j < N; ++j) ordinary &= !is_positive(x[j]) || is_ordinary(x[j]);
+    if (ordinary) {
+        const float reciprocal = reciprocal_of(penalty);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            float quotient = x[j] * reciprocal;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) quotient = fmaf(-fmaf(quotient, penalty, -x[j]), reciprocal, quotient);
+            x[j] = is_positive(x[j]) ? quotient : ieee_multiply(x[j], penalty);
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j) x[j] = is_positive(x[j]) ? ieee_divide(x[j], penalty) : ieee_multiply(x[j], penalty);
+    }
+}
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 apply_repetition_penalties(scalar_t* logits,                       // [num_seqs, VOCAB_SIZE]
                            const uint8_t* prompt_mask,             // [num_seqs, VOCAB_SIZE]
@@ -27,8 +50,7 @@ apply_repetition_penalties(scalar_t* logits,                       // [num_seqs,
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) mask[j] = prompt[j] | output[j];
     };
-    Flat<VEC_SIZE, BATCH, VOCAB_SIZE, NUM_THREADS>(size).edit(logits, load, [&](float x, uint32_t, int64_t row) {
-        const float penalty = to_float(repetition_penalties[row]);
-        return is_positive(x) ? ieee_divide(x, penalty) : ieee_multiply(x, penalty);
+    Flat<VEC_SIZE, BATCH, VOCAB_SIZE, NUM_THREADS>(size).edit(logits, load, [&](auto& x, const auto&, int64_t row) {
+        penalise(x, to_float(repetition_penalties[row]));
     });
 }

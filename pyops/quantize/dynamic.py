@@ -145,6 +145,8 @@ def _by_token(result: Arg, input: Arg, fixed: dict[str, int], **constants: bool)
     strides = check.row_stride(result), check.row_stride(input)
     vectors = spread.vectors(hidden_size, strides, result, input)
     grid, threads = spread.rows(input, num_rows, vectors, many=(4, 7), few=(2, 8), weights=0)
+    if constants["HAS_AZP"] and vectors[0] == 1:  # a zero point takes registers, too
+        threads["MIN_BLOCKS"] = max(1, threads["MIN_BLOCKS"] - 1)
     return _dynamic_token_quant(
         scalar_t=input.dtype,
         code_t=result.dtype,

@@ -164,6 +164,7 @@ def _launch(
         output_stride=check.row_stride(output),
         input_stride=check.row_stride(input),
         blocks=blocks,
+        columns=wide if constants.get("TILED", True) else blocks,
         rounds=rounds,
         **fixed,
     )

@@ -70,8 +70,11 @@ def _plan(
     # Few groups are spread over more threads: then the way through one thread counts.
     num_groups = num_rows * scales_of_token
     few = num_groups * group_size <= _FEW_VECTORS * vectors[0] * input.device.multiprocessors
+    short = 1 if few else 2
+    # Two vectors of a group that a warp shares, or fewer, need 32 registers.
+    resident = (2048 if group_size // vectors[0] <= 64 else 1024, 896)
     grid, threads = spread.rows(
-        input, num_groups, vectors, many=(4, 7), few=(2, 8), weights=0, size=group_size, short=1 if few else 4
+        input, num_groups, vectors, many=(4, 7), few=(2, 8), weights=0, size=group_size, short=short, resident=resident
     )
     return _group_quant(
         scalar_t=input.dtype,
