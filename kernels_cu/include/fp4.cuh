@@ -133,16 +133,17 @@ struct Fp4Block {
         for (int half = 0; half < 2; ++half) bytes.template word<4>(half * 4) = eight<ORDINARY>(half, factor);
         return bytes;
     }
+    // Writes the codes; returns the scale's byte.
     template <int ACCESS>
-    DEVICE void write(uint8_t* codes_at, fp8_e4m3_t* scale_at, const Fp4Tensor& tensor) const {
+    DEVICE uint8_t write(uint8_t* address, const Fp4Tensor& tensor) const {
         Fp4Scale scale = Fp4Scale::of<true>(most, tensor);
         if (most * scale.factor < tensor.limit) {
-            codes<true>(scale.factor).template store<ACCESS>(codes_at);
+            codes<true>(scale.factor).template store<ACCESS>(address);
         } else {  // also where `most` is NaN
             scale = Fp4Scale::of<false>(absmax(), tensor);
-            codes<false>(scale.factor).template store<ACCESS>(codes_at);
+            codes<false>(scale.factor).template store<ACCESS>(address);
         }
-        *scale_at = scale.code;
+        return reinterpret_cast<const uint8_t&>(scale.code);
     }
 };
 
@@ -235,63 +236,84 @@ struct Fp4Input {
     }
 };
 
-// Scales lie in tiles of 128 rows and 4 columns, those of rows 32 apart together (the layout that matrix products want).
-constexpr int FP4_TILE_ROWS = 128;
-DEVICE int64_t fp4_tiled_rows(int64_t rows) { return (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS; }
-DEVICE uint32_t fp4_row_of_tile(uint32_t row) { return row % 32 * 16 + row / 32 % 4 * 4; }
-// Where a row of so many columns begins, in tiles or not.
-template <bool TILED>
-DEVICE uint64_t fp4_scale_row(uint32_t row, unsigned columns) {
-    if constexpr (!TILED) return uint64_t(row) * columns;
-    return uint64_t(row / FP4_TILE_ROWS * FP4_TILE_ROWS) * columns + fp4_row_of_tile(row);
-}
-DEVICE uint64_t fp4_tiled_column(unsigned column) { return uint64_t(column / 4) * 512 + column % 4; }
+// Scales lie in tiles of 128 rows and 4 columns, those of rows 32 apart together (the layout that matrix products want): row m
+// of a tile begins at byte m % 32 * 16 + m / 32 * 4.
+constexpr int FP4_TILE_ROWS = 128, FP4_TILE_COLUMNS = 4;
 
-// What a thread has: one column of blocks, and of `rounds` rows from `row` on, STEP apart, those that are there. The blocks of
-// the grid lie side by side along a row, each ROW_THREADS columns wide and STEP rows high.
-template <int NUM_THREADS, int ROW_THREADS>
+// What a thread has: a column of blocks, in `rounds` rows. UNIT of them follow each other in a tile, so that their scales can be
+// written at once: rows 32 apart if UNIT is 4. Units of a thread lie STEP apart.
+template <int NUM_THREADS, int ROW_THREADS, int UNIT_ROWS>
 struct Fp4Share {
-    static constexpr int STEP = NUM_THREADS / ROW_THREADS;
-    unsigned column;
-    int64_t row;
-    int rounds;
+    static constexpr int UNIT = UNIT_ROWS;
+    static constexpr int STEP = NUM_THREADS / ROW_THREADS;  // units that the threads of a block have at a time
+    static constexpr int UNITS = FP4_TILE_ROWS / UNIT;      // of a tile
 
-    explicit DEVICE Fp4Share(int rounds)
-        : column(blockIdx.x * ROW_THREADS + threadIdx.x % ROW_THREADS),
-          row(int64_t(blockIdx.y) * rounds * STEP + (STEP == 1 ? 0 : threadIdx.x / ROW_THREADS)), rounds(rounds) {}
-
-    // How many rows it has of `num_rows`.
-    DEVICE int among(int64_t num_rows) const { return int(min(max(num_rows - row + STEP - 1, int64_t(0)) / STEP, int64_t(rounds))); }
+    static DEVICE unsigned column() { return blockIdx.x * ROW_THREADS + threadIdx.x % ROW_THREADS; }
+    // The first unit of the block.
+    static DEVICE int64_t unit(int rounds) {
+        return (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * (rounds / UNIT * STEP);
+    }
+    // The thread's row in round i, if its block begins with `unit`.
+    static DEVICE uint32_t row(uint32_t unit, int i) {
+        unit += (STEP == 1 ? 0 : threadIdx.x / ROW_THREADS) + i / UNIT * STEP;
+        return UNIT == 1 ? unit : unit / UNITS * FP4_TILE_ROWS + unit % UNITS + i % UNIT * UNITS;
+    }
 };
 
-// Codes and scales of a thread's share, all under one g. What comes next is asked for as soon as there are registers for it, so
-// that it is on its way while there is something to compute. TILED: scales of rows and columns that are not there are 0.
-template <typename T, int NUM_THREADS, int ROW_THREADS, int ACCESS, int CODE_ACCESS, bool TILED, bool GATED>
-DEVICE void fp4_rows(uint8_t* output, fp8_e4m3_t* scales, const T* input, const float* g, int64_t num_rows, int64_t scale_rows,
-                     int64_t output_stride, int64_t input_stride, unsigned blocks, unsigned columns, int rounds) {
-    using share_t = Fp4Share<NUM_THREADS, ROW_THREADS>;
-    const share_t share(rounds);
-    int left = share.column < blocks ? share.among(num_rows) : 0;
-    input += share.row * input_stride + uint64_t(share.column) * FP4_BLOCK;
-    Fp4Input<T, GATED, ACCESS> x;
-    if (left > 0) x.load(input, blocks);
-    const Fp4Tensor tensor(*g);
+// A word of each of four neighbouring lanes, byte i of which is that of column `lane` in row i: turned, so that lane i has row i.
+DEVICE uint32_t turn_four(uint32_t word) {
+    const unsigned lane = threadIdx.x % 4;
+    word = __byte_perm(word, shfl_xor(word, 1), lane & 1 ? 0x3715 : 0x6240);
+    return __byte_perm(word, shfl_xor(word, 2), lane & 2 ? 0x3276 : 0x5410);
+}
 
-    output += share.row * output_stride + uint64_t(share.column) * (FP4_BLOCK / 2);
-    const int64_t above = TILED ? share.row / FP4_TILE_ROWS * FP4_TILE_ROWS : share.row;
-    scales += above * columns + (TILED ? fp4_tiled_column(share.column) : share.column);
-    uint32_t row = share.row - above;  // counted within what lies at `scales`
-    for (; left > 0; --left) {
-        const Fp4Block<T> block = x.block();
-        input += share_t::STEP * input_stride;
-        if (left > 1) x.load(input, blocks);
-        block.template write<CODE_ACCESS>(output, scales + fp4_scale_row<TILED>(row, columns), tensor);
-        output += share_t::STEP * output_stride;
-        row += share_t::STEP;
-    }
-    if (!TILED || share.column >= columns) return;
-    const uint32_t end = uint32_t(share.row - above) + share.among(scale_rows) * share_t::STEP;
-    for (; row < end; row += share_t::STEP) {
-        scales[fp4_scale_row<TILED>(row, columns)] = fp8_e4m3_t(0.0f);
+// Codes and scales of a thread's share of a matrix under one g, its block beginning with unit `begin`. The next row is asked
+// for as soon as there are registers for it, so that it is on its way while there is something to compute. TILED: scales of rows
+// and columns that are not there are 0. Every thread of the block takes part.
+template <typename T, typename Share, int ACCESS, int CODE_ACCESS, int SCALE_ACCESS, bool TILED, bool GATED>
+DEVICE void fp4_rows(uint8_t* output, uint8_t* scales, const T* input, const float& g, int64_t num_rows, int64_t scale_rows,
+                     int64_t output_stride, int64_t input_stride, unsigned blocks, unsigned columns, int64_t begin, int rounds) {
+    const unsigned column = Share::column();
+    // Rows are counted from the beginning of a tile.
+    const int64_t above = uint64_t(begin) / Share::UNITS * FP4_TILE_ROWS;
+    const uint32_t unit = uint64_t(begin) % Share::UNITS;
+    const uint32_t rows = column < blocks ? min(max(num_rows - above, int64_t(0)), int64_t(1) << 31) : 0;
+    const uint32_t padded = column < columns ? min(max(scale_rows - above, int64_t(0)), int64_t(1) << 31) : 0;
+    input += above * input_stride + uint64_t(column) * FP4_BLOCK;
+    output += above * output_stride + uint64_t(column) * (FP4_BLOCK / 2);
+    scales += above * columns + (TILED ? uint64_t(column / FP4_TILE_COLUMNS) * (FP4_TILE_ROWS * FP4_TILE_COLUMNS) : column);
+
+    Fp4Input<T, GATED, ACCESS> x;
+    uint32_t row = Share::row(unit, 0);
+    bool exists = row < rows;
+    if (exists) x.load(input + row * input_stride, blocks);
+    const Fp4Tensor tensor(g);
+    uint32_t word = 0;  // scales of a unit, the last row's in the uppermost byte
+#pragma unroll 1
+    for (int i = 0; i < rounds; ++i) {
+        const uint32_t next = Share::row(unit, i + 1);
+        const bool more = i + 1 < rounds && next < rows;
+        uint32_t scale = 0;
+        if (exists) {
+            const Fp4Block<T> block = x.block();
+            if (more) x.load(input + next * input_stride, blocks);
+            scale = block.template write<CODE_ACCESS>(output + row * output_stride, tensor);
+        } else if (more) {
+            x.load(input + next * input_stride, blocks);
+        }
+        uint8_t* at = scales + uint64_t(TILED ? row / FP4_TILE_ROWS * FP4_TILE_ROWS : row) * columns;
+        if constexpr (TILED) at += row % 32 * 16;
+        if constexpr (Share::UNIT == 1) {
+            if (row < padded) at[TILED ? row % FP4_TILE_ROWS / 32 * 4 + column % FP4_TILE_COLUMNS : 0] = scale;
+        } else {
+            word = word >> 8 | scale << 24;
+            if (i % Share::UNIT == Share::UNIT - 1) {
+                Vec<uint8_t, 4> turned;
+                turned.template word<4>(0) = turn_four(word);
+                if (row < padded) turned.template store<SCALE_ACCESS>(at + threadIdx.x % 4 * 4);
+            }
+        }
+        row = next;
+        exists = more;
     }
 }

@@ -5,6 +5,9 @@
 // Whether a number, also one that a comparison would take for 0, is above 0.
 DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u; }
 
+// Whether it is between 2^-60 and 2^60.
+DEVICE bool is_ordinary(float x) { return __float_as_uint(x) - 0x21800000u <= 0x5d800000u - 0x21800000u; }
+
 template <typename T, int N>
 DEVICE constexpr int length(const T (&)[N]) { return N; }
 

@@ -3,11 +3,10 @@
 //     expert e has the rows o[e] to o[e + 1] - 1, the scale g = input_global_scale[e], and the tiles from row t[e]
 //     GATED: what is quantised is T(silu(gate) * up), gate, up = input[r, i], input[r, hidden_size + i]; one rounding
 //
-// The expert of row r is the last whose o[e] <= r, found by counting offsets; the count is that of all rows from the largest
-// offset up to r to the least beyond. Nothing is written for an expert of which these are not the rows, nor for one whose rows
-// or tiles are not all there. A thread has one column of blocks of sixteen elements, in `rounds` rows one after another;
-// ROW_THREADS of them stand side by side in a block. The rows of an expert also share those that fill up its last tile, with
-// zeros.
+// Nothing is written for experts from the first offset on that is below 0, below the one before or beyond the rows, nor for
+// one whose tiles are not all there. The blocks of the grid stand for the tiles of all experts, one after another, with
+// the rows that fill them up: each finds the expert of its tile by counting tiles. A thread has one column of blocks of
+// sixteen elements, in `rounds` rows one after another; ROW_THREADS of them stand side by side in a block.
 //
 // Constants
 //     scalar_t      T: element type of input
@@ -17,6 +16,7 @@
 //     SCALE_ACCESS  bytes of output_scale in one memory access, at most 4
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads beside each other in a row; divides NUM_THREADS
+//     UNIT          rows of which a thread writes the scales at once, 4; divides rounds
 //     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "fp4.cuh"
@@ -29,9 +29,71 @@ DEVICE void prefetch_experts(const int32_t* offsets, const int32_t* tiles, const
     prefetch_part(scales, num_experts - 1, threadIdx.x);
 }
 
+// The expert that has a given one of all tiles, counted one after another.
+struct Expert {
+    bool exists = false;
+    int32_t begin, end, tiles_at;  // its rows, and where its tiles are
+    float g;
+    uint32_t tile;  // which of its tiles it is
+
+    // Each lane counts the tiles of neighbouring experts. Every lane of the warp takes part.
+    DEVICE Expert(const int32_t* offsets, const int32_t* tile_offsets, const float* scales, int num_experts, int64_t num_rows,
+                  uint32_t wanted) {
+        const int lane = threadIdx.x % WARP_SIZE, share = ceil_div(num_experts, WARP_SIZE);
+        const int first = min(lane * share, num_experts - 1), last = min((lane + 1) * share, num_experts);
+        const auto count = [](uint32_t begin, uint32_t end) { return (end - begin + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS; };
+        // What is known of an expert is asked for at once, as if it were the one.
+        const int32_t own_begin = offsets[first], own_end = offsets[first + 1];
+        tiles_at = tile_offsets[first];
+        g = scales[first];
+        begin = own_begin;
+        end = own_end;
+        uint32_t tiles = 0;
+        bool grow = true;
+        for (int e = lane * share; e < last; ++e) {
+            if (e > first) {
+                begin = end;
+                end = offsets[e + 1];
+            }
+            grow = grow && begin >= 0 && begin <= end && end <= num_rows;
+            tiles += grow ? count(begin, end) : 0;
+        }
+        const lane_mask_t stop = ballot(!grow);
+        if (stop && lane > lowest_bit(stop)) tiles = 0;
+        uint32_t until = tiles;  // with those of the lanes before
+#pragma unroll
+        for (int apart = 1; apart < WARP_SIZE; apart *= 2) {
+            const uint32_t before = shfl<WARP_SIZE>(until, max(lane - apart, 0));
+            until += lane >= apart ? before : 0;
+        }
+        const lane_mask_t found = ballot(wanted < until);
+        if (!found) return;
+        const int owner = lowest_bit(found);
+        begin = own_begin;
+        end = own_end;
+        tile = wanted - (until - tiles);
+        if (lane == owner) {
+#pragma unroll 1
+            for (int e = first; tile >= count(begin, end);) {
+                tile -= count(begin, end);
+                begin = end;
+                end = offsets[++e + 1];
+                tiles_at = tile_offsets[e];
+                g = scales[e];
+            }
+        }
+        exists = true;
+        begin = shfl<WARP_SIZE>(begin, owner);
+        end = shfl<WARP_SIZE>(end, owner);
+        tiles_at = shfl<WARP_SIZE>(tiles_at, owner);
+        g = shfl<WARP_SIZE>(g, owner);
+        tile = shfl<WARP_SIZE>(tile, owner);
+    }
+};
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 scaled_fp4_experts_quant(uint8_t* output,                                   // [num_rows, blocks * 8]
-                         fp8_e4m3_t* output_scale,                          // scale_rows rows in tiles
+                         uint8_t* output_scale,                             // [scale_rows, columns], in tiles
                          const scalar_t* input,                             // [num_rows, (1 or 2) * blocks * 16]
                          const float* input_global_scale,                   // [num_experts]
                          const int32_t* input_offset_by_experts,            // [num_experts + 1]
@@ -40,73 +102,15 @@ scaled_fp4_experts_quant(uint8_t* output,                                   // [
                          int columns, int num_experts, int rounds) {
     prefetch_experts(input_offset_by_experts, output_scale_offset_by_experts, input_global_scale, num_experts);
     await_previous_kernel();
-    using share_t = Fp4Share<NUM_THREADS, ROW_THREADS>;
-    constexpr int LANES = ROW_THREADS < WARP_SIZE ? ROW_THREADS : WARP_SIZE;  // that find the expert of a row
-    const share_t share(rounds);
-    int left = share.column < blocks ? share.among(num_rows) : 0;
-    input += share.row * input_stride + uint64_t(share.column) * FP4_BLOCK;
-    Fp4Input<scalar_t, GATED, ACCESS> x;
-    if (left > 0) x.load(input, blocks);
-
-    output += share.row * output_stride + uint64_t(share.column) * (FP4_BLOCK / 2);
-    output_scale += fp4_tiled_column(share.column);
-    // One expert after another: up to the least offset beyond, all rows are the expert's, or none is. A warp goes on to the next
-    // expert as one.
-    for (int64_t row = share.row; rounds > 0;) {
-        uint32_t begun = 0, since = 0, until = ~0u;  // of the offsets: the largest up to the row, the least beyond
-#pragma unroll 1
-        for (int i = threadIdx.x % LANES; i <= num_experts; i += LANES) {
-            const int offset = input_offset_by_experts[i];
-            begun += offset <= row;
-            since = offset <= row ? max(since, uint32_t(max(offset, 0))) : since;
-            until = offset <= row ? until : min(until, uint32_t(offset));
-        }
-        const int expert = int(lane_reduce<Sum, LANES>(begun)) - 1;
-        int first = -1, end = -1, tile = -1;
-        float g = 1.0f;
-        if (expert >= 0 && expert < num_experts) {
-            first = input_offset_by_experts[expert];
-            end = input_offset_by_experts[expert + 1];
-            tile = output_scale_offset_by_experts[expert];
-            g = input_global_scale[expert];
-        }
-        since = lane_reduce<Max, LANES>(since);
-        until = lane_reduce<Min, LANES>(until);
-        uint32_t ahead = min(uint64_t(until - row), uint64_t(rounds) * share_t::STEP);
-        if constexpr (LANES < WARP_SIZE) ahead = lane_reduce<Min, WARP_SIZE>(ahead);
-        const int run = ceil_div(ahead, share_t::STEP);
-        fp8_e4m3_t* scales = output_scale;
-        uint32_t at = 0, rows = 0, fill = 0;  // of the expert: the row within it, its rows, those that fill its last tile
-        const bool its_own = uint32_t(first) == since && uint32_t(end) == until;  // all rows of the expert
-        if (its_own && end <= num_rows && tile >= 0 && tile + fp4_tiled_rows(end - first) <= scale_rows) {
-            at = row - first;
-            rows = end - first;
-            fill = uint32_t(fp4_tiled_rows(rows)) - rows;
-            scales += uint64_t(tile) * columns;
-        }
-        const Fp4Tensor tensor(g);
-        const bool written = rows > 0 && share.column < columns;
-        rounds -= run;
-        row += int64_t(run) * share_t::STEP;
-        for (int i = 0; i < run; ++i) {
-            if (written && at < fill) {  // while it waits for the row; a thread fills whole rows of the tile's four columns
-                const unsigned among_four = share.column % 4;
-                fp8_e4m3_t* const last = scales - among_four + fp4_scale_row<true>(rows / FP4_TILE_ROWS * FP4_TILE_ROWS, columns);
-                for (uint32_t other = at + among_four * rows; other < fill; other += 4 * rows) {
-                    Vec<fp8_e4m3_t, 4>::full(0.0f).template store<SCALE_ACCESS>(last + fp4_row_of_tile(other + rows));
-                }
-            }
-            fp8_e4m3_t* const scale = scales + fp4_scale_row<true>(at, columns);
-            if (left > 0) {
-                const Fp4Block<scalar_t> block = x.block();
-                input += share_t::STEP * input_stride;
-                if (--left > 0) x.load(input, blocks);
-                if (written) block.template write<CODE_ACCESS>(output, scale, tensor);
-            } else if (written) {
-                *scale = fp8_e4m3_t(0.0f);
-            }
-            output += share_t::STEP * output_stride;
-            at += share_t::STEP;
-        }
-    }
+    using share_t = Fp4Share<NUM_THREADS, ROW_THREADS, UNIT>;
+    const int64_t unit = share_t::unit(rounds);
+    const Expert expert(input_offset_by_experts, output_scale_offset_by_experts, input_global_scale, num_experts, num_rows,
+                        uint64_t(unit) / share_t::UNITS);
+    if (!expert.exists) return;
+    const int64_t first = expert.begin, rows = expert.end - first, at = expert.tiles_at;
+    const int64_t padded = (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS;
+    if (at < 0 || at + padded > scale_rows) return;
+    fp4_rows<scalar_t, share_t, ACCESS, CODE_ACCESS, SCALE_ACCESS, true, GATED>(
+        output + first * output_stride, output_scale + at * columns, input + first * input_stride, expert.g, rows, padded,
+        output_stride, input_stride, blocks, columns, int64_t(expert.tile) * share_t::UNITS + unit % share_t::UNITS, rounds);
 }

@@ -10,20 +10,24 @@
 //     scalar_t      T: element type of input
 //     ACCESS        elements of input in one memory access, at most 8
 //     CODE_ACCESS   bytes of result in one memory access, at most 8
+//     SCALE_ACCESS  bytes of result_block_scale in one memory access, at most 4
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   threads beside each other in a row; divides NUM_THREADS
+//     UNIT          rows of which a thread writes the scales at once, 1 or 4; divides rounds
 //     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "fp4.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 silu_and_mul_nvfp4_quant(uint8_t* result,                  // [num_rows, blocks * 8]
-                         fp8_e4m3_t* result_block_scale,   // scale_rows rows in tiles, of which blocks fill the last
+                         uint8_t* result_block_scale,      // [scale_rows, columns], in tiles
                          const scalar_t* input,            // [num_rows, 2 * blocks * 16]
                          const float* input_global_scale,  // one element
                          int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks,
                          int columns, int rounds) {
     await_previous_kernel();
-    fp4_rows<scalar_t, NUM_THREADS, ROW_THREADS, ACCESS, CODE_ACCESS, true, true>(
-        result, result_block_scale, input, input_global_scale, num_rows, scale_rows, output_stride, input_stride, blocks, columns, rounds);
+    using share_t = Fp4Share<NUM_THREADS, ROW_THREADS, UNIT>;
+    fp4_rows<scalar_t, share_t, ACCESS, CODE_ACCESS, SCALE_ACCESS, true, true>(
+        result, result_block_scale, input, *input_global_scale, num_rows, scale_rows, output_stride, input_stride, blocks,
+        columns, share_t::unit(rounds), rounds);
 }

@@ -17,7 +17,6 @@
 // numbers, another to the nearest (Markstein 1990), if nothing of it leaves the normal numbers; else by a division each.
 template <int N>
 DEVICE void penalise(float (&x)[N], float penalty) {
-    const auto is_ordinary = [](float x) { return __float_as_uint(x) - 0x21800000u <= 0x5d800000u - 0x21800000u; };  // 2^-60 to 2^60
     bool ordinary = is_ordinary(penalty);
 #pragma unroll
     for (int j = 0; j < N; ++j) ordinary &= !is_positive(x[j]) || is_ordinary(x[j]);

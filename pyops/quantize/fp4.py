@@ -17,6 +17,7 @@ columns, row m, column k is byte ``(m // 128 * (c // 4) + k // 4) * 512 + m % 32
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check, quant
@@ -42,10 +43,11 @@ _silu_and_mul_nvfp4_quant = Kernel("quantize/silu_and_mul_nvfp4_quant.cu")
 
 _BLOCK = 16  # elements under one scale
 _THREADS = 128  # of a block
-# Threads of a multiprocessor that find registers enough: scaled_fp4_quant, others, others that need more.
-_RESIDENT_PLAIN, _RESIDENT, _RESIDENT_FEWER = 1152, 896, 640
-_MOST_ROUNDS = 12  # rows of a thread: those that are read at a time should not lie far apart
-_MOST_GROUPS = 65535  # of a grid's second dimension
+# Threads of a multiprocessor that find registers enough: experts' without a gate, others, those that need more.
+_RESIDENT_PLAIN, _RESIDENT, _RESIDENT_FEWER = 1152, 1024, 640
+_UNIT, _FEW_ROWS = 4, 32  # rows that follow each other in a tile, and those that do not
+_MOST_ROUNDS = 12  # of a thread: rows that are read at a time should not lie far apart
+_MOST_GROUPS = 65535  # of a grid's second and third dimension
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 # A code's magnitude is the number of these bounds that lie below a value; of those of the second row, or at it.
 _BELOW, _AT_OR_BELOW = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
@@ -131,40 +133,54 @@ def _tiles(num_rows: int, blocks: int) -> tuple[int, int]:
 def _launch(
     kernel: Kernel,
     output: Arg,
+    scales: Arg,
     input: Arg,
     blocks: int,
     rows: int,
     fixed: dict[str, int],
     **constants: Any,
 ) -> Launch:
-    """A launch over so many `rows` of `blocks` blocks, each of which is one thread's, in some rows after another."""
-    wide = rounded_up(blocks, _TILE_COLUMNS)
-    row_threads = min(_THREADS, max(4, 1 << (wide - 1).bit_length()))
+    """A launch over so many `rows` of scales for `blocks` blocks; a thread has some rows of one, one after another."""
+    tiled, experts = constants.get("TILED", True), kernel is _scaled_fp4_experts_quant
+    columns = rounded_up(blocks, _TILE_COLUMNS) if tiled else blocks
+    row_threads = min(_THREADS, max(4, 1 << (columns - 1).bit_length()))
+    chunks, step = -(-columns // row_threads), _THREADS // row_threads
     # Narrow rows need more registers, and so do those of experts with a gate as they are compiled for Blackwell.
     needs_more = row_threads < _THREADS or (constants.get("GATED") and input.device.arch.startswith(("sm_10", "sm_12")))
-    resident = _RESIDENT_FEWER if needs_more else _RESIDENT
-    resident = (_RESIDENT_PLAIN if kernel is _scaled_fp4_quant else resident) // _THREADS
-    chunks, groups = -(-wide // row_threads), -(-rows // (_THREADS // row_threads))
-    # Equal shares, so that blocks fill the device some times: a thread asks for its next row while it computes.
+    plain = experts and not constants["GATED"]
+    resident = (_RESIDENT_FEWER if needs_more else _RESIDENT_PLAIN if plain else _RESIDENT) // _THREADS
     at_once = input.device.multiprocessors * resident
-    waves = -(-groups * chunks // (_MOST_ROUNDS * at_once))
-    rounds = max(-(-groups * chunks // (max(1, waves) * at_once)), -(-groups // _MOST_GROUPS))
+    # Rows whose scales are written at once are one thread's, unless that leaves multiprocessors without.
+    num_rows = check.num_rows(input)
+    many = num_rows * chunks > _UNIT * step * at_once or num_rows <= _FEW_ROWS
+    unit = _UNIT if tiled and (experts or many) else 1
+    groups = -(-rows // (unit * step))
+    if unit > 1:  # two of a thread, unless that makes more rounds of blocks; of experts some blocks have nothing to do
+        one, two = (-(-groups * chunks // (units * at_once)) for units in (1, 2))
+        more = one > 1 if experts else 2 * two <= one
+        rounds = unit * (2 if more and 2 * unit * step <= _TILE_ROWS else 1)
+    else:  # equal shares, so that blocks fill the device some times: a thread asks for its next row while it computes
+        waves = -(-groups * chunks // (_MOST_ROUNDS * at_once))
+        rounds = -(-groups * chunks // (max(1, waves) * at_once))
+    grid = -(-groups * unit // max(1, rounds))
     return kernel(
         scalar_t=input.dtype,
         ACCESS=check.vector_width(_BLOCK, input),
         CODE_ACCESS=check.vector_width(_BLOCK // 2, output),
+        SCALE_ACCESS=min(_TILE_COLUMNS, scales.alignment),
         **constants,
         NUM_THREADS=_THREADS,
         ROW_THREADS=row_threads,
+        UNIT=unit,
         MIN_BLOCKS=resident,
     ).launch(
-        grid=(chunks, -(-groups // max(1, rounds))),
+        grid=(chunks, min(grid, _MOST_GROUPS), -(-grid // _MOST_GROUPS)),
         block=_THREADS,
-        num_rows=check.num_rows(input),
+        num_rows=num_rows,
         output_stride=check.row_stride(output),
         input_stride=check.row_stride(input),
         blocks=blocks,
-        columns=wide if constants.get("TILED", True) else blocks,
+        columns=columns,
         rounds=rounds,
         **fixed,
     )
@@ -205,7 +221,7 @@ def _(output: Arg, input: Arg, output_scale: Arg, input_scale: Arg, is_sf_swizzl
     _check_scales(output_scale, columns, scale_rows)
     fixed = {"scale_rows": scale_rows}
     tiled = bool(is_sf_swizzled_layout)
-    return _launch(_scaled_fp4_quant, output, input, blocks, scale_rows, fixed, TILED=tiled)
+    return _launch(_scaled_fp4_quant, output, output_scale, input, blocks, scale_rows, fixed, TILED=tiled)
 
 
 @scaled_fp4_quant.example
@@ -223,7 +239,7 @@ def _(
         make.empty(num_tokens, hidden_size // 2, dtype="uint8"),
         make.randn(num_tokens, hidden_size, dtype=dtype),
         make.empty(rows, columns, dtype="float8_e4m3fn"),
-        make.full(1, value=500.0, dtype="float32"),
+        make.full(1, value=400.0, dtype="float32"),
         is_sf_swizzled_layout,
     )
 
@@ -253,7 +269,8 @@ def _(result: Arg, result_block_scale: Arg, input: Arg, input_global_scale: Arg)
     check.scalar(input_global_scale)
     columns, scale_rows = _tiles(check.num_rows(input), blocks)
     _check_scales(result_block_scale, columns, scale_rows)
-    return _launch(_silu_and_mul_nvfp4_quant, result, input, blocks, scale_rows, {"scale_rows": scale_rows})
+    fixed = {"scale_rows": scale_rows}
+    return _launch(_silu_and_mul_nvfp4_quant, result, result_block_scale, input, blocks, scale_rows, fixed)
 
 
 @silu_and_mul_nvfp4_quant.example
@@ -269,27 +286,11 @@ def _(
         make.empty(num_tokens, hidden_size // 2, dtype="uint8"),
         make.empty(rows, columns // 4, dtype="int32"),
         make.randn(num_tokens, 2 * hidden_size, dtype=dtype),
-        make.full(1, value=500.0, dtype="float32"),
+        make.full(1, value=100.0, dtype="float32"),
     )
 
 
 # Rows of experts
-
-
-def _experts_of(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """(the expert of each row, whether anything is written for it), see `scaled_fp4_experts_quant`."""
-    offsets, tile_offsets = offsets.long(), tile_offsets.long()
-    rows = torch.arange(num_rows, device=offsets.device)
-    begun = offsets[None] <= rows[:, None]
-    since = offsets.where(begun, -1).amax(1)
-    until = offsets.where(~begun, num_rows + 1).amin(1)
-    experts = begun.sum(1) - 1
-    inside = (experts >= 0) & (experts < offsets.numel() - 1)
-    experts = experts.where(inside, 0)
-    first, end, tile = offsets[experts], offsets[experts + 1], tile_offsets[experts]
-    padded = (end - first + _TILE_ROWS - 1) // _TILE_ROWS * _TILE_ROWS
-    inside &= (first == since) & (first >= 0) & (end == until) & (end <= num_rows)
-    return experts, inside & (tile >= 0) & (tile + padded <= scale_rows)
 
 
 def _write_experts(
@@ -297,13 +298,16 @@ def _write_experts(
 ) -> None:
     columns = rounded_up(x.shape[1] // _BLOCK, _TILE_COLUMNS)
     flat = output_scale.view(torch.uint8).reshape(-1).clone()
-    experts, written = _experts_of(x.shape[0], flat.numel() // max(1, columns), offsets, tile_offsets)
-    codes, scales = _nvfp4(x, scale.reshape(-1)[experts][:, None])
-    output[written] = codes[written]
-    for expert in experts[written].unique().tolist():
-        tiles = _tiled(scales[written & (experts == expert)]).flatten()
-        start = int(tile_offsets[expert]) * columns
-        flat[start : start + tiles.numel()] = tiles
+    end = 0
+    for expert, (first, next_first) in enumerate(pairwise(offsets.tolist())):
+        if not end <= first <= next_first <= x.shape[0]:
+            break
+        end = next_first
+        start, rows = int(tile_offsets[expert]) * columns, slice(first, end)
+        size = rounded_up(end - first, _TILE_ROWS) * columns
+        if size and 0 <= start <= flat.numel() - size:
+            output[rows], scales = _nvfp4(x[rows], scale.reshape(-1)[expert].reshape(1, 1))
+            flat[start : start + size] = _tiled(scales).flatten()
     output_scale.copy_(flat.view(output_scale.dtype).view(output_scale.shape))
 
 
@@ -320,8 +324,11 @@ def _plan_experts(
     columns, _ = _tiles(0, blocks)
     _check_scales(output_scale, columns, None)
     fixed = {"scale_rows": output_scale.shape[0], "num_experts": num_experts}
-    constants = {"GATED": halves == 2, "SCALE_ACCESS": min(_TILE_COLUMNS, output_scale.alignment)}
-    return _launch(_scaled_fp4_experts_quant, output, input, blocks, input.shape[0], fixed, **constants)
+    # The last tile of an expert that has rows is filled up.
+    tiles = (input.shape[0] + (_TILE_ROWS - 1) * min(num_experts, input.shape[0])) // _TILE_ROWS
+    return _launch(
+        _scaled_fp4_experts_quant, output, output_scale, input, blocks, tiles * _TILE_ROWS, fixed, GATED=halves == 2
+    )
 
 
 def _outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tensor) -> dict[str, Tensor]:
@@ -350,7 +357,7 @@ def _experts_example(make: Any, num_tokens: int, hidden_size: int, dtype: str, h
         make.empty(num_tokens, hidden_size // 2, dtype="uint8"),
         make.empty(sum(padded), columns // 4, dtype="int32"),
         make.randn(num_tokens, halves * hidden_size, dtype=dtype),
-        make.values([300.0, 400.0, 500.0, 600.0, 700.0], dtype="float32"),
+        make.values([g / halves**2 for g in (300.0, 325.0, 350.0, 375.0, 400.0)], dtype="float32"),
         offsets(counts),
         offsets(padded),
     )
@@ -369,9 +376,8 @@ def scaled_fp4_experts_quant(
 
     Rows ``o[e]`` to ``o[e + 1] - 1`` are those of expert e; their scales lie in tiles, from row ``t[e]`` of
     `output_scale` on, counted within the expert. What fills up the last tile of an expert becomes 0; what lies behind
-    it stays. Experts may have no rows. Offsets that do not grow, or lead outside, write nothing: a row belongs to the
-    last expert whose offset is no larger, found by counting; all rows of that one must be there and belong to it, and
-    all its tiles be there.
+    it stays. Experts may have no rows. Nothing is written for experts from the first offset on that is below 0, below
+    the one before or beyond the rows, nor for one whose tiles are not all there.
 
     Args:
         output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
