@@ -2400,7 +2400,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "!is_positive(x[j]) ? quotient",
             "every result",
         ),
-        ("one residual", "i < 2; ++i", "i < 1; ++i", "quotients are rounded once"),
         ("all are ordinary", "    if (ordinary) {", "    if (true) {", "logits below 2^-60 and infinite ones"),
         (
             "penalties are ordinary",
