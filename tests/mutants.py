@@ -1496,14 +1496,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "for (int u = 0; u < UNITS; ++u) missing |= false;",
             "hostile tables",
         ),
-        (
-            "no blocks, a step",
-            "num_blocks > 0 ? splits.end(split) : begin",
-            "splits.end(split)",
-            "caches without a block",
-        ),
         ("sums not shrunk", "sum[column][i] *= shrink[i];", "", "a later token is larger"),
-        ("values not shrunk", "o[column][i / 4][i % 4] *= shrink[i % 2];", "", "a later token is larger"),
+        ("values not shrunk", "o[column][i / 4][i % 4] *= shrink[i % 2];", ";", "a later token is larger"),
         (
             "weights of one part",
             "if constexpr (!IS_FP8) mma_m16n8k16<product_t>(o[column][m], a, rests[tile][column]);",
@@ -1667,7 +1661,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         ("rows behind the last", "        if (row >= num_rows) continue;\n", "", "rows of the next sequence"),
         ("tiles of other sequences", "* GROUP / TILE_ROWS + seq;", "* GROUP / TILE_ROWS;", "a tile for each sequence"),
-        ("values not shrunk", "o[r][i / 4][i % 4] *= shrink[i / 2 % 2];", "", "a later token is larger"),
+        ("values not shrunk", "o[r][i / 4][i % 4] *= shrink[i / 2 % 2];", ";", "a later token is larger"),
         ("sums of two lanes", "        all += shfl_xor(all, 2);\n", "", "all lanes' tokens"),
         ("unscaled values", "* (IS_FP8 ? *v_scale : 1.0f)", "", "the scale of codes"),
         (

@@ -312,6 +312,27 @@ def test_hostile_tables(dtype: torch.dtype, packed: bool) -> None:
         V1.wrapper(**held)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+def test_values_apart(on: str, packed: bool) -> None:
+    """Blocks of values lie further from each other than those of keys."""
+    call = paged_call([1, 70, 33], dtype=torch.bfloat16, packed=packed, on=on)
+    values = call["value_cache"]
+    wide = torch.full((len(values), 2, *values.shape[1:]), torch.nan, dtype=values.dtype, device=on)
+    wide[:, 0] = values
+    _assert_is_attention(call | {"value_cache": wide[:, 0]})
+
+
+def test_no_block(on: str) -> None:
+    """A cache without a block is no memory; it is refused instead of read."""
+    call = paged_call([20, 40], dtype=torch.bfloat16, on=on)
+    call.pop("plain")
+    for name in ("key_cache", "value_cache"):
+        call[name] = call[name][:0]
+    with pytest.raises(pyops.OpError, match=r"paged_attention_v1: key_cache: has no memory"):
+        V1.wrapper(**call)
+    assert call["out"].isnan().all()
+
+
 def test_indices_out_of_range_are_named(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_CHECK", "1")
     V1.forget()

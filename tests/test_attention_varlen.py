@@ -185,6 +185,7 @@ def test_hostile_indices(dtype: torch.dtype, packed: bool) -> None:
     for lengths, starts in (
         ([20, 2**31 - 1, -5], [0, 20, 25, 33]),
         ([20, 30, 33], [-7, 3, 9, 2**31 - 1]),
+        ([20, 30, 33], [0, 20, 25, 30]),
     ):
         call["seq_lens"] = torch.tensor(lengths, dtype=torch.int32)
         call["cu_seqlens_q"] = torch.tensor(starts, dtype=torch.int32)
@@ -195,6 +196,15 @@ def test_hostile_indices(dtype: torch.dtype, packed: bool) -> None:
     with config.cpu("kernels"):
         for side in ("after", "before"):
             VARLEN.wrapper(**{name: guarded(x, side) if isinstance(x, torch.Tensor) else x for name, x in call.items()})
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+def test_holes(packed: bool) -> None:
+    """Blocks that are not there, in tiles that every row sees whole."""
+    call = _call([3, 2], [200, 150], dtype=torch.bfloat16, packed=packed)
+    call.pop("plain")
+    call["block_tables"][0, 2] = call["block_tables"][1, 5] = -1
+    assert_matches_reference(VARLEN, *(call[p.name] for p in VARLEN.parameters if p.name in call))
 
 
 def test_slices(on: str) -> None:
