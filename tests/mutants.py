@@ -1835,7 +1835,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("neighbours not turned", "lane & 1 ? 0x3715 : 0x6240", "0x6240", "a lane writes a row"),
         ("pairs not turned", "lane & 2 ? 0x3276 : 0x5410", "0x5410", "a lane writes a row"),
         ("one row of a word", "at + threadIdx.x % 4 * 4", "at", "a lane writes a row"),
-        ("units of the first", "unit % UNITS + i % UNIT * UNITS", "unit + i % UNIT * UNITS", "units of the next tile"),
         ("units in turn", "i / UNIT * STEP", "i / UNIT", "narrow rows, of which a block has several at a time"),
         (
             "padding columns are blocks",

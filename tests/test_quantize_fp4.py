@@ -87,6 +87,15 @@ def assert_true(x: torch.Tensor, g: float) -> None:
         )
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [2, 5, 65])
+@pytest.mark.parametrize("rows", [20, 300, 1000])
+def test_rows_in_turn(rows: int, columns: int, device: str) -> None:
+    """Several to a thread, one by one and in fours; of narrow rows a block has several at a time."""
+    assert_true(draw(rows, columns * 16, device=device), 5.0)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
