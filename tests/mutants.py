@@ -213,6 +213,13 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "include/number.cuh": [
         (
+            "zeros of one sign",
+            "fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient)",
+            "fmaf(fmaf(-quotient, divisor, x), reciprocal, quotient)",
+            "-0 keeps its sign",
+            "dynamic_per_token_scaled",
+        ),
+        (
             "NaN is dropped",
             "a != a || b < a ? a : b;",
             "b < a || b != b ? a : b;",
@@ -353,13 +360,6 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "int8",
         ),
         (
-            "zeros of one sign",
-            "fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient)",
-            "fmaf(fmaf(-quotient, divisor, x), reciprocal, quotient)",
-            "-0 keeps its sign",
-            "dynamic_per_token_scaled",
-        ),
-        (
             "product with the reciprocal",
             "const float quotient = divide(x, divisor, reciprocal);",
             "const float quotient = product;",
@@ -418,8 +418,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "quotients are estimates",
-            "return fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient);",
-            "return quotient;",
+            "return nearer(x * reciprocal, x, divisor, reciprocal);",
+            "return x * reciprocal;",
             "scales are exact",
         ),
         (

@@ -40,7 +40,7 @@ _NOT_FOR = {"racecheck": "test_threads"}
 _PYTEST = (sys.executable, "-m", "pytest", "-mgpu", "-pno:xdist", "-pno:cacheprovider", "-q", "--durations=1")
 # Tests of a process. They follow one another in the suite: a sanitizer rewrites each kernel that is loaded, and
 # neighbours load the same.
-_PART = 36
+_PART = 24
 _SLOWEST = re.compile(r"^([\d.]+)s call +(.*)$", re.MULTILINE)
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)")
 

@@ -53,11 +53,13 @@ struct Fp4Scale {
 
 // Two values of 16 bits in a word, the first in its lower half.
 template <typename T>
-DEVICE void pair_of(uint32_t word, float& low, float& high) {
+DEVICE Vec<T, 2> pair_of(uint32_t word) {
     Vec<T, 2> pair;
     pair.template word<2>(0) = word;
-    load_pair<T>(pair.data, low, high);
+    return pair;
 }
+template <typename T>
+DEVICE void pair_of(uint32_t word, float& low, float& high) { load_pair<T>(pair_of<T>(word).data, low, high); }
 template <typename T>
 DEVICE uint32_t word_of_pair(float low, float high) {
     Vec<T, 2> pair;
@@ -75,10 +77,10 @@ struct Fp4Block {
     explicit DEVICE Fp4Block(const uint32_t (&x)[8]) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) words[i] = x[i];
-        Vec<T, 2> largest = pair(words[0]);
+        Vec<T, 2> largest = pair_of<T>(words[0]);
 #pragma unroll
-        for (int i = 1; i < 8; ++i) absmax_pair<true>(largest.data, pair(words[i]).data);
-        absmax_pair<true>(largest.data, pair(__byte_perm(largest.template word<2>(0), 0, 0x1032)).data);
+        for (int i = 1; i < 8; ++i) absmax_pair<true>(largest.data, pair_of<T>(words[i]).data);
+        absmax_pair<true>(largest.data, pair_of<T>(__byte_perm(largest.template word<2>(0), 0, 0x1032)).data);
         most = ieee_abs(largest[0]);
     }
 
@@ -86,14 +88,8 @@ struct Fp4Block {
     DEVICE float absmax() const {
         Vec<T, 2> largest = Vec<T, 2>::full(0.0f);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) absmax_pair<false>(largest.data, pair(words[i]).data);
+        for (int i = 0; i < 8; ++i) absmax_pair<false>(largest.data, pair_of<T>(words[i]).data);
         return ieee_max(ieee_abs(largest[0]), ieee_abs(largest[1]));
-    }
-
-    static DEVICE Vec<T, 2> pair(uint32_t word) {
-        Vec<T, 2> pair;
-        pair.template word<2>(0) = word;
-        return pair;
     }
 
     // The signs of the values from word `first` on, where codes have them: in bits 3, 7, ... 31.

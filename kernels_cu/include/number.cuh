@@ -89,6 +89,7 @@ DEVICE void store_four(T* out, const float* x) {
     store_pair<T>(out, x[0], x[1]);
     store_pair<T>(out + 2, x[2], x[3]);
 }
+DEVICE int8_t saturated(int32_t x) { return int8_t(min(max(x, -128), 127)); }
 // Four integers, which saturate; two packs, each of which puts two bytes before those it is given.
 DEVICE void store_four_integers(int8_t* out, const int32_t* x) {
 #if PYOPS_CUDA
@@ -97,7 +98,7 @@ DEVICE void store_four_integers(int8_t* out, const int32_t* x) {
     asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(*reinterpret_cast<int*>(out)) : "r"(x[1]), "r"(x[0]), "r"(upper));
 #else
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = int8_t(min(max(x[i], -128), 127));
+    for (int i = 0; i < 4; ++i) out[i] = saturated(x[i]);
 #endif
 }
 // T(a * b), T(a + b) and T(a - b) for two pairs, each rounded once: products and sums are never fused.
@@ -223,6 +224,11 @@ template <> DEVICE void store_four<int8_t>(int8_t* out, const float* x) {
     store_four_integers(out, rounded);
 }
 #endif
+
+// A quotient brought nearer by its residual (Markstein 1990), given the correctly rounded reciprocal.
+DEVICE float nearer(float quotient, float x, float divisor, float reciprocal) {
+    return fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient);
+}
 
 // 1 / x, correctly rounded, for x and 1 / x both normal: one Newton step from the hardware's estimate.
 DEVICE float reciprocal_of(float x) {

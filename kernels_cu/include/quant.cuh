@@ -20,12 +20,9 @@ template <> struct Codes<fp8_e4m3_t> {
 // Clamp to +-limit; NaN becomes +limit.
 DEVICE float clamp(float x, float limit) { return fmaxf(-limit, fminf(x, limit)); }
 
-// x / divisor, correctly rounded, given the correctly rounded reciprocal: the residual of the first quotient corrects it
-// (Markstein 1990). For quotients that are neither subnormal nor too large; a zero keeps its sign if the divisor is positive.
-DEVICE float divide(float x, float divisor, float reciprocal) {
-    const float quotient = x * reciprocal;
-    return fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient);
-}
+// x / divisor, correctly rounded, given the correctly rounded reciprocal: the residual of the first quotient corrects it.
+// For quotients that are neither subnormal nor too large; a zero keeps its sign if the divisor is positive.
+DEVICE float divide(float x, float divisor, float reciprocal) { return nearer(x * reciprocal, x, divisor, reciprocal); }
 
 // Quotients by one divisor, for fp8: correctly rounded wherever that can change a code, with the sign of a zero. A residual
 // corrects the product with the reciprocal (Markstein 1990); where that is not a number, the product is infinite or NaN.

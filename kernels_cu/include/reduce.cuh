@@ -5,15 +5,9 @@
 #pragma once
 #include "platform.cuh"
 
-// Whether a reduction of 32-bit integers over a warp is an instruction.
-#define PYOPS_REDUX (PYOPS_HOST || PYOPS_CUDA && __CUDA_ARCH__ >= 800)
-
 struct Sum {
     static DEVICE float identity() { return 0.0f; }
     template <typename T> static DEVICE T apply(T a, T b) { return a + b; }
-#if PYOPS_REDUX
-    static DEVICE uint32_t of_warp(uint32_t value) { return __reduce_add_sync(ALL_LANES, value); }
-#endif
 };
 
 // Maximum and minimum; they drop NaN.
@@ -21,25 +15,27 @@ struct Max {
     static DEVICE float identity() { return minus_infinity(); }
     static DEVICE float apply(float a, float b) { return ieee_max(a, b); }
     static DEVICE uint32_t apply(uint32_t a, uint32_t b) { return max(a, b); }
-#if PYOPS_REDUX
-    static DEVICE uint32_t of_warp(uint32_t value) { return __reduce_max_sync(ALL_LANES, value); }
-#endif
 };
 struct Min {
     static DEVICE float identity() { return -minus_infinity(); }
     static DEVICE float apply(float a, float b) { return ieee_min(a, b); }
     static DEVICE uint32_t apply(uint32_t a, uint32_t b) { return min(a, b); }
-#if PYOPS_REDUX
-    static DEVICE uint32_t of_warp(uint32_t value) { return __reduce_min_sync(ALL_LANES, value); }
-#endif
 };
+
+// Over a warp, where an instruction reduces 32-bit integers.
+#define PYOPS_REDUX (PYOPS_HOST || PYOPS_CUDA && __CUDA_ARCH__ >= 800)
+#if PYOPS_REDUX
+DEVICE uint32_t warp_reduce(Sum, uint32_t value) { return __reduce_add_sync(ALL_LANES, value); }
+DEVICE uint32_t warp_reduce(Max, uint32_t value) { return __reduce_max_sync(ALL_LANES, value); }
+DEVICE uint32_t warp_reduce(Min, uint32_t value) { return __reduce_min_sync(ALL_LANES, value); }
+#endif
 
 // Reduce over aligned groups of WIDTH lanes of a warp. Every lane of the warp takes part.
 template <typename Op, int WIDTH, typename T>
 DEVICE T lane_reduce(T value) {
     static_assert((WIDTH & (WIDTH - 1)) == 0);
 #if PYOPS_REDUX
-    if constexpr (WIDTH == WARP_SIZE && is_same<T, uint32_t>) return Op::of_warp(value);
+    if constexpr (WIDTH == WARP_SIZE && is_same<T, uint32_t>) return warp_reduce(Op(), value);
 #endif
 #pragma unroll
     for (int mask = WIDTH / 2; mask > 0; mask /= 2) value = Op::apply(value, shfl_xor(value, mask));

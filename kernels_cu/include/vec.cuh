@@ -72,7 +72,7 @@ struct alignas(sizeof(T) * N) Vec {
             for (int i = 0; i < N; i += 4) store_four_integers(result.data + i, x + i);
         } else {
 #pragma unroll
-            for (int i = 0; i < N; ++i) result.data[i] = T(min(max(x[i], -128), 127));
+            for (int i = 0; i < N; ++i) result.data[i] = saturated(x[i]);
         }
         return result;
     }

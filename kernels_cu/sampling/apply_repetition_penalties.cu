@@ -13,11 +13,11 @@
 
 #include "sampling.cuh"
 
-// x = x / penalty or x * penalty. Quotients by the reciprocal: a residual brings the product to one of the two nearest
-// numbers, which suffices for T of 16 bits, and another to the nearest (Markstein 1990), if nothing of it leaves the normal
-// numbers; else by a division each.
+// By the reciprocal, a residual brings a product to one of the two nearest numbers, which suffices for T of 16 bits, and another
+// to the nearest.
 constexpr int RESIDUALS = is_same<scalar_t, float> ? 2 : 1;
 
+// x = x / penalty or x * penalty. Where a quotient could leave the normal numbers, each is a division.
 template <int N>
 DEVICE void penalise(float (&x)[N], float penalty) {
     bool ordinary = is_ordinary(penalty);
@@ -29,7 +29,7 @@ DEVICE void penalise(float (&x)[N], float penalty) {
         for (int j = 0; j < N; ++j) {
             float quotient = x[j] * reciprocal;
 #pragma unroll
-            for (int i = 0; i < RESIDUALS; ++i) quotient = fmaf(-fmaf(quotient, penalty, -x[j]), reciprocal, quotient);
+            for (int i = 0; i < RESIDUALS; ++i) quotient = nearer(quotient, x[j], penalty, reciprocal);
             x[j] = is_positive(x[j]) ? quotient : ieee_multiply(x[j], penalty);
         }
     } else {

@@ -298,11 +298,9 @@ def _write_experts(
 ) -> None:
     columns = rounded_up(x.shape[1] // _BLOCK, _TILE_COLUMNS)
     flat = output_scale.view(torch.uint8).reshape(-1).clone()
-    end = 0
-    for expert, (first, next_first) in enumerate(pairwise(offsets.tolist())):
-        if not end <= first <= next_first <= x.shape[0]:
+    for expert, (first, end) in enumerate(pairwise(offsets.tolist())):
+        if not 0 <= first <= end <= x.shape[0]:
             break
-        end = next_first
         start, rows = int(tile_offsets[expert]) * columns, slice(first, end)
         size = rounded_up(end - first, _TILE_ROWS) * columns
         if size and 0 <= start <= flat.numel() - size:
