@@ -1,12 +1,10 @@
 """The paged cache of keys and values: writing tokens into slots, gathering sequences, moving and converting blocks.
 
-A cache has num_blocks blocks of block_size slots. Slot s lies in block ``s // block_size`` at offset ``s %
-block_size``. No
-slot, block, position, length or offset that a tensor holds can lead outside a tensor: what is out of range is not
-    written,
-and a row whose entry does not exist is left as it is. Kinds of a cache, `kv_cache_dtype`: "auto", elements are those of
-the model; "fp8", "fp8_e4m3", "fp8_e5m2", they are codes of ``x / scale``, a true division in float32, rounded to the
-nearest, saturating, NaN staying NaN.
+A cache has num_blocks blocks of block_size slots: slot s is at offset ``s % block_size`` of block ``s // block_size``.
+No slot, block, position, length or offset that a tensor holds can lead outside a tensor: what is out of range is not
+written, and a row whose entry does not exist is left as it is. Kinds of a cache, `kv_cache_dtype`: "auto", elements are
+those of the model; "fp8", "fp8_e4m3", "fp8_e5m2", they are codes of ``x / scale``, a true division in float32, rounded
+to the nearest, saturating, NaN staying NaN.
 """
 
 from __future__ import annotations
@@ -18,13 +16,9 @@ from .gather import (
     cp_gather_indexer_k_quant_cache,
     gather_and_maybe_dequant_cache,
 )
-from .write import (
-    concat_and_cache_mla,
-    concat_and_cache_mla_rope_fused,
-    indexer_k_quant_and_cache,
-    reshape_and_cache,
-    reshape_and_cache_flash,
-)
+from .indexer import indexer_k_quant_and_cache
+from .mla import concat_and_cache_mla, concat_and_cache_mla_rope_fused
+from .write import reshape_and_cache, reshape_and_cache_flash
 
 __all__ = [
     "concat_and_cache_mla",

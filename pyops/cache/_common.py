@@ -138,3 +138,24 @@ def spread(num_tokens: int, row_vecs: int, device: Device) -> tuple[int, dict[st
 def example_cache(make: Any, *shape: int, dtype: str) -> Any:
     """A cache with something in every slot; of codes, nothing infinite and no NaN."""
     return make.randint(0, 120, *shape, dtype=dtype) if dtype == "uint8" else make.randn(*shape, dtype=dtype)
+
+
+def check_tokens(slot_mapping: Arg, *sources: Arg) -> int:
+    """The length of `slot_mapping`, which no source falls short of."""
+    check.index(slot_mapping, num_tokens=None)
+    (num_tokens,) = slot_mapping.shape
+    for source in sources:
+        if not source.shape or source.shape[0] < num_tokens:
+            raise source.error(f"expected at least num_tokens={num_tokens} rows like slot_mapping, got {source.shape}")
+    return num_tokens
+
+
+def token_bytes(*rows: tuple[Arg, int]) -> int:
+    """Bytes of one row of each tensor, so many elements of it."""
+    return sum(arg.dtype.itemsize * size for arg, size in rows)
+
+
+def example_slots(make: Any, num_tokens: int, block_size: int) -> tuple[int, Any]:
+    """(num_blocks, slots all over them) for an example."""
+    num_blocks = -(-num_tokens // block_size) + 2
+    return num_blocks, make.permutation(num_blocks * block_size, num_tokens)

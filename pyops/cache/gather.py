@@ -25,7 +25,7 @@ from ._common import (
     spread,
     stride,
 )
-from .write import indexer_cache, indexer_parts
+from .indexer import indexer_cache, indexer_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
