@@ -1436,6 +1436,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "attention/attention_decode.cu": [
         (
+            "steps begin where they like",
+            "BLOCK_SIZE % TILE_TOKENS == 0 ? TILE_TOKENS :",
+            "BLOCK_SIZE % STEP == 0 ? STEP : BLOCK_SIZE % TILE_TOKENS == 0 ? TILE_TOKENS :",
+            "a step of several tiles lies in two blocks of the cache",
+        ),
+        (
             "block numbers without a bound",
             "number >= 0 && number < num_blocks ?",
             "number >= 0 ?",
@@ -2504,6 +2510,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("places of columns", "row.element(thread) - int(segment.begin)", "row.element(thread)", "segments"),
     ],
     "sampling/softmax.cu": [
+        (
+            "infinite inverses",
+            "if (inverse > FLOAT_MAX) inverse = FLOAT_MAX;",
+            "",
+            "temperatures next to 0",
+        ),
         ("masked pieces", "largest == minus_infinity() ? 0.0f : largest", "largest", "rows of -inf in a piece"),
         (
             "no temperature",
@@ -2600,6 +2612,12 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("nothing is something", "samples[at.row] = -1;", "samples[at.row] = 0;", "rows of nothing"),
     ],
     "sampling/rejection_sample.cu": [
+        (
+            "the sampler's numbers",
+            "philox(seed, offset, uint32_t(i), 1) >> 32",
+            "philox(seed, offset, uint32_t(i), 0) >> 32",
+            "drafts and the bonus token may come from the sampler",
+        ),
         ("drafts of probability 0", "return q > 0.0f && ", "return ", "a token that was never drafted stands"),
         ("q alone", "* double(q) < double(p)", "< double(p)", "the share of drafts that stand"),
         ("the draft again", "is_draft ? 0 : weight_of", "false ? 0 : weight_of", "drafts without probabilities"),

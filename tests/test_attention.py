@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import pyops
 from pyops._core import config, device
 from pyops._core.example import ArgMaker
 from pyops.attention import _plan
-from pyops.testing import assert_matches_reference, guarded
+from pyops.testing import SCHEDULES, assert_matches_reference, guarded
 from pyops.testing.calls import assert_results, expected, run
 from tests.calls import DEVICES, Host, example
 
@@ -277,6 +279,67 @@ def test_fp8_cache(on: str, dtype: torch.dtype, kind: str) -> None:
             torch.testing.assert_close(call["out"][s].double().cpu(), right, rtol=tolerance, atol=tolerance)
 
 
+# Head size, block size, packed: steps of a warp that are longer than blocks, as long and shorter.
+_BLOCKS_OF_CODES = [
+    *((64, block_size, False) for block_size in (1, 12, 32, 64)),
+    *((128, block_size, False) for block_size in (4, 32)),
+    *((64, block_size, True) for block_size in (24, 64)),
+    (128, 32, True),
+    (32, 8, True),
+]
+
+
+@pytest.mark.parametrize(("head_size", "block_size", "packed"), _BLOCKS_OF_CODES)
+def test_fp8_cache_of_any_blocks(on: str, head_size: int, block_size: int, packed: bool) -> None:
+    """Splits and windows begin at any multiple of 16 tokens, wherever blocks do; nothing beyond the cache is read."""
+    lengths = [9000] if (head_size, block_size) == (128, 32) else [70, 100]
+    call = paged_call(lengths, head_size=head_size, block_size=block_size, dtype=torch.float16, on=on)
+    for name in ("key_cache", "value_cache"):
+        codes = call[name].to(FP8).view(torch.uint8)  # NaN stays NaN
+        if packed and name == "key_cache":
+            codes = codes.unflatten(-1, (head_size // 16, 16)).permute(0, 2, 3, 1, 4)
+        elif packed:
+            codes = codes.permute(0, 2, 3, 1)
+        call[name] = guarded(codes.contiguous()) if on == "cpu" else codes.contiguous()
+    pairs = [[x.to(FP8).double() for x in pair] for pair in call.pop("plain")]
+    for window in (0, 20, 70):
+        V1.wrapper(**call | {"kv_cache_dtype": "fp8", "sliding_window": window})
+        for s, pair in enumerate(pairs):
+            keys, values = (x[max(0, len(x) - window) :] if window else x for x in pair)
+            right = truth(call["query"][s], keys, values)
+            torch.testing.assert_close(call["out"][s].double().cpu(), right, rtol=4e-3, atol=4e-3)
+
+
+@settings(max_examples=settings().max_examples // 5)
+@given(data=st.data())
+def test_any_combination(data: st.DataObject) -> None:
+    """What the other tests vary one by one, at once: kernels and reference agree, and stay inside their memory."""
+
+    def one(name: str, *values: Any) -> Any:
+        return data.draw(st.sampled_from(values), label=name)
+
+    packed, kind = one("packed", False, True), one("kv_cache_dtype", "fp8", "auto")
+    num_kv_heads, longest = one("num_kv_heads", 1, 2), one("max_seq_len", 100, 300, 2000)
+    head_size = one("head_size", 16, 32, 64, 80, 96, 128, 192, 256)
+    call = example(
+        V1,
+        num_tokens=one("num_seqs", 1, 3) if longest < 2000 else 1,
+        min_seq_len=longest // one("shortest", 1, 2, 10),
+        max_seq_len=longest,
+        num_kv_heads=num_kv_heads,
+        num_heads=num_kv_heads * one("group", 1, 3, 4, 8, 9),
+        head_size=head_size,
+        block_size=one("block_size", 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128),
+        dtype=one("dtype", "bfloat16", "float16"),
+        kv_cache_dtype=kind,
+        packed=packed,
+        options=one("options", False, True),
+    )
+    names = [p.name for p in V1.parameters]
+    call[names.index("sliding_window")] = one("sliding_window", 0, 1, 20, 70, 150)
+    assert_matches_reference(V1, *call, schedules=SCHEDULES[:1])
+
+
 @pytest.mark.parametrize("step", [0, 1, -1, 3])
 def test_block_sparse(on: str, step: int) -> None:
     """Pages far from the query are attended one in `vert_stride`, by heads in turn."""
@@ -322,15 +385,21 @@ def test_values_apart(on: str, packed: bool) -> None:
     _assert_is_attention(call | {"value_cache": wide[:, 0]})
 
 
-def test_no_block(on: str) -> None:
-    """A cache without a block is no memory; it is refused instead of read."""
-    call = paged_call([20, 40], dtype=torch.bfloat16, on=on)
+@pytest.mark.parametrize("empty", [("key_cache", "value_cache"), ("block_tables",)], ids=["blocks", "tables"])
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_to_attend_to(on: str, dtype: torch.dtype, packed: bool, empty: tuple[str, ...]) -> None:
+    """A cache without a block, and tables without an entry: no token is there, so that results are zeros."""
+    call = paged_call([20, 40], dtype=dtype, packed=packed, on=on)
     call.pop("plain")
-    for name in ("key_cache", "value_cache"):
-        call[name] = call[name][:0]
-    with pytest.raises(pyops.OpError, match=r"paged_attention_v1: key_cache: has no memory"):
-        V1.wrapper(**call)
-    assert call["out"].isnan().all()
+    call |= {name: call[name][:, :0] if name == "block_tables" else call[name][:0] for name in empty}
+    lse = torch.zeros(4, 2, device=on)
+    V1.wrapper(**call, lse=lse)
+    assert (call["out"] == 0).all()
+    assert (lse == -torch.inf).all()
+    V1.wrapper(**call, lse=lse, sinks=torch.tensor([-torch.inf, 0.0, 1.0, -2.0], device=on))
+    assert (call["out"] == 0).all()
+    torch.testing.assert_close(lse[:, 1].cpu(), torch.tensor([-torch.inf, 0.0, 1.0, -2.0]))
 
 
 def test_indices_out_of_range_are_named(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +414,12 @@ def test_indices_out_of_range_are_named(on: str, monkeypatch: pytest.MonkeyPatch
         pyops.OpError, match=r"block_tables: 1 of 6 indices are out of range, the first at \(1, 1\): 77"
     ):
         V1.wrapper(**call)
+    # Entries before the window are not read; a length beyond the table is cut off.
+    call["block_tables"][1, :2] = -1
+    V1.wrapper(**call | {"sliding_window": 5})
+    call["seq_lens"][0] = 49
+    with pytest.raises(pyops.OpError, match=r"block_tables: 1 of 6 .* \(0, 2\): 77; seq_lens: 1 of 2 .* \(0,\): 49"):
+        V1.wrapper(**call | {"sliding_window": 5})
     V1.forget()
 
 
@@ -393,6 +468,10 @@ def test_rocm_rows_of_a_mixed_batch(on: str) -> None:
     for row, s in ((3, 0), (6, 2)):  # sequence 1 has two tokens, sequence 3 a row that does not exist
         torch.testing.assert_close(out[row].double().cpu(), truth(query[row], *plain[s]), rtol=4e-3, atol=2e-3)
     assert (rows[[0, 1, 2, 4, 5, 7]] == 7.0).all()
+    rows.fill_(7.0)
+    op.wrapper(**call | partials | {"query_start_loc": None, "query": query, "out": out})
+    torch.testing.assert_close(out[3].double().cpu(), truth(query[3], *plain[3]), rtol=4e-3, atol=2e-3)
+    assert (rows[4:] == 7.0).all()
 
 
 def test_a_million_tokens(on: str) -> None:

@@ -12,7 +12,9 @@ import torch
 import pyops
 from pyops._core import config
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits
-from tests.calls import DEVICES
+from pyops.testing.calls import named
+from tests import axes
+from tests.calls import DEVICES, example
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -295,3 +297,31 @@ def test_vertical_slash_indexes_refuse() -> None:
     refused("kv_seqlens: expected dtype int32, got int64", (1, torch.zeros(2, dtype=torch.int64)))
     refused("vertical_indexes: expected shape", (2, torch.zeros(2, 3, 0, dtype=torch.int32)))
     refused("slash_indexes: expected shape", (3, torch.zeros(2, 2, 4, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "at", "value"),
+    [
+        ("convert_vertical_slash_indexes_out", "q_seqlens", 1, 10**6),
+        ("convert_vertical_slash_indexes_out", "kv_seqlens", 0, -1),
+        ("convert_vertical_slash_indexes_out", "vertical_indices_count", 2, 1000),
+        ("convert_vertical_slash_indexes_out", "slash_indices_count", 1, -1),
+        ("paged_attention_varlen", "cu_seqlens_q", -1, 10**6),
+        ("paged_attention_rocm", "query_start_loc", 0, -1),
+        ("paged_attention_v2", "seq_lens", 3, 1025),
+    ],
+)
+def test_what_is_out_of_range_is_named(
+    name: str, tensor: str, at: int, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = pyops.ops[name]
+    args = example(op, num_tokens=6, **axes.fullest(op))
+    op.forget()
+    with monkeypatch.context() as patch:
+        patch.setenv("PYOPS_CHECK", "1")
+        op.wrapper(*args)
+        named(op, args)[tensor][at] = value
+        place = at % len(named(op, args)[tensor])
+        with pytest.raises(pyops.OpError, match=rf"{tensor}: 1 of \d+ indices .* \({place},\): {value}"):
+            op.wrapper(*args)
+    op.forget()

@@ -63,10 +63,11 @@ constexpr int QUERY_SIZE = KEY_CHUNKS * 4 * CHUNK;
 constexpr int QUERY_STRIDE = QUERY_SIZE + (IS_FP8 ? 4 : QUERY_SIZE % 64 == 0 ? 32 : 0);  // lanes on different banks
 static_assert(HEAD_SIZE % CHUNK == 0 && (!PACKED || BLOCK_SIZE % RUN == 0));
 
-// Tokens of a step that surely lie in one block of the cache: lanes hold the number of each such unit, or, where tokens have
-// their own, lane i holds that of token i.
-constexpr int UNIT = BLOCK_SIZE % STEP == 0 ? STEP : BLOCK_SIZE % 16 == 0 ? 16 : BLOCK_SIZE % 8 == 0 ? 8 : 1;
+// Tokens of a step that surely lie in one block of the cache (splits, and so steps, begin at any multiple of TILE_TOKENS): lanes
+// hold the number of each such unit, or, where tokens have their own, lane i holds that of token i.
+constexpr int UNIT = BLOCK_SIZE % TILE_TOKENS == 0 ? TILE_TOKENS : BLOCK_SIZE % 8 == 0 ? 8 : 1;
 constexpr int UNITS = UNIT == 1 ? 1 : STEP / UNIT;
+static_assert(UNIT > 1 || STEP <= 32);
 struct Numbers {
     int of[UNITS];
 };

@@ -92,6 +92,14 @@ def scalar(arg: Arg | None, dtype_: DType = dtypes.float32) -> None:
         dtype(arg, dtype_)
 
 
+def at_least(arg: Arg, dtype_: DType, count: int) -> None:
+    """`arg` holds at least so many elements of this type, one after another; those behind them are not touched."""
+    if arg.numel < count:
+        raise arg.error(f"expected at least {count} element{'s' * (count != 1)}, got shape {arg.shape}")
+    dtype(arg, dtype_)
+    contiguous(arg)
+
+
 def per_row(arg: Arg | None, dtype_: DType, num_rows: int) -> None:
     """`arg` holds one element of this type for each row, one after another."""
     if arg is not None:
@@ -108,6 +116,12 @@ def row_size(arg: Arg) -> int:
     if arg.shape[-1] > 1 and arg.strides[-1] != 1 and arg.numel:
         raise arg.error(f"expected a last dimension of stride 1, got strides {arg.strides}")
     return arg.shape[-1]
+
+
+def narrow(arg: Arg) -> None:
+    """`arg` has rows whose elements kernels can count in 32 bits."""
+    if arg.shape[-1] > 2**30:
+        raise arg.error(f"expected rows of at most 2^30 elements, got shape {arg.shape}")
 
 
 def num_rows(arg: Arg) -> int:

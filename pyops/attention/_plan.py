@@ -130,8 +130,8 @@ def checked(
         raise query.error(f"expected a head_size of at most {_LARGEST_HEAD}, got {head_size}")
     for per_head in (alibi_slopes, sinks):
         check.shape(per_head, float32, num_heads=num_heads)
-    check.scalar(k_scale)
-    check.scalar(v_scale)
+    check.at_least(k_scale, float32, 1)
+    check.at_least(v_scale, float32, 1)
     if sliding_window < 0:
         raise check.refuse(query, "sliding_window", f"expected 0 or more, got {sliding_window}")
     return cache
@@ -301,7 +301,8 @@ def plan(
     )
     heads = 16 if group > 8 and head_size <= 128 else 8  # of large heads, results of eight fit into registers
     # As many bytes on their way as registers have room for; large heads, many of them and small blocks take more.
-    tiles = 1 if cache.chunk == 8 or head_size > 128 else 4 if head_size <= 64 else 2  # of 16 tokens in a warp's step
+    wide = head_size <= 64 and block_size % TILE_TOKENS == 0
+    tiles = 1 if cache.chunk == 8 or head_size > 128 else 4 if wide else 2  # of 16 tokens in a warp's step
     min_blocks = 2 if head_size > 128 or heads > 8 or block_size % 8 or (tiles == 4 and not cache.packed) else 3
     blocks = num_seqs * (num_kv_heads * -(-group // heads) if products else num_heads)
     most_tokens = min(block_tables.shape[1] * block_size, MOST_TOKENS)
@@ -311,8 +312,8 @@ def plan(
     slots = resident * num_seqs / max(1, blocks)
     cluster = 1
     if products and not tmp_out:
-        wide = min(heads, group) * head_size <= 1024  # whose results fit into shared memory
-        cluster, warps = blocks_of_cluster(blocks, most_tokens, TILE_TOKENS * tiles, wide, query.device)
+        small = min(heads, group) * head_size <= 1024  # whose results fit into shared memory
+        cluster, warps = blocks_of_cluster(blocks, most_tokens, TILE_TOKENS * tiles, small, query.device)
     if cluster > 1:
         most_splits, num_warps = 1, warps
         if num_warps > NUM_WARPS:
@@ -431,10 +432,21 @@ def plan(
     return launches
 
 
-def bad_indices(block_tables: Tensor, seq_lens: Tensor, num_blocks: int, block_size: int) -> dict[str, Tensor]:
-    starts = torch.arange(block_tables.shape[1], device=block_tables.device) * block_size
-    used = starts < seq_lens[:, None]
+def bad_indices(
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_blocks: int,
+    block_size: int,
+    attended: Tensor | int = 0,
+    most_tokens: int | None = None,
+) -> dict[str, Tensor]:
+    """For PYOPS_CHECK: lengths that have no room, and entries that name no block, of those that tokens need: the last
+    `attended` of each sequence, or all for 0."""
+    room = block_tables.shape[1] * block_size
+    first = torch.arange(block_tables.shape[1], device=block_tables.device) * block_size
+    begins = torch.where(torch.as_tensor(attended) > 0, seq_lens - attended, 0)
+    used = (first < seq_lens[:, None]) & (first + block_size > begins[:, None])
     return {
         "block_tables": used & ((block_tables < 0) | (block_tables >= num_blocks)),
-        "seq_lens": (seq_lens < 0) | (seq_lens > block_tables.shape[1] * block_size),
+        "seq_lens": (seq_lens < 0) | (seq_lens > (room if most_tokens is None else min(room, most_tokens))),
     }

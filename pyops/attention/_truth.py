@@ -54,7 +54,7 @@ def float32_logits(
 
     if kv_cache_dtype != "auto":
         keys = keys.view(getattr(torch, FP8_CACHES[kv_cache_dtype].name))
-    unit = 1.0 if k_scale is None or kv_cache_dtype == "auto" else float(k_scale)
+    unit = 1.0 if k_scale is None or kv_cache_dtype == "auto" else float(k_scale.reshape(-1)[0])
     lengths = longest(query.double(), -1) * longest(keys.double(), *((2, 4) if keys.ndim == 5 else (-1,)))
     return 2.0**-22 * abs(scale * unit) * lengths
 
@@ -88,7 +88,7 @@ def gathered(
         cache[at].double().reshape(len(numbers), num_kv_heads, head_size) for cache in (key_cache, value_cache)
     )
     if kv_cache_dtype != "auto":
-        keys, values = keys * scales[0].double().reshape(()), values * scales[1].double().reshape(())
+        keys, values = (x * scale.double().reshape(-1)[0] for x, scale in zip((keys, values), scales, strict=True))
     return tokens, keys, values
 
 
@@ -148,8 +148,9 @@ def finish(
     """``out = total / (z + 1e-6)`` for sums relative to `most`, with one more logit for each head in `sinks`."""
     if sinks is not None:
         larger = torch.maximum(most, sinks.double())
-        shrink = torch.exp(most - larger)
-        z, total, most = z * shrink + torch.exp(sinks.double() - larger), total * shrink[:, None], larger
+        base = larger.masked_fill(larger == -torch.inf, 0.0)
+        shrink = torch.exp(most - base)
+        z, total, most = z * shrink + torch.exp(sinks.double() - base), total * shrink[:, None], larger
     out.copy_(total / (z + 1e-6)[:, None])
     if lse is not None:
         lse.copy_(most + torch.log(z))

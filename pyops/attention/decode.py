@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check, dtypes
@@ -83,7 +84,8 @@ def paged_attention_v1(
         max_seq_len: changes nothing here; there is no limit to the length.
         alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409).
         kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
-        k_scale, v_scale: what codes of an fp8 cache are multiplied by; not read for "auto".
+        k_scale, v_scale: what codes of an fp8 cache are multiplied by: a number, or a tensor's first float32; not read
+            for "auto".
         tp_rank, blocksparse_*: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
             sparse block kb = j * block_size // blocksparse_block_size, the query in qb; a head attends to it if
             (kb + offset) % blocksparse_vert_stride == 0, where its offset moves by blocksparse_head_sliding_step from
@@ -124,8 +126,10 @@ def _(**call: Any) -> list[Launch]:
 
 
 @paged_attention_v1.indices
-def _(key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int) -> dict[str, Tensor]:
-    return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size)
+def _(
+    key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int, sliding_window: int
+) -> dict[str, Tensor]:
+    return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size, sliding_window)
 
 
 _NOT_SPARSE = (0, 0, 0, 64, 0)
@@ -256,8 +260,11 @@ def _(**call: Any) -> list[Launch]:
 
 
 @paged_attention_v2.indices
-def _(key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int) -> dict[str, Tensor]:
-    return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size)
+def _(
+    exp_sums: Tensor, key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int
+) -> dict[str, Tensor]:
+    room = exp_sums.shape[2] * _V2_PARTITION
+    return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size, most_tokens=room)
 
 
 def _partials(make: Any, num_seqs: int, num_heads: int, head_size: int, count: int, dtype: str) -> tuple[Any, ...]:
@@ -315,7 +322,7 @@ def paged_attention_rocm(
 
     Args:
         out: [num_rows, num_heads, head_size], written; with fp8_out_scale float8_e4m3fn or uint8.
-        query: [num_rows, num_heads, head_size].
+        query: [num_rows, num_heads, head_size]; sequences may be fewer, the first rows are theirs then.
         query_start_loc: [num_seqs + 1] int32: sequence s has the rows from entry s up to entry s + 1, and is left alone
             unless it has exactly one, inside query. None: row s.
         fp8_out_scale: one float32; ``out = fp8(result * (1 / fp8_out_scale))``, saturating.
@@ -343,14 +350,32 @@ def paged_attention_rocm(
 
 @paged_attention_rocm.plan
 def _(**call: Any) -> list[Launch]:
+    query, block_tables, starts = (call[name] for name in ("query", "block_tables", "query_start_loc"))
     check.scalar(call["fp8_out_scale"])
-    check.shape(call["query_start_loc"], int32, num_seqs_and_end=call["block_tables"].shape[0] + 1)
+    check.index(block_tables, num_seqs=None, most_blocks=None)
+    check.same_shape(call["out"], query)
+    num_seqs = block_tables.shape[0]
+    check.shape(starts, int32, num_seqs_and_end=num_seqs + 1)
+    if starts is None and query.shape and query.shape[0] > num_seqs:
+        call |= {name: replace(call[name], shape=(num_seqs, *query.shape[1:])) for name in ("out", "query")}
     return plan(partition=_ROCM_PARTITION, **call)
 
 
 @paged_attention_rocm.indices
-def _(key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int) -> dict[str, Tensor]:
-    return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size)
+def _(
+    exp_sums: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor | None,
+    block_size: int,
+) -> dict[str, Tensor]:
+    room = exp_sums.shape[2] * _ROCM_PARTITION
+    found = bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size, most_tokens=room)
+    if query_start_loc is None:
+        return found
+    return {"query_start_loc": (query_start_loc < 0) | (query_start_loc > query.shape[0]), **found}
 
 
 @paged_attention_rocm.example

@@ -228,20 +228,26 @@ def _(
 
 @convert_vertical_slash_indexes_out.indices
 def _(
+    q_seqlens: Tensor,
     kv_seqlens: Tensor,
     vertical_indexes: Tensor,
     slash_indexes: Tensor,
     vertical_indices_count: Tensor | None,
     slash_indices_count: Tensor | None,
+    context_size: int,
 ) -> dict[str, Tensor]:
     found = {
+        "q_seqlens": (q_seqlens < 0) | (q_seqlens > context_size),
+        "kv_seqlens": kv_seqlens < 0,
         "vertical_indexes": (vertical_indexes < 0) | (vertical_indexes >= kv_seqlens[:, None, None]),
         "slash_indexes": slash_indexes < 0,
     }
-    counts = {"vertical_indexes": vertical_indices_count, "slash_indexes": slash_indices_count}
-    for name, count in counts.items():
+    counts = {"vertical": vertical_indices_count, "slash": slash_indices_count}
+    for kind, count in counts.items():
         if count is not None:
-            found[name] &= torch.arange(found[name].shape[-1], device=count.device) < count[:, None]
+            indexes = found[f"{kind}_indexes"]
+            indexes &= torch.arange(indexes.shape[-1], device=count.device) < count[:, None]
+            found[f"{kind}_indices_count"] = (count < 0) | (count > indexes.shape[-1])
     return found
 
 

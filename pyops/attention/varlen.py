@@ -97,10 +97,11 @@ def paged_attention_varlen(
         most = largest_of(logits)
         if sinks is not None:
             most = torch.maximum(most, sinks.double()[:, None])
-        weights = torch.exp(logits - most.masked_fill(most == -torch.inf, 0.0)[..., None])
+        base = most.masked_fill(most == -torch.inf, 0.0)
+        weights = torch.exp(logits - base[..., None])
         z = weights.sum(-1)
         if sinks is not None:
-            z = z + torch.exp(sinks.double()[:, None] - most)
+            z = z + torch.exp(sinks.double()[:, None] - base)
         # What is not seen may be NaN, which no weight of zero takes away.
         seen = values.nan_to_num(nan=0.0) if bool(unseen.all(0).any()) else values
         heads = torch.einsum("hgnj,jhd->nhgd", weights.unflatten(0, (num_kv_heads, -1)), seen).flatten(1, 2)
@@ -231,8 +232,21 @@ def _(
 
 
 @paged_attention_varlen.indices
-def _(key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int) -> dict[str, Tensor]:
-    return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size)
+def _(
+    query: Tensor,
+    key_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    block_size: int,
+    sliding_window: int,
+) -> dict[str, Tensor]:
+    rows = cu_seqlens_q.diff()
+    outside = (cu_seqlens_q < 0) | (cu_seqlens_q > query.shape[0])
+    outside[1:] |= rows < 0
+    attended = torch.where(rows > 0, rows + sliding_window - 1, 0) if sliding_window > 0 else 0
+    found = bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size, attended)
+    return {"cu_seqlens_q": outside, **found}
 
 
 @paged_attention_varlen.example
