@@ -36,7 +36,8 @@ def _heads(arg: Arg, tokens: Sequence[int], head_size: int) -> Arg:
     """`arg` as [*tokens, heads, head_size], of [*tokens, heads * head_size] too."""
     rank = len(tokens)
     if len(arg.shape) not in (rank + 1, rank + 2) or arg.shape[:rank] != tuple(tokens):
-        raise arg.error(f"expected shape {(*tokens, '[heads,] head_size')} for these positions, got {arg.shape}")
+        sizes = ", ".join([*map(str, tokens), "[heads,] head_size"])
+        raise arg.error(f"expected shape ({sizes}) for these positions, got {arg.shape}")
     size = check.row_size(arg)
     if len(arg.shape) == rank + 1:
         if size % head_size or not size:
@@ -212,8 +213,8 @@ def rotary_embedding(
             read and written; of any strides but the last.
         key: the same with num_kv_heads, which divides num_heads, or None.
         head_size: elements of a head.
-        cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous; cosines in the first half of a row,
-            sines in the second; rotary_dim even, at most head_size and 2048.
+        cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous, of one row at least; cosines in the
+            first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
         is_neox: which elements make a pair.
     """
     inside = _inside(positions, cos_sin_cache)
@@ -292,8 +293,8 @@ def multimodal_rotary_embedding(
             read and written; of any strides but the last.
         key: the same with num_kv_heads, which divides num_heads, or None.
         head_size: elements of a head.
-        cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous; cosines in the first half of a row,
-            sines in the second; rotary_dim even, at most head_size and 2048.
+        cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous, of one row at least; cosines in the
+            first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
         is_neox: which elements make a pair.
         mrope_section_t, mrope_section_h, mrope_section_w: pairs of each axis, rotary_dim / 2 in all.
         mrope_interleaved: whether the pairs of the axes alternate.

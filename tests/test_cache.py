@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -413,6 +414,10 @@ def test_hostile_slots(name: str, dtype: torch.dtype, where: str) -> None:
         results = run(op, args)
         for tensor, value in right.items():
             assert same_bits(value, results[tensor]), f"{tensor} {case}"
+        slots.fill_(-1)
+        for tensor, value in run(op, args).items():
+            if tensor in ("key_cache", "value_cache", "kv_cache"):
+                assert same_bits(value, named(op, args)[tensor]), f"{tensor} {case}"
 
 
 def _gathers(where: str) -> list[Any]:
@@ -467,31 +472,92 @@ def test_hostile_positions_and_pairs(where: str) -> None:
     assert same_bits(right["key_cache"], results["key_cache"])
 
 
-def test_hostile_lengths_are_not_read_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PYOPS_CHECK names what is out of range, and not the slots that are negative nor entries that no sequence uses."""
-    monkeypatch.setenv("PYOPS_CHECK", "1")
-    for name in FAMILY:
-        pyops.ops[name].forget()
-    try:
-        op = pyops.ops["reshape_and_cache_flash"]
-        args = example(op, num_tokens=5)
-        args[4][1] = -1
-        op.wrapper(*args)
-        args[4][3] = 10**6
-        with pytest.raises(pyops.OpError, match=r"slot_mapping: 1 of 5 indices .* \(3,\): 1000000"):
-            op.wrapper(*args)
-        for op, args in _gathers("cpu"):
-            names = [p.name for p in op.parameters]
-            table = args[names.index("block_table")]
-            table[:, -1] = 10**6
-            op.wrapper(*args)
-            table[2, 0] = -1
-            with pytest.raises(pyops.OpError, match=r"block_table: 1 of \d+ indices .* \(2, 0\): -1"):
-                op.wrapper(*args)
-    finally:
-        monkeypatch.undo()
+@pytest.fixture
+def _checking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PYOPS_CHECK is on."""
+    with monkeypatch.context() as patch:
+        patch.setenv("PYOPS_CHECK", "1")
         for name in FAMILY:
             pyops.ops[name].forget()
+        yield
+    for name in FAMILY:
+        pyops.ops[name].forget()
+
+
+@pytest.mark.usefixtures("_checking")
+def test_hostile_lengths_are_not_read_beyond() -> None:
+    """PYOPS_CHECK names what is out of range, and not the slots that are negative nor entries that no sequence uses."""
+    op = pyops.ops["reshape_and_cache_flash"]
+    args = example(op, num_tokens=5)
+    args[4][1] = -1
+    op.wrapper(*args)
+    args[4][3] = 10**6
+    with pytest.raises(pyops.OpError, match=r"slot_mapping: 1 of 5 indices .* \(3,\): 1000000"):
+        op.wrapper(*args)
+    for op, args in _gathers("cpu"):
+        names = [p.name for p in op.parameters]
+        table = args[names.index("block_table")]
+        starts = named(op, args).get("seq_starts")
+        first = 0 if starts is None else int(starts[2]) // 64
+        table[:, -1] = 10**6
+        table[2, :first] = -1
+        op.wrapper(*args)
+        table[2, first] = -1
+        with pytest.raises(pyops.OpError, match=rf"block_table: 1 of \d+ indices .* \(2, {first}\): -1$"):
+            op.wrapper(*args)
+
+
+@pytest.mark.usefixtures("_checking")
+def test_lengths_and_starts_out_of_range_are_named() -> None:
+    """A table of two blocks of four slots, and eight rows."""
+    cache, table = torch.zeros(3, 4, 8), ints([[0, 1], [1, -1]], torch.int32)
+    entries, codes = torch.zeros(3, 4, 656, dtype=torch.uint8), torch.zeros(8, 576, dtype=torch.bfloat16)
+
+    def gather(ends: list[int], starts: list[int]) -> None:
+        pyops.cp_gather_cache(cache, torch.zeros(8, 8), table, ints(ends, torch.int32), 2, ints(starts, torch.int32))
+
+    def upconvert(lengths: list[int], rows: list[int]) -> None:
+        upconvert_ = pyops.cp_gather_and_upconvert_fp8_kv_cache
+        upconvert_(entries, codes, table, ints(lengths, torch.int32), ints(rows, torch.int32), 2)
+
+    gather([0, 8, 8], [0, 4])  # the second has no rows, so that its block is not needed
+    gather([0, 4, 8], [4, 0])
+    upconvert([8, 0], [0, 99])
+    for call, values, message in (
+        (gather, ([0, 4, 8], [-3, 0]), r"seq_starts: 1 of 2 .* \(0,\): -3"),
+        (gather, ([0, 4, 8], [9, 0]), r"cu_seq_lens: 1 of 3 .* \(1,\): 4; seq_starts: 1 of 2 .* \(0,\): 9"),
+        (gather, ([0, 5, 8], [4, 0]), r"cu_seq_lens: 1 of 3 .* \(1,\): 5"),
+        (gather, ([-5, 2, 4], [0, 0]), r"cu_seq_lens: 1 of 3 .* \(0,\): -5"),
+        (gather, ([0, 4, 2], [0, 0]), r"cu_seq_lens: 1 of 3 .* \(2,\): 2"),
+        (gather, ([0, 8, 9], [0, 0]), r"cu_seq_lens: 1 of 3 .* \(2,\): 9"),
+        (upconvert, ([9, 0], [0, 0]), r"seq_lens: 1 of 2 .* \(0,\): 9; workspace_starts: 1 of 2"),
+        (upconvert, ([-4, 4], [0, 0]), r"seq_lens: 1 of 2 .* \(0,\): -4"),
+        (upconvert, ([4, 4], [0, 5]), r"workspace_starts: 1 of 2 .* \(1,\): 5"),
+        (upconvert, ([4, 4], [-1, 4]), r"workspace_starts: 1 of 2 .* \(0,\): -1"),
+        (upconvert, ([4, 5], [0, 3]), r"block_table: 1 of 4 .* \(1, 1\): -1"),
+    ):
+        with pytest.raises(pyops.OpError, match=message):
+            call(*values)
+
+
+def test_indexer_blocks_are_counted_in_32_bits() -> None:
+    cache, slots = _sparse(1, 20_000_000, 132, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(pyops.OpError, match=r"kv_cache: expected blocks of at most 2\^30 bytes"):
+        pyops.indexer_k_quant_and_cache(torch.zeros(1, 128), cache, slots, 128, "auto")
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_gathers_without_sequences(where: str) -> None:
+    """No row is anyone's, whatever the table and the owners hold; nothing is written."""
+    cache, table = make(3, 4, 8, where=where), ints([[2]], torch.int32, where)
+    none, owners = ints([0], torch.int32, where), ints([0, 0], torch.int32, where)
+    dst = torch.full((2, 8), -1.0, device=where)
+    pyops.gather_and_maybe_dequant_cache(cache, dst, table, none, owners, 2, "auto", 1.0)
+    pyops.cp_gather_cache(cache, dst, table, none, 0)
+    entries, rows = torch.ones(3, 4, 656, dtype=torch.uint8, device=where), torch.ones(2, 576, device=where).bfloat16()
+    pyops.cp_gather_and_upconvert_fp8_kv_cache(entries, rows, table, none[:0], none[:0], 0)
+    assert (dst == -1).all()
+    assert (rows == 1).all()
 
 
 def _sparse(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -560,6 +626,11 @@ def test_copy_blocks(dtype: torch.dtype, where: str) -> None:
     pyops.copy_blocks([], [], ints(pairs, where=where))
     with pytest.raises(pyops.OpError, match=r"^copy_blocks: value_caches: expected 2 tensors like key_caches, got 1$"):
         pyops.copy_blocks(layers[:2], layers[:1], ints(pairs, where=where))
+    held = layers[0].clone()
+    for other in (layers[1].flatten(), 3):
+        with pytest.raises(pyops.OpError, match=r"^copy_cache_blocks: key_cache: expected"):
+            pyops.copy_blocks_mla([layers[0], other], ints(pairs, where=where))
+    assert same_bits(layers[0], held)  # nor has the layer before been written
 
 
 @pytest.mark.parametrize("as_what", ["torch", "numpy"])
@@ -598,11 +669,37 @@ def test_swap_blocks_merges_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("src", (torch.zeros(4, 4)[:, :2], torch.zeros(4, 4), 16, [[0, 1]])),
         ("dst", (torch.zeros(4, 4), numpy.zeros((4, 4)), 16, [[0, 1]])),
         ("dst", (torch.zeros(4, 4), 3, 16, [[0, 1]])),
+        ("block_size_in_bytes", (torch.zeros(4, 4), torch.zeros(4, 4), True, [[0, 1]])),
+        ("block_size_in_bytes", (torch.zeros(4, 4), torch.zeros(4, 4), 16.0, [[0, 1]])),
+        ("block_mapping", (torch.zeros(4, 4), torch.zeros(4, 4), 16, [[0, 1], [2]])),
     ],
 )
 def test_swap_blocks_refuses(argument: str, args: Any) -> None:
     with pytest.raises(pyops.OpError, match=f"^swap_blocks: {argument}: "):
         pyops.swap_blocks(*args)
+
+
+def test_blocks_of_any_dtype() -> None:
+    for dtype in (torch.int16, torch.uint16, torch.float64, torch.complex64, torch.float8_e4m3fnuz):
+        src = torch.arange(240, dtype=torch.uint8).view(dtype)
+        dst = torch.zeros_like(src)
+        pyops.swap_blocks(src, dst, numpy.int64(16), [[0, 2]])
+        assert torch.equal(dst.view(torch.uint8)[32:48], src.view(torch.uint8)[:16])
+
+
+def test_swap_blocks_within_a_tensor() -> None:
+    """A destination may be no source, not in part either; then nothing is written."""
+    x = make(4, 4)
+    before = x.clone()
+    for src, dst, mapping in ((x, x, [[3, 2], [0, 1], [1, 0]]), (x, x, [[0, 0]]), (x[1:], x, [[0, 2], [1, 0]])):
+        with pytest.raises(pyops.OpError, match=r"^swap_blocks: block_mapping: a destination overlaps a source$"):
+            pyops.swap_blocks(src, dst, 16, mapping)
+    flat = x.view(-1)
+    with pytest.raises(pyops.OpError, match="overlaps"):
+        pyops.swap_blocks(flat[2:], flat, 16, [[0, 1]])
+    assert torch.equal(x, before)
+    pyops.swap_blocks(x, x, 16, [[0, 3], [1, 2]])
+    assert torch.equal(x, before[[0, 1, 1, 0]])
 
 
 @pytest.mark.gpu

@@ -71,13 +71,16 @@ def slots_beyond(slot_mapping: Tensor, num_blocks: int, block_size: int) -> dict
     return {"slot_mapping": slot_mapping >= num_blocks * block_size}
 
 
-def entries_outside(block_table: Tensor, seq_ends: Tensor, num_blocks: int, block_size: int) -> dict[str, Tensor]:
-    """For PYOPS_CHECK: of the entries that positions up to `seq_ends`, one for each sequence, need, those that name no
-    block."""
-    num_seqs = min(len(seq_ends), len(block_table))
+def entries_outside(
+    block_table: Tensor, starts: Tensor, lengths: Tensor, num_blocks: int, block_size: int
+) -> dict[str, Tensor]:
+    """For PYOPS_CHECK: the entries that name no block, of those that `lengths` positions from `starts` on need, one of
+    each for every sequence."""
+    num_seqs, table = len(lengths), block_table[: len(lengths)]
     first = torch.arange(block_table.shape[1], device=block_table.device) * block_size
+    starts, ends = starts[:, None], (starts + lengths)[:, None]
+    used = (first < ends) & (first + block_size > starts) & (starts < ends)
     wrong = torch.zeros_like(block_table, dtype=torch.bool)
-    used, table = first < seq_ends[:num_seqs, None], block_table[:num_seqs]
     wrong[:num_seqs] = used & ((table < 0) | (table >= num_blocks))
     return {"block_table": wrong}
 
@@ -148,6 +151,12 @@ def check_tokens(slot_mapping: Arg, *sources: Arg) -> int:
         if not source.shape or source.shape[0] < num_tokens:
             raise source.error(f"expected at least num_tokens={num_tokens} rows like slot_mapping, got {source.shape}")
     return num_tokens
+
+
+def check_rows(arg: Arg | None, num_seqs: int, what: str = "num_seqs") -> None:
+    """`arg` has a row for each of `num_seqs`, which is the size `what`."""
+    if arg is not None and arg.shape[0] < num_seqs:
+        raise arg.error(f"expected at least {what}={num_seqs} rows, got shape {arg.shape}")
 
 
 def token_bytes(*rows: tuple[Arg, int]) -> int:

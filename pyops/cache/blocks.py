@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy
 
 from .._core import check, tensor
-from .._core.dtypes import FLOATS, float8_e4m3fn, uint8
+from .._core.dtypes import FLOATS, DType, float8_e4m3fn, uint8
 from .._core.errors import OpError
 from .._core.kernel import Kernel, Launch
 from .._core.lazy import cupy, torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _copy_blocks = Kernel("cache/copy_blocks.cu")
 _convert_fp8 = Kernel("cache/convert_fp8.cu")
 
+_NOWHERE = 2**63 - 1
 _HOST = -1  # where a device would have its index
 _MOST_ROWS = 32768  # of a grid of convert_fp8
 
@@ -36,7 +38,8 @@ def copy_cache_blocks(key_cache: Tensor, value_cache: Tensor | None, block_mappi
     times; what a destination holds that comes twice, or is a source as well, is not specified.
 
     Args:
-        key_cache: [num_blocks, ...] of any dtype, read and written; the elements of a block lie together, in any order.
+        key_cache: [num_blocks, ...] of any dtype that ops know, read and written; the elements of a block lie together,
+            in any order.
         value_cache: likewise, with as many blocks of as many bytes; or None.
         block_mapping: [num_pairs, 2] int64 or int32, (source, destination), any strides.
     """
@@ -124,19 +127,33 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
         block_mapping: [num_pairs, 2] int64 or int32, on the device of the caches.
 
     Raises:
-        OpError: lists of different lengths, or what `copy_cache_blocks` refuses.
+        OpError: lists of different lengths, or what `copy_cache_blocks` refuses; no layer has been written then.
     """
     if len(key_caches) != len(value_caches):
         message = f"expected {len(key_caches)} tensors like key_caches, got {len(value_caches)}"
         raise OpError("copy_blocks", "value_caches", message)
-    for key_cache, value_cache in zip(key_caches, value_caches, strict=True):
-        copy_cache_blocks(key_cache, value_cache, block_mapping)
+    _copy_layers(list(zip(key_caches, value_caches, strict=True)), block_mapping)
 
 
 def copy_blocks_mla(kv_caches: Sequence[Any], block_mapping: Any) -> None:
     """Copy blocks in the joint caches of every layer: `copy_blocks` for caches that hold keys and values in one."""
-    for kv_cache in kv_caches:
-        copy_cache_blocks(kv_cache, None, block_mapping)
+    _copy_layers([(kv_cache, None) for kv_cache in kv_caches], block_mapping)
+
+
+def _copy_layers(layers: Sequence[tuple[Any, Any]], block_mapping: Any) -> None:
+    looks = [[_looks(cache) for cache in layer] for layer in layers]
+    for layer, look in zip(layers, looks, strict=True):
+        if look != looks[0]:  # the call for the first one checks what looks the same
+            copy_cache_blocks.op.check(*layer, block_mapping)
+    for layer in layers:
+        copy_cache_blocks(*layer, block_mapping)
+
+
+def _looks(cache: Any) -> Any:
+    """What a plan sees of a cache."""
+    if tensor.dialect(cache) is None:
+        return cache
+    return type(cache), cache.dtype, cache.shape, cache.device, getattr(cache, "strides", None) or cache.stride()
 
 
 def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any) -> None:
@@ -149,17 +166,18 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
 
     Args:
         src, dst: torch tensors, or numpy and cupy arrays, of any dtype and shape without gaps; both on one GPU, or one
-            or both in host memory. Blocks must not overlap.
+            or both in host memory.
         block_size_in_bytes: of a block.
         block_mapping: [n, 2] integers, (source, destination), in host memory: a torch tensor, a numpy array or a list.
+            No destination is a source as well.
 
     Raises:
-        OpError: a mapping that is not [n, 2] integers in host memory, a size below 1, tensors with gaps, of two
-        libraries
-            or two GPUs.
+        OpError: a mapping that is not [n, 2] integers in host memory, a destination that overlaps a source, a size
+            below 1, tensors with gaps, of two libraries or two GPUs. Nothing has been written then.
     """
     mapping = _host_mapping(block_mapping)
-    if not isinstance(block_size_in_bytes, int) or block_size_in_bytes < 1:
+    size = block_size_in_bytes if hasattr(block_size_in_bytes, "__index__") else 0
+    if isinstance(size, bool) or (size := index(size)) < 1:
         raise OpError(
             "swap_blocks", "block_size_in_bytes", f"expected an int of at least 1, got {block_size_in_bytes!r}"
         )
@@ -168,12 +186,17 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
         raise target_arg.error("expected a tensor of the library of src")
     if len({source_arg.device.index, target_arg.device.index} - {_HOST}) > 1:
         raise target_arg.error("expected host memory or the device of src")
-    sizes = [arg.nbytes // block_size_in_bytes for arg in (source_arg, target_arg)]
-    exists = ((mapping >= 0) & (mapping < numpy.array(sizes))).all(1)
+    blocks = [arg.nbytes // size for arg in (source_arg, target_arg)]
+    mapping = mapping[((mapping >= 0) & (mapping < numpy.array(blocks))).all(1)]
+    sources, targets = (tensor.address(value) + mapping[:, i] * size for i, value in enumerate((src, dst)))
+    sources.sort()
+    # Of each target, the first source that does not end before it begins; behind the last one lies nothing.
+    following = numpy.searchsorted(sources, targets - size, side="right")
+    if (numpy.append(sources, _NOWHERE)[following] < targets + size).any():
+        raise OpError("swap_blocks", "block_mapping", "a destination overlaps a source")
     copy = _copier(src, dst)
-    for source, target, count in _runs(mapping[exists]):
-        start, to, size = (number * block_size_in_bytes for number in (source, target, count))
-        copy(start, to, size)
+    for source, target, count in _runs(mapping):
+        copy(source * size, target * size, count * size)
 
 
 def _host_mapping(block_mapping: Any) -> Any:
@@ -181,7 +204,10 @@ def _host_mapping(block_mapping: Any) -> Any:
     kind = tensor.dialect(block_mapping)
     if kind == "cupy" or (kind == "torch" and block_mapping.device.type != "cpu"):
         raise OpError("swap_blocks", "block_mapping", "expected it in host memory")
-    mapping = numpy.asarray(block_mapping)
+    try:
+        mapping = numpy.asarray(block_mapping)
+    except ValueError:  # rows of different lengths
+        raise OpError("swap_blocks", "block_mapping", "expected integers [n, 2], got rows that differ") from None
     if mapping.size and (mapping.ndim != 2 or mapping.shape[1] != 2 or mapping.dtype.kind not in "iu"):
         raise OpError("swap_blocks", "block_mapping", f"expected integers [n, 2], got {mapping.dtype} {mapping.shape}")
     return mapping.astype(numpy.int64).reshape(-1, 2)
@@ -192,7 +218,8 @@ def _dense(name: str, value: Any) -> Arg:
     kind = tensor.dialect(value)
     if kind is None:
         raise OpError("swap_blocks", name, f"expected a tensor, got {type(value).__name__}")
-    arg = tensor.describe("swap_blocks", name, value, kind, name == "dst")
+    dtype = DType(str(value.dtype), "", value.dtype.itemsize)
+    arg = tensor.describe("swap_blocks", name, value, kind, name == "dst", dtype)
     if arg.extent != arg.nbytes:
         raise arg.error(f"expected no gaps, got shape {arg.shape} with strides {arg.strides}")
     return arg
@@ -220,12 +247,15 @@ def _copier(src: Any, dst: Any) -> Any:
     source_address, target_address = tensor.address(src), tensor.address(dst)
     if tensor.on_host(src) and tensor.on_host(dst):
         return lambda start, to, size: ctypes.memmove(target_address + to, source_address + start, size)
-    on_device = dst if tensor.on_host(src) else src
-    stream = cupy.cuda.get_current_stream(on_device.device.id).ptr
-    any_direction = cupy.cuda.runtime.memcpyDefault
-    return lambda start, to, size: cupy.cuda.runtime.memcpyAsync(
-        target_address + to, source_address + start, size, any_direction, stream
-    )
+    device = (dst if tensor.on_host(src) else src).device
+
+    def copy_on_device(start: int, to: int, size: int) -> None:
+        with device:  # a null stream is the current device's
+            stream = cupy.cuda.get_current_stream().ptr
+            any_direction = cupy.cuda.runtime.memcpyDefault
+            cupy.cuda.runtime.memcpyAsync(target_address + to, source_address + start, size, any_direction, stream)
+
+    return copy_on_device
 
 
 def _torch_bytes(value: Tensor) -> Tensor:

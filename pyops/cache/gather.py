@@ -16,6 +16,7 @@ from .._core.tensor import Arg
 from ._common import (
     CODES,
     bits,
+    check_rows,
     entries,
     entries_outside,
     example_cache,
@@ -49,7 +50,7 @@ def _where(
     row = torch.arange(len(sequence), device=sequence.device)
     valid = (sequence >= 0) & (sequence < num_seqs)
     if num_seqs == 0:
-        return positions(block_table, sequence, row, num_blocks, block_size)
+        return positions(block_table, torch.full_like(sequence, -1), row, num_blocks, block_size)
     known = sequence.where(valid, 0)
     begin, end = cu_seq_lens[known].long(), cu_seq_lens[known + 1].long()
     start = torch.zeros_like(begin) if seq_starts is None else seq_starts[known].long()
@@ -64,9 +65,32 @@ def _owners(cu_seq_lens: Tensor, num_seqs: int, num_rows: int) -> Tensor:
     return torch.searchsorted(cu_seq_lens[1 : num_seqs + 1].contiguous(), row, right=True)
 
 
-def _ends(cu_seq_lens: Tensor, num_seqs: int, seq_starts: Tensor | None) -> Tensor:
-    lengths = (cu_seq_lens[1:] - cu_seq_lens[:-1])[:num_seqs]
-    return lengths if seq_starts is None else lengths + seq_starts[:num_seqs]
+def _outside(
+    cache: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    num_seqs: int,
+    seq_starts: Tensor | None = None,
+    num_rows: int | None = None,
+) -> dict[str, Tensor]:
+    """For PYOPS_CHECK: rows before the first, or behind the last if `num_rows` are all; sequences that end before they
+    begin, or where the table has no entries; and entries that name no block."""
+    num_blocks, block_size = cache.shape[:2]
+    capacity = block_table.shape[1] * block_size
+    rows = cu_seq_lens[: num_seqs + 1].long()
+    lengths = rows.diff()
+    starts = torch.zeros_like(lengths) if seq_starts is None else seq_starts[:num_seqs].long()
+    wrong = rows < 0 if num_rows is None else (rows < 0) | (rows > num_rows)
+    wrong[1:] |= (lengths < 0) | ((lengths > 0) & (starts + lengths > capacity))
+    found = {"cu_seq_lens": _among(cu_seq_lens, wrong)}
+    if seq_starts is not None:
+        found["seq_starts"] = _among(seq_starts, (lengths > 0) & ((starts < 0) | (starts > capacity)))
+    return {**found, **entries_outside(block_table, starts, lengths, num_blocks, block_size)}
+
+
+def _among(values: Tensor, wrong: Tensor) -> Tensor:
+    """A mask of the first of `values` as one of all."""
+    return torch.nn.functional.pad(wrong, (0, len(values) - len(wrong)))
 
 
 def _gather_plan(
@@ -123,13 +147,8 @@ def _check_tables(block_table: Arg, cu_seq_lens: Arg, num_seqs: int | None = Non
         num_seqs = cu_seq_lens.shape[0] - 1
     if num_seqs < 0 or cu_seq_lens.shape[0] < num_seqs + 1:
         raise cu_seq_lens.error(f"expected at least num_seqs + 1 = {num_seqs + 1} entries, got {cu_seq_lens.shape}")
-    _check_rows(block_table, num_seqs)
+    check_rows(block_table, num_seqs)
     return num_seqs
-
-
-def _check_rows(arg: Arg | None, num_seqs: int, what: str = "num_seqs") -> None:
-    if arg is not None and arg.shape[0] < num_seqs:
-        raise arg.error(f"expected at least {what}={num_seqs} rows, got shape {arg.shape}")
 
 
 @op(inout="dst", ulps=0)
@@ -156,7 +175,7 @@ def gather_and_maybe_dequant_cache(
         dst: [at least num_tokens, entry_size], float32, float16 or bfloat16, written row by row; any stride of rows.
         block_table: [at least num_seqs, max_blocks] int32 or int64, any strides.
         cu_seq_lens: [num_seqs + 1] int32 or int64: the row at which each sequence begins, and the end of the last.
-        token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row.
+        token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; any other number for none.
         num_tokens: rows to fill.
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
         scale: one float32, or a number; not read for "auto".
@@ -187,13 +206,13 @@ def _(
     num_seqs = _check_tables(block_table, cu_seq_lens)
     check.index(token_to_seq, num_tokens=None)
     check.index(seq_starts, num_seqs=None)
-    _check_rows(seq_starts, num_seqs)
+    check_rows(seq_starts, num_seqs)
     check.scalar(scale)
     num_tokens = index(num_tokens)
     if num_tokens < 0:
         raise check.refuse(dst, "num_tokens", f"expected at least 0, got {num_tokens}")
     for arg in (dst, token_to_seq):
-        _check_rows(arg, num_tokens, "num_tokens")
+        check_rows(arg, num_tokens, "num_tokens")
     types = {"scalar_t": dst.dtype, "cache_t": kind}
     return _gather_plan(src_cache, dst, types, block_table, cu_seq_lens, num_seqs, token_to_seq, seq_starts, num_tokens)
 
@@ -210,8 +229,7 @@ def _(
     num_seqs = len(cu_seq_lens) - 1
     outside = (token_to_seq < 0) | (token_to_seq >= num_seqs)
     outside[num_tokens:] = False
-    ends = _ends(cu_seq_lens, num_seqs, seq_starts)
-    return {"token_to_seq": outside, **entries_outside(block_table, ends, *src_cache.shape[:2])}
+    return {"token_to_seq": outside, **_outside(src_cache, block_table, cu_seq_lens, num_seqs, seq_starts)}
 
 
 @gather_and_maybe_dequant_cache.traffic
@@ -274,8 +292,8 @@ def cp_gather_cache(
     of no sequence, or whose entry does not exist, is left as it is.
 
     Args:
-        src_cache: [num_blocks, block_size, ...] of any dtype of 1, 2 or 4 bytes; the elements of an entry one after
-            another, any strides of blocks and slots.
+        src_cache: [num_blocks, block_size, ...] of any dtype of 1, 2 or 4 bytes that ops know; the elements of an entry
+            one after another, any strides of blocks and slots.
         dst: [num_rows, ...] of the same dtype, written row by row; any stride of rows.
         block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
         cu_seq_lens: [at least batch_size + 1] int32 or int64, ascending: the row at which each sequence begins.
@@ -303,7 +321,7 @@ def _(src_cache: Arg, dst: Arg, block_table: Arg, cu_seq_lens: Arg, batch_size: 
     check.contiguous(replace(dst, shape=dst.shape[1:], strides=dst.strides[1:]))
     _check_tables(block_table, cu_seq_lens, batch_size)
     check.index(seq_starts, num_seqs=None)
-    _check_rows(seq_starts, batch_size, "batch_size")
+    check_rows(seq_starts, batch_size, "batch_size")
     word = _WORDS[src_cache.dtype.itemsize]
     types = {"scalar_t": word, "cache_t": word}
     absent = ("token_to_seq", "scale")
@@ -314,9 +332,9 @@ def _(src_cache: Arg, dst: Arg, block_table: Arg, cu_seq_lens: Arg, batch_size: 
 
 @cp_gather_cache.indices
 def _(
-    src_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, batch_size: int, seq_starts: Tensor | None
+    src_cache: Tensor, dst: Tensor, block_table: Tensor, cu_seq_lens: Tensor, batch_size: int, seq_starts: Tensor | None
 ) -> dict[str, Tensor]:
-    return entries_outside(block_table, _ends(cu_seq_lens, batch_size, seq_starts), *src_cache.shape[:2])
+    return _outside(src_cache, block_table, cu_seq_lens, batch_size, seq_starts, len(dst))
 
 
 @cp_gather_cache.traffic
@@ -400,7 +418,7 @@ def _(src_cache: Arg, dst: Arg, block_table: Arg, seq_lens: Arg, workspace_start
     if batch_size < 0:
         raise check.refuse(dst, "batch_size", f"expected at least 0, got {batch_size}")
     for arg in (block_table, seq_lens, workspace_starts):
-        _check_rows(arg, batch_size, "batch_size")
+        check_rows(arg, batch_size, "batch_size")
     num_rows, num_threads = dst.shape[0], _UPCONVERT_THREADS
     groups = num_threads // 32
     rows = _UPCONVERT_ROWS if num_rows >= groups * _UPCONVERT_ROWS * dst.device.multiprocessors else 1
@@ -414,7 +432,7 @@ def _(src_cache: Arg, dst: Arg, block_table: Arg, seq_lens: Arg, workspace_start
         ROWS=rows,
         NUM_THREADS=num_threads,
     ).launch(
-        grid=-(-num_rows // (groups * rows)) if src_cache.numel and block_table.numel else 0,
+        grid=-(-num_rows // (groups * rows)) if batch_size and src_cache.numel and block_table.numel else 0,
         block=num_threads,
         num_rows=num_rows,
         max_blocks=block_table.shape[1],
@@ -428,8 +446,23 @@ def _(src_cache: Arg, dst: Arg, block_table: Arg, seq_lens: Arg, workspace_start
 
 
 @cp_gather_and_upconvert_fp8_kv_cache.indices
-def _(src_cache: Tensor, block_table: Tensor, seq_lens: Tensor, batch_size: int) -> dict[str, Tensor]:
-    return entries_outside(block_table, seq_lens[:batch_size], *src_cache.shape[:2])
+def _(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    workspace_starts: Tensor,
+    batch_size: int,
+) -> dict[str, Tensor]:
+    num_blocks, block_size = src_cache.shape[:2]
+    lengths, rows = seq_lens[:batch_size].long(), workspace_starts[:batch_size].long()
+    wrong_lengths = (lengths < 0) | (lengths > block_table.shape[1] * block_size)
+    wrong_rows = (lengths > 0) & ((rows < 0) | (rows + lengths > len(dst)))
+    return {
+        "seq_lens": _among(seq_lens, wrong_lengths),
+        "workspace_starts": _among(workspace_starts, wrong_rows),
+        **entries_outside(block_table, torch.zeros_like(lengths), lengths, num_blocks, block_size),
+    }
 
 
 @cp_gather_and_upconvert_fp8_kv_cache.traffic
@@ -518,9 +551,8 @@ def _(kv_cache: Arg, dst_k: Arg, dst_scale: Arg, block_table: Arg, cu_seq_lens: 
 
 
 @cp_gather_indexer_k_quant_cache.indices
-def _(kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor) -> dict[str, Tensor]:
-    num_seqs = len(cu_seq_lens) - 1
-    return entries_outside(block_table, _ends(cu_seq_lens, num_seqs, None), *kv_cache.shape[:2])
+def _(kv_cache: Tensor, dst_k: Tensor, block_table: Tensor, cu_seq_lens: Tensor) -> dict[str, Tensor]:
+    return _outside(kv_cache, block_table, cu_seq_lens, len(cu_seq_lens) - 1, num_rows=len(dst_k))
 
 
 @cp_gather_indexer_k_quant_cache.traffic

@@ -68,8 +68,9 @@ def indexer_parts(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """The codes [num_blocks, block_size, head_size] and the bytes of the scales [num_blocks, block_size, ...]."""
     num_blocks, block_size, entry = kv_cache.shape
     flat = kv_cache.as_strided((num_blocks, block_size * entry), (kv_cache.stride(0), 1))
-    parts = flat.split((block_size * head_size, block_size * (entry - head_size)), 1)
-    keys, scales = (part.unflatten(1, (block_size, -1)) for part in parts)
+    sizes = (head_size, entry - head_size)
+    parts = flat.split([block_size * size for size in sizes], 1)
+    keys, scales = (part.unflatten(1, (block_size, size)) for part, size in zip(parts, sizes, strict=True))
     return keys, scales
 
 
@@ -77,7 +78,9 @@ def indexer_cache(kv_cache: Arg, head_size: int, scale_size: int) -> tuple[Arg, 
     """(the codes of an indexer's cache, in what alignment the scales lie); checks the cache."""
     check.dtype(kv_cache, uint8)
     check.sizes(kv_cache, num_blocks=None, block_size=None, entry=head_size + scale_size)
-    num_blocks, block_size, _ = kv_cache.shape
+    num_blocks, block_size, entry = kv_cache.shape
+    if block_size * entry > 2**30:  # bytes, which kernels count in 32 bits
+        raise kv_cache.error(f"expected blocks of at most 2^30 bytes, got shape {kv_cache.shape}")
     check.contiguous(replace(kv_cache, shape=kv_cache.shape[1:], strides=kv_cache.strides[1:]))
     block_stride = kv_cache.strides[0]
     keys = replace(kv_cache, shape=(num_blocks, block_size, head_size), strides=(block_stride, head_size, 1))

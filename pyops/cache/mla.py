@@ -12,6 +12,7 @@ from .._core.op import op
 from .._core.tensor import Arg
 from ._common import (
     bits,
+    check_rows,
     check_tokens,
     codes,
     entries,
@@ -204,7 +205,7 @@ def concat_and_cache_mla_rope_fused(
     it is, and nothing is written for it.
 
     Args:
-        positions: [num_tokens] int64 or int32, any stride.
+        positions: [at least num_tokens] int64 or int32, any stride.
         q_pe: [num_tokens, num_heads, rope_size], float32, float16 or bfloat16, read and written; any strides of tokens
             and heads.
         k_pe: [num_tokens, rope_size] of the same dtype, read and written; any stride of tokens.
@@ -218,6 +219,7 @@ def concat_and_cache_mla_rope_fused(
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
         kv_cache_scale: one float32, or a number; not read for "auto".
     """
+    positions = positions[: len(q_pe)]
     known = ((positions >= 0) & (positions < cos_sin_cache.shape[0])).nonzero().squeeze(1)
     cos, sin = cos_sin_cache[positions[known].long()].chunk(2, -1)
     q_pe[known] = _rotated(q_pe[known], cos[:, None], sin[:, None], is_neox)
@@ -253,8 +255,9 @@ def _(
     check.contiguous(cos_sin_cache)
     for arg in (q_pe, k_pe, kv_c):
         check.row_size(arg)
-    for arg in (positions, slot_mapping):
-        check.index(arg, num_tokens=num_tokens)
+    check.index(positions, num_tokens=None)
+    check_rows(positions, num_tokens, "num_tokens")
+    check.index(slot_mapping, num_tokens=num_tokens)
     latent_size = kv_c.shape[1]
     kind = check.cache_dtype(kv_cache, kv_cache_dtype, q_pe.dtype)
     check.sizes(kv_cache, num_blocks=None, block_size=None, **{"latent_size + rope_size": latent_size + rope_size})
@@ -278,7 +281,7 @@ def _(
         ROUNDS=rounds,
         NUM_THREADS=num_threads,
     ).launch(
-        grid=(num_tokens if kv_cache.numel else 0, -(-items // (rounds * num_threads))),
+        grid=(num_tokens if cos_sin_cache.numel else 0, -(-items // (rounds * num_threads))),
         block=num_threads,
         max_position=cos_sin_cache.shape[0],
         positions_stride=stride(positions),
@@ -294,6 +297,7 @@ def _(
 @concat_and_cache_mla_rope_fused.indices
 def _(positions: Tensor, cos_sin_cache: Tensor, slot_mapping: Tensor, kv_cache: Tensor) -> dict[str, Tensor]:
     outside = (positions < 0) | (positions >= cos_sin_cache.shape[0])
+    outside[len(slot_mapping) :] = False
     return {"positions": outside, **slots_beyond(slot_mapping, *kv_cache.shape[:2])}
 
 

@@ -65,9 +65,9 @@ def reshape_and_cache(
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
         k_scale, v_scale: one float32 each, or a number; not read for "auto".
     """
-    num_blocks, num_heads, _, block_size, x = key_cache.shape
+    num_blocks, num_heads, chunks, block_size, x = key_cache.shape
     tokens, block, offset = slots(slot_mapping, num_blocks, block_size)
-    keys = kept(key[tokens], k_scale, kv_cache_dtype).reshape(len(tokens), num_heads, -1, x)
+    keys = kept(key[tokens], k_scale, kv_cache_dtype).reshape(len(tokens), num_heads, chunks, x)
     bits(key_cache)[block, :, :, offset] = keys
     bits(value_cache)[block, :, :, offset] = kept(value[tokens], v_scale, kv_cache_dtype)
 

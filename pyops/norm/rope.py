@@ -50,8 +50,8 @@ def fused_qk_norm_rope(
         head_dim: 64, 128 or 256.
         eps: added to the mean of squares.
         q_weight, k_weight: [head_dim] of the same dtype.
-        cos_sin_cache: [max_position, rotary_dim], float32, float16 or bfloat16, contiguous; cosines in the first half
-            of a row, sines in the second; rotary_dim even, at most head_dim.
+        cos_sin_cache: [max_position, rotary_dim], float32, float16 or bfloat16, contiguous, of at least one row;
+            cosines in the first half of a row, sines in the second; rotary_dim even, at most head_dim.
         is_neox: which elements make a pair.
         position_ids: [num_tokens] int64, contiguous.
     """
@@ -99,8 +99,10 @@ def _(
         check.shape(weight, qkv.dtype, head_dim=head_dim)
     check.floating(cos_sin_cache)
     check.contiguous(cos_sin_cache)
-    if len(cos_sin_cache.shape) != 2:
-        raise cos_sin_cache.error(f"expected shape (max_position, rotary_dim), got {cos_sin_cache.shape}")
+    if len(cos_sin_cache.shape) != 2 or not cos_sin_cache.shape[0]:
+        raise cos_sin_cache.error(
+            f"expected shape (max_position, rotary_dim) with at least one row, got {cos_sin_cache.shape}"
+        )
     max_position, rotary_dim = cos_sin_cache.shape
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise cos_sin_cache.error(f"expected an even rotary_dim of at most head_dim={head_dim}, got {rotary_dim}")
