@@ -61,6 +61,19 @@ def test_softmax_of_what_is_not_finite(columns: int, device: str) -> None:
     torch.testing.assert_close(x.exp(), right, equal_nan=True)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_softmax_next_to_no_temperature(device: str) -> None:
+    """1e-40 has no inverse: all there is goes to the largest."""
+    x = torch.tensor([[1.0, 3.0, 2.0]], device=device).repeat(2, 1)
+    t = torch.tensor([1e-40, 1e-38], device=device)
+    out = torch.empty_like(x)
+    pyops.softmax(out, x, t)
+    assert out.tolist() == [[0.0, 1.0, 0.0]] * 2
+    pyops.log_softmax(out, x, t)
+    assert out[:, 1].tolist() == [0.0, 0.0]
+    assert (out[:, ::2] < -1e37).all()
+
+
 # Drawing
 
 

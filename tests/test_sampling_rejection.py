@@ -66,6 +66,39 @@ def test_distribution(with_draft_probs: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_drafts_and_bonus_tokens_of_the_same_seeds(device: str) -> None:
+    """A draft, and the token that follows it, drawn by the sampler under the request's own seed and offset, depend on
+    other numbers than whether the draft stands."""
+    batch, vocab_size = 4000 if device == "cuda" else 400, 4
+    seeds, offsets = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
+    uniform = torch.full((batch, vocab_size), 0.25, device=device)
+    skewed = torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).expand(batch, -1).contiguous()
+    drafts, bonus = (torch.empty(batch, dtype=torch.int32, device=device) for _ in range(2))
+    pyops.top_k_top_p_sampling_from_logits(drafts, skewed.log(), seeds, offsets)
+    pyops.top_k_top_p_sampling_from_logits(bonus, uniform.log(), seeds, offsets)
+    out = torch.empty(batch, 2, dtype=torch.int32, device=device)
+    ends = torch.arange(1, batch + 1, dtype=torch.int32, device=device)
+    pyops.rejection_sample(out, drafts, ends, skewed, uniform, bonus, seeds, offsets)
+    tokens = out.cpu().numpy()
+    second = tokens[tokens[:, 1] >= 0, 1]
+    assert abs(len(second) / batch - 0.8) < 0.1
+    for found in (tokens[:, 0], second):
+        assert chi_square(numpy.bincount(found, minlength=vocab_size), numpy.full(vocab_size, len(found) / 4))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_drafts(device: str) -> None:
+    """A batch in which no request has one."""
+    assert sample([], [0, 0, 0], None, torch.empty(0, 50, device=device), 3) == [
+        [9000 + r, -1, -1, -1] for r in range(3)
+    ]
+    assert sample([], [0, 0], torch.empty(0, 50, device=device), torch.empty(0, 50, device=device), 1) == [
+        [9000, -1],
+        [9001, -1],
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab_size", [7, 5000])
 def test_greedy_and_ragged(vocab_size: int, device: str) -> None:
     """One-hot targets: drafts stand as long as they are right; requests of none, some and too many drafts."""

@@ -153,7 +153,7 @@ def test_every_schedule() -> None:
     ("wrong", "message"),
     [
         ({"numRows": 5}, "rowStarts: expected at least 5"),
-        ({"logits": torch.zeros(3, 50)}, "numRows: expected at most 3"),
+        ({"logits": torch.zeros(3, 50)}, "numRows: expected 0 to 3"),
         ({"stride0": 51}, "logits: expected strides"),
         ({"topK": -1}, "topK: expected 0 or more"),
         ({"topK": 4}, "indices: expected shape"),

@@ -48,7 +48,7 @@ rejection_sample(int32_t* output_token_ids,            // [batch, most_drafts + 
         if (token < 0 || token >= vocab_size) return false;
         const float p = target_probs[(begin + i) * target_stride + token];
         const float q = HAS_DRAFT_PROBS ? draft_probs[(begin + i) * draft_stride + token] : 1.0f;
-        return q > 0.0f && double(philox(seed, offset, uint32_t(i), 0) >> 32) * 0x1p-32 * double(q) < double(p);
+        return q > 0.0f && double(philox(seed, offset, uint32_t(i), 1) >> 32) * 0x1p-32 * double(q) < double(p);
     };
     int64_t accepted = 0;
     while (accepted < count && stands(accepted)) ++accepted;
@@ -105,7 +105,7 @@ rejection_sample(int32_t* output_token_ids,            // [batch, most_drafts + 
             if (threadIdx.x == 0) output_token_ids[accepted] = -1;
             return;
         }
-        uint64_t left = multiply_high(philox(seed, offset, uint32_t(accepted), 1), total);
+        uint64_t left = multiply_high(philox(seed, offset, uint32_t(accepted), 2), total);
         int64_t piece = 0;
         for (; left >= sums[piece * 2 + alone]; ++piece) left -= sums[piece * 2 + alone];
         const auto take = [&](int i, int j, uint64_t) {

@@ -33,7 +33,8 @@ softmax(out_t* out,                   // [num_rows, vocab_size]
     const unsigned block = PART == 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int64_t row = block / unsigned(pieces);
     const int piece = int(block - unsigned(row) * unsigned(pieces));
-    const float inverse = HAS_TEMPERATURE ? ieee_divide(1.0f, temperature[row]) : 1.0f;
+    float inverse = HAS_TEMPERATURE ? ieee_divide(1.0f, temperature[row]) : 1.0f;
+    if (inverse > FLOAT_MAX) inverse = FLOAT_MAX;  // of a temperature next to 0; times 0, infinity would be NaN
     logits += row * logits_stride;
     out += row * out_stride;
     const auto column = [&](int b) {

@@ -64,7 +64,7 @@ def top_k_top_p_sampling_from_logits(
 
     Args:
         samples: [num_rows] int32, contiguous, written; -1 for a row in which nothing can be drawn.
-        logits: [num_rows, vocab_size], float32, float16 or bfloat16; rows of any stride.
+        logits: [num_rows, vocab_size], float32, float16 or bfloat16; rows of any stride; one token at least.
         seeds: [num_rows] int64, contiguous.
         offsets: the same; or None for 0.
         top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, for all. Or None.
@@ -123,8 +123,8 @@ def _(
     check.shape(top_k, int32, num_rows=num_rows)
     for arg in (top_p, min_p, temperature):
         check.shape(arg, float32, num_rows=num_rows)
-    if vocab_size > _MOST_TOKENS:
-        raise logits.error(f"expected at most {_MOST_TOKENS} tokens, got {vocab_size}")
+    if not 1 <= vocab_size <= _MOST_TOKENS:
+        raise logits.error(f"expected 1 to {_MOST_TOKENS} tokens, got {vocab_size}")
 
     given = {"offsets": offsets, "top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
     if top_k is not None or top_p is not None:  # else the row is read no more than twice in any case

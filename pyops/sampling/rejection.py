@@ -40,7 +40,8 @@ def rejection_sample(
     if these are 0, and what follows it is dropped; if all stand, the bonus token follows (Leviathan et al. 2023,
     arXiv:2211.17192). Weights are integers, ``floor(2^40 w)``, and a token is the first at which their running sum
     exceeds ``r_i / 2^64`` of all. ``u_i``, of 32 bits, and ``r_i``, of 64, are the highest of the first 64 bits of
-    Philox4x32-10 under the request's seed for the counters (offset, i, 0) and (offset, i, 1).
+    Philox4x32-10 under the request's seed for the counters (offset, i, 1) and (offset, i, 2), of which
+    `top_k_top_p_sampling_from_logits` takes none: drafts and the bonus token may be drawn by it under the same seed.
 
     Args:
         output_token_ids: [batch, max_spec_len + 1] int32, contiguous, written; -1 behind the last token, and for one
@@ -68,10 +69,10 @@ def rejection_sample(
             row, token = begin + i, int(draft_token_ids[begin + i])
             is_token = 0 <= token < vocab_size
             q = 0.0 if not is_token else 1.0 if draft_probs is None else float(draft_probs[row, token])
-            if q > 0 and (philox(*key, i, 0) >> 32) * 2.0**-32 * q < float(target_probs[row, token]):
+            if q > 0 and (philox(*key, i, 1) >> 32) * 2.0**-32 * q < float(target_probs[row, token]):
                 output_token_ids[request, i] = token
                 continue
-            output_token_ids[request, i] = _replacement(target_probs[row], draft_probs, row, token, philox(*key, i, 1))
+            output_token_ids[request, i] = _replacement(target_probs[row], draft_probs, row, token, philox(*key, i, 2))
             break
         else:
             output_token_ids[request, count] = bonus[request]

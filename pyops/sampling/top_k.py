@@ -122,7 +122,7 @@ def _(
     logits: Arg, next_n: int, seq_lens: Arg, indices: Arg, numRows: int, stride0: int, stride1: int, topK: int
 ) -> list[Launch]:
     if not 1 <= next_n < 2**31:
-        raise check.refuse(logits, "next_n", f"expected 1 or more, got {next_n}")
+        raise check.refuse(logits, "next_n", f"expected 1 to 2^31 - 1, got {next_n}")
     _per_row(seq_lens, -(-numRows // next_n))
     return _launches(logits, indices, numRows, (stride0, stride1), topK, {"rowStarts": 0, "rowEnds": 0})
 
@@ -165,7 +165,7 @@ def _launches(
     check.sizes(logits, num_rows=None, columns=None)
     num_rows, columns = logits.shape
     if not 0 <= numRows <= num_rows:
-        raise check.refuse(logits, "numRows", f"expected at most {num_rows}, as many as logits has, got {numRows}")
+        raise check.refuse(logits, "numRows", f"expected 0 to {num_rows}, as many as logits has, got {numRows}")
     if any(size > 1 and given != own for given, own, size in zip(strides, logits.strides, logits.shape, strict=True)):
         raise logits.error(f"expected strides {strides} as given, got {logits.strides}")
     if topK < 0:
