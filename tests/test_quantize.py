@@ -718,14 +718,46 @@ def test_group_quant_into_new_tensors(device: str) -> None:
     right, right_scale = grouped(exact(x), 64, FP8, power_of_two=True)
     same(codes, right)
     same(scale, right_scale)
-    codes, scale = pyops.per_token_group_quant_fp8(x.view(5, 2, 128), 64)
-    assert scale.shape == (5, 2, 2)
+    for major, strides in ((False, (4, 2, 1)), (True, (4, 1, 2))):
+        codes, scale = pyops.per_token_group_quant_fp8(x.view(5, 2, 128), 64, column_major_scales=major)
+        assert (scale.shape, scale.stride()) == ((5, 2, 2), strides)
+        same(scale.flatten(1), grouped(exact(x), 64, FP8)[1])
     packed_codes, packed = pyops.per_token_group_quant_fp8_packed_for_deepgemm(x, 64)
     assert (packed.shape, packed.stride(), packed.dtype) == ((5, 1), (1, 8), torch.int32)
     same(packed_codes, right)
     whole = packed.as_strided((8, 1), (1, 8)).cpu().numpy().view("uint8").reshape(8, 4)
     assert (whole[:5] == numpy.log2(right_scale) + 127).all()
     assert not whole[5:].any()
+    columns = pyops.per_token_group_quant_fp8_packed_for_deepgemm(x.t().contiguous().t(), 64)
+    assert torch.equal(columns[0].view(torch.uint8), packed_codes.view(torch.uint8))
+    assert torch.equal(columns[1], packed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_scales_than_needed(device: str) -> None:
+    """The first are written, the others stay."""
+    x = draw(5, 64, device=device)
+    for op, shape, count in (
+        (pyops.dynamic_per_token_scaled_fp8_quant, (8, 1), 5),
+        (pyops.dynamic_per_token_scaled_fp8_quant, (5,), 5),
+        (pyops.dynamic_scaled_fp8_quant, (3,), 1),
+    ):
+        codes, scale = new(x.shape, FP8, device), torch.full(shape, 7.0, device=device)
+        op(codes, x, scale)
+        right_codes, right = new(x.shape, FP8, device), torch.empty(count, device=device)
+        op(right_codes, x, right)
+        assert torch.equal(scale.flatten()[:count], right)
+        assert (scale.flatten()[count:] == 7.0).all()
+        assert torch.equal(codes.view(torch.uint8), right_codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_codes_of_groups_from_zero_on(device: str) -> None:
+    """Where the smallest code is 0, nothing is -0."""
+    x = torch.tensor([[-1.0, -0.0, 0.0, 2.0]], device=device)
+    codes, scale = new(x.shape, FP8, device), torch.empty(1, 1, device=device)
+    pyops.per_token_group_fp8_quant(x, codes, scale, 4, 1e-10, 0.0, 448.0, False)
+    assert codes.view(torch.uint8).tolist() == [[0, 0, 0, 0x7E]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -810,7 +842,10 @@ def test_other_refusals() -> None:
     assert _refusal(pyops.dynamic_scaled_int8_quant, int8_codes, x, scale, azp).startswith(
         "azp: expected one element per"
     )
-    assert _refusal(pyops.dynamic_scaled_fp8_quant, fp8_codes, x, scale).startswith("scale: expected one element")
+    few = "scale: expected at least {}, got shape ({},)"
+    assert _refusal(pyops.dynamic_scaled_fp8_quant, fp8_codes, x, scale[:0]) == few.format("1 element", 0)
+    per_token = pyops.dynamic_per_token_scaled_fp8_quant
+    assert _refusal(per_token, fp8_codes, x, scale.flatten()[:3], None) == few.format("4 elements", 3)
 
     def group(size: int = 32, eps: float = 1e-10, low: float = -448.0, high: float = 448.0, s: Any = groups) -> str:
         return _refusal(pyops.per_token_group_fp8_quant, x, fp8_codes, s, size, eps, low, high, False)
@@ -838,6 +873,9 @@ def test_other_refusals() -> None:
     assert _refusal(pyops.scaled_int8_quant, x, scale[:1], symmetric=False).startswith("azp: expected one with")
     assert _refusal(pyops.per_token_group_quant_fp8, x, 32, dtype=INT8).startswith("dtype: expected")
     assert _refusal(pyops.per_token_group_quant_fp8_packed_for_deepgemm, x, 32, use_ue8m0=False).startswith("use_ue8m0")
+    assert _refusal(pyops.per_token_group_quant_fp8, x[0, 0], 32).startswith("x: expected at least one dimension")
+    tma = {"column_major_scales": True, "tma_aligned_scales": True}
+    assert _refusal(pyops.per_token_group_quant_fp8, x[None], 32, **tma).startswith("tma_aligned_scales: expected a m")
     assert _refusal(pyops.permute_cols, x, torch.arange(64)).startswith("perm: expected dtype int32")
     assert _refusal(pyops.permute_cols, x, torch.arange(63).int()).startswith("perm: expected shape")
 

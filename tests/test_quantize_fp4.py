@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy
 import pytest
 import torch
@@ -369,6 +370,8 @@ def test_indices_out_of_range_are_named(device: str, monkeypatch: pytest.MonkeyP
         run_experts(x, [1.0, 1.0], [0, 4, 5], [0, 128, 256], 256)
     with pytest.raises(pyops.OpError, match=r"output_scale_offset_by_experts: 1 of 3 .* the first at \(1,\): 1$"):
         run_experts(x, [1.0, 1.0], [0, 2, 4], [0, 1, 128], 128)
+    with pytest.raises(pyops.OpError, match=r"input_offset_by_experts: 1 of 4 indices are out of range.* \(2,\): 1"):
+        run_experts(x, [1.0, 1.0, 1.0], [0, 3, 1, 4], [0, 128, 256, 384], 384)
     for op in (pyops.scaled_fp4_experts_quant, pyops.silu_and_mul_scaled_fp4_experts_quant):
         op.op.forget()
 
@@ -425,6 +428,22 @@ def test_empty() -> None:
                     assert codes.shape == (rows, size // 2)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_experts(device: str) -> None:
+    """Rows are nobody's, as many as make tiles: nothing is written, and no offset is read."""
+    x = draw(130, 64, device=device)
+    nothing, offsets = torch.empty(0, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    codes = torch.full((130, 32), 7, dtype=torch.uint8, device=device)
+    scales = torch.full((256, 4), 7, dtype=torch.uint8, device=device)
+    pyops.scaled_fp4_experts_quant(codes, scales, x, nothing, offsets, offsets)
+    assert (codes == 7).all()
+    assert (scales == 7).all()
+    if device == "cpu":
+        rows = x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        codes_, scales_, nothing_, offsets_ = (t.numpy() for t in (codes, scales, nothing, offsets))
+        pyops.scaled_fp4_experts_quant(codes_, scales_, rows, nothing_, offsets_, offsets_)
+
+
 def _refusal(function: Any, *args: Any, **more: Any) -> str:
     with pytest.raises(pyops.OpError) as caught:
         function(*args, **more)
@@ -458,4 +477,5 @@ def test_refusals() -> None:
     ).replace("(num_offsets=2)", "(num_offsets=2,)")
     assert _refusal(pyops.nvfp4_quant, x, g, backend="trtllm").startswith("backend: tiles of 8 rows")
     assert _refusal(pyops.nvfp4_quant, torch.ones(()).bfloat16(), g).startswith("input: expected at least one")
+    assert _refusal(pyops.nvfp4_experts_quant, x[0, 0], g, offsets, offsets, 1).startswith("input: expected 2 dim")
     assert pyops.nvfp4_quant(torch.ones(33, 64).bfloat16(), g, backend="flashinfer-trtllm")[1].shape == (128, 4)

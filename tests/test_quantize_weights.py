@@ -229,6 +229,16 @@ def test_ggml_refuses(quant_type: int, n: int, nbytes: int, argument: str) -> No
     assert same_bits(out, before)
 
 
+def test_sizes_that_make_no_tensor_are_refused() -> None:
+    for size in ({"m": -1, "n": 256}, {"m": 1, "n": -256}):
+        with pytest.raises(pyops.OpError, match=r"^ggml_dequantize: [mn]: expected 0 or more, got -"):
+            pyops.ggml_dequantize(torch.zeros(144, dtype=torch.uint8), 12, **size)
+    words, scales = torch.zeros(8, 1, dtype=torch.int32), torch.ones(1, 8)
+    for wrong in ((words[0, 0], scales, words[:1]), (words, scales[0, 0], words[:1])):
+        with pytest.raises(pyops.OpError, match=r"^awq_dequantize: (qweight|scales): expected 2 dimensions, got shape"):
+            pyops.awq_dequantize(*wrong, 0, 0, 0)
+
+
 # GPTQ
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check, spread
 from .._core.dtypes import int32
+from .._core.errors import OpError
 from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
 from .._core.op import op
@@ -24,6 +25,9 @@ _SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 def awq_dequantize(qweight: Any, scales: Any, zeros: Any, split_k_iters: int, thx: int, thy: int) -> Any:
     """`awq_dequantize_out` into a new tensor. The last three arguments stand for a geometry and change nothing."""
+    for name, matrix in (("qweight", qweight), ("scales", scales)):
+        if len(matrix.shape) != 2:
+            raise OpError("awq_dequantize", name, f"expected 2 dimensions, got shape {tuple(matrix.shape)}")
     out = new(scales, (qweight.shape[0], scales.shape[-1]))
     awq_dequantize_out(out, qweight, scales, zeros)
     return out

@@ -37,18 +37,19 @@ def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> No
     Args:
         result: [..., hidden_size], float8_e4m3fn or uint8, written; rows of one stride.
         input: the same shape, float32, float16 or bfloat16; rows of one stride.
-        scale: one float32, written.
+        scale: float32, contiguous; its first element is written.
     """
     x = input.float()
     absmax = quant.absmax(x.reshape(1, -1)).reshape(())
-    scale.copy_((absmax / torch.full_like(absmax, 448.0)).reshape(scale.shape))
-    as_fp8(result).copy_(fp8_codes(x, scale.reshape(())))
+    found = absmax / torch.full_like(absmax, 448.0)
+    scale.view(-1)[0] = found
+    as_fp8(result).copy_(fp8_codes(x, found))
 
 
 @dynamic_scaled_fp8_quant.plan
 def _(result: Arg, input: Arg, scale: Arg) -> list[Launch]:
     _, result = fp8_matrices(result, input)
-    check.scalar(scale)
+    check.at_least(scale, float32, 1)
     if not input.numel:
         return []
     result, input = one_row(result, input)
@@ -121,19 +122,19 @@ def dynamic_per_token_scaled_fp8_quant(
     Args:
         result: [..., hidden_size], float8_e4m3fn or uint8, written; rows of one stride.
         input: the same shape, float32, float16 or bfloat16; rows of one stride.
-        scale: one float32 per row, contiguous, written.
+        scale: float32, contiguous; its first elements, one for each row, are written.
         scale_ub: one float32 that bounds the magnitude, not the scale; NaN bounds nothing. Or None.
     """
     x = input.float()
     codes, scales = quant.dynamic_codes(x, quant.absmax(x), scale_ub, torch.float8_e4m3fn)
     as_fp8(result).copy_(codes)
-    scale.copy_(scales.reshape(scale.shape))
+    scale.view(-1)[: scales.numel()] = scales.flatten()
 
 
 @dynamic_per_token_scaled_fp8_quant.plan
 def _(result: Arg, input: Arg, scale: Arg, scale_ub: Arg | None) -> Launch:
     _, result = fp8_matrices(result, input)
-    check.per_row(scale, float32, check.num_rows(input))
+    check.at_least(scale, float32, check.num_rows(input))
     check.scalar(scale_ub)
     bound = {} if scale_ub else {"scale_ub": 0}
     return _by_token(result, input, {"azp": 0, **bound}, HAS_BOUND=scale_ub is not None, HAS_AZP=False)
@@ -185,11 +186,11 @@ def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp:
     """int8 codes of tokens, each under a scale of its own and, with `azp`, a zero point of its own.
 
     Symmetric: ``scale = max|input| / 127; result = int8(input * (127 / max|input|))``, 0 where that factor is not
-    finite (a row of zeros, or nothing above 2^-121). Asymmetric: ``scale = (max - min) / 255; azp = round(-128 - min /
-    scale); result = int8(round(input * (1 / scale)) + azp)``, so that ``input`` is about ``scale * (result - azp)``. A
-    range whose scale has no finite reciprocal, as that of a constant row, is extended to 0; if it is too small all the
-    same the scale is 1. Integers are int32 and saturate, and so do sums. NaN is left out of the extremes and counts
-    as 0 for its code; an infinite scale gives codes of 0.
+    finite (a row of zeros, or nothing above about 2^-121). Asymmetric: ``scale = (max - min) / 255; azp = round(-128 -
+    min / scale); result = int8(round(input * (1 / scale)) + azp)``, so that ``input`` is about ``scale * (result -
+    azp)``. A range whose scale has no finite reciprocal, as that of a constant row, is extended to 0; if it is too
+    small all the same the scale is 1. Integers are int32 and saturate, and so do sums. NaN is left out of the extremes
+    and counts as 0 for its code; an infinite scale gives codes of 0.
 
     Args:
         result: [..., hidden_size] int8, contiguous, written.

@@ -1,14 +1,16 @@
 """NVFP4: codes of e2m1 (4 bits) for sixteen neighbouring elements under one scale of e4m3, and one scale of the tensor.
 
-Any GPU makes them: where it has no conversion to e2m1, which are most, arithmetic gives the same bits. With ``g``, the
-scale of the tensor, normally ``448 * 6 / max|x|``, which is multiplied in, and ``a``, the largest magnitude of the
-sixteen,
+Any GPU makes them, by arithmetic that gives the bits of a conversion to e2m1. With ``g``, the scale of the tensor,
+normally ``448 * 6 / max|x|``, which is multiplied in, and ``a``, the largest magnitude of the sixteen,
 
     s = e4m3(g * (a * (1/6)))        code = e2m1(x * r), r = 1 / (s * (1 / g)) or 0 where s is 0
 
 so that ``x`` is about ``code * s / g``. Every step is rounded to float32, and to nearest even where it becomes a code;
 codes saturate at +-6, scales at 448. NaN is left out of the maximum and becomes +6; -0 and what rounds to it keep their
 sign. Two codes share a byte, the first in its lower half. A code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+
+A ``g`` of 0 gives scales and codes of 0; a negative one negative scales, so that values come back with their sign. One
+of NaN gives scales of 448 and codes of +6, an infinite one scales of +-448 and codes of +-6, where 0 becomes +6.
 
 Scales in tiles, as matrix products on Blackwell take them, are rows rounded up to 128 and columns rounded up to 4. Of c
 columns, row m, column k is byte ``(m // 128 * (c // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4``.
@@ -323,7 +325,7 @@ def _plan_experts(
     _check_scales(output_scale, columns, None)
     fixed = {"scale_rows": output_scale.shape[0], "num_experts": num_experts}
     # The last tile of an expert that has rows is filled up.
-    tiles = (input.shape[0] + (_TILE_ROWS - 1) * min(num_experts, input.shape[0])) // _TILE_ROWS
+    tiles = (input.shape[0] + (_TILE_ROWS - 1) * min(num_experts, input.shape[0])) // _TILE_ROWS if num_experts else 0
     return _launch(
         _scaled_fp4_experts_quant, output, output_scale, input, blocks, tiles * _TILE_ROWS, fixed, GATED=halves == 2
     )
@@ -334,7 +336,7 @@ def _outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tens
     first, end = offsets[:-1].long(), offsets[1:].long()
     tile, padded = tile_offsets[:-1].long(), (end - first + _TILE_ROWS - 1) // _TILE_ROWS * _TILE_ROWS
     return {
-        "input_offset_by_experts": (offsets < 0) | (offsets > num_rows),
+        "input_offset_by_experts": (offsets < 0) | (offsets > num_rows) | torch.nn.functional.pad(end < first, (1, 0)),
         "output_scale_offset_by_experts": torch.nn.functional.pad(
             (end > first) & ((tile < 0) | (tile + padded > scale_rows)), (0, 1)
         ),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check
 from .._core.dtypes import uint8
+from .._core.errors import OpError
 from .._core.kernel import Kernel, Launch
 from .._core.op import op
 from .._core.tensor import Arg, new
@@ -29,6 +30,9 @@ def ggml_dequantize(W: Any, quant_type: int, m: int, n: int, dtype: Any = None) 
             import torch
 
             dtype = torch.float16
+    for name, size in (("m", m), ("n", n)):
+        if size < 0:
+            raise OpError("ggml_dequantize", name, f"expected 0 or more, got {size}")
     out = new(W, (m, n), dtype)
     ggml_dequantize_out(out, W, quant_type)
     return out

@@ -50,6 +50,8 @@ def gptq_shuffle(q_weight: Tensor, q_perm: Tensor | None, bit: int) -> None:
         q_perm: [K] int32, contiguous; or empty or None: the rows stay in their order.
         bit: 2, 3, 4 or 8.
     """
+    if not q_weight.numel():
+        return
     words, fields = _unit(bit)
     columns = q_weight.shape[1]
     places = torch.arange(32, device=q_weight.device).unsqueeze(1)

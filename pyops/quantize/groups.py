@@ -32,6 +32,8 @@ def _codes(
         bits = scale.clamp(min=1e-10).view(torch.int32)
         scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     y = (x / scale).nan_to_num(nan=limits[0], posinf=limits[1], neginf=limits[0]).clamp(*limits)
+    if limits[0] == 0:
+        y = y + 0.0  # the larger of -0 and the limit is 0
     return y.flatten(-2), scale.reshape(-1, x.shape[-2])
 
 

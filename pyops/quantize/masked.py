@@ -73,6 +73,7 @@ def _(input: Arg, counts: Arg, y_q: Arg, y_s: Arg, use_ue8m0: bool) -> Launch:
     num_experts, num_tokens, columns = input.shape
     if check.row_size(input) % (2 * _GROUP_SIZE):
         raise input.error(f"expected a last dimension of multiples of {2 * _GROUP_SIZE}, got shape {input.shape}")
+    check.narrow(input)
     groups = columns // (2 * _GROUP_SIZE)
     check.shape(counts, int32, num_experts=num_experts)
     check.dtype(y_q, float8_e4m3fn, uint8)

@@ -123,7 +123,7 @@ def per_token_group_quant_fp8(
         eps: the least magnitude of a group.
         dtype: torch.float8_e4m3fn or None.
         column_major_scales: scales of one group lie together, in a tensor whose last two dimensions are transposed.
-        tma_aligned_scales: with column_major_scales, columns begin at multiples of 16 bytes. For a matrix only.
+        tma_aligned_scales: with column_major_scales, columns begin at multiples of 16 bytes; of a matrix only.
         out_q: for the codes.
         use_ue8m0: scales are powers of two; None is False.
     """
@@ -132,16 +132,24 @@ def per_token_group_quant_fp8(
     name = "per_token_group_quant_fp8"
     if dtype not in (None, torch.float8_e4m3fn):
         raise OpError(name, "dtype", f"expected float8_e4m3fn, got {dtype}")
+    if not x.ndim:
+        raise OpError(name, "x", "expected at least one dimension, got a scalar")
+    if x.ndim > 2 and column_major_scales and tma_aligned_scales:
+        raise OpError(name, "tma_aligned_scales", f"expected a matrix, got shape {tuple(x.shape)}")
     groups = x.shape[-1] // max(1, group_size)
     rows = x.shape[:-1].numel()
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn) if out_q is None else out_q
-    if column_major_scales:
+    if column_major_scales and x.ndim <= 2:
         stride = -(-rows // 4) * 4 if tma_aligned_scales else rows
         scales = x.new_empty(groups, stride, dtype=torch.float32).t()[:rows]
     else:
         scales = x.new_empty(rows, groups, dtype=torch.float32)
     per_token_group_fp8_quant(x, codes, scales, group_size, eps, -448.0, 448.0, bool(use_ue8m0))
-    return codes, scales.unflatten(0, x.shape[:-1]) if x.ndim > 2 else scales
+    if x.ndim > 2:
+        scales = scales.unflatten(0, x.shape[:-1])
+        if column_major_scales:
+            scales = scales.mT.contiguous().mT
+    return codes, scales
 
 
 def per_token_group_quant_fp8_packed_for_deepgemm(
@@ -154,7 +162,7 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
     """(fp8 codes, packed exponents of scales) of a matrix, see `per_token_group_fp8_quant_packed`.
 
     Args:
-        x: [num_tokens, hidden_size], float32, float16 or bfloat16; rows of one stride.
+        x: [num_tokens, hidden_size], float32, float16 or bfloat16; copied unless elements of a row lie together.
         group_size: a divisor of hidden_size.
         eps: the least magnitude of a group.
         use_ue8m0: not False: scales are powers of two.
@@ -170,6 +178,8 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
         raise OpError(name, "x", f"expected 2 dimensions, got shape {tuple(x.shape)}")
     if use_ue8m0 is False:
         raise OpError(name, "use_ue8m0", "expected scales that are powers of two, got False")
+    if x.stride(1) != 1:
+        x = x.contiguous()
     num_tokens, hidden_size = x.shape
     words = -(-hidden_size // max(1, group_size) // 4)
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn) if out_q is None else out_q
@@ -255,6 +265,8 @@ def silu_and_mul_nvfp4_experts_quant(
 def _of_experts(op: Any, input: Tensor, halves: int, scale: Tensor, *offsets: Tensor) -> tuple[Tensor, Tensor]:
     import torch
 
+    if input.ndim != 2:
+        raise OpError(op.__name__, "input", f"expected 2 dimensions, got shape {tuple(input.shape)}")
     hidden_size = input.shape[-1] // halves
     codes = input.new_empty(*input.shape[:-1], hidden_size // 2, dtype=torch.uint8)
     rows = rounded_up(input.shape[0], 128) + 128 * scale.numel()

@@ -31,7 +31,7 @@ def static_scaled_fp8_quant(
     """fp8 codes under given scales, per tensor, token, channel or block: ``result = fp8(input * (1 / scale))``.
 
     The product is with the float32 reciprocal, saturates at +-448 and takes NaN to +448. A scale may have any sign.
-    Where its reciprocal is not finite (a scale of 0 or below 2^-128) codes are those of 0, and where it is NaN +448;
+    Where its reciprocal is not finite (a scale of 0 or up to 2^-128) codes are those of 0, and where it is NaN +448;
     under either, infinities and NaN are +448.
 
     Args:
