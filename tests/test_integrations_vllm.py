@@ -202,6 +202,11 @@ def _paged_attention() -> Case:
     return args, [0], _result(pyops.paged_attention_rocm, args, 0)
 
 
+def _sm100_cutlass_mla_decode() -> Case:
+    args = _example("sm100_cutlass_mla_decode")
+    return args, [0, 1], _result(pyops.sm100_cutlass_mla_decode, args, 0, 1)
+
+
 def _awq_dequantize() -> Case:
     args = _example("awq_dequantize_out")
     return [*args[1:], 0, 0, 0], [], _result(pyops.awq_dequantize_out, args, 0)
@@ -259,6 +264,7 @@ CASES = {
     "merge_attn_states": _merge_attn_states,
     "paged_attention": _paged_attention,
     "permute_cols": _permute_cols,
+    "sm100_cutlass_mla_decode": _sm100_cutlass_mla_decode,
     "swap_blocks": _swap_blocks,
 }
 # What takes no tensors, or none on the CPU: tested below, and in tests/test_memory.py.
@@ -619,6 +625,10 @@ def test_sm100_cutlass_mla_decode_returns_its_output() -> None:
     pyops.sm100_cutlass_mla_decode(*right)
     assert custom_ops.sm100_cutlass_mla_decode(*args) is args[0]
     assert same_bits(args[0], right[0])
+    args[0].fill_(torch.nan)
+    args[1] = torch.Tensor()  # as vLLM gives it where no log-sum-exp is wanted
+    custom_ops.sm100_cutlass_mla_decode(*args)
+    assert same_bits(args[0], right[0])
 
 
 def test_repetition_penalties_of_logits_with_gaps() -> None:
@@ -630,8 +640,13 @@ def test_repetition_penalties_of_logits_with_gaps() -> None:
     custom_ops.apply_repetition_penalties(wide[:, :-1], *others)
     assert same_bits(wide[:, :-1].contiguous(), right)
     assert wide[:, -1].isnan().all()
-    custom_ops.apply_repetition_penalties(logits, *others)
+    masks = [mask.T.contiguous().T for mask in others[:2]]
+    custom_ops.apply_repetition_penalties(logits, *masks, others[2])
     assert same_bits(logits, right)
+    wide[:, :-1] = 1.0
+    custom_ops.apply_repetition_penalties_torch(wide[:, :-1], *masks, others[2])
+    seen = others[0] | others[1]
+    assert torch.equal(wide[:, :-1], torch.where(seen, 1.0 / others[2][:, None], 1.0))
 
 
 @pytest.mark.parametrize("name", ["paged_attention_v2", "paged_attention_rocm"])

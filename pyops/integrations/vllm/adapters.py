@@ -12,6 +12,7 @@ from ...attention import (
     sm100_cutlass_mla_get_workspace_size,
 )
 from ...attention import merge_attn_states as _merge_attn_states
+from ...attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
 from ...cache import copy_blocks, copy_blocks_mla, swap_blocks
 from ...memory import (
     get_cuda_view_from_cpu_tensor,
@@ -80,6 +81,12 @@ def paged_attention(out: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: 
     # vLLM's schema marks only `out` as written, and torch takes a schema at its word.
     partial = (torch.empty_like(tensor) for tensor in (exp_sums, max_logits, tmp_out))
     paged_attention_rocm(out, *partial, *others)
+
+
+@_adapter
+def sm100_cutlass_mla_decode(out: Tensor, lse: Tensor, *others: Any) -> None:
+    """sm100_cutlass_mla_decode, for which an lse without elements is none"""
+    _sm100_cutlass_mla_decode(out, lse if lse.numel() else None, *others)
 
 
 def _empty_like(tensor: Tensor, device: Any) -> Tensor:

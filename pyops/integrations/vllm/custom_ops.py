@@ -17,6 +17,7 @@ import pyops
 from ... import attention, norm, quantize, sampling
 from ..._core.errors import OpError
 from ..._core.lazy import optional
+from . import adapters
 from .schemas import SCHEMAS, SIGNATURES
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ def sm100_cutlass_mla_decode(
     scale: float,
     num_kv_splits: int,
 ) -> Tensor:
-    """`pyops.sm100_cutlass_mla_decode`; returns `out`."""
-    attention.sm100_cutlass_mla_decode(
+    """`pyops.sm100_cutlass_mla_decode`; an `lse` without elements is not wanted. Returns `out`."""
+    adapters.sm100_cutlass_mla_decode(
         out, lse, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, scale, num_kv_splits
     )
     return out
@@ -113,13 +114,15 @@ def sm100_cutlass_mla_decode(
 def apply_repetition_penalties(
     logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor
 ) -> None:
-    """`pyops.apply_repetition_penalties_` for logits of any strides: those that are not contiguous are copied."""
+    """`pyops.apply_repetition_penalties_` for tensors of any strides: those that are not contiguous are copied."""
     packed = logits.contiguous()
-    sampling.apply_repetition_penalties_(packed, prompt_mask, output_mask, repetition_penalties)
+    others = (prompt_mask, output_mask, repetition_penalties)
+    sampling.apply_repetition_penalties_(packed, *(tensor.contiguous() for tensor in others))
     if packed is not logits:
         logits.copy_(packed)
 
 
+apply_repetition_penalties_torch = sampling.apply_repetition_penalties_.reference
 apply_repetition_penalties_cuda = sampling.apply_repetition_penalties_
 scaled_fp4_experts_quant = quantize.nvfp4_experts_quant
 scaled_fp4_quant = quantize.nvfp4_quant

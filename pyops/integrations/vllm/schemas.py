@@ -195,6 +195,7 @@ rms_norm_per_block_quant(input, weight, epsilon, quant_dtype, group_size, scale_
 fused_qk_norm_rope(qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, q_weight, k_weight, cos_sin_cache, is_neox, position_ids)
 rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
 apply_repetition_penalties_cuda(logits, prompt_mask, output_mask, repetition_penalties)
+apply_repetition_penalties_torch(logits, prompt_mask, output_mask, repetition_penalties)
 apply_repetition_penalties(logits, prompt_mask, output_mask, repetition_penalties)
 get_device_attribute(attribute, device)
 get_max_shared_memory_per_block_device_attribute(device)
