@@ -144,6 +144,8 @@ def test_empty_input_writes_nothing(op: Op, device: str) -> None:
     op.wrapper(*args)
     for name, value in named(op, args).items():
         assert same_bits(value, named(op, before)[name])
+    if device == "cpu":
+        op.wrapper(*as_numpy(args))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -60,6 +60,20 @@ def test_aligned_rows_stay_inside_their_arguments(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_one_empty_tensor(op: Op) -> None:
+    """Is refused as such, or served like any other: what has no elements is never read."""
+    args = _args(op)
+    for name, value in named(op, args).items():
+        for dim in range(value.ndim):
+            broken = replaced(op, args, **{name: value.narrow(dim, 0, 0)})
+            try:
+                op.check(*broken)
+            except pyops.OpError:
+                continue
+            assert_results(op, expected(op, broken), run(op, broken))
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_does_not_depend_on_the_schedule(op: Op) -> None:
     """Nor do results in place, where a row that is read twice is another the second time."""
     for case in _cases(op, 3, 64):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops
 from pyops._core.op import Op
@@ -116,6 +119,57 @@ def _assert_compiles(op: Op, device: str, backend: str) -> None:
     assert_same(op, written(op, eager), written(op, compiled))
     for name, value in named(op, args).items():
         assert name in written(op, args) or same_bits(value, named(op, compiled)[name])
+
+
+def test_one_graph_for_sizes_that_change() -> None:
+    """Integers of an op may be sizes: a compiler does not take them for constants."""
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(dynamic=True, fullgraph=True, backend=backend)
+    def largest(logits: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        indices = logits.new_empty(logits.shape[0], 4, dtype=torch.int32)
+        starts, sizes = torch.zeros_like(ends), (logits.shape[0], logits.stride(0), logits.stride(1))
+        pyops.top_k_per_row_prefill(logits, starts, ends, indices, *sizes, 4)
+        return indices
+
+    torch._dynamo.reset()
+    for rows, columns in ((3, 20), (5, 33), (7, 50)):
+        logits = torch.arange(float(rows * columns)).reshape(rows, columns)
+        found = largest(logits, torch.full((rows,), columns, dtype=torch.int32))
+        assert found.sort(-1).values.tolist() == [list(range(columns - 4, columns))] * rows
+    assert len(graphs) == 1
+
+
+class _Seen(TorchDispatchMode):
+    """Writes down what torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_modes_see_the_op(device: str) -> None:
+    """And not what it does: also of a call whose plan is made and guarded."""
+    x = torch.randn(3, 8, device=device)
+    out = torch.empty_like(x)
+    for _ in range(3):
+        pyops.relu2(out, x)
+    with _Seen() as seen:
+        pyops.relu2(out, x)
+        pyops.relu2(out[:2], x[:2])
+        pyops.relu2(numpy.empty((1, 8), "float32"), numpy.ones((1, 8), "float32"))
+    assert [name for name in seen.names if name.startswith("pyops")] == ["pyops.relu2.default"] * 2
+    graph = make_fx(lambda x: pyops.relu2(out, x))(x)
+    assert torch.ops.pyops.relu2.default in [node.target for node in graph.graph.nodes]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -87,7 +87,7 @@ _bind_torch_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-de
 _MOST_TENSORS = 24
 NAMESPACE: dict[str, Any] = {"is_compiling": _is_compiling, "cupy_ndarray": type(None)}
 NAMESPACE |= {f"absent{i}": None for i in range(_MOST_TENSORS)}
-NAMESPACE |= {"NUMBERS": frozenset((int, float)), "held_number": tensor.held_number}
+NAMESPACE |= {"NUMBERS": frozenset((int, float)), "held_number": tensor.held_number, "dispatch_modes": bool}
 _ops: dict[str, Op] = {}
 _libraries: dict[str, Any] = {}  # the torch library of each op: an op that is declared again takes another
 
@@ -257,6 +257,8 @@ def render(op: Op) -> tuple[str, str]:
     torch_lines = [
         *numbers,
         *quick,
+        # The guard knows the mode it was made in. A mode is to see the op, not what the op does.
+        f"if dispatch_modes() and hasattr({first}, 'data_ptr'): return torch_ops.{op.name}({arguments})",
         *plan("{}.data_ptr()", "{0}.get_device(), {0}.dtype, {0}.shape, {0}.stride()"),
         f"remember(_key, {scalars}, {guarded})",
         *run("torch_stream"),
@@ -324,7 +326,7 @@ def bind_torch() -> None:
         return tensor.torch_number(torch, value, like)
 
     NAMESPACE.update(is_compiling=torch.compiler.is_compiling, number=number, torch_ops=torch.ops.pyops, **absent)
-    NAMESPACE.update(torch_stream=stream)
+    NAMESPACE.update(torch_stream=stream, dispatch_modes=torch._C._len_torch_dispatch_stack)
 
 
 def schema(op: Op) -> str:
@@ -332,9 +334,8 @@ def schema(op: Op) -> str:
     parts = []
     for index, p in enumerate(op.parameters):
         mark = f"(a{index}!)" if p.written else ""
-        # A compiler may not take an integer that changes with every call for a constant.
-        kind = "SymInt" if p.kind == "int" and not p.keyed else p.kind
-        kind = "(int, int)" if kind == "tuple[int, int]" else kind
+        # A compiler may not take an integer for a constant: it may be a size, which changes with every call.
+        kind = {"int": "SymInt", "tuple[int, int]": "(int, int)"}.get(p.kind, p.kind)
         text = f"{kind}{mark}{'?' if p.optional else ''} {p.name}"
         if p.has_default:
             text += f'="{p.default}"' if isinstance(p.default, str) else f"={p.default}"

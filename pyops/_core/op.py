@@ -223,16 +223,7 @@ class Op:
         if index < 0 or config.reference():
             entry = (_NO_LOCK, None, None, self._cpu_plan(tensors, kind, launches), -1, *extents)
         else:
-            functions = []
-            for one in launches:
-                if one.specialisation.loaded(index) is None and _capturing(kind, index):
-                    raise CaptureError(self.name, one.specialisation.kernel.file)
-                functions.append(self.hold(index, one.specialisation).function)
-                driver.allow_shared(functions[-1], one.shared)
-            scalars = {p.name: value for p, value in zip(self.parameters, args, strict=True) if p.keyed}
-            allocate = launch.allocate_torch if kind == "torch" else launch.allocate_cupy
-            names = self._tensor_names
-            bound = launch.bind(self.name, index, launches, functions, names, self.passed, scalars, allocate)
+            bound = self._bind(kind, index, launches, args)
             entry = (*bound, index, *extents)
         if self.indices is not None and config.check_indices():
             run = entry[3] if index < 0 or config.reference() else self._gpu_plan(tensors, kind, bound, index)
@@ -242,6 +233,18 @@ class Op:
         self._described[key] = tensors
         self.plans[key] = entry
         return entry
+
+    def _bind(self, kind: str, index: int, launches: Sequence[Launch], args: Sequence[Any]) -> launch.Bound:
+        """What fires the launches on the device `index`, their kernels loaded."""
+        functions = []
+        for one in launches:
+            if one.specialisation.loaded(index) is None and _capturing(kind, index):
+                raise CaptureError(self.name, one.specialisation.kernel.file)
+            functions.append(self.hold(index, one.specialisation).function)
+            driver.allow_shared(functions[-1], one.shared)
+        scalars = {p.name: value for p, value in zip(self.parameters, args, strict=True) if p.keyed}
+        allocate = launch.allocate_torch if kind == "torch" else launch.allocate_cupy
+        return launch.bind(self.name, index, launches, functions, self._tensor_names, self.passed, scalars, allocate)
 
     def recover(self, error: Exception | int, key: Any, stream: int, *words: Any) -> None:
         """A launch that failed, by an exception or with a status of the driver."""
@@ -422,13 +425,15 @@ class Op:
     def _check_indices(self, args: Sequence[Any]) -> None:
         assert self.indices is not None
         values = {p.name: value for p, value in zip(self.parameters, args, strict=True)}
+        found = []
         for name, wrong in self.indices(*args).items():
             if count := int(wrong.sum()):
                 at = tuple(wrong.nonzero()[0].tolist())
-                message = (
-                    f"{count} of {wrong.numel()} indices are out of range, the first at {at}: {values[name][at].item()}"
-                )
-                raise OpError(self.name, name, message)
+                held = values[name][at].item()
+                found.append((name, f"{count} of {wrong.numel()} indices are out of range, the first at {at}: {held}"))
+        if found:
+            (name, message), *others = found
+            raise OpError(self.name, name, "; ".join([message, *(f"{also}: {what}" for also, what in others)]))
 
     def collision(self, key: Any, *addresses: int) -> None:
         """The address ranges of a call overlap: refuse it unless no byte is shared, or the op may work in place."""
@@ -473,17 +478,23 @@ class Op:
             described, planned = self.check(*args)
         except OpError as refusal:
             raise refusal from None
-        if kinds == {"numpy"}:
-            run = self._cpu_plan(self._tensors_of(described), "numpy", planned)
-            if self.indices is not None and config.check_indices():
-                run = self._checked(run, "numpy", -1)
-            return run(*args)
-        if planned:
-            named = zip(self._tensor_names, self._tensors_of(args), strict=True)
-            raise error or OpError(
-                self.name, next(name for name, v in named if v is not None and not tensor.address(v)), "has no memory"
-            )
-        return None
+        tensors = self._tensors_of(described)
+        if kinds != {"numpy"}:
+            if not planned:
+                return None
+            for value, arg in zip(self._tensors_of(args), tensors, strict=True):
+                if arg is not None and arg.numel and not tensor.address(value):
+                    raise arg.error("has no memory")
+            if error:
+                raise error
+        kind, index = str(kinds.pop()), next(arg.device.index for arg in tensors if arg is not None)
+        if index < 0 or config.reference():
+            run = self._cpu_plan(tensors, kind, planned)
+        else:
+            run = self._gpu_plan(tensors, kind, self._bind(kind, index, planned, args), index)
+        if self.indices is not None and config.check_indices():
+            run = self._checked(run, kind, index)
+        return run(*args)
 
 
 def _as_torch(args: Sequence[Any]) -> Sequence[Any]:

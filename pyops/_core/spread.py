@@ -53,6 +53,7 @@ def rows(
     warp's threads hold up to `short` each. The kernel holds `held` rows and
     `weights` weights at a time; `lanes` neighbouring threads work together and must share a row.
     """
+    check.narrow(row)
     size = row.shape[-1] if size is None else size
     vec_size, shifted = vectors
     vec_bytes = vec_size * row.dtype.itemsize

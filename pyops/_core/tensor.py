@@ -136,9 +136,12 @@ def address(value: Any) -> int:
     return int(value.data.ptr if kind == "cupy" else value.ctypes.data)
 
 
-def describe(op: str, name: str, value: Any, kind: str, written: bool) -> Arg:
-    """The Arg of a tensor of the dialect `kind`; OpError for one that no kernel can take."""
-    dtype = dtypes.of(value.dtype)
+def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DType | None = None) -> Arg:
+    """The Arg of a tensor of the dialect `kind`; OpError for one that no kernel can take.
+
+    Where elements are only moved, `dtype` stands for an element type that no kernel knows.
+    """
+    dtype = dtype or dtypes.of(value.dtype)
     if dtype is None:
         raise OpError(op, name, f"dtype {value.dtype} is not supported")
     if kind == "torch":
@@ -156,7 +159,9 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool) -> Arg:
             if written and not value.flags.writeable:
                 raise OpError(op, name, "is written, but the array is read-only")
     arg = Arg(op, name, dtype, shape, strides, (pointer | 16) & -(pointer | 16), device)
-    if written:
+    if arg.alignment < dtype.itemsize:
+        raise arg.error(f"expected an address that is a multiple of {dtype.itemsize} bytes, got {pointer:#x}")
+    if written and arg.numel:
         _check_no_self_overlap(arg)
     return arg
 

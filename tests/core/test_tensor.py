@@ -97,6 +97,23 @@ def test_other_dtypes_are_none(dtype: torch.dtype) -> None:
         tensor.describe("op", "x", torch.zeros(2, dtype=dtype), "torch", written=False)
 
 
+def test_an_address_between_elements_is_refused() -> None:
+    memory = numpy.zeros(64, numpy.uint8)
+    start = -memory.ctypes.data % 16
+    assert tensor.describe("op", "x", memory[start + 4 :][:8].view(numpy.float32), "numpy", False).alignment == 4
+    for offset in (1, 2, 3, 6):
+        odd = memory[start + offset :][:8].view(numpy.float32)
+        with pytest.raises(pyops.OpError, match=r"^op: x: expected an address that is a multiple of 4 bytes, got 0x"):
+            tensor.describe("op", "x", odd, "numpy", written=False)
+
+
+def test_what_is_empty_does_not_overlap() -> None:
+    """Whatever strides numpy gives it."""
+    for shape, strides in (((0, 8), (0, 0)), ((3, 0), (4, 4))):
+        empty = numpy.lib.stride_tricks.as_strided(numpy.zeros(0, numpy.float32), shape, strides)
+        assert tensor.describe("op", "x", empty, "numpy", written=True).numel == 0
+
+
 @given(offset=st.integers(0, 40), rows=st.integers(1, 3), gap=st.integers(0, 3))
 def test_description_of_torch_and_numpy_agree(offset: int, rows: int, gap: int) -> None:
     memory = torch.zeros(256, dtype=torch.uint8)
