@@ -70,7 +70,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[flo
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
 
-        temperature = column([float(params[i].temperature) for i in drawn]).clamp(min=torch.finfo(torch.float32).tiny)
+        temperature = column([float(params[i].temperature) for i in drawn])
         scores, order = logits[drawn].float().sort(-1, descending=True)
         scores = (scores - scores[:, :1]) / temperature
         ranks = torch.arange(scores.shape[-1], device=logits.device)
