@@ -10,9 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._core import device
-from ._core.errors import CompileError, MissingDependencyError, ModelError, OpError
-from ._core.lazy import cupy
+from ._core.errors import CompileError, MissingDependencyError, OpError
 from .cli import axes, progress
 
 
@@ -43,13 +41,11 @@ def _source(options: argparse.Namespace) -> bool:
 def _warmup(options: argparse.Namespace) -> bool:
     from .cli import warmup
 
-    if device.count() == 0:
+    names = [word for word in options.words if "=" not in word]
+    index, wanted = warmup.plan(names, axes.parse(word for word in options.words if "=" in word))
+    if index is None:
         print("no device: ops run by their reference, and there is nothing to compile", file=sys.stderr)
         return True
-    names = [word for word in options.words if "=" not in word]
-    values = axes.parse(word for word in options.words if "=" in word)
-    index = cupy.cuda.runtime.getDevice()
-    wanted = warmup.specialisations(names, values, device.get(index))
     held = warmup.load(wanted, index, lambda count: progress.show(count, len(wanted), f"{count}/{len(wanted)}"))
     for one in held:
         print(f"{one.milliseconds:6.0f} ms  {one.origin:8}  {one.registers:3} registers  {one.kernel} {one.constants}")
@@ -88,7 +84,10 @@ def _coverage(options: argparse.Namespace) -> bool:
 
 def _axes_and_arch(words: Sequence[str]) -> tuple[dict[str, list[Any]], str]:
     values = axes.parse(words)
-    return values, *values.pop("arch", ["sm_90"])[:1]
+    archs = values.pop("arch", ["sm_90"])
+    if len(archs) != 1:
+        raise OpError("pyops", "arch", f"expected one, got {', '.join(map(str, archs))}")
+    return values, str(archs[0])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -137,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return 0 if options.run(options) else 1
-    except (OpError, MissingDependencyError, ModelError, CompileError) as error:
+    # OpError and ModelError are ValueErrors, and so is what a switch of the environment may not hold.
+    except (ValueError, MissingDependencyError, CompileError) as error:
         print(error, file=sys.stderr)
         return 2
 

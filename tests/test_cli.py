@@ -79,6 +79,13 @@ def test_the_command_in_a_compile_error_prints_the_source(op: str, capsys: pytes
         (["show", "rms_norm", "hidden_size=big"], "rms_norm: hidden_size: expected int, got 'big'"),
         (["show", "rms_norm", "hidden_size=1,2"], "rms_norm: axes: expected one value for each"),
         (["show", "rms_norm", "arch=sm_1"], "pyops: arch: no model of a device sm_1"),
+        (["source", "rms_norm", "arch=[1]"], "pyops: arch: no model of a device [1]"),
+        (["show", "rms_norm", "arch=sm_80,sm_90"], "pyops: arch: expected one, got sm_80, sm_90"),
+        (["show", "paged_attention_v1", "block_size=0"], "paged_attention_v1: block_size=0: has no example (ZeroDiv"),
+        (["show", "ggml_dequantize_out", "quant_type=0"], "ggml_dequantize_out: quant_type=0: has no example (KeyErr"),
+        (["source", "rotary_embedding", "rotary_dim='x'"], "rotary_embedding: rotary_dim=x: has no example (TypeErr"),
+        (["warmup", "rms_nrm"], "pyops: rms_nrm: is no op; did you mean rms_norm?"),
+        (["warmup", "rms_norm", "hiden=3"], "rms_norm: hiden: is no axis of an example"),
         (["source", "norm/rms_norm.cu", "HIDDEN_SIZE"], "pyops: HIDDEN_SIZE: expected key=value"),
         (["source", "norm/none.cu"], "pyops: norm/none.cu: is no kernel file"),
     ],
@@ -86,6 +93,29 @@ def test_the_command_in_a_compile_error_prints_the_source(op: str, capsys: pytes
 def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert capsys.readouterr().err.startswith(message)
+
+
+def test_no_axis_ends_in_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of any op, whatever it is given."""
+    for name, op in pyops.ops.items():
+        for axis in axes.of(op):
+            for value in ("0", "'x'"):
+                assert main(["show", name, f"{axis}={value}"]) in (0, 2)
+                assert len(capsys.readouterr().err.splitlines()) <= 1
+
+
+def test_a_fault_of_an_example_without_axes_is_no_mistake_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RMS_NORM, "example", lambda make: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        axes.launches(RMS_NORM, {}, device.model())
+
+
+def test_a_wrong_switch_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYOPS_CPU", "bogus")
+    monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
+    assert main(["demo"]) == 2
+    assert capsys.readouterr().err == 'PYOPS_CPU: expected "kernels" or "reference", got "bogus"\n'
+    assert doctor._caught("switches", doctor._switches).ok is False
 
 
 def test_constants_are_parsed() -> None:
@@ -107,6 +137,8 @@ def test_specialisations_of_all_ops() -> None:
     assert {op.name for op, _ in found} == set(pyops.ops)
     with pytest.raises(pyops.OpError, match="hiden_size: is no axis"):
         warmup.specialisations([], {"hiden_size": 1024}, device.model())
+    with pytest.raises(pyops.OpError, match="rms_norm: hiden_size: is no axis"):
+        pyops.warmup("rms_norm", hiden_size=1024)
     with pytest.raises(pyops.OpError, match="rms_norm: group_size: is no axis"):
         warmup.specialisations(["rms_norm"], {"group_size": 64}, device.model())
 
@@ -199,6 +231,18 @@ def test_doctor_survives_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.runs is None
     assert {finding.value for finding in report.findings} == {"RuntimeError: burst"}
     assert str(report).endswith("Ops cannot run here.")
+
+
+@pytest.mark.parametrize(
+    ("good", "runs"),
+    [(("kernel", "reference", "host"), "gpu"), (("reference", "host"), "reference"), (("host",), "host"), ((), None)],
+)
+def test_doctor_says_how_ops_run(good: tuple[str, ...], runs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = {name: lambda name=name: doctor.Finding(name, name in good, "") for name in doctor._PROBES}
+    monkeypatch.setattr(doctor, "_PROBES", probes)
+    report = doctor.doctor()
+    assert report.runs == runs
+    assert ("PYOPS_CPU=kernels" in str(report)) == (runs == "host")
 
 
 def test_doctor_finds_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,8 +204,19 @@ except ModuleNotFoundError as error:
 def test_doctor_without_anything_reports_and_fails() -> None:
     run("""
 from pyops.__main__ import main
+from pyops._core import host
+host.toolchains = dict
 assert main(["doctor"]) == 1
 assert main(["doctor", "--json"]) == 1
 assert main(["demo"]) == 2
 assert main(["list"]) == 0 and main(["show", "rms_norm"]) == 0 and main(["source", "rms_norm"]) == 0
 """)
+
+
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+def test_doctor_is_content_with_numpy_and_a_compiler() -> None:
+    printed = run("""
+from pyops.__main__ import main
+assert main(["doctor"]) == 0
+""")
+    assert printed.endswith("Ops run on the CPU by their kernels, where PYOPS_CPU=kernels is set.\n")

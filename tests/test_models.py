@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,8 +22,9 @@ import transformers
 from pyops import ModelError, testing
 from pyops.__main__ import main
 from pyops._core.host import toolchains
-from pyops.models import Config, Engine, Llama, Rope, SamplingParams, checkpoint, load
-from pyops.models.llama import rope_angles
+from pyops.cli import generate
+from pyops.models import Config, Engine, Llama, Rope, SamplingParams, checkpoint, load, memory
+from pyops.models import engine as engine_module
 from pyops.models.runner import Part, Runner
 from pyops.models.sampling import sample
 
@@ -41,6 +45,8 @@ SIZES = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.3}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
@@ -49,6 +55,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 1, "rope_parameters": LLAMA3} | BIASES,
     ),
     "llama with linear rope, tied": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LINEAR}),
+    "llama with yarn": ("Llama", {"rope_parameters": YARN}),
+    "qwen2 with dynamic rope": ("Qwen2", {"rope_parameters": DYNAMIC}),
+    "qwen3 with yarn of its own": (
+        "Qwen3",
+        {
+            "head_dim": 32,
+            "rope_parameters": YARN | {"beta_fast": 8, "beta_slow": 2.0, "mscale": 1.5, "mscale_all_dim": 0.5},
+        },
+    ),
     "mistral with a window": ("Mistral", {"sliding_window": 9, "num_hidden_layers": 3}),
     "mistral with wide heads": ("Mistral", {"sliding_window": None, "head_dim": 32}),
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
@@ -162,20 +177,39 @@ def test_padded_rows_touch_nothing(llama: Llama) -> None:
     assert ((runner.cache != 7.0).any(-1).any(-1).any(0).any(0) == owned).all()
 
 
-@pytest.mark.parametrize("rope_type", ["default", "linear", "llama3"])
-def test_angles_are_those_of_transformers(rope_type: str) -> None:
-    """With the numbers of Llama 3.1, far out."""
-    values = {"rope_type": rope_type, "rope_theta": 500000.0}
-    if rope_type != "default":
-        values["factor"] = 8.0
-    if rope_type == "llama3":
-        values |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    sizes = SIZES | {"head_dim": 128, "max_position_embeddings": 16384, "rope_parameters": values}
-    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes))
-    config = Config.parse({"architectures": ["LlamaForCausalLM"], **sizes})
-    angles = rope_angles(config.rope, config.head_dim, config.max_position_embeddings)
-    expected = torch.arange(16384.0)[:, None] * theirs.inv_freq
-    torch.testing.assert_close(angles, expected, rtol=2**-21, atol=0.0)
+LONG = {"factor": 8.0, "original_max_position_embeddings": 8192}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 8.3},
+    "llama3": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | LONG,
+    "yarn": {"rope_type": "yarn"} | LONG,
+    "yarn between whole pairs": {"rope_type": "yarn", "truncate": False, "beta_fast": 0, "beta_slow": None} | LONG,
+    "yarn with truncate null": {"rope_type": "yarn", "truncate": None} | LONG,
+    "yarn with its ramp reversed": {"rope_type": "yarn", "beta_fast": 2, "beta_slow": 16} | LONG,
+    "yarn with a ramp of nothing": {"rope_type": "yarn", "beta_fast": 1e9, "beta_slow": 1e9} | LONG,
+    "yarn with an attention factor": {"rope_type": "yarn", "attention_factor": 0.75, "mscale": 2.0} | LONG,
+    "yarn with scales": {"rope_type": "yarn", "mscale": 0.707, "mscale_all_dim": 2} | LONG,
+    "yarn with one scale": {"rope_type": "yarn", "mscale": 0.707, "mscale_all_dim": 0} | LONG,
+    "yarn that shortens": {"rope_type": "yarn", "factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0},
+}
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_angles_are_those_of_transformers(case: str) -> None:
+    """With numbers like those of Llama 3.1; what cosines and sines are multiplied by, too."""
+    sizes = SIZES | {"head_dim": 128, "max_position_embeddings": 16384}
+    rope = {"rope_theta": 500000.0} | ROPES[case]
+    config = Config.parse({"architectures": ["LlamaForCausalLM"], **sizes, "rope_parameters": rope})
+    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+        transformers.LlamaConfig(**sizes, rope_parameters=dict(rope))
+    )
+    torch.testing.assert_close(config.rope.frequencies(128), theirs.inv_freq, rtol=2**-21, atol=0.0)
+    assert config.rope.attention_factor == theirs.attention_scaling
+    table = config.rope.cos_sin(128, 5)
+    angles = torch.arange(5.0)[:, None] * theirs.inv_freq
+    expected = torch.cat((angles.cos(), angles.sin()), -1) * theirs.attention_scaling
+    torch.testing.assert_close(table, expected, rtol=0.0, atol=2**-20)
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
@@ -248,6 +282,8 @@ def test_what_can_never_be_served_is_refused(llama: Llama) -> None:
     assert len(engine.generate([[1] * 9], SamplingParams(max_tokens=4))[0]) == 4  # 13 tokens, the last is not kept
     for prompt, count, message in (
         ([], 1, "prompt: expected tokens from 0 to 159, got none"),
+        ([5, 1.5], 1, r"prompt: expected integers, got \[5, 1\.5\]"),
+        ("text", 1, "prompt: expected integers, got 'text'"),
         ([5, 160], 1, "prompt: expected tokens from 0 to 159, got token 160"),
         ([5, -1], 1, "prompt: .* got token -1"),
         ([1] * 9, 5, "prompt and max_tokens: need 4 blocks, and the cache has 3"),
@@ -258,11 +294,58 @@ def test_what_can_never_be_served_is_refused(llama: Llama) -> None:
     assert not engine.busy
     for options, message in (
         ({"max_seq_len": 257}, "max_seq_len: expected at most 256"),
-        ({"max_num_seqs": 0}, "max_num_seqs: expected 1 or more, got 0"),
-        ({"num_blocks": 0}, "num_blocks: expected 1 or more"),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected an integer, 1 or more, got 0"),
+        ({"num_blocks": 0}, "num_blocks: expected an integer, 1 or more, got 0"),
+        ({"block_size": 1.5}, r"block_size: expected an integer, 1 or more, got 1\.5"),
+        ({"max_num_batched_tokens": "8"}, "max_num_batched_tokens: expected an integer, 1 or more, got '8'"),
+        ({"num_blocks": 10**12}, "num_blocks: the memory of cpu has room for"),
+        ({"block_size": 10**12}, "num_blocks: the memory of cpu has room for 0"),
+        ({"max_num_seqs": 10**12}, "num_blocks: the memory of cpu has room for 0"),
     ):
         with pytest.raises(ModelError, match=message):
             Engine(llama, **options)
+
+
+def test_prompts_that_are_refused_leave_none_behind(llama: Llama) -> None:
+    engine = Engine(llama, max_seq_len=96)
+    with pytest.raises(ModelError, match="prompt: expected tokens from 0 to 159, got token 160"):
+        engine.generate([PROMPTS[0], [160]])
+    assert not engine.busy
+    assert engine.generate([PROMPTS[0]]) == [text("llama", tuple(PROMPTS[0]), 16)]
+    engine.add(PROMPTS[0])
+    with pytest.raises(ModelError, match="what was asked for before has not ended"):
+        engine.generate([PROMPTS[0]])
+
+
+@pytest.mark.parametrize("where", ["run", "sample"])
+def test_an_error_in_a_step_ends_all_requests(where: str, llama: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three requests that run and one that waits; what is asked for then is served as by a new engine."""
+    engine = Engine(llama, max_seq_len=96, max_num_seqs=3)
+    for prompt in (*PROMPTS, PROMPTS[0]):
+        engine.add(prompt)
+    for _ in range(3):
+        engine.step()
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(engine._runner if where == "run" else engine_module, where, fail)
+    with pytest.raises(RuntimeError, match="no"):
+        engine.step()
+    monkeypatch.undo()
+    assert not engine.busy
+    assert engine.step() == []
+    assert sorted(engine._free) == list(range(engine.num_blocks))
+    assert engine.generate(PROMPTS, SamplingParams(max_tokens=24)) == texts("llama", 24)
+
+
+def test_the_table_of_angles_is_as_long_as_the_texts() -> None:
+    """Of a model for two thousand million positions; where the memory for it is not there, the engine says so."""
+    sizes = {name: value for name, value in SIZES.items() if name in Config.__dataclass_fields__ and value is not None}
+    model = Llama(Config(**sizes | {"head_dim": 16, "max_position_embeddings": 2**31 - 1})).randomise(0)
+    assert len(Engine(model, max_seq_len=40).generate([[1, 2]], SamplingParams(max_tokens=5))[0]) == 5
+    with pytest.raises(ModelError, match="num_blocks: the memory of cpu has room for 0"):
+        Engine(model, max_seq_len=2**31 - 1, max_num_seqs=1)
 
 
 # Sampling
@@ -306,12 +389,50 @@ def test_a_seed_gives_its_text_whatever_is_beside_it(llama: Llama) -> None:
     assert alone != text("llama", tuple(PROMPTS[0]), 20)
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-40, 1e-38, 1e300, 10**300])
+@pytest.mark.parametrize("options", [{}, {"top_p": 1e-46}, {"top_k": 10**400}], ids=str)
+def test_every_temperature_draws(temperature: float, options: dict[str, float]) -> None:
+    """The likeliest token, or any of them; of large logits too."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.5]]) * torch.tensor([[1.0], [1e30], [-1e30]])
+    params = SamplingParams(temperature=temperature, **options)
+    found = [sample(logits, [params] * 3, [draw] * 3) for draw in (0.0, 0.3, 0.6, 1 - 2**-53)]
+    one = [1, 1, 3]
+    flat = [[1, 1, 3], [2, 2, 0], [0, 0, 2], [3, 3, 1]]
+    assert found == ([one] * 4 if temperature < 1 or "top_p" in options else flat)
+
+
+def test_rows_without_numbers_give_their_likeliest_token() -> None:
+    """As without a temperature; the rows beside them are drawn from as ever."""
+    nan, infinite = float("nan"), float("inf")
+    logits = torch.tensor(
+        [
+            [nan, nan, nan, nan],
+            [1.0, nan, 2.0, 0.0],
+            [1.0, 2.0, infinite, 3.0],
+            [-infinite, -infinite, -infinite, -infinite],
+            [-infinite, 1.0, 1.0, -infinite],
+        ]
+    )
+    greedy, drawn = SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)
+    for draw in (0.0, 0.5, 1 - 2**-53):
+        tokens = sample(logits, [drawn] * 5, [draw] * 5)
+        assert tokens[:4] == sample(logits, [greedy] * 5, [draw] * 5)[:4]
+        assert tokens[4] in (1, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("max_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0)],
+    [
+        *(("max_tokens", value) for value in (0, 1.5, "5", None, True, float("inf"))),
+        *(("temperature", value) for value in (-0.1, float("nan"), float("inf"), 10**400, "1", True)),
+        *(("top_k", value) for value in (-1, 2.5, False)),
+        *(("top_p", value) for value in (0.0, 1.0000001, float("nan"), None)),
+        *(("seed", value) for value in (-1, "x", None, 0.5)),
+        *(("ignore_eos", value) for value in (1, None, "no")),
+    ],
 )
-def test_bad_sampling_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ModelError, match=f"SamplingParams: {name}: expected .*, got {value}"):
+def test_bad_sampling_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=f"SamplingParams: {name}: expected .*, got {re.escape(repr(value))}"):
         SamplingParams(**{name: value})
 
 
@@ -350,7 +471,15 @@ def edit_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[
 
 
 def edit_index(**changes: Any) -> Callable[[Path], None]:
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(changes)) and None
+    def edit(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "shard.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(changes))
+
+    return edit
+
+
+def rope(**values: Any) -> Callable[[Path], None]:
+    return edit_config(rope_parameters=values)
 
 
 def shorten(folder: Path) -> None:
@@ -369,26 +498,81 @@ BAD = {
     "no architecture": (edit_config(architectures=None), "architectures: expected"),
     "an activation": (edit_config(hidden_act="gelu"), "hidden_act: expected 'silu', got 'gelu'"),
     "quantised": (edit_config(quantization_config={"bits": 4}), "quantization_config: expected None"),
-    "a rope": (edit_config(rope_parameters={"rope_type": "yarn"}), "rope_type: expected .*, got 'yarn'"),
+    "a rope": (rope(rope_type="longrope"), "rope_type: expected .*, got 'longrope'"),
+    "a rope of another type": (rope(rope_type=[]), r"rope_type: expected .*, got \[\]"),
+    "no rope at all": (edit_config(rope_scaling=[1]), r"rope_scaling: expected one object for all layers, got \[1\]"),
+    "no length of texts": (
+        rope(**YARN | {"original_max_position_embeddings": 10**30}),
+        "original_max_position_embeddings: expected a positive integer up to 2147483647, got 1000",
+    ),
+    "an endless factor": (rope(**YARN | {"factor": float("inf")}), r"rope_parameters\.factor: .*, got inf"),
+    "a factor of 400 digits": (rope(**YARN | {"factor": 10**400}), r"rope_parameters\.factor: .*, got 1000"),
+    "scales that end nothing": (rope(**YARN | {"mscale": -1, "mscale_all_dim": 1}), r"rope_parameters\.mscale: "),
+    "a ramp of words": (rope(**YARN | {"beta_fast": "32"}), r"rope_parameters\.beta_fast: .*, got '32'"),
+    "an attention factor of 0": (rope(**YARN | {"attention_factor": 0}), r"attention_factor: .*, got 0"),
+    "truncate as a word": (rope(**YARN | {"truncate": "false"}), "truncate: expected true or false, got 'false'"),
+    "a theta of 1": (rope(**YARN | {"rope_theta": 1}), r"rope_theta: expected more than 1, got 1\.0"),
+    "a theta of 0": (rope(rope_theta=0), "rope_theta: expected a positive number from 1e-30 to 1e30, got 0"),
     "a rope without factor": (
         edit_config(rope_parameters={"rope_type": "linear"}),
         r"rope_parameters\.factor: expected",
     ),
     "a theta": (
         edit_config(rope_parameters={"rope_theta": "big"}),
-        "rope_theta: expected a positive number, got 'big'",
+        "rope_theta: expected a positive number .*, got 'big'",
     ),
     "factors in disorder": (
         edit_config(rope_parameters=LLAMA3 | {"high_freq_factor": 1.0}),
         r"high_freq_factor: expected more than low_freq_factor, got 1\.0",
     ),
-    "an epsilon": (edit_config(rms_norm_eps=None), "rms_norm_eps: expected a positive number, got None"),
+    "an epsilon": (edit_config(rms_norm_eps=None), "rms_norm_eps: expected a positive number .*, got None"),
     "part of a head": (
         edit_config(rope_parameters={"partial_rotary_factor": 0.5}),
         "partial_rotary_factor: expected 1.0",
     ),
-    "no size": (edit_config(hidden_size=None), "hidden_size: expected a positive integer, got None"),
-    "a size": (edit_config(num_hidden_layers="2"), "num_hidden_layers: expected a positive integer, got '2'"),
+    "an endless epsilon": (edit_config(rms_norm_eps=float("inf")), "rms_norm_eps: expected a .* number .*, got inf"),
+    "an epsilon of 400 digits": (edit_config(rms_norm_eps=10**400), "rms_norm_eps: expected a .* number .*, got 1000"),
+    "no size": (edit_config(hidden_size=None), "hidden_size: expected a positive integer .*, got None"),
+    "a size": (edit_config(num_hidden_layers="2"), "num_hidden_layers: expected a positive integer .*, got '2'"),
+    **{
+        f"{name} beyond all": (edit_config(**{name: 10**30}), f"{name}: expected a positive integer up to .*, got 10")
+        for name in SIZES
+        if name.endswith(("_size", "_heads", "_layers", "_embeddings"))
+    },
+    "a vocabulary beyond all": (
+        edit_config(vocab_size=10**19),
+        "vocab_size: expected a positive integer up to 1048576",
+    ),
+    "heads beyond all": (edit_config(head_dim=10**30), "head_dim: expected a positive integer up to 1048576, got 10"),
+    "queries beyond all": (
+        edit_config(num_attention_heads=2**20),
+        r"num_attention_heads \* head_dim: expected a positive integer up to 1048576",
+    ),
+    "layers beyond the tensors": (edit_config(num_hidden_layers=30000), "has 30000 layers, and 21 tensors for them"),
+    **{
+        f"architectures {value!r}": (edit_config(architectures=value), "architectures: expected Llama")
+        for value in (5, 1.5, True, {"a": 1}, [["LlamaForCausalLM"]], "LlamaForCausalLM")
+    },
+    "windows of a Llama": (
+        edit_config(layer_types=["sliding_attention"] * 2, sliding_window=4),
+        r"layer_types: expected 2 of full_attention, got \['sliding",
+    ),
+    **{
+        f"{name} {value!r}": (edit_config(**{name: value}), f"{name}: expected true or false, got ")
+        for name, value in (("tie_word_embeddings", "false"), ("attention_bias", 1), ("mlp_bias", []))
+    },
+    **{
+        f"eos_token_id {value!r}": (edit_config(eos_token_id=value), "eos_token_id: expected a token or several, got ")
+        for value in ("35", ["35"], {}, -1, [True], 1.5)
+    },
+    "a deep config": (
+        lambda folder: (folder / "config.json").write_text('{"a":' * sys.getrecursionlimit() * 10),
+        r"config\.json: cannot be read: ",
+    ),
+    "a deep generation config": (
+        lambda folder: (folder / "generation_config.json").write_text("[" * sys.getrecursionlimit() * 10),
+        r"generation_config\.json: cannot be read: ",
+    ),
     "heads": (
         edit_config(num_key_value_heads=3),
         "num_key_value_heads: expected a divisor of num_attention_heads=4, got 3",
@@ -420,6 +604,8 @@ BAD = {
         "weight_map: expected",
     ),
     "an index of nothing": (edit_index(metadata={}), "weight_map: expected"),
+    "an index of lists": (edit_index(weight_map={"a": ["b"]}), "weight_map: expected"),
+    "an index without letters": (edit_index(weight_map={"a": "x\0y"}), "is missing"),
 }
 
 
@@ -463,8 +649,94 @@ def test_old_spellings_and_defaults() -> None:
         Config.parse(qwen | sizes | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2})
     del sizes["num_key_value_heads"]
     assert Config.parse(old | sizes).num_key_value_heads == 4
-    with pytest.raises(ModelError, match="num_key_value_heads: expected a positive integer, got None"):
+    with pytest.raises(ModelError, match=r"num_key_value_heads: expected a positive integer .*, got None"):
         Config.parse(first | sizes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64}, "original_max_position_embeddings": 32},
+        {"rope_parameters": YARN, "original_max_position_embeddings": 32},
+        {"rope_parameters": LINEAR, "rope_scaling": YARN, "rope_theta": 50.0},
+        {"rope_parameters": LINEAR, "rope_scaling": {}, "rope_theta": 50.0},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 50.0},
+        {"rope_scaling": {"type": "linear", "rope_type": "llama3"} | LLAMA3},
+    ],
+    ids=str,
+)
+def test_what_a_config_says_twice_is_read_as_transformers_reads_it(
+    changes: dict[str, Any], folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    values = json.loads((folder("llama") / "config.json").read_text())
+    del values["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(values | changes))
+    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+        transformers.LlamaConfig.from_pretrained(tmp_path)
+    )
+    ours = Config.read(tmp_path).rope
+    torch.testing.assert_close(ours.frequencies(16), theirs.inv_freq, rtol=2**-21, atol=0.0)
+    assert ours.attention_factor == theirs.attention_scaling
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_tied_embeddings_with_a_head_of_their_own(same: bool, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """The head in the file is taken, as by transformers, whatever the config says."""
+    shutil.copytree(folder("llama"), tmp_path / "tied")
+    edit_config(tie_word_embeddings=True)(tmp_path / "tied")
+    if same:
+        embedding = reference("llama").model.embed_tokens.weight.clone()
+        edit_tensors(lambda tensors: tensors.update({"lm_head.weight": embedding}))(tmp_path / "tied")
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "tied").eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor([PROMPTS[0]])).logits[0, -1:]
+    found = Runner(load(tmp_path / "tied"), 8, 16, 2, 64).run([Part(PROMPTS[0], 0, [1, 2])])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_single_file_comes_before_an_index(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(folder("llama"), tmp_path / "both")
+    edit_index(weight_map={"lm_head.weight": "shard.safetensors"})(tmp_path / "both")
+    edit_tensors(lambda tensors: tensors["lm_head.weight"].zero_())(tmp_path / "both")
+    shutil.copy(folder("llama") / "model.safetensors", tmp_path / "both")
+    assert torch.equal(load(tmp_path / "both").head.weight, reference("llama").lm_head.weight)
+
+
+WINDOWS: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"Mistral: {value!r}": ({"sliding_window": value}, "sliding_window: expected a positive integer")
+        for value in ("", [], True, 0, 4.5, 10**30)
+    },
+    "Mistral: layers": ({"layer_types": ["full_attention"] * 2}, "layer_types: expected 2 of sliding_attention"),
+    **{
+        f"Qwen2: {value!r}": ({"layer_types": value}, "layer_types: expected 2 of full_attention or sliding_attention")
+        for value in (5, True, [], [[1], [2]], "ab")
+    },
+    "Qwen2: a flag": ({"use_sliding_window": "false"}, "use_sliding_window: expected true or false, got 'false'"),
+    "Qwen2: first": ({"max_window_layers": True}, "max_window_layers: expected an integer, got True"),
+}
+
+
+@pytest.mark.parametrize("what", WINDOWS)
+def test_bad_windows_are_refused(what: str) -> None:
+    changes, message = WINDOWS[what]
+    sizes = {name: SIZES[name] for name in SIZES if isinstance(SIZES[name], int)}
+    values = {"architectures": [f"{what.partition(':')[0]}ForCausalLM"], "use_sliding_window": True, **sizes}
+    with pytest.raises(ModelError, match=message):
+        Config.parse(values | changes)
+
+
+def test_weights_without_room_are_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 << 20 < memory.free(torch.device("cpu")) < 1 << 50
+    monkeypatch.setattr(memory, "free", lambda device: 1000)
+    with pytest.raises(ModelError, match=r"its weights take .* GB, and cpu has 0\.0 GB"):
+        load(folder("llama"))
+
+
+@pytest.mark.parametrize("device", ["bogus", "", "meta", "mps", "cuda:99", "cuda:-1", 1.5])
+def test_devices_that_are_not_there_are_refused(device: Any, folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match=f"device: expected the CPU or one of . GPUs, got '{device}'"):
+        load(folder("llama"), device)
 
 
 def test_ends_of_text_come_from_the_generation_config(folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -508,9 +780,15 @@ def test_generate_prints_texts(words: Path, capsys: pytest.CaptureFixture[str]) 
 def test_generate_names_what_is_wrong(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["generate", "--model", str(words), "--prompt", "w1", "--device", "cpu"]
     assert main([*options, "--top-p", "0"]) == 2
-    assert capsys.readouterr().err.startswith("SamplingParams: top_p: expected more than 0")
+    assert capsys.readouterr().err.startswith("SamplingParams: top_p: expected a number, more than 0")
     assert main([*options, "--max-tokens", "1000"]) == 2
-    assert "Engine: max_seq_len: expected at most 256 positions, got 1001" in capsys.readouterr().err
+    assert "prompt and max_tokens: expected at most max_seq_len=256 tokens, got 1001" in capsys.readouterr().err
+    assert main([*options, "--prompt", ""]) == 2
+    assert "request: prompt: expected tokens from 0 to 159, got none" in capsys.readouterr().err
+    assert main([*options, "--prompt", "w1 \udcff"]) == 2
+    assert capsys.readouterr().err == "prompt: expected UTF-8, got 'w1 \\udcff'\n"
+    assert main([*options, "--device", "bogus"]) == 2
+    assert capsys.readouterr().err.startswith("device: expected the CPU or one of")
     assert main([*options, "--dtype", "int4"]) == 2
     assert capsys.readouterr().err.startswith("dtype: expected float32 or float16 or bfloat16, got 'int4'")
     (words / "tokenizer.json").write_text("no")
@@ -519,6 +797,90 @@ def test_generate_names_what_is_wrong(words: Path, capsys: pytest.CaptureFixture
     (words / "tokenizer.json").unlink()
     assert main(options) == 2
     assert "tokenizer.json: is missing" in capsys.readouterr().err
+
+
+def test_prompts_are_checked_before_weights_are_read(
+    words: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "load", lambda *args: pytest.fail("weights are read"))
+    for prompt, count in (("", "1"), ("w1", "256"), (sentence(range(100)) + " w1" * 157, "1")):
+        assert main(["generate", "--model", str(words), "--prompt", prompt, "--max-tokens", count]) == 2
+        assert capsys.readouterr().err.startswith("request: prompt")
+
+
+def test_prompts_are_neither_cut_nor_filled(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(words / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=30, pad_id=7, pad_token="w7")
+    tokenizer.save(str(words / "tokenizer.json"))
+    options = ["--model", str(words), "--max-tokens", "12", "--device", "cpu"]
+    assert main(["generate", *options, "--prompt", sentence(PROMPTS[0])]) == 0
+    assert capsys.readouterr().out == sentence([*PROMPTS[0], *text("llama", tuple(PROMPTS[0]), 12)]) + "\n"
+
+
+@cache
+def byte_fallback() -> tokenizers.Tokenizer:
+    """A tokenizer as that of Llama 2: what has no token of its own is written byte by byte."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "b"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    found = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    found.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    decoders = tokenizers.decoders
+    found.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    found.add_special_tokens(words[:3])
+    return found
+
+
+def stream(prompt: Sequence[str | int], text: Sequence[str | int]) -> list[str]:
+    """What tokens add, given as words or as the bytes that have no word."""
+    tokenizer = byte_fallback()
+    prompt, tokens = (
+        [tokenizer.token_to_id(one if isinstance(one, str) else f"<0x{one:02X}>") for one in words]
+        for words in (prompt, text)
+    )
+    adding = generate.Stream(tokenizer, prompt)
+    return [adding.add(token, last=i == len(tokens) - 1) for i, token in enumerate(tokens)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces"),
+    [
+        ([0x0A, 0xF0, "a", "b"], ["\n", "", "�a", "b"]),
+        (["a", 0x0A, 0xF0, 0x9F, "a"], ["a", "\n", "", "", "��a"]),
+        ([*"😀".encode(), "a"], ["", "", "", "😀", "a"]),
+        ([*"é".encode(), "▁a", "</s>"], ["", "é", " a", ""]),
+        (["a", 0xF0], ["a", "�"]),
+        ([0xF0, "</s>"], ["", "�"]),
+        ([*"�".encode(), "a"], ["", "", "", "�a"]),
+    ],
+    ids=str,
+)
+def test_bytes_are_shown_once_they_are_text(tokens: list[str | int], pieces: list[str]) -> None:
+    assert stream(["<s>", "▁a"], tokens) == pieces
+
+
+def test_pieces_are_the_text() -> None:
+    """Of every prefix of one text as a prompt; and what is no text at all ends nothing."""
+    words = "a é▁b漢 😀.\n ▁ab"
+    ids = byte_fallback().encode(words).ids
+    for end in range(1, len(words)):
+        prompt = byte_fallback().encode(words[:end]).ids
+        adding = generate.Stream(byte_fallback(), prompt)
+        assert ids[: len(prompt)] == prompt
+        pieces = [adding.add(token, last=i == len(ids) - 1) for i, token in enumerate(ids[len(prompt) :], len(prompt))]
+        assert byte_fallback().decode(prompt) + "".join(pieces) == byte_fallback().decode(ids)
+    generator = random.Random(0)
+    for _ in range(200):
+        tokens = [generator.randrange(264) for _ in range(20)]
+        adding = generate.Stream(byte_fallback(), tokens[:2])
+        for i, token in enumerate(tokens[2:], 2):
+            adding.add(token, last=i == 19)
 
 
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -577,10 +939,3 @@ def test_graphs_change_nothing(folder: Callable[[str], Path]) -> None:
                 texts[output.request].append(output.token)
             found.append(list(texts.values()))
         assert found[0] == found[1]
-
-
-@pytest.mark.gpu
-def test_a_model_that_does_not_fit_is_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
-    with pytest.raises(ModelError, match=r"its weights take .* GB, and cuda has 0\.0 GB"):
-        load(folder("llama"), "cuda")

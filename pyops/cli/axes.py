@@ -95,7 +95,14 @@ def _check(op: Op, name: str, axis: Axis, value: Any) -> None:
 def launches(op: Op, values: Mapping[str, Any], device: Device) -> list[Launch]:
     """What the op plans on `device` for its example with these values. Nothing is compiled."""
     assert op.example is not None
-    return op.launches(*op.example(ArgMaker(device, op.name), **values))
+    try:
+        return op.launches(*op.example(ArgMaker(device, op.name), **values))
+    except Exception as error:
+        if not values or isinstance(error, OpError):
+            raise
+        # An example takes its axes as they are: of what it makes of others, only this is known.
+        given = " ".join(f"{name}={value}" for name, value in values.items())
+        raise OpError(op.name, given, f"has no example ({type(error).__name__}: {error})") from error
 
 
 def parse(words: Iterable[str]) -> dict[str, list[Any]]:

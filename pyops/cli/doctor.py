@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings, and how ops run on this machine: ``"gpu"``, ``"reference"`` or None."""
+    """All findings, and how ops run on this machine: ``"gpu"``, ``"reference"``, ``"host"`` or None."""
 
     findings: list[Finding]
     runs: str | None
@@ -50,6 +50,7 @@ class Report:
             if finding.mend:
                 lines.append(f"{'':{width}}      {finding.mend}")
         how = {"gpu": "on the GPU", "reference": "by their PyTorch reference"}
+        how["host"] = "on the CPU by their kernels, where PYOPS_CPU=kernels is set"
         return "\n".join([*lines, "", f"Ops run {how[self.runs]}." if self.runs else "Ops cannot run here."])
 
 
@@ -57,7 +58,8 @@ def doctor() -> Report:
     """Probe this machine."""
     findings = [_caught(name, probe) for name, probe in _PROBES.items()]
     good = {finding.name for finding in findings if finding.ok}
-    return Report(findings, "gpu" if "kernel" in good else "reference" if "reference" in good else None)
+    ways = {"kernel": "gpu", "reference": "reference", "host": "host"}
+    return Report(findings, next((way for probe, way in ways.items() if probe in good), None))
 
 
 def _caught(name: str, probe: Callable[[], Finding]) -> Finding:
@@ -155,6 +157,7 @@ def _cache() -> Finding:
 
 
 def _switches() -> Finding:
+    config.kernels_on_cpu()  # raises where PYOPS_CPU is none of its words
     names = sorted(name for name in os.environ if name.startswith("PYOPS_") or name in _VARIABLES)
     return Finding("switches", None, " ".join(f"{name}={os.environ[name]}" for name in names) or "none set")
 
@@ -187,7 +190,8 @@ def _host() -> Finding:
 
 
 def _reference() -> Finding:
-    return _run("reference", numpy)
+    with config.cpu("reference"):
+        return _run("reference", numpy)
 
 
 def _run(name: str, module: Any) -> Finding:

@@ -10,7 +10,7 @@ from typing import Any
 
 from .._core.errors import MissingDependencyError, ModelError
 from .._core.lazy import cupy, optional, torch
-from ..models import Engine, Output, SamplingParams, load
+from ..models import Config, Engine, Output, SamplingParams, check_request, load
 from . import progress
 
 
@@ -18,9 +18,11 @@ def generate(
     folder: str, prompts: Sequence[str], params: SamplingParams, dtype: str | None = None, device: str | None = None
 ) -> bool:
     """Print what the model in `folder` writes behind the prompts: one as it comes, several when all are done."""
-    tokenizer = _tokenizer(Path(folder))
+    config, tokenizer = Config.read(folder), _tokenizer(Path(folder))
+    tokens = [_encode(tokenizer, prompt) for prompt in prompts]
+    for prompt in tokens:
+        check_request(config, prompt, params, config.max_position_embeddings)
     device = device or usable_device()
-    tokens = [tokenizer.encode(prompt).ids for prompt in prompts]
     started = time.perf_counter()
     model = load(folder, device, dtype, lambda done, total: progress.show(done, total, f"{total / 1e9:.2f} GB"))
     print(f"{folder} on {device}, loaded in {time.perf_counter() - started:.1f} s", file=sys.stderr)
@@ -30,11 +32,11 @@ def generate(
         max_seq_len=max(len(prompt) for prompt in tokens) + params.max_tokens,
         max_num_seqs=len(tokens),
     )
-    streams = {engine.add(prompt, params): _stream(tokenizer, prompt) for prompt in tokens}
+    streams = {engine.add(prompt, params): Stream(tokenizer, prompt) for prompt in tokens}
     texts = dict.fromkeys(streams, "")
 
     def show(output: Output) -> None:
-        piece = streams[output.request](output.token)
+        piece = streams[output.request].add(output.token, last=output.finished is not None)
         texts[output.request] += piece
         if len(prompts) == 1:
             print(piece, end="", flush=True)
@@ -74,13 +76,35 @@ def usable_device() -> str:
     return "cuda"
 
 
-def _stream(tokenizer: Any, prompt: Sequence[int]) -> Callable[[int], str]:
-    """What each token adds to the text, "" while a character is not whole; the prompt says where words begin."""
-    decoders = optional("tokenizers.decoders", "text", "models")
-    stream = decoders.DecodeStream(skip_special_tokens=True)
-    for token in prompt:
-        stream.step(tokenizer, token)
-    return lambda token: stream.step(tokenizer, token) or ""
+class Stream:
+    """What each token adds to a text; the tokens before it say where words begin.
+
+    A character may have several tokens. While the text ends with one that is not whole, nothing is added, and what was
+    added stays, though some decoders would take it back for the sake of what came later.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._tokens = tokenizer, list(prompt)
+        self._before, self._shown = 0, len(prompt)  # from where to decode, and up to where it has been added
+
+    def add(self, token: int, last: bool) -> str:
+        """The text that `token` adds, "" while it is not whole; the `last` adds what is left."""
+        self._tokens.append(token)
+        tokens = self._tokens[self._before :]
+        known = self._tokenizer.decode(tokens[: self._shown - self._before])
+        text = self._tokenizer.decode(tokens)
+        if len(text) <= len(known) or (text.endswith("\ufffd") and not last):
+            return ""
+        self._before, self._shown = self._shown, len(self._tokens)
+        return str(text[len(known) :])
+
+
+def _encode(tokenizer: Any, prompt: str) -> list[int]:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ModelError("prompt", f"expected UTF-8, got {prompt!a}") from None
+    return list(tokenizer.encode(prompt).ids)
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -89,6 +113,9 @@ def _tokenizer(folder: Path) -> Any:
     if not file.is_file():
         raise ModelError(file, "is missing")
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # it raises no class of its own
         raise ModelError(file, f"is no tokenizer: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

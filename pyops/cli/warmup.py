@@ -31,10 +31,14 @@ def warmup(*names: str, **values: Any) -> list[Compiled]:
         OpError: no such op, or no example of a named op has such an axis or value.
         CompileError: a kernel that did not compile.
     """
-    if device.count() == 0:
-        return []
-    index = cupy.cuda.runtime.getDevice()
-    return load(specialisations(names, values, device.get(index)), index)
+    index, wanted = plan(names, values)
+    return [] if index is None else load(wanted, index)
+
+
+def plan(names: Sequence[str], values: Mapping[str, Any]) -> tuple[int | None, list[tuple[Op, Specialisation]]]:
+    """The current device, or None, and what to load there; without one, what would be for a model of a device."""
+    index = cupy.cuda.runtime.getDevice() if device.count() else None
+    return index, specialisations(names, values, device.model() if index is None else device.get(index))
 
 
 def specialisations(

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._core.errors import ModelError
 from .._core.lazy import optional, torch
-from .config import DTYPES, Config, read_json
+from . import memory
+from .config import DTYPES, Config
 from .llama import Llama
+from .values import read_json
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F32", "F16", "BF16"}
 _Progress = Callable[[int, int], None]
+
+
+class _Header(NamedTuple):
+    """What a shard says of a tensor."""
+
+    shard: Path
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def load(folder: str | Path, device: Any = "cpu", dtype: str | None = None, progress: _Progress | None = None) -> Llama:
@@ -30,22 +41,24 @@ def load(folder: str | Path, device: Any = "cpu", dtype: str | None = None, prog
         dtype: "float32", "float16" or "bfloat16"; None for the one that ``config.json`` names.
         progress: called with the bytes that are loaded and all there are.
     """
-    folder = Path(folder)
-    config = Config.read(folder)
+    folder, device, config = Path(folder), _device(device), Config.read(folder)
     if dtype is not None and dtype not in DTYPES:
         raise ModelError("dtype", f"expected {' or '.join(DTYPES)}, got {dtype!r}")
+    headers = _headers(folder)
+    if "lm_head.weight" in headers:  # which would not be there if it were the embedding, or is the same
+        config = replace(config, tie_word_embeddings=False)
+    if len(headers) < config.num_hidden_layers:
+        raise ModelError(folder, f"has {config.num_hidden_layers} layers, and {len(headers)} tensors for them")
     plan = Llama(config, dtype, "meta").tensors()
-    shards = _shards(folder, plan, config)
-    total = sum(tensor.nbytes for tensor in plan.values())
-    if torch.device(device).type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        if free < total:
-            raise ModelError(folder, f"its weights take {total / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
+    _check(folder, headers, plan)
+    total, free = sum(tensor.nbytes for tensor in plan.values()), memory.free(device)
+    if free < total:
+        raise ModelError(folder, f"its weights take {total / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
     model, done = Llama(config, dtype, device), 0
     places = model.tensors()
-    for shard, names in shards.items():
+    for shard in dict.fromkeys(header.shard for header in headers.values()):
         with _opened(shard) as file:
-            for name in names:
+            for name in (name for name, header in headers.items() if header.shard == shard):
                 places[name].copy_(file.get_tensor(name))
                 done += places[name].nbytes
                 if progress:
@@ -53,47 +66,55 @@ def load(folder: str | Path, device: Any = "cpu", dtype: str | None = None, prog
     return model
 
 
-def _shards(folder: Path, expected: dict[str, Any], config: Config) -> dict[Path, list[str]]:
-    """{file: names of tensors to read from it}, once every header is as `expected`."""
-    if (folder / _INDEX).exists():
-        where = read_json(folder / _INDEX).get("weight_map")
-        files = set(where.values()) if isinstance(where, dict) else set()
-        if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
-            raise ModelError(folder / _INDEX, "weight_map: expected names of tensors and of files beside this one")
-    else:
-        files = {_SINGLE}
-    found: dict[str, Path] = {}
-    for file in sorted(files):
-        if not (folder / file).is_file():
-            raise ModelError(folder / file, "is missing")
-        with _opened(folder / file) as opened:
+def _device(given: Any) -> Any:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    count = torch.cuda.device_count()
+    if device.type != "cpu" and (device.type != "cuda" or (device.index or 0) >= count):
+        raise ModelError("device", f"expected the CPU or one of {count} GPUs, got {str(given)!r}")
+    return device
+
+
+def _headers(folder: Path) -> dict[str, _Header]:
+    """Of every tensor, by its name."""
+    found: dict[str, _Header] = {}
+    for shard in _shards(folder):
+        if not shard.is_file():
+            raise ModelError(shard, "is missing")
+        with _opened(shard) as opened:
             for name in opened.keys():  # noqa: SIM118
-                if not _ignored(name, config):
-                    found[name] = folder / file
-                    _check(folder / file, name, opened.get_slice(name), expected)
-    missing = sorted(expected.keys() - found.keys())
+                header = opened.get_slice(name)
+                if not name.endswith("rotary_emb.inv_freq"):  # which follows from the config
+                    found[name] = _Header(shard, tuple(header.get_shape()), header.get_dtype())
+    return found
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The single file, where there is one; else the files of the index."""
+    index = folder / _INDEX
+    if (folder / _SINGLE).is_file() or not index.exists():
+        return [folder / _SINGLE]
+    where = read_json(index).get("weight_map")
+    files = list(where.values()) if isinstance(where, dict) else []
+    if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
+        raise ModelError(index, "weight_map: expected names of tensors and of files beside this one")
+    return [folder / file for file in sorted(set(files))]
+
+
+def _check(folder: Path, headers: dict[str, _Header], expected: dict[str, Any]) -> None:
+    for name, (shard, shape, dtype) in headers.items():
+        if name not in expected:
+            raise ModelError(shard, f"{name}: is no tensor of this architecture")
+        if shape != expected[name].shape:
+            raise ModelError(shard, f"{name}: expected shape {tuple(expected[name].shape)}, got {shape}")
+        if dtype not in _DTYPES:
+            raise ModelError(shard, f"{name}: expected {' or '.join(sorted(_DTYPES))}, got {dtype}")
+    missing = sorted(expected.keys() - headers.keys())
     if missing:
-        raise ModelError(folder, f"{missing[0]}: is in no shard{_and_others(missing)}")
-    return {shard: [name for name in found if found[name] == shard] for shard in dict.fromkeys(found.values())}
-
-
-def _check(file: Path, name: str, header: Any, expected: dict[str, Any]) -> None:
-    if name not in expected:
-        raise ModelError(file, f"{name}: is no tensor of this architecture")
-    shape, dtype = tuple(header.get_shape()), header.get_dtype()
-    if shape != expected[name].shape:
-        raise ModelError(file, f"{name}: expected shape {tuple(expected[name].shape)}, got {shape}")
-    if dtype not in _DTYPES:
-        raise ModelError(file, f"{name}: expected {' or '.join(sorted(_DTYPES))}, got {dtype}")
-
-
-def _ignored(name: str, config: Config) -> bool:
-    """What some files hold although it follows from the rest."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
-
-
-def _and_others(names: list[str]) -> str:
-    return f", nor are {len(names) - 1} others" if len(names) > 1 else ""
+        others = f", nor are {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise ModelError(folder, f"{missing[0]}: is in no shard{others}")
 
 
 @contextmanager

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import reprlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Literal, NamedTuple
 
 from .._core.errors import ModelError
-from .._core.lazy import torch
+from . import memory
+from .config import Config
 from .llama import Llama
 from .runner import Part, Runner
 from .sampling import SamplingParams, sample
+from .values import is_integer
 
 Finish = Literal["stop", "length"]
 
@@ -27,11 +31,11 @@ class Output(NamedTuple):
 
 @dataclass(eq=False)
 class _Request:
-    number: int
     params: SamplingParams
     tokens: list[int]  # the prompt, then what came of it
     most_tokens: int
     random: random.Random
+    number: int = -1  # before it waits
     computed: int = 0  # tokens that the cache holds
     blocks: list[int] = field(default_factory=list)
 
@@ -48,8 +52,8 @@ class Engine:
 
     Args:
         model: whose weights are set.
-        num_blocks: of the cache; None for as many as `max_num_seqs` texts of `max_seq_len` tokens fill, or on a GPU as
-            fit into 0.8 of its free memory, whichever is less.
+        num_blocks: of the cache; None for as many as `max_num_seqs` texts of `max_seq_len` tokens fill, or as fit into
+            0.8 of the device's free memory, whichever is less.
         block_size: tokens of a block.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: tokens of prompts in one step.
@@ -78,15 +82,18 @@ class Engine:
             ("max_num_seqs", max_num_seqs),
             ("max_num_batched_tokens", max_num_batched_tokens),
             ("max_seq_len", self.max_seq_len),
+            ("num_blocks", 1 if num_blocks is None else num_blocks),
         ):
-            if value < 1:
-                raise ModelError("Engine", f"{name}: expected 1 or more, got {value}")
+            if not is_integer(value) or value < 1:
+                raise ModelError("Engine", f"{name}: expected an integer, 1 or more, got {value!r}")
         if self.max_seq_len > positions:
             raise ModelError("Engine", f"max_seq_len: expected at most {positions} positions, got {max_seq_len}")
+        most = _blocks_in_memory(model, block_size, max_num_seqs, self.max_seq_len)
         if num_blocks is None:
-            num_blocks = _default_num_blocks(model, block_size, max_num_seqs, self.max_seq_len)
-        if num_blocks < 1:
-            raise ModelError("Engine", f"num_blocks: expected 1 or more, got {num_blocks}")
+            num_blocks = min(max_num_seqs * -(-self.max_seq_len // block_size), int(0.8 * most))
+        if not 1 <= num_blocks <= most:
+            limit = f"the memory of {model.device} has room for {max(most, 0)}"
+            raise ModelError("Engine", f"num_blocks: {limit}, with what max_num_seqs and max_seq_len ask for")
         self.model, self.block_size, self.num_blocks = model, block_size, num_blocks
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.preemptions = 0
@@ -98,24 +105,22 @@ class Engine:
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> int:
         """Ask for a text behind `prompt`; the number of the request. One that could never be served is a ModelError."""
-        params = params or SamplingParams()
-        vocab_size, most_tokens = self.model.config.vocab_size, len(prompt) + params.max_tokens
-        wrong = [token for token in prompt if not 0 <= token < vocab_size]
-        if len(prompt) == 0 or wrong:
-            got = f"token {wrong[0]}" if wrong else "none"
-            raise ModelError("Engine.add", f"prompt: expected tokens from 0 to {vocab_size - 1}, got {got}")
-        if most_tokens > self.max_seq_len:
-            limit = f"max_seq_len={self.max_seq_len}"
-            raise ModelError("Engine.add", f"prompt and max_tokens: expected at most {limit} tokens, got {most_tokens}")
-        if self._blocks_for(most_tokens - 1) > self.num_blocks:  # the last token is never read again
-            needed, held = self._blocks_for(most_tokens - 1), self.num_blocks
-            raise ModelError("Engine.add", f"prompt and max_tokens: need {needed} blocks, and the cache has {held}")
-        number, self._count = self._count, self._count + 1
-        self._waiting.append(_Request(number, params, list(prompt), most_tokens, random.Random(params.seed)))
-        return number
+        return self._enqueue(self._request(prompt, params))
 
     def step(self) -> list[Output]:
-        """Run the model once; the tokens that came of it. Nothing to do gives none."""
+        """Run the model once; the tokens that came of it. Nothing to do gives none.
+
+        An error ends all requests: what was asked for is forgotten, and the engine can be asked anew.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._waiting.clear()
+            self._running.clear()
+            self._free = list(range(self.num_blocks))
+            raise
+
+    def _step(self) -> list[Output]:
         self._admit()
         steps = self._prompts() or self._decodes()
         if not steps:
@@ -144,11 +149,30 @@ class Engine:
             yield from self.step()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None) -> list[list[int]]:
-        """The texts behind `prompts`, without them. Nothing else may have been asked for."""
-        texts: dict[int, list[int]] = {self.add(prompt, params): [] for prompt in prompts}
+        """The texts behind `prompts`, without them. Nothing else may have been asked for; one refused refuses all."""
+        if self.busy:
+            raise ModelError("Engine.generate", "what was asked for before has not ended")
+        requests = [self._request(prompt, params) for prompt in prompts]
+        texts: dict[int, list[int]] = {self._enqueue(request): [] for request in requests}
         for output in self.run():
             texts[output.request].append(output.token)
         return list(texts.values())
+
+    def _request(self, prompt: Sequence[int], params: SamplingParams | None) -> _Request:
+        """What is asked for, once it is known that it can be served."""
+        params = params or SamplingParams()
+        tokens = check_request(self.model.config, prompt, params, self.max_seq_len)
+        most_tokens = len(tokens) + params.max_tokens
+        needed = self._blocks_for(most_tokens - 1)  # the last token is never read again
+        if needed > self.num_blocks:
+            held = f"the cache has {self.num_blocks}"
+            raise ModelError("request", f"prompt and max_tokens: need {needed} blocks, and {held}")
+        return _Request(params, tokens, most_tokens, random.Random(int(params.seed)))
+
+    def _enqueue(self, request: _Request) -> int:
+        request.number, self._count = self._count, self._count + 1
+        self._waiting.append(request)
+        return request.number
 
     def _admit(self) -> None:
         """Let those that wait run, in their order, while there are blocks for them and one more for each that runs."""
@@ -204,11 +228,26 @@ class Engine:
         return -(-num_tokens // self.block_size)
 
 
-def _default_num_blocks(model: Llama, block_size: int, max_num_seqs: int, max_seq_len: int) -> int:
-    wanted = max_num_seqs * -(-max_seq_len // block_size)
-    if model.device.type != "cuda":
-        return wanted
+def check_request(config: Config, prompt: Sequence[int], params: SamplingParams, max_seq_len: int) -> list[int]:
+    """The tokens of a prompt. A text that no engine for `max_seq_len` tokens could write behind it is a ModelError."""
+    try:
+        tokens = [index(token) for token in prompt]
+    except TypeError:
+        raise ModelError("request", f"prompt: expected integers, got {reprlib.repr(prompt)}") from None
+    wrong = [token for token in tokens if not 0 <= token < config.vocab_size]
+    if wrong or not tokens:
+        got = f"token {wrong[0]}" if wrong else "none"
+        raise ModelError("request", f"prompt: expected tokens from 0 to {config.vocab_size - 1}, got {got}")
+    if len(tokens) + params.max_tokens > max_seq_len:
+        limit, asked = f"max_seq_len={max_seq_len}", len(tokens) + params.max_tokens
+        raise ModelError("request", f"prompt and max_tokens: expected at most {limit} tokens, got {asked}")
+    return tokens
+
+
+def _blocks_in_memory(model: Llama, block_size: int, max_num_seqs: int, max_seq_len: int) -> int:
+    """Blocks of a cache that the device has room for, beside what the runner holds for so many texts of that length."""
     config = model.config
     token_bytes = 2 * len(model.layers) * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    free, _ = torch.cuda.mem_get_info(model.device)
-    return min(wanted, int(0.8 * free / (token_bytes * block_size)))
+    table = 16 * max_seq_len * config.head_dim  # at most, while it is made of float32, in parts
+    rows = 16 * max_num_seqs * -(-max_seq_len // block_size)
+    return int((memory.free(model.device) - table - rows) // (token_bytes * block_size))

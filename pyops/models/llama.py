@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import rope as scaling
 from .._core.lazy import torch
 from ..activation import silu_and_mul
 from ..attention import paged_attention_v1, paged_attention_varlen
@@ -13,7 +12,7 @@ from ..cache import reshape_and_cache_flash
 from ..linear import skinny_linear
 from ..norm import fused_add_rms_norm, rms_norm
 from ..rotary import rotary_embedding
-from .config import Config, Rope
+from .config import Config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,8 +108,6 @@ class Llama:
         ]
         self.norm = empty(hidden)
         self.head = Linear(self.embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden), None)
-        angles = rope_angles(config.rope, config.head_dim, config.max_position_embeddings, self.device)
-        self.cos_sin_cache = scaling.cos_sin(angles).to(self.dtype)
         # What an fp8 cache would be scaled by; read by no kernel for this one.
         self._one = torch.ones(1, device=self.device)
 
@@ -157,7 +154,11 @@ class Llama:
         shape = (len(self.layers), 2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def forward(self, batch: Batch, cache: Tensor) -> Tensor:
+    def new_cos_sin(self, num_positions: int) -> Tensor:
+        """The table of the rotary embedding, for texts of up to `num_positions` tokens: [num_positions, head_dim]."""
+        return self.config.rope.cos_sin(self.config.head_dim, num_positions, self.device).to(self.dtype)
+
+    def forward(self, batch: Batch, cache: Tensor, cos_sin: Tensor) -> Tensor:
         """What the last layer says of each token, normalised: [num_tokens, hidden_size]; `cache` gets their keys."""
         epsilon = self.config.rms_norm_eps
         residual = self.embedding[batch.tokens]
@@ -165,7 +166,7 @@ class Llama:
         rms_norm(hidden, residual, self.layers[0].input_norm, epsilon)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for layer, caches, next_norm in zip(self.layers, cache, next_norms, strict=True):
-            hidden = self._attention(layer, hidden, batch, *caches)
+            hidden = self._attention(layer, hidden, batch, cos_sin, *caches)
             fused_add_rms_norm(hidden, residual, layer.mlp_norm, epsilon)
             gate_up = layer.gate_up(hidden)
             activated = gate_up.new_empty(gate_up.shape[0], self.config.intermediate_size)
@@ -174,14 +175,16 @@ class Llama:
             fused_add_rms_norm(hidden, residual, next_norm, epsilon)
         return hidden
 
-    def _attention(self, layer: Layer, hidden: Tensor, batch: Batch, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+    def _attention(
+        self, layer: Layer, hidden: Tensor, batch: Batch, cos_sin: Tensor, key_cache: Tensor, value_cache: Tensor
+    ) -> Tensor:
         config, head_dim = self.config, self.config.head_dim
         qkv = layer.qkv(hidden)
         query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in qkv.split(self._split, -1))
         if config.qk_norm:
             rms_norm(query, query, layer.q_norm, config.rms_norm_eps)
             rms_norm(key, key, layer.k_norm, config.rms_norm_eps)
-        rotary_embedding(batch.positions, query, key, head_dim, self.cos_sin_cache, True)
+        rotary_embedding(batch.positions, query, key, head_dim, cos_sin, True)
         scales = ("auto", self._one, self._one)
         reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slot_mapping, *scales)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -194,14 +197,3 @@ class Llama:
         else:
             paged_attention_varlen(out, query, *past, batch.cu_seqlens_q, block_size, *scales, **window)
         return layer.o(out.flatten(1))
-
-
-def rope_angles(rope: Rope, head_dim: int, num_positions: int, device: Any = "cpu") -> Tensor:
-    """Angles by which pairs of elements turn at each position: [num_positions, head_dim / 2] float32, in radians."""
-    frequencies = scaling.frequencies(head_dim, rope.theta, device)
-    if rope.kind == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.kind == "llama3":
-        original = rope.original_max_position_embeddings
-        frequencies = scaling.llama3(frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, original)
-    return scaling.angles(frequencies, num_positions)

@@ -50,7 +50,7 @@ class Runner:
         graphs: bool | None = None,
     ) -> None:
         self.model, self.block_size = model, block_size
-        self.cache = model.new_cache(num_blocks, block_size)
+        self.cache, self._cos_sin = model.new_cache(num_blocks, block_size), model.new_cos_sin(max_seq_len)
         on_gpu = model.device.type == "cuda"
         self._use_graphs = on_gpu if graphs is None else graphs
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
@@ -80,7 +80,7 @@ class Runner:
             seq_lens=self._tensor(firsts + counts),
             cu_seqlens_q=self._tensor([0, *ends]),
         )
-        hidden = self.model.forward(batch, self.cache)
+        hidden = self.model.forward(batch, self.cache, self._cos_sin)
         return self.model.head(hidden[self._tensor(ends - 1)])
 
     def _decode(self, parts: Sequence[Part]) -> Tensor:
@@ -119,7 +119,7 @@ class Runner:
             seq_lens=rows[:, _LENGTH],
             cu_seqlens_q=None,
         )
-        return self.model.head(self.model.forward(batch, self.cache))
+        return self.model.head(self.model.forward(batch, self.cache, self._cos_sin))
 
     def _slots(self, tables: Any, sequences: Any, positions: Any) -> Any:
         """Where in the cache tokens belong, by the row of `tables` and the position of each; numpy arrays."""

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
 
 from .._core.errors import ModelError
 from .._core.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# {field of SamplingParams: its type, what else holds of it, both in words}
+_FIELDS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "max_tokens": (Integral, lambda value: value >= 1, "an integer, 1 or more"),
+    "temperature": (Real, lambda value: 0 <= value <= sys.float_info.max, "a number, 0 or more"),
+    "top_k": (Integral, lambda value: value >= 0, "an integer, 0 or more"),
+    "top_p": (Real, lambda value: 0 < value <= 1, "a number, more than 0 and at most 1"),
+    "seed": (Integral, lambda value: value >= 0, "an integer, 0 or more"),
+    "ignore_eos": (bool, lambda value: True, "True or False"),
+}
 
 
 @dataclass(frozen=True)
@@ -34,14 +46,10 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        for name, good, expected in (
-            ("max_tokens", self.max_tokens >= 1, "1 or more"),
-            ("temperature", 0.0 <= self.temperature < float("inf"), "0 or more"),
-            ("top_k", self.top_k >= 0, "0 or more"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "more than 0 and at most 1"),
-        ):
-            if not good:
-                raise ModelError("SamplingParams", f"{name}: expected {expected}, got {getattr(self, name)}")
+        for name, (kind, holds, expected) in _FIELDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or not holds(value):
+                raise ModelError("SamplingParams", f"{name}: expected {expected}, got {value!r}")
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> list[int]:
@@ -62,13 +70,17 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[flo
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
 
-        temperature = column([params[i].temperature for i in drawn])
-        scores, order = (logits[drawn].float() / temperature).sort(-1, descending=True)
+        temperature = column([float(params[i].temperature) for i in drawn])
+        scores, order = logits[drawn].float().sort(-1, descending=True)
+        scores = (scores - scores[:, :1]) / temperature
         ranks = torch.arange(scores.shape[-1], device=logits.device)
-        scores = scores.masked_fill(ranks >= column([params[i].top_k or len(ranks) for i in drawn]), -torch.inf)
+        top_k = column([min(params[i].top_k or len(ranks), len(ranks)) for i in drawn])
+        # No number is what infinite logits leave, and what is no number itself: only the likeliest has a weight then.
+        scores = scores.masked_fill((ranks >= top_k) | scores.isnan(), -torch.inf)
+        scores[:, 0] = 0.0
         weights = scores.softmax(-1)
         before = weights.cumsum(-1) - weights
-        weights = weights.masked_fill(before >= column([params[i].top_p for i in drawn]), 0.0)
+        weights = weights.masked_fill((ranks > 0) & (before >= column([float(params[i].top_p) for i in drawn])), 0.0)
         sums = weights.cumsum(-1)
         places = torch.searchsorted(sums, column([draws[i] for i in drawn]) * sums[:, -1:], right=True)
         # The last token with any weight, should rounding carry a draw to the very end.

@@ -1,0 +1,117 @@
+"""The rotary embedding of a model: what ``config.json`` says of it, and the table that the kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .. import rope as scaling
+from .values import first, flag, number, refuse, size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_ORIGINAL = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding (Su et al. 2021, arXiv:2104.09864), its frequencies scaled for long texts.
+
+    Attributes:
+        theta: base of the frequencies.
+        kind: "default", "linear" (frequencies divided by `factor`; Chen et al. 2023, arXiv:2306.15595), "llama3" (only
+            the low ones are; Llama 3 herd of models, arXiv:2407.21783), "yarn" (the lower the more; Peng et al. 2023,
+            arXiv:2309.00071) or "dynamic" (only of texts longer than ``max_position_embeddings``, and none is).
+        attention_factor: what cosines and sines are multiplied by.
+        factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, beta_fast, beta_slow, truncate: as
+            in ``config.json``.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Rope:
+        """From the object in a ``config.json``, as transformers reads it.
+
+        ``rope_parameters`` has all of it; older files have ``rope_theta`` and, before all others, ``rope_scaling``.
+        """
+        found: dict[str, Any] = {}
+        for name in ("rope_parameters", "rope_scaling"):
+            given = first(values.get(name), {})
+            if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+                raise refuse(name, "one object for all layers", given)
+            found = given or found
+        kind = first(found.get("rope_type"), found.get("type"), "default")
+        if kind not in _KINDS:
+            raise refuse("rope_type", " or ".join(_KINDS), kind)
+        if found.get("partial_rotary_factor", 1.0) != 1.0:
+            raise refuse("partial_rotary_factor", "1.0", found["partial_rotary_factor"])
+        theta = number("rope_theta", first(found.get("rope_theta"), values.get("rope_theta"), 10000.0))
+        if theta <= 1.0:
+            raise refuse("rope_theta", "more than 1", theta)
+        if kind == "default":
+            return cls(theta)
+        rope = cls(theta, kind, _number(found, "factor"))
+        if kind in ("llama3", "yarn"):
+            original = first(values.get(_ORIGINAL), found.get(_ORIGINAL), values.get("max_position_embeddings"))
+            rope = replace(rope, original_max_position_embeddings=size(_ORIGINAL, original))
+        return _llama3(rope, found) if kind == "llama3" else _yarn(rope, found) if kind == "yarn" else rope
+
+    def frequencies(self, head_dim: int, device: Any = "cpu") -> Tensor:
+        """By which the pairs of a head turn from one position to the next: [head_dim / 2] float32, in radians."""
+        if self.kind == "yarn":
+            ramp = self.original_max_position_embeddings, self.beta_fast, self.beta_slow
+            return scaling.yarn(head_dim, self.theta, self.factor, *ramp, truncate=self.truncate, device=device)
+        plain = scaling.frequencies(head_dim, self.theta, device)
+        if self.kind == "linear":
+            return plain / self.factor
+        if self.kind == "llama3":
+            edges = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
+            return scaling.llama3(plain, self.factor, *edges)
+        return plain
+
+    def cos_sin(self, head_dim: int, num_positions: int, device: Any = "cpu") -> Tensor:
+        """Cosines, then sines, of what the pairs have turned at each position: [num_positions, head_dim] float32."""
+        angles = scaling.angles(self.frequencies(head_dim, device), num_positions)
+        return scaling.cos_sin(angles, self.attention_factor)
+
+
+def _llama3(rope: Rope, found: dict[str, Any]) -> Rope:
+    low, high = (_number(found, name) for name in ("low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise refuse("rope_parameters.high_freq_factor", "more than low_freq_factor", high)
+    return replace(rope, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(rope: Rope, found: dict[str, Any]) -> Rope:
+    def given(name: str, default: float) -> float:
+        return _number(found, name) if found.get(name) else default  # 0 is as good as nothing
+
+    one, all_dim = given("mscale", 0.0), given("mscale_all_dim", 0.0)
+    if not (one and all_dim):
+        one, all_dim = 1.0, 0.0
+    attention_factor = scaling.yarn_mscale(rope.factor, one) / scaling.yarn_mscale(rope.factor, all_dim)
+    if found.get("attention_factor") is not None:
+        attention_factor = _number(found, "attention_factor")
+    return replace(
+        rope,
+        attention_factor=attention_factor,
+        beta_fast=given("beta_fast", 32.0),
+        beta_slow=given("beta_slow", 1.0),
+        truncate=flag(found, "truncate", True),
+    )
+
+
+def _number(found: dict[str, Any], name: str) -> float:
+    return number(f"rope_parameters.{name}", found.get(name))
