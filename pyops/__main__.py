@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._core.errors import CompileError, MissingDependencyError, OpError
+from ._core.errors import CompileError, MissingDependencyError, ModelError, OpError, SwitchError
 from .cli import axes, progress
 
 
@@ -136,8 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return 0 if options.run(options) else 1
-    # OpError and ModelError are ValueErrors, and so is what a switch of the environment may not hold.
-    except (ValueError, MissingDependencyError, CompileError) as error:
+    except (OpError, MissingDependencyError, ModelError, CompileError, SwitchError) as error:
         print(error, file=sys.stderr)
         return 2
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .errors import SwitchError
+
 
 def _flag(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0")
@@ -38,7 +40,7 @@ def kernels_on_cpu() -> bool:
     """PYOPS_CPU=kernels: run CPU tensors and numpy arrays by the kernels, on the host backend, not by the reference."""
     mode = _cpu or os.environ.get("PYOPS_CPU") or "reference"
     if mode not in ("kernels", "reference"):
-        raise ValueError(f'PYOPS_CPU: expected "kernels" or "reference", got "{mode}"')
+        raise SwitchError(f'PYOPS_CPU: expected "kernels" or "reference", got "{mode}"')
     return mode == "kernels"
 
 

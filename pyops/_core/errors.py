@@ -42,6 +42,10 @@ class ModelError(ValueError):
         super().__init__(f"{where}: {message}")
 
 
+class SwitchError(ValueError):
+    """A switch of the environment holds what it may not."""
+
+
 class CompileError(RuntimeError):
     """A kernel source that its compiler refused."""
 

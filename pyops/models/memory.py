@@ -10,9 +10,9 @@ from .._core.lazy import torch
 
 
 def free(device: Any) -> int:
-    """Bytes that `device` has left; of the CPU's, what files are cached in counts as such."""
+    """Bytes that `device` has left. What torch keeps for later counts as such, and what the CPU caches files in."""
     if device.type == "cuda":
         left, _ = torch.cuda.mem_get_info(device)
-        return int(left)
+        return int(left + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     (kilobytes,) = re.findall(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return 1024 * int(kilobytes)
