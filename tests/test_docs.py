@@ -18,6 +18,7 @@ from pyops import testing
 from pyops._core import config
 from pyops._core.host import toolchains
 from pyops.cli import table
+from pyops.testing import strategies
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -103,7 +104,7 @@ def test_the_examples_of_integrations_run(example: str) -> None:
 
 def test_every_name_of_the_harness_is_described() -> None:
     page = (ROOT / "docs/testing.md").read_text()
-    for name in (*testing.__all__, *testing.strategies.__all__):
+    for name in (*testing.__all__, *strategies.__all__):
         assert re.search(rf"`[^`]*\b{name}\b[^`]*`", page), name
 
 
