@@ -48,7 +48,8 @@ class Cache:
     @classmethod
     def of(cls, key_cache: Arg, value_cache: Arg, query: Arg, head_size: int, kv_cache_dtype: str) -> Cache:
         kind = check.cache_dtype(key_cache, kv_cache_dtype, query.dtype)
-        check.cache_dtype(value_cache, kv_cache_dtype, query.dtype)
+        if check.cache_dtype(value_cache, kv_cache_dtype, query.dtype) is not kind:
+            raise value_cache.error(f"expected codes of {kind} like key_cache, got {value_cache.dtype}")
         packed = len(key_cache.shape) == 5
         chunk = 16 // kind.itemsize
         if packed:
