@@ -6,8 +6,8 @@ from dataclasses import replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._core import check, spread
-from ._core.dtypes import bfloat16, float8_e4m3fn, float16
+from ._core import check, quant, spread
+from ._core.dtypes import E4M3, bfloat16, float16
 from ._core.kernel import Kernel, Launch
 from ._core.lazy import torch
 from ._core.op import op
@@ -333,26 +333,33 @@ def _(
 def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
     """`silu_and_mul` written as fp8: ``result = fp8(clamp(T(T(silu(g)) * u) * (1 / scale)))`` for ``input = [g, u]``.
 
-    The product is with the float32 reciprocal, saturates at +-448 and takes NaN to +448.
+    The product is with the float32 reciprocal, saturates at +-448 (224 for float8_e4m3fnuz) and takes NaN to +448. What
+    a scale gives whose reciprocal is not finite is said in `static_scaled_fp8_quant`.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, written; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
         input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride.
         scale: one float32 element, of any sign.
     """
     gate, up = input.chunk(2, dim=-1)
-    scaled = (torch.nn.functional.silu(gate) * up).float() * (1.0 / scale.reshape(()))
-    largest = torch.finfo(result.dtype).max
-    result.copy_(scaled.nan_to_num(nan=largest).clamp(-largest, largest).to(result.dtype))
+    product = (torch.nn.functional.silu(gate) * up).float()
+    result.copy_(quant.static_codes(product, scale.reshape(()), result.dtype))
 
 
 @silu_and_mul_quant.plan
 def _(result: Arg, input: Arg, scale: Arg) -> Launch:
     check.dtype(input, float16, bfloat16)
     _check_halves(result, input)
-    check.dtype(result, float8_e4m3fn)
+    check.dtype(result, *E4M3)
     check.scalar(scale)
-    return spread.chunks(_silu_and_mul_quant, result, input, "result_stride", min_blocks=_silu_blocks(input))
+    return spread.chunks(
+        _silu_and_mul_quant,
+        result,
+        input,
+        "result_stride",
+        min_blocks=_silu_blocks(input),
+        code_t=result.dtype,
+    )
 
 
 @silu_and_mul_quant.example
@@ -362,8 +369,9 @@ def _(
     num_tokens: int = 16,
     hidden_size: int = 14336,
     dtype: Literal["float16", "bfloat16"] = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
 ) -> tuple[Any, ...]:
-    result = make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn")
+    result = make.empty(num_tokens, hidden_size, dtype=quant_dtype)
     input = make.randn(num_tokens, 2 * hidden_size, dtype=dtype)
     return result, input, make.full(1, value=0.02, dtype="float32")
 

@@ -188,13 +188,31 @@ def test_swiglustep_keeps_nan(where: str) -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 63, 512, 781])
 @pytest.mark.parametrize("scale", [0.02, -0.3, 1e-4])
-def test_quant_is_silu_and_mul_then_a_code(scale: float, width: int, dtype: torch.dtype, where: str) -> None:
+@pytest.mark.parametrize(("kind", "largest"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e4m3fnuz, 224.0)])
+def test_quant_is_silu_and_mul_then_a_code(
+    kind: torch.dtype, largest: float, scale: float, width: int, dtype: torch.dtype, where: str
+) -> None:
     x = make(17, 2 * width, dtype=dtype, where=where)
     y = call("silu_and_mul", x, width=width).cpu().float()
     scale_tensor = torch.tensor([scale])
-    expected = (y * (1 / scale_tensor)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    actual = call("silu_and_mul_quant", x, scale_tensor.to(where), width=width, dtype=torch.float8_e4m3fn)
+    expected = (y * (1 / scale_tensor)).clamp(-largest, largest).to(kind)
+    actual = call("silu_and_mul_quant", x, scale_tensor.to(where), width=width, dtype=kind)
     assert torch.equal(actual.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+BAD_SCALES = [0.0, -0.0, 1e-40, -1e-39, math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("scale", BAD_SCALES)
+def test_bad_scales_are_those_of_the_quantising_op(scale: float, where: str) -> None:
+    x = torch.tensor([[1.0, -2.0, 0.0, math.inf, math.nan] * 2], dtype=torch.bfloat16, device=where)
+    given = torch.tensor([scale], device=where)
+    codes = call("silu_and_mul_quant", x, given, width=5, dtype=torch.float8_e4m3fn)
+    y = call("silu_and_mul", x, width=5)
+    right = torch.empty_like(codes)
+    pyops.static_scaled_fp8_quant(right, y, given)
+    assert torch.equal(codes.view(torch.uint8), right.view(torch.uint8))
 
 
 @pytest.mark.parametrize("where", DEVICES)
@@ -203,6 +221,8 @@ def test_quant_saturates_and_takes_nan_to_the_largest_code(where: str) -> None:
     x = torch.tensor([gate + up], dtype=torch.bfloat16, device=where)
     codes = call("silu_and_mul_quant", x, torch.ones(1, device=where), width=4, dtype=torch.float8_e4m3fn)
     assert codes.float().tolist() == [[448.0, 448.0, -448.0, 448.0]]
+    codes = call("silu_and_mul_quant", x, torch.ones(1, device=where), width=4, dtype=torch.float8_e4m3fnuz)
+    assert codes.float().tolist() == [[224.0, 224.0, -224.0, 224.0]]
 
 
 @pytest.mark.parametrize("where", DEVICES)

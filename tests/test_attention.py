@@ -18,7 +18,7 @@ from pyops.testing.calls import assert_results, expected, run
 from tests.calls import DEVICES, Host, example
 
 V1, V2 = pyops.ops["paged_attention_v1"], pyops.ops["paged_attention_v2"]
-FP8 = torch.float8_e4m3fn
+FP8, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
 
 def paged_call(
@@ -251,19 +251,20 @@ def test_soft_cap(on: str) -> None:
     torch.testing.assert_close(call["out"][0].double().cpu(), right, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    ("kind", "code"), [("fp8", FP8), ("fp8_e4m3", FP8), ("fp8_e5m2", torch.float8_e5m2), ("fp8", FNUZ)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_fp8_cache(on: str, dtype: torch.dtype, kind: str) -> None:
+def test_fp8_cache(on: str, dtype: torch.dtype, kind: str, code: torch.dtype) -> None:
     """The codes' values times the scales, whatever the size of the queries."""
-    code = torch.float8_e5m2 if kind == "fp8_e5m2" else FP8
+    nan = torch.tensor(0x80 if code == FNUZ else 0x7F, dtype=torch.uint8, device=on)
     for size, head_size in ((1.0, 64), (1e-3, 128), (1e4, 128)):
         call = paged_call([50, 9], head_size=head_size, dtype=dtype, on=on)
         call["query"] = (call["query"].float() * size).to(dtype)
         held = {name: call[name].float().nan_to_num(nan=0.0).to(code) for name in ("key_cache", "value_cache")}
-        held = {
-            name: torch.where(call[name].isnan(), torch.tensor(0x7F, dtype=torch.uint8, device=on), x.view(torch.uint8))
-            for name, x in held.items()
-        }
+        held = {name: torch.where(call[name].isnan(), nan, x.view(torch.uint8)) for name, x in held.items()}
+        if code == FNUZ:
+            held = {name: x.view(code) for name, x in held.items()}
         scales = {"k_scale": 0.25, "v_scale": 3.0}
         call["scale"] /= size
         plain = []

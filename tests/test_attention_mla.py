@@ -23,7 +23,7 @@ from tests.test_nvrtc import MISSING
 MLA = pyops.ops["sm100_cutlass_mla_decode"]
 LATENT, ROPE = 512, 64
 ENTRY = LATENT + ROPE
-FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+FP8, FNUZ, BF16 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.bfloat16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, BF16: 1.6e-2}
 
 
@@ -216,23 +216,23 @@ def test_is_attention_that_is_not_absorbed(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["auto", "fp8"])
-def test_reads_what_concat_and_cache_mla_writes(kind: str, device: str) -> None:
+@pytest.mark.parametrize("code", [None, FP8, FNUZ], ids=["auto", "fp8", "fnuz"])
+def test_reads_what_concat_and_cache_mla_writes(code: torch.dtype | None, device: str) -> None:
     """The scale of codes goes into that of the logits, and is a factor of the result."""
-    factor = 1.0 if kind == "auto" else 0.05
+    kind, factor = ("fp8", 0.05) if code else ("auto", 1.0)
     call = _call([20], 16, device=device)
     call.pop("plain")
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randn(20, ENTRY, generator=generator).to(BF16).to(device)
-    cache = torch.zeros(5, 16, ENTRY, dtype=BF16 if kind == "auto" else torch.uint8, device=device)
+    cache = torch.zeros(5, 16, ENTRY, dtype=torch.uint8 if code == FP8 else code or BF16, device=device)
     pages = call["page_table"][0].long()
     slots = torch.cat([page * 16 + torch.arange(16, device=device) for page in pages])[:20]
     pyops.concat_and_cache_mla(tokens[:, :LATENT], tokens[:, LATENT:], cache, slots, kind, torch.tensor(factor))
     call |= {"kv_c_and_k_pe_cache": cache, "scale": ENTRY**-0.5 * factor}
     MLA.wrapper(**call)
     entries = tokens.double().cpu()
-    if kind == "fp8":
-        entries = (tokens.cpu().float() / factor).to(FP8).double() * factor
+    if code:
+        entries = (tokens.cpu().float() / factor).to(code).double() * factor
     queries = torch.cat((call["q_nope"], call["q_pe"]), -1).double().cpu()[0]
     logits = queries @ entries.T * ENTRY**-0.5
     right = logits.softmax(-1) @ entries[:, :LATENT]
@@ -262,7 +262,7 @@ def test_slices(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [None, FP8], ids=["auto", "fp8"])
+@pytest.mark.parametrize("kind", [None, FP8, FNUZ], ids=["auto", "fp8", "fnuz"])
 def test_any_alignment(kind: torch.dtype | None, device: str) -> None:
     """A cache, queries and a result that begin at any element."""
     call = _call([40, 3], 3, kind=kind, device=device)

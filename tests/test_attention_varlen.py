@@ -131,10 +131,10 @@ def test_sinks(on: str) -> None:
         torch.testing.assert_close(call["out"].double().cpu(), right * share, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2])
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
-def test_fp8_cache(on: str, kind: str, packed: bool) -> None:
-    code = torch.float8_e5m2 if kind == "fp8_e5m2" else torch.float8_e4m3fn
+def test_fp8_cache(on: str, code: torch.dtype, packed: bool) -> None:
+    kind = "fp8_e5m2" if code == torch.float8_e5m2 else "fp8"
     for dtype in (torch.float32, torch.bfloat16):
         call = _call([20, 1], [50, 30], dtype=dtype, on=on)
         call["plain"] = [
@@ -147,7 +147,7 @@ def test_fp8_cache(on: str, kind: str, packed: bool) -> None:
                 codes = codes.permute(0, 2, 3, 1)
                 if name == "key_cache":
                     codes = codes.reshape(blocks, heads, size // 16, 16, slots).transpose(3, 4)
-            call[name] = codes.contiguous()
+            call[name] = codes.contiguous().view(code if code == torch.float8_e4m3fnuz else torch.uint8)
         _assert_is_attention(call | {"kv_cache_dtype": kind, "k_scale": 0.5, "v_scale": 3.0})
 
 

@@ -24,6 +24,9 @@ from tests.calls import DEVICES, example, refusal
 
 on_host = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 KINDS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+FNUZ = torch.float8_e4m3fnuz
+# Kinds of a cache with the codes that it may have: bytes, but for FNUZ.
+CODES = pytest.mark.parametrize(("kind", "code"), [*KINDS.items(), ("fp8", FNUZ), ("fp8_e4m3", FNUZ)])
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 HOSTILE = (-1, -2, -(2**31), -(2**63), INT32_MAX, INT64_MAX, INT64_MAX - 15, 2**62)
 FAMILY = [name for name, op in pyops.ops.items() if op.reference.__module__.startswith("pyops.cache.")]
@@ -44,11 +47,16 @@ def ints(values: Any, dtype: torch.dtype = torch.int64, where: str = "cpu") -> t
 
 
 def quantised(x: torch.Tensor, scale: float, kind: torch.dtype) -> torch.Tensor:
-    """Codes by torch's own conversion, the quotient from float64; NaN is 0x7f."""
+    """Codes by torch's own conversion, the quotient from float64; NaN is 0x7f, or 0x80 where that is no zero."""
     quotient = (x.double() / float(numpy.float32(scale))).float()
     largest = torch.finfo(kind).max
     codes = quotient.clamp(-largest, largest).to(kind).view(torch.uint8)
-    return codes.masked_fill(quotient.isnan(), 0x7F)
+    return codes.masked_fill(quotient.isnan(), 0x80 if kind == FNUZ else 0x7F)
+
+
+def as_given(cache: torch.Tensor, code: torch.dtype) -> torch.Tensor:
+    """A cache of bytes as a call gets it: that its codes are FNUZ, it says itself."""
+    return cache.view(code) if code == FNUZ else cache
 
 
 def every_value(dtype: torch.dtype, where: str) -> torch.Tensor:
@@ -60,44 +68,100 @@ def every_value(dtype: torch.dtype, where: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
+@CODES
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 0.1, 3.0e-3, 7.0, 1e-30, 1e30, -0.3, 0.0, 2.0**-140, float("inf")])
-def test_codes_of_every_value(dtype: torch.dtype, kind: str, scale: float, where: str) -> None:
+def test_codes_of_every_value(dtype: torch.dtype, kind: str, code: torch.dtype, scale: float, where: str) -> None:
     """A true division, to the nearest, saturating; infinities are the largest code, NaN stays; signs of zeros, too."""
     x = every_value(dtype, where).reshape(256, 256)
     cache = torch.zeros(16, 16, 256, dtype=torch.uint8, device=where)
     slots = torch.arange(256, device=where)
-    pyops.concat_and_cache_mla(x[:, :192], x[:, 192:], cache, slots, kind, torch.tensor([scale], device=where))
-    assert torch.equal(cache.view(256, 256), quantised(x, scale, KINDS[kind]))
+    s = torch.tensor([scale], device=where)
+    pyops.concat_and_cache_mla(x[:, :192], x[:, 192:], as_given(cache, code), slots, kind, s)
+    assert torch.equal(cache.view(256, 256), quantised(x, scale, code))
 
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("scale", [1.0, 0.1, 3.7e-3, 2.0**-100])
-def test_codes_of_float32(scale: float, where: str) -> None:
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, FNUZ])
+def test_codes_of_float32(code: torch.dtype, scale: float, where: str) -> None:
     """Quotients beside every tie between two codes: a division that is off in the last place would show."""
-    codes = torch.arange(0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    codes = torch.arange(0x7E if code != FNUZ else 0x80, dtype=torch.uint8).view(code).double()
     ties = ((codes[1:] + codes[:-1]) / 2 * float(numpy.float32(scale))).float()
     around = torch.stack([ties, *(torch.nextafter(ties, torch.tensor(to)) for to in (0.0, 1e38))]).to(where)
-    x = torch.cat((around, -around)).reshape(-1, 25)
+    x = torch.cat((around, -around)).reshape(6, -1)
     output = torch.zeros(x.shape, dtype=torch.uint8, device=where)
-    pyops.convert_fp8(output, x, scale)
-    assert torch.equal(output, quantised(x, scale, torch.float8_e4m3fn))
+    pyops.convert_fp8(as_given(output, code), x, scale)
+    assert torch.equal(output, quantised(x, scale, code))
 
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
+@CODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_floats_of_every_code(dtype: torch.dtype, kind: str, where: str) -> None:
+def test_floats_of_every_code(dtype: torch.dtype, kind: str, code: torch.dtype, where: str) -> None:
     cache = torch.arange(256, dtype=torch.uint8, device=where).reshape(1, 4, 64)
     dst = torch.zeros(4, 64, dtype=dtype, device=where)
     table, lens = ints([[0]], torch.int32, where), ints([0, 4], torch.int32, where)
     owners = torch.zeros(4, dtype=torch.int32, device=where)
     for scale in (1.0, 0.37, 1e5, 1e-6):
-        pyops.gather_and_maybe_dequant_cache(cache, dst, table, lens, owners, 4, kind, scale)
-        right = (cache[0].view(KINDS[kind]).double() * float(numpy.float32(scale))).float().to(dtype)
+        pyops.gather_and_maybe_dequant_cache(as_given(cache, code), dst, table, lens, owners, 4, kind, scale)
+        right = (cache[0].view(code).double() * float(numpy.float32(scale))).float().to(dtype)
         assert torch.equal(dst.isnan(), right.isnan())
         assert same_bits(dst.nan_to_num(nan=0.0), right.nan_to_num(nan=0.0))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_a_cache_of_fnuz(where: str) -> None:
+    """Every writer of codes; both caches of a call have the same, and no other kind is taken for it."""
+    x, slots = make(5, 2, 16, where=where), ints([3, 0, 9, 7, 12], where=where)
+    right = quantised(x, 0.1, FNUZ)
+
+    def caches(*shape: int, dtype: torch.dtype = FNUZ) -> list[torch.Tensor]:
+        return [torch.zeros(shape, dtype=torch.uint8, device=where).view(dtype) for _ in range(2)]
+
+    flash = caches(2, 8, 2, 16)
+    pyops.reshape_and_cache_flash(x, x, *flash, slots, "fp8", 0.1, 0.1)
+    for cache in flash:
+        assert torch.equal(cache.view(torch.uint8).flatten(0, 1)[slots], right)
+    (keys, _), (_, values) = caches(2, 2, 1, 8, 16), caches(2, 2, 16, 8)
+    pyops.reshape_and_cache(x, x, keys, values, slots, "fp8_e4m3", 0.1, 0.1)
+    assert torch.equal(keys.view(torch.uint8).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(2)[slots], right)
+    assert torch.equal(values.view(torch.uint8).permute(0, 3, 1, 2).flatten(0, 1)[slots], right)
+    (joint, _), k_pe, table = caches(2, 8, 32), x[:, 1].clone(), torch.ones(4, 16, device=where)
+    table[:, 8:] = 0.0  # no rotation
+    positions, q_pe = ints([0, 1, 2, 3, 0], where=where), x.clone()
+    pyops.concat_and_cache_mla_rope_fused(positions, q_pe, k_pe, x[:, 0], table, True, slots, joint, "fp8", 0.1)
+    assert torch.equal(joint.view(torch.uint8).flatten(0, 1)[slots], right.flatten(1))
+    half = x.half()
+    pyops.convert_fp8(half, right.view(FNUZ), 0.1)
+    assert same_bits(half, (right.view(FNUZ).float() * 0.1).half())
+
+    for kind, pair in (
+        ("fp8_e5m2", flash),
+        ("auto", flash),
+        ("fp8", [flash[0], caches(2, 8, 2, 16, dtype=torch.float8_e4m3fn)[0]]),
+    ):
+        with pytest.raises(pyops.OpError, match=r"(key|value)_cache: expected dtype"):
+            pyops.reshape_and_cache_flash(x, x, *pair, slots, kind, 0.1, 0.1)
+
+
+@pytest.mark.parametrize(("arch", "own"), [("gfx942", "float8_e4m3fnuz"), ("sm_90", "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *((name, {"kv_cache_dtype": "fp8"}) for name in ("reshape_and_cache", "reshape_and_cache_flash")),
+        *((name, {"kv_cache_dtype": "fp8"}) for name in ("concat_and_cache_mla", "concat_and_cache_mla_rope_fused")),
+        ("gather_and_maybe_dequant_cache", {"kv_cache_dtype": "fp8"}),
+        *(("convert_fp8", {"to_codes": to_codes}) for to_codes in (True, False)),
+    ],
+)
+def test_bytes_are_codes_of_the_device(name: str, more: dict[str, Any], arch: str, own: str) -> None:
+    """Of its own e4m3, whoever reads or writes them."""
+    op = pyops.ops[name]
+    assert op.example is not None
+    launches = op.launches(*op.example(ArgMaker(device.model(arch)), **more))
+    types = {str(value) for launch in launches for value in launch.specialisation.constants.values()}
+    assert types & {"float8_e4m3fn", "float8_e4m3fnuz"} == {own}
 
 
 @pytest.mark.parametrize("where", DEVICES)

@@ -99,6 +99,30 @@ def test_quant_fp8_native_alone() -> None:
     assert scale[0] == 1 / (448 * 512)
 
 
+def test_quant_fp8_of_another_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device's own is e4m3fnuz: codes up to 224, with and without the kernels."""
+    fnuz = torch.float8_e4m3fnuz
+    monkeypatch.setattr("pyops.layers.quant.own_fp8", lambda _: fnuz)
+    monkeypatch.setattr("pyops.quantize.scaled.own_fp8", lambda _: fnuz)
+    x = torch.randn(6, 64) * 5
+    x[0, :3] = torch.tensor([1e6, -1e6, -0.0])
+    for layer, parts in ((QuantFP8(False, (1, -1)), x), (QuantFP8(False, (1, 16)), x.unflatten(-1, (-1, 16)))):
+        scales = parts.double().abs().amax(-1) / 224
+        for method in (layer.forward_native, layer.forward_cuda):
+            codes, scale = method(x)
+            assert codes.dtype == fnuz
+            torch.testing.assert_close(scale.double().reshape(scales.shape), scales, rtol=2e-7, atol=1e-5)
+            wide = (values(codes) * scale.double().repeat_interleave(64 // scale.shape[-1], -1)).reshape(x.shape)
+            torch.testing.assert_close(wide, x.double(), rtol=2**-4 + 2**-20, atol=float(scales.max()) * 2**-11)
+            assert codes.view(torch.uint8)[0, :3].tolist() == [0x7E, 0xFE, 0]
+    for method in ((static := QuantFP8(True, (-1, -1))).forward_native, static.forward_cuda):
+        codes, _ = method(x, torch.ones(1))
+        expected = x.clamp(-224, 224).to(fnuz)
+        assert testing.same_bits(codes.view(torch.uint8), expected.view(torch.uint8))
+    codes, _ = QuantFP8(False, (1, -1), num_token_padding=9).forward_native(x)
+    assert (codes.dtype, codes.shape) == (fnuz, (9, 64))
+
+
 def test_queries_of_latent_attention() -> None:
     layer = layers.get_layer_class("mla_decode_concat_quant_fp8")(True, GroupShape.PER_TENSOR)
     nope, rope, scale = torch.randn(3, 2, 8), torch.randn(3, 2, 4), torch.tensor([0.01])

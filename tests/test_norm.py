@@ -18,6 +18,8 @@ from tests.calls import DEVICES, example, run_accepted, run_in_place
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPSILON = 1e-6
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
+E4M3 = pytest.mark.parametrize("kind", LARGEST)
 
 
 def draw(*shape: int, dtype: torch.dtype, device: str, seed: int = 0, shift: float = 0.0) -> torch.Tensor:
@@ -140,14 +142,17 @@ def test_gated_groups_against_float64(is_rms: bool, groups: int, before: bool, d
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("hidden_size", [781, 4095, 4096, 14336, 20001])
 @pytest.mark.parametrize("tokens", [3, 300])
-def test_static_codes_are_those_of_the_norm(tokens: int, hidden_size: int, with_residual: bool, device: str) -> None:
+@E4M3
+def test_static_codes_are_those_of_the_norm(
+    kind: torch.dtype, tokens: int, hidden_size: int, with_residual: bool, device: str
+) -> None:
     """Code for code: the fused kernels sum in the same order as the plain ones."""
     if device == "cpu" and tokens > 3:
         pytest.skip("the reference has one order")
     x, residual = (draw(tokens, hidden_size, dtype=torch.bfloat16, device=device, seed=i) for i in (0, 1))
     weight = draw(hidden_size, dtype=torch.bfloat16, device=device, seed=2)
     scale = torch.tensor(0.013, device=device)
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device)
+    codes = torch.empty(x.shape, dtype=kind, device=device)
     if with_residual:
         y, total, kept = x.clone(), residual.clone(), residual.clone()
         pyops.fused_add_rms_norm(y, total, weight, EPSILON)
@@ -157,8 +162,43 @@ def test_static_codes_are_those_of_the_norm(tokens: int, hidden_size: int, with_
         y = torch.empty_like(x)
         pyops.rms_norm(y, x, weight, EPSILON)
         pyops.rms_norm_static_fp8_quant(codes, x, weight, scale, EPSILON)
-    expected = (y.float() * (1.0 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    expected = (y.float() * (1.0 / scale)).clamp(-LARGEST[kind], LARGEST[kind]).to(kind)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_static_codes_under_bad_scales(device: str) -> None:
+    """Those of the op that quantises alone: reciprocals that are not finite are none."""
+    x, weight = draw(3, 64, dtype=torch.bfloat16, device=device), torch.ones(64, dtype=torch.bfloat16, device=device)
+    x[1] = 0.0
+    y = torch.empty_like(x)
+    pyops.rms_norm(y, x, weight, EPSILON)
+    for value in (0.0, -0.0, 1e-40, -1e-39, float("inf"), float("nan")):
+        scale = torch.tensor([value], device=device)
+        codes, right = (torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device) for _ in range(2))
+        pyops.rms_norm_static_fp8_quant(codes, x, weight, scale, EPSILON)
+        pyops.static_scaled_fp8_quant(right, y, scale)
+        assert torch.equal(codes.view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("with_residual", [False, True])
+@E4M3
+def test_static_codes_of_any_magnitude(kind: torch.dtype, with_residual: bool, device: str) -> None:
+    """With rows of 1 the norm is the weight: numbers around the largest code, infinities, NaN, and what becomes 0."""
+    largest, inf, nan = LARGEST[kind], float("inf"), float("nan")
+    ends = [largest, largest * 33 / 32, largest * 15 / 14, largest * 2, 1e30, inf]
+    weight = torch.tensor([*ends, *(-x for x in ends), nan, 0.0, -0.0, -1e-30], device=device).repeat(4)
+    x, scale = torch.ones(3, 64, device=device), torch.ones(1, device=device)
+    codes = torch.empty(3, 64, dtype=kind, device=device)
+    if with_residual:
+        total = torch.zeros_like(x)
+        pyops.fused_add_rms_norm_static_fp8_quant(codes, x, total, weight, scale, 0.0)
+    else:
+        pyops.rms_norm_static_fp8_quant(codes, x, weight, scale, 0.0)
+    zero = 0x80 if kind is torch.float8_e4m3fn else 0
+    right = [0x7E] * 6 + [0xFE] * 6 + [0x7E, 0, zero, zero]
+    assert codes.view(torch.uint8).tolist() == [right * 4] * 3
 
 
 # The ops that normalise rows of any size.
@@ -230,17 +270,17 @@ def test_when_rows_are_shifted(
 
 def codes_of(y: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales from float64 quotients, rounded as the specification says."""
-    largest = 127.0 if dtype is torch.int8 else 448.0
-    smallest = 2.0**-23 if dtype is torch.int8 else 1 / (448 * 512)
+    largest = 127.0 if dtype is torch.int8 else LARGEST[dtype]
+    smallest = 2.0**-23 if dtype is torch.int8 else 1 / (largest * 512)
     scale = (absmax.double() / largest).float().clamp_min(smallest)
     if dtype is torch.int8:
         product = (y.double() * (1.0 / scale.double()).float().double()).float()
         return product.round().clamp(-128, 127).to(torch.int8), scale
-    return (y.double() / scale.double()).float().clamp(-448, 448).to(dtype), scale
+    return (y.double() / scale.double()).float().clamp(-largest, largest).to(dtype), scale
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("quant_dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("quant_dtype", [*LARGEST, torch.int8])
 @pytest.mark.parametrize("group_size", [None, 64, 128])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("hidden_size", [1024, 640])  # the second is no multiple of what a row's threads hold
@@ -271,26 +311,30 @@ def test_dynamic_codes_are_exact(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_dynamic_quant_of_what_is_not_finite(device: str) -> None:
+@E4M3
+def test_dynamic_quant_of_what_is_not_finite(kind: torch.dtype, device: str) -> None:
     """NaN is ignored by the maximum and becomes the largest code; zero rows take the smallest scale."""
     x = torch.ones(3, 64, device=device)
     x[2] = 0.0
     weight = torch.ones(64, device=device)
     weight[1] = 2.0
     weight[3] = weight[5] = float("nan")
-    codes = torch.empty(3, 64, dtype=torch.float8_e4m3fn, device=device)
+    codes, largest = torch.empty(3, 64, dtype=kind, device=device), LARGEST[kind]
     scale = torch.empty(3, device=device)
     pyops.rms_norm_dynamic_per_token_quant(codes, x, weight, scale, 1e-6)
-    assert codes.float()[:, 5].tolist() == [448.0, 448.0, 448.0]
-    assert codes.float()[0, :2].tolist() == [224.0, 448.0]
-    assert scale[2].item() == pytest.approx(1 / (448 * 512), rel=1e-7)
+    assert codes.float()[:, 5].tolist() == [largest, largest, largest]
+    assert codes.float()[0, :2].tolist() == [largest / 2, largest]
+    assert scale[2].item() == pytest.approx(1 / (largest * 512), rel=1e-7)
     eights = torch.empty(3, 64, dtype=torch.int8, device=device)
     pyops.rms_norm_dynamic_per_token_quant(eights, x, weight, scale, 1e-6)
     assert eights[:, 5].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("quant_dtype", "bound"), [("int8", False), ("float8_e4m3fn", False), ("float8_e4m3fn", True)])
+@pytest.mark.parametrize(
+    ("quant_dtype", "bound"),
+    [("int8", False), *((dtype, bound) for dtype in ("float8_e4m3fn", "float8_e4m3fnuz") for bound in (False, True))],
+)
 @pytest.mark.parametrize("extreme", [1e36, float("inf")])
 def test_dynamic_quant_of_extreme_weights(extreme: float, quant_dtype: str, bound: bool, device: str) -> None:
     """What is infinite, or is when divided by its scale, and of either sign."""
@@ -316,14 +360,15 @@ def test_int8_codes_of_ties_are_even(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bound", [0.25, -1.0])
-def test_scale_bound(bound: float, device: str) -> None:
+@E4M3
+def test_scale_bound(kind: torch.dtype, bound: float, device: str) -> None:
     """The bound caps the scale, down to the smallest one; what exceeds it saturates."""
     x = draw(4, 256, dtype=torch.float32, device=device).sign()
     weight = draw(256, dtype=torch.float32, device=device, seed=1)
-    codes = torch.empty(4, 256, dtype=torch.float8_e4m3fn, device=device)
+    codes = torch.empty(4, 256, dtype=kind, device=device)
     scale = torch.empty(4, 1, device=device)
     pyops.rms_norm_dynamic_per_token_quant(codes, x, weight, scale, 0.0, torch.tensor([bound], device=device))
-    expected, scales = codes_of(x * weight, torch.full((4, 1), bound, device=device), torch.float8_e4m3fn)
+    expected, scales = codes_of(x * weight, torch.full((4, 1), bound, device=device), kind)
     assert torch.equal(scale, scales)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
 
@@ -381,7 +426,7 @@ def test_rms_norm_of_heads_in_a_fused_projection(device: str) -> None:
         ({"group_size": 32}, "group_size: expected 64 or 128, got 32"),
         ({"width": 96}, "input: expected a last dimension that is a multiple of group_size=64, got 96"),
         ({"transposed": True}, "scale: expected strides (1, 2) with is_scale_transposed=True, got (2, 1)"),
-        ({"bound": True}, "scale_ub: is only taken with a float8_e4m3fn result, got int8"),
+        ({"bound": True}, "scale_ub: is only taken with a result of fp8, got int8"),
     ],
 )
 def test_per_block_quant_refuses(change: dict[str, Any], message: str) -> None:

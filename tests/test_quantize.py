@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -12,16 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import config
+from pyops._core import config, dtypes
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
+from pyops.quantize import scaled
 from pyops.testing import CONTENTS, Layout, filled, strategies
 from tests.calls import DEVICES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
-SMALLEST = numpy.float32(1 / (448 * 512))
-LIMITS = {FP8: (-448.0, 448.0), INT8: (-128.0, 127.0)}
+FP8, FNUZ, INT8 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8
+LARGEST = {FP8: 448.0, FNUZ: 224.0}
+LIMITS = {FP8: (-448.0, 448.0), FNUZ: (-224.0, 224.0), INT8: (-128.0, 127.0)}
+E4M3 = pytest.mark.parametrize("kind", LARGEST)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +60,7 @@ def f32(x: Any) -> Any:
     return numpy.asarray(x, "float64").astype("float32").astype("float64")
 
 
-# The value of every code of e4m3 without a sign.
+# The value of every code of e4m3fn without a sign; of e4m3fnuz, whose bias is one more, it is half as much.
 _VALUES = numpy.array(
     [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)]
 )
@@ -72,9 +77,11 @@ def nearest(x: Any, values: Any) -> tuple[Any, Any]:
     return code, numpy.signbit(x)
 
 
-def fp8(x: Any, nan: int = 0x7E) -> Any:
-    """Codes of e4m3."""
-    code, negative = nearest(x, _VALUES[:127])
+def fp8(x: Any, nan: int = 0x7E, kind: torch.dtype = FP8) -> Any:
+    """Codes of e4m3; those of e4m3fnuz up to the type's own largest."""
+    code, negative = nearest(x, _VALUES[:127] if kind is FP8 else _VALUES / 2)
+    if kind is FNUZ:
+        negative &= code != 0
     return numpy.where(numpy.isnan(x), nan, code | (negative << 7)).astype("uint8")
 
 
@@ -92,9 +99,14 @@ def absmax(x: Any) -> Any:
     return numpy.nan_to_num(numpy.abs(x), nan=0.0, posinf=numpy.inf).max(-1, keepdims=True)
 
 
-def static_fp8(x: Any, scale: Any) -> Any:
+def saturated(x: Any, kind: torch.dtype) -> Any:
+    """Codes of e4m3 that are no larger than quantisation makes them."""
+    return fp8(numpy.clip(x, -LARGEST[kind], LARGEST[kind]), kind=kind)
+
+
+def static_fp8(x: Any, scale: Any, kind: torch.dtype = FP8) -> Any:
     reciprocal = f32(1.0 / f32(scale))
-    return fp8(f32(x * numpy.where(numpy.isinf(reciprocal), 0.0, reciprocal)))
+    return saturated(f32(x * numpy.where(numpy.isinf(reciprocal), 0.0, reciprocal)), kind)
 
 
 def static_int8(x: Any, scale: Any, azp: int | None) -> Any:
@@ -103,10 +115,10 @@ def static_int8(x: Any, scale: Any, azp: int | None) -> Any:
     return numpy.clip(int32(f32(x * f32(1.0 / f32(scale)))) + azp, -128, 127).astype("int8")
 
 
-def token_fp8(x: Any, bound: float | None) -> tuple[Any, Any]:
+def token_fp8(x: Any, bound: float | None, kind: torch.dtype = FP8) -> tuple[Any, Any]:
     most = absmax(x) if bound is None else numpy.fmin(absmax(x), bound)
-    scale = numpy.maximum(f32(most / 448), SMALLEST)
-    return fp8(f32(x / scale)), scale
+    scale = numpy.maximum(f32(most / LARGEST[kind]), f32(1 / (LARGEST[kind] * 512)))
+    return saturated(f32(x / scale), kind), scale
 
 
 def token_int8(x: Any) -> tuple[Any, Any]:
@@ -145,13 +157,13 @@ def grouped(
         scale = numpy.where(numpy.isinf(scale), scale, numpy.ldexp(1.0, exponent - (mantissa == 0.5)))
     quotient = f32(groups / scale)
     y = numpy.where(numpy.isnan(quotient), low, numpy.clip(quotient, low, high)).reshape(x.shape)
-    return (fp8(y) if dtype is FP8 else numpy.trunc(y).astype("int8")), scale[..., 0]
+    return (numpy.trunc(y).astype("int8") if dtype is INT8 else fp8(y, kind=dtype)), scale[..., 0]
 
 
 def same(actual: torch.Tensor, expected: Any) -> None:
     """Codes by their bits; scales as numbers."""
     found = actual.cpu()
-    if found.dtype is FP8:
+    if found.dtype in LARGEST:
         found = found.view(torch.uint8)
     wanted = numpy.asarray(expected).reshape(tuple(actual.shape))
     wrong = numpy.argwhere(
@@ -238,14 +250,54 @@ BAD = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), -0.5, 1e-45, -1e-39
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@E4M3
+def test_static_fp8_of_every_value(kind: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    """Every bit pattern of two bytes under scales that reach all codes, saturate, and make ties."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).reshape(256, 256).to(device)
+    for scale in (1.0, 0.5, -3.0, 0.0371, 2.0**-9, 2.0**20):
+        codes = new(x.shape, kind, device)
+        pyops.static_scaled_fp8_quant(codes, x, torch.tensor(scale, device=device))
+        same(codes, static_fp8(exact(x), exact(torch.tensor(scale)), kind))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fnuz_at_its_limits(device: str) -> None:
+    """Saturated at 224, though the type goes on to 240; nothing is -0 or, but by NaN of the input, NaN."""
+    tiny = 2.0**-11  # half of the smallest number
+    values = [
+        224.0,
+        231.0,
+        232.0,
+        233.0,
+        240.0,
+        1e9,
+        float("inf"),
+        float("nan"),
+        1.5 * tiny,
+        tiny,
+        0.9 * tiny,
+        1e-40,
+        0.0,
+    ]
+    x = torch.tensor([values, [-value for value in values]], device=device)
+    codes = new(x.shape, FNUZ, device)
+    pyops.static_scaled_fp8_quant(codes, x, torch.ones(1, device=device))
+    plus, minus = codes.view(torch.uint8).tolist()
+    assert plus == [0x7E] * 8 + [1] + [0] * 4
+    assert minus == [0xFE] * 7 + [0x7E, 0x81] + [0] * 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scale", BAD)
-def test_bad_scales(scale: float, device: str) -> None:
+@E4M3
+def test_bad_scales(kind: torch.dtype, scale: float, device: str) -> None:
     """Zero, negative, infinite, NaN and subnormal ones, for all kinds of values; -0 keeps its sign."""
     x = torch.tensor(SPECIAL, device=device)
     s = torch.tensor([scale], device=device)
-    codes, eights = new(x.shape, FP8, device), new(x.shape, INT8, device)
+    codes, eights = new(x.shape, kind, device), new(x.shape, INT8, device)
     pyops.static_scaled_fp8_quant(codes, x, s)
-    same(codes, static_fp8(exact(x), exact(s)))
+    same(codes, static_fp8(exact(x), exact(s), kind))
     if scale == 0.0:
         assert codes.float()[:8].tolist() == [0.0] * 8
     for azp in (None, 54):
@@ -282,10 +334,11 @@ def test_static_int8_saturates_at_every_step(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_ties(device: str) -> None:
+@E4M3
+def test_ties(kind: torch.dtype, device: str) -> None:
     """Halfway between two codes, and the float32 numbers beside it, for every code and many scales."""
-    ties8 = numpy.arange(-129.5, 129, 1.0)
-    ties = (_VALUES[:126] + _VALUES[1:127]) / 2
+    ties8, largest = numpy.arange(-129.5, 129, 1.0), LARGEST[kind]
+    ties = (_VALUES[:127] + _VALUES[1:128]) / 2 * (largest / 448)  # the last lies between 448 and what is no code
     generator = numpy.random.default_rng(0)
     few_bits = generator.integers(128, 256, 40) * 2.0**-7 + generator.integers(-3, 4, 40) * 2.0**-23
     for scale in (*few_bits, *generator.uniform(0.5, 2, 40), 2 - 2.0**-23, 1 + 2.0**-23):
@@ -295,19 +348,20 @@ def test_ties(device: str) -> None:
         beside = [numpy.nextafter(near.astype("float32"), numpy.float32(to * numpy.inf)) for to in (-1, 1)]
         x = torch.tensor(numpy.concatenate((near, *beside)), dtype=torch.float32, device=device)
         codes, eights, scales = (
-            new(x.shape, FP8, device),
+            new(x.shape, kind, device),
             new(x.shape, INT8, device),
             new((1, 1), torch.float32, device),
         )
         pyops.static_scaled_fp8_quant(codes, x, s)
-        same(codes, static_fp8(exact(x), scale))
+        same(codes, static_fp8(exact(x), scale, kind))
         pyops.static_scaled_int8_quant(eights, x, s, None)
         same(eights, static_int8(exact(x), scale, None))
-        # The same values under a scale that is found: the largest of them is 448 times it.
-        row = torch.cat((x.clamp(-448 * scale, 448 * scale), torch.tensor([448 * scale], device=device)))[None]
-        codes = new(row.shape, FP8, device)
+        # The same values under a scale that is found: the largest of them is the largest code times it.
+        most = largest * scale
+        row = torch.cat((x.clamp(-most, most), torch.tensor([most], device=device)))[None]
+        codes = new(row.shape, kind, device)
         pyops.dynamic_per_token_scaled_fp8_quant(codes, row, scales, None)
-        right, right_scale = token_fp8(exact(row), None)
+        right, right_scale = token_fp8(exact(row), None, kind)
         same(scales, right_scale)
         same(codes, right)
 
@@ -318,14 +372,15 @@ def test_ties(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 17), (7, 1024), (3, 5137), (2, 3, 64)])
-def test_dynamic_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+@E4M3
+def test_dynamic_tensor(kind: torch.dtype, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     for seed, layout in enumerate((Layout(), Layout(gap=5), Layout(offset=1))):
         x = draw(*shape, dtype=dtype, device=device, seed=seed)
-        result, scale = layout.place(new(shape, FP8, device)), new((1,), torch.float32, device)
+        result, scale = layout.place(new(shape, kind, device)), new((1,), torch.float32, device)
         pyops.dynamic_scaled_fp8_quant(result, layout.place(x), scale)
-        right = f32(absmax(exact(x).reshape(1, -1)).item() / 448)
+        right = f32(absmax(exact(x).reshape(1, -1)).item() / LARGEST[kind])
         same(scale, right)
-        same(result, static_fp8(exact(x), right))
+        same(result, static_fp8(exact(x), right, kind))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -356,14 +411,15 @@ def test_the_largest_of_a_tensor_may_be_anywhere(rows: int, device: str) -> None
         ([float("nan"), float("nan"), float("nan")], 0.0, [448.0, 448.0, 448.0]),
     ],
 )
+@E4M3
 def test_dynamic_tensor_of_special_values(
-    values: list[float], scale: float | None, codes: list[float], device: str
+    kind: torch.dtype, values: list[float], scale: float | None, codes: list[float], device: str
 ) -> None:
-    x, found = torch.tensor([values], device=device), new((1,), torch.float32, device)
-    result = new(x.shape, FP8, device)
+    x, found = torch.tensor([values], device=device) * (LARGEST[kind] / 448), new((1,), torch.float32, device)
+    result = new(x.shape, kind, device)
     pyops.dynamic_scaled_fp8_quant(result, x, found)
-    assert result.float()[0].tolist() == codes
-    same(found, f32(absmax(exact(x)).item() / 448) if scale is None else scale)
+    assert result.float()[0].tolist() == [code * LARGEST[kind] / 448 for code in codes]
+    same(found, f32(absmax(exact(x)).item() / LARGEST[kind]) if scale is None else scale)
 
 
 # A scale for each token
@@ -382,15 +438,16 @@ def test_dynamic_tensor_of_special_values(
         (1, 5137, torch.bfloat16),
     ],
 )
-def test_dynamic_tokens(tokens: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
+@E4M3
+def test_dynamic_tokens(kind: torch.dtype, tokens: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
     """fp8 with and without a bound, int8 with and without a zero point."""
     x = draw(tokens, hidden_size, dtype=dtype, device=device) + 3
-    codes, eights = new(x.shape, FP8, device), new(x.shape, INT8, device)
+    codes, eights = new(x.shape, kind, device), new(x.shape, INT8, device)
     scale, azp = new((tokens, 1), torch.float32, device), new((tokens, 1), torch.int32, device)
     for bound in (None, 5.0, -1.0, float("nan"), float("inf")):
         limit = None if bound is None else torch.tensor([bound], device=device)
         pyops.dynamic_per_token_scaled_fp8_quant(codes, x, scale, limit)
-        right, right_scale = token_fp8(exact(x), bound)
+        right, right_scale = token_fp8(exact(x), bound, kind)
         same(scale, right_scale)
         same(codes, right)
     pyops.dynamic_scaled_int8_quant(eights, x, scale, None)
@@ -432,12 +489,13 @@ ROWS = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_special_values(dtype: torch.dtype, device: str) -> None:
+@E4M3
+def test_rows_of_special_values(kind: torch.dtype, dtype: torch.dtype, device: str) -> None:
     x = torch.tensor(ROWS, device=device).to(dtype)
-    codes, eights = new(x.shape, FP8, device), new(x.shape, INT8, device)
+    codes, eights = new(x.shape, kind, device), new(x.shape, INT8, device)
     scale, azp = new((len(ROWS),), torch.float32, device), new((len(ROWS),), torch.int32, device)
     pyops.dynamic_per_token_scaled_fp8_quant(codes, x, scale)
-    right, right_scale = token_fp8(exact(x), None)
+    right, right_scale = token_fp8(exact(x), None, kind)
     same(scale, right_scale)
     same(codes, right)
     pyops.dynamic_scaled_int8_quant(eights, x, scale, None)
@@ -460,15 +518,16 @@ def test_rows_of_special_values(dtype: torch.dtype, device: str) -> None:
     layout=strategies.layouts(),
     kind=st.sampled_from(CONTENTS),
     bound=st.none() | st.floats(0, 100, width=32),
+    e4m3=st.sampled_from([FP8, FNUZ]),
 )
 def test_dynamic_codes_of_any_contents(
-    x: torch.Tensor, layout: Layout, kind: str, bound: float | None, device: str
+    x: torch.Tensor, layout: Layout, kind: str, bound: float | None, e4m3: torch.dtype, device: str
 ) -> None:
     x = filled(x, kind).to(device)
-    codes, scale = layout.place(new(x.shape, FP8, device)), new((6,), torch.float32, device)
+    codes, scale = layout.place(new(x.shape, e4m3, device)), new((6,), torch.float32, device)
     limit = None if bound is None else torch.tensor(bound, device=device)
     pyops.dynamic_per_token_scaled_fp8_quant(codes, layout.place(x), scale, limit)
-    right, right_scale = token_fp8(exact(x), bound)
+    right, right_scale = token_fp8(exact(x), bound, e4m3)
     same(scale, right_scale)
     same(codes, right)
     eights, azp = new(x.shape, INT8, device), new((6,), torch.int32, device)
@@ -479,9 +538,9 @@ def test_dynamic_codes_of_any_contents(
     same(eights, right)
     one = new((), torch.float32, device)
     pyops.dynamic_scaled_fp8_quant(codes, layout.place(x), one)
-    right_scale = f32(absmax(exact(x).reshape(1, -1)).item() / 448)
+    right_scale = f32(absmax(exact(x).reshape(1, -1)).item() / LARGEST[e4m3])
     same(one, right_scale)
-    same(codes, static_fp8(exact(x), right_scale))
+    same(codes, static_fp8(exact(x), right_scale, e4m3))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -490,13 +549,16 @@ def test_dynamic_codes_of_any_contents(
     kind=st.sampled_from(CONTENTS),
     scale=st.floats(width=32),
     azp=st.none() | st.integers(-(2**31), 2**31 - 1),
+    e4m3=st.sampled_from([FP8, FNUZ]),
 )
-def test_static_codes_under_any_scale(x: torch.Tensor, kind: str, scale: float, azp: int | None, device: str) -> None:
+def test_static_codes_under_any_scale(
+    x: torch.Tensor, kind: str, scale: float, azp: int | None, e4m3: torch.dtype, device: str
+) -> None:
     x = filled(x, kind).to(device).contiguous()
     s = torch.tensor([scale], device=device)
-    codes, eights = new(x.shape, FP8, device), new(x.shape, INT8, device)
+    codes, eights = new(x.shape, e4m3, device), new(x.shape, INT8, device)
     pyops.static_scaled_fp8_quant(codes, x, s)
-    same(codes, static_fp8(exact(x), scale))
+    same(codes, static_fp8(exact(x), scale, e4m3))
     zero = None if azp is None else torch.tensor([azp], dtype=torch.int32, device=device)
     pyops.static_scaled_int8_quant(eights, x, s, zero)
     same(eights, static_int8(exact(x), scale, azp))
@@ -532,10 +594,10 @@ def _scales(rows: int, columns: int, kind: str, device: str) -> torch.Tensor:
 def test_groups(shape: tuple[int, int], group_size: int, scales: str, device: str) -> None:
     """Any group size, in any order of the scales; what lies between columns is left."""
     x = draw(*shape, device=device)
-    for power_of_two in (False, True):
-        codes, s = new(shape, FP8, device), _scales(shape[0], shape[1] // group_size, scales, device)
-        pyops.per_token_group_fp8_quant(x, codes, s, group_size, 1e-10, -448.0, 448.0, power_of_two)
-        right, right_scale = grouped(exact(x), group_size, FP8, power_of_two)
+    for kind, power_of_two in ((FP8, False), (FP8, True), (FNUZ, False), (FNUZ, True)):
+        codes, s = new(shape, kind, device), _scales(shape[0], shape[1] // group_size, scales, device)
+        pyops.per_token_group_fp8_quant(x, codes, s, group_size, 1e-10, *LIMITS[kind], power_of_two)
+        right, right_scale = grouped(exact(x), group_size, kind, power_of_two)
         same(s, right_scale)
         same(codes, right)
     eights = new(shape, INT8, device)
@@ -559,14 +621,18 @@ def test_groups_of_any_contents(
 ) -> None:
     x = filled(x, kind).to(device)
     placed = layout.place(x)
-    for dtype, limits in ((FP8, (-448.0, 448.0)), (FP8, (-240.0, 240.0)), (INT8, (-128.0, 127.0)), (INT8, (0.0, 7.0))):
+    for dtype, limits in (
+        *((FP8, (-448.0, 448.0)), (FP8, (-240.0, 240.0))),
+        *((FNUZ, (-224.0, 224.0)), (FNUZ, (-240.0, 240.0))),
+        *((INT8, (-128.0, 127.0)), (INT8, (0.0, 7.0))),
+    ):
         codes = layout.place(new(x.shape, dtype, device))
         s = new((5, 192 // group_size), torch.float32, device)
-        if dtype is FP8:
+        if dtype is not INT8:
             pyops.per_token_group_fp8_quant(placed, codes, s, group_size, eps, *limits, power_of_two)
         else:
             pyops.per_token_group_quant_int8(placed, codes, s, group_size, eps, *limits)
-        right, right_scale = grouped(exact(x), group_size, dtype, power_of_two and dtype is FP8, eps, limits)
+        right, right_scale = grouped(exact(x), group_size, dtype, power_of_two and dtype is not INT8, eps, limits)
         same(s, right_scale)
         same(codes, right)
 
@@ -589,16 +655,17 @@ def test_powers_of_two(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (5, 3), (8, 4), (6, 9)])
 @pytest.mark.parametrize("padded", [False, True])
-def test_packed(padded: bool, rows: int, groups: int, device: str) -> None:
+@E4M3
+def test_packed(kind: torch.dtype, padded: bool, rows: int, groups: int, device: str) -> None:
     """Four exponents to a word, the first in its lowest byte; nothing but zeros where there are no groups or tokens."""
     x = draw(rows, groups * 64, device=device) * torch.arange(1, rows + 1, device=device)[:, None].bfloat16()
     stride, words = -(-rows // 4) * 4, -(-groups // 4)
     packed = new((words, stride), torch.int32, device).t()
     before = packed.clone()
-    codes = new(x.shape, FP8, device)
+    codes = new(x.shape, kind, device)
     given_rows = stride if padded else rows
-    pyops.per_token_group_fp8_quant_packed(x, codes, packed[:given_rows], 64, 1e-10, -448.0, 448.0)
-    right, scale = grouped(exact(x), 64, FP8, power_of_two=True)
+    pyops.per_token_group_fp8_quant_packed(x, codes, packed[:given_rows], 64, 1e-10, *LIMITS[kind])
+    right, scale = grouped(exact(x), 64, kind, power_of_two=True)
     same(codes, right)
     exponents = numpy.zeros((given_rows, words * 4), "int64")
     exponents[:rows, :groups] = numpy.log2(scale) + 127
@@ -761,6 +828,74 @@ def test_codes_of_groups_from_zero_on(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_new_tensors_are_of_the_own_e4m3(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is e4m3fnuz, with its limits; a tensor or dtype that is given has the last word."""
+    x = draw(5, 256, device=device)
+    for kind in (FP8, FNUZ):
+        codes, scale = pyops.scaled_fp8_quant(x, output=new(x.shape, kind, device))
+        right_scale = f32(absmax(exact(x).reshape(1, -1)).item() / LARGEST[kind])
+        same(scale, right_scale)
+        same(codes, static_fp8(exact(x), right_scale, kind))
+        for options in ({"dtype": kind}, {"out_q": new(x.shape, kind, device)}):
+            codes, scale = pyops.per_token_group_quant_fp8(x, 64, **options)
+            assert codes.dtype is kind
+            right, right_scale = grouped(exact(x), 64, kind)
+            same(codes, right)
+            same(scale, right_scale)
+    as_bytes, scale = pyops.per_token_group_quant_fp8(x, 64, out_q=new(x.shape, torch.uint8, device))
+    same(as_bytes, grouped(exact(x), 64, FP8)[0])
+
+    monkeypatch.setattr(scaled, "own_fp8", lambda _: FNUZ)
+    for more in ({}, {"use_per_token_if_dynamic": True}, {"scale": torch.ones(1, device=device)}):
+        codes, scale = pyops.scaled_fp8_quant(x, **more)
+        assert codes.dtype is FNUZ
+        right, right_scale = token_fp8(exact(x), None, FNUZ)
+        same(codes, right if "use_per_token_if_dynamic" in more else static_fp8(exact(x), exact(scale), FNUZ))
+        if "use_per_token_if_dynamic" in more:
+            same(scale, right_scale)
+    right, right_scale = grouped(exact(x), 64, FNUZ, power_of_two=True)
+    for codes in (
+        pyops.per_token_group_quant_fp8(x, 64, use_ue8m0=True)[0],
+        pyops.per_token_group_quant_fp8_packed_for_deepgemm(x, 64)[0],
+    ):
+        assert codes.dtype is FNUZ
+        same(codes, right)
+
+
+def test_the_own_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the architecture, which torch knows of a GPU of AMD's by more than its name."""
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        assert devices.model(arch).fp8 is dtypes.float8_e4m3fn
+        assert devices.model(arch).converts_fp8 is (arch != "sm_80")
+    old = devices.model("gfx942")
+    assert (old.fp8, old.converts_fp8) == (dtypes.float8_e4m3fnuz, False)
+    assert replace(old, arch="gfx940").fp8 is dtypes.float8_e4m3fnuz
+    for arch in ("gfx950", "gfx1200"):
+        assert (replace(old, arch=arch).fp8, replace(old, arch=arch).converts_fp8) == (dtypes.float8_e4m3fn, True)
+    assert not replace(old, arch="gfx90a").converts_fp8
+    assert scaled.own_fp8(torch.ones(1)) is FP8
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert scaled.own_fp8(torch.ones(1)) is FP8
+    for name, kind in (("gfx942:sramecc+:xnack-", FNUZ), ("gfx950", FP8)):
+        properties = SimpleNamespace(gcnArchName=name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
+        assert scaled.own_fp8(SimpleNamespace(is_cuda=True, device="cuda:0")) is kind  # type: ignore[arg-type]
+
+
+def test_threads_for_codes_without_an_instruction() -> None:
+    """The blocks of a multiprocessor that a kernel asks for where conversion takes integers: one, of either e4m3."""
+    for arch, native in (("sm_90", FP8), ("sm_80", None), ("gfx942", FNUZ)):
+        for kind in LARGEST:
+            for name in ("dynamic_scaled_fp8_quant", "static_scaled_fp8_quant", "rms_norm_per_block_quant"):
+                op = pyops.ops[name]
+                assert op.example is not None
+                dtype = str(kind).removeprefix("torch.")
+                args = op.example(ArgMaker(devices.model(arch)), num_tokens=4096, hidden_size=4096, quant_dtype=dtype)
+                blocks = op.launches(*args)[-1].specialisation.constants["MIN_BLOCKS"]
+                assert (blocks > 1) is (kind is native), (name, arch, kind)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_compiled_without_graph_break(device: str) -> None:
     """What makes new tensors, and an op with a pair of integers."""
 
@@ -857,6 +992,9 @@ def test_other_refusals() -> None:
     assert group(low=1.0) == "fp8_min: expected -448.0 to 0, got 1.0"
     assert group(high=500.0) == "fp8_max: expected 1 to 448.0, got 500.0"
     assert group(high=float("nan")).startswith("fp8_max: ")
+    fnuz = partial(_refusal, pyops.per_token_group_fp8_quant, x, x.to(FNUZ), groups, 32, 1e-10)
+    assert fnuz(-448.0, 224.0, False) == "fp8_min: expected -240.0 to 0, got -448.0"
+    assert fnuz(-224.0, 448.0, False) == "fp8_max: expected 1 to 240.0, got 448.0"
     assert group(s=torch.ones(2, 4)) == "output_s: expected shape (num_tokens=4, groups=2), got (2, 4)"
     message = _refusal(pyops.per_token_group_quant_int8, x, int8_codes, groups, 32, 1e-10, -129.0, 127.0)
     assert message == "int8_min: expected -128.0 to 0, got -129.0"

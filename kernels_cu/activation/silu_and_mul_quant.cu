@@ -7,6 +7,7 @@
 //
 // Constants
 //     scalar_t      T: element type of input
+//     code_t        fp8_e4m3_t or fp8_e4m3fnuz_t
 //     VEC_SIZE      elements in one memory access; divides hidden_size
 //     NUM_THREADS   threads in the block
 //     ROW_THREADS   of them that share a row; divides NUM_THREADS
@@ -20,7 +21,7 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-silu_and_mul_quant(fp8_e4m3_t* result,     // [num_rows, hidden_size]
+silu_and_mul_quant(code_t* result,         // [num_rows, hidden_size]
                    const scalar_t* input,  // [num_rows, 2 * hidden_size]
                    const float* scale,     // one element
                    int64_t num_rows, int64_t hidden_size, int64_t result_stride, int64_t input_stride) {
@@ -30,12 +31,11 @@ silu_and_mul_quant(fp8_e4m3_t* result,     // [num_rows, hidden_size]
     const scalar_t* first = input + at.row * input_stride + at.column;
     const vec_t g = vec_t::load(first);
     const vec_t u = vec_t::load(first + hidden_size);
-    const float reciprocal = ieee_divide(1.0f, *scale);
+    const float reciprocal = reciprocal_or_zero(*scale);
     const vec_t y = silu(g) * u;
     float v[VEC_SIZE];
     y.to_floats(v);
-    // The conversion saturates; the minimum takes NaN to the largest code.
 #pragma unroll
-    for (int j = 0; j < VEC_SIZE; ++j) v[j] = fminf(ieee_multiply(v[j], reciprocal), Codes<fp8_e4m3_t>::largest);
-    Vec<fp8_e4m3_t, VEC_SIZE>::from_floats(v).store(result + at.row * result_stride + at.column);
+    for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled_fp8<code_t>(v[j], reciprocal);
+    Vec<code_t, VEC_SIZE>::from_floats(v).store(result + at.row * result_stride + at.column);
 }

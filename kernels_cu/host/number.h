@@ -2,6 +2,8 @@
 //
 // A value is read without rounding and written to the nearest, ties to even. What is too large becomes infinite, or, in
 // the 8-bit formats, the largest finite value; NaN stays NaN and loses its sign and payload, as on the device.
+//
+// FNUZ formats have a bias that is one more, and no negative zero: its code is their NaN.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -19,7 +21,8 @@ inline To bits_as(From value) {
 // EXPONENT and MANTISSA bits. LARGEST and NOT_A_NUMBER are codes without sign; between them lies infinity, if there is room.
 template <typename Code, int EXPONENT, int MANTISSA, uint32_t LARGEST, uint32_t NOT_A_NUMBER, bool SATURATES>
 struct Narrow {
-    static constexpr int LOWEST = 2 - (1 << (EXPONENT - 1));  // exponent of the smallest normal number
+    static constexpr bool FNUZ = NOT_A_NUMBER >> (EXPONENT + MANTISSA);
+    static constexpr int LOWEST = 2 - FNUZ - (1 << (EXPONENT - 1));  // exponent of the smallest normal number
     static constexpr int SIGN = EXPONENT + MANTISSA;          // its bit
     static constexpr uint32_t OVERFLOW = SATURATES ? LARGEST : LARGEST + 1;
     static constexpr bool HAS_INFINITY = LARGEST + 1 != NOT_A_NUMBER;
@@ -39,18 +42,19 @@ struct Narrow {
         const uint64_t significand = (magnitude & 0x7fffffu) | (field ? 0x800000u : 0u);
         const int scale = exponent > LOWEST ? exponent : LOWEST;
         const int dropped = 23 - MANTISSA + scale - exponent;  // bits of the significand below the last that is kept
-        if (dropped > 25) return sign;
+        if (dropped > 25) return FNUZ ? 0 : sign;
         const uint64_t half = dropped ? uint64_t(1) << (dropped - 1) : 0;
         const uint64_t odd = significand >> dropped & 1;
         const uint64_t rounded = (significand + (dropped ? half - 1 + odd : 0)) >> dropped;
         // A normal number's leading bit counts one in the exponent's field.
         const uint64_t result = rounded + (uint64_t(scale - LOWEST) << MANTISSA);
+        if (FNUZ && result == 0) return 0;
         return sign | (result > LARGEST ? OVERFLOW : uint32_t(result));
     }
 
     static float decode(uint32_t code) {
         const uint32_t magnitude = code & ((1u << SIGN) - 1), sign = code >> SIGN << 31;
-        if (magnitude > LARGEST) {
+        if (magnitude > LARGEST || (FNUZ && code == NOT_A_NUMBER)) {
             const bool infinite = HAS_INFINITY && magnitude == LARGEST + 1;
             return bits_as<float>(infinite ? sign | 0x7f800000u : 0x7fffffffu);
         }
@@ -65,5 +69,6 @@ using half = Narrow<uint16_t, 5, 10, 0x7bff, 0x7fff, false>;
 using bf16 = Narrow<uint16_t, 8, 7, 0x7f7f, 0x7fff, false>;
 using fp8_e4m3 = Narrow<uint8_t, 4, 3, 0x7e, 0x7f, true>;
 using fp8_e5m2 = Narrow<uint8_t, 5, 2, 0x7b, 0x7f, true>;
+using fp8_e4m3fnuz = Narrow<uint8_t, 4, 3, 0x7f, 0x80, true>;
 
 }  // namespace host

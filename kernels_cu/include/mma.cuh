@@ -97,25 +97,28 @@ DEVICE uint32_t pack_bytes(uint32_t low, uint32_t high) {
 template <typename T>
 DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
 #if PYOPS_CUDA
+    if constexpr (!is_same<T, fp8_e4m3fnuz_t>) {
 #if __CUDA_ARCH__ >= 890
-    // (The header's function shifts a word's upper half down, which the instruction can read where it is.)
+        // (The header's function shifts a word's upper half down, which the instruction can read where it is.)
 #define PYOPS_FP8(FORMAT)                                                                                        \
     asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2." FORMAT " %0, low; cvt.rn.f16x2." FORMAT " %1, high;}" \
         : "=r"(halves[0]), "=r"(halves[1]) : "r"(codes))
-    if constexpr (is_same<T, fp8_e4m3_t>) PYOPS_FP8("e4m3x2");
-    else PYOPS_FP8("e5m2x2");
+        if constexpr (is_same<T, fp8_e4m3_t>) PYOPS_FP8("e4m3x2");
+        else PYOPS_FP8("e5m2x2");
 #undef PYOPS_FP8
 #else
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(uint16_t(codes >> 16 * i), is_same<T, fp8_e4m3_t> ? __NV_E4M3 : __NV_E5M2);
-        halves[i] = uint32_t(pair.y) << 16 | pair.x;
+        for (int i = 0; i < 2; ++i) {
+            const auto kind = is_same<T, fp8_e4m3_t> ? __NV_E4M3 : __NV_E5M2;
+            const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(uint16_t(codes >> 16 * i), kind);
+            halves[i] = uint32_t(pair.y) << 16 | pair.x;
+        }
+#endif
+        return;
     }
 #endif
-#else
     Vec<T, 4> four;
     four.template word<4>(0) = codes;
 #pragma unroll
     for (int i = 0; i < 2; ++i) halves[i] = pack_pair<half_t>(four[2 * i], four[2 * i + 1]);
-#endif
 }

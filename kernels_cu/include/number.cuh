@@ -1,7 +1,9 @@
 // number.cuh: the element types and their conversions to and from float.
 //
 // Conversions to a narrower type round to nearest even. fp8 conversions saturate to the largest finite value; NaN stays
-// NaN. Pairs are converted together because the hardware packs two at a time.
+// NaN. Pairs are converted together because the hardware packs two at a time. A type is one format on every platform:
+// fp8_e4m3_t and fp8_e5m2_t those of the OCP, fp8_e4m3fnuz_t the one with a bias of 8, up to 240, in which 0x80 is the only NaN
+// and zero has no sign.
 #pragma once
 #include "platform.cuh"
 
@@ -10,19 +12,13 @@
 #include <hip/hip_bf16.h>
 #include <hip/hip_fp8.h>
 using bf16_t = __hip_bfloat16;
-#if defined(__gfx942__)
-using fp8_e4m3_t = __hip_fp8_e4m3_fnuz;
-using fp8_e5m2_t = __hip_fp8_e5m2_fnuz;
-#else
-using fp8_e4m3_t = __hip_fp8_e4m3;
-using fp8_e5m2_t = __hip_fp8_e5m2;
-#endif
 using half_t = __half;
 #elif PYOPS_HOST
 using half_t = host::half;
 using bf16_t = host::bf16;
 using fp8_e4m3_t = host::fp8_e4m3;
 using fp8_e5m2_t = host::fp8_e5m2;
+using fp8_e4m3fnuz_t = host::fp8_e4m3fnuz;
 #else
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
@@ -33,6 +29,57 @@ using bf16_t = __nv_bfloat16;
 using fp8_e4m3_t = __nv_fp8_e4m3;
 using fp8_e5m2_t = __nv_fp8_e5m2;
 using half_t = __half;
+#endif
+
+// A format of 8 bits for which there is no other type, by integers: MANTISSA bits, numbers up to the code LARGEST without sign.
+// FNUZ: the bias is one more, and the code of -0 is NaN; else 0x7f is, and the code behind LARGEST, if another, infinity.
+template <int MANTISSA, uint32_t LARGEST, bool FNUZ>
+struct Fp8 {
+    static constexpr int BIAS = (1 << (6 - MANTISSA)) - 1 + FNUZ;
+    static constexpr int DROPPED = 23 - MANTISSA;  // bits of a float's mantissa
+    static constexpr uint32_t REBIASED = uint32_t(127 - BIAS) << 23;
+    static constexpr uint32_t NOT_A_NUMBER = FNUZ ? 0x80 : 0x7f;
+
+    uint8_t code;
+
+    Fp8() = default;
+    explicit DEVICE Fp8(float x) {
+        const uint32_t bits = __float_as_uint(x), sign = bits >> 31 << 7;
+        const uint32_t magnitude = min(bits & 0x7fffffffu, (LARGEST << DROPPED) + REBIASED);
+        uint32_t rounded = (magnitude + (1u << (DROPPED - 1)) - 1 + (magnitude >> DROPPED & 1) - REBIASED) >> DROPPED;
+        if (magnitude < REBIASED + (1u << 23)) {  // below the smallest normal number: a sum whose last bit is the code's rounds it
+            const uint32_t last = REBIASED + (uint32_t(24 - MANTISSA) << 23);
+            rounded = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(last)) - last;
+        }
+        code = x != x ? NOT_A_NUMBER : FNUZ && rounded == 0 ? 0 : sign | rounded;
+    }
+    explicit DEVICE operator float() const {
+        const uint32_t magnitude = code & 0x7fu, sign = uint32_t(code >> 7) << 31;
+        if (FNUZ ? code == NOT_A_NUMBER : magnitude > LARGEST) {
+            return __uint_as_float(magnitude == LARGEST + 1 && magnitude < NOT_A_NUMBER ? sign | 0x7f800000u : 0x7fffffffu);
+        }
+        const float unit = __uint_as_float(uint32_t(128 - BIAS - MANTISSA) << 23);  // the smallest number
+        const float x = magnitude >> MANTISSA ? __uint_as_float((magnitude << DROPPED) + REBIASED) : float(int(magnitude)) * unit;
+        return __uint_as_float(sign | __float_as_uint(x));
+    }
+};
+
+#if PYOPS_HIP
+// On a device hip_fp8.h has the formats that its instructions convert; both where there are none.
+#if HIP_FP8_TYPE_OCP
+using fp8_e4m3_t = __hip_fp8_e4m3;
+using fp8_e5m2_t = __hip_fp8_e5m2;
+#else
+using fp8_e4m3_t = Fp8<3, 0x7e, false>;
+using fp8_e5m2_t = Fp8<2, 0x7b, false>;
+#endif
+#if HIP_FP8_TYPE_FNUZ
+using fp8_e4m3fnuz_t = __hip_fp8_e4m3_fnuz;
+#else
+using fp8_e4m3fnuz_t = Fp8<3, 0x7f, true>;
+#endif
+#elif PYOPS_CUDA
+using fp8_e4m3fnuz_t = Fp8<3, 0x7f, true>;
 #endif
 
 constexpr float FLOAT_MAX = 3.402823466e+38f;
@@ -48,6 +95,13 @@ template <> DEVICE float to_float<half_t>(half_t x) { return __half2float(x); }
 template <> DEVICE float to_float<bf16_t>(bf16_t x) { return __bfloat162float(x); }
 template <> DEVICE half_t from_float<half_t>(float x) { return __float2half_rn(x); }
 template <> DEVICE bf16_t from_float<bf16_t>(float x) { return __float2bfloat16_rn(x); }
+#endif
+#if PYOPS_HIP
+// hip_fp8.h saturates what is finite.
+DEVICE float finite_or_nan(float x) { return ieee_abs(x) > FLOAT_MAX ? copysignf(FLOAT_MAX, x) : x; }
+template <> DEVICE fp8_e4m3_t from_float<fp8_e4m3_t>(float x) { return fp8_e4m3_t(finite_or_nan(x)); }
+template <> DEVICE fp8_e5m2_t from_float<fp8_e5m2_t>(float x) { return fp8_e5m2_t(finite_or_nan(x)); }
+template <> DEVICE fp8_e4m3fnuz_t from_float<fp8_e4m3fnuz_t>(float x) { return fp8_e4m3fnuz_t(finite_or_nan(x)); }
 #endif
 // Ties to even, saturating; NaN becomes 0.
 template <> DEVICE int8_t from_float<int8_t>(float x) {

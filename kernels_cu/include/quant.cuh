@@ -9,16 +9,24 @@ template <> struct Codes<int8_t> {
     static constexpr float smallest_scale = 1.1920928955078125e-07f;  // 2^-23
 };
 template <> struct Codes<fp8_e4m3_t> {
-#if PYOPS_HIP && defined(__gfx942__)
-    static constexpr float largest = 224.0f;
-#else
     static constexpr float largest = 448.0f;
-#endif
+    static constexpr float smallest_scale = 1.0f / (largest * 512.0f);
+};
+template <> struct Codes<fp8_e4m3fnuz_t> {
+    static constexpr float largest = 224.0f;  // by convention: the type goes on to 240
     static constexpr float smallest_scale = 1.0f / (largest * 512.0f);
 };
 
 // Clamp to +-limit; NaN becomes +limit.
 DEVICE float clamp(float x, float limit) { return fmaxf(-limit, fminf(x, limit)); }
+
+// What to convert to a code of fp8 so that it is no larger than the largest; the minimum takes NaN to that. Where it is the
+// type's own largest number, the conversion saturates.
+template <typename Q>
+DEVICE float within_codes(float x) {
+    if constexpr (is_same<Q, fp8_e4m3fnuz_t>) return clamp(x, Codes<Q>::largest);
+    return fminf(x, Codes<Q>::largest);
+}
 
 // x / divisor, correctly rounded, given the correctly rounded reciprocal: the residual of the first quotient corrects it.
 // For quotients that are neither subnormal nor too large; a zero keeps its sign if the divisor is positive.
@@ -60,9 +68,10 @@ DEVICE float reciprocal_or_zero(float scale) {
     return ieee_abs(reciprocal) > FLOAT_MAX ? 0.0f : reciprocal;
 }
 
-// What to convert to a code of fp8, which saturates: a product with such a reciprocal. The minimum takes NaN to the largest.
+// What to convert to a code of fp8: a product with such a reciprocal.
+template <typename Q>
 DEVICE float scaled_fp8(float x, float reciprocal) {
-    return fminf(ieee_multiply(x, reciprocal), Codes<fp8_e4m3_t>::largest);
+    return within_codes<Q>(ieee_multiply(x, reciprocal));
 }
 
 // int8 codes of integers that are shifted by a zero point, which may be any: the sum saturates.
@@ -113,6 +122,6 @@ struct Quantizer {
     DEVICE float operator()(float x) const {
         if constexpr (is_same<Q, int8_t>) return x * reciprocal;
         if constexpr (BOUNDED) x = clamp(x, limit);
-        return fminf(divide(x, divisor, reciprocal), Codes<Q>::largest);  // the minimum takes NaN to the largest code
+        return within_codes<Q>(divide(x, divisor, reciprocal));
     }
 };

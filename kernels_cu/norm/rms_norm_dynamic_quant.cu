@@ -10,7 +10,7 @@
 //
 // Constants
 //     scalar_t        T: element type of input, residual and weight
-//     code_t          fp8_e4m3_t or int8_t
+//     code_t          fp8_e4m3_t, fp8_e4m3fnuz_t or int8_t
 //     HIDDEN_SIZE     elements in a row
 //     VEC_SIZE        elements of one vector; divides HIDDEN_SIZE and GROUP_SIZE unless SHIFTED
 //     SHIFTED         rows begin anywhere in a vector's memory (row.cuh)

@@ -8,6 +8,7 @@
 //
 // Constants
 //     scalar_t      T: element type of input, residual and weight
+//     code_t        fp8_e4m3_t or fp8_e4m3fnuz_t
 //     HIDDEN_SIZE   elements in a row
 //     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE unless SHIFTED
 //     SHIFTED       rows begin anywhere in a vector's memory (row.cuh)
@@ -27,7 +28,7 @@ using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUA
 using weight_t = RowWeight<row_t, KEEP_WEIGHT>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
+rms_norm_static_fp8_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
                           const scalar_t* input,   // [num_rows, HIDDEN_SIZE]
                           scalar_t* residual,      // [num_rows, HIDDEN_SIZE]
                           const scalar_t* weight,  // [HIDDEN_SIZE]
@@ -42,7 +43,7 @@ rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
     const row_t x = row_t::load(input, at.active);
     const residual_t r = residual_t::load(residual, at.active);
     const weight_t w = weight_t::load(weight, x);
-    const float reciprocal = 1.0f / *scale;
+    const float reciprocal = reciprocal_or_zero(*scale);
 
     row_t z(HAS_RESIDUAL ? residual : input, at.active);
     const auto add = [&](int i, int column, float(&v)[VEC_SIZE]) {
@@ -63,9 +64,8 @@ rms_norm_static_fp8_quant(fp8_e4m3_t* result,      // [num_rows, HIDDEN_SIZE]
         float v[VEC_SIZE];
         z.get(i, column).to_floats(v);
         scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column)).to_floats(v);
-        // The conversion saturates; the minimum takes NaN to the largest code.
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] = fminf(v[j] * reciprocal, Codes<fp8_e4m3_t>::largest);
-        row_t::store(result, i, column, Vec<fp8_e4m3_t, VEC_SIZE>::from_floats(v));
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = within_codes<code_t>(v[j] * reciprocal);
+        row_t::store(result, i, column, Vec<code_t, VEC_SIZE>::from_floats(v));
     });
 }

@@ -8,6 +8,7 @@
 //
 // Constants
 //     scalar_t      element type of input
+//     code_t        fp8_e4m3_t or fp8_e4m3fnuz_t (224 instead of 448)
 //     VEC_SIZE      elements in one memory access; divides row_size
 //     BATCH         vectors that a thread has in flight
 //     NUM_THREADS   threads in the block
@@ -20,7 +21,7 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-dynamic_tensor_quant(fp8_e4m3_t* result,      // [num_rows, row_size]
+dynamic_tensor_quant(code_t* result,          // [num_rows, row_size]
                      const scalar_t* input,   // [num_rows, row_size]
                      float* scale,            // one element
                      const float* partial,    // [num_partial]
@@ -37,7 +38,7 @@ dynamic_tensor_quant(fp8_e4m3_t* result,      // [num_rows, row_size]
     }
     float s = 0.0f;
     for (int i = threadIdx.x; i < num_partial; i += NUM_THREADS) s = ieee_max(s, partial[i]);
-    s = ieee_divide(row_reduce<Max, NUM_THREADS>(s, most), Codes<fp8_e4m3_t>::largest);
+    s = ieee_divide(row_reduce<Max, NUM_THREADS>(s, most), Codes<code_t>::largest);
     if (threadIdx.x + blockIdx.x == 0) *scale = s;
     const float reciprocal = reciprocal_or_zero(s);
 #pragma unroll
@@ -47,7 +48,7 @@ dynamic_tensor_quant(fp8_e4m3_t* result,      // [num_rows, row_size]
         float v[VEC_SIZE];
         x[i].to_floats(v);
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled_fp8(v[j], reciprocal);
-        Vec<fp8_e4m3_t, VEC_SIZE>::from_floats(v).store(result + row * result_stride + column);
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled_fp8<code_t>(v[j], reciprocal);
+        Vec<code_t, VEC_SIZE>::from_floats(v).store(result + row * result_stride + column);
     }
 }

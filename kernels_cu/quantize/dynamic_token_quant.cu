@@ -9,7 +9,7 @@
 //
 // Constants
 //     scalar_t      element type of input
-//     code_t        fp8_e4m3_t or int8_t
+//     code_t        fp8_e4m3_t, fp8_e4m3fnuz_t (224 instead of 448) or int8_t
 //     HIDDEN_SIZE   elements in a row
 //     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE unless SHIFTED
 //     SHIFTED       rows begin anywhere in a vector's memory (row.cuh)

@@ -9,7 +9,7 @@
 //
 // Constants
 //     scalar_t        element type of input
-//     code_t          fp8_e4m3_t or int8_t
+//     code_t          fp8_e4m3_t, fp8_e4m3fnuz_t or int8_t
 //     GROUP_SIZE      elements under one scale
 //     GROUPS          groups of a token
 //     SCALES          scales of a token, those that fill a word included

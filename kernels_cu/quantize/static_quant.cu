@@ -9,7 +9,7 @@
 //
 // Constants
 //     scalar_t        element type of input
-//     code_t          fp8_e4m3_t or int8_t
+//     code_t          fp8_e4m3_t, fp8_e4m3fnuz_t or int8_t
 //     GROUP_COLUMNS   elements of a row under one scale; 0 for a whole row
 //     GROUPED_ROWS    rows share scales: i / group_rows has to be found
 //     HAS_AZP         false when azp is null
@@ -59,10 +59,10 @@ static_quant(code_t* result,          // [num_rows, hidden_size]
     } else if constexpr (SCALE_PER_VECTOR) {
         const float reciprocal = reciprocal_or_zero(s);
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled_fp8(v[j], reciprocal);
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled_fp8<code_t>(v[j], reciprocal);
     } else {
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled_fp8(v[j], reciprocal_or_zero(scale_at(at.column + j)));
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled_fp8<code_t>(v[j], reciprocal_or_zero(scale_at(at.column + j)));
     }
     Vec<code_t, VEC_SIZE>::from_floats(v).store(result);
 }

@@ -70,7 +70,7 @@ def cache_dtype(cache: Arg, kv_cache_dtype: str, model: DType) -> DType:
     if kv_cache_dtype not in dtypes.FP8_CACHES:
         expected = " or ".join(("auto", *dtypes.FP8_CACHES))
         raise refuse(cache, "kv_cache_dtype", f"expected {expected}, got {kv_cache_dtype}")
-    kind = dtypes.FP8_CACHES[kv_cache_dtype]
+    kind = dtypes.of_codes(kv_cache_dtype, cache.dtype, cache.device.fp8)
     dtype(cache, dtypes.uint8, kind)
     return kind
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from .dtypes import DType, float8_e4m3fn, float8_e4m3fnuz
 from .lazy import cupy
 
 
@@ -34,11 +35,21 @@ class Device:
         return self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
 
     @property
+    def fp8(self) -> DType:
+        """Its own e4m3, which models for it are made of."""
+        return fp8_of(self.arch)
+
+    @property
     def converts_fp8(self) -> bool:
-        """Whether it converts to and from fp8 by itself, not by a page of integer arithmetic."""
+        """Whether it has instructions that convert to and from float8_e4m3fn, not a page of integer arithmetic."""
         if self.arch.startswith("sm_"):
             return int(self.arch[3:]) >= 89
-        return self.arch.startswith(("gfx94", "gfx95", "gfx12"))
+        return self.arch.startswith(("gfx95", "gfx12"))
+
+
+def fp8_of(arch: str) -> DType:
+    """The e4m3 of an architecture."""
+    return float8_e4m3fnuz if arch in ("gfx940", "gfx941", "gfx942") else float8_e4m3fn
 
 
 _MODELS = {

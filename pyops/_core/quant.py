@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import dtypes
 from .lazy import torch
+from .tensor import device_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+def cache_codes(cache: Tensor, kv_cache_dtype: str) -> Any:
+    """The torch dtype of the codes in a cache of this kind, which may be given as bytes."""
+    given = dtypes.of(cache.dtype)
+    assert given is not None
+    return getattr(torch, dtypes.of_codes(kv_cache_dtype, given, device_of(cache).fp8).name)
+
+
 def fp8(x: Tensor, dtype: Any) -> Tensor:
     """Saturating conversion of float32 to fp8; NaN becomes the largest code."""
-    largest = torch.finfo(dtype).max
+    largest = dtypes.largest_code(dtype)
     return x.nan_to_num(nan=largest, posinf=largest, neginf=-largest).clamp(-largest, largest).to(dtype)
+
+
+def static_codes(x: Tensor, scale: Tensor, dtype: Any) -> Tensor:
+    """fp8 of the product with the reciprocal of the scale, which is 0 where it is not finite."""
+    reciprocal = 1.0 / scale
+    return fp8(x * torch.where(reciprocal.isinf(), 0.0, reciprocal), dtype)
 
 
 def absmax(x: Tensor) -> Tensor:
@@ -31,6 +46,6 @@ def dynamic_codes(y: Tensor, absmax: Tensor, scale_ub: Tensor | None, dtype: Any
     if dtype == torch.int8:
         scale = torch.fmax(absmax / torch.full_like(absmax, 127.0), torch.full_like(absmax, 2.0**-23))
         return (y * (1.0 / scale)).nan_to_num(nan=0.0).round().clamp(-128, 127).to(dtype), scale
-    largest = torch.full_like(absmax, torch.finfo(dtype).max)
+    largest = torch.full_like(absmax, dtypes.largest_code(dtype))
     scale = torch.fmax(absmax / largest, 1.0 / (largest * 512.0))
     return fp8(y / scale, dtype), scale

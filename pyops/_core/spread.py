@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from . import check
-from .dtypes import float8_e4m3fn
+from .dtypes import float8_e4m3fnuz, int8
 from .kernel import Kernel, Launch
 from .tensor import Arg
 
@@ -116,11 +116,16 @@ def _row_constants(
     }
 
 
+def converts(codes: Arg) -> bool:
+    """Whether the device of `codes`, fp8 or int8, has instructions that convert to them."""
+    if codes.dtype is float8_e4m3fnuz:
+        return codes.device.fp8 is float8_e4m3fnuz
+    return codes.dtype is int8 or codes.device.converts_fp8
+
+
 def converting(threads: dict[str, int], codes: Arg) -> dict[str, int]:
     """`threads` for a kernel that writes `codes`: converting to fp8 takes registers where the device cannot."""
-    if codes.dtype is float8_e4m3fn and not codes.device.converts_fp8:
-        return {**threads, "MIN_BLOCKS": 1}
-    return threads
+    return threads if converts(codes) else {**threads, "MIN_BLOCKS": 1}
 
 
 def threads_for_row(row_vecs: int, wanted: int, most: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
@@ -13,6 +13,9 @@ from .device import Device
 from .dtypes import DType
 from .errors import OpError
 from .lazy import cupy, loaded, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +131,11 @@ def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
     return numpy.empty_like(like, dtype, "C", shape=shape)
 
 
+def device_of(value: Tensor) -> Device:
+    """What a torch tensor is planned for."""
+    return devices.get(value.get_device()) if value.is_cuda else devices.host()
+
+
 def address(value: Any) -> int:
     """Address of the first element."""
     kind = dialect(value)
@@ -146,7 +154,7 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
         raise OpError(op, name, f"dtype {value.dtype} is not supported")
     if kind == "torch":
         pointer, shape, strides = value.data_ptr(), tuple(value.shape), value.stride()
-        device = devices.get(value.get_device()) if value.is_cuda else devices.host()
+        device = device_of(value)
     else:
         shape = value.shape
         strides = tuple(stride // dtype.itemsize for stride in value.strides)

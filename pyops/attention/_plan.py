@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._core import check
 from .._core.device import Device
-from .._core.dtypes import DType, float8_e4m3fn, float32, int32, uint8
+from .._core.dtypes import DType, float8_e4m3fn, float8_e4m3fnuz, float32, int32, uint8
 from .._core.kernel import Kernel, Launch, Scratch, Specialisation
 from .._core.lazy import torch
 from .._core.tensor import Arg
@@ -48,7 +48,8 @@ class Cache:
     @classmethod
     def of(cls, key_cache: Arg, value_cache: Arg, query: Arg, head_size: int, kv_cache_dtype: str) -> Cache:
         kind = check.cache_dtype(key_cache, kv_cache_dtype, query.dtype)
-        check.cache_dtype(value_cache, kv_cache_dtype, query.dtype)
+        if check.cache_dtype(value_cache, kv_cache_dtype, query.dtype) is not kind:
+            raise value_cache.error(f"expected codes of {kind} like key_cache, got {value_cache.dtype}")
         packed = len(key_cache.shape) == 5
         chunk = 16 // kind.itemsize
         if packed:
@@ -303,7 +304,8 @@ def plan(
     # As many bytes on their way as registers have room for; large heads, many of them and small blocks take more.
     wide = head_size <= 64 and block_size % TILE_TOKENS == 0
     tiles = 1 if cache.chunk == 8 or head_size > 128 else 4 if wide else 2  # of 16 tokens in a warp's step
-    min_blocks = 2 if head_size > 128 or heads > 8 or block_size % 8 or (tiles == 4 and not cache.packed) else 3
+    large = head_size > 128 or heads > 8 or cache.dtype is float8_e4m3fnuz  # which integers convert
+    min_blocks = 2 if large or block_size % 8 or (tiles == 4 and not cache.packed) else 3
     blocks = num_seqs * (num_kv_heads * -(-group // heads) if products else num_heads)
     most_tokens = min(block_tables.shape[1] * block_size, MOST_TOKENS)
     resident = min_blocks * query.device.multiprocessors  # blocks of four warps that run at the same time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .._core.dtypes import FP8_CACHES
+from .._core import quant
 from .._core.lazy import torch
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def float32_logits(
         return float(lengths.max()) if lengths.numel() else 0.0
 
     if kv_cache_dtype != "auto":
-        keys = keys.view(getattr(torch, FP8_CACHES[kv_cache_dtype].name))
+        keys = keys.view(quant.cache_codes(keys, kv_cache_dtype))
     unit = 1.0 if k_scale is None or kv_cache_dtype == "auto" else float(k_scale.reshape(-1)[0])
     lengths = longest(query.double(), -1) * longest(keys.double(), *((2, 4) if keys.ndim == 5 else (-1,)))
     return 2.0**-22 * abs(scale * unit) * lengths
@@ -75,8 +75,9 @@ def gathered(
     packed = key_cache.ndim == 5
     num_kv_heads, block_size = key_cache.shape[1 if packed else 2], key_cache.shape[3 if packed else 1]
     if kv_cache_dtype != "auto":
-        kind = getattr(torch, FP8_CACHES[kv_cache_dtype].name)
-        key_cache, value_cache = key_cache.view(kind), value_cache.view(kind)
+        key_cache, value_cache = (
+            cache.view(quant.cache_codes(cache, kv_cache_dtype)) for cache in (key_cache, value_cache)
+        )
     tokens = torch.arange(first, max(first, length), device=key_cache.device)
     numbers = block_table[tokens // block_size]
     there = (numbers >= 0) & (numbers < key_cache.shape[0])

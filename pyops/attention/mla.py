@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from .._core import check
-from .._core.dtypes import bfloat16, float8_e4m3fn, float16, float32, uint8
+from .._core import check, quant
+from .._core.dtypes import E4M3, bfloat16, float8_e4m3fn, float16, float32, uint8
 from .._core.kernel import Kernel, Launch, Scratch
 from .._core.lazy import torch
 from .._core.op import op
@@ -38,7 +38,7 @@ def _cancelled(q_nope: Tensor, q_pe: Tensor, kv_c_and_k_pe_cache: Tensor, scale:
 
 def _entries(cache: Tensor) -> Tensor:
     """The cache, of codes as what they stand for."""
-    return cache.view(torch.float8_e4m3fn) if cache.dtype == torch.uint8 else cache
+    return cache.view(quant.cache_codes(cache, "fp8")) if cache.element_size() == 1 else cache
 
 
 @op(out=("out", "lse"), cancelled=_cancelled)
@@ -78,9 +78,9 @@ def sm100_cutlass_mla_decode(
         q_nope: [num_seqs, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last. Any
             number of heads.
         q_pe: [num_seqs, num_heads, 64], beside it, rotated.
-        kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or codes of fp8 (float8_e4m3fn or
-            uint8), which are used as they are: whoever wrote them with a scale puts it into `scale` and the result. Any
-            page size, any strides but the last.
+        kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or codes of fp8 (float8_e4m3fn,
+            float8_e4m3fnuz or uint8), which are used as they are: whoever wrote them with a scale puts it into `scale`
+            and the result. Any page size, any strides but the last.
         seq_lens: [num_seqs], int32 or int64, any stride; at most most_pages * page_size tokens count.
         page_table: [num_seqs, most_pages], int32 or int64, any strides.
         workspace: uint8, or None. Not read or written: what is needed is allocated for the length of the call.
@@ -150,7 +150,7 @@ def _(
     check.same_shape(out, q_nope)
     check.dtype(out, bfloat16 if q_nope.dtype is float8_e4m3fn else q_nope.dtype)
     check.shape(lse, float32, num_seqs=num_seqs, num_heads=num_heads)
-    check.dtype(cache, *dict.fromkeys((q_nope.dtype, float8_e4m3fn, uint8)))
+    check.dtype(cache, *dict.fromkeys((q_nope.dtype, *E4M3, uint8)))
     check.sizes(cache, num_pages=None, page_size=None, entry_size=_ENTRY_SIZE)
     for arg in (q_nope, q_pe, cache):
         check.row_size(arg)
@@ -161,9 +161,10 @@ def _(
     check.index(page_table, num_seqs=num_seqs, most_pages=None)
     check.dtype(workspace, uint8)
 
-    cache_t = float8_e4m3fn if cache.dtype is uint8 else cache.dtype
+    is_fp8 = cache.dtype.itemsize == 1
+    cache_t = check.cache_dtype(cache, "fp8" if is_fp8 else "auto", q_nope.dtype)
     product_t = float16 if q_nope.dtype is float8_e4m3fn else q_nope.dtype
-    device, is_fp8 = cache.device, cache_t is float8_e4m3fn
+    device = cache.device
     chunk = 16 // cache_t.itemsize
     aligned = cache.alignment == 16 and all(
         stride % chunk == 0 or size == 1 for size, stride in zip(cache.shape[:2], cache.strides[:2], strict=True)

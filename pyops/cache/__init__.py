@@ -4,7 +4,8 @@ A cache has num_blocks blocks of block_size slots: slot s is at offset ``s % blo
 No slot, block, position, length or offset that a tensor holds can lead outside a tensor: what is out of range is not
 written, and a row whose entry does not exist is left as it is. Kinds of a cache, `kv_cache_dtype`: "auto", elements are
 those of the model; "fp8", "fp8_e4m3", "fp8_e5m2", they are codes of ``x / scale``, a true division in float32, rounded
-to the nearest, saturating, NaN staying NaN.
+to the nearest, saturating, NaN staying NaN. The first two are e4m3 as the cache says, float8_e4m3fn or float8_e4m3fnuz;
+bytes (uint8) are float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
 """
 
 from __future__ import annotations

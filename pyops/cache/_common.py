@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._core import check
-from .._core.dtypes import FP8_CACHES, DType, float8_e4m3fn, float8_e5m2, uint8
+from .._core import check, quant
+from .._core.dtypes import float8_e4m3fn, float8_e5m2, uint8
 from .._core.lazy import torch
 from .._core.tensor import Arg
 
@@ -19,27 +19,28 @@ _BLOCK_VECS = (1024, 256)  # vectors of a block's tokens, where there are many o
 CODES = (uint8, float8_e4m3fn, float8_e5m2)  # as which a cache of codes may be given
 
 
-def codes(x: Tensor, scale: Tensor, dtype: DType) -> Tensor:
-    """uint8 codes of ``x / scale``: to the nearest, saturating; NaN is 0x7f."""
-    kind = getattr(torch, dtype.name)
+def codes(x: Tensor, scale: Tensor, kind: Any) -> Tensor:
+    """uint8 codes of ``x / scale`` in a float8 of torch: to the nearest, saturating; NaN is the positive one."""
     quotient = x.float() / scale
     largest = torch.finfo(kind).max
     rounded = quotient.clamp(-largest, largest).to(kind).view(torch.uint8)
-    return torch.where(quotient.isnan(), 0x7F, rounded)
+    return torch.where(quotient.isnan(), 0x80 if kind == torch.float8_e4m3fnuz else 0x7F, rounded)
 
 
-def kept(x: Tensor, scale: Tensor, kv_cache_dtype: str) -> Tensor:
-    """What a cache of this kind keeps of `x`. `scale` is one number, or one for each row of the last dimension."""
+def kept(x: Tensor, scale: Tensor, cache: Tensor, kv_cache_dtype: str) -> Tensor:
+    """What `cache`, of this kind, keeps of `x`. `scale` is one number, or one for each row of the last dimension."""
     if kv_cache_dtype == "auto":
         return x
-    return codes(x, scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(()), FP8_CACHES[kv_cache_dtype])
+    scale = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())
+    return codes(x, scale, quant.cache_codes(cache, kv_cache_dtype))
 
 
-def held(x: Tensor, scale: Tensor, kv_cache_dtype: str, dtype: Any) -> Tensor:
-    """What `x`, bits out of a cache of this kind, stand for in `dtype`."""
+def held(cache: Tensor, block: Tensor, offset: Tensor, scale: Tensor, kv_cache_dtype: str, dtype: Any) -> Tensor:
+    """What those entries of `cache`, of this kind, stand for in `dtype`."""
+    x = bits(cache)[block, offset]
     if kv_cache_dtype == "auto":
         return x
-    return (x.view(getattr(torch, FP8_CACHES[kv_cache_dtype].name)).float() * scale.reshape(())).to(dtype)
+    return (x.view(quant.cache_codes(cache, kv_cache_dtype)).float() * scale.reshape(())).to(dtype)
 
 
 def bits(x: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy
 
-from .._core import check, tensor
-from .._core.dtypes import FLOATS, DType, float8_e4m3fn, uint8
+from .._core import check, quant, tensor
+from .._core.dtypes import E4M3, FLOATS, DType, uint8
 from .._core.errors import OpError
 from .._core.kernel import Kernel, Launch
 from .._core.lazy import cupy, torch
@@ -272,16 +272,16 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     The quotient is a true division in float32, rounded to the nearest code; it saturates, and NaN stays NaN.
 
     Args:
-        output, input: of one shape, in one order in memory; one of them float32, float16 or bfloat16, the other uint8
-            or float8_e4m3fn. `output` is written.
+        output, input: of one shape, in one order in memory; one of them float32, float16 or bfloat16, the other uint8,
+            float8_e4m3fn or float8_e4m3fnuz. `output` is written.
         scale: of the codes.
         kv_dtype: "fp8" or "fp8_e4m3".
     """
     divisor = torch.full((), scale, dtype=torch.float32, device=input.device)
     if output.element_size() == 1:
-        bits(output).copy_(codes(input, divisor, float8_e4m3fn))
+        bits(output).copy_(codes(input, divisor, quant.cache_codes(output, kv_dtype)))
     else:
-        output.copy_(bits(input).view(torch.float8_e4m3fn).float() * divisor)
+        output.copy_(input.view(quant.cache_codes(input, kv_dtype)).float() * divisor)
 
 
 @convert_fp8.plan
@@ -289,8 +289,9 @@ def _(output: Arg, input: Arg, kv_dtype: str) -> Launch:
     if kv_dtype not in ("fp8", "fp8_e4m3"):
         raise check.refuse(input, "kv_dtype", f'expected "fp8" or "fp8_e4m3", got "{kv_dtype}"')
     to_codes = input.dtype in FLOATS
-    check.dtype(input, *FLOATS, uint8, float8_e4m3fn)
-    check.dtype(output, *((uint8, float8_e4m3fn) if to_codes else FLOATS))
+    check.dtype(input, *FLOATS, uint8, *E4M3)
+    check.dtype(output, *((uint8, *E4M3) if to_codes else FLOATS))
+    kind = check.cache_dtype(output if to_codes else input, kv_dtype, input.dtype)
     check.same_shape(output, input)
     # The order of the dimensions in memory, in which both are rows of one size.
     order = sorted(range(len(input.shape)), key=lambda dim: (-input.strides[dim], -input.shape[dim]))
@@ -310,8 +311,8 @@ def _(output: Arg, input: Arg, kv_dtype: str) -> Launch:
     ]
     vec_size, num_threads = check.vector_width(row_size, *matrices), 256
     return _convert_fp8(
-        out_t=float8_e4m3fn if to_codes else output.dtype,
-        in_t=input.dtype if to_codes else float8_e4m3fn,
+        out_t=kind if to_codes else output.dtype,
+        in_t=input.dtype if to_codes else kind,
         VEC_SIZE=vec_size,
         NUM_THREADS=num_threads,
     ).launch(

@@ -183,7 +183,7 @@ def gather_and_maybe_dequant_cache(
             negative; None for 0.
     """
     rows, block, offset = _where(src_cache, block_table, cu_seq_lens, token_to_seq[:num_tokens].long(), seq_starts)
-    dst[rows] = held(bits(src_cache)[block, offset], scale, kv_cache_dtype, dst.dtype)
+    dst[rows] = held(src_cache, block, offset, scale, kv_cache_dtype, dst.dtype)
 
 
 @gather_and_maybe_dequant_cache.plan

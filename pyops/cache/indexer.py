@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check
-from .._core.dtypes import float8_e4m3fn, uint8
+from .._core.dtypes import uint8
 from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
 from .._core.op import op
@@ -60,7 +60,7 @@ def indexer_k_quant_and_cache(
     if kv_cache_dtype == "ue8m0":
         scales = _power_of_two_above(scales)
     keys, of_scales = indexer_parts(kv_cache, head_size)
-    keys[block, offset] = codes(groups, scales, float8_e4m3fn).flatten(1)
+    keys[block, offset] = codes(groups, scales, torch.float8_e4m3fn).flatten(1)
     of_scales[block, offset] = scales.flatten(1).view(torch.uint8)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check
-from .._core.dtypes import bfloat16, float8_e4m3fn, float16, uint8
+from .._core.dtypes import bfloat16, float16, uint8
 from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
 from .._core.op import op
@@ -42,7 +42,7 @@ def _ds_mla_entry(kv_c: Tensor, k_pe: Tensor) -> Tensor:
     tiles = kv_c.float().unflatten(-1, (4, 128))
     largest = tiles.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
     scales = (largest / torch.full_like(largest, 448.0)).clamp(min=_FLT_MIN)
-    parts = (codes(tiles, scales, float8_e4m3fn).flatten(1), scales.flatten(1), k_pe.contiguous())
+    parts = (codes(tiles, scales, torch.float8_e4m3fn).flatten(1), scales.flatten(1), k_pe.contiguous())
     return torch.cat([part.view(torch.uint8) for part in parts], -1)
 
 
@@ -75,7 +75,7 @@ def concat_and_cache_mla(
         kv_cache[block, offset] = _ds_mla_entry(kv_c[tokens], k_pe[tokens])
     else:
         entry = torch.cat((kv_c[tokens], k_pe[tokens]), -1)
-        bits(kv_cache)[block, offset] = kept(entry, scale, kv_cache_dtype)
+        bits(kv_cache)[block, offset] = kept(entry, scale, kv_cache, kv_cache_dtype)
 
 
 @concat_and_cache_mla.plan
@@ -226,7 +226,8 @@ def concat_and_cache_mla_rope_fused(
     tokens, block, offset = slots(slot_mapping[known], *kv_cache.shape[:2])
     cos, sin, tokens = cos[tokens], sin[tokens], known[tokens]
     k_pe[tokens] = _rotated(k_pe[tokens], cos, sin, is_neox)
-    bits(kv_cache)[block, offset] = kept(torch.cat((kv_c[tokens], k_pe[tokens]), -1), kv_cache_scale, kv_cache_dtype)
+    entry = torch.cat((kv_c[tokens], k_pe[tokens]), -1)
+    bits(kv_cache)[block, offset] = kept(entry, kv_cache_scale, kv_cache, kv_cache_dtype)
 
 
 @concat_and_cache_mla_rope_fused.plan

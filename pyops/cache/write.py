@@ -67,9 +67,9 @@ def reshape_and_cache(
     """
     num_blocks, num_heads, chunks, block_size, x = key_cache.shape
     tokens, block, offset = slots(slot_mapping, num_blocks, block_size)
-    keys = kept(key[tokens], k_scale, kv_cache_dtype).reshape(len(tokens), num_heads, chunks, x)
+    keys = kept(key[tokens], k_scale, key_cache, kv_cache_dtype).reshape(len(tokens), num_heads, chunks, x)
     bits(key_cache)[block, :, :, offset] = keys
-    bits(value_cache)[block, :, :, offset] = kept(value[tokens], v_scale, kv_cache_dtype)
+    bits(value_cache)[block, :, :, offset] = kept(value[tokens], v_scale, value_cache, kv_cache_dtype)
 
 
 @reshape_and_cache.plan
@@ -259,7 +259,7 @@ def reshape_and_cache_flash(
     num_blocks, block_size, *_ = key_cache.shape
     tokens, block, offset = slots(slot_mapping, num_blocks, block_size)
     for cache, x, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
-        bits(cache)[block, offset] = kept(x[tokens], scale, kv_cache_dtype)
+        bits(cache)[block, offset] = kept(x[tokens], scale, cache, kv_cache_dtype)
 
 
 @reshape_and_cache_flash.plan

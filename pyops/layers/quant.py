@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch.nn import functional
 
+from .._core.dtypes import largest_code
 from ..custom_op import CustomOp
 from ..quantize import per_token_group_quant_fp8, scaled_fp8_quant
+from ..quantize.scaled import own_fp8
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["GroupShape", "QuantFP8"]
-
-_MAX = 448.0
-_SMALLEST_SCALE = 1.0 / (_MAX * 512.0)
 
 
 class _Shape(NamedTuple):
@@ -54,14 +53,14 @@ GroupShape.PER_CHANNEL = GroupShape(-1, 1)
 
 @CustomOp.register("quant_fp8")
 class QuantFP8(CustomOp):
-    """fp8 codes (float8_e4m3fn) of an activation and their scales, which multiply a code to give its value.
+    """fp8 codes of an activation and their scales, which multiply a code to give its value.
 
     ``forward(x, scale=None, scale_ub=None)`` takes x [num_tokens, hidden_size] in float32, float16 or bfloat16, of
     groups of any rank, and returns (codes, scale), both new, but a given scale as it is where the kernels run, and in
-    a shape that broadcasts from `forward_native`. The kernels are those of `pyops.scaled_fp8_quant` and
-    `pyops.per_token_group_quant_fp8`. `forward_native` differs from them in this: it multiplies by the reciprocal of
-    a scale of a token too, no scale that it finds is smaller than 1 / (448 * 512), a last group may be
-    incomplete, and rows of padding are zeros.
+    a shape that broadcasts from `forward_native`. The codes are float8_e4m3fnuz on gfx942, else float8_e4m3fn. The
+    kernels are those of `pyops.scaled_fp8_quant` and `pyops.per_token_group_quant_fp8`. `forward_native` differs from
+    them in this: it multiplies by the reciprocal of a scale of a token too, no scale that it finds is smaller than
+    1 / (512 * the largest code), a last group may be incomplete, and rows of padding are zeros.
 
     Args:
         static: whether scales are given; float32, one, [num_tokens], [hidden_size] or [rows, columns] of groups.
@@ -129,22 +128,23 @@ class QuantFP8(CustomOp):
         self._check(scale, scale_ub)
         if self.is_group_quant:
             return self._groups(x)
-        wide = x.float()
+        kind, wide = own_fp8(x), x.float()
+        largest = largest_code(kind)
         if scale is None:
             absmax = wide.abs().amax(-1, keepdim=True) if self.use_per_token_if_dynamic else wide.abs().max().reshape(1)
             if scale_ub is not None:
                 absmax = absmax.clamp(max=scale_ub.reshape(()))
-            scale = (absmax / _MAX).clamp(min=_SMALLEST_SCALE)
+            scale = (absmax / largest).clamp(min=1.0 / (largest * 512.0))
             factors = scale
         else:
             scale = self._broadcast(x, scale)
             factors = scale
             for dim in (0, 1) if scale.ndim == 2 else ():
                 factors = factors.repeat_interleave(x.shape[dim] // scale.shape[dim], dim)
-        codes = (wide * factors.reciprocal()).clamp(-_MAX, _MAX).to(torch.float8_e4m3fn)
+        codes = (wide * factors.reciprocal()).clamp(-largest, largest).to(kind)
         missing = (self.num_token_padding or 0) - x.shape[0]
         if missing > 0:
-            codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(torch.float8_e4m3fn)
+            codes = functional.pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(kind)
             if scale.ndim == 2 and not self.static:
                 scale = functional.pad(scale, (0, 0, 0, missing))
         return codes, scale
@@ -161,11 +161,13 @@ class QuantFP8(CustomOp):
     def _groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
         size, hidden_size = self.group_shape.col, x.shape[-1]
         groups = functional.pad(x.float(), (0, -hidden_size % size)).unflatten(-1, (-1, size))
-        scale = groups.abs().amax(-1, keepdim=True) / _MAX
+        kind = own_fp8(x)
+        largest = largest_code(kind)
+        scale = groups.abs().amax(-1, keepdim=True) / largest
         if self.use_ue8m0:
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
-        scale = scale.clamp(min=_SMALLEST_SCALE)
-        codes = (groups / scale).clamp(-_MAX, _MAX).to(torch.float8_e4m3fn).flatten(-2)[..., :hidden_size]
+        scale = scale.clamp(min=1.0 / (largest * 512.0))
+        codes = (groups / scale).clamp(-largest, largest).to(kind).flatten(-2)[..., :hidden_size]
         scale = scale.squeeze(-1)
         if self.column_major_scales:
             scale = scale.mT.contiguous().mT

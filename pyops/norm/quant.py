@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check, quant, spread
-from .._core.dtypes import float8_e4m3fn, float32, int8
+from .._core.dtypes import E4M3, float32, int8
 from .._core.kernel import Kernel, Launch
 from .._core.op import op
 from .._core.tensor import Arg
@@ -29,18 +29,19 @@ _rms_norm_dynamic_quant = Kernel("norm/rms_norm_dynamic_quant.cu")
 def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
     """RMS norm of `input`, written as fp8 under one given scale.
 
-    The norm is `rms_norm`'s, rounded as there; then ``result = fp8(norm * (1 / scale))``, saturating, NaN to the
-    largest code.
+    The norm is `rms_norm`'s, rounded as there; then ``result = fp8(norm * (1 / scale))``, saturating at +-448
+    (224 for float8_e4m3fnuz), NaN to the largest code. What a scale gives whose reciprocal is not finite is said in
+    `static_scaled_fp8_quant`.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, written; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         weight: [hidden_size] of the same dtype.
         scale: one float32 on the device; multiplies a code to give its value.
         epsilon: added to the mean of squares.
     """
     y = rms(input.float(), weight, epsilon, input.dtype).float()
-    result.copy_(quant.fp8(y * (1.0 / scale.reshape(())), result.dtype))
+    result.copy_(quant.static_codes(y, scale.reshape(()), result.dtype))
 
 
 @rms_norm_static_fp8_quant.plan
@@ -51,7 +52,7 @@ def _(result: Arg, input: Arg, weight: Arg, scale: Arg) -> Launch:
 def _static_fp8_plan(result: Arg, input: Arg, residual: Arg | None, weight: Arg, scale: Arg) -> Launch:
     check.floating(input)
     hidden_size = check.row_size(input)
-    check.dtype(result, float8_e4m3fn)
+    check.dtype(result, *E4M3)
     check.same_shape(result, input)
     check.row_size(result)
     check.like(residual, input)
@@ -72,6 +73,7 @@ def _static_fp8_plan(result: Arg, input: Arg, residual: Arg | None, weight: Arg,
     threads = spread.converting(threads, result)
     return _rms_norm_static_fp8_quant(
         scalar_t=input.dtype,
+        code_t=result.dtype,
         HIDDEN_SIZE=hidden_size,
         **threads,
         HAS_RESIDUAL=residual is not None,
@@ -87,8 +89,15 @@ def _static_fp8_plan(result: Arg, input: Arg, residual: Arg | None, weight: Arg,
 
 
 @rms_norm_static_fp8_quant.example
-def _(make: Any, *, num_tokens: int = 16, hidden_size: int = 4096, dtype: str = "bfloat16") -> tuple[Any, ...]:
-    result = make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn")
+def _(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: int = 4096,
+    dtype: str = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
+) -> tuple[Any, ...]:
+    result = make.empty(num_tokens, hidden_size, dtype=quant_dtype)
     x = make.randn(num_tokens, hidden_size, dtype=dtype)
     return result, x, example_weight(make, hidden_size, dtype), make.full(1, value=0.02, dtype="float32"), 1e-6
 
@@ -102,7 +111,7 @@ def fused_add_rms_norm_static_fp8_quant(
     The sum and the norm are `fused_add_rms_norm`'s, the codes `rms_norm_static_fp8_quant`'s; `input` is not written.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, written; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         residual: the shape and dtype of `input`, read and written; rows of one stride.
         weight: [hidden_size] of the same dtype.
@@ -111,7 +120,7 @@ def fused_add_rms_norm_static_fp8_quant(
     """
     residual.copy_(input.float() + residual.float())
     y = rms(residual.float(), weight, epsilon, input.dtype).float()
-    result.copy_(quant.fp8(y * (1.0 / scale.reshape(())), result.dtype))
+    result.copy_(quant.static_codes(y, scale.reshape(()), result.dtype))
 
 
 @fused_add_rms_norm_static_fp8_quant.plan
@@ -121,8 +130,15 @@ def _(result: Arg, input: Arg, residual: Arg, weight: Arg, scale: Arg) -> Launch
 
 
 @fused_add_rms_norm_static_fp8_quant.example
-def _(make: Any, *, num_tokens: int = 16, hidden_size: int = 4096, dtype: str = "bfloat16") -> tuple[Any, ...]:
-    result = make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn")
+def _(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: int = 4096,
+    dtype: str = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
+) -> tuple[Any, ...]:
+    result = make.empty(num_tokens, hidden_size, dtype=quant_dtype)
     x = make.randn(num_tokens, hidden_size, dtype=dtype)
     residual = make.randn(num_tokens, hidden_size, dtype=dtype)
     return (
@@ -148,12 +164,12 @@ def rms_norm_dynamic_per_token_quant(
     """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per row, found here.
 
     ``z = input + residual`` in float32, ``residual = T(z)``, ``y = T(T(z / sqrt(mean(z^2) + epsilon)) * weight)``,
-    ``scale = max(min(max|y|, scale_ub) / largest, smallest)``, ``result = code(y / scale)``. largest is 448 for fp8,
-    127 for int8; smallest 1 / (448 * 512) and 2^-23. int8 multiplies by the reciprocal of the scale. NaN is ignored by
-    the maximum and becomes the largest fp8 code or int8 0.
+    ``scale = max(min(max|y|, scale_ub) / largest, smallest)``, ``result = code(y / scale)``. largest is 448 for
+    float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8; smallest 1 / (512 * largest), for int8 2^-23. int8 multiplies
+    by the reciprocal of the scale. NaN is ignored by the maximum and becomes the largest fp8 code or int8 0.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn or int8, contiguous, written.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, contiguous, written.
         input: [..., hidden_size], float32, float16 or bfloat16, contiguous.
         weight: [hidden_size] of the same dtype.
         scale: one float32 per row, contiguous, written; multiplies a code to give its value.
@@ -186,14 +202,14 @@ def _dynamic_quant_plan(
     group_major: bool,
 ) -> Launch:
     check.floating(input)
-    check.dtype(result, float8_e4m3fn, int8)
+    check.dtype(result, *E4M3, int8)
     check.same_shape(result, input)
     check.like(residual, input)
     hidden_size = check.row_size(input)
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     check.scalar(scale_ub)
     if scale_ub is not None and result.dtype is int8:
-        raise scale_ub.error("is only taken with a float8_e4m3fn result, got int8")
+        raise scale_ub.error("is only taken with a result of fp8, got int8")
     tensors = (result, input, weight, *((residual,) if residual else ()))
     for arg in tensors:
         check.contiguous(arg)
@@ -235,7 +251,7 @@ def _(
     num_tokens: int = 16,
     hidden_size: int = 4096,
     dtype: str = "bfloat16",
-    quant_dtype: Literal["float8_e4m3fn", "int8"] = "float8_e4m3fn",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz", "int8"] = "float8_e4m3fn",
     with_residual: bool = False,
     with_bound: bool = False,
 ) -> tuple[Any, ...]:
@@ -268,7 +284,7 @@ def rms_norm_per_block_quant(
     As `rms_norm_dynamic_per_token_quant`, with the maximum taken over each group.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn or int8, contiguous, written.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, contiguous, written.
         input: [..., hidden_size], float32, float16 or bfloat16, contiguous; hidden_size a multiple of group_size.
         weight: [hidden_size] of the same dtype.
         scale: [num_tokens, hidden_size / group_size] float32, written; contiguous, or with `is_scale_transposed` the
@@ -322,7 +338,7 @@ def _(
     num_tokens: int = 16,
     hidden_size: Literal[4096, 14336, 128, 768] = 4096,
     dtype: str = "bfloat16",
-    quant_dtype: Literal["float8_e4m3fn", "int8"] = "float8_e4m3fn",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz", "int8"] = "float8_e4m3fn",
     group_size: Literal[128, 64] = 128,
     with_residual: bool = False,
 ) -> tuple[Any, ...]:

@@ -2,7 +2,8 @@
 
 A scale multiplies a code to give its value. All arithmetic is in float32, correctly rounded; conversions round to
 nearest even (the group int8 op: toward zero) and saturate. NaN is left out of extremes. An infinity makes the scale it
-enters infinite, and the finite values under it 0. `result` of an fp8 op may be float8_e4m3fn, or uint8 for its bits.
+enters infinite, and the finite values under it 0. `result` of an fp8 op may be float8_e4m3fn, uint8 for its bits, or on
+any platform float8_e4m3fnuz, the e4m3 of gfx942: what is said of 448 is then said of 224, and -0 becomes 0.
 
 Beside it, weights as checkpoints pack them: those of AWQ and GGUF in floating point, those of GPTQ made ready.
 """

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .._core import check, spread
-from .._core.dtypes import DType, float8_e4m3fn, int8, uint8
+from .._core.dtypes import E4M3, DType, float8_e4m3fn, int8, uint8
 from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
 from .._core.tensor import Arg
@@ -18,8 +18,8 @@ _static_quant = Kernel("quantize/static_quant.cu")
 
 
 def as_fp8(x: Tensor) -> Tensor:
-    """fp8 codes that may be given as bytes."""
-    return x.view(torch.float8_e4m3fn)
+    """fp8 codes that may be given as bytes, which are those of float8_e4m3fn."""
+    return x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x
 
 
 def saturated(x: Tensor) -> Tensor:
@@ -51,8 +51,8 @@ def matrices(result: Arg, input: Arg, *code_types: DType) -> int:
 
 def fp8_matrices(result: Arg, input: Arg) -> tuple[int, Arg]:
     """`matrices` for fp8 codes; also returns `result` as them."""
-    hidden_size = matrices(result, input, float8_e4m3fn, uint8)
-    return hidden_size, replace(result, dtype=float8_e4m3fn)
+    hidden_size = matrices(result, input, *E4M3, uint8)
+    return hidden_size, replace(result, dtype=float8_e4m3fn) if result.dtype is uint8 else result
 
 
 def one_row(*args: Arg) -> tuple[Arg, ...]:
@@ -79,7 +79,7 @@ def static(
         "scale_column_stride": strides[1],
     }
     # Where the device converts to fp8 by integer arithmetic, registers are worth more than threads.
-    short = result.dtype is int8 or result.device.converts_fp8
+    short = spread.converts(result)
     return spread.chunks(
         _static_quant,
         result,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check, quant, spread
-from .._core.dtypes import float32, int8, int32
+from .._core.dtypes import float32, int8, int32, largest_code
 from .._core.kernel import Kernel, Launch, Scratch
 from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
 from ._common import as_fp8, fp8_matrices, integers, matrices, one_row, saturated, shifted
-from .static import fp8_codes
+from .static import write_fp8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,15 +35,15 @@ def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> No
     becomes +448, and what is finite 0.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn or uint8, written; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
         input: the same shape, float32, float16 or bfloat16; rows of one stride.
         scale: float32, contiguous; its first element is written.
     """
     x = input.float()
     absmax = quant.absmax(x.reshape(1, -1)).reshape(())
-    found = absmax / torch.full_like(absmax, 448.0)
+    found = absmax / torch.full_like(absmax, largest_code(as_fp8(result).dtype))
     scale.view(-1)[0] = found
-    as_fp8(result).copy_(fp8_codes(x, found))
+    write_fp8(result, x, found)
 
 
 @dynamic_scaled_fp8_quant.plan
@@ -82,8 +82,8 @@ def _(result: Arg, input: Arg, scale: Arg) -> list[Launch]:
         check.vector_width(row_size, result, input), num_threads, resident, batch
     )
     # Where the device converts to fp8 by integer arithmetic, registers are worth more than threads.
-    min_blocks = resident if result.device.converts_fp8 else 1
-    write = _dynamic_tensor_quant(scalar_t=input.dtype, **constants, MIN_BLOCKS=min_blocks).launch(
+    min_blocks = resident if spread.converts(result) else 1
+    write = _dynamic_tensor_quant(scalar_t=input.dtype, code_t=result.dtype, **constants, MIN_BLOCKS=min_blocks).launch(
         grid=num_chunks,
         block=num_threads,
         partial=partial,
@@ -104,9 +104,14 @@ def _(result: Arg, input: Arg, scale: Arg) -> int:
 
 @dynamic_scaled_fp8_quant.example
 def _(
-    make: Any, *, num_tokens: int = 16, hidden_size: Literal[4096, 14336, 769] = 4096, dtype: str = "bfloat16"
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[4096, 14336, 769] = 4096,
+    dtype: str = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
 ) -> tuple[Any, ...]:
-    result = make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn")
+    result = make.empty(num_tokens, hidden_size, dtype=quant_dtype)
     return result, make.randn(num_tokens, hidden_size, dtype=dtype), make.empty(1, dtype="float32")
 
 
@@ -120,13 +125,13 @@ def dynamic_per_token_scaled_fp8_quant(
     and becomes +448; values above the bound saturate; rows of zeros take the smallest scale.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn or uint8, written; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
         input: the same shape, float32, float16 or bfloat16; rows of one stride.
         scale: float32, contiguous; its first elements, one for each row, are written.
         scale_ub: one float32 that bounds the magnitude, not the scale; NaN bounds nothing. Or None.
     """
     x = input.float()
-    codes, scales = quant.dynamic_codes(x, quant.absmax(x), scale_ub, torch.float8_e4m3fn)
+    codes, scales = quant.dynamic_codes(x, quant.absmax(x), scale_ub, as_fp8(result).dtype)
     as_fp8(result).copy_(codes)
     scale.view(-1)[: scales.numel()] = scales.flatten()
 
@@ -172,9 +177,10 @@ def _(
     hidden_size: int = 4096,
     dtype: str = "bfloat16",
     with_bound: bool = False,
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
 ) -> tuple[Any, ...]:
     return (
-        make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn"),
+        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
         make.randn(num_tokens, hidden_size, dtype=dtype),
         make.empty(num_tokens, 1, dtype="float32"),
         make.full(1, value=2.0, dtype="float32") if with_bound else None,

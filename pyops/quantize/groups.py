@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check, quant, spread
-from .._core.dtypes import float32, int8, int32
+from .._core.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32, int8, int32, largest_code
 from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
 from .._core.op import op
@@ -19,6 +19,8 @@ __all__ = ["per_token_group_fp8_quant", "per_token_group_fp8_quant_packed", "per
 
 _group_quant = Kernel("quantize/group_quant.cu")
 _FEW_VECTORS = 4096  # for a multiprocessor
+# The numbers that codes may be, at most.
+_REACH = {int8: (-128.0, 127.0), float8_e4m3fn: (-448.0, 448.0), float8_e4m3fnuz: (-240.0, 240.0)}
 
 
 def _codes(
@@ -52,7 +54,7 @@ def _plan(
     if group_size < 1 or hidden_size % group_size:
         raise check.refuse(input, "group_size", f"expected a divisor of hidden_size={hidden_size}, got {group_size}")
     (min_name, code_min), (max_name, code_max) = limits
-    low, high = (-128.0, 127.0) if codes.dtype is int8 else (-448.0, 448.0)
+    low, high = _REACH[codes.dtype]
     if not low <= code_min <= 0.0:
         raise check.refuse(input, min_name, f"expected {low} to 0, got {code_min}")
     if not 1.0 <= code_max <= high:
@@ -121,12 +123,13 @@ def per_token_group_fp8_quant(
 
     Args:
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        output_q: the same shape, float8_e4m3fn or uint8, written; rows of one stride.
+        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
         output_s: [num_tokens, hidden_size / group_size] float32, written; any strides: row-major, column-major, or
             column-major with columns padded for TMA.
         group_size: a divisor of hidden_size, of any kind; whole 16-byte vectors, 8 elements of 16 bits, are fast.
         eps: the least magnitude of a group, 2^-100 to 2^100.
-        fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448.
+        fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+            1 to 240, and usually -224 and 224.
         scale_ue8m0: whether scales are powers of two.
     """
     codes, scales = _codes(input, group_size, eps, (fp8_min, fp8_max), scale_ue8m0)
@@ -158,12 +161,14 @@ def _(
     hidden_size: Literal[4096, 14336] = 4096,
     dtype: str = "bfloat16",
     scale_ue8m0: bool = False,
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
 ) -> tuple[Any, ...]:
+    largest = largest_code(quant_dtype)
     return (
         make.randn(num_tokens, hidden_size, dtype=dtype),
-        make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn"),
+        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
         make.empty(num_tokens, hidden_size // 128, dtype="float32"),
-        *(128, 1e-10, -448.0, 448.0, scale_ue8m0),
+        *(128, 1e-10, -largest, largest, scale_ue8m0),
     )
 
 
@@ -184,12 +189,13 @@ def per_token_group_fp8_quant_packed(
 
     Args:
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        output_q: the same shape, float8_e4m3fn or uint8, written; rows of one stride.
+        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
         output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides, and for TMA (1, num_tokens
             rounded up to 4). It may have so many rows; those behind the tokens become 0.
         group_size: a divisor of hidden_size.
         eps: the least magnitude of a group, 2^-100 to 2^100.
-        fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448.
+        fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+            1 to 240, and usually -224 and 224.
     """
     codes, scales = _codes(input, group_size, eps, (fp8_min, fp8_max), power_of_two=True)
     as_fp8(output_q).copy_(codes)
@@ -221,12 +227,14 @@ def _(
     num_tokens: int = 16,
     hidden_size: Literal[4096, 14336] = 4096,
     dtype: str = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
 ) -> tuple[Any, ...]:
+    largest = largest_code(quant_dtype)
     return (
         make.randn(num_tokens, hidden_size, dtype=dtype),
-        make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn"),
+        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
         make.empty(num_tokens, -(-hidden_size // 512), dtype="int32"),
-        *(128, 1e-10, -448.0, 448.0),
+        *(128, 1e-10, -largest, largest),
     )
 
 

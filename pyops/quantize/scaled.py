@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .._core.device import fp8_of
+from .._core.dtypes import largest_code
 from .._core.errors import OpError
 from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant
 from .fp4 import (
@@ -32,6 +34,15 @@ __all__ = [
 ]
 
 
+def own_fp8(x: Tensor) -> Any:
+    """The e4m3 that models for the device of `x` are made of, as torch.compile can find it: `Device.fp8`."""
+    import torch
+
+    if torch.version.hip is None or not x.is_cuda:
+        return torch.float8_e4m3fn
+    return getattr(torch, fp8_of(torch.cuda.get_device_properties(x.device).gcnArchName.split(":")[0]).name)
+
+
 def scaled_fp8_quant(
     input: Tensor,
     scale: Tensor | None = None,
@@ -50,7 +61,8 @@ def scaled_fp8_quant(
             anything.
         scale_ub: bounds the magnitude under scales of tokens, see `dynamic_per_token_scaled_fp8_quant`.
         use_per_token_if_dynamic: scales found are those of tokens, [rows, 1]; else one, [1].
-        output: float8_e4m3fn for the codes; not with num_token_padding.
+        output: float8_e4m3fn or float8_e4m3fnuz for the codes; not with num_token_padding. None: the device's own,
+            float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
         group_shape: see `static_scaled_fp8_quant`.
     """
     import torch
@@ -61,11 +73,11 @@ def scaled_fp8_quant(
     num_tokens, hidden_size = input.shape
     if output is None:
         rows = max(num_token_padding or 0, num_tokens)
-        output = input.new_empty(rows, hidden_size, dtype=torch.float8_e4m3fn)
+        output = input.new_empty(rows, hidden_size, dtype=own_fp8(input))
     elif num_token_padding is not None:
         raise OpError(name, "num_token_padding", "is given with output")
-    elif output.dtype != torch.float8_e4m3fn:
-        raise OpError(name, "output", f"expected dtype float8_e4m3fn, got {output.dtype}")
+    elif output.dtype not in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        raise OpError(name, "output", f"expected dtype float8_e4m3fn or float8_e4m3fnuz, got {output.dtype}")
     codes = output[:num_tokens]
     if scale is not None:
         static_scaled_fp8_quant(codes, input, scale, group_shape)
@@ -121,7 +133,8 @@ def per_token_group_quant_fp8(
         x: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         group_size: a divisor of hidden_size.
         eps: the least magnitude of a group.
-        dtype: torch.float8_e4m3fn or None.
+        dtype: torch.float8_e4m3fn, torch.float8_e4m3fnuz or None: that of `out_q`, or else the device's own,
+            float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
         column_major_scales: scales of one group lie together, in a tensor whose last two dimensions are transposed.
         tma_aligned_scales: with column_major_scales, columns begin at multiples of 16 bytes; of a matrix only.
         out_q: for the codes.
@@ -130,26 +143,34 @@ def per_token_group_quant_fp8(
     import torch
 
     name = "per_token_group_quant_fp8"
-    if dtype not in (None, torch.float8_e4m3fn):
-        raise OpError(name, "dtype", f"expected float8_e4m3fn, got {dtype}")
+    if dtype not in (None, torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        raise OpError(name, "dtype", f"expected float8_e4m3fn or float8_e4m3fnuz, got {dtype}")
     if not x.ndim:
         raise OpError(name, "x", "expected at least one dimension, got a scalar")
     if x.ndim > 2 and column_major_scales and tma_aligned_scales:
         raise OpError(name, "tma_aligned_scales", f"expected a matrix, got shape {tuple(x.shape)}")
     groups = x.shape[-1] // max(1, group_size)
     rows = x.shape[:-1].numel()
-    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn) if out_q is None else out_q
+    codes, largest = _codes_for(x, dtype, out_q)
     if column_major_scales and x.ndim <= 2:
         stride = -(-rows // 4) * 4 if tma_aligned_scales else rows
         scales = x.new_empty(groups, stride, dtype=torch.float32).t()[:rows]
     else:
         scales = x.new_empty(rows, groups, dtype=torch.float32)
-    per_token_group_fp8_quant(x, codes, scales, group_size, eps, -448.0, 448.0, bool(use_ue8m0))
+    per_token_group_fp8_quant(x, codes, scales, group_size, eps, -largest, largest, bool(use_ue8m0))
     if x.ndim > 2:
         scales = scales.unflatten(0, x.shape[:-1])
         if column_major_scales:
             scales = scales.mT.contiguous().mT
     return codes, scales
+
+
+def _codes_for(x: Tensor, dtype: Any, out_q: Tensor | None) -> tuple[Tensor, float]:
+    """(where the codes of `x` go, the largest of them)."""
+    import torch
+
+    codes = torch.empty_like(x, dtype=dtype or own_fp8(x)) if out_q is None else out_q
+    return codes, largest_code(torch.float8_e4m3fn if codes.dtype == torch.uint8 else codes.dtype)
 
 
 def per_token_group_quant_fp8_packed_for_deepgemm(
@@ -182,9 +203,9 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
         x = x.contiguous()
     num_tokens, hidden_size = x.shape
     words = -(-hidden_size // max(1, group_size) // 4)
-    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn) if out_q is None else out_q
+    codes, largest = _codes_for(x, None, out_q)
     packed = x.new_empty(words, -(-num_tokens // 4) * 4, dtype=torch.int32).t()
-    per_token_group_fp8_quant_packed(x, codes, packed, group_size, eps, -448.0, 448.0)
+    per_token_group_fp8_quant_packed(x, codes, packed, group_size, eps, -largest, largest)
     return codes, packed[:num_tokens]
 
 

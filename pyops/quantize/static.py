@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from .._core import check, quant
 from .._core.dtypes import float32, int8, int32
 from .._core.kernel import Launch
-from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
 from ._common import as_fp8, fp8_matrices, matrices, one_row, saturated, shifted, static
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["static_scaled_fp8_quant", "static_scaled_int8_quant"]
 
 
-def fp8_codes(x: Tensor, scale: Tensor) -> Tensor:
-    """Codes of float32 values by the product with the reciprocal of the scale, which is 0 where it is not finite."""
-    reciprocal = 1.0 / scale
-    return quant.fp8(x * torch.where(reciprocal.isinf(), 0.0, reciprocal), torch.float8_e4m3fn)
+def write_fp8(result: Tensor, x: Tensor, scale: Tensor) -> None:
+    """Codes of float32 values under a scale of all, or one of each."""
+    codes = as_fp8(result)
+    codes.copy_(quant.static_codes(x, scale, codes.dtype).reshape(codes.shape))
 
 
 @op(out="result", ulps=0)
@@ -35,7 +34,7 @@ def static_scaled_fp8_quant(
     under either, infinities and NaN are +448.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn or uint8, written; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
         input: the same shape, float32, float16 or bfloat16; rows of one stride. Its rows count as num_tokens.
         scale: float32, any strides. One element: for all. [n]: one for each group of rows, or of columns, of
             `group_shape`. [m, n]: one for each of m x n blocks of equal size.
@@ -51,7 +50,7 @@ def static_scaled_fp8_quant(
         scale = scale.reshape((1, -1) if group_shape[0] in (-1, num_rows) else (-1, 1))
     repeats = num_rows // scale.shape[0], hidden_size // scale.shape[1]
     scale = scale.repeat_interleave(repeats[0], 0).repeat_interleave(repeats[1], 1)
-    as_fp8(result).copy_(fp8_codes(x, scale).reshape(input.shape))
+    write_fp8(result, x, scale)
 
 
 def _blocks(scale: Arg, num_rows: int, hidden_size: int, group_shape: tuple[int, int] | None) -> tuple[int, int]:
@@ -113,13 +112,14 @@ def _(
     hidden_size: Literal[4096, 14336, 769] = 4096,
     dtype: str = "bfloat16",
     scales: Literal["tensor", "token", "channel"] = "tensor",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
 ) -> tuple[Any, ...]:
     shape, group_shape = {
         "tensor": ((1,), None),
         "token": ((num_tokens,), (1, -1)),
         "channel": ((hidden_size,), (-1, 1)),
     }[scales]
-    result = make.empty(num_tokens, hidden_size, dtype="float8_e4m3fn")
+    result = make.empty(num_tokens, hidden_size, dtype=quant_dtype)
     input = make.randn(num_tokens, hidden_size, dtype=dtype)
     return result, input, make.randn(*shape, dtype="float32", scale=0.001, shift=0.02), group_shape
 

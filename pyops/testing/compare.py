@@ -16,7 +16,7 @@ _FLOATS: dict[Any, tuple[int, int]] = {
     dtypes.float16: (11, -24),
     dtypes.bfloat16: (8, -133),
 }
-CODES = (dtypes.float8_e4m3fn, dtypes.float8_e5m2, dtypes.int8, dtypes.uint8)
+CODES = (*dtypes.E4M3, dtypes.float8_e5m2, dtypes.int8, dtypes.uint8)
 
 # Both sides of a float32 result compute in float32, where a sum of thousands of terms in another order moves the last
 # four bits: one `ulp` of an op counts as 16 units there.

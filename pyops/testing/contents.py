@@ -16,6 +16,7 @@ _SCALES = {
     "float16": {"subnormal": 1e-6, "small": 1e-3, "large": 1e4},
     "float8_e5m2": {"subnormal": 2e-5, "small": 1e-3, "large": 1e4},
     "float8_e4m3fn": {"subnormal": 3e-3, "small": 5e-2, "large": 5e1},
+    "float8_e4m3fnuz": {"subnormal": 1.5e-3, "small": 2.5e-2, "large": 2.5e1},
 }
 CONTENTS = ("normal", "nan", "inf", "subnormal", "small", "large", "extreme", "zero", "equal")
 
@@ -28,7 +29,8 @@ def filled(x: Tensor, kind: str) -> Tensor:
     type can hold, float32 from 1e-38 to 1e38. ``"zero"``: zeros of both signs. ``"equal"``: one value along each row,
     of four bits, so that sums of it are exact.
 
-    Raises ValueError for a type that is none of float32, float16, bfloat16, float8_e4m3fn and float8_e5m2.
+    Raises ValueError for a type that is none of float32, float16, bfloat16, float8_e4m3fn, float8_e4m3fnuz and
+    float8_e5m2.
     """
     name = str(x.dtype).removeprefix("torch.")
     if name not in _SCALES or kind not in CONTENTS:

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     lone: int | None = None
 
     def place(self, value: Tensor) -> Tensor:
-        """A copy of `value` in this layout. Every byte of the buffer around it is 0xFF, which reads as NaN."""
+        """A copy of `value` in this layout. All around it is 0xFF, which reads as NaN (of float8_e4m3fnuz -240)."""
         strides, step = [], 1
         for size in reversed(value.shape):
             strides.append(step if size != 1 or self.lone is None else self.lone)

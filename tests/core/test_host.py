@@ -33,6 +33,7 @@ NARROW = {
     dtypes.float16: numpy.float16,
     dtypes.bfloat16: ml_dtypes.bfloat16,
     dtypes.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
+    dtypes.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz,
     dtypes.float8_e5m2: ml_dtypes.float8_e5m2,
 }
 FORMATS = [pytest.param(dtype, native, id=dtype.name) for dtype, native in NARROW.items()]
@@ -94,6 +95,36 @@ def test_floats_narrow_to_the_nearest(run_on_host: Run, dtype: DType, native: An
         limited = numpy.clip(values, -largest, largest)
     with numpy.errstate(all="ignore"):
         assert same_or_nan(out, limited.astype(native))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "native"),
+    [
+        ("3, 0x7e, false", ml_dtypes.float8_e4m3fn),
+        ("2, 0x7b, false", ml_dtypes.float8_e5m2),
+        ("3, 0x7f, true", ml_dtypes.float8_e4m3fnuz),
+    ],
+    ids=["e4m3fn", "e5m2", "e4m3fnuz"],
+)
+def test_formats_by_integers(run_on_host: Run, parameters: str, native: Any) -> None:
+    """What number.cuh converts where a platform has no such type, as ml_dtypes does."""
+
+    def instead(kernel: str) -> str:
+        return kernel.replace("scalar_t", "number_t").replace("extern", f"using number_t = Fp8<{parameters}>;\nextern")
+
+    codes = numpy.arange(256, dtype=numpy.uint8).view(native)
+    wide = numpy.empty(256, numpy.float32)
+    run_on_host(instead(WIDEN), grid=1, block=1024, n=256, out=wide, **{"in": codes})
+    assert same_or_nan(wide, codes)
+    values = floats_to_narrow()
+    out = numpy.empty(len(values), native)
+    run_on_host(instead(NARROWED), grid=1, block=64, n=len(values), out=out, **{"in": values})
+    largest = float(ml_dtypes.finfo(native).max)
+    with numpy.errstate(all="ignore"):
+        right = numpy.clip(values, -largest, largest).astype(native)
+    assert same_or_nan(out, right)
+    nan = {0x80} if native is ml_dtypes.float8_e4m3fnuz else {0x7F}
+    assert set(out.view(numpy.uint8)[numpy.isnan(values)].tolist()) == nan
 
 
 def test_int8_rounds_and_saturates(run_on_host: Run) -> None:

@@ -37,8 +37,8 @@ def rms_norm_dynamic_per_token_quant(
 ) -> tuple[Tensor, Tensor]:
     """(codes, scales) of `pyops.rms_norm_dynamic_per_token_quant`, which are new.
 
-    The codes have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn or int8; the scales are
-    [num_tokens, 1] float32. A `residual` is read and written.
+    The codes have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn, float8_e4m3fnuz or
+    int8; the scales are [num_tokens, 1] float32. A `residual` is read and written.
     """
     output = torch.empty_like(input, dtype=quant_dtype)
     scales = input.new_empty(input.shape[:-1].numel(), 1, dtype=torch.float32)
@@ -58,9 +58,9 @@ def rms_norm_per_block_quant(
 ) -> tuple[Tensor, Tensor]:
     """(codes, scales) of `pyops.rms_norm_per_block_quant`, which are new.
 
-    The codes have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn or int8; the scales are
-    [num_tokens, hidden_size / group] float32, in memory transposed if `is_scale_transposed`. `group_size` is two
-    numbers, of which the second is the elements of a group. A `residual` is read and written.
+    The codes have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn, float8_e4m3fnuz or
+    int8; the scales are [num_tokens, hidden_size / group] float32, in memory transposed if `is_scale_transposed`.
+    `group_size` is two numbers, of which the second is the elements of a group. A `residual` is read and written.
     """
     if len(group_size) != 2 or group_size[1] < 1:
         raise OpError("rms_norm_per_block_quant", "group_size", f"expected [1, elements], got {group_size}")

@@ -58,8 +58,8 @@ def tensors(
 
     Args:
         shape: the shape, or a strategy of shapes; `shapes()` unless given.
-        dtype: "float32", "float16", "bfloat16", "float8_e4m3fn" or "float8_e5m2", or a strategy of them; one of the
-            first three unless given.
+        dtype: "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz" or "float8_e5m2", or a strategy of
+            them; one of the first three unless given.
         kinds: of the contents.
         expanded: a dimension before the last may be expanded: every row along it is the same memory, of stride 0. Not
             for what an op writes.
