@@ -2006,6 +2006,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "quantize/group_quant.cu": [
+        ("always toward zero", "is_same<code_t, int8_t> && !NEAREST", "is_same<code_t, int8_t>", "rounding to nearest"),
         (
             "eps ignored",
             "ieee_divide(fmaxf(most, eps), code_max)",

@@ -147,7 +147,13 @@ def token_azp(x: Any) -> tuple[Any, Any, Any]:
 
 
 def grouped(
-    x: Any, size: int, dtype: torch.dtype, power_of_two: bool = False, eps: float = 1e-10, limits: Any = None
+    x: Any,
+    size: int,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
+    eps: float = 1e-10,
+    limits: Any = None,
+    rounded: Any = numpy.trunc,
 ) -> tuple[Any, Any]:
     low, high = limits or LIMITS[dtype]
     groups = x.reshape(-1, x.shape[-1] // size, size)
@@ -157,7 +163,7 @@ def grouped(
         scale = numpy.where(numpy.isinf(scale), scale, numpy.ldexp(1.0, exponent - (mantissa == 0.5)))
     quotient = f32(groups / scale)
     y = numpy.where(numpy.isnan(quotient), low, numpy.clip(quotient, low, high)).reshape(x.shape)
-    return (numpy.trunc(y).astype("int8") if dtype is INT8 else fp8(y, kind=dtype)), scale[..., 0]
+    return (rounded(y).astype("int8") if dtype is INT8 else fp8(y, kind=dtype)), scale[..., 0]
 
 
 def same(actual: torch.Tensor, expected: Any) -> None:
@@ -816,6 +822,20 @@ def test_more_scales_than_needed(device: str) -> None:
         assert torch.equal(scale.flatten()[:count], right)
         assert (scale.flatten()[count:] == 7.0).all()
         assert torch.equal(codes.view(torch.uint8), right_codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_int8_codes_of_groups_to_nearest(device: str) -> None:
+    """Halves are even, and what saturates does so before it is rounded."""
+    x = draw(6, 128, device=device)
+    x[0, :5] = torch.tensor([127.0, 2.5, 3.5, -0.5, -126.5])  # under a scale of 1
+    x[0, 5:] = 0.0
+    for limits in ((-128.0, 127.0), (-20.5, 100.0)):
+        codes, scale = new(x.shape, INT8, device), torch.empty(6, 2, device=device)
+        pyops.per_token_group_quant_int8(x, codes, scale, 64, 1e-10, *limits, True)
+        right, right_scale = grouped(exact(x), 64, INT8, limits=limits, rounded=numpy.rint)
+        same(codes, right)
+        same(scale, right_scale)
 
 
 @pytest.mark.parametrize("device", DEVICES)

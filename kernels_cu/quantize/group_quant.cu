@@ -1,7 +1,7 @@
 // group_quant: codes of groups of neighbouring elements, each group under a scale found here.
 //
 //     s = max(max |x|, eps) / code_max; if POWER_OF_TWO: the least power of two that is no smaller, of max(s, 1e-10)
-//     output_q = code(min(max(x / s, code_min), code_max)), toward zero for int8, to nearest even for fp8
+//     output_q = code(min(max(x / s, code_min), code_max)), to nearest even, but for int8 toward zero unless NEAREST
 //     output_s[token, group] = s, or PACKED: byte group % 4 of output_s_packed[token, group / 4] = the exponent of s
 //
 // NaN is left out of the maximum and becomes code_min. ROW_THREADS threads share a group, which is a row of row.cuh. PACKED:
@@ -18,6 +18,7 @@
 //     NUM_THREADS     threads in the block
 //     ROW_THREADS     threads that share a group; divides NUM_THREADS
 //     POWER_OF_TWO    scales are powers of two
+//     NEAREST         int8 codes are rounded to nearest even
 //     PACKED          scales are bytes of output_s_packed
 //     KEEP_ROW        hold the group in registers; else read it again for every use
 //     MIN_BLOCKS      blocks a multiprocessor should hold: bounds the registers
@@ -75,7 +76,7 @@ group_quant(const scalar_t* input,      // [num_tokens, GROUPS * GROUP_SIZE]
             toward_zero[j] = int32_t(v[j]);
         }
         using codes_t = Vec<code_t, VEC_SIZE>;
-        if constexpr (is_same<code_t, int8_t>) {
+        if constexpr (is_same<code_t, int8_t> && !NEAREST) {
             row_t::store(output_q, i, column, codes_t::from_integers(toward_zero));
         } else {
             row_t::store(output_q, i, column, codes_t::from_floats(v));
