@@ -23,7 +23,7 @@ Axes = dict[str, Any]
 COMPILED: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "float16", "bfloat16"),
     "hidden_size": (4096, 14336, 64, 769, 1, 32768, 4095, 8191),
-    "quant_dtype": ("float8_e4m3fn", "int8"),
+    "quant_dtype": ("float8_e4m3fn", "float8_e4m3fnuz", "int8"),
     "group_size": (64, 128),
     "head_dim": (64, 128, 256),
     "head_size": (128, 64, 256),

@@ -339,11 +339,19 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     "include/quant.cuh": [
         (
             "NaN is no code",
-            "return fminf(ieee_multiply(x, reciprocal), Codes<fp8_e4m3_t>::largest);",
-            "return ieee_multiply(x, reciprocal);",
+            "return fminf(x, Codes<Q>::largest);",
+            "return x;",
             "NaN becomes the largest code",
             "scaled_fp8",
         ),
+        (
+            "FNUZ saturates above alone",
+            "return clamp(x, Codes<Q>::largest);",
+            "return fminf(x, Codes<Q>::largest);",
+            "codes of FNUZ end at -224, the type at -240",
+        ),
+        ("FNUZ as any type", "if constexpr (is_same<Q, fp8_e4m3fnuz_t>)", "if constexpr (false)", "the same", "static"),
+        ("all of FNUZ", "largest = 224.0f;", "largest = 240.0f;", "its codes end at 224"),
         ("an exact logarithm", "round_to<bf16_t>(log2f(x))", "log2f(x)", "the logarithm is rounded", "masked"),
         (
             "an infinite power",
@@ -452,7 +460,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "NaN stays NaN",
-            "return fminf(divide(x, divisor, reciprocal), Codes<Q>::largest);",
+            "return within_codes<Q>(divide(x, divisor, reciprocal));",
             "return divide(x, divisor, reciprocal);",
             "NaN becomes the largest code",
             "rms_norm_dynamic_per_token",
@@ -662,10 +670,11 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("scale instead of its reciprocal", "1.0f / *scale", "*scale", "codes of another size"),
         (
             "NaN stays NaN",
-            "fminf(v[j] * reciprocal, Codes<fp8_e4m3_t>::largest)",
+            "within_codes<code_t>(v[j] * reciprocal)",
             "v[j] * reciprocal",
             "NaN becomes the largest code",
         ),
+        ("limits of one type", "within_codes<code_t>", "within_codes<fp8_e4m3_t>", "FNUZ ends at 224"),
         (
             "threads without a row write the sum",
             "if (at.active) row_t::store(residual",
@@ -1195,10 +1204,11 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("scale instead of its reciprocal", "ieee_divide(1.0f, *scale)", "*scale", "codes of another size"),
         (
             "NaN stays NaN",
-            "fminf(ieee_multiply(v[j], reciprocal), Codes<fp8_e4m3_t>::largest)",
+            "scaled_fp8<code_t>(v[j], reciprocal)",
             "ieee_multiply(v[j], reciprocal)",
             "NaN becomes the largest code",
         ),
+        ("limits of one type", "scaled_fp8<code_t>", "scaled_fp8<fp8_e4m3_t>", "FNUZ ends at 224"),
         ("halves swapped", "silu(g) * u", "g * silu(u)", "the first half is activated"),
         ("no end", "    if (!at.inside) return;\n", "", "rows behind the last are written"),
     ],
@@ -1915,9 +1925,21 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "one scale for a vector",
-            "scaled_fp8(v[j], reciprocal_or_zero(scale_at(at.column + j)))",
-            "scaled_fp8(v[j], reciprocal_or_zero(scale_at(at.column)))",
+            "scaled_fp8<code_t>(v[j], reciprocal_or_zero(scale_at(at.column + j)))",
+            "scaled_fp8<code_t>(v[j], reciprocal_or_zero(scale_at(at.column)))",
             "each channel has its own",
+        ),
+        (
+            "limits of one type",
+            "scaled_fp8<code_t>(v[j], reciprocal);",
+            "scaled_fp8<fp8_e4m3_t>(v[j], reciprocal);",
+            "FNUZ ends at 224",
+        ),
+        (
+            "limits of one type, each its scale",
+            "scaled_fp8<code_t>(v[j], reciprocal_or_zero",
+            "scaled_fp8<fp8_e4m3_t>(v[j], reciprocal_or_zero",
+            "FNUZ ends at 224",
         ),
         ("azp ignored", "const ZeroPoint shifted(*azp);", "const ZeroPoint shifted(0);", "codes are shifted"),
         (
@@ -1949,6 +1971,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "every vector in flight",
         ),
         ("no reciprocal", "reciprocal_or_zero(s)", "1.0f / s", "zeros have a scale of 0"),
+        ("scales of one type", "Codes<code_t>::largest", "Codes<fp8_e4m3_t>::largest", "FNUZ ends at 224"),
+        ("limits of one type", "scaled_fp8<code_t>", "scaled_fp8<fp8_e4m3_t>", "FNUZ ends at 224"),
     ],
     "quantize/dynamic_token_quant.cu": [
         ("constant rows", "if (!range.exists()) {", "if (false) {", "a range of nothing is extended to 0"),

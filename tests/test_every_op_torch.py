@@ -39,7 +39,7 @@ def float8_allclose(monkeypatch: pytest.MonkeyPatch) -> None:
     allclose = torch.allclose
 
     def wider(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        if a.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        if a.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2):
             a, b = a.float(), b.float()
         return allclose(a, b, *args, **kwargs)
 

@@ -22,7 +22,16 @@ ATTRIBUTES = {
     "get_max_shared_memory_per_block_device_attribute": pyops.get_max_shared_memory_per_block_device_attribute,
 }
 DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.float16),
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.int16,
+        torch.float16,
+    ),
     *(torch.bfloat16, torch.int32, torch.float32, torch.int64, torch.float64, torch.complex64, torch.complex128),
 ]
 

@@ -85,7 +85,7 @@ def test_flushed_denormals_pass() -> None:
         assert_close(torch.tensor([1e-25, 1.0]), torch.tensor([0.0, 1.0]), 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8])
 def test_codes(dtype: torch.dtype) -> None:
     codes = torch.arange(-100, 100).repeat(50).to(torch.int8)
     x = codes.float().to(dtype) if dtype != torch.int8 else codes
@@ -99,7 +99,7 @@ def test_codes(dtype: torch.dtype) -> None:
     assert_close(x, moved(0, 0), 0)
     assert_close(x, moved(1, 1), 1)
     assert_close(x, moved(10, 1), 1)
-    for count, by, ulps in ((1, 1, 0), (1, 2, 1), (12, 1, 1)):
+    for count, by, ulps in ((1, 1, 0), (1, 2, 1), (13, 1, 1)):
         with pytest.raises(AssertionError):
             assert_close(x, moved(count, by), ulps)
     # If all may be off by a thousandth of the largest, 100, they lie so near to a tie in one of five, or of ten.
@@ -115,6 +115,10 @@ def test_fp8_signs_and_nan() -> None:
     for wrong in ([0.0, -1.0, float("nan")], [0.0, 1.0, 448.0], [float("nan"), 1.0, float("nan")]):
         with pytest.raises(AssertionError):
             assert_close(x, torch.tensor(wrong).to(torch.float8_e4m3fn), 1)
+    nan, other = (torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fnuz) for code in (0x80, 0))
+    assert_close(nan, nan.clone(), 0)
+    with pytest.raises(AssertionError):  # what would be -0 is no zero
+        assert_close(nan, other, 1)
 
 
 def test_shape_and_dtype_count() -> None:

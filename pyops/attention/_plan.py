@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._core import check
 from .._core.device import Device
-from .._core.dtypes import DType, float8_e4m3fn, float32, int32, uint8
+from .._core.dtypes import DType, float8_e4m3fn, float8_e4m3fnuz, float32, int32, uint8
 from .._core.kernel import Kernel, Launch, Scratch, Specialisation
 from .._core.lazy import torch
 from .._core.tensor import Arg
@@ -303,7 +303,8 @@ def plan(
     heads = 16 if group > 8 and head_size <= 128 else 8  # of large heads, results of eight fit into registers
     # As many bytes on their way as registers have room for; large heads, many of them and small blocks take more.
     tiles = 1 if cache.chunk == 8 or head_size > 128 else 4 if head_size <= 64 else 2  # of 16 tokens in a warp's step
-    min_blocks = 2 if head_size > 128 or heads > 8 or block_size % 8 or (tiles == 4 and not cache.packed) else 3
+    large = head_size > 128 or heads > 8 or cache.dtype is float8_e4m3fnuz  # which integers convert
+    min_blocks = 2 if large or block_size % 8 or (tiles == 4 and not cache.packed) else 3
     blocks = num_seqs * (num_kv_heads * -(-group // heads) if products else num_heads)
     most_tokens = min(block_tables.shape[1] * block_size, MOST_TOKENS)
     resident = min_blocks * query.device.multiprocessors  # blocks of four warps that run at the same time

@@ -51,6 +51,7 @@ def test_each_header_comes_once_and_types_come_first(name: str) -> None:
     [
         (dtypes.bfloat16, "using X = bf16_t;"),
         (dtypes.float8_e4m3fn, "using X = fp8_e4m3_t;"),
+        (dtypes.float8_e4m3fnuz, "using X = fp8_e4m3fnuz_t;"),
         (True, "constexpr bool X = true;"),
         (False, "constexpr bool X = false;"),
         (0, "constexpr int X = 0;"),

@@ -128,7 +128,9 @@ def test_numpy_arrays_that_no_kernel_can_take() -> None:
     tensor.describe("op", "x", fixed, "numpy", written=False)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "int8", "int64"])
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float16", "int8", "int64"]
+)
 def test_to_torch_shares_memory_and_bits(name: str) -> None:
     array = numpy.arange(6).reshape(2, 3).astype(getattr(ml_dtypes, name, None) or name)
     value = tensor.to_torch(array)
