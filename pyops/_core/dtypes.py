@@ -52,6 +52,11 @@ def of(native: Any) -> DType | None:
     return _TABLE.get(str(native).removeprefix("torch."))
 
 
+def nan_byte(native: Any) -> int:
+    """What every byte of a NaN may be in a float type: 0xFF, but in float8_e4m3fnuz, whose only NaN is 0x80."""
+    return 0x80 if of(native) is float8_e4m3fnuz else 0xFF
+
+
 def of_codes(kv_cache_dtype: str, given: DType, own: DType) -> DType:
     """Element type of a cache of codes, `given` as that or as bytes, which mean `own`: the e4m3 of its device."""
     kind = FP8_CACHES[kv_cache_dtype]

@@ -40,13 +40,15 @@ class TorchMaker:
         return torch.tensor(values, device=self.device, dtype=getattr(torch, dtype))
 
     def empty(self, *shape: int, dtype: str) -> Any:
-        """Memory to be written: every byte 0xFF, a NaN in every float type but float8_e4m3fnuz, where it is -240."""
+        """Memory to be written: NaN in every float type, else bytes of 0xFF."""
         kind = getattr(torch, dtype)
         size = dtypes.of(dtype).itemsize  # type: ignore[union-attr]
         count = size
         for extent in shape:
             count *= extent
-        return torch.full((count,), 255, dtype=torch.uint8, device=self.device).view(kind).reshape(shape)
+        return (
+            torch.full((count,), dtypes.nan_byte(kind), dtype=torch.uint8, device=self.device).view(kind).reshape(shape)
+        )
 
     def full(self, *shape: int, value: float, dtype: str) -> Any:
         """One value everywhere."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
+from .._core import dtypes
 from .._core.lazy import torch
 from .._core.tensor import dialect
 
@@ -34,14 +35,16 @@ class Layout(NamedTuple):
     lone: int | None = None
 
     def place(self, value: Tensor) -> Tensor:
-        """A copy of `value` in this layout. All around it is 0xFF, which reads as NaN (of float8_e4m3fnuz -240)."""
+        """A copy of `value` in this layout. The buffer around it is NaN in every float type, else bytes of 0xFF."""
         strides, step = [], 1
         for size in reversed(value.shape):
             strides.append(step if size != 1 or self.lone is None else self.lone)
             step = step * size + (self.gap if len(strides) == 1 else 0)
         strides.reverse()
         size = (self.offset + max(1, step)) * value.element_size()
-        memory = torch.full((size,), 0xFF, dtype=torch.uint8, device=value.device).view(value.dtype)
+        memory = torch.full((size,), dtypes.nan_byte(value.dtype), dtype=torch.uint8, device=value.device).view(
+            value.dtype
+        )
         placed = memory.as_strided(value.shape, strides, self.offset)
         placed.copy_(value)
         return placed
