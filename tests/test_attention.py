@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import config, device
+from pyops._core import config, device, dtypes
 from pyops._core.example import ArgMaker
 from pyops.attention import _plan
 from pyops.testing import SCHEDULES, assert_matches_reference, guarded
-from pyops.testing.calls import assert_results, expected, run
+from pyops.testing.calls import assert_results, expected, replaced, run
 from tests.calls import DEVICES, Host, example
 
 V1, V2 = pyops.ops["paged_attention_v1"], pyops.ops["paged_attention_v2"]
@@ -564,6 +565,28 @@ def test_refused(change: dict[str, Any], message: str) -> None:
     call.pop("plain")
     with pytest.raises(pyops.OpError, match=f"^paged_attention_v1: {message}"):
         V1.wrapper(**call)
+
+
+def test_keys_and_values_are_of_one_e4m3() -> None:
+    call = paged_call([5], dtype=torch.bfloat16) | {"kv_cache_dtype": "fp8"}
+    call.pop("plain")
+    key_cache, value_cache = (torch.zeros(call[name].shape).to(FNUZ) for name in ("key_cache", "value_cache"))
+    call |= {"key_cache": key_cache, "value_cache": value_cache}
+    V1.wrapper(**call)
+    with pytest.raises(pyops.OpError, match="value_cache: expected codes of float8_e4m3fnuz like key_cache, got uint8"):
+        V1.wrapper(**call | {"value_cache": value_cache.view(torch.uint8)})
+    with pytest.raises(pyops.OpError, match="key_cache: expected dtype uint8 or float8_e5m2, got float8_e4m3fnuz"):
+        V1.wrapper(**call | {"kv_cache_dtype": "fp8_e5m2"})
+
+
+def test_codes_that_integers_convert_have_more_registers() -> None:
+    assert V1.example is not None
+    args = V1.example(ArgMaker(device.model()), kv_cache_dtype="fp8", packed=True)
+    by_name = dict(zip([p.name for p in V1.parameters], args, strict=True))
+    for kind, blocks in ((dtypes.float8_e4m3fn, 3), (dtypes.float8_e4m3fnuz, 2)):
+        caches = {name: replace(by_name[name], dtype=kind) for name in ("key_cache", "value_cache")}
+        launch = V1.launches(*replaced(V1, args, **caches))[0]
+        assert launch.specialisation.constants["MIN_BLOCKS"] == blocks
 
 
 def test_packed_keys_hold_whole_words() -> None:
