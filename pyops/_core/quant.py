@@ -28,7 +28,7 @@ def fp8(x: Tensor, dtype: Any) -> Tensor:
 def static_codes(x: Tensor, scale: Tensor, dtype: Any) -> Tensor:
     """fp8 of the product with the reciprocal of the scale, which is 0 where it is not finite."""
     reciprocal = 1.0 / scale
-    return fp8(x * torch.where(reciprocal.isinf(), 0.0, reciprocal), dtype)
+    return fp8(x * reciprocal.masked_fill(reciprocal.isinf(), 0.0), dtype)
 
 
 def absmax(x: Tensor) -> Tensor:

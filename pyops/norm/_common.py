@@ -1,10 +1,11 @@
-"""What the norms share: the norm of a reference, the weight of an example."""
+"""What the norms share: the norm of a reference, the weight of an example.
+
+torch.compile traces references, but not through the name of torch in a module that declares no op: methods serve.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-
-from .._core.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 def rms(x: Tensor, weight: Tensor | None, epsilon: float, dtype: Any) -> Tensor:
     """The norm of float32 values, rounded to `dtype` before and after the product with the weight."""
-    y = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)).to(dtype)
+    y = (x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()).to(dtype)
     return y if weight is None else y * weight
 
 
