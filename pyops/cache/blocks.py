@@ -151,9 +151,11 @@ def _copy_layers(layers: Sequence[tuple[Any, Any]], block_mapping: Any) -> None:
 
 def _looks(cache: Any) -> Any:
     """What a plan sees of a cache."""
-    if tensor.dialect(cache) is None:
+    kind = tensor.dialect(cache)
+    if kind is None:
         return cache
-    return type(cache), cache.dtype, cache.shape, cache.device, getattr(cache, "strides", None) or cache.stride()
+    strides = cache.stride() if kind == "torch" else cache.strides
+    return type(cache), cache.dtype, cache.shape, getattr(cache, "device", None), strides
 
 
 def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any) -> None:
