@@ -29,7 +29,11 @@ class Unavailable(Exception):
 
 def ours(op: Op) -> Builder:
     """pyops itself, by its Python wrapper."""
-    return partial(partial, op.call)
+    return _with_all(op, op.call)
+
+
+def _with_all(op: Op, function: Callable[..., Any]) -> Builder:
+    return lambda *args: op.bound(function, args)
 
 
 def builders(op: Op, names: Sequence[str]) -> tuple[dict[str, Builder], list[dict[str, str]]]:
@@ -55,7 +59,7 @@ def reason(error: Exception) -> str:
 
 
 def _reference(op: Op) -> Builder:
-    return partial(partial, op.reference)
+    return _with_all(op, op.reference)
 
 
 def _compile(op: Op) -> Builder:
@@ -63,7 +67,7 @@ def _compile(op: Op) -> Builder:
     # of recompilations it would silently run the reference as it is.
     op.reference.__globals__["torch"] = torch
     torch._dynamo.reset()
-    return partial(partial, torch.compile(op.reference, dynamic=False, fullgraph=True))
+    return _with_all(op, torch.compile(op.reference, dynamic=False, fullgraph=True))
 
 
 def _named(op: Op, table: dict[str, Callable[[Any], Call]]) -> Builder:

@@ -42,6 +42,16 @@ def dynamic_ntk_base(base: float, rotary_dim: int, factor: float, growth: float)
     return float(base * (factor * growth - (factor - 1.0)) ** (rotary_dim / (rotary_dim - 2)))
 
 
+def ntk(plain: Tensor, factor: float, mixed_b: float = 1.0) -> Tensor:
+    """Frequencies divided by ``factor ** (m / pairs) ** mixed_b`` for the m-th of them, m = 1, 2, ...
+
+    So the last one by `factor`, of which a base that is as many times as large leaves it short ("NTK-RoPE-fixed", and
+    for a mixed_b other than 1 "-mixed": https://kexue.fm/archives/9706).
+    """
+    pair = torch.arange(1, len(plain) + 1, device=plain.device).float()
+    return plain / factor ** (pair / len(plain)) ** mixed_b
+
+
 def yarn(
     rotary_dim: int,
     base: float,

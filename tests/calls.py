@@ -55,7 +55,7 @@ def run_in_place(op: Op, args: Sequence[Any]) -> dict[str, torch.Tensor]:
     results = {}
     for output, source in op.in_place.items():
         results[output] = named(op, args)[source].clone()
-        op.wrapper(*replaced(op, clones(args), **{output: results[output], source: results[output]}))
+        op(*replaced(op, clones(args), **{output: results[output], source: results[output]}))
     return results
 
 

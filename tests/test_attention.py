@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -337,9 +338,8 @@ def test_any_combination(data: st.DataObject) -> None:
         packed=packed,
         options=one("options", False, True),
     )
-    names = [p.name for p in V1.parameters]
-    call[names.index("sliding_window")] = one("sliding_window", 0, 1, 20, 70, 150)
-    assert_matches_reference(V1, *call, schedules=SCHEDULES[:1])
+    call = replaced(V1, call, sliding_window=one("sliding_window", 0, 1, 20, 70, 150))
+    V1.bound(partial(assert_matches_reference, V1), call)(schedules=SCHEDULES[:1])
 
 
 @pytest.mark.parametrize("step", [0, 1, -1, 3])
@@ -369,9 +369,9 @@ def test_hostile_tables(dtype: torch.dtype, packed: bool) -> None:
     call["seq_lens"] = torch.tensor([20, 2**31 - 1, -5], dtype=torch.int32)
     for name in ("key_cache", "value_cache"):
         call[name] = call[name].nan_to_num(nan=0.5)
-    assert_matches_reference(V1, *call.values(), warp_sizes=(32, 64))
+    assert_matches_reference(V1, **call, warp_sizes=(32, 64))
     call["block_tables"] = call["block_tables"].long() * 2**20
-    assert_matches_reference(V1, *call.values())
+    assert_matches_reference(V1, **call)
     held = {name: guarded(x) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
     with config.cpu("kernels"):
         V1.wrapper(**held)
@@ -451,6 +451,41 @@ def test_v2_leaves_partitions_behind_the_end_alone(on: str) -> None:
             assert (call["out"][s] == 0).all()
 
 
+@pytest.mark.parametrize("window", [0, 300, 512, 700])
+@pytest.mark.parametrize("name", ["paged_attention_v2", "paged_attention_rocm"])
+def test_extras_of_partitions(on: str, name: str, window: int) -> None:
+    """Window, soft cap, sinks and log-sum-exp; partitions before the window stay what they are."""
+    op, lengths, size = pyops.ops[name], [1100, 512, 3, 0], 512 if name.endswith("v2") else 256
+    dtypes_of = [torch.bfloat16] if name.endswith("rocm") else [torch.bfloat16, torch.float32]
+    for dtype in dtypes_of:
+        call = paged_call(lengths, (2, 1), head_size=32, dtype=dtype, on=on)
+        plain, count = call.pop("plain"), -(-1100 // size)
+        rocm = {"query_start_loc": None} if name.endswith("rocm") else {}
+        sinks, lse = torch.tensor([0.5, -3.0]), torch.empty(2, 4, device=on)
+        sums = torch.full((4, 2, count), 7.0, device=on)
+        op.wrapper(
+            **call | rocm,
+            exp_sums=sums,
+            max_logits=torch.empty_like(sums),
+            tmp_out=torch.empty(4, 2, count, 32, dtype=dtype, device=on),
+            sliding_window=window,
+            logits_soft_cap=1.5,
+            sinks=sinks.to(on),
+            lse=lse,
+        )
+        for s, pair in enumerate(plain):
+            first = max(0, lengths[s] - window) if window else 0
+            touched = [first < (p + 1) * size and p * size < lengths[s] for p in range(count)]
+            assert (sums[s] != 7.0).all(0).tolist() == touched
+            keys, values = (x[first:, 0].double() for x in pair)
+            logits = call["query"][s].double().cpu() @ keys.T * call["scale"]
+            logits = torch.cat([1.5 * torch.tanh(logits / 1.5), sinks.double()[:, None]], 1)
+            right = torch.softmax(logits, -1)[:, :-1] @ values
+            tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
+            torch.testing.assert_close(call["out"][s].double().cpu(), right, rtol=tolerance, atol=tolerance / 2)
+            torch.testing.assert_close(lse[:, s].double().cpu(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
 def test_rocm_rows_of_a_mixed_batch(on: str) -> None:
     """Only sequences of one query token are served, at their row; rows behind the last are left alone."""
     op = pyops.ops["paged_attention_rocm"]
@@ -466,14 +501,21 @@ def test_rocm_rows_of_a_mixed_batch(on: str) -> None:
         "max_logits": most,
         "tmp_out": torch.empty(4, 4, 2, 64, dtype=torch.float16, device=on),
     }
-    op.wrapper(**call | partials | {"query_start_loc": starts, "query": query, "out": out})
-    for row, s in ((3, 0), (6, 2)):  # sequence 1 has two tokens, sequence 3 a row that does not exist
-        torch.testing.assert_close(out[row].double().cpu(), truth(query[row], *plain[s]), rtol=4e-3, atol=2e-3)
-    assert (rows[[0, 1, 2, 4, 5, 7]] == 7.0).all()
+    call |= partials | {"query": query, "out": out}
+    apart = torch.stack([starts.long(), torch.full_like(starts, 2**40, dtype=torch.int64)], 1)[:, 0]
+    lse = torch.full((4, 7), 7.0, device=on)
+    for each in (starts, apart):
+        rows.fill_(7.0)
+        op.wrapper(**call | {"query_start_loc": each}, lse=lse)
+        for row, s in ((3, 0), (6, 2)):  # sequence 1 has two tokens, sequence 3 a row that does not exist
+            torch.testing.assert_close(out[row].double().cpu(), truth(query[row], *plain[s]), rtol=4e-3, atol=2e-3)
+        assert (rows[[0, 1, 2, 4, 5, 7]] == 7.0).all()
+        assert (lse != 7.0).all(0).tolist() == [row in (3, 6) for row in range(7)]
     rows.fill_(7.0)
-    op.wrapper(**call | partials | {"query_start_loc": None, "query": query, "out": out})
+    op.wrapper(**call | {"query_start_loc": None}, lse=lse)
     torch.testing.assert_close(out[3].double().cpu(), truth(query[3], *plain[3]), rtol=4e-3, atol=2e-3)
     assert (rows[4:] == 7.0).all()
+    assert (lse != 7.0).all(0).tolist() == [row in (0, 1, 2, 3, 6) for row in range(7)]
 
 
 def test_a_million_tokens(on: str) -> None:

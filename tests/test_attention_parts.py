@@ -319,9 +319,9 @@ def test_what_is_out_of_range_is_named(
     op.forget()
     with monkeypatch.context() as patch:
         patch.setenv("PYOPS_CHECK", "1")
-        op.wrapper(*args)
+        op(*args)
         named(op, args)[tensor][at] = value
         place = at % len(named(op, args)[tensor])
         with pytest.raises(pyops.OpError, match=rf"{tensor}: 1 of \d+ indices .* \({place},\): {value}"):
-            op.wrapper(*args)
+            op(*args)
     op.forget()

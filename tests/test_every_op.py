@@ -141,11 +141,11 @@ def test_empty_input_writes_nothing(op: Op, device: str) -> None:
     args = example(op, device, num_tokens=0, **axes.fullest(op))
     run(op, args)
     before = clones(args)
-    op.wrapper(*args)
+    op(*args)
     for name, value in named(op, args).items():
         assert same_bits(value, named(op, before)[name])
     if device == "cpu":
-        op.wrapper(*as_numpy(args))
+        op(*as_numpy(args))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -172,7 +172,7 @@ def test_higher_ranks(op: Op, device: str, transposed: bool) -> None:
     raised_args = replaced(op, args, **higher)
     before = clones(raised_args)
     try:
-        op.wrapper(*raised_args)
+        op(*raised_args)
     except pyops.OpError:
         for name, value in named(op, raised_args).items():
             assert same_bits(value, named(op, before)[name]), f"{name} was written before the call was refused"
@@ -187,7 +187,7 @@ def test_higher_ranks(op: Op, device: str, transposed: bool) -> None:
 def test_numpy_gives_the_bits_of_torch(op: Op) -> None:
     for case in axes.sample(op, most=6):
         args = example(op, num_tokens=5, **case)
-        assert_same(op, run(op, args), run(op, args, call=lambda *values: op.wrapper(*map(as_numpy, values))))
+        assert_same(op, run(op, args), run(op, args, call=lambda *values: op(*map(as_numpy, values))))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -27,7 +27,7 @@ def _args(op: Op, **more: Any) -> list[Any]:
 
 
 def _cupy_call(op: Op) -> Any:
-    return lambda *values: op.wrapper(*map(as_cupy, values))
+    return lambda *values: op(*map(as_cupy, values))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -73,17 +73,17 @@ def test_graph_replay_equals_eager(op: Op) -> None:
     """A captured call works on what its tensors hold at replay."""
     args, others = _args(op), _args(op, seed=1)
     held = clones(args)
-    op.wrapper(*held)
+    op(*held)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        op.wrapper(*held)
+        op(*held)
     for contents in (args, others):
         for name, value in named(op, contents).items():
             named(op, held)[name].copy_(value)
         graph.replay()
         torch.cuda.synchronize()
         eager = clones(contents)
-        op.wrapper(*eager)
+        op(*eager)
         assert_same(op, written(op, eager), written(op, held))
 
 
@@ -101,20 +101,20 @@ def _unload(op: Op) -> None:
 def test_capture_of_an_unloaded_kernel(op: Op) -> None:
     """It is refused by name, before CUDA is touched: the next call works, and so does the capture after it."""
     args = _args(op)
-    op.wrapper(*clones(args))
+    op(*clones(args))
     _unload(op)
     held, counter = clones(args), torch.zeros(1, device="cuda")
     with pytest.raises(pyops.CaptureError, match=rf"^{op.name}: kernel .*\.cu is not loaded"):  # noqa: PT012, SIM117
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             counter.add_(1)
-            op.wrapper(*held)
+            op(*held)
     torch.cuda.synchronize()
     for name, value in named(op, args).items():
         assert same_bits(value, named(op, held)[name])
-    op.wrapper(*clones(args))
+    op(*clones(args))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        op.wrapper(*held)
+        op(*held)
     graph.replay()
     torch.cuda.synchronize()
     assert_results(op, expected(op, args), written(op, held))
@@ -138,7 +138,7 @@ def test_second_device(op: Op) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_lists_what_was_loaded(op: Op) -> None:
     op.forget()
-    op.wrapper(*_args(op))
+    op(*_args(op))
     table = op.wrapper.compiled()
     assert table
     for one in table:
@@ -153,9 +153,9 @@ def test_compiled_lists_what_was_loaded(op: Op) -> None:
 def test_new_num_tokens_loads_nothing(op: Op) -> None:
     """A size that does not compile: another plan, the same kernel."""
     op.forget()
-    op.wrapper(*_args(op, num_tokens=2))
+    op(*_args(op, num_tokens=2))
     loaded = len(op.wrapper.compiled())
-    op.wrapper(*_args(op, num_tokens=3))
+    op(*_args(op, num_tokens=3))
     assert len(op.wrapper.compiled()) == loaded
     assert len(op.plans) == 2
 
@@ -186,7 +186,7 @@ def test_sync_switch(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """PYOPS_SYNC=1 waits for the device after every call."""
     monkeypatch.setenv("PYOPS_SYNC", "1")
     args = _args(op)
-    op.wrapper(*clones(args))
+    op(*clones(args))
     torch.cuda._sleep(50_000_000)
-    op.wrapper(*args)
+    op(*args)
     assert torch.cuda.current_stream().query(), "the call did not wait for the device"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def _cases(op: Op, most: int, *sizes: int) -> list[axes.Axes]:
 def test_matches_its_reference(op: Op) -> None:
     """Under every schedule, in warps of NVIDIA's size and of CDNA's, and where memory ends or begins."""
     for case in axes.sample(op, most=4):
-        assert_matches_reference(op, *example(op, num_tokens=5, **case), warp_sizes=(32, 64))
+        op.bound(partial(assert_matches_reference, op), example(op, num_tokens=5, **case))(warp_sizes=(32, 64))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -55,7 +56,7 @@ def test_aligned_rows_stay_inside_their_arguments(op: Op) -> None:
     for case in _cases(op, 2, 4095, 781):
         args = example(op, num_tokens=16, **case)
         held = replaced(op, args, **{name: guarded(value, alignment=16) for name, value in named(op, args).items()})
-        op.wrapper(*held)
+        op(*held)
         assert_results(op, expected(op, args), written(op, held))
 
 
@@ -104,7 +105,7 @@ def test_offsets_of_64_bits(op: Op) -> None:
     while True:
         held = replaced(op, clones(args), **far)
         try:
-            op.wrapper(*held)
+            op(*held)
             break
         except pyops.OpError as refusal:
             if refusal.argument not in far:
@@ -116,7 +117,7 @@ def test_offsets_of_64_bits(op: Op) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_numpy_gives_the_bits_of_torch(op: Op) -> None:
     args = _args(op)
-    assert_same(op, run(op, args), run(op, args, call=lambda *values: op.wrapper(*map(as_numpy, values))))
+    assert_same(op, run(op, args), run(op, args, call=lambda *values: op(*map(as_numpy, values))))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -129,10 +130,10 @@ def test_switch(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     op.forget()
     for mode in ("kernels", "reference"):
         with config.cpu(mode):
-            op.wrapper(*clones(args))
+            op(*clones(args))
     monkeypatch.setenv("PYOPS_REFERENCE", "1")
     op.forget()
-    op.wrapper(*clones(args))
+    op(*clones(args))
     op.forget()
     assert calls == ["kernels", "reference", "reference"]
     assert isinstance(next(iter(named(op, args).values())), torch.Tensor)

@@ -45,7 +45,7 @@ def _right_call(op: Op, device: str) -> list[Any]:
     """The arguments of a call that has been made: twice, because the second call of a plan sets the guard before it."""
     args = _args(op, device)
     for _ in range(2):
-        op.wrapper(*clones(args))
+        op(*clones(args))
     return args
 
 
@@ -53,7 +53,7 @@ def _refused_or_right(op: Op, args: list[Any], p: Parameter, value: torch.Tensor
     args = replaced(op, args, **{p.name: value})
     copies = clones(args)
     try:
-        op.wrapper(*args)
+        op(*args)
     except pyops.OpError:
         refusal(op, args)
     else:
@@ -182,9 +182,9 @@ def test_read_only(op: Op, p: Parameter) -> None:
     arrays = {name: as_numpy(x) for name, x in named(op, args).items()}
     arrays[p.name].flags.writeable = False
     if p.written:
-        assert refusal(op, args, call=lambda *_: op.wrapper(*replaced(op, args, **arrays))).argument == p.name
+        assert refusal(op, args, call=lambda *_: op(*replaced(op, args, **arrays))).argument == p.name
     else:
-        op.wrapper(*replaced(op, args, **arrays))
+        op(*replaced(op, args, **arrays))
 
 
 @pytest.mark.parametrize("device", OF_REFUSALS)

@@ -64,7 +64,7 @@ def test_reference_writes_what_is_marked(op: Op) -> None:
     args = _args(op)
     results = expected(op, args)
     copies = clones(args)
-    op.reference(*copies)
+    op.bound(op.reference, copies)()
     for p in op.tensors:
         value = named(op, args).get(p.name)
         if value is None:
@@ -79,18 +79,19 @@ def test_fake_and_meta_tensors(op: Op) -> None:
     args = _args(op)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        assert op.wrapper(*fakes) is None
-        assert _torch_op(op)(*fakes) is None
+        assert op.bound(op.wrapper, fakes)() is None
+        assert op.bound(_torch_op(op), fakes)() is None
     metas = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
-    assert op.wrapper(*metas) is None
-    assert _torch_op(op)(*metas) is None
+    assert op.bound(op.wrapper, metas)() is None
+    assert op.bound(_torch_op(op), metas)() is None
 
 
 @pytest.mark.usefixtures("float8_allclose")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op: Op, device: str) -> None:
-    torch.library.opcheck(_torch_op(op), tuple(_args(op, device)))
+    call = op.bound(_torch_op(op), _args(op, device))
+    torch.library.opcheck(call.func, call.args, call.keywords)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,13 +110,13 @@ def test_compile_with_inductor(op: Op) -> None:
 def _assert_compiles(op: Op, device: str, backend: str) -> None:
     args = _args(op, device)
     eager, compiled = clones(args), clones(args)
-    op.wrapper(*eager)
+    op(*eager)
     torch._dynamo.reset()
 
-    def call(*args: Any) -> None:
-        op.wrapper(*args)
+    def call(*args: Any, **by_name: Any) -> None:
+        op.wrapper(*args, **by_name)
 
-    torch.compile(call, fullgraph=True, backend=backend)(*compiled)
+    op.bound(torch.compile(call, fullgraph=True, backend=backend), compiled)()
     assert_same(op, written(op, eager), written(op, compiled))
     for name, value in named(op, args).items():
         assert name in written(op, args) or same_bits(value, named(op, compiled)[name])
@@ -182,9 +183,9 @@ def test_parameters_and_inference_tensors(op: Op) -> None:
         for p, arg in zip(op.parameters, clones(args), strict=True)
     ]
     with torch.no_grad():
-        op.wrapper(*parameters)
+        op(*parameters)
     assert_same(op, results, written(op, parameters))
     with torch.inference_mode():
         values = clones(args)
-        op.wrapper(*values)
+        op(*values)
         assert_same(op, results, written(op, values))

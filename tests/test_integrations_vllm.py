@@ -150,7 +150,7 @@ def test_a_call_is_a_call_of_the_op(entry: Entry, op: Op, device: str) -> None:
     args = clones(theirs)
     assert _torch_op(entry)(*args) is None
     direct = clones(ours)
-    op.wrapper(*direct)
+    op(*direct)
     given = args + ours[len(args) :]
     assert_same(op, written(op, direct), written(op, given))
     if device == "cpu":
@@ -654,7 +654,7 @@ def test_a_parameter_of_another_name(name: str) -> None:
     op = pyops.ops[name]
     args = _example(name)
     right = clones(args)
-    op.wrapper(*right)
+    op(*right)
     by_name = dict(zip(inspect.signature(getattr(custom_ops, name)).parameters, args, strict=True))
     assert "exp_sum" in by_name
     getattr(custom_ops, name)(**by_name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from math import sqrt
+from math import log, sqrt
 from typing import Any
 
 import pytest
@@ -165,6 +165,15 @@ def test_the_other_scalings() -> None:
     base = 10000 * 3.0 ** (16 / 14)
     expected = angles_of(torch.arange(64), 16, base).cos()
     torch.testing.assert_close(alpha.cos_sin_cache[:, :8].double(), expected, rtol=0.0, atol=1e-5)
+    # As its author has it: a base so many times as large, and then all frequencies divided by what is still missing.
+    fixed: Any = layers.get_rope(16, 64, rope_parameters={"rope_type": "ntk", "factor": 8.0})
+    expected = (angles_of(torch.arange(64), 16, 80000.0) / 8.0 ** (1 / 8)).cos()
+    torch.testing.assert_close(fixed.cos_sin_cache[:, :8].double(), expected, rtol=0.0, atol=1e-5)
+    mixed: Any = layers.get_rope(16, 64, rope_parameters={"rope_type": "ntk", "factor": 8.0, "mixed_b": 0.625})
+    shrunk = torch.exp(log(8.0) / 8**0.625 * torch.arange(1, 9).double() ** 0.625)
+    torch.testing.assert_close(
+        mixed.cos_sin_cache[:, 8:].double(), (angles_of(torch.arange(64), 16) / shrunk).sin(), rtol=0.0, atol=1e-5
+    )
     several = layers.LinearScalingRotaryEmbedding(16, 16, 64, 1e4, True, [1.0, 2.0], torch.float32)
     assert several.scaling_factor_to_offset == {1.0: 0, 2.0: 64}
     assert several.cos_sin_cache.shape == (192, 16)

@@ -7,6 +7,7 @@
 //
 // Constants
 //     out_t, partial_t, length_t    types of out, tmp_out and seq_lens
+//     starts_t, STARTS_STEP    as in attention_decode.cu
 //     HEAD_SIZE, NUM_HEADS    head size and query heads
 //     VEC_SIZE       elements in one memory access
 //     HEADS          heads of a block; divides NUM_HEADS
@@ -27,7 +28,7 @@ attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_S
                   const float* max_logits,      // [num_seqs, NUM_HEADS, most_splits]
                   const float* exp_sums,      // [num_seqs, NUM_HEADS, most_splits]
                   const length_t* seq_lens,      // [num_seqs]
-                  const int* query_start_loc,    // [num_seqs + 1]
+                  const starts_t* query_start_loc,    // [num_seqs + 1]
                   const float* sinks,            // [NUM_HEADS]
                   const float* fp8_out_scale,    // [1]
                   int64_t num_seqs, int64_t num_rows, int64_t most_tokens, int64_t most_splits, int64_t sliding_window, int64_t least_split,
@@ -41,7 +42,7 @@ attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_S
         parts = Balance<length_t>(seq_lens, length_step, num_seqs, most_tokens, sliding_window, slots, most_splits).splits_of(seq);
     }
     const Splits splits(seq_lens[seq * length_step], most_tokens, sliding_window, PARTITION, parts, int(least_split));
-    const int64_t row = HAS_STARTS ? row_of(query_start_loc + seq, num_rows) : seq;
+    const int64_t row = HAS_STARTS ? row_of(query_start_loc + seq * STARTS_STEP, STARTS_STEP, num_rows) : seq;
     if (row < 0) return;
     if (DIRECT && splits.count <= 1) return;
 

@@ -24,6 +24,7 @@
 //     cache_t        type of the caches: T, fp8_e4m3_t or fp8_e5m2_t
 //     partial_t      type of tmp_out: float or T
 //     table_t, length_t    types of block_tables and seq_lens
+//     starts_t, STARTS_STEP    type of query_start_loc, and elements from one entry to the next
 //     HEAD_SIZE      a multiple of the elements in 16 bytes of cache
 //     BLOCK_SIZE     slots of a block of the cache; PACKED: a multiple of 4 * TILES
 //     PACKED         caches are [num_blocks, num_kv_heads, HEAD_SIZE / x, BLOCK_SIZE, x] and [.., HEAD_SIZE, BLOCK_SIZE]
@@ -119,7 +120,7 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
                  const cache_t* value_cache,
                  const table_t* block_tables,    // [num_seqs, most_tokens / BLOCK_SIZE]
                  const length_t* seq_lens,       // [num_seqs]
-                 const int* query_start_loc,     // [num_seqs + 1]
+                 const starts_t* query_start_loc,     // [num_seqs + 1]
                  const float* alibi_slopes,      // [NUM_KV_HEADS * GROUP]
                  const float* sinks,             // [NUM_KV_HEADS * GROUP]
                  const float* k_scale, const float* v_scale,  // [1]
@@ -164,7 +165,7 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
     }
 
     const Splits splits(given, most_tokens, sliding_window, PARTITION, parts, int(least_split));
-    const auto find_row = [&] { return HAS_STARTS ? row_of(query_start_loc + seq, num_rows) : int64_t(seq); };
+    const auto find_row = [&] { return HAS_STARTS ? row_of(query_start_loc + seq * STARTS_STEP, STARTS_STEP, num_rows) : int64_t(seq); };
     if (HAS_STARTS && find_row() < 0) return;
     const bool direct = CLUSTER > 1 || (DIRECT && splits.count <= 1);
     if (!(direct && split == 0) && !splits.exists(split)) return;

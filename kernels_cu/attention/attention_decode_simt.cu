@@ -14,7 +14,7 @@
 //     as in attention_decode.cu, and
 //     SPARSE    whether attention is block-sparse
 //     X         PACKED: elements of the innermost dimension of the keys
-//     VARLEN, CAUSAL, starts_t    as in attention_varlen.cu
+//     VARLEN, CAUSAL    as in attention_varlen.cu; starts_t is the type of cu_seqlens_q then
 
 #include "attention.cuh"
 #include "paged.cuh"
@@ -36,7 +36,7 @@ attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_
                       const cache_t* value_cache,
                       const table_t* block_tables,    // [num_seqs, most_tokens / BLOCK_SIZE]
                       const length_t* seq_lens,       // [num_seqs]
-                      const int* query_start_loc,     // [num_seqs + 1]
+                      const starts_t* query_start_loc,     // [num_seqs + 1]
                       const starts_t* cu_seqlens_q,   // [num_seqs + 1]
                       const float* alibi_slopes,      // [NUM_HEADS]
                       const float* sinks,             // [NUM_HEADS]
@@ -63,7 +63,7 @@ attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_
         if (CAUSAL) length = max(length, int64_t(0)) - (finish - begin) + (row - begin) + 1;
     }
     const Splits splits(length, most_tokens, sliding_window, PARTITION, int(most_splits), int(least_split));
-    if (HAS_STARTS) row = row_of(query_start_loc + seq, num_rows);
+    if (HAS_STARTS) row = row_of(query_start_loc + seq * STARTS_STEP, STARTS_STEP, num_rows);
     if (row < 0) return;
     const bool direct = DIRECT && splits.count <= 1;
     if (!splits.exists(split) && !(direct && split == 0)) return;

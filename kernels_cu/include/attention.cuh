@@ -126,10 +126,11 @@ DEVICE float inverse_power_of_two(float x) {
     return __int_as_float((254 - exponent) << 23);
 }
 
-// The row of the one query token that starts here; -1 if there are more or fewer, or if there is no such row.
-DEVICE int64_t row_of(const int* start, int64_t num_rows) {
+// The row of the one query token that starts here, and ends `step` further; -1 if there are more or fewer, or no such row.
+template <typename S>
+DEVICE int64_t row_of(const S* start, int64_t step, int64_t num_rows) {
     const int64_t row = start[0];
-    return start[1] - row == 1 && row >= 0 && row < num_rows ? row : -1;
+    return row >= 0 && row < num_rows && start[step] == row + 1 ? row : -1;
 }
 
 // The results of WARPS warps, one element `o[i]` of a head a lane and round, meet in `total`, one warp after another: of each

@@ -24,7 +24,8 @@ class Parameter:
     """A parameter of an op. `role` is "in", "out" (written, never read) or "inout"; scalars are "in".
 
     A `keyed` scalar is part of the plan's key, so that the plan may choose by it; the others are passed at every call.
-    A `number` is a tensor of one float32 for which a caller may give a Python number, too.
+    A `number` is a tensor of one float32 for which a caller may give a Python number, too. One that is `by_name` comes
+    behind a ``*``: callers give it as a keyword.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Parameter:
     has_default: bool
     default: Any
     number: bool = False
+    by_name: bool = False
 
     @property
     def written(self) -> bool:
@@ -164,15 +166,20 @@ def render(op: Op) -> tuple[str, str]:
     one call into torch instead of reading a dozen attributes; else the attributes make the key that finds the plan.
     (It is called `_key`, because `key` is what attention calls a tensor.)
     """
+
+    def passed(value: Callable[[Parameter], str]) -> str:
+        return ", ".join(f"{p.name}={value(p)}" if p.by_name else value(p) for p in op.parameters)
+
     arguments = ", ".join(p.name for p in op.parameters)
+    again = passed(lambda p: p.name)
     # Under a compiler, which then sees how the tensor comes about.
-    traced = ", ".join(f"number({p.name}, {first_required(op)})" if p.number else p.name for p in op.parameters)
+    traced = passed(lambda p: f"number({p.name}, {first_required(op)})" if p.number else p.name)
     numbers = [
         f"if {p.name}.__class__ in NUMBERS: {p.name} = held_number({p.name}, {first_required(op)})"
         for p in op.tensors
         if p.number
     ]
-    declared = ", ".join(f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in op.parameters)
+    declared = listed(op, [f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in op.parameters])
     tensors = list(enumerate(op.tensors))
     keyed = [p.name for p in op.parameters if p.keyed]
     first = first_required(op)
@@ -258,7 +265,7 @@ def render(op: Op) -> tuple[str, str]:
         *numbers,
         *quick,
         # The guard knows the mode it was made in. A mode is to see the op, not what the op does.
-        f"if dispatch_modes() and hasattr({first}, 'data_ptr'): return torch_ops.{op.name}({arguments})",
+        f"if dispatch_modes() and hasattr({first}, 'data_ptr'): return torch_ops.{op.name}({again})",
         *plan("{}.data_ptr()", "{0}.get_device(), {0}.dtype, {0}.shape, {0}.stride()"),
         f"remember(_key, {scalars}, {guarded})",
         *run("torch_stream"),
@@ -285,8 +292,14 @@ def render(op: Op) -> tuple[str, str]:
 """
 
     to_cupy = f"if {first}.__class__ is cupy_ndarray: return {op.name}_cupy({arguments})"
-    again = [f"load(); return {op.name}({arguments})"]
-    return bind(to_cupy, *torch_lines, cupy_lines=cupy_lines), bind(*again, cupy_lines=again)
+    short = [f"load(); return {op.name}({again})"]
+    return bind(to_cupy, *torch_lines, cupy_lines=cupy_lines), bind(*short, cupy_lines=short)
+
+
+def listed(op: Op, parts: Sequence[str]) -> str:
+    """A list of parameters, of which `parts` declares one each."""
+    given, by_name = parts[: op.positional], parts[op.positional :]
+    return ", ".join([*given, *(("*", *by_name) if by_name else ())])
 
 
 def first_required(op: Op) -> str:
@@ -340,7 +353,7 @@ def schema(op: Op) -> str:
         if p.has_default:
             text += f'="{p.default}"' if isinstance(p.default, str) else f"={p.default}"
         parts.append(text)
-    return f"{op.name}({', '.join(parts)}) -> ()"
+    return f"{op.name}({listed(op, parts)}) -> ()"
 
 
 def _register(op: Op) -> None:

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from math import prod
 from numbers import Real
@@ -101,6 +102,7 @@ class Op:
             raise TypeError(f"{self.name}: {held.reference.__module__} has declared an op of this name")
         self.in_place = in_place
         self.parameters = _parameters(reference, roles, keyed)
+        self.positional = sum(not p.by_name for p in self.parameters)
         self.ulps = ulps
         self.cancelled: Callable[..., float] = self._by_name(cancelled if callable(cancelled) else lambda: cancelled)
         self.tensors = [p for p in self.parameters if p.kind == "Tensor"]
@@ -164,6 +166,15 @@ class Op:
             return function(**{name: args[i] if i < len(args) else default for i, name, default in wanted})
 
         return call
+
+    def bound(self, function: Callable[..., Any], values: Sequence[Any]) -> partial[Any]:
+        """`function`, which has the op's parameters, given a value for each of them."""
+        names = (p.name for p in self.parameters[self.positional :])
+        return partial(function, *values[: self.positional], **dict(zip(names, values[self.positional :], strict=True)))
+
+    def __call__(self, *values: Any) -> None:
+        """The wrapper, given a value for each parameter."""
+        self.bound(self.call, values)()
 
     def hold(self, index: int, specialisation: Specialisation) -> Compiled:
         """Load a specialisation on the device `index` and list it in `compiled`."""
@@ -351,7 +362,7 @@ class Op:
     def _run_reference(self, kind: str, args: Sequence[Any]) -> None:
         args = args if kind == "torch" else _as_torch(args)
         with torch.no_grad(), _torch_stream() if kind == "cupy" else nullcontext():
-            self.reference(*args)
+            self.bound(self.reference, args)()
 
     def _run_kernels(self, launches: Sequence[Launch], addresses: Sequence[int], args: Sequence[Any]) -> None:
         values = {p.name: value for p, value in zip(self.parameters, args, strict=True)}
@@ -386,7 +397,7 @@ class Op:
         return [made.get(i, arg) for i, arg in enumerate(args)] if changed else None
 
     def _call_converted(self, *args: Any) -> None:
-        self.call(*(self._converted(args) or args))
+        self(*(self._converted(args) or args))
 
     def _gpu_plan(
         self, tensors: Sequence[Arg | None], kind: str, bound: launch.Bound, index: int
@@ -463,17 +474,17 @@ class Op:
     def irregular(self, error: Exception | None, *args: Any) -> Any:
         """A call without addresses to key it by: numpy arrays, empty tensors, tensors without storage, or a mistake."""
         if (converted := self._converted(args)) is not None:
-            return self.call(*converted)
+            return self(*converted)
         values = [value for value in self._tensors_of(args) if value is not None]
         kinds = {tensor.dialect(v) for v in values}
         if kinds == {"torch"}:
             plain = all(type(v) in (torch.Tensor, torch.nn.Parameter) for v in values)
             if not plain or all(v.is_meta for v in values):
                 binding.bind_torch()
-                return getattr(torch.ops.pyops, self.name)(*args)
+                return self.bound(getattr(torch.ops.pyops, self.name), args)()
         if kinds == {"cupy"} and "cupy_stream" not in binding.NAMESPACE:
             binding.bind_cupy()
-            return self.call(*args)
+            return self(*args)
         try:
             described, planned = self.check(*args)
         except OpError as refusal:
@@ -534,7 +545,8 @@ def _parameters(reference: Callable[..., None], roles: dict[str, str], keyed: di
         role = roles.get(p.name, "in")
         is_keyed = keyed.get(p.name, kind not in ("Tensor", "float"))
         default = p.default if has_default else None
-        result.append(Parameter(p.name, kind, rest == "None", role, is_keyed, has_default, default, is_number))
+        by_name = p.kind is p.KEYWORD_ONLY
+        result.append(Parameter(p.name, kind, rest == "None", role, is_keyed, has_default, default, is_number, by_name))
     unknown = roles.keys() - {p.name for p in result if p.kind == "Tensor"}
     if unknown:
         raise TypeError(f"{reference.__name__}: {sorted(unknown)} are written but are no tensor parameters")

@@ -20,7 +20,7 @@ _decode = Kernel("attention/attention_decode.cu")
 decode_simt = Kernel("attention/attention_decode_simt.cu")
 combine = Kernel("attention/attention_combine.cu")
 
-NOT_VARLEN = {"VARLEN": False, "CAUSAL": False, "starts_t": int32}
+NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 NUM_WARPS = 4
 TILE_TOKENS = 16  # rows of a product
 _LEAST_SPLIT = 64  # tokens: a step of every warp of a block
@@ -199,6 +199,11 @@ def splits_of_sequence(num_seqs: int, slots: float, most_tokens: int, rounds: in
     return max(1, min(-(-most_tokens // _LEAST_SPLIT), _MOST_SPLITS, int(wanted)))
 
 
+def starts_of(query_start_loc: Arg) -> dict[str, Any]:
+    """The constants that tell where sequences begin."""
+    return {"HAS_STARTS": True, "starts_t": query_start_loc.dtype, "STARTS_STEP": query_start_loc.strides[0]}
+
+
 def join_splits(num_seqs: int, most_splits: int, out: Arg, tmp_out: Arg | None, **constants: Any) -> Specialisation:
     """The kernel that joins up to `most_splits` splits of each sequence into `out` [.., num_heads, head_size]."""
     num_heads, head_size = out.shape[-2:]
@@ -253,11 +258,13 @@ def plan(
     max_logits: Arg | None = None,
     tmp_out: Arg | None = None,
     partition: int = 0,
+    rows_of_others: bool = False,
     query_start_loc: Arg | None = None,
     fp8_out_scale: Arg | None = None,
     **_: Any,
 ) -> list[Launch]:
-    """The launches of an op whose parameters have these names."""
+    """The launches of an op whose parameters have these names. With `rows_of_others`, there may be more rows than
+    sequences."""
     sparse = Sparse(
         tp_rank,
         blocksparse_local_blocks,
@@ -284,9 +291,9 @@ def plan(
     num_seqs = block_tables.shape[0]
     check.same_shape(out, query)
     check.dtype(out, *([query.dtype] if fp8_out_scale is None else [uint8, float8_e4m3fn]))
-    if query_start_loc is None:
+    if query_start_loc is None and not (rows_of_others and num_rows > num_seqs):
         check.sizes(block_tables, num_seqs=num_rows, most_blocks=None)
-    check.shape(lse, float32, num_heads=num_heads, num_seqs=num_rows)
+    check.shape(lse, float32, num_heads=num_heads, num_rows=num_rows)
     if sparse.on and sparse.block_size <= 0:
         raise check.refuse(query, "blocksparse_block_size", f"expected 1 or more, got {sparse.block_size}")
 
@@ -349,7 +356,7 @@ def plan(
         "DIRECT": direct,
         "HAS_SINKS": sinks is not None,
         "HAS_LSE": lse is not None,
-        "HAS_STARTS": query_start_loc is not None,
+        **(starts_of(query_start_loc) if query_start_loc else NO_STARTS),
     }
     partial_t = float32 if tmp_out is None else tmp_out.dtype
     types = {"partial_t": partial_t, "length_t": seq_lens.dtype}
@@ -405,7 +412,7 @@ def plan(
             MIN_BLOCKS=min_blocks,
         )
     else:
-        kernel = decode_simt(**constants, **NOT_VARLEN, SPARSE=sparse.on, X=cache.chunk)
+        kernel = decode_simt(**constants, VARLEN=False, CAUSAL=False, SPARSE=sparse.on, X=cache.chunk)
         fixed |= {
             **dict.fromkeys(("cu_seqlens_q", "starts_step"), 0),
             "blocksparse_local_blocks": sparse.local_blocks,

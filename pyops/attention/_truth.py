@@ -117,6 +117,7 @@ class Attended:
         first = max(0, length - window) if window > 0 else 0
         cached = gathered(key_cache, value_cache, block_table, first, length, kv_cache_dtype, scales)
         self.tokens, keys, values = cached
+        self.first, self.length = first, length
         grouped = query.double().reshape(num_kv_heads, num_heads // num_kv_heads, query.shape[1])
         logits = (torch.einsum("hgd,nhd->hgn", grouped, keys) * scale).flatten(0, 1)
         if softcap > 0:
@@ -157,20 +158,18 @@ def finish(
         lse.copy_(most + torch.log(z))
 
 
-def partitions(
-    attended: Attended, length: int, size: int, partials: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+def partitions(attended: Attended, size: int, partials: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Write what partitions leave, and join it: (largest logit, sum of weights, weighted sum of rounded results)."""
     exp_sums, max_logits, tmp_out = partials
-    count = max(0, -(-length // size))
-    for p in range(count):
+    begin, end = attended.first // size, -(-attended.length // size)
+    for p in range(begin, end):
         most, z, total = attended.part(p * size, (p + 1) * size)
         max_logits[:, p], exp_sums[:, p] = most, z
         tmp_out[:, p] = total / (z + 1e-6)[:, None]
-    if not count:
+    if begin == end:
         return attended.part(0, 0)
-    most = max_logits[:, :count].double()
+    most = max_logits[:, begin:end].double()
     largest = most.amax(-1)
     base = largest.masked_fill(largest == -torch.inf, 0.0)[:, None]
-    weights = exp_sums[:, :count].double() * torch.exp(most - base)
-    return largest, weights.sum(-1), torch.einsum("hp,hpd->hd", weights, tmp_out[:, :count].double())
+    weights = exp_sums[:, begin:end].double() * torch.exp(most - base)
+    return largest, weights.sum(-1), torch.einsum("hp,hpd->hd", weights, tmp_out[:, begin:end].double())

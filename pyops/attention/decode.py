@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check, dtypes
-from .._core.dtypes import int32
 from .._core.kernel import Launch
 from .._core.lazy import torch
 from .._core.op import op
@@ -50,6 +48,7 @@ def paged_attention_v1(
     blocksparse_vert_stride: int = 0,
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
+    *,
     sliding_window: int = 0,
     logits_soft_cap: float = 0.0,
     sinks: Tensor | None = None,
@@ -168,6 +167,13 @@ def _example(
     )
 
 
+def _extras(make: Any, num_heads: int, num_rows: int, options: bool) -> tuple[Any, ...]:
+    """sliding_window, logits_soft_cap, sinks and lse."""
+    if not options:
+        return 0, 0.0, None, None
+    return 40, 20.0, make.randn(num_heads, dtype="float32"), make.empty(num_heads, num_rows, dtype="float32")
+
+
 @paged_attention_v1.example
 def _(
     make: Any,
@@ -186,12 +192,17 @@ def _(
 ) -> tuple[Any, ...]:
     lengths, heads = (min_seq_len, max_seq_len), (num_heads, num_kv_heads, head_size)
     call = _example(make, num_tokens, lengths, heads, block_size, dtype, kv_cache_dtype, packed, options)
-    sinks, lse = make.randn(num_heads, dtype="float32"), make.empty(num_heads, num_tokens, dtype="float32")
-    more = (40, 20.0, sinks, lse) if options else (0, 0.0, None, None)
+    more = _extras(make, num_heads, num_tokens, options)
     return make.empty(num_tokens, num_heads, head_size, dtype=dtype), *call, *_NOT_SPARSE, *more
 
 
-@op(out="out", inout=("exp_sums", "max_logits", "tmp_out"), passed="max_seq_len", cancelled=_cancelled)
+@op(
+    out=("out", "lse"),
+    inout=("exp_sums", "max_logits", "tmp_out"),
+    passed="max_seq_len",
+    keyed="logits_soft_cap",
+    cancelled=_cancelled,
+)
 def paged_attention_v2(
     out: Tensor,
     exp_sums: Tensor,
@@ -215,12 +226,18 @@ def paged_attention_v2(
     blocksparse_vert_stride: int = 0,
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
+    *,
+    sliding_window: int = 0,
+    logits_soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> None:
     """`paged_attention_v1` in partitions of 512 tokens, whose results stay in memory that the caller gives.
 
     Partition p of a head leaves its largest logit m_p in `max_logits`, ``z_p = sum_i exp(l_i - m_p)`` in `exp_sums`
     and its own attention, rounded to T, in `tmp_out`; then ``out = T(sum_p w_p tmp_out_p / (sum_p w_p + 1e-6))`` for
-    ``w_p = z_p exp(m_p - m)``. Partitions behind the end of a sequence keep what they hold.
+    ``w_p = z_p exp(m_p - m)``; a sink joins the sums there. Partitions behind the end of a sequence, or before its
+    window, keep what they hold.
 
     Args:
         exp_sums, max_logits: [num_seqs, num_heads, most_partitions] float32, contiguous, written.
@@ -235,23 +252,22 @@ def paged_attention_v2(
         blocksparse_head_sliding_step,
     )
     for s, length in enumerate(seq_lens.tolist()):
-        length = min(length, exp_sums.shape[2] * _V2_PARTITION)
-        scales = (k_scale, v_scale)
         attended = Attended(
             query[s],
             key_cache,
             value_cache,
             scale,
             block_tables[s],
-            length,
+            min(length, exp_sums.shape[2] * _V2_PARTITION),
             alibi_slopes,
             kv_cache_dtype,
-            scales,
+            (k_scale, v_scale),
             sparse,
+            sliding_window,
+            logits_soft_cap,
         )
-        most_tokens = block_tables.shape[1] * block_size
-        partials = (exp_sums[s], max_logits[s], tmp_out[s])
-        finish(out[s], *partitions(attended, min(length, most_tokens), _V2_PARTITION, partials))
+        joined = partitions(attended, _V2_PARTITION, (exp_sums[s], max_logits[s], tmp_out[s]))
+        finish(out[s], *joined, sinks, None if lse is None else lse[:, s])
 
 
 @paged_attention_v2.plan
@@ -261,10 +277,10 @@ def _(**call: Any) -> list[Launch]:
 
 @paged_attention_v2.indices
 def _(
-    exp_sums: Tensor, key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int
+    exp_sums: Tensor, key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int, sliding_window: int
 ) -> dict[str, Tensor]:
     room = exp_sums.shape[2] * _V2_PARTITION
-    return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size, most_tokens=room)
+    return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size, sliding_window, room)
 
 
 def _partials(make: Any, num_seqs: int, num_heads: int, head_size: int, count: int, dtype: str) -> tuple[Any, ...]:
@@ -287,15 +303,22 @@ def _(
     dtype: str = "bfloat16",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     packed: bool = True,
+    options: bool = False,
 ) -> tuple[Any, ...]:
     lengths, heads = (min_seq_len, max_seq_len), (num_heads, num_kv_heads, head_size)
-    call = _example(make, num_tokens, lengths, heads, block_size, dtype, kv_cache_dtype, packed)
+    call = _example(make, num_tokens, lengths, heads, block_size, dtype, kv_cache_dtype, packed, options)
     count = -(-max_seq_len // _V2_PARTITION) + 1
     partials = _partials(make, num_tokens, num_heads, head_size, count, dtype)
-    return make.empty(num_tokens, num_heads, head_size, dtype=dtype), *partials, *call, *_NOT_SPARSE
+    more = _extras(make, num_heads, num_tokens, options)
+    return make.empty(num_tokens, num_heads, head_size, dtype=dtype), *partials, *call, *_NOT_SPARSE, *more
 
 
-@op(inout=("out", "exp_sums", "max_logits", "tmp_out"), passed="max_seq_len", cancelled=_cancelled)
+@op(
+    inout=("out", "exp_sums", "max_logits", "tmp_out", "lse"),
+    passed="max_seq_len",
+    keyed="logits_soft_cap",
+    cancelled=_cancelled,
+)
 def paged_attention_rocm(
     out: Tensor,
     exp_sums: Tensor,
@@ -317,16 +340,22 @@ def paged_attention_rocm(
     v_scale: Tensor | float,
     fp8_out_scale: Tensor | None = None,
     mfma_type: str = "f16",
+    *,
+    sliding_window: int = 0,
+    logits_soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> None:
     """`paged_attention_v2` in partitions of 256 tokens, for rows among those of a mixed batch, on any platform.
 
     Args:
         out: [num_rows, num_heads, head_size], written; with fp8_out_scale float8_e4m3fn or uint8.
         query: [num_rows, num_heads, head_size]; sequences may be fewer, the first rows are theirs then.
-        query_start_loc: [num_seqs + 1] int32: sequence s has the rows from entry s up to entry s + 1, and is left alone
-            unless it has exactly one, inside query. None: row s.
+        query_start_loc: [num_seqs + 1] int32 or int64, any stride: sequence s has the rows from entry s up to entry
+            s + 1, and is left alone unless it has exactly one, inside query. None: row s.
         fp8_out_scale: one float32; ``out = fp8(result * (1 / fp8_out_scale))``, saturating.
         mfma_type: changes nothing here.
+        lse: [num_heads, num_rows] float32, written where `out` is.
         The others: as in `paged_attention_v2`.
     """
     for s, length in enumerate(seq_lens.tolist()):
@@ -335,30 +364,33 @@ def paged_attention_rocm(
             row, end = query_start_loc[s : s + 2].tolist()
             if end - row != 1 or not 0 <= row < query.shape[0]:
                 continue
-        length = min(length, exp_sums.shape[2] * _ROCM_PARTITION, block_tables.shape[1] * block_size)
-        caches = (key_cache, value_cache, scale, block_tables[s], length, alibi_slopes, kv_cache_dtype)
-        attended = Attended(query[row], *caches, (k_scale, v_scale))
-        parts = partitions(attended, length, _ROCM_PARTITION, (exp_sums[s], max_logits[s], tmp_out[s]))
-        if fp8_out_scale is None:
-            finish(out[row], *parts)
-        else:
-            result = torch.empty_like(out[row], dtype=torch.float32)
-            finish(result, *parts)
+        attended = Attended(
+            query[row],
+            key_cache,
+            value_cache,
+            scale,
+            block_tables[s],
+            min(length, exp_sums.shape[2] * _ROCM_PARTITION),
+            alibi_slopes,
+            kv_cache_dtype,
+            (k_scale, v_scale),
+            window=sliding_window,
+            softcap=logits_soft_cap,
+        )
+        joined = partitions(attended, _ROCM_PARTITION, (exp_sums[s], max_logits[s], tmp_out[s]))
+        result = out[row] if fp8_out_scale is None else torch.empty_like(out[row], dtype=torch.float32)
+        finish(result, *joined, sinks, None if lse is None else lse[:, row])
+        if fp8_out_scale is not None:
             result = (result * (1.0 / fp8_out_scale.reshape(()))).clamp(-448.0, 448.0)
             out[row].view(torch.uint8).copy_(result.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 @paged_attention_rocm.plan
 def _(**call: Any) -> list[Launch]:
-    query, block_tables, starts = (call[name] for name in ("query", "block_tables", "query_start_loc"))
     check.scalar(call["fp8_out_scale"])
-    check.index(block_tables, num_seqs=None, most_blocks=None)
-    check.same_shape(call["out"], query)
-    num_seqs = block_tables.shape[0]
-    check.shape(starts, int32, num_seqs_and_end=num_seqs + 1)
-    if starts is None and query.shape and query.shape[0] > num_seqs:
-        call |= {name: replace(call[name], shape=(num_seqs, *query.shape[1:])) for name in ("out", "query")}
-    return plan(partition=_ROCM_PARTITION, **call)
+    check.index(call["block_tables"], num_seqs=None, most_blocks=None)
+    check.index(call["query_start_loc"], num_seqs_and_end=call["block_tables"].shape[0] + 1)
+    return plan(partition=_ROCM_PARTITION, rows_of_others=True, **call)
 
 
 @paged_attention_rocm.indices
@@ -370,9 +402,10 @@ def _(
     seq_lens: Tensor,
     query_start_loc: Tensor | None,
     block_size: int,
+    sliding_window: int,
 ) -> dict[str, Tensor]:
     room = exp_sums.shape[2] * _ROCM_PARTITION
-    found = bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size, most_tokens=room)
+    found = bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size, sliding_window, room)
     if query_start_loc is None:
         return found
     return {"query_start_loc": (query_start_loc < 0) | (query_start_loc > query.shape[0]), **found}
@@ -382,8 +415,9 @@ def _(
 def _(
     make: Any, *, num_tokens: int = 16, dtype: Literal["float16", "bfloat16"] = "bfloat16", options: bool = False
 ) -> Any:
-    call = list(_example(make, num_tokens, (0, 128), (6, 2, 64), 16, dtype, "auto", True))
+    call = list(_example(make, num_tokens, (0, 128), (6, 2, 64), 16, dtype, "auto", True, options))
     call.insert(7, make.values(list(range(num_tokens + 1)), dtype="int32") if options else None)
     out = make.empty(num_tokens, 6, 64, dtype="float8_e4m3fn" if options else dtype)
     fp8_out_scale = make.full(1, value=0.01, dtype="float32") if options else None
-    return out, *_partials(make, num_tokens, 6, 64, 1, dtype), *call, fp8_out_scale, "f16"
+    more = _extras(make, 6, num_tokens, options)
+    return out, *_partials(make, num_tokens, 6, 64, 1, dtype), *call, fp8_out_scale, "f16", *more

@@ -10,7 +10,7 @@ from .._core.kernel import Kernel, Launch, Scratch
 from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
-from ._plan import MOST_TOKENS, bad_indices, heads_stride, join_splits, launch_join
+from ._plan import MOST_TOKENS, NO_STARTS, bad_indices, heads_stride, join_splits, launch_join
 from ._truth import finish, float32_logits, largest_of
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _(
             HAS_SINKS=False,
             HAS_LSE=lse is not None,
             LSE_BY_ROW=True,
-            HAS_STARTS=False,
+            **NO_STARTS,
             HAS_OUT_SCALE=False,
         )
         absent = dict.fromkeys(("query_start_loc", "sinks", "fp8_out_scale", "num_seqs", "slots"), 0)

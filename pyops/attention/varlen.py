@@ -10,7 +10,7 @@ from .._core.kernel import Kernel, Launch
 from .._core.lazy import torch
 from .._core.op import op
 from .._core.tensor import Arg
-from ._plan import MOST_TOKENS, NUM_WARPS, bad_indices, checked, decode_simt, example_caches, heads_stride
+from ._plan import MOST_TOKENS, NO_STARTS, NUM_WARPS, bad_indices, checked, decode_simt, example_caches, heads_stride
 from ._truth import float32_logits, gathered, largest_of
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def paged_attention_varlen(
     k_scale: Tensor | float,
     v_scale: Tensor | float,
     causal: bool = True,
+    *,
     alibi_slopes: Tensor | None = None,
     sliding_window: int = 0,
     logits_soft_cap: float = 0.0,
@@ -219,13 +220,14 @@ def _(
         "NUM_KV_HEADS": num_kv_heads,
         "PARTITION": 0,
         "DIRECT": True,
-        "HAS_STARTS": False,
+        **NO_STARTS,
+        "starts_t": cu_seqlens_q.dtype,
         "VARLEN": True,
         "SPARSE": False,
     }
     absent = ("tmp_out", "max_logits", "exp_sums", "query_start_loc", "first_step", "blocksparse_local_blocks")
     sparse = ("blocksparse_vert_stride", "blocksparse_block_size", "blocksparse_head_sliding_step")
-    kernel = decode_simt(**constants, **options, partial_t=float32)
+    kernel = decode_simt(**constants | options, partial_t=float32)
     splits = {"num_rows": num_tokens, "most_splits": 1, "least_split": 64}
     grid = (num_tokens * num_heads if num_seqs else 0, 1)
     return kernel.launch(grid, NUM_WARPS * 32, **fixed, **splits, **dict.fromkeys((*absent, *sparse), 0))

@@ -45,7 +45,7 @@ def signature(op: Op) -> str:
         f"{p.name}: {p.kind}{' | None' if p.optional else ''}{f' = {p.default!r}' if p.has_default else ''}"
         for p in op.parameters
     ]
-    return f"{op.name}({', '.join(parts)}) -> None"
+    return f"{op.name}({binding.listed(op, parts)}) -> None"
 
 
 def source(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:

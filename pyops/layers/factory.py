@@ -14,6 +14,7 @@ from .scaling import (
     DynamicNTKScalingRotaryEmbedding,
     LinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding,
+    NTKScalingRotaryEmbedding,
     Phi3LongRoPEScaledRotaryEmbedding,
     YaRNScalingRotaryEmbedding,
 )
@@ -38,9 +39,10 @@ def get_rope(
         head_size: elements of a head.
         max_position: positions of the model.
         is_neox_style: pairs are elements (j, j + rotary_dim / 2); else (2 j, 2 j + 1).
-        rope_parameters: as in a model's ``config.json``: `rope_type` ("default", "linear", "dynamic", "llama3", "yarn",
-            "deepseek_yarn", "deepseek_llama_scaling" or "longrope"), `rope_theta` (10000), `partial_rotary_factor` (1),
-            `mrope_section` for "default" and "yarn", and what the type needs. None for the defaults.
+        rope_parameters: as in a model's ``config.json``: `rope_type` ("default", "linear", "ntk", "dynamic", "llama3",
+            "yarn", "deepseek_yarn", "deepseek_llama_scaling" or "longrope"), `rope_theta` (10000),
+            `partial_rotary_factor` (1), `mrope_section` for "default" and "yarn", and what the type needs. None for the
+            defaults.
         dtype: of the table; None for torch's default.
         dual_chunk_attention_config: has `chunk_size` and `local_size`; None for no dual chunk attention.
 
@@ -113,6 +115,8 @@ def _new(
         if "alpha" in parameters:
             return DynamicNTKAlphaRotaryEmbedding(*common(), wanted("alpha"), dtype)
         return DynamicNTKScalingRotaryEmbedding(*common(), wanted("factor"), dtype)
+    if kind == "ntk":
+        return NTKScalingRotaryEmbedding(*common(), wanted("factor"), dtype, parameters.get("mixed_b"))
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         return Llama3RotaryEmbedding(*common(), dtype, *map(wanted, names))

@@ -21,6 +21,7 @@ __all__ = [
     "DynamicNTKScalingRotaryEmbedding",
     "LinearScalingRotaryEmbedding",
     "Llama3RotaryEmbedding",
+    "NTKScalingRotaryEmbedding",
     "Phi3LongRoPEScaledRotaryEmbedding",
     "YaRNScalingRotaryEmbedding",
 ]
@@ -109,6 +110,34 @@ class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
     def _compute_inv_freq(self, base: float) -> Tensor:
         # The factor 1 makes the growth itself what the base grows by.
         return super()._compute_inv_freq(rope.dynamic_ntk_base(base, self.rotary_dim, 1.0, self.scaling_alpha))
+
+
+class NTKScalingRotaryEmbedding(RotaryEmbedding):
+    """Frequencies divided by up to a factor, the lower the more, see `pyops.rope.ntk`.
+
+    Args:
+        head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
+        scaling_factor: what the lowest frequency is divided by.
+        mixed_b: how much the others follow; None for 1.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        scaling_factor: float,
+        dtype: torch.dtype,
+        mixed_b: float | None = None,
+    ) -> None:
+        self.scaling_factor, self.mixed_b = scaling_factor, mixed_b
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        power = 1.0 if self.mixed_b is None else self.mixed_b
+        return rope.ntk(super()._compute_inv_freq(base), self.scaling_factor, power)
 
 
 class Llama3RotaryEmbedding(RotaryEmbedding):

@@ -24,21 +24,25 @@ _POISONS = (0xFF, 0x00, 0x5A)
 
 
 def assert_matches_reference(
-    op: Wrapper | Op, *args: Any, schedules: Sequence[Schedule] = SCHEDULES, warp_sizes: Sequence[int] = (32,)
+    op: Wrapper | Op,
+    *args: Any,
+    schedules: Sequence[Schedule] = SCHEDULES,
+    warp_sizes: Sequence[int] = (32,),
+    **by_name: Any,
 ) -> None:
     """Run the kernels of an op and hold them to its reference, as it is declared, within its `ulps`.
 
     The kernels run on the host backend under each of `schedules` and in warps of each of `warp_sizes` lanes, with
     watched bytes around every tensor (see `Canaries`, which keeps strides and alignment), and twice more with memory
     that ends, or begins, where every tensor does (`guarded`). Where tensors of `args` are on a GPU they run there
-    first, and then on the host on contiguous copies. `args`, which are torch tensors and scalars in the order of the
-    op's parameters, stay as they are: what is written are copies, of which outputs hold garbage before each call.
+    first, and then on the host on contiguous copies. `args` and `by_name`, torch tensors and scalars that the op takes,
+    stay as they are: what is written are copies, of which outputs hold garbage before each call.
 
     Raises AssertionError, which names op, output, index, what was expected and what came, and the schedule; also where
     an input or a byte around a tensor was written. KernelFault, for what the host backend finds, has a note of the
     schedule. OpError where the op refuses the call; MissingDependencyError without a C++ compiler.
     """
-    op, values = _arguments(op, args)
+    op, values = _arguments(op, args, by_name)
     if not schedules or not warp_sizes:
         raise ValueError("schedules, warp_sizes: expected at least one of each")
     if config.reference():
@@ -60,14 +64,14 @@ def assert_matches_reference(
                     assert_results(op, right, run(op, values, hold=partial(Canaries, side=side)))
 
 
-def _arguments(op: Wrapper | Op, args: Sequence[Any]) -> tuple[Op, Sequence[Any]]:
+def _arguments(op: Wrapper | Op, args: Sequence[Any], by_name: Mapping[str, Any]) -> tuple[Op, Sequence[Any]]:
     """The op, and a value for each of its parameters."""
     found = op if isinstance(op, Op) else getattr(op, "op", None)
     if not isinstance(found, Op):
         raise TypeError(f"op: expected what @op made of a reference, got {op!r}")
-    bound = inspect.signature(found.reference).bind(*args)
+    bound = inspect.signature(found.reference).bind(*args, **by_name)
     bound.apply_defaults()
-    values = list(bound.args)
+    values = [bound.arguments[p.name] for p in found.parameters]
     like = next(value for p, value in zip(found.parameters, values, strict=True) if p.kind == "Tensor" and not p.number)
     for i, (p, value) in enumerate(zip(found.parameters, values, strict=True)):
         if p.number and isinstance(value, float | int):
@@ -127,7 +131,7 @@ def expected(op: Op, args: Sequence[Any]) -> Expected:
     copies = clones(args)
     with torch.no_grad(), eager():
         cancelled = op.cancelled(*copies)
-        op.reference(*copies)
+        op.bound(op.reference, copies)()
     return Expected(written(op, copies), cancelled)
 
 
@@ -163,7 +167,7 @@ def run(
     before = {name: one.tensor.clone() for name, one in held.items()}
     called = replaced(op, args, **{name: one.tensor for name, one in held.items()})
     try:
-        (call or op.wrapper)(*called)
+        (call or op)(*called)
     except OpError:
         for name, one in held.items():
             assert same_bits(before[name], one.tensor), f"{op.name}: {name} was written before the call was refused"
