@@ -170,7 +170,8 @@ def test_meta_tensors(entry: Entry, op: Op) -> None:
 
 
 def _example(name: str, **given: Any) -> list[Any]:
-    return example(pyops.ops[name], num_tokens=5, **given)
+    """What may be given by position."""
+    return example(pyops.ops[name], num_tokens=5, **given)[: pyops.ops[name].positional]
 
 
 def _result(op: Any, args: Sequence[Any], *positions: int) -> list[torch.Tensor]:
@@ -654,11 +655,11 @@ def test_a_parameter_of_another_name(name: str) -> None:
     op = pyops.ops[name]
     args = _example(name)
     right = clones(args)
-    op(*right)
-    by_name = dict(zip(inspect.signature(getattr(custom_ops, name)).parameters, args, strict=True))
+    op.wrapper(*right)
+    by_name = dict(zip(inspect.signature(getattr(custom_ops, name)).parameters, args, strict=False))
     assert "exp_sum" in by_name
     getattr(custom_ops, name)(**by_name)
-    assert_same(op, written(op, right), written(op, args))
+    assert all(same_bits(a, b) for a, b in zip(args, right, strict=True) if isinstance(a, torch.Tensor))
 
 
 def test_nvfp4_by_vllms_names() -> None:
