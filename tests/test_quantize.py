@@ -862,7 +862,10 @@ def test_new_tensors_are_of_the_own_e4m3(device: str, monkeypatch: pytest.Monkey
             right, right_scale = grouped(exact(x), 64, kind)
             same(codes, right)
             same(scale, right_scale)
-    as_bytes, scale = pyops.per_token_group_quant_fp8(x, 64, out_q=new(x.shape, torch.uint8, device))
+    for out_q in (new(x.shape, FNUZ, device), new(x.shape, torch.int8, device)):
+        with pytest.raises(pyops.OpError, match=f"out_q: expected codes of torch.float8_e4m3fn, got {out_q.dtype}"):
+            pyops.per_token_group_quant_fp8(x, 64, dtype=FP8, out_q=out_q)
+    as_bytes, scale = pyops.per_token_group_quant_fp8(x, 64, dtype=FP8, out_q=new(x.shape, torch.uint8, device))
     same(as_bytes, grouped(exact(x), 64, FP8)[0])
 
     monkeypatch.setattr(scaled, "own_fp8", lambda _: FNUZ)

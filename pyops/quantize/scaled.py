@@ -145,6 +145,8 @@ def per_token_group_quant_fp8(
     name = "per_token_group_quant_fp8"
     if dtype not in (None, torch.float8_e4m3fn, torch.float8_e4m3fnuz):
         raise OpError(name, "dtype", f"expected float8_e4m3fn or float8_e4m3fnuz, got {dtype}")
+    if dtype and out_q is not None and _fp8_of(out_q) != dtype:
+        raise OpError(name, "out_q", f"expected codes of {dtype}, got {out_q.dtype}")
     if not x.ndim:
         raise OpError(name, "x", "expected at least one dimension, got a scalar")
     if x.ndim > 2 and column_major_scales and tma_aligned_scales:
@@ -165,12 +167,19 @@ def per_token_group_quant_fp8(
     return codes, scales
 
 
+def _fp8_of(codes: Tensor) -> Any:
+    """The type of fp8 codes, which are float8_e4m3fn where they are held as bytes."""
+    import torch
+
+    return torch.float8_e4m3fn if codes.dtype == torch.uint8 else codes.dtype
+
+
 def _codes_for(x: Tensor, dtype: Any, out_q: Tensor | None) -> tuple[Tensor, float]:
     """(where the codes of `x` go, the largest of them)."""
     import torch
 
     codes = torch.empty_like(x, dtype=dtype or own_fp8(x)) if out_q is None else out_q
-    return codes, largest_code(torch.float8_e4m3fn if codes.dtype == torch.uint8 else codes.dtype)
+    return codes, largest_code(_fp8_of(codes))
 
 
 def per_token_group_quant_fp8_packed_for_deepgemm(
