@@ -64,7 +64,7 @@ def refusal(op: Op, args: Sequence[Any], call: Callable[..., None] | None = None
     values = [arg for arg in args if isinstance(arg, torch.Tensor)]
     before = [value.clone() for value in values]
     with pytest.raises(pyops.OpError) as caught:
-        (call or op.wrapper)(*args)
+        (call or op)(*args)
     error = caught.value
     assert error.op == op.name
     assert error.argument in {p.name for p in op.parameters}

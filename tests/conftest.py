@@ -74,6 +74,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[device.Device]:
         op.forget()
 
 
+@pytest.fixture
+def no_clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The host has none, as devices before sm_90 have not."""
+    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), cluster=1))
+    for op in pyops.ops.values():
+        op.forget()
+    yield
+    for op in pyops.ops.values():
+        op.forget()
+
+
 @pytest.fixture(autouse=True)
 def _errors_where_they_happen(request: pytest.FixtureRequest) -> Iterator[None]:
     """A kernel that faults fails the test that launched it."""

@@ -1435,7 +1435,13 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "sinks take a share",
         ),
         ("lse in units of log 2", "largest * LN_2 + logf(all)", "largest + logf(all)", "natural units"),
-        ("rows of two tokens", "start[1] - row == 1 && row", "row", "sequences with several rows", "rocm"),
+        (
+            "rows of two tokens",
+            "row < num_rows && start[step] == row + 1 ?",
+            "row < num_rows ?",
+            "sequences with several rows",
+            "rocm",
+        ),
         (
             "rows behind the last",
             "row >= 0 && row < num_rows",
@@ -1445,6 +1451,25 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "attention/attention_decode.cu": [
+        (
+            "every block the same steps",
+            "const int turn = (CLUSTER > 1 ? blockIdx.y * NUM_WARPS : 0) + warp;",
+            "const int turn = warp;",
+            "blocks of a cluster share the tokens",
+        ),
+        (
+            "others' results too early",
+            "sync_cluster<CLUSTER>();\n        for (int head",
+            "__syncthreads();\n        for (int head",
+            "a barrier of the cluster comes before",
+        ),
+        (
+            "the first block's results",
+            "load_of_block<CLUSTER>(part_of(0, head) + i, rank);",
+            "load_of_block<CLUSTER>(part_of(0, head) + i, 0);",
+            "blocks of a cluster share the tokens",
+        ),
+        ("gone too early", "leave_cluster<CLUSTER>();", "", "another block reads what this one found"),
         (
             "steps begin where they like",
             "BLOCK_SIZE % TILE_TOKENS == 0 ? TILE_TOKENS :",
@@ -2496,6 +2521,19 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "sampling/top_k_per_row.cu": [
+        (
+            "the first block's bins",
+            "sum += load_of_block<CLUSTER>(word, rank);",
+            "sum += load_of_block<CLUSTER>(word, 0);",
+            "long rows of few",
+        ),
+        ("larger ones of all", "rank < blockIdx.y; ++rank", "rank < CLUSTER; ++rank", "later pieces"),
+        (
+            "gone too early",
+            "if constexpr (CLUSTER > 1) sync_cluster<CLUSTER>();  // the blocks behind",
+            "// the blocks behind",
+            "another block reads what this one counted",
+        ),
         ("absent is zero", "ABSENT = ~0u;", "ABSENT = 0;", "what is beside a segment is taken before negative numbers"),
         ("bins are not begun anew", "next[i] = 0;\n            return find_from", "return find_from", "third digits"),
         ("samples wanted in full", "* 1.25f + 16.0f", "* 100.0f", "a sample that says nothing"),
@@ -2559,6 +2597,24 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "sampling/sampling_row.cu": [
+        (
+            "the first block's sums",
+            "sum += load_of_block<CLUSTER>(sums + group, rank);",
+            "sum += load_of_block<CLUSTER>(sums + group, 0);",
+            "rows of several blocks",
+        ),
+        (
+            "the weights of all before",
+            "shfl<WARP_SIZE>(up_to, blockIdx.y) - own;",
+            "shfl<WARP_SIZE>(up_to, CLUSTER - 1) - own;",
+            "rows of several blocks",
+        ),
+        (
+            "gone too early",
+            "lane) : 0);\n    sync_cluster<CLUSTER>();",
+            "lane) : 0);\n",
+            "another block reads its sum",
+        ),
         ("a number is nothing", "LEAST_KEY = 0x00800000u;", "LEAST_KEY = 0x80000000u;", "rows of negative logits"),
         ("top-p of NaN", "top_p[row] < 1.0f;", "!(top_p[row] >= 1.0f);", "NaN stands for all"),
         ("one less", "return share < 1.0 ? uint64_t(1)", "return share < 1.0 ? uint64_t(0)", "top-p 0 leaves one"),

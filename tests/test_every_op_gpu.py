@@ -48,7 +48,7 @@ def test_runs_on_the_current_stream(op: Op, library: str) -> None:
 
     source = _args(op)
     args = clones(source)
-    call = op.wrapper if library == "torch" else _cupy_call(op)
+    call = op if library == "torch" else _cupy_call(op)
     call(*clones(source))  # compile
     results = expected(op, source)
     inputs = [p.name for p in op.tensors if p.role != "out" and p.name in named(op, args)]

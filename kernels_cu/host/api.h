@@ -21,6 +21,11 @@ HOST_API __attribute__((const)) unsigned lane_index();
 // Wait for every thread of the block.
 HOST_API void block_barrier(const char* file, int line);
 
+// Wait for every thread of the cluster: of the blocks that follow each other in y.
+HOST_API void cluster_barrier(const char* file, int line);
+// Read what block `rank` of the cluster has where this one has `own`, in shared memory.
+HOST_API void read_of_block(void* to, const void* own, unsigned rank, size_t bytes);
+
 // Wait for the named lanes of the warp. The last to arrive runs `combine` over what each of them brought.
 using Combine = void (*)(void* const* payloads, uint64_t lanes);
 HOST_API void warp_collective(const char* name, uint64_t lanes, void* payload, Combine combine, const char* file, int line);
@@ -30,7 +35,7 @@ HOST_API void warp_barrier(uint64_t lanes, const char* file, int line);
 // Shared memory: the place of an array that stands in the source, and of what the launch asked for.
 struct Slot {
     uint64_t launch;
-    void* address;
+    size_t offset;
 };
 HOST_API void* static_shared(Slot& slot, size_t bytes, size_t alignment);
 HOST_API void* dynamic_shared();

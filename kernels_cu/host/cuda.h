@@ -177,6 +177,15 @@ using host_lanes = uint64_t;
 inline void __syncthreads(HOST_PLACE) { host::block_barrier(file, line); }
 inline void __syncwarp(host_lanes lanes = ~host_lanes(0), HOST_PLACE) { host::warp_barrier(lanes, file, line); }
 
+// Clusters: include/cluster.cuh.
+inline void host_sync_cluster(HOST_PLACE) { host::cluster_barrier(file, line); }
+template <typename T>
+inline T host_load_of_block(const T* own, unsigned rank) {
+    T value;
+    host::read_of_block(&value, own, rank, sizeof value);
+    return value;
+}
+
 template <typename T>
 struct host_shuffle {
     T value, result;

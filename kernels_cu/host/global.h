@@ -5,6 +5,8 @@
 // atomic operation of an earlier one may have waited for what that block wrote: from there on nothing that it does is held
 // against the blocks before it.
 //
+// Barriers of a cluster order accesses of its blocks.
+//
 // The record of a byte lives in a page of records, found by the number of its page of memory. Epochs never repeat, so
 // records of earlier launches are told by their age and nothing is cleared between two.
 #pragma once
@@ -22,7 +24,6 @@ struct Global {
     Records** table;  // of MOST_PAGES, by open addressing
     size_t num_pages;
     Records* recent;
-    uint32_t synchronised;  // first epoch of the block that has met an earlier one's atomic operation
 };
 inline Global global_memory;
 
@@ -64,21 +65,26 @@ inline Records* records_of(uintptr_t page) {
                 verb_of(kind), index.x, index.y, index.z, before);
 }
 
+// Whether another block of the cluster has passed its last barrier since.
+inline bool before_barrier_of_cluster(uint32_t epoch) {
+    const uint32_t since = epoch - cluster[0].first_epoch;
+    return since < state.launch.cluster * MOST_BARRIERS && state.launch.cluster > 1 && epoch <= cluster[since / MOST_BARRIERS].barrier_epoch;
+}
+
 inline void check_global(const char* address, size_t bytes, Access kind, const void* pc) {
-    if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * MOST_THREADS) return;
-    Global& global = global_memory;
+    if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.room) return;
     for (const char* at = address; at < address + bytes; ++at) {
         const uintptr_t number = reinterpret_cast<uintptr_t>(at);
         Records* records = records_of(number / PAGE);
         if (!records) return;
         Touches& byte = records->bytes[number % PAGE];
         const bool written = byte.write_epoch >= memory.launch_epoch;
-        const bool by_this_block = byte.write_epoch >= memory.first_epoch;
+        const bool by_this_block = is_own(byte.write_epoch);
         if (written && kind != Access::WRITE && byte.atomic) {
-            if (!by_this_block) global.synchronised = memory.first_epoch;
+            if (!by_this_block) memory.synchronised = true;
         } else if (written && by_this_block && !ordered(byte.writer, byte.write_epoch, byte.write_warp_epoch)) {
             global_race(kind, "written", true, byte.writer, pc);
-        } else if (written && !by_this_block && global.synchronised != memory.first_epoch) {
+        } else if (written && !by_this_block && !memory.synchronised && !before_barrier_of_cluster(byte.write_epoch)) {
             global_race(kind, "written", false, 0, pc);
         }
         if (kind == Access::READ) {
@@ -86,9 +92,9 @@ inline void check_global(const char* address, size_t bytes, Access kind, const v
             continue;
         }
         if (kind == Access::WRITE && byte.read_epoch >= memory.launch_epoch) {
-            const bool by_others = byte.read_epoch < memory.first_epoch || byte.many_blocks_read;
+            const bool by_others = (!is_own(byte.read_epoch) && !before_barrier_of_cluster(byte.read_epoch)) || byte.many_blocks_read;
             if (!reads_are_over(byte)) global_race(kind, "read", true, byte.reader, pc);
-            if (by_others && global.synchronised != memory.first_epoch) global_race(kind, "read", false, 0, pc);
+            if (by_others && !memory.synchronised) global_race(kind, "read", false, 0, pc);
         }
         record_write(byte, kind == Access::ATOMIC);
     }

@@ -6,7 +6,10 @@
 // asynchronous copy has yet to deliver are found whatever the schedule.
 //
 // Time is counted in epochs: one for the block, which every barrier of the block begins anew, and one for each warp, which
-// a barrier of the warp does.
+// a barrier of the warp does. Epochs of blocks never repeat; those of a block of a cluster come out of a range of its own.
+//
+// The blocks of a cluster have a range of addresses each, an arena. One reads another's arena only by `read_of_block`, and only
+// what was written before the last barrier of the cluster, and is not written again before the next.
 #pragma once
 #include <string.h>
 #include <sys/mman.h>
@@ -18,6 +21,9 @@ constexpr size_t PAGE = 4096;
 constexpr size_t STATIC_BYTES = 256 * 1024, DYNAMIC_BYTES = 256 * 1024;
 constexpr size_t GAP = 128;  // between two static arrays
 constexpr size_t SHARED_BYTES = STATIC_BYTES + DYNAMIC_BYTES;
+constexpr size_t ARENA = SHARED_BYTES + 2 * PAGE;  // the first page and the last are not mapped
+constexpr uint32_t MOST_BARRIERS = 4096;           // of a block of a cluster
+constexpr uint32_t MOST_EPOCHS = UINT32_MAX / 2;   // of any other
 
 // Who touched a byte last, and when.
 struct Touches {
@@ -32,59 +38,112 @@ struct Touches {
 
 struct Byte : Touches {
     const void *write_pc, *read_pc;
+    uint32_t phase;   // of the cluster in which another block last read it
     uint16_t copier;  // 1 + the thread whose asynchronous copy will write it; 0: none
     bool allocated;
 };
 
 struct Memory {
-    char* shared;  // of SHARED_BYTES
+    char* arenas;
+    Byte* records;  // SHARED_BYTES for each arena
+    unsigned num_arenas;
+    char* shared;  // of the block that runs: SHARED_BYTES
     Byte* bytes;
     size_t static_used;
     char* dynamic;
     uint32_t epoch, first_epoch, launch_epoch;  // now; when the block began; when the launch did
+    uint32_t span;                              // how many epochs it has at most behind the first
+    uint32_t reserved;                          // the last epoch of all clusters so far
+    bool synchronised;                          // it has met an earlier block's atomic operation on global memory
     uint32_t warp_epoch[MOST_THREADS / 32];
 };
 inline Memory memory;
+
+// What a block of a cluster leaves when it is another's turn.
+struct Paused {
+    Index block;
+    bool ended, synchronised;
+    uint32_t first_epoch, epoch, barrier_epoch;  // the last: at the last barrier of the cluster
+    uint32_t warp_epoch[MOST_THREADS / 32];
+    Thread threads[MOST_THREADS];
+};
+inline Paused cluster[MOST_BLOCKS];
 
 inline char* map_pages(size_t bytes) {
     void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return pages == MAP_FAILED ? nullptr : static_cast<char*>(pages);
 }
 
-inline bool memory_init() {
-    if (memory.shared) return true;
-    char* pages = map_pages(SHARED_BYTES + 2 * PAGE);
-    memory.bytes = reinterpret_cast<Byte*>(map_pages(SHARED_BYTES * sizeof(Byte)));
-    if (!pages || !memory.bytes) return false;
-    mprotect(pages, PAGE, PROT_NONE);
-    mprotect(pages + PAGE + SHARED_BYTES, PAGE, PROT_NONE);
-    memory.shared = pages + PAGE;
+inline bool memory_init(unsigned num_arenas) {
+    if (memory.num_arenas >= num_arenas) return true;
+    if (memory.num_arenas) {
+        munmap(memory.arenas, ARENA * memory.num_arenas);
+        munmap(memory.records, SHARED_BYTES * sizeof(Byte) * memory.num_arenas);
+    }
+    memory.num_arenas = 0;
+    memory.static_used = 0;
+    memory.dynamic = nullptr;
+    memory.arenas = map_pages(ARENA * num_arenas);
+    memory.records = reinterpret_cast<Byte*>(map_pages(SHARED_BYTES * sizeof(Byte) * num_arenas));
+    if (!memory.arenas || !memory.records) return false;
+    for (unsigned rank = 0; rank < num_arenas; ++rank) {
+        mprotect(memory.arenas + ARENA * rank, PAGE, PROT_NONE);
+        mprotect(memory.arenas + ARENA * (rank + 1) - PAGE, PAGE, PROT_NONE);
+    }
+    memory.num_arenas = num_arenas;
     return true;
 }
 
+// Block `rank` of the cluster is the one that runs.
+inline void memory_enter(unsigned rank) {
+    const size_t dynamic = memory.dynamic ? memory.dynamic - memory.shared : 0;
+    memory.shared = memory.arenas + ARENA * rank + PAGE;
+    memory.bytes = memory.records + SHARED_BYTES * rank;
+    memory.dynamic = memory.shared + dynamic;
+}
+
 inline void allocate(size_t offset, size_t bytes) {
-    for (size_t i = 0; i < bytes; ++i) {
-        memory.bytes[offset + i].allocated = true;
-        memory.bytes[offset + i].copier = 0;
+    for (unsigned rank = 0; rank < state.launch.cluster; ++rank) {
+        for (size_t i = offset; i < offset + bytes; ++i) {
+            memory.records[SHARED_BYTES * rank + i].allocated = true;
+            memory.records[SHARED_BYTES * rank + i].copier = 0;
+        }
+        memset(memory.arenas + ARENA * rank + PAGE + offset, 0xff, bytes);
     }
-    memset(memory.shared + offset, 0xff, bytes);
 }
 
 inline void memory_begin_launch() {
-    for (size_t i = 0; i < memory.static_used; ++i) memory.bytes[i].allocated = false;
-    if (memory.dynamic) {
-        for (size_t i = memory.dynamic - memory.shared; i < SHARED_BYTES; ++i) memory.bytes[i].allocated = false;
+    for (unsigned rank = 0; rank < memory.num_arenas; ++rank) {
+        Byte* bytes = memory.records + SHARED_BYTES * rank;
+        for (size_t i = 0; i < memory.static_used; ++i) bytes[i].allocated = false;
+        for (size_t i = memory.dynamic ? memory.dynamic - memory.shared : SHARED_BYTES; i < SHARED_BYTES; ++i) bytes[i].allocated = false;
     }
     memory.static_used = 0;
+    // A launch that a fault has ended may have left a block of a cluster with epochs before those of others.
+    if (memory.epoch < memory.reserved) memory.epoch = memory.reserved;
     memory.launch_epoch = memory.epoch + 1;
+    ++state.phase;
     // It ends where the mapping ends, but for what its alignment takes.
     const size_t offset = (SHARED_BYTES - state.launch.shared_bytes) & ~size_t(15);
+    memory.dynamic = nullptr;
+    memory_enter(0);
     memory.dynamic = memory.shared + offset;
     allocate(offset, state.launch.shared_bytes);
 }
 
+inline void next_epoch() {
+    if (memory.epoch - memory.first_epoch == memory.span) raise_fault("bad launch", {}, "a block has more than %u barriers", memory.span);
+    ++memory.epoch;
+}
+
+// The epochs from `first` on, `span` more of them, are the block's.
+inline void memory_enter_epochs(uint32_t first, uint32_t span) {
+    memory.first_epoch = memory.epoch = first;
+    memory.span = span;
+    memory.synchronised = false;
+}
+
 inline void memory_begin_block() {
-    memory.first_epoch = ++memory.epoch;
     // Every bit set: a NaN in the float formats, so that what a hook does not see shows in results.
     memset(memory.shared, 0xff, memory.static_used);
     memset(memory.dynamic, 0xff, state.launch.shared_bytes);
@@ -96,16 +155,19 @@ void* static_shared(Slot& slot, size_t bytes, size_t alignment) {
     if (slot.launch != state.launch_number) {
         const size_t offset = (memory.static_used + GAP + alignment - 1) / alignment * alignment;
         if (offset + bytes + GAP > STATIC_BYTES) raise_fault("too much shared memory", {}, "static arrays fill 256 KiB");
-        slot = {state.launch_number, memory.shared + offset};
+        slot = {state.launch_number, offset};
         memory.static_used = offset + bytes;
         allocate(offset, bytes);
     }
-    return slot.address;
+    return memory.shared + slot.offset;
 }
 
 void* dynamic_shared() { return memory.dynamic; }
 
-// Whether an access of the running thread comes after one of `thread` at these times, with a barrier in between.
+// Whether it is an epoch of the block that runs.
+inline bool is_own(uint32_t epoch) { return epoch - memory.first_epoch <= memory.span; }
+
+// Whether an access of the running thread comes after one of `thread` of its block at these times, with a barrier in between.
 inline bool ordered(uint16_t thread, uint32_t epoch, uint32_t warp_epoch) {
     if (epoch < memory.epoch || thread == state.current->number) return true;
     const unsigned warp = threads[thread].warp;
@@ -123,10 +185,10 @@ inline void record_read(Touches& byte) {
     const Thread& thread = *state.current;
     if (byte.read_epoch < memory.launch_epoch) {
         byte.many_blocks_read = false;
-    } else if (byte.read_epoch < memory.first_epoch) {
+    } else if (!is_own(byte.read_epoch)) {
         byte.many_blocks_read = true;
     }
-    if (byte.read_epoch < memory.epoch) {
+    if (byte.read_epoch != memory.epoch) {
         byte.many_readers = byte.many_warps_read = false;
     } else if (byte.reader != thread.number) {
         if (threads[byte.reader].warp != thread.warp) byte.many_warps_read = true;
@@ -145,9 +207,9 @@ inline void record_write(Touches& byte, bool atomic) {
     byte.atomic = atomic;
 }
 
-// Whether a write of the running thread comes after every read of the byte.
+// Whether a write of the running thread comes after every read of the byte by its block.
 inline bool reads_are_over(const Touches& byte) {
-    if (byte.read_epoch < memory.epoch) return true;
+    if (byte.read_epoch != memory.epoch) return true;
     if (byte.many_warps_read) return false;
     const unsigned warp = threads[byte.reader].warp;
     if (warp == state.current->warp && byte.read_warp_epoch < memory.warp_epoch[warp]) return true;
@@ -189,10 +251,46 @@ inline void check_access(const void* address, size_t bytes, Access kind, const v
             byte.read_pc = pc;
         } else {
             if (!reads_are_over(byte)) race(verb, "read", byte.reader, pc, byte.read_pc);
+            if (byte.phase == state.phase) {
+                raise_fault("shared memory race", where, "%s of shared memory that another block of the cluster has read since its last barrier", verb);
+            }
             record_write(byte, kind == Access::ATOMIC);
             byte.write_pc = pc;
         }
     }
+}
+
+__attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned rank, size_t size) {
+    const void* pc = __builtin_return_address(0);
+    const Where where = {nullptr, 0, pc, nullptr};
+    const size_t offset = static_cast<const char*>(own) - memory.shared;
+    if (rank >= state.launch.cluster || offset >= SHARED_BYTES) {
+        raise_fault("out-of-bounds shared access", where, "read of block %u in a cluster of %u", rank, state.launch.cluster);
+    }
+    if (rank == state.rank) {
+        check_access(own, size, Access::READ, pc);
+    } else if (cluster[rank].ended) {
+        raise_fault("early exit", where, "read of shared memory of block %u of the cluster, which has ended", rank);
+    } else {
+        for (size_t i = offset; i < offset + size; ++i) {
+            Byte& byte = memory.records[SHARED_BYTES * rank + i];
+            if (i >= SHARED_BYTES || !byte.allocated) {
+                raise_fault("out-of-bounds shared access", where, "read of %zu bytes outside every shared array", size);
+            }
+            if (byte.copier) raise_fault("async copy not waited for", where, "read of shared memory that an asynchronous copy has yet to write");
+            if (byte.write_epoch < cluster[rank].first_epoch) {
+                raise_fault("uninitialised shared memory", where, "read of shared memory that block %u of the cluster has not written", rank);
+            }
+            if (byte.write_epoch > cluster[rank].barrier_epoch) {
+                const Index& index = threads[byte.writer].index;
+                raise_fault("shared memory race", {nullptr, 0, pc, byte.write_pc},
+                            "read of shared memory that thread (%u, %u, %u) of block %u of the cluster has written since its last barrier",
+                            index.x, index.y, index.z, rank);
+            }
+            byte.phase = state.phase;
+        }
+    }
+    memcpy(to, memory.arenas + ARENA * rank + PAGE + offset, size);
 }
 
 __attribute__((noinline)) void access(const void* address, size_t bytes, Access kind) {
@@ -220,7 +318,7 @@ __attribute__((noinline)) void copy_async(void* to, const void* from, unsigned b
     check_access(from, valid_bytes, Access::READ, pc);
     memcpy(read_now, from, valid_bytes);
     asm volatile("" : : "r"(read_now) : "memory");
-    copies[thread.number][thread.num_copies++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes,
+    copies[state.rank][thread.number][thread.num_copies++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes,
                                                   valid_bytes, thread.group};
 }
 
@@ -231,9 +329,9 @@ void wait_for_copies(unsigned groups_in_flight) {
     Thread& thread = *state.current;
     unsigned kept = 0;
     for (unsigned i = 0; i < thread.num_copies; ++i) {
-        const Copy copy = copies[thread.number][i];
+        const Copy copy = copies[state.rank][thread.number][i];
         if (copy.group + groups_in_flight >= thread.group) {
-            copies[thread.number][kept++] = copy;
+            copies[state.rank][thread.number][kept++] = copy;
             continue;
         }
         memcpy(copy.to, copy.from, copy.valid_bytes);

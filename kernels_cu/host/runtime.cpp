@@ -59,10 +59,10 @@ inline void on_signal(int signal, siginfo_t* info, void* context) {
     if (signal == SIGSEGV && info->si_code == SI_KERNEL) {  // x86 gives no address here
         raise_fault("misaligned access", where, "%s by a vector instruction, or at what is no address", machine.verb);
     }
-    if (address >= memory.shared - PAGE && address < memory.shared + SHARED_BYTES + PAGE) {
+    if (address >= memory.arenas && address < memory.arenas + ARENA * memory.num_arenas) {
         raise_fault("out-of-bounds shared access", where, "%s beside shared memory", machine.verb);
     }
-    if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * MOST_THREADS) {
+    if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.room) {
         raise_fault("stack overflow", where, "local arrays take more than %zu KiB", STACK_BYTES / 1024);
     }
     raise_fault("out-of-bounds global access", where, "%s at address %p", machine.verb, static_cast<const void*>(address));
@@ -121,6 +121,7 @@ extern "C" HOST_API const host::Fault* pyops_host_run(void (*entry)(void**), voi
     state.current = nullptr;
     state.asked_pc = nullptr;
     state.block = {};
+    state.rank = 0;
     launching_thread = this_thread();
     const Fault* fault = nullptr;
     if (sigsetjmp(state.escape, 1) == 0) {
@@ -128,7 +129,10 @@ extern "C" HOST_API const host::Fault* pyops_host_run(void (*entry)(void**), voi
             raise_fault("bad launch", {}, "a block has 1 to %u threads", MOST_THREADS);
         }
         if (launch->shared_bytes > DYNAMIC_BYTES) raise_fault("bad launch", {}, "more than 256 KiB of shared memory");
-        if (!memory_init() || !stacks_init(num_threads())) raise_fault("bad launch", {}, "out of memory");
+        if (launch->cluster > MOST_BLOCKS || launch->grid.y % launch->cluster) {
+            raise_fault("bad launch", {}, "%u blocks in y, clusters of %u", launch->grid.y, launch->cluster);
+        }
+        if (!memory_init(launch->cluster) || !stacks_init(num_threads() * launch->cluster)) raise_fault("bad launch", {}, "out of memory");
     } else {
         return &state.fault;
     }

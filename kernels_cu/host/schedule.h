@@ -1,4 +1,4 @@
-// schedule.h: which thread runs next, and where threads wait for one another.
+// schedule.h: which thread runs next, which block of a cluster does, and where threads wait for one another.
 //
 // A thread runs until it waits. Orders: first in first out; the same from the last thread and block to the first; one
 // warp as far as it gets before the next; and, by a seed, any thread that can run.
@@ -12,7 +12,7 @@ constexpr size_t STACK_BYTES = 128 * 1024;  // its first page is not mapped
 
 struct Scheduler {
     char* stacks;
-    unsigned num_stacks;  // that have their guard
+    unsigned room, num_stacks;  // for so many; that have their guard
     // Threads that can run: a ring for the orders that take the oldest, a stack for those that take the newest.
     uint16_t ready[MOST_THREADS];
     unsigned first, num_ready;
@@ -31,8 +31,14 @@ inline uint64_t random_number() {
 }
 
 inline bool stacks_init(unsigned count) {
-    if (!scheduler.stacks) scheduler.stacks = map_pages(STACK_BYTES * MOST_THREADS);
-    if (!scheduler.stacks) return false;
+    if (scheduler.room < count) {
+        if (scheduler.room) munmap(scheduler.stacks, STACK_BYTES * scheduler.room);
+        scheduler.room = scheduler.num_stacks = 0;
+        const unsigned room = count > MOST_THREADS ? MOST_BLOCKS * MOST_THREADS : MOST_THREADS;
+        scheduler.stacks = map_pages(STACK_BYTES * room);
+        if (!scheduler.stacks) return false;
+        scheduler.room = room;
+    }
     for (; scheduler.num_stacks < count; ++scheduler.num_stacks) {
         mprotect(scheduler.stacks + scheduler.num_stacks * STACK_BYTES, PAGE, PROT_NONE);
     }
@@ -149,10 +155,20 @@ __attribute__((noinline)) void block_barrier(const char* file, int line) {
             if (!same_place(thread, threads[i])) deadlock();
         }
         scheduler.num_at_barrier = 0;
-        ++memory.epoch;
+        next_epoch();
         make_ready(threads, num_threads(), all);
     }
     yield();
+}
+
+__attribute__((noinline)) void cluster_barrier(const char* file, int line) {
+    Thread& thread = begin_wait(Wait::CLUSTER, "sync_cluster", 0, file, line, __builtin_return_address(0));
+    if (++scheduler.num_at_barrier < num_threads()) return yield();
+    for (unsigned i = 0; i < num_threads(); ++i) {
+        if (!same_place(thread, threads[i])) deadlock();
+    }
+    scheduler.num_at_barrier = 0;
+    pyops_host_switch(&thread.stack_pointer, state.main_stack_pointer);  // the next block's turn
 }
 
 // Wait with the named lanes for one another; the last to arrive runs `complete(payloads, lanes)`.
@@ -209,7 +225,33 @@ inline void thread_main() {
     pyops_host_switch(&abandoned, state.main_stack_pointer);
 }
 
-inline void run_block(Index block) {
+inline void pause_block(Paused& paused) {
+    paused.block = state.block;
+    paused.epoch = memory.epoch;
+    paused.synchronised = memory.synchronised;
+    memcpy(paused.warp_epoch, memory.warp_epoch, sizeof memory.warp_epoch);
+    memcpy(paused.threads, threads, num_threads() * sizeof(Thread));
+}
+
+inline void resume_block(const Paused& paused) {
+    memory_enter_epochs(paused.first_epoch, MOST_BARRIERS - 1);
+    memory.epoch = paused.epoch;
+    memory.synchronised = paused.synchronised;
+    memcpy(memory.warp_epoch, paused.warp_epoch, sizeof memory.warp_epoch);
+    memcpy(threads, paused.threads, num_threads() * sizeof(Thread));
+    state.block = paused.block;
+    scheduler.num_alive = num_threads();
+    next_epoch();
+}
+
+// Run the threads that can, until all of the block wait for the cluster or have exited.
+inline void run_threads() {
+    make_ready(threads, num_threads(), all);
+    state.current = take_ready();
+    pyops_host_switch(&state.main_stack_pointer, state.current->stack_pointer);
+}
+
+inline void begin_block(Index block) {
     state.block = block;
     memory_begin_block();
     const Index size = state.launch.block;
@@ -224,18 +266,60 @@ inline void run_block(Index block) {
         thread.index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
         thread.lane = i % warp_size();
         thread.warp = i / warp_size();
-        thread.stack_pointer = new_fiber(scheduler.stacks + (i + 1) * STACK_BYTES, thread_main);
+        thread.stack_pointer = new_fiber(scheduler.stacks + (state.rank * num_threads() + i + 1) * STACK_BYTES, thread_main);
     }
-    make_ready(threads, num_threads(), all);
-    state.current = take_ready();
-    pyops_host_switch(&state.main_stack_pointer, state.current->stack_pointer);
+}
+
+inline void run_block(Index block) {
+    memory_enter_epochs(memory.epoch + 1, MOST_EPOCHS);
+    begin_block(block);
+    run_threads();
+}
+
+// The blocks that follow `first` in y, in turns from one barrier of the cluster to the next.
+inline void run_cluster(Index first) {
+    const unsigned count = state.launch.cluster;
+    const uint32_t first_epoch = memory.epoch + 1;
+    memory.reserved = memory.epoch + count * MOST_BARRIERS;
+    for (unsigned rank = 0; rank < count; ++rank) {
+        cluster[rank].first_epoch = first_epoch + rank * MOST_BARRIERS;
+        cluster[rank].epoch = 0;
+        cluster[rank].ended = false;
+    }
+    unsigned num_ended = 0;
+    for (bool begun = false; num_ended < count; begun = true) {
+        ++state.phase;
+        for (unsigned rank = 0; rank < count; ++rank) cluster[rank].barrier_epoch = cluster[rank].epoch;
+        const unsigned start = state.launch.order == Order::SHUFFLED ? random_number() % count : 0;
+        for (unsigned turn = 0; turn < count; ++turn) {
+            const unsigned rank = state.launch.order == Order::REVERSED ? count - 1 - turn : (start + turn) % count;
+            Paused& own = cluster[rank];
+            if (begun && own.ended) continue;
+            state.rank = rank;
+            memory_enter(rank);
+            if (begun) {
+                resume_block(own);
+            } else {
+                memory_enter_epochs(own.first_epoch, MOST_BARRIERS - 1);
+                begin_block({first.x, first.y + rank, first.z});
+            }
+            run_threads();
+            own.ended = state.current == nullptr;
+            num_ended += own.ended;
+            pause_block(own);
+        }
+    }
+    memory.epoch = memory.reserved;
+    state.rank = 0;
+    memory_enter(0);
 }
 
 inline void run_grid() {
     const Index grid = state.launch.grid;
-    const uint64_t count = uint64_t(grid.x) * grid.y * grid.z;
+    const unsigned rows = grid.y / state.launch.cluster;
+    const uint64_t count = uint64_t(grid.x) * rows * grid.z;
     scheduler.random = state.launch.seed;
-    // A shuffled grid visits its blocks in steps that have no factor in common with their number.
+    // A shuffled grid visits its blocks, or clusters, in steps that have no factor in common with their number.
     uint64_t step = 1, start = 0;
     if (state.launch.order == Order::SHUFFLED) {
         const auto common = [](uint64_t a, uint64_t b) {
@@ -254,7 +338,9 @@ inline void run_grid() {
         uint64_t number = i;
         if (state.launch.order == Order::REVERSED) number = count - 1 - i;
         if (state.launch.order == Order::SHUFFLED) number = (start + (unsigned __int128)i * step) % count;
-        run_block({unsigned(number % grid.x), unsigned(number / grid.x % grid.y), unsigned(number / grid.x / grid.y)});
+        const Index first = {unsigned(number % grid.x), unsigned(number / grid.x % rows) * state.launch.cluster, unsigned(number / grid.x / rows)};
+        if (state.launch.cluster == 1) run_block(first);
+        else run_cluster(first);
     }
 }
 

@@ -1,7 +1,7 @@
 // state.h: the launch that runs, its threads, and the fault that ended it.
 //
 // One launch runs at a time, its blocks one after another, the threads of a block as fibers of one thread of the
-// process.
+// process. Blocks of a cluster take turns: each runs until all of its threads wait for the cluster.
 #pragma once
 #include <dlfcn.h>
 #include <setjmp.h>
@@ -13,8 +13,9 @@ namespace host {
 
 constexpr unsigned MOST_THREADS = 1024;
 constexpr unsigned MOST_COPIES = 256;  // that a thread may have in flight
+constexpr unsigned MOST_BLOCKS = 8;    // of a cluster
 
-enum class Wait : uint8_t { NOTHING, BLOCK, WARP, EXITED };
+enum class Wait : uint8_t { NOTHING, BLOCK, WARP, CLUSTER, EXITED };
 
 struct Copy {
     char* to;
@@ -42,7 +43,7 @@ enum class Order : uint32_t { FIFO, REVERSED, GREEDY, SHUFFLED };
 // Filled in by host.py.
 struct Launch {
     Index grid, block;
-    uint32_t shared_bytes, warp_size;
+    uint32_t shared_bytes, warp_size, cluster;
     Order order;
     uint32_t time_limit_ms;
     uint64_t seed;
@@ -62,6 +63,8 @@ struct State {
     void (*entry)(void**);
     void** parameters;
     Index block;
+    unsigned rank;   // of the block in its cluster
+    uint32_t phase;  // of the cluster: what lies between two of its barriers. Never repeats
     Thread* current;
     const void* asked_pc;  // where the kernel last told of an access
     void* main_stack_pointer;
@@ -72,7 +75,7 @@ struct State {
 
 inline State state;
 inline Thread threads[MOST_THREADS];
-inline Copy copies[MOST_THREADS][MOST_COPIES];
+inline Copy copies[MOST_BLOCKS][MOST_THREADS][MOST_COPIES];
 
 inline unsigned num_threads() { return state.launch.block.x * state.launch.block.y * state.launch.block.z; }
 

@@ -1,10 +1,10 @@
 // cluster.cuh: blocks that run at the same time, wait for each other and read each other's shared memory (sm_90 and later).
 //
-// A plan makes clusters only where the device has them; elsewhere, and on the host, a cluster is one block.
+// A plan makes clusters only where the device has them; elsewhere a cluster is one block.
 #pragma once
 #include "platform.cuh"
 
-// Before the name of a kernel: BLOCKS blocks that follow each other in y make a cluster.
+// Before the name of a kernel: BLOCKS blocks that follow each other in y make a cluster. (The host reads it in the source.)
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
 #define CLUSTER_OF(BLOCKS) __cluster_dims__(1, BLOCKS, 1)
 #else
@@ -19,6 +19,8 @@ DEVICE void sync_cluster() {
         asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
         return;
     }
+#elif PYOPS_HOST
+    if constexpr (BLOCKS > 1) return host_sync_cluster();
 #endif
     __syncthreads();
 }
@@ -32,6 +34,8 @@ DEVICE void leave_cluster() {
     if constexpr (BLOCKS > 1) {
         asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
     }
+#elif PYOPS_HOST
+    if constexpr (BLOCKS > 1) host_sync_cluster();
 #endif
 }
 
@@ -53,6 +57,8 @@ DEVICE uint32_t load_of_block(const uint32_t* word, unsigned rank) {
         asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address_in_block(word, rank)) : "memory");
         return value;
     }
+#elif PYOPS_HOST
+    if constexpr (BLOCKS > 1) return host_load_of_block(word, rank);
 #endif
     return *word;
 }
@@ -70,6 +76,8 @@ DEVICE uint64_t load_of_block(const uint64_t* pair, unsigned rank) {
         asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address_in_block(pair, rank)) : "memory");
         return value;
     }
+#elif PYOPS_HOST
+    if constexpr (BLOCKS > 1) return host_load_of_block(pair, rank);
 #endif
     return *pair;
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from .dtypes import DType, float8_e4m3fn, float8_e4m3fnuz
@@ -58,7 +58,7 @@ _MODELS = {
     "sm_100": Device(-1, "sm_100", 148, 32, 227 * 1024, 8),
     "gfx942": Device(-1, "gfx942", 304, 64, 64 * 1024),
 }
-_HOST = replace(_MODELS["sm_90"], cluster=1)
+_HOST = _MODELS["sm_90"]
 
 
 def model(arch: str = "sm_90") -> Device:

@@ -152,6 +152,9 @@ _SHARED = re.compile(
 )
 
 
+_CLUSTER = re.compile(r"\bvoid\s+CLUSTER_OF\s*\(([^)]*)\)")
+
+
 def _declare_shared(match: re.Match[str]) -> str:
     """A shared array as a reference to memory of the runtime's, on as many lines."""
     align, kind, name, sizes = match["align"] or "16", match["type"], match["name"], match["sizes"]
@@ -167,11 +170,14 @@ def _declare_shared(match: re.Match[str]) -> str:
 
 def unit(text: str, entry: str, warp_size: int = 32) -> str:
     """The C++ source that is compiled for the kernel `entry` of `text`."""
+    cluster = _CLUSTER.search(text)
     return (
         f"#define PYOPS_HOST_WARP_SIZE {warp_size}\n{source.inline('host/mma.h')}\n"
         f"namespace pyops_kernel {{\n{_SHARED.sub(_declare_shared, text)}\n}}\n"
         f'extern "C" HOST_API void pyops_host_entry(void** parameters) {{\n'
         f"    host::call(pyops_kernel::{entry}, parameters);\n}}\n"
+        f'extern "C" HOST_API unsigned pyops_host_cluster() {{\n'
+        f"    using namespace pyops_kernel;\n    return {cluster[1] if cluster else 1};\n}}\n"
     )
 
 
@@ -236,6 +242,7 @@ class _Launch(ctypes.Structure):  # state.h
         ("block", _Index),
         ("shared_bytes", ctypes.c_uint32),
         ("warp_size", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
         ("order", ctypes.c_uint32),
         ("time_limit_ms", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
@@ -266,6 +273,7 @@ class HostFunction:
     library: str
     lines: Callable[[], str] = field(repr=False)  # gives the path of the same library with lines of the source
     warp_size: int
+    cluster: int  # blocks
     entry: int = field(repr=False)
     run: Any = field(repr=False)
 
@@ -281,6 +289,7 @@ class HostFunction:
             _Index(*threads),
             shared,
             self.warp_size,
+            self.cluster,
             ORDERS.index(conditions.schedule.order),
             max(1, int(conditions.seconds * 1e3)),
             conditions.schedule.seed,
@@ -340,7 +349,7 @@ def _load(text: str, entry: str, kernel: str, constants: str, warp_size: int) ->
     def lines() -> str:
         return _build("lines", unit(text, entry, warp_size), (runtime,), kernel, constants)
 
-    return HostFunction(kernel, constants, path, lines, warp_size, address, run)
+    return HostFunction(kernel, constants, path, lines, warp_size, library.pyops_host_cluster(), address, run)
 
 
 def _open(kind: str, code: str, libraries: tuple[str, ...], kernel: str, constants: str) -> tuple[str, ctypes.CDLL]:

@@ -9,9 +9,13 @@ from typing import Any
 import numpy
 import pytest
 
+import pyops
 from pyops._core import launch
 from pyops._core.dtypes import DType
 from pyops._core.kernel import Kernel
+from pyops.testing import SCHEDULES, scheduled
+
+Run = Callable[..., None]
 
 
 @pytest.fixture
@@ -28,7 +32,7 @@ def run_on_host(kernel: Callable[[str, str], Kernel]) -> Callable[..., None]:
     """
 
     def run(text: str, grid: Any, block: int, shared: int = 0, **values: Any) -> None:
-        (name,) = re.findall(r'extern "C" __global__ void (?:LAUNCH_BOUNDS\(.*?\)\s+)?(\w+)', text)
+        (name,) = re.findall(r'extern "C" __global__ void (?:\w+\(.*?\)\s+)*(\w+)', text)
         made = kernel(name, text)
         constants = {key: value for key, value in values.items() if key.isupper() or isinstance(value, DType)}
         given = {key: value for key, value in values.items() if key not in constants}
@@ -40,3 +44,45 @@ def run_on_host(kernel: Callable[[str, str], Kernel]) -> Callable[..., None]:
         launch.run_on_host([one], tuple(tensors), tuple((name, "d") for name in floats), {}, *words, *floats.values())
 
     return run
+
+
+def with_fault(text: str) -> str:
+    """The text with what stands in `/*FAULT: new*/ old /*END*/` replaced by new."""
+    return re.sub(r"/\*FAULT:(.*?)\*/.*?/\*END\*/", r"\1", text, flags=re.DOTALL)
+
+
+def line_of(text: str, what: str) -> int:
+    return next(number for number, line in enumerate(text.splitlines(), start=1) if what in line)
+
+
+@pytest.fixture
+def caught(run_on_host: Run) -> Callable[..., pyops.KernelFault]:
+    """caught(kinds, text, **launch): the fault of a text under every schedule. Without what it injects it is right.
+
+    Which of several kinds it is depends on the schedule. `right` is called after each run without a fault.
+    """
+
+    def check(
+        kinds: str | tuple[str, ...], text: str, right: Callable[[], bool] = lambda: True, **how: Any
+    ) -> pyops.KernelFault:
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                run_on_host(re.sub(r"/\*(FAULT:.*?|END)\*/", "", text, flags=re.DOTALL), **how)
+            assert right()
+        wrong = with_fault(text)
+        first = None
+        for schedule in SCHEDULES:  # whatever the schedule
+            with scheduled(schedule), pytest.raises(pyops.KernelFault) as caught:
+                run_on_host(wrong, **how)
+            fault = caught.value
+            assert fault.kind == kinds or fault.kind in kinds, fault
+            assert str(fault).startswith(f"{fault.kernel}: {fault.kind}: ")
+            assert fault.file.startswith("kernels_cu/") or fault.kind == "stack overflow"
+            if "// HERE" in wrong:
+                assert ("kernels_cu/" + fault.kernel, line_of(wrong, "// HERE")) in fault.places, fault
+                assert f"{fault.kernel}:{line_of(wrong, '// HERE')}" in str(fault)
+            first = first or fault
+        assert first is not None
+        return first
+
+    return check

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 import pyops
 from pyops._core import host
 from pyops.testing import SCHEDULES, Schedule, guarded, scheduled
+from tests.core.conftest import line_of
 
 pytestmark = pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
 
@@ -23,48 +23,6 @@ Array = numpy.ndarray[Any, Any]
 
 def floats(count: int) -> Array:
     return numpy.arange(count, dtype=numpy.float32)
-
-
-def with_fault(text: str) -> str:
-    """The text with what stands in `/*FAULT: new*/ old /*END*/` replaced by new."""
-    return re.sub(r"/\*FAULT:(.*?)\*/.*?/\*END\*/", r"\1", text, flags=re.DOTALL)
-
-
-def line_of(text: str, what: str) -> int:
-    return next(number for number, line in enumerate(text.splitlines(), start=1) if what in line)
-
-
-@pytest.fixture
-def caught(run_on_host: Run) -> Callable[..., pyops.KernelFault]:
-    """caught(kinds, text, **launch): the fault of a text under every schedule. Without what it injects it is right.
-
-    Which of several kinds it is depends on the schedule. `right` is called after each run without a fault.
-    """
-
-    def check(
-        kinds: str | tuple[str, ...], text: str, right: Callable[[], bool] = lambda: True, **how: Any
-    ) -> pyops.KernelFault:
-        for schedule in SCHEDULES:
-            with scheduled(schedule):
-                run_on_host(re.sub(r"/\*(FAULT:.*?|END)\*/", "", text, flags=re.DOTALL), **how)
-            assert right()
-        wrong = with_fault(text)
-        first = None
-        for schedule in SCHEDULES:  # whatever the schedule
-            with scheduled(schedule), pytest.raises(pyops.KernelFault) as caught:
-                run_on_host(wrong, **how)
-            fault = caught.value
-            assert fault.kind == kinds or fault.kind in kinds, fault
-            assert str(fault).startswith(f"{fault.kernel}: {fault.kind}: ")
-            assert fault.file.startswith("kernels_cu/") or fault.kind == "stack overflow"
-            if "// HERE" in wrong:
-                assert ("kernels_cu/" + fault.kernel, line_of(wrong, "// HERE")) in fault.places, fault
-                assert f"{fault.kernel}:{line_of(wrong, '// HERE')}" in str(fault)
-            first = first or fault
-        assert first is not None
-        return first
-
-    return check
 
 
 COPY = """#include "vec.cuh"
