@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import config, host
+from pyops._core.device import model
+from pyops._core.example import ArgMaker
 from pyops.sampling import draw as plan
 from pyops.sampling._random import philox
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
@@ -20,6 +22,7 @@ from tests.calls import DEVICES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INF, NAN = float("inf"), float("nan")
+_MOST_OF_BLOCK = plan._MOST_OF_BLOCK
 
 
 # Softmax
@@ -80,11 +83,22 @@ def test_softmax_next_to_no_temperature(device: str) -> None:
 @pytest.fixture(scope="module", params=["whole rows", "pieces"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Rows in the shared memory of blocks; or read piece by piece, as where they do not fit."""
-    op, kept = pyops.ops["top_k_top_p_sampling_from_logits"], plan._MOST_OF_BLOCK
-    plan._MOST_OF_BLOCK = kept if request.param == "whole rows" else 0
-    op.forget()
-    yield
-    plan._MOST_OF_BLOCK = kept
+    yield from _planned(_MOST_OF_BLOCK=_MOST_OF_BLOCK if request.param == "whole rows" else 0)
+
+
+@pytest.fixture
+def clusters() -> Iterator[None]:
+    """Rows in the shared memory of several blocks, if they are not very short."""
+    yield from _planned(_MOST_OF_BLOCK=_MOST_OF_BLOCK, _LEAST_PIECE=256)
+
+
+def _planned(**limits: int) -> Iterator[None]:
+    op = pyops.ops["top_k_top_p_sampling_from_logits"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setattr(plan, name, value)
+        op.forget()
+        yield
     op.forget()
 
 
@@ -209,8 +223,23 @@ def test_equals_the_reference(
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_row_has_filters_of_its_own(device: str) -> None:
+    _assert_each_row_has_its_own(device, 60)
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [6, 24, 60])
+def test_rows_of_clusters(rows: int, device: str) -> None:
+    """Of eight blocks to a row, four and two."""
+    op = pyops.ops["top_k_top_p_sampling_from_logits"]
+    example = op.example(ArgMaker(model()), num_tokens=rows, vocab_size=3001)  # type: ignore[misc]
+    (launch,) = op.launches(*example)
+    assert launch.specialisation.constants["CLUSTER"] == {6: 8, 24: 4, 60: 2}[rows]
+    _assert_each_row_has_its_own(device, rows)
+
+
+def _assert_each_row_has_its_own(device: str, rows: int) -> None:
     """Few tokens or many, of logits spread little or wide, around 0 or below it, equals the reference."""
-    rows = 60
     random = torch.Generator().manual_seed(3)
     x = torch.randn((rows, 3002), generator=random) * torch.tensor([0.05, 1.0, 8.0]).repeat(rows // 3)[:, None]
     x = (x - 30.0 * (torch.arange(rows) % 4 == 1)[:, None]).to(device)[:, 1:]
