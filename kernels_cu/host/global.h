@@ -36,6 +36,14 @@ inline void drop_records() {
     global_memory.recent = nullptr;
 }
 
+// Epochs are few enough to be told apart for another launch.
+inline void renew_epochs() {
+    if (memory.epoch <= MOST_EPOCHS && memory.reserved <= MOST_EPOCHS) return;
+    if (global_memory.table) drop_records();
+    memory_release();
+    memory.epoch = memory.reserved = 0;
+}
+
 // The records of a page; null if there is no memory for them.
 inline Records* records_of(uintptr_t page) {
     Global& global = global_memory;

@@ -22,8 +22,8 @@ constexpr size_t STATIC_BYTES = 256 * 1024, DYNAMIC_BYTES = 256 * 1024;
 constexpr size_t GAP = 128;  // between two static arrays
 constexpr size_t SHARED_BYTES = STATIC_BYTES + DYNAMIC_BYTES;
 constexpr size_t ARENA = SHARED_BYTES + 2 * PAGE;  // the first page and the last are not mapped
-constexpr uint32_t MOST_BARRIERS = 4096;           // of a block of a cluster
-constexpr uint32_t MOST_EPOCHS = UINT32_MAX / 2;   // of any other
+constexpr uint32_t MOST_BARRIERS = 1024;           // of a block of a cluster
+constexpr uint32_t MOST_EPOCHS = UINT32_MAX / 2;   // of any other, and of all launches until all is forgotten
 
 // Who touched a byte last, and when.
 struct Touches {
@@ -74,8 +74,7 @@ inline char* map_pages(size_t bytes) {
     return pages == MAP_FAILED ? nullptr : static_cast<char*>(pages);
 }
 
-inline bool memory_init(unsigned num_arenas) {
-    if (memory.num_arenas >= num_arenas) return true;
+inline void memory_release() {
     if (memory.num_arenas) {
         munmap(memory.arenas, ARENA * memory.num_arenas);
         munmap(memory.records, SHARED_BYTES * sizeof(Byte) * memory.num_arenas);
@@ -83,6 +82,11 @@ inline bool memory_init(unsigned num_arenas) {
     memory.num_arenas = 0;
     memory.static_used = 0;
     memory.dynamic = nullptr;
+}
+
+inline bool memory_init(unsigned num_arenas) {
+    if (memory.num_arenas >= num_arenas) return true;
+    memory_release();
     memory.arenas = map_pages(ARENA * num_arenas);
     memory.records = reinterpret_cast<Byte*>(map_pages(SHARED_BYTES * sizeof(Byte) * num_arenas));
     if (!memory.arenas || !memory.records) return false;
@@ -265,7 +269,7 @@ __attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned
     const Where where = {nullptr, 0, pc, nullptr};
     const size_t offset = static_cast<const char*>(own) - memory.shared;
     if (rank >= state.launch.cluster || offset >= SHARED_BYTES) {
-        raise_fault("out-of-bounds shared access", where, "read of block %u in a cluster of %u", rank, state.launch.cluster);
+        raise_fault("out-of-bounds shared access", where, "read of block %u of a cluster of %u", rank, state.launch.cluster);
     }
     if (rank == state.rank) {
         check_access(own, size, Access::READ, pc);

@@ -132,6 +132,7 @@ extern "C" HOST_API const host::Fault* pyops_host_run(void (*entry)(void**), voi
         if (launch->cluster > MOST_BLOCKS || launch->grid.y % launch->cluster) {
             raise_fault("bad launch", {}, "%u blocks in y, clusters of %u", launch->grid.y, launch->cluster);
         }
+        renew_epochs();
         if (!memory_init(launch->cluster) || !stacks_init(num_threads() * launch->cluster)) raise_fault("bad launch", {}, "out of memory");
     } else {
         return &state.fault;

@@ -122,10 +122,26 @@ extern "C" __global__ void CLUSTER_OF(2) fails(int* out, int divisor) {
             run_on_host(plain, grid=1, block=32, out=out)
 
 
+def test_epochs_come_to_an_end(run_on_host: Run) -> None:
+    """More than have numbers: what a launch has written is not held against the next."""
+    text = """#include "cluster.cuh"
+extern "C" __global__ void CLUSTER_OF(8) many(int* out, const int* in) {
+    sync_cluster<8>();
+    const int found = in[blockIdx.y];
+    if (blockIdx.x == 0) out[blockIdx.y] = found + 1;
+}
+"""
+    pair = [numpy.zeros(8, numpy.int32) for _ in range(2)]
+    for _ in range(20):  # of 30,000 times 8 times 1024
+        pair.reverse()
+        run_on_host(text, grid=(30_000, 8), block=1, out=pair[0], **{"in": pair[1]})
+    assert pair[0].tolist() == [20] * 8
+
+
 @pytest.mark.parametrize(
     ("change", "how", "message"),
     [
-        (("(block + 1) % BLOCKS", "BLOCKS"), {}, "out-of-bounds shared access: read of block 2 in a cluster of 2"),
+        (("(block + 1) % BLOCKS", "BLOCKS"), {}, "out-of-bounds shared access: read of block 2 of a cluster of 2"),
         (("words + thread", "words + 64 + thread"), {}, "out-of-bounds shared access"),
         (("", ""), {"grid": (1, 3)}, "bad launch: 3 blocks in y, clusters of 2"),
         (("", ""), {"blocks": 16}, "bad launch: 32 blocks in y, clusters of 16"),
