@@ -150,8 +150,6 @@ _SHARED = re.compile(
     r"(?P<dynamic>extern\s+)?__shared__\s+(?:(?:alignas|__align__)\s*\((?P<align>(?:[^()]|\([^()]*\))*)\)\s*)?"
     r"(?P<type>[^;={}\[\]]+?)\s*\b(?P<name>\w+)\s*(?P<sizes>(?:\[[^;]*\])?)\s*;"
 )
-
-
 _CLUSTER = re.compile(r"\bvoid\s+CLUSTER_OF\s*\(([^)]*)\)")
 
 

@@ -59,8 +59,8 @@ def op(
 
     Its parameters are annotated ``Tensor``, ``float``, ``int``, ``bool``, ``str`` or ``tuple[int, int]``, alone or with
     ``| None``, or ``Tensor | float``: plan, kernels and reference then see a tensor of one float32, for which a caller
-    may also give a number, or a scalar in host memory. A module that declares an op again, as a notebook does whose
-    cell is run twice, replaces it.
+    may also give a number, or a scalar in host memory. Those behind a ``*`` are keyword-only, in the torch schema, too.
+    A module that declares an op again, as a notebook does whose cell is run twice, replaces it.
 
     Args:
         out: tensors that are written and never read; inout: tensors that are read and written.

@@ -65,7 +65,8 @@ def paged_attention_varlen(
         query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride.
         key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, kv_cache_dtype, k_scale,
             v_scale: as in `paged_attention_v1`.
-        cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending.
+        cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
+            they are.
         causal: whether a token attends to none behind it.
         alibi_slopes: [num_heads] float32, or None: ``slope * (j - the last token it attends to)`` is added.
         sliding_window: only the last so many of the tokens that it would attend to; 0 for all.
