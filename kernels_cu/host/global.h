@@ -10,7 +10,7 @@
 // The record of a byte lives in a page of records, found by the number of its page of memory. Epochs never repeat, so
 // records of earlier launches are told by their age and nothing is cleared between two.
 #pragma once
-#include "schedule.h"
+#include "cluster.h"
 
 namespace host {
 

@@ -1,4 +1,4 @@
-// memory.h: shared memory that knows its history, and asynchronous copies into it.
+// memory.h: shared memory that knows its history.
 //
 // Arrays lie in one range of addresses between unmapped pages, static ones at its start with gaps between them, dynamic
 // shared memory at its end. For every byte, its last write and reads are kept with the time they happened, so that a read
@@ -8,8 +8,7 @@
 // Time is counted in epochs: one for the block, which every barrier of the block begins anew, and one for each warp, which
 // a barrier of the warp does. Epochs of blocks never repeat; those of a block of a cluster come out of a range of its own.
 //
-// The blocks of a cluster have a range of addresses each, an arena. One reads another's arena only by `read_of_block`, and only
-// what was written before the last barrier of the cluster, and is not written again before the next.
+// The blocks of a cluster have a range of addresses each, an arena.
 #pragma once
 #include <string.h>
 #include <sys/mman.h>
@@ -58,16 +57,6 @@ struct Memory {
     uint32_t warp_epoch[MOST_THREADS / 32];
 };
 inline Memory memory;
-
-// What a block of a cluster leaves when it is another's turn.
-struct Paused {
-    Index block;
-    bool ended, synchronised;
-    uint32_t first_epoch, epoch, barrier_epoch;  // the last: at the last barrier of the cluster
-    uint32_t warp_epoch[MOST_THREADS / 32];
-    Thread threads[MOST_THREADS];
-};
-inline Paused cluster[MOST_BLOCKS];
 
 inline char* map_pages(size_t bytes) {
     void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -264,39 +253,6 @@ inline void check_access(const void* address, size_t bytes, Access kind, const v
     }
 }
 
-__attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned rank, size_t size) {
-    const void* pc = __builtin_return_address(0);
-    const Where where = {nullptr, 0, pc, nullptr};
-    const size_t offset = static_cast<const char*>(own) - memory.shared;
-    if (rank >= state.launch.cluster || offset >= SHARED_BYTES) {
-        raise_fault("out-of-bounds shared access", where, "read of block %u of a cluster of %u", rank, state.launch.cluster);
-    }
-    if (rank == state.rank) {
-        check_access(own, size, Access::READ, pc);
-    } else if (cluster[rank].ended) {
-        raise_fault("early exit", where, "read of shared memory of block %u of the cluster, which has ended", rank);
-    } else {
-        for (size_t i = offset; i < offset + size; ++i) {
-            Byte& byte = memory.records[SHARED_BYTES * rank + i];
-            if (i >= SHARED_BYTES || !byte.allocated) {
-                raise_fault("out-of-bounds shared access", where, "read of %zu bytes outside every shared array", size);
-            }
-            if (byte.copier) raise_fault("async copy not waited for", where, "read of shared memory that an asynchronous copy has yet to write");
-            if (byte.write_epoch < cluster[rank].first_epoch) {
-                raise_fault("uninitialised shared memory", where, "read of shared memory that block %u of the cluster has not written", rank);
-            }
-            if (byte.write_epoch > cluster[rank].barrier_epoch) {
-                const Index& index = threads[byte.writer].index;
-                raise_fault("shared memory race", {nullptr, 0, pc, byte.write_pc},
-                            "read of shared memory that thread (%u, %u, %u) of block %u of the cluster has written since its last barrier",
-                            index.x, index.y, index.z, rank);
-            }
-            byte.phase = state.phase;
-        }
-    }
-    memcpy(to, memory.arenas + ARENA * rank + PAGE + offset, size);
-}
-
 __attribute__((noinline)) void access(const void* address, size_t bytes, Access kind) {
     check_access(address, bytes, kind, __builtin_return_address(0));
 }
@@ -304,49 +260,6 @@ __attribute__((noinline)) void access(const void* address, size_t bytes, Access 
 __attribute__((noinline)) void move_untold(void* to, const void* from, size_t bytes) {
     state.asked_pc = __builtin_return_address(0);
     memcpy(to, from, bytes);
-}
-
-__attribute__((noinline)) void copy_async(void* to, const void* from, unsigned bytes, unsigned valid_bytes) {
-    Thread& thread = *state.current;
-    const void* pc = __builtin_return_address(0);
-    const Where where = {nullptr, 0, pc, nullptr};
-    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % bytes) {
-        raise_fault("misaligned access", where, "asynchronous copy of %u bytes between %p and %p", bytes, to, from);
-    }
-    const size_t offset = static_cast<char*>(to) - memory.shared;
-    if (offset >= SHARED_BYTES) raise_fault("out-of-bounds shared access", where, "asynchronous copy to %p", to);
-    if (thread.num_copies == MOST_COPIES) raise_fault("async copy not waited for", where, "%u in flight", MOST_COPIES);
-    check_access(to, bytes, Access::WRITE, pc);
-    for (unsigned i = 0; i < bytes; ++i) memory.bytes[offset + i].copier = 1 + thread.number;
-    char read_now[16];  // a fault is one of the copy, not of the wait
-    check_access(from, valid_bytes, Access::READ, pc);
-    memcpy(read_now, from, valid_bytes);
-    asm volatile("" : : "r"(read_now) : "memory");
-    copies[state.rank][thread.number][thread.num_copies++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes,
-                                                  valid_bytes, thread.group};
-}
-
-void commit_copies() { ++state.current->group; }
-
-// Copies of all groups but the last `groups_in_flight` land.
-void wait_for_copies(unsigned groups_in_flight) {
-    Thread& thread = *state.current;
-    unsigned kept = 0;
-    for (unsigned i = 0; i < thread.num_copies; ++i) {
-        const Copy copy = copies[state.rank][thread.number][i];
-        if (copy.group + groups_in_flight >= thread.group) {
-            copies[state.rank][thread.number][kept++] = copy;
-            continue;
-        }
-        memcpy(copy.to, copy.from, copy.valid_bytes);
-        memset(copy.to + copy.valid_bytes, 0, copy.bytes - copy.valid_bytes);
-        for (unsigned j = 0; j < copy.bytes; ++j) {
-            Byte& byte = memory.bytes[copy.to - memory.shared + j];
-            byte.copier = 0;
-            record_write(byte, false);
-        }
-    }
-    thread.num_copies = kept;
 }
 
 }  // namespace host

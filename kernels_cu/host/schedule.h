@@ -1,10 +1,10 @@
-// schedule.h: which thread runs next, which block of a cluster does, and where threads wait for one another.
+// schedule.h: which thread runs next, and where threads wait for one another.
 //
 // A thread runs until it waits. Orders: first in first out; the same from the last thread and block to the first; one
 // warp as far as it gets before the next; and, by a seed, any thread that can run.
 #pragma once
 #include "fiber.h"
-#include "memory.h"
+#include "copies.h"
 
 namespace host {
 
@@ -161,16 +161,6 @@ __attribute__((noinline)) void block_barrier(const char* file, int line) {
     yield();
 }
 
-__attribute__((noinline)) void cluster_barrier(const char* file, int line) {
-    Thread& thread = begin_wait(Wait::CLUSTER, "sync_cluster", 0, file, line, __builtin_return_address(0));
-    if (++scheduler.num_at_barrier < num_threads()) return yield();
-    for (unsigned i = 0; i < num_threads(); ++i) {
-        if (!same_place(thread, threads[i])) deadlock();
-    }
-    scheduler.num_at_barrier = 0;
-    pyops_host_switch(&thread.stack_pointer, state.main_stack_pointer);  // the next block's turn
-}
-
 // Wait with the named lanes for one another; the last to arrive runs `complete(payloads, lanes)`.
 template <typename Complete>
 inline void meet(const char* name, uint64_t lanes, void* payload, const char* file, int line, const void* pc,
@@ -225,25 +215,6 @@ inline void thread_main() {
     pyops_host_switch(&abandoned, state.main_stack_pointer);
 }
 
-inline void pause_block(Paused& paused) {
-    paused.block = state.block;
-    paused.epoch = memory.epoch;
-    paused.synchronised = memory.synchronised;
-    memcpy(paused.warp_epoch, memory.warp_epoch, sizeof memory.warp_epoch);
-    memcpy(paused.threads, threads, num_threads() * sizeof(Thread));
-}
-
-inline void resume_block(const Paused& paused) {
-    memory_enter_epochs(paused.first_epoch, MOST_BARRIERS - 1);
-    memory.epoch = paused.epoch;
-    memory.synchronised = paused.synchronised;
-    memcpy(memory.warp_epoch, paused.warp_epoch, sizeof memory.warp_epoch);
-    memcpy(threads, paused.threads, num_threads() * sizeof(Thread));
-    state.block = paused.block;
-    scheduler.num_alive = num_threads();
-    next_epoch();
-}
-
 // Run the threads that can, until all of the block wait for the cluster or have exited.
 inline void run_threads() {
     make_ready(threads, num_threads(), all);
@@ -267,80 +238,6 @@ inline void begin_block(Index block) {
         thread.lane = i % warp_size();
         thread.warp = i / warp_size();
         thread.stack_pointer = new_fiber(scheduler.stacks + (state.rank * num_threads() + i + 1) * STACK_BYTES, thread_main);
-    }
-}
-
-inline void run_block(Index block) {
-    memory_enter_epochs(memory.epoch + 1, MOST_EPOCHS);
-    begin_block(block);
-    run_threads();
-}
-
-// The blocks that follow `first` in y, in turns from one barrier of the cluster to the next.
-inline void run_cluster(Index first) {
-    const unsigned count = state.launch.cluster;
-    const uint32_t first_epoch = memory.epoch + 1;
-    memory.reserved = memory.epoch + count * MOST_BARRIERS;
-    for (unsigned rank = 0; rank < count; ++rank) {
-        cluster[rank].first_epoch = first_epoch + rank * MOST_BARRIERS;
-        cluster[rank].epoch = 0;
-        cluster[rank].ended = false;
-    }
-    unsigned num_ended = 0;
-    for (bool begun = false; num_ended < count; begun = true) {
-        ++state.phase;
-        for (unsigned rank = 0; rank < count; ++rank) cluster[rank].barrier_epoch = cluster[rank].epoch;
-        const unsigned start = state.launch.order == Order::SHUFFLED ? random_number() % count : 0;
-        for (unsigned turn = 0; turn < count; ++turn) {
-            const unsigned rank = state.launch.order == Order::REVERSED ? count - 1 - turn : (start + turn) % count;
-            Paused& own = cluster[rank];
-            if (begun && own.ended) continue;
-            state.rank = rank;
-            memory_enter(rank);
-            if (begun) {
-                resume_block(own);
-            } else {
-                memory_enter_epochs(own.first_epoch, MOST_BARRIERS - 1);
-                begin_block({first.x, first.y + rank, first.z});
-            }
-            run_threads();
-            own.ended = state.current == nullptr;
-            num_ended += own.ended;
-            pause_block(own);
-        }
-    }
-    memory.epoch = memory.reserved;
-    state.rank = 0;
-    memory_enter(0);
-}
-
-inline void run_grid() {
-    const Index grid = state.launch.grid;
-    const unsigned rows = grid.y / state.launch.cluster;
-    const uint64_t count = uint64_t(grid.x) * rows * grid.z;
-    scheduler.random = state.launch.seed;
-    // A shuffled grid visits its blocks, or clusters, in steps that have no factor in common with their number.
-    uint64_t step = 1, start = 0;
-    if (state.launch.order == Order::SHUFFLED) {
-        const auto common = [](uint64_t a, uint64_t b) {
-            while (b) {
-                const uint64_t rest = a % b;
-                a = b;
-                b = rest;
-            }
-            return a;
-        };
-        start = random_number() % count;
-        do step = 1 + random_number() % count;
-        while (common(step, count) != 1);
-    }
-    for (uint64_t i = 0; i < count; ++i) {
-        uint64_t number = i;
-        if (state.launch.order == Order::REVERSED) number = count - 1 - i;
-        if (state.launch.order == Order::SHUFFLED) number = (start + (unsigned __int128)i * step) % count;
-        const Index first = {unsigned(number % grid.x), unsigned(number / grid.x % rows) * state.launch.cluster, unsigned(number / grid.x / rows)};
-        if (state.launch.cluster == 1) run_block(first);
-        else run_cluster(first);
     }
 }
 

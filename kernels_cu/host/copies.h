@@ -1,0 +1,50 @@
+// copies.h: asynchronous copies into shared memory, which happen no sooner than they are waited for.
+#pragma once
+#include "memory.h"
+
+namespace host {
+
+__attribute__((noinline)) void copy_async(void* to, const void* from, unsigned bytes, unsigned valid_bytes) {
+    Thread& thread = *state.current;
+    const void* pc = __builtin_return_address(0);
+    const Where where = {nullptr, 0, pc, nullptr};
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % bytes) {
+        raise_fault("misaligned access", where, "asynchronous copy of %u bytes between %p and %p", bytes, to, from);
+    }
+    const size_t offset = static_cast<char*>(to) - memory.shared;
+    if (offset >= SHARED_BYTES) raise_fault("out-of-bounds shared access", where, "asynchronous copy to %p", to);
+    if (thread.num_copies == MOST_COPIES) raise_fault("async copy not waited for", where, "%u in flight", MOST_COPIES);
+    check_access(to, bytes, Access::WRITE, pc);
+    for (unsigned i = 0; i < bytes; ++i) memory.bytes[offset + i].copier = 1 + thread.number;
+    char read_now[16];  // a fault is one of the copy, not of the wait
+    check_access(from, valid_bytes, Access::READ, pc);
+    memcpy(read_now, from, valid_bytes);
+    asm volatile("" : : "r"(read_now) : "memory");
+    copies[state.rank][thread.number][thread.num_copies++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes,
+                                                  valid_bytes, thread.group};
+}
+
+void commit_copies() { ++state.current->group; }
+
+// Copies of all groups but the last `groups_in_flight` land.
+void wait_for_copies(unsigned groups_in_flight) {
+    Thread& thread = *state.current;
+    unsigned kept = 0;
+    for (unsigned i = 0; i < thread.num_copies; ++i) {
+        const Copy copy = copies[state.rank][thread.number][i];
+        if (copy.group + groups_in_flight >= thread.group) {
+            copies[state.rank][thread.number][kept++] = copy;
+            continue;
+        }
+        memcpy(copy.to, copy.from, copy.valid_bytes);
+        memset(copy.to + copy.valid_bytes, 0, copy.bytes - copy.valid_bytes);
+        for (unsigned j = 0; j < copy.bytes; ++j) {
+            Byte& byte = memory.bytes[copy.to - memory.shared + j];
+            byte.copier = 0;
+            record_write(byte, false);
+        }
+    }
+    thread.num_copies = kept;
+}
+
+}  // namespace host
