@@ -492,6 +492,17 @@ def test_extras_of_partitions(on: str, name: str, window: int) -> None:
             torch.testing.assert_close(lse[:, s].double().cpu(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_partitions_match_the_reference(kind: str, packed: bool) -> None:
+    """Each partition's own results, too, and nothing beside them."""
+    for seed in range(2):
+        call = example(
+            V2, num_tokens=2, min_seq_len=400, max_seq_len=1100, kv_cache_dtype=kind, packed=packed, seed=seed
+        )
+        V2.bound(partial(assert_matches_reference, V2), call)(schedules=SCHEDULES[:1])
+
+
 def test_rocm_rows_of_a_mixed_batch(on: str) -> None:
     """Only sequences of one query token are served, at their row; rows behind the last are left alone."""
     op = pyops.ops["paged_attention_rocm"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._core import check, dtypes
@@ -25,6 +26,19 @@ def _cancelled(query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: s
     if kv_cache_dtype != "auto" and query.dtype != torch.float32:
         weight = float(torch.finfo(torch.float16).eps)
     return weight + float32_logits(query, key_cache, scale, kv_cache_dtype, k_scale)
+
+
+def _joined(partition: int) -> Callable[..., float]:
+    """As `_cancelled`; of several partitions, each result is rounded to T before it meets the others."""
+
+    def cancelled(
+        query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: str, k_scale: Tensor, seq_lens: Tensor
+    ) -> float:
+        several = seq_lens.numel() > 0 and int(seq_lens.max()) > partition
+        rounding = float(torch.finfo(query.dtype).eps) if several else 0.0
+        return rounding + _cancelled(query, key_cache, scale, kv_cache_dtype, k_scale)
+
+    return cancelled
 
 
 @op(out=("out", "lse"), passed="max_seq_len", keyed="logits_soft_cap", cancelled=_cancelled)
@@ -201,7 +215,7 @@ def _(
     inout=("exp_sums", "max_logits", "tmp_out"),
     passed="max_seq_len",
     keyed="logits_soft_cap",
-    cancelled=_cancelled,
+    cancelled=_joined(_V2_PARTITION),
 )
 def paged_attention_v2(
     out: Tensor,
@@ -317,7 +331,7 @@ def _(
     inout=("out", "exp_sums", "max_logits", "tmp_out", "lse"),
     passed="max_seq_len",
     keyed="logits_soft_cap",
-    cancelled=_cancelled,
+    cancelled=_joined(_ROCM_PARTITION),
 )
 def paged_attention_rocm(
     out: Tensor,
