@@ -29,13 +29,19 @@ def _cancelled(query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: s
 
 
 def _joined(partition: int) -> Callable[..., float]:
-    """As `_cancelled`; of several partitions, each result is rounded to T before it meets the others."""
+    """As `_cancelled`; the result of each partition is rounded to T before it meets the others, or a sink."""
 
     def cancelled(
-        query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: str, k_scale: Tensor, seq_lens: Tensor
+        query: Tensor,
+        key_cache: Tensor,
+        scale: float,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        seq_lens: Tensor,
+        sinks: Tensor | None,
     ) -> float:
-        several = seq_lens.numel() > 0 and int(seq_lens.max()) > partition
-        rounding = float(torch.finfo(query.dtype).eps) if several else 0.0
+        meets = sinks is not None or (seq_lens.numel() > 0 and int(seq_lens.max()) > partition)
+        rounding = float(torch.finfo(query.dtype).eps) if meets else 0.0
         return rounding + _cancelled(query, key_cache, scale, kv_cache_dtype, k_scale)
 
     return cancelled
