@@ -19,11 +19,7 @@ inline Paused cluster[MOST_BLOCKS];
 
 __attribute__((noinline)) void cluster_barrier(const char* file, int line) {
     Thread& thread = begin_wait(Wait::CLUSTER, "sync_cluster", 0, file, line, __builtin_return_address(0));
-    if (++scheduler.num_at_barrier < num_threads()) return yield();
-    for (unsigned i = 0; i < num_threads(); ++i) {
-        if (!same_place(thread, threads[i])) deadlock();
-    }
-    scheduler.num_at_barrier = 0;
+    if (!all_arrived(thread)) return yield();
     pyops_host_switch(&thread.stack_pointer, state.main_stack_pointer);  // the next block's turn
 }
 

@@ -148,13 +148,18 @@ inline Thread& begin_wait(Wait wait, const char* operation, uint64_t lanes, cons
     return thread;
 }
 
+// Whether all threads of the block are at the barrier where this one waits.
+inline bool all_arrived(const Thread& thread) {
+    if (++scheduler.num_at_barrier < num_threads()) return false;
+    for (unsigned i = 0; i < num_threads(); ++i) {
+        if (!same_place(thread, threads[i])) deadlock();
+    }
+    scheduler.num_at_barrier = 0;
+    return true;
+}
+
 __attribute__((noinline)) void block_barrier(const char* file, int line) {
-    const Thread& thread = begin_wait(Wait::BLOCK, "__syncthreads", 0, file, line, __builtin_return_address(0));
-    if (++scheduler.num_at_barrier == num_threads()) {
-        for (unsigned i = 0; i < num_threads(); ++i) {
-            if (!same_place(thread, threads[i])) deadlock();
-        }
-        scheduler.num_at_barrier = 0;
+    if (all_arrived(begin_wait(Wait::BLOCK, "__syncthreads", 0, file, line, __builtin_return_address(0)))) {
         next_epoch();
         make_ready(threads, num_threads(), all);
     }
