@@ -66,18 +66,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[device.Device]:
     """A device of one multiprocessor, which few tokens fill."""
     made = dataclasses.replace(device.model(), multiprocessors=1)
     monkeypatch.setitem(device._MODELS, "sm_90", made)
-    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), multiprocessors=1))
-    for op in pyops.ops.values():
-        op.forget()
-    yield made
-    for op in pyops.ops.values():
-        op.forget()
+    for _ in _host_with(monkeypatch, multiprocessors=1):
+        yield made
 
 
 @pytest.fixture
 def no_clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The host has none, as devices before sm_90 have not."""
-    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), cluster=1))
+    yield from _host_with(monkeypatch, cluster=1)
+
+
+def _host_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> Iterator[None]:
+    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), **changes))
     for op in pyops.ops.values():
         op.forget()
     yield
