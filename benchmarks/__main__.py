@@ -63,14 +63,14 @@ def select(options: argparse.Namespace) -> tuple[dict[str, list[Op]], dict[str, 
     names = [word for word in options.words if "=" not in word]
     chosen: dict[str, Sequence[Any]] = dict(shapes.parse(word) for word in options.words if "=" in word)
     families: dict[str, list[Op]] = {}
-    for op in pyops.ops.values():
+    for op in pyops.registry.values():
         families.setdefault(shapes.family(op), []).append(op)
-    _all_known("op", names, pyops.ops)
+    _all_known("op", names, pyops.registry)
     _all_known("family", options.family, families)
     _all_known("rival", options.against, RIVALS)
     groups = families if options.all else {name: families[name] for name in options.family}
     if names:
-        groups = {**groups, "+".join(names): [pyops.ops[name] for name in names]}
+        groups = {**groups, "+".join(names): [pyops.registry[name] for name in names]}
     if not groups:
         raise ValueError("name an op, a --family or --all")
     _all_known("axis", chosen, {axis for ops in groups.values() for op in ops for axis in shapes.axes(op)})

@@ -52,7 +52,7 @@ def first_call(import_s: float, op: str, axes: str) -> None:
     """What the new process does after its imports: wake the device, make the arguments, and time one call."""
     import torch
 
-    case = Case(pyops.ops[op], json.loads(axes))
+    case = Case(pyops.registry[op], json.loads(axes))
     args = case.arguments()
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -14,7 +14,7 @@ from typing import Any
 from pyops._core import device
 from pyops._core.example import ArgMaker, TorchMaker
 from pyops._core.op import Op
-from pyops._core.tensor import Arg
+from pyops._core.tensor import TensorArg
 
 SWEEP: dict[str, Sequence[Any]] = {
     "num_tokens": (1, 16, 256, 4096, 16384),
@@ -46,7 +46,7 @@ class Case:
     @property
     def nbytes(self) -> int:
         """Bytes that the tensors of one set of arguments occupy."""
-        return sum(arg.nbytes for arg in self.described if isinstance(arg, Arg))
+        return sum(arg.nbytes for arg in self.described if isinstance(arg, TensorArg))
 
     @property
     def traffic(self) -> int:

@@ -19,7 +19,7 @@ Call = Callable[[], Any]
 
 _MIN_CALLS = 40
 _SLOW_US = 1000.0  # a call this long needs no 40 of its kind to be timed
-_MOST_BYTES = 4 << 30
+_MAX_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
-def num_sets(nbytes: int, l2_bytes: int, most: int) -> int:
+def num_sets(nbytes: int, l2_bytes: int, max_sets: int) -> int:
     """Sets of arguments of `nbytes` that together exceed L2 three times, as far as `most` and memory allow."""
     nbytes = max(1, nbytes)
-    return max(1, min(3 * l2_bytes // nbytes + 1, most, _MOST_BYTES // nbytes))
+    return max(1, min(3 * l2_bytes // nbytes + 1, max_sets, _MAX_BYTES // nbytes))
 
 
 def num_calls(sets: int, us: float) -> int:

@@ -10,7 +10,7 @@ import torch
 
 import pyops
 from pyops._core.example import TorchMaker
-from pyops._core.host import toolchains
+from pyops._core.host.run import toolchains
 from pyops._core.op import Op
 from pyops.testing import Layout, same_bits
 from pyops.testing.calls import clones, named, replaced, run

@@ -15,12 +15,12 @@ from pyops._core import device as devices
 from pyops._core import offline
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Launch
-from pyops.attention import mla
+from pyops.ops.attention import mla
 from pyops.testing import assert_matches_reference, guarded, same_bits
 from tests.calls import DEVICES
 from tests.test_nvrtc import MISSING
 
-MLA = pyops.ops["sm100_cutlass_mla_decode"]
+MLA = pyops.registry["sm100_cutlass_mla_decode"]
 LATENT, ROPE = 512, 64
 ENTRY = LATENT + ROPE
 FP8, FNUZ, BF16 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.bfloat16

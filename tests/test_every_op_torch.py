@@ -19,7 +19,7 @@ from pyops.testing.calls import assert_same, clones, expected, named, written
 from tests import axes
 from tests.calls import DEVICES, example
 
-OPS = [pytest.param(op, id=name) for name, op in pyops.ops.items()]
+OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
 
 
 def _args(op: Op, device: str = "cpu") -> list[Any]:

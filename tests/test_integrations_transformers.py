@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from pyops import ModelError
-from pyops._core import host
+from pyops._core.host import run as host
 from pyops.integrations.transformers import PagedCache, accelerate, cache, modules, report, restore
 from pyops.testing import cpu
 from tests.test_models import SIZES

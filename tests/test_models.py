@@ -21,12 +21,12 @@ import transformers
 
 from pyops import ModelError, testing
 from pyops.__main__ import main
-from pyops._core.host import toolchains
+from pyops._core.host.run import toolchains
 from pyops.cli import generate
 from pyops.models import Config, Engine, Llama, Rope, SamplingParams, checkpoint, load, memory
 from pyops.models import engine as engine_module
+from pyops.models.params import sample
 from pyops.models.runner import Part, Runner
-from pyops.models.sampling import sample
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import pyops
-from pyops._core import host
+from pyops._core.host import run as host
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
 WITH_OUTPUTS = ["write_and_test_a_kernel"]

@@ -86,9 +86,9 @@ def _bind_torch_while_tracing() -> bool:
 _bind_torch_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # What every wrapper shares. `bind_torch` and `bind_cupy` fill it in once their library is there.
-_MOST_TENSORS = 24
+_MAX_TENSORS = 24
 NAMESPACE: dict[str, Any] = {"is_compiling": _is_compiling, "cupy_ndarray": type(None)}
-NAMESPACE |= {f"absent{i}": None for i in range(_MOST_TENSORS)}
+NAMESPACE |= {f"absent{i}": None for i in range(_MAX_TENSORS)}
 NAMESPACE |= {"NUMBERS": frozenset((int, float)), "held_number": tensor.held_number, "dispatch_modes": bool}
 _ops: dict[str, Op] = {}
 _libraries: dict[str, Any] = {}  # the torch library of each op: an op that is declared again takes another
@@ -331,7 +331,7 @@ def bind_torch() -> None:
             return int(torch.cuda.current_stream(device).cuda_stream)
 
     # Stand for absent tensors in a guard: one for each place, because it also demands that no tensor comes twice.
-    absent = {f"absent{i}": torch.empty(0, dtype=torch.complex128) for i in range(_MOST_TENSORS)}
+    absent = {f"absent{i}": torch.empty(0, dtype=torch.complex128) for i in range(_MAX_TENSORS)}
     for op in _ops.values():
         _register(op)
 

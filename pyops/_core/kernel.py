@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from . import compiler, host, source
+from . import compiler, source
 from .compiler import Compiled
-from .host import HostFunction
+from .host import run as host
+from .host.run import HostFunction
 from .source import Signature
 
 

@@ -86,13 +86,13 @@ class Streams(dict[int, Callable[[], Any]]):
         self._make = make
 
     def __missing__(self, stream: int) -> Callable[[], Any]:
-        if len(self) >= _MOST_STREAMS:
+        if len(self) >= _MAX_STREAMS:
             self.clear()
         self[stream] = call = self._make(stream)
         return call
 
 
-_MOST_STREAMS = 64
+_MAX_STREAMS = 64
 
 
 class Bound(NamedTuple):

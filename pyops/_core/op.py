@@ -14,18 +14,19 @@ from numbers import Real
 from struct import error as StructError
 from typing import Any, Protocol, TypeVar
 
-from . import binding, check, config, device, driver, host, launch, tensor
+from . import binding, check, config, device, driver, launch, tensor
 from .binding import Parameter
 from .compiler import Compiled
 from .errors import CaptureError, OpError
+from .host import run as host
 from .kernel import Launch, Specialisation
 from .lazy import cupy, loaded, torch
-from .tensor import Arg
+from .tensor import TensorArg
 
 F = TypeVar("F", bound=Callable[..., Any])
 _KINDS = ("Tensor", "float", "int", "bool", "str", "tuple[int, int]")
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, int), "str": (str,)}
-_MOST_PLANS = 8192
+_MAX_PLANS = 8192
 _NO_LOCK = False  # in the place of a plan's lock: the reference runs instead
 
 registry: dict[str, Op] = {}
@@ -42,7 +43,7 @@ class Wrapper(Protocol):
     def plan(self, function: F) -> F: ...
     def example(self, function: F) -> F: ...
     def traffic(self, function: F) -> F: ...
-    def indices(self, function: F) -> F: ...
+    def bad_indices(self, function: F) -> F: ...
 
 
 def op(
@@ -53,7 +54,7 @@ def op(
     keyed: str | tuple[str, ...] = (),
     passed: str | tuple[str, ...] = (),
     ulps: int = 1,
-    cancelled: float | Callable[..., float] = 2.0**-22,
+    atol: float | Callable[..., float] = 2.0**-22,
 ) -> Callable[[Callable[..., None]], Wrapper]:
     """Declare an op by its reference, a plain PyTorch function that writes its outputs in place.
 
@@ -78,7 +79,7 @@ def op(
         roles |= dict.fromkeys((inout,) if isinstance(inout, str) else inout, "inout")
         is_keyed = dict.fromkeys({keyed} if isinstance(keyed, str) else keyed, True)
         is_keyed |= dict.fromkeys({passed} if isinstance(passed, str) else passed, False)
-        wrapper: Wrapper = Op(reference, roles, in_place or {}, is_keyed, ulps, cancelled).wrapper
+        wrapper: Wrapper = Op(reference, roles, in_place or {}, is_keyed, ulps, atol).wrapper
         return wrapper
 
     return declare
@@ -94,7 +95,7 @@ class Op:
         in_place: dict[str, str],
         keyed: dict[str, bool],
         ulps: int,
-        cancelled: float | Callable[..., float],
+        atol: float | Callable[..., float],
     ) -> None:
         self.name = reference.__name__
         self.reference: Callable[..., None] = reference
@@ -104,7 +105,7 @@ class Op:
         self.parameters = _parameters(reference, roles, keyed)
         self.positional = sum(not p.by_name for p in self.parameters)
         self.ulps = ulps
-        self.cancelled: Callable[..., float] = self._by_name(cancelled if callable(cancelled) else lambda: cancelled)
+        self.atol: Callable[..., float] = self._by_name(atol if callable(atol) else lambda: atol)
         self.tensors = [p for p in self.parameters if p.kind == "Tensor"]
         passed = [p for p in self.parameters if p.kind != "Tensor" and not p.keyed]
         self.passed = tuple((p.name, "q" if p.kind == "int" else "d") for p in passed)
@@ -116,9 +117,9 @@ class Op:
         self.specialisations: dict[tuple[Any, ...], Specialisation] = {}
         self._plan: Callable[..., Any] | None = None
         self._traffic: Callable[..., int] | None = None
-        self.indices: Callable[..., dict[str, Any]] | None = None
+        self.bad_indices: Callable[..., dict[str, Any]] | None = None
         self.example: Callable[..., tuple[Any, ...]] | None = None
-        self._described: dict[Any, Sequence[Arg | None]] = {}
+        self._described: dict[Any, Sequence[TensorArg | None]] = {}
         self._separate: set[Any] = set()
         self._guards: dict[Any, tuple[Any, ...]] = {}
         # The plan that the last call used: (guard, alignment, keyed scalars, key, *the plan's entry).
@@ -133,7 +134,7 @@ class Op:
             plan=self._set_plan,
             example=self._set_example,
             traffic=self._set_traffic,
-            indices=self._set_indices,
+            bad_indices=self._set_bad_indices,
         )
         registry[self.name] = self
 
@@ -149,8 +150,8 @@ class Op:
         self._traffic = self._by_name(function)
         return function
 
-    def _set_indices(self, function: F) -> F:
-        self.indices = self._by_name(function)
+    def _set_bad_indices(self, function: F) -> F:
+        self.bad_indices = self._by_name(function)
         return function
 
     def _by_name(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +195,7 @@ class Op:
         launches = [planned] if isinstance(planned, Launch) else list(planned)
         return [one for one in launches if not one.empty]
 
-    def check(self, *args: Any) -> tuple[Sequence[Arg | None], list[Launch]]:
+    def check(self, *args: Any) -> tuple[Sequence[TensorArg | None], list[Launch]]:
         """What a plan sees of `args`, and the launches it makes. Raises OpError for a call that the op refuses."""
         _, described = self._describe(args)
         return described, self.launches(*described)
@@ -236,10 +237,10 @@ class Op:
         else:
             bound = self._bind(kind, index, launches, args)
             entry = (*bound, index, *extents)
-        if self.indices is not None and config.check_indices():
+        if self.bad_indices is not None and config.check_indices():
             run = entry[3] if index < 0 or config.reference() else self._gpu_plan(tensors, kind, bound, index)
             entry = (_NO_LOCK, None, None, self._checked(run, kind, index), -1, *extents)
-        if len(self.plans) >= _MOST_PLANS:
+        if len(self.plans) >= _MAX_PLANS:
             self.forget()
         self._described[key] = tensors
         self.plans[key] = entry
@@ -333,7 +334,9 @@ class Op:
             return
         raise OpError(self.name, p.name, f"expected {p.kind}, got {type(value).__name__}")
 
-    def _cpu_plan(self, tensors: Sequence[Arg | None], kind: str, launches: Sequence[Launch]) -> Callable[..., None]:
+    def _cpu_plan(
+        self, tensors: Sequence[TensorArg | None], kind: str, launches: Sequence[Launch]
+    ) -> Callable[..., None]:
         """What runs a call without a GPU: the reference, or the kernels on the host."""
         on_host = kind != "cupy" and not config.reference()
 
@@ -344,7 +347,9 @@ class Op:
                 next(given) if p.kind == "Tensor" else arg for p, arg in zip(self.parameters, args, strict=True)
             ]
             wide = replace(device.model("gfx942"), arch="gfx90a")  # bytes of a cache are codes of the host's own fp8
-            return self.launches(*(replace(arg, device=wide) if isinstance(arg, Arg) else arg for arg in described))
+            return self.launches(
+                *(replace(arg, device=wide) if isinstance(arg, TensorArg) else arg for arg in described)
+            )
 
         def run(*args: Any) -> None:
             for p, value in zip(self.parameters, args, strict=True):
@@ -400,7 +405,7 @@ class Op:
         self(*(self._converted(args) or args))
 
     def _gpu_plan(
-        self, tensors: Sequence[Arg | None], kind: str, bound: launch.Bound, index: int
+        self, tensors: Sequence[TensorArg | None], kind: str, bound: launch.Bound, index: int
     ) -> Callable[..., None]:
         """What runs a call on the device `index`, for a plan that is not run by the wrapper."""
 
@@ -434,10 +439,10 @@ class Op:
         return run_and_check
 
     def _check_indices(self, args: Sequence[Any]) -> None:
-        assert self.indices is not None
+        assert self.bad_indices is not None
         values = {p.name: value for p, value in zip(self.parameters, args, strict=True)}
         found = []
-        for name, wrong in self.indices(*args).items():
+        for name, wrong in self.bad_indices(*args).items():
             if count := int(wrong.sum()):
                 at = tuple(wrong.nonzero()[0].tolist())
                 held = values[name][at].item()
@@ -451,11 +456,11 @@ class Op:
         relative = (key, *(address - addresses[0] for address in addresses))
         if relative not in self._separate:
             self._check_separate(self._described[key], addresses)
-            if len(self._separate) >= _MOST_PLANS:
+            if len(self._separate) >= _MAX_PLANS:
                 self._separate.clear()
             self._separate.add(relative)
 
-    def _check_separate(self, tensors: Sequence[Arg | None], addresses: Sequence[int]) -> None:
+    def _check_separate(self, tensors: Sequence[TensorArg | None], addresses: Sequence[int]) -> None:
         present = [
             (p, arg, pointer)
             for p, arg, pointer in zip(self.tensors, tensors, addresses, strict=True)
@@ -503,7 +508,7 @@ class Op:
             run = self._cpu_plan(tensors, kind, planned)
         else:
             run = self._gpu_plan(tensors, kind, self._bind(kind, index, planned, args), index)
-        if self.indices is not None and config.check_indices():
+        if self.bad_indices is not None and config.check_indices():
             run = self._checked(run, kind, index)
         return run(*args)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Arg:
+class TensorArg:
     """One tensor argument of one call, without its data.
 
     Attributes:
@@ -98,7 +98,7 @@ def on_host(value: Any) -> bool:
     return value.device.type == "cpu" if dialect(value) == "torch" else dialect(value) == "numpy"
 
 
-_MOST_NUMBERS = 4096
+_MAX_NUMBERS = 4096
 _numbers: dict[Any, Any] = {}
 
 
@@ -118,7 +118,7 @@ def held_number(value: Any, like: Any) -> Any:
             found = number(value, like)
             if kind == "cupy":
                 cupy.cuda.get_current_stream().synchronize()
-        if len(_numbers) >= _MOST_NUMBERS:
+        if len(_numbers) >= _MAX_NUMBERS:
             _numbers.clear()
         _numbers[key] = found
     return found
@@ -144,7 +144,7 @@ def address(value: Any) -> int:
     return int(value.data.ptr if kind == "cupy" else value.ctypes.data)
 
 
-def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DType | None = None) -> Arg:
+def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DType | None = None) -> TensorArg:
     """The Arg of a tensor of the dialect `kind`; OpError for one that no kernel can take.
 
     Where elements are only moved, `dtype` stands for an element type that no kernel knows.
@@ -166,7 +166,7 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
             pointer, device = value.ctypes.data, devices.host()
             if written and not value.flags.writeable:
                 raise OpError(op, name, "is written, but the array is read-only")
-    arg = Arg(op, name, dtype, shape, strides, (pointer | 16) & -(pointer | 16), device)
+    arg = TensorArg(op, name, dtype, shape, strides, (pointer | 16) & -(pointer | 16), device)
     if arg.alignment < dtype.itemsize:
         raise arg.error(f"expected an address that is a multiple of {dtype.itemsize} bytes, got {pointer:#x}")
     if written and arg.numel:
@@ -174,7 +174,7 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
     return arg
 
 
-def _check_no_self_overlap(arg: Arg) -> None:
+def _check_no_self_overlap(arg: TensorArg) -> None:
     reach = 1
     for size, stride in zip(reversed(arg.shape), reversed(arg.strides)):  # noqa: B905
         if size > 1:
@@ -191,7 +191,7 @@ def _check_no_self_overlap(arg: Arg) -> None:
             reach += (size - 1) * stride
 
 
-def shares_memory(a: Arg, a_address: int, b: Arg, b_address: int) -> bool:
+def shares_memory(a: TensorArg, a_address: int, b: TensorArg, b_address: int) -> bool:
     """Whether two tensors have an element's bytes in common; True when that is too hard to tell."""
     first, second = (numpy.asarray(_Interface(arg, pointer)) for arg, pointer in ((a, a_address), (b, b_address)))
     try:
@@ -203,7 +203,7 @@ def shares_memory(a: Arg, a_address: int, b: Arg, b_address: int) -> bool:
 class _Interface:
     """An address range as numpy sees it. Only the addresses are used, never what lies there."""
 
-    def __init__(self, arg: Arg, pointer: int) -> None:
+    def __init__(self, arg: TensorArg, pointer: int) -> None:
         itemsize = arg.dtype.itemsize
         self.__array_interface__ = {
             "version": 3,

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy
 
-from .._core import compiler, config, device, host, offline
+from .. import axes
+from .._core import compiler, config, device, offline
 from .._core.errors import MissingDependencyError, pip_line
+from .._core.host import run as host
 from .._core.lazy import cache_folder, cupy
 from .._core.op import registry
-from . import axes
 
 _VARIABLES = ("CUPY_CACHE_DIR", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_HOME", "HIP_VISIBLE_DEVICES")
 _TOLERANCE = 1e-5  # float32, values around 1

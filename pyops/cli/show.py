@@ -8,11 +8,11 @@ from typing import Any
 
 import kernels_cu
 
+from .. import axes
 from .._core import binding, device, dtypes
 from .._core import source as sources
 from .._core.errors import OpError
 from .._core.op import Op
-from . import axes
 
 
 def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:

@@ -16,9 +16,10 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core import dtypes, host, launch, offline
+from pyops._core import dtypes, launch, offline
 from pyops._core.dtypes import DType
-from pyops._core.host import toolchains
+from pyops._core.host import run as host
+from pyops._core.host.run import toolchains
 from pyops._core.kernel import Kernel
 from pyops.testing import SCHEDULES, Schedule, guarded, scheduled
 from tests.core.test_host_faults import ASYNC

@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core import host
+from pyops._core.host import run as host
 from pyops.testing import SCHEDULES, Schedule, guarded, scheduled
 from tests.core.conftest import line_of
 

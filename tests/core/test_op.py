@@ -18,7 +18,7 @@ from pyops._core import check, compiler, device
 from pyops._core import op as core
 from pyops._core.example import ArgMaker, TorchMaker
 from pyops._core.kernel import Kernel
-from pyops._core.tensor import Arg
+from pyops._core.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def test_declaration_is_read_from_the_reference() -> None:
         """Documented."""
 
     op = declared.op
-    assert pyops.ops["declared"] is op
+    assert pyops.registry["declared"] is op
     assert [(p.name, p.kind, p.role, p.optional, p.keyed) for p in op.parameters] == [
         ("out", "Tensor", "out", False, False),
         ("state", "Tensor", "inout", True, False),
@@ -81,7 +81,7 @@ def _good(out: Tensor, factor: float) -> None: ...
 def test_wrong_declarations(reference: Any, declaration: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         pyops.op(**declaration)(reference)
-    assert reference.__name__ not in pyops.ops
+    assert reference.__name__ not in pyops.registry
 
 
 def test_annotations_may_be_types_or_text() -> None:
@@ -121,16 +121,16 @@ def test_a_module_may_declare_an_op_again() -> None:
         for call in (wrapper, torch.ops.pyops.declared_again):
             call(out, x)
             assert (out == factor).all()
-    assert pyops.ops["declared_again"] is wrapper.op
+    assert pyops.registry["declared_again"] is wrapper.op
 
 
 def test_an_op_of_another_module_is_not_replaced() -> None:
     def rms_norm(out: Tensor, input: Tensor) -> None: ...
 
-    before = pyops.ops["rms_norm"]
-    with pytest.raises(TypeError, match=r"^rms_norm: pyops\.norm\.rms has declared an op of this name$"):
+    before = pyops.registry["rms_norm"]
+    with pytest.raises(TypeError, match=r"^rms_norm: pyops\.ops\.norm\.rms has declared an op of this name$"):
         pyops.op(out="out")(rms_norm)
-    assert pyops.ops["rms_norm"] is before
+    assert pyops.registry["rms_norm"] is before
 
 
 def test_a_plan_is_made_once_for_a_signature() -> None:
@@ -141,7 +141,7 @@ def test_a_plan_is_made_once_for_a_signature() -> None:
         out.copy_(input * slope + epsilon * steps)
 
     @planned_once.plan
-    def _(out: Arg, input: Arg, slope: float, epsilon: float, steps: int) -> list[Any]:
+    def _(out: TensorArg, input: TensorArg, slope: float, epsilon: float, steps: int) -> list[Any]:
         check.like(out, input)
         planned.append((input.shape, slope, steps))
         return []
@@ -161,8 +161,8 @@ def test_a_plan_is_made_once_for_a_signature() -> None:
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "_MOST_PLANS", 4)
-    op = pyops.ops["rms_norm"]
+    monkeypatch.setattr(core, "_MAX_PLANS", 4)
+    op = pyops.registry["rms_norm"]
     for rows in range(1, 20):
         args = op.example(TorchMaker(), num_tokens=rows, hidden_size=8, dtype="float32")
         op(*args)
@@ -173,7 +173,7 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_number_of_tokens_is_the_same_specialisation() -> None:
-    op = pyops.ops["rms_norm"]
+    op = pyops.registry["rms_norm"]
     texts = {
         launch.specialisation.text
         for rows in (1, 2, 17, 100)
