@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-KINDS = ("Tensor", "float", "int", "bool", "str", "tuple[int, int]")
+KINDS = ("Tensor", "float", "int", "bool", "str", "tuple[int, int]", "dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Parameter:
 
     Attributes:
         name: as the reference spells it.
-        kind: ``"Tensor"``, ``"float"``, ``"int"``, ``"bool"``, ``"str"`` or ``"tuple[int, int]"``.
+        kind: one of `KINDS`. A ``"dtype"`` is one of torch's, or of numpy's, or a name.
         optional: None is a value, too.
         role: ``"in"``, ``"out"`` (written, never read) or ``"inout"``. Scalars are ``"in"``.
         keyed: a scalar whose value is part of a plan's key, so that the plan may choose by it. The value of any other

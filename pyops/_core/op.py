@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from . import plan, prepare, torch_library, wrapper
+from . import plan, prepare, tensor, torch_library, wrapper
 from .compiler import Compiled
 from .declaration import declare
 from .plan import Plan
-from .planner import Planner
+from .planner import Planner, Result
 from .tensor import TensorArg
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,6 +30,7 @@ class Wrapper(Protocol):
     def example(self, function: F) -> F: ...
     def traffic(self, function: F) -> F: ...
     def bad_indices(self, function: F) -> F: ...
+    def result(self, function: F) -> F: ...
 
 
 def op(
@@ -37,6 +38,7 @@ def op(
     out: str | tuple[str, ...] = (),
     inout: str | tuple[str, ...] = (),
     in_place: dict[str, str] | None = None,
+    returns: str | tuple[str, ...] = (),
     keyed: str | tuple[str, ...] = (),
     runtime: str | tuple[str, ...] = (),
     ulps: int = 1,
@@ -51,6 +53,8 @@ def op(
 
     Args:
         out: tensors that are written and never read; inout: tensors that are read and written.
+        returns: outputs that a call allocates and returns, unless the caller gives them by name. They stand behind a
+            ``*``, and `.result` says their shapes and dtypes.
         in_place: {output: input} pairs that may be one and the same tensor.
         keyed: floats that the plan may choose by; each value has a plan of its own. Integers, bools, strings and pairs
             are keyed anyway. Other floats are read at every call.
@@ -65,7 +69,7 @@ def op(
             reference,
             out=_names(out),
             inout=_names(inout),
-            returns=(),
+            returns=_names(returns),
             in_place=in_place or {},
             keyed=_names(keyed),
             runtime=_names(runtime),
@@ -115,8 +119,12 @@ class Op(Planner):
             {p.name: p.default for p in self.parameters},
         )
         self.call, self.compile_wrapper = wrapper.make(declaration, callbacks)
-        torch_library.add(declaration, self.call, self.compile_wrapper)
         self.wrapper: Any = self.call
+        if declaration.returned:
+            self.wrapper = wrapper.make_returning(declaration, self.call, self.allocate)
+            torch_library.add(declaration, self.call, self.compile_wrapper, self.wrapper, self.allocate)
+        else:
+            torch_library.add(declaration, self.call, self.compile_wrapper)
         self.wrapper.__dict__.update(
             op=self,
             reference=self.reference,
@@ -125,6 +133,7 @@ class Op(Planner):
             example=self.set_example,
             traffic=self.set_traffic,
             bad_indices=self.set_bad_indices,
+            result=self.set_result,
         )
         registry[self.name] = self
 
@@ -135,6 +144,21 @@ class Op(Planner):
     def applied(self, function: Callable[..., Any], values: Sequence[Any]) -> Callable[[], Any]:
         """`function`, which has the op's parameters, given a value for each of them."""
         return self.declaration.applied(function, values)
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        """New tensors for the outputs that the op returns, given its other arguments: one, or a tuple of several."""
+        given = [p for p in self.parameters if not p.returned]
+        values = [kwargs.get(p.name, args[i] if i < len(args) else p.default) for i, p in enumerate(given)]
+        like = values[self.declaration.leader_position]
+        if tensor.library_of(like) is None:
+            prepare.describe(self.declaration, [*values, *(None for _ in self.declaration.returned)])
+        try:
+            results = self.results(*values)
+        except (AttributeError, IndexError, TypeError, ValueError):
+            # The arguments are such that no result can be said. The op's own checks say what is wrong with them.
+            results = tuple(Result((0,)) for _ in self.declaration.returned)
+        new = tuple(tensor.new(like, shape, dtype) for shape, dtype in results)
+        return new if len(new) > 1 else new[0]
 
     def check(self, *args: Any) -> tuple[Sequence[TensorArg | None], list[Any]]:
         """(what a plan sees of `args`, the launches it makes). Raises OpError for a call that the op refuses."""

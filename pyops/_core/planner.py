@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .compiler import Compiled
 from .declaration import Declaration
 from .kernel import Launch, Specialisation
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Result(NamedTuple):
+    """Shape and dtype of an output that an op returns. No dtype: that of the op's leading tensor."""
+
+    shape: tuple[int, ...]
+    dtype: Any = None
 
 
 class Planner:
@@ -29,6 +36,7 @@ class Planner:
         self.specialisations: dict[tuple[Any, ...], Specialisation] = {}
         self._plan: Callable[..., Any] | None = None
         self._traffic: Callable[..., int] | None = None
+        self._result: Callable[..., Any] | None = None
 
     def set_plan(self, function: F) -> F:
         self._plan = self.declaration.fed(function)
@@ -45,6 +53,17 @@ class Planner:
     def set_bad_indices(self, function: F) -> F:
         self.bad_indices = self.declaration.fed(function)
         return function
+
+    def set_result(self, function: F) -> F:
+        self._result = self.declaration.fed(function)
+        return function
+
+    def results(self, *args: Any) -> tuple[Result, ...]:
+        """Shapes and dtypes of the outputs that the op returns, from tensors or descriptors and scalars."""
+        if self._result is None:
+            raise TypeError(f"{self.declaration.name} returns tensors but has no result function")
+        found = self._result(*args)
+        return (found,) if isinstance(found, Result) else tuple(found)
 
     def launches(self, *args: Any) -> list[Launch]:
         """The launches planned for tensors given as descriptors. Checks them, chooses, touches no device."""

@@ -165,6 +165,9 @@ def check_scalar(op: str, p: Parameter, value: Any) -> None:
             return
         except (TypeError, ValueError, OverflowError):
             pass
+    elif p.kind == "dtype":
+        if isinstance(value, str) or hasattr(value, "itemsize"):
+            return
     elif p.kind == "tuple[int, int]":
         if isinstance(value, tuple) and [type(one) for one in value] == [int, int]:
             return

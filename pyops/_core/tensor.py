@@ -125,9 +125,16 @@ def held_number(value: Any, like: Any) -> Any:
 
 
 def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """A tensor of the library and on the device of `like`, of its dtype unless one is given, that holds anything."""
+    """A tensor of the library and on the device of `like`, with garbage for elements.
+
+    The dtype is that of `like` unless one is given: the library's own, or the name of an element type.
+    """
     if hasattr(like, "new_empty"):
-        return like.new_empty(shape, dtype=dtype)
+        return like.new_empty(shape, dtype=getattr(loaded("torch"), dtype) if isinstance(dtype, str) else dtype)
+    if isinstance(dtype, str) and not hasattr(numpy, dtype):
+        import ml_dtypes
+
+        dtype = getattr(ml_dtypes, dtype)
     return numpy.empty_like(like, dtype, "C", shape=shape)
 
 

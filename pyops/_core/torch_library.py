@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import lazy, tensor
-from .declaration import Declaration
+from .declaration import Declaration, Parameter
 from .lazy import loaded
 from .wrapper import NAMESPACE, listed
 
 
 class _Entry(NamedTuple):
-    """An op as torch gets it: its declaration, its wrapper, and what compiles the wrapper's text."""
+    """An op as torch gets it.
+
+    Attributes:
+        call: the wrapper, which writes its outputs; load: compiles the wrapper's text.
+        returning: the function that allocates and returns outputs; None for an op that returns nothing.
+        allocate: (*arguments without outputs) -> the outputs, whose elements are garbage.
+    """
 
     declaration: Declaration
     call: Callable[..., Any]
     load: Callable[[], None]
+    returning: Callable[..., Any] | None = None
+    allocate: Callable[..., Any] | None = None
 
 
 _entries: dict[str, _Entry] = {}
 _libraries: dict[str, Any] = {}  # the torch library of each op: an op that is declared again takes another
 
 
-def add(declaration: Declaration, call: Callable[..., Any], load: Callable[[], None]) -> None:
+def add(
+    declaration: Declaration,
+    call: Callable[..., Any],
+    load: Callable[[], None],
+    returning: Callable[..., Any] | None = None,
+    allocate: Callable[..., Any] | None = None,
+) -> None:
     """Have an op registered with torch: now, or when torch is bound. An op of its name that is there goes."""
     remove(declaration.name)
-    _entries[declaration.name] = _Entry(declaration, call, load)
+    _entries[declaration.name] = _Entry(declaration, call, load, returning, allocate)
     if _is_bound():
         _register(_entries[declaration.name])
 
@@ -113,29 +127,62 @@ NAMESPACE["is_compiling"] = _is_compiling
 
 
 def schema(declaration: Declaration) -> str:
-    """The op's torch schema, with every written tensor marked."""
+    """The schema of the form that writes its outputs, with every written tensor marked.
+
+    Of an op that returns its outputs, this is the overload ``out``.
+    """
+    overload = ".out" if declaration.returned else ""
+    return f"{declaration.name}{overload}({_parameters(declaration, declaration.parameters)}) -> ()"
+
+
+def returning_schema(declaration: Declaration) -> str:
+    """The schema of the form that allocates and returns its outputs."""
+    given = [p for p in declaration.parameters if not p.returned]
+    results = ", ".join("Tensor" for _ in declaration.returned)
+    results = results if len(declaration.returned) == 1 else f"({results})"
+    return f"{declaration.name}({_parameters(declaration, given)}) -> {results}"
+
+
+def _parameters(declaration: Declaration, parameters: Sequence[Parameter]) -> str:
     parts = []
-    for index, p in enumerate(declaration.parameters):
+    for index, p in enumerate(parameters):
         mark = f"(a{index}!)" if p.written else ""
         # A compiler may not take an integer for a constant: the integer may be a size, which changes with every call.
-        kind = {"int": "SymInt", "tuple[int, int]": "(int, int)"}.get(p.kind, p.kind)
+        kind = {"int": "SymInt", "tuple[int, int]": "(int, int)", "dtype": "ScalarType"}.get(p.kind, p.kind)
         text = f"{kind}{mark}{'?' if p.optional else ''} {p.name}"
-        if p.has_default:
+        if p.has_default and not p.returned:
             text += f'="{p.default}"' if isinstance(p.default, str) else f"={p.default}"
         parts.append(text)
-    return f"{declaration.name}({listed(declaration, parts)}) -> ()"
+    return listed(declaration, parts)
 
 
 def _register(entry: _Entry) -> None:
     import torch
 
-    declaration, call, load = entry
+    declaration, call, load, returning, allocate = entry
     library = _libraries[declaration.name] = torch.library.Library("pyops", "FRAGMENT")
+    name = declaration.name
+    writing = f"{name}.out" if declaration.returned else name
     library.define(schema(declaration))
+    if returning is not None:
+        library.define(returning_schema(declaration))
     for key in ("CUDA", "CPU"):
-        library.impl(declaration.name, call, key)
-    # A compiler has traced the wrapper, whose code may not change once it is guarded, and runs this before it guards.
-    torch.library.register_fake(f"pyops::{declaration.name}", lambda *args, **kwargs: load(), lib=library)
+        library.impl(writing, call, key)
+        if returning is not None:
+            library.impl(name, returning, key)
+
+    # A compiler has traced the wrapper, whose code may not change once it is guarded, and runs a fake before it guards.
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        load()
+
+    def returning_fake(*args: Any, **kwargs: Any) -> Any:
+        load()
+        assert allocate is not None
+        return allocate(*args, **kwargs)
+
+    torch.library.register_fake(f"pyops::{writing}", fake, lib=library)
+    if returning is not None:
+        torch.library.register_fake(f"pyops::{name}", returning_fake, lib=library)
     # torch.compile traces a reference, as layers that are switched off have it, but not the proxy of torch.
     module = declaration.reference.__globals__
     if module.get("torch") is lazy.torch:

@@ -19,6 +19,7 @@ import pyops
 from pyops._core import dtypes, launch, offline
 from pyops._core.dtypes import DType
 from pyops._core.host import run as host
+from pyops._core.host import toolchain
 from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Kernel
 from pyops.testing import SCHEDULES, Schedule, guarded, scheduled
@@ -520,7 +521,7 @@ def test_every_toolchain(tmp_path: Path, name: str) -> None:
 
 
 def test_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "toolchains", dict)
+    monkeypatch.setattr(toolchain, "toolchains", dict)
     with pytest.raises(pyops.MissingDependencyError, match=r"C\+\+ compiler.*\[cpu\]"):
         host.load('extern "C" __global__ void none(int* out) {}', "none", "test/none.cu", "")
 
