@@ -18,6 +18,7 @@ from ._core.errors import (
     KernelFault,
     MissingDependencyError,
     ModelError,
+    NotLoadedError,
     OpError,
 )
 from ._core.kernel import Kernel

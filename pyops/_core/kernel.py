@@ -80,6 +80,10 @@ class Specialisation:
             kernel._loaded[device, self.key] = found
         return found
 
+    def loaded_on_host(self) -> bool:
+        """Whether this process already holds the kernel for the CPU."""
+        return host.loaded(self.text)
+
     def load_on_host(self) -> HostFunction:
         """The kernel compiled for the CPU."""
         return host.load(self.text, self.kernel.signature.entry, self.kernel.file, str(self))

@@ -15,7 +15,7 @@ import numpy
 
 from . import config, device, driver, launch, tensor, torch_library, workspace
 from .declaration import Declaration, Parameter
-from .errors import CaptureError, OpError
+from .errors import CaptureError, NotLoadedError, OpError
 from .host import run as host
 from .kernel import Launch
 from .lazy import cupy, torch
@@ -194,14 +194,22 @@ def _bound(
     """The launches, bound to the device `index`, their kernels loaded."""
     functions = []
     for one in launches:
-        if one.specialisation.loaded(index) is None and _capturing(library, index):
-            raise CaptureError(declaration.name, one.specialisation.kernel.file)
+        if one.specialisation.loaded(index) is None:
+            if _capturing(library, index):
+                raise CaptureError(declaration.name, one.specialisation.kernel.file)
+            _may_compile(declaration, one)
         functions.append(planner.load(index, one.specialisation).function)
         driver.allow_shared(functions[-1], one.shared)
     scalars = {p.name: value for p, value in zip(declaration.parameters, args, strict=True) if p.keyed}
     allocate = workspace.allocate_torch if library == "torch" else workspace.allocate_cupy
     names = declaration.tensor_names, declaration.runtime
     return launch.bind(declaration.name, index, launches, functions, *names, scalars, allocate)
+
+
+def _may_compile(declaration: Declaration, one: Launch) -> None:
+    """Raises NotLoadedError where PYOPS_JIT=error."""
+    if config.jit_forbidden():
+        raise NotLoadedError(declaration.name, one.specialisation.kernel.file, str(one.specialisation))
 
 
 def _cpu_call(
@@ -248,6 +256,9 @@ def _run_on_host(
     values = {p.name: value for p, value in zip(declaration.parameters, args, strict=True)}
     scalars = {p.name: values[p.name] for p in declaration.parameters if p.keyed}
     runtime = [values[name] for name, _ in declaration.runtime]
+    for one in launches:
+        if not one.specialisation.loaded_on_host():
+            _may_compile(declaration, one)
     try:
         launch.run_on_host(launches, declaration.tensor_names, declaration.runtime, scalars, *addresses, *runtime)
     except (StructError, OverflowError, TypeError) as error:

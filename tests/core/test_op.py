@@ -277,6 +277,26 @@ def test_switches(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None
         assert switch() is False
 
 
+def test_no_kernel_is_compiled_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyops._core import config
+
+    monkeypatch.setenv("PYOPS_JIT", "error")
+    x, out = torch.ones(2, 24), torch.empty(2, 24)
+    with config.cpu("kernels"):
+        with pytest.raises(
+            pyops.NotLoadedError, match=r"(?s)^rms_norm: kernel norm/rms_norm.cu is not loaded.*HIDDEN_SIZE"
+        ):
+            pyops.rms_norm(out, x, None, 0.0)
+        monkeypatch.delenv("PYOPS_JIT")
+        pyops.rms_norm(out, x, None, 0.0)
+        monkeypatch.setenv("PYOPS_JIT", "error")
+        pyops.rms_norm(out.zero_(), x, None, 0.0)
+        assert torch.equal(out, x)
+        monkeypatch.setenv("PYOPS_JIT", "maybe")
+        with pytest.raises(ValueError, match=r'^PYOPS_JIT: expected "compile" or "error", got "maybe"$'):
+            pyops.rms_norm(torch.empty(2, 40), torch.ones(2, 40), None, 0.0)
+
+
 def test_a_tensor_whose_storage_was_taken_away_is_refused() -> None:
     x = torch.ones(2, 8)
     x.untyped_storage().resize_(0)

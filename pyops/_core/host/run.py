@@ -185,6 +185,11 @@ _loaded: dict[tuple[str, int], HostFunction] = {}
 _locks: dict[tuple[str, int], threading.Lock] = {}
 
 
+def loaded(text: str) -> bool:
+    """Whether the kernel of `text` is loaded, for warps as this thread's launches have them."""
+    return (text, warp_size()) in _loaded
+
+
 def load(text: str, entry: str, kernel: str, constants: str) -> HostFunction:
     """The function `entry` of `text`, compiled at most once per process; `kernel` and `constants` name it in errors.
 
