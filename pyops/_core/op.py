@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from . import plan, prepare, tensor, torch_library, wrapper
+from . import plan, prepare, returning, tensor, torch_library, wrapper
 from .compiler import Compiled
 from .declaration import declare
 from .plan import Plan
@@ -121,7 +121,7 @@ class Op(Planner):
         self.call, self.compile_wrapper = wrapper.make(declaration, callbacks)
         self.wrapper: Any = self.call
         if declaration.returned:
-            self.wrapper = wrapper.make_returning(declaration, self.call, self.allocate)
+            self.wrapper = returning.make(declaration, self.call, self.allocate)
             torch_library.add(declaration, self.call, self.compile_wrapper, self.wrapper, self.allocate)
         else:
             torch_library.add(declaration, self.call, self.compile_wrapper)

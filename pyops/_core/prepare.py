@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy
 
-from . import config, device, driver, launch, tensor, torch_library, workspace
+from . import config, device, driver, index_check, launch, tensor, torch_library, workspace
 from .declaration import Declaration, Parameter
 from .errors import CaptureError, NotLoadedError, OpError
 from .host import run as host
+from .index_check import as_torch, capturing, torch_stream
 from .kernel import Launch
-from .lazy import cupy, torch
+from .lazy import torch
 from .plan import Plan, addresses_of, check_separate, device_plan
 from .planner import Planner
 from .tensor import TensorArg
@@ -49,7 +50,12 @@ def prepare(declaration: Declaration, planner: Planner, args: Sequence[Any]) -> 
         plan = device_plan(declaration, tensors, index, bound, NAMESPACE[f"{library}_stream"])
     plan.empty = not launches
     if planner.bad_indices is not None and config.check_indices():
-        plan = Plan("call", _checked(declaration, planner, plan.run, library, index), tensors=tensors, empty=plan.empty)
+        plan = Plan(
+            "call",
+            index_check.checked(declaration, planner, plan.run, library, index),
+            tensors=tensors,
+            empty=plan.empty,
+        )
     return plan
 
 
@@ -195,7 +201,7 @@ def _bound(
     functions = []
     for one in launches:
         if one.specialisation.loaded(index) is None:
-            if _capturing(library, index):
+            if capturing(library, index):
                 raise CaptureError(declaration.name, one.specialisation.kernel.file)
             _may_compile(declaration, one)
         functions.append(planner.load(index, one.specialisation).function)
@@ -245,8 +251,8 @@ def _cpu_call(
 
 
 def _run_reference(declaration: Declaration, library: str, args: Sequence[Any]) -> None:
-    args = args if library == "torch" else _as_torch(args)
-    with torch.no_grad(), _torch_stream() if library == "cupy" else nullcontext():
+    args = args if library == "torch" else as_torch(args)
+    with torch.no_grad(), torch_stream() if library == "cupy" else nullcontext():
         declaration.applied(declaration.reference, args)()
 
 
@@ -263,50 +269,3 @@ def _run_on_host(
         launch.run_on_host(launches, declaration.tensor_names, declaration.runtime, scalars, *addresses, *runtime)
     except (StructError, OverflowError, TypeError) as error:
         launch.explain(error, declaration.name, declaration.runtime, runtime)
-
-
-# PYOPS_CHECK: indices out of range are errors.
-
-
-def _checked(
-    declaration: Declaration, planner: Planner, run: Callable[..., None], library: str, index: int
-) -> Callable[..., None]:
-    """`run`, after which an index out of range is an OpError. (A graph under capture holds nothing to look at.)"""
-
-    def run_and_check(*args: Any) -> None:
-        run(*args)
-        if index < 0 or not _capturing(library, index):
-            with torch.no_grad(), _torch_stream() if library == "cupy" else nullcontext():
-                _check_indices(declaration, planner, args if library == "torch" else _as_torch(args))
-
-    return run_and_check
-
-
-def _check_indices(declaration: Declaration, planner: Planner, args: Sequence[Any]) -> None:
-    assert planner.bad_indices is not None
-    values = {p.name: value for p, value in zip(declaration.parameters, args, strict=True)}
-    found = []
-    for name, wrong in planner.bad_indices(*args).items():
-        if count := int(wrong.sum()):
-            at = tuple(wrong.nonzero()[0].tolist())
-            held = values[name][at].item()
-            found.append((name, f"{count} of {wrong.numel()} indices are out of range, the first at {at}: {held}"))
-    if found:
-        (name, message), *others = found
-        raise OpError(declaration.name, name, "; ".join([message, *(f"{also}: {what}" for also, what in others)]))
-
-
-def _as_torch(args: Sequence[Any]) -> Sequence[Any]:
-    return [tensor.to_torch(value) if tensor.library_of(value) else value for value in args]
-
-
-def _torch_stream() -> Any:
-    """CuPy's current stream, made torch's while the context lasts."""
-    pointer = cupy.cuda.get_current_stream().ptr
-    return torch.cuda.stream(torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream())
-
-
-def _capturing(library: str, index: int) -> bool:
-    if library == "torch":
-        return bool(torch.cuda.is_current_stream_capturing())
-    return bool(cupy.cuda.get_current_stream(index).is_capturing())

@@ -15,6 +15,8 @@ from .declaration import Declaration, Parameter
 from .plan import Plan, unguarded
 
 _MAX_TENSORS = 24
+# Pairs of tensors up to which comparing all address ranges at every call costs less than remembering addresses.
+_FEW_PAIRS = 4
 # What a tensor contributes to the key of a plan.
 _TORCH_KEY = "{0}.get_device(), {0}.dtype, {0}.shape, {0}.stride()"
 _CUPY_KEY = "{0}.data.device_id, {0}.dtype, {0}.shape, {0}._c_contiguous or {0}.strides"
@@ -95,7 +97,7 @@ def make(declaration: Declaration, callbacks: Callbacks) -> tuple[Callable[..., 
                 function.__code__ = whole.__code__
 
     # Functions may exchange their code only if they close over the same variables: the stub names all of them.
-    called = _forwarded(declaration, lambda p: p.name)
+    called = forwarded(declaration, lambda p: p.name)
     body = [f"load(); return {name}({called})", f"{', '.join(names)}"]
     wrappers = functions(_module(declaration, body, body))
     stub = wrappers[0].__code__
@@ -106,60 +108,13 @@ def make(declaration: Declaration, callbacks: Callbacks) -> tuple[Callable[..., 
     return wrapper, load
 
 
-def make_returning(
-    declaration: Declaration, call: Callable[..., Any], allocate: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The wrapper of an op that allocates and returns its outputs; each may be given by its name instead.
-
-    `call` is the wrapper that writes them. `allocate` takes the other arguments.
-    """
-    name, outputs = declaration.name, [p.name for p in declaration.returned]
-    given = [p for p in declaration.parameters if not p.returned]
-    signature = listed(
-        declaration,
-        [
-            f"{p.name}=None" if p.returned else f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name
-            for p in declaration.parameters
-        ],
-    )
-    inputs = ", ".join(f"{p.name}={p.name}" if p.by_name else p.name for p in given)
-    absent = " or ".join(f"{output} is None" for output in outputs)
-    pairs = ", ".join(f"{output} if {output} is not None else new[{i}]" for i, output in enumerate(outputs))
-    results = ", ".join(outputs)
-    text = f"""def make(call, allocate, defaults):
-    def {name}({signature}):
-        if is_compiling() and {" and ".join(f"{output} is None" for output in outputs)}:
-            return torch_ops.{name}({inputs})
-        if {absent}:
-            new = allocate({inputs})
-            {results} = {pairs if len(outputs) > 1 else "new"}
-        call({_forwarded(declaration, lambda p: p.name)})
-        return {results}
-    return {name}
-"""
-    filename = f"<pyops {name} returning>"
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {}
-    exec(compile(text, filename, "exec"), NAMESPACE, namespace)
-    wrapper: Callable[..., Any] = namespace["make"](call, allocate, {p.name: p.default for p in given})
-    wrapper.__doc__ = declaration.reference.__doc__
-    results = "Tensor" if len(outputs) == 1 else f"tuple[{', '.join('Tensor' for _ in outputs)}]"
-    wrapper.__annotations__ = {
-        **declaration.reference.__annotations__,
-        **dict.fromkeys(outputs, "Tensor | None"),
-        "return": results,
-    }
-    wrapper.__module__ = declaration.reference.__module__
-    return wrapper
-
-
 def listed(declaration: Declaration, parts: Sequence[str]) -> str:
     """A parameter list, to which `parts` contribute one declaration each."""
     given, by_name = parts[: declaration.positional], parts[declaration.positional :]
     return ", ".join([*given, *(("*", *by_name) if by_name else ())])
 
 
-def _forwarded(declaration: Declaration, value: Callable[[Parameter], str]) -> str:
+def forwarded(declaration: Declaration, value: Callable[[Parameter], str]) -> str:
     """The arguments of a call that hands every parameter on."""
     return ", ".join(f"{p.name}={value(p)}" if p.by_name else value(p) for p in declaration.parameters)
 
@@ -173,7 +128,7 @@ def _module(declaration: Declaration, torch_lines: Sequence[str], cupy_lines: Se
     )
     leader, indent = declaration.leader, "\n        "
     # A compiler must see how the tensor of a number comes about.
-    traced = _forwarded(declaration, lambda p: f"number({p.name}, {leader})" if p.number else p.name)
+    traced = forwarded(declaration, lambda p: f"number({p.name}, {leader})" if p.number else p.name)
     return f"""def make({", ".join(Callbacks._fields)}, load):
     def {name}({signature}):
         if is_compiling(): return torch_ops.{name}({traced})
@@ -196,7 +151,7 @@ def render(declaration: Declaration) -> str:
     text = _Text(declaration)
     name, leader = declaration.name, declaration.leader
     arguments = ", ".join(p.name for p in declaration.parameters)
-    forwarded = _forwarded(declaration, lambda p: p.name)
+    same_arguments = forwarded(declaration, lambda p: p.name)
     names = (*Callbacks._fields, "load", name, f"{name}_cupy")
     torch_lines = [
         f"if {leader}.__class__ is cupy_ndarray: return {name}_cupy({arguments})",
@@ -204,7 +159,7 @@ def render(declaration: Declaration) -> str:
         *text.guarded(),
         "if not found:",
         # A guard knows the dispatch mode that it was made in. Any other mode is to see the op, not what the op does.
-        f"    if dispatch_modes() and hasattr({leader}, 'data_ptr'): return torch_ops.{name}({forwarded})",
+        f"    if dispatch_modes() and hasattr({leader}, 'data_ptr'): return torch_ops.{name}({same_arguments})",
         *(f"    {line}" for line in text.keyed("{}.data_ptr()", _TORCH_KEY)),
         f"    remember(plan, {text.guard_arguments})",
         *text.launched("torch_stream"),
@@ -230,6 +185,9 @@ class _Text:
         self.arguments = ", ".join(p.name for p in declaration.parameters)
         self.pointers = [f"p{i}" for i, _ in self.tensors]
         self.addresses = f"({', '.join(self.pointers)},)"
+        # Pairs of tensors that may not overlap.
+        self.pairs = [(i, j) for (i, p), (j, q) in combinations(self.tensors, 2) if p.written or q.written]
+        self.remembers = len(self.pairs) > _FEW_PAIRS
         masked = ", ".join(f"{p} & 15" for p in self.pointers)
         self.alignments = f"({' | '.join(self.pointers)}) & 15 and ({masked},)"
         # An address of 0: an empty tensor, or one whose storage was taken away.
@@ -251,7 +209,9 @@ class _Text:
 
     def guarded(self) -> list[str]:
         """`found`: the last call's plan serves this call, too. Addresses that have passed need no second look."""
-        found = f"{self.addresses} == plan.addresses or ({self.required} and ({self.alignments}) == plan.alignments)"
+        found = f"{self.required} and ({self.alignments}) == plan.alignments"
+        if self.remembers:
+            found = f"{self.addresses} == plan.addresses or ({found})"
         lines = [
             "plan = recent[0]",
             f"found = plan.guard({self.guard_arguments})",
@@ -300,17 +260,20 @@ class _Text:
 
     def launched(self, stream: str) -> list[str]:
         """Test new addresses for overlaps; pack the call's words and launch."""
-        pairs = [(i, j) for (i, p), (j, q) in combinations(self.tensors, 2) if p.written or q.written]
-        meets = " or ".join(f"p{i} < p{j} + e{j} and p{j} < p{i} + e{i}" for i, j in pairs)
+        meets = " or ".join(f"p{i} < p{j} + e{j} and p{j} < p{i} + e{i}" for i, j in self.pairs)
         words = ", ".join([*self.pointers, *(name for name, _ in self.declaration.runtime)])
         overlap = [
-            f"    {', '.join(f'e{i}' for i, _ in self.tensors)}, = plan.extents",
-            f"    if {meets}: overlap(plan, {', '.join(self.pointers)})",
+            f"{', '.join(f'e{i}' for i, _ in self.tensors)}, = plan.extents",
+            f"if {meets}: overlap(plan, {', '.join(self.pointers)})",
         ]
+        if self.remembers:
+            overlap = [
+                f"if {self.addresses} != plan.addresses:",
+                *(f"    {line}" for line in overlap),
+                f"    plan.addresses = {self.addresses}",
+            ]
         return [
-            f"if {self.addresses} != plan.addresses:",
-            *(overlap if pairs else ()),
-            f"    plan.addresses = {self.addresses}",
+            *(overlap if self.pairs else ()),
             "try:",
             "    with plan.lock:",
             f"        plan.pack(plan.buffer, 0, {words})",
