@@ -1,4 +1,4 @@
-"""Times of every op in `pyops.ops` beside its rivals: ``python -m benchmarks --help``.
+"""Times of every op beside its rivals: ``python -m benchmarks --help``.
 
 A file imports only files above it:
 
@@ -7,5 +7,9 @@ accuracy                                          whether two sets of outputs ag
 kernel_time overhead compile_time numerics        one measurement each: a row for an op at a shape
 report                                            rows to tables, JSON and a plot
 __main__                                          the command line
-decode                                            a whole model instead: ``python -m benchmarks.decode``
+
+Commands of their own:
+
+host (with fake_driver)                           host time of every op without a GPU: ``python -m benchmarks.host``
+decode, transformers                              a whole model: ``python -m benchmarks.decode``
 """

@@ -55,7 +55,7 @@ class Case:
 
     @property
     def family(self) -> str:
-        """Name of the module that declares the op."""
+        """Name of the package that declares the op."""
         return family(self.op)
 
     @property
@@ -70,8 +70,8 @@ class Case:
 
 
 def family(op: Op) -> str:
-    """Name of the module or package of `pyops` that declares `op`: norm, activation, ..."""
-    return op.reference.__module__.removeprefix("pyops.").partition(".")[0]
+    """Name of the package of `pyops.ops` that declares `op`: norm, activation, ..."""
+    return op.reference.__module__.removeprefix("pyops.ops.").partition(".")[0]
 
 
 def axes(op: Op) -> dict[str, tuple[Any, ...]]:
