@@ -15,6 +15,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,14 +43,21 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("words", nargs="*", metavar="OP|AXIS=VALUE,...", help="ops, and values for axes of their examples")
     add("--all", action="store_true", help="every op")
-    add("--family", action="append", default=[], help="every op of a module: norm, activation, ...")
+    add("--family", action="append", default=[], help="every op of a package of pyops.ops: norm, activation, ...")
     add("--dtype", type=_split, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
     add("--against", type=_split, default=["torch", "vllm", "flashinfer"], help=f"any of {','.join(RIVALS)}")
     for name, what in zip(MEASURES, ("GPU time (default)", "host time", "error", "first call"), strict=True):
         add(f"--{name}", action="append_const", dest="measures", const=name, help=f"measure {what}")
     add("--quick", action="store_true", help="fewer replays and fewer sets of arguments")
     add("--limit", type=int, help="first calls: at most this many ops")
-    add("--save", action="store_true", help="write JSON, tables and plot under benchmarks/results")
+    add(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="begin no case after so long; families and measures have equal shares",
+    )
+    add("--save", action="store_true", help="write JSON, tables and plot")
+    add("--results", type=Path, default=RESULTS, metavar="DIR", help="where --save writes (default benchmarks/results)")
     add("--render", type=Path, metavar="DIR", help="only write the tables and plots of the JSON files in DIR anew")
     return result
 
@@ -84,10 +92,13 @@ def _all_known(what: str, names: Any, known: Any) -> None:
         raise ValueError(f"no {what} is called {', '.join(unknown)}; there are {', '.join(sorted(known))}")
 
 
-def measure_all(name: str, cases: Sequence[Case], measure: Measure) -> dict[str, Any]:
-    """The section of `cases`. One that fails is recorded and the others go on."""
+def measure_all(name: str, cases: Sequence[Case], measure: Measure, end: float) -> dict[str, Any]:
+    """The section of `cases`. One that fails is recorded and the others go on; none begins after `end`."""
     section: dict[str, Any] = {"rows": [], "skipped": [], "failures": []}
     for case in cases:
+        if time.monotonic() > end:
+            section["skipped"].append({"rival": "pyops", "op": case.op.name, "reason": "no time left"})
+            continue
         try:
             row, skipped = measure(case)
         except Exception as error:
@@ -117,8 +128,9 @@ def measure_group(
     options: argparse.Namespace,
     effort: timing.Effort,
     floors: Mapping[str, float],
+    end: float,
 ) -> dict[str, Any]:
-    """The sections that the command line asks for."""
+    """The sections that the command line asks for. No case begins after `end`, by the monotonic clock."""
     against = options.against
     wanted: dict[str, tuple[Measure, Mapping[str, Sequence[Any]]]] = {
         "gpu": (partial(kernel_time.measure, against=against, effort=effort), shapes.SWEEP),
@@ -126,11 +138,13 @@ def measure_group(
         "numerics": (partial(numerics.measure, against=against), {**shapes.SMALL, "num_tokens": (256,)}),
         "compile": (compile_time.measure, shapes.SMALL),
     }
-    sections = {}
-    for name in options.measures or ["gpu"]:
+    sections, measures = {}, options.measures or ["gpu"]
+    for i, name in enumerate(measures):
         measure, sweep = wanted[name]
         some = ops[: options.limit] if name == "compile" else ops
-        section = measure_all(name, [case for op in some for case in shapes.cases(op, chosen, sweep)], measure)
+        cases = [case for op in some for case in shapes.cases(op, chosen, sweep)]
+        share = (end - time.monotonic()) / (len(measures) - i)
+        section = measure_all(name, cases, measure, time.monotonic() + share)
         section["skipped"] += [
             {"rival": "pyops", "op": op.name, "reason": f"its example rules out one of {dict(chosen)}"}
             for op in some
@@ -170,13 +184,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("python -m benchmarks measures on a GPU, and torch sees none", file=sys.stderr)
         return 2
-    where = environment()
-    folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", where["gpu"].lower()).strip("-")
+    started, where = time.monotonic(), environment()
+    folder = options.results / re.sub(r"[^a-z0-9]+", "-", where["gpu"].lower()).strip("-")
     effort = timing.QUICK if options.quick else timing.FULL
     floors = {"streaming_gbs": timing.streaming_gbs(effort), "launch_floor_us": timing.launch_floor_us(effort)}
-    failed = False
-    for name, ops in groups.items():
-        result = {"environment": where, "method": effort.method, **measure_group(ops, chosen, options, effort, floors)}
+    failed, deadline = False, started + 60 * options.minutes
+    for i, (name, ops) in enumerate(groups.items()):
+        share = (deadline - time.monotonic()) / (len(groups) - i)
+        sections = measure_group(ops, chosen, options, effort, floors, time.monotonic() + share)
+        result = {"environment": where, "method": effort.method, **sections}
         print(report.render(result), flush=True)
         failed |= any(section["failures"] for key, section in result.items() if key in MEASURES)
         if options.save:
