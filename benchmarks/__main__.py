@@ -4,6 +4,7 @@ python -m benchmarks rms_norm silu_and_mul --dtype bf16 --against torch,vllm,fla
 python -m benchmarks rms_norm num_tokens=1,64 hidden_size=5120
 python -m benchmarks --all --gpu --host --numerics --save
 python -m benchmarks --render benchmarks/results/nvidia-h200
+python -m benchmarks tune --help
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 import pyops
 from pyops._core.op import Op
 
-from . import compile_time, kernel_time, numerics, overhead, report, shapes, timing
+from . import compile_time, kernel_time, numerics, overhead, report, shapes, timing, tune
 from .rivals import RIVALS, libraries, reason
 from .shapes import Case
 from .timing import Spread
@@ -172,7 +173,10 @@ def environment() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["tune"]:
+        return tune.main(words[1:])
+    options = parser().parse_args(words)
     if options.render:
         for path in sorted(options.render.glob("*.json")):
             report.render_file(path)
