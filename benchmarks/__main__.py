@@ -68,7 +68,7 @@ def _split(text: str) -> list[str]:
 
 
 def select(options: argparse.Namespace) -> tuple[dict[str, list[Op]], dict[str, Sequence[Any]]]:
-    """({group: ops}, {axis: values}) that the command line names. Raises ValueError for what does not exist."""
+    """({group: ops}, {axis: values}) that the command line names. Raises ValueError for a name that does not exist."""
     names = [word for word in options.words if "=" not in word]
     chosen: dict[str, Sequence[Any]] = dict(shapes.parse(word) for word in options.words if "=" in word)
     families: dict[str, list[Op]] = {}
@@ -93,8 +93,8 @@ def _all_known(what: str, names: Any, known: Any) -> None:
         raise ValueError(f"no {what} is called {', '.join(unknown)}; there are {', '.join(sorted(known))}")
 
 
-def measure_all(name: str, cases: Sequence[Case], measure: Measure, end: float) -> dict[str, Any]:
-    """The section of `cases`. One that fails is recorded and the others go on; none begins after `end`."""
+def measure_all(name: str, cases: Sequence[Case], measure: Measure, end: float = float("inf")) -> dict[str, Any]:
+    """The section of `cases`. A case that fails is recorded, and the others go on. No case begins after `end`."""
     section: dict[str, Any] = {"rows": [], "skipped": [], "failures": []}
     for case in cases:
         if time.monotonic() > end:
@@ -156,7 +156,7 @@ def measure_group(
 
 
 def environment() -> dict[str, str]:
-    """What the times depend on besides the code."""
+    """GPU, driver and versions, on which times depend besides the code."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -164,7 +164,7 @@ def environment() -> dict[str, str]:
         driver = "unknown"
     found = {"gpu": torch.cuda.get_device_name(), "driver": driver, "python": platform.python_version()}
     found["pyops"] = pyops.__version__
-    # vLLM's shared objects may come from a wheel that is only unpacked.
+    # vLLM's shared objects may lie in a wheel that was unpacked, not installed.
     unpacked = [str(Path(library).parent.parent) for library in libraries().split(os.pathsep) if library]
     for package in ("torch", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "vllm", "flashinfer-python"):
         for distribution in importlib.metadata.distributions(name=package, path=[*sys.path, *unpacked]):

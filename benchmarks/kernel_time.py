@@ -1,4 +1,4 @@
-"""GPU time of an op and its rivals on the same tensors, once each is found to agree with the op's reference."""
+"""GPU time of an op and its rivals on the same tensors. Whoever disagrees with the op's reference has no time."""
 
 from __future__ import annotations
 

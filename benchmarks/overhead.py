@@ -16,7 +16,7 @@ from .rivals import Builder, builders, ours, skip
 from .shapes import Case
 from .timing import Call, Effort, host_us
 
-NEW_SIZES = range(301, 401)  # numbers of tokens, between those at which kernels change their geometry
+NEW_SIZES = range(301, 401)  # numbers of tokens for which a norm or an activation has one kernel
 
 
 def measure(case: Case, against: Sequence[str], effort: Effort) -> tuple[dict[str, Any], list[dict[str, str]]]:
@@ -50,7 +50,7 @@ def plan_miss(case: Case) -> dict[str, Any]:
 def misses_us(
     op: Op, calls: Sequence[Call], clock: Callable[[], int], synchronize: Callable[[], None]
 ) -> tuple[list[float], int]:
-    """(microseconds of each call but the first, kernels that these calls loaded) for `calls` that all miss."""
+    """(microseconds of each call but the first, kernels that the timed calls loaded). Every call must miss."""
     first, *rest = calls
     first()
     loaded, times = len(op.compiled()), []

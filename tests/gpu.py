@@ -29,7 +29,9 @@ _GRACE_S = 15  # for a summary, after the interrupt
 _LAST_LINES = 12  # of a command that is owed
 # Without pytest-timeout, pytest warns of the setting that pyproject.toml has for it, and warnings are errors.
 _PYTEST = (sys.executable, "-m", "pytest", "-q", "-W", "ignore:Unknown config option:pytest.PytestConfigWarning")
-_COUNTS = re.compile(r"^=*\s*((?:\d+ (?:failed|passed|skipped|errors?|xfailed|xpassed|deselected|warnings?)(?:, )?)+)")
+_COUNTS = re.compile(
+    r"^=*\s*(no tests ran|(?:\d+ (?:failed|passed|skipped|errors?|xfailed|xpassed|deselected|warnings?)(?:, )?)+)"
+)
 
 
 @dataclass

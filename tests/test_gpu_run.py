@@ -150,6 +150,7 @@ def test_the_suite_names_what_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     [
         ("====== 5 passed, 2 skipped in 1s ======\n", "passed", "5 passed, 2 skipped"),
         ("5 passed in 1.00s\n", "cut", "5 passed"),
+        ("no tests ran in 66.52s (0:01:06)\n", "cut", "no tests ran"),
         ("Fatal Python error\n", "failed", "no summary"),
     ],
 )
