@@ -57,7 +57,7 @@ class Check:
         self.case, self.device = case, device
         args = case.arguments(device=device)
         with torch.no_grad():
-            case.op.bound(case.op.reference, args)()
+            case.op.applied(case.op.reference, args)()
         self.expected = written(case, args)
         self.rounding = max(
             (_epsilon(arg) for arg in args if isinstance(arg, torch.Tensor) and _is_wide(arg)), default=0.0

@@ -38,7 +38,7 @@ def exact(case: Case, device: str = "cuda") -> dict[str, torch.Tensor]:
         raise Unavailable("writes codes, which have no float64 value to compare with")
     wide = [arg.double() if isinstance(arg, torch.Tensor) and arg.dtype in _NARROW else arg for arg in args]
     with torch.no_grad(), Float64():
-        case.op.bound(case.op.reference, wide)()
+        case.op.applied(case.op.reference, wide)()
     return written(case, wide)
 
 

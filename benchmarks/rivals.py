@@ -34,7 +34,7 @@ def ours(op: Op) -> Builder:
 
 
 def _with_all(op: Op, function: Callable[..., Any]) -> Builder:
-    return lambda *args: op.bound(function, args)
+    return lambda *args: op.applied(function, args)
 
 
 def builders(op: Op, names: Sequence[str]) -> tuple[dict[str, Builder], list[dict[str, str]]]:

@@ -66,7 +66,7 @@ def load(
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = [pool.submit(op.hold, index, specialisation) for op, specialisation in wanted]
+        futures = [pool.submit(op.load, index, specialisation) for op, specialisation in wanted]
         for count, future in enumerate(as_completed(futures), start=1):
             future.result()
             done(count)

@@ -21,7 +21,7 @@ import transformers
 
 from pyops import ModelError, testing
 from pyops.__main__ import main
-from pyops._core.host.run import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops.cli import generate
 from pyops.models import Config, Engine, Llama, Rope, SamplingParams, checkpoint, load, memory
 from pyops.models import engine as engine_module
