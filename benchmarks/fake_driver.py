@@ -17,13 +17,14 @@ from unittest import mock
 import torch
 
 import pyops
-from pyops._core import binding, device, driver, launch
-from pyops._core import op as op_module
+from pyops._core import device, driver, prepare, torch_library, workspace
 from pyops._core.compiler import Compiled
 from pyops._core.kernel import Kernel, Specialisation
+from pyops._core.wrapper import NAMESPACE
 
 _INDEX = 0
 _FUNCTION = 1  # in the place of a loaded function's address
+_ZEROS = 1 << 20  # in the place of the address of zeros
 
 
 def _launch(*_: Any) -> None:
@@ -33,7 +34,7 @@ def _launch(*_: Any) -> None:
 # In the place of cuLaunchKernelEx: a C function, so that ctypes converts the arguments of a real launch. pthread_equal
 # compares its first two arguments as numbers: here the address of the launch's configuration and the address of the
 # kernel's function. The two addresses differ, so pthread_equal returns 0, which is the driver's status for success.
-_launch_overlapped = ctypes.CDLL(None).pthread_equal
+_launch_with_attributes = ctypes.CDLL(None).pthread_equal
 
 
 def _nothing(*_: Any) -> None:
@@ -57,6 +58,10 @@ def _allocate(_: int, nbytes: int) -> tuple[Any, int]:
     return memory, memory.data_ptr()
 
 
+def _zeros(*_: Any) -> int:
+    return _ZEROS
+
+
 class _Loaded:
     """The kernels that count as loaded while the fake lasts. The kernels themselves never see the fake function."""
 
@@ -78,10 +83,10 @@ class _Loaded:
 def _patches() -> Iterator[Any]:
     """What is replaced while the fake lasts."""
     here = replace(device.host(), index=_INDEX)
-    fake = driver.Driver(_launch, _launch_overlapped, RuntimeError, _device_index)
+    fake = driver.Driver(_launch, _launch_with_attributes, RuntimeError, _device_index)
     loaded = _Loaded()
 
-    def get_device(_: int) -> device.Device:
+    def get_device(_: int = _INDEX) -> device.Device:
         return here
 
     def get_driver() -> driver.Driver:
@@ -94,7 +99,7 @@ def _patches() -> Iterator[Any]:
         return loaded.load(specialisation)
 
     # CPU tensors are planned for the device 0, an H200 as far as plans can tell.
-    yield mock.patch.object(device, "_HOST", here)
+    yield mock.patch.object(device, "host", get_device)
     yield mock.patch.object(device, "get", get_device)
     yield mock.patch.object(device, "count", _device_count)
     # Nothing is compiled, loaded or launched.
@@ -102,10 +107,11 @@ def _patches() -> Iterator[Any]:
     yield mock.patch.object(Specialisation, "load", load)
     yield mock.patch.object(driver, "get", get_driver)
     yield mock.patch.object(driver, "allow_shared", _nothing)
-    # There is no stream, no graph is captured, and scratch lies in host memory.
-    yield mock.patch.dict(binding.NAMESPACE, torch_stream=operator.index)
-    yield mock.patch.object(op_module, "_capturing", _is_capturing)
-    yield mock.patch.object(launch, "allocate_torch", _allocate)
+    # There is no stream, no graph is captured, and workspaces lie in host memory.
+    yield mock.patch.dict(NAMESPACE, torch_stream=operator.index)
+    yield mock.patch.object(prepare, "_capturing", _is_capturing)
+    yield mock.patch.object(workspace, "allocate_torch", _allocate)
+    yield mock.patch.object(workspace, "zeros", _zeros)
     # Every op lists the kernels that it has loaded.
     for op in pyops.registry.values():
         yield mock.patch.object(op, "specialisations", {})
@@ -117,7 +123,7 @@ def fake_driver() -> Iterator[None]:
 
     Entering and leaving drop the plans of every op. No other thread may call an op meanwhile.
     """
-    binding.bind_torch()
+    torch_library.bind_torch()
     with ExitStack() as stack:
         stack.callback(_forget_plans)
         for patch in _patches():
