@@ -181,6 +181,16 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
     return arg
 
 
+def describe_fake(op: str, name: str, value: Any, device: Device) -> TensorArg:
+    """The descriptor of one of torch's fake tensors, as if its storage began at a multiple of 16 bytes on `device`."""
+    dtype = dtypes.of(value.dtype)
+    if dtype is None:
+        raise OpError(op, name, f"dtype {value.dtype} is not supported")
+    offset = int(value.storage_offset()) * dtype.itemsize
+    shape, strides = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
+    return TensorArg(op, name, dtype, shape, strides, (offset | 16) & -(offset | 16), device)
+
+
 def _check_no_self_overlap(arg: TensorArg) -> None:
     reach = 1
     for size, stride in zip(reversed(arg.shape), reversed(arg.strides)):  # noqa: B905

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from . import lazy, tensor
@@ -26,6 +28,21 @@ class _Entry(NamedTuple):
     load: Callable[[], None]
     returning: Callable[..., Any] | None = None
     allocate: Callable[..., Any] | None = None
+
+
+# Called with (op's name, arguments, keywords) of every op that is given tensors without data.
+Observer = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """While it lasts, in this thread, `observer` hears of the ops that are given torch's fake tensors."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 _entries: dict[str, _Entry] = {}
@@ -174,6 +191,8 @@ def _register(entry: _Entry) -> None:
     # A compiler has traced the wrapper, whose code may not change once it is guarded, and runs a fake before it guards.
     def fake(*args: Any, **kwargs: Any) -> Any:
         load()
+        if (observe := _observer.get()) is not None:
+            observe(name, args, kwargs)
 
     def returning_fake(*args: Any, **kwargs: Any) -> Any:
         load()
