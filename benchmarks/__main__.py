@@ -4,6 +4,7 @@ python -m benchmarks rms_norm silu_and_mul --dtype bf16 --against torch,vllm,fla
 python -m benchmarks rms_norm num_tokens=1,64 hidden_size=5120
 python -m benchmarks --all --gpu --host --numerics --save
 python -m benchmarks --render benchmarks/results/nvidia-h200
+python -m benchmarks --readme benchmarks/results/nvidia-h200
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import pyops
 from pyops._core.op import Op
 
-from . import compile_time, kernel_time, numerics, overhead, report, shapes, timing
+from . import compile_time, kernel_time, numerics, overhead, readme, report, shapes, timing
 from .rivals import RIVALS, libraries, reason
 from .shapes import Case
 from .timing import Spread
@@ -51,6 +52,12 @@ def parser() -> argparse.ArgumentParser:
     add("--limit", type=int, help="first calls: at most this many ops")
     add("--save", action="store_true", help="write JSON, tables and plot under benchmarks/results")
     add("--render", type=Path, metavar="DIR", help="only write the tables and plots of the JSON files in DIR anew")
+    add(
+        "--readme",
+        type=Path,
+        metavar="DIR",
+        help="only write the figures of the README from the JSON files in DIR anew",
+    )
     return result
 
 
@@ -162,6 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.render:
         for path in sorted(options.render.glob("*.json")):
             report.render_file(path)
+    if options.readme:
+        readme.update(options.readme)
+    if options.render or options.readme:
         return 0
     try:
         groups, chosen = select(options)
