@@ -101,6 +101,30 @@ def test_families_import_only_the_core(path: Path) -> None:
     assert all(name.startswith(allowed) for name in own), own
 
 
+CALL_PATH = ("wrapper", "op", "prepare", "plan", "layout", "launch")
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "pyops").rglob("*.py")), ids=lambda path: path.relative_to(ROOT / "pyops").as_posix()
+)
+def test_files_and_classes_fit_in_a_head(path: Path) -> None:
+    assert _lines(path) <= 350
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < 200, node.name
+
+
+def test_a_call_is_read_in_six_files() -> None:
+    assert sum(_lines(CORE / f"{name}.py") for name in CALL_PATH) <= 1200
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `_core/(\w+)\.py` \|", page, re.MULTILINE) == list(CALL_PATH)
+
+
 @pytest.mark.parametrize("path", HARNESS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_the_harness_knows_no_op(path: Path) -> None:
     """It imports the core and itself; hypothesis only where the strategies are."""
