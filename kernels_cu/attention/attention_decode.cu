@@ -36,7 +36,7 @@
 //     ONE_AT_A_TIME  registers hold keys or values, not both
 //     MIN_BLOCKS     blocks of 4 warps (or NUM_WARPS, if more) that a multiprocessor should hold: bounds the registers
 //     PARTITION      tokens of a split, or 0 for even splits
-//     BALANCED       even splits are as many as the lengths of all sequences suggest, else most_splits
+//     BALANCED       even splits are as many as the lengths of all sequences suggest, else max_splits
 //     DIRECT         a sequence of one split goes straight to out
 //     HAS_ALIBI, HAS_SOFTCAP, HAS_SINKS, HAS_LSE, HAS_STARTS    which of the options are there
 
@@ -94,12 +94,12 @@ constexpr int PART_STRIDE = HEAD_SIZE + (PACKED || IS_FP8 ? 4 : 8);
 
 // Asks for what a block reads first, as far as that is known without reading.
 DEVICE void prefetch_first(const scalar_t* query, const table_t* block_tables, const length_t* seq_lens, int64_t num_seqs, int64_t num_rows,
-                           int64_t most_tokens, int64_t query_stride, int64_t table_stride, int64_t table_step, int64_t length_step) {
+                           int64_t max_tokens, int64_t query_stride, int64_t table_stride, int64_t table_step, int64_t length_step) {
     const int64_t seq = BALANCED ? threadIdx.x : blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS);
     if (seq < num_seqs) prefetch_line(seq_lens + seq * length_step);
     if constexpr (CLUSTER > 1) {
         const int token = (blockIdx.y * NUM_WARPS + threadIdx.x / 32) * STEP;
-        if (token < most_tokens) prefetch_line(block_tables + seq * table_stride + token / BLOCK_SIZE * table_step);
+        if (token < max_tokens) prefetch_line(block_tables + seq * table_stride + token / BLOCK_SIZE * table_step);
         const int kv_head = blockIdx.x / HEAD_BLOCKS % NUM_KV_HEADS, element = threadIdx.x * int(128 / sizeof(scalar_t));
         if (element < GROUP * HEAD_SIZE && seq < num_rows) {
             prefetch_line(query + seq * query_stride + kv_head * GROUP * HEAD_SIZE + element);
@@ -111,34 +111,34 @@ DEVICE uint32_t word_at(const uint4& words, int i) { return i == 0 ? words.x : i
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(MOST_THREADS, MIN_BLOCKS)
 attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
-                 partial_t* tmp_out,     // [num_seqs, NUM_KV_HEADS * GROUP, most_splits, HEAD_SIZE]
-                 float* max_logits,         // [num_seqs, NUM_KV_HEADS * GROUP, most_splits]
-                 float* exp_sums,         // [num_seqs, NUM_KV_HEADS * GROUP, most_splits]
+                 partial_t* tmp_out,     // [num_seqs, NUM_KV_HEADS * GROUP, max_splits, HEAD_SIZE]
+                 float* max_logits,         // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
+                 float* exp_sums,         // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
                  float* lse,                 // [NUM_KV_HEADS * GROUP, num_rows]
                  const scalar_t* query,      // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
                  const cache_t* key_cache,   // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE], or PACKED
                  const cache_t* value_cache,
-                 const table_t* block_tables,    // [num_seqs, most_tokens / BLOCK_SIZE]
+                 const table_t* block_tables,    // [num_seqs, max_tokens / BLOCK_SIZE]
                  const length_t* seq_lens,       // [num_seqs]
                  const starts_t* query_start_loc,     // [num_seqs + 1]
                  const float* alibi_slopes,      // [NUM_KV_HEADS * GROUP]
                  const float* sinks,             // [NUM_KV_HEADS * GROUP]
                  const float* k_scale, const float* v_scale,  // [1]
-                 int64_t num_seqs, int64_t num_rows, int64_t num_blocks, int64_t most_tokens, int64_t most_splits, int64_t sliding_window,
-                 int64_t least_split, int64_t out_stride, int64_t query_stride, int64_t table_stride,
+                 int64_t num_seqs, int64_t num_rows, int64_t num_blocks, int64_t max_tokens, int64_t max_splits, int64_t sliding_window,
+                 int64_t min_split, int64_t out_stride, int64_t query_stride, int64_t table_stride,
                  int64_t table_step, int64_t length_step, int64_t key_block_stride, int64_t key_token_stride,
                  int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride,
-                 int64_t value_head_stride, float slots, float scale, float logits_soft_cap) {
-    prefetch_first(query, block_tables, seq_lens, num_seqs, num_rows, most_tokens, query_stride, table_stride, table_step, length_step);
+                 int64_t value_head_stride, float wave_splits, float scale, float logits_soft_cap) {
+    prefetch_first(query, block_tables, seq_lens, num_seqs, num_rows, max_tokens, query_stride, table_stride, table_step, length_step);
     await_previous_kernel();
     const int kv_head = blockIdx.x % (NUM_KV_HEADS * HEAD_BLOCKS) / HEAD_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
     const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int turn = (CLUSTER > 1 ? blockIdx.y * NUM_WARPS : 0) + warp;  // of the warps that share the split
-    int seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS), split = CLUSTER > 1 ? 0 : blockIdx.y, parts = CLUSTER > 1 ? 1 : int(most_splits);
+    int seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS), split = CLUSTER > 1 ? 0 : blockIdx.y, parts = CLUSTER > 1 ? 1 : int(max_splits);
     if constexpr (BALANCED) {
-        const Balance<length_t> balance(seq_lens, length_step, num_seqs, most_tokens, sliding_window, slots, most_splits);
+        const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window, wave_splits, max_splits);
         split = seq;
         seq = balance.find(split);
         if (seq < 0) return;
@@ -161,10 +161,10 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
     // Those of a cluster's first steps do not wait for the length, and are right unless a window begins later.
     Numbers numbers;
     if constexpr (CLUSTER > 1) {
-        numbers = numbers_at(turn * STEP, [&](int token) { return block_of(min(token, int(most_tokens) - 1)); });
+        numbers = numbers_at(turn * STEP, [&](int token) { return block_of(min(token, int(max_tokens) - 1)); });
     }
 
-    const Splits splits(given, most_tokens, sliding_window, PARTITION, parts, int(least_split));
+    const Splits splits(given, max_tokens, sliding_window, PARTITION, parts, int(min_split));
     const auto find_row = [&] { return HAS_STARTS ? row_of(query_start_loc + seq * STARTS_STEP, STARTS_STEP, num_rows) : int64_t(seq); };
     if (HAS_STARTS && find_row() < 0) return;
     const bool direct = CLUSTER > 1 || (DIRECT && splits.count <= 1);
@@ -543,24 +543,24 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
     constexpr int HEAD_THREADS = ceil_div(HEAD_SIZE, 32) * 32;
     constexpr int WRITERS = CLUSTER == 1 ? 32 : HEAD_THREADS < NUM_THREADS ? HEAD_THREADS : NUM_THREADS;
     const auto write = [&](int head, const auto& shares, auto total) {
-        const int64_t own_head = first_head + head, at = (int64_t(seq) * NUM_KV_HEADS * GROUP + own_head) * most_splits + split;
+        const int64_t own_head = first_head + head, at = (int64_t(seq) * NUM_KV_HEADS * GROUP + own_head) * max_splits + split;
         const int64_t row = find_row();
         write_result<WRITERS, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
-            total, shares.largest, shares.z, value_unit, direct, sinks + own_head, out + row * out_stride + own_head * HEAD_SIZE,
+            total, shares.max_logit, shares.exp_sum, value_unit, direct, sinks + own_head, out + row * out_stride + own_head * HEAD_SIZE,
             lse + own_head * num_rows + row, tmp_out + at * HEAD_SIZE, max_logits + at, exp_sums + at);
     };
     __shared__ float block_most[HEADS];
     __shared__ float block_sum[HEADS];
     for (int head = warp; head < num_heads; head += NUM_WARPS) {
-        const Shares<NUM_WARPS> shares([&](int w) { return warp_most[w * HEADS + head]; }, [&](int w) { return warp_sum[w * HEADS + head]; });
-        const auto total = [&](int i, int) { return shares.sum([&](int w) { return part_of(w, head)[i]; }); };
+        const Join<NUM_WARPS> shares([&](int w) { return warp_most[w * HEADS + head]; }, [&](int w) { return warp_sum[w * HEADS + head]; });
+        const auto total = [&](int i, int) { return shares.weighted_sum([&](int w) { return part_of(w, head)[i]; }); };
         if constexpr (CLUSTER == 1) {
             write(head, shares, total);
         } else {
             for (int i = lane; i < HEAD_SIZE; i += 32) part_of(0, head)[i] = total(i, 0);
             if (lane == 0) {
-                block_most[head] = shares.largest;
-                block_sum[head] = shares.z;
+                block_most[head] = shares.max_logit;
+                block_sum[head] = shares.exp_sum;
             }
         }
     }
@@ -576,8 +576,8 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
                 const int e = k / CLUSTER, rank = k % CLUSTER, i = int(threadIdx.x) + e * WRITERS;
                 if (i < HEAD_SIZE) found[e][rank] = load_of_block<CLUSTER>(part_of(0, head) + i, rank);
             }
-            const Shares<CLUSTER> shares(of_block(block_most + head), of_block(block_sum + head));
-            write(head, shares, [&](int, int e) { return shares.sum([&](int rank) { return found[e][rank]; }); });
+            const Join<CLUSTER> shares(of_block(block_most + head), of_block(block_sum + head));
+            write(head, shares, [&](int, int e) { return shares.weighted_sum([&](int rank) { return found[e][rank]; }); });
         }
         leave_cluster<CLUSTER>();
     }

@@ -27,22 +27,22 @@ constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 1)
 attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_SIZE]
-                      partial_t* tmp_out,     // [num_seqs, NUM_HEADS, most_splits, HEAD_SIZE]
-                      float* max_logits,         // [num_seqs, NUM_HEADS, most_splits]
-                      float* exp_sums,         // [num_seqs, NUM_HEADS, most_splits]
+                      partial_t* tmp_out,     // [num_seqs, NUM_HEADS, max_splits, HEAD_SIZE]
+                      float* max_logits,         // [num_seqs, NUM_HEADS, max_splits]
+                      float* exp_sums,         // [num_seqs, NUM_HEADS, max_splits]
                       float* lse,                 // [NUM_HEADS, num_rows]
                       const scalar_t* query,      // [num_rows, NUM_HEADS, HEAD_SIZE]
                       const cache_t* key_cache,   // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE], or PACKED
                       const cache_t* value_cache,
-                      const table_t* block_tables,    // [num_seqs, most_tokens / BLOCK_SIZE]
+                      const table_t* block_tables,    // [num_seqs, max_tokens / BLOCK_SIZE]
                       const length_t* seq_lens,       // [num_seqs]
                       const starts_t* query_start_loc,     // [num_seqs + 1]
                       const starts_t* cu_seqlens_q,   // [num_seqs + 1]
                       const float* alibi_slopes,      // [NUM_HEADS]
                       const float* sinks,             // [NUM_HEADS]
                       const float* k_scale, const float* v_scale,  // [1]
-                      int64_t num_rows, int64_t num_seqs, int64_t starts_step, int64_t num_blocks, int64_t most_tokens, int64_t most_splits, int64_t sliding_window,
-                      int64_t least_split, int64_t out_stride, int64_t query_stride, int64_t table_stride,
+                      int64_t num_rows, int64_t num_seqs, int64_t starts_step, int64_t num_blocks, int64_t max_tokens, int64_t max_splits, int64_t sliding_window,
+                      int64_t min_split, int64_t out_stride, int64_t query_stride, int64_t table_stride,
                       int64_t table_step, int64_t length_step, int64_t key_block_stride, int64_t key_token_stride,
                       int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride,
                       int64_t value_head_stride, float scale, float logits_soft_cap, int64_t blocksparse_local_blocks,
@@ -56,13 +56,13 @@ attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_
         seq = count_up_to(cu_seqlens_q, num_seqs, starts_step, row) - 1;
         if (seq < 0) return;
     }
-    int64_t length = min(int64_t(seq_lens[seq * length_step]), most_tokens);
+    int64_t length = min(int64_t(seq_lens[seq * length_step]), max_tokens);
     if (VARLEN) {
         const int64_t begin = cu_seqlens_q[seq * starts_step], finish = cu_seqlens_q[(seq + 1) * starts_step];
         if (begin < 0 || finish > num_rows || row >= finish) return;
         if (CAUSAL) length = max(length, int64_t(0)) - (finish - begin) + (row - begin) + 1;
     }
-    const Splits splits(length, most_tokens, sliding_window, PARTITION, int(most_splits), int(least_split));
+    const Splits splits(length, max_tokens, sliding_window, PARTITION, int(max_splits), int(min_split));
     if (HAS_STARTS) row = row_of(query_start_loc + seq * STARTS_STEP, STARTS_STEP, num_rows);
     if (row < 0) return;
     const bool direct = DIRECT && splits.count <= 1;
@@ -118,7 +118,7 @@ attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_
     __shared__ float total[HEAD_SIZE];
     join_warps<WARPS>(o, most, sum, warp_most, warp_sum, total, [&](int i) { return exists(i) ? dim_of(i) : -1; });
     if (warp == 0) {
-        const int64_t at = (seq * NUM_HEADS + head) * most_splits + split;
+        const int64_t at = (seq * NUM_HEADS + head) * max_splits + split;
         write_result<WARP_SIZE, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
             [&](int i, int) { return total[i]; }, most, sum, IS_FP8 ? *v_scale : 1.0f, direct, sinks + head,
             out + row * out_stride + int64_t(head) * HEAD_SIZE,

@@ -84,13 +84,13 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
                  const scalar_t* query,      // [num_tokens, num_heads, HEAD_SIZE]
                  const cache_t* key_cache,   // [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE], or PACKED
                  const cache_t* value_cache,
-                 const table_t* block_tables,    // [num_seqs, most_tokens / BLOCK_SIZE]
+                 const table_t* block_tables,    // [num_seqs, max_tokens / BLOCK_SIZE]
                  const length_t* seq_lens,       // [num_seqs]
                  const starts_t* cu_seqlens_q,   // [num_seqs + 1]
                  const float* alibi_slopes,      // [num_heads]
                  const float* sinks,             // [num_heads]
                  const float* k_scale, const float* v_scale,  // [1]
-                 int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t most_tokens, int64_t sliding_window,
+                 int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t max_tokens, int64_t sliding_window,
                  int64_t out_stride, int64_t query_stride, int64_t table_stride, int64_t table_step,
                  int64_t length_step, int64_t starts_step, int64_t key_block_stride, int64_t key_token_stride,
                  int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride,
@@ -119,7 +119,7 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
     const int64_t tile_row = (number - first_tile(seq)) * TILE_ROWS, num_rows = (finish - begin) * GROUP;
     if (tile_row >= num_rows) return;
 
-    const int length = int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), most_tokens));
+    const int length = int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
     const int64_t context = CAUSAL ? length - (finish - begin) : int64_t(length) - 1;
     const int kv_head = blockIdx.y;
     // The last key of a row. (Of a row behind the last, that of the last.)

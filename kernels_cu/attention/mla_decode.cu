@@ -68,16 +68,16 @@ static_assert(WARP_TOKENS % 16 == 0 && PAIRS * ROW_THREADS * 2 == TOKENS && ROWS
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
            float* lse,                    // [num_seqs, num_heads]
-           float* tmp_out,                // [num_seqs, num_heads, most_splits, LATENT_SIZE]
-           float* max_logits,             // [num_seqs, num_heads, most_splits]
-           float* exp_sums,               // [num_seqs, num_heads, most_splits]
+           float* tmp_out,                // [num_seqs, num_heads, max_splits, LATENT_SIZE]
+           float* max_logits,             // [num_seqs, num_heads, max_splits]
+           float* exp_sums,               // [num_seqs, num_heads, max_splits]
            const query_t* q_nope,         // [num_seqs, num_heads, LATENT_SIZE]
            const query_t* q_pe,           // [num_seqs, num_heads, ROPE_SIZE]
            const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, ENTRY_SIZE]
            const length_t* seq_lens,      // [num_seqs]
-           const table_t* page_table,     // [num_seqs, most_pages]
-           int64_t num_heads, int64_t num_pages, int64_t most_pages, int64_t most_tokens, int64_t most_splits,
-           int64_t least_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
+           const table_t* page_table,     // [num_seqs, max_pages]
+           int64_t num_heads, int64_t num_pages, int64_t max_pages, int64_t max_tokens, int64_t max_splits,
+           int64_t min_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
            int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step,
            int64_t length_step, float scale) {
     await_previous_kernel();
@@ -89,7 +89,7 @@ mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
     const int first_head = blockIdx.x % head_blocks * HEADS, block_heads = min(HEADS, int(num_heads) - first_head);
     const int64_t seq = blockIdx.x / head_blocks;
     const int split = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const Splits splits(seq_lens[seq * length_step], most_tokens, 0, 0, int(most_splits), int(least_split));
+    const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split));
     const bool direct = splits.count <= 1;
     if (!splits.exists(split) && !(direct && split == 0)) return;
     const int end = splits.end(split);
@@ -106,7 +106,7 @@ mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
     const Pages<PAGE_SIZE> pages{num_pages, page_stride, slot_stride};
     const auto place_at = [&](int start) {
         const int token = start + warp * ROWS + lane % ROWS;
-        return token < end ? pages.at_position(token, page_table + seq * table_stride, most_pages, table_step) : NOWHERE;
+        return token < end ? pages.at_position(token, page_table + seq * table_stride, max_pages, table_step) : NOWHERE;
     };
     // Calls f(row, chunk) for every chunk that this lane copies. All lanes take part.
     const auto each_chunk = [&](auto f) {
@@ -289,8 +289,8 @@ mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
         factors[own_head] = 1.0f / (sum + (direct ? 1e-6f : 1e-30f));
         const int64_t row = seq * num_heads + first_head + own_head;
         if (own_head < block_heads && !direct) {
-            max_logits[row * most_splits + split] = most * LN_2;
-            exp_sums[row * most_splits + split] = sum;
+            max_logits[row * max_splits + split] = most * LN_2;
+            exp_sums[row * max_splits + split] = sum;
         } else if (HAS_LSE && own_head < block_heads) {
             lse[row] = sum == 0.0f ? minus_infinity() : most * LN_2 + logf(sum);
         }
@@ -302,7 +302,7 @@ mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
         if (head >= block_heads) continue;
         const float share = factors[head];
         const int element = warp * WARP_DIMS + 2 * t;
-        const int64_t row = (seq * num_heads + first_head + head) * most_splits + split;
+        const int64_t row = (seq * num_heads + first_head + head) * max_splits + split;
 #pragma unroll
         for (int n = 0; n < DIM_TILES; ++n) {
             const float pair[2] = {o[m][n][2 * half] * share, o[m][n][2 * half + 1] * share};

@@ -189,9 +189,9 @@ def _(
         "tmp_out": Scratch(rows * _LATENT_SIZE * 4) if rows else 0,
         "max_logits": Scratch(rows * 4) if rows else 0,
         "exp_sums": Scratch(rows * 4) if rows else 0,
-        "most_tokens": most_tokens,
-        "most_splits": most_splits,
-        "least_split": least_split,
+        "max_tokens": most_tokens,
+        "max_splits": most_splits,
+        "min_split": least_split,
         "out_stride": heads_stride(out),
         "length_step": seq_lens.strides[0],
     }
@@ -206,7 +206,7 @@ def _(
     fixed = {
         "num_heads": num_heads,
         "num_pages": num_pages,
-        "most_pages": page_table.shape[1],
+        "max_pages": page_table.shape[1],
         "nope_stride": q_nope.strides[0],
         "nope_head_stride": q_nope.strides[1],
         "pe_stride": q_pe.strides[0],
