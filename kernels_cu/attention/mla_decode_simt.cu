@@ -1,15 +1,14 @@
-// mla_decode_simt: mla_decode for what its matrix products do not serve: float32, caches of any alignment, and warps of 64
-// lanes.
+// mla_decode_simt: mla_decode without matrix products. It serves float32, caches of any alignment, and warps of 64 lanes.
 //
-// A block takes one split of a sequence's tokens and one head; its warps take tokens in turn, the lanes of a warp the
-// elements of an entry, which is read once. Sums of a token's products are made by the warp.
+// Blocks: blockIdx.x counts sequences and heads, blockIdx.y counts splits (split-KV, attention.cuh). The warps of a block take
+// the tokens of the split in turn; the lanes of a warp take the elements of an entry, which is read once, and sum up their
+// products.
 //
 // Constants
-//     query_t, cache_t, out_t    types of the queries, the cache and out
-//     table_t, length_t          types of page_table and seq_lens
-//     PAGE_SIZE      slots of a page of the cache
-//     NUM_WARPS      warps of 32 lanes of the block
-//     HAS_LSE        whether lse is written
+//     query_t, cache_t, out_t    element types of the queries, the cache and out
+//     table_t, length_t          element types of page_table and seq_lens
+//     PAGE_SIZE                  slots of a page of the cache
+//     NUM_WARPS                  warps of 32 lanes of the block
 
 #include "attention.cuh"
 #include "paged.cuh"
@@ -54,7 +53,7 @@ mla_decode_simt(out_t* out,                    // [num_seqs, num_heads, LATENT_S
     }
 
     const Pages<PAGE_SIZE> pages{num_pages, page_stride, slot_stride};
-    float most = minus_infinity(), sum = 0.0f;
+    float max_logit = minus_infinity(), exp_sum = 0.0f;
     const int end = splits.end(split);
     for (int token = splits.begin(split) + warp; token < end; token += WARPS) {
         const int64_t at = pages.at_position(token, page_table + seq * table_stride, max_pages, table_step);
@@ -66,21 +65,23 @@ mla_decode_simt(out_t* out,                    // [num_seqs, num_heads, LATENT_S
             logit = fmaf(q[i], entry[i], logit);
         }
         logit = lane_reduce<Sum, WARP_SIZE>(logit) * (scale * LOG2_E);
-        const float larger = fmaxf(most, logit), shrink = relative_exp2(most, larger), weight = relative_exp2(logit, larger);
-        most = larger;
-        sum = fmaf(sum, shrink, weight);
+        const float larger = fmaxf(max_logit, logit), shrink = relative_exp2(max_logit, larger);
+        const float probability = relative_exp2(logit, larger);
+        max_logit = larger;
+        exp_sum = fmaf(exp_sum, shrink, probability);
 #pragma unroll
-        for (int i = 0; i < DIMS; ++i) o[i] = fmaf(o[i], shrink, weight * entry[i]);
+        for (int i = 0; i < DIMS; ++i) o[i] = fmaf(o[i], shrink, probability * entry[i]);
     }
 
-    __shared__ float warp_most[NUM_WARPS];
+    __shared__ float warp_max[NUM_WARPS];
     __shared__ float warp_sum[NUM_WARPS];
     __shared__ float total[LATENT_SIZE];
-    join_warps<WARPS>(o, most, sum, warp_most, warp_sum, total, [&](int i) { return element_of(i); });
+    join_warps<WARPS>(o, max_logit, exp_sum, warp_max, warp_sum, total, [&](int i) { return element_of(i); });
     if (warp == 0) {
-        const int64_t row = seq * num_heads + head, at = row * max_splits + split;
-        write_result<WARP_SIZE, LATENT_SIZE, 0, false, HAS_LSE>([&](int i, int) { return total[i]; }, most, sum, 1.0f, direct, nullptr,
-                                                     out + seq * out_stride + head * LATENT_SIZE, lse + row,
-                                                     tmp_out + at * LATENT_SIZE, max_logits + at, exp_sums + at);
+        const int64_t row = seq * num_heads + head, part = row * max_splits + split;
+        write_result<WARP_SIZE, LATENT_SIZE, 0, false, HAS_LSE>(
+            [&](int i, int) { return total[i]; }, max_logit, exp_sum, 1.0f, direct, nullptr,
+            out + seq * out_stride + head * LATENT_SIZE, lse + row, tmp_out + part * LATENT_SIZE, max_logits + part,
+            exp_sums + part);
     }
 }
