@@ -13,7 +13,7 @@
 //     CLEAR          the first of the two launches
 //     NUM_THREADS    threads in the block
 
-#include "platform.cuh"
+#include "memory.cuh"
 
 static_assert(GROUP <= 32);
 

@@ -1,8 +1,10 @@
 // chunk.cuh: where a thread works when every element of a matrix is on its own.
 //
-// A block of NUM_THREADS covers NUM_THREADS / ROW_THREADS rows, each with ROW_THREADS neighbouring threads, and every
-// thread has one vector. Blocks are numbered along the rows first, so that those that run together touch neighbouring
-// memory: x counts the chunks of a row, y the groups of rows, and with PLANES z counts on where y ends.
+// A block of NUM_THREADS threads covers NUM_THREADS / ROW_THREADS rows, each with ROW_THREADS neighbouring threads; every
+// thread has one vector of VEC_SIZE elements. blockIdx.x counts the chunks of a row, blockIdx.y the groups of rows; with PLANES,
+// for more rows than blockIdx.y can count, blockIdx.z continues where blockIdx.y ends. Blocks that run together so touch
+// neighbouring memory.
+
 #pragma once
 #include "vec.cuh"
 
@@ -19,3 +21,16 @@ struct Chunk {
         inside = ((BLOCK_ROWS == 1 && !PLANES) || row < num_rows) && column < row_size;
     }
 };
+
+// Gated activations, out[r, i] = f(g, u) where g, u = input[r, i], input[r, hidden_size + i]: one vector of g and one of u per
+// thread. compute(g, u) is the vector of results; its element type is that of out.
+template <typename T, int VEC_SIZE, int NUM_THREADS, int ROW_THREADS, bool PLANES, typename O, typename F>
+DEVICE void gated(O* out, const T* input, int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
+                  F compute) {
+    const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
+    if (!at.inside) return;
+    const T* first = input + at.row * input_stride + at.column;
+    const auto g = Vec<T, VEC_SIZE>::load(first);
+    const auto u = Vec<T, VEC_SIZE>::load(first + hidden_size);
+    compute(g, u).store(out + at.row * out_stride + at.column);
+}
