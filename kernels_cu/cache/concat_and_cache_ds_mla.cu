@@ -1,18 +1,16 @@
-// concat_and_cache_ds_mla: write a token's latent, quantised, and its rotary key into a 656-byte entry of a paged cache.
+// concat_and_cache_ds_mla: writes a token's latent vector, quantised, and its rotary key into a 656-byte entry of a paged cache.
 //
 //     kv_cache[block, offset] = [512 codes, four float32 scales s, 64 elements of k_pe]
-//     s[i] = max(max |x| / 448, 2^-126) over the tile x of 128 elements i of kv_c; code = e4m3(x / s); NaN has no part in max
+//     s[i] = max(max |x| / 448, 2^-126),   code = e4m3(x / s),   for tile i of 128 elements x of kv_c; NaN is ignored in the maximum
 //     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE); a slot that does not exist is skipped
 //
-// 64 threads for each token, 8 elements for each: 16 lanes share a tile, and the first 8 copy the rotary key.
+// Threads: 64 threads for each token, 8 elements for each thread. 16 lanes share a tile; the first 8 threads copy the rotary key.
 //
 // Constants
 //     scalar_t      element type of kv_c and k_pe, of two bytes
 //     slot_t        element type of slot_mapping
-//     BLOCK_SIZE    slots of a cache block
 //     ACCESS_SIZE   elements of kv_c and k_pe in one memory access
 //     ENTRY_ACCESS  bytes of an entry in one memory access
-//     NUM_THREADS   threads in the block
 
 #include "cache.cuh"
 #include "paged.cuh"
@@ -45,9 +43,9 @@ concat_and_cache_ds_mla(const scalar_t* kv_c,          // [num_tokens, 512]
         if (element < ROPE_SIZE) rope = vec_t::load<ACCESS_SIZE>(k_pe + token * k_pe_stride + element);
     }
     constexpr float largest = Codes<fp8_e4m3_t>::largest;
-    const float most = lane_reduce<Max, TILE_SIZE / VEC_SIZE>(x.absmax());
+    const float absmax = lane_reduce<Max, TILE_SIZE / VEC_SIZE>(x.absmax());
     if (at == NOWHERE) return;
-    const float scale = fmaxf(ieee_divide(most, largest), 0x1p-126f);
+    const float scale = fmaxf(ieee_divide(absmax, largest), 0x1p-126f);
 
     uint8_t* entry = kv_cache + at;
     Vec<uint8_t, 8> codes;

@@ -2,13 +2,13 @@
 //
 //     output = e4m3(input / scale), or T(input * scale)
 //
-// One vector per thread; blockIdx.x counts along a row, blockIdx.y the rows.
+// Threads: one vector per thread and row. blockIdx.x counts along a row, blockIdx.y counts rows; a thread goes on to row
+// blockIdx.y + gridDim.y.
 //
 // Constants
 //     out_t         element type of output: T or fp8
 //     in_t          element type of input: fp8 or T
-//     VEC_SIZE      elements in one memory access; divides row_size
-//     NUM_THREADS   threads in the block
+//     VEC_SIZE      divides row_size
 
 #include "cache.cuh"
 

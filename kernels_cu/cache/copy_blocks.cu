@@ -1,14 +1,12 @@
-// copy_blocks: copy whole blocks of a layer's caches onto others.
+// copy_blocks: copies whole blocks of a layer's caches onto other blocks.
 //
-//     key_cache[block_mapping[i, 1]] = key_cache[block_mapping[i, 0]]     value_cache likewise; pairs out of range are skipped
+//     key_cache[block_mapping[i, 1]] = key_cache[block_mapping[i, 0]], and value_cache likewise; pairs out of range are skipped
 //
-// blockIdx.x counts pairs and, within a pair, chunks of NUM_THREADS * BATCH vectors; blockIdx.y is 0 for keys, 1 for values.
+// Threads: blockIdx.x counts pairs and, within a pair, chunks of NUM_THREADS * BATCH vectors. blockIdx.y is 0 for keys, 1 for values.
 //
 // Constants
 //     map_t         element type of block_mapping
-//     VEC_SIZE      bytes in one memory access; divides block_bytes
-//     BATCH         vectors that a thread reads before it writes one
-//     NUM_THREADS   threads in the block
+//     VEC_SIZE      bytes, not elements, in one memory access; divides block_bytes
 
 #include "cache.cuh"
 
