@@ -16,10 +16,10 @@ fatrelu_and_mul(scalar_t* out,          // [num_rows, hidden_size]
                 int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
                 float threshold) {
     await_previous_kernel();
-    gated<scalar_t, VEC_SIZE, NUM_THREADS, ROW_THREADS, PLANES>(
-        out, input, num_rows, hidden_size, out_stride, input_stride, [&](const vec_t& g, const vec_t& u) {
-            const float bound = round_to<scalar_t>(threshold);
-            const vec_t open = map(g, [=](float x) { return ieee_less_equal(x, bound) ? 0.0f : x; });
-            return open * u;
-        });
+    const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
+    if (!at.inside) return;
+    const auto [g, u] = Gated<scalar_t, VEC_SIZE>::load(input, at, hidden_size, input_stride);
+    const float bound = round_to<scalar_t>(threshold);
+    const vec_t open = map(g, [=](float x) { return ieee_less_equal(x, bound) ? 0.0f : x; });
+    (open * u).store(out + at.row * out_stride + at.column);
 }

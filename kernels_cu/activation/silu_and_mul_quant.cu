@@ -22,14 +22,14 @@ silu_and_mul_quant(code_t* result,         // [num_rows, hidden_size]
                    const float* scale,     // one element
                    int64_t num_rows, int64_t hidden_size, int64_t result_stride, int64_t input_stride) {
     await_previous_kernel();
-    gated<scalar_t, VEC_SIZE, NUM_THREADS, ROW_THREADS, PLANES>(
-        result, input, num_rows, hidden_size, result_stride, input_stride, [&](const vec_t& g, const vec_t& u) {
-            const float reciprocal = reciprocal_or_zero(*scale);
-            const vec_t y = silu(g) * u;
-            float v[VEC_SIZE];
-            y.to_floats(v);
+    const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
+    if (!at.inside) return;
+    const auto [g, u] = Gated<scalar_t, VEC_SIZE>::load(input, at, hidden_size, input_stride);
+    const float reciprocal = reciprocal_or_zero(*scale);
+    const vec_t y = silu(g) * u;
+    float v[VEC_SIZE];
+    y.to_floats(v);
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled_fp8<code_t>(v[j], reciprocal);
-            return Vec<code_t, VEC_SIZE>::from_floats(v);
-        });
+    for (int j = 0; j < VEC_SIZE; ++j) v[j] = scaled_fp8<code_t>(v[j], reciprocal);
+    Vec<code_t, VEC_SIZE>::from_floats(v).store(result + at.row * result_stride + at.column);
 }

@@ -20,15 +20,15 @@ swiglustep_and_mul(scalar_t* out,          // [num_rows, hidden_size]
                    int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
                    float limit) {
     await_previous_kernel();
-    gated<scalar_t, VEC_SIZE, NUM_THREADS, ROW_THREADS, PLANES>(
-        out, input, num_rows, hidden_size, out_stride, input_stride, [&](const vec_t& g, const vec_t& u) {
-            float y[VEC_SIZE], v[VEC_SIZE];
-            swish<false>(y, g, 1.0f);
-            u.to_floats(v);
+    const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
+    if (!at.inside) return;
+    const auto [g, u] = Gated<scalar_t, VEC_SIZE>::load(input, at, hidden_size, input_stride);
+    float y[VEC_SIZE], v[VEC_SIZE];
+    swish<false>(y, g, 1.0f);
+    u.to_floats(v);
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) {
-                y[j] = ieee_multiply(at_most(y[j], limit), -at_most(-at_most(v[j], limit), limit));
-            }
-            return vec_t::from_floats(y);
-        });
+    for (int j = 0; j < VEC_SIZE; ++j) {
+        y[j] = ieee_multiply(at_most(y[j], limit), -at_most(-at_most(v[j], limit), limit));
+    }
+    vec_t::from_floats(y).store(out + at.row * out_stride + at.column);
 }

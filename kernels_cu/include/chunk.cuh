@@ -22,15 +22,15 @@ struct Chunk {
     }
 };
 
-// Gated activations, out[r, i] = f(g, u) where g, u = input[r, i], input[r, hidden_size + i]: one vector of g and one of u per
-// thread. compute(g, u) is the vector of results; its element type is that of out.
-template <typename T, int VEC_SIZE, int NUM_THREADS, int ROW_THREADS, bool PLANES, typename O, typename F>
-DEVICE void gated(O* out, const T* input, int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
-                  F compute) {
-    const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
-    if (!at.inside) return;
-    const T* first = input + at.row * input_stride + at.column;
-    const auto g = Vec<T, VEC_SIZE>::load(first);
-    const auto u = Vec<T, VEC_SIZE>::load(first + hidden_size);
-    compute(g, u).store(out + at.row * out_stride + at.column);
-}
+// The input of a gated activation, out[r, i] = f(g, u) where g, u = input[r, i], input[r, hidden_size + i]: a thread's vector of
+// g and its vector of u.
+template <typename T, int N>
+struct Gated {
+    Vec<T, N> g, u;
+
+    template <typename At>
+    static DEVICE Gated load(const T* input, const At& at, int64_t hidden_size, int64_t input_stride) {
+        const T* first = input + at.row * input_stride + at.column;
+        return {Vec<T, N>::load(first), Vec<T, N>::load(first + hidden_size)};
+    }
+};
