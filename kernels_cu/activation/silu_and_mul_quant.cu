@@ -1,9 +1,9 @@
 // silu_and_mul_quant: silu_and_mul, written as fp8 under one given scale.
 //
 //     y = T(T(silu(g)) * u)    where g, u = input[r, i], input[r, hidden_size + i]
-//     result[r, i] = fp8(clamp(y * (1 / scale)))    the product with the float32 reciprocal; NaN becomes the largest code
+//     result[r, i] = fp8(clamp(y * (1 / scale)))
 //
-// T is the element type of input.
+// The product is with the float32 reciprocal. NaN becomes the largest code. T is the element type of input.
 //
 // Threads: one vector of each half per thread (chunk.cuh).
 //

@@ -1,6 +1,7 @@
 // swiglustep_and_mul: SwiGLU with both factors clamped.
 //
-//     out[r, i] = T(min(silu(g), limit) * max(min(u, limit), -limit))   where g, u = input[r, i], input[r, hidden_size + i]
+//     out[r, i] = T(min(silu(g), limit) * max(min(u, limit), -limit))
+//     where g, u = input[r, i], input[r, hidden_size + i]
 //
 // T is the element type of out and input. Computed in float32 and rounded once; NaN stays NaN.
 //

@@ -1,12 +1,13 @@
-// attention_combine: joins the partial results that the splits of a sequence have left (split-KV) into the result of attention.
+// attention_combine: joins the partial results that the splits of a sequence have left (split-KV) into the result of
+// attention.
 //
 //     out = sum_s w_s o_s / (sum_s w_s + 1e-6),   w_s = z_s exp(m_s - m),   m = max_s m_s
 //
-// where split s has left its largest logit m_s, the sum of exponentials z_s relative to m_s, and the mean of values o_s. A sink
-// is one more logit without a value. attention.cuh explains splits.
+// where split s has left its largest logit m_s, the sum of exponentials z_s relative to m_s, and the mean of values
+// o_s. A sink is one more logit without a value. attention.cuh explains splits.
 //
-// Threads: a block takes HEADS query heads of one sequence. Each head has GROUPS groups of LANES threads; the groups take the
-// splits in turn, and each thread of a group takes VEC_SIZE dimensions.
+// Threads: a block takes HEADS query heads of one sequence. Each head has GROUPS groups of LANES threads; the groups
+// take the splits in turn, and each thread of a group takes VEC_SIZE dimensions.
 //
 // Constants
 //     out_t, partial_t, length_t    element types of out, tmp_out and seq_lens

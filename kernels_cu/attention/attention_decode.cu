@@ -3,19 +3,20 @@
 //     l_i = softcap(scale * q . k_i) + slope * (i - length + 1)        first <= i < length
 //     out = sum_i exp(l_i - m) v_i / (sum_i exp(l_i - m) + 1e-6),      m = max_i l_i
 //
-// Blocks: blockIdx.x counts sequences, key-value heads and groups of HEADS query heads; blockIdx.y counts the splits of a
-// sequence (split-KV, attention.cuh). BALANCED: blockIdx.x counts the splits of all sequences instead. CLUSTER > 1: a
+// Blocks: blockIdx.x counts sequences, key-value heads and groups of HEADS query heads; blockIdx.y counts the splits of
+// a sequence (split-KV, attention.cuh). BALANCED: blockIdx.x counts the splits of all sequences instead. CLUSTER > 1: a
 // sequence is one split, and the CLUSTER blocks of blockIdx.y share it; they join their results through shared memory.
 //
-// Warps: the warps that share a split take turns at steps of STEP tokens (decode_tile.cuh). A warp computes S^T = K Q^T, the
-// online softmax and O^T += V^T P^T (decode_logits.cuh), and loads the next step meanwhile. The warps of a block join their
-// results through shared memory.
+// Warps: the warps that share a split take turns at steps of STEP tokens (decode_tile.cuh). A warp computes
+// S^T = K Q^T, the online softmax and O^T += V^T P^T (decode_logits.cuh), and loads the next step meanwhile. The warps
+// of a block join their results through shared memory.
 //
-// Precision: probabilities are split into hi + lo of the products' type. With a cache of fp8 the products are in float16, which
-// holds every code; probabilities are rounded to float16, and queries are scaled by a power of two into its range.
+// Precision: probabilities are split into hi + lo of the products' type. With a cache of fp8 the products are in
+// float16, which holds every code; probabilities are rounded to float16, and queries are scaled by a power of two into
+// its range.
 //
-// Bad input: a token whose block number is out of range contributes nothing. A slot behind the end of the sequence contributes
-// nothing, even if it holds NaN. Offsets within a block of the cache have 32 bits.
+// Bad input: a token whose block number is out of range contributes nothing. A slot behind the end of the sequence
+// contributes nothing, even if it holds NaN. Offsets within a block of the cache have 32 bits.
 //
 // Constants
 //     scalar_t       T: element type of the queries and of out: half_t or bf16_t
@@ -25,7 +26,8 @@
 //     STARTS_STEP    elements from one entry of query_start_loc to the next
 //     HEAD_SIZE      a multiple of the elements in 16 bytes of cache
 //     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 4 * TILES
-//     PACKED         the caches are [num_blocks, num_kv_heads, HEAD_SIZE / x, BLOCK_SIZE, x] and [.., HEAD_SIZE, BLOCK_SIZE]
+//     PACKED         the caches are [num_blocks, num_kv_heads, HEAD_SIZE / x, BLOCK_SIZE, x] and
+//                    [num_blocks, num_kv_heads, HEAD_SIZE, BLOCK_SIZE]
 //     NUM_KV_HEADS   key-value heads
 //     GROUP          query heads of one key-value head
 //     HEADS          query heads of a block: 8 or 16
@@ -51,7 +53,7 @@ attention_decode(scalar_t* out,                               // [num_rows, NUM_
                  float* exp_sums,                             // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
                  float* lse,                                  // [NUM_KV_HEADS * GROUP, num_rows]
                  const scalar_t* query,                       // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
-                 const cache_t* key_cache,                    // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE], or PACKED
+                 const cache_t* key_cache,                    // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE] or PACKED
                  const cache_t* value_cache,                  // likewise
                  const table_t* block_tables,                 // [num_seqs, max_tokens / BLOCK_SIZE]
                  const length_t* seq_lens,                    // [num_seqs]
@@ -90,8 +92,8 @@ attention_decode(scalar_t* out,                               // [num_rows, NUM_
         return number >= 0 && number < num_blocks ? int(number) : -1;
     };
     const length_t seq_len = seq_lens[seq * length_step];
-    // The first step of a warp of a cluster begins at a known token unless there is a window: its block numbers are loaded
-    // while the length is.
+    // The first step of a warp of a cluster begins at a known token unless there is a window: its block numbers are
+    // loaded while the length is.
     BlockNumbers numbers;
     if constexpr (CLUSTER > 1) {
         numbers = find_blocks(turn * STEP, lane, [&](int token) { return block_of(min(token, int(max_tokens) - 1)); });
@@ -290,8 +292,8 @@ attention_decode(scalar_t* out,                               // [num_rows, NUM_
     store_results(max_logit, exp_sum, o, num_heads, warp, g, t, warp_max, warp_sum, output_of);
     __syncthreads();
 
-    // A warp joins the results of a head and writes them. In a cluster, the warp leaves them in shared memory, and one block
-    // of the cluster joins and writes the blocks' results of a head.
+    // A warp joins the results of a head and writes them. In a cluster, the warp leaves them in shared memory, and one
+    // block of the cluster joins and writes the blocks' results of a head.
     constexpr int HEAD_THREADS = ceil_div(HEAD_SIZE, 32) * 32;
     constexpr int WRITERS = CLUSTER == 1 ? 32 : HEAD_THREADS < NUM_THREADS ? HEAD_THREADS : NUM_THREADS;
     const auto write = [&](int head, const auto& join, auto total) {

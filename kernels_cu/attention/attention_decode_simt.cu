@@ -1,15 +1,15 @@
-// attention_decode_simt: attention_decode without matrix products. It serves float32, any head size, block size and alignment,
-// block-sparse attention, and warps of 64 lanes. With VARLEN it serves attention_varlen, too.
+// attention_decode_simt: attention_decode without matrix products. It serves float32, any head size, block size and
+// alignment, block-sparse attention, and warps of 64 lanes. With VARLEN it serves attention_varlen, too.
 //
-// Formula: as in attention_decode.cu. VARLEN: every query token is a sequence of its own, which ends with the last key that the
-// token sees.
+// Formula: as in attention_decode.cu. VARLEN: every query token is a sequence of its own, which ends with the last key
+// that the token sees.
 //
-// Blocks: blockIdx.x counts sequences and query heads, blockIdx.y counts splits (split-KV, attention.cuh). The warps of a block
-// take the tokens of the split in turn; the lanes of a warp take the head dimensions and sum up their products.
+// Blocks: blockIdx.x counts sequences and query heads, blockIdx.y counts splits (split-KV, attention.cuh). The warps of
+// a block take the tokens of the split in turn; the lanes of a warp take the head dimensions and sum up their products.
 //
 // SPARSE: page j of a sequence, which begins at token j * BLOCK_SIZE, belongs to the sparse block kb = j * BLOCK_SIZE /
-// blocksparse_block_size; the query belongs to the sparse block qb = (length - 1) / blocksparse_block_size. A page is attended if
-// (kb + offset of the head) % blocksparse_vert_stride == 0 or kb > qb - blocksparse_local_blocks.
+// blocksparse_block_size; the query belongs to the sparse block qb = (length - 1) / blocksparse_block_size. A page is
+// attended if (kb + offset of the head) % blocksparse_vert_stride == 0 or kb > qb - blocksparse_local_blocks.
 //
 // Constants, besides those of attention_decode.cu
 //     SPARSE            attention is block-sparse

@@ -1,19 +1,21 @@
-// attention_varlen: the query tokens of each sequence, any number of them, against its keys and values in a paged cache.
+// attention_varlen: the query tokens of each sequence, any number of them, against its keys and values in a paged
+// cache.
 //
 //     l_ij = softcap(scale * q_i . k_j) + slope * (j - limit_i)       limit_i - window < j <= limit_i
 //     out_i = sum_j exp(l_ij - m_i) v_j / (sum_j exp(l_ij - m_i) + 1e-6),   m_i = max_j l_ij
 //
-// with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+// with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-2 (Dao 2023,
+// arXiv:2307.08691).
 //
 // Rows: a sequence has one row for each query token and each of the GROUP query heads of a key-value head, heads first.
 //
-// Blocks: a block takes a tile of TILE_ROWS rows. blockIdx.x counts the tiles of all sequences: the tiles of sequence s first_token
-// at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, and at most one number of each sequence has no rows. blockIdx.y is the
-// key-value head.
+// Blocks: a block takes a tile of TILE_ROWS rows. blockIdx.x counts the tiles of all sequences: the tiles of sequence s
+// begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, and at most one number of each sequence has no rows.
+// blockIdx.y is the key-value head.
 //
-// Warps: a warp takes ROW_TILES matrix tiles of 16 rows. The block goes through the keys in tiles of TOKENS: it finds the
-// addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes this one. Products are by
-// mma.m16n8k16; probabilities are rounded to T. Codes of an fp8 cache become T, which holds every code.
+// Warps: a warp takes ROW_TILES matrix tiles of 16 rows. The block goes through the keys in tiles of TOKENS: it finds
+// the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes this one.
+// Products are by mma.m16n8k16; probabilities are rounded to T. Codes of an fp8 cache become T, which holds every code.
 //
 // A token whose block number is out of range contributes nothing. A slot behind the end of the sequence is not read.
 //
@@ -85,14 +87,14 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
-    // Of two tiles: where the key of each token, and then the value of each token, lies in the caches, or NOWHERE; and which
-    // warps have met a NOWHERE.
+    // Of two tiles: where the key of each token, and then the value of each token, lies in the caches, or NOWHERE; and
+    // which warps have met a NOWHERE.
     __shared__ int64_t places[2][2 * TOKENS];
     __shared__ bool holes[2][NUM_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
-    // Binary search for the sequence of this tile: the last one that begins at this tile or before it. Tiles are taken from
-    // the last to the first: under CAUSAL the later tiles of a sequence take longer, and should not be the tail.
+    // Binary search for the sequence of this tile: the last one that begins at this tile or before it. Tiles are taken
+    // from the last to the first: under CAUSAL the later tiles of a sequence take longer, and should not be the tail.
     const int64_t tile_number = int64_t(gridDim.x) - 1 - blockIdx.x;
     const auto first_tile = [&](int64_t seq) { return int64_t(cu_seqlens_q[seq * starts_step]) * GROUP / TILE_ROWS + seq; };
     int64_t low = 0, high = num_seqs;
@@ -136,8 +138,8 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
         *reinterpret_cast<uint4*>(queries.at(i / CHUNKS, i % CHUNKS)) = chunk.template word<8>(0);
     }
 
-    // A thread finds the place of one key or value of a tile with place_at, and writes it to shared memory with note_place
-    // when the memory is free.
+    // A thread finds the place of one key or value of a tile with place_at, and writes it to shared memory with
+    // note_place when the memory is free.
     const auto place_at = [&](int start) {
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;

@@ -1,15 +1,16 @@
-// convert_vertical_slash_indexes: turns vertical lines and diagonals of sparse attention into blocks and columns of each row.
+// convert_vertical_slash_indexes: turns vertical lines and diagonals of sparse attention into blocks and columns of
+// each row.
 //
-// A row is block_size_M queries. A slash (a diagonal) puts a range of block_size_M keys into each row. Ranges that touch are
-// merged, and merged ranges are cut into blocks of block_size_N keys. A vertical (one key) becomes a column of its own in a row
-// none of whose ranges holds it.
+// A row is block_size_M queries. A slash (a diagonal) puts a range of block_size_M keys into each row. Ranges that
+// touch are merged, and merged ranges are cut into blocks of block_size_N keys. A vertical (one key) becomes a column
+// of its own in a row none of whose ranges holds it.
 //
-// Threads: one thread per row walks along both lists, which are sorted from the left end of the row to the right. Then the
-// threads of the block write zeros behind what each of its rows has found.
+// Threads: one thread per row walks along both lists, which are sorted from the left end of the row to the right. Then
+// the threads of the block write zeros behind what each of its rows has found.
 //
-// Bad input: whatever the lists hold, every step of a walk takes an entry of a list, so the walk ends. A range is cut into no
-// more blocks than it has slashes, because block_size_M <= block_size_N, and no vertical is found twice: nothing is written
-// behind the end of a row.
+// Bad input: whatever the lists hold, every step of a walk takes an entry of a list, so the walk ends. A range is cut
+// into no more blocks than it has slashes, because block_size_M <= block_size_N, and no vertical is found twice:
+// nothing is written behind the end of a row.
 //
 // Constants: none but NUM_THREADS.
 

@@ -1,12 +1,12 @@
-// merge_attn_states: joins the attention over two parts of the keys, prefix and suffix, by the logarithms of their sums of
-// exponentials.
+// merge_attn_states: joins the attention over two parts of the keys, prefix and suffix, by the logarithms of their sums
+// of exponentials.
 //
 //     p, s = prefix_lse, suffix_lse,   w = exp(-|p - s|)
 //     output = T((prefix_output * a + suffix_output * b) / (1 + w)),   a, b = 1, w if p >= s else w, 1
 //     output_lse = max(p, s) + log(1 + w)
 //
-// A part whose lse is infinite, of either sign, is empty: the result is the other part. If both parts are empty, the result is
-// the prefix, with an lse of -inf.
+// A part whose lse is infinite, of either sign, is empty: the result is the other part. If both parts are empty, the
+// result is the prefix, with an lse of -inf.
 //
 // Threads: LANES neighbouring threads share one head of one token; a thread takes one vector at a time.
 //
@@ -62,7 +62,7 @@ merge_attn_states(scalar_t* output,               // [num_tokens, NUM_HEADS, HEA
         suffix.to_floats(y);
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
-            x[j] = fmaf(x[j], prefix_factor, y[j] * suffix_factor);  // fused here, so that no vector width fuses otherwise
+            x[j] = fmaf(x[j], prefix_factor, y[j] * suffix_factor);  // an explicit fma: the same for all VEC_SIZE
         }
         vec_t merged = vec_t::from_floats(x);
         if (only_prefix) merged = prefix;

@@ -3,16 +3,16 @@
 //     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
 //     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
 //
-// An entry of the cache is a latent vector c_i followed by a rotated key r_i. The whole entry is the key of every head, and its
-// latent vector is the value of every head: an entry is read once.
+// An entry of the cache is a latent vector c_i followed by a rotated key r_i. The whole entry is the key of every head,
+// and its latent vector is the value of every head: an entry is read once.
 //
-// Blocks: blockIdx.x counts sequences and groups of HEADS heads, blockIdx.y counts splits (split-KV, attention.cuh). A block
-// goes through its split in tiles of TOKENS entries, and copies the next tile to shared memory while it computes this one.
-// Codes of an fp8 cache are converted to product_t in shared memory.
+// Blocks: blockIdx.x counts sequences and groups of HEADS heads, blockIdx.y counts splits (split-KV, attention.cuh). A
+// block goes through its split in tiles of TOKENS entries, and copies the next tile to shared memory while it computes
+// this one. Codes of an fp8 cache are converted to product_t in shared memory.
 //
 // Threads, for each tile, with matrix products by mma.m16n8k16 whose rows are heads:
-// 1. S = Q K^T: groups of PARTS warps share the logits of up to 32 heads; each warp of a group sums over a part of the entry's
-//    elements, and the sums meet in shared memory.
+// 1. S = Q K^T: groups of PARTS warps share the logits of up to 32 heads; each warp of a group sums over a part of the
+//    entry's elements, and the sums meet in shared memory.
 // 2. Online softmax: ROW_THREADS threads turn the logits of one head into probabilities, rounded to product_t.
 // 3. O += P V: each warp takes WARP_DIMS elements of the latent vector, for all heads.
 //
@@ -110,8 +110,8 @@ mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
         const int token = start + warp * ROWS + lane % ROWS;
         return token < end ? pages.at_position(token, page_table + seq * table_stride, max_pages, table_step) : NOWHERE;
     };
-    // Calls f(row, chunk, is_own) for every chunk that this lane copies; a chunk that is not the lane's own has is_own = false.
-    // All lanes of the warp make the same number of calls.
+    // Calls f(row, chunk, is_own) for every chunk that this lane copies; a chunk that is not the lane's own has is_own
+    // = false. All lanes of the warp make the same number of calls.
     const auto each_chunk = [&](auto f) {
 #pragma unroll
         for (int i = lane; i < COPIES * 32; i += 32) f(min(i / CHUNKS, ROWS - 1), i % CHUNKS, i < ROWS * CHUNKS);

@@ -1,8 +1,9 @@
-// mla_decode_simt: mla_decode without matrix products. It serves float32, caches of any alignment, and warps of 64 lanes.
+// mla_decode_simt: mla_decode without matrix products. It serves float32, caches of any alignment, and warps of 64
+// lanes.
 //
-// Blocks: blockIdx.x counts sequences and heads, blockIdx.y counts splits (split-KV, attention.cuh). The warps of a block take
-// the tokens of the split in turn; the lanes of a warp take the elements of an entry, which is read once, and sum up their
-// products.
+// Blocks: blockIdx.x counts sequences and heads, blockIdx.y counts splits (split-KV, attention.cuh). The warps of a
+// block take the tokens of the split in turn; the lanes of a warp take the elements of an entry, which is read once,
+// and sum up their products.
 //
 // Constants
 //     query_t, cache_t, out_t    element types of the queries, the cache and out

@@ -3,8 +3,8 @@
 //     kv_cache[block, offset] = [kv_c[t], k_pe[t]]           where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
 //     fp8: the codes of x / scale                            a slot that does not exist is skipped
 //
-// Threads: a block takes TOKENS tokens. Its threads share the vectors of these tokens; a thread loads BATCH vectors before it
-// stores one (each_piece in cache.cuh).
+// Threads: a block takes TOKENS tokens. Its threads share the vectors of these tokens; a thread loads BATCH vectors
+// before it stores one (each_piece in cache.cuh).
 //
 // Constants
 //     scalar_t      element type of kv_c and k_pe

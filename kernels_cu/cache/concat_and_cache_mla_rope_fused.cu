@@ -1,14 +1,18 @@
-// concat_and_cache_mla_rope_fused: rotates queries and keys in place, then writes latent vector and key into a slot of a paged cache.
+// concat_and_cache_mla_rope_fused: rotates queries and keys in place, then writes latent vector and key into a slot of
+// a paged cache.
 //
-//     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))     the angles are row positions[t] of cos_sin_cache
-//     for the pairs (j, j + ROPE_SIZE / 2) if IS_NEOX, else (2j, 2j + 1), of every head of q_pe and of k_pe
+//     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
+//     for the pairs (j, j + ROPE_SIZE / 2) if IS_NEOX, else (2j, 2j + 1), of every head of q_pe and of k_pe; the angles
+//     are row positions[t] of cos_sin_cache
 //     kv_cache[block, offset] = [kv_c[t], rotated k_pe[t]]                   fp8: the codes of x / scale
 //     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
 //
-// A token whose position is not in the table is left as it is. For a token without an existing slot, only queries are rotated.
+// A token whose position is not in the table is left as it is. For a token without an existing slot, only queries are
+// rotated.
 //
-// Threads: blockIdx.x counts tokens, blockIdx.y parts of a token's work. A thread takes up to ROUNDS items of the token. An item is
-// VEC_SIZE pairs of a query head, VEC_SIZE pairs of the key, or VEC_SIZE elements of the latent vector.
+// Threads: blockIdx.x counts tokens, blockIdx.y parts of a token's work. A thread takes up to ROUNDS items of the
+// token. An item is VEC_SIZE pairs of a query head, VEC_SIZE pairs of the key, or VEC_SIZE elements of the latent
+// vector.
 //
 // Constants
 //     scalar_t      T: element type of q_pe, k_pe, kv_c and cos_sin_cache
@@ -33,7 +37,8 @@ constexpr int ITEMS = QUERY_ITEMS + HEAD_ITEMS + LATENT_SIZE / VEC_SIZE;
 static_assert(ROPE_SIZE % (2 * VEC_SIZE) == 0 && LATENT_SIZE % VEC_SIZE == 0);
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
-// VEC_SIZE pairs of a head as they lie in memory: vector a at offset first(item) of the head, vector b at offset second(item).
+// VEC_SIZE pairs of a head as they lie in memory: vector a at offset first(item) of the head, vector b at offset
+// second(item).
 struct PairVectors {
     vec_t a, b;
     static DEVICE int first(int item) { return IS_NEOX ? item * VEC_SIZE : 2 * item * VEC_SIZE; }

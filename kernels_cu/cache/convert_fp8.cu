@@ -2,8 +2,8 @@
 //
 //     output = e4m3(input / scale), or T(input * scale)
 //
-// Threads: one vector per thread and row. blockIdx.x counts along a row, blockIdx.y counts rows; a thread goes on to row
-// blockIdx.y + gridDim.y.
+// Threads: one vector per thread and row. blockIdx.x counts along a row, blockIdx.y counts rows; a thread goes on to
+// row blockIdx.y + gridDim.y.
 //
 // Constants
 //     out_t         element type of output: T or fp8

@@ -1,8 +1,10 @@
 // copy_blocks: copies whole blocks of a layer's caches onto other blocks.
 //
-//     key_cache[block_mapping[i, 1]] = key_cache[block_mapping[i, 0]], and value_cache likewise; pairs out of range are skipped
+//     key_cache[block_mapping[i, 1]] = key_cache[block_mapping[i, 0]]
+//     value_cache likewise; pairs out of range are skipped
 //
-// Threads: blockIdx.x counts pairs and, within a pair, chunks of NUM_THREADS * BATCH vectors. blockIdx.y is 0 for keys, 1 for values.
+// Threads: blockIdx.x counts pairs and, within a pair, chunks of NUM_THREADS * BATCH vectors. blockIdx.y is 0 for keys,
+// 1 for values.
 //
 // Constants
 //     map_t         element type of block_mapping

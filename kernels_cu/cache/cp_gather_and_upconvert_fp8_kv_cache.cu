@@ -1,4 +1,5 @@
-// cp_gather_and_upconvert_fp8_kv_cache: copies the 656-byte entries of sequences from a paged cache to rows of bfloat16.
+// cp_gather_and_upconvert_fp8_kv_cache: copies the 656-byte entries of sequences from a paged cache to rows of
+// bfloat16.
 //
 //     dst[t, i] = bf16(code[i] * scale[i / 128])             i < 512: e4m3 codes, then four float32 scales
 //     dst[t, 512 + i] = rope[i]                              i < 64: bfloat16, unchanged
@@ -35,8 +36,8 @@ constexpr int CODE_ACCESS = ACCESS_SIZE < VEC_SIZE ? ACCESS_SIZE : VEC_SIZE;
 constexpr int SCALE_ACCESS = ACCESS_SIZE < 4 ? ACCESS_SIZE : 4;
 static_assert(ROWS * ROPE_LANES <= LANES);
 
-// Each block prefetches the line with its own number of the starts, the lengths and the table. The first byte of an entry waits for
-// all three.
+// Each block prefetches the line with its own number of the starts, the lengths and the table. The first byte of an
+// entry waits for all three.
 DEVICE void prefetch_indices(const table_t* block_table, const lens_t* seq_lens, const starts_t* workspace_starts,
                              int64_t batch_size, int64_t max_blocks, int64_t table_stride, int64_t table_entry_stride,
                              int64_t lens_stride, int64_t starts_stride) {
@@ -92,7 +93,8 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num
         at = pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);
     }
 
-    // A row without an entry loads an existing entry and does not use it: a load behind a condition would be issued late.
+    // A row without an entry loads an existing entry and does not use it: a load behind a condition would be issued
+    // late.
     const uint32_t found = ballot_of_group(at != NOWHERE);
     at = max(at, int64_t(0));
     Vec<fp8_e4m3_t, VEC_SIZE> codes[ROWS][2];

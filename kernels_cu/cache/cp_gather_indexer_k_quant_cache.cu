@@ -3,11 +3,11 @@
 //     dst_k[t] = K[offset], dst_scale[t] = S[offset]         of the cache block block_table[b, j / BLOCK_SIZE]
 //     where b is the sequence of row t, j = t - cu_seq_lens[b], offset = j % BLOCK_SIZE
 //
-// A cache block holds the codes K of all its slots, then the scales S of all its slots. A row without a sequence, or whose entry
-// does not exist, is left as it is.
+// A cache block holds the codes K of all its slots, then the scales S of all its slots. A row without a sequence, or
+// whose entry does not exist, is left as it is.
 //
-// Threads: a block takes TOKENS rows. One thread per row finds the row's entry; then all threads share the vectors, and a thread
-// loads BATCH vectors before it stores one (each_piece in cache.cuh).
+// Threads: a block takes TOKENS rows. One thread per row finds the row's entry; then all threads share the vectors, and
+// a thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
 //
 // Constants
 //     table_t         element type of block_table
@@ -25,7 +25,8 @@ constexpr int HEAD_VECS = HEAD_SIZE / VEC_SIZE;
 constexpr int SCALE_VECS = SCALE_SIZE / SCALE_VEC;
 static_assert(HEAD_SIZE % VEC_SIZE == 0 && SCALE_SIZE % SCALE_VEC == 0 && TOKENS <= NUM_THREADS);
 
-// Each block prefetches the line with its own number of the lengths and the table. The first byte of a key waits for both.
+// Each block prefetches the line with its own number of the lengths and the table. The first byte of a key waits for
+// both.
 DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, int64_t num_seqs, int64_t max_blocks,
                              int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride) {
     if (threadIdx.x) return;
@@ -56,7 +57,8 @@ cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,       // [num_blocks, B
             const int64_t begin = sequence < num_seqs ? int64_t(cu_seq_lens[sequence * lens_stride]) : -1;
             if (begin >= 0 && begin <= row) {
                 position = row - begin;
-                // A slot stride of 0 gives the place of the block: codes and scales have their own strides between slots.
+                // A slot stride of 0 gives the place of the block: codes and scales have their own strides between
+                // slots.
                 const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, 0};
                 block = pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);
             }

@@ -6,8 +6,8 @@
 //
 // A row without a sequence, or whose entry does not exist, is left as it is.
 //
-// Threads: a block takes TOKENS rows. One thread per row finds the row's entry; then all threads share the vectors, and a thread
-// loads BATCH vectors before it stores one (each_piece in cache.cuh).
+// Threads: a block takes TOKENS rows. One thread per row finds the row's entry; then all threads share the vectors, and
+// a thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
 //
 // Constants
 //     scalar_t        element type of dst
@@ -25,8 +25,8 @@
 
 static_assert(ENTRY_SIZE % VEC_SIZE == 0 && TOKENS <= NUM_THREADS);
 
-// Each block prefetches the line with its own number of each index array: the first blocks fetch what later blocks need. Three or four
-// of these loads depend on each other before the first byte of an entry moves.
+// Each block prefetches the line with its own number of each index array: the first blocks fetch what later blocks
+// need. Three or four of these loads depend on each other before the first byte of an entry moves.
 DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, const owner_t* token_to_seq,
                              const starts_t* seq_starts, int64_t num_rows, int64_t num_seqs, int64_t max_blocks,
                              int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride, int64_t owner_stride,

@@ -1,6 +1,7 @@
 // indexer_k_quant_and_cache: quantises a token's indexer key by groups and writes it into the indexer's paged cache.
 //
-//     s = max(max |x|, 1e-4) / 448 for a group x of GROUP_SIZE elements, NaN ignored; if POWER_OF_TWO, rounded up to a power of two
+//     s = max(max |x|, 1e-4) / 448, rounded up to a power of two if POWER_OF_TWO
+//     for a group x of GROUP_SIZE elements; NaN is ignored in the maximum
 //     K[offset] = e4m3(x / s), S[offset, group] = s          in the cache block `block`
 //     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE); a slot that does not exist is skipped
 //

@@ -4,9 +4,10 @@
 //     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)     fp8: the codes of x / scale
 //     A slot that does not exist is skipped.
 //
-// Within a cache block, neighbouring slots lie X elements apart for keys and one element apart for values. So a thread block takes
-// TOKENS tokens and COLUMNS elements of each, transposes them in shared memory, and stores them slot by slot. Values of RUN tokens are
-// stored by one access if their slots are neighbours that begin at a multiple of RUN, else one by one.
+// Within a cache block, neighbouring slots lie X elements apart for keys and one element apart for values. So a thread
+// block takes TOKENS tokens and COLUMNS elements of each, transposes them in shared memory, and stores them slot by
+// slot. Values of RUN tokens are stored by one access if their slots are neighbours that begin at a multiple of RUN,
+// else one by one.
 //
 // Threads: blockIdx.x counts groups of tokens, blockIdx.y groups of columns; blockIdx.z is 0 for keys, 1 for values.
 //
@@ -27,7 +28,7 @@
 #include "paged.cuh"
 
 using bits_t = word_of<int(sizeof(cache_t))>::type;
-constexpr int PITCH = COLUMNS + 16 / int(sizeof(cache_t));  // 16 bytes more than a row, so that rows begin on different banks
+constexpr int PITCH = COLUMNS + 16 / int(sizeof(cache_t));  // rows begin on different banks
 static_assert(ROW_SIZE % LOAD_VEC == 0 && COLUMNS % LOAD_VEC == 0 && X % KEY_VEC == 0 && COLUMNS % KEY_VEC == 0);
 static_assert(BLOCK_SIZE % RUN == 0 && TOKENS <= NUM_THREADS);
 
@@ -58,7 +59,7 @@ reshape_and_cache(const scalar_t* key,          // [num_tokens, ROW_SIZE]
     await_previous_kernel();
     __shared__ alignas(16) bits_t tile[TOKENS * PITCH];
     __shared__ slot_t slots[TOKENS];
-    __shared__ int begins[TOKENS];  // 0: stored with an earlier token, or not at all; 1: stored alone; 2: first of a run
+    __shared__ int begins[TOKENS];  // 0: stored with an earlier token or not at all; 1: alone; 2: first of a run
     __shared__ int pieces[TOKENS];  // the tokens whose `begins` is not 0, in order
     const bool is_value = blockIdx.z;
     const int64_t first_token = int64_t(blockIdx.x) * TOKENS;

@@ -3,8 +3,8 @@
 //     key_cache[block, offset, h, :] = key[t, h, :]          where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
 //     fp8: the codes of key / k_scale, or key / k_scale[h]   values likewise; a slot that does not exist is skipped
 //
-// Threads: blockIdx.x counts groups of TOKENS tokens; blockIdx.y is 0 for keys, 1 for values. The threads of a block share the vectors
-// of its tokens; a thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
+// Threads: blockIdx.x counts groups of TOKENS tokens; blockIdx.y is 0 for keys, 1 for values. The threads of a block
+// share the vectors of its tokens; a thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
 //
 // Constants
 //     scalar_t      element type of key and value

@@ -1,13 +1,15 @@
-// reshape_and_cache_groups: reshape_and_cache for many tokens, which group_slots has sorted by groups of neighbouring slots.
+// reshape_and_cache_groups: reshape_and_cache for many tokens, which group_slots has sorted by groups of neighbouring
+// slots.
 //
 //     key_cache[block, h, d / X, offset, d % X] = key[t, h, d]      value_cache[block, h, d, offset] = value[t, h, d]
 //     for every slot with a mark of every listed group, and the token t of the slot; fp8: the codes of x / scale
 //
-// The slots of a group are neighbours in both caches: their tokens are stored together, in whole sectors, wherever they stand in
-// slot_mapping.
+// The slots of a group are neighbours in both caches: their tokens are stored together, in whole sectors, wherever they
+// stand in slot_mapping.
 //
-// Threads: a piece is COLUMNS elements of the keys, or of the values, of one group's tokens. A block transposes a piece in shared memory
-// and stores it, then goes on to piece blockIdx.x + gridDim.x: how many groups there are is known on the device only.
+// Threads: a piece is COLUMNS elements of the keys, or of the values, of one group's tokens. A block transposes a piece
+// in shared memory and stores it, then goes on to piece blockIdx.x + gridDim.x: how many groups there are is known on
+// the device only.
 //
 // Constants
 //     scalar_t      element type of key and value
@@ -23,7 +25,7 @@
 #include "cache.cuh"
 
 using bits_t = word_of<int(sizeof(cache_t))>::type;
-constexpr int PITCH = COLUMNS + 16 / int(sizeof(cache_t));  // 16 bytes more than a row, so that rows begin on different banks
+constexpr int PITCH = COLUMNS + 16 / int(sizeof(cache_t));  // rows begin on different banks
 constexpr uint32_t PARTS = ceil_div(ROW_SIZE, COLUMNS);
 static_assert(ROW_SIZE % LOAD_VEC == 0 && COLUMNS % LOAD_VEC == 0 && X % KEY_VEC == 0 && COLUMNS % KEY_VEC == 0);
 static_assert(BLOCK_SIZE % GROUP == 0 && GROUP % RUN == 0 && GROUP <= 32 && GROUP <= NUM_THREADS);

@@ -4,8 +4,8 @@
 
 DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// The hardware's estimates of 2^x and 1 / x, good to about 22 bits; correctly rounded on the host. A subnormal argument or result
-// is taken for 0.
+// The hardware's estimates of 2^x and 1 / x, good to about 22 bits; correctly rounded on the host. A subnormal argument
+// or result is taken for 0.
 DEVICE float estimate_exp2(float x) {
 #if PYOPS_HIP
     return __builtin_amdgcn_exp2f(x);
@@ -30,8 +30,8 @@ DEVICE float estimate_reciprocal(float x) {
 #endif
 }
 
-// IEEE arithmetic, for results that equal eager tensor arithmetic. CuPy compiles with -ftz=true: plain operators take subnormal
-// floats for 0, and the compiler may fuse a product with a sum. These functions do neither.
+// IEEE arithmetic, for results that equal eager tensor arithmetic. CuPy compiles with -ftz=true: plain operators take
+// subnormal floats for 0, and the compiler may fuse a product with a sum. These functions do neither.
 #if PYOPS_CUDA
 #define PYOPS_IEEE(NAME, INSTRUCTION, FUNCTION)                          \
     DEVICE float NAME(float a, float b) {                                \
@@ -114,8 +114,8 @@ DEVICE uint32_t floor_bits(float a, float b) {
 #endif
 }
 
-// floor(a * b) plus a constant, modulo 2^32, for |a * b| < 2^22 and any number of bits in the product. Subnormal numbers are not
-// taken for 0.
+// floor(a * b) plus a constant, modulo 2^32, for |a * b| < 2^22 and any number of bits in the product. Subnormal
+// numbers are not taken for 0.
 DEVICE uint32_t floor_of_22_bits(float a, float b) {
 #if PYOPS_CUDA
     float result;
@@ -132,7 +132,8 @@ DEVICE int used_bits(uint32_t bits) { return 32 - __clz(int(bits)); }
 DEVICE int lowest_bit(uint32_t bits) { return __ffs(int(bits)) - 1; }
 DEVICE int lowest_bit(uint64_t bits) { return __ffsll(int64_t(bits)) - 1; }
 
-// The smallest of three integers. This and the next three functions are one instruction each from compute capability 9.0 on (DPX).
+// The smallest of three integers. This and the next three functions are one instruction each from compute capability
+// 9.0 on (DPX).
 DEVICE uint32_t min_of_three(uint32_t a, uint32_t b, uint32_t c) {
 #if PYOPS_CUDA
     return __vimin3_u32(a, b, c);
@@ -141,8 +142,8 @@ DEVICE uint32_t min_of_three(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-// Of two unsigned 16-bit integers in a word, each on its own: the smallest of three, the largest of three, and min(a + b, c) with
-// the sum modulo 2^16.
+// Of two unsigned 16-bit integers in a word, each on its own: the smallest of three, the largest of three, and min(a +
+// b, c) with the sum modulo 2^16.
 DEVICE uint32_t min_of_three_pairs(uint32_t a, uint32_t b, uint32_t c) {
 #if PYOPS_CUDA
     return __vimin3_u16x2(a, b, c);

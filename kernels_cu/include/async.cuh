@@ -1,13 +1,14 @@
 // async.cuh: asynchronous copies from global to shared memory.
 //
-// A thread's copies form groups: cp_async adds a copy to the open group, cp_async_commit closes the group, and cp_async_wait<N>
-// waits until at most the N newest closed groups are in flight. Then the thread sees the copies of the other groups; other
-// threads see them after a barrier. On AMD copies are synchronous.
+// A thread's copies form groups: cp_async adds a copy to the open group, cp_async_commit closes the group, and
+// cp_async_wait<N> waits until at most the N newest closed groups are in flight. Then the thread sees the copies of the
+// other groups; other threads see them after a barrier. On AMD copies are synchronous.
 
 #pragma once
 #include "memory.cuh"
 
-// Copies BYTES bytes (4, 8 or 16); both addresses are multiples of BYTES. If not `valid`, nothing is read and zeros are written.
+// Copies BYTES bytes (4, 8 or 16); both addresses are multiples of BYTES. If not `valid`, nothing is read and zeros are
+// written.
 template <int BYTES>
 DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);

@@ -1,8 +1,9 @@
-// attention.cuh: what the attention kernels share: split-KV, pieces of the online softmax, and the join of partial results.
+// attention.cuh: what the attention kernels share: split-KV, pieces of the online softmax, and the join of partial
+// results.
 //
-// Split-KV: the tokens of a sequence are cut into splits, and one block computes one split. For every query head the block
-// leaves a partial result: the largest logit, the sum of the exponentials relative to that logit, and the mean of the values
-// under these exponentials. attention_combine.cu joins the partial results of a sequence.
+// Split-KV: the tokens of a sequence are cut into splits, and one block computes one split. For every query head the
+// block leaves a partial result: the largest logit, the sum of the exponentials relative to that logit, and the mean of
+// the values under these exponentials. attention_combine.cu joins the partial results of a sequence.
 //
 // Logits are in units of log 2, so that the exponential of a logit is one instruction. A `probability` below is such an
 // exponential, relative to the largest logit met so far: the division by the sum of all of them comes last.
@@ -19,7 +20,8 @@ struct Splits {
 
     // max_tokens: tokens that the block table has room for; a longer sequence is cut to it.
     // window: tokens at the end of the sequence that are attended; 0: all tokens.
-    // partition: tokens of every split, counted from token 0. 0: splits of equal size, at most max_splits of them, each of
+    // partition: tokens of every split, counted from token 0. 0: splits of equal size, at most max_splits of them, each
+    // of
     //   min_split tokens or more.
     DEVICE Splits(int64_t seq_len, int64_t max_tokens, int64_t window, int partition, int max_splits, int min_split) {
         length = int(min(max(seq_len, int64_t(0)), max_tokens));
@@ -35,11 +37,11 @@ struct Splits {
     DEVICE bool exists(int split) const { return split < count && end(split) > first; }
 };
 
-// How many splits each sequence gets, so that all blocks of a launch end at about the same time. `wave_splits` is the number
-// of splits that run on the device at once, one wave.
+// How many splits each sequence gets, so that all blocks of a launch end at about the same time. `wave_splits` is the
+// number of splits that run on the device at once, one wave.
 //
-// Sequences of equal length: as many splits as fill one wave, or two waves if the sequences are long. Sequences of mixed
-// lengths: splits in proportion to the length, two waves of them, so that no long split is left for the tail.
+// Sequences of equal length: as many splits as fill one wave, or two waves if the sequences are long. Sequences of
+// mixed lengths: splits in proportion to the length, two waves of them, so that no long split is left for the tail.
 // All lanes of a warp call every function.
 constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves pay
 
@@ -79,8 +81,8 @@ struct Balance {
         return equal_splits ? equal_splits
                             : int(fminf(fmaxf(ceilf(2.0f * tokens_of(seq) * wave_per_token), 1.0f), max_splits));
     }
-    // The sequence of a split. `split` counts the splits of all sequences, and becomes the number of the split within its
-    // sequence. Returns -1 if there is no such split.
+    // The sequence of a split. `split` counts the splits of all sequences, and becomes the number of the split within
+    // its sequence. Returns -1 if there is no such split.
     DEVICE int find(int& split) const {
         if (equal_splits) {
             const int seq = split / equal_splits;
@@ -98,9 +100,9 @@ struct Balance {
             }
             const int total = shfl<WARP_SIZE>(prefix_sum, WARP_SIZE - 1);
             if (split < total) {
-                int hit = split < prefix_sum ? lane : WARP_SIZE;
+                int hit = split < prefix_sum ? lane : WARP_SIZE;  // becomes the first such lane
 #pragma unroll
-                for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) hit = min(hit, shfl_xor(hit, mask));  // the first lane
+                for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) hit = min(hit, shfl_xor(hit, mask));
                 split -= shfl<WARP_SIZE>(prefix_sum - splits, hit);
                 return first + hit;
             }
@@ -115,8 +117,8 @@ DEVICE float relative_exp2(float x, float max_logit) {
     return estimate_exp2(x - (max_logit == minus_infinity() ? 0.0f : max_logit));
 }
 
-// tanh(z) with a relative error below 2^-20: near zero by its series, else 1 - 2 / (1 + exp(2z)). This takes fewer registers
-// than tanhf does; kernels for large heads have none to spare.
+// tanh(z) with a relative error below 2^-20: near zero by its series, else 1 - 2 / (1 + exp(2z)). This takes fewer
+// registers than tanhf does; kernels for large heads have none to spare.
 DEVICE float hyperbolic_tangent(float z) {
     const float square = z * z;
     const float series = fmaf(fmaf(fmaf(62.0f / 2835, square, -17.0f / 315), square, 2.0f / 15), square, -1.0f / 3);
@@ -124,8 +126,8 @@ DEVICE float hyperbolic_tangent(float z) {
     return fabsf(z) < 0.3f ? fmaf(z * square, series, z) : fmaf(-2.0f, share, 1.0f);
 }
 
-// A logit in units of log 2 from the product of a query and a key: logit_of(product, logit_unit(scale, softcap), softcap).
-// The formula is product * scale, or softcap * tanh(product * scale / softcap).
+// A logit in units of log 2 from the product of a query and a key: logit_of(product, logit_unit(scale, softcap),
+// softcap). The formula is product * scale, or softcap * tanh(product * scale / softcap).
 template <bool HAS_SOFTCAP>
 DEVICE float logit_unit(float scale, float softcap) {
     return HAS_SOFTCAP ? scale / softcap : scale * LOG2_E;
@@ -149,10 +151,10 @@ DEVICE int64_t row_of(const S* start, int64_t step, int64_t num_rows) {
     return row >= 0 && row < num_rows && start[step] == row + 1 ? row : -1;
 }
 
-// Joins the results of WARPS warps for one head. Lanes of every warp hold elements o[i] of the head; f(i) is the element that
-// o[i] is, or negative if o[i] is none. On entry max_logit and exp_sum are those of the warp; on return they are those of the
-// whole block, and `total` holds the elements. warp_max [WARPS], warp_sum [WARPS] and total are shared memory. Every thread
-// of the block calls.
+// Joins the results of WARPS warps for one head. Lanes of every warp hold elements o[i] of the head; f(i) is the
+// element that o[i] is, or negative if o[i] is none. On entry max_logit and exp_sum are those of the warp; on return
+// they are those of the whole block, and `total` holds the elements. warp_max [WARPS], warp_sum [WARPS] and total are
+// shared memory. Every thread of the block calls.
 template <int WARPS, int ROUNDS, typename F>
 DEVICE void join_warps(const float (&o)[ROUNDS], float& max_logit, float& exp_sum, float* warp_max, float* warp_sum,
                        float* total, F f) {
@@ -181,8 +183,8 @@ DEVICE void join_warps(const float (&o)[ROUNDS], float& max_logit, float& exp_su
     }
 }
 
-// N partial results of one head, joined: part k has the largest logit max_of(k) and the sum of exponentials sum_of(k) relative
-// to it. An element of the joined result is weighted_sum(part), where part(k) is the element of part k.
+// N partial results of one head, joined: part k has the largest logit max_of(k) and the sum of exponentials sum_of(k)
+// relative to it. An element of the joined result is weighted_sum(part), where part(k) is the element of part k.
 template <int N>
 struct Join {
     float max_logit = minus_infinity(), exp_sum = 0.0f;
@@ -210,10 +212,10 @@ struct Join {
     }
 };
 
-// Writes what a block has computed for one head, by THREADS threads: the final result to `out` and `lse` if `direct`, else the
-// partial result of the split to partial_out, partial_max and partial_sum. total(i, e) is element i of the sum of the values
-// times their probabilities; e counts the elements of the calling thread. A sink is one more logit, without a value: it
-// belongs to final results alone.
+// Writes what a block has computed for one head, by THREADS threads: the final result to `out` and `lse` if `direct`,
+// else the partial result of the split to partial_out, partial_max and partial_sum. total(i, e) is element i of the sum
+// of the values times their probabilities; e counts the elements of the calling thread. A sink is one more logit,
+// without a value: it belongs to final results alone.
 template <int THREADS, int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename F, typename T, typename P>
 DEVICE void write_result(F total, float max_logit, float exp_sum, float value_unit, bool direct, const float* sink, T* out,
                          float* lse, P* partial_out, float* partial_max, float* partial_sum) {
@@ -232,8 +234,8 @@ DEVICE void write_result(F total, float max_logit, float exp_sum, float value_un
         sum_with_sink = exp_sum * factor + relative_exp2(sink_logit, larger);
         max_logit = larger;
     }
-    // Results under a PARTITION carry the formula's epsilon of 1e-6, as final ones do. Other splits get it when they are
-    // joined, and 1e-30 here, which only guards against 0 / 0.
+    // Results under a PARTITION carry the formula's epsilon of 1e-6, as final ones do. Other splits get it when they
+    // are joined, and 1e-30 here, which only guards against 0 / 0.
     const float scale = factor / (sum_with_sink + (direct || PARTITION ? 1e-6f : 1e-30f)) * value_unit;
     if (direct) {
         each_element([&](int i, int e) { out[i] = from_float<T>(total(i, e) * scale); });

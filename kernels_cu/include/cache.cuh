@@ -55,9 +55,9 @@ DEVICE float load_float(const uint8_t* address) {
 // Moves ROWS rows of ROW_PIECES pieces by all threads of a block, all of which call. A thread makes BATCH calls of
 // load(row, piece), and then BATCH calls of store(row, piece, loaded).
 //
-// A thread without work loads the last piece again, and stores nothing: a load behind a condition would be issued late, and so
-// would the loads after it. `load` must therefore be safe for every row < ROWS and piece < ROW_PIECES, and should itself load
-// without a condition.
+// A thread without work loads the last piece again, and stores nothing: a load behind a condition would be issued late,
+// and so would the loads after it. `load` must therefore be safe for every row < ROWS and piece < ROW_PIECES, and
+// should itself load without a condition.
 template <int NUM_THREADS, int ROWS, int ROW_PIECES, int BATCH, typename Load, typename Store>
 DEVICE void each_piece(Load load, Store store) {
     constexpr uint32_t PIECES = ROWS * ROW_PIECES;

@@ -1,9 +1,9 @@
 // chunk.cuh: where a thread works when every element of a matrix is on its own.
 //
-// A block of NUM_THREADS threads covers NUM_THREADS / ROW_THREADS rows, each with ROW_THREADS neighbouring threads; every
-// thread has one vector of VEC_SIZE elements. blockIdx.x counts the chunks of a row, blockIdx.y the groups of rows; with PLANES,
-// for more rows than blockIdx.y can count, blockIdx.z continues where blockIdx.y ends. Blocks that run together so touch
-// neighbouring memory.
+// A block of NUM_THREADS threads covers NUM_THREADS / ROW_THREADS rows, each with ROW_THREADS neighbouring threads;
+// every thread has one vector of VEC_SIZE elements. blockIdx.x counts the chunks of a row, blockIdx.y the groups of
+// rows; with PLANES, for more rows than blockIdx.y can count, blockIdx.z continues where blockIdx.y ends. Blocks that
+// run together so touch neighbouring memory.
 
 #pragma once
 #include "vec.cuh"
@@ -22,8 +22,8 @@ struct Chunk {
     }
 };
 
-// The input of a gated activation, out[r, i] = f(g, u) where g, u = input[r, i], input[r, hidden_size + i]: a thread's vector of
-// g and its vector of u.
+// The input of a gated activation, out[r, i] = f(g, u) where g, u = input[r, i], input[r, hidden_size + i]: a thread's
+// vector of g and its vector of u.
 template <typename T, int N>
 struct Gated {
     Vec<T, N> g, u;

@@ -5,16 +5,16 @@
 #pragma once
 #include "platform.cuh"
 
-// Stands before the name of a kernel: every BLOCKS consecutive blocks of blockIdx.y are a cluster. The host emulation reads BLOCKS
-// from the source text.
+// Stands before the name of a kernel: every BLOCKS consecutive blocks of blockIdx.y are a cluster. The host emulation
+// reads BLOCKS from the source text.
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
 #define CLUSTER_OF(BLOCKS) __cluster_dims__(1, BLOCKS, 1)
 #else
 #define CLUSTER_OF(BLOCKS)
 #endif
 
-// Barrier of the cluster. What its blocks wrote to shared memory before can be read by all of them afterwards. Every thread
-// of the cluster calls.
+// Barrier of the cluster. What its blocks wrote to shared memory before can be read by all of them afterwards. Every
+// thread of the cluster calls.
 template <int BLOCKS>
 DEVICE void sync_cluster() {
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
@@ -28,9 +28,9 @@ DEVICE void sync_cluster() {
     __syncthreads();
 }
 
-// Barrier before a block of the cluster ends, so that its shared memory lives until the other blocks have read it. Unlike
-// sync_cluster it makes no writes visible, and does not wait for loads of the calling thread that are in flight: their values
-// must have been used, by a store for example, before. Every thread of the cluster calls.
+// Barrier before a block of the cluster ends, so that its shared memory lives until the other blocks have read it.
+// Unlike sync_cluster it makes no writes visible, and does not wait for loads of the calling thread that are in flight:
+// their values must have been used, by a store for example, before. Every thread of the cluster calls.
 template <int BLOCKS>
 DEVICE void leave_cluster() {
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900

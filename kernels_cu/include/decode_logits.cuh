@@ -1,9 +1,11 @@
-// decode_logits.cuh: the logits of a step of attention_decode: queries in shared memory, their products with keys, and masks.
+// decode_logits.cuh: the logits of a step of attention_decode: queries in shared memory, their products with keys, and
+// masks.
 //
 //     S^T = K Q^T,   l = softcap(scale * S) + slope * (token - length + 1), or -inf where a token is not attended
 //
-// Tokens are the rows of S^T, and the few query heads of a block are its columns. Of each tile of 16 tokens and 8 heads a lane
-// holds four elements: element i is in row g + i / 2 * 8 and column 2t + i % 2, with g = lane / 4 and t = lane % 4 (mma.cuh).
+// Tokens are the rows of S^T, and the few query heads of a block are its columns. Of each tile of 16 tokens and 8 heads
+// a lane holds four elements: element i is in row g + i / 2 * 8 and column 2t + i % 2, with g = lane / 4 and t = lane %
+// 4 (mma.cuh).
 //
 // The constants in capitals that are not defined here are those of attention_decode.cu.
 #pragma once
@@ -11,9 +13,9 @@
 
 using logits_t = float[TILES][COLUMNS][4];
 
-// Copies the queries of a block to shared memory, with zeros for heads and elements that do not exist; query_of(head) is where
-// the query of a head lies. units[head] becomes the factor from a product of the head to its logit: key_unit, and with a cache
-// of fp8 the inverse of the power of two that brings the query into the range of float16.
+// Copies the queries of a block to shared memory, with zeros for heads and elements that do not exist; query_of(head)
+// is where the query of a head lies. units[head] becomes the factor from a product of the head to its logit: key_unit,
+// and with a cache of fp8 the inverse of the power of two that brings the query into the range of float16.
 template <typename F>
 DEVICE void prepare_queries(product_t* queries, float* units, int num_heads, float key_unit, F query_of) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -70,9 +72,10 @@ DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* querie
     }
 }
 
-// Turns the products of one column of tiles in `s` into logits, and raises max_logit to the largest of the lane's logits.
-// unit, slope and max_logit belong to the lane's two heads of the column. Bit 2 * tile + half of `attended` is set if the
-// token of row g + half * 8 of the tile is attended. The step begins at token `start` of a sequence of `length` tokens.
+// Turns the products of one column of tiles in `s` into logits, and raises max_logit to the largest of the lane's
+// logits. unit, slope and max_logit belong to the lane's two heads of the column. Bit 2 * tile + half of `attended` is
+// set if the token of row g + half * 8 of the tile is attended. The step begins at token `start` of a sequence of
+// `length` tokens.
 DEVICE void finish_logits(logits_t& s, int column, const float (&unit)[2], const float (&slope)[2], float logits_soft_cap,
                           unsigned attended, int start, int length, int g, float (&max_logit)[2]) {
 #pragma unroll

@@ -1,9 +1,10 @@
-// decode_tile.cuh: the tiles that a warp of attention_decode multiplies, and how they get from a paged cache to registers.
+// decode_tile.cuh: the tiles that a warp of attention_decode multiplies, and how they get from a paged cache to
+// registers.
 //
-// A warp computes a step of STEP tokens at a time: TILES tiles of 16 tokens. Keys and values go from memory to the registers
-// of mma.m16n8k16 directly. A matrix product allows any order of the tokens among its rows, and any order of the dimensions
-// among the terms of its sums: the orders here make each lane's elements neighbours in memory. In comments g = lane / 4 and
-// t = lane % 4, as in mma.cuh.
+// A warp computes a step of STEP tokens at a time: TILES tiles of 16 tokens. Keys and values go from memory to the
+// registers of mma.m16n8k16 directly. A matrix product allows any order of the tokens among its rows, and any order of
+// the dimensions among the terms of its sums: the orders here make each lane's elements neighbours in memory. In
+// comments g = lane / 4 and t = lane % 4, as in mma.cuh.
 //
 // The constants in capitals that are not defined here are those of attention_decode.cu.
 #pragma once
@@ -33,13 +34,14 @@ constexpr int QUERY_SIZE = KEY_CHUNKS * 4 * CHUNK;
 constexpr int QUERY_STRIDE = QUERY_SIZE + (IS_FP8 ? 4 : QUERY_SIZE % 64 == 0 ? 32 : 0);
 static_assert(HEAD_SIZE % CHUNK == 0 && (!PACKED || BLOCK_SIZE % RUN == 0));
 
-// A unit is a group of tokens that lies in one block of the cache wherever a step begins (at a multiple of TILE_TOKENS).
+// A unit is a group of tokens that lies in one block of the cache wherever a step begins (at a multiple of
+// TILE_TOKENS).
 constexpr int UNIT = BLOCK_SIZE % TILE_TOKENS == 0 ? TILE_TOKENS : BLOCK_SIZE % 8 == 0 ? 8 : 1;
 constexpr int UNITS = UNIT == 1 ? 1 : STEP / UNIT;
 static_assert(UNIT > 1 || STEP <= 32);
 
-// The numbers of the cache blocks that hold the tokens of a step; -1: no block. Every lane has the number of each unit. With
-// units of one token, lane i has the number of token i alone.
+// The numbers of the cache blocks that hold the tokens of a step; -1: no block. Every lane has the number of each unit.
+// With units of one token, lane i has the number of token i alone.
 struct BlockNumbers { int of[UNITS]; };
 
 // The block numbers of the step that begins at `start`; block_of(token) is the block number of one token.
@@ -69,16 +71,19 @@ DEVICE int token_of(int tile, int row) {
 
 using run_t = word_of<int(sizeof(cache_t)) * RUN>::type;
 
-// Keys of a step in a lane: rows g and g + 8 of each tile, chunks t, t + 4, ....
+// Keys of a step in a lane: rows g and g + 8 of each tile, chunks t, t + 4 and so on.
 struct Keys { uint4 rows[TILES][2][KEY_CHUNKS]; };
 
 // Values of a step in a lane.
 struct Values {
-    run_t runs[PACKED ? ROWS : 1][2];                 // PACKED: RUN neighbouring tokens, dimensions g and g + 8 of each tile
-    uint4 rows[PACKED ? 1 : TILES][4][VALUE_CHUNKS];  // else: tokens 2t, 2t + 1, 2t + 8, 2t + 9, chunks g, g + 8, ...
+    // PACKED: RUN neighbouring tokens of dimensions g and g + 8 of each tile.
+    run_t runs[PACKED ? ROWS : 1][2];
+    // Otherwise: chunks g, g + 8 and so on of tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of each tile.
+    uint4 rows[PACKED ? 1 : TILES][4][VALUE_CHUNKS];
 };
 
-// Shared memory has O of each warp, one head after the other. The stride lets the stores of a warp meet different banks.
+// Shared memory has O of each warp, one head after the other. The stride lets the stores of a warp meet different
+// banks.
 constexpr int MAX_HEADS = HEADS < GROUP ? HEADS : GROUP;
 constexpr int OUTPUT_STRIDE = HEAD_SIZE + (PACKED || IS_FP8 ? 4 : 8);
 
@@ -123,8 +128,8 @@ struct StepLoader {
         for (int u = 0; u < UNITS; ++u) missing |= numbers.of[u] < 0;
         return UNIT == 1 ? !any_lane(missing) : !missing;
     }
-    // The address of token i of the step at `start`. A token that is not attended gets an address within the cache, too: what
-    // is loaded from there is ignored.
+    // The address of token i of the step at `start`. A token that is not attended gets an address within the cache,
+    // too: what is loaded from there is ignored.
     static DEVICE const cache_t* address(const cache_t* base, int64_t block_stride, int token_stride,
                                          const BlockNumbers& numbers, int start, int i) {
         const uint32_t slot = UNIT == STEP ? uint32_t(start) % BLOCK_SIZE + i : uint32_t(start + i) % BLOCK_SIZE;

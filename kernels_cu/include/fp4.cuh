@@ -1,11 +1,14 @@
-// fp4.cuh: quantisation to NVFP4: e2m1 codes of blocks of sixteen neighbouring values under one e4m3 scale, and the layout of scales.
+// fp4.cuh: quantisation to NVFP4: e2m1 codes of blocks of sixteen neighbouring values under one e4m3 scale, and the
+// layout of scales.
 //
-//     a = max |x| of the sixteen values, NaN ignored;   s = e4m3(g * (a * (1/6))), saturating;   g is the scale of the whole tensor
+//     a = max |x| of the sixteen values, NaN ignored
+//     s = e4m3(g * (a * (1/6))), saturating, where g is the scale of the whole tensor
 //     code = e2m1(x * r),   r = 1 / (s * (1 / g)), or 0 if s is 0
 //
-// so that x is about code * s / g. Every step is a float32 operation, rounded to nearest even; so are e4m3 and e2m1. A code has four
-// bits: the uppermost is the sign, the others number 0, 0.5, 1, 1.5, 2, 3, 4, 6. NaN becomes 6. The code is computed by float32
-// arithmetic that every architecture has; it equals the conversions of the few architectures that have them.
+// so that x is about code * s / g. Every step is a float32 operation, rounded to nearest even; so are e4m3 and e2m1. A
+// code has four bits: the uppermost is the sign, the others number 0, 0.5, 1, 1.5, 2, 3, 4, 6. NaN becomes 6. The code
+// is computed by float32 arithmetic that every architecture has; it equals the conversions of the few architectures
+// that have them.
 
 #pragma once
 #include "math.cuh"
@@ -13,9 +16,10 @@
 
 constexpr int FP4_BLOCK = 16;  // elements under one scale
 
-// The bits of the float 2^23 + code for a magnitude x < 7; for larger x and NaN, bits above those of 2^23 + 7. Adding 2^23 rounds to an
-// integer, which is in the lowest bits of the sum. Codes grow by one every 0.5 up to 2, every 1 up to 4, and every 2 from there: the
-// smallest of three sums is the right one. Positive floats have the order of their bits, and NaN comes last.
+// The bits of the float 2^23 + code for a magnitude x < 7; for larger x and NaN, bits above those of 2^23 + 7. Adding
+// 2^23 rounds to an integer, which is in the lowest bits of the sum. Codes grow by one every 0.5 up to 2, every 1 up to
+// 4, and every 2 from there: the smallest of three sums is the right one. Positive floats have the order of their bits,
+// and NaN comes last.
 DEVICE uint32_t e2m1_bits(float x) {
     const float fine = fmaf(x, 2.0f, 0x1p23f);
     const float middle = x + (0x1p23f + 2.0f);
@@ -26,15 +30,16 @@ DEVICE uint32_t e2m1_bits(float x) {
 // The scale g of all values.
 struct Fp4Tensor {
     float g, reciprocal;
-    // Products x * r below the limit are ordinary. The limit is 0 if g is so large or so small that s / g or its reciprocal may be no
-    // normal number.
+    // Products x * r below the limit are ordinary. The limit is 0 if g is so large or so small that s / g or its
+    // reciprocal may be no normal number.
     float limit;
 
     explicit DEVICE Fp4Tensor(float g)
         : g(g), reciprocal(ieee_divide(1.0f, g)), limit(ieee_abs(g) >= 0x1p-100f && ieee_abs(g) <= 0x1p100f ? 7.0f : 0.0f) {}
 };
 
-// The scale s of sixteen values whose largest magnitude is `a`, and the factor r. ORDINARY: the tensor's limit is not 0.
+// The scale s of sixteen values whose largest magnitude is `a`, and the factor r. ORDINARY: the tensor's limit is not
+// 0.
 struct Fp4Scale {
     fp8_e4m3_t code;
     float factor;
@@ -102,7 +107,8 @@ struct Fp4Block {
         return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
     }
 
-    // The codes of eight values times `factor`; the code of the first value is in the lowest bits. ORDINARY: all products are below 7.
+    // The codes of eight values times `factor`; the code of the first value is in the lowest bits. ORDINARY: all
+    // products are below 7.
     template <bool ORDINARY>
     DEVICE uint32_t eight(int half, float factor) const {
         uint32_t codes = 0, sign = signs(half * 4);
@@ -145,16 +151,18 @@ struct Fp4Block {
     }
 };
 
-// silu(gate) * up in bfloat16 by the hardware's estimates, and a test whether the accurate functions might round to another number.
+// silu(gate) * up in bfloat16 by the hardware's estimates, and a test whether the accurate functions might round to
+// another number.
 //
-// Error bound, in units of 2^-24: the estimate of exp(-gate) is off by 4, and its argument by 4 more where -gate <= 5.5, because
-// the argument is below 8; the reciprocal is off by 2, and six roundings are off by 1 each. So the estimate is off by no more than
-// STEPS float32 numbers. A product is in doubt if its lower 16 bits are that near to the middle between two bfloat16 numbers, or if
-// gate < -5.5.
+// Error bound, in units of 2^-24: the estimate of exp(-gate) is off by 4, and its argument by 4 more where -gate <=
+// 5.5, because the argument is below 8; the reciprocal is off by 2, and six roundings are off by 1 each. So the
+// estimate is off by no more than STEPS float32 numbers. A product is in doubt if its lower 16 bits are that near to
+// the middle between two bfloat16 numbers, or if gate < -5.5.
 constexpr uint32_t STEPS = 20;
 constexpr uint32_t MIN_GATE = 0xc0b0;  // the bits of -5.5; a smaller number and a negative NaN have larger bits
 
-// Two products in a word. Each half of `distance` becomes (lower 16 bits of the float32 product) - (the middle) + STEPS, modulo 2^16.
+// Two products in a word. Each half of `distance` becomes (lower 16 bits of the float32 product) - (the middle) +
+// STEPS, modulo 2^16.
 DEVICE uint32_t estimate(uint32_t gate_word, uint32_t up_word, uint32_t& distance) {
     float gate[2], up[2], y[2];
     pair_of<bf16_t>(gate_word, gate[0], gate[1]);
@@ -168,14 +176,15 @@ DEVICE uint32_t estimate(uint32_t gate_word, uint32_t up_word, uint32_t& distanc
     distance = min_of_sums(lower, (0x8000u + STEPS) * 0x10001u, ~0u);
     return word_of_pair<bf16_t>(y[0], y[1]);
 }
-// Whether a product of a pair is in doubt. For several pairs at once: the smallest distances and the largest bits of gates.
+// Whether a product of a pair is in doubt. For several pairs at once: the smallest distances and the largest bits of
+// gates.
 DEVICE bool in_doubt(uint32_t distance, uint32_t gates) {
     return distance < (2 * STEPS + 1) << 16 || (distance & 0xffffu) <= 2 * STEPS || gates >= (MIN_GATE + 1) << 16 ||
            (gates & 0xffffu) > MIN_GATE;
 }
 
-// Sixteen elements of the input. GATED: sixteen elements of both halves of a row, gate and up; the values to be quantised are
-// silu(gate) * up, computed in float32 and rounded to T once.
+// Sixteen elements of the input. GATED: sixteen elements of both halves of a row, gate and up; the values to be
+// quantised are silu(gate) * up, computed in float32 and rounded to T once.
 template <typename T, bool GATED, int ACCESS>
 struct Fp4Input {
     uint32_t words[GATED ? 2 : 1][8];
@@ -240,8 +249,8 @@ struct Fp4Input {
 // m % 32 * 16 + m / 32 * 4, so the scales of rows 32 apart are neighbours.
 constexpr int FP4_TILE_ROWS = 128, FP4_TILE_COLUMNS = 4;
 
-// The share of a thread: one column of blocks, in `rounds` rows. A unit is UNIT rows whose scales are neighbours and are written at
-// once: one row, or four rows 32 apart. Consecutive units of a thread lie STEP units apart.
+// The share of a thread: one column of blocks, in `rounds` rows. A unit is UNIT rows whose scales are neighbours and
+// are written at once: one row, or four rows 32 apart. Consecutive units of a thread lie STEP units apart.
 template <int NUM_THREADS, int ROW_THREADS, int UNIT_ROWS>
 struct Fp4Share {
     static constexpr int UNIT = UNIT_ROWS;
@@ -260,16 +269,17 @@ struct Fp4Share {
     }
 };
 
-// Transposes 4 x 4 bytes over four neighbouring lanes: before, byte i of lane j is row i, column j; after, lane i has row i.
+// Transposes 4 x 4 bytes over four neighbouring lanes: before, byte i of lane j is row i, column j; after, lane i has
+// row i.
 DEVICE uint32_t turn_four(uint32_t word) {
     const unsigned lane = threadIdx.x % 4;
     word = __byte_perm(word, shfl_xor(word, 1), lane & 1 ? 0x3715 : 0x6240);
     return __byte_perm(word, shfl_xor(word, 2), lane & 2 ? 0x3276 : 0x5410);
 }
 
-// Writes the codes and scales of a thread's share of a matrix under one g; the block begins with unit `begin`. The next row is loaded as
-// soon as registers are free, while this row is computed. TILED: scales lie in tiles, and the scales of rows and columns that do not
-// exist are 0. Every thread of the block takes part.
+// Writes the codes and scales of a thread's share of a matrix under one g; the block begins with unit `begin`. The next
+// row is loaded as soon as registers are free, while this row is computed. TILED: scales lie in tiles, and the scales
+// of rows and columns that do not exist are 0. Every thread of the block takes part.
 template <typename T, typename Share, int ACCESS, int CODE_ACCESS, int SCALE_ACCESS, bool TILED, bool GATED>
 DEVICE void fp4_rows(uint8_t* output, uint8_t* scales, const T* input, const float& g, int64_t num_rows, int64_t scale_rows,
                      int64_t output_stride, int64_t input_stride, unsigned blocks, unsigned columns, int64_t begin, int rounds) {

@@ -1,8 +1,9 @@
 // ggml.cuh: the blocks of GGUF's quantised types, decoded eight elements at a time.
 //
-// A type is a struct: a block has LENGTH elements in BYTES bytes, at an address that is a multiple of ALIGNMENT. decode(block, v,
-// grid, x) sets x to elements 8 v to 8 v + 7 of a block, in float32. Products of scales and codes have at most 24 bits and are exact;
-// where a minimum is subtracted, the difference is rounded once. A type with a grid reads a copy of its table at `grid`.
+// A type is a struct: a block has LENGTH elements in BYTES bytes, at an address that is a multiple of ALIGNMENT.
+// decode(block, v, grid, x) sets x to elements 8 v to 8 v + 7 of a block, in float32. Products of scales and codes have
+// at most 24 bits and are exact; where a minimum is subtracted, the difference is rounded once. A type with a grid
+// reads a copy of its table at `grid`.
 
 #pragma once
 #include "ggml_grids.cuh"
@@ -57,7 +58,8 @@ DEVICE void apply_signs(uint32_t signs, float (&x)[8]) {
 // Seven signs as given, and an eighth that makes the number of negative signs even.
 DEVICE uint32_t eight_signs(uint32_t seven) { return seven | uint32_t(count_bits(seven) & 1) << 7; }
 
-// Types with blocks of 32 elements: the low nibbles hold the first half of the elements, the high nibbles the second half.
+// Types with blocks of 32 elements: the low nibbles hold the first half of the elements, the high nibbles the second
+// half.
 
 template <int ALIGNMENT>
 DEVICE Eight<ALIGNMENT> nibbles_of_halves(const uint8_t* codes, uint32_t v) {
@@ -118,8 +120,8 @@ struct IQ4_NL : Blocks<32, 18> {
     }
 };
 
-// Types with blocks of 256 elements: eight sub-blocks of 32 elements, four vectors each. Several sub-blocks share 32 bytes, and each
-// has some bits of every byte.
+// Types with blocks of 256 elements: eight sub-blocks of 32 elements, four vectors each. Several sub-blocks share 32
+// bytes, and each has some bits of every byte.
 
 struct Q2_K : Blocks<256, 84, 4> {
     static DEVICE void decode(const uint8_t* block, uint32_t v, const uint16_t*, float (&x)[8]) {
@@ -144,8 +146,8 @@ struct Q3_K : Blocks<256, 110> {
     }
 };
 
-// x = q * scale - minimum for a sub-block of Q4_K and Q5_K. Scale and minimum of a sub-block have six bits each; the bits of the last
-// four sub-blocks are spread over the bytes of all sub-blocks.
+// x = q * scale - minimum for a sub-block of Q4_K and Q5_K. Scale and minimum of a sub-block have six bits each; the
+// bits of the last four sub-blocks are spread over the bytes of all sub-blocks.
 DEVICE void scaled_k(const Eight<16>& q, const uint8_t* block, uint32_t sub, float (&x)[8]) {
     const uint32_t a = block[4 + sub % 4], b = block[8 + sub % 4], c = block[12 + sub % 4];
     const uint32_t scale = sub < 4 ? a & 63 : (c & 15) | a >> 6 << 4;
@@ -285,7 +287,8 @@ struct IQ1_S : GridBlocks<50, 2048, GRID_IQ1> {
 
 struct IQ1_M : GridBlocks<56, 2048, GRID_IQ1> {
     static DEVICE void decode(const uint8_t* block, uint32_t v, const uint16_t* grid, float (&x)[8]) {
-        // The high nibbles of four 16-bit words are the scale of the block; their low bits are scales of 16 elements each.
+        // The high nibbles of four 16-bit words are the scale of the block; their low bits are scales of 16 elements
+        // each.
         uint16_t bits = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) bits |= (short_at(block + 48 + 2 * i) >> 12) << 4 * i;

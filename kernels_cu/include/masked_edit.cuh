@@ -12,8 +12,9 @@ DEVICE bool is_ordinary(float x) { return __float_as_uint(x) - 0x21800000u <= 0x
 template <typename T, int N>
 DEVICE constexpr int length(const T (&)[N]) { return N; }
 
-// The part of a packed matrix that a block edits. The matrix has `size` elements in rows of ROW_SIZE. A thread takes BATCH vectors of N
-// elements, NUM_THREADS vectors apart. A vector may lie in two rows: so vectors are aligned whatever the size of a row.
+// The part of a packed matrix that a block edits. The matrix has `size` elements in rows of ROW_SIZE. A thread takes
+// BATCH vectors of N elements, NUM_THREADS vectors apart. A vector may lie in two rows: so vectors are aligned whatever
+// the size of a row.
 template <int N, int BATCH, int ROW_SIZE, int NUM_THREADS>
 struct Flat {
     static_assert(N == 1 || N <= ROW_SIZE);
@@ -26,9 +27,10 @@ struct Flat {
         first_column = int(begin - first_row * ROW_SIZE);
     }
 
-    // Edits `logits`. load(element, count, mask) fills the masks of `count` elements from number `element` on. f(x, mask, row) then
-    // changes x, the values of one element or of N elements of one row; logits whose mask is not 0 become T(x). A vector whose
-    // masks are all 0 is not touched. The loads of all masks are in flight together, and then the loads of all vectors.
+    // Edits `logits`. load(element, count, mask) fills the masks of `count` elements from number `element` on. f(x,
+    // mask, row) then changes x, the values of one element or of N elements of one row; logits whose mask is not 0
+    // become T(x). A vector whose masks are all 0 is not touched. The loads of all masks are in flight together, and
+    // then the loads of all vectors.
     template <typename T, typename LOAD, typename F>
     DEVICE void edit(T* logits, LOAD load, F f) const {
         using vec_t = Vec<T, N>;

@@ -1,32 +1,34 @@
 // math.cuh: activation functions of a vector of elements of type T, and the quotients they need.
 //
-// Each function computes in float32 and rounds to T once, unless its comment says otherwise. Exponentials, error functions,
-// hyperbolic tangents and quotients are the accurate ones, unless the comment says otherwise. A product and a sum are fused only
-// where fmaf is written. So results equal those of eager PyTorch bit for bit.
+// Each function computes in float32 and rounds to T once, unless its comment says otherwise. Exponentials, error
+// functions, hyperbolic tangents and quotients are the accurate ones, unless the comment says otherwise. A product and
+// a sum are fused only where fmaf is written. So results equal those of eager PyTorch bit for bit.
 
 #pragma once
 #include "vec.cuh"
 
-// x / divisor, correctly rounded, for a finite x and 1 <= divisor < 2^126; where x is tiny, the divisor must be 2. The residual of
-// a first quotient corrects that quotient (Markstein 1990). Unlike ieee_divide it has no branch. copysignf keeps the sign of 0.
+// x / divisor, correctly rounded, for a finite x and 1 <= divisor < 2^126; where x is tiny, the divisor must be 2. The
+// residual of a first quotient corrects that quotient (Markstein 1990). Unlike ieee_divide it has no branch. copysignf
+// keeps the sign of 0.
 DEVICE float quotient(float x, float divisor) {
     const float reciprocal = reciprocal_of(divisor);
     const float first = ieee_multiply(x, reciprocal);
     return copysignf(ieee_fma(ieee_residual(divisor, first, x), reciprocal, first), x);
 }
 
-// numerator / (1 + exp(-x)), good enough for results of 16 bits. The reciprocal of a quarter of the divisor is taken, because it
-// is normal for every finite divisor: the hardware's estimates flush subnormal numbers.
+// numerator / (1 + exp(-x)), good enough for results of 16 bits. The reciprocal of a quarter of the divisor is taken,
+// because it is normal for every finite divisor: the hardware's estimates flush subnormal numbers.
 DEVICE float logistic_share(float numerator, float x) {
     const float quarter = 0.25f + estimate_exp2(fmaf(x, -1.44269504088896341f, -2.0f));
     return ieee_multiply(numerator, ieee_multiply(estimate_reciprocal(quarter), 0.25f));
 }
 
-// y = x / (1 + exp(-beta * x)), not rounded to T (Ramachandran et al. 2017). EXACT: rounded to T, the result equals eager's.
+// y = x / (1 + exp(-beta * x)), not rounded to T (Ramachandran et al. 2017). EXACT: rounded to T, the result equals
+// eager's.
 //
-// bfloat16 takes the hardware's estimates: for each of the 65536 values, silu rounds to eager's result. For float16 two values do
-// not, so an EXACT float16 result is computed accurately, as float32 is. Where an element of the vector leaves the range of
-// `quotient`, all N elements take ieee_divide.
+// bfloat16 takes the hardware's estimates: for each of the 65536 values, silu rounds to eager's result. For float16 two
+// values do not, so an EXACT float16 result is computed accurately, as float32 is. Where an element of the vector
+// leaves the range of `quotient`, all N elements take ieee_divide.
 template <bool EXACT, typename T, int N>
 DEVICE void swish(float (&y)[N], const Vec<T, N>& vec, float beta) {
     float x[N];

@@ -10,8 +10,8 @@ template <> struct word_of<4> { using type = uint32_t; };
 template <> struct word_of<8> { using type = uint2; };
 template <> struct word_of<16> { using type = uint4; };
 
-// Prefetches the line of memory at `address` into L2, which the whole device shares: a write of the previous kernel to the line
-// is still seen. So this may be called before `await_previous_kernel`.
+// Prefetches the line of memory at `address` into L2, which the whole device shares: a write of the previous kernel to
+// the line is still seen. So this may be called before `await_previous_kernel`.
 DEVICE void prefetch_line(const void* address) {
 #if PYOPS_CUDA
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
@@ -25,24 +25,24 @@ DEVICE void prefetch_part(const T* elements, int64_t last, int64_t line) {
     if (first <= last) prefetch_line(elements + first);
 }
 
-// Keeps the compiler from moving loads above this call below it. Without it a load whose only use is behind a condition moves
-// there, and is issued late.
+// Keeps the compiler from moving loads above this call below it. Without it a load whose only use is behind a condition
+// moves there, and is issued late.
 DEVICE void keep_loads() {
 #if !PYOPS_HOST
     asm volatile("" ::: "memory");
 #endif
 }
 
-// keep_loads for the assembler as well, which does not see keep_loads but moves no load over a barrier of the warp. Every lane of
-// the warp takes part. It costs no instruction.
+// keep_loads for the assembler as well, which does not see keep_loads but moves no load over a barrier of the warp.
+// Every lane of the warp takes part. It costs no instruction.
 DEVICE void keep_loads_of_warp() {
 #if !PYOPS_HOST
     sync_warp();
 #endif
 }
 
-// Whether a thread that needs no value may load it anyway, while another thread writes it: a load without a condition is issued
-// earlier. The host, which finds races, would report it.
+// Whether a thread that needs no value may load it anyway, while another thread writes it: a load without a condition
+// is issued earlier. The host, which finds races, would report it.
 constexpr bool SPECULATE = !PYOPS_HOST;
 
 // Streaming accesses, for data that is read once or written once: such data leaves the caches first.
@@ -73,9 +73,9 @@ DEVICE void store_relaxed(uint32_t* address, uint32_t value) {
 #endif
 }
 
-// Whether the calling block is the last of `blocks` blocks to arrive at `counter`. The last block can read what the other blocks
-// wrote before their arrival, by load_fresh. Every thread calls. `counter` is 0 before the first block arrives and after the
-// last; `is_last` is in shared memory.
+// Whether the calling block is the last of `blocks` blocks to arrive at `counter`. The last block can read what the
+// other blocks wrote before their arrival, by load_fresh. Every thread calls. `counter` is 0 before the first block
+// arrives and after the last; `is_last` is in shared memory.
 DEVICE bool arrives_last(uint32_t* counter, uint32_t blocks, uint32_t* is_last) {
     __threadfence();
     __syncthreads();

@@ -1,7 +1,7 @@
 // mma.cuh: matrix products by a warp of 32 lanes (tensor cores), and the loads and conversions of their fragments.
 //
-// A fragment is the part of a tile that one lane holds: words of two 16-bit elements, the lower index in the lower half. With
-// g = lane / 4 and t = lane % 4, a lane holds
+// A fragment is the part of a tile that one lane holds: words of two 16-bit elements, the lower index in the lower
+// half. With g = lane / 4 and t = lane % 4, a lane holds
 //
 //     a[i]: row g + i % 2 * 8, columns 2t + i / 2 * 8 and the next       of A [16, 16]
 //     b[i]: rows 2t + i * 8 and the next, column g                       of B [16, 8]
@@ -30,9 +30,9 @@ DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 #endif
 }
 
-// Loads N (1, 2 or 4) tiles of 8 x 8 16-bit elements from shared memory. `row` of lane 8i + j is the address of row j of tile i, a
-// multiple of 16 bytes. Word i of the fragment gets row g, columns 2t and the next of tile i; if TRANSPOSED, rows 2t and the
-// next, column g.
+// Loads N (1, 2 or 4) tiles of 8 x 8 16-bit elements from shared memory. `row` of lane 8i + j is the address of row j
+// of tile i, a multiple of 16 bytes. Word i of the fragment gets row g, columns 2t and the next of tile i; if
+// TRANSPOSED, rows 2t and the next, column g.
 template <int N, bool TRANSPOSED = false>
 DEVICE void ldmatrix(uint32_t (&fragment)[N], const void* row) {
     static_assert(N == 1 || N == 2 || N == 4);

@@ -6,7 +6,8 @@
 #include "reduce.cuh"
 #include "row.cuh"
 
-// The mean of the squares of a row. values(i, column, x) fills x with the VEC_SIZE floats of vector i of the calling thread.
+// The mean of the squares of a row. values(i, column, x) fills x with the VEC_SIZE floats of vector i of the calling
+// thread.
 template <int ROW_THREADS, typename row_t, typename Values>
 DEVICE float row_mean_square(const row_t& row, Values values, float* partial) {
     float sum = 0.0f;

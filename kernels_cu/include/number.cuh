@@ -1,8 +1,8 @@
 // number.cuh: the element types and their conversions to and from float.
 //
-// Conversions to a narrower type round to nearest even. fp8 conversions saturate to the largest finite value; NaN stays NaN.
-// A type has one format on every platform: fp8_e4m3_t and fp8_e5m2_t are those of the OCP; fp8_e4m3fnuz_t has a bias of 8, a
-// largest value of 240, 0x80 as its only NaN, and no negative zero.
+// Conversions to a narrower type round to nearest even. fp8 conversions saturate to the largest finite value; NaN stays
+// NaN. A type has one format on every platform: fp8_e4m3_t and fp8_e5m2_t are those of the OCP; fp8_e4m3fnuz_t has a
+// bias of 8, a largest value of 240, 0x80 as its only NaN, and no negative zero.
 
 #pragma once
 #include "arith.cuh"
@@ -32,9 +32,9 @@ using fp8_e5m2_t = __nv_fp8_e5m2;
 using half_t = __half;
 #endif
 
-// An 8-bit format that the platform does not convert, by integer arithmetic. MANTISSA: bits of the mantissa. LARGEST: the code of
-// the largest finite number. FNUZ: the bias is one more than that of the OCP, and the code of -0 is NaN. Otherwise 0x7f is NaN,
-// and the code after LARGEST, if it is not 0x7f, is infinity.
+// An 8-bit format that the platform does not convert, by integer arithmetic. MANTISSA: bits of the mantissa. LARGEST:
+// the code of the largest finite number. FNUZ: the bias is one more than that of the OCP, and the code of -0 is NaN.
+// Otherwise 0x7f is NaN, and the code after LARGEST, if it is not 0x7f, is infinity.
 template <int MANTISSA, uint32_t LARGEST, bool FNUZ>
 struct Fp8 {
     static constexpr int BIAS = (1 << (6 - MANTISSA)) - 1 + FNUZ;
@@ -50,7 +50,8 @@ struct Fp8 {
         const uint32_t magnitude = min(bits & 0x7fffffffu, (LARGEST << DROPPED) + REBIASED);
         uint32_t rounded = (magnitude + (1u << (DROPPED - 1)) - 1 + (magnitude >> DROPPED & 1) - REBIASED) >> DROPPED;
         if (magnitude < REBIASED + (1u << 23)) {
-            // Below the smallest normal number, a float addition rounds: the last bit of the sum is the last bit of the code.
+            // Below the smallest normal number, a float addition rounds: the last bit of the sum is the last bit of the
+            // code.
             const uint32_t last = REBIASED + (uint32_t(24 - MANTISSA) << 23);
             rounded = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(last)) - last;
         }
@@ -129,8 +130,8 @@ DEVICE int32_t round_to_int(float x) {
 // x rounded to T.
 template <typename T> DEVICE float round_to(float x) { return to_float(from_float<T>(x)); }
 
-// Pairs and fours of neighbouring elements, the lower address first. The hardware converts pairs. Pairs of 16-bit elements move
-// as 32-bit words, because the compiler would otherwise move the halves one by one.
+// Pairs and fours of neighbouring elements, the lower address first. The hardware converts pairs. Pairs of 16-bit
+// elements move as 32-bit words, because the compiler would otherwise move the halves one by one.
 template <typename T>
 DEVICE void load_pair(const T* in, float& low, float& high) {
     low = to_float(in[0]);
@@ -147,7 +148,8 @@ DEVICE void store_four(T* out, const float* x) {
     store_pair<T>(out + 2, x[2], x[3]);
 }
 DEVICE int8_t saturated(int32_t x) { return int8_t(min(max(x, -128), 127)); }
-// Four integers as int8, saturating. Each of the two instructions packs two integers below the bytes of its last operand.
+// Four integers as int8, saturating. Each of the two instructions packs two integers below the bytes of its last
+// operand.
 DEVICE void store_four_integers(int8_t* out, const int32_t* x) {
 #if PYOPS_CUDA
     int upper;
@@ -171,8 +173,8 @@ template <typename T>
 DEVICE void subtract_pair(T* out, const T* a, const T* b) {
     store_pair<T>(out, ieee_subtract(to_float(a[0]), to_float(b[0])), ieee_subtract(to_float(a[1]), to_float(b[1])));
 }
-// |absmax| = max(|absmax|, |x|) for each element of a pair. The signs of `absmax` have no meaning, before and after. A NaN is
-// ignored, or, if OR_NAN, becomes the result.
+// |absmax| = max(|absmax|, |x|) for each element of a pair. The signs of `absmax` have no meaning, before and after. A
+// NaN is ignored, or, if OR_NAN, becomes the result.
 template <bool OR_NAN, typename T>
 DEVICE void absmax_pair(T* absmax, const T* x) {
     float y[2];
@@ -282,8 +284,8 @@ template <> DEVICE void store_four<int8_t>(int8_t* out, const float* x) {
 }
 #endif
 
-// x / divisor, from a quotient that is nearly right and the correctly rounded reciprocal: its residual corrects the quotient
-// (Markstein 1990).
+// x / divisor, from a quotient that is nearly right and the correctly rounded reciprocal: its residual corrects the
+// quotient (Markstein 1990).
 DEVICE float nearer(float quotient, float x, float divisor, float reciprocal) {
     return fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient);
 }

@@ -3,13 +3,14 @@
 #pragma once
 #include "vec.cuh"
 
-// The number that raised_pair adds, twice in a word. Its last place is worth 1: or-ing a small integer to its bits adds the integer.
+// The number that raised_pair adds, twice in a word. Its last place is worth 1: or-ing a small integer to its bits adds
+// the integer.
 template <typename T> constexpr uint32_t RAISED_PAIR = 0;
 template <> constexpr uint32_t RAISED_PAIR<half_t> = 0x64006400;  // 1024
 template <> constexpr uint32_t RAISED_PAIR<bf16_t> = 0x43004300;  // 128
 
-// Two nibbles as numbers plus the number of RAISED_PAIR, which cancels in a difference of two such numbers. `nibbles` has them in
-// the low bits of its halves; its other bits are 0.
+// Two nibbles as numbers plus the number of RAISED_PAIR, which cancels in a difference of two such numbers. `nibbles`
+// has them in the low bits of its halves; its other bits are 0.
 template <typename T>
 DEVICE void raised_pair(T* out, uint32_t nibbles) {
     if constexpr (RAISED_PAIR<T> != 0) {
@@ -19,8 +20,8 @@ DEVICE void raised_pair(T* out, uint32_t nibbles) {
     }
 }
 
-// Columns first ... first + N - 1 (`first` is even) of the eight columns in a word of AWQ, as raised_pair gives them. The nibbles
-// of the word, from the lowest, are columns 0 2 4 6 1 3 5 7.
+// Columns first ... first + N - 1 (`first` is even) of the eight columns in a word of AWQ, as raised_pair gives them.
+// The nibbles of the word, from the lowest, are columns 0 2 4 6 1 3 5 7.
 template <typename T, int N>
 DEVICE Vec<T, N> awq_columns(uint32_t word, int first) {
     Vec<T, N> result;
@@ -49,7 +50,8 @@ DEVICE uint32_t nibbles_to_bytes(uint32_t four) {
     return (four | four << 4) & 0x0f0f0f0f;
 }
 
-// Four look-ups in a table of 16 bytes: byte i of the result is entry number (byte i of `indices`, 0 to 15) of the table.
+// Four look-ups in a table of 16 bytes: byte i of the result is entry number (byte i of `indices`, 0 to 15) of the
+// table.
 DEVICE uint32_t look_up_bytes(uint32_t indices, const uint32_t (&table)[4]) {
     uint32_t selector = (indices | indices >> 4) & 0x00ff00ff;
     selector |= selector >> 8;

@@ -1,8 +1,8 @@
 // platform.cuh: the seam to the platform: compilers, integer types, launches and warps.
 //
-// PYOPS_CUDA (NVRTC), PYOPS_HIP (hiprtc) or PYOPS_HOST (a CPU's compiler) is 1. PYOPS_HOST compiles against host/cuda.h, which
-// has CUDA's names but no assembly. Kernels know no platform: what platforms do differently has one name in the headers
-// platform, arith, memory, number, async, cluster and mma.
+// PYOPS_CUDA (NVRTC), PYOPS_HIP (hiprtc) or PYOPS_HOST (a CPU's compiler) is 1. PYOPS_HOST compiles against
+// host/cuda.h, which has CUDA's names but no assembly. Kernels know no platform: what platforms do differently has one
+// name in the headers platform, arith, memory, number, async, cluster and mma.
 #pragma once
 
 #if defined(PYOPS_HOST)
@@ -51,15 +51,17 @@ template <> struct lane_mask<64> { using type = uint64_t; };
 using lane_mask_t = lane_mask<WARP_SIZE>::type;
 constexpr lane_mask_t ALL_LANES = ~lane_mask_t(0);
 
-// Programmatic dependent launch. A kernel whose first statement this is may be started while the kernel before it in the stream
-// still runs. The call returns when that kernel has ended and its writes are visible; then the next kernel may be started.
+// Programmatic dependent launch. A kernel whose first statement this is may be started while the kernel before it in
+// the stream still runs. The call returns when that kernel has ended and its writes are visible; then the next kernel
+// may be started.
 DEVICE void await_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// The value of the lane whose number differs from the caller's in the bits of `mask`. Every lane of the warp takes part.
+// The value of the lane whose number differs from the caller's in the bits of `mask`. Every lane of the warp takes
+// part.
 template <typename T>
 DEVICE T shfl_xor(T value, int mask) {
 #if PYOPS_HIP
@@ -69,7 +71,8 @@ DEVICE T shfl_xor(T value, int mask) {
 #endif
 }
 
-// The value of lane `source` of the caller's group of WIDTH lanes; groups are aligned. Every lane of the warp takes part.
+// The value of lane `source` of the caller's group of WIDTH lanes; groups are aligned. Every lane of the warp takes
+// part.
 template <int WIDTH, typename T>
 DEVICE T shfl(T value, int source) {
 #if PYOPS_HIP

@@ -1,4 +1,5 @@
-// probability.cuh: probabilities of tokens from the logits of a row, as integer weights: sums of integers do not depend on the order.
+// probability.cuh: probabilities of tokens from the logits of a row, as integer weights: sums of integers do not depend
+// on the order.
 //
 // A row is cut into pieces, which several blocks and launches take.
 
@@ -33,9 +34,9 @@ struct PartsOf {
 };
 using Parts = PartsOf<18>;
 
-// The weights of the clean logits x of a row: WHOLE * exp((x - largest) / temperature), rounded down, or 0 if that is less than
-// min_p * WHOLE. If the temperature has no finite positive inverse, only the largest logits have a weight. A temperature that is not
-// GIVEN is 1; a min_p that is not GIVEN is 0.
+// The weights of the clean logits x of a row: WHOLE * exp((x - largest) / temperature), rounded down, or 0 if that is
+// less than min_p * WHOLE. If the temperature has no finite positive inverse, only the largest logits have a weight. A
+// temperature that is not GIVEN is 1; a min_p that is not GIVEN is 0.
 template <bool TEMPERATURE_GIVEN, bool MIN_P_GIVEN, int LOW_BITS = 18>
 struct Weights {
     float largest, inverse = 1.0f, min_share = 0.0f;
@@ -52,7 +53,8 @@ struct Weights {
         }
     }
     DEVICE bool is_greedy() const { return TEMPERATURE_GIVEN && inverse < 0.0f; }
-    // exp((x - largest) / temperature), a number from 0 to 1. For x = largest = -inf the difference is NaN; saturate makes it 0.
+    // exp((x - largest) / temperature), a number from 0 to 1. For x = largest = -inf the difference is NaN; saturate
+    // makes it 0.
     DEVICE float share(float x) const {
         const float below = TEMPERATURE_GIVEN ? ieee_multiply(x - largest, inverse) : x - largest;
         float share = saturate(expf(below));
@@ -68,9 +70,9 @@ struct Weights {
     }
 };
 
-// BINS bins of clean logits. All have one width but bin 0, which holds every logit below bin 1; the last bin holds the largest
-// logit. `near` is the smallest of the maxima of many threads: three times its distance from the largest logit is the range of the
-// bins, but at most 16 at temperature 1, because smaller logits weigh little.
+// BINS bins of clean logits. All have one width but bin 0, which holds every logit below bin 1; the last bin holds the
+// largest logit. `near` is the smallest of the maxima of many threads: three times its distance from the largest logit
+// is the range of the bins, but at most 16 at temperature 1, because smaller logits weigh little.
 template <int BINS>
 struct Coarse {
     float width, inverse, first;
@@ -79,7 +81,8 @@ struct Coarse {
     DEVICE Coarse(const WEIGHTS& weights, float near) {
         const float range = weights.inverse > 0.0f ? ieee_min(3.0f * (weights.largest - near), 16.0f / weights.inverse)
                                                     : 3.0f * (weights.largest - near);
-        // The width is a power of two, so that the bounds of bins are floats; and so large that bins have numbers of 22 bits.
+        // The width is a power of two, so that the bounds of bins are floats; and so large that bins have numbers of 22
+        // bits.
         const float wide = ieee_max(range / BINS, ieee_max(ieee_abs(weights.largest) * 0x1p-20f, 0x1p-100f));
         const uint32_t exponent = __float_as_uint(ieee_min(wide, 0x1p108f)) & 0x7f800000u;
         width = __uint_as_float(exponent);
@@ -97,8 +100,8 @@ DEVICE float largest_of(const float* maxima, int64_t pieces) {
     return lane_reduce<Max, WARP_SIZE>(largest);
 }
 
-// The piece of a row that a block works on. BACKWARDS: the first blocks take the last pieces. Consecutive launches go in opposite
-// directions, so that each begins with what L2 still holds.
+// The piece of a row that a block works on. BACKWARDS: the first blocks take the last pieces. Consecutive launches go
+// in opposite directions, so that each begins with what L2 still holds.
 template <typename T, bool BACKWARDS>
 struct Piece {
     static constexpr int VEC = 16 / sizeof(T);
@@ -115,7 +118,8 @@ struct Piece {
         const int64_t begin = number * size;
         return {logits + row * stride + begin, int(min(size, vocab_size - begin))};
     }
-    // Calls f(x, element) for every vector of the thread: x are the logits from number `element` on, -inf outside the piece.
+    // Calls f(x, element) for every vector of the thread: x are the logits from number `element` on, -inf outside the
+    // piece.
     template <int NUM_THREADS, typename F>
     static DEVICE void for_each(const Span<T, VEC>& span, F f) {
         span.template for_each<NUM_THREADS, 4>(from_float<T>(minus_infinity()), [&](const Vec<T, VEC>& vec, int first) {

@@ -21,21 +21,22 @@ template <> struct Codes<fp8_e4m3fnuz_t> {
 // x clamped to -limit ... limit; NaN becomes limit.
 DEVICE float clamp(float x, float limit) { return fmaxf(-limit, fminf(x, limit)); }
 
-// A float to be converted to an fp8 code that is at most Codes<Q>::largest; NaN becomes the largest. Where that is the largest number
-// of the type, only NaN needs care here: the conversion saturates.
+// A float to be converted to an fp8 code that is at most Codes<Q>::largest; NaN becomes the largest. Where that is the
+// largest number of the type, only NaN needs care here: the conversion saturates.
 template <typename Q>
 DEVICE float within_codes(float x) {
     if constexpr (is_same<Q, fp8_e4m3fnuz_t>) return clamp(x, Codes<Q>::largest);
     return fminf(x, Codes<Q>::largest);
 }
 
-// x / divisor, correctly rounded, given the correctly rounded reciprocal: the residual of a first quotient corrects that quotient.
-// The quotient must be neither subnormal nor near the largest float. A zero keeps its sign if the divisor is positive.
+// x / divisor, correctly rounded, given the correctly rounded reciprocal: the residual of a first quotient corrects
+// that quotient. The quotient must be neither subnormal nor near the largest float. A zero keeps its sign if the
+// divisor is positive.
 DEVICE float divide(float x, float divisor, float reciprocal) { return nearer(x * reciprocal, x, divisor, reciprocal); }
 
-// Quotients by one divisor, to be converted to fp8: correctly rounded wherever the rounding can change a code, and with the sign
-// of a zero. A residual corrects the product with the reciprocal (Markstein 1990). Where the corrected quotient is NaN, the product
-// is the result: it is infinite or NaN itself.
+// Quotients by one divisor, to be converted to fp8: correctly rounded wherever the rounding can change a code, and with
+// the sign of a zero. A residual corrects the product with the reciprocal (Markstein 1990). Where the corrected
+// quotient is NaN, the product is the result: it is infinite or NaN itself.
 struct Quotient {
     float divisor, reciprocal;
     bool ordinary;  // the reciprocal, and every residual that can change a code, are normal numbers
@@ -50,8 +51,8 @@ struct Quotient {
         return quotient == quotient ? copysignf(quotient, product) : product;
     }
 
-    // Replaces each x by its quotient; absmax is the largest magnitude of x. If the divisor is positive and no residual can be
-    // infinite, neither NaN nor the sign of a zero needs care; otherwise ieee_divide takes that care.
+    // Replaces each x by its quotient; absmax is the largest magnitude of x. If the divisor is positive and no residual
+    // can be infinite, neither NaN nor the sign of a zero needs care; otherwise ieee_divide takes that care.
     template <int N>
     DEVICE void of_each(float (&x)[N], float absmax) const {
         if (ordinary && divisor > 0.0f && absmax <= 0x1p62f) {
@@ -64,7 +65,8 @@ struct Quotient {
     }
 };
 
-// 1 / scale, correctly rounded; 0 if the reciprocal is infinite: every code under such a scale is the code of 0. NaN stays NaN.
+// 1 / scale, correctly rounded; 0 if the reciprocal is infinite: every code under such a scale is the code of 0. NaN
+// stays NaN.
 DEVICE float reciprocal_or_zero(float scale) {
     const float reciprocal = ieee_divide(1.0f, scale);
     return ieee_abs(reciprocal) > FLOAT_MAX ? 0.0f : reciprocal;
@@ -105,8 +107,8 @@ DEVICE float power_of_two_by_log(float x) {
 // The biased exponent of x > 0. For a power of two this is its code in UE8M0.
 DEVICE uint8_t exponent_of(float x) { return uint8_t(__float_as_uint(x) >> 23); }
 
-// Codes under one scale. int8 multiplies by the reciprocal, fp8 divides: so the specifications say. BOUNDED: values may be larger
-// than the magnitude that the scale was made for.
+// Codes under one scale. int8 multiplies by the reciprocal, fp8 divides: so the specifications say. BOUNDED: values may
+// be larger than the magnitude that the scale was made for.
 template <typename Q, bool BOUNDED>
 struct Quantizer {
     float divisor, reciprocal, limit;

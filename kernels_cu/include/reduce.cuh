@@ -1,7 +1,7 @@
 // reduce.cuh: sums and extremes over the threads that share a row.
 //
-// A row belongs to ROW_THREADS consecutive threads: a power of two up to the warp size, or a whole block of several warps.
-// Every thread of the row gets the result; all compute it in the same order.
+// A row belongs to ROW_THREADS consecutive threads: a power of two up to the warp size, or a whole block of several
+// warps. Every thread of the row gets the result; all compute it in the same order.
 
 #pragma once
 #include "arith.cuh"
@@ -43,8 +43,8 @@ DEVICE T lane_reduce(T value) {
     return value;
 }
 
-// Reduces over the ROW_THREADS threads of a row. `partial` is shared memory of one value per warp. A second reduction of the block
-// needs another array, or a barrier in between.
+// Reduces over the ROW_THREADS threads of a row. `partial` is shared memory of one value per warp. A second reduction
+// of the block needs another array, or a barrier in between.
 template <typename Op, int ROW_THREADS, typename T>
 DEVICE T row_reduce(T value, T* partial) {
     if constexpr (ROW_THREADS <= WARP_SIZE) {

@@ -2,8 +2,8 @@
 //
 //     x' = x * cos - y * sin,   y' = y * cos + x * sin
 //
-// The pairs of the rotary part of a head, 2 * HALF elements: pair j is elements j and j + HALF if IS_NEOX, else 2j and 2j + 1.
-// Angle j belongs to pair j.
+// The pairs of the rotary part of a head, 2 * HALF elements: pair j is elements j and j + HALF if IS_NEOX, else 2j and
+// 2j + 1. Angle j belongs to pair j.
 
 #pragma once
 #include "vec.cuh"
@@ -31,8 +31,8 @@ DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const float (&cosine)[N], const flo
     y = Vec<T, N>::from_floats(b);
 }
 
-// N neighbouring pairs of a head: the first elements in x, the second elements in y. A memory access moves ACCESS elements, at
-// most N if IS_NEOX, else at most 2 * N. Without IS_NEOX, 2 * N elements must fit into 16 bytes.
+// N neighbouring pairs of a head: the first elements in x, the second elements in y. A memory access moves ACCESS
+// elements, at most N if IS_NEOX, else at most 2 * N. Without IS_NEOX, 2 * N elements must fit into 16 bytes.
 template <typename T, int N, int HALF, bool IS_NEOX, int ACCESS>
 struct Pairs {
     static_assert(HALF % N == 0);
@@ -85,9 +85,10 @@ DEVICE int64_t token_offset(int64_t token, int size1, int64_t stride0, int64_t s
     return uint32_t(token) / uint32_t(size1) * stride0 + uint32_t(token) % uint32_t(size1) * stride1;
 }
 
-// Where a thread works. The HEADS heads of a token are dealt to groups of LANES neighbouring threads: group g takes heads g,
-// g + GROUPS, g + 2 * GROUPS and so on, at most THREAD_HEADS heads. A block has BLOCK_GROUPS groups of each of its BLOCK_TOKENS
-// tokens. blockIdx.x counts the tokens, BLOCK_TOKENS at a time; blockIdx.y counts the blocks that share a token.
+// Where a thread works. The HEADS heads of a token are dealt to groups of LANES neighbouring threads: group g takes
+// heads g, g + GROUPS, g + 2 * GROUPS and so on, at most THREAD_HEADS heads. A block has BLOCK_GROUPS groups of each of
+// its BLOCK_TOKENS tokens. blockIdx.x counts the tokens, BLOCK_TOKENS at a time; blockIdx.y counts the blocks that
+// share a token.
 template <int NUM_THREADS, int LANES, int HEADS, int THREAD_HEADS, int BLOCK_GROUPS>
 struct HeadIndex {
     static constexpr int GROUPS = ceil_div(HEADS, THREAD_HEADS);

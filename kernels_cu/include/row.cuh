@@ -1,13 +1,13 @@
 // row.cuh: a row of a matrix, spread over the threads that share it.
 //
-// Vector i of a thread is vector i * ROW_THREADS + (thread in the row) of the row, so neighbouring threads touch neighbouring
-// memory. With KEEP the row stays in registers; otherwise it is read again where it is needed.
+// Vector i of a thread is vector i * ROW_THREADS + (thread in the row) of the row, so neighbouring threads touch
+// neighbouring memory. With KEEP the row stays in registers; otherwise it is read again where it is needed.
 //
-// SHIFTED: rows of any size, in vectors of any width. The row's memory is aligned for a vector only `head` elements into the row,
-// and `head` differs from row to row. The vectors of the row begin there. EDGE_SIZE elements are left, before and behind the
-// vectors; the last threads of the row take one of these elements each, and see it as one more vector with the number EDGE and a
-// single element. All tensors of which a row is read or written must be aligned alike. A weight, which starts aligned for every
-// row, is read by RowWeight.
+// SHIFTED: rows of any size, in vectors of any width. The row's memory is aligned for a vector only `head` elements
+// into the row, and `head` differs from row to row. The vectors of the row begin there. EDGE_SIZE elements are left,
+// before and behind the vectors; the last threads of the row take one of these elements each, and see it as one more
+// vector with the number EDGE and a single element. All tensors of which a row is read or written must be aligned
+// alike. A weight, which starts aligned for every row, is read by RowWeight.
 
 #pragma once
 #include "vec.cuh"
@@ -34,9 +34,9 @@ struct Row {
     int head;
     bool active;
 
-    // Calls f(i, column) for every vector of the calling thread. SHIFTED: a thread that has one vector less than other threads is
-    // called for that vector, too, with the column of its first vector, and gets zeros: a load behind a condition would be
-    // issued late.
+    // Calls f(i, column) for every vector of the calling thread. SHIFTED: a thread that has one vector less than other
+    // threads is called for that vector, too, with the column of its first vector, and gets zeros: a load behind a
+    // condition would be issued late.
     template <typename F>
     DEVICE void for_each(F f) const {
 #pragma unroll (KEEP ? THREAD_VECS : 1)
@@ -105,7 +105,8 @@ struct Row {
     }
 };
 
-// A row, such as a weight, that belongs to every row of a matrix. It starts aligned, whatever the `head` of the matrix's row.
+// A row, such as a weight, that belongs to every row of a matrix. It starts aligned, whatever the `head` of the
+// matrix's row.
 template <typename row_t, bool KEEP>
 struct RowWeight {
     using vec_t = typename row_t::vec_t;
@@ -137,8 +138,9 @@ struct RowWeight {
     }
 };
 
-// Where a thread works when a block of NUM_THREADS threads holds NUM_THREADS / ROW_THREADS rows. Threads beyond the last row are not
-// active: they go through the last row, because every lane takes part in reductions, and write nothing.
+// Where a thread works when a block of NUM_THREADS threads holds NUM_THREADS / ROW_THREADS rows. Threads beyond the
+// last row are not active: they go through the last row, because every lane takes part in reductions, and write
+// nothing.
 template <int NUM_THREADS, int ROW_THREADS>
 struct RowIndex {
     static constexpr int BLOCK_ROWS = NUM_THREADS / ROW_THREADS;

@@ -1,4 +1,5 @@
-// select.cuh: selection by radix: which key is the k-th largest, found digit by digit of its bits, and the prefix sums for it.
+// select.cuh: selection by radix: which key is the k-th largest, found digit by digit of its bits, and the prefix sums
+// for it.
 
 #pragma once
 #include "reduce.cuh"
@@ -18,8 +19,8 @@ DEVICE T sum_to_lane(T sum) {
     return sum;
 }
 
-// Exclusive prefix sum over the warps of a block, for the caller's warp; of_warps has one value per warp, and `total` becomes their
-// sum. Every lane of the warp calls.
+// Exclusive prefix sum over the warps of a block, for the caller's warp; of_warps has one value per warp, and `total`
+// becomes their sum. Every lane of the warp calls.
 template <int NUM_THREADS, typename T>
 DEVICE T sum_of_warps_before(const T* of_warps, T& total) {
     constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
@@ -37,8 +38,8 @@ DEVICE T sum_of_warps_before(const T* of_warps, T& total) {
     }
 }
 
-// Exclusive prefix sum over the threads of a block; `total` becomes the sum over all threads. Every thread of the block calls.
-// `partial` is shared memory of one value per warp. Two sums in a row need two such arrays, which may alternate.
+// Exclusive prefix sum over the threads of a block; `total` becomes the sum over all threads. Every thread of the block
+// calls. `partial` is shared memory of one value per warp. Two sums in a row need two such arrays, which may alternate.
 template <int NUM_THREADS, typename T>
 DEVICE T sum_before(T value, T* partial, T& total) {
     const T sum = sum_to_lane(value);
@@ -66,8 +67,9 @@ struct Found {
     T held, wanted;
 };
 
-// The bin in which the sum of the bins, from the highest bin down, reaches wanted_of(sum of all bins); 0 < wanted <= that sum. load(bin)
-// is what a bin holds. Every thread calls; `partial` is as in sum_before. The bins may be written as soon as this returns.
+// The bin in which the sum of the bins, from the highest bin down, reaches wanted_of(sum of all bins); 0 < wanted <=
+// that sum. load(bin) is what a bin holds. Every thread calls; `partial` is as in sum_before. The bins may be written
+// as soon as this returns.
 template <int NUM_THREADS, typename T, typename F, typename LOAD>
 DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial, Found<T>* found) {
     constexpr int THREAD_BINS = MOST_BINS / NUM_THREADS;
@@ -93,8 +95,8 @@ DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial
     return *found;
 }
 
-// find_from_above by one warp, for up to 32 * LANE_BINS bins, which may lie in memory of high latency. If the bins do not reach
-// `wanted`, the result holds 0.
+// find_from_above by one warp, for up to 32 * LANE_BINS bins, which may lie in memory of high latency. If the bins do
+// not reach `wanted`, the result holds 0.
 template <int LANE_BINS, typename LOAD, typename F>
 DEVICE Found<uint64_t> find_by_lanes(int num_bins, LOAD load, F wanted_of) {
     constexpr int LANES = 32;  // lanes that search; a wider warp has idle lanes
@@ -119,9 +121,9 @@ DEVICE Found<uint64_t> find_by_lanes(int num_bins, LOAD load, F wanted_of) {
     return {shfl<WARP_SIZE>(mine.bin, from), shfl<WARP_SIZE>(mine.held, from), shfl<WARP_SIZE>(mine.wanted, from)};
 }
 
-// find_from_above in two levels: the first warp of the block searches the sums of up to 64 groups of GROUP_BINS bins, and then the
-// bins of one group; the other warps wait. So few loads may be of high latency. load_group(group) is what a group holds,
-// load(bin) is what a bin holds. Every thread of the block calls.
+// find_from_above in two levels: the first warp of the block searches the sums of up to 64 groups of GROUP_BINS bins,
+// and then the bins of one group; the other warps wait. So few loads may be of high latency. load_group(group) is what
+// a group holds, load(bin) is what a bin holds. Every thread of the block calls.
 constexpr int GROUP_BINS = 32;
 template <typename GROUP, typename LOAD>
 DEVICE Found<uint32_t> find_in_groups(int num_bins, GROUP load_group, LOAD load, uint32_t wanted, Found<uint32_t>* found) {
@@ -156,9 +158,10 @@ DEVICE Found<uint32_t> find_in_groups(int num_bins, GROUP load_group, LOAD load,
     return *found;
 }
 
-// Finds the first element at which the running sum of weights, elements in order, exceeds `left`. The one thread that has this element
-// calls found(vector, j, rest), where rest is `left` less the weights before the element. weigh(vector, weights) gives the weights of
-// the VEC elements of a vector, of any vector whatever. Every thread of the block calls.
+// Finds the first element at which the running sum of weights, elements in order, exceeds `left`. The one thread that
+// has this element calls found(vector, j, rest), where rest is `left` less the weights before the element.
+// weigh(vector, weights) gives the weights of the VEC elements of a vector, of any vector whatever. Every thread of the
+// block calls.
 template <int NUM_THREADS, int VEC, typename WEIGH, typename FOUND>
 DEVICE void find_by_weight(uint64_t left, int vectors, WEIGH weigh, FOUND found, uint64_t (&partial)[2][NUM_THREADS / WARP_SIZE]) {
     int turn = 0;

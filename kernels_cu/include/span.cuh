@@ -3,8 +3,9 @@
 #pragma once
 #include "vec.cuh"
 
-// A piece of `count` elements. Vector i holds the elements i * N - head + j, 0 <= j < N, of the piece. The first and the last vector
-// may hold elements outside the piece: their elements are loaded one by one; other vectors are loaded by one access.
+// A piece of `count` elements. Vector i holds the elements i * N - head + j, 0 <= j < N, of the piece. The first and
+// the last vector may hold elements outside the piece: their elements are loaded one by one; other vectors are loaded
+// by one access.
 template <typename T, int N>
 struct Span {
     const T* base;
@@ -41,7 +42,8 @@ struct Span {
         }
     }
 
-    // Calls f(vector, number of its first element) for the vectors of the calling thread, with BATCH loads in flight at a time.
+    // Calls f(vector, number of its first element) for the vectors of the calling thread, with BATCH loads in flight at
+    // a time.
     template <int NUM_THREADS, int BATCH, typename F>
     DEVICE void for_each(T absent, F f) const {
         const int all = vectors();

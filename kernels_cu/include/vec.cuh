@@ -1,4 +1,5 @@
-// vec.cuh: Vec<T, N>, N neighbouring elements, moved by accesses of ACCESS elements (all N at once unless told otherwise).
+// vec.cuh: Vec<T, N>, N neighbouring elements, moved by accesses of ACCESS elements (all N at once unless told
+// otherwise).
 //
 // An access of A elements of type T needs an address that is a multiple of A * sizeof(T), and moves at most 16 bytes.
 
@@ -104,7 +105,8 @@ struct alignas(sizeof(T) * N) Vec {
             words[k] = low.template word<PACKED>(k * PACKED);
             words[WORDS + k] = high.template word<PACKED>(k * PACKED);
         }
-        // First skip whole words, by one bit of their number at a time; then skip the rest, less than a word, by a shift.
+        // First skip whole words, by one bit of their number at a time; then skip the rest, less than a word, by a
+        // shift.
 #pragma unroll
         for (int step = WORDS / 2; step > 0; step /= 2) {
 #pragma unroll

@@ -2,11 +2,11 @@
 //
 //     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
 //
-// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh). cos and sin are rounded to T before. With
-// FP32_COMPUTE only the results are rounded. The other elements of a head are copied.
+// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh). cos and sin are rounded to T before.
+// With FP32_COMPUTE only the results are rounded. The other elements of a head are copied.
 //
-// Threads: a thread turns PAIRS pairs of up to THREAD_HEADS heads of a token, and loads the angles once for all of them (HeadIndex in
-// rotary.cuh).
+// Threads: a thread turns PAIRS pairs of up to THREAD_HEADS heads of a token, and loads the angles once for all of them
+// (HeadIndex in rotary.cuh).
 //
 // Constants
 //     scalar_t       T: element type of out and x

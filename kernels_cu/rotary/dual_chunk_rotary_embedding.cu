@@ -2,8 +2,8 @@
 //
 //     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
 //
-// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh). The angles of a token at position p, with
-// c = p % chunk_len, are
+// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh). The angles of a token at position p,
+// with c = p % chunk_len, are
 //
 //     key         row p of cos_sin_k_cache
 //     query 0     row c of cos_sin_q_cache
@@ -14,8 +14,8 @@
 //
 // The other elements of a head are copied; so are the heads of a token whose position is not in cos_sin_k_cache.
 //
-// Threads: a thread takes PAIRS pairs of up to THREAD_HEADS heads of a token, and loads them once for all versions (HeadIndex in
-// rotary.cuh).
+// Threads: a thread takes PAIRS pairs of up to THREAD_HEADS heads of a token, and loads them once for all versions
+// (HeadIndex in rotary.cuh).
 //
 // Constants
 //     scalar_t       T: element type of everything but positions

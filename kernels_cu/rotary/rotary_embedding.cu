@@ -2,16 +2,18 @@
 //
 //     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
 //
-// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh). cos and sin belong to the position of the token.
+// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh). cos and sin belong to the position
+// of the token.
 //
-// With three AXES (multimodal positions) a token has three positions, and each pair takes the position of one axis: the first
-// SECTION_T pairs that of axis 0, the next SECTION_H pairs that of axis 1, the rest that of axis 2. INTERLEAVED: the axes take turns
-// at the pairs until axis 1 or 2 has had all of its pairs; the remaining turns of that axis go to axis 0.
+// With three AXES (multimodal positions) a token has three positions, and each pair takes the position of one axis: the
+// first SECTION_T pairs that of axis 0, the next SECTION_H pairs that of axis 1, the rest that of axis 2. INTERLEAVED:
+// the axes take turns at the pairs until axis 1 or 2 has had all of its pairs; the remaining turns of that axis go to
+// axis 0.
 //
 // A token with a position that is not in the table is left as it is.
 //
-// Threads: a thread turns PAIRS pairs of up to THREAD_HEADS heads of a token, and loads the angles once for all of them (HeadIndex in
-// rotary.cuh). The loads of the heads are issued before the position is needed.
+// Threads: a thread turns PAIRS pairs of up to THREAD_HEADS heads of a token, and loads the angles once for all of them
+// (HeadIndex in rotary.cuh). The loads of the heads are issued before the position is needed.
 //
 // Constants
 //     scalar_t       T: element type of query, key and cos_sin_cache
