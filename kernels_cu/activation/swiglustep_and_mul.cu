@@ -18,8 +18,7 @@ DEVICE float at_most(float x, float limit) { return x > limit ? limit : x; }
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 swiglustep_and_mul(scalar_t* out,          // [num_rows, hidden_size]
                    const scalar_t* input,  // [num_rows, 2 * hidden_size]
-                   int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
-                   float limit) {
+                   int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, float limit) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;

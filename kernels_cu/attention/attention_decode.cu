@@ -47,19 +47,19 @@
 #include "mma.cuh"
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(MAX_THREADS, MIN_BLOCKS)
-attention_decode(scalar_t* out,                               // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
-                 partial_t* tmp_out,                          // [num_seqs, NUM_KV_HEADS * GROUP, max_splits, HEAD_SIZE]
-                 float* max_logits,                           // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
-                 float* exp_sums,                             // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
-                 float* lse,                                  // [NUM_KV_HEADS * GROUP, num_rows]
-                 const scalar_t* query,                       // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
-                 const cache_t* key_cache,                    // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE] or PACKED
-                 const cache_t* value_cache,                  // likewise
-                 const table_t* block_tables,                 // [num_seqs, max_tokens / BLOCK_SIZE]
-                 const length_t* seq_lens,                    // [num_seqs]
-                 const starts_t* query_start_loc,             // [num_seqs + 1]
-                 const float* alibi_slopes,                   // [NUM_KV_HEADS * GROUP]
-                 const float* sinks,                          // [NUM_KV_HEADS * GROUP]
+attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
+                 partial_t* tmp_out,               // [num_seqs, NUM_KV_HEADS * GROUP, max_splits, HEAD_SIZE]
+                 float* max_logits,                // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
+                 float* exp_sums,                  // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
+                 float* lse,                       // [NUM_KV_HEADS * GROUP, num_rows]
+                 const scalar_t* query,            // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
+                 const cache_t* key_cache,         // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE] or PACKED
+                 const cache_t* value_cache,       // likewise
+                 const table_t* block_tables,      // [num_seqs, max_tokens / BLOCK_SIZE]
+                 const length_t* seq_lens,         // [num_seqs]
+                 const starts_t* query_start_loc,  // [num_seqs + 1]
+                 const float* alibi_slopes,        // [NUM_KV_HEADS * GROUP]
+                 const float* sinks,               // [NUM_KV_HEADS * GROUP]
                  const float* k_scale, const float* v_scale,  // [1]
                  int64_t num_seqs, int64_t num_rows, int64_t num_blocks, int64_t max_tokens, int64_t max_splits,
                  int64_t sliding_window, int64_t min_split, int64_t out_stride, int64_t query_stride,
@@ -212,8 +212,8 @@ attention_decode(scalar_t* out,                               // [num_rows, NUM_
                     unpack_pair<product_t>(word, hi[2 * half], hi[2 * half + 1]);
                     p_hi[tile][column][half] = transpose_8x8(word);
                     if constexpr (!IS_FP8) {
-                        p_lo[tile][column][half] = transpose_8x8(
-                            pack_pair<product_t>(exact[2 * half] - hi[2 * half], exact[2 * half + 1] - hi[2 * half + 1]));
+                        p_lo[tile][column][half] = transpose_8x8(pack_pair<product_t>(
+                            exact[2 * half] - hi[2 * half], exact[2 * half + 1] - hi[2 * half + 1]));
                     }
                 }
             }
@@ -336,7 +336,8 @@ attention_decode(scalar_t* out,                               // [num_rows, NUM_
                 if (i < HEAD_SIZE) outputs[e][rank] = load_of_block<CLUSTER>(output_of(0, head) + i, rank);
             }
             const Join<CLUSTER> join(of_block(block_max + head), of_block(block_sum + head));
-            write(head, join, [&](int, int e) { return join.weighted_sum([&](int rank) { return outputs[e][rank]; }); });
+            write(head, join,
+                  [&](int, int e) { return join.weighted_sum([&](int rank) { return outputs[e][rank]; }); });
         }
         leave_cluster<CLUSTER>();
     }

@@ -26,28 +26,28 @@ constexpr int DIMS = ceil_div(HEAD_SIZE, WARP_SIZE);  // head dimensions of a la
 constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 1)
-attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_SIZE]
-                      partial_t* tmp_out,         // [num_seqs, NUM_HEADS, max_splits, HEAD_SIZE]
-                      float* max_logits,          // [num_seqs, NUM_HEADS, max_splits]
-                      float* exp_sums,            // [num_seqs, NUM_HEADS, max_splits]
-                      float* lse,                 // [NUM_HEADS, num_rows]
-                      const scalar_t* query,      // [num_rows, NUM_HEADS, HEAD_SIZE]
-                      const cache_t* key_cache,   // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE], or PACKED
-                      const cache_t* value_cache,  // likewise
-                      const table_t* block_tables,    // [num_seqs, max_tokens / BLOCK_SIZE]
-                      const length_t* seq_lens,       // [num_seqs]
-                      const starts_t* query_start_loc,     // [num_seqs + 1]
-                      const starts_t* cu_seqlens_q,   // [num_seqs + 1]
-                      const float* alibi_slopes,      // [NUM_HEADS]
-                      const float* sinks,             // [NUM_HEADS]
+attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS, HEAD_SIZE]
+                      partial_t* tmp_out,               // [num_seqs, NUM_HEADS, max_splits, HEAD_SIZE]
+                      float* max_logits,                // [num_seqs, NUM_HEADS, max_splits]
+                      float* exp_sums,                  // [num_seqs, NUM_HEADS, max_splits]
+                      float* lse,                       // [NUM_HEADS, num_rows]
+                      const scalar_t* query,            // [num_rows, NUM_HEADS, HEAD_SIZE]
+                      const cache_t* key_cache,         // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE], or PACKED
+                      const cache_t* value_cache,       // likewise
+                      const table_t* block_tables,      // [num_seqs, max_tokens / BLOCK_SIZE]
+                      const length_t* seq_lens,         // [num_seqs]
+                      const starts_t* query_start_loc,  // [num_seqs + 1]
+                      const starts_t* cu_seqlens_q,     // [num_seqs + 1]
+                      const float* alibi_slopes,        // [NUM_HEADS]
+                      const float* sinks,               // [NUM_HEADS]
                       const float* k_scale, const float* v_scale,  // [1]
-                      int64_t num_rows, int64_t num_seqs, int64_t starts_step, int64_t num_blocks, int64_t max_tokens, int64_t max_splits, int64_t sliding_window,
-                      int64_t min_split, int64_t out_stride, int64_t query_stride, int64_t table_stride,
-                      int64_t table_step, int64_t length_step, int64_t key_block_stride, int64_t key_token_stride,
-                      int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride,
-                      int64_t value_head_stride, float scale, float logits_soft_cap, int64_t blocksparse_local_blocks,
-                      int64_t blocksparse_vert_stride, int64_t blocksparse_block_size,
-                      int64_t blocksparse_head_sliding_step, int64_t first_step) {
+                      int64_t num_rows, int64_t num_seqs, int64_t starts_step, int64_t num_blocks, int64_t max_tokens,
+                      int64_t max_splits, int64_t sliding_window, int64_t min_split, int64_t out_stride,
+                      int64_t query_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
+                      int64_t key_block_stride, int64_t key_token_stride, int64_t key_head_stride,
+                      int64_t value_block_stride, int64_t value_token_stride, int64_t value_head_stride, float scale,
+                      float logits_soft_cap, int64_t blocksparse_local_blocks, int64_t blocksparse_vert_stride,
+                      int64_t blocksparse_block_size, int64_t blocksparse_head_sliding_step, int64_t first_step) {
     await_previous_kernel();
     int64_t row = blockIdx.x / NUM_HEADS, seq = row;
     const int head = blockIdx.x % NUM_HEADS, kv_head = head / GROUP;
@@ -100,7 +100,8 @@ attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_
 #pragma unroll
         for (int i = 0; i < DIMS; ++i) {
             const int dim = dim_of(i);
-            const int64_t at = PACKED ? int64_t(dim / X) * (BLOCK_SIZE * X) + slot * X + dim % X : slot * key_token_stride + dim;
+            const int64_t at =
+                PACKED ? int64_t(dim / X) * (BLOCK_SIZE * X) + slot * X + dim % X : slot * key_token_stride + dim;
             if (exists(i)) logit = fmaf(q[i], to_float(keys[at]), logit);
         }
         logit = logit_of<HAS_SOFTCAP>(lane_reduce<Sum, WARP_SIZE>(logit), unit, logits_soft_cap);
@@ -120,12 +121,13 @@ attention_decode_simt(scalar_t* out,              // [num_rows, NUM_HEADS, HEAD_
     __shared__ float warp_max[NUM_WARPS];
     __shared__ float warp_sum[NUM_WARPS];
     __shared__ float total[HEAD_SIZE];
-    join_warps<WARPS>(o, max_logit, exp_sum, warp_max, warp_sum, total, [&](int i) { return exists(i) ? dim_of(i) : -1; });
+    join_warps<WARPS>(o, max_logit, exp_sum, warp_max, warp_sum, total,
+                      [&](int i) { return exists(i) ? dim_of(i) : -1; });
     if (warp == 0) {
         const int64_t part = (seq * NUM_HEADS + head) * max_splits + split;
         write_result<WARP_SIZE, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
             [&](int i, int) { return total[i]; }, max_logit, exp_sum, IS_FP8 ? *v_scale : 1.0f, direct, sinks + head,
-            out + row * out_stride + int64_t(head) * HEAD_SIZE,
-            lse + head * num_rows + row, tmp_out + part * HEAD_SIZE, max_logits + part, exp_sums + part);
+            out + row * out_stride + int64_t(head) * HEAD_SIZE, lse + head * num_rows + row, tmp_out + part * HEAD_SIZE,
+            max_logits + part, exp_sums + part);
     }
 }

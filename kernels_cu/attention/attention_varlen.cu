@@ -68,16 +68,16 @@ DEVICE void copy_chunk(scalar_t* to, const cache_t* from, bool exists) {
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZE]
-                 float* lse,                 // [num_heads, num_tokens]
-                 const scalar_t* query,      // [num_tokens, num_heads, HEAD_SIZE]
-                 const cache_t* key_cache,   // [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE], or PACKED
-                 const cache_t* value_cache,  // likewise
-                 const table_t* block_tables,    // [num_seqs, max_tokens / BLOCK_SIZE]
-                 const length_t* seq_lens,       // [num_seqs]
-                 const starts_t* cu_seqlens_q,   // [num_seqs + 1]
-                 const float* alibi_slopes,      // [num_heads]
-                 const float* sinks,             // [num_heads]
+attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_SIZE]
+                 float* lse,                    // [num_heads, num_tokens]
+                 const scalar_t* query,         // [num_tokens, num_heads, HEAD_SIZE]
+                 const cache_t* key_cache,      // [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE], or PACKED
+                 const cache_t* value_cache,    // likewise
+                 const table_t* block_tables,   // [num_seqs, max_tokens / BLOCK_SIZE]
+                 const length_t* seq_lens,      // [num_seqs]
+                 const starts_t* cu_seqlens_q,  // [num_seqs + 1]
+                 const float* alibi_slopes,     // [num_heads]
+                 const float* sinks,            // [num_heads]
                  const float* k_scale, const float* v_scale,  // [1]
                  int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t max_tokens, int64_t sliding_window,
                  int64_t out_stride, int64_t query_stride, int64_t table_stride, int64_t table_step,
@@ -96,7 +96,9 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
     // Binary search for the sequence of this tile: the last one that begins at this tile or before it. Tiles are taken
     // from the last to the first: under CAUSAL the later tiles of a sequence take longer, and should not be the tail.
     const int64_t tile_number = int64_t(gridDim.x) - 1 - blockIdx.x;
-    const auto first_tile = [&](int64_t seq) { return int64_t(cu_seqlens_q[seq * starts_step]) * GROUP / TILE_ROWS + seq; };
+    const auto first_tile = [&](int64_t seq) {
+        return int64_t(cu_seqlens_q[seq * starts_step]) * GROUP / TILE_ROWS + seq;
+    };
     int64_t low = 0, high = num_seqs;
     while (low < high) {
         const int64_t middle = (low + high) / 2;
@@ -114,15 +116,15 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
     const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
     const int kv_head = blockIdx.y;
     // The last key that a row sees. A row that does not exist is taken for the last row.
-    const auto limit_of = [&](int64_t row) {
-        return int(CAUSAL ? context + min(row, num_rows - 1) / GROUP : context);
-    };
+    const auto limit_of = [&](int64_t row) { return int(CAUSAL ? context + min(row, num_rows - 1) / GROUP : context); };
     const int last = limit_of(tile_row + TILE_ROWS - 1);
     const int64_t window = sliding_window > 0 ? sliding_window : int64_t(1) << 31;
     const int first = int(max(limit_of(tile_row) - window + 1, int64_t(0)));
 
     const rows_tile queries{reinterpret_cast<scalar_t*>(shared)};
-    const auto keys_at = [&](int stage) { return rows_tile{reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + stage * KEY_BYTES)}; };
+    const auto keys_at = [&](int stage) {
+        return rows_tile{reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + stage * KEY_BYTES)};
+    };
     const auto values_at = [&](int stage) {
         return reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + 2 * KEY_BYTES + stage * VALUE_BYTES);
     };
@@ -162,7 +164,8 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
         for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += NUM_THREADS) {
             const int row = i / CHUNKS, chunk = i % CHUNKS, dim = chunk * 8;
             const int64_t place = places[stage][row];
-            copy_chunk(keys.at(row, chunk), keys_from + place + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim), place >= 0);
+            copy_chunk(keys.at(row, chunk), keys_from + place + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim),
+                       place >= 0);
         }
         cp_async_commit();
     };
@@ -322,7 +325,7 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
                 }
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
-                    const uint32_t(&low)[2] = probabilities[r][2 * k], (&high)[2] = probabilities[r][2 * k + 1];
+                    const uint32_t (&low)[2] = probabilities[r][2 * k], (&high)[2] = probabilities[r][2 * k + 1];
                     mma_m16n8k16<scalar_t>(o[r][2 * step], {low[0], low[1], high[0], high[1]}, {b[0], b[1]});
                     mma_m16n8k16<scalar_t>(o[r][2 * step + 1], {low[0], low[1], high[0], high[1]}, {b[2], b[3]});
                 }

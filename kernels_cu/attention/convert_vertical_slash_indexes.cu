@@ -89,18 +89,18 @@ struct Pattern {
 DEVICE int bounded(int count, int limit) { return count < 0 ? 0 : count < limit ? count : limit; }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-convert_vertical_slash_indexes(int32_t* block_count,                    // [batch, num_heads, num_rows]
-                               int32_t* block_offset,                   // [batch, num_heads, num_rows, num_slashes]
-                               int32_t* column_count,                   // [batch, num_heads, num_rows]
-                               int32_t* column_index,                   // [batch, num_heads, num_rows, num_verticals]
-                               const int32_t* q_seqlens,                // [batch]
-                               const int32_t* kv_seqlens,               // [batch]
-                               const int32_t* vertical_indexes,         // [batch, num_heads, num_verticals]
-                               const int32_t* slash_indexes,            // [batch, num_heads, num_slashes]
-                               const int32_t* vertical_indices_count,   // [num_heads] or null
-                               const int32_t* slash_indices_count,      // [num_heads] or null
-                               int num_heads, int num_rows, int num_verticals, int num_slashes,
-                               int block_size_M, int block_size_N, bool causal) {
+convert_vertical_slash_indexes(int32_t* block_count,                   // [batch, num_heads, num_rows]
+                               int32_t* block_offset,                  // [batch, num_heads, num_rows, num_slashes]
+                               int32_t* column_count,                  // [batch, num_heads, num_rows]
+                               int32_t* column_index,                  // [batch, num_heads, num_rows, num_verticals]
+                               const int32_t* q_seqlens,               // [batch]
+                               const int32_t* kv_seqlens,              // [batch]
+                               const int32_t* vertical_indexes,        // [batch, num_heads, num_verticals]
+                               const int32_t* slash_indexes,           // [batch, num_heads, num_slashes]
+                               const int32_t* vertical_indices_count,  // [num_heads] or null
+                               const int32_t* slash_indices_count,     // [num_heads] or null
+                               int num_heads, int num_rows, int num_verticals, int num_slashes, int block_size_M,
+                               int block_size_N, bool causal) {
     await_previous_kernel();
     __shared__ int found[2 * NUM_THREADS];
     const int batch = blockIdx.x / num_heads, head = blockIdx.x % num_heads;
@@ -121,7 +121,11 @@ convert_vertical_slash_indexes(int32_t* block_count,                    // [batc
                 slash_indexes + int64_t(blockIdx.x) * num_slashes,
                 vertical_indices_count ? bounded(vertical_indices_count[head], num_verticals) : num_verticals,
                 slash_indices_count ? bounded(slash_indices_count[head], num_slashes) : num_slashes,
-                start, q_len, kv_len, block_size_M, block_size_N};
+                start,
+                q_len,
+                kv_len,
+                block_size_M,
+                block_size_N};
             pattern.convert(causal, blocks, columns);
         }
         block_count[rows + row] = found[2 * threadIdx.x] = blocks.count;

@@ -43,7 +43,7 @@ constexpr bool IS_FP8 = !is_same<cache_t, product_t>;
 // Shared memory. A pitch is 16 bytes more than a row needs, so that neighbouring rows begin on different banks.
 constexpr int PITCH = ENTRY_SIZE + 8, PROBABILITY_PITCH = TOKENS + 8, LOGIT_PITCH = TOKENS + 8;
 constexpr int STAGES = IS_FP8 ? 1 : 2;  // tiles of product_t; the next tile of an fp8 cache waits as codes
-constexpr int PARTS = 4;  // of the sum over an entry
+constexpr int PARTS = 4;                // of the sum over an entry
 constexpr int QUERY_BYTES = HEADS * PITCH * 2;
 constexpr int TILE_BYTES = TOKENS * PITCH * 2;
 constexpr int CODE_BYTES = IS_FP8 ? TOKENS * ENTRY_SIZE : 0;
@@ -68,16 +68,16 @@ constexpr int HEAD_TILES = HEADS / 16, DIM_TILES = WARP_DIMS / 8;
 static_assert(WARP_TOKENS % 16 == 0 && PAIRS * ROW_THREADS * 2 == TOKENS && ROWS * NUM_WARPS == TOKENS);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
-           float* lse,                    // [num_seqs, num_heads]
-           float* tmp_out,                // [num_seqs, num_heads, max_splits, LATENT_SIZE]
-           float* max_logits,             // [num_seqs, num_heads, max_splits]
-           float* exp_sums,               // [num_seqs, num_heads, max_splits]
-           const query_t* q_nope,         // [num_seqs, num_heads, LATENT_SIZE]
-           const query_t* q_pe,           // [num_seqs, num_heads, ROPE_SIZE]
+mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_SIZE]
+           float* lse,                          // [num_seqs, num_heads]
+           float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
+           float* max_logits,                   // [num_seqs, num_heads, max_splits]
+           float* exp_sums,                     // [num_seqs, num_heads, max_splits]
+           const query_t* q_nope,               // [num_seqs, num_heads, LATENT_SIZE]
+           const query_t* q_pe,                 // [num_seqs, num_heads, ROPE_SIZE]
            const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, ENTRY_SIZE]
-           const length_t* seq_lens,      // [num_seqs]
-           const table_t* page_table,     // [num_seqs, max_pages]
+           const length_t* seq_lens,            // [num_seqs]
+           const table_t* page_table,           // [num_seqs, max_pages]
            int64_t num_heads, int64_t num_pages, int64_t max_pages, int64_t max_tokens, int64_t max_splits,
            int64_t min_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
            int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step,
@@ -158,9 +158,10 @@ mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
         const int head = i / (ENTRY_SIZE / QUERY_ACCESS), element = i % (ENTRY_SIZE / QUERY_ACCESS) * QUERY_ACCESS;
         float x[QUERY_ACCESS] = {};
         if (head < block_heads) {
-            const query_t* from = element < LATENT_SIZE
-                                      ? q_nope + seq * nope_stride + (first_head + head) * nope_head_stride + element
-                                      : q_pe + seq * pe_stride + (first_head + head) * pe_head_stride + element - LATENT_SIZE;
+            const query_t* from =
+                element < LATENT_SIZE
+                    ? q_nope + seq * nope_stride + (first_head + head) * nope_head_stride + element
+                    : q_pe + seq * pe_stride + (first_head + head) * pe_head_stride + element - LATENT_SIZE;
             Vec<query_t, QUERY_ACCESS>::load(from).to_floats(x);
         }
         using vec_t = Vec<product_t, QUERY_ACCESS>;
@@ -232,7 +233,8 @@ mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
             float2 logit{};
 #pragma unroll
             for (int k = 0; k < PARTS; ++k) {
-                const float2 partial = *reinterpret_cast<const float2*>(logit_parts + (k * HEADS + own_head) * LOGIT_PITCH + token);
+                const float2 partial =
+                    *reinterpret_cast<const float2*>(logit_parts + (k * HEADS + own_head) * LOGIT_PITCH + token);
                 logit.x += partial.x;
                 logit.y += partial.y;
             }
@@ -250,8 +252,8 @@ mla_decode(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
             const float low = relative_exp2(logits[2 * i], max_logit);
             const float high = relative_exp2(logits[2 * i + 1], max_logit);
             exp_sum += low + high;
-            *reinterpret_cast<uint32_t*>(probabilities + own_head * PROBABILITY_PITCH + 2 * (i * ROW_THREADS + own_pair)) =
-                pack_pair<product_t>(low, high);
+            *reinterpret_cast<uint32_t*>(probabilities + own_head * PROBABILITY_PITCH +
+                                         2 * (i * ROW_THREADS + own_pair)) = pack_pair<product_t>(low, high);
         }
         if (own_pair == 0) factors[own_head] = shrink;
         __syncthreads();

@@ -20,16 +20,16 @@ constexpr int WARPS = NUM_WARPS * 32 / WARP_SIZE;
 constexpr int DIMS = LATENT_SIZE / WARP_SIZE, ROPE_DIMS = ROPE_SIZE / WARP_SIZE;  // elements of a lane
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 1)
-mla_decode_simt(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
-                float* lse,                    // [num_seqs, num_heads]
-                float* tmp_out,                // [num_seqs, num_heads, max_splits, LATENT_SIZE]
-                float* max_logits,             // [num_seqs, num_heads, max_splits]
-                float* exp_sums,               // [num_seqs, num_heads, max_splits]
-                const query_t* q_nope,         // [num_seqs, num_heads, LATENT_SIZE]
-                const query_t* q_pe,           // [num_seqs, num_heads, ROPE_SIZE]
+mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LATENT_SIZE]
+                float* lse,                          // [num_seqs, num_heads]
+                float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
+                float* max_logits,                   // [num_seqs, num_heads, max_splits]
+                float* exp_sums,                     // [num_seqs, num_heads, max_splits]
+                const query_t* q_nope,               // [num_seqs, num_heads, LATENT_SIZE]
+                const query_t* q_pe,                 // [num_seqs, num_heads, ROPE_SIZE]
                 const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, LATENT_SIZE + ROPE_SIZE]
-                const length_t* seq_lens,      // [num_seqs]
-                const table_t* page_table,     // [num_seqs, max_pages]
+                const length_t* seq_lens,            // [num_seqs]
+                const table_t* page_table,           // [num_seqs, max_pages]
                 int64_t num_heads, int64_t num_pages, int64_t max_pages, int64_t max_tokens, int64_t max_splits,
                 int64_t min_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
                 int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,

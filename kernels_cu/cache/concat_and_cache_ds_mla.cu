@@ -28,12 +28,12 @@ constexpr int CODE_ACCESS = ENTRY_ACCESS < 8 ? ENTRY_ACCESS : 8, SCALE_ACCESS = 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-concat_and_cache_ds_mla(const scalar_t* kv_c,          // [num_tokens, 512]
-                        const scalar_t* k_pe,          // [num_tokens, 64]
-                        uint8_t* kv_cache,             // [num_blocks, BLOCK_SIZE, 656]
-                        const slot_t* slot_mapping,    // [num_tokens]
-                        int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride,
-                        int64_t kv_c_stride, int64_t k_pe_stride, int64_t block_stride, int64_t slot_stride) {
+concat_and_cache_ds_mla(const scalar_t* kv_c,        // [num_tokens, 512]
+                        const scalar_t* k_pe,        // [num_tokens, 64]
+                        uint8_t* kv_cache,           // [num_blocks, BLOCK_SIZE, 656]
+                        const slot_t* slot_mapping,  // [num_tokens]
+                        int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride, int64_t kv_c_stride,
+                        int64_t k_pe_stride, int64_t block_stride, int64_t slot_stride) {
     await_previous_kernel();
     const int64_t token = int64_t(blockIdx.x) * (NUM_THREADS / TOKEN_THREADS) + threadIdx.x / TOKEN_THREADS;
     const int thread = threadIdx.x % TOKEN_THREADS, element = thread * VEC_SIZE;

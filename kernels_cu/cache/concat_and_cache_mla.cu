@@ -26,13 +26,13 @@ struct Piece {
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-concat_and_cache_mla(const scalar_t* kv_c,          // [num_tokens, LATENT_SIZE]
-                     const scalar_t* k_pe,          // [num_tokens, ROPE_SIZE]
-                     cache_t* kv_cache,             // [num_blocks, BLOCK_SIZE, LATENT_SIZE + ROPE_SIZE]
-                     const slot_t* slot_mapping,    // [num_tokens]
-                     const float* scale,            // one element
-                     int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride,
-                     int64_t kv_c_stride, int64_t k_pe_stride, int64_t block_stride, int64_t slot_stride) {
+concat_and_cache_mla(const scalar_t* kv_c,        // [num_tokens, LATENT_SIZE]
+                     const scalar_t* k_pe,        // [num_tokens, ROPE_SIZE]
+                     cache_t* kv_cache,           // [num_blocks, BLOCK_SIZE, LATENT_SIZE + ROPE_SIZE]
+                     const slot_t* slot_mapping,  // [num_tokens]
+                     const float* scale,          // one element
+                     int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride, int64_t kv_c_stride,
+                     int64_t k_pe_stride, int64_t block_stride, int64_t slot_stride) {
     await_previous_kernel();
     const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
     const Quotient over_scale(is_same<cache_t, scalar_t> ? 1.0f : *scale);

@@ -71,14 +71,14 @@ struct PairVectors {
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-concat_and_cache_mla_rope_fused(const position_t* positions,       // [num_tokens]
-                                scalar_t* q_pe,                    // [num_tokens, NUM_HEADS, ROPE_SIZE]
-                                scalar_t* k_pe,                    // [num_tokens, ROPE_SIZE]
-                                const scalar_t* kv_c,              // [num_tokens, LATENT_SIZE]
-                                const scalar_t* cos_sin_cache,     // [max_position, ROPE_SIZE]
-                                const slot_t* slot_mapping,        // [num_tokens]
-                                cache_t* kv_cache,                 // [num_blocks, BLOCK_SIZE, LATENT_SIZE + ROPE_SIZE]
-                                const float* kv_cache_scale,       // one element
+concat_and_cache_mla_rope_fused(const position_t* positions,    // [num_tokens]
+                                scalar_t* q_pe,                 // [num_tokens, NUM_HEADS, ROPE_SIZE]
+                                scalar_t* k_pe,                 // [num_tokens, ROPE_SIZE]
+                                const scalar_t* kv_c,           // [num_tokens, LATENT_SIZE]
+                                const scalar_t* cos_sin_cache,  // [max_position, ROPE_SIZE]
+                                const slot_t* slot_mapping,     // [num_tokens]
+                                cache_t* kv_cache,              // [num_blocks, BLOCK_SIZE, LATENT_SIZE + ROPE_SIZE]
+                                const float* kv_cache_scale,    // one element
                                 int64_t num_blocks, int64_t max_position, int64_t positions_stride,
                                 int64_t slot_mapping_stride, int64_t q_stride, int64_t q_head_stride, int64_t k_stride,
                                 int64_t kv_c_stride, int64_t block_stride, int64_t slot_stride) {
@@ -90,7 +90,9 @@ concat_and_cache_mla_rope_fused(const position_t* positions,       // [num_token
     const int64_t entry = pages.at_slot(slot_mapping[token * slot_mapping_stride]);
     const scalar_t* angles = cos_sin_cache + position * ROPE_SIZE;
     const Quotient over_scale(is_same<cache_t, scalar_t> ? 1.0f : *kv_cache_scale);
-    const auto keep = [&](const vec_t& x, int element) { encode<cache_t>(x, over_scale).store(kv_cache + entry + element); };
+    const auto keep = [&](const vec_t& x, int element) {
+        encode<cache_t>(x, over_scale).store(kv_cache + entry + element);
+    };
 
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
@@ -99,8 +101,10 @@ concat_and_cache_mla_rope_fused(const position_t* positions,       // [num_token
             const bool is_query = item < QUERY_ITEMS;
             if (!is_query && entry == NOWHERE) continue;
             const int part = item % HEAD_ITEMS;
-            scalar_t* head = is_query ? q_pe + token * q_stride + item / HEAD_ITEMS * q_head_stride : k_pe + token * k_stride;
-            PairVectors pairs{vec_t::load(head + PairVectors::first(part)), vec_t::load(head + PairVectors::second(part))};
+            scalar_t* head =
+                is_query ? q_pe + token * q_stride + item / HEAD_ITEMS * q_head_stride : k_pe + token * k_stride;
+            PairVectors pairs{vec_t::load(head + PairVectors::first(part)),
+                              vec_t::load(head + PairVectors::second(part))};
             pairs.rotate(vec_t::load(angles + part * VEC_SIZE), vec_t::load(angles + HALF + part * VEC_SIZE));
             pairs.a.store(head + PairVectors::first(part));
             pairs.b.store(head + PairVectors::second(part));

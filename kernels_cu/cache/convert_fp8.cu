@@ -13,8 +13,8 @@
 #include "cache.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-convert_fp8(out_t* output,        // [num_rows, row_size]
-            const in_t* input,    // [num_rows, row_size]
+convert_fp8(out_t* output,      // [num_rows, row_size]
+            const in_t* input,  // [num_rows, row_size]
             int64_t num_rows, int64_t row_size, int64_t output_stride, int64_t input_stride, float scale) {
     await_previous_kernel();
     const int64_t column = (int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x) * VEC_SIZE;

@@ -13,11 +13,11 @@
 #include "cache.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-copy_blocks(uint8_t* key_cache,            // [num_blocks, block_bytes]
-            uint8_t* value_cache,          // [num_blocks, block_bytes]
-            const map_t* block_mapping,    // [num_pairs, 2]
-            int64_t num_blocks, int64_t block_bytes, int64_t key_stride, int64_t value_stride,
-            int64_t map_stride, int64_t map_column_stride, int chunks) {
+copy_blocks(uint8_t* key_cache,          // [num_blocks, block_bytes]
+            uint8_t* value_cache,        // [num_blocks, block_bytes]
+            const map_t* block_mapping,  // [num_pairs, 2]
+            int64_t num_blocks, int64_t block_bytes, int64_t key_stride, int64_t value_stride, int64_t map_stride,
+            int64_t map_column_stride, int chunks) {
     await_previous_kernel();
     const int64_t pair = blockIdx.x / unsigned(chunks);
     const int64_t source = block_mapping[pair * map_stride];

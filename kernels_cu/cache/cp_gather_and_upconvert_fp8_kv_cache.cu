@@ -27,7 +27,7 @@
 
 constexpr int LANES = 32;
 constexpr int LATENT_SIZE = 512;
-constexpr int TILE_SIZE = 128;  // elements under one scale
+constexpr int TILE_SIZE = 128;                                                           // elements under one scale
 constexpr int SCALES = LATENT_SIZE, ROPE = LATENT_SIZE + 4 * (LATENT_SIZE / TILE_SIZE);  // bytes from the entry's start
 constexpr int HALF = LATENT_SIZE / 2;  // elements between the two vectors of a lane
 constexpr int VEC_SIZE = HALF / LANES;
@@ -53,15 +53,15 @@ DEVICE uint32_t ballot_of_group(bool predicate) {
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num_blocks, BLOCK_SIZE, 656]
-                                     bf16_t* dst,                        // [num_rows, 576]
-                                     const table_t* block_table,         // [batch_size, max_blocks]
-                                     const lens_t* seq_lens,             // [batch_size]
-                                     const starts_t* workspace_starts,   // [batch_size]
+cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_blocks, BLOCK_SIZE, 656]
+                                     bf16_t* dst,                       // [num_rows, 576]
+                                     const table_t* block_table,        // [batch_size, max_blocks]
+                                     const lens_t* seq_lens,            // [batch_size]
+                                     const starts_t* workspace_starts,  // [batch_size]
                                      int64_t num_rows, int64_t batch_size, int64_t num_blocks, int64_t max_blocks,
                                      int64_t block_stride, int64_t slot_stride, int64_t dst_stride,
-                                     int64_t table_stride, int64_t table_entry_stride,
-                                     int64_t lens_stride, int64_t starts_stride) {
+                                     int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride,
+                                     int64_t starts_stride) {
     prefetch_indices(block_table, seq_lens, workspace_starts, batch_size, max_blocks, table_stride, table_entry_stride,
                      lens_stride, starts_stride);
     await_previous_kernel();
@@ -105,12 +105,14 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int element = half * HALF + lane * VEC_SIZE;
-            codes[i][half].word<VEC_SIZE>(0) = Vec<uint8_t, VEC_SIZE>::load<CODE_ACCESS>(entry + element).word<VEC_SIZE>(0);
+            codes[i][half].word<VEC_SIZE>(0) =
+                Vec<uint8_t, VEC_SIZE>::load<CODE_ACCESS>(entry + element).word<VEC_SIZE>(0);
             scales[i][half] = load_float<SCALE_ACCESS>(entry + SCALES + element / TILE_SIZE * 4);
         }
     }
     const int rope_row = lane / ROPE_LANES, rope_lane = lane % ROPE_LANES;
-    const auto rope = Vec<uint8_t, 16>::load<ACCESS_SIZE>(src_cache + shfl<LANES>(at, rope_row) + ROPE + rope_lane * 16);
+    const auto rope =
+        Vec<uint8_t, 16>::load<ACCESS_SIZE>(src_cache + shfl<LANES>(at, rope_row) + ROPE + rope_lane * 16);
     keep_loads_of_warp();
 
     dst += first * dst_stride;

@@ -27,19 +27,20 @@ static_assert(HEAD_SIZE % VEC_SIZE == 0 && SCALE_SIZE % SCALE_VEC == 0 && TOKENS
 
 // Each block prefetches the line with its own number of the lengths and the table. The first byte of a key waits for
 // both.
-DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, int64_t num_seqs, int64_t max_blocks,
-                             int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride) {
+DEVICE void
+prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, int64_t num_seqs, int64_t max_blocks,
+                 int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride) {
     if (threadIdx.x) return;
     prefetch_part(cu_seq_lens, num_seqs * lens_stride, blockIdx.x);
     prefetch_part(block_table, (num_seqs - 1) * table_stride + (max_blocks - 1) * table_entry_stride, blockIdx.x);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,       // [num_blocks, BLOCK_SIZE, HEAD_SIZE + SCALE_SIZE]
-                                uint8_t* dst_k,                // [num_rows, HEAD_SIZE]
-                                uint8_t* dst_scale,            // [num_rows, SCALE_SIZE]
-                                const table_t* block_table,    // [num_seqs, max_blocks]
-                                const lens_t* cu_seq_lens,     // [num_seqs + 1]
+cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,     // [num_blocks, BLOCK_SIZE, HEAD_SIZE + SCALE_SIZE]
+                                uint8_t* dst_k,              // [num_rows, HEAD_SIZE]
+                                uint8_t* dst_scale,          // [num_rows, SCALE_SIZE]
+                                const table_t* block_table,  // [num_seqs, max_blocks]
+                                const lens_t* cu_seq_lens,   // [num_seqs + 1]
                                 int64_t num_rows, int64_t num_seqs, int64_t num_blocks, int64_t max_blocks,
                                 int64_t block_stride, int64_t dst_k_stride, int64_t dst_scale_stride,
                                 int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride) {
@@ -60,7 +61,8 @@ cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,       // [num_blocks, B
                 // A slot stride of 0 gives the place of the block: codes and scales have their own strides between
                 // slots.
                 const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, 0};
-                block = pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);
+                block =
+                    pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);
             }
         }
         blocks[threadIdx.x] = block;

@@ -29,8 +29,8 @@ static_assert(ENTRY_SIZE % VEC_SIZE == 0 && TOKENS <= NUM_THREADS);
 // need. Three or four of these loads depend on each other before the first byte of an entry moves.
 DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, const owner_t* token_to_seq,
                              const starts_t* seq_starts, int64_t num_rows, int64_t num_seqs, int64_t max_blocks,
-                             int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride, int64_t owner_stride,
-                             int64_t starts_stride) {
+                             int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride,
+                             int64_t owner_stride, int64_t starts_stride) {
     constexpr int OWNER_LINES = ceil_div(TOKENS * int(sizeof(owner_t)), 128);  // of a block; together all lines
     if (HAS_OWNER && threadIdx.x < OWNER_LINES) {
         prefetch_part(token_to_seq, (num_rows - 1) * owner_stride, int64_t(blockIdx.x) * OWNER_LINES + threadIdx.x);
@@ -42,15 +42,15 @@ DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_le
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-gather_cache(const cache_t* src_cache,       // [num_blocks, BLOCK_SIZE, ENTRY_SIZE]
-             scalar_t* dst,                  // [num_rows, ENTRY_SIZE]
-             const table_t* block_table,     // [num_seqs, max_blocks]
-             const lens_t* cu_seq_lens,      // [num_seqs + 1]
-             const owner_t* token_to_seq,    // [num_rows]
-             const float* scale,             // one element
-             const starts_t* seq_starts,     // [num_seqs]
-             int64_t num_rows, int64_t num_seqs, int64_t num_blocks, int64_t max_blocks,
-             int64_t block_stride, int64_t slot_stride, int64_t dst_stride, int64_t table_stride, int64_t table_entry_stride,
+gather_cache(const cache_t* src_cache,     // [num_blocks, BLOCK_SIZE, ENTRY_SIZE]
+             scalar_t* dst,                // [num_rows, ENTRY_SIZE]
+             const table_t* block_table,   // [num_seqs, max_blocks]
+             const lens_t* cu_seq_lens,    // [num_seqs + 1]
+             const owner_t* token_to_seq,  // [num_rows]
+             const float* scale,           // one element
+             const starts_t* seq_starts,   // [num_seqs]
+             int64_t num_rows, int64_t num_seqs, int64_t num_blocks, int64_t max_blocks, int64_t block_stride,
+             int64_t slot_stride, int64_t dst_stride, int64_t table_stride, int64_t table_entry_stride,
              int64_t lens_stride, int64_t owner_stride, int64_t starts_stride) {
     prefetch_indices(block_table, cu_seq_lens, token_to_seq, seq_starts, num_rows, num_seqs, max_blocks, table_stride,
                      table_entry_stride, lens_stride, owner_stride, starts_stride);
@@ -67,7 +67,8 @@ gather_cache(const cache_t* src_cache,       // [num_blocks, BLOCK_SIZE, ENTRY_S
         const int64_t begin = cu_seq_lens[sequence * lens_stride], end = cu_seq_lens[(sequence + 1) * lens_stride];
         const int64_t start = HAS_STARTS ? int64_t(seq_starts[sequence * starts_stride]) : 0;
         if (begin < 0 || row < begin || row >= end || start < 0 || start > max_blocks * BLOCK_SIZE) return NOWHERE;
-        return pages.at_position(row - begin + start, block_table + sequence * table_stride, max_blocks, table_entry_stride);
+        return pages.at_position(row - begin + start, block_table + sequence * table_stride, max_blocks,
+                                 table_entry_stride);
     };
     if (threadIdx.x < TOKENS) entries[threadIdx.x] = entry_of(first + threadIdx.x);
     __syncthreads();
@@ -83,7 +84,8 @@ gather_cache(const cache_t* src_cache,       // [num_blocks, BLOCK_SIZE, ENTRY_S
         [&](int row, int piece) {
             // A row without an entry loads an existing entry and does not use it.
             const int64_t entry = entries[row];
-            return Piece{load_words<VEC_BYTES>(src_cache + max(entry, int64_t(0)) + piece * VEC_SIZE), entry != NOWHERE};
+            return Piece{load_words<VEC_BYTES>(src_cache + max(entry, int64_t(0)) + piece * VEC_SIZE),
+                         entry != NOWHERE};
         },
         [&](int row, int piece, const Piece& loaded) {
             scalar_t* to = dst + (first + row) * dst_stride + piece * VEC_SIZE;

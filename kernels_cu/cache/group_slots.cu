@@ -20,11 +20,11 @@
 static_assert(GROUP <= 32);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-group_slots(const slot_t* slot_mapping,   // [num_tokens]
-            uint32_t* marks,              // [num_slots / GROUP]
-            uint32_t* tokens,             // [num_slots]
-            uint32_t* groups,             // [min(num_tokens, num_slots / GROUP)]
-            uint32_t* count,              // one element
+group_slots(const slot_t* slot_mapping,  // [num_tokens]
+            uint32_t* marks,             // [num_slots / GROUP]
+            uint32_t* tokens,            // [num_slots]
+            uint32_t* groups,            // [min(num_tokens, num_slots / GROUP)]
+            uint32_t* count,             // one element
             int64_t num_tokens, int64_t num_slots, int64_t slot_mapping_stride) {
     await_previous_kernel();
     const int64_t token = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;

@@ -30,9 +30,9 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 static_assert(HEAD_SIZE % GROUP_SIZE == 0 && GROUP_SIZE % VEC_SIZE == 0);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-indexer_k_quant_and_cache(const scalar_t* k,             // [num_tokens, HEAD_SIZE]
-                          uint8_t* kv_cache,             // [num_blocks, BLOCK_SIZE, HEAD_SIZE + 4 * GROUPS]
-                          const slot_t* slot_mapping,    // [num_tokens]
+indexer_k_quant_and_cache(const scalar_t* k,           // [num_tokens, HEAD_SIZE]
+                          uint8_t* kv_cache,           // [num_blocks, BLOCK_SIZE, HEAD_SIZE + 4 * GROUPS]
+                          const slot_t* slot_mapping,  // [num_tokens]
                           int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride, int64_t k_stride,
                           int64_t block_stride) {
     await_previous_kernel();

@@ -47,15 +47,15 @@ DEVICE bool begins_run(const slot_t* slots, int token) {
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-reshape_and_cache(const scalar_t* key,          // [num_tokens, ROW_SIZE]
-                  const scalar_t* value,        // [num_tokens, ROW_SIZE]
-                  cache_t* key_cache,           // [num_blocks, ROW_SIZE / X, BLOCK_SIZE, X]
-                  cache_t* value_cache,         // [num_blocks, ROW_SIZE, BLOCK_SIZE]
-                  const slot_t* slot_mapping,   // [num_tokens]
-                  const float* k_scale,         // one element
-                  const float* v_scale,         // one element
-                  int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride,
-                  int64_t key_stride, int64_t value_stride) {
+reshape_and_cache(const scalar_t* key,         // [num_tokens, ROW_SIZE]
+                  const scalar_t* value,       // [num_tokens, ROW_SIZE]
+                  cache_t* key_cache,          // [num_blocks, ROW_SIZE / X, BLOCK_SIZE, X]
+                  cache_t* value_cache,        // [num_blocks, ROW_SIZE, BLOCK_SIZE]
+                  const slot_t* slot_mapping,  // [num_tokens]
+                  const float* k_scale,        // one element
+                  const float* v_scale,        // one element
+                  int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride, int64_t key_stride,
+                  int64_t value_stride) {
     await_previous_kernel();
     __shared__ alignas(16) bits_t tile[TOKENS * PITCH];
     __shared__ slot_t slots[TOKENS];
@@ -78,11 +78,13 @@ reshape_and_cache(const scalar_t* key,          // [num_tokens, ROW_SIZE]
     constexpr int ROW_VECS = COLUMNS / LOAD_VEC;
     each_piece<NUM_THREADS, TOKENS, ROW_VECS, (TOKENS * ROW_VECS < 2 * NUM_THREADS ? 1 : 2)>(
         [&](int token, int piece) {  // behind the last token or column, the last one is loaded and not used
-            return vec_t::load(source + min(first_token + token, num_tokens - 1) * stride + min(piece * LOAD_VEC, columns - LOAD_VEC));
+            return vec_t::load(source + min(first_token + token, num_tokens - 1) * stride +
+                               min(piece * LOAD_VEC, columns - LOAD_VEC));
         },
         [&](int token, int piece, const vec_t& vec) {
             const auto encoded = encode<cache_t>(vec, over_scale);
-            bits_at<LOAD_VEC>(tile, token, piece * LOAD_VEC).template word<LOAD_VEC>(0) = encoded.template word<LOAD_VEC>(0);
+            bits_at<LOAD_VEC>(tile, token, piece * LOAD_VEC).template word<LOAD_VEC>(0) =
+                encoded.template word<LOAD_VEC>(0);
         });
     cp_async_wait<0>();
     if (threadIdx.x < TOKENS) {
@@ -98,7 +100,8 @@ reshape_and_cache(const scalar_t* key,          // [num_tokens, ROW_SIZE]
             if (slot < 0) continue;
             const int64_t block = uint64_t(slot) / BLOCK_SIZE, offset = uint64_t(slot) % BLOCK_SIZE;
             const int element = first_column + column;
-            bits_t* to = reinterpret_cast<bits_t*>(key_cache) + ((block * (ROW_SIZE / X) + element / X) * BLOCK_SIZE + offset) * X;
+            bits_t* to = reinterpret_cast<bits_t*>(key_cache) +
+                         ((block * (ROW_SIZE / X) + element / X) * BLOCK_SIZE + offset) * X;
             bits_at<KEY_VEC>(tile, token, column).store(to + element % X);
         }
         return;
@@ -123,7 +126,8 @@ reshape_and_cache(const scalar_t* key,          // [num_tokens, ROW_SIZE]
         const int token = pieces[at % num_pieces], column = at / num_pieces;
         const int64_t slot = slots[token];
         const int64_t block = uint64_t(slot) / BLOCK_SIZE, offset = uint64_t(slot) % BLOCK_SIZE;
-        bits_t* to = reinterpret_cast<bits_t*>(value_cache) + (block * ROW_SIZE + first_column + column) * BLOCK_SIZE + offset;
+        bits_t* to =
+            reinterpret_cast<bits_t*>(value_cache) + (block * ROW_SIZE + first_column + column) * BLOCK_SIZE + offset;
         if (begins[token] == 2) {
             Vec<bits_t, RUN> run;
 #pragma unroll

@@ -27,15 +27,15 @@ struct Piece {
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-reshape_and_cache_flash(const scalar_t* key,          // [num_tokens, NUM_HEADS, HEAD_SIZE]
-                        const scalar_t* value,        // [num_tokens, NUM_HEADS, HEAD_SIZE]
-                        cache_t* key_cache,           // [num_blocks, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE]
-                        cache_t* value_cache,         // [num_blocks, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE]
-                        const slot_t* slot_mapping,   // [num_tokens]
-                        const float* k_scale,         // one element or [NUM_HEADS]
-                        const float* v_scale,         // one element or [NUM_HEADS]
-                        int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride,
-                        int64_t key_stride, int64_t key_head_stride, int64_t value_stride, int64_t value_head_stride,
+reshape_and_cache_flash(const scalar_t* key,         // [num_tokens, NUM_HEADS, HEAD_SIZE]
+                        const scalar_t* value,       // [num_tokens, NUM_HEADS, HEAD_SIZE]
+                        cache_t* key_cache,          // [num_blocks, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE]
+                        cache_t* value_cache,        // [num_blocks, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE]
+                        const slot_t* slot_mapping,  // [num_tokens]
+                        const float* k_scale,        // one element or [NUM_HEADS]
+                        const float* v_scale,        // one element or [NUM_HEADS]
+                        int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride, int64_t key_stride,
+                        int64_t key_head_stride, int64_t value_stride, int64_t value_head_stride,
                         int64_t key_block_stride, int64_t key_slot_stride, int64_t key_cache_head_stride,
                         int64_t value_block_stride, int64_t value_slot_stride, int64_t value_cache_head_stride) {
     await_previous_kernel();

@@ -31,16 +31,16 @@ static_assert(ROW_SIZE % LOAD_VEC == 0 && COLUMNS % LOAD_VEC == 0 && X % KEY_VEC
 static_assert(BLOCK_SIZE % GROUP == 0 && GROUP % RUN == 0 && GROUP <= 32 && GROUP <= NUM_THREADS);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1536 / NUM_THREADS)
-reshape_and_cache_groups(const scalar_t* key,       // [num_tokens, ROW_SIZE]
-                         const scalar_t* value,     // [num_tokens, ROW_SIZE]
-                         cache_t* key_cache,        // [num_blocks, ROW_SIZE / X, BLOCK_SIZE, X]
-                         cache_t* value_cache,      // [num_blocks, ROW_SIZE, BLOCK_SIZE]
-                         const float* k_scale,      // one element
-                         const float* v_scale,      // one element
-                         const uint32_t* marks,     // [num_blocks * BLOCK_SIZE / GROUP]
-                         const uint32_t* tokens,    // [num_blocks * BLOCK_SIZE]
-                         const uint32_t* groups,    // [*count]
-                         const uint32_t* count,     // one element
+reshape_and_cache_groups(const scalar_t* key,     // [num_tokens, ROW_SIZE]
+                         const scalar_t* value,   // [num_tokens, ROW_SIZE]
+                         cache_t* key_cache,      // [num_blocks, ROW_SIZE / X, BLOCK_SIZE, X]
+                         cache_t* value_cache,    // [num_blocks, ROW_SIZE, BLOCK_SIZE]
+                         const float* k_scale,    // one element
+                         const float* v_scale,    // one element
+                         const uint32_t* marks,   // [num_blocks * BLOCK_SIZE / GROUP]
+                         const uint32_t* tokens,  // [num_blocks * BLOCK_SIZE]
+                         const uint32_t* groups,  // [*count]
+                         const uint32_t* count,   // one element
                          int64_t key_stride, int64_t value_stride) {
     await_previous_kernel();
     __shared__ alignas(16) bits_t tile[GROUP * PITCH];
@@ -68,12 +68,14 @@ reshape_and_cache_groups(const scalar_t* key,       // [num_tokens, ROW_SIZE]
         using vec_t = Vec<scalar_t, LOAD_VEC>;
         each_piece<NUM_THREADS, GROUP, COLUMNS / LOAD_VEC, BATCH>(
             [&](int row, int piece) {  // behind the last column, the last one is loaded and not used
-                return vec_t::load(source + int64_t(sources[row]) * stride + min(piece * LOAD_VEC, int(columns) - LOAD_VEC));
+                return vec_t::load(source + int64_t(sources[row]) * stride +
+                                   min(piece * LOAD_VEC, int(columns) - LOAD_VEC));
             },
             [&](int row, int piece, const vec_t& vec) {
                 const auto encoded = encode<cache_t>(vec, over_scale);
                 bits_t* to = tile + row * PITCH + piece * LOAD_VEC;
-                reinterpret_cast<Vec<bits_t, LOAD_VEC>*>(to)->template word<LOAD_VEC>(0) = encoded.template word<LOAD_VEC>(0);
+                reinterpret_cast<Vec<bits_t, LOAD_VEC>*>(to)->template word<LOAD_VEC>(0) =
+                    encoded.template word<LOAD_VEC>(0);
             });
         __syncthreads();
 
@@ -82,7 +84,8 @@ reshape_and_cache_groups(const scalar_t* key,       // [num_tokens, ROW_SIZE]
         const int begin = int(group % (BLOCK_SIZE / GROUP)) * GROUP;  // first slot of the group in its block
         if (is_value) {
             constexpr uint32_t RUNS = GROUP / RUN, WHOLE = (1ull << RUN) - 1;
-            bits_t* to = reinterpret_cast<bits_t*>(value_cache) + (block * ROW_SIZE + first_column) * BLOCK_SIZE + begin;
+            bits_t* to =
+                reinterpret_cast<bits_t*>(value_cache) + (block * ROW_SIZE + first_column) * BLOCK_SIZE + begin;
             for (uint32_t i = thread; i < columns * RUNS; i += NUM_THREADS) {
                 const uint32_t column = i / RUNS, offset = i % RUNS * RUN, wanted = mark >> offset & WHOLE;
                 const bits_t* from = tile + offset * PITCH + column;
@@ -104,7 +107,8 @@ reshape_and_cache_groups(const scalar_t* key,       // [num_tokens, ROW_SIZE]
             for (uint32_t i = thread; i < GROUP * columns / KEY_VEC; i += NUM_THREADS) {
                 const uint32_t offset = i % GROUP, column = i / GROUP * KEY_VEC, element = first_column + column;
                 const auto vec = *reinterpret_cast<const Vec<bits_t, KEY_VEC>*>(tile + offset * PITCH + column);
-                if (mark >> offset & 1) vec.store(to + int64_t(element / X) * (BLOCK_SIZE * X) + offset * X + element % X);
+                if (mark >> offset & 1)
+                    vec.store(to + int64_t(element / X) * (BLOCK_SIZE * X) + offset * X + element % X);
             }
         }
         group = next_group;

@@ -67,7 +67,8 @@ DEVICE float ieee_residual(float a, float b, float c) {
 #if PYOPS_CUDA
     float result;
     asm("{.reg .f32 negative; neg.f32 negative, %1; fma.rn.f32 %0, negative, %2, %3;}"
-        : "=f"(result) : "f"(a), "f"(b), "f"(c));
+        : "=f"(result)
+        : "f"(a), "f"(b), "f"(c));
     return result;
 #else
     return __fmaf_rn(-a, b, c);

@@ -17,10 +17,15 @@ DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
     const uint64_t from = __cvta_generic_to_global(global);
     const int valid_bytes = valid ? BYTES : 0;
     if constexpr (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(valid_bytes) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :
+                     : "r"(to), "l"(from), "r"(valid_bytes)
+                     : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-                     : : "r"(to), "l"(from), "n"(BYTES), "r"(valid_bytes) : "memory");
+                     :
+                     : "r"(to), "l"(from), "n"(BYTES), "r"(valid_bytes)
+                     : "memory");
     }
 #elif PYOPS_HOST
     host::copy_async(shared, global, BYTES, valid ? BYTES : 0);

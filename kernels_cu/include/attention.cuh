@@ -53,10 +53,13 @@ struct Balance {
     float max_splits;
     int equal_splits;  // splits of every sequence if all have about one length, else 0
 
-    DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t max_tokens, int64_t window, float wave_splits,
-                   int64_t max_splits)
-        : seq_lens(seq_lens), step(step), num_seqs(num_seqs),
-          max_attended(window > 0 ? min(window, max_tokens) : max_tokens), max_splits(float(max_splits)) {
+    DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t max_tokens, int64_t window,
+                   float wave_splits, int64_t max_splits)
+        : seq_lens(seq_lens),
+          step(step),
+          num_seqs(num_seqs),
+          max_attended(window > 0 ? min(window, max_tokens) : max_tokens),
+          max_splits(float(max_splits)) {
         float total = 0.0f, longest = 0.0f;
         for (int64_t seq = threadIdx.x % WARP_SIZE; seq < num_seqs; seq += WARP_SIZE) {
             const float tokens = tokens_of(seq);
@@ -217,8 +220,8 @@ struct Join {
 // of the values times their probabilities; e counts the elements of the calling thread. A sink is one more logit,
 // without a value: it belongs to final results alone.
 template <int THREADS, int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename F, typename T, typename P>
-DEVICE void write_result(F total, float max_logit, float exp_sum, float value_unit, bool direct, const float* sink, T* out,
-                         float* lse, P* partial_out, float* partial_max, float* partial_sum) {
+DEVICE void write_result(F total, float max_logit, float exp_sum, float value_unit, bool direct, const float* sink,
+                         T* out, float* lse, P* partial_out, float* partial_max, float* partial_sum) {
     const int thread = threadIdx.x % THREADS;
     const auto each_element = [&](auto f) {
 #pragma unroll

@@ -76,8 +76,9 @@ DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* querie
 // logits. unit, slope and max_logit belong to the lane's two heads of the column. Bit 2 * tile + half of `attended` is
 // set if the token of row g + half * 8 of the tile is attended. The step begins at token `start` of a sequence of
 // `length` tokens.
-DEVICE void finish_logits(logits_t& s, int column, const float (&unit)[2], const float (&slope)[2], float logits_soft_cap,
-                          unsigned attended, int start, int length, int g, float (&max_logit)[2]) {
+DEVICE void
+finish_logits(logits_t& s, int column, const float (&unit)[2], const float (&slope)[2], float logits_soft_cap,
+              unsigned attended, int start, int length, int g, float (&max_logit)[2]) {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll

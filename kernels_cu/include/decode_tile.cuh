@@ -21,12 +21,12 @@ using product_t = product_type<IS_FP8>::type;  // of the factors of matrix produ
 constexpr int CHUNK = 16 / sizeof(cache_t);  // elements in 16 bytes
 constexpr int CHUNKS = HEAD_SIZE / CHUNK;
 constexpr int STEP = TILE_TOKENS * TILES;
-constexpr int ROUND = CLUSTER * NUM_WARPS * STEP;         // tokens from one step of a warp to its next
-constexpr int COLUMNS = HEADS / 8;                        // tiles of 8 heads
-constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;  // blocks of one key-value head
-constexpr int KEY_CHUNKS = ceil_div(CHUNKS, 4);           // chunks of a key in a lane; 4 lanes share a key
-constexpr int RUN = 4 * TILES;                            // PACKED: neighbouring tokens of a lane
-constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(CHUNKS, 8);                     // chunks of a value in a lane
+constexpr int ROUND = CLUSTER * NUM_WARPS * STEP;               // tokens from one step of a warp to its next
+constexpr int COLUMNS = HEADS / 8;                              // tiles of 8 heads
+constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;        // blocks of one key-value head
+constexpr int KEY_CHUNKS = ceil_div(CHUNKS, 4);                 // chunks of a key in a lane; 4 lanes share a key
+constexpr int RUN = 4 * TILES;                                  // PACKED: neighbouring tokens of a lane
+constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(CHUNKS, 8);  // chunks of a value in a lane
 constexpr int ROWS = PACKED ? ceil_div(HEAD_SIZE, 16) : VALUE_CHUNKS * CHUNK / 2;  // tiles of 16 head dimensions
 
 // Queries in shared memory end with zeros. The stride lets lanes meet different banks.
@@ -177,7 +177,8 @@ struct StepLoader {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const int i = tile * TILE_TOKENS + 2 * t + k % 2 + k / 2 * 8;
-                    const cache_t* from = address(values, value_block_stride, int(value_token_stride), numbers, start, i);
+                    const cache_t* from =
+                        address(values, value_block_stride, int(value_token_stride), numbers, start, i);
 #pragma unroll
                     for (int c = 0; c < VALUE_CHUNKS; ++c) {
                         const int chunk = 8 * c + g;
@@ -226,9 +227,9 @@ struct StepLoader {
 
 // Stores the results of a warp for the heads that exist: output_of(warp, head) is where the elements of a head go.
 template <typename F>
-DEVICE void store_results(const float (&max_logit)[COLUMNS][2], float (&exp_sum)[COLUMNS][2],
-                          const float (&o)[COLUMNS][ROWS][4], int num_heads, int warp, int g, int t, float* warp_max,
-                          float* warp_sum, F output_of) {
+DEVICE void
+store_results(const float (&max_logit)[COLUMNS][2], float (&exp_sum)[COLUMNS][2], const float (&o)[COLUMNS][ROWS][4],
+              int num_heads, int warp, int g, int t, float* warp_max, float* warp_sum, F output_of) {
 #pragma unroll
     for (int i = 0; i < COLUMNS * 2; ++i) {
         float& own_sum = exp_sum[i / 2][i % 2];

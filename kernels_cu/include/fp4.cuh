@@ -35,7 +35,9 @@ struct Fp4Tensor {
     float limit;
 
     explicit DEVICE Fp4Tensor(float g)
-        : g(g), reciprocal(ieee_divide(1.0f, g)), limit(ieee_abs(g) >= 0x1p-100f && ieee_abs(g) <= 0x1p100f ? 7.0f : 0.0f) {}
+        : g(g),
+          reciprocal(ieee_divide(1.0f, g)),
+          limit(ieee_abs(g) >= 0x1p-100f && ieee_abs(g) <= 0x1p100f ? 7.0f : 0.0f) {}
 };
 
 // The scale s of sixteen values whose largest magnitude is `a`, and the factor r. ORDINARY: the tensor's limit is not
@@ -66,7 +68,9 @@ DEVICE Vec<T, 2> pair_of(uint32_t word) {
     return pair;
 }
 template <typename T>
-DEVICE void pair_of(uint32_t word, float& low, float& high) { load_pair<T>(pair_of<T>(word).data, low, high); }
+DEVICE void pair_of(uint32_t word, float& low, float& high) {
+    load_pair<T>(pair_of<T>(word).data, low, high);
+}
 template <typename T>
 DEVICE uint32_t word_of_pair(float low, float high) {
     Vec<T, 2> pair;
@@ -209,11 +213,13 @@ struct Fp4Input {
         if constexpr (is_same<T, bf16_t>) {
 #pragma unroll
             for (int half = 0; half < 8; half += 4) {
-                const uint32_t(&gates)[8] = words[0];
+                const uint32_t (&gates)[8] = words[0];
                 uint32_t distance[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) products[half + i] = estimate(gates[half + i], words[GATED][half + i], distance[i]);
-                const uint32_t nearest = min_of_three_pairs(distance[0], distance[1], min_of_three_pairs(distance[2], distance[3], ~0u));
+                for (int i = 0; i < 4; ++i)
+                    products[half + i] = estimate(gates[half + i], words[GATED][half + i], distance[i]);
+                const uint32_t nearest =
+                    min_of_three_pairs(distance[0], distance[1], min_of_three_pairs(distance[2], distance[3], ~0u));
                 const uint32_t max_gate = max_of_three_pairs(gates[half], gates[half + 1],
                                                              max_of_three_pairs(gates[half + 2], gates[half + 3], 0));
                 if (!in_doubt(nearest, max_gate)) continue;
@@ -281,8 +287,9 @@ DEVICE uint32_t turn_four(uint32_t word) {
 // row is loaded as soon as registers are free, while this row is computed. TILED: scales lie in tiles, and the scales
 // of rows and columns that do not exist are 0. Every thread of the block takes part.
 template <typename T, typename Share, int ACCESS, int CODE_ACCESS, int SCALE_ACCESS, bool TILED, bool GATED>
-DEVICE void fp4_rows(uint8_t* output, uint8_t* scales, const T* input, const float& g, int64_t num_rows, int64_t scale_rows,
-                     int64_t output_stride, int64_t input_stride, unsigned blocks, unsigned columns, int64_t begin, int rounds) {
+DEVICE void
+fp4_rows(uint8_t* output, uint8_t* scales, const T* input, const float& g, int64_t num_rows, int64_t scale_rows,
+         int64_t output_stride, int64_t input_stride, unsigned blocks, unsigned columns, int64_t begin, int rounds) {
     const unsigned column = Share::column();
     // From here on, rows are counted from the beginning of the block's first tile.
     const int64_t above = uint64_t(begin) / Share::UNITS * FP4_TILE_ROWS;
@@ -291,7 +298,8 @@ DEVICE void fp4_rows(uint8_t* output, uint8_t* scales, const T* input, const flo
     const uint32_t padded = column < columns ? min(max(scale_rows - above, int64_t(0)), int64_t(1) << 31) : 0;
     input += above * input_stride + uint64_t(column) * FP4_BLOCK;
     output += above * output_stride + uint64_t(column) * (FP4_BLOCK / 2);
-    scales += above * columns + (TILED ? uint64_t(column / FP4_TILE_COLUMNS) * (FP4_TILE_ROWS * FP4_TILE_COLUMNS) : column);
+    scales +=
+        above * columns + (TILED ? uint64_t(column / FP4_TILE_COLUMNS) * (FP4_TILE_ROWS * FP4_TILE_COLUMNS) : column);
 
     Fp4Input<T, GATED, ACCESS> x;
     uint32_t row = Share::row(unit, 0);

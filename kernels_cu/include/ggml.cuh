@@ -21,7 +21,8 @@ template <int ALIGNMENT>
 struct Eight {
     uint32_t words[2];
 
-    explicit DEVICE Eight(const uint8_t* address) : words{word_at<ALIGNMENT>(address), word_at<ALIGNMENT>(address + 4)} {}
+    explicit DEVICE Eight(const uint8_t* address)
+        : words{word_at<ALIGNMENT>(address), word_at<ALIGNMENT>(address + 4)} {}
     DEVICE void take(int shift, uint32_t mask) {  // keeps `mask` of each byte, shifted down
         words[0] = words[0] >> shift & mask;
         words[1] = words[1] >> shift & mask;

@@ -10,7 +10,9 @@ DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u;
 DEVICE bool is_ordinary(float x) { return __float_as_uint(x) - 0x21800000u <= 0x5d800000u - 0x21800000u; }
 
 template <typename T, int N>
-DEVICE constexpr int length(const T (&)[N]) { return N; }
+DEVICE constexpr int length(const T (&)[N]) {
+    return N;
+}
 
 // The part of a packed matrix that a block edits. The matrix has `size` elements in rows of ROW_SIZE. A thread takes
 // BATCH vectors of N elements, NUM_THREADS vectors apart. A vector may lie in two rows: so vectors are aligned whatever

@@ -60,9 +60,8 @@ template <typename T, int N> DEVICE Vec<T, N> gelu_quick(const Vec<T, N>& x) { r
 // GELU: x times the standard normal distribution function (Hendrycks and Gimpel 2016), by the error function.
 template <typename T, int N>
 DEVICE Vec<T, N> gelu(const Vec<T, N>& x) {
-    return map(x, [](float v) {
-        return ieee_multiply(ieee_multiply(v, 0.5f), 1.0f + erff(v * 0.707106781186547524f));
-    });
+    return map(x,
+               [](float v) { return ieee_multiply(ieee_multiply(v, 0.5f), 1.0f + erff(v * 0.707106781186547524f)); });
 }
 
 // GELU approximated by the hyperbolic tangent.

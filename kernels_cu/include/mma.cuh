@@ -17,10 +17,11 @@ template <typename T>
 DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     static_assert(is_same<T, half_t> || is_same<T, bf16_t>);
 #if PYOPS_CUDA
-#define PYOPS_MMA(FORMAT)                                                                                         \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." FORMAT "." FORMAT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "    \
-        "{%8, %9}, {%0, %1, %2, %3};"                                                                             \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                          \
+#define PYOPS_MMA(FORMAT)                                          \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." FORMAT "." FORMAT \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "                \
+        "{%8, %9}, {%0, %1, %2, %3};"                              \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])           \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
     if constexpr (is_same<T, half_t>) PYOPS_MMA("f16");
     else PYOPS_MMA("bf16");
@@ -38,12 +39,17 @@ DEVICE void ldmatrix(uint32_t (&fragment)[N], const void* row) {
     static_assert(N == 1 || N == 2 || N == 4);
 #if PYOPS_CUDA
     const uint32_t from = __cvta_generic_to_shared(row);
-#define PYOPS_LDMATRIX(SHAPE, REGISTERS, ...)                                                                          \
-    if constexpr (TRANSPOSED)                                                                                          \
-        asm volatile("ldmatrix.sync.aligned.m8n8." SHAPE ".trans.shared.b16 " REGISTERS ";" : __VA_ARGS__ : "r"(from)  \
-                     : "memory");                                                                                      \
-    else                                                                                                               \
-        asm volatile("ldmatrix.sync.aligned.m8n8." SHAPE ".shared.b16 " REGISTERS ";" : __VA_ARGS__ : "r"(from) : "memory")
+#define PYOPS_LDMATRIX(SHAPE, REGISTERS, ...)                                               \
+    if constexpr (TRANSPOSED)                                                               \
+        asm volatile("ldmatrix.sync.aligned.m8n8." SHAPE ".trans.shared.b16 " REGISTERS ";" \
+                     : __VA_ARGS__                                                          \
+                     : "r"(from)                                                            \
+                     : "memory");                                                           \
+    else                                                                                    \
+        asm volatile("ldmatrix.sync.aligned.m8n8." SHAPE ".shared.b16 " REGISTERS ";"       \
+                     : __VA_ARGS__                                                          \
+                     : "r"(from)                                                            \
+                     : "memory")
     if constexpr (N == 1) {
         PYOPS_LDMATRIX("x1", "{%0}, [%1]", "=r"(fragment[0]));
     } else if constexpr (N == 2) {
@@ -102,9 +108,11 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
     if constexpr (!is_same<T, fp8_e4m3fnuz_t>) {
 #if __CUDA_ARCH__ >= 890
         // CUDA's header shifts the upper half of a word down first; the instruction can read it where it is.
-#define PYOPS_FP8(FORMAT)                                                                                        \
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2." FORMAT " %0, low; cvt.rn.f16x2." FORMAT " %1, high;}" \
-        : "=r"(halves[0]), "=r"(halves[1]) : "r"(codes))
+#define PYOPS_FP8(FORMAT)                                                                                      \
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2." FORMAT " %0, low; cvt.rn.f16x2." FORMAT \
+        " %1, high;}"                                                                                          \
+        : "=r"(halves[0]), "=r"(halves[1])                                                                     \
+        : "r"(codes))
         if constexpr (is_same<T, fp8_e4m3_t>) PYOPS_FP8("e4m3x2");
         else PYOPS_FP8("e5m2x2");
 #undef PYOPS_FP8

@@ -60,10 +60,12 @@ struct Fp8 {
     explicit DEVICE operator float() const {
         const uint32_t magnitude = code & 0x7fu, sign = uint32_t(code >> 7) << 31;
         if (FNUZ ? code == NOT_A_NUMBER : magnitude > LARGEST) {
-            return __uint_as_float(magnitude == LARGEST + 1 && magnitude < NOT_A_NUMBER ? sign | 0x7f800000u : 0x7fffffffu);
+            return __uint_as_float(magnitude == LARGEST + 1 && magnitude < NOT_A_NUMBER ? sign | 0x7f800000u
+                                                                                        : 0x7fffffffu);
         }
         const float unit = __uint_as_float(uint32_t(128 - BIAS - MANTISSA) << 23);  // the smallest number
-        const float x = magnitude >> MANTISSA ? __uint_as_float((magnitude << DROPPED) + REBIASED) : float(int(magnitude)) * unit;
+        const float x =
+            magnitude >> MANTISSA ? __uint_as_float((magnitude << DROPPED) + REBIASED) : float(int(magnitude)) * unit;
         return __uint_as_float(sign | __float_as_uint(x));
     }
 };
@@ -154,7 +156,9 @@ DEVICE void store_four_integers(int8_t* out, const int32_t* x) {
 #if PYOPS_CUDA
     int upper;
     asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(upper) : "r"(x[3]), "r"(x[2]));
-    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(*reinterpret_cast<int*>(out)) : "r"(x[1]), "r"(x[0]), "r"(upper));
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;"
+        : "=r"(*reinterpret_cast<int*>(out))
+        : "r"(x[1]), "r"(x[0]), "r"(upper));
 #else
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i] = saturated(x[i]);
@@ -228,18 +232,19 @@ template <> DEVICE void subtract_pair<bf16_t>(bf16_t* out, const bf16_t* a, cons
 }
 #if __CUDA_ARCH__ >= 860
 // The instruction gives the larger magnitude with the sign of the product: no instruction is spent on signs.
-#define PYOPS_ABSMAX_PAIR(T, OR_NAN, NAME)                                                \
-    template <> DEVICE void absmax_pair<OR_NAN, T>(T* absmax, const T* x) {                 \
-        asm("max" NAME " %0, %0, %1;" : "+r"(as_word(absmax)) : "r"(as_word(x)));           \
+#define PYOPS_ABSMAX_PAIR(T, OR_NAN, NAME)                                        \
+    template <> DEVICE void absmax_pair<OR_NAN, T>(T * absmax, const T* x) {      \
+        asm("max" NAME " %0, %0, %1;" : "+r"(as_word(absmax)) : "r"(as_word(x))); \
     }
 PYOPS_ABSMAX_PAIR(half_t, false, ".xorsign.abs.f16x2")
 PYOPS_ABSMAX_PAIR(half_t, true, ".NaN.xorsign.abs.f16x2")
 PYOPS_ABSMAX_PAIR(bf16_t, false, ".xorsign.abs.bf16x2")
 PYOPS_ABSMAX_PAIR(bf16_t, true, ".NaN.xorsign.abs.bf16x2")
 #else
-#define PYOPS_ABSMAX_PAIR(T, OR_NAN, PAIR, MAX)                                                                          \
-    template <> DEVICE void absmax_pair<OR_NAN, T>(T* absmax, const T* x) {                                                \
-        as_word(absmax) = pair_word(MAX(word_as<PAIR>(as_word(absmax) & 0x7fff7fffu), word_as<PAIR>(as_word(x) & 0x7fff7fffu))); \
+#define PYOPS_ABSMAX_PAIR(T, OR_NAN, PAIR, MAX)                                                                    \
+    template <> DEVICE void absmax_pair<OR_NAN, T>(T * absmax, const T* x) {                                       \
+        as_word(absmax) =                                                                                          \
+            pair_word(MAX(word_as<PAIR>(as_word(absmax) & 0x7fff7fffu), word_as<PAIR>(as_word(x) & 0x7fff7fffu))); \
     }
 PYOPS_ABSMAX_PAIR(half_t, false, __half2, __hmax2)
 PYOPS_ABSMAX_PAIR(half_t, true, __half2, __hmax2_nan)
@@ -269,10 +274,12 @@ template <> DEVICE void store_pair<fp8_e5m2_t>(fp8_e5m2_t* out, float low, float
     *reinterpret_cast<uint16_t*>(out) = fp8_pair(low, high, __NV_E5M2);
 }
 #if __CUDA_ARCH__ >= 890
-#define PYOPS_FP8_FOUR(FORMAT, out, x)                                                                     \
-    asm("{.reg .b16 low, high; cvt.rn.satfinite." FORMAT "x2.f32 low, %2, %1;"                             \
-        " cvt.rn.satfinite." FORMAT "x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"                       \
-        : "=r"(as_word(out)) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]))
+#define PYOPS_FP8_FOUR(FORMAT, out, x)                                               \
+    asm("{.reg .b16 low, high; cvt.rn.satfinite." FORMAT                             \
+        "x2.f32 low, %2, %1;"                                                        \
+        " cvt.rn.satfinite." FORMAT "x2.f32 high, %4, %3; mov.b32 %0, {low, high};}" \
+        : "=r"(as_word(out))                                                         \
+        : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]))
 template <> DEVICE void store_four<fp8_e4m3_t>(fp8_e4m3_t* out, const float* x) { PYOPS_FP8_FOUR("e4m3", out, x); }
 template <> DEVICE void store_four<fp8_e5m2_t>(fp8_e5m2_t* out, const float* x) { PYOPS_FP8_FOUR("e5m2", out, x); }
 #undef PYOPS_FP8_FOUR

@@ -25,6 +25,7 @@ DEVICE uint64_t philox(uint64_t seed, uint64_t offset, uint32_t third = 0, uint3
 // 2^-64.
 DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) {
     const uint64_t low = (a & 0xffffffffu) * (b & 0xffffffffu), cross = (a >> 32) * (b & 0xffffffffu);
-    const uint64_t other = (a & 0xffffffffu) * (b >> 32), middle = (low >> 32) + (cross & 0xffffffffu) + (other & 0xffffffffu);
+    const uint64_t other = (a & 0xffffffffu) * (b >> 32),
+                   middle = (low >> 32) + (cross & 0xffffffffu) + (other & 0xffffffffu);
     return (a >> 32) * (b >> 32) + (cross >> 32) + (other >> 32) + (middle >> 32);
 }

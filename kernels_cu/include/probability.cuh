@@ -13,11 +13,11 @@ constexpr uint64_t WHOLE = uint64_t(1) << 35;
 
 // What launches know of a row, in a workspace that they share.
 struct RowState {
-    uint64_t wanted;      // the sum that is left to find in the bin that `prefix` names
-    uint32_t floor;       // tokens with smaller keys are not drawn
-    uint32_t prefix;      // the digits found so far of the smallest key within top-p
-    uint32_t arrived;     // blocks that have arrived
-    uint32_t is_exact;    // bit 0: top-k needs no more digits; bit 1: top-p needs no more digits
+    uint64_t wanted;    // the sum that is left to find in the bin that `prefix` names
+    uint32_t floor;     // tokens with smaller keys are not drawn
+    uint32_t prefix;    // the digits found so far of the smallest key within top-p
+    uint32_t arrived;   // blocks that have arrived
+    uint32_t is_exact;  // bit 0: top-k needs no more digits; bit 1: top-p needs no more digits
 };
 
 // A logit that can be ordered: NaN becomes -inf, which is never drawn; +inf becomes the largest number; -0 becomes 0.
@@ -80,7 +80,7 @@ struct Coarse {
     template <typename WEIGHTS>
     DEVICE Coarse(const WEIGHTS& weights, float near) {
         const float range = weights.inverse > 0.0f ? ieee_min(3.0f * (weights.largest - near), 16.0f / weights.inverse)
-                                                    : 3.0f * (weights.largest - near);
+                                                   : 3.0f * (weights.largest - near);
         // The width is a power of two, so that the bounds of bins are floats; and so large that bins have numbers of 22
         // bits.
         const float wide = ieee_max(range / BINS, ieee_max(ieee_abs(weights.largest) * 0x1p-20f, 0x1p-100f));
@@ -89,7 +89,9 @@ struct Coarse {
         inverse = __uint_as_float((254u << 23) - exponent);
         first = ieee_multiply(floorf(weights.largest * inverse) - (BINS - 1), width);
     }
-    DEVICE uint32_t bin(float x) const { return floor_of_22_bits(ieee_max(x, first), inverse) - floor_of_22_bits(first, inverse); }
+    DEVICE uint32_t bin(float x) const {
+        return floor_of_22_bits(ieee_max(x, first), inverse) - floor_of_22_bits(first, inverse);
+    }
     DEVICE float begin(uint32_t bin) const { return ieee_add(first, ieee_multiply(float(bin), width)); }
 };
 

@@ -42,7 +42,9 @@ struct Quotient {
     bool ordinary;  // the reciprocal, and every residual that can change a code, are normal numbers
 
     explicit DEVICE Quotient(float divisor)
-        : divisor(divisor), reciprocal(reciprocal_of(divisor)), ordinary(fabsf(divisor) >= 0x1p-64f && fabsf(divisor) <= 0x1p64f) {}
+        : divisor(divisor),
+          reciprocal(reciprocal_of(divisor)),
+          ordinary(fabsf(divisor) >= 0x1p-64f && fabsf(divisor) <= 0x1p64f) {}
 
     DEVICE float operator()(float x) const {
         if (!ordinary) return ieee_divide(x, divisor);
@@ -83,7 +85,9 @@ struct ZeroPoint {
     int32_t azp, low, high;  // integers from low to high have codes that do not saturate
 
     explicit DEVICE ZeroPoint(int32_t azp)
-        : azp(azp), low(max(int64_t(-128) - azp, int64_t(-2147483647 - 1))), high(min(int64_t(127) - azp, int64_t(2147483647))) {}
+        : azp(azp),
+          low(max(int64_t(-128) - azp, int64_t(-2147483647 - 1))),
+          high(min(int64_t(127) - azp, int64_t(2147483647))) {}
     DEVICE int8_t operator()(float x) const { return int8_t(min(max(round_to_int(x), low), high) + azp); }
 };
 

@@ -39,7 +39,7 @@ struct Row {
     // condition would be issued late.
     template <typename F>
     DEVICE void for_each(F f) const {
-#pragma unroll (KEEP ? THREAD_VECS : 1)
+#pragma unroll(KEEP ? THREAD_VECS : 1)
         for (int i = 0; i < THREAD_VECS; ++i) {
             const int first = threadIdx.x % ROW_THREADS * VEC_SIZE;
             const int start = i * ROW_THREADS * VEC_SIZE + first;

@@ -51,7 +51,11 @@ DEVICE T sum_before(T value, T* partial, T& total) {
 // Digit number 0, 1 or 2 of 32-bit keys, from the left: the bit it begins at, and how many values (bins) it has.
 struct Digit {
     int shift, bins;
-    explicit DEVICE Digit(int number) : shift(number == 0 ? 21 : number == 1 ? 10 : 0), bins(number < 2 ? 2048 : 1024) {}
+    explicit DEVICE Digit(int number)
+        : shift(number == 0   ? 21
+                : number == 1 ? 10
+                              : 0),
+          bins(number < 2 ? 2048 : 1024) {}
     DEVICE uint32_t of(uint32_t key) const { return key >> shift & (bins - 1); }
     // Whether the digits of the key before this one are those of `prefix`, whose other digits are 0.
     DEVICE bool matches(uint32_t key, uint32_t prefix) const {
@@ -126,7 +130,8 @@ DEVICE Found<uint64_t> find_by_lanes(int num_bins, LOAD load, F wanted_of) {
 // a group holds, load(bin) is what a bin holds. Every thread of the block calls.
 constexpr int GROUP_BINS = 32;
 template <typename GROUP, typename LOAD>
-DEVICE Found<uint32_t> find_in_groups(int num_bins, GROUP load_group, LOAD load, uint32_t wanted, Found<uint32_t>* found) {
+DEVICE Found<uint32_t>
+find_in_groups(int num_bins, GROUP load_group, LOAD load, uint32_t wanted, Found<uint32_t>* found) {
     if (threadIdx.x < WARP_SIZE) {
         const int lane = threadIdx.x, groups = num_bins / GROUP_BINS;
         constexpr int LANES = 32;  // lanes that search; a wider warp has idle lanes
@@ -142,7 +147,8 @@ DEVICE Found<uint32_t> find_in_groups(int num_bins, GROUP load_group, LOAD load,
         int mine = -1;
 #pragma unroll
         for (int i = 0; i < LANE_GROUPS; ++i) {
-            if (lane < LANES && before < wanted && wanted <= before + held[i]) mine = lane * LANE_GROUPS + i, above = before;
+            if (lane < LANES && before < wanted && wanted <= before + held[i])
+                mine = lane * LANE_GROUPS + i, above = before;
             before += held[i];
         }
         const int from = lowest_bit(ballot(mine >= 0));
@@ -163,7 +169,8 @@ DEVICE Found<uint32_t> find_in_groups(int num_bins, GROUP load_group, LOAD load,
 // weigh(vector, weights) gives the weights of the VEC elements of a vector, of any vector whatever. Every thread of the
 // block calls.
 template <int NUM_THREADS, int VEC, typename WEIGH, typename FOUND>
-DEVICE void find_by_weight(uint64_t left, int vectors, WEIGH weigh, FOUND found, uint64_t (&partial)[2][NUM_THREADS / WARP_SIZE]) {
+DEVICE void
+find_by_weight(uint64_t left, int vectors, WEIGH weigh, FOUND found, uint64_t (&partial)[2][NUM_THREADS / WARP_SIZE]) {
     int turn = 0;
     for (int first = 0; first < vectors; first += NUM_THREADS) {
         uint64_t weights[VEC], own = 0, all;

@@ -13,8 +13,8 @@ struct Segment {
 // The segment of row r: [rowStarts[r], rowEnds[r]), or, if DECODE, [0, seq_lens[r / next_n] - next_n + r % next_n + 1);
 // cut to the columns of the matrix.
 template <bool DECODE>
-DEVICE Segment segment_of(
-    const int32_t* rowStarts, const int32_t* rowEnds, const int32_t* seq_lens, int next_n, int64_t columns) {
+DEVICE Segment segment_of(const int32_t* rowStarts, const int32_t* rowEnds, const int32_t* seq_lens, int next_n,
+                          int64_t columns) {
     int64_t begin = 0, end;
     if constexpr (DECODE) {
         const unsigned sequence = blockIdx.x / unsigned(next_n);

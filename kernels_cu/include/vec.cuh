@@ -21,7 +21,8 @@ struct alignas(sizeof(T) * N) Vec {
     static DEVICE Vec load(const T* address) {
         Vec result;
 #pragma unroll
-        for (int i = 0; i < N; i += ACCESS) result.word<ACCESS>(i) = *reinterpret_cast<const word_t<ACCESS>*>(address + i);
+        for (int i = 0; i < N; i += ACCESS)
+            result.word<ACCESS>(i) = *reinterpret_cast<const word_t<ACCESS>*>(address + i);
         return result;
     }
     // For data that is read once: it leaves the caches first.
@@ -36,13 +37,18 @@ struct alignas(sizeof(T) * N) Vec {
     template <int ACCESS = N>
     DEVICE void store(T* address) const {
 #pragma unroll
-        for (int i = 0; i < N; i += ACCESS) store_streaming(reinterpret_cast<word_t<ACCESS>*>(address + i), word<ACCESS>(i));
+        for (int i = 0; i < N; i += ACCESS)
+            store_streaming(reinterpret_cast<word_t<ACCESS>*>(address + i), word<ACCESS>(i));
     }
 
     template <int ACCESS>
-    DEVICE word_t<ACCESS>& word(int i) { return *reinterpret_cast<word_t<ACCESS>*>(data + i); }
+    DEVICE word_t<ACCESS>& word(int i) {
+        return *reinterpret_cast<word_t<ACCESS>*>(data + i);
+    }
     template <int ACCESS>
-    DEVICE word_t<ACCESS> word(int i) const { return *reinterpret_cast<const word_t<ACCESS>*>(data + i); }
+    DEVICE word_t<ACCESS> word(int i) const {
+        return *reinterpret_cast<const word_t<ACCESS>*>(data + i);
+    }
 
     DEVICE float operator[](int i) const { return to_float(data[i]); }
     DEVICE void to_floats(float (&x)[N]) const {

@@ -34,9 +34,9 @@ apply_rotary_emb(scalar_t* out,       // [num_tokens / seq_len, seq_len, NUM_HEA
                  const scalar_t* x,   // [num_tokens / seq_len, seq_len, NUM_HEADS, HEAD_SIZE]
                  const angle_t* cos,  // [seq_len, ROTARY_DIM / 2]
                  const angle_t* sin,  // [seq_len, ROTARY_DIM / 2]
-                 int64_t num_tokens, int seq_len, int64_t cos_stride, int64_t sin_stride,
-                 int64_t out_stride0, int64_t out_stride1, int64_t out_head_stride,
-                 int64_t x_stride0, int64_t x_stride1, int64_t x_head_stride) {
+                 int64_t num_tokens, int seq_len, int64_t cos_stride, int64_t sin_stride, int64_t out_stride0,
+                 int64_t out_stride1, int64_t out_head_stride, int64_t x_stride0, int64_t x_stride1,
+                 int64_t x_head_stride) {
     await_previous_kernel();
     const HeadIndex<NUM_THREADS, LANES, NUM_HEADS, THREAD_HEADS, BLOCK_GROUPS> at(num_tokens);
     if (!at.inside) return;
@@ -59,7 +59,7 @@ apply_rotary_emb(scalar_t* out,       // [num_tokens / seq_len, seq_len, NUM_HEA
             turn(pairs[i].x, pairs[i].y, pairs_t::vec_t::from_floats(cosine), pairs_t::vec_t::from_floats(sine));
         }
         pairs[i].store(out_head, first);
-        copy_elements<LANES, HEAD_SIZE - ROTARY_DIM, REST_ACCESS>(
-            out_head + ROTARY_DIM, x + head * x_head_stride + ROTARY_DIM, at.lane);
+        copy_elements<LANES, HEAD_SIZE - ROTARY_DIM, REST_ACCESS>(out_head + ROTARY_DIM,
+                                                                  x + head * x_head_stride + ROTARY_DIM, at.lane);
     });
 }

@@ -41,20 +41,20 @@ using vec_t = Vec<scalar_t, PAIRS>;
 using pairs_t = Pairs<scalar_t, PAIRS, HALF, IS_NEOX, ACCESS_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-dual_chunk_rotary_embedding(
-    scalar_t* query_out,                        // [num_tokens, VERSIONS, NUM_HEADS_Q, HEAD_SIZE]
-    scalar_t* key_out,                          // [num_tokens, NUM_HEADS_K, HEAD_SIZE]
-    const position_t* positions,                // [num_tokens]
-    const scalar_t* query,                      // [num_tokens, NUM_HEADS_Q, HEAD_SIZE]
-    const scalar_t* key,                        // [num_tokens, NUM_HEADS_K, HEAD_SIZE]
-    const scalar_t* cos_sin_k_cache,            // [max_position, ROTARY_DIM]
-    const scalar_t* cos_sin_q_cache,            // [chunk_len, ROTARY_DIM]
-    const scalar_t* cos_sin_qc_cache,           // [chunk_len, ROTARY_DIM]
-    const scalar_t* cos_sin_qc_no_clamp_cache,  // [chunk_len, ROTARY_DIM]
-    const scalar_t* cos_sin_q_inter_cache,      // [chunk_len, ROTARY_DIM]
-    int64_t num_tokens, int64_t max_position, int chunk_len, int64_t positions_stride, int64_t query_out_stride,
-    int64_t key_out_stride, int64_t key_out_head_stride, int64_t query_stride, int64_t query_head_stride,
-    int64_t key_stride, int64_t key_head_stride) {
+dual_chunk_rotary_embedding(scalar_t* query_out,               // [num_tokens, VERSIONS, NUM_HEADS_Q, HEAD_SIZE]
+                            scalar_t* key_out,                 // [num_tokens, NUM_HEADS_K, HEAD_SIZE]
+                            const position_t* positions,       // [num_tokens]
+                            const scalar_t* query,             // [num_tokens, NUM_HEADS_Q, HEAD_SIZE]
+                            const scalar_t* key,               // [num_tokens, NUM_HEADS_K, HEAD_SIZE]
+                            const scalar_t* cos_sin_k_cache,   // [max_position, ROTARY_DIM]
+                            const scalar_t* cos_sin_q_cache,   // [chunk_len, ROTARY_DIM]
+                            const scalar_t* cos_sin_qc_cache,  // [chunk_len, ROTARY_DIM]
+                            const scalar_t* cos_sin_qc_no_clamp_cache,  // [chunk_len, ROTARY_DIM]
+                            const scalar_t* cos_sin_q_inter_cache,      // [chunk_len, ROTARY_DIM]
+                            int64_t num_tokens, int64_t max_position, int chunk_len, int64_t positions_stride,
+                            int64_t query_out_stride, int64_t key_out_stride, int64_t key_out_head_stride,
+                            int64_t query_stride, int64_t query_head_stride, int64_t key_stride,
+                            int64_t key_head_stride) {
     await_previous_kernel();
     const HeadIndex<NUM_THREADS, LANES, NUM_HEADS_Q + NUM_HEADS_K, THREAD_HEADS, BLOCK_GROUPS> at(num_tokens);
     if (!at.inside) return;
@@ -91,8 +91,8 @@ dual_chunk_rotary_embedding(
             pairs_t turned = pairs[i];
             if (turns) turn(turned.x, turned.y, cosine, sine);
             turned.store(to, first);
-            copy_elements<LANES, HEAD_SIZE - ROTARY_DIM, REST_ACCESS>(
-                to + ROTARY_DIM, source(head) + ROTARY_DIM, at.lane);
+            copy_elements<LANES, HEAD_SIZE - ROTARY_DIM, REST_ACCESS>(to + ROTARY_DIM, source(head) + ROTARY_DIM,
+                                                                      at.lane);
         });
     }
 }

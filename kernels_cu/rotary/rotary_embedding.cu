@@ -69,9 +69,8 @@ rotary_embedding(const position_t* positions,    // [AXES, num_tokens]
                  scalar_t* query,                // [num_tokens, NUM_HEADS_Q, head_size]
                  scalar_t* key,                  // [num_tokens, NUM_HEADS_K, head_size] or null
                  const scalar_t* cos_sin_cache,  // [max_position, ROTARY_DIM]
-                 int64_t num_tokens, int size1, int64_t max_position,
-                 int64_t axis_stride, int64_t positions_stride0, int64_t positions_stride1,
-                 int64_t query_stride0, int64_t query_stride1, int64_t query_head_stride,
+                 int64_t num_tokens, int size1, int64_t max_position, int64_t axis_stride, int64_t positions_stride0,
+                 int64_t positions_stride1, int64_t query_stride0, int64_t query_stride1, int64_t query_head_stride,
                  int64_t key_stride0, int64_t key_stride1, int64_t key_head_stride) {
     await_previous_kernel();
     const HeadIndex<NUM_THREADS, HALF / PAIRS, NUM_HEADS_Q + NUM_HEADS_K, THREAD_HEADS, BLOCK_GROUPS> at(num_tokens);
