@@ -249,7 +249,7 @@ def plan_sm100_cutlass_mla_decode(
             **NO_STARTS,
             HAS_OUT_SCALE=False,
         )
-        absent = dict.fromkeys(("query_start_loc", "sinks", "fp8_out_scale", "num_seqs", "slots"), 0)
+        absent = dict.fromkeys(("query_start_loc", "sinks", "fp8_out_scale", "num_seqs", "wave_splits"), 0)
         launches.append(launch_join(join, num_seqs, num_rows=num_seqs, sliding_window=0, **common, **absent))
     return launches
 
