@@ -206,19 +206,26 @@ def test_kernel_uses_only_portable_names(name: str) -> None:
     assert set(re.findall(r"\b__\w+", _code(name))) <= portable
 
 
+def _shared_constants() -> set[str]:
+    """The constants that have one meaning in all kernels, from their table in docs/kernels.md."""
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    section = page.split("### Constants with one meaning\n", 1)[1].split("\n#", 1)[0]
+    return set(re.findall(r"^\| `(\w+)` \| .", section, re.MULTILINE))
+
+
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernel_header_comment_lists_its_constants(name: str) -> None:
-    """Every constant that a plan gives is explained where the kernel begins."""
+def test_every_constant_is_explained(name: str) -> None:
+    """Where the kernel begins, or in the table of the constants that have one meaning in all kernels."""
     comment = kernels_cu.read(name).split("\n\n#include", 1)[0]
+    shared = _shared_constants()
     for op in pyops.registry.values():
         assert op.example is not None
         few, many = (op.launches(*op.example(ArgMaker(device.model()), **more)) for more in ({}, {"num_tokens": 4096}))
         for launch in (*few, *many):
             if launch.specialisation.kernel.file == name:
                 for constant in launch.specialisation.constants:
-                    assert re.search(rf"^//     .*\b{constant}\b", comment, re.MULTILINE), (
-                        f"{constant} is not explained"
-                    )
+                    explained = re.search(rf"^//     .*\b{constant}\b", comment, re.MULTILINE)
+                    assert explained or constant in shared, f"{constant} is not explained"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels_cu" / "host").iterdir()), ids=lambda path: path.name)
