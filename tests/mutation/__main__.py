@@ -8,8 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-import pytest
-
 import kernels_cu
 from tests.mutation import choose, operators, plans
 from tests.mutation.equivalent import EQUIVALENT
@@ -18,21 +16,6 @@ from tests.mutation.mutant import Mutant, sample
 from tests.mutation.semantic import SEMANTIC, anchored
 
 REQUIRED = 0.95  # the share of mutants, without equivalent and invalid ones, that must be killed
-_HARMLESS = "ignore::pytest.PytestAssertRewriteWarning"  # this process imports hypothesis before pytest does
-_PYTEST = (
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:xdist",
-    "-o",
-    "timeout=0",
-    "-q",
-    "-s",
-    "--no-header",
-    "--no-summary",
-    "-W",
-    _HARMLESS,
-)
 
 
 def generated() -> list[Mutant]:
@@ -47,11 +30,15 @@ def _text(mutant: Mutant) -> str:
 
 def _chosen(asked: argparse.Namespace) -> list[Mutant]:
     if not asked.semantic:
-        return sample([one for one in generated() if asked.file in one.name], asked.per_file, asked.seed)
+        return sample([one for one in generated() if _is_asked(one, asked)], asked.per_file, asked.seed)
     found, problems = anchored(SEMANTIC)
     if problems:
         sys.exit("\n".join(problems))
-    return sample([one for one in found if asked.file in one.name], len(found), asked.seed)
+    return sample([one for one in found if _is_asked(one, asked)], len(found), asked.seed)
+
+
+def _is_asked(mutant: Mutant, asked: argparse.Namespace) -> bool:
+    return any(part in mutant.name for part in asked.file or [""])
 
 
 def score(outcomes: Counter[str]) -> float:
@@ -67,7 +54,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=90.0, help="time for the tests of one mutant (90)")
     parser.add_argument("--seed", type=int, default=0, help="chooses the sample (0)")
     parser.add_argument("--per-file", type=int, default=2, help="mutants of each file (2)")
-    parser.add_argument("--file", default="", help="only mutants with this in their name, which begins with the file")
+    parser.add_argument(
+        "--file", action="append", help="only mutants with this in their name, which begins with the file; repeatable"
+    )
     parser.add_argument("--semantic", action="store_true", help="those of tests/mutation/semantic.py instead")
     parser.add_argument("--list", action="store_true", help="print the mutants as diffs and judge none")
     return parser.parse_args()
@@ -78,7 +67,7 @@ def main() -> None:
     asked = _arguments()
     mutants = _chosen(asked)
     if not mutants:
-        sys.exit(f"no mutant has {asked.file!r} in its name")
+        sys.exit(f"no mutant has {' or '.join(asked.file or [])} in its name")
     if asked.list:
         for mutant in mutants:
             print(f"{mutant.name} {mutant.why}\n{mutant.diff(_text(mutant))}\n")
@@ -92,9 +81,7 @@ def main() -> None:
             print(f"{mutant.why}\n{mutant.diff(_text(mutant))}\n".lstrip(), flush=True)
 
     judge = Judge(mutants, asked.n, asked.seconds, started + 60 * asked.minutes, report)
-    status = pytest.main([*_PYTEST, *choose.files_of(mutants)], plugins=[judge])
-    if status:
-        sys.exit(f"pytest ended with {status}")
+    judge.run(choose.files_of(mutants))
     _conclude(outcomes, mutants, judge, asked.seed, time.monotonic() - started)
 
 

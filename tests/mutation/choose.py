@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -96,8 +97,9 @@ def files_of(mutants: Iterable[Mutant]) -> list[str]:
 def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str]) -> list[pytest.Item]:
     """The tests that run the mutant's kernels or plan on the CPU.
 
-    First come `killers`, the ids of tests that have killed other mutants of the file, the latest first. Then tests of
-    each op and of the family take turns; of a semantic mutant, those whose names share words with its `why` come first.
+    First come `killers`, the ids of tests that have killed other mutants of the file, the latest first; then, of a
+    semantic mutant, the tests whose names share words with its `why`; then those whose code names an op. Otherwise the
+    tests of each op and of the family take turns.
     """
     every = {*_EVERY_OP, *([_REFUSES] if mutant.is_plan else [])}
     files, turns = every | _own_files(mutant), defaultdict(list)
@@ -109,8 +111,10 @@ def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str
     family = turns.pop("", [])  # tests that name no op: every other one
     ordered = in_turn(family, in_turn(*turns.values()))
     latest = {name: i for i, name in enumerate(killers)}
-    words = _words(mutant.why)
-    return sorted(ordered, key=lambda item: (-latest.get(item.nodeid, -1), -_shared(item, words)))
+    words, ops = _words(mutant.why), ops_of(mutant)
+    return sorted(
+        ordered, key=lambda item: (-latest.get(item.nodeid, -1), -_shared(item, words), not _code_names(item, ops))
+    )
 
 
 def _values(item: pytest.Item) -> list[object]:
@@ -130,6 +134,17 @@ def _runs_on_host(item: pytest.Item, mutant: Mutant) -> bool:
     if item.path.name == Path(_REFUSES).name:
         return mutant.is_plan
     return "Host" in named or (item.path.name != "test_every_op.py" and "cpu" not in named)
+
+
+@cache
+def _code_of(function: Callable[..., None]) -> str:
+    return inspect.getsource(function)
+
+
+def _code_names(item: pytest.Item, ops: frozenset[str]) -> bool:
+    """Whether the test is of these ops, by its parameters or in its code."""
+    function = getattr(item, "function", None)
+    return bool(_named(item) & ops) or (function is not None and any(name in _code_of(function) for name in ops))
 
 
 def _shared(item: pytest.Item, words: set[str]) -> int:

@@ -33,6 +33,9 @@ from tests.mutation.mutant import Mutant
 
 OUTCOMES = ("killed", "survived", "timeout", "equivalent", "invalid")
 _ENDLESS = 20.0  # seconds after which a test is ended: a kernel loops without end, or the test is too slow for this use
+_PYTEST = ["-q", "-s", "--no-header", "--no-summary", "-o", "timeout=0"]
+_PYTEST += [word for plugin in ("cacheprovider", "faulthandler", "xdist") for word in ("-p", f"no:{plugin}")]
+_PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # this process has imported hypothesis already
 _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 
@@ -77,6 +80,11 @@ class Judge:
         self._killers: dict[str, list[str]] = defaultdict(list)
         self._doubted: dict[str, list[tuple[Mutant, Verdict]]] = defaultdict(list)  # test -> what it would have killed
         self._failed = ""
+
+    def run(self, files: Sequence[str]) -> None:
+        """Judge the mutants by the tests of these files, or of these ids."""
+        if status := pytest.main([*_PYTEST, *files], plugins=[self]):
+            raise RuntimeError(f"pytest ended with {status}")
 
     def pytest_sessionstart(self) -> None:
         """What fails need not be made small."""
