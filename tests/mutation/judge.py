@@ -32,7 +32,8 @@ from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.mutant import Mutant
 
 OUTCOMES = ("killed", "survived", "timeout", "equivalent", "invalid")
-_ENDLESS = 20.0  # seconds after which a test is ended: a kernel loops without end, or the test is too slow for this use
+_ENDLESS = 30.0  # seconds after which a test is ended: a kernel loops without end, or the test is too slow for this use
+_ENDED = f" (did not end in {_ENDLESS:.0f} s)"
 _PYTEST = ["-q", "-s", "--no-header", "--no-summary", "-o", "timeout=0"]
 _PYTEST += [word for plugin in ("cacheprovider", "faulthandler", "xdist") for word in ("-p", f"no:{plugin}")]
 _PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # this process has imported hypothesis already
@@ -75,7 +76,7 @@ class Judge:
     ) -> None:
         self.waiting, self.most, self.seconds = deque(mutants), most, seconds
         self.deadline, self.report = deadline, report
-        self.sound: set[str] = set()
+        self.sound: dict[str, float] = {}  # test -> seconds that it takes without a mutant
         self.unsound: set[str] = set()
         self._killers: dict[str, list[str]] = defaultdict(list)
         self._doubted: dict[str, list[tuple[Mutant, Verdict]]] = defaultdict(list)  # test -> what it would have killed
@@ -143,28 +144,34 @@ class Judge:
         last = begun[-1] if begun else ""
         told = next(((word, rest) for word, _, rest in lines if word in ("failed", *OUTCOMES)), None)
         if job.mutant is None:
-            self._settle(last, passes=told == ("survived", "") and not late)
+            if told == ("survived", "") and not late:
+                self.sound[last] = seconds
+            else:
+                self.unsound.add(last)
+            self._settle(last)
         elif told is None and not late and not begun:
             printed = job.log.with_suffix(".out").read_text(errors="replace")
             raise RuntimeError(f"{job.mutant.name}: the fork ended with {job.process.exitcode}\n{printed}")
         elif late:
             self.report(job.mutant, Verdict("timeout", f"{len(begun) - 1} tests passed", seconds, len(begun) - 1))
         elif told is None or told[0] == "failed":
-            ended = f"{last} (ended by signal {-job.process.exitcode})"
+            signalled = -job.process.exitcode
+            ended = last + (_ENDED if signalled == signal.SIGALRM else f" (ended by signal {signalled})")
             verdict = Verdict("killed", ended if told is None else last, seconds, len(begun))
             self._doubted[last].append((job.mutant, verdict))
             if last not in self.sound:
                 return last if len(self._doubted[last]) == 1 else ""
-            self._settle(last, passes=True)
+            self._settle(last)
         else:
             self.report(job.mutant, Verdict(told[0], told[1], seconds, len(begun)))
         return ""
 
-    def _settle(self, test: str, passes: bool) -> None:
-        """It is known now whether the test passes without a mutant."""
-        (self.sound if passes else self.unsound).add(test)
+    def _settle(self, test: str) -> None:
+        """It is known now whether the test passes without a mutant, and in much less time than one that is endless."""
         for mutant, verdict in self._doubted.pop(test, []):
-            if passes:
+            if verdict.by.endswith(_ENDED) and self.sound.get(test, 0.0) > _ENDLESS / 4:
+                self.unsound.add(test)
+            if test not in self.unsound:
                 self._killers[mutant.file].append(test)
                 self.report(mutant, verdict)
             else:
