@@ -97,9 +97,9 @@ def files_of(mutants: Iterable[Mutant]) -> list[str]:
 def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str]) -> list[pytest.Item]:
     """The tests that run the mutant's kernels or plan on the CPU.
 
-    First come `killers`, the ids of tests that have killed other mutants of the file, the latest first; then, of a
-    semantic mutant, the tests whose names share words with its `why`; then those whose code names an op. Otherwise the
-    tests of each op and of the family take turns.
+    First come `killers`, the ids of tests that have killed other mutants of the file, the latest first; then tests
+    whose names share words with the `why` of a semantic mutant, or tests of refusals for a check; then those whose code
+    names an op. Otherwise the tests of each op and of the family take turns.
     """
     every = {*_EVERY_OP, *([_REFUSES] if mutant.is_plan else [])}
     files, turns = every | _own_files(mutant), defaultdict(list)
@@ -111,7 +111,7 @@ def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str
     family = turns.pop("", [])  # tests that name no op: every other one
     ordered = in_turn(family, in_turn(*turns.values()))
     latest = {name: i for i, name in enumerate(killers)}
-    words, ops = _words(mutant.why), ops_of(mutant)
+    words, ops = _words("refuse refused refuses refusal" if mutant.breaks_check else mutant.why), ops_of(mutant)
     return sorted(
         ordered, key=lambda item: (-latest.get(item.nodeid, -1), -_shared(item, words), not _code_names(item, ops))
     )
@@ -148,7 +148,7 @@ def _code_names(item: pytest.Item, ops: frozenset[str]) -> bool:
 
 
 def _shared(item: pytest.Item, words: set[str]) -> int:
-    own = getattr(item, "originalname", item.name), getattr(getattr(item, "obj", None), "__doc__", "")
+    own = item.path.stem, getattr(item, "originalname", item.name), getattr(getattr(item, "obj", None), "__doc__", "")
     return len(words & _words(" ".join(map(str, own)))) if words else 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -32,7 +33,8 @@ from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.mutant import Mutant
 
 OUTCOMES = ("killed", "survived", "timeout", "equivalent", "invalid")
-_ENDLESS = 30.0  # seconds after which a test is ended: a kernel loops without end, or the test is too slow for this use
+# Seconds of the process's own work, without the compiler's, after which a test is ended: a kernel loops without end.
+_ENDLESS = 20.0
 _ENDED = f" (did not end in {_ENDLESS:.0f} s)"
 _PYTEST = ["-q", "-s", "--no-header", "--no-summary", "-o", "timeout=0"]
 _PYTEST += [word for plugin in ("cacheprovider", "faulthandler", "xdist") for word in ("-p", f"no:{plugin}")]
@@ -76,11 +78,12 @@ class Judge:
     ) -> None:
         self.waiting, self.most, self.seconds = deque(mutants), most, seconds
         self.deadline, self.report = deadline, report
-        self.sound: dict[str, float] = {}  # test -> seconds that it takes without a mutant
+        self.sound: dict[str, float] = {}  # test -> seconds of the process's own work without a mutant
         self.unsound: set[str] = set()
         self._killers: dict[str, list[str]] = defaultdict(list)
         self._doubted: dict[str, list[tuple[Mutant, Verdict]]] = defaultdict(list)  # test -> what it would have killed
         self._failed = ""
+        self._numbers = itertools.count()
 
     def run(self, files: Sequence[str]) -> None:
         """Judge the mutants by the tests of these files, or of these ids."""
@@ -116,7 +119,7 @@ class Judge:
                         del running[sentinel]
                         doubted = self._end(job, seconds, late=sentinel not in ended)
                         if doubted:
-                            checks.append(_Job(None, [items[doubted]], Path(folder, "sound.log")))
+                            checks.append(_Job(None, [items[doubted]], self._new_log(folder)))
         return True
 
     def _next(self, items: Sequence[pytest.Item], folder: str) -> _Job | None:
@@ -126,7 +129,10 @@ class Judge:
             return None
         chosen = choose.items_of(mutant, items, self._killers[mutant.file])
         chosen = [item for item in chosen if item.nodeid not in self.unsound]
-        return _Job(mutant, chosen, Path(folder, f"{len(self.waiting)}.log"))
+        return _Job(mutant, chosen, self._new_log(folder))
+
+    def _new_log(self, folder: str) -> Path:
+        return Path(folder, f"{next(self._numbers)}.log")
 
     def _start(self, job: _Job) -> None:
         job.started = time.monotonic()
@@ -145,7 +151,7 @@ class Judge:
         told = next(((word, rest) for word, _, rest in lines if word in ("failed", *OUTCOMES)), None)
         if job.mutant is None:
             if told == ("survived", "") and not late:
-                self.sound[last] = seconds
+                self.sound[last] = next(float(rest) for word, _, rest in lines if word == "took")
             else:
                 self.unsound.add(last)
             self._settle(last)
@@ -156,7 +162,7 @@ class Judge:
             self.report(job.mutant, Verdict("timeout", f"{len(begun) - 1} tests passed", seconds, len(begun) - 1))
         elif told is None or told[0] == "failed":
             signalled = -job.process.exitcode
-            ended = last + (_ENDED if signalled == signal.SIGALRM else f" (ended by signal {signalled})")
+            ended = last + (_ENDED if signalled == signal.SIGPROF else f" (ended by signal {signalled})")
             verdict = Verdict("killed", ended if told is None else last, seconds, len(begun))
             self._doubted[last].append((job.mutant, verdict))
             if last not in self.sound:
@@ -186,16 +192,17 @@ class Judge:
             for descriptor in (1, 2):
                 os.dup2(printed.fileno(), descriptor)
         self._log = job.log.open("a", buffering=1)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
         loaded = _apply(job.mutant) if job.mutant else []
         for item, following in zip(job.items, [*job.items[1:], None], strict=True):
             print("begun", item.nodeid, file=self._log)
-            signal.setitimer(signal.ITIMER_REAL, _ENDLESS)
+            signal.setitimer(signal.ITIMER_PROF, _ENDLESS)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if self._failed:
                 print("failed", item.nodeid, file=self._log)
                 os._exit(0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(f"took {time.process_time():.1f}", file=self._log)
         if loaded and _same_code(loaded):
             print(f"equivalent the same machine code in all {len(loaded)} specialisations that ran", file=self._log)
         else:
