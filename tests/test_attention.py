@@ -661,3 +661,18 @@ def test_the_example_is_in_the_reference(on: str) -> None:
     """The generic example meets the kernels with every option at once."""
     args = example(V1, on, num_tokens=3, options=True)
     assert_results(V1, expected(V1, args), run(V1, args))
+
+
+@pytest.mark.usefixtures("no_clusters")
+@pytest.mark.parametrize("lengths", [[700, 3, 130], [200, 190, 180]], ids=["uneven", "alike"])
+def test_blocks_without_a_split_touch_nothing(lengths: list[int]) -> None:
+    """A balanced grid has more blocks than there are splits. Memory ends right before, or right behind, each tensor."""
+    call = paged_call(lengths, (2, 1), dtype=torch.bfloat16)
+    call.pop("plain")
+    one = torch.ones(1)
+    call |= {"k_scale": one, "v_scale": one}
+    with config.cpu("kernels"):
+        _, (launch, _) = V1.check(*(call.get(p.name, p.default) for p in V1.parameters))
+        assert launch.specialisation.constants["BALANCED"]
+        for side in ("before", "after"):
+            V1.wrapper(**{name: guarded(x, side) if isinstance(x, torch.Tensor) else x for name, x in call.items()})

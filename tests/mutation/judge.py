@@ -194,7 +194,7 @@ class Judge:
         self._log = job.log.open("a", buffering=1)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         loaded = _apply(job.mutant) if job.mutant else []
-        for item, following in zip(job.items, [*job.items[1:], None], strict=True):
+        for item, following in itertools.zip_longest(job.items, job.items[1:]):
             print("begun", item.nodeid, file=self._log)
             signal.setitimer(signal.ITIMER_PROF, _ENDLESS)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
