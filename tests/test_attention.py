@@ -17,7 +17,7 @@ from pyops._core.example import ArgMaker
 from pyops.attention import _plan
 from pyops.testing import SCHEDULES, assert_matches_reference, guarded
 from pyops.testing.calls import assert_results, expected, replaced, run
-from tests.calls import DEVICES, Host, example
+from tests.calls import DEVICES, Host, example, refusal
 
 V1, V2 = pyops.ops["paged_attention_v1"], pyops.ops["paged_attention_v2"]
 FP8, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -676,3 +676,10 @@ def test_blocks_without_a_split_touch_nothing(lengths: list[int]) -> None:
         assert launch.specialisation.constants["BALANCED"]
         for side in ("before", "after"):
             V1.wrapper(**{name: guarded(x, side) if isinstance(x, torch.Tensor) else x for name, x in call.items()})
+
+
+def test_rocm_refuses_a_table_without_rows() -> None:
+    op = pyops.ops["paged_attention_rocm"]
+    for table in (torch.tensor(0, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)):
+        error = refusal(op, replaced(op, example(op), block_tables=table))
+        assert error.argument == "block_tables"
