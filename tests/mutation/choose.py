@@ -98,7 +98,7 @@ def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str
     """The tests that run the mutant's kernels or plan on the CPU.
 
     First come `killers`, the ids of tests that have killed other mutants of the file, the latest first; then tests
-    whose names share words with the `why` of a semantic mutant, or tests of refusals for a check; then those whose code
+    whose names share words with the `why` of a semantic mutant, or with what its operator breaks; then those whose code
     names an op. Otherwise the tests of each op and of the family take turns.
     """
     every = {*_EVERY_OP, *([_REFUSES] if mutant.is_plan else [])}
@@ -111,10 +111,18 @@ def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str
     family = turns.pop("", [])  # tests that name no op: every other one
     ordered = in_turn(family, in_turn(*turns.values()))
     latest = {name: i for i, name in enumerate(killers)}
-    words, ops = _words("refuse refused refuses refusal" if mutant.breaks_check else mutant.why), ops_of(mutant)
+    words, ops = _words(_hints(mutant)), ops_of(mutant)
     return sorted(
         ordered, key=lambda item: (-latest.get(item.nodeid, -1), -_shared(item, words), not _code_names(item, ops))
     )
+
+
+def _hints(mutant: Mutant) -> str:
+    """Words in the names of tests that are likely to notice the mutant."""
+    if mutant.is_plan:
+        is_check = mutant.operator in ("check dropped", "condition", "comparison", "logic")
+        return "refuse refuses refused refusal" if is_check else ""
+    return {"barrier": "schedule", "exit": "hostile", "predicate": "hostile"}.get(mutant.operator, mutant.why)
 
 
 def _values(item: pytest.Item) -> list[object]:

@@ -37,11 +37,6 @@ class Mutant:
     def is_plan(self) -> bool:
         return self.file.endswith(".py")
 
-    @property
-    def breaks_check(self) -> bool:
-        """Whether a plan refuses less or more with the mutant."""
-        return self.is_plan and self.operator in ("check dropped", "condition", "comparison", "logic")
-
     def apply(self, text: str) -> str:
         """The file with the mutant in it."""
         return text[: self.start] + self.new + text[self.end :]
