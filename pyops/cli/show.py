@@ -9,7 +9,7 @@ from typing import Any
 import kernels_cu
 
 from .. import axes
-from .._core import binding, device, dtypes
+from .._core import binding, device, dtypes, tuning
 from .._core import source as sources
 from .._core.errors import OpError
 from .._core.op import Op
@@ -34,6 +34,8 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
             f"    {specialisation.kernel.file}: {grid} blocks of {one.block} threads, {one.shared} bytes shared"
         )
         lines.append(f"        {specialisation}")
+    if op.name in tuning.last:
+        lines.append(f"    chosen: {tuning.last[op.name]}")
     lines.append(f"held by this process: {len(op.plans)} plans, {len(op.compiled())} kernels")
     lines += [f"    {one.kernel} {one.constants} {one.arch}: {one.registers} registers" for one in op.compiled()]
     return "\n".join(lines)
