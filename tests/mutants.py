@@ -1453,7 +1453,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
     "attention/attention_decode.cu": [
         (
             "every block the same steps",
-            "const int turn = (CLUSTER > 1 ? blockIdx.y * NUM_WARPS : 0) + warp;",
+            "const int turn = (CLUSTER > 1 ? blockIdx.y * num_warps : 0) + warp;",
             "const int turn = warp;",
             "blocks of a cluster share the tokens",
         ),
@@ -1557,6 +1557,18 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "head * PART_STRIDE",
             "every warp leaves its own",
         ),
+        (
+            "warps that are none have found something",
+            "        warp_most[i] = minus_infinity();\n",
+            "",
+            "blocks of fewer warps than there is room for",
+        ),
+        (
+            "values of warps that are none",
+            "shares.of[w] > 0.0f ? part_of(w, head)[i] : 0.0f",
+            "part_of(w, head)[i]",
+            "blocks of fewer warps than there is room for",
+        ),
         ("heads that overlap", "PART_STRIDE = HEAD_SIZE +", "PART_STRIDE = HEAD_SIZE -", "every head has its own"),
         (
             "no wait for the warps",
@@ -1567,8 +1579,8 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ("a head too many", "head >= num_heads) continue;", "head > num_heads) continue;", "parts of the next warp"),
         (
             "heads that are none",
-            "head < num_heads; head += NUM_WARPS) {\n        const Shares",
-            "head < HEADS; head += NUM_WARPS) {\n        const Shares",
+            "head < num_heads; head += num_warps) {\n        const Shares",
+            "head < HEADS; head += num_warps) {\n        const Shares",
             "heads of the next key-value head",
         ),
         (
@@ -1612,13 +1624,19 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
             "sums that overflow",
         ),
         (
+            "groups that are none",
+            "if (i >= groups) break;",
+            "",
+            "groups of the next head",
+        ),
+        (
             "splits weigh the same",
             "weight[i] * relative(logit[i], largest)",
             "weight[i]",
             "their largest logits differ",
         ),
         ("sums not shrunk", "sum[j] *= shrink;", "sum[j] *= 1.0f;", "a later split is larger"),
-        ("splits of one group", "first += GROUPS * BATCH", "first += count", "splits behind the first batch"),
+        ("splits of one group", "first += groups * BATCH", "first += count", "splits behind the first batch"),
         (
             "no barrier",
             "        __syncthreads();\n        if (group > 0) return;",
@@ -1627,7 +1645,7 @@ _TABLE: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "groups weigh the same",
-            "const float share = relative(group_most[own][i], most);",
+            "const float share = relative(group_most[own + i], most);",
             "const float share = 1.0f;",
             "their largest logits differ",
         ),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import config, device, dtypes
 from pyops._core.example import ArgMaker
-from pyops.ops.attention import decode_choose, join
+from pyops.ops.attention import join
 from pyops.testing import SCHEDULES, assert_matches_reference, guarded
 from pyops.testing.calls import assert_results, expected, replaced, run
 from tests.calls import DEVICES, Host, example
@@ -564,36 +564,6 @@ def test_products_serve_what_they_can() -> None:
     assert kernels(num_tokens=4096, kv_cache_dtype="fp8", packed=True) == ["attention_decode.cu"]
     assert kernels(num_tokens=4096, dtype="float32") == ["attention_decode_simt.cu"]
     assert kernels(num_tokens=4096, arch="gfx942") == ["attention_decode_simt.cu"]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "max_tokens", "wide", "expected"),
-    [
-        (8, 1024, True, (8, 8)),
-        (8, 1024, False, (8, 4)),
-        (8, 512, True, (8, 4)),  # eight blocks of four warps have a step each
-        (8, 128, True, (2, 4)),
-        (8, 64, True, (1, 4)),  # one block has
-        (8, 0, True, (1, 4)),
-        (8, 4096, True, (8, 8)),
-        (8, 4097, True, (1, 8)),
-        (1, 2049, True, (1, 8)),  # eight blocks are too few
-        (32, 1024, True, (8, 4)),
-        (66, 1024, True, (4, 4)),
-        (67, 1024, True, (1, 4)),
-        (512, 64, True, (1, 4)),
-    ],
-)
-def test_choose_cluster(blocks: int, max_tokens: int, wide: bool, expected: tuple[int, int]) -> None:
-    """As many as run at once and have something to do, where the longest sequence is not long."""
-    assert decode_choose.choose_cluster(blocks, max_tokens, 16, wide, device.model()) == expected
-    assert decode_choose.choose_cluster(blocks, max_tokens, 16, wide, device.model("sm_80"))[0] == 1
-
-
-@pytest.mark.parametrize(("blocks", "warps"), [(8, 4), (396, 4), (397, 3), (528, 3), (529, 2), (600, 4), (2048, 2)])
-def test_choose_num_warps(blocks: int, warps: int) -> None:
-    """All blocks in one round, if blocks of three warps fit; else whole rounds."""
-    assert decode_choose.choose_num_warps(blocks, 396) == warps
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [

@@ -2,17 +2,17 @@
 //
 //     m = max_s m_s,  w_s = z_s exp(m_s - m),  out = sum_s w_s o_s / (sum_s w_s + 1e-6)
 //
-// for splits s with largest logit m_s, sum z_s and mean o_s; a sink is one more logit without a value. A block takes HEADS query
-// heads of a sequence, with GROUPS of LANES threads for each that take turns at the splits, a thread at VEC_SIZE dimensions.
+// for splits s with largest logit m_s, sum z_s and mean o_s; a sink is one more logit without a value. A block takes
+// query heads of one sequence. Each head has `groups` groups of LANES threads, which take its splits in turn, and each thread
+// VEC_SIZE dimensions. The size of the block says how many heads those are.
 //
 // Constants
 //     out_t, partial_t, length_t    types of out, tmp_out and seq_lens
 //     starts_t, STARTS_STEP    as in attention_decode.cu
 //     HEAD_SIZE, NUM_HEADS    head size and query heads
 //     VEC_SIZE       elements in one memory access
-//     HEADS          heads of a block; divides NUM_HEADS
-//     LANES, GROUPS  threads of a group, whole warps; groups for a head
-//     PARTITION, BALANCED    as in attention_decode.cu
+//     LANES          threads of a group, whole warps
+//     PARTITION      as in attention_decode.cu, and so is `slots`
 //     DIRECT         sequences of one split are there already
 //     HAS_SINKS, HAS_LSE, HAS_STARTS, HAS_OUT_SCALE    which of the options are there
 //     LSE_BY_ROW     lse is [num_rows, NUM_HEADS] instead
@@ -20,8 +20,10 @@
 #include "attention.cuh"
 
 constexpr int BATCH = 4;  // splits of a group whose loads are in flight together
+constexpr int MAX_GROUPS = LANES <= 128 ? 8 : 1024 / LANES;  // of a block
+constexpr bool MAY_BALANCE = DIRECT && PARTITION == 0;
 
-extern "C" __global__ void LAUNCH_BOUNDS(LANES * GROUPS * HEADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(LANES * MAX_GROUPS, 1)
 attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_SIZE]
                   float* lse,                    // [NUM_HEADS, num_rows]
                   const partial_t* tmp_out,  // [num_seqs, NUM_HEADS, most_splits, HEAD_SIZE]
@@ -32,13 +34,14 @@ attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_S
                   const float* sinks,            // [NUM_HEADS]
                   const float* fp8_out_scale,    // [1]
                   int64_t num_seqs, int64_t num_rows, int64_t most_tokens, int64_t most_splits, int64_t sliding_window, int64_t least_split,
-                  int64_t out_stride, int64_t length_step, float slots) {
+                  int64_t out_stride, int64_t length_step, float slots, int groups) {
     await_previous_kernel();
-    constexpr int BLOCKS = NUM_HEADS / HEADS;  // of a sequence
-    const int own = threadIdx.x / (LANES * GROUPS), group = threadIdx.x / LANES % GROUPS, lane = threadIdx.x % LANES;
-    const int64_t seq = blockIdx.x / BLOCKS, head = blockIdx.x % BLOCKS * HEADS + own;
+    const int own = threadIdx.x / LANES, lane = threadIdx.x % LANES;  // own: which group of the block
+    const unsigned number = blockIdx.x * (blockDim.x / LANES) + own, each = groups;
+    const int group = number % each;
+    const int64_t seq = number / each / NUM_HEADS, head = number / each % NUM_HEADS;
     int parts = int(most_splits);
-    if constexpr (BALANCED) {
+    if (MAY_BALANCE && slots > 0.0f) {
         parts = Balance<length_t>(seq_lens, length_step, num_seqs, most_tokens, sliding_window, slots, most_splits).splits_of(seq);
     }
     const Splits splits(seq_lens[seq * length_step], most_tokens, sliding_window, PARTITION, parts, int(least_split));
@@ -51,11 +54,11 @@ attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_S
     const int column = lane * VEC_SIZE;
     float most = minus_infinity(), all = 0.0f, sum[VEC_SIZE] = {};
     const auto relative = [](float x, float largest) { return expf(x - (largest == minus_infinity() ? 0.0f : largest)); };
-    for (int first = group; first < count; first += GROUPS * BATCH) {
+    for (int first = group; first < count; first += groups * BATCH) {
         float logit[BATCH], weight[BATCH], x[BATCH][VEC_SIZE] = {};
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            const int split = first + i * GROUPS;
+            const int split = first + i * groups;
             const bool there = split < count && splits.exists(split);
             logit[i] = there ? max_logits[at + split] : minus_infinity();
             weight[i] = there ? exp_sums[at + split] : 0.0f;
@@ -78,29 +81,32 @@ attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_S
         }
     }
 
-    if constexpr (GROUPS > 1) {
-        __shared__ float group_most[HEADS][GROUPS];
-        __shared__ float group_all[HEADS][GROUPS];
-        __shared__ float group_sum[HEADS][GROUPS][VEC_SIZE][LANES];
+    if (groups > 1) {
+        __shared__ float group_most[MAX_GROUPS];
+        __shared__ float group_all[MAX_GROUPS];
+        __shared__ float group_sum[MAX_GROUPS][VEC_SIZE][LANES];
         if (lane == 0) {
-            group_most[own][group] = most;
-            group_all[own][group] = all;
+            group_most[own] = most;
+            group_all[own] = all;
         }
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) group_sum[own][group][j][lane] = sum[j];
+        for (int j = 0; j < VEC_SIZE; ++j) group_sum[own][j][lane] = sum[j];
         __syncthreads();
         if (group > 0) return;
 #pragma unroll
-        for (int i = 1; i < GROUPS; ++i) most = fmaxf(most, group_most[own][i]);
+        for (int i = 1; i < MAX_GROUPS; ++i) {
+            if (i < groups) most = fmaxf(most, group_most[own + i]);
+        }
         all = 0.0f;
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) sum[j] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < GROUPS; ++i) {
-            const float share = relative(group_most[own][i], most);
-            all = fmaf(share, group_all[own][i], all);
+        for (int i = 0; i < MAX_GROUPS; ++i) {
+            if (i >= groups) break;
+            const float share = relative(group_most[own + i], most);
+            all = fmaf(share, group_all[own + i], all);
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(share, group_sum[own][i][j][lane], sum[j]);
+            for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(share, group_sum[own + i][j][lane], sum[j]);
         }
     }
     float weight = 1.0f;

@@ -16,6 +16,10 @@
 // bits become float16, which holds them all, and weights are rounded to it; queries then are scaled by a power of two that
 // puts each into its range.
 //
+// Not constants, so that one kernel serves every batch size: a launch may have any number of warps up to MAX_WARPS, and
+// memory for what each of them leaves. `slots` > 0 shares even splits out by the lengths of all sequences (Balance); else
+// every sequence has most_splits.
+//
 // A token whose block number is out of range contributes nothing, nor does what lies in a slot beyond the sequence. Offsets
 // within a block of the cache have 32 bits.
 //
@@ -31,12 +35,10 @@
 //     NUM_KV_HEADS, GROUP    key-value heads, and query heads to each of them
 //     HEADS          query heads of a block: 8 or 16
 //     TILES          tiles of 16 tokens in a warp's step
-//     NUM_WARPS      warps of the block
 //     CLUSTER        blocks that share a split and run together
 //     ONE_AT_A_TIME  registers hold keys or values, not both
-//     MIN_BLOCKS     blocks of 4 warps (or NUM_WARPS, if more) that a multiprocessor should hold: bounds the registers
+//     MIN_BLOCKS     blocks of 4 warps that a multiprocessor must hold: bounds the registers
 //     PARTITION      tokens of a split, or 0 for even splits
-//     BALANCED       even splits are as many as the lengths of all sequences suggest, else most_splits
 //     DIRECT         a sequence of one split goes straight to out
 //     HAS_ALIBI, HAS_SOFTCAP, HAS_SINKS, HAS_LSE, HAS_STARTS    which of the options are there
 
@@ -44,8 +46,9 @@
 #include "cluster.cuh"
 #include "mma.cuh"
 
-constexpr int NUM_THREADS = NUM_WARPS * 32, MOST_THREADS = NUM_WARPS > 4 ? NUM_THREADS : 128;
-static_assert(CLUSTER == 1 || (!BALANCED && DIRECT));
+constexpr int MAX_WARPS = CLUSTER > 1 ? 8 : 4, MIN_THREADS = 128;  // a cluster's blocks have at least 4 warps
+constexpr bool MAY_BALANCE = CLUSTER == 1 && DIRECT && PARTITION == 0;
+static_assert(CLUSTER == 1 || DIRECT);
 constexpr bool IS_FP8 = sizeof(cache_t) == 1;
 template <bool FP8> struct product_type { using type = scalar_t; };
 template <> struct product_type<true> { using type = half_t; };
@@ -53,7 +56,7 @@ using product_t = product_type<IS_FP8>::type;
 
 constexpr int CHUNK = 16 / sizeof(cache_t);  // elements in 16 bytes
 constexpr int CHUNKS = HEAD_SIZE / CHUNK;
-constexpr int STEP = TILE_TOKENS * TILES, ROUND = CLUSTER * NUM_WARPS * STEP;  // a step of each warp that shares the split
+constexpr int STEP = TILE_TOKENS * TILES;  // tokens that a warp takes at once
 constexpr int COLUMNS = HEADS / 8;                          // tiles of 8 heads
 constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;    // blocks for the heads that share a key-value head
 constexpr int KEY_CHUNKS = ceil_div(CHUNKS, 4);             // of a row, for each of the 4 lanes that share it
@@ -88,17 +91,18 @@ struct Values {
     uint4 rows[PACKED ? 1 : TILES][4][VALUE_CHUNKS];
 };
 
-// What the warps of the block leave, a head after the other: so far apart that a warp's stores meet different banks.
+// What the warps of the block leave in dynamic shared memory, a head after the other: so far apart that a warp's stores meet
+// different banks.
 constexpr int MOST_HEADS = HEADS < GROUP ? HEADS : GROUP;
 constexpr int PART_STRIDE = HEAD_SIZE + (PACKED || IS_FP8 ? 4 : 8);
 
 // Asks for what a block reads first, as far as that is known without reading.
-DEVICE void prefetch_first(const scalar_t* query, const table_t* block_tables, const length_t* seq_lens, int64_t num_seqs, int64_t num_rows,
+DEVICE void prefetch_first(bool balanced, const scalar_t* query, const table_t* block_tables, const length_t* seq_lens, int64_t num_seqs, int64_t num_rows,
                            int64_t most_tokens, int64_t query_stride, int64_t table_stride, int64_t table_step, int64_t length_step) {
-    const int64_t seq = BALANCED ? threadIdx.x : blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS);
+    const int64_t seq = balanced ? threadIdx.x : blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS);
     if (seq < num_seqs) prefetch_line(seq_lens + seq * length_step);
     if constexpr (CLUSTER > 1) {
-        const int token = (blockIdx.y * NUM_WARPS + threadIdx.x / 32) * STEP;
+        const int token = (blockIdx.y * blockDim.x + threadIdx.x) / 32 * STEP;
         if (token < most_tokens) prefetch_line(block_tables + seq * table_stride + token / BLOCK_SIZE * table_step);
         const int kv_head = blockIdx.x / HEAD_BLOCKS % NUM_KV_HEADS, element = threadIdx.x * int(128 / sizeof(scalar_t));
         if (element < GROUP * HEAD_SIZE && seq < num_rows) {
@@ -109,7 +113,7 @@ DEVICE void prefetch_first(const scalar_t* query, const table_t* block_tables, c
 
 DEVICE uint32_t word_at(const uint4& words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
 
-extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(MOST_THREADS, MIN_BLOCKS)
+extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(128 * MIN_BLOCKS, 1)
 attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
                  partial_t* tmp_out,     // [num_seqs, NUM_KV_HEADS * GROUP, most_splits, HEAD_SIZE]
                  float* max_logits,         // [num_seqs, NUM_KV_HEADS * GROUP, most_splits]
@@ -129,15 +133,18 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
                  int64_t table_step, int64_t length_step, int64_t key_block_stride, int64_t key_token_stride,
                  int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride,
                  int64_t value_head_stride, float slots, float scale, float logits_soft_cap) {
-    prefetch_first(query, block_tables, seq_lens, num_seqs, num_rows, most_tokens, query_stride, table_stride, table_step, length_step);
+    const bool balanced = MAY_BALANCE && slots > 0.0f;
+    prefetch_first(balanced, query, block_tables, seq_lens, num_seqs, num_rows, most_tokens, query_stride, table_stride, table_step, length_step);
     await_previous_kernel();
     const int kv_head = blockIdx.x % (NUM_KV_HEADS * HEAD_BLOCKS) / HEAD_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
     const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int turn = (CLUSTER > 1 ? blockIdx.y * NUM_WARPS : 0) + warp;  // of the warps that share the split
+    const int num_warps = blockDim.x / 32;
+    const int turn = (CLUSTER > 1 ? blockIdx.y * num_warps : 0) + warp;  // of the warps that share the split
+    const int round = CLUSTER * num_warps * STEP;                        // a step of each of them
     int seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS), split = CLUSTER > 1 ? 0 : blockIdx.y, parts = CLUSTER > 1 ? 1 : int(most_splits);
-    if constexpr (BALANCED) {
+    if (balanced) {
         const Balance<length_t> balance(seq_lens, length_step, num_seqs, most_tokens, sliding_window, slots, most_splits);
         split = seq;
         seq = balance.find(split);
@@ -291,14 +298,22 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
         load_keys(keys, start, numbers);
         if (!ONE_AT_A_TIME) load_values(values, start, numbers);
     }
-    Numbers next_numbers = numbers_at(start + ROUND, block_before_end);
+    Numbers next_numbers = numbers_at(start + round, block_before_end);
+
+    // What warps find will be here. A warp that the launch does not have has found nothing.
+    __shared__ float warp_most[MAX_WARPS * HEADS];
+    __shared__ float warp_sum[MAX_WARPS * HEADS];
+    for (int i = threadIdx.x; i < MAX_WARPS * HEADS; i += int(blockDim.x)) {
+        warp_most[i] = minus_infinity();
+        warp_sum[i] = 0.0f;
+    }
 
     // Queries, and what turns a product into a logit.
     __shared__ alignas(16) product_t queries[HEADS * QUERY_STRIDE];
     __shared__ float units[HEADS];
     const float key_unit = logit_unit<HAS_SOFTCAP>(IS_FP8 ? scale * *k_scale : scale, logits_soft_cap);
     const float value_unit = IS_FP8 ? *v_scale : 1.0f;
-    for (int head = warp; head < HEADS; head += NUM_WARPS) {
+    for (int head = warp; head < HEADS; head += num_warps) {
         const scalar_t* from = query + find_row() * query_stride + int64_t(first_head + head) * HEAD_SIZE;
         float factor = 1.0f;
         if (IS_FP8) {
@@ -334,8 +349,8 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
 #pragma unroll
     for (int i = 0; i < COLUMNS * ROWS * 4; ++i) o[i / (ROWS * 4)][i / 4 % ROWS][i % 4] = 0.0f;
 
-    for (; start < end; start += ROUND) {
-        const int next = start + ROUND;
+    for (; start < end; start += round) {
+        const int next = start + round;
 
         float s[TILES][COLUMNS][4];
 #pragma unroll
@@ -499,14 +514,12 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
             else load_values(values, next, next_numbers);
         }
         numbers = next_numbers;
-        next_numbers = numbers_at(next + ROUND, block_before_end);
+        next_numbers = numbers_at(next + round, block_before_end);
     }
 
     // The warps' results meet in shared memory.
-    __shared__ float warp_most[NUM_WARPS * HEADS];
-    __shared__ float warp_sum[NUM_WARPS * HEADS];
-    __shared__ alignas(16) float parts_of_warps[NUM_WARPS * MOST_HEADS * PART_STRIDE];
-    const auto part_of = [&](int w, int head) { return parts_of_warps + (w * MOST_HEADS + head) * PART_STRIDE; };
+    extern __shared__ uint4 memory[];  // [num_warps, MOST_HEADS, PART_STRIDE] floats
+    const auto part_of = [&](int w, int head) { return reinterpret_cast<float*>(memory) + (w * MOST_HEADS + head) * PART_STRIDE; };
 #pragma unroll
     for (int i = 0; i < COLUMNS * 2; ++i) {
         float& own = sum[i / 2][i % 2];
@@ -541,7 +554,7 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
 
     // A head is finished by a warp or, in a cluster, by a block's.
     constexpr int HEAD_THREADS = ceil_div(HEAD_SIZE, 32) * 32;
-    constexpr int WRITERS = CLUSTER == 1 ? 32 : HEAD_THREADS < NUM_THREADS ? HEAD_THREADS : NUM_THREADS;
+    constexpr int WRITERS = CLUSTER == 1 ? 32 : HEAD_THREADS < MIN_THREADS ? HEAD_THREADS : MIN_THREADS;
     const auto write = [&](int head, const auto& shares, auto total) {
         const int64_t own_head = first_head + head, at = (int64_t(seq) * NUM_KV_HEADS * GROUP + own_head) * most_splits + split;
         const int64_t row = find_row();
@@ -551,9 +564,11 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
     };
     __shared__ float block_most[HEADS];
     __shared__ float block_sum[HEADS];
-    for (int head = warp; head < num_heads; head += NUM_WARPS) {
-        const Shares<NUM_WARPS> shares([&](int w) { return warp_most[w * HEADS + head]; }, [&](int w) { return warp_sum[w * HEADS + head]; });
-        const auto total = [&](int i, int) { return shares.sum([&](int w) { return part_of(w, head)[i]; }); };
+    for (int head = warp; head < num_heads; head += num_warps) {
+        const Shares<MAX_WARPS> shares([&](int w) { return warp_most[w * HEADS + head]; }, [&](int w) { return warp_sum[w * HEADS + head]; });
+        const auto total = [&](int i, int) {
+            return shares.sum([&](int w) { return shares.of[w] > 0.0f ? part_of(w, head)[i] : 0.0f; });
+        };
         if constexpr (CLUSTER == 1) {
             write(head, shares, total);
         } else {

@@ -68,19 +68,18 @@ def paged_attention_v1(
         p_i = exp(l_i - m) / (sum_j exp(l_j - m) + 1e-6),  m = max_j l_j
         out = T(sum_i p_i * v_i)
 
-    in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180), but for weights, which are rounded to float16 where
-    values are of fp8 and queries are not float32. Token i lies in block
-    ``block_tables[s, i // block_size]``, slot ``i % block_size``. A token whose block number is out of range
-    contributes nothing; an empty sequence gives zeros; what lies in slots that no token has changes nothing. A value of
-    infinity in the cache may give NaN.
+    in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180). With an fp8 cache and 16-bit queries, p_i is
+    rounded to float16. Token i lies in block ``block_tables[s, i // block_size]``, slot ``i % block_size``. A token
+    whose block number is out of range contributes nothing. An empty sequence gives zeros. Slots that hold no token
+    change nothing. An infinite value in the cache may give NaN.
 
     Args:
         out: [num_seqs, num_heads, head_size], written; heads contiguous.
         query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride.
         key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
-            flash, [num_blocks, block_size, num_kv_heads, head_size]: told apart by the number of dimensions. Of the
-            queries' dtype, or for fp8 uint8 or float8.
-        value_cache: beside it, [num_blocks, num_kv_heads, head_size, block_size] or the shape of key_cache.
+            flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
+            that of the queries, or for fp8 uint8 or a float8.
+        value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache.
         num_kv_heads: key-value heads; divides num_heads.
         scale: of the logits.
         block_tables: [num_seqs, max_blocks], int32 or int64, any strides.
@@ -89,15 +88,15 @@ def paged_attention_v1(
         max_seq_len: changes nothing here; there is no limit to the length.
         alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409).
         kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
-        k_scale, v_scale: what codes of an fp8 cache are multiplied by: a number, or a tensor's first float32; not read
-            for "auto".
+        k_scale, v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32. Not
+            read for "auto".
         tp_rank, blocksparse_*: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
-            sparse block kb = j * block_size // blocksparse_block_size, the query in qb; a head attends to it if
-            (kb + offset) % blocksparse_vert_stride == 0, where its offset moves by blocksparse_head_sliding_step from
-            head to head, or if kb > qb - blocksparse_local_blocks.
-        sliding_window: only the last so many tokens; 0 for all.
+            sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+            to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+            blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks.
+        sliding_window: tokens at the end of a sequence that are attended to; 0 for all.
         logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none.
-        sinks: [num_heads] float32, one more logit without a value for each head, or None.
+        sinks: [num_heads] float32, for each head one more logit, without a value; or None.
         lse: [num_heads, num_seqs] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence.
     """
     kv = PagedKV(

@@ -66,6 +66,13 @@ class Config:
     min_split: int
     join: JoinConfig
 
+    def __post_init__(self) -> None:
+        min_warps, max_warps = (4, min(8, 4 * self.min_blocks)) if self.cluster_size > 1 else (1, 4)
+        if not min_warps <= self.num_warps <= max_warps:
+            raise ValueError(
+                f"{self}: expected num_warps from {min_warps} to {max_warps}, which the kernel has room for"
+            )
+
 
 def choose(problem: Problem, device: Device) -> Config:
     """The Config for this problem."""
@@ -82,7 +89,6 @@ def choose(problem: Problem, device: Device) -> Config:
         cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device)
         if cluster_size > 1:
             num_warps, max_splits = cluster_warps, 1
-            min_blocks = 1 if num_warps > NUM_WARPS else min_blocks
     return Config(
         num_warps,
         heads,

@@ -22,7 +22,6 @@ NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 def launch(problem: Problem, config: Config) -> list[Launch]:
     """The kernel that computes the splits, and the kernel that joins them where a sequence may have several."""
     max_splits = problem.num_partitions or (1 if config.cluster_size > 1 else config.max_splits)
-    is_balanced = problem.uses_mma and not problem.partials and problem.num_seqs > 1 and max_splits > 1
     arguments = {
         **absent(lse=problem.options.lse, sinks=problem.options.sinks, query_start_loc=problem.query_start_loc),
         "num_seqs": problem.num_seqs,
@@ -43,16 +42,19 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
         "DIRECT": problem.partials is None,
         **_starts(problem.query_start_loc),
     }
-    wave = wave_splits(problem, problem.query.device, config.num_warps, config.heads_per_block, config.min_blocks)
+    wave = 0.0  # if positive, kernels share the splits of a wave out by the lengths of all sequences
     if problem.uses_mma:
-        launches = [_launch_mma(problem, config, wave, is_balanced, constants, arguments)]
+        if problem.num_seqs > 1 and max_splits > 1 and not problem.partials:
+            wave = wave_splits(
+                problem, problem.query.device, config.num_warps, config.heads_per_block, config.min_blocks
+            )
+        launches = [_launch_mma(problem, config, wave, constants, arguments)]
     else:
         launches = [_launch_simt(problem, config, constants, arguments)]
     if is_joined:
         constants |= {
             "length_t": problem.kv.seq_lens.dtype,
             "out_t": problem.out_dtype,
-            "BALANCED": is_balanced,
             "HAS_OUT_SCALE": problem.fp8_out_scale is not None,
             "LSE_BY_ROW": False,
         }
@@ -72,20 +74,13 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
 
 
 def _launch_mma(
-    problem: Problem,
-    config: Config,
-    wave: float,
-    is_balanced: bool,
-    constants: dict[str, Any],
-    arguments: dict[str, Any],
+    problem: Problem, config: Config, wave: float, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> Launch:
-    """The launch of attention_decode.cu. If `is_balanced`, blocks find their sequence by the lengths of all."""
+    """The launch of attention_decode.cu."""
     kernel = _decode(
         **kv_constants(problem.query, problem.kv, problem.layout, problem.options),
         **constants,
         NUM_KV_HEADS=problem.kv.num_kv_heads,
-        NUM_WARPS=config.num_warps,
-        BALANCED=is_balanced,
         CLUSTER=config.cluster_size,
         HEADS=config.heads_per_block,
         TILES=config.tiles_per_step,
@@ -94,12 +89,17 @@ def _launch_mma(
     )
     blocks = blocks_of_one_split(problem, config.heads_per_block)
     grid = (blocks, max(config.cluster_size, arguments["most_splits"]))
-    if is_balanced:
+    if wave:
         # The kernel cuts all sequences into two waves of splits at most, and one split more for each sequence.
         grid = (int(problem.num_seqs + 2 * wave + 1) * blocks // problem.num_seqs, 1)
+    # As the kernel counts it: what each warp leaves of each head, padded so that stores meet different banks.
+    heads = min(config.heads_per_block, problem.group)
+    padding = 4 if problem.layout.packed or problem.layout.dtype.itemsize == 1 else 8
+    shared = config.num_warps * heads * (problem.head_size + padding) * 4
     return kernel.launch(
         grid,
         config.num_warps * 32,
+        shared,
         **arguments,
         **kv_arguments(problem.query, problem.kv, problem.layout, problem.options),
         slots=wave,

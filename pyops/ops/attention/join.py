@@ -72,16 +72,20 @@ def launch_join(
     """The launch that joins up to ``arguments["most_splits"]`` splits of each sequence into `out` [.., heads, size]."""
     num_heads, head_size = out.shape[-2:]
     lanes = lanes_of(head_size, vec_size, out.device)
+    max_groups = min(_MAX_GROUPS, 1024 // lanes)
+    if config.groups * config.heads_per_block > max_groups or num_heads % config.heads_per_block:
+        raise ValueError(
+            f"{config}: expected at most {max_groups} groups in a block, and whole blocks of {num_heads} heads"
+        )
     kernel = _combine(
         **constants,
         HEAD_SIZE=head_size,
         NUM_HEADS=num_heads,
         VEC_SIZE=vec_size,
         LANES=lanes,
-        GROUPS=config.groups,
-        HEADS=config.heads_per_block,
         HAS_SINKS=options.sinks is not None,
         HAS_LSE=options.lse is not None,
     )
     num_threads = lanes * config.groups * config.heads_per_block
-    return kernel.launch(num_seqs * num_heads // config.heads_per_block, num_threads, **arguments)
+    grid = num_seqs * num_heads // config.heads_per_block
+    return kernel.launch(grid, num_threads, **arguments, groups=config.groups)

@@ -48,10 +48,10 @@ def sm100_cutlass_mla_decode(
 ) -> None:
     """Multi-head latent attention of one query token of each sequence over its tokens in a paged cache, on any GPU.
 
-    An entry of the cache is a latent vector c of 512 elements and behind it a rotated key r of 64
-    (`concat_and_cache_mla`). It is the key of every head, and c also the value; queries have been multiplied by the
-    key's up-projection (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1, in its absorbed form). For a head of a
-    sequence of length L::
+    An entry of the cache is a latent vector c of 512 elements, followed by a rotated key r of 64 elements
+    (`concat_and_cache_mla`). The entry is the key of every head, and c is the value of every head. The caller has
+    multiplied the queries by the up-projection of the keys (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1, absorbed
+    form). For a head of a sequence of length L::
 
         l_i = scale * (q_nope . c_i + q_pe . r_i)                           0 <= i < L
         p_i = exp(l_i - m) / (sum_j exp(l_j - m) + 1e-6),  m = max_j l_j
@@ -59,8 +59,8 @@ def sm100_cutlass_mla_decode(
 
     in float32; ``exp(l_i - m)`` is rounded to 16 bits before it meets c_i, unless the queries are float32. Token i lies
     in page ``page_table[s, i // page_size]``, slot ``i % page_size``. A token whose page number is out of range
-    contributes nothing; an empty sequence gives zeros; what lies in slots that no token has changes nothing. A value of
-    infinity in the cache may give NaN. Nothing is returned.
+    contributes nothing. An empty sequence gives zeros. Slots that hold no token change nothing. An infinite value in
+    the cache may give NaN. Nothing is returned.
 
     Args:
         out: [num_seqs, num_heads, 512], written, of the queries' dtype, or bfloat16 for queries of fp8; heads
@@ -69,13 +69,13 @@ def sm100_cutlass_mla_decode(
             for none.
         q_nope: [num_seqs, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last. Any
             number of heads.
-        q_pe: [num_seqs, num_heads, 64], beside it, rotated.
-        kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or codes of fp8 (float8_e4m3fn,
-            float8_e4m3fnuz or uint8), which are used as they are: whoever wrote them with a scale puts it into `scale`
-            and the result. Any page size, any strides but the last.
+        q_pe: [num_seqs, num_heads, 64], the rotated part of the queries, of the dtype of q_nope.
+        kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn, float8_e4m3fnuz
+            or uint8). No scale is applied to fp8 entries: a caller who has written them with a scale multiplies `scale`
+            and the result by it. Any page size, any strides but the last.
         seq_lens: [num_seqs], int32 or int64, any stride; at most max_pages * page_size tokens count.
         page_table: [num_seqs, max_pages], int32 or int64, any strides.
-        workspace: uint8, or None. Not read or written: what is needed is allocated for the length of the call.
+        workspace: uint8, or None. Neither read nor written: the op allocates its own for the length of the call.
         scale: of the logits.
         num_kv_splits: splits of a sequence, at most, each for a block of its own; 1 for a single pass, 0 or less for as
             many as keep the device busy.
@@ -134,15 +134,15 @@ def example_sm100_cutlass_mla_decode(
 
 
 def sm100_cutlass_mla_get_workspace_size(max_seq_len: int, num_batches: int, sm_count: int, num_kv_splits: int) -> int:
-    """Bytes of the workspace that upstream's `sm100_cutlass_mla_decode` asks for: ``513 * 4 * 128 * splits * batches``.
+    """Bytes of the workspace that vLLM's `sm100_cutlass_mla_decode` asks for: ``513 * 4 * 128 * splits * batches``.
 
-    The op here reads none of them, so a workspace of this size is always enough, and None is as good.
+    The op here does not read its workspace, so this size is always enough, and a workspace of None is, too.
 
     Args:
         max_seq_len: tokens of the longest sequence.
         num_batches: sequences.
         sm_count: multiprocessors of the device.
-        num_kv_splits: parts that a sequence is cut into; 0 or less for upstream's choice by the other three.
+        num_kv_splits: splits of a sequence; 0 or less for vLLM's choice by the other arguments.
     """
     splits = num_kv_splits
     if splits <= 0:

@@ -199,7 +199,6 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
             "length_t": problem.seq_lens.dtype,
             "partial_t": float32,
             "PARTITION": 0,
-            "BALANCED": False,
             "DIRECT": True,
             "LSE_BY_ROW": True,
             "HAS_OUT_SCALE": False,

@@ -83,15 +83,15 @@ def paged_attention_v2(
 ) -> None:
     """`paged_attention_v1` in partitions of 512 tokens, whose results stay in memory that the caller gives.
 
-    Partition p of a head leaves its largest logit m_p in `max_logits`, ``z_p = sum_i exp(l_i - m_p)`` in `exp_sums`
-    and its own attention, rounded to T, in `tmp_out`; then ``out = T(sum_p w_p tmp_out_p / (sum_p w_p + 1e-6))`` for
-    ``w_p = z_p exp(m_p - m)``; a sink joins the sums there. Partitions behind the end of a sequence, or before its
-    window, keep what they hold.
+    Partition p of a head writes its largest logit m_p to `max_logits`, ``z_p = sum_i exp(l_i - m_p)`` to `exp_sums`,
+    and its own attention, rounded to T, to `tmp_out`. Then ``out = T(sum_p w_p tmp_out_p / (sum_p w_p + 1e-6))`` with
+    ``w_p = z_p exp(m_p - m)``; a sink is added to the sums of this join. The memory of partitions behind the end of a
+    sequence, or before its window, is left as it is.
 
     Args:
         exp_sums, max_logits: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
         tmp_out: [num_seqs, num_heads, max_partitions, head_size] of the queries' dtype, contiguous, written.
-        The others: as in `paged_attention_v1`; tokens beyond max_partitions * 512 do not count.
+        The others: as in `paged_attention_v1`. Tokens beyond max_partitions * 512 do not count.
     """
     kv = PagedKV(
         key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, kv_cache_dtype, k_scale, v_scale
@@ -194,11 +194,12 @@ def paged_attention_rocm(
 
     Args:
         out: [num_rows, num_heads, head_size], written; with fp8_out_scale float8_e4m3fn or uint8.
-        query: [num_rows, num_heads, head_size]; sequences may be fewer, the first rows are theirs then.
-        query_start_loc: [num_seqs + 1] int32 or int64, any stride: sequence s has the rows from entry s up to entry
-            s + 1, and is left alone unless it has exactly one, inside query. None: row s.
+        query: [num_rows, num_heads, head_size]; num_rows may exceed num_seqs.
+        query_start_loc: [num_seqs + 1] int32 or int64, any stride. Sequence s has the rows query_start_loc[s] <= i <
+            query_start_loc[s + 1]; a sequence that has not exactly one row, inside `query`, is left alone. None:
+            sequence s has row s.
         fp8_out_scale: one float32; ``out = fp8(result * (1 / fp8_out_scale))``, saturating.
-        mfma_type: changes nothing here.
+        mfma_type: ignored.
         lse: [num_heads, num_rows] float32, written where `out` is.
         The others: as in `paged_attention_v2`.
     """
