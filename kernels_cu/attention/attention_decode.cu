@@ -97,9 +97,9 @@ constexpr int MOST_HEADS = HEADS < GROUP ? HEADS : GROUP;
 constexpr int PART_STRIDE = HEAD_SIZE + (PACKED || IS_FP8 ? 4 : 8);
 
 // Asks for what a block reads first, as far as that is known without reading.
-DEVICE void prefetch_first(bool balanced, const scalar_t* query, const table_t* block_tables, const length_t* seq_lens, int64_t num_seqs, int64_t num_rows,
+DEVICE void prefetch_first(float slots, const scalar_t* query, const table_t* block_tables, const length_t* seq_lens, int64_t num_seqs, int64_t num_rows,
                            int64_t most_tokens, int64_t query_stride, int64_t table_stride, int64_t table_step, int64_t length_step) {
-    const int64_t seq = balanced ? threadIdx.x : blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS);
+    const int64_t seq = MAY_BALANCE && slots > 0.0f ? threadIdx.x : blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS);
     if (seq < num_seqs) prefetch_line(seq_lens + seq * length_step);
     if constexpr (CLUSTER > 1) {
         const int token = (blockIdx.y * blockDim.x + threadIdx.x) / 32 * STEP;
@@ -133,9 +133,9 @@ attention_decode(scalar_t* out,              // [num_rows, NUM_KV_HEADS * GROUP,
                  int64_t table_step, int64_t length_step, int64_t key_block_stride, int64_t key_token_stride,
                  int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride,
                  int64_t value_head_stride, float slots, float scale, float logits_soft_cap) {
-    const bool balanced = MAY_BALANCE && slots > 0.0f;
-    prefetch_first(balanced, query, block_tables, seq_lens, num_seqs, num_rows, most_tokens, query_stride, table_stride, table_step, length_step);
+    prefetch_first(slots, query, block_tables, seq_lens, num_seqs, num_rows, most_tokens, query_stride, table_stride, table_step, length_step);
     await_previous_kernel();
+    const bool balanced = MAY_BALANCE && slots > 0.0f;
     const int kv_head = blockIdx.x % (NUM_KV_HEADS * HEAD_BLOCKS) / HEAD_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
     const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
