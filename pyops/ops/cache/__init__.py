@@ -10,16 +10,15 @@ bytes (uint8) are float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
 
 from __future__ import annotations
 
-from .blocks import convert_fp8, copy_blocks, copy_blocks_mla, copy_cache_blocks, swap_blocks
-from .gather import (
-    cp_gather_and_upconvert_fp8_kv_cache,
-    cp_gather_cache,
-    cp_gather_indexer_k_quant_cache,
-    gather_and_maybe_dequant_cache,
-)
-from .indexer import indexer_k_quant_and_cache
-from .mla import concat_and_cache_mla, concat_and_cache_mla_rope_fused
-from .write import reshape_and_cache, reshape_and_cache_flash
+from .blocks import copy_blocks, copy_blocks_mla, copy_cache_blocks, swap_blocks
+from .concat_and_cache_mla import concat_and_cache_mla
+from .concat_and_cache_mla_rope_fused import concat_and_cache_mla_rope_fused
+from .convert_fp8 import convert_fp8
+from .cp_gather_and_upconvert_fp8_kv_cache import cp_gather_and_upconvert_fp8_kv_cache
+from .gather import cp_gather_cache, gather_and_maybe_dequant_cache
+from .indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
+from .reshape_and_cache import reshape_and_cache
+from .reshape_and_cache_flash import reshape_and_cache_flash
 
 __all__ = [
     "concat_and_cache_mla",
