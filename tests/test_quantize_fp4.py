@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import config, device
+from pyops._core import config
+from pyops._core.device import model
 from pyops.ops.quantize._fp4 import Config, Problem, choose
 from pyops.testing import CONTENTS, Layout, filled
 from tests.calls import DEVICES
@@ -500,4 +501,4 @@ def test_refusals() -> None:
 )
 def test_geometry(problem: Problem, arch: str, expected: Config) -> None:
     """Units of four rows for few and many rows and for experts, single rows between; blocks by registers."""
-    assert choose(problem, device.model(arch)) == expected
+    assert choose(problem, model(arch)) == expected
