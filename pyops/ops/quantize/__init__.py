@@ -1,11 +1,10 @@
-"""Quantisation: fp8 and int8 codes under given scales, and under scales found from tensors, rows and groups; NVFP4.
+"""Quantisation of activations to fp8, int8 and NVFP4; weights of AWQ, GGUF and GPTQ checkpoints.
 
-A scale multiplies a code to give its value. All arithmetic is in float32, correctly rounded; conversions round to
-nearest even (the group int8 op: toward zero) and saturate. NaN is left out of extremes. An infinity makes the scale it
-enters infinite, and the finite values under it 0. `result` of an fp8 op may be float8_e4m3fn, uint8 for its bits, or on
-any platform float8_e4m3fnuz, the e4m3 of gfx942: what is said of 448 is then said of 224, and -0 becomes 0.
-
-Beside it, weights as checkpoints pack them: those of AWQ and GGUF in floating point, those of GPTQ made ready.
+A value is its code times its scale. Scales are given, or found from a tensor, a row or a group. All arithmetic is in
+float32, correctly rounded. Conversions round to nearest even (`per_token_group_quant_int8`: toward zero) and saturate.
+Maxima and minima ignore NaN. An infinity makes its scale infinite, and the codes of finite values under that scale 0.
+The `result` of an fp8 op may be float8_e4m3fn, uint8 (the bits of float8_e4m3fn) or, on any platform, float8_e4m3fnuz,
+the e4m3 of gfx942: its limit is 224 where docstrings say 448, and it has no -0.
 """
 
 from __future__ import annotations
