@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _convert_fp8 = Kernel("cache/convert_fp8.cu")
 
-_MAX_ROWS = 32768  # of a grid of convert_fp8
+_NUM_THREADS = 256  # no measurement of its own
+_MAX_ROWS = 32768  # blocks in the second dimension of a grid; further rows are taken in turn
 
 
 @op(out="output", ulps=0)
@@ -29,9 +30,9 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     The quotient is a true division in float32, rounded to the nearest code; it saturates, and NaN stays NaN.
 
     Args:
-        output, input: of one shape, in one order in memory; one of them float32, float16 or bfloat16, the other uint8,
-            float8_e4m3fn or float8_e4m3fnuz. `output` is written.
-        scale: of the codes.
+        output, input: two tensors of one shape and one order of dimensions in memory; one of them float32, float16 or
+            bfloat16, the other uint8, float8_e4m3fn or float8_e4m3fnuz. `output` is written.
+        scale: the scale of the codes.
         kv_dtype: "fp8" or "fp8_e4m3".
     """
     divisor = torch.full((), scale, dtype=torch.float32, device=input.device)
@@ -50,14 +51,14 @@ def plan_convert_fp8(output: TensorArg, input: TensorArg, kv_dtype: str) -> Laun
     check.dtype(output, *((uint8, *E4M3) if to_codes else FLOATS))
     kind = check.cache_dtype(output if to_codes else input, kv_dtype, input.dtype)
     check.same_shape(output, input)
-    # The order of the dimensions in memory, in which both are rows of one size.
+    # Dimensions in the order of memory: both tensors are then rows of one size.
     order = sorted(range(len(input.shape)), key=lambda dim: (-input.strides[dim], -input.shape[dim]))
     rows = [
         replace(arg, shape=(*(arg.shape[dim] for dim in order), 1), strides=(*(arg.strides[dim] for dim in order), 1))
         for arg in (output, input)
     ]
     dims = check.leading(*rows, max_dims=2)
-    if dims[-1][1] != (1, 1):  # single elements
+    if dims[-1][1] != (1, 1):  # rows of one element
         dims.append((1, (1, 1)))
     if len(dims) > 2:
         raise output.error(f"expected strides {input.strides} like input, got {output.strides}")
@@ -66,15 +67,15 @@ def plan_convert_fp8(output: TensorArg, input: TensorArg, kv_dtype: str) -> Laun
         replace(arg, shape=(num_rows, row_size), strides=(row_stride, 1))
         for arg, row_stride in zip((output, input), strides, strict=True)
     ]
-    vec_size, num_threads = check.vector_width(row_size, *matrices), 256
+    vec_size = check.vector_width(row_size, *matrices)
     return _convert_fp8(
         out_t=kind if to_codes else output.dtype,
         in_t=input.dtype if to_codes else kind,
         VEC_SIZE=vec_size,
-        NUM_THREADS=num_threads,
+        NUM_THREADS=_NUM_THREADS,
     ).launch(
-        grid=(-(-row_size // (vec_size * num_threads)) if input.numel else 0, min(num_rows, _MAX_ROWS)),
-        block=num_threads,
+        grid=(-(-row_size // (vec_size * _NUM_THREADS)) if input.numel else 0, min(num_rows, _MAX_ROWS)),
+        block=_NUM_THREADS,
         num_rows=num_rows,
         row_size=row_size,
         output_stride=strides[0],

@@ -1,19 +1,19 @@
 """NVFP4: codes of e2m1 (4 bits) for sixteen neighbouring elements under one scale of e4m3, and one scale of the tensor.
 
-Any GPU makes them, by arithmetic that gives the bits of a conversion to e2m1. With ``g``, the scale of the tensor,
-normally ``448 * 6 / max|x|``, which is multiplied in, and ``a``, the largest magnitude of the sixteen,
+The kernels run on any GPU: their arithmetic gives the bits of a conversion to e2m1. With ``g``, the scale of the
+tensor, a factor of the input, normally ``448 * 6 / max|x|``, and ``a``, the largest magnitude of the sixteen elements,
 
     s = e4m3(g * (a * (1/6)))        code = e2m1(x * r), r = 1 / (s * (1 / g)) or 0 where s is 0
 
 so that ``x`` is about ``code * s / g``. Every step is rounded to float32, and to nearest even where it becomes a code;
-codes saturate at +-6, scales at 448. NaN is left out of the maximum and becomes +6; -0 and what rounds to it keep their
-sign. Two codes share a byte, the first in its lower half. A code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+codes saturate at +-6, scales at 448. The maximum ignores NaN, whose code is +6; -0 and numbers that round to it keep
+their sign. Two codes share a byte, the first in its lower half. A code is a sign and 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
 
-A ``g`` of 0 gives scales and codes of 0; a negative one negative scales, so that values come back with their sign. One
-of NaN gives scales of 448 and codes of +6, an infinite one scales of +-448 and codes of +-6, where 0 becomes +6.
+A ``g`` of 0 gives scales and codes of 0. A negative ``g`` gives negative scales, so that values come back with their
+sign. A NaN gives scales of 448 and codes of +6; an infinite ``g`` scales of +-448 and codes of +-6, of 0 +6.
 
-Scales in tiles, as matrix products on Blackwell take them, are rows rounded up to 128 and columns rounded up to 4. Of c
-columns, row m, column k is byte ``(m // 128 * (c // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4``.
+Matrix products on Blackwell take scales in tiles of 128 rows and 4 columns, filled up with zeros. Of c columns (a
+multiple of 4), row m, column k is byte ``(m // 128 * (c // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def e2m1(x: Tensor) -> Tensor:
 
 
 def nvfp4(input: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, two to a byte; scales, e4m3) of rows [num_rows, hidden_size], under float32 scales [num_rows, 1]."""
+    """(codes, two to a byte; e4m3 scales) of `input` [num_rows, hidden_size]; `scale` is g, float32 [num_rows, 1]."""
     x = input.float().unflatten(-1, (-1, BLOCK))
     g = scale.unsqueeze(-1)
     a = fp8.absmax(x)

@@ -27,9 +27,9 @@ def scaled_fp4_quant(
     """NVFP4: codes of e2m1 and, for every sixteen elements, a scale of e4m3, ``s = e4m3(g * (max|x| * (1/6)))``.
 
     ``output = e2m1(x * r)`` with ``r = 1 / (s * (1 / g))``, or 0 where s is 0, so that x is about ``output * s / g``.
-    Every step is rounded to float32; codes and scales round to nearest even and saturate, at +-6 and 448. NaN is left
-    out of the maximum and becomes +6. Two codes share a byte, the first in its lower half (NVIDIA 2025, "Pretraining
-    Large Language Models with NVFP4", arXiv:2509.25149).
+    Every step is rounded to float32; codes and scales round to nearest even and saturate, at +-6 and 448. The maximum
+    ignores NaN, whose code is +6. Two codes share a byte, the first in its lower half (NVIDIA 2025, "Pretraining Large
+    Language Models with NVFP4", arXiv:2509.25149).
 
     Args:
         output: [..., hidden_size / 2] uint8, written; rows of one stride.
@@ -38,7 +38,7 @@ def scaled_fp4_quant(
             With is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns hidden_size / 16
             rounded up to 4, in tiles (see `quantize/_fp4.py`) that are filled up with zeros; else [num_tokens,
             hidden_size / 16].
-        input_scale: one float32, g, which is multiplied in: normally ``448 * 6 / max|input|``.
+        input_scale: g, one float32, a factor of the input: normally ``448 * 6 / max|input|``.
         is_sf_swizzled_layout: whether scales lie in tiles.
     """
     codes, scales = nvfp4(matrix(input), input_scale.reshape(1, 1))
@@ -92,7 +92,7 @@ def silu_and_mul_nvfp4_quant(
         result: [..., hidden_size / 2] uint8, written; rows of one stride.
         result_block_scale: written; in tiles that are filled up with zeros, as `scaled_fp4_quant` takes them.
         input: [..., 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
-        input_global_scale: one float32, which is multiplied in.
+        input_global_scale: g, one float32, a factor of the product.
     """
     codes, scales = nvfp4(matrix(gated(input)), input_global_scale.reshape(1, 1))
     result.copy_(codes.reshape(result.shape))

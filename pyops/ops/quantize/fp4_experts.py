@@ -37,6 +37,7 @@ _scaled_fp4_experts_quant = Kernel("quantize/scaled_fp4_experts_quant.cu")
 def _write_experts(
     output: Tensor, output_scale: Tensor, x: Tensor, scale: Tensor, offsets: Tensor, tile_offsets: Tensor
 ) -> None:
+    """The reference of both ops, for rows `x` that are already gated."""
     columns = rounded_up(x.shape[1] // BLOCK, TILE_COLUMNS)
     flat = output_scale.view(torch.uint8).reshape(-1).clone()
     for expert, (first, end) in enumerate(pairwise(offsets.tolist())):
@@ -59,6 +60,7 @@ def _plan_experts(
     tile_offsets: TensorArg,
     halves: int,
 ) -> Launch:
+    """The checks and the launch of both ops; `halves` is 2 for a gated activation."""
     if len(input.shape) != 2:
         raise input.error(f"expected 2 dimensions, got shape {input.shape}")
     blocks = check_codes(output, input, halves)
@@ -69,14 +71,14 @@ def _plan_experts(
     columns, num_rows = rounded_up(blocks, TILE_COLUMNS), input.shape[0]
     check_scales(output_scale, columns, None)
     fixed = {"scale_rows": output_scale.shape[0], "num_experts": num_experts}
-    # At most: every expert that has rows fills up its last tile.
+    # An upper bound: every expert with rows may have a last tile that is not full.
     max_tiles = (num_rows + (TILE_ROWS - 1) * min(num_experts, num_rows)) // TILE_ROWS if num_experts else 0
     problem = Problem(num_rows, max_tiles * TILE_ROWS, columns, experts=True, gated=halves == 2)
     return launch(_scaled_fp4_experts_quant, output, output_scale, input, problem, fixed, GATED=problem.gated)
 
 
 def _outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tensor) -> dict[str, Tensor]:
-    """Offsets that no rows, or no tiles, are at; those of experts without rows may be anything."""
+    """Offsets beyond the rows, and offsets of tiles beyond the scales. Experts without rows need no tiles."""
     first, end = offsets[:-1].long(), offsets[1:].long()
     tile, padded = tile_offsets[:-1].long(), (end - first + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     return {
@@ -88,7 +90,7 @@ def _outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tens
 
 
 def _experts_example(make: Any, num_tokens: int, hidden_size: int, dtype: str, halves: int) -> tuple[Any, ...]:
-    """Five experts: the second has no rows, the last what is left."""
+    """Five experts: the second has no rows, the last has the rows that the others leave."""
     share = num_tokens // 3
     counts = [share, 0, num_tokens // 7, share, num_tokens - 2 * share - num_tokens // 7]
     padded = [rounded_up(count, TILE_ROWS) for count in counts]
@@ -116,19 +118,19 @@ def scaled_fp4_experts_quant(
     input_offset_by_experts: Tensor,
     output_scale_offset_by_experts: Tensor,
 ) -> None:
-    """`scaled_fp4_quant` of rows that belong to experts, each of which has a scale of its own and scales in own tiles.
+    """`scaled_fp4_quant` of rows that belong to experts: each expert has its own global scale and its own tiles.
 
-    Rows ``o[e]`` to ``o[e + 1] - 1`` are those of expert e; their scales lie in tiles, from row ``t[e]`` of
-    `output_scale` on, counted within the expert. What fills up the last tile of an expert becomes 0; what lies behind
-    it stays. Experts may have no rows. Nothing is written for experts from the first offset on that is below 0, below
-    the one before or beyond the rows, nor for one whose tiles are not all there.
+    Rows ``o[e]`` to ``o[e + 1] - 1`` belong to expert e. Their scales lie in tiles that begin at row ``t[e]`` of
+    `output_scale`. Rows and columns that fill up the last tile of an expert become 0; rows behind it keep their bits.
+    Experts may have no rows. Nothing is written for the experts from the first bad offset on (below 0, below the offset
+    before it, or beyond the rows), nor for an expert whose tiles reach beyond `output_scale`.
 
     Args:
         output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
         output_scale: [rows, columns / 4] int32, or [rows, columns] uint8 or float8_e4m3fn, columns being hidden_size /
             16 rounded up to 4, contiguous, written.
         input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
-        input_global_scale: [num_experts] float32, contiguous; multiplied in.
+        input_global_scale: [num_experts] float32, contiguous: g of each expert, a factor of its rows.
         input_offset_by_experts: [num_experts + 1] int32, contiguous: o.
         output_scale_offset_by_experts: [num_experts + 1] int32, contiguous: t, in rows, multiples of 128.
     """
