@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CODES = (uint8, float8_e4m3fn, float8_e5m2)  # dtypes in which a cache of fp8 codes may be given
+DS_MLA_BYTES = 656  # bytes of an entry of "fp8_ds_mla": 512 codes, four float32 scales, 64 elements of two bytes
 
 # References
 

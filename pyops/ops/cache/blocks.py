@@ -37,8 +37,8 @@ def copy_cache_blocks(key_cache: Tensor, value_cache: Tensor | None, block_mappi
     pairs. The contents of a block that is the destination of two pairs, or a destination and a source, are unspecified.
 
     Args:
-        key_cache: [num_blocks, ...] of any dtype that ops know, read and written; the elements of a block lie together,
-            in any order.
+        key_cache: [num_blocks, ...] of any supported dtype, read and written; blocks without gaps, their elements in
+            any order.
         value_cache: a cache with as many blocks of as many bytes; or None.
         block_mapping: [num_pairs, 2] int64 or int32, (source, destination), any strides.
     """

@@ -11,6 +11,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from ._common import (
+    DS_MLA_BYTES,
     bad_slots,
     check_tokens,
     encoded,
@@ -32,11 +33,11 @@ _concat_and_cache_mla = Kernel("cache/concat_and_cache_mla.cu")
 _concat_and_cache_ds_mla = Kernel("cache/concat_and_cache_ds_mla.cu")
 
 _FLT_MIN = 2.0**-126
-_DS_MLA_ENTRY = 656  # bytes: 512 codes, four float32 scales, 64 elements of two bytes
+_DS_MLA_THREADS = 256  # no measurement of its own
 
 
 def _ds_mla_entry(kv_c: Tensor, k_pe: Tensor) -> Tensor:
-    """The 656 bytes of each token."""
+    """The entries of "fp8_ds_mla", [num_tokens, 656] bytes."""
     tiles = kv_c.float().unflatten(-1, (4, 128))
     largest = tiles.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
     scales = (largest / torch.full_like(largest, 448.0)).clamp(min=_FLT_MIN)
@@ -51,12 +52,12 @@ def concat_and_cache_mla(
     """Write the latent and the rotary key of tokens into the slots of a paged cache (multi-head latent attention).
 
     ``kv_cache[b, o] = [kv_c[t], k_pe[t]]`` with ``b, o = divmod(slot_mapping[t], block_size)``, or their codes. Nothing
-    is written for a slot that is negative or lies behind the last. Of tokens with the same slot, which one is kept is
-    not specified.
+    is written for a slot that is negative or lies behind the last. Among tokens with the same slot, it is unspecified
+    which one is kept.
 
     With "fp8_ds_mla" an entry is 656 bytes: 512 e4m3 codes of `kv_c`; four float32, the scales of its tiles of 128
-    elements, ``max(max|x| / 448, 2^-126)`` in which NaN has no part; and 64 elements of `k_pe` as they are (readers
-    take them for bfloat16).
+    elements, ``max(max|x| / 448, 2^-126)``, where the maximum ignores NaN; and 64 elements of `k_pe` as they are
+    (readers take them for bfloat16).
 
     Args:
         kv_c: [at least num_tokens, latent_size], float32, float16 or bfloat16; any stride of tokens.
@@ -93,7 +94,7 @@ def plan_concat_and_cache_mla(
     num_tokens = check_tokens(slot_mapping, kv_c, k_pe)
     check.scalar(scale)
     if kv_cache_dtype == "fp8_ds_mla":
-        return _ds_mla_plan(kv_c, k_pe, kv_cache, slot_mapping, num_tokens)
+        return _launch_ds_mla(kv_c, k_pe, kv_cache, slot_mapping, num_tokens)
     kind = check.cache_dtype(kv_cache, kv_cache_dtype, kv_c.dtype)
     latent_size, rope_size = kv_c.shape[1], k_pe.shape[1]
     check.sizes(kv_cache, num_blocks=None, block_size=None, **{"latent_size + rope_size": latent_size + rope_size})
@@ -120,25 +121,26 @@ def plan_concat_and_cache_mla(
     )
 
 
-def _ds_mla_plan(
+def _launch_ds_mla(
     kv_c: TensorArg, k_pe: TensorArg, kv_cache: TensorArg, slot_mapping: TensorArg, num_tokens: int
 ) -> Launch:
+    """The checks and the launch of concat_and_cache_ds_mla.cu."""
     check.dtype(kv_c, float16, bfloat16)
     check.sizes(kv_c, num_tokens=None, latent_size=512)
     check.sizes(k_pe, num_tokens=None, rope_size=64)
     check.dtype(kv_cache, uint8)
-    check.sizes(kv_cache, num_blocks=None, block_size=None, entry=_DS_MLA_ENTRY)
-    entry, num_threads = entry_layout(kv_cache), 256
+    check.sizes(kv_cache, num_blocks=None, block_size=None, entry=DS_MLA_BYTES)
+    entry = entry_layout(kv_cache)
     return _concat_and_cache_ds_mla(
         scalar_t=kv_c.dtype,
         slot_t=slot_mapping.dtype,
         BLOCK_SIZE=entry.block_size,
         ACCESS_SIZE=check.vector_width(8, kv_c, k_pe),
         ENTRY_ACCESS=check.vector_width(16, kv_cache),
-        NUM_THREADS=num_threads,
+        NUM_THREADS=_DS_MLA_THREADS,
     ).launch(
-        grid=-(-num_tokens * 64 // num_threads) if kv_cache.numel else 0,
-        block=num_threads,
+        grid=-(-num_tokens * 64 // _DS_MLA_THREADS) if kv_cache.numel else 0,
+        block=_DS_MLA_THREADS,
         num_tokens=num_tokens,
         slot_mapping_stride=first_stride(slot_mapping),
         kv_c_stride=first_stride(kv_c),
@@ -171,7 +173,7 @@ def example_concat_and_cache_mla(
         dtype = "bfloat16"
     cache_element = dtype if kv_cache_dtype == "auto" else "uint8"
     num_blocks, slot_mapping = example_slots(make, num_tokens, block_size)
-    entry_size = _DS_MLA_ENTRY if kv_cache_dtype == "fp8_ds_mla" else latent_size + rope_size
+    entry_size = DS_MLA_BYTES if kv_cache_dtype == "fp8_ds_mla" else latent_size + rope_size
     return (
         make.randn(num_tokens, latent_size, dtype=dtype),
         make.randn(num_tokens, rope_size, dtype=dtype),

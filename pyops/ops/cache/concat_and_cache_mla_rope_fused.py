@@ -1,4 +1,4 @@
-"""Rotary embedding and the write into a paged cache of multi-head latent attention, in one launch."""
+"""Multi-head latent attention: rotary embedding and the write into the paged cache in one launch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _concat_and_cache_mla_rope_fused = Kernel("cache/concat_and_cache_mla_rope_fused.cu")
+# Vectors of a thread where there are more tokens than multiprocessors; threads of a block. No measurement of their own.
+_MANY_ROUNDS, _MAX_THREADS = 2, 256
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
-    """Pairs of `x` turned, every product and every sum rounded to its dtype."""
+    """The pairs of `x` rotated; every product and every sum is rounded to the dtype of `x`."""
     if is_neox:
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -52,9 +54,9 @@ def concat_and_cache_mla_rope_fused(
     """Rotate queries and keys in place, then write latent and key into a paged cache, as `concat_and_cache_mla` does.
 
     The pairs (j, j + rope_size / 2) if `is_neox`, else (2j, 2j + 1), turn by the angles in row ``positions[t]`` of
-    `cos_sin_cache` (Su et al. 2021, arXiv:2104.09864), each product and each sum rounded to T. Of a token whose slot is
-    negative or lies behind the last, only the queries are rotated; one whose position lies outside the table is left as
-    it is, and nothing is written for it.
+    `cos_sin_cache` (Su et al. 2021, arXiv:2104.09864); each product and each sum is rounded to T. If the slot of a
+    token is negative or lies behind the last, only its queries are rotated. If its position lies outside the table,
+    nothing of the token is rotated or written.
 
     Args:
         positions: [at least num_tokens] int64 or int32, any stride.
@@ -64,7 +66,7 @@ def concat_and_cache_mla_rope_fused(
         kv_c: [num_tokens, latent_size] of the same dtype; any stride of tokens.
         cos_sin_cache: [max_position, rope_size] of the same dtype, contiguous: cosines in the first half of a row,
             sines in the second.
-        is_neox: which elements make a pair.
+        is_neox: whether pairs are of the two halves of a row, or of neighbours.
         slot_mapping: [num_tokens] int64 or int32, any stride.
         kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
             of the same dtype, or uint8 or float8 codes.
@@ -118,8 +120,8 @@ def plan_concat_and_cache_mla_rope_fused(
     check.scalar(kv_cache_scale)
     vec_size = check.vector_width(rope_size // 2 | latent_size, q_pe, k_pe, kv_c, cos_sin_cache, kv_cache)
     items = (num_heads + 1) * (rope_size // 2 // vec_size) + latent_size // vec_size
-    rounds = 2 if num_tokens > q_pe.device.multiprocessors else 1
-    num_threads = check.threads(-(-items // rounds), max_threads=256)
+    rounds = _MANY_ROUNDS if num_tokens > q_pe.device.multiprocessors else 1
+    num_threads = check.threads(-(-items // rounds), max_threads=_MAX_THREADS)
     return _concat_and_cache_mla_rope_fused(
         scalar_t=q_pe.dtype,
         cache_t=kind,

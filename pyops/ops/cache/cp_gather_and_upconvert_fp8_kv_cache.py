@@ -12,7 +12,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from ._common import bad_table_entries, check_rows, entry_layout, existing_positions, first_stride
+from ._common import DS_MLA_BYTES, bad_table_entries, check_rows, entry_layout, existing_positions, first_stride
 from ._sequences import example_sequences, padded_mask
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ _cp_gather_and_upconvert_fp8_kv_cache = Kernel("cache/cp_gather_and_upconvert_fp
 # threads differ by less than 3 %.
 _NUM_THREADS = 128
 _ROWS = 2  # rows that a warp reads before it writes one, if every multiprocessor then still has a block
-_ENTRY_BYTES = 656
 
 
 @op(inout="dst", ulps=0)
@@ -40,8 +39,8 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 
     ``dst[workspace_starts[b] + j, i] = bfloat16(code[i] * scale[i // 128])`` for i < 512, and the 64 elements behind
     them as they are, of the entry ``src_cache[block_table[b, j // block_size], j % block_size]``, for every b below
-    batch_size and j below ``seq_lens[b]``. A row of no sequence, or whose entry does not exist, is left as it is. Of
-    sequences that claim the same row, the first one has it.
+    batch_size and j below ``seq_lens[b]``. A row of no sequence, or whose entry does not exist, keeps its bits. If
+    sequences overlap, a row belongs to the first of them.
 
     Args:
         src_cache: [num_blocks, block_size, 656] uint8; any strides but the last.
@@ -55,12 +54,12 @@ def cp_gather_and_upconvert_fp8_kv_cache(
     starts, lengths = workspace_starts[:batch_size].long(), seq_lens[:batch_size].long()
     sequence, position = torch.full_like(row, -1), torch.zeros_like(row)
     for b in reversed(range(batch_size)):
-        mine = (
+        belongs = (
             (starts[b] >= 0)
             & (row >= starts[b])
             & (row < starts[b].clamp(0, len(dst)) + lengths[b].clamp(max=len(dst)))
         )
-        sequence, position = sequence.where(~mine, b), position.where(~mine, row - starts[b])
+        sequence, position = sequence.where(~belongs, b), position.where(~belongs, row - starts[b])
     rows, block, offset = existing_positions(block_table, sequence, position, *src_cache.shape[:2])
     latent, scales, rope = src_cache[block, offset].split((512, 16, 128), -1)
     tiles = latent.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128))
@@ -78,7 +77,7 @@ def plan_cp_gather_and_upconvert_fp8_kv_cache(
     batch_size: int,
 ) -> Launch:
     check.dtype(src_cache, uint8)
-    check.sizes(src_cache, num_blocks=None, block_size=None, entry=_ENTRY_BYTES)
+    check.sizes(src_cache, num_blocks=None, block_size=None, entry=DS_MLA_BYTES)
     entry = entry_layout(src_cache)
     check.dtype(dst, bfloat16)
     check.sizes(dst, num_rows=None, row=576)
@@ -138,7 +137,7 @@ def bad_indices_cp_gather_and_upconvert_fp8_kv_cache(
 
 @cp_gather_and_upconvert_fp8_kv_cache.traffic
 def traffic_cp_gather_and_upconvert_fp8_kv_cache(dst: TensorArg, block_table: TensorArg) -> int:
-    return dst.nbytes + dst.shape[0] * _ENTRY_BYTES + block_table.nbytes
+    return dst.nbytes + dst.shape[0] * DS_MLA_BYTES + block_table.nbytes
 
 
 @cp_gather_and_upconvert_fp8_kv_cache.example

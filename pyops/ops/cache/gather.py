@@ -88,11 +88,11 @@ def gather_and_maybe_dequant_cache(
     scale: Tensor | float,
     seq_starts: Tensor | None = None,
 ) -> None:
-    """Gather the entries of sequences from a paged cache into rows, taking fp8 codes back to floats.
+    """Gather the entries of sequences from a paged cache into rows; fp8 codes become floats.
 
     ``dst[t] = src_cache[block_table[b, p // block_size], p % block_size]``, or ``T(codes * scale)`` in float32, with
     ``b = token_to_seq[t]`` and ``p = t - cu_seq_lens[b] + seq_starts[b]``, for t below num_tokens. A row t outside its
-    sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or whose entry does not exist is left as it is.
+    sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or whose entry does not exist keeps its bits.
 
     Args:
         src_cache: [num_blocks, block_size, entry_size]; any strides but the last; of the dtype of `dst`, or uint8 or
@@ -100,7 +100,7 @@ def gather_and_maybe_dequant_cache(
         dst: [at least num_tokens, entry_size], float32, float16 or bfloat16, written row by row; any stride of rows.
         block_table: [at least num_seqs, max_blocks] int32 or int64, any strides.
         cu_seq_lens: [num_seqs + 1] int32 or int64: the row at which each sequence begins, and the end of the last.
-        token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; any other number for none.
+        token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; any other number: no sequence.
         num_tokens: rows to fill.
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
         scale: one float32, or a number; not read for "auto".
@@ -210,11 +210,11 @@ def cp_gather_cache(
 
     ``dst[cu_seq_lens[b] + j] = src_cache[block_table[b, p // block_size], p % block_size]`` with
     ``p = j + seq_starts[b]``, for every b below batch_size and j below ``cu_seq_lens[b + 1] - cu_seq_lens[b]``. A row
-    of no sequence, or whose entry does not exist, is left as it is.
+    of no sequence, or whose entry does not exist, keeps its bits.
 
     Args:
-        src_cache: [num_blocks, block_size, ...] of any dtype of 1, 2 or 4 bytes that ops know; the elements of an entry
-            one after another, any strides of blocks and slots.
+        src_cache: [num_blocks, block_size, ...] of any supported dtype of 1, 2 or 4 bytes; contiguous entries, any
+            strides of blocks and slots.
         dst: [num_rows, ...] of the same dtype, written row by row; any stride of rows.
         block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
         cu_seq_lens: [at least batch_size + 1] int32 or int64, ascending: the row at which each sequence begins.

@@ -38,17 +38,17 @@ def indexer_k_quant_and_cache(
 ) -> None:
     """Quantise the indexer's keys by groups and write them into its paged cache (sparse attention of DeepSeek V3.2).
 
-    ``s = max(max|x|, 1e-4) / 448`` over a group x of `quant_block_size` elements, in which NaN has no part, and the
-    least power of two that is no smaller for "ue8m0"; the codes are ``e4m3(x / s)``, saturating, NaN staying NaN. A
-    block of the cache is not a list of entries: it holds the codes of all its slots, [block_size, head_size], and then
-    the scales of all its slots, [block_size, head_size / quant_block_size] float32. Nothing is written for a slot that
-    is negative or lies behind the last. Of tokens with the same slot, which one is kept is not specified.
+    The scale of a group x of `quant_block_size` elements is ``s = max(max|x|, 1e-4) / 448``, where the maximum ignores
+    NaN, rounded up to a power of two for "ue8m0". The codes are ``e4m3(x / s)``, saturating; NaN stays NaN. A block of
+    the cache is not a list of entries: it holds the codes of all its slots, [block_size, head_size], and then the
+    scales of all its slots, [block_size, head_size / quant_block_size] float32. Nothing is written for a slot that is
+    negative or lies behind the last. Among tokens with the same slot, it is unspecified which one is kept.
 
     Args:
         k: [num_tokens, head_size], float32, float16 or bfloat16; any stride of tokens. Tokens beyond the shorter of `k`
             and `slot_mapping` are not written.
-        kv_cache: [num_blocks, block_size, head_size + 4 * head_size / quant_block_size] uint8, the elements of a block
-            one after another; written where slots say.
+        kv_cache: [num_blocks, block_size, head_size + 4 * head_size / quant_block_size] uint8, blocks contiguous, any
+            stride of blocks; written where slots say.
         slot_mapping: [num_tokens] int64 or int32, any stride.
         quant_block_size: elements under one scale, a divisor of head_size.
         kv_cache_dtype: the format of scales: "ue8m0" or any other name.
@@ -171,11 +171,11 @@ def cp_gather_indexer_k_quant_cache(
 
     Row ``t`` of `dst_k` and `dst_scale` are the codes and the scales in slot ``j % block_size`` of the block
     ``block_table[b, j // block_size]``, with ``j = t - cu_seq_lens[b]`` and b the sequence for which
-    ``cu_seq_lens[b] <= t < cu_seq_lens[b + 1]``. A row of no sequence, or whose slot does not exist, is left as it is.
+    ``cu_seq_lens[b] <= t < cu_seq_lens[b + 1]``. A row of no sequence, or whose slot does not exist, keeps its bits.
 
     Args:
-        kv_cache: [num_blocks, block_size, head_size + scale_size] uint8, the elements of a block one after another: the
-            codes of all slots, then the scales of all slots; any stride of blocks.
+        kv_cache: [num_blocks, block_size, head_size + scale_size] uint8, blocks contiguous: the codes of all slots,
+            then the scales of all slots; any stride of blocks.
         dst_k: [num_rows, head_size] uint8 or float8, written row by row; any stride of rows.
         dst_scale: [num_rows, scale_size] uint8, the bytes of float32 scales, written row by row; any stride of rows.
         block_table: [num_seqs, max_blocks] int32 or int64, any strides.

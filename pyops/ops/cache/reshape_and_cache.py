@@ -108,7 +108,7 @@ def reshape_and_cache(
 
     ``key_cache[b, h, d // x, o, d % x] = key[t, h, d]; value_cache[b, h, d, o] = value[t, h, d]`` with
     ``b, o = divmod(slot_mapping[t], block_size)``, or their codes. Nothing is written for a slot that is negative or
-    lies behind the last. Of tokens with the same slot, which one is kept is not specified.
+    lies behind the last. Among tokens with the same slot, it is unspecified which one is kept.
 
     Args:
         key, value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any stride of tokens.

@@ -12,8 +12,9 @@ their sign. Two codes share a byte, the first in its lower half. A code is a sig
 A ``g`` of 0 gives scales and codes of 0. A negative ``g`` gives negative scales, so that values come back with their
 sign. A NaN gives scales of 448 and codes of +6; an infinite ``g`` scales of +-448 and codes of +-6, of 0 +6.
 
-Matrix products on Blackwell take scales in tiles of 128 rows and 4 columns, filled up with zeros. Of c columns (a
-multiple of 4), row m, column k is byte ``(m // 128 * (c // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4``.
+Matrix products on Blackwell take scales in tiles of 128 rows and 4 columns, filled up with zeros. In a matrix of c
+columns, a multiple of 4, row m, column k is byte
+``(m // 128 * (c // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4``.
 """
 
 from __future__ import annotations
