@@ -381,6 +381,7 @@ def test_any_schedule_of_many_blocks() -> None:
         (plan.Problem(1, 128256, 4, True, False), plan.Pieces(1024)),
     ],
 )
-def test_geometry(problem: plan.Problem, expected: Any) -> None:
+def test_geometry(problem: plan.Problem, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters for rows that are filtered and fit into shared memory; pieces for others, smaller for few rows."""
+    monkeypatch.setattr(plan, "_MAX_BLOCK_LOGITS", _MAX_BLOCK_LOGITS)  # `kernels` may have changed it for the module
     assert plan.choose(problem, model()) == expected
