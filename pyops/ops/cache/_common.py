@@ -29,7 +29,7 @@ def fp8_codes(x: Tensor, scale: Tensor, kind: Any) -> Tensor:
 
 
 def encoded(x: Tensor, scale: Tensor, cache: Tensor, kv_cache_dtype: str) -> Tensor:
-    """`x` as elements of `cache`: as it is for "auto", else codes. `scale`: one element, or one for each last row."""
+    """`x` as elements of `cache`: unchanged for "auto", else codes. `scale`: one number, or one for each row of `x`."""
     if kv_cache_dtype == "auto":
         return x
     scale = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())
@@ -72,7 +72,7 @@ def existing_positions(
 
 
 def bad_slots(slot_mapping: Tensor, num_blocks: int, block_size: int) -> dict[str, Tensor]:
-    """The slots behind the last one. A negative slot is not bad: it says that nothing is to be written."""
+    """The slots behind the last one. Negative slots are valid: nothing is written for them."""
     return {"slot_mapping": slot_mapping >= num_blocks * block_size}
 
 

@@ -38,7 +38,7 @@ class Config:
         return {"TOKENS": self.tokens, "BATCH": self.batch, "NUM_THREADS": self.num_threads}
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks for so many tokens."""
+        """Blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.tokens)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _static_quant = Kernel("quantize/static_quant.cu")
-_MIN_BLOCKS = 8  # of 256 threads to a multiprocessor: all the threads that it holds
+_MIN_BLOCKS = 8  # blocks of 256 threads per multiprocessor: 2048 threads, the most there can be
 
 
 def as_fp8(x: Tensor) -> Tensor:
