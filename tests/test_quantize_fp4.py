@@ -486,16 +486,16 @@ def test_refusals() -> None:
 @pytest.mark.parametrize(
     ("problem", "arch", "expected"),
     [
-        (Problem(1, 128, 256), "sm_90", Config(128, unit=4, rounds=4, min_blocks=8, grid=(2, 32))),
-        (Problem(256, 256, 256), "sm_90", Config(128, unit=1, rounds=1, min_blocks=8, grid=(2, 256))),
-        (Problem(4096, 4096, 256), "sm_90", Config(128, unit=4, rounds=8, min_blocks=8, grid=(2, 512))),
-        (Problem(256, 256, 256, tiled=False), "sm_90", Config(128, unit=1, rounds=1, min_blocks=8, grid=(2, 256))),
-        (Problem(16384, 16384, 8, tiled=False), "sm_90", Config(8, unit=1, rounds=2, min_blocks=5, grid=(1, 512))),
-        (Problem(256, 1024, 256, experts=True), "sm_90", Config(128, unit=4, rounds=4, min_blocks=9, grid=(2, 256))),
+        (Problem(1, 128, 256), "sm_90", Config(128, unit=4, rounds=4, min_blocks=8)),
+        (Problem(256, 256, 256), "sm_90", Config(128, unit=1, rounds=1, min_blocks=8)),
+        (Problem(4096, 4096, 256), "sm_90", Config(128, unit=4, rounds=8, min_blocks=8)),
+        (Problem(256, 256, 256, tiled=False), "sm_90", Config(128, unit=1, rounds=1, min_blocks=8)),
+        (Problem(16384, 16384, 8, tiled=False), "sm_90", Config(8, unit=1, rounds=2, min_blocks=5)),
+        (Problem(256, 1024, 256, experts=True), "sm_90", Config(128, unit=4, rounds=4, min_blocks=9)),
         (
             Problem(256, 1024, 256, experts=True, gated=True),
             "sm_100",
-            Config(128, unit=4, rounds=4, min_blocks=5, grid=(2, 256)),
+            Config(128, unit=4, rounds=4, min_blocks=5),
         ),
     ],
 )

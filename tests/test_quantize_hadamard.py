@@ -197,12 +197,12 @@ def test_refusals() -> None:
 @pytest.mark.parametrize(
     ("size", "arch", "expected"),
     [
-        (1, "sm_90", Config(elements=1, row_threads=1, num_threads=128, rounds=1, min_blocks=12)),
-        (256, "sm_90", Config(elements=8, row_threads=32, num_threads=128, rounds=1, min_blocks=12)),
-        (1024, "sm_90", Config(elements=32, row_threads=32, num_threads=128, rounds=1, min_blocks=8)),
-        (4096, "sm_90", Config(elements=32, row_threads=128, num_threads=128, rounds=1, min_blocks=8)),
-        (32768, "sm_90", Config(elements=64, row_threads=512, num_threads=512, rounds=1, min_blocks=1)),
-        (32768, "gfx942", Config(elements=64, row_threads=512, num_threads=512, rounds=2, min_blocks=1)),
+        (1, "sm_90", Config(elements=1, num_threads=128, rounds=1, min_blocks=12)),
+        (256, "sm_90", Config(elements=8, num_threads=128, rounds=1, min_blocks=12)),
+        (1024, "sm_90", Config(elements=32, num_threads=128, rounds=1, min_blocks=8)),
+        (4096, "sm_90", Config(elements=32, num_threads=128, rounds=1, min_blocks=8)),
+        (32768, "sm_90", Config(elements=64, num_threads=512, rounds=1, min_blocks=1)),
+        (32768, "gfx942", Config(elements=64, num_threads=512, rounds=2, min_blocks=1)),
     ],
 )
 def test_geometry(size: int, arch: str, expected: Config) -> None:

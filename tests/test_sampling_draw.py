@@ -372,10 +372,10 @@ def test_any_schedule_of_many_blocks() -> None:
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [
-        (plan.Problem(1, 4000, 2, True, True), plan.WholeRows(1, 1000, 8, 128, 12, shared=8192)),
-        (plan.Problem(1, 128256, 2, True, True), plan.WholeRows(8, 4008, 8, 512, 3, shared=32768)),
-        (plan.Problem(1, 128256, 4, False, True), plan.WholeRows(8, 4008, 8, 512, 3, shared=65536)),
-        (plan.Problem(256, 32000, 2, True, True), plan.WholeRows(2, 4000, 8, 512, 3, shared=32768)),
+        (plan.Problem(1, 4000, 2, True, True), plan.WholeRows(cluster=1, num_threads=128, min_blocks=12)),
+        (plan.Problem(1, 128256, 2, True, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
+        (plan.Problem(1, 128256, 4, False, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
+        (plan.Problem(256, 32000, 2, True, True), plan.WholeRows(cluster=2, num_threads=512, min_blocks=3)),
         (plan.Problem(1, 2**20, 4, True, True), plan.Pieces(1024)),
         (plan.Problem(256, 128256, 4, True, False), plan.Pieces(16384)),
         (plan.Problem(1, 128256, 4, True, False), plan.Pieces(1024)),

@@ -184,10 +184,10 @@ def test_shared_memory_of_every_device() -> None:
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [
-        (Problem(1, 0, 20), ShortRows(num_threads=512, rounds=1, min_blocks=3)),
-        (Problem(64, 8192, 2048), ShortRows(num_threads=512, rounds=4, min_blocks=3)),
-        (Problem(64, 8192, 2048, is_aligned=False), ShortRows(num_threads=1024, rounds=3, min_blocks=1)),
-        (Problem(64, 16384, 2048), ShortRows(num_threads=1024, rounds=4, min_blocks=1)),
+        (Problem(1, 0, 20), ShortRows(num_threads=512, min_blocks=3)),
+        (Problem(64, 8192, 2048), ShortRows(num_threads=512, min_blocks=3)),
+        (Problem(64, 8192, 2048, is_aligned=False), ShortRows(num_threads=1024, min_blocks=1)),
+        (Problem(64, 16384, 2048), ShortRows(num_threads=1024, min_blocks=1)),
         (Problem(64, 8192, 5000), LongRows(num_threads=512, cluster=1, capacity=9)),
         (Problem(64, 8192, 20, vec_size=1), LongRows(num_threads=512, cluster=1, capacity=9)),
         (Problem(1, 65536, 2048), LongRows(num_threads=512, cluster=8, capacity=9)),

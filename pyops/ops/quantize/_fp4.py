@@ -165,14 +165,19 @@ class Config:
         unit: rows of which a thread stores the scales at once.
         rounds: rows of a thread, a multiple of `unit`.
         min_blocks: blocks that a multiprocessor holds.
-        grid: blocks beside each other, and below each other.
     """
 
     row_threads: int
     unit: int
     rounds: int
     min_blocks: int
-    grid: tuple[int, int]
+
+    def grid(self, problem: Problem) -> tuple[int, int, int]:
+        """Blocks beside each other; blocks below each other, in two dimensions."""
+        block_rows = _NUM_THREADS // self.row_threads
+        row_units = -(-problem.scale_rows // (self.unit * block_rows)) * self.unit
+        below = -(-row_units // max(1, self.rounds))
+        return -(-problem.columns // self.row_threads), min(below, _MAX_GRID), -(-below // _MAX_GRID)
 
 
 def choose(problem: Problem, device: Device) -> Config:
@@ -196,7 +201,7 @@ def choose(problem: Problem, device: Device) -> Config:
         # Equal shares: a thread asks for its next row while it computes.
         waves = -(-blocks // (_MAX_ROUNDS * wave))
         rounds = -(-blocks // (max(1, waves) * wave))
-    return Config(row_threads, unit, rounds, min_blocks, (row_blocks, -(-groups * unit // max(1, rounds))))
+    return Config(row_threads, unit, rounds, min_blocks)
 
 
 def _resident_threads(problem: Problem, row_threads: int, device: Device) -> int:
@@ -217,7 +222,6 @@ def launch(
 ) -> Launch:
     """The launch of an NVFP4 kernel; `fixed` and `constants` are those that the other kernels have not."""
     config = choose(problem, input.device)
-    row_blocks, column_blocks = config.grid
     return kernel(
         scalar_t=input.dtype,
         ACCESS=check.vector_width(BLOCK, input),
@@ -229,7 +233,7 @@ def launch(
         UNIT=config.unit,
         MIN_BLOCKS=config.min_blocks,
     ).launch(
-        grid=(row_blocks, min(column_blocks, _MAX_GRID), -(-column_blocks // _MAX_GRID)),
+        grid=config.grid(problem),
         block=_NUM_THREADS,
         num_rows=problem.num_rows,
         output_stride=check.row_stride(output),

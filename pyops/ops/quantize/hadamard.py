@@ -35,14 +35,12 @@ class Config:
 
     Attributes:
         elements: elements of a thread.
-        row_threads: threads of a row.
         num_threads: threads of a block.
         rounds: parts in which a row goes through shared memory: 2 if the whole row does not fit.
         min_blocks: blocks that a multiprocessor holds.
     """
 
     elements: int
-    row_threads: int
     num_threads: int
     rounds: int
     min_blocks: int
@@ -55,7 +53,7 @@ def choose(size: int, device: Device) -> Config:
     num_threads = max(_WARP_ROW_THREADS, row_threads) if row_threads <= 32 else row_threads
     rounds = 1 if 4 * size <= device.shared_memory else 2
     resident = _RESIDENT_BY_ELEMENTS.get(elements, _RESIDENT)
-    return Config(elements, row_threads, num_threads, rounds, max(1, resident // num_threads))
+    return Config(elements, num_threads, rounds, max(1, resident // num_threads))
 
 
 def hadacore_transform(x: Any, inplace: bool = True) -> Any:
@@ -105,6 +103,7 @@ def plan_hadacore_transform_out(out: TensorArg, x: TensorArg) -> Launch:
     if size & (size - 1) or not 1 <= size <= _MAX_SIZE:
         raise x.error(f"expected a last dimension that is a power of two up to {_MAX_SIZE}, got shape {x.shape}")
     config, num_rows = choose(size, x.device), check.num_rows(x)
+    row_threads = size // config.elements
     vec_size = min(config.elements, 16 // x.dtype.itemsize)
     return _hadamard(
         scalar_t=x.dtype,
@@ -112,13 +111,13 @@ def plan_hadacore_transform_out(out: TensorArg, x: TensorArg) -> Launch:
         VEC_SIZE=vec_size,
         ACCESS=check.vector_width(vec_size, out, x),
         NUM_THREADS=config.num_threads,
-        ROW_THREADS=config.row_threads,
+        ROW_THREADS=row_threads,
         ROUNDS=config.rounds,
         MIN_BLOCKS=config.min_blocks,
     ).launch(
-        grid=-(-num_rows // (config.num_threads // config.row_threads)),
+        grid=-(-num_rows // (config.num_threads // row_threads)),
         block=config.num_threads,
-        shared=4 * size // config.rounds if config.row_threads > 32 else 0,
+        shared=4 * size // config.rounds if row_threads > 32 else 0,
         num_rows=num_rows,
         out_stride=check.row_stride(out),
         x_stride=check.row_stride(x),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check
@@ -69,14 +69,23 @@ class Problem:
 
 @dataclass(frozen=True)
 class WholeRows:
-    """sampling_row.cu: `cluster` blocks keep a row in shared memory, `block_vecs` vectors each."""
+    """sampling_row.cu: `cluster` blocks keep a row in shared memory."""
 
     cluster: int
-    block_vecs: int
-    thread_vecs: int
     num_threads: int
     min_blocks: int
-    shared: int
+
+    def block_vecs(self, problem: Problem) -> int:
+        """Vectors of a block."""
+        return -(-problem.vocab_size // (self.cluster * _VEC_SIZE))
+
+    def thread_vecs(self, problem: Problem) -> int:
+        """Vectors of a thread. A row that is not aligned begins and ends within a vector, and so has one more."""
+        return -(-(self.block_vecs(problem) + (not problem.is_aligned)) // self.num_threads)
+
+    def block_logits(self, problem: Problem) -> int:
+        """Logits for which a block has room in shared memory."""
+        return _VEC_SIZE * self.thread_vecs(problem) * self.num_threads
 
 
 @dataclass(frozen=True)
@@ -106,14 +115,12 @@ def _whole_rows(problem: Problem, device: Device) -> WholeRows | None:
     block_vecs = -(-vocab_size // (cluster * _VEC_SIZE))
     wanted_threads = 1 << (block_vecs * _VEC_SIZE // _THREAD_LOGITS - 1).bit_length()
     num_threads = min(_MAX_THREADS, max(_MIN_THREADS, wanted_threads))
-    # A row that is not aligned begins and ends within a vector, and so has one more.
-    thread_vecs = -(-(block_vecs + (not problem.is_aligned)) // num_threads)
-    block_logits = _VEC_SIZE * thread_vecs * num_threads
-    shared = problem.itemsize * block_logits
-    fitting = (device.shared_memory + _DRIVER_SHARED) // (shared + _STATIC_SHARED)
+    config = WholeRows(cluster, num_threads, min_blocks=_RESIDENT // num_threads)
+    block_logits = config.block_logits(problem)
+    fitting = (device.shared_memory + _DRIVER_SHARED) // (problem.itemsize * block_logits + _STATIC_SHARED)
     if fitting == 0 or block_logits > _MAX_BLOCK_LOGITS:
         return None
-    return WholeRows(cluster, block_vecs, thread_vecs, num_threads, min(fitting, _RESIDENT // num_threads), shared)
+    return replace(config, min_blocks=min(fitting, config.min_blocks))
 
 
 @op(out="samples", ulps=0)
@@ -209,28 +216,29 @@ def plan_top_k_top_p_sampling_from_logits(
     problem = Problem(num_rows, vocab_size, logits.dtype.itemsize, is_aligned, is_filtered)
     config = choose(problem, logits.device)
     if isinstance(config, WholeRows):
-        return [_launch_whole_rows(config, logits, given)]
+        return [_launch_whole_rows(config, problem, logits, given)]
     return _launch_pieces(config, logits, given)
 
 
-def _launch_whole_rows(config: WholeRows, logits: TensorArg, given: dict[str, TensorArg | None]) -> Launch:
+def _launch_whole_rows(
+    config: WholeRows, problem: Problem, logits: TensorArg, given: dict[str, TensorArg | None]
+) -> Launch:
     """The launch of sampling_row.cu."""
-    num_rows, vocab_size = logits.shape
     return _sampling_row(
         scalar_t=logits.dtype,
         **{f"HAS_{name.upper()}": arg is not None for name, arg in given.items()},
         CLUSTER=config.cluster,
-        VECTORS=config.thread_vecs,
+        VECTORS=config.thread_vecs(problem),
         BITS=_BITS,
         MIN_BLOCKS=config.min_blocks,
         NUM_THREADS=config.num_threads,
     ).launch(
-        grid=(num_rows, config.cluster),
+        grid=(problem.num_rows, config.cluster),
         block=config.num_threads,
-        shared=config.shared,
-        vocab_size=vocab_size,
+        shared=problem.itemsize * config.block_logits(problem),
+        vocab_size=problem.vocab_size,
         logits_stride=check.row_stride(logits),
-        piece_size=config.block_vecs * _VEC_SIZE,
+        piece_size=config.block_vecs(problem) * _VEC_SIZE,
         **{name: 0 for name, arg in given.items() if arg is None},
     )
 

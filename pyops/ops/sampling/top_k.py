@@ -57,14 +57,22 @@ class Problem:
     vec_size: int = 4
     is_aligned: bool = True
 
+    @property
+    def vectors(self) -> int:
+        """Vectors of four elements that a row has a part of, at most."""
+        return -(-self.columns // 4) + (not self.is_aligned)
+
 
 @dataclass(frozen=True)
 class ShortRows:
-    """top_k_short_row.cu: a block holds its row in registers, `rounds` vectors to a thread."""
+    """top_k_short_row.cu: a block holds its row in registers."""
 
     num_threads: int
-    rounds: int
     min_blocks: int
+
+    def rounds(self, problem: Problem) -> int:
+        """Vectors of a thread."""
+        return max(1, -(-problem.vectors // self.num_threads))
 
 
 @dataclass(frozen=True)
@@ -83,14 +91,13 @@ class LongRows:
 
 def choose(problem: Problem, device: Device) -> ShortRows | LongRows:
     """Registers for rows that fit; else as many blocks to a row as the device has room for."""
-    vectors = -(-problem.columns // 4) + (not problem.is_aligned)
     if (
         problem.vec_size == 4
-        and vectors <= _SHORT_MAX_ROUNDS * _SHORT_MAX_THREADS
+        and problem.vectors <= _SHORT_MAX_ROUNDS * _SHORT_MAX_THREADS
         and problem.top_k <= _SHORT_MAX_TOP_K
     ):
-        num_threads = _SHORT_THREADS if vectors <= _SHORT_MAX_ROUNDS * _SHORT_THREADS else _SHORT_MAX_THREADS
-        return ShortRows(num_threads, max(1, -(-vectors // num_threads)), _SHORT_RESIDENT // num_threads)
+        num_threads = _SHORT_THREADS if problem.vectors <= _SHORT_MAX_ROUNDS * _SHORT_THREADS else _SHORT_MAX_THREADS
+        return ShortRows(num_threads, _SHORT_RESIDENT // num_threads)
     cluster = 1
     while (
         2 * cluster <= device.cluster
@@ -269,13 +276,14 @@ def _launches(
 
     is_aligned = logits.alignment % 16 == 0 and strides[0] % 4 == 0
     vec_size = 4 if strides[1] == 1 or columns <= 1 else 1
-    config = choose(Problem(numRows, columns, topK, vec_size, is_aligned), logits.device)
+    problem = Problem(numRows, columns, topK, vec_size, is_aligned)
+    config = choose(problem, logits.device)
     is_decode, num_blocks = "rowStarts" in absent, numRows if topK else 0
     if isinstance(config, ShortRows):
         return [
             _top_k_short_row(
                 DECODE=is_decode,
-                ROUNDS=config.rounds,
+                ROUNDS=config.rounds(problem),
                 NUM_THREADS=config.num_threads,
                 MIN_BLOCKS=config.min_blocks,
             ).launch(grid=num_blocks, block=config.num_threads, columns=columns, **absent)
