@@ -312,14 +312,19 @@ def test_flash_layouts(num_heads: int, head_size: int, joint: bool, heads_first:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("block_size", "grouped"), [(8, False), (16, False), (5, False), (16, True), (48, True)])
 def test_packed(
-    block_size: int, grouped: bool, dtype: torch.dtype, kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+    block_size: int,
+    grouped: bool,
+    dtype: torch.dtype,
+    kind: str,
+    where: str,
+    small: device.Device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Runs of slots that begin anywhere among the tokens, one after another and scattered; more heads than threads.
 
     Few tokens are written as they come, many by groups of slots, in whatever order they come.
     """
     monkeypatch.setattr(packed, "_MAX_UNGROUPED_TOKENS", -1 if grouped else 1000)
-    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), multiprocessors=1))
     pyops.registry["reshape_and_cache"].forget()
     num_heads, head_size = 3, 112 if grouped else 48
     x = 16 // dtype.itemsize if kind == "auto" else 16
