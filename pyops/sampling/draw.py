@@ -163,7 +163,7 @@ def _(
     digits = 3 if logits.dtype is float32 else 2  # 22 bits hold all that a logit of 16 bits has
     for is_top_p, wanted in ((False, top_k), (True, top_p)):
         for number in range(digits if wanted is not None else 0):
-            constants = {"TOP_P": is_top_p, "NUMBER": number, **has}
+            constants = {"TOP_P": is_top_p, "DIGIT": number, **has}
             launch(_sampling_filter, constants, "top_k", "top_p", "min_p", "temperature", bins=bins)
     has = {**has, **filtered, "HAS_OFFSETS": offsets is not None}
     launch(_sampling_pick, has, "offsets", "min_p", "temperature", sums=sums)

@@ -142,7 +142,7 @@ def _(
             sums=sums,
             num_tokens=num_tokens,
             vocab_size=vocab_size,
-            most_drafts=most - 1,
+            max_drafts=most - 1,
             pieces=pieces,
             piece_size=piece_size,
             draft_stride=check.row_stride(draft_probs) if draft_probs else 0,
