@@ -1,22 +1,13 @@
-// rms_norm: scale each row to unit root mean square, then by weight.
+// rms_norm: scales each row to unit root mean square, then by weight.
 //
-//     out[r, i] = T(T(input[r, i] / sqrt(mean_i(input[r, i]^2) + epsilon)) * weight[i])
+//     out[r, i] = T(T(input[r, i] / sqrt(mean_i(input[r, i]^2) + epsilon)) * weight[i])    T: dtype of all tensors
 //
-// ROW_THREADS threads share a row and hold it in registers, so it is read once. Up to three leading dimensions of any
-// strides number the rows.
+// ROW_THREADS threads share a row and hold it in registers, so that the row is read once. Rows are numbered by up to
+// three leading dimensions of any strides.
 //
-// Constants
-//     scalar_t      T: element type of out, input and weight
-//     HIDDEN_SIZE   elements in a row
-//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE unless SHIFTED
-//     SHIFTED       rows begin anywhere in a vector's memory (row.cuh)
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   threads that share a row; divides NUM_THREADS
+// Constants:
 //     LEADING       leading dimensions that number the rows, 1 to 3
 //     HAS_WEIGHT    false when weight is null
-//     KEEP_ROW      hold the row in registers; else read it again for every use
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
-//     KEEP_WEIGHT   load the weight before the row is summed, and keep it in registers
 
 #include "norm.cuh"
 
