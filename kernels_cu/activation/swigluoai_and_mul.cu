@@ -1,17 +1,9 @@
-// swigluoai_and_mul: clamped SwiGLU of neighbouring elements.
+// swigluoai_and_mul: clamped SwiGLU of gates and factors that alternate in a row.
 //
-//     out[r, i] = T((u + 1) * g / (1 + exp(-alpha * g)))
-//     where g = min(input[r, 2i], limit), u = max(min(input[r, 2i + 1], limit), -limit); both take NaN for limit
+//     out[r, i] = T((u + 1) * g / (1 + exp(-alpha * g)))    T: dtype of out and input
+//     g = min(input[r, 2i], limit), u = max(min(input[r, 2i + 1], limit), -limit); NaN becomes limit
 //
-// VEC_SIZE neighbouring results per thread (chunk.cuh), computed in float32 and rounded once.
-//
-// Constants
-//     scalar_t      T: element type of out and input
-//     VEC_SIZE      elements in one memory access; divides hidden_size
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   of them that share a row; divides NUM_THREADS
-//     PLANES        whether the rows need the third dimension of the grid
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
+// One vector of results per thread (chunk.cuh), computed in float32 and rounded once.
 
 #include "chunk.cuh"
 #include "math.cuh"
