@@ -1,21 +1,22 @@
-// cluster.h: blocks of a cluster, which take turns and read each other's shared memory; and the grid.
+// cluster.h: the blocks of a cluster, and the grid.
 //
-// A block reads another's only by `read_of_block`, and only what was written before the last barrier of the cluster, and is not
+// Blocks of a cluster take turns: each runs up to the next barrier of the cluster. A block reads shared memory of
+// another only by `read_of_block`, and only bytes that were written before the last barrier of the cluster and are not
 // written again before the next.
 #pragma once
 #include "schedule.h"
 
 namespace host {
 
-// What a block of a cluster leaves when it is another's turn.
+// State of a block of a cluster while other blocks run.
 struct Paused {
     Index block;
     bool ended, synchronised;
-    uint32_t first_epoch, epoch, barrier_epoch;  // the last: at the last barrier of the cluster
-    uint32_t warp_epoch[MOST_THREADS / 32];
-    Thread threads[MOST_THREADS];
+    uint32_t first_epoch, epoch, barrier_epoch;  // barrier_epoch: `epoch` at the last barrier of the cluster
+    uint32_t warp_epoch[MAX_THREADS / 32];
+    Thread threads[MAX_THREADS];
 };
-inline Paused cluster[MOST_BLOCKS];
+inline Paused cluster[MAX_CLUSTER];
 
 __attribute__((noinline)) void cluster_barrier(const char* file, int line) {
     Thread& thread = begin_wait(Wait::CLUSTER, "sync_cluster", 0, file, line, __builtin_return_address(0));
@@ -53,7 +54,7 @@ __attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned
             byte.phase = state.phase;
         }
     }
-    memcpy(to, memory.arenas + ARENA * rank + PAGE + offset, size);
+    memcpy(to, memory.arenas + ARENA_BYTES * rank + PAGE + offset, size);
 }
 
 inline void pause_block(Paused& paused) {
@@ -65,7 +66,7 @@ inline void pause_block(Paused& paused) {
 }
 
 inline void resume_block(const Paused& paused) {
-    memory_enter_epochs(paused.first_epoch, MOST_BARRIERS - 1);
+    memory_enter_epochs(paused.first_epoch, MAX_BARRIERS - 1);
     memory.epoch = paused.epoch;
     memory.synchronised = paused.synchronised;
     memcpy(memory.warp_epoch, paused.warp_epoch, sizeof memory.warp_epoch);
@@ -76,18 +77,19 @@ inline void resume_block(const Paused& paused) {
 }
 
 inline void run_block(Index block) {
-    memory_enter_epochs(memory.epoch + 1, MOST_EPOCHS);
+    memory_enter_epochs(memory.epoch + 1, MAX_EPOCHS);
     begin_block(block);
     run_threads();
 }
 
-// The blocks that follow `first` in y, in turns from one barrier of the cluster to the next.
+// Run the cluster of the block `first` and those that follow it in y, in turns from one barrier of the cluster to the
+// next.
 inline void run_cluster(Index first) {
     const unsigned count = state.launch.cluster;
     const uint32_t first_epoch = memory.epoch + 1;
-    memory.reserved = memory.epoch + count * MOST_BARRIERS;
+    memory.reserved = memory.epoch + count * MAX_BARRIERS;
     for (unsigned rank = 0; rank < count; ++rank) {
-        cluster[rank].first_epoch = first_epoch + rank * MOST_BARRIERS;
+        cluster[rank].first_epoch = first_epoch + rank * MAX_BARRIERS;
         cluster[rank].epoch = 0;
         cluster[rank].ended = false;
     }
@@ -105,7 +107,7 @@ inline void run_cluster(Index first) {
             if (begun) {
                 resume_block(own);
             } else {
-                memory_enter_epochs(own.first_epoch, MOST_BARRIERS - 1);
+                memory_enter_epochs(own.first_epoch, MAX_BARRIERS - 1);
                 begin_block({first.x, first.y + rank, first.z});
             }
             run_threads();
@@ -124,10 +126,10 @@ inline void run_grid() {
     const unsigned rows = grid.y / state.launch.cluster;
     const uint64_t count = uint64_t(grid.x) * rows * grid.z;
     scheduler.random = state.launch.seed;
-    // A shuffled grid visits its blocks, or clusters, in steps that have no factor in common with their number.
+    // A shuffled grid goes through its blocks, or clusters, in steps coprime to their number, and so visits each once.
     uint64_t step = 1, start = 0;
     if (state.launch.order == Order::SHUFFLED) {
-        const auto common = [](uint64_t a, uint64_t b) {
+        const auto gcd = [](uint64_t a, uint64_t b) {
             while (b) {
                 const uint64_t rest = a % b;
                 a = b;
@@ -137,7 +139,7 @@ inline void run_grid() {
         };
         start = random_number() % count;
         do step = 1 + random_number() % count;
-        while (common(step, count) != 1);
+        while (gcd(step, count) != 1);
     }
     for (uint64_t i = 0; i < count; ++i) {
         uint64_t number = i;

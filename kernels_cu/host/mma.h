@@ -1,4 +1,4 @@
-// mma.h: the warp's matrix products and loads, for include/mma.cuh, where the fragments are described.
+// mma.h: a warp's matrix products and matrix loads, for include/mma.cuh, which describes the fragments.
 #pragma once
 #include "cuda.h"
 
@@ -9,7 +9,7 @@ struct host_operands {
     float* d;
 };
 
-// Each sum is exact to a double, and rounded once.
+// mma.m16n8k16, d += a * b. Each sum is computed in double and rounded once to float32.
 template <typename T>
 inline void host_mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], HOST_PLACE) {
     host_operands own = {a, b, d};
@@ -17,25 +17,26 @@ inline void host_mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
         const auto element = [](uint32_t word, int high) { return double(T::decode(word >> 16 * high & 0xffffu)); };
         double A[16][16], B[16][8];
         for (int lane = 0; lane < 32; ++lane) {
-            const auto& one = *static_cast<host_operands*>(payloads[lane]);
+            const auto& operands = *static_cast<host_operands*>(payloads[lane]);
             const int g = lane / 4, t = lane % 4;
             for (int high = 0; high < 2; ++high) {
-                for (int i = 0; i < 4; ++i) A[g + i % 2 * 8][2 * t + i / 2 * 8 + high] = element(one.a[i], high);
-                for (int i = 0; i < 2; ++i) B[2 * t + i * 8 + high][g] = element(one.b[i], high);
+                for (int i = 0; i < 4; ++i) A[g + i % 2 * 8][2 * t + i / 2 * 8 + high] = element(operands.a[i], high);
+                for (int i = 0; i < 2; ++i) B[2 * t + i * 8 + high][g] = element(operands.b[i], high);
             }
         }
         for (int lane = 0; lane < 32; ++lane) {
-            const auto& one = *static_cast<host_operands*>(payloads[lane]);
+            const auto& operands = *static_cast<host_operands*>(payloads[lane]);
             const int g = lane / 4, t = lane % 4;
             for (int i = 0; i < 4; ++i) {
-                double sum = one.d[i];
+                double sum = operands.d[i];
                 for (int k = 0; k < 16; ++k) sum += A[g + i / 2 * 8][k] * B[k][2 * t + i % 2];
-                one.d[i] = float(sum);
+                operands.d[i] = float(sum);
             }
         }
     }, file, line);
 }
 
+// ldmatrix: `own`, the row whose address the lane has given, and `fragment`, the lane's result.
 struct host_rows {
     uint16_t own[8];
     uint32_t* fragment;
@@ -46,8 +47,8 @@ inline void host_ldmatrix(uint32_t (&fragment)[N], const void* row, HOST_PLACE) 
     host_rows own = {{}, fragment};
     if (host::lane_index() < 8 * N) {
         if (reinterpret_cast<uintptr_t>(row) % 16) host::fail("misaligned access", "ldmatrix of a row", file, line);
-        host::access(row, sizeof own.own, host::Access::READ);
-        host::move_untold(own.own, row, sizeof own.own);
+        host::record_access(row, sizeof own.own, host::Access::READ);
+        host::copy_unrecorded(own.own, row, sizeof own.own);
     }
     host::warp_collective("ldmatrix", 0xffffffffu, &own, [](void* const* payloads, uint64_t) {
         const auto element = [&](int tile, int row, int column) -> uint32_t {
@@ -64,6 +65,7 @@ inline void host_ldmatrix(uint32_t (&fragment)[N], const void* row, HOST_PLACE) 
     }, file, line);
 }
 
+// movmatrix, the transpose of an 8 x 8 matrix of 16-bit elements: a lane's word before and after.
 struct host_word {
     uint32_t before, after;
 };

@@ -1,13 +1,13 @@
-// sanitizer.h: what the compiler's checks call when they fail, and what it calls at every access to memory.
+// sanitizer.h: the functions that instrumented kernels call: at every access to memory, and when a check fails.
 //
-// Kernels are compiled for the undefined-behaviour sanitizer and for the thread sanitizer, and linked with neither: the
+// Kernels are compiled with the undefined-behaviour and thread sanitizers' instrumentation but linked with neither: the
 // functions below take the place of theirs.
 #pragma once
 #include "global.h"
 
 namespace host {
 
-// As the compiler lays them out.
+// Data of the undefined-behaviour sanitizer, laid out as the compilers do.
 struct SourceLocation {
     const char* file;
     uint32_t line, column;
@@ -61,7 +61,7 @@ HOOK void __ubsan_handle_type_mismatch_v1(const host::TypeMismatch* check, uintp
                       check->type->name, alignment);
 }
 
-// The compilers promise alignment up to eight bytes for the names without "unaligned".
+// The compilers call the names without "unaligned" where they assume alignment, of at most eight bytes.
 #define ACCESS(NAME, BYTES, ALIGNMENT, KIND)                                                   \
     HOOK void __tsan_##NAME(void* address) {                                                   \
         const void* pc = __builtin_return_address(0);                                          \
