@@ -23,8 +23,7 @@ HOST_API void block_barrier(const char* file, int line);
 
 // Wait for every thread of the cluster, which is a run of consecutive blocks in y.
 HOST_API void cluster_barrier(const char* file, int line);
-// Copy from shared memory of block `rank` of the cluster: from the address there that corresponds to `own` in this
-// block.
+// Copy bytes of shared memory from block `rank` of the cluster, from the address that `own` has in the calling block.
 HOST_API void read_of_block(void* to, const void* own, unsigned rank, size_t bytes);
 
 // Wait for the lanes of the warp whose bits are set in `lanes`. The last to arrive calls combine(payloads, lanes), with

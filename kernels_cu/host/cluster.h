@@ -82,8 +82,7 @@ inline void run_block(Index block) {
     run_threads();
 }
 
-// Run the cluster of the block `first` and those that follow it in y, in turns from one barrier of the cluster to the
-// next.
+// Run the cluster whose block of rank 0 is `first`. Its blocks take turns, each up to the next barrier of the cluster.
 inline void run_cluster(Index first) {
     const unsigned count = state.launch.cluster;
     const uint32_t first_epoch = memory.epoch + 1;

@@ -43,10 +43,10 @@ struct Byte : Touches {
 
 struct Memory {
     char* arenas;
-    Byte* records;  // SHARED_BYTES of them for each arena
+    Byte* records;  // SHARED_BYTES records for each arena
     unsigned num_arenas;
     char* shared;   // SHARED_BYTES in the arena of the running block
-    Byte* bytes;    // their records
+    Byte* bytes;    // records of these bytes
     size_t static_used;
     char* dynamic;
     uint32_t epoch, first_epoch, launch_epoch;  // now; at the beginning of the block; at the beginning of the launch
@@ -112,8 +112,7 @@ inline void memory_begin_launch() {
         for (size_t i = memory.dynamic ? memory.dynamic - memory.shared : SHARED_BYTES; i < SHARED_BYTES; ++i) bytes[i].allocated = false;
     }
     memory.static_used = 0;
-    // A fault may have ended the last launch amid a cluster, with `epoch` before the epochs of the cluster's later
-    // blocks.
+    // A fault may have ended the last launch amid a cluster, before all epochs reserved for its blocks were used.
     if (memory.epoch < memory.reserved) memory.epoch = memory.reserved;
     memory.launch_epoch = memory.epoch + 1;
     ++state.phase;
@@ -161,8 +160,7 @@ void* dynamic_shared() { return memory.dynamic; }
 // Whether `epoch` is one of the running block's.
 inline bool is_own(uint32_t epoch) { return epoch - memory.first_epoch <= memory.max_epochs; }
 
-// Whether a barrier orders an access of the running thread after an access of `thread`, of the same block, at these
-// epochs.
+// Whether a barrier separates the running thread from an access that `thread` of its block made at these epochs.
 inline bool ordered(uint16_t thread, uint32_t epoch, uint32_t warp_epoch) {
     if (epoch < memory.epoch || thread == state.current->number) return true;
     const unsigned warp = threads[thread].warp;

@@ -58,8 +58,7 @@ DEVICE constexpr int swizzled(int of_first, int second) { return (of_first ^ (sw
 // The index in the row of element i of thread 0.
 DEVICE constexpr int offset_of(int i) { return i / VEC_SIZE * ROW_THREADS * VEC_SIZE + i % VEC_SIZE; }
 
-// The butterfly steps within and between groups of threads, of PART elements of each thread; writes the result to
-// `out`.
+// The butterfly steps within and between groups of threads, for PART elements of each thread. Writes them to `out`.
 DEVICE void exchange(scalar_t* out, const float* v, float* shared) {
     constexpr int WORD = SHARE < 4 ? SHARE : 4;
     constexpr int PIECE = SHARE < VEC_SIZE ? SHARE : VEC_SIZE;

@@ -39,7 +39,7 @@ masked_silu_mul_quant(const bf16_t* input,     // [num_experts, num_tokens, 2 * 
     const int lane = threadIdx.x % WARP_SIZE;
     const auto count_of = [&](int expert) { return min(max(counts[expert], 0), num_tokens); };
 
-    // Each lane sums up the tokens of its consecutive experts, and adds those of the lanes before it.
+    // Each lane sums up the tokens of its consecutive experts, and adds the tokens of all lower lanes.
     const int lane_experts = ceil_div(num_experts, WARP_SIZE);
     const int first = min(lane * lane_experts, num_experts), end = min(first + lane_experts, num_experts);
     int64_t tokens_until = 0;
@@ -57,7 +57,7 @@ masked_silu_mul_quant(const bf16_t* input,     // [num_experts, num_tokens, 2 * 
     int64_t remaining = items * (warp + 1) / num_warps - items * warp / num_warps;
     if (remaining == 0) return;
 
-    // The lane among whose experts the first item's token falls finds expert and token; in all other lanes they stay 0.
+    // The lane among whose experts the first item's token falls finds expert and token; in all other lanes both stay 0.
     const int64_t row = items * warp / num_warps / chunks;
     int chunk = items * warp / num_warps % chunks, expert = 0, token = 0;
     if (row >= tokens_until - own_tokens && row < tokens_until) {

@@ -43,8 +43,7 @@ struct Expert {
         const int lane = threadIdx.x % WARP_SIZE, lane_experts = ceil_div(num_experts, WARP_SIZE);
         const int first = min(lane * lane_experts, num_experts - 1), end_expert = min((lane + 1) * lane_experts, num_experts);
         const auto count = [](uint32_t begin, uint32_t end) { return (end - begin + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS; };
-        // Tile offset and scale of the lane's first expert are loaded before the counts are known, in case it is
-        // wanted.
+        // Tile offset and scale of the lane's first expert are loaded early, in case this expert is the wanted one.
         const int32_t own_begin = offsets[first], own_end = offsets[first + 1];
         tiles_at = tile_offsets[first];
         g = scales[first];

@@ -58,8 +58,7 @@ rejection_sample(int32_t* output_token_ids,            // [batch, max_drafts + 1
 
     const int64_t row = begin + accepted;
     const int rejected_token = accepted < count ? draft_token_ids[row] : 0;
-    // w = the weights of vector i of a piece: target weights, or else residual weights. Elements beyond the row weigh
-    // 0.
+    // w = the target weights, or else residual weights, of vector i of a piece; 0 beyond the end of the row.
     const auto weigh = [&](int64_t piece, int i, bool use_target, uint64_t (&w)[VEC_SIZE]) {
         const int64_t column = piece * piece_size + int64_t(i) * VEC_SIZE;
         const bool exists = int64_t(i) * VEC_SIZE < piece_size && column < vocab_size;

@@ -62,7 +62,7 @@ sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
             bin[j] = digit.of(key);
             if constexpr (!TOP_P) {
                 weight[j].low = counts;
-            } else if (DIGIT == 0 || counts) {  // behind digit 0 few keys count: a branch saves the exponential
+            } else if (DIGIT == 0 || counts) {  // after digit 0 few keys count: skip the exponential
                 weight[j] = weights.of(counts ? logit : minus_infinity());
             }
         }

@@ -46,12 +46,11 @@ constexpr uint32_t MIN_KEY = 0x00800000u;           // key of -FLOAT_MAX, the sm
 constexpr int LOW_BITS = 20;                        // bits in the low part of a weight (struct PartsOf)
 using weights_t = Weights<HAS_TEMPERATURE, HAS_MIN_P, LOW_BITS>;
 using parts_t = PartsOf<LOW_BITS>;
-// Two sums fit in 32 bits: a block's high parts, up to 2^15 each, and the low parts, below 2^20, in a lane's coarse
-// counter.
+// Two sums fit in 32 bits: the high parts of a block, up to 2^15 each; the low parts in one coarse counter, below 2^20.
 static_assert(ELEMENTS * NUM_THREADS < 1 << 17);
 
 // Range of keys that holds the threshold key. `wanted`: count or weight to reach within the range, from its largest key
-// down; 0 until a sum of all is known.
+// down; 0 until the sum over the range is known.
 struct KeyRange {
     uint32_t low, high;
     uint64_t wanted = 0;
@@ -168,8 +167,8 @@ sampling_row(int32_t* samples,             // [num_rows]
         });
     };
 
-    // Sum of the weights of the block's tokens above the threshold, or from it on once it is found; split over the
-    // threads.
+    // Weight of the block's tokens with keys above the range; once the threshold is found, of those from it on. Each
+    // thread has a part of the sum.
     uint64_t kept_weight = 0;
     int turn = 0;  // which half of `bins` and `groups` is in use
     // Sets `found` to the group, or with in_group to the bin, in which the sums over the cluster, from the largest key
@@ -213,8 +212,8 @@ sampling_row(int32_t* samples,             // [num_rows]
             }
             if (lane == 0) found = place;
         } else {
-            // Clears the bins of the next refinement: the other half; or all after the coarse pass, whose bins nobody
-            // reads any more, only the sums of its groups.
+            // Clears the bins of the next refinement: the other half of them, or all of them after the coarse pass,
+            // because only the sums of its groups are still read.
             for (int i = threadIdx.x - WARP_SIZE; i < (in_group ? 2 : 4) * BINS; i += NUM_THREADS - WARP_SIZE) {
                 bins[in_group ? (turn ^ 1) * 2 * BINS + i : i] = 0;
             }
@@ -223,8 +222,7 @@ sampling_row(int32_t* samples,             // [num_rows]
         turn ^= 1;
     };
 
-    // Narrows `range` to one of its bins. visit(f) calls f(key, weight) for every key to count. Returns whether a bin
-    // was found.
+    // Narrows `range` to one of its bins; returns whether one was found. visit(f) calls f(key, weight) for each key.
     const auto refine = [&](KeyRange& range, auto wanted_of, auto visit) {
         const int shift = max(used_bits(range.high - range.low) - BITS, 0);
         uint32_t* const low = bins + turn * 2 * BINS;

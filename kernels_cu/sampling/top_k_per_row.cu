@@ -175,8 +175,8 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
         __syncthreads();
     }
 
-    // f(key, place) for every candidate of the thread, or for every element of its vectors, those beyond the piece with
-    // key 0.
+    // f(key, place) for every candidate of the thread, or for every element of its vectors, with key 0 beyond the
+    // piece.
     const auto for_each = [&](auto f) {
         const auto of_vector = [&](const vec_t& vec, int place) {
 #pragma unroll
@@ -195,7 +195,7 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
             for (int i = threadIdx.x; i < vectors; i += NUM_THREADS) of_vector(keys_of(piece.load(i, ABSENT)), i * VEC_SIZE);
         }
     };
-    // The elements taken are all above `threshold`, and the first `ties` of those equal to it.
+    // Result: all keys above `threshold` are taken, and of the keys equal to it the first `ties`.
     uint32_t threshold = 0, ties = uint32_t(topK);
 #pragma unroll 1
     for (int number = 0; number < 3; ++number) {
@@ -204,7 +204,7 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
         threshold |= place.bin << digit.shift;
         ties = place.wanted;
         if (place.held == place.wanted && threshold > 0) {
-            threshold -= 1;  // all keys that begin with the digits are taken: they are above this
+            threshold -= 1;  // every key that begins with the digits found is above this, and taken
             ties = 0;
             break;
         }

@@ -65,7 +65,7 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
     __syncthreads();
 
     // Elements outside the segment get the smallest key, 0. The histograms count them, but topK is reached before them.
-    const int own_position = row.element(thread) - int(segment.begin);  // of round 0's first element, in the segment
+    const int own_position = row.element(thread) - int(segment.begin);  // of the thread's first element
     const auto exists = [&](int round, int j) { return unsigned(own_position + round * ROUND_SIZE + j) < unsigned(length); };
     const bool in_segment = own_position >= 0 && own_position + (ROUNDS - 1) * ROUND_SIZE + VEC_SIZE <= length;
     const auto for_each = [&](auto f) {
@@ -78,9 +78,9 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
     for_each([&](uint32_t& key, int, int) { key = ordered_bits(key); });
     if (!in_segment) for_each([&](uint32_t& key, int round, int j) { key = exists(round, j) ? key : 0; });
 
-    // The k-th largest key begins with the digits in `threshold`; `ties` of the keys that begin so are taken.
+    // The k-th largest key begins with the digits in `threshold`; `ties` of the keys that begin with them are taken.
     uint32_t threshold = 0, ties = uint32_t(topK);
-    bool takes_all;  // whether these are all keys that begin so
+    bool takes_all;  // whether every key that begins with these digits is taken
 #pragma unroll
     for (int number = 0; number < 3; ++number) {
         const Digit digit(number);
@@ -124,8 +124,8 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
     };
     uint32_t before[ROUNDS];
     if (!takes_all) {
-        // The first `ties` of the equal keys become the largest key, the others 0: then one comparison says what is
-        // taken. A threshold of 0 equals the keys outside the segment, too, which exists() tells apart.
+        // The first `ties` of the equal keys become the largest key, the others 0, so that one comparison decides
+        // below. Keys outside the segment are 0, too: if the threshold is 0, exists() leaves them out.
         const auto equal = [&](uint32_t key, int round, int j) {
             return key == threshold && (key > 0 || exists(round, j));
         };
