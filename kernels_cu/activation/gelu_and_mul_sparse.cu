@@ -14,7 +14,7 @@
 #include "row.cuh"
 
 // Registers per thread for the gate half, or for the other half. A half that takes too many is read again at every use.
-constexpr int REGISTERS = ceil_div(HIDDEN_SIZE, VEC_SIZE * ROW_THREADS) * ceil_div(VEC_SIZE * int(sizeof(scalar_t)), 4);
+constexpr int REGISTERS = ceil_div(HIDDEN_SIZE / VEC_SIZE, ROW_THREADS) * ceil_div(VEC_SIZE * int(sizeof(scalar_t)), 4);
 using gate_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, REGISTERS <= 32>;
 using up_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, REGISTERS <= 16 && NUM_THREADS <= 256>;
 using vec_t = gate_t::vec_t;

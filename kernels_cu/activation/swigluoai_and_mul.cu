@@ -13,8 +13,8 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 swigluoai_and_mul(scalar_t* out,          // [num_rows, hidden_size]
                   const scalar_t* input,  // [num_rows, hidden_size, 2]
-                  int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
-                  float alpha, float limit) {
+                  int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, float alpha,
+                  float limit) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;

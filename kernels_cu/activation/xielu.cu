@@ -19,8 +19,7 @@ xielu(scalar_t* out,            // [num_rows, hidden_size]
       const scalar_t* input,    // [num_rows, hidden_size]
       const scalar_t* alpha_p,  // [1]
       const scalar_t* alpha_n,  // [1]
-      int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
-      float beta, float eps) {
+      int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, float beta, float eps) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     vec_t x = vec_t::full(0.0f);

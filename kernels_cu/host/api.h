@@ -7,9 +7,7 @@
 
 namespace host {
 
-struct Index {
-    unsigned x, y, z;
-};
+struct Index { unsigned x, y, z; };
 
 // Indices of the running thread. They never change for a thread, so the compiler may call once and keep the result.
 HOST_API __attribute__((const)) Index thread_index();
@@ -29,7 +27,8 @@ HOST_API void read_of_block(void* to, const void* own, unsigned rank, size_t byt
 // Wait for the lanes of the warp whose bits are set in `lanes`. The last to arrive calls combine(payloads, lanes), with
 // the payload of each lane at its index.
 using Combine = void (*)(void* const* payloads, uint64_t lanes);
-HOST_API void warp_collective(const char* name, uint64_t lanes, void* payload, Combine combine, const char* file, int line);
+HOST_API void
+warp_collective(const char* name, uint64_t lanes, void* payload, Combine combine, const char* file, int line);
 // Wait for the lanes of the warp whose bits are set in `lanes`; this also orders their memory accesses.
 HOST_API void warp_barrier(uint64_t lanes, const char* file, int line);
 

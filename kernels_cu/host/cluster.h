@@ -29,7 +29,8 @@ __attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned
     const Where where = {nullptr, 0, pc, nullptr};
     const size_t offset = static_cast<const char*>(own) - memory.shared;
     if (rank >= state.launch.cluster || offset >= SHARED_BYTES) {
-        raise_fault("out-of-bounds shared access", where, "read of block %u of a cluster of %u", rank, state.launch.cluster);
+        raise_fault("out-of-bounds shared access", where, "read of block %u of a cluster of %u", rank,
+                    state.launch.cluster);
     }
     if (rank == state.rank) {
         check_access(own, size, Access::READ, pc);
@@ -41,14 +42,19 @@ __attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned
             if (i >= SHARED_BYTES || !byte.allocated) {
                 raise_fault("out-of-bounds shared access", where, "read of %zu bytes outside every shared array", size);
             }
-            if (byte.copier) raise_fault("async copy not waited for", where, "read of shared memory that an asynchronous copy has yet to write");
+            if (byte.copier) {
+                raise_fault("async copy not waited for", where,
+                            "read of shared memory that an asynchronous copy has yet to write");
+            }
             if (byte.write_epoch < cluster[rank].first_epoch) {
-                raise_fault("uninitialised shared memory", where, "read of shared memory that block %u of the cluster has not written", rank);
+                raise_fault("uninitialised shared memory", where,
+                            "read of shared memory that block %u of the cluster has not written", rank);
             }
             if (byte.write_epoch > cluster[rank].barrier_epoch) {
                 const Index& index = threads[byte.writer].index;
                 raise_fault("shared memory race", {nullptr, 0, pc, byte.write_pc},
-                            "read of shared memory that thread (%u, %u, %u) of block %u of the cluster has written since its last barrier",
+                            "read of shared memory that thread (%u, %u, %u) of block %u of the cluster has written "
+                            "since its last barrier",
                             index.x, index.y, index.z, rank);
             }
             byte.phase = state.phase;
@@ -144,7 +150,8 @@ inline void run_grid() {
         uint64_t number = i;
         if (state.launch.order == Order::REVERSED) number = count - 1 - i;
         if (state.launch.order == Order::SHUFFLED) number = (start + (unsigned __int128)i * step) % count;
-        const Index first = {unsigned(number % grid.x), unsigned(number / grid.x % rows) * state.launch.cluster, unsigned(number / grid.x / rows)};
+        const Index first = {unsigned(number % grid.x), unsigned(number / grid.x % rows) * state.launch.cluster,
+                             unsigned(number / grid.x / rows)};
         if (state.launch.cluster == 1) run_block(first);
         else run_cluster(first);
     }

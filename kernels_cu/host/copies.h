@@ -23,8 +23,8 @@ __attribute__((noinline)) void copy_async(void* to, const void* from, unsigned b
     check_access(from, valid_bytes, Access::READ, pc);
     memcpy(read_now, from, valid_bytes);
     asm volatile("" : : "r"(read_now) : "memory");
-    copies[state.rank][thread.number][thread.num_copies++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes,
-                                                  valid_bytes, thread.group};
+    copies[state.rank][thread.number][thread.num_copies++] = {static_cast<char*>(to), static_cast<const char*>(from),
+                                                              bytes, valid_bytes, thread.group};
 }
 
 void commit_copies() { ++state.current->group; }

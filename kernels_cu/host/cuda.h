@@ -35,13 +35,13 @@
 
 namespace pyops_kernel {
 
-#define VECTORS(T, NAME, ALIGN2, ALIGN4)                                                   \
-    struct NAME##1 { T x; };                                                               \
-    struct alignas(ALIGN2) NAME##2 { T x, y; };                                            \
-    struct NAME##3 { T x, y, z; };                                                         \
-    struct alignas(ALIGN4) NAME##4 { T x, y, z, w; };                                      \
-    inline NAME##2 make_##NAME##2(T x, T y) { return {x, y}; }                             \
-    inline NAME##3 make_##NAME##3(T x, T y, T z) { return {x, y, z}; }                     \
+#define VECTORS(T, NAME, ALIGN2, ALIGN4)                               \
+    struct NAME##1 { T x; };                                           \
+    struct alignas(ALIGN2) NAME##2 { T x, y; };                        \
+    struct NAME##3 { T x, y, z; };                                     \
+    struct alignas(ALIGN4) NAME##4 { T x, y, z, w; };                  \
+    inline NAME##2 make_##NAME##2(T x, T y) { return {x, y}; }         \
+    inline NAME##3 make_##NAME##3(T x, T y, T z) { return {x, y, z}; } \
     inline NAME##4 make_##NAME##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 VECTORS(signed char, char, 2, 4)
 VECTORS(unsigned char, uchar, 2, 4)
@@ -160,7 +160,7 @@ ATOMIC(Sub, old - value)
 ATOMIC(Exch, value)
 ATOMIC(Min, value < old ? value : old)
 ATOMIC(Max, value > old ? value : old)
-ATOMIC(And, old & value)
+ATOMIC(And, (old & value))
 ATOMIC(Or, old | value)
 ATOMIC(Xor, old ^ value)
 ATOMIC(Inc, old >= value ? 0 : old + 1)
@@ -194,14 +194,17 @@ struct host_shuffle {
 template <typename T>
 inline T host_shuffle_with(const char* name, host_lanes lanes, T value, int source, const char* file, int line) {
     host_shuffle<T> own = {value, value, source};
-    host::warp_collective(name, lanes, &own, [](void* const* payloads, uint64_t lanes) {
-        for (uint64_t rest = lanes; rest; rest &= rest - 1) {
-            auto& lane = *static_cast<host_shuffle<T>*>(payloads[__builtin_ctzll(rest)]);
-            if (lane.source < 0) continue;
-            if (lanes >> lane.source & 1) lane.result = static_cast<host_shuffle<T>*>(payloads[lane.source])->value;
-            else memset(static_cast<void*>(&lane.result), 0xff, sizeof(T));  // undefined
-        }
-    }, file, line);
+    host::warp_collective(
+        name, lanes, &own,
+        [](void* const* payloads, uint64_t lanes) {
+            for (uint64_t rest = lanes; rest; rest &= rest - 1) {
+                auto& lane = *static_cast<host_shuffle<T>*>(payloads[__builtin_ctzll(rest)]);
+                if (lane.source < 0) continue;
+                if (lanes >> lane.source & 1) lane.result = static_cast<host_shuffle<T>*>(payloads[lane.source])->value;
+                else memset(static_cast<void*>(&lane.result), 0xff, sizeof(T));  // undefined
+            }
+        },
+        file, line);
     return own.result;
 }
 // Shuffles within segments of `width` lanes. A lane whose source lies outside its segment keeps its own value.
@@ -232,27 +235,32 @@ inline T __shfl_up_sync(host_lanes lanes, T value, unsigned delta, int width = P
 // Every lane gets the reduction F of all lanes' values.
 template <typename T, typename F>
 inline T host_reduce(const char* name, host_lanes lanes, T value, F, const char* file, int line) {
-    host::warp_collective(name, lanes, &value, [](void* const* payloads, uint64_t lanes) {
-        T total = *static_cast<T*>(payloads[__builtin_ctzll(lanes)]);
-        for (uint64_t rest = lanes & (lanes - 1); rest; rest &= rest - 1) {
-            total = F::apply(total, *static_cast<T*>(payloads[__builtin_ctzll(rest)]));
-        }
-        for (uint64_t rest = lanes; rest; rest &= rest - 1) *static_cast<T*>(payloads[__builtin_ctzll(rest)]) = total;
-    }, file, line);
+    host::warp_collective(
+        name, lanes, &value,
+        [](void* const* payloads, uint64_t lanes) {
+            T total = *static_cast<T*>(payloads[__builtin_ctzll(lanes)]);
+            for (uint64_t rest = lanes & (lanes - 1); rest; rest &= rest - 1) {
+                total = F::apply(total, *static_cast<T*>(payloads[__builtin_ctzll(rest)]));
+            }
+            for (uint64_t rest = lanes; rest; rest &= rest - 1) {
+                *static_cast<T*>(payloads[__builtin_ctzll(rest)]) = total;
+            }
+        },
+        file, line);
     return value;
 }
-#define REDUCE(NAME, EXPRESSION)                                                                   \
-    struct host_##NAME {                                                                           \
-        template <typename T> static T apply(T a, T b) { return EXPRESSION; }                      \
-    };                                                                                             \
-    template <typename T>                                                                          \
-    inline T __reduce_##NAME##_sync(host_lanes lanes, T value, HOST_PLACE) {                       \
-        return host_reduce("__reduce_" #NAME "_sync", lanes, value, host_##NAME(), file, line);    \
+#define REDUCE(NAME, EXPRESSION)                                                                \
+    struct host_##NAME {                                                                        \
+        template <typename T> static T apply(T a, T b) { return EXPRESSION; }                   \
+    };                                                                                          \
+    template <typename T>                                                                       \
+    inline T __reduce_##NAME##_sync(host_lanes lanes, T value, HOST_PLACE) {                    \
+        return host_reduce("__reduce_" #NAME "_sync", lanes, value, host_##NAME(), file, line); \
     }
 REDUCE(add, a + b)
 REDUCE(min, b < a ? b : a)
 REDUCE(max, a < b ? b : a)
-REDUCE(and, a & b)
+REDUCE(and, (a & b))
 REDUCE(or, a | b)
 REDUCE(xor, a ^ b)
 #undef REDUCE

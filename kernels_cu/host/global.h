@@ -65,17 +65,20 @@ inline Records* records_of(uintptr_t page) {
 [[noreturn]] inline void global_race(Access kind, const char* before, bool same_block, uint16_t other, const void* pc) {
     const Where where = {nullptr, 0, pc, nullptr};
     if (!same_block) {
-        raise_fault("global memory race", where, "%s of global memory that another block has %s", verb_of(kind), before);
+        raise_fault("global memory race", where, "%s of global memory that another block has %s", verb_of(kind),
+                    before);
     }
     const Index& index = threads[other].index;
-    raise_fault("global memory race", where, "%s of global memory that thread (%u, %u, %u) has %s since the last barrier",
-                verb_of(kind), index.x, index.y, index.z, before);
+    raise_fault("global memory race", where,
+                "%s of global memory that thread (%u, %u, %u) has %s since the last barrier", verb_of(kind), index.x,
+                index.y, index.z, before);
 }
 
 // Whether the access at `epoch` was by a block of the running cluster and came before the last barrier of the cluster.
 inline bool before_barrier_of_cluster(uint32_t epoch) {
     const uint32_t offset = epoch - cluster[0].first_epoch;
-    return offset < state.launch.cluster * MAX_BARRIERS && state.launch.cluster > 1 && epoch <= cluster[offset / MAX_BARRIERS].barrier_epoch;
+    return offset < state.launch.cluster * MAX_BARRIERS && state.launch.cluster > 1 &&
+           epoch <= cluster[offset / MAX_BARRIERS].barrier_epoch;
 }
 
 // Check an access of the running thread to global memory against the records, and record it. Raises a fault.
@@ -100,7 +103,8 @@ inline void check_global(const char* address, size_t bytes, Access kind, const v
             continue;
         }
         if (kind == Access::WRITE && byte.read_epoch >= memory.launch_epoch) {
-            const bool by_others = (!is_own(byte.read_epoch) && !before_barrier_of_cluster(byte.read_epoch)) || byte.several_blocks_read;
+            const bool by_others =
+                (!is_own(byte.read_epoch) && !before_barrier_of_cluster(byte.read_epoch)) || byte.several_blocks_read;
             if (!reads_are_over(byte)) global_race(kind, "read", true, byte.reader, pc);
             if (by_others && !memory.synchronised) global_race(kind, "read", false, 0, pc);
         }

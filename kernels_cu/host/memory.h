@@ -45,8 +45,8 @@ struct Memory {
     char* arenas;
     Byte* records;  // SHARED_BYTES records for each arena
     unsigned num_arenas;
-    char* shared;   // SHARED_BYTES in the arena of the running block
-    Byte* bytes;    // records of these bytes
+    char* shared;  // SHARED_BYTES in the arena of the running block
+    Byte* bytes;   // records of these bytes
     size_t static_used;
     char* dynamic;
     uint32_t epoch, first_epoch, launch_epoch;  // now; at the beginning of the block; at the beginning of the launch
@@ -109,7 +109,9 @@ inline void memory_begin_launch() {
     for (unsigned rank = 0; rank < memory.num_arenas; ++rank) {
         Byte* bytes = memory.records + SHARED_BYTES * rank;
         for (size_t i = 0; i < memory.static_used; ++i) bytes[i].allocated = false;
-        for (size_t i = memory.dynamic ? memory.dynamic - memory.shared : SHARED_BYTES; i < SHARED_BYTES; ++i) bytes[i].allocated = false;
+        for (size_t i = memory.dynamic ? memory.dynamic - memory.shared : SHARED_BYTES; i < SHARED_BYTES; ++i) {
+            bytes[i].allocated = false;
+        }
     }
     memory.static_used = 0;
     // A fault may have ended the last launch amid a cluster, before all epochs reserved for its blocks were used.
@@ -125,7 +127,9 @@ inline void memory_begin_launch() {
 }
 
 inline void next_epoch() {
-    if (memory.epoch - memory.first_epoch == memory.max_epochs) raise_fault("bad launch", {}, "a block has more than %u barriers", memory.max_epochs);
+    if (memory.epoch - memory.first_epoch == memory.max_epochs) {
+        raise_fault("bad launch", {}, "a block has more than %u barriers", memory.max_epochs);
+    }
     ++memory.epoch;
 }
 
@@ -147,7 +151,9 @@ inline void memory_begin_block() {
 void* static_shared(Slot& slot, size_t bytes, size_t alignment) {
     if (slot.launch != state.launch_number) {
         const size_t offset = (memory.static_used + GAP + alignment - 1) / alignment * alignment;
-        if (offset + bytes + GAP > STATIC_BYTES) raise_fault("too much shared memory", {}, "static arrays fill 256 KiB");
+        if (offset + bytes + GAP > STATIC_BYTES) {
+            raise_fault("too much shared memory", {}, "static arrays fill 256 KiB");
+        }
         slot = {state.launch_number, offset};
         memory.static_used = offset + bytes;
         allocate(offset, bytes);
@@ -167,7 +173,8 @@ inline bool ordered(uint16_t thread, uint32_t epoch, uint32_t warp_epoch) {
     return warp == state.current->warp && warp_epoch < memory.warp_epoch[warp];
 }
 
-[[noreturn]] inline void race(const char* now, const char* before, uint16_t other, const void* pc, const void* other_pc) {
+[[noreturn]] inline void
+race(const char* now, const char* before, uint16_t other, const void* pc, const void* other_pc) {
     const Index& index = threads[other].index;
     raise_fault("shared memory race", {nullptr, 0, pc, other_pc},
                 "%s of shared memory that thread (%u, %u, %u) has %s since the last barrier", now, index.x, index.y,
@@ -225,16 +232,18 @@ inline void check_access(const void* address, size_t bytes, Access kind, const v
     const Where where = {nullptr, 0, pc, nullptr};
     for (size_t i = offset; i < offset + bytes; ++i) {
         if (i >= SHARED_BYTES || !memory.bytes[i].allocated) {
-            raise_fault("out-of-bounds shared access", where, "%s of %zu bytes outside every shared array", verb, bytes);
+            raise_fault("out-of-bounds shared access", where, "%s of %zu bytes outside every shared array", verb,
+                        bytes);
         }
         Byte& byte = memory.bytes[i];
         if (byte.copier) {
-            raise_fault("async copy not waited for", where, "%s of shared memory that an asynchronous copy has yet to write",
-                        verb);
+            raise_fault("async copy not waited for", where,
+                        "%s of shared memory that an asynchronous copy has yet to write", verb);
         }
         const bool written = byte.write_epoch >= memory.first_epoch;
         if (kind != Access::WRITE && !written) {
-            raise_fault("uninitialised shared memory", where, "%s of shared memory that the block has not written", verb);
+            raise_fault("uninitialised shared memory", where, "%s of shared memory that the block has not written",
+                        verb);
         }
         const bool both_atomic = kind == Access::ATOMIC && byte.atomic;
         if (written && !both_atomic && !ordered(byte.writer, byte.write_epoch, byte.write_warp_epoch)) {
@@ -246,7 +255,9 @@ inline void check_access(const void* address, size_t bytes, Access kind, const v
         } else {
             if (!reads_are_over(byte)) race(verb, "read", byte.reader, pc, byte.read_pc);
             if (byte.phase == state.phase) {
-                raise_fault("shared memory race", where, "%s of shared memory that another block of the cluster has read since its last barrier", verb);
+                raise_fault("shared memory race", where,
+                            "%s of shared memory that another block of the cluster has read since its last barrier",
+                            verb);
             }
             record_write(byte, kind == Access::ATOMIC);
             byte.write_pc = pc;

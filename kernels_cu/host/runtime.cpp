@@ -56,7 +56,9 @@ inline void on_signal(int signal, siginfo_t* info, void* context) {
     const Machine machine = machine_state(context);
     const Where where = {nullptr, 0, machine.pc, nullptr};
     const char* address = static_cast<char*>(info->si_addr);
-    if (signal == TIME_IS_OVER) raise_fault("time limit", where, "still running after %u ms", state.launch.time_limit_ms);
+    if (signal == TIME_IS_OVER) {
+        raise_fault("time limit", where, "still running after %u ms", state.launch.time_limit_ms);
+    }
     if (signal == SIGFPE) raise_fault("integer division by zero", where, "or a quotient that does not fit");
     if (signal == SIGILL) raise_fault("trap", where, "the kernel stopped itself");
     if (signal == SIGSEGV && info->si_code == SI_KERNEL) {  // x86 gives no address here
@@ -68,7 +70,8 @@ inline void on_signal(int signal, siginfo_t* info, void* context) {
     if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.capacity) {
         raise_fault("stack overflow", where, "local arrays take more than %zu KiB", STACK_BYTES / 1024);
     }
-    raise_fault("out-of-bounds global access", where, "%s at address %p", machine.verb, static_cast<const void*>(address));
+    raise_fault("out-of-bounds global access", where, "%s at address %p", machine.verb,
+                static_cast<const void*>(address));
 }
 
 // Handles the signals and limits the time, from construction to destruction.
@@ -115,7 +118,8 @@ struct Watch {
 }  // namespace host
 
 // Run a kernel. Returns the fault that ended the launch, or null.
-extern "C" HOST_API const host::Fault* pyops_host_run(void (*entry)(void**), void** parameters, const host::Launch* launch) {
+extern "C" HOST_API const host::Fault*
+pyops_host_run(void (*entry)(void**), void** parameters, const host::Launch* launch) {
     using namespace host;
     state.launch = *launch;
     ++state.launch_number;
@@ -136,7 +140,9 @@ extern "C" HOST_API const host::Fault* pyops_host_run(void (*entry)(void**), voi
             raise_fault("bad launch", {}, "%u blocks in y, clusters of %u", launch->grid.y, launch->cluster);
         }
         renew_epochs();
-        if (!memory_init(launch->cluster) || !stacks_init(num_threads() * launch->cluster)) raise_fault("bad launch", {}, "out of memory");
+        if (!memory_init(launch->cluster) || !stacks_init(num_threads() * launch->cluster)) {
+            raise_fault("bad launch", {}, "out of memory");
+        }
     } else {
         return &state.fault;
     }

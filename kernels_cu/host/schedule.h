@@ -109,7 +109,8 @@ inline bool waits_for_exited(const Thread& thread) {
     for (unsigned i = 0, next; i < count; i = next) {
         exited = exited || waits_for_exited(threads[i]);
         const Thread& thread = threads[i];
-        for (next = i + 1; next < count && same_place(thread, threads[next]); ++next) {}
+        next = i + 1;
+        while (next < count && same_place(thread, threads[next])) ++next;
         append(i ? "; threads %u to %u " : "threads %u to %u ", i, next - 1);
         if (thread.wait == Wait::EXITED) {
             append("have exited");
@@ -119,7 +120,7 @@ inline bool waits_for_exited(const Thread& thread) {
             append(")");
         }
     }
-    raise_fault(exited ? "early exit" : "divergent barrier", 
+    raise_fault(exited ? "early exit" : "divergent barrier",
                 {state.current->file, state.current->line, state.current->pc}, "%s", text);
 }
 
@@ -138,7 +139,8 @@ inline void yield() {
     pyops_host_switch(&thread->stack_pointer, next->stack_pointer);
 }
 
-inline Thread& begin_wait(Wait wait, const char* operation, uint64_t lanes, const char* file, int line, const void* pc) {
+inline Thread&
+begin_wait(Wait wait, const char* operation, uint64_t lanes, const char* file, int line, const void* pc) {
     Thread& thread = *state.current;
     thread.wait = wait;
     thread.operation = operation;
@@ -169,8 +171,8 @@ __attribute__((noinline)) void block_barrier(const char* file, int line) {
 
 // Wait for the lanes of the warp whose bits are set in `lanes`. The last to arrive calls complete(payloads, lanes).
 template <typename Complete>
-inline void meet(const char* name, uint64_t lanes, void* payload, const char* file, int line, const void* pc,
-                 Complete complete) {
+inline void
+meet(const char* name, uint64_t lanes, void* payload, const char* file, int line, const void* pc, Complete complete) {
     const unsigned first = state.current->warp * warp_size(), left = num_threads() - first;
     const unsigned size = left < warp_size() ? left : warp_size();  // lanes of this warp
     if (size < 64) lanes &= (uint64_t(1) << size) - 1;
@@ -196,21 +198,24 @@ inline void meet(const char* name, uint64_t lanes, void* payload, const char* fi
     yield();
 }
 
-__attribute__((noinline)) void warp_collective(const char* name, uint64_t lanes, void* payload, Combine combine,
-                                               const char* file, int line) {
+__attribute__((noinline)) void
+warp_collective(const char* name, uint64_t lanes, void* payload, Combine combine, const char* file, int line) {
     meet(name, lanes, payload, file, line, __builtin_return_address(0), combine);
 }
 
 __attribute__((noinline)) void warp_barrier(uint64_t lanes, const char* file, int line) {
     const unsigned warp = state.current->warp;
-    meet("__syncwarp", lanes, nullptr, file, line, __builtin_return_address(0), [=](void* const*, uint64_t) { ++memory.warp_epoch[warp]; });
+    meet("__syncwarp", lanes, nullptr, file, line, __builtin_return_address(0),
+         [=](void* const*, uint64_t) { ++memory.warp_epoch[warp]; });
 }
 
 // The body of every fiber.
 inline void thread_main() {
     state.entry(state.parameters);
     Thread& thread = *state.current;
-    if (thread.num_copies) raise_fault("async copy not waited for", {}, "the thread exits before %u copies", thread.num_copies);
+    if (thread.num_copies) {
+        raise_fault("async copy not waited for", {}, "the thread exits before %u copies", thread.num_copies);
+    }
     thread.wait = Wait::EXITED;
     thread.operation = thread.file = "";
     thread.line = 0;
@@ -243,7 +248,8 @@ inline void begin_block(Index block) {
         thread.index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
         thread.lane = i % warp_size();
         thread.warp = i / warp_size();
-        thread.stack_pointer = new_fiber(scheduler.stacks + (state.rank * num_threads() + i + 1) * STACK_BYTES, thread_main);
+        thread.stack_pointer =
+            new_fiber(scheduler.stacks + (state.rank * num_threads() + i + 1) * STACK_BYTES, thread_main);
     }
 }
 

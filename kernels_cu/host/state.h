@@ -95,8 +95,8 @@ struct Where {
 };
 
 // End the launch: describe the fault and leave every fiber where it stands.
-[[noreturn]] __attribute__((format(printf, 3, 4))) inline void raise_fault(
-    const char* kind, const Where& where, const char* format, ...) {
+[[noreturn]] __attribute__((format(printf, 3, 4))) inline void
+raise_fault(const char* kind, const Where& where, const char* format, ...) {
     Fault& fault = state.fault;
     snprintf(fault.kind, sizeof fault.kind, "%s", kind);
     va_list arguments;

@@ -28,7 +28,8 @@ DEVICE int64_t row_of(int step) {
 }
 // The number in the row of the thread's vector `b` of a chunk.
 DEVICE int vector_of(int chunk, int b) {
-    return chunk * CHUNK + (int(threadIdx.x) / WARP_SIZE % SPLIT * BATCH + b) * WARP_SIZE + int(threadIdx.x) % WARP_SIZE;
+    return chunk * CHUNK + (int(threadIdx.x) / WARP_SIZE % SPLIT * BATCH + b) * WARP_SIZE +
+           int(threadIdx.x) % WARP_SIZE;
 }
 DEVICE bool exists(int chunk, int b) { return VECS % CHUNK == 0 || vector_of(chunk, b) < VECS; }
 
@@ -46,7 +47,8 @@ skinny_linear(scalar_t* out,           // [num_tokens, output_size]
               const scalar_t* input,   // [num_tokens, HIDDEN_SIZE]
               const scalar_t* weight,  // [output_size, HIDDEN_SIZE]
               const scalar_t* bias,    // [output_size]
-              int64_t num_tokens, int64_t output_size, int64_t out_stride, int64_t input_stride, int64_t weight_stride) {
+              int64_t num_tokens, int64_t output_size, int64_t out_stride, int64_t input_stride,
+              int64_t weight_stride) {
     prefetch_weight(weight, output_size, weight_stride);
     await_previous_kernel();
     __shared__ float partial[2][NUM_WARPS][TOKENS];
@@ -83,7 +85,8 @@ skinny_linear(scalar_t* out,           // [num_tokens, output_size]
             for (int t = 0; t < TOKENS; ++t) {
                 const int64_t token = TOKENS == 1 || first_token + t < num_tokens ? first_token + t : num_tokens - 1;
                 float x[VEC_SIZE];
-                vec_t::load(input + token * input_stride + int64_t(vector_of(step % CHUNKS, b)) * VEC_SIZE).to_floats(x);
+                vec_t::load(input + token * input_stride + int64_t(vector_of(step % CHUNKS, b)) * VEC_SIZE)
+                    .to_floats(x);
 #pragma unroll
                 for (int j = 0; j < VEC_SIZE; ++j) sums[t] = fmaf(v[j], x[j], sums[t]);
             }
@@ -93,7 +96,7 @@ skinny_linear(scalar_t* out,           // [num_tokens, output_size]
         for (int t = 0; t < TOKENS; ++t) sums[t] = lane_reduce<Sum, WARP_SIZE>(sums[t]);
         if constexpr (SPLIT > 1) {
             // Rows take turns: other warps may still read the sums of the row before.
-            float(&warp_sums)[NUM_WARPS][TOKENS] = partial[step / CHUNKS % 2];
+            float (&warp_sums)[NUM_WARPS][TOKENS] = partial[step / CHUNKS % 2];
             if (lane == 0) {
 #pragma unroll
                 for (int t = 0; t < TOKENS; ++t) warp_sums[warp][t] = sums[t];

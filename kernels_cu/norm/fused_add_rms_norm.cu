@@ -30,7 +30,7 @@ fused_add_rms_norm(scalar_t* input,         // [num_rows, HIDDEN_SIZE]
     const weight_t w = weight_t::load(weight, x);
 
     row_t z(residual, at.active);
-    const auto add_residual = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto add_residual = [&](int i, int column, float (&v)[VEC_SIZE]) {
         add_to(v, x.get(i, column), r.get(i, column));
         vec_t sum = vec_t::from_floats(v);
         if (at.active) row_t::store(residual, i, column, sum);

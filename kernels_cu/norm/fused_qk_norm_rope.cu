@@ -52,7 +52,8 @@ DEVICE void load_partners(const float (&n)[VEC_SIZE], int element, float* shared
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) partner[j] = n[j ^ 1];
     } else if constexpr (!VIA_SHARED) {
-        const int source = (element < HALF ? element + HALF : element < ROTARY_DIM ? element - HALF : element) / VEC_SIZE;
+        const int partner_element = element < HALF ? element + HALF : element < ROTARY_DIM ? element - HALF : element;
+        const int source = partner_element / VEC_SIZE;
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) partner[j] = shfl<LANES>(n[j], source);
     } else {
@@ -69,11 +70,11 @@ DEVICE void load_partners(const float (&n)[VEC_SIZE], int element, float* shared
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-fused_qk_norm_rope(scalar_t* qkv,                  // [num_tokens, NUM_HEADS_Q + NUM_HEADS_K + NUM_HEADS_V, HEAD_SIZE]
-                   const scalar_t* q_weight,       // [HEAD_SIZE]
-                   const scalar_t* k_weight,       // [HEAD_SIZE]
-                   const cache_t* cos_sin_cache,   // [max_position, ROTARY_DIM]
-                   const int64_t* position_ids,    // [num_tokens]
+fused_qk_norm_rope(scalar_t* qkv,                 // [num_tokens, NUM_HEADS_Q + NUM_HEADS_K + NUM_HEADS_V, HEAD_SIZE]
+                   const scalar_t* q_weight,      // [HEAD_SIZE]
+                   const scalar_t* k_weight,      // [HEAD_SIZE]
+                   const cache_t* cos_sin_cache,  // [max_position, ROTARY_DIM]
+                   const int64_t* position_ids,   // [num_tokens]
                    int64_t max_position, float eps) {
     await_previous_kernel();
     __shared__ float shared[VIA_SHARED ? NUM_THREADS * VEC_SIZE : 1];
@@ -98,7 +99,9 @@ fused_qk_norm_rope(scalar_t* qkv,                  // [num_tokens, NUM_HEADS_Q +
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
             const int head = first + i * GROUPS;
-            if (HEADS % (CHUNK * GROUPS) == 0 || head < HEADS) vecs[i] = vec_t::load_once<ACCESS_SIZE>(x + head * HEAD_SIZE);
+            if (HEADS % (CHUNK * GROUPS) == 0 || head < HEADS) {
+                vecs[i] = vec_t::load_once<ACCESS_SIZE>(x + head * HEAD_SIZE);
+            }
         }
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {

@@ -31,7 +31,7 @@ gemma_rms_norm(scalar_t* out,                 // [num_rows, HIDDEN_SIZE]
     const residual_row_t r = residual_row_t::load_once(residual + at.row * residual_stride, at.active);
     const weight_t w = weight_t::load(weight, x);
 
-    const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto values = [&](int i, int column, float (&v)[VEC_SIZE]) {
         if constexpr (HAS_RESIDUAL) {
             add_to(v, x.get(i, column), r.get(i, column));
             Vec<residual_out_t, VEC_SIZE>::from_floats(v).to_floats(v);

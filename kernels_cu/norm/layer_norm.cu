@@ -31,7 +31,8 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
            const scalar_t* z,       // [num_rows, num_groups * GROUP_SIZE]
            float* mean,             // [num_groups, num_rows]
            float* rstd,             // [num_groups, num_rows]
-           int64_t num_rows, int num_groups, int64_t out_stride, int64_t input_stride, int64_t z_stride, float epsilon) {
+           int64_t num_rows, int num_groups, int64_t out_stride, int64_t input_stride, int64_t z_stride,
+           float epsilon) {
     await_previous_kernel();
     __shared__ float partial[2][NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows * num_groups);
@@ -46,7 +47,7 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
     // With the gate before the norm, x = input * silu(z) is not rounded to T: it stays in registers as floats.
     constexpr bool KEEP_GATED = GATE == 1 && KEEP_ROW;
     float gated[KEEP_GATED ? row_t::THREAD_VECS + SHIFTED : 1][VEC_SIZE];
-    const auto load_gated = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto load_gated = [&](int i, int column, float (&v)[VEC_SIZE]) {
         x.get(i, column).to_floats(v);
         float z_values[VEC_SIZE];
         gate.get(i, column).to_floats(z_values);
@@ -56,7 +57,7 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
     if constexpr (KEEP_GATED) x.for_each([&](int i, int column) { load_gated(i, column, gated[i]); });
 
     float m = 0.0f;
-    const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto values = [&](int i, int column, float (&v)[VEC_SIZE]) {
         if constexpr (KEEP_GATED) {
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) v[j] = gated[i][j];

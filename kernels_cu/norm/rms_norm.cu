@@ -26,10 +26,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 rms_norm(scalar_t* out,           // [num_rows, HIDDEN_SIZE]
          const scalar_t* input,   // [num_rows, HIDDEN_SIZE]
          const scalar_t* weight,  // [HIDDEN_SIZE]
-         int64_t num_rows, int size1, int size2,
-         int64_t out_stride0, int64_t out_stride1, int64_t out_stride2,
-         int64_t input_stride0, int64_t input_stride1, int64_t input_stride2,
-         float epsilon) {
+         int64_t num_rows, int size1, int size2, int64_t out_stride0, int64_t out_stride1, int64_t out_stride2,
+         int64_t input_stride0, int64_t input_stride1, int64_t input_stride2, float epsilon) {
     await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
@@ -37,7 +35,7 @@ rms_norm(scalar_t* out,           // [num_rows, HIDDEN_SIZE]
         input + row_offset(at.row, input_stride0, input_stride1, input_stride2, size1, size2), at.active);
     const weight_t w = weight_t::load(weight, x);
 
-    const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) { x.get(i, column).to_floats(v); };
+    const auto values = [&](int i, int column, float (&v)[VEC_SIZE]) { x.get(i, column).to_floats(v); };
     const float scale = rsqrtf(row_mean_square<ROW_THREADS>(x, values, partial) + epsilon);
     if (!at.active) return;
 

@@ -48,7 +48,7 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     const weight_t w = weight_t::load(weight, x);
     const float bound = HAS_BOUND ? *scale_ub : 0.0f;
 
-    const auto load_z = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto load_z = [&](int i, int column, float (&v)[VEC_SIZE]) {
         if constexpr (HAS_RESIDUAL) {
             add_to(v, x.get(i, column), r.get(i, column));
         } else {
@@ -57,7 +57,7 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     };
     const float inverse_rms = rsqrtf(row_mean_square<ROW_THREADS>(x, load_z, partial[0]) + epsilon);
 
-    const auto store_z = [&](int i, int column, const float(&v)[VEC_SIZE]) {
+    const auto store_z = [&](int i, int column, const float (&v)[VEC_SIZE]) {
         if (HAS_RESIDUAL && at.active) row_t::store(residual, i, column, vec_t::from_floats(v));
     };
     // y of vector i, called twice. With KEEP_ROW, the first call stores z in residual and keeps y in place of x for the
@@ -71,7 +71,9 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
         x.set(i, y);
         return y;
     };
-    const auto scale_of = [&](float max_abs) { return dynamic_scale<code_t>(HAS_BOUND ? fminf(max_abs, bound) : max_abs); };
+    const auto scale_of = [&](float max_abs) {
+        return dynamic_scale<code_t>(HAS_BOUND ? fminf(max_abs, bound) : max_abs);
+    };
     const auto write_codes = [&](int i, int column, const vec_t& y, const quantizer_t& quantize) {
         float v[VEC_SIZE];
         y.to_floats(v);
@@ -89,7 +91,7 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
         const quantizer_t quantize(row_scale);
         x.for_each([&](int i, int column) { write_codes(i, column, normalise(i, column, false), quantize); });
     } else {
-#pragma unroll (KEEP_ROW ? row_t::THREAD_VECS : 1)
+#pragma unroll(KEEP_ROW ? row_t::THREAD_VECS : 1)
         for (int i = 0; i < row_t::THREAD_VECS; ++i) {
             const int column = (i * ROW_THREADS + threadIdx.x % ROW_THREADS) * VEC_SIZE;
             const bool inside = row_t::ROW_VECS % ROW_THREADS == 0 || column < HIDDEN_SIZE;
@@ -107,7 +109,9 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
             const float group_scale = scale_of(lane_reduce<Max, LANES>(max_abs));
             if (!inside || !at.active) continue;
             const int group = column / GROUP_SIZE;
-            if (column % GROUP_SIZE == 0) scale[GROUP_MAJOR ? group * num_rows + at.row : at.row * GROUPS + group] = group_scale;
+            if (column % GROUP_SIZE == 0) {
+                scale[GROUP_MAJOR ? group * num_rows + at.row : at.row * GROUPS + group] = group_scale;
+            }
             write_codes(i, column, y, quantizer_t(group_scale));
         }
     }

@@ -37,7 +37,7 @@ rms_norm_static_fp8_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     const float reciprocal = reciprocal_or_zero(*scale);
 
     row_t z(HAS_RESIDUAL ? residual : input, at.active);
-    const auto load_z = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto load_z = [&](int i, int column, float (&v)[VEC_SIZE]) {
         vec_t sum = x.get(i, column);
         if constexpr (HAS_RESIDUAL) {
             add_to(v, sum, r.get(i, column));

@@ -21,7 +21,8 @@ absmax(const scalar_t* input,  // [num_rows, row_size]
     float max_abs = 0.0f;
     for (unsigned chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
         const unsigned row = chunk / unsigned(row_chunks);
-        const int64_t first = (int64_t(chunk - row * unsigned(row_chunks)) * BATCH * NUM_THREADS + threadIdx.x) * VEC_SIZE;
+        const int64_t first =
+            (int64_t(chunk - row * unsigned(row_chunks)) * BATCH * NUM_THREADS + threadIdx.x) * VEC_SIZE;
         vec_t x[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {

@@ -19,10 +19,10 @@ constexpr int VEC_SIZE = 16 / sizeof(scalar_t);
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-awq_dequantize(scalar_t* out,             // [num_chunks * ROWS, 8 * num_words]
-               const uint32_t* qweight,   // [num_chunks * ROWS, num_words]
-               const scalar_t* scales,    // [num_groups, 8 * num_words]
-               const uint32_t* zeros,     // [num_groups, num_words]
+awq_dequantize(scalar_t* out,            // [num_chunks * ROWS, 8 * num_words]
+               const uint32_t* qweight,  // [num_chunks * ROWS, num_words]
+               const scalar_t* scales,   // [num_groups, 8 * num_words]
+               const uint32_t* zeros,    // [num_groups, num_words]
                int64_t num_chunks, int64_t num_words) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, 1, PLANES> at(num_chunks, num_words);

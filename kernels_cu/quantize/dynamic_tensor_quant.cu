@@ -17,11 +17,12 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-dynamic_tensor_quant(code_t* result,          // [num_rows, row_size]
-                     const scalar_t* input,   // [num_rows, row_size]
-                     float* scale,            // one element
-                     const float* partial,    // [num_partial]
-                     int64_t num_partial, int64_t row_chunks, int64_t row_size, int64_t result_stride, int64_t input_stride) {
+dynamic_tensor_quant(code_t* result,         // [num_rows, row_size]
+                     const scalar_t* input,  // [num_rows, row_size]
+                     float* scale,           // one element
+                     const float* partial,   // [num_partial]
+                     int64_t num_partial, int64_t row_chunks, int64_t row_size, int64_t result_stride,
+                     int64_t input_stride) {
     await_previous_kernel();
     __shared__ float warp_max[NUM_THREADS / WARP_SIZE];
     const unsigned chunk = gridDim.x - 1 - blockIdx.x, row = chunk / unsigned(row_chunks);

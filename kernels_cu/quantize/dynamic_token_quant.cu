@@ -32,11 +32,11 @@ struct Range {
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-dynamic_token_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
-                    const scalar_t* input,   // [num_rows, HIDDEN_SIZE]
-                    float* scale,            // [num_rows]
-                    int32_t* azp,            // [num_rows]
-                    const float* scale_ub,   // one element
+dynamic_token_quant(code_t* result,         // [num_rows, HIDDEN_SIZE]
+                    const scalar_t* input,  // [num_rows, HIDDEN_SIZE]
+                    float* scale,           // [num_rows]
+                    int32_t* azp,           // [num_rows]
+                    const float* scale_ub,  // one element
                     int64_t num_rows, int64_t result_stride, int64_t input_stride) {
     await_previous_kernel();
     __shared__ float partial[2][NUM_THREADS / WARP_SIZE];

@@ -17,14 +17,14 @@
 
 constexpr int VEC_SIZE = 16 / sizeof(scalar_t);
 constexpr int BLOCK_VECS = FORMAT::LENGTH / 8;
-constexpr int TILE = NUM_THREADS * TILE_VECS;                    // in vectors
-constexpr int TILE_BYTES = TILE / BLOCK_VECS * FORMAT::BYTES;    // a multiple of 16
-constexpr int COPIES = ceil_div(TILE_BYTES, NUM_THREADS * ACCESS);
+constexpr int TILE = NUM_THREADS * TILE_VECS;                  // in vectors
+constexpr int TILE_BYTES = TILE / BLOCK_VECS * FORMAT::BYTES;  // a multiple of 16
+constexpr int COPIES = ceil_div(TILE_BYTES / ACCESS, NUM_THREADS);
 constexpr int GRID_BYTES = FORMAT::GRID_SIZE * sizeof(uint16_t);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-ggml_dequantize(scalar_t* out,      // [num_vecs * 8]
-                const uint8_t* W,   // [num_vecs / BLOCK_VECS, BYTES]
+ggml_dequantize(scalar_t* out,     // [num_vecs * 8]
+                const uint8_t* W,  // [num_vecs / BLOCK_VECS, BYTES]
                 int64_t num_vecs) {
     await_previous_kernel();
     __shared__ alignas(16) uint8_t shared[GRID_BYTES + TILE_BYTES];
@@ -34,7 +34,7 @@ ggml_dequantize(scalar_t* out,      // [num_vecs * 8]
     const unsigned vecs = unsigned(min(num_vecs - first, int64_t(TILE)));
     const int bytes = int(vecs) / BLOCK_VECS * FORMAT::BYTES;
     W += int64_t(blockIdx.x) * TILE_BYTES;
-#pragma unroll (ACCESS == 16 ? COPIES : 1)
+#pragma unroll(ACCESS == 16 ? COPIES : 1)
     for (int i = 0; i < COPIES; ++i) {
         const int byte = (threadIdx.x + i * NUM_THREADS) * ACCESS;
         if (byte >= bytes) break;

@@ -46,9 +46,9 @@ DEVICE void put_field(uint32_t (&words)[UNIT_WORDS], int f, uint32_t field) {
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-gptq_shuffle(uint32_t* q_weight,      // [num_units * UNIT_WORDS, num_columns]
-             const int32_t* q_perm,   // [num_units * FIELDS]
-             uint32_t* saved,         // [num_units * UNIT_WORDS, num_columns]
+gptq_shuffle(uint32_t* q_weight,     // [num_units * UNIT_WORDS, num_columns]
+             const int32_t* q_perm,  // [num_units * FIELDS]
+             uint32_t* saved,        // [num_units * UNIT_WORDS, num_columns]
              int64_t num_units, int64_t num_columns) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, 1, PLANES> at(num_units, num_columns);

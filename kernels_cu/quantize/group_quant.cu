@@ -24,10 +24,10 @@
 using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-group_quant(const scalar_t* input,      // [num_tokens, GROUPS * GROUP_SIZE]
-            code_t* output_q,           // [num_tokens, GROUPS * GROUP_SIZE]
-            float* output_s,            // [num_tokens, GROUPS]
-            int32_t* output_s_packed,   // [num_rows, SCALES / 4]
+group_quant(const scalar_t* input,     // [num_tokens, GROUPS * GROUP_SIZE]
+            code_t* output_q,          // [num_tokens, GROUPS * GROUP_SIZE]
+            float* output_s,           // [num_tokens, GROUPS]
+            int32_t* output_s_packed,  // [num_rows, SCALES / 4]
             int64_t num_tokens, int64_t num_rows, int64_t input_stride, int64_t output_stride, int64_t scale_stride,
             int64_t scale_column_stride, float eps, float code_min, float code_max) {
     await_previous_kernel();
@@ -38,7 +38,9 @@ group_quant(const scalar_t* input,      // [num_tokens, GROUPS * GROUP_SIZE]
     const bool exists = !PACKED || (token < num_tokens && group < GROUPS);
     uint8_t* packed_scale = nullptr;
     if constexpr (PACKED) {
-        packed_scale = reinterpret_cast<uint8_t*>(output_s_packed + token * scale_stride + group / 4 * scale_column_stride) + group % 4;
+        packed_scale =
+            reinterpret_cast<uint8_t*>(output_s_packed + token * scale_stride + group / 4 * scale_column_stride) +
+            group % 4;
         token = min(token, num_tokens - 1);
         group = min(group, GROUPS - 1);
     }

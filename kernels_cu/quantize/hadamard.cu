@@ -26,8 +26,8 @@ using row_t = Row<scalar_t, SIZE, VEC_SIZE, ROW_THREADS, true, false, ACCESS>;
 constexpr int ELEMENTS = row_t::THREAD_VECS * VEC_SIZE;  // elements of a thread
 constexpr int GROUP = 32;                                // threads of a group
 constexpr int GROUPS = ceil_div(ROW_THREADS, GROUP);
-constexpr int PART = ELEMENTS / ROUNDS;                  // elements of a thread that go through shared memory at a time
-constexpr int SHARE = PART / GROUPS;                     // elements of each group that a thread has in the end
+constexpr int PART = ELEMENTS / ROUNDS;  // elements of a thread that go through shared memory at a time
+constexpr int SHARE = PART / GROUPS;     // elements of each group that a thread has in the end
 
 constexpr float reciprocal_root(int size) {
     return size == 1 ? 1.0f : size == 2 ? 0.707106781186547524f : 0.5f * reciprocal_root(size / 4);
@@ -53,7 +53,9 @@ DEVICE void butterflies(float (&v)[COUNT]) {
 DEVICE constexpr int swizzled(int number) { return number ^ (number >> 5 & 28) ^ (number >> 3 & 4); }
 // swizzled(first + second), given of_first = swizzled(first), for numbers without a common bit, second a multiple of 4.
 // The part that depends on the thread is computed once, the other at compile time.
-DEVICE constexpr int swizzled(int of_first, int second) { return (of_first ^ (swizzled(second) & 28)) + (second & ~31); }
+DEVICE constexpr int swizzled(int of_first, int second) {
+    return (of_first ^ (swizzled(second) & 28)) + (second & ~31);
+}
 
 // The index in the row of element i of thread 0.
 DEVICE constexpr int offset_of(int i) { return i / VEC_SIZE * ROW_THREADS * VEC_SIZE + i % VEC_SIZE; }
@@ -111,8 +113,8 @@ DEVICE void exchange(scalar_t* out, const float* v, float* shared) {
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-hadamard(scalar_t* out,       // [num_rows, SIZE]
-         const scalar_t* x,   // [num_rows, SIZE]
+hadamard(scalar_t* out,      // [num_rows, SIZE]
+         const scalar_t* x,  // [num_rows, SIZE]
          int64_t num_rows, int64_t out_stride, int64_t x_stride) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];

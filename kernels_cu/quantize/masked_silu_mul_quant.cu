@@ -28,13 +28,13 @@ constexpr int WARP_GROUPS = WARP_SIZE / GROUP_THREADS;
 constexpr int WARPS = NUM_THREADS / WARP_SIZE;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-masked_silu_mul_quant(const bf16_t* input,     // [num_experts, num_tokens, 2 * groups * 128]
-                      const int32_t* counts,   // [num_experts]
-                      fp8_e4m3_t* y_q,         // [num_experts, num_tokens, groups * 128]
-                      scale_t* y_s,            // [num_experts, num_tokens, groups or words of four]
+masked_silu_mul_quant(const bf16_t* input,    // [num_experts, num_tokens, 2 * groups * 128]
+                      const int32_t* counts,  // [num_experts]
+                      fp8_e4m3_t* y_q,        // [num_experts, num_tokens, groups * 128]
+                      scale_t* y_s,           // [num_experts, num_tokens, groups or words of four]
                       int num_experts, int num_tokens, int groups, int64_t input_expert_stride, int64_t input_stride,
-                      int64_t code_expert_stride, int64_t code_stride, int64_t scale_expert_stride, int64_t scale_stride,
-                      int64_t scale_column_stride) {
+                      int64_t code_expert_stride, int64_t code_stride, int64_t scale_expert_stride,
+                      int64_t scale_stride, int64_t scale_column_stride) {
     await_previous_kernel();
     const int lane = threadIdx.x % WARP_SIZE;
     const auto count_of = [&](int expert) { return min(max(counts[expert], 0), num_tokens); };
@@ -88,12 +88,13 @@ masked_silu_mul_quant(const bf16_t* input,     // [num_experts, num_tokens, 2 * 
             (y * vec_t::full(ieee_divide(1.0f, scale))).to_floats(v);
 #pragma unroll
             for (int i = 0; i < vec_t::SIZE; ++i) v[i] = fminf(fmaxf(v[i], -448.0f), 448.0f);  // NaN becomes -448
-            Vec<fp8_e4m3_t, 8>::from_floats(v).template store<CODE_ACCESS>(
-                y_q + expert * code_expert_stride + token * code_stride + column);
+            fp8_e4m3_t* codes = y_q + expert * code_expert_stride + token * code_stride + column;
+            Vec<fp8_e4m3_t, 8>::from_floats(v).template store<CODE_ACCESS>(codes);
             if (lane % GROUP_THREADS == 0) {
                 scale_t* scales = y_s + expert * scale_expert_stride + token * scale_stride;
                 if constexpr (is_same<scale_t, int32_t>) {
-                    reinterpret_cast<uint8_t*>(scales + group / 4 * scale_column_stride)[group % 4] = exponent_of(scale);
+                    reinterpret_cast<uint8_t*>(scales + group / 4 * scale_column_stride)[group % 4] =
+                        exponent_of(scale);
                 } else {
                     scales[group * scale_column_stride] = scale;
                 }

@@ -15,9 +15,9 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
-permute_cols(scalar_t* out,          // [num_rows, row_size]
-             const scalar_t* a,      // [num_rows, row_size]
-             const int32_t* perm,    // [row_size]
+permute_cols(scalar_t* out,        // [num_rows, row_size]
+             const scalar_t* a,    // [num_rows, row_size]
+             const int32_t* perm,  // [row_size]: columns of a, any number
              int64_t num_rows, int64_t row_size) {
     await_previous_kernel();
     extern __shared__ uint4 shared[];

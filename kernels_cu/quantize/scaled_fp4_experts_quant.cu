@@ -35,14 +35,17 @@ struct Expert {
     int32_t begin, end;  // rows of the expert
     int32_t tiles_at;    // row of output_scale at which the expert's tiles begin
     float g;
-    uint32_t tile;       // number of the wanted tile among the expert's
+    uint32_t tile;  // number of the wanted tile among the expert's
 
     // Each lane counts the tiles of its consecutive experts. Every lane of the warp takes part.
-    DEVICE Expert(const int32_t* offsets, const int32_t* tile_offsets, const float* scales, int num_experts, int64_t num_rows,
-                  uint32_t wanted) {
+    DEVICE Expert(const int32_t* offsets, const int32_t* tile_offsets, const float* scales, int num_experts,
+                  int64_t num_rows, uint32_t wanted) {
         const int lane = threadIdx.x % WARP_SIZE, lane_experts = ceil_div(num_experts, WARP_SIZE);
-        const int first = min(lane * lane_experts, num_experts - 1), end_expert = min((lane + 1) * lane_experts, num_experts);
-        const auto count = [](uint32_t begin, uint32_t end) { return (end - begin + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS; };
+        const int first = min(lane * lane_experts, num_experts - 1),
+                  end_expert = min((lane + 1) * lane_experts, num_experts);
+        const auto count = [](uint32_t begin, uint32_t end) {
+            return (end - begin + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS;
+        };
         // Tile offset and scale of the lane's first expert are loaded early, in case this expert is the wanted one.
         const int32_t own_begin = offsets[first], own_end = offsets[first + 1];
         tiles_at = tile_offsets[first];
@@ -93,25 +96,26 @@ struct Expert {
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-scaled_fp4_experts_quant(uint8_t* output,                                   // [num_rows, blocks * 8]
-                         uint8_t* output_scale,                             // [scale_rows, columns], in tiles
-                         const scalar_t* input,                             // [num_rows, (1 or 2) * blocks * 16]
-                         const float* input_global_scale,                   // [num_experts]
-                         const int32_t* input_offset_by_experts,            // [num_experts + 1]
-                         const int32_t* output_scale_offset_by_experts,     // [num_experts + 1]
+scaled_fp4_experts_quant(uint8_t* output,                                // [num_rows, blocks * 8]
+                         uint8_t* output_scale,                          // [scale_rows, columns], in tiles
+                         const scalar_t* input,                          // [num_rows, (1 or 2) * blocks * 16]
+                         const float* input_global_scale,                // [num_experts]
+                         const int32_t* input_offset_by_experts,         // [num_experts + 1]
+                         const int32_t* output_scale_offset_by_experts,  // [num_experts + 1]
                          int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks,
                          int columns, int num_experts, int rounds) {
     prefetch_experts(input_offset_by_experts, output_scale_offset_by_experts, input_global_scale, num_experts);
     await_previous_kernel();
     using share_t = Fp4Share<NUM_THREADS, ROW_THREADS, UNIT>;
     const int64_t unit = share_t::unit(rounds);
-    const Expert expert(input_offset_by_experts, output_scale_offset_by_experts, input_global_scale, num_experts, num_rows,
-                        uint64_t(unit) / share_t::UNITS);
+    const Expert expert(input_offset_by_experts, output_scale_offset_by_experts, input_global_scale, num_experts,
+                        num_rows, uint64_t(unit) / share_t::UNITS);
     if (!expert.exists) return;
     const int64_t first = expert.begin, rows = expert.end - first, first_tile_row = expert.tiles_at;
     const int64_t padded = (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS;
     if (first_tile_row < 0 || first_tile_row + padded > scale_rows) return;
     fp4_rows<scalar_t, share_t, ACCESS, CODE_ACCESS, SCALE_ACCESS, true, GATED>(
-        output + first * output_stride, output_scale + first_tile_row * columns, input + first * input_stride, expert.g, rows, padded,
-        output_stride, input_stride, blocks, columns, int64_t(expert.tile) * share_t::UNITS + unit % share_t::UNITS, rounds);
+        output + first * output_stride, output_scale + first_tile_row * columns, input + first * input_stride, expert.g,
+        rows, padded, output_stride, input_stride, blocks, columns,
+        int64_t(expert.tile) * share_t::UNITS + unit % share_t::UNITS, rounds);
 }

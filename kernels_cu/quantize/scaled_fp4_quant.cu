@@ -16,12 +16,12 @@
 #include "fp4.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-scaled_fp4_quant(uint8_t* output,            // [num_rows, blocks * 8]
-                 const scalar_t* input,      // [num_rows, blocks * 16]
-                 uint8_t* output_scale,      // [scale_rows, columns], in tiles or not
-                 const float* input_scale,   // one element
-                 int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks, int columns,
-                 int rounds) {
+scaled_fp4_quant(uint8_t* output,           // [num_rows, blocks * 8]
+                 const scalar_t* input,     // [num_rows, blocks * 16]
+                 uint8_t* output_scale,     // [scale_rows, columns], in tiles or not
+                 const float* input_scale,  // one element
+                 int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks,
+                 int columns, int rounds) {
     await_previous_kernel();
     using share_t = Fp4Share<NUM_THREADS, ROW_THREADS, UNIT>;
     fp4_rows<scalar_t, share_t, ACCESS, CODE_ACCESS, SCALE_ACCESS, TILED, false>(

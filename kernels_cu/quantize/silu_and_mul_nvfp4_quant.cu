@@ -24,6 +24,6 @@ silu_and_mul_nvfp4_quant(uint8_t* result,                  // [num_rows, blocks 
     await_previous_kernel();
     using share_t = Fp4Share<NUM_THREADS, ROW_THREADS, UNIT>;
     fp4_rows<scalar_t, share_t, ACCESS, CODE_ACCESS, SCALE_ACCESS, true, true>(
-        result, result_block_scale, input, *input_global_scale, num_rows, scale_rows, output_stride, input_stride, blocks,
-        columns, share_t::unit(rounds), rounds);
+        result, result_block_scale, input, *input_global_scale, num_rows, scale_rows, output_stride, input_stride,
+        blocks, columns, share_t::unit(rounds), rounds);
 }

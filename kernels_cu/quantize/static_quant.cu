@@ -16,17 +16,17 @@
 #include "chunk.cuh"
 #include "quant.cuh"
 
-constexpr int MAX_ACCESS = 16 / sizeof(scalar_t);                              // elements of input
+constexpr int MAX_ACCESS = 16 / sizeof(scalar_t);  // elements of input
 constexpr int ACCESS_SIZE = VEC_SIZE < MAX_ACCESS ? VEC_SIZE : MAX_ACCESS;
 constexpr bool SCALE_PER_VECTOR = GROUP_COLUMNS % VEC_SIZE == 0;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-static_quant(code_t* result,          // [num_rows, hidden_size]
-             const scalar_t* input,   // [num_rows, hidden_size]
-             const float* scale,      // [num_rows / group_rows, hidden_size / GROUP_COLUMNS], or one element
-             const int32_t* azp,      // one element
-             int64_t num_rows, int64_t hidden_size, int64_t result_stride, int64_t input_stride,
-             int64_t group_rows, int64_t scale_row_stride, int64_t scale_column_stride) {
+static_quant(code_t* result,         // [num_rows, hidden_size]
+             const scalar_t* input,  // [num_rows, hidden_size]
+             const float* scale,     // [num_rows / group_rows, hidden_size / GROUP_COLUMNS], or one element
+             const int32_t* azp,     // one element
+             int64_t num_rows, int64_t hidden_size, int64_t result_stride, int64_t input_stride, int64_t group_rows,
+             int64_t scale_row_stride, int64_t scale_column_stride) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;

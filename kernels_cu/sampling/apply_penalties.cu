@@ -12,10 +12,10 @@
 #include "sampling.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-apply_penalties(scalar_t* logits,                    // [num_seqs, VOCAB_SIZE]
-                const int32_t* output_bin_counts,    // [num_seqs, VOCAB_SIZE]
-                const float* frequency_penalties,    // [num_seqs]
-                const float* presence_penalties,     // [num_seqs]
+apply_penalties(scalar_t* logits,                  // [num_seqs, VOCAB_SIZE]
+                const int32_t* output_bin_counts,  // [num_seqs, VOCAB_SIZE]
+                const float* frequency_penalties,  // [num_seqs]
+                const float* presence_penalties,   // [num_seqs]
                 int64_t size) {
     await_previous_kernel();
     const auto load = [&](int64_t element, int count, uint32_t (&counts)[VEC_SIZE]) {

@@ -33,15 +33,17 @@ DEVICE void penalise(float (&x)[N], float penalty) {
         }
     } else {
 #pragma unroll
-        for (int j = 0; j < N; ++j) x[j] = is_positive(x[j]) ? ieee_divide(x[j], penalty) : ieee_multiply(x[j], penalty);
+        for (int j = 0; j < N; ++j) {
+            x[j] = is_positive(x[j]) ? ieee_divide(x[j], penalty) : ieee_multiply(x[j], penalty);
+        }
     }
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-apply_repetition_penalties(scalar_t* logits,                       // [num_seqs, VOCAB_SIZE]
-                           const uint8_t* prompt_mask,             // [num_seqs, VOCAB_SIZE]
-                           const uint8_t* output_mask,             // [num_seqs, VOCAB_SIZE]
-                           const scalar_t* repetition_penalties,   // [num_seqs]
+apply_repetition_penalties(scalar_t* logits,                      // [num_seqs, VOCAB_SIZE]
+                           const uint8_t* prompt_mask,            // [num_seqs, VOCAB_SIZE]
+                           const uint8_t* output_mask,            // [num_seqs, VOCAB_SIZE]
+                           const scalar_t* repetition_penalties,  // [num_seqs]
                            int64_t size) {
     await_previous_kernel();
     const auto load = [&](int64_t element, int count, uint32_t (&mask)[VEC_SIZE]) {
@@ -51,7 +53,6 @@ apply_repetition_penalties(scalar_t* logits,                       // [num_seqs,
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) mask[j] = prompt[j] | output[j];
     };
-    Flat<VEC_SIZE, BATCH, VOCAB_SIZE, NUM_THREADS>(size).edit(logits, load, [&](auto& x, const auto&, int64_t row) {
-        penalise(x, to_float(repetition_penalties[row]));
-    });
+    Flat<VEC_SIZE, BATCH, VOCAB_SIZE, NUM_THREADS>(size).edit(
+        logits, load, [&](auto& x, const auto&, int64_t row) { penalise(x, to_float(repetition_penalties[row])); });
 }

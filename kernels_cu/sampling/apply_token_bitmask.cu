@@ -13,9 +13,9 @@
 #include "vec.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-apply_token_bitmask(scalar_t* logits,          // [num_rows, vocab_size]
-                    const int32_t* bitmask,    // [num_masks, ceil(vocab_size / 32)]
-                    const int32_t* indices,    // [num_indices]
+apply_token_bitmask(scalar_t* logits,        // [num_rows, vocab_size]
+                    const int32_t* bitmask,  // [num_masks, ceil(vocab_size / 32)]
+                    const int32_t* indices,  // [num_indices]
                     int64_t num_rows, int64_t vocab_size, int64_t num_indices, int64_t logits_stride,
                     int64_t bitmask_stride) {
     await_previous_kernel();

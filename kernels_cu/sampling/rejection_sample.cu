@@ -25,18 +25,20 @@ constexpr float WHOLE = float(uint64_t(1) << 40);  // weight of probability 1
 using vec_t = Vec<float, VEC_SIZE>;
 
 DEVICE int64_t clamped(int64_t x, int64_t low, int64_t high) { return x < low ? low : x < high ? x : high; }
-DEVICE uint64_t weight_of(float probability) { return probability > 0.0f ? uint64_t(ieee_min(probability, 1.0f) * WHOLE) : 0; }
+DEVICE uint64_t weight_of(float probability) {
+    return probability > 0.0f ? uint64_t(ieee_min(probability, 1.0f) * WHOLE) : 0;
+}
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-rejection_sample(int32_t* output_token_ids,            // [batch, max_drafts + 1]
-                 const int32_t* draft_token_ids,       // [num_tokens]
-                 const int32_t* cu_num_draft_tokens,   // [batch]
-                 const float* draft_probs,             // [num_tokens, vocab_size]
-                 const float* target_probs,            // [num_tokens, vocab_size]
-                 const int32_t* bonus_token_ids,       // [batch]
-                 const int64_t* seeds,                 // [batch]
-                 const int64_t* offsets,               // [batch]
-                 uint64_t* sums,                       // [batch, pieces, 2]: residual weights, target weights
+rejection_sample(int32_t* output_token_ids,           // [batch, max_drafts + 1]
+                 const int32_t* draft_token_ids,      // [num_tokens]
+                 const int32_t* cu_num_draft_tokens,  // [batch]
+                 const float* draft_probs,            // [num_tokens, vocab_size]
+                 const float* target_probs,           // [num_tokens, vocab_size]
+                 const int32_t* bonus_token_ids,      // [batch]
+                 const int64_t* seeds,                // [batch]
+                 const int64_t* offsets,              // [batch]
+                 uint64_t* sums,                      // [batch, pieces, 2]: residual weights, target weights
                  int64_t num_tokens, int64_t vocab_size, int64_t max_drafts, int64_t pieces, int64_t piece_size,
                  int64_t draft_stride, int64_t target_stride) {
     await_previous_kernel();
@@ -93,7 +95,9 @@ rejection_sample(int32_t* output_token_ids,            // [batch, max_drafts + 1
         output_token_ids += request * (max_drafts + 1);
         for (int64_t i = threadIdx.x; i <= max_drafts; i += NUM_THREADS) {
             if (i == accepted && i < count) continue;
-            output_token_ids[i] = i < accepted ? draft_token_ids[begin + i] : i == accepted ? bonus_token_ids[request] : -1;
+            output_token_ids[i] = i < accepted    ? draft_token_ids[begin + i]
+                                  : i == accepted ? bonus_token_ids[request]
+                                                  : -1;
         }
         if (accepted == count) return;
         uint64_t total = 0, target_total = 0;
@@ -114,7 +118,7 @@ rejection_sample(int32_t* output_token_ids,            // [batch, max_drafts + 1
             output_token_ids[accepted] = int32_t(piece * piece_size + int64_t(i) * VEC_SIZE + j);
         };
         find_by_weight<NUM_THREADS, VEC_SIZE>(
-            rest, int(piece_size / VEC_SIZE), [&](int i, uint64_t (&w)[VEC_SIZE]) { weigh(piece, i, use_target, w); }, take,
-            partial);
+            rest, int(piece_size / VEC_SIZE), [&](int i, uint64_t (&w)[VEC_SIZE]) { weigh(piece, i, use_target, w); },
+            take, partial);
     }
 }

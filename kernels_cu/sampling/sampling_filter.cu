@@ -20,14 +20,14 @@
 #include "weights.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
-                const int32_t* top_k,          // [num_rows]
-                const float* top_p,            // [num_rows]
-                const float* min_p,            // [num_rows]
-                const float* temperature,      // [num_rows]
-                const float* maxima,           // [num_rows, pieces]
-                uint64_t* bins,                // [num_rows, MOST_BINS]
-                uint64_t* states,              // [num_rows] RowState
+sampling_filter(const scalar_t* logits,    // [num_rows, vocab_size]
+                const int32_t* top_k,      // [num_rows]
+                const float* top_p,        // [num_rows]
+                const float* min_p,        // [num_rows]
+                const float* temperature,  // [num_rows]
+                const float* maxima,       // [num_rows, pieces]
+                uint64_t* bins,            // [num_rows, MOST_BINS]
+                uint64_t* states,          // [num_rows] RowState
                 int64_t vocab_size, int64_t logits_stride, int64_t pieces, int64_t piece_size) {
     await_previous_kernel();
     __shared__ uint32_t low[(TOP_P ? 2 : 1) * MOST_BINS];
@@ -42,7 +42,8 @@ sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
     if (state.is_exact >> TOP_P & 1) return;
     if (!TOP_P && (top_k[at.row] <= 0 || top_k[at.row] >= vocab_size)) return;
     if (TOP_P && !(top_p[at.row] < 1.0f)) return;
-    const Weights<HAS_TEMPERATURE, HAS_MIN_P> weights(largest_of(maxima + at.row * pieces, pieces), temperature, min_p, at.row);
+    const Weights<HAS_TEMPERATURE, HAS_MIN_P> weights(largest_of(maxima + at.row * pieces, pieces), temperature, min_p,
+                                                      at.row);
     if (weights.largest == minus_infinity()) return;
 
     for (int i = threadIdx.x; i < digit.bins; i += NUM_THREADS) {
@@ -50,7 +51,8 @@ sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
         if (TOP_P) high[i] = 0;
     }
     __syncthreads();
-    at.template for_each<NUM_THREADS>(at.span(logits, logits_stride, vocab_size, piece_size, at.index), [&](const auto& x, int) {
+    const auto own_piece = at.span(logits, logits_stride, vocab_size, piece_size, at.index);
+    at.template for_each<NUM_THREADS>(own_piece, [&](const auto& x, int) {
         constexpr int VEC = decltype(at)::VEC;
         Parts weight[VEC];
         uint32_t bin[VEC];

@@ -12,16 +12,17 @@
 #include "weights.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-sampling_max(const scalar_t* logits,   // [num_rows, vocab_size]
-             float* maxima,            // [num_rows, pieces]
-             uint64_t* bins,           // [num_rows, MOST_BINS]
-             uint64_t* states,         // [num_rows] RowState
+sampling_max(const scalar_t* logits,  // [num_rows, vocab_size]
+             float* maxima,           // [num_rows, pieces]
+             uint64_t* bins,          // [num_rows, MOST_BINS]
+             uint64_t* states,        // [num_rows] RowState
              int64_t vocab_size, int64_t logits_stride, int64_t pieces, int64_t piece_size) {
     await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
     const Piece<scalar_t, BACKWARDS> at(pieces);
     float largest = minus_infinity();
-    at.for_each<NUM_THREADS>(at.span(logits, logits_stride, vocab_size, piece_size, at.index), [&](const auto& x, int) {
+    const auto own_piece = at.span(logits, logits_stride, vocab_size, piece_size, at.index);
+    at.for_each<NUM_THREADS>(own_piece, [&](const auto& x, int) {
         for (float logit : x) largest = ieee_max(largest, logit);
     });
     largest = row_reduce<Max, NUM_THREADS>(largest, partial);

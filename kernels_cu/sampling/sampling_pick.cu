@@ -17,15 +17,15 @@
 #include "weights.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-sampling_pick(int32_t* samples,             // [num_rows]
-              const scalar_t* logits,       // [num_rows, vocab_size]
-              const int64_t* seeds,         // [num_rows]
-              const int64_t* offsets,       // [num_rows]
-              const float* min_p,           // [num_rows]
-              const float* temperature,     // [num_rows]
-              const float* maxima,          // [num_rows, pieces]
-              uint64_t* sums,               // [num_rows, pieces]
-              uint64_t* states,             // [num_rows] RowState
+sampling_pick(int32_t* samples,          // [num_rows]
+              const scalar_t* logits,    // [num_rows, vocab_size]
+              const int64_t* seeds,      // [num_rows]
+              const int64_t* offsets,    // [num_rows]
+              const float* min_p,        // [num_rows]
+              const float* temperature,  // [num_rows]
+              const float* maxima,       // [num_rows, pieces]
+              uint64_t* sums,            // [num_rows, pieces]
+              uint64_t* states,          // [num_rows] RowState
               int64_t vocab_size, int64_t logits_stride, int64_t pieces, int64_t piece_size) {
     await_previous_kernel();
     __shared__ uint64_t partial[2][NUM_THREADS / WARP_SIZE];
@@ -34,7 +34,8 @@ sampling_pick(int32_t* samples,             // [num_rows]
     __shared__ int piece;
     const Piece<scalar_t, BACKWARDS> at(pieces);
     RowState& state = reinterpret_cast<RowState*>(states)[at.row];
-    const Weights<HAS_TEMPERATURE, HAS_MIN_P> weights(largest_of(maxima + at.row * pieces, pieces), temperature, min_p, at.row);
+    const Weights<HAS_TEMPERATURE, HAS_MIN_P> weights(largest_of(maxima + at.row * pieces, pieces), temperature, min_p,
+                                                      at.row);
     const uint32_t min_key = FILTERED ? max(state.floor, state.prefix) : 0;
     const auto weight = [&](float raw) {
         const float x = clean(raw);
@@ -43,7 +44,8 @@ sampling_pick(int32_t* samples,             // [num_rows]
 
     Parts sum;
     uint64_t all;
-    at.template for_each<NUM_THREADS>(at.span(logits, logits_stride, vocab_size, piece_size, at.index), [&](const auto& x, int) {
+    const auto own_piece = at.span(logits, logits_stride, vocab_size, piece_size, at.index);
+    at.template for_each<NUM_THREADS>(own_piece, [&](const auto& x, int) {
 #pragma unroll
         for (float logit : x) {
             const Parts parts = weight(logit);
@@ -79,6 +81,8 @@ sampling_pick(int32_t* samples,             // [num_rows]
 #pragma unroll
         for (int j = 0; j < VEC; ++j) w[j] = weight(vec[j]).whole();
     };
-    const auto take = [&](int i, int j, uint64_t) { samples[at.row] = int32_t(piece * piece_size) + span.element(i) + j; };
+    const auto take = [&](int i, int j, uint64_t) {
+        samples[at.row] = int32_t(piece * piece_size) + span.element(i) + j;
+    };
     find_by_weight<NUM_THREADS, VEC>(rest, span.vectors(), weigh, take, partial);
 }

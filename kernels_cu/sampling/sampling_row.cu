@@ -59,17 +59,17 @@ struct KeyRange {
 };
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-sampling_row(int32_t* samples,             // [num_rows]
-             const scalar_t* logits,       // [num_rows, vocab_size]
-             const int64_t* seeds,         // [num_rows]
-             const int64_t* offsets,       // [num_rows]
-             const int32_t* top_k,         // [num_rows]
-             const float* top_p,           // [num_rows]
-             const float* min_p,           // [num_rows]
-             const float* temperature,     // [num_rows]
+sampling_row(int32_t* samples,          // [num_rows]
+             const scalar_t* logits,    // [num_rows, vocab_size]
+             const int64_t* seeds,      // [num_rows]
+             const int64_t* offsets,    // [num_rows]
+             const int32_t* top_k,      // [num_rows]
+             const float* top_p,        // [num_rows]
+             const float* min_p,        // [num_rows]
+             const float* temperature,  // [num_rows]
              int64_t vocab_size, int64_t logits_stride, int64_t piece_size) {
     await_previous_kernel();
-    extern __shared__ uint4 memory[];  // [VECTORS, NUM_THREADS]
+    extern __shared__ uint4 memory[];            // [VECTORS, NUM_THREADS]
     __shared__ uint32_t bins[4 * BINS];          // low and high parts of one refinement, then of the next
     __shared__ uint64_t groups[2][COARSE_BINS];  // sums of GROUP_BINS bins each
     __shared__ uint64_t partial[2][NUM_THREADS / WARP_SIZE];
@@ -173,7 +173,8 @@ sampling_row(int32_t* samples,             // [num_rows]
     int turn = 0;  // which half of `bins` and `groups` is in use
     // Sets `found` to the group, or with in_group to the bin, in which the sums over the cluster, from the largest key
     // down, reach range.wanted, or wanted_of(sum of all) while range.wanted is 0.
-    const auto find = [&](const uint32_t* low, const uint32_t* high, int num_groups, bool in_group, const KeyRange& range, auto wanted_of) {
+    const auto find = [&](const uint32_t* low, const uint32_t* high, int num_groups, bool in_group,
+                          const KeyRange& range, auto wanted_of) {
         uint64_t* const sums = groups[turn];
         __syncthreads();
         for (int group = threadIdx.x / GROUP_BINS; group < num_groups; group += NUM_THREADS / GROUP_BINS) {
@@ -230,7 +231,9 @@ sampling_row(int32_t* samples,             // [num_rows]
         visit([&](uint32_t key, parts_t weight) {
             const uint32_t bin = (key - range.low) >> shift;
             // A low part that overflows carries into the high part.
-            if (weight.low && atomicAdd(low + bin, weight.low) > ~weight.low) atomicAdd(high + bin, 1u << (32 - LOW_BITS));
+            if (weight.low && atomicAdd(low + bin, weight.low) > ~weight.low) {
+                atomicAdd(high + bin, 1u << (32 - LOW_BITS));
+            }
             if (weight.high) atomicAdd(high + bin, weight.high);
         });
         find(low, high, BINS / GROUP_BINS, true, range, wanted_of);
@@ -251,14 +254,17 @@ sampling_row(int32_t* samples,             // [num_rows]
     if (has_top_k) {
         const auto wanted_of = [&](uint64_t all) { return min(uint64_t(k), all); };
         KeyRange range{min_thread_key, max_key};
-        const bool is_bound = k <= CLUSTER * NUM_THREADS &&
-            refine(range, [&](uint64_t all) { return uint64_t(k) <= all ? uint64_t(k) : uint64_t(0); }, [&](auto f) {
-                if (thread_max_key >= MIN_KEY) f(thread_max_key, parts_t{1, 0});
-            });
+        const auto wanted_of_maxima = [&](uint64_t all) { return uint64_t(k) <= all ? uint64_t(k) : uint64_t(0); };
+        const auto visit_maximum = [&](auto f) {
+            if (thread_max_key >= MIN_KEY) f(thread_max_key, parts_t{1, 0});
+        };
+        const bool is_bound = k <= CLUSTER * NUM_THREADS && refine(range, wanted_of_maxima, visit_maximum);
         range = {is_bound ? range.low : MIN_KEY, max_key};
         select_candidates(range);
         while (!range.is_found) {
-            refine(range, wanted_of, [&](auto f) { for_each_candidate(range, true, [&](float, uint32_t key) { f(key, parts_t{1, 0}); }); });
+            refine(range, wanted_of, [&](auto f) {
+                for_each_candidate(range, true, [&](float, uint32_t key) { f(key, parts_t{1, 0}); });
+            });
         }
         threshold = range.low;
     }
@@ -295,7 +301,8 @@ sampling_row(int32_t* samples,             // [num_rows]
         }
         threshold = range.low;
     } else if (has_top_k) {
-        for_each_candidate({threshold, max_key}, false, [&](float x, uint32_t) { kept_weight += weights.of(x).whole(); });
+        for_each_candidate({threshold, max_key}, false,
+                           [&](float x, uint32_t) { kept_weight += weights.of(x).whole(); });
     } else {
         parts_t sum;
         for_each([&](const auto& x, int, int) {

@@ -21,11 +21,11 @@
 DEVICE float base_of(float largest) { return largest == minus_infinity() ? 0.0f : largest; }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
-softmax(out_t* out,                   // [num_rows, vocab_size]
-        const in_t* logits,           // [num_rows, vocab_size]
-        const float* temperature,     // [num_rows]
-        float* maxima,                // [num_rows, pieces]
-        float* sums,                  // [num_rows, pieces]
+softmax(out_t* out,                // [num_rows, vocab_size]
+        const in_t* logits,        // [num_rows, vocab_size]
+        const float* temperature,  // [num_rows]
+        float* maxima,             // [num_rows, pieces]
+        float* sums,               // [num_rows, pieces]
         int64_t vocab_size, int64_t pieces, int64_t out_stride, int64_t logits_stride) {
     await_previous_kernel();
     __shared__ float partial[2][NUM_THREADS / WARP_SIZE];

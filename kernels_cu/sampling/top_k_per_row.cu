@@ -35,7 +35,7 @@ using vec_t = Vec<uint32_t, VEC_SIZE>;
 constexpr int SAMPLES = CLUSTER * NUM_THREADS * VEC_SIZE;  // one vector of each thread
 constexpr uint32_t ABSENT = ~0u;                           // an element beyond the piece; its key is 0, the smallest
 constexpr int TILE = 32 * NUM_THREADS;                     // places that are compacted together, 32 of a thread at most
-static_assert(TILE <= 1 << 15);  // two counts share a word in step 3
+static_assert(TILE <= 1 << 15);                            // two counts share a word in step 3
 
 DEVICE vec_t keys_of(vec_t vec) {
 #pragma unroll
@@ -46,7 +46,8 @@ DEVICE vec_t keys_of(vec_t vec) {
 // Prefetches the row's first elements before the segment is known. Only where a block has a whole row of stride 1.
 DEVICE void prefetch_row(const uint32_t* row, int64_t columns) {
     constexpr int LINE = 32, MAX_ELEMENTS = 8192;
-    for (int i = threadIdx.x * LINE; CLUSTER == 1 && VEC_SIZE > 1 && i < min(columns, int64_t(MAX_ELEMENTS)); i += NUM_THREADS * LINE) {
+    for (int i = threadIdx.x * LINE; CLUSTER == 1 && VEC_SIZE > 1 && i < min(columns, int64_t(MAX_ELEMENTS));
+         i += NUM_THREADS * LINE) {
         prefetch_line(row + i);
     }
 }
@@ -58,7 +59,7 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
               const int32_t* rowEnds,    // [numRows]
               const int32_t* seq_lens,   // [ceil(numRows / next_n)]
               int next_n, int64_t columns, int64_t stride0, int64_t stride1, int64_t topK,
-              int64_t capacity) {        // candidates per thread; shared memory has room for one more, 8 bytes each
+              int64_t capacity) {  // candidates per thread; shared memory has room for one more, 8 bytes each
     prefetch_row(logits + blockIdx.x * stride0, columns);
     await_previous_kernel();
     extern __shared__ uint4 memory[];
@@ -83,8 +84,8 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
 
     // The block's piece of the segment.
     const int piece_size = ceil_div(length, CLUSTER), from = min(int(blockIdx.y) * piece_size, length);
-    const Span<uint32_t, VEC_SIZE> piece(
-        logits + row * stride0 + (segment.begin + from) * stride1, min(piece_size, length - from), stride1);
+    const Span<uint32_t, VEC_SIZE> piece(logits + row * stride0 + (segment.begin + from) * stride1,
+                                         min(piece_size, length - from), stride1);
     const int vectors = piece.vectors(), num_places = vectors * VEC_SIZE;
 
     // The bin of `digit` that holds the wanted-th largest key, among the cluster's keys that begin with `prefix`.
@@ -118,8 +119,8 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
                 return sum;
             };
             return find_in_groups(
-                digit.bins, [&](int group) { return sum_over_cluster(sums + group); }, [&](int bin) { return sum_over_cluster(own + bin); },
-                wanted, &found);
+                digit.bins, [&](int group) { return sum_over_cluster(sums + group); },
+                [&](int bin) { return sum_over_cluster(own + bin); }, wanted, &found);
         }
     };
 
@@ -135,10 +136,11 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
     if (!holds_piece && wanted <= SAMPLES / 2) {
         const vec_t sample = piece.load(int(int64_t(threadIdx.x) * vectors / NUM_THREADS), ABSENT);
         __syncthreads();
-        const uint32_t bin = find(Digit(0), 0, uint32_t(wanted), [&](auto f) {
+        const auto visit_sample = [&](auto f) {
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) f(ordered_bits(sample.data[j]), 0);
-        }).bin;
+        };
+        const uint32_t bin = find(Digit(0), 0, uint32_t(wanted), visit_sample).bin;
         min_key = max(bin << Digit(0).shift, 1u);  // at least 1, so that ABSENT is no candidate
     }
     if (holds_piece || min_key > 0) {
@@ -189,10 +191,14 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
             }
         } else if (use_candidates) {
 #pragma unroll 1
-            for (int i = 0; i < num_candidates; ++i) f(keys[i * NUM_THREADS + threadIdx.x], candidate_places[i * NUM_THREADS + threadIdx.x]);
+            for (int i = 0; i < num_candidates; ++i) {
+                f(keys[i * NUM_THREADS + threadIdx.x], candidate_places[i * NUM_THREADS + threadIdx.x]);
+            }
         } else {
 #pragma unroll 1
-            for (int i = threadIdx.x; i < vectors; i += NUM_THREADS) of_vector(keys_of(piece.load(i, ABSENT)), i * VEC_SIZE);
+            for (int i = threadIdx.x; i < vectors; i += NUM_THREADS) {
+                of_vector(keys_of(piece.load(i, ABSENT)), i * VEC_SIZE);
+            }
         }
     };
     // Result: all keys above `threshold` are taken, and of the keys equal to it the first `ties`.
@@ -262,8 +268,8 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
             __syncthreads();
         }
         uint32_t all;
-        const uint32_t held =
-            sum_before<NUM_THREADS>(uint32_t(count_bits(own_larger) | count_bits(own_equal) << 16), partial[turn ^= 1], all);
+        const uint32_t held = sum_before<NUM_THREADS>(uint32_t(count_bits(own_larger) | count_bits(own_equal) << 16),
+                                                      partial[turn ^= 1], all);
         uint32_t seen = equal_before + (held >> 16), slot = larger_before + (held & 0xffff) + min(seen, ties);
         for (uint32_t rest = own_larger | own_equal; rest; rest &= rest - 1) {
             const int bit = lowest_bit(rest);

@@ -41,7 +41,8 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
                 const int32_t* rowEnds,    // [numRows]
                 const int32_t* seq_lens,   // [ceil(numRows / next_n)]
                 int next_n, int64_t columns, int64_t stride0, int64_t topK) {
-    prefetch_row(logits + blockIdx.x * stride0, columns, DECODE ? seq_lens + blockIdx.x / next_n : rowStarts + blockIdx.x);
+    prefetch_row(logits + blockIdx.x * stride0, columns,
+                 DECODE ? seq_lens + blockIdx.x / next_n : rowStarts + blockIdx.x);
     await_previous_kernel();
     __shared__ uint4 bins[2][MOST_BINS / 4];
     __shared__ uint32_t warp_counts[NUM_WARPS];
@@ -66,7 +67,9 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
 
     // Elements outside the segment get the smallest key, 0. The histograms count them, but topK is reached before them.
     const int own_position = row.element(thread) - int(segment.begin);  // of the thread's first element
-    const auto exists = [&](int round, int j) { return unsigned(own_position + round * ROUND_SIZE + j) < unsigned(length); };
+    const auto exists = [&](int round, int j) {
+        return unsigned(own_position + round * ROUND_SIZE + j) < unsigned(length);
+    };
     const bool in_segment = own_position >= 0 && own_position + (ROUNDS - 1) * ROUND_SIZE + VEC_SIZE <= length;
     const auto for_each = [&](auto f) {
 #pragma unroll
@@ -114,7 +117,8 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
 #pragma unroll
         for (int pair = 0; pair < PAIRS; ++pair) {
             uint32_t total;
-            const uint32_t pair_before = sum_of_warps_before<NUM_THREADS>(partial[pair], total) + sums[pair] - counts[pair];
+            const uint32_t pair_before =
+                sum_of_warps_before<NUM_THREADS>(partial[pair], total) + sums[pair] - counts[pair];
 #pragma unroll
             for (int round = 2 * pair; round < min(2 * pair + 2, ROUNDS); ++round) {
                 before[round] = rounds_before + (pair_before >> round % 2 * 16 & 0xffff);
