@@ -1,4 +1,4 @@
-"""Which arguments an op is measured with: its own example, at every combination of the axes that are swept."""
+"""Arguments that an op is measured with: the op's example at every combination of the swept axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from pyops._core import device
 from pyops._core.example import ArgMaker, TorchMaker
 from pyops._core.op import Op
-from pyops._core.tensor import Arg
+from pyops._core.tensor import TensorArg
 
 SWEEP: dict[str, Sequence[Any]] = {
     "num_tokens": (1, 16, 256, 4096, 16384),
@@ -33,20 +33,20 @@ class Case:
     axes: dict[str, Any]
 
     def arguments(self, seed: int = 0, device: str = "cuda") -> tuple[Any, ...]:
-        """The op's arguments, the same for the same seed. Outputs hold NaN, not zeros."""
+        """The op's arguments with data, which the seed determines. Outputs hold NaN."""
         assert self.op.example is not None
         return self.op.example(TorchMaker(device, seed), **self.axes)
 
     @cached_property
     def described(self) -> tuple[Any, ...]:
-        """The arguments without data."""
+        """The op's arguments as descriptors without data."""
         assert self.op.example is not None
         return self.op.example(ArgMaker(device.model(), self.op.name), **self.axes)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the tensors of one set of arguments occupy."""
-        return sum(arg.nbytes for arg in self.described if isinstance(arg, Arg))
+        return sum(arg.nbytes for arg in self.described if isinstance(arg, TensorArg))
 
     @property
     def traffic(self) -> int:
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def family(self) -> str:
-        """Name of the module that declares the op."""
+        """Name of the package that declares the op."""
         return family(self.op)
 
     @property
@@ -70,12 +70,12 @@ class Case:
 
 
 def family(op: Op) -> str:
-    """Name of the module or package of `pyops` that declares `op`: norm, activation, ..."""
-    return op.reference.__module__.removeprefix("pyops.").partition(".")[0]
+    """Name of the package of `pyops.ops` that declares `op`: norm, activation, ..."""
+    return op.reference.__module__.removeprefix("pyops.ops.").partition(".")[0]
 
 
 def axes(op: Op) -> dict[str, tuple[Any, ...]]:
-    """{axis: values it may take, () for any} of the op's example."""
+    """{axis of the op's example: the values that it may take, () for any value}."""
     if op.example is None:
         raise TypeError(f"{op.name} has no example")
     hints = typing.get_type_hints(op.example)

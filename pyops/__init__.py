@@ -1,7 +1,7 @@
 """GPU operators for LLM inference, compiled at first use from source strings.
 
 Every op is a function of this module: it takes torch tensors or cupy arrays, writes its outputs in place and returns
-None. `ops` maps names to them.
+None. `registry` maps names to them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from ._core.errors import (
     KernelFault,
     MissingDependencyError,
     ModelError,
+    NotLoadedError,
     OpError,
 )
 from ._core.kernel import Kernel
-from ._core.op import Op, Wrapper, op, registry
-from ._core.op import bind_loaded as _bind_loaded
-from .activation import *
-from .attention import *
-from .cache import *
-from .cli.warmup import warmup
-from .linear import *
-from .memory import *
-from .norm import *
-from .quantize import *
-from .rotary import *
-from .sampling import *
+from ._core.op import Op, Wrapper, op
+from ._core.op import registry as _registry
+from ._core.torch_library import bind_loaded as _bind_loaded
+from .compile_ahead import warmup
+from .ops.activation import *
+from .ops.attention import *
+from .ops.cache import *
+from .ops.linear import *
+from .ops.memory import *
+from .ops.norm import *
+from .ops.quantize import *
+from .ops.rotary import *
+from .ops.sampling import *
 
 __version__ = "0.1.0"
 
-ops: _Mapping[str, Op] = _MappingProxyType(registry)
+registry: _Mapping[str, Op] = _MappingProxyType(_registry)
 
 _bind_loaded()

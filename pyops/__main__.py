@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from . import axes
 from ._core.errors import CompileError, MissingDependencyError, ModelError, OpError, SwitchError
-from .cli import axes, progress
+from .cli import progress
 
 
 def _list(options: argparse.Namespace) -> bool:
@@ -39,14 +40,14 @@ def _source(options: argparse.Namespace) -> bool:
 
 
 def _warmup(options: argparse.Namespace) -> bool:
-    from .cli import warmup
+    from . import compile_ahead
 
     names = [word for word in options.words if "=" not in word]
-    index, wanted = warmup.plan(names, axes.parse(word for word in options.words if "=" in word))
+    index, wanted = compile_ahead.plan(names, axes.parse(word for word in options.words if "=" in word))
     if index is None:
         print("no device: ops run by their reference, and there is nothing to compile", file=sys.stderr)
         return True
-    held = warmup.load(wanted, index, lambda count: progress.show(count, len(wanted), f"{count}/{len(wanted)}"))
+    held = compile_ahead.load(wanted, index, lambda count: progress.show(count, len(wanted), f"{count}/{len(wanted)}"))
     for one in held:
         print(f"{one.milliseconds:6.0f} ms  {one.origin:8}  {one.registers:3} registers  {one.kernel} {one.constants}")
     return True

@@ -84,10 +84,10 @@ def combinations(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> Iterat
         yield dict(zip(axes, values, strict=True))
 
 
-def sample(op: Op, most: int) -> list[Axes]:
+def sample(op: Op, max_cases: int) -> list[Axes]:
     """At most `most` of the combinations that are run, always the same ones."""
     every = list(combinations(op, RUN))
-    return every if len(every) <= most else random.Random(op.name).sample(every, most)
+    return every if len(every) <= max_cases else random.Random(op.name).sample(every, max_cases)
 
 
 def fullest(op: Op) -> Axes:

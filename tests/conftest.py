@@ -15,7 +15,8 @@ import torch
 
 import kernels_cu
 import pyops
-from pyops._core import binding, config, device, host
+from pyops._core import config, device, torch_library
+from pyops._core.host import run as host
 from pyops._core.op import registry
 from tests.calls import Host
 
@@ -78,10 +79,10 @@ def no_clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _host_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> Iterator[None]:
     monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), **changes))
-    for op in pyops.ops.values():
+    for op in pyops.registry.values():
         op.forget()
     yield
-    for op in pyops.ops.values():
+    for op in pyops.registry.values():
         op.forget()
 
 
@@ -105,7 +106,7 @@ def _registry_as_it_was() -> Iterator[None]:
     before = set(registry)
     yield
     for name in set(registry) - before:
-        binding.remove(name)
+        torch_library.remove(name)
         del registry[name]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pyops.custom_op import CustomOp
+from pyops.nn.custom_op import CustomOp
 from pyops.testing import same_bits
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -39,7 +39,7 @@ from pyops._core.op import Op
 from tests import axes
 from tests.mutants import MUTANTS, Mutant
 
-LEAST = 0.95  # of the mutants that must be killed
+MIN_SCORE = 0.95  # of the mutants that must be killed
 _SECONDS = 300.0  # after which a mutant has survived
 _EVERY_OP = ("tests/test_every_op.py", "tests/test_every_op_host.py")
 _PYTEST = ("-p", "tests.mutation", "-p", "no:cacheprovider", "-x", "-q")
@@ -80,7 +80,7 @@ class Verdict(NamedTuple):
     seconds: float
 
 
-def judge(mutants: Sequence[Mutant], most: int, deadline: float) -> Iterator[tuple[Mutant, Verdict]]:
+def judge(mutants: Sequence[Mutant], max_running: int, deadline: float) -> Iterator[tuple[Mutant, Verdict]]:
     """Run the tests against each mutant, `most` at a time, as they come to an end; begin with none after `deadline`.
 
     Each is judged in a fork of this process, which has read the tests, but no kernel, before.
@@ -92,7 +92,7 @@ def judge(mutants: Sequence[Mutant], most: int, deadline: float) -> Iterator[tup
         while waiting or running:
             if time.monotonic() > deadline:
                 waiting.clear()
-            while waiting and len(running) < most:
+            while waiting and len(running) < max_running:
                 mutant, log = waiting.popleft(), Path(folder, f"{len(waiting)}.log")
                 process = context.Process(target=_run_tests, args=(mutant, folder, log))
                 process.start()
@@ -135,7 +135,7 @@ def _verdict(mutant: Mutant, status: int | None, printed: str, seconds: float) -
 
 def _files(mutants: Sequence[Mutant]) -> list[str]:
     """The files of tests that could notice the mutants."""
-    concerned = [op for op in pyops.ops.values() if any(_concerns(mutant, op) for mutant in mutants)]
+    concerned = [op for op in pyops.registry.values() if any(_concerns(mutant, op) for mutant in mutants)]
     folders = {Path(kernel).parent for op in concerned for kernel in _kernels(op)}
     return [*_EVERY_OP, *sorted(str(path) for folder in folders for path in Path("tests").glob(f"test_{folder}*.py"))]
 
@@ -167,12 +167,12 @@ def _chosen(config: pytest.Config) -> list[Mutant]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests that run the kernels on the CPU, of ops and of their family in turn, so that one soon fails."""
     chosen = _chosen(config)
-    concerned = {name for name, op in pyops.ops.items() if any(_concerns(mutant, op) for mutant in chosen)}
+    concerned = {name for name, op in pyops.registry.items() if any(_concerns(mutant, op) for mutant in chosen)}
     turns = defaultdict(list)
     for item in items:
         callspec = getattr(item, "callspec", None)
         values = list(callspec.params.values()) if callspec else []
-        ops = {str(getattr(value, "name", value)) for value in values} & pyops.ops.keys()
+        ops = {str(getattr(value, "name", value)) for value in values} & pyops.registry.keys()
         # What names no device runs on the host, or where it is cheap: a reference.
         named = {type(value).__name__ for value in values} | {value for value in values if isinstance(value, str)}
         on_host = "Host" in named or (item.path.name != "test_every_op.py" and not named & {"cpu", "cuda"})
@@ -235,7 +235,7 @@ def main() -> None:
     counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
     judged = f"{sum(outcomes.values())} of {len(mutants)} mutants judged"
     print(f"{judged}, {score:.1%} killed ({counts}) in {time.monotonic() - started:.0f} s")
-    sys.exit(score < LEAST or outcomes["no mutant"] > 0)
+    sys.exit(score < MIN_SCORE or outcomes["no mutant"] > 0)
 
 
 if __name__ == "__main__":

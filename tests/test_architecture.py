@@ -17,8 +17,8 @@ import pyops
 import pyops._core
 import pyops.integrations.transformers
 import pyops.integrations.vllm
-import pyops.layers
 import pyops.models
+import pyops.nn
 from pyops._core import device, source
 from pyops._core.example import ArgMaker
 from tests import axes
@@ -41,17 +41,11 @@ ORDER = _order(pyops._core)
 # What stands on the ops: {package: modules in the order in which they may import each other}.
 ABOVE = {
     package.__name__: _order(package)
-    for package in (pyops.models, pyops.layers, pyops.integrations.vllm, pyops.integrations.transformers)
+    for package in (pyops.models, pyops.nn, pyops.integrations.vllm, pyops.integrations.transformers)
 }
-# What stands beside `_core`: a module or package for each family of ops, and the test harness.
-FAMILIES = [path for path in sorted((ROOT / "pyops").glob("*.py")) if not path.name.startswith("__")]
 ABOVE_FOLDERS = {name.split(".")[1] for name in ABOVE}
-FAMILIES += [
-    path
-    for folder in sorted((ROOT / "pyops").iterdir())
-    if (folder / "__init__.py").exists() and folder.name not in ("_core", "cli", *ABOVE_FOLDERS, "testing")
-    for path in sorted(folder.glob("*.py"))
-]
+# What stands on `_core`: a package for each family of ops, and the test harness.
+FAMILIES = sorted((ROOT / "pyops" / "ops").glob("*/*.py"))
 HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
 
 
@@ -78,24 +72,33 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
+def _modules(folder: Path) -> list[str]:
+    """The modules and packages of a folder."""
+    packages = [path.parent.name for path in folder.glob("*/__init__.py")]
+    return sorted([*packages, *(path.stem for path in folder.glob("*.py") if path.stem != "__init__")])
+
+
 def test_every_core_module_has_its_place() -> None:
-    assert sorted(ORDER) == sorted(path.stem for path in CORE.glob("*.py") if path.stem != "__init__")
+    assert sorted(ORDER) == _modules(CORE)
 
 
 @pytest.mark.parametrize("module", ORDER)
 def test_core_imports_only_what_comes_before(module: str) -> None:
-    imported = {name.split(".")[2] for name in _imports(CORE / f"{module}.py") if name.startswith("pyops._core.")}
+    package = CORE / module
+    files = sorted(package.glob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
+    found = {name for path in files for name in _imports(path) if name.startswith("pyops")}
+    imported = {name.split(".")[2] for name in found if name.startswith("pyops._core.")} - {module}
     assert imported <= set(ORDER[: ORDER.index(module)])
-    beyond = {name for name in _imports(CORE / f"{module}.py") if re.match(r"pyops(?!\._core\.)", name)}
+    beyond = {name for name in found if not name.startswith("pyops._core.")}
     assert not beyond, "the core imports what stands on it"
 
 
 @pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.relative_to(ROOT / "pyops").as_posix())
 def test_families_import_only_the_core(path: Path) -> None:
-    """And what else is in their package."""
+    """And what families share, and what else is in their own package."""
     own = {name for name in _imports(path) if name.startswith("pyops")}
-    family = f"pyops.{path.parent.name}." if path.parent.name != "pyops" else "pyops._core."
-    assert all(name.startswith(("pyops._core.", family)) for name in own), own
+    allowed = ("pyops._core.", "pyops.ops._shared.", f"pyops.ops.{path.parent.name}.")
+    assert all(name.startswith(allowed) for name in own), own
 
 
 @pytest.mark.parametrize("path", HARNESS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -129,13 +132,13 @@ def test_every_module_that_stands_on_the_ops_has_its_place(package: str) -> None
 
 def test_nothing_stands_on_the_layers() -> None:
     for path in (ROOT / "pyops").rglob("*.py"):
-        if path.parent.name != "layers":
-            assert not any(re.match(r"pyops\.(layers|custom_op)\b", name) for name in _imports(path)), path
+        if path.parent.name != "nn":
+            assert not any(re.match(r"pyops\.nn\b", name) for name in _imports(path)), path
 
 
 def test_ops_do_without_what_stands_on_them() -> None:
     """`import pyops` does not load it."""
-    above = tuple(f"pyops.{name}" for name in ("custom_op", *sorted(ABOVE_FOLDERS)))
+    above = tuple(f"pyops.{name}" for name in sorted(ABOVE_FOLDERS))
     done = f"import sys, pyops; assert not [name for name in sys.modules if name.startswith({above})]"
     subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
 
@@ -155,7 +158,7 @@ def test_kernel_may_be_started_early(name: str) -> None:
 def test_every_kernel_is_launched() -> None:
     launched = {
         launch.specialisation.kernel.file
-        for op in pyops.ops.values()
+        for op in pyops.registry.values()
         if op.example
         for case, more in product(axes.combinations(op), ({}, {"num_tokens": 4096}))
         for launch in op.launches(*op.example(ArgMaker(device.model()), **case, **more))
@@ -183,7 +186,7 @@ def test_kernel_uses_only_portable_names(name: str) -> None:
 def test_kernel_header_comment_lists_its_constants(name: str) -> None:
     """Every constant that a plan gives is explained where the kernel begins."""
     comment = kernels_cu.read(name).split("\n\n#include", 1)[0]
-    for op in pyops.ops.values():
+    for op in pyops.registry.values():
         assert op.example is not None
         few, many = (op.launches(*op.example(ArgMaker(device.model()), **more)) for more in ({}, {"num_tokens": 4096}))
         for launch in (*few, *many):

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import config, device, dtypes
 from pyops._core.example import ArgMaker
-from pyops.attention import _plan
+from pyops.ops.attention import _plan
 from pyops.testing import SCHEDULES, assert_matches_reference, guarded
 from pyops.testing.calls import assert_results, expected, replaced, run
 from tests.calls import DEVICES, Host, example
 
-V1, V2 = pyops.ops["paged_attention_v1"], pyops.ops["paged_attention_v2"]
+V1, V2 = pyops.registry["paged_attention_v1"], pyops.registry["paged_attention_v2"]
 FP8, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
 
@@ -35,11 +35,9 @@ def paged_call(
     """The arguments of a call, and the keys and values of each sequence as plain tensors."""
     generator = torch.Generator().manual_seed(sum(lengths) + head_size)
     num_heads, num_kv_heads = heads
-    most_blocks = max(1, *(-(-length // block_size) for length in lengths))
-    num_blocks = len(lengths) * most_blocks + 3
-    table = torch.randperm(num_blocks, generator=generator)[: len(lengths) * most_blocks].view(
-        len(lengths), most_blocks
-    )
+    max_blocks = max(1, *(-(-length // block_size) for length in lengths))
+    num_blocks = len(lengths) * max_blocks + 3
+    table = torch.randperm(num_blocks, generator=generator)[: len(lengths) * max_blocks].view(len(lengths), max_blocks)
     query = torch.randn(len(lengths), num_heads, head_size, generator=generator).to(dtype)
     slots = [torch.randn(num_blocks, block_size, num_kv_heads, head_size, generator=generator).to(dtype) for _ in "kv"]
     plain = []
@@ -344,7 +342,7 @@ def test_any_combination(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "_HOST", replace(device.host(), cluster=one("cluster", 1, 8)))
         V1.forget()
-        V1.bound(partial(assert_matches_reference, V1), call)(schedules=SCHEDULES[:1])
+        V1.applied(partial(assert_matches_reference, V1), call)(schedules=SCHEDULES[:1])
     V1.forget()
 
 
@@ -448,8 +446,8 @@ def test_v2_leaves_partitions_behind_the_end_alone(on: str) -> None:
             right = truth(call["query"][s], keys, values)
             torch.testing.assert_close(partials["tmp_out"][s, :, p].double().cpu(), right, rtol=1.6e-2, atol=1e-2)
             logits = torch.stack([keys.double()[:, 0] @ call["query"][s, h].double().cpu() for h in range(2)])
-            most = (logits * call["scale"]).amax(-1)
-            torch.testing.assert_close(partials["max_logits"][s, :, p].double().cpu(), most, rtol=1e-4, atol=1e-5)
+            max_logit = (logits * call["scale"]).amax(-1)
+            torch.testing.assert_close(partials["max_logits"][s, :, p].double().cpu(), max_logit, rtol=1e-4, atol=1e-5)
         if count:
             right = truth(call["query"][s], *plain[s])
             torch.testing.assert_close(call["out"][s].double().cpu(), right, rtol=1.6e-2, atol=1e-2)
@@ -461,7 +459,7 @@ def test_v2_leaves_partitions_behind_the_end_alone(on: str) -> None:
 @pytest.mark.parametrize("name", ["paged_attention_v2", "paged_attention_rocm"])
 def test_extras_of_partitions(on: str, name: str, window: int) -> None:
     """Window, soft cap, sinks and log-sum-exp; partitions before the window stay what they are."""
-    op, lengths, size = pyops.ops[name], [1100, 512, 3, 0], 512 if name.endswith("v2") else 256
+    op, lengths, size = pyops.registry[name], [1100, 512, 3, 0], 512 if name.endswith("v2") else 256
     dtypes_of = [torch.bfloat16] if name.endswith("rocm") else [torch.bfloat16, torch.float32]
     for dtype in dtypes_of:
         call = paged_call(lengths, (2, 1), head_size=32, dtype=dtype, on=on)
@@ -498,22 +496,22 @@ def test_partitions_match_the_reference(kind: str, packed: bool) -> None:
     """Each partition's own results, too, and nothing beside them."""
     for longest, options in ((1100, False), (200, True)):
         call = example(V2, num_tokens=2, max_seq_len=longest, kv_cache_dtype=kind, packed=packed, options=options)
-        V2.bound(partial(assert_matches_reference, V2), call)(schedules=SCHEDULES[:1])
+        V2.applied(partial(assert_matches_reference, V2), call)(schedules=SCHEDULES[:1])
 
 
 def test_rocm_rows_of_a_mixed_batch(on: str) -> None:
     """Only sequences of one query token are served, at their row; rows behind the last are left alone."""
-    op = pyops.ops["paged_attention_rocm"]
+    op = pyops.registry["paged_attention_rocm"]
     call = paged_call([20, 30, 300, 5], head_size=64, dtype=torch.float16, on=on)
     plain = call.pop("plain")
     starts = torch.tensor([3, 4, 6, 7, 8], dtype=torch.int32, device=on)
     query = torch.randn(7, 4, 64, dtype=torch.float16, device=on)
     rows = torch.full((8, 4, 64), 7.0, dtype=torch.float16, device=on)
     out = rows[:7]
-    sums, most = torch.empty(4, 4, 2, device=on), torch.empty(4, 4, 2, device=on)
+    sums, max_logit = torch.empty(4, 4, 2, device=on), torch.empty(4, 4, 2, device=on)
     partials = {
         "exp_sums": sums,
-        "max_logits": most,
+        "max_logits": max_logit,
         "tmp_out": torch.empty(4, 4, 2, 64, dtype=torch.float16, device=on),
     }
     call |= partials | {"query": query, "out": out}

@@ -15,12 +15,12 @@ from pyops._core import device as devices
 from pyops._core import offline
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Launch
-from pyops.attention import mla
+from pyops.ops.attention import mla
 from pyops.testing import assert_matches_reference, guarded, same_bits
 from tests.calls import DEVICES
 from tests.test_nvrtc import MISSING
 
-MLA = pyops.ops["sm100_cutlass_mla_decode"]
+MLA = pyops.registry["sm100_cutlass_mla_decode"]
 LATENT, ROPE = 512, 64
 ENTRY = LATENT + ROPE
 FP8, FNUZ, BF16 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.bfloat16
@@ -165,7 +165,7 @@ def test_blocks_of_a_device_with_little_shared_memory(device: str, monkeypatch: 
     """99 KiB hold the smallest block only, and of codes the next one."""
     little = replace(devices.model(), shared_memory=99 * 1024)
     (launch,) = _launches(1, num_heads=128, device=little)
-    assert (launch.grid, launch.block) == ((32, 1, 1), 128)
+    assert (launch.grid, launch.block) == ((32, 1, 1), (128, 1, 1))
     assert launch.shared <= little.shared_memory
     (launch,) = _launches(1, num_heads=128, device=replace(little, shared_memory=48 * 1024))
     assert launch.specialisation.kernel.file == "attention/mla_decode_simt.cu"

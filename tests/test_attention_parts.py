@@ -206,7 +206,7 @@ def _assert_by_definition(
 def test_rows_by_definition(sizes: tuple[int, int], causal: bool, device: str) -> None:
     """Random patterns of every density, ragged batches, with and without counts."""
     size_m, size_n = sizes
-    heads, most_v, most_s = 4, 9, 7
+    heads, max_vertical, max_slash = 4, 9, 7
     rng = random.Random(size_m)
 
     def drawn(high: int, count: int) -> list[list[int]]:
@@ -215,17 +215,20 @@ def test_rows_by_definition(sizes: tuple[int, int], causal: bool, device: str) -
     for _ in range(12):
         kv_lens = [rng.choice((1, size_m, 3 * size_n + 1, 40 * size_m)) for _ in range(3)]
         q_lens = [rng.randint(1, kv) if causal else rng.randint(1, 8 * size_m) for kv in kv_lens]
-        verticals = [drawn(kv, most_v) for kv in kv_lens]
+        verticals = [drawn(kv, max_vertical) for kv in kv_lens]
         slashes = [
-            [head[::-1] for head in drawn(rng.choice((1, kv, kv + q, 2 * (kv + q))), most_s)]
+            [head[::-1] for head in drawn(rng.choice((1, kv, kv + q, 2 * (kv + q))), max_slash)]
             for kv, q in zip(kv_lens, q_lens, strict=True)
         ]
         lists = q_lens, kv_lens, verticals, slashes
         inputs = [torch.tensor(x, dtype=torch.int32, device=device) for x in lists]
         scalars = max(q_lens) + 2 * size_m, size_m, size_n, causal
         results = pyops.convert_vertical_slash_indexes(*inputs, *scalars)
-        _assert_by_definition(results, lists, [[most_v] * heads, [most_s] * heads], sizes, causal)
-        counts = [[rng.randint(low, most) for _ in range(heads)] for low, most in ((0, most_v), (1, most_s))]
+        _assert_by_definition(results, lists, [[max_vertical] * heads, [max_slash] * heads], sizes, causal)
+        counts = [
+            [rng.randint(low, max_logit) for _ in range(heads)]
+            for low, max_logit in ((0, max_vertical), (1, max_slash))
+        ]
         count_tensors = [torch.tensor(x, dtype=torch.int32, device=device) for x in counts]
         results = pyops.convert_vertical_slash_indexes_mergehead(*inputs, *count_tensors, *scalars)
         _assert_by_definition(results, lists, counts, sizes, causal)
@@ -314,7 +317,7 @@ def test_vertical_slash_indexes_refuse() -> None:
 def test_what_is_out_of_range_is_named(
     name: str, tensor: str, at: int, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    op = pyops.ops[name]
+    op = pyops.registry[name]
     args = example(op, num_tokens=6, **axes.fullest(op))
     op.forget()
     with monkeypatch.context() as patch:

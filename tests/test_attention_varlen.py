@@ -13,7 +13,7 @@ from pyops.testing import assert_matches_reference, guarded
 from tests.calls import DEVICES, Host
 from tests.test_attention import paged_call
 
-VARLEN = pyops.ops["paged_attention_varlen"]
+VARLEN = pyops.registry["paged_attention_varlen"]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -36,7 +36,7 @@ def _call(counts: list[int], lengths: list[int], heads: tuple[int, int] = (4, 2)
     return call | {"query": query, "out": torch.full_like(query, 7.0), "cu_seqlens_q": starts}
 
 
-def _truth(
+def reference(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: dict[str, Any], bias: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """([count, num_heads, head_size], [num_heads, count]) of one sequence in float64: result, log of the sum."""
@@ -65,7 +65,7 @@ def _assert_is_attention(call: dict[str, Any], bias: Any = None) -> None:
     tolerance = TOLERANCE[call["query"].dtype]
     for s, (keys, values) in enumerate(plain):
         rows = slice(starts[s], starts[s + 1])
-        right, log_sum = _truth(call["query"][rows], keys, values, call, bias)
+        right, log_sum = reference(call["query"][rows], keys, values, call, bias)
         torch.testing.assert_close(call["out"][rows].double().cpu(), right, rtol=tolerance, atol=tolerance)
         if call.get("lse") is not None:
             torch.testing.assert_close(call["lse"][:, rows].double().cpu(), log_sum, rtol=1e-5, atol=2e-5)
@@ -125,7 +125,7 @@ def test_sinks(on: str) -> None:
         call = _call([20], [40], dtype=dtype, on=on)
         keys, values = call.pop("plain")[0]
         VARLEN.wrapper(**call, sinks=sinks.to(on))
-        right, log_sum = _truth(call["query"], keys, values, call)
+        right, log_sum = reference(call["query"], keys, values, call)
         share = torch.exp(log_sum - torch.logaddexp(log_sum, sinks.double()[:, None])).T[..., None]
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(call["out"].double().cpu(), right * share, rtol=tolerance, atol=tolerance)
@@ -167,7 +167,7 @@ def test_more_queries_than_tokens(on: str, dtype: torch.dtype) -> None:
     call = _call([9], [5], dtype=dtype, on=on) | {"lse": torch.empty(4, 9, device=on)}
     keys, values = call.pop("plain")[0]
     VARLEN.wrapper(**call)
-    right, _ = _truth(call["query"][4:], keys, values, call)
+    right, _ = reference(call["query"][4:], keys, values, call)
     torch.testing.assert_close(call["out"][4:].double().cpu(), right, rtol=2e-2, atol=1e-2)
     assert (call["out"][:4] == 0).all()
     assert (call["lse"][:, :4] == -torch.inf).all()

@@ -20,7 +20,7 @@ from benchmarks import accuracy, compile_time, decode, kernel_time, numerics, ov
 from benchmarks import transformers as accelerated
 from pyops.models import Config, Llama
 
-RMS_NORM = pyops.ops["rms_norm"]
+RMS_NORM = pyops.registry["rms_norm"]
 
 
 def small(op: Any = RMS_NORM, dtype: str = "bfloat16") -> shapes.Case:
@@ -89,7 +89,7 @@ def test_ops_and_axes_are_told_apart() -> None:
 
 def test_all_groups_by_family() -> None:
     groups, _ = selection("--all")
-    assert sorted(op.name for ops in groups.values() for op in ops) == sorted(pyops.ops)
+    assert sorted(op.name for ops in groups.values() for op in ops) == sorted(pyops.registry)
     assert selection("--family", "norm")[0] == {"norm": groups["norm"]}
 
 
@@ -133,10 +133,10 @@ def test_one_failing_case_does_not_stop_the_others() -> None:
 
 def test_sets_exceed_l2_three_times_within_bounds() -> None:
     l2 = 60 << 20
-    assert timing.num_sets(24 << 10, l2, most=64) == 64
-    assert timing.num_sets(32 << 20, l2, most=64) * (32 << 20) > 3 * l2
-    assert timing.num_sets(1 << 30, l2, most=64) == 1
-    assert timing.num_sets(8 << 30, l2, most=64) == 1
+    assert timing.num_sets(24 << 10, l2, max_sets=64) == 64
+    assert timing.num_sets(32 << 20, l2, max_sets=64) * (32 << 20) > 3 * l2
+    assert timing.num_sets(1 << 30, l2, max_sets=64) == 1
+    assert timing.num_sets(8 << 30, l2, max_sets=64) == 1
 
 
 @pytest.mark.parametrize("sets", [1, 6, 7, 64])
@@ -216,9 +216,9 @@ def test_a_rival_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", sorted(set(rivals._TORCH) & set(pyops.ops)))
+@pytest.mark.parametrize("name", sorted(set(rivals._TORCH) & set(pyops.registry)))
 def test_torch_computes_the_same(name: str, dtype: str) -> None:
-    op = pyops.ops[name]
+    op = pyops.registry[name]
     accuracy.Check(small(op, dtype), "cpu")(rivals.builders(op, ["torch"])[0]["torch"])
 
 
@@ -268,9 +268,9 @@ def test_float64_evaluation_rounds_nothing() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("name", sorted(pyops.ops))
+@pytest.mark.parametrize("name", sorted(pyops.registry))
 def test_every_op_has_an_error_or_a_reason(name: str) -> None:
-    cases = shapes.cases(pyops.ops[name], {"dtype": ["bfloat16"]}, {"num_tokens": [3]})
+    cases = shapes.cases(pyops.registry[name], {"dtype": ["bfloat16"]}, {"num_tokens": [3]})
     row, skips = numerics.measure(cases[0], [], "cpu")
     if row["errors"]:
         assert 0 <= row["errors"]["pyops"] < 0.1
@@ -465,6 +465,17 @@ def test_everything_but_the_gpu(pretended_gpu: Path, capsys: pytest.CaptureFixtu
     assert "Targets: 1 of 2 hold" in text  # 5000 rows of 64 in 2 us are far from 4000 GB/s
     assert (pretended_gpu / "rms_norm.md").read_text().startswith("# Imagined GPU 2")
     assert (pretended_gpu / "rms_norm.png").exists()
+
+
+def test_no_case_begins_when_the_time_is_up(pretended_gpu: Path) -> None:
+    words = "rms_norm silu_and_mul num_tokens=1 hidden_size=64 --against torch --gpu --numerics --minutes 0 --save"
+    assert main.main([*words.split(), "--results", str(pretended_gpu.parent / "elsewhere")]) == 0
+    (path,) = (pretended_gpu.parent / "elsewhere").rglob("*.json")
+    result = json.loads(path.read_text())
+    for name in ("gpu", "numerics"):
+        assert result[name]["rows"] == []
+        assert [one["reason"] for one in result[name]["skipped"]] == ["no time left"] * 2
+    assert "skipped pyops: no time left (rms_norm, silu_and_mul)" in path.with_suffix(".md").read_text()
 
 
 def test_a_wrong_kernel_has_no_time(pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import device
 from pyops._core.example import ArgMaker
-from pyops._core.host import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, Layout, assert_matches_reference, same_bits, strategies
 from pyops.testing.calls import clones, expected, named, replaced, run
 from tests import axes
@@ -29,7 +29,7 @@ FNUZ = torch.float8_e4m3fnuz
 CODES = pytest.mark.parametrize(("kind", "code"), [*KINDS.items(), ("fp8", FNUZ), ("fp8_e4m3", FNUZ)])
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 HOSTILE = (-1, -2, -(2**31), -(2**63), INT32_MAX, INT64_MAX, INT64_MAX - 15, 2**62)
-FAMILY = [name for name, op in pyops.ops.items() if op.reference.__module__.startswith("pyops.cache.")]
+FAMILY = [name for name, op in pyops.registry.items() if op.reference.__module__.startswith("pyops.cache.")]
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32, where: str = "cpu", seed: int = 0) -> torch.Tensor:
@@ -157,7 +157,7 @@ def test_a_cache_of_fnuz(where: str) -> None:
 )
 def test_bytes_are_codes_of_the_device(name: str, more: dict[str, Any], arch: str, own: str) -> None:
     """Of its own e4m3, whoever reads or writes them."""
-    op = pyops.ops[name]
+    op = pyops.registry[name]
     assert op.example is not None
     launches = op.launches(*op.example(ArgMaker(device.model(arch)), **more))
     types = {str(value) for launch in launches for value in launch.specialisation.constants.values()}
@@ -199,8 +199,8 @@ def test_ds_mla_entry(dtype: torch.dtype, where: str) -> None:
     entries = cache.flatten(0, 1)[slots[:5]]
     scales = entries[:, 512:528].contiguous().view(torch.float32)
     tiles = kv_c[:5].double().unflatten(1, (4, 128))
-    most = tiles.abs().masked_fill(tiles.isnan(), 0.0).amax(-1)
-    assert torch.equal(scales, (most / 448).float().clamp(min=2.0**-126))
+    absmax_ = tiles.abs().masked_fill(tiles.isnan(), 0.0).amax(-1)
+    assert torch.equal(scales, (absmax_ / 448).float().clamp(min=2.0**-126))
     for t in range(5):
         for tile in range(4):
             scale = float(scales[t, tile])
@@ -246,8 +246,8 @@ def test_indexer_block(head_size: int, group: int, dtype: torch.dtype, where: st
         cache = bytes_of(3, 4, head_size + 4 * groups, where=where)
         pyops.indexer_k_quant_and_cache(k, cache, slots, group, kind)
         rows = k.double().unflatten(1, (groups, group))
-        most = rows.abs().masked_fill(rows.isnan(), 0.0).amax(-1).clamp(min=float(numpy.float32(1e-4)))
-        scales = (most / 448).float()
+        absmax_ = rows.abs().masked_fill(rows.isnan(), 0.0).amax(-1).clamp(min=float(numpy.float32(1e-4)))
+        scales = (absmax_ / 448).float()
         if kind == "ue8m0":
             scales = torch.exp2(torch.ceil(torch.log2(scales.double()))).float()
         for t, slot in enumerate(slots.tolist()):
@@ -315,9 +315,9 @@ def test_packed(
 
     Few tokens are written as they come, many by groups of slots, in whatever order they come.
     """
-    monkeypatch.setattr("pyops.cache.write._GROUPED_TOKENS", -1 if grouped else 1000)
+    monkeypatch.setattr("pyops.ops.cache.write._GROUPED_TOKENS", -1 if grouped else 1000)
     monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), multiprocessors=1))
-    pyops.ops["reshape_and_cache"].forget()
+    pyops.registry["reshape_and_cache"].forget()
     num_heads, head_size = 3, 112 if grouped else 48
     x = 16 // dtype.itemsize if kind == "auto" else 16
     for n in (3, 70):
@@ -343,14 +343,14 @@ def test_packed(
             else:
                 got = cache.permute(0, 3, 1, 2).reshape(every, num_heads, head_size)
             assert same_bits(got, right)
-    pyops.ops["reshape_and_cache"].forget()
+    pyops.registry["reshape_and_cache"].forget()
 
 
 @pytest.mark.parametrize("where", DEVICES[1:])
 def test_packed_groups_keep_one_of_the_tokens_of_a_slot(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which one is not specified; its key and its value are."""
-    op = pyops.ops["reshape_and_cache"]
-    monkeypatch.setattr("pyops.cache.write._GROUPED_TOKENS", -1)
+    op = pyops.registry["reshape_and_cache"]
+    monkeypatch.setattr("pyops.ops.cache.write._GROUPED_TOKENS", -1)
     op.forget()
     n = 300
     key = torch.arange(n, dtype=torch.float32)[:, None, None].expand(n, 1, 16).contiguous().to(where)
@@ -405,7 +405,7 @@ def test_index_tensors(dtype: torch.dtype, where: str) -> None:
 @pytest.mark.parametrize("name", FAMILY)
 def test_indices_apart(name: str, where: str) -> None:
     """Whatever lies between the elements of an index tensor, the results are the same."""
-    op = pyops.ops[name]
+    op = pyops.registry[name]
     args = example(op, where, num_tokens=9, **axes.fullest(op))
     indices = {n: x for n, x in named(op, args).items() if x.dtype in (torch.int32, torch.int64)}
     apart = {n: torch.stack((x, torch.full_like(x, -7)), -1)[..., 0] for n, x in indices.items()}
@@ -457,13 +457,13 @@ def test_gather_from_paged_caches(where: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize(
-    "name", [name for name in FAMILY if "slot_mapping" in {p.name for p in pyops.ops[name].tensors}]
+    "name", [name for name in FAMILY if "slot_mapping" in {p.name for p in pyops.registry[name].tensors}]
 )
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_hostile_slots(name: str, dtype: torch.dtype, where: str) -> None:
     """No slot leads outside: those that do not exist are not written, whatever they are, and all else is."""
-    op = pyops.ops[name]
-    for case in axes.sample(op, most=2):
+    op = pyops.registry[name]
+    for case in axes.sample(op, absmax_=2):
         args = example(op, where, num_tokens=20, **case)
         slots = named(op, args)["slot_mapping"]
         top = torch.iinfo(dtype).max
@@ -487,7 +487,7 @@ def test_hostile_slots(name: str, dtype: torch.dtype, where: str) -> None:
 def _gathers(where: str) -> list[Any]:
     cases = []
     for name in FAMILY:
-        op = pyops.ops[name]
+        op = pyops.registry[name]
         if "block_table" in {p.name for p in op.tensors}:
             # No multiple of what a block of threads has.
             cases.append((op, example(op, where, num_tokens=21, **axes.fullest(op))))
@@ -520,7 +520,7 @@ def test_hostile_tables(wide: bool, where: str) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_hostile_positions_and_pairs(where: str) -> None:
-    op = pyops.ops["concat_and_cache_mla_rope_fused"]
+    op = pyops.registry["concat_and_cache_mla_rope_fused"]
     args = example(op, where, num_tokens=12, is_neox=True)
     args[0][: len(HOSTILE)] = ints(HOSTILE, where=where)
     args[0][9] = 4096
@@ -528,7 +528,7 @@ def test_hostile_positions_and_pairs(where: str) -> None:
     for name, value in right.items():
         assert same_bits(value, results[name]), name
     assert same_bits(results["q_pe"][:8], args[1][:8])
-    op = pyops.ops["copy_cache_blocks"]
+    op = pyops.registry["copy_cache_blocks"]
     args = example(op, where, num_tokens=20)
     args[2][1:9, 0], args[2][10:18, 1] = ints(HOSTILE, where=where), ints(HOSTILE, where=where)
     args[2][18, 0] = args[2][19, 1] = len(args[0])
@@ -542,16 +542,16 @@ def _checking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setenv("PYOPS_CHECK", "1")
         for name in FAMILY:
-            pyops.ops[name].forget()
+            pyops.registry[name].forget()
         yield
     for name in FAMILY:
-        pyops.ops[name].forget()
+        pyops.registry[name].forget()
 
 
 @pytest.mark.usefixtures("_checking")
 def test_hostile_lengths_are_not_read_beyond() -> None:
     """PYOPS_CHECK names what is out of range, and not the slots that are negative nor entries that no sequence uses."""
-    op = pyops.ops["reshape_and_cache_flash"]
+    op = pyops.registry["reshape_and_cache_flash"]
     args = example(op, num_tokens=5)
     args[4][1] = -1
     op(*args)
@@ -716,7 +716,7 @@ def test_swap_blocks_on_the_host(dtype: torch.dtype, as_what: str) -> None:
 
 
 def test_swap_blocks_merges_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyops.cache import blocks
+    from pyops.ops.cache import blocks
 
     made: list[tuple[int, int, int]] = []
     monkeypatch.setattr(blocks, "_copier", lambda src, dst: lambda *copy: made.append(copy))
@@ -804,17 +804,17 @@ def test_convert_fp8_layouts(where: str) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_convert_fp8_of_more_rows_than_a_grid_has(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyops.cache.blocks._MOST_ROWS", 2)
-    pyops.ops["convert_fp8"].forget()
+    monkeypatch.setattr("pyops.ops.cache.blocks._MAX_ROWS", 2)
+    pyops.registry["convert_fp8"].forget()
     x, codes = make(7, 12, where=where)[:, :9], torch.zeros(7, 9, dtype=torch.uint8, device=where)
     pyops.convert_fp8(codes, x)
     assert torch.equal(codes, quantised(x, 1.0, torch.float8_e4m3fn))
-    pyops.ops["convert_fp8"].forget()
+    pyops.registry["convert_fp8"].forget()
 
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_convert_fp8_refuses(where: str) -> None:
-    op = pyops.ops["convert_fp8"]
+    op = pyops.registry["convert_fp8"]
     x, codes = make(4, 6, where=where), torch.zeros(4, 6, dtype=torch.uint8, device=where)
     for kind in ("auto", "fp8_e5m2", "int8"):
         assert refusal(op, [codes, x, 1.0, kind]).argument == "kv_dtype"
@@ -865,7 +865,7 @@ def test_rope_fused(rope_size: int, latent_size: int, is_neox: bool, dtype: torc
 @pytest.mark.parametrize("where", DEVICES)
 def test_unknown_kinds_are_refused(where: str) -> None:
     for name in FAMILY:
-        op = pyops.ops[name]
+        op = pyops.registry[name]
         names = [p.name for p in op.parameters]
         if "kv_cache_dtype" in names and name != "indexer_k_quant_and_cache":
             args = example(op, where, num_tokens=3)
@@ -880,8 +880,8 @@ def test_unknown_kinds_are_refused(where: str) -> None:
 @pytest.mark.parametrize("name", FAMILY)
 def test_many_tokens(name: str, where: str, small: device.Device) -> None:
     """As many as fill a device, which here is a small one: blocks take several tokens, the last one fewer."""
-    op = pyops.ops[name]
-    for case in axes.sample(op, most=3):
+    op = pyops.registry[name]
+    for case in axes.sample(op, absmax_=3):
         args = example(op, where, num_tokens=151, **case)
         few = op.launches(
             *op.example(ArgMaker(dataclasses.replace(small, multiprocessors=999)), num_tokens=151, **case)
@@ -894,7 +894,7 @@ def test_many_tokens(name: str, where: str, small: device.Device) -> None:
 
 @on_host
 @pytest.mark.parametrize(
-    "name", [name for name in FAMILY if "block_table" in {p.name for p in pyops.ops[name].tensors}]
+    "name", [name for name in FAMILY if "block_table" in {p.name for p in pyops.registry[name].tensors}]
 )
 @pytest.mark.parametrize("more", [20, -20])
 def test_rows_behind_the_last(name: str, more: int, small: device.Device) -> None:
@@ -902,7 +902,7 @@ def test_rows_behind_the_last(name: str, more: int, small: device.Device) -> Non
 
     Nor are rows of no sequence.
     """
-    op = pyops.ops[name]
+    op = pyops.registry[name]
     args = example(op, num_tokens=151)
     lengths = next(key for key in ("cu_seq_lens", "seq_lens") if key in named(op, args))
     others = named(op, args)[lengths].clone()
@@ -918,7 +918,7 @@ def test_rows_behind_the_last(name: str, more: int, small: device.Device) -> Non
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_first_of_many_sequences(rows: int, small: device.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences in any order that overlap, leave gaps, are empty or hostile, the first one has a row."""
-    monkeypatch.setattr("pyops.cache.gather._UPCONVERT_ROWS", rows)
+    monkeypatch.setattr("pyops.ops.cache.gather._UPCONVERT_ROWS", rows)
     generator = torch.Generator().manual_seed(rows)
     num_seqs, num_rows = 75, 203
     starts = torch.randint(0, num_rows + 9, (num_seqs,), generator=generator)

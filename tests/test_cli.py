@@ -11,32 +11,33 @@ import pytest
 import torch
 
 import pyops
+from pyops import axes, compile_ahead
 from pyops.__main__ import main
 from pyops._core import compiler, device
 from pyops._core.compiler import Compiled
-from pyops.cli import axes, demo, doctor, show, table, warmup
+from pyops.cli import demo, doctor, show, table
 from pyops.integrations import vllm
 from pyops.models import llama
 
-RMS_NORM = pyops.ops["rms_norm"]
+RMS_NORM = pyops.registry["rms_norm"]
 
 
 def test_list_names_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(pyops.ops)
+    assert [line.split()[0] for line in lines] == list(pyops.registry)
     (line,) = (line for line in lines if line.startswith("rms_norm "))
     assert " float32, float16, bfloat16 " in line
     assert line.endswith(table.summary(RMS_NORM))
 
 
-@pytest.mark.parametrize("name", pyops.ops)
+@pytest.mark.parametrize("name", pyops.registry)
 def test_show_and_source_of_every_op(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", name]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{name}(")
     assert f"torch.ops.pyops.{name}(" in shown
-    for one in axes.launches(pyops.ops[name], {}, device.model()):
+    for one in axes.launches(pyops.registry[name], {}, device.model()):
         assert str(one.specialisation) in shown
         assert main(["source", name]) == 0
         assert one.specialisation.text in capsys.readouterr().out
@@ -49,9 +50,9 @@ def test_source_takes_the_axes_of_the_example(capsys: pytest.CaptureFixture[str]
     assert "constexpr int HIDDEN_SIZE = 1000;" in rest
 
 
-@pytest.mark.parametrize("op", pyops.ops)
+@pytest.mark.parametrize("op", pyops.registry)
 def test_the_command_in_a_compile_error_prints_the_source(op: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for one in axes.launches(pyops.ops[op], {}, device.model()):
+    for one in axes.launches(pyops.registry[op], {}, device.model()):
         specialisation = one.specialisation
         error = pyops.CompileError(specialisation.kernel.file, str(specialisation), "log")
         _, _, command = str(error).rpartition("python -m pyops ")
@@ -97,7 +98,7 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
 
 def test_no_axis_ends_in_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     """Of any op, whatever it is given."""
-    for name, op in pyops.ops.items():
+    for name, op in pyops.registry.items():
         for axis in axes.of(op):
             for value in ("0", "'x'"):
                 assert main(["show", name, f"{axis}={value}"]) in (0, 2)
@@ -124,23 +125,23 @@ def test_constants_are_parsed() -> None:
 
 
 def test_specialisations_are_every_element_type_once() -> None:
-    found = warmup.specialisations(["rms_norm"], {}, device.model())
+    found = compile_ahead.specialisations(["rms_norm"], {}, device.model())
     assert len(found) == 3
     assert {str(one.constants["scalar_t"]) for _, one in found} == {"float32", "float16", "bfloat16"}
     given: dict[str, Any] = {"hidden_size": [64, 4096], "dtype": "float16", "num_tokens": (16, 16)}
-    found = warmup.specialisations(["rms_norm"], given, device.model())
+    found = compile_ahead.specialisations(["rms_norm"], given, device.model())
     assert [one.constants["HIDDEN_SIZE"] for _, one in found] == [64, 4096]
 
 
 def test_specialisations_of_all_ops() -> None:
-    found = warmup.specialisations([], {"hidden_size": 1024}, device.model())
-    assert {op.name for op, _ in found} == set(pyops.ops)
+    found = compile_ahead.specialisations([], {"hidden_size": 1024}, device.model())
+    assert {op.name for op, _ in found} == set(pyops.registry)
     with pytest.raises(pyops.OpError, match="hiden_size: is no axis"):
-        warmup.specialisations([], {"hiden_size": 1024}, device.model())
+        compile_ahead.specialisations([], {"hiden_size": 1024}, device.model())
     with pytest.raises(pyops.OpError, match="rms_norm: hiden_size: is no axis"):
         pyops.warmup("rms_norm", hiden_size=1024)
     with pytest.raises(pyops.OpError, match="rms_norm: group_size: is no axis"):
-        warmup.specialisations(["rms_norm"], {"group_size": 64}, device.model())
+        compile_ahead.specialisations(["rms_norm"], {"group_size": 64}, device.model())
 
 
 def test_load_is_parallel_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,14 +152,14 @@ def test_load_is_parallel_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         return Compiled(kernel, constants, index, "sm_90", 1.0, "compiled", 1, 0, 0, 0, None)
 
     monkeypatch.setattr(compiler, "load", compile_slowly)
-    monkeypatch.setattr(warmup.os, "cpu_count", lambda: 2)
-    wanted = warmup.specialisations(
+    monkeypatch.setattr(compile_ahead.os, "cpu_count", lambda: 2)
+    wanted = compile_ahead.specialisations(
         ["rms_norm"], {"hidden_size": [96, 160], "dtype": ["float16", "float32"]}, device.model()
     )
     counts: list[int] = []
     no_device = 1000
     try:
-        held = warmup.load(wanted, no_device, counts.append)
+        held = compile_ahead.load(wanted, no_device, counts.append)
         assert [one.constants for one in held] == [str(one) for _, one in wanted]
         assert counts == [1, 2, 3, 4]
         assert held[0] in pyops.rms_norm.compiled()
@@ -173,9 +174,9 @@ def test_load_raises_what_a_compiler_says(monkeypatch: pytest.MonkeyPatch) -> No
         raise pyops.CompileError(kernel, constants, "no")
 
     monkeypatch.setattr(compiler, "load", refuse)
-    wanted = warmup.specialisations(["rms_norm"], {"hidden_size": 96}, device.model())
+    wanted = compile_ahead.specialisations(["rms_norm"], {"hidden_size": 96}, device.model())
     with pytest.raises(pyops.CompileError, match=r"norm/rms_norm\.cu did not compile"):
-        warmup.load(wanted, 1000)
+        compile_ahead.load(wanted, 1000)
 
 
 @pytest.mark.gpu
@@ -277,4 +278,4 @@ def test_coverage_names_every_op_of_vllm_and_counts(capsys: pytest.CaptureFixtur
 
 
 def test_an_axis_may_not_shadow_the_architecture() -> None:
-    assert not any("arch" in axes.of(op) for op in pyops.ops.values())
+    assert not any("arch" in axes.of(op) for op in pyops.registry.values())

@@ -11,8 +11,17 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from pyops import custom_op
-from pyops.custom_op import (
+from pyops.nn import (
+    GeluAndMul,
+    MMEncoderAttention,
+    ReLUSquaredActivation,
+    ReplicatedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    SiluAndMul,
+    custom_op,
+)
+from pyops.nn.custom_op import (
     CompilationConfig,
     CompilationMode,
     CustomOp,
@@ -22,15 +31,6 @@ from pyops.custom_op import (
     op_registry,
     op_registry_oot,
     set_custom_ops,
-)
-from pyops.layers import (
-    GeluAndMul,
-    MMEncoderAttention,
-    ReLUSquaredActivation,
-    ReplicatedLinear,
-    RMSNorm,
-    RotaryEmbedding,
-    SiluAndMul,
 )
 
 

@@ -16,7 +16,7 @@ import kernels_cu
 from pyops import __main__ as command_line
 from pyops import testing
 from pyops._core import config
-from pyops._core.host import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops.cli import table
 from pyops.testing import strategies
 
@@ -119,7 +119,7 @@ from pyops._core.example import ArgMaker, TorchMaker
 read = kernels_cu.read
 kernels_cu.read = lambda name: Path(sys.argv[1]).read_text() if name == "activation/scale.cu" else read(name)
 exec(Path(sys.argv[2]).read_text(), {"__name__": "pyops.scale", "__package__": "pyops"})
-scale = pyops.ops["scale"]
+scale = pyops.registry["scale"]
 for dtype in ("float32", "float16", "bfloat16"):
     out, x, factor = scale.example(TorchMaker(), dtype=dtype)
     scale.call(out, x, factor)

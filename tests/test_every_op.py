@@ -21,21 +21,21 @@ import pyops
 from pyops._core import device
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Scratch
-from pyops._core.launch import layout
+from pyops._core.layout import layout
 from pyops._core.op import Op
 from pyops.testing import CONTENTS, filled, same_bits, strategies
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
 from tests import axes
 from tests.calls import DEVICES, as_numpy, example, run_accepted, run_in_place
 
-OPS = [pytest.param(op, id=name) for name, op in pyops.ops.items()]
+OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
 # The combinations that are run one by one; hypothesis draws from all of them.
 CASES = [
     pytest.param(op, case, id=f"{name}-{axes.name(case)}")
-    for name, op in pyops.ops.items()
-    for case in axes.sample(op, most=24)
+    for name, op in pyops.registry.items()
+    for case in axes.sample(op, max_cases=24)
 ]
-OF_ANY_SIZE = [pytest.param(op, id=name) for name, op in pyops.ops.items() if axes.takes_any_size(op)]
+OF_ANY_SIZE = [pytest.param(op, id=name) for name, op in pyops.registry.items() if axes.takes_any_size(op)]
 # Sums of extreme values overflow in one order and not in another.
 KINDS = [kind for kind in CONTENTS if kind != "extreme"]
 # Sizes between and beside the round ones.
@@ -83,7 +83,9 @@ def test_kernels_take_what_they_are_given(op: Op) -> None:
         launches = op.launches(*args)
         for one in launches:
             kernel = one.specialisation.kernel
-            layout(kernel, tensors, op.passed, scalars, tuple(one.fixed))  # TypeError for what does not fit
+            layout(
+                kernel, tensors, op.declaration.runtime, scalars, tuple(one.fixed)
+            )  # TypeError for what does not fit
             for fmt, name in kernel.signature.parameters:
                 value = one.fixed.get(name, 0)
                 Struct(fmt).pack(0 if isinstance(value, Scratch) else value)
@@ -149,7 +151,7 @@ def test_empty_input_writes_nothing(op: Op, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op", [param for param in OPS if pyops.ops[param.id].in_place])
+@pytest.mark.parametrize("op", [param for param in OPS if pyops.registry[param.id].declaration.in_place])
 def test_in_place(op: Op, device: str) -> None:
     """An output that may be an input gives the same result as one beside it."""
     args = example(op, device, num_tokens=7)
@@ -185,7 +187,7 @@ def test_higher_ranks(op: Op, device: str, transposed: bool) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_numpy_gives_the_bits_of_torch(op: Op) -> None:
-    for case in axes.sample(op, most=6):
+    for case in axes.sample(op, max_cases=6):
         args = example(op, num_tokens=5, **case)
         assert_same(op, run(op, args), run(op, args, call=lambda *values: op(*map(as_numpy, values))))
 

@@ -19,7 +19,7 @@ from tests.calls import as_cupy, example
 
 pytestmark = pytest.mark.gpu
 
-OPS = [pytest.param(op, id=name) for name, op in pyops.ops.items()]
+OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
 
 
 def _args(op: Op, **more: Any) -> list[Any]:
@@ -32,7 +32,7 @@ def _cupy_call(op: Op) -> Any:
 
 @pytest.mark.parametrize("op", OPS)
 def test_cupy_gives_the_bits_of_torch(op: Op) -> None:
-    for case in axes.sample(op, most=6):
+    for case in axes.sample(op, max_cases=6):
         args = example(op, "cuda", num_tokens=7, **case)
         assert_same(op, run(op, args), run(op, args, call=_cupy_call(op)))
     args = _args(op)

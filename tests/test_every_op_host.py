@@ -15,7 +15,7 @@ import torch
 
 import pyops
 from pyops._core import config
-from pyops._core.host import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops._core.op import Op
 from pyops.testing import SCHEDULES, assert_matches_reference, guarded, scheduled
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
@@ -24,7 +24,7 @@ from tests.calls import as_numpy, example, run_in_place
 
 pytestmark = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
-OPS = [pytest.param(op, id=name) for name, op in pyops.ops.items()]
+OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +37,17 @@ def _args(op: Op, **more: Any) -> list[Any]:
     return example(op, **{"num_tokens": 5, **axes.fullest(op), **more})
 
 
-def _cases(op: Op, most: int, *sizes: int) -> list[axes.Axes]:
+def _cases(op: Op, max_cases: int, *sizes: int) -> list[axes.Axes]:
     """A sample of the combinations that are run, and everything switched on for rows of these sizes."""
     more = [axes.fullest(op) | {"hidden_size": size} for size in sizes if axes.takes_any_size(op)]
-    return axes.sample(op, most) + more
+    return axes.sample(op, max_cases) + more
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_matches_its_reference(op: Op) -> None:
     """Under every schedule, in warps of NVIDIA's size and of CDNA's, and where memory ends or begins."""
-    for case in axes.sample(op, most=4):
-        op.bound(partial(assert_matches_reference, op), example(op, num_tokens=5, **case))(warp_sizes=(32, 64))
+    for case in axes.sample(op, max_cases=4):
+        op.applied(partial(assert_matches_reference, op), example(op, num_tokens=5, **case))(warp_sizes=(32, 64))
 
 
 @pytest.mark.parametrize("op", OPS)

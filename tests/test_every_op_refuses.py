@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pyops
-from pyops._core.binding import Parameter
+from pyops._core.declaration import Parameter
 from pyops._core.op import Op
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, written
 from tests import axes
@@ -32,9 +32,9 @@ def _value(op: Op, args: list[Any], p: Parameter) -> Any:
 
 
 # Every tensor that the ops' examples give, and every scalar.
-CASES = [(op, p, named(op, _args(op))) for op in pyops.ops.values() for p in op.tensors]
+CASES = [(op, p, named(op, _args(op))) for op in pyops.registry.values() for p in op.tensors]
 CASES = [(op, p, tensors) for op, p, tensors in CASES if p.name in tensors]
-SCALARS = [(op, p, {}) for op in pyops.ops.values() for p in op.parameters if p.kind != "Tensor"]
+SCALARS = [(op, p, {}) for op in pyops.registry.values() for p in op.parameters if p.kind != "Tensor"]
 
 
 def _each(cases: list[Any]) -> pytest.MarkDecorator:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pyops._core.host import toolchains
+from pyops._core.host.toolchain import toolchains
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,7 +37,7 @@ def test_import_without_torch_and_cupy() -> None:
     run("""
 import pyops
 assert not BLOCKED & set(sys.modules)
-assert pyops.ops["rms_norm"].call is pyops.rms_norm
+assert pyops.registry["rms_norm"].call is pyops.rms_norm
 """)
 
 
@@ -74,11 +74,11 @@ except pyops.MissingDependencyError as error:
 def test_layers_without_torch_name_the_pip_line() -> None:
     run("""
 import pyops
-for name in ("custom_op", "layers"):
+for name in ("nn.custom_op", "nn"):
     try:
         __import__(f"pyops.{name}")
     except pyops.MissingDependencyError as error:
-        assert "pyops.custom_op needs torch" in str(error) and "[torch]" in str(error), error
+        assert "pyops.nn.custom_op needs torch" in str(error) and "[torch]" in str(error), error
     else:
         raise AssertionError("no error")
 """)
@@ -204,8 +204,8 @@ except ModuleNotFoundError as error:
 def test_doctor_without_anything_reports_and_fails() -> None:
     run("""
 from pyops.__main__ import main
-from pyops._core import host
-host.toolchains = dict
+from pyops._core.host import toolchain
+toolchain.toolchains = dict
 assert main(["doctor"]) == 1
 assert main(["doctor", "--json"]) == 1
 assert main(["demo"]) == 2

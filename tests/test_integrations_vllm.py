@@ -30,9 +30,9 @@ TABLE = table()
 SERVED = [pytest.param(entry, id=name) for name, entry in TABLE.items() if entry.kernel is not None]
 # Those that an op serves as it is, and that op.
 OPS = [
-    pytest.param(entry, pyops.ops[entry.ours], id=name)
+    pytest.param(entry, pyops.registry[entry.ours], id=name)
     for name, entry in TABLE.items()
-    if entry.state == "served" and entry.ours in pyops.ops
+    if entry.state == "served" and entry.ours in pyops.registry
 ]
 
 
@@ -109,8 +109,8 @@ def test_what_passes_of_vllm_count_on(name: str, mutable: list[str]) -> None:
 def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared() -> None:
     from torch import Tensor
 
-    assert TABLE["moe_sum"].state == "missing" or "moe_sum" in pyops.ops
-    if "moe_sum" in pyops.ops:
+    assert TABLE["moe_sum"].state == "missing" or "moe_sum" in pyops.registry
+    if "moe_sum" in pyops.registry:
         pytest.skip("it is one of the library's by now")
 
     def moe_sum(input: Tensor, output: Tensor) -> None:
@@ -171,7 +171,7 @@ def test_meta_tensors(entry: Entry, op: Op) -> None:
 
 def _example(name: str, **given: Any) -> list[Any]:
     """What may be given by position."""
-    return example(pyops.ops[name], num_tokens=5, **given)[: pyops.ops[name].positional]
+    return example(pyops.registry[name], num_tokens=5, **given)[: pyops.registry[name].declaration.positional]
 
 
 def _result(op: Any, args: Sequence[Any], *positions: int) -> list[torch.Tensor]:
@@ -652,7 +652,7 @@ def test_repetition_penalties_of_logits_with_gaps() -> None:
 
 @pytest.mark.parametrize("name", ["paged_attention_v2", "paged_attention_rocm"])
 def test_a_parameter_of_another_name(name: str) -> None:
-    op = pyops.ops[name]
+    op = pyops.registry[name]
     args = _example(name)
     right = clones(args)
     op.wrapper(*right)

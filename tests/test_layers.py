@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import pyops
-from pyops import layers
-from pyops.custom_op import CustomOp, PluggableLayer, op_registry, op_registry_oot
+from pyops import nn as layers
+from pyops.nn.custom_op import CustomOp, PluggableLayer, op_registry, op_registry_oot
 
 PAGE = Path(__file__).parents[1] / "docs" / "layers.md"
 
@@ -33,7 +33,7 @@ PLUGGABLE = {"replicated_linear", "column_parallel_linear", "row_parallel_linear
 
 
 def _own() -> dict[str, type]:
-    return {name: cls for name, cls in op_registry.items() if cls.__module__.startswith("pyops.layers.")}
+    return {name: cls for name, cls in op_registry.items() if cls.__module__.startswith("pyops.nn.")}
 
 
 def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
@@ -50,7 +50,7 @@ def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
         assert cls.__doc__
     for cls_name in layers.MISSING.values():
         assert not hasattr(layers, cls_name)
-        with pytest.raises(AttributeError, match=f"pyops.layers has no {cls_name}"):
+        with pytest.raises(AttributeError, match=f"pyops.nn has no {cls_name}"):
             getattr(layers, cls_name)
     with pytest.raises(AttributeError, match=r"module 'pyops\.layers' has no attribute 'nothing'"):
         layers.nothing  # noqa: B018
@@ -59,9 +59,9 @@ def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fused_moe", r"pyops.layers has no FusedMoE \(fused_moe\)"),
-        ("MambaMixer2", r"pyops.layers has no MambaMixer2 \(mamba_mixer2\)"),
-        ("nothing", "pyops.layers has no layer nothing"),
+        ("fused_moe", r"pyops.nn has no FusedMoE \(fused_moe\)"),
+        ("MambaMixer2", r"pyops.nn has no MambaMixer2 \(mamba_mixer2\)"),
+        ("nothing", "pyops.nn has no layer nothing"),
     ],
 )
 def test_asking_for_what_is_not_there(name: str, message: str) -> None:
@@ -71,7 +71,7 @@ def test_asking_for_what_is_not_there(name: str, message: str) -> None:
 
 def test_what_is_exported_is_what_modules_export() -> None:
     for module in ("activation", "linear", "merged", "rotary"):
-        names = importlib.import_module(f"pyops.layers.{module}").__all__
+        names = importlib.import_module(f"pyops.nn.{module}").__all__
         assert set(names) <= set(layers.__all__)
     assert len(layers.__all__) == len(set(layers.__all__))
 

@@ -11,8 +11,9 @@ import transformers
 from torch.nn import functional
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 
-from pyops import OpError, layers, testing
-from pyops._core.host import toolchains
+from pyops import OpError, testing
+from pyops import nn as layers
+from pyops._core.host.toolchain import toolchains
 from tests.layers import DTYPES, of_all_methods
 
 Tensor = torch.Tensor

@@ -12,8 +12,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from pyops import layers
-from pyops.custom_op import set_custom_ops
+from pyops import nn as layers
+from pyops.nn.custom_op import set_custom_ops
 from pyops.testing import same_bits
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 64, 4, 2, 16, 96

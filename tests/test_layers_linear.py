@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn import functional
 
-from pyops import layers
-from pyops.custom_op import set_custom_ops
-from pyops.layers import parallel
+from pyops import nn as layers
+from pyops.nn import parallel
+from pyops.nn.custom_op import set_custom_ops
 
 Tensor = torch.Tensor
 

@@ -11,8 +11,9 @@ import transformers
 from torch.nn import functional
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
-from pyops import layers, testing
-from pyops._core.host import toolchains
+from pyops import nn as layers
+from pyops import testing
+from pyops._core.host.toolchain import toolchains
 from tests.layers import DTYPES, of_all_methods
 
 Tensor = torch.Tensor

@@ -13,9 +13,11 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
-from pyops import layers, rope, testing
-from pyops._core.host import toolchains
-from pyops.custom_op import set_custom_ops
+from pyops import nn as layers
+from pyops import testing
+from pyops._core.host.toolchain import toolchains
+from pyops.nn.custom_op import set_custom_ops
+from pyops.ops.rotary import tables as rope_tables
 from tests.layers import DTYPES, of_all_methods
 
 Tensor = torch.Tensor
@@ -342,7 +344,7 @@ def test_what_is_refused(make: Callable[[], Any], message: str) -> None:
 def test_frequencies_of_large_bases() -> None:
     """No worse than float32 can be."""
     exact = 1e7 ** -(torch.arange(0, 128, 2).double() / 128)
-    torch.testing.assert_close(rope.frequencies(128, 1e7).double(), exact, rtol=2**-20, atol=0.0)
+    torch.testing.assert_close(rope_tables.frequencies(128, 1e7).double(), exact, rtol=2**-20, atol=0.0)
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")

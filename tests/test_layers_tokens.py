@@ -11,8 +11,9 @@ import torch
 import transformers
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
-from pyops import layers, testing
-from pyops._core.host import toolchains
+from pyops import nn as layers
+from pyops import testing
+from pyops._core.host.toolchain import toolchains
 from tests.layers import DTYPES, of_all_methods
 
 Tensor = torch.Tensor

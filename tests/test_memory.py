@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pyops
-from pyops import memory
+from pyops.ops.memory import device_memory as memory
 from pyops.testing import same_bits
 
 VIEWS = {

@@ -220,7 +220,7 @@ ROWS = [
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_that_begin_anywhere(name: str, hidden_size: int, dtype: str) -> None:
     """Few rows and many, packed, with gaps that shift all tensors alike or not, and misaligned from the first row."""
-    op = pyops.ops[name]
+    op = pyops.registry[name]
     for num_tokens in (9, 150):
         args = example(op, "cuda", num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype, **axes.fullest(op))
         results = expected(op, args)
@@ -256,7 +256,7 @@ def test_when_rows_are_shifted(
     hidden_size: int, gaps: tuple[int, int], alignment: int, vec_size: int, shifted: bool
 ) -> None:
     """Only if all tensors begin aligned, and their rows agree about what else is aligned."""
-    op = pyops.ops["rms_norm"]
+    op = pyops.registry["rms_norm"]
     assert op.example is not None
     out, x, weight, epsilon = op.example(ArgMaker(devices.model()), hidden_size=hidden_size)
     out, x = (
@@ -338,7 +338,7 @@ def test_dynamic_quant_of_what_is_not_finite(kind: torch.dtype, device: str) -> 
 @pytest.mark.parametrize("extreme", [1e36, float("inf")])
 def test_dynamic_quant_of_extreme_weights(extreme: float, quant_dtype: str, bound: bool, device: str) -> None:
     """What is infinite, or is when divided by its scale, and of either sign."""
-    op = pyops.ops["rms_norm_dynamic_per_token_quant"]
+    op = pyops.registry["rms_norm_dynamic_per_token_quant"]
     args = example(op, device, dtype="float32", hidden_size=256, quant_dtype=quant_dtype, with_bound=bound)
     if bound:
         named(op, args)["scale_ub"].fill_(1e-3)

@@ -20,7 +20,7 @@ from pyops._core import compiler, device, offline
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Specialisation
 from pyops._core.op import Op
-from pyops._core.tensor import Arg
+from pyops._core.tensor import TensorArg
 from tests import axes
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
@@ -29,7 +29,7 @@ ARCHS = ("sm_80", "sm_90", "sm_100")
 SITUATIONS = ((16, True), (4096, True))
 UNALIGNED = {"sm_90": ((4096, False),)}
 # Of each op, unless hypothesis runs as many examples as it does at night.
-MOST = {"sm_80": 3, "sm_90": 8, "sm_100": 3}
+MAX_CASES = {"sm_80": 3, "sm_90": 8, "sm_100": 3}
 
 
 def _has_nvrtc() -> str | None:
@@ -53,7 +53,7 @@ def _specialisations(op: Op, arch: str) -> Iterator[Specialisation]:
     seen = set()
 
     def placed(arg: Any, aligned: bool) -> Any:
-        return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, Arg) and not aligned else arg
+        return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, TensorArg) and not aligned else arg
 
     for case in axes.combinations(op):
         for num_tokens, aligned in (*SITUATIONS, *UNALIGNED.get(arch, ())):
@@ -66,12 +66,12 @@ def _specialisations(op: Op, arch: str) -> Iterator[Specialisation]:
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.ops.items()])
+@pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.registry.items()])
 def test_compiles_without_local_memory(op: Op, arch: str, record_property: Any) -> None:
     spilling = []
     every = list(_specialisations(op, arch))
-    if len(every) > MOST[arch] and hypothesis.settings().max_examples < 1000:
-        every = random.Random(f"{op.name} {arch}").sample(every, MOST[arch])
+    if len(every) > MAX_CASES[arch] and hypothesis.settings().max_examples < 1000:
+        every = random.Random(f"{op.name} {arch}").sample(every, MAX_CASES[arch])
     for specialisation in every:
         kernel, constants = specialisation.kernel, str(specialisation)
         started = time.perf_counter()

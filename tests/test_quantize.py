@@ -18,7 +18,7 @@ import pyops
 from pyops._core import config, dtypes
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
-from pyops.quantize import scaled
+from pyops.ops.quantize import scaled
 from pyops.testing import CONTENTS, Layout, filled, strategies
 from tests.calls import DEVICES
 
@@ -116,15 +116,15 @@ def static_int8(x: Any, scale: Any, azp: int | None) -> Any:
 
 
 def token_fp8(x: Any, bound: float | None, kind: torch.dtype = FP8) -> tuple[Any, Any]:
-    most = absmax(x) if bound is None else numpy.fmin(absmax(x), bound)
-    scale = numpy.maximum(f32(most / LARGEST[kind]), f32(1 / (LARGEST[kind] * 512)))
+    absmax_ = absmax(x) if bound is None else numpy.fmin(absmax(x), bound)
+    scale = numpy.maximum(f32(absmax_ / LARGEST[kind]), f32(1 / (LARGEST[kind] * 512)))
     return saturated(f32(x / scale), kind), scale
 
 
 def token_int8(x: Any) -> tuple[Any, Any]:
-    most = absmax(x)
-    factor = f32(127 / most)
-    return int8(f32(x * numpy.where(numpy.isinf(factor), 0.0, factor))), f32(most / 127)
+    absmax_ = absmax(x)
+    factor = f32(127 / absmax_)
+    return int8(f32(x * numpy.where(numpy.isinf(factor), 0.0, factor))), f32(absmax_ / 127)
 
 
 def token_azp(x: Any) -> tuple[Any, Any, Any]:
@@ -226,7 +226,7 @@ def test_static_fp8_groups(shape: tuple[int, int], group: tuple[int, int], devic
 @pytest.mark.parametrize("gap", [0, 16, 8])
 def test_static_fp8_of_many_rows(gap: int, dtype: torch.dtype, small: devices.Device) -> None:
     """As many as fill a device, which here is a small one: a thread reads two vectors where codes have wide ones."""
-    op = pyops.ops["static_scaled_fp8_quant"]
+    op = pyops.registry["static_scaled_fp8_quant"]
     x = Layout(gap=gap).place(draw(70, 512, dtype=dtype))
     result, scale = (
         Layout(gap=gap).place(new(x.shape, FP8, "cpu")),
@@ -363,8 +363,8 @@ def test_ties(kind: torch.dtype, device: str) -> None:
         pyops.static_scaled_int8_quant(eights, x, s, None)
         same(eights, static_int8(exact(x), scale, None))
         # The same values under a scale that is found: the largest of them is the largest code times it.
-        most = largest * scale
-        row = torch.cat((x.clamp(-most, most), torch.tensor([most], device=device)))[None]
+        absmax_ = largest * scale
+        row = torch.cat((x.clamp(-absmax_, absmax_), torch.tensor([absmax_], device=device)))[None]
         codes = new(row.shape, kind, device)
         pyops.dynamic_per_token_scaled_fp8_quant(codes, row, scales, None)
         right, right_scale = token_fp8(exact(row), None, kind)
@@ -713,14 +713,14 @@ def test_columns_that_do_not_exist_are_zero(rows: int, device: str, monkeypatch:
     wanted[:, [0, 5, 8, 23]] = 0.0
     assert torch.equal(result, wanted)
     monkeypatch.setenv("PYOPS_CHECK", "1")
-    pyops.ops["permute_cols_out"].forget()
+    pyops.registry["permute_cols_out"].forget()
     try:
         with pytest.raises(
             pyops.OpError, match=r"^permute_cols_out: perm: 4 of 24 indices are out of range, the first"
         ):
             pyops.permute_cols(a, perm)
     finally:
-        pyops.ops["permute_cols_out"].forget()
+        pyops.registry["permute_cols_out"].forget()
 
 
 # Into new tensors
@@ -910,7 +910,7 @@ def test_threads_for_codes_without_an_instruction() -> None:
     for arch, native in (("sm_90", FP8), ("sm_80", None), ("gfx942", FNUZ)):
         for kind in LARGEST:
             for name in ("dynamic_scaled_fp8_quant", "static_scaled_fp8_quant", "rms_norm_per_block_quant"):
-                op = pyops.ops[name]
+                op = pyops.registry[name]
                 assert op.example is not None
                 dtype = str(kind).removeprefix("torch.")
                 args = op.example(ArgMaker(devices.model(arch)), num_tokens=4096, hidden_size=4096, quant_dtype=dtype)
@@ -1055,7 +1055,7 @@ def test_empty() -> None:
 
 def test_how_many_blocks_look_for_the_largest() -> None:
     """No more than two for each multiprocessor, whose results every block of the second kernel reads."""
-    op = pyops.ops["dynamic_scaled_fp8_quant"]
+    op = pyops.registry["dynamic_scaled_fp8_quant"]
     assert op.example is not None
     for num_tokens, blocks, batch in ((1, 1, 1), (16, 16, 1), (256, 256, 1), (4096, 264, 8)):
         first, second = op.launches(*op.example(ArgMaker(devices.model()), num_tokens=num_tokens))

@@ -192,8 +192,8 @@ def test_values_come_back(dtype: torch.dtype, device: str) -> None:
     g = f32(448 * 6 / exact(x).__abs__().max()).item()
     codes, scales = quantised(x, g)
     back = numpy.where(codes > 7, -1, 1) * E2M1[codes & 7] * numpy.repeat(_VALUES[scales], 16, 1) / g
-    most = numpy.repeat(absmax(exact(x).reshape(70, 32, 16))[..., 0], 16, 1)
-    assert (numpy.abs(back - exact(x)) <= most / 6 * (1 + 1 / 16) * (1 + 1e-6)).all()
+    absmax_ = numpy.repeat(absmax(exact(x).reshape(70, 32, 16))[..., 0], 16, 1)
+    assert (numpy.abs(back - exact(x)) <= absmax_ / 6 * (1 + 1 / 16) * (1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

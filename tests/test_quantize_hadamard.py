@@ -141,7 +141,7 @@ def test_what_is_written(inplace: bool, device: str) -> None:
 
 def test_with_less_shared_memory() -> None:
     """Where a row does not fit in shared memory it goes through it in two parts."""
-    op = pyops.ops["hadacore_transform_out"]
+    op = pyops.registry["hadacore_transform_out"]
     assert op.example is not None
     for arch, rounds in (("sm_80", 1), ("sm_90", 1), ("gfx942", 2)):
         device = devices.model(arch)
@@ -157,7 +157,7 @@ def test_with_less_shared_memory() -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("size", [16384, 32768])
 def test_the_longest_compile_without_spills(size: int, arch: str) -> None:
-    op = pyops.ops["hadacore_transform_out"]
+    op = pyops.registry["hadacore_transform_out"]
     assert op.example is not None
     for dtype in ("float32", "bfloat16"):
         args = op.example(ArgMaker(devices.model(arch)), hidden_size=size, dtype=dtype)

@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import config, host
+from pyops._core import config
 from pyops._core.device import model
 from pyops._core.example import ArgMaker
-from pyops.sampling import draw as plan
-from pyops.sampling._random import philox
+from pyops._core.host import toolchain
+from pyops.ops.sampling import draw as plan
+from pyops.ops.sampling._random import philox
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.calls import DEVICES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INF, NAN = float("inf"), float("nan")
-_MOST_OF_BLOCK = plan._MOST_OF_BLOCK
+_MAX_PER_BLOCK = plan._MAX_PER_BLOCK
 
 
 # Softmax
@@ -83,17 +84,17 @@ def test_softmax_next_to_no_temperature(device: str) -> None:
 @pytest.fixture(scope="module", params=["whole rows", "pieces"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Rows in the shared memory of blocks; or read piece by piece, as where they do not fit."""
-    yield from _planned(_MOST_OF_BLOCK=_MOST_OF_BLOCK if request.param == "whole rows" else 0)
+    yield from _planned(_MAX_PER_BLOCK=_MAX_PER_BLOCK if request.param == "whole rows" else 0)
 
 
 @pytest.fixture
 def clusters() -> Iterator[None]:
     """Rows in the shared memory of several blocks, if they are not very short."""
-    yield from _planned(_MOST_OF_BLOCK=_MOST_OF_BLOCK, _LEAST_PIECE=256)
+    yield from _planned(_MAX_PER_BLOCK=_MAX_PER_BLOCK, _MIN_PIECE=256)
 
 
 def _planned(**limits: int) -> Iterator[None]:
-    op = pyops.ops["top_k_top_p_sampling_from_logits"]
+    op = pyops.registry["top_k_top_p_sampling_from_logits"]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in limits.items():
             patch.setattr(plan, name, value)
@@ -216,7 +217,7 @@ def test_equals_the_reference(
     args = (logits, seeds, column(5, torch.int64), *filters)
     pyops.top_k_top_p_sampling_from_logits(samples, *args)
     right = torch.empty_like(samples)
-    pyops.ops["top_k_top_p_sampling_from_logits"].reference(right, *args)
+    pyops.registry["top_k_top_p_sampling_from_logits"].reference(right, *args)
     assert samples.tolist() == right.tolist()
 
 
@@ -231,7 +232,7 @@ def test_each_row_has_filters_of_its_own(device: str) -> None:
 @pytest.mark.parametrize("rows", [6, 24, 60])
 def test_rows_of_clusters(rows: int, device: str) -> None:
     """Of eight blocks to a row, four and two."""
-    op = pyops.ops["top_k_top_p_sampling_from_logits"]
+    op = pyops.registry["top_k_top_p_sampling_from_logits"]
     example = op.example(ArgMaker(model()), num_tokens=rows, vocab_size=3001)  # type: ignore[misc]
     (launch,) = op.launches(*example)
     assert launch.specialisation.constants["CLUSTER"] == {6: 8, 24: 4, 60: 2}[rows]
@@ -255,7 +256,7 @@ def _assert_each_row_has_its_own(device: str, rows: int) -> None:
     for seed in (1, 2):
         args = (x, torch.arange(rows, device=device) * seed, None, top_k, top_p, min_p, None)
         pyops.top_k_top_p_sampling_from_logits(samples, *args)
-        pyops.ops["top_k_top_p_sampling_from_logits"].reference(right, *args)
+        pyops.registry["top_k_top_p_sampling_from_logits"].reference(right, *args)
         assert samples.tolist() == right.tolist()
 
 
@@ -314,7 +315,7 @@ def test_many_small_weights(device: str) -> None:
     args = (x, torch.arange(150, device=device))
     samples, right = (torch.full((150,), -7, dtype=torch.int32, device=device) for _ in range(2))
     pyops.top_k_top_p_sampling_from_logits(samples, *args)
-    pyops.ops["top_k_top_p_sampling_from_logits"].reference(right, *args)
+    pyops.registry["top_k_top_p_sampling_from_logits"].reference(right, *args)
     assert samples.tolist() == right.tolist()
     assert 0 < (right != 1000).sum() < 20
 
@@ -328,7 +329,7 @@ def test_many_equal_weights(device: str) -> None:
     args = (x, torch.arange(12, device=device), None, None, torch.full((12,), 0.999, device=device))
     samples, right = (torch.full((12,), -7, dtype=torch.int32, device=device) for _ in range(2))
     pyops.top_k_top_p_sampling_from_logits(samples, *args)
-    pyops.ops["top_k_top_p_sampling_from_logits"].reference(right, *args)
+    pyops.registry["top_k_top_p_sampling_from_logits"].reference(right, *args)
     assert samples.tolist() == right.tolist()
 
 
@@ -340,12 +341,12 @@ def test_every_bit_of_a_number_counts(device: str) -> None:
     args = (x, torch.arange(200, device=device) - 100)
     samples, right = (torch.full((200,), -7, dtype=torch.int32, device=device) for _ in range(2))
     pyops.top_k_top_p_sampling_from_logits(samples, *args)
-    pyops.ops["top_k_top_p_sampling_from_logits"].reference(right, *args)
+    pyops.registry["top_k_top_p_sampling_from_logits"].reference(right, *args)
     assert samples.tolist() == right.tolist()
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
+@pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 def test_any_schedule_of_many_blocks() -> None:
     """The last block to arrive finds what the others left."""
     x = torch.randn((2, 5000), generator=torch.Generator().manual_seed(1))

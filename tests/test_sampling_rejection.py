@@ -14,10 +14,10 @@ from tests.calls import DEVICES
 NAN = float("nan")
 
 
-def sample(drafts: Any, ends: Any, q: torch.Tensor | None, p: torch.Tensor, most: int, seed: int = 0) -> Any:
+def sample(drafts: Any, ends: Any, q: torch.Tensor | None, p: torch.Tensor, max_drafts: int, seed: int = 0) -> Any:
     """Output tokens, the bonus of request r being 9000 + r."""
     device, batch = p.device, len(ends)
-    out = torch.full((batch, most + 1), 77, dtype=torch.int32, device=device)
+    out = torch.full((batch, max_drafts + 1), 77, dtype=torch.int32, device=device)
     pyops.rejection_sample(
         out,
         torch.as_tensor(drafts, dtype=torch.int32).to(device),

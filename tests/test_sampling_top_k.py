@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import config, host
+from pyops._core import config
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
+from pyops._core.host import toolchain
 from pyops.testing import SCHEDULES, scheduled
 from tests.calls import DEVICES
 
@@ -138,7 +139,7 @@ def test_nothing_and_fewer_rows(device: str) -> None:
     prefill(logits, [0], [50], 0)
 
 
-@pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
+@pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 def test_every_schedule() -> None:
     with config.cpu("kernels"):
         for columns in (20000, 6000):
@@ -174,6 +175,6 @@ def test_shared_memory_of_every_device() -> None:
         device = devices.model(arch)
         for columns in (8192, 16384, 50000, 300000):
             for k in (1, 2048, 3000, 20000):
-                args = pyops.ops["top_k_per_row_decode"].example(ArgMaker(device), topK=k, vocab_size=columns)
-                for launch in pyops.ops["top_k_per_row_decode"].launches(*args):
+                args = pyops.registry["top_k_per_row_decode"].example(ArgMaker(device), topK=k, vocab_size=columns)
+                for launch in pyops.registry["top_k_per_row_decode"].launches(*args):
                     assert launch.shared + 10 * 1024 <= device.shared_memory

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 
 import pyops
 from pyops._core import check
-from pyops._core.host import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops._core.op import Op
-from pyops._core.tensor import Arg
+from pyops._core.tensor import TensorArg
 from pyops.testing import (
     SCHEDULES,
     Layout,
@@ -104,9 +104,9 @@ def test_codes(dtype: torch.dtype) -> None:
             assert_close(x, moved(count, by), ulps)
     # If all may be off by a thousandth of the largest, 100, they lie so near to a tie in one of five, or of ten.
     right, wrong = (1900, 2100) if dtype == torch.int8 else (900, 1100)
-    assert_close(x, moved(right, 1), 1, cancelled=2.0**-10)
+    assert_close(x, moved(right, 1), 1, atol=2.0**-10)
     with pytest.raises(AssertionError):
-        assert_close(x, moved(wrong, 1), 1, cancelled=2.0**-10)
+        assert_close(x, moved(wrong, 1), 1, atol=2.0**-10)
 
 
 def test_fp8_signs_and_nan() -> None:
@@ -172,7 +172,7 @@ def declared() -> Any:
         wrapper = pyops.op(out="out", **more)(reference)
 
         @wrapper.plan
-        def _(out: Arg, input: Arg) -> list[Any]:
+        def _(out: TensorArg, input: TensorArg) -> list[Any]:
             check.like(out, input)
             return []
 
@@ -275,7 +275,7 @@ def add_one() -> Callable[..., Any]:
             out.copy_(input + step)
 
         @add_one.plan
-        def _(out: Arg, input: Arg, step: float) -> Any:
+        def _(out: TensorArg, input: TensorArg, step: float) -> Any:
             check.like(out, input)
             row_size, strides = check.row_size(input), (check.row_stride(out), check.row_stride(input))
             return kernel().launch(

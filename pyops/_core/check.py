@@ -5,39 +5,39 @@ from __future__ import annotations
 from . import dtypes
 from .dtypes import DType
 from .errors import OpError
-from .tensor import Arg
+from .tensor import TensorArg
 
 
-def dtype(arg: Arg | None, *allowed: DType) -> None:
+def dtype(arg: TensorArg | None, *allowed: DType) -> None:
     """`arg` has one of these element types."""
     if arg is not None and arg.dtype not in allowed:
         expected = " or ".join(d.name for d in allowed)
         raise arg.error(f"expected dtype {expected}, got {arg.dtype}")
 
 
-def floating(arg: Arg) -> None:
+def floating(arg: TensorArg) -> None:
     """`arg` is float32, float16 or bfloat16."""
     dtype(arg, *dtypes.FLOATS)
 
 
-def like(arg: Arg | None, other: Arg) -> None:
+def like(arg: TensorArg | None, other: TensorArg) -> None:
     """`arg` has the shape and dtype of `other`."""
     same_shape(arg, other)
     dtype(arg, other.dtype)
 
 
-def same_shape(arg: Arg | None, other: Arg) -> None:
+def same_shape(arg: TensorArg | None, other: TensorArg) -> None:
     """`arg` has the shape of `other`."""
     if arg is not None and arg.shape != other.shape:
         raise arg.error(f"expected shape {other.shape} like {other.name}, got {arg.shape}")
 
 
-def refuse(arg: Arg, argument: str, message: str) -> OpError:
+def refuse(arg: TensorArg, argument: str, message: str) -> OpError:
     """The error for a scalar argument of the call that `arg` belongs to."""
     return OpError(arg.op, argument, message)
 
 
-def shape(arg: Arg | None, dtype_: DType | None = None, /, **sizes_: int) -> None:
+def shape(arg: TensorArg | None, dtype_: DType | None = None, /, **sizes_: int) -> None:
     """`arg` has exactly these named sizes (and this dtype), and is contiguous."""
     if arg is None:
         return
@@ -47,7 +47,7 @@ def shape(arg: Arg | None, dtype_: DType | None = None, /, **sizes_: int) -> Non
     contiguous(arg)
 
 
-def sizes(arg: Arg, **sizes: int | None) -> None:
+def sizes(arg: TensorArg, **sizes: int | None) -> None:
     """`arg` has exactly these named sizes, of which None may be any; strides may be any."""
     expected = [size if wanted is None else wanted for size, wanted in zip(arg.shape, sizes.values())]  # noqa: B905
     if len(arg.shape) != len(sizes) or list(arg.shape) != expected:
@@ -55,14 +55,14 @@ def sizes(arg: Arg, **sizes: int | None) -> None:
         raise arg.error(f"expected shape ({named}{',' if len(sizes) == 1 else ''}), got {arg.shape}")
 
 
-def index(arg: Arg | None, **named: int | None) -> None:
+def index(arg: TensorArg | None, **named: int | None) -> None:
     """`arg` holds int32 or int64 and has these named sizes, of which None may be any; strides may be any."""
     if arg is not None:
         sizes(arg, **named)
         dtype(arg, dtypes.int32, dtypes.int64)
 
 
-def cache_dtype(cache: Arg, kv_cache_dtype: str, model: DType) -> DType:
+def cache_dtype(cache: TensorArg, kv_cache_dtype: str, model: DType) -> DType:
     """Element type of a cache of this kind beside tensors of the dtype `model`; `cache` has it, or uint8 for codes."""
     if kv_cache_dtype == "auto":
         dtype(cache, model)
@@ -75,7 +75,7 @@ def cache_dtype(cache: Arg, kv_cache_dtype: str, model: DType) -> DType:
     return kind
 
 
-def contiguous(arg: Arg) -> None:
+def contiguous(arg: TensorArg) -> None:
     """Elements of `arg` lie one after another."""
     step = 1
     for size, stride in zip(reversed(arg.shape), reversed(arg.strides), strict=True):
@@ -84,7 +84,7 @@ def contiguous(arg: Arg) -> None:
         step *= size
 
 
-def scalar(arg: Arg | None, dtype_: DType = dtypes.float32) -> None:
+def scalar(arg: TensorArg | None, dtype_: DType = dtypes.float32) -> None:
     """`arg` holds one element of this type, of any rank."""
     if arg is not None:
         if arg.numel != 1:
@@ -92,7 +92,7 @@ def scalar(arg: Arg | None, dtype_: DType = dtypes.float32) -> None:
         dtype(arg, dtype_)
 
 
-def at_least(arg: Arg, dtype_: DType, count: int) -> None:
+def at_least(arg: TensorArg, dtype_: DType, count: int) -> None:
     """`arg` holds at least so many elements of this type, one after another; those behind them are not touched."""
     if arg.numel < count:
         raise arg.error(f"expected at least {count} element{'s' * (count != 1)}, got shape {arg.shape}")
@@ -100,7 +100,7 @@ def at_least(arg: Arg, dtype_: DType, count: int) -> None:
     contiguous(arg)
 
 
-def per_row(arg: Arg | None, dtype_: DType, num_rows: int) -> None:
+def per_row(arg: TensorArg | None, dtype_: DType, num_rows: int) -> None:
     """`arg` holds one element of this type for each row, one after another."""
     if arg is not None:
         if arg.numel != num_rows:
@@ -109,7 +109,7 @@ def per_row(arg: Arg | None, dtype_: DType, num_rows: int) -> None:
         contiguous(arg)
 
 
-def row_size(arg: Arg) -> int:
+def row_size(arg: TensorArg) -> int:
     """Size of the last dimension, whose elements must lie one after another."""
     if not arg.shape:
         raise arg.error("expected at least one dimension, got a scalar")
@@ -118,13 +118,13 @@ def row_size(arg: Arg) -> int:
     return arg.shape[-1]
 
 
-def narrow(arg: Arg) -> None:
+def narrow(arg: TensorArg) -> None:
     """`arg` has rows whose elements kernels can count in 32 bits."""
     if arg.shape[-1] > 2**30:
         raise arg.error(f"expected rows of at most 2^30 elements, got shape {arg.shape}")
 
 
-def num_rows(arg: Arg) -> int:
+def num_rows(arg: TensorArg) -> int:
     """Product of all sizes but the last."""
     count = 1
     for size in arg.shape[:-1]:
@@ -132,16 +132,16 @@ def num_rows(arg: Arg) -> int:
     return count
 
 
-def row_stride(arg: Arg) -> int:
+def row_stride(arg: TensorArg) -> int:
     """Elements from one row to the next; OpError when the leading dimensions have no common stride."""
-    ((_, (stride,)),) = leading(arg, most=1)
+    ((_, (stride,)),) = leading(arg, max_dims=1)
     return stride
 
 
-def leading(*args: Arg, most: int) -> list[tuple[int, tuple[int, ...]]]:
+def leading(*args: TensorArg, max_dims: int) -> list[tuple[int, tuple[int, ...]]]:
     """The leading dimensions of tensors of one shape, merged where all of them allow it, outermost first.
 
-    Returns [(size, (stride in each tensor, ...)), ...] with at least one and at most `most` entries.
+    Returns [(size, (stride in each tensor, ...)), ...] with at least one and at most `max_dims` entries.
     """
     merged: list[tuple[int, tuple[int, ...]]] = []
     dims = zip(args[0].shape[:-1], *(arg.strides[:-1] for arg in args), strict=True)
@@ -152,15 +152,18 @@ def leading(*args: Arg, most: int) -> list[tuple[int, tuple[int, ...]]]:
             merged[-1] = (merged[-1][0] * size, tuple(strides))
         else:
             merged.append((size, tuple(strides)))
-    if len(merged) > most and all(arg.numel for arg in args):
-        worst = max(args, key=lambda arg: len(arg.shape) if args == (arg,) else len(leading(arg, most=len(arg.shape))))
-        raise worst.error(
-            f"expected leading dimensions that merge into {most}, got shape {worst.shape} with strides {worst.strides}"
+    if len(merged) > max_dims and all(arg.numel for arg in args):
+        worst = max(
+            args, key=lambda arg: len(arg.shape) if args == (arg,) else len(leading(arg, max_dims=len(arg.shape)))
         )
-    return merged[:most] or [(1, tuple(arg.shape[-1] for arg in args))]
+        raise worst.error(
+            f"expected leading dimensions that merge into {max_dims}, got shape {worst.shape} "
+            f"with strides {worst.strides}"
+        )
+    return merged[:max_dims] or [(1, tuple(arg.shape[-1] for arg in args))]
 
 
-def vector_width(size: int, *args: Arg, widest: int = 16) -> int:
+def vector_width(size: int, *args: TensorArg, widest: int = 16) -> int:
     """Elements per memory access: the most for which every tensor's rows of `size` elements split into aligned vectors.
 
     `widest` bounds the bytes of an access of the widest element type.
@@ -175,6 +178,6 @@ def vector_width(size: int, *args: Arg, widest: int = 16) -> int:
     return bits & -bits
 
 
-def threads(needed: int, *, most: int = 1024) -> int:
-    """Threads of a block for `needed` work items: a multiple of 64 (whole warps on every platform), at most `most`."""
-    return min(most, max(64, -(-needed // 64) * 64))
+def threads(needed: int, *, max_threads: int = 1024) -> int:
+    """Threads of a block for `needed` work items: a multiple of 64 (whole warps everywhere), at most `max_threads`."""
+    return min(max_threads, max(64, -(-needed // 64) * 64))

@@ -10,7 +10,7 @@ import numpy
 from . import dtypes
 from .device import Device
 from .lazy import torch
-from .tensor import Arg
+from .tensor import TensorArg
 
 
 class TorchMaker:
@@ -61,26 +61,26 @@ class ArgMaker:
     def __init__(self, device: Device, op: str = "example") -> None:
         self.device, self.op = device, op
 
-    def empty(self, *shape: int, dtype: str) -> Arg:
+    def empty(self, *shape: int, dtype: str) -> TensorArg:
         strides, step = [], 1
         for size in reversed(shape):
             strides.append(step)
             step *= size
         kind = dtypes.of(dtype)
         assert kind is not None
-        return Arg(self.op, "example", kind, shape, tuple(reversed(strides)), 16, self.device)
+        return TensorArg(self.op, "example", kind, shape, tuple(reversed(strides)), 16, self.device)
 
-    def randn(self, *shape: int, dtype: str, scale: float = 1.0, shift: float = 0.0) -> Arg:
+    def randn(self, *shape: int, dtype: str, scale: float = 1.0, shift: float = 0.0) -> TensorArg:
         return self.empty(*shape, dtype=dtype)
 
-    def randint(self, low: int, high: int, *shape: int, dtype: str = "int64") -> Arg:
+    def randint(self, low: int, high: int, *shape: int, dtype: str = "int64") -> TensorArg:
         return self.empty(*shape, dtype=dtype)
 
-    def permutation(self, high: int, *shape: int, dtype: str = "int64") -> Arg:
+    def permutation(self, high: int, *shape: int, dtype: str = "int64") -> TensorArg:
         return self.empty(*shape, dtype=dtype)
 
-    def values(self, values: Any, dtype: str) -> Arg:
+    def values(self, values: Any, dtype: str) -> TensorArg:
         return self.empty(*numpy.shape(values), dtype=dtype)
 
-    def full(self, *shape: int, value: float, dtype: str) -> Arg:
+    def full(self, *shape: int, value: float, dtype: str) -> TensorArg:
         return self.empty(*shape, dtype=dtype)

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy
 
-from .._core import compiler, config, device, host, offline
+from .. import axes
+from .._core import compiler, config, device, offline
 from .._core.errors import MissingDependencyError, pip_line
+from .._core.host import toolchain
 from .._core.lazy import cache_folder, cupy
 from .._core.op import registry
-from . import axes
 
 _VARIABLES = ("CUPY_CACHE_DIR", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_HOME", "HIP_VISIBLE_DEVICES")
 _TOLERANCE = 1e-5  # float32, values around 1
@@ -183,7 +184,7 @@ def _kernel() -> Finding:
 
 
 def _host() -> Finding:
-    if not host.toolchains():
+    if not toolchain.toolchains():
         return Finding("host", None, "no C++ compiler to run kernels on the CPU", pip_line("cpu"))
     with config.cpu("kernels"):
         return _run("host", numpy)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from .. import axes
 from .._core import device
 from .._core.op import Op, registry
-from . import axes
 
 
 def summary(op: Op) -> str:

@@ -12,8 +12,8 @@ from .._core.errors import ModelError
 from .._core.lazy import optional, torch
 from . import memory
 from .config import DTYPES, Config
+from .config_values import read_json
 from .llama import Llama
-from .values import read_json
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F32", "F16", "BF16"}

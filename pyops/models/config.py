@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .config_values import first, flag, is_integer, number, read_json, refuse, size
 from .rope import Rope
-from .values import first, flag, is_integer, number, read_json, refuse, size
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES = ("float32", "float16", "bfloat16")

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 from .._core.errors import ModelError
 from . import memory
 from .config import Config
+from .config_values import is_integer
 from .llama import Llama
+from .params import SamplingParams, sample
 from .runner import Part, Runner
-from .sampling import SamplingParams, sample
-from .values import is_integer
 
 Finish = Literal["stop", "length"]
 
@@ -88,11 +88,11 @@ class Engine:
                 raise ModelError("Engine", f"{name}: expected an integer, 1 or more, got {value!r}")
         if self.max_seq_len > positions:
             raise ModelError("Engine", f"max_seq_len: expected at most {positions} positions, got {max_seq_len}")
-        most = _blocks_in_memory(model, block_size, max_num_seqs, self.max_seq_len)
+        max_blocks = _blocks_in_memory(model, block_size, max_num_seqs, self.max_seq_len)
         if num_blocks is None:
-            num_blocks = min(max_num_seqs * -(-self.max_seq_len // block_size), int(0.8 * most))
-        if not 1 <= num_blocks <= most:
-            limit = f"the memory of {model.device} has room for {max(most, 0)}"
+            num_blocks = min(max_num_seqs * -(-self.max_seq_len // block_size), int(0.8 * max_blocks))
+        if not 1 <= num_blocks <= max_blocks:
+            limit = f"the memory of {model.device} has room for {max(max_blocks, 0)}"
             raise ModelError("Engine", f"num_blocks: {limit}, with what max_num_seqs and max_seq_len ask for")
         self.model, self.block_size, self.num_blocks = model, block_size, num_blocks
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .. import rope as scaling
-from .values import first, flag, number, refuse, size
+from ..ops.rotary import tables as rope_tables
+from .config_values import first, flag, number, refuse, size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,19 +72,19 @@ class Rope:
         """By which the pairs of a head turn from one position to the next: [head_dim / 2] float32, in radians."""
         if self.kind == "yarn":
             ramp = self.original_max_position_embeddings, self.beta_fast, self.beta_slow
-            return scaling.yarn(head_dim, self.theta, self.factor, *ramp, truncate=self.truncate, device=device)
-        plain = scaling.frequencies(head_dim, self.theta, device)
+            return rope_tables.yarn(head_dim, self.theta, self.factor, *ramp, truncate=self.truncate, device=device)
+        plain = rope_tables.frequencies(head_dim, self.theta, device)
         if self.kind == "linear":
             return plain / self.factor
         if self.kind == "llama3":
             edges = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
-            return scaling.llama3(plain, self.factor, *edges)
+            return rope_tables.llama3(plain, self.factor, *edges)
         return plain
 
     def cos_sin(self, head_dim: int, num_positions: int, device: Any = "cpu") -> Tensor:
         """Cosines, then sines, of what the pairs have turned at each position: [num_positions, head_dim] float32."""
-        angles = scaling.angles(self.frequencies(head_dim, device), num_positions)
-        return scaling.cos_sin(angles, self.attention_factor)
+        angles = rope_tables.angles(self.frequencies(head_dim, device), num_positions)
+        return rope_tables.cos_sin(angles, self.attention_factor)
 
 
 def _llama3(rope: Rope, found: dict[str, Any]) -> Rope:
@@ -101,7 +101,7 @@ def _yarn(rope: Rope, found: dict[str, Any]) -> Rope:
     one, all_dim = given("mscale", 0.0), given("mscale_all_dim", 0.0)
     if not (one and all_dim):
         one, all_dim = 1.0, 0.0
-    attention_factor = scaling.yarn_mscale(rope.factor, one) / scaling.yarn_mscale(rope.factor, all_dim)
+    attention_factor = rope_tables.yarn_mscale(rope.factor, one) / rope_tables.yarn_mscale(rope.factor, all_dim)
     if found.get("attention_factor") is not None:
         attention_factor = _number(found, "attention_factor")
     return replace(

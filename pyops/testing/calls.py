@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._core import config, dtypes
 from .._core.errors import OpError
-from .._core.host import SCHEDULES, Schedule, scheduled
+from .._core.host.run import SCHEDULES, Schedule, scheduled
 from .._core.lazy import torch
 from .._core.op import Op, Wrapper
 from .compare import CODES, assert_close, same_bits
@@ -121,18 +121,18 @@ def replaced(op: Op, args: Sequence[Any], **values: Any) -> list[Any]:
 class Expected(dict[str, "Tensor"]):
     """What the reference of an op wrote, by parameter, and `cancelled` of its declaration for that call."""
 
-    def __init__(self, results: Mapping[str, Tensor], cancelled: float) -> None:
+    def __init__(self, results: Mapping[str, Tensor], atol: float) -> None:
         super().__init__(results)
-        self.cancelled = cancelled
+        self.atol = atol
 
 
 def expected(op: Op, args: Sequence[Any]) -> Expected:
     """What the reference makes of `args`, which stay as they are."""
     copies = clones(args)
     with torch.no_grad(), eager():
-        cancelled = op.cancelled(*copies)
-        op.bound(op.reference, copies)()
-    return Expected(written(op, copies), cancelled)
+        atol = op.atol(*copies)
+        op.applied(op.reference, copies)()
+    return Expected(written(op, copies), atol)
 
 
 def eager() -> AbstractContextManager[Any]:
@@ -186,7 +186,7 @@ def assert_results(op: Op, expected: Expected, actual: Mapping[str, Tensor]) -> 
     quantised = any(dtypes.of(value.dtype) in CODES for value in expected.values())
     for name, value in expected.items():
         is_scale = quantised and name == "scale"
-        assert_close(value, actual[name], op.ulps, f"{op.name}: {name}", is_scale, expected.cancelled)
+        assert_close(value, actual[name], op.declaration.ulps, f"{op.name}: {name}", is_scale, expected.atol)
 
 
 def assert_same(op: Op, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:

@@ -49,7 +49,7 @@ def assert_close(
     ulps: int,
     what: str = "result",
     is_scale: bool = False,
-    cancelled: float = CANCELLED,
+    atol: float = CANCELLED,
 ) -> None:
     """`actual` lies within `ulps` units in the last place of `expected`, or `cancelled` times its largest magnitude.
 
@@ -63,16 +63,14 @@ def assert_close(
     assert expected.dtype == actual.dtype, f"{what}: {actual.dtype}, expected {expected.dtype}"
     dtype = dtypes.of(expected.dtype)
     if dtype in CODES:
-        _assert_codes_close(expected, actual, ulps, what, cancelled)
+        _assert_codes_close(expected, actual, ulps, what, atol)
     elif dtype in _FLOATS:
-        _assert_floats_close(expected, actual, ulps, what, is_scale, cancelled)
+        _assert_floats_close(expected, actual, ulps, what, is_scale, atol)
     else:
         assert torch.equal(expected, actual), f"{what}: {_worst(expected, actual, expected != actual)}"
 
 
-def _assert_floats_close(
-    expected: Tensor, actual: Tensor, ulps: int, what: str, is_scale: bool, cancelled: float
-) -> None:
+def _assert_floats_close(expected: Tensor, actual: Tensor, ulps: int, what: str, is_scale: bool, atol: float) -> None:
     nan = expected.isnan()
     assert torch.equal(nan, actual.isnan()), (
         f"{what}: NaN at other places, {_worst(expected, actual, nan != actual.isnan())}"
@@ -86,14 +84,14 @@ def _assert_floats_close(
     allowed = units * torch.exp2(torch.clamp(exponent - precision, min=smallest)) + _FLUSHED
     if ulps:
         finite = a[a.abs() < beyond]
-        allowed += cancelled * (finite.abs().max() if finite.numel() else 0.0)
+        allowed += atol * (finite.abs().max() if finite.numel() else 0.0)
     wrong = (a - b).abs() > allowed
     if is_scale and int(wrong.sum()) <= max(2, int(_FLIPPED * wrong.numel())):
         wrong &= (a - b).abs() > _FLIP * a.abs()
     assert not wrong.any(), f"{what}: more than {ulps} ulps away, {_worst(expected, actual, wrong)}"
 
 
-def _assert_codes_close(expected: Tensor, actual: Tensor, ulps: int, what: str, cancelled: float) -> None:
+def _assert_codes_close(expected: Tensor, actual: Tensor, ulps: int, what: str, atol: float) -> None:
     a, b = _ordinal(expected), _ordinal(actual)
     steps = (a - b).abs()
     assert steps.numel() == 0 or int(steps.max()) <= min(1, ulps), (
@@ -102,7 +100,7 @@ def _assert_codes_close(expected: Tensor, actual: Tensor, ulps: int, what: str, 
     allowed = 0
     if ulps:
         values = expected.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
-        uncertain = 2.0 * cancelled * values.max() / _spacing(expected.dtype, values) if values.numel() else values
+        uncertain = 2.0 * atol * values.max() / _spacing(expected.dtype, values) if values.numel() else values
         allowed = max(1, int(_TIES * steps.numel() + uncertain.clamp(max=1.0).sum()))
     assert int(steps.sum()) <= allowed, f"{what}: {int(steps.sum())} codes of {steps.numel()} differ by a step"
 

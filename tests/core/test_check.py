@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import check, device, dtypes
-from pyops._core.tensor import Arg
+from pyops._core.tensor import TensorArg
 
 
-def arg(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, **more: Any) -> Arg:
+def arg(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, **more: Any) -> TensorArg:
     """A contiguous float32 Arg named x, unless told otherwise."""
     if strides is None:
         strides = tuple(_product(shape[i + 1 :]) for i in range(len(shape)))
     values = {"op": "op", "name": "x", "dtype": dtypes.float32, "alignment": 16, "device": device.model()} | more
-    return Arg(shape=shape, strides=strides, **values)
+    return TensorArg(shape=shape, strides=strides, **values)
 
 
 def _product(sizes: tuple[int, ...]) -> int:
@@ -52,7 +52,7 @@ _SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 def test_leading_visits_every_row_in_order(data: st.DataObject) -> None:
     shape = data.draw(_SHAPES)
     tensors = [arg(shape, data.draw(_strided(shape)), name=name) for name in "xy"]
-    merged = check.leading(*tensors, most=len(shape))
+    merged = check.leading(*tensors, max_dims=len(shape))
     for i, tensor in enumerate(tensors):
         sizes = tuple(size for size, _ in merged)
         strides = tuple(strides[i] for _, strides in merged)
@@ -62,16 +62,16 @@ def test_leading_visits_every_row_in_order(data: st.DataObject) -> None:
         assert any(a != size * b for a, b in zip(outer, inner, strict=True))
 
 
-@given(data=st.data(), most=st.integers(1, 3))
-def test_leading_refuses_too_many(data: st.DataObject, most: int) -> None:
+@given(data=st.data(), max_dims=st.integers(1, 3))
+def test_leading_refuses_too_many(data: st.DataObject, max_dims: int) -> None:
     shape = data.draw(_SHAPES)
     tensors = [arg(shape, data.draw(_strided(shape)), name=name) for name in "xy"]
-    needed = len(check.leading(*tensors, most=len(shape)))
-    if needed <= most:
-        assert len(check.leading(*tensors, most=most)) == needed
+    needed = len(check.leading(*tensors, max_dims=len(shape)))
+    if needed <= max_dims:
+        assert len(check.leading(*tensors, max_dims=max_dims)) == needed
     else:
-        with pytest.raises(pyops.OpError, match=rf"op: [xy]: expected leading dimensions that merge into {most}"):
-            check.leading(*tensors, most=most)
+        with pytest.raises(pyops.OpError, match=rf"op: [xy]: expected leading dimensions that merge into {max_dims}"):
+            check.leading(*tensors, max_dims=max_dims)
 
 
 def test_row_stride() -> None:
@@ -115,12 +115,12 @@ def test_vector_width_is_the_widest_that_fits(data: st.DataObject, size: int, wi
         assert not fits(width * 2)
 
 
-@given(needed=st.integers(0, 5000), most=st.sampled_from([64, 128, 512, 1024]))
-def test_threads(needed: int, most: int) -> None:
-    threads = check.threads(needed, most=most)
+@given(needed=st.integers(0, 5000), max_threads=st.sampled_from([64, 128, 512, 1024]))
+def test_threads(needed: int, max_threads: int) -> None:
+    threads = check.threads(needed, max_threads=max_threads)
     assert threads % 64 == 0
-    assert 64 <= threads <= most
-    assert threads >= min(needed, most)
+    assert 64 <= threads <= max_threads
+    assert threads >= min(needed, max_threads)
     assert threads < needed + 64 or threads == 64
 
 

@@ -81,6 +81,6 @@ extern "C" __global__ void target(int* out) {{ out[0] = __CUDA_ARCH__; }}
 
 
 def test_specialisation_reads_like_a_command_line() -> None:
-    op = pyops.ops["rms_norm"]
+    op = pyops.registry["rms_norm"]
     (launch,) = op.launches(*op.example(ArgMaker(device.model())))
     assert re.fullmatch(r"scalar_t=bfloat16 HIDDEN_SIZE=4096( [A-Z_]+=\d+)+", str(launch.specialisation))

@@ -24,7 +24,7 @@ import torch
 import pyops
 from pyops._core import compiler
 from pyops._core.kernel import Kernel, Launch
-from pyops._core.tensor import Arg
+from pyops._core.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,14 +33,14 @@ pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 MakeKernel = Callable[[str, str], Kernel]
-RMS_NORM = pyops.ops["rms_norm"]
+RMS_NORM = pyops.registry["rms_norm"]
 
 
 def unload() -> None:
     """Let the process forget every kernel it holds."""
     import cupy
 
-    for op in pyops.ops.values():
+    for op in pyops.registry.values():
         op.forget()
         for specialisation in op.specialisations.values():
             specialisation.kernel._loaded.clear()
@@ -81,7 +81,7 @@ def test_scalars_are_packed_by_their_c_types(kernel: MakeKernel) -> None:
     made = kernel("echo", ECHO)
 
     @echo.plan
-    def _(out: Arg, a: float, b: int, c: int, d: bool, e: float, f: int) -> Launch:
+    def _(out: TensorArg, a: float, b: int, c: int, d: bool, e: float, f: int) -> Launch:
         return made().launch(grid=1, block=1)
 
     out = torch.zeros(6, dtype=torch.int64, device="cuda")
@@ -122,7 +122,7 @@ def test_two_launches_make_one_op(kernel: MakeKernel) -> None:
     second = kernel("second_step", TWO.format(name="second_step", value="out[i] * 2"))
 
     @two_steps.plan
-    def _(out: Arg, input: Arg) -> list[Launch]:
+    def _(out: TensorArg, input: TensorArg) -> list[Launch]:
         grid = -(-input.numel // 64)
         launches = [made().launch(grid=grid, block=64, size=input.numel) for made in (first, second)]
         return [*launches, first().launch(grid=0, block=64, size=0)]
@@ -161,7 +161,7 @@ def test_a_kernel_waits_for_what_the_one_before_it_writes(kernel: MakeKernel, fi
     made = kernel(name, SLOW.format(name=name, first=first))
 
     @slow.plan
-    def _(out: Arg, value: float) -> Launch:
+    def _(out: TensorArg, value: float) -> Launch:
         return made().launch(grid=out.numel // 64, block=64)
 
     x, stale = torch.zeros(64, 4096, device="cuda"), torch.zeros(64, 4096, device="cuda")
@@ -271,7 +271,7 @@ def test_compile_error_at_a_call(kernel: MakeKernel) -> None:
     made = kernel("miscompiled", 'extern "C" __global__ void miscompiled(float* out) {\n    out[0] = undeclared;\n}\n')
 
     @miscompiled.plan
-    def _(out: Arg) -> Launch:
+    def _(out: TensorArg) -> Launch:
         return made(SIZE=3).launch(grid=1, block=1)
 
     out = torch.ones(1, device="cuda")
@@ -354,7 +354,7 @@ def cache(tmp_path: Path) -> Iterator[Path]:
     compiler._warned = False
 
 
-def _norms_with(most_warnings: int) -> None:
+def _norms_with(max_warnings: int) -> None:
     """Two kernels made ready from this cache, with right results and at most so many warnings."""
     unload()
     with warnings.catch_warnings(record=True) as caught:
@@ -362,7 +362,7 @@ def _norms_with(most_warnings: int) -> None:
         norm(64)
         norm(128)
     messages = [str(one.message) for one in caught if "kernel cache" in str(one.message)]
-    assert len(messages) == most_warnings, messages
+    assert len(messages) == max_warnings, messages
     assert all("is of no use" in message for message in messages)
 
 

@@ -18,7 +18,7 @@ from pyops._core import check, compiler, device
 from pyops._core import op as core
 from pyops._core.example import ArgMaker, TorchMaker
 from pyops._core.kernel import Kernel
-from pyops._core.tensor import Arg
+from pyops._core.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def test_declaration_is_read_from_the_reference() -> None:
         """Documented."""
 
     op = declared.op
-    assert pyops.ops["declared"] is op
+    assert pyops.registry["declared"] is op
     assert [(p.name, p.kind, p.role, p.optional, p.keyed) for p in op.parameters] == [
         ("out", "Tensor", "out", False, False),
         ("state", "Tensor", "inout", True, False),
@@ -50,8 +50,8 @@ def test_declaration_is_read_from_the_reference() -> None:
         ("epsilon", "float", "in", False, False),
         ("causal", "bool", "in", False, True),
     ]
-    assert op.passed == (("epsilon", "d"),)
-    assert op.ulps == 3
+    assert op.declaration.runtime == (("epsilon", "d"),)
+    assert op.declaration.ulps == 3
     assert (declared.__name__, declared.__doc__) == ("declared", "Documented.")
 
 
@@ -81,7 +81,7 @@ def _good(out: Tensor, factor: float) -> None: ...
 def test_wrong_declarations(reference: Any, declaration: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         pyops.op(**declaration)(reference)
-    assert reference.__name__ not in pyops.ops
+    assert reference.__name__ not in pyops.registry
 
 
 def test_annotations_may_be_types_or_text() -> None:
@@ -121,16 +121,16 @@ def test_a_module_may_declare_an_op_again() -> None:
         for call in (wrapper, torch.ops.pyops.declared_again):
             call(out, x)
             assert (out == factor).all()
-    assert pyops.ops["declared_again"] is wrapper.op
+    assert pyops.registry["declared_again"] is wrapper.op
 
 
 def test_an_op_of_another_module_is_not_replaced() -> None:
     def rms_norm(out: Tensor, input: Tensor) -> None: ...
 
-    before = pyops.ops["rms_norm"]
-    with pytest.raises(TypeError, match=r"^rms_norm: pyops\.norm\.rms has declared an op of this name$"):
+    before = pyops.registry["rms_norm"]
+    with pytest.raises(TypeError, match=r"^rms_norm: pyops\.ops\.norm\.rms has declared an op of this name$"):
         pyops.op(out="out")(rms_norm)
-    assert pyops.ops["rms_norm"] is before
+    assert pyops.registry["rms_norm"] is before
 
 
 def test_a_plan_is_made_once_for_a_signature() -> None:
@@ -141,7 +141,7 @@ def test_a_plan_is_made_once_for_a_signature() -> None:
         out.copy_(input * slope + epsilon * steps)
 
     @planned_once.plan
-    def _(out: Arg, input: Arg, slope: float, epsilon: float, steps: int) -> list[Any]:
+    def _(out: TensorArg, input: TensorArg, slope: float, epsilon: float, steps: int) -> list[Any]:
         check.like(out, input)
         planned.append((input.shape, slope, steps))
         return []
@@ -161,19 +161,18 @@ def test_a_plan_is_made_once_for_a_signature() -> None:
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "_MOST_PLANS", 4)
-    op = pyops.ops["rms_norm"]
+    monkeypatch.setattr(core, "_MAX_PLANS", 4)
+    op = pyops.registry["rms_norm"]
     for rows in range(1, 20):
         args = op.example(TorchMaker(), num_tokens=rows, hidden_size=8, dtype="float32")
         op(*args)
         assert len(op.plans) <= 4
-        assert len(op._described) <= 4
         expected = torch.nn.functional.rms_norm(args[1], (8,), args[2], 1e-6)
         torch.testing.assert_close(args[0], expected)
 
 
 def test_a_new_number_of_tokens_is_the_same_specialisation() -> None:
-    op = pyops.ops["rms_norm"]
+    op = pyops.registry["rms_norm"]
     texts = {
         launch.specialisation.text
         for rows in (1, 2, 17, 100)
@@ -276,6 +275,26 @@ def test_switches(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None
         assert switch() is on
         monkeypatch.delenv(f"PYOPS_{name}")
         assert switch() is False
+
+
+def test_no_kernel_is_compiled_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyops._core import config
+
+    monkeypatch.setenv("PYOPS_JIT", "error")
+    x, out = torch.ones(2, 24), torch.empty(2, 24)
+    with config.cpu("kernels"):
+        with pytest.raises(
+            pyops.NotLoadedError, match=r"(?s)^rms_norm: kernel norm/rms_norm.cu is not loaded.*HIDDEN_SIZE"
+        ):
+            pyops.rms_norm(out, x, None, 0.0)
+        monkeypatch.delenv("PYOPS_JIT")
+        pyops.rms_norm(out, x, None, 0.0)
+        monkeypatch.setenv("PYOPS_JIT", "error")
+        pyops.rms_norm(out.zero_(), x, None, 0.0)
+        assert torch.equal(out, x)
+        monkeypatch.setenv("PYOPS_JIT", "maybe")
+        with pytest.raises(ValueError, match=r'^PYOPS_JIT: expected "compile" or "error", got "maybe"$'):
+            pyops.rms_norm(torch.empty(2, 40), torch.ones(2, 40), None, 0.0)
 
 
 def test_a_tensor_whose_storage_was_taken_away_is_refused() -> None:

@@ -10,9 +10,9 @@ import torch
 
 import pyops
 from pyops._core import check, config
-from pyops._core.host import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Kernel, Launch, Scratch
-from pyops._core.tensor import Arg
+from pyops._core.tensor import TensorArg
 from tests.calls import DEVICES
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def take() -> Any:
     kernel = Kernel("test/take.cu", text=TAKE)
     planned = []
 
-    @pyops.op(out="out", passed="step")
+    @pyops.op(out="out", runtime="step")
     def take(out: Tensor, input: Tensor, index: Tensor, scale: Tensor | float, step: int) -> None:
         """``out = input[index] * scale + step``."""
         inside = (index >= 0) & (index < input.numel())
@@ -47,13 +47,13 @@ def take() -> Any:
         out.copy_(torch.where(inside, found, 0.0))
 
     @take.plan
-    def _(out: Arg, input: Arg, index: Arg, scale: Arg, step: int) -> Launch:
+    def _(out: TensorArg, input: TensorArg, index: TensorArg, scale: TensorArg, step: int) -> Launch:
         check.scalar(scale)
         check.same_shape(out, index)
         planned.append(scale.shape)
         return kernel(index_t=index.dtype).launch(-(-index.numel // 64), 64, count=index.numel, size=input.numel)
 
-    @take.indices
+    @take.bad_indices
     def _(out: Tensor, input: Tensor, index: Tensor, scale: Tensor, step: int) -> dict[str, Tensor]:
         return {"index": (index < 0) | (index >= input.numel())}
 
@@ -156,7 +156,7 @@ def test_scratch_is_shared_by_the_launches_of_a_call(device: str) -> None:
         out.copy_(input * 1.5)
 
     @one_and_a_half.plan
-    def _(out: Arg, input: Arg) -> list[Launch]:
+    def _(out: TensorArg, input: TensorArg) -> list[Launch]:
         partial, other = Scratch(100), Scratch(4 * 64)
         return [
             halves().launch(1, 25, partial=partial, other=other),
@@ -182,7 +182,7 @@ def test_scratch_in_a_graph_and_in_cupy() -> None:
         out.copy_(input * 1.5)
 
     @captured_scratch.plan
-    def _(out: Arg, input: Arg) -> list[Launch]:
+    def _(out: TensorArg, input: TensorArg) -> list[Launch]:
         partial, other = Scratch(100), Scratch(100)
         return [made().launch(1, 25, partial=partial, other=other) for made in (halves, add)]
 
@@ -204,7 +204,7 @@ def test_scratch_in_a_graph_and_in_cupy() -> None:
 @pytest.mark.parametrize(
     ("declaration", "message"),
     [
-        ({"passed": "factor"}, r"\['factor'\] are passed but are no int parameters"),
+        ({"runtime": "factor"}, r"\['factor'\] are runtime but are no int parameters"),
         ({"keyed": "count"}, r"\['count'\] are keyed but are no float parameters"),
     ],
 )
@@ -218,7 +218,7 @@ def test_wrong_declarations(declaration: dict[str, str], message: str) -> None:
 def test_an_integer_of_every_call_has_eight_bytes() -> None:
     kernel = Kernel("test/narrow.cu", text='extern "C" __global__ void narrow(float* out, int step) {}')
 
-    @pyops.op(out="out", passed="step")
+    @pyops.op(out="out", runtime="step")
     def narrow_step(out: Tensor, step: int) -> None: ...
 
     narrow_step.plan(lambda out, step: kernel().launch(1, 32))

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import device, dtypes, tensor
-from pyops._core.tensor import Arg
+from pyops._core.tensor import TensorArg
 
 
 def _arg(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: dtypes.DType = dtypes.float32, name: str = "x"
-) -> Arg:
-    return Arg("op", name, dtype, shape, strides, 16, device.model())
+) -> TensorArg:
+    return TensorArg("op", name, dtype, shape, strides, 16, device.model())
 
 
-def _addresses(arg: Arg, start: int) -> list[int]:
+def _addresses(arg: TensorArg, start: int) -> list[int]:
     """Address of every element."""
     return [
         start + arg.dtype.itemsize * sum(i * stride for i, stride in zip(index, arg.strides, strict=True))

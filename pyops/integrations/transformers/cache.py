@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ...attention import paged_attention_v1, paged_attention_varlen
-from ...cache import reshape_and_cache_flash
+from ...ops.attention import paged_attention_v1, paged_attention_varlen
+from ...ops.cache import reshape_and_cache_flash
 
 _BLOCK = 16  # slots of a block
 _STEP = 256  # slots by which a cache without a limit grows, at least

@@ -6,21 +6,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..._core.lazy import torch
-from ...attention import (
+from ...ops.attention import (
     convert_vertical_slash_indexes_out,
     paged_attention_rocm,
     sm100_cutlass_mla_get_workspace_size,
 )
-from ...attention import merge_attn_states as _merge_attn_states
-from ...attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
-from ...cache import copy_blocks, copy_blocks_mla, swap_blocks
-from ...memory import (
+from ...ops.attention import merge_attn_states as _merge_attn_states
+from ...ops.attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
+from ...ops.cache import copy_blocks, copy_blocks_mla, swap_blocks
+from ...ops.memory import (
     get_cuda_view_from_cpu_tensor,
     get_device_attribute,
     get_max_shared_memory_per_block_device_attribute,
     weak_ref_tensor,
 )
-from ...quantize import awq_dequantize, ggml_dequantize, hadacore_transform, permute_cols
+from ...ops.quantize import awq_dequantize, ggml_dequantize, hadacore_transform, permute_cols
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyops
 
-from ... import attention, norm, quantize, sampling
 from ..._core.errors import OpError
 from ..._core.lazy import optional
+from ...ops import attention, norm, quantize, sampling
 from . import adapters
 from .schemas import SCHEMAS, SIGNATURES
 

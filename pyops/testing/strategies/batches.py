@@ -132,11 +132,11 @@ def paged_caches(
     shared = draw(st.sampled_from([0.0, 0.5]), label="share of blocks in common")
     broken_share = draw(st.sampled_from([0.0, 0.3]), label="share of broken entries") if broken else 0.0
     hostile = st.sampled_from([-1, -_INT32_MAX - 1, num_blocks, num_blocks + 1, _INT32_MAX, 0, num_blocks - 1])
-    most = max(needed) + draw(st.integers(0, 3), label="entries too many")
-    table = torch.empty(len(needed), most, dtype=draw(st.sampled_from([torch.int32, torch.int64]), label="table"))
+    max_blocks = max(needed) + draw(st.integers(0, 3), label="entries too many")
+    table = torch.empty(len(needed), max_blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64]), label="table"))
     given: list[int] = []
     for row, count in zip(table, needed, strict=True):
-        for entry in range(most):
+        for entry in range(max_blocks):
             chance = float(torch.rand((), generator=random))
             if entry >= count or chance < broken_share:
                 row[entry] = draw(hostile)

@@ -1,0 +1,1 @@
+"""Kernels on the CPU: the C++ toolchain, the loader of emulated kernels, and the lines of their faults."""

@@ -1,0 +1,225 @@
+"""Kernels on the CPU: the text that NVRTC compiles, compiled by a C++ compiler against `kernels_cu/host`, and run.
+
+A text becomes a shared object that is linked to a runtime of its own library. Both are cached by the digest of all that
+goes into them. A launch is deterministic: its schedule says which thread runs when.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from .. import source
+from ..errors import KernelFault, called
+from .build import build, load_library, unit
+from .lines import places
+
+ORDERS = ("fifo", "reversed", "greedy", "shuffled")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which thread runs when: one order out of all that a device may choose.
+
+    Attributes:
+        order: ``"fifo"``; ``"reversed"``, from the last block and thread to the first; ``"greedy"``, one warp as far as
+            it gets before the next; ``"shuffled"``, any thread that can run, by `seed`.
+    """
+
+    order: str = "fifo"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f'order: expected one of {", ".join(ORDERS)}, got "{self.order}"')
+
+
+# A result that does not depend on timing is the same under each of them.
+SCHEDULES = (
+    Schedule(),
+    Schedule("reversed"),
+    Schedule("greedy"),
+    Schedule("shuffled", 1),
+    Schedule("shuffled", 2),
+)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How launches run: by which schedule, how long at most, and in warps of how many lanes (32 or 64)."""
+
+    schedule: Schedule = Schedule()
+    seconds: float = 60.0
+    warp_size: int = 32
+
+
+_USUAL = Conditions()
+_conditions: ContextVar[Conditions] = ContextVar("conditions", default=_USUAL)
+
+
+@contextmanager
+def scheduled(schedule: Schedule, *, seconds: float = 60.0, warp_size: int = 32) -> Iterator[None]:
+    """Launches of this thread run by `schedule`, end after `seconds`, and have warps of `warp_size` lanes."""
+    token = _conditions.set(Conditions(schedule, seconds, warp_size))
+    try:
+        yield
+    finally:
+        _conditions.reset(token)
+
+
+def warp_size() -> int:
+    """Lanes of a warp in this thread's launches."""
+    return _conditions.get().warp_size
+
+
+class _Index(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_uint32), ("y", ctypes.c_uint32), ("z", ctypes.c_uint32))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.x, self.y, self.z))
+
+
+class _Launch(ctypes.Structure):  # state.h
+    _fields_ = (
+        ("grid", _Index),
+        ("block", _Index),
+        ("shared_bytes", ctypes.c_uint32),
+        ("warp_size", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
+        ("order", ctypes.c_uint32),
+        ("time_limit_ms", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+    )
+
+
+class _Fault(ctypes.Structure):  # state.h
+    _fields_ = (
+        ("kind", ctypes.c_char * 64),
+        ("message", ctypes.c_char * 2048),
+        ("file", ctypes.c_char * 256),
+        ("line", ctypes.c_int32),
+        ("has_thread", ctypes.c_int32),
+        ("block", _Index),
+        ("thread", _Index),
+        ("pc", ctypes.c_uint64),
+        ("asked_pc", ctypes.c_uint64),
+        ("other_pc", ctypes.c_uint64),
+    )
+
+
+@dataclass(frozen=True)
+class HostFunction:
+    """A kernel that is loaded into this process."""
+
+    kernel: str
+    constants: str
+    library: str
+    lines: Callable[[], str] = field(repr=False)  # gives the path of the same library with lines of the source
+    warp_size: int
+    cluster: int  # blocks
+    entry: int = field(repr=False)
+    run: Any = field(repr=False)
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared: int,
+        parameters: int,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+    ) -> None:
+        """Run every block, by the schedule of the `scheduled` around the call, and return when all have run.
+
+        `parameters` is the address of an array with a pointer to each parameter. Raises KernelFault.
+        """
+        if cluster[0] * cluster[2] != 1:
+            raise ValueError(f"{self.kernel}: clusters of blocks run on the CPU along y only, got {cluster}")
+        conditions = _conditions.get()
+        launch = _Launch(
+            _Index(*grid),
+            _Index(*block),
+            shared,
+            self.warp_size,
+            max(self.cluster, cluster[1]),
+            ORDERS.index(conditions.schedule.order),
+            max(1, int(conditions.seconds * 1e3)),
+            conditions.schedule.seed,
+        )
+        with _one_launch:
+            raised = self.run(self.entry, parameters, ctypes.byref(launch))
+            fault = _Fault.from_buffer_copy(raised.contents) if raised else None
+        if fault is not None:
+            raise self._error(fault)
+
+    def _error(self, fault: _Fault) -> KernelFault:
+        library = self.lines()
+        places = _places(library, fault.pc)
+        told = (fault.file.decode(), fault.line)
+        if fault.line and told not in places:
+            places = [told, *places]
+        places = places or _places(library, fault.asked_pc)  # where it last was when it was somewhere else
+        message = fault.message.decode(errors="replace")
+        if others := _places(library, fault.other_pc):
+            message += f", at {called(others)}"
+        thread: Any = tuple(fault.thread) if fault.has_thread else None
+        block: Any = tuple(fault.block)
+        return KernelFault(fault.kind.decode(), self.kernel, self.constants, message, places, block, thread)
+
+
+def _places(library: str, offset: int) -> list[tuple[str, int]]:
+    """Where in the kernels an instruction comes from. The emulation's own lines are left out."""
+    # The address is that after the instruction.
+    found = places(library, offset - 1) if offset else []
+    return [(match[0], line) for file, line in found if (match := re.search(r"kernels_cu/(?!host/).+", file))]
+
+
+_one_launch = threading.Lock()  # the runtime runs one at a time
+_loaded: dict[tuple[str, int], HostFunction] = {}
+_locks: dict[tuple[str, int], threading.Lock] = {}
+
+
+def loaded(text: str) -> bool:
+    """Whether the kernel of `text` is loaded, for warps as this thread's launches have them."""
+    return (text, warp_size()) in _loaded
+
+
+def load(text: str, entry: str, kernel: str, constants: str) -> HostFunction:
+    """The function `entry` of `text`, compiled at most once per process; `kernel` and `constants` name it in errors.
+
+    Raises CompileError, and MissingDependencyError where there is no compiler.
+    """
+    key = (text, warp_size())
+    found = _loaded.get(key)
+    if found is None:
+        with _locks.setdefault(key, threading.Lock()):
+            found = _loaded.get(key) or _loaded.setdefault(key, _load(text, entry, kernel, constants, key[1]))
+    return found
+
+
+def _load(text: str, entry: str, kernel: str, constants: str, warp_size: int) -> HostFunction:
+    runtime, run = _runtime()
+    path, library = load_library("kernel", unit(text, entry, warp_size), (runtime,), kernel, constants)
+    address = ctypes.cast(library.pyops_host_entry, ctypes.c_void_p).value
+    assert address is not None
+
+    def lines() -> str:
+        return build("lines", unit(text, entry, warp_size), (runtime,), kernel, constants)
+
+    return HostFunction(kernel, constants, path, lines, warp_size, library.pyops_host_cluster(), address, run)
+
+
+@cache
+def _runtime() -> tuple[str, Any]:
+    """The library that runs kernels: its path, and its one function."""
+    path, library = load_library("runtime", source.inline("host/runtime.cpp"), (), "host/runtime.cpp", "")
+    run = library.pyops_host_run
+    run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    run.restype = ctypes.POINTER(_Fault)
+    return path, run

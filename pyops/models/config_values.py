@@ -1,0 +1,64 @@
+"""Values of a JSON file, as the models take them: what is not of its kind or range is refused by name."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from .._core.errors import ModelError
+
+_MAX_SIZE = 1 << 20  # of every size: a matrix of two of them is still one that torch can name, if not hold
+_MAX_POSITIONS = (1 << 31) - 1
+_OF_POSITIONS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file holds; ModelError where there is no such file, or none in it."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(path, f"cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(path, f"expected an object, got {type(values).__name__}")
+    return values
+
+
+def refuse(name: str, expected: str, got: object) -> ModelError:
+    """The error of a value in a config, to be raised."""
+    return ModelError("config", f"{name}: expected {expected}, got {reprlib.repr(got)}")
+
+
+def first(*values: Any) -> Any:
+    """The first that a file gives: null is as good as nothing."""
+    return next((value for value in values if value is not None), None)
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is one, and neither true nor false."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def size(name: str, value: Any) -> int:
+    """A positive integer, as large as a model's may be."""
+    max_value = _MAX_POSITIONS if name in _OF_POSITIONS else _MAX_SIZE
+    if not is_integer(value) or not 1 <= value <= max_value:
+        raise refuse(name, f"a positive integer up to {max_value}", value)
+    return int(value)
+
+
+def number(name: str, value: Any) -> float:
+    """A positive number, so far from the bounds of float32 that nothing overflows."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 <= value <= 1e30:
+        raise refuse(name, "a positive number from 1e-30 to 1e30", value)
+    return float(value)
+
+
+def flag(values: dict[str, Any], name: str, default: bool = False) -> bool:
+    """True or false; null is false."""
+    value = values.get(name, default)
+    if value is not None and not isinstance(value, bool):
+        raise refuse(name, "true or false", value)
+    return bool(value)

@@ -1,0 +1,105 @@
+"""Layers of models as modules, with the names, arguments and states of vLLM's. A file imports only files above it:
+
+custom_op base parallel              switches of layers; a layer of one op; the ranks that share weights
+activation norm quant routing        activations, norms, fp8 codes, the choice of experts
+linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
+rotary_scaled merged embedding       rotary embedding of long texts, merged projections, tables of tokens
+factory shortconv logits             the rotary embedding of a configuration, the short convolution, logits
+
+docs/layers.md lists them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Without torch, this import raises the error that names the pip line.
+from .custom_op import CustomOp, PluggableLayer, op_registry, set_custom_ops  # isort: split
+
+from . import (
+    activation,
+    attention,
+    conv,
+    embedding,
+    factory,
+    linear,
+    logits,
+    merged,
+    norm,
+    parallel,
+    quant,
+    rotary,
+    rotary_scaled,
+    routing,
+    shortconv,
+)
+from .activation import *
+from .attention import *
+from .conv import *
+from .embedding import *
+from .factory import *
+from .linear import *
+from .logits import *
+from .merged import *
+from .norm import *
+from .parallel import *
+from .quant import *
+from .quant import _DecodeConcatQuantFP8
+from .rotary import *
+from .rotary_scaled import *
+from .routing import *
+from .shortconv import *
+
+MISSING = {
+    "fused_moe": "FusedMoE",
+    "modular_fused_moe": "FusedMoEModularMethod",
+    "unquantized_fused_moe": "UnquantizedFusedMoEMethod",
+    "transformers_fused_moe": "TransformersFusedMoE",
+    "mamba_mixer": "MambaMixer",
+    "mamba_mixer2": "MambaMixer2",
+    "plamo2_mamba_mixer": "Plamo2MambaMixer",
+    "multi_head_latent_attention": "MultiHeadLatentAttentionWrapper",
+    "static_sink_attention": "StaticSinkAttention",
+    "sparse_attn_indexer": "SparseAttnIndexer",
+}
+"""Ops that vLLM registers and this library has no layer for, with the names of their classes."""
+
+
+def get_layer_class(name: str) -> type:
+    """The class registered as `name`, "rms_norm", or of that name, "RMSNorm"; ValueError where there is none."""
+    for op_name, layer in op_registry.items():
+        if name in (op_name, layer.__name__):
+            return layer
+    raise ValueError(_absence(name) or f"pyops.nn has no layer {name}")
+
+
+def _absence(name: str) -> str | None:
+    for op_name, layer in MISSING.items():
+        if name in (op_name, layer):
+            return f"pyops.nn has no {layer} ({op_name}): build it from the ops of pyops, or register one"
+    return None
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(_absence(name) or f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["MISSING", "CustomOp", "PluggableLayer", "get_layer_class", "set_custom_ops"]
+for _module in (
+    activation,
+    attention,
+    conv,
+    embedding,
+    factory,
+    linear,
+    logits,
+    merged,
+    norm,
+    parallel,
+    quant,
+    rotary,
+    rotary_scaled,
+    routing,
+    shortconv,
+):
+    __all__ += _module.__all__

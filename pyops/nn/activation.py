@@ -1,0 +1,254 @@
+"""Activations as modules: gated ones, of the two halves of a row, and plain ones.
+
+An input x is [..., hidden_size], of a gated one [..., 2 * hidden_size], in float32, float16 or bfloat16; the result is
+a new tensor [..., hidden_size] of its dtype. The formulas are those of the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..ops.activation.activation import (
+    fatrelu_and_mul,
+    gelu_and_mul,
+    gelu_and_mul_above,
+    gelu_and_mul_sparse,
+    gelu_fast,
+    gelu_new,
+    gelu_quick,
+    gelu_tanh_and_mul,
+    mul_and_silu,
+    relu2,
+    silu_and_mul,
+    swigluoai_and_mul,
+    swiglustep_and_mul,
+    xielu,
+)
+from .base import OpLayer, rows
+from .custom_op import CustomOp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "XIELU",
+    "FastGELU",
+    "FatreluAndMul",
+    "GeluAndMul",
+    "GeluAndMulSparse",
+    "MulAndSilu",
+    "NewGELU",
+    "QuickGELU",
+    "ReLUSquaredActivation",
+    "SiluAndMul",
+    "SwigluOAIAndMul",
+    "SwigluStepAndMul",
+]
+
+
+class _Activation(OpLayer):
+    gated = False
+
+    def arguments(self, x: Tensor) -> tuple[Any, ...]:
+        """What the op takes behind its input."""
+        return ()
+
+    def compute(self, op: Callable[..., None], x: Tensor) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if self.gated else x.shape[-1])
+        op(out, rows(x), *self.arguments(x))
+        return out
+
+
+class _Gated(_Activation):
+    gated = True
+
+
+@CustomOp.register("silu_and_mul")
+class SiluAndMul(_Gated, op=silu_and_mul):
+    """SwiGLU: silu of the first half times the second, see `pyops.silu_and_mul`.
+
+    Args:
+        compile_native: see `CustomOp`.
+    """
+
+    def __init__(self, *, compile_native: bool = True) -> None:
+        super().__init__(compile_native=compile_native)
+
+
+@CustomOp.register("mul_and_silu")
+class MulAndSilu(_Gated, op=mul_and_silu):
+    """The first half times silu of the second, see `pyops.mul_and_silu`."""
+
+
+@CustomOp.register("gelu_and_mul")
+class GeluAndMul(_Gated, op=gelu_and_mul):
+    """GEGLU: gelu of the first half times the second, see `pyops.gelu_and_mul` and `pyops.gelu_tanh_and_mul`.
+
+    Args:
+        approximate: "none" for the error function, "tanh" for the hyperbolic tangent.
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.approximate = _approximate(type(self).__name__, approximate)
+        if approximate == "tanh":
+            self._use(gelu_tanh_and_mul)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+@CustomOp.register("gelu_and_mul_sparse")
+class GeluAndMulSparse(_Gated, op=gelu_and_mul_sparse):
+    """GEGLU of the gates above a quantile of their row, see `pyops.gelu_and_mul_sparse`.
+
+    Args:
+        activation_sparsity: the fraction of a normally distributed row to cut, above 0 and below 1.
+        approximate: "none" or "tanh", as in `GeluAndMul`.
+    """
+
+    def __init__(self, activation_sparsity: float, approximate: str = "none") -> None:
+        super().__init__()
+        if not 0.0 < activation_sparsity < 1.0:
+            raise ValueError(
+                f"GeluAndMulSparse: activation_sparsity: expected above 0 and below 1, got {activation_sparsity}"
+            )
+        self.activation_sparsity = activation_sparsity
+        self.approximate = _approximate("GeluAndMulSparse", approximate)
+        # A compiler does not trace `statistics`.
+        self._multiplier = NormalDist().inv_cdf(activation_sparsity)
+
+    def arguments(self, x: Tensor) -> tuple[Any, ...]:
+        return self.activation_sparsity, self.approximate
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        def above(out: Tensor, x: Tensor, activation_sparsity: float, approximate: str) -> None:
+            gelu_and_mul_above(out, x, self._multiplier, approximate)
+
+        return self.compute(above, x)
+
+
+@CustomOp.register("fatrelu_and_mul")
+class FatreluAndMul(_Gated, op=fatrelu_and_mul):
+    """The first half where it exceeds a threshold, else 0, times the second, see `pyops.fatrelu_and_mul`.
+
+    Args:
+        threshold: what a gate must exceed.
+    """
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def arguments(self, x: Tensor) -> tuple[Any, ...]:
+        return (self.threshold,)
+
+
+@CustomOp.register("swigluoai_and_mul")
+class SwigluOAIAndMul(_Gated, op=swigluoai_and_mul):
+    """Clamped SwiGLU of neighbouring elements, see `pyops.swigluoai_and_mul`.
+
+    Args:
+        alpha: slope of the sigmoid.
+        limit: largest gate and largest magnitude of the other factor.
+    """
+
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+
+    def arguments(self, x: Tensor) -> tuple[Any, ...]:
+        return self.alpha, self.limit
+
+
+@CustomOp.register("swiglustep_and_mul")
+class SwigluStepAndMul(_Gated, op=swiglustep_and_mul):
+    """SwiGLU with both factors clamped, see `pyops.swiglustep_and_mul`.
+
+    Args:
+        limit: largest activated gate and largest magnitude of the other factor.
+    """
+
+    def __init__(self, limit: float = 7.0) -> None:
+        super().__init__()
+        if limit is None:
+            raise ValueError("SwigluStepAndMul: limit: expected a number, got None")
+        self.limit = limit
+
+    def arguments(self, x: Tensor) -> tuple[Any, ...]:
+        return (self.limit,)
+
+
+@CustomOp.register("gelu_new")
+class NewGELU(_Activation, op=gelu_new):
+    """GELU by the hyperbolic tangent as GPT-2 writes it, see `pyops.gelu_new`."""
+
+
+@CustomOp.register("gelu_fast")
+class FastGELU(_Activation, op=gelu_fast):
+    """GELU by the hyperbolic tangent with the cube factored out, see `pyops.gelu_fast`."""
+
+
+@CustomOp.register("quick_gelu")
+class QuickGELU(_Activation, op=gelu_quick):
+    """GELU by the logistic function, see `pyops.gelu_quick`."""
+
+
+@CustomOp.register("relu2")
+class ReLUSquaredActivation(_Activation, op=relu2):
+    """Squared ReLU, see `pyops.relu2`."""
+
+
+@CustomOp.register("xielu")
+class XIELU(_Activation, op=xielu):
+    """xIELU with learned strengths, see `pyops.xielu`.
+
+    Args:
+        alpha_p_init, alpha_n_init: the strengths to begin with; the parameters `alpha_p` and `alpha_n`, each [1], are
+            what softplus, for the negative side plus `beta`, takes there.
+        beta: slope at zero; eps: where the exponential side starts. Both are buffers, so a checkpoint may set them.
+        dtype: of the parameters; they are rounded to that of the input.
+        with_vector_loads: taken for vLLM's sake; accesses are always as wide as they can be.
+    """
+
+    def __init__(
+        self,
+        alpha_p_init: float = 0.8,
+        alpha_n_init: float = 0.8,
+        beta: float = 0.5,
+        eps: float = -1e-6,
+        dtype: torch.dtype = torch.bfloat16,
+        with_vector_loads: bool = False,
+    ) -> None:
+        super().__init__()
+        if alpha_p_init <= 0 or alpha_n_init <= beta:
+            raise ValueError(
+                f"XIELU: expected alpha_p_init above 0 and alpha_n_init above beta={beta}, "
+                f"got {alpha_p_init} and {alpha_n_init}"
+            )
+        for name, strength in (("alpha_p", alpha_p_init), ("alpha_n", alpha_n_init - beta)):
+            inverse = torch.tensor([strength], dtype=torch.float64).expm1().log()  # of softplus
+            self.register_parameter(name, nn.Parameter(inverse.to(dtype)))
+        self.register_buffer("beta", torch.tensor(beta, dtype=dtype))
+        self.register_buffer("eps", torch.tensor(eps, dtype=dtype))
+        self.with_vector_loads = with_vector_loads
+        # An op takes numbers: reading the buffers at every call would wait for the device.
+        self._numbers = beta, eps
+        self.register_load_state_dict_post_hook(lambda module, _: module._read_numbers())
+
+    def _read_numbers(self) -> None:
+        self._numbers = float(self.beta), float(self.eps)
+
+    def arguments(self, x: Tensor) -> tuple[Any, ...]:
+        return self.alpha_p.to(x.dtype), self.alpha_n.to(x.dtype), *self._numbers
+
+
+def _approximate(layer: str, approximate: str) -> str:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'{layer}: approximate: expected "none" or "tanh", got {approximate!r}')
+    return approximate

@@ -1,0 +1,53 @@
+"""A layer that is one op of this library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .._core.op import Wrapper
+from .._core.torch_library import bind_loaded
+from .custom_op import CustomOp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# A compiler may trace a reference before any op is called, and can do so once torch is bound.
+bind_loaded()
+
+
+class OpLayer(CustomOp):
+    """A layer whose `compute` allocates what an op writes and calls the op.
+
+    `forward_cuda` computes with the op, which launches its kernel, and `forward_native` with its reference, so that a
+    layer means the same whether it is on or off, and a compiler that traces it while it is off can fuse the reference.
+
+    Class keyword:
+        op: the op, ``class SiluAndMul(OpLayer, op=silu_and_mul)``; `_use` gives an instance another.
+    """
+
+    op: Callable[..., None]
+    reference: Callable[..., None]
+
+    def __init_subclass__(cls, op: Wrapper | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if op is not None:
+            cls.op, cls.reference = staticmethod(op), staticmethod(op.reference)
+
+    def _use(self, op: Wrapper) -> None:
+        self.op, self.reference = op, op.reference
+
+    def compute(self, op: Callable[..., None], *args: Any) -> Any:
+        """The result of this layer, by `op`."""
+        raise NotImplementedError
+
+    def forward_native(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(self.reference, *args, **kwargs)
+
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(self.op, *args, **kwargs)
+
+
+def rows(x: Tensor) -> Tensor:
+    """`x` if its rows are whole and of one stride, as most ops ask for, else a copy."""
+    return x if x.is_contiguous() or (x.ndim <= 2 and x.stride(-1) == 1) else x.contiguous()

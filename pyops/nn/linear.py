@@ -1,0 +1,273 @@
+"""Linear layers, whole or divided among ranks.
+
+Parameters are `weight` [output_size, input_size] and `bias` [output_size], of what this rank has of them; each has a
+`weight_loader` that takes what a checkpoint holds, which is the whole, and copies the part. Layers take [...,
+input_size] and return the pair (output, bias), the bias being None unless `skip_bias_add` leaves adding it to the
+caller; without `return_bias` the output alone.
+
+Arguments that all have:
+    bias: whether there is one.
+    skip_bias_add: return the bias instead of adding it.
+    params_dtype: of the parameters; None for torch's default.
+    quant_config: None; weights are not quantised here.
+    prefix: the name of the layer in its model.
+    return_bias: whether to return the pair.
+    disable_tp: this layer has all of its weights on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from .custom_op import PluggableLayer
+from .parallel import (
+    divide,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ReplicatedLinear",
+    "RowParallelLinear",
+]
+
+
+def new_parameter(shape: Sequence[int], dtype: torch.dtype | None, loader: Callable[..., None]) -> nn.Parameter:
+    """An uninitialised parameter that `loader` fills."""
+    parameter = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+    parameter.weight_loader = loader
+    return parameter
+
+
+def refuse_quant_config(layer: nn.Module, quant_config: Any) -> None:
+    """Weights are plain here."""
+    if quant_config is not None:
+        raise ValueError(f"{type(layer).__name__}: quant_config: expected None, got {quant_config!r}")
+
+
+def copy_weight(layer: nn.Module, place: Tensor, loaded: Tensor, dim: int = 0, first: int = 0, whole: int = 0) -> None:
+    """Copy what was loaded to `place`: all of it, or from `first` along `dim`, of which it has `whole`.
+
+    Raises:
+        ValueError: what was loaded, or the part of it, has another shape.
+    """
+    part = loaded
+    if whole and loaded.ndim > dim and loaded.shape[dim] == whole:
+        part = loaded.narrow(dim, first, place.shape[dim])
+    if part.shape != place.shape or (whole and part is loaded):
+        raise ValueError(
+            f"{type(layer).__name__}: weight_loader: expected {f'{whole} along dimension {dim}' if whole else 'all'} "
+            f"for a place of shape {tuple(place.shape)}, got shape {tuple(loaded.shape)}"
+        )
+    with torch.no_grad():
+        place.copy_(part)
+
+
+def ranks(disable_tp: bool) -> int:
+    """Among how many ranks the weights of a layer are divided."""
+    return 1 if disable_tp else get_tensor_model_parallel_world_size()
+
+
+class _Linear(PluggableLayer):
+    """`own` is (output_size, input_size) of this rank."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        own: tuple[int, int],
+        bias: bool,
+        skip_bias_add: bool,
+        params_dtype: torch.dtype | None,
+        quant_config: Any,
+        prefix: str,
+        return_bias: bool,
+        disable_tp: bool,
+    ) -> None:
+        super().__init__()
+        refuse_quant_config(self, quant_config)
+        self.input_size, self.output_size, self.skip_bias_add = input_size, output_size, skip_bias_add
+        self.output_size_per_partition, self.input_size_per_partition = own
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.quant_config, self.prefix, self.return_bias = quant_config, prefix, return_bias
+        self.disable_tp, self.tp_size = disable_tp, ranks(disable_tp)
+        self.tp_rank = 0 if disable_tp else get_tensor_model_parallel_rank()
+        self.weight = new_parameter(own, self.params_dtype, self.weight_loader)
+        self.register_parameter("bias", new_parameter(own[:1], self.params_dtype, self.weight_loader) if bias else None)
+
+    def weight_loader(self, param: Tensor, loaded_weight: Tensor) -> None:
+        """Copy this rank's part of a weight or a bias into `param`."""
+        copy_weight(self, param, loaded_weight)
+
+    def _result(self, output: Tensor) -> Any:
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+    def extra_repr(self) -> str:
+        return f"input_size={self.input_size}, output_size={self.output_size}, tp_size={self.tp_size}"
+
+
+@PluggableLayer.register("replicated_linear")
+class ReplicatedLinear(_Linear):
+    """``y = x W^T + b``, the same on every rank.
+
+    Args:
+        input_size, output_size: columns and rows of the weight.
+        others: see the module.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: Any = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+        disable_tp: bool = False,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            (output_size, input_size),
+            bias,
+            skip_bias_add,
+            params_dtype,
+            quant_config,
+            prefix,
+            return_bias,
+            disable_tp=True,
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        return self._result(linear(x, self.weight, None if self.skip_bias_add else self.bias))
+
+
+@PluggableLayer.register("column_parallel_linear")
+class ColumnParallelLinear(_Linear):
+    """``y_i = x W_i^T + b_i``: each rank has some rows of the weight and computes those elements of the output.
+
+    Args:
+        input_size, output_size: columns and rows of the whole weight.
+        gather_output: whether every rank gets all of the output.
+        output_sizes: rows of the matrices that are merged in the weight, each of which is divided by itself; None for
+            one matrix.
+        others: see the module.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        quant_config: Any = None,
+        output_sizes: list[int] | None = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+        disable_tp: bool = False,
+    ) -> None:
+        sizes = [output_size] if output_sizes is None else output_sizes
+        parts = [divide(type(self).__name__, "output_size", size, ranks(disable_tp)) for size in sizes]
+        super().__init__(
+            input_size,
+            output_size,
+            (sum(parts), input_size),
+            bias,
+            skip_bias_add,
+            params_dtype,
+            quant_config,
+            prefix,
+            return_bias,
+            disable_tp,
+        )
+        self.gather_output, self.output_partition_sizes = gather_output, parts
+
+    def weight_loader(self, param: Tensor, loaded_weight: Tensor) -> None:
+        copy_weight(self, param, loaded_weight, 0, self.tp_rank * param.shape[0], self.output_size)
+
+    def forward(self, input_: Tensor) -> Any:
+        output = linear(input_, self.weight, None if self.skip_bias_add else self.bias)
+        if self.gather_output and self.tp_size > 1:
+            parts = output.split(self.output_partition_sizes, -1)
+            output = torch.cat([tensor_model_parallel_all_gather(part) for part in parts], -1)
+        return self._result(output)
+
+
+@PluggableLayer.register("row_parallel_linear")
+class RowParallelLinear(_Linear):
+    """``y = sum_i x_i W_i^T + b``: each rank has some columns of the weight and those elements of the input.
+
+    Args:
+        input_size, output_size: columns and rows of the whole weight.
+        input_is_parallel: whether the input of a rank is its part; else it is the whole, of which it takes its part.
+        reduce_results: whether the ranks add up their results; else each returns its own, to which the bias is not
+            added.
+        others: see the module.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        params_dtype: torch.dtype | None = None,
+        reduce_results: bool = True,
+        quant_config: Any = None,
+        prefix: str = "",
+        *,
+        return_bias: bool = True,
+        disable_tp: bool = False,
+    ) -> None:
+        if bias and not reduce_results and not skip_bias_add:
+            raise ValueError("RowParallelLinear: bias: cannot be added where reduce_results is False")
+        super().__init__(
+            input_size,
+            output_size,
+            (output_size, divide(type(self).__name__, "input_size", input_size, ranks(disable_tp))),
+            bias,
+            skip_bias_add,
+            params_dtype,
+            quant_config,
+            prefix,
+            return_bias,
+            disable_tp,
+        )
+        self.input_is_parallel, self.reduce_results = input_is_parallel, reduce_results
+
+    def weight_loader(self, param: Tensor, loaded_weight: Tensor) -> None:
+        if param.ndim == 1:
+            copy_weight(self, param, loaded_weight)
+        else:
+            copy_weight(self, param, loaded_weight, 1, self.tp_rank * param.shape[1], self.input_size)
+
+    def forward(self, input_: Tensor) -> Any:
+        if not self.input_is_parallel:
+            input_ = input_.chunk(self.tp_size, -1)[self.tp_rank]
+        # One rank adds the bias, since results are added up.
+        bias = None if self.skip_bias_add or self.tp_rank else self.bias
+        output = linear(input_, self.weight, bias)
+        if self.reduce_results and self.tp_size > 1:
+            output = tensor_model_parallel_all_reduce(output)
+        return self._result(output)

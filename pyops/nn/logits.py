@@ -1,0 +1,58 @@
+"""From hidden states to logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from .custom_op import CustomOp
+from .embedding import ParallelLMHead
+from .parallel import tensor_model_parallel_all_gather
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LogitsProcessor"]
+
+
+@CustomOp.register("logits_processor")
+class LogitsProcessor(CustomOp):
+    """Logits of hidden states, joined from all ranks, capped and scaled.
+
+    ``forward(lm_head, hidden_states, embedding_bias=None)`` takes [..., hidden_size] and returns [..., org_vocab_size],
+    on every rank: ``hidden_states W^T + b``, cut to the vocabulary, then ``cap * tanh(l / cap)``, then ``l * scale``.
+    It is the same on all platforms and under all configurations.
+
+    Args:
+        vocab_size: tokens.
+        org_vocab_size: how many of them have logits; None for all.
+        scale: multiplied at last.
+        logits_as_input: whether `hidden_states` are the logits already.
+        soft_cap: what logits stay below in magnitude; None for no cap.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        org_vocab_size: int | None = None,
+        scale: float = 1.0,
+        logits_as_input: bool = False,
+        soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.org_vocab_size = vocab_size, org_vocab_size or vocab_size
+        self.scale, self.logits_as_input, self.soft_cap = scale, logits_as_input, soft_cap
+
+    def forward(self, lm_head: ParallelLMHead, hidden_states: Tensor, embedding_bias: Tensor | None = None) -> Tensor:
+        logits = hidden_states
+        if not self.logits_as_input:
+            bias = lm_head.bias if embedding_bias is None else embedding_bias
+            logits = tensor_model_parallel_all_gather(functional.linear(hidden_states, lm_head.weight, bias))
+            if lm_head.token_rows is not None:
+                logits = logits[..., lm_head.token_rows]
+            logits = logits[..., : self.org_vocab_size]
+        if self.soft_cap is not None:
+            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return logits if self.scale == 1.0 else logits * self.scale

@@ -1,0 +1,211 @@
+"""Root-mean-square norms as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..ops.norm import fused_add_rms_norm, gemma_rms_norm, rms_norm, rms_norm_gated
+from .base import OpLayer, rows
+from .custom_op import CustomOp
+from .parallel import (
+    divide,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["GemmaRMSNorm", "Mixer2RMSNormGated", "RMSNorm", "RMSNormGated"]
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@CustomOp.register("rms_norm")
+class RMSNorm(CustomOp):
+    """RMS norm of rows, optionally of their sum with a residual, see `pyops.rms_norm` and `pyops.fused_add_rms_norm`.
+
+    ``forward(x, residual=None)`` takes x [..., hidden_size] in float32, float16 or bfloat16. Without residual it
+    returns a new tensor; with one, of the shape and dtype of x, the pair of the norm and ``x + residual``. Where the
+    kernels run, those are x and residual themselves, overwritten (or copies, of tensors whose rows have no one stride);
+    `forward_native` leaves both alone.
+
+    Args:
+        hidden_size: of a row.
+        eps: added to the mean of squares.
+        var_hidden_size: take the mean over so many first elements of a row; None for all.
+        has_weight: whether `weight` [hidden_size] is a parameter; else it is ones, and not in the state.
+        dtype: of the weight; that of x. None for torch's default.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        var_hidden_size: int | None = None,
+        has_weight: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
+        if self.variance_size_override is not None and not 0 < self.variance_size_override < hidden_size:
+            raise ValueError(f"RMSNorm: var_hidden_size: expected 1 to {hidden_size}, got {var_hidden_size}")
+        self.has_weight = has_weight
+        weight = torch.ones(hidden_size, dtype=dtype)
+        self.weight = nn.Parameter(weight) if has_weight else weight
+
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if self.variance_size_override is not None:
+            return self._of_part(x, residual)
+        return self._compute(rms_norm.reference, fused_add_rms_norm.reference, x, residual, in_place=False)
+
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if self.variance_size_override is not None:
+            return self._of_part(x, residual)
+        return self._compute(rms_norm, fused_add_rms_norm, x, residual, in_place=True)
+
+    def _compute(
+        self, norm: Callable[..., None], add: Callable[..., None], x: Tensor, residual: Tensor | None, in_place: bool
+    ) -> Any:
+        weight = self.weight if self.has_weight else None
+        if residual is None:
+            out = _empty_like(x)
+            norm(out, x if x.stride(-1) == 1 else x.contiguous(), weight, self.variance_epsilon)
+            return out
+        x, residual = (rows(each) if in_place else each.clone() for each in (x, residual))
+        add(x, residual, weight, self.variance_epsilon)
+        return x, residual
+
+    def _of_part(self, x: Tensor, residual: Tensor | None) -> Any:
+        """With the mean of the first elements only, for which there is no kernel."""
+        if x.shape[-1] != self.hidden_size:
+            raise ValueError(f"RMSNorm: x: expected rows of hidden_size={self.hidden_size}, got shape {tuple(x.shape)}")
+        z = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+        part = z[..., : self.variance_size_override].float()
+        y = (z.float() * torch.rsqrt(part.square().mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+        y = y * self.weight if self.has_weight else y
+        return y if residual is None else (y, z)
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, eps={self.variance_epsilon}"
+
+
+@CustomOp.register("gemma_rms_norm")
+class GemmaRMSNorm(OpLayer, op=gemma_rms_norm):
+    """RMS norm with a weight that counts from one, see `pyops.gemma_rms_norm`.
+
+    ``forward(x, residual=None)`` takes x [..., hidden_size] in float32, float16 or bfloat16. It returns a new tensor;
+    with a residual the pair of the norm and ``x + residual``, which is in float32 for float16, else in the wider dtype
+    of the two. Neither argument is written.
+
+    Args:
+        hidden_size: of a row; the parameter `weight` [hidden_size] begins as zeros, of torch's default dtype.
+        eps: added to the mean of squares.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.variance_epsilon = eps
+
+    def compute(self, op: Callable[..., None], x: Tensor, residual: Tensor | None = None) -> Any:
+        out, x = _empty_like(x), rows(x)
+        if residual is None:
+            op(out, x, self.weight, self.variance_epsilon)
+            return out
+        wide = x.dtype == torch.float16 or residual.dtype == torch.float32
+        total = torch.empty_like(out, dtype=torch.float32 if wide else x.dtype)
+        op(out, x, self.weight, self.variance_epsilon, rows(residual), total)
+        return out, total
+
+
+@CustomOp.register("rms_norm_gated")
+class RMSNormGated(OpLayer, op=rms_norm_gated):
+    """RMS norm of rows or groups with an optional SiLU gate, in float32 and rounded once, see `pyops.rms_norm_gated`.
+
+    ``forward(x, z=None)`` takes x [..., hidden_size] in float32, float16 or bfloat16 and a gate of its shape and dtype,
+    and returns a new tensor.
+
+    Args:
+        hidden_size: of a row; the parameter `weight` [hidden_size] begins as ones.
+        eps: added to the mean of squares.
+        group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
+        norm_before_gate: gate the normalised row, not the input.
+        device, dtype: of the weight.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    def compute(self, op: Callable[..., None], x: Tensor, z: Tensor | None = None) -> Tensor:
+        out = _empty_like(x)
+        z = None if z is None else rows(z)
+        op(out, rows(x), self.weight, self.eps, z, None, None, self.group_size, self.norm_before_gate)
+        return out
+
+
+@CustomOp.register("mixer2_gated_rms_norm")
+class Mixer2RMSNormGated(OpLayer, op=rms_norm_gated):
+    """The gated norm of Mamba-2 mixers: RMS norm by groups of ``x * silu(gate)``, divided among ranks.
+
+    ``forward(x, gate)`` takes both as [..., full_hidden_size / ranks], float32, float16 or bfloat16, and returns a new
+    tensor. Groups that lie on one rank are computed there by `pyops.rms_norm_gated`, in float32 and rounded once. For
+    one group on several ranks these add up their sums of squares; groups that ranks divide otherwise are gathered.
+
+    Args:
+        full_hidden_size: of a row on all ranks together.
+        full_n_groups: its groups.
+        use_rms_norm: whether there is a norm at all, and the parameter `weight` [full_hidden_size / ranks], ones.
+        eps: added to the mean of squares.
+    """
+
+    def __init__(self, full_hidden_size: int, full_n_groups: int, use_rms_norm: bool = True, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.tp_size, self.tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        name = type(self).__name__
+        self.full_hidden_size, self.n_groups = full_hidden_size, full_n_groups
+        self.group_size = divide(name, "full_hidden_size", full_hidden_size, full_n_groups)
+        self.per_rank_hidden_size = divide(name, "full_hidden_size", full_hidden_size, self.tp_size)
+        self.variance_epsilon, self.use_rms_norm = eps, use_rms_norm
+        self.register_parameter("weight", nn.Parameter(torch.ones(self.per_rank_hidden_size)) if use_rms_norm else None)
+
+    def compute(self, op: Callable[..., None], x: Tensor, gate: Tensor) -> Tensor:
+        if not self.use_rms_norm:
+            return (x.float() * nn.functional.silu(gate.float())).to(x.dtype)
+        if self.n_groups % self.tp_size:
+            return self._across_ranks(x, gate)
+        out = _empty_like(x)
+        op(out, rows(x), self.weight, self.variance_epsilon, rows(gate), None, None, self.group_size, False)
+        return out
+
+    def _across_ranks(self, x: Tensor, gate: Tensor) -> Tensor:
+        y = x.float() * nn.functional.silu(gate.float())
+        if self.n_groups == 1:
+            squares = tensor_model_parallel_all_reduce(y.square().sum(-1, keepdim=True))
+            y = y * torch.rsqrt(squares / self.full_hidden_size + self.variance_epsilon)
+        else:
+            groups = tensor_model_parallel_all_gather(y).unflatten(-1, (self.n_groups, self.group_size))
+            groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.variance_epsilon)
+            y = groups.flatten(-2).chunk(self.tp_size, -1)[self.tp_rank]
+        return (y * self.weight.float()).to(x.dtype)

@@ -1,0 +1,330 @@
+"""Rotary embeddings for longer texts than those of the first training: their tables have other angles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import ceil, log, sqrt
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..ops.rotary import tables as rope_tables
+from .rotary import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "DeepseekScalingRotaryEmbedding",
+    "DynamicNTKAlphaRotaryEmbedding",
+    "DynamicNTKScalingRotaryEmbedding",
+    "LinearScalingRotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "NTKScalingRotaryEmbedding",
+    "Phi3LongRoPEScaledRotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+]
+
+
+class LinearScalingRotaryEmbedding(RotaryEmbedding):
+    """Frequencies divided by a factor (Chen et al. 2023, arXiv:2306.15595); the table is so many times as long.
+
+    Args:
+        head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
+        scaling_factors: the factor, or several, whose tables lie one behind the other; `scaling_factor_to_offset` says
+            where.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        scaling_factors: float | Sequence[float],
+        dtype: torch.dtype,
+    ) -> None:
+        factors = [scaling_factors] if isinstance(scaling_factors, int | float) else list(scaling_factors)
+        self.scaling_factors = factors
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _compute_cos_sin_cache(self) -> Tensor:
+        plain = self._compute_inv_freq(self.base)
+        lengths = [ceil(self.max_position_embeddings * factor) for factor in self.scaling_factors]
+        offsets = accumulate(lengths, initial=0)
+        self.scaling_factor_to_offset = dict(zip(self.scaling_factors, offsets, strict=False))
+        pairs = zip(self.scaling_factors, lengths, strict=True)
+        return torch.cat([rope_tables.cos_sin(rope_tables.angles(plain / factor, length)) for factor, length in pairs])
+
+
+class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
+    """A larger base, as "NTK-aware" scaling has for texts as long as the table: `scaling_factor` times the first ones.
+
+    Args:
+        head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
+        scaling_factor: how many times as long texts are.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        scaling_factor: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.scaling_factor = scaling_factor
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _compute_cos_sin_cache(self) -> Tensor:
+        base = rope_tables.dynamic_ntk_base(self.base, self.rotary_dim, self.scaling_factor, self.scaling_factor)
+        positions = ceil(self.max_position_embeddings * self.scaling_factor)
+        return rope_tables.cos_sin(rope_tables.angles(self._compute_inv_freq(base), positions))
+
+
+class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
+    """A larger base, ``base * alpha ** (rotary_dim / (rotary_dim - 2))``, as the Hunyuan models have.
+
+    Args:
+        head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
+        scaling_alpha: the alpha.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        scaling_alpha: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.scaling_alpha = scaling_alpha
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        # The factor 1 makes the growth itself what the base grows by.
+        return super()._compute_inv_freq(rope_tables.dynamic_ntk_base(base, self.rotary_dim, 1.0, self.scaling_alpha))
+
+
+class NTKScalingRotaryEmbedding(RotaryEmbedding):
+    """Frequencies divided by up to a factor, the lower the more, see `pyops.ops.rotary.tables.ntk`.
+
+    Args:
+        head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
+        scaling_factor: what the lowest frequency is divided by.
+        mixed_b: how much the others follow; None for 1.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        scaling_factor: float,
+        dtype: torch.dtype,
+        mixed_b: float | None = None,
+    ) -> None:
+        self.scaling_factor, self.mixed_b = scaling_factor, mixed_b
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        power = 1.0 if self.mixed_b is None else self.mixed_b
+        return rope_tables.ntk(super()._compute_inv_freq(base), self.scaling_factor, power)
+
+
+class Llama3RotaryEmbedding(RotaryEmbedding):
+    """Low frequencies divided by a factor, see `pyops.ops.rotary.tables.llama3`.
+
+    Args:
+        head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
+        scaling_factor, low_freq_factor, high_freq_factor: as in a model's configuration.
+        orig_max_position: tokens of the texts of the first training.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        dtype: torch.dtype,
+        scaling_factor: float,
+        low_freq_factor: float,
+        high_freq_factor: float,
+        orig_max_position: int,
+    ) -> None:
+        self.scaling_factor, self.orig_max_position = scaling_factor, orig_max_position
+        self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        plain = super()._compute_inv_freq(base)
+        limits = self.low_freq_factor, self.high_freq_factor
+        return rope_tables.llama3(plain, self.scaling_factor, *limits, self.orig_max_position)
+
+
+class YaRNScalingRotaryEmbedding(RotaryEmbedding):
+    """YaRN (Peng et al. 2023, arXiv:2309.00071), see `pyops.ops.rotary.tables.yarn`.
+
+    The table has `scaling_factor` times as many positions.
+
+    Args:
+        head_size, rotary_dim, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
+        max_position_embeddings: tokens of the texts of the first training.
+        scaling_factor: how many times as long texts are.
+        extrapolation_factor, beta_fast, beta_slow, truncate: see `pyops.ops.rotary.tables.yarn`.
+        attn_factor: cosines and sines are multiplied by it,
+        apply_yarn_scaling: and by ``0.1 log(scaling_factor) + 1``.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        scaling_factor: float,
+        dtype: torch.dtype,
+        *,
+        extrapolation_factor: float = 1,
+        attn_factor: float = 1,
+        beta_fast: float = 32,
+        beta_slow: float = 1,
+        apply_yarn_scaling: bool = True,
+        truncate: bool = True,
+    ) -> None:
+        self.scaling_factor, self.extrapolation_factor, self.attn_factor = (
+            scaling_factor,
+            extrapolation_factor,
+            attn_factor,
+        )
+        self.beta_fast, self.beta_slow, self.truncate = beta_fast, beta_slow, truncate
+        self.mscale = self._mscale() if apply_yarn_scaling else float(attn_factor)
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _mscale(self) -> float:
+        return float(rope_tables.yarn_mscale(self.scaling_factor) * self.attn_factor)
+
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        ramp = self.beta_fast, self.beta_slow, self.extrapolation_factor, self.truncate
+        return rope_tables.yarn(self.rotary_dim, base, self.scaling_factor, self.max_position_embeddings, *ramp)
+
+    def _compute_cos_sin_cache(self) -> Tensor:
+        positions = ceil(self.max_position_embeddings * self.scaling_factor)
+        return rope_tables.cos_sin(rope_tables.angles(self._compute_inv_freq(self.base), positions), self.mscale)
+
+
+class DeepseekScalingRotaryEmbedding(YaRNScalingRotaryEmbedding):
+    """YaRN with the scaling of the DeepSeek models: ``m(mscale) / m(mscale_all_dim) * attn_factor``.
+
+    ``m(s) = 0.1 s log(scaling_factor) + 1``.
+
+    Args:
+        mscale, mscale_all_dim: as in a model's configuration.
+        others: as in `YaRNScalingRotaryEmbedding`.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        scaling_factor: float,
+        dtype: torch.dtype,
+        *,
+        extrapolation_factor: float = 1,
+        attn_factor: float = 1,
+        beta_fast: float = 32,
+        beta_slow: float = 1,
+        mscale: float = 1,
+        mscale_all_dim: float = 0,
+    ) -> None:
+        self._mscales = mscale, mscale_all_dim
+        super().__init__(
+            head_size,
+            rotary_dim,
+            max_position_embeddings,
+            base,
+            is_neox_style,
+            scaling_factor,
+            dtype,
+            extrapolation_factor=extrapolation_factor,
+            attn_factor=attn_factor,
+            beta_fast=beta_fast,
+            beta_slow=beta_slow,
+        )
+
+    def _mscale(self) -> float:
+        one, all_dim = (rope_tables.yarn_mscale(self.scaling_factor, mscale) for mscale in self._mscales)
+        return float(one / all_dim * self.attn_factor)
+
+
+class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbedding):
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): every frequency divided by a factor of its own.
+
+    There are factors for short texts and for long ones. Which are used is settled here, by how long texts may become,
+    since keys in a cache keep their angles.
+
+    Args:
+        head_size, rotary_dim, base, dtype: as in `RotaryEmbeddingBase`.
+        max_position_embeddings: tokens of the longest text of the model.
+        original_max_position_embeddings: tokens of the texts of the first training.
+        is_neox_style: True.
+        short_factor, long_factor: [rotary_dim / 2] numbers.
+        short_mscale, long_mscale: cosines and sines are multiplied by them; None for ``sqrt(1 + log(s) / log(o))``, o
+            being original_max_position_embeddings and s the ratio of both, or 1 where that is at most 1.
+        max_model_len: tokens of the longest text that will come; None for max_position_embeddings.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        original_max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        dtype: torch.dtype,
+        short_factor: Sequence[float],
+        long_factor: Sequence[float],
+        short_mscale: float | None = None,
+        long_mscale: float | None = None,
+        *,
+        max_model_len: int | None = None,
+    ) -> None:
+        if not is_neox_style:
+            raise ValueError("Phi3LongRoPEScaledRotaryEmbedding: is_neox_style: expected True, got False")
+        self.original_max_position_embeddings = original_max_position_embeddings
+        longest = max_position_embeddings if max_model_len is None else max_model_len
+        self.use_long_rope = longest > original_max_position_embeddings
+        self.short_factor, self.long_factor = list(short_factor), list(long_factor)
+        for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
+            if len(factors) != rotary_dim // 2:
+                raise ValueError(
+                    f"Phi3LongRoPEScaledRotaryEmbedding: {name}: expected {rotary_dim // 2} numbers, got {len(factors)}"
+                )
+        scale = max_position_embeddings / original_max_position_embeddings
+        default = 1.0 if scale <= 1 else sqrt(1 + log(scale) / log(original_max_position_embeddings))
+        self.short_mscale = default if short_mscale is None else short_mscale
+        self.long_mscale = default if long_mscale is None else long_mscale
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _compute_cos_sin_cache(self) -> Tensor:
+        long = self.use_long_rope
+        plain = self._compute_inv_freq(self.base)
+        factors = torch.tensor(self.long_factor if long else self.short_factor, dtype=torch.float32)
+        positions = self.max_position_embeddings if long else self.original_max_position_embeddings
+        mscale = self.long_mscale if long else self.short_mscale
+        return rope_tables.cos_sin(rope_tables.angles(plain / factors, positions), mscale)

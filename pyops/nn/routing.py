@@ -1,0 +1,89 @@
+"""Choosing the experts of a token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .custom_op import CustomOp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["GroupedTopk"]
+
+
+@CustomOp.register("grouped_topk")
+class GroupedTopk(CustomOp):
+    """The experts of each token, out of the best groups of experts.
+
+    As in DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437). ``forward(hidden_states, gating_output,
+    e_score_correction_bias=None)`` takes logits [num_tokens, num_experts] of any float dtype, and a bias [num_experts]
+    or None; nothing depends on hidden_states but the number of tokens. It returns (weights float32, experts int32),
+    both [num_tokens, topk], the best expert first.
+
+    Scores are the softmax or the sigmoid of the logits. Without a bias, a group is as good as its best expert; with
+    one, scores plus bias rank the experts, and a group by the sum of its two best. Experts are chosen from the
+    `topk_group` best groups; their weights are scores, without the bias.
+
+    Args:
+        topk: experts of a token.
+        renormalize: whether the weights of a token are divided by their sum.
+        num_expert_group: groups of equal size into which the experts are divided.
+        topk_group: groups of which a token may have experts.
+        scoring_func: "softmax" or "sigmoid".
+        routed_scaling_factor: weights are multiplied by it at last.
+        num_fused_shared_experts: not supported above 0.
+    """
+
+    def __init__(
+        self,
+        topk: int,
+        renormalize: bool,
+        num_expert_group: int = 0,
+        topk_group: int = 0,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        num_fused_shared_experts: int = 0,
+    ) -> None:
+        super().__init__()
+        if scoring_func not in ("softmax", "sigmoid"):
+            raise ValueError(f'GroupedTopk: scoring_func: expected "softmax" or "sigmoid", got {scoring_func!r}')
+        if not 0 < topk_group <= num_expert_group:
+            raise ValueError(
+                f"GroupedTopk: topk_group: expected 1 to num_expert_group={num_expert_group}, got {topk_group}"
+            )
+        if num_fused_shared_experts:
+            raise ValueError(f"GroupedTopk: num_fused_shared_experts: expected 0, got {num_fused_shared_experts}")
+        self.topk, self.renormalize = topk, renormalize
+        self.num_expert_group, self.topk_group = num_expert_group, topk_group
+        self.scoring_func, self.routed_scaling_factor = scoring_func, routed_scaling_factor
+        self.num_fused_shared_experts = num_fused_shared_experts
+
+    def forward_native(
+        self, hidden_states: Tensor, gating_output: Tensor, e_score_correction_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, num_experts = gating_output.shape
+        if hidden_states.shape[0] != num_tokens:
+            raise ValueError(
+                f"GroupedTopk: gating_output: expected {hidden_states.shape[0]} tokens like hidden_states, got "
+                f"{num_tokens}"
+            )
+        size = num_experts // self.num_expert_group
+        if num_experts % self.num_expert_group or self.topk > self.topk_group * size:
+            raise ValueError(
+                f"GroupedTopk: gating_output: expected experts in {self.num_expert_group} groups, {self.topk_group} of "
+                f"which have at least topk={self.topk}, got {num_experts}"
+            )
+        scores = gating_output.softmax(-1) if self.scoring_func == "softmax" else gating_output.sigmoid()
+        keys = scores if e_score_correction_bias is None else scores + e_score_correction_bias
+        groups = keys.unflatten(-1, (self.num_expert_group, size))
+        best = 1 if e_score_correction_bias is None else min(2, size)
+        chosen = groups.topk(best, dim=-1).values.sum(-1).topk(self.topk_group, dim=-1).indices
+        kept = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=keys.device).scatter(1, chosen, True)
+        experts = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1).topk(self.topk, dim=-1).indices
+        weights = scores.gather(1, experts).float()
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * self.routed_scaling_factor, experts.int()

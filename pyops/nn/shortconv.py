@@ -1,0 +1,137 @@
+"""The gated short convolution of the LFM2 models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .custom_op import CustomOp
+from .linear import ColumnParallelLinear, RowParallelLinear, new_parameter
+from .merged import MergedColumnParallelLinear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ShortConv"]
+
+
+@CustomOp.register("short_conv")
+class ShortConv(CustomOp):
+    """Short convolution between two gates: ``out_proj(C * conv(B * x))`` for ``[B, C, x] = in_proj(hidden_states)``.
+
+    The convolution is causal and of each channel by itself, over the last `conv_L_cache` tokens of a sequence (the LFM2
+    models, Liquid AI 2025). ``forward(hidden_states, conv_state=None, query_start_loc=None, state_indices_tensor=None,
+    has_initial_states=None)`` takes:
+
+    - hidden_states: [num_tokens, dim], sequences one behind the other.
+    - conv_state: [num_slots, dim / ranks, conv_L_cache - 1] of the dtype of hidden_states, written: the last inputs of
+      the convolution, the newest last; None where nothing is kept.
+    - query_start_loc: [num_seqs + 1] integers, where sequences begin; None for one sequence.
+    - state_indices_tensor: [num_seqs] integers, the slot of each; None for the first ones, and a negative slot is none.
+    - has_initial_states: [num_seqs] bool, whether a sequence goes on from its slot; None for none.
+
+    It returns [num_tokens, dim]. No lengths are read on the host, so it can be captured into a CUDA graph.
+
+    Args:
+        config: has conv_L_cache, the taps, at least 2, and conv_bias, whether all three parts have a bias.
+        dim: elements of a hidden state.
+        layer_idx: which layer of the model this is.
+        model_config, cache_config: taken for vLLM's sake; caches are arguments here.
+        prefix: the name of the layer in its model.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        dim: int,
+        layer_idx: int,
+        model_config: Any = None,
+        cache_config: Any = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.conv_dim, self.prefix = config, layer_idx, dim, prefix
+        self.model_config, self.cache_config = model_config, cache_config
+        self.L_cache, self.bias = config.conv_L_cache, config.conv_bias
+        if self.L_cache < 2:
+            raise ValueError(f"ShortConv: config.conv_L_cache: expected at least 2, got {self.L_cache}")
+        self.conv = ColumnParallelLinear(self.L_cache, dim, bias=self.bias, prefix=f"{prefix}.conv1d")
+        channels = self.conv.output_size_per_partition
+        self.conv.weight = new_parameter((channels, 1, self.L_cache), self.conv.params_dtype, self.conv.weight_loader)
+        self.in_proj = MergedColumnParallelLinear(dim, [dim] * 3, bias=self.bias, prefix=f"{prefix}.in_proj")
+        self.out_proj = RowParallelLinear(dim, dim, bias=self.bias, prefix=f"{prefix}.out_proj")
+
+    def forward_native(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+        state_indices_tensor: Tensor | None = None,
+        has_initial_states: Tensor | None = None,
+    ) -> Tensor:
+        gate_in, gate_out, x = self.in_proj(hidden_states)[0].chunk(3, -1)
+        x = gate_in * x
+        device, num_tokens = x.device, x.shape[0]
+        if conv_state is not None:
+            self._check(conv_state, x)
+        if query_start_loc is None:
+            query_start_loc = torch.arange(2, device=device) * num_tokens
+        starts, ends = query_start_loc[:-1].long(), query_start_loc[1:].long()
+        past = self._past(x, conv_state, len(starts), state_indices_tensor, has_initial_states)
+        token = torch.arange(num_tokens, device=device)
+        sequence = torch.searchsorted(ends, token, right=True).clamp(max=len(starts) - 1)
+        before = self.L_cache - 1
+        y = x.new_zeros(x.shape, dtype=torch.float32)
+        for tap in range(self.L_cache):
+            inputs = _inputs(x, past, sequence, token - starts[sequence] - (before - tap), starts)
+            y = y + inputs.float() * self.conv.weight[:, 0, tap].float()
+        if self.conv.bias is not None:
+            y = y + self.conv.bias.float()
+        if conv_state is not None:
+            self._keep(conv_state, x, past, starts, ends, state_indices_tensor)
+        output: Tensor = self.out_proj(gate_out * y.to(x.dtype))[0]
+        return output
+
+    def _past(
+        self, x: Tensor, conv_state: Tensor | None, num_seqs: int, slots: Tensor | None, has_initial: Tensor | None
+    ) -> Tensor:
+        """What came before each sequence: [num_seqs, L_cache - 1, channels], the newest last."""
+        if conv_state is None or has_initial is None:
+            return x.new_zeros(num_seqs, self.L_cache - 1, x.shape[1])
+        slots = torch.arange(num_seqs, device=x.device) if slots is None else slots
+        found = conv_state[slots.clamp(min=0).long()].mT
+        return torch.where((has_initial & (slots >= 0))[:, None, None], found, 0.0)
+
+    def _keep(
+        self, conv_state: Tensor, x: Tensor, past: Tensor, starts: Tensor, ends: Tensor, slots: Tensor | None
+    ) -> None:
+        """Write the last inputs of each sequence to its slot."""
+        before, num_seqs = self.L_cache - 1, len(starts)
+        place = (ends - starts)[:, None] - before + torch.arange(before, device=x.device)
+        sequence = torch.arange(num_seqs, device=x.device)[:, None].expand_as(place)
+        kept = _inputs(x, past, sequence, place, starts).mT
+        slots = sequence[:, 0] if slots is None else slots.long()
+        # A sequence without a slot writes once more what the first one that has a slot writes.
+        has_slot = slots >= 0
+        first = has_slot.int().argmax(0, keepdim=True)  # of one dimension: an index of none would be read on the host
+        slot = slots[first].clamp(min=0)
+        again = torch.where(has_slot[first][:, None, None], kept[first], conv_state[slot])
+        conv_state[torch.where(has_slot, slots, slot)] = torch.where(has_slot[:, None, None], kept, again)
+
+    def _check(self, conv_state: Tensor, x: Tensor) -> None:
+        expected = (x.shape[1], self.L_cache - 1)
+        if conv_state.ndim != 3 or conv_state.shape[1:] != expected or conv_state.dtype != x.dtype:
+            raise ValueError(
+                f"ShortConv: conv_state: expected shape (num_slots, {expected[0]}, {expected[1]}) of {x.dtype}, got "
+                f"{tuple(conv_state.shape)} of {conv_state.dtype}"
+            )
+
+
+def _inputs(x: Tensor, past: Tensor, sequence: Tensor, place: Tensor, starts: Tensor) -> Tensor:
+    """The inputs at these places of these sequences, of any shape; places before 0 are in the past."""
+    if not x.shape[0]:
+        x = past.new_zeros(1, past.shape[2])
+    inside = x[(starts[sequence] + place).clamp(0, x.shape[0] - 1)]
+    earlier = past[sequence, (place + past.shape[1]).clamp(0, past.shape[1] - 1)]
+    return torch.where((place >= 0)[..., None], inside, earlier)

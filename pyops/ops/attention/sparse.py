@@ -1,0 +1,282 @@
+"""Sparse patterns of attention, prepared for kernels that work on blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..._core import check
+from ..._core.dtypes import int32
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg, new
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "convert_vertical_slash_indexes",
+    "convert_vertical_slash_indexes_mergehead",
+    "convert_vertical_slash_indexes_out",
+]
+
+_convert_vertical_slash_indexes = Kernel("attention/convert_vertical_slash_indexes.cu")
+
+
+def convert_vertical_slash_indexes(
+    q_seqlens: Any,
+    kv_seqlens: Any,
+    vertical_indexes: Any,
+    slash_indexes: Any,
+    context_size: int,
+    block_size_M: int,
+    block_size_N: int,
+    causal: bool = True,
+) -> tuple[Any, Any, Any, Any]:
+    """`convert_vertical_slash_indexes_out` into new (block_count, block_offset, column_count, column_index)."""
+    return convert_vertical_slash_indexes_mergehead(
+        q_seqlens,
+        kv_seqlens,
+        vertical_indexes,
+        slash_indexes,
+        None,
+        None,
+        context_size,
+        block_size_M,
+        block_size_N,
+        causal,
+    )
+
+
+def convert_vertical_slash_indexes_mergehead(
+    q_seqlens: Any,
+    kv_seqlens: Any,
+    vertical_indexes: Any,
+    slash_indexes: Any,
+    vertical_indices_count: Any,
+    slash_indices_count: Any,
+    context_size: int,
+    block_size_M: int,
+    block_size_N: int,
+    causal: bool = True,
+) -> tuple[Any, Any, Any, Any]:
+    """The same for heads with so many indices each."""
+    *heads, num_verticals = vertical_indexes.shape
+    rows = (*heads, -(-context_size // max(1, block_size_M)))
+    outputs = (
+        new(vertical_indexes, rows),
+        new(vertical_indexes, (*rows, slash_indexes.shape[-1])),
+        new(vertical_indexes, rows),
+        new(vertical_indexes, (*rows, num_verticals)),
+    )
+    inputs = q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, vertical_indices_count, slash_indices_count
+    convert_vertical_slash_indexes_out(*outputs, *inputs, context_size, block_size_M, block_size_N, causal)
+    return outputs
+
+
+@op(out=("block_count", "block_offset", "column_count", "column_index"), ulps=0)
+def convert_vertical_slash_indexes_out(
+    block_count: Tensor,
+    block_offset: Tensor,
+    column_count: Tensor,
+    column_index: Tensor,
+    q_seqlens: Tensor,
+    kv_seqlens: Tensor,
+    vertical_indexes: Tensor,
+    slash_indexes: Tensor,
+    vertical_indices_count: Tensor | None,
+    slash_indices_count: Tensor | None,
+    context_size: int,
+    block_size_M: int,
+    block_size_N: int,
+    causal: bool = True,
+) -> None:
+    """Vertical lines and diagonals of an attention matrix, as blocks and single columns of each row of blocks.
+
+    A row holds block_size_M queries, up to ``end``, and ``base = end + kv_len - q_len`` (`causal`: the keys end where
+    the queries do) or ``end + kv_len`` (they are an earlier chunk). A slash s puts the keys ``[e - block_size_M, e)``,
+    ``e = max(base - s, block_size_M)``, into the row; ranges that meet or lie less than block_size_M apart are one,
+    which grows by whole block_size_M. The ranges are cut into blocks of block_size_N keys, of which the first key is
+    kept, and verticals that lie in no range are kept as columns: if `causal`, those before the last range (MInference,
+    Jiang et al. 2024, arXiv:2407.02490). Slashes at or behind the base count for nothing (but one at
+    it that is the last of all), and so do negative slashes and verticals outside the keys.
+
+    Args:
+        block_count, column_count: [batch, num_heads, rows] int32, written; rows is context_size / block_size_M, rounded
+            up. Rows behind the queries of a sequence have none.
+        block_offset: [batch, num_heads, rows, num_slashes] int32, written; zeros behind the blocks of a row.
+        column_index: [batch, num_heads, rows, num_verticals] int32, written; zeros behind the columns of a row.
+        q_seqlens, kv_seqlens: [batch] int32, queries and keys of each sequence.
+        vertical_indexes: [batch, num_heads, num_verticals] int32, ascending columns.
+        slash_indexes: [batch, num_heads, num_slashes] int32, descending distances of diagonals.
+        vertical_indices_count, slash_indices_count: [num_heads] int32, how many indices of a head count, or None for
+            all.
+        context_size: the most queries of a sequence.
+        block_size_M, block_size_N: queries and keys of a block; block_size_M is at most block_size_N.
+        causal: whether the keys end where the queries do. All tensors are contiguous.
+    """
+    batch, num_heads, num_rows = block_count.shape
+    for tensor in (block_count, block_offset, column_count, column_index):
+        tensor.zero_()
+    q_lens, kv_lens = q_seqlens.tolist(), kv_seqlens.tolist()
+    all_verticals, all_slashes = vertical_indexes.tolist(), slash_indexes.tolist()
+    for b, h in ((b, h) for b in range(batch) for h in range(num_heads)):
+        verticals, slashes = all_verticals[b][h], all_slashes[b][h]
+        if vertical_indices_count is not None:
+            verticals = verticals[: max(0, int(vertical_indices_count[h]))]
+        if slash_indices_count is not None:
+            slashes = slashes[: max(0, int(slash_indices_count[h]))]
+        for row in range(min(num_rows, -(-q_lens[b] // block_size_M))):
+            blocks, columns = _row(
+                verticals, slashes, row * block_size_M, q_lens[b], kv_lens[b], block_size_M, block_size_N, causal
+            )
+            block_count[b, h, row] = len(blocks)
+            column_count[b, h, row] = len(columns)
+            block_offset[b, h, row, : len(blocks)] = torch.tensor(blocks)
+            column_index[b, h, row, : len(columns)] = torch.tensor(columns)
+
+
+def _row(
+    verticals: list[int],
+    slashes: list[int],
+    start: int,
+    q_len: int,
+    kv_len: int,
+    block_size_M: int,
+    block_size_N: int,
+    causal: bool,
+) -> tuple[list[int], list[int]]:
+    """(starts of blocks, columns) of the row of queries from `start` on."""
+    columns = [v for v in verticals if 0 <= v < kv_len][::-1]  # the next is the last
+    slashes = [s for s in slashes if s >= 0][::-1]
+    base = start + block_size_M + kv_len - (q_len if causal else 0)
+    slash = base + 1
+    while slashes and slash >= base:
+        slash = slashes.pop()
+    low = base if causal else kv_len
+    high = low + block_size_N
+    if slash <= base:
+        high = max(base - slash, block_size_M)
+        low = high - block_size_M
+    blocks: list[int] = []
+    found: list[int] = []
+    while True:
+        if columns and columns[-1] < high:
+            column = columns.pop()
+            if column < low:
+                found.append(column)
+        elif slashes:
+            end = max(base - slashes.pop(), block_size_M)
+            if end > high + block_size_M:
+                blocks += range(low, min(high, kv_len), block_size_N)
+                low, high = end - block_size_M, end
+            elif end > high:
+                high += block_size_M
+        else:
+            break
+    blocks += range(low, min(high, kv_len), block_size_N)
+    return [key for key in blocks if key >= 0], found if causal else found + columns[::-1]
+
+
+@convert_vertical_slash_indexes_out.plan
+def plan_convert_vertical_slash_indexes_out(
+    block_count: TensorArg,
+    block_offset: TensorArg,
+    column_count: TensorArg,
+    column_index: TensorArg,
+    q_seqlens: TensorArg,
+    kv_seqlens: TensorArg,
+    vertical_indexes: TensorArg,
+    slash_indexes: TensorArg,
+    vertical_indices_count: TensorArg | None,
+    slash_indices_count: TensorArg | None,
+    context_size: int,
+    block_size_M: int,
+    block_size_N: int,
+) -> Launch:
+    if context_size < 0:
+        raise check.refuse(block_count, "context_size", f"expected at least 0, got {context_size}")
+    if not 0 < block_size_M <= block_size_N:
+        raise check.refuse(
+            block_count, "block_size_M", f"expected 1 to block_size_N={block_size_N}, got {block_size_M}"
+        )
+    for arg in (vertical_indexes, slash_indexes):
+        if len(arg.shape) != 3 or not arg.shape[-1]:
+            raise arg.error(f"expected shape (batch, num_heads, at least 1), got {arg.shape}")
+    batch, num_heads, num_verticals = vertical_indexes.shape
+    num_slashes, rows = slash_indexes.shape[-1], -(-context_size // block_size_M)
+    heads = {"batch": batch, "num_heads": num_heads}
+    check.shape(vertical_indexes, int32, **heads, num_verticals=num_verticals)
+    check.shape(slash_indexes, int32, **heads, num_slashes=num_slashes)
+    for lengths in (q_seqlens, kv_seqlens):
+        check.shape(lengths, int32, batch=batch)
+    for count in (vertical_indices_count, slash_indices_count):
+        check.shape(count, int32, num_heads=num_heads)
+    for count in (block_count, column_count):
+        check.shape(count, int32, **heads, rows=rows)
+    check.shape(block_offset, int32, **heads, rows=rows, num_slashes=num_slashes)
+    check.shape(column_index, int32, **heads, rows=rows, num_verticals=num_verticals)
+    return _convert_vertical_slash_indexes(NUM_THREADS=64).launch(
+        grid=(batch * num_heads, -(-rows // 64)),
+        block=64,
+        num_heads=num_heads,
+        num_rows=rows,
+        num_verticals=num_verticals,
+        num_slashes=num_slashes,
+    )
+
+
+@convert_vertical_slash_indexes_out.bad_indices
+def bad_indices_convert_vertical_slash_indexes_out(
+    q_seqlens: Tensor,
+    kv_seqlens: Tensor,
+    vertical_indexes: Tensor,
+    slash_indexes: Tensor,
+    vertical_indices_count: Tensor | None,
+    slash_indices_count: Tensor | None,
+    context_size: int,
+) -> dict[str, Tensor]:
+    found = {
+        "q_seqlens": (q_seqlens < 0) | (q_seqlens > context_size),
+        "kv_seqlens": kv_seqlens < 0,
+        "vertical_indexes": (vertical_indexes < 0) | (vertical_indexes >= kv_seqlens[:, None, None]),
+        "slash_indexes": slash_indexes < 0,
+    }
+    counts = {"vertical": vertical_indices_count, "slash": slash_indices_count}
+    for kind, count in counts.items():
+        if count is not None:
+            indexes = found[f"{kind}_indexes"]
+            indexes &= torch.arange(indexes.shape[-1], device=count.device) < count[:, None]
+            found[f"{kind}_indices_count"] = (count < 0) | (count > indexes.shape[-1])
+    return found
+
+
+@convert_vertical_slash_indexes_out.example
+def example_convert_vertical_slash_indexes_out(
+    make: Any, *, num_tokens: int = 512, causal: bool = True, with_counts: bool = True
+) -> tuple[Any, ...]:
+    num_heads, num_verticals, num_slashes, block_size, context_size = 3, 40, 24, 64, 32 * num_tokens
+    rows = -(-context_size // block_size)
+    block_offset, column_index = (
+        make.empty(2, num_heads, rows, size, dtype="int32") for size in (num_slashes, num_verticals)
+    )
+    block_count, column_count = (make.empty(2, num_heads, rows, dtype="int32") for _ in range(2))
+    lengths = (context_size, context_size * 2 // 3)
+
+    def spread(size: int) -> list[list[list[int]]]:
+        """So many indices for every head, ascending."""
+        return [
+            [sorted((i * i * 97 + 31 * i * head) % max(1, length) for i in range(size)) for head in range(num_heads)]
+            for length in lengths
+        ]
+
+    slashes = [[head[::-1] for head in sequence] for sequence in spread(num_slashes)]
+    counts = [make.values([size, size // 2, 1], dtype="int32") for size in (num_verticals, num_slashes)]
+    return (
+        *(block_count, block_offset, column_count, column_index),
+        *(make.values(list(lengths), dtype="int32") for _ in range(2)),
+        make.values(spread(num_verticals), dtype="int32"),
+        make.values(slashes, dtype="int32"),
+        *(counts if with_counts else (None, None)),
+        *(context_size, block_size, block_size, causal),
+    )

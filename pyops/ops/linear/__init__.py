@@ -1,0 +1,9 @@
+"""Matrix products."""
+
+from __future__ import annotations
+
+from . import skinny_linear as _skinny_linear
+from .skinny_linear import *
+
+__all__: list[str] = []
+__all__ += _skinny_linear.__all__

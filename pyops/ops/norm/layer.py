@@ -1,0 +1,246 @@
+"""Norms of rows or of groups within rows, with an optional gate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import float32
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .._shared import geometry
+from ._common import example_weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "layer_norm",
+    "rms_norm_gated",
+]
+
+_layer_norm = Kernel("norm/layer_norm.cu")
+
+
+def _grouped_norm(
+    out: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    z: Tensor | None,
+    stats: tuple[Tensor | None, Tensor | None],
+    epsilon: float,
+    group_size: int | None,
+    norm_before_gate: bool,
+    is_rms: bool,
+) -> None:
+    x = input.float()
+    if z is not None and not norm_before_gate:
+        x = x * torch.nn.functional.silu(z.float())
+    groups = x.unflatten(-1, (-1, group_size or x.shape[-1]))
+    mean = groups.mean(-1, keepdim=True)
+    if is_rms:
+        mean = torch.zeros_like(mean)
+    rstd = torch.rsqrt((groups - mean).square().mean(-1, keepdim=True) + epsilon)
+    y = ((groups - mean) * rstd).flatten(-2)
+    if weight is not None:
+        y = y * weight.float()
+    if bias is not None:
+        y = y + bias.float()
+    if z is not None and norm_before_gate:
+        y = y * torch.nn.functional.silu(z.float())
+    out.copy_(y)
+    for kept, value in zip(stats, (mean, rstd), strict=True):
+        if kept is not None:
+            kept.copy_(value.reshape(-1, value.shape[-2]).t().reshape(kept.shape))
+
+
+@op(out=("out", "mean", "rstd"), in_place={"out": "input"})
+def layer_norm(
+    out: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    epsilon: float,
+    z: Tensor | None = None,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> None:
+    """Normalise rows, or groups within rows, to mean 0 and variance 1; optionally gate with SiLU.
+
+    ``out = T((x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias)`` in float32, rounded once (Ba, Kiros and Hinton
+    2016, arXiv:1607.06450). With `z`, ``x = input * silu(z)`` or, if `norm_before_gate`, the result is times silu(z).
+
+    Args:
+        out: [..., hidden_size], written; rows of one stride; may be `input` itself.
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        weight, bias: [hidden_size] of the same dtype, or None for ones and zeros.
+        epsilon: added to the variance.
+        z: the shape and dtype of `input`, rows of one stride; or None.
+        mean, rstd: [groups * num_tokens] float32, written, group by group; or None.
+        group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
+        norm_before_gate: where the gate applies.
+    """
+    _grouped_norm(out, input, weight, bias, z, (mean, rstd), epsilon, group_size, norm_before_gate, is_rms=False)
+
+
+@layer_norm.plan
+def plan_layer_norm(
+    out: TensorArg,
+    input: TensorArg,
+    weight: TensorArg | None,
+    bias: TensorArg | None,
+    z: TensorArg | None,
+    mean: TensorArg | None,
+    rstd: TensorArg | None,
+    group_size: int | None,
+    norm_before_gate: bool,
+) -> Launch:
+    return _grouped_norm_plan(out, input, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms=False)
+
+
+def _grouped_norm_plan(
+    out: TensorArg,
+    input: TensorArg,
+    weight: TensorArg | None,
+    bias: TensorArg | None,
+    z: TensorArg | None,
+    mean: TensorArg | None,
+    rstd: TensorArg | None,
+    group_size: int | None,
+    norm_before_gate: bool,
+    is_rms: bool,
+) -> Launch:
+    check.floating(input)
+    check.like(out, input)
+    hidden_size = check.row_size(input)
+    check.row_size(out)
+    group_size = hidden_size if group_size is None else group_size
+    if group_size < 0 or (hidden_size and (group_size == 0 or hidden_size % group_size)):
+        raise check.refuse(input, "group_size", f"expected a divisor of hidden_size={hidden_size}, got {group_size}")
+    for vector in (weight, bias):
+        check.shape(vector, input.dtype, hidden_size=hidden_size)
+    check.like(z, input)
+    if z is not None:
+        check.row_size(z)
+    num_rows, num_groups = check.num_rows(input), hidden_size // max(1, group_size)
+    for stat in (mean, rstd):
+        check.shape(stat, float32, **{"groups * num_tokens": num_groups * num_rows})
+    strides = [check.row_stride(arg) for arg in (out, input, z) if arg]
+    vectors = geometry.vectors(group_size, strides if num_groups == 1 else (), out, input, z, weight, bias)
+    few, held = ((4, 8), 2) if z is None else ((1, 2), 2 if norm_before_gate else 4)
+    grid, threads = geometry.rows(
+        input,
+        num_rows * num_groups,
+        vectors,
+        many=(4, 7) if z is None else (4, 4),
+        few=few,
+        held=held,
+        weights=2,
+        size=group_size,
+        resident=(896, 896),
+    )
+    if z is not None and norm_before_gate:  # the gate's function takes registers while the row is held
+        threads = {**threads, "MIN_BLOCKS": max(1, threads["MIN_BLOCKS"] - 1)}
+    return _layer_norm(
+        scalar_t=input.dtype,
+        GROUP_SIZE=group_size,
+        **threads,
+        IS_RMS=is_rms,
+        GATE=0 if z is None else 2 if norm_before_gate else 1,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        HAS_MEAN=mean is not None,
+        HAS_RSTD=rstd is not None,
+    ).launch(
+        grid=grid if hidden_size else 0,
+        block=threads["NUM_THREADS"],
+        num_rows=num_rows,
+        num_groups=num_groups,
+        out_stride=strides[0],
+        input_stride=strides[1],
+        z_stride=strides[2] if z else 0,
+        **({"mean": 0} if is_rms else {}),
+    )
+
+
+@layer_norm.example
+def example_layer_norm(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: int = 4096,
+    dtype: str = "bfloat16",
+    with_stats: bool = False,
+) -> tuple[Any, ...]:
+    x = make.randn(num_tokens, hidden_size, dtype=dtype, shift=0.5)
+    bias = make.randn(hidden_size, dtype=dtype)
+    mean, rstd = (make.empty(num_tokens, dtype="float32") if with_stats else None for _ in range(2))
+    out = make.empty(num_tokens, hidden_size, dtype=dtype)
+    return out, x, example_weight(make, hidden_size, dtype), bias, 1e-6, None, mean, rstd, None, True
+
+
+@op(out=("out", "rstd"), in_place={"out": "input"})
+def rms_norm_gated(
+    out: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    z: Tensor | None = None,
+    bias: Tensor | None = None,
+    rstd: Tensor | None = None,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+) -> None:
+    """RMS norm of rows, or of groups within rows, with an optional SiLU gate (the norm of Mamba-2 mixers).
+
+    ``out = T(norm(input * silu(z)) * weight + bias)``, or ``T((norm(input) * weight + bias) * silu(z))`` if
+    `norm_before_gate`, with ``norm(x) = x / sqrt(mean(x^2) + epsilon)``; float32, rounded once.
+
+    Args:
+        out: [..., hidden_size], written; rows of one stride; may be `input` itself.
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        weight: [hidden_size] of the same dtype, or None for ones.
+        epsilon: added to the mean of squares.
+        z: the gate, of the shape and dtype of `input`, rows of one stride; or None.
+        bias: [hidden_size] of the same dtype, or None for zeros.
+        rstd: [groups * num_tokens] float32, written, group by group: 1 / sqrt(mean + epsilon); or None.
+        group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
+        norm_before_gate: where the gate applies.
+    """
+    _grouped_norm(out, input, weight, bias, z, (None, rstd), epsilon, group_size, norm_before_gate, is_rms=True)
+
+
+@rms_norm_gated.plan
+def plan_rms_norm_gated(
+    out: TensorArg,
+    input: TensorArg,
+    weight: TensorArg | None,
+    z: TensorArg | None,
+    bias: TensorArg | None,
+    rstd: TensorArg | None,
+    group_size: int | None,
+    norm_before_gate: bool,
+) -> Launch:
+    return _grouped_norm_plan(out, input, weight, bias, z, None, rstd, group_size, norm_before_gate, is_rms=True)
+
+
+@rms_norm_gated.example
+def example_rms_norm_gated(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: int = 4096,
+    dtype: str = "bfloat16",
+    groups: Literal[1, 8] = 1,
+    norm_before_gate: bool = False,
+) -> tuple[Any, ...]:
+    x = make.randn(num_tokens, hidden_size, dtype=dtype)
+    z = make.randn(num_tokens, hidden_size, dtype=dtype)
+    group_size = hidden_size // groups if hidden_size % groups == 0 else None
+    out = make.empty(num_tokens, hidden_size, dtype=dtype)
+    return out, x, example_weight(make, hidden_size, dtype), 1e-6, z, None, None, group_size, norm_before_gate

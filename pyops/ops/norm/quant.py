@@ -1,0 +1,368 @@
+"""Root-mean-square norms whose results are codes, under a given scale or under scales found here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import E4M3, float32, int8
+from ..._core.kernel import Kernel, Launch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .._shared import fp8, geometry
+from ._common import example_weight, rms
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "fused_add_rms_norm_static_fp8_quant",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_per_block_quant",
+    "rms_norm_static_fp8_quant",
+]
+
+_rms_norm_static_fp8_quant = Kernel("norm/rms_norm_static_fp8_quant.cu")
+_rms_norm_dynamic_quant = Kernel("norm/rms_norm_dynamic_quant.cu")
+
+
+@op(out="result")
+def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
+    """RMS norm of `input`, written as fp8 under one given scale.
+
+    The norm is `rms_norm`'s, rounded as there; then ``result = fp8(norm * (1 / scale))``, saturating at +-448
+    (224 for float8_e4m3fnuz), NaN to the largest code. What a scale gives whose reciprocal is not finite is said in
+    `static_scaled_fp8_quant`.
+
+    Args:
+        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        weight: [hidden_size] of the same dtype.
+        scale: one float32 on the device; multiplies a code to give its value.
+        epsilon: added to the mean of squares.
+    """
+    y = rms(input.float(), weight, epsilon, input.dtype).float()
+    result.copy_(fp8.static_codes(y, scale.reshape(()), result.dtype))
+
+
+@rms_norm_static_fp8_quant.plan
+def plan_rms_norm_static_fp8_quant(result: TensorArg, input: TensorArg, weight: TensorArg, scale: TensorArg) -> Launch:
+    return _static_fp8_plan(result, input, None, weight, scale)
+
+
+def _static_fp8_plan(
+    result: TensorArg, input: TensorArg, residual: TensorArg | None, weight: TensorArg, scale: TensorArg
+) -> Launch:
+    check.floating(input)
+    hidden_size = check.row_size(input)
+    check.dtype(result, *E4M3)
+    check.same_shape(result, input)
+    check.row_size(result)
+    check.like(residual, input)
+    check.shape(weight, input.dtype, hidden_size=hidden_size)
+    check.scalar(scale)
+    num_rows = check.num_rows(input)
+    strides = [check.row_stride(arg) for arg in (result, input, residual) if arg]
+    vectors = geometry.vectors(hidden_size, strides, result, input, weight, residual)
+    # The threads of rms_norm and fused_add_rms_norm, so that the sums, and with them the codes, agree bit for bit.
+    grid, threads = geometry.rows(
+        input,
+        num_rows,
+        vectors,
+        many=(3, 6) if residual else (4, 6),
+        held=2 if residual else 1,
+        resident=(896, 896) if residual else (1024, 896),
+    )
+    threads = geometry.converting(threads, result)
+    return _rms_norm_static_fp8_quant(
+        scalar_t=input.dtype,
+        code_t=result.dtype,
+        HIDDEN_SIZE=hidden_size,
+        **threads,
+        HAS_RESIDUAL=residual is not None,
+    ).launch(
+        grid=grid if hidden_size else 0,
+        block=threads["NUM_THREADS"],
+        num_rows=num_rows,
+        result_stride=strides[0],
+        input_stride=strides[1],
+        residual_stride=strides[2] if residual else 0,
+        **({} if residual else {"residual": 0}),
+    )
+
+
+@rms_norm_static_fp8_quant.example
+def example_rms_norm_static_fp8_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: int = 4096,
+    dtype: str = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
+) -> tuple[Any, ...]:
+    result = make.empty(num_tokens, hidden_size, dtype=quant_dtype)
+    x = make.randn(num_tokens, hidden_size, dtype=dtype)
+    return result, x, example_weight(make, hidden_size, dtype), make.full(1, value=0.02, dtype="float32"), 1e-6
+
+
+@op(out="result", inout="residual")
+def fused_add_rms_norm_static_fp8_quant(
+    result: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
+) -> None:
+    """Add `residual` to `input`, keep the sum in `residual`, and write its RMS norm as fp8 under one given scale.
+
+    The sum and the norm are `fused_add_rms_norm`'s, the codes `rms_norm_static_fp8_quant`'s; `input` is not written.
+
+    Args:
+        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        residual: the shape and dtype of `input`, read and written; rows of one stride.
+        weight: [hidden_size] of the same dtype.
+        scale: one float32 on the device; multiplies a code to give its value.
+        epsilon: added to the mean of squares.
+    """
+    residual.copy_(input.float() + residual.float())
+    y = rms(residual.float(), weight, epsilon, input.dtype).float()
+    result.copy_(fp8.static_codes(y, scale.reshape(()), result.dtype))
+
+
+@fused_add_rms_norm_static_fp8_quant.plan
+def plan_fused_add_rms_norm_static_fp8_quant(
+    result: TensorArg, input: TensorArg, residual: TensorArg, weight: TensorArg, scale: TensorArg
+) -> Launch:
+    check.row_size(residual)
+    return _static_fp8_plan(result, input, residual, weight, scale)
+
+
+@fused_add_rms_norm_static_fp8_quant.example
+def example_fused_add_rms_norm_static_fp8_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: int = 4096,
+    dtype: str = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
+) -> tuple[Any, ...]:
+    result = make.empty(num_tokens, hidden_size, dtype=quant_dtype)
+    x = make.randn(num_tokens, hidden_size, dtype=dtype)
+    residual = make.randn(num_tokens, hidden_size, dtype=dtype)
+    return (
+        result,
+        x,
+        residual,
+        example_weight(make, hidden_size, dtype),
+        make.full(1, value=0.02, dtype="float32"),
+        1e-6,
+    )
+
+
+@op(out=("result", "scale"), inout="residual")
+def rms_norm_dynamic_per_token_quant(
+    result: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    epsilon: float,
+    scale_ub: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per row, found here.
+
+    ``z = input + residual`` in float32, ``residual = T(z)``, ``y = T(T(z / sqrt(mean(z^2) + epsilon)) * weight)``,
+    ``scale = max(min(max|y|, scale_ub) / largest, smallest)``, ``result = code(y / scale)``. largest is 448 for
+    float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8; smallest 1 / (512 * largest), for int8 2^-23. int8 multiplies
+    by the reciprocal of the scale. NaN is ignored by the maximum and becomes the largest fp8 code or int8 0.
+
+    Args:
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, contiguous, written.
+        input: [..., hidden_size], float32, float16 or bfloat16, contiguous.
+        weight: [hidden_size] of the same dtype.
+        scale: one float32 per row, contiguous, written; multiplies a code to give its value.
+        epsilon: added to the mean of squares.
+        scale_ub: one float32 that bounds max|y|; only with fp8.
+        residual: the shape and dtype of `input`, contiguous, read and written; or None.
+    """
+    z = input.float() if residual is None else input.float() + residual.float()
+    y = rms(z, weight, epsilon, input.dtype).float()
+    codes, scales = fp8.dynamic_codes(y, fp8.absmax(y), scale_ub, result.dtype)
+    if residual is not None:
+        residual.copy_(z)
+    result.copy_(codes)
+    scale.copy_(scales.reshape(scale.shape))
+
+
+@rms_norm_dynamic_per_token_quant.plan
+def plan_rms_norm_dynamic_per_token_quant(
+    result: TensorArg,
+    input: TensorArg,
+    weight: TensorArg,
+    scale: TensorArg,
+    scale_ub: TensorArg | None,
+    residual: TensorArg | None,
+) -> Launch:
+    check.per_row(scale, float32, check.num_rows(input))
+    return _dynamic_quant_plan(result, input, weight, scale_ub, residual, group_size=None, group_major=False)
+
+
+def _dynamic_quant_plan(
+    result: TensorArg,
+    input: TensorArg,
+    weight: TensorArg,
+    scale_ub: TensorArg | None,
+    residual: TensorArg | None,
+    group_size: int | None,
+    group_major: bool,
+) -> Launch:
+    check.floating(input)
+    check.dtype(result, *E4M3, int8)
+    check.same_shape(result, input)
+    check.like(residual, input)
+    hidden_size = check.row_size(input)
+    check.shape(weight, input.dtype, hidden_size=hidden_size)
+    check.scalar(scale_ub)
+    if scale_ub is not None and result.dtype is int8:
+        raise scale_ub.error("is only taken with a result of fp8, got int8")
+    tensors = (result, input, weight, *((residual,) if residual else ()))
+    for arg in tensors:
+        check.contiguous(arg)
+    num_rows = check.num_rows(input)
+    access_size, shifted = geometry.vectors(hidden_size, (hidden_size,), *tensors)
+    # The lanes of a group are one warp's, so a group needs whole vectors even where memory is not aligned for them.
+    vec_size = 16 // input.dtype.itemsize if group_size else access_size
+    grid, threads = geometry.rows(
+        input,
+        num_rows,
+        (vec_size, shifted),
+        many=(3, 4) if residual else (4, 7),
+        few=(2, 4) if residual or group_size else (2, 8),
+        held=2 if residual else 1,
+        lanes=group_size // vec_size if group_size else 1,
+        resident=(896 if residual or group_size else 1024, 896),
+    )
+    threads = geometry.converting(threads, result)
+    # Taking vectors apart takes registers, and so does, by sm_100's compiler, putting weights together.
+    if access_size < vec_size or (shifted and input.device.arch == "sm_100"):
+        threads = {**threads, "MIN_BLOCKS": 1}
+    return _rms_norm_dynamic_quant(
+        scalar_t=input.dtype,
+        code_t=result.dtype,
+        HIDDEN_SIZE=hidden_size,
+        ACCESS_SIZE=access_size,
+        **threads,
+        GROUP_SIZE=group_size or hidden_size or 1,
+        HAS_RESIDUAL=residual is not None,
+        HAS_BOUND=scale_ub is not None,
+        GROUP_MAJOR=group_major,
+    ).launch(grid=grid if hidden_size else 0, block=threads["NUM_THREADS"], num_rows=num_rows)
+
+
+@rms_norm_dynamic_per_token_quant.example
+def example_rms_norm_dynamic_per_token_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: int = 4096,
+    dtype: str = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz", "int8"] = "float8_e4m3fn",
+    with_residual: bool = False,
+    with_bound: bool = False,
+) -> tuple[Any, ...]:
+    x = make.randn(num_tokens, hidden_size, dtype=dtype)
+    return (
+        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
+        x,
+        example_weight(make, hidden_size, dtype),
+        make.empty(num_tokens, 1, dtype="float32"),
+        1e-6,
+        make.full(1, value=2.0, dtype="float32") if with_bound and quant_dtype != "int8" else None,
+        make.randn(num_tokens, hidden_size, dtype=dtype) if with_residual else None,
+    )
+
+
+@op(out=("result", "scale"), inout="residual")
+def rms_norm_per_block_quant(
+    result: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    epsilon: float,
+    scale_ub: Tensor | None,
+    residual: Tensor | None,
+    group_size: int,
+    is_scale_transposed: bool,
+) -> None:
+    """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per group of neighbouring elements.
+
+    As `rms_norm_dynamic_per_token_quant`, with the maximum taken over each group.
+
+    Args:
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, contiguous, written.
+        input: [..., hidden_size], float32, float16 or bfloat16, contiguous; hidden_size a multiple of group_size.
+        weight: [hidden_size] of the same dtype.
+        scale: [num_tokens, hidden_size / group_size] float32, written; contiguous, or with `is_scale_transposed` the
+            transpose of a contiguous tensor.
+        epsilon: added to the mean of squares.
+        scale_ub: one float32 that bounds max|y| of every group; only with fp8.
+        residual: the shape and dtype of `input`, contiguous, read and written; or None.
+        group_size: 64 or 128.
+        is_scale_transposed: scales of one group lie together instead of those of one row.
+    """
+    z = input.float() if residual is None else input.float() + residual.float()
+    y = rms(z, weight, epsilon, input.dtype).float().unflatten(-1, (-1, group_size))
+    codes, scales = fp8.dynamic_codes(y, fp8.absmax(y), scale_ub, result.dtype)
+    if residual is not None:
+        residual.copy_(z)
+    result.copy_(codes.flatten(-2))
+    scale.copy_(scales.reshape(scale.shape))
+
+
+@rms_norm_per_block_quant.plan
+def plan_rms_norm_per_block_quant(
+    result: TensorArg,
+    input: TensorArg,
+    weight: TensorArg,
+    scale: TensorArg,
+    scale_ub: TensorArg | None,
+    residual: TensorArg | None,
+    group_size: int,
+    is_scale_transposed: bool,
+) -> Launch:
+    if group_size not in (64, 128):
+        raise check.refuse(input, "group_size", f"expected 64 or 128, got {group_size}")
+    hidden_size = check.row_size(input)
+    if hidden_size % group_size:
+        raise input.error(f"expected a last dimension that is a multiple of group_size={group_size}, got {hidden_size}")
+    num_rows, groups = check.num_rows(input), hidden_size // group_size
+    check.dtype(scale, float32)
+    expected = (1, num_rows) if is_scale_transposed else (groups, 1)
+    if scale.shape[-1:] != (groups,) or check.num_rows(scale) != num_rows:
+        raise scale.error(f"expected shape (num_tokens={num_rows}, groups={groups}), got {scale.shape}")
+    strides = (check.row_stride(scale), scale.strides[-1])
+    if any(s != e for s, e, size in zip(strides, expected, (num_rows, groups), strict=True) if size > 1):
+        raise scale.error(f"expected strides {expected} with is_scale_transposed={is_scale_transposed}, got {strides}")
+    return _dynamic_quant_plan(result, input, weight, scale_ub, residual, group_size, bool(is_scale_transposed))
+
+
+@rms_norm_per_block_quant.example
+def example_rms_norm_per_block_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[4096, 14336, 128, 768] = 4096,
+    dtype: str = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz", "int8"] = "float8_e4m3fn",
+    group_size: Literal[128, 64] = 128,
+    with_residual: bool = False,
+) -> tuple[Any, ...]:
+    x = make.randn(num_tokens, hidden_size, dtype=dtype)
+    return (
+        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
+        x,
+        example_weight(make, hidden_size, dtype),
+        make.empty(num_tokens, hidden_size // group_size, dtype="float32"),
+        1e-6,
+        None,
+        make.randn(num_tokens, hidden_size, dtype=dtype) if with_residual else None,
+        group_size,
+        False,
+    )

@@ -1,0 +1,96 @@
+"""What the quantising ops share: views of codes, matrices, and the launch of static_quant.cu."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..._core import check
+from ..._core.dtypes import E4M3, DType, float8_e4m3fn, int8, uint8
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.tensor import TensorArg
+from .._shared import geometry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_static_quant = Kernel("quantize/static_quant.cu")
+
+
+def as_fp8(x: Tensor) -> Tensor:
+    """fp8 codes that may be given as bytes, which are those of float8_e4m3fn."""
+    return x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x
+
+
+def saturated(x: Tensor) -> Tensor:
+    """int8 of float32 integers, or of int64; NaN becomes 0."""
+    return x.nan_to_num(nan=0.0).clamp(-128, 127).to(torch.int8)
+
+
+def shifted(product: Tensor, azp: Tensor) -> Tensor:
+    """int8 of ``round(product) + azp``; both the integer and the sum saturate, NaN counts as 0."""
+    return saturated(integers(product) + azp.long())
+
+
+def integers(x: Tensor) -> Tensor:
+    """int64 of float32 values as int32 would hold them: to nearest even, saturating, NaN as 0."""
+    return x.double().nan_to_num(nan=0.0).round().clamp(-(2**31), 2**31 - 1).long()
+
+
+def matrices(result: TensorArg, input: TensorArg, *code_types: DType) -> int:
+    """Check `input` and the codes `result` of its elements, rows of one stride each; returns the size of a row."""
+    check.floating(input)
+    hidden_size = check.row_size(input)
+    check.same_shape(result, input)
+    check.dtype(result, *code_types)
+    check.row_size(result)
+    for arg in (result, input):
+        check.row_stride(arg)
+    return hidden_size
+
+
+def fp8_matrices(result: TensorArg, input: TensorArg) -> tuple[int, TensorArg]:
+    """`matrices` for fp8 codes; also returns `result` as them."""
+    hidden_size = matrices(result, input, *E4M3, uint8)
+    return hidden_size, replace(result, dtype=float8_e4m3fn) if result.dtype is uint8 else result
+
+
+def one_row(*args: TensorArg) -> tuple[TensorArg, ...]:
+    """Contiguous tensors as one long row each, where the size of a row does not matter; others as they are."""
+    if all(check.row_stride(arg) == arg.shape[-1] for arg in args):
+        return tuple(replace(arg, shape=(arg.numel,), strides=(1,)) for arg in args)
+    return args
+
+
+def static(
+    result: TensorArg,
+    input: TensorArg,
+    *,
+    azp: bool = False,
+    group_rows: int = 1,
+    group_columns: int = 0,
+    grouped_rows: bool = False,
+    strides: tuple[int, int] = (0, 0),
+) -> Launch:
+    """The launch of static_quant.cu. Scales lie `strides` apart, each for group_rows x group_columns elements."""
+    fixed: dict[str, Any] = {
+        "group_rows": group_rows,
+        "scale_row_stride": strides[0],
+        "scale_column_stride": strides[1],
+    }
+    # Where the device converts to fp8 by integer arithmetic, registers are worth more than threads.
+    short = geometry.converts(result)
+    return geometry.chunks(
+        _static_quant,
+        result,
+        input,
+        "result_stride",
+        min_blocks=8 if short else 1,
+        twice=short and result.dtype is not int8 and group_columns % 16 == 0,  # many scales would take the registers
+        fixed=fixed if azp else fixed | {"azp": 0},
+        code_t=result.dtype,
+        GROUP_COLUMNS=group_columns,
+        GROUPED_ROWS=grouped_rows,
+        HAS_AZP=azp,
+    )

@@ -1,0 +1,101 @@
+"""4-bit weights as AWQ packs them: eight columns to a word, scales and zero points of groups of rows."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import int32
+from ..._core.errors import OpError
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg, new
+from .._shared import geometry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["awq_dequantize", "awq_dequantize_out"]
+
+_awq_dequantize = Kernel("quantize/awq_dequantize.cu")
+# Where the nibble of each column begins.
+_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+
+
+def awq_dequantize(qweight: Any, scales: Any, zeros: Any, split_k_iters: int, thx: int, thy: int) -> Any:
+    """`awq_dequantize_out` into a new tensor. The last three arguments stand for a geometry and change nothing."""
+    for name, matrix in (("qweight", qweight), ("scales", scales)):
+        if len(matrix.shape) != 2:
+            raise OpError("awq_dequantize", name, f"expected 2 dimensions, got shape {tuple(matrix.shape)}")
+    out = new(scales, (qweight.shape[0], scales.shape[-1]))
+    awq_dequantize_out(out, qweight, scales, zeros)
+    return out
+
+
+@op(out="out", ulps=0)
+def awq_dequantize_out(out: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor) -> None:
+    """AWQ's weight in floating point: ``out = (code - zero) * scale``, rounded once.
+
+    A word holds eight columns, from its lowest nibble 0 2 4 6 1 3 5 7 (Lin et al. 2023, arXiv:2306.00978, as AutoAWQ
+    packs it). Zero points count as they are stored.
+
+    Args:
+        out: [K, N], contiguous, written.
+        qweight: [K, N / 8] int32, contiguous.
+        scales: [num_groups, N], float32, float16 or bfloat16 like out, contiguous; num_groups divides K.
+        zeros: [num_groups, N / 8] int32, packed as the weight, contiguous.
+    """
+    shifts = torch.tensor(_SHIFTS, device=qweight.device)
+    codes, zero_points = (((x.unsqueeze(-1) >> shifts) & 15).flatten(-2) for x in (qweight, zeros))
+    group_size = qweight.shape[0] // max(1, scales.shape[0])
+    differences = codes - zero_points.repeat_interleave(group_size, 0)
+    out.copy_(differences.to(scales.dtype) * scales.repeat_interleave(group_size, 0))
+
+
+@awq_dequantize_out.plan
+def plan_awq_dequantize_out(out: TensorArg, qweight: TensorArg, scales: TensorArg, zeros: TensorArg) -> Launch:
+    check.floating(scales)
+    check.sizes(scales, num_groups=None, N=None)
+    (num_groups, n), num_rows = scales.shape, qweight.shape[0] if qweight.shape else 0
+    if n % 8:
+        raise scales.error(f"expected a multiple of 8 columns, got {n}")
+    if num_rows % max(1, num_groups) or num_groups == 0 < num_rows:
+        raise scales.error(f"expected groups that divide the {num_rows} rows of qweight, got {num_groups}")
+    check.shape(qweight, int32, K=num_rows, words=n // 8)
+    check.shape(zeros, int32, num_groups=num_groups, words=n // 8)
+    check.contiguous(scales)
+    check.shape(out, scales.dtype, K=num_rows, N=n)
+    # Eight rows to a thread read scales seldom; four, where eight would leave multiprocessors idle.
+    group_size = num_rows // max(1, num_groups)
+    crowded = num_rows * n // 64 >= 4 * 2048 * out.device.multiprocessors
+    rows = math.gcd(group_size, 8 if crowded else 4)
+    grid, threads = geometry.pieces(n // 8, num_rows // max(1, rows))
+    return _awq_dequantize(
+        scalar_t=scales.dtype,
+        ROWS=rows,
+        GROUP_CHUNKS=group_size // max(1, rows),
+        ACCESS=check.vector_width(8, out, scales),
+        **threads,
+    ).launch(
+        grid=grid if num_rows else 0,
+        block=threads["NUM_THREADS"],
+        num_chunks=num_rows // max(1, rows),
+        num_words=n // 8,
+    )
+
+
+@awq_dequantize_out.example
+def example_awq_dequantize_out(
+    make: Any, *, num_tokens: int = 32, hidden_size: Literal[4096, 264] = 4096, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
+    """A weight of two rows for each of `num_tokens`, in groups of 128 if that divides them, else of two."""
+    num_rows, words = 2 * num_tokens, hidden_size // 8
+    num_groups = num_rows // (2 if num_rows % 128 else 128)
+    return (
+        make.empty(num_rows, hidden_size, dtype=dtype),
+        make.randint(-(2**31), 2**31, num_rows, words, dtype="int32"),
+        make.randn(num_groups, hidden_size, dtype=dtype, scale=0.01),
+        make.randint(-(2**31), 2**31, num_groups, words, dtype="int32"),
+    )

@@ -1,0 +1,259 @@
+"""Codes under scales that are found here, one for a tensor or one for each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import float32, int8, int32, largest_code
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .._shared import fp8, geometry
+from ._common import as_fp8, fp8_matrices, integers, matrices, one_row, saturated, shifted
+from .static import write_fp8
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["dynamic_per_token_scaled_fp8_quant", "dynamic_scaled_fp8_quant", "dynamic_scaled_int8_quant"]
+
+_absmax = Kernel("quantize/absmax.cu")
+_dynamic_tensor_quant = Kernel("quantize/dynamic_tensor_quant.cu")
+_dynamic_token_quant = Kernel("quantize/dynamic_token_quant.cu")
+# Of absmax.cu and dynamic_tensor_quant.cu: threads of a block, blocks of a multiprocessor, and vectors of a thread that
+# keep enough bytes in flight and make the scale's cost small beside theirs.
+_FIND, _WRITE = (512, 2, 8), (256, 6, 4)
+
+
+@op(out=("result", "scale"), ulps=0)
+def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
+    """fp8 codes under one scale for the whole tensor: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
+
+    The product is with the float32 reciprocal; NaN is left out of the maximum and becomes +448. Where the reciprocal is
+    not finite (zeros, or nothing above about 1e-36) codes are those of 0. An infinity makes the scale infinite: it
+    becomes +448, and what is finite 0.
+
+    Args:
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
+        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        scale: float32, contiguous; its first element is written.
+    """
+    x = input.float()
+    absmax = fp8.absmax(x.reshape(1, -1)).reshape(())
+    found = absmax / torch.full_like(absmax, largest_code(as_fp8(result).dtype))
+    scale.view(-1)[0] = found
+    write_fp8(result, x, found)
+
+
+@dynamic_scaled_fp8_quant.plan
+def plan_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: TensorArg) -> list[Launch]:
+    _, result = fp8_matrices(result, input)
+    check.at_least(scale, float32, 1)
+    if not input.numel:
+        return []
+    result, input = one_row(result, input)
+    multiprocessors, num_rows, row_size = input.device.multiprocessors, check.num_rows(input), input.shape[-1]
+    row_stride = check.row_stride(input)
+
+    def chunks(vec_size: int, num_threads: int, resident: int, batch: int) -> tuple[int, int, dict[str, int]]:
+        """(chunks, those of a row, constants): several vectors to a thread if all `resident` blocks have some."""
+        if input.numel < resident * multiprocessors * batch * num_threads * vec_size:
+            batch = 1
+        row_chunks = -(-row_size // (batch * num_threads * vec_size))
+        constants = {"VEC_SIZE": vec_size, "BATCH": batch, "NUM_THREADS": num_threads}
+        return num_rows * row_chunks, row_chunks, constants
+
+    num_threads, resident, batch = _FIND
+    num_chunks, row_chunks, constants = chunks(check.vector_width(row_size, input), num_threads, resident, batch)
+    blocks = min(num_chunks, resident * multiprocessors)
+    partial = Scratch(4 * blocks)
+    find = _absmax(scalar_t=input.dtype, **constants).launch(
+        grid=blocks,
+        block=num_threads,
+        partial=partial,
+        num_chunks=num_chunks,
+        row_chunks=row_chunks,
+        row_size=row_size,
+        input_stride=row_stride,
+    )
+    num_threads, resident, batch = _WRITE
+    num_chunks, row_chunks, constants = chunks(
+        check.vector_width(row_size, result, input), num_threads, resident, batch
+    )
+    # Where the device converts to fp8 by integer arithmetic, registers are worth more than threads.
+    min_blocks = resident if geometry.converts(result) else 1
+    write = _dynamic_tensor_quant(scalar_t=input.dtype, code_t=result.dtype, **constants, MIN_BLOCKS=min_blocks).launch(
+        grid=num_chunks,
+        block=num_threads,
+        partial=partial,
+        num_partial=blocks,
+        row_chunks=row_chunks,
+        row_size=row_size,
+        result_stride=check.row_stride(result),
+        input_stride=row_stride,
+    )
+    return [find, write]
+
+
+@dynamic_scaled_fp8_quant.traffic
+def traffic_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: TensorArg) -> int:
+    """The input twice: no code is known before the last element has been seen."""
+    return 2 * input.nbytes + result.nbytes + scale.nbytes
+
+
+@dynamic_scaled_fp8_quant.example
+def example_dynamic_scaled_fp8_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[4096, 14336, 769] = 4096,
+    dtype: str = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
+) -> tuple[Any, ...]:
+    result = make.empty(num_tokens, hidden_size, dtype=quant_dtype)
+    return result, make.randn(num_tokens, hidden_size, dtype=dtype), make.empty(1, dtype="float32")
+
+
+@op(out=("result", "scale"), ulps=0)
+def dynamic_per_token_scaled_fp8_quant(
+    result: Tensor, input: Tensor, scale: Tensor, scale_ub: Tensor | None = None
+) -> None:
+    """fp8 codes of tokens, each under a scale of its own: ``result = fp8(input / scale)``, a true division.
+
+    ``scale = max(min(max|input|, scale_ub) / 448, 1 / (448 * 512))``, the maximum over the row. NaN is left out of it
+    and becomes +448; values above the bound saturate; rows of zeros take the smallest scale.
+
+    Args:
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
+        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        scale: float32, contiguous; its first elements, one for each row, are written.
+        scale_ub: one float32 that bounds the magnitude, not the scale; NaN bounds nothing. Or None.
+    """
+    x = input.float()
+    codes, scales = fp8.dynamic_codes(x, fp8.absmax(x), scale_ub, as_fp8(result).dtype)
+    as_fp8(result).copy_(codes)
+    scale.view(-1)[: scales.numel()] = scales.flatten()
+
+
+@dynamic_per_token_scaled_fp8_quant.plan
+def plan_dynamic_per_token_scaled_fp8_quant(
+    result: TensorArg, input: TensorArg, scale: TensorArg, scale_ub: TensorArg | None
+) -> Launch:
+    _, result = fp8_matrices(result, input)
+    check.at_least(scale, float32, check.num_rows(input))
+    check.scalar(scale_ub)
+    bound = {} if scale_ub else {"scale_ub": 0}
+    return _by_token(result, input, {"azp": 0, **bound}, HAS_BOUND=scale_ub is not None, HAS_AZP=False)
+
+
+def _by_token(result: TensorArg, input: TensorArg, fixed: dict[str, int], **constants: bool) -> Launch:
+    """The launch of dynamic_token_quant.cu."""
+    hidden_size, num_rows = input.shape[-1], check.num_rows(input)
+    strides = check.row_stride(result), check.row_stride(input)
+    vectors = geometry.vectors(hidden_size, strides, result, input)
+    grid, threads = geometry.rows(input, num_rows, vectors, many=(4, 7), few=(2, 8), weights=0)
+    if constants["HAS_AZP"] and vectors[0] == 1:  # a zero point takes registers, too
+        threads["MIN_BLOCKS"] = max(1, threads["MIN_BLOCKS"] - 1)
+    return _dynamic_token_quant(
+        scalar_t=input.dtype,
+        code_t=result.dtype,
+        HIDDEN_SIZE=hidden_size,
+        **geometry.converting(threads, result),
+        **constants,
+    ).launch(
+        grid=grid if hidden_size else 0,
+        block=threads["NUM_THREADS"],
+        num_rows=num_rows,
+        result_stride=strides[0],
+        input_stride=strides[1],
+        **fixed,
+    )
+
+
+@dynamic_per_token_scaled_fp8_quant.example
+def example_dynamic_per_token_scaled_fp8_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: int = 4096,
+    dtype: str = "bfloat16",
+    with_bound: bool = False,
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
+) -> tuple[Any, ...]:
+    return (
+        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
+        make.randn(num_tokens, hidden_size, dtype=dtype),
+        make.empty(num_tokens, 1, dtype="float32"),
+        make.full(1, value=2.0, dtype="float32") if with_bound else None,
+    )
+
+
+@op(out=("result", "scale", "azp"), ulps=0)
+def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
+    """int8 codes of tokens, each under a scale of its own and, with `azp`, a zero point of its own.
+
+    Symmetric: ``scale = max|input| / 127; result = int8(input * (127 / max|input|))``, 0 where that factor is not
+    finite (a row of zeros, or nothing above about 2^-121). Asymmetric: ``scale = (max - min) / 255; azp = round(-128 -
+    min / scale); result = int8(round(input * (1 / scale)) + azp)``, so that ``input`` is about ``scale * (result -
+    azp)``. A range whose scale has no finite reciprocal, as that of a constant row, is extended to 0; if it is too
+    small all the same the scale is 1. Integers are int32 and saturate, and so do sums. NaN is left out of the extremes
+    and counts as 0 for its code; an infinite scale gives codes of 0.
+
+    Args:
+        result: [..., hidden_size] int8, contiguous, written.
+        input: the same shape, float32, float16 or bfloat16, contiguous.
+        scale: one float32 per row, contiguous, written.
+        azp: one int32 per row, contiguous, written: the code of 0, which may lie outside int8. Or None: symmetric.
+    """
+    x = input.float()
+    if azp is None:
+        absmax = fp8.absmax(x)
+        largest = torch.full_like(absmax, 127.0)  # a tensor, because torch divides numbers through a reciprocal
+        factor = largest / absmax
+        result.copy_(saturated((x * torch.where(factor.isinf(), 0.0, factor)).round()))
+        scale.copy_((absmax / largest).reshape(scale.shape))
+        return
+    low = torch.where(x.isnan(), torch.inf, x).amin(-1, keepdim=True)
+    high = torch.where(x.isnan(), -torch.inf, x).amax(-1, keepdim=True)
+    low, high = (torch.where(low > high, 0.0, end) for end in (low, high))
+    steps = torch.full_like(low, 255.0)
+    exists = (1.0 / ((high - low) / steps)).isfinite()
+    low, high = torch.where(exists, low, low.clamp(max=0.0)), torch.where(exists, high, high.clamp(min=0.0))
+    scales = (high - low) / steps
+    scales = torch.where((1.0 / scales).isinf(), 1.0, scales)
+    zeros = integers(-128.0 - low / scales)
+    result.copy_(shifted(x * (1.0 / scales), zeros))
+    scale.copy_(scales.reshape(scale.shape))
+    azp.copy_(zeros.reshape(azp.shape))
+
+
+@dynamic_scaled_int8_quant.plan
+def plan_dynamic_scaled_int8_quant(
+    result: TensorArg, input: TensorArg, scale: TensorArg, azp: TensorArg | None
+) -> Launch:
+    matrices(result, input, int8)
+    for arg in (result, input):
+        check.contiguous(arg)
+    check.per_row(scale, float32, check.num_rows(input))
+    check.per_row(azp, int32, check.num_rows(input))
+    no_azp = {} if azp else {"azp": 0}
+    return _by_token(result, input, {"scale_ub": 0, **no_azp}, HAS_BOUND=False, HAS_AZP=azp is not None)
+
+
+@dynamic_scaled_int8_quant.example
+def example_dynamic_scaled_int8_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: int = 4096,
+    dtype: str = "bfloat16",
+    with_azp: bool = False,
+) -> tuple[Any, ...]:
+    return (
+        make.empty(num_tokens, hidden_size, dtype="int8"),
+        make.randn(num_tokens, hidden_size, dtype=dtype, shift=0.5),
+        make.empty(num_tokens, 1, dtype="float32"),
+        make.empty(num_tokens, 1, dtype="int32") if with_azp else None,
+    )

@@ -1,0 +1,306 @@
+"""Codes of groups of neighbouring elements, each group under a scale of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32, int8, int32, largest_code
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .._shared import fp8, geometry
+from ._common import as_fp8, fp8_matrices, matrices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["per_token_group_fp8_quant", "per_token_group_fp8_quant_packed", "per_token_group_quant_int8"]
+
+_group_quant = Kernel("quantize/group_quant.cu")
+_FEW_VECTORS = 4096  # for a multiprocessor
+# The numbers that codes may be, at most.
+_REACH = {int8: (-128.0, 127.0), float8_e4m3fn: (-448.0, 448.0), float8_e4m3fnuz: (-240.0, 240.0)}
+
+
+def _codes(
+    input: Tensor, group_size: int, eps: float, limits: tuple[float, float], power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """(what to convert to codes, in the shape of `input`; float32 scales, one row for each of it)."""
+    x = input.float().unflatten(-1, (-1, group_size))
+    absmax = fp8.absmax(x)
+    scale = absmax.clamp(min=eps) / torch.full_like(absmax, limits[1])
+    if power_of_two:
+        bits = scale.clamp(min=1e-10).view(torch.int32)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    y = (x / scale).nan_to_num(nan=limits[0], posinf=limits[1], neginf=limits[0]).clamp(*limits)
+    if limits[0] == 0:
+        y = y + 0.0  # the larger of -0 and the limit is 0
+    return y.flatten(-2), scale.reshape(-1, x.shape[-2])
+
+
+def _plan(
+    input: TensorArg,
+    codes: TensorArg,
+    scales: TensorArg,
+    group_size: int,
+    eps: float,
+    limits: tuple[tuple[str, float], tuple[str, float]],
+    power_of_two: bool,
+    packed: bool = False,
+    nearest: bool = False,
+) -> Launch:
+    """The launch of group_quant.cu. `limits` are the smallest and largest code, with the names of their arguments."""
+    hidden_size, num_tokens = check.row_size(input), check.num_rows(input)
+    if group_size < 1 or hidden_size % group_size:
+        raise check.refuse(input, "group_size", f"expected a divisor of hidden_size={hidden_size}, got {group_size}")
+    (min_name, code_min), (max_name, code_max) = limits
+    low, high = _REACH[codes.dtype]
+    if not low <= code_min <= 0.0:
+        raise check.refuse(input, min_name, f"expected {low} to 0, got {code_min}")
+    if not 1.0 <= code_max <= high:
+        raise check.refuse(input, max_name, f"expected 1 to {high}, got {code_max}")
+    if not 2.0**-100 <= eps <= 2.0**100:
+        raise check.refuse(input, "eps", f"expected a positive number, 2^-100 to 2^100, got {eps}")
+    groups = hidden_size // group_size
+    check.dtype(scales, int32 if packed else float32)
+    num_rows, columns = num_tokens, groups
+    if packed:
+        num_rows, columns = scales.shape[0] if scales.shape else 0, -(-groups // 4)
+        if num_rows not in (num_tokens, -(-num_tokens // 4) * 4):
+            num_rows = num_tokens
+    check.sizes(scales, num_tokens=num_rows, groups=columns)
+    vectors = check.vector_width(group_size, input, codes), False
+    scales_of_token = 4 * columns if packed else columns
+    # Few groups are spread over more threads: then the way through one thread counts.
+    num_groups = num_rows * scales_of_token
+    few = num_groups * group_size <= _FEW_VECTORS * vectors[0] * input.device.multiprocessors
+    short = 1 if few else 2
+    # Two vectors of a group that a warp shares, or fewer, need 32 registers.
+    resident = (2048 if group_size // vectors[0] <= 64 else 1024, 896)
+    grid, threads = geometry.rows(
+        input, num_groups, vectors, many=(4, 7), few=(2, 8), weights=0, size=group_size, short=short, resident=resident
+    )
+    return _group_quant(
+        scalar_t=input.dtype,
+        code_t=codes.dtype,
+        GROUP_SIZE=group_size,
+        GROUPS=max(1, groups),
+        SCALES=max(1, scales_of_token),
+        **geometry.converting(threads, codes),
+        POWER_OF_TWO=power_of_two,
+        NEAREST=nearest,
+        PACKED=packed,
+    ).launch(
+        grid=grid if input.numel else 0,
+        block=threads["NUM_THREADS"],
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        input_stride=check.row_stride(input),
+        output_stride=check.row_stride(codes),
+        scale_stride=scales.strides[0],
+        scale_column_stride=scales.strides[1],
+        code_min=code_min,
+        code_max=code_max,
+        **{"output_s" if packed else "output_s_packed": 0},
+    )
+
+
+@op(out=("output_q", "output_s"), keyed=("eps", "fp8_min", "fp8_max"), ulps=0)
+def per_token_group_fp8_quant(
+    input: Tensor,
+    output_q: Tensor,
+    output_s: Tensor,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+    scale_ue8m0: bool,
+) -> None:
+    """fp8 codes of groups of neighbouring elements, each under a scale of its own, with a true division.
+
+    ``output_s = max(max|input|, eps) / fp8_max`` over a group, and if `scale_ue8m0` the least power of two that is no
+    smaller (nor smaller than 1e-10); ``output_q = fp8(clamp(input / output_s, fp8_min, fp8_max))``. NaN is left out of
+    the maximum and becomes fp8_min, as do infinities.
+
+    Args:
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
+        output_s: [num_tokens, hidden_size / group_size] float32, written; any strides: row-major, column-major, or
+            column-major with columns padded for TMA.
+        group_size: a divisor of hidden_size, of any kind; whole 16-byte vectors, 8 elements of 16 bits, are fast.
+        eps: the least magnitude of a group, 2^-100 to 2^100.
+        fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+            1 to 240, and usually -224 and 224.
+        scale_ue8m0: whether scales are powers of two.
+    """
+    codes, scales = _codes(input, group_size, eps, (fp8_min, fp8_max), scale_ue8m0)
+    as_fp8(output_q).copy_(codes)
+    output_s.copy_(scales)
+
+
+@per_token_group_fp8_quant.plan
+def plan_per_token_group_fp8_quant(
+    input: TensorArg,
+    output_q: TensorArg,
+    output_s: TensorArg,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+    scale_ue8m0: bool,
+) -> Launch:
+    _, codes = fp8_matrices(output_q, input)
+    limits = ("fp8_min", fp8_min), ("fp8_max", fp8_max)
+    return _plan(input, codes, output_s, group_size, eps, limits, bool(scale_ue8m0))
+
+
+@per_token_group_fp8_quant.example
+def example_per_token_group_fp8_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[4096, 14336] = 4096,
+    dtype: str = "bfloat16",
+    scale_ue8m0: bool = False,
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
+) -> tuple[Any, ...]:
+    largest = largest_code(quant_dtype)
+    return (
+        make.randn(num_tokens, hidden_size, dtype=dtype),
+        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
+        make.empty(num_tokens, hidden_size // 128, dtype="float32"),
+        *(128, 1e-10, -largest, largest, scale_ue8m0),
+    )
+
+
+@op(out=("output_q", "output_s_packed"), keyed=("eps", "fp8_min", "fp8_max"), ulps=0)
+def per_token_group_fp8_quant_packed(
+    input: Tensor,
+    output_q: Tensor,
+    output_s_packed: Tensor,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+) -> None:
+    """fp8 codes of groups under powers of two, whose exponents are packed four to a word (UE8M0, for DeepGEMM).
+
+    Codes and scales are those of `per_token_group_fp8_quant` with `scale_ue8m0`. Byte ``g % 4`` (little-endian) of
+    ``output_s_packed[token, g // 4]`` is the biased exponent of the scale of group g; those behind the last are 0.
+
+    Args:
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
+        output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides, and for TMA (1, num_tokens
+            rounded up to 4). It may have so many rows; those behind the tokens become 0.
+        group_size: a divisor of hidden_size.
+        eps: the least magnitude of a group, 2^-100 to 2^100.
+        fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+            1 to 240, and usually -224 and 224.
+    """
+    codes, scales = _codes(input, group_size, eps, (fp8_min, fp8_max), power_of_two=True)
+    as_fp8(output_q).copy_(codes)
+    num_rows, words = output_s_packed.shape
+    exponents = scales.new_zeros(num_rows, 4 * words, dtype=torch.uint8)
+    exponents[: scales.shape[0], : scales.shape[1]] = scales.view(torch.int32) >> 23
+    output_s_packed.copy_(exponents.view(torch.int32))
+
+
+@per_token_group_fp8_quant_packed.plan
+def plan_per_token_group_fp8_quant_packed(
+    input: TensorArg,
+    output_q: TensorArg,
+    output_s_packed: TensorArg,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+) -> Launch:
+    _, codes = fp8_matrices(output_q, input)
+    limits = ("fp8_min", fp8_min), ("fp8_max", fp8_max)
+    return _plan(input, codes, output_s_packed, group_size, eps, limits, power_of_two=True, packed=True)
+
+
+@per_token_group_fp8_quant_packed.example
+def example_per_token_group_fp8_quant_packed(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[4096, 14336] = 4096,
+    dtype: str = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
+) -> tuple[Any, ...]:
+    largest = largest_code(quant_dtype)
+    return (
+        make.randn(num_tokens, hidden_size, dtype=dtype),
+        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
+        make.empty(num_tokens, -(-hidden_size // 512), dtype="int32"),
+        *(128, 1e-10, -largest, largest),
+    )
+
+
+@op(out=("output_q", "output_s"), keyed=("eps", "int8_min", "int8_max"), ulps=0)
+def per_token_group_quant_int8(
+    input: Tensor,
+    output_q: Tensor,
+    output_s: Tensor,
+    group_size: int,
+    eps: float,
+    int8_min: float,
+    int8_max: float,
+    round_to_nearest: bool = False,
+) -> None:
+    """int8 codes of groups of neighbouring elements, each under a scale of its own; codes are cut off toward zero.
+
+    ``output_s = max(max|input|, eps) / int8_max`` over a group; ``output_q = trunc(clamp(input / output_s, int8_min,
+    int8_max))``, a true division. NaN is left out of the maximum and becomes int8_min, as do infinities. Rounding is
+    vLLM's; that to nearest even halves the largest error.
+
+    Args:
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        output_q: the same shape, int8, written; rows of one stride.
+        output_s: [num_tokens, hidden_size / group_size] float32, written; any strides.
+        group_size: a divisor of hidden_size, of any kind; whole 16-byte vectors, 8 elements of 16 bits, are fast.
+        eps: the least magnitude of a group, 2^-100 to 2^100.
+        int8_min, int8_max: the smallest code, -128 to 0, and the largest, 1 to 127.
+        round_to_nearest: round to nearest even instead of toward zero.
+    """
+    codes, scales = _codes(input, group_size, eps, (int8_min, int8_max), power_of_two=False)
+    output_q.copy_(codes.round() if round_to_nearest else codes.trunc())
+    output_s.copy_(scales)
+
+
+@per_token_group_quant_int8.plan
+def plan_per_token_group_quant_int8(
+    input: TensorArg,
+    output_q: TensorArg,
+    output_s: TensorArg,
+    group_size: int,
+    eps: float,
+    int8_min: float,
+    int8_max: float,
+    round_to_nearest: bool,
+) -> Launch:
+    matrices(output_q, input, int8)
+    limits = ("int8_min", int8_min), ("int8_max", int8_max)
+    nearest = bool(round_to_nearest)
+    return _plan(input, output_q, output_s, group_size, eps, limits, power_of_two=False, nearest=nearest)
+
+
+@per_token_group_quant_int8.example
+def example_per_token_group_quant_int8(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[4096, 14336] = 4096,
+    dtype: str = "bfloat16",
+    round_to_nearest: bool = False,
+) -> tuple[Any, ...]:
+    return (
+        make.randn(num_tokens, hidden_size, dtype=dtype),
+        make.empty(num_tokens, hidden_size, dtype="int8"),
+        make.empty(num_tokens, hidden_size // 128, dtype="float32"),
+        *(128, 1e-10, -128.0, 127.0, round_to_nearest),
+    )

@@ -1,0 +1,145 @@
+"""Gated activations of batches of experts, of which only the first tokens count, as codes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import bfloat16, float8_e4m3fn, float32, int32, uint8
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .._shared import fp8
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["persistent_masked_m_silu_mul_quant"]
+
+_masked_silu_mul_quant = Kernel("quantize/masked_silu_mul_quant.cu")
+_GROUP_SIZE = 128
+
+
+@op(inout=("y_q", "y_s"), ulps=0)
+def persistent_masked_m_silu_mul_quant(
+    input: Tensor, counts: Tensor, y_q: Tensor, y_s: Tensor, use_ue8m0: bool
+) -> None:
+    """SwiGLU of the first ``counts[e]`` tokens of each expert, as fp8 codes in groups of 128; other tokens stay.
+
+    ``y = b(b(silu(gate)) * up)`` for the halves ``input = [gate, up]``, b rounding to bfloat16, as every step does:
+    ``s = b(max(max|y|, b(1e-10)) * b(1/448))`` over a group, and with `use_ue8m0` ``s = 2^ceil(b(log2 s))``;
+    ``y_q = fp8(clamp(b(y * b(1 / s)), -448, 448))``. NaN is left out of the maximum and becomes -448; an infinity makes
+    the scale infinite, what is finite 0 and itself -448.
+
+    Args:
+        input: [num_experts, num_tokens, 2 * hidden_size] bfloat16, hidden_size a multiple of 128; the last stride is 1.
+        counts: [num_experts] int32, contiguous; taken as 0 to num_tokens.
+        y_q: [num_experts, num_tokens, hidden_size], float8_e4m3fn or uint8, written; the last stride is 1.
+        y_s: written; any strides. [num_experts, num_tokens, hidden_size / 128] float32; or with `use_ue8m0`
+            [num_experts, num_tokens, hidden_size / 512 rounded up] int32, of which byte ``g % 4`` (little-endian) of
+            word ``g // 4`` is the biased exponent of the scale of group g. Bytes behind the last group stay.
+        use_ue8m0: whether scales are powers of two.
+    """
+    gate, up = input.chunk(2, dim=-1)
+    y = (torch.nn.functional.silu(gate.float()).to(input.dtype) * up).unflatten(-1, (-1, _GROUP_SIZE))
+
+    def rounded(value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.bfloat16, device=y.device)
+
+    s = torch.maximum(fp8.absmax(y), rounded(1e-10)) * rounded(1 / 448)
+    if use_ue8m0:
+        s = torch.where(s.isinf(), s, torch.exp2(s.double().log2().float().bfloat16().ceil().double()).bfloat16())
+    codes = (y * (1 / s)).nan_to_num(nan=-448.0).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(-2)
+    s = s.squeeze(-1)
+    tokens = torch.arange(input.shape[1], device=y.device)
+    counted = (tokens < counts.clamp(min=0)[:, None])[:, :, None]
+    y_q.copy_(torch.where(counted, codes.view(torch.uint8), y_q.view(torch.uint8)).view(y_q.dtype))
+    if y_s.dtype == torch.float32:
+        y_s.copy_(torch.where(counted, s.float(), y_s))
+        return
+    exponents, words = s.view(torch.int16).long() >> 7, y_s.long()
+    for group in range(s.shape[-1]):
+        shift, word = group % 4 * 8, words[..., group // 4]
+        words[..., group // 4] = word & ~(255 << shift) | exponents[..., group] << shift
+    signed = (words & 0xFFFFFFFF ^ 2**31) - 2**31
+    y_s.copy_(torch.where(counted, signed.int(), y_s))
+
+
+@persistent_masked_m_silu_mul_quant.plan
+def plan_persistent_masked_m_silu_mul_quant(
+    input: TensorArg, counts: TensorArg, y_q: TensorArg, y_s: TensorArg, use_ue8m0: bool
+) -> Launch:
+    check.dtype(input, bfloat16)
+    check.sizes(input, num_experts=None, num_tokens=None, columns=None)
+    num_experts, num_tokens, columns = input.shape
+    if check.row_size(input) % (2 * _GROUP_SIZE):
+        raise input.error(f"expected a last dimension of multiples of {2 * _GROUP_SIZE}, got shape {input.shape}")
+    check.narrow(input)
+    groups = columns // (2 * _GROUP_SIZE)
+    check.shape(counts, int32, num_experts=num_experts)
+    check.dtype(y_q, float8_e4m3fn, uint8)
+    check.sizes(y_q, num_experts=num_experts, num_tokens=num_tokens, hidden_size=columns // 2)
+    check.row_size(y_q)
+    check.dtype(y_s, float32, *([int32] if use_ue8m0 else []))
+    words = -(-groups // 4) if y_s.dtype is int32 else groups
+    check.sizes(y_s, num_experts=num_experts, num_tokens=num_tokens, groups=words)
+    num_threads, blocks = 256, 8  # of a multiprocessor
+    warp_groups = input.device.warp_size // (_GROUP_SIZE // 8)
+    items = num_experts * num_tokens * -(-groups // warp_groups)
+    warps = num_threads // input.device.warp_size
+    return _masked_silu_mul_quant(
+        scale_t=y_s.dtype,
+        POWER_OF_TWO=bool(use_ue8m0),
+        ACCESS=check.vector_width(8, input),
+        CODE_ACCESS=check.vector_width(8, replace(y_q, dtype=float8_e4m3fn)),
+        NUM_THREADS=num_threads,
+        MIN_BLOCKS=blocks,
+    ).launch(
+        grid=min(blocks * input.device.multiprocessors, -(-items // warps)),
+        block=num_threads,
+        num_experts=num_experts,
+        num_tokens=num_tokens,
+        groups=groups,
+        input_expert_stride=input.strides[0],
+        input_stride=input.strides[1],
+        code_expert_stride=y_q.strides[0],
+        code_stride=y_q.strides[1],
+        scale_expert_stride=y_s.strides[0],
+        scale_stride=y_s.strides[1],
+        scale_column_stride=y_s.strides[2],
+    )
+
+
+@persistent_masked_m_silu_mul_quant.bad_indices
+def bad_indices_persistent_masked_m_silu_mul_quant(input: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    return {"counts": (counts < 0) | (counts > input.shape[1])}
+
+
+@persistent_masked_m_silu_mul_quant.traffic
+def traffic_persistent_masked_m_silu_mul_quant(
+    input: TensorArg, counts: TensorArg, y_q: TensorArg, y_s: TensorArg
+) -> int:
+    """As if every token counted."""
+    return input.nbytes + counts.nbytes + y_q.nbytes + y_s.nbytes
+
+
+@persistent_masked_m_silu_mul_quant.example
+def example_persistent_masked_m_silu_mul_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[4096, 128, 896] = 4096,
+    scales: Literal["float", "power", "packed"] = "float",
+) -> tuple[Any, ...]:
+    """Eight experts."""
+    num_experts, groups = 8, hidden_size // _GROUP_SIZE
+    columns = -(-groups // 4) if scales == "packed" else groups
+    return (
+        make.randn(num_experts, num_tokens, 2 * hidden_size, dtype="bfloat16"),
+        make.randint(0, num_tokens + 1, num_experts, dtype="int32"),
+        make.empty(num_experts, num_tokens, hidden_size, dtype="float8_e4m3fn"),
+        make.empty(num_experts, num_tokens, columns, dtype="int32" if scales == "packed" else "float32"),
+        scales != "float",
+    )

@@ -1,0 +1,192 @@
+"""Logits changed in place before a token is drawn: penalties for tokens that have come before, and grammars."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..._core import check
+from ..._core.dtypes import boolean, float32, int32
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["apply_penalties_", "apply_repetition_penalties_", "apply_token_bitmask_"]
+
+_apply_repetition_penalties = Kernel("sampling/apply_repetition_penalties.cu")
+_apply_penalties = Kernel("sampling/apply_penalties.cu")
+_apply_token_bitmask = Kernel("sampling/apply_token_bitmask.cu")
+_NUM_THREADS, _EDIT_THREADS = 256, 128
+_FEW = 4096  # elements of a multiprocessor: of these, each thread has one vector
+_MAX_ROWS = 65535  # in the second dimension of a grid
+
+
+def _edit(kernel: Kernel, logits: TensorArg, *masks: TensorArg) -> Launch:
+    """The launch of a kernel that edits `logits`, packed, where masks say so."""
+    vocab_size = logits.shape[-1]
+    vec_size = min(16 // max(arg.dtype.itemsize for arg in (logits, *masks)), *(_aligned(x) for x in (logits, *masks)))
+    while vec_size > max(1, vocab_size):
+        vec_size //= 2
+    batch = 16 // vec_size if logits.numel > _FEW * logits.device.multiprocessors else 1
+    return kernel(
+        scalar_t=logits.dtype, VOCAB_SIZE=vocab_size, VEC_SIZE=vec_size, BATCH=batch, NUM_THREADS=_EDIT_THREADS
+    ).launch(grid=-(-logits.numel // (_EDIT_THREADS * batch * vec_size)), block=_EDIT_THREADS, size=logits.numel)
+
+
+def _aligned(arg: TensorArg) -> int:
+    """Elements of the widest access that the address allows."""
+    return max(1, arg.alignment // arg.dtype.itemsize)
+
+
+def _matrix(logits: TensorArg) -> tuple[int, int]:
+    """Check logits; returns the sizes of the matrix."""
+    check.floating(logits)
+    check.sizes(logits, num_seqs=None, vocab_size=None)
+    return logits.shape[0], logits.shape[1]
+
+
+@op(inout="logits", ulps=0)
+def apply_repetition_penalties_(
+    logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor
+) -> None:
+    """Make tokens that have come before less likely: ``l = T(l / p) if l > 0 else T(l * p)`` where a mask is set.
+
+    In place, and once, also where both masks are set (Keskar et al. 2019, arXiv:1909.05858, with the sign of the logit
+    minded). 0, negative values and NaN are multiplied. Float32 arithmetic, rounded once; other elements stay.
+
+    Args:
+        logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
+        prompt_mask, output_mask: [num_seqs, vocab_size] bool, contiguous: tokens of the prompt and those that followed.
+        repetition_penalties: [num_seqs], dtype of logits, contiguous.
+    """
+    x, penalty = logits.float(), repetition_penalties.float()[:, None]
+    lowered = torch.where(x > 0, x / penalty, x * penalty).to(logits.dtype)
+    logits.copy_(torch.where(prompt_mask | output_mask, lowered, logits))
+
+
+@apply_repetition_penalties_.plan
+def plan_apply_repetition_penalties_(
+    logits: TensorArg, prompt_mask: TensorArg, output_mask: TensorArg, repetition_penalties: TensorArg
+) -> Launch:
+    num_seqs, vocab_size = _matrix(logits)
+    check.contiguous(logits)
+    for mask in (prompt_mask, output_mask):
+        check.shape(mask, boolean, num_seqs=num_seqs, vocab_size=vocab_size)
+    check.shape(repetition_penalties, logits.dtype, num_seqs=num_seqs)
+    return _edit(_apply_repetition_penalties, logits, prompt_mask, output_mask)
+
+
+@apply_repetition_penalties_.example
+def example_apply_repetition_penalties_(
+    make: Any, *, num_tokens: int = 16, vocab_size: int = 4000, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
+    prompt, output = (make.randint(0, 2, num_tokens, vocab_size, dtype="bool") for _ in range(2))
+    logits = make.randn(num_tokens, vocab_size, dtype=dtype, scale=4.0)
+    return logits, prompt, output, make.randn(num_tokens, dtype=dtype, scale=0.1, shift=1.2)
+
+
+@op(inout="logits", ulps=0)
+def apply_penalties_(
+    logits: Tensor, output_bin_counts: Tensor, frequency_penalties: Tensor, presence_penalties: Tensor
+) -> None:
+    """Lower logits by how often tokens have come: ``l = T(l - (frequency * c + presence))`` where c > 0.
+
+    In place; every step is a float32 operation, rounded, and the result is rounded to T. (The penalties of OpenAI's
+    interface for completions.) Elements whose count is 0 or negative keep their bits.
+
+    Args:
+        logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
+        output_bin_counts: [num_seqs, vocab_size] int32, contiguous: how often each token has come.
+        frequency_penalties, presence_penalties: [num_seqs] float32, contiguous.
+    """
+    all_counts = output_bin_counts.float()
+    penalty = frequency_penalties[:, None] * all_counts + presence_penalties[:, None]
+    logits.copy_(torch.where(output_bin_counts > 0, (logits.float() - penalty).to(logits.dtype), logits))
+
+
+@apply_penalties_.plan
+def plan_apply_penalties_(
+    logits: TensorArg, output_bin_counts: TensorArg, frequency_penalties: TensorArg, presence_penalties: TensorArg
+) -> Launch:
+    num_seqs, vocab_size = _matrix(logits)
+    check.contiguous(logits)
+    check.shape(output_bin_counts, int32, num_seqs=num_seqs, vocab_size=vocab_size)
+    for penalties in (frequency_penalties, presence_penalties):
+        check.shape(penalties, float32, num_seqs=num_seqs)
+    return _edit(_apply_penalties, logits, output_bin_counts)
+
+
+@apply_penalties_.example
+def example_apply_penalties_(
+    make: Any, *, num_tokens: int = 16, vocab_size: int = 4000, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
+    logits = make.randn(num_tokens, vocab_size, dtype=dtype, scale=4.0)
+    counts = make.randint(-1, 4, num_tokens, vocab_size, dtype="int32")
+    return logits, counts, *(make.randn(num_tokens, dtype="float32", shift=0.5) for _ in range(2))
+
+
+@op(inout="logits", ulps=0)
+def apply_token_bitmask_(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
+    """Forbid tokens: ``logits[r, t] = -inf`` where bit t % 32 of ``bitmask[r, t // 32]`` is 0, in place.
+
+    (The bitmask of a grammar as in Dong et al. 2024, arXiv:2411.15100.) Other elements keep their bits.
+
+    Args:
+        logits: [num_rows, vocab_size], float32, float16 or bfloat16, edited in place; rows of any stride.
+        bitmask: [num_rows, ceil(vocab_size / 32)] int32, bits of tokens that are allowed; rows of any stride. Bits
+            behind the last token are not looked at.
+        indices: [n] int32, contiguous: the rows to edit, of logits and bitmask alike, in any order; others, and
+            rows that do not exist, are left alone. Or None: every row.
+    """
+    tokens = torch.arange(logits.shape[-1], device=logits.device)
+    allowed = (bitmask[:, tokens // 32] >> (tokens % 32)) & 1
+    if indices is None:
+        logits.masked_fill_(allowed == 0, -torch.inf)
+        return
+    edited = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+    edited[indices[(indices >= 0) & (indices < logits.shape[0])].long()] = True
+    logits.masked_fill_((allowed == 0) & edited[:, None], -torch.inf)
+
+
+@apply_token_bitmask_.plan
+def plan_apply_token_bitmask_(logits: TensorArg, bitmask: TensorArg, indices: TensorArg | None) -> Launch:
+    num_rows, vocab_size = _matrix(logits)
+    check.row_size(logits)
+    check.sizes(bitmask, num_rows=num_rows, num_words=-(-vocab_size // 32))
+    check.dtype(bitmask, int32)
+    check.row_size(bitmask)
+    if indices:
+        check.sizes(indices, num_indices=None)
+        check.dtype(indices, int32)
+        check.contiguous(indices)
+    vec_size = check.vector_width(vocab_size, logits)
+    fixed = {} if indices else {"indices": 0}
+    return _apply_token_bitmask(
+        scalar_t=logits.dtype, VEC_SIZE=vec_size, HAS_INDICES=indices is not None, NUM_THREADS=_NUM_THREADS
+    ).launch(
+        grid=(-(-vocab_size // (vec_size * _NUM_THREADS)), min(num_rows, _MAX_ROWS)),
+        block=_NUM_THREADS,
+        num_rows=num_rows,
+        vocab_size=vocab_size,
+        num_indices=indices.shape[0] if indices else 0,
+        logits_stride=check.row_stride(logits),
+        bitmask_stride=check.row_stride(bitmask),
+        **fixed,
+    )
+
+
+@apply_token_bitmask_.bad_indices
+def bad_indices_apply_token_bitmask_(logits: Tensor, bitmask: Tensor, indices: Tensor | None) -> dict[str, Tensor]:
+    return {} if indices is None else {"indices": (indices < 0) | (indices >= logits.shape[0])}
+
+
+@apply_token_bitmask_.example
+def example_apply_token_bitmask_(
+    make: Any, *, num_tokens: int = 16, vocab_size: int = 4000, dtype: str = "bfloat16", with_indices: bool = False
+) -> tuple[Any, ...]:
+    logits = make.randn(num_tokens, vocab_size, dtype=dtype)
+    bitmask = make.randint(-(2**31), 2**31, num_tokens, -(-vocab_size // 32), dtype="int32")
+    return logits, bitmask, make.permutation(num_tokens, num_tokens, dtype="int32") if with_indices else None

@@ -1,0 +1,188 @@
+"""Speculative decoding: which drafted tokens stand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..._core import check
+from ..._core.dtypes import float32, int32, int64
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from ._random import philox
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["rejection_sample"]
+
+_rejection_sample = Kernel("sampling/rejection_sample.cu")
+_NUM_THREADS = 256
+_MAX_TOKENS = 2**22  # so that sums of weights have 63 bits
+
+
+@op(out="output_token_ids", ulps=0)
+def rejection_sample(
+    output_token_ids: Tensor,
+    draft_token_ids: Tensor,
+    cu_num_draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    bonus_token_ids: Tensor,
+    seeds: Tensor,
+    offsets: Tensor | None = None,
+) -> None:
+    """Tokens of the target's distribution from drafts: those that stand, and one more.
+
+    Draft i of a request, a token of probability q in `draft_probs` and p in `target_probs`, stands if q > 0 and ``u_i
+    * q < p``. The first that does not is replaced by a token drawn by the weights ``max(P - Q, 0)`` of all tokens, or P
+    if these are 0, and what follows it is dropped; if all stand, the bonus token follows (Leviathan et al. 2023,
+    arXiv:2211.17192). Weights are integers, ``floor(2^40 w)``, and a token is the first at which their running sum
+    exceeds ``r_i / 2^64`` of all. ``u_i``, of 32 bits, and ``r_i``, of 64, are the highest of the first 64 bits of
+    Philox4x32-10 under the request's seed for the counters (offset, i, 1) and (offset, i, 2), of which
+    `top_k_top_p_sampling_from_logits` takes none: drafts and the bonus token may be drawn by it under the same seed.
+
+    Args:
+        output_token_ids: [batch, max_spec_len + 1] int32, contiguous, written; -1 behind the last token, and for one
+            that nothing can replace.
+        draft_token_ids: [num_tokens] int32, contiguous: those of one request after another. What is no token does not
+            stand.
+        cu_num_draft_tokens: [batch] int32, contiguous: drafts up to the end of each request, at most max_spec_len of
+            which count for one.
+        draft_probs: [num_tokens, vocab_size] float32, rows of any stride; or None: the draft's token has all of Q.
+        target_probs: [num_tokens, vocab_size] float32, rows of any stride; one-hot rows make it greedy.
+        bonus_token_ids: [batch] or [batch, 1] int32, contiguous.
+        seeds: [batch] int64, contiguous.
+        offsets: the same; or None for 0.
+    """
+    num_tokens, vocab_size = target_probs.shape
+    batch, max_drafts = output_token_ids.shape[0], output_token_ids.shape[1] - 1
+    output_token_ids.fill_(-1)
+    ends = [0, *cu_num_draft_tokens.clamp(0, num_tokens).tolist()]
+    bonus = bonus_token_ids.reshape(-1)
+    for request in range(batch):
+        begin = ends[request]
+        count = max(0, min(int(cu_num_draft_tokens[request]) - begin, max_drafts, num_tokens - begin))
+        key = int(seeds[request]), 0 if offsets is None else int(offsets[request])
+        for i in range(count):
+            row, token = begin + i, int(draft_token_ids[begin + i])
+            is_token = 0 <= token < vocab_size
+            q = 0.0 if not is_token else 1.0 if draft_probs is None else float(draft_probs[row, token])
+            if q > 0 and (philox(*key, i, 1) >> 32) * 2.0**-32 * q < float(target_probs[row, token]):
+                output_token_ids[request, i] = token
+                continue
+            output_token_ids[request, i] = _replacement(target_probs[row], draft_probs, row, token, philox(*key, i, 2))
+            break
+        else:
+            output_token_ids[request, count] = bonus[request]
+
+
+def _replacement(target: Tensor, draft_probs: Tensor | None, row: int, token: int, bits: int) -> Tensor | int:
+    """The token that comes in the place of a draft."""
+    if draft_probs is None:
+        left = target.clone()
+        if 0 <= token < len(left):
+            left[token] = 0.0
+    else:
+        left = target - draft_probs[row]
+    for probabilities in (left, target):
+        weights = (probabilities.nan_to_num(nan=0.0).clamp(0, 1).double() * 2.0**40).long()
+        if total := int(weights.sum()):
+            return torch.searchsorted(weights.cumsum(0), bits * total >> 64, right=True)
+    return -1
+
+
+@rejection_sample.plan
+def plan_rejection_sample(
+    output_token_ids: TensorArg,
+    draft_token_ids: TensorArg,
+    cu_num_draft_tokens: TensorArg,
+    draft_probs: TensorArg | None,
+    target_probs: TensorArg,
+    bonus_token_ids: TensorArg,
+    seeds: TensorArg,
+    offsets: TensorArg | None,
+) -> list[Launch]:
+    check.sizes(output_token_ids, batch=None, max_spec_len_and_one=None)
+    batch, num_columns = output_token_ids.shape
+    if num_columns < 1:
+        raise output_token_ids.error(f"expected at least one column, got shape {output_token_ids.shape}")
+    check.shape(output_token_ids, int32, batch=batch, max_spec_len_and_one=num_columns)
+    check.sizes(target_probs, num_tokens=None, vocab_size=None)
+    num_tokens, vocab_size = target_probs.shape
+    if vocab_size > _MAX_TOKENS:
+        raise target_probs.error(f"expected at most {_MAX_TOKENS} tokens, got {vocab_size}")
+    probs = [arg for arg in (target_probs, draft_probs) if arg]
+    for arg in probs:
+        check.sizes(arg, num_tokens=num_tokens, vocab_size=vocab_size)
+        check.dtype(arg, float32)
+        check.row_size(arg)
+    check.shape(draft_token_ids, int32, num_tokens=num_tokens)
+    check.shape(cu_num_draft_tokens, int32, batch=batch)
+    check.per_row(bonus_token_ids, int32, batch)
+    check.shape(seeds, int64, batch=batch)
+    check.shape(offsets, int64, batch=batch)
+
+    vec_size = check.vector_width(vocab_size, *probs)
+    piece_size = 4096 if batch * vocab_size > 4096 * output_token_ids.device.multiprocessors else 1024
+    pieces = -(-vocab_size // piece_size)
+    sums = Scratch(16 * batch * pieces)
+
+    def launch(part: int) -> Launch:
+        return _rejection_sample(
+            VEC_SIZE=vec_size,
+            PART=part,
+            HAS_DRAFT_PROBS=draft_probs is not None,
+            HAS_OFFSETS=offsets is not None,
+            NUM_THREADS=_NUM_THREADS,
+        ).launch(
+            grid=batch * pieces if part == 1 else batch,
+            block=_NUM_THREADS,
+            sums=sums,
+            num_tokens=num_tokens,
+            vocab_size=vocab_size,
+            max_drafts=num_columns - 1,
+            pieces=pieces,
+            piece_size=piece_size,
+            draft_stride=check.row_stride(draft_probs) if draft_probs else 0,
+            target_stride=check.row_stride(target_probs),
+            **({} if draft_probs else {"draft_probs": 0}),
+            **({} if offsets else {"offsets": 0}),
+        )
+
+    return [launch(1), launch(2)]
+
+
+@rejection_sample.bad_indices
+def bad_indices_rejection_sample(
+    draft_token_ids: Tensor, cu_num_draft_tokens: Tensor, target_probs: Tensor
+) -> dict[str, Tensor]:
+    num_tokens, vocab_size = target_probs.shape
+    return {
+        "draft_token_ids": (draft_token_ids < 0) | (draft_token_ids >= vocab_size),
+        "cu_num_draft_tokens": (cu_num_draft_tokens < 0) | (cu_num_draft_tokens > num_tokens),
+    }
+
+
+@rejection_sample.example
+def example_rejection_sample(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    vocab_size: int = 4000,
+    with_draft_probs: bool = True,
+    with_offsets: bool = False,
+) -> tuple[Any, ...]:
+    drafts = 3  # of each request
+    probs = [make.randn(num_tokens * drafts, vocab_size, dtype="float32", scale=0.01, shift=0.02) for _ in range(2)]
+    return (
+        make.empty(num_tokens, drafts + 1, dtype="int32"),
+        make.randint(0, vocab_size, num_tokens * drafts, dtype="int32"),
+        make.values([drafts * (i + 1) for i in range(num_tokens)], dtype="int32"),
+        probs[0] if with_draft_probs else None,
+        probs[1],
+        make.randint(0, vocab_size, num_tokens, dtype="int32"),
+        make.randint(-(2**62), 2**62, num_tokens, dtype="int64"),
+        make.randint(0, 1000, num_tokens, dtype="int64") if with_offsets else None,
+    )
