@@ -9,7 +9,7 @@
 //     VOCAB_SIZE    elements in a row
 //     BATCH         vectors per thread
 
-#include "sampling.cuh"
+#include "masked_edit.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 apply_penalties(scalar_t* logits,                  // [num_seqs, VOCAB_SIZE]

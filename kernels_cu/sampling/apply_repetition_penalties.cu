@@ -9,7 +9,7 @@
 //     VOCAB_SIZE    elements in a row
 //     BATCH         vectors per thread
 
-#include "sampling.cuh"
+#include "masked_edit.cuh"
 
 // Times that a quotient is refined. x * (1 / penalty) refined once is one of the two floats next to x / penalty: exact
 // enough to round to 16 bits. Refined twice, the quotient is the nearest float.

@@ -17,7 +17,7 @@
 //     HAS_MIN_P, HAS_TEMPERATURE   false when min_p, temperature is null
 //     BACKWARDS     blocks take the rows last to first (class Piece)
 
-#include "weights.cuh"
+#include "probability.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 sampling_filter(const scalar_t* logits,    // [num_rows, vocab_size]

@@ -9,7 +9,7 @@
 //     FILTERED      whether launches of top-k or top-p follow
 //     BACKWARDS     blocks take the rows last to first (class Piece)
 
-#include "weights.cuh"
+#include "probability.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 sampling_max(const scalar_t* logits,  // [num_rows, vocab_size]

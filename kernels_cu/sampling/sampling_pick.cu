@@ -14,7 +14,7 @@
 //     BACKWARDS     blocks take the rows last to first (class Piece)
 
 #include "philox.cuh"
-#include "weights.cuh"
+#include "probability.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 sampling_pick(int32_t* samples,          // [num_rows]
