@@ -130,7 +130,7 @@ def test_the_command_in_a_compile_error_prints_the_source(op: str, capsys: pytes
         (["source", "rms_norm", "arch=[1]"], "pyops: arch: no model of a device [1]"),
         (["show", "rms_norm", "arch=sm_80,sm_90"], "pyops: arch: expected one, got sm_80, sm_90"),
         (["show", "paged_attention_v1", "block_size=0"], "paged_attention_v1: block_size=0: has no example (ZeroDiv"),
-        (["show", "ggml_dequantize_out", "quant_type=0"], "ggml_dequantize_out: quant_type=0: has no example (KeyErr"),
+        (["show", "ggml_dequantize", "quant_type=0"], "ggml_dequantize: quant_type=0: has no example (KeyErr"),
         (["source", "rotary_embedding", "rotary_dim='x'"], "rotary_embedding: rotary_dim=x: has no example (TypeErr"),
         (["warmup", "rms_nrm"], "pyops: rms_nrm: is no op; did you mean rms_norm?"),
         (["warmup", "rms_norm", "hiden=3"], "rms_norm: hiden: is no axis of an example"),

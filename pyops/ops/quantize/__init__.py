@@ -9,15 +9,15 @@ the e4m3 of gfx942: its limit is 224 where docstrings say 448, and it has no -0.
 
 from __future__ import annotations
 
-from .awq import awq_dequantize, awq_dequantize_out
+from .awq import awq_dequantize
 from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant
 from .fp4 import scaled_fp4_quant, silu_and_mul_nvfp4_quant
 from .fp4_experts import scaled_fp4_experts_quant, silu_and_mul_scaled_fp4_experts_quant
-from .ggml import ggml_dequantize, ggml_dequantize_out
+from .ggml import ggml_dequantize
 from .gptq import gptq_shuffle
 from .groups import per_token_group_fp8_quant, per_token_group_fp8_quant_packed, per_token_group_quant_int8
 from .hadamard import hadacore_transform, hadacore_transform_out
-from .permute_cols import permute_cols, permute_cols_out
+from .permute_cols import permute_cols
 from .persistent_masked_m_silu_mul_quant import persistent_masked_m_silu_mul_quant
 from .scaled import (
     nvfp4_experts_quant,
@@ -32,12 +32,10 @@ from .static import static_scaled_fp8_quant, static_scaled_int8_quant
 
 __all__ = [
     "awq_dequantize",
-    "awq_dequantize_out",
     "dynamic_per_token_scaled_fp8_quant",
     "dynamic_scaled_fp8_quant",
     "dynamic_scaled_int8_quant",
     "ggml_dequantize",
-    "ggml_dequantize_out",
     "gptq_shuffle",
     "hadacore_transform",
     "hadacore_transform_out",
@@ -49,7 +47,6 @@ __all__ = [
     "per_token_group_quant_fp8_packed_for_deepgemm",
     "per_token_group_quant_int8",
     "permute_cols",
-    "permute_cols_out",
     "persistent_masked_m_silu_mul_quant",
     "scaled_fp4_experts_quant",
     "scaled_fp4_quant",

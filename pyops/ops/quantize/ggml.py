@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
+from ..._core import check, dtypes
 from ..._core.dtypes import uint8
-from ..._core.errors import OpError
 from ..._core.kernel import Kernel, Launch
 from ..._core.op import op
-from ..._core.tensor import TensorArg, new
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
 from . import _ggml
 from ._common import one_row
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["ggml_dequantize", "ggml_dequantize_out"]
+__all__ = ["ggml_dequantize"]
 
 _ggml_dequantize = Kernel("quantize/ggml_dequantize.cu")
 # docs/performance.md, "Weights in packed formats", has times of the op; these numbers have no measurement of their own.
@@ -24,24 +25,10 @@ _NUM_THREADS, _MIN_BLOCKS = 256, 6  # blocks to a multiprocessor
 _TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors of a thread: more where every block copies a grid to shared memory
 
 
-def ggml_dequantize(W: Any, quant_type: int, m: int, n: int, dtype: Any = None) -> Any:
-    """`ggml_dequantize_out` into a new tensor [m, n], of float16 unless a `dtype` is given."""
-    if dtype is None:
-        dtype = "float16"
-        if hasattr(W, "new_empty"):
-            import torch
-
-            dtype = torch.float16
-    for name, size in (("m", m), ("n", n)):
-        if size < 0:
-            raise OpError("ggml_dequantize", name, f"expected 0 or more, got {size}")
-    out = new(W, (m, n), dtype)
-    ggml_dequantize_out(out, W, quant_type)
-    return out
-
-
-@op(out="out", ulps=0)
-def ggml_dequantize_out(out: Tensor, W: Tensor, quant_type: int) -> None:
+@op(returns="out", ulps=0)
+def ggml_dequantize(
+    W: Tensor, quant_type: int, m: int, n: int, dtype: torch.dtype | None = None, *, out: Tensor
+) -> None:
     """A weight of a GGUF file in floating point: computed in float32, rounded to the dtype of `out`.
 
     Types and their numbers in the format: in blocks of 32 elements 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 20 IQ4_NL;
@@ -49,17 +36,29 @@ def ggml_dequantize_out(out: Tensor, W: Tensor, quant_type: int) -> None:
     29 IQ1_M. The float32 values are those of the format's own decoder (the `gguf` package), bit for bit.
 
     Args:
-        out: [m, n], float32, float16 or bfloat16, contiguous, written; n is a multiple of the block.
         W: uint8 of any shape, contiguous: the blocks of the rows, one after another.
         quant_type: the type's number.
+        m, n: rows and columns of the weight; n is a multiple of the block.
+        dtype: of a new `out`: float32, float16 or bfloat16; None is float16.
+        out: [m, n] of any of these dtypes, contiguous, written and returned; new unless given.
     """
     out.copy_(_ggml.decode(quant_type, W).view(out.shape))
 
 
-@ggml_dequantize_out.plan
-def plan_ggml_dequantize_out(out: TensorArg, W: TensorArg, quant_type: int) -> Launch:
+@ggml_dequantize.result
+def result_ggml_dequantize(m: int, n: int, dtype: Any) -> Result:
+    return Result((m, n), "float16" if dtype is None else dtype)
+
+
+@ggml_dequantize.plan
+def plan_ggml_dequantize(W: TensorArg, quant_type: int, m: int, n: int, dtype: Any, out: TensorArg) -> Launch:
+    for name, size in (("m", m), ("n", n)):
+        if size < 0:
+            raise check.refuse(W, name, f"expected 0 or more, got {size}")
     check.floating(out)
-    check.sizes(out, m=None, n=None)
+    check.sizes(out, m=m, n=n)
+    if (kind := dtypes.of(dtype)) is not None:
+        check.dtype(out, kind)
     check.contiguous(out)
     check.dtype(W, uint8)
     check.contiguous(W)
@@ -90,8 +89,8 @@ def plan_ggml_dequantize_out(out: TensorArg, W: TensorArg, quant_type: int) -> L
     )
 
 
-@ggml_dequantize_out.example
-def example_ggml_dequantize_out(
+@ggml_dequantize.example
+def example_ggml_dequantize(
     make: Any,
     *,
     num_tokens: int = 16,
@@ -105,4 +104,4 @@ def example_ggml_dequantize_out(
     weight = make.randint(0, 256, num_tokens, row_blocks * format.nbytes, dtype="uint8")
     if not isinstance(weight, TensorArg):
         weight.view(num_tokens * row_blocks, format.nbytes)[:, list(format.exponents)] &= 0x9F
-    return make.empty(num_tokens, hidden_size, dtype=dtype), weight, quant_type
+    return weight, quant_type, num_tokens, hidden_size, None, make.empty(num_tokens, hidden_size, dtype=dtype)
