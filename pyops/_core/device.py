@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from .dtypes import DType, float8_e4m3fn, float8_e4m3fnuz
 from .lazy import cupy
 
 
@@ -33,23 +32,6 @@ class Device:
     def overlaps(self) -> bool:
         """Whether a kernel may be started while the one before it still runs (programmatic dependent launch)."""
         return self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
-
-    @property
-    def fp8(self) -> DType:
-        """Its own e4m3, which models for it are made of."""
-        return fp8_of(self.arch)
-
-    @property
-    def converts_fp8(self) -> bool:
-        """Whether it has instructions that convert to and from float8_e4m3fn, not a page of integer arithmetic."""
-        if self.arch.startswith("sm_"):
-            return int(self.arch[3:]) >= 89
-        return self.arch.startswith(("gfx95", "gfx12"))
-
-
-def fp8_of(arch: str) -> DType:
-    """The e4m3 of an architecture."""
-    return float8_e4m3fnuz if arch in ("gfx940", "gfx941", "gfx942") else float8_e4m3fn
 
 
 _MODELS = {

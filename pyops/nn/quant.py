@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch.nn import functional
 
-from .._core.dtypes import largest_code
+from ..ops._shared.fp8 import largest_code
 from ..ops.quantize import per_token_group_quant_fp8, scaled_fp8_quant
 from ..ops.quantize.scaled import own_fp8
 from .custom_op import CustomOp

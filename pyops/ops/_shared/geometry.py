@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from ..._core import check
-from ..._core.dtypes import float8_e4m3fnuz, int8
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
+from . import fp8
 
 _NUM_THREADS = 256
 _MAX_BLOCKS = 65535  # in the second and third dimension of a grid
@@ -116,16 +116,9 @@ def _row_constants(
     }
 
 
-def converts(codes: TensorArg) -> bool:
-    """Whether the device of `codes`, fp8 or int8, has instructions that convert to them."""
-    if codes.dtype is float8_e4m3fnuz:
-        return codes.device.fp8 is float8_e4m3fnuz
-    return codes.dtype is int8 or codes.device.converts_fp8
-
-
 def converting(threads: dict[str, int], codes: TensorArg) -> dict[str, int]:
     """`threads` for a kernel that writes `codes`: converting to fp8 takes registers where the device cannot."""
-    return threads if converts(codes) else {**threads, "MIN_BLOCKS": 1}
+    return threads if fp8.converts_to(codes) else {**threads, "MIN_BLOCKS": 1}
 
 
 def threads_for_row(row_vecs: int, wanted: int, max_vecs: int) -> int:

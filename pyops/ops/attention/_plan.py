@@ -11,6 +11,7 @@ from ..._core.dtypes import DType, float8_e4m3fn, float8_e4m3fnuz, float32, int3
 from ..._core.kernel import Kernel, Launch, Scratch, Specialisation
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
+from .._shared import fp8
 from .reference import Sparse
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class Cache:
     def of(
         cls, key_cache: TensorArg, value_cache: TensorArg, query: TensorArg, head_size: int, kv_cache_dtype: str
     ) -> Cache:
-        kind = check.cache_dtype(key_cache, kv_cache_dtype, query.dtype)
-        if check.cache_dtype(value_cache, kv_cache_dtype, query.dtype) is not kind:
+        kind = fp8.cache_dtype(key_cache, kv_cache_dtype, query.dtype)
+        if fp8.cache_dtype(value_cache, kv_cache_dtype, query.dtype) is not kind:
             raise value_cache.error(f"expected codes of {kind} like key_cache, got {value_cache.dtype}")
         packed = len(key_cache.shape) == 5
         chunk = 16 // kind.itemsize

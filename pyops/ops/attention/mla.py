@@ -163,7 +163,7 @@ def plan_sm100_cutlass_mla_decode(
     check.dtype(workspace, uint8)
 
     is_fp8 = cache.dtype.itemsize == 1
-    cache_t = check.cache_dtype(cache, "fp8" if is_fp8 else "auto", q_nope.dtype)
+    cache_t = fp8.cache_dtype(cache, "fp8" if is_fp8 else "auto", q_nope.dtype)
     product_t = float16 if q_nope.dtype is float8_e4m3fn else q_nope.dtype
     device = cache.device
     chunk = 16 // cache_t.itemsize

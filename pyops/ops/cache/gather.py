@@ -13,6 +13,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from .._shared import fp8
 from ._common import (
     CODES,
     bits,
@@ -199,7 +200,7 @@ def plan_gather_and_maybe_dequant_cache(
     seq_starts: TensorArg | None,
 ) -> Launch:
     check.floating(dst)
-    kind = check.cache_dtype(src_cache, kv_cache_dtype, dst.dtype)
+    kind = fp8.cache_dtype(src_cache, kv_cache_dtype, dst.dtype)
     check.sizes(src_cache, num_blocks=None, block_size=None, entry_size=None)
     check.sizes(dst, num_tokens=None, entry_size=src_cache.shape[2])
     check.row_size(dst)

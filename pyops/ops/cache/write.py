@@ -11,6 +11,7 @@ from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from .._shared import fp8
 from ._common import (
     bits,
     check_tokens,
@@ -85,8 +86,8 @@ def plan_reshape_and_cache(
 ) -> list[Launch]:
     num_heads, head_size = _keys_and_values(key, value)
     num_tokens = check_tokens(slot_mapping, key, value)
-    kind = check.cache_dtype(key_cache, kv_cache_dtype, key.dtype)
-    check.cache_dtype(value_cache, kv_cache_dtype, key.dtype)
+    kind = fp8.cache_dtype(key_cache, kv_cache_dtype, key.dtype)
+    fp8.cache_dtype(value_cache, kv_cache_dtype, key.dtype)
     check.dtype(value_cache, key_cache.dtype)
     check.sizes(key_cache, num_blocks=None, num_heads=num_heads, chunks=None, block_size=None, x=None)
     num_blocks, _, chunks, block_size, x = key_cache.shape
@@ -277,8 +278,8 @@ def plan_reshape_and_cache_flash(
 ) -> Launch:
     num_heads, head_size = _keys_and_values(key, value)
     num_tokens = check_tokens(slot_mapping, key, value)
-    kind = check.cache_dtype(key_cache, kv_cache_dtype, key.dtype)
-    check.cache_dtype(value_cache, kv_cache_dtype, key.dtype)
+    kind = fp8.cache_dtype(key_cache, kv_cache_dtype, key.dtype)
+    fp8.cache_dtype(value_cache, kv_cache_dtype, key.dtype)
     check.dtype(value_cache, key_cache.dtype)
     check.sizes(key_cache, num_blocks=None, block_size=None, num_heads=num_heads, head_size=head_size)
     check.same_shape(value_cache, key_cache)

@@ -10,7 +10,7 @@ from ..._core.dtypes import E4M3, DType, float8_e4m3fn, int8, uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
-from .._shared import geometry
+from .._shared import fp8, geometry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +80,7 @@ def static(
         "scale_column_stride": strides[1],
     }
     # Where the device converts to fp8 by integer arithmetic, registers are worth more than threads.
-    short = geometry.converts(result)
+    short = fp8.converts_to(result)
     return geometry.chunks(
         _static_quant,
         result,

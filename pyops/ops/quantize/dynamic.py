@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import float32, int8, int32, largest_code
+from ..._core.dtypes import float32, int8, int32
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.op import op
@@ -42,7 +42,7 @@ def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> No
     """
     x = input.float()
     absmax = fp8.absmax(x.reshape(1, -1)).reshape(())
-    found = absmax / torch.full_like(absmax, largest_code(as_fp8(result).dtype))
+    found = absmax / torch.full_like(absmax, fp8.largest_code(as_fp8(result).dtype))
     scale.view(-1)[0] = found
     write_fp8(result, x, found)
 
@@ -83,7 +83,7 @@ def plan_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: Te
         check.vector_width(row_size, result, input), num_threads, resident, batch
     )
     # Where the device converts to fp8 by integer arithmetic, registers are worth more than threads.
-    min_blocks = resident if geometry.converts(result) else 1
+    min_blocks = resident if fp8.converts_to(result) else 1
     write = _dynamic_tensor_quant(scalar_t=input.dtype, code_t=result.dtype, **constants, MIN_BLOCKS=min_blocks).launch(
         grid=num_chunks,
         block=num_threads,

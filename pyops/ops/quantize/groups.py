@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32, int8, int32, largest_code
+from ..._core.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32, int8, int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
@@ -166,7 +166,7 @@ def example_per_token_group_fp8_quant(
     scale_ue8m0: bool = False,
     quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
 ) -> tuple[Any, ...]:
-    largest = largest_code(quant_dtype)
+    largest = fp8.largest_code(quant_dtype)
     return (
         make.randn(num_tokens, hidden_size, dtype=dtype),
         make.empty(num_tokens, hidden_size, dtype=quant_dtype),
@@ -232,7 +232,7 @@ def example_per_token_group_fp8_quant_packed(
     dtype: str = "bfloat16",
     quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
 ) -> tuple[Any, ...]:
-    largest = largest_code(quant_dtype)
+    largest = fp8.largest_code(quant_dtype)
     return (
         make.randn(num_tokens, hidden_size, dtype=dtype),
         make.empty(num_tokens, hidden_size, dtype=quant_dtype),
