@@ -11,6 +11,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import geometry
+from .._shared.geometry import RowTuning
 from ._common import example_weight
 
 if TYPE_CHECKING:
@@ -22,6 +23,15 @@ __all__ = [
 ]
 
 _layer_norm = Kernel("norm/layer_norm.cu")
+
+# By the constant GATE of the kernel. Weights are weight and bias.
+_TUNING = (
+    RowTuning(many=(4, 7), few=(4, 8), resident=(896, 896), rows=2, weights=2),
+    # Gate before the norm: input, z, and their product in float32, which takes two rows' registers.
+    RowTuning(many=(4, 4), few=(1, 2), resident=(896, 896), rows=4, weights=2),
+    # Gate after the norm: input and z. silu takes registers while they are held.
+    RowTuning(many=(4, 4), few=(1, 2), resident=(896, 896), rows=2, weights=2, spare_blocks=1),
+)
 
 
 def _grouped_norm(
@@ -131,34 +141,22 @@ def _grouped_norm_plan(
     for stat in (mean, rstd):
         check.shape(stat, float32, **{"groups * num_tokens": num_groups * num_rows})
     strides = [check.row_stride(arg) for arg in (out, input, z) if arg]
-    vectors = geometry.vectors(group_size, strides if num_groups == 1 else (), out, input, z, weight, bias)
-    few, held = ((4, 8), 2) if z is None else ((1, 2), 2 if norm_before_gate else 4)
-    grid, threads = geometry.rows(
-        input,
-        num_rows * num_groups,
-        vectors,
-        many=(4, 7) if z is None else (4, 4),
-        few=few,
-        held=held,
-        weights=2,
-        size=group_size,
-        resident=(896, 896),
-    )
-    if z is not None and norm_before_gate:  # the gate's function takes registers while the row is held
-        threads = {**threads, "MIN_BLOCKS": max(1, threads["MIN_BLOCKS"] - 1)}
+    vectors = geometry.row_vectors(group_size, strides if num_groups == 1 else (), out, input, z, weight, bias)
+    gate = 0 if z is None else 2 if norm_before_gate else 1
+    config = geometry.choose_rows(input, num_rows * num_groups, vectors, _TUNING[gate], size=group_size)
     return _layer_norm(
         scalar_t=input.dtype,
         GROUP_SIZE=group_size,
-        **threads,
+        **config.constants,
         IS_RMS=is_rms,
-        GATE=0 if z is None else 2 if norm_before_gate else 1,
+        GATE=gate,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         HAS_MEAN=mean is not None,
         HAS_RSTD=rstd is not None,
     ).launch(
-        grid=grid if hidden_size else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_rows * num_groups) if hidden_size else 0,
+        block=config.num_threads,
         num_rows=num_rows,
         num_groups=num_groups,
         out_stride=strides[0],

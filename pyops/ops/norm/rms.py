@@ -11,6 +11,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import geometry
+from .._shared.geometry import RowTuning
 from ._common import example_weight, rms
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ __all__ = [
 _rms_norm = Kernel("norm/rms_norm.cu")
 _fused_add_rms_norm = Kernel("norm/fused_add_rms_norm.cu")
 _gemma_rms_norm = Kernel("norm/gemma_rms_norm.cu")
+
+RMS_NORM = RowTuning(many=(4, 6))
+FUSED_ADD_RMS_NORM = RowTuning(many=(3, 6), resident=(1152, 896), rows=2)
+_GEMMA_RMS_NORM = RowTuning(many=(2, 4))
+_GEMMA_ADD_RMS_NORM = RowTuning(many=(3, 4), resident=(896, 896), rows=2)
+_NO_DIMENSION = (1, (0, 0))  # size and strides in place of a leading dimension that the tensors do not have
 
 
 # A sum in another order rounds T(x * scale) the other way now and then, and the weight can make two units of that one.
@@ -53,32 +60,29 @@ def plan_rms_norm(out: TensorArg, input: TensorArg, weight: TensorArg | None) ->
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     leading = check.leading(input, out, max_dims=3)
     num_rows = check.num_rows(input)
-    vectors = geometry.vectors(hidden_size, leading[0][1] if len(leading) == 1 else (), out, input, weight)
-    grid, threads = geometry.rows(input, num_rows, vectors, many=(4, 6))
+    vectors = geometry.row_vectors(hidden_size, leading[0][1] if len(leading) == 1 else (), out, input, weight)
+    config = geometry.choose_rows(input, num_rows, vectors, RMS_NORM)
     (_, (input_stride0, out_stride0)), *inner = leading
-    (size1, (input_stride1, out_stride1)), (size2, (input_stride2, out_stride2)) = (*inner, _ONE, _ONE)[:2]
+    (size1, strides1), (size2, strides2) = (*inner, _NO_DIMENSION, _NO_DIMENSION)[:2]
     return _rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
-        **threads,
+        **config.constants,
         LEADING=len(leading),
         HAS_WEIGHT=weight is not None,
     ).launch(
-        grid=grid if hidden_size else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_rows) if hidden_size else 0,
+        block=config.num_threads,
         num_rows=num_rows,
         size1=size1,
         size2=size2,
         out_stride0=out_stride0,
-        out_stride1=out_stride1,
-        out_stride2=out_stride2,
+        out_stride1=strides1[1],
+        out_stride2=strides2[1],
         input_stride0=input_stride0,
-        input_stride1=input_stride1,
-        input_stride2=input_stride2,
+        input_stride1=strides1[0],
+        input_stride2=strides2[0],
     )
-
-
-_ONE = (1, (0, 0))  # a leading dimension that is not there
 
 
 @rms_norm.example
@@ -115,16 +119,16 @@ def plan_fused_add_rms_norm(input: TensorArg, residual: TensorArg, weight: Tenso
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     num_rows = check.num_rows(input)
     strides = check.row_stride(input), check.row_stride(residual)
-    vectors = geometry.vectors(hidden_size, strides, input, residual, weight)
-    grid, threads = geometry.rows(input, num_rows, vectors, many=(3, 6), held=2, resident=(1152, 896))
+    vectors = geometry.row_vectors(hidden_size, strides, input, residual, weight)
+    config = geometry.choose_rows(input, num_rows, vectors, FUSED_ADD_RMS_NORM)
     return _fused_add_rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
-        **threads,
+        **config.constants,
         HAS_WEIGHT=weight is not None,
     ).launch(
-        grid=grid if hidden_size else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_rows) if hidden_size else 0,
+        block=config.num_threads,
         num_rows=num_rows,
         input_stride=strides[0],
         residual_stride=strides[1],
@@ -199,25 +203,18 @@ def plan_gemma_rms_norm(
         raise residual_out.error("is given without residual")
     num_rows = check.num_rows(input)
     strides = [check.row_stride(arg) for arg in rows]
-    vectors = geometry.vectors(hidden_size, strides, *rows, weight)
-    grid, threads = geometry.rows(
-        input,
-        num_rows,
-        vectors,
-        many=(3, 4) if residual else (2, 4),
-        held=2 if residual else 1,
-        resident=(896, 896) if residual else (1024, 896),
-    )
+    vectors = geometry.row_vectors(hidden_size, strides, *rows, weight)
+    config = geometry.choose_rows(input, num_rows, vectors, _GEMMA_ADD_RMS_NORM if residual else _GEMMA_RMS_NORM)
     return _gemma_rms_norm(
         scalar_t=input.dtype,
         residual_t=residual.dtype if residual else kept,
         residual_out_t=kept,
         HIDDEN_SIZE=hidden_size,
-        **threads,
+        **config.constants,
         HAS_RESIDUAL=residual is not None,
     ).launch(
-        grid=grid if hidden_size else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_rows) if hidden_size else 0,
+        block=config.num_threads,
         num_rows=num_rows,
         out_stride=strides[0],
         input_stride=strides[1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
@@ -11,6 +12,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8, geometry
+from .._shared.geometry import RowTuning
 from ._common import as_fp8, fp8_matrices, integers, matrices, one_row, saturated, shifted
 from .static import write_fp8
 
@@ -25,6 +27,8 @@ _dynamic_token_quant = Kernel("quantize/dynamic_token_quant.cu")
 # Of absmax.cu and dynamic_tensor_quant.cu: threads of a block, blocks of a multiprocessor, and vectors of a thread that
 # keep enough bytes in flight and make the scale's cost small beside theirs.
 _FIND, _WRITE = (512, 2, 8), (256, 6, 4)
+_BY_TOKEN = RowTuning(many=(4, 7), few=(2, 8), weights=0)
+_AZP_BY_ELEMENT = replace(_BY_TOKEN, spare_blocks=1)  # a zero point takes registers, too
 
 
 @op(out=("result", "scale"), ulps=0)
@@ -152,19 +156,18 @@ def _by_token(result: TensorArg, input: TensorArg, fixed: dict[str, int], **cons
     """The launch of dynamic_token_quant.cu."""
     hidden_size, num_rows = input.shape[-1], check.num_rows(input)
     strides = check.row_stride(result), check.row_stride(input)
-    vectors = geometry.vectors(hidden_size, strides, result, input)
-    grid, threads = geometry.rows(input, num_rows, vectors, many=(4, 7), few=(2, 8), weights=0)
-    if constants["HAS_AZP"] and vectors[0] == 1:  # a zero point takes registers, too
-        threads["MIN_BLOCKS"] = max(1, threads["MIN_BLOCKS"] - 1)
+    vectors = geometry.row_vectors(hidden_size, strides, result, input)
+    tuning = _AZP_BY_ELEMENT if constants["HAS_AZP"] and vectors.vec_size == 1 else _BY_TOKEN
+    config = geometry.choose_rows(input, num_rows, vectors, tuning, bound_registers=fp8.converts_to(result))
     return _dynamic_token_quant(
         scalar_t=input.dtype,
         code_t=result.dtype,
         HIDDEN_SIZE=hidden_size,
-        **geometry.converting(threads, result),
+        **config.constants,
         **constants,
     ).launch(
-        grid=grid if hidden_size else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_rows) if hidden_size else 0,
+        block=config.num_threads,
         num_rows=num_rows,
         result_stride=strides[0],
         input_stride=strides[1],

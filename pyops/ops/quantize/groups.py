@@ -11,6 +11,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8, geometry
+from .._shared.geometry import RowTuning, RowVectors
 from ._common import as_fp8, fp8_matrices, matrices
 
 if TYPE_CHECKING:
@@ -20,6 +21,19 @@ __all__ = ["per_token_group_fp8_quant", "per_token_group_fp8_quant_packed", "per
 
 _group_quant = Kernel("quantize/group_quant.cu")
 _FEW_VECTORS = 4096  # for a multiprocessor
+# By (whether there are few groups, whether a warp shares one). Few groups are spread over more threads: then the way
+# through one thread counts. Two vectors of a group that a warp shares, or fewer, need 32 registers.
+_TUNING = {
+    (few, warp): RowTuning(
+        many=(4, 7),
+        few=(2, 8),
+        resident=(2048 if warp else 1024, 896),
+        weights=0,
+        lane_vecs=1 if few else 2,
+    )
+    for few in (False, True)
+    for warp in (False, True)
+}
 # The numbers that codes may be, at most.
 _REACH = {int8: (-128.0, 127.0), float8_e4m3fn: (-448.0, 448.0), float8_e4m3fnuz: (-240.0, 240.0)}
 
@@ -71,16 +85,17 @@ def _plan(
         if num_rows not in (num_tokens, -(-num_tokens // 4) * 4):
             num_rows = num_tokens
     check.sizes(scales, num_tokens=num_rows, groups=columns)
-    vectors = check.vector_width(group_size, input, codes), False
+    vectors = RowVectors(check.vector_width(group_size, input, codes), shifted=False)
     scales_of_token = 4 * columns if packed else columns
-    # Few groups are spread over more threads: then the way through one thread counts.
     num_groups = num_rows * scales_of_token
-    few = num_groups * group_size <= _FEW_VECTORS * vectors[0] * input.device.multiprocessors
-    short = 1 if few else 2
-    # Two vectors of a group that a warp shares, or fewer, need 32 registers.
-    resident = (2048 if group_size // vectors[0] <= 64 else 1024, 896)
-    grid, threads = geometry.rows(
-        input, num_groups, vectors, many=(4, 7), few=(2, 8), weights=0, size=group_size, short=short, resident=resident
+    few = num_groups * group_size <= _FEW_VECTORS * vectors.vec_size * input.device.multiprocessors
+    config = geometry.choose_rows(
+        input,
+        num_groups,
+        vectors,
+        _TUNING[few, group_size // vectors.vec_size <= 64],
+        size=group_size,
+        bound_registers=fp8.converts_to(codes),
     )
     return _group_quant(
         scalar_t=input.dtype,
@@ -88,13 +103,13 @@ def _plan(
         GROUP_SIZE=group_size,
         GROUPS=max(1, groups),
         SCALES=max(1, scales_of_token),
-        **geometry.converting(threads, codes),
+        **config.constants,
         POWER_OF_TWO=power_of_two,
         NEAREST=nearest,
         PACKED=packed,
     ).launch(
-        grid=grid if input.numel else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_groups) if input.numel else 0,
+        block=config.num_threads,
         num_tokens=num_tokens,
         num_rows=num_rows,
         input_stride=check.row_stride(input),
