@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.lazy import torch
-from ..ops.activation.activation import silu_and_mul
+from ..ops.activation import silu_and_mul
 from ..ops.attention import paged_attention_v1, paged_attention_varlen
 from ..ops.cache import reshape_and_cache_flash
 from ..ops.linear.skinny_linear import skinny_linear
 from ..ops.norm import fused_add_rms_norm, rms_norm
-from ..ops.rotary.rotary import rotary_embedding
+from ..ops.rotary import rotary_embedding
 from .config import Config
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..ops.activation.activation import (
+from ..ops.activation import (
     fatrelu_and_mul,
     gelu_and_mul,
-    gelu_and_mul_above,
     gelu_and_mul_sparse,
     gelu_fast,
     gelu_new,
@@ -29,6 +28,7 @@ from ..ops.activation.activation import (
     swiglustep_and_mul,
     xielu,
 )
+from ..ops.activation.sparse import gelu_and_mul_above
 from .base import OpLayer, rows
 from .custom_op import CustomOp
 

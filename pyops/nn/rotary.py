@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ops.rotary import tables as rope_tables
-from ..ops.rotary.rotary import (
+from ..ops.rotary import (
     apply_rotary_emb,
     dual_chunk_rotary_embedding,
     multimodal_rotary_embedding,
     rotary_embedding,
 )
+from ..ops.rotary import tables as rope_tables
 from .base import OpLayer
 from .custom_op import CustomOp
 

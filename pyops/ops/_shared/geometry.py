@@ -19,9 +19,9 @@ from ..._core.tensor import TensorArg
 
 _MAX_LATENCY_ROWS = 2  # rows per multiprocessor that are still "few" (Rows, "Two rows to a multiprocessor")
 _LONG_ROW_VECS = 512  # vectors: longer rows are tuned by their own numbers (Rows: 4096 against 14336 elements)
-_WARP_ROW_VECS = 128  # vectors: up to here a warp or less has a row; one warp for 512 loses (Rows, "One warp, or two")
+WARP_ROW_VECS = 128  # vectors: up to here a warp or less has a row; one warp for 512 loses (Rows, "One warp, or two")
 _WARP_SIZE = 32  # lanes that share a row at most; half a warp where warps have 64
-_WARP_ROW_BLOCK = 128  # threads of a block of rows that warps share
+WARP_ROW_BLOCK = 128  # threads of a block of rows that warps share
 _FEW_THREAD_VECS = 4  # vectors per thread: a short row with more leaves registers for `resident[1]` threads only
 _MANY_THREAD_VECS = 7  # vectors per thread: with more, there is room for one block fewer
 # Vectors of less than 8 bytes, for rows that are not aligned: more of them in flight (Rows, "Odd sizes").
@@ -200,8 +200,8 @@ def _choose_rows(
     narrow = many and vec_size * itemsize < _NARROW_VEC_BYTES
     if narrow:
         wanted_vecs, resident = _NARROW_VECS, (_NARROW_RESIDENT[tuning.rows > 1],) * 2
-    if row_vecs <= _WARP_ROW_VECS:
-        row_threads, num_threads = _lanes_for_row(row_vecs, lanes, tuning.lane_vecs), _WARP_ROW_BLOCK
+    if row_vecs <= WARP_ROW_VECS:
+        row_threads, num_threads = _lanes_for_row(row_vecs, lanes, tuning.lane_vecs), WARP_ROW_BLOCK
     else:
         max_vecs = _MAX_SHIFTED_VECS if shifted else wanted_vecs + 2
         row_threads = num_threads = threads_for_row(row_vecs, wanted_vecs, max_vecs)
