@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import device
+from pyops._core import device, offline
 from pyops._core.example import ArgMaker
 from pyops.ops import activation
 from pyops.ops._shared import geometry
@@ -288,6 +289,29 @@ def test_sparse_cutoff_of_a_row_far_from_zero(where: str) -> None:
     cutoff = (gate.mean(-1) + gate.std(-1, correction=0) * quantile).float()
     cut = gate.float() <= cutoff[:, None]
     assert torch.equal(call("gelu_and_mul_sparse", x, 0.95, width=4096) == 0, cut)
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "alignment", "dtype", "approximate"),
+    [
+        (2048, 16, "float16", "none"),  # 8 bytes of local memory with NVRTC on an H200 at 64 registers
+        (1536, 4, "bfloat16", "none"),
+        (2048, 4, "float16", "none"),
+        (5120, 4, "float16", "tanh"),
+        (6144, 4, "bfloat16", "none"),
+    ],
+)
+def test_sparse_finds_registers_for_both_halves(hidden_size: int, alignment: int, dtype: str, approximate: str) -> None:
+    """A thread that holds 9 to 16 registers of each half of a row needs more than 64 for erf or narrow vectors."""
+    op = pyops.registry["gelu_and_mul_sparse"]
+    args = op.example(ArgMaker(device.model()), hidden_size=hidden_size, dtype=dtype, approximate=approximate)
+    out, input = (replace(arg, alignment=alignment) for arg in args[:2])
+    (launch,) = op.launches(out, input, *args[2:])
+    one = launch.specialisation
+    assert one.constants["VEC_SIZE"] == alignment // 2
+    assert one.constants["MIN_BLOCKS"] * launch.block < 1024  # 65536 registers for 1024 threads are 64 each
+    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90", one.kernel.options)
+    assert (report.spill_bytes, report.stack_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("where", DEVICES)

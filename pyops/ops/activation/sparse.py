@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.dtypes import DType, float16
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
@@ -22,7 +24,14 @@ __all__ = ["gelu_and_mul_sparse"]
 _gelu_and_mul_sparse = Kernel("activation/gelu_and_mul_sparse.cu")
 
 _WARP_SIZE = 32
-_THREAD_BYTES = 64  # of the gates of a row that a thread holds, in 16 registers; the other half takes as many
+_THREAD_BYTES = 64  # of the gates of a row that a thread holds, in 16 registers
+# Threads per multiprocessor, which bound the registers of a thread: 64, 80 and 112. A thread that holds both halves of
+# its share of a row spills in 64 registers if its vectors are narrow, and with some compilers in float16 with erf
+# (docs/performance.md, "Elements").
+_RESIDENT, _RESIDENT_ERF, _RESIDENT_NARROW = 1024, 768, 576
+_MAX_BOTH_REGISTERS = 16  # of the gates of a thread with which it holds the other half, too: `up_t` of the kernel
+_MAX_BOTH_THREADS = 256
+_MIN_SPILLING_REGISTERS = 9  # of the gates of a thread; with fewer, 64 registers are enough for both halves
 
 
 @dataclass(frozen=True)
@@ -33,30 +42,46 @@ class SparseConfig:
         vec_size: elements of a vector.
         num_threads: threads of a block.
         row_threads: threads that share a row: a warp, or the block.
+        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
     vec_size: int
     num_threads: int
     row_threads: int
+    min_blocks: int
 
     @property
     def constants(self) -> dict[str, int]:
         """The constants of the kernel, by its names for them."""
-        return {"VEC_SIZE": self.vec_size, "NUM_THREADS": self.num_threads, "ROW_THREADS": self.row_threads}
+        return {
+            "VEC_SIZE": self.vec_size,
+            "NUM_THREADS": self.num_threads,
+            "ROW_THREADS": self.row_threads,
+            "MIN_BLOCKS": self.min_blocks,
+        }
 
     def num_blocks(self, num_rows: int) -> int:
         """Blocks for so many rows."""
         return -(-num_rows // (self.num_threads // self.row_threads))
 
 
-def choose(hidden_size: int, vec_size: int, itemsize: int) -> SparseConfig:
-    """The geometry for rows of `hidden_size` elements of `itemsize` bytes, in vectors of `vec_size`."""
+@cache  # a plan miss must not pay for it
+def choose(hidden_size: int, vec_size: int, dtype: DType, approximate: str) -> SparseConfig:
+    """The geometry for rows of `hidden_size` elements of `dtype`, in vectors of `vec_size`."""
     row_vecs = hidden_size // vec_size
+    vec_registers = max(1, vec_size * dtype.itemsize // 4)
     if row_vecs <= geometry.WARP_ROW_VECS:
-        return SparseConfig(vec_size, geometry.WARP_ROW_BLOCK, _WARP_SIZE)
-    vec_bytes = max(4, vec_size * itemsize)  # in registers
-    row_threads = check.threads(-(-row_vecs // (_THREAD_BYTES // vec_bytes)))
-    return SparseConfig(vec_size, row_threads, row_threads)
+        num_threads, row_threads = geometry.WARP_ROW_BLOCK, _WARP_SIZE
+    else:
+        num_threads = row_threads = check.threads(-(-row_vecs // (_THREAD_BYTES // (4 * vec_registers))))
+    registers = -(-row_vecs // row_threads) * vec_registers
+    resident = _RESIDENT
+    if _MIN_SPILLING_REGISTERS <= registers <= _MAX_BOTH_REGISTERS and num_threads <= _MAX_BOTH_THREADS:
+        if dtype.itemsize == 2 and vec_registers < 4:
+            resident = _RESIDENT_NARROW
+        elif dtype is float16 and approximate == "none":
+            resident = _RESIDENT_ERF
+    return SparseConfig(vec_size, num_threads, row_threads, resident // num_threads)
 
 
 @op(out="out", keyed="activation_sparsity")
@@ -98,7 +123,7 @@ def plan_gelu_and_mul_sparse(out: TensorArg, input: TensorArg, activation_sparsi
     if approximate not in ("none", "tanh"):
         raise check.refuse(out, "approximate", f'expected "none" or "tanh", got "{approximate}"')
     hidden_size, num_rows = out.shape[-1], check.num_rows(out)
-    config = choose(hidden_size, check.vector_width(hidden_size, out, input), input.dtype.itemsize)
+    config = choose(hidden_size, check.vector_width(hidden_size, out, input), input.dtype, approximate)
     return _gelu_and_mul_sparse(
         scalar_t=input.dtype,
         ACT="gelu" if approximate == "none" else "gelu_tanh",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
@@ -28,7 +29,7 @@ _RESIDENT = 1024, 512  # threads per multiprocessor that registers allow: for on
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """The geometry of skinny_linear.cu; the attributes but `grid` are constants of the kernel.
+    """The geometry of skinny_linear.cu; the attributes but `blocks` are constants of the kernel.
 
     Attributes:
         vec_size: elements of a vector.
@@ -37,7 +38,7 @@ class SkinnyConfig:
         batch: vectors that a lane loads at a time.
         num_threads: threads of a block.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
-        grid: blocks (rows of the weight, groups of tokens). Blocks go over the weight together, so one wave is enough.
+        blocks: blocks for each group of tokens. They go over the weight together, so that one wave is enough.
     """
 
     vec_size: int
@@ -46,12 +47,13 @@ class SkinnyConfig:
     batch: int
     num_threads: int
     min_blocks: int
-    grid: tuple[int, int]
+    blocks: int
 
 
-def choose(device: Device, num_tokens: int, hidden_size: int, output_size: int, vec_size: int) -> SkinnyConfig:
-    """The geometry for `num_tokens` rows of `hidden_size` elements and a weight of `output_size` rows."""
-    tokens = 1 if num_tokens == 1 else _MAX_TOKENS
+@cache  # a plan miss must not pay for it
+def choose(device: Device, one_token: bool, hidden_size: int, output_size: int, vec_size: int) -> SkinnyConfig:
+    """The geometry for one token or several of `hidden_size` elements and a weight of `output_size` rows."""
+    tokens = 1 if one_token else _MAX_TOKENS
     lane_vecs = max(1, -(-hidden_size // (vec_size * device.warp_size)))  # if one warp had the whole row
     split = next(warps for warps in (1, 2, 4, _MAX_SPLIT) if lane_vecs <= warps * _MAX_BATCH or warps == _MAX_SPLIT)
     num_warps = max(_MIN_WARPS, split)
@@ -65,7 +67,7 @@ def choose(device: Device, num_tokens: int, hidden_size: int, output_size: int, 
         batch=min(_MAX_BATCH, -(-lane_vecs // split)),
         num_threads=num_threads,
         min_blocks=min_blocks,
-        grid=(blocks, -(-num_tokens // tokens)),
+        blocks=blocks,
     )
 
 
@@ -100,7 +102,7 @@ def plan_skinny_linear(out: TensorArg, input: TensorArg, weight: TensorArg, bias
     num_tokens = check.num_rows(input)
     strides = {"out_stride": check.row_stride(out), "input_stride": check.row_stride(input)}
     vec_size = check.vector_width(hidden_size, input, weight)
-    config = choose(input.device, num_tokens, hidden_size, output_size, vec_size)
+    config = choose(input.device, num_tokens == 1, hidden_size, output_size, vec_size)
     return _skinny_linear(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -112,7 +114,7 @@ def plan_skinny_linear(out: TensorArg, input: TensorArg, weight: TensorArg, bias
         NUM_THREADS=config.num_threads,
         MIN_BLOCKS=config.min_blocks,
     ).launch(
-        grid=config.grid,
+        grid=(config.blocks, -(-num_tokens // config.tokens)),
         block=config.num_threads,
         num_tokens=num_tokens,
         output_size=output_size,

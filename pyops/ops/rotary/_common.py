@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,6 @@ from ..._core.tensor import TensorArg
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from ..._core.device import Device
 
 MAX_ROTARY_DIM = 2048
 EXAMPLE_POSITIONS = 4096  # rows of the tables of examples
@@ -28,7 +27,7 @@ _MIN_THREADS = 64, 128  # of a block: few tokens, many
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """The geometry of a rotary kernel (Pairs and HeadIndex in rotary.cuh); the attributes are constants of the kernel.
+    """The geometry of a rotary kernel (Pairs and HeadIndex in rotary.cuh); all but the last two are its constants.
 
     Attributes:
         rotary_dim: elements of a head that turn.
@@ -39,7 +38,8 @@ class RotaryConfig:
         thread_heads: heads of a token per thread.
         block_groups: groups of threads of a block, each of which shares its heads.
         num_threads: threads of a block.
-        grid: blocks (tokens, groups of a token).
+        block_tokens: tokens of a block.
+        token_blocks: blocks that the heads of a token are cut into.
     """
 
     rotary_dim: int
@@ -50,9 +50,10 @@ class RotaryConfig:
     thread_heads: int
     block_groups: int
     num_threads: int
-    grid: tuple[int, int]
+    block_tokens: int
+    token_blocks: int
 
-    @property
+    @cached_property
     def constants(self) -> dict[str, int]:
         """The constants of the kernel, by its names for them."""
         return {
@@ -65,6 +66,10 @@ class RotaryConfig:
             "BLOCK_GROUPS": self.block_groups,
             "NUM_THREADS": self.num_threads,
         }
+
+    def grid(self, num_tokens: int) -> tuple[int, int]:
+        """Blocks (groups of tokens, parts of a token) for so many tokens."""
+        return -(-num_tokens // self.block_tokens), self.token_blocks
 
 
 def choose(
@@ -81,37 +86,53 @@ def choose(
         tables: have rows of a multiple of rotary_dim / 2 angles.
         heads: [..., heads, head_size], all that a thread reads or writes.
     """
-    half = rotary_dim // 2
-    pairs = gcd(half, _PAIR_BYTES[not is_neox] // heads[0].dtype.itemsize)
-    thread_heads, block_groups, num_threads, grid = _deal_heads(heads[0].device, num_tokens, num_heads, half // pairs)
-    return RotaryConfig(
-        rotary_dim=rotary_dim,
-        is_neox=bool(is_neox),
-        pairs=pairs,
-        access_size=check.vector_width(pairs if is_neox else 2 * pairs, *heads),
-        cache_access=check.vector_width(pairs, *tables),
-        thread_heads=thread_heads,
-        block_groups=block_groups,
-        num_threads=num_threads,
-        grid=grid,
+    pairs = gcd(rotary_dim // 2, _PAIR_BYTES[not is_neox] // heads[0].dtype.itemsize)
+    threads = num_tokens * num_heads * (rotary_dim // 2 // pairs)  # with one head to a thread
+    return _choose(
+        rotary_dim,
+        bool(is_neox),
+        pairs,
+        check.vector_width(pairs if is_neox else 2 * pairs, *heads),
+        check.vector_width(pairs, *tables),
+        num_heads,
+        threads > _FEW_THREADS * heads[0].device.multiprocessors,
     )
 
 
-def _deal_heads(device: Device, num_tokens: int, num_heads: int, lanes: int) -> tuple[int, int, int, tuple[int, int]]:
-    """(heads per thread, groups per block, threads per block, grid) where `lanes` threads share the pairs of a head.
+@cache  # a plan miss must not pay for it
+def _choose(
+    rotary_dim: int,
+    is_neox: bool,
+    pairs: int,
+    access_size: int,
+    cache_access: int,
+    num_heads: int,
+    many: bool,
+) -> RotaryConfig:
+    """`choose` for many tokens or few.
 
-    A group is `lanes` threads with the same heads. Few tokens get small blocks. Many get blocks of whole tokens, as
-    large as leaves the fewest threads idle.
+    A group of lanes shares the pairs of its heads. Few tokens get small blocks. Many tokens get blocks of whole tokens,
+    of the size that leaves the fewest threads idle.
     """
-    many = num_tokens * num_heads * lanes > _FEW_THREADS * device.multiprocessors
+    lanes = rotary_dim // 2 // pairs
     groups = -(-num_heads // _THREAD_HEADS[many])  # of a token
     block_groups = -(-groups // -(-groups * lanes // _BLOCK_THREADS[many]))
-    needed = block_groups * lanes  # threads for a token, or for its share of a block
+    needed = block_groups * lanes  # threads for a token, or for the part of a token that a block has
     min_threads = max(-(-needed // 64) * 64, _MIN_THREADS[many])
     max_threads = max(min_threads, _BLOCK_THREADS[True]) if many else min_threads
     num_threads = min(range(min_threads, max_threads + 1, 64), key=lambda threads: threads % needed / threads)
-    grid = -(-num_tokens // (num_threads // needed)), -(-groups // block_groups)
-    return -(-num_heads // groups), block_groups, num_threads, grid
+    return RotaryConfig(
+        rotary_dim=rotary_dim,
+        is_neox=is_neox,
+        pairs=pairs,
+        access_size=access_size,
+        cache_access=cache_access,
+        thread_heads=-(-num_heads // groups),
+        block_groups=block_groups,
+        num_threads=num_threads,
+        block_tokens=num_threads // needed,
+        token_blocks=-(-groups // block_groups),
+    )
 
 
 def split_heads(arg: TensorArg, tokens: Sequence[int], head_size: int) -> TensorArg:

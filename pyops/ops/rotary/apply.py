@@ -77,7 +77,7 @@ def plan_apply_rotary_emb(
         REST_ACCESS=check.vector_width(rotary_dim | head_size, x, out),
         **config.constants,
     ).launch(
-        grid=config.grid if num_heads else 0,
+        grid=config.grid(batch * seq_len) if num_heads else 0,
         block=config.num_threads,
         num_tokens=batch * seq_len,
         seq_len=seq_len,

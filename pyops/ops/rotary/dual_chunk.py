@@ -119,7 +119,7 @@ def plan_dual_chunk_rotary_embedding(
         REST_ACCESS=check.vector_width(rotary_dim | head_size, *heads, *outputs),
         **config.constants,
     ).launch(
-        grid=config.grid,
+        grid=config.grid(num_tokens),
         block=config.num_threads,
         num_tokens=num_tokens,
         max_position=cos_sin_k_cache.shape[0],

@@ -89,7 +89,7 @@ def _plan_in_place(
         LEADING=len(leading),
         **config.constants,
     ).launch(
-        grid=config.grid,
+        grid=config.grid(size0 * size1),
         block=config.num_threads,
         num_tokens=size0 * size1,
         size1=size1,
