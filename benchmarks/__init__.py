@@ -1,4 +1,4 @@
-"""Times of every op in `pyops.ops` beside its rivals: ``python -m benchmarks --help``.
+"""Times of every op beside its rivals: ``python -m benchmarks --help``.
 
 A file imports only files above it:
 
@@ -6,6 +6,11 @@ shapes timing rivals                              which arguments; how a call is
 accuracy                                          whether two sets of outputs agree
 kernel_time overhead compile_time numerics        one measurement each: a row for an op at a shape
 report                                            rows to tables, JSON and a plot
+tune                                              other Configs of a problem: ``python -m benchmarks tune --help``
 __main__                                          the command line
-decode                                            a whole model instead: ``python -m benchmarks.decode``
+
+Commands of their own:
+
+host (with fake_driver)                           host time of every op without a GPU: ``python -m benchmarks.host``
+decode, transformers                              a whole model: ``python -m benchmarks.decode``
 """

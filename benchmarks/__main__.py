@@ -4,6 +4,7 @@ python -m benchmarks rms_norm silu_and_mul --dtype bf16 --against torch,vllm,fla
 python -m benchmarks rms_norm num_tokens=1,64 hidden_size=5120
 python -m benchmarks --all --gpu --host --numerics --save
 python -m benchmarks --render benchmarks/results/nvidia-h200
+python -m benchmarks tune --help
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ import torch
 import pyops
 from pyops._core.op import Op
 
-from . import compile_time, kernel_time, numerics, overhead, report, shapes, timing
+from . import compile_time, kernel_time, numerics, overhead, report, shapes, timing, tune
 from .rivals import RIVALS, libraries, reason
 from .shapes import Case
 from .timing import Spread
@@ -42,14 +44,21 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("words", nargs="*", metavar="OP|AXIS=VALUE,...", help="ops, and values for axes of their examples")
     add("--all", action="store_true", help="every op")
-    add("--family", action="append", default=[], help="every op of a module: norm, activation, ...")
+    add("--family", action="append", default=[], help="every op of a package of pyops.ops: norm, activation, ...")
     add("--dtype", type=_split, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
     add("--against", type=_split, default=["torch", "vllm", "flashinfer"], help=f"any of {','.join(RIVALS)}")
     for name, what in zip(MEASURES, ("GPU time (default)", "host time", "error", "first call"), strict=True):
         add(f"--{name}", action="append_const", dest="measures", const=name, help=f"measure {what}")
     add("--quick", action="store_true", help="fewer replays and fewer sets of arguments")
     add("--limit", type=int, help="first calls: at most this many ops")
-    add("--save", action="store_true", help="write JSON, tables and plot under benchmarks/results")
+    add(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="begin no case after so long; families and measures have equal shares",
+    )
+    add("--save", action="store_true", help="write JSON, tables and plot")
+    add("--results", type=Path, default=RESULTS, metavar="DIR", help="where --save writes (default benchmarks/results)")
     add("--render", type=Path, metavar="DIR", help="only write the tables and plots of the JSON files in DIR anew")
     return result
 
@@ -59,7 +68,7 @@ def _split(text: str) -> list[str]:
 
 
 def select(options: argparse.Namespace) -> tuple[dict[str, list[Op]], dict[str, Sequence[Any]]]:
-    """({group: ops}, {axis: values}) that the command line names. Raises ValueError for what does not exist."""
+    """({group: ops}, {axis: values}) that the command line names. Raises ValueError for a name that does not exist."""
     names = [word for word in options.words if "=" not in word]
     chosen: dict[str, Sequence[Any]] = dict(shapes.parse(word) for word in options.words if "=" in word)
     families: dict[str, list[Op]] = {}
@@ -84,10 +93,13 @@ def _all_known(what: str, names: Any, known: Any) -> None:
         raise ValueError(f"no {what} is called {', '.join(unknown)}; there are {', '.join(sorted(known))}")
 
 
-def measure_all(name: str, cases: Sequence[Case], measure: Measure) -> dict[str, Any]:
-    """The section of `cases`. One that fails is recorded and the others go on."""
+def measure_all(name: str, cases: Sequence[Case], measure: Measure, end: float = float("inf")) -> dict[str, Any]:
+    """The section of `cases`. A case that fails is recorded, and the others go on. No case begins after `end`."""
     section: dict[str, Any] = {"rows": [], "skipped": [], "failures": []}
     for case in cases:
+        if time.monotonic() > end:
+            section["skipped"].append({"rival": "pyops", "op": case.op.name, "reason": "no time left"})
+            continue
         try:
             row, skipped = measure(case)
         except Exception as error:
@@ -117,8 +129,9 @@ def measure_group(
     options: argparse.Namespace,
     effort: timing.Effort,
     floors: Mapping[str, float],
+    end: float,
 ) -> dict[str, Any]:
-    """The sections that the command line asks for."""
+    """The sections that the command line asks for. No case begins after `end`, by the monotonic clock."""
     against = options.against
     wanted: dict[str, tuple[Measure, Mapping[str, Sequence[Any]]]] = {
         "gpu": (partial(kernel_time.measure, against=against, effort=effort), shapes.SWEEP),
@@ -126,11 +139,13 @@ def measure_group(
         "numerics": (partial(numerics.measure, against=against), {**shapes.SMALL, "num_tokens": (256,)}),
         "compile": (compile_time.measure, shapes.SMALL),
     }
-    sections = {}
-    for name in options.measures or ["gpu"]:
+    sections, measures = {}, options.measures or ["gpu"]
+    for i, name in enumerate(measures):
         measure, sweep = wanted[name]
         some = ops[: options.limit] if name == "compile" else ops
-        section = measure_all(name, [case for op in some for case in shapes.cases(op, chosen, sweep)], measure)
+        cases = [case for op in some for case in shapes.cases(op, chosen, sweep)]
+        share = (end - time.monotonic()) / (len(measures) - i)
+        section = measure_all(name, cases, measure, time.monotonic() + share)
         section["skipped"] += [
             {"rival": "pyops", "op": op.name, "reason": f"its example rules out one of {dict(chosen)}"}
             for op in some
@@ -141,7 +156,7 @@ def measure_group(
 
 
 def environment() -> dict[str, str]:
-    """What the times depend on besides the code."""
+    """GPU, driver and versions, on which times depend besides the code."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -149,7 +164,7 @@ def environment() -> dict[str, str]:
         driver = "unknown"
     found = {"gpu": torch.cuda.get_device_name(), "driver": driver, "python": platform.python_version()}
     found["pyops"] = pyops.__version__
-    # vLLM's shared objects may come from a wheel that is only unpacked.
+    # vLLM's shared objects may lie in a wheel that was unpacked, not installed.
     unpacked = [str(Path(library).parent.parent) for library in libraries().split(os.pathsep) if library]
     for package in ("torch", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "vllm", "flashinfer-python"):
         for distribution in importlib.metadata.distributions(name=package, path=[*sys.path, *unpacked]):
@@ -158,7 +173,10 @@ def environment() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["tune"]:
+        return tune.main(words[1:])
+    options = parser().parse_args(words)
     if options.render:
         for path in sorted(options.render.glob("*.json")):
             report.render_file(path)
@@ -170,13 +188,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("python -m benchmarks measures on a GPU, and torch sees none", file=sys.stderr)
         return 2
-    where = environment()
-    folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", where["gpu"].lower()).strip("-")
+    started, where = time.monotonic(), environment()
+    folder = options.results / re.sub(r"[^a-z0-9]+", "-", where["gpu"].lower()).strip("-")
     effort = timing.QUICK if options.quick else timing.FULL
     floors = {"streaming_gbs": timing.streaming_gbs(effort), "launch_floor_us": timing.launch_floor_us(effort)}
-    failed = False
-    for name, ops in groups.items():
-        result = {"environment": where, "method": effort.method, **measure_group(ops, chosen, options, effort, floors)}
+    failed, deadline = False, started + 60 * options.minutes
+    for i, (name, ops) in enumerate(groups.items()):
+        share = (deadline - time.monotonic()) / (len(groups) - i)
+        sections = measure_group(ops, chosen, options, effort, floors, time.monotonic() + share)
+        result = {"environment": where, "method": effort.method, **sections}
         print(report.render(result), flush=True)
         failed |= any(section["failures"] for key, section in result.items() if key in MEASURES)
         if options.save:

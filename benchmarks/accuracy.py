@@ -49,15 +49,15 @@ _NEED_DOUBLE = {torch.float64, torch.int32, torch.int64}
 class Check:
     """Compares what a contender writes with what the op's reference writes, given the same arguments.
 
-    It guards against timing a kernel that does something else; how exact a kernel is, is for the tests to say. So it
-    allows a difference in the 2-norm of a few roundings of the coarsest type involved.
+    The check guards against timing a kernel that computes something else; the tests say how exact a kernel is. So the
+    2-norm of the difference may be a few roundings of the coarsest type among the arguments.
     """
 
     def __init__(self, case: Case, device: str = "cuda") -> None:
         self.case, self.device = case, device
         args = case.arguments(device=device)
         with torch.no_grad():
-            case.op.bound(case.op.reference, args)()
+            case.op.applied(case.op.reference, args)()
         self.expected = written(case, args)
         self.rounding = max(
             (_epsilon(arg) for arg in args if isinstance(arg, torch.Tensor) and _is_wide(arg)), default=0.0
@@ -78,7 +78,7 @@ class Check:
 
 
 def _epsilon(x: torch.Tensor) -> float:
-    """One rounding of the element type, relative; for eight-bit codes, one code of the largest."""
+    """One rounding of the element type, relative. For 8-bit integers: one step, relative to the largest code."""
     if x.dtype.is_floating_point:
         return float(torch.finfo(x.dtype).eps)
     return 1 / 127 if x.dtype.itemsize == 1 else 0.0

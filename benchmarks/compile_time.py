@@ -1,4 +1,4 @@
-"""The first call of an op in a new process: with an empty kernel cache, and with one that the process before filled."""
+"""The first call of an op in a new process: with an empty kernel cache, then with the cache that this call filled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ first_call(seconds, *sys.argv[1:])
 
 
 def measure(case: Case) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """(row of seconds, []): imports and first call, cold and from the disk cache."""
+    """(row, []): seconds of the imports and of the first call, with an empty cache ("cold") and from the disk."""
     with tempfile.TemporaryDirectory(prefix="pyops-first-call-") as folder:
         cold, disk = (_in_a_new_process(case, folder) for _ in range(2))
     return {**case.labels, "cold": cold, "disk": disk}, []

@@ -1,4 +1,4 @@
-"""A decode step of a Llama of a billion weights, beside the time its bytes need and beside transformers.
+"""A decode step of a Llama of a billion weights, beside the time that its bytes need and beside transformers.
 
 python -m benchmarks.decode --batch 1 64 --context 1024
 """
@@ -16,7 +16,7 @@ from pyops.models.runner import Part, Runner
 
 from .timing import QUICK, streaming_gbs
 
-# Layers and heads of Llama 3.2 1B, and a vocabulary as that of Llama 2: 1.1 billion weights.
+# Layers and heads of Llama 3.2 1B with the vocabulary of Llama 2: 1.1 billion weights.
 SIZES: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 2048,
@@ -31,7 +31,7 @@ _BLOCK_SIZE, _WARM, _STEPS = 16, 8, 64
 
 
 def step_bytes(model: Llama, batch: int, context: int) -> int:
-    """Bytes that a step must read and write: every weight once, of the embedding only rows, and keys and values."""
+    """Bytes that a step must move: every weight, a row of the embedding for each sequence, all keys and values."""
     config, size = model.config, int(model.dtype.itemsize)
     weights = sum(int(tensor.nbytes) for tensor in model.tensors().values())
     if not config.tie_word_embeddings:
@@ -40,7 +40,10 @@ def step_bytes(model: Llama, batch: int, context: int) -> int:
 
 
 def ours(model: Llama, batch: int, context: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """(a replay of the graph, a whole step with the rows for it): of `batch` sequences that have `context` tokens."""
+    """(a replay of the captured graph, a whole step) for `batch` sequences of `context` tokens.
+
+    A whole step also copies the step's tokens and block tables to the device.
+    """
     each = -(-context // _BLOCK_SIZE)
     runner = Runner(model, batch * each, _BLOCK_SIZE, batch, context)
     runner.cache.normal_()
@@ -73,7 +76,7 @@ def theirs(batch: int, context: int) -> Callable[[], Any]:
 
 
 def step_us(step: Callable[[], Any]) -> float:
-    """Microseconds of a step, one after another, the host's share included."""
+    """Microseconds of a step among steps in a row, the host's time included."""
     for _ in range(_WARM):
         step()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

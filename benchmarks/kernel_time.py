@@ -1,4 +1,4 @@
-"""GPU time of an op and its rivals on the same tensors, once each is found to agree with the op's reference."""
+"""GPU time of an op and its rivals on the same tensors. Whoever disagrees with the op's reference has no time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ import torch
 from .accuracy import Check
 from .rivals import Builder, builders, ours, skip
 from .shapes import Case
-from .timing import Effort, gpu_us, num_sets
+from .timing import Call, Effort, gpu_us, num_sets
+
+
+def argument_sets(case: Case, effort: Effort) -> tuple[list[tuple[Any, ...]], list[Call]]:
+    """(sets of arguments for calls to rotate over, calls that put back what such calls edit).
+
+    Numbers that are edited over and over, say divided by a penalty, would become numbers that no caller has.
+    """
+    sets = [case.arguments(seed) for seed in range(num_sets(case.nbytes, _l2_bytes(), effort.sets))]
+    edited = [arg for args in sets for p, arg in zip(case.op.parameters, args, strict=True) if p.role == "inout"]
+    return sets, [partial(arg.copy_, arg.clone()) for arg in edited if arg is not None]
+
+
+def _l2_bytes() -> int:
+    return int(torch.cuda.get_device_properties(0).L2_cache_size)
 
 
 def measure(case: Case, against: Sequence[str], effort: Effort) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """(row of times, skipped rivals). Raises when pyops itself fails or disagrees with the reference."""
-    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     check = Check(case)
-    sets = [case.arguments(seed) for seed in range(num_sets(case.nbytes, l2_bytes, effort.sets))]
-
-    # Numbers that are edited over and over, say divided by a penalty, would become such as no caller has.
-    edited = [arg for args in sets for p, arg in zip(case.op.parameters, args, strict=True) if p.role == "inout"]
-    renew = [partial(arg.copy_, arg.clone()) for arg in edited if arg is not None]
+    sets, renew = argument_sets(case, effort)
 
     def contend(build: Builder) -> dict[str, Any]:
         error = check(build)
@@ -35,6 +44,6 @@ def measure(case: Case, against: Sequence[str], effort: Effort) -> tuple[dict[st
             times[name] = contend(build)
         except Exception as error:
             skips.append(skip(name, case.op, error))
-    cold = len(sets) * case.nbytes > 3 * l2_bytes
+    cold = len(sets) * case.nbytes > 3 * _l2_bytes()
     row = {**case.labels, "bytes": case.traffic, "sets": len(sets), "cold": cold, "times": times}
     return row, skips

@@ -17,12 +17,12 @@ _CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
 class Float64(TorchFunctionMode):  # type: ignore[misc]
-    """Every float type that a torch call names is float64, so that a reference rounds nothing to a narrower one."""
+    """While the mode lasts, float64 replaces every float type that a torch call names, so that nothing is rounded."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _CASTS:
             return args[0].double()
-        if function is torch.Tensor.view and args[1] in _NARROW:  # bits, which have a type of their own
+        if function is torch.Tensor.view and args[1] in _NARROW:  # bits of a narrow float
             return function(*args).double()
         return function(*map(_widened, args), **{name: _widened(value) for name, value in (kwargs or {}).items()})
 
@@ -38,7 +38,7 @@ def exact(case: Case, device: str = "cuda") -> dict[str, torch.Tensor]:
         raise Unavailable("writes codes, which have no float64 value to compare with")
     wide = [arg.double() if isinstance(arg, torch.Tensor) and arg.dtype in _NARROW else arg for arg in args]
     with torch.no_grad(), Float64():
-        case.op.bound(case.op.reference, wide)()
+        case.op.applied(case.op.reference, wide)()
     return written(case, wide)
 
 

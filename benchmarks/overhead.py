@@ -1,20 +1,22 @@
-"""Host time: what an eager call costs the thread that makes it, and what the first call with a new size costs."""
+"""Host time on a machine with a GPU: of an eager call, and of the first call with a new number of tokens."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from pyops._core.op import Op
+
 from .rivals import Builder, builders, ours, skip
 from .shapes import Case
-from .timing import Effort, host_us
+from .timing import Call, Effort, host_us
 
-_NEW_SIZES = range(301, 401)  # between the row counts at which kernels change their geometry
+NEW_SIZES = range(301, 401)  # numbers of tokens for which a norm or an activation has one kernel
 
 
 def measure(case: Case, against: Sequence[str], effort: Effort) -> tuple[dict[str, Any], list[dict[str, str]]]:
@@ -38,17 +40,26 @@ def measure(case: Case, against: Sequence[str], effort: Effort) -> tuple[dict[st
 
 
 def plan_miss(case: Case) -> dict[str, Any]:
-    """Median host time of the first call with each of 100 new token counts, and how many of them compiled a kernel."""
-    calls = [ours(case.op)(*Case(case.op, {**case.axes, "num_tokens": n}).arguments()) for n in _NEW_SIZES]
+    """Median host time of the first call with each of 99 new token counts, and how many of them compiled a kernel."""
+    sized = (Case(case.op, {**case.axes, "num_tokens": n}) for n in NEW_SIZES)
+    calls = [ours(case.op)(*one.arguments()) for one in sized]
+    times, recompiled = misses_us(case.op, calls, time.perf_counter_ns, torch.cuda.synchronize)
+    return {"plan_miss_us": statistics.median(times), "recompiled": recompiled}
+
+
+def misses_us(
+    op: Op, calls: Sequence[Call], clock: Callable[[], int], synchronize: Callable[[], None]
+) -> tuple[list[float], int]:
+    """(microseconds of each call but the first, kernels that the timed calls loaded). Every call must miss."""
     first, *rest = calls
     first()
-    compiled, times = len(case.op.compiled()), []
+    loaded, times = len(op.compiled()), []
     for call in rest:
-        torch.cuda.synchronize()
-        start = time.perf_counter_ns()
+        synchronize()
+        start = clock()
         call()
-        times.append((time.perf_counter_ns() - start) / 1e3)
-    return {"plan_miss_us": statistics.median(times), "recompiled": len(case.op.compiled()) - compiled}
+        times.append((clock() - start) / 1e3)
+    return times, len(op.compiled()) - loaded
 
 
 def _on_cupy(case: Case) -> Builder:

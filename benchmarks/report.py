@@ -1,7 +1,7 @@
-"""Results to tables, JSON and a plot. Needs no GPU.
+"""Results as tables, JSON and a plot. Needs no GPU.
 
-A result is ``{"environment", "method", <section>: {"rows", "skipped", "failures", ...}, ...}`` with a section for each
-thing that was measured: gpu, host, numerics, compile.
+A result is ``{"environment", "method", <section>: {"rows", "skipped", "failures", ...}, ...}``. The sections are gpu,
+host, numerics and compile, as far as they were measured.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .timing import Spread
 
 Row = Mapping[str, Any]
 OURS = "pyops"
-_LARGE = 4096  # tokens from which the memory's bandwidth is what limits
+_LARGE = 4096  # tokens from which bandwidth limits an op, not latency
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, padded so that it reads well as text too. All but the first column are right-aligned."""
+    """A Markdown table, padded so that it reads well as text. All columns but the first are right-aligned."""
     lines = [list(headers), *map(list, rows)]
     widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(headers))]
 
@@ -42,19 +42,19 @@ def best_rival(row: Row) -> tuple[str, Spread] | None:
 
 
 def gbs(row: Row, contender: str) -> float:
-    """Bytes that a call must move over its median time."""
+    """GB/s: bytes that a call must move, divided by the contender's median time."""
     return float(row["bytes"] / row["times"][contender]["us"][0] / 1e3)
 
 
 def needed_fraction(row: Row) -> float | None:
-    """Fraction of the streaming bandwidth the op is to reach; None where too few rows are moved to ask for one."""
+    """Fraction of the streaming bandwidth that the op must reach; None for few tokens, where latency limits."""
     if row["shape"].get("num_tokens", 0) < _LARGE:
         return None
     return 0.85 if row["family"] != "activation" and "quant" in row["op"] else 0.90
 
 
 def verdict(row: Row, streaming_gbs: float) -> dict[str, Any]:
-    """Whether a row meets its targets: no slower than the best rival, and near enough to the streaming bandwidth.
+    """Whether a row meets its targets: no slower than the best rival, and close enough to the streaming bandwidth.
 
     ``"faster"``: True, False, or "tie" for a median above the rival's by less than the spread of the replays; None
     without a rival. ``"streams"``: True, False, or None where no fraction is asked for.
@@ -264,7 +264,7 @@ def _answer(value: bool | str | None) -> str:
 def save(result: dict[str, Any], path: Path) -> None:
     """Write `path` (JSON), the tables and the plot beside it.
 
-    Sections measured before, in the same environment and by the same method, and not now are kept.
+    Sections of an earlier result stay if this result lacks them and has the same environment and method.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -284,9 +284,9 @@ def render_file(path: Path) -> None:
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Bars of pyops beside its best rival: a column of panels per number of tokens, a row per other axes.
+    """Bars of pyops beside its best rival: a column of panels per number of tokens, a row per dtype and other axes.
 
-    Few tokens show microseconds, since launches and latency are what limit there; many show the fraction of the
+    Panels of few tokens show microseconds, because latency limits there. Panels of many tokens show the fraction of the
     streaming bandwidth.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,6 +1,7 @@
-"""Who else computes the same. A rival gives, for an op, a builder: the op's arguments in, a call on them out.
+"""Rivals: other libraries that compute what an op computes.
 
-A call that returns a tensor returns the op's first output instead of writing it.
+A rival is a function that takes an op and returns a builder. A builder takes the op's arguments and returns a call on
+them. A call that returns a tensor returns the op's first output instead of writing it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def ours(op: Op) -> Builder:
 
 
 def _with_all(op: Op, function: Callable[..., Any]) -> Builder:
-    return lambda *args: op.bound(function, args)
+    return lambda *args: op.applied(function, args)
 
 
 def builders(op: Op, names: Sequence[str]) -> tuple[dict[str, Builder], list[dict[str, str]]]:
@@ -48,12 +49,12 @@ def builders(op: Op, names: Sequence[str]) -> tuple[dict[str, Builder], list[dic
 
 
 def skip(rival: str, op: Op, error: Exception) -> dict[str, str]:
-    """The record of a rival that is left out for `op`."""
+    """The report's record of a rival that is skipped for `op`."""
     return {"rival": rival, "op": op.name, "reason": reason(error)}
 
 
 def reason(error: Exception) -> str:
-    """An error in one line, without the folders of where something was built; an `Unavailable` speaks for itself."""
+    """An error in one line, without names of folders, and without its type for an `Unavailable`."""
     text = re.sub(r"(?<!\S)/\S*/", "", (str(error).strip().splitlines() or [""])[0])
     return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
 
@@ -63,15 +64,18 @@ def _reference(op: Op) -> Builder:
 
 
 def _compile(op: Op) -> Builder:
-    # Dynamo cannot trace through the proxy that imports torch on demand. A fresh start for every shape: past its limit
-    # of recompilations it would silently run the reference as it is.
+    # Dynamo cannot trace through the proxy that imports torch on demand.
     op.reference.__globals__["torch"] = torch
+    # Past its limit of recompilations Dynamo would silently run the reference uncompiled, so every shape begins anew.
     torch._dynamo.reset()
     return _with_all(op, torch.compile(op.reference, dynamic=False, fullgraph=True))
 
 
 def _named(op: Op, table: dict[str, Callable[[Any], Call]]) -> Builder:
-    """The table's entry for the op. It is given the arguments by name, the first written tensor also as `out`."""
+    """The builder that `table` has for the op.
+
+    An entry of the table gets a namespace of the arguments, where `out` is the first written tensor.
+    """
     if op.name not in table:
         raise Unavailable("has no such op")
     build = table[op.name]
@@ -112,8 +116,10 @@ def _gelu_tanh(x: Any) -> Any:
 
 
 def _sdpa(a: Any) -> Call:
-    """On keys and values that lie one after another, copied out of the cache beforehand; heads that share a key-value
-    head are the queries of one head."""
+    """torch's attention on contiguous keys and values, which are copied out of the cache beforehand.
+
+    Query heads that share a key-value head become the queries of one head.
+    """
     if a.kv_cache_dtype != "auto" or a.alibi_slopes is not None or getattr(a, "logits_soft_cap", 0.0):
         raise Unavailable("attends without options to a cache of floats")
     tables, longest = a.block_tables.long(), int(a.seq_lens.max())
@@ -155,7 +161,7 @@ _TORCH: dict[str, Callable[[Any], Call]] = {
 
 @cache
 def _import(name: str) -> Any:
-    """The module, or the exception that importing it raised: a failing import is tried once."""
+    """The module, or the exception that importing it raised, so that a failing import is tried once."""
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -170,13 +176,13 @@ def _module(name: str) -> Any:
 
 
 def libraries() -> str:
-    """vLLM's shared objects, in the order in which they are to be loaded where its package cannot be imported."""
+    """vLLM's shared objects in the order of loading, for machines where vLLM's package cannot be imported."""
     return os.environ.get("PYOPS_VLLM_LIBRARIES", "")
 
 
 @cache
 def _load_vllm(paths: str) -> str:
-    """Register vLLM's ops, by its package or else by its shared objects; returns why that did not work."""
+    """Register vLLM's ops by its package, or else by its shared objects. Returns why neither worked, "" on success."""
     imported = _import("vllm._C")
     if not isinstance(imported, Exception):
         return ""
@@ -191,7 +197,7 @@ def _load_vllm(paths: str) -> str:
 
 
 def _vllm(op: Op) -> Builder:
-    """``torch.ops._C.<name>``: the same arguments in the same order, of which an older schema may lack the last."""
+    """``torch.ops._C.<name>``: takes the op's arguments in the op's order. Older schemas lack the last arguments."""
     if trouble := _load_vllm(libraries()):
         raise Unavailable(trouble)
     found = (getattr(getattr(torch.ops, name), op.name, None) for name in ("_C", "_C_cache_ops", "_moe_C"))
@@ -208,7 +214,7 @@ def _trimmed(function: Callable[..., Any], count: int, *args: Any) -> Call:
 def _flashinfer(op: Op) -> Builder:
     norm, activation = _module("flashinfer.norm"), _module("flashinfer.activation")
 
-    def layernorm(a: Any) -> Call:  # takes its parameters in float32 only
+    def layernorm(a: Any) -> Call:  # FlashInfer takes weight and bias in float32 only
         return partial(norm.layernorm, a.input, a.weight.float(), a.bias.float(), a.epsilon)
 
     def decode(a: Any) -> Call:
@@ -229,7 +235,7 @@ def _flashinfer(op: Op) -> Builder:
         )
         return partial(wrapper.run, a.query, (a.key_cache, a.value_cache), out=a.out)
 
-    def rope(a: Any) -> Call:  # takes its table in float32 only
+    def rope(a: Any) -> Call:  # FlashInfer takes the table of cosines and sines in float32 only
         turn = _module("flashinfer.rope").apply_rope_with_cos_sin_cache_inplace
         if a.key is None:
             raise Unavailable("turns queries and keys together")

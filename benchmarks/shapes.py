@@ -1,4 +1,4 @@
-"""Which arguments an op is measured with: its own example, at every combination of the axes that are swept."""
+"""Arguments that an op is measured with: the op's example at every combination of the swept axes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Case:
     axes: dict[str, Any]
 
     def arguments(self, seed: int = 0, device: str = "cuda") -> tuple[Any, ...]:
-        """The op's arguments, the same for the same seed. Outputs hold NaN, not zeros."""
+        """The op's arguments with data, which the seed determines. Outputs hold NaN."""
         assert self.op.example is not None
         return self.op.example(TorchMaker(device, seed), **self.axes)
 
     @cached_property
     def described(self) -> tuple[Any, ...]:
-        """The arguments without data."""
+        """The op's arguments as descriptors without data."""
         assert self.op.example is not None
         return self.op.example(ArgMaker(device.model(), self.op.name), **self.axes)
 
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def family(self) -> str:
-        """Name of the module that declares the op."""
+        """Name of the package that declares the op."""
         return family(self.op)
 
     @property
@@ -70,12 +70,12 @@ class Case:
 
 
 def family(op: Op) -> str:
-    """Name of the module or package of `pyops` that declares `op`: norm, activation, ..."""
-    return op.reference.__module__.removeprefix("pyops.").partition(".")[0]
+    """Name of the package of `pyops.ops` that declares `op`: norm, activation, ..."""
+    return op.reference.__module__.removeprefix("pyops.ops.").partition(".")[0]
 
 
 def axes(op: Op) -> dict[str, tuple[Any, ...]]:
-    """{axis: values it may take, () for any} of the op's example."""
+    """{axis of the op's example: the values that it may take, () for any value}."""
     if op.example is None:
         raise TypeError(f"{op.name} has no example")
     hints = typing.get_type_hints(op.example)

@@ -1,4 +1,4 @@
-"""How long a call takes: on the GPU by replaying CUDA graphs, on the host by a clock around eager calls."""
+"""How long a call takes: on the GPU by replays of CUDA graphs, on the host by a clock around eager calls."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import kernels_cu
 Call = Callable[[], Any]
 
 _MIN_CALLS = 40
-_SLOW_US = 1000.0  # a call this long needs no 40 of its kind to be timed
+_SLOW_US = 1000.0  # of a call: from here on, fewer than _MIN_CALLS calls to a graph are enough
 _MAX_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is spent on one time."""
+    """How many calls one measured time is made of."""
 
     replays: int = 15
     sets: int = 64
@@ -32,7 +32,7 @@ class Effort:
 
     @property
     def method(self) -> str:
-        """What a time is, in words."""
+        """How times are measured, in words for the report."""
         return (
             f"GPU time: {self.replays} CUDA-graph replays of at least {_MIN_CALLS} calls (or of 40 ms of them) that "
             "rotate over sets of arguments, together larger than three times L2 unless there would be more than "
@@ -59,29 +59,29 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def num_sets(nbytes: int, l2_bytes: int, max_sets: int) -> int:
-    """Sets of arguments of `nbytes` that together exceed L2 three times, as far as `most` and memory allow."""
+    """How many sets of arguments of `nbytes` each exceed three times L2, as far as `max_sets` and memory allow."""
     nbytes = max(1, nbytes)
     return max(1, min(3 * l2_bytes // nbytes + 1, max_sets, _MAX_BYTES // nbytes))
 
 
 def num_calls(sets: int, us: float) -> int:
-    """Calls in a graph: a multiple of `sets`."""
+    """Calls in a graph, a multiple of `sets`. One call takes about `us`."""
     calls = _MIN_CALLS if us <= _SLOW_US else _MIN_CALLS * _SLOW_US / us
     return int(-(-calls // sets)) * sets
 
 
 def gpu_us(calls: Sequence[Call], effort: Effort, renew: Sequence[Call] = ()) -> Spread:
-    """Microseconds of GPU time per call, the calls taken in turn. Off the clock `renew` puts back what they edit."""
+    """Microseconds of GPU time per call, the calls taken in turn. `renew` puts back what they edit, off the clock."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:  # compiles, plans and fills the memory pool, which a capture must not
+        for call in calls:  # to compile, plan and fill the memory pool, none of which a capture allows
             call()
         count = num_calls(len(calls), _eager_us(calls))
         graph = _capture(islice(cycle(calls), count))
         renewal = _capture(renew) if renew else None
         spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(effort.replays + 2)]
-        torch.cuda._sleep(2_000_000)  # 1 ms, in which the host queues the replays: no gap between them is timed
+        torch.cuda._sleep(2_000_000)  # 1 ms, while the host queues the replays: no gap is timed
         for start, end in spans:
             if renewal:
                 renewal.replay()
@@ -103,14 +103,14 @@ def _eager_us(calls: Sequence[Call]) -> float:
 
 
 def _capture(calls: Iterable[Call]) -> Any:
-    """A graph of the calls. (`torch.cuda.graph` would also collect garbage and empty the pool, 0.1 s each time.)"""
+    """A graph of the calls. (`torch.cuda.graph` would also collect garbage and empty the pool, which takes 0.1 s.)"""
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")
     try:
         for call in calls:
             call()
     except BaseException:
-        with suppress(RuntimeError):  # says only that the capture failed
+        with suppress(RuntimeError):  # which would hide the exception that ended the capture
             graph.capture_end()
         raise
     graph.capture_end()
@@ -125,7 +125,7 @@ def host_us(
     runs: int = 5,
     synchronize: Callable[[], None] = torch.cuda.synchronize,
 ) -> Spread:
-    """Microseconds of host time per eager call. The queue is emptied after every `chunk` calls, outside the clock."""
+    """Microseconds of host time per eager call. The device is awaited after every `chunk` calls, off the clock."""
 
     def run() -> float:
         total = 0
@@ -143,7 +143,7 @@ def host_us(
     return spread([run() for _ in range(runs)])
 
 
-# What the device can do at most, measured by kernels that do nothing else.
+# What the device can do at most: kernels that only launch, or only copy.
 
 FLOOR_SOURCE = (
     kernels_cu.read("include/platform.cuh")
@@ -169,7 +169,7 @@ def launch_floor_us(effort: Effort) -> float:
 
 
 def streaming_gbs(effort: Effort, nbytes: int = 1 << 30) -> float:
-    """GB/s, read and written, of a copy of `nbytes`."""
+    """GB/s of a copy of `nbytes`, bytes read and bytes written together."""
     out, input = (torch.full((nbytes,), byte, dtype=torch.uint8, device="cuda") for byte in (0, 1))
     call = _raw_call("copy", nbytes // (16 * 1024), 256, out.data_ptr(), input.data_ptr())
     us = gpu_us([call], effort).median
@@ -178,7 +178,7 @@ def streaming_gbs(effort: Effort, nbytes: int = 1 << 30) -> float:
 
 
 def _raw_call(entry: str, grid: int, block: int, *args: int) -> Call:
-    """A launch on torch's current stream; each of `args` is passed as 8 bytes."""
+    """A launch on torch's current stream. The kernel gets each of `args` as 8 bytes."""
     import cupy
     from cupy_backends.cuda.api import driver
 

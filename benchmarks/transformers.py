@@ -17,14 +17,14 @@ from pyops.integrations.transformers import PagedCache, accelerate
 
 from .decode import SIZES
 
-# What a machine without a GPU does in seconds; its times say nothing of kernels, which it does not run.
+# A model that a machine without a GPU runs in seconds. Such times say nothing of kernels: the references run.
 SMALL = SIZES | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-_STEPS = {"cuda": (8, 64), "cpu": (1, 3)}  # to warm up, and timed
+_STEPS = {"cuda": (8, 64), "cpu": (1, 3)}  # (steps to warm up, timed steps)
 
 
 def model_of(device: str) -> Any:
-    """A Llama of random weights: of a billion, bfloat16, on a GPU, and small, float32, on a CPU."""
+    """A Llama with random weights: a billion in bfloat16 on a GPU, few in float32 on a CPU."""
     sizes, dtype = (SIZES, torch.bfloat16) if device == "cuda" else (SMALL, torch.float32)
     torch.manual_seed(0)
     with torch.device(device):
@@ -32,12 +32,12 @@ def model_of(device: str) -> Any:
 
 
 def prepared(model: Any, cache: Any, batch: int, context: int, compiled: bool) -> Callable[[], Any]:
-    """A decode step of `batch` texts, each of them longer by a token than the last; `context` tokens after them all."""
+    """A decode step of `batch` texts. Every step adds a token; after the last step a text has `context` tokens."""
     count = context - sum(_STEPS[model.device.type])
     tokens = torch.randint(0, 100, (batch, count), device=model.device)
     with torch.no_grad():
         model(tokens, past_key_values=cache, logits_to_keep=1)
-    # No CPU kernel is worth the time that compiling it takes here: the graph is traced and run as it is.
+    # On a CPU the graph is traced and run uncompiled: compiling would take longer than all the steps.
     how = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {"backend": "aot_eager"}
     call = torch.compile(model, fullgraph=True, **how) if compiled else model
     last = tokens[:, :1].clone()
@@ -51,7 +51,7 @@ def prepared(model: Any, cache: Any, batch: int, context: int, compiled: bool) -
 
 
 def step_us(step: Callable[[], Any], device: str) -> float:
-    """Microseconds of a step, one after another, the host's share included."""
+    """Microseconds of a step among steps in a row, the host's time included."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     warm, timed = _STEPS[device]
     for _ in range(warm):
@@ -65,7 +65,7 @@ def step_us(step: Callable[[], Any], device: str) -> float:
 
 
 def measure(device: str, batch: int, context: int) -> dict[str, tuple[float, float]]:
-    """{how steps run: microseconds before and after}."""
+    """{"eager" or "compiled": microseconds of a step (before `accelerate`, after it)}."""
     model = model_of(device)
     config = model.config
     caches: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -87,7 +87,7 @@ def measure(device: str, batch: int, context: int) -> dict[str, tuple[float, flo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a row for each batch and way to run."""
+    """Print a row for each batch, eager and compiled."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.transformers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -18,12 +18,13 @@ from ._core.errors import (
     KernelFault,
     MissingDependencyError,
     ModelError,
+    NotLoadedError,
     OpError,
 )
 from ._core.kernel import Kernel
 from ._core.op import Op, Wrapper, op
-from ._core.op import bind_loaded as _bind_loaded
 from ._core.op import registry as _registry
+from ._core.torch_library import bind_loaded as _bind_loaded
 from .compile_ahead import warmup
 from .ops.activation import *
 from .ops.attention import *

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import axes
-from ._core import device
+from ._core import config, device
 from ._core.compiler import Compiled
 from ._core.errors import OpError
 from ._core.kernel import Specialisation
@@ -15,29 +15,53 @@ from ._core.lazy import cupy
 from ._core.op import Op, registry
 
 
-def warmup(*names: str, **values: Any) -> list[Compiled]:
-    """Compile and load the kernels of ops on the current device, several at a time, running none of them.
+def warmup(*names: str, model: Any = None, **values: Any) -> list[Compiled]:
+    """Compile and load kernels on the current device, several at a time, running none of them.
+
+    Without a device, kernels are loaded for the CPU if PYOPS_CPU=kernels, and otherwise nothing is: ops run by their
+    reference.
 
     Args:
         names: ops; all of them when none is given.
+        model: instead of names, a model that `pyops.models` serves: its folder or its `Config`. Every kernel that
+            serving it will ever need is loaded. `values` are then arguments of `pyops.models.serving_kernels`:
+            max_num_seqs, max_model_len, max_num_batched_tokens, block_size, dtype.
         values: axes of their examples, each one value or a list of values, such as ``hidden_size=[4096, 8192]`` or
             ``dtype="bfloat16"``. An axis that is not given keeps the example's default, but every element type the
             example offers is made ready. With no `names`, an axis applies to the ops whose example has it.
 
     Returns:
-        What this process now holds for them; empty without a device, where ops run by their reference.
+        What this process now holds for them on the device; empty without one.
 
     Raises:
         OpError: no such op, or no example of a named op has such an axis or value.
         CompileError: a kernel that did not compile.
     """
-    index, wanted = plan(names, values)
-    return [] if index is None else load(wanted, index)
+    if model is not None:
+        from .models import serving_kernels
+
+        if names:
+            raise OpError(names[0], "model", "is given with names of ops")
+        index = current_device()
+        wanted = serving_kernels(model, device.host() if index is None else device.get(index), **values)
+    else:
+        index, wanted = plan(names, values)
+    if index is None:
+        if config.kernels_on_cpu():
+            for _, specialisation in wanted:
+                specialisation.load_on_host()
+        return []
+    return load(wanted, index)
+
+
+def current_device() -> int | None:
+    """The ordinal of CuPy's current device; None where there is none."""
+    return cupy.cuda.runtime.getDevice() if device.count() else None
 
 
 def plan(names: Sequence[str], values: Mapping[str, Any]) -> tuple[int | None, list[tuple[Op, Specialisation]]]:
     """The current device, or None, and what to load there; without one, what would be for a model of a device."""
-    index = cupy.cuda.runtime.getDevice() if device.count() else None
+    index = current_device()
     return index, specialisations(names, values, device.model() if index is None else device.get(index))
 
 
@@ -66,7 +90,7 @@ def load(
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = [pool.submit(op.hold, index, specialisation) for op, specialisation in wanted]
+        futures = [pool.submit(op.load, index, specialisation) for op, specialisation in wanted]
         for count, future in enumerate(as_completed(futures), start=1):
             future.result()
             done(count)

@@ -10,7 +10,7 @@ import torch
 
 import pyops
 from pyops._core.example import TorchMaker
-from pyops._core.host.run import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops._core.op import Op
 from pyops.testing import Layout, same_bits
 from pyops.testing.calls import clones, named, replaced, run
@@ -53,7 +53,7 @@ def run_accepted(op: Op, args: Sequence[Any], layouts: dict[str, Layout]) -> dic
 def run_in_place(op: Op, args: Sequence[Any]) -> dict[str, torch.Tensor]:
     """The results of one call for each pair of output and input that may be one tensor, made with them being one."""
     results = {}
-    for output, source in op.in_place.items():
+    for output, source in op.declaration.in_place.items():
         results[output] = named(op, args)[source].clone()
         op(*replaced(op, clones(args), **{output: results[output], source: results[output]}))
     return results

@@ -15,7 +15,7 @@ import torch
 
 import kernels_cu
 import pyops
-from pyops._core import binding, config, device
+from pyops._core import config, device, torch_library
 from pyops._core.host import run as host
 from pyops._core.op import registry
 from tests.calls import Host
@@ -106,7 +106,7 @@ def _registry_as_it_was() -> Iterator[None]:
     before = set(registry)
     yield
     for name in set(registry) - before:
-        binding.remove(name)
+        torch_library.remove(name)
         del registry[name]
 
 

@@ -389,7 +389,7 @@ def test_every_element_has_a_thread(elements: int, hidden_size: int) -> None:
     constants, row_threads = launch.specialisation.constants, launch.specialisation.constants["ROW_THREADS"]
     block_rows, row_vecs = constants["NUM_THREADS"] // row_threads, hidden_size // constants["VEC_SIZE"]
     assert hidden_size % constants["VEC_SIZE"] == 0
-    assert row_threads * block_rows == launch.block == constants["NUM_THREADS"]
+    assert row_threads * block_rows == launch.block[0] == constants["NUM_THREADS"]
     assert x < 2**31
     assert max(y, z) <= 65535
     # All are covered, and no block is without work.

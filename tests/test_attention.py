@@ -342,7 +342,7 @@ def test_any_combination(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "_HOST", replace(device.host(), cluster=one("cluster", 1, 8)))
         V1.forget()
-        V1.bound(partial(assert_matches_reference, V1), call)(schedules=SCHEDULES[:1])
+        V1.applied(partial(assert_matches_reference, V1), call)(schedules=SCHEDULES[:1])
     V1.forget()
 
 
@@ -496,7 +496,7 @@ def test_partitions_match_the_reference(kind: str, packed: bool) -> None:
     """Each partition's own results, too, and nothing beside them."""
     for longest, options in ((1100, False), (200, True)):
         call = example(V2, num_tokens=2, max_seq_len=longest, kv_cache_dtype=kind, packed=packed, options=options)
-        V2.bound(partial(assert_matches_reference, V2), call)(schedules=SCHEDULES[:1])
+        V2.applied(partial(assert_matches_reference, V2), call)(schedules=SCHEDULES[:1])
 
 
 def test_rocm_rows_of_a_mixed_batch(on: str) -> None:

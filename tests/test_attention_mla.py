@@ -165,7 +165,7 @@ def test_blocks_of_a_device_with_little_shared_memory(device: str, monkeypatch: 
     """99 KiB hold the smallest block only, and of codes the next one."""
     little = replace(devices.model(), shared_memory=99 * 1024)
     (launch,) = _launches(1, num_heads=128, device=little)
-    assert (launch.grid, launch.block) == ((32, 1, 1), 128)
+    assert (launch.grid, launch.block) == ((32, 1, 1), (128, 1, 1))
     assert launch.shared <= little.shared_memory
     (launch,) = _launches(1, num_heads=128, device=replace(little, shared_memory=48 * 1024))
     assert launch.specialisation.kernel.file == "attention/mla_decode_simt.cu"

@@ -467,6 +467,17 @@ def test_everything_but_the_gpu(pretended_gpu: Path, capsys: pytest.CaptureFixtu
     assert (pretended_gpu / "rms_norm.png").exists()
 
 
+def test_no_case_begins_when_the_time_is_up(pretended_gpu: Path) -> None:
+    words = "rms_norm silu_and_mul num_tokens=1 hidden_size=64 --against torch --gpu --numerics --minutes 0 --save"
+    assert main.main([*words.split(), "--results", str(pretended_gpu.parent / "elsewhere")]) == 0
+    (path,) = (pretended_gpu.parent / "elsewhere").rglob("*.json")
+    result = json.loads(path.read_text())
+    for name in ("gpu", "numerics"):
+        assert result[name]["rows"] == []
+        assert [one["reason"] for one in result[name]["skipped"]] == ["no time left"] * 2
+    assert "skipped pyops: no time left (rms_norm, silu_and_mul)" in path.with_suffix(".md").read_text()
+
+
 def test_a_wrong_kernel_has_no_time(pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_time, "ours", lambda op: lambda *args: lambda: None)
     assert main.main(["rms_norm", "num_tokens=1", "hidden_size=64", "--against", "torch", "--save"]) == 1

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import device
 from pyops._core.example import ArgMaker
-from pyops._core.host.run import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, Layout, assert_matches_reference, same_bits, strategies
 from pyops.testing.calls import clones, expected, named, replaced, run
 from tests import axes

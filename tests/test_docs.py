@@ -16,7 +16,7 @@ import kernels_cu
 from pyops import __main__ as command_line
 from pyops import testing
 from pyops._core import config
-from pyops._core.host.run import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops.cli import table
 from pyops.testing import strategies
 

@@ -21,7 +21,7 @@ import pyops
 from pyops._core import device
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Scratch
-from pyops._core.launch import layout
+from pyops._core.layout import layout
 from pyops._core.op import Op
 from pyops.testing import CONTENTS, filled, same_bits, strategies
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
@@ -83,7 +83,9 @@ def test_kernels_take_what_they_are_given(op: Op) -> None:
         launches = op.launches(*args)
         for one in launches:
             kernel = one.specialisation.kernel
-            layout(kernel, tensors, op.passed, scalars, tuple(one.fixed))  # TypeError for what does not fit
+            layout(
+                kernel, tensors, op.declaration.runtime, scalars, tuple(one.fixed)
+            )  # TypeError for what does not fit
             for fmt, name in kernel.signature.parameters:
                 value = one.fixed.get(name, 0)
                 Struct(fmt).pack(0 if isinstance(value, Scratch) else value)
@@ -149,7 +151,7 @@ def test_empty_input_writes_nothing(op: Op, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op", [param for param in OPS if pyops.registry[param.id].in_place])
+@pytest.mark.parametrize("op", [param for param in OPS if pyops.registry[param.id].declaration.in_place])
 def test_in_place(op: Op, device: str) -> None:
     """An output that may be an input gives the same result as one beside it."""
     args = example(op, device, num_tokens=7)

@@ -15,7 +15,7 @@ import torch
 
 import pyops
 from pyops._core import config
-from pyops._core.host.run import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops._core.op import Op
 from pyops.testing import SCHEDULES, assert_matches_reference, guarded, scheduled
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
@@ -47,7 +47,7 @@ def _cases(op: Op, max_cases: int, *sizes: int) -> list[axes.Axes]:
 def test_matches_its_reference(op: Op) -> None:
     """Under every schedule, in warps of NVIDIA's size and of CDNA's, and where memory ends or begins."""
     for case in axes.sample(op, max_cases=4):
-        op.bound(partial(assert_matches_reference, op), example(op, num_tokens=5, **case))(warp_sizes=(32, 64))
+        op.applied(partial(assert_matches_reference, op), example(op, num_tokens=5, **case))(warp_sizes=(32, 64))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pyops
-from pyops._core.binding import Parameter
+from pyops._core.declaration import Parameter
 from pyops._core.op import Op
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, written
 from tests import axes

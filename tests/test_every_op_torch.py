@@ -64,7 +64,7 @@ def test_reference_writes_what_is_marked(op: Op) -> None:
     args = _args(op)
     results = expected(op, args)
     copies = clones(args)
-    op.bound(op.reference, copies)()
+    op.applied(op.reference, copies)()
     for p in op.tensors:
         value = named(op, args).get(p.name)
         if value is None:
@@ -79,18 +79,18 @@ def test_fake_and_meta_tensors(op: Op) -> None:
     args = _args(op)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        assert op.bound(op.wrapper, fakes)() is None
-        assert op.bound(_torch_op(op), fakes)() is None
+        assert op.applied(op.wrapper, fakes)() is None
+        assert op.applied(_torch_op(op), fakes)() is None
     metas = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
-    assert op.bound(op.wrapper, metas)() is None
-    assert op.bound(_torch_op(op), metas)() is None
+    assert op.applied(op.wrapper, metas)() is None
+    assert op.applied(_torch_op(op), metas)() is None
 
 
 @pytest.mark.usefixtures("float8_allclose")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op: Op, device: str) -> None:
-    call = op.bound(_torch_op(op), _args(op, device))
+    call = op.applied(_torch_op(op), _args(op, device))
     torch.library.opcheck(call.func, call.args, call.keywords)
 
 
@@ -116,7 +116,7 @@ def _assert_compiles(op: Op, device: str, backend: str) -> None:
     def call(*args: Any, **by_name: Any) -> None:
         op.wrapper(*args, **by_name)
 
-    op.bound(torch.compile(call, fullgraph=True, backend=backend), compiled)()
+    op.applied(torch.compile(call, fullgraph=True, backend=backend), compiled)()
     assert_same(op, written(op, eager), written(op, compiled))
     for name, value in named(op, args).items():
         assert name in written(op, args) or same_bits(value, named(op, compiled)[name])

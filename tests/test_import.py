@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pyops._core.host.run import toolchains
+from pyops._core.host.toolchain import toolchains
 
 ROOT = Path(__file__).parents[1]
 
@@ -204,8 +204,8 @@ except ModuleNotFoundError as error:
 def test_doctor_without_anything_reports_and_fails() -> None:
     run("""
 from pyops.__main__ import main
-from pyops._core.host import run
-run.toolchains = dict
+from pyops._core.host import toolchain
+toolchain.toolchains = dict
 assert main(["doctor"]) == 1
 assert main(["doctor", "--json"]) == 1
 assert main(["demo"]) == 2

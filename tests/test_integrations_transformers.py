@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from pyops import ModelError
-from pyops._core.host import run as host
+from pyops._core.host import toolchain
 from pyops.integrations.transformers import PagedCache, accelerate, cache, modules, report, restore
 from pyops.testing import cpu
 from tests.test_models import SIZES
@@ -152,7 +152,7 @@ def test_logits_are_as_exact_as_before(case: str, padded: bool) -> None:
         assert (steps(model, ours, padded) - exact).abs().max() <= 4 * (theirs - exact).abs().max()
 
 
-@pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
+@pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize(("case", "dtype"), [("mistral with a window", "float32"), ("qwen3", "bfloat16")])
 def test_kernels_on_the_host(case: str, dtype: str) -> None:
     """The kernels themselves read a cache whose blocks overlap: padded prompts, then decode steps."""

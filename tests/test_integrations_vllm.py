@@ -171,7 +171,7 @@ def test_meta_tensors(entry: Entry, op: Op) -> None:
 
 def _example(name: str, **given: Any) -> list[Any]:
     """What may be given by position."""
-    return example(pyops.registry[name], num_tokens=5, **given)[: pyops.registry[name].positional]
+    return example(pyops.registry[name], num_tokens=5, **given)[: pyops.registry[name].declaration.positional]
 
 
 def _result(op: Any, args: Sequence[Any], *positions: int) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,11 +20,13 @@ import tokenizers
 import torch
 import transformers
 
+import pyops
 from pyops import ModelError, testing
 from pyops.__main__ import main
-from pyops._core.host.run import toolchains
+from pyops._core import device
+from pyops._core.host.toolchain import toolchains
 from pyops.cli import generate
-from pyops.models import Config, Engine, Llama, Rope, SamplingParams, checkpoint, load
+from pyops.models import Config, Engine, Llama, Rope, SamplingParams, checkpoint, load, serving_kernels
 from pyops.models import engine as engine_module
 from pyops.models.params import sample
 from pyops.models.runner import Part, Runner
@@ -222,6 +225,59 @@ def test_the_kernels_write_the_same() -> None:
     expected = Engine(model, block_size=4, max_num_seqs=4).generate(prompts, params)
     with testing.cpu("kernels"):
         assert Engine(model, block_size=4, max_num_seqs=4).generate(prompts, params) == expected
+
+
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+def test_a_model_that_was_warmed_up_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of any lengths, decode steps of any batch, a text that steps back; on the host."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64}
+    config = Config(**sizes, qk_norm=True, sliding_windows=(5, 0))
+    limits = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 24}
+    prompts = [[1 + i] * (1 + 7 * i % 23) for i in range(8)]
+    model = Llama(config).randomise(3, scale=2.0)
+    with testing.cpu("kernels"):
+        assert pyops.warmup(model=config, max_model_len=64, **limits) == []
+        monkeypatch.setenv("PYOPS_JIT", "error")
+        engine = Engine(model, num_blocks=14, max_seq_len=64, **limits)
+        engine.generate(prompts, SamplingParams(max_tokens=6))
+        with pytest.raises(pyops.NotLoadedError, match=r"^rms_norm: "):
+            pyops.rms_norm(torch.empty(2, 1832), torch.ones(2, 1832), None, 0.0)
+
+
+def test_warmup_of_a_model_takes_no_names() -> None:
+    with pytest.raises(pyops.OpError, match=r"^rms_norm: model: is given with names of ops$"):
+        pyops.warmup(
+            "rms_norm",
+            model=Config(
+                vocab_size=8,
+                hidden_size=8,
+                intermediate_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=1,
+                num_key_value_heads=1,
+                head_dim=8,
+                max_position_embeddings=8,
+            ),
+        )
+
+
+def test_kernels_of_a_real_model_are_few() -> None:
+    """Llama 3 8B on a GPU, from its sizes alone."""
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072}
+    found = serving_kernels(Config(**sizes, dtype="bfloat16"), device.model("sm_90"), max_num_seqs=256)
+    counts = Counter(op.name for op, _ in found)
+    assert set(counts) == {
+        "rms_norm",
+        "fused_add_rms_norm",
+        "silu_and_mul",
+        "rotary_embedding",
+        "reshape_and_cache_flash",
+        "paged_attention_v1",
+        "paged_attention_varlen",
+    }
+    assert counts.total() < 40, counts
 
 
 # Batching

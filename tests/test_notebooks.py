@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import pyops
-from pyops._core.host import run as host
+from pyops._core.host import toolchain
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
 WITH_OUTPUTS = ["write_and_test_a_kernel"]
@@ -45,13 +45,13 @@ def without_addresses(texts: list[str]) -> list[str]:
     return [re.sub(r"0x[0-9a-f]+", "0x...", text) for text in texts]
 
 
-@pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
+@pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem in WITH_OUTPUTS], ids=lambda path: path.stem)
 def test_notebook_shows_what_it_prints(path: Path) -> None:
     notebook = json.loads(path.read_text(encoding="utf-8"))
     printed = run(notebook)
     assert len(printed) >= 4
-    if "g++" in host.toolchains():  # lines are told as they are there
+    if "g++" in toolchain.toolchains():  # lines are told as they are there
         assert without_addresses(printed) == without_addresses(stored(notebook))
 
 

@@ -15,7 +15,7 @@ import pyops
 from pyops._core import config
 from pyops._core.device import model
 from pyops._core.example import ArgMaker
-from pyops._core.host import run as host
+from pyops._core.host import toolchain
 from pyops.ops.sampling import draw as plan
 from pyops.ops.sampling._random import philox
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
@@ -346,7 +346,7 @@ def test_every_bit_of_a_number_counts(device: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
+@pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 def test_any_schedule_of_many_blocks() -> None:
     """The last block to arrive finds what the others left."""
     x = torch.randn((2, 5000), generator=torch.Generator().manual_seed(1))

@@ -14,7 +14,7 @@ import pyops
 from pyops._core import config
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
-from pyops._core.host import run as host
+from pyops._core.host import toolchain
 from pyops.testing import SCHEDULES, scheduled
 from tests.calls import DEVICES
 
@@ -139,7 +139,7 @@ def test_nothing_and_fewer_rows(device: str) -> None:
     prefill(logits, [0], [50], 0)
 
 
-@pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
+@pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 def test_every_schedule() -> None:
     with config.cpu("kernels"):
         for columns in (20000, 6000):

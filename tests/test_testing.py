@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 import pyops
 from pyops._core import check
-from pyops._core.host.run import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops._core.op import Op
 from pyops._core.tensor import TensorArg
 from pyops.testing import (

@@ -4,6 +4,8 @@ errors config dtypes                  what is raised, which switches exist, the 
 source lazy device driver             kernel text; torch and cupy on demand; device sizes; the driver
 tensor compiler host offline          what a plan sees of a tensor; text to function: on a GPU, on the CPU, for a GPU
 check kernel                          checks and choices of a plan; Kernel, Specialisation, Launch
-launch binding                        packing and launching; the wrapper written for an op, torch.library
-op example                            @op and the registry; the arguments an op is shown with
+layout workspace launch               parameters in memory; scratch memory; launching
+declaration planner plan              what a reference says of its op; what plans it; what a call needs
+wrapper returning torch_library       the function of an op; of one that returns its outputs; its form in torch
+index_check prepare op example        PYOPS_CHECK; from arguments to a plan; @op and the registry; example arguments
 """

@@ -33,6 +33,14 @@ def log() -> bool:
     return _flag("PYOPS_LOG")
 
 
+def jit_forbidden() -> bool:
+    """PYOPS_JIT=error: a call whose kernel is not loaded raises NotLoadedError instead of compiling or loading it."""
+    mode = os.environ.get("PYOPS_JIT") or "compile"
+    if mode not in ("compile", "error"):
+        raise SwitchError(f'PYOPS_JIT: expected "compile" or "error", got "{mode}"')
+    return mode == "error"
+
+
 _cpu: str | None = None
 
 

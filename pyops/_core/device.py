@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from .lazy import cupy
@@ -31,7 +31,17 @@ class Device:
     @property
     def overlaps(self) -> bool:
         """Whether a kernel may be started while the one before it still runs (programmatic dependent launch)."""
-        return self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
+        return self.supports("clusters")
+
+    @property
+    def arch_feature(self) -> str:
+        """The architecture with its own instructions, which later ones need not have: ``"sm_90a"``."""
+        return f"{self.arch}a" if self.arch.startswith("sm_") and int(self.arch[3:]) >= 90 else self.arch
+
+    def supports(self, feature: str) -> bool:
+        """Whether the device has ``"clusters"``, ``"tma"`` (bulk copies of tensors) or ``"wgmma"`` (Hopper's own)."""
+        capability = int(self.arch[3:]) if self.arch.startswith("sm_") else 0
+        return {"clusters": capability >= 90, "tma": capability >= 90, "wgmma": capability == 90}[feature]
 
 
 _MODELS = {
@@ -40,7 +50,8 @@ _MODELS = {
     "sm_100": Device(-1, "sm_100", 148, 32, 227 * 1024, 8),
     "gfx942": Device(-1, "gfx942", 304, 64, 64 * 1024),
 }
-_HOST = _MODELS["sm_90"]
+# What kernels on the CPU are planned for, by the lanes of their warps. Cache bytes are codes of e4m3fn for both.
+_HOST = {32: _MODELS["sm_90"], 64: replace(_MODELS["gfx942"], arch="gfx90a")}
 
 
 def model(arch: str = "sm_90") -> Device:
@@ -48,9 +59,9 @@ def model(arch: str = "sm_90") -> Device:
     return _MODELS[arch]
 
 
-def host() -> Device:
+def host(warp_size: int = 32) -> Device:
     """What tensors on the CPU are planned for: kernels for it run on the host backend, too."""
-    return _HOST
+    return _HOST[warp_size]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The driver's launch calls: CuPy's, and the one that lets a kernel start before its turn."""
+"""The driver's launch calls: CuPy's, and the one that takes attributes, such as a start before the kernel's turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, with a value that is one integer."""
+    """CUlaunchAttribute, whose value is a union of 64 bytes."""
 
     _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_int * 17))
 
@@ -27,9 +27,24 @@ class Config(ctypes.Structure):
     )
 
 
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, on. The value lies eight bytes from the start.
-_OVERLAP = _Attribute(6, (0, 1))
-OVERLAP_ADDRESS = ctypes.addressof(_OVERLAP)
+# Identifiers of CUlaunchAttribute.
+_CLUSTER_DIMENSION = 4
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+def attributes(overlaps: bool, cluster: tuple[int, int, int]) -> ctypes.Array[Any] | None:
+    """What cuLaunchKernelEx is told besides the geometry; None if there is nothing to tell.
+
+    A kernel that `overlaps` may start while the one before it still runs. `cluster` counts the blocks of a cluster.
+    """
+    wanted = []
+    # The value of an attribute lies eight bytes from its start, behind one integer of padding.
+    if overlaps:
+        wanted.append(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (0, 1)))
+    if cluster != (1, 1, 1):
+        wanted.append(_Attribute(_CLUSTER_DIMENSION, (0, *cluster)))
+    return (_Attribute * len(wanted))(*wanted) if wanted else None
+
 
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
@@ -38,14 +53,14 @@ class Driver(NamedTuple):
     """What launching takes from the driver."""
 
     launch: Callable[..., None]
-    launch_overlapped: Any  # cuLaunchKernelEx, which CuPy does not have; None on HIP and in old drivers
+    launch_with_attributes: Any  # cuLaunchKernelEx, which CuPy does not have; None on HIP and in old drivers
     error: Callable[[int], Exception]  # the type of what `launch` raises, with its status
     get_device: Callable[[], int]
 
 
 def allow_shared(function: int, shared: int) -> None:
-    """Let the loaded `function` be launched with `shared` bytes of dynamic shared memory, if it may not yet."""
-    if shared:  # which, with the static part, may be more than what needs no leave
+    """Raise the loaded `function`'s limit of dynamic shared memory to `shared` bytes, if the limit is lower."""
+    if shared:  # static + dynamic shared memory may exceed the 48 KiB default
         from cupy_backends.cuda.api import driver, runtime
 
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -59,9 +74,9 @@ def get() -> Driver:
     """The driver of this process."""
     from cupy_backends.cuda.api import driver, runtime
 
-    launch_overlapped = None
+    launch_with_attributes = None
     if not runtime.is_hip:
         library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
         with suppress(OSError, AttributeError):
-            launch_overlapped = ctypes.CDLL(library).cuLaunchKernelEx
-    return Driver(driver.launchKernel, launch_overlapped, driver.CUDADriverError, runtime.getDevice)
+            launch_with_attributes = ctypes.CDLL(library).cuLaunchKernelEx
+    return Driver(driver.launchKernel, launch_with_attributes, driver.CUDADriverError, runtime.getDevice)

@@ -66,6 +66,16 @@ class CaptureError(RuntimeError):
         )
 
 
+class NotLoadedError(RuntimeError):
+    """With PYOPS_JIT=error: a call needs a kernel that is not loaded."""
+
+    def __init__(self, op: str, kernel: str, constants: str) -> None:
+        super().__init__(
+            f"{op}: kernel {kernel} is not loaded, and PYOPS_JIT=error forbids to compile it: "
+            f"warm up with pyops.warmup({op!r}, ...) or pyops.warmup(model=...)\n  {constants}"
+        )
+
+
 class DeviceFault(RuntimeError):
     """With PYOPS_SYNC=1: the op after which the device reported an error."""
 
@@ -109,5 +119,14 @@ def called(places: Sequence[tuple[str, int]]) -> str:
 
 
 # Tracebacks show the public names.
-for _error in (OpError, MissingDependencyError, ModelError, CompileError, CaptureError, DeviceFault, KernelFault):
+for _error in (
+    OpError,
+    MissingDependencyError,
+    ModelError,
+    CompileError,
+    CaptureError,
+    NotLoadedError,
+    DeviceFault,
+    KernelFault,
+):
     _error.__module__ = "pyops"

@@ -25,6 +25,17 @@ class Kernel:
     def __init__(self, file: str, arch_feature: str | None = None, *, text: str | None = None) -> None:
         self.file, self.arch_feature, self.text = file, arch_feature, text
         self._loaded: dict[tuple[Any, ...], Compiled] = {}
+        self._of_arch: dict[str, Kernel] = {}
+
+    def for_arch(self, arch_feature: str) -> Kernel:
+        """This kernel, compiled with an architecture's own instruction set.
+
+        A plan asks for it on a device that has what the kernel needs: ``device.supports("wgmma")``, then
+        ``kernel.for_arch(device.arch_feature)``.
+        """
+        if arch_feature not in self._of_arch:
+            self._of_arch[arch_feature] = Kernel(self.file, arch_feature, text=self.text)
+        return self._of_arch[arch_feature]
 
     def __call__(self, **constants: Any) -> Specialisation:
         return Specialisation(self, constants)
@@ -69,23 +80,45 @@ class Specialisation:
             kernel._loaded[device, self.key] = found
         return found
 
+    def loaded_on_host(self) -> bool:
+        """Whether this process already holds the kernel for the CPU."""
+        return host.loaded(self.text)
+
     def load_on_host(self) -> HostFunction:
         """The kernel compiled for the CPU."""
         return host.load(self.text, self.kernel.signature.entry, self.kernel.file, str(self))
 
     def launch(
-        self, grid: int | tuple[int, ...], block: int, shared: int = 0, **fixed: int | float | Scratch
+        self,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        shared: int = 0,
+        cluster: int | tuple[int, ...] = 1,
+        **fixed: int | float | Scratch,
     ) -> Launch:
-        """A launch of `grid` blocks of `block` threads; `fixed` feeds the kernel's other parameters by name."""
-        x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
-        return Launch(self, (x, y, z), block, shared, fixed)
+        """A launch of `grid` blocks of `block` threads, in clusters of `cluster` blocks.
+
+        `shared`: bytes of dynamic shared memory. `fixed` feeds the kernel's other parameters by name. A kernel whose
+        text declares the size of its clusters (CLUSTER_OF) needs no `cluster`.
+        """
+        return Launch(self, _three(grid), _three(block), shared, fixed, _three(cluster))
+
+
+def _three(sizes: int | tuple[int, ...]) -> tuple[int, int, int]:
+    x, y, z = (*((sizes,) if isinstance(sizes, int) else sizes), 1, 1)[:3]
+    return x, y, z
 
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """Device memory that the launches of one call share and that holds nothing before or after it."""
+    """Device memory that the launches of one call share.
+
+    Memory that is `zeroed` holds zeros before the first launch, and the last launch must leave zeros behind: the device
+    keeps the memory for the next call on the same stream. Any other holds garbage before and after the call.
+    """
 
     nbytes: int
+    zeroed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -94,9 +127,10 @@ class Launch:
 
     specialisation: Specialisation
     grid: tuple[int, int, int]
-    block: int
+    block: tuple[int, int, int]
     shared: int
     fixed: dict[str, int | float | Scratch]
+    cluster: tuple[int, int, int] = (1, 1, 1)
 
     @property
     def empty(self) -> bool:

@@ -1,4 +1,4 @@
-"""The tensor dialects: what a plan sees of a torch tensor, a cupy array or a numpy array."""
+"""The libraries of tensors: what a plan sees of a torch tensor, a cupy array or a numpy array."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TensorArg:
         return OpError(self.op, self.name, message)
 
 
-def dialect(value: Any) -> str | None:
+def library_of(value: Any) -> str | None:
     """``"torch"``, ``"cupy"`` or ``"numpy"``; None for what is no tensor."""
     if (module := loaded("torch")) and isinstance(value, module.Tensor):
         return "torch"
@@ -78,10 +78,10 @@ def number(value: Any, like: Any) -> Any:
 
     `value` may also be a scalar in host memory beside a `like` on a device.
     """
-    kind = dialect(like)
+    kind = library_of(like)
     if kind == "torch":
         return torch_number(loaded("torch"), value, like)
-    if kind is None or dialect(value) == kind:
+    if kind is None or library_of(value) == kind:
         return value
     return (cupy if kind == "cupy" else numpy).full((), value, "float32")
 
@@ -95,7 +95,7 @@ def torch_number(torch: Any, value: Any, like: Any) -> Any:
 
 def on_host(value: Any) -> bool:
     """Whether a tensor lies in host memory."""
-    return value.device.type == "cpu" if dialect(value) == "torch" else dialect(value) == "numpy"
+    return value.device.type == "cpu" if library_of(value) == "torch" else library_of(value) == "numpy"
 
 
 _MAX_NUMBERS = 4096
@@ -104,7 +104,7 @@ _numbers: dict[Any, Any] = {}
 
 def held_number(value: Any, like: Any) -> Any:
     """`number` of a value that comes again: the tensor is kept, and ready for any stream."""
-    kind = dialect(like)
+    kind = library_of(like)
     if kind is None or (
         kind == "torch" and (like.is_meta or (like.is_cuda and torch.cuda.is_current_stream_capturing()))
     ):
@@ -125,9 +125,16 @@ def held_number(value: Any, like: Any) -> Any:
 
 
 def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """A tensor of the library and on the device of `like`, of its dtype unless one is given, that holds anything."""
+    """A tensor of the library and on the device of `like`, with garbage for elements.
+
+    The dtype is that of `like` unless one is given: the library's own, or the name of an element type.
+    """
     if hasattr(like, "new_empty"):
-        return like.new_empty(shape, dtype=dtype)
+        return like.new_empty(shape, dtype=getattr(loaded("torch"), dtype) if isinstance(dtype, str) else dtype)
+    if isinstance(dtype, str) and not hasattr(numpy, dtype):
+        import ml_dtypes
+
+        dtype = getattr(ml_dtypes, dtype)
     return numpy.empty_like(like, dtype, "C", shape=shape)
 
 
@@ -138,14 +145,14 @@ def device_of(value: Tensor) -> Device:
 
 def address(value: Any) -> int:
     """Address of the first element."""
-    kind = dialect(value)
+    kind = library_of(value)
     if kind == "torch":
         return int(value.data_ptr())
     return int(value.data.ptr if kind == "cupy" else value.ctypes.data)
 
 
 def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DType | None = None) -> TensorArg:
-    """The Arg of a tensor of the dialect `kind`; OpError for one that no kernel can take.
+    """The Arg of a tensor of the library `kind`; OpError for one that no kernel can take.
 
     Where elements are only moved, `dtype` stands for an element type that no kernel knows.
     """
@@ -172,6 +179,16 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
     if written and arg.numel:
         _check_no_self_overlap(arg)
     return arg
+
+
+def describe_fake(op: str, name: str, value: Any, device: Device) -> TensorArg:
+    """The descriptor of one of torch's fake tensors, as if its storage began at a multiple of 16 bytes on `device`."""
+    dtype = dtypes.of(value.dtype)
+    if dtype is None:
+        raise OpError(op, name, f"dtype {value.dtype} is not supported")
+    offset = int(value.storage_offset()) * dtype.itemsize
+    shape, strides = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
+    return TensorArg(op, name, dtype, shape, strides, (offset | 16) & -(offset | 16), device)
 
 
 def _check_no_self_overlap(arg: TensorArg) -> None:

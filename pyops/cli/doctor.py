@@ -17,7 +17,7 @@ import numpy
 from .. import axes
 from .._core import compiler, config, device, offline
 from .._core.errors import MissingDependencyError, pip_line
-from .._core.host import run as host
+from .._core.host import toolchain
 from .._core.lazy import cache_folder, cupy
 from .._core.op import registry
 
@@ -184,7 +184,7 @@ def _kernel() -> Finding:
 
 
 def _host() -> Finding:
-    if not host.toolchains():
+    if not toolchain.toolchains():
         return Finding("host", None, "no C++ compiler to run kernels on the CPU", pip_line("cpu"))
     with config.cpu("kernels"):
         return _run("host", numpy)

@@ -9,7 +9,7 @@ from typing import Any
 import kernels_cu
 
 from .. import axes
-from .._core import binding, device, dtypes
+from .._core import device, dtypes, torch_library, wrapper
 from .._core import source as sources
 from .._core.errors import OpError
 from .._core.op import Op
@@ -19,7 +19,13 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     """Signature, torch schema, docstring, axes, and the launches that the example with these axes plans on `arch`."""
     op = axes.find(name)
     values = axes.only(op, given)
-    lines = [signature(op), f"torch.ops.pyops.{binding.schema(op)}", "", inspect.getdoc(op.reference) or "", ""]
+    lines = [
+        signature(op),
+        f"torch.ops.pyops.{torch_library.schema(op.declaration)}",
+        "",
+        inspect.getdoc(op.reference) or "",
+        "",
+    ]
     lines.append("axes of its example")
     for axis_name, axis in axes.of(op).items():
         default = values.get(axis_name, axis.default)
@@ -29,10 +35,8 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     lines.append(f"launches of its example on {arch}")
     for one in axes.launches(op, values, _model(arch)):
         specialisation = one.specialisation
-        grid = " x ".join(map(str, one.grid))
-        lines.append(
-            f"    {specialisation.kernel.file}: {grid} blocks of {one.block} threads, {one.shared} bytes shared"
-        )
+        grid, threads = (" x ".join(map(str, sizes)) for sizes in (one.grid, [size for size in one.block if size > 1]))
+        lines.append(f"    {specialisation.kernel.file}: {grid} blocks of {threads} threads, {one.shared} bytes shared")
         lines.append(f"        {specialisation}")
     lines.append(f"held by this process: {len(op.plans)} plans, {len(op.compiled())} kernels")
     lines += [f"    {one.kernel} {one.constants} {one.arch}: {one.registers} registers" for one in op.compiled()]
@@ -45,7 +49,7 @@ def signature(op: Op) -> str:
         f"{p.name}: {p.kind}{' | None' if p.optional else ''}{f' = {p.default!r}' if p.has_default else ''}"
         for p in op.parameters
     ]
-    return f"{op.name}({binding.listed(op, parts)}) -> None"
+    return f"{op.name}({wrapper.listed(op.declaration, parts)}) -> None"
 
 
 def source(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:

@@ -26,6 +26,28 @@ class Part(NamedTuple):
     blocks: Sequence[int]
 
 
+def row_size(max_seq_len: int, block_size: int) -> int:
+    """Columns of a row of a decode step."""
+    return _BLOCKS + -(-max_seq_len // block_size)
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """The numbers of rows that decode steps of up to `max_num_seqs` sequences are padded to."""
+    return sorted({min(1 << (count - 1).bit_length(), max_num_seqs) for count in range(1, max_num_seqs + 1)})
+
+
+def decode_batch(rows: Tensor) -> Batch:
+    """The batch of a decode step of one sequence to a row."""
+    return Batch(
+        tokens=rows[:, _TOKEN],
+        positions=rows[:, _POSITION],
+        slot_mapping=rows[:, _SLOT],
+        block_tables=rows[:, _BLOCKS:],
+        seq_lens=rows[:, _LENGTH],
+        cu_seqlens_q=None,
+    )
+
+
 class Runner:
     """Runs `model` over a paged cache of ``num_blocks * block_size`` tokens.
 
@@ -57,7 +79,7 @@ class Runner:
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
         # All inputs of a decode step, one row for each sequence. One copy brings them to where the graphs read them.
-        shape = (max_num_seqs, _BLOCKS + -(-max_seq_len // block_size))
+        shape = (max_num_seqs, row_size(max_seq_len, block_size))
         self._host_rows = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
         self._rows = torch.zeros(shape, dtype=torch.int64, device=model.device)
 
@@ -114,16 +136,7 @@ class Runner:
         return logits
 
     def _forward(self, size: int) -> Tensor:
-        rows = self._rows[:size]
-        batch = Batch(
-            tokens=rows[:, _TOKEN],
-            positions=rows[:, _POSITION],
-            slot_mapping=rows[:, _SLOT],
-            block_tables=rows[:, _BLOCKS:],
-            seq_lens=rows[:, _LENGTH],
-            cu_seqlens_q=None,
-        )
-        return self.model.head(self.model.forward(batch, self.cache, self._cos_sin))
+        return self.model.head(self.model.forward(decode_batch(self._rows[:size]), self.cache, self._cos_sin))
 
     def _slots(self, tables: Any, sequences: Any, positions: Any) -> Any:
         """The slots of tokens in the cache, by each token's row of `tables` and position; all are numpy arrays."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .._core.op import Wrapper, bind_loaded
+from .._core.op import Wrapper
+from .._core.torch_library import bind_loaded
 from .custom_op import CustomOp
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy
 
 from .._core import dtypes
 from .._core.lazy import torch
-from .._core.tensor import dialect
+from .._core.tensor import library_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +103,7 @@ def canaries(value: Tensor) -> Canaries:
 
     Raises TypeError for what is no torch tensor.
     """
-    if dialect(value) != "torch":
+    if library_of(value) != "torch":
         raise TypeError(f"expected a torch tensor, got {type(value).__name__}")
     return Canaries(value)
 
@@ -116,7 +116,7 @@ def guarded(value: Any, side: str = "after", alignment: int = 1) -> Any:
     another unmapped one. With "after", the address is as aligned as the size is, or a multiple of `alignment`: then
     fewer bytes than that lie between the array and the unmapped page.
     """
-    if dialect(value) == "torch":
+    if library_of(value) == "torch":
         return Canaries(value.detach(), side, alignment).tensor
     array = numpy.asarray(value)
     strides = [stride // array.itemsize for stride in array.strides]

@@ -19,7 +19,8 @@ import pyops
 from pyops._core import dtypes, launch, offline
 from pyops._core.dtypes import DType
 from pyops._core.host import run as host
-from pyops._core.host.run import toolchains
+from pyops._core.host import toolchain
+from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Kernel
 from pyops.testing import SCHEDULES, Schedule, guarded, scheduled
 from tests.core.test_host_faults import ASYNC
@@ -434,7 +435,7 @@ def test_threads_wait_for_each_other(run_on_host: Run) -> None:
         word = numpy.array([array.ctypes.data, 0], numpy.uint64)
         word[1] = word.ctypes.data
         for _ in range(10):
-            function.launch((1, 1, 1), 64, 0, word.ctypes.data + 8)
+            function.launch((1, 1, 1), (64, 1, 1), 0, word.ctypes.data + 8)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(launch, arrays))
@@ -457,9 +458,10 @@ KERNEL = 'extern "C" __global__ void one(int* out) { *out = 1; }'
 SCRIPT = f"""
 import sys, time, warnings
 import numpy
-from pyops._core import host, source
+from pyops._core import source
+from pyops._core.host import run as host, toolchain
 chosen = sys.argv[1]
-host.toolchains = lambda found=host.toolchains(): {{chosen: found[chosen]}} if chosen else found
+toolchain.toolchains = lambda found=toolchain.toolchains(): {{chosen: found[chosen]}} if chosen else found
 text = source.inline("include/number.cuh") + {KERNEL!r}
 with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
@@ -467,7 +469,7 @@ with warnings.catch_warnings(record=True) as warned:
 out = numpy.zeros(1, numpy.int32)
 words = numpy.array([out.ctypes.data, 0], numpy.uint64)
 words[1] = words.ctypes.data
-function.launch((1, 1, 1), 1, 0, words.ctypes.data + 8)
+function.launch((1, 1, 1), (1, 1, 1), 0, words.ctypes.data + 8)
 assert out[0] == 1
 print(len(warned), function.library)
 """
@@ -519,7 +521,7 @@ def test_every_toolchain(tmp_path: Path, name: str) -> None:
 
 
 def test_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "toolchains", dict)
+    monkeypatch.setattr(toolchain, "toolchains", dict)
     with pytest.raises(pyops.MissingDependencyError, match=r"C\+\+ compiler.*\[cpu\]"):
         host.load('extern "C" __global__ void none(int* out) {}', "none", "test/none.cu", "")
 

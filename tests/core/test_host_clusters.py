@@ -8,11 +8,11 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core.host import run as host
+from pyops._core.host import toolchain
 from pyops.testing import SCHEDULES, scheduled
 from tests.core.conftest import Run
 
-pytestmark = pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 
 # Every block hands its words to the one before it, round after round.
 ROUNDS = """#include "cluster.cuh"

@@ -11,11 +11,11 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core.host import run as host
+from pyops._core.host import toolchain
 from pyops.testing import SCHEDULES, Schedule, guarded, scheduled
 from tests.core.conftest import line_of
 
-pytestmark = pytest.mark.skipif(not host.toolchains(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 
 Run = Callable[..., None]
 Array = numpy.ndarray[Any, Any]

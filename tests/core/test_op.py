@@ -50,8 +50,8 @@ def test_declaration_is_read_from_the_reference() -> None:
         ("epsilon", "float", "in", False, False),
         ("causal", "bool", "in", False, True),
     ]
-    assert op.passed == (("epsilon", "d"),)
-    assert op.ulps == 3
+    assert op.declaration.runtime == (("epsilon", "d"),)
+    assert op.declaration.ulps == 3
     assert (declared.__name__, declared.__doc__) == ("declared", "Documented.")
 
 
@@ -167,7 +167,6 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         args = op.example(TorchMaker(), num_tokens=rows, hidden_size=8, dtype="float32")
         op(*args)
         assert len(op.plans) <= 4
-        assert len(op._described) <= 4
         expected = torch.nn.functional.rms_norm(args[1], (8,), args[2], 1e-6)
         torch.testing.assert_close(args[0], expected)
 
@@ -276,6 +275,26 @@ def test_switches(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None
         assert switch() is on
         monkeypatch.delenv(f"PYOPS_{name}")
         assert switch() is False
+
+
+def test_no_kernel_is_compiled_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyops._core import config
+
+    monkeypatch.setenv("PYOPS_JIT", "error")
+    x, out = torch.ones(2, 24), torch.empty(2, 24)
+    with config.cpu("kernels"):
+        with pytest.raises(
+            pyops.NotLoadedError, match=r"(?s)^rms_norm: kernel norm/rms_norm.cu is not loaded.*HIDDEN_SIZE"
+        ):
+            pyops.rms_norm(out, x, None, 0.0)
+        monkeypatch.delenv("PYOPS_JIT")
+        pyops.rms_norm(out, x, None, 0.0)
+        monkeypatch.setenv("PYOPS_JIT", "error")
+        pyops.rms_norm(out.zero_(), x, None, 0.0)
+        assert torch.equal(out, x)
+        monkeypatch.setenv("PYOPS_JIT", "maybe")
+        with pytest.raises(ValueError, match=r'^PYOPS_JIT: expected "compile" or "error", got "maybe"$'):
+            pyops.rms_norm(torch.empty(2, 40), torch.ones(2, 40), None, 0.0)
 
 
 def test_a_tensor_whose_storage_was_taken_away_is_refused() -> None:

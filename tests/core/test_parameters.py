@@ -10,7 +10,7 @@ import torch
 
 import pyops
 from pyops._core import check, config
-from pyops._core.host.run import toolchains
+from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Kernel, Launch, Scratch
 from pyops._core.tensor import TensorArg
 from tests.calls import DEVICES
@@ -39,7 +39,7 @@ def take() -> Any:
     kernel = Kernel("test/take.cu", text=TAKE)
     planned = []
 
-    @pyops.op(out="out", passed="step")
+    @pyops.op(out="out", runtime="step")
     def take(out: Tensor, input: Tensor, index: Tensor, scale: Tensor | float, step: int) -> None:
         """``out = input[index] * scale + step``."""
         inside = (index >= 0) & (index < input.numel())
@@ -204,7 +204,7 @@ def test_scratch_in_a_graph_and_in_cupy() -> None:
 @pytest.mark.parametrize(
     ("declaration", "message"),
     [
-        ({"passed": "factor"}, r"\['factor'\] are passed but are no int parameters"),
+        ({"runtime": "factor"}, r"\['factor'\] are runtime but are no int parameters"),
         ({"keyed": "count"}, r"\['count'\] are keyed but are no float parameters"),
     ],
 )
@@ -218,7 +218,7 @@ def test_wrong_declarations(declaration: dict[str, str], message: str) -> None:
 def test_an_integer_of_every_call_has_eight_bytes() -> None:
     kernel = Kernel("test/narrow.cu", text='extern "C" __global__ void narrow(float* out, int step) {}')
 
-    @pyops.op(out="out", passed="step")
+    @pyops.op(out="out", runtime="step")
     def narrow_step(out: Tensor, step: int) -> None: ...
 
     narrow_step.plan(lambda out, step: kernel().launch(1, 32))

@@ -7,18 +7,8 @@ goes into them. A launch is deterministic: its schedule says which thread runs w
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import importlib.util
-import os
-import platform
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
-import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from .. import config, source
-from ..errors import CompileError, KernelFault, MissingDependencyError, called
-from ..lazy import cache_folder
+from .. import source
+from ..errors import KernelFault, called
+from .build import build, load_library, unit
 from .lines import places
 
 ORDERS = ("fifo", "reversed", "greedy", "shuffled")
@@ -89,144 +79,6 @@ def warp_size() -> int:
     return _conditions.get().warp_size
 
 
-@dataclass(frozen=True)
-class Toolchain:
-    """A C++ compiler: the command, and its dialect of options, ``"gcc"`` or ``"clang"``."""
-
-    name: str
-    command: tuple[str, ...]
-    dialect: str
-
-    @property
-    def version(self) -> str:
-        return _output((*self.command[:-1], "version") if self.name == "ziglang" else (*self.command, "--version"))
-
-
-@cache
-def _output(command: tuple[str, ...]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-@cache
-def toolchains() -> dict[str, Toolchain]:
-    """The C++ compilers of this machine by name, the preferred one first."""
-    found = [
-        Toolchain(name, (path,), dialect)
-        for name, dialect in (("g++", "gcc"), ("clang++", "clang"))
-        if (path := shutil.which(name))
-    ]
-    if importlib.util.find_spec("ziglang"):
-        found.append(Toolchain("ziglang", (sys.executable, "-m", "ziglang", "c++"), "clang"))
-    return {one.name: one for one in found}
-
-
-def _toolchain() -> Toolchain:
-    for one in toolchains().values():
-        return one
-    raise MissingDependencyError("running kernels on the CPU", "a C++ compiler (g++, clang++ or ziglang)", "cpu")
-
-
-# The same bits with every compiler: no product is fused with a sum, and no machine's own instructions are used. C's
-# headers are all that a kernel needs: those of C++ would take a third of its compilation.
-_COMMON = (
-    *("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
-    *("-ffp-contract=off", "-fno-strict-aliasing", "-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-w"),
-)
-# Lines of the source would take a third of the time: once a kernel has a fault, the same code is compiled with them.
-_OPTIMISE = {"runtime": ("-O2",), "kernel": ("-O1",), "lines": ("-O1", "-g1", "-gdwarf-4")}
-# What undefined behaviour and what accesses to memory are told to the runtime, which takes the sanitizers' place.
-_CHECKS = (
-    "-fsanitize=thread",
-    "-fsanitize=bounds,alignment,shift-exponent,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow",
-)
-_OF_DIALECT = {"gcc": ("-fsanitize=bounds-strict", "-fno-gnu-unique"), "clang": ("-fstrict-flex-arrays=3",)}
-_OF_COMPILER = {"ziglang": ("-mcpu=baseline", "-fno-sanitize=undefined")}
-_LINK = {
-    "gcc": ("-shared", "-nodefaultlibs", "-lm", "-ldl", "-lrt", "-lpthread", "-lc", "-lgcc"),
-    "clang": ("-shared", "-nostdlib++", "-lm", "-ldl", "-lrt", "-lpthread"),
-}
-
-_SHARED = re.compile(
-    r"(?P<dynamic>extern\s+)?__shared__\s+(?:(?:alignas|__align__)\s*\((?P<align>(?:[^()]|\([^()]*\))*)\)\s*)?"
-    r"(?P<type>[^;={}\[\]]+?)\s*\b(?P<name>\w+)\s*(?P<sizes>(?:\[[^;]*\])?)\s*;"
-)
-_CLUSTER = re.compile(r"\bvoid\s+CLUSTER_OF\s*\(([^)]*)\)")
-
-
-def _declare_shared(match: re.Match[str]) -> str:
-    """A shared array as a reference to memory of the runtime's, on as many lines."""
-    align, kind, name, sizes = match["align"] or "16", match["type"], match["name"], match["sizes"]
-    if match["dynamic"]:
-        declaration = f"{kind}* const {name} = static_cast<{kind}*>(host::dynamic_shared());"
-    else:
-        declaration = (
-            f"using {name}_shared_t = {kind} {sizes}; static host::Slot {name}_slot; auto& {name} = "
-            f"*static_cast<{name}_shared_t*>(host::static_shared({name}_slot, sizeof({name}_shared_t), {align}));"
-        )
-    return declaration + "\n" * match[0].count("\n")
-
-
-def unit(text: str, entry: str, warp_size: int = 32) -> str:
-    """The C++ source that is compiled for the kernel `entry` of `text`."""
-    cluster = _CLUSTER.search(text)
-    return (
-        f"#define PYOPS_HOST_WARP_SIZE {warp_size}\n{source.inline('host/mma.h')}\n"
-        f"namespace pyops_kernel {{\n{_SHARED.sub(_declare_shared, text)}\n}}\n"
-        f'extern "C" HOST_API void pyops_host_entry(void** parameters) {{\n'
-        f"    host::call(pyops_kernel::{entry}, parameters);\n}}\n"
-        f'extern "C" HOST_API unsigned pyops_host_cluster() {{\n'
-        f"    using namespace pyops_kernel;\n    return {cluster[1] if cluster else 1};\n}}\n"
-    )
-
-
-def _build(kind: str, code: str, libraries: tuple[str, ...], kernel: str, constants: str) -> str:
-    """Path of the shared object of `code`, compiled unless the cache folder holds it; `kind` is a key of _OPTIMISE."""
-    chain = _toolchain()
-    flags = (*_COMMON, *_OF_COMPILER.get(chain.name, ()), *_OPTIMISE[kind])
-    if kind != "runtime":
-        flags += (*_CHECKS, *_OF_DIALECT[chain.dialect])
-    parts = (code, chain.name, chain.version, platform.machine(), *flags, *_LINK[chain.dialect], *map(_stem, libraries))
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    path = os.path.join(_folder(), f"{digest}.so")
-    if os.path.exists(path):
-        return path
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=_folder()) as scratch:
-        built = os.path.join(scratch, "built.so")
-        _run(chain, ("-c", "-x", "c++", "-", "-o", f"{built}.o", *flags), code, kernel, constants)
-        link = (f"{built}.o", *libraries, f"-Wl,-soname,{os.path.basename(path)}", *_LINK[chain.dialect])
-        _run(chain, (*link, *_OF_COMPILER.get(chain.name, ()), "-o", built), "", kernel, constants)
-        os.replace(built, path)
-    if config.log():
-        milliseconds = (time.perf_counter() - started) * 1e3
-        print(f"pyops: {kernel} {constants} host: compiled in {milliseconds:.0f} ms", file=sys.stderr)
-    return path
-
-
-def _stem(path: str) -> str:
-    return os.path.basename(path)
-
-
-def _run(chain: Toolchain, arguments: tuple[str, ...], code: str, kernel: str, constants: str) -> None:
-    done = subprocess.run((*chain.command, *arguments), input=code, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CompileError(kernel, constants, "\n".join(done.stderr.strip().splitlines()[:20]))
-
-
-@cache
-def _folder() -> str:
-    """Where shared objects are kept: a folder inside that of CuPy's kernels, or one for this process."""
-    folder = os.path.join(cache_folder(), "pyops-host")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        scratch = tempfile.mkdtemp(prefix="pyops-host-")
-        warnings.warn(f"kernel cache {folder}: {error}; kernels are cached in {scratch}", stacklevel=2)
-        return scratch
-
-
 class _Index(ctypes.Structure):
     _fields_ = (("x", ctypes.c_uint32), ("y", ctypes.c_uint32), ("z", ctypes.c_uint32))
 
@@ -275,19 +127,27 @@ class HostFunction:
     entry: int = field(repr=False)
     run: Any = field(repr=False)
 
-    def launch(self, grid: tuple[int, int, int], block: int | tuple[int, ...], shared: int, parameters: int) -> None:
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared: int,
+        parameters: int,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+    ) -> None:
         """Run every block, by the schedule of the `scheduled` around the call, and return when all have run.
 
         `parameters` is the address of an array with a pointer to each parameter. Raises KernelFault.
         """
+        if cluster[0] * cluster[2] != 1:
+            raise ValueError(f"{self.kernel}: clusters of blocks run on the CPU along y only, got {cluster}")
         conditions = _conditions.get()
-        threads = (*((block,) if isinstance(block, int) else block), 1, 1)[:3]
         launch = _Launch(
             _Index(*grid),
-            _Index(*threads),
+            _Index(*block),
             shared,
             self.warp_size,
-            self.cluster,
+            max(self.cluster, cluster[1]),
             ORDERS.index(conditions.schedule.order),
             max(1, int(conditions.seconds * 1e3)),
             conditions.schedule.seed,
@@ -325,6 +185,11 @@ _loaded: dict[tuple[str, int], HostFunction] = {}
 _locks: dict[tuple[str, int], threading.Lock] = {}
 
 
+def loaded(text: str) -> bool:
+    """Whether the kernel of `text` is loaded, for warps as this thread's launches have them."""
+    return (text, warp_size()) in _loaded
+
+
 def load(text: str, entry: str, kernel: str, constants: str) -> HostFunction:
     """The function `entry` of `text`, compiled at most once per process; `kernel` and `constants` name it in errors.
 
@@ -340,29 +205,20 @@ def load(text: str, entry: str, kernel: str, constants: str) -> HostFunction:
 
 def _load(text: str, entry: str, kernel: str, constants: str, warp_size: int) -> HostFunction:
     runtime, run = _runtime()
-    path, library = _open("kernel", unit(text, entry, warp_size), (runtime,), kernel, constants)
+    path, library = load_library("kernel", unit(text, entry, warp_size), (runtime,), kernel, constants)
     address = ctypes.cast(library.pyops_host_entry, ctypes.c_void_p).value
     assert address is not None
 
     def lines() -> str:
-        return _build("lines", unit(text, entry, warp_size), (runtime,), kernel, constants)
+        return build("lines", unit(text, entry, warp_size), (runtime,), kernel, constants)
 
     return HostFunction(kernel, constants, path, lines, warp_size, library.pyops_host_cluster(), address, run)
-
-
-def _open(kind: str, code: str, libraries: tuple[str, ...], kernel: str, constants: str) -> tuple[str, ctypes.CDLL]:
-    path = _build(kind, code, libraries, kernel, constants)
-    try:
-        return path, ctypes.CDLL(path)
-    except OSError:  # damaged: make it anew
-        os.remove(path)
-        return path, ctypes.CDLL(_build(kind, code, libraries, kernel, constants))
 
 
 @cache
 def _runtime() -> tuple[str, Any]:
     """The library that runs kernels: its path, and its one function."""
-    path, library = _open("runtime", source.inline("host/runtime.cpp"), (), "host/runtime.cpp", "")
+    path, library = load_library("runtime", source.inline("host/runtime.cpp"), (), "host/runtime.cpp", "")
     run = library.pyops_host_run
     run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     run.restype = ctypes.POINTER(_Fault)

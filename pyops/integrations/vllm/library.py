@@ -8,7 +8,7 @@ from inspect import signature
 from types import TracebackType
 from typing import Any
 
-from ..._core import binding
+from ..._core import torch_library
 from ..._core.errors import OpError
 from ..._core.lazy import torch
 from .adapters import FAKES
@@ -36,7 +36,7 @@ class Registration:
             packet._op = dispatch
         self._shortened.clear()
         for library in self._libraries:
-            binding.forget(library)
+            torch_library.destroy(library)
         self._libraries.clear()
         _alive.discard(self)
 
@@ -67,7 +67,7 @@ class Registration:
         op, dispatch = getattr(entry.kernel, "op", None), getattr(packet, "_op", None)
         if op is None or dispatch is None:
             return
-        kernel, first, plain = op.call, op.first_position, frozenset((torch.Tensor, torch.nn.Parameter))
+        kernel, first, plain = op.call, op.declaration.leader_position, frozenset((torch.Tensor, torch.nn.Parameter))
         modes, functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
         def call(*args: Any, **kwargs: Any) -> Any:

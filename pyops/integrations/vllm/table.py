@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..._core import binding
+from ..._core import torch_library
 from ..._core.lazy import torch
 from ..._core.op import Op, registry
 from .adapters import ADAPTERS, FUNCTIONS, OTHER_NAMES
@@ -60,7 +60,7 @@ def parse(schema: str) -> Any:
 
 def takes(op: Op, schema: Any) -> bool:
     """Whether `op` takes the arguments of a FunctionSchema by position, and writes those of them that it marks."""
-    own = parse(binding.schema(op)).arguments
+    own = parse(torch_library.schema(op.declaration)).arguments
     return (
         not schema.returns
         and len(own) >= len(schema.arguments)

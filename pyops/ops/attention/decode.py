@@ -47,7 +47,7 @@ def _joined(partition: int) -> Callable[..., float]:
     return atol
 
 
-@op(out=("out", "lse"), passed="max_seq_len", keyed="logits_soft_cap", atol=_cancelled)
+@op(out=("out", "lse"), runtime="max_seq_len", keyed="logits_soft_cap", atol=_cancelled)
 def paged_attention_v1(
     out: Tensor,
     query: Tensor,
@@ -219,7 +219,7 @@ def example_paged_attention_v1(
 @op(
     out=("out", "lse"),
     inout=("exp_sums", "max_logits", "tmp_out"),
-    passed="max_seq_len",
+    runtime="max_seq_len",
     keyed="logits_soft_cap",
     atol=_joined(_V2_PARTITION),
 )
@@ -335,7 +335,7 @@ def example_paged_attention_v2(
 
 @op(
     inout=("out", "exp_sums", "max_logits", "tmp_out", "lse"),
-    passed="max_seq_len",
+    runtime="max_seq_len",
     keyed="logits_soft_cap",
     atol=_joined(_ROCM_PARTITION),
 )

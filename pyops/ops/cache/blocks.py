@@ -154,7 +154,7 @@ def _copy_layers(layers: Sequence[tuple[Any, Any]], block_mapping: Any) -> None:
 
 def _looks(cache: Any) -> Any:
     """What a plan sees of a cache."""
-    kind = tensor.dialect(cache)
+    kind = tensor.library_of(cache)
     if kind is None:
         return cache
     strides = cache.stride() if kind == "torch" else cache.strides
@@ -187,7 +187,7 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
             "swap_blocks", "block_size_in_bytes", f"expected an int of at least 1, got {block_size_in_bytes!r}"
         )
     source_arg, target_arg = (_dense(name, value) for name, value in (("src", src), ("dst", dst)))
-    if (tensor.dialect(src) == "torch") != (tensor.dialect(dst) == "torch"):
+    if (tensor.library_of(src) == "torch") != (tensor.library_of(dst) == "torch"):
         raise target_arg.error("expected a tensor of the library of src")
     if len({source_arg.device.index, target_arg.device.index} - {_HOST}) > 1:
         raise target_arg.error("expected host memory or the device of src")
@@ -206,7 +206,7 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
 
 def _host_mapping(block_mapping: Any) -> Any:
     """The pairs as an int64 array."""
-    kind = tensor.dialect(block_mapping)
+    kind = tensor.library_of(block_mapping)
     if kind == "cupy" or (kind == "torch" and block_mapping.device.type != "cpu"):
         raise OpError("swap_blocks", "block_mapping", "expected it in host memory")
     try:
@@ -220,7 +220,7 @@ def _host_mapping(block_mapping: Any) -> Any:
 
 def _dense(name: str, value: Any) -> TensorArg:
     """The Arg of a tensor without gaps."""
-    kind = tensor.dialect(value)
+    kind = tensor.library_of(value)
     if kind is None:
         raise OpError("swap_blocks", name, f"expected a tensor, got {type(value).__name__}")
     dtype = DType(str(value.dtype), "", value.dtype.itemsize)
@@ -242,7 +242,7 @@ def _runs(mapping: Any) -> Any:
 
 def _copier(src: Any, dst: Any) -> Any:
     """copy(byte of src, byte of dst, bytes)."""
-    if tensor.dialect(src) == "torch":
+    if tensor.library_of(src) == "torch":
         source, target = (_torch_bytes(value) for value in (src, dst))
 
         def copy(start: int, to: int, size: int) -> None:

@@ -46,7 +46,7 @@ def _view(like: Tensor, address: int, device: Any, owner: Any) -> Tensor:
 
 
 def _torch_tensor(op: str, name: str, value: Any) -> None:
-    if tensor.dialect(value) != "torch":
+    if tensor.library_of(value) != "torch":
         raise OpError(op, name, f"expected a torch tensor, got {type(value).__name__}")
 
 

@@ -1,0 +1,137 @@
+"""A driver that launches nothing: calls on CPU tensors take the path of calls on a GPU, up to the launch.
+
+A call runs the Python of a call on a GPU: the wrapper, its guard, the overlap test, packing and `fire[stream]()`. Only
+what would reach the driver or ask a device is replaced. Every replacement is listed in `_patches`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import pyops
+from pyops._core import device, driver, prepare, torch_library, workspace
+from pyops._core.compiler import Compiled
+from pyops._core.kernel import Kernel, Specialisation
+from pyops._core.wrapper import NAMESPACE
+
+_INDEX = 0
+_FUNCTION = 1  # in the place of a loaded function's address
+_ZEROS = 1 << 20  # in the place of the address of zeros
+
+
+def _launch(*_: Any) -> None:
+    """In the place of CuPy's cuLaunchKernel, which returns None on success."""
+
+
+# In the place of cuLaunchKernelEx: a C function, so that ctypes converts the arguments of a real launch. pthread_equal
+# compares its first two arguments as numbers: here the address of the launch's configuration and the address of the
+# kernel's function. The two addresses differ, so pthread_equal returns 0, which is the driver's status for success.
+_launch_with_attributes = ctypes.CDLL(None).pthread_equal
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _device_index() -> int:
+    return _INDEX
+
+
+def _device_count() -> int:
+    return 1
+
+
+def _is_capturing(*_: Any) -> bool:
+    return False
+
+
+def _allocate(_: int, nbytes: int) -> tuple[Any, int]:
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    return memory, memory.data_ptr()
+
+
+def _zeros(*_: Any) -> int:
+    return _ZEROS
+
+
+class _Loaded:
+    """The kernels that count as loaded while the fake lasts. The kernels themselves never see the fake function."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Kernel, tuple[Any, ...]], Compiled] = {}
+
+    def find(self, specialisation: Specialisation) -> Compiled | None:
+        return self._held.get((specialisation.kernel, specialisation.key))
+
+    def load(self, specialisation: Specialisation) -> Compiled:
+        found = self.find(specialisation)
+        if found is None:
+            kernel = specialisation.kernel
+            found = Compiled(kernel.file, str(specialisation), _INDEX, "sm_90", 0, "fake", 0, 0, 0, _FUNCTION, None)
+            self._held[kernel, specialisation.key] = found
+        return found
+
+
+def _patches() -> Iterator[Any]:
+    """What is replaced while the fake lasts."""
+    here = replace(device.host(), index=_INDEX)
+    fake = driver.Driver(_launch, _launch_with_attributes, RuntimeError, _device_index)
+    loaded = _Loaded()
+
+    def get_device(_: int = _INDEX) -> device.Device:
+        return here
+
+    def get_driver() -> driver.Driver:
+        return fake
+
+    def find(specialisation: Specialisation, _: int) -> Compiled | None:
+        return loaded.find(specialisation)
+
+    def load(specialisation: Specialisation, _: int) -> Compiled:
+        return loaded.load(specialisation)
+
+    # CPU tensors are planned for the device 0, an H200 as far as plans can tell.
+    yield mock.patch.object(device, "host", get_device)
+    yield mock.patch.object(device, "get", get_device)
+    yield mock.patch.object(device, "count", _device_count)
+    # Nothing is compiled, loaded or launched.
+    yield mock.patch.object(Specialisation, "loaded", find)
+    yield mock.patch.object(Specialisation, "load", load)
+    yield mock.patch.object(driver, "get", get_driver)
+    yield mock.patch.object(driver, "allow_shared", _nothing)
+    # There is no stream, no graph is captured, and workspaces lie in host memory.
+    yield mock.patch.dict(NAMESPACE, torch_stream=operator.index)
+    yield mock.patch.object(prepare, "_capturing", _is_capturing)
+    yield mock.patch.object(workspace, "allocate_torch", _allocate)
+    yield mock.patch.object(workspace, "zeros", _zeros)
+    # Every op lists the kernels that it has loaded.
+    for op in pyops.registry.values():
+        yield mock.patch.object(op, "specialisations", {})
+
+
+@contextmanager
+def fake_driver() -> Iterator[None]:
+    """While the context lasts, ops take torch tensors on the CPU for tensors of a GPU, and write nothing.
+
+    Entering and leaving drop the plans of every op. No other thread may call an op meanwhile.
+    """
+    torch_library.bind_torch()
+    with ExitStack() as stack:
+        stack.callback(_forget_plans)
+        for patch in _patches():
+            stack.enter_context(patch)
+        _forget_plans()
+        yield
+
+
+def _forget_plans() -> None:
+    for op in pyops.registry.values():
+        op.forget()

@@ -1,0 +1,274 @@
+"""Time other Configs of an op's problem on a GPU, and keep the best.
+
+python -m benchmarks tune paged_attention_v1 num_tokens=16 max_seq_len=4096
+python -m benchmarks tune paged_attention_v1 num_tokens=1,16,64 --save
+
+The first Config is what the op's own `choose` returns. Others differ from the fastest one so far in one field. A Config
+may say which values its fields take, by a classmethod ``candidates(problem, device) -> {field: values}``; otherwise an
+integer is halved and doubled, and a bool is flipped. A Config counts only if the op's results with it are those of the
+reference, within the op's tolerance. With --save the fields of the best Config that differ from the choice go to the
+table of the device, ``pyops/tuning/<device>.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import pyops
+from pyops._core.op import Op
+from pyops.testing import calls as testing
+
+from . import report, shapes, timing
+from .kernel_time import argument_sets
+from .rivals import ours, reason
+from .shapes import Case
+from .timing import Spread, gpu_us
+
+Config = Any  # a frozen dataclass
+_SCALARS = (bool, int, str)  # what a table can hold
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a plan chose by, and what `choose` returned."""
+
+    problem: Any
+    device: Any
+    config: Config
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A Config and its time, or why it has none."""
+
+    config: Config
+    us: Spread | None
+    trouble: str = ""
+
+    @property
+    def median(self) -> float:
+        return self.us.median if self.us else float("inf")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of one problem: every Config that was tried, fastest first, and the verdict on the fastest.
+
+    `best` is the choice itself unless another Config was clearly faster when the two were timed again in turn.
+    """
+
+    choice: Choice
+    tried: list[Timed]
+    best: Config
+    best_us: Spread
+    choice_us: Spread
+
+
+@contextmanager
+def choices(tuning: Any, op: str) -> Iterator[list[Choice]]:
+    """The choices that plans of `op` make while the context lasts."""
+    seen: list[Choice] = []
+    config = tuning.config
+
+    def noted(name: str, problem: Any, device: Any, choose: Callable[[Any, Any], Config]) -> Config:
+        if name == op:
+            seen.append(Choice(problem, device, choose(problem, device)))
+        return config(name, problem, device, choose)
+
+    with mock.patch.object(tuning, "config", noted):
+        yield seen
+
+
+def neighbours(config: Config, choice: Choice) -> list[Config]:
+    """Configs that differ from `config` in one field."""
+    offered = getattr(type(config), "candidates", None)
+    values = offered(choice.problem, choice.device) if offered else _values_beside(config)
+    return [
+        replace(config, **{name: value})
+        for name, candidates in values.items()
+        for value in candidates
+        if value != getattr(config, name)
+    ]
+
+
+def _values_beside(config: Config) -> dict[str, tuple[Any, ...]]:
+    """{field: other values} for fields that are bools and positive integers."""
+    values: dict[str, tuple[Any, ...]] = {}
+    for name in (one.name for one in fields(config)):
+        value = getattr(config, name)
+        if isinstance(value, bool):
+            values[name] = (not value,)
+        elif isinstance(value, int) and value > 0:
+            values[name] = (value // 2, 2 * value) if value > 1 else (2,)
+    return values
+
+
+def search(
+    first: Config, beside: Callable[[Config], Sequence[Config]], measure: Callable[[Config], Timed], rounds: int
+) -> list[Timed]:
+    """Every Config that was timed, fastest first. Each round tries those beside the fastest one so far."""
+    timed = {first: measure(first)}
+    for _ in range(rounds):
+        best = min(timed.values(), key=lambda one: one.median)
+        new = [config for config in beside(best.config) if config not in timed]
+        if not new:
+            break
+        for config in new:
+            timed[config] = measure(config)
+    return sorted(timed.values(), key=lambda one: one.median)
+
+
+def tune(op: Op, tuning: Any, check: Callable[[], None], time_us: Callable[[], Spread], rounds: int) -> Tuned:
+    """Search for the best Config of the problem that `check` and `time_us` call the op with.
+
+    `check` raises if the results are wrong. Raises ValueError for an op that chooses no Config.
+    """
+    with choices(tuning, op.name) as seen:
+        op.forget()
+        check()
+    if not seen:
+        raise ValueError(f"{op.name} chooses no Config for this call")
+    choice = seen[-1]
+
+    def time_with(config: Config) -> Spread:
+        op.forget()  # plans live on after `forced`
+        with tuning.forced(op.name, config):
+            check()
+            return time_us()
+
+    def measure(config: Config) -> Timed:
+        try:
+            return Timed(config, time_with(config))
+        except Exception as error:
+            return Timed(config, None, reason(error))
+
+    try:
+        tried = search(choice.config, lambda config: neighbours(config, choice), measure, rounds)
+        # The least of many times is low by luck, too: only a second look says whether it is the faster one.
+        choice_us, best_us = time_with(choice.config), time_with(tried[0].config)
+    finally:
+        op.forget()
+    best = tried[0].config if best_us.high < choice_us.low else choice.config
+    return Tuned(choice, tried, best, best_us if best != choice.config else choice_us, choice_us)
+
+
+def difference(config: Config, choice: Config) -> dict[str, Any]:
+    """The fields in which two Configs differ, with the values of the first."""
+    names = (one.name for one in fields(choice))
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(choice, name)}
+
+
+def render(case: Case, tuned: Tuned) -> str:
+    """The Configs that were tried, as a table, and the verdict."""
+
+    def words(config: Config) -> str:
+        return " ".join(f"{name}={value}" for name, value in difference(config, tuned.choice.config).items())
+
+    lines = [
+        [
+            words(one.config) or "the choice",
+            *((f"{one.us.median:.2f}", f"{one.us.low:.2f}-{one.us.high:.2f}") if one.us else ("", "")),
+            one.trouble,
+        ]
+        for one in tuned.tried
+    ]
+    if tuned.best == tuned.choice.config:
+        verdict = "The choice stays: no other is faster beyond the spread of its times."
+    else:
+        verdict = (
+            f"Best: {words(tuned.best)}, {tuned.best_us.median:.2f} us; the choice {tuned.choice_us.median:.2f} us."
+        )
+    heading = f"## {case}\n\n{tuned.choice.problem.bucket()}\n\n{tuned.choice.config}"
+    return "\n\n".join([heading, report.table(["Config", "us", "low-high", "trouble"], lines), verdict, ""])
+
+
+def save(path: Path, op: str, tuned: Tuned) -> None:
+    """Write the fields of the best Config into the table of the device, or take a bucket's entry away."""
+    table: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
+    entry = difference(tuned.best, tuned.choice.config)
+    if wrong := [name for name, value in entry.items() if not isinstance(value, _SCALARS)]:
+        raise TypeError(f"{op}: a table cannot hold the Config's {', '.join(wrong)}")
+    buckets = table.setdefault(op, {})
+    buckets.pop(tuned.choice.problem.bucket(), None)
+    if entry:
+        buckets[tuned.choice.problem.bucket()] = entry
+    table = {name: dict(sorted(found.items())) for name, found in sorted(table.items()) if found}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def on_gpu(case: Case, effort: timing.Effort) -> tuple[Callable[[], None], Callable[[], Spread]]:
+    """(check, time_us) of a case for `tune`."""
+    args = case.arguments()
+    right = testing.expected(case.op, args)
+    sets, renew = argument_sets(case, effort)
+    calls = [ours(case.op)(*one) for one in sets]
+
+    def check() -> None:
+        testing.assert_results(case.op, right, testing.run(case.op, args))
+
+    def time_us() -> Spread:
+        return gpu_us(calls, effort, renew)
+
+    return check, time_us
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command line may say."""
+    result = argparse.ArgumentParser(
+        "python -m benchmarks tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("op", metavar="OP")
+    result.add_argument("axes", nargs="*", metavar="AXIS=VALUE,...", help="values for axes of the op's example")
+    result.add_argument(
+        "--rounds", type=int, default=2, help="rounds, each of which may change one more field (default 2)"
+    )
+    result.add_argument("--quick", action="store_true", help="fewer replays and fewer sets of arguments")
+    result.add_argument("--save", action="store_true", help="write the table of the device")
+    return result
+
+
+def cases_of(op: Op, words: Sequence[str]) -> list[Case]:
+    """The op at every combination of the axes that the words name, otherwise few tokens of bfloat16."""
+    chosen: Mapping[str, Sequence[Any]] = dict(shapes.parse(word) for word in words)
+    if unknown := set(chosen) - set(shapes.axes(op)):
+        raise ValueError(f"no axis is called {', '.join(sorted(unknown))}; there are {', '.join(shapes.axes(op))}")
+    found = shapes.cases(op, chosen, {**shapes.SMALL, "dtype": ("bfloat16",)})
+    if not found:
+        raise ValueError(f"the example of {op.name} rules out one of {dict(chosen)}")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Tune an op at the shapes that the command line names."""
+    options = parser().parse_args(arguments)
+    if options.op not in pyops.registry:
+        parser().error(f"no op is called {options.op}")
+    op = pyops.registry[options.op]
+    try:
+        cases = cases_of(op, options.axes)
+    except ValueError as error:
+        parser().error(str(error))
+    if not torch.cuda.is_available():
+        print("python -m benchmarks tune measures on a GPU, and torch sees none", file=sys.stderr)
+        return 2
+    tuning = importlib.import_module("pyops._core.tuning")
+    for case in cases:
+        check, time_us = on_gpu(case, timing.QUICK if options.quick else timing.FULL)
+        tuned = tune(op, tuning, check, time_us, options.rounds)
+        print(render(case, tuned), flush=True)
+        if options.save:
+            save(tuning.TABLES / f"{tuned.choice.device.name}.json", op.name, tuned)
+            tuning.table.cache_clear()
+    return 0

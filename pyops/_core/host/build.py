@@ -1,0 +1,115 @@
+"""From the text of a kernel to a shared object, cached by the digest of all that goes into it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from functools import cache
+
+from .. import config, source
+from ..errors import CompileError
+from ..lazy import cache_folder
+from . import toolchain
+from .toolchain import Kind
+
+_SHARED = re.compile(
+    r"(?P<dynamic>extern\s+)?__shared__\s+(?:(?:alignas|__align__)\s*\((?P<align>(?:[^()]|\([^()]*\))*)\)\s*)?"
+    r"(?P<type>[^;={}\[\]]+?)\s*\b(?P<name>\w+)\s*(?P<sizes>(?:\[[^;]*\])?)\s*;"
+)
+_CLUSTER = re.compile(r"\bvoid\s+CLUSTER_OF\s*\(([^)]*)\)")
+
+
+def _declare_shared(match: re.Match[str]) -> str:
+    """A shared array as a reference to memory of the runtime's, on as many lines."""
+    align, kind, name, sizes = match["align"] or "16", match["type"], match["name"], match["sizes"]
+    if match["dynamic"]:
+        declaration = f"{kind}* const {name} = static_cast<{kind}*>(host::dynamic_shared());"
+    else:
+        declaration = (
+            f"using {name}_shared_t = {kind} {sizes}; static host::Slot {name}_slot; auto& {name} = "
+            f"*static_cast<{name}_shared_t*>(host::static_shared({name}_slot, sizeof({name}_shared_t), {align}));"
+        )
+    return declaration + "\n" * match[0].count("\n")
+
+
+def unit(text: str, entry: str, warp_size: int = 32) -> str:
+    """The C++ source that is compiled for the kernel `entry` of `text`."""
+    cluster = _CLUSTER.search(text)
+    return (
+        f"#define PYOPS_HOST_WARP_SIZE {warp_size}\n{source.inline('host/mma.h')}\n"
+        f"namespace pyops_kernel {{\n{_SHARED.sub(_declare_shared, text)}\n}}\n"
+        f'extern "C" HOST_API void pyops_host_entry(void** parameters) {{\n'
+        f"    host::call(pyops_kernel::{entry}, parameters);\n}}\n"
+        f'extern "C" HOST_API unsigned pyops_host_cluster() {{\n'
+        f"    using namespace pyops_kernel;\n    return {cluster[1] if cluster else 1};\n}}\n"
+    )
+
+
+def build(kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, constants: str) -> str:
+    """Path of the shared object of `code`, compiled unless the cache folder holds it; see `Kind`."""
+    chain = toolchain.preferred()
+    flags = toolchain.compile_flags(chain, kind)
+    parts = (
+        code,
+        chain.name,
+        chain.version,
+        platform.machine(),
+        *flags,
+        *toolchain.link_flags(chain),
+        *map(os.path.basename, libraries),
+    )
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    path = os.path.join(folder(), f"{digest}.so")
+    if os.path.exists(path):
+        return path
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=folder()) as scratch:
+        built = os.path.join(scratch, "built.so")
+        _run(chain, ("-c", "-x", "c++", "-", "-o", f"{built}.o", *flags), code, kernel, constants)
+        link = (f"{built}.o", *libraries, f"-Wl,-soname,{os.path.basename(path)}", *toolchain.link_flags(chain))
+        _run(chain, (*link, "-o", built), "", kernel, constants)
+        os.replace(built, path)
+    if config.log():
+        milliseconds = (time.perf_counter() - started) * 1e3
+        print(f"pyops: {kernel} {constants} host: compiled in {milliseconds:.0f} ms", file=sys.stderr)
+    return path
+
+
+def _run(chain: toolchain.Toolchain, arguments: tuple[str, ...], code: str, kernel: str, constants: str) -> None:
+    done = subprocess.run((*chain.command, *arguments), input=code, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(kernel, constants, "\n".join(done.stderr.strip().splitlines()[:20]))
+
+
+@cache
+def folder() -> str:
+    """Where shared objects are kept: a folder inside that of CuPy's kernels, or one for this process."""
+    path = os.path.join(cache_folder(), "pyops-host")
+    try:
+        os.makedirs(path, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        scratch = tempfile.mkdtemp(prefix="pyops-host-")
+        warnings.warn(f"kernel cache {path}: {error}; kernels are cached in {scratch}", stacklevel=2)
+        return scratch
+
+
+def load_library(
+    kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, constants: str
+) -> tuple[str, ctypes.CDLL]:
+    """(path, the loaded library); one that is damaged is made anew."""
+    path = build(kind, code, libraries, kernel, constants)
+    try:
+        return path, ctypes.CDLL(path)
+    except OSError:  # damaged: make it anew
+        os.remove(path)
+        return path, ctypes.CDLL(build(kind, code, libraries, kernel, constants))

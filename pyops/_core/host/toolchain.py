@@ -1,0 +1,86 @@
+"""The C++ compilers of this machine, and the flags that make a kernel compute the same bits with each of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from ..errors import MissingDependencyError
+
+# What is compiled: the runtime, a kernel, or a kernel once more with the lines of its source.
+Kind = Literal["runtime", "kernel", "lines"]
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """A C++ compiler: the command, and its dialect of options, ``"gcc"`` or ``"clang"``."""
+
+    name: str
+    command: tuple[str, ...]
+    dialect: str
+
+    @property
+    def version(self) -> str:
+        return _output((*self.command[:-1], "version") if self.name == "ziglang" else (*self.command, "--version"))
+
+
+@cache
+def _output(command: tuple[str, ...]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def toolchains() -> dict[str, Toolchain]:
+    """The C++ compilers of this machine by name, the preferred one first."""
+    found = [
+        Toolchain(name, (path,), dialect)
+        for name, dialect in (("g++", "gcc"), ("clang++", "clang"))
+        if (path := shutil.which(name))
+    ]
+    if importlib.util.find_spec("ziglang"):
+        found.append(Toolchain("ziglang", (sys.executable, "-m", "ziglang", "c++"), "clang"))
+    return {one.name: one for one in found}
+
+
+def preferred() -> Toolchain:
+    """The compiler that is used. Raises MissingDependencyError where there is none."""
+    for one in toolchains().values():
+        return one
+    raise MissingDependencyError("running kernels on the CPU", "a C++ compiler (g++, clang++ or ziglang)", "cpu")
+
+
+# The same bits with every compiler: no product is fused with a sum, and no machine's own instructions are used. C's
+# headers are all that a kernel needs: those of C++ would take a third of its compilation.
+_COMMON = (
+    *("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-ffp-contract=off", "-fno-strict-aliasing", "-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-w"),
+)
+# Lines of the source cost a third of a compilation. A kernel is compiled with them only once it has a fault.
+_OPTIMISE = {"runtime": ("-O2",), "kernel": ("-O1",), "lines": ("-O1", "-g1", "-gdwarf-4")}
+# What undefined behaviour and what accesses to memory are told to the runtime, which takes the sanitizers' place.
+_CHECKS = (
+    "-fsanitize=thread",
+    "-fsanitize=bounds,alignment,shift-exponent,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow",
+)
+_OF_DIALECT = {"gcc": ("-fsanitize=bounds-strict", "-fno-gnu-unique"), "clang": ("-fstrict-flex-arrays=3",)}
+_OF_COMPILER = {"ziglang": ("-mcpu=baseline", "-fno-sanitize=undefined")}
+_LINK = {
+    "gcc": ("-shared", "-nodefaultlibs", "-lm", "-ldl", "-lrt", "-lpthread", "-lc", "-lgcc"),
+    "clang": ("-shared", "-nostdlib++", "-lm", "-ldl", "-lrt", "-lpthread"),
+}
+
+
+def compile_flags(chain: Toolchain, kind: Kind) -> tuple[str, ...]:
+    """The options that `chain` compiles with."""
+    flags = (*_COMMON, *_OF_COMPILER.get(chain.name, ()), *_OPTIMISE[kind])
+    return flags if kind == "runtime" else (*flags, *_CHECKS, *_OF_DIALECT[chain.dialect])
+
+
+def link_flags(chain: Toolchain) -> tuple[str, ...]:
+    """The options that `chain` links with."""
+    return (*_LINK[chain.dialect], *_OF_COMPILER.get(chain.name, ()))

@@ -1,0 +1,121 @@
+"""How the parameters of a kernel lie in memory: a buffer of eight-byte words, and a pointer to each parameter."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from struct import Struct
+from typing import Any, NamedTuple
+
+from .kernel import Kernel, Launch, Scratch
+
+# Scalars that are read at every call: (name, struct format of a word that no kernel takes).
+Runtime = tuple[tuple[str, str], ...]
+
+
+class Layout(NamedTuple):
+    """Layout of a kernel's parameter block: words of every call, constants of the plan, then the driver's void* array.
+
+    Attributes:
+        words: {name: struct format} of the per-call words that the kernel takes.
+        pack_words: (buffer, 0, *words). pack_rest: (buffer, start, *constants, *pointers).
+        start: offset of the constants; constants: their names.
+        pointers: offset of the void* array; targets: offsets of what its entries point to.
+        buffer_type: the ctypes array that holds all of it.
+    """
+
+    words: dict[str, str]
+    pack_words: Callable[..., None]
+    pack_rest: Callable[..., None]
+    start: int
+    constants: tuple[str, ...]
+    pointers: int
+    targets: tuple[int, ...]
+    buffer_type: type[ctypes.Array[ctypes.c_char]]
+
+
+@cache
+def layout(
+    kernel: Kernel, tensors: tuple[str, ...], runtime: Runtime, scalars: tuple[str, ...], fixed: tuple[str, ...]
+) -> Layout:
+    """The layout for a kernel that is fed with the op's `tensors`, `runtime` and keyed `scalars`, and with `fixed`.
+
+    Raises TypeError for a parameter that nothing feeds and for a fixed value that no parameter takes.
+    """
+    for name in set(fixed) - {parameter for _, parameter in kernel.signature.parameters}:
+        raise TypeError(f"{kernel.file}: no parameter takes the value {name}")
+    values = scalars + fixed
+    words = tensors + tuple(name for name, _ in runtime)
+    formats: dict[str, str] = {}
+    constants: list[tuple[str, str]] = []
+    targets: list[int] = []
+    for fmt, name in kernel.signature.parameters:
+        if name in values:
+            targets.append(8 * (len(words) + len(constants)))
+            constants.append((name, fmt))
+        elif name in words:
+            if (name, "q") in runtime and fmt != "q":
+                raise TypeError(f"{kernel.file}: {name} is an integer given at every call: expected int64_t")
+            formats[name] = fmt
+            targets.append(8 * words.index(name))
+        else:
+            raise TypeError(f"{kernel.file}: nothing feeds the parameter {name}")
+    start, pointers = 8 * len(words), 8 * (len(words) + len(constants))
+    return Layout(
+        formats,
+        packer(tensors, runtime, formats),
+        Struct("<" + "".join(fmt for _, fmt in constants) + "Q" * len(targets)).pack_into,
+        start,
+        tuple(name for name, _ in constants),
+        pointers,
+        tuple(targets),
+        ctypes.c_char * (pointers + 8 * len(targets) + 8),
+    )
+
+
+def packer(tensors: tuple[str, ...], runtime: Runtime, formats: Mapping[str, str]) -> Callable[..., None]:
+    """pack(buffer, 0, *words), for kernels that take some of the words in these formats."""
+    all_formats = dict.fromkeys(tensors, "Q") | dict(runtime) | dict(formats)
+    return Struct("<" + "".join(all_formats.values())).pack_into
+
+
+def common_packer(
+    launches: Sequence[Launch], tensors: tuple[str, ...], runtime: Runtime, scalars: tuple[str, ...]
+) -> Callable[..., None]:
+    """pack(buffer, 0, *words), for launches that share the words of a call."""
+    formats: dict[str, str] = {}
+    for launch in launches:
+        kernel = launch.specialisation.kernel
+        for name, fmt in layout(kernel, tensors, runtime, scalars, tuple(launch.fixed)).words.items():
+            if formats.setdefault(name, fmt) != fmt:
+                raise TypeError(f"{kernel.file}: {name} has another type than in a kernel launched before")
+    return packer(tensors, runtime, formats)
+
+
+class Buffer(NamedTuple):
+    """The parameter block of one launch, complete but for the words of a call.
+
+    Attributes:
+        parameters: address of the void* array.
+        workspaces: (offset, scratch memory whose address belongs there).
+    """
+
+    pack: Callable[..., None]
+    memory: Any
+    parameters: int
+    workspaces: tuple[tuple[int, Scratch], ...]
+
+
+def buffer(launch: Launch, tensors: tuple[str, ...], runtime: Runtime, scalars: dict[str, Any]) -> Buffer:
+    """The parameter block of `launch`, with the plan's constants packed."""
+    values: dict[str, Any] = {**scalars, **launch.fixed} if scalars else launch.fixed
+    found = layout(launch.specialisation.kernel, tensors, runtime, tuple(scalars), tuple(launch.fixed))
+    constants = [values[name] for name in found.constants]
+    workspaces = tuple((found.start + 8 * i, value) for i, value in enumerate(constants) if isinstance(value, Scratch))
+    if workspaces:
+        constants = [0 if isinstance(value, Scratch) else value for value in constants]
+    memory = found.buffer_type()
+    base = ctypes.addressof(memory)
+    found.pack_rest(memory, found.start, *constants, *[base + offset for offset in found.targets])
+    return Buffer(found.pack_words, memory, base + found.pointers, workspaces)

@@ -1,0 +1,271 @@
+"""The cold path: from the arguments of a call to its plan."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from math import prod
+from numbers import Real
+from struct import error as StructError
+from typing import Any
+
+import numpy
+
+from . import config, device, driver, index_check, launch, tensor, torch_library, workspace
+from .declaration import Declaration, Parameter
+from .errors import CaptureError, NotLoadedError, OpError
+from .host import run as host
+from .index_check import as_torch, capturing, torch_stream
+from .kernel import Launch
+from .lazy import torch
+from .plan import Plan, addresses_of, check_separate, device_plan
+from .planner import Planner
+from .tensor import TensorArg
+from .wrapper import NAMESPACE
+
+_SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, int), "str": (str,)}
+
+
+def prepare(declaration: Declaration, planner: Planner, args: Sequence[Any]) -> Plan:
+    """The plan of a call with these arguments. Raises OpError for a call that the op refuses."""
+    if convert(declaration, args) is not None:
+        # A tensor hashes by its identity: a plan that is kept under one would outlive the tensor's value.
+        keep = not any(
+            p.keyed and (tensor.library_of(value) or isinstance(value, numpy.generic))
+            for p, value in zip(declaration.parameters, args, strict=True)
+        )
+        return Plan("call", _call_converted(declaration, planner), keep=keep)
+    library, described = describe(declaration, args)
+    tensors = declaration.tensors_of(described)
+    index = next(arg.device.index for arg in tensors if arg is not None)
+    launches = planner.launches(*described)
+    if library == "cupy":
+        torch_library.bind_cupy()
+    if index < 0 or config.reference():
+        plan = Plan("call", _cpu_call(declaration, planner, tensors, library, launches), tensors=tensors)
+    else:
+        bound = _bound(declaration, planner, library, index, launches, args)
+        plan = device_plan(declaration, tensors, index, bound, NAMESPACE[f"{library}_stream"])
+    plan.empty = not launches
+    if planner.bad_indices is not None and config.check_indices():
+        plan = Plan(
+            "call",
+            index_check.checked(declaration, planner, plan.run, library, index),
+            tensors=tensors,
+            empty=plan.empty,
+        )
+    return plan
+
+
+def call_unkept(declaration: Declaration, planner: Planner, error: Exception | None, *args: Any) -> Any:
+    """A call without a key: numpy arrays, empty tensors, tensors without storage, special torch tensors, or a mistake.
+
+    `error` is what the wrapper met while it built the key, if anything.
+    """
+    values = [value for value in declaration.tensors_of(args) if value is not None]
+    libraries = {tensor.library_of(value) for value in values}
+    if libraries == {"torch"}:
+        plain = all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in values)
+        if not plain or all(value.is_meta for value in values):
+            torch_library.bind_torch()
+            return declaration.applied(getattr(torch.ops.pyops, declaration.name), args)()
+    if libraries == {"cupy"} and "cupy_stream" not in NAMESPACE:
+        torch_library.bind_cupy()
+        return declaration.applied(planner.call, args)()
+    try:
+        plan = prepare(declaration, planner, args)
+    except OpError as refusal:
+        raise refusal from None
+    if plan.tensors and libraries != {"numpy"}:
+        if plan.empty:
+            return None
+        for value, arg in zip(declaration.tensors_of(args), plan.tensors, strict=True):
+            if arg is not None and arg.numel and not tensor.address(value):
+                raise arg.error("has no memory")
+        if error:
+            raise error
+    return plan.run(*args)
+
+
+# Arguments: conversion, description, checks of scalars.
+
+
+def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
+    """`args` as plans take them; None if `args` are so already.
+
+    A number, or a scalar in host memory, becomes a tensor where a kernel reads it by address. A tensor, or a scalar of
+    numpy's, becomes a Python value where a plan may choose by it.
+    """
+    like = args[declaration.leader_position]
+    made: dict[int, Any] = {}
+    for i, p in enumerate(declaration.parameters):
+        value = args[i]
+        if p.number:
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            is_elsewhere = (
+                tensor.library_of(value)
+                and tensor.on_host(value)
+                and not tensor.on_host(like)
+                and prod(value.shape) == 1
+            )
+            if is_number or is_elsewhere:
+                made[i] = tensor.held_number(value, like)
+        elif p.keyed and isinstance(value, numpy.generic):
+            made[i] = value.item()
+        elif p.keyed and tensor.library_of(value):
+            check_scalar(declaration.name, p, value)
+            try:
+                made[i] = float(value) if p.kind == "float" else operator.index(value)
+            except (TypeError, ValueError) as error:
+                raise OpError(declaration.name, p.name, f"expected {p.kind}: {error}") from None
+    changed = any(new is not args[i] for i, new in made.items())
+    return [made.get(i, arg) for i, arg in enumerate(args)] if changed else None
+
+
+def _call_converted(declaration: Declaration, planner: Planner) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return declaration.applied(planner.call, convert(declaration, args) or args)()
+
+    return run
+
+
+def describe(declaration: Declaration, args: Sequence[Any]) -> tuple[str, list[Any]]:
+    """(library, args with every tensor replaced by its descriptor). Raises OpError for what the signature rules out."""
+    op = declaration.name
+    described: list[Any] = []
+    library, first_type, first_name, where = None, None, "", None
+    for p, value in zip(declaration.parameters, args, strict=True):
+        if not p.is_tensor:
+            check_scalar(op, p, value)
+        elif value is not None:
+            found = library if type(value) is first_type else tensor.library_of(value)
+            if found is None:
+                raise OpError(op, p.name, f"expected a torch tensor or a cupy array, got {type(value).__name__}")
+            if library is None:
+                library, first_type, first_name = found, type(value), p.name
+            if found != library:
+                raise OpError(op, p.name, f"expected a {library} tensor like {first_name}, got a {found} one")
+            value = tensor.describe(op, p.name, value, found, p.written)
+            if where is None:
+                where = value.device.index
+            if value.device.index != where:
+                came = _place(value.device.index)
+                raise value.error(f"expected device {_place(where)} like {first_name}, got {came}")
+        elif not p.optional:
+            raise OpError(op, p.name, "expected a tensor, got None")
+        described.append(value)
+    if library == "torch":
+        torch_library.bind_torch()
+    return library or "", described
+
+
+def check_scalar(op: str, p: Parameter, value: Any) -> None:
+    """Raises OpError unless `value` is of the kind of the parameter."""
+    if value is None and p.optional:
+        return
+    if p.kind == "float":
+        try:
+            float(value)
+            return
+        except (TypeError, ValueError, OverflowError):
+            pass
+    elif p.kind == "dtype":
+        if isinstance(value, str) or hasattr(value, "itemsize"):
+            return
+    elif p.kind == "tuple[int, int]":
+        if isinstance(value, tuple) and [type(one) for one in value] == [int, int]:
+            return
+    elif isinstance(value, _SCALARS[p.kind]) or (p.kind != "str" and hasattr(value, "__index__")):
+        return
+    raise OpError(op, p.name, f"expected {p.kind}, got {type(value).__name__}")
+
+
+def _place(index: int) -> str:
+    return "cpu" if index < 0 else f"cuda:{index}"
+
+
+# What runs a call: launches bound to a device, the reference, or kernels on the host.
+
+
+def _bound(
+    declaration: Declaration,
+    planner: Planner,
+    library: str,
+    index: int,
+    launches: Sequence[Launch],
+    args: Sequence[Any],
+) -> launch.Bound:
+    """The launches, bound to the device `index`, their kernels loaded."""
+    functions = []
+    for one in launches:
+        if one.specialisation.loaded(index) is None:
+            if capturing(library, index):
+                raise CaptureError(declaration.name, one.specialisation.kernel.file)
+            _may_compile(declaration, one)
+        functions.append(planner.load(index, one.specialisation).function)
+        driver.allow_shared(functions[-1], one.shared)
+    scalars = {p.name: value for p, value in zip(declaration.parameters, args, strict=True) if p.keyed}
+    allocate = workspace.allocate_torch if library == "torch" else workspace.allocate_cupy
+    names = declaration.tensor_names, declaration.runtime
+    return launch.bind(declaration.name, index, launches, functions, *names, scalars, allocate)
+
+
+def _may_compile(declaration: Declaration, one: Launch) -> None:
+    """Raises NotLoadedError where PYOPS_JIT=error."""
+    if config.jit_forbidden():
+        raise NotLoadedError(declaration.name, one.specialisation.kernel.file, str(one.specialisation))
+
+
+def _cpu_call(
+    declaration: Declaration,
+    planner: Planner,
+    tensors: Sequence[TensorArg | None],
+    library: str,
+    launches: Sequence[Launch],
+) -> Callable[..., None]:
+    """What runs a call without a GPU: the reference, or the kernels on the host."""
+    has_kernels = library != "cupy" and not config.reference()
+
+    def in_wide_warps(args: Sequence[Any]) -> list[Launch]:
+        """The launches for a device whose warps have 64 lanes."""
+        wide, described = device.host(64), list(args)
+        for position, arg in zip(declaration.tensor_positions, tensors, strict=True):
+            described[position] = replace(arg, device=wide) if arg is not None else None
+        return planner.launches(*described)
+
+    def run(*args: Any) -> None:
+        for p, value in zip(declaration.parameters, args, strict=True):
+            if not p.is_tensor:
+                check_scalar(declaration.name, p, value)
+        addresses = addresses_of(declaration, args)
+        check_separate(declaration, tensors, addresses)
+        if has_kernels and config.kernels_on_cpu():
+            planned = launches if host.warp_size() == 32 else in_wide_warps(args)
+            _run_on_host(declaration, planned, addresses, args)
+        else:
+            _run_reference(declaration, library, args)
+
+    return run
+
+
+def _run_reference(declaration: Declaration, library: str, args: Sequence[Any]) -> None:
+    args = args if library == "torch" else as_torch(args)
+    with torch.no_grad(), torch_stream() if library == "cupy" else nullcontext():
+        declaration.applied(declaration.reference, args)()
+
+
+def _run_on_host(
+    declaration: Declaration, launches: Sequence[Launch], addresses: Sequence[int], args: Sequence[Any]
+) -> None:
+    values = {p.name: value for p, value in zip(declaration.parameters, args, strict=True)}
+    scalars = {p.name: values[p.name] for p in declaration.parameters if p.keyed}
+    runtime = [values[name] for name, _ in declaration.runtime]
+    for one in launches:
+        if not one.specialisation.loaded_on_host():
+            _may_compile(declaration, one)
+    try:
+        launch.run_on_host(launches, declaration.tensor_names, declaration.runtime, scalars, *addresses, *runtime)
+    except (StructError, OverflowError, TypeError) as error:
+        launch.explain(error, declaration.name, declaration.runtime, runtime)

@@ -1,0 +1,208 @@
+"""torch's side of an op: its schema and registration as ``torch.ops.pyops.<name>``, and what wrappers use of torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from . import lazy, tensor
+from .declaration import Declaration, Parameter
+from .lazy import loaded
+from .wrapper import NAMESPACE, listed
+
+
+class _Entry(NamedTuple):
+    """An op as torch gets it.
+
+    Attributes:
+        call: the wrapper, which writes its outputs; load: compiles the wrapper's text.
+        returning: the function that allocates and returns outputs; None for an op that returns nothing.
+        allocate: (*arguments without outputs) -> the outputs, whose elements are garbage.
+    """
+
+    declaration: Declaration
+    call: Callable[..., Any]
+    load: Callable[[], None]
+    returning: Callable[..., Any] | None = None
+    allocate: Callable[..., Any] | None = None
+
+
+# Called with (op's name, arguments, keywords) of every op that is given tensors without data.
+Observer = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """While it lasts, in this thread, `observer` hears of the ops that are given torch's fake tensors."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+_entries: dict[str, _Entry] = {}
+_libraries: dict[str, Any] = {}  # the torch library of each op: an op that is declared again takes another
+
+
+def add(
+    declaration: Declaration,
+    call: Callable[..., Any],
+    load: Callable[[], None],
+    returning: Callable[..., Any] | None = None,
+    allocate: Callable[..., Any] | None = None,
+) -> None:
+    """Have an op registered with torch: now, or when torch is bound. An op of its name that is there goes."""
+    remove(declaration.name)
+    _entries[declaration.name] = _Entry(declaration, call, load, returning, allocate)
+    if _is_bound():
+        _register(_entries[declaration.name])
+
+
+def remove(name: str) -> None:
+    """Take the op `name` from torch, if it is there."""
+    _entries.pop(name, None)
+    if (library := _libraries.pop(name, None)) is not None:
+        destroy(library)
+
+
+def destroy(library: Any) -> None:
+    """Take back what a torch library holds, and what torch.ops has kept of it.
+
+    A name without an op behind it would be an error to whoever goes through all ops, as torch.export does.
+    """
+    library._destroy()
+
+
+def _is_bound() -> bool:
+    return "torch_ops" in NAMESPACE
+
+
+def bind_loaded() -> None:
+    """Bind to the libraries that this process has already imported. The others are bound at their first use."""
+    if loaded("torch") is not None:
+        bind_torch()
+    if loaded("cupy") is not None:
+        bind_cupy()
+
+
+def bind_cupy() -> None:
+    """Let wrappers know CuPy's array class and current stream."""
+    cupy = loaded("cupy")
+    get_current_stream = cupy.cuda.get_current_stream
+
+    def cupy_stream(device: int) -> int:
+        return int(get_current_stream(device).ptr)
+
+    NAMESPACE.update(cupy_stream=cupy_stream, cupy_ndarray=cupy.ndarray)
+
+
+def bind_torch() -> None:
+    """Register every op as ``torch.ops.pyops.<name>`` and let wrappers use torch."""
+    if _is_bound():
+        return
+    import torch
+
+    stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # 0.1 us; the public call takes 4 us
+    if stream is None:
+
+        def stream(device: int) -> int:
+            return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def number(value: Any, like: Any) -> Any:
+        return tensor.torch_number(torch, value, like)
+
+    # Each absent tensor has a stand-in of its own: a guard also demands that no tensor comes twice.
+    absent = {name: torch.empty(0, dtype=torch.complex128) for name in NAMESPACE if name.startswith("absent")}
+    for entry in _entries.values():
+        _register(entry)
+    NAMESPACE.update(is_compiling=torch.compiler.is_compiling, number=number, torch_ops=torch.ops.pyops, **absent)
+    NAMESPACE.update(torch_stream=stream, dispatch_modes=torch._C._len_torch_dispatch_stack)
+
+
+def _trace_without_torch() -> bool:
+    """Whether a compiler traces a call that comes before torch is bound. The op must be registered by then."""
+    bind_torch()
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None
+
+
+_trace_without_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_compiling() -> bool:
+    """What wrappers ask until torch is bound."""
+    return "torch" in sys.modules and _trace_without_torch()
+
+
+NAMESPACE["is_compiling"] = _is_compiling
+
+
+def schema(declaration: Declaration) -> str:
+    """The schema of the form that writes its outputs, with every written tensor marked.
+
+    Of an op that returns its outputs, this is the overload ``out``.
+    """
+    overload = ".out" if declaration.returned else ""
+    return f"{declaration.name}{overload}({_parameters(declaration, declaration.parameters)}) -> ()"
+
+
+def returning_schema(declaration: Declaration) -> str:
+    """The schema of the form that allocates and returns its outputs."""
+    given = [p for p in declaration.parameters if not p.returned]
+    results = ", ".join("Tensor" for _ in declaration.returned)
+    results = results if len(declaration.returned) == 1 else f"({results})"
+    return f"{declaration.name}({_parameters(declaration, given)}) -> {results}"
+
+
+def _parameters(declaration: Declaration, parameters: Sequence[Parameter]) -> str:
+    parts = []
+    for index, p in enumerate(parameters):
+        mark = f"(a{index}!)" if p.written else ""
+        # A compiler may not take an integer for a constant: the integer may be a size, which changes with every call.
+        kind = {"int": "SymInt", "tuple[int, int]": "(int, int)", "dtype": "ScalarType"}.get(p.kind, p.kind)
+        text = f"{kind}{mark}{'?' if p.optional else ''} {p.name}"
+        if p.has_default and not p.returned:
+            text += f'="{p.default}"' if isinstance(p.default, str) else f"={p.default}"
+        parts.append(text)
+    return listed(declaration, parts)
+
+
+def _register(entry: _Entry) -> None:
+    import torch
+
+    declaration, call, load, returning, allocate = entry
+    library = _libraries[declaration.name] = torch.library.Library("pyops", "FRAGMENT")
+    name = declaration.name
+    writing = f"{name}.out" if declaration.returned else name
+    library.define(schema(declaration))
+    if returning is not None:
+        library.define(returning_schema(declaration))
+    for key in ("CUDA", "CPU"):
+        library.impl(writing, call, key)
+        if returning is not None:
+            library.impl(name, returning, key)
+
+    # A compiler has traced the wrapper, whose code may not change once it is guarded, and runs a fake before it guards.
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        load()
+        if (observe := _observer.get()) is not None:
+            observe(name, args, kwargs)
+
+    def returning_fake(*args: Any, **kwargs: Any) -> Any:
+        load()
+        assert allocate is not None
+        return allocate(*args, **kwargs)
+
+    torch.library.register_fake(f"pyops::{writing}", fake, lib=library)
+    if returning is not None:
+        torch.library.register_fake(f"pyops::{name}", returning_fake, lib=library)
+    # torch.compile traces a reference, as layers that are switched off have it, but not the proxy of torch.
+    module = declaration.reference.__globals__
+    if module.get("torch") is lazy.torch:
+        module["torch"] = torch

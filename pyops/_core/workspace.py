@@ -1,0 +1,100 @@
+"""Scratch memory of launches: garbage that lives for one call, or zeros that a device and stream keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from struct import Struct
+from typing import Any
+
+import numpy
+
+from .errors import CaptureError, KernelFault
+from .kernel import Scratch
+from .layout import Buffer
+from .lazy import cupy, torch
+
+_ALIGNMENT = 256
+_pack_address = Struct("<Q").pack_into
+
+
+def allocate_torch(index: int, nbytes: int) -> tuple[Any, int]:
+    """(owner, address) of memory of torch's on the device `index`, for work on torch's current stream."""
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
+    return memory, memory.data_ptr()
+
+
+def allocate_cupy(index: int, nbytes: int) -> tuple[Any, int]:
+    """(owner, address) of memory of CuPy's, on its current device and stream."""
+    memory = cupy.cuda.alloc(nbytes)
+    return memory, memory.ptr
+
+
+class Workspaces:
+    """Where the scratch memory of a plan's launches lies: one piece of garbage, and one of zeros.
+
+    Attributes:
+        nbytes: bytes of garbage; zero_bytes: bytes that are 0 before and after every call.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        offsets: dict[Scratch, int] = {}
+        sizes = {False: 0, True: 0}
+        self._places: list[tuple[Any, int, int, bool]] = []
+        for buffer in buffers:
+            for at, scratch in buffer.workspaces:
+                if scratch not in offsets:
+                    offsets[scratch] = sizes[scratch.zeroed]
+                    sizes[scratch.zeroed] += -(-scratch.nbytes // _ALIGNMENT) * _ALIGNMENT
+                self._places.append((buffer.memory, at, offsets[scratch], scratch.zeroed))
+        self.nbytes, self.zero_bytes = sizes[False], sizes[True]
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def place(self, address: int, zeros: int) -> None:
+        """Write into the launches' buffers where garbage and zeros begin in this call."""
+        for memory, at, offset, zeroed in self._places:
+            _pack_address(memory, at, (zeros if zeroed else address) + offset)
+
+
+# Zeros by (device, stream). Graphs hold their addresses, so a piece that has become too small is kept, too.
+_zeros: dict[tuple[int, int], list[Any]] = {}
+
+
+def zeros(op: str, index: int, stream: int, nbytes: int) -> int:
+    """The address of at least `nbytes` zeros, for launches on the stream, each of which leaves them zero.
+
+    Raises CaptureError if more memory is needed while the stream is captured into a graph.
+    """
+    kept = _zeros.setdefault((index, stream), [])
+    if not kept or kept[-1].nbytes < nbytes:
+        with cupy.cuda.Device(index):
+            on = cupy.cuda.ExternalStream(stream, index)
+            if on.is_capturing():
+                raise CaptureError(op, f"workspace of {nbytes} bytes")
+            with on:
+                # Memory outside of any pool: no other allocation may have it, and none waits for it.
+                memory = cupy.cuda.Memory(max(nbytes, 1 << 16))
+                cupy.cuda.runtime.memsetAsync(memory.ptr, 0, memory.size, stream)
+            kept.append(_Zeros(memory))
+    return int(kept[-1].address)
+
+
+class _Zeros:
+    def __init__(self, memory: Any) -> None:
+        self.memory, self.address, self.nbytes = memory, memory.ptr, memory.size
+
+
+def on_host(workspaces: Workspaces) -> tuple[Any, Callable[[str], None]]:
+    """(owner of the memory, which is placed; a check that zeros are zero again, given the kernels' names)."""
+    garbage = numpy.full(workspaces.nbytes + _ALIGNMENT, 0xFF, numpy.uint8)  # a NaN in every float type
+    clean = numpy.zeros(workspaces.zero_bytes + _ALIGNMENT, numpy.uint8)
+    workspaces.place(*(-(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT for memory in (garbage, clean)))
+
+    def check(kernels: str) -> None:
+        if clean.any():
+            at = int(numpy.flatnonzero(clean)[0])
+            message = f"zeroed workspace is not zero after the last launch, first at byte {at}"
+            raise KernelFault("workspace left dirty", kernels, "", message, (), (0, 0, 0), None)
+
+    return (garbage, clean), check

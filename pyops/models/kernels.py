@@ -1,0 +1,98 @@
+"""Every kernel that serving a model needs, found without weights: the model's own code runs on tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .._core import tensor, torch_library
+from .._core.device import Device
+from .._core.kernel import Specialisation
+from .._core.lazy import torch
+from .._core.op import Op, registry
+from .config import Config
+from .llama import Batch, Llama
+from .runner import decode_batch, decode_sizes, row_size
+
+_GROWTH = 1.1  # from one number of prompt tokens that is tried to the next; kernels change at few of them
+
+
+def serving_kernels(
+    model: str | Path | Config,
+    device: Device,
+    *,
+    max_num_seqs: int = 64,
+    max_model_len: int | None = None,
+    max_num_batched_tokens: int = 8192,
+    block_size: int = 16,
+    dtype: str | None = None,
+) -> list[tuple[Op, Specialisation]]:
+    """The kernels that an `Engine` with these arguments launches for the model, whatever the requests.
+
+    Args:
+        model: a folder with ``config.json``, or what it says.
+        device: what the kernels are planned for; a model of a device will do.
+        max_model_len: `Engine`'s max_seq_len.
+        max_num_seqs, max_num_batched_tokens, block_size, dtype: as `Engine` and `load` take them.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = model if isinstance(model, Config) else Config.read(Path(model))
+    max_seq_len = max_model_len or min(4096, config.max_position_embeddings)
+    # Layers differ in their windows alone, and one of each kind plans all kernels.
+    windows = tuple(dict.fromkeys(config.sliding_windows))
+    config = replace(config, num_hidden_layers=len(windows), sliding_windows=windows)
+    found: dict[tuple[str, Any, Any], tuple[Op, Specialisation]] = {}
+    place = "cpu" if device.index < 0 else f"cuda:{device.index}"
+    with FakeTensorMode(), torch.no_grad(), _planned(device, found), torch.device(place):
+        llama = Llama(config, dtype, place)
+        num_blocks = max_num_seqs * -(-max_seq_len // block_size)
+        cache = llama.new_cache(num_blocks, block_size)
+        cos_sin = torch.empty(max_seq_len, config.head_dim, dtype=llama.dtype)
+        rows = torch.empty(max_num_seqs, row_size(max_seq_len, block_size), dtype=torch.int64)
+        batches = [decode_batch(rows[:size]) for size in decode_sizes(max_num_seqs)]
+        batches += _prompts(max_num_seqs, max_seq_len, max_num_batched_tokens, block_size)
+        for batch in batches:
+            llama.head(llama.forward(batch, cache, cos_sin))
+    return list(found.values())
+
+
+def _prompts(max_num_seqs: int, max_seq_len: int, max_num_batched_tokens: int, block_size: int) -> Iterator[Batch]:
+    """Batches of prompts of 1 to `max_num_batched_tokens` tokens, and the one token of a text that is computed anew."""
+    size = 1.0
+    while size < max_num_batched_tokens * _GROWTH:
+        num_tokens = min(int(size), max_num_batched_tokens)
+        for num_seqs in {1, min(num_tokens, max_num_seqs)}:
+            tokens, positions, slots = (torch.empty(num_tokens, dtype=torch.int64) for _ in range(3))
+            yield Batch(
+                tokens=tokens,
+                positions=positions,
+                slot_mapping=slots,
+                block_tables=torch.empty(num_seqs, -(-max_seq_len // block_size), dtype=torch.int64),
+                seq_lens=torch.empty(num_seqs, dtype=torch.int64),
+                cu_seqlens_q=torch.empty(num_seqs + 1, dtype=torch.int64),
+            )
+        size = max(size * _GROWTH, size + 1)
+
+
+@contextmanager
+def _planned(device: Device, found: dict[tuple[str, Any, Any], tuple[Op, Specialisation]]) -> Iterator[None]:
+    """Plan every op that is called meanwhile, on tensors without data, for `device`; `found` gets the kernels."""
+
+    def observe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        op = registry[name]
+        values = [kwargs.get(p.name, args[i] if i < len(args) else p.default) for i, p in enumerate(op.parameters)]
+        described = [
+            tensor.describe_fake(name, p.name, value, device) if p.is_tensor and value is not None else value
+            for p, value in zip(op.parameters, values, strict=True)
+        ]
+        for launch in op.launches(*described):
+            specialisation = launch.specialisation
+            found.setdefault((name, specialisation.kernel, specialisation.key), (op, specialisation))
+
+    torch_library.bind_torch()
+    with torch_library.observed(observe):
+        yield

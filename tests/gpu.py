@@ -1,0 +1,327 @@
+"""All that needs a GPU, in one command: ``python -m tests.gpu --minutes 9 --out FOLDER [--since REV]``.
+
+Four parts share the minutes: the GPU suite, the commands in docs/performance.md under "Owed to a GPU", benchmarks
+beside the rivals that are installed, and the suite under compute-sanitizer. Time that a part leaves over goes to the
+parts after it. A part whose time is up is interrupted, and what the part had done counts. FOLDER then holds
+``report.md``, the output of each part, and the results of the benchmarks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PERFORMANCE = ROOT / "docs" / "performance.md"
+_GRACE_S = 15  # for a summary, after the interrupt
+_LAST_LINES = 12  # of a command that is owed
+# Without pytest-timeout, pytest warns of the setting that pyproject.toml has for it, and warnings are errors.
+_PYTEST = (sys.executable, "-m", "pytest", "-q", "-W", "ignore:Unknown config option:pytest.PytestConfigWarning")
+_COUNTS = re.compile(
+    r"^=*\s*(no tests ran|(?:\d+ (?:failed|passed|skipped|errors?|xfailed|xpassed|deselected|warnings?)(?:, )?)+)"
+)
+
+
+@dataclass
+class Outcome:
+    """What became of a command: `status` is "passed", "failed", "cut" by time, or "absent" where it cannot run."""
+
+    status: str
+    seconds: float
+    text: str  # what was printed
+
+
+@dataclass
+class Part:
+    """A line of the report, and what stands below it."""
+
+    name: str
+    status: str
+    seconds: float
+    limit: float
+    summary: str
+    details: list[str] = field(default_factory=list)
+
+
+def run(command: Sequence[str] | str, seconds: float, log: Path) -> Outcome:
+    """Run a command, or a line for the shell, for so long; what it prints is added to `log`.
+
+    When the time is up its process group is interrupted, as by a terminal, and killed if that does not end it.
+    """
+    started, status = time.monotonic(), "cut"
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
+        process = subprocess.Popen(
+            command,
+            shell=isinstance(command, str),
+            cwd=ROOT,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(max(0.0, seconds))
+            status = "failed" if process.returncode else "passed"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGINT)
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        printed.seek(0)
+        text = printed.read()
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"$ {command if isinstance(command, str) else shlex.join(command)}\n{text}\n")
+    return Outcome(status, time.monotonic() - started, text)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+# The suite
+
+
+def suite(seconds: float, out: Path) -> Part:
+    """Every test that needs a device."""
+    parallel = ["-n", str(max(1, cores() - 1))] if importlib.util.find_spec("xdist") else []
+    done = run([*_PYTEST, "-m", "gpu", *parallel], seconds - _GRACE_S, out / "suite.log")
+    counts = [match[1] for line in done.text.splitlines() if (match := _COUNTS.match(line))]
+    bad = [f"- {line}" for line in done.text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    status = "failed" if bad else done.status
+    return Part("suite", status, done.seconds, seconds, counts[-1] if counts else "no summary", bad)
+
+
+# What is owed
+
+
+def owed(page: str) -> list[tuple[str, str, str]]:
+    """(what, predicted, command) of each row of the page's table "Owed to a GPU"."""
+    _, _, after = page.partition("\n## Owed to a GPU\n")
+    section = after.partition("\n## ")[0]
+    lines = [line.strip() for line in section.splitlines() if line.strip().startswith("|")]
+    rows = [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+    if wrong := [row for row in rows if len(row) != 3]:
+        raise ValueError(f"Owed to a GPU: expected what, predicted and command, got {wrong[0]}")
+    return [(what, predicted, command.strip("`")) for what, predicted, command in rows]
+
+
+def with_this_python(command: str) -> str:
+    """The command with this interpreter in the place of ``python``, behind assignments of variables."""
+    return re.sub(
+        r"^((?:\w+=\S+ )*)python3?(?= )", lambda match: match[1] + shlex.quote(sys.executable), command.strip()
+    )
+
+
+def pay(seconds: float, out: Path) -> Part:
+    """Run every command that is owed and keep the last lines that it prints."""
+    rows, started, details, statuses = owed(PERFORMANCE.read_text()), time.monotonic(), [], []
+    for i, (what, predicted, command) in enumerate(rows):
+        left = seconds - (time.monotonic() - started)
+        done = run(with_this_python(command), left / (len(rows) - i) - _GRACE_S, out / "owed.log")
+        statuses.append(done.status)
+        last = done.text.rstrip().splitlines()[-_LAST_LINES:]
+        details += [
+            f"### {what}: {done.status} in {done.seconds:.0f} s",
+            "",
+            f"Predicted: {predicted}. `{command}`",
+            "",
+        ]
+        details += ["```", *last, "```", ""]
+    summary = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses)) or "nothing is owed"
+    return Part("owed", worst(statuses), time.monotonic() - started, seconds, summary, details)
+
+
+def worst(statuses: Iterable[str]) -> str:
+    """What to call several commands together."""
+    found = set(statuses)
+    return next((status for status in ("failed", "cut", "absent") if status in found), "passed")
+
+
+# Benchmarks
+
+
+def benchmarks(seconds: float, out: Path) -> Part:
+    """Times of every op, few and many tokens, beside the rivals that are installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        axes = ["num_tokens=16,4096", "hidden_size=4096"]
+        effort = ["--quick", "--minutes", f"{(seconds - 3 * _GRACE_S) / 60:.2f}"]
+        command = [sys.executable, "-m", "benchmarks", "--all", *axes, *effort, "--gpu", "--host", "--save"]
+        done = run([*command, "--results", folder], seconds - _GRACE_S, out / "benchmarks.log")
+        shutil.make_archive(str(out / "benchmarks"), "gztar", folder)
+    lines = done.text.splitlines()
+    held = [tuple(map(int, found)) for found in re.findall(r"Targets: (\d+) of (\d+) hold", done.text)]
+    details = [f"- {line.lstrip('- ')}" for line in lines if line.startswith(("- **failed**", "- skipped"))]
+    summary = f"{sum(one for one, _ in held)} of {sum(every for _, every in held)} targets hold"
+    status = "cut" if done.status == "passed" and "no time left" in done.text else done.status
+    return Part("benchmarks", status, done.seconds, seconds, summary, details)
+
+
+# The sanitizer
+
+
+def changed_files(since: str) -> list[str] | None:
+    """Files that differ from the revision; None where git or the revision is absent."""
+    try:
+        command = ["git", "diff", "--name-only", since, "--"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.splitlines()
+
+
+def _includers(changed: set[str]) -> set[str]:
+    """The kernels whose text holds one of the files."""
+    import kernels_cu
+    from pyops._core import source
+
+    kernels = [name for name in kernels_cu.names() if name.endswith(".cu")]
+    holds = {name: set(re.findall(r'#line \d+ "(kernels_cu/\S+)"', source.inline(name))) for name in kernels}
+    return {f"kernels_cu/{name}" for name in kernels if holds[name] & changed}
+
+
+def _launched() -> Iterator[tuple[str, str, str]]:
+    """(op, its family, a kernel that it launches), for few and many tokens and every value of an axis that has few."""
+    import pyops
+    from benchmarks import shapes
+
+    for op in pyops.registry.values():
+        for axis, values in {"num_tokens": (1, 256, 16384), **shapes.axes(op)}.items():
+            for case in shapes.cases(op, {axis: values} if values else {}, {}):
+                for launch in op.launches(*case.described):
+                    yield op.name, case.family, f"kernels_cu/{launch.specialisation.kernel.file}"
+
+
+def tests_of(changed: Iterable[str]) -> str:
+    """The pytest expression of the tests of what changed: kernels, headers that they include, families of ops."""
+    files = set(changed)
+    kernels = _includers(files)
+    families = {match[1] for name in files if (match := re.match(r"pyops/ops/([a-z]\w*)/", name))}
+    chosen, launched = set(), set()
+    for op, family, kernel in _launched():
+        launched.add(kernel)
+        if kernel in kernels or family in families:
+            chosen |= {op, f"test_{family}"}
+    # No example launches these. Their folder is named as their family.
+    chosen |= {f"test_{Path(kernel).parent.name}" for kernel in kernels - launched}
+    return " or ".join(sorted(chosen))
+
+
+def expression_of(since: str | None) -> str | None:
+    """The pytest expression of the tests of what changed since a revision; None where that cannot be told."""
+    changed = changed_files(since) if since else None
+    return None if changed is None else tests_of(changed)
+
+
+def sanitize(seconds: float, out: Path, expression: str | None) -> Part:
+    """Under compute-sanitizer: the tests that the expression chooses, or with None a sample of all."""
+    if shutil.which("compute-sanitizer") is None:
+        return Part("sanitizer", "absent", 0, seconds, "compute-sanitizer is not installed")
+    if expression == "":
+        return Part("sanitizer", "passed", 0, seconds, "no kernel has changed")
+    from tests.sanitize import TOOLS
+
+    chosen = f"tests of {expression}" if expression else "a sample of all tests"
+    minutes = max(0.1, (seconds / len(TOOLS) - _GRACE_S) / 60)  # a tool ends its last tests after its time
+    command = [sys.executable, "-m", "tests.sanitize", "-n", str(max(1, cores() - 2)), "--minutes", f"{minutes:.2f}"]
+    done = run([*command, "-k", expression] if expression else command, seconds - _GRACE_S, out / "sanitize.log")
+    # For a process: "memcheck: 24 tests, no findings, 9 s, ...". For a tool:
+    # "memcheck: 0 findings, 0 processes failed, 120 of 7000 tests, 31 s".
+    tools = re.findall(r"^\w+: \d+ findings, \d+ processes failed, .*$", done.text, re.MULTILINE)
+    bad = re.findall(r"^\w+: \d+ tests, (?!no )\S+ findings, .*$", done.text, re.MULTILINE)
+    status = "failed" if bad else done.status
+    summary = f"{len(tools)} of {len(TOOLS)} tools ended, {len(bad)} processes failed"
+    details = [f"- {line}" for line in (chosen, *tools, *bad)]
+    return Part("sanitizer", status, done.seconds, seconds, summary, details)
+
+
+# All of it
+
+SHARES = {"suite": 0.4, "owed": 0.15, "benchmarks": 0.2, "sanitizer": 0.25}
+
+
+def run_all(parts: dict[str, Callable[[float], Part]], minutes: float) -> Iterator[Part]:
+    """Each part in turn, given its share of what is left. A part that raises has failed, and the others go on."""
+    end = time.monotonic() + 60 * minutes
+    for i, (name, part) in enumerate(parts.items()):
+        started = time.monotonic()
+        left = sum(SHARES[other] for other in list(parts)[i:])
+        seconds = max(0.0, end - started) * SHARES[name] / left
+        try:
+            yield part(seconds)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            yield Part(name, "failed", time.monotonic() - started, seconds, text)
+
+
+def render(device: str, minutes: float, parts: Sequence[Part]) -> str:
+    """The report as Markdown."""
+    lines = [f"# {device}, {minutes:g} minutes", "", "| part | status | seconds | of | |", "|---|---|---:|---:|---|"]
+    lines += [f"| {one.name} | {one.status} | {one.seconds:.0f} | {one.limit:.0f} | {one.summary} |" for one in parts]
+    for part in parts:
+        if part.details:
+            lines += ["", f"## {part.name}", "", *part.details]
+    return "\n".join([*lines, ""])
+
+
+def device_name() -> str | None:
+    """The first GPU that torch sees. Asked of another process, because this one is to hold no device."""
+    code = "import torch; print(torch.cuda.get_device_name(0))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return None if done.returncode else done.stdout.strip()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts and write the report. Returns 1 if a part failed and 2 without a GPU."""
+    assert __doc__
+    parser = argparse.ArgumentParser("python -m tests.gpu", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything together (default 9)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu-report"), help="folder of the report (default gpu-report)"
+    )
+    parser.add_argument("--since", metavar="REV", help="sanitize the tests of kernels that changed since this revision")
+    parser.add_argument("-k", metavar="EXPRESSION", help="sanitize the tests that pytest selects by it")
+    parser.add_argument("--print-tests", action="store_true", help="only print what --since makes of -k; needs no GPU")
+    parser.add_argument("--only", choices=SHARES, action="append", help="this part (may be given several times)")
+    options = parser.parse_args(arguments)
+    expression = options.k or expression_of(options.since)
+    if options.print_tests:
+        print(expression if expression is not None else "all tests")
+        return 0
+    device = device_name()
+    if device is None:
+        print("python -m tests.gpu needs a GPU, and torch sees none", file=sys.stderr)
+        return 2
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    every: dict[str, Callable[[float], Part]] = {
+        "suite": lambda seconds: suite(seconds, out),
+        "owed": lambda seconds: pay(seconds, out),
+        "benchmarks": lambda seconds: benchmarks(seconds, out),
+        "sanitizer": lambda seconds: sanitize(seconds, out, expression),
+    }
+    done: list[Part] = []
+    for part in run_all({name: every[name] for name in options.only or SHARES}, options.minutes):
+        done.append(part)
+        print(f"{part.name}: {part.status}, {part.seconds:.0f} of {part.limit:.0f} s, {part.summary}", flush=True)
+        # After every part, so that a run that is stopped from outside leaves what it has found.
+        (out / "report.md").write_text(render(device, options.minutes, done))
+    print((out / "report.md").read_text())
+    return int(any(part.status == "failed" for part in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
