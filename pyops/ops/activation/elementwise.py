@@ -20,14 +20,17 @@ __all__ = ["gelu_fast", "gelu_new", "gelu_quick", "relu2", "xielu"]
 
 _activation = Kernel("activation/activation.cu")
 _xielu = Kernel("activation/xielu.cu")
+# Blocks of 256 threads per multiprocessor: 40 registers, as every step rounds (docs/performance.md, "Elements").
+_XIELU_BLOCKS = 6
 
 
 def _plan_elementwise(kernel: Kernel, out: TensorArg, input: TensorArg, **constants: Any) -> Launch:
+    """The launch of a kernel that takes single elements; `constants` may have min_blocks."""
     check.floating(input)
     check.row_size(input)
     check.like(out, input)
     check.row_size(out)
-    if check.row_stride(input) == check.row_stride(out) == input.shape[-1]:  # contiguous, so one long row does as well
+    if check.row_stride(input) == check.row_stride(out) == input.shape[-1]:  # contiguous: one long row, in wide vectors
         out, input = (replace(arg, shape=(arg.numel,), strides=(1,)) for arg in (out, input))
     return geometry.chunks(kernel, out, input, **constants)
 
@@ -35,6 +38,7 @@ def _plan_elementwise(kernel: Kernel, out: TensorArg, input: TensorArg, **consta
 def example_elementwise(
     make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str = "bfloat16"
 ) -> tuple[Any, ...]:
+    """The output and input of an elementwise activation."""
     return make.empty(num_tokens, hidden_size, dtype=dtype), make.randn(num_tokens, hidden_size, dtype=dtype)
 
 
@@ -42,8 +46,8 @@ def example_elementwise(
 def gelu_new(out: Tensor, input: Tensor) -> None:
     """GELU as GPT-2 writes it: ``out = x / 2 * (1 + tanh(0.79788456 * (x + 0.044715 * x^3)))``.
 
-    Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415). Where
-    1 + tanh cancels a last-place difference would grow, so results are equal to it, not merely close.
+    Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415), and
+    results equal eager's bit for bit. Merely close results would not do: 1 + tanh cancels and magnifies a difference.
 
     Args:
         out: [...], written; may be `input` itself; rows of one stride.
@@ -65,8 +69,8 @@ gelu_new.example(example_elementwise)
 def gelu_fast(out: Tensor, input: Tensor) -> None:
     """GELU with the cube factored out: ``out = x / 2 * (1 + tanh(0.79788456 * x * (1 + 0.044715 * x * x)))``.
 
-    Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415). Where
-    1 + tanh cancels a last-place difference would grow, so results are equal to it, not merely close.
+    Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415), and
+    results equal eager's bit for bit. Merely close results would not do: 1 + tanh cancels and magnifies a difference.
 
     Args:
         out: [...], written; may be `input` itself; rows of one stride.
@@ -130,8 +134,8 @@ def xielu(out: Tensor, input: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: fl
     """xIELU, a quadratic and an exponential side with learned strengths (Huang and Schlag 2024, arXiv:2411.13010).
 
     ``out = a_p * x * x + beta * x`` where x > 0, else ``(expm1(min(x, eps)) - x) * a_n + beta * x``, with ``a_p =
-    softplus(alpha_p)`` and ``a_n = beta + softplus(alpha_n)``. Every operation rounds to the element type, as in eager
-    PyTorch; `beta` and `eps` are rounded first.
+    softplus(alpha_p)`` and ``a_n = beta + softplus(alpha_n)``. `beta` and `eps` are first rounded to the element type.
+    Every operation rounds to it, too, as in eager PyTorch.
 
     Args:
         out: [...], written; may be `input` itself; rows of one stride.
@@ -151,7 +155,7 @@ def xielu(out: Tensor, input: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: fl
 def plan_xielu(out: TensorArg, input: TensorArg, alpha_p: TensorArg, alpha_n: TensorArg) -> Launch:
     check.shape(alpha_p, input.dtype, size=1)
     check.shape(alpha_n, input.dtype, size=1)
-    return _plan_elementwise(_xielu, out, input, min_blocks=6)
+    return _plan_elementwise(_xielu, out, input, min_blocks=_XIELU_BLOCKS)
 
 
 @xielu.example

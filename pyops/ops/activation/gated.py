@@ -32,6 +32,7 @@ _swiglustep_and_mul = Kernel("activation/swiglustep_and_mul.cu")
 
 
 def _plan_gated(kernel: Kernel, out: TensorArg, input: TensorArg, **constants: Any) -> Launch:
+    """The launch of a kernel that takes the halves of `input`; `constants` may have min_blocks."""
     check_halves(out, input)
     check.dtype(out, input.dtype)
     return geometry.chunks(kernel, out, input, **constants)
@@ -130,13 +131,13 @@ gelu_tanh_and_mul.example(example_gated)
 def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
     """FATReLU gate: ``out = T((g <= t ? 0 : g) * u)`` for the halves ``input = [g, u]`` and the threshold t.
 
-    The threshold is rounded to the element type first, and NaN in g stays NaN (Kurtz et al. 2020, "Inducing and
-    exploiting activation sparsity", ICML). Equal to eager PyTorch on the same GPU, bit for bit.
+    The threshold is first rounded to the element type. NaN in g stays NaN (Kurtz et al. 2020, "Inducing and exploiting
+    activation sparsity", ICML). Equal to eager PyTorch on the same GPU, bit for bit.
 
     Args:
         out: [..., hidden_size], written; rows of one stride.
         input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
-        threshold: what an element of g must exceed.
+        threshold: elements of g up to it count as 0.
     """
     gate, up = input.chunk(2, dim=-1)
     rounded = gate.new_full((), threshold, dtype=torch.float32).to(gate.dtype)
@@ -159,8 +160,8 @@ def example_fatrelu_and_mul(
 def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
     """Clamped SwiGLU of neighbouring elements: ``out = T((u + 1) * g / (1 + exp(-alpha * g)))``.
 
-    g is the even elements of `input`, at most `limit`, and u the odd ones, clamped to +-`limit`; both take NaN for
-    `limit`. Computed in float32 and rounded once. The gate of the gpt-oss models (OpenAI 2025, arXiv:2508.10925).
+    g is the even elements of `input`, clamped to at most `limit`; u is the odd ones, clamped to +-`limit`. NaN counts
+    as `limit`. Computed in float32 and rounded once. The gate of the gpt-oss models (OpenAI 2025, arXiv:2508.10925).
 
     Args:
         out: [..., hidden_size], written; rows of one stride.

@@ -25,8 +25,8 @@ _silu_and_mul_quant = Kernel("activation/silu_and_mul_quant.cu")
 def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
     """`silu_and_mul` written as fp8: ``result = fp8(clamp(T(T(silu(g)) * u) * (1 / scale)))`` for ``input = [g, u]``.
 
-    The product is with the float32 reciprocal, saturates at +-448 (224 for float8_e4m3fnuz) and takes NaN to +448. What
-    a scale gives whose reciprocal is not finite is said in `static_scaled_fp8_quant`.
+    The reciprocal is float32. The product saturates at +-448 (224 for float8_e4m3fnuz), and NaN becomes the largest
+    code. `static_scaled_fp8_quant` says what happens if the reciprocal of the scale is not finite.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.

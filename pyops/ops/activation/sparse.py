@@ -26,9 +26,9 @@ _gelu_and_mul_sparse = Kernel("activation/gelu_and_mul_sparse.cu")
 _WARP_SIZE = 32
 _THREAD_BYTES = 64  # of the gates of a row that a thread holds, in 16 registers
 # Threads per multiprocessor, which bound the registers of a thread: 64, 80 and 112. A thread that holds both halves of
-# its share of a row spills in 64 registers if its vectors are narrow, and with some compilers in float16 with erf
-# (docs/performance.md, "Elements").
-_RESIDENT, _RESIDENT_ERF, _RESIDENT_NARROW = 1024, 768, 576
+# its share of a row spills in 64 registers with vectors of two 16-bit elements, and with some compilers in float16 with
+# erf (docs/performance.md, "Elements").
+_RESIDENT, _RESIDENT_ERF, _RESIDENT_PAIRS = 1024, 768, 576
 _MAX_BOTH_REGISTERS = 16  # of the gates of a thread with which it holds the other half, too: `up_t` of the kernel
 _MAX_BOTH_THREADS = 256
 _MIN_SPILLING_REGISTERS = 9  # of the gates of a thread; with fewer, 64 registers are enough for both halves
@@ -77,8 +77,8 @@ def choose(hidden_size: int, vec_size: int, dtype: DType, approximate: str) -> S
     registers = -(-row_vecs // row_threads) * vec_registers
     resident = _RESIDENT
     if _MIN_SPILLING_REGISTERS <= registers <= _MAX_BOTH_REGISTERS and num_threads <= _MAX_BOTH_THREADS:
-        if dtype.itemsize == 2 and vec_registers < 4:
-            resident = _RESIDENT_NARROW
+        if dtype.itemsize == 2 and vec_size == 2:
+            resident = _RESIDENT_PAIRS
         elif dtype is float16 and approximate == "none":
             resident = _RESIDENT_ERF
     return SparseConfig(vec_size, num_threads, row_threads, resident // num_threads)
@@ -86,12 +86,12 @@ def choose(hidden_size: int, vec_size: int, dtype: DType, approximate: str) -> S
 
 @op(out="out", keyed="activation_sparsity")
 def gelu_and_mul_sparse(out: Tensor, input: Tensor, activation_sparsity: float, approximate: str = "none") -> None:
-    """GEGLU of the gates above a quantile of their row, which leaves about `activation_sparsity` of `out` zero.
+    """GEGLU of the gates above a quantile of their row; about the fraction `activation_sparsity` of `out` is zero.
 
     ``out = T(T(gelu(max(T(g - c), 0))) * u)`` for the halves ``input = [g, u]`` and the cutoff ``c = T(T(mean(g)) +
-    T(T(std(g)) * q))``, q being the standard normal quantile of `activation_sparsity` and the deviation that of the
-    population. Mean and deviation are taken over the row in float64 and rounded to float32, then to the element type T,
-    as is every result after them. The statistical top-k of Gemma 3n (You et al. 2025, arXiv:2506.06644).
+    T(T(std(g)) * q))``, where q is the standard normal quantile of `activation_sparsity`. Mean and deviation (of the
+    population) are taken over the row in float64 and rounded to float32, then to the element type T. Every later result
+    is rounded to T. The statistical top-k of Gemma 3n (You et al. 2025, arXiv:2506.06644).
 
     Args:
         out: [..., hidden_size], written; rows of one stride.
@@ -103,7 +103,7 @@ def gelu_and_mul_sparse(out: Tensor, input: Tensor, activation_sparsity: float, 
 
 
 def gelu_and_mul_above(out: Tensor, input: Tensor, multiplier: float, approximate: str) -> None:
-    """The reference of `gelu_and_mul_sparse`, whose cutoff is so many deviations above the mean."""
+    """The reference of `gelu_and_mul_sparse`, with a cutoff of `multiplier` deviations above the mean."""
     gate, up = input.chunk(2, dim=-1)
     wide = gate.double()
     mean = wide.mean(-1, keepdim=True).float().to(input.dtype)

@@ -1,4 +1,4 @@
-"""Root-mean-square norms whose results are int8 or fp8 codes, under scales that are found in the same kernel."""
+"""Root-mean-square norms whose results are int8 or fp8 codes, under scales that the same kernel computes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per row, found here.
+    """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per row, computed from the row.
 
     ``z = input + residual`` in float32, ``residual = T(z)``, ``y = T(T(z / sqrt(mean(z^2) + epsilon)) * weight)``,
     ``scale = max(min(max|y|, scale_ub) / largest, smallest)``, ``result = code(y / scale)``. largest is 448 for
@@ -49,7 +49,7 @@ def rms_norm_dynamic_per_token_quant(
         result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, contiguous, written.
         input: [..., hidden_size], float32, float16 or bfloat16, contiguous.
         weight: [hidden_size] of the same dtype.
-        scale: one float32 per row, contiguous, written; multiplies a code to give its value.
+        scale: one float32 per row, contiguous, written; a code times the scale is its value.
         epsilon: added to the mean of squares.
         scale_ub: one float32 that bounds max|y|; only with fp8.
         residual: the shape and dtype of `input`, contiguous, read and written; or None.
@@ -85,6 +85,7 @@ def _dynamic_quant_plan(
     group_size: int | None,
     group_major: bool,
 ) -> Launch:
+    """The plan of both ops: one scale for each row, or for each group of `group_size` elements."""
     check.floating(input)
     check.dtype(result, *E4M3, int8)
     check.same_shape(result, input)
@@ -174,7 +175,7 @@ def rms_norm_per_block_quant(
         scale_ub: one float32 that bounds max|y| of every group; only with fp8.
         residual: the shape and dtype of `input`, contiguous, read and written; or None.
         group_size: 64 or 128.
-        is_scale_transposed: scales of one group lie together instead of those of one row.
+        is_scale_transposed: whether the scales of one group of columns lie together, not those of one row.
     """
     z = input.float() if residual is None else input.float() + residual.float()
     y = rms(z, weight, epsilon, input.dtype).float().unflatten(-1, (-1, group_size))

@@ -46,6 +46,7 @@ def _grouped_norm(
     norm_before_gate: bool,
     is_rms: bool,
 ) -> None:
+    """The reference of both ops; `stats` are (mean, rstd) to write, or None."""
     x = input.float()
     if z is not None and not norm_before_gate:
         x = x * torch.nn.functional.silu(z.float())
@@ -62,9 +63,9 @@ def _grouped_norm(
     if z is not None and norm_before_gate:
         y = y * torch.nn.functional.silu(z.float())
     out.copy_(y)
-    for kept, value in zip(stats, (mean, rstd), strict=True):
-        if kept is not None:
-            kept.copy_(value.reshape(-1, value.shape[-2]).t().reshape(kept.shape))
+    for stat, value in zip(stats, (mean, rstd), strict=True):
+        if stat is not None:
+            stat.copy_(value.reshape(-1, value.shape[-2]).t().reshape(stat.shape))
 
 
 @op(out=("out", "mean", "rstd"), in_place={"out": "input"})
@@ -80,10 +81,11 @@ def layer_norm(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> None:
-    """Normalise rows, or groups within rows, to mean 0 and variance 1; optionally gate with SiLU.
+    """Normalise rows, or groups within rows, to mean 0 and variance 1, with an optional SiLU gate.
 
     ``out = T((x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias)`` in float32, rounded once (Ba, Kiros and Hinton
-    2016, arXiv:1607.06450). With `z`, ``x = input * silu(z)`` or, if `norm_before_gate`, the result is times silu(z).
+    2016, arXiv:1607.06450). Without `z`, ``x = input``. With `z`, ``x = input * silu(z)``; or, if `norm_before_gate`,
+    the result is multiplied by silu(z) before it is rounded.
 
     Args:
         out: [..., hidden_size], written; rows of one stride; may be `input` itself.
@@ -91,9 +93,10 @@ def layer_norm(
         weight, bias: [hidden_size] of the same dtype, or None for ones and zeros.
         epsilon: added to the variance.
         z: the shape and dtype of `input`, rows of one stride; or None.
-        mean, rstd: [groups * num_tokens] float32, written, group by group; or None.
+        mean, rstd: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
+            of all rows, then of the second, and so on; or None.
         group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
-        norm_before_gate: where the gate applies.
+        norm_before_gate: whether the gate multiplies the norm, and not `input`.
     """
     _grouped_norm(out, input, weight, bias, z, (mean, rstd), epsilon, group_size, norm_before_gate, is_rms=False)
 
@@ -125,6 +128,7 @@ def _grouped_norm_plan(
     norm_before_gate: bool,
     is_rms: bool,
 ) -> Launch:
+    """The plan of both ops."""
     check.floating(input)
     check.like(out, input)
     hidden_size = check.row_size(input)
@@ -206,9 +210,10 @@ def rms_norm_gated(
         epsilon: added to the mean of squares.
         z: the gate, of the shape and dtype of `input`, rows of one stride; or None.
         bias: [hidden_size] of the same dtype, or None for zeros.
-        rstd: [groups * num_tokens] float32, written, group by group: 1 / sqrt(mean + epsilon); or None.
+        rstd: [groups * num_tokens] float32, written: ``1 / sqrt(mean(x^2) + epsilon)`` of the first group of all rows,
+            then of the second, and so on; or None.
         group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
-        norm_before_gate: where the gate applies.
+        norm_before_gate: whether the gate multiplies the norm, and not `input`.
     """
     _grouped_norm(out, input, weight, bias, z, (None, rstd), epsilon, group_size, norm_before_gate, is_rms=True)
 

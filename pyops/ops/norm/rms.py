@@ -34,7 +34,8 @@ _GEMMA_ADD_RMS_NORM = RowTuning(many=(3, 4), resident=(896, 896), rows=2)
 _NO_DIMENSION = (1, (0, 0))  # size and strides in place of a leading dimension that the tensors do not have
 
 
-# A sum in another order rounds T(x * scale) the other way now and then, and the weight can make two units of that one.
+# Two units: summed in another order, T(x * scale) may round to a neighbour, and the product with the weight can turn a
+# difference of one unit in the last place into two.
 @op(out="out", in_place={"out": "input"}, ulps=2)
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """Scale each row of `input` to unit root mean square, then by `weight`.
@@ -97,8 +98,8 @@ def example_rms_norm(
 def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """Add `residual` to `input`, keep the sum in `residual` and its RMS norm in `input`.
 
-    ``residual = T(input + residual); input = T(T(residual / sqrt(mean(residual^2) + epsilon)) * weight)``: the norm is
-    that of the rounded sum.
+    ``residual = T(input + residual); input = T(T(residual / sqrt(mean(residual^2) + epsilon)) * weight)``. The norm is
+    computed from the rounded sum.
 
     Args:
         input: [..., hidden_size], float32, float16 or bfloat16, read and written; rows of one stride.
@@ -153,10 +154,10 @@ def gemma_rms_norm(
     residual: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> None:
-    """RMS norm with a weight that counts from one, rounded once (the norm of the Gemma models).
+    """RMS norm with the weight ``1 + weight``, rounded once (the norm of the Gemma models).
 
     ``z = input`` or ``residual_out = input + residual``; ``out = T(z / sqrt(mean(z^2) + epsilon) * (1 + weight))``.
-    With float16 the sum is kept in float32, otherwise it is rounded to the type of the sum.
+    The sum is rounded to the dtype of `residual_out`.
 
     Args:
         out: [..., hidden_size], written; may be `input` itself.
@@ -186,16 +187,16 @@ def plan_gemma_rms_norm(
     check.row_size(out)
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     rows = [out, input]
-    kept = input.dtype
+    sum_dtype = input.dtype
     if residual is not None:
         if residual_out is None:
             raise residual.error("is given without residual_out")
         check.same_shape(residual, input)
         check.dtype(residual, input.dtype, float32)
         if input.dtype is float16 or residual.dtype is float32:
-            kept = float32
+            sum_dtype = float32
         check.same_shape(residual_out, input)
-        check.dtype(residual_out, kept)
+        check.dtype(residual_out, sum_dtype)
         check.row_size(residual)
         check.row_size(residual_out)
         rows += [residual, residual_out]
@@ -207,8 +208,8 @@ def plan_gemma_rms_norm(
     config = geometry.choose_rows(input, num_rows, vectors, _GEMMA_ADD_RMS_NORM if residual else _GEMMA_RMS_NORM)
     return _gemma_rms_norm(
         scalar_t=input.dtype,
-        residual_t=residual.dtype if residual else kept,
-        residual_out_t=kept,
+        residual_t=residual.dtype if residual else sum_dtype,
+        residual_out_t=sum_dtype,
         HIDDEN_SIZE=hidden_size,
         **config.constants,
         HAS_RESIDUAL=residual is not None,
@@ -228,12 +229,12 @@ def example_gemma_rms_norm(
     make: Any, *, num_tokens: int = 16, hidden_size: int = 4096, dtype: str = "bfloat16", with_residual: bool = False
 ) -> tuple[Any, ...]:
     x = make.randn(num_tokens, hidden_size, dtype=dtype)
-    kept = "float32" if dtype == "float16" else dtype
+    sum_dtype = "float32" if dtype == "float16" else dtype
     return (
         make.empty(num_tokens, hidden_size, dtype=dtype),
         x,
         make.randn(hidden_size, dtype=dtype, scale=0.1),
         1e-6,
         make.randn(num_tokens, hidden_size, dtype=dtype) if with_residual else None,
-        make.empty(num_tokens, hidden_size, dtype=kept) if with_residual else None,
+        make.empty(num_tokens, hidden_size, dtype=sum_dtype) if with_residual else None,
     )

@@ -68,14 +68,14 @@ def fused_qk_norm_rope(
     max_position, rotary_dim = cos_sin_cache.shape
     inside = (position_ids >= 0) & (position_ids < max_position)
     cos, sin = cos_sin_cache[position_ids.where(inside, 0)].float().unsqueeze(1).chunk(2, -1)
-    turned, kept = x.split((rotary_dim, head_dim - rotary_dim), -1)
+    turned, rest = x.split((rotary_dim, head_dim - rotary_dim), -1)
     if is_neox:
         first, second = turned.chunk(2, -1)
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     else:
         first, second = turned[..., ::2], turned[..., 1::2]
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
-    result = torch.cat((turned, kept), -1).to(qkv.dtype)
+    result = torch.cat((turned, rest), -1).to(qkv.dtype)
     heads.copy_(torch.where(inside[:, None, None], result, heads))
 
 

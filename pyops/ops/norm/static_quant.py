@@ -24,8 +24,8 @@ __all__ = [
 
 _rms_norm_static_fp8_quant = Kernel("norm/rms_norm_static_fp8_quant.cu")
 
-# As many threads to a row as `rms_norm` and `fused_add_rms_norm` have: sums, and with them codes, agree bit for bit
-# (docs/performance.md, "Rows"). Converting takes registers, so fewer threads are resident.
+# A row has the threads that it has in `rms_norm` and `fused_add_rms_norm`, so that sums agree bit for bit and codes are
+# equal (docs/performance.md, "Rows"). With a residual, converting leaves registers for fewer resident threads.
 _WITHOUT_RESIDUAL = RMS_NORM
 _WITH_RESIDUAL = replace(FUSED_ADD_RMS_NORM, resident=(896, 896))
 
@@ -34,15 +34,15 @@ _WITH_RESIDUAL = replace(FUSED_ADD_RMS_NORM, resident=(896, 896))
 def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
     """RMS norm of `input`, written as fp8 under one given scale.
 
-    The norm is `rms_norm`'s, rounded as there; then ``result = fp8(norm * (1 / scale))``, saturating at +-448
-    (224 for float8_e4m3fnuz), NaN to the largest code. What a scale gives whose reciprocal is not finite is said in
-    `static_scaled_fp8_quant`.
+    The norm is rounded as by `rms_norm`; then ``result = fp8(norm * (1 / scale))``, saturating at +-448
+    (224 for float8_e4m3fnuz), NaN to the largest code. `static_scaled_fp8_quant` says what happens if the reciprocal of
+    the scale is not finite.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         weight: [hidden_size] of the same dtype.
-        scale: one float32 on the device; multiplies a code to give its value.
+        scale: one float32 on the device; a code times the scale is its value.
         epsilon: added to the mean of squares.
     """
     y = rms(input.float(), weight, epsilon, input.dtype).float()
@@ -57,6 +57,7 @@ def plan_rms_norm_static_fp8_quant(result: TensorArg, input: TensorArg, weight: 
 def _static_fp8_plan(
     result: TensorArg, input: TensorArg, residual: TensorArg | None, weight: TensorArg, scale: TensorArg
 ) -> Launch:
+    """The plan of both ops."""
     check.floating(input)
     hidden_size = check.row_size(input)
     check.dtype(result, *E4M3)
@@ -107,14 +108,14 @@ def fused_add_rms_norm_static_fp8_quant(
 ) -> None:
     """Add `residual` to `input`, keep the sum in `residual`, and write its RMS norm as fp8 under one given scale.
 
-    The sum and the norm are `fused_add_rms_norm`'s, the codes `rms_norm_static_fp8_quant`'s; `input` is not written.
+    Sum and norm are those of `fused_add_rms_norm`, codes those of `rms_norm_static_fp8_quant`. `input` is not written.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         residual: the shape and dtype of `input`, read and written; rows of one stride.
         weight: [hidden_size] of the same dtype.
-        scale: one float32 on the device; multiplies a code to give its value.
+        scale: one float32 on the device; a code times the scale is its value.
         epsilon: added to the mean of squares.
     """
     residual.copy_(input.float() + residual.float())

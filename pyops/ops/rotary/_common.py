@@ -18,11 +18,13 @@ MAX_ROTARY_DIM = 2048
 EXAMPLE_POSITIONS = 4096  # rows of the tables of examples
 
 # The geometry, measured at 16384 tokens on an H200 (docs/performance.md, "Attention, cache and rotary").
-_PAIR_BYTES = 16, 8  # of the first elements of the pairs of a thread: neox, and not, where both elements lie together
-_FEW_THREADS = 1024  # per multiprocessor, one for each head and its share of pairs; up to here all run at once
-_THREAD_HEADS = 1, 4  # heads per thread at most: few tokens, to spread over the device; many, for bytes in flight
-_BLOCK_THREADS = 128, 512  # that heads of a token are cut into blocks by: few tokens, many
-_MIN_THREADS = 64, 128  # of a block: few tokens, many
+# Bytes of the first elements of a thread's pairs: without is_neox (an access has both elements of a pair), and with it.
+_PAIR_BYTES = 8, 16
+_FEW_THREADS = 1024  # threads per multiprocessor, with one head to a thread: up to here, tokens are few
+# Pairs (few tokens, many tokens):
+_THREAD_HEADS = 1, 4  # max heads per thread: one, to use the whole device; several, for bytes in flight
+_BLOCK_THREADS = 128, 512  # threads that a block with a part of a token, or a whole one, has about
+_MIN_THREADS = 64, 128  # min threads of a block
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def choose(
         tables: have rows of a multiple of rotary_dim / 2 angles.
         heads: [..., heads, head_size], all that a thread reads or writes.
     """
-    pairs = gcd(rotary_dim // 2, _PAIR_BYTES[not is_neox] // heads[0].dtype.itemsize)
+    pairs = gcd(rotary_dim // 2, _PAIR_BYTES[bool(is_neox)] // heads[0].dtype.itemsize)
     threads = num_tokens * num_heads * (rotary_dim // 2 // pairs)  # with one head to a thread
     return _choose(
         rotary_dim,
