@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("words", nargs="*", metavar="OP|AXIS=VALUE,...", help="ops, and values for axes of their examples")
     add("--all", action="store_true", help="every op")
-    add("--family", action="append", default=[], help="every op of a package of pyops.ops: norm, activation, ...")
+    add("--family", action="append", default=[], help="every op of a package of pyops.registry: norm, activation, ...")
     add("--dtype", type=_split, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
     add("--against", type=_split, default=["torch", "vllm", "flashinfer"], help=f"any of {','.join(RIVALS)}")
     for name, what in zip(MEASURES, ("GPU time (default)", "host time", "error", "first call"), strict=True):
