@@ -9,7 +9,7 @@ from typing import Any
 import kernels_cu
 
 from .. import axes
-from .._core import device, dtypes, torch_library, wrapper
+from .._core import device, dtypes, torch_library, tuning, wrapper
 from .._core import source as sources
 from .._core.errors import OpError
 from .._core.op import Op
@@ -38,6 +38,8 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
         grid, threads = (" x ".join(map(str, sizes)) for sizes in (one.grid, [size for size in one.block if size > 1]))
         lines.append(f"    {specialisation.kernel.file}: {grid} blocks of {threads} threads, {one.shared} bytes shared")
         lines.append(f"        {specialisation}")
+    if op.name in tuning.last:
+        lines.append(f"    chosen: {tuning.last[op.name]}")
     lines.append(f"held by this process: {len(op.plans)} plans, {len(op.compiled())} kernels")
     lines += [f"    {one.kernel} {one.constants} {one.arch}: {one.registers} registers" for one in op.compiled()]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Sparse patterns of attention, prepared for kernels that work on blocks."""
+"""Sparse patterns of attention, as blocks of keys for each block of queries."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def convert_vertical_slash_indexes_mergehead(
     block_size_N: int,
     causal: bool = True,
 ) -> tuple[Any, Any, Any, Any]:
-    """The same for heads with so many indices each."""
+    """`convert_vertical_slash_indexes` with a number of indices for each head: `vertical_indices_count` and
+    `slash_indices_count`, [num_heads] int32."""
     *heads, num_verticals = vertical_indexes.shape
     rows = (*heads, -(-context_size // max(1, block_size_M)))
     outputs = (
@@ -93,13 +94,14 @@ def convert_vertical_slash_indexes_out(
 ) -> None:
     """Vertical lines and diagonals of an attention matrix, as blocks and single columns of each row of blocks.
 
-    A row holds block_size_M queries, up to ``end``, and ``base = end + kv_len - q_len`` (`causal`: the keys end where
-    the queries do) or ``end + kv_len`` (they are an earlier chunk). A slash s puts the keys ``[e - block_size_M, e)``,
-    ``e = max(base - s, block_size_M)``, into the row; ranges that meet or lie less than block_size_M apart are one,
-    which grows by whole block_size_M. The ranges are cut into blocks of block_size_N keys, of which the first key is
-    kept, and verticals that lie in no range are kept as columns: if `causal`, those before the last range (MInference,
-    Jiang et al. 2024, arXiv:2407.02490). Slashes at or behind the base count for nothing (but one at
-    it that is the last of all), and so do negative slashes and verticals outside the keys.
+    A row of blocks holds block_size_M queries, up to query ``end``. Its base is ``end + kv_len - q_len`` if `causal`
+    (the keys end where the queries do), else ``end + kv_len`` (the keys are an earlier chunk). A slash s adds the key
+    range ``[e - block_size_M, e)`` with ``e = max(base - s, block_size_M)``. Ranges that meet, or lie less than
+    block_size_M apart, are merged; a merged range grows by whole block_size_M. Each range is cut into blocks of
+    block_size_N keys, and `block_offset` gets the first key of each block. `column_index` gets the verticals that lie
+    in no range: if `causal`, only those before the last range (MInference, Jiang et al. 2024, arXiv:2407.02490).
+    Ignored are negative slashes, verticals outside the keys, and slashes at or behind the base, unless the last slash
+    of all lies at the base.
 
     Args:
         block_count, column_count: [batch, num_heads, rows] int32, written; rows is context_size / block_size_M, rounded
@@ -109,9 +111,9 @@ def convert_vertical_slash_indexes_out(
         q_seqlens, kv_seqlens: [batch] int32, queries and keys of each sequence.
         vertical_indexes: [batch, num_heads, num_verticals] int32, ascending columns.
         slash_indexes: [batch, num_heads, num_slashes] int32, descending distances of diagonals.
-        vertical_indices_count, slash_indices_count: [num_heads] int32, how many indices of a head count, or None for
-            all.
-        context_size: the most queries of a sequence.
+        vertical_indices_count, slash_indices_count: [num_heads] int32, the indices of a head that count, from the
+            first on; None for all.
+        context_size: queries of a sequence, at most.
         block_size_M, block_size_N: queries and keys of a block; block_size_M is at most block_size_N.
         causal: whether the keys end where the queries do. All tensors are contiguous.
     """
@@ -146,8 +148,8 @@ def _row(
     block_size_N: int,
     causal: bool,
 ) -> tuple[list[int], list[int]]:
-    """(starts of blocks, columns) of the row of queries from `start` on."""
-    columns = [v for v in verticals if 0 <= v < kv_len][::-1]  # the next is the last
+    """(first keys of the blocks, columns) of the row of blocks that begins at query `start`."""
+    columns = [v for v in verticals if 0 <= v < kv_len][::-1]  # reversed: pop() takes the smallest
     slashes = [s for s in slashes if s >= 0][::-1]
     base = start + block_size_M + kv_len - (q_len if causal else 0)
     slash = base + 1
@@ -263,19 +265,19 @@ def example_convert_vertical_slash_indexes_out(
     block_count, column_count = (make.empty(2, num_heads, rows, dtype="int32") for _ in range(2))
     lengths = (context_size, context_size * 2 // 3)
 
-    def spread(size: int) -> list[list[list[int]]]:
-        """So many indices for every head, ascending."""
+    def indices(size: int) -> list[list[list[int]]]:
+        """[sequence][head][size], ascending."""
         return [
             [sorted((i * i * 97 + 31 * i * head) % max(1, length) for i in range(size)) for head in range(num_heads)]
             for length in lengths
         ]
 
-    slashes = [[head[::-1] for head in sequence] for sequence in spread(num_slashes)]
+    slashes = [[head[::-1] for head in sequence] for sequence in indices(num_slashes)]
     counts = [make.values([size, size // 2, 1], dtype="int32") for size in (num_verticals, num_slashes)]
     return (
         *(block_count, block_offset, column_count, column_index),
         *(make.values(list(lengths), dtype="int32") for _ in range(2)),
-        make.values(spread(num_verticals), dtype="int32"),
+        make.values(indices(num_verticals), dtype="int32"),
         make.values(slashes, dtype="int32"),
         *(counts if with_counts else (None, None)),
         *(context_size, block_size, block_size, causal),

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["awq_dequantize", "awq_dequantize_out"]
 
 _awq_dequantize = Kernel("quantize/awq_dequantize.cu")
-# Where the nibble of each column begins.
-_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # first bit of each column's nibble
+# docs/performance.md, "Weights in packed formats": eight rows of a word to a thread. Four rows where eight would leave
+# threads idle have no measurement of their own.
+_ROWS, _FEW_ROWS = 8, 4
+_FULL_THREADS = 4 * 2048  # threads per multiprocessor that are enough for eight rows: four full waves
 
 
 def awq_dequantize(qweight: Any, scales: Any, zeros: Any, split_k_iters: int, thx: int, thy: int) -> Any:
-    """`awq_dequantize_out` into a new tensor. The last three arguments stand for a geometry and change nothing."""
+    """`awq_dequantize_out` into a new tensor. vLLM's split_k_iters, thx and thy have no effect."""
     for name, matrix in (("qweight", qweight), ("scales", scales)):
         if len(matrix.shape) != 2:
             raise OpError("awq_dequantize", name, f"expected 2 dimensions, got shape {tuple(matrix.shape)}")
@@ -38,8 +41,8 @@ def awq_dequantize(qweight: Any, scales: Any, zeros: Any, split_k_iters: int, th
 def awq_dequantize_out(out: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor) -> None:
     """AWQ's weight in floating point: ``out = (code - zero) * scale``, rounded once.
 
-    A word holds eight columns, from its lowest nibble 0 2 4 6 1 3 5 7 (Lin et al. 2023, arXiv:2306.00978, as AutoAWQ
-    packs it). Zero points count as they are stored.
+    A word holds eight columns in the order 0 2 4 6 1 3 5 7, from its lowest nibble (Lin et al. 2023, arXiv:2306.00978,
+    as AutoAWQ packs it). Zero points are used as they are stored.
 
     Args:
         out: [K, N], contiguous, written.
@@ -67,10 +70,9 @@ def plan_awq_dequantize_out(out: TensorArg, qweight: TensorArg, scales: TensorAr
     check.shape(zeros, int32, num_groups=num_groups, words=n // 8)
     check.contiguous(scales)
     check.shape(out, scales.dtype, K=num_rows, N=n)
-    # Eight rows to a thread read scales seldom; four, where eight would leave multiprocessors idle.
     group_size = num_rows // max(1, num_groups)
-    crowded = num_rows * n // 64 >= 4 * 2048 * out.device.multiprocessors
-    rows = math.gcd(group_size, 8 if crowded else 4)
+    fills_device = num_rows * n // (8 * _ROWS) >= _FULL_THREADS * out.device.multiprocessors
+    rows = math.gcd(group_size, _ROWS if fills_device else _FEW_ROWS)
     config = geometry.choose_chunks(n // 8, num_rows // max(1, rows))
     return _awq_dequantize(
         scalar_t=scales.dtype,

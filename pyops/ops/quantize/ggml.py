@@ -1,4 +1,4 @@
-"""Weights in the quantised types of GGUF files, in floating point."""
+"""GGUF's quantised weights in floating point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["ggml_dequantize", "ggml_dequantize_out"]
 
 _ggml_dequantize = Kernel("quantize/ggml_dequantize.cu")
-_NUM_THREADS = 256
+# docs/performance.md, "Weights in packed formats", has times of the op; these numbers have no measurement of their own.
+_NUM_THREADS, _MIN_BLOCKS = 256, 6  # blocks to a multiprocessor
+_TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors of a thread: more where every block copies a grid to shared memory
 
 
 def ggml_dequantize(W: Any, quant_type: int, m: int, n: int, dtype: Any = None) -> Any:
@@ -40,9 +42,9 @@ def ggml_dequantize(W: Any, quant_type: int, m: int, n: int, dtype: Any = None) 
 
 @op(out="out", ulps=0)
 def ggml_dequantize_out(out: Tensor, W: Tensor, quant_type: int) -> None:
-    """A weight of a GGUF file in floating point: each element in float32, rounded to the dtype of `out`.
+    """A weight of a GGUF file in floating point: computed in float32, rounded to the dtype of `out`.
 
-    Types, by their numbers in the format: in blocks of 32 elements 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 20 IQ4_NL;
+    Types and their numbers in the format: in blocks of 32 elements 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 20 IQ4_NL;
     in blocks of 256 10 to 14 Q2_K to Q6_K, 16 IQ2_XXS, 17 IQ2_XS, 18 IQ3_XXS, 19 IQ1_S, 21 IQ3_S, 22 IQ2_S, 23 IQ4_XS,
     29 IQ1_M. The float32 values are those of the format's own decoder (the `gguf` package), bit for bit.
 
@@ -71,7 +73,7 @@ def plan_ggml_dequantize_out(out: TensorArg, W: TensorArg, quant_type: int) -> L
         expected = f"{num_blocks} blocks of {format.nbytes} bytes of {format.name}"
         raise W.error(f"expected {expected} for shape {out.shape}, got shape {W.shape}")
     (row,) = one_row(W)
-    vecs = 8 if format.has_grid else 4  # more of them for each copy of a grid
+    vecs = _TILE_VECS_OF_GRID if format.has_grid else _TILE_VECS
     num_vecs = out.numel // 8
     return _ggml_dequantize(
         scalar_t=out.dtype,
@@ -80,7 +82,7 @@ def plan_ggml_dequantize_out(out: TensorArg, W: TensorArg, quant_type: int) -> L
         ACCESS=check.vector_width(W.numel, row),
         OUT_ACCESS=check.vector_width(8, *one_row(out)),
         NUM_THREADS=_NUM_THREADS,
-        MIN_BLOCKS=6,
+        MIN_BLOCKS=_MIN_BLOCKS,
     ).launch(
         grid=-(-num_vecs // (_NUM_THREADS * vecs)),
         block=_NUM_THREADS,
@@ -97,7 +99,7 @@ def example_ggml_dequantize_out(
     dtype: str = "bfloat16",
     quant_type: Literal[2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 16, 17, 18, 19, 20, 21, 22, 23, 29] = 12,
 ) -> tuple[Any, ...]:
-    """A weight of `num_tokens` rows, of any bytes, but scales below 1 / 128, as weights have them."""
+    """A weight of `num_tokens` rows of random bytes; its scales are below 1 / 128, as in real weights."""
     format = _ggml.FORMATS[quant_type]
     row_blocks = hidden_size // format.length
     weight = make.randint(0, 256, num_tokens, row_blocks * format.nbytes, dtype="uint8")

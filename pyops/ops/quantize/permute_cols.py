@@ -1,4 +1,4 @@
-"""Columns of a matrix in another order, as quantised weights with an order of their own want their activations."""
+"""The columns of a matrix in another order: activations for quantised weights whose rows are reordered."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["permute_cols", "permute_cols_out"]
 
 _permute_cols = Kernel("quantize/permute_cols.cu")
+_MAX_ROWS, _MAX_THREADS = 4, 512  # of a block; no measurement of their own
 
 
 def permute_cols(a: Any, perm: Any) -> Any:
@@ -29,7 +30,7 @@ def permute_cols(a: Any, perm: Any) -> Any:
 def permute_cols_out(out: Tensor, a: Tensor, perm: Tensor) -> None:
     """The columns of a matrix in another order, bit for bit: ``out[..., j] = a[..., perm[j]]``.
 
-    A column may come any number of times. Where `perm` names no column, `out` has zeros.
+    `perm` may name a column any number of times. Where it names no column, `out` becomes 0.
 
     Args:
         out: [..., hidden_size], contiguous, written.
@@ -50,12 +51,13 @@ def plan_permute_cols_out(out: TensorArg, a: TensorArg, perm: TensorArg) -> Laun
         check.contiguous(arg)
     check.shape(perm, int32, hidden_size=hidden_size)
     num_rows, row_bytes = check.num_rows(a), hidden_size * a.dtype.itemsize
-    # Indices serve several rows at a time, of which two blocks should find room on a multiprocessor.
-    room = a.device.shared_memory
-    rows = max(1, min(4, room // 2 // max(1, row_bytes))) if num_rows > 2 * a.device.multiprocessors else 1
-    staged = rows * row_bytes <= room
+    # A block of several rows reads the indices once. Two blocks should fit into a multiprocessor's shared memory.
+    max_shared = a.device.shared_memory
+    many = num_rows > 2 * a.device.multiprocessors
+    rows = max(1, min(_MAX_ROWS, max_shared // 2 // max(1, row_bytes))) if many else 1
+    staged = rows * row_bytes <= max_shared
     vec_size = check.vector_width(hidden_size, out, a)
-    num_threads = check.threads(hidden_size // vec_size, max_threads=512)
+    num_threads = check.threads(hidden_size // vec_size, max_threads=_MAX_THREADS)
     return _permute_cols(scalar_t=a.dtype, VEC_SIZE=vec_size, ROWS=rows, STAGED=staged, NUM_THREADS=num_threads).launch(
         grid=-(-num_rows // rows) if hidden_size else 0,
         block=num_threads,
