@@ -275,7 +275,7 @@ def _launch_pieces(config: Pieces, logits: TensorArg, given: dict[str, TensorArg
     digits = 3 if logits.dtype is float32 else 2  # two digits, 22 bits, hold all that a logit of 16 bits has
     for name in filters:
         for number in range(digits):
-            constants = {"TOP_P": name == "top_p", "NUMBER": number, **has}
+            constants = {"TOP_P": name == "top_p", "DIGIT": number, **has}
             launch(_sampling_filter, constants, "top_k", "top_p", "min_p", "temperature", bins=bins)
     has = {**has, **filtered, "HAS_OFFSETS": given["offsets"] is not None}
     launch(_sampling_pick, has, "offsets", "min_p", "temperature", sums=sums)

@@ -109,10 +109,10 @@ def plan_rejection_sample(
     offsets: TensorArg | None,
 ) -> list[Launch]:
     check.sizes(output_token_ids, batch=None, max_spec_len_and_one=None)
-    batch, max_drafts = output_token_ids.shape
-    if max_drafts < 1:
+    batch, num_columns = output_token_ids.shape
+    if num_columns < 1:
         raise output_token_ids.error(f"expected at least one column, got shape {output_token_ids.shape}")
-    check.shape(output_token_ids, int32, batch=batch, max_spec_len_and_one=max_drafts)
+    check.shape(output_token_ids, int32, batch=batch, max_spec_len_and_one=num_columns)
     check.sizes(target_probs, num_tokens=None, vocab_size=None)
     num_tokens, vocab_size = target_probs.shape
     if vocab_size > _MAX_TOKENS:
@@ -147,7 +147,7 @@ def plan_rejection_sample(
             sums=sums,
             num_tokens=num_tokens,
             vocab_size=vocab_size,
-            most_drafts=max_drafts - 1,
+            max_drafts=num_columns - 1,
             pieces=pieces,
             piece_size=piece_size,
             draft_stride=check.row_stride(draft_probs) if draft_probs else 0,
