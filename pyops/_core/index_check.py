@@ -55,5 +55,5 @@ def torch_stream() -> Any:
 def capturing(library: str, index: int) -> bool:
     """Whether the library's current stream is captured into a graph."""
     if library == "torch":
-        return bool(torch.cuda.is_current_streamcapturing())
-    return bool(cupy.cuda.get_current_stream(index).iscapturing())
+        return bool(torch.cuda.is_current_stream_capturing())
+    return bool(cupy.cuda.get_current_stream(index).is_capturing())
