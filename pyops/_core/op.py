@@ -199,6 +199,9 @@ class Op(Planner):
         elif made.guard is plan.never or (made is self.recent[0] and made.guard is not plan.unguarded):
             # The second call, or the guard has just failed on tensors of its own key: torch is in another mode now.
             made.guard = wrapper.guard(tensors)
+            made.requires_grad = any(value.requires_grad for value in tensors)
+            pairs = zip(self.tensors, tensors, strict=True)
+            made.versioned = any(p.written and not value.is_inference() for p, value in pairs)
         self.recent[0] = made
 
 

@@ -242,6 +242,7 @@ def _cpu_call(
         addresses = addresses_of(declaration, args)
         check_separate(declaration, tensors, addresses)
         if has_kernels and config.kernels_on_cpu():
+            tensor.increment_versions(declaration.written_of(args))
             planned = launches if host.warp_size() == 32 else in_wide_warps(args)
             _run_on_host(declaration, planned, addresses, args)
         else:

@@ -244,10 +244,15 @@ class CustomOp(_Replaceable):
     methods default to these. An op that is switched off uses `forward_native`. A subclass may choose otherwise after
     ``super().__init__()`` by setting `_forward_method`, or override `forward` and do without all of this.
 
+    Kernels have no derivative. While grad mode is on, a call with an argument or a parameter that requires grad uses
+    `forward_native`, too, unless the subclass says that all its methods are `differentiable`.
+
     Args:
         enforce_enable: this instance is on whatever the configuration says.
         compile_native: where the op is off and the configuration compiles the model, compile `forward_native`.
     """
+
+    differentiable: ClassVar[bool] = False
 
     def __init__(self, *, enforce_enable: bool = False, compile_native: bool = False) -> None:
         super().__init__()
@@ -255,7 +260,13 @@ class CustomOp(_Replaceable):
         self._forward_method = self.dispatch_forward(compile_native)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not self.differentiable and self._requires_grad(*args, *kwargs.values()):
+            return self.forward_native(*args, **kwargs)
         return self._forward_method(*args, **kwargs)
+
+    def _requires_grad(self, *args: Any) -> bool:
+        """Whether autograd has to follow a call with these arguments."""
+        return any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *self.parameters()))
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
         """PyTorch alone, for any device; writes no argument."""
