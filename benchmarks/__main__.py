@@ -5,6 +5,7 @@ python -m benchmarks rms_norm num_tokens=1,64 hidden_size=5120
 python -m benchmarks --all --gpu --host --numerics --save
 python -m benchmarks --render benchmarks/results/nvidia-h200
 python -m benchmarks tune --help
+python -m benchmarks --readme benchmarks/results/nvidia-h200
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 import pyops
 from pyops._core.op import Op
 
-from . import compile_time, kernel_time, numerics, overhead, report, shapes, timing, tune
+from . import compile_time, kernel_time, numerics, overhead, readme, report, shapes, timing, tune
 from .rivals import RIVALS, libraries, reason
 from .shapes import Case
 from .timing import Spread
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("words", nargs="*", metavar="OP|AXIS=VALUE,...", help="ops, and values for axes of their examples")
     add("--all", action="store_true", help="every op")
-    add("--family", action="append", default=[], help="every op of a package of pyops.ops: norm, activation, ...")
+    add("--family", action="append", default=[], help="every op of a package of pyops.registry: norm, activation, ...")
     add("--dtype", type=_split, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
     add("--against", type=_split, default=["torch", "vllm", "flashinfer"], help=f"any of {','.join(RIVALS)}")
     for name, what in zip(MEASURES, ("GPU time (default)", "host time", "error", "first call"), strict=True):
@@ -60,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
     add("--save", action="store_true", help="write JSON, tables and plot")
     add("--results", type=Path, default=RESULTS, metavar="DIR", help="where --save writes (default benchmarks/results)")
     add("--render", type=Path, metavar="DIR", help="only write the tables and plots of the JSON files in DIR anew")
+    add(
+        "--readme",
+        type=Path,
+        metavar="DIR",
+        help="only write the figures of the README from the JSON files in DIR anew",
+    )
     return result
 
 
@@ -180,6 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.render:
         for path in sorted(options.render.glob("*.json")):
             report.render_file(path)
+    if options.readme:
+        readme.update(options.readme)
+    if options.render or options.readme:
         return 0
     try:
         groups, chosen = select(options)

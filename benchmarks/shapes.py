@@ -70,7 +70,7 @@ class Case:
 
 
 def family(op: Op) -> str:
-    """Name of the package of `pyops.ops` that declares `op`: norm, activation, ..."""
+    """Name of the package of `pyops.registry` that declares `op`: norm, activation, ..."""
     return op.reference.__module__.removeprefix("pyops.ops.").partition(".")[0]
 
 

@@ -1,4 +1,7 @@
-"""The command line: ``python -m pyops list | show | source | warmup | doctor | generate | demo | coverage``."""
+"""The command line: ``python -m pyops list | show | source | warmup | doctor | generate | demo | coverage``.
+
+The script ``pyops`` is the same.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from . import axes
+from . import __version__, axes
 from ._core.errors import CompileError, MissingDependencyError, ModelError, OpError, SwitchError
 from .cli import progress
 
@@ -18,7 +22,7 @@ from .cli import progress
 def _list(options: argparse.Namespace) -> bool:
     from .cli import table
 
-    print(table.render() if options.markdown else table.text())
+    print(table.page() if options.markdown else table.text())
     return True
 
 
@@ -93,7 +97,9 @@ def _axes_and_arch(words: Sequence[str]) -> tuple[dict[str, list[Any]], str]:
 
 def parser() -> argparse.ArgumentParser:
     """Of the whole command line."""
-    main = argparse.ArgumentParser("python -m pyops", description="GPU operators for LLM inference.")
+    called = "pyops" if Path(sys.argv[0]).stem == "pyops" else "python -m pyops"
+    main = argparse.ArgumentParser(called, description="GPU operators for LLM inference.")
+    main.add_argument("--version", action="version", version=f"pyops {__version__}")
     commands = main.add_subparsers(required=True, metavar="command")
 
     def command(name: str, run: Callable[[argparse.Namespace], bool], help: str) -> argparse.ArgumentParser:
@@ -102,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
         return added
 
     listing = command("list", _list, "All ops: what each does and the element types it takes.")
-    listing.add_argument("--markdown", action="store_true", help="as the table of the README")
+    listing.add_argument("--markdown", action="store_true", help="as the page docs/ops.md")
     showing = command("show", _show, "One op: signature, torch schema, docstring, and what its example plans.")
     printing = command("source", _source, "The source text that is compiled for an op's example, or for a kernel file.")
     for one in (showing, printing):
@@ -142,6 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-if __name__ == "__main__":
+def script() -> int:
+    """`main` as a program of its own: the script ``pyops`` and ``python -m pyops``."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may stop early
-    sys.exit(main())
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(script())

@@ -373,3 +373,18 @@ def test_every_element_has_a_thread(elements: int, hidden_size: int) -> None:
     assert num_rows <= y * z * block_rows < num_rows + z * block_rows
     # Few threads idle, unless a warp is all there is.
     assert x * row_threads - row_vecs <= max(row_vecs // 16, 31)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("limits", [(-87.4, -86.6), (-88.7, -87.0), (-104.0, -88.6)])
+def test_silu_of_float32_where_the_exponential_becomes_infinite(limits: tuple[float, float], where: str) -> None:
+    """exp(-x) passes 2^126 at -87.3 and float32 at -88.7. The whole vectors of a thread lie between the limits."""
+    gate = torch.linspace(*limits, 40 * 64, device=where).reshape(40, 64)
+    with eager():
+        expected = F.silu(gate)
+    got = call("silu_and_mul", torch.cat((gate, torch.ones_like(gate)), dim=1), width=64)
+    assert same(got, expected)
+    exact = gate.double() * sigmoid(gate.double())
+    largest = exact.abs() * 2.0**-22
+    assert ((got.double() - exact).abs() <= largest + 2.0**-140)[gate > -88.7].all()
+    assert (got[gate < -88.75] == 0).all()

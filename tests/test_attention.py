@@ -17,7 +17,7 @@ from pyops._core.example import ArgMaker
 from pyops.ops.attention import _plan
 from pyops.testing import SCHEDULES, assert_matches_reference, guarded
 from pyops.testing.calls import assert_results, expected, replaced, run
-from tests.calls import DEVICES, Host, example
+from tests.calls import DEVICES, Host, example, refusal
 
 V1, V2 = pyops.registry["paged_attention_v1"], pyops.registry["paged_attention_v2"]
 FP8, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -659,3 +659,25 @@ def test_the_example_is_in_the_reference(on: str) -> None:
     """The generic example meets the kernels with every option at once."""
     args = example(V1, on, num_tokens=3, options=True)
     assert_results(V1, expected(V1, args), run(V1, args))
+
+
+@pytest.mark.usefixtures("no_clusters")
+@pytest.mark.parametrize("lengths", [[700, 3, 130], [200, 190, 180]], ids=["uneven", "alike"])
+def test_blocks_without_a_split_touch_nothing(lengths: list[int]) -> None:
+    """A balanced grid has more blocks than there are splits. Memory ends right before, or right behind, each tensor."""
+    call = paged_call(lengths, (2, 1), dtype=torch.bfloat16)
+    call.pop("plain")
+    one = torch.ones(1)
+    call |= {"k_scale": one, "v_scale": one}
+    with config.cpu("kernels"):
+        _, (launch, _) = V1.check(*(call.get(p.name, p.default) for p in V1.parameters))
+        assert launch.specialisation.constants["BALANCED"]
+        for side in ("before", "after"):
+            V1.wrapper(**{name: guarded(x, side) if isinstance(x, torch.Tensor) else x for name, x in call.items()})
+
+
+def test_rocm_refuses_a_table_without_rows() -> None:
+    op = pyops.registry["paged_attention_rocm"]
+    for table in (torch.tensor(0, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)):
+        error = refusal(op, replaced(op, example(op), block_tables=table))
+        assert error.argument == "block_tables"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,50 @@ import torch
 
 import pyops
 from pyops import axes, compile_ahead
-from pyops.__main__ import main
+from pyops.__main__ import main, parser
 from pyops._core import compiler, device
 from pyops._core.compiler import Compiled
 from pyops.cli import demo, doctor, show, table
 from pyops.integrations import vllm
 from pyops.models import llama
 
+ROOT = Path(__file__).parents[1]
 RMS_NORM = pyops.registry["rms_norm"]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"pyops {pyops.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "name"), [("/somewhere/bin/pyops", "pyops"), ("pyops/__main__.py", "python -m pyops")]
+)
+def test_usage_names_the_program(program: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [program])
+    assert parser().format_usage().startswith(f"usage: {name} [")
+
+
+def test_the_page_of_ops_has_every_op_once_and_links_from_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--markdown"]) == 0
+    page = capsys.readouterr().out
+    assert sorted(re.findall(r"^\| \[`(\w+)`\]", page, flags=re.MULTILINE)) == sorted(pyops.registry)
+    for target in re.findall(r"\]\(([^)]+)\)", page):
+        assert (ROOT / "docs" / target).is_file(), target
+
+
+@pytest.mark.parametrize(
+    ("module", "family"),
+    [("pyops.activation", "activation"), ("pyops.norm.rms", "norm"), ("pyops.ops.norm.rms", "norm"), ("mine", None)],
+)
+def test_a_family_is_the_package_that_declares_an_op(
+    module: str, family: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RMS_NORM.reference, "__module__", module)
+    monkeypatch.setattr(table, "registry", {"rms_norm": RMS_NORM})
+    assert table.families() == ({family: [RMS_NORM]} if family else {})
 
 
 def test_list_names_every_op(capsys: pytest.CaptureFixture[str]) -> None:

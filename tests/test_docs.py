@@ -1,4 +1,4 @@
-"""What the pages say is true: links, commands, examples, the table of ops."""
+"""What the pages say is true: links, commands, examples, figures, the tables of ops, switches, errors and extras."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import kernels_cu
+import pyops
+from benchmarks import readme
 from pyops import __main__ as command_line
 from pyops import testing
 from pyops._core import config
 from pyops._core.host.toolchain import toolchains
-from pyops.cli import table
+from pyops.cli import coverage, table
 from pyops.testing import strategies
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 README = (ROOT / "README.md").read_text()
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+RESULTS = ROOT / "benchmarks/results/nvidia-h200"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGE_IDS = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
@@ -35,14 +41,55 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_table_of_ops_is_fresh() -> None:
-    _, shown, _ = re.split(r"<!-- /?ops -->", README)
-    assert shown.strip() == table.render(), "put the output of `python -m pyops list --markdown` between the markers"
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def test_the_page_of_ops_is_fresh() -> None:
+    assert page("ops.md") == table.page() + "\n", "python -m pyops list --markdown > docs/ops.md"
+
+
+def test_the_readme_fits_a_minute() -> None:
+    assert len(README.splitlines()) <= 130
+
+
+def test_the_readme_counts_the_ops_of_every_family() -> None:
+    shown = re.findall(r"^\| \[(\w+)\]\(docs/ops\.md#(\w+)\) \| (\d+) \|", README, flags=re.MULTILINE)
+    assert shown == [(name, name, str(len(ops))) for name, ops in table.families().items()]
+
+
+def test_the_readme_counts_what_stands_in_for_vllm() -> None:
+    states = re.fullmatch(r"(\d+) ops: (\d+) served, .*", coverage.text().splitlines()[-1])
+    assert states
+    served, ops = re.findall(r"(\d+) of the (\d+) \[ops\]\(docs/integrations\.md\)", README)[0]
+    assert (ops, served) == states.groups()
+    (layers,) = re.findall(r"(\d+) of its\s+\[layers\]", README)
+    _, rows, _ = re.split(r"<!-- /?layers -->", page("layers.md"))
+    assert int(layers) == rows.count("\n| `")
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+    _, rest = README.split(readme.START)
+    shown, _ = rest.split(readme.END)
+    results = readme.read(RESULTS)
+    mend = f"python -m benchmarks --readme {RESULTS.relative_to(ROOT)}"
+    assert shown == readme.block(results, RESULTS), mend
+    for theme in readme.THEMES:
+        assert (RESULTS / f"speed-{theme}.svg").read_text() == readme.plot(results, theme), mend
+
+
+def test_the_bold_figure_is_the_least_of_its_row() -> None:
+    rows = [line.split("|")[2:-1] for line in README.splitlines() if re.match(r"\| `\w+`, ", line)]
+    assert len(rows) == 6
+    for row in rows:
+        figures = {float(cell.strip(" *")): "**" in cell for cell in row if cell.strip()}
+        assert [us for us, bold in figures.items() if bold] == [min(figures)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'\bsrc(?:set)?="([^"]+)"', text):
         if not target.startswith("https://"):
             path, _, anchor = target.partition("#")
             linked = page.parent / path if path else page
@@ -55,13 +102,14 @@ def test_command_lines_parse(page: Path) -> None:
     text = page.read_text()
     lines = [line for block in blocks("sh", text) for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", text)
     for line in lines:
-        words = shlex.split(line.partition(" > ")[0], comments=True) if "-m pyops " in line else []
-        if words:
-            command_line.parser().parse_args(words[words.index("pyops") + 1 :])
+        if "-m pyops " in line or line.startswith("pyops "):
+            words = shlex.split(line.partition(" > ")[0], comments=True)
+            if "--version" not in words:
+                command_line.parser().parse_args(words[words.index("pyops") + 1 :])
 
 
-def test_the_command_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = (block for block in blocks("sh") if block.startswith("python -m pyops list"))
+def test_the_command_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = (block for block in blocks("sh", page("switches.md")) if block.startswith("python -m pyops list"))
     for line in block.splitlines():
         _, _, _, *words = shlex.split(line, comments=True)
         if words[0] in ("list", "show", "source"):
@@ -69,43 +117,69 @@ def test_the_command_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str])
             assert capsys.readouterr().out
 
 
-def test_the_torch_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = (block for block in blocks("python") if block.startswith("import torch"))
-    assert len(example.splitlines()) <= 10
-    exec(example, {})
-
-
-def test_the_cupy_example_runs_on_numpy_arrays(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = (block for block in blocks("python") if block.startswith("import cupy"))
-    assert len(example.splitlines()) <= 10
-    exec(example.replace("import cupy", "import numpy as cupy"), {})
+def test_the_examples_print_what_the_readme_says() -> None:
+    """In processes of their own, because ops list all kernels that the process holds."""
+    assert_prints("import torch\nimport pyops", "cuda ['norm/", "cpu ", torch.cuda.is_available())
+    cupy = pytest.importorskip("cupy")
+    assert_prints("import cupy", "cupy [1", "numpy [1", cupy.is_available())
 
 
 @pytest.mark.gpu
-def test_the_cupy_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = (block for block in blocks("python") if block.startswith("import cupy"))
-    exec(example, {})
-    assert "norm/rms_norm.cu" in capsys.readouterr().out
+def test_the_examples_print_on_a_gpu_what_the_readme_says() -> None:
+    test_the_examples_print_what_the_readme_says()
+
+
+def assert_prints(start: str, on_gpu: str, without: str, gpu: bool) -> None:
+    """The example that begins with `start` prints what stands in the README, as code that begins so."""
+    (example,) = (block for block in blocks("python") if block.startswith(start))
+    assert len(example.splitlines()) <= 10
+    promised = [re.findall(rf"`({re.escape(words)}[^`]*)`", README) for words in (on_gpu, without)]
+    assert list(map(len, promised)) == [1, 1]
+    done = run_python(example)
+    assert (done.returncode, done.stdout) == (0, promised[not gpu][0] + "\n"), done.stderr
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
-@pytest.mark.parametrize("page", ["host.md", "testing.md"])
-def test_the_examples_of_the_harness_run(page: str) -> None:
-    (example,) = blocks("python", (ROOT / "docs" / page).read_text())
-    exec(example, {"__name__": "__main__"})
+def test_the_op_of_the_readme_works_and_its_fault_is_named() -> None:
+    """In processes of their own, because an op stays registered."""
+    (op,) = (block for block in blocks("python") if "kernel = Kernel(" in block)
+    assert len(op.splitlines()) <= 25
+    bound = "if (i < numel) "
+    assert op.count(bound) == 1
+    assert f"Without `{bound.strip()}`" in README
+    good, faulty = (run_python(text) for text in (op, op.replace(bound, "")))
+    assert good.returncode == 0, good.stderr
+    assert faulty.returncode != 0
+    claimed = re.search(r"it ends in (`[^`]+`), (`[^`]+`), (`[^`]+`)", README.replace("\n", " "))
+    assert claimed
+    kind, place, thread = (words.strip("`") for words in claimed.groups())
+    assert f"pyops.KernelFault: {kind}" in faulty.stderr
+    assert [f"  {place}", f"  {thread}"] == faulty.stderr[faulty.stderr.index(kind) :].splitlines()[1:3]
 
 
-@pytest.mark.parametrize("example", blocks("python", (ROOT / "docs/integrations.md").read_text()))
-def test_the_examples_of_integrations_run(example: str) -> None:
+def run_python(text: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", text]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["host.md", "testing.md"])
+def test_the_examples_of_the_harness_run(name: str) -> None:
+    (block,) = blocks("python", page(name))
+    exec(block, {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", blocks("python", page("integrations.md")))
+def test_the_examples_of_integrations_run(block: str) -> None:
     """In processes of their own, because namespaces of torch.ops are the process's."""
-    done = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python(block)
     assert done.returncode == 0, done.stderr
 
 
 def test_every_name_of_the_harness_is_described() -> None:
-    page = (ROOT / "docs/testing.md").read_text()
+    text = page("testing.md")
     for name in (*testing.__all__, *strategies.__all__):
-        assert re.search(rf"`[^`]*\b{name}\b[^`]*`", page), name
+        assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), name
 
 
 NEW_OP = """
@@ -134,10 +208,10 @@ for dtype in ("float32", "float16", "bfloat16"):
 """
 
 
-def test_the_new_op_of_the_readme_works(tmp_path: Path) -> None:
+def test_the_op_of_add_an_op_works(tmp_path: Path) -> None:
     """In another process, because an op stays registered."""
-    (kernel,) = blocks("cuda")
-    (module,) = (block for block in blocks("python") if block.startswith("from __future__"))
+    (kernel,) = blocks("cuda", page("add_an_op.md"))
+    (module,) = blocks("python", page("add_an_op.md"))
     (tmp_path / "scale.cu").write_text(kernel)
     (tmp_path / "scale.py").write_text(module)
     compiles = "no"
@@ -154,19 +228,49 @@ def test_every_switch_is_described() -> None:
     switches = re.findall(r"PYOPS_\w+=\w+", " ".join(f.__doc__ or "" for f in vars(config).values() if callable(f)))
     assert switches
     for switch in switches:
-        assert f"| `{switch}` |" in README
+        assert f"| `{switch}` |" in page("switches.md")
+
+
+def test_every_error_is_described() -> None:
+    exported = {name: one for name, one in vars(pyops).items() if isinstance(one, type) and issubclass(one, Exception)}
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page("errors.md"), flags=re.MULTILINE))
+    assert rows == {name: one.__bases__[0].__name__ for name, one in exported.items()}
+
+
+def test_the_error_that_is_shown_is_the_one_that_comes() -> None:
+    x = torch.zeros(2, 4096)
+    with pytest.raises(pyops.OpError) as caught:
+        pyops.rms_norm(torch.empty_like(x), x, torch.ones(4095), 1e-6)
+    (shown,) = blocks("text", page("errors.md"))
+    assert shown == f"pyops.OpError: {caught.value}\n"
 
 
 def test_every_header_is_described() -> None:
-    page = (ROOT / "docs/kernels.md").read_text()
+    text = page("kernels.md")
     for name in kernels_cu.names():
         if name.startswith("include/"):
-            assert f"`{name.removeprefix('include/')}`" in page, name
+            assert f"`{name.removeprefix('include/')}`" in text, name
 
 
-def test_every_extra_named_exists() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = re.findall(r'"\.\[([\w,]+)\]"', README + (ROOT / "CONTRIBUTING.md").read_text())
-    assert named
-    for extras in named:
-        assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+def test_headers_that_differ_between_compilers_are_named() -> None:
+    tests = re.compile(r"\bPYOPS_(CUDA|HIP|HOST)\b|__CUDA_ARCH__|__HIP")
+    found = {name.rpartition("/")[2] for name in kernels_cu.names() if tests.search(kernels_cu.read(name))}
+    (sentence,) = re.findall(r"What differs between them lives in (\w+) headers \(([^)]+)\)", page("kernels.md"))
+    assert sentence[0] == "eight"
+    assert set(re.findall(r"`([\w.]+)`", sentence[1])) == found
+    assert len(found) == 8
+
+
+def test_every_extra_is_described_and_every_extra_named_exists() -> None:
+    extras = PROJECT["optional-dependencies"].keys()
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page("install.md"), flags=re.MULTILINE)) == sorted(extras)
+    for path in (*PAGES, *NOTEBOOKS):
+        for named in re.findall(r'"\.\[([\w,]+)\]', path.read_text().replace("\\", "")):
+            assert set(named.split(",")) <= extras, path
+
+
+def test_no_pip_line_installs_the_project_of_another() -> None:
+    """The name pyops on PyPI."""
+    for path in (*PAGES, *NOTEBOOKS):
+        for words in re.findall(r"pip install ([^`\n&]*)", path.read_text()):
+            assert not re.search(r"(?<![\w./-])pyops(?![\w-])", words), (path, words)

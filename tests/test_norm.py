@@ -446,3 +446,16 @@ def test_per_block_quant_refuses(change: dict[str, Any], message: str) -> None:
             change.get("transposed", False),
         )
     assert str(caught.value) == f"rms_norm_per_block_quant: {message}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("present", ["neither", "weight", "bias"])
+def test_layer_norm_without_a_weight_or_a_bias(present: str, device: str) -> None:
+    x = draw(5, 256, dtype=torch.float32, device=device, seed=0, shift=0.3)
+    vectors = {name: draw(256, dtype=torch.float32, device=device, seed=i) for i, name in enumerate(("weight", "bias"))}
+    given = {name: vector if name == present else None for name, vector in vectors.items()}
+    out = torch.empty_like(x)
+    pyops.layer_norm(out, x, epsilon=EPSILON, **given)
+    exact = {name: vector if vector is None else vector.double() for name, vector in given.items()}
+    expected = torch.nn.functional.layer_norm(x.double(), (256,), **exact, eps=EPSILON)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -14,6 +16,7 @@ import pytest
 
 import kernels_cu
 import pyops
+from pyops._core import errors
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -32,6 +35,23 @@ def test_package_data_covers_every_source() -> None:
 
 def test_version() -> None:
     assert PROJECT["project"]["version"] == pyops.__version__
+
+
+def test_pip_lines_name_the_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PROJECT["project"]["name"] == errors.DISTRIBUTION
+    assert errors.pip_line("cuda13") == f'pip install -e "{ROOT}[cuda13]"'
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "pyops/_core/errors.py"))
+    assert errors.pip_line("cuda13") == 'pip install "pyops-kernels[cuda13]"'
+
+
+def test_the_script_runs_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module, _, function = PROJECT["project"]["scripts"]["pyops"].partition(":")
+    monkeypatch.setattr(sys, "argv", ["pyops", "list"])
+    handled: list[int] = []
+    monkeypatch.setattr("signal.signal", lambda number, action: handled.append(number))
+    assert getattr(importlib.import_module(module), function)() == 0
+    assert handled == [signal.SIGPIPE]
+    assert len(capsys.readouterr().out.splitlines()) == len(pyops.registry)
 
 
 def test_wheel(tmp_path: Path) -> None:
@@ -58,12 +78,20 @@ def test_wheel(tmp_path: Path) -> None:
     done = subprocess.run(build, cwd=source, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name == f"pyops-{pyops.__version__}-py3-none-any.whl"
+    assert wheel.name == f"pyops_kernels-{pyops.__version__}-py3-none-any.whl"
     assert wheel.stat().st_size < 2_000_000
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {f"kernels_cu/{name}" for name in kernels_cu.names()} <= held
     assert {f"kernels_cu/host/{file.name}" for file in (ROOT / "kernels_cu/host").iterdir()} <= held
     assert {file.relative_to(ROOT).as_posix() for file in (ROOT / "pyops").rglob("*.py")} <= held
     assert "pyops/py.typed" in held
+    info = f"pyops_kernels-{pyops.__version__}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read(f"{info}/entry_points.txt").decode().split() == [
+            "[console_scripts]",
+            "pyops",
+            "=",
+            "pyops.__main__:script",
+        ]
     assert any(name.endswith("licenses/LICENSE") for name in held)
-    assert {name.split("/")[0] for name in held} == {"pyops", "kernels_cu", f"pyops-{pyops.__version__}.dist-info"}
+    assert {name.split("/")[0] for name in held} == {"pyops", "kernels_cu", info}

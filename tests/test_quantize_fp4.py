@@ -479,3 +479,10 @@ def test_refusals() -> None:
     assert _refusal(pyops.nvfp4_quant, torch.ones(()).bfloat16(), g).startswith("input: expected at least one")
     assert _refusal(pyops.nvfp4_experts_quant, x[0, 0], g, offsets, offsets, 1).startswith("input: expected 2 dim")
     assert pyops.nvfp4_quant(torch.ones(33, 64).bfloat16(), g, backend="flashinfer-trtllm")[1].shape == (128, 4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offsets", [[0, 2, 4], [0, 3, 2**31 - 1], [1, 4, 4]])
+def test_an_expert_whose_rows_are_not_all_there(offsets: list[int], device: str) -> None:
+    """Of three rows. The expert and those behind it write nothing; nothing is read behind the last row."""
+    assert_experts(draw(3, 32, device=device), [5.0] * 2, offsets, [0, 128, 256], 256)

@@ -2,15 +2,9 @@
 //
 //     out[r, i] = T((g <= T(threshold) ? 0 : g) * u)    where g, u = input[r, i], input[r, hidden_size + i]
 //
-// NaN in g stays NaN. One vector of each half per thread (chunk.cuh).
+// T is the element type of out and input. NaN in g stays NaN.
 //
-// Constants
-//     scalar_t      T: element type of out and input
-//     VEC_SIZE      elements in one memory access; divides hidden_size
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   of them that share a row; divides NUM_THREADS
-//     PLANES        whether the rows need the third dimension of the grid
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
+// Threads: one vector of each half per thread (chunk.cuh).
 
 #include "chunk.cuh"
 
@@ -19,15 +13,12 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 fatrelu_and_mul(scalar_t* out,          // [num_rows, hidden_size]
                 const scalar_t* input,  // [num_rows, 2 * hidden_size]
-                int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
-                float threshold) {
+                int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, float threshold) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;
-    const scalar_t* first = input + at.row * input_stride + at.column;
-    const vec_t g = vec_t::load(first);
-    const vec_t u = vec_t::load(first + hidden_size);
-    const float least = round_to<scalar_t>(threshold);
-    const vec_t open = map(g, [=](float x) { return ieee_less_equal(x, least) ? 0.0f : x; });
+    const auto [g, u] = Gated<scalar_t, VEC_SIZE>::load(input, at, hidden_size, input_stride);
+    const float bound = round_to<scalar_t>(threshold);
+    const vec_t open = map(g, [=](float x) { return ieee_less_equal(x, bound) ? 0.0f : x; });
     (open * u).store(out + at.row * out_stride + at.column);
 }

@@ -1,18 +1,14 @@
 // silu_and_mul_quant: silu_and_mul, written as fp8 under one given scale.
 //
 //     y = T(T(silu(g)) * u)    where g, u = input[r, i], input[r, hidden_size + i]
-//     result[r, i] = fp8(clamp(y * (1 / scale)))    the product with the float32 reciprocal; NaN becomes the largest code
+//     result[r, i] = fp8(clamp(y * (1 / scale)))
 //
-// One vector of each half per thread (chunk.cuh).
+// The product is with the float32 reciprocal. NaN becomes the largest code. T is the element type of input.
+//
+// Threads: one vector of each half per thread (chunk.cuh).
 //
 // Constants
-//     scalar_t      T: element type of input
-//     code_t        fp8_e4m3_t or fp8_e4m3fnuz_t
-//     VEC_SIZE      elements in one memory access; divides hidden_size
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   of them that share a row; divides NUM_THREADS
-//     PLANES        whether the rows need the third dimension of the grid
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
+//     code_t        element type of result: fp8_e4m3_t or fp8_e4m3fnuz_t
 
 #include "chunk.cuh"
 #include "math.cuh"
@@ -28,9 +24,7 @@ silu_and_mul_quant(code_t* result,         // [num_rows, hidden_size]
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;
-    const scalar_t* first = input + at.row * input_stride + at.column;
-    const vec_t g = vec_t::load(first);
-    const vec_t u = vec_t::load(first + hidden_size);
+    const auto [g, u] = Gated<scalar_t, VEC_SIZE>::load(input, at, hidden_size, input_stride);
     const float reciprocal = reciprocal_or_zero(*scale);
     const vec_t y = silu(g) * u;
     float v[VEC_SIZE];

@@ -1,120 +1,138 @@
-// attention_combine: joins what the splits of a sequence have left into the result of attention.
+// attention_combine: joins the partial results that the splits of a sequence have left (split-KV) into the result of
+// attention.
 //
-//     m = max_s m_s,  w_s = z_s exp(m_s - m),  out = sum_s w_s o_s / (sum_s w_s + 1e-6)
+//     out = sum_s w_s o_s / (sum_s w_s + 1e-6),   w_s = z_s exp(m_s - m),   m = max_s m_s
 //
-// for splits s with largest logit m_s, sum z_s and mean o_s; a sink is one more logit without a value. A block takes HEADS query
-// heads of a sequence, with GROUPS of LANES threads for each that take turns at the splits, a thread at VEC_SIZE dimensions.
+// where split s has left its largest logit m_s, the sum of exponentials z_s relative to m_s, and the mean of values
+// o_s. A sink is one more logit without a value. attention.cuh explains splits.
+//
+// Threads: a block takes HEADS query heads of one sequence. Each head has GROUPS groups of LANES threads; the groups
+// take the splits in turn, and each thread of a group takes VEC_SIZE dimensions.
 //
 // Constants
-//     out_t, partial_t, length_t    types of out, tmp_out and seq_lens
-//     starts_t, STARTS_STEP    as in attention_decode.cu
-//     HEAD_SIZE, NUM_HEADS    head size and query heads
-//     VEC_SIZE       elements in one memory access
-//     HEADS          heads of a block; divides NUM_HEADS
-//     LANES, GROUPS  threads of a group, whole warps; groups for a head
-//     PARTITION, BALANCED    as in attention_decode.cu
-//     DIRECT         sequences of one split are there already
-//     HAS_SINKS, HAS_LSE, HAS_STARTS, HAS_OUT_SCALE    which of the options are there
-//     LSE_BY_ROW     lse is [num_rows, NUM_HEADS] instead
+//     out_t, partial_t, length_t    element types of out, tmp_out and seq_lens
+//     starts_t, STARTS_STEP         as in attention_decode.cu
+//     NUM_HEADS                     query heads
+//     HEADS                         query heads of a block; divides NUM_HEADS
+//     LANES                         threads of a group; whole warps
+//     GROUPS                        groups of a head
+//     PARTITION, BALANCED           as in attention_decode.cu
+//     DIRECT                        attention_decode has written sequences of one split to out already
+//     HAS_OUT_SCALE                 out is divided by fp8_out_scale
+//     LSE_BY_ROW                    lse is [num_rows, NUM_HEADS], not [NUM_HEADS, num_rows]
 
 #include "attention.cuh"
 
-constexpr int BATCH = 4;  // splits of a group whose loads are in flight together
+constexpr int BATCH = 4;  // splits that a group loads at once
+
+// exp(x - max_logit); 0 for x = -inf, also where max_logit is -inf.
+DEVICE float relative_exp(float x, float max_logit) {
+    return expf(x - (max_logit == minus_infinity() ? 0.0f : max_logit));
+}
 
 extern "C" __global__ void LAUNCH_BOUNDS(LANES * GROUPS * HEADS, 1)
-attention_combine(out_t* out,                    // [num_rows, NUM_HEADS, HEAD_SIZE]
-                  float* lse,                    // [NUM_HEADS, num_rows]
-                  const partial_t* tmp_out,  // [num_seqs, NUM_HEADS, most_splits, HEAD_SIZE]
-                  const float* max_logits,      // [num_seqs, NUM_HEADS, most_splits]
-                  const float* exp_sums,      // [num_seqs, NUM_HEADS, most_splits]
-                  const length_t* seq_lens,      // [num_seqs]
-                  const starts_t* query_start_loc,    // [num_seqs + 1]
-                  const float* sinks,            // [NUM_HEADS]
-                  const float* fp8_out_scale,    // [1]
-                  int64_t num_seqs, int64_t num_rows, int64_t most_tokens, int64_t most_splits, int64_t sliding_window, int64_t least_split,
-                  int64_t out_stride, int64_t length_step, float slots) {
+attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEAD_SIZE]
+                  float* lse,                       // [NUM_HEADS, num_rows]
+                  const partial_t* tmp_out,         // [num_seqs, NUM_HEADS, max_splits, HEAD_SIZE]
+                  const float* max_logits,          // [num_seqs, NUM_HEADS, max_splits]
+                  const float* exp_sums,            // [num_seqs, NUM_HEADS, max_splits]
+                  const length_t* seq_lens,         // [num_seqs]
+                  const starts_t* query_start_loc,  // [num_seqs + 1]
+                  const float* sinks,               // [NUM_HEADS]
+                  const float* fp8_out_scale,       // [1]
+                  int64_t num_seqs, int64_t num_rows, int64_t max_tokens, int64_t max_splits, int64_t sliding_window,
+                  int64_t min_split, int64_t out_stride, int64_t length_step, float wave_splits) {
     await_previous_kernel();
     constexpr int BLOCKS = NUM_HEADS / HEADS;  // of a sequence
-    const int own = threadIdx.x / (LANES * GROUPS), group = threadIdx.x / LANES % GROUPS, lane = threadIdx.x % LANES;
-    const int64_t seq = blockIdx.x / BLOCKS, head = blockIdx.x % BLOCKS * HEADS + own;
-    int parts = int(most_splits);
+    const int block_head = threadIdx.x / (LANES * GROUPS), group = threadIdx.x / LANES % GROUPS;
+    const int lane = threadIdx.x % LANES;
+    const int64_t seq = blockIdx.x / BLOCKS, head = blockIdx.x % BLOCKS * HEADS + block_head;
+    int planned_splits = int(max_splits);
     if constexpr (BALANCED) {
-        parts = Balance<length_t>(seq_lens, length_step, num_seqs, most_tokens, sliding_window, slots, most_splits).splits_of(seq);
+        const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window, wave_splits,
+                                        max_splits);
+        planned_splits = balance.splits_of(seq);
     }
-    const Splits splits(seq_lens[seq * length_step], most_tokens, sliding_window, PARTITION, parts, int(least_split));
+    const Splits splits(seq_lens[seq * length_step], max_tokens, sliding_window, PARTITION, planned_splits,
+                        int(min_split));
     const int64_t row = HAS_STARTS ? row_of(query_start_loc + seq * STARTS_STEP, STARTS_STEP, num_rows) : seq;
     if (row < 0) return;
     if (DIRECT && splits.count <= 1) return;
 
-    const int64_t at = (seq * NUM_HEADS + head) * most_splits;
-    const int count = min(splits.count, int(most_splits));
+    const int64_t first_part = (seq * NUM_HEADS + head) * max_splits;
+    const int count = min(splits.count, int(max_splits));
     const int column = lane * VEC_SIZE;
-    float most = minus_infinity(), all = 0.0f, sum[VEC_SIZE] = {};
-    const auto relative = [](float x, float largest) { return expf(x - (largest == minus_infinity() ? 0.0f : largest)); };
+    float max_logit = minus_infinity(), exp_sum = 0.0f, sum[VEC_SIZE] = {};
     for (int first = group; first < count; first += GROUPS * BATCH) {
         float logit[BATCH], weight[BATCH], x[BATCH][VEC_SIZE] = {};
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const int split = first + i * GROUPS;
-            const bool there = split < count && splits.exists(split);
-            logit[i] = there ? max_logits[at + split] : minus_infinity();
-            weight[i] = there ? exp_sums[at + split] : 0.0f;
-            if (there && column < HEAD_SIZE) Vec<partial_t, VEC_SIZE>::load(tmp_out + (at + split) * HEAD_SIZE + column).to_floats(x[i]);
+            const bool exists = split < count && splits.exists(split);
+            logit[i] = exists ? max_logits[first_part + split] : minus_infinity();
+            weight[i] = exists ? exp_sums[first_part + split] : 0.0f;
+            if (exists && column < HEAD_SIZE) {
+                Vec<partial_t, VEC_SIZE>::load(tmp_out + (first_part + split) * HEAD_SIZE + column).to_floats(x[i]);
+            }
         }
-        float largest = most;
+        float larger = max_logit;
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) largest = fmaxf(largest, logit[i]);
-        const float shrink = relative(most, largest);
-        most = largest;
-        all *= shrink;
+        for (int i = 0; i < BATCH; ++i) larger = fmaxf(larger, logit[i]);
+        const float shrink = relative_exp(max_logit, larger);
+        max_logit = larger;
+        exp_sum *= shrink;
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) sum[j] *= shrink;
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            const float share = weight[i] * relative(logit[i], largest);
-            all += share;
+            const float factor = weight[i] * relative_exp(logit[i], larger);
+            exp_sum += factor;
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(share, x[i][j], sum[j]);
+            for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(factor, x[i][j], sum[j]);
         }
     }
 
+    // Group 0 of each head joins the groups' results.
     if constexpr (GROUPS > 1) {
-        __shared__ float group_most[HEADS][GROUPS];
-        __shared__ float group_all[HEADS][GROUPS];
+        __shared__ float group_max[HEADS][GROUPS];
+        __shared__ float group_exp_sum[HEADS][GROUPS];
         __shared__ float group_sum[HEADS][GROUPS][VEC_SIZE][LANES];
         if (lane == 0) {
-            group_most[own][group] = most;
-            group_all[own][group] = all;
+            group_max[block_head][group] = max_logit;
+            group_exp_sum[block_head][group] = exp_sum;
         }
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) group_sum[own][group][j][lane] = sum[j];
+        for (int j = 0; j < VEC_SIZE; ++j) group_sum[block_head][group][j][lane] = sum[j];
         __syncthreads();
         if (group > 0) return;
 #pragma unroll
-        for (int i = 1; i < GROUPS; ++i) most = fmaxf(most, group_most[own][i]);
-        all = 0.0f;
+        for (int i = 1; i < GROUPS; ++i) max_logit = fmaxf(max_logit, group_max[block_head][i]);
+        exp_sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) sum[j] = 0.0f;
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i) {
-            const float share = relative(group_most[own][i], most);
-            all = fmaf(share, group_all[own][i], all);
+            const float factor = relative_exp(group_max[block_head][i], max_logit);
+            exp_sum = fmaf(factor, group_exp_sum[block_head][i], exp_sum);
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(share, group_sum[own][i][j][lane], sum[j]);
+            for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(factor, group_sum[block_head][i][j][lane], sum[j]);
         }
     }
-    float weight = 1.0f;
+    float shrink = 1.0f;
     if (HAS_SINKS) {
-        const float sink = sinks[head], largest = fmaxf(most, sink);
-        weight = relative(most, largest);
-        all = all * weight + relative(sink, largest);
-        most = largest;
+        const float sink = sinks[head], larger = fmaxf(max_logit, sink);
+        shrink = relative_exp(max_logit, larger);
+        exp_sum = exp_sum * shrink + relative_exp(sink, larger);
+        max_logit = larger;
     }
-    const float share = weight / (all + 1e-6f) * (HAS_OUT_SCALE ? 1.0f / *fp8_out_scale : 1.0f);
+    const float scale = shrink / (exp_sum + 1e-6f) * (HAS_OUT_SCALE ? 1.0f / *fp8_out_scale : 1.0f);
 #pragma unroll
-    for (int j = 0; j < VEC_SIZE; ++j) sum[j] *= share;
-    if (column < HEAD_SIZE) Vec<out_t, VEC_SIZE>::from_floats(sum).store(out + row * out_stride + head * HEAD_SIZE + column);
+    for (int j = 0; j < VEC_SIZE; ++j) sum[j] *= scale;
+    if (column < HEAD_SIZE) {
+        Vec<out_t, VEC_SIZE>::from_floats(sum).store(out + row * out_stride + head * HEAD_SIZE + column);
+    }
     if (HAS_LSE && group == 0 && lane == 0) {
-        lse[LSE_BY_ROW ? row * NUM_HEADS + head : head * num_rows + row] = all == 0.0f ? minus_infinity() : most + logf(all);
+        const float result = exp_sum == 0.0f ? minus_infinity() : max_logit + logf(exp_sum);
+        lse[LSE_BY_ROW ? row * NUM_HEADS + head : head * num_rows + row] = result;
     }
 }

@@ -1,96 +1,85 @@
-// attention_varlen: the query tokens of each sequence, any number of them, against its keys and values in a paged cache.
+// attention_varlen: the query tokens of each sequence, any number of them, against its keys and values in a paged
+// cache.
 //
 //     l_ij = softcap(scale * q_i . k_j) + slope * (j - limit_i)       limit_i - window < j <= limit_i
 //     out_i = sum_j exp(l_ij - m_i) v_j / (sum_j exp(l_ij - m_i) + 1e-6),   m_i = max_j l_ij
 //
-// with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+// with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-2 (Dao 2023,
+// arXiv:2307.08691).
 //
-// A sequence's rows are its query tokens times the GROUP query heads that share a key-value head, heads first. A block takes
-// TILE_ROWS rows, ROW_TILES times 16 to a warp, and goes through the keys in tiles of TOKENS, copied to shared memory while the
-// tile before is computed; where the tokens of a tile lie is found out one tile earlier. Products are those of mma.m16n8k16; a
-// row's weights are rounded to T before they meet the values. Codes of an fp8 cache become T, which holds them all. blockIdx.x
-// counts tiles over all sequences: sequence s has those from cu_seqlens_q[s] * GROUP / TILE_ROWS + s on, which leaves at most
-// one in vain. blockIdx.y is the key-value head.
+// Rows: a sequence has one row for each query token and each of the GROUP query heads of a key-value head, heads first.
 //
-// A token whose block number is out of range contributes nothing. What lies in a slot beyond the sequence is not read.
+// Blocks: a block takes a tile of TILE_ROWS rows. blockIdx.x counts the tiles of all sequences: the tiles of sequence s
+// begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, and at most one number of each sequence has no rows.
+// blockIdx.y is the key-value head.
+//
+// Warps: a warp takes ROW_TILES matrix tiles of 16 rows. The block goes through the keys in tiles of TOKENS: it finds
+// the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes this one.
+// Products are by mma.m16n8k16; probabilities are rounded to T. Codes of an fp8 cache become T, which holds every code.
+//
+// A token whose block number is out of range contributes nothing. A slot behind the end of the sequence is not read.
 //
 // Constants
-//     scalar_t       T: type of the queries and of out: half_t or bf16_t
-//     cache_t        type of the caches: T, fp8_e4m3_t or fp8_e5m2_t
-//     table_t, length_t, starts_t    types of block_tables, seq_lens and cu_seqlens_q
+//     scalar_t       T: element type of the queries and of out: half_t or bf16_t
+//     cache_t        element type of the caches: T, fp8_e4m3_t or fp8_e5m2_t
+//     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      a multiple of 16
-//     BLOCK_SIZE     slots of a block of the cache; PACKED: a multiple of 8
-//     PACKED, X      the caches' layout, and the innermost elements of packed keys
-//     GROUP          query heads to a key-value head
-//     TOKENS         of a tile of keys: a multiple of 16
+//     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8
+//     PACKED, X      the layout of the caches as in attention_decode.cu, and the innermost dimension of packed keys
+//     GROUP          query heads of one key-value head
+//     TOKENS         keys of a tile; a multiple of 16
 //     NUM_WARPS      warps of the block
 //     ROW_TILES      tiles of 16 rows of a warp
-//     MIN_BLOCKS     blocks a multiprocessor should hold: bounds the registers
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
-//     CAUSAL, HAS_ALIBI, HAS_SOFTCAP, HAS_SINKS, HAS_LSE    which of the options are there
+//     CAUSAL         a query token sees the keys up to its own position, else all keys
 
 #include "async.cuh"
 #include "attention.cuh"
 #include "mma.cuh"
+#include "swizzle.cuh"
 
 constexpr int NUM_THREADS = NUM_WARPS * 32;
 constexpr int WARP_ROWS = ROW_TILES * 16, TILE_ROWS = NUM_WARPS * WARP_ROWS;
 constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
-constexpr int CHUNKS = HEAD_SIZE / 8;  // of 8 elements, 16 bytes, in a row of a head
+constexpr int CHUNKS = HEAD_SIZE / 8;  // of 8 elements
 constexpr int STEPS = HEAD_SIZE / 16;
-constexpr int64_t NOWHERE = int64_t(1) << 63;  // negative, and aligned for any access
+constexpr int64_t NOWHERE = int64_t(1) << 63;  // no address: negative, and aligned for any access
 
-// A matrix in shared memory, rows of chunks of 8 elements. Chunks change places within their eight by the row's number, so
-// that the same chunk of neighbouring rows, which a fragment takes, lies on different banks.
-template <int ROW_CHUNKS>
-struct Tile {
-    static constexpr int PITCH = (ROW_CHUNKS + 7) / 8 * 8;
-    static constexpr int bytes(int rows) { return rows * PITCH * 16; }
-    scalar_t* data;
-
-    DEVICE scalar_t* at(int row, int chunk) const { return data + (row * PITCH + (chunk ^ row % 8)) * 8; }
-    // at(origin + row, 2 * step + odd), for an origin that is a multiple of 8: what a lane adds is the same for every origin
-    // and every fourth step.
-    DEVICE scalar_t* at(int origin, int row, int step, int odd) const {
-        return data + (row * PITCH + (step % 4 * 2 ^ (odd ^ row % 8))) * 8 + origin * PITCH * 8 + step / 4 * 64;
-    }
-};
-
-using rows_tile = Tile<CHUNKS>;                                // of queries, keys, and values by tokens
-using dims_tile = Tile<TOKENS / 8>;                            // PACKED: of values by head dimensions
+using rows_tile = SwizzledTile<scalar_t, CHUNKS>;      // queries, keys and values: a row for each token
+using dims_tile = SwizzledTile<scalar_t, TOKENS / 8>;  // PACKED: values: a row for each head dimension
 constexpr int QUERY_BYTES = rows_tile::bytes(TILE_ROWS);
 constexpr int KEY_BYTES = rows_tile::bytes(TOKENS);
 constexpr int VALUE_BYTES = PACKED ? dims_tile::bytes(HEAD_SIZE) : KEY_BYTES;
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
 
-// 8 elements of a cache to shared memory, as T.
-DEVICE void copy_chunk(scalar_t* to, const cache_t* from, bool there) {
+// Copies 8 elements of a cache to shared memory, as T; zeros, and nothing is read, if the elements do not exist.
+DEVICE void copy_chunk(scalar_t* to, const cache_t* from, bool exists) {
     if constexpr (IS_FP8) {
         Vec<scalar_t, 8> chunk = Vec<scalar_t, 8>::full(0.0f);
-        if (there) {
+        if (exists) {
             float x[8];
             Vec<cache_t, 8>::load(from).to_floats(x);
             chunk = Vec<scalar_t, 8>::from_floats(x);
         }
         *reinterpret_cast<uint4*>(to) = chunk.template word<8>(0);
     } else {
-        cp_async<16>(to, from, there);
+        cp_async<16>(to, from, exists);
     }
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZE]
-                 float* lse,                 // [num_heads, num_tokens]
-                 const scalar_t* query,      // [num_tokens, num_heads, HEAD_SIZE]
-                 const cache_t* key_cache,   // [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE], or PACKED
-                 const cache_t* value_cache,
-                 const table_t* block_tables,    // [num_seqs, most_tokens / BLOCK_SIZE]
-                 const length_t* seq_lens,       // [num_seqs]
-                 const starts_t* cu_seqlens_q,   // [num_seqs + 1]
-                 const float* alibi_slopes,      // [num_heads]
-                 const float* sinks,             // [num_heads]
+attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_SIZE]
+                 float* lse,                    // [num_heads, num_tokens]
+                 const scalar_t* query,         // [num_tokens, num_heads, HEAD_SIZE]
+                 const cache_t* key_cache,      // [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE], or PACKED
+                 const cache_t* value_cache,    // likewise
+                 const table_t* block_tables,   // [num_seqs, max_tokens / BLOCK_SIZE]
+                 const length_t* seq_lens,      // [num_seqs]
+                 const starts_t* cu_seqlens_q,  // [num_seqs + 1]
+                 const float* alibi_slopes,     // [num_heads]
+                 const float* sinks,            // [num_heads]
                  const float* k_scale, const float* v_scale,  // [1]
-                 int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t most_tokens, int64_t sliding_window,
+                 int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t max_tokens, int64_t sliding_window,
                  int64_t out_stride, int64_t query_stride, int64_t table_stride, int64_t table_step,
                  int64_t length_step, int64_t starts_step, int64_t key_block_stride, int64_t key_token_stride,
                  int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride,
@@ -98,56 +87,61 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
-    // Of two tiles, where the tokens' keys and then values lie in the caches, or NOWHERE; and which warps found such ones.
+    // Of two tiles: where the key of each token, and then the value of each token, lies in the caches, or NOWHERE; and
+    // which warps have met a NOWHERE.
     __shared__ int64_t places[2][2 * TOKENS];
     __shared__ bool holes[2][NUM_WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
-    // The last sequence that begins at this tile or before it. Long rows of tiles come first: they take the longest.
-    const int64_t number = int64_t(gridDim.x) - 1 - blockIdx.x;
-    const auto first_tile = [&](int64_t seq) { return int64_t(cu_seqlens_q[seq * starts_step]) * GROUP / TILE_ROWS + seq; };
+    // Binary search for the sequence of this tile: the last one that begins at this tile or before it. Tiles are taken
+    // from the last to the first: under CAUSAL the later tiles of a sequence take longer, and should not be the tail.
+    const int64_t tile_number = int64_t(gridDim.x) - 1 - blockIdx.x;
+    const auto first_tile = [&](int64_t seq) {
+        return int64_t(cu_seqlens_q[seq * starts_step]) * GROUP / TILE_ROWS + seq;
+    };
     int64_t low = 0, high = num_seqs;
     while (low < high) {
         const int64_t middle = (low + high) / 2;
-        if (first_tile(middle) <= number) low = middle + 1;
+        if (first_tile(middle) <= tile_number) low = middle + 1;
         else high = middle;
     }
     const int64_t seq = low - 1;
     if (seq < 0) return;
-    const int64_t begin = cu_seqlens_q[seq * starts_step], finish = cu_seqlens_q[(seq + 1) * starts_step];
-    if (begin < 0 || finish > num_tokens || begin >= finish) return;
-    const int64_t tile_row = (number - first_tile(seq)) * TILE_ROWS, num_rows = (finish - begin) * GROUP;
+    const int64_t first_token = cu_seqlens_q[seq * starts_step], end_token = cu_seqlens_q[(seq + 1) * starts_step];
+    if (first_token < 0 || end_token > num_tokens || first_token >= end_token) return;
+    const int64_t tile_row = (tile_number - first_tile(seq)) * TILE_ROWS, num_rows = (end_token - first_token) * GROUP;
     if (tile_row >= num_rows) return;
 
-    const int length = int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), most_tokens));
-    const int64_t context = CAUSAL ? length - (finish - begin) : int64_t(length) - 1;
+    const int length = int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+    const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
     const int kv_head = blockIdx.y;
-    // The last key of a row. (Of a row behind the last, that of the last.)
-    const auto limit_of = [&](int64_t row) {
-        return int(CAUSAL ? context + min(row, num_rows - 1) / GROUP : context);
-    };
+    // The last key that a row sees. A row that does not exist is taken for the last row.
+    const auto limit_of = [&](int64_t row) { return int(CAUSAL ? context + min(row, num_rows - 1) / GROUP : context); };
     const int last = limit_of(tile_row + TILE_ROWS - 1);
     const int64_t window = sliding_window > 0 ? sliding_window : int64_t(1) << 31;
     const int first = int(max(limit_of(tile_row) - window + 1, int64_t(0)));
 
     const rows_tile queries{reinterpret_cast<scalar_t*>(shared)};
-    const auto keys_at = [&](int stage) { return rows_tile{reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + stage * KEY_BYTES)}; };
+    const auto keys_at = [&](int stage) {
+        return rows_tile{reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + stage * KEY_BYTES)};
+    };
     const auto values_at = [&](int stage) {
         return reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + 2 * KEY_BYTES + stage * VALUE_BYTES);
     };
 
-    // Queries.
+    // The queries go to shared memory.
     for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += NUM_THREADS) {
         const int64_t row = tile_row + i / CHUNKS;
         const bool inside = row < num_rows;
-        const int64_t token = inside ? begin + row / GROUP : 0;
+        const int64_t token = inside ? first_token + row / GROUP : 0;
         const int64_t head = inside ? kv_head * GROUP + row % GROUP : 0;
         Vec<scalar_t, 8> chunk = Vec<scalar_t, 8>::full(0.0f);
         if (inside) chunk = Vec<scalar_t, 8>::load(query + token * query_stride + head * HEAD_SIZE + i % CHUNKS * 8);
         *reinterpret_cast<uint4*>(queries.at(i / CHUNKS, i % CHUNKS)) = chunk.template word<8>(0);
     }
 
-    // Each thread finds the place of one key or value of a tile, and notes it later.
+    // A thread finds the place of one key or value of a tile with place_at, and writes it to shared memory with
+    // note_place when the memory is free.
     const auto place_at = [&](int start) {
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;
@@ -170,7 +164,8 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
         for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += NUM_THREADS) {
             const int row = i / CHUNKS, chunk = i % CHUNKS, dim = chunk * 8;
             const int64_t place = places[stage][row];
-            copy_chunk(keys.at(row, chunk), keys_from + place + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim), place >= 0);
+            copy_chunk(keys.at(row, chunk), keys_from + place + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim),
+                       place >= 0);
         }
         cp_async_commit();
     };
@@ -185,7 +180,7 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
                 const int64_t place = value_places[chunk * 8];
                 if (place >= 0 && value_places[chunk * 8 + 7] >= 0) {
                     copy_chunk(run, values_from + place + dim * BLOCK_SIZE, true);
-                } else {  // what lies outside may be NaN, which no weight of zero takes away
+                } else {  // a value that is not seen becomes 0: it may be NaN, and 0 times NaN is NaN
                     for (int k = 0; k < 8; ++k) {
                         const int64_t at = value_places[chunk * 8 + k];
                         run[k] = from_float<scalar_t>(at < 0 ? 0.0f : to_float(values_from[at + dim * BLOCK_SIZE]));
@@ -203,11 +198,11 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
         cp_async_commit();
     };
 
-    float most[ROW_TILES][2], sum[ROW_TILES][2], o[ROW_TILES][STEPS * 2][4];
+    float max_logit[ROW_TILES][2], exp_sum[ROW_TILES][2], o[ROW_TILES][STEPS * 2][4];
 #pragma unroll
     for (int i = 0; i < ROW_TILES * 2; ++i) {
-        most[i / 2][i % 2] = minus_infinity();
-        sum[i / 2][i % 2] = 0.0f;
+        max_logit[i / 2][i % 2] = minus_infinity();
+        exp_sum[i / 2][i % 2] = 0.0f;
     }
 #pragma unroll
     for (int i = 0; i < ROW_TILES * STEPS * 8; ++i) o[i / (STEPS * 8)][i / 4 % (STEPS * 2)][i % 4] = 0.0f;
@@ -228,7 +223,7 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
         if (more) load_keys(stage ^ 1);
         else cp_async_commit();
 
-        // S = Q K^T: tiles of 16 rows, and TOKENS columns.
+        // S = Q K^T: ROW_TILES tiles of 16 rows, TOKENS columns.
         const rows_tile keys = keys_at(stage);
         float s[ROW_TILES][TOKENS / 8][4];
 #pragma unroll
@@ -252,10 +247,11 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
             }
         }
 
-        bool whole = start + TOKENS - 1 <= limit_of(tile_row) && start > last - window;  // every row sees every token
+        // Whether every row sees every token.
+        bool whole = start + TOKENS - 1 <= limit_of(tile_row) && start > last - window;
 #pragma unroll
         for (int w = 0; w < NUM_WARPS; ++w) whole &= !holes[stage][w];
-        // Then products are as good as logits, but for their unit.
+        // In the plain case products take the place of logits, up to the factor `unit`, which the exponential applies.
         const bool plain = whole && unit > 0.0f && !HAS_SOFTCAP && !HAS_ALIBI;
         const float factor = plain ? unit : 1.0f;
         if (!plain) {
@@ -278,7 +274,7 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
                 if (!seen) logit = minus_infinity();
             }
         }
-        uint32_t weights[ROW_TILES][TOKENS / 8][2];  // of n columns: rows g, rows g + 8
+        uint32_t probabilities[ROW_TILES][TOKENS / 8][2];  // rows g, rows g + 8
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
             float base[2], shrink[2];
@@ -289,11 +285,11 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
                 for (int i = 1; i < TOKENS / 4; ++i) larger = fmaxf(larger, s[r][i / 2][2 * half + i % 2]);
                 larger = fmaxf(larger, shfl_xor(larger, 1));
                 larger = fmaxf(larger, shfl_xor(larger, 2));
-                larger = fmaxf(most[r][half], larger * factor);
+                larger = fmaxf(max_logit[r][half], larger * factor);
                 base[half] = larger == minus_infinity() ? 0.0f : larger;
-                shrink[half] = estimate_exp2(most[r][half] - base[half]);
-                sum[r][half] *= shrink[half];
-                most[r][half] = larger;
+                shrink[half] = estimate_exp2(max_logit[r][half] - base[half]);
+                exp_sum[r][half] *= shrink[half];
+                max_logit[r][half] = larger;
             }
             if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
 #pragma unroll
@@ -304,8 +300,8 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
                 const int n = i / 2, half = i % 2;
                 const float low = estimate_exp2(fmaf(s[r][n][2 * half], factor, -base[half]));
                 const float high = estimate_exp2(fmaf(s[r][n][2 * half + 1], factor, -base[half]));
-                sum[r][half] += low + high;
-                weights[r][n][half] = pack_pair<scalar_t>(low, high);
+                exp_sum[r][half] += low + high;
+                probabilities[r][n][half] = pack_pair<scalar_t>(low, high);
             }
         }
 
@@ -329,7 +325,7 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
                 }
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
-                    const uint32_t(&low)[2] = weights[r][2 * k], (&high)[2] = weights[r][2 * k + 1];
+                    const uint32_t (&low)[2] = probabilities[r][2 * k], (&high)[2] = probabilities[r][2 * k + 1];
                     mma_m16n8k16<scalar_t>(o[r][2 * step], {low[0], low[1], high[0], high[1]}, {b[0], b[1]});
                     mma_m16n8k16<scalar_t>(o[r][2 * step + 1], {low[0], low[1], high[0], high[1]}, {b[2], b[3]});
                 }
@@ -342,27 +338,29 @@ attention_varlen(scalar_t* out,              // [num_tokens, num_heads, HEAD_SIZ
 #pragma unroll
     for (int i = 0; i < ROW_TILES * 2; ++i) {
         const int r = i / 2, half = i % 2;
-        float largest = most[r][half], all = sum[r][half];
-        all += shfl_xor(all, 1);
-        all += shfl_xor(all, 2);
+        float row_max = max_logit[r][half], row_sum = exp_sum[r][half];
+        row_sum += shfl_xor(row_sum, 1);
+        row_sum += shfl_xor(row_sum, 2);
         const int64_t row = tile_row + warp * WARP_ROWS + i * 8 + g;
         if (row >= num_rows) continue;
-        const int64_t token = begin + row / GROUP, head = kv_head * GROUP + row % GROUP;
-        float weight = 1.0f;
+        const int64_t token = first_token + row / GROUP, head = kv_head * GROUP + row % GROUP;
+        float shrink = 1.0f;
         if (HAS_SINKS) {
-            const float sink = sinks[head] * LOG2_E, larger = fmaxf(largest, sink);
-            weight = relative_exp2(largest, larger);
-            all = all * weight + relative_exp2(sink, larger);
-            largest = larger;
+            const float sink = sinks[head] * LOG2_E, larger = fmaxf(row_max, sink);
+            shrink = relative_exp2(row_max, larger);
+            row_sum = row_sum * shrink + relative_exp2(sink, larger);
+            row_max = larger;
         }
-        const float share = weight / (all + 1e-6f) * (IS_FP8 ? *v_scale : 1.0f);
+        const float factor = shrink / (row_sum + 1e-6f) * (IS_FP8 ? *v_scale : 1.0f);
         scalar_t* const to = out + token * out_stride + head * HEAD_SIZE + 2 * t;
 #pragma unroll
         for (int m = 0; m < STEPS * 2; ++m) {
             Vec<scalar_t, 2> pair;
-            store_pair<scalar_t>(pair.data, o[r][m][2 * half] * share, o[r][m][2 * half + 1] * share);
+            store_pair<scalar_t>(pair.data, o[r][m][2 * half] * factor, o[r][m][2 * half + 1] * factor);
             pair.template store<OUT_ACCESS>(to + m * 8);
         }
-        if (HAS_LSE && t == 0) lse[head * num_tokens + token] = all == 0.0f ? minus_infinity() : largest * LN_2 + logf(all);
+        if (HAS_LSE && t == 0) {
+            lse[head * num_tokens + token] = row_sum == 0.0f ? minus_infinity() : row_max * LN_2 + logf(row_sum);
+        }
     }
 }

@@ -1,33 +1,36 @@
-// convert_vertical_slash_indexes: vertical lines and diagonals of attention as blocks and columns of each row.
+// convert_vertical_slash_indexes: turns vertical lines and diagonals of sparse attention into blocks and columns of
+// each row.
 //
-// A row holds block_size_M queries. Each slash puts a range of so many keys into it; ranges that meet are one range,
-// which is cut into blocks of block_size_N keys. A vertical is a column of its own where no range has it.
+// A row is block_size_M queries. A slash (a diagonal) puts a range of block_size_M keys into each row. Ranges that
+// touch are merged, and merged ranges are cut into blocks of block_size_N keys. A vertical (one key) becomes a column
+// of its own in a row none of whose ranges holds it.
 //
-// One thread per row walks along both lists, which begin at the left end of the row; the block then writes the zeros
-// behind what its rows have found. Whatever the lists hold, every step takes an entry of one, so that a walk ends; a
-// range has no more blocks than slashes, because block_size_M is at most block_size_N, and no vertical is found twice,
-// so that nothing is written behind a row.
+// Threads: one thread per row walks along both lists, which are sorted from the left end of the row to the right. Then
+// the threads of the block write zeros behind what each of its rows has found.
 //
-// Constants
-//     NUM_THREADS   threads in the block
+// Bad input: whatever the lists hold, every step of a walk takes an entry of a list, so the walk ends. A range is cut
+// into no more blocks than it has slashes, because block_size_M <= block_size_N, and no vertical is found twice:
+// nothing is written behind the end of a row.
+//
+// Constants: none but NUM_THREADS.
 
 #include "platform.cuh"
 
-// What is found of a row: so many entries from `to` on.
+// The list that a row has found so far: `count` entries from `to` on.
 struct Found {
     int32_t* to;
     int count;
     DEVICE void add(int64_t entry) { to[count++] = int32_t(entry); }
 };
 
-// A row of the matrix: its queries begin at `start`.
+// The pattern of one row, whose first query is `start`.
 struct Pattern {
     const int32_t* verticals;
     const int32_t* slashes;
     int num_verticals, num_slashes;
     int64_t start, q_len, kv_len, block_size_M, block_size_N;
 
-    // The next vertical inside the matrix, or one behind any range.
+    // The next vertical that is a key of the sequence; behind the last one, a number larger than any range.
     DEVICE int64_t next_vertical(int& at) const {
         while (at < num_verticals) {
             const int64_t column = verticals[at++];
@@ -35,6 +38,7 @@ struct Pattern {
         }
         return int64_t(1) << 62;
     }
+    // Whether a slash is left; skips negative ones.
     DEVICE bool has_slash(int& at) const {
         while (at < num_slashes && slashes[at] < 0) ++at;
         return at < num_slashes;
@@ -46,7 +50,7 @@ struct Pattern {
         const auto range_end = [&](int64_t slash) { return base - slash > block_size_M ? base - slash : block_size_M; };
         const auto cut = [&](int64_t low, int64_t high) {
             for (; low < high && low < kv_len; low += block_size_N) {
-                if (low >= 0) blocks.add(low);  // a row of more queries than keys may begin before them
+                if (low >= 0) blocks.add(low);  // with more queries than keys, a range may begin before key 0
             }
         };
 
@@ -82,27 +86,27 @@ struct Pattern {
     }
 };
 
-DEVICE int bounded(int count, int most) { return count < 0 ? 0 : count < most ? count : most; }
+DEVICE int bounded(int count, int limit) { return count < 0 ? 0 : count < limit ? count : limit; }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-convert_vertical_slash_indexes(int32_t* block_count,                    // [batch, num_heads, num_rows]
-                               int32_t* block_offset,                   // [batch, num_heads, num_rows, num_slashes]
-                               int32_t* column_count,                   // [batch, num_heads, num_rows]
-                               int32_t* column_index,                   // [batch, num_heads, num_rows, num_verticals]
-                               const int32_t* q_seqlens,                // [batch]
-                               const int32_t* kv_seqlens,               // [batch]
-                               const int32_t* vertical_indexes,         // [batch, num_heads, num_verticals]
-                               const int32_t* slash_indexes,            // [batch, num_heads, num_slashes]
-                               const int32_t* vertical_indices_count,   // [num_heads] or null
-                               const int32_t* slash_indices_count,      // [num_heads] or null
-                               int num_heads, int num_rows, int num_verticals, int num_slashes,
-                               int block_size_M, int block_size_N, bool causal) {
+convert_vertical_slash_indexes(int32_t* block_count,                   // [batch, num_heads, num_rows]
+                               int32_t* block_offset,                  // [batch, num_heads, num_rows, num_slashes]
+                               int32_t* column_count,                  // [batch, num_heads, num_rows]
+                               int32_t* column_index,                  // [batch, num_heads, num_rows, num_verticals]
+                               const int32_t* q_seqlens,               // [batch]
+                               const int32_t* kv_seqlens,              // [batch]
+                               const int32_t* vertical_indexes,        // [batch, num_heads, num_verticals]
+                               const int32_t* slash_indexes,           // [batch, num_heads, num_slashes]
+                               const int32_t* vertical_indices_count,  // [num_heads] or null
+                               const int32_t* slash_indices_count,     // [num_heads] or null
+                               int num_heads, int num_rows, int num_verticals, int num_slashes, int block_size_M,
+                               int block_size_N, bool causal) {
     await_previous_kernel();
     __shared__ int found[2 * NUM_THREADS];
     const int batch = blockIdx.x / num_heads, head = blockIdx.x % num_heads;
     const int first_row = blockIdx.y * NUM_THREADS;
     const int row = first_row + threadIdx.x;
-    const int64_t rows = int64_t(blockIdx.x) * num_rows;  // those of the heads before
+    const int64_t rows = int64_t(blockIdx.x) * num_rows;  // rows of the heads before this one
     block_offset += rows * num_slashes;
     column_index += rows * num_verticals;
 
@@ -117,7 +121,11 @@ convert_vertical_slash_indexes(int32_t* block_count,                    // [batc
                 slash_indexes + int64_t(blockIdx.x) * num_slashes,
                 vertical_indices_count ? bounded(vertical_indices_count[head], num_verticals) : num_verticals,
                 slash_indices_count ? bounded(slash_indices_count[head], num_slashes) : num_slashes,
-                start, q_len, kv_len, block_size_M, block_size_N};
+                start,
+                q_len,
+                kv_len,
+                block_size_M,
+                block_size_N};
             pattern.convert(causal, blocks, columns);
         }
         block_count[rows + row] = found[2 * threadIdx.x] = blocks.count;

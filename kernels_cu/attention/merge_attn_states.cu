@@ -1,19 +1,19 @@
-// merge_attn_states: join the attention over two parts of the keys, by the logarithms of their sums of exponentials.
+// merge_attn_states: joins the attention over two parts of the keys, prefix and suffix, by the logarithms of their sums
+// of exponentials.
 //
 //     p, s = prefix_lse, suffix_lse,   w = exp(-|p - s|)
 //     output = T((prefix_output * a + suffix_output * b) / (1 + w)),   a, b = 1, w if p >= s else w, 1
 //     output_lse = max(p, s) + log(1 + w)
 //
-// A part with an infinite lse holds nothing: the other is copied, and of two such parts the prefix, with an lse of
-// -inf. LANES neighbouring threads, one vector each, share a row of a head.
+// A part whose lse is infinite, of either sign, is empty: the result is the other part. If both parts are empty, the
+// result is the prefix, with an lse of -inf.
+//
+// Threads: LANES neighbouring threads share one head of one token; a thread takes one vector at a time.
 //
 // Constants
 //     scalar_t      T: element type of output, prefix_output and suffix_output
 //     NUM_HEADS     heads of a token
-//     HEAD_SIZE     elements of a head
-//     VEC_SIZE      elements in one memory access; divides HEAD_SIZE
-//     HAS_LSE       false when output_lse is null
-//     NUM_THREADS   threads in the block
+//     HEAD_SIZE     elements of a head; a multiple of VEC_SIZE
 
 #include "vec.cuh"
 
@@ -21,7 +21,7 @@ constexpr int LANES = HEAD_SIZE / VEC_SIZE < NUM_THREADS ? HEAD_SIZE / VEC_SIZE 
 constexpr int BLOCK_ROWS = NUM_THREADS / LANES;
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
-// Both infinities say that there is nothing.
+// An lse of +inf means an empty part, as -inf does.
 DEVICE float without_infinity(float lse) { return fabsf(lse) > FLOAT_MAX ? -fabsf(lse) : lse; }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
@@ -48,9 +48,9 @@ merge_attn_states(scalar_t* output,               // [num_tokens, NUM_HEADS, HEA
     output += token * output_stride + head * output_head_stride;
 
     const float smaller = expf(-fabsf(p - s));
-    const float share = reciprocal_of(1.0f + smaller);
-    const float prefix_share = p >= s ? share : smaller * share, suffix_share = p >= s ? smaller * share : share;
-    // NaN is no part that holds nothing.
+    const float factor = reciprocal_of(1.0f + smaller);
+    const float prefix_factor = p >= s ? factor : smaller * factor, suffix_factor = p >= s ? smaller * factor : factor;
+    // A part whose lse is NaN is not empty.
     const bool only_prefix = s < -FLOAT_MAX && p == p, only_suffix = p < -FLOAT_MAX && s == s && !only_prefix;
 #pragma unroll
     for (int i = 0; i < ceil_div(HEAD_SIZE, LANES * VEC_SIZE); ++i) {
@@ -61,7 +61,9 @@ merge_attn_states(scalar_t* output,               // [num_tokens, NUM_HEADS, HEA
         prefix.to_floats(x);
         suffix.to_floats(y);
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) x[j] = fmaf(x[j], prefix_share, y[j] * suffix_share);  // one way, whatever the layout
+        for (int j = 0; j < VEC_SIZE; ++j) {
+            x[j] = fmaf(x[j], prefix_factor, y[j] * suffix_factor);  // an explicit fma: the same for all VEC_SIZE
+        }
         vec_t merged = vec_t::from_floats(x);
         if (only_prefix) merged = prefix;
         if (only_suffix) merged = suffix;

@@ -1,15 +1,15 @@
-// mla_decode_simt: mla_decode for what its matrix products do not serve: float32, caches of any alignment, and warps of 64
+// mla_decode_simt: mla_decode without matrix products. It serves float32, caches of any alignment, and warps of 64
 // lanes.
 //
-// A block takes one split of a sequence's tokens and one head; its warps take tokens in turn, the lanes of a warp the
-// elements of an entry, which is read once. Sums of a token's products are made by the warp.
+// Blocks: blockIdx.x counts sequences and heads, blockIdx.y counts splits (split-KV, attention.cuh). The warps of a
+// block take the tokens of the split in turn; the lanes of a warp take the elements of an entry, which is read once,
+// and sum up their products.
 //
 // Constants
-//     query_t, cache_t, out_t    types of the queries, the cache and out
-//     table_t, length_t          types of page_table and seq_lens
-//     PAGE_SIZE      slots of a page of the cache
-//     NUM_WARPS      warps of 32 lanes of the block
-//     HAS_LSE        whether lse is written
+//     query_t, cache_t, out_t    element types of the queries, the cache and out
+//     table_t, length_t          element types of page_table and seq_lens
+//     PAGE_SIZE                  slots of a page of the cache
+//     NUM_WARPS                  warps of 32 lanes of the block
 
 #include "attention.cuh"
 #include "paged.cuh"
@@ -20,24 +20,24 @@ constexpr int WARPS = NUM_WARPS * 32 / WARP_SIZE;
 constexpr int DIMS = LATENT_SIZE / WARP_SIZE, ROPE_DIMS = ROPE_SIZE / WARP_SIZE;  // elements of a lane
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 1)
-mla_decode_simt(out_t* out,                    // [num_seqs, num_heads, LATENT_SIZE]
-                float* lse,                    // [num_seqs, num_heads]
-                float* tmp_out,                // [num_seqs, num_heads, most_splits, LATENT_SIZE]
-                float* max_logits,             // [num_seqs, num_heads, most_splits]
-                float* exp_sums,               // [num_seqs, num_heads, most_splits]
-                const query_t* q_nope,         // [num_seqs, num_heads, LATENT_SIZE]
-                const query_t* q_pe,           // [num_seqs, num_heads, ROPE_SIZE]
+mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LATENT_SIZE]
+                float* lse,                          // [num_seqs, num_heads]
+                float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
+                float* max_logits,                   // [num_seqs, num_heads, max_splits]
+                float* exp_sums,                     // [num_seqs, num_heads, max_splits]
+                const query_t* q_nope,               // [num_seqs, num_heads, LATENT_SIZE]
+                const query_t* q_pe,                 // [num_seqs, num_heads, ROPE_SIZE]
                 const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, LATENT_SIZE + ROPE_SIZE]
-                const length_t* seq_lens,      // [num_seqs]
-                const table_t* page_table,     // [num_seqs, most_pages]
-                int64_t num_heads, int64_t num_pages, int64_t most_pages, int64_t most_tokens, int64_t most_splits,
-                int64_t least_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
+                const length_t* seq_lens,            // [num_seqs]
+                const table_t* page_table,           // [num_seqs, max_pages]
+                int64_t num_heads, int64_t num_pages, int64_t max_pages, int64_t max_tokens, int64_t max_splits,
+                int64_t min_split, int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
                 int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
                 int64_t table_step, int64_t length_step, float scale) {
     await_previous_kernel();
     const int64_t seq = blockIdx.x / uint32_t(num_heads), head = blockIdx.x % uint32_t(num_heads);
     const int split = blockIdx.y, warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-    const Splits splits(seq_lens[seq * length_step], most_tokens, 0, 0, int(most_splits), int(least_split));
+    const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split));
     const bool direct = splits.count <= 1;
     if (!splits.exists(split) && !(direct && split == 0)) return;
 
@@ -54,10 +54,10 @@ mla_decode_simt(out_t* out,                    // [num_seqs, num_heads, LATENT_S
     }
 
     const Pages<PAGE_SIZE> pages{num_pages, page_stride, slot_stride};
-    float most = minus_infinity(), sum = 0.0f;
+    float max_logit = minus_infinity(), exp_sum = 0.0f;
     const int end = splits.end(split);
     for (int token = splits.begin(split) + warp; token < end; token += WARPS) {
-        const int64_t at = pages.at_position(token, page_table + seq * table_stride, most_pages, table_step);
+        const int64_t at = pages.at_position(token, page_table + seq * table_stride, max_pages, table_step);
         if (at == NOWHERE) continue;
         float entry[DIMS + ROPE_DIMS], logit = 0.0f;
 #pragma unroll
@@ -66,21 +66,23 @@ mla_decode_simt(out_t* out,                    // [num_seqs, num_heads, LATENT_S
             logit = fmaf(q[i], entry[i], logit);
         }
         logit = lane_reduce<Sum, WARP_SIZE>(logit) * (scale * LOG2_E);
-        const float larger = fmaxf(most, logit), shrink = relative_exp2(most, larger), weight = relative_exp2(logit, larger);
-        most = larger;
-        sum = fmaf(sum, shrink, weight);
+        const float larger = fmaxf(max_logit, logit), shrink = relative_exp2(max_logit, larger);
+        const float probability = relative_exp2(logit, larger);
+        max_logit = larger;
+        exp_sum = fmaf(exp_sum, shrink, probability);
 #pragma unroll
-        for (int i = 0; i < DIMS; ++i) o[i] = fmaf(o[i], shrink, weight * entry[i]);
+        for (int i = 0; i < DIMS; ++i) o[i] = fmaf(o[i], shrink, probability * entry[i]);
     }
 
-    __shared__ float warp_most[NUM_WARPS];
+    __shared__ float warp_max[NUM_WARPS];
     __shared__ float warp_sum[NUM_WARPS];
     __shared__ float total[LATENT_SIZE];
-    join_warps<WARPS>(o, most, sum, warp_most, warp_sum, total, [&](int i) { return element_of(i); });
+    join_warps<WARPS>(o, max_logit, exp_sum, warp_max, warp_sum, total, [&](int i) { return element_of(i); });
     if (warp == 0) {
-        const int64_t row = seq * num_heads + head, at = row * most_splits + split;
-        write_result<WARP_SIZE, LATENT_SIZE, 0, false, HAS_LSE>([&](int i, int) { return total[i]; }, most, sum, 1.0f, direct, nullptr,
-                                                     out + seq * out_stride + head * LATENT_SIZE, lse + row,
-                                                     tmp_out + at * LATENT_SIZE, max_logits + at, exp_sums + at);
+        const int64_t row = seq * num_heads + head, part = row * max_splits + split;
+        write_result<WARP_SIZE, LATENT_SIZE, 0, false, HAS_LSE>(
+            [&](int i, int) { return total[i]; }, max_logit, exp_sum, 1.0f, direct, nullptr,
+            out + seq * out_stride + head * LATENT_SIZE, lse + row, tmp_out + part * LATENT_SIZE, max_logits + part,
+            exp_sums + part);
     }
 }

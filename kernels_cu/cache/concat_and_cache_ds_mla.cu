@@ -1,18 +1,19 @@
-// concat_and_cache_ds_mla: write a token's latent, quantised, and its rotary key into a 656-byte entry of a paged cache.
+// concat_and_cache_ds_mla: writes a token's latent vector, quantised, and its rotary key into a 656-byte entry of a
+// paged cache.
 //
 //     kv_cache[block, offset] = [512 codes, four float32 scales s, 64 elements of k_pe]
-//     s[i] = max(max |x| / 448, 2^-126) over the tile x of 128 elements i of kv_c; code = e4m3(x / s); NaN has no part in max
+//     s[i] = max(max |x| / 448, 2^-126),   code = e4m3(x / s)
+//     for tile i of 128 elements x of kv_c; NaN is ignored in the maximum
 //     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE); a slot that does not exist is skipped
 //
-// 64 threads for each token, 8 elements for each: 16 lanes share a tile, and the first 8 copy the rotary key.
+// Threads: 64 threads for each token, 8 elements for each thread. 16 lanes share a tile; the first 8 threads copy the
+// rotary key.
 //
 // Constants
 //     scalar_t      element type of kv_c and k_pe, of two bytes
 //     slot_t        element type of slot_mapping
-//     BLOCK_SIZE    slots of a cache block
 //     ACCESS_SIZE   elements of kv_c and k_pe in one memory access
 //     ENTRY_ACCESS  bytes of an entry in one memory access
-//     NUM_THREADS   threads in the block
 
 #include "cache.cuh"
 #include "paged.cuh"
@@ -27,12 +28,12 @@ constexpr int CODE_ACCESS = ENTRY_ACCESS < 8 ? ENTRY_ACCESS : 8, SCALE_ACCESS = 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-concat_and_cache_ds_mla(const scalar_t* kv_c,          // [num_tokens, 512]
-                        const scalar_t* k_pe,          // [num_tokens, 64]
-                        uint8_t* kv_cache,             // [num_blocks, BLOCK_SIZE, 656]
-                        const slot_t* slot_mapping,    // [num_tokens]
-                        int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride,
-                        int64_t kv_c_stride, int64_t k_pe_stride, int64_t block_stride, int64_t slot_stride) {
+concat_and_cache_ds_mla(const scalar_t* kv_c,        // [num_tokens, 512]
+                        const scalar_t* k_pe,        // [num_tokens, 64]
+                        uint8_t* kv_cache,           // [num_blocks, BLOCK_SIZE, 656]
+                        const slot_t* slot_mapping,  // [num_tokens]
+                        int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride, int64_t kv_c_stride,
+                        int64_t k_pe_stride, int64_t block_stride, int64_t slot_stride) {
     await_previous_kernel();
     const int64_t token = int64_t(blockIdx.x) * (NUM_THREADS / TOKEN_THREADS) + threadIdx.x / TOKEN_THREADS;
     const int thread = threadIdx.x % TOKEN_THREADS, element = thread * VEC_SIZE;
@@ -45,9 +46,9 @@ concat_and_cache_ds_mla(const scalar_t* kv_c,          // [num_tokens, 512]
         if (element < ROPE_SIZE) rope = vec_t::load<ACCESS_SIZE>(k_pe + token * k_pe_stride + element);
     }
     constexpr float largest = Codes<fp8_e4m3_t>::largest;
-    const float most = lane_reduce<Max, TILE_SIZE / VEC_SIZE>(x.absmax());
+    const float absmax = lane_reduce<Max, TILE_SIZE / VEC_SIZE>(x.absmax());
     if (at == NOWHERE) return;
-    const float scale = fmaxf(ieee_divide(most, largest), 0x1p-126f);
+    const float scale = fmaxf(ieee_divide(absmax, largest), 0x1p-126f);
 
     uint8_t* entry = kv_cache + at;
     Vec<uint8_t, 8> codes;

@@ -1,13 +1,18 @@
-// concat_and_cache_mla_rope_fused: rotate queries and keys in place, then write latent and key into one slot of a paged cache.
+// concat_and_cache_mla_rope_fused: rotates queries and keys in place, then writes latent vector and key into a slot of
+// a paged cache.
 //
-//     x' = T(T(x * cos) - T(y * sin)), y' = T(T(y * cos) + T(x * sin))     the angles: row positions[t] of cos_sin_cache
-//     for the pairs (j, j + ROPE_SIZE / 2) if IS_NEOX, else (2j, 2j + 1), of every head of q_pe and of k_pe
-//     kv_cache[block, offset] = [kv_c[t], rotated k_pe[t]]                 fp8: the codes of x / scale
+//     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
+//     for the pairs (j, j + ROPE_SIZE / 2) if IS_NEOX, else (2j, 2j + 1), of every head of q_pe and of k_pe; the angles
+//     are row positions[t] of cos_sin_cache
+//     kv_cache[block, offset] = [kv_c[t], rotated k_pe[t]]                   fp8: the codes of x / scale
 //     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
 //
-// A token without a position in the table is left as it is; of one without a slot, only the queries are rotated.
-// blockIdx.x counts tokens, blockIdx.y parts of a token's work, in which a thread has up to ROUNDS items: VEC_SIZE pairs of
-// a query head, of the key, or a vector of the latent.
+// A token whose position is not in the table is left as it is. For a token without an existing slot, only queries are
+// rotated.
+//
+// Threads: blockIdx.x counts tokens, blockIdx.y parts of a token's work. A thread takes up to ROUNDS items of the
+// token. An item is VEC_SIZE pairs of a query head, VEC_SIZE pairs of the key, or VEC_SIZE elements of the latent
+// vector.
 //
 // Constants
 //     scalar_t      T: element type of q_pe, k_pe, kv_c and cos_sin_cache
@@ -17,11 +22,9 @@
 //     NUM_HEADS     query heads
 //     ROPE_SIZE     elements of a head of q_pe and of k_pe
 //     LATENT_SIZE   elements of kv_c
-//     BLOCK_SIZE    slots of a cache block
 //     IS_NEOX       which elements make a pair
-//     VEC_SIZE      elements in one memory access; divides ROPE_SIZE / 2 and LATENT_SIZE
+//     VEC_SIZE      divides ROPE_SIZE / 2 and LATENT_SIZE
 //     ROUNDS        items of a thread
-//     NUM_THREADS   threads in the block
 
 #include "cache.cuh"
 #include "paged.cuh"
@@ -34,13 +37,14 @@ constexpr int ITEMS = QUERY_ITEMS + HEAD_ITEMS + LATENT_SIZE / VEC_SIZE;
 static_assert(ROPE_SIZE % (2 * VEC_SIZE) == 0 && LATENT_SIZE % VEC_SIZE == 0);
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
-// Two vectors that hold VEC_SIZE pairs as they lie in memory, from offsets first() and second() of a head.
-struct Turned {
+// VEC_SIZE pairs of a head as they lie in memory: vector a at offset first(item) of the head, vector b at offset
+// second(item).
+struct PairVectors {
     vec_t a, b;
     static DEVICE int first(int item) { return IS_NEOX ? item * VEC_SIZE : 2 * item * VEC_SIZE; }
     static DEVICE int second(int item) { return IS_NEOX ? HALF + item * VEC_SIZE : (2 * item + 1) * VEC_SIZE; }
 
-    // Element i of all the pairs' elements in order.
+    // Element i of both vectors, a before b.
     DEVICE scalar_t& at(int i) { return i < VEC_SIZE ? a.data[i] : b.data[i - VEC_SIZE]; }
 
     DEVICE void rotate(const vec_t& cosine, const vec_t& sine) {
@@ -67,14 +71,14 @@ struct Turned {
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-concat_and_cache_mla_rope_fused(const position_t* positions,       // [num_tokens]
-                                scalar_t* q_pe,                    // [num_tokens, NUM_HEADS, ROPE_SIZE]
-                                scalar_t* k_pe,                    // [num_tokens, ROPE_SIZE]
-                                const scalar_t* kv_c,              // [num_tokens, LATENT_SIZE]
-                                const scalar_t* cos_sin_cache,     // [max_position, ROPE_SIZE]
-                                const slot_t* slot_mapping,        // [num_tokens]
-                                cache_t* kv_cache,                 // [num_blocks, BLOCK_SIZE, LATENT_SIZE + ROPE_SIZE]
-                                const float* kv_cache_scale,       // one element
+concat_and_cache_mla_rope_fused(const position_t* positions,    // [num_tokens]
+                                scalar_t* q_pe,                 // [num_tokens, NUM_HEADS, ROPE_SIZE]
+                                scalar_t* k_pe,                 // [num_tokens, ROPE_SIZE]
+                                const scalar_t* kv_c,           // [num_tokens, LATENT_SIZE]
+                                const scalar_t* cos_sin_cache,  // [max_position, ROPE_SIZE]
+                                const slot_t* slot_mapping,     // [num_tokens]
+                                cache_t* kv_cache,              // [num_blocks, BLOCK_SIZE, LATENT_SIZE + ROPE_SIZE]
+                                const float* kv_cache_scale,    // one element
                                 int64_t num_blocks, int64_t max_position, int64_t positions_stride,
                                 int64_t slot_mapping_stride, int64_t q_stride, int64_t q_head_stride, int64_t k_stride,
                                 int64_t kv_c_stride, int64_t block_stride, int64_t slot_stride) {
@@ -86,7 +90,9 @@ concat_and_cache_mla_rope_fused(const position_t* positions,       // [num_token
     const int64_t entry = pages.at_slot(slot_mapping[token * slot_mapping_stride]);
     const scalar_t* angles = cos_sin_cache + position * ROPE_SIZE;
     const Quotient over_scale(is_same<cache_t, scalar_t> ? 1.0f : *kv_cache_scale);
-    const auto keep = [&](const vec_t& x, int element) { encode<cache_t>(x, over_scale).store(kv_cache + entry + element); };
+    const auto keep = [&](const vec_t& x, int element) {
+        encode<cache_t>(x, over_scale).store(kv_cache + entry + element);
+    };
 
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
@@ -95,14 +101,16 @@ concat_and_cache_mla_rope_fused(const position_t* positions,       // [num_token
             const bool is_query = item < QUERY_ITEMS;
             if (!is_query && entry == NOWHERE) continue;
             const int part = item % HEAD_ITEMS;
-            scalar_t* head = is_query ? q_pe + token * q_stride + item / HEAD_ITEMS * q_head_stride : k_pe + token * k_stride;
-            Turned pairs{vec_t::load(head + Turned::first(part)), vec_t::load(head + Turned::second(part))};
+            scalar_t* head =
+                is_query ? q_pe + token * q_stride + item / HEAD_ITEMS * q_head_stride : k_pe + token * k_stride;
+            PairVectors pairs{vec_t::load(head + PairVectors::first(part)),
+                              vec_t::load(head + PairVectors::second(part))};
             pairs.rotate(vec_t::load(angles + part * VEC_SIZE), vec_t::load(angles + HALF + part * VEC_SIZE));
-            pairs.a.store(head + Turned::first(part));
-            pairs.b.store(head + Turned::second(part));
+            pairs.a.store(head + PairVectors::first(part));
+            pairs.b.store(head + PairVectors::second(part));
             if (!is_query) {
-                keep(pairs.a, LATENT_SIZE + Turned::first(part));
-                keep(pairs.b, LATENT_SIZE + Turned::second(part));
+                keep(pairs.a, LATENT_SIZE + PairVectors::first(part));
+                keep(pairs.b, LATENT_SIZE + PairVectors::second(part));
             }
         } else if (item < ITEMS && entry != NOWHERE) {
             const int element = (item - QUERY_ITEMS - HEAD_ITEMS) * VEC_SIZE;

@@ -1,23 +1,23 @@
-// copy_blocks: copy whole blocks of a layer's caches onto others.
+// copy_blocks: copies whole blocks of a layer's caches onto other blocks.
 //
-//     key_cache[block_mapping[i, 1]] = key_cache[block_mapping[i, 0]]     value_cache likewise; pairs out of range are skipped
+//     key_cache[block_mapping[i, 1]] = key_cache[block_mapping[i, 0]]
+//     value_cache likewise; pairs out of range are skipped
 //
-// blockIdx.x counts pairs and, within a pair, chunks of NUM_THREADS * BATCH vectors; blockIdx.y is 0 for keys, 1 for values.
+// Threads: blockIdx.x counts pairs and, within a pair, chunks of NUM_THREADS * BATCH vectors. blockIdx.y is 0 for keys,
+// 1 for values.
 //
 // Constants
 //     map_t         element type of block_mapping
-//     VEC_SIZE      bytes in one memory access; divides block_bytes
-//     BATCH         vectors that a thread reads before it writes one
-//     NUM_THREADS   threads in the block
+//     VEC_SIZE      bytes, not elements, in one memory access; divides block_bytes
 
 #include "cache.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-copy_blocks(uint8_t* key_cache,            // [num_blocks, block_bytes]
-            uint8_t* value_cache,          // [num_blocks, block_bytes]
-            const map_t* block_mapping,    // [num_pairs, 2]
-            int64_t num_blocks, int64_t block_bytes, int64_t key_stride, int64_t value_stride,
-            int64_t map_stride, int64_t map_column_stride, int chunks) {
+copy_blocks(uint8_t* key_cache,          // [num_blocks, block_bytes]
+            uint8_t* value_cache,        // [num_blocks, block_bytes]
+            const map_t* block_mapping,  // [num_pairs, 2]
+            int64_t num_blocks, int64_t block_bytes, int64_t key_stride, int64_t value_stride, int64_t map_stride,
+            int64_t map_column_stride, int chunks) {
     await_previous_kernel();
     const int64_t pair = blockIdx.x / unsigned(chunks);
     const int64_t source = block_mapping[pair * map_stride];

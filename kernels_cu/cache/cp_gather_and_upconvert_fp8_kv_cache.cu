@@ -1,40 +1,43 @@
-// cp_gather_and_upconvert_fp8_kv_cache: copy the 656-byte entries of sequences from a paged cache as bfloat16 rows.
+// cp_gather_and_upconvert_fp8_kv_cache: copies the 656-byte entries of sequences from a paged cache to rows of
+// bfloat16.
 //
 //     dst[t, i] = bf16(code[i] * scale[i / 128])             i < 512: e4m3 codes, then four float32 scales
-//     dst[t, 512 + i] = rope[i]                              i < 64: bfloat16 as it is
-//     of the entry src_cache[block_table[b, j / BLOCK_SIZE], j % BLOCK_SIZE], where t = workspace_starts[b] + j and
+//     dst[t, 512 + i] = rope[i]                              i < 64: bfloat16, unchanged
+//     from the entry src_cache[block_table[b, j / BLOCK_SIZE], j % BLOCK_SIZE], where t = workspace_starts[b] + j and
 //     0 <= j < seq_lens[b]
 //
-// A group of 32 threads, one warp's width, takes ROWS neighbouring rows of dst. All look for the sequences that have some of
-// them, then one lane for each row finds its entry. Of a row each lane converts twice 8 codes, 256 apart, so that a store of
-// the group is one whole piece of the row; eight lanes for each row copy the rope. All of ROWS rows is read before any is
-// written. A row without a sequence, or whose entry does not exist, is left.
+// A row without a sequence, or whose entry does not exist, is left as it is.
+//
+// Threads: a group of 32 threads takes ROWS neighbouring rows of dst.
+// 1. All lanes search for the sequences of these rows, then one lane per row finds the row's entry.
+// 2. Each lane loads, for each row, two vectors of 8 codes that lie 256 codes apart: each store of the group covers one
+//    contiguous piece of the row. Eight lanes per row load the rope.
+// 3. Stores begin when all loads have been issued.
 //
 // Constants
 //     table_t       element type of block_table
 //     lens_t        element type of seq_lens
 //     starts_t      element type of workspace_starts
-//     BLOCK_SIZE    slots of a cache block
 //     ACCESS_SIZE   bytes of an entry in one memory access
 //     DST_ACCESS    elements of dst in one memory access
 //     ROWS          rows of a group: 1, 2 or 4
-//     NUM_THREADS   threads in the block
 
 #include "cache.cuh"
 #include "paged.cuh"
 
 constexpr int LANES = 32;
 constexpr int LATENT_SIZE = 512;
-constexpr int TILE_SIZE = 128;  // elements under one scale
+constexpr int TILE_SIZE = 128;                                                           // elements under one scale
 constexpr int SCALES = LATENT_SIZE, ROPE = LATENT_SIZE + 4 * (LATENT_SIZE / TILE_SIZE);  // bytes from the entry's start
 constexpr int HALF = LATENT_SIZE / 2;  // elements between the two vectors of a lane
 constexpr int VEC_SIZE = HALF / LANES;
-constexpr int ROPE_LANES = 8;  // that copy 16 bytes each
+constexpr int ROPE_LANES = 8;  // lanes that copy 16 bytes of the rope each
 constexpr int CODE_ACCESS = ACCESS_SIZE < VEC_SIZE ? ACCESS_SIZE : VEC_SIZE;
 constexpr int SCALE_ACCESS = ACCESS_SIZE < 4 ? ACCESS_SIZE : 4;
 static_assert(ROWS * ROPE_LANES <= LANES);
 
-// The lines of starts, lengths and the table that have the block's number: the first byte of an entry waits for all three.
+// Each block prefetches the line with its own number of the starts, the lengths and the table. The first byte of an
+// entry waits for all three.
 DEVICE void prefetch_indices(const table_t* block_table, const lens_t* seq_lens, const starts_t* workspace_starts,
                              int64_t batch_size, int64_t max_blocks, int64_t table_stride, int64_t table_entry_stride,
                              int64_t lens_stride, int64_t starts_stride) {
@@ -44,21 +47,21 @@ DEVICE void prefetch_indices(const table_t* block_table, const lens_t* seq_lens,
     prefetch_part(block_table, (batch_size - 1) * table_stride + (max_blocks - 1) * table_entry_stride, blockIdx.x);
 }
 
-// The lanes of the caller's group that say so, a bit for each. Every lane of the warp takes part.
+// A bit for each lane of the caller's group: its predicate. Every lane of the warp takes part.
 DEVICE uint32_t ballot_of_group(bool predicate) {
     return uint32_t(ballot(predicate) >> (threadIdx.x % WARP_SIZE / LANES * LANES));
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num_blocks, BLOCK_SIZE, 656]
-                                     bf16_t* dst,                        // [num_rows, 576]
-                                     const table_t* block_table,         // [batch_size, max_blocks]
-                                     const lens_t* seq_lens,             // [batch_size]
-                                     const starts_t* workspace_starts,   // [batch_size]
+cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_blocks, BLOCK_SIZE, 656]
+                                     bf16_t* dst,                       // [num_rows, 576]
+                                     const table_t* block_table,        // [batch_size, max_blocks]
+                                     const lens_t* seq_lens,            // [batch_size]
+                                     const starts_t* workspace_starts,  // [batch_size]
                                      int64_t num_rows, int64_t batch_size, int64_t num_blocks, int64_t max_blocks,
                                      int64_t block_stride, int64_t slot_stride, int64_t dst_stride,
-                                     int64_t table_stride, int64_t table_entry_stride,
-                                     int64_t lens_stride, int64_t starts_stride) {
+                                     int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride,
+                                     int64_t starts_stride) {
     prefetch_indices(block_table, seq_lens, workspace_starts, batch_size, max_blocks, table_stride, table_entry_stride,
                      lens_stride, starts_stride);
     await_previous_kernel();
@@ -66,7 +69,7 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num
     const int64_t first = (int64_t(blockIdx.x) * (NUM_THREADS / LANES) + threadIdx.x / LANES) * ROWS;
     const int64_t end = min(first + ROWS, num_rows);
 
-    // The first sequence that has row first + lane, and the row's position in it.
+    // The first sequence that has row first + lane, and the position of the row in this sequence.
     const int64_t row = first + lane;
     int64_t sequence = batch_size, position = 0;
 #pragma unroll 1
@@ -90,7 +93,8 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num
         at = pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);
     }
 
-    // Where there is no entry, one that exists is read in vain: a load under a condition would be issued later.
+    // A row without an entry loads an existing entry and does not use it: a load behind a condition would be issued
+    // late.
     const uint32_t found = ballot_of_group(at != NOWHERE);
     at = max(at, int64_t(0));
     Vec<fp8_e4m3_t, VEC_SIZE> codes[ROWS][2];
@@ -101,12 +105,14 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int element = half * HALF + lane * VEC_SIZE;
-            codes[i][half].word<VEC_SIZE>(0) = Vec<uint8_t, VEC_SIZE>::load<CODE_ACCESS>(entry + element).word<VEC_SIZE>(0);
+            codes[i][half].word<VEC_SIZE>(0) =
+                Vec<uint8_t, VEC_SIZE>::load<CODE_ACCESS>(entry + element).word<VEC_SIZE>(0);
             scales[i][half] = load_float<SCALE_ACCESS>(entry + SCALES + element / TILE_SIZE * 4);
         }
     }
     const int rope_row = lane / ROPE_LANES, rope_lane = lane % ROPE_LANES;
-    const auto rope = Vec<uint8_t, 16>::load<ACCESS_SIZE>(src_cache + shfl<LANES>(at, rope_row) + ROPE + rope_lane * 16);
+    const auto rope =
+        Vec<uint8_t, 16>::load<ACCESS_SIZE>(src_cache + shfl<LANES>(at, rope_row) + ROPE + rope_lane * 16);
     keep_loads_of_warp();
 
     dst += first * dst_stride;
@@ -120,8 +126,8 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,           // [num
         }
     }
     if (found >> rope_row & 1) {
-        Vec<bf16_t, 8> kept;
-        kept.word<8>(0) = rope.word<16>(0);
-        kept.store<DST_ACCESS>(dst + rope_row * dst_stride + LATENT_SIZE + rope_lane * 8);
+        Vec<bf16_t, 8> elements;
+        elements.word<8>(0) = rope.word<16>(0);
+        elements.store<DST_ACCESS>(dst + rope_row * dst_stride + LATENT_SIZE + rope_lane * 8);
     }
 }

@@ -1,23 +1,22 @@
-// cp_gather_indexer_k_quant_cache: copy the quantised keys and scales of sequences from the indexer's cache.
+// cp_gather_indexer_k_quant_cache: copies the quantised keys and scales of sequences from the indexer's paged cache.
 //
 //     dst_k[t] = K[offset], dst_scale[t] = S[offset]         of the cache block block_table[b, j / BLOCK_SIZE]
 //     where b is the sequence of row t, j = t - cu_seq_lens[b], offset = j % BLOCK_SIZE
 //
-// A cache block holds the codes K of all its slots, then the scales S of all its slots. A row without a sequence, or whose
-// entry does not exist, is left as it is. A block takes TOKENS rows: a thread for each finds its entry, then all share the
-// vectors and read a BATCH of them before they write one.
+// A cache block holds the codes K of all its slots, then the scales S of all its slots. A row without a sequence, or
+// whose entry does not exist, is left as it is.
+//
+// Threads: a block takes TOKENS rows. One thread per row finds the row's entry; then all threads share the vectors, and
+// a thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
 //
 // Constants
 //     table_t         element type of block_table
 //     lens_t          element type of cu_seq_lens
 //     HEAD_SIZE       bytes of a key
 //     SCALE_SIZE      bytes of a key's scales
-//     BLOCK_SIZE      slots of a cache block
 //     VEC_SIZE        bytes of a key in one memory access; divides HEAD_SIZE
 //     SCALE_VEC       bytes of scales in one memory access; divides SCALE_SIZE
-//     TOKENS          rows of a thread block
-//     BATCH           vectors that a thread reads before it writes one
-//     NUM_THREADS     threads in the block; at least TOKENS
+//     TOKENS          rows of a thread block; at most NUM_THREADS
 
 #include "cache.cuh"
 #include "paged.cuh"
@@ -26,20 +25,22 @@ constexpr int HEAD_VECS = HEAD_SIZE / VEC_SIZE;
 constexpr int SCALE_VECS = SCALE_SIZE / SCALE_VEC;
 static_assert(HEAD_SIZE % VEC_SIZE == 0 && SCALE_SIZE % SCALE_VEC == 0 && TOKENS <= NUM_THREADS);
 
-// The lines of lengths and the table that have the block's number, for which the first byte of a key waits.
-DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, int64_t num_seqs, int64_t max_blocks,
-                             int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride) {
+// Each block prefetches the line with its own number of the lengths and the table. The first byte of a key waits for
+// both.
+DEVICE void
+prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, int64_t num_seqs, int64_t max_blocks,
+                 int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride) {
     if (threadIdx.x) return;
     prefetch_part(cu_seq_lens, num_seqs * lens_stride, blockIdx.x);
     prefetch_part(block_table, (num_seqs - 1) * table_stride + (max_blocks - 1) * table_entry_stride, blockIdx.x);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,       // [num_blocks, BLOCK_SIZE, HEAD_SIZE + SCALE_SIZE]
-                                uint8_t* dst_k,                // [num_rows, HEAD_SIZE]
-                                uint8_t* dst_scale,            // [num_rows, SCALE_SIZE]
-                                const table_t* block_table,    // [num_seqs, max_blocks]
-                                const lens_t* cu_seq_lens,     // [num_seqs + 1]
+cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,     // [num_blocks, BLOCK_SIZE, HEAD_SIZE + SCALE_SIZE]
+                                uint8_t* dst_k,              // [num_rows, HEAD_SIZE]
+                                uint8_t* dst_scale,          // [num_rows, SCALE_SIZE]
+                                const table_t* block_table,  // [num_seqs, max_blocks]
+                                const lens_t* cu_seq_lens,   // [num_seqs + 1]
                                 int64_t num_rows, int64_t num_seqs, int64_t num_blocks, int64_t max_blocks,
                                 int64_t block_stride, int64_t dst_k_stride, int64_t dst_scale_stride,
                                 int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride) {
@@ -57,8 +58,11 @@ cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,       // [num_blocks, B
             const int64_t begin = sequence < num_seqs ? int64_t(cu_seq_lens[sequence * lens_stride]) : -1;
             if (begin >= 0 && begin <= row) {
                 position = row - begin;
-                const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, 0};  // the codes and the scales have strides of their own
-                block = pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);
+                // A slot stride of 0 gives the place of the block: codes and scales have their own strides between
+                // slots.
+                const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, 0};
+                block =
+                    pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);
             }
         }
         blocks[threadIdx.x] = block;
@@ -72,23 +76,24 @@ cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,       // [num_blocks, B
     };
     each_piece<NUM_THREADS, TOKENS, HEAD_VECS + SCALE_VECS, BATCH>(
         [&](int row, int piece) {
-            Piece held;
-            const uint8_t* block = kv_cache + max(blocks[row], int64_t(0));  // if there is none, one that exists is read in vain
+            Piece loaded;
+            // A row without an entry loads an existing entry and does not use it.
+            const uint8_t* block = kv_cache + max(blocks[row], int64_t(0));
             if (piece < HEAD_VECS) {
-                held.keys = load_words<VEC_SIZE>(block + offsets[row] * HEAD_SIZE + piece * VEC_SIZE);
+                loaded.keys = load_words<VEC_SIZE>(block + offsets[row] * HEAD_SIZE + piece * VEC_SIZE);
             } else {
                 const uint8_t* scales = block + BLOCK_SIZE * HEAD_SIZE + offsets[row] * SCALE_SIZE;
-                held.scales = load_words<SCALE_VEC>(scales + (piece - HEAD_VECS) * SCALE_VEC);
+                loaded.scales = load_words<SCALE_VEC>(scales + (piece - HEAD_VECS) * SCALE_VEC);
             }
-            return held;
+            return loaded;
         },
-        [&](int row, int piece, const Piece& held) {
+        [&](int row, int piece, const Piece& loaded) {
             if (blocks[row] == NOWHERE) return;
             if (piece < HEAD_VECS) {
-                store_words<VEC_SIZE>(dst_k + (first + row) * dst_k_stride + piece * VEC_SIZE, held.keys);
+                store_words<VEC_SIZE>(dst_k + (first + row) * dst_k_stride + piece * VEC_SIZE, loaded.keys);
             } else {
                 uint8_t* scales = dst_scale + (first + row) * dst_scale_stride;
-                store_words<SCALE_VEC>(scales + (piece - HEAD_VECS) * SCALE_VEC, held.scales);
+                store_words<SCALE_VEC>(scales + (piece - HEAD_VECS) * SCALE_VEC, loaded.scales);
             }
         });
 }

@@ -1,11 +1,13 @@
-// gather_cache: copy the entries of sequences from a paged cache to rows that follow each other.
+// gather_cache: copies the entries of sequences from a paged cache to consecutive rows.
 //
 //     dst[t] = src_cache[block, offset]                      or codes * scale, in float32, rounded once
 //     where b is the sequence of row t, p = t - cu_seq_lens[b] + seq_starts[b],
 //           block = block_table[b, p / BLOCK_SIZE], offset = p % BLOCK_SIZE
 //
-// A row without a sequence, or whose entry does not exist, is left as it is. A block takes TOKENS rows: a thread for each
-// finds its entry, then all share the vectors and read a BATCH of them before they write one.
+// A row without a sequence, or whose entry does not exist, is left as it is.
+//
+// Threads: a block takes TOKENS rows. One thread per row finds the row's entry; then all threads share the vectors, and
+// a thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
 //
 // Constants
 //     scalar_t        element type of dst
@@ -14,27 +16,22 @@
 //     lens_t          element type of cu_seq_lens
 //     owner_t         element type of token_to_seq
 //     starts_t        element type of seq_starts
-//     ENTRY_SIZE      elements of an entry
-//     BLOCK_SIZE      slots of a cache block
-//     HAS_OWNER       token_to_seq names the sequence of a row; else it is searched in cu_seq_lens
-//     HAS_STARTS      false when seq_starts is null
-//     VEC_SIZE        elements in one memory access; divides ENTRY_SIZE
-//     TOKENS          rows of a thread block
-//     BATCH           vectors that a thread reads before it writes one
-//     NUM_THREADS     threads in the block; at least TOKENS
+//     ENTRY_SIZE      elements of an entry; a multiple of VEC_SIZE
+//     HAS_OWNER       token_to_seq names the sequence of a row; else the sequence is searched in cu_seq_lens
+//     TOKENS          rows of a thread block; at most NUM_THREADS
 
 #include "cache.cuh"
 #include "paged.cuh"
 
 static_assert(ENTRY_SIZE % VEC_SIZE == 0 && TOKENS <= NUM_THREADS);
 
-// Three or four loads wait for each other before the first byte of an entry moves. Here their lines are asked for: of each array
-// the line that has the block's number, so that the first blocks ask for what later ones need.
+// Each block prefetches the line with its own number of each index array: the first blocks fetch what later blocks
+// need. Three or four of these loads depend on each other before the first byte of an entry moves.
 DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, const owner_t* token_to_seq,
                              const starts_t* seq_starts, int64_t num_rows, int64_t num_seqs, int64_t max_blocks,
-                             int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride, int64_t owner_stride,
-                             int64_t starts_stride) {
-    constexpr int OWNER_LINES = ceil_div(TOKENS * int(sizeof(owner_t)), 128);  // a block's share, so that no line is left out
+                             int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride,
+                             int64_t owner_stride, int64_t starts_stride) {
+    constexpr int OWNER_LINES = ceil_div(TOKENS * int(sizeof(owner_t)), 128);  // of a block; together all lines
     if (HAS_OWNER && threadIdx.x < OWNER_LINES) {
         prefetch_part(token_to_seq, (num_rows - 1) * owner_stride, int64_t(blockIdx.x) * OWNER_LINES + threadIdx.x);
     }
@@ -45,15 +42,15 @@ DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_le
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-gather_cache(const cache_t* src_cache,       // [num_blocks, BLOCK_SIZE, ENTRY_SIZE]
-             scalar_t* dst,                  // [num_rows, ENTRY_SIZE]
-             const table_t* block_table,     // [num_seqs, max_blocks]
-             const lens_t* cu_seq_lens,      // [num_seqs + 1]
-             const owner_t* token_to_seq,    // [num_rows]
-             const float* scale,             // one element
-             const starts_t* seq_starts,     // [num_seqs]
-             int64_t num_rows, int64_t num_seqs, int64_t num_blocks, int64_t max_blocks,
-             int64_t block_stride, int64_t slot_stride, int64_t dst_stride, int64_t table_stride, int64_t table_entry_stride,
+gather_cache(const cache_t* src_cache,     // [num_blocks, BLOCK_SIZE, ENTRY_SIZE]
+             scalar_t* dst,                // [num_rows, ENTRY_SIZE]
+             const table_t* block_table,   // [num_seqs, max_blocks]
+             const lens_t* cu_seq_lens,    // [num_seqs + 1]
+             const owner_t* token_to_seq,  // [num_rows]
+             const float* scale,           // one element
+             const starts_t* seq_starts,   // [num_seqs]
+             int64_t num_rows, int64_t num_seqs, int64_t num_blocks, int64_t max_blocks, int64_t block_stride,
+             int64_t slot_stride, int64_t dst_stride, int64_t table_stride, int64_t table_entry_stride,
              int64_t lens_stride, int64_t owner_stride, int64_t starts_stride) {
     prefetch_indices(block_table, cu_seq_lens, token_to_seq, seq_starts, num_rows, num_seqs, max_blocks, table_stride,
                      table_entry_stride, lens_stride, owner_stride, starts_stride);
@@ -70,7 +67,8 @@ gather_cache(const cache_t* src_cache,       // [num_blocks, BLOCK_SIZE, ENTRY_S
         const int64_t begin = cu_seq_lens[sequence * lens_stride], end = cu_seq_lens[(sequence + 1) * lens_stride];
         const int64_t start = HAS_STARTS ? int64_t(seq_starts[sequence * starts_stride]) : 0;
         if (begin < 0 || row < begin || row >= end || start < 0 || start > max_blocks * BLOCK_SIZE) return NOWHERE;
-        return pages.at_position(row - begin + start, block_table + sequence * table_stride, max_blocks, table_entry_stride);
+        return pages.at_position(row - begin + start, block_table + sequence * table_stride, max_blocks,
+                                 table_entry_stride);
     };
     if (threadIdx.x < TOKENS) entries[threadIdx.x] = entry_of(first + threadIdx.x);
     __syncthreads();
@@ -84,18 +82,20 @@ gather_cache(const cache_t* src_cache,       // [num_blocks, BLOCK_SIZE, ENTRY_S
     const float factor = is_same<cache_t, scalar_t> ? 1.0f : *scale;
     each_piece<NUM_THREADS, TOKENS, ENTRY_SIZE / VEC_SIZE, BATCH>(
         [&](int row, int piece) {
-            const int64_t entry = entries[row];  // if there is none, one that exists is read in vain
-            return Piece{load_words<VEC_BYTES>(src_cache + max(entry, int64_t(0)) + piece * VEC_SIZE), entry != NOWHERE};
+            // A row without an entry loads an existing entry and does not use it.
+            const int64_t entry = entries[row];
+            return Piece{load_words<VEC_BYTES>(src_cache + max(entry, int64_t(0)) + piece * VEC_SIZE),
+                         entry != NOWHERE};
         },
-        [&](int row, int piece, const Piece& held) {
+        [&](int row, int piece, const Piece& loaded) {
             scalar_t* to = dst + (first + row) * dst_stride + piece * VEC_SIZE;
             if constexpr (is_same<cache_t, scalar_t>) {
-                if (held.exists) store_words<VEC_BYTES>(to, held.words);
+                if (loaded.exists) store_words<VEC_BYTES>(to, loaded.words);
             } else {
                 Vec<cache_t, VEC_SIZE> codes;
-                codes.template word<VEC_SIZE>(0) = held.words.template word<words_t::SIZE>(0);
+                codes.template word<VEC_SIZE>(0) = loaded.words.template word<words_t::SIZE>(0);
                 const auto numbers = decode<scalar_t>(codes, factor);
-                if (held.exists) numbers.store(to);
+                if (loaded.exists) numbers.store(to);
             }
         });
 }

@@ -1,28 +1,30 @@
-// group_slots: which tokens go to the same GROUP neighbouring slots of a cache, however slot_mapping orders them.
+// group_slots: finds the tokens that go to each group of GROUP neighbouring slots of a cache, in whatever order
+// slot_mapping has them.
 //
 //     marks[g] has bit o, and tokens[g * GROUP + o] = t, where slot_mapping[t] = g * GROUP + o
-//     groups[0 .. *count) are those with a mark, in any order; a slot that does not exist is skipped
+//     groups[0 .. *count) are the groups with a mark, in any order; a slot that does not exist is skipped
 //
-// It is launched twice: CLEAR sets to 0 the marks that the second launch will need, and the count. So what is done grows with
-// the tokens and not with the cache, and nothing is read that was not written. Of tokens with the same slot the first to come
-// is kept. One token per thread.
+// The kernel is launched twice. With CLEAR it sets to 0 the count and the marks that the second launch will use. So the
+// work grows with the number of tokens, not with the cache, and no memory is read before it is written. Of several
+// tokens with one slot, the first to arrive is kept.
+//
+// Threads: one token per thread.
 //
 // Constants
 //     slot_t         element type of slot_mapping
 //     GROUP          slots of a group, at most 32
-//     CLEAR          the first of the two launches
-//     NUM_THREADS    threads in the block
+//     CLEAR          this is the first launch
 
-#include "platform.cuh"
+#include "memory.cuh"
 
 static_assert(GROUP <= 32);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-group_slots(const slot_t* slot_mapping,   // [num_tokens]
-            uint32_t* marks,              // [num_slots / GROUP]
-            uint32_t* tokens,             // [num_slots]
-            uint32_t* groups,             // [min(num_tokens, num_slots / GROUP)]
-            uint32_t* count,              // one element
+group_slots(const slot_t* slot_mapping,  // [num_tokens]
+            uint32_t* marks,             // [num_slots / GROUP]
+            uint32_t* tokens,            // [num_slots]
+            uint32_t* groups,            // [min(num_tokens, num_slots / GROUP)]
+            uint32_t* count,             // one element
             int64_t num_tokens, int64_t num_slots, int64_t slot_mapping_stride) {
     await_previous_kernel();
     const int64_t token = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;

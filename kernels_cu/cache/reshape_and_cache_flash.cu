@@ -1,23 +1,19 @@
-// reshape_and_cache_flash: write keys and values of tokens into the slots of a paged cache, head by head.
+// reshape_and_cache_flash: writes keys and values of tokens into the slots of a paged cache, head by head.
 //
 //     key_cache[block, offset, h, :] = key[t, h, :]          where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
-//     fp8: the code of key / k_scale, or / k_scale[h]        values likewise; a slot that does not exist is skipped
+//     fp8: the codes of key / k_scale, or key / k_scale[h]   values likewise; a slot that does not exist is skipped
 //
-// blockIdx.x counts groups of TOKENS tokens, blockIdx.y is 0 for keys and 1 for values. The block's threads share the
-// vectors of its tokens and read a BATCH of them before they write one.
+// Threads: blockIdx.x counts groups of TOKENS tokens; blockIdx.y is 0 for keys, 1 for values. The threads of a block
+// share the vectors of its tokens; a thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
 //
 // Constants
 //     scalar_t      element type of key and value
 //     cache_t       element type of the caches: scalar_t or an fp8 type
 //     slot_t        element type of slot_mapping
 //     NUM_HEADS     heads of a token
-//     HEAD_SIZE     elements of a head
-//     BLOCK_SIZE    slots of a cache block
-//     HEAD_SCALES   a scale for each head
-//     VEC_SIZE      elements in one memory access; divides HEAD_SIZE
+//     HEAD_SIZE     elements of a head; a multiple of VEC_SIZE
+//     HEAD_SCALES   each head has its own scale
 //     TOKENS        tokens of a thread block
-//     BATCH         vectors that a thread reads before it writes one
-//     NUM_THREADS   threads in the block
 
 #include "cache.cuh"
 #include "paged.cuh"
@@ -31,15 +27,15 @@ struct Piece {
 };
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-reshape_and_cache_flash(const scalar_t* key,          // [num_tokens, NUM_HEADS, HEAD_SIZE]
-                        const scalar_t* value,        // [num_tokens, NUM_HEADS, HEAD_SIZE]
-                        cache_t* key_cache,           // [num_blocks, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE]
-                        cache_t* value_cache,         // [num_blocks, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE]
-                        const slot_t* slot_mapping,   // [num_tokens]
-                        const float* k_scale,         // one element or [NUM_HEADS]
-                        const float* v_scale,         // one element or [NUM_HEADS]
-                        int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride,
-                        int64_t key_stride, int64_t key_head_stride, int64_t value_stride, int64_t value_head_stride,
+reshape_and_cache_flash(const scalar_t* key,         // [num_tokens, NUM_HEADS, HEAD_SIZE]
+                        const scalar_t* value,       // [num_tokens, NUM_HEADS, HEAD_SIZE]
+                        cache_t* key_cache,          // [num_blocks, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE]
+                        cache_t* value_cache,        // [num_blocks, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE]
+                        const slot_t* slot_mapping,  // [num_tokens]
+                        const float* k_scale,        // one element or [NUM_HEADS]
+                        const float* v_scale,        // one element or [NUM_HEADS]
+                        int64_t num_tokens, int64_t num_blocks, int64_t slot_mapping_stride, int64_t key_stride,
+                        int64_t key_head_stride, int64_t value_stride, int64_t value_head_stride,
                         int64_t key_block_stride, int64_t key_slot_stride, int64_t key_cache_head_stride,
                         int64_t value_block_stride, int64_t value_slot_stride, int64_t value_cache_head_stride) {
     await_previous_kernel();
@@ -60,17 +56,17 @@ reshape_and_cache_flash(const scalar_t* key,          // [num_tokens, NUM_HEADS,
         [&](int row, int piece) {
             const int64_t token = min(first + row, num_tokens - 1);
             const int head = piece / HEAD_VECS, element = piece % HEAD_VECS * VEC_SIZE;
-            Piece held;
-            held.vec = held.vec.load(source + token * token_stride + head * head_stride + element);
-            held.slot = slot_mapping[token * slot_mapping_stride];
-            return held;
+            Piece loaded;
+            loaded.vec = loaded.vec.load(source + token * token_stride + head * head_stride + element);
+            loaded.slot = slot_mapping[token * slot_mapping_stride];
+            return loaded;
         },
-        [&](int row, int piece, const Piece& held) {
+        [&](int row, int piece, const Piece& loaded) {
             const int head = piece / HEAD_VECS, element = piece % HEAD_VECS * VEC_SIZE;
             const Quotient over = SCALED && HEAD_SCALES ? Quotient(scale[head]) : over_scale;
-            const auto kept = encode<cache_t>(held.vec, over);
-            const int64_t entry = pages.at_slot(held.slot);
+            const auto encoded = encode<cache_t>(loaded.vec, over);
+            const int64_t entry = pages.at_slot(loaded.slot);
             if (entry == NOWHERE || first + row >= num_tokens) return;
-            kept.store(cache + entry + head * cache_head_stride + element);
+            encoded.store(cache + entry + head * cache_head_stride + element);
         });
 }

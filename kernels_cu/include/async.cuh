@@ -1,11 +1,14 @@
-// async.cuh: copies from global to shared memory that a thread does not wait for.
+// async.cuh: asynchronous copies from global to shared memory.
 //
-// Copies make groups: cp_async adds to the open one, cp_async_commit closes it, and cp_async_wait<N> waits until no more than
-// the N newest closed groups of the thread are in flight. The thread then sees them; others do after a barrier.
-#pragma once
-#include "platform.cuh"
+// A thread's copies form groups: cp_async adds a copy to the open group, cp_async_commit closes the group, and
+// cp_async_wait<N> waits until at most the N newest closed groups are in flight. Then the thread sees the copies of the
+// other groups; other threads see them after a barrier. On AMD copies are synchronous.
 
-// BYTES (4, 8 or 16, both addresses multiples of it) from global to shared memory; zeros, and nothing is read, if not `valid`.
+#pragma once
+#include "memory.cuh"
+
+// Copies BYTES bytes (4, 8 or 16); both addresses are multiples of BYTES. If not `valid`, nothing is read and zeros are
+// written.
 template <int BYTES>
 DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);
@@ -14,10 +17,15 @@ DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
     const uint64_t from = __cvta_generic_to_global(global);
     const int valid_bytes = valid ? BYTES : 0;
     if constexpr (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" : : "r"(to), "l"(from), "r"(valid_bytes) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :
+                     : "r"(to), "l"(from), "r"(valid_bytes)
+                     : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-                     : : "r"(to), "l"(from), "n"(BYTES), "r"(valid_bytes) : "memory");
+                     :
+                     : "r"(to), "l"(from), "n"(BYTES), "r"(valid_bytes)
+                     : "memory");
     }
 #elif PYOPS_HOST
     host::copy_async(shared, global, BYTES, valid ? BYTES : 0);

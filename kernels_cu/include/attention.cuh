@@ -1,27 +1,35 @@
-// attention.cuh: what the kernels of decode attention share: whose tokens a block takes, and how partial results meet.
+// attention.cuh: what the attention kernels share: split-KV, pieces of the online softmax, and the join of partial
+// results.
 //
-// A sequence of `length` tokens is cut into splits, and the block of one split leaves, for every query head, the largest
-// logit, the sum of the exponentials relative to it, and the weighted mean of the values; attention_combine.cu joins them.
-// Logits are kept in units of log 2, where an exponential is one instruction.
+// Split-KV: the tokens of a sequence are cut into splits, and one block computes one split. For every query head the
+// block leaves a partial result: the largest logit, the sum of the exponentials relative to that logit, and the mean of
+// the values under these exponentials. attention_combine.cu joins the partial results of a sequence.
+//
+// Logits are in units of log 2, so that the exponential of a logit is one instruction. A `probability` below is such an
+// exponential, relative to the largest logit met so far: the division by the sum of all of them comes last.
 #pragma once
 #include "vec.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-constexpr int TILE_TOKENS = 16;  // splits begin at multiples of it
+constexpr int TILE_TOKENS = 16;  // a split begins at a multiple of TILE_TOKENS
 
-// The tokens first <= i < length are attended; split s of count has those of origin + [s, s + 1) * size among them.
+// The splits of one sequence. Attention is paid to the tokens first <= i < length. Split s holds the tokens
+// origin + s * size <= i < origin + (s + 1) * size among them, for 0 <= s < count.
 struct Splits {
     int first, length, origin, size, count;
 
-    // `most_tokens` bounds the length: what the block table has room for. `window` of 0 is none. A `partition` fixes the size
-    // of the splits and starts them at token 0; else they are made as equal as `most_splits` allows, no smaller than `least`.
-    DEVICE Splits(int64_t given, int64_t most_tokens, int64_t window, int partition, int most_splits, int least) {
-        length = int(min(max(given, int64_t(0)), most_tokens));
+    // max_tokens: tokens that the block table has room for; a longer sequence is cut to it.
+    // window: tokens at the end of the sequence that are attended; 0: all tokens.
+    // partition: tokens of every split, counted from token 0. 0: splits of equal size, at most max_splits of them, each
+    // of
+    //   min_split tokens or more.
+    DEVICE Splits(int64_t seq_len, int64_t max_tokens, int64_t window, int partition, int max_splits, int min_split) {
+        length = int(min(max(seq_len, int64_t(0)), max_tokens));
         first = window > 0 && length > window ? int(length - window) : 0;
         origin = partition ? 0 : first / TILE_TOKENS * TILE_TOKENS;
         const int tokens = length - origin;
-        const int even = ceil_div(ceil_div(tokens, most_splits), TILE_TOKENS) * TILE_TOKENS;
-        size = partition ? partition : max(even, least);
+        const int even = ceil_div(ceil_div(tokens, max_splits), TILE_TOKENS) * TILE_TOKENS;
+        size = partition ? partition : max(even, min_split);
         count = tokens / size + (tokens % size > 0);
     }
     DEVICE int begin(int split) const { return origin + split * size; }
@@ -29,21 +37,29 @@ struct Splits {
     DEVICE bool exists(int split) const { return split < count && end(split) > first; }
 };
 
-// Into how many splits sequences are cut so that all take about as long, where `slots` splits run at the same time: if sequences
-// are alike, no more than run together (or, of long ones, in two rounds), else some more, so that no long one is left at the
-// end. All lanes of a warp call.
-constexpr float LONG_TOKENS = 4096.0f;
+// How many splits each sequence gets, so that all blocks of a launch end at about the same time. `wave_splits` is the
+// number of splits that run on the device at once, one wave.
+//
+// Sequences of equal length: as many splits as fill one wave, or two waves if the sequences are long. Sequences of
+// mixed lengths: splits in proportion to the length, two waves of them, so that no long split is left for the tail.
+// All lanes of a warp call every function.
+constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves pay
 
 template <typename L>
 struct Balance {
     const L* seq_lens;
-    int64_t step, num_seqs, most;
-    float share, most_splits;  // share: of the slots, for a token
-    int equal;                 // splits of each of sequences that are alike, 0 if they are not
+    int64_t step, num_seqs, max_attended;
+    float wave_per_token;  // the share of a wave that one token deserves
+    float max_splits;
+    int equal_splits;  // splits of every sequence if all have about one length, else 0
 
-    DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t most_tokens, int64_t window, float slots, int64_t most_splits)
-        : seq_lens(seq_lens), step(step), num_seqs(num_seqs), most(window > 0 ? min(window, most_tokens) : most_tokens),
-          most_splits(float(most_splits)) {
+    DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t max_tokens, int64_t window,
+                   float wave_splits, int64_t max_splits)
+        : seq_lens(seq_lens),
+          step(step),
+          num_seqs(num_seqs),
+          max_attended(window > 0 ? min(window, max_tokens) : max_tokens),
+          max_splits(float(max_splits)) {
         float total = 0.0f, longest = 0.0f;
         for (int64_t seq = threadIdx.x % WARP_SIZE; seq < num_seqs; seq += WARP_SIZE) {
             const float tokens = tokens_of(seq);
@@ -56,52 +72,56 @@ struct Balance {
             longest = fmaxf(longest, shfl_xor(longest, mask));
         }
         const bool alike = longest * float(num_seqs) <= 1.25f * total;
-        const float rounds = total > LONG_TOKENS * float(num_seqs) ? 2.0f : 1.0f;
-        equal = alike ? int(fminf(fmaxf(floorf(rounds * slots / float(num_seqs)), 1.0f), this->most_splits)) : 0;
-        share = slots / fmaxf(total, 1.0f);
+        const float waves = total > LONG_TOKENS * float(num_seqs) ? 2.0f : 1.0f;
+        equal_splits =
+            alike ? int(fminf(fmaxf(floorf(waves * wave_splits / float(num_seqs)), 1.0f), this->max_splits)) : 0;
+        wave_per_token = wave_splits / fmaxf(total, 1.0f);
     }
     DEVICE float tokens_of(int64_t seq) const {
-        return float(int(min(max(int64_t(seq_lens[seq * step]), int64_t(0)), most)));
+        return float(int(min(max(int64_t(seq_lens[seq * step]), int64_t(0)), max_attended)));
     }
     DEVICE int splits_of(int64_t seq) const {
-        return equal ? equal : int(fminf(fmaxf(ceilf(2.0f * tokens_of(seq) * share), 1.0f), most_splits));
+        return equal_splits ? equal_splits
+                            : int(fminf(fmaxf(ceilf(2.0f * tokens_of(seq) * wave_per_token), 1.0f), max_splits));
     }
-    // Split `number`, counted over all sequences: becomes its number within the sequence `seq`, which is negative if there is
-    // no such split.
-    DEVICE int find(int& number) const {
-        if (equal) {
-            const int seq = number / equal;
-            number -= seq * equal;
+    // The sequence of a split. `split` counts the splits of all sequences, and becomes the number of the split within
+    // its sequence. Returns -1 if there is no such split.
+    DEVICE int find(int& split) const {
+        if (equal_splits) {
+            const int seq = split / equal_splits;
+            split -= seq * equal_splits;
             return seq < num_seqs ? seq : -1;
         }
         const int lane = threadIdx.x % WARP_SIZE;
         for (int first = 0; first < num_seqs; first += WARP_SIZE) {
-            const int own = first + lane < num_seqs ? splits_of(first + lane) : 0;
-            int up_to = own;
+            const int splits = first + lane < num_seqs ? splits_of(first + lane) : 0;  // of the lane's sequence
+            int prefix_sum = splits;
 #pragma unroll
             for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
-                const int before = shfl<WARP_SIZE>(up_to, max(lane - distance, 0));
-                if (lane >= distance) up_to += before;
+                const int before = shfl<WARP_SIZE>(prefix_sum, max(lane - distance, 0));
+                if (lane >= distance) prefix_sum += before;
             }
-            const int all = shfl<WARP_SIZE>(up_to, WARP_SIZE - 1);
-            if (number < all) {
-                int hit = number < up_to ? lane : WARP_SIZE;  // the first such lane
+            const int total = shfl<WARP_SIZE>(prefix_sum, WARP_SIZE - 1);
+            if (split < total) {
+                int hit = split < prefix_sum ? lane : WARP_SIZE;  // becomes the first such lane
 #pragma unroll
                 for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) hit = min(hit, shfl_xor(hit, mask));
-                number -= shfl<WARP_SIZE>(up_to - own, hit);
+                split -= shfl<WARP_SIZE>(prefix_sum - splits, hit);
                 return first + hit;
             }
-            number -= all;
+            split -= total;
         }
         return -1;
     }
 };
 
-// 2^(x - most), where `most` is the largest of the logits: 0 for -inf, also if there is nothing but -inf.
-DEVICE float relative_exp2(float x, float most) { return estimate_exp2(x - (most == minus_infinity() ? 0.0f : most)); }
+// 2^(x - max_logit) for a logit x <= max_logit. An x of -inf gives 0, also where max_logit is -inf.
+DEVICE float relative_exp2(float x, float max_logit) {
+    return estimate_exp2(x - (max_logit == minus_infinity() ? 0.0f : max_logit));
+}
 
-// tanh(z), off by less than 2^-20 of itself: near zero by its series, else 1 - 2 / (1 + exp(2z)). It takes fewer registers
-// than tanhf, of which the kernels for large heads have none left.
+// tanh(z) with a relative error below 2^-20: near zero by its series, else 1 - 2 / (1 + exp(2z)). This takes fewer
+// registers than tanhf does; kernels for large heads have none to spare.
 DEVICE float hyperbolic_tangent(float z) {
     const float square = z * z;
     const float series = fmaf(fmaf(fmaf(62.0f / 2835, square, -17.0f / 315), square, 2.0f / 15), square, -1.0f / 3);
@@ -109,8 +129,8 @@ DEVICE float hyperbolic_tangent(float z) {
     return fabsf(z) < 0.3f ? fmaf(z * square, series, z) : fmaf(-2.0f, share, 1.0f);
 }
 
-// What turns a product of query and key into a logit in units of log 2, given the `scale` of the products: a factor, and
-// softcap * tanh(x / softcap) if there is a softcap.
+// A logit in units of log 2 from the product of a query and a key: logit_of(product, logit_unit(scale, softcap),
+// softcap). The formula is product * scale, or softcap * tanh(product * scale / softcap).
 template <bool HAS_SOFTCAP>
 DEVICE float logit_unit(float scale, float softcap) {
     return HAS_SOFTCAP ? scale / softcap : scale * LOG2_E;
@@ -120,108 +140,116 @@ DEVICE float logit_of(float product, float unit, float softcap) {
     return HAS_SOFTCAP ? softcap * LOG2_E * hyperbolic_tangent(product * unit) : product * unit;
 }
 
-// 1 / 2^n for the largest power of two that is not above x > 0, where both are normal.
+// 1 / 2^n for the largest power of two 2^n <= x, where x > 0 and both 2^n and 1 / 2^n are normal.
 DEVICE float inverse_power_of_two(float x) {
     const int exponent = min(max(__float_as_int(x) >> 23, 1), 253);
     return __int_as_float((254 - exponent) << 23);
 }
 
-// The row of the one query token that starts here, and ends `step` further; -1 if there are more or fewer, or no such row.
+// The row of a sequence's only query token. start[0] and start[step] are where the rows of the sequence begin and end.
+// Returns -1 if the sequence has another number of query tokens or its row lies outside the tensor.
 template <typename S>
 DEVICE int64_t row_of(const S* start, int64_t step, int64_t num_rows) {
     const int64_t row = start[0];
     return row >= 0 && row < num_rows && start[step] == row + 1 ? row : -1;
 }
 
-// The results of WARPS warps, one element `o[i]` of a head a lane and round, meet in `total`, one warp after another: of each
-// the `largest` logit and the sum of weights, of all the largest and z. f(i) is the place of o[i], negative if there is none.
-// `warp_most` and `warp_sum` are shared memory for it; every thread calls.
+// Joins the results of WARPS warps for one head. Lanes of every warp hold elements o[i] of the head; f(i) is the
+// element that o[i] is, or negative if o[i] is none. On entry max_logit and exp_sum are those of the warp; on return
+// they are those of the whole block, and `total` holds the elements. warp_max [WARPS], warp_sum [WARPS] and total are
+// shared memory. Every thread of the block calls.
 template <int WARPS, int ROUNDS, typename F>
-DEVICE void join_warps(const float (&o)[ROUNDS], float& largest, float& z, float* warp_most, float* warp_sum, float* total, F f) {
+DEVICE void join_warps(const float (&o)[ROUNDS], float& max_logit, float& exp_sum, float* warp_max, float* warp_sum,
+                       float* total, F f) {
     const int warp = threadIdx.x / WARP_SIZE;
     if (threadIdx.x % WARP_SIZE == 0) {
-        warp_most[warp] = largest;
-        warp_sum[warp] = z;
+        warp_max[warp] = max_logit;
+        warp_sum[warp] = exp_sum;
     }
     __syncthreads();
-    const float most = largest;
-    largest = minus_infinity();
-    z = 0.0f;
+    const float own_max = max_logit;
+    max_logit = minus_infinity();
+    exp_sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_most[w]);
+    for (int w = 0; w < WARPS; ++w) max_logit = fmaxf(max_logit, warp_max[w]);
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) z += warp_sum[w] * relative_exp2(warp_most[w], largest);
-    const float share = relative_exp2(most, largest);
+    for (int w = 0; w < WARPS; ++w) exp_sum += warp_sum[w] * relative_exp2(warp_max[w], max_logit);
+    const float factor = relative_exp2(own_max, max_logit);
     for (int turn = 0; turn < WARPS; ++turn) {
         if (warp == turn) {
 #pragma unroll
             for (int i = 0; i < ROUNDS; ++i) {
-                if (f(i) >= 0) total[f(i)] = turn == 0 ? o[i] * share : total[f(i)] + o[i] * share;
+                if (f(i) >= 0) total[f(i)] = turn == 0 ? o[i] * factor : total[f(i)] + o[i] * factor;
             }
         }
         __syncthreads();
     }
 }
 
-// N parts of a head on their way to one: the largest of their largest logits most(k), the sum z of their sums of weights z_of(k)
-// relative to it, and of each the factor that makes it so.
+// N partial results of one head, joined: part k has the largest logit max_of(k) and the sum of exponentials sum_of(k)
+// relative to it. An element of the joined result is weighted_sum(part), where part(k) is the element of part k.
 template <int N>
-struct Shares {
-    float largest = minus_infinity(), z = 0.0f, of[N];
+struct Join {
+    float max_logit = minus_infinity(), exp_sum = 0.0f;
+    float factor[N];  // brings part k to the joined max_logit
 
-    template <typename M, typename Z>
-    DEVICE Shares(M most, Z z_of) {
+    template <typename M, typename S>
+    DEVICE Join(M max_of, S sum_of) {
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-            of[k] = most(k);
-            largest = fmaxf(largest, of[k]);
+            factor[k] = max_of(k);
+            max_logit = fmaxf(max_logit, factor[k]);
         }
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-            of[k] = relative_exp2(of[k], largest);
-            z += z_of(k) * of[k];
+            factor[k] = relative_exp2(factor[k], max_logit);
+            exp_sum += sum_of(k) * factor[k];
         }
     }
     template <typename F>
-    DEVICE float sum(F part) const {
+    DEVICE float weighted_sum(F part) const {
         float result = 0.0f;
 #pragma unroll
-        for (int k = 0; k < N; ++k) result = fmaf(of[k], part(k), result);
+        for (int k = 0; k < N; ++k) result = fmaf(factor[k], part(k), result);
         return result;
     }
 };
 
-// What THREADS threads leave of a head: elements total(i), the sum of the values by their weights relative to the `largest` logit
-// (in units of log 2), and the sum z of the weights. A `direct` result is final; a sink is one more logit without a value.
-// total(i, e) is asked for by the thread whose element number e this is.
+// Writes what a block has computed for one head, by THREADS threads: the final result to `out` and `lse` if `direct`,
+// else the partial result of the split to partial_out, partial_max and partial_sum. total(i, e) is element i of the sum
+// of the values times their probabilities; e counts the elements of the calling thread. A sink is one more logit,
+// without a value: it belongs to final results alone.
 template <int THREADS, int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename F, typename T, typename P>
-DEVICE void write_result(F total, float largest, float z, float value_unit, bool direct, const float* sink, T* out, float* lse,
-                         P* partial_out, float* partial_max, float* partial_sum) {
-    const int number = threadIdx.x % THREADS;
+DEVICE void write_result(F total, float max_logit, float exp_sum, float value_unit, bool direct, const float* sink,
+                         T* out, float* lse, P* partial_out, float* partial_max, float* partial_sum) {
+    const int thread = threadIdx.x % THREADS;
     const auto each_element = [&](auto f) {
 #pragma unroll
         for (int e = 0; e < ceil_div(HEAD_SIZE, THREADS); ++e) {
-            const int i = number + e * THREADS;
+            const int i = thread + e * THREADS;
             if (i < HEAD_SIZE) f(i, e);
         }
     };
-    float all = z, weight = 1.0f;
+    float sum_with_sink = exp_sum, factor = 1.0f;
     if (HAS_SINKS && direct) {
-        const float extra = *sink * LOG2_E, larger = fmaxf(largest, extra);
-        weight = relative_exp2(largest, larger);
-        all = z * weight + relative_exp2(extra, larger);
-        largest = larger;
+        const float sink_logit = *sink * LOG2_E, larger = fmaxf(max_logit, sink_logit);
+        factor = relative_exp2(max_logit, larger);
+        sum_with_sink = exp_sum * factor + relative_exp2(sink_logit, larger);
+        max_logit = larger;
     }
-    // Splits that are joined get their epsilon then; the other is no more than a guard against 0 / 0.
-    const float share = weight / (all + (direct || PARTITION ? 1e-6f : 1e-30f)) * value_unit;
+    // Results under a PARTITION carry the formula's epsilon of 1e-6, as final ones do. Other splits get it when they
+    // are joined, and 1e-30 here, which only guards against 0 / 0.
+    const float scale = factor / (sum_with_sink + (direct || PARTITION ? 1e-6f : 1e-30f)) * value_unit;
     if (direct) {
-        each_element([&](int i, int e) { out[i] = from_float<T>(total(i, e) * share); });
-        if (HAS_LSE && number == 0) *lse = all == 0.0f ? minus_infinity() : largest * LN_2 + logf(all);
+        each_element([&](int i, int e) { out[i] = from_float<T>(total(i, e) * scale); });
+        if (HAS_LSE && thread == 0) {
+            *lse = sum_with_sink == 0.0f ? minus_infinity() : max_logit * LN_2 + logf(sum_with_sink);
+        }
     } else {
-        each_element([&](int i, int e) { partial_out[i] = from_float<P>(total(i, e) * share); });
-        if (number == 0) {
-            *partial_max = largest * LN_2;
-            *partial_sum = z;
+        each_element([&](int i, int e) { partial_out[i] = from_float<P>(total(i, e) * scale); });
+        if (thread == 0) {
+            *partial_max = max_logit * LN_2;
+            *partial_sum = exp_sum;
         }
     }
 }

@@ -1,17 +1,20 @@
-// cluster.cuh: blocks that run at the same time, wait for each other and read each other's shared memory (sm_90 and later).
+// cluster.cuh: clusters: blocks that run at the same time, wait for each other and read each other's shared memory.
 //
-// A plan makes clusters only where the device has them; elsewhere a cluster is one block.
+// Clusters exist from sm_90 on. A plan makes clusters only where the device has them; elsewhere a cluster is one block.
+
 #pragma once
 #include "platform.cuh"
 
-// Before the name of a kernel: BLOCKS blocks that follow each other in y make a cluster. (The host reads it in the source.)
+// Stands before the name of a kernel: every BLOCKS consecutive blocks of blockIdx.y are a cluster. The host emulation
+// reads BLOCKS from the source text.
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
 #define CLUSTER_OF(BLOCKS) __cluster_dims__(1, BLOCKS, 1)
 #else
 #define CLUSTER_OF(BLOCKS)
 #endif
 
-// What the blocks of the cluster wrote to shared memory before can be read by all of them afterwards. Every thread calls.
+// Barrier of the cluster. What its blocks wrote to shared memory before can be read by all of them afterwards. Every
+// thread of the cluster calls.
 template <int BLOCKS>
 DEVICE void sync_cluster() {
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
@@ -25,9 +28,9 @@ DEVICE void sync_cluster() {
     __syncthreads();
 }
 
-// Before a block ends, so that the others have read what they want of it. It says nothing of what was written, for which
-// sync_cluster would wait, nor does it wait for what the thread itself has asked of others: that must have gone into something
-// that was written before. Every thread calls.
+// Barrier before a block of the cluster ends, so that its shared memory lives until the other blocks have read it.
+// Unlike sync_cluster it makes no writes visible, and does not wait for loads of the calling thread that are in flight:
+// their values must have been used, by a store for example, before. Every thread of the cluster calls.
 template <int BLOCKS>
 DEVICE void leave_cluster() {
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
@@ -40,7 +43,7 @@ DEVICE void leave_cluster() {
 }
 
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
-// Where block `rank` has what this block has at `own`, in shared memory.
+// The address in the shared memory of block `rank` of what this block has at `own`.
 DEVICE uint32_t address_in_block(const void* own, unsigned rank) {
     uint32_t address = __cvta_generic_to_shared(own);
     asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
@@ -48,7 +51,7 @@ DEVICE uint32_t address_in_block(const void* own, unsigned rank) {
 }
 #endif
 
-// The word that block `rank` of the cluster, counted in y, has where this one has `word`, in shared memory.
+// Loads from the shared memory of block `rank` of the cluster what this block has at `word`. Ranks count in blockIdx.y.
 template <int BLOCKS>
 DEVICE uint32_t load_of_block(const uint32_t* word, unsigned rank) {
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900

@@ -1,43 +1,46 @@
 // ggml.cuh: the blocks of GGUF's quantised types, decoded eight elements at a time.
 //
-// A format has LENGTH elements in a block of BYTES bytes, whose address is a multiple of ALIGNMENT, and `decode(block, v, grid,
-// x)`: elements 8 v to 8 v + 7 of a block, in float32. Products of scales and codes have at most 24 bits and are exact; where a
-// minimum is taken off, the difference is rounded once. Formats with a grid find it at `grid`, copied from their GRID.
+// A type is a struct: a block has LENGTH elements in BYTES bytes, at an address that is a multiple of ALIGNMENT.
+// decode(block, v, grid, x) sets x to elements 8 v to 8 v + 7 of a block, in float32. Products of scales and codes have
+// at most 24 bits and are exact; where a minimum is subtracted, the difference is rounded once. A type with a grid
+// reads a copy of its table at `grid`.
+
 #pragma once
 #include "ggml_grids.cuh"
 #include "packed.cuh"
 
-// What most formats are: neither a grid nor anything better aligned than halves.
+// The base of the types: no grid, and by default an alignment of two bytes.
 template <int ELEMENTS, int SIZE, int ALIGNED = 2>
 struct Blocks {
     static constexpr int LENGTH = ELEMENTS, BYTES = SIZE, ALIGNMENT = ALIGNED, GRID_SIZE = 0;
     static DEVICE const uint16_t* table() { return nullptr; }
 };
 
-// Eight bytes as codes.
+// Eight codes, one in each byte.
 template <int ALIGNMENT>
 struct Eight {
     uint32_t words[2];
 
-    explicit DEVICE Eight(const uint8_t* address) : words{word_at<ALIGNMENT>(address), word_at<ALIGNMENT>(address + 4)} {}
-    DEVICE void take(int shift, uint32_t mask) {  // of each byte some bits
+    explicit DEVICE Eight(const uint8_t* address)
+        : words{word_at<ALIGNMENT>(address), word_at<ALIGNMENT>(address + 4)} {}
+    DEVICE void take(int shift, uint32_t mask) {  // keeps `mask` of each byte, shifted down
         words[0] = words[0] >> shift & mask;
         words[1] = words[1] >> shift & mask;
     }
-    DEVICE void add(const Eight& high, int shift) {  // bits above those of each byte
+    DEVICE void add(const Eight& high, int shift) {  // puts the bytes of `high` above the bits of each byte
         words[0] |= high.words[0] << shift;
         words[1] |= high.words[1] << shift;
     }
-    DEVICE void add_bits(uint32_t eight, int shift) {  // one bit to each byte
+    DEVICE void add_bits(uint32_t eight, int shift) {  // puts one bit into each byte
         words[0] |= bits_to_bytes(eight) << shift;
         words[1] |= bits_to_bytes(eight >> 4) << shift;
     }
-    DEVICE void to_floats(float less, float (&x)[8]) const {
-        bytes_to_floats(words[0], less, x);
-        bytes_to_floats(words[1], less, x + 4);
+    DEVICE void to_floats(float offset, float (&x)[8]) const {
+        bytes_to_floats(words[0], offset, x);
+        bytes_to_floats(words[1], offset, x + 4);
     }
-    DEVICE void scaled(float scale, float less, float (&x)[8]) const {
-        to_floats(less, x);
+    DEVICE void scaled(float scale, float offset, float (&x)[8]) const {
+        to_floats(offset, x);
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] *= scale;
     }
@@ -48,15 +51,16 @@ struct Eight {
     }
 };
 
-// Negates where a bit is set.
+// Negates x[i] if bit i of `signs` is set.
 DEVICE void apply_signs(uint32_t signs, float (&x)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = __uint_as_float(__float_as_uint(x[i]) ^ (signs << (31 - i) & 0x80000000u));
 }
-// Seven signs, and an eighth that makes the number of negative ones even.
+// Seven signs as given, and an eighth that makes the number of negative signs even.
 DEVICE uint32_t eight_signs(uint32_t seven) { return seven | uint32_t(count_bits(seven) & 1) << 7; }
 
-// Blocks of 32: the first half of the elements in low nibbles, the second in high ones.
+// Types with blocks of 32 elements: the low nibbles hold the first half of the elements, the high nibbles the second
+// half.
 
 template <int ALIGNMENT>
 DEVICE Eight<ALIGNMENT> nibbles_of_halves(const uint8_t* codes, uint32_t v) {
@@ -102,7 +106,7 @@ struct Q8_0 : Blocks<32, 34> {
     }
 };
 
-// The codes that nibbles stand for in the two types that are called IQ4, raised by 128.
+// x = scale * code for the IQ4 types, in which a nibble stands for a code of this table, minus 128.
 template <int ALIGNMENT>
 DEVICE void scaled_iq4(Eight<ALIGNMENT> nibbles, float scale, float (&x)[8]) {
     constexpr uint32_t table[4] = {0x3f2d1801, 0x766a5d4f, 0xa6998d81, 0xf1d9c5b5};
@@ -117,7 +121,8 @@ struct IQ4_NL : Blocks<32, 18> {
     }
 };
 
-// Blocks of 256: eight sub-blocks of 32, of which four vectors each. A sub-block is bits of 32 bytes that it shares with others.
+// Types with blocks of 256 elements: eight sub-blocks of 32 elements, four vectors each. Several sub-blocks share 32
+// bytes, and each has some bits of every byte.
 
 struct Q2_K : Blocks<256, 84, 4> {
     static DEVICE void decode(const uint8_t* block, uint32_t v, const uint16_t*, float (&x)[8]) {
@@ -142,13 +147,13 @@ struct Q3_K : Blocks<256, 110> {
     }
 };
 
-// Scale and minimum of a sub-block of Q4_K and Q5_K, times those of the block: six bits each, of which those of the last four
-// sub-blocks are spread over the bytes of all.
+// x = q * scale - minimum for a sub-block of Q4_K and Q5_K. Scale and minimum of a sub-block have six bits each; the
+// bits of the last four sub-blocks are spread over the bytes of all sub-blocks.
 DEVICE void scaled_k(const Eight<16>& q, const uint8_t* block, uint32_t sub, float (&x)[8]) {
     const uint32_t a = block[4 + sub % 4], b = block[8 + sub % 4], c = block[12 + sub % 4];
     const uint32_t scale = sub < 4 ? a & 63 : (c & 15) | a >> 6 << 4;
-    const uint32_t least = sub < 4 ? b & 63 : c >> 4 | b >> 6 << 4;
-    q.scaled_and_shifted(half_at(block) * float(scale), -(half_at(block + 2) * float(least)), x);
+    const uint32_t minimum = sub < 4 ? b & 63 : c >> 4 | b >> 6 << 4;
+    q.scaled_and_shifted(half_at(block) * float(scale), -(half_at(block + 2) * float(minimum)), x);
 }
 
 struct Q4_K : Blocks<256, 144, 16> {
@@ -189,7 +194,7 @@ struct IQ4_XS : Blocks<256, 136, 8> {
     }
 };
 
-// Types with grids: an entry is eight elements of a vector (IQ2, IQ1) or four (IQ3).
+// Types with grids: an entry of the grid is eight elements of a vector (IQ2, IQ1) or four elements (IQ3).
 
 template <int SIZE, int ENTRIES, const uint16_t (&GRID)[ENTRIES]>
 struct GridBlocks : Blocks<256, SIZE> {
@@ -197,7 +202,7 @@ struct GridBlocks : Blocks<256, SIZE> {
     static DEVICE const uint16_t* table() { return GRID; }
 };
 
-// Levels 0, 1, 2 stand for 8, 25, 43.
+// The magnitudes of four elements of an IQ2 grid: levels 0, 1, 2 stand for 8, 25, 43.
 DEVICE uint32_t iq2_magnitudes(uint32_t four) {
     const uint32_t levels = crumbs_to_bytes(four & 0xff);
     return levels * 17 + (levels >> 1 & 0x01010101) + 0x08080808;
@@ -235,7 +240,7 @@ struct IQ2_S : GridBlocks<82, 1024, GRID_IQ2_S> {
     }
 };
 
-// 4 + 8 levels, but 62 for level 7.
+// The magnitudes of four elements of the IQ3_XXS grid: 4 + 8 * level, but 62 for level 7.
 DEVICE uint32_t iq3_xxs_magnitudes(uint32_t entry) {
     const uint32_t levels = nibbles_to_bytes(entry);
     return levels * 8 + 0x04040404 + ((levels + 0x01010101) >> 2 & 0x02020202);
@@ -265,10 +270,10 @@ struct IQ3_S : GridBlocks<110, 512, GRID_IQ3_S> {
     }
 };
 
-// Levels less by one, and an eighth more or less: (8 level - 8 +- 1) / 8.
-DEVICE void scaled_iq1(uint32_t entry, bool less, float scale, float (&x)[8]) {
-    bytes_to_floats(crumbs_to_bytes(entry & 0xff) * 8, less ? 9.0f : 7.0f, x);
-    bytes_to_floats(crumbs_to_bytes(entry >> 8) * 8, less ? 9.0f : 7.0f, x + 4);
+// x = scale * (level - 1 + 1/8), or scale * (level - 1 - 1/8) if `lower`.
+DEVICE void scaled_iq1(uint32_t entry, bool lower, float scale, float (&x)[8]) {
+    bytes_to_floats(crumbs_to_bytes(entry & 0xff) * 8, lower ? 9.0f : 7.0f, x);
+    bytes_to_floats(crumbs_to_bytes(entry >> 8) * 8, lower ? 9.0f : 7.0f, x + 4);
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] *= scale * 0.125f;
 }
@@ -283,7 +288,8 @@ struct IQ1_S : GridBlocks<50, 2048, GRID_IQ1> {
 
 struct IQ1_M : GridBlocks<56, 2048, GRID_IQ1> {
     static DEVICE void decode(const uint8_t* block, uint32_t v, const uint16_t* grid, float (&x)[8]) {
-        // The scale of the block lies in the high nibbles of four words; their low bits are scales of 16 elements.
+        // The high nibbles of four 16-bit words are the scale of the block; their low bits are scales of 16 elements
+        // each.
         uint16_t bits = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) bits |= (short_at(block + 48 + 2 * i) >> 12) << 4 * i;

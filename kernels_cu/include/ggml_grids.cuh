@@ -1,10 +1,13 @@
 // ggml_grids.cuh: the grids of GGUF's i-quants, which are constants of the format.
 //
-// An entry packs the levels of its elements from the lowest bits: eight of 2 bits in the grids of IQ1 and IQ2, four of 4 bits
-// in those of IQ3. What a level stands for is said where it is decoded (ggml.cuh). Python's references read this file, too.
+// An entry packs the levels of its elements from the lowest bits: eight levels of 2 bits in the grids of IQ1 and IQ2,
+// four levels of 4 bits in the grids of IQ3. ggml.cuh says what a level stands for. The references in Python read this
+// file, too.
+
 #pragma once
 #include "platform.cuh"
 
+// clang-format off
 #define GRID alignas(16) __device__ const uint16_t
 
 GRID GRID_IQ2_XXS[256] = {
@@ -314,3 +317,4 @@ GRID GRID_IQ1[2048] = {
 };
 
 #undef GRID
+// clang-format on

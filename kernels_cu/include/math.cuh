@@ -1,31 +1,34 @@
-// math.cuh: the activation functions, of a vector of elements of type T.
+// math.cuh: activation functions of a vector of elements of type T, and the quotients they need.
 //
-// Each computes in float32 and rounds to T, once unless it says otherwise. The exponential, error function, hyperbolic
-// tangent and quotients are the accurate ones unless said otherwise, and a product and a sum are fused only where it is
-// written, so that results equal those of eager PyTorch bit for bit.
+// Each function computes in float32 and rounds to T once, unless its comment says otherwise. Exponentials, error
+// functions, hyperbolic tangents and quotients are the accurate ones, unless the comment says otherwise. A product and
+// a sum are fused only where fmaf is written. So results equal those of eager PyTorch bit for bit.
+
 #pragma once
 #include "vec.cuh"
 
-// x / divisor, correctly rounded, for a finite x and 1 <= divisor < 2^126, the divisor being 2 where x is tiny: the residual
-// of the first quotient corrects it (Markstein 1990). Unlike a full division it has no branch. The sign is for zero.
+// x / divisor, correctly rounded, for a finite x and 1 <= divisor < 2^126; where x is tiny, the divisor must be 2. The
+// residual of a first quotient corrects that quotient (Markstein 1990). Unlike ieee_divide it has no branch. copysignf
+// keeps the sign of 0.
 DEVICE float quotient(float x, float divisor) {
     const float reciprocal = reciprocal_of(divisor);
     const float first = ieee_multiply(x, reciprocal);
     return copysignf(ieee_fma(ieee_residual(divisor, first, x), reciprocal, first), x);
 }
 
-// numerator / (1 + exp(-x)), near enough for a result of 16 bits. The estimates flush subnormals, so a quarter of the
-// divisor is inverted, whose reciprocal is normal for every finite divisor.
+// numerator / (1 + exp(-x)), good enough for results of 16 bits. The reciprocal of a quarter of the divisor is taken,
+// because it is normal for every finite divisor: the hardware's estimates flush subnormal numbers.
 DEVICE float logistic_share(float numerator, float x) {
     const float quarter = 0.25f + estimate_exp2(fmaf(x, -1.44269504088896341f, -2.0f));
     return ieee_multiply(numerator, ieee_multiply(estimate_reciprocal(quarter), 0.25f));
 }
 
-// y = x / (1 + exp(-beta * x)), not rounded to T (Ramachandran et al. 2017), for results that must equal eager's if EXACT.
+// y = x / (1 + exp(-beta * x)), not rounded to T (Ramachandran et al. 2017). EXACT: rounded to T, the result equals
+// eager's.
 //
-// The hardware's estimates are off by so little that no bfloat16 result shows it: of all 65536 values, each gives eager's
-// silu. Of the float16 values two do not, so an exact float16 result takes the accurate way, as float32 does. There, where
-// an element leaves the range that `quotient` serves, all N divide in full.
+// bfloat16 takes the hardware's estimates: for each of the 65536 values, silu rounds to eager's result. For float16 two
+// values do not, so an EXACT float16 result is computed accurately, as float32 is. Where an element of the vector
+// leaves the range of `quotient`, all N elements take ieee_divide.
 template <bool EXACT, typename T, int N>
 DEVICE void swish(float (&y)[N], const Vec<T, N>& vec, float beta) {
     float x[N];
@@ -51,18 +54,17 @@ DEVICE Vec<T, N> swish(const Vec<T, N>& x, float beta) {
 
 template <typename T, int N> DEVICE Vec<T, N> silu(const Vec<T, N>& x) { return swish<true>(x, 1.0f); }
 
-// GELU by the logistic function.
+// x * sigmoid(1.702 * x), an approximation of GELU.
 template <typename T, int N> DEVICE Vec<T, N> gelu_quick(const Vec<T, N>& x) { return swish<true>(x, 1.702f); }
 
-// x times the standard normal distribution function (Hendrycks and Gimpel 2016), by the error function.
+// GELU: x times the standard normal distribution function (Hendrycks and Gimpel 2016), by the error function.
 template <typename T, int N>
 DEVICE Vec<T, N> gelu(const Vec<T, N>& x) {
-    return map(x, [](float v) {
-        return ieee_multiply(ieee_multiply(v, 0.5f), 1.0f + erff(v * 0.707106781186547524f));
-    });
+    return map(x,
+               [](float v) { return ieee_multiply(ieee_multiply(v, 0.5f), 1.0f + erff(v * 0.707106781186547524f)); });
 }
 
-// The same by the hyperbolic tangent.
+// GELU approximated by the hyperbolic tangent.
 template <typename T, int N>
 DEVICE Vec<T, N> gelu_tanh(const Vec<T, N>& x) {
     return map(x, [](float v) {

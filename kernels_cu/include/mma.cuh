@@ -1,13 +1,14 @@
-// mma.cuh: products of small matrices by a warp of 32 lanes, and the loads that bring their fragments.
+// mma.cuh: matrix products by a warp of 32 lanes (tensor cores), and the loads and conversions of their fragments.
 //
-// A fragment is what one lane holds of a tile, two 16-bit elements in a word, the lower index in the lower half. With
-// g = lane / 4 and t = lane % 4, words and accumulators hold
+// A fragment is the part of a tile that one lane holds: words of two 16-bit elements, the lower index in the lower
+// half. With g = lane / 4 and t = lane % 4, a lane holds
 //
 //     a[i]: row g + i % 2 * 8, columns 2t + i / 2 * 8 and the next       of A [16, 16]
 //     b[i]: rows 2t + i * 8 and the next, column g                       of B [16, 8]
-//     d[i]: row g + i / 2 * 8, column 2t + i % 2                         of D [16, 8]
+//     d[i]: row g + i / 2 * 8, column 2t + i % 2                         of D [16, 8], in float32
 //
 // AMD's matrix cores have other shapes: kernels that include this file do not run there.
+
 #pragma once
 #include "vec.cuh"
 
@@ -16,10 +17,11 @@ template <typename T>
 DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     static_assert(is_same<T, half_t> || is_same<T, bf16_t>);
 #if PYOPS_CUDA
-#define PYOPS_MMA(FORMAT)                                                                                         \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." FORMAT "." FORMAT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "    \
-        "{%8, %9}, {%0, %1, %2, %3};"                                                                             \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                          \
+#define PYOPS_MMA(FORMAT)                                          \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." FORMAT "." FORMAT \
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "                \
+        "{%8, %9}, {%0, %1, %2, %3};"                              \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])           \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
     if constexpr (is_same<T, half_t>) PYOPS_MMA("f16");
     else PYOPS_MMA("bf16");
@@ -29,19 +31,25 @@ DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 #endif
 }
 
-// N (1, 2 or 4) tiles of 8 x 8 16-bit elements from shared memory: lane 8i + j gives the address of row j of tile i, a
-// multiple of 16. Word i is then row g, columns 2t and the next of tile i; TRANSPOSED, rows 2t and the next, column g.
+// Loads N (1, 2 or 4) tiles of 8 x 8 16-bit elements from shared memory. `row` of lane 8i + j is the address of row j
+// of tile i, a multiple of 16 bytes. Word i of the fragment gets row g, columns 2t and the next of tile i; if
+// TRANSPOSED, rows 2t and the next, column g.
 template <int N, bool TRANSPOSED = false>
 DEVICE void ldmatrix(uint32_t (&fragment)[N], const void* row) {
     static_assert(N == 1 || N == 2 || N == 4);
 #if PYOPS_CUDA
     const uint32_t from = __cvta_generic_to_shared(row);
-#define PYOPS_LDMATRIX(SHAPE, REGISTERS, ...)                                                                          \
-    if constexpr (TRANSPOSED)                                                                                          \
-        asm volatile("ldmatrix.sync.aligned.m8n8." SHAPE ".trans.shared.b16 " REGISTERS ";" : __VA_ARGS__ : "r"(from)  \
-                     : "memory");                                                                                      \
-    else                                                                                                               \
-        asm volatile("ldmatrix.sync.aligned.m8n8." SHAPE ".shared.b16 " REGISTERS ";" : __VA_ARGS__ : "r"(from) : "memory")
+#define PYOPS_LDMATRIX(SHAPE, REGISTERS, ...)                                               \
+    if constexpr (TRANSPOSED)                                                               \
+        asm volatile("ldmatrix.sync.aligned.m8n8." SHAPE ".trans.shared.b16 " REGISTERS ";" \
+                     : __VA_ARGS__                                                          \
+                     : "r"(from)                                                            \
+                     : "memory");                                                           \
+    else                                                                                    \
+        asm volatile("ldmatrix.sync.aligned.m8n8." SHAPE ".shared.b16 " REGISTERS ";"       \
+                     : __VA_ARGS__                                                          \
+                     : "r"(from)                                                            \
+                     : "memory")
     if constexpr (N == 1) {
         PYOPS_LDMATRIX("x1", "{%0}, [%1]", "=r"(fragment[0]));
     } else if constexpr (N == 2) {
@@ -56,7 +64,7 @@ DEVICE void ldmatrix(uint32_t (&fragment)[N], const void* row) {
 #endif
 }
 
-// The transpose of a tile of 8 x 8 16-bit elements, of which each lane holds row g, columns 2t and the next.
+// Transposes a tile of 8 x 8 16-bit elements. Each lane holds row g, columns 2t and the next, before and after.
 DEVICE uint32_t transpose_8x8(uint32_t word) {
 #if PYOPS_CUDA
     uint32_t result;
@@ -67,7 +75,7 @@ DEVICE uint32_t transpose_8x8(uint32_t word) {
 #endif
 }
 
-// Two 16-bit elements of T, the lower first, in a word, as a fragment holds them.
+// Two 16-bit elements of T in a word of a fragment, `low` in the lower half.
 template <typename T>
 DEVICE uint32_t pack_pair(float low, float high) {
     Vec<T, 2> pair;
@@ -81,28 +89,30 @@ DEVICE void unpack_pair(uint32_t word, float& low, float& high) {
     load_pair<T>(pair.data, low, high);
 }
 
-// The lower (or HIGH: upper) halves of two words as one, that of `low` first.
+// A word of the lower (HIGH: upper) halves of two words, the half of `low` first.
 template <bool HIGH>
 DEVICE uint32_t pack_halves(uint32_t low, uint32_t high) {
     return __byte_perm(low, high, HIGH ? 0x7632 : 0x5410);
 }
 
-// The lower (or HIGH: upper) two bytes of two words, in turn, that of `low` first.
+// A word of the two lower (HIGH: upper) bytes of each of two words, alternating, a byte of `low` first.
 template <bool HIGH>
 DEVICE uint32_t pack_bytes(uint32_t low, uint32_t high) {
     return __byte_perm(low, high, HIGH ? 0x7362 : 0x5140);
 }
 
-// Four elements of fp8 as two words of float16 pairs, which hold every one of them.
+// Four fp8 elements as two words of float16 pairs; float16 holds every fp8 number.
 template <typename T>
 DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
 #if PYOPS_CUDA
     if constexpr (!is_same<T, fp8_e4m3fnuz_t>) {
 #if __CUDA_ARCH__ >= 890
-        // (The header's function shifts a word's upper half down, which the instruction can read where it is.)
-#define PYOPS_FP8(FORMAT)                                                                                        \
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2." FORMAT " %0, low; cvt.rn.f16x2." FORMAT " %1, high;}" \
-        : "=r"(halves[0]), "=r"(halves[1]) : "r"(codes))
+        // CUDA's header shifts the upper half of a word down first; the instruction can read it where it is.
+#define PYOPS_FP8(FORMAT)                                                                                      \
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2." FORMAT " %0, low; cvt.rn.f16x2." FORMAT \
+        " %1, high;}"                                                                                          \
+        : "=r"(halves[0]), "=r"(halves[1])                                                                     \
+        : "r"(codes))
         if constexpr (is_same<T, fp8_e4m3_t>) PYOPS_FP8("e4m3x2");
         else PYOPS_FP8("e5m2x2");
 #undef PYOPS_FP8

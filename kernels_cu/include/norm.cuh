@@ -1,11 +1,13 @@
 // norm.cuh: what the normalisations share.
 //
-// `values(i, column, x)` fills x with the VEC_SIZE floats of vector i of the calling thread. Fused and plain kernels sum
-// through the same function, so that their results agree bit for bit.
+// All norms sum squares by row_mean_square, so that fused and plain kernels agree bit for bit.
+
 #pragma once
 #include "reduce.cuh"
 #include "row.cuh"
 
+// The mean of the squares of a row. values(i, column, x) fills x with the VEC_SIZE floats of vector i of the calling
+// thread.
 template <int ROW_THREADS, typename row_t, typename Values>
 DEVICE float row_mean_square(const row_t& row, Values values, float* partial) {
     float sum = 0.0f;
@@ -18,7 +20,7 @@ DEVICE float row_mean_square(const row_t& row, Values values, float* partial) {
     return row_reduce<Sum, ROW_THREADS>(sum, partial) / row_t::SIZE;
 }
 
-// T(T(x * scale) * weight): both roundings are part of the contract of the norms that call it.
+// T(T(x * scale) * weight). Both roundings are part of the specification of the norms that call this.
 template <typename vec_t>
 DEVICE vec_t scale_and_weigh(const float (&x)[vec_t::SIZE], float scale, const vec_t& weight) {
     float y[vec_t::SIZE];
@@ -27,7 +29,7 @@ DEVICE vec_t scale_and_weigh(const float (&x)[vec_t::SIZE], float scale, const v
     return vec_t::from_floats(y) * weight;
 }
 
-// v = a + b, in float32.
+// v = a + b, in float32, not rounded to the element type.
 template <typename A, typename B>
 DEVICE void add_to(float (&v)[A::SIZE], const A& a, const B& b) {
     float other[A::SIZE];

@@ -1,11 +1,12 @@
 // number.cuh: the element types and their conversions to and from float.
 //
 // Conversions to a narrower type round to nearest even. fp8 conversions saturate to the largest finite value; NaN stays
-// NaN. Pairs are converted together because the hardware packs two at a time. A type is one format on every platform:
-// fp8_e4m3_t and fp8_e5m2_t those of the OCP, fp8_e4m3fnuz_t the one with a bias of 8, up to 240, in which 0x80 is the only NaN
-// and zero has no sign.
+// NaN. A type has one format on every platform: fp8_e4m3_t and fp8_e5m2_t are those of the OCP; fp8_e4m3fnuz_t has a
+// bias of 8, a largest value of 240, 0x80 as its only NaN, and no negative zero.
+
 #pragma once
-#include "platform.cuh"
+#include "arith.cuh"
+#include "memory.cuh"
 
 #if PYOPS_HIP
 #include <hip/hip_fp16.h>
@@ -31,12 +32,13 @@ using fp8_e5m2_t = __nv_fp8_e5m2;
 using half_t = __half;
 #endif
 
-// A format of 8 bits for which there is no other type, by integers: MANTISSA bits, numbers up to the code LARGEST without sign.
-// FNUZ: the bias is one more, and the code of -0 is NaN; else 0x7f is, and the code behind LARGEST, if another, infinity.
+// An 8-bit format that the platform does not convert, by integer arithmetic. MANTISSA: bits of the mantissa. LARGEST:
+// the code of the largest finite number. FNUZ: the bias is one more than that of the OCP, and the code of -0 is NaN.
+// Otherwise 0x7f is NaN, and the code after LARGEST, if it is not 0x7f, is infinity.
 template <int MANTISSA, uint32_t LARGEST, bool FNUZ>
 struct Fp8 {
     static constexpr int BIAS = (1 << (6 - MANTISSA)) - 1 + FNUZ;
-    static constexpr int DROPPED = 23 - MANTISSA;  // bits of a float's mantissa
+    static constexpr int DROPPED = 23 - MANTISSA;  // bits of a float's mantissa that a code has no room for
     static constexpr uint32_t REBIASED = uint32_t(127 - BIAS) << 23;
     static constexpr uint32_t NOT_A_NUMBER = FNUZ ? 0x80 : 0x7f;
 
@@ -47,7 +49,9 @@ struct Fp8 {
         const uint32_t bits = __float_as_uint(x), sign = bits >> 31 << 7;
         const uint32_t magnitude = min(bits & 0x7fffffffu, (LARGEST << DROPPED) + REBIASED);
         uint32_t rounded = (magnitude + (1u << (DROPPED - 1)) - 1 + (magnitude >> DROPPED & 1) - REBIASED) >> DROPPED;
-        if (magnitude < REBIASED + (1u << 23)) {  // below the smallest normal number: a sum whose last bit is the code's rounds it
+        if (magnitude < REBIASED + (1u << 23)) {
+            // Below the smallest normal number, a float addition rounds: the last bit of the sum is the last bit of the
+            // code.
             const uint32_t last = REBIASED + (uint32_t(24 - MANTISSA) << 23);
             rounded = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(last)) - last;
         }
@@ -56,16 +60,18 @@ struct Fp8 {
     explicit DEVICE operator float() const {
         const uint32_t magnitude = code & 0x7fu, sign = uint32_t(code >> 7) << 31;
         if (FNUZ ? code == NOT_A_NUMBER : magnitude > LARGEST) {
-            return __uint_as_float(magnitude == LARGEST + 1 && magnitude < NOT_A_NUMBER ? sign | 0x7f800000u : 0x7fffffffu);
+            return __uint_as_float(magnitude == LARGEST + 1 && magnitude < NOT_A_NUMBER ? sign | 0x7f800000u
+                                                                                        : 0x7fffffffu);
         }
         const float unit = __uint_as_float(uint32_t(128 - BIAS - MANTISSA) << 23);  // the smallest number
-        const float x = magnitude >> MANTISSA ? __uint_as_float((magnitude << DROPPED) + REBIASED) : float(int(magnitude)) * unit;
+        const float x =
+            magnitude >> MANTISSA ? __uint_as_float((magnitude << DROPPED) + REBIASED) : float(int(magnitude)) * unit;
         return __uint_as_float(sign | __float_as_uint(x));
     }
 };
 
 #if PYOPS_HIP
-// On a device hip_fp8.h has the formats that its instructions convert; both where there are none.
+// hip_fp8.h has the formats that the device's instructions convert; both formats where no instruction converts any.
 #if HIP_FP8_TYPE_OCP
 using fp8_e4m3_t = __hip_fp8_e4m3;
 using fp8_e5m2_t = __hip_fp8_e5m2;
@@ -97,13 +103,13 @@ template <> DEVICE half_t from_float<half_t>(float x) { return __float2half_rn(x
 template <> DEVICE bf16_t from_float<bf16_t>(float x) { return __float2bfloat16_rn(x); }
 #endif
 #if PYOPS_HIP
-// hip_fp8.h saturates what is finite.
+// hip_fp8.h saturates finite numbers alone: infinities become finite first.
 DEVICE float finite_or_nan(float x) { return ieee_abs(x) > FLOAT_MAX ? copysignf(FLOAT_MAX, x) : x; }
 template <> DEVICE fp8_e4m3_t from_float<fp8_e4m3_t>(float x) { return fp8_e4m3_t(finite_or_nan(x)); }
 template <> DEVICE fp8_e5m2_t from_float<fp8_e5m2_t>(float x) { return fp8_e5m2_t(finite_or_nan(x)); }
 template <> DEVICE fp8_e4m3fnuz_t from_float<fp8_e4m3fnuz_t>(float x) { return fp8_e4m3fnuz_t(finite_or_nan(x)); }
 #endif
-// Ties to even, saturating; NaN becomes 0.
+// Rounds to nearest even and saturates; NaN becomes 0.
 template <> DEVICE int8_t from_float<int8_t>(float x) {
 #if PYOPS_CUDA
     int result;
@@ -114,7 +120,7 @@ template <> DEVICE int8_t from_float<int8_t>(float x) {
 #endif
 }
 
-// Ties to even, saturating; NaN becomes 0.
+// Rounds to nearest even and saturates; NaN becomes 0.
 DEVICE int32_t round_to_int(float x) {
 #if PYOPS_HIP
     return x != x ? 0 : x >= 0x1p31f ? 2147483647 : x < -0x1p31f ? -2147483647 - 1 : int32_t(rintf(x));
@@ -123,11 +129,11 @@ DEVICE int32_t round_to_int(float x) {
 #endif
 }
 
-// x as a T would hold it.
+// x rounded to T.
 template <typename T> DEVICE float round_to(float x) { return to_float(from_float<T>(x)); }
 
-// Several values at once, lower address first. The hardware converts pairs; going through 32-bit words keeps the
-// compiler from taking the halves apart one by one.
+// Pairs and fours of neighbouring elements, the lower address first. The hardware converts pairs. Pairs of 16-bit
+// elements move as 32-bit words, because the compiler would otherwise move the halves one by one.
 template <typename T>
 DEVICE void load_pair(const T* in, float& low, float& high) {
     low = to_float(in[0]);
@@ -144,18 +150,21 @@ DEVICE void store_four(T* out, const float* x) {
     store_pair<T>(out + 2, x[2], x[3]);
 }
 DEVICE int8_t saturated(int32_t x) { return int8_t(min(max(x, -128), 127)); }
-// Four integers, which saturate; two packs, each of which puts two bytes before those it is given.
+// Four integers as int8, saturating. Each of the two instructions packs two integers below the bytes of its last
+// operand.
 DEVICE void store_four_integers(int8_t* out, const int32_t* x) {
 #if PYOPS_CUDA
     int upper;
     asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(upper) : "r"(x[3]), "r"(x[2]));
-    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(*reinterpret_cast<int*>(out)) : "r"(x[1]), "r"(x[0]), "r"(upper));
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;"
+        : "=r"(*reinterpret_cast<int*>(out))
+        : "r"(x[1]), "r"(x[0]), "r"(upper));
 #else
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i] = saturated(x[i]);
 #endif
 }
-// T(a * b), T(a + b) and T(a - b) for two pairs, each rounded once: products and sums are never fused.
+// T(a * b), T(a + b) and T(a - b) of two pairs, element by element, each rounded once.
 template <typename T>
 DEVICE void multiply_pair(T* out, const T* a, const T* b) {
     store_pair<T>(out, ieee_multiply(to_float(a[0]), to_float(b[0])), ieee_multiply(to_float(a[1]), to_float(b[1])));
@@ -168,17 +177,17 @@ template <typename T>
 DEVICE void subtract_pair(T* out, const T* a, const T* b) {
     store_pair<T>(out, ieee_subtract(to_float(a[0]), to_float(b[0])), ieee_subtract(to_float(a[1]), to_float(b[1])));
 }
-// Raise two magnitudes to those of a pair. NaN is dropped, or stays if OR_NAN. The signs of `most` count for nothing, before
-// and after.
+// |absmax| = max(|absmax|, |x|) for each element of a pair. The signs of `absmax` have no meaning, before and after. A
+// NaN is ignored, or, if OR_NAN, becomes the result.
 template <bool OR_NAN, typename T>
-DEVICE void absmax_pair(T* most, const T* x) {
+DEVICE void absmax_pair(T* absmax, const T* x) {
     float y[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float a = ieee_abs(to_float(most[i])), b = ieee_abs(to_float(x[i]));
+        const float a = ieee_abs(to_float(absmax[i])), b = ieee_abs(to_float(x[i]));
         y[i] = !OR_NAN ? ieee_max(a, b) : a != a || b < a ? a : b;
     }
-    store_pair<T>(most, y[0], y[1]);
+    store_pair<T>(absmax, y[0], y[1]);
 }
 
 #if PYOPS_CUDA
@@ -222,19 +231,20 @@ template <> DEVICE void subtract_pair<bf16_t>(bf16_t* out, const bf16_t* a, cons
     as_word(out) = pair_word(__hsub2_rn(word_as<__nv_bfloat162>(as_word(a)), word_as<__nv_bfloat162>(as_word(b))));
 }
 #if __CUDA_ARCH__ >= 860
-// The larger magnitude with the sign of the product, so that no instruction is spent on signs.
-#define PYOPS_ABSMAX_PAIR(T, OR_NAN, NAME)                                                \
-    template <> DEVICE void absmax_pair<OR_NAN, T>(T* most, const T* x) {                 \
-        asm("max" NAME " %0, %0, %1;" : "+r"(as_word(most)) : "r"(as_word(x)));           \
+// The instruction gives the larger magnitude with the sign of the product: no instruction is spent on signs.
+#define PYOPS_ABSMAX_PAIR(T, OR_NAN, NAME)                                        \
+    template <> DEVICE void absmax_pair<OR_NAN, T>(T * absmax, const T* x) {      \
+        asm("max" NAME " %0, %0, %1;" : "+r"(as_word(absmax)) : "r"(as_word(x))); \
     }
 PYOPS_ABSMAX_PAIR(half_t, false, ".xorsign.abs.f16x2")
 PYOPS_ABSMAX_PAIR(half_t, true, ".NaN.xorsign.abs.f16x2")
 PYOPS_ABSMAX_PAIR(bf16_t, false, ".xorsign.abs.bf16x2")
 PYOPS_ABSMAX_PAIR(bf16_t, true, ".NaN.xorsign.abs.bf16x2")
 #else
-#define PYOPS_ABSMAX_PAIR(T, OR_NAN, PAIR, MAX)                                                                          \
-    template <> DEVICE void absmax_pair<OR_NAN, T>(T* most, const T* x) {                                                \
-        as_word(most) = pair_word(MAX(word_as<PAIR>(as_word(most) & 0x7fff7fffu), word_as<PAIR>(as_word(x) & 0x7fff7fffu))); \
+#define PYOPS_ABSMAX_PAIR(T, OR_NAN, PAIR, MAX)                                                                    \
+    template <> DEVICE void absmax_pair<OR_NAN, T>(T * absmax, const T* x) {                                       \
+        as_word(absmax) =                                                                                          \
+            pair_word(MAX(word_as<PAIR>(as_word(absmax) & 0x7fff7fffu), word_as<PAIR>(as_word(x) & 0x7fff7fffu))); \
     }
 PYOPS_ABSMAX_PAIR(half_t, false, __half2, __hmax2)
 PYOPS_ABSMAX_PAIR(half_t, true, __half2, __hmax2_nan)
@@ -264,27 +274,30 @@ template <> DEVICE void store_pair<fp8_e5m2_t>(fp8_e5m2_t* out, float low, float
     *reinterpret_cast<uint16_t*>(out) = fp8_pair(low, high, __NV_E5M2);
 }
 #if __CUDA_ARCH__ >= 890
-#define PYOPS_FP8_FOUR(FORMAT, out, x)                                                                     \
-    asm("{.reg .b16 low, high; cvt.rn.satfinite." FORMAT "x2.f32 low, %2, %1;"                             \
-        " cvt.rn.satfinite." FORMAT "x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"                       \
-        : "=r"(as_word(out)) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]))
+#define PYOPS_FP8_FOUR(FORMAT, out, x)                                               \
+    asm("{.reg .b16 low, high; cvt.rn.satfinite." FORMAT                             \
+        "x2.f32 low, %2, %1;"                                                        \
+        " cvt.rn.satfinite." FORMAT "x2.f32 high, %4, %3; mov.b32 %0, {low, high};}" \
+        : "=r"(as_word(out))                                                         \
+        : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]))
 template <> DEVICE void store_four<fp8_e4m3_t>(fp8_e4m3_t* out, const float* x) { PYOPS_FP8_FOUR("e4m3", out, x); }
 template <> DEVICE void store_four<fp8_e5m2_t>(fp8_e5m2_t* out, const float* x) { PYOPS_FP8_FOUR("e5m2", out, x); }
 #undef PYOPS_FP8_FOUR
 #endif
-// As from_float<int8_t>.
+// Each element as from_float<int8_t> rounds it.
 template <> DEVICE void store_four<int8_t>(int8_t* out, const float* x) {
     const int32_t rounded[4] = {__float2int_rn(x[0]), __float2int_rn(x[1]), __float2int_rn(x[2]), __float2int_rn(x[3])};
     store_four_integers(out, rounded);
 }
 #endif
 
-// A quotient brought nearer by its residual (Markstein 1990), given the correctly rounded reciprocal.
+// x / divisor, from a quotient that is nearly right and the correctly rounded reciprocal: its residual corrects the
+// quotient (Markstein 1990).
 DEVICE float nearer(float quotient, float x, float divisor, float reciprocal) {
     return fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient);
 }
 
-// 1 / x, correctly rounded, for x and 1 / x both normal: one Newton step from the hardware's estimate.
+// 1 / x, correctly rounded, if x and 1 / x are both normal: one Newton step from the hardware's estimate.
 DEVICE float reciprocal_of(float x) {
     const float estimate = estimate_reciprocal(x);
     return fmaf(estimate, fmaf(-x, estimate, 1.0f), estimate);

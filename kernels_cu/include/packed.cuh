@@ -1,14 +1,16 @@
-// packed.cuh: small integers that are packed in words of 32 bits, as numbers.
+// packed.cuh: small integers that are packed into 32-bit words, and how they become floats.
+
 #pragma once
 #include "vec.cuh"
 
-// What raised_pair adds. The number's last place is then worth 1, so that codes are bits to put there.
+// The number that raised_pair adds, twice in a word. Its last place is worth 1: or-ing a small integer to its bits adds
+// the integer.
 template <typename T> constexpr uint32_t RAISED_PAIR = 0;
 template <> constexpr uint32_t RAISED_PAIR<half_t> = 0x64006400;  // 1024
 template <> constexpr uint32_t RAISED_PAIR<bf16_t> = 0x43004300;  // 128
 
-// The nibbles in the low bits of both halves of a word whose other bits are 0, all raised by one number, which a difference
-// of two loses again.
+// Two nibbles as numbers plus the number of RAISED_PAIR, which cancels in a difference of two such numbers. `nibbles`
+// has them in the low bits of its halves; its other bits are 0.
 template <typename T>
 DEVICE void raised_pair(T* out, uint32_t nibbles) {
     if constexpr (RAISED_PAIR<T> != 0) {
@@ -18,8 +20,8 @@ DEVICE void raised_pair(T* out, uint32_t nibbles) {
     }
 }
 
-// N columns from the even column `first` of the eight in a word of AWQ, whose nibbles hold columns 0 2 4 6 1 3 5 7 from the
-// lowest; raised.
+// Columns first ... first + N - 1 (`first` is even) of the eight columns in a word of AWQ, as raised_pair gives them.
+// The nibbles of the word, from the lowest, are columns 0 2 4 6 1 3 5 7.
 template <typename T, int N>
 DEVICE Vec<T, N> awq_columns(uint32_t word, int first) {
     Vec<T, N> result;
@@ -28,16 +30,16 @@ DEVICE Vec<T, N> awq_columns(uint32_t word, int first) {
     return result;
 }
 
-// The four bytes of a word, each less by an integer: exactly.
-DEVICE void bytes_to_floats(uint32_t word, float less, float* x) {
+// x[i] = byte i of a word - offset, exactly; the offset is an integer.
+DEVICE void bytes_to_floats(uint32_t word, float offset, float* x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        // The last place of 2^23 is worth 1, so that a byte is bits to put there.
-        x[i] = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7540 + i)) - (8388608.0f + less);
+        // The last place of 2^23 is worth 1: or-ing a byte to its bits adds the byte.
+        x[i] = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7540 + i)) - (8388608.0f + offset);
     }
 }
 
-// Four bits, levels of two bits or nibbles from the low end of a word, each to a byte of its own.
+// Spreads four integers of 1, 2 or 4 bits, from the low end of a word, over the four bytes of the result.
 DEVICE uint32_t bits_to_bytes(uint32_t four) { return (four & 15) * 0x00204081 & 0x01010101; }
 DEVICE uint32_t crumbs_to_bytes(uint32_t four) {
     four = (four | four << 12) & 0x000f000f;
@@ -48,7 +50,8 @@ DEVICE uint32_t nibbles_to_bytes(uint32_t four) {
     return (four | four << 4) & 0x0f0f0f0f;
 }
 
-// Entries of a table of 16 bytes, four in each of its words: what the bytes of `indices`, 0 to 15, say.
+// Four look-ups in a table of 16 bytes: byte i of the result is entry number (byte i of `indices`, 0 to 15) of the
+// table.
 DEVICE uint32_t look_up_bytes(uint32_t indices, const uint32_t (&table)[4]) {
     uint32_t selector = (indices | indices >> 4) & 0x00ff00ff;
     selector |= selector >> 8;
@@ -58,7 +61,7 @@ DEVICE uint32_t look_up_bytes(uint32_t indices, const uint32_t (&table)[4]) {
     return (low & ~is_high) | (high & is_high);
 }
 
-// Little-endian words from addresses that are multiples of ALIGNMENT bytes.
+// Little-endian loads; word_at needs an address that is a multiple of ALIGNMENT bytes, 2 or more.
 template <int ALIGNMENT>
 DEVICE uint32_t word_at(const uint8_t* address) {
     if constexpr (ALIGNMENT >= 4) return *reinterpret_cast<const uint32_t*>(address);

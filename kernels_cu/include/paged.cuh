@@ -1,10 +1,11 @@
-// paged.cuh: where a token lies in a paged cache.
+// paged.cuh: the place of a token in a paged cache.
 //
-// A cache has num_blocks blocks of BLOCK_SIZE slots. Slots are numbered block * BLOCK_SIZE + offset; a row of a block table
-// names the block of each BLOCK_SIZE positions of a sequence. Whatever these numbers are, what comes out is the offset of a
-// slot that exists, in elements, or NOWHERE.
+// A cache has num_blocks blocks of BLOCK_SIZE slots. Slot number block * BLOCK_SIZE + offset is slot `offset` of the
+// block. A row of a block table names the block of every BLOCK_SIZE positions of a sequence. For any input, the result
+// is the offset of an existing slot in elements, or NOWHERE.
+
 #pragma once
-#include "platform.cuh"
+#include "memory.cuh"
 
 constexpr int64_t NOWHERE = -1;
 
@@ -27,8 +28,9 @@ struct Pages {
     }
 };
 
-// How many of `count` ascending numbers, `stride` apart, are at most `value`. Whatever the numbers are, from 0 to `count`.
-// A binary search whose steps are taken in pairs: what costs time is to wait for a number, and one of two may be the next.
+// How many of `count` ascending numbers, `stride` apart, are <= value. If the numbers do not ascend, anything from 0 to
+// `count`. A binary search that takes two steps at a time: it loads both numbers that the second step may need together
+// with the number of the first, because the latency of the loads is what the search takes.
 template <typename index_t>
 DEVICE int64_t count_up_to(const index_t* numbers, int64_t count, int64_t stride, int64_t value) {
     int64_t low = 0, high = count;

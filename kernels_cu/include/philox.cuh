@@ -1,8 +1,10 @@
-// philox.cuh: random numbers without a state (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+// philox.cuh: counter-based random numbers, Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1,
+// 2, 3").
+
 #pragma once
 #include "platform.cuh"
 
-// 64 random bits, the first two words of Philox4x32-10 under the key `seed` for the counter (offset, third, fourth).
+// 64 random bits: the first two words of Philox4x32-10 with the key `seed` and the counter (offset, third, fourth).
 DEVICE uint64_t philox(uint64_t seed, uint64_t offset, uint32_t third = 0, uint32_t fourth = 0) {
     uint32_t key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
     uint32_t word[4] = {uint32_t(offset), uint32_t(offset >> 32), third, fourth};
@@ -19,9 +21,11 @@ DEVICE uint64_t philox(uint64_t seed, uint64_t offset, uint32_t third = 0, uint3
     return uint64_t(word[1]) << 32 | word[0];
 }
 
-// The upper half of the product: with random bits a number below `limit`, each as likely as the others to within 2^-64.
+// The upper 64 bits of a * b. With random bits a and a limit b: a random number below the limit, uniform to within
+// 2^-64.
 DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) {
     const uint64_t low = (a & 0xffffffffu) * (b & 0xffffffffu), cross = (a >> 32) * (b & 0xffffffffu);
-    const uint64_t other = (a & 0xffffffffu) * (b >> 32), middle = (low >> 32) + (cross & 0xffffffffu) + (other & 0xffffffffu);
+    const uint64_t other = (a & 0xffffffffu) * (b >> 32),
+                   middle = (low >> 32) + (cross & 0xffffffffu) + (other & 0xffffffffu);
     return (a >> 32) * (b >> 32) + (cross >> 32) + (other >> 32) + (middle >> 32);
 }

@@ -1,8 +1,9 @@
-// quant.cuh: from a float and a scale to a code, exactly as the specification rounds.
+// quant.cuh: codes of int8 and fp8 from floats and scales, rounded exactly as the specifications say.
+
 #pragma once
 #include "number.cuh"
 
-// Largest magnitude of a code, and the smallest scale a dynamic quantisation may choose.
+// Of a code type Q: the largest magnitude of a code, and the smallest scale that a dynamic quantisation may choose.
 template <typename Q> struct Codes;
 template <> struct Codes<int8_t> {
     static constexpr float largest = 127.0f;
@@ -13,33 +14,37 @@ template <> struct Codes<fp8_e4m3_t> {
     static constexpr float smallest_scale = 1.0f / (largest * 512.0f);
 };
 template <> struct Codes<fp8_e4m3fnuz_t> {
-    static constexpr float largest = 224.0f;  // by convention: the type goes on to 240
+    static constexpr float largest = 224.0f;  // by convention; the type's largest number is 240
     static constexpr float smallest_scale = 1.0f / (largest * 512.0f);
 };
 
-// Clamp to +-limit; NaN becomes +limit.
+// x clamped to -limit ... limit; NaN becomes limit.
 DEVICE float clamp(float x, float limit) { return fmaxf(-limit, fminf(x, limit)); }
 
-// What to convert to a code of fp8 so that it is no larger than the largest; the minimum takes NaN to that. Where it is the
-// type's own largest number, the conversion saturates.
+// A float to be converted to an fp8 code that is at most Codes<Q>::largest; NaN becomes the largest. Where that is the
+// largest number of the type, only NaN needs care here: the conversion saturates.
 template <typename Q>
 DEVICE float within_codes(float x) {
     if constexpr (is_same<Q, fp8_e4m3fnuz_t>) return clamp(x, Codes<Q>::largest);
     return fminf(x, Codes<Q>::largest);
 }
 
-// x / divisor, correctly rounded, given the correctly rounded reciprocal: the residual of the first quotient corrects it.
-// For quotients that are neither subnormal nor too large; a zero keeps its sign if the divisor is positive.
+// x / divisor, correctly rounded, given the correctly rounded reciprocal: the residual of a first quotient corrects
+// that quotient. The quotient must be neither subnormal nor near the largest float. A zero keeps its sign if the
+// divisor is positive.
 DEVICE float divide(float x, float divisor, float reciprocal) { return nearer(x * reciprocal, x, divisor, reciprocal); }
 
-// Quotients by one divisor, for fp8: correctly rounded wherever that can change a code, with the sign of a zero. A residual
-// corrects the product with the reciprocal (Markstein 1990); where that is not a number, the product is infinite or NaN.
+// Quotients by one divisor, to be converted to fp8: correctly rounded wherever the rounding can change a code, and with
+// the sign of a zero. A residual corrects the product with the reciprocal (Markstein 1990). Where the corrected
+// quotient is NaN, the product is the result: it is infinite or NaN itself.
 struct Quotient {
     float divisor, reciprocal;
-    bool ordinary;  // neither the reciprocal nor a residual that counts leaves the normal numbers
+    bool ordinary;  // the reciprocal, and every residual that can change a code, are normal numbers
 
     explicit DEVICE Quotient(float divisor)
-        : divisor(divisor), reciprocal(reciprocal_of(divisor)), ordinary(fabsf(divisor) >= 0x1p-64f && fabsf(divisor) <= 0x1p64f) {}
+        : divisor(divisor),
+          reciprocal(reciprocal_of(divisor)),
+          ordinary(fabsf(divisor) >= 0x1p-64f && fabsf(divisor) <= 0x1p64f) {}
 
     DEVICE float operator()(float x) const {
         if (!ordinary) return ieee_divide(x, divisor);
@@ -48,11 +53,11 @@ struct Quotient {
         return quotient == quotient ? copysignf(quotient, product) : product;
     }
 
-    // The same of all of x, whose largest magnitude is `most`. Where no residual is infinite and a divisor is positive, there is
-    // neither NaN nor the sign of a zero to put right; where one may be, division does it.
+    // Replaces each x by its quotient; absmax is the largest magnitude of x. If the divisor is positive and no residual
+    // can be infinite, neither NaN nor the sign of a zero needs care; otherwise ieee_divide takes that care.
     template <int N>
-    DEVICE void of_each(float (&x)[N], float most) const {
-        if (ordinary && divisor > 0.0f && most <= 0x1p62f) {
+    DEVICE void of_each(float (&x)[N], float absmax) const {
+        if (ordinary && divisor > 0.0f && absmax <= 0x1p62f) {
 #pragma unroll
             for (int i = 0; i < N; ++i) x[i] = divide(x[i], divisor, reciprocal);
         } else {
@@ -62,28 +67,31 @@ struct Quotient {
     }
 };
 
-// 1 / scale, correctly rounded, or 0 where that is not finite: under such a scale every code is that of 0. NaN stays NaN.
+// 1 / scale, correctly rounded; 0 if the reciprocal is infinite: every code under such a scale is the code of 0. NaN
+// stays NaN.
 DEVICE float reciprocal_or_zero(float scale) {
     const float reciprocal = ieee_divide(1.0f, scale);
     return ieee_abs(reciprocal) > FLOAT_MAX ? 0.0f : reciprocal;
 }
 
-// What to convert to a code of fp8: a product with such a reciprocal.
+// x * reciprocal, to be converted to an fp8 code; the reciprocal is that of reciprocal_or_zero.
 template <typename Q>
 DEVICE float scaled_fp8(float x, float reciprocal) {
     return within_codes<Q>(ieee_multiply(x, reciprocal));
 }
 
-// int8 codes of integers that are shifted by a zero point, which may be any: the sum saturates.
+// int8 codes with a zero point: round(x) + azp, saturating, for any int32 azp.
 struct ZeroPoint {
-    int32_t azp, low, high;  // between low and high lie the integers whose codes do not saturate
+    int32_t azp, low, high;  // integers from low to high have codes that do not saturate
 
     explicit DEVICE ZeroPoint(int32_t azp)
-        : azp(azp), low(max(int64_t(-128) - azp, int64_t(-2147483647 - 1))), high(min(int64_t(127) - azp, int64_t(2147483647))) {}
+        : azp(azp),
+          low(max(int64_t(-128) - azp, int64_t(-2147483647 - 1))),
+          high(min(int64_t(127) - azp, int64_t(2147483647))) {}
     DEVICE int8_t operator()(float x) const { return int8_t(min(max(round_to_int(x), low), high) + azp); }
 };
 
-// The scale of a row or group whose largest magnitude is `absmax`.
+// The scale of a row or group whose largest magnitude is absmax.
 template <typename Q>
 DEVICE float dynamic_scale(float absmax) {
     constexpr float largest = Codes<Q>::largest;
@@ -91,34 +99,34 @@ DEVICE float dynamic_scale(float absmax) {
     return fmaxf(scale, Codes<Q>::smallest_scale);
 }
 
-// The least power of two that is no smaller; x is normal, or infinite and stays so.
+// The smallest power of two that is at least x, for a normal x > 0; infinity stays infinite.
 DEVICE float power_of_two_above(float x) { return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u); }
 
-// The same by the logarithm in bfloat16, 2^ceil(b(log2 x)), which now and then is the power below.
+// 2^ceil(bf16(log2 x)), as power_of_two_above but for rounding: now and then it is the power of two below x.
 DEVICE float power_of_two_by_log(float x) {
     if (x > FLOAT_MAX) return x;
     return __uint_as_float(uint32_t(int(ceilf(round_to<bf16_t>(log2f(x)))) + 127) << 23);
 }
 
-// The biased exponent of a positive number: a power of two in UE8M0.
+// The biased exponent of x > 0. For a power of two this is its code in UE8M0.
 DEVICE uint8_t exponent_of(float x) { return uint8_t(__float_as_uint(x) >> 23); }
 
-// Codes of values under one scale. int8 multiplies by the reciprocal, fp8 divides, each as the specification says.
-// BOUNDED: values may exceed the magnitude that the scale was made for.
+// Codes under one scale. int8 multiplies by the reciprocal, fp8 divides: so the specifications say. BOUNDED: values may
+// be larger than the magnitude that the scale was made for.
 template <typename Q, bool BOUNDED>
 struct Quantizer {
     float divisor, reciprocal, limit;
 
     explicit DEVICE Quantizer(float scale) : divisor(scale), reciprocal(reciprocal_of(scale)) {
-        limit = fminf(scale * 512.0f, FLOAT_MAX);  // beyond it every quotient saturates
-        if (scale > FLOAT_MAX) {  // infinite: what is finite becomes 0, what is not the largest code
+        limit = fminf(scale * 512.0f, FLOAT_MAX);  // quotients of larger values saturate
+        if (scale > FLOAT_MAX) {  // infinite scale: finite values become 0, infinite values the largest code
             divisor = 0.0f;
             reciprocal = 0.0f;
             limit = scale;
         }
     }
 
-    // What to convert to Q; that conversion saturates.
+    // A float to be converted to Q; the conversion saturates.
     DEVICE float operator()(float x) const {
         if constexpr (is_same<Q, int8_t>) return x * reciprocal;
         if constexpr (BOUNDED) x = clamp(x, limit);

@@ -1,16 +1,17 @@
 // reduce.cuh: sums and extremes over the threads that share a row.
 //
-// A row belongs to ROW_THREADS consecutive threads: a power of two up to the warp size, or a whole block of several warps.
-// Every thread of the row gets the result, computed in the same order by all of them.
+// A row belongs to ROW_THREADS consecutive threads: a power of two up to the warp size, or a whole block of several
+// warps. Every thread of the row gets the result; all compute it in the same order.
+
 #pragma once
-#include "platform.cuh"
+#include "arith.cuh"
 
 struct Sum {
     static DEVICE float identity() { return 0.0f; }
     template <typename T> static DEVICE T apply(T a, T b) { return a + b; }
 };
 
-// Maximum and minimum; they drop NaN.
+// Maximum and minimum of floats ignore NaN.
 struct Max {
     static DEVICE float identity() { return minus_infinity(); }
     static DEVICE float apply(float a, float b) { return ieee_max(a, b); }
@@ -22,7 +23,7 @@ struct Min {
     static DEVICE uint32_t apply(uint32_t a, uint32_t b) { return min(a, b); }
 };
 
-// Over a warp, where an instruction reduces 32-bit integers.
+// Reduces 32-bit integers over a warp by one instruction, where the device has it.
 #define PYOPS_REDUX (PYOPS_HOST || PYOPS_CUDA && __CUDA_ARCH__ >= 800)
 #if PYOPS_REDUX
 DEVICE uint32_t warp_reduce(Sum, uint32_t value) { return __reduce_add_sync(ALL_LANES, value); }
@@ -30,7 +31,7 @@ DEVICE uint32_t warp_reduce(Max, uint32_t value) { return __reduce_max_sync(ALL_
 DEVICE uint32_t warp_reduce(Min, uint32_t value) { return __reduce_min_sync(ALL_LANES, value); }
 #endif
 
-// Reduce over aligned groups of WIDTH lanes of a warp. Every lane of the warp takes part.
+// Reduces over each aligned group of WIDTH lanes of a warp. Every lane of the warp takes part.
 template <typename Op, int WIDTH, typename T>
 DEVICE T lane_reduce(T value) {
     static_assert((WIDTH & (WIDTH - 1)) == 0);
@@ -42,8 +43,8 @@ DEVICE T lane_reduce(T value) {
     return value;
 }
 
-// Reduce over the ROW_THREADS threads of a row. `partial` is shared memory for this one reduction: a block that reduces
-// again needs another array, or a barrier in between.
+// Reduces over the ROW_THREADS threads of a row. `partial` is shared memory of one value per warp. A second reduction
+// of the block needs another array, or a barrier in between.
 template <typename Op, int ROW_THREADS, typename T>
 DEVICE T row_reduce(T value, T* partial) {
     if constexpr (ROW_THREADS <= WARP_SIZE) {

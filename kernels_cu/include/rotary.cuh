@@ -1,12 +1,14 @@
-// rotary.cuh: rotary embedding (Su et al. 2021, arXiv:2104.09864): pairs of elements of a head turn by an angle.
+// rotary.cuh: rotary embedding (Su et al. 2021, arXiv:2104.09864): each pair of elements of a head turns by an angle.
 //
 //     x' = x * cos - y * sin,   y' = y * cos + x * sin
 //
-// IS_NEOX: element j of the rotary part makes a pair with j + HALF, else 2j with 2j + 1. Angle j is that of pair j.
+// The pairs of the rotary part of a head, 2 * HALF elements: pair j is elements j and j + HALF if IS_NEOX, else 2j and
+// 2j + 1. Angle j belongs to pair j.
+
 #pragma once
 #include "vec.cuh"
 
-// Every product, sum and difference is rounded to T, as in eager tensor arithmetic.
+// Turns pairs (x, y). Every product, sum and difference is rounded to T, as in eager tensor arithmetic.
 template <typename T, int N>
 DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const Vec<T, N>& cosine, const Vec<T, N>& sine) {
     const Vec<T, N> turned = x * cosine - y * sine;
@@ -14,7 +16,7 @@ DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const Vec<T, N>& cosine, const Vec<
     x = turned;
 }
 
-// In float32, rounded once at the end.
+// Turns pairs (x, y) in float32 and rounds once at the end.
 template <typename T, int N>
 DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const float (&cosine)[N], const float (&sine)[N]) {
     float a[N], b[N], turned[N];
@@ -29,15 +31,15 @@ DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const float (&cosine)[N], const flo
     y = Vec<T, N>::from_floats(b);
 }
 
-// N neighbouring pairs of a head, their first elements in x and their second ones in y. An access moves ACCESS
-// elements: at most N if IS_NEOX, else at most 2 * N, which then must fit into 16 bytes.
+// N neighbouring pairs of a head: the first elements in x, the second elements in y. A memory access moves ACCESS
+// elements, at most N if IS_NEOX, else at most 2 * N. Without IS_NEOX, 2 * N elements must fit into 16 bytes.
 template <typename T, int N, int HALF, bool IS_NEOX, int ACCESS>
 struct Pairs {
     static_assert(HALF % N == 0);
     using vec_t = Vec<T, N>;
     vec_t x, y;
 
-    // Those from pair `first` on, of the head at `head`.
+    // Pairs first ... first + N - 1 of the head at address `head`.
     static DEVICE Pairs load(const T* head, int first) {
         Pairs pairs;
         if constexpr (IS_NEOX) {
@@ -69,23 +71,24 @@ struct Pairs {
     }
 };
 
-// Copy SIZE elements of a head, the lanes of a group together, by accesses of ACCESS elements.
+// The LANES lanes of a group copy SIZE elements together, ACCESS elements in one memory access.
 template <int LANES, int SIZE, int ACCESS, typename T>
 DEVICE void copy_elements(T* to, const T* from, int lane) {
 #pragma unroll 1
     for (int i = lane * ACCESS; i < SIZE; i += LANES * ACCESS) Vec<T, ACCESS>::load(from + i).store(to + i);
 }
 
-// Offset of a token in a tensor whose LEADING dimensions, 1 or 2, are [.., size1].
+// Offset of a token in a tensor with one or two LEADING dimensions, [num_tokens] or [.., size1].
 template <int LEADING>
 DEVICE int64_t token_offset(int64_t token, int size1, int64_t stride0, int64_t stride1) {
     if constexpr (LEADING == 1) return token * stride0;
     return uint32_t(token) / uint32_t(size1) * stride0 + uint32_t(token) % uint32_t(size1) * stride1;
 }
 
-// Where a thread works. HEADS heads of a token are dealt to groups of LANES neighbouring threads: group g has the heads
-// g, g + GROUPS, ..., at most THREAD_HEADS of them. A block holds BLOCK_GROUPS groups of each of its tokens; y counts
-// the blocks that share a token, x the tokens of a block.
+// Where a thread works. The HEADS heads of a token are dealt to groups of LANES neighbouring threads: group g takes
+// heads g, g + GROUPS, g + 2 * GROUPS and so on, at most THREAD_HEADS heads. A block has BLOCK_GROUPS groups of each of
+// its BLOCK_TOKENS tokens. blockIdx.x counts the tokens, BLOCK_TOKENS at a time; blockIdx.y counts the blocks that
+// share a token.
 template <int NUM_THREADS, int LANES, int HEADS, int THREAD_HEADS, int BLOCK_GROUPS>
 struct HeadIndex {
     static constexpr int GROUPS = ceil_div(HEADS, THREAD_HEADS);
@@ -103,7 +106,7 @@ struct HeadIndex {
         inside = slot < BLOCK_TOKENS && token < num_tokens && group < GROUPS;
     }
 
-    // Call f(i, head) for every head of the calling thread.
+    // Calls f(i, head) for every head of the calling thread; i counts these heads.
     template <typename F>
     DEVICE void for_each(F f) const {
 #pragma unroll

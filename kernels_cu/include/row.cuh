@@ -1,12 +1,14 @@
 // row.cuh: a row of a matrix, spread over the threads that share it.
 //
 // Vector i of a thread is vector i * ROW_THREADS + (thread in the row) of the row, so neighbouring threads touch
-// neighbouring memory. With KEEP the row stays in registers; otherwise it is read where it is needed.
+// neighbouring memory. With KEEP the row stays in registers; otherwise it is read again where it is needed.
 //
-// SHIFTED: rows of any size in vectors of any width. Memory is aligned for a vector only `head` elements into the row,
-// and head differs from row to row. The vectors begin there; the EDGE_SIZE elements that are left, before and behind
-// them, go one each to the last threads of the row, which see them as one more vector, EDGE, of a single element. What
-// is aligned in one tensor of the row must be so in all; RowWeight is what starts aligned for every row.
+// SHIFTED: rows of any size, in vectors of any width. The row's memory is aligned for a vector only `head` elements
+// into the row, and `head` differs from row to row. The vectors of the row begin there. EDGE_SIZE elements are left,
+// before and behind the vectors; the last threads of the row take one of these elements each, and see it as one more
+// vector with the number EDGE and a single element. All tensors of which a row is read or written must be aligned
+// alike. A weight, which starts aligned for every row, is read by RowWeight.
+
 #pragma once
 #include "vec.cuh"
 
@@ -19,12 +21,12 @@ struct Row {
     static constexpr int VEC = VEC_SIZE;
     static constexpr int ACCESS = ACCESS_SIZE;
     static constexpr bool IS_SHIFTED = SHIFTED;
-    // One vector less than there might be, so that a RowWeight can read the vector behind the last one.
+    // SHIFTED: one vector less than a row may have, so that RowWeight can read the vector behind the last one.
     static constexpr int ROW_VECS = ROW_SIZE / VEC_SIZE - SHIFTED;
     static constexpr int THREAD_VECS = ceil_div(ROW_VECS, ROW_THREADS);
     static constexpr int EDGE = SHIFTED ? THREAD_VECS : -1;
     static constexpr int EDGE_SIZE = ROW_SIZE - ROW_VECS * VEC_SIZE;
-    static constexpr bool HAVE_VECS = ROW_VECS >= ROW_THREADS;  // all threads, at least one
+    static constexpr bool HAVE_VECS = ROW_VECS >= ROW_THREADS;  // every thread has a vector
     static_assert(SHIFTED ? ROW_VECS >= 0 && EDGE_SIZE <= ROW_THREADS : EDGE_SIZE == 0);
 
     vec_t vecs[KEEP ? THREAD_VECS + SHIFTED : 1];
@@ -32,11 +34,12 @@ struct Row {
     int head;
     bool active;
 
-    // Call f(i, column) for every vector of the calling thread. SHIFTED: also where a thread has one vector less than
-    // others, then with zeros and the column of its first, because loads under a condition are issued late.
+    // Calls f(i, column) for every vector of the calling thread. SHIFTED: a thread that has one vector less than other
+    // threads is called for that vector, too, with the column of its first vector, and gets zeros: a load behind a
+    // condition would be issued late.
     template <typename F>
     DEVICE void for_each(F f) const {
-#pragma unroll (KEEP ? THREAD_VECS : 1)
+#pragma unroll(KEEP ? THREAD_VECS : 1)
         for (int i = 0; i < THREAD_VECS; ++i) {
             const int first = threadIdx.x % ROW_THREADS * VEC_SIZE;
             const int start = i * ROW_THREADS * VEC_SIZE + first;
@@ -52,24 +55,24 @@ struct Row {
         }
     }
 
-    // Whether the row has the vector i of the calling thread.
+    // Whether the row has vector i of the calling thread.
     static DEVICE bool exists(int i) {
         return !SHIFTED || i == EDGE || i * ROW_THREADS + int(threadIdx.x % ROW_THREADS) < ROW_VECS;
     }
-    // Elements that vector i has; the others of an edge are 0.
+    // The number of elements of vector i. The other elements of EDGE are 0.
     static DEVICE int elements(int i) { return i == EDGE ? 1 : VEC_SIZE; }
 
-    // A row whose vectors are given one by one with `set`; `address` is where they can be read again.
+    // A row whose vectors will be given one by one with `set`. They can be read again from `address`.
     explicit DEVICE Row(const T* address, bool active = true)
         : address(address), head(SHIFTED ? int(-(uint64_t(address) / sizeof(T)) % VEC_SIZE) : 0), active(active) {}
 
-    // A thread that is not `active` makes nothing of its row, which others may be writing.
+    // A thread that is not `active` does not use its row, which other threads may be writing.
     static DEVICE Row load(const T* address, bool active = true) {
         Row row(address, active);
         if constexpr (KEEP) row.for_each([&](int i, int column) { row.vecs[i] = row.template read<false>(i, column); });
         return row;
     }
-    // For a row that nobody else reads.
+    // For a row that is read once: it leaves the caches first.
     static DEVICE Row load_once(const T* address, bool active = true) {
         Row row(address, active);
         if constexpr (KEEP) row.for_each([&](int i, int column) { row.vecs[i] = row.template read<true>(i, column); });
@@ -91,7 +94,7 @@ struct Row {
         return exists(i) ? vec : vec_t::full(0.0f);
     }
 
-    // Write vector i, at `column`, to the row at `to`.
+    // Writes vector i, which begins at `column`, to the row at `to`.
     template <typename U>
     static DEVICE void store(U* to, int i, int column, const Vec<U, VEC_SIZE>& vec) {
         if (i == EDGE) {
@@ -102,7 +105,8 @@ struct Row {
     }
 };
 
-// A row that goes with every row of a matrix and starts aligned whatever the head of that one.
+// A row, such as a weight, that belongs to every row of a matrix. It starts aligned, whatever the `head` of the
+// matrix's row.
 template <typename row_t, bool KEEP>
 struct RowWeight {
     using vec_t = typename row_t::vec_t;
@@ -134,8 +138,9 @@ struct RowWeight {
     }
 };
 
-// Where a thread works when a block of NUM_THREADS holds NUM_THREADS / ROW_THREADS rows. Threads beyond the last row are
-// not active: they go through it, because every lane takes part in reductions, and write nothing.
+// Where a thread works when a block of NUM_THREADS threads holds NUM_THREADS / ROW_THREADS rows. Threads beyond the
+// last row are not active: they go through the last row, because every lane takes part in reductions, and write
+// nothing.
 template <int NUM_THREADS, int ROW_THREADS>
 struct RowIndex {
     static constexpr int BLOCK_ROWS = NUM_THREADS / ROW_THREADS;

@@ -1,11 +1,13 @@
-// select.cuh: the largest of many, by the digits of their bits: sums before a thread, and the digit that the k-th has.
+// select.cuh: selection by radix: which key is the k-th largest, found digit by digit of its bits, and the prefix sums
+// for it.
+
 #pragma once
 #include "reduce.cuh"
 
 // Bits of a float as an integer of the same order: -NaN, -inf, ..., -0, +0, ..., +inf, +NaN.
 DEVICE uint32_t ordered_bits(uint32_t bits) { return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u); }
 
-// The sum of the values of the lanes up to the caller's. Every lane of the warp calls.
+// Inclusive prefix sum over the lanes of a warp. Every lane of the warp calls.
 template <typename T>
 DEVICE T sum_to_lane(T sum) {
     const int lane = threadIdx.x % WARP_SIZE;
@@ -17,7 +19,8 @@ DEVICE T sum_to_lane(T sum) {
     return sum;
 }
 
-// The sum of a value per warp, and of those of the warps before the caller's. Every lane of the warp calls.
+// Exclusive prefix sum over the warps of a block, for the caller's warp; of_warps has one value per warp, and `total`
+// becomes their sum. Every lane of the warp calls.
 template <int NUM_THREADS, typename T>
 DEVICE T sum_of_warps_before(const T* of_warps, T& total) {
     constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
@@ -28,15 +31,15 @@ DEVICE T sum_of_warps_before(const T* of_warps, T& total) {
         total = lane_reduce<Sum, WARP_SIZE>(here);
         return lane_reduce<Sum, WARP_SIZE>(lane < warp ? here : T(0));
     } else {
-        const T up_to = sum_to_lane(here);  // the warp of that number
+        const T up_to = sum_to_lane(here);  // of the warps up to number `lane`
         total = shfl<WARP_SIZE>(up_to, WARP_SIZE - 1);
         const T before = shfl<WARP_SIZE>(up_to, max(warp - 1, 0));
         return warp > 0 ? before : T(0);
     }
 }
 
-// The sum of the values of the threads before, and of all. Every thread of the block calls. `partial` is shared memory of a
-// value per warp for this one sum: the next needs another, the one after may have the first again.
+// Exclusive prefix sum over the threads of a block; `total` becomes the sum over all threads. Every thread of the block
+// calls. `partial` is shared memory of one value per warp. Two sums in a row need two such arrays, which may alternate.
 template <int NUM_THREADS, typename T>
 DEVICE T sum_before(T value, T* partial, T& total) {
     const T sum = sum_to_lane(value);
@@ -45,44 +48,49 @@ DEVICE T sum_before(T value, T* partial, T& total) {
     return sum_of_warps_before<NUM_THREADS>(partial, total) + (sum - value);
 }
 
-// Of 32-bit keys, the digits from the left: where each begins and how many values it has.
+// Digit number 0, 1 or 2 of 32-bit keys, from the left: the bit it begins at, and how many values (bins) it has.
 struct Digit {
     int shift, bins;
-    explicit DEVICE Digit(int number) : shift(number == 0 ? 21 : number == 1 ? 10 : 0), bins(number < 2 ? 2048 : 1024) {}
+    explicit DEVICE Digit(int number)
+        : shift(number == 0   ? 21
+                : number == 1 ? 10
+                              : 0),
+          bins(number < 2 ? 2048 : 1024) {}
     DEVICE uint32_t of(uint32_t key) const { return key >> shift & (bins - 1); }
-    // Whether the digits before are those of `prefix`, of which the others are 0.
+    // Whether the digits of the key before this one are those of `prefix`, whose other digits are 0.
     DEVICE bool matches(uint32_t key, uint32_t prefix) const {
         return shift == 21 || (key ^ prefix) >> shift < uint32_t(bins);
     }
 };
 constexpr int MOST_BINS = 2048;
 
-// A bin, what lies in it, and how much of that is wanted.
+// A bin, the sum that lies in it, and how much of this sum is wanted.
 template <typename T>
 struct Found {
     uint32_t bin;
     T held, wanted;
 };
 
-// The bin, counted from the highest, in which what the bins hold sums up to wanted(sum of all), which is above 0 and not more
-// than that sum. Every thread calls; `partial` as in sum_before. There is a barrier between it and later writes to bins.
+// The bin in which the sum of the bins, from the highest bin down, reaches wanted_of(sum of all bins); 0 < wanted <=
+// that sum. load(bin) is what a bin holds. Every thread calls; `partial` is as in sum_before. The bins may be written
+// as soon as this returns.
 template <int NUM_THREADS, typename T, typename F, typename LOAD>
 DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial, Found<T>* found) {
-    constexpr int MOST = MOST_BINS / NUM_THREADS;
+    constexpr int THREAD_BINS = MOST_BINS / NUM_THREADS;
     static_assert(MOST_BINS % NUM_THREADS == 0);
-    T held[MOST], sum = 0, total;
-    const int first = num_bins - 1 - int(thread_of<NUM_THREADS>()) * MOST;
+    T held[THREAD_BINS], sum = 0, total;
+    const int first = num_bins - 1 - int(thread_of<NUM_THREADS>()) * THREAD_BINS;
 #pragma unroll
-    for (int i = 0; i < MOST; ++i) sum += held[i] = first - i >= 0 ? load(first - i) : T(0);
+    for (int i = 0; i < THREAD_BINS; ++i) sum += held[i] = first - i >= 0 ? load(first - i) : T(0);
     const T of_warp = lane_reduce<Sum, WARP_SIZE>(sum);
     if (threadIdx.x % WARP_SIZE == 0) partial[threadIdx.x / WARP_SIZE] = of_warp;
     __syncthreads();
     T before = sum_of_warps_before<NUM_THREADS>(partial, total);
     const T wanted = wanted_of(total);
-    if (before < wanted && wanted <= before + of_warp) {  // one warp looks closer
+    if (before < wanted && wanted <= before + of_warp) {  // the warp whose bins reach `wanted`
         before += sum_to_lane(sum) - sum;
 #pragma unroll
-        for (int i = 0; i < MOST; ++i) {
+        for (int i = 0; i < THREAD_BINS; ++i) {
             if (before < wanted && wanted <= before + held[i]) *found = {uint32_t(first - i), held[i], wanted - before};
             before += held[i];
         }
@@ -91,21 +99,22 @@ DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial
     return *found;
 }
 
-// The same, by a warp that looks alone, of up to 32 * MOST bins, which may lie far. Nothing is held if so much is not there.
-template <int MOST, typename LOAD, typename F>
+// find_from_above by one warp, for up to 32 * LANE_BINS bins, which may lie in memory of high latency. If the bins do
+// not reach `wanted`, the result holds 0.
+template <int LANE_BINS, typename LOAD, typename F>
 DEVICE Found<uint64_t> find_by_lanes(int num_bins, LOAD load, F wanted_of) {
-    constexpr int LANES = 32;  // that look, whatever the warp's size
+    constexpr int LANES = 32;  // lanes that search; a wider warp has idle lanes
     const int lane = threadIdx.x % WARP_SIZE;
-    const int first = num_bins - 1 - lane * MOST;
-    uint64_t held[MOST], sum = 0;
+    const int first = num_bins - 1 - lane * LANE_BINS;
+    uint64_t held[LANE_BINS], sum = 0;
 #pragma unroll
-    for (int i = 0; i < MOST; ++i) sum += held[i] = lane < LANES && first - i >= 0 ? load(first - i) : 0;
+    for (int i = 0; i < LANE_BINS; ++i) sum += held[i] = lane < LANES && first - i >= 0 ? load(first - i) : 0;
     uint64_t before = sum_to_lane(sum);
     const uint64_t wanted = wanted_of(shfl<WARP_SIZE>(before, WARP_SIZE - 1));
     before -= sum;
     Found<uint64_t> mine{0, 0, 0};
 #pragma unroll
-    for (int i = 0; i < MOST; ++i) {
+    for (int i = 0; i < LANE_BINS; ++i) {
         if (before < wanted && wanted <= before + held[i]) {
             mine.bin = first - i, mine.held = held[i], mine.wanted = wanted - before;
         }
@@ -116,27 +125,30 @@ DEVICE Found<uint64_t> find_by_lanes(int num_bins, LOAD load, F wanted_of) {
     return {shfl<WARP_SIZE>(mine.bin, from), shfl<WARP_SIZE>(mine.held, from), shfl<WARP_SIZE>(mine.wanted, from)};
 }
 
-// The same, of bins in groups of 32, for a block whose first warp looks alone: among the groups' sums, of which there are up to
-// 64, and then within one. Reading little of either, it may read what lies far: load_group(group) and load(bin) are asked by its
-// lanes for what they hold, everyone else waits.
+// find_from_above in two levels: the first warp of the block searches the sums of up to 64 groups of GROUP_BINS bins,
+// and then the bins of one group; the other warps wait. So few loads may be of high latency. load_group(group) is what
+// a group holds, load(bin) is what a bin holds. Every thread of the block calls.
 constexpr int GROUP_BINS = 32;
 template <typename GROUP, typename LOAD>
-DEVICE Found<uint32_t> find_in_groups(int num_bins, GROUP load_group, LOAD load, uint32_t wanted, Found<uint32_t>* found) {
+DEVICE Found<uint32_t>
+find_in_groups(int num_bins, GROUP load_group, LOAD load, uint32_t wanted, Found<uint32_t>* found) {
     if (threadIdx.x < WARP_SIZE) {
         const int lane = threadIdx.x, groups = num_bins / GROUP_BINS;
-        constexpr int MOST = MOST_BINS / GROUP_BINS / 32, LANES = 32;  // lanes that look, whatever the warp's size
-        uint32_t held[MOST], sum = 0;
+        constexpr int LANES = 32;  // lanes that search; a wider warp has idle lanes
+        constexpr int LANE_GROUPS = MOST_BINS / GROUP_BINS / LANES;
+        uint32_t held[LANE_GROUPS], sum = 0;
 #pragma unroll
-        for (int i = 0; i < MOST; ++i) {
-            const int group = groups - 1 - (lane * MOST + i);
+        for (int i = 0; i < LANE_GROUPS; ++i) {
+            const int group = groups - 1 - (lane * LANE_GROUPS + i);
             sum += held[i] = lane < LANES && group >= 0 ? load_group(group) : 0;
         }
-        // The group, numbered from the highest, and what those above it hold; of all lanes one has it.
+        // One lane finds the group, numbered from the highest, and what the groups above it hold.
         uint32_t before = sum_to_lane(sum) - sum, above = 0;
         int mine = -1;
 #pragma unroll
-        for (int i = 0; i < MOST; ++i) {
-            if (lane < LANES && before < wanted && wanted <= before + held[i]) mine = lane * MOST + i, above = before;
+        for (int i = 0; i < LANE_GROUPS; ++i) {
+            if (lane < LANES && before < wanted && wanted <= before + held[i])
+                mine = lane * LANE_GROUPS + i, above = before;
             before += held[i];
         }
         const int from = lowest_bit(ballot(mine >= 0));
@@ -152,11 +164,13 @@ DEVICE Found<uint32_t> find_in_groups(int num_bins, GROUP load_group, LOAD load,
     return *found;
 }
 
-// found(vector, j, rest) for the element in whose weight `left` falls, by the one thread that has it: the first at which the sum
-// of weights, elements in order, is above `left`, which is `rest` above those before. weigh(vector, weights) gives those of VEC
-// elements, of any vector a thread may ask for. Every thread of the block calls.
+// Finds the first element at which the running sum of weights, elements in order, exceeds `left`. The one thread that
+// has this element calls found(vector, j, rest), where rest is `left` less the weights before the element.
+// weigh(vector, weights) gives the weights of the VEC elements of a vector, of any vector whatever. Every thread of the
+// block calls.
 template <int NUM_THREADS, int VEC, typename WEIGH, typename FOUND>
-DEVICE void find_by_weight(uint64_t left, int vectors, WEIGH weigh, FOUND found, uint64_t (&partial)[2][NUM_THREADS / WARP_SIZE]) {
+DEVICE void
+find_by_weight(uint64_t left, int vectors, WEIGH weigh, FOUND found, uint64_t (&partial)[2][NUM_THREADS / WARP_SIZE]) {
     int turn = 0;
     for (int first = 0; first < vectors; first += NUM_THREADS) {
         uint64_t weights[VEC], own = 0, all;

@@ -1,14 +1,16 @@
-// span.cuh: a piece of a row, wherever it begins and ends, in vectors that are aligned in memory.
+// span.cuh: a piece of a row that begins and ends anywhere, read in vectors that are aligned in memory.
+
 #pragma once
 #include "vec.cuh"
 
-// Vector i holds the elements i * N - head + j of the piece, of which there are `count`: the first and the last vector may
-// have some that are not there. They are read one by one; the others at once.
+// A piece of `count` elements. Vector i holds the elements i * N - head + j, 0 <= j < N, of the piece. The first and
+// the last vector may hold elements outside the piece: their elements are loaded one by one; other vectors are loaded
+// by one access.
 template <typename T, int N>
 struct Span {
     const T* base;
     int head, count;
-    int64_t step;  // between elements; 1 unless N is
+    int64_t step;  // from one element to the next; 1 if N > 1
 
     DEVICE Span(const T* first, int count, int64_t step = 1)
         : head(N == 1 ? 0 : int(uint64_t(first) / sizeof(T) % N)), count(count), step(step) {
@@ -19,7 +21,7 @@ struct Span {
     DEVICE bool exists(int element) const { return unsigned(element) < unsigned(count); }
     DEVICE bool is_whole(int i) const { return exists(element(i)) && exists(element(i) + N - 1); }
 
-    // Vector i, with `absent` for what is not there.
+    // Vector i, with `absent` for elements outside the piece.
     DEVICE Vec<T, N> load(int i, T absent) const {
         if (N > 1 && is_whole(i)) return Vec<T, N>::load(base + int64_t(i) * N);
         Vec<T, N> vec;
@@ -28,7 +30,7 @@ struct Span {
         return vec;
     }
 
-    // Vectors first, first + NUM_THREADS, ...: all on their way before one is there.
+    // Vectors first, first + NUM_THREADS and so on, BATCH of them: all loads are in flight together.
     template <int NUM_THREADS, int BATCH>
     DEVICE void load_batch(int first, T absent, Vec<T, N> (&vecs)[BATCH]) const {
         if (N > 1 && is_whole(first) && is_whole(first + NUM_THREADS * (BATCH - 1))) {
@@ -40,7 +42,8 @@ struct Span {
         }
     }
 
-    // f(vector, number of its first element) for the vectors of the calling thread, BATCH loads on their way at a time.
+    // Calls f(vector, number of its first element) for the vectors of the calling thread, with BATCH loads in flight at
+    // a time.
     template <int NUM_THREADS, int BATCH, typename F>
     DEVICE void for_each(T absent, F f) const {
         const int all = vectors();

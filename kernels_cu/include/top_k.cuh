@@ -1,4 +1,5 @@
-// top_k.cuh: the segments of rows whose largest are wanted; a block has the row of its x.
+// top_k.cuh: the segments of rows whose largest elements are wanted. A block takes row blockIdx.x.
+
 #pragma once
 #include "platform.cuh"
 
@@ -9,10 +10,11 @@ struct Segment {
     int length;
 };
 
-// [rowStarts[r], rowEnds[r]), or of DECODE [0, seq_lens[r / next_n] - next_n + r % next_n + 1), cut to the columns.
+// The segment of row r: [rowStarts[r], rowEnds[r]), or, if DECODE, [0, seq_lens[r / next_n] - next_n + r % next_n + 1);
+// cut to the columns of the matrix.
 template <bool DECODE>
-DEVICE Segment segment_of(
-    const int32_t* rowStarts, const int32_t* rowEnds, const int32_t* seq_lens, int next_n, int64_t columns) {
+DEVICE Segment segment_of(const int32_t* rowStarts, const int32_t* rowEnds, const int32_t* seq_lens, int next_n,
+                          int64_t columns) {
     int64_t begin = 0, end;
     if constexpr (DECODE) {
         const unsigned sequence = blockIdx.x / unsigned(next_n);
@@ -24,7 +26,7 @@ DEVICE Segment segment_of(
     return {begin, int(clamped(end, begin, columns) - begin)};
 }
 
-// All of a segment that is not longer than topK.
+// The indices of a segment that has at most topK elements: all of them, and -1 behind them.
 template <int NUM_THREADS>
 DEVICE void take_all(int32_t* indices, int length, int64_t topK) {
 #pragma unroll 1

@@ -1,7 +1,10 @@
-// vec.cuh: Vec<T, N>, N neighbouring elements, moved by accesses of ACCESS elements (all N at once unless told).
+// vec.cuh: Vec<T, N>, N neighbouring elements, moved by accesses of ACCESS elements (all N at once unless told
+// otherwise).
 //
-// An access of A elements of type T needs an address that is a multiple of A * sizeof(T), at most 16 bytes.
+// An access of A elements of type T needs an address that is a multiple of A * sizeof(T), and moves at most 16 bytes.
+
 #pragma once
+#include "memory.cuh"
 #include "number.cuh"
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -18,10 +21,11 @@ struct alignas(sizeof(T) * N) Vec {
     static DEVICE Vec load(const T* address) {
         Vec result;
 #pragma unroll
-        for (int i = 0; i < N; i += ACCESS) result.word<ACCESS>(i) = *reinterpret_cast<const word_t<ACCESS>*>(address + i);
+        for (int i = 0; i < N; i += ACCESS)
+            result.word<ACCESS>(i) = *reinterpret_cast<const word_t<ACCESS>*>(address + i);
         return result;
     }
-    // For data that is read once: do not keep it in the caches.
+    // For data that is read once: it leaves the caches first.
     template <int ACCESS = N>
     static DEVICE Vec load_once(const T* address) {
         Vec result;
@@ -33,13 +37,18 @@ struct alignas(sizeof(T) * N) Vec {
     template <int ACCESS = N>
     DEVICE void store(T* address) const {
 #pragma unroll
-        for (int i = 0; i < N; i += ACCESS) store_streaming(reinterpret_cast<word_t<ACCESS>*>(address + i), word<ACCESS>(i));
+        for (int i = 0; i < N; i += ACCESS)
+            store_streaming(reinterpret_cast<word_t<ACCESS>*>(address + i), word<ACCESS>(i));
     }
 
     template <int ACCESS>
-    DEVICE word_t<ACCESS>& word(int i) { return *reinterpret_cast<word_t<ACCESS>*>(data + i); }
+    DEVICE word_t<ACCESS>& word(int i) {
+        return *reinterpret_cast<word_t<ACCESS>*>(data + i);
+    }
     template <int ACCESS>
-    DEVICE word_t<ACCESS> word(int i) const { return *reinterpret_cast<const word_t<ACCESS>*>(data + i); }
+    DEVICE word_t<ACCESS> word(int i) const {
+        return *reinterpret_cast<const word_t<ACCESS>*>(data + i);
+    }
 
     DEVICE float operator[](int i) const { return to_float(data[i]); }
     DEVICE void to_floats(float (&x)[N]) const {
@@ -64,7 +73,7 @@ struct alignas(sizeof(T) * N) Vec {
         return result;
     }
 
-    // Integers, which saturate, as int8.
+    // Integers as int8, saturating.
     static DEVICE Vec from_integers(const int32_t (&x)[N]) {
         Vec result;
         if constexpr (N % 4 == 0) {
@@ -102,7 +111,8 @@ struct alignas(sizeof(T) * N) Vec {
             words[k] = low.template word<PACKED>(k * PACKED);
             words[WORDS + k] = high.template word<PACKED>(k * PACKED);
         }
-        // Whole words are skipped a bit of their number at a time; then what is left, less than a word.
+        // First skip whole words, by one bit of their number at a time; then skip the rest, less than a word, by a
+        // shift.
 #pragma unroll
         for (int step = WORDS / 2; step > 0; step /= 2) {
 #pragma unroll
@@ -163,7 +173,7 @@ struct alignas(sizeof(T) * N) Vec {
         return result;
     }
 
-    // The largest magnitude, NaN dropped; 0 if there is nothing else.
+    // The largest magnitude; NaN is ignored, and 0 is the result if there is nothing else.
     DEVICE float absmax() const {
         if constexpr (N == 1) {
             return ieee_max(0.0f, ieee_abs(to_float(data[0])));
@@ -176,7 +186,7 @@ struct alignas(sizeof(T) * N) Vec {
     }
 };
 
-// N neighbouring elements as floats, however many accesses of ACCESS elements they take.
+// Loads N neighbouring elements as floats, ACCESS elements in one memory access.
 template <int ACCESS, typename T, int N>
 DEVICE void load_floats(const T* address, float (&x)[N]) {
 #pragma unroll

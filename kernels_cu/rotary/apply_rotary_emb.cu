@@ -2,27 +2,27 @@
 //
 //     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
 //
-// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh), cos and sin rounded to T before;
-// with FP32_COMPUTE nothing is rounded but the results. The other elements are copied.
+// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh). cos and sin are rounded to T before.
+// With FP32_COMPUTE only the results are rounded. The other elements of a head are copied.
 //
-// A thread turns PAIRS pairs of up to THREAD_HEADS heads of a token, so that angles are read once for all of them.
+// Threads: a thread turns PAIRS pairs of up to THREAD_HEADS heads of a token, and loads the angles once for all of them
+// (HeadIndex in rotary.cuh).
 //
 // Constants
 //     scalar_t       T: element type of out and x
 //     angle_t        element type of cos and sin
 //     NUM_HEADS      heads of a token
 //     HEAD_SIZE      elements of a head
-//     ROTARY_DIM     those that turn
+//     ROTARY_DIM     elements of a head that turn
 //     IS_NEOX        which elements make a pair
-//     FP32_COMPUTE   whether to round only once
+//     FP32_COMPUTE   round only once
 //     LEADING        leading dimensions of x: 2 if there are several sequences, else 1
-//     PAIRS          neighbouring pairs of a head to a thread; divides ROTARY_DIM / 2
+//     PAIRS          neighbouring pairs of a thread; divides ROTARY_DIM / 2
 //     ACCESS_SIZE    elements of out or x in one memory access
 //     CACHE_ACCESS   elements of cos or sin in one memory access
-//     REST_ACCESS    elements in one memory access where they are copied
-//     THREAD_HEADS   heads to a thread, at most
+//     REST_ACCESS    elements in one memory access of the copy
+//     THREAD_HEADS   the largest number of heads of a thread
 //     BLOCK_GROUPS   threads of a block that share a token and a place in its heads
-//     NUM_THREADS    threads in the block
 
 #include "rotary.cuh"
 
@@ -34,9 +34,9 @@ apply_rotary_emb(scalar_t* out,       // [num_tokens / seq_len, seq_len, NUM_HEA
                  const scalar_t* x,   // [num_tokens / seq_len, seq_len, NUM_HEADS, HEAD_SIZE]
                  const angle_t* cos,  // [seq_len, ROTARY_DIM / 2]
                  const angle_t* sin,  // [seq_len, ROTARY_DIM / 2]
-                 int64_t num_tokens, int seq_len, int64_t cos_stride, int64_t sin_stride,
-                 int64_t out_stride0, int64_t out_stride1, int64_t out_head_stride,
-                 int64_t x_stride0, int64_t x_stride1, int64_t x_head_stride) {
+                 int64_t num_tokens, int seq_len, int64_t cos_stride, int64_t sin_stride, int64_t out_stride0,
+                 int64_t out_stride1, int64_t out_head_stride, int64_t x_stride0, int64_t x_stride1,
+                 int64_t x_head_stride) {
     await_previous_kernel();
     const HeadIndex<NUM_THREADS, LANES, NUM_HEADS, THREAD_HEADS, BLOCK_GROUPS> at(num_tokens);
     if (!at.inside) return;
@@ -59,7 +59,7 @@ apply_rotary_emb(scalar_t* out,       // [num_tokens / seq_len, seq_len, NUM_HEA
             turn(pairs[i].x, pairs[i].y, pairs_t::vec_t::from_floats(cosine), pairs_t::vec_t::from_floats(sine));
         }
         pairs[i].store(out_head, first);
-        copy_elements<LANES, HEAD_SIZE - ROTARY_DIM, REST_ACCESS>(
-            out_head + ROTARY_DIM, x + head * x_head_stride + ROTARY_DIM, at.lane);
+        copy_elements<LANES, HEAD_SIZE - ROTARY_DIM, REST_ACCESS>(out_head + ROTARY_DIM,
+                                                                  x + head * x_head_stride + ROTARY_DIM, at.lane);
     });
 }

@@ -2,32 +2,36 @@
 //
 //     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
 //
-// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh), cos and sin being those of the
-// token's position. With three AXES each pair has the position of one of them: of the first for SECTION_T pairs, of the
-// second for SECTION_H and of the third for the rest; INTERLEAVED, they take turns until theirs are used up and the
-// first has the rest.
+// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh). cos and sin belong to the position
+// of the token.
 //
-// A thread turns PAIRS pairs of up to THREAD_HEADS heads of a token, so that angles are read once for all of them, and
-// has the heads on their way before it needs a position. A token with a position outside the table is left as it is.
+// With three AXES (multimodal positions) a token has three positions, and each pair takes the position of one axis: the
+// first SECTION_T pairs that of axis 0, the next SECTION_H pairs that of axis 1, the rest that of axis 2. INTERLEAVED:
+// the axes take turns at the pairs until axis 1 or 2 has had all of its pairs; the remaining turns of that axis go to
+// axis 0.
+//
+// A token with a position that is not in the table is left as it is.
+//
+// Threads: a thread turns PAIRS pairs of up to THREAD_HEADS heads of a token, and loads the angles once for all of them
+// (HeadIndex in rotary.cuh). The loads of the heads are issued before the position is needed.
 //
 // Constants
 //     scalar_t       T: element type of query, key and cos_sin_cache
 //     position_t     element type of positions
 //     NUM_HEADS_Q    heads of query
-//     NUM_HEADS_K    heads of key; 0 when key is null
+//     NUM_HEADS_K    heads of key; 0 if key is null
 //     ROTARY_DIM     elements of a head that turn
 //     IS_NEOX        which elements make a pair
 //     AXES           positions of a token: 1 or 3
-//     SECTION_T      pairs of the first axis, if there are three
-//     SECTION_H      pairs of the second
-//     INTERLEAVED    whether the pairs of the axes alternate
+//     SECTION_T      pairs of axis 0, if there are three axes
+//     SECTION_H      pairs of axis 1
+//     INTERLEAVED    the axes take turns at the pairs
 //     LEADING        leading dimensions that number the tokens: 1 or 2
-//     PAIRS          neighbouring pairs of a head to a thread; divides ROTARY_DIM / 2
+//     PAIRS          neighbouring pairs of a thread; divides ROTARY_DIM / 2
 //     ACCESS_SIZE    elements of query or key in one memory access
 //     CACHE_ACCESS   elements of cos_sin_cache in one memory access
-//     THREAD_HEADS   heads to a thread, at most
+//     THREAD_HEADS   the largest number of heads of a thread
 //     BLOCK_GROUPS   threads of a block that share a token and a place in its heads
-//     NUM_THREADS    threads in the block
 
 #include "rotary.cuh"
 
@@ -36,6 +40,7 @@ constexpr int SECTION_W = HALF - SECTION_T - SECTION_H;
 using vec_t = Vec<scalar_t, PAIRS>;
 using pairs_t = Pairs<scalar_t, PAIRS, HALF, IS_NEOX, ACCESS_SIZE>;
 
+// The axis whose position a pair takes.
 constexpr DEVICE int axis_of(int pair) {
     if (INTERLEAVED) {
         return pair % 3 == 1 && pair < 3 * SECTION_H ? 1 : pair % 3 == 2 && pair < 3 * SECTION_W ? 2 : 0;
@@ -43,7 +48,7 @@ constexpr DEVICE int axis_of(int pair) {
     return pair < SECTION_T ? 0 : pair < SECTION_T + SECTION_H ? 1 : 2;
 }
 
-// Cosines or sines of the pairs from `first` on, `table` being their half of a row.
+// Cosines or sines of PAIRS pairs from `first` on. `table` begins at the cosines or the sines of row 0 of the cache.
 DEVICE vec_t load_angles(const scalar_t* table, const int64_t (&position)[AXES], int first) {
     vec_t angles = vec_t::load<CACHE_ACCESS>(table + position[0] * ROTARY_DIM + first);
     if constexpr (AXES == 3) {
@@ -64,9 +69,8 @@ rotary_embedding(const position_t* positions,    // [AXES, num_tokens]
                  scalar_t* query,                // [num_tokens, NUM_HEADS_Q, head_size]
                  scalar_t* key,                  // [num_tokens, NUM_HEADS_K, head_size] or null
                  const scalar_t* cos_sin_cache,  // [max_position, ROTARY_DIM]
-                 int64_t num_tokens, int size1, int64_t max_position,
-                 int64_t axis_stride, int64_t positions_stride0, int64_t positions_stride1,
-                 int64_t query_stride0, int64_t query_stride1, int64_t query_head_stride,
+                 int64_t num_tokens, int size1, int64_t max_position, int64_t axis_stride, int64_t positions_stride0,
+                 int64_t positions_stride1, int64_t query_stride0, int64_t query_stride1, int64_t query_head_stride,
                  int64_t key_stride0, int64_t key_stride1, int64_t key_head_stride) {
     await_previous_kernel();
     const HeadIndex<NUM_THREADS, HALF / PAIRS, NUM_HEADS_Q + NUM_HEADS_K, THREAD_HEADS, BLOCK_GROUPS> at(num_tokens);

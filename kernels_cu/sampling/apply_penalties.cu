@@ -11,7 +11,7 @@
 //     BATCH         vectors of a thread
 //     NUM_THREADS   threads in the block
 
-#include "sampling.cuh"
+#include "masked_edit.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 apply_penalties(scalar_t* logits,                    // [num_seqs, VOCAB_SIZE]

@@ -11,7 +11,7 @@
 //     BATCH         vectors of a thread
 //     NUM_THREADS   threads in the block
 
-#include "sampling.cuh"
+#include "masked_edit.cuh"
 
 // By the reciprocal, a residual brings a product to one of the two nearest numbers, which suffices for T of 16 bits, and another
 // to the nearest.

@@ -8,7 +8,7 @@
 //     BACKWARDS     the last row first (weights.cuh)
 //     NUM_THREADS   threads in the block
 
-#include "weights.cuh"
+#include "probability.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 sampling_max(const scalar_t* logits,   // [num_rows, vocab_size]

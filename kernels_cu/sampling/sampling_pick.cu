@@ -13,7 +13,7 @@
 //     NUM_THREADS   threads in the block
 
 #include "philox.cuh"
-#include "weights.cuh"
+#include "probability.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
 sampling_pick(int32_t* samples,             // [num_rows]

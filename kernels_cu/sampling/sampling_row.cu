@@ -31,7 +31,7 @@
 #include "async.cuh"
 #include "cluster.cuh"
 #include "philox.cuh"
-#include "weights.cuh"
+#include "probability.cuh"
 
 constexpr int VEC = 4, ELEMENTS = VECTORS * VEC, WORDS = ceil_div(ELEMENTS, 32), IN_WORD = 32 / VEC;
 constexpr int BINS = 1 << BITS;

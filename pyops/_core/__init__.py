@@ -5,7 +5,7 @@ source lazy device driver             kernel text; torch and cupy on demand; dev
 tensor compiler host offline          what a plan sees of a tensor; text to function: on a GPU, on the CPU, for a GPU
 check kernel                          checks and choices of a plan; Kernel, Specialisation, Launch
 layout workspace launch               parameters in memory; scratch memory; launching
-declaration planner plan              what a reference says of its op; what plans it; what a call needs
+declaration planner guard plan        what a reference says of its op; what plans it; what a call needs
 wrapper returning torch_library       the function of an op; of one that returns its outputs; its form in torch
 index_check prepare op example        PYOPS_CHECK; from arguments to a plan; @op and the registry; example arguments
 """

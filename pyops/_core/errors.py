@@ -7,6 +7,9 @@ from pathlib import Path
 
 import kernels_cu
 
+# What pip installs as the module pyops. The name pyops on PyPI belongs to another project.
+DISTRIBUTION = "pyops-kernels"
+
 
 class OpError(ValueError):
     """A call that an op refuses, before anything is written: ``op: argument: message``."""
@@ -29,10 +32,9 @@ class MissingDependencyError(ImportError):
 def pip_line(extra: str) -> str:
     """The command that installs what the extra `extra` of pyops lists."""
     root = Path(__file__).parents[2]
-    # A checkout is named by its path: where pyops is not installed, pip would fetch an unrelated project of that name.
     if (root / "pyproject.toml").exists():
         return f'pip install -e "{root}[{extra}]"'
-    return f'pip install "pyops[{extra}]"'
+    return f'pip install "{DISTRIBUTION}[{extra}]"'
 
 
 class ModelError(ValueError):

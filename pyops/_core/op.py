@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from . import plan, prepare, returning, tensor, torch_library, wrapper
+from . import guard, plan, prepare, returning, tensor, torch_library, wrapper
 from .compiler import Compiled
 from .declaration import declare
 from .plan import Plan
@@ -194,11 +194,11 @@ class Op(Planner):
 
     def _remember(self, made: Plan, *tensors: Any) -> None:
         """Let the next call with tensors like these find its plan by one guard."""
-        if made.guard is plan.uncalled:
-            made.guard = plan.never  # the first call of a plan makes no guard: there may be no second
-        elif made.guard is plan.never or (made is self.recent[0] and made.guard is not plan.unguarded):
+        if made.guard is guard.uncalled:
+            made.guard = guard.never  # the first call of a plan makes no guard: there may be no second
+        elif made.guard is guard.never or (made is self.recent[0] and made.guard is not guard.unguarded):
             # The second call, or the guard has just failed on tensors of its own key: torch is in another mode now.
-            made.guard = wrapper.guard(tensors)
+            made.guard = guard.guard(tensors)
             made.requires_grad = any(value.requires_grad for value in tensors)
             pairs = zip(self.tensors, tensors, strict=True)
             made.versioned = any(p.written and not value.is_inference() for p, value in pairs)

@@ -11,26 +11,12 @@ from typing import Any, Literal
 from . import launch, tensor
 from .declaration import Declaration
 from .errors import OpError
+from .guard import uncalled
 from .launch import Bound
 from .tensor import TensorArg
 
 Kind = Literal["device", "call"]
 _MAX_SEPARATE = 8192  # distances between tensors that a plan remembers
-
-
-def never(*_: Any) -> bool:
-    """The guard of a plan that has none yet."""
-    return False
-
-
-def uncalled(*_: Any) -> bool:
-    """The guard of a plan that no call has found yet."""
-    return False
-
-
-def unguarded(*_: Any) -> bool:
-    """The guard of a plan that can have none: torch has no guard for such tensors."""
-    return False
 
 
 @dataclass(slots=True, eq=False)

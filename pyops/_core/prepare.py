@@ -89,9 +89,6 @@ def call_unkept(declaration: Declaration, planner: Planner, error: Exception | N
     return plan.run(*args)
 
 
-# Arguments: conversion, description, checks of scalars.
-
-
 def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
     """`args` as plans take them; None if `args` are so already.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from . import tensor
 from .declaration import Declaration, Parameter
-from .plan import Plan, unguarded
+from .plan import Plan
 
 _MAX_TENSORS = 24
 # Pairs of tensors up to which comparing all address ranges at every call costs less than remembering addresses.
@@ -54,24 +54,6 @@ class Callbacks(NamedTuple):
     recover: Callable[..., None]
     remember: Callable[..., None]
     defaults: dict[str, Any]
-
-
-def guard(tensors: Sequence[Any]) -> Callable[..., bool]:
-    """check(*tensors): whether they have these types, dtypes, devices, sizes and strides, and which require grad.
-
-    TensorGuards is the C++ guard of torch.compile. torch does not document it: without it, calls build a key instead.
-    """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        check: Callable[..., bool] = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[list(t.shape) for t in tensors],
-            dynamic_dims_strides=[list(t.stride()) for t in tensors],
-        ).check
-        return check if check(*tensors) else unguarded
-    except Exception:
-        return unguarded
 
 
 def make(declaration: Declaration, callbacks: Callbacks) -> tuple[Callable[..., Any], Callable[[], None]]:

@@ -369,14 +369,14 @@ def plan(
         **memory,
         "num_seqs": num_seqs,
         "num_rows": num_rows,
-        "most_tokens": most_tokens,
-        "most_splits": most_splits,
+        "max_tokens": most_tokens,
+        "max_splits": most_splits,
         "sliding_window": sliding_window,
-        "least_split": _MIN_SPLIT,
+        "min_split": _MIN_SPLIT,
         "out_stride": heads_stride(out),
         "length_step": seq_lens.strides[0],
     }
-    balance: dict[str, Any] = {"slots": slots}
+    balance: dict[str, Any] = {"wave_splits": slots}
     constants = {
         "scalar_t": query.dtype,
         **types,

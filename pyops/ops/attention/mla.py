@@ -190,9 +190,9 @@ def plan_sm100_cutlass_mla_decode(
         "tmp_out": Scratch(rows * _LATENT_SIZE * 4) if rows else 0,
         "max_logits": Scratch(rows * 4) if rows else 0,
         "exp_sums": Scratch(rows * 4) if rows else 0,
-        "most_tokens": most_tokens,
-        "most_splits": most_splits,
-        "least_split": least_split,
+        "max_tokens": most_tokens,
+        "max_splits": most_splits,
+        "min_split": least_split,
         "out_stride": heads_stride(out),
         "length_step": seq_lens.strides[0],
     }
@@ -207,7 +207,7 @@ def plan_sm100_cutlass_mla_decode(
     fixed = {
         "num_heads": num_heads,
         "num_pages": num_pages,
-        "most_pages": page_table.shape[1],
+        "max_pages": page_table.shape[1],
         "nope_stride": q_nope.strides[0],
         "nope_head_stride": q_nope.strides[1],
         "pe_stride": q_pe.strides[0],
@@ -249,7 +249,7 @@ def plan_sm100_cutlass_mla_decode(
             **NO_STARTS,
             HAS_OUT_SCALE=False,
         )
-        absent = dict.fromkeys(("query_start_loc", "sinks", "fp8_out_scale", "num_seqs", "slots"), 0)
+        absent = dict.fromkeys(("query_start_loc", "sinks", "fp8_out_scale", "num_seqs", "wave_splits"), 0)
         launches.append(launch_join(join, num_seqs, num_rows=num_seqs, sliding_window=0, **common, **absent))
     return launches
 

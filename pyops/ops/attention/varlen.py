@@ -179,7 +179,7 @@ def plan_paged_attention_varlen(
         **cache.strides,
         "num_seqs": num_seqs,
         "num_blocks": cache.num_blocks,
-        "most_tokens": min(block_tables.shape[1] * block_size, MAX_TOKENS),
+        "max_tokens": min(block_tables.shape[1] * block_size, MAX_TOKENS),
         "out_stride": out_stride,
         "query_stride": query_stride,
         "table_stride": block_tables.strides[0],
@@ -229,7 +229,7 @@ def plan_paged_attention_varlen(
     absent = ("tmp_out", "max_logits", "exp_sums", "query_start_loc", "first_step", "blocksparse_local_blocks")
     sparse = ("blocksparse_vert_stride", "blocksparse_block_size", "blocksparse_head_sliding_step")
     kernel = decode_simt(**constants | options, partial_t=float32)
-    splits = {"num_rows": num_tokens, "most_splits": 1, "least_split": 64}
+    splits = {"num_rows": num_tokens, "max_splits": 1, "min_split": 64}
     grid = (num_tokens * num_heads if num_seqs else 0, 1)
     return kernel.launch(grid, NUM_WARPS * 32, **fixed, **splits, **dict.fromkeys((*absent, *sparse), 0))
 

@@ -1,18 +1,22 @@
-// sampling.cuh: what the kernels on logits share.
+// masked_edit.cuh: changes single elements of a packed matrix of logits, those that a mask names.
+
 #pragma once
 #include "vec.cuh"
 
-// Whether a number, also one that a comparison would take for 0, is above 0.
+// Whether x > 0, also for a subnormal x, which a comparison takes for 0.
 DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u; }
 
-// Whether it is between 2^-60 and 2^60.
+// Whether 2^-60 <= x <= 2^60.
 DEVICE bool is_ordinary(float x) { return __float_as_uint(x) - 0x21800000u <= 0x5d800000u - 0x21800000u; }
 
 template <typename T, int N>
-DEVICE constexpr int length(const T (&)[N]) { return N; }
+DEVICE constexpr int length(const T (&)[N]) {
+    return N;
+}
 
-// Of a packed matrix of `size` elements in rows of ROW_SIZE, what a block works on: BATCH vectors of N elements a thread,
-// NUM_THREADS vectors apart. A vector may lie in two rows, so that vectors are aligned whatever the size of a row.
+// The part of a packed matrix that a block edits. The matrix has `size` elements in rows of ROW_SIZE. A thread takes
+// BATCH vectors of N elements, NUM_THREADS vectors apart. A vector may lie in two rows: so vectors are aligned whatever
+// the size of a row.
 template <int N, int BATCH, int ROW_SIZE, int NUM_THREADS>
 struct Flat {
     static_assert(N == 1 || N <= ROW_SIZE);
@@ -25,9 +29,10 @@ struct Flat {
         first_column = int(begin - first_row * ROW_SIZE);
     }
 
-    // The masks of the thread's elements by load(element, count, mask). Then f(x, mask, row) for elements of one row, each time
-    // one or N of them: of `logits` those whose mask is not 0 become T(x). Vectors without one are not touched. All masks
-    // are on their way before the first is looked at, and then all vectors.
+    // Edits `logits`. load(element, count, mask) fills the masks of `count` elements from number `element` on. f(x,
+    // mask, row) then changes x, the values of one element or of N elements of one row; logits whose mask is not 0
+    // become T(x). A vector whose masks are all 0 is not touched. The loads of all masks are in flight together, and
+    // then the loads of all vectors.
     template <typename T, typename LOAD, typename F>
     DEVICE void edit(T* logits, LOAD load, F f) const {
         using vec_t = Vec<T, N>;
@@ -37,8 +42,8 @@ struct Flat {
         logits += begin;
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            const int there = count(b);
-            if (there > 0) load(begin + offset(b), there, mask[b]);
+            const int elements = count(b);
+            if (elements > 0) load(begin + offset(b), elements, mask[b]);
         }
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
@@ -75,7 +80,7 @@ struct Flat {
             }
         }
     }
-    // Elements of vector b that there are.
+    // How many elements of vector b the matrix has.
     DEVICE int count(int b) const {
         const int64_t left = size - begin - offset(b);
         return left >= N ? N : left > 0 ? int(left) : 0;
@@ -83,7 +88,7 @@ struct Flat {
     static DEVICE int offset(int b) { return (b * NUM_THREADS + int(threadIdx.x)) * N; }
 };
 
-// `count` of N elements from `from` on, which is aligned for all, as they are; the others stay.
+// Loads the first `count` of N elements into x; the other elements of x stay. `from` is aligned for all N.
 template <typename T, int N>
 DEVICE void load_some(const T* from, int count, T (&x)[N]) {
     if (count == N) {

@@ -1,0 +1,238 @@
+"""The README's figures, from the saved JSON files: a table of some cases, and a plot of all cases that have a rival.
+
+The plot is an SVG for light pages and one for dark pages, beside the JSON files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from .report import OURS, Row, best_rival
+
+README = Path(__file__).parents[1] / "README.md"
+START, END = "<!-- speed -->\n", "<!-- /speed -->"
+RIVALS = {"vllm": "vLLM", "flashinfer": "FlashInfer", "torch": "torch"}
+# (the case in words, op, axes that tell the case from others). Chosen to show what is won and what is lost.
+CASES: Sequence[tuple[str, str, Mapping[str, Any]]] = (
+    ("`rms_norm`, 16 x 4096", "rms_norm", {"num_tokens": 16, "hidden_size": 4096}),
+    ("`rms_norm`, 256 x 14336", "rms_norm", {"num_tokens": 256, "hidden_size": 14336}),
+    ("`silu_and_mul`, 256 x 4096", "silu_and_mul", {"num_tokens": 256, "hidden_size": 4096}),
+    (
+        "`dynamic_per_token_scaled_fp8_quant`, 4096 x 4096",
+        "dynamic_per_token_scaled_fp8_quant",
+        {"num_tokens": 4096, "hidden_size": 4096},
+    ),
+    (
+        "`paged_attention_v1`, 1 sequence of 1024 tokens",
+        "paged_attention_v1",
+        {"num_tokens": 1, "max_seq_len": 1024, "packed": False},
+    ),
+    (
+        "`paged_attention_v1`, 64 sequences of 2048 tokens",
+        "paged_attention_v1",
+        {"num_tokens": 64, "max_seq_len": 2048, "packed": False},
+    ),
+)
+THEMES = {
+    "light": {
+        "text": "#1f2328",
+        "quiet": "#59636e",
+        "grid": "#d8dee4",
+        "behind": "#eff2f5",
+        "vllm": "#0969da",
+        "flashinfer": "#d4660a",
+        "torch": "#1a8a5a",
+    },
+    "dark": {
+        "text": "#f0f6fc",
+        "quiet": "#9198a1",
+        "grid": "#2a3038",
+        "behind": "#1a2029",
+        "vllm": "#58a6ff",
+        "flashinfer": "#f0a050",
+        "torch": "#3fb98a",
+    },
+}
+
+# The plot, in pixels. The ratio of times goes from left to right, on a logarithmic axis.
+_WIDTH, _LEFT, _RIGHT, _TOP = 840, 172, 24, 84
+_RADIUS = 2.8
+_LOW, _HIGH = 0.8, 36.0
+_TICKS = (1, 2, 4, 8, 16, 32)
+_FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
+
+
+def update(folder: Path) -> None:
+    """Write the plots of the JSON files in `folder` beside them, and `block` of the files into the README."""
+    results = read(folder)
+    for theme in THEMES:
+        (folder / f"speed-{theme}.svg").write_text(plot(results, theme))
+    before, rest = README.read_text().split(START)
+    _, after = rest.split(END)
+    README.write_text(f"{before}{START}{block(results, folder)}{END}{after}")
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """{family: result} of the JSON files in `folder` that hold times on the GPU."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {family: result for family, result in results.items() if result.get("gpu", {}).get("rows")}
+
+
+def block(results: Mapping[str, Mapping[str, Any]], folder: Path) -> str:
+    """The Markdown between the README's markers: how the cases went, the plot, and the table of `CASES`."""
+    compared = [ratio for rows in ratios(results).values() for ratio, _, _ in rows]
+    lead = sum(ratio >= 1 for ratio in compared)
+    at = os.path.relpath(folder, README.parent).replace(os.sep, "/")
+    lines = [
+        f"{len(compared)} cases were timed beside at least one rival. In {lead} of them no rival is faster; at worst",
+        f"the fastest rival takes {min(compared):.2f} of pyops' time. Microseconds of a call in CUDA graphs, bfloat16,",
+        f"{_versions(results)}; bold is the fastest:",
+        "",
+        *table(results),
+        "",
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{at}/speed-dark.svg">',
+        f'<img alt="pyops beside the fastest rival, by case" src="{at}/speed-light.svg"></picture>',
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _versions(results: Mapping[str, Mapping[str, Any]]) -> str:
+    found: dict[str, str] = {}
+    for result in results.values():
+        found |= result["environment"]
+    return f"{found['gpu']}, vLLM {found['vllm']}, FlashInfer {found['flashinfer-python']}, torch {found['torch']}"
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines of a Markdown table: microseconds of pyops and of every rival for each of `CASES`."""
+    lines = [f"| | pyops | {' | '.join(RIVALS.values())} |", f"|---|{'---:|' * (1 + len(RIVALS))}"]
+    for words, op, axes in CASES:
+        times = {name: float(one["us"][0]) for name, one in find(results, op, axes)["times"].items()}
+        fastest = min(times.values())
+        cells = [_cell(times.get(name), fastest) for name in (OURS, *RIVALS)]
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    return lines
+
+
+def find(results: Mapping[str, Mapping[str, Any]], op: str, axes: Mapping[str, Any]) -> Row:
+    """The one row of `op` in bfloat16 with these axes. Raises LookupError where there is none, or another one."""
+    rows: list[Row] = [
+        row
+        for result in results.values()
+        for row in result["gpu"]["rows"]
+        if row["op"] == op and row["dtype"] == "bfloat16" and axes.items() <= row["shape"].items()
+    ]
+    if len(rows) != 1:
+        raise LookupError(f"{op} {dict(axes)}: {len(rows)} rows")
+    return rows[0]
+
+
+def _cell(us: float | None, fastest: float) -> str:
+    if us is None:
+        return ""
+    text = f"{us:.2f}" if us < 100 else f"{us:.1f}"
+    return f"**{text}**" if us == fastest else text
+
+
+def ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[float, str, str]]]:
+    """{family: [(time of the fastest rival / time of pyops, rival, op), ...]}, ascending, where there is a rival."""
+    found: dict[str, list[tuple[float, str, str]]] = {}
+    for family, result in results.items():
+        for row in result["gpu"]["rows"]:
+            if best := best_rival(row):
+                name, time = best
+                ratio = time.median / float(row["times"][OURS]["us"][0])
+                found.setdefault(family, []).append((ratio, name, row["op"]))
+    return {family: sorted(rows) for family, rows in found.items()}
+
+
+def plot(results: Mapping[str, Mapping[str, Any]], theme: str) -> str:
+    """An SVG with a row for each family and a dot for each case, coloured by the fastest rival."""
+    colours = THEMES[theme]
+    rows = ratios(results)
+    swarms = {family: list(_swarm([_x(ratio) for ratio, _, _ in cases])) for family, cases in rows.items()}
+    heights = {family: max(max(map(abs, offsets)) * 2 + 24, 46) for family, offsets in swarms.items()}
+    bottom = _TOP + sum(heights.values())
+    body = [
+        _text(20, 26, "Time of the fastest rival, as a multiple of pyops' time", 16, "text", weight=600),
+        _text(20, 47, f"a dot for each of {sum(map(len, rows.values()))} cases", 12, "quiet"),
+        *_legend(_WIDTH - _RIGHT, 47),
+        f'<rect x="{_LEFT}" y="{_TOP}" width="{_x(1) - _LEFT:.1f}" height="{bottom - _TOP:.1f}" class="behind"/>',
+        _text(_x(1) - 7, _TOP - 8, "pyops slower", 11, "quiet", anchor="end"),
+        _text(_x(1) + 7, _TOP - 8, "pyops faster", 11, "quiet"),
+    ]
+    for tick in _TICKS:
+        kind = "axis" if tick == 1 else "grid"
+        body.append(f'<line x1="{_x(tick):.1f}" x2="{_x(tick):.1f}" y1="{_TOP}" y2="{bottom:.1f}" class="{kind}"/>')
+        body.append(_text(_x(tick), bottom + 18, f"{tick}x", 12, "quiet", anchor="middle"))
+    top = float(_TOP)
+    for family, cases in rows.items():
+        middle = top + heights[family] / 2
+        if top > _TOP:
+            body.append(f'<line x1="20" x2="{_WIDTH - _RIGHT}" y1="{top:.1f}" y2="{top:.1f}" class="grid"/>')
+        median = statistics.median(ratio for ratio, _, _ in cases)
+        body.append(_text(20, middle - 2, family, 13, "text", weight=600))
+        body.append(_text(20, middle + 13, f"{len(cases)} cases, median {median:.1f}x", 11, "quiet"))
+        for (ratio, rival, op), offset in zip(cases, swarms[family], strict=True):
+            title = escape(f"{op}: {RIVALS[rival]} takes {ratio:.2f} times as long")
+            at = f'cx="{_x(ratio):.1f}" cy="{middle + offset:.1f}"'
+            body.append(f'<circle {at} r="{_RADIUS}" class="{rival}"><title>{title}</title></circle>')
+        top += heights[family]
+    height = bottom + 30
+    style = "".join(f".{name}{{fill:{colour}}}" for name, colour in colours.items())
+    style += f".grid{{stroke:{colours['grid']};fill:none}}.axis{{stroke:{colours['quiet']};stroke-width:1.5}}"
+    frame = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}"'
+    head = f'<svg {frame} height="{height:.0f}" font-family="{_FONT}" role="img"><style>{style}</style>'
+    return "\n".join([head, *body, "</svg>", ""])
+
+
+def _x(ratio: float) -> float:
+    share = math.log(ratio / _LOW) / math.log(_HIGH / _LOW)
+    return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+
+def _swarm(places: Sequence[float]) -> Iterator[float]:
+    """For dots at these ascending places, an offset across each that keeps it clear of the dots before."""
+    placed: list[tuple[float, float]] = []
+    apart = 2 * _RADIUS + 0.4
+    for x in places:
+        near = [(x - other, across) for other, across in placed if x - other < apart]
+        # Beside each near dot there are two places where the new one just touches it; the middle is tried first.
+        tried = [0.0]
+        for distance, across in near:
+            step = math.sqrt(apart**2 - distance**2)
+            tried += [across + step, across - step]
+        free = (y for y in sorted(tried, key=lambda y: (abs(y), y)) if all(_clear(y, one, apart) for one in near))
+        across = next(free)
+        placed.append((x, across))
+        yield across
+
+
+def _clear(y: float, near: tuple[float, float], apart: float) -> bool:
+    distance, across = near
+    return math.hypot(distance, y - across) >= apart - 1e-6
+
+
+def _legend(right: float, y: float) -> list[str]:
+    """The rivals' colours, from right to left."""
+    parts = []
+    for name, title in reversed(RIVALS.items()):
+        width = 6.6 * len(title)
+        parts.append(_text(right - width, y, title, 12, "text"))
+        parts.append(f'<circle cx="{right - width - 9:.1f}" cy="{y - 4:.1f}" r="4" class="{name}"/>')
+        right -= width + 32
+    parts.append(_text(right + 10, y, "the fastest rival is", 12, "quiet", anchor="end"))
+    return parts
+
+
+def _text(x: float, y: float, words: str, size: int, kind: str, anchor: str = "start", weight: int = 400) -> str:
+    at = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" font-weight="{weight}"'
+    return f'<text {at} class="{kind}">{escape(words)}</text>'

@@ -1,0 +1,170 @@
+// arith.cuh: float arithmetic as IEEE 754 has it, fast estimates, and integer instructions.
+#pragma once
+#include "platform.cuh"
+
+DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+// The hardware's estimates of 2^x and 1 / x, good to about 22 bits; correctly rounded on the host. A subnormal argument
+// or result is taken for 0.
+DEVICE float estimate_exp2(float x) {
+#if PYOPS_HIP
+    return __builtin_amdgcn_exp2f(x);
+#elif PYOPS_HOST
+    return host_flush(exp2f(host_flush(x)));
+#else
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#endif
+}
+
+DEVICE float estimate_reciprocal(float x) {
+#if PYOPS_HIP
+    return __builtin_amdgcn_rcpf(x);
+#elif PYOPS_HOST
+    return host_flush(1.0f / host_flush(x));
+#else
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#endif
+}
+
+// IEEE arithmetic, for results that equal eager tensor arithmetic. CuPy compiles with -ftz=true: plain operators take
+// subnormal floats for 0, and the compiler may fuse a product with a sum. These functions do neither.
+#if PYOPS_CUDA
+#define PYOPS_IEEE(NAME, INSTRUCTION, FUNCTION)                          \
+    DEVICE float NAME(float a, float b) {                                \
+        float result;                                                    \
+        asm(INSTRUCTION " %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b)); \
+        return result;                                                   \
+    }
+#else
+#define PYOPS_IEEE(NAME, INSTRUCTION, FUNCTION) \
+    DEVICE float NAME(float a, float b) { return FUNCTION(a, b); }
+#endif
+PYOPS_IEEE(ieee_add, "add.rn.f32", __fadd_rn)
+PYOPS_IEEE(ieee_subtract, "sub.rn.f32", __fsub_rn)
+PYOPS_IEEE(ieee_multiply, "mul.rn.f32", __fmul_rn)
+PYOPS_IEEE(ieee_divide, "div.rn.f32", __fdiv_rn)
+PYOPS_IEEE(ieee_max, "max.f32", fmaxf)  // of a number and NaN: the number
+PYOPS_IEEE(ieee_min, "min.f32", fminf)  // likewise
+#undef PYOPS_IEEE
+
+// a * b + c, rounded once.
+DEVICE float ieee_fma(float a, float b, float c) {
+#if PYOPS_CUDA
+    float result;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+    return result;
+#else
+    return __fmaf_rn(a, b, c);
+#endif
+}
+
+// c - a * b, rounded once.
+DEVICE float ieee_residual(float a, float b, float c) {
+#if PYOPS_CUDA
+    float result;
+    asm("{.reg .f32 negative; neg.f32 negative, %1; fma.rn.f32 %0, negative, %2, %3;}"
+        : "=f"(result)
+        : "f"(a), "f"(b), "f"(c));
+    return result;
+#else
+    return __fmaf_rn(-a, b, c);
+#endif
+}
+
+// |x|, by the instruction that uses it where it can.
+DEVICE float ieee_abs(float x) {
+#if PYOPS_CUDA
+    float result;
+    asm("abs.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#else
+    return __uint_as_float(__float_as_uint(x) & 0x7fffffffu);
+#endif
+}
+
+DEVICE bool ieee_less_equal(float a, float b) {
+#if PYOPS_CUDA
+    uint32_t result;
+    asm("set.le.u32.f32 %0, %1, %2;" : "=r"(result) : "f"(a), "f"(b));
+    return result;
+#else
+    return a <= b;
+#endif
+}
+
+// x clamped to 0 ... 1; NaN becomes 0.
+DEVICE float saturate(float x) {
+#if PYOPS_CUDA
+    return __saturatef(x);
+#else
+    return x > 0.0f ? fminf(x, 1.0f) : 0.0f;
+#endif
+}
+
+// The bits of the float 2^23 + floor(a * b), whose low bits are the integer floor(a * b). The product is exact and
+// 0 <= a * b < 2^23.
+DEVICE uint32_t floor_bits(float a, float b) {
+#if PYOPS_CUDA
+    return __float_as_uint(__fmaf_rd(a, b, 0x1p23f));
+#else
+    return __float_as_uint(0x1p23f + floorf(a * b));
+#endif
+}
+
+// floor(a * b) plus a constant, modulo 2^32, for |a * b| < 2^22 and any number of bits in the product. Subnormal
+// numbers are not taken for 0.
+DEVICE uint32_t floor_of_22_bits(float a, float b) {
+#if PYOPS_CUDA
+    float result;
+    asm("fma.rm.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(0x1.8p23f));
+    return __float_as_uint(result);
+#else
+    return __float_as_uint(0x1.8p23f + float(floor(double(a) * double(b))));
+#endif
+}
+
+// Bits: how many are set, how many there are up to the highest set one, and the number of the lowest set one.
+DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
+DEVICE int used_bits(uint32_t bits) { return 32 - __clz(int(bits)); }
+DEVICE int lowest_bit(uint32_t bits) { return __ffs(int(bits)) - 1; }
+DEVICE int lowest_bit(uint64_t bits) { return __ffsll(int64_t(bits)) - 1; }
+
+// The smallest of three integers. This and the next three functions are one instruction each from compute capability
+// 9.0 on (DPX).
+DEVICE uint32_t min_of_three(uint32_t a, uint32_t b, uint32_t c) {
+#if PYOPS_CUDA
+    return __vimin3_u32(a, b, c);
+#else
+    return min(a, min(b, c));
+#endif
+}
+
+// Of two unsigned 16-bit integers in a word, each on its own: the smallest of three, the largest of three, and min(a +
+// b, c) with the sum modulo 2^16.
+DEVICE uint32_t min_of_three_pairs(uint32_t a, uint32_t b, uint32_t c) {
+#if PYOPS_CUDA
+    return __vimin3_u16x2(a, b, c);
+#else
+    return min(a >> 16, min(b >> 16, c >> 16)) << 16 | min(a & 0xffffu, min(b & 0xffffu, c & 0xffffu));
+#endif
+}
+
+DEVICE uint32_t max_of_three_pairs(uint32_t a, uint32_t b, uint32_t c) {
+#if PYOPS_CUDA
+    return __vimax3_u16x2(a, b, c);
+#else
+    return max(a >> 16, max(b >> 16, c >> 16)) << 16 | max(a & 0xffffu, max(b & 0xffffu, c & 0xffffu));
+#endif
+}
+
+DEVICE uint32_t min_of_sums(uint32_t a, uint32_t b, uint32_t c) {
+#if PYOPS_CUDA
+    return __viaddmin_u16x2(a, b, c);
+#else
+    return min(((a >> 16) + (b >> 16)) & 0xffffu, c >> 16) << 16 | min((a + b) & 0xffffu, c & 0xffffu);
+#endif
+}

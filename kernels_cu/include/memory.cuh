@@ -1,0 +1,99 @@
+// memory.cuh: loads, stores and prefetches with cache hints, and what blocks of one launch may read of each other.
+#pragma once
+#include "platform.cuh"
+
+// word_of<BYTES>::type is the unsigned word (or pair or four of words) that one memory access of BYTES bytes moves.
+template <int BYTES> struct word_of;
+template <> struct word_of<1> { using type = uint8_t; };
+template <> struct word_of<2> { using type = uint16_t; };
+template <> struct word_of<4> { using type = uint32_t; };
+template <> struct word_of<8> { using type = uint2; };
+template <> struct word_of<16> { using type = uint4; };
+
+// Prefetches the line of memory at `address` into L2, which the whole device shares: a write of the previous kernel to
+// the line is still seen. So this may be called before `await_previous_kernel`.
+DEVICE void prefetch_line(const void* address) {
+#if PYOPS_CUDA
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
+// Prefetches line number `line` of the array of elements 0 ... last, if the array has such a line.
+template <typename T>
+DEVICE void prefetch_part(const T* elements, int64_t last, int64_t line) {
+    const int64_t first = line * (128 / int(sizeof(T)));
+    if (first <= last) prefetch_line(elements + first);
+}
+
+// Keeps the compiler from moving loads above this call below it. Without it a load whose only use is behind a condition
+// moves there, and is issued late.
+DEVICE void keep_loads() {
+#if !PYOPS_HOST
+    asm volatile("" ::: "memory");
+#endif
+}
+
+// keep_loads for the assembler as well, which does not see keep_loads but moves no load over a barrier of the warp.
+// Every lane of the warp takes part. It costs no instruction.
+DEVICE void keep_loads_of_warp() {
+#if !PYOPS_HOST
+    sync_warp();
+#endif
+}
+
+// Whether a thread that needs no value may load it anyway, while another thread writes it: a load without a condition
+// is issued earlier. The host, which finds races, would report it.
+constexpr bool SPECULATE = !PYOPS_HOST;
+
+// Streaming accesses, for data that is read once or written once: such data leaves the caches first.
+template <typename W>
+DEVICE W load_streaming(const W* address) {
+#if PYOPS_CUDA
+    return __ldcs(address);
+#else
+    return *address;
+#endif
+}
+
+template <typename W>
+DEVICE void store_streaming(W* address, W value) {
+#if PYOPS_CUDA
+    __stcs(address, value);
+#else
+    *address = value;
+#endif
+}
+
+// A store to a word that other threads may store to at the same time: one of the values remains.
+DEVICE void store_relaxed(uint32_t* address, uint32_t value) {
+#if PYOPS_CUDA
+    asm volatile("st.relaxed.gpu.u32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
+#else
+    atomicExch(address, value);
+#endif
+}
+
+// Whether the calling block is the last of `blocks` blocks to arrive at `counter`. The last block can read what the
+// other blocks wrote before their arrival, by load_fresh. Every thread calls. `counter` is 0 before the first block
+// arrives and after the last; `is_last` is in shared memory.
+DEVICE bool arrives_last(uint32_t* counter, uint32_t blocks, uint32_t* is_last) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        *is_last = atomicAdd(counter, 1u) == blocks - 1;
+        if (*is_last) atomicExch(counter, 0u);
+        __threadfence();
+    }
+    __syncthreads();
+    return *is_last;
+}
+
+// A load of a value that another block of the launch may have written.
+template <typename T>
+DEVICE T load_fresh(const T* address) {
+#if PYOPS_CUDA
+    return __ldcg(address);
+#else
+    return *const_cast<const volatile T*>(address);
+#endif
+}

@@ -1,0 +1,39 @@
+"""Guards: whether tensors look as they did when a plan was made, by torch's own test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def never(*_: Any) -> bool:
+    """The guard of a plan that has none yet."""
+    return False
+
+
+def uncalled(*_: Any) -> bool:
+    """The guard of a plan that no call has found yet."""
+    return False
+
+
+def unguarded(*_: Any) -> bool:
+    """The guard of a plan that can have none: torch has no guard for such tensors."""
+    return False
+
+
+def guard(tensors: Sequence[Any]) -> Callable[..., bool]:
+    """check(*tensors): whether they have these types, dtypes, devices, sizes and strides, and which require grad.
+
+    TensorGuards is the C++ guard of torch.compile. torch does not document it: without it, calls build a key instead.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        check: Callable[..., bool] = TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(t.shape) for t in tensors],
+            dynamic_dims_strides=[list(t.stride()) for t in tensors],
+        ).check
+        return check if check(*tensors) else unguarded
+    except Exception:
+        return unguarded

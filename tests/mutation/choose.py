@@ -1,0 +1,165 @@
+"""The tests that could notice a mutant, the most promising first."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import kernels_cu
+from pyops._core import device, source
+from pyops._core.example import ArgMaker
+from pyops._core.op import Op, registry
+from tests import axes
+from tests.mutation import code, plans
+from tests.mutation.mutant import Mutant, in_turn
+
+_EVERY_OP = ("tests/test_every_op.py", "tests/test_every_op_host.py")
+_REFUSES = "tests/test_every_op_refuses.py"
+
+
+@cache
+def kernels_of(op: Op) -> frozenset[str]:
+    """The files of the kernels that the op's example launches in any case, with few or many tokens."""
+    assert op.example is not None
+    found: set[str] = set()
+    for case, more in product(axes.combinations(op), ({}, {"num_tokens": 4096})):
+        launches = op.launches(*op.example(ArgMaker(device.model()), **case, **more))
+        found |= {one.specialisation.kernel.file for one in launches}
+    return frozenset(found)
+
+
+@cache
+def sources_of(kernel: str) -> frozenset[str]:
+    """A kernel's file and all that it includes."""
+    seen: set[str] = set()
+    source.inline("include/number.cuh", seen)
+    source.inline(kernel, seen)
+    return frozenset(seen)
+
+
+@cache
+def _declared(file: str) -> list[tuple[str, frozenset[str]]]:
+    """(name, words) of everything that a file declares."""
+    found = code.tokens(kernels_cu.read(file))
+    return [
+        (one.name, frozenset(token.text for token in found[one.begin : one.end])) for one in code.declarations(found)
+    ]
+
+
+def kernels_with(file: str, name: str) -> set[str]:
+    """The kernels that use the declaration `name` of a file, by way of others or not."""
+    including = {kernel for op in registry.values() for kernel in kernels_of(op) if file in sources_of(kernel)}
+    if file in including or not name:
+        return including
+    using = set()
+    for kernel in including:
+        names, count = {name}, 0
+        while count < len(names):
+            count = len(names)
+            for header in sources_of(kernel):
+                names |= {own for own, words in _declared(header) if own and words & names}
+        if any(own in names for own, _ in _declared(kernel)):
+            using.add(kernel)
+    return using or including
+
+
+@cache
+def ops_of(mutant: Mutant) -> frozenset[str]:
+    """The names of the ops that could show the mutant."""
+    if mutant.is_plan:
+        return plans.ops_of(mutant)
+    kernels = kernels_with(mutant.file, mutant.within)
+    return frozenset(name for name, op in registry.items() if kernels & kernels_of(op))
+
+
+@cache
+def _own_files(mutant: Mutant) -> frozenset[str]:
+    """The tests of the families whose kernels the mutant breaks."""
+    kernels = {kernel for name in ops_of(mutant) for kernel in kernels_of(registry[name])}
+    kernels = kernels if mutant.is_plan else kernels & kernels_with(mutant.file, mutant.within)
+    folders = {Path(kernel).parent.name for kernel in kernels}
+    return frozenset(str(path) for folder in folders for path in Path("tests").glob(f"test_{folder}*.py"))
+
+
+def files_of(mutants: Iterable[Mutant]) -> list[str]:
+    """The files of tests that could notice any of the mutants."""
+    own = {file for mutant in mutants for file in _own_files(mutant)}
+    return [*_EVERY_OP, _REFUSES, *sorted(own)]
+
+
+def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str]) -> list[pytest.Item]:
+    """The tests that run the mutant's kernels or plan on the CPU.
+
+    First come `killers`, the ids of tests that have killed other mutants of the file, the latest first; then tests
+    whose names share words with the `why` of a semantic mutant, or with what its operator breaks; then those whose code
+    names an op. Otherwise the tests of each op and of the family take turns.
+    """
+    every = {*_EVERY_OP, *([_REFUSES] if mutant.is_plan else [])}
+    files, turns = every | _own_files(mutant), defaultdict(list)
+    for item in items:
+        if str(item.path.relative_to(plans.ROOT)) in files:
+            ops = _named(item) & registry.keys()
+            if _runs_on_host(item, mutant) and (not ops or ops & ops_of(mutant)):
+                turns[min(ops, default="")].append(item)
+    family = turns.pop("", [])  # tests that name no op: every other one
+    ordered = in_turn(family, in_turn(*turns.values()))
+    latest = {name: i for i, name in enumerate(killers)}
+    words, ops = _words(_hints(mutant)), ops_of(mutant)
+    return sorted(
+        ordered, key=lambda item: (-latest.get(item.nodeid, -1), -_shared(item, words), not _code_names(item, ops))
+    )
+
+
+def _hints(mutant: Mutant) -> str:
+    """Words in the names of tests that are likely to notice the mutant."""
+    if mutant.is_plan:
+        is_check = mutant.operator in ("check dropped", "condition", "comparison", "logic")
+        return "refuse refuses refused refusal" if is_check else ""
+    return {"barrier": "schedule", "exit": "hostile", "predicate": "hostile"}.get(mutant.operator, mutant.why)
+
+
+def _values(item: pytest.Item) -> list[object]:
+    callspec = getattr(item, "callspec", None)
+    return list(callspec.params.values()) if callspec else []
+
+
+def _named(item: pytest.Item) -> set[str]:
+    return {str(getattr(value, "name", value)) for value in _values(item)}
+
+
+def _runs_on_host(item: pytest.Item, mutant: Mutant) -> bool:
+    """A test without a device runs on the host, or where it is cheap: a reference. On "cpu" only a plan is noticed."""
+    named = {type(value).__name__ for value in _values(item)} | _named(item)
+    if "cuda" in named or item.get_closest_marker("gpu"):
+        return False
+    if item.path.name == Path(_REFUSES).name:
+        return mutant.is_plan
+    return "Host" in named or (item.path.name != "test_every_op.py" and "cpu" not in named)
+
+
+@cache
+def _code_of(function: Callable[..., None]) -> str:
+    return inspect.getsource(function)
+
+
+def _code_names(item: pytest.Item, ops: frozenset[str]) -> bool:
+    """Whether the test is of these ops, by its parameters or in its code."""
+    function = getattr(item, "function", None)
+    names = {name.removesuffix("_out") for name in ops}  # pyops.permute_cols calls permute_cols_out
+    return bool(_named(item) & ops) or (function is not None and any(name in _code_of(function) for name in names))
+
+
+def _shared(item: pytest.Item, words: set[str]) -> int:
+    own = item.path.stem, getattr(item, "originalname", item.name), getattr(getattr(item, "obj", None), "__doc__", "")
+    return len(words & _words(" ".join(map(str, own)))) if words else 0
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall("[a-z]{5,}", text.lower()))

@@ -1,0 +1,87 @@
+"""The README's figures: what the table and the plot make of results."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as main
+from benchmarks import readme
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def row(op: str, shape: dict[str, Any], **us: float) -> dict[str, Any]:
+    times = {name: {"us": [median, median - 0.1, median + 0.1]} for name, median in us.items()}
+    return {"op": op, "family": "norm", "dtype": "bfloat16", "shape": shape, "times": times}
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """A row for each of CASES, of which the last is lost, and one without a rival."""
+    rows = [row(op, dict(axes), pyops=2.0, vllm=5.0, torch=4.0) for _, op, axes in readme.CASES]
+    rows[-1] = row(rows[-1]["op"], rows[-1]["shape"], pyops=2.0, flashinfer=1.5)
+    environment = {"gpu": "Imagined GPU", "vllm": "1.0", "flashinfer-python": "2.0", "torch": "3.0"}
+    return {"norm": {"environment": environment, "gpu": {"rows": [*rows, row("lonely", {}, pyops=1.0)]}}}
+
+
+def test_ratios_are_those_of_the_fastest_rival() -> None:
+    assert readme.ratios(results()) == {
+        "norm": [
+            (0.75, "flashinfer", readme.CASES[-1][1]),
+            *((2.0, "torch", op) for op in sorted(op for _, op, _ in readme.CASES[:-1])),
+        ]
+    }
+
+
+def test_the_block_counts_and_marks() -> None:
+    text = readme.block(results(), readme.README.parent / "folder")
+    assert text.startswith("6 cases were timed beside at least one rival. In 5 of them no rival is faster;")
+    assert "takes 0.75 of pyops' time" in text
+    assert "Imagined GPU, vLLM 1.0, FlashInfer 2.0, torch 3.0;" in text
+    assert "| **2.00** | 5.00 |  | 4.00 |" in text
+    assert "| 2.00 |  | **1.50** |  |" in text
+    assert 'src="folder/speed-light.svg"' in text
+
+
+def test_a_case_must_be_one_row() -> None:
+    with pytest.raises(LookupError, match=r"rms_norm .*: 2 rows"):
+        readme.find(results(), "rms_norm", {})
+    with pytest.raises(LookupError, match="0 rows"):
+        readme.find(results(), "rms_norm", {"num_tokens": 3})
+
+
+@pytest.mark.parametrize("theme", readme.THEMES)
+def test_the_plot_has_a_dot_for_each_case_on_the_side_of_the_faster(theme: str) -> None:
+    tree = ElementTree.fromstring(readme.plot(results(), theme))
+    dots = [dot for dot in tree.iter(f"{SVG}circle") if dot.find(f"{SVG}title") is not None]
+    assert [dot.get("class") for dot in dots] == ["flashinfer", *["torch"] * 5]
+    (axis,) = (float(line.get("x1", "")) for line in tree.iter(f"{SVG}line") if line.get("class") == "axis")
+    assert [float(dot.get("cx", "")) > axis for dot in dots] == [False, *[True] * 5]
+
+
+def test_dots_do_not_overlap_and_stay_in_the_picture() -> None:
+    folder = main.RESULTS / "nvidia-h200"
+    tree = ElementTree.fromstring(readme.plot(readme.read(folder), "light"))
+    dots = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in tree.iter(f"{SVG}circle")]
+    assert len(dots) > 300
+    width, height = float(tree.get("width", "")), float(tree.get("height", ""))
+    assert all(0 < x < width and 0 < y < height for x, y in dots)
+    least = min(math.dist(a, b) for i, a in enumerate(dots) for b in dots[:i] if abs(a[0] - b[0]) < 10)
+    assert least >= 2 * readme._RADIUS  # rounded to tenths of a pixel
+
+
+def test_figures_are_put_between_the_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{readme.START}old\n{readme.END}\nafter\n")
+    (tmp_path / "norm.json").write_text(json.dumps(results()["norm"]))
+    (tmp_path / "host.json").write_text(json.dumps({"environment": {}, "host": {"rows": []}}))
+    monkeypatch.setattr(readme, "README", page)
+    assert main.main(["--readme", str(tmp_path)]) == 0
+    held = readme.block(results(), tmp_path)
+    assert page.read_text() == f"before\n{readme.START}{held}{readme.END}\nafter\n"
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"speed-light.svg", "speed-dark.svg"}
