@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from . import config, device
+from . import config, device, locks
 from .errors import CompileError
 from .lazy import cache_folder, cupy
 
@@ -63,7 +63,7 @@ _warned = False
 def load(index: int, text: str, entry: str, kernel: str, constants: str, options: tuple[str, ...] = ()) -> Compiled:
     """The function `entry` of `text` on the device `index`, compiled at most once per process and device."""
     key = (index, text)
-    with _locks.setdefault(key, threading.Lock()):
+    with _locks.setdefault(key, locks.new()):
         if key not in _loaded:
             _loaded[key] = _load(index, text, entry, kernel, constants, options)
         return _loaded[key]
