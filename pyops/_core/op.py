@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 from . import guard, plan, prepare, returning, tensor, torch_library, wrapper
@@ -136,6 +137,10 @@ class Op(Planner):
             result=self.set_result,
         )
         registry[self.name] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An op is pickled and copied by the name of its function, as functions are."""
+        return attrgetter("op"), (self.wrapper,)
 
     def __call__(self, *values: Any) -> None:
         """The wrapper, given a value for each parameter."""

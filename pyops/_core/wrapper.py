@@ -87,7 +87,7 @@ def make(declaration: Declaration, callbacks: Callbacks) -> tuple[Callable[..., 
     wrapper: Callable[..., Any] = wrappers[0]
     wrapper.__doc__ = declaration.reference.__doc__
     wrapper.__annotations__ = declaration.reference.__annotations__
-    wrapper.__module__ = declaration.reference.__module__
+    wrapper.__module__, wrapper.__qualname__ = declaration.reference.__module__, declaration.reference.__qualname__
     return wrapper, load
 
 

@@ -26,23 +26,22 @@ class OpLayer(CustomOp):
         op: the op, ``class SiluAndMul(OpLayer, op=silu_and_mul)``; `_use` gives an instance another.
     """
 
-    op: Callable[..., None]
-    reference: Callable[..., None]
+    op: Wrapper
 
     def __init_subclass__(cls, op: Wrapper | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if op is not None:
-            cls.op, cls.reference = staticmethod(op), staticmethod(op.reference)
+            cls.op = staticmethod(op)  # type: ignore[assignment]
 
     def _use(self, op: Wrapper) -> None:
-        self.op, self.reference = op, op.reference
+        self.op = op
 
     def compute(self, op: Callable[..., None], *args: Any) -> Any:
         """The result of this layer, by `op`."""
         raise NotImplementedError
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compute(self.reference, *args, **kwargs)
+        return self.compute(self.op.reference, *args, **kwargs)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(self.op, *args, **kwargs)
