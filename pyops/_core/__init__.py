@@ -1,6 +1,6 @@
 """The runtime. A file imports only files above it:
 
-errors config dtypes locks            what is raised, which switches exist, the element types, locks and forks
+errors config dtypes locks folders    what is raised, which switches exist, the element types, threads and processes
 source lazy device driver             kernel text; torch and cupy on demand; device sizes; the driver
 tensor compiler host offline          what a plan sees of a tensor; text to function: on a GPU, on the CPU, for a GPU
 check kernel                          checks and choices of a plan; Kernel, Specialisation, Launch
