@@ -78,7 +78,8 @@ def no_clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _host_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> Iterator[None]:
-    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), **changes))
+    for warp_size, model in device._HOST.items():
+        monkeypatch.setitem(device._HOST, warp_size, dataclasses.replace(model, **changes))
     for op in pyops.registry.values():
         op.forget()
     yield

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import config, device, dtypes
 from pyops._core.example import ArgMaker
-from pyops.ops.attention import _plan
+from pyops.ops.attention import join
 from pyops.testing import SCHEDULES, assert_matches_reference, guarded
 from pyops.testing.calls import assert_results, expected, replaced, run
 from tests.calls import DEVICES, Host, example, refusal
@@ -176,14 +176,14 @@ def test_misaligned(on: str) -> None:
 
 
 @pytest.mark.usefixtures("no_clusters")
-@pytest.mark.parametrize("join_threads", [_plan._JOIN_THREADS, (0, 0)], ids=["many", "few"])
-def test_many_splits(join_threads: tuple[int, int], on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_groups", [8, 1])
+def test_many_splits(max_groups: int, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that many blocks share, beside short ones: parts of unequal length, and parts without a token.
 
-    They are joined by many threads, or by few that take one batch of splits after another, a later one of which is
-    larger.
+    Several groups of threads join them, or one group, which takes one batch of splits after another: a later batch has
+    a larger logit.
     """
-    monkeypatch.setattr(_plan, "_JOIN_THREADS", join_threads)
+    monkeypatch.setattr(join, "_MAX_GROUPS", max_groups)
     V1.forget()
     _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), dtype=torch.bfloat16, on=on))
     _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), head_size=16, on=on))
@@ -564,36 +564,6 @@ def test_products_serve_what_they_can() -> None:
     assert kernels(num_tokens=4096, kv_cache_dtype="fp8", packed=True) == ["attention_decode.cu"]
     assert kernels(num_tokens=4096, dtype="float32") == ["attention_decode_simt.cu"]
     assert kernels(num_tokens=4096, arch="gfx942") == ["attention_decode_simt.cu"]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "most_tokens", "wide", "expected"),
-    [
-        (8, 1024, True, (8, 8)),
-        (8, 1024, False, (8, 4)),
-        (8, 512, True, (8, 4)),  # eight blocks of four warps have a step each
-        (8, 128, True, (2, 4)),
-        (8, 64, True, (1, 4)),  # one block has
-        (8, 0, True, (1, 4)),
-        (8, 4096, True, (8, 8)),
-        (8, 4097, True, (1, 8)),
-        (1, 2049, True, (1, 8)),  # eight blocks are too few
-        (32, 1024, True, (8, 4)),
-        (66, 1024, True, (4, 4)),
-        (67, 1024, True, (1, 4)),
-        (512, 64, True, (1, 4)),
-    ],
-)
-def test_blocks_of_cluster(blocks: int, most_tokens: int, wide: bool, expected: tuple[int, int]) -> None:
-    """As many as run at once and have something to do, where the longest sequence is not long."""
-    assert _plan.blocks_of_cluster(blocks, most_tokens, 16, wide, device.model()) == expected
-    assert _plan.blocks_of_cluster(blocks, most_tokens, 16, wide, device.model("sm_80"))[0] == 1
-
-
-@pytest.mark.parametrize(("blocks", "warps"), [(8, 4), (396, 4), (397, 3), (528, 3), (529, 2), (600, 4), (2048, 2)])
-def test_warps_of_block(blocks: int, warps: int) -> None:
-    """All blocks in one round, if blocks of three warps fit; else whole rounds."""
-    assert _plan.warps_of_block(blocks, 396) == warps
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [

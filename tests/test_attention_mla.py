@@ -15,7 +15,7 @@ from pyops._core import device as devices
 from pyops._core import offline
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Launch
-from pyops.ops.attention import mla
+from pyops.ops.attention import mla_plan
 from pyops.testing import assert_matches_reference, guarded, same_bits
 from tests.calls import DEVICES
 from tests.test_nvrtc import MISSING
@@ -169,7 +169,7 @@ def test_blocks_of_a_device_with_little_shared_memory(device: str, monkeypatch: 
     assert launch.shared <= little.shared_memory
     (launch,) = _launches(1, num_heads=128, device=replace(little, shared_memory=48 * 1024))
     assert launch.specialisation.kernel.file == "attention/mla_decode_simt.cu"
-    monkeypatch.setattr(mla, "_BLOCKS", mla._BLOCKS[-1:])
+    monkeypatch.setattr(mla_plan, "BLOCKS", mla_plan.BLOCKS[-1:])
     MLA.forget()
     for dtype in (BF16, FP8):
         _assert_is_attention(_call([0, 1, 50], 20, dtype=dtype, device=device))
@@ -188,7 +188,7 @@ def test_every_block_compiles_without_local_memory(arch: str, num_heads: int, li
         one = launch.specialisation.kernel(**launch.specialisation.constants | {"cache_t": cache_t})
         report = offline.compile(one.kernel.file, str(one), one.text, arch, one.kernel.options)
         assert (report.spill_bytes, report.stack_bytes) == (0, 0)
-        assert report.shared_bytes <= mla._STATIC_SHARED
+        assert report.shared_bytes <= mla_plan.STATIC_SHARED
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -254,7 +254,7 @@ _EXTREME = (-(2**31), -1, 0, 1, 63, 64, 65, 700, 2**31 - 1)
 @pytest.mark.parametrize("causal", [True, False])
 def test_hostile_indices_end_and_write_nothing_outside(causal: bool, device: str) -> None:
     """Lengths, indices and counts of any value and in any order, out of range or not: as the reference has them."""
-    op = pyops.convert_vertical_slash_indexes_out
+    op = pyops.convert_vertical_slash_indexes_mergehead
     rng = random.Random(causal)
     for _ in range(25):
 
@@ -268,11 +268,12 @@ def test_hostile_indices_end_and_write_nothing_outside(causal: bool, device: str
             for last in ((), (num_s,), (), (num_v,))
         ]
         inputs = (values(batch), values(batch), values(batch, heads, num_v), values(batch, heads, num_s))
-        args = (*outputs, *inputs, values(heads), values(heads), rows * 64, 64, 64, causal)
+        args = (*inputs, values(heads), values(heads), rows * 64, 64, 64, causal)
+        given = dict(zip(("block_count", "block_offset", "column_count", "column_index"), outputs, strict=True))
         if device == "cuda" or config.kernels_on_cpu():
-            assert_matches_reference(op, *args, schedules=SCHEDULES[:1])
+            assert_matches_reference(op, *args, **given, schedules=SCHEDULES[:1])
         else:
-            op(*args)
+            op(*args, **given)
             assert all((output >= 0).all() for output in outputs)
 
 
@@ -290,7 +291,7 @@ def test_vertical_slash_indexes_refuse() -> None:
         args += [128, 64, 64, True]
         for index, value in changes:
             args[index] = value
-        with pytest.raises(pyops.OpError, match=f"^convert_vertical_slash_indexes_out: {match}"):
+        with pytest.raises(pyops.OpError, match=f"^convert_vertical_slash_indexes_mergehead: {match}"):
             pyops.convert_vertical_slash_indexes(*args)
 
     refused("block_size_M: expected 1 to block_size_N=64, got 65", (5, 65))
@@ -305,10 +306,10 @@ def test_vertical_slash_indexes_refuse() -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "at", "value"),
     [
-        ("convert_vertical_slash_indexes_out", "q_seqlens", 1, 10**6),
-        ("convert_vertical_slash_indexes_out", "kv_seqlens", 0, -1),
-        ("convert_vertical_slash_indexes_out", "vertical_indices_count", 2, 1000),
-        ("convert_vertical_slash_indexes_out", "slash_indices_count", 1, -1),
+        ("convert_vertical_slash_indexes_mergehead", "q_seqlens", 1, 10**6),
+        ("convert_vertical_slash_indexes_mergehead", "kv_seqlens", 0, -1),
+        ("convert_vertical_slash_indexes_mergehead", "vertical_indices_count", 2, 1000),
+        ("convert_vertical_slash_indexes_mergehead", "slash_indices_count", 1, -1),
         ("paged_attention_varlen", "cu_seqlens_q", -1, 10**6),
         ("paged_attention_rocm", "query_start_loc", 0, -1),
         ("paged_attention_v2", "seq_lens", 3, 1025),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy
@@ -17,6 +18,7 @@ import pyops
 from pyops._core import device
 from pyops._core.example import ArgMaker
 from pyops._core.host.toolchain import toolchains
+from pyops.ops.cache import _geometry
 from pyops.testing import SCHEDULES, Layout, assert_matches_reference, same_bits, strategies
 from pyops.testing.calls import clones, expected, named, replaced, run
 from tests import axes
@@ -29,7 +31,8 @@ FNUZ = torch.float8_e4m3fnuz
 CODES = pytest.mark.parametrize(("kind", "code"), [*KINDS.items(), ("fp8", FNUZ), ("fp8_e4m3", FNUZ)])
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 HOSTILE = (-1, -2, -(2**31), -(2**63), INT32_MAX, INT64_MAX, INT64_MAX - 15, 2**62)
-FAMILY = [name for name, op in pyops.registry.items() if op.reference.__module__.startswith("pyops.cache.")]
+packed = import_module("pyops.ops.cache.reshape_and_cache")  # the package has the op under this name
+FAMILY = [name for name, op in pyops.registry.items() if op.reference.__module__.startswith("pyops.ops.cache.")]
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32, where: str = "cpu", seed: int = 0) -> torch.Tensor:
@@ -309,14 +312,19 @@ def test_flash_layouts(num_heads: int, head_size: int, joint: bool, heads_first:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("block_size", "grouped"), [(8, False), (16, False), (5, False), (16, True), (48, True)])
 def test_packed(
-    block_size: int, grouped: bool, dtype: torch.dtype, kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+    block_size: int,
+    grouped: bool,
+    dtype: torch.dtype,
+    kind: str,
+    where: str,
+    small: device.Device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Runs of slots that begin anywhere among the tokens, one after another and scattered; more heads than threads.
 
     Few tokens are written as they come, many by groups of slots, in whatever order they come.
     """
-    monkeypatch.setattr("pyops.ops.cache.write._GROUPED_TOKENS", -1 if grouped else 1000)
-    monkeypatch.setattr(device, "_HOST", dataclasses.replace(device.host(), multiprocessors=1))
+    monkeypatch.setattr(packed, "_MAX_UNGROUPED_TOKENS", -1 if grouped else 1000)
     pyops.registry["reshape_and_cache"].forget()
     num_heads, head_size = 3, 112 if grouped else 48
     x = 16 // dtype.itemsize if kind == "auto" else 16
@@ -350,7 +358,7 @@ def test_packed(
 def test_packed_groups_keep_one_of_the_tokens_of_a_slot(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which one is not specified; its key and its value are."""
     op = pyops.registry["reshape_and_cache"]
-    monkeypatch.setattr("pyops.ops.cache.write._GROUPED_TOKENS", -1)
+    monkeypatch.setattr(packed, "_MAX_UNGROUPED_TOKENS", -1)
     op.forget()
     n = 300
     key = torch.arange(n, dtype=torch.float32)[:, None, None].expand(n, 1, 16).contiguous().to(where)
@@ -463,7 +471,7 @@ def test_gather_from_paged_caches(where: str, data: st.DataObject) -> None:
 def test_hostile_slots(name: str, dtype: torch.dtype, where: str) -> None:
     """No slot leads outside: those that do not exist are not written, whatever they are, and all else is."""
     op = pyops.registry[name]
-    for case in axes.sample(op, absmax_=2):
+    for case in axes.sample(op, max_cases=2):
         args = example(op, where, num_tokens=20, **case)
         slots = named(op, args)["slot_mapping"]
         top = torch.iinfo(dtype).max
@@ -804,7 +812,7 @@ def test_convert_fp8_layouts(where: str) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_convert_fp8_of_more_rows_than_a_grid_has(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyops.ops.cache.blocks._MAX_ROWS", 2)
+    monkeypatch.setattr(import_module("pyops.ops.cache.convert_fp8"), "_MAX_ROWS", 2)
     pyops.registry["convert_fp8"].forget()
     x, codes = make(7, 12, where=where)[:, :9], torch.zeros(7, 9, dtype=torch.uint8, device=where)
     pyops.convert_fp8(codes, x)
@@ -881,7 +889,7 @@ def test_unknown_kinds_are_refused(where: str) -> None:
 def test_many_tokens(name: str, where: str, small: device.Device) -> None:
     """As many as fill a device, which here is a small one: blocks take several tokens, the last one fewer."""
     op = pyops.registry[name]
-    for case in axes.sample(op, absmax_=3):
+    for case in axes.sample(op, max_cases=3):
         args = example(op, where, num_tokens=151, **case)
         few = op.launches(
             *op.example(ArgMaker(dataclasses.replace(small, multiprocessors=999)), num_tokens=151, **case)
@@ -918,7 +926,7 @@ def test_rows_behind_the_last(name: str, more: int, small: device.Device) -> Non
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_first_of_many_sequences(rows: int, small: device.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences in any order that overlap, leave gaps, are empty or hostile, the first one has a row."""
-    monkeypatch.setattr("pyops.ops.cache.gather._UPCONVERT_ROWS", rows)
+    monkeypatch.setattr(import_module("pyops.ops.cache.cp_gather_and_upconvert_fp8_kv_cache"), "_ROWS", rows)
     generator = torch.Generator().manual_seed(rows)
     num_seqs, num_rows = 75, 203
     starts = torch.randint(0, num_rows + 9, (num_seqs,), generator=generator)
@@ -942,3 +950,37 @@ def test_tokens_beyond_the_slots_are_padding() -> None:
     assert_matches_reference(pyops.reshape_and_cache_flash, key, key[:7], *caches, ints([3, 0, 6]), "auto", *scales)
     with pytest.raises(pyops.OpError, match="value: expected at least num_tokens=8 rows"):
         pyops.reshape_and_cache_flash(key, key[:7], *caches, torch.arange(8), "auto", 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "token_vecs", "config"),
+    [
+        (1, 72, _geometry.Config(tokens=1, batch=1, num_threads=128)),
+        (1, 4, _geometry.Config(tokens=16, batch=1, num_threads=64)),
+        (528, 128, _geometry.Config(tokens=2, batch=1, num_threads=256)),
+        (2111, 128, _geometry.Config(tokens=2, batch=1, num_threads=256)),
+        (2112, 128, _geometry.Config(tokens=8, batch=4, num_threads=256)),
+        (100000, 1, _geometry.Config(tokens=64, batch=1, num_threads=256)),
+        (100000, 5000, _geometry.Config(tokens=1, batch=4, num_threads=256)),
+    ],
+)
+def test_geometry_of_tokens(num_tokens: int, token_vecs: int, config: _geometry.Config) -> None:
+    """Few tokens: small blocks. Some: one vector to a thread. Many: four. On 132 multiprocessors."""
+    assert _geometry.choose(num_tokens, token_vecs, device.model()) == config
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "block_size", "num_slots", "config"),
+    [
+        (32, 16, 4096, packed.Tiles(tokens=4, columns=128, num_threads=128)),
+        (2112, 16, 4096, packed.Tiles(tokens=16, columns=64, num_threads=128)),
+        (2113, 16, 4096, packed.Groups(group=16, columns=256, batch=2, num_threads=256, max_blocks=1584)),
+        (2113, 64, 4096, packed.Groups(group=32, columns=256, batch=4, num_threads=256, max_blocks=1584)),
+        (2113, 4, 4096, packed.Tiles(tokens=32, columns=128, num_threads=256)),
+        (2113, 16, 2**25, packed.Tiles(tokens=32, columns=128, num_threads=256)),
+    ],
+)
+def test_geometry_of_packed_tokens(num_tokens: int, block_size: int, num_slots: int, config: Any) -> None:
+    """Groups of slots for many tokens, if the cache has groups and is not too large."""
+    problem = packed.Problem(num_tokens, num_slots, block_size, row_size=1024, load_vec=8)
+    assert packed.choose(problem, device.model()) == config

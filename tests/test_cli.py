@@ -87,6 +87,16 @@ def test_source_takes_the_axes_of_the_example(capsys: pytest.CaptureFixture[str]
     assert "constexpr int HIDDEN_SIZE = 1000;" in rest
 
 
+def test_show_prints_the_config_that_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of this example, on one line, and none for an op whose plan chooses nothing."""
+    for num_tokens, cluster_size in ((1, 8), (4096, 1)):
+        assert main(["show", "paged_attention_v1", f"num_tokens={num_tokens}", "max_seq_len=1024"]) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("    chosen: Config("))
+        assert f"cluster_size={cluster_size}," in line
+    assert main(["show", "relu2"]) == 0
+    assert "chosen: " not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("op", pyops.registry)
 def test_the_command_in_a_compile_error_prints_the_source(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     for one in axes.launches(pyops.registry[op], {}, device.model()):
@@ -120,7 +130,7 @@ def test_the_command_in_a_compile_error_prints_the_source(op: str, capsys: pytes
         (["source", "rms_norm", "arch=[1]"], "pyops: arch: no model of a device [1]"),
         (["show", "rms_norm", "arch=sm_80,sm_90"], "pyops: arch: expected one, got sm_80, sm_90"),
         (["show", "paged_attention_v1", "block_size=0"], "paged_attention_v1: block_size=0: has no example (ZeroDiv"),
-        (["show", "ggml_dequantize_out", "quant_type=0"], "ggml_dequantize_out: quant_type=0: has no example (KeyErr"),
+        (["show", "ggml_dequantize", "quant_type=0"], "ggml_dequantize: quant_type=0: has no example (KeyErr"),
         (["source", "rotary_embedding", "rotary_dim='x'"], "rotary_embedding: rotary_dim=x: has no example (TypeErr"),
         (["warmup", "rms_nrm"], "pyops: rms_nrm: is no op; did you mean rms_norm?"),
         (["warmup", "rms_norm", "hiden=3"], "rms_norm: hiden: is no axis of an example"),

@@ -27,7 +27,22 @@ def _args(op: Op, device: str = "cpu") -> list[Any]:
 
 
 def _torch_op(op: Op) -> Any:
-    return getattr(torch.ops.pyops, op.name).default
+    """The form that writes its outputs."""
+    packet = getattr(torch.ops.pyops, op.name)
+    return packet.out if op.declaration.returned else packet.default
+
+
+def _returned(op: Op, result: Any) -> list[int]:
+    """Identities of the tensors that a call has returned."""
+    if not op.declaration.returned:
+        assert result is None
+        return []
+    return [id(one) for one in (result if isinstance(result, tuple) else (result,))]
+
+
+def _outputs(op: Op, args: Any) -> list[int]:
+    """Identities of the tensors that a call given all outputs is to return."""
+    return [id(named(op, args)[p.name]) for p in op.declaration.returned]
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +70,8 @@ def test_schema_marks_what_is_written(op: Op) -> None:
     assert [argument.name for argument in arguments] == [p.name for p in op.parameters]
     for argument, p in zip(arguments, op.parameters, strict=True):
         assert (argument.alias_info is not None and argument.alias_info.is_write) == p.written
-        assert argument.has_default_value() == p.has_default
-        assert not p.has_default or argument.default_value == p.default
+        assert argument.has_default_value() == (p.has_default and not p.returned)
+        assert not argument.has_default_value() or argument.default_value == p.default
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -79,10 +94,10 @@ def test_fake_and_meta_tensors(op: Op) -> None:
     args = _args(op)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        assert op.applied(op.wrapper, fakes)() is None
+        assert _returned(op, op.applied(op.wrapper, fakes)()) == _outputs(op, fakes)
         assert op.applied(_torch_op(op), fakes)() is None
     metas = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
-    assert op.applied(op.wrapper, metas)() is None
+    assert _returned(op, op.applied(op.wrapper, metas)()) == _outputs(op, metas)
     assert op.applied(_torch_op(op), metas)() is None
 
 
@@ -92,6 +107,21 @@ def test_fake_and_meta_tensors(op: Op) -> None:
 def test_opcheck(op: Op, device: str) -> None:
     call = op.applied(_torch_op(op), _args(op, device))
     torch.library.opcheck(call.func, call.args, call.keywords)
+
+
+@pytest.mark.usefixtures("float8_allclose")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", [param for param in OPS if pyops.registry[param.id].declaration.returned])
+def test_opcheck_of_what_is_returned(op: Op, device: str) -> None:
+    """And a call that is given no output returns what one that is given all of them writes."""
+    args = _args(op, device)
+    given = args[: -len(op.declaration.returned)]
+    torch.library.opcheck(getattr(torch.ops.pyops, op.name).default, tuple(given))
+    results = op.wrapper(*given)
+    results = results if isinstance(results, tuple) else (results,)
+    written = [torch.empty_like(result) for result in results]
+    op(*given, *written)
+    assert all(map(same_bits, results, written))
 
 
 @pytest.mark.parametrize("device", DEVICES)

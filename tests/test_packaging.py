@@ -29,7 +29,7 @@ def test_package_data_covers_every_source() -> None:
     assert packed == {file for file in folder.glob("*/*") if file.is_file() and file.suffix != ".pyc"}
     kernels = sorted(file.relative_to(folder).as_posix() for file in packed if file.suffix in (".cu", ".cuh"))
     assert kernels == kernels_cu.names()
-    assert package_data["pyops"] == ["py.typed"]
+    assert package_data["pyops"] == ["py.typed", "tuning/*.json"]
     assert (ROOT / "pyops/py.typed").exists()
 
 

@@ -713,14 +713,12 @@ def test_columns_that_do_not_exist_are_zero(rows: int, device: str, monkeypatch:
     wanted[:, [0, 5, 8, 23]] = 0.0
     assert torch.equal(result, wanted)
     monkeypatch.setenv("PYOPS_CHECK", "1")
-    pyops.registry["permute_cols_out"].forget()
+    pyops.registry["permute_cols"].forget()
     try:
-        with pytest.raises(
-            pyops.OpError, match=r"^permute_cols_out: perm: 4 of 24 indices are out of range, the first"
-        ):
+        with pytest.raises(pyops.OpError, match=r"^permute_cols: perm: 4 of 24 indices are out of range, the first"):
             pyops.permute_cols(a, perm)
     finally:
-        pyops.registry["permute_cols_out"].forget()
+        pyops.registry["permute_cols"].forget()
 
 
 # Into new tensors

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import config
+from pyops._core.device import model
+from pyops.ops.quantize._fp4 import Config, Problem, choose
 from pyops.testing import CONTENTS, Layout, filled
 from tests.calls import DEVICES
 from tests.test_quantize import _VALUES, _quietly, absmax, draw, exact, f32, fp8, nearest, new
@@ -479,6 +481,27 @@ def test_refusals() -> None:
     assert _refusal(pyops.nvfp4_quant, torch.ones(()).bfloat16(), g).startswith("input: expected at least one")
     assert _refusal(pyops.nvfp4_experts_quant, x[0, 0], g, offsets, offsets, 1).startswith("input: expected 2 dim")
     assert pyops.nvfp4_quant(torch.ones(33, 64).bfloat16(), g, backend="flashinfer-trtllm")[1].shape == (128, 4)
+
+
+@pytest.mark.parametrize(
+    ("problem", "arch", "expected"),
+    [
+        (Problem(1, 128, 256), "sm_90", Config(128, unit=4, rounds=4, min_blocks=8)),
+        (Problem(256, 256, 256), "sm_90", Config(128, unit=1, rounds=1, min_blocks=8)),
+        (Problem(4096, 4096, 256), "sm_90", Config(128, unit=4, rounds=8, min_blocks=8)),
+        (Problem(256, 256, 256, tiled=False), "sm_90", Config(128, unit=1, rounds=1, min_blocks=8)),
+        (Problem(16384, 16384, 8, tiled=False), "sm_90", Config(8, unit=1, rounds=2, min_blocks=5)),
+        (Problem(256, 1024, 256, experts=True), "sm_90", Config(128, unit=4, rounds=4, min_blocks=9)),
+        (
+            Problem(256, 1024, 256, experts=True, gated=True),
+            "sm_100",
+            Config(128, unit=4, rounds=4, min_blocks=5),
+        ),
+    ],
+)
+def test_geometry(problem: Problem, arch: str, expected: Config) -> None:
+    """Units of four rows for few and many rows and for experts, single rows between; blocks by registers."""
+    assert choose(problem, model(arch)) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,6 +12,7 @@ import pyops
 from pyops._core import config, offline
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
+from pyops.ops.quantize.hadamard import Config, choose
 from pyops.testing import CONTENTS, Layout, assert_close, assert_matches_reference, filled, same_bits, strategies
 from tests.calls import DEVICES
 from tests.test_nvrtc import ARCHS, MISSING
@@ -191,3 +192,19 @@ def test_refusals() -> None:
         pyops.hadacore_transform_out(x[1:], x[:2])
     with config.cpu("kernels"):
         assert pyops.hadacore_transform(torch.ones(0, 4)).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "arch", "expected"),
+    [
+        (1, "sm_90", Config(elements=1, num_threads=128, rounds=1, min_blocks=12)),
+        (256, "sm_90", Config(elements=8, num_threads=128, rounds=1, min_blocks=12)),
+        (1024, "sm_90", Config(elements=32, num_threads=128, rounds=1, min_blocks=8)),
+        (4096, "sm_90", Config(elements=32, num_threads=128, rounds=1, min_blocks=8)),
+        (32768, "sm_90", Config(elements=64, num_threads=512, rounds=1, min_blocks=1)),
+        (32768, "gfx942", Config(elements=64, num_threads=512, rounds=2, min_blocks=1)),
+    ],
+)
+def test_geometry(size: int, arch: str, expected: Config) -> None:
+    """Short rows have a warp, long ones a block; those beyond the shared memory go through it in two parts."""
+    assert choose(size, devices.model(arch)) == expected

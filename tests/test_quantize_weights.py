@@ -111,7 +111,8 @@ def test_awq_of_any_shape(
     qweight, scales, zeros = awq_case(*groups, num_words, dtype, seed)
     place = Layout(offset=offset).place
     out = place(poisoned((len(qweight), scales.shape[1]), dtype).to(device))
-    pyops.awq_dequantize_out(out, place(qweight.to(device)), place(scales.to(device)), place(zeros.to(device)))
+    args = (place(tensor.to(device)) for tensor in (qweight, scales, zeros))
+    assert pyops.awq_dequantize(*args, 0, 0, 0, out=out) is out
     same(out, awq_truth(qweight, scales, zeros))
 
 
@@ -146,12 +147,12 @@ def test_awq_numpy() -> None:
 def test_awq_refuses(change: dict[str, tuple[int, ...]], argument: str) -> None:
     shapes = {"out": (32, 64), "qweight": (32, 8), "scales": (2, 64), "zeros": (2, 8)} | change
     kinds = {"out": torch.float16, "scales": torch.float16}
-    args = [torch.ones(shape, dtype=kinds.get(name, torch.int32)) for name, shape in shapes.items()]
-    before = args[0].clone()
+    out, *args = (torch.ones(shape, dtype=kinds.get(name, torch.int32)) for name, shape in shapes.items())
+    before = out.clone()
     with pytest.raises(pyops.OpError) as caught:
-        pyops.awq_dequantize_out(*args)
+        pyops.awq_dequantize(*args, 0, 0, 0, out=out)
     assert caught.value.argument == argument
-    assert same_bits(args[0], before)
+    assert same_bits(out, before)
 
 
 # GGUF
@@ -202,7 +203,7 @@ def test_ggml_of_any_shape(
     m, n = shape[0], shape[1] * gguf.GGML_QUANT_SIZES[kind][0]
     weight, truth = ggml_case(kind, m, n, seed)
     out = Layout(offset=offsets[1]).place(poisoned((m, n), dtype).to(device))
-    pyops.ggml_dequantize_out(out, Layout(offset=offsets[0]).place(weight.to(device)), int(kind))
+    assert pyops.ggml_dequantize(Layout(offset=offsets[0]).place(weight.to(device)), int(kind), m, n, out=out) is out
     same(out, truth.to(dtype))
 
 
@@ -224,7 +225,7 @@ def test_ggml_refuses(quant_type: int, n: int, nbytes: int, argument: str) -> No
     out = poisoned((1, n), torch.float16)
     before = out.clone()
     with pytest.raises(pyops.OpError) as caught:
-        pyops.ggml_dequantize_out(out, torch.zeros(1, nbytes, dtype=torch.uint8), quant_type)
+        pyops.ggml_dequantize(torch.zeros(1, nbytes, dtype=torch.uint8), quant_type, 1, n, out=out)
     assert caught.value.argument == argument
     assert same_bits(out, before)
 
@@ -235,7 +236,7 @@ def test_sizes_that_make_no_tensor_are_refused() -> None:
             pyops.ggml_dequantize(torch.zeros(144, dtype=torch.uint8), 12, **size)
     words, scales = torch.zeros(8, 1, dtype=torch.int32), torch.ones(1, 8)
     for wrong in ((words[0, 0], scales, words[:1]), (words, scales[0, 0], words[:1])):
-        with pytest.raises(pyops.OpError, match=r"^awq_dequantize: (qweight|scales): expected 2 dimensions, got shape"):
+        with pytest.raises(pyops.OpError, match=r"^awq_dequantize: (qweight|scales): expected shape"):
             pyops.awq_dequantize(*wrong, 0, 0, 0)
 
 

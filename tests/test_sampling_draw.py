@@ -23,7 +23,7 @@ from tests.calls import DEVICES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INF, NAN = float("inf"), float("nan")
-_MAX_PER_BLOCK = plan._MAX_PER_BLOCK
+_MAX_BLOCK_LOGITS = plan._MAX_BLOCK_LOGITS
 
 
 # Softmax
@@ -84,13 +84,13 @@ def test_softmax_next_to_no_temperature(device: str) -> None:
 @pytest.fixture(scope="module", params=["whole rows", "pieces"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Rows in the shared memory of blocks; or read piece by piece, as where they do not fit."""
-    yield from _planned(_MAX_PER_BLOCK=_MAX_PER_BLOCK if request.param == "whole rows" else 0)
+    yield from _planned(_MAX_BLOCK_LOGITS=_MAX_BLOCK_LOGITS if request.param == "whole rows" else 0)
 
 
 @pytest.fixture
 def clusters() -> Iterator[None]:
     """Rows in the shared memory of several blocks, if they are not very short."""
-    yield from _planned(_MAX_PER_BLOCK=_MAX_PER_BLOCK, _MIN_PIECE=256)
+    yield from _planned(_MAX_BLOCK_LOGITS=_MAX_BLOCK_LOGITS, _MIN_BLOCK_LOGITS=256)
 
 
 def _planned(**limits: int) -> Iterator[None]:
@@ -367,3 +367,21 @@ def test_any_schedule_of_many_blocks() -> None:
             with scheduled(schedule):
                 tokens.add(tuple(draw(x, top_k=3000, top_p=0.9).tolist()))
         assert len(tokens) == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (plan.Problem(1, 4000, 2, True, True), plan.WholeRows(cluster=1, num_threads=128, min_blocks=12)),
+        (plan.Problem(1, 128256, 2, True, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
+        (plan.Problem(1, 128256, 4, False, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
+        (plan.Problem(256, 32000, 2, True, True), plan.WholeRows(cluster=2, num_threads=512, min_blocks=3)),
+        (plan.Problem(1, 2**20, 4, True, True), plan.Pieces(1024)),
+        (plan.Problem(256, 128256, 4, True, False), plan.Pieces(16384)),
+        (plan.Problem(1, 128256, 4, True, False), plan.Pieces(1024)),
+    ],
+)
+def test_geometry(problem: plan.Problem, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters for rows that are filtered and fit into shared memory; pieces for others, smaller for few rows."""
+    monkeypatch.setattr(plan, "_MAX_BLOCK_LOGITS", _MAX_BLOCK_LOGITS)  # `kernels` may have changed it for the module
+    assert plan.choose(problem, model()) == expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyops
-from tests.calls import DEVICES
+from tests.calls import DEVICES, Host
 
 NAN = float("nan")
 
@@ -66,24 +66,45 @@ def test_distribution(with_draft_probs: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_drafts_and_bonus_tokens_of_the_same_seeds(device: str) -> None:
-    """A draft, and the token that follows it, drawn by the sampler under the request's own seed and offset, depend on
-    other numbers than whether the draft stands."""
-    batch, vocab_size = 4000 if device == "cuda" else 400, 4
-    seeds, offsets = torch.arange(batch, device=device), torch.full((batch,), 7, device=device)
-    uniform = torch.full((batch, vocab_size), 0.25, device=device)
-    skewed = torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).expand(batch, -1).contiguous()
-    drafts, bonus = (torch.empty(batch, dtype=torch.int32, device=device) for _ in range(2))
-    pyops.top_k_top_p_sampling_from_logits(drafts, skewed.log(), seeds, offsets)
-    pyops.top_k_top_p_sampling_from_logits(bonus, uniform.log(), seeds, offsets)
+@pytest.mark.parametrize("shared", ["draft", "bonus"])
+def test_a_token_drawn_under_the_same_seed_and_offset(shared: str, device: str) -> None:
+    """The request's seed and offset may have drawn the draft, or the bonus token: acceptance and replacement are
+    independent of the random number that the sampler took.
+
+    One of the two tokens at a time: drawn under one seed and offset, draft and bonus token depend on each other.
+    """
+    batch, offset = 400 if isinstance(device, Host) else 2000, 7  # an emulated GPU is slow
+    draft_offset, bonus_offset = (offset, offset + 1) if shared == "draft" else (offset + 1, offset)
+    q = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    p = torch.full((4,), 0.25)
+    seeds = torch.arange(batch, device=device)
+    draft_probs, target_probs = (row.to(device).expand(batch, -1).contiguous() for row in (q, p))
+
+    def draw(probs: torch.Tensor, offset: int) -> torch.Tensor:
+        samples = torch.empty(batch, dtype=torch.int32, device=device)
+        pyops.top_k_top_p_sampling_from_logits(samples, probs.log(), seeds, torch.full_like(seeds, offset))
+        return samples
+
     out = torch.empty(batch, 2, dtype=torch.int32, device=device)
-    ends = torch.arange(1, batch + 1, dtype=torch.int32, device=device)
-    pyops.rejection_sample(out, drafts, ends, skewed, uniform, bonus, seeds, offsets)
-    tokens = out.cpu().numpy()
-    second = tokens[tokens[:, 1] >= 0, 1]
-    assert abs(len(second) / batch - 0.8) < 0.1
-    for found in (tokens[:, 0], second):
-        assert chi_square(numpy.bincount(found, minlength=vocab_size), numpy.full(vocab_size, len(found) / 4))
+    pyops.rejection_sample(
+        out,
+        draw(draft_probs, draft_offset),
+        torch.arange(1, batch + 1, dtype=torch.int32, device=device),
+        draft_probs,
+        target_probs,
+        draw(target_probs, bonus_offset),
+        seeds,
+        torch.full_like(seeds, offset),
+    )
+    first, second = out.cpu().numpy().T
+    accepted = second >= 0
+    residual = (p - q).clamp(min=0)  # what a rejected draft is replaced by
+    assert chi_square(numpy.bincount(accepted, minlength=2), numpy.array([0.2, 0.8]) * batch)
+    assert chi_square(numpy.bincount(first, minlength=4), p.numpy() * batch)
+    assert chi_square(numpy.bincount(second[accepted], minlength=4), p.numpy() * accepted.sum())
+    replaced = numpy.bincount(first[~accepted], minlength=4)
+    assert not replaced[:2].any()
+    assert chi_square(replaced[2:], (residual / residual.sum()).numpy()[2:] * (~accepted).sum())
 
 
 @pytest.mark.parametrize("device", DEVICES)

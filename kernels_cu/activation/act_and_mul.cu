@@ -1,18 +1,13 @@
-// act_and_mul: one half of each row, activated, times the other half.
+// act_and_mul: the activation of one half of each row, times the other half.
 //
-//     out[r, i] = T(T(ACT(g)) * u)    where [g, u] = input[r, i], input[r, hidden_size + i], or the other way round
+//     out[r, i] = T(T(ACT(g)) * u)    T: dtype of out and input
+//     g, u = input[r, i], input[r, hidden_size + i] if ACT_FIRST, else the other way round
 //
 // One vector of each half per thread (chunk.cuh).
 //
-// Constants
-//     scalar_t      T: element type of out and input
-//     ACT           activation: silu, gelu or gelu_tanh
+// Constants:
+//     ACT           activation of math.cuh: silu, gelu or gelu_tanh
 //     ACT_FIRST     whether g is the first half
-//     VEC_SIZE      elements in one memory access; divides hidden_size
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   of them that share a row; divides NUM_THREADS
-//     PLANES        whether the rows need the third dimension of the grid
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "chunk.cuh"
 #include "math.cuh"

@@ -1,17 +1,11 @@
-// activation: every element through a function of its own.
+// activation: applies an activation function to every element.
 //
-//     out[r, i] = T(ACT(input[r, i]))
+//     out[r, i] = T(ACT(input[r, i]))    T: dtype of out and input
 //
 // One vector per thread (chunk.cuh).
 //
-// Constants
-//     scalar_t      T: element type of out and input
-//     ACT           activation: gelu_new, gelu_fast, gelu_quick or relu2
-//     VEC_SIZE      elements in one memory access; divides hidden_size
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   of them that share a row; divides NUM_THREADS
-//     PLANES        whether the rows need the third dimension of the grid
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
+// Constants:
+//     ACT           activation of math.cuh: gelu_new, gelu_fast, gelu_quick or relu2
 
 #include "chunk.cuh"
 #include "math.cuh"

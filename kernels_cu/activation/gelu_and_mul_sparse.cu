@@ -1,25 +1,20 @@
-// gelu_and_mul_sparse: GELU of the part of each gate row that exceeds a quantile of the row, times the other half.
+// gelu_and_mul_sparse: GELU of the part of each gate that exceeds a quantile of its row, times the other half.
 //
-//     c = T(T(mean(g)) + T(T(std(g)) * multiplier))          over the row; the population's standard deviation
-//     out[r, i] = T(T(ACT(max(T(g - c), 0))) * u)            where g, u = input[r, i], input[r, HIDDEN_SIZE + i]
+//     c = T(T(mean(g)) + T(T(std(g)) * multiplier))    over the row, std of the population; T: dtype of out and input
+//     out[r, i] = T(T(ACT(max(T(g - c), 0))) * u)      g, u = input[r, i], input[r, HIDDEN_SIZE + i]
 //
-// The statistics are summed in double: rounded to T they would otherwise depend on the order of the sum, and with them
-// every result just above the cutoff. ROW_THREADS threads share a row and hold it in registers.
+// ROW_THREADS threads share a row and hold it in registers. mean and std are summed in double: a float32 sum depends on
+// its order, so that rounding to T could go either way, and with it every result just above c.
 //
-// Constants
-//     scalar_t      T: element type of out and input
-//     ACT           activation: gelu or gelu_tanh
-//     HIDDEN_SIZE   elements in a row of out
-//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   threads that share a row; divides NUM_THREADS
+// Constants:
+//     ACT           activation of math.cuh: gelu or gelu_tanh
 
 #include "math.cuh"
 #include "reduce.cuh"
 #include "row.cuh"
 
-// Registers of a thread that a row takes. A long row is read again where it is needed.
-constexpr int REGISTERS = ceil_div(HIDDEN_SIZE, VEC_SIZE * ROW_THREADS) * ceil_div(VEC_SIZE * int(sizeof(scalar_t)), 4);
+// Registers per thread for the gate half, or for the other half. A half that takes too many is read again at every use.
+constexpr int REGISTERS = ceil_div(HIDDEN_SIZE / VEC_SIZE, ROW_THREADS) * ceil_div(VEC_SIZE * int(sizeof(scalar_t)), 4);
 using gate_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, REGISTERS <= 32>;
 using up_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, REGISTERS <= 16 && NUM_THREADS <= 256>;
 using vec_t = gate_t::vec_t;
@@ -50,13 +45,13 @@ gelu_and_mul_sparse(scalar_t* out,          // [num_rows, HIDDEN_SIZE]
     const double mean = row_reduce<Sum, ROW_THREADS>(sum, partial[0]) / HIDDEN_SIZE;
     const double variance = row_reduce<Sum, ROW_THREADS>(squares, partial[1]) / HIDDEN_SIZE - mean * mean;
     const double deviation = sqrt(variance < 0.0 ? 0.0 : variance);
-    const float spread = round_to<scalar_t>(ieee_multiply(round_to<scalar_t>(float(deviation)), multiplier));
-    const float cutoff = round_to<scalar_t>(round_to<scalar_t>(float(mean)) + spread);
+    const float offset = round_to<scalar_t>(ieee_multiply(round_to<scalar_t>(float(deviation)), multiplier));
+    const float cutoff = round_to<scalar_t>(round_to<scalar_t>(float(mean)) + offset);
     if (!at.active) return;
 
     out += at.row * out_stride;
     g.for_each([&](int i, int column) {
-        const vec_t excess = relu(g.get(i, column) + vec_t::full(-cutoff));
-        (ACT(excess) * u.get(i, column)).store(out + column);
+        const vec_t above_cutoff = relu(g.get(i, column) + vec_t::full(-cutoff));
+        (ACT(above_cutoff) * u.get(i, column)).store(out + column);
     });
 }

@@ -1,17 +1,9 @@
-// swigluoai_and_mul: clamped SwiGLU of neighbouring elements.
+// swigluoai_and_mul: clamped SwiGLU of gates and factors that alternate in a row.
 //
-//     out[r, i] = T((u + 1) * g / (1 + exp(-alpha * g)))
-//     where g = min(input[r, 2i], limit), u = max(min(input[r, 2i + 1], limit), -limit); both take NaN for limit
+//     out[r, i] = T((u + 1) * g / (1 + exp(-alpha * g)))    T: dtype of out and input
+//     g = min(input[r, 2i], limit), u = max(min(input[r, 2i + 1], limit), -limit); NaN becomes limit
 //
-// VEC_SIZE neighbouring results per thread (chunk.cuh), computed in float32 and rounded once.
-//
-// Constants
-//     scalar_t      T: element type of out and input
-//     VEC_SIZE      elements in one memory access; divides hidden_size
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   of them that share a row; divides NUM_THREADS
-//     PLANES        whether the rows need the third dimension of the grid
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
+// One vector of results per thread (chunk.cuh), computed in float32 and rounded once.
 
 #include "chunk.cuh"
 #include "math.cuh"
@@ -21,8 +13,8 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 swigluoai_and_mul(scalar_t* out,          // [num_rows, hidden_size]
                   const scalar_t* input,  // [num_rows, hidden_size, 2]
-                  int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
-                  float alpha, float limit) {
+                  int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, float alpha,
+                  float limit) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;

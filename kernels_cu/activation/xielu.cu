@@ -2,24 +2,16 @@
 //
 //     out[r, i] = a_p * x * x + beta * x                              for x = input[r, i] > 0
 //               = (expm1(min(x, eps)) - x) * a_n + beta * x           else
-//     where a_p = softplus(alpha_p), a_n = beta + softplus(alpha_n)
+//     a_p = softplus(alpha_p), a_n = beta + softplus(alpha_n)
 //
-// Every operation rounds to T, as in eager tensor arithmetic; beta and eps are rounded first. One vector per thread
-// (chunk.cuh).
-//
-// Constants
-//     scalar_t      T: element type of the tensors
-//     VEC_SIZE      elements in one memory access; divides hidden_size
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   of them that share a row; divides NUM_THREADS
-//     PLANES        whether the rows need the third dimension of the grid
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
+// Every operation rounds to T, the dtype of the tensors, as in eager tensor arithmetic; beta and eps are rounded to T
+// first. One vector per thread (chunk.cuh).
 
 #include "chunk.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
-// Beyond 20 it is the identity, to every digit of a float.
+// log(1 + exp(x)), which for x above 20 equals x in float32.
 DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -27,8 +19,7 @@ xielu(scalar_t* out,            // [num_rows, hidden_size]
       const scalar_t* input,    // [num_rows, hidden_size]
       const scalar_t* alpha_p,  // [1]
       const scalar_t* alpha_n,  // [1]
-      int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride,
-      float beta, float eps) {
+      int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, float beta, float eps) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     vec_t x = vec_t::full(0.0f);
@@ -36,10 +27,11 @@ xielu(scalar_t* out,            // [num_rows, hidden_size]
     beta = round_to<scalar_t>(beta);
     eps = round_to<scalar_t>(eps);
 
-    // On this side of the barrier, where the compiler cannot mix it with what follows and run out of registers.
+    // Computed before the barrier: behind it, the compiler would interleave the exponentials with the code below and
+    // need more registers than there are.
     const vec_t exponential = map(x, [=](float value) { return expm1f(fminf(value, eps)); });
 
-    // Logarithms are dear: two threads take them for the block.
+    // Logarithms are slow: two threads compute them for the block.
     __shared__ float alphas[2];
     if (threadIdx.x < 2) {
         const float alpha = round_to<scalar_t>(softplus(to_float(threadIdx.x == 0 ? *alpha_p : *alpha_n)));

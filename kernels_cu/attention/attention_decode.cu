@@ -4,12 +4,14 @@
 //     out = sum_i exp(l_i - m) v_i / (sum_i exp(l_i - m) + 1e-6),      m = max_i l_i
 //
 // Blocks: blockIdx.x counts sequences, key-value heads and groups of HEADS query heads; blockIdx.y counts the splits of
-// a sequence (split-KV, attention.cuh). BALANCED: blockIdx.x counts the splits of all sequences instead. CLUSTER > 1: a
-// sequence is one split, and the CLUSTER blocks of blockIdx.y share it; they join their results through shared memory.
+// a sequence (split-KV, attention.cuh). If wave_splits > 0, blockIdx.x counts the splits of all sequences instead, and the
+// lengths of all sequences say how many splits each has (Balance). CLUSTER > 1: a sequence is one split, and the CLUSTER
+// blocks of blockIdx.y share it; they join their results through shared memory.
 //
 // Warps: the warps that share a split take turns at steps of STEP tokens (decode_tile.cuh). A warp computes
 // S^T = K Q^T, the online softmax and O^T += V^T P^T (decode_logits.cuh), and loads the next step meanwhile. The warps
-// of a block join their results through shared memory.
+// of a block join their results through shared memory. One kernel serves every batch size: a launch has any number of
+// warps up to MAX_WARPS, and dynamic shared memory for the results of each.
 //
 // Precision: probabilities are split into hi + lo of the products' type. With a cache of fp8 the products are in
 // float16, which holds every code; probabilities are rounded to float16, and queries are scaled by a power of two into
@@ -32,12 +34,10 @@
 //     GROUP          query heads of one key-value head
 //     HEADS          query heads of a block: 8 or 16
 //     TILES          tiles of 16 tokens in a step
-//     NUM_WARPS      warps of the block
 //     CLUSTER        blocks of a cluster
 //     ONE_AT_A_TIME  registers hold the keys or the values of a step, not both
-//     MIN_BLOCKS     occupancy that bounds the registers: blocks of max(4, NUM_WARPS) warps on a multiprocessor
+//     MIN_BLOCKS     occupancy that bounds the registers: blocks of 4 warps on a multiprocessor
 //     PARTITION      tokens of a split; 0: the splits of a sequence have equal sizes
-//     BALANCED       the lengths of all sequences say how many splits a sequence has (Balance); else max_splits does
 //     DIRECT         the result of a sequence of one split is final
 
 #include "attention.cuh"
@@ -46,7 +46,7 @@
 #include "decode_tile.cuh"
 #include "mma.cuh"
 
-extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(MAX_THREADS, MIN_BLOCKS)
+extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(128 * MIN_BLOCKS, 1)
 attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
                  partial_t* tmp_out,               // [num_seqs, NUM_KV_HEADS * GROUP, max_splits, HEAD_SIZE]
                  float* max_logits,                // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
@@ -67,17 +67,20 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                  int64_t key_token_stride, int64_t key_head_stride, int64_t value_block_stride,
                  int64_t value_token_stride, int64_t value_head_stride, float wave_splits, float scale,
                  float logits_soft_cap) {
-    prefetch_first(query, block_tables, seq_lens, num_seqs, num_rows, max_tokens, query_stride, table_stride,
-                   table_step, length_step);
+    prefetch_first(MAY_BALANCE && wave_splits > 0.0f, query, block_tables, seq_lens, num_seqs, num_rows, max_tokens,
+                   query_stride, table_stride, table_step, length_step);
     await_previous_kernel();
+    const bool balanced = MAY_BALANCE && wave_splits > 0.0f;
     const int kv_head = blockIdx.x % (NUM_KV_HEADS * HEAD_BLOCKS) / HEAD_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
     const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int turn = (CLUSTER > 1 ? blockIdx.y * NUM_WARPS : 0) + warp;  // the warp's number among those of the split
+    const int num_warps = blockDim.x / 32;
+    const int turn = (CLUSTER > 1 ? blockIdx.y * num_warps : 0) + warp;  // the warp's number among those of the split
+    const int round = CLUSTER * num_warps * STEP;                        // tokens from one step of a warp to its next
     int seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS), split = CLUSTER > 1 ? 0 : blockIdx.y;
     int planned_splits = CLUSTER > 1 ? 1 : int(max_splits);
-    if constexpr (BALANCED) {
+    if (balanced) {
         const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window, wave_splits,
                                         max_splits);
         split = seq;
@@ -130,7 +133,15 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         loader.load_keys(keys, start, numbers);
         if (!ONE_AT_A_TIME) loader.load_values(values, start, numbers);
     }
-    BlockNumbers next_numbers = find_blocks(start + ROUND, lane, block_before_end);
+    BlockNumbers next_numbers = find_blocks(start + round, lane, block_before_end);
+
+    // What the warps find. A warp that the launch does not have has found nothing.
+    __shared__ float warp_max[MAX_WARPS * HEADS];
+    __shared__ float warp_sum[MAX_WARPS * HEADS];
+    for (int i = threadIdx.x; i < MAX_WARPS * HEADS; i += int(blockDim.x)) {
+        warp_max[i] = minus_infinity();
+        warp_sum[i] = 0.0f;
+    }
 
     __shared__ alignas(16) product_t queries[HEADS * QUERY_STRIDE];
     __shared__ float units[HEADS];
@@ -159,8 +170,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
 #pragma unroll
     for (int i = 0; i < COLUMNS * ROWS * 4; ++i) o[i / (ROWS * 4)][i / 4 % ROWS][i % 4] = 0.0f;
 
-    for (; start < end; start += ROUND) {
-        const int next = start + ROUND;
+    for (; start < end; start += round) {
+        const int next = start + round;
 
         logits_t s;
         multiply_keys(s, keys, queries, g, t);
@@ -281,21 +292,21 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
             else loader.load_values(values, next, next_numbers);
         }
         numbers = next_numbers;
-        next_numbers = find_blocks(next + ROUND, lane, block_before_end);
+        next_numbers = find_blocks(next + round, lane, block_before_end);
     }
 
     // Every warp writes its results to shared memory.
-    __shared__ float warp_max[NUM_WARPS * HEADS];
-    __shared__ float warp_sum[NUM_WARPS * HEADS];
-    __shared__ alignas(16) float warp_outputs[NUM_WARPS * MAX_HEADS * OUTPUT_STRIDE];
-    const auto output_of = [&](int w, int head) { return warp_outputs + (w * MAX_HEADS + head) * OUTPUT_STRIDE; };
+    extern __shared__ uint4 memory[];  // [num_warps, MAX_HEADS, OUTPUT_STRIDE] floats
+    const auto output_of = [&](int w, int head) {
+        return reinterpret_cast<float*>(memory) + (w * MAX_HEADS + head) * OUTPUT_STRIDE;
+    };
     store_results(max_logit, exp_sum, o, num_heads, warp, g, t, warp_max, warp_sum, output_of);
     __syncthreads();
 
     // A warp joins the results of a head and writes them. In a cluster, the warp leaves them in shared memory, and one
     // block of the cluster joins and writes the blocks' results of a head.
     constexpr int HEAD_THREADS = ceil_div(HEAD_SIZE, 32) * 32;
-    constexpr int WRITERS = CLUSTER == 1 ? 32 : HEAD_THREADS < NUM_THREADS ? HEAD_THREADS : NUM_THREADS;
+    constexpr int WRITERS = CLUSTER == 1 ? 32 : HEAD_THREADS < MIN_CLUSTER_THREADS ? HEAD_THREADS : MIN_CLUSTER_THREADS;
     const auto write = [&](int head, const auto& join, auto total) {
         const int64_t query_head = first_head + head;
         const int64_t part = (int64_t(seq) * NUM_KV_HEADS * GROUP + query_head) * max_splits + split;
@@ -307,10 +318,12 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     };
     __shared__ float block_max[HEADS];
     __shared__ float block_sum[HEADS];
-    for (int head = warp; head < num_heads; head += NUM_WARPS) {
-        const Join<NUM_WARPS> join([&](int w) { return warp_max[w * HEADS + head]; },
+    for (int head = warp; head < num_heads; head += num_warps) {
+        const Join<MAX_WARPS> join([&](int w) { return warp_max[w * HEADS + head]; },
                                    [&](int w) { return warp_sum[w * HEADS + head]; });
-        const auto total = [&](int i, int) { return join.weighted_sum([&](int w) { return output_of(w, head)[i]; }); };
+        const auto total = [&](int i, int) {
+            return join.weighted_sum([&](int w) { return join.factor[w] > 0.0f ? output_of(w, head)[i] : 0.0f; });
+        };
         if constexpr (CLUSTER == 1) {
             write(head, join, total);
         } else {

@@ -1,21 +1,22 @@
-// cluster.h: blocks of a cluster, which take turns and read each other's shared memory; and the grid.
+// cluster.h: the blocks of a cluster, and the grid.
 //
-// A block reads another's only by `read_of_block`, and only what was written before the last barrier of the cluster, and is not
+// Blocks of a cluster take turns: each runs up to the next barrier of the cluster. A block reads shared memory of
+// another only by `read_of_block`, and only bytes that were written before the last barrier of the cluster and are not
 // written again before the next.
 #pragma once
 #include "schedule.h"
 
 namespace host {
 
-// What a block of a cluster leaves when it is another's turn.
+// State of a block of a cluster while other blocks run.
 struct Paused {
     Index block;
     bool ended, synchronised;
-    uint32_t first_epoch, epoch, barrier_epoch;  // the last: at the last barrier of the cluster
-    uint32_t warp_epoch[MOST_THREADS / 32];
-    Thread threads[MOST_THREADS];
+    uint32_t first_epoch, epoch, barrier_epoch;  // barrier_epoch: `epoch` at the last barrier of the cluster
+    uint32_t warp_epoch[MAX_THREADS / 32];
+    Thread threads[MAX_THREADS];
 };
-inline Paused cluster[MOST_BLOCKS];
+inline Paused cluster[MAX_CLUSTER];
 
 __attribute__((noinline)) void cluster_barrier(const char* file, int line) {
     Thread& thread = begin_wait(Wait::CLUSTER, "sync_cluster", 0, file, line, __builtin_return_address(0));
@@ -28,7 +29,8 @@ __attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned
     const Where where = {nullptr, 0, pc, nullptr};
     const size_t offset = static_cast<const char*>(own) - memory.shared;
     if (rank >= state.launch.cluster || offset >= SHARED_BYTES) {
-        raise_fault("out-of-bounds shared access", where, "read of block %u of a cluster of %u", rank, state.launch.cluster);
+        raise_fault("out-of-bounds shared access", where, "read of block %u of a cluster of %u", rank,
+                    state.launch.cluster);
     }
     if (rank == state.rank) {
         check_access(own, size, Access::READ, pc);
@@ -40,20 +42,25 @@ __attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned
             if (i >= SHARED_BYTES || !byte.allocated) {
                 raise_fault("out-of-bounds shared access", where, "read of %zu bytes outside every shared array", size);
             }
-            if (byte.copier) raise_fault("async copy not waited for", where, "read of shared memory that an asynchronous copy has yet to write");
+            if (byte.copier) {
+                raise_fault("async copy not waited for", where,
+                            "read of shared memory that an asynchronous copy has yet to write");
+            }
             if (byte.write_epoch < cluster[rank].first_epoch) {
-                raise_fault("uninitialised shared memory", where, "read of shared memory that block %u of the cluster has not written", rank);
+                raise_fault("uninitialised shared memory", where,
+                            "read of shared memory that block %u of the cluster has not written", rank);
             }
             if (byte.write_epoch > cluster[rank].barrier_epoch) {
                 const Index& index = threads[byte.writer].index;
                 raise_fault("shared memory race", {nullptr, 0, pc, byte.write_pc},
-                            "read of shared memory that thread (%u, %u, %u) of block %u of the cluster has written since its last barrier",
+                            "read of shared memory that thread (%u, %u, %u) of block %u of the cluster has written "
+                            "since its last barrier",
                             index.x, index.y, index.z, rank);
             }
             byte.phase = state.phase;
         }
     }
-    memcpy(to, memory.arenas + ARENA * rank + PAGE + offset, size);
+    memcpy(to, memory.arenas + ARENA_BYTES * rank + PAGE + offset, size);
 }
 
 inline void pause_block(Paused& paused) {
@@ -65,7 +72,7 @@ inline void pause_block(Paused& paused) {
 }
 
 inline void resume_block(const Paused& paused) {
-    memory_enter_epochs(paused.first_epoch, MOST_BARRIERS - 1);
+    memory_enter_epochs(paused.first_epoch, MAX_BARRIERS - 1);
     memory.epoch = paused.epoch;
     memory.synchronised = paused.synchronised;
     memcpy(memory.warp_epoch, paused.warp_epoch, sizeof memory.warp_epoch);
@@ -76,18 +83,18 @@ inline void resume_block(const Paused& paused) {
 }
 
 inline void run_block(Index block) {
-    memory_enter_epochs(memory.epoch + 1, MOST_EPOCHS);
+    memory_enter_epochs(memory.epoch + 1, MAX_EPOCHS);
     begin_block(block);
     run_threads();
 }
 
-// The blocks that follow `first` in y, in turns from one barrier of the cluster to the next.
+// Run the cluster whose block of rank 0 is `first`. Its blocks take turns, each up to the next barrier of the cluster.
 inline void run_cluster(Index first) {
     const unsigned count = state.launch.cluster;
     const uint32_t first_epoch = memory.epoch + 1;
-    memory.reserved = memory.epoch + count * MOST_BARRIERS;
+    memory.reserved = memory.epoch + count * MAX_BARRIERS;
     for (unsigned rank = 0; rank < count; ++rank) {
-        cluster[rank].first_epoch = first_epoch + rank * MOST_BARRIERS;
+        cluster[rank].first_epoch = first_epoch + rank * MAX_BARRIERS;
         cluster[rank].epoch = 0;
         cluster[rank].ended = false;
     }
@@ -105,7 +112,7 @@ inline void run_cluster(Index first) {
             if (begun) {
                 resume_block(own);
             } else {
-                memory_enter_epochs(own.first_epoch, MOST_BARRIERS - 1);
+                memory_enter_epochs(own.first_epoch, MAX_BARRIERS - 1);
                 begin_block({first.x, first.y + rank, first.z});
             }
             run_threads();
@@ -124,10 +131,10 @@ inline void run_grid() {
     const unsigned rows = grid.y / state.launch.cluster;
     const uint64_t count = uint64_t(grid.x) * rows * grid.z;
     scheduler.random = state.launch.seed;
-    // A shuffled grid visits its blocks, or clusters, in steps that have no factor in common with their number.
+    // A shuffled grid goes through its blocks, or clusters, in steps coprime to their number, and so visits each once.
     uint64_t step = 1, start = 0;
     if (state.launch.order == Order::SHUFFLED) {
-        const auto common = [](uint64_t a, uint64_t b) {
+        const auto gcd = [](uint64_t a, uint64_t b) {
             while (b) {
                 const uint64_t rest = a % b;
                 a = b;
@@ -137,13 +144,14 @@ inline void run_grid() {
         };
         start = random_number() % count;
         do step = 1 + random_number() % count;
-        while (common(step, count) != 1);
+        while (gcd(step, count) != 1);
     }
     for (uint64_t i = 0; i < count; ++i) {
         uint64_t number = i;
         if (state.launch.order == Order::REVERSED) number = count - 1 - i;
         if (state.launch.order == Order::SHUFFLED) number = (start + (unsigned __int128)i * step) % count;
-        const Index first = {unsigned(number % grid.x), unsigned(number / grid.x % rows) * state.launch.cluster, unsigned(number / grid.x / rows)};
+        const Index first = {unsigned(number % grid.x), unsigned(number / grid.x % rows) * state.launch.cluster,
+                             unsigned(number / grid.x / rows)};
         if (state.launch.cluster == 1) run_block(first);
         else run_cluster(first);
     }

@@ -1,4 +1,7 @@
-// copies.h: asynchronous copies into shared memory, which happen no sooner than they are waited for.
+// copies.h: asynchronous copies into shared memory.
+//
+// copy_async checks a copy and notes it down; the bytes move when the thread waits for the copy's group. Until then
+// every access to the destination is a fault.
 #pragma once
 #include "memory.h"
 
@@ -13,20 +16,20 @@ __attribute__((noinline)) void copy_async(void* to, const void* from, unsigned b
     }
     const size_t offset = static_cast<char*>(to) - memory.shared;
     if (offset >= SHARED_BYTES) raise_fault("out-of-bounds shared access", where, "asynchronous copy to %p", to);
-    if (thread.num_copies == MOST_COPIES) raise_fault("async copy not waited for", where, "%u in flight", MOST_COPIES);
+    if (thread.num_copies == MAX_COPIES) raise_fault("async copy not waited for", where, "%u in flight", MAX_COPIES);
     check_access(to, bytes, Access::WRITE, pc);
     for (unsigned i = 0; i < bytes; ++i) memory.bytes[offset + i].copier = 1 + thread.number;
-    char read_now[16];  // a fault is one of the copy, not of the wait
+    char read_now[16];  // reads the source here, so that a bad address is a fault of the copy, not of the wait
     check_access(from, valid_bytes, Access::READ, pc);
     memcpy(read_now, from, valid_bytes);
     asm volatile("" : : "r"(read_now) : "memory");
-    copies[state.rank][thread.number][thread.num_copies++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes,
-                                                  valid_bytes, thread.group};
+    copies[state.rank][thread.number][thread.num_copies++] = {static_cast<char*>(to), static_cast<const char*>(from),
+                                                              bytes, valid_bytes, thread.group};
 }
 
 void commit_copies() { ++state.current->group; }
 
-// Copies of all groups but the last `groups_in_flight` land.
+// Carry out the copies of all groups but the last `groups_in_flight`.
 void wait_for_copies(unsigned groups_in_flight) {
     Thread& thread = *state.current;
     unsigned kept = 0;

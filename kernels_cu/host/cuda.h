@@ -1,6 +1,6 @@
 // cuda.h: CUDA C++ for a host compiler: the language, vector types, intrinsics.
 //
-// A kernel's text follows inside `namespace pyops_kernel`, so that its names and libc's keep apart.
+// The kernel's text follows inside `namespace pyops_kernel`, so that its names do not clash with libc's.
 #pragma once
 #include <math.h>
 #include <string.h>
@@ -30,18 +30,18 @@
 #define blockDim (host::block_size())
 #define gridDim (host::grid_size())
 
-// Where a collective stands, as the last parameters of a function.
+// Last parameters of a collective: by default, the file and line of its call.
 #define HOST_PLACE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 namespace pyops_kernel {
 
-#define VECTORS(T, NAME, ALIGN2, ALIGN4)                                                   \
-    struct NAME##1 { T x; };                                                               \
-    struct alignas(ALIGN2) NAME##2 { T x, y; };                                            \
-    struct NAME##3 { T x, y, z; };                                                         \
-    struct alignas(ALIGN4) NAME##4 { T x, y, z, w; };                                      \
-    inline NAME##2 make_##NAME##2(T x, T y) { return {x, y}; }                             \
-    inline NAME##3 make_##NAME##3(T x, T y, T z) { return {x, y, z}; }                     \
+#define VECTORS(T, NAME, ALIGN2, ALIGN4)                               \
+    struct NAME##1 { T x; };                                           \
+    struct alignas(ALIGN2) NAME##2 { T x, y; };                        \
+    struct NAME##3 { T x, y, z; };                                     \
+    struct alignas(ALIGN4) NAME##4 { T x, y, z, w; };                  \
+    inline NAME##2 make_##NAME##2(T x, T y) { return {x, y}; }         \
+    inline NAME##3 make_##NAME##3(T x, T y, T z) { return {x, y, z}; } \
     inline NAME##4 make_##NAME##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 VECTORS(signed char, char, 2, 4)
 VECTORS(unsigned char, uchar, 2, 4)
@@ -55,8 +55,8 @@ VECTORS(float, float, 8, 16)
 VECTORS(double, double, 16, 16)
 #undef VECTORS
 
-// Arithmetic. Functions of libm go through double and are rounded once, which is the correctly rounded float in all but
-// one of some 10^8 cases, and the same with every libm; the compiler is told to fuse no product with a sum.
+// Arithmetic. Functions of libm are computed in double and rounded once. The result is the correctly rounded float in
+// all but about one of 10^8 cases, and the same with every libm. The compiler is told not to fuse products with sums.
 #define THROUGH_DOUBLE(NAME) \
     inline float NAME##f(float x) { return float(::NAME(double(x))); }
 THROUGH_DOUBLE(exp)
@@ -87,9 +87,9 @@ inline float __fmaf_rn(float a, float b, float c) { return ::fmaf(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return ::sqrtf(x); }
-// A subnormal number becomes 0.
+// Flushes subnormal numbers to 0.
 inline float host_flush(float x) { return ::fabsf(x) < 1.17549435e-38f ? ::copysignf(0.0f, x) : x; }
-// NaN is dropped, and -0 lies below 0.
+// If one argument is NaN, the result is the other; -0 is smaller than 0.
 inline float fminf(float a, float b) {
     if (a != a || b != b) return a != a ? b : a;
     return a < b || (a == b && ::signbit(a)) ? a : b;
@@ -110,7 +110,7 @@ inline unsigned __float_as_uint(float x) { return host::bits_as<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return host::bits_as<float>(x); }
 inline int __float_as_int(float x) { return host::bits_as<int>(x); }
 inline float __int_as_float(int x) { return host::bits_as<float>(x); }
-// To the nearest, ties to even; saturates, and NaN becomes 0.
+// Rounds to nearest, ties to even; saturates; NaN becomes 0.
 inline int __float2int_rn(float x) {
     if (x != x) return 0;
     const double rounded = ::rint(double(x));
@@ -142,11 +142,11 @@ inline void __threadfence_block() {}
 
 template <typename T, typename F>
 inline T host_atomic(T* address, F f) {
-    host::access(address, sizeof(T), host::Access::ATOMIC);
+    host::record_access(address, sizeof(T), host::Access::ATOMIC);
     T before, after;
-    host::move_untold(&before, address, sizeof(T));
+    host::copy_unrecorded(&before, address, sizeof(T));
     after = f(before);
-    host::move_untold(address, &after, sizeof(T));
+    host::copy_unrecorded(address, &after, sizeof(T));
     return before;
 }
 template <typename T> struct host_same { using type = T; };
@@ -160,7 +160,7 @@ ATOMIC(Sub, old - value)
 ATOMIC(Exch, value)
 ATOMIC(Min, value < old ? value : old)
 ATOMIC(Max, value > old ? value : old)
-ATOMIC(And, old & value)
+ATOMIC(And, (old & value))
 ATOMIC(Or, old | value)
 ATOMIC(Xor, old ^ value)
 ATOMIC(Inc, old >= value ? 0 : old + 1)
@@ -171,13 +171,13 @@ inline T atomicCAS(T* address, typename host_same<T>::type expected, typename ho
     return host_atomic(address, [=](T old) -> T { return old == expected ? value : old; });
 }
 
-// Barriers and the collectives of a warp. Every lane leaves what it has; the last to arrive works for all.
+// Barriers and the collectives of a warp. Every lane passes its payload; the last lane to arrive computes all results.
 using host_lanes = uint64_t;
 
 inline void __syncthreads(HOST_PLACE) { host::block_barrier(file, line); }
 inline void __syncwarp(host_lanes lanes = ~host_lanes(0), HOST_PLACE) { host::warp_barrier(lanes, file, line); }
 
-// Clusters: include/cluster.cuh.
+// Clusters, for include/cluster.cuh.
 inline void host_sync_cluster(HOST_PLACE) { host::cluster_barrier(file, line); }
 template <typename T>
 inline T host_load_of_block(const T* own, unsigned rank) {
@@ -189,22 +189,25 @@ inline T host_load_of_block(const T* own, unsigned rank) {
 template <typename T>
 struct host_shuffle {
     T value, result;
-    int source;  // lane, or -1 to keep the own value
+    int source;  // lane to take the value of; -1: the lane keeps its own
 };
 template <typename T>
 inline T host_shuffle_with(const char* name, host_lanes lanes, T value, int source, const char* file, int line) {
     host_shuffle<T> own = {value, value, source};
-    host::warp_collective(name, lanes, &own, [](void* const* payloads, uint64_t lanes) {
-        for (uint64_t rest = lanes; rest; rest &= rest - 1) {
-            auto& one = *static_cast<host_shuffle<T>*>(payloads[__builtin_ctzll(rest)]);
-            if (one.source < 0) continue;
-            if (lanes >> one.source & 1) one.result = static_cast<host_shuffle<T>*>(payloads[one.source])->value;
-            else memset(static_cast<void*>(&one.result), 0xff, sizeof(T));  // undefined
-        }
-    }, file, line);
+    host::warp_collective(
+        name, lanes, &own,
+        [](void* const* payloads, uint64_t lanes) {
+            for (uint64_t rest = lanes; rest; rest &= rest - 1) {
+                auto& lane = *static_cast<host_shuffle<T>*>(payloads[__builtin_ctzll(rest)]);
+                if (lane.source < 0) continue;
+                if (lanes >> lane.source & 1) lane.result = static_cast<host_shuffle<T>*>(payloads[lane.source])->value;
+                else memset(static_cast<void*>(&lane.result), 0xff, sizeof(T));  // undefined
+            }
+        },
+        file, line);
     return own.result;
 }
-// Segments of `width` lanes are on their own; a source outside keeps the value.
+// Shuffles within segments of `width` lanes. A lane whose source lies outside its segment keeps its own value.
 template <typename T>
 inline T __shfl_sync(host_lanes lanes, T value, int source, int width = PYOPS_HOST_WARP_SIZE, HOST_PLACE) {
     const int first = host::lane_index() & ~(width - 1);
@@ -229,30 +232,35 @@ inline T __shfl_up_sync(host_lanes lanes, T value, unsigned delta, int width = P
     return host_shuffle_with("__shfl_up_sync", lanes, value, inside ? source : -1, file, line);
 }
 
-// Every lane gets the values of all combined.
+// Every lane gets the reduction F of all lanes' values.
 template <typename T, typename F>
 inline T host_reduce(const char* name, host_lanes lanes, T value, F, const char* file, int line) {
-    host::warp_collective(name, lanes, &value, [](void* const* payloads, uint64_t lanes) {
-        T total = *static_cast<T*>(payloads[__builtin_ctzll(lanes)]);
-        for (uint64_t rest = lanes & (lanes - 1); rest; rest &= rest - 1) {
-            total = F::apply(total, *static_cast<T*>(payloads[__builtin_ctzll(rest)]));
-        }
-        for (uint64_t rest = lanes; rest; rest &= rest - 1) *static_cast<T*>(payloads[__builtin_ctzll(rest)]) = total;
-    }, file, line);
+    host::warp_collective(
+        name, lanes, &value,
+        [](void* const* payloads, uint64_t lanes) {
+            T total = *static_cast<T*>(payloads[__builtin_ctzll(lanes)]);
+            for (uint64_t rest = lanes & (lanes - 1); rest; rest &= rest - 1) {
+                total = F::apply(total, *static_cast<T*>(payloads[__builtin_ctzll(rest)]));
+            }
+            for (uint64_t rest = lanes; rest; rest &= rest - 1) {
+                *static_cast<T*>(payloads[__builtin_ctzll(rest)]) = total;
+            }
+        },
+        file, line);
     return value;
 }
-#define REDUCE(NAME, EXPRESSION)                                                                   \
-    struct host_##NAME {                                                                           \
-        template <typename T> static T apply(T a, T b) { return EXPRESSION; }                      \
-    };                                                                                             \
-    template <typename T>                                                                          \
-    inline T __reduce_##NAME##_sync(host_lanes lanes, T value, HOST_PLACE) {                       \
-        return host_reduce("__reduce_" #NAME "_sync", lanes, value, host_##NAME(), file, line);    \
+#define REDUCE(NAME, EXPRESSION)                                                                \
+    struct host_##NAME {                                                                        \
+        template <typename T> static T apply(T a, T b) { return EXPRESSION; }                   \
+    };                                                                                          \
+    template <typename T>                                                                       \
+    inline T __reduce_##NAME##_sync(host_lanes lanes, T value, HOST_PLACE) {                    \
+        return host_reduce("__reduce_" #NAME "_sync", lanes, value, host_##NAME(), file, line); \
     }
 REDUCE(add, a + b)
 REDUCE(min, b < a ? b : a)
 REDUCE(max, a < b ? b : a)
-REDUCE(and, a & b)
+REDUCE(and, (a & b))
 REDUCE(or, a | b)
 REDUCE(xor, a ^ b)
 #undef REDUCE
@@ -271,7 +279,7 @@ inline int __all_sync(host_lanes lanes, int predicate, HOST_PLACE) {
 
 namespace host {
 
-// Call a kernel with parameters behind an array of pointers, as cuLaunchKernel takes them.
+// Call a kernel with an array of pointers to its parameters, as cuLaunchKernel takes them.
 template <typename T> struct unqualified { using type = T; };
 template <typename T> struct unqualified<const T> { using type = T; };
 template <int... INDEX> struct indices {};

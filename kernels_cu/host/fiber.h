@@ -1,6 +1,7 @@
 // fiber.h: a stack for every CUDA thread, and the switch from one to another.
 //
-// A switch saves what the calling convention asks a function to preserve, and nothing else.
+// pyops_host_switch(save, to) pushes the registers that the calling convention asks a function to preserve, and no
+// others, stores the stack pointer in *save, and continues at the stack pointer `to`.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -70,7 +71,7 @@ pyops_host_switch:
 
 namespace host {
 
-// The state of a fiber that will start in `entry`, which must not return.
+// The stack pointer of a new fiber, for pyops_host_switch: it starts in `entry`, which must not return.
 inline void* new_fiber(char* stack_end, void (*entry)()) {
 #if defined(__x86_64__)
     void** frame = reinterpret_cast<void**>(stack_end) - 8;  // six registers, the return address, and its alignment

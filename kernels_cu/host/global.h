@@ -1,14 +1,13 @@
-// global.h: global memory that knows who touched it in the launch.
+// global.h: global memory, with a record of the last accesses to every byte in the launch.
 //
-// Blocks run in no order that a kernel may count on, so what one writes no other may touch. Atomic operations, and reads of
-// what they write, may meet; within a block, barriers order accesses as they do for shared memory. A block that meets an
-// atomic operation of an earlier one may have waited for what that block wrote: from there on nothing that it does is held
-// against the blocks before it.
+// Within a block, barriers order accesses as they do for shared memory. Between blocks, a kernel may not count on any
+// order: a byte that one block writes no other block may access. There are three exceptions. Atomic operations of two
+// blocks on a byte, and reads of bytes that atomic operations have written, are no race. A block that reads or updates
+// a byte after an atomic operation of an earlier block may have waited for that block: from then on none of its
+// accesses are compared with earlier blocks. Barriers of a cluster order the accesses of its blocks.
 //
-// Barriers of a cluster order accesses of its blocks.
-//
-// The record of a byte lives in a page of records, found by the number of its page of memory. Epochs never repeat, so
-// records of earlier launches are told by their age and nothing is cleared between two.
+// The records of a page of memory lie in one page of records, found by the page's number in a hash table. Epochs never
+// repeat: a record of an earlier launch is known by its epoch, and nothing is cleared between launches.
 #pragma once
 #include "cluster.h"
 
@@ -18,17 +17,17 @@ struct Records {
     uintptr_t page;
     Touches bytes[PAGE];
 };
-constexpr size_t MOST_PAGES = 1 << 16;  // a power of two; half of them are used before all are dropped
+constexpr size_t MAX_PAGES = 1 << 16;  // a power of two; once half are in use, all records are dropped
 
 struct Global {
-    Records** table;  // of MOST_PAGES, by open addressing
+    Records** table;  // MAX_PAGES slots, open addressing
     size_t num_pages;
     Records* recent;
 };
 inline Global global_memory;
 
 inline void drop_records() {
-    for (size_t i = 0; i < MOST_PAGES; ++i) {
+    for (size_t i = 0; i < MAX_PAGES; ++i) {
         if (global_memory.table[i]) munmap(global_memory.table[i], sizeof(Records));
         global_memory.table[i] = nullptr;
     }
@@ -36,9 +35,9 @@ inline void drop_records() {
     global_memory.recent = nullptr;
 }
 
-// Epochs are few enough to be told apart for another launch.
+// Before a launch: start again at epoch 0, without records, if too few epochs are left for the launch.
 inline void renew_epochs() {
-    if (memory.epoch <= MOST_EPOCHS && memory.reserved <= MOST_EPOCHS) return;
+    if (memory.epoch <= MAX_EPOCHS && memory.reserved <= MAX_EPOCHS) return;
     if (global_memory.table) drop_records();
     memory_release();
     memory.epoch = memory.reserved = 0;
@@ -48,11 +47,11 @@ inline void renew_epochs() {
 inline Records* records_of(uintptr_t page) {
     Global& global = global_memory;
     if (global.recent && global.recent->page == page) return global.recent;
-    if (!global.table) global.table = reinterpret_cast<Records**>(map_pages(MOST_PAGES * sizeof(Records*)));
+    if (!global.table) global.table = reinterpret_cast<Records**>(map_pages(MAX_PAGES * sizeof(Records*)));
     if (!global.table) return nullptr;
-    if (global.num_pages >= MOST_PAGES / 2) drop_records();
+    if (global.num_pages >= MAX_PAGES / 2) drop_records();
     size_t slot = page * 0x9e3779b97f4a7c15u >> 48;
-    while (global.table[slot] && global.table[slot]->page != page) slot = (slot + 1) % MOST_PAGES;
+    while (global.table[slot] && global.table[slot]->page != page) slot = (slot + 1) % MAX_PAGES;
     if (!global.table[slot]) {
         auto* made = reinterpret_cast<Records*>(map_pages(sizeof(Records)));
         if (!made) return nullptr;
@@ -66,21 +65,25 @@ inline Records* records_of(uintptr_t page) {
 [[noreturn]] inline void global_race(Access kind, const char* before, bool same_block, uint16_t other, const void* pc) {
     const Where where = {nullptr, 0, pc, nullptr};
     if (!same_block) {
-        raise_fault("global memory race", where, "%s of global memory that another block has %s", verb_of(kind), before);
+        raise_fault("global memory race", where, "%s of global memory that another block has %s", verb_of(kind),
+                    before);
     }
     const Index& index = threads[other].index;
-    raise_fault("global memory race", where, "%s of global memory that thread (%u, %u, %u) has %s since the last barrier",
-                verb_of(kind), index.x, index.y, index.z, before);
+    raise_fault("global memory race", where,
+                "%s of global memory that thread (%u, %u, %u) has %s since the last barrier", verb_of(kind), index.x,
+                index.y, index.z, before);
 }
 
-// Whether another block of the cluster has passed its last barrier since.
+// Whether the access at `epoch` was by a block of the running cluster and came before the last barrier of the cluster.
 inline bool before_barrier_of_cluster(uint32_t epoch) {
-    const uint32_t since = epoch - cluster[0].first_epoch;
-    return since < state.launch.cluster * MOST_BARRIERS && state.launch.cluster > 1 && epoch <= cluster[since / MOST_BARRIERS].barrier_epoch;
+    const uint32_t offset = epoch - cluster[0].first_epoch;
+    return offset < state.launch.cluster * MAX_BARRIERS && state.launch.cluster > 1 &&
+           epoch <= cluster[offset / MAX_BARRIERS].barrier_epoch;
 }
 
+// Check an access of the running thread to global memory against the records, and record it. Raises a fault.
 inline void check_global(const char* address, size_t bytes, Access kind, const void* pc) {
-    if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.room) return;
+    if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.capacity) return;
     for (const char* at = address; at < address + bytes; ++at) {
         const uintptr_t number = reinterpret_cast<uintptr_t>(at);
         Records* records = records_of(number / PAGE);
@@ -100,7 +103,8 @@ inline void check_global(const char* address, size_t bytes, Access kind, const v
             continue;
         }
         if (kind == Access::WRITE && byte.read_epoch >= memory.launch_epoch) {
-            const bool by_others = (!is_own(byte.read_epoch) && !before_barrier_of_cluster(byte.read_epoch)) || byte.many_blocks_read;
+            const bool by_others =
+                (!is_own(byte.read_epoch) && !before_barrier_of_cluster(byte.read_epoch)) || byte.several_blocks_read;
             if (!reads_are_over(byte)) global_race(kind, "read", true, byte.reader, pc);
             if (by_others && !memory.synchronised) global_race(kind, "read", false, 0, pc);
         }

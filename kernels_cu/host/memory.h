@@ -1,14 +1,13 @@
-// memory.h: shared memory that knows its history.
+// memory.h: shared memory, with a record of the last accesses to every byte.
 //
-// Arrays lie in one range of addresses between unmapped pages, static ones at its start with gaps between them, dynamic
-// shared memory at its end. For every byte, its last write and reads are kept with the time they happened, so that a read
-// of what was never written, an access that no barrier orders after another thread's, and an access to what an
-// asynchronous copy has yet to deliver are found whatever the schedule.
+// Each block of a cluster has an arena: a range of addresses between unmapped pages. Static arrays lie at its start,
+// with gaps between them, dynamic shared memory at its end. The record of a byte holds its last write and last reads,
+// and when they happened. Whatever the schedule, the records show reads of bytes never written, accesses of two threads
+// that no barrier orders (races), and accesses to bytes that an asynchronous copy has yet to write.
 //
-// Time is counted in epochs: one for the block, which every barrier of the block begins anew, and one for each warp, which
-// a barrier of the warp does. Epochs of blocks never repeat; those of a block of a cluster come out of a range of its own.
-//
-// The blocks of a cluster have a range of addresses each, an arena.
+// Time is counted in epochs. Every barrier of the block begins a new epoch of the block; every barrier of a warp begins
+// a new epoch of the warp. Epochs of blocks never repeat. A block of a cluster has a range of epochs reserved for it,
+// because the blocks of a cluster take turns.
 #pragma once
 #include <string.h>
 #include <sys/mman.h>
@@ -20,41 +19,41 @@ constexpr size_t PAGE = 4096;
 constexpr size_t STATIC_BYTES = 256 * 1024, DYNAMIC_BYTES = 256 * 1024;
 constexpr size_t GAP = 128;  // between two static arrays
 constexpr size_t SHARED_BYTES = STATIC_BYTES + DYNAMIC_BYTES;
-constexpr size_t ARENA = SHARED_BYTES + 2 * PAGE;  // the first page and the last are not mapped
-constexpr uint32_t MOST_BARRIERS = 1024;           // of a block of a cluster
-constexpr uint32_t MOST_EPOCHS = UINT32_MAX / 2;   // of any other, and of all launches until all is forgotten
+constexpr size_t ARENA_BYTES = SHARED_BYTES + 2 * PAGE;  // the first and the last page are unmapped
+constexpr uint32_t MAX_BARRIERS = 1024;                  // epochs of each block of a cluster
+constexpr uint32_t MAX_EPOCHS = UINT32_MAX / 2;          // epochs of any other block; after more, renew_epochs
 
-// Who touched a byte last, and when.
+// The last accesses to a byte: by which threads, and when.
 struct Touches {
-    uint32_t write_epoch, read_epoch;            // of the block; 0: never
-    uint32_t write_warp_epoch, read_warp_epoch;  // of the warp of `writer` and `reader`
+    uint32_t write_epoch, read_epoch;            // epochs of the block; 0: never accessed
+    uint32_t write_warp_epoch, read_warp_epoch;  // epochs of the warps of `writer` and `reader`
     uint16_t writer, reader;
-    bool atomic;            // the last write was
-    bool many_readers;      // others than `reader` have read in the same epoch: its warp's
-    bool many_warps_read;   // or those of other warps
-    bool many_blocks_read;  // blocks before that of `reader` have read in the same launch
+    bool atomic;               // the last write was an atomic operation
+    bool several_readers;      // other threads of the reader's warp have read in the same epoch of block and warp
+    bool several_warps_read;   // threads of other warps have read in the same epoch of the block
+    bool several_blocks_read;  // earlier blocks than the reader's have read in the same launch
 };
 
 struct Byte : Touches {
     const void *write_pc, *read_pc;
-    uint32_t phase;   // of the cluster in which another block last read it
-    uint16_t copier;  // 1 + the thread whose asynchronous copy will write it; 0: none
+    uint32_t phase;   // state.phase when another block of the cluster last read the byte
+    uint16_t copier;  // 1 + the thread whose asynchronous copy will write the byte; 0: none
     bool allocated;
 };
 
 struct Memory {
     char* arenas;
-    Byte* records;  // SHARED_BYTES for each arena
+    Byte* records;  // SHARED_BYTES records for each arena
     unsigned num_arenas;
-    char* shared;  // of the block that runs: SHARED_BYTES
-    Byte* bytes;
+    char* shared;  // SHARED_BYTES in the arena of the running block
+    Byte* bytes;   // records of these bytes
     size_t static_used;
     char* dynamic;
-    uint32_t epoch, first_epoch, launch_epoch;  // now; when the block began; when the launch did
-    uint32_t span;                              // how many epochs it has at most behind the first
-    uint32_t reserved;                          // the last epoch of all clusters so far
-    bool synchronised;                          // it has met an earlier block's atomic operation on global memory
-    uint32_t warp_epoch[MOST_THREADS / 32];
+    uint32_t epoch, first_epoch, launch_epoch;  // now; at the beginning of the block; at the beginning of the launch
+    uint32_t max_epochs;                        // epochs that the block may have behind first_epoch
+    uint32_t reserved;                          // the last epoch reserved for a block of a cluster
+    bool synchronised;                          // the block has met an atomic operation of an earlier block
+    uint32_t warp_epoch[MAX_THREADS / 32];
 };
 inline Memory memory;
 
@@ -65,7 +64,7 @@ inline char* map_pages(size_t bytes) {
 
 inline void memory_release() {
     if (memory.num_arenas) {
-        munmap(memory.arenas, ARENA * memory.num_arenas);
+        munmap(memory.arenas, ARENA_BYTES * memory.num_arenas);
         munmap(memory.records, SHARED_BYTES * sizeof(Byte) * memory.num_arenas);
     }
     memory.num_arenas = 0;
@@ -76,32 +75,33 @@ inline void memory_release() {
 inline bool memory_init(unsigned num_arenas) {
     if (memory.num_arenas >= num_arenas) return true;
     memory_release();
-    memory.arenas = map_pages(ARENA * num_arenas);
+    memory.arenas = map_pages(ARENA_BYTES * num_arenas);
     memory.records = reinterpret_cast<Byte*>(map_pages(SHARED_BYTES * sizeof(Byte) * num_arenas));
     if (!memory.arenas || !memory.records) return false;
     for (unsigned rank = 0; rank < num_arenas; ++rank) {
-        mprotect(memory.arenas + ARENA * rank, PAGE, PROT_NONE);
-        mprotect(memory.arenas + ARENA * (rank + 1) - PAGE, PAGE, PROT_NONE);
+        mprotect(memory.arenas + ARENA_BYTES * rank, PAGE, PROT_NONE);
+        mprotect(memory.arenas + ARENA_BYTES * (rank + 1) - PAGE, PAGE, PROT_NONE);
     }
     memory.num_arenas = num_arenas;
     return true;
 }
 
-// Block `rank` of the cluster is the one that runs.
+// Make block `rank` of the cluster the running block: `shared`, `bytes` and `dynamic` point into its arena.
 inline void memory_enter(unsigned rank) {
     const size_t dynamic = memory.dynamic ? memory.dynamic - memory.shared : 0;
-    memory.shared = memory.arenas + ARENA * rank + PAGE;
+    memory.shared = memory.arenas + ARENA_BYTES * rank + PAGE;
     memory.bytes = memory.records + SHARED_BYTES * rank;
     memory.dynamic = memory.shared + dynamic;
 }
 
+// Allow accesses to a range of every arena, and fill the range with set bits.
 inline void allocate(size_t offset, size_t bytes) {
     for (unsigned rank = 0; rank < state.launch.cluster; ++rank) {
         for (size_t i = offset; i < offset + bytes; ++i) {
             memory.records[SHARED_BYTES * rank + i].allocated = true;
             memory.records[SHARED_BYTES * rank + i].copier = 0;
         }
-        memset(memory.arenas + ARENA * rank + PAGE + offset, 0xff, bytes);
+        memset(memory.arenas + ARENA_BYTES * rank + PAGE + offset, 0xff, bytes);
     }
 }
 
@@ -109,14 +109,16 @@ inline void memory_begin_launch() {
     for (unsigned rank = 0; rank < memory.num_arenas; ++rank) {
         Byte* bytes = memory.records + SHARED_BYTES * rank;
         for (size_t i = 0; i < memory.static_used; ++i) bytes[i].allocated = false;
-        for (size_t i = memory.dynamic ? memory.dynamic - memory.shared : SHARED_BYTES; i < SHARED_BYTES; ++i) bytes[i].allocated = false;
+        for (size_t i = memory.dynamic ? memory.dynamic - memory.shared : SHARED_BYTES; i < SHARED_BYTES; ++i) {
+            bytes[i].allocated = false;
+        }
     }
     memory.static_used = 0;
-    // A launch that a fault has ended may have left a block of a cluster with epochs before those of others.
+    // A fault may have ended the last launch amid a cluster, before all epochs reserved for its blocks were used.
     if (memory.epoch < memory.reserved) memory.epoch = memory.reserved;
     memory.launch_epoch = memory.epoch + 1;
     ++state.phase;
-    // It ends where the mapping ends, but for what its alignment takes.
+    // Dynamic shared memory ends where the mapping ends, up to alignment: an access beyond it hits the unmapped page.
     const size_t offset = (SHARED_BYTES - state.launch.shared_bytes) & ~size_t(15);
     memory.dynamic = nullptr;
     memory_enter(0);
@@ -125,19 +127,21 @@ inline void memory_begin_launch() {
 }
 
 inline void next_epoch() {
-    if (memory.epoch - memory.first_epoch == memory.span) raise_fault("bad launch", {}, "a block has more than %u barriers", memory.span);
+    if (memory.epoch - memory.first_epoch == memory.max_epochs) {
+        raise_fault("bad launch", {}, "a block has more than %u barriers", memory.max_epochs);
+    }
     ++memory.epoch;
 }
 
-// The epochs from `first` on, `span` more of them, are the block's.
-inline void memory_enter_epochs(uint32_t first, uint32_t span) {
+// Give the running block the epochs first to first + max_epochs.
+inline void memory_enter_epochs(uint32_t first, uint32_t max_epochs) {
     memory.first_epoch = memory.epoch = first;
-    memory.span = span;
+    memory.max_epochs = max_epochs;
     memory.synchronised = false;
 }
 
 inline void memory_begin_block() {
-    // Every bit set: a NaN in the float formats, so that what a hook does not see shows in results.
+    // Every bit set is NaN in the float formats: an uninitialised read that no check sees shows in the results.
     memset(memory.shared, 0xff, memory.static_used);
     memset(memory.dynamic, 0xff, state.launch.shared_bytes);
     for (size_t i = 0; i < memory.static_used; ++i) memory.bytes[i].copier = 0;
@@ -147,7 +151,9 @@ inline void memory_begin_block() {
 void* static_shared(Slot& slot, size_t bytes, size_t alignment) {
     if (slot.launch != state.launch_number) {
         const size_t offset = (memory.static_used + GAP + alignment - 1) / alignment * alignment;
-        if (offset + bytes + GAP > STATIC_BYTES) raise_fault("too much shared memory", {}, "static arrays fill 256 KiB");
+        if (offset + bytes + GAP > STATIC_BYTES) {
+            raise_fault("too much shared memory", {}, "static arrays fill 256 KiB");
+        }
         slot = {state.launch_number, offset};
         memory.static_used = offset + bytes;
         allocate(offset, bytes);
@@ -157,17 +163,18 @@ void* static_shared(Slot& slot, size_t bytes, size_t alignment) {
 
 void* dynamic_shared() { return memory.dynamic; }
 
-// Whether it is an epoch of the block that runs.
-inline bool is_own(uint32_t epoch) { return epoch - memory.first_epoch <= memory.span; }
+// Whether `epoch` is one of the running block's.
+inline bool is_own(uint32_t epoch) { return epoch - memory.first_epoch <= memory.max_epochs; }
 
-// Whether an access of the running thread comes after one of `thread` of its block at these times, with a barrier in between.
+// Whether a barrier separates the running thread from an access that `thread` of its block made at these epochs.
 inline bool ordered(uint16_t thread, uint32_t epoch, uint32_t warp_epoch) {
     if (epoch < memory.epoch || thread == state.current->number) return true;
     const unsigned warp = threads[thread].warp;
     return warp == state.current->warp && warp_epoch < memory.warp_epoch[warp];
 }
 
-[[noreturn]] inline void race(const char* now, const char* before, uint16_t other, const void* pc, const void* other_pc) {
+[[noreturn]] inline void
+race(const char* now, const char* before, uint16_t other, const void* pc, const void* other_pc) {
     const Index& index = threads[other].index;
     raise_fault("shared memory race", {nullptr, 0, pc, other_pc},
                 "%s of shared memory that thread (%u, %u, %u) has %s since the last barrier", now, index.x, index.y,
@@ -177,15 +184,15 @@ inline bool ordered(uint16_t thread, uint32_t epoch, uint32_t warp_epoch) {
 inline void record_read(Touches& byte) {
     const Thread& thread = *state.current;
     if (byte.read_epoch < memory.launch_epoch) {
-        byte.many_blocks_read = false;
+        byte.several_blocks_read = false;
     } else if (!is_own(byte.read_epoch)) {
-        byte.many_blocks_read = true;
+        byte.several_blocks_read = true;
     }
     if (byte.read_epoch != memory.epoch) {
-        byte.many_readers = byte.many_warps_read = false;
+        byte.several_readers = byte.several_warps_read = false;
     } else if (byte.reader != thread.number) {
-        if (threads[byte.reader].warp != thread.warp) byte.many_warps_read = true;
-        byte.many_readers = byte.read_warp_epoch == memory.warp_epoch[thread.warp];
+        if (threads[byte.reader].warp != thread.warp) byte.several_warps_read = true;
+        byte.several_readers = byte.read_warp_epoch == memory.warp_epoch[thread.warp];
     }
     byte.reader = thread.number;
     byte.read_epoch = memory.epoch;
@@ -200,21 +207,22 @@ inline void record_write(Touches& byte, bool atomic) {
     byte.atomic = atomic;
 }
 
-// Whether a write of the running thread comes after every read of the byte by its block.
+// Whether barriers order a write of the running thread after every read of the byte by its block.
 inline bool reads_are_over(const Touches& byte) {
     if (byte.read_epoch != memory.epoch) return true;
-    if (byte.many_warps_read) return false;
+    if (byte.several_warps_read) return false;
     const unsigned warp = threads[byte.reader].warp;
     if (warp == state.current->warp && byte.read_warp_epoch < memory.warp_epoch[warp]) return true;
-    return byte.reader == state.current->number && !byte.many_readers;
+    return byte.reader == state.current->number && !byte.several_readers;
 }
 
 inline const char* verb_of(Access kind) {
     return kind == Access::READ ? "read" : kind == Access::WRITE ? "write" : "atomic operation";
 }
 
-inline void check_global(const char* address, size_t bytes, Access kind, const void* pc);  // global.h
+inline void check_global(const char* address, size_t bytes, Access kind, const void* pc);  // defined in global.h
 
+// Check an access of the running thread against bounds and records, and record it. Raises a fault.
 inline void check_access(const void* address, size_t bytes, Access kind, const void* pc) {
     state.asked_pc = pc;
     const size_t offset = static_cast<const char*>(address) - memory.shared;
@@ -224,16 +232,18 @@ inline void check_access(const void* address, size_t bytes, Access kind, const v
     const Where where = {nullptr, 0, pc, nullptr};
     for (size_t i = offset; i < offset + bytes; ++i) {
         if (i >= SHARED_BYTES || !memory.bytes[i].allocated) {
-            raise_fault("out-of-bounds shared access", where, "%s of %zu bytes outside every shared array", verb, bytes);
+            raise_fault("out-of-bounds shared access", where, "%s of %zu bytes outside every shared array", verb,
+                        bytes);
         }
         Byte& byte = memory.bytes[i];
         if (byte.copier) {
-            raise_fault("async copy not waited for", where, "%s of shared memory that an asynchronous copy has yet to write",
-                        verb);
+            raise_fault("async copy not waited for", where,
+                        "%s of shared memory that an asynchronous copy has yet to write", verb);
         }
         const bool written = byte.write_epoch >= memory.first_epoch;
         if (kind != Access::WRITE && !written) {
-            raise_fault("uninitialised shared memory", where, "%s of shared memory that the block has not written", verb);
+            raise_fault("uninitialised shared memory", where, "%s of shared memory that the block has not written",
+                        verb);
         }
         const bool both_atomic = kind == Access::ATOMIC && byte.atomic;
         if (written && !both_atomic && !ordered(byte.writer, byte.write_epoch, byte.write_warp_epoch)) {
@@ -245,7 +255,9 @@ inline void check_access(const void* address, size_t bytes, Access kind, const v
         } else {
             if (!reads_are_over(byte)) race(verb, "read", byte.reader, pc, byte.read_pc);
             if (byte.phase == state.phase) {
-                raise_fault("shared memory race", where, "%s of shared memory that another block of the cluster has read since its last barrier", verb);
+                raise_fault("shared memory race", where,
+                            "%s of shared memory that another block of the cluster has read since its last barrier",
+                            verb);
             }
             record_write(byte, kind == Access::ATOMIC);
             byte.write_pc = pc;
@@ -253,11 +265,11 @@ inline void check_access(const void* address, size_t bytes, Access kind, const v
     }
 }
 
-__attribute__((noinline)) void access(const void* address, size_t bytes, Access kind) {
+__attribute__((noinline)) void record_access(const void* address, size_t bytes, Access kind) {
     check_access(address, bytes, kind, __builtin_return_address(0));
 }
 
-__attribute__((noinline)) void move_untold(void* to, const void* from, size_t bytes) {
+__attribute__((noinline)) void copy_unrecorded(void* to, const void* from, size_t bytes) {
     state.asked_pc = __builtin_return_address(0);
     memcpy(to, from, bytes);
 }

@@ -1,4 +1,4 @@
-// mma.h: the warp's matrix products and loads, for include/mma.cuh, where the fragments are described.
+// mma.h: a warp's matrix products and matrix loads, for include/mma.cuh, which describes the fragments.
 #pragma once
 #include "cuda.h"
 
@@ -9,33 +9,39 @@ struct host_operands {
     float* d;
 };
 
-// Each sum is exact to a double, and rounded once.
+// mma.m16n8k16, d += a * b. Each sum is computed in double and rounded once to float32.
 template <typename T>
 inline void host_mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], HOST_PLACE) {
     host_operands own = {a, b, d};
-    host::warp_collective("mma.m16n8k16", 0xffffffffu, &own, [](void* const* payloads, uint64_t) {
-        const auto element = [](uint32_t word, int high) { return double(T::decode(word >> 16 * high & 0xffffu)); };
-        double A[16][16], B[16][8];
-        for (int lane = 0; lane < 32; ++lane) {
-            const auto& one = *static_cast<host_operands*>(payloads[lane]);
-            const int g = lane / 4, t = lane % 4;
-            for (int high = 0; high < 2; ++high) {
-                for (int i = 0; i < 4; ++i) A[g + i % 2 * 8][2 * t + i / 2 * 8 + high] = element(one.a[i], high);
-                for (int i = 0; i < 2; ++i) B[2 * t + i * 8 + high][g] = element(one.b[i], high);
+    host::warp_collective(
+        "mma.m16n8k16", 0xffffffffu, &own,
+        [](void* const* payloads, uint64_t) {
+            const auto element = [](uint32_t word, int high) { return double(T::decode(word >> 16 * high & 0xffffu)); };
+            double A[16][16], B[16][8];
+            for (int lane = 0; lane < 32; ++lane) {
+                const auto& operands = *static_cast<host_operands*>(payloads[lane]);
+                const int g = lane / 4, t = lane % 4;
+                for (int high = 0; high < 2; ++high) {
+                    for (int i = 0; i < 4; ++i) {
+                        A[g + i % 2 * 8][2 * t + i / 2 * 8 + high] = element(operands.a[i], high);
+                    }
+                    for (int i = 0; i < 2; ++i) B[2 * t + i * 8 + high][g] = element(operands.b[i], high);
+                }
             }
-        }
-        for (int lane = 0; lane < 32; ++lane) {
-            const auto& one = *static_cast<host_operands*>(payloads[lane]);
-            const int g = lane / 4, t = lane % 4;
-            for (int i = 0; i < 4; ++i) {
-                double sum = one.d[i];
-                for (int k = 0; k < 16; ++k) sum += A[g + i / 2 * 8][k] * B[k][2 * t + i % 2];
-                one.d[i] = float(sum);
+            for (int lane = 0; lane < 32; ++lane) {
+                const auto& operands = *static_cast<host_operands*>(payloads[lane]);
+                const int g = lane / 4, t = lane % 4;
+                for (int i = 0; i < 4; ++i) {
+                    double sum = operands.d[i];
+                    for (int k = 0; k < 16; ++k) sum += A[g + i / 2 * 8][k] * B[k][2 * t + i % 2];
+                    operands.d[i] = float(sum);
+                }
             }
-        }
-    }, file, line);
+        },
+        file, line);
 }
 
+// ldmatrix: `own`, the row whose address the lane has given, and `fragment`, the lane's result.
 struct host_rows {
     uint16_t own[8];
     uint32_t* fragment;
@@ -46,39 +52,44 @@ inline void host_ldmatrix(uint32_t (&fragment)[N], const void* row, HOST_PLACE) 
     host_rows own = {{}, fragment};
     if (host::lane_index() < 8 * N) {
         if (reinterpret_cast<uintptr_t>(row) % 16) host::fail("misaligned access", "ldmatrix of a row", file, line);
-        host::access(row, sizeof own.own, host::Access::READ);
-        host::move_untold(own.own, row, sizeof own.own);
+        host::record_access(row, sizeof own.own, host::Access::READ);
+        host::copy_unrecorded(own.own, row, sizeof own.own);
     }
-    host::warp_collective("ldmatrix", 0xffffffffu, &own, [](void* const* payloads, uint64_t) {
-        const auto element = [&](int tile, int row, int column) -> uint32_t {
-            return static_cast<host_rows*>(payloads[8 * tile + row])->own[column];
-        };
-        for (int lane = 0; lane < 32; ++lane) {
-            const int g = lane / 4, t = lane % 4;
-            for (int i = 0; i < N; ++i) {
-                const uint32_t low = TRANSPOSED ? element(i, 2 * t, g) : element(i, g, 2 * t);
-                const uint32_t high = TRANSPOSED ? element(i, 2 * t + 1, g) : element(i, g, 2 * t + 1);
-                static_cast<host_rows*>(payloads[lane])->fragment[i] = high << 16 | low;
+    host::warp_collective(
+        "ldmatrix", 0xffffffffu, &own,
+        [](void* const* payloads, uint64_t) {
+            const auto element = [&](int tile, int row, int column) -> uint32_t {
+                return static_cast<host_rows*>(payloads[8 * tile + row])->own[column];
+            };
+            for (int lane = 0; lane < 32; ++lane) {
+                const int g = lane / 4, t = lane % 4;
+                for (int i = 0; i < N; ++i) {
+                    const uint32_t low = TRANSPOSED ? element(i, 2 * t, g) : element(i, g, 2 * t);
+                    const uint32_t high = TRANSPOSED ? element(i, 2 * t + 1, g) : element(i, g, 2 * t + 1);
+                    static_cast<host_rows*>(payloads[lane])->fragment[i] = high << 16 | low;
+                }
             }
-        }
-    }, file, line);
+        },
+        file, line);
 }
 
-struct host_word {
-    uint32_t before, after;
-};
+// movmatrix, the transpose of an 8 x 8 matrix of 16-bit elements: a lane's word before and after.
+struct host_word { uint32_t before, after; };
 
 inline uint32_t host_transpose(uint32_t word, HOST_PLACE) {
     host_word own = {word, 0};
-    host::warp_collective("movmatrix", 0xffffffffu, &own, [](void* const* payloads, uint64_t) {
-        const auto element = [&](int row, int column) {
-            return static_cast<host_word*>(payloads[4 * row + column / 2])->before >> column % 2 * 16 & 0xffffu;
-        };
-        for (int lane = 0; lane < 32; ++lane) {
-            const int g = lane / 4, t = lane % 4;
-            static_cast<host_word*>(payloads[lane])->after = element(2 * t + 1, g) << 16 | element(2 * t, g);
-        }
-    }, file, line);
+    host::warp_collective(
+        "movmatrix", 0xffffffffu, &own,
+        [](void* const* payloads, uint64_t) {
+            const auto element = [&](int row, int column) {
+                return static_cast<host_word*>(payloads[4 * row + column / 2])->before >> column % 2 * 16 & 0xffffu;
+            };
+            for (int lane = 0; lane < 32; ++lane) {
+                const int g = lane / 4, t = lane % 4;
+                static_cast<host_word*>(payloads[lane])->after = element(2 * t + 1, g) << 16 | element(2 * t, g);
+            }
+        },
+        file, line);
     return own.after;
 }
 

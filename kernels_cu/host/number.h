@@ -1,9 +1,9 @@
 // number.h: the narrow floating-point formats, exact to the bit.
 //
-// A value is read without rounding and written to the nearest, ties to even. What is too large becomes infinite, or, in
-// the 8-bit formats, the largest finite value; NaN stays NaN and loses its sign and payload, as on the device.
+// Decoding is exact; encoding rounds to nearest, ties to even. A value that is too large becomes infinite, or, in the
+// 8-bit formats, the largest finite value. NaN stays NaN and loses its sign and payload, as on the device.
 //
-// FNUZ formats have a bias that is one more, and no negative zero: its code is their NaN.
+// FNUZ formats have an exponent bias one larger than IEEE's, and no negative zero: its code is NaN.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -18,12 +18,13 @@ inline To bits_as(From value) {
     return result;
 }
 
-// EXPONENT and MANTISSA bits. LARGEST and NOT_A_NUMBER are codes without sign; between them lies infinity, if there is room.
+// A format of EXPONENT and MANTISSA bits. LARGEST and NOT_A_NUMBER are the codes, without sign, of the largest finite
+// value and of NaN. If there is a code between them, it is infinity.
 template <typename Code, int EXPONENT, int MANTISSA, uint32_t LARGEST, uint32_t NOT_A_NUMBER, bool SATURATES>
 struct Narrow {
     static constexpr bool FNUZ = NOT_A_NUMBER >> (EXPONENT + MANTISSA);
-    static constexpr int LOWEST = 2 - FNUZ - (1 << (EXPONENT - 1));  // exponent of the smallest normal number
-    static constexpr int SIGN = EXPONENT + MANTISSA;          // its bit
+    static constexpr int MIN_EXPONENT = 2 - FNUZ - (1 << (EXPONENT - 1));  // exponent of the smallest normal number
+    static constexpr int SIGN = EXPONENT + MANTISSA;                       // position of the sign bit
     static constexpr uint32_t OVERFLOW = SATURATES ? LARGEST : LARGEST + 1;
     static constexpr bool HAS_INFINITY = LARGEST + 1 != NOT_A_NUMBER;
 
@@ -40,14 +41,14 @@ struct Narrow {
         const int field = magnitude >> 23;
         const int exponent = (field ? field : 1) - 127;
         const uint64_t significand = (magnitude & 0x7fffffu) | (field ? 0x800000u : 0u);
-        const int scale = exponent > LOWEST ? exponent : LOWEST;
-        const int dropped = 23 - MANTISSA + scale - exponent;  // bits of the significand below the last that is kept
+        const int scale = exponent > MIN_EXPONENT ? exponent : MIN_EXPONENT;
+        const int dropped = 23 - MANTISSA + scale - exponent;  // low bits of the significand that rounding drops
         if (dropped > 25) return FNUZ ? 0 : sign;
         const uint64_t half = dropped ? uint64_t(1) << (dropped - 1) : 0;
         const uint64_t odd = significand >> dropped & 1;
         const uint64_t rounded = (significand + (dropped ? half - 1 + odd : 0)) >> dropped;
-        // A normal number's leading bit counts one in the exponent's field.
-        const uint64_t result = rounded + (uint64_t(scale - LOWEST) << MANTISSA);
+        // The leading bit of a normal significand lies in the exponent field and adds 1 to it.
+        const uint64_t result = rounded + (uint64_t(scale - MIN_EXPONENT) << MANTISSA);
         if (FNUZ && result == 0) return 0;
         return sign | (result > LARGEST ? OVERFLOW : uint32_t(result));
     }
@@ -59,8 +60,9 @@ struct Narrow {
             return bits_as<float>(infinite ? sign | 0x7f800000u : 0x7fffffffu);
         }
         const uint32_t field = magnitude >> MANTISSA, fraction = magnitude & ((1u << MANTISSA) - 1);
-        const int exponent = (field ? int(field) - 1 : 0) + LOWEST - MANTISSA;  // of the fraction's last bit
-        const double value = double(fraction | (field ? 1u << MANTISSA : 0u)) * bits_as<double>(uint64_t(exponent + 1023) << 52);
+        const int exponent = (field ? int(field) - 1 : 0) + MIN_EXPONENT - MANTISSA;  // of the lowest fraction bit
+        const double value =
+            double(fraction | (field ? 1u << MANTISSA : 0u)) * bits_as<double>(uint64_t(exponent + 1023) << 52);
         return sign ? -float(value) : float(value);
     }
 };

@@ -1,4 +1,6 @@
-// runtime.cpp: what runs kernels on the host. Compiled once, without checks; host.py calls the functions at its end.
+// runtime.cpp: the library that runs kernels on the host: signals, the clock, and pyops_host_run, which Python calls.
+//
+// It is compiled once, without the checks that kernels have.
 #include <errno.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -19,7 +21,7 @@ void fail(const char* kind, const char* message, const char* file, int line) {
     raise_fault(kind, {file, line, __builtin_return_address(0)}, "%s", message);
 }
 
-// Signals that a kernel may cause, and the one that says its time is over.
+// Signals that a faulty kernel may cause, and the signal of the timer that limits a launch.
 const int TIME_IS_OVER = SIGRTMIN + 5;
 const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, TIME_IS_OVER};
 constexpr int NUM_SIGNALS = sizeof SIGNALS / sizeof SIGNALS[0];
@@ -28,6 +30,7 @@ inline pid_t launching_thread;
 
 inline pid_t this_thread() { return static_cast<pid_t>(syscall(SYS_gettid)); }
 
+// Address behind the faulting instruction, and what the instruction did: "read" or "write".
 struct Machine {
     const void* pc;
     const char* verb;
@@ -43,32 +46,35 @@ inline Machine machine_state(void* context) {
 }
 
 inline void on_signal(int signal, siginfo_t* info, void* context) {
-    if (!state.running || this_thread() != launching_thread) {  // somebody else's
+    if (!state.running || this_thread() != launching_thread) {  // not caused by a kernel: restore the previous handlers
         for (int i = 0; i < NUM_SIGNALS; ++i) {
             if (SIGNALS[i] == signal) sigaction(signal, &previous_actions[i], nullptr);
         }
         if (signal == TIME_IS_OVER) raise(signal);
-        return;  // it happens again
+        return;  // the instruction runs again, and the previous handler gets the signal
     }
     const Machine machine = machine_state(context);
     const Where where = {nullptr, 0, machine.pc, nullptr};
     const char* address = static_cast<char*>(info->si_addr);
-    if (signal == TIME_IS_OVER) raise_fault("time limit", where, "still running after %u ms", state.launch.time_limit_ms);
+    if (signal == TIME_IS_OVER) {
+        raise_fault("time limit", where, "still running after %u ms", state.launch.time_limit_ms);
+    }
     if (signal == SIGFPE) raise_fault("integer division by zero", where, "or a quotient that does not fit");
     if (signal == SIGILL) raise_fault("trap", where, "the kernel stopped itself");
     if (signal == SIGSEGV && info->si_code == SI_KERNEL) {  // x86 gives no address here
         raise_fault("misaligned access", where, "%s by a vector instruction, or at what is no address", machine.verb);
     }
-    if (address >= memory.arenas && address < memory.arenas + ARENA * memory.num_arenas) {
+    if (address >= memory.arenas && address < memory.arenas + ARENA_BYTES * memory.num_arenas) {
         raise_fault("out-of-bounds shared access", where, "%s beside shared memory", machine.verb);
     }
-    if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.room) {
+    if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.capacity) {
         raise_fault("stack overflow", where, "local arrays take more than %zu KiB", STACK_BYTES / 1024);
     }
-    raise_fault("out-of-bounds global access", where, "%s at address %p", machine.verb, static_cast<const void*>(address));
+    raise_fault("out-of-bounds global access", where, "%s at address %p", machine.verb,
+                static_cast<const void*>(address));
 }
 
-// Take the signals and start the clock, for as long as the launch runs.
+// Handles the signals and limits the time, from construction to destruction.
 struct Watch {
     stack_t previous_stack;
     timer_t timer;
@@ -111,8 +117,9 @@ struct Watch {
 
 }  // namespace host
 
-// Run a kernel. Returns the fault that ended it, or null.
-extern "C" HOST_API const host::Fault* pyops_host_run(void (*entry)(void**), void** parameters, const host::Launch* launch) {
+// Run a kernel. Returns the fault that ended the launch, or null.
+extern "C" HOST_API const host::Fault*
+pyops_host_run(void (*entry)(void**), void** parameters, const host::Launch* launch) {
     using namespace host;
     state.launch = *launch;
     ++state.launch_number;
@@ -125,15 +132,17 @@ extern "C" HOST_API const host::Fault* pyops_host_run(void (*entry)(void**), voi
     launching_thread = this_thread();
     const Fault* fault = nullptr;
     if (sigsetjmp(state.escape, 1) == 0) {
-        if (num_threads() == 0 || num_threads() > MOST_THREADS) {
-            raise_fault("bad launch", {}, "a block has 1 to %u threads", MOST_THREADS);
+        if (num_threads() == 0 || num_threads() > MAX_THREADS) {
+            raise_fault("bad launch", {}, "a block has 1 to %u threads", MAX_THREADS);
         }
         if (launch->shared_bytes > DYNAMIC_BYTES) raise_fault("bad launch", {}, "more than 256 KiB of shared memory");
-        if (launch->cluster > MOST_BLOCKS || launch->grid.y % launch->cluster) {
+        if (launch->cluster > MAX_CLUSTER || launch->grid.y % launch->cluster) {
             raise_fault("bad launch", {}, "%u blocks in y, clusters of %u", launch->grid.y, launch->cluster);
         }
         renew_epochs();
-        if (!memory_init(launch->cluster) || !stacks_init(num_threads() * launch->cluster)) raise_fault("bad launch", {}, "out of memory");
+        if (!memory_init(launch->cluster) || !stacks_init(num_threads() * launch->cluster)) {
+            raise_fault("bad launch", {}, "out of memory");
+        }
     } else {
         return &state.fault;
     }

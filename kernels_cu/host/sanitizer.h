@@ -1,13 +1,13 @@
-// sanitizer.h: what the compiler's checks call when they fail, and what it calls at every access to memory.
+// sanitizer.h: the functions that instrumented kernels call: at every access to memory, and when a check fails.
 //
-// Kernels are compiled for the undefined-behaviour sanitizer and for the thread sanitizer, and linked with neither: the
+// Kernels are compiled with the undefined-behaviour and thread sanitizers' instrumentation but linked with neither: the
 // functions below take the place of theirs.
 #pragma once
 #include "global.h"
 
 namespace host {
 
-// As the compiler lays them out.
+// Data of the undefined-behaviour sanitizer, laid out as the compilers do.
 struct SourceLocation {
     const char* file;
     uint32_t line, column;
@@ -22,7 +22,8 @@ struct TypeMismatch {
     uint8_t log_alignment, kind;
 };
 
-[[noreturn]] inline void raise_check(const char* kind, const SourceLocation& location, const void* pc, const char* message) {
+[[noreturn]] inline void
+raise_check(const char* kind, const SourceLocation& location, const void* pc, const char* message) {
     raise_fault(kind, {location.file, int(location.line), pc, nullptr}, "%s", message);
 }
 
@@ -35,12 +36,13 @@ inline void check_alignment(const void* address, size_t bytes, const void* pc) {
 }  // namespace host
 
 #define HOOK extern "C" HOST_API
-#define CHECK(NAME, KIND, MESSAGE, ...)                                                                \
-    HOOK void __ubsan_handle_##NAME(const host::SourceLocation* location, ##__VA_ARGS__) {             \
-        host::raise_check(KIND, *location, __builtin_return_address(0), MESSAGE);                      \
+#define CHECK(NAME, KIND, MESSAGE, ...)                                                    \
+    HOOK void __ubsan_handle_##NAME(const host::SourceLocation* location, ##__VA_ARGS__) { \
+        host::raise_check(KIND, *location, __builtin_return_address(0), MESSAGE);          \
     }
 
-CHECK(shift_out_of_bounds, "undefined shift", "shift by a negative count, or by the width or more", uintptr_t, uintptr_t)
+CHECK(shift_out_of_bounds, "undefined shift", "shift by a negative count, or by the width or more", uintptr_t,
+      uintptr_t)
 CHECK(divrem_overflow, "integer division by zero", "or a quotient that does not fit", uintptr_t, uintptr_t)
 CHECK(float_cast_overflow, "undefined conversion", "the float does not fit into the integer type", uintptr_t)
 CHECK(add_overflow, "integer overflow", "signed addition", uintptr_t, uintptr_t)
@@ -61,17 +63,17 @@ HOOK void __ubsan_handle_type_mismatch_v1(const host::TypeMismatch* check, uintp
                       check->type->name, alignment);
 }
 
-// The compilers promise alignment up to eight bytes for the names without "unaligned".
-#define ACCESS(NAME, BYTES, ALIGNMENT, KIND)                                                   \
-    HOOK void __tsan_##NAME(void* address) {                                                   \
-        const void* pc = __builtin_return_address(0);                                          \
-        host::check_alignment(address, ALIGNMENT, pc);                                         \
-        host::check_access(address, BYTES, host::Access::KIND, pc);                            \
+// The compilers call the names without "unaligned" where they assume alignment, of at most eight bytes.
+#define ACCESS(NAME, BYTES, ALIGNMENT, KIND)                        \
+    HOOK void __tsan_##NAME(void* address) {                        \
+        const void* pc = __builtin_return_address(0);               \
+        host::check_alignment(address, ALIGNMENT, pc);              \
+        host::check_access(address, BYTES, host::Access::KIND, pc); \
     }
-#define ACCESSES(BYTES)                             \
-    ACCESS(read##BYTES, BYTES, BYTES, READ)         \
-    ACCESS(write##BYTES, BYTES, BYTES, WRITE)       \
-    ACCESS(unaligned_read##BYTES, BYTES, 1, READ)   \
+#define ACCESSES(BYTES)                           \
+    ACCESS(read##BYTES, BYTES, BYTES, READ)       \
+    ACCESS(write##BYTES, BYTES, BYTES, WRITE)     \
+    ACCESS(unaligned_read##BYTES, BYTES, 1, READ) \
     ACCESS(unaligned_write##BYTES, BYTES, 1, WRITE)
 ACCESSES(1)
 ACCESSES(2)

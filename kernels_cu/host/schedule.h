@@ -1,23 +1,23 @@
-// schedule.h: which thread runs next, and where threads wait for one another.
+// schedule.h: which thread runs next; barriers and collectives.
 //
-// A thread runs until it waits. Orders: first in first out; the same from the last thread and block to the first; one
-// warp as far as it gets before the next; and, by a seed, any thread that can run.
+// A thread runs until it waits. The order of a launch says which ready thread runs next: FIFO, the thread that has been
+// ready longest; REVERSED, the same with threads and blocks counted from the last; GREEDY, the thread that became ready
+// last, so that one warp runs as far as it can before the next; SHUFFLED, a random one, by the seed.
 #pragma once
 #include "fiber.h"
 #include "copies.h"
 
 namespace host {
 
-constexpr size_t STACK_BYTES = 128 * 1024;  // its first page is not mapped
+constexpr size_t STACK_BYTES = 128 * 1024;  // of one thread; the first page is unmapped
 
 struct Scheduler {
     char* stacks;
-    unsigned room, num_stacks;  // for so many; that have their guard
-    // Threads that can run: a ring for the orders that take the oldest, a stack for those that take the newest.
-    uint16_t ready[MOST_THREADS];
+    unsigned capacity, num_stacks;  // stacks that are mapped; those whose first page is already unmapped
+    uint16_t ready[MAX_THREADS];    // ring of the threads that can run
     unsigned first, num_ready;
     unsigned num_alive, num_at_barrier;
-    uint64_t lanes_arrived[MOST_THREADS / 32];
+    uint64_t lanes_arrived[MAX_THREADS / 32];
     uint64_t random;
 };
 inline Scheduler scheduler;
@@ -31,13 +31,13 @@ inline uint64_t random_number() {
 }
 
 inline bool stacks_init(unsigned count) {
-    if (scheduler.room < count) {
-        if (scheduler.room) munmap(scheduler.stacks, STACK_BYTES * scheduler.room);
-        scheduler.room = scheduler.num_stacks = 0;
-        const unsigned room = count > MOST_THREADS ? MOST_BLOCKS * MOST_THREADS : MOST_THREADS;
-        scheduler.stacks = map_pages(STACK_BYTES * room);
+    if (scheduler.capacity < count) {
+        if (scheduler.capacity) munmap(scheduler.stacks, STACK_BYTES * scheduler.capacity);
+        scheduler.capacity = scheduler.num_stacks = 0;
+        const unsigned capacity = count > MAX_THREADS ? MAX_CLUSTER * MAX_THREADS : MAX_THREADS;
+        scheduler.stacks = map_pages(STACK_BYTES * capacity);
         if (!scheduler.stacks) return false;
-        scheduler.room = room;
+        scheduler.capacity = capacity;
     }
     for (; scheduler.num_stacks < count; ++scheduler.num_stacks) {
         mprotect(scheduler.stacks + scheduler.num_stacks * STACK_BYTES, PAGE, PROT_NONE);
@@ -47,7 +47,7 @@ inline bool stacks_init(unsigned count) {
 
 inline unsigned warp_size() { return state.launch.warp_size; }
 
-// Those of `count` threads that waited together can run again.
+// Of the `count` threads from `first` on, make those ready for which which(i) holds.
 template <typename Which>
 inline void make_ready(Thread* first, unsigned count, Which which) {
     const bool backwards = state.launch.order == Order::REVERSED || state.launch.order == Order::GREEDY;
@@ -55,7 +55,7 @@ inline void make_ready(Thread* first, unsigned count, Which which) {
         const unsigned i = backwards ? count - 1 - k : k;
         if (!which(i)) continue;
         first[i].wait = Wait::NOTHING;
-        scheduler.ready[(scheduler.first + scheduler.num_ready++) % MOST_THREADS] = first[i].number;
+        scheduler.ready[(scheduler.first + scheduler.num_ready++) % MAX_THREADS] = first[i].number;
     }
 }
 inline bool all(unsigned) { return true; }
@@ -63,14 +63,14 @@ inline bool all(unsigned) { return true; }
 inline Thread* take_ready() {
     if (!scheduler.num_ready) return nullptr;
     const unsigned last = scheduler.num_ready - 1;
-    const auto at = [](unsigned i) -> uint16_t& { return scheduler.ready[(scheduler.first + i) % MOST_THREADS]; };
+    const auto at = [](unsigned i) -> uint16_t& { return scheduler.ready[(scheduler.first + i) % MAX_THREADS]; };
     uint16_t number = at(0);
     if (state.launch.order == Order::GREEDY || state.launch.order == Order::SHUFFLED) {
         const unsigned chosen = state.launch.order == Order::GREEDY ? last : random_number() % scheduler.num_ready;
         number = at(chosen);
         at(chosen) = at(last);
     } else {
-        scheduler.first = (scheduler.first + 1) % MOST_THREADS;
+        scheduler.first = (scheduler.first + 1) % MAX_THREADS;
     }
     --scheduler.num_ready;
     return &threads[number];
@@ -78,12 +78,13 @@ inline Thread* take_ready() {
 
 inline bool same_text(const char* a, const char* b) { return a == b || strcmp(a, b) == 0; }
 
+// Whether two threads wait for the same operation at the same place in the source.
 inline bool same_place(const Thread& thread, const Thread& other) {
     return thread.wait == other.wait && thread.lanes == other.lanes && thread.line == other.line &&
            same_text(thread.operation, other.operation) && same_text(thread.file, other.file);
 }
 
-// Whether a thread waits for none but threads that have exited.
+// Whether all threads that `thread` still waits for have exited.
 inline bool waits_for_exited(const Thread& thread) {
     if (thread.wait == Wait::EXITED) return false;
     bool exited = false;
@@ -96,7 +97,7 @@ inline bool waits_for_exited(const Thread& thread) {
     return exited;
 }
 
-// Who waits where, as runs of threads in the same place.
+// End the launch because no thread can run. The message lists runs of threads that wait at the same place.
 [[noreturn]] inline void deadlock() {
     char text[1536];
     size_t length = 0;
@@ -108,7 +109,8 @@ inline bool waits_for_exited(const Thread& thread) {
     for (unsigned i = 0, next; i < count; i = next) {
         exited = exited || waits_for_exited(threads[i]);
         const Thread& thread = threads[i];
-        for (next = i + 1; next < count && same_place(thread, threads[next]); ++next) {}
+        next = i + 1;
+        while (next < count && same_place(thread, threads[next])) ++next;
         append(i ? "; threads %u to %u " : "threads %u to %u ", i, next - 1);
         if (thread.wait == Wait::EXITED) {
             append("have exited");
@@ -118,16 +120,16 @@ inline bool waits_for_exited(const Thread& thread) {
             append(")");
         }
     }
-    raise_fault(exited ? "early exit" : "divergent barrier", 
+    raise_fault(exited ? "early exit" : "divergent barrier",
                 {state.current->file, state.current->line, state.current->pc}, "%s", text);
 }
 
-// Let another thread run; return when this one can again.
+// Let another thread run; return when the calling thread runs again.
 inline void yield() {
     Thread* thread = state.current;
     Thread* next = take_ready();
     if (!next) {
-        for (unsigned i = 0; i < num_threads(); ++i) {  // to be named: one that waits
+        for (unsigned i = 0; i < num_threads(); ++i) {  // the fault names a thread that waits
             if (threads[i].wait != Wait::EXITED) state.current = &threads[i];
         }
         deadlock();
@@ -137,7 +139,8 @@ inline void yield() {
     pyops_host_switch(&thread->stack_pointer, next->stack_pointer);
 }
 
-inline Thread& begin_wait(Wait wait, const char* operation, uint64_t lanes, const char* file, int line, const void* pc) {
+inline Thread&
+begin_wait(Wait wait, const char* operation, uint64_t lanes, const char* file, int line, const void* pc) {
     Thread& thread = *state.current;
     thread.wait = wait;
     thread.operation = operation;
@@ -148,7 +151,7 @@ inline Thread& begin_wait(Wait wait, const char* operation, uint64_t lanes, cons
     return thread;
 }
 
-// Whether all threads of the block are at the barrier where this one waits.
+// Count `thread` as arrived at a barrier of its block; returns whether all threads of the block have arrived.
 inline bool all_arrived(const Thread& thread) {
     if (++scheduler.num_at_barrier < num_threads()) return false;
     for (unsigned i = 0; i < num_threads(); ++i) {
@@ -166,12 +169,12 @@ __attribute__((noinline)) void block_barrier(const char* file, int line) {
     yield();
 }
 
-// Wait with the named lanes for one another; the last to arrive runs `complete(payloads, lanes)`.
+// Wait for the lanes of the warp whose bits are set in `lanes`. The last to arrive calls complete(payloads, lanes).
 template <typename Complete>
-inline void meet(const char* name, uint64_t lanes, void* payload, const char* file, int line, const void* pc,
-                 Complete complete) {
+inline void
+meet(const char* name, uint64_t lanes, void* payload, const char* file, int line, const void* pc, Complete complete) {
     const unsigned first = state.current->warp * warp_size(), left = num_threads() - first;
-    const unsigned size = left < warp_size() ? left : warp_size();  // of this warp
+    const unsigned size = left < warp_size() ? left : warp_size();  // lanes of this warp
     if (size < 64) lanes &= (uint64_t(1) << size) - 1;
     Thread* warp = threads + first;
     Thread& thread = begin_wait(Wait::WARP, name, lanes, file, line, pc);
@@ -195,21 +198,24 @@ inline void meet(const char* name, uint64_t lanes, void* payload, const char* fi
     yield();
 }
 
-__attribute__((noinline)) void warp_collective(const char* name, uint64_t lanes, void* payload, Combine combine,
-                                               const char* file, int line) {
+__attribute__((noinline)) void
+warp_collective(const char* name, uint64_t lanes, void* payload, Combine combine, const char* file, int line) {
     meet(name, lanes, payload, file, line, __builtin_return_address(0), combine);
 }
 
 __attribute__((noinline)) void warp_barrier(uint64_t lanes, const char* file, int line) {
     const unsigned warp = state.current->warp;
-    meet("__syncwarp", lanes, nullptr, file, line, __builtin_return_address(0), [=](void* const*, uint64_t) { ++memory.warp_epoch[warp]; });
+    meet("__syncwarp", lanes, nullptr, file, line, __builtin_return_address(0),
+         [=](void* const*, uint64_t) { ++memory.warp_epoch[warp]; });
 }
 
 // The body of every fiber.
 inline void thread_main() {
     state.entry(state.parameters);
     Thread& thread = *state.current;
-    if (thread.num_copies) raise_fault("async copy not waited for", {}, "the thread exits before %u copies", thread.num_copies);
+    if (thread.num_copies) {
+        raise_fault("async copy not waited for", {}, "the thread exits before %u copies", thread.num_copies);
+    }
     thread.wait = Wait::EXITED;
     thread.operation = thread.file = "";
     thread.line = 0;
@@ -220,7 +226,7 @@ inline void thread_main() {
     pyops_host_switch(&abandoned, state.main_stack_pointer);
 }
 
-// Run the threads that can, until all of the block wait for the cluster or have exited.
+// Run the block's threads until each of them waits for the cluster or has exited.
 inline void run_threads() {
     make_ready(threads, num_threads(), all);
     state.current = take_ready();
@@ -242,7 +248,8 @@ inline void begin_block(Index block) {
         thread.index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
         thread.lane = i % warp_size();
         thread.warp = i / warp_size();
-        thread.stack_pointer = new_fiber(scheduler.stacks + (state.rank * num_threads() + i + 1) * STACK_BYTES, thread_main);
+        thread.stack_pointer =
+            new_fiber(scheduler.stacks + (state.rank * num_threads() + i + 1) * STACK_BYTES, thread_main);
     }
 }
 

@@ -11,9 +11,9 @@
 
 namespace host {
 
-constexpr unsigned MOST_THREADS = 1024;
-constexpr unsigned MOST_COPIES = 256;  // that a thread may have in flight
-constexpr unsigned MOST_BLOCKS = 8;    // of a cluster
+constexpr unsigned MAX_THREADS = 1024;
+constexpr unsigned MAX_COPIES = 256;  // asynchronous copies that a thread may have in flight
+constexpr unsigned MAX_CLUSTER = 8;   // blocks of a cluster
 
 enum class Wait : uint8_t { NOTHING, BLOCK, WARP, CLUSTER, EXITED };
 
@@ -27,20 +27,19 @@ struct Thread {
     void* stack_pointer;
     Index index;
     unsigned number, lane, warp;
-    // What it waits for, and where.
+    // What the thread waits for, and where in the source.
     Wait wait;
     const char *operation, *file;
     int line;
     const void* pc;
     uint64_t lanes;
     void* payload;
-    // Its asynchronous copies.
-    unsigned num_copies, group;
+    unsigned num_copies, group;  // asynchronous copies in flight, and the number of the open group
 };
 
 enum class Order : uint32_t { FIFO, REVERSED, GREEDY, SHUFFLED };
 
-// Filled in by host.py.
+// The launch as Python fills it in: the same layout as its ctypes structure.
 struct Launch {
     Index grid, block;
     uint32_t shared_bytes, warp_size, cluster;
@@ -49,7 +48,8 @@ struct Launch {
     uint64_t seed;
 };
 
-// Read by host.py. What ends in `pc` is an offset into the kernel's library, 0 where not known.
+// The fault as Python reads it: the same layout as its ctypes structure. Members that end in `pc` are offsets into the
+// kernel's library, 0 if unknown.
 struct Fault {
     char kind[64], message[2048], file[256];
     int32_t line, has_thread;
@@ -64,9 +64,9 @@ struct State {
     void** parameters;
     Index block;
     unsigned rank;   // of the block in its cluster
-    uint32_t phase;  // of the cluster: what lies between two of its barriers. Never repeats
+    uint32_t phase;  // counts the cluster's barriers, and launches; never repeats
     Thread* current;
-    const void* asked_pc;  // where the kernel last told of an access
+    const void* asked_pc;  // return address of the last recorded access in the kernel
     void* main_stack_pointer;
     sigjmp_buf escape;
     volatile bool running;
@@ -74,8 +74,8 @@ struct State {
 };
 
 inline State state;
-inline Thread threads[MOST_THREADS];
-inline Copy copies[MOST_BLOCKS][MOST_THREADS][MOST_COPIES];
+inline Thread threads[MAX_THREADS];
+inline Copy copies[MAX_CLUSTER][MAX_THREADS][MAX_COPIES];
 
 inline unsigned num_threads() { return state.launch.block.x * state.launch.block.y * state.launch.block.z; }
 
@@ -90,13 +90,13 @@ inline uint64_t offset_in_kernel(const void* pc) {
 struct Where {
     const char* file = nullptr;
     int line = 0;
-    const void* pc = nullptr;        // of the instruction, or of the one after it
-    const void* other_pc = nullptr;  // of another access that has to do with it
+    const void* pc = nullptr;        // of the faulting instruction, or of the next one
+    const void* other_pc = nullptr;  // of the other access of a race
 };
 
 // End the launch: describe the fault and leave every fiber where it stands.
-[[noreturn]] __attribute__((format(printf, 3, 4))) inline void raise_fault(
-    const char* kind, const Where& where, const char* format, ...) {
+[[noreturn]] __attribute__((format(printf, 3, 4))) inline void
+raise_fault(const char* kind, const Where& where, const char* format, ...) {
     Fault& fault = state.fault;
     snprintf(fault.kind, sizeof fault.kind, "%s", kind);
     va_list arguments;

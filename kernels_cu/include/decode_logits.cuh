@@ -19,7 +19,7 @@ using logits_t = float[TILES][COLUMNS][4];
 template <typename F>
 DEVICE void prepare_queries(product_t* queries, float* units, int num_heads, float key_unit, F query_of) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int head = warp; head < HEADS; head += NUM_WARPS) {
+    for (int head = warp; head < HEADS; head += int(blockDim.x) / 32) {
         const scalar_t* from = query_of(head);
         float factor = 1.0f;
         if (IS_FP8) {

@@ -11,8 +11,10 @@
 #include "attention.cuh"
 #include "mma.cuh"
 
-constexpr int NUM_THREADS = NUM_WARPS * 32, MAX_THREADS = NUM_WARPS > 4 ? NUM_THREADS : 128;
-static_assert(CLUSTER == 1 || (!BALANCED && DIRECT));
+constexpr int MAX_WARPS = CLUSTER > 1 ? 8 : 4;
+constexpr int MIN_CLUSTER_THREADS = 128;  // a block of a cluster has at least 4 warps
+constexpr bool MAY_BALANCE = CLUSTER == 1 && DIRECT && PARTITION == 0;
+static_assert(CLUSTER == 1 || DIRECT);
 constexpr bool IS_FP8 = sizeof(cache_t) == 1;
 template <bool FP8> struct product_type { using type = scalar_t; };
 template <> struct product_type<true> { using type = half_t; };
@@ -21,7 +23,6 @@ using product_t = product_type<IS_FP8>::type;  // of the factors of matrix produ
 constexpr int CHUNK = 16 / sizeof(cache_t);  // elements in 16 bytes
 constexpr int CHUNKS = HEAD_SIZE / CHUNK;
 constexpr int STEP = TILE_TOKENS * TILES;
-constexpr int ROUND = CLUSTER * NUM_WARPS * STEP;               // tokens from one step of a warp to its next
 constexpr int COLUMNS = HEADS / 8;                              // tiles of 8 heads
 constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;        // blocks of one key-value head
 constexpr int KEY_CHUNKS = ceil_div(CHUNKS, 4);                 // chunks of a key in a lane; 4 lanes share a key
@@ -82,19 +83,19 @@ struct Values {
     uint4 rows[PACKED ? 1 : TILES][4][VALUE_CHUNKS];
 };
 
-// Shared memory has O of each warp, one head after the other. The stride lets the stores of a warp meet different
+// Dynamic shared memory has O of each warp, one head after the other. The stride lets the stores of a warp meet different
 // banks.
 constexpr int MAX_HEADS = HEADS < GROUP ? HEADS : GROUP;
 constexpr int OUTPUT_STRIDE = HEAD_SIZE + (PACKED || IS_FP8 ? 4 : 8);
 
 // Prefetches what the block reads first: as far as addresses are known before the previous kernel has ended.
-DEVICE void prefetch_first(const scalar_t* query, const table_t* block_tables, const length_t* seq_lens,
+DEVICE void prefetch_first(bool balanced, const scalar_t* query, const table_t* block_tables, const length_t* seq_lens,
                            int64_t num_seqs, int64_t num_rows, int64_t max_tokens, int64_t query_stride,
                            int64_t table_stride, int64_t table_step, int64_t length_step) {
-    const int64_t seq = BALANCED ? threadIdx.x : blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS);
+    const int64_t seq = balanced ? threadIdx.x : blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS);
     if (seq < num_seqs) prefetch_line(seq_lens + seq * length_step);
     if constexpr (CLUSTER > 1) {
-        const int token = (blockIdx.y * NUM_WARPS + threadIdx.x / 32) * STEP;
+        const int token = (blockIdx.y * blockDim.x + threadIdx.x) / 32 * STEP;
         if (token < max_tokens) prefetch_line(block_tables + seq * table_stride + token / BLOCK_SIZE * table_step);
         const int kv_head = blockIdx.x / HEAD_BLOCKS % NUM_KV_HEADS;
         const int element = threadIdx.x * int(128 / sizeof(scalar_t));

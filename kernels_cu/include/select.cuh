@@ -62,7 +62,7 @@ struct Digit {
         return shift == 21 || (key ^ prefix) >> shift < uint32_t(bins);
     }
 };
-constexpr int MOST_BINS = 2048;
+constexpr int MAX_BINS = 2048;
 
 // A bin, the sum that lies in it, and how much of this sum is wanted.
 template <typename T>
@@ -76,8 +76,8 @@ struct Found {
 // as soon as this returns.
 template <int NUM_THREADS, typename T, typename F, typename LOAD>
 DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial, Found<T>* found) {
-    constexpr int THREAD_BINS = MOST_BINS / NUM_THREADS;
-    static_assert(MOST_BINS % NUM_THREADS == 0);
+    constexpr int THREAD_BINS = MAX_BINS / NUM_THREADS;
+    static_assert(MAX_BINS % NUM_THREADS == 0);
     T held[THREAD_BINS], sum = 0, total;
     const int first = num_bins - 1 - int(thread_of<NUM_THREADS>()) * THREAD_BINS;
 #pragma unroll
@@ -135,7 +135,7 @@ find_in_groups(int num_bins, GROUP load_group, LOAD load, uint32_t wanted, Found
     if (threadIdx.x < WARP_SIZE) {
         const int lane = threadIdx.x, groups = num_bins / GROUP_BINS;
         constexpr int LANES = 32;  // lanes that search; a wider warp has idle lanes
-        constexpr int LANE_GROUPS = MOST_BINS / GROUP_BINS / LANES;
+        constexpr int LANE_GROUPS = MAX_BINS / GROUP_BINS / LANES;
         uint32_t held[LANE_GROUPS], sum = 0;
 #pragma unroll
         for (int i = 0; i < LANE_GROUPS; ++i) {

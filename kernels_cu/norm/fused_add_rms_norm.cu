@@ -1,21 +1,13 @@
-// fused_add_rms_norm: add the residual, keep the sum, and normalise it.
+// fused_add_rms_norm: adds the residual to the input, stores the sum as the new residual, and normalises the sum, in
+// place.
 //
 //     z = T(input[r, i] + residual[r, i]);  residual[r, i] = z
-//     input[r, i] = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])
+//     input[r, i] = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])    T: dtype of all tensors
 //
 // ROW_THREADS threads share a row and hold it in registers.
 //
-// Constants
-//     scalar_t      T: element type of all tensors
-//     HIDDEN_SIZE   elements in a row
-//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE unless SHIFTED
-//     SHIFTED       rows begin anywhere in a vector's memory (row.cuh)
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   threads that share a row; divides NUM_THREADS
+// Constants:
 //     HAS_WEIGHT    false when weight is null
-//     KEEP_ROW      hold the row in registers; else read it again for every use
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
-//     KEEP_WEIGHT   load the weight before the row is summed, and keep it in registers
 
 #include "norm.cuh"
 
@@ -38,14 +30,14 @@ fused_add_rms_norm(scalar_t* input,         // [num_rows, HIDDEN_SIZE]
     const weight_t w = weight_t::load(weight, x);
 
     row_t z(residual, at.active);
-    const auto add = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto add_residual = [&](int i, int column, float (&v)[VEC_SIZE]) {
         add_to(v, x.get(i, column), r.get(i, column));
         vec_t sum = vec_t::from_floats(v);
         if (at.active) row_t::store(residual, i, column, sum);
         z.set(i, sum);
         sum.to_floats(v);
     };
-    const float scale = rsqrtf(row_mean_square<ROW_THREADS>(x, add, partial) + epsilon);
+    const float scale = rsqrtf(row_mean_square<ROW_THREADS>(x, add_residual, partial) + epsilon);
     if (!at.active) return;
 
     x.for_each([&](int i, int column) {

@@ -1,17 +1,18 @@
 // fused_qk_norm_rope: RMS norm of every query and key head, then rotary embedding, in place.
 //
-//     n = x / sqrt(mean(x^2) + eps) * weight                       float32, over one head; weight is q_weight or k_weight
-//     IS_NEOX: pairs (j, j + ROTARY_DIM / 2), else (2j, 2j + 1)    of the first ROTARY_DIM elements turn by the angle whose
-//     cosine and sine are row position_ids[t] of cos_sin_cache     [cos of each pair, sin of each pair]
-//     x = T(n)                                                     rounded once
+//     n = x / sqrt(mean(x^2) + eps) * weight    over one head, float32; weight is q_weight or k_weight
+//     x' = n_x * cos - n_y * sin,  y' = n_y * cos + n_x * sin    for each pair (x, y) of the first ROTARY_DIM elements
+//     pair j: elements (j, j + ROTARY_DIM / 2) if IS_NEOX, else (2j, 2j + 1)
+//     its cos and sin: row position_ids[token] of cos_sin_cache, [cos of all pairs, sin of all pairs]
 //
-// One thread block per token. HEAD_SIZE / 8 lanes form a group; a lane holds 8 neighbouring elements of up to CHUNK heads
-// at a time, so that positions, angles and weights are read once for all of them. A NeoX partner lives in another lane: it
-// comes by shuffle where halves are whole vectors, else through shared memory. A token whose position lies outside the
-// cache is left as it is.
+// The result is rounded once to T, the dtype of qkv. A token whose position lies outside the cache stays as it is.
 //
-// Constants
-//     scalar_t      T: element type of qkv and the weights
+// One thread block per token. A group of HEAD_SIZE / 8 lanes has a head; each lane holds 8 consecutive elements of up
+// to CHUNK heads at a time, so that position, angles and weights are loaded once for all of them. The other element of
+// a NeoX pair lies in another lane: it comes by shuffle if ROTARY_DIM / 2 is a multiple of 8, else through shared
+// memory.
+//
+// Constants:
 //     cache_t       element type of cos_sin_cache
 //     HEAD_SIZE     64, 128 or 256
 //     NUM_HEADS_Q, NUM_HEADS_K, NUM_HEADS_V   heads of each kind in a row
@@ -19,7 +20,6 @@
 //     IS_NEOX       which elements make a pair
 //     ACCESS_SIZE   elements of qkv in one memory access
 //     CACHE_VEC     elements of cos_sin_cache in one memory access; divides 8 and ROTARY_DIM / 2
-//     NUM_THREADS   threads in the block
 
 #include "norm.cuh"
 
@@ -30,29 +30,30 @@ constexpr int HALF = ROTARY_DIM / 2;
 constexpr int HEADS = NUM_HEADS_Q + NUM_HEADS_K;
 constexpr int GROUP_HEADS = ceil_div(HEADS, GROUPS);
 constexpr int CHUNK = GROUP_HEADS < 8 ? GROUP_HEADS : 8;
-constexpr bool EXCHANGE = IS_NEOX && HALF % VEC_SIZE != 0;
+constexpr bool VIA_SHARED = IS_NEOX && HALF % VEC_SIZE != 0;
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
-// cos or sin for the 8 elements from `element` on; 0 beyond the rotary part.
+// cos or sin, from its half of a row of the cache, for the 8 elements from `element` on; 0 beyond ROTARY_DIM.
 DEVICE void load_angles(const cache_t* row, int element, float (&angle)[VEC_SIZE]) {
-    if constexpr (IS_NEOX && !EXCHANGE) {
+    if constexpr (IS_NEOX && !VIA_SHARED) {
         load_floats<CACHE_VEC>(row + element % HALF, angle);
     } else {
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
-            const int at = element + j;
-            angle[j] = at < ROTARY_DIM ? to_float(row[IS_NEOX ? at % HALF : at / 2]) : 0.0f;
+            const int index = element + j;
+            angle[j] = index < ROTARY_DIM ? to_float(row[IS_NEOX ? index % HALF : index / 2]) : 0.0f;
         }
     }
 }
 
-// The other element of each pair.
+// partner[j] = the other element of the pair to which element + j belongs. n: the lane's elements. All lanes take part.
 DEVICE void load_partners(const float (&n)[VEC_SIZE], int element, float* shared, float (&partner)[VEC_SIZE]) {
     if constexpr (!IS_NEOX) {
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) partner[j] = n[j ^ 1];
-    } else if constexpr (!EXCHANGE) {
-        const int source = (element < HALF ? element + HALF : element < ROTARY_DIM ? element - HALF : element) / VEC_SIZE;
+    } else if constexpr (!VIA_SHARED) {
+        const int partner_element = element < HALF ? element + HALF : element < ROTARY_DIM ? element - HALF : element;
+        const int source = partner_element / VEC_SIZE;
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) partner[j] = shfl<LANES>(n[j], source);
     } else {
@@ -62,21 +63,21 @@ DEVICE void load_partners(const float (&n)[VEC_SIZE], int element, float* shared
         sync_warp();
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
-            const int at = element + j;
-            partner[j] = at < ROTARY_DIM ? shared[at < HALF ? at + HALF : at - HALF] : 0.0f;
+            const int index = element + j;
+            partner[j] = index < ROTARY_DIM ? shared[index < HALF ? index + HALF : index - HALF] : 0.0f;
         }
     }
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-fused_qk_norm_rope(scalar_t* qkv,                  // [num_tokens, NUM_HEADS_Q + NUM_HEADS_K + NUM_HEADS_V, HEAD_SIZE]
-                   const scalar_t* q_weight,       // [HEAD_SIZE]
-                   const scalar_t* k_weight,       // [HEAD_SIZE]
-                   const cache_t* cos_sin_cache,   // [max_position, ROTARY_DIM]
-                   const int64_t* position_ids,    // [num_tokens]
+fused_qk_norm_rope(scalar_t* qkv,                 // [num_tokens, NUM_HEADS_Q + NUM_HEADS_K + NUM_HEADS_V, HEAD_SIZE]
+                   const scalar_t* q_weight,      // [HEAD_SIZE]
+                   const scalar_t* k_weight,      // [HEAD_SIZE]
+                   const cache_t* cos_sin_cache,  // [max_position, ROTARY_DIM]
+                   const int64_t* position_ids,   // [num_tokens]
                    int64_t max_position, float eps) {
     await_previous_kernel();
-    __shared__ float shared[EXCHANGE ? NUM_THREADS * VEC_SIZE : 1];
+    __shared__ float shared[VIA_SHARED ? NUM_THREADS * VEC_SIZE : 1];
     const int64_t token = blockIdx.x;
     const int group = threadIdx.x / LANES;
     const int element = threadIdx.x % LANES * VEC_SIZE;
@@ -98,11 +99,13 @@ fused_qk_norm_rope(scalar_t* qkv,                  // [num_tokens, NUM_HEADS_Q +
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
             const int head = first + i * GROUPS;
-            if (HEADS % (CHUNK * GROUPS) == 0 || head < HEADS) vecs[i] = vec_t::load_once<ACCESS_SIZE>(x + head * HEAD_SIZE);
+            if (HEADS % (CHUNK * GROUPS) == 0 || head < HEADS) {
+                vecs[i] = vec_t::load_once<ACCESS_SIZE>(x + head * HEAD_SIZE);
+            }
         }
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
-            // Lanes without a head compute on what their registers hold, because all take part in the shuffles.
+            // Groups without a head compute on garbage registers, because every lane must take part in the shuffles.
             const int head = first + i * GROUPS;
             float n[VEC_SIZE], weight[VEC_SIZE], partner[VEC_SIZE];
             vecs[i].to_floats(n);
@@ -116,13 +119,13 @@ fused_qk_norm_rope(scalar_t* qkv,                  // [num_tokens, NUM_HEADS_Q +
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) n[j] *= scale * weight[j];
 
-            load_partners(n, element, EXCHANGE ? shared + group * HEAD_SIZE : nullptr, partner);
+            load_partners(n, element, VIA_SHARED ? shared + group * HEAD_SIZE : nullptr, partner);
             if (rotates) {
 #pragma unroll
                 for (int j = 0; j < VEC_SIZE; ++j) {
                     const bool low = IS_NEOX ? element + j < HALF : j % 2 == 0;
-                    const float turned = n[j] * cosine[j] + (low ? -partner[j] : partner[j]) * sine[j];
-                    if (element + j < ROTARY_DIM) n[j] = turned;
+                    const float rotated = n[j] * cosine[j] + (low ? -partner[j] : partner[j]) * sine[j];
+                    if (element + j < ROTARY_DIM) n[j] = rotated;
                 }
             }
             if (HEADS % (CHUNK * GROUPS) == 0 || head < HEADS) {

@@ -1,23 +1,14 @@
-// gemma_rms_norm: rms_norm whose weight counts from one and whose result is rounded once.
+// gemma_rms_norm: rms_norm with weight 1 + weight[i], rounded once; optionally of input + residual.
 //
-//     z = input[r, i], or input[r, i] + residual[r, i] as a residual_out_t, which is kept in residual_out
-//     out[r, i] = T(z / sqrt(mean_i(z^2) + epsilon) * (1 + weight[i]))
+//     z = input[r, i], or residual_out_t(input[r, i] + residual[r, i]), which is stored in residual_out
+//     out[r, i] = T(z / sqrt(mean_i(z^2) + epsilon) * (1 + weight[i]))    T: dtype of out, input and weight
 //
 // ROW_THREADS threads share a row and hold input and residual in registers.
 //
-// Constants
-//     scalar_t         T: element type of out, input and weight
+// Constants:
 //     residual_t       element type of residual
 //     residual_out_t   element type of residual_out
-//     HIDDEN_SIZE      elements in a row
-//     VEC_SIZE         elements of one vector; divides HIDDEN_SIZE unless SHIFTED
-//     SHIFTED          rows begin anywhere in a vector's memory (row.cuh)
-//     NUM_THREADS      threads in the block
-//     ROW_THREADS      threads that share a row; divides NUM_THREADS
 //     HAS_RESIDUAL     false when residual is null
-//     KEEP_ROW         hold the row in registers; else read it again for every use
-//     MIN_BLOCKS       blocks a multiprocessor should hold: bounds the registers
-//     KEEP_WEIGHT      load the weight before the row is summed, and keep it in registers
 
 #include "norm.cuh"
 
@@ -40,7 +31,7 @@ gemma_rms_norm(scalar_t* out,                 // [num_rows, HIDDEN_SIZE]
     const residual_row_t r = residual_row_t::load_once(residual + at.row * residual_stride, at.active);
     const weight_t w = weight_t::load(weight, x);
 
-    const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto values = [&](int i, int column, float (&v)[VEC_SIZE]) {
         if constexpr (HAS_RESIDUAL) {
             add_to(v, x.get(i, column), r.get(i, column));
             Vec<residual_out_t, VEC_SIZE>::from_floats(v).to_floats(v);

@@ -1,23 +1,16 @@
-// layer_norm: normalise groups of a row to mean 0 and variance 1 (or to unit root mean square), with an optional gate.
+// layer_norm: normalises groups of a row to mean 0 and variance 1 (or to unit root mean square), with an optional gate.
 //
-//     x = input[r, i] * silu(z[r, i]) if gated before the norm, else input[r, i]
+//     x = input[r, i] * silu(z[r, i]) if GATE is 1, else input[r, i]
 //     m = mean(x);  s = 1 / sqrt(mean((x - m)^2) + epsilon)      over each group; IS_RMS: m = 0
-//     y = (x - m) * s * weight[i] + bias[i];  out[r, i] = T(y * silu(z[r, i])) if gated after, else T(y)
+//     y = (x - m) * s * weight[i] + bias[i];  out[r, i] = T(y * silu(z[r, i])) if GATE is 2, else T(y)
 //
-// ROW_THREADS threads share a group and hold it in registers; all arithmetic is in float32.
+// T is the dtype of all tensors but mean and rstd; all arithmetic is in float32. ROW_THREADS threads share a group, the
+// row of row.cuh, and hold it in registers.
 //
-// Constants
-//     scalar_t       T: element type of the tensors but mean and rstd
+// Constants:
 //     GROUP_SIZE     elements in a group
-//     VEC_SIZE       elements in one memory access; divides GROUP_SIZE unless SHIFTED
-//     SHIFTED        rows begin anywhere in a vector's memory (row.cuh)
-//     NUM_THREADS    threads in the block
-//     ROW_THREADS    threads that share a group; divides NUM_THREADS
 //     IS_RMS         divide by the root mean square, subtract nothing
 //     GATE           0: none, 1: before the norm, 2: after it
-//     KEEP_ROW       hold the group in registers; else read it again for every use
-//     MIN_BLOCKS     blocks a multiprocessor should hold: bounds the registers
-//     KEEP_WEIGHT    load weight and bias before the group is summed, and keep them in registers
 //     HAS_WEIGHT, HAS_BIAS, HAS_MEAN, HAS_RSTD   false when that pointer is null
 
 #include "norm.cuh"
@@ -38,7 +31,8 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
            const scalar_t* z,       // [num_rows, num_groups * GROUP_SIZE]
            float* mean,             // [num_groups, num_rows]
            float* rstd,             // [num_groups, num_rows]
-           int64_t num_rows, int num_groups, int64_t out_stride, int64_t input_stride, int64_t z_stride, float epsilon) {
+           int64_t num_rows, int num_groups, int64_t out_stride, int64_t input_stride, int64_t z_stride,
+           float epsilon) {
     await_previous_kernel();
     __shared__ float partial[2][NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows * num_groups);
@@ -50,25 +44,25 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
     const weight_t w = weight_t::load(weight + start, x);
     const bias_t b = bias_t::load(bias + start, x);
 
-    // input * silu(z) is not rounded to T, so it stays in registers as floats.
+    // With the gate before the norm, x = input * silu(z) is not rounded to T: it stays in registers as floats.
     constexpr bool KEEP_GATED = GATE == 1 && KEEP_ROW;
     float gated[KEEP_GATED ? row_t::THREAD_VECS + SHIFTED : 1][VEC_SIZE];
-    const auto open_gate = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto load_gated = [&](int i, int column, float (&v)[VEC_SIZE]) {
         x.get(i, column).to_floats(v);
-        float opened[VEC_SIZE];
-        gate.get(i, column).to_floats(opened);
+        float z_values[VEC_SIZE];
+        gate.get(i, column).to_floats(z_values);
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] *= silu(opened[j]);
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] *= silu(z_values[j]);
     };
-    if constexpr (KEEP_GATED) x.for_each([&](int i, int column) { open_gate(i, column, gated[i]); });
+    if constexpr (KEEP_GATED) x.for_each([&](int i, int column) { load_gated(i, column, gated[i]); });
 
     float m = 0.0f;
-    const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto values = [&](int i, int column, float (&v)[VEC_SIZE]) {
         if constexpr (KEEP_GATED) {
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) v[j] = gated[i][j];
         } else if constexpr (GATE == 1) {
-            open_gate(i, column, v);
+            load_gated(i, column, v);
         } else {
             x.get(i, column).to_floats(v);
         }

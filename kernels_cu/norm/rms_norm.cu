@@ -1,22 +1,13 @@
-// rms_norm: scale each row to unit root mean square, then by weight.
+// rms_norm: scales each row to unit root mean square, then by weight.
 //
-//     out[r, i] = T(T(input[r, i] / sqrt(mean_i(input[r, i]^2) + epsilon)) * weight[i])
+//     out[r, i] = T(T(input[r, i] / sqrt(mean_i(input[r, i]^2) + epsilon)) * weight[i])    T: dtype of all tensors
 //
-// ROW_THREADS threads share a row and hold it in registers, so it is read once. Up to three leading dimensions of any
-// strides number the rows.
+// ROW_THREADS threads share a row and hold it in registers, so that the row is read once. Rows are numbered by up to
+// three leading dimensions of any strides.
 //
-// Constants
-//     scalar_t      T: element type of out, input and weight
-//     HIDDEN_SIZE   elements in a row
-//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE unless SHIFTED
-//     SHIFTED       rows begin anywhere in a vector's memory (row.cuh)
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   threads that share a row; divides NUM_THREADS
+// Constants:
 //     LEADING       leading dimensions that number the rows, 1 to 3
 //     HAS_WEIGHT    false when weight is null
-//     KEEP_ROW      hold the row in registers; else read it again for every use
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
-//     KEEP_WEIGHT   load the weight before the row is summed, and keep it in registers
 
 #include "norm.cuh"
 
@@ -35,10 +26,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 rms_norm(scalar_t* out,           // [num_rows, HIDDEN_SIZE]
          const scalar_t* input,   // [num_rows, HIDDEN_SIZE]
          const scalar_t* weight,  // [HIDDEN_SIZE]
-         int64_t num_rows, int size1, int size2,
-         int64_t out_stride0, int64_t out_stride1, int64_t out_stride2,
-         int64_t input_stride0, int64_t input_stride1, int64_t input_stride2,
-         float epsilon) {
+         int64_t num_rows, int size1, int size2, int64_t out_stride0, int64_t out_stride1, int64_t out_stride2,
+         int64_t input_stride0, int64_t input_stride1, int64_t input_stride2, float epsilon) {
     await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
@@ -46,7 +35,7 @@ rms_norm(scalar_t* out,           // [num_rows, HIDDEN_SIZE]
         input + row_offset(at.row, input_stride0, input_stride1, input_stride2, size1, size2), at.active);
     const weight_t w = weight_t::load(weight, x);
 
-    const auto values = [&](int i, int column, float(&v)[VEC_SIZE]) { x.get(i, column).to_floats(v); };
+    const auto values = [&](int i, int column, float (&v)[VEC_SIZE]) { x.get(i, column).to_floats(v); };
     const float scale = rsqrtf(row_mean_square<ROW_THREADS>(x, values, partial) + epsilon);
     if (!at.active) return;
 

@@ -1,28 +1,19 @@
-// rms_norm_dynamic_quant: rms_norm, optionally of input + residual, as codes under scales found here.
+// rms_norm_dynamic_quant: rms_norm, optionally of input + residual, as codes under scales computed here.
 //
 //     z = input[r, i] (+ residual[r, i]) in float32;  residual[r, i] = T(z)
-//     y = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])
+//     y = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])    T: dtype of input, residual and weight
 //     a = max |y| over the row, or over each group of GROUP_SIZE elements; at most *scale_ub
 //     s = max(a / largest code, smallest scale);  scale = s;  result[r, i] = code(y / s)
 //
-// ROW_THREADS threads share a row. The row stays in registers: first as z, then as y. A group lies within a warp, so only
-// the mean needs a barrier when there are groups.
+// ROW_THREADS threads share a row. The row stays in registers: first as z, then as y. A group lies within a warp, so
+// that with groups only the mean needs a barrier.
 //
-// Constants
-//     scalar_t        T: element type of input, residual and weight
+// Constants:
 //     code_t          fp8_e4m3_t, fp8_e4m3fnuz_t or int8_t
-//     HIDDEN_SIZE     elements in a row
-//     VEC_SIZE        elements of one vector; divides HIDDEN_SIZE and GROUP_SIZE unless SHIFTED
-//     SHIFTED         rows begin anywhere in a vector's memory (row.cuh)
 //     ACCESS_SIZE     elements in one memory access; divides VEC_SIZE
-//     NUM_THREADS     threads in the block
-//     ROW_THREADS     threads that share a row; divides NUM_THREADS
 //     GROUP_SIZE      elements under one scale: HIDDEN_SIZE, or a divisor of it that a warp holds
 //     HAS_RESIDUAL    false when residual is null
 //     HAS_BOUND       false when scale_ub is null
-//     KEEP_ROW        hold the row in registers; else read it again for every use
-//     MIN_BLOCKS      blocks a multiprocessor should hold: bounds the registers
-//     KEEP_WEIGHT     load the weight before the row is summed, and keep it in registers
 //     GROUP_MAJOR     scale[group, row] instead of scale[row, group]
 
 #include "norm.cuh"
@@ -35,7 +26,7 @@ using weight_t = RowWeight<row_t, KEEP_WEIGHT>;
 using quantizer_t = Quantizer<code_t, HAS_BOUND>;
 constexpr bool WHOLE_ROW = GROUP_SIZE == HIDDEN_SIZE;
 constexpr int GROUPS = HIDDEN_SIZE / GROUP_SIZE;
-constexpr int LANES = WHOLE_ROW ? 1 : GROUP_SIZE / VEC_SIZE;  // that share a group
+constexpr int LANES = WHOLE_ROW ? 1 : GROUP_SIZE / VEC_SIZE;  // lanes that share a group
 static_assert(HIDDEN_SIZE % GROUP_SIZE == 0 && LANES <= 32 && ROW_THREADS % LANES == 0);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -57,31 +48,33 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     const weight_t w = weight_t::load(weight, x);
     const float bound = HAS_BOUND ? *scale_ub : 0.0f;
 
-    const auto sum = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto load_z = [&](int i, int column, float (&v)[VEC_SIZE]) {
         if constexpr (HAS_RESIDUAL) {
             add_to(v, x.get(i, column), r.get(i, column));
         } else {
             x.get(i, column).to_floats(v);
         }
     };
-    const float inverse_rms = rsqrtf(row_mean_square<ROW_THREADS>(x, sum, partial[0]) + epsilon);
+    const float inverse_rms = rsqrtf(row_mean_square<ROW_THREADS>(x, load_z, partial[0]) + epsilon);
 
-    const auto keep_sum = [&](int i, int column, const float(&v)[VEC_SIZE]) {
+    const auto store_z = [&](int i, int column, const float (&v)[VEC_SIZE]) {
         if (HAS_RESIDUAL && at.active) row_t::store(residual, i, column, vec_t::from_floats(v));
     };
-    // y of a vector. While the row is in registers, y replaces x there at the first call, and residual is written then;
-    // a row that is read again computes y twice and writes residual at the second call, which needs it no more.
+    // y of vector i, called twice. With KEEP_ROW, the first call stores z in residual and keeps y in place of x for the
+    // second. Otherwise both calls compute y, and only the second stores z, because residual is read until then.
     const auto normalise = [&](int i, int column, bool first) {
         if (KEEP_ROW && !first) return x.get(i, column);
         float v[VEC_SIZE];
-        sum(i, column, v);
-        if (KEEP_ROW || !first) keep_sum(i, column, v);
+        load_z(i, column, v);
+        if (KEEP_ROW || !first) store_z(i, column, v);
         const vec_t y = scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column));
         x.set(i, y);
         return y;
     };
-    const auto scale_of = [&](float a) { return dynamic_scale<code_t>(HAS_BOUND ? fminf(a, bound) : a); };
-    const auto write = [&](int i, int column, const vec_t& y, const quantizer_t& quantize) {
+    const auto scale_of = [&](float max_abs) {
+        return dynamic_scale<code_t>(HAS_BOUND ? fminf(max_abs, bound) : max_abs);
+    };
+    const auto write_codes = [&](int i, int column, const vec_t& y, const quantizer_t& quantize) {
         float v[VEC_SIZE];
         y.to_floats(v);
 #pragma unroll
@@ -90,33 +83,36 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     };
 
     if constexpr (WHOLE_ROW) {
-        float a = 0.0f;
-        x.for_each([&](int i, int column) { a = fmaxf(a, normalise(i, column, true).absmax()); });
-        const float s = scale_of(row_reduce<Max, ROW_THREADS>(a, partial[1]));
+        float max_abs = 0.0f;
+        x.for_each([&](int i, int column) { max_abs = fmaxf(max_abs, normalise(i, column, true).absmax()); });
+        const float row_scale = scale_of(row_reduce<Max, ROW_THREADS>(max_abs, partial[1]));
         if (!at.active) return;
-        if (at.first_thread()) scale[at.row] = s;
-        const quantizer_t quantize(s);
-        x.for_each([&](int i, int column) { write(i, column, normalise(i, column, false), quantize); });
+        if (at.first_thread()) scale[at.row] = row_scale;
+        const quantizer_t quantize(row_scale);
+        x.for_each([&](int i, int column) { write_codes(i, column, normalise(i, column, false), quantize); });
     } else {
-#pragma unroll (KEEP_ROW ? row_t::THREAD_VECS : 1)
+#pragma unroll(KEEP_ROW ? row_t::THREAD_VECS : 1)
         for (int i = 0; i < row_t::THREAD_VECS; ++i) {
             const int column = (i * ROW_THREADS + threadIdx.x % ROW_THREADS) * VEC_SIZE;
             const bool inside = row_t::ROW_VECS % ROW_THREADS == 0 || column < HIDDEN_SIZE;
             vec_t y;
-            float a = 0.0f;
+            float max_abs = 0.0f;
             if (inside) {
                 float v[VEC_SIZE];
-                sum(i, column, v);
-                keep_sum(i, column, v);
+                load_z(i, column, v);
+                store_z(i, column, v);
                 y = scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column));
-                a = y.absmax();
+                max_abs = y.absmax();
             }
-            // Lanes beyond the row take part: a group is inside or outside as a whole.
-            const float s = scale_of(lane_reduce<Max, LANES>(a));
+            // Lanes beyond the row take part in the reduction. They do not disturb it: all lanes of a group are inside
+            // the row, or none.
+            const float group_scale = scale_of(lane_reduce<Max, LANES>(max_abs));
             if (!inside || !at.active) continue;
             const int group = column / GROUP_SIZE;
-            if (column % GROUP_SIZE == 0) scale[GROUP_MAJOR ? group * num_rows + at.row : at.row * GROUPS + group] = s;
-            write(i, column, y, quantizer_t(s));
+            if (column % GROUP_SIZE == 0) {
+                scale[GROUP_MAJOR ? group * num_rows + at.row : at.row * GROUPS + group] = group_scale;
+            }
+            write_codes(i, column, y, quantizer_t(group_scale));
         }
     }
 }

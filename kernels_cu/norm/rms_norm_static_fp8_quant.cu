@@ -1,23 +1,14 @@
 // rms_norm_static_fp8_quant: rms_norm, optionally of input + residual, written as fp8 under one given scale.
 //
-//     z = input[r, i], or T(input[r, i] + residual[r, i]), which is kept in residual
-//     y = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])
-//     result[r, i] = fp8(clamp(y * (1 / scale)))      the product with the float32 reciprocal; NaN becomes the largest code
+//     z = input[r, i], or T(input[r, i] + residual[r, i]), which is stored in residual
+//     y = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])    T: dtype of input, residual and weight
+//     result[r, i] = fp8(clamp(y * (1 / scale)))      1 / scale is rounded to float32; NaN becomes the largest code
 //
 // ROW_THREADS threads share a row and hold it in registers.
 //
-// Constants
-//     scalar_t      T: element type of input, residual and weight
+// Constants:
 //     code_t        fp8_e4m3_t or fp8_e4m3fnuz_t
-//     HIDDEN_SIZE   elements in a row
-//     VEC_SIZE      elements in one memory access; divides HIDDEN_SIZE unless SHIFTED
-//     SHIFTED       rows begin anywhere in a vector's memory (row.cuh)
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   threads that share a row; divides NUM_THREADS
 //     HAS_RESIDUAL  false when residual is null
-//     KEEP_ROW      hold the row in registers; else read it again for every use
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
-//     KEEP_WEIGHT   load the weight before the row is summed, and keep it in registers
 
 #include "norm.cuh"
 #include "quant.cuh"
@@ -46,7 +37,7 @@ rms_norm_static_fp8_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     const float reciprocal = reciprocal_or_zero(*scale);
 
     row_t z(HAS_RESIDUAL ? residual : input, at.active);
-    const auto add = [&](int i, int column, float(&v)[VEC_SIZE]) {
+    const auto load_z = [&](int i, int column, float (&v)[VEC_SIZE]) {
         vec_t sum = x.get(i, column);
         if constexpr (HAS_RESIDUAL) {
             add_to(v, sum, r.get(i, column));
@@ -56,7 +47,7 @@ rms_norm_static_fp8_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
         z.set(i, sum);
         sum.to_floats(v);
     };
-    const float inverse_rms = rsqrtf(row_mean_square<ROW_THREADS>(x, add, partial) + epsilon);
+    const float inverse_rms = rsqrtf(row_mean_square<ROW_THREADS>(x, load_z, partial) + epsilon);
     if (!at.active) return;
 
     result += at.row * result_stride;

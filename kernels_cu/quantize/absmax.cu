@@ -1,14 +1,11 @@
-// absmax: the largest magnitude of a matrix, in parts: one for each block, NaN left out.
+// absmax: the largest magnitude of a matrix, one partial maximum per block; NaN is left out.
 //
 //     partial[b] = max |input[r, i]| over the chunks b, b + gridDim.x, b + 2 gridDim.x, ... of the matrix
 //
-// A chunk is BATCH vectors of each thread, next to each other in a row. A maximum does not depend on the order.
+// A chunk is a piece of one row: NUM_THREADS * BATCH vectors, vector i of thread t at i * NUM_THREADS + t.
 //
-// Constants
-//     scalar_t      element type of input
-//     VEC_SIZE      elements in one memory access; divides row_size
+// Constants:
 //     BATCH         vectors that a thread has in flight
-//     NUM_THREADS   threads in the block
 
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -20,11 +17,12 @@ absmax(const scalar_t* input,  // [num_rows, row_size]
        float* partial,         // [gridDim.x]
        int64_t num_chunks, int64_t row_chunks, int64_t row_size, int64_t input_stride) {
     await_previous_kernel();
-    __shared__ float most[NUM_THREADS / WARP_SIZE];
-    float largest = 0.0f;
+    __shared__ float warp_max[NUM_THREADS / WARP_SIZE];
+    float max_abs = 0.0f;
     for (unsigned chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
         const unsigned row = chunk / unsigned(row_chunks);
-        const int64_t first = (int64_t(chunk - row * unsigned(row_chunks)) * BATCH * NUM_THREADS + threadIdx.x) * VEC_SIZE;
+        const int64_t first =
+            (int64_t(chunk - row * unsigned(row_chunks)) * BATCH * NUM_THREADS + threadIdx.x) * VEC_SIZE;
         vec_t x[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
@@ -33,8 +31,8 @@ absmax(const scalar_t* input,  // [num_rows, row_size]
             if (column < row_size) x[i] = vec_t::load(input + row * input_stride + column);
         }
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) largest = ieee_max(largest, x[i].absmax());
+        for (int i = 0; i < BATCH; ++i) max_abs = ieee_max(max_abs, x[i].absmax());
     }
-    largest = row_reduce<Max, NUM_THREADS>(largest, most);
-    if (threadIdx.x == 0) partial[blockIdx.x] = largest;
+    max_abs = row_reduce<Max, NUM_THREADS>(max_abs, warp_max);
+    if (threadIdx.x == 0) partial[blockIdx.x] = max_abs;
 }

@@ -1,19 +1,15 @@
-// awq_dequantize: a matrix of 4-bit codes, packed as AWQ packs them, in floating point.
+// awq_dequantize: a matrix of AWQ's packed 4-bit codes in floating point.
 //
 //     out[k, n] = (q[k, n] - z[k / group_size, n]) * scales[k / group_size, n], rounded once
-//     q[k, 8 w + (0 2 4 6 1 3 5 7)[t]] = nibble t of qweight[k, w], and z of zeros likewise
+//     q[k, 8 w + (0 2 4 6 1 3 5 7)[t]] = nibble t of qweight[k, w]; z[g, n] likewise from zeros
 //
-// A thread takes the same word of ROWS rows that follow each other in one group, so that it reads scales and zeros once;
-// threads beside it take the words beside it. All reads of codes are on their way before the first is used.
+// A thread dequantises one word (eight columns) of ROWS consecutive rows of one group, so that it loads scales and
+// zeros once. Neighbouring threads have neighbouring words. All codes are loaded before the first is used.
 //
-// Constants
-//     scalar_t        element type of out and scales
-//     ROWS            rows of a thread; divides the rows of a group
-//     GROUP_CHUNKS    times that they do
+// Constants:
+//     ROWS            rows per thread; divides group_size
+//     GROUP_CHUNKS    group_size / ROWS
 //     ACCESS          elements in one access to out and scales
-//     NUM_THREADS     threads in the block
-//     ROW_THREADS     threads that share a row; divides NUM_THREADS
-//     PLANES          the grid has more blocks than fit in its second dimension
 
 #include "chunk.cuh"
 #include "packed.cuh"
@@ -23,10 +19,10 @@ constexpr int VEC_SIZE = 16 / sizeof(scalar_t);
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-awq_dequantize(scalar_t* out,             // [num_chunks * ROWS, 8 * num_words]
-               const uint32_t* qweight,   // [num_chunks * ROWS, num_words]
-               const scalar_t* scales,    // [num_groups, 8 * num_words]
-               const uint32_t* zeros,     // [num_groups, num_words]
+awq_dequantize(scalar_t* out,            // [num_chunks * ROWS, 8 * num_words]
+               const uint32_t* qweight,  // [num_chunks * ROWS, num_words]
+               const scalar_t* scales,   // [num_groups, 8 * num_words]
+               const uint32_t* zeros,    // [num_groups, num_words]
                int64_t num_chunks, int64_t num_words) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, 1, PLANES> at(num_chunks, num_words);

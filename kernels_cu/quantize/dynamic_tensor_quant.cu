@@ -1,18 +1,14 @@
-// dynamic_tensor_quant: fp8 codes of a matrix under one scale, whose largest magnitude absmax.cu has found.
+// dynamic_tensor_quant: fp8 codes of a matrix under one scale, from the partial maxima that absmax.cu has written.
 //
-//     s = max(partial) / 448, which becomes scale[0]
+//     s = max(partial) / 448, written to scale[0]
 //     result = fp8(clamp(x * r))    r = 1 / s, or 0 where that is not finite; NaN becomes the largest code
 //
-// A block has one chunk: BATCH vectors of each thread, next to each other in a row. The last chunks come first, because L2
-// still holds what absmax.cu has read last.
+// A block has one chunk, a piece of one row: NUM_THREADS * BATCH vectors, vector i of thread t at i * NUM_THREADS + t.
+// Blocks take the chunks last to first, because L2 still holds the last ones that absmax.cu has read.
 //
-// Constants
-//     scalar_t      element type of input
+// Constants:
 //     code_t        fp8_e4m3_t or fp8_e4m3fnuz_t (224 instead of 448)
-//     VEC_SIZE      elements in one memory access; divides row_size
 //     BATCH         vectors that a thread has in flight
-//     NUM_THREADS   threads in the block
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
 
 #include "quant.cuh"
 #include "reduce.cuh"
@@ -21,13 +17,14 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-dynamic_tensor_quant(code_t* result,          // [num_rows, row_size]
-                     const scalar_t* input,   // [num_rows, row_size]
-                     float* scale,            // one element
-                     const float* partial,    // [num_partial]
-                     int64_t num_partial, int64_t row_chunks, int64_t row_size, int64_t result_stride, int64_t input_stride) {
+dynamic_tensor_quant(code_t* result,         // [num_rows, row_size]
+                     const scalar_t* input,  // [num_rows, row_size]
+                     float* scale,           // one element
+                     const float* partial,   // [num_partial]
+                     int64_t num_partial, int64_t row_chunks, int64_t row_size, int64_t result_stride,
+                     int64_t input_stride) {
     await_previous_kernel();
-    __shared__ float most[NUM_THREADS / WARP_SIZE];
+    __shared__ float warp_max[NUM_THREADS / WARP_SIZE];
     const unsigned chunk = gridDim.x - 1 - blockIdx.x, row = chunk / unsigned(row_chunks);
     const int64_t first = (int64_t(chunk - row * unsigned(row_chunks)) * BATCH * NUM_THREADS + threadIdx.x) * VEC_SIZE;
     vec_t x[BATCH];
@@ -38,7 +35,7 @@ dynamic_tensor_quant(code_t* result,          // [num_rows, row_size]
     }
     float s = 0.0f;
     for (int i = threadIdx.x; i < num_partial; i += NUM_THREADS) s = ieee_max(s, partial[i]);
-    s = ieee_divide(row_reduce<Max, NUM_THREADS>(s, most), Codes<code_t>::largest);
+    s = ieee_divide(row_reduce<Max, NUM_THREADS>(s, warp_max), Codes<code_t>::largest);
     if (threadIdx.x + blockIdx.x == 0) *scale = s;
     const float reciprocal = reciprocal_or_zero(s);
 #pragma unroll

@@ -1,33 +1,30 @@
-// ggml_dequantize: a matrix in one of GGUF's quantised types, in floating point.
+// ggml_dequantize: a matrix in one of GGUF's quantised types in floating point.
 //
-//     out[e] = T(element e % LENGTH of block e / LENGTH), in float32, rounded once more
+//     out[e] = T(element e % LENGTH of format block e / LENGTH), decoded in float32, rounded once    T: dtype of out
 //
-// A block of threads takes TILE_VECS vectors of eight elements for each thread: it copies their blocks of the format, which lie
-// one after another, to shared memory as they are, and beside them the format's grid, if it has one. Then neighbouring threads
-// decode neighbouring vectors, so that stores are whole lines.
+// A block of threads decodes a tile of NUM_THREADS * TILE_VECS vectors, eight elements each. It copies the tile's
+// format blocks, which are contiguous, to shared memory as they are, behind the format's grid (a codebook), if there is
+// one. Then neighbouring threads decode neighbouring vectors, so that a warp stores whole cache lines.
 //
-// Constants
-//     scalar_t       element type of out
-//     FORMAT         the type, as ggml.cuh names it
-//     TILE_VECS      vectors of a thread
+// Constants:
+//     FORMAT         the GGUF type, a struct of ggml.cuh
+//     TILE_VECS      vectors per thread
 //     ACCESS         bytes in one access to W
 //     OUT_ACCESS     elements in one access to out
-//     NUM_THREADS    threads in the block
-//     MIN_BLOCKS     blocks a multiprocessor should hold: bounds the registers
 
 #include "async.cuh"
 #include "ggml.cuh"
 
 constexpr int VEC_SIZE = 16 / sizeof(scalar_t);
 constexpr int BLOCK_VECS = FORMAT::LENGTH / 8;
-constexpr int TILE = NUM_THREADS * TILE_VECS;                    // vectors
-constexpr int TILE_BYTES = TILE / BLOCK_VECS * FORMAT::BYTES;    // a multiple of 16
-constexpr int ROUNDS = ceil_div(TILE_BYTES, NUM_THREADS * ACCESS);
+constexpr int TILE = NUM_THREADS * TILE_VECS;                  // in vectors
+constexpr int TILE_BYTES = TILE / BLOCK_VECS * FORMAT::BYTES;  // a multiple of 16
+constexpr int COPIES = ceil_div(TILE_BYTES / ACCESS, NUM_THREADS);
 constexpr int GRID_BYTES = FORMAT::GRID_SIZE * sizeof(uint16_t);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-ggml_dequantize(scalar_t* out,      // [num_vecs * 8]
-                const uint8_t* W,   // [num_vecs / BLOCK_VECS, BYTES]
+ggml_dequantize(scalar_t* out,     // [num_vecs * 8]
+                const uint8_t* W,  // [num_vecs / BLOCK_VECS, BYTES]
                 int64_t num_vecs) {
     await_previous_kernel();
     __shared__ alignas(16) uint8_t shared[GRID_BYTES + TILE_BYTES];
@@ -37,20 +34,20 @@ ggml_dequantize(scalar_t* out,      // [num_vecs * 8]
     const unsigned vecs = unsigned(min(num_vecs - first, int64_t(TILE)));
     const int bytes = int(vecs) / BLOCK_VECS * FORMAT::BYTES;
     W += int64_t(blockIdx.x) * TILE_BYTES;
-#pragma unroll (ACCESS == 16 ? ROUNDS : 1)
-    for (int i = 0; i < ROUNDS; ++i) {
-        const int at = (threadIdx.x + i * NUM_THREADS) * ACCESS;
-        if (at >= bytes) break;
+#pragma unroll(ACCESS == 16 ? COPIES : 1)
+    for (int i = 0; i < COPIES; ++i) {
+        const int byte = (threadIdx.x + i * NUM_THREADS) * ACCESS;
+        if (byte >= bytes) break;
         if constexpr (ACCESS >= 4) {
-            cp_async<ACCESS>(shared + GRID_BYTES + at, W + at);
+            cp_async<ACCESS>(shared + GRID_BYTES + byte, W + byte);
         } else {
-            *reinterpret_cast<Vec<uint8_t, ACCESS>*>(shared + GRID_BYTES + at) = Vec<uint8_t, ACCESS>::load(W + at);
+            *reinterpret_cast<Vec<uint8_t, ACCESS>*>(shared + GRID_BYTES + byte) = Vec<uint8_t, ACCESS>::load(W + byte);
         }
     }
     if constexpr (GRID_BYTES > 0) {
         static_assert(GRID_BYTES % 16 == 0 && GRID_BYTES <= NUM_THREADS * 16);
-        const int at = threadIdx.x * 16;
-        if (at < GRID_BYTES) cp_async<16>(shared + at, reinterpret_cast<const uint8_t*>(FORMAT::table()) + at);
+        const int byte = threadIdx.x * 16;
+        if (byte < GRID_BYTES) cp_async<16>(shared + byte, reinterpret_cast<const uint8_t*>(FORMAT::table()) + byte);
     }
     cp_async_commit();
     cp_async_wait<0>();

@@ -1,21 +1,19 @@
-// gptq_shuffle: the rows of a weight of GPTQ in another order, and the fields of its words as a product wants them, in place.
+// gptq_shuffle: permutes the rows of a GPTQ weight and rearranges the fields of its words for matrix products, in
+// place.
 //
-//     row r of the result is row q_perm[r], or zeros where there is no such row; without PERMUTED, row r
-//     a unit of FIELDS rows is a string of UNIT_WORDS words, field f before at bit BITS * f, after that at
-//         2 and 4 bits: f / 2 * BITS for even f, 16 more for odd f, so that neighbours lie in one place of both halves
-//         3 bits: so in words of ten fields each; bit j of fields 30 and 31 is bit 15 and 31 of word j
-//         8 bits: where it was
+//     row r of the result is row q_perm[r], or zeros if there is no such row; without PERMUTED, row r
+//     A unit is FIELDS rows of one column: UNIT_WORDS words, with field f at bit BITS * f. The result has field f
+//         2 and 4 bits: at bit f / 2 * BITS, + 16 for odd f: a pair of fields has one place in both halves of the word
+//         3 bits: the same, ten fields in each of three words; bit j of fields 30 and 31 is bit 15 and 31 of word j
+//         8 bits: at bit 8 * f, as before
 //
-// A thread makes a unit of one column; threads beside it make the columns beside it. An order of rows is read from a copy of
-// the weight, which a launch with SAVING has made before.
+// A thread rearranges one unit; neighbouring threads have neighbouring columns. With PERMUTED, rows are read from
+// `saved`, a copy of the weight that an earlier launch with SAVING has made.
 //
-// Constants
-//     BITS           of a field: 2, 3, 4 or 8
-//     SAVING         copy the weight, nothing else
-//     PERMUTED       the rows are in another order
-//     NUM_THREADS    threads in the block
-//     ROW_THREADS    threads that share a row of units; divides NUM_THREADS
-//     PLANES         the grid has more blocks than fit in its second dimension
+// Constants:
+//     BITS           bits of a field: 2, 3, 4 or 8
+//     SAVING         true: only copy the weight to saved
+//     PERMUTED       true: rows are permuted by q_perm
 
 #include "chunk.cuh"
 
@@ -23,7 +21,7 @@ constexpr int UNIT_WORDS = BITS == 3 ? 3 : 1;
 constexpr int FIELDS = 32 * UNIT_WORDS / BITS;
 constexpr uint32_t MASK = (1 << BITS) - 1;
 
-// Field f of a unit whose words lie `stride` apart.
+// Field f of the unit whose first word is *unit; its words are `stride` apart.
 DEVICE uint32_t field_of(const uint32_t* unit, int64_t stride, int f) {
     const int word = f * BITS / 32, bit = f * BITS % 32;
     uint32_t field = unit[word * stride] >> bit;
@@ -31,7 +29,8 @@ DEVICE uint32_t field_of(const uint32_t* unit, int64_t stride, int f) {
     return field & MASK;
 }
 
-DEVICE void place(uint32_t (&words)[UNIT_WORDS], int f, uint32_t field) {
+// Sets field f of the rearranged unit, whose bits are 0 so far.
+DEVICE void put_field(uint32_t (&words)[UNIT_WORDS], int f, uint32_t field) {
     if constexpr (BITS == 8) {
         words[0] |= field << f * BITS;
     } else if constexpr (BITS == 3) {
@@ -47,9 +46,9 @@ DEVICE void place(uint32_t (&words)[UNIT_WORDS], int f, uint32_t field) {
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-gptq_shuffle(uint32_t* q_weight,      // [num_units * UNIT_WORDS, num_columns]
-             const int32_t* q_perm,   // [num_units * FIELDS]
-             uint32_t* saved,         // [num_units * UNIT_WORDS, num_columns]
+gptq_shuffle(uint32_t* q_weight,     // [num_units * UNIT_WORDS, num_columns]
+             const int32_t* q_perm,  // [num_units * FIELDS]
+             uint32_t* saved,        // [num_units * UNIT_WORDS, num_columns]
              int64_t num_units, int64_t num_columns) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, 1, PLANES> at(num_units, num_columns);
@@ -67,9 +66,9 @@ gptq_shuffle(uint32_t* q_weight,      // [num_units * UNIT_WORDS, num_columns]
                 const int32_t row = q_perm[at.row * FIELDS + f];
                 if (row < 0 || row >= num_units * FIELDS) continue;
                 const uint32_t* unit = saved + int64_t(row / FIELDS * UNIT_WORDS) * num_columns + at.column;
-                place(words, f, field_of(unit, num_columns, row % FIELDS));
+                put_field(words, f, field_of(unit, num_columns, row % FIELDS));
             } else {
-                place(words, f, field_of(q_weight + first, num_columns, f));
+                put_field(words, f, field_of(q_weight + first, num_columns, f));
             }
         }
     }

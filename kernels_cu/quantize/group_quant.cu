@@ -1,27 +1,21 @@
-// group_quant: codes of groups of neighbouring elements, each group under a scale found here.
+// group_quant: codes of groups of consecutive elements, each group under a scale computed here.
 //
-//     s = max(max |x|, eps) / code_max; if POWER_OF_TWO: the least power of two that is no smaller, of max(s, 1e-10)
-//     output_q = code(min(max(x / s, code_min), code_max)), to nearest even, but for int8 toward zero unless NEAREST
-//     output_s[token, group] = s, or PACKED: byte group % 4 of output_s_packed[token, group / 4] = the exponent of s
+//     s = max(max |x|, eps) / code_max; if POWER_OF_TWO: the smallest power of two not below max(s, 1e-10)
+//     output_q = code(min(max(x / s, code_min), code_max)), rounded to nearest even; int8 toward zero unless NEAREST
+//     output_s[token, group] = s; if PACKED: byte group % 4 of output_s_packed[token, group / 4] = the exponent of s
 //
-// NaN is left out of the maximum and becomes code_min. ROW_THREADS threads share a group, which is a row of row.cuh. PACKED:
-// threads of groups that only fill a word, or of tokens that are not there, write a byte of 0.
+// NaN is left out of the maximum and becomes code_min. ROW_THREADS threads share a group, the row of row.cuh. With
+// PACKED, groups are padded to whole words and tokens to num_rows: threads of padding write a byte of 0.
 //
-// Constants
-//     scalar_t        element type of input
+// Constants:
 //     code_t          fp8_e4m3_t, fp8_e4m3fnuz_t or int8_t
 //     GROUP_SIZE      elements under one scale
 //     GROUPS          groups of a token
-//     SCALES          scales of a token, those that fill a word included
+//     SCALES          scales of a token, padding included
 //     VEC_SIZE        elements in one memory access; divides GROUP_SIZE
-//     SHIFTED         false: groups begin at vectors
-//     NUM_THREADS     threads in the block
-//     ROW_THREADS     threads that share a group; divides NUM_THREADS
 //     POWER_OF_TWO    scales are powers of two
 //     NEAREST         int8 codes are rounded to nearest even
 //     PACKED          scales are bytes of output_s_packed
-//     KEEP_ROW        hold the group in registers; else read it again for every use
-//     MIN_BLOCKS      blocks a multiprocessor should hold: bounds the registers
 
 #include "quant.cuh"
 #include "reduce.cuh"
@@ -30,10 +24,10 @@
 using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-group_quant(const scalar_t* input,      // [num_tokens, GROUPS * GROUP_SIZE]
-            code_t* output_q,           // [num_tokens, GROUPS * GROUP_SIZE]
-            float* output_s,            // [num_tokens, GROUPS]
-            int32_t* output_s_packed,   // [num_rows, SCALES / 4]
+group_quant(const scalar_t* input,     // [num_tokens, GROUPS * GROUP_SIZE]
+            code_t* output_q,          // [num_tokens, GROUPS * GROUP_SIZE]
+            float* output_s,           // [num_tokens, GROUPS]
+            int32_t* output_s_packed,  // [num_rows, SCALES / 4]
             int64_t num_tokens, int64_t num_rows, int64_t input_stride, int64_t output_stride, int64_t scale_stride,
             int64_t scale_column_stride, float eps, float code_min, float code_max) {
     await_previous_kernel();
@@ -42,33 +36,35 @@ group_quant(const scalar_t* input,      // [num_tokens, GROUPS * GROUP_SIZE]
     int64_t token = uint64_t(at.row) / SCALES;
     int group = uint64_t(at.row) % SCALES;
     const bool exists = !PACKED || (token < num_tokens && group < GROUPS);
-    uint8_t* byte = nullptr;
+    uint8_t* packed_scale = nullptr;
     if constexpr (PACKED) {
-        byte = reinterpret_cast<uint8_t*>(output_s_packed + token * scale_stride + group / 4 * scale_column_stride) + group % 4;
+        packed_scale =
+            reinterpret_cast<uint8_t*>(output_s_packed + token * scale_stride + group / 4 * scale_column_stride) +
+            group % 4;
         token = min(token, num_tokens - 1);
         group = min(group, GROUPS - 1);
     }
     const row_t x = row_t::load_once(input + token * input_stride + group * GROUP_SIZE, at.active && exists);
-    float most = 0.0f;
-    x.for_each([&](int i, int column) { most = ieee_max(most, x.get(i, column).absmax()); });
-    most = row_reduce<Max, ROW_THREADS>(most, partial);
-    float s = ieee_divide(fmaxf(most, eps), code_max);
-    if (POWER_OF_TWO) s = power_of_two_above(fmaxf(s, 1e-10f));
+    float max_abs = 0.0f;
+    x.for_each([&](int i, int column) { max_abs = ieee_max(max_abs, x.get(i, column).absmax()); });
+    max_abs = row_reduce<Max, ROW_THREADS>(max_abs, partial);
+    float scale = ieee_divide(fmaxf(max_abs, eps), code_max);
+    if (POWER_OF_TWO) scale = power_of_two_above(fmaxf(scale, 1e-10f));
     if (at.first_thread()) {
         if constexpr (PACKED) {
-            *byte = exists ? exponent_of(s) : 0;
+            *packed_scale = exists ? exponent_of(scale) : 0;
         } else {
-            output_s[token * scale_stride + group * scale_column_stride] = s;
+            output_s[token * scale_stride + group * scale_column_stride] = scale;
         }
     }
     if (!at.active || !exists) return;
 
-    const Quotient over_scale(s);
+    const Quotient over_scale(scale);
     output_q += token * output_stride + group * GROUP_SIZE;
     x.for_each([&](int i, int column) {
         float v[VEC_SIZE];
         x.get(i, column).to_floats(v);
-        over_scale.of_each(v, most);
+        over_scale.of_each(v, max_abs);
         int32_t toward_zero[VEC_SIZE];
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {

@@ -1,20 +1,21 @@
-// masked_silu_mul_quant: a gated activation of the first tokens of each expert, as fp8 in groups of 128.
+// masked_silu_mul_quant: a gated activation of the first counts[e] tokens of each expert e, as fp8 in groups of 128.
 //
-//     y = b(b(silu(gate)) * up)    gate, up = input[e, t, i], input[e, t, hidden_size + i], b rounding to bfloat16
-//     s = b(max(max |y|, b(1e-10)) * b(1/448)), POWER_OF_TWO: 2^ceil(b(log2 s))
-//     y_q[e, t, i] = fp8(clamp(b(y * b(1 / s))))    for t < counts[e]; y_s[e, t, group] = s, or a byte: the exponent of s
+//     y = b(b(silu(gate)) * up)    gate, up = input[e, t, i], input[e, t, hidden_size + i]    b: rounding to bfloat16
+//     s = b(max(max |y|, b(1e-10)) * b(1/448)); if POWER_OF_TWO: 2^ceil(b(log2 s))
+//     y_q[e, t, i] = fp8(clamp(b(y * b(1 / s))))    for t < counts[e]
+//     y_s[e, t, group] = s, or the byte group % 4 of y_s[e, t, group / 4] = the exponent of s
 //
-// NaN is left out of the maximum and becomes -448. A warp has some groups of a token at a time, 16 lanes to a group. What
-// there is to do, over all experts, is one sequence, of which every warp takes the same length: it sums up the counts,
-// finds where its part begins, and goes on from there. Counts are taken as 0 to num_tokens.
+// NaN is left out of the maximum and becomes -448. Counts are clamped to 0 ... num_tokens.
 //
-// Constants
+// 16 lanes share a group. A work item is one chunk of a token: as many neighbouring groups as a warp holds. The items
+// of all experts form one sequence, cut into parts of equal length, one per warp. Each warp sums up the counts, finds
+// the expert, token and chunk at which its part begins, and goes on from there.
+//
+// Constants:
 //     scale_t        element type of y_s: float, or int32_t for four exponents in a word
 //     POWER_OF_TWO   scales are powers of two
 //     ACCESS         elements of input in one memory access, at most 8
 //     CODE_ACCESS    elements of y_q in one memory access, at most 8
-//     NUM_THREADS    threads in the block
-//     MIN_BLOCKS     blocks a multiprocessor should hold: bounds the registers
 
 #include "math.cuh"
 #include "quant.cuh"
@@ -27,40 +28,40 @@ constexpr int WARP_GROUPS = WARP_SIZE / GROUP_THREADS;
 constexpr int WARPS = NUM_THREADS / WARP_SIZE;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-masked_silu_mul_quant(const bf16_t* input,     // [num_experts, num_tokens, 2 * groups * 128]
-                      const int32_t* counts,   // [num_experts]
-                      fp8_e4m3_t* y_q,         // [num_experts, num_tokens, groups * 128]
-                      scale_t* y_s,            // [num_experts, num_tokens, groups or words of four]
+masked_silu_mul_quant(const bf16_t* input,    // [num_experts, num_tokens, 2 * groups * 128]
+                      const int32_t* counts,  // [num_experts]
+                      fp8_e4m3_t* y_q,        // [num_experts, num_tokens, groups * 128]
+                      scale_t* y_s,           // [num_experts, num_tokens, groups or words of four]
                       int num_experts, int num_tokens, int groups, int64_t input_expert_stride, int64_t input_stride,
-                      int64_t code_expert_stride, int64_t code_stride, int64_t scale_expert_stride, int64_t scale_stride,
-                      int64_t scale_column_stride) {
+                      int64_t code_expert_stride, int64_t code_stride, int64_t scale_expert_stride,
+                      int64_t scale_stride, int64_t scale_column_stride) {
     await_previous_kernel();
     const int lane = threadIdx.x % WARP_SIZE;
     const auto count_of = [&](int expert) { return min(max(counts[expert], 0), num_tokens); };
 
-    // Each lane sums up the tokens of neighbouring experts, `until` with those of the lanes before it.
-    const int share = ceil_div(num_experts, WARP_SIZE);
-    const int first = min(lane * share, num_experts), last = min(first + share, num_experts);
-    int64_t until = 0;
+    // Each lane sums up the tokens of its consecutive experts, and adds the tokens of all lower lanes.
+    const int lane_experts = ceil_div(num_experts, WARP_SIZE);
+    const int first = min(lane * lane_experts, num_experts), end = min(first + lane_experts, num_experts);
+    int64_t tokens_until = 0;
 #pragma unroll 4
-    for (int expert = first; expert < last; ++expert) until += count_of(expert);
-    const int64_t own = until;
+    for (int expert = first; expert < end; ++expert) tokens_until += count_of(expert);
+    const int64_t own_tokens = tokens_until;
 #pragma unroll
-    for (int apart = 1; apart < WARP_SIZE; apart *= 2) {
-        const int64_t before = shfl<WARP_SIZE>(until, lane < apart ? lane : lane - apart);
-        if (lane >= apart) until += before;
+    for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
+        const int64_t before = shfl<WARP_SIZE>(tokens_until, lane < distance ? lane : lane - distance);
+        if (lane >= distance) tokens_until += before;
     }
     const int chunks = ceil_div(groups, WARP_GROUPS);
-    const int64_t items = shfl<WARP_SIZE>(until, WARP_SIZE - 1) * chunks;
-    const int64_t warps = int64_t(gridDim.x) * WARPS, warp = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP_SIZE;
-    int64_t left = items * (warp + 1) / warps - items * warp / warps;
-    if (left == 0) return;
+    const int64_t items = shfl<WARP_SIZE>(tokens_until, WARP_SIZE - 1) * chunks;
+    const int64_t num_warps = int64_t(gridDim.x) * WARPS, warp = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP_SIZE;
+    int64_t remaining = items * (warp + 1) / num_warps - items * warp / num_warps;
+    if (remaining == 0) return;
 
-    // The lane that has the token of the first item among its experts says which expert's it is.
-    const int64_t row = items * warp / warps / chunks;
-    int chunk = items * warp / warps % chunks, expert = 0, token = 0;
-    if (row >= until - own && row < until) {
-        int64_t rest = row - (until - own);
+    // The lane among whose experts the first item's token falls finds expert and token; in all other lanes both stay 0.
+    const int64_t row = items * warp / num_warps / chunks;
+    int chunk = items * warp / num_warps % chunks, expert = 0, token = 0;
+    if (row >= tokens_until - own_tokens && row < tokens_until) {
+        int64_t rest = row - (tokens_until - own_tokens);
 #pragma unroll 1
         for (expert = first; rest >= count_of(expert); ++expert) rest -= count_of(expert);
         token = rest;
@@ -79,26 +80,27 @@ masked_silu_mul_quant(const bf16_t* input,     // [num_experts, num_tokens, 2 * 
             up = vec_t::load<ACCESS>(from + int64_t(groups) * GROUP_SIZE);
         }
         const vec_t y = silu(gate) * up;
-        const float most = fmaxf(lane_reduce<Max, GROUP_THREADS>(y.absmax()), round_to<bf16_t>(1e-10f));
-        float scale = round_to<bf16_t>(ieee_multiply(most, round_to<bf16_t>(1.0f / 448.0f)));
+        const float max_abs = fmaxf(lane_reduce<Max, GROUP_THREADS>(y.absmax()), round_to<bf16_t>(1e-10f));
+        float scale = round_to<bf16_t>(ieee_multiply(max_abs, round_to<bf16_t>(1.0f / 448.0f)));
         if (POWER_OF_TWO) scale = power_of_two_by_log(scale);
         if (active) {
             float v[vec_t::SIZE];
             (y * vec_t::full(ieee_divide(1.0f, scale))).to_floats(v);
 #pragma unroll
             for (int i = 0; i < vec_t::SIZE; ++i) v[i] = fminf(fmaxf(v[i], -448.0f), 448.0f);  // NaN becomes -448
-            Vec<fp8_e4m3_t, 8>::from_floats(v).template store<CODE_ACCESS>(
-                y_q + expert * code_expert_stride + token * code_stride + column);
+            fp8_e4m3_t* codes = y_q + expert * code_expert_stride + token * code_stride + column;
+            Vec<fp8_e4m3_t, 8>::from_floats(v).template store<CODE_ACCESS>(codes);
             if (lane % GROUP_THREADS == 0) {
                 scale_t* scales = y_s + expert * scale_expert_stride + token * scale_stride;
                 if constexpr (is_same<scale_t, int32_t>) {
-                    reinterpret_cast<uint8_t*>(scales + group / 4 * scale_column_stride)[group % 4] = exponent_of(scale);
+                    reinterpret_cast<uint8_t*>(scales + group / 4 * scale_column_stride)[group % 4] =
+                        exponent_of(scale);
                 } else {
                     scales[group * scale_column_stride] = scale;
                 }
             }
         }
-        if (--left == 0) return;
+        if (--remaining == 0) return;
         if (++chunk < chunks) continue;
         chunk = 0;
         ++token;

@@ -1,25 +1,23 @@
-// permute_cols: the columns of a matrix in another order, bit for bit.
+// permute_cols: permutes the columns of a matrix, bit for bit.
 //
-//     out[i, j] = a[i, perm[j]], or 0 where there is no such column
+//     out[i, j] = a[i, perm[j]], or 0 if there is no such column
 //
-// A block takes ROWS rows at a time: it copies them to shared memory, and each thread gathers the vectors of a few columns
-// from all of them, with indices that it reads once. Rows that are too long for shared memory are gathered where they lie.
+// A block has ROWS rows. It stages them in shared memory; each thread then gathers the vectors of a few columns from
+// all rows, so that it loads perm once. Rows too long for shared memory are gathered from global memory.
 //
-// Constants
-//     scalar_t      element type, of which only the bits count
-//     VEC_SIZE      elements in one memory access; divides row_size
-//     ROWS          rows that a block takes at a time
+// Constants:
+//     scalar_t      a type of the elements' size; only bits are moved
+//     ROWS          rows of a block
 //     STAGED        the rows go through shared memory
-//     NUM_THREADS   threads in the block
 
 #include "vec.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
-permute_cols(scalar_t* out,          // [num_rows, row_size]
-             const scalar_t* a,      // [num_rows, row_size]
-             const int32_t* perm,    // [row_size]
+permute_cols(scalar_t* out,        // [num_rows, row_size]
+             const scalar_t* a,    // [num_rows, row_size]
+             const int32_t* perm,  // [row_size]: columns of a, any number
              int64_t num_rows, int64_t row_size) {
     await_previous_kernel();
     extern __shared__ uint4 shared[];
@@ -36,15 +34,15 @@ permute_cols(scalar_t* out,          // [num_rows, row_size]
         a = staged;
     }
     for (int64_t column = threadIdx.x * VEC_SIZE; column < row_size; column += NUM_THREADS * VEC_SIZE) {
-        int32_t from[VEC_SIZE];
+        int32_t source[VEC_SIZE];
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) from[j] = perm[column + j];
+        for (int j = 0; j < VEC_SIZE; ++j) source[j] = perm[column + j];
 #pragma unroll 1
         for (int row = 0; row < rows; ++row) {
             vec_t vec = vec_t::full(0.0f);
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) {
-                if (from[j] >= 0 && from[j] < row_size) vec.data[j] = a[row * row_size + from[j]];
+                if (source[j] >= 0 && source[j] < row_size) vec.data[j] = a[row * row_size + source[j]];
             }
             vec.store(out + row * row_size + column);
         }

@@ -1,20 +1,16 @@
-// silu_and_mul_nvfp4_quant: what scaled_fp4_quant makes of a gated activation.
+// silu_and_mul_nvfp4_quant: scaled_fp4_quant of a gated activation.
 //
-//     y = T(silu(gate) * up)    gate, up = input[r, i], input[r, hidden_size + i]; one rounding
+//     y = T(silu(gate) * up), rounded once    gate, up = input[r, i], input[r, hidden_size + i]    T: dtype of input
 //     s = e4m3(g * (max |y| * (1/6)))    result = e2m1(y * (1 / (s * (1 / g))))    g = *input_global_scale    (fp4.cuh)
 //
-// A thread has one column of blocks of sixteen elements, in `rounds` rows one after another; ROW_THREADS of them stand side by
-// side in a block. Rows that are not there fill up the last tile of scales with zeros, as columns do.
+// A thread has a column of 16-element blocks, in `rounds` rows one after another; ROW_THREADS neighbouring threads have
+// neighbouring columns. Scales lie in tiles; scales of padding rows and columns are written as 0.
 //
-// Constants
-//     scalar_t      T: element type of input
+// Constants:
 //     ACCESS        elements of input in one memory access, at most 8
 //     CODE_ACCESS   bytes of result in one memory access, at most 8
 //     SCALE_ACCESS  bytes of result_block_scale in one memory access, at most 4
-//     NUM_THREADS   threads in the block
-//     ROW_THREADS   threads beside each other in a row; divides NUM_THREADS
-//     UNIT          rows of which a thread writes the scales at once, 1 or 4; divides rounds
-//     MIN_BLOCKS    blocks a multiprocessor should hold: bounds the registers
+//     UNIT          rows whose scales a thread writes at once, 1 or 4; divides rounds
 
 #include "fp4.cuh"
 
@@ -28,6 +24,6 @@ silu_and_mul_nvfp4_quant(uint8_t* result,                  // [num_rows, blocks 
     await_previous_kernel();
     using share_t = Fp4Share<NUM_THREADS, ROW_THREADS, UNIT>;
     fp4_rows<scalar_t, share_t, ACCESS, CODE_ACCESS, SCALE_ACCESS, true, true>(
-        result, result_block_scale, input, *input_global_scale, num_rows, scale_rows, output_stride, input_stride, blocks,
-        columns, share_t::unit(rounds), rounds);
+        result, result_block_scale, input, *input_global_scale, num_rows, scale_rows, output_stride, input_stride,
+        blocks, columns, share_t::unit(rounds), rounds);
 }

@@ -1,37 +1,32 @@
-// static_quant: codes of elements under scales that are given.
+// static_quant: codes of elements under given scales.
 //
 //     fp8        result = fp8(clamp(x * r))    r = 1 / s, or 0 where that is not finite; NaN becomes the largest code
 //     int8       result = int8(x / s)
 //     with azp   result = int8(round(x * (1 / s)) + azp)
-//     where s = scale[i / group_rows, j / GROUP_COLUMNS] for the element x = input[i, j]
+//     s = scale[i / group_rows, j / GROUP_COLUMNS] for the element x = input[i, j]
 //
-// One vector per thread (chunk.cuh), of codes; of input it may be two accesses.
+// One vector of codes per thread (chunk.cuh); its input may take two accesses.
 //
-// Constants
-//     scalar_t        element type of input
+// Constants:
 //     code_t          fp8_e4m3_t, fp8_e4m3fnuz_t or int8_t
 //     GROUP_COLUMNS   elements of a row under one scale; 0 for a whole row
-//     GROUPED_ROWS    rows share scales: i / group_rows has to be found
+//     GROUPED_ROWS    false: group_rows is 1, and i / group_rows needs no division
 //     HAS_AZP         false when azp is null
-//     VEC_SIZE        codes in one memory access; divides hidden_size
-//     NUM_THREADS     threads in the block
-//     ROW_THREADS     of them that share a row; divides NUM_THREADS
-//     PLANES          whether the rows need the third dimension of the grid
-//     MIN_BLOCKS      blocks a multiprocessor should hold: bounds the registers
 
 #include "chunk.cuh"
 #include "quant.cuh"
 
-constexpr int WIDEST = 16 / sizeof(scalar_t), ACCESS_SIZE = VEC_SIZE < WIDEST ? VEC_SIZE : WIDEST;  // of input
+constexpr int MAX_ACCESS = 16 / sizeof(scalar_t);  // elements of input
+constexpr int ACCESS_SIZE = VEC_SIZE < MAX_ACCESS ? VEC_SIZE : MAX_ACCESS;
 constexpr bool SCALE_PER_VECTOR = GROUP_COLUMNS % VEC_SIZE == 0;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-static_quant(code_t* result,          // [num_rows, hidden_size]
-             const scalar_t* input,   // [num_rows, hidden_size]
-             const float* scale,      // [num_rows / group_rows, hidden_size / GROUP_COLUMNS], or one element
-             const int32_t* azp,      // one element
-             int64_t num_rows, int64_t hidden_size, int64_t result_stride, int64_t input_stride,
-             int64_t group_rows, int64_t scale_row_stride, int64_t scale_column_stride) {
+static_quant(code_t* result,         // [num_rows, hidden_size]
+             const scalar_t* input,  // [num_rows, hidden_size]
+             const float* scale,     // [num_rows / group_rows, hidden_size / GROUP_COLUMNS], or one element
+             const int32_t* azp,     // one element
+             int64_t num_rows, int64_t hidden_size, int64_t result_stride, int64_t input_stride, int64_t group_rows,
+             int64_t scale_row_stride, int64_t scale_column_stride) {
     await_previous_kernel();
     const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
     if (!at.inside) return;
@@ -46,10 +41,10 @@ static_quant(code_t* result,          // [num_rows, hidden_size]
     result += at.row * result_stride + at.column;
     if constexpr (HAS_AZP) {
         const float reciprocal = ieee_divide(1.0f, s);
-        const ZeroPoint shifted(*azp);
+        const ZeroPoint to_code(*azp);
         Vec<int8_t, VEC_SIZE> codes;
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) codes.data[j] = shifted(ieee_multiply(v[j], reciprocal));
+        for (int j = 0; j < VEC_SIZE; ++j) codes.data[j] = to_code(ieee_multiply(v[j], reciprocal));
         codes.store(reinterpret_cast<int8_t*>(result));
         return;
     } else if constexpr (is_same<code_t, int8_t>) {

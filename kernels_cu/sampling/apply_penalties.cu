@@ -1,30 +1,28 @@
-// apply_penalties: logits of tokens that have come before are lowered, in place.
+// apply_penalties: lowers the logits of tokens that have been generated before, in place.
 //
 //     l = T(l - (frequency_penalties[row] * c + presence_penalties[row]))    where c = output_bin_counts > 0
 //
-// A thread reads the counts of BATCH vectors and then, of the logits, only the vectors in which one is above 0.
+// T is the dtype of the logits. Each thread edits BATCH vectors of the flattened matrix: it loads all their counts,
+// then loads and stores only the vectors of logits that hold a count above 0.
 //
-// Constants
-//     scalar_t      T: element type of logits
+// Constants:
 //     VOCAB_SIZE    elements in a row
-//     VEC_SIZE      elements of a vector
-//     BATCH         vectors of a thread
-//     NUM_THREADS   threads in the block
+//     BATCH         vectors per thread
 
 #include "masked_edit.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-apply_penalties(scalar_t* logits,                    // [num_seqs, VOCAB_SIZE]
-                const int32_t* output_bin_counts,    // [num_seqs, VOCAB_SIZE]
-                const float* frequency_penalties,    // [num_seqs]
-                const float* presence_penalties,     // [num_seqs]
+apply_penalties(scalar_t* logits,                  // [num_seqs, VOCAB_SIZE]
+                const int32_t* output_bin_counts,  // [num_seqs, VOCAB_SIZE]
+                const float* frequency_penalties,  // [num_seqs]
+                const float* presence_penalties,   // [num_seqs]
                 int64_t size) {
     await_previous_kernel();
     const auto load = [&](int64_t element, int count, uint32_t (&counts)[VEC_SIZE]) {
-        int32_t found[VEC_SIZE] = {};
-        load_some(output_bin_counts + element, count, found);
+        int32_t raw[VEC_SIZE] = {};
+        load_some(output_bin_counts + element, count, raw);
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) counts[j] = max(found[j], 0);
+        for (int j = 0; j < VEC_SIZE; ++j) counts[j] = max(raw[j], 0);
     };
     const auto lower = [&](auto& x, const auto& counts, int64_t row) {
         const float frequency = frequency_penalties[row], presence = presence_penalties[row];

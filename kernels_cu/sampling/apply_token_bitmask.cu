@@ -1,22 +1,21 @@
-// apply_token_bitmask: logits of tokens that a grammar forbids become -inf, in place.
+// apply_token_bitmask: sets the logits of tokens that a grammar forbids to -inf, in place.
 //
-//     logits[r, t] = -inf where bit t % 32 of bitmask[r, t / 32] is 0    for every row r, or those in indices
+//     logits[r, t] = -inf where bit t % 32 of bitmask[r, t / 32] is 0    for every row r, or only the rows in indices
 //
-// One vector per thread and row; nothing is read of the logits, and nothing written where every token is allowed. Each
-// warp looks for its row among the indices.
+// x of the grid and the threads of a block cover a row, one vector per thread; y of the grid strides over rows. No
+// logit is read, and a vector whose tokens are all allowed is not written. With indices, each warp searches them for
+// its row.
 //
-// Constants
-//     scalar_t      element type of logits
-//     VEC_SIZE      logits in one memory access; divides 32
+// Constants:
+//     VEC_SIZE      logits in one memory access; divides 32, so that the bits of a vector lie in one word
 //     HAS_INDICES   false when indices is null
-//     NUM_THREADS   threads in the block
 
 #include "vec.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-apply_token_bitmask(scalar_t* logits,          // [num_rows, vocab_size]
-                    const int32_t* bitmask,    // [num_masks, ceil(vocab_size / 32)]
-                    const int32_t* indices,    // [num_indices]
+apply_token_bitmask(scalar_t* logits,        // [num_rows, vocab_size]
+                    const int32_t* bitmask,  // [num_masks, ceil(vocab_size / 32)]
+                    const int32_t* indices,  // [num_indices]
                     int64_t num_rows, int64_t vocab_size, int64_t num_indices, int64_t logits_stride,
                     int64_t bitmask_stride) {
     await_previous_kernel();
@@ -30,13 +29,13 @@ apply_token_bitmask(scalar_t* logits,          // [num_rows, vocab_size]
         if (!edited || column >= vocab_size) continue;
         const uint32_t word = bitmask[row * bitmask_stride + column / 32];
         const uint32_t forbidden = ~word >> (column % 32) & ((1u << VEC_SIZE) - 1);
-        scalar_t* to = logits + row * logits_stride + column;
+        scalar_t* out = logits + row * logits_stride + column;
         if (forbidden == (1u << VEC_SIZE) - 1) {
-            Vec<scalar_t, VEC_SIZE>::full(minus_infinity()).store(to);
+            Vec<scalar_t, VEC_SIZE>::full(minus_infinity()).store(out);
         } else {
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) {
-                if (forbidden >> j & 1) to[j] = from_float<scalar_t>(minus_infinity());
+                if (forbidden >> j & 1) out[j] = from_float<scalar_t>(minus_infinity());
             }
         }
     }

@@ -1,46 +1,49 @@
-// sampling_filter: one digit of the least logit that top-k, or top-p, leaves.
+// sampling_filter: finds one digit of the smallest logit that top-k, or top-p, keeps (a radix select over several
+// launches).
 //
-//     top-k   as many tokens as top_k[row], and those that equal the last of them
-//     top-p   of these, the likeliest whose weights reach top_p[row] of all, and those that equal the last of them
+//     top-k   keeps the top_k[row] largest logits, and logits that equal the smallest of them
+//     top-p   keeps, of these, the largest whose weights add up to top_p[row] of the sum, and logits that equal the
+//             smallest of them
 //
-// Keys are floats as integers of the same order. The blocks of a row add up how many tokens, or which weight, each value of
-// the digit has among keys with the digits found before; the last to come finds the value with which enough is reached. All
-// sums are of integers. A row without the filter, or whose result is exact already, is passed over.
+// Keys are floats mapped to integers of the same order. Block (row, piece) adds one piece of the row to the row's
+// histogram: for each value of the digit, the number of tokens (top-k) or their weight (top-p), of keys that begin with
+// the digits found by earlier launches. The row's last block to arrive scans the histogram from above until the wanted
+// amount is reached. All sums are of integers, so their order does not matter. Rows without the filter, and rows whose
+// result is exact, are skipped.
 //
-// Constants
-//     scalar_t      element type of logits
-//     TOP_P         the filter: top-p, or top-k
-//     NUMBER        of the digit
+// Constants:
+//     TOP_P         true: the filter is top-p; false: top-k
+//     DIGIT         number of the digit, 0 the highest
 //     HAS_MIN_P, HAS_TEMPERATURE   false when min_p, temperature is null
-//     BACKWARDS     the last row first (weights.cuh)
-//     NUM_THREADS   threads in the block
+//     BACKWARDS     blocks take the rows last to first (class Piece)
 
 #include "probability.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 4)
-sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
-                const int32_t* top_k,          // [num_rows]
-                const float* top_p,            // [num_rows]
-                const float* min_p,            // [num_rows]
-                const float* temperature,      // [num_rows]
-                const float* maxima,           // [num_rows, pieces]
-                uint64_t* bins,                // [num_rows, MOST_BINS]
-                uint64_t* states,              // [num_rows] of RowState
+sampling_filter(const scalar_t* logits,    // [num_rows, vocab_size]
+                const int32_t* top_k,      // [num_rows]
+                const float* top_p,        // [num_rows]
+                const float* min_p,        // [num_rows]
+                const float* temperature,  // [num_rows]
+                const float* maxima,       // [num_rows, pieces]
+                uint64_t* bins,            // [num_rows, MAX_BINS]
+                uint64_t* states,          // [num_rows] RowState
                 int64_t vocab_size, int64_t logits_stride, int64_t pieces, int64_t piece_size) {
     await_previous_kernel();
-    __shared__ uint32_t low[(TOP_P ? 2 : 1) * MOST_BINS];
+    __shared__ uint32_t low[(TOP_P ? 2 : 1) * MAX_BINS];
     __shared__ uint64_t partial[NUM_THREADS / WARP_SIZE];
     __shared__ Found<uint64_t> found;
     __shared__ uint32_t is_last;
-    uint32_t* const high = low + (TOP_P ? MOST_BINS : 0);
-    const Digit digit(NUMBER);
+    uint32_t* const high = low + (TOP_P ? MAX_BINS : 0);
+    const Digit digit(DIGIT);
     const Piece<scalar_t, BACKWARDS> at(pieces);
     RowState& state = reinterpret_cast<RowState*>(states)[at.row];
-    const uint32_t floor = state.floor, prefix = TOP_P ? state.prefix : floor;
+    const uint32_t min_key = state.floor, prefix = TOP_P ? state.prefix : min_key;
     if (state.is_exact >> TOP_P & 1) return;
     if (!TOP_P && (top_k[at.row] <= 0 || top_k[at.row] >= vocab_size)) return;
     if (TOP_P && !(top_p[at.row] < 1.0f)) return;
-    const Weights<HAS_TEMPERATURE, HAS_MIN_P> weights(largest_of(maxima + at.row * pieces, pieces), temperature, min_p, at.row);
+    const Weights<HAS_TEMPERATURE, HAS_MIN_P> weights(largest_of(maxima + at.row * pieces, pieces), temperature, min_p,
+                                                      at.row);
     if (weights.largest == minus_infinity()) return;
 
     for (int i = threadIdx.x; i < digit.bins; i += NUM_THREADS) {
@@ -48,20 +51,21 @@ sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
         if (TOP_P) high[i] = 0;
     }
     __syncthreads();
-    at.template for_each<NUM_THREADS>(at.span(logits, logits_stride, vocab_size, piece_size, at.index), [&](const auto& x, int) {
+    const auto own_piece = at.span(logits, logits_stride, vocab_size, piece_size, at.index);
+    at.template for_each<NUM_THREADS>(own_piece, [&](const auto& x, int) {
         constexpr int VEC = decltype(at)::VEC;
         Parts weight[VEC];
         uint32_t bin[VEC];
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            const float one = clean(x[j]);
-            const uint32_t key = key_of(one);
-            const bool counts = digit.matches(key, prefix) && (TOP_P ? key >= floor : one != minus_infinity());
+            const float logit = clean(x[j]);
+            const uint32_t key = key_of(logit);
+            const bool counts = digit.matches(key, prefix) && (TOP_P ? key >= min_key : logit != minus_infinity());
             bin[j] = digit.of(key);
             if constexpr (!TOP_P) {
                 weight[j].low = counts;
-            } else if (NUMBER == 0 || counts) {  // where few count, a branch
-                weight[j] = weights.of(counts ? one : minus_infinity());
+            } else if (DIGIT == 0 || counts) {  // after digit 0 few keys count: skip the exponential
+                weight[j] = weights.of(counts ? logit : minus_infinity());
             }
         }
 #pragma unroll
@@ -71,7 +75,7 @@ sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
         }
     });
     __syncthreads();
-    bins += at.row * MOST_BINS;
+    bins += at.row * MAX_BINS;
     for (int i = threadIdx.x; i < digit.bins; i += NUM_THREADS) {
         const uint64_t sum = Parts{low[i], TOP_P ? high[i] : 0}.whole();
         if (sum) atomicAdd(&bins[i], sum);
@@ -79,7 +83,7 @@ sampling_filter(const scalar_t* logits,        // [num_rows, vocab_size]
     if (!arrives_last(&state.arrived, uint32_t(pieces), &is_last)) return;
 
     const auto wanted = [&](uint64_t all) {
-        if (NUMBER > 0) return state.wanted;
+        if (DIGIT > 0) return state.wanted;
         if (!TOP_P) return min(uint64_t(top_k[at.row]), all);
         const double share = top_p[at.row] > 0.0f ? ceil(double(top_p[at.row]) * double(all)) : 0.0;
         return share < 1.0 ? uint64_t(1) : min(uint64_t(share), all);

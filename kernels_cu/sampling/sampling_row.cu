@@ -1,49 +1,57 @@
-// sampling_row: a token of each row, whose logits leave memory once: the blocks of a cluster keep a piece of the row each.
+// sampling_row: draws a token of each row and reads the logits from memory once: a cluster of blocks keeps the row in
+// shared memory, one piece per block.
 //
-//     samples[row] = the first t with sum_{i <= t} w_i > floor(r * sum w / 2^64)    r = philox(seeds[row], offsets[row])
+//     samples[row] = the first t with sum_{i <= t} w_i > floor(r * sum w / 2^64)   r = philox(seeds[row], offsets[row])
 //
-// for the weights w of tokens that no filter takes away, and r = 0 if the likeliest is to be taken; -1 if there is none:
+// w: weights of the tokens, 0 for a token that a filter removes. r = 0 if the temperature asks for the likeliest token.
+// samples[row] = -1 if all weights are 0. The filters:
 //
-//     top-k   leaves top_k[row] tokens, and those that equal the last of them
-//     top-p   of these, the likeliest whose weights reach top_p[row] of all, and those that equal the last of them
+//     top-k   keeps the top_k[row] largest logits, and logits that equal the smallest of them
+//     top-p   keeps, of these, the largest whose weights add up to top_p[row] of the sum, and logits that equal the
+//             smallest of them
 //
-// 1. The piece goes to shared memory. The blocks tell each other the extremes of the threads' largest logits.
-// 2. top-k: the k-th largest of these is a bound that the k-th largest of all is not below. What is as large is counted.
-// 3. top-p: without top-k, weights are added up in coarse bins, a counter for each lane so that lanes never meet. Of the bin
-//    in which enough is reached, and else of what top-k left, weights are added up by key.
-// 4. The blocks tell each other what they have left. The one in which the random number falls looks for the token.
+// 1. Load: each block copies its piece to shared memory. Every thread finds its largest logit; the cluster shares the
+//    smallest and the largest of these maxima.
+// 2. top-k: the k-th largest of the threads' maxima is a lower bound of the k-th largest logit. Logits from the bound
+//    on are counted by key.
+// 3. top-p: without top-k, a first pass adds the weights of all logits to coarse bins, with a counter per lane so that
+//    the lanes of a warp never add to the same one. Then the weights of the logits in the bin that reaches top_p (or,
+//    with top-k, of the logits that top-k keeps) are added up by key.
+// 4. Draw: the blocks share the sums of the weights they keep. The block in which the random number falls finds the
+//    token.
 //
-// Keys are floats as integers of the same order. Steps 2 and 3 cut what keys the sought one may be among into BINS bins of
-// equal width, find the bin, cut that, and end when it has one key, or when all of it is wanted. A bit of a thread's for each
-// of its logits says which are still looked at. All sums are of integers.
+// Keys are floats mapped to integers of the same order. Steps 2 and 3 look for a threshold key in a range of keys. One
+// refinement cuts the range into BINS bins of equal width, finds the bin that holds the threshold, and makes that bin
+// the new range; the search ends when the range has one key, or when all of the bin is wanted. Each thread has a bit
+// per logit that says whether the logit is still a candidate. All sums are of integers, so their order does not matter.
 //
-// Vector i * NUM_THREADS + t of the piece is thread t's; logits that are not there are -inf.
+// Thread mapping: block (row, rank) has piece `rank` of a row, thread t the vectors i * NUM_THREADS + t of the piece.
+// Logits beyond the piece are -inf.
 //
-// Constants
-//     scalar_t      element type of logits
+// Constants:
 //     HAS_OFFSETS, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P, HAS_TEMPERATURE   false when that argument is null
-//     CLUSTER       blocks that share a row and run together
-//     VECTORS       of four logits, of a thread
-//     BITS          of a key that a cut finds
-//     MIN_BLOCKS    of a multiprocessor, for which there are registers
-//     NUM_THREADS   threads in the block
+//     CLUSTER       blocks that share a row, one cluster
+//     VECTORS       vectors of four logits per thread
+//     BITS          log2 of BINS
 
 #include "async.cuh"
 #include "cluster.cuh"
 #include "philox.cuh"
 #include "probability.cuh"
 
-constexpr int VEC = 4, ELEMENTS = VECTORS * VEC, WORDS = ceil_div(ELEMENTS, 32), IN_WORD = 32 / VEC;
+constexpr int VEC = 4, ELEMENTS = VECTORS * VEC, WORDS = ceil_div(ELEMENTS, 32), WORD_VECS = 32 / VEC;
 constexpr int BINS = 1 << BITS;
-constexpr int COARSE = 2 * BINS / GROUP_BINS;       // coarse bins: their counters take the room of two cuts
-constexpr uint32_t LEAST_KEY = 0x00800000u;         // of a number: that of -FLOAT_MAX
-constexpr int LOW = 20;                             // bits in a weight's low part, of which a block adds up any number
-using Likeliness = Weights<HAS_TEMPERATURE, HAS_MIN_P, LOW>;
-using parts_t = PartsOf<LOW>;
-static_assert(ELEMENTS * NUM_THREADS < 1 << 17);    // so that sums of high parts, and a lane's of low ones, have 32 bits
+constexpr int COARSE_BINS = 2 * BINS / GROUP_BINS;  // their counters take the shared memory of two refinements
+constexpr uint32_t MIN_KEY = 0x00800000u;           // key of -FLOAT_MAX, the smallest that can be drawn
+constexpr int LOW_BITS = 20;                        // bits in the low part of a weight (struct PartsOf)
+using weights_t = Weights<HAS_TEMPERATURE, HAS_MIN_P, LOW_BITS>;
+using parts_t = PartsOf<LOW_BITS>;
+// Two sums fit in 32 bits: the high parts of a block, up to 2^15 each; the low parts in one coarse counter, below 2^20.
+static_assert(ELEMENTS * NUM_THREADS < 1 << 17);
 
-// The keys among which the sought one is, and what of them is wanted: 0 as long as nobody knows.
-struct Sought {
+// Range of keys that holds the threshold key. `wanted`: count or weight to reach within the range, from its largest key
+// down; 0 until the sum over the range is known.
+struct KeyRange {
     uint32_t low, high;
     uint64_t wanted = 0;
     bool is_found = false;
@@ -51,22 +59,22 @@ struct Sought {
 };
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-sampling_row(int32_t* samples,             // [num_rows]
-             const scalar_t* logits,       // [num_rows, vocab_size]
-             const int64_t* seeds,         // [num_rows]
-             const int64_t* offsets,       // [num_rows]
-             const int32_t* top_k,         // [num_rows]
-             const float* top_p,           // [num_rows]
-             const float* min_p,           // [num_rows]
-             const float* temperature,     // [num_rows]
+sampling_row(int32_t* samples,          // [num_rows]
+             const scalar_t* logits,    // [num_rows, vocab_size]
+             const int64_t* seeds,      // [num_rows]
+             const int64_t* offsets,    // [num_rows]
+             const int32_t* top_k,      // [num_rows]
+             const float* top_p,        // [num_rows]
+             const float* min_p,        // [num_rows]
+             const float* temperature,  // [num_rows]
              int64_t vocab_size, int64_t logits_stride, int64_t piece_size) {
     await_previous_kernel();
-    extern __shared__ uint4 memory[];  // [VECTORS, NUM_THREADS]
-    __shared__ uint32_t bins[4 * BINS];  // of a cut, low parts and high parts, and of the one after
-    __shared__ uint64_t groups[2][COARSE];
+    extern __shared__ uint4 memory[];            // [VECTORS, NUM_THREADS]
+    __shared__ uint32_t bins[4 * BINS];          // low and high parts of one refinement, then of the next
+    __shared__ uint64_t groups[2][COARSE_BINS];  // sums of GROUP_BINS bins each
     __shared__ uint64_t partial[2][NUM_THREADS / WARP_SIZE];
     __shared__ Found<uint64_t> found;
-    __shared__ uint32_t extremes[2];
+    __shared__ uint32_t extremes[2];  // smallest and largest of the block's thread_max_key
     __shared__ uint64_t sum_of_block;
     using vec_t = Vec<scalar_t, VEC>;
     vec_t* const vectors = reinterpret_cast<vec_t*>(memory) + threadIdx.x;
@@ -89,14 +97,14 @@ sampling_row(int32_t* samples,             // [num_rows]
     __syncthreads();
     cp_async_wait<0>();
 
-    // f(logits, word, bit) for all vectors of the thread, and the bit of the first of its logits.
+    // f(x, word, bit) for every vector of the thread: x its logits, `bit` of candidates[word] the bit of the first one.
     const auto for_each = [&](auto f) {
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) {
 #pragma unroll 2
-            for (int i = 0; i < min(IN_WORD, VECTORS - w * IN_WORD); ++i) {
+            for (int i = 0; i < min(WORD_VECS, VECTORS - w * WORD_VECS); ++i) {
                 float x[VEC];
-                vectors[(w * IN_WORD + i) * NUM_THREADS].to_floats(x);
+                vectors[(w * WORD_VECS + i) * NUM_THREADS].to_floats(x);
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) x[j] = clean(x[j]);
                 f(x, w, i * VEC);
@@ -108,61 +116,65 @@ sampling_row(int32_t* samples,             // [num_rows]
 #pragma unroll
         for (int j = 0; j < VEC; ++j) largest = ieee_max(largest, x[j]);
     });
-    const uint32_t mine = key_of(largest);
+    const uint32_t thread_max_key = key_of(largest);
     {
-        // Threads without a number say nothing of where others have theirs.
-        const uint32_t low = lane_reduce<Min, WARP_SIZE>(mine >= LEAST_KEY ? mine : ~0u);
-        const uint32_t high = lane_reduce<Max, WARP_SIZE>(mine);
+        // A thread whose logits are all -inf does not count in the minimum.
+        const uint32_t low = lane_reduce<Min, WARP_SIZE>(thread_max_key >= MIN_KEY ? thread_max_key : ~0u);
+        const uint32_t high = lane_reduce<Max, WARP_SIZE>(thread_max_key);
         if (lane == 0) {
             atomicMin(extremes, low);
             atomicMax(extremes + 1, high);
         }
     }
     sync_cluster<CLUSTER>();
-    const uint32_t low_end = lane_reduce<Min, WARP_SIZE>(load_of_block<CLUSTER>(extremes, lane % CLUSTER));
-    const uint32_t high_end = lane_reduce<Max, WARP_SIZE>(load_of_block<CLUSTER>(extremes + 1, lane % CLUSTER));
-    if (high_end < LEAST_KEY) {
+    // The smallest and the largest of the threads' largest keys.
+    const uint32_t min_thread_key = lane_reduce<Min, WARP_SIZE>(load_of_block<CLUSTER>(extremes, lane % CLUSTER));
+    const uint32_t max_key = lane_reduce<Max, WARP_SIZE>(load_of_block<CLUSTER>(extremes + 1, lane % CLUSTER));
+    if (max_key < MIN_KEY) {
         if (blockIdx.y == 0 && threadIdx.x == 0) samples[row] = -1;
         sync_cluster<CLUSTER>();
         return;
     }
-    const Likeliness weights(number_of(high_end), temperature, min_p, row);
+    const weights_t weights(number_of(max_key), temperature, min_p, row);
 
-    uint32_t open[WORDS];  // a bit for each of the thread's logits that is still looked at
-    // f(logit, key) for those that are open and that `at` holds. The others are closed, but what is above if that is kept.
-    const auto for_each_open = [&](const Sought& at, bool keeps_above, auto f) {
+    uint32_t candidates[WORDS];  // one bit per logit of the thread: set while the logit is a candidate
+    // f(logit, key) for every candidate in `range`. Candidates outside the range are dropped; with keeps_above, those
+    // above the range stay.
+    const auto for_each_candidate = [&](const KeyRange& range, bool keeps_above, auto f) {
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) {
 #pragma unroll 1
-            for (uint32_t rest = open[w]; rest; rest &= rest - 1) {
+            for (uint32_t rest = candidates[w]; rest; rest &= rest - 1) {
                 const int bit = lowest_bit(rest);
-                const scalar_t* const vec = vectors[(w * IN_WORD + bit / VEC) * NUM_THREADS].data;
+                const scalar_t* const vec = vectors[(w * WORD_VECS + bit / VEC) * NUM_THREADS].data;
                 const float x = clean(to_float(vec[bit % VEC]));
-                if (at.holds(key_of(x))) {
+                if (range.holds(key_of(x))) {
                     f(x, key_of(x));
-                } else if (!keeps_above || key_of(x) < at.low) {
-                    open[w] &= ~(rest & -rest);
+                } else if (!keeps_above || key_of(x) < range.low) {
+                    candidates[w] &= ~(rest & -rest);
                 }
             }
         }
     };
-    const auto open_all = [&](const Sought& at) {
+    const auto select_candidates = [&](const KeyRange& range) {
 #pragma unroll
-        for (int w = 0; w < WORDS; ++w) open[w] = 0;
+        for (int w = 0; w < WORDS; ++w) candidates[w] = 0;
         for_each([&](const auto& x, int w, int bit) {
             uint32_t bits = 0;
 #pragma unroll
-            for (int j = 0; j < VEC; ++j) bits |= uint32_t(at.holds(key_of(x[j]))) << j;
-            open[w] |= bits << bit;
+            for (int j = 0; j < VEC; ++j) bits |= uint32_t(range.holds(key_of(x[j]))) << j;
+            candidates[w] |= bits << bit;
         });
     };
 
-    // The bin, of `num_groups` groups or of the bins in these, in which what all blocks have adds up to what is wanted, which
-    // wanted_of says of the sum of all if `at` does not. `above` is what the block has above the bin, or from it on if all of
-    // it is wanted or CLOSED says so.
-    int turn = 0;
-    uint64_t above = 0;  // of the thread; the block's threads together count each bin once
-    const auto find = [&](const uint32_t* low, const uint32_t* high, int num_groups, bool in_group, const Sought& at, auto wanted_of) {
+    // Weight of the block's tokens with keys above the range; once the threshold is found, of those from it on. Each
+    // thread has a part of the sum.
+    uint64_t kept_weight = 0;
+    int turn = 0;  // which half of `bins` and `groups` is in use
+    // Sets `found` to the group, or with in_group to the bin, in which the sums over the cluster, from the largest key
+    // down, reach range.wanted, or wanted_of(sum of all) while range.wanted is 0.
+    const auto find = [&](const uint32_t* low, const uint32_t* high, int num_groups, bool in_group,
+                          const KeyRange& range, auto wanted_of) {
         uint64_t* const sums = groups[turn];
         __syncthreads();
         for (int group = threadIdx.x / GROUP_BINS; group < num_groups; group += NUM_THREADS / GROUP_BINS) {
@@ -170,7 +182,7 @@ sampling_row(int32_t* samples,             // [num_rows]
             const uint64_t sum = lane_reduce<Sum, GROUP_BINS>(parts_t{low[bin], high[bin]}.whole());
             if (threadIdx.x % GROUP_BINS == 0) sums[group] = sum;
         }
-        sync_cluster<CLUSTER>();  // so that the cut before is no longer looked at by anyone
+        sync_cluster<CLUSTER>();  // all sums are written, and no block reads the bins of the refinement before
         if (threadIdx.x < WARP_SIZE) {
             const auto load_group = [&](int group) {
                 uint64_t sum = 0;
@@ -178,8 +190,8 @@ sampling_row(int32_t* samples,             // [num_rows]
                 for (int rank = 0; rank < CLUSTER; ++rank) sum += load_of_block<CLUSTER>(sums + group, rank);
                 return sum;
             };
-            auto place = find_by_lanes<COARSE / GROUP_BINS>(
-                num_groups, load_group, [&](uint64_t all) { return at.wanted ? at.wanted : wanted_of(all); });
+            auto place = find_by_lanes<COARSE_BINS / GROUP_BINS>(
+                num_groups, load_group, [&](uint64_t all) { return range.wanted ? range.wanted : wanted_of(all); });
             if (in_group) {
                 const uint64_t wanted = place.wanted;
                 const int begin = int(place.bin) * GROUP_BINS;
@@ -201,7 +213,8 @@ sampling_row(int32_t* samples,             // [num_rows]
             }
             if (lane == 0) found = place;
         } else {
-            // Those of the next cut. Coarse bins, which have the room of two, are looked at by their groups alone.
+            // Clears the bins of the next refinement: the other half of them, or all of them after the coarse pass,
+            // because only the sums of its groups are still read.
             for (int i = threadIdx.x - WARP_SIZE; i < (in_group ? 2 : 4) * BINS; i += NUM_THREADS - WARP_SIZE) {
                 bins[in_group ? (turn ^ 1) * 2 * BINS + i : i] = 0;
             }
@@ -210,55 +223,60 @@ sampling_row(int32_t* samples,             // [num_rows]
         turn ^= 1;
     };
 
-    // Cuts `at` once: visit(f) gives keys and what they count to f.
-    const auto cut = [&](Sought& at, auto wanted_of, auto visit) {
-        const int shift = max(used_bits(at.high - at.low) - BITS, 0);
+    // Narrows `range` to one of its bins; returns whether one was found. visit(f) calls f(key, weight) for each key.
+    const auto refine = [&](KeyRange& range, auto wanted_of, auto visit) {
+        const int shift = max(used_bits(range.high - range.low) - BITS, 0);
         uint32_t* const low = bins + turn * 2 * BINS;
         uint32_t* const high = low + BINS;
         visit([&](uint32_t key, parts_t weight) {
-            const uint32_t bin = (key - at.low) >> shift;
-            // What the low part has above 32 bits goes to the high one.
-            if (weight.low && atomicAdd(low + bin, weight.low) > ~weight.low) atomicAdd(high + bin, 1u << (32 - LOW));
+            const uint32_t bin = (key - range.low) >> shift;
+            // A low part that overflows carries into the high part.
+            if (weight.low && atomicAdd(low + bin, weight.low) > ~weight.low) {
+                atomicAdd(high + bin, 1u << (32 - LOW_BITS));
+            }
             if (weight.high) atomicAdd(high + bin, weight.high);
         });
-        find(low, high, BINS / GROUP_BINS, true, at, wanted_of);
-        const uint32_t place = found.bin;
-        at.is_found = found.held == found.wanted || shift == 0;
+        find(low, high, BINS / GROUP_BINS, true, range, wanted_of);
+        const uint32_t bin_index = found.bin;
+        range.is_found = found.held == found.wanted || shift == 0;
         for (int i = threadIdx.x; i < BINS; i += NUM_THREADS) {
-            if (i >= int(place + !at.is_found)) above += parts_t{low[i], high[i]}.whole();
+            if (i >= int(bin_index + !range.is_found)) kept_weight += parts_t{low[i], high[i]}.whole();
         }
-        at.low += place << shift;
-        at.high = min(at.high, at.low + ((1u << shift) - 1));
-        at.wanted = found.wanted;
+        range.low += bin_index << shift;
+        range.high = min(range.high, range.low + ((1u << shift) - 1));
+        range.wanted = found.wanted;
         return found.held > 0;
     };
 
-    uint32_t floor = LEAST_KEY;
+    uint32_t threshold = MIN_KEY;
     const int k = HAS_TOP_K ? top_k[row] : 0;
     const bool has_top_k = HAS_TOP_K && k > 0 && k < vocab_size, has_top_p = HAS_TOP_P && top_p[row] < 1.0f;
     if (has_top_k) {
         const auto wanted_of = [&](uint64_t all) { return min(uint64_t(k), all); };
-        Sought at{low_end, high_end};
-        const bool is_bound = k <= CLUSTER * NUM_THREADS &&
-            cut(at, [&](uint64_t all) { return uint64_t(k) <= all ? uint64_t(k) : uint64_t(0); }, [&](auto f) {
-                if (mine >= LEAST_KEY) f(mine, parts_t{1, 0});
+        KeyRange range{min_thread_key, max_key};
+        const auto wanted_of_maxima = [&](uint64_t all) { return uint64_t(k) <= all ? uint64_t(k) : uint64_t(0); };
+        const auto visit_maximum = [&](auto f) {
+            if (thread_max_key >= MIN_KEY) f(thread_max_key, parts_t{1, 0});
+        };
+        const bool is_bound = k <= CLUSTER * NUM_THREADS && refine(range, wanted_of_maxima, visit_maximum);
+        range = {is_bound ? range.low : MIN_KEY, max_key};
+        select_candidates(range);
+        while (!range.is_found) {
+            refine(range, wanted_of, [&](auto f) {
+                for_each_candidate(range, true, [&](float, uint32_t key) { f(key, parts_t{1, 0}); });
             });
-        at = {is_bound ? at.low : LEAST_KEY, high_end};
-        open_all(at);
-        while (!at.is_found) {
-            cut(at, wanted_of, [&](auto f) { for_each_open(at, true, [&](float, uint32_t key) { f(key, parts_t{1, 0}); }); });
         }
-        floor = at.low;
+        threshold = range.low;
     }
-    above = 0;
+    kept_weight = 0;
     if (has_top_p) {
         const auto wanted_of = [&](uint64_t all) {
             const double share = top_p[row] > 0.0f ? ceil(double(top_p[row]) * double(all)) : 0.0;
             return share < 1.0 ? uint64_t(1) : min(uint64_t(share), all);
         };
-        Sought at{floor, high_end};
+        KeyRange range{threshold, max_key};
         if (!has_top_k) {
-            const Coarse<COARSE> coarse(weights, number_of(low_end));
+            const Coarse<COARSE_BINS> coarse(weights, number_of(min_thread_key));
             for_each([&](const auto& x, int, int) {
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) {
@@ -268,22 +286,23 @@ sampling_row(int32_t* samples,             // [num_rows]
                     if (weight.high) atomicAdd(counter + 2 * BINS, weight.high);
                 }
             });
-            find(bins, bins + 2 * BINS, COARSE, false, at, wanted_of);
-            const uint32_t place = found.bin;
-            if (threadIdx.x < COARSE && threadIdx.x > place) above = groups[turn ^ 1][threadIdx.x];
-            if (place > 0) at.low = key_of(coarse.begin(place));
-            at.high = min(high_end, key_of(coarse.begin(place + 1)) - 1);
-            at.wanted = found.wanted;
-            open_all(at);
+            find(bins, bins + 2 * BINS, COARSE_BINS, false, range, wanted_of);
+            const uint32_t bin_index = found.bin;
+            if (threadIdx.x < COARSE_BINS && threadIdx.x > bin_index) kept_weight = groups[turn ^ 1][threadIdx.x];
+            if (bin_index > 0) range.low = key_of(coarse.begin(bin_index));
+            range.high = min(max_key, key_of(coarse.begin(bin_index + 1)) - 1);
+            range.wanted = found.wanted;
+            select_candidates(range);
         }
-        while (!at.is_found) {
-            cut(at, wanted_of, [&](auto f) {
-                for_each_open(at, false, [&](float x, uint32_t key) { f(key, weights.of(x)); });
+        while (!range.is_found) {
+            refine(range, wanted_of, [&](auto f) {
+                for_each_candidate(range, false, [&](float x, uint32_t key) { f(key, weights.of(x)); });
             });
         }
-        floor = at.low;
+        threshold = range.low;
     } else if (has_top_k) {
-        for_each_open({floor, high_end}, false, [&](float x, uint32_t) { above += weights.of(x).whole(); });
+        for_each_candidate({threshold, max_key}, false,
+                           [&](float x, uint32_t) { kept_weight += weights.of(x).whole(); });
     } else {
         parts_t sum;
         for_each([&](const auto& x, int, int) {
@@ -294,11 +313,11 @@ sampling_row(int32_t* samples,             // [num_rows]
                 sum.high += weight.high;
             }
         });
-        above = sum.whole();
+        kept_weight = sum.whole();
     }
 
     uint64_t own;
-    sum_before<NUM_THREADS>(above, partial[0], own);
+    sum_before<NUM_THREADS>(kept_weight, partial[0], own);
     if (threadIdx.x == 0) sum_of_block = own;
     sync_cluster<CLUSTER>();
     const uint64_t up_to = sum_to_lane(lane < CLUSTER ? load_of_block<CLUSTER>(&sum_of_block, lane) : 0);
@@ -312,7 +331,7 @@ sampling_row(int32_t* samples,             // [num_rows]
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
             const float x = clean(vec[j]);
-            w[j] = key_of(x) >= floor ? weights.of(x).whole() : 0;
+            w[j] = key_of(x) >= threshold ? weights.of(x).whole() : 0;
         }
     };
     const auto take = [&](int i, int j, uint64_t) { samples[row] = int32_t(first) + piece.element(i) + j; };

@@ -2,31 +2,30 @@
 //
 //     d = (x - max x) / t,  z = sum exp(d),  out = exp(d) / z, or d - log(z)    t = temperature[row]
 //
-// A block holds NUM_THREADS * BATCH vectors of a row in registers. Rows that are longer take several blocks and two launches:
-// the first leaves max and sum of each piece, the second joins them and writes, the last rows first, because the caches
-// still hold them.
+// A block holds NUM_THREADS * BATCH vectors of a row in registers. Longer rows take a block per piece and two launches:
+// the first writes max and sum of each piece, the second joins them and writes out. The second goes through the rows
+// last to first, because the caches still hold the last ones.
 //
-// Constants
+// Constants:
 //     in_t, out_t       element types of logits and out
 //     VEC_SIZE          elements in one memory access; divides vocab_size
-//     BATCH             vectors of a thread
-//     NUM_THREADS       threads in the block
-//     PART              0: a block has the whole row; 1: the first launch, 2: the second
-//     LOGARITHM         out has logarithms
+//     BATCH             vectors per thread
+//     PART              0: a block has the whole row; 1: the first launch of two, 2: the second
+//     LOGARITHM         true: out = d - log(z)
 //     HAS_TEMPERATURE   false when temperature is null
 
 #include "reduce.cuh"
 #include "vec.cuh"
 
-// What to subtract from x: nothing if there is nothing but -inf.
+// The number subtracted from every x: max x, or 0 if every x is -inf, because -inf - -inf is NaN.
 DEVICE float base_of(float largest) { return largest == minus_infinity() ? 0.0f : largest; }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
-softmax(out_t* out,                   // [num_rows, vocab_size]
-        const in_t* logits,           // [num_rows, vocab_size]
-        const float* temperature,     // [num_rows]
-        float* maxima,                // [num_rows, pieces]
-        float* sums,                  // [num_rows, pieces]
+softmax(out_t* out,                // [num_rows, vocab_size]
+        const in_t* logits,        // [num_rows, vocab_size]
+        const float* temperature,  // [num_rows]
+        float* maxima,             // [num_rows, pieces]
+        float* sums,               // [num_rows, pieces]
         int64_t vocab_size, int64_t pieces, int64_t out_stride, int64_t logits_stride) {
     await_previous_kernel();
     __shared__ float partial[2][NUM_THREADS / WARP_SIZE];
@@ -34,7 +33,7 @@ softmax(out_t* out,                   // [num_rows, vocab_size]
     const int64_t row = block / unsigned(pieces);
     const int piece = int(block - unsigned(row) * unsigned(pieces));
     float inverse = HAS_TEMPERATURE ? ieee_divide(1.0f, temperature[row]) : 1.0f;
-    if (inverse > FLOAT_MAX) inverse = FLOAT_MAX;  // of a temperature next to 0; times 0, infinity would be NaN
+    if (inverse > FLOAT_MAX) inverse = FLOAT_MAX;  // 1 / t overflows for tiny t; 0 * inf would be NaN
     logits += row * logits_stride;
     out += row * out_stride;
     const auto column = [&](int b) {
@@ -79,14 +78,14 @@ softmax(out_t* out,                   // [num_rows, vocab_size]
         }
     }
     const float base = base_of(largest);
-    const float share = 1.0f / sum, shift = logf(sum);
+    const float inverse_sum = 1.0f / sum, log_sum = logf(sum);
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
         float y[VEC_SIZE];
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
             const float d = (x[b][j] - base) * inverse;
-            y[j] = LOGARITHM ? d - shift : expf(d) * share;
+            y[j] = LOGARITHM ? d - log_sum : expf(d) * inverse_sum;
         }
         if (column(b) < vocab_size) Vec<out_t, VEC_SIZE>::from_floats(y).store(out + column(b));
     }

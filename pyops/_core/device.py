@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -20,6 +21,7 @@ class Device:
         warp_size: threads that run in lockstep.
         shared_memory: bytes one block can ask for, opt-in included.
         cluster: blocks that can share a thread block cluster; 1 where there are no clusters.
+        name: ``"nvidia-h200"``, which names its table of measured choices (`tuning`); empty for a model.
     """
 
     index: int
@@ -28,6 +30,7 @@ class Device:
     warp_size: int
     shared_memory: int
     cluster: int = 1
+    name: str = ""
 
     @property
     def overlaps(self) -> bool:
@@ -97,6 +100,7 @@ def get(index: int) -> Device:
         properties["warpSize"],
         properties.get("sharedMemPerBlockOptin", properties["sharedMemPerBlock"]),
         8 if arch.startswith("sm_") and int(arch[3:]) >= 90 else 1,
+        re.sub(r"[^a-z0-9]+", "-", properties["name"].decode().lower()).strip("-"),
     )
 
 

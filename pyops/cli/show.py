@@ -9,7 +9,7 @@ from typing import Any
 import kernels_cu
 
 from .. import axes
-from .._core import device, dtypes, torch_library, wrapper
+from .._core import device, dtypes, torch_library, tuning, wrapper
 from .._core import source as sources
 from .._core.errors import OpError
 from .._core.op import Op
@@ -19,13 +19,11 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     """Signature, torch schema, docstring, axes, and the launches that the example with these axes plans on `arch`."""
     op = axes.find(name)
     values = axes.only(op, given)
-    lines = [
-        signature(op),
-        f"torch.ops.pyops.{torch_library.schema(op.declaration)}",
-        "",
-        inspect.getdoc(op.reference) or "",
-        "",
-    ]
+    schemas = [torch_library.schema(op.declaration)]
+    if op.declaration.returned:
+        schemas.insert(0, torch_library.returning_schema(op.declaration))
+    lines = [signature(op), *(f"torch.ops.pyops.{schema}" for schema in schemas), ""]
+    lines += [inspect.getdoc(op.reference) or "", ""]
     lines.append("axes of its example")
     for axis_name, axis in axes.of(op).items():
         default = values.get(axis_name, axis.default)
@@ -38,6 +36,8 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
         grid, threads = (" x ".join(map(str, sizes)) for sizes in (one.grid, [size for size in one.block if size > 1]))
         lines.append(f"    {specialisation.kernel.file}: {grid} blocks of {threads} threads, {one.shared} bytes shared")
         lines.append(f"        {specialisation}")
+    if op.name in tuning.last:
+        lines.append(f"    chosen: {tuning.last[op.name]}")
     lines.append(f"held by this process: {len(op.plans)} plans, {len(op.compiled())} kernels")
     lines += [f"    {one.kernel} {one.constants} {one.arch}: {one.registers} registers" for one in op.compiled()]
     return "\n".join(lines)
@@ -46,10 +46,13 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
 def signature(op: Op) -> str:
     """``rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None``"""
     parts = [
-        f"{p.name}: {p.kind}{' | None' if p.optional else ''}{f' = {p.default!r}' if p.has_default else ''}"
+        f"{p.name}: {p.kind}{' | None' if p.optional or p.returned else ''}"
+        + (f" = {p.default!r}" if p.has_default else "")
         for p in op.parameters
     ]
-    return f"{op.name}({wrapper.listed(op.declaration, parts)}) -> None"
+    returns = ", ".join("Tensor" for _ in op.declaration.returned)
+    returns = f"tuple[{returns}]" if len(op.declaration.returned) > 1 else returns or "None"
+    return f"{op.name}({wrapper.listed(op.declaration, parts)}) -> {returns}"
 
 
 def source(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:

@@ -152,7 +152,7 @@ def _code_of(function: Callable[..., None]) -> str:
 def _code_names(item: pytest.Item, ops: frozenset[str]) -> bool:
     """Whether the test is of these ops, by its parameters or in its code."""
     function = getattr(item, "function", None)
-    names = {name.removesuffix("_out") for name in ops}  # pyops.permute_cols calls permute_cols_out
+    names = {name.removesuffix("_out") for name in ops}  # pyops.hadacore_transform calls hadacore_transform_out
     return bool(_named(item) & ops) or (function is not None and any(name in _code_of(function) for name in names))
 
 

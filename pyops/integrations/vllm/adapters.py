@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..._core.lazy import torch
+from ...ops.attention import convert_vertical_slash_indexes_mergehead as _convert_vertical_slash_indexes_mergehead
+from ...ops.attention import merge_attn_states as _merge_attn_states
 from ...ops.attention import (
-    convert_vertical_slash_indexes_out,
     paged_attention_rocm,
     sm100_cutlass_mla_get_workspace_size,
 )
-from ...ops.attention import merge_attn_states as _merge_attn_states
 from ...ops.attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
 from ...ops.cache import copy_blocks, copy_blocks_mla, swap_blocks
 from ...ops.memory import (
@@ -20,27 +20,21 @@ from ...ops.memory import (
     get_max_shared_memory_per_block_device_attribute,
     weak_ref_tensor,
 )
-from ...ops.quantize import awq_dequantize, ggml_dequantize, hadacore_transform, permute_cols
+from ...ops.quantize import hadacore_transform
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# Ops of this library that vLLM knows by another name.
-OTHER_NAMES = {"convert_vertical_slash_indexes_mergehead": "convert_vertical_slash_indexes_out"}
 
 # Functions of this library, beside its ops, that take what vLLM's op of that name takes.
 FUNCTIONS = {
     function.__name__: function
     for function in (
-        awq_dequantize,
         copy_blocks,
         copy_blocks_mla,
         get_cuda_view_from_cpu_tensor,
         get_device_attribute,
         get_max_shared_memory_per_block_device_attribute,
-        ggml_dequantize,
         hadacore_transform,
-        permute_cols,
         sm100_cutlass_mla_get_workspace_size,
         swap_blocks,
         weak_ref_tensor,
@@ -71,8 +65,18 @@ def merge_attn_states(
 
 @_adapter
 def convert_vertical_slash_indexes(*args: Any) -> None:
-    """convert_vertical_slash_indexes_out, without the two counts of heads"""
-    convert_vertical_slash_indexes_out(*args[:8], None, None, *args[8:])
+    """convert_vertical_slash_indexes_mergehead, without the two counts of heads; outputs come first"""
+    convert_vertical_slash_indexes_mergehead(*args[:8], None, None, *args[8:])
+
+
+@_adapter
+def convert_vertical_slash_indexes_mergehead(
+    block_count: Tensor, block_offset: Tensor, column_count: Tensor, column_index: Tensor, *inputs: Any
+) -> None:
+    """convert_vertical_slash_indexes_mergehead, where outputs come first"""
+    outputs = {"block_count": block_count, "block_offset": block_offset}
+    outputs |= {"column_count": column_count, "column_index": column_index}
+    _convert_vertical_slash_indexes_mergehead(*inputs, **outputs)
 
 
 @_adapter

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..._core import torch_library
 from ..._core.lazy import torch
 from ..._core.op import Op, registry
-from .adapters import ADAPTERS, FUNCTIONS, OTHER_NAMES
+from .adapters import ADAPTERS, FUNCTIONS
 from .schemas import SCHEMAS
 
 
@@ -47,9 +47,9 @@ def _entry(namespace: str, schema: str) -> Entry:
         return Entry(namespace, name, schema, "adapted", ADAPTERS[name], ADAPTERS[name].__doc__ or "")
     if name in FUNCTIONS:
         return Entry(namespace, name, schema, "served", FUNCTIONS[name], name)
-    op = registry.get(OTHER_NAMES.get(name, name))
+    op = registry.get(name)
     if op is not None and takes(op, parse(schema)):
-        return Entry(namespace, name, schema, "served", op.call, op.name)
+        return Entry(namespace, name, schema, "served", op.wrapper, op.name)
     return Entry(namespace, name, schema, "missing")
 
 
@@ -59,10 +59,12 @@ def parse(schema: str) -> Any:
 
 
 def takes(op: Op, schema: Any) -> bool:
-    """Whether `op` takes the arguments of a FunctionSchema by position, and writes those of them that it marks."""
-    own = parse(torch_library.schema(op.declaration)).arguments
+    """Whether `op` takes a FunctionSchema's arguments by position, writes those that it marks, and returns as many."""
+    declared = torch_library.returning_schema if op.declaration.returned else torch_library.schema
+    parsed = parse(declared(op.declaration))
+    own = parsed.arguments
     return (
-        not schema.returns
+        len(schema.returns) == len(parsed.returns)
         and len(own) >= len(schema.arguments)
         and all(
             theirs.type.isSubtypeOf(ours.type)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from . import decode, merge, mla, sparse, varlen
+from . import decode, merge, mla, partitioned, sparse, varlen
 from .decode import *
 from .merge import *
 from .mla import *
+from .partitioned import *
 from .sparse import *
 from .varlen import *
 
@@ -13,5 +14,6 @@ __all__: list[str] = []
 __all__ += decode.__all__
 __all__ += merge.__all__
 __all__ += mla.__all__
+__all__ += partitioned.__all__
 __all__ += sparse.__all__
 __all__ += varlen.__all__

@@ -1,4 +1,4 @@
-"""Joining attention over parts of the keys."""
+"""The join of attention over two parts of the keys."""
 
 from __future__ import annotations
 
@@ -31,16 +31,14 @@ def merge_attn_states(
     """Attention over all keys from that over two parts of them: ``output = T((a * prefix + b * suffix) / (a + b))``.
 
     ``a = exp(prefix_lse - m), b = exp(suffix_lse - m), m = max(prefix_lse, suffix_lse)``, in float32, and ``output_lse
-    = log(a + b) + m`` (section 2.2 of Ye et al. 2025, arXiv:2501.01005). A part whose lse is infinite, of either sign,
-    holds nothing, and the other is copied whatever it contains; of two such parts the prefix is copied, with an lse of
-    -inf.
+    = log(a + b) + m`` (section 2.2 of Ye et al. 2025, arXiv:2501.01005). A part whose lse is +inf or -inf is empty: the
+    other part is copied, whatever it contains. If both parts are empty, the prefix is copied and output_lse is -inf.
 
     Args:
         output: [num_tokens, num_heads, head_size], float32, float16 or bfloat16, written; may be `prefix_output`.
-        prefix_output, suffix_output: the same shape and dtype. All three may have any strides but the last.
-        prefix_lse, suffix_lse: [num_heads, num_tokens] float32, natural logarithms of the sums of exponentials of the
-            logits; of any strides.
-        output_lse: the same, written, or None.
+        prefix_output, suffix_output: the shape and dtype of output. All three may have any strides but the last.
+        prefix_lse, suffix_lse: [num_heads, num_tokens] float32, natural log-sum-exp of the logits; any strides.
+        output_lse: [num_heads, num_tokens] float32, written; any strides. Or None.
     """
     infinite = float("inf")
     p, s = (lse.where(~lse.isinf(), -infinite).T[..., None] for lse in (prefix_lse, suffix_lse))
@@ -99,7 +97,7 @@ def plan_merge_attn_states(
 
 
 def _strides(name: str, arg: TensorArg | None, token: int, head: int) -> dict[str, int]:
-    """The strides of the dimensions `token` and `head`."""
+    """The strides of the dimensions `token` and `head` of a tensor, by the names of the kernel's parameters."""
     strides = arg.strides if arg else (0, 0)
     return {f"{name}_stride": strides[token], f"{name}_head_stride": strides[head]}
 

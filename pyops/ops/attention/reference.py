@@ -1,41 +1,19 @@
-"""What decode attention is, in float64: the references of its ops are made of this."""
+"""Decode attention in float64, of which the references of its ops are made."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..._core.lazy import torch
 from .._shared import fp8
+from .arguments import Options, PagedKV, Partials, Sparse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Sparse:
-    """Block-sparse attention: which pages a head attends (attention_decode_simt.cu)."""
-
-    tp_rank: int
-    local_blocks: int
-    vert_stride: int
-    block_size: int
-    head_sliding_step: int
-
-    @property
-    def on(self) -> bool:
-        return self.vert_stride > 1
-
-    def first_step(self, num_heads: int, num_kv_heads: int) -> int:
-        step = self.head_sliding_step
-        return self.tp_rank * (num_heads * step if step >= 0 else num_kv_heads * -step)
-
-
-DENSE = Sparse(0, 0, 0, 64, 0)
-
-
 def largest_of(logits: Tensor) -> Tensor:
-    """The largest of the last dimension, -inf if there is none; NaN is dropped, and comes back with the sum."""
+    """The largest logit of the last dimension, -inf if there is none. NaN counts in the sum of exponentials alone."""
     max_logit = logits.masked_fill(logits.isnan(), -torch.inf)
     return max_logit.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
 
@@ -43,9 +21,10 @@ def largest_of(logits: Tensor) -> Tensor:
 def float32_logits(
     query: Tensor, keys: Tensor, scale: float, kv_cache_dtype: str = "auto", k_scale: Tensor | None = None
 ) -> float:
-    """What float32 leaves uncertain in a logit, and so in a weight's share: 2^-22 of the largest |q| |k|.
+    """The rounding error of a logit in float32, and so of its exponential: 2^-22 of the largest |q| |k|.
 
-    `keys` is a cache of either layout, or has the elements of a key in its last dimension.
+    Args:
+        keys: a cache of either layout, or any tensor with the elements of a key in its last dimension.
     """
 
     def longest(x: Tensor, *dims: int) -> float:
@@ -59,80 +38,75 @@ def float32_logits(
     return 2.0**-22 * abs(scale * unit) * lengths
 
 
-def gathered(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    first: int,
-    length: int,
-    kv_cache_dtype: str,
-    scales: tuple[Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Those tokens first <= i < length of a sequence that lie in a block, with their keys and values.
+def gathered(kv: PagedKV, s: int, first: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens first <= i < length of sequence s that lie in a block of the cache, with their keys and values.
 
-    ``([tokens], [tokens, num_kv_heads, head_size], the same)``, keys and values in float64.
+    ``([tokens], [tokens, num_kv_heads, head_size], [tokens, num_kv_heads, head_size])``, keys and values in float64.
     """
-    packed = key_cache.ndim == 5
-    num_kv_heads, block_size = key_cache.shape[1 if packed else 2], key_cache.shape[3 if packed else 1]
-    if kv_cache_dtype != "auto":
-        key_cache, value_cache = (
-            cache.view(fp8.cache_codes(cache, kv_cache_dtype)) for cache in (key_cache, value_cache)
-        )
-    tokens = torch.arange(first, max(first, length), device=key_cache.device)
-    numbers = block_table[tokens // block_size]
-    there = (numbers >= 0) & (numbers < key_cache.shape[0])
-    tokens, numbers = tokens[there], numbers[there]
-    places = tokens % block_size
-    at = (numbers, slice(None), slice(None), places) if packed else (numbers, places)
-    head_size = value_cache.shape[2 if packed else 3]
-    keys, values = (
-        cache[at].double().reshape(len(numbers), num_kv_heads, head_size) for cache in (key_cache, value_cache)
-    )
-    if kv_cache_dtype != "auto":
-        keys, values = (x * scale.double().reshape(-1)[0] for x, scale in zip((keys, values), scales, strict=True))
+    caches = [kv.key_cache, kv.value_cache]
+    packed, is_fp8 = kv.key_cache.ndim == 5, kv.kv_cache_dtype != "auto"
+    if is_fp8:
+        caches = [cache.view(fp8.cache_codes(cache, kv.kv_cache_dtype)) for cache in caches]
+    tokens = torch.arange(first, max(first, length), device=kv.key_cache.device)
+    numbers = kv.block_tables[s][tokens // kv.block_size]
+    exists = (numbers >= 0) & (numbers < len(kv.key_cache))
+    tokens, numbers = tokens[exists], numbers[exists]
+    slots = tokens % kv.block_size
+    at = (numbers, slice(None), slice(None), slots) if packed else (numbers, slots)
+    head_size = kv.value_cache.shape[2 if packed else 3]
+    keys, values = (cache[at].double().reshape(len(numbers), kv.num_kv_heads, head_size) for cache in caches)
+    if is_fp8:
+        keys, values = keys * kv.k_scale.double().reshape(-1)[0], values * kv.v_scale.double().reshape(-1)[0]
     return tokens, keys, values
 
 
+def attended_of(kv: PagedKV, s: int, window: int, max_tokens: int | None = None) -> tuple[int, int]:
+    """(first token, length) of what the newest token of sequence s attends to, in the room that there is for it."""
+    room = kv.block_tables.shape[1] * kv.block_size
+    length = max(0, min(int(kv.seq_lens[s]), room if max_tokens is None else min(room, max_tokens)))
+    return max(0, length - window) if window > 0 else 0, length
+
+
 class Attended:
-    """What one sequence attends to, in float64: logits [num_heads, tokens] and values of the tokens that count."""
+    """What the query of one sequence attends to, in float64: logits [num_heads, tokens], and values of the tokens.
+
+    Args:
+        query: [num_heads, head_size], of sequence `s`.
+        max_tokens: a bound of the length beside the room in the block table.
+    """
 
     def __init__(
         self,
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
         scale: float,
-        block_table: Tensor,
-        length: int,
-        alibi_slopes: Tensor | None,
-        kv_cache_dtype: str,
-        scales: tuple[Tensor, Tensor],
-        sparse: Sparse = DENSE,
-        window: int = 0,
-        softcap: float = 0.0,
+        kv: PagedKV,
+        s: int,
+        options: Options,
+        sparse: Sparse | None = None,
+        max_tokens: int | None = None,
     ) -> None:
-        num_heads, num_kv_heads = query.shape[0], key_cache.shape[1 if key_cache.ndim == 5 else 2]
-        block_size = key_cache.shape[3 if key_cache.ndim == 5 else 1]
-        length = max(0, min(length, block_table.numel() * block_size))
-        first = max(0, length - window) if window > 0 else 0
-        cached = gathered(key_cache, value_cache, block_table, first, length, kv_cache_dtype, scales)
-        self.tokens, keys, values = cached
-        self.first, self.length = first, length
-        grouped = query.double().reshape(num_kv_heads, num_heads // num_kv_heads, query.shape[1])
-        logits = (torch.einsum("hgd,nhd->hgn", grouped, keys) * scale).flatten(0, 1)
-        if softcap > 0:
-            logits = softcap * torch.tanh(logits / softcap)
-        if alibi_slopes is not None:
-            logits = logits + alibi_slopes.double()[:, None] * (self.tokens + 1 - length)
-        if sparse.on:
-            heads = torch.arange(num_heads, device=query.device)
-            step = sparse.head_sliding_step
-            steps = heads * step if step >= 0 else heads // (num_heads // num_kv_heads) * -step
-            offset = (sparse.first_step(num_heads, num_kv_heads) + steps + 1)[:, None]
-            block = self.tokens // block_size * block_size // sparse.block_size
-            near = block > (length - 1) // sparse.block_size - sparse.local_blocks
-            logits = logits.masked_fill(~(((block + offset) % sparse.vert_stride == 0) | near), -torch.inf)
-        self.logits, self.values = logits, values
+        self.first, self.length = attended_of(kv, s, options.sliding_window, max_tokens)
+        self.tokens, keys, self.values = gathered(kv, s, self.first, self.length)
+        logits = (
+            torch.einsum("hgd,nhd->hgn", query.double().unflatten(0, (kv.num_kv_heads, -1)), keys) * scale
+        ).flatten(0, 1)
+        if options.logits_soft_cap > 0:
+            logits = options.logits_soft_cap * torch.tanh(logits / options.logits_soft_cap)
+        if options.alibi_slopes is not None:
+            logits = logits + options.alibi_slopes.double()[:, None] * (self.tokens + 1 - self.length)
+        if sparse and sparse.on:
+            logits = logits.masked_fill(~self._pages(len(query), kv, sparse), -torch.inf)
+        self.logits = logits
+
+    def _pages(self, num_heads: int, kv: PagedKV, sparse: Sparse) -> Tensor:
+        """[num_heads, tokens] bool: whether a head attends to the page of a token."""
+        heads, step = torch.arange(num_heads, device=self.tokens.device), sparse.blocksparse_head_sliding_step
+        steps = heads * step if step >= 0 else heads // (num_heads // kv.num_kv_heads) * -step
+        offset = (sparse.first_step(num_heads, kv.num_kv_heads) + steps + 1)[:, None]
+        size = sparse.blocksparse_block_size
+        block = self.tokens // kv.block_size * kv.block_size // size
+        is_local = block > (self.length - 1) // size - sparse.blocksparse_local_blocks
+        return ((block + offset) % sparse.blocksparse_vert_stride == 0) | is_local
 
     def part(self, begin: int, end: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """(largest logit, sum of exponentials, sum of weighted values) of the tokens begin <= i < end."""
@@ -147,7 +121,10 @@ class Attended:
 def finish(
     out: Tensor, max_logit: Tensor, z: Tensor, total: Tensor, sinks: Tensor | None = None, lse: Tensor | None = None
 ) -> None:
-    """``out = total / (z + 1e-6)`` for sums relative to `most`, with one more logit for each head in `sinks`."""
+    """Write ``out = total / (z + 1e-6)`` and the log-sum-exp, for sums relative to `max_logit`.
+
+    Each head has one more logit in `sinks`, without a value.
+    """
     if sinks is not None:
         larger = torch.maximum(max_logit, sinks.double())
         base = larger.masked_fill(larger == -torch.inf, 0.0)
@@ -158,9 +135,12 @@ def finish(
         lse.copy_(max_logit + torch.log(z))
 
 
-def partitions(attended: Attended, size: int, partials: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Write what partitions leave, and join it: (largest logit, sum of weights, weighted sum of rounded results)."""
-    exp_sums, max_logits, tmp_out = partials
+def partitions(attended: Attended, size: int, partials: Partials, s: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the results of the partitions of sequence `s`, and join them.
+
+    Returns (largest logit, sum of exponentials, sum of the rounded results under these exponentials).
+    """
+    exp_sums, max_logits, tmp_out = partials.exp_sums[s], partials.max_logits[s], partials.tmp_out[s]
     begin, end = attended.first // size, -(-attended.length // size)
     for p in range(begin, end):
         max_logit, z, total = attended.part(p * size, (p + 1) * size)

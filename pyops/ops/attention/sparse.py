@@ -1,4 +1,4 @@
-"""Sparse patterns of attention, prepared for kernels that work on blocks."""
+"""Sparse patterns of attention, as blocks of keys for each block of queries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ..._core.dtypes import int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
-from ..._core.tensor import TensorArg, new
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "convert_vertical_slash_indexes",
     "convert_vertical_slash_indexes_mergehead",
-    "convert_vertical_slash_indexes_out",
 ]
 
 _convert_vertical_slash_indexes = Kernel("attention/convert_vertical_slash_indexes.cu")
@@ -33,8 +33,8 @@ def convert_vertical_slash_indexes(
     block_size_N: int,
     causal: bool = True,
 ) -> tuple[Any, Any, Any, Any]:
-    """`convert_vertical_slash_indexes_out` into new (block_count, block_offset, column_count, column_index)."""
-    return convert_vertical_slash_indexes_mergehead(
+    """`convert_vertical_slash_indexes_mergehead` into new (block_count, block_offset, column_count, column_index)."""
+    outputs: tuple[Any, Any, Any, Any] = convert_vertical_slash_indexes_mergehead(
         q_seqlens,
         kv_seqlens,
         vertical_indexes,
@@ -46,40 +46,11 @@ def convert_vertical_slash_indexes(
         block_size_N,
         causal,
     )
-
-
-def convert_vertical_slash_indexes_mergehead(
-    q_seqlens: Any,
-    kv_seqlens: Any,
-    vertical_indexes: Any,
-    slash_indexes: Any,
-    vertical_indices_count: Any,
-    slash_indices_count: Any,
-    context_size: int,
-    block_size_M: int,
-    block_size_N: int,
-    causal: bool = True,
-) -> tuple[Any, Any, Any, Any]:
-    """The same for heads with so many indices each."""
-    *heads, num_verticals = vertical_indexes.shape
-    rows = (*heads, -(-context_size // max(1, block_size_M)))
-    outputs = (
-        new(vertical_indexes, rows),
-        new(vertical_indexes, (*rows, slash_indexes.shape[-1])),
-        new(vertical_indexes, rows),
-        new(vertical_indexes, (*rows, num_verticals)),
-    )
-    inputs = q_seqlens, kv_seqlens, vertical_indexes, slash_indexes, vertical_indices_count, slash_indices_count
-    convert_vertical_slash_indexes_out(*outputs, *inputs, context_size, block_size_M, block_size_N, causal)
     return outputs
 
 
-@op(out=("block_count", "block_offset", "column_count", "column_index"), ulps=0)
-def convert_vertical_slash_indexes_out(
-    block_count: Tensor,
-    block_offset: Tensor,
-    column_count: Tensor,
-    column_index: Tensor,
+@op(returns=("block_count", "block_offset", "column_count", "column_index"), ulps=0)
+def convert_vertical_slash_indexes_mergehead(
     q_seqlens: Tensor,
     kv_seqlens: Tensor,
     vertical_indexes: Tensor,
@@ -90,30 +61,38 @@ def convert_vertical_slash_indexes_out(
     block_size_M: int,
     block_size_N: int,
     causal: bool = True,
+    *,
+    block_count: Tensor,
+    block_offset: Tensor,
+    column_count: Tensor,
+    column_index: Tensor,
 ) -> None:
     """Vertical lines and diagonals of an attention matrix, as blocks and single columns of each row of blocks.
 
-    A row holds block_size_M queries, up to ``end``, and ``base = end + kv_len - q_len`` (`causal`: the keys end where
-    the queries do) or ``end + kv_len`` (they are an earlier chunk). A slash s puts the keys ``[e - block_size_M, e)``,
-    ``e = max(base - s, block_size_M)``, into the row; ranges that meet or lie less than block_size_M apart are one,
-    which grows by whole block_size_M. The ranges are cut into blocks of block_size_N keys, of which the first key is
-    kept, and verticals that lie in no range are kept as columns: if `causal`, those before the last range (MInference,
-    Jiang et al. 2024, arXiv:2407.02490). Slashes at or behind the base count for nothing (but one at
-    it that is the last of all), and so do negative slashes and verticals outside the keys.
+    A row of blocks holds block_size_M queries, up to query ``end``. Its base is ``end + kv_len - q_len`` if `causal`
+    (the keys end where the queries do), else ``end + kv_len`` (the keys are an earlier chunk). A slash s adds the key
+    range ``[e - block_size_M, e)`` with ``e = max(base - s, block_size_M)``. Ranges that meet, or lie less than
+    block_size_M apart, are merged; a merged range grows by whole block_size_M. Each range is cut into blocks of
+    block_size_N keys, and `block_offset` gets the first key of each block. `column_index` gets the verticals that lie
+    in no range: if `causal`, only those before the last range (MInference, Jiang et al. 2024, arXiv:2407.02490).
+    Ignored are negative slashes, verticals outside the keys, and slashes at or behind the base, unless the last slash
+    of all lies at the base.
 
     Args:
-        block_count, column_count: [batch, num_heads, rows] int32, written; rows is context_size / block_size_M, rounded
-            up. Rows behind the queries of a sequence have none.
-        block_offset: [batch, num_heads, rows, num_slashes] int32, written; zeros behind the blocks of a row.
-        column_index: [batch, num_heads, rows, num_verticals] int32, written; zeros behind the columns of a row.
         q_seqlens, kv_seqlens: [batch] int32, queries and keys of each sequence.
         vertical_indexes: [batch, num_heads, num_verticals] int32, ascending columns.
         slash_indexes: [batch, num_heads, num_slashes] int32, descending distances of diagonals.
-        vertical_indices_count, slash_indices_count: [num_heads] int32, how many indices of a head count, or None for
-            all.
-        context_size: the most queries of a sequence.
+        vertical_indices_count, slash_indices_count: [num_heads] int32, the indices of a head that count, from the
+            first on; None for all.
+        context_size: queries of a sequence, at most.
         block_size_M, block_size_N: queries and keys of a block; block_size_M is at most block_size_N.
-        causal: whether the keys end where the queries do. All tensors are contiguous.
+        causal: whether the keys end where the queries do.
+        block_count, column_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. Rows
+            behind the queries of a sequence have none.
+        block_offset: [batch, num_heads, rows, num_slashes] int32; zeros behind the blocks of a row.
+        column_index: [batch, num_heads, rows, num_verticals] int32; zeros behind the columns of a row.
+
+    All tensors are contiguous. The last four are written and returned, and new unless given.
     """
     batch, num_heads, num_rows = block_count.shape
     for tensor in (block_count, block_offset, column_count, column_index):
@@ -146,8 +125,8 @@ def _row(
     block_size_N: int,
     causal: bool,
 ) -> tuple[list[int], list[int]]:
-    """(starts of blocks, columns) of the row of queries from `start` on."""
-    columns = [v for v in verticals if 0 <= v < kv_len][::-1]  # the next is the last
+    """(first keys of the blocks, columns) of the row of blocks that begins at query `start`."""
+    columns = [v for v in verticals if 0 <= v < kv_len][::-1]  # reversed: pop() takes the smallest
     slashes = [s for s in slashes if s >= 0][::-1]
     base = start + block_size_M + kv_len - (q_len if causal else 0)
     slash = base + 1
@@ -178,12 +157,18 @@ def _row(
     return [key for key in blocks if key >= 0], found if causal else found + columns[::-1]
 
 
-@convert_vertical_slash_indexes_out.plan
-def plan_convert_vertical_slash_indexes_out(
-    block_count: TensorArg,
-    block_offset: TensorArg,
-    column_count: TensorArg,
-    column_index: TensorArg,
+@convert_vertical_slash_indexes_mergehead.result
+def result_convert_vertical_slash_indexes_mergehead(
+    vertical_indexes: Any, slash_indexes: Any, context_size: int, block_size_M: int
+) -> tuple[Result, ...]:
+    *heads, num_verticals = vertical_indexes.shape
+    rows = (*heads, -(-context_size // max(1, block_size_M)))
+    shapes = rows, (*rows, slash_indexes.shape[-1]), rows, (*rows, num_verticals)
+    return tuple(Result(shape, vertical_indexes.dtype) for shape in shapes)
+
+
+@convert_vertical_slash_indexes_mergehead.plan
+def plan_convert_vertical_slash_indexes_mergehead(
     q_seqlens: TensorArg,
     kv_seqlens: TensorArg,
     vertical_indexes: TensorArg,
@@ -193,13 +178,15 @@ def plan_convert_vertical_slash_indexes_out(
     context_size: int,
     block_size_M: int,
     block_size_N: int,
+    block_count: TensorArg,
+    block_offset: TensorArg,
+    column_count: TensorArg,
+    column_index: TensorArg,
 ) -> Launch:
     if context_size < 0:
-        raise check.refuse(block_count, "context_size", f"expected at least 0, got {context_size}")
+        raise check.refuse(q_seqlens, "context_size", f"expected at least 0, got {context_size}")
     if not 0 < block_size_M <= block_size_N:
-        raise check.refuse(
-            block_count, "block_size_M", f"expected 1 to block_size_N={block_size_N}, got {block_size_M}"
-        )
+        raise check.refuse(q_seqlens, "block_size_M", f"expected 1 to block_size_N={block_size_N}, got {block_size_M}")
     for arg in (vertical_indexes, slash_indexes):
         if len(arg.shape) != 3 or not arg.shape[-1]:
             raise arg.error(f"expected shape (batch, num_heads, at least 1), got {arg.shape}")
@@ -226,8 +213,8 @@ def plan_convert_vertical_slash_indexes_out(
     )
 
 
-@convert_vertical_slash_indexes_out.bad_indices
-def bad_indices_convert_vertical_slash_indexes_out(
+@convert_vertical_slash_indexes_mergehead.bad_indices
+def bad_indices_convert_vertical_slash_indexes_mergehead(
     q_seqlens: Tensor,
     kv_seqlens: Tensor,
     vertical_indexes: Tensor,
@@ -251,8 +238,8 @@ def bad_indices_convert_vertical_slash_indexes_out(
     return found
 
 
-@convert_vertical_slash_indexes_out.example
-def example_convert_vertical_slash_indexes_out(
+@convert_vertical_slash_indexes_mergehead.example
+def example_convert_vertical_slash_indexes_mergehead(
     make: Any, *, num_tokens: int = 512, causal: bool = True, with_counts: bool = True
 ) -> tuple[Any, ...]:
     num_heads, num_verticals, num_slashes, block_size, context_size = 3, 40, 24, 64, 32 * num_tokens
@@ -263,20 +250,20 @@ def example_convert_vertical_slash_indexes_out(
     block_count, column_count = (make.empty(2, num_heads, rows, dtype="int32") for _ in range(2))
     lengths = (context_size, context_size * 2 // 3)
 
-    def spread(size: int) -> list[list[list[int]]]:
-        """So many indices for every head, ascending."""
+    def indices(size: int) -> list[list[list[int]]]:
+        """[sequence][head][size], ascending."""
         return [
             [sorted((i * i * 97 + 31 * i * head) % max(1, length) for i in range(size)) for head in range(num_heads)]
             for length in lengths
         ]
 
-    slashes = [[head[::-1] for head in sequence] for sequence in spread(num_slashes)]
+    slashes = [[head[::-1] for head in sequence] for sequence in indices(num_slashes)]
     counts = [make.values([size, size // 2, 1], dtype="int32") for size in (num_verticals, num_slashes)]
     return (
-        *(block_count, block_offset, column_count, column_index),
         *(make.values(list(lengths), dtype="int32") for _ in range(2)),
-        make.values(spread(num_verticals), dtype="int32"),
+        make.values(indices(num_verticals), dtype="int32"),
         make.values(slashes, dtype="int32"),
         *(counts if with_counts else (None, None)),
         *(context_size, block_size, block_size, causal),
+        *(block_count, block_offset, column_count, column_index),
     )

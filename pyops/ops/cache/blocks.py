@@ -1,4 +1,4 @@
-"""Blocks of a paged cache: copied within it, moved between devices, converted to fp8 and back."""
+"""Blocks of a paged cache: copied within a cache, and moved between devices."""
 
 from __future__ import annotations
 
@@ -6,42 +6,40 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from ..._core import check, tensor
-from ..._core.dtypes import E4M3, FLOATS, DType, uint8
+from ..._core.dtypes import DType, uint8
 from ..._core.errors import OpError
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import cupy, torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .._shared import fp8
-from ._common import bits, codes
+from ._common import indexable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _copy_blocks = Kernel("cache/copy_blocks.cu")
-_convert_fp8 = Kernel("cache/convert_fp8.cu")
 
-_NOWHERE = 2**63 - 1
-_HOST = -1  # where a device would have its index
-_MAX_ROWS = 32768  # of a grid of convert_fp8
+_VECS, _NUM_THREADS = 4, 128  # vectors of a thread, threads of a block; no measurement of their own
+_BEYOND_MEMORY = 2**63 - 1  # an address behind every block
+_HOST_INDEX = -1  # in place of the index of a device
 
 
 @op(inout=("key_cache", "value_cache"), ulps=0)
 def copy_cache_blocks(key_cache: Tensor, value_cache: Tensor | None, block_mapping: Tensor) -> None:
     """Copy whole blocks of the caches of one layer: ``cache[block_mapping[i, 1]] = cache[block_mapping[i, 0]]``.
 
-    A pair of which either block does not exist is skipped. All pairs are copied at once: a block may be a source many
-    times; what a destination holds that comes twice, or is a source as well, is not specified.
+    A pair is skipped if either block does not exist. All pairs are copied at once: a block may be the source of many
+    pairs. The contents of a block that is the destination of two pairs, or a destination and a source, are unspecified.
 
     Args:
-        key_cache: [num_blocks, ...] of any dtype that ops know, read and written; the elements of a block lie together,
-            in any order.
-        value_cache: likewise, with as many blocks of as many bytes; or None.
+        key_cache: [num_blocks, ...] of any supported dtype, read and written; blocks without gaps, their elements in
+            any order.
+        value_cache: a cache with as many blocks of as many bytes; or None.
         block_mapping: [num_pairs, 2] int64 or int32, (source, destination), any strides.
     """
     source, target = block_mapping.long().unbind(1)
@@ -49,11 +47,11 @@ def copy_cache_blocks(key_cache: Tensor, value_cache: Tensor | None, block_mappi
     exists = (source >= 0) & (source < num_blocks) & (target >= 0) & (target < num_blocks)
     for cache in (key_cache, value_cache):
         if cache is not None:
-            bits(cache)[target[exists]] = bits(cache)[source[exists]]
+            indexable(cache)[target[exists]] = indexable(cache)[source[exists]]
 
 
 def _block_bytes(cache: TensorArg) -> int:
-    """Bytes of a block, whose elements must lie together."""
+    """Check that the blocks of a cache have no gaps; returns the bytes of a block."""
     if len(cache.shape) < 2:
         raise cache.error(f"expected at least 2 dimensions, got shape {cache.shape}")
     block = replace(cache, shape=cache.shape[1:], strides=cache.strides[1:])
@@ -81,11 +79,10 @@ def plan_copy_cache_blocks(key_cache: TensorArg, value_cache: TensorArg | None, 
         for cache in given
     ]
     vec_size = check.vector_width(block_bytes, *as_bytes)
-    batch, num_threads = 4, 128
-    chunks = -(-block_bytes // (vec_size * batch * num_threads))
-    return _copy_blocks(map_t=block_mapping.dtype, VEC_SIZE=vec_size, BATCH=batch, NUM_THREADS=num_threads).launch(
+    chunks = -(-block_bytes // (vec_size * _VECS * _NUM_THREADS))
+    return _copy_blocks(map_t=block_mapping.dtype, VEC_SIZE=vec_size, BATCH=_VECS, NUM_THREADS=_NUM_THREADS).launch(
         grid=(block_mapping.shape[0] * chunks if key_cache.numel else 0, len(given)),
-        block=num_threads,
+        block=_NUM_THREADS,
         num_blocks=key_cache.shape[0],
         block_bytes=block_bytes,
         key_stride=as_bytes[0].strides[0],
@@ -144,16 +141,16 @@ def copy_blocks_mla(kv_caches: Sequence[Any], block_mapping: Any) -> None:
 
 
 def _copy_layers(layers: Sequence[tuple[Any, Any]], block_mapping: Any) -> None:
-    looks = [[_looks(cache) for cache in layer] for layer in layers]
-    for layer, look in zip(layers, looks, strict=True):
-        if look != looks[0]:  # the call for the first one checks what looks the same
+    properties = [[_properties(cache) for cache in layer] for layer in layers]
+    for layer, own in zip(layers, properties, strict=True):
+        if own != properties[0]:  # the call for the first layer checks all layers with its properties
             copy_cache_blocks.op.check(*layer, block_mapping)
     for layer in layers:
         copy_cache_blocks(*layer, block_mapping)
 
 
-def _looks(cache: Any) -> Any:
-    """What a plan sees of a cache."""
+def _properties(cache: Any) -> Any:
+    """The properties of a cache that checks depend on, to compare caches by."""
     kind = tensor.library_of(cache)
     if kind is None:
         return cache
@@ -165,16 +162,16 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
     """Copy blocks from one tensor to another, of the same device or of the host: block ``m[i, 1]`` of `dst` becomes
     block ``m[i, 0]`` of `src`.
 
-    Both are taken for consecutive blocks of `block_size_in_bytes` bytes. Blocks that follow each other on both sides
-    are one copy. Copies are asynchronous on the current stream wherever the library has them so (for the host: in
-    pinned memory). A pair of which either block does not exist is skipped.
+    Both tensors are read as consecutive blocks of `block_size_in_bytes` bytes. Pairs of blocks that follow each other
+    on both sides become one copy. Copies are asynchronous on the current stream where the library supports it (host
+    memory must be pinned). A pair is skipped if either block does not exist.
 
     Args:
         src, dst: torch tensors, or numpy and cupy arrays, of any dtype and shape without gaps; both on one GPU, or one
             or both in host memory.
-        block_size_in_bytes: of a block.
+        block_size_in_bytes: bytes of a block.
         block_mapping: [n, 2] integers, (source, destination), in host memory: a torch tensor, a numpy array or a list.
-            No destination is a source as well.
+            No block of memory may be a destination and a source.
 
     Raises:
         OpError: a mapping that is not [n, 2] integers in host memory, a destination that overlaps a source, a size
@@ -189,15 +186,15 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
     source_arg, target_arg = (_dense(name, value) for name, value in (("src", src), ("dst", dst)))
     if (tensor.library_of(src) == "torch") != (tensor.library_of(dst) == "torch"):
         raise target_arg.error("expected a tensor of the library of src")
-    if len({source_arg.device.index, target_arg.device.index} - {_HOST}) > 1:
+    if len({source_arg.device.index, target_arg.device.index} - {_HOST_INDEX}) > 1:
         raise target_arg.error("expected host memory or the device of src")
     blocks = [arg.nbytes // size for arg in (source_arg, target_arg)]
     mapping = mapping[((mapping >= 0) & (mapping < numpy.array(blocks))).all(1)]
     sources, targets = (tensor.address(value) + mapping[:, i] * size for i, value in enumerate((src, dst)))
     sources.sort()
-    # Of each target, the first source that does not end before it begins; behind the last one lies nothing.
+    # For each target, the first source that ends behind the begin of the target.
     following = numpy.searchsorted(sources, targets - size, side="right")
-    if (numpy.append(sources, _NOWHERE)[following] < targets + size).any():
+    if (numpy.append(sources, _BEYOND_MEMORY)[following] < targets + size).any():
         raise OpError("swap_blocks", "block_mapping", "a destination overlaps a source")
     copy = _copier(src, dst)
     for source, target, count in _runs(mapping):
@@ -219,7 +216,7 @@ def _host_mapping(block_mapping: Any) -> Any:
 
 
 def _dense(name: str, value: Any) -> TensorArg:
-    """The Arg of a tensor without gaps."""
+    """Check that a tensor has no gaps; returns its description."""
     kind = tensor.library_of(value)
     if kind is None:
         raise OpError("swap_blocks", name, f"expected a tensor, got {type(value).__name__}")
@@ -231,7 +228,7 @@ def _dense(name: str, value: Any) -> TensorArg:
 
 
 def _runs(mapping: Any) -> Any:
-    """(source, destination, number of blocks) of the longest runs in which both count up."""
+    """(source, destination, number of blocks) of the longest runs of pairs that both count up by 1."""
     if not len(mapping):
         return []
     breaks = numpy.flatnonzero((numpy.diff(mapping, axis=0) != 1).any(1)) + 1
@@ -241,7 +238,7 @@ def _runs(mapping: Any) -> Any:
 
 
 def _copier(src: Any, dst: Any) -> Any:
-    """copy(byte of src, byte of dst, bytes)."""
+    """A function copy(first byte in src, first byte in dst, number of bytes)."""
     if tensor.library_of(src) == "torch":
         source, target = (_torch_bytes(value) for value in (src, dst))
 
@@ -268,83 +265,3 @@ def _torch_bytes(value: Tensor) -> Tensor:
     offset = value.storage_offset() * value.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=value.device)
     return flat.set_(value.untyped_storage(), offset, (value.numel() * value.element_size(),))
-
-
-@op(out="output", ulps=0)
-def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
-    """Convert a cache to e4m3 codes, ``e4m3(input / scale)``, or codes to floats, ``T(input * scale)``.
-
-    The quotient is a true division in float32, rounded to the nearest code; it saturates, and NaN stays NaN.
-
-    Args:
-        output, input: of one shape, in one order in memory; one of them float32, float16 or bfloat16, the other uint8,
-            float8_e4m3fn or float8_e4m3fnuz. `output` is written.
-        scale: of the codes.
-        kv_dtype: "fp8" or "fp8_e4m3".
-    """
-    divisor = torch.full((), scale, dtype=torch.float32, device=input.device)
-    if output.element_size() == 1:
-        bits(output).copy_(codes(input, divisor, fp8.cache_codes(output, kv_dtype)))
-    else:
-        output.copy_(input.view(fp8.cache_codes(input, kv_dtype)).float() * divisor)
-
-
-@convert_fp8.plan
-def plan_convert_fp8(output: TensorArg, input: TensorArg, kv_dtype: str) -> Launch:
-    if kv_dtype not in ("fp8", "fp8_e4m3"):
-        raise check.refuse(input, "kv_dtype", f'expected "fp8" or "fp8_e4m3", got "{kv_dtype}"')
-    to_codes = input.dtype in FLOATS
-    check.dtype(input, *FLOATS, uint8, *E4M3)
-    check.dtype(output, *((uint8, *E4M3) if to_codes else FLOATS))
-    kind = check.cache_dtype(output if to_codes else input, kv_dtype, input.dtype)
-    check.same_shape(output, input)
-    # The order of the dimensions in memory, in which both are rows of one size.
-    order = sorted(range(len(input.shape)), key=lambda dim: (-input.strides[dim], -input.shape[dim]))
-    rows = [
-        replace(arg, shape=(*(arg.shape[dim] for dim in order), 1), strides=(*(arg.strides[dim] for dim in order), 1))
-        for arg in (output, input)
-    ]
-    dims = check.leading(*rows, max_dims=2)
-    if dims[-1][1] != (1, 1):  # single elements
-        dims.append((1, (1, 1)))
-    if len(dims) > 2:
-        raise output.error(f"expected strides {input.strides} like input, got {output.strides}")
-    (num_rows, strides), (row_size, _) = ((1, (0, 0)), *dims)[-2:]
-    matrices = [
-        replace(arg, shape=(num_rows, row_size), strides=(row_stride, 1))
-        for arg, row_stride in zip((output, input), strides, strict=True)
-    ]
-    vec_size, num_threads = check.vector_width(row_size, *matrices), 256
-    return _convert_fp8(
-        out_t=kind if to_codes else output.dtype,
-        in_t=input.dtype if to_codes else kind,
-        VEC_SIZE=vec_size,
-        NUM_THREADS=num_threads,
-    ).launch(
-        grid=(-(-row_size // (vec_size * num_threads)) if input.numel else 0, min(num_rows, _MAX_ROWS)),
-        block=num_threads,
-        num_rows=num_rows,
-        row_size=row_size,
-        output_stride=strides[0],
-        input_stride=strides[1],
-    )
-
-
-@convert_fp8.example
-def example_convert_fp8(
-    make: Any,
-    *,
-    num_tokens: int = 16,
-    hidden_size: int = 4096,
-    dtype: str = "bfloat16",
-    to_codes: Literal[True, False] = True,
-) -> tuple[Any, ...]:
-    if to_codes:
-        output, input = (
-            make.empty(num_tokens, hidden_size, dtype="uint8"),
-            make.randn(num_tokens, hidden_size, dtype=dtype),
-        )
-    else:
-        output = make.empty(num_tokens, hidden_size, dtype=dtype)
-        input = make.randint(0, 120, num_tokens, hidden_size, dtype="uint8")
-    return output, input, 0.03, "fp8"

@@ -1,4 +1,7 @@
-"""The cache of the indexer of sparse attention: codes of its keys, and their scales behind those of a block."""
+"""The paged cache of sparse attention's indexer, written and gathered.
+
+A block of this cache holds the codes of the keys of all its slots, and behind them the scales of all its slots.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,21 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from ._common import codes, example_slots, slots, slots_beyond, stride
+from ._common import CODES, bad_slots, example_slots, existing_slots, first_stride, fp8_codes, indexable
+from ._geometry import choose
+from ._sequences import bad_sequences, check_tables, example_sequences, existing_rows, sequence_of_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _indexer_k_quant_and_cache = Kernel("cache/indexer_k_quant_and_cache.cu")
+_cp_gather_indexer_k_quant_cache = Kernel("cache/cp_gather_indexer_k_quant_cache.cu")
+_NUM_THREADS = 128  # of indexer_k_quant_and_cache.cu; no measurement of its own
+_MAX_BLOCK_BYTES = 2**30  # kernels count the bytes of a cache block in 32 bits
 
 
 def _power_of_two_above(x: Tensor) -> Tensor:
-    """The least power of two that is no smaller, of positive normal numbers; infinity stays."""
+    """The smallest power of two that is not below `x`, a positive normal number; infinity stays."""
     return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
@@ -30,36 +38,36 @@ def indexer_k_quant_and_cache(
 ) -> None:
     """Quantise the indexer's keys by groups and write them into its paged cache (sparse attention of DeepSeek V3.2).
 
-    ``s = max(max|x|, 1e-4) / 448`` over a group x of `quant_block_size` elements, in which NaN has no part, and the
-    least power of two that is no smaller for "ue8m0"; the codes are ``e4m3(x / s)``, saturating, NaN staying NaN. A
-    block of the cache is not a list of entries: it holds the codes of all its slots, [block_size, head_size], and then
-    the scales of all its slots, [block_size, head_size / quant_block_size] float32. Nothing is written for a slot that
-    is negative or lies behind the last. Of tokens with the same slot, which one is kept is not specified.
+    The scale of a group x of `quant_block_size` elements is ``s = max(max|x|, 1e-4) / 448``, where the maximum ignores
+    NaN, rounded up to a power of two for "ue8m0". The codes are ``e4m3(x / s)``, saturating; NaN stays NaN. A block of
+    the cache is not a list of entries: it holds the codes of all its slots, [block_size, head_size], and then the
+    scales of all its slots, [block_size, head_size / quant_block_size] float32. Nothing is written for a slot that is
+    negative or lies behind the last. Among tokens with the same slot, it is unspecified which one is kept.
 
     Args:
         k: [num_tokens, head_size], float32, float16 or bfloat16; any stride of tokens. Tokens beyond the shorter of `k`
             and `slot_mapping` are not written.
-        kv_cache: [num_blocks, block_size, head_size + 4 * head_size / quant_block_size] uint8, the elements of a block
-            one after another; written where slots say.
+        kv_cache: [num_blocks, block_size, head_size + 4 * head_size / quant_block_size] uint8, blocks contiguous, any
+            stride of blocks; written where slots say.
         slot_mapping: [num_tokens] int64 or int32, any stride.
         quant_block_size: elements under one scale, a divisor of head_size.
         kv_cache_dtype: the format of scales: "ue8m0" or any other name.
     """
     num_blocks, block_size, _ = kv_cache.shape
     num_tokens, head_size = min(len(k), len(slot_mapping)), k.shape[1]
-    tokens, block, offset = slots(slot_mapping[:num_tokens], num_blocks, block_size)
+    tokens, block, offset = existing_slots(slot_mapping[:num_tokens], num_blocks, block_size)
     groups = k[tokens].float().unflatten(-1, (-1, quant_block_size))
     largest = groups.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True).clamp(min=1e-4)
     scales = largest / torch.full_like(largest, 448.0)
     if kv_cache_dtype == "ue8m0":
         scales = _power_of_two_above(scales)
-    keys, of_scales = indexer_parts(kv_cache, head_size)
-    keys[block, offset] = codes(groups, scales, torch.float8_e4m3fn).flatten(1)
-    of_scales[block, offset] = scales.flatten(1).view(torch.uint8)
+    keys, scale_bytes = indexer_parts(kv_cache, head_size)
+    keys[block, offset] = fp8_codes(groups, scales, torch.float8_e4m3fn).flatten(1)
+    scale_bytes[block, offset] = scales.flatten(1).view(torch.uint8)
 
 
 def indexer_parts(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """The codes [num_blocks, block_size, head_size] and the bytes of the scales [num_blocks, block_size, ...]."""
+    """Views of codes [num_blocks, block_size, head_size] and of the bytes of scales [num_blocks, block_size, ...]."""
     num_blocks, block_size, entry = kv_cache.shape
     flat = kv_cache.as_strided((num_blocks, block_size * entry), (kv_cache.stride(0), 1))
     sizes = (head_size, entry - head_size)
@@ -69,17 +77,18 @@ def indexer_parts(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 
 def indexer_cache(kv_cache: TensorArg, head_size: int, scale_size: int) -> tuple[TensorArg, int]:
-    """(the codes of an indexer's cache, in what alignment the scales lie); checks the cache."""
+    """Check an indexer's cache; returns (its codes [num_blocks, block_size, head_size], alignment of its scales)."""
     check.dtype(kv_cache, uint8)
     check.sizes(kv_cache, num_blocks=None, block_size=None, entry=head_size + scale_size)
     num_blocks, block_size, entry = kv_cache.shape
-    if block_size * entry > 2**30:  # bytes, which kernels count in 32 bits
+    if block_size * entry > _MAX_BLOCK_BYTES:
         raise kv_cache.error(f"expected blocks of at most 2^30 bytes, got shape {kv_cache.shape}")
     check.contiguous(replace(kv_cache, shape=kv_cache.shape[1:], strides=kv_cache.strides[1:]))
     block_stride = kv_cache.strides[0]
     keys = replace(kv_cache, shape=(num_blocks, block_size, head_size), strides=(block_stride, head_size, 1))
-    bits_ = block_size * head_size | kv_cache.alignment | (block_stride if num_blocks > 1 else 0)
-    return keys, bits_ & -bits_
+    # The lowest bit of any offset is the largest power of two that divides them all.
+    offsets = block_size * head_size | kv_cache.alignment | (block_stride if num_blocks > 1 else 0)
+    return keys, offsets & -offsets
 
 
 @indexer_k_quant_and_cache.plan
@@ -98,7 +107,7 @@ def plan_indexer_k_quant_and_cache(
     num_groups = head_size // quant_block_size
     keys, scale_alignment = indexer_cache(kv_cache, head_size, 4 * num_groups)
     vec_size = check.vector_width(quant_block_size, k, keys)
-    lanes, num_threads = 1, 128
+    lanes = 1  # threads that share a group
     while lanes < 32 and lanes * vec_size < quant_block_size:
         lanes *= 2
     return _indexer_k_quant_and_cache(
@@ -111,21 +120,21 @@ def plan_indexer_k_quant_and_cache(
         VEC_SIZE=vec_size,
         SCALE_ACCESS=min(4, scale_alignment),
         LANES=lanes,
-        NUM_THREADS=num_threads,
+        NUM_THREADS=_NUM_THREADS,
     ).launch(
-        grid=-(-num_tokens * num_groups * lanes // num_threads) if kv_cache.numel else 0,
-        block=num_threads,
+        grid=-(-num_tokens * num_groups * lanes // _NUM_THREADS) if kv_cache.numel else 0,
+        block=_NUM_THREADS,
         num_tokens=num_tokens,
         num_blocks=kv_cache.shape[0],
-        slot_mapping_stride=stride(slot_mapping),
-        k_stride=stride(k),
-        block_stride=stride(kv_cache),
+        slot_mapping_stride=first_stride(slot_mapping),
+        k_stride=first_stride(k),
+        block_stride=first_stride(kv_cache),
     )
 
 
 @indexer_k_quant_and_cache.bad_indices
 def bad_indices_indexer_k_quant_and_cache(kv_cache: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
-    return slots_beyond(slot_mapping, *kv_cache.shape[:2])
+    return bad_slots(slot_mapping, *kv_cache.shape[:2])
 
 
 @indexer_k_quant_and_cache.traffic
@@ -151,4 +160,103 @@ def example_indexer_k_quant_and_cache(
         slot_mapping,
         quant_block_size,
         kv_cache_dtype,
+    )
+
+
+@op(inout=("dst_k", "dst_scale"), ulps=0)
+def cp_gather_indexer_k_quant_cache(
+    kv_cache: Tensor, dst_k: Tensor, dst_scale: Tensor, block_table: Tensor, cu_seq_lens: Tensor
+) -> None:
+    """Gather the quantised keys of sequences and their scales from the indexer's cache (`indexer_k_quant_and_cache`).
+
+    Row ``t`` of `dst_k` and `dst_scale` are the codes and the scales in slot ``j % block_size`` of the block
+    ``block_table[b, j // block_size]``, with ``j = t - cu_seq_lens[b]`` and b the sequence for which
+    ``cu_seq_lens[b] <= t < cu_seq_lens[b + 1]``. A row of no sequence, or whose slot does not exist, keeps its bits.
+
+    Args:
+        kv_cache: [num_blocks, block_size, head_size + scale_size] uint8, blocks contiguous: the codes of all slots,
+            then the scales of all slots; any stride of blocks.
+        dst_k: [num_rows, head_size] uint8 or float8, written row by row; any stride of rows.
+        dst_scale: [num_rows, scale_size] uint8, the bytes of float32 scales, written row by row; any stride of rows.
+        block_table: [num_seqs, max_blocks] int32 or int64, any strides.
+        cu_seq_lens: [num_seqs + 1] int32 or int64, ascending.
+    """
+    sequence = sequence_of_rows(cu_seq_lens, len(cu_seq_lens) - 1, len(dst_k))
+    rows, block, offset = existing_rows(kv_cache, block_table, cu_seq_lens, sequence, None)
+    keys, scales = indexer_parts(kv_cache, dst_k.shape[1])
+    indexable(dst_k)[rows] = keys[block, offset]
+    dst_scale[rows] = scales[block, offset]
+
+
+@cp_gather_indexer_k_quant_cache.plan
+def plan_cp_gather_indexer_k_quant_cache(
+    kv_cache: TensorArg, dst_k: TensorArg, dst_scale: TensorArg, block_table: TensorArg, cu_seq_lens: TensorArg
+) -> Launch:
+    check.dtype(dst_k, *CODES)
+    check.dtype(dst_scale, uint8)
+    check.sizes(dst_k, num_rows=None, head_size=None)
+    num_rows, head_size = dst_k.shape
+    check.sizes(dst_scale, num_rows=num_rows, scale_size=None)
+    scale_size = dst_scale.shape[1]
+    for arg in (dst_k, dst_scale):
+        check.row_size(arg)
+    if scale_size % 4 or not scale_size or 4 * head_size % scale_size:
+        raise dst_scale.error(f"expected 4 bytes for each group of head_size={head_size}, got shape {dst_scale.shape}")
+    keys, scale_alignment = indexer_cache(kv_cache, head_size, scale_size)
+    num_seqs = check_tables(block_table, cu_seq_lens)
+    vec_size = check.vector_width(head_size, keys, dst_k)
+    scale_vec = check.vector_width(scale_size | scale_alignment, dst_scale)
+    config = choose(num_rows, head_size // vec_size + scale_size // scale_vec, dst_k.device)
+    return _cp_gather_indexer_k_quant_cache(
+        table_t=block_table.dtype,
+        lens_t=cu_seq_lens.dtype,
+        HEAD_SIZE=head_size,
+        SCALE_SIZE=scale_size,
+        BLOCK_SIZE=kv_cache.shape[1],
+        VEC_SIZE=vec_size,
+        SCALE_VEC=scale_vec,
+        **config.constants,
+    ).launch(
+        grid=config.num_blocks(num_rows) if kv_cache.numel and block_table.numel else 0,
+        block=config.num_threads,
+        num_rows=num_rows,
+        num_seqs=num_seqs,
+        num_blocks=kv_cache.shape[0],
+        max_blocks=block_table.shape[1],
+        block_stride=first_stride(kv_cache),
+        dst_k_stride=first_stride(dst_k),
+        dst_scale_stride=first_stride(dst_scale),
+        table_stride=block_table.strides[0],
+        table_entry_stride=block_table.strides[1],
+        lens_stride=first_stride(cu_seq_lens),
+    )
+
+
+@cp_gather_indexer_k_quant_cache.bad_indices
+def bad_indices_cp_gather_indexer_k_quant_cache(
+    kv_cache: Tensor, dst_k: Tensor, block_table: Tensor, cu_seq_lens: Tensor
+) -> dict[str, Tensor]:
+    return bad_sequences(kv_cache, block_table, cu_seq_lens, len(cu_seq_lens) - 1, num_rows=len(dst_k))
+
+
+@cp_gather_indexer_k_quant_cache.traffic
+def traffic_cp_gather_indexer_k_quant_cache(
+    dst_k: TensorArg, dst_scale: TensorArg, block_table: TensorArg, cu_seq_lens: TensorArg
+) -> int:
+    return 2 * (dst_k.nbytes + dst_scale.nbytes) + block_table.nbytes + cu_seq_lens.nbytes
+
+
+@cp_gather_indexer_k_quant_cache.example
+def example_cp_gather_indexer_k_quant_cache(
+    make: Any, *, num_tokens: int = 16, quant_block_size: Literal[128, 64] = 128
+) -> tuple[Any, ...]:
+    block_size, head_size = 64, 128
+    scale_size = 4 * head_size // quant_block_size
+    num_blocks, _, offsets, block_table = example_sequences(make, num_tokens, block_size)
+    return (
+        make.randint(0, 120, num_blocks, block_size, head_size + scale_size, dtype="uint8"),
+        make.empty(num_tokens, head_size, dtype="uint8"),
+        make.empty(num_tokens, scale_size, dtype="uint8"),
+        block_table,
+        make.values(offsets, dtype="int32"),
     )

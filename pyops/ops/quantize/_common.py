@@ -1,4 +1,4 @@
-"""What the quantising ops share: views of codes, matrices, and the launch of static_quant.cu."""
+"""What the quantising ops share: views of codes, checks of matrices, and the launch of static_quant.cu."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _static_quant = Kernel("quantize/static_quant.cu")
+_MIN_BLOCKS = 8  # blocks of 256 threads per multiprocessor: 2048 threads, the most there can be
 
 
 def as_fp8(x: Tensor) -> Tensor:
-    """fp8 codes that may be given as bytes, which are those of float8_e4m3fn."""
+    """fp8 codes as float8: bytes are those of float8_e4m3fn."""
     return x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x
 
 
 def saturated(x: Tensor) -> Tensor:
-    """int8 of float32 integers, or of int64; NaN becomes 0."""
+    """int8 of integers in float32 or int64, saturating; NaN becomes 0."""
     return x.nan_to_num(nan=0.0).clamp(-128, 127).to(torch.int8)
 
 
 def shifted(product: Tensor, azp: Tensor) -> Tensor:
-    """int8 of ``round(product) + azp``; both the integer and the sum saturate, NaN counts as 0."""
+    """int8 of ``round(product) + azp``: the rounded product saturates as int32, the sum as int8; NaN counts as 0."""
     return saturated(integers(product) + azp.long())
 
 
 def integers(x: Tensor) -> Tensor:
-    """int64 of float32 values as int32 would hold them: to nearest even, saturating, NaN as 0."""
+    """float32 values rounded to nearest even, saturated to int32, as int64; NaN becomes 0."""
     return x.double().nan_to_num(nan=0.0).round().clamp(-(2**31), 2**31 - 1).long()
 
 
 def matrices(result: TensorArg, input: TensorArg, *code_types: DType) -> int:
-    """Check `input` and the codes `result` of its elements, rows of one stride each; returns the size of a row."""
+    """Check `input` and its codes `result`, of one stride between rows each; returns the size of a row."""
     check.floating(input)
     hidden_size = check.row_size(input)
     check.same_shape(result, input)
@@ -51,13 +52,13 @@ def matrices(result: TensorArg, input: TensorArg, *code_types: DType) -> int:
 
 
 def fp8_matrices(result: TensorArg, input: TensorArg) -> tuple[int, TensorArg]:
-    """`matrices` for fp8 codes; also returns `result` as them."""
+    """`matrices` for fp8 codes; returns the size of a row, and `result` as fp8 if it is bytes."""
     hidden_size = matrices(result, input, *E4M3, uint8)
     return hidden_size, replace(result, dtype=float8_e4m3fn) if result.dtype is uint8 else result
 
 
 def one_row(*args: TensorArg) -> tuple[TensorArg, ...]:
-    """Contiguous tensors as one long row each, where the size of a row does not matter; others as they are."""
+    """The tensors as one long row each if all are contiguous, else as they are: for ops without scales of rows."""
     if all(check.row_stride(arg) == arg.shape[-1] for arg in args):
         return tuple(replace(arg, shape=(arg.numel,), strides=(1,)) for arg in args)
     return args
@@ -73,21 +74,22 @@ def static(
     grouped_rows: bool = False,
     strides: tuple[int, int] = (0, 0),
 ) -> Launch:
-    """The launch of static_quant.cu. Scales lie `strides` apart, each for group_rows x group_columns elements."""
+    """The launch of static_quant.cu: a scale for each group_rows x group_columns elements, `strides` apart."""
     fixed: dict[str, Any] = {
         "group_rows": group_rows,
         "scale_row_stride": strides[0],
         "scale_column_stride": strides[1],
     }
-    # Where the device converts to fp8 by integer arithmetic, registers are worth more than threads.
-    short = geometry.converts(result)
+    # A device without instructions that convert to fp8 needs the registers for integer arithmetic.
+    has_instructions = geometry.converts(result)
     return geometry.chunks(
         _static_quant,
         result,
         input,
         "result_stride",
-        min_blocks=8 if short else 1,
-        twice=short and result.dtype is not int8 and group_columns % 16 == 0,  # many scales would take the registers
+        min_blocks=_MIN_BLOCKS if has_instructions else 1,
+        # docs/performance.md, "Quantisation to 8 bits": 16 codes to a thread. Scales of narrower groups take registers.
+        twice=has_instructions and result.dtype is not int8 and group_columns % 16 == 0,
         fixed=fixed if azp else fixed | {"azp": 0},
         code_t=result.dtype,
         GROUP_COLUMNS=group_columns,

@@ -1,7 +1,7 @@
-"""GGUF's quantised types: the sizes of their blocks, and what their elements are, as the format defines them.
+"""GGUF's quantised types: the sizes of their blocks and the values of their elements, as the format defines them.
 
-Each decoder takes blocks, [num_blocks, bytes] of int32, and the indices of the elements of a block; it gives float32.
-All products are exact.
+Each decoder takes the bytes of blocks, [num_blocks, bytes] int32, and the indices of the elements of a block; it
+returns float32 [num_blocks, elements]. All products are exact.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Format(NamedTuple):
     """A quantised type.
 
     Attributes:
-        name: as ggml.cuh has it.
+        name: its name in ggml.cuh.
         length, nbytes: elements of a block and its bytes.
-        exponents: bytes with the sign and exponent of a scale.
-        has_grid: its codes say entries of a grid.
+        exponents: the bytes of a block that hold sign and exponent of a scale.
+        has_grid: whether its codes are indices into a grid.
     """
 
     name: str
@@ -71,12 +71,12 @@ def _half_of(bits: Tensor) -> Tensor:
 
 
 def _half(b: Tensor, at: int) -> Tensor:
-    """One number of each block, to go with all elements."""
+    """The float16 at byte `at` of each block, [num_blocks, 1]."""
     return _half_of(_short(b, at)).unsqueeze(1)
 
 
 def _nibble(b: Tensor, at: int, i: Tensor) -> Tensor:
-    """Of 32 elements that share 16 bytes, the first half in the low nibbles."""
+    """Nibble i of 16 bytes: the low nibbles hold elements 0 to 15, the high ones 16 to 31."""
     return b[:, at + i % 16] >> i // 16 * 4 & 15
 
 
@@ -134,7 +134,7 @@ def _q3_k(b: Tensor, i: Tensor) -> Tensor:
 
 
 def _scales_k(b: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum of part j of eight: 6 bits each, in the 12 bytes from the fourth."""
+    """Scale and minimum of part j of eight: 6 bits each, in bytes 4 to 15."""
     low, same, high = b[:, 4 + (j - 4) % 8], b[:, 4 + j], b[:, 4 + (j + 4).clamp(max=11)]
     is_low = j < 4
     scale = torch.where(is_low, same & 63, high & 15 | low >> 6 << 4)
@@ -163,7 +163,7 @@ def _q6_k(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 208) * b[:, 192 + i // 16].to(torch.int8) * ((low | high << 4) - 32)
 
 
-# Types whose codes say entries of a grid, or of a table.
+# Types whose codes are indices into a grid or a table.
 
 _TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -174,13 +174,13 @@ def _iq4(nibbles: Tensor) -> Tensor:
 
 @cache
 def _grids() -> dict[str, list[int]]:
-    """The grids as the kernels have them: {name: entries}."""
+    """The grids of the kernels, {name: entries}."""
     found = re.findall(r"GRID (\w+)\[\d+\] = \{([^}]*)\}", kernels_cu.read("include/ggml_grids.cuh"))
     return {name: [int(entry, 16) for entry in re.findall(r"\w+", entries)] for name, entries in found}
 
 
 def _grid(name: str, index: Tensor, e: Tensor, bits: int, values: tuple[int, ...]) -> Tensor:
-    """Element e of the entries `index` of a grid, whose levels stand for `values`."""
+    """Element `e` of the entries at `index` of a grid: its fields of `bits` bits are indices into `values`."""
     entries = torch.tensor(_grids()[name], device=index.device)
     levels = entries[index] >> bits * e & 2**bits - 1
     return torch.tensor(values, device=index.device)[levels]
@@ -197,7 +197,7 @@ def _signs(bits: Tensor, e: Tensor) -> Tensor:
 
 
 def _even_signs(seven: Tensor, e: Tensor) -> Tensor:
-    """The eighth is negative where an odd number of the others is."""
+    """Signs of eight elements: the eighth is negative if an odd number of the first seven is."""
     seven = seven & 127
     odd = seven ^ seven >> 4
     odd = odd ^ odd >> 2
@@ -258,7 +258,7 @@ def _iq1_s(b: Tensor, i: Tensor) -> Tensor:
 
 @_type(29, 256, 56, (55,), has_grid=True)
 def _iq1_m(b: Tensor, i: Tensor) -> Tensor:
-    """The scale of the block is in pieces, one to each of four words."""
+    """The scale of a block lies in four pieces, in the upper bits of four words."""
     d = sum((_short(b, 48 + 2 * k) >> 12) << 4 * k for k in range(4))
     scale = _short(b, 48 + i // 64 * 2) >> i % 64 // 16 * 3 & 7
     high = b[:, 32 + i // 16] >> i % 16 // 8 * 4

@@ -7,45 +7,41 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
 from ..._core.dtypes import int32
-from ..._core.errors import OpError
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
-from ..._core.tensor import TensorArg, new
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
 from .._shared import geometry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["awq_dequantize", "awq_dequantize_out"]
+__all__ = ["awq_dequantize"]
 
 _awq_dequantize = Kernel("quantize/awq_dequantize.cu")
-# Where the nibble of each column begins.
-_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # first bit of each column's nibble
+# docs/performance.md, "Weights in packed formats": eight rows of a word to a thread. Four rows where eight would leave
+# threads idle have no measurement of their own.
+_ROWS, _FEW_ROWS = 8, 4
+_FULL_THREADS = 4 * 2048  # threads per multiprocessor that are enough for eight rows: four full waves
 
 
-def awq_dequantize(qweight: Any, scales: Any, zeros: Any, split_k_iters: int, thx: int, thy: int) -> Any:
-    """`awq_dequantize_out` into a new tensor. The last three arguments stand for a geometry and change nothing."""
-    for name, matrix in (("qweight", qweight), ("scales", scales)):
-        if len(matrix.shape) != 2:
-            raise OpError("awq_dequantize", name, f"expected 2 dimensions, got shape {tuple(matrix.shape)}")
-    out = new(scales, (qweight.shape[0], scales.shape[-1]))
-    awq_dequantize_out(out, qweight, scales, zeros)
-    return out
-
-
-@op(out="out", ulps=0)
-def awq_dequantize_out(out: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor) -> None:
+@op(returns="out", runtime=("split_k_iters", "thx", "thy"), ulps=0)
+def awq_dequantize(
+    qweight: Tensor, scales: Tensor, zeros: Tensor, split_k_iters: int, thx: int, thy: int, *, out: Tensor
+) -> None:
     """AWQ's weight in floating point: ``out = (code - zero) * scale``, rounded once.
 
-    A word holds eight columns, from its lowest nibble 0 2 4 6 1 3 5 7 (Lin et al. 2023, arXiv:2306.00978, as AutoAWQ
-    packs it). Zero points count as they are stored.
+    A word holds eight columns in the order 0 2 4 6 1 3 5 7, from its lowest nibble (Lin et al. 2023, arXiv:2306.00978,
+    as AutoAWQ packs it). Zero points are used as they are stored.
 
     Args:
-        out: [K, N], contiguous, written.
         qweight: [K, N / 8] int32, contiguous.
-        scales: [num_groups, N], float32, float16 or bfloat16 like out, contiguous; num_groups divides K.
+        scales: [num_groups, N], float32, float16 or bfloat16, contiguous; num_groups divides K.
         zeros: [num_groups, N / 8] int32, packed as the weight, contiguous.
+        split_k_iters, thx, thy: vLLM's; they have no effect.
+        out: [K, N] of the dtype of `scales`, contiguous, written and returned; new unless given.
     """
     shifts = torch.tensor(_SHIFTS, device=qweight.device)
     codes, zero_points = (((x.unsqueeze(-1) >> shifts) & 15).flatten(-2) for x in (qweight, zeros))
@@ -54,11 +50,19 @@ def awq_dequantize_out(out: Tensor, qweight: Tensor, scales: Tensor, zeros: Tens
     out.copy_(differences.to(scales.dtype) * scales.repeat_interleave(group_size, 0))
 
 
-@awq_dequantize_out.plan
-def plan_awq_dequantize_out(out: TensorArg, qweight: TensorArg, scales: TensorArg, zeros: TensorArg) -> Launch:
+@awq_dequantize.result
+def result_awq_dequantize(qweight: Any, scales: Any) -> Result:
+    num_rows, _ = qweight.shape
+    _, num_columns = scales.shape
+    return Result((num_rows, num_columns), scales.dtype)
+
+
+@awq_dequantize.plan
+def plan_awq_dequantize(qweight: TensorArg, scales: TensorArg, zeros: TensorArg, out: TensorArg) -> Launch:
     check.floating(scales)
     check.sizes(scales, num_groups=None, N=None)
-    (num_groups, n), num_rows = scales.shape, qweight.shape[0] if qweight.shape else 0
+    check.sizes(qweight, K=None, words=None)
+    (num_groups, n), num_rows = scales.shape, qweight.shape[0]
     if n % 8:
         raise scales.error(f"expected a multiple of 8 columns, got {n}")
     if num_rows % max(1, num_groups) or num_groups == 0 < num_rows:
@@ -67,10 +71,9 @@ def plan_awq_dequantize_out(out: TensorArg, qweight: TensorArg, scales: TensorAr
     check.shape(zeros, int32, num_groups=num_groups, words=n // 8)
     check.contiguous(scales)
     check.shape(out, scales.dtype, K=num_rows, N=n)
-    # Eight rows to a thread read scales seldom; four, where eight would leave multiprocessors idle.
     group_size = num_rows // max(1, num_groups)
-    crowded = num_rows * n // 64 >= 4 * 2048 * out.device.multiprocessors
-    rows = math.gcd(group_size, 8 if crowded else 4)
+    fills_device = num_rows * n // (8 * _ROWS) >= _FULL_THREADS * out.device.multiprocessors
+    rows = math.gcd(group_size, _ROWS if fills_device else _FEW_ROWS)
     grid, threads = geometry.pieces(n // 8, num_rows // max(1, rows))
     return _awq_dequantize(
         scalar_t=scales.dtype,
@@ -86,16 +89,17 @@ def plan_awq_dequantize_out(out: TensorArg, qweight: TensorArg, scales: TensorAr
     )
 
 
-@awq_dequantize_out.example
-def example_awq_dequantize_out(
+@awq_dequantize.example
+def example_awq_dequantize(
     make: Any, *, num_tokens: int = 32, hidden_size: Literal[4096, 264] = 4096, dtype: str = "bfloat16"
 ) -> tuple[Any, ...]:
     """A weight of two rows for each of `num_tokens`, in groups of 128 if that divides them, else of two."""
     num_rows, words = 2 * num_tokens, hidden_size // 8
     num_groups = num_rows // (2 if num_rows % 128 else 128)
     return (
-        make.empty(num_rows, hidden_size, dtype=dtype),
         make.randint(-(2**31), 2**31, num_rows, words, dtype="int32"),
         make.randn(num_groups, hidden_size, dtype=dtype, scale=0.01),
         make.randint(-(2**31), 2**31, num_groups, words, dtype="int32"),
+        *(8, 8, 8),
+        make.empty(num_rows, hidden_size, dtype=dtype),
     )

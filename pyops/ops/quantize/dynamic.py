@@ -1,8 +1,8 @@
-"""Codes under scales that are found here, one for a tensor or one for each token."""
+"""fp8 and int8 codes under dynamic scales: one of the tensor, or one of each token."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._core import check
 from ..._core.dtypes import float32, int8, int32, largest_code
@@ -22,18 +22,28 @@ __all__ = ["dynamic_per_token_scaled_fp8_quant", "dynamic_scaled_fp8_quant", "dy
 _absmax = Kernel("quantize/absmax.cu")
 _dynamic_tensor_quant = Kernel("quantize/dynamic_tensor_quant.cu")
 _dynamic_token_quant = Kernel("quantize/dynamic_token_quant.cu")
-# Of absmax.cu and dynamic_tensor_quant.cu: threads of a block, blocks of a multiprocessor, and vectors of a thread that
-# keep enough bytes in flight and make the scale's cost small beside theirs.
-_FIND, _WRITE = (512, 2, 8), (256, 6, 4)
+
+
+class Pass(NamedTuple):
+    """Geometry of one pass over the input: threads of a block, blocks per multiprocessor, vectors of a thread."""
+
+    num_threads: int
+    resident: int
+    batch: int
+
+
+# absmax.cu, and dynamic_tensor_quant.cu, which finds the scale once for four vectors of a thread. docs/performance.md,
+# "Quantisation to 8 bits": 256 or 1024 threads, and fewer vectors, are worse.
+_ABSMAX, _QUANTISE = Pass(512, 2, 8), Pass(256, 6, 4)
 
 
 @op(out=("result", "scale"), ulps=0)
 def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
     """fp8 codes under one scale for the whole tensor: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
 
-    The product is with the float32 reciprocal; NaN is left out of the maximum and becomes +448. Where the reciprocal is
-    not finite (zeros, or nothing above about 1e-36) codes are those of 0. An infinity makes the scale infinite: it
-    becomes +448, and what is finite 0.
+    The product is with the float32 reciprocal. The maximum ignores NaN, whose code is +448. Where the reciprocal is not
+    finite (no magnitude above about 1e-36), codes are those of 0. An infinity makes the scale infinite: its code is
+    +448, those of finite elements are 0.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
@@ -57,36 +67,35 @@ def plan_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: Te
     multiprocessors, num_rows, row_size = input.device.multiprocessors, check.num_rows(input), input.shape[-1]
     row_stride = check.row_stride(input)
 
-    def chunks(vec_size: int, num_threads: int, resident: int, batch: int) -> tuple[int, int, dict[str, int]]:
-        """(chunks, those of a row, constants): several vectors to a thread if all `resident` blocks have some."""
+    def chunks(vec_size: int, config: Pass) -> tuple[int, int, dict[str, int]]:
+        """(chunks, chunks of a row, constants): several vectors to a thread if every resident block then has work."""
+        num_threads, resident, batch = config
         if input.numel < resident * multiprocessors * batch * num_threads * vec_size:
             batch = 1
         row_chunks = -(-row_size // (batch * num_threads * vec_size))
         constants = {"VEC_SIZE": vec_size, "BATCH": batch, "NUM_THREADS": num_threads}
         return num_rows * row_chunks, row_chunks, constants
 
-    num_threads, resident, batch = _FIND
-    num_chunks, row_chunks, constants = chunks(check.vector_width(row_size, input), num_threads, resident, batch)
-    blocks = min(num_chunks, resident * multiprocessors)
+    num_chunks, row_chunks, constants = chunks(check.vector_width(row_size, input), _ABSMAX)
+    blocks = min(num_chunks, _ABSMAX.resident * multiprocessors)
     partial = Scratch(4 * blocks)
-    find = _absmax(scalar_t=input.dtype, **constants).launch(
+    absmax = _absmax(scalar_t=input.dtype, **constants).launch(
         grid=blocks,
-        block=num_threads,
+        block=_ABSMAX.num_threads,
         partial=partial,
         num_chunks=num_chunks,
         row_chunks=row_chunks,
         row_size=row_size,
         input_stride=row_stride,
     )
-    num_threads, resident, batch = _WRITE
-    num_chunks, row_chunks, constants = chunks(
-        check.vector_width(row_size, result, input), num_threads, resident, batch
-    )
-    # Where the device converts to fp8 by integer arithmetic, registers are worth more than threads.
-    min_blocks = resident if geometry.converts(result) else 1
-    write = _dynamic_tensor_quant(scalar_t=input.dtype, code_t=result.dtype, **constants, MIN_BLOCKS=min_blocks).launch(
+    num_chunks, row_chunks, constants = chunks(check.vector_width(row_size, result, input), _QUANTISE)
+    # A device without instructions that convert to fp8 needs the registers for integer arithmetic.
+    min_blocks = _QUANTISE.resident if geometry.converts(result) else 1
+    quantise = _dynamic_tensor_quant(
+        scalar_t=input.dtype, code_t=result.dtype, **constants, MIN_BLOCKS=min_blocks
+    ).launch(
         grid=num_chunks,
-        block=num_threads,
+        block=_QUANTISE.num_threads,
         partial=partial,
         num_partial=blocks,
         row_chunks=row_chunks,
@@ -94,12 +103,12 @@ def plan_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: Te
         result_stride=check.row_stride(result),
         input_stride=row_stride,
     )
-    return [find, write]
+    return [absmax, quantise]
 
 
 @dynamic_scaled_fp8_quant.traffic
 def traffic_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: TensorArg) -> int:
-    """The input twice: no code is known before the last element has been seen."""
+    """The input is read twice: every code depends on the scale, and the scale on every element."""
     return 2 * input.nbytes + result.nbytes + scale.nbytes
 
 
@@ -120,16 +129,16 @@ def example_dynamic_scaled_fp8_quant(
 def dynamic_per_token_scaled_fp8_quant(
     result: Tensor, input: Tensor, scale: Tensor, scale_ub: Tensor | None = None
 ) -> None:
-    """fp8 codes of tokens, each under a scale of its own: ``result = fp8(input / scale)``, a true division.
+    """fp8 codes of tokens, one scale to a token: ``result = fp8(input / scale)``, a true division.
 
-    ``scale = max(min(max|input|, scale_ub) / 448, 1 / (448 * 512))``, the maximum over the row. NaN is left out of it
-    and becomes +448; values above the bound saturate; rows of zeros take the smallest scale.
+    ``scale = max(min(max|input|, scale_ub) / 448, 1 / (448 * 512))``, with the maximum of the row, which ignores NaN;
+    the code of NaN is +448. Values above the bound saturate. Rows of zeros have the smallest scale.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
         input: the same shape, float32, float16 or bfloat16; rows of one stride.
         scale: float32, contiguous; its first elements, one for each row, are written.
-        scale_ub: one float32 that bounds the magnitude, not the scale; NaN bounds nothing. Or None.
+        scale_ub: one float32, an upper bound of the maximum (not of the scale); NaN and None are no bound.
     """
     x = input.float()
     codes, scales = fp8.dynamic_codes(x, fp8.absmax(x), scale_ub, as_fp8(result).dtype)
@@ -154,7 +163,7 @@ def _by_token(result: TensorArg, input: TensorArg, fixed: dict[str, int], **cons
     strides = check.row_stride(result), check.row_stride(input)
     vectors = geometry.vectors(hidden_size, strides, result, input)
     grid, threads = geometry.rows(input, num_rows, vectors, many=(4, 7), few=(2, 8), weights=0)
-    if constants["HAS_AZP"] and vectors[0] == 1:  # a zero point takes registers, too
+    if constants["HAS_AZP"] and vectors[0] == 1:  # the zero point takes registers
         threads["MIN_BLOCKS"] = max(1, threads["MIN_BLOCKS"] - 1)
     return _dynamic_token_quant(
         scalar_t=input.dtype,
@@ -194,12 +203,12 @@ def example_dynamic_per_token_scaled_fp8_quant(
 def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
     """int8 codes of tokens, each under a scale of its own and, with `azp`, a zero point of its own.
 
-    Symmetric: ``scale = max|input| / 127; result = int8(input * (127 / max|input|))``, 0 where that factor is not
-    finite (a row of zeros, or nothing above about 2^-121). Asymmetric: ``scale = (max - min) / 255; azp = round(-128 -
+    Symmetric: ``scale = max|input| / 127; result = int8(input * (127 / max|input|))``, and 0 where that factor is not
+    finite (no magnitude above about 2^-121). Asymmetric: ``scale = (max - min) / 255; azp = round(-128 -
     min / scale); result = int8(round(input * (1 / scale)) + azp)``, so that ``input`` is about ``scale * (result -
-    azp)``. A range whose scale has no finite reciprocal, as that of a constant row, is extended to 0; if it is too
-    small all the same the scale is 1. Integers are int32 and saturate, and so do sums. NaN is left out of the extremes
-    and counts as 0 for its code; an infinite scale gives codes of 0.
+    azp)``. If the scale of a range has no finite reciprocal, as that of a constant row, the range is extended to 0; if
+    its scale still has none, the scale is 1. Integers are int32 and saturate, and so do sums. Minimum and maximum
+    ignore NaN, which has the code of 0. An infinite scale gives codes of 0.
 
     Args:
         result: [..., hidden_size] int8, contiguous, written.

@@ -1,63 +1,64 @@
-"""Weights in the quantised types of GGUF files, in floating point."""
+"""GGUF's quantised weights in floating point."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
+from ..._core import check, dtypes
 from ..._core.dtypes import uint8
-from ..._core.errors import OpError
 from ..._core.kernel import Kernel, Launch
 from ..._core.op import op
-from ..._core.tensor import TensorArg, new
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
 from . import _ggml
 from ._common import one_row
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["ggml_dequantize", "ggml_dequantize_out"]
+__all__ = ["ggml_dequantize"]
 
 _ggml_dequantize = Kernel("quantize/ggml_dequantize.cu")
-_NUM_THREADS = 256
+# docs/performance.md, "Weights in packed formats", has times of the op; these numbers have no measurement of their own.
+_NUM_THREADS, _MIN_BLOCKS = 256, 6  # blocks to a multiprocessor
+_TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors of a thread: more where every block copies a grid to shared memory
 
 
-def ggml_dequantize(W: Any, quant_type: int, m: int, n: int, dtype: Any = None) -> Any:
-    """`ggml_dequantize_out` into a new tensor [m, n], of float16 unless a `dtype` is given."""
-    if dtype is None:
-        dtype = "float16"
-        if hasattr(W, "new_empty"):
-            import torch
+@op(returns="out", ulps=0)
+def ggml_dequantize(
+    W: Tensor, quant_type: int, m: int, n: int, dtype: torch.dtype | None = None, *, out: Tensor
+) -> None:
+    """A weight of a GGUF file in floating point: computed in float32, rounded to the dtype of `out`.
 
-            dtype = torch.float16
-    for name, size in (("m", m), ("n", n)):
-        if size < 0:
-            raise OpError("ggml_dequantize", name, f"expected 0 or more, got {size}")
-    out = new(W, (m, n), dtype)
-    ggml_dequantize_out(out, W, quant_type)
-    return out
-
-
-@op(out="out", ulps=0)
-def ggml_dequantize_out(out: Tensor, W: Tensor, quant_type: int) -> None:
-    """A weight of a GGUF file in floating point: each element in float32, rounded to the dtype of `out`.
-
-    Types, by their numbers in the format: in blocks of 32 elements 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 20 IQ4_NL;
+    Types and their numbers in the format: in blocks of 32 elements 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 20 IQ4_NL;
     in blocks of 256 10 to 14 Q2_K to Q6_K, 16 IQ2_XXS, 17 IQ2_XS, 18 IQ3_XXS, 19 IQ1_S, 21 IQ3_S, 22 IQ2_S, 23 IQ4_XS,
     29 IQ1_M. The float32 values are those of the format's own decoder (the `gguf` package), bit for bit.
 
     Args:
-        out: [m, n], float32, float16 or bfloat16, contiguous, written; n is a multiple of the block.
         W: uint8 of any shape, contiguous: the blocks of the rows, one after another.
         quant_type: the type's number.
+        m, n: rows and columns of the weight; n is a multiple of the block.
+        dtype: of a new `out`: float32, float16 or bfloat16; None is float16.
+        out: [m, n] of any of these dtypes, contiguous, written and returned; new unless given.
     """
     out.copy_(_ggml.decode(quant_type, W).view(out.shape))
 
 
-@ggml_dequantize_out.plan
-def plan_ggml_dequantize_out(out: TensorArg, W: TensorArg, quant_type: int) -> Launch:
+@ggml_dequantize.result
+def result_ggml_dequantize(m: int, n: int, dtype: Any) -> Result:
+    return Result((m, n), "float16" if dtype is None else dtype)
+
+
+@ggml_dequantize.plan
+def plan_ggml_dequantize(W: TensorArg, quant_type: int, m: int, n: int, dtype: Any, out: TensorArg) -> Launch:
+    for name, size in (("m", m), ("n", n)):
+        if size < 0:
+            raise check.refuse(W, name, f"expected 0 or more, got {size}")
     check.floating(out)
-    check.sizes(out, m=None, n=None)
+    check.sizes(out, m=m, n=n)
+    if (kind := dtypes.of(dtype)) is not None:
+        check.dtype(out, kind)
     check.contiguous(out)
     check.dtype(W, uint8)
     check.contiguous(W)
@@ -71,7 +72,7 @@ def plan_ggml_dequantize_out(out: TensorArg, W: TensorArg, quant_type: int) -> L
         expected = f"{num_blocks} blocks of {format.nbytes} bytes of {format.name}"
         raise W.error(f"expected {expected} for shape {out.shape}, got shape {W.shape}")
     (row,) = one_row(W)
-    vecs = 8 if format.has_grid else 4  # more of them for each copy of a grid
+    vecs = _TILE_VECS_OF_GRID if format.has_grid else _TILE_VECS
     num_vecs = out.numel // 8
     return _ggml_dequantize(
         scalar_t=out.dtype,
@@ -80,7 +81,7 @@ def plan_ggml_dequantize_out(out: TensorArg, W: TensorArg, quant_type: int) -> L
         ACCESS=check.vector_width(W.numel, row),
         OUT_ACCESS=check.vector_width(8, *one_row(out)),
         NUM_THREADS=_NUM_THREADS,
-        MIN_BLOCKS=6,
+        MIN_BLOCKS=_MIN_BLOCKS,
     ).launch(
         grid=-(-num_vecs // (_NUM_THREADS * vecs)),
         block=_NUM_THREADS,
@@ -88,8 +89,8 @@ def plan_ggml_dequantize_out(out: TensorArg, W: TensorArg, quant_type: int) -> L
     )
 
 
-@ggml_dequantize_out.example
-def example_ggml_dequantize_out(
+@ggml_dequantize.example
+def example_ggml_dequantize(
     make: Any,
     *,
     num_tokens: int = 16,
@@ -97,10 +98,10 @@ def example_ggml_dequantize_out(
     dtype: str = "bfloat16",
     quant_type: Literal[2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 16, 17, 18, 19, 20, 21, 22, 23, 29] = 12,
 ) -> tuple[Any, ...]:
-    """A weight of `num_tokens` rows, of any bytes, but scales below 1 / 128, as weights have them."""
+    """A weight of `num_tokens` rows of random bytes; its scales are below 1 / 128, as in real weights."""
     format = _ggml.FORMATS[quant_type]
     row_blocks = hidden_size // format.length
     weight = make.randint(0, 256, num_tokens, row_blocks * format.nbytes, dtype="uint8")
     if not isinstance(weight, TensorArg):
         weight.view(num_tokens * row_blocks, format.nbytes)[:, list(format.exponents)] &= 0x9F
-    return make.empty(num_tokens, hidden_size, dtype=dtype), weight, quant_type
+    return weight, quant_type, num_tokens, hidden_size, None, make.empty(num_tokens, hidden_size, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Weights as GPTQ packs them: fields of 2, 3, 4 or 8 bits, consecutive rows in a word."""
+"""GPTQ's packed weights: fields of 2, 3, 4 or 8 bits, consecutive rows in a word."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BITS = (2, 3, 4, 8)
 
 
 def _unit(bit: int) -> tuple[int, int]:
-    """(words, fields) of the shortest column of whole words and whole fields."""
+    """(words, fields) of a unit: the fewest words that hold whole fields."""
     return (3, 32) if bit == 3 else (1, 32 // bit)
 
 
 def _destination(bit: int, field: int, j: int) -> int:
-    """Where bit j of a field of a unit goes."""
+    """The bit of a shuffled unit that bit `j` of this field becomes."""
     if bit == 8:
         return 8 * field + j
     if bit == 3 and field >= 30:
@@ -38,17 +38,17 @@ def _destination(bit: int, field: int, j: int) -> int:
 
 @op(inout="q_weight", ulps=0)
 def gptq_shuffle(q_weight: Tensor, q_perm: Tensor | None, bit: int) -> None:
-    """Prepares a weight of GPTQ for products, in place: rows in the order of `q_perm`, fields interleaved in words.
+    """Prepare a weight of GPTQ for matrix products, in place: permute rows, interleave the fields of words.
 
-    Row r becomes row ``q_perm[r]`` of the weight given, or zeros where there is none. A word then holds its even fields
-    in the low half, from the lowest bits, and its odd ones in the high half; fields of 8 bits stay where they are. Of
-    32 fields of 3 bits, three words hold ten each, even and odd as before, and bit j of the last two fields is bit 15
-    and bit 31 of word j. (This is the layout of ExLlama.)
+    Row r becomes row ``q_perm[r]`` of the given weight, or 0 if that row does not exist. A word then holds its even
+    fields in the low half, from the lowest bits, and its odd fields in the high half. Fields of 8 bits keep their
+    places. Of a unit of 32 fields of 3 bits, each of three words holds ten fields in this order; bit j of the last two
+    fields is bit 15 and bit 31 of word j. (This is ExLlama's layout.)
 
     Args:
         q_weight: [K * bit / 32, N] int32, contiguous, read and written. Row k is field ``k % (32 / bit)``, from the
-            lowest bits, of word ``k // (32 / bit)``; for 3 bits, three words are a string of 32 fields.
-        q_perm: [K] int32, contiguous; or empty or None: the rows stay in their order.
+            lowest bits, of word ``k // (32 / bit)``; for 3 bits, three words are one string of 32 fields.
+        q_perm: [K] int32, contiguous; empty or None: rows keep their order.
         bit: 2, 3, 4 or 8.
     """
     if not q_weight.numel():

@@ -1,4 +1,4 @@
-"""Codes of groups of neighbouring elements, each group under a scale of its own."""
+"""fp8 and int8 codes of groups of neighbouring elements, one scale to a group."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ if TYPE_CHECKING:
 __all__ = ["per_token_group_fp8_quant", "per_token_group_fp8_quant_packed", "per_token_group_quant_int8"]
 
 _group_quant = Kernel("quantize/group_quant.cu")
-_FEW_VECTORS = 4096  # for a multiprocessor
-# The numbers that codes may be, at most.
-_REACH = {int8: (-128.0, 127.0), float8_e4m3fn: (-448.0, 448.0), float8_e4m3fnuz: (-240.0, 240.0)}
+# docs/performance.md, "Quantisation to 8 bits": groups of few rows are spread over more threads, with one vector each;
+# of many rows, a thread has two vectors of a group of 128, with 2048 threads resident.
+_MAX_FEW_VECTORS = 4096  # vectors per multiprocessor up to which rows are few
+_FEW_THREAD_VECS, _MANY_THREAD_VECS = 1, 2
+_MAX_WARP_VECS = 64  # vectors of a group of which a lane has two: 32 registers are enough
+_RESIDENT_WARP, _RESIDENT, _RESIDENT_LONG = 2048, 1024, 896  # threads that a multiprocessor holds
+# Range of the codes of each type.
+_CODE_RANGE = {int8: (-128.0, 127.0), float8_e4m3fn: (-448.0, 448.0), float8_e4m3fnuz: (-240.0, 240.0)}
 
 
 def _codes(
     input: Tensor, group_size: int, eps: float, limits: tuple[float, float], power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """(what to convert to codes, in the shape of `input`; float32 scales, one row for each of it)."""
+    """(float32 values of the codes before rounding, in the shape of `input`; scales [num_tokens, groups])."""
     x = input.float().unflatten(-1, (-1, group_size))
     absmax = fp8.absmax(x)
     scale = absmax.clamp(min=eps) / torch.full_like(absmax, limits[1])
@@ -36,11 +41,11 @@ def _codes(
         scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     y = (x / scale).nan_to_num(nan=limits[0], posinf=limits[1], neginf=limits[0]).clamp(*limits)
     if limits[0] == 0:
-        y = y + 0.0  # the larger of -0 and the limit is 0
+        y = y + 0.0  # the limit 0 replaces -0
     return y.flatten(-2), scale.reshape(-1, x.shape[-2])
 
 
-def _plan(
+def _launch(
     input: TensorArg,
     codes: TensorArg,
     scales: TensorArg,
@@ -51,12 +56,12 @@ def _plan(
     packed: bool = False,
     nearest: bool = False,
 ) -> Launch:
-    """The launch of group_quant.cu. `limits` are the smallest and largest code, with the names of their arguments."""
+    """The launch of group_quant.cu. `limits`: names and values of the arguments for the smallest and largest code."""
     hidden_size, num_tokens = check.row_size(input), check.num_rows(input)
     if group_size < 1 or hidden_size % group_size:
         raise check.refuse(input, "group_size", f"expected a divisor of hidden_size={hidden_size}, got {group_size}")
     (min_name, code_min), (max_name, code_max) = limits
-    low, high = _REACH[codes.dtype]
+    low, high = _CODE_RANGE[codes.dtype]
     if not low <= code_min <= 0.0:
         raise check.refuse(input, min_name, f"expected {low} to 0, got {code_min}")
     if not 1.0 <= code_max <= high:
@@ -73,12 +78,11 @@ def _plan(
     check.sizes(scales, num_tokens=num_rows, groups=columns)
     vectors = check.vector_width(group_size, input, codes), False
     scales_of_token = 4 * columns if packed else columns
-    # Few groups are spread over more threads: then the way through one thread counts.
     num_groups = num_rows * scales_of_token
-    few = num_groups * group_size <= _FEW_VECTORS * vectors[0] * input.device.multiprocessors
-    short = 1 if few else 2
-    # Two vectors of a group that a warp shares, or fewer, need 32 registers.
-    resident = (2048 if group_size // vectors[0] <= 64 else 1024, 896)
+    few = num_groups * group_size <= _MAX_FEW_VECTORS * vectors[0] * input.device.multiprocessors
+    short = _FEW_THREAD_VECS if few else _MANY_THREAD_VECS
+    in_warp = group_size // vectors[0] <= _MAX_WARP_VECS
+    resident = (_RESIDENT_WARP if in_warp else _RESIDENT, _RESIDENT_LONG)
     grid, threads = geometry.rows(
         input, num_groups, vectors, many=(4, 7), few=(2, 8), weights=0, size=group_size, short=short, resident=resident
     )
@@ -118,19 +122,19 @@ def per_token_group_fp8_quant(
     fp8_max: float,
     scale_ue8m0: bool,
 ) -> None:
-    """fp8 codes of groups of neighbouring elements, each under a scale of its own, with a true division.
+    """fp8 codes of groups of neighbouring elements, one scale to a group, with a true division.
 
-    ``output_s = max(max|input|, eps) / fp8_max`` over a group, and if `scale_ue8m0` the least power of two that is no
-    smaller (nor smaller than 1e-10); ``output_q = fp8(clamp(input / output_s, fp8_min, fp8_max))``. NaN is left out of
-    the maximum and becomes fp8_min, as do infinities.
+    ``output_s = max(max|input|, eps) / fp8_max`` over a group, rounded up to a power of two of at least 1e-10 if
+    `scale_ue8m0`; ``output_q = fp8(clamp(input / output_s, fp8_min, fp8_max))``. The maximum ignores NaN. The code of
+    NaN and of infinities is fp8_min.
 
     Args:
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
         output_s: [num_tokens, hidden_size / group_size] float32, written; any strides: row-major, column-major, or
             column-major with columns padded for TMA.
-        group_size: a divisor of hidden_size, of any kind; whole 16-byte vectors, 8 elements of 16 bits, are fast.
-        eps: the least magnitude of a group, 2^-100 to 2^100.
+        group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
+        eps: lower bound of the maximum of a group, 2^-100 to 2^100.
         fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
             1 to 240, and usually -224 and 224.
         scale_ue8m0: whether scales are powers of two.
@@ -153,7 +157,7 @@ def plan_per_token_group_fp8_quant(
 ) -> Launch:
     _, codes = fp8_matrices(output_q, input)
     limits = ("fp8_min", fp8_min), ("fp8_max", fp8_max)
-    return _plan(input, codes, output_s, group_size, eps, limits, bool(scale_ue8m0))
+    return _launch(input, codes, output_s, group_size, eps, limits, bool(scale_ue8m0))
 
 
 @per_token_group_fp8_quant.example
@@ -185,18 +189,18 @@ def per_token_group_fp8_quant_packed(
     fp8_min: float,
     fp8_max: float,
 ) -> None:
-    """fp8 codes of groups under powers of two, whose exponents are packed four to a word (UE8M0, for DeepGEMM).
+    """fp8 codes of groups, and the exponents of their scales, powers of two, packed four to a word (DeepGEMM's UE8M0).
 
     Codes and scales are those of `per_token_group_fp8_quant` with `scale_ue8m0`. Byte ``g % 4`` (little-endian) of
-    ``output_s_packed[token, g // 4]`` is the biased exponent of the scale of group g; those behind the last are 0.
+    ``output_s_packed[token, g // 4]`` is the biased exponent of the scale of group g; bytes behind the last one are 0.
 
     Args:
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
-        output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides, and for TMA (1, num_tokens
-            rounded up to 4). It may have so many rows; those behind the tokens become 0.
+        output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides, for TMA (1, num_tokens rounded
+            up to 4). It may have num_tokens rounded up to 4 rows: rows behind the tokens become 0.
         group_size: a divisor of hidden_size.
-        eps: the least magnitude of a group, 2^-100 to 2^100.
+        eps: lower bound of the maximum of a group, 2^-100 to 2^100.
         fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
             1 to 240, and usually -224 and 224.
     """
@@ -220,7 +224,7 @@ def plan_per_token_group_fp8_quant_packed(
 ) -> Launch:
     _, codes = fp8_matrices(output_q, input)
     limits = ("fp8_min", fp8_min), ("fp8_max", fp8_max)
-    return _plan(input, codes, output_s_packed, group_size, eps, limits, power_of_two=True, packed=True)
+    return _launch(input, codes, output_s_packed, group_size, eps, limits, power_of_two=True, packed=True)
 
 
 @per_token_group_fp8_quant_packed.example
@@ -252,18 +256,18 @@ def per_token_group_quant_int8(
     int8_max: float,
     round_to_nearest: bool = False,
 ) -> None:
-    """int8 codes of groups of neighbouring elements, each under a scale of its own; codes are cut off toward zero.
+    """int8 codes of groups of neighbouring elements, one scale to a group, rounded toward zero.
 
     ``output_s = max(max|input|, eps) / int8_max`` over a group; ``output_q = trunc(clamp(input / output_s, int8_min,
-    int8_max))``, a true division. NaN is left out of the maximum and becomes int8_min, as do infinities. Rounding is
-    vLLM's; that to nearest even halves the largest error.
+    int8_max))``, a true division. The maximum ignores NaN. The code of NaN and of infinities is int8_min. Rounding
+    toward zero is vLLM's; rounding to nearest halves the largest error.
 
     Args:
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         output_q: the same shape, int8, written; rows of one stride.
         output_s: [num_tokens, hidden_size / group_size] float32, written; any strides.
-        group_size: a divisor of hidden_size, of any kind; whole 16-byte vectors, 8 elements of 16 bits, are fast.
-        eps: the least magnitude of a group, 2^-100 to 2^100.
+        group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
+        eps: lower bound of the maximum of a group, 2^-100 to 2^100.
         int8_min, int8_max: the smallest code, -128 to 0, and the largest, 1 to 127.
         round_to_nearest: round to nearest even instead of toward zero.
     """
@@ -286,7 +290,7 @@ def plan_per_token_group_quant_int8(
     matrices(output_q, input, int8)
     limits = ("int8_min", int8_min), ("int8_max", int8_max)
     nearest = bool(round_to_nearest)
-    return _plan(input, output_q, output_s, group_size, eps, limits, power_of_two=False, nearest=nearest)
+    return _launch(input, output_q, output_s, group_size, eps, limits, power_of_two=False, nearest=nearest)
 
 
 @per_token_group_quant_int8.example

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy
@@ -15,16 +16,51 @@ from ..._core.tensor import TensorArg
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..._core.device import Device
+
 __all__ = ["hadacore_transform", "hadacore_transform_out"]
 
 _hadamard = Kernel("quantize/hadamard.cu")
-_LARGEST = 32768
+_MAX_SIZE = 32768
+# Elements of a thread, by the largest size of a row that has them: a warp is enough for a short row, a block for a long
+# one. docs/performance.md, "What to try next", has times of the op; these numbers have no measurement of their own.
+_ELEMENTS = {256: 8, 512: 16, 4096: 32, _MAX_SIZE: 64}
+_RESIDENT, _RESIDENT_BY_ELEMENTS = 1536, {32: 1024, 64: 512}  # threads that a multiprocessor holds
+_WARP_ROW_THREADS = 128  # threads of a block whose rows have a warp or less each
+
+
+@dataclass(frozen=True)
+class Config:
+    """Geometry of hadamard.cu.
+
+    Attributes:
+        elements: elements of a thread.
+        num_threads: threads of a block.
+        rounds: parts in which a row goes through shared memory: 2 if the whole row does not fit.
+        min_blocks: blocks that a multiprocessor holds.
+    """
+
+    elements: int
+    num_threads: int
+    rounds: int
+    min_blocks: int
+
+
+def choose(size: int, device: Device) -> Config:
+    """The geometry for rows of `size` elements, a power of two."""
+    elements = min(size, next(elements for max_size, elements in _ELEMENTS.items() if size <= max_size))
+    row_threads = size // elements
+    num_threads = max(_WARP_ROW_THREADS, row_threads) if row_threads <= 32 else row_threads
+    rounds = 1 if 4 * size <= device.shared_memory else 2
+    resident = _RESIDENT_BY_ELEMENTS.get(elements, _RESIDENT)
+    return Config(elements, num_threads, rounds, max(1, resident // num_threads))
 
 
 def hadacore_transform(x: Any, inplace: bool = True) -> Any:
     """`hadacore_transform_out` into `x`, which is returned, or into a new tensor if not `inplace`.
 
-    `x` may have any strides; a copy is worked on, and copied back, unless it is contiguous or a matrix whose rows are.
+    `x` may have any strides. Unless it is contiguous, or a vector or matrix of contiguous rows, it is copied first, and
+    the result is copied back.
     """
     if hasattr(x, "new_empty"):
         rows = x if x.ndim in (1, 2) and x.stride(-1) == 1 else x.contiguous()
@@ -42,7 +78,7 @@ def hadacore_transform(x: Any, inplace: bool = True) -> Any:
 def hadacore_transform_out(out: Tensor, x: Tensor) -> None:
     """Walsh-Hadamard transform of rows: ``out[..., i] = sum_j (-1)^popcount(i & j) * x[..., j] / sqrt(hidden_size)``.
 
-    Natural (Sylvester's) order, orthonormal and its own inverse. Computed in float32 and rounded once (Fino and Algazi
+    In natural (Sylvester's) order; orthonormal, so its own inverse. Computed in float32, rounded once (Fino and Algazi
     1976, "Unified matrix treatment of the fast Walsh-Hadamard transform"; Agarwal et al. 2024, arXiv:2412.08832).
 
     Args:
@@ -64,26 +100,24 @@ def plan_hadacore_transform_out(out: TensorArg, x: TensorArg) -> Launch:
     size = check.row_size(x)
     check.like(out, x)
     check.row_size(out)
-    if size & (size - 1) or not 1 <= size <= _LARGEST:
-        raise x.error(f"expected a last dimension that is a power of two up to {_LARGEST}, got shape {x.shape}")
-    # Elements of a thread: a warp should be enough for a row that is not long, and a block for one that is.
-    elements = min(size, 8 if size <= 256 else 16 if size <= 512 else 32 if size <= 4096 else 64)
-    vec_size, row_threads = min(elements, 16 // x.dtype.itemsize), size // elements
-    num_threads, num_rows = max(128, row_threads) if row_threads <= 32 else row_threads, check.num_rows(x)
-    rounds = 1 if 4 * size <= x.device.shared_memory else 2
+    if size & (size - 1) or not 1 <= size <= _MAX_SIZE:
+        raise x.error(f"expected a last dimension that is a power of two up to {_MAX_SIZE}, got shape {x.shape}")
+    config, num_rows = choose(size, x.device), check.num_rows(x)
+    row_threads = size // config.elements
+    vec_size = min(config.elements, 16 // x.dtype.itemsize)
     return _hadamard(
         scalar_t=x.dtype,
         SIZE=size,
         VEC_SIZE=vec_size,
         ACCESS=check.vector_width(vec_size, out, x),
-        NUM_THREADS=num_threads,
+        NUM_THREADS=config.num_threads,
         ROW_THREADS=row_threads,
-        ROUNDS=rounds,
-        MIN_BLOCKS=max(1, {32: 1024, 64: 512}.get(elements, 1536) // num_threads),
+        ROUNDS=config.rounds,
+        MIN_BLOCKS=config.min_blocks,
     ).launch(
-        grid=-(-num_rows // (num_threads // row_threads)),
-        block=num_threads,
-        shared=4 * size // rounds if row_threads > 32 else 0,
+        grid=-(-num_rows // (config.num_threads // row_threads)),
+        block=config.num_threads,
+        shared=4 * size // config.rounds if row_threads > 32 else 0,
         num_rows=num_rows,
         out_stride=check.row_stride(out),
         x_stride=check.row_stride(x),

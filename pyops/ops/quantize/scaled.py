@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ..._core.device import fp8_of
 from ..._core.dtypes import largest_code
 from ..._core.errors import OpError
+from ._fp4 import rounded_up
 from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant
-from .fp4 import rounded_up, scaled_fp4_experts_quant, scaled_fp4_quant, silu_and_mul_scaled_fp4_experts_quant
+from .fp4 import scaled_fp4_quant
+from .fp4_experts import scaled_fp4_experts_quant, silu_and_mul_scaled_fp4_experts_quant
 from .groups import per_token_group_fp8_quant, per_token_group_fp8_quant_packed
 from .static import static_scaled_fp8_quant, static_scaled_int8_quant
 

@@ -1,4 +1,4 @@
-"""Codes under scales that are given."""
+"""fp8 and int8 codes under given scales."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["static_scaled_fp8_quant", "static_scaled_int8_quant"]
 
 
 def write_fp8(result: Tensor, x: Tensor, scale: Tensor) -> None:
-    """Codes of float32 values under a scale of all, or one of each."""
+    """Write the fp8 codes of float32 values; `scale` broadcasts over `x`."""
     codes = as_fp8(result)
     codes.copy_(fp8.static_codes(x, scale, codes.dtype).reshape(codes.shape))
 
@@ -30,17 +30,17 @@ def static_scaled_fp8_quant(
 ) -> None:
     """fp8 codes under given scales, per tensor, token, channel or block: ``result = fp8(input * (1 / scale))``.
 
-    The product is with the float32 reciprocal, saturates at +-448 and takes NaN to +448. A scale may have any sign.
-    Where its reciprocal is not finite (a scale of 0 or up to 2^-128) codes are those of 0, and where it is NaN +448;
-    under either, infinities and NaN are +448.
+    The product is with the float32 reciprocal and saturates at +-448; the code of NaN is +448. A scale may have any
+    sign. Under a scale without a finite reciprocal (of magnitude up to 2^-128) codes are those of 0, under a NaN scale
+    +448; under either, the code of infinities and NaN is +448.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
         input: the same shape, float32, float16 or bfloat16; rows of one stride. Its rows count as num_tokens.
-        scale: float32, any strides. One element: for all. [n]: one for each group of rows, or of columns, of
-            `group_shape`. [m, n]: one for each of m x n blocks of equal size.
-        group_shape: (rows, columns) that share a scale, -1 for all of them: (-1, 1) per channel, (1, -1) per token. It
-            is needed for a scale [n] of several elements and must agree with a scale [m, n]. Groups divide the rows and
+        scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns, as
+            `group_shape` says. [m, n]: one for each of m x n blocks of equal size.
+        group_shape: (rows, columns) that share a scale, -1 for all of them: (-1, 1) per channel, (1, -1) per token.
+            Required for a scale [n] of several elements; must agree with a scale [m, n]. Groups divide the rows and
             columns exactly.
     """
     x = input.float().reshape(-1, input.shape[-1])
@@ -55,7 +55,7 @@ def static_scaled_fp8_quant(
 
 
 def _blocks(scale: TensorArg, num_rows: int, hidden_size: int, group_shape: tuple[int, int] | None) -> tuple[int, int]:
-    """(groups of rows, groups of columns) that `scale`, of several elements, has scales for."""
+    """Check a scale of several elements; returns (groups of rows, groups of columns)."""
     given = None
     if group_shape is not None:
         given = tuple(
@@ -132,8 +132,8 @@ def static_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: 
     """int8 codes under one given scale: ``result = int8(input / scale)``, or ``int8(input * (1 / scale)) + azp``.
 
     Symmetric codes are those of the true quotient, asymmetric ones of the product with the float32 reciprocal, rounded
-    to int32 before the zero point is added; every step saturates and NaN counts as 0. So a scale of 0 gives -128, 127
-    and (for 0 / 0) 0, before `azp` is added; a NaN scale gives 0; a negative one is a scale like any other.
+    to int32 before the zero point is added. Every step saturates; NaN counts as 0. So, before `azp` is added, a scale
+    of 0 gives -128, 127 and (for 0 / 0) 0, and a NaN scale gives 0. A scale may be negative.
 
     Args:
         result: [..., hidden_size] int8, contiguous, written.

@@ -1,8 +1,7 @@
-"""From logits to tokens: penalties and masks, the largest of a row, softmax, and drawing.
+"""From logits to tokens: penalties and masks, the largest elements of rows, softmax, drawing, speculative decoding.
 
-Where the largest of a row are taken, of equal ones the first are. Drawing is by Philox numbers from a seed of each row
-and by sums of integers, so that a result depends on nothing but the row and its arguments: not on the rows beside it,
-nor on how the work is spread.
+Random numbers are Philox numbers of each row's own seed, and weights of tokens are integers, whose sums are exact. So a
+result depends on the row and its arguments alone: neither on other rows nor on the geometry of the launch.
 """
 
 from __future__ import annotations

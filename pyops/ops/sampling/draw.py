@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check
@@ -16,28 +17,110 @@ from ._random import philox
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..._core.device import Device
+
 __all__ = ["top_k_top_p_sampling_from_logits"]
 
 _sampling_row = Kernel("sampling/sampling_row.cu")
 _sampling_max = Kernel("sampling/sampling_max.cu")
 _sampling_filter = Kernel("sampling/sampling_filter.cu")
 _sampling_pick = Kernel("sampling/sampling_pick.cu")
-_NUM_THREADS = 256
-_WHOLE = 2**35  # the weight of the likeliest token
-_MAX_PIECE = 2**14  # of which the sum of weights fits
-_MAX_TOKENS = 2**28  # so that sums of weights have 63 bits
-_BINS, _STATE = 2048, 24  # of a row: bins of eight bytes, and bytes
+# docs/performance.md, "Sampling".
+_WHOLE = 2**35  # weight of the likeliest token
+_MAX_TOKENS = 2**28  # so that sums of weights fit into 63 bits
 
-# Rows that the shared memory of a cluster holds.
-_PIECE = 2**14  # logits of a block, if a cluster has so many blocks: two blocks find room on a multiprocessor
-_MIN_PIECE = 2**12  # of which a block is left, where there are multiprocessors for more
-_MAX_PER_BLOCK = 2**17 - 1  # whose sums of weights fit
-_BITS = 9  # of a key, looked at together: bins of 16 bytes
-_BLOCKS = 3  # of a multiprocessor, of 512 threads: what one waits for, the others use
-_OWN_SHARED = (16 << _BITS) + 3 * 1024  # bytes of the kernel's own
-_VECTOR = 4  # logits
-_MAX_THREADS = 512  # of a block
-_PER_THREAD = 32  # logits, as many as a word has bits
+# Rows read piece by piece, once for every step. Pieces of 8192 gain 4 % without filters and lose 5 % with top-p.
+_NUM_THREADS = 256
+_MIN_PIECE, _MAX_PIECE = 4 * _NUM_THREADS, 2**14  # logits; the weights of a piece sum up to at most 2^49
+_PIECES = 8  # pieces per multiprocessor, where rows have as many of the smallest size
+_BINS, _BIN_BYTES, _STATE_BYTES = 2048, 8, 24  # of a row, in scratch memory
+
+# Rows in the shared memory of a cluster, read once. With 10 bits instead of 9, two blocks fit on a multiprocessor and
+# not three, which is a fifth slower; with 1024 threads to a block one fits, which is up to twice as slow.
+_BLOCK_LOGITS = 2**14  # logits of a block if the cluster may grow: two blocks then fit on a multiprocessor
+_MIN_BLOCK_LOGITS = 2**12  # logits of a block below which idle multiprocessors are no reason for a larger cluster
+_MAX_BLOCK_LOGITS = 2**17 - 1  # so that the kernel's sums of parts of weights fit into 32 bits
+_BITS = 9  # bits of a key that one cut finds
+_RESIDENT = 3 * 512  # threads of a multiprocessor: while one block waits, others work
+_STATIC_SHARED = (16 << _BITS) + 3 * 1024  # bytes of shared memory that the kernel declares itself
+_DRIVER_SHARED = 1024  # bytes of shared memory that the driver takes from each block
+_VEC_SIZE = 4  # logits
+_MIN_THREADS, _MAX_THREADS = 128, 512
+_THREAD_LOGITS = 32  # logits of a thread: the bits of one word
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the geometry depends on.
+
+    Attributes:
+        num_rows, vocab_size: sizes of the logits.
+        itemsize: bytes of a logit.
+        is_aligned: whether every row begins at a vector.
+        is_filtered: whether top_k or top_p is given. Without them, a row is read at most twice in any case.
+    """
+
+    num_rows: int
+    vocab_size: int
+    itemsize: int
+    is_aligned: bool
+    is_filtered: bool
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """sampling_row.cu: `cluster` blocks keep a row in shared memory."""
+
+    cluster: int
+    num_threads: int
+    min_blocks: int
+
+    def block_vecs(self, problem: Problem) -> int:
+        """Vectors of a block."""
+        return -(-problem.vocab_size // (self.cluster * _VEC_SIZE))
+
+    def thread_vecs(self, problem: Problem) -> int:
+        """Vectors of a thread. A row that is not aligned begins and ends within a vector, and so has one more."""
+        return -(-(self.block_vecs(problem) + (not problem.is_aligned)) // self.num_threads)
+
+    def block_logits(self, problem: Problem) -> int:
+        """Logits for which a block has room in shared memory."""
+        return _VEC_SIZE * self.thread_vecs(problem) * self.num_threads
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """sampling_max.cu, sampling_filter.cu and sampling_pick.cu: a block has `piece_size` logits of a row."""
+
+    piece_size: int
+
+
+def choose(problem: Problem, device: Device) -> WholeRows | Pieces:
+    """Shared memory for rows that are filtered and fit, else pieces small enough to fill the device."""
+    whole = _whole_rows(problem, device) if problem.is_filtered else None
+    if whole is not None:
+        return whole
+    share = problem.vocab_size * problem.num_rows // (_PIECES * device.multiprocessors)
+    return Pieces(min(_MAX_PIECE, max(_MIN_PIECE, 1 << max(0, share - 1).bit_length())))
+
+
+def _whole_rows(problem: Problem, device: Device) -> WholeRows | None:
+    """The geometry of sampling_row.cu; None if a row does not fit into the shared memory of a cluster."""
+    vocab_size, cluster = problem.vocab_size, 1
+    while cluster < device.cluster and (
+        cluster * _BLOCK_LOGITS < vocab_size
+        or (2 * cluster * problem.num_rows <= device.multiprocessors and cluster * _MIN_BLOCK_LOGITS < vocab_size)
+    ):
+        cluster *= 2
+    block_vecs = -(-vocab_size // (cluster * _VEC_SIZE))
+    wanted_threads = 1 << (block_vecs * _VEC_SIZE // _THREAD_LOGITS - 1).bit_length()
+    num_threads = min(_MAX_THREADS, max(_MIN_THREADS, wanted_threads))
+    config = WholeRows(cluster, num_threads, min_blocks=_RESIDENT // num_threads)
+    block_logits = config.block_logits(problem)
+    fitting = (device.shared_memory + _DRIVER_SHARED) // (problem.itemsize * block_logits + _STATIC_SHARED)
+    if fitting == 0 or block_logits > _MAX_BLOCK_LOGITS:
+        return None
+    return replace(config, min_blocks=min(fitting, config.min_blocks))
 
 
 @op(out="samples", ulps=0)
@@ -51,27 +134,28 @@ def top_k_top_p_sampling_from_logits(
     min_p: Tensor | None = None,
     temperature: Tensor | None = None,
 ) -> None:
-    """Draw a token from each row: the first at which the running sum of weights exceeds ``r / 2^64`` of all.
+    """Draw a token from each row: the first one at which the running sum of weights exceeds ``r / 2^64`` of their sum.
 
     Weights are integers, ``w = floor(2^35 exp((x - max x) / t))``, so that sums are exact and a token depends on
-    nothing but its row. In this order, tokens lose their weight that are less likely than `top_k` others, that have
-    less than `min_p` of the largest weight, and that are not among the likeliest whose weights reach `top_p` of those
-    left (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al. 2024, arXiv:2407.01082). Tokens as likely as the last
-    one that stays all stay. ``r`` are the first 64 bits of Philox4x32-10 (Salmon et al. 2011) under the row's seed at
-    its offset: rows with one seed want different offsets, as does every token of a sequence.
+    nothing but its row. Three filters set weights to 0, in this order: `top_k`, of tokens that are less likely than
+    top_k others; `min_p`, of tokens that have less than min_p of the largest weight; `top_p`, of all but the likeliest
+    tokens whose weights reach top_p of the sum that is left (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al.
+    2024, arXiv:2407.01082). A token that is as likely as the last one that a filter keeps is kept, too. ``r`` are the
+    first 64 bits of Philox4x32-10 (Salmon et al. 2011) under the row's seed at its offset: rows of one seed need
+    different offsets, and so do the tokens of a sequence.
 
     A logit of NaN or -inf is never drawn; inf counts as the largest number.
 
     Args:
-        samples: [num_rows] int32, contiguous, written; -1 for a row in which nothing can be drawn.
+        samples: [num_rows] int32, contiguous, written; -1 for a row without a token that can be drawn.
         logits: [num_rows, vocab_size], float32, float16 or bfloat16; rows of any stride; one token at least.
         seeds: [num_rows] int64, contiguous.
-        offsets: the same; or None for 0.
-        top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, for all. Or None.
-        top_p: [num_rows] float32, contiguous; 1 or more, or NaN, for all. Or None.
-        min_p: [num_rows] float32, contiguous; 0 or less, or NaN, for all. Or None.
-        temperature: t, [num_rows] float32, contiguous; 0, or what has no finite positive inverse, takes the first of
-            the likeliest. Or None for 1.
+        offsets: [num_rows] int64, contiguous; or None for 0.
+        top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, keeps all tokens. Or None.
+        top_p: [num_rows] float32, contiguous; 1 or more, or NaN, keeps all tokens. Or None.
+        min_p: [num_rows] float32, contiguous; 0 or less, or NaN, keeps all tokens. Or None.
+        temperature: t, [num_rows] float32, contiguous; 0, or a number without a finite positive inverse, takes the
+            first of the likeliest tokens. Or None for 1.
     """
     rows, vocab_size = logits.shape
     x = logits.float()
@@ -127,22 +211,48 @@ def plan_top_k_top_p_sampling_from_logits(
         raise logits.error(f"expected 1 to {_MAX_TOKENS} tokens, got {vocab_size}")
 
     given = {"offsets": offsets, "top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
-    if top_k is not None or top_p is not None:  # else the row is read no more than twice in any case
-        whole = _whole_row(logits, given)
-        if whole is not None:
-            return [whole]
+    is_aligned = check.vector_width(_VEC_SIZE, logits) == _VEC_SIZE
+    is_filtered = top_k is not None or top_p is not None
+    problem = Problem(num_rows, vocab_size, logits.dtype.itemsize, is_aligned, is_filtered)
+    config = choose(problem, logits.device)
+    if isinstance(config, WholeRows):
+        return [_launch_whole_rows(config, problem, logits, given)]
+    return _launch_pieces(config, logits, given)
 
-    share = vocab_size * num_rows // (8 * logits.device.multiprocessors)
-    piece_size = min(_MAX_PIECE, max(4 * _NUM_THREADS, 1 << max(0, share - 1).bit_length()))
-    pieces = -(-vocab_size // piece_size)
+
+def _launch_whole_rows(
+    config: WholeRows, problem: Problem, logits: TensorArg, given: dict[str, TensorArg | None]
+) -> Launch:
+    """The launch of sampling_row.cu."""
+    return _sampling_row(
+        scalar_t=logits.dtype,
+        **{f"HAS_{name.upper()}": arg is not None for name, arg in given.items()},
+        CLUSTER=config.cluster,
+        VECTORS=config.thread_vecs(problem),
+        BITS=_BITS,
+        MIN_BLOCKS=config.min_blocks,
+        NUM_THREADS=config.num_threads,
+    ).launch(
+        grid=(problem.num_rows, config.cluster),
+        block=config.num_threads,
+        shared=problem.itemsize * config.block_logits(problem),
+        vocab_size=problem.vocab_size,
+        logits_stride=check.row_stride(logits),
+        piece_size=config.block_vecs(problem) * _VEC_SIZE,
+        **{name: 0 for name, arg in given.items() if arg is None},
+    )
+
+
+def _launch_pieces(config: Pieces, logits: TensorArg, given: dict[str, TensorArg | None]) -> list[Launch]:
+    """The launches of sampling_max.cu, sampling_filter.cu for each digit of each filter, and sampling_pick.cu."""
+    num_rows, vocab_size = logits.shape
+    pieces = -(-vocab_size // config.piece_size)
     maxima, sums = Scratch(4 * num_rows * pieces), Scratch(8 * num_rows * pieces)
-    bins, states = Scratch(8 * num_rows * _BINS), Scratch(_STATE * num_rows)
-    has = {"HAS_MIN_P": min_p is not None, "HAS_TEMPERATURE": temperature is not None}
-
+    bins, states = Scratch(_BIN_BYTES * num_rows * _BINS), Scratch(_STATE_BYTES * num_rows)
     launches: list[Launch] = []
 
-    def launch(kernel: Kernel, constants: dict[str, Any], *names: str, **scratch: Any) -> None:
-        # Each goes the other way than the one before: it begins with what L2 still holds.
+    def launch(kernel: Kernel, constants: dict[str, Any], *pointers: str, **scratch: Any) -> None:
+        # Every second launch goes from the last piece to the first: it begins with what L2 still holds (2 % faster).
         constants = {**constants, "BACKWARDS": len(launches) % 2 == 1, "NUM_THREADS": _NUM_THREADS}
         one = kernel(scalar_t=logits.dtype, **constants).launch(
             grid=num_rows * pieces,
@@ -150,62 +260,26 @@ def plan_top_k_top_p_sampling_from_logits(
             vocab_size=vocab_size,
             logits_stride=check.row_stride(logits),
             pieces=pieces,
-            piece_size=piece_size,
+            piece_size=config.piece_size,
             maxima=maxima,
             states=states,
             **scratch,
-            **{name: 0 for name in names if given[name] is None},
+            **{name: 0 for name in pointers if given[name] is None},
         )
         launches.append(one)
 
-    filtered = {"FILTERED": top_k is not None or top_p is not None}
+    has = {f"HAS_{name.upper()}": given[name] is not None for name in ("min_p", "temperature")}
+    filters = [name for name in ("top_k", "top_p") if given[name] is not None]
+    filtered = {"FILTERED": bool(filters)}
     launch(_sampling_max, filtered, bins=bins)
-    digits = 3 if logits.dtype is float32 else 2  # 22 bits hold all that a logit of 16 bits has
-    for is_top_p, wanted in ((False, top_k), (True, top_p)):
-        for number in range(digits if wanted is not None else 0):
-            constants = {"TOP_P": is_top_p, "NUMBER": number, **has}
+    digits = 3 if logits.dtype is float32 else 2  # two digits, 22 bits, hold all that a logit of 16 bits has
+    for name in filters:
+        for number in range(digits):
+            constants = {"TOP_P": name == "top_p", "DIGIT": number, **has}
             launch(_sampling_filter, constants, "top_k", "top_p", "min_p", "temperature", bins=bins)
-    has = {**has, **filtered, "HAS_OFFSETS": offsets is not None}
+    has = {**has, **filtered, "HAS_OFFSETS": given["offsets"] is not None}
     launch(_sampling_pick, has, "offsets", "min_p", "temperature", sums=sums)
     return launches
-
-
-def _whole_row(logits: TensorArg, given: dict[str, TensorArg | None]) -> Launch | None:
-    """The one launch for rows that fit into the shared memory of a cluster of blocks, if these do."""
-    num_rows, vocab_size = logits.shape
-    device = logits.device
-    cluster = 1
-    while cluster < device.cluster and (
-        cluster * _PIECE < vocab_size
-        or (2 * cluster * num_rows <= device.multiprocessors and cluster * _MIN_PIECE < vocab_size)
-    ):
-        cluster *= 2
-    vectors = -(-vocab_size // (cluster * _VECTOR))
-    # Or a piece begins within a vector, and ends within one.
-    is_aligned = check.vector_width(_VECTOR, logits) == _VECTOR
-    num_threads = min(_MAX_THREADS, max(128, 1 << (vectors * _VECTOR // _PER_THREAD - 1).bit_length()))
-    of_thread = -(-(vectors + (not is_aligned)) // num_threads)
-    nbytes = _VECTOR * logits.dtype.itemsize * of_thread * num_threads
-    fitting = (device.shared_memory + 1024) // (nbytes + _OWN_SHARED)  # a KiB of each block's is the driver's
-    if fitting == 0 or of_thread * num_threads * _VECTOR > _MAX_PER_BLOCK:
-        return None
-    return _sampling_row(
-        scalar_t=logits.dtype,
-        **{f"HAS_{name.upper()}": arg is not None for name, arg in given.items()},
-        CLUSTER=cluster,
-        VECTORS=of_thread,
-        BITS=_BITS,
-        MIN_BLOCKS=min(fitting, _BLOCKS * 512 // num_threads),
-        NUM_THREADS=num_threads,
-    ).launch(
-        grid=(num_rows, cluster),
-        block=num_threads,
-        shared=nbytes,
-        vocab_size=vocab_size,
-        logits_stride=check.row_stride(logits),
-        piece_size=vectors * _VECTOR,
-        **{name: 0 for name, arg in given.items() if arg is None},
-    )
 
 
 @top_k_top_p_sampling_from_logits.example

@@ -19,30 +19,33 @@ __all__ = ["apply_penalties_", "apply_repetition_penalties_", "apply_token_bitma
 _apply_repetition_penalties = Kernel("sampling/apply_repetition_penalties.cu")
 _apply_penalties = Kernel("sampling/apply_penalties.cu")
 _apply_token_bitmask = Kernel("sampling/apply_token_bitmask.cu")
-_NUM_THREADS, _EDIT_THREADS = 256, 128
-_FEW = 4096  # elements of a multiprocessor: of these, each thread has one vector
-_MAX_ROWS = 65535  # in the second dimension of a grid
+_BITMASK_THREADS = 256  # no measurement of its own
+# docs/performance.md, "Sampling": 128 threads to a block are faster than 256 for 256 rows, and slower for 16.
+_EDIT_THREADS = 128
+_EDIT_BATCH = 16  # logits of a thread where logits are many
+_MAX_FEW = 4096  # logits per multiprocessor up to which a thread has one vector; no measurement of its own
+_MAX_GRID_ROWS = 65535  # blocks in the second dimension of a grid
 
 
 def _edit(kernel: Kernel, logits: TensorArg, *masks: TensorArg) -> Launch:
-    """The launch of a kernel that edits `logits`, packed, where masks say so."""
+    """The launch of a kernel that edits contiguous `logits` element by element, as `masks` of their shape say."""
     vocab_size = logits.shape[-1]
     vec_size = min(16 // max(arg.dtype.itemsize for arg in (logits, *masks)), *(_aligned(x) for x in (logits, *masks)))
     while vec_size > max(1, vocab_size):
         vec_size //= 2
-    batch = 16 // vec_size if logits.numel > _FEW * logits.device.multiprocessors else 1
+    batch = _EDIT_BATCH // vec_size if logits.numel > _MAX_FEW * logits.device.multiprocessors else 1
     return kernel(
         scalar_t=logits.dtype, VOCAB_SIZE=vocab_size, VEC_SIZE=vec_size, BATCH=batch, NUM_THREADS=_EDIT_THREADS
     ).launch(grid=-(-logits.numel // (_EDIT_THREADS * batch * vec_size)), block=_EDIT_THREADS, size=logits.numel)
 
 
 def _aligned(arg: TensorArg) -> int:
-    """Elements of the widest access that the address allows."""
+    """Elements of one access, as the address of the tensor allows."""
     return max(1, arg.alignment // arg.dtype.itemsize)
 
 
 def _matrix(logits: TensorArg) -> tuple[int, int]:
-    """Check logits; returns the sizes of the matrix."""
+    """Check that `logits` is a matrix of floats; returns its sizes."""
     check.floating(logits)
     check.sizes(logits, num_seqs=None, vocab_size=None)
     return logits.shape[0], logits.shape[1]
@@ -54,8 +57,8 @@ def apply_repetition_penalties_(
 ) -> None:
     """Make tokens that have come before less likely: ``l = T(l / p) if l > 0 else T(l * p)`` where a mask is set.
 
-    In place, and once, also where both masks are set (Keskar et al. 2019, arXiv:1909.05858, with the sign of the logit
-    minded). 0, negative values and NaN are multiplied. Float32 arithmetic, rounded once; other elements stay.
+    In place, and once where both masks are set (Keskar et al. 2019, arXiv:1909.05858, but by the sign of the logit). 0,
+    negative values and NaN are multiplied. Float32 arithmetic, rounded once. Logits without a set mask keep their bits.
 
     Args:
         logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
@@ -92,14 +95,14 @@ def example_apply_repetition_penalties_(
 def apply_penalties_(
     logits: Tensor, output_bin_counts: Tensor, frequency_penalties: Tensor, presence_penalties: Tensor
 ) -> None:
-    """Lower logits by how often tokens have come: ``l = T(l - (frequency * c + presence))`` where c > 0.
+    """Lower the logits of tokens by their counts c: ``l = T(l - (frequency * c + presence))`` where c > 0.
 
-    In place; every step is a float32 operation, rounded, and the result is rounded to T. (The penalties of OpenAI's
-    interface for completions.) Elements whose count is 0 or negative keep their bits.
+    In place. Every step is rounded to float32, the result to T. (These are the penalties of OpenAI's API for
+    completions.) Logits whose count is 0 or negative keep their bits.
 
     Args:
         logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
-        output_bin_counts: [num_seqs, vocab_size] int32, contiguous: how often each token has come.
+        output_bin_counts: [num_seqs, vocab_size] int32, contiguous: how often each token is in the output so far.
         frequency_penalties, presence_penalties: [num_seqs] float32, contiguous.
     """
     all_counts = output_bin_counts.float()
@@ -132,14 +135,14 @@ def example_apply_penalties_(
 def apply_token_bitmask_(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
     """Forbid tokens: ``logits[r, t] = -inf`` where bit t % 32 of ``bitmask[r, t // 32]`` is 0, in place.
 
-    (The bitmask of a grammar as in Dong et al. 2024, arXiv:2411.15100.) Other elements keep their bits.
+    Grammars make such bitmasks (Dong et al. 2024, arXiv:2411.15100). Other logits keep their bits.
 
     Args:
         logits: [num_rows, vocab_size], float32, float16 or bfloat16, edited in place; rows of any stride.
-        bitmask: [num_rows, ceil(vocab_size / 32)] int32, bits of tokens that are allowed; rows of any stride. Bits
-            behind the last token are not looked at.
-        indices: [n] int32, contiguous: the rows to edit, of logits and bitmask alike, in any order; others, and
-            rows that do not exist, are left alone. Or None: every row.
+        bitmask: [num_rows, ceil(vocab_size / 32)] int32, a set bit for each allowed token; rows of any stride. Bits
+            behind the last token are ignored.
+        indices: [n] int32, contiguous: the rows of logits and bitmask to edit, in any order. Other rows keep their
+            bits; indices of no row are ignored. None: every row.
     """
     tokens = torch.arange(logits.shape[-1], device=logits.device)
     allowed = (bitmask[:, tokens // 32] >> (tokens % 32)) & 1
@@ -165,10 +168,10 @@ def plan_apply_token_bitmask_(logits: TensorArg, bitmask: TensorArg, indices: Te
     vec_size = check.vector_width(vocab_size, logits)
     fixed = {} if indices else {"indices": 0}
     return _apply_token_bitmask(
-        scalar_t=logits.dtype, VEC_SIZE=vec_size, HAS_INDICES=indices is not None, NUM_THREADS=_NUM_THREADS
+        scalar_t=logits.dtype, VEC_SIZE=vec_size, HAS_INDICES=indices is not None, NUM_THREADS=_BITMASK_THREADS
     ).launch(
-        grid=(-(-vocab_size // (vec_size * _NUM_THREADS)), min(num_rows, _MAX_ROWS)),
-        block=_NUM_THREADS,
+        grid=(-(-vocab_size // (vec_size * _BITMASK_THREADS)), min(num_rows, _MAX_GRID_ROWS)),
+        block=_BITMASK_THREADS,
         num_rows=num_rows,
         vocab_size=vocab_size,
         num_indices=indices.shape[0] if indices else 0,

@@ -1,4 +1,4 @@
-"""Probabilities of tokens, and their logarithms."""
+"""softmax and log_softmax over a vocabulary."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 __all__ = ["log_softmax", "softmax"]
 
 _softmax = Kernel("sampling/softmax.cu")
+# (threads of a block, vectors of a thread) where pieces of that size fill the device, and where they do not. No
+# measurement of their own; docs/performance.md, "Sampling", has the figures of the op.
+_MANY, _FEW = (512, 4), (256, 1)
 
 
 @op(out="out", in_place={"out": "logits"})
 def softmax(out: Tensor, logits: Tensor, temperature: Tensor | None = None) -> None:
     """Probabilities: ``out = exp(d) / sum exp(d), d = (x - max x) / t``, over the last dimension.
 
-    float32 arithmetic, rounded once. A row that holds NaN or inf, or nothing but -inf, becomes NaN.
+    float32 arithmetic, rounded once. A row with a NaN or inf in it, or with -inf alone, becomes NaN.
 
     Args:
         out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
@@ -36,7 +39,7 @@ def softmax(out: Tensor, logits: Tensor, temperature: Tensor | None = None) -> N
 def log_softmax(out: Tensor, logits: Tensor, temperature: Tensor | None = None) -> None:
     """Logarithms of probabilities: ``out = d - log(sum exp(d)), d = (x - max x) / t``, over the last dimension.
 
-    float32 arithmetic, rounded once. A row that holds NaN or inf, or nothing but -inf, becomes NaN.
+    float32 arithmetic, rounded once. A row with a NaN or inf in it, or with -inf alone, becomes NaN.
 
     Args:
         out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
@@ -47,10 +50,12 @@ def log_softmax(out: Tensor, logits: Tensor, temperature: Tensor | None = None) 
 
 
 def _temperatures(logits: Tensor, temperature: Tensor | None) -> Any:
+    """float64 temperatures that broadcast over `logits`."""
     return 1.0 if temperature is None else temperature.double().reshape(*logits.shape[:-1], 1)
 
 
-def _plan(out: TensorArg, logits: TensorArg, temperature: TensorArg | None, logarithm: bool) -> list[Launch]:
+def _launches(out: TensorArg, logits: TensorArg, temperature: TensorArg | None, logarithm: bool) -> list[Launch]:
+    """The launch of softmax.cu for rows that fit into a block, else one for sums of pieces and one for results."""
     for arg in (out, logits):
         check.floating(arg)
     check.same_shape(out, logits)
@@ -60,9 +65,9 @@ def _plan(out: TensorArg, logits: TensorArg, temperature: TensorArg | None, loga
     strides = {"out_stride": check.row_stride(out), "logits_stride": check.row_stride(logits)}
     vec_size = check.vector_width(vocab_size, out, logits)
     row_vecs = -(-vocab_size // vec_size)
-    num_threads, batch = 512, 4
+    num_threads, batch = _MANY
     if num_rows * -(-row_vecs // (num_threads * batch)) < logits.device.multiprocessors:
-        num_threads, batch = 256, 1
+        num_threads, batch = _FEW
     pieces = -(-row_vecs // (num_threads * batch))
     if pieces == 1:
         num_threads = check.threads(-(-row_vecs // batch))
@@ -94,12 +99,12 @@ def _plan(out: TensorArg, logits: TensorArg, temperature: TensorArg | None, loga
 
 @softmax.plan
 def plan_softmax(out: TensorArg, logits: TensorArg, temperature: TensorArg | None) -> list[Launch]:
-    return _plan(out, logits, temperature, logarithm=False)
+    return _launches(out, logits, temperature, logarithm=False)
 
 
 @log_softmax.plan
 def plan_log_softmax(out: TensorArg, logits: TensorArg, temperature: TensorArg | None) -> list[Launch]:
-    return _plan(out, logits, temperature, logarithm=True)
+    return _launches(out, logits, temperature, logarithm=True)
 
 
 def _example(

@@ -1,4 +1,4 @@
-"""Speculative decoding: which drafted tokens stand."""
+"""Speculative decoding: which drafted tokens are accepted, and the token that follows them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["rejection_sample"]
 
 _rejection_sample = Kernel("sampling/rejection_sample.cu")
+_MAX_TOKENS = 2**22  # so that sums of weights fit into 63 bits
+# No measurement of their own.
 _NUM_THREADS = 256
-_MAX_TOKENS = 2**22  # so that sums of weights have 63 bits
+_PIECE, _SMALL_PIECE = 4096, 1024  # probabilities of a block, where pieces of the larger size fill the device, and else
 
 
 @op(out="output_token_ids", ulps=0)
@@ -33,28 +35,30 @@ def rejection_sample(
     seeds: Tensor,
     offsets: Tensor | None = None,
 ) -> None:
-    """Tokens of the target's distribution from drafts: those that stand, and one more.
+    """Tokens of the target's distribution from drafted tokens: the accepted drafts, and one token more.
 
-    Draft i of a request, a token of probability q in `draft_probs` and p in `target_probs`, stands if q > 0 and ``u_i
-    * q < p``. The first that does not is replaced by a token drawn by the weights ``max(P - Q, 0)`` of all tokens, or P
-    if these are 0, and what follows it is dropped; if all stand, the bonus token follows (Leviathan et al. 2023,
-    arXiv:2211.17192). Weights are integers, ``floor(2^40 w)``, and a token is the first at which their running sum
-    exceeds ``r_i / 2^64`` of all. ``u_i``, of 32 bits, and ``r_i``, of 64, are the highest of the first 64 bits of
-    Philox4x32-10 under the request's seed for the counters (offset, i, 1) and (offset, i, 2), of which
-    `top_k_top_p_sampling_from_logits` takes none: drafts and the bonus token may be drawn by it under the same seed.
+    Draft i of a request, a token of probability q in `draft_probs` and p in `target_probs`, is accepted if q > 0 and
+    ``u_i * q < p``. The first rejected draft is replaced by a token drawn by the weights ``max(P - Q, 0)`` of all
+    tokens, or by P if these weights are 0, and the drafts behind it are dropped. If all drafts are accepted, the bonus
+    token follows (Leviathan et al. 2023, arXiv:2211.17192). Weights are integers, ``floor(2^40 w)``; the token drawn is
+    the first one at which their running sum exceeds ``r_i / 2^64`` of their sum.
+
+    ``u_i`` are the upper 32 of the first 64 bits of Philox4x32-10 under the request's seed for the counter (offset, i,
+    1), ``r_i`` the first 64 bits for (offset, i, 2). `top_k_top_p_sampling_from_logits` uses neither counter: under the
+    same seed and offset it may draw a draft or the bonus token. Two tokens need different offsets.
 
     Args:
-        output_token_ids: [batch, max_spec_len + 1] int32, contiguous, written; -1 behind the last token, and for one
-            that nothing can replace.
-        draft_token_ids: [num_tokens] int32, contiguous: those of one request after another. What is no token does not
-            stand.
-        cu_num_draft_tokens: [batch] int32, contiguous: drafts up to the end of each request, at most max_spec_len of
-            which count for one.
-        draft_probs: [num_tokens, vocab_size] float32, rows of any stride; or None: the draft's token has all of Q.
+        output_token_ids: [batch, max_spec_len + 1] int32, contiguous, written; -1 behind the last token, and in place
+            of a rejected draft if all weights are 0.
+        draft_token_ids: [num_tokens] int32, contiguous: the drafts of one request after another. Numbers that are no
+            token are rejected.
+        cu_num_draft_tokens: [batch] int32, contiguous: the number of drafts up to the end of each request. Drafts of a
+            request beyond max_spec_len are ignored.
+        draft_probs: [num_tokens, vocab_size] float32, rows of any stride; or None: the drafted token has probability 1.
         target_probs: [num_tokens, vocab_size] float32, rows of any stride; one-hot rows make it greedy.
         bonus_token_ids: [batch] or [batch, 1] int32, contiguous.
         seeds: [batch] int64, contiguous.
-        offsets: the same; or None for 0.
+        offsets: [batch] int64, contiguous; or None for 0.
     """
     num_tokens, vocab_size = target_probs.shape
     batch, max_drafts = output_token_ids.shape[0], output_token_ids.shape[1] - 1
@@ -79,7 +83,7 @@ def rejection_sample(
 
 
 def _replacement(target: Tensor, draft_probs: Tensor | None, row: int, token: int, bits: int) -> Tensor | int:
-    """The token that comes in the place of a draft."""
+    """The token that replaces a rejected draft; -1 if all weights are 0."""
     if draft_probs is None:
         left = target.clone()
         if 0 <= token < len(left):
@@ -105,10 +109,10 @@ def plan_rejection_sample(
     offsets: TensorArg | None,
 ) -> list[Launch]:
     check.sizes(output_token_ids, batch=None, max_spec_len_and_one=None)
-    batch, max_drafts = output_token_ids.shape
-    if max_drafts < 1:
+    batch, num_columns = output_token_ids.shape
+    if num_columns < 1:
         raise output_token_ids.error(f"expected at least one column, got shape {output_token_ids.shape}")
-    check.shape(output_token_ids, int32, batch=batch, max_spec_len_and_one=max_drafts)
+    check.shape(output_token_ids, int32, batch=batch, max_spec_len_and_one=num_columns)
     check.sizes(target_probs, num_tokens=None, vocab_size=None)
     num_tokens, vocab_size = target_probs.shape
     if vocab_size > _MAX_TOKENS:
@@ -125,7 +129,8 @@ def plan_rejection_sample(
     check.shape(offsets, int64, batch=batch)
 
     vec_size = check.vector_width(vocab_size, *probs)
-    piece_size = 4096 if batch * vocab_size > 4096 * output_token_ids.device.multiprocessors else 1024
+    fills_device = batch * vocab_size > _PIECE * output_token_ids.device.multiprocessors
+    piece_size = _PIECE if fills_device else _SMALL_PIECE
     pieces = -(-vocab_size // piece_size)
     sums = Scratch(16 * batch * pieces)
 
@@ -142,7 +147,7 @@ def plan_rejection_sample(
             sums=sums,
             num_tokens=num_tokens,
             vocab_size=vocab_size,
-            most_drafts=max_drafts - 1,
+            max_drafts=num_columns - 1,
             pieces=pieces,
             piece_size=piece_size,
             draft_stride=check.row_stride(draft_probs) if draft_probs else 0,

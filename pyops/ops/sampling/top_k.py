@@ -1,7 +1,8 @@
-"""Where the largest of each row are."""
+"""Positions of the k largest elements of each row."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
@@ -14,19 +15,102 @@ from ..._core.tensor import TensorArg
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..._core.device import Device
+
 __all__ = ["top_k_per_row_decode", "top_k_per_row_prefill"]
 
 _top_k_per_row = Kernel("sampling/top_k_per_row.cu")
 _top_k_short_row = Kernel("sampling/top_k_short_row.cu")
-_SHORT_ROW_THREADS = 512  # that hold a row in registers: fewer than 1024 if that many do
-_MAX_WAVES = 4  # vectors of each
-_MAX_STAGED = 4096  # positions for which the histograms' memory has room
-_SHORT_ROW_BLOCKS = 3  # of 512 threads on a multiprocessor
-_MAX_CANDIDATES = 23  # of a thread
-_SHORT = 20480  # elements: with more, a block is worth 1024 threads
-_MIN_PER_BLOCK = 8192  # elements for which another block of a cluster is not worth its barriers
 _MAX_COLUMNS = 2**30
-_OWN_SHARED = 26 * 1024  # the kernel's histograms and what else it keeps in shared memory
+
+# docs/performance.md, "Sampling", top_k_per_row_decode.
+# Short rows, in the registers of one block: for 1024 rows of 8192 elements 512 threads are 19 % faster than 1024, and
+# three such blocks to a multiprocessor 14 % faster than two.
+_SHORT_THREADS, _SHORT_MAX_THREADS = 512, 1024
+_SHORT_MAX_ROUNDS = 4  # vectors of a thread
+_SHORT_MAX_TOP_K = 4096  # positions that fit in the shared memory of the histograms
+_SHORT_RESIDENT = 1536  # threads that a multiprocessor holds
+# Long rows, in the shared memory of a cluster: for one row of 65536 elements 512 threads are 12 % faster than 1024.
+_LONG_THREADS, _LONG_MAX_THREADS = 512, 1024
+_MAX_PIECE = 20480  # elements of a block beyond which it has 1024 threads
+_MIN_PIECE = 8192  # elements of a block below which a larger cluster costs more in barriers than it gains
+# Share of the multiprocessors that clusters of so many blocks can fill: 16 rows with eight blocks each took two waves.
+_FILLED_BY_CLUSTERS = {2: 1.0, 4: 1.0, 8: 0.75}
+_CANDIDATE_BYTES = 8
+_MAX_CANDIDATES = 23  # of a thread
+_STATIC_SHARED = 26 * 1024  # bytes of shared memory that the kernel declares itself
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the geometry depends on.
+
+    Attributes:
+        num_rows, columns, top_k: sizes.
+        vec_size: elements of one load: 4, or 1 if the elements of a row lie apart.
+        is_aligned: whether every row begins at a vector.
+    """
+
+    num_rows: int
+    columns: int
+    top_k: int
+    vec_size: int = 4
+    is_aligned: bool = True
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of four elements that a row has a part of, at most."""
+        return -(-self.columns // 4) + (not self.is_aligned)
+
+
+@dataclass(frozen=True)
+class ShortRows:
+    """top_k_short_row.cu: a block holds its row in registers."""
+
+    num_threads: int
+    min_blocks: int
+
+    def rounds(self, problem: Problem) -> int:
+        """Vectors of a thread."""
+        return max(1, -(-problem.vectors // self.num_threads))
+
+
+@dataclass(frozen=True)
+class LongRows:
+    """top_k_per_row.cu: `cluster` blocks share a row; a thread has room for `capacity` candidates in shared memory."""
+
+    num_threads: int
+    cluster: int
+    capacity: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory: a thread has one place more than candidates."""
+        return _CANDIDATE_BYTES * (self.capacity + 1) * self.num_threads
+
+
+def choose(problem: Problem, device: Device) -> ShortRows | LongRows:
+    """Registers for rows that fit; else as many blocks to a row as the device has room for."""
+    if (
+        problem.vec_size == 4
+        and problem.vectors <= _SHORT_MAX_ROUNDS * _SHORT_MAX_THREADS
+        and problem.top_k <= _SHORT_MAX_TOP_K
+    ):
+        num_threads = _SHORT_THREADS if problem.vectors <= _SHORT_MAX_ROUNDS * _SHORT_THREADS else _SHORT_MAX_THREADS
+        return ShortRows(num_threads, _SHORT_RESIDENT // num_threads)
+    cluster = 1
+    while (
+        2 * cluster <= device.cluster
+        and 2 * cluster * problem.num_rows <= device.multiprocessors * _FILLED_BY_CLUSTERS[2 * cluster]
+        and cluster * _MIN_PIECE < problem.columns
+    ):
+        cluster *= 2
+    piece = -(-problem.columns // cluster) + 2 * problem.vec_size
+    num_threads = _LONG_MAX_THREADS if piece > _MAX_PIECE else _LONG_THREADS
+    fitting = (device.shared_memory - _STATIC_SHARED) // (_CANDIDATE_BYTES * num_threads) - 1
+    # Candidates of a whole piece need no positions, so that two of them take the bytes of one.
+    whole_piece = -(-piece // (2 * num_threads))
+    return LongRows(num_threads, cluster, min(whole_piece, fitting, _MAX_CANDIDATES))
 
 
 @op(out="indices", ulps=0)
@@ -42,16 +126,16 @@ def top_k_per_row_prefill(
 ) -> None:
     """Positions of the topK largest of each segment ``logits[r, rowStarts[r]:rowEnds[r]]``, from left to right.
 
-    Positions count from the segment's start. Of equal values the first are taken, so that the result is determined; a
-    segment not longer than topK gives 0, 1, ... and then -1. Values are ordered by their bits: -NaN, -inf, ..., -0, 0,
-    ..., inf, NaN. A segment is cut to the columns that there are.
+    Positions count from the start of the segment. Among equal values the first ones are taken, so that the result is
+    determined. A segment of at most topK elements gives 0, 1, ... and then -1. Values are ordered by their bits: -NaN,
+    -inf, ..., -0, 0, ..., inf, NaN. A segment that reaches beyond the columns ends with them.
 
     Args:
         logits: [at least numRows, columns] float32, of any strides.
         rowStarts, rowEnds: [at least numRows] int32, contiguous.
         indices: [numRows, topK] int32, contiguous, written.
-        numRows: rows that count.
-        stride0, stride1: those of logits.
+        numRows: number of rows.
+        stride0, stride1: the strides of logits.
         topK: 0 or more.
     """
     starts = rowStarts[:numRows].long().clamp(0, logits.shape[1])
@@ -59,7 +143,7 @@ def top_k_per_row_prefill(
 
 
 def _select(logits: Tensor, starts: Tensor, ends: Tensor, indices: Tensor, numRows: int, topK: int) -> None:
-    """What both ops write."""
+    """The reference of both ops, for rows that begin at `starts` and end before `ends`."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     starts, ends = starts[:, None], ends.clamp(max=logits.shape[1])[:, None]
     bits = logits[:numRows].view(torch.int32)
@@ -67,9 +151,9 @@ def _select(logits: Tensor, starts: Tensor, ends: Tensor, indices: Tensor, numRo
     order = torch.where((columns >= starts) & (columns < ends), order, -(2**40))
     best = order.sort(dim=-1, descending=True, stable=True)[1][:, :topK].sort(dim=-1)[0] - starts
     lengths, places = ends - starts, torch.arange(topK, device=logits.device)
-    all_of_it = places.where(places < lengths, -1)
+    whole = places.where(places < lengths, -1)
     best = torch.nn.functional.pad(best, (0, topK - best.shape[1]))
-    indices.copy_(torch.where(lengths <= topK, all_of_it, best))
+    indices.copy_(torch.where(lengths <= topK, whole, best))
 
 
 @top_k_per_row_prefill.plan
@@ -117,8 +201,8 @@ def top_k_per_row_decode(
         next_n: rows of a sequence, one for each of its last tokens; 1 or more.
         seq_lens: [at least numRows / next_n] int32, contiguous.
         indices: [numRows, topK] int32, contiguous, written.
-        numRows: rows that count.
-        stride0, stride1: those of logits.
+        numRows: number of rows.
+        stride0, stride1: the strides of logits.
         topK: 0 or more.
     """
     rows = torch.arange(numRows, device=logits.device)
@@ -165,7 +249,7 @@ def example_top_k_per_row_decode(
 
 
 def _per_row(arg: TensorArg, min_rows: int) -> None:
-    """`arg` holds an int32 for each of `least` rows, one after another."""
+    """Check that `arg` is contiguous int32 of at least `min_rows` elements."""
     check.sizes(arg, num_rows=None)
     if arg.shape[0] < min_rows:
         raise arg.error(f"expected at least {min_rows} elements, got shape {arg.shape}")
@@ -176,7 +260,7 @@ def _per_row(arg: TensorArg, min_rows: int) -> None:
 def _launches(
     logits: TensorArg, indices: TensorArg, numRows: int, strides: tuple[int, int], topK: int, absent: dict[str, int]
 ) -> list[Launch]:
-    """The launch of top_k_short_row.cu or top_k_per_row.cu."""
+    """The launch of top_k_short_row.cu or top_k_per_row.cu; `absent` feeds null pointers and what the op has not."""
     check.dtype(logits, float32)
     check.sizes(logits, num_rows=None, columns=None)
     num_rows, columns = logits.shape
@@ -190,45 +274,32 @@ def _launches(
         raise logits.error(f"expected at most {_MAX_COLUMNS} columns, got {columns}")
     check.shape(indices, int32, numRows=numRows, topK=topK)
 
-    device = logits.device
+    is_aligned = logits.alignment % 16 == 0 and strides[0] % 4 == 0
     vec_size = 4 if strides[1] == 1 or columns <= 1 else 1
-    # A row that begins anywhere has a vector more.
-    vectors = -(-columns // 4) + (logits.alignment % 16 > 0 or strides[0] % 4 > 0)
-    if vec_size == 4 and vectors <= _MAX_WAVES * 1024 and topK <= _MAX_STAGED:
-        num_threads = _SHORT_ROW_THREADS if vectors <= _MAX_WAVES * _SHORT_ROW_THREADS else 1024
+    problem = Problem(numRows, columns, topK, vec_size, is_aligned)
+    config = choose(problem, logits.device)
+    is_decode, num_blocks = "rowStarts" in absent, numRows if topK else 0
+    if isinstance(config, ShortRows):
         return [
             _top_k_short_row(
-                DECODE="rowStarts" in absent,
-                ROUNDS=max(1, -(-vectors // num_threads)),
-                NUM_THREADS=num_threads,
-                MIN_BLOCKS=_SHORT_ROW_BLOCKS * 512 // num_threads,
-            ).launch(grid=numRows if topK else 0, block=num_threads, columns=columns, **absent)
+                DECODE=is_decode,
+                ROUNDS=config.rounds(problem),
+                NUM_THREADS=config.num_threads,
+                MIN_BLOCKS=config.min_blocks,
+            ).launch(grid=num_blocks, block=config.num_threads, columns=columns, **absent)
         ]
-    # As many blocks to a row as leave no multiprocessor idle. Eight find no room where most are taken.
-    cluster = 1
-    while (
-        cluster < device.cluster
-        and 2 * cluster * numRows <= device.multiprocessors * (1.0 if cluster < 4 else 0.75)
-        and cluster * _MIN_PER_BLOCK < columns
-    ):
-        cluster *= 2
-    piece = -(-columns // cluster) + 2 * vec_size
-    num_threads = 1024 if piece > _SHORT else 512
-    # Of 8 bytes, or half as many where a whole piece fits, whose places need no telling.
-    fitting = (device.shared_memory - _OWN_SHARED) // (8 * num_threads) - 1
-    capacity = min(-(-piece // (2 * num_threads)), fitting, _MAX_CANDIDATES)
     return [
         _top_k_per_row(
-            DECODE="rowStarts" in absent,
-            CLUSTER=cluster,
+            DECODE=is_decode,
+            CLUSTER=config.cluster,
             VEC_SIZE=vec_size,
-            NUM_THREADS=num_threads,
+            NUM_THREADS=config.num_threads,
         ).launch(
-            grid=(numRows if topK else 0, cluster),
-            block=num_threads,
-            shared=8 * (capacity + 1) * num_threads,
+            grid=(num_blocks, config.cluster),
+            block=config.num_threads,
+            shared=config.shared,
             columns=columns,
-            capacity=capacity,
+            capacity=config.capacity,
             **absent,
         )
     ]

@@ -1,4 +1,4 @@
-"""Gated activations of batches of experts, of which only the first tokens count, as codes."""
+"""SwiGLU of padded batches of experts, as fp8 codes in groups of 128."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ __all__ = ["persistent_masked_m_silu_mul_quant"]
 
 _masked_silu_mul_quant = Kernel("quantize/masked_silu_mul_quant.cu")
 _GROUP_SIZE = 128
+_VEC_SIZE = 8
+_NUM_THREADS, _MIN_BLOCKS = 256, 8  # blocks to a multiprocessor; no measurement of their own
 
 
 @op(inout=("y_q", "y_s"), ulps=0)
@@ -28,18 +30,18 @@ def persistent_masked_m_silu_mul_quant(
 ) -> None:
     """SwiGLU of the first ``counts[e]`` tokens of each expert, as fp8 codes in groups of 128; other tokens stay.
 
-    ``y = b(b(silu(gate)) * up)`` for the halves ``input = [gate, up]``, b rounding to bfloat16, as every step does:
-    ``s = b(max(max|y|, b(1e-10)) * b(1/448))`` over a group, and with `use_ue8m0` ``s = 2^ceil(b(log2 s))``;
-    ``y_q = fp8(clamp(b(y * b(1 / s)), -448, 448))``. NaN is left out of the maximum and becomes -448; an infinity makes
-    the scale infinite, what is finite 0 and itself -448.
+    ``y = b(b(silu(gate)) * up)`` for the halves ``input = [gate, up]``; b rounds to bfloat16, and so does every step:
+    ``s = b(max(max|y|, b(1e-10)) * b(1/448))`` over a group, with `use_ue8m0` then ``s = 2^ceil(b(log2 s))``; ``y_q =
+    fp8(clamp(b(y * b(1 / s)), -448, 448))``. The maximum ignores NaN, whose code is -448. An infinity makes the scale
+    infinite: its code is -448, those of finite elements are 0.
 
     Args:
         input: [num_experts, num_tokens, 2 * hidden_size] bfloat16, hidden_size a multiple of 128; the last stride is 1.
         counts: [num_experts] int32, contiguous; taken as 0 to num_tokens.
         y_q: [num_experts, num_tokens, hidden_size], float8_e4m3fn or uint8, written; the last stride is 1.
         y_s: written; any strides. [num_experts, num_tokens, hidden_size / 128] float32; or with `use_ue8m0`
-            [num_experts, num_tokens, hidden_size / 512 rounded up] int32, of which byte ``g % 4`` (little-endian) of
-            word ``g // 4`` is the biased exponent of the scale of group g. Bytes behind the last group stay.
+            [num_experts, num_tokens, hidden_size / 512 rounded up] int32: byte ``g % 4`` (little-endian) of word
+            ``g // 4`` is the biased exponent of the scale of group g. Bytes behind the last group stay.
         use_ue8m0: whether scales are powers of two.
     """
     gate, up = input.chunk(2, dim=-1)
@@ -85,20 +87,19 @@ def plan_persistent_masked_m_silu_mul_quant(
     check.dtype(y_s, float32, *([int32] if use_ue8m0 else []))
     words = -(-groups // 4) if y_s.dtype is int32 else groups
     check.sizes(y_s, num_experts=num_experts, num_tokens=num_tokens, groups=words)
-    num_threads, blocks = 256, 8  # of a multiprocessor
-    warp_groups = input.device.warp_size // (_GROUP_SIZE // 8)
-    items = num_experts * num_tokens * -(-groups // warp_groups)
-    warps = num_threads // input.device.warp_size
+    warp_groups = input.device.warp_size // (_GROUP_SIZE // _VEC_SIZE)
+    max_items = num_experts * num_tokens * -(-groups // warp_groups)  # of a warp each
+    warps = _NUM_THREADS // input.device.warp_size
     return _masked_silu_mul_quant(
         scale_t=y_s.dtype,
         POWER_OF_TWO=bool(use_ue8m0),
-        ACCESS=check.vector_width(8, input),
-        CODE_ACCESS=check.vector_width(8, replace(y_q, dtype=float8_e4m3fn)),
-        NUM_THREADS=num_threads,
-        MIN_BLOCKS=blocks,
+        ACCESS=check.vector_width(_VEC_SIZE, input),
+        CODE_ACCESS=check.vector_width(_VEC_SIZE, replace(y_q, dtype=float8_e4m3fn)),
+        NUM_THREADS=_NUM_THREADS,
+        MIN_BLOCKS=_MIN_BLOCKS,
     ).launch(
-        grid=min(blocks * input.device.multiprocessors, -(-items // warps)),
-        block=num_threads,
+        grid=min(_MIN_BLOCKS * input.device.multiprocessors, -(-max_items // warps)),
+        block=_NUM_THREADS,
         num_experts=num_experts,
         num_tokens=num_tokens,
         groups=groups,

@@ -1,0 +1,204 @@
+"""Decode attention: the choice of a Config.
+
+Every number below was measured on one H200. A quoted phrase is the name of the measurement in docs/performance.md,
+section "Attention, cache and rotary".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..._core.device import Device
+from ..._core.dtypes import float8_e4m3fnuz
+from .decode_problem import Problem
+from .join import JoinConfig, choose_join, lanes_of
+
+TILE_TOKENS = 16  # rows of one matrix product; splits begin at multiples of it (attention.cuh)
+NUM_WARPS = 4  # of a block, where nothing speaks for another number
+
+# "Three warps to a block, of which exactly four fit, are one round of 512": 136 to 129 us.
+_WARPS_OF_ONE_WAVE = (4, 3)
+# "A round that is not full costs half a round at least."
+_WARPS_OF_MANY_WAVES = (4, 2, 1)
+_MIN_TAIL = 0.5  # of the time of a full wave
+
+# "One short sequence: two launches were a third of it": clusters of eight blocks of eight warps 7.2 to 5.5 us.
+_CLUSTER_SIZES = (8, 4, 2)
+_WIDE_CLUSTER_WARPS = 8
+_MAX_WIDE_ELEMENTS = 1024  # of the results of a warp: those of eight warps fit into 48 KB of shared memory
+_MAX_BLOCKS_PER_SM = 2  # "Clusters lose where there is more to do": 16 sequences of 1024 tokens 25.1 against 23.1 us
+_MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS = 2, 4  # of a warp: one sequence of 4096 tokens ties, 8192 lose
+
+_MIN_SPLIT = 64  # tokens: a step of every warp of a block
+_MAX_SPLITS = 128
+_MIN_WANTED_SPLITS = 4  # for one long sequence among short ones
+# "Half the warps that fit saturate memory": of one sequence, 33 splits take 40.4 us and 49 splits, a wave, 42.3.
+_WAVE_PER_SATURATION = 1.5
+# "Splits by a sequence's own length alone leave long ones for the end": the kernel shares the splits out by length.
+_MAX_WAVES_OF_MMA = 8
+_MAX_WAVES_OF_SIMT = 2
+_WAVES_WITHOUT_SPLITS = 4  # of whole sequences: so many blocks that a long one is none of the last
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How one call of decode attention runs.
+
+    Attributes:
+        num_warps: of a block.
+        heads_per_block: query heads, of those that share a key-value head: columns of a matrix product.
+        tiles_per_step: tiles of TILE_TOKENS tokens that a warp loads at once.
+        min_blocks: blocks of four warps that a multiprocessor must hold; bounds the registers.
+        one_at_a_time: registers hold keys or values, not both.
+        cluster_size: blocks that share a sequence and join their results in shared memory; 1 for none.
+        max_splits: splits of a sequence, at most; a block takes one split.
+        min_split: tokens of a split, at least.
+        join: how the splits are joined.
+    """
+
+    num_warps: int
+    heads_per_block: int
+    tiles_per_step: int
+    min_blocks: int
+    one_at_a_time: bool
+    cluster_size: int
+    max_splits: int
+    min_split: int
+    join: JoinConfig
+
+    def __post_init__(self) -> None:
+        min_warps, max_warps = (4, min(8, 4 * self.min_blocks)) if self.cluster_size > 1 else (1, 4)
+        if not min_warps <= self.num_warps <= max_warps:
+            raise ValueError(
+                f"{self}: expected num_warps from {min_warps} to {max_warps}, which the kernel has room for"
+            )
+
+
+def choose(problem: Problem, device: Device) -> Config:
+    """The Config for this problem."""
+    heads, tiles, min_blocks = _choose_step(problem)
+    blocks = blocks_of_one_split(problem, heads)
+    num_warps, cluster_size = NUM_WARPS, 1
+    if problem.uses_mma:
+        num_warps = choose_num_warps(blocks, min_blocks * device.multiprocessors)
+    wave = wave_splits(problem, device, num_warps, heads, min_blocks)
+    max_splits = problem.num_partitions or choose_max_splits(problem, wave)
+    if problem.uses_mma and not problem.partials:
+        may_be_wide = min(heads, problem.group) * problem.head_size <= _MAX_WIDE_ELEMENTS
+        step = TILE_TOKENS * tiles
+        cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device)
+        if cluster_size > 1:
+            num_warps, max_splits = cluster_warps, 1
+    return Config(
+        num_warps,
+        heads,
+        tiles,
+        min_blocks,
+        _is_short_of_registers(problem, device),
+        cluster_size,
+        max_splits,
+        _MIN_SPLIT,
+        choose_join(
+            problem.num_seqs,
+            problem.num_heads,
+            max_splits,
+            lanes_of(problem.head_size, problem.join_vector_width, device),
+            device,
+        ),
+    )
+
+
+def _choose_step(problem: Problem) -> tuple[int, int, int]:
+    """(query heads of a block, tiles of a warp's step, blocks of four warps on a multiprocessor).
+
+    A warp has as many bytes in flight as there are registers for. Large heads, many heads, small blocks of the cache,
+    and codes that integer arithmetic converts need registers themselves.
+    """
+    layout, head_size = problem.layout, problem.head_size
+    heads = 16 if problem.group > 8 and head_size <= 128 else 8
+    is_16_bit, is_large = layout.x == 8, head_size > 128
+    is_small = head_size <= 64 and layout.block_size % TILE_TOKENS == 0
+    tiles = 1 if is_16_bit or is_large else 4 if is_small else 2
+    needs_registers = (
+        is_large
+        or heads > 8
+        or layout.dtype is float8_e4m3fnuz
+        or layout.block_size % 8
+        or (tiles == 4 and not layout.packed)
+    )
+    return heads, tiles, 2 if needs_registers else 3
+
+
+def _is_short_of_registers(problem: Problem, device: Device) -> bool:
+    """Whether keys and values together would spill.
+
+    "Heads of 256 with slopes or a soft cap, and on sm_100 all of them, spilled 8 to 340 bytes."
+    """
+    options = problem.options
+    is_crowded = options.alibi_slopes or options.logits_soft_cap or not device.arch.startswith(("sm_8", "sm_90"))
+    return bool(is_crowded) and problem.head_size > 128 and problem.layout.x == 8
+
+
+def blocks_of_one_split(problem: Problem, heads_per_block: int) -> int:
+    """Blocks that take one split of every sequence."""
+    if not problem.uses_mma:
+        return problem.num_seqs * problem.num_heads
+    return problem.num_seqs * problem.kv.num_kv_heads * -(-problem.group // heads_per_block)
+
+
+def wave_splits(problem: Problem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> float:
+    """Splits of all sequences that run on the device at once."""
+    wave_blocks = min_blocks * device.multiprocessors * NUM_WARPS // num_warps
+    return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
+
+
+def choose_num_warps(blocks: int, wave_blocks: int) -> int:
+    """Warps per block that leave the least of the device idle in the last wave.
+
+    A wave holds `wave_blocks` blocks of four warps. If all blocks fit into one wave, they leave little room for blocks
+    of the next kernel: "A single round of blocks is spread unevenly where a kernel starts early".
+    """
+    wave_warps = NUM_WARPS * wave_blocks
+    for num_warps in _WARPS_OF_ONE_WAVE:
+        if blocks * num_warps <= wave_warps:
+            return num_warps
+
+    def waste(num_warps: int) -> float:
+        waves = blocks * num_warps / wave_warps
+        tail = waves % 1.0
+        return (waves - tail + (max(tail, _MIN_TAIL) if tail else 0.0)) / waves
+
+    return min(_WARPS_OF_MANY_WAVES, key=waste)
+
+
+def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, device: Device) -> tuple[int, int]:
+    """(blocks of a cluster, warps of a block), where `blocks` blocks would take all sequences; a cluster of 1 is none.
+
+    A cluster needs no second kernel for the join, but idle blocks of one sequence cannot help with another. So clusters
+    are for batches whose single blocks would leave half of the multiprocessors idle, and for sequences with few steps
+    of `step` tokens for each warp. Blocks have twice the warps if there are tokens for all of them, and if the clusters
+    leave half of the multiprocessors to the next kernel, which may start early.
+    """
+    largest, num_warps = _CLUSTER_SIZES[0], NUM_WARPS
+    if may_be_wide and max_tokens > largest * num_warps * step and 2 * largest * blocks <= device.multiprocessors:
+        num_warps = _WIDE_CLUSTER_WARPS
+    if 2 * blocks > device.multiprocessors:
+        return 1, num_warps
+    room = _MAX_BLOCKS_PER_SM * device.multiprocessors // max(1, blocks)
+    useful = min(device.cluster, room, -(-max_tokens // (num_warps * step)))
+    cluster_size = next((size for size in _CLUSTER_SIZES if size <= useful), 1)
+    steps = min(_MAX_CLUSTER_STEPS, max(_MIN_CLUSTER_STEPS, blocks))  # few blocks cannot ask for all that memory gives
+    return (cluster_size if max_tokens <= steps * cluster_size * num_warps * step else 1), num_warps
+
+
+def choose_max_splits(problem: Problem, wave: float) -> int:
+    """The most splits of a sequence, where `wave` splits of all sequences run at once."""
+    num_seqs = problem.num_seqs
+    if _WAVES_WITHOUT_SPLITS * wave < num_seqs:
+        return 1
+    if num_seqs <= 1:
+        wanted = wave / _WAVE_PER_SATURATION
+    else:
+        max_waves = _MAX_WAVES_OF_MMA if problem.uses_mma else _MAX_WAVES_OF_SIMT
+        wanted = max(_MIN_WANTED_SPLITS, max_waves * wave / num_seqs)
+    return max(1, min(-(-problem.max_tokens // _MIN_SPLIT), _MAX_SPLITS, int(wanted)))

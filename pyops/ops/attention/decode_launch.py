@@ -1,0 +1,176 @@
+"""Decode attention: the launches of a Problem as a Config says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..._core.dtypes import int32
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.tensor import TensorArg
+from .arguments import Options, PagedKV
+from .decode_choose import Config, blocks_of_one_split, wave_splits
+from .decode_problem import Problem
+from .join import launch_join
+from .layout import CacheLayout, absent, heads_stride
+
+_decode = Kernel("attention/attention_decode.cu")
+decode_simt = Kernel("attention/attention_decode_simt.cu")
+
+NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
+
+
+def launch(problem: Problem, config: Config) -> list[Launch]:
+    """The kernel that computes the splits, and the kernel that joins them where a sequence may have several."""
+    max_splits = problem.num_partitions or (1 if config.cluster_size > 1 else config.max_splits)
+    arguments = {
+        **absent(lse=problem.options.lse, sinks=problem.options.sinks, query_start_loc=problem.query_start_loc),
+        "num_seqs": problem.num_seqs,
+        "num_rows": problem.query.shape[0],
+        "max_tokens": problem.max_tokens,
+        "max_splits": max_splits,
+        "min_split": config.min_split,
+        "out_stride": heads_stride(problem.out),
+        "length_step": problem.kv.seq_lens.strides[0],
+    }
+    is_joined = problem.partials is not None or max_splits > 1
+    if not problem.partials:
+        rows = problem.num_seqs * problem.num_heads * max_splits if is_joined else 0
+        arguments |= workspace(rows, problem.head_size)
+    constants = {
+        "partial_t": problem.partial_dtype,
+        "PARTITION": problem.partition,
+        "DIRECT": problem.partials is None,
+        **_starts(problem.query_start_loc),
+    }
+    wave = 0.0  # if positive, kernels share the splits of a wave out by the lengths of all sequences
+    if problem.uses_mma:
+        if problem.num_seqs > 1 and max_splits > 1 and not problem.partials:
+            wave = wave_splits(
+                problem, problem.query.device, config.num_warps, config.heads_per_block, config.min_blocks
+            )
+        launches = [_launch_mma(problem, config, wave, constants, arguments)]
+    else:
+        launches = [_launch_simt(problem, config, constants, arguments)]
+    if is_joined:
+        constants |= {
+            "length_t": problem.kv.seq_lens.dtype,
+            "out_t": problem.out_dtype,
+            "HAS_OUT_SCALE": problem.fp8_out_scale is not None,
+            "LSE_BY_ROW": False,
+        }
+        arguments |= {**absent(fp8_out_scale=problem.fp8_out_scale), "wave_splits": wave}
+        launches.append(
+            launch_join(
+                config.join,
+                problem.num_seqs,
+                problem.out,
+                problem.join_vector_width,
+                problem.options,
+                constants,
+                arguments,
+            )
+        )
+    return launches
+
+
+def _launch_mma(
+    problem: Problem, config: Config, wave: float, constants: dict[str, Any], arguments: dict[str, Any]
+) -> Launch:
+    """The launch of attention_decode.cu."""
+    kernel = _decode(
+        **kv_constants(problem.query, problem.kv, problem.layout, problem.options),
+        **constants,
+        NUM_KV_HEADS=problem.kv.num_kv_heads,
+        CLUSTER=config.cluster_size,
+        HEADS=config.heads_per_block,
+        TILES=config.tiles_per_step,
+        ONE_AT_A_TIME=config.one_at_a_time,
+        MIN_BLOCKS=config.min_blocks,
+    )
+    blocks = blocks_of_one_split(problem, config.heads_per_block)
+    grid = (blocks, max(config.cluster_size, arguments["max_splits"]))
+    if wave:
+        # The kernel cuts all sequences into two waves of splits at most, and one split more for each sequence.
+        grid = (int(problem.num_seqs + 2 * wave + 1) * blocks // problem.num_seqs, 1)
+    # As the kernel counts it: what each warp leaves of each head, padded so that stores meet different banks.
+    heads = min(config.heads_per_block, problem.group)
+    padding = 4 if problem.layout.packed or problem.layout.dtype.itemsize == 1 else 8
+    shared = config.num_warps * heads * (problem.head_size + padding) * 4
+    return kernel.launch(
+        grid,
+        config.num_warps * 32,
+        shared,
+        **arguments,
+        **kv_arguments(problem.query, problem.kv, problem.layout, problem.options),
+        wave_splits=wave,
+    )
+
+
+def _launch_simt(problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:
+    """The launch of attention_decode_simt.cu, one query head to a block."""
+    kernel = decode_simt(
+        **kv_constants(problem.query, problem.kv, problem.layout, problem.options),
+        **constants,
+        NUM_KV_HEADS=problem.kv.num_kv_heads,
+        NUM_WARPS=config.num_warps,
+        VARLEN=False,
+        CAUSAL=False,
+        SPARSE=problem.sparse.on,
+        X=problem.layout.x,
+    )
+    sparse = problem.sparse.named()
+    del sparse["tp_rank"]
+    return kernel.launch(
+        (problem.num_seqs * problem.num_heads, arguments["max_splits"]),
+        config.num_warps * 32,
+        **arguments,
+        **kv_arguments(problem.query, problem.kv, problem.layout, problem.options),
+        **sparse,
+        first_step=problem.sparse.first_step(problem.num_heads, problem.kv.num_kv_heads),
+        cu_seqlens_q=0,
+        starts_step=0,
+    )
+
+
+def kv_constants(query: TensorArg, kv: PagedKV, layout: CacheLayout, options: Options) -> dict[str, Any]:
+    """The constants of every kernel in which queries meet a paged cache."""
+    return {
+        "scalar_t": query.dtype,
+        "cache_t": layout.dtype,
+        "table_t": kv.block_tables.dtype,
+        "length_t": kv.seq_lens.dtype,
+        "HEAD_SIZE": query.shape[2],
+        "GROUP": query.shape[1] // kv.num_kv_heads,
+        "BLOCK_SIZE": kv.block_size,
+        "PACKED": layout.packed,
+        "HAS_ALIBI": options.alibi_slopes is not None,
+        "HAS_SOFTCAP": options.logits_soft_cap > 0,
+        "HAS_SINKS": options.sinks is not None,
+        "HAS_LSE": options.lse is not None,
+    }
+
+
+def kv_arguments(query: TensorArg, kv: PagedKV, layout: CacheLayout, options: Options) -> dict[str, Any]:
+    """The arguments of every kernel in which queries meet a paged cache."""
+    return {
+        **absent(alibi_slopes=options.alibi_slopes),
+        **layout.strides,
+        "num_blocks": layout.num_blocks,
+        "query_stride": heads_stride(query),
+        "table_stride": kv.block_tables.strides[0],
+        "table_step": kv.block_tables.strides[1],
+    }
+
+
+def workspace(rows: int, head_size: int) -> dict[str, Any]:
+    """Memory for the partial results of so many splits of heads, in float32; null pointers for none."""
+    if not rows:
+        return {"tmp_out": 0, "max_logits": 0, "exp_sums": 0}
+    return {"tmp_out": Scratch(rows * head_size * 4), "max_logits": Scratch(rows * 4), "exp_sums": Scratch(rows * 4)}
+
+
+def _starts(query_start_loc: TensorArg | None) -> dict[str, Any]:
+    """The constants that say where the rows of a sequence begin."""
+    if query_start_loc is None:
+        return NO_STARTS
+    return {"HAS_STARTS": True, "starts_t": query_start_loc.dtype, "STARTS_STEP": query_start_loc.strides[0]}

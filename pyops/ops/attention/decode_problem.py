@@ -1,0 +1,144 @@
+"""Decode attention: what a plan knows of a call, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.dtypes import DType, float8_e4m3fn, float32, uint8
+from ..._core.tensor import TensorArg
+from .arguments import Options, PagedKV, Partials, Sparse
+from .join import vector_width
+from .layout import CacheLayout, check_kv, max_tokens_of
+
+_MAX_GRID_Y = 65535  # blocks, of which a split is one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """One query token of each sequence against a paged cache.
+
+    Attributes:
+        partition: tokens of each split if the caller gives memory for `partials`; 0 if the plan chooses the splits.
+    """
+
+    out: TensorArg
+    query: TensorArg
+    kv: PagedKV
+    layout: CacheLayout
+    options: Options
+    sparse: Sparse
+    partials: Partials | None
+    partition: int
+    query_start_loc: TensorArg | None
+    fp8_out_scale: TensorArg | None
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.kv.block_tables.shape[0])
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def head_size(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.num_heads // self.kv.num_kv_heads
+
+    @property
+    def num_partitions(self) -> int:
+        """Splits of a sequence if the caller gives memory for their results, else 0."""
+        return max(1, self.partials.exp_sums.shape[-1]) if self.partials else 0
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that there is room for."""
+        tokens = max_tokens_of(self.kv)
+        return min(tokens, self.num_partitions * self.partition) if self.partials else tokens
+
+    @property
+    def uses_mma(self) -> bool:
+        """Whether attention_decode.cu, which multiplies matrices by tensor cores, serves the call.
+
+        attention_decode_simt.cu serves every call.
+        """
+        layout = self.layout
+        token_stride = max(layout.strides["key_token_stride"], layout.strides["value_token_stride"])
+        packed_run = 4 if layout.dtype is self.query.dtype else 8  # neighbouring tokens that a lane loads at once
+        return (
+            self.query.dtype is not float32
+            and layout.aligned
+            and self.head_size <= 256
+            and self.query.device.warp_size == 32
+            and not self.sparse.on
+            and token_stride * layout.block_size < 2**31
+            and (not layout.packed or layout.block_size % packed_run == 0)
+        )
+
+    @property
+    def partial_dtype(self) -> DType:
+        """Of the results of splits before they are joined."""
+        return self.partials.tmp_out.dtype if self.partials else float32
+
+    @property
+    def out_dtype(self) -> DType:
+        """What `out` holds, as bytes or as itself."""
+        return float8_e4m3fn if self.fp8_out_scale else self.out.dtype
+
+    @property
+    def join_vector_width(self) -> int:
+        """Elements that a thread of the join loads and stores at once."""
+        tmp_out = self.partials.tmp_out if self.partials else None
+        return vector_width(self.out, tmp_out, self.partial_dtype, self.out_dtype)
+
+    def bucket(self) -> str:
+        layout, options = self.layout, self.options
+        words = [
+            "mma" if self.uses_mma else "simt",
+            f"{self.query.dtype.name}",
+            f"cache={layout.dtype.name}{'-packed' * layout.packed}",
+            f"heads={self.num_heads}/{self.kv.num_kv_heads}x{self.head_size}",
+            f"block={layout.block_size}",
+            f"seqs={tuning.power_of_two(self.num_seqs)}",
+            f"tokens={tuning.power_of_two(self.max_tokens)}",
+        ]
+        words += [f"partition={self.partition}"] if self.partition else []
+        words += ["logits_changed"] if options.alibi_slopes or options.logits_soft_cap else []
+        return " ".join(words)
+
+
+def check_decode(call: Mapping[str, Any], partition: int = 0, more_rows_than_sequences: bool = False) -> Problem:
+    """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
+    query, out = call["query"], call["out"]
+    kv, options = PagedKV.of(call), Options.of(call)
+    sparse = Sparse.of(call) if "tp_rank" in call else Sparse()
+    query_start_loc, fp8_out_scale = call.get("query_start_loc"), call.get("fp8_out_scale")
+    layout = check_kv(query, kv, options)
+    num_rows, num_heads, head_size = query.shape
+    num_seqs = kv.block_tables.shape[0]
+    check.same_shape(out, query)
+    check.dtype(out, *([query.dtype] if fp8_out_scale is None else [uint8, float8_e4m3fn]))
+    if query_start_loc is None and not (more_rows_than_sequences and num_rows > num_seqs):
+        check.sizes(kv.block_tables, num_seqs=num_rows, max_blocks=None)
+    check.shape(options.lse, float32, num_heads=num_heads, num_rows=num_rows)
+    if sparse.on and sparse.blocksparse_block_size <= 0:
+        message = f"expected 1 or more, got {sparse.blocksparse_block_size}"
+        raise check.refuse(query, "blocksparse_block_size", message)
+    partials = Partials.of(call) if partition else None
+    if partials:
+        num_partitions = partials.exp_sums.shape[-1]
+        sizes = {"num_seqs": num_seqs, "num_heads": num_heads, "max_partitions": num_partitions}
+        check.shape(partials.exp_sums, float32, **sizes)
+        check.shape(partials.max_logits, float32, **sizes)
+        check.shape(partials.tmp_out, query.dtype, **sizes, head_size=head_size)
+        if num_partitions > _MAX_GRID_Y:
+            message = f"expected at most {_MAX_GRID_Y} partitions, got {num_partitions}"
+            raise check.refuse(query, "tmp_out", message)
+    return Problem(out, query, kv, layout, options, sparse, partials, partition, query_start_loc, fp8_out_scale)

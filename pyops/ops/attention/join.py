@@ -1,0 +1,91 @@
+"""The join of the partial results that splits leave (attention_combine.cu): its choice and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..._core import check
+from ..._core.device import Device
+from ..._core.dtypes import DType
+from ..._core.kernel import Kernel, Launch
+from ..._core.tensor import TensorArg
+from .arguments import Options
+
+_combine = Kernel("attention/attention_combine.cu")
+
+# docs/performance.md, "The join was half of the time of a single long sequence": up to eight groups of threads, each
+# with four loads in flight.
+_SPLITS_IN_FLIGHT = 4  # of a group: BATCH of the kernel
+_MAX_GROUPS = 8
+_MANY_HEADS = 4  # heads of all sequences, per multiprocessor, from which the device is full with few threads to a head
+_HEAD_THREADS_OF_FEW, _HEAD_THREADS_OF_MANY = 512, 128  # threads of a head, at most
+_BLOCK_THREADS_OF_MANY = 256  # of a block that takes several heads
+
+
+@dataclass(frozen=True, slots=True)
+class JoinConfig:
+    """How splits are joined.
+
+    Attributes:
+        groups: groups of threads that share a head; each takes every `groups`-th split.
+        heads_per_block: query heads of a block.
+    """
+
+    groups: int
+    heads_per_block: int
+
+
+def lanes_of(head_size: int, vec_size: int, device: Device) -> int:
+    """Threads that share the elements of a head, in whole warps."""
+    return -(-head_size // (vec_size * device.warp_size)) * device.warp_size
+
+
+def vector_width(out: TensorArg, tmp_out: TensorArg | None, partial_dtype: DType, out_dtype: DType) -> int:
+    """Elements that a thread loads and stores at once; `tmp_out` is None for memory that the plan asks for itself."""
+    widest = 16 // max(partial_dtype.itemsize, out_dtype.itemsize)
+    return min(check.vector_width(out.shape[-1], *(arg for arg in (out, tmp_out) if arg)), widest)
+
+
+def choose_join(num_seqs: int, num_heads: int, max_splits: int, lanes: int, device: Device) -> JoinConfig:
+    """Groups for the splits of a head, and heads for a block of many heads."""
+    many = num_seqs * num_heads > _MANY_HEADS * device.multiprocessors
+    max_threads = _HEAD_THREADS_OF_MANY if many else _HEAD_THREADS_OF_FEW
+    groups = 1
+    while groups < _MAX_GROUPS and _SPLITS_IN_FLIGHT * groups < max_splits and 2 * groups * lanes <= max_threads:
+        groups *= 2
+    if not many:
+        return JoinConfig(groups, 1)
+    fitting = (n for n in (8, 4, 2) if num_heads % n == 0 and n * groups * lanes <= _BLOCK_THREADS_OF_MANY)
+    return JoinConfig(groups, next(fitting, 1))
+
+
+def launch_join(
+    config: JoinConfig,
+    num_seqs: int,
+    out: TensorArg,
+    vec_size: int,
+    options: Options,
+    constants: dict[str, Any],
+    arguments: dict[str, Any],
+) -> Launch:
+    """The launch that joins up to ``arguments["max_splits"]`` splits of each sequence into `out` [.., heads, size]."""
+    num_heads, head_size = out.shape[-2:]
+    lanes = lanes_of(head_size, vec_size, out.device)
+    max_groups = min(_MAX_GROUPS, 1024 // lanes)
+    if config.groups * config.heads_per_block > max_groups or num_heads % config.heads_per_block:
+        raise ValueError(
+            f"{config}: expected at most {max_groups} groups in a block, and whole blocks of {num_heads} heads"
+        )
+    kernel = _combine(
+        **constants,
+        HEAD_SIZE=head_size,
+        NUM_HEADS=num_heads,
+        VEC_SIZE=vec_size,
+        LANES=lanes,
+        HAS_SINKS=options.sinks is not None,
+        HAS_LSE=options.lse is not None,
+    )
+    num_threads = lanes * config.groups * config.heads_per_block
+    grid = num_seqs * num_heads // config.heads_per_block
+    return kernel.launch(grid, num_threads, **arguments, groups=config.groups)

@@ -1,0 +1,158 @@
+"""The layout of a paged key-value cache, and the checks of what a call says of the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..._core import check
+from ..._core.dtypes import DType, float32
+from ..._core.lazy import torch
+from ..._core.tensor import TensorArg
+from .arguments import Options, PagedKV
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_TOKENS = (
+    2**31 - 2**20
+)  # of a sequence: kernels count tokens in 32 bits, and one step past the end must not overflow
+_MAX_HEAD_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """How keys and values lie in memory.
+
+    Attributes:
+        packed: keys are [num_blocks, num_kv_heads, head_size / x, block_size, x] and values [num_blocks, num_kv_heads,
+            head_size, block_size]; else both are [num_blocks, block_size, num_kv_heads, head_size].
+        dtype: element type of both caches.
+        x: elements in 16 bytes.
+        strides: of the key and value cache, by the names of the kernels' parameters.
+        aligned: every 16 bytes that a kernel may load at once lie at a multiple of 16.
+    """
+
+    packed: bool
+    dtype: DType
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    x: int
+    strides: dict[str, int]
+    aligned: bool
+
+    @classmethod
+    def of(cls, kv: PagedKV, query: TensorArg) -> CacheLayout:
+        """The layout of the caches of `kv` beside this query; OpError for caches that have none of the two layouts."""
+        keys, values, head_size = kv.key_cache, kv.value_cache, query.shape[2]
+        dtype = check.cache_dtype(keys, kv.kv_cache_dtype, query.dtype)
+        if check.cache_dtype(values, kv.kv_cache_dtype, query.dtype) is not dtype:
+            raise values.error(f"expected codes of {dtype} like key_cache, got {values.dtype}")
+        packed, x = len(keys.shape) == 5, 16 // dtype.itemsize
+        if packed:
+            if len(values.shape) != 4:
+                raise values.error(f"expected 4 dimensions beside a key_cache of 5, got shape {values.shape}")
+            num_blocks, num_kv_heads, _, block_size, _ = keys.shape
+            if head_size % x:
+                raise keys.error(f"a packed cache of {dtype} takes head sizes that are multiples of {x}")
+            _check_cache(keys, (num_blocks, num_kv_heads, head_size // x, block_size, x), (block_size * x, x, 1))
+            _check_cache(values, (num_blocks, num_kv_heads, head_size, block_size), (block_size, 1))
+        else:
+            if len(keys.shape) != 4:
+                raise keys.error(f"expected 5 dimensions (packed) or 4, got shape {keys.shape}")
+            num_blocks, block_size, num_kv_heads, _ = keys.shape
+            for cache in (keys, values):
+                _check_cache(cache, (num_blocks, block_size, num_kv_heads, head_size), (1,))
+        head_dim = 1 if packed else 2
+        strides = {}
+        aligned = head_size % x == 0 and keys.alignment == values.alignment == 16
+        for name, cache in (("key", keys), ("value", values)):
+            strides[f"{name}_block_stride"] = cache.strides[0]
+            strides[f"{name}_token_stride"] = 0 if packed else cache.strides[1]
+            strides[f"{name}_head_stride"] = cache.strides[head_dim]
+            outer = cache.strides[: head_dim + 1]
+            aligned &= all(stride % x == 0 or size == 1 for stride, size in zip(outer, cache.shape, strict=False))
+        return cls(packed, dtype, num_blocks, block_size, num_kv_heads, x, strides, aligned)
+
+
+def _check_cache(cache: TensorArg, shape: tuple[int, ...], inner_strides: tuple[int, ...]) -> None:
+    """A cache has this shape, and its innermost dimensions these strides."""
+    if cache.shape != shape:
+        raise cache.error(f"expected shape {shape}, got {cache.shape}")
+    count = len(inner_strides)
+    inner = zip(cache.shape[-count:], cache.strides[-count:], inner_strides, strict=True)
+    if cache.numel and any(size > 1 and stride != expected for size, stride, expected in inner):
+        raise cache.error(f"expected the last {count} dimensions contiguous, got strides {cache.strides}")
+
+
+def check_kv(query: TensorArg, kv: PagedKV, options: Options) -> CacheLayout:
+    """The layout of the caches, if query, caches, tables and options fit together."""
+    check.floating(query)
+    check.sizes(query, num_tokens=None, num_heads=None, head_size=None)
+    _, num_heads, head_size = query.shape
+    check.index(kv.block_tables, num_seqs=None, max_blocks=None)
+    check.index(kv.seq_lens, num_seqs=kv.block_tables.shape[0])
+    layout = CacheLayout.of(kv, query)
+    for name, given, held in (
+        ("num_kv_heads", kv.num_kv_heads, layout.num_kv_heads),
+        ("block_size", kv.block_size, layout.block_size),
+    ):
+        if given != held:
+            shape = kv.key_cache.shape
+            raise check.refuse(query, name, f"expected {held} as in key_cache of shape {shape}, got {given}")
+    if kv.num_kv_heads == 0 or num_heads % kv.num_kv_heads or kv.block_size == 0 or head_size == 0:
+        raise query.error(
+            f"expected heads that are a multiple of num_kv_heads={kv.num_kv_heads}, got shape {query.shape}"
+        )
+    if head_size > _MAX_HEAD_SIZE:
+        raise query.error(f"expected a head_size of at most {_MAX_HEAD_SIZE}, got {head_size}")
+    for per_head in (options.alibi_slopes, options.sinks):
+        check.shape(per_head, float32, num_heads=num_heads)
+    check.at_least(kv.k_scale, float32, 1)
+    check.at_least(kv.v_scale, float32, 1)
+    if options.sliding_window < 0:
+        raise check.refuse(query, "sliding_window", f"expected 0 or more, got {options.sliding_window}")
+    return layout
+
+
+def max_tokens_of(kv: PagedKV) -> int:
+    """Tokens of a sequence that its row of the block table has room for."""
+    return min(int(kv.block_tables.shape[1]) * kv.block_size, MAX_TOKENS)
+
+
+def heads_stride(arg: TensorArg) -> int:
+    """Elements from one row of [rows, heads, head_size] to the next; OpError unless rows are contiguous."""
+    _, heads, size = arg.shape
+    if arg.numel and ((size > 1 and arg.strides[2] != 1) or (heads > 1 and arg.strides[1] != size)):
+        raise arg.error(f"expected the last two dimensions contiguous, got strides {arg.strides}")
+    return arg.strides[0]
+
+
+def absent(**arguments: TensorArg | None) -> dict[str, int]:
+    """A null pointer for each of these arguments that is None."""
+    return {name: 0 for name, arg in arguments.items() if arg is None}
+
+
+def bad_indices(
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_blocks: int,
+    block_size: int,
+    attended: Tensor | int = 0,
+    max_tokens: int | None = None,
+) -> dict[str, Tensor]:
+    """For PYOPS_CHECK: lengths beyond the block table, and numbers of attended blocks that the cache does not have.
+
+    Args:
+        attended: tokens at the end of each sequence that are attended to; 0 for all.
+        max_tokens: a bound of the lengths beside the room in the block table.
+    """
+    room = block_tables.shape[1] * block_size
+    first_tokens = torch.arange(block_tables.shape[1], device=block_tables.device) * block_size
+    begins = torch.where(torch.as_tensor(attended) > 0, seq_lens - attended, 0)
+    used = (first_tokens < seq_lens[:, None]) & (first_tokens + block_size > begins[:, None])
+    return {
+        "block_tables": used & ((block_tables < 0) | (block_tables >= num_blocks)),
+        "seq_lens": (seq_lens < 0) | (seq_lens > (room if max_tokens is None else min(room, max_tokens))),
+    }

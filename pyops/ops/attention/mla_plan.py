@@ -1,0 +1,257 @@
+"""Multi-head latent attention: the problem, the choice of a Config, and the launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.device import Device
+from ..._core.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, uint8
+from ..._core.kernel import Kernel, Launch
+from ..._core.tensor import TensorArg
+from .arguments import Options
+from .decode_launch import NO_STARTS, workspace
+from .join import JoinConfig, choose_join, lanes_of, launch_join, vector_width
+from .layout import MAX_TOKENS, absent, heads_stride
+
+_decode = Kernel("attention/mla_decode.cu")
+_decode_simt = Kernel("attention/mla_decode_simt.cu")
+
+LATENT_SIZE, ROPE_SIZE = 512, 64
+ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE
+
+_SIMT_WARPS = 4
+_MAX_SPLITS = 128
+_MIN_SPLIT = 64  # tokens for each 16 heads of a block: more are worth the queries that a split reads and its results
+_MAX_WAVES = 2  # of splits; docs/performance.md: "A round that is not full costs half a round at least"
+# Of mla_decode.cu: (query heads of a block, tokens of a step, warps).
+BLOCKS = ((64, 32, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
+STATIC_SHARED = 512  # bytes, and more than mla_decode.cu has
+_RESERVED_SHARED = 1024  # bytes of every block that the device takes for itself
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """One query token of each sequence against a paged cache of latent entries."""
+
+    out: TensorArg
+    lse: TensorArg | None
+    q_nope: TensorArg
+    q_pe: TensorArg
+    cache: TensorArg
+    cache_dtype: DType
+    seq_lens: TensorArg
+    page_table: TensorArg
+    num_kv_splits: int
+
+    @property
+    def num_seqs(self) -> int:
+        return self.q_nope.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.q_nope.shape[1]
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.cache.dtype.itemsize == 1
+
+    @property
+    def product_dtype(self) -> DType:
+        """What queries and entries are multiplied in."""
+        return float16 if self.q_nope.dtype is float8_e4m3fn else self.q_nope.dtype
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that there is room for."""
+        return min(self.page_table.shape[1] * self.cache.shape[1], MAX_TOKENS)
+
+    @property
+    def may_use_mma(self) -> bool:
+        """Whether mla_decode.cu, if it finds shared memory, serves the call; mla_decode_simt.cu serves every call."""
+        cache, chunk = self.cache, 16 // self.cache_dtype.itemsize
+        is_aligned = cache.alignment == 16 and all(
+            stride % chunk == 0 or size == 1 for size, stride in zip(cache.shape[:2], cache.strides[:2], strict=True)
+        )
+        return is_aligned and self.product_dtype is not float32 and cache.device.warp_size == 32
+
+    def bucket(self) -> str:
+        words = [
+            "mma" if self.may_use_mma else "simt",
+            self.q_nope.dtype.name,
+            f"cache={self.cache_dtype.name}",
+            f"heads={self.num_heads}",
+            f"page={self.cache.shape[1]}",
+            f"seqs={tuning.power_of_two(self.num_seqs)}",
+            f"tokens={tuning.power_of_two(self.max_tokens)}",
+        ]
+        return " ".join(words + [f"splits={self.num_kv_splits}"] * (self.num_kv_splits > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How one call runs.
+
+    Attributes:
+        num_warps: of a block.
+        heads_per_block: query heads; 1 and `step_tokens` of 0 for mla_decode_simt.cu.
+        step_tokens: tokens whose entries a block holds in shared memory at once.
+        min_blocks: blocks that a multiprocessor must hold; bounds the registers.
+        max_splits: splits of a sequence, at most; a block takes one split.
+        min_split: tokens of a split, at least.
+        join: how the splits are joined.
+    """
+
+    num_warps: int
+    heads_per_block: int
+    step_tokens: int
+    min_blocks: int
+    max_splits: int
+    min_split: int
+    join: JoinConfig
+
+
+def check_mla(call: Mapping[str, Any]) -> Problem:
+    """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
+    out, lse, q_nope, q_pe = call["out"], call["lse"], call["q_nope"], call["q_pe"]
+    cache, seq_lens, page_table = call["kv_c_and_k_pe_cache"], call["seq_lens"], call["page_table"]
+    check.dtype(q_nope, float32, float16, bfloat16, float8_e4m3fn)
+    check.sizes(q_nope, num_seqs=None, num_heads=None, latent_size=LATENT_SIZE)
+    num_seqs, num_heads, _ = q_nope.shape
+    check.sizes(q_pe, num_seqs=num_seqs, num_heads=num_heads, rope_size=ROPE_SIZE)
+    check.dtype(q_pe, q_nope.dtype)
+    check.same_shape(out, q_nope)
+    check.dtype(out, bfloat16 if q_nope.dtype is float8_e4m3fn else q_nope.dtype)
+    check.shape(lse, float32, num_seqs=num_seqs, num_heads=num_heads)
+    check.dtype(cache, *dict.fromkeys((q_nope.dtype, *E4M3, uint8)))
+    check.sizes(cache, num_pages=None, page_size=None, entry_size=ENTRY_SIZE)
+    for arg in (q_nope, q_pe, cache):
+        check.row_size(arg)
+    if cache.shape[1] == 0:
+        raise cache.error(f"expected pages of at least one slot, got shape {cache.shape}")
+    check.index(seq_lens, num_seqs=num_seqs)
+    check.index(page_table, num_seqs=num_seqs, max_pages=None)
+    check.dtype(call["workspace"], uint8)
+    cache_dtype = check.cache_dtype(cache, "fp8" if cache.dtype.itemsize == 1 else "auto", q_nope.dtype)
+    return Problem(out, lse, q_nope, q_pe, cache, cache_dtype, seq_lens, page_table, call["num_kv_splits"])
+
+
+def choose(problem: Problem, device: Device) -> Config:
+    """The Config for this problem."""
+    num_seqs, num_heads = problem.num_seqs, problem.num_heads
+    heads, step_tokens, num_warps = _choose_block(problem, device) or (1, 0, _SIMT_WARPS)
+    block_shared = shared_memory(heads, step_tokens, problem.is_fp8) + _RESERVED_SHARED
+    min_blocks = 2 if heads == 16 and 2 * block_shared <= device.shared_memory else 1
+    blocks = num_seqs * -(-num_heads // heads)
+    wanted = problem.num_kv_splits
+    if wanted <= 0:
+        wanted = _MAX_WAVES * min_blocks * device.multiprocessors // max(1, blocks)
+    min_split = _MIN_SPLIT * max(1, heads // 16)
+    max_splits = max(1, min(wanted, -(-problem.max_tokens // min_split), _MAX_SPLITS))
+    lanes = lanes_of(LATENT_SIZE, join_width(problem), device)
+    join = choose_join(num_seqs, num_heads, max_splits, lanes, device)
+    return Config(num_warps, heads, step_tokens, min_blocks, max_splits, min_split, join)
+
+
+def _choose_block(problem: Problem, device: Device) -> tuple[int, int, int] | None:
+    """The largest of BLOCKS that is not half empty and finds its shared memory; None if there is none."""
+    if problem.may_use_mma:
+        for heads, tokens, num_warps in BLOCKS:
+            fits = shared_memory(heads, tokens, problem.is_fp8) + STATIC_SHARED <= device.shared_memory
+            if fits and (problem.num_heads > heads // 2 or heads == 16):
+                return heads, tokens, num_warps
+    return None
+
+
+def shared_memory(heads: int, step_tokens: int, is_fp8: bool) -> int:
+    """Bytes of dynamic shared memory of a block, as mla_decode.cu counts them; 0 for mla_decode_simt.cu."""
+    if not step_tokens:
+        return 0
+    row, padded_tokens = (ENTRY_SIZE + 8) * 2, step_tokens + 8
+    tiles = step_tokens * (row + ENTRY_SIZE if is_fp8 else 2 * row)
+    return heads * row + tiles + heads * padded_tokens * (4 * 4 + 2)
+
+
+def join_width(problem: Problem) -> int:
+    """Elements that a thread of the join loads and stores at once."""
+    return vector_width(problem.out, None, float32, problem.out.dtype)
+
+
+def launch(problem: Problem, config: Config) -> list[Launch]:
+    """The kernel that computes the splits, and the kernel that joins them where a sequence may have several."""
+    is_joined = config.max_splits > 1
+    rows = problem.num_seqs * problem.num_heads * config.max_splits if is_joined else 0
+    arguments = {
+        **absent(lse=problem.lse),
+        **workspace(rows, LATENT_SIZE),
+        "max_tokens": problem.max_tokens,
+        "max_splits": config.max_splits,
+        "min_split": config.min_split,
+        "out_stride": heads_stride(problem.out),
+        "length_step": problem.seq_lens.strides[0],
+    }
+    launches = [_launch_splits(problem, config, arguments)]
+    if is_joined:
+        constants = {
+            "out_t": problem.out.dtype,
+            "length_t": problem.seq_lens.dtype,
+            "partial_t": float32,
+            "PARTITION": 0,
+            "DIRECT": True,
+            "LSE_BY_ROW": True,
+            "HAS_OUT_SCALE": False,
+            **NO_STARTS,
+        }
+        arguments |= dict.fromkeys(
+            ("query_start_loc", "sinks", "fp8_out_scale", "num_seqs", "wave_splits", "sliding_window"), 0
+        )
+        arguments["num_rows"] = problem.num_seqs
+        options = Options(lse=problem.lse)
+        launches.append(
+            launch_join(config.join, problem.num_seqs, problem.out, join_width(problem), options, constants, arguments)
+        )
+    return launches
+
+
+def _launch_splits(problem: Problem, config: Config, arguments: dict[str, Any]) -> Launch:
+    q_nope, q_pe, cache, page_table = problem.q_nope, problem.q_pe, problem.cache, problem.page_table
+    constants = {
+        "query_t": q_nope.dtype,
+        "cache_t": problem.cache_dtype,
+        "out_t": problem.out.dtype,
+        "length_t": problem.seq_lens.dtype,
+        "table_t": page_table.dtype,
+        "PAGE_SIZE": cache.shape[1],
+        "HAS_LSE": problem.lse is not None,
+        "NUM_WARPS": config.num_warps,
+    }
+    arguments = arguments | {
+        "num_heads": problem.num_heads,
+        "num_pages": cache.shape[0],
+        "max_pages": page_table.shape[1],
+        "nope_stride": q_nope.strides[0],
+        "nope_head_stride": q_nope.strides[1],
+        "pe_stride": q_pe.strides[0],
+        "pe_head_stride": q_pe.strides[1],
+        "page_stride": cache.strides[0],
+        "slot_stride": cache.strides[1],
+        "table_stride": page_table.strides[0],
+        "table_step": page_table.strides[1],
+    }
+    heads, tokens = config.heads_per_block, config.step_tokens
+    if tokens:
+        kernel = _decode(
+            **constants,
+            product_t=problem.product_dtype,
+            HEADS=heads,
+            TOKENS=tokens,
+            MIN_BLOCKS=config.min_blocks,
+            QUERY_ACCESS=min(8, check.vector_width(ROPE_SIZE, q_nope, q_pe)),
+            OUT_ACCESS=min(2, check.vector_width(LATENT_SIZE, problem.out)),
+        )
+    else:
+        kernel = _decode_simt(**constants)
+    grid = (problem.num_seqs * -(-problem.num_heads // heads), config.max_splits)
+    return kernel.launch(grid, config.num_warps * 32, shared_memory(heads, tokens, problem.is_fp8), **arguments)

@@ -1,0 +1,201 @@
+"""Multi-head latent attention: rotary embedding and the write into the paged cache in one launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from ._common import (
+    bad_slots,
+    check_rows,
+    encoded,
+    entry_layout,
+    example_cache,
+    example_slots,
+    existing_slots,
+    first_stride,
+    indexable,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_concat_and_cache_mla_rope_fused = Kernel("cache/concat_and_cache_mla_rope_fused.cu")
+# Vectors of a thread where there are more tokens than multiprocessors; threads of a block. No measurement of their own.
+_MANY_ROUNDS, _MAX_THREADS = 2, 256
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
+    """The pairs of `x` rotated; every product and every sum is rounded to the dtype of `x`."""
+    if is_neox:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+
+@op(inout=("q_pe", "k_pe", "kv_cache"), ulps=0)
+def concat_and_cache_mla_rope_fused(
+    positions: Tensor,
+    q_pe: Tensor,
+    k_pe: Tensor,
+    kv_c: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    kv_cache_dtype: str,
+    kv_cache_scale: Tensor | float,
+) -> None:
+    """Rotate queries and keys in place, then write latent and key into a paged cache, as `concat_and_cache_mla` does.
+
+    The pairs (j, j + rope_size / 2) if `is_neox`, else (2j, 2j + 1), turn by the angles in row ``positions[t]`` of
+    `cos_sin_cache` (Su et al. 2021, arXiv:2104.09864); each product and each sum is rounded to T. If the slot of a
+    token is negative or lies behind the last, only its queries are rotated. If its position lies outside the table,
+    nothing of the token is rotated or written.
+
+    Args:
+        positions: [at least num_tokens] int64 or int32, any stride.
+        q_pe: [num_tokens, num_heads, rope_size], float32, float16 or bfloat16, read and written; any strides of tokens
+            and heads.
+        k_pe: [num_tokens, rope_size] of the same dtype, read and written; any stride of tokens.
+        kv_c: [num_tokens, latent_size] of the same dtype; any stride of tokens.
+        cos_sin_cache: [max_position, rope_size] of the same dtype, contiguous: cosines in the first half of a row,
+            sines in the second.
+        is_neox: whether pairs are of the two halves of a row, or of neighbours.
+        slot_mapping: [num_tokens] int64 or int32, any stride.
+        kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
+            of the same dtype, or uint8 or float8 codes.
+        kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
+        kv_cache_scale: one float32, or a number; not read for "auto".
+    """
+    positions = positions[: len(q_pe)]
+    known = ((positions >= 0) & (positions < cos_sin_cache.shape[0])).nonzero().squeeze(1)
+    cos, sin = cos_sin_cache[positions[known].long()].chunk(2, -1)
+    q_pe[known] = _rotated(q_pe[known], cos[:, None], sin[:, None], is_neox)
+    tokens, block, offset = existing_slots(slot_mapping[known], *kv_cache.shape[:2])
+    cos, sin, tokens = cos[tokens], sin[tokens], known[tokens]
+    k_pe[tokens] = _rotated(k_pe[tokens], cos, sin, is_neox)
+    entry = torch.cat((kv_c[tokens], k_pe[tokens]), -1)
+    indexable(kv_cache)[block, offset] = encoded(entry, kv_cache_scale, kv_cache, kv_cache_dtype)
+
+
+@concat_and_cache_mla_rope_fused.plan
+def plan_concat_and_cache_mla_rope_fused(
+    positions: TensorArg,
+    q_pe: TensorArg,
+    k_pe: TensorArg,
+    kv_c: TensorArg,
+    cos_sin_cache: TensorArg,
+    is_neox: bool,
+    slot_mapping: TensorArg,
+    kv_cache: TensorArg,
+    kv_cache_dtype: str,
+    kv_cache_scale: TensorArg,
+) -> Launch:
+    check.floating(q_pe)
+    check.sizes(q_pe, num_tokens=None, num_heads=None, rope_size=None)
+    num_tokens, num_heads, rope_size = q_pe.shape
+    if rope_size % 2 or not rope_size:
+        raise q_pe.error(f"expected an even rope_size, got shape {q_pe.shape}")
+    for arg in (k_pe, kv_c, cos_sin_cache):
+        check.dtype(arg, q_pe.dtype)
+    check.sizes(k_pe, num_tokens=num_tokens, rope_size=rope_size)
+    check.sizes(kv_c, num_tokens=num_tokens, latent_size=None)
+    check.sizes(cos_sin_cache, max_position=None, rope_size=rope_size)
+    check.contiguous(cos_sin_cache)
+    for arg in (q_pe, k_pe, kv_c):
+        check.row_size(arg)
+    check.index(positions, num_tokens=None)
+    check_rows(positions, num_tokens, "num_tokens")
+    check.index(slot_mapping, num_tokens=num_tokens)
+    latent_size = kv_c.shape[1]
+    kind = check.cache_dtype(kv_cache, kv_cache_dtype, q_pe.dtype)
+    check.sizes(kv_cache, num_blocks=None, block_size=None, **{"latent_size + rope_size": latent_size + rope_size})
+    entry = entry_layout(kv_cache)
+    check.scalar(kv_cache_scale)
+    vec_size = check.vector_width(rope_size // 2 | latent_size, q_pe, k_pe, kv_c, cos_sin_cache, kv_cache)
+    items = (num_heads + 1) * (rope_size // 2 // vec_size) + latent_size // vec_size
+    rounds = _MANY_ROUNDS if num_tokens > q_pe.device.multiprocessors else 1
+    num_threads = check.threads(-(-items // rounds), max_threads=_MAX_THREADS)
+    return _concat_and_cache_mla_rope_fused(
+        scalar_t=q_pe.dtype,
+        cache_t=kind,
+        slot_t=slot_mapping.dtype,
+        position_t=positions.dtype,
+        NUM_HEADS=num_heads,
+        ROPE_SIZE=rope_size,
+        LATENT_SIZE=latent_size,
+        BLOCK_SIZE=entry.block_size,
+        IS_NEOX=bool(is_neox),
+        VEC_SIZE=vec_size,
+        ROUNDS=rounds,
+        NUM_THREADS=num_threads,
+    ).launch(
+        grid=(num_tokens if cos_sin_cache.numel else 0, -(-items // (rounds * num_threads))),
+        block=num_threads,
+        max_position=cos_sin_cache.shape[0],
+        positions_stride=first_stride(positions),
+        slot_mapping_stride=first_stride(slot_mapping),
+        q_stride=q_pe.strides[0],
+        q_head_stride=q_pe.strides[1],
+        k_stride=first_stride(k_pe),
+        kv_c_stride=first_stride(kv_c),
+        **entry.fixed,
+    )
+
+
+@concat_and_cache_mla_rope_fused.bad_indices
+def bad_indices_concat_and_cache_mla_rope_fused(
+    positions: Tensor, cos_sin_cache: Tensor, slot_mapping: Tensor, kv_cache: Tensor
+) -> dict[str, Tensor]:
+    outside = (positions < 0) | (positions >= cos_sin_cache.shape[0])
+    outside[len(slot_mapping) :] = False
+    return {"positions": outside, **bad_slots(slot_mapping, *kv_cache.shape[:2])}
+
+
+@concat_and_cache_mla_rope_fused.traffic
+def traffic_concat_and_cache_mla_rope_fused(
+    positions: TensorArg,
+    q_pe: TensorArg,
+    k_pe: TensorArg,
+    kv_c: TensorArg,
+    cos_sin_cache: TensorArg,
+    slot_mapping: TensorArg,
+    kv_cache: TensorArg,
+) -> int:
+    angles = min(positions.numel, cos_sin_cache.shape[0]) * cos_sin_cache.shape[1] * cos_sin_cache.dtype.itemsize
+    written = positions.numel * kv_cache.shape[2] * kv_cache.dtype.itemsize
+    read = positions.nbytes + slot_mapping.nbytes + kv_c.nbytes + angles
+    return read + 2 * (q_pe.nbytes + k_pe.nbytes) + written
+
+
+@concat_and_cache_mla_rope_fused.example
+def example_concat_and_cache_mla_rope_fused(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    dtype: str = "bfloat16",
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e5m2"] = "auto",
+    is_neox: bool = False,
+    num_heads: Literal[16] = 16,
+) -> tuple[Any, ...]:
+    block_size, latent_size, rope_size, max_position = 64, 512, 64, 4096
+    cache_element = dtype if kv_cache_dtype == "auto" else "uint8"
+    num_blocks, slot_mapping = example_slots(make, num_tokens, block_size)
+    return (
+        make.randint(0, max_position, num_tokens),
+        make.randn(num_tokens, num_heads, rope_size, dtype=dtype),
+        make.randn(num_tokens, rope_size, dtype=dtype),
+        make.randn(num_tokens, latent_size, dtype=dtype),
+        make.randn(max_position, rope_size, dtype=dtype),
+        is_neox,
+        slot_mapping,
+        example_cache(make, num_blocks, block_size, latent_size + rope_size, dtype=cache_element),
+        kv_cache_dtype,
+        make.full(1, value=0.03, dtype="float32"),
+    )

@@ -1,0 +1,155 @@
+"""Gathering the 656-byte entries of multi-head latent attention from a paged cache as bfloat16 rows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import bfloat16, uint8
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from ._common import DS_MLA_BYTES, bad_table_entries, check_rows, entry_layout, existing_positions, first_stride
+from ._sequences import example_sequences, padded_mask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_cp_gather_and_upconvert_fp8_kv_cache = Kernel("cache/cp_gather_and_upconvert_fp8_kv_cache.cu")
+
+# docs/performance.md, "Attention, cache and rotary": one row or two to a warp are faster than four; blocks of 64 to 256
+# threads differ by less than 3 %.
+_NUM_THREADS = 128
+_ROWS = 2  # rows that a warp reads before it writes one, if every multiprocessor then still has a block
+
+
+@op(inout="dst", ulps=0)
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    workspace_starts: Tensor,
+    batch_size: int,
+) -> None:
+    """Gather the 656-byte entries of sequences (see `concat_and_cache_mla`) from a paged cache as bfloat16 rows.
+
+    ``dst[workspace_starts[b] + j, i] = bfloat16(code[i] * scale[i // 128])`` for i < 512, and the 64 elements behind
+    them as they are, of the entry ``src_cache[block_table[b, j // block_size], j % block_size]``, for every b below
+    batch_size and j below ``seq_lens[b]``. A row of no sequence, or whose entry does not exist, keeps its bits. If
+    sequences overlap, a row belongs to the first of them.
+
+    Args:
+        src_cache: [num_blocks, block_size, 656] uint8; any strides but the last.
+        dst: [num_rows, 576] bfloat16, written row by row; any stride of rows.
+        block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
+        seq_lens: [at least batch_size] int32 or int64: tokens of each sequence.
+        workspace_starts: [at least batch_size] int32 or int64: the row of `dst` at which each sequence begins.
+        batch_size: sequences to gather.
+    """
+    row = torch.arange(len(dst), device=dst.device)
+    starts, lengths = workspace_starts[:batch_size].long(), seq_lens[:batch_size].long()
+    sequence, position = torch.full_like(row, -1), torch.zeros_like(row)
+    for b in reversed(range(batch_size)):
+        belongs = (
+            (starts[b] >= 0)
+            & (row >= starts[b])
+            & (row < starts[b].clamp(0, len(dst)) + lengths[b].clamp(max=len(dst)))
+        )
+        sequence, position = sequence.where(~belongs, b), position.where(~belongs, row - starts[b])
+    rows, block, offset = existing_positions(block_table, sequence, position, *src_cache.shape[:2])
+    latent, scales, rope = src_cache[block, offset].split((512, 16, 128), -1)
+    tiles = latent.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128))
+    values = tiles * scales.contiguous().view(torch.float32)[..., None]
+    dst[rows] = torch.cat((values.flatten(1).to(dst.dtype), rope.contiguous().view(torch.bfloat16)), -1)
+
+
+@cp_gather_and_upconvert_fp8_kv_cache.plan
+def plan_cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: TensorArg,
+    dst: TensorArg,
+    block_table: TensorArg,
+    seq_lens: TensorArg,
+    workspace_starts: TensorArg,
+    batch_size: int,
+) -> Launch:
+    check.dtype(src_cache, uint8)
+    check.sizes(src_cache, num_blocks=None, block_size=None, entry=DS_MLA_BYTES)
+    entry = entry_layout(src_cache)
+    check.dtype(dst, bfloat16)
+    check.sizes(dst, num_rows=None, row=576)
+    check.row_size(dst)
+    check.index(block_table, num_seqs=None, max_blocks=None)
+    for arg in (seq_lens, workspace_starts):
+        check.index(arg, num_seqs=None)
+    batch_size = index(batch_size)
+    if batch_size < 0:
+        raise check.refuse(dst, "batch_size", f"expected at least 0, got {batch_size}")
+    for arg in (block_table, seq_lens, workspace_starts):
+        check_rows(arg, batch_size, "batch_size")
+    num_rows, warps = dst.shape[0], _NUM_THREADS // 32
+    rows = _ROWS if num_rows >= warps * _ROWS * dst.device.multiprocessors else 1
+    return _cp_gather_and_upconvert_fp8_kv_cache(
+        table_t=block_table.dtype,
+        lens_t=seq_lens.dtype,
+        starts_t=workspace_starts.dtype,
+        BLOCK_SIZE=entry.block_size,
+        ACCESS_SIZE=check.vector_width(16, src_cache),
+        DST_ACCESS=check.vector_width(8, dst),
+        ROWS=rows,
+        NUM_THREADS=_NUM_THREADS,
+    ).launch(
+        grid=-(-num_rows // (warps * rows)) if batch_size and src_cache.numel and block_table.numel else 0,
+        block=_NUM_THREADS,
+        num_rows=num_rows,
+        max_blocks=block_table.shape[1],
+        dst_stride=first_stride(dst),
+        table_stride=block_table.strides[0],
+        table_entry_stride=block_table.strides[1],
+        lens_stride=first_stride(seq_lens),
+        starts_stride=first_stride(workspace_starts),
+        **entry.fixed,
+    )
+
+
+@cp_gather_and_upconvert_fp8_kv_cache.bad_indices
+def bad_indices_cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    workspace_starts: Tensor,
+    batch_size: int,
+) -> dict[str, Tensor]:
+    num_blocks, block_size = src_cache.shape[:2]
+    lengths, rows = seq_lens[:batch_size].long(), workspace_starts[:batch_size].long()
+    wrong_lengths = (lengths < 0) | (lengths > block_table.shape[1] * block_size)
+    wrong_rows = (lengths > 0) & ((rows < 0) | (rows + lengths > len(dst)))
+    return {
+        "seq_lens": padded_mask(seq_lens, wrong_lengths),
+        "workspace_starts": padded_mask(workspace_starts, wrong_rows),
+        **bad_table_entries(block_table, torch.zeros_like(lengths), lengths, num_blocks, block_size),
+    }
+
+
+@cp_gather_and_upconvert_fp8_kv_cache.traffic
+def traffic_cp_gather_and_upconvert_fp8_kv_cache(dst: TensorArg, block_table: TensorArg) -> int:
+    return dst.nbytes + dst.shape[0] * DS_MLA_BYTES + block_table.nbytes
+
+
+@cp_gather_and_upconvert_fp8_kv_cache.example
+def example_cp_gather_and_upconvert_fp8_kv_cache(
+    make: Any, *, num_tokens: int = 16, block_size: Literal[64] = 64
+) -> tuple[Any, ...]:
+    num_blocks, num_seqs, offsets, block_table = example_sequences(make, num_tokens, block_size)
+    return (
+        make.randint(0, 60, num_blocks, block_size, 656, dtype="uint8"),
+        make.empty(num_tokens, 576, dtype="bfloat16"),
+        block_table,
+        make.values([end - begin for begin, end in pairwise(offsets)], dtype="int32"),
+        make.values(offsets[:-1], dtype="int32"),
+        num_seqs,
+    )

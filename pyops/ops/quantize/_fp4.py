@@ -1,0 +1,245 @@
+"""NVFP4: codes of e2m1 (4 bits) for sixteen neighbouring elements under one scale of e4m3, and one scale of the tensor.
+
+The kernels run on any GPU: their arithmetic gives the bits of a conversion to e2m1. With ``g``, the scale of the
+tensor, a factor of the input, normally ``448 * 6 / max|x|``, and ``a``, the largest magnitude of the sixteen elements,
+
+    s = e4m3(g * (a * (1/6)))        code = e2m1(x * r), r = 1 / (s * (1 / g)) or 0 where s is 0
+
+so that ``x`` is about ``code * s / g``. Every step is rounded to float32, and to nearest even where it becomes a code;
+codes saturate at +-6, scales at 448. The maximum ignores NaN, whose code is +6; -0 and numbers that round to it keep
+their sign. Two codes share a byte, the first in its lower half. A code is a sign and 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
+
+A ``g`` of 0 gives scales and codes of 0. A negative ``g`` gives negative scales, so that values come back with their
+sign. A NaN gives scales of 448 and codes of +6; an infinite ``g`` scales of +-448 and codes of +-6, of 0 +6.
+
+Matrix products on Blackwell take scales in tiles of 128 rows and 4 columns, filled up with zeros. In a matrix of c
+columns, a multiple of 4, row m, column k is byte
+``(m // 128 * (c // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..._core import check
+from ..._core.dtypes import bfloat16, float8_e4m3fn, float16, int32, uint8
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.tensor import TensorArg
+from .._shared import fp8
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..._core.device import Device
+
+BLOCK = 16  # elements under one scale
+TILE_ROWS, TILE_COLUMNS = 128, 4
+# The middles between neighbouring magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. A value in the middle becomes the even code:
+# the lower one for the first tuple, the upper one for the second.
+_TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
+
+
+def rounded_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
+
+
+# References
+
+
+def e2m1(x: Tensor) -> Tensor:
+    """Codes of float32 values, one to a byte; NaN becomes 6."""
+    magnitude = x.abs()
+    codes = torch.zeros_like(x, dtype=torch.uint8)
+    for middle in _TIES_DOWN:
+        codes += magnitude > middle
+    for middle in _TIES_UP:
+        codes += magnitude >= middle
+    return torch.where(x.isnan(), 7, codes + 8 * x.signbit().byte()).byte()
+
+
+def nvfp4(input: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, two to a byte; e4m3 scales) of `input` [num_rows, hidden_size]; `scale` is g, float32 [num_rows, 1]."""
+    x = input.float().unflatten(-1, (-1, BLOCK))
+    g = scale.unsqueeze(-1)
+    a = fp8.absmax(x)
+    scales = fp8.saturate(g * (a * torch.full_like(a, 1 / 6)), torch.float8_e4m3fn)
+    s = scales.float()
+    codes = e2m1(x * torch.where(s == 0, 0.0, 1.0 / (s * (1.0 / g)))).flatten(-2)
+    return codes[:, 1::2] << 4 | codes[:, ::2], scales.squeeze(-1)
+
+
+def tiled(scales: Tensor) -> Tensor:
+    """The bytes of scales [rows, columns], in tiles that are filled up with zeros."""
+    rows, columns = (rounded_up(*sizes) for sizes in zip(scales.shape, (TILE_ROWS, TILE_COLUMNS), strict=True))
+    filled = torch.zeros(rows, columns, dtype=torch.uint8, device=scales.device)
+    filled[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
+    return filled.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """`x` as [num_rows, last size]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def gated(input: Tensor) -> Tensor:
+    """``T(silu(gate) * up)`` for the halves ``input = [gate, up]``."""
+    gate, up = input.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+
+
+# Checks
+
+
+def check_codes(output: TensorArg, input: TensorArg, halves: int = 1) -> int:
+    """Check `input`, of 2 `halves` if gated, and the codes `output`; returns the number of scales of a row."""
+    check.dtype(input, float16, bfloat16)
+    if check.row_size(input) % (halves * BLOCK):
+        raise input.error(f"expected a last dimension of multiples of {halves * BLOCK}, got shape {input.shape}")
+    blocks = input.shape[-1] // (halves * BLOCK)
+    check.dtype(output, uint8)
+    expected = (*input.shape[:-1], blocks * BLOCK // 2)
+    if output.shape != expected:
+        raise output.error(f"expected shape {expected} for an input of shape {input.shape}, got {output.shape}")
+    check.row_size(output)
+    for arg in (output, input):
+        check.row_stride(arg)
+    return blocks
+
+
+def check_scales(scales: TensorArg, columns: int, rows: int | None) -> None:
+    """Check contiguous scales: `rows` (any number if None) x `columns` bytes, or a quarter as many int32."""
+    check.dtype(scales, float8_e4m3fn, uint8, *([] if columns % TILE_COLUMNS else [int32]))
+    check.sizes(scales, rows=rows, columns=columns // scales.dtype.itemsize)
+    check.contiguous(scales)
+
+
+def tile_sizes(num_rows: int, blocks: int) -> tuple[int, int]:
+    """(columns, rows) of the scales of a matrix, rounded up to whole tiles."""
+    return rounded_up(blocks, TILE_COLUMNS), rounded_up(num_rows, TILE_ROWS)
+
+
+# Launches
+
+# docs/performance.md, "Quantisation to 8 bits", NVFP4.
+_NUM_THREADS = 128
+_MIN_ROW_THREADS = 4
+# Threads that a multiprocessor holds, by the registers of the kernel: experts without a gate 1152 (13.6 us, 14.3 with
+# 1024), others 1024. Rows narrower than a block need more registers; so do experts with a gate on sm_10x and sm_12x.
+_RESIDENT_EXPERTS, _RESIDENT, _RESIDENT_FEWER = 1152, 1024, 640
+_NEED_MORE_REGISTERS = ("sm_10", "sm_12")
+_UNIT = 4  # rows of a tile, 32 apart, whose scales one thread stores as one word
+_MAX_FEW_ROWS = 32  # rows that one such unit covers: one row at a time is faster from 33 to about 500 rows
+_MAX_ROUNDS = 12  # rows of a thread: rows that are read at the same time should not lie far apart
+_MAX_GRID = 65535  # blocks in the second and third dimension of a grid
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the geometry depends on.
+
+    Attributes:
+        num_rows: rows of the input.
+        scale_rows, columns: rows and columns of scales, those that fill up tiles included.
+        tiled: whether scales lie in tiles.
+        experts: whether rows belong to experts.
+        gated: whether the input is that of a gated activation.
+    """
+
+    num_rows: int
+    scale_rows: int
+    columns: int
+    tiled: bool = True
+    experts: bool = False
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a thread's columns and rows are chosen.
+
+    Attributes:
+        row_threads: threads side by side in a row.
+        unit: rows of which a thread stores the scales at once.
+        rounds: rows of a thread, a multiple of `unit`.
+        min_blocks: blocks that a multiprocessor holds.
+    """
+
+    row_threads: int
+    unit: int
+    rounds: int
+    min_blocks: int
+
+    def grid(self, problem: Problem) -> tuple[int, int, int]:
+        """Blocks beside each other; blocks below each other, in two dimensions."""
+        block_rows = _NUM_THREADS // self.row_threads
+        row_units = -(-problem.scale_rows // (self.unit * block_rows)) * self.unit
+        below = -(-row_units // max(1, self.rounds))
+        return -(-problem.columns // self.row_threads), min(below, _MAX_GRID), -(-below // _MAX_GRID)
+
+
+def choose(problem: Problem, device: Device) -> Config:
+    """Units of four rows where they leave no multiprocessor idle, else single rows, shared equally in whole waves."""
+    row_threads = min(_NUM_THREADS, max(_MIN_ROW_THREADS, 1 << (problem.columns - 1).bit_length()))
+    min_blocks = _resident_threads(problem, row_threads, device) // _NUM_THREADS
+    wave = device.multiprocessors * min_blocks  # blocks that run at the same time
+    row_blocks, block_rows = -(-problem.columns // row_threads), _NUM_THREADS // row_threads
+
+    fills_device = problem.num_rows * row_blocks > _UNIT * block_rows * wave
+    wants_units = problem.experts or fills_device or problem.num_rows <= _MAX_FEW_ROWS
+    unit = _UNIT if problem.tiled and wants_units else 1
+    groups = -(-problem.scale_rows // (unit * block_rows))  # blocks below each other, of one unit to a thread
+    blocks = groups * row_blocks
+    if unit > 1:
+        # Two units to a thread, unless this makes more waves. Of experts, some blocks have no rows.
+        waves, waves_of_two = -(-blocks // wave), -(-blocks // (2 * wave))
+        takes_two = waves > 1 if problem.experts else 2 * waves_of_two <= waves
+        rounds = unit * (2 if takes_two and 2 * unit * block_rows <= TILE_ROWS else 1)
+    else:
+        # Equal shares: a thread asks for its next row while it computes.
+        waves = -(-blocks // (_MAX_ROUNDS * wave))
+        rounds = -(-blocks // (max(1, waves) * wave))
+    return Config(row_threads, unit, rounds, min_blocks)
+
+
+def _resident_threads(problem: Problem, row_threads: int, device: Device) -> int:
+    gated_experts = problem.experts and problem.gated
+    if row_threads < _NUM_THREADS or (gated_experts and device.arch.startswith(_NEED_MORE_REGISTERS)):
+        return _RESIDENT_FEWER
+    return _RESIDENT_EXPERTS if problem.experts and not problem.gated else _RESIDENT
+
+
+def launch(
+    kernel: Kernel,
+    output: TensorArg,
+    scales: TensorArg,
+    input: TensorArg,
+    problem: Problem,
+    fixed: dict[str, int],
+    **constants: Any,
+) -> Launch:
+    """The launch of an NVFP4 kernel; `fixed` and `constants` are those that the other kernels have not."""
+    config = choose(problem, input.device)
+    return kernel(
+        scalar_t=input.dtype,
+        ACCESS=check.vector_width(BLOCK, input),
+        CODE_ACCESS=check.vector_width(BLOCK // 2, output),
+        SCALE_ACCESS=min(TILE_COLUMNS, scales.alignment),
+        **constants,
+        NUM_THREADS=_NUM_THREADS,
+        ROW_THREADS=config.row_threads,
+        UNIT=config.unit,
+        MIN_BLOCKS=config.min_blocks,
+    ).launch(
+        grid=config.grid(problem),
+        block=_NUM_THREADS,
+        num_rows=problem.num_rows,
+        output_stride=check.row_stride(output),
+        input_stride=check.row_stride(input),
+        blocks=2 * output.shape[-1] // BLOCK,
+        columns=problem.columns,
+        rounds=config.rounds,
+        **fixed,
+    )

@@ -1,0 +1,117 @@
+"""What overrides the choice of a plan: a forced Config, and the table of the device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyops._core import device, tuning
+
+
+@dataclass(frozen=True)
+class Problem:
+    num_rows: int
+
+    def bucket(self) -> str:
+        return f"rows={tuning.power_of_two(self.num_rows)}"
+
+
+@dataclass(frozen=True)
+class Config:
+    num_warps: int
+    cluster_size: int = 1
+
+
+H200 = replace(device.model(), name="nvidia-h200")
+
+
+def choose(problem: Problem, device: device.Device) -> Config:
+    return Config(num_warps=problem.num_rows % 3)
+
+
+def config(num_rows: int, on: device.Device = H200, op: str = "an_op") -> Config:
+    return tuning.config(op, Problem(num_rows), on, choose)
+
+
+@pytest.fixture(autouse=True)
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of tables."""
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    monkeypatch.setattr(tuning, "last", {})
+    tuning.table.cache_clear()
+    yield tmp_path
+    tuning.table.cache_clear()
+
+
+def write(tables: Path, name: str, **table: Any) -> None:
+    (tables / f"{name}.json").write_text(json.dumps(table))
+
+
+def test_without_a_table_the_choice_is_taken() -> None:
+    assert config(5) == Config(2)
+    assert config(5, device.model()) == Config(2)
+
+
+def test_a_table_changes_the_fields_that_it_names(tables: Path) -> None:
+    """Of its own op, its own buckets and its own device."""
+    write(tables, "nvidia-h200", an_op={"rows=8": {"cluster_size": 4}})
+    assert config(5) == config(8) == Config(2, 4)
+    assert config(4) == Config(1)
+    assert config(9) == Config(0)
+    assert config(5, op="another_op") == Config(2)
+    assert config(5, replace(H200, name="nvidia-b200")) == Config(2)
+    assert config(5, device.model()) == Config(2)
+
+
+def test_a_table_names_fields_of_the_config(tables: Path) -> None:
+    write(tables, "nvidia-h200", an_op={"rows=8": {"warps": 4}})
+    with pytest.raises(TypeError, match="warps"):
+        config(5)
+
+
+def test_a_forced_config_outdoes_the_table(tables: Path) -> None:
+    """Contexts nest, and end with an error, too."""
+    write(tables, "nvidia-h200", an_op={"rows=8": {"cluster_size": 4}})
+    with tuning.forced("an_op", Config(7)):
+        assert config(5) == config(500) == Config(7)
+        with tuning.forced("an_op", Config(8)):
+            assert config(5) == Config(8)
+            assert config(5, op="another_op") == Config(2)
+        with pytest.raises(ZeroDivisionError), tuning.forced("an_op", Config(9)):
+            raise ZeroDivisionError
+        assert config(5) == Config(7)
+    assert config(5) == Config(2, 4)
+
+
+def test_the_last_config_of_an_op_is_known() -> None:
+    config(5)
+    config(6, op="another_op")
+    config(7)
+    assert tuning.last == {"an_op": Config(1), "another_op": Config(0)}
+
+
+@pytest.mark.parametrize(("count", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1025, 2048)])
+def test_power_of_two(count: int, power: int) -> None:
+    assert tuning.power_of_two(count) == power
+
+
+def test_a_device_names_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As benchmarks name the folder of its results."""
+    properties = {
+        "name": b"NVIDIA H200",
+        "major": 9,
+        "minor": 0,
+        "multiProcessorCount": 132,
+        "warpSize": 32,
+        "sharedMemPerBlock": 48 * 1024,
+    }
+    runtime = SimpleNamespace(is_hip=False, getDeviceProperties=lambda _: properties)
+    monkeypatch.setattr(device, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    assert device.get.__wrapped__(0).name == "nvidia-h200"
+    assert (Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200").is_dir()
