@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import device
+from pyops._core import device, offline
 from pyops._core.example import ArgMaker
+from pyops.ops import activation
 from pyops.ops._shared import geometry
-from pyops.ops.activation import activation
 from pyops.testing import Layout, assert_close, same_bits
 from pyops.testing.calls import assert_results, eager, expected, named, run
 from tests.calls import DEVICES, Host, example
@@ -290,6 +291,29 @@ def test_sparse_cutoff_of_a_row_far_from_zero(where: str) -> None:
     assert torch.equal(call("gelu_and_mul_sparse", x, 0.95, width=4096) == 0, cut)
 
 
+@pytest.mark.parametrize(
+    ("hidden_size", "alignment", "dtype", "approximate"),
+    [
+        (2048, 16, "float16", "none"),  # 8 bytes of local memory with NVRTC on an H200 at 64 registers
+        (1536, 4, "bfloat16", "none"),
+        (2048, 4, "float16", "none"),
+        (5120, 4, "float16", "tanh"),
+        (6144, 4, "bfloat16", "none"),
+    ],
+)
+def test_sparse_finds_registers_for_both_halves(hidden_size: int, alignment: int, dtype: str, approximate: str) -> None:
+    """A thread that holds 9 to 16 registers of each half of a row needs more than 64 for erf or narrow vectors."""
+    op = pyops.registry["gelu_and_mul_sparse"]
+    args = op.example(ArgMaker(device.model()), hidden_size=hidden_size, dtype=dtype, approximate=approximate)
+    out, input = (replace(arg, alignment=alignment) for arg in args[:2])
+    (launch,) = op.launches(out, input, *args[2:])
+    one = launch.specialisation
+    assert one.constants["VEC_SIZE"] == alignment // 2
+    assert one.constants["MIN_BLOCKS"] * launch.block[0] < 1024  # 65536 registers for 1024 threads are 64 each
+    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90", one.kernel.options)
+    assert (report.spill_bytes, report.stack_bytes) == (0, 0)
+
+
 @pytest.mark.parametrize("where", DEVICES)
 def test_sparse_rows_of_one_value(where: str) -> None:
     """A variance of 0, or just below it when rounded, cuts everything."""
@@ -347,7 +371,7 @@ def test_rows_beyond_the_second_dimension_of_a_grid(
     op = pyops.registry[name]
     args = example(op, where, num_tokens=37, hidden_size=hidden_size)
     results = expected(op, args)
-    monkeypatch.setattr(geometry, "_MAX_BLOCKS", 2)
+    monkeypatch.setattr(geometry, "_MAX_GRID_YZ", 2)
     op.forget()
     assert_results(op, results, run(op, args, dict.fromkeys(named(op, args), Layout(gap=8))))
     op.forget()

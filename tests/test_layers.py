@@ -52,7 +52,7 @@ def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
         assert not hasattr(layers, cls_name)
         with pytest.raises(AttributeError, match=f"pyops.nn has no {cls_name}"):
             getattr(layers, cls_name)
-    with pytest.raises(AttributeError, match=r"module 'pyops\.layers' has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=r"module 'pyops\.nn' has no attribute 'nothing'"):
         layers.nothing  # noqa: B018
 
 

@@ -26,7 +26,7 @@ from pyops.__main__ import main
 from pyops._core import device
 from pyops._core.host.toolchain import toolchains
 from pyops.cli import generate
-from pyops.models import Config, Engine, Llama, Rope, SamplingParams, checkpoint, load, memory, serving_kernels
+from pyops.models import Config, Engine, Llama, Rope, SamplingParams, checkpoint, load, serving_kernels
 from pyops.models import engine as engine_module
 from pyops.models.params import sample
 from pyops.models.runner import Part, Runner
@@ -783,8 +783,8 @@ def test_bad_windows_are_refused(what: str) -> None:
 
 
 def test_weights_without_room_are_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 1 << 20 < memory.free(torch.device("cpu")) < 1 << 50
-    monkeypatch.setattr(memory, "free", lambda device: 1000)
+    assert 1 << 20 < checkpoint.free_bytes(torch.device("cpu")) < 1 << 50
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda device: 1000)
     with pytest.raises(ModelError, match=r"its weights take .* GB, and cpu has 0\.0 GB"):
         load(folder("llama"))
 

@@ -11,6 +11,9 @@ import torch
 import pyops
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
+from pyops.ops._shared import geometry
+from pyops.ops.norm.rms import FUSED_ADD_RMS_NORM, RMS_NORM
+from pyops.ops.norm.static_quant import _WITH_RESIDUAL, _WITHOUT_RESIDUAL
 from pyops.testing import Layout
 from pyops.testing.calls import assert_results, assert_same, expected, named, run
 from tests import axes
@@ -446,6 +449,36 @@ def test_per_block_quant_refuses(change: dict[str, Any], message: str) -> None:
             change.get("transposed", False),
         )
     assert str(caught.value) == f"rms_norm_per_block_quant: {message}"
+
+
+@pytest.mark.parametrize(("wanted_vecs", "threads"), [(4, 448), (6, 320), (7, 256)])
+def test_the_shapes_that_were_measured_best_for_rows_of_14336(wanted_vecs: int, threads: int) -> None:
+    """docs/performance.md, "Rows": 448 threads of 4 vectors, 320 of 6 or 256 of 7."""
+    assert geometry.threads_for_row(14336 // 8, wanted_vecs, wanted_vecs + 2) == threads
+
+
+@pytest.mark.parametrize("num_rows", [1, 200, 4096])
+@pytest.mark.parametrize("hidden_size", [64, 769, 4096, 14336, 32768])
+def test_static_codes_come_from_rows_cut_as_those_of_the_norms(hidden_size: int, num_rows: int) -> None:
+    """So that sums agree bit for bit."""
+    row = ArgMaker(devices.model()).empty(num_rows, hidden_size, dtype="bfloat16")
+    vectors = geometry.row_vectors(hidden_size, (hidden_size,), row)
+    for tuning, other in ((RMS_NORM, _WITHOUT_RESIDUAL), (FUSED_ADD_RMS_NORM, _WITH_RESIDUAL)):
+        one, two = (geometry.choose_rows(row, num_rows, vectors, each) for each in (tuning, other))
+        assert (one.vec_size, one.shifted, one.row_threads) == (two.vec_size, two.shifted, two.row_threads)
+
+
+def test_a_choice_is_made_once_and_can_be_read() -> None:
+    """A plan miss looks it up; a kernel that cannot bound its registers differs in one field."""
+    row = ArgMaker(devices.model()).empty(4096, 4096, dtype="bfloat16")
+    vectors = geometry.row_vectors(4096, (4096,), row)
+    config = geometry.choose_rows(row, 4096, vectors, RMS_NORM)
+    assert config is geometry.choose_rows(row, 4000, vectors, RMS_NORM)
+    assert repr(config) == (
+        "RowConfig(vec_size=8, shifted=False, num_threads=128, row_threads=128, keep_row=True, keep_weight=True, "
+        "min_blocks=8)"
+    )
+    assert geometry.choose_rows(row, 4096, vectors, RMS_NORM, bound_registers=False) == replace(config, min_blocks=1)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -18,6 +18,7 @@ import pyops
 from pyops._core import config, dtypes
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
+from pyops.ops._shared.fp8 import converts_fp8, native_fp8
 from pyops.ops.quantize import scaled
 from pyops.testing import CONTENTS, Layout, filled, strategies
 from tests.calls import DEVICES
@@ -886,14 +887,15 @@ def test_new_tensors_are_of_the_own_e4m3(device: str, monkeypatch: pytest.Monkey
 def test_the_own_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the architecture, which torch knows of a GPU of AMD's by more than its name."""
     for arch in ("sm_80", "sm_90", "sm_100"):
-        assert devices.model(arch).fp8 is dtypes.float8_e4m3fn
-        assert devices.model(arch).converts_fp8 is (arch != "sm_80")
+        assert native_fp8(devices.model(arch)) is dtypes.float8_e4m3fn
+        assert converts_fp8(devices.model(arch)) is (arch != "sm_80")
     old = devices.model("gfx942")
-    assert (old.fp8, old.converts_fp8) == (dtypes.float8_e4m3fnuz, False)
-    assert replace(old, arch="gfx940").fp8 is dtypes.float8_e4m3fnuz
+    assert (native_fp8(old), converts_fp8(old)) == (dtypes.float8_e4m3fnuz, False)
+    assert native_fp8(replace(old, arch="gfx940")) is dtypes.float8_e4m3fnuz
     for arch in ("gfx950", "gfx1200"):
-        assert (replace(old, arch=arch).fp8, replace(old, arch=arch).converts_fp8) == (dtypes.float8_e4m3fn, True)
-    assert not replace(old, arch="gfx90a").converts_fp8
+        new = replace(old, arch=arch)
+        assert (native_fp8(new), converts_fp8(new)) == (dtypes.float8_e4m3fn, True)
+    assert not converts_fp8(replace(old, arch="gfx90a"))
     assert scaled.own_fp8(torch.ones(1)) is FP8
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert scaled.own_fp8(torch.ones(1)) is FP8

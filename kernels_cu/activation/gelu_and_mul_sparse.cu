@@ -19,7 +19,7 @@ using gate_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, REGISTERS <= 32
 using up_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, REGISTERS <= 16 && NUM_THREADS <= 256>;
 using vec_t = gate_t::vec_t;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gelu_and_mul_sparse(scalar_t* out,          // [num_rows, HIDDEN_SIZE]
                     const scalar_t* input,  // [num_rows, 2 * HIDDEN_SIZE]
                     int64_t num_rows, int64_t out_stride, int64_t input_stride, float multiplier) {

@@ -62,19 +62,6 @@ def index(arg: TensorArg | None, **named: int | None) -> None:
         dtype(arg, dtypes.int32, dtypes.int64)
 
 
-def cache_dtype(cache: TensorArg, kv_cache_dtype: str, model: DType) -> DType:
-    """Element type of a cache of this kind beside tensors of the dtype `model`; `cache` has it, or uint8 for codes."""
-    if kv_cache_dtype == "auto":
-        dtype(cache, model)
-        return model
-    if kv_cache_dtype not in dtypes.FP8_CACHES:
-        expected = " or ".join(("auto", *dtypes.FP8_CACHES))
-        raise refuse(cache, "kv_cache_dtype", f"expected {expected}, got {kv_cache_dtype}")
-    kind = dtypes.of_codes(kv_cache_dtype, cache.dtype, cache.device.fp8)
-    dtype(cache, dtypes.uint8, kind)
-    return kind
-
-
 def contiguous(arg: TensorArg) -> None:
     """Elements of `arg` lie one after another."""
     step = 1

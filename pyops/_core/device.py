@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 
-from .dtypes import DType, float8_e4m3fn, float8_e4m3fnuz
 from .lazy import cupy
 
 
@@ -46,23 +45,6 @@ class Device:
         """Whether the device has ``"clusters"``, ``"tma"`` (bulk copies of tensors) or ``"wgmma"`` (Hopper's own)."""
         capability = int(self.arch[3:]) if self.arch.startswith("sm_") else 0
         return {"clusters": capability >= 90, "tma": capability >= 90, "wgmma": capability == 90}[feature]
-
-    @property
-    def fp8(self) -> DType:
-        """Its own e4m3, which models for it are made of."""
-        return fp8_of(self.arch)
-
-    @property
-    def converts_fp8(self) -> bool:
-        """Whether it has instructions that convert to and from float8_e4m3fn, not a page of integer arithmetic."""
-        if self.arch.startswith("sm_"):
-            return int(self.arch[3:]) >= 89
-        return self.arch.startswith(("gfx95", "gfx12"))
-
-
-def fp8_of(arch: str) -> DType:
-    """The e4m3 of an architecture."""
-    return float8_e4m3fnuz if arch in ("gfx940", "gfx941", "gfx942") else float8_e4m3fn
 
 
 _MODELS = {

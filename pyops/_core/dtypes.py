@@ -33,17 +33,7 @@ int64 = DType("int64", "int64_t", 8)
 
 FLOATS = (float32, float16, bfloat16)
 E4M3 = (float8_e4m3fn, float8_e4m3fnuz)  # in which the quantising ops write fp8
-# kv_cache_dtype -> element type of a cache whose elements are codes.
-FP8_CACHES = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
 _TABLE = {d.name: d for d in (*FLOATS, *E4M3, float8_e5m2, int8, uint8, boolean, int32, int64)}
-
-# The largest magnitude that quantisation makes codes of, which of FNUZ is not the type's own, 240.
-_LARGEST_CODES = {"float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0}
-
-
-def largest_code(e4m3: Any) -> float:
-    """The largest magnitude that quantisation writes in one of E4M3: a dtype of any library, or its name."""
-    return _LARGEST_CODES[str(e4m3).removeprefix("torch.")]
 
 
 @cache
@@ -55,11 +45,3 @@ def of(native: Any) -> DType | None:
 def nan_byte(native: Any) -> int:
     """What every byte of a NaN may be in a float type: 0xFF, but in float8_e4m3fnuz, whose only NaN is 0x80."""
     return 0x80 if of(native) is float8_e4m3fnuz else 0xFF
-
-
-def of_codes(kv_cache_dtype: str, given: DType, own: DType) -> DType:
-    """Element type of a cache of codes, `given` as that or as bytes, which mean `own`: the e4m3 of its device."""
-    kind = FP8_CACHES[kv_cache_dtype]
-    if kind is float8_e4m3fn and (own if given is uint8 else given) is float8_e4m3fnuz:
-        return float8_e4m3fnuz
-    return kind

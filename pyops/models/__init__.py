@@ -1,11 +1,10 @@
-"""Models on the ops of this library, and text from them. A file imports only files above it, and of pyops the ops:
+"""Models on the ops of this library, and an engine that generates text. A file imports only files listed before it:
 
-config_values         what a JSON file holds, checked
-rope                  the table of the rotary embedding
-config                what config.json says
+config_values         values of a JSON file, checked
+rope                  rotary embedding as config.json describes it
+config                config.json
 llama                 the decoder
-memory                what a device has left
-checkpoint params     weights from a folder; how tokens are chosen
+checkpoint params     weights from a folder; SamplingParams and sampling
 runner                the model with its cache and CUDA graphs
 kernels               what serving a model launches
 engine                requests, blocks, continuous batching

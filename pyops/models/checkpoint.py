@@ -1,7 +1,8 @@
-"""A model from a Hugging Face folder: ``config.json`` and safetensors, checked before any memory is taken."""
+"""A model from a Hugging Face folder: ``config.json`` and safetensors, checked before memory is allocated."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,6 @@ from typing import Any, NamedTuple
 
 from .._core.errors import ModelError
 from .._core.lazy import optional, torch
-from . import memory
 from .config import DTYPES, Config
 from .config_values import read_json
 from .llama import Llama
@@ -21,7 +21,7 @@ _Progress = Callable[[int, int], None]
 
 
 class _Header(NamedTuple):
-    """What a shard says of a tensor."""
+    """The entry of a tensor in the header of a shard."""
 
     shard: Path
     shape: tuple[int, ...]
@@ -31,27 +31,28 @@ class _Header(NamedTuple):
 def load(folder: str | Path, device: Any = "cpu", dtype: str | None = None, progress: _Progress | None = None) -> Llama:
     """The model in `folder`.
 
-    Everything is checked first, from ``config.json`` and the headers of the shards: a shard or tensor that is missing
-    or not of this architecture, a wrong shape, a dtype that is not a plain float, weights that the device has no room
-    for. Each is a ModelError, before memory is taken.
-
     Args:
         folder: holds ``config.json`` and ``model.safetensors``, or shards and ``model.safetensors.index.json``.
-        device: where the weights shall lie.
-        dtype: "float32", "float16" or "bfloat16"; None for the one that ``config.json`` names.
-        progress: called with the bytes that are loaded and all there are.
+        device: device of the weights.
+        dtype: "float32", "float16" or "bfloat16"; None for the dtype that ``config.json`` names.
+        progress: called with (bytes loaded so far, bytes in all).
+
+    Raises:
+        ModelError: a shard or a tensor is missing, a tensor is not of this architecture, a shape is wrong, a dtype is
+            no plain float, or the device has too little memory. ``config.json`` and the headers of the shards are
+            checked before memory is allocated.
     """
     folder, device, config = Path(folder), _device(device), Config.read(folder)
     if dtype is not None and dtype not in DTYPES:
         raise ModelError("dtype", f"expected {' or '.join(DTYPES)}, got {dtype!r}")
     headers = _headers(folder)
-    if "lm_head.weight" in headers:  # which would not be there if it were the embedding, or is the same
+    if "lm_head.weight" in headers:  # a file with a head of its own is right even if the config ties it
         config = replace(config, tie_word_embeddings=False)
     if len(headers) < config.num_hidden_layers:
         raise ModelError(folder, f"has {config.num_hidden_layers} layers, and {len(headers)} tensors for them")
     plan = Llama(config, dtype, "meta").tensors()
     _check(folder, headers, plan)
-    total, free = sum(tensor.nbytes for tensor in plan.values()), memory.free(device)
+    total, free = sum(tensor.nbytes for tensor in plan.values()), free_bytes(device)
     if free < total:
         raise ModelError(folder, f"its weights take {total / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
     model, done = Llama(config, dtype, device), 0
@@ -66,6 +67,15 @@ def load(folder: str | Path, device: Any = "cpu", dtype: str | None = None, prog
     return model
 
 
+def free_bytes(device: Any) -> int:
+    """Free memory of `device`. Memory that torch has reserved and does not use, and the CPU's file cache, are free."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    (kilobytes,) = re.findall(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return 1024 * int(kilobytes)
+
+
 def _device(given: Any) -> Any:
     try:
         device = torch.device(given)
@@ -78,7 +88,7 @@ def _device(given: Any) -> Any:
 
 
 def _headers(folder: Path) -> dict[str, _Header]:
-    """Of every tensor, by its name."""
+    """{name: header} of every tensor in the shards."""
     found: dict[str, _Header] = {}
     for shard in _shards(folder):
         if not shard.is_file():
@@ -86,13 +96,13 @@ def _headers(folder: Path) -> dict[str, _Header]:
         with _opened(shard) as opened:
             for name in opened.keys():  # noqa: SIM118
                 header = opened.get_slice(name)
-                if not name.endswith("rotary_emb.inv_freq"):  # which follows from the config
+                if not name.endswith("rotary_emb.inv_freq"):  # a table that is computed from the config
                     found[name] = _Header(shard, tuple(header.get_shape()), header.get_dtype())
     return found
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The single file, where there is one; else the files of the index."""
+    """The single file if there is one, else the files that the index names."""
     index = folder / _INDEX
     if (folder / _SINGLE).is_file() or not index.exists():
         return [folder / _SINGLE]
@@ -119,7 +129,7 @@ def _check(folder: Path, headers: dict[str, _Header], expected: dict[str, Any]) 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file; opening reads its header alone and compares it with the size of the file."""
+    """An open safetensors file. Opening reads only the header and compares it with the size of the file."""
     safetensors = optional("safetensors", "reading a model", "models")
     try:
         opened = safetensors.safe_open(file, framework="pt")

@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` says, of the Llama family: one description for all architectures of it."""
+"""``config.json`` of a model of the Llama family: one description for all of its architectures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and options of a decoder; the names are those of ``config.json`` where it has one.
+    """Sizes and options of a decoder, under the names of ``config.json`` if it has one.
 
     Attributes:
-        sliding_windows: for each layer, how many of the last tokens it attends to; 0 for all.
-        qkv_bias, o_bias, mlp_bias: whether these projections have one.
-        qk_norm: whether every query and key head is normalised before it turns.
-        dtype: that of the checkpoint.
+        sliding_windows: for each layer, the number of last tokens it attends to; 0 for all tokens.
+        qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
+        qk_norm: whether query and key heads are normalised before the rotary embedding.
+        dtype: dtype of the checkpoint.
         eos_token_ids: tokens that end a text.
     """
 
@@ -64,7 +64,7 @@ class Config:
 
     @classmethod
     def read(cls, folder: str | Path) -> Config:
-        """From ``config.json`` in `folder`, and the ends of text that ``generation_config.json`` adds."""
+        """The config in `folder`: ``config.json``, with the eos tokens of ``generation_config.json`` if it has any."""
         values = read_json(Path(folder) / "config.json")
         generation = Path(folder) / "generation_config.json"
         if generation.exists():
@@ -74,7 +74,7 @@ class Config:
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Config:
-        """From the object in a ``config.json``. What would compute something else is refused by name."""
+        """The config in the object of a ``config.json``. ModelError for options that are not supported."""
         architectures = values.get("architectures")
         if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
             raise refuse("architectures", " or ".join(ARCHITECTURES), architectures)
@@ -116,18 +116,19 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "max_position_embeddings",
-    "head_dim",  # the last: others give it where the file does not
+    "head_dim",  # last, because its default is computed from other sizes
 )
 
 
 def _windows(values: dict[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
-    """Mistral has one window for all layers, 4096 where the file is silent, none where it says null.
+    """The sliding window of each layer, 0 for none.
 
-    Qwen has it in some layers, if at all: those that ``layer_types`` names, or all from ``max_window_layers`` on.
+    Mistral has one window for all layers: 4096 if the file does not give it, none if the file says null. Qwen may have
+    a window in some layers: those that ``layer_types`` names, or all from ``max_window_layers`` on.
     """
     is_qwen, full, sliding = architecture.startswith("Qwen"), "full_attention", "sliding_attention"
-    has = architecture == "MistralForCausalLM" or (flag(values, "use_sliding_window") and is_qwen)
-    window = values.get("sliding_window", 4096) if has else None
+    has_window = architecture == "MistralForCausalLM" or (flag(values, "use_sliding_window") and is_qwen)
+    window = values.get("sliding_window", 4096) if has_window else None
     if window is not None:
         size("sliding_window", window)
     begin = values.get("max_window_layers", 28) if is_qwen else 0

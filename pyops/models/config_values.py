@@ -1,4 +1,4 @@
-"""Values of a JSON file, as the models take them: what is not of its kind or range is refused by name."""
+"""Values of a JSON file, checked: a value of another type, or out of range, is refused by name."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from .._core.errors import ModelError
 
-_MAX_SIZE = 1 << 20  # of every size: a matrix of two of them is still one that torch can name, if not hold
+_MAX_SIZE = 1 << 20  # of every size: torch can describe a matrix of two such sizes on the device "meta"
 _MAX_POSITIONS = (1 << 31) - 1
-_OF_POSITIONS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
+_POSITION_COUNTS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file holds; ModelError where there is no such file, or none in it."""
+    """The JSON object in a file. ModelError if the file cannot be read or holds something else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -27,37 +27,37 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse(name: str, expected: str, got: object) -> ModelError:
-    """The error of a value in a config, to be raised."""
+    """The error for a value in a config; the caller raises it."""
     return ModelError("config", f"{name}: expected {expected}, got {reprlib.repr(got)}")
 
 
 def first(*values: Any) -> Any:
-    """The first that a file gives: null is as good as nothing."""
+    """The first value that is not None. A file that says null says nothing."""
     return next((value for value in values if value is not None), None)
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is one, and neither true nor false."""
+    """Whether `value` is an integer and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def size(name: str, value: Any) -> int:
-    """A positive integer, as large as a model's may be."""
-    max_value = _MAX_POSITIONS if name in _OF_POSITIONS else _MAX_SIZE
+    """`value` if it is a positive integer within bounds. ModelError otherwise."""
+    max_value = _MAX_POSITIONS if name in _POSITION_COUNTS else _MAX_SIZE
     if not is_integer(value) or not 1 <= value <= max_value:
         raise refuse(name, f"a positive integer up to {max_value}", value)
     return int(value)
 
 
 def number(name: str, value: Any) -> float:
-    """A positive number, so far from the bounds of float32 that nothing overflows."""
+    """`value` if it is a positive number far enough from the bounds of float32 that nothing overflows."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 <= value <= 1e30:
         raise refuse(name, "a positive number from 1e-30 to 1e30", value)
     return float(value)
 
 
 def flag(values: dict[str, Any], name: str, default: bool = False) -> bool:
-    """True or false; null is false."""
+    """The bool `name` of `values`; null is False. ModelError for anything else."""
     value = values.get(name, default)
     if value is not None and not isinstance(value, bool):
         raise refuse(name, "true or false", value)

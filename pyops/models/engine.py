@@ -1,4 +1,4 @@
-"""Many texts at once: requests wait for blocks of the cache, run together, and step back when blocks run out."""
+"""Continuous batching: requests wait for cache blocks, run together, and are preempted when blocks run out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from operator import index
 from typing import Literal, NamedTuple
 
 from .._core.errors import ModelError
-from . import memory
+from .checkpoint import free_bytes
 from .config import Config
 from .config_values import is_integer
 from .llama import Llama
@@ -22,7 +22,7 @@ Finish = Literal["stop", "length"]
 
 
 class Output(NamedTuple):
-    """A token of a request; with the last, why it is: an end of text ("stop") or ``max_tokens`` ("length")."""
+    """A token of a request. `finished` is set with the last: "stop" at an end of text, "length" at ``max_tokens``."""
 
     request: int
     token: int
@@ -32,10 +32,10 @@ class Output(NamedTuple):
 @dataclass(eq=False)
 class _Request:
     params: SamplingParams
-    tokens: list[int]  # the prompt, then what came of it
-    most_tokens: int
+    tokens: list[int]  # the prompt, then the generated tokens
+    max_seq_len: int  # tokens of the prompt and the generated text together
     random: random.Random
-    number: int = -1  # before it waits
+    number: int = -1  # set when the request is queued
     computed: int = 0  # tokens that the cache holds
     blocks: list[int] = field(default_factory=list)
 
@@ -47,21 +47,23 @@ class _Request:
 class Engine:
     """Continuous batching over a paged cache (Kwon et al. 2023, arXiv:2309.06180).
 
-    A step computes prompts, or parts of them, if any wait, and otherwise one token of every running request. When a
-    request needs a block and none is free, the youngest gives all of its back and waits to be computed anew.
+    A step computes prompts, or parts of prompts, if there are any to compute, and otherwise one token of every running
+    request. When a request needs a block and none is free, the youngest request is preempted: it gives back all of its
+    blocks and waits to be computed again.
 
     Args:
-        model: whose weights are set.
-        num_blocks: of the cache; None for as many as `max_num_seqs` texts of `max_seq_len` tokens fill, or as fit into
-            0.8 of the device's free memory, whichever is less.
+        model: a model whose weights are set.
+        num_blocks: blocks of the cache. None for as many as `max_num_seqs` texts of `max_seq_len` tokens fill, or as
+            fit into 0.8 of the device's free memory, whichever is less.
         block_size: tokens of a block.
-        max_num_seqs: requests that run at once.
-        max_num_batched_tokens: tokens of prompts in one step.
-        max_seq_len: tokens of a text with its prompt; None for 4096, or the model's positions if they are fewer.
+        max_num_seqs: requests that run at the same time, at most.
+        max_num_batched_tokens: prompt tokens of one step, at most.
+        max_seq_len: tokens of a text with its prompt, at most; None for 4096, or the model's positions if these are
+            fewer.
         graphs: as in `Runner`.
 
     Attributes:
-        preemptions: how often a request gave its blocks back.
+        preemptions: how often a request was preempted.
     """
 
     def __init__(
@@ -104,13 +106,13 @@ class Engine:
         self._count = 0
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> int:
-        """Ask for a text behind `prompt`; the number of the request. One that could never be served is a ModelError."""
+        """Queue a request to continue `prompt`; returns its number. ModelError if it could never be served."""
         return self._enqueue(self._request(prompt, params))
 
     def step(self) -> list[Output]:
-        """Run the model once; the tokens that came of it. Nothing to do gives none.
+        """Run the model once; returns the tokens that it generated, none if there was nothing to do.
 
-        An error ends all requests: what was asked for is forgotten, and the engine can be asked anew.
+        An error drops all requests, and the engine can take new ones.
         """
         try:
             return self._step()
@@ -140,16 +142,16 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request has not ended."""
+        """Whether any request is waiting or running."""
         return bool(self._waiting or self._running)
 
     def run(self) -> Iterator[Output]:
-        """Every token of every request, as they come, until all have ended. More may be added meanwhile."""
+        """Yield every token of every request, as they are generated, until all have ended. Requests may be added."""
         while self.busy:
             yield from self.step()
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None) -> list[list[int]]:
-        """The texts behind `prompts`, without them. Nothing else may have been asked for; one refused refuses all."""
+        """The continuations of `prompts`. No other request may be pending. If one prompt is refused, none is served."""
         if self.busy:
             raise ModelError("Engine.generate", "what was asked for before has not ended")
         requests = [self._request(prompt, params) for prompt in prompts]
@@ -159,15 +161,15 @@ class Engine:
         return list(texts.values())
 
     def _request(self, prompt: Sequence[int], params: SamplingParams | None) -> _Request:
-        """What is asked for, once it is known that it can be served."""
+        """A checked request. ModelError if it could never be served."""
         params = params or SamplingParams()
         tokens = check_request(self.model.config, prompt, params, self.max_seq_len)
-        most_tokens = len(tokens) + params.max_tokens
-        needed = self._blocks_for(most_tokens - 1)  # the last token is never read again
+        max_seq_len = len(tokens) + params.max_tokens
+        needed = self._blocks_for(max_seq_len - 1)  # the last token is never read again
         if needed > self.num_blocks:
-            held = f"the cache has {self.num_blocks}"
-            raise ModelError("request", f"prompt and max_tokens: need {needed} blocks, and {held}")
-        return _Request(params, tokens, most_tokens, random.Random(int(params.seed)))
+            has = f"the cache has {self.num_blocks}"
+            raise ModelError("request", f"prompt and max_tokens: need {needed} blocks, and {has}")
+        return _Request(params, tokens, max_seq_len, random.Random(int(params.seed)))
 
     def _enqueue(self, request: _Request) -> int:
         request.number, self._count = self._count, self._count + 1
@@ -175,7 +177,7 @@ class Engine:
         return request.number
 
     def _admit(self) -> None:
-        """Let those that wait run, in their order, while there are blocks for them and one more for each that runs."""
+        """Start waiting requests, in order, while blocks remain for them and one more for each running request."""
         while self._waiting and len(self._running) < self.max_num_seqs:
             needed = self._blocks_for(len(self._waiting[0].tokens))
             if needed + len(self._running) > len(self._free):
@@ -185,17 +187,17 @@ class Engine:
             self._running.append(request)
 
     def _prompts(self) -> list[tuple[_Request, int]]:
-        """Requests with more than one token to compute, and how many of them now."""
-        left, found = self.max_num_batched_tokens, []
+        """[(request with more than one token to compute, tokens of this step)]."""
+        budget, found = self.max_num_batched_tokens, []
         for request in self._running:
-            count = min(left, request.pending)
+            count = min(budget, request.pending)
             if request.pending > 1 and count:
                 found.append((request, count))
-                left -= count
+                budget -= count
         return found
 
     def _decodes(self) -> list[tuple[_Request, int]]:
-        """All that run, with a block for the next token of each; the youngest give way where none is free."""
+        """[(running request, 1)], each with a block for its next token. The youngest are preempted if none is free."""
         for request in list(self._running):
             while request in self._running and len(request.blocks) < self._blocks_for(len(request.tokens)):
                 if self._free:
@@ -217,7 +219,7 @@ class Engine:
 
     def _accept(self, request: _Request, token: int) -> Output:
         request.tokens.append(token)
-        finished: Finish | None = "length" if len(request.tokens) == request.most_tokens else None
+        finished: Finish | None = "length" if len(request.tokens) == request.max_seq_len else None
         if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
             finished = "stop"
         if finished:
@@ -229,7 +231,7 @@ class Engine:
 
 
 def check_request(config: Config, prompt: Sequence[int], params: SamplingParams, max_seq_len: int) -> list[int]:
-    """The tokens of a prompt. A text that no engine for `max_seq_len` tokens could write behind it is a ModelError."""
+    """The tokens of a prompt. ModelError if prompt and `params.max_tokens` do not fit into `max_seq_len` tokens."""
     try:
         tokens = [index(token) for token in prompt]
     except TypeError:
@@ -245,9 +247,9 @@ def check_request(config: Config, prompt: Sequence[int], params: SamplingParams,
 
 
 def _blocks_in_memory(model: Llama, block_size: int, max_num_seqs: int, max_seq_len: int) -> int:
-    """Blocks of a cache that the device has room for, beside what the runner holds for so many texts of that length."""
+    """Blocks of a cache that fit into the free memory of the device, beside what a `Runner` of these sizes takes."""
     config = model.config
     token_bytes = 2 * len(model.layers) * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    table = 16 * max_seq_len * config.head_dim  # at most, while it is made of float32, in parts
+    table = 16 * max_seq_len * config.head_dim  # peak of the table of cosines and sines, while it is made in float32
     rows = 16 * max_num_seqs * -(-max_seq_len // block_size)
-    return int((memory.free(model.device) - table - rows) // (token_bytes * block_size))
+    return int((free_bytes(model.device) - table - rows) // (token_bytes * block_size))

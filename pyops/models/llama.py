@@ -6,29 +6,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.lazy import torch
-from ..ops.activation.activation import silu_and_mul
+from ..ops.activation import silu_and_mul
 from ..ops.attention import paged_attention_v1, paged_attention_varlen
 from ..ops.cache import reshape_and_cache_flash
 from ..ops.linear.skinny_linear import skinny_linear
 from ..ops.norm import fused_add_rms_norm, rms_norm
-from ..ops.rotary.rotary import rotary_embedding
+from ..ops.rotary import rotary_embedding
 from .config import Config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FEW_ROWS = 1  # for which skinny_linear is faster than a library's product
+# Rows up to which skinny_linear is faster than cuBLAS (docs/performance.md, "`skinny_linear`").
+_MAX_SKINNY_ROWS = 1
 
 
 class Linear(NamedTuple):
-    """A projection, or several of the same input, one below the other: weight [out, in], bias [out] or None."""
+    """A projection, or several of the same input stacked: weight [out, in], bias [out] or None."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
-        if x.shape[0] > _FEW_ROWS or not x.is_cuda:
+        if x.shape[0] > _MAX_SKINNY_ROWS or not x.is_cuda:
             return torch.nn.functional.linear(x, self.weight, self.bias)
         out = x.new_empty(x.shape[0], self.weight.shape[0])
         skinny_linear(out, x, self.weight, self.bias)
@@ -37,7 +38,7 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of a layer. Queries, keys and values are one product, and so are both halves of the MLP."""
+    """The weights of a layer. `qkv` is one matrix product, and so is `gate_up`."""
 
     input_norm: Tensor
     qkv: Linear
@@ -52,14 +53,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Batch:
-    """The newest tokens of several sequences, which one pass adds to the cache.
+    """The newest tokens of several sequences. One forward pass computes them and adds them to the cache.
 
     Attributes:
-        tokens, positions, slot_mapping: [num_tokens] integers: the tokens, their places in their sequences and in the
-            cache. A token whose slot is -1 is not kept.
-        block_tables: [num_seqs, most_blocks]: where in the cache a sequence lies.
-        seq_lens: [num_seqs]: tokens of a sequence, these included.
-        cu_seqlens_q: [num_seqs + 1]: where among `tokens` those of a sequence begin; None where each has one.
+        tokens, positions, slot_mapping: [num_tokens] integers: the tokens, their positions in their sequences and their
+            slots in the cache. A token with slot -1 is not added to the cache.
+        block_tables: [num_seqs, max_blocks]: the cache blocks of each sequence.
+        seq_lens: [num_seqs]: tokens of each sequence, the newest included.
+        cu_seqlens_q: [num_seqs + 1]: the first of `tokens` of each sequence, then num_tokens; None if each sequence has
+            one token.
     """
 
     tokens: Tensor
@@ -71,12 +73,12 @@ class Batch:
 
 
 class Llama:
-    """The decoder, its weights not yet set: `tensors` says where they belong.
+    """The decoder. Its weights are not set: `tensors` gives views to write them to.
 
     Args:
-        config: what to build.
-        dtype: name of the element type of weights, activations and cache; None for the checkpoint's.
-        device: where it lies; on "meta" it takes no memory.
+        config: sizes and options.
+        dtype: name of the dtype of weights, activations and cache; None for the dtype of `config`.
+        device: device of the weights; on "meta" they take no memory.
     """
 
     def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:
@@ -108,11 +110,11 @@ class Llama:
         ]
         self.norm = empty(hidden)
         self.head = Linear(self.embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden), None)
-        # What an fp8 cache would be scaled by; read by no kernel for this one.
+        # The scale of an fp8 cache, for the signatures of ops. No kernel reads it, as this cache has the model's dtype.
         self._one = torch.ones(1, device=self.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """{name in a checkpoint: its place}: views of the weights, to be written."""
+        """{name in a checkpoint: view of the weights to write the tensor to}."""
         config = self.config
         found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if not config.tie_word_embeddings:
@@ -139,7 +141,7 @@ class Llama:
         return found
 
     def randomise(self, seed: int, scale: float = 1.0) -> Llama:
-        """Set all weights: norms to 1, the others to normal noise of the deviation ``scale / sqrt(columns)``."""
+        """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``."""
         generator = torch.Generator(self.device).manual_seed(seed)
         for name, tensor in self.tensors().items():
             if name.endswith("norm.weight"):
@@ -155,11 +157,11 @@ class Llama:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def new_cos_sin(self, num_positions: int) -> Tensor:
-        """The table of the rotary embedding, for texts of up to `num_positions` tokens: [num_positions, head_dim]."""
+        """The table of the rotary embedding for texts of up to `num_positions` tokens: [num_positions, head_dim]."""
         return self.config.rope.cos_sin(self.config.head_dim, num_positions, self.device).to(self.dtype)
 
     def forward(self, batch: Batch, cache: Tensor, cos_sin: Tensor) -> Tensor:
-        """What the last layer says of each token, normalised: [num_tokens, hidden_size]; `cache` gets their keys."""
+        """Hidden states of the tokens after the last norm: [num_tokens, hidden_size]. Writes `cache`."""
         epsilon = self.config.rms_norm_eps
         residual = self.embedding[batch.tokens]
         hidden = torch.empty_like(residual)
@@ -189,11 +191,11 @@ class Llama:
         reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slot_mapping, *scales)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         block_size = key_cache.shape[1]
-        most_tokens = batch.block_tables.shape[1] * block_size
+        max_seq_len = batch.block_tables.shape[1] * block_size
         past = (key_cache, value_cache, config.num_key_value_heads, head_dim**-0.5, batch.block_tables, batch.seq_lens)
         window = {"sliding_window": layer.sliding_window}
         if batch.cu_seqlens_q is None:
-            paged_attention_v1(out, query, *past, block_size, most_tokens, None, *scales, **window)
+            paged_attention_v1(out, query, *past, block_size, max_seq_len, None, *scales, **window)
         else:
             paged_attention_varlen(out, query, *past, batch.cu_seqlens_q, block_size, *scales, **window)
         return layer.o(out.flatten(1))

@@ -1,4 +1,4 @@
-"""The rotary embedding of a model: what ``config.json`` says of it, and the table that the kernels read."""
+"""The rotary embedding of a model, as ``config.json`` describes it, and the table that kernels read."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Rope:
 
     Attributes:
         theta: base of the frequencies.
-        kind: "default", "linear" (frequencies divided by `factor`; Chen et al. 2023, arXiv:2306.15595), "llama3" (only
-            the low ones are; Llama 3 herd of models, arXiv:2407.21783), "yarn" (the lower the more; Peng et al. 2023,
-            arXiv:2309.00071) or "dynamic" (only of texts longer than ``max_position_embeddings``, and none is).
-        attention_factor: what cosines and sines are multiplied by.
+        kind: "default"; "linear", all frequencies divided by `factor` (Chen et al. 2023, arXiv:2306.15595); "llama3",
+            low frequencies divided by `factor` (Llama 3 herd of models, arXiv:2407.21783); "yarn", the same with
+            another ramp (Peng et al. 2023, arXiv:2309.00071); or "dynamic", which scales only texts longer than
+            ``max_position_embeddings``, and there are none here.
+        attention_factor: multiplies cosines and sines.
         factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, beta_fast, beta_slow, truncate: as
             in ``config.json``.
     """
@@ -42,9 +43,10 @@ class Rope:
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Rope:
-        """From the object in a ``config.json``, as transformers reads it.
+        """The rotary embedding in the object of a ``config.json``, read as transformers reads it.
 
-        ``rope_parameters`` has all of it; older files have ``rope_theta`` and, before all others, ``rope_scaling``.
+        New files have ``rope_parameters``. Older files have ``rope_theta`` and ``rope_scaling``; if a file has both
+        objects, ``rope_scaling`` counts.
         """
         found: dict[str, Any] = {}
         for name in ("rope_parameters", "rope_scaling"):
@@ -69,7 +71,7 @@ class Rope:
         return _llama3(rope, found) if kind == "llama3" else _yarn(rope, found) if kind == "yarn" else rope
 
     def frequencies(self, head_dim: int, device: Any = "cpu") -> Tensor:
-        """By which the pairs of a head turn from one position to the next: [head_dim / 2] float32, in radians."""
+        """The angles by which pairs turn from one position to the next: [head_dim / 2] float32, in radians."""
         if self.kind == "yarn":
             ramp = self.original_max_position_embeddings, self.beta_fast, self.beta_slow
             return rope_tables.yarn(head_dim, self.theta, self.factor, *ramp, truncate=self.truncate, device=device)
@@ -82,7 +84,7 @@ class Rope:
         return plain
 
     def cos_sin(self, head_dim: int, num_positions: int, device: Any = "cpu") -> Tensor:
-        """Cosines, then sines, of what the pairs have turned at each position: [num_positions, head_dim] float32."""
+        """The table that ops take: [num_positions, head_dim] float32, cosines, then sines, of each position."""
         angles = rope_tables.angles(self.frequencies(head_dim, device), num_positions)
         return rope_tables.cos_sin(angles, self.attention_factor)
 
@@ -96,7 +98,7 @@ def _llama3(rope: Rope, found: dict[str, Any]) -> Rope:
 
 def _yarn(rope: Rope, found: dict[str, Any]) -> Rope:
     def given(name: str, default: float) -> float:
-        return _number(found, name) if found.get(name) else default  # 0 is as good as nothing
+        return _number(found, name) if found.get(name) else default  # 0 counts as absent
 
     one, all_dim = given("mscale", 0.0), given("mscale_all_dim", 0.0)
     if not (one and all_dim):

@@ -13,13 +13,13 @@ from .llama import Batch, Llama
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Columns of a row of a decode step; the sequence's blocks follow.
+# Columns of the row of a sequence in a decode step; the block table of the sequence follows them.
 _TOKEN, _POSITION, _SLOT, _LENGTH, _BLOCKS = range(5)
-_PADDING = 0, 0, -1, 0  # a sequence of no tokens, whose next one is kept nowhere
+_PADDING = 0, 0, -1, 0  # a sequence of length 0; slot -1 keeps its token out of the cache
 
 
 class Part(NamedTuple):
-    """Tokens of a sequence to be added to the cache, the place of the first, and the blocks of the cache for all."""
+    """Tokens of a sequence to compute, the position of the first, and the cache blocks of the whole sequence."""
 
     tokens: Sequence[int]
     start: int
@@ -51,15 +51,16 @@ def decode_batch(rows: Tensor) -> Batch:
 class Runner:
     """Runs `model` over a paged cache of ``num_blocks * block_size`` tokens.
 
-    Steps of one token for each sequence are padded to a power of two, so that few CUDA graphs serve them all; each is
-    captured when it is first needed. A padded row has the length 0 and the slot -1: it reads and writes no cache.
+    Decode steps, of one token for each sequence, are padded to a power of two sequences, so that few CUDA graphs serve
+    them all. Each graph is captured when it is first needed. A row of padding has length 0 and slot -1, so that it
+    neither reads nor writes the cache.
 
     Args:
-        model: whose weights are set.
-        num_blocks, block_size: of the cache.
+        model: a model whose weights are set.
+        num_blocks, block_size: blocks of the cache, and tokens of a block.
         max_num_seqs: sequences of one step, at most.
         max_seq_len: tokens of a sequence, at most.
-        graphs: whether decode steps are captured; None for wherever the model lies on a GPU.
+        graphs: whether decode steps are captured; None to capture if the model is on a GPU.
     """
 
     def __init__(
@@ -77,13 +78,16 @@ class Runner:
         self._use_graphs = on_gpu if graphs is None else graphs
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
-        # All that a decode step depends on, a sequence to a row: one copy to the device, where graphs find it.
+        # All inputs of a decode step, one row for each sequence. One copy brings them to where the graphs read them.
         shape = (max_num_seqs, row_size(max_seq_len, block_size))
         self._host_rows = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
         self._rows = torch.zeros(shape, dtype=torch.int64, device=model.device)
 
     def run(self, parts: Sequence[Part]) -> Tensor:
-        """Add `parts` to the cache; the logits behind each: [len(parts), vocab_size], kept until the next call."""
+        """Compute `parts` and add them to the cache; returns the logits after each, [len(parts), vocab_size].
+
+        The next call overwrites the logits.
+        """
         return self._decode(parts) if all(len(part.tokens) == 1 for part in parts) else self._prefill(parts)
 
     def _prefill(self, parts: Sequence[Part]) -> Tensor:
@@ -118,11 +122,11 @@ class Runner:
         return self.step(size)[:count]
 
     def step(self, size: int) -> Tensor:
-        """The logits of the first `size` rows, by the graph for them where there are graphs."""
+        """The logits of the first `size` rows; with graphs, by replaying the graph for this size."""
         if not self._use_graphs:
             return self._forward(size)
         if size not in self._graphs:
-            self._forward(size)  # loads the kernels, which a capture must not
+            self._forward(size)  # loads the kernels, because nothing may be loaded during a capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.device(self.model.device), torch.cuda.graph(graph, pool=self._pool):
                 logits = self._forward(size)
@@ -135,7 +139,7 @@ class Runner:
         return self.model.head(self.model.forward(decode_batch(self._rows[:size]), self.cache, self._cos_sin))
 
     def _slots(self, tables: Any, sequences: Any, positions: Any) -> Any:
-        """Where in the cache tokens belong, by the row of `tables` and the position of each; numpy arrays."""
+        """The slots of tokens in the cache, by each token's row of `tables` and position; all are numpy arrays."""
         return tables[sequences, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def _tensor(self, values: Any) -> Tensor:

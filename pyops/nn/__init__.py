@@ -1,4 +1,4 @@
-"""Layers of models as modules, with the names, arguments and states of vLLM's. A file imports only files above it:
+"""Layers of models as modules, with vLLM's names, arguments and states. A file imports only files listed before it:
 
 custom_op base parallel              switches of layers; a layer of one op; the ranks that share weights
 activation norm quant routing        activations, norms, fp8 codes, the choice of experts
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Without torch, this import raises the error that names the pip line.
+# Comes first: without torch it raises the error that says how to install torch.
 from .custom_op import CustomOp, PluggableLayer, op_registry, set_custom_ops  # isort: split
 
 from . import (
@@ -62,11 +62,11 @@ MISSING = {
     "static_sink_attention": "StaticSinkAttention",
     "sparse_attn_indexer": "SparseAttnIndexer",
 }
-"""Ops that vLLM registers and this library has no layer for, with the names of their classes."""
+"""{name of an op: name of its class} of layers that vLLM has and this library has not."""
 
 
 def get_layer_class(name: str) -> type:
-    """The class registered as `name`, "rms_norm", or of that name, "RMSNorm"; ValueError where there is none."""
+    """The class registered as `name` ("rms_norm") or called `name` ("RMSNorm"). ValueError if there is none."""
     for op_name, layer in op_registry.items():
         if name in (op_name, layer.__name__):
             return layer

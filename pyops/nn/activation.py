@@ -1,7 +1,7 @@
-"""Activations as modules: gated ones, of the two halves of a row, and plain ones.
+"""Activations as modules: gated ones, of the two halves of a row, and elementwise ones.
 
-An input x is [..., hidden_size], of a gated one [..., 2 * hidden_size], in float32, float16 or bfloat16; the result is
-a new tensor [..., hidden_size] of its dtype. The formulas are those of the ops.
+The input x is float32, float16 or bfloat16, [..., 2 * hidden_size] for gated activations and [..., hidden_size] for
+others. The result is a new tensor [..., hidden_size] of the dtype of x. The formulas are those of the ops.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..ops.activation.activation import (
+from ..ops.activation import (
     fatrelu_and_mul,
     gelu_and_mul,
-    gelu_and_mul_above,
     gelu_and_mul_sparse,
     gelu_fast,
     gelu_new,
@@ -29,6 +28,7 @@ from ..ops.activation.activation import (
     swiglustep_and_mul,
     xielu,
 )
+from ..ops.activation.sparse import gelu_and_mul_above
 from .base import OpLayer, rows
 from .custom_op import CustomOp
 
@@ -55,7 +55,7 @@ class _Activation(OpLayer):
     gated = False
 
     def arguments(self, x: Tensor) -> tuple[Any, ...]:
-        """What the op takes behind its input."""
+        """The arguments of the op that follow its input."""
         return ()
 
     def compute(self, op: Callable[..., None], x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class GeluAndMulSparse(_Gated, op=gelu_and_mul_sparse):
             )
         self.activation_sparsity = activation_sparsity
         self.approximate = _approximate("GeluAndMulSparse", approximate)
-        # A compiler does not trace `statistics`.
+        # Computed here because torch.compile does not trace `statistics`.
         self._multiplier = NormalDist().inv_cdf(activation_sparsity)
 
     def arguments(self, x: Tensor) -> tuple[Any, ...]:
@@ -138,7 +138,7 @@ class FatreluAndMul(_Gated, op=fatrelu_and_mul):
     """The first half where it exceeds a threshold, else 0, times the second, see `pyops.fatrelu_and_mul`.
 
     Args:
-        threshold: what a gate must exceed.
+        threshold: a gate must exceed it to pass.
     """
 
     def __init__(self, threshold: float = 0.0) -> None:
@@ -209,11 +209,11 @@ class XIELU(_Activation, op=xielu):
     """xIELU with learned strengths, see `pyops.xielu`.
 
     Args:
-        alpha_p_init, alpha_n_init: the strengths to begin with; the parameters `alpha_p` and `alpha_n`, each [1], are
-            what softplus, for the negative side plus `beta`, takes there.
+        alpha_p_init, alpha_n_init: initial strengths of the positive and of the negative side. They initialise the
+            parameters `alpha_p` and `alpha_n`, [1] each: ``softplus(alpha_p)`` and ``beta + softplus(alpha_n)``.
         beta: slope at zero; eps: where the exponential side starts. Both are buffers, so a checkpoint may set them.
-        dtype: of the parameters; they are rounded to that of the input.
-        with_vector_loads: taken for vLLM's sake; accesses are always as wide as they can be.
+        dtype: dtype of the parameters. A call rounds them to the dtype of its input.
+        with_vector_loads: accepted because vLLM has it; accesses are always as wide as alignment allows.
     """
 
     def __init__(
@@ -232,12 +232,12 @@ class XIELU(_Activation, op=xielu):
                 f"got {alpha_p_init} and {alpha_n_init}"
             )
         for name, strength in (("alpha_p", alpha_p_init), ("alpha_n", alpha_n_init - beta)):
-            inverse = torch.tensor([strength], dtype=torch.float64).expm1().log()  # of softplus
-            self.register_parameter(name, nn.Parameter(inverse.to(dtype)))
+            alpha = torch.tensor([strength], dtype=torch.float64).expm1().log()  # the inverse of softplus
+            self.register_parameter(name, nn.Parameter(alpha.to(dtype)))
         self.register_buffer("beta", torch.tensor(beta, dtype=dtype))
         self.register_buffer("eps", torch.tensor(eps, dtype=dtype))
         self.with_vector_loads = with_vector_loads
-        # An op takes numbers: reading the buffers at every call would wait for the device.
+        # The op takes numbers, and reading the buffers at every call would synchronise with the device.
         self._numbers = beta, eps
         self.register_load_state_dict_post_hook(lambda module, _: module._read_numbers())
 

@@ -1,4 +1,4 @@
-"""Attention without a cache, for encoders of images and sound."""
+"""Attention without a KV cache, for encoders of images and sound."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["MMEncoderAttention"]
 
 @CustomOp.register("mm_encoder_attn")
 class MMEncoderAttention(CustomOp):
-    """Attention of every token to all tokens, or to those of its own segment: ``softmax(scale * Q K^T) V``.
+    """Attention of every token to all tokens, or to the tokens of its own segment: ``softmax(scale * Q K^T) V``.
 
     ``forward(query, key, value, cu_seqlens=None, max_seqlen=None)`` takes query [batch, seq_len, num_heads * head_size]
     or [batch, seq_len, num_heads, head_size], key and value the same with their own seq_len and num_kv_heads, all of
-    one float dtype. It returns a new tensor of the shape of query. Head h of the queries uses head
-    ``h // (num_heads / num_kv_heads)`` of keys and values. With cu_seqlens [num_segments + 1] int32, the batch is 1 and
-    segment i is tokens ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]``, of queries and keys alike, and covers them all.
+    one float dtype. It returns a new tensor of the shape of query. Query head h attends to key and value head
+    ``h // (num_heads / num_kv_heads)``. With cu_seqlens [num_segments + 1] int32, the batch is 1, and segment i is the
+    tokens from ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]`` of queries and of keys. The segments cover all tokens.
 
-    max_seqlen is the longest segment, an int, or a tensor on the CPU. With it and where the kernels run, all segments
-    are one call of `pyops.paged_attention_varlen`; otherwise they are calls of PyTorch's attention, one each, and their
-    lengths are read from the device. The op is always on.
+    max_seqlen is the length of the longest segment, an int or a tensor on the CPU. With max_seqlen, `forward_cuda`
+    makes one call of `pyops.paged_attention_varlen` for all segments. Otherwise there is one call of PyTorch's
+    attention for each segment, and the lengths are read from the device. The op is always on.
 
     Args:
-        num_heads: of queries.
+        num_heads: query heads.
         head_size: elements of a head.
-        scale: of the products; None for 1 / sqrt(head_size).
-        num_kv_heads: of keys and values, a divisor of num_heads; None for as many.
+        scale: multiplies the logits; None for 1 / sqrt(head_size).
+        num_kv_heads: key heads, and value heads, a divisor of num_heads; None for num_heads.
         prefix: the name of the layer in its model.
         multimodal_config: ignored.
     """
@@ -88,7 +88,7 @@ class MMEncoderAttention(CustomOp):
         if cu_seqlens is None or max_seqlen is None:
             return self.forward_native(query, key, value, cu_seqlens)
         q, k, v = (x[0] for x in self._heads(query, key, value, cu_seqlens))
-        # Keys and values as a cache of blocks of one token; a segment's blocks are numbered through.
+        # Keys and values are a paged cache whose blocks have one token each. The block table of a segment counts up.
         blocks = cu_seqlens[:-1, None] + torch.arange(int(max_seqlen), dtype=torch.int32, device=cu_seqlens.device)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         paged_attention_varlen(
@@ -110,7 +110,7 @@ class MMEncoderAttention(CustomOp):
         return out.view(query.shape)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
-        """All of them as [batch, seq_len, heads, head_size]."""
+        """Query, key and value as [batch, seq_len, heads, head_size], checked."""
         heads = []
         for name, x, count in (
             ("query", query, self.num_heads),

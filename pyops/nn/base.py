@@ -12,18 +12,19 @@ from .custom_op import CustomOp
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A compiler may trace a reference before any op is called, and can do so once torch is bound.
+# torch.compile may trace a reference before any op is called. It can trace references once torch is bound.
 bind_loaded()
 
 
 class OpLayer(CustomOp):
-    """A layer whose `compute` allocates what an op writes and calls the op.
+    """A layer whose `compute` allocates the outputs of an op and calls the op.
 
-    `forward_cuda` computes with the op, which launches its kernel, and `forward_native` with its reference, so that a
-    layer means the same whether it is on or off, and a compiler that traces it while it is off can fuse the reference.
+    `forward_cuda` computes with the op, which launches its kernel; `forward_native` computes with the reference of the
+    op. A layer therefore means the same whether it is on or off, and torch.compile can fuse the reference of a layer
+    that is off.
 
     Class keyword:
-        op: the op, ``class SiluAndMul(OpLayer, op=silu_and_mul)``; `_use` gives an instance another.
+        op: the op, as in ``class SiluAndMul(OpLayer, op=silu_and_mul)``. `_use` gives one instance another op.
     """
 
     op: Wrapper
@@ -37,7 +38,7 @@ class OpLayer(CustomOp):
         self.op = op
 
     def compute(self, op: Callable[..., None], *args: Any) -> Any:
-        """The result of this layer, by `op`."""
+        """The result of this layer, computed by `op`: the op of the layer or its reference."""
         raise NotImplementedError
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,5 +49,5 @@ class OpLayer(CustomOp):
 
 
 def rows(x: Tensor) -> Tensor:
-    """`x` if its rows are whole and of one stride, as most ops ask for, else a copy."""
+    """`x` if its rows are contiguous and have one stride, as most ops demand; else a contiguous copy."""
     return x if x.is_contiguous() or (x.ndim <= 2 and x.stride(-1) == 1) else x.contiguous()

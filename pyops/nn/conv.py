@@ -54,7 +54,7 @@ class _ConvLayer(CustomOp):
             padding = tuple(size // 2 for size in self.kernel_size)
         self.padding = self._each("padding", 0 if padding == "valid" else padding)
         self.padding_mode = padding_mode
-        # Where kernels lie side by side, a convolution is a product with each of their places.
+        # If kernels neither overlap nor leave gaps, the convolution is a matrix product over the patches of the image.
         self.enable_linear = self.kernel_size == self.stride and not any(self.padding) and groups == 1
         self.enable_linear &= set(self.dilation) == {1}
         self.input_size = in_channels * prod(self.kernel_size)
@@ -107,16 +107,16 @@ class Conv2dLayer(_ConvLayer):
     """Convolution of images, as in `torch.nn.Conv2d`.
 
     ``forward(x)`` takes [batch, in_channels, height, width] of the dtype of the weight. `forward_cuda` is PyTorch's
-    convolution; `forward_native` makes a matrix product of it where kernels lie side by side, as in patch embeddings.
+    convolution. `forward_native` is a matrix product if kernels neither overlap nor leave gaps, as in patch embeddings.
 
     Args:
-        in_channels, out_channels: of an image.
+        in_channels, out_channels: channels of the input and of the output.
         kernel_size, stride, dilation: one integer, or one for height and one for width.
         padding: the same, or "valid" for none, or "same" for half an odd kernel.
-        groups: parts of the channels that are convolved by themselves.
-        bias: whether there is one.
+        groups: groups of channels that are convolved separately.
+        bias: whether there is a bias.
         padding_mode: "zeros".
-        params_dtype: of the parameters `weight` and `bias`; None for torch's default.
+        params_dtype: dtype of the parameters `weight` and `bias`; None for torch's default.
     """
 
     num_dim = 2

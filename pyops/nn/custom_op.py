@@ -1,7 +1,7 @@
-"""`CustomOp`: an `nn.Module` that picks, when it is made, the forward method of the platform it will run on.
+"""`CustomOp`: an `nn.Module` that picks its forward method when it is made, by the platform it will run on.
 
-Beside it, the configuration that switches such ops on and off, and the registry by which their classes are replaced.
-Names and rules are vLLM's. docs/layers.md shows how to use it.
+This module also has the configuration that switches custom ops on and off, and the registry through which their classes
+are replaced. Names and rules are vLLM's. docs/layers.md shows how to use all of it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 op_registry: dict[str, type] = {}
-"""Classes by the names that they were registered under, `CustomOp`s and `PluggableLayer`s alike."""
+"""{name: the class registered under it}, of `CustomOp`s and `PluggableLayer`s alike."""
 
 op_registry_oot: dict[str, type] = {}
-"""Out-of-tree classes by the names of the classes that they take the place of."""
+"""{name of a class: the out-of-tree class that replaces it}."""
 
 Platform = Literal["cuda", "rocm", "cpu", "tpu", "xpu", "oot"]
 _Class = TypeVar("_Class", bound=type)
@@ -55,7 +55,7 @@ _FORWARD: dict[str, str] = {
 
 
 class CompilationMode(IntEnum):
-    """How a model is compiled, in vLLM's words; here only whether it is `NONE` matters."""
+    """How a model is compiled, with vLLM's names and values. Here only `NONE` differs from the others."""
 
     NONE = 0
     STOCK_TORCH_COMPILE = 1
@@ -65,19 +65,19 @@ class CompilationMode(IntEnum):
 
 @dataclass
 class CompilationConfig:
-    """Which custom ops are on, and what was made of them.
+    """Which custom ops are on, and how many instances of each were made.
 
     Attributes:
         custom_ops: entries "all", "none", "+name" and "-name", as a list or as text with commas; elements of a list
-            may have commas, too. Where neither "all" nor "none" is among them one is added: "none" if an inductor
-            compiles the model, which fuses the native methods itself, else "all".
+            may have commas, too. If neither "all" nor "none" is given, one is added: "none" if inductor compiles the
+            model, because inductor fuses native methods; else "all".
         mode: how the model is compiled.
-        backend: by what.
-        platform: where layers will run; None for what `current_platform` finds.
-        enabled_custom_ops, disabled_custom_ops: how many instances were made, by name.
+        backend: the compiler of the model.
+        platform: where layers will run; None for the result of `current_platform`.
+        enabled_custom_ops, disabled_custom_ops: {name: instances made} of ops that are on, and off.
 
     Raises:
-        ValueError: an entry of another form, or "all" and "none" together or twice.
+        ValueError: an entry has another form, or "all" and "none" appear together or twice.
     """
 
     custom_ops: list[str] = field(default_factory=list)
@@ -103,11 +103,11 @@ class CompilationConfig:
             self.custom_ops.append("none" if inductor else "all")
 
     def default_on(self) -> bool:
-        """Whether ops are on that no entry names."""
+        """Whether an op that no entry names is on."""
         return "all" in self.custom_ops
 
     def is_custom_op_enabled(self, name: str) -> bool:
-        """Whether the op `name` is on; ValueError if it is switched both on and off."""
+        """Whether the op `name` is on. ValueError if entries switch it both on and off."""
         on, off = f"+{name}" in self.custom_ops, f"-{name}" in self.custom_ops
         if on and off:
             raise ValueError(f"custom_ops: {name} is both switched on and off")
@@ -116,8 +116,8 @@ class CompilationConfig:
     def custom_op_log_check(self) -> None:
         """Warn of entries that had no effect on the model that was made under this configuration.
 
-        That is, of ops that no class is registered as, and of ops of which there is no instance. Where no instance of
-        any op was made, nothing is said.
+        An entry has no effect if no class is registered under its name, or if no instance of the class was made. There
+        are no warnings if no instance of any op was made.
         """
         made = self.enabled_custom_ops + self.disabled_custom_ops
         for name in sorted({entry[1:] for entry in self.custom_ops if entry[0] in "+-"} - made.keys()) if made else ():
@@ -129,7 +129,7 @@ _config = CompilationConfig()
 
 
 def get_compilation_config() -> CompilationConfig:
-    """The configuration by which ops that are made now are switched; unless `set_custom_ops` set one, all are on."""
+    """The configuration for ops that are made now: the one `set_custom_ops` has set, else one with all ops on."""
     return _config
 
 
@@ -141,9 +141,9 @@ def set_custom_ops(
     backend: str = "inductor",
     platform: Platform | None = None,
 ) -> Iterator[CompilationConfig]:
-    """While it lasts, in every thread, instances are made under this configuration, see `CompilationConfig`.
+    """Context in which instances are made under this configuration, in every thread; see `CompilationConfig`.
 
-    An instance keeps what it was made with. At the end, entries that had no effect are warned of.
+    An instance stays on or off as it was made. When the context ends, entries that had no effect cause warnings.
     """
     global _config
     entries = [custom_ops] if isinstance(custom_ops, str) else list(custom_ops)
@@ -157,7 +157,7 @@ def set_custom_ops(
 
 
 def current_platform() -> Platform:
-    """Where a module that is made now will run, unless the configuration says otherwise."""
+    """The platform that a module made now will run on, unless the configuration names another."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return "tpu" if loaded("torch_xla") else "cpu"
@@ -176,7 +176,7 @@ def _warn_unregistered(cls: str) -> None:
 
 
 class _Replaceable(torch.nn.Module):  # type: ignore[misc]
-    """A module whose class has a name in the registry, and may be replaced by an out-of-tree class."""
+    """A module whose class is registered under a name and can be replaced by an out-of-tree class."""
 
     op_registry: ClassVar[dict[str, type]] = op_registry
     op_registry_oot: ClassVar[dict[str, type]] = op_registry_oot
@@ -184,14 +184,14 @@ class _Replaceable(torch.nn.Module):  # type: ignore[misc]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         chosen = op_registry_oot.get(cls.__name__, cls)
-        if not issubclass(chosen, cls):  # Python would leave an instance of it without calling its __init__
+        if not issubclass(chosen, cls):  # Python would return an instance of `chosen` without calling its __init__
             raise TypeError(f"{chosen.__name__} is to replace {cls.__name__} and is no subclass of it")
         module: Self = super().__new__(chosen)
         return module
 
     @classmethod
     def register(cls, name: str) -> Callable[[_Class], _Class]:
-        """Decorator: register a class as the op `name`; ValueError if there is one of that name."""
+        """Decorator that registers a class as the op `name`. ValueError if the name is taken."""
 
         def add(op_cls: _Class) -> _Class:
             if name in op_registry:
@@ -204,17 +204,18 @@ class _Replaceable(torch.nn.Module):  # type: ignore[misc]
 
     @classmethod
     def register_oot(cls, _decorated_op_cls: Any = None, name: str | None = None) -> Any:
-        """Have instances of a subclass made wherever instances of a class of this library are asked for.
+        """Register a subclass whose instances replace those of a class of this library wherever these are made.
 
         As ``@RMSNorm.register_oot``, ``@RMSNorm.register_oot()``, ``@CustomOp.register_oot("RMSNorm")`` or with
         ``name="RMSNorm"``, or as ``CustomOp.register_oot(_decorated_op_cls=MyRMSNorm, name="RMSNorm")``.
 
-        The name is that of the class to replace, unless given that of the class this is called on. Subclasses of it
-        that have other names are not replaced. The configuration knows the new class by the name of the op it inherits.
+        `name` is the name of the class to replace; by default, the class that the method is called on. Subclasses of
+        the replaced class, under other names, are not replaced. In the configuration, the new class has the name of the
+        op that it inherits.
 
         Raises:
             ValueError: the class is replaced already.
-            TypeError: what is to be registered is no class.
+            TypeError: the object to register is no class.
         """
         if isinstance(_decorated_op_cls, str) and name is None:
             _decorated_op_cls, name = None, _decorated_op_cls
@@ -234,22 +235,22 @@ class _Replaceable(torch.nn.Module):  # type: ignore[misc]
 
 
 class PluggableLayer(_Replaceable):
-    """A module that may be replaced out of tree as a `CustomOp` may, and has one forward method for all platforms."""
+    """A module with one forward method for all platforms, which can be replaced out of tree as a `CustomOp` can."""
 
 
 class CustomOp(_Replaceable):
-    """A module with a forward method for each platform, of which one is chosen when an instance is made.
+    """A module with a forward method for each platform. The method is chosen when an instance is made.
 
-    A subclass gives `forward_native`, plain PyTorch for any device, and where it has kernels `forward_cuda`; the other
-    methods default to these. An op that is switched off uses `forward_native`. A subclass may choose otherwise after
-    ``super().__init__()`` by setting `_forward_method`, or override `forward` and do without all of this.
+    A subclass defines `forward_native`, plain PyTorch for any device, and `forward_cuda` if it has kernels. The other
+    methods default to these two. An op that is switched off uses `forward_native`. A subclass may set `_forward_method`
+    to another method after ``super().__init__()``, or override `forward` and have no methods for platforms.
 
     Kernels have no derivative. While grad mode is on, a call with an argument or a parameter that requires grad uses
     `forward_native`, too, unless the subclass says that all its methods are `differentiable`.
 
     Args:
-        enforce_enable: this instance is on whatever the configuration says.
-        compile_native: where the op is off and the configuration compiles the model, compile `forward_native`.
+        enforce_enable: switch this instance on, whatever the configuration says.
+        compile_native: compile `forward_native` if the op is off and the configuration compiles the model.
     """
 
     differentiable: ClassVar[bool] = False
@@ -269,35 +270,35 @@ class CustomOp(_Replaceable):
         return any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *self.parameters()))
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch alone, for any device; writes no argument."""
+        """Plain PyTorch for any device. Writes to no argument."""
         raise NotImplementedError(f"{type(self).__name__} has no forward_native")
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
-        """CUDA; without one, `forward_native`."""
+        """The method for CUDA; `forward_native` by default."""
         return self.forward_native(*args, **kwargs)
 
     def forward_hip(self, *args: Any, **kwargs: Any) -> Any:
-        """ROCm; without one, `forward_cuda`."""
+        """The method for ROCm; `forward_cuda` by default."""
         return self.forward_cuda(*args, **kwargs)
 
     def forward_xpu(self, *args: Any, **kwargs: Any) -> Any:
-        """Intel GPUs; without one, `forward_native`."""
+        """The method for Intel GPUs; `forward_native` by default."""
         return self.forward_native(*args, **kwargs)
 
     def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
-        """CPU; without one, `forward_native`."""
+        """The method for CPUs; `forward_native` by default."""
         return self.forward_native(*args, **kwargs)
 
     def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
-        """TPU; without one, `forward_native`."""
+        """The method for TPUs; `forward_native` by default."""
         return self.forward_native(*args, **kwargs)
 
     def forward_oot(self, *args: Any, **kwargs: Any) -> Any:
-        """Platforms that torch has as plugins; without one, `forward_native`."""
+        """The method for platforms that are plugins of torch; `forward_native` by default."""
         return self.forward_native(*args, **kwargs)
 
     def dispatch_forward(self, compile_native: bool) -> Callable[..., Any]:
-        """The method that `forward` will call; counts the instance in the configuration."""
+        """The method that `forward` will call. Counts the instance in the configuration."""
         config = get_compilation_config()
         enabled = self._enforce_enable or self.enabled()
         counter = config.enabled_custom_ops if enabled else config.disabled_custom_ops

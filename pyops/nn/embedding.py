@@ -1,4 +1,4 @@
-"""The table of tokens and the head over it, their rows divided among ranks."""
+"""The embedding of tokens and the head that computes logits; ranks divide their rows."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
 
 @dataclass(frozen=True)
 class VocabParallelEmbeddingShardIndices:
-    """What tokens a rank has: of the original vocabulary first, then of the added one; ends are exclusive.
+    """The tokens of one rank: a range of the original vocabulary and a range of the added one; ends are exclusive.
 
-    `padded_...` are the ranges with the rows that pad them.
+    The ranges `padded_...` include the padding.
     """
 
     padded_org_vocab_start_index: int
@@ -50,18 +50,18 @@ def _padded(size: int, to: int) -> int:
 
 @CustomOp.register("vocab_parallel_embedding")
 class VocabParallelEmbedding(CustomOp):
-    """Rows of a table, by token; of a token that no rank has, zeros where there are several ranks.
+    """Rows of a table, by token. With several ranks, a token that no rank has gives zeros.
 
     ``forward(input_)`` takes tokens of any shape, int32 or int64, and returns [*shape, embedding_dim]. The original and
     the added part of the vocabulary are each padded and each divided among the ranks. The parameter is `weight` [rows
-    of this rank, embedding_dim]; its `weight_loader` takes the original vocabulary whole.
+    of this rank, embedding_dim]; its `weight_loader` takes the whole original vocabulary.
 
     Args:
-        num_embeddings: tokens, the added ones included.
+        num_embeddings: tokens of the original and the added vocabulary.
         embedding_dim: elements of a row.
-        params_dtype: of the table; None for torch's default.
-        org_num_embeddings: tokens that are not added; None for all.
-        padding_size: the number of rows is made a multiple of it.
+        params_dtype: dtype of the table; None for torch's default.
+        org_num_embeddings: tokens of the original vocabulary; None for all.
+        padding_size: both vocabularies are padded to a multiple of it.
         quant_config: None; tables are not quantised here.
         prefix: the name of the layer in its model.
     """
@@ -108,7 +108,7 @@ class VocabParallelEmbedding(CustomOp):
         return VocabParallelEmbeddingShardIndices(*padded, *real)
 
     def _token_rows(self) -> list[int]:
-        """Where in the joined rows of all ranks each token lies."""
+        """The row of each token in the concatenated tables of all ranks."""
         tokens: dict[int, int] = {}
         for rank in range(self.tp_size):
             at, own = rank * self.num_embeddings_per_partition, self._indices_of(rank)
@@ -120,14 +120,14 @@ class VocabParallelEmbedding(CustomOp):
         return [tokens[token] for token in range(self.num_embeddings)]
 
     def get_sharded_to_full_mapping(self) -> list[int] | None:
-        """Where in the joined rows of all ranks each token lies, and behind them the padding; None for one rank."""
+        """The rows of all tokens in the concatenated tables of all ranks, then those of padding; None for one rank."""
         if self.tp_size < 2:
             return None
         rows = self._token_rows()
         return rows + sorted(set(range(self.num_embeddings_padded)) - set(rows))
 
     def weight_loader(self, param: Tensor, loaded_weight: Tensor) -> None:
-        """Copy this rank's rows of the original vocabulary; what pads and adds to them becomes zeros."""
+        """Copy this rank's rows of the original vocabulary. Rows of padding and of added tokens become zeros."""
         if loaded_weight.shape[0] != self.org_vocab_size or loaded_weight.shape[1:] != param.shape[1:]:
             expected = (self.org_vocab_size, *param.shape[1:])
             raise ValueError(
@@ -156,10 +156,10 @@ class VocabParallelEmbedding(CustomOp):
 
 @CustomOp.register("parallel_lm_head")
 class ParallelLMHead(VocabParallelEmbedding):
-    """The table that turns hidden states into logits, in the layout of `VocabParallelEmbedding`.
+    """The weight that turns hidden states into logits, in the layout of `VocabParallelEmbedding`.
 
-    It is not called; `LogitsProcessor` computes ``hidden_states W^T + b`` with it. The parameters are `weight` and, if
-    `bias`, `bias` [rows of this rank].
+    This layer is not called; `LogitsProcessor` computes ``hidden_states W^T + b`` with its parameters: `weight` and,
+    with `bias` True, `bias` [rows of this rank].
     """
 
     def __init__(
@@ -178,12 +178,12 @@ class ParallelLMHead(VocabParallelEmbedding):
         )
         shape = (self.num_embeddings_per_partition,)
         self.register_parameter("bias", new_parameter(shape, params_dtype, self.weight_loader) if bias else None)
-        # Ranks have original tokens and added ones side by side; without added ones the order is that of tokens.
+        # Each rank has original tokens, then added ones. Without added tokens, concatenated rows are in token order.
         rows = torch.tensor(self._token_rows()) if self.num_added_embeddings else None
         self.register_buffer("token_rows", rows, persistent=False)
 
     def tie_weights(self, embed_tokens: VocabParallelEmbedding) -> ParallelLMHead:
-        """Have the table of `embed_tokens`; returns this head."""
+        """Share the weight of `embed_tokens`. Returns this layer."""
         if embed_tokens.weight.shape != self.weight.shape:
             raise ValueError(
                 f"ParallelLMHead: embed_tokens: expected a weight of shape {tuple(self.weight.shape)}, "

@@ -33,7 +33,7 @@ def get_rope(
     dtype: torch.dtype | None = None,
     dual_chunk_attention_config: dict[str, Any] | None = None,
 ) -> CustomOp:
-    """The rotary embedding of these parameters; the same module for the same arguments.
+    """The rotary embedding that these arguments describe. Equal arguments return the same module.
 
     Args:
         head_size: elements of a head.
@@ -41,13 +41,13 @@ def get_rope(
         is_neox_style: pairs are elements (j, j + rotary_dim / 2); else (2 j, 2 j + 1).
         rope_parameters: as in a model's ``config.json``: `rope_type` ("default", "linear", "ntk", "dynamic", "llama3",
             "yarn", "deepseek_yarn", "deepseek_llama_scaling" or "longrope"), `rope_theta` (10000),
-            `partial_rotary_factor` (1), `mrope_section` for "default" and "yarn", and what the type needs. None for the
-            defaults.
-        dtype: of the table; None for torch's default.
+            `partial_rotary_factor` (1), `mrope_section` for "default" and "yarn", and the parameters of the type. None
+            for the defaults.
+        dtype: dtype of the table; None for torch's default.
         dual_chunk_attention_config: has `chunk_size` and `local_size`; None for no dual chunk attention.
 
     Raises:
-        ValueError: a rope_type that is not there, a parameter that is missing or out of range.
+        ValueError: rope_type is unknown, or a parameter is missing or out of range.
     """
     dtype = dtype or torch.get_default_dtype()
     key = (

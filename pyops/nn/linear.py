@@ -1,18 +1,18 @@
 """Linear layers, whole or divided among ranks.
 
-Parameters are `weight` [output_size, input_size] and `bias` [output_size], of what this rank has of them; each has a
-`weight_loader` that takes what a checkpoint holds, which is the whole, and copies the part. Layers take [...,
-input_size] and return the pair (output, bias), the bias being None unless `skip_bias_add` leaves adding it to the
-caller; without `return_bias` the output alone.
+Parameters are `weight` [output_size, input_size] and `bias` [output_size], or the part of them that this rank has. Each
+parameter has a `weight_loader`, which takes the whole tensor of a checkpoint and copies the part of this rank. A layer
+takes [..., input_size] and returns (output, bias). The bias is None unless `skip_bias_add` leaves it to the caller to
+add. With `return_bias` False, a layer returns the output alone.
 
-Arguments that all have:
-    bias: whether there is one.
+Arguments of all layers:
+    bias: whether the layer has a bias.
     skip_bias_add: return the bias instead of adding it.
-    params_dtype: of the parameters; None for torch's default.
+    params_dtype: dtype of the parameters; None for torch's default.
     quant_config: None; weights are not quantised here.
     prefix: the name of the layer in its model.
-    return_bias: whether to return the pair.
-    disable_tp: this layer has all of its weights on every rank.
+    return_bias: whether to return (output, bias).
+    disable_tp: whether every rank has all weights of this layer.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def new_parameter(shape: Sequence[int], dtype: torch.dtype | None, loader: Calla
 
 
 def refuse_quant_config(layer: nn.Module, quant_config: Any) -> None:
-    """Weights are plain here."""
+    """ValueError for a configuration of quantised weights: weights are not quantised here."""
     if quant_config is not None:
         raise ValueError(f"{type(layer).__name__}: quant_config: expected None, got {quant_config!r}")
 
 
 def copy_weight(layer: nn.Module, place: Tensor, loaded: Tensor, dim: int = 0, first: int = 0, whole: int = 0) -> None:
-    """Copy what was loaded to `place`: all of it, or from `first` along `dim`, of which it has `whole`.
+    """Copy a loaded tensor to `place`: all of it, or the part from `first` on along `dim`, whose size is `whole`.
 
     Raises:
-        ValueError: what was loaded, or the part of it, has another shape.
+        ValueError: the loaded tensor, or the part of it, does not have the shape of `place`.
     """
     part = loaded
     if whole and loaded.ndim > dim and loaded.shape[dim] == whole:
@@ -76,12 +76,12 @@ def copy_weight(layer: nn.Module, place: Tensor, loaded: Tensor, dim: int = 0, f
 
 
 def ranks(disable_tp: bool) -> int:
-    """Among how many ranks the weights of a layer are divided."""
+    """The number of ranks among which the weights of a layer are divided."""
     return 1 if disable_tp else get_tensor_model_parallel_world_size()
 
 
 class _Linear(PluggableLayer):
-    """`own` is (output_size, input_size) of this rank."""
+    """The base of linear layers. `own` is (output_size, input_size) of the weight of this rank."""
 
     def __init__(
         self,
@@ -161,13 +161,13 @@ class ReplicatedLinear(_Linear):
 
 @PluggableLayer.register("column_parallel_linear")
 class ColumnParallelLinear(_Linear):
-    """``y_i = x W_i^T + b_i``: each rank has some rows of the weight and computes those elements of the output.
+    """``y_i = x W_i^T + b_i``: each rank has some rows of the weight and computes as many elements of the output.
 
     Args:
         input_size, output_size: columns and rows of the whole weight.
         gather_output: whether every rank gets all of the output.
-        output_sizes: rows of the matrices that are merged in the weight, each of which is divided by itself; None for
-            one matrix.
+        output_sizes: rows of the matrices that are merged in the weight. Each matrix is divided among the ranks. None
+            for one matrix.
         others: see the module.
     """
 
@@ -215,13 +215,13 @@ class ColumnParallelLinear(_Linear):
 
 @PluggableLayer.register("row_parallel_linear")
 class RowParallelLinear(_Linear):
-    """``y = sum_i x_i W_i^T + b``: each rank has some columns of the weight and those elements of the input.
+    """``y = sum_i x_i W_i^T + b``: each rank has some columns of the weight and as many elements of the input.
 
     Args:
         input_size, output_size: columns and rows of the whole weight.
-        input_is_parallel: whether the input of a rank is its part; else it is the whole, of which it takes its part.
-        reduce_results: whether the ranks add up their results; else each returns its own, to which the bias is not
-            added.
+        input_is_parallel: whether a rank is given its part of the input. If not, it is given the whole and takes its
+            part.
+        reduce_results: whether the ranks add up their results. If not, each returns its own, without the bias.
         others: see the module.
     """
 
@@ -265,7 +265,7 @@ class RowParallelLinear(_Linear):
     def forward(self, input_: Tensor) -> Any:
         if not self.input_is_parallel:
             input_ = input_.chunk(self.tp_size, -1)[self.tp_rank]
-        # One rank adds the bias, since results are added up.
+        # Results are added up, so only one rank may add the bias.
         bias = None if self.skip_bias_add or self.tp_rank else self.bias
         output = linear(input_, self.weight, bias)
         if self.reduce_results and self.tp_size > 1:

@@ -1,4 +1,4 @@
-"""From hidden states to logits."""
+"""Logits of hidden states."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["LogitsProcessor"]
 
 @CustomOp.register("logits_processor")
 class LogitsProcessor(CustomOp):
-    """Logits of hidden states, joined from all ranks, capped and scaled.
+    """Logits of hidden states, gathered from all ranks, capped and scaled.
 
-    ``forward(lm_head, hidden_states, embedding_bias=None)`` takes [..., hidden_size] and returns [..., org_vocab_size],
-    on every rank: ``hidden_states W^T + b``, cut to the vocabulary, then ``cap * tanh(l / cap)``, then ``l * scale``.
-    It is the same on all platforms and under all configurations.
+    ``forward(lm_head, hidden_states, embedding_bias=None)`` takes [..., hidden_size] and returns [..., org_vocab_size]
+    on every rank: ``l = hidden_states W^T + b`` without the padding of the vocabulary, then ``cap * tanh(l / cap)``,
+    then ``l * scale``. The result does not depend on the platform or the configuration of custom ops.
 
     Args:
-        vocab_size: tokens.
-        org_vocab_size: how many of them have logits; None for all.
-        scale: multiplied at last.
-        logits_as_input: whether `hidden_states` are the logits already.
-        soft_cap: what logits stay below in magnitude; None for no cap.
+        vocab_size: tokens of the vocabulary.
+        org_vocab_size: tokens that have logits, the first of the vocabulary; None for all.
+        scale: multiplies the logits, after the cap.
+        logits_as_input: whether `hidden_states` are already the logits.
+        soft_cap: bound of the magnitude of logits; None for no cap.
     """
 
     def __init__(

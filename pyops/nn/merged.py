@@ -1,4 +1,4 @@
-"""Linear layers that are several, of the same input; see `linear` for what all have."""
+"""Several linear layers of the same input as one; see `linear` for the arguments of all layers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["MergedColumnParallelLinear", "QKVParallelLinear"]
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several `ColumnParallelLinear` of the same input, whose weights lie one below the other.
+    """Several `ColumnParallelLinear` of the same input; their weights lie one below the other.
 
-    The loader takes the index of a matrix as `loaded_shard_id`, or None for all of them one below the other.
+    `weight_loader` takes the index of a matrix as `loaded_shard_id`, or None for all matrices, one below the other.
 
     Args:
-        input_size: columns of the weights.
-        output_sizes: rows of each.
+        input_size: columns of each weight.
+        output_sizes: rows of each weight.
         others: as in `ColumnParallelLinear`.
     """
 
@@ -55,11 +55,11 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         self.output_sizes = output_sizes
 
     def _shard(self, index: int) -> tuple[int, int, int]:
-        """(first row here, rows here, rank that has such a part) of a matrix."""
+        """(first row in the weight of this rank, rows there, which part of the whole matrix they are)."""
         return sum(self.output_partition_sizes[:index]), self.output_partition_sizes[index], self.tp_rank
 
     def _indices(self) -> dict[Any, int]:
-        """{shard id: index of its matrix}."""
+        """{loaded_shard_id: index of the matrix}."""
         return {index: index for index in range(len(self.output_partition_sizes))}
 
     def weight_loader(self, param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
@@ -85,17 +85,17 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """The projections to queries, keys and values, heads divided among ranks; ranks share heads of keys if they must.
+    """The projections to queries, keys and values. Ranks divide the heads; ranks share kv heads if these are fewer.
 
-    The loader takes "q", "k" or "v" as `loaded_shard_id`, or None for all three, one below the other. The output of a
-    rank is [..., (num_heads + num_kv_heads) * head_size + num_kv_heads * v_head_size].
+    `weight_loader` takes "q", "k" or "v" as `loaded_shard_id`, or None for all three, one below the other. The output
+    of a rank is [..., (num_heads + num_kv_heads) * head_size + num_kv_heads * v_head_size].
 
     Args:
-        hidden_size: columns of the weights.
-        head_size: elements of a head of queries and keys.
-        total_num_heads: heads of queries on all ranks.
-        total_num_kv_heads: heads of keys and of values; None for as many.
-        v_head_size: elements of a head of values; None for head_size.
+        hidden_size: columns of each weight.
+        head_size: elements of a query or key head.
+        total_num_heads: query heads on all ranks.
+        total_num_kv_heads: key heads, and value heads, on all ranks; None for total_num_heads.
+        v_head_size: elements of a value head; None for head_size.
         others: as in `ColumnParallelLinear`.
     """
 
@@ -124,7 +124,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
             num_kv_heads = 1
         else:
             num_kv_heads, replicas = divide(name, "total_num_kv_heads", kv_heads, size), 1
-        # To the base, heads that several ranks share count as many times.
+        # The base class counts a head that several ranks share once for each of these ranks.
         sizes = [num_heads * head_size, num_kv_heads * head_size, num_kv_heads * value_size]
         super().__init__(
             hidden_size,

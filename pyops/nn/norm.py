@@ -33,17 +33,17 @@ def _empty_like(x: Tensor) -> Tensor:
 class RMSNorm(CustomOp):
     """RMS norm of rows, optionally of their sum with a residual, see `pyops.rms_norm` and `pyops.fused_add_rms_norm`.
 
-    ``forward(x, residual=None)`` takes x [..., hidden_size] in float32, float16 or bfloat16. Without residual it
-    returns a new tensor; with one, of the shape and dtype of x, the pair of the norm and ``x + residual``. Where the
-    kernels run, those are x and residual themselves, overwritten (or copies, of tensors whose rows have no one stride);
-    `forward_native` leaves both alone.
+    ``forward(x, residual=None)`` takes x [..., hidden_size] in float32, float16 or bfloat16. Without a residual it
+    returns the norm, a new tensor. With a residual of the shape and dtype of x it returns (norm, x + residual).
+    `forward_cuda` then writes the norm to x and the sum to residual and returns these two tensors; tensors whose rows
+    have no common stride are copied first. `forward_native` returns new tensors.
 
     Args:
-        hidden_size: of a row.
+        hidden_size: elements of a row.
         eps: added to the mean of squares.
-        var_hidden_size: take the mean over so many first elements of a row; None for all.
-        has_weight: whether `weight` [hidden_size] is a parameter; else it is ones, and not in the state.
-        dtype: of the weight; that of x. None for torch's default.
+        var_hidden_size: the mean is over the first var_hidden_size elements of a row; None for all.
+        has_weight: whether `weight` [hidden_size] is a parameter. If not, the weight is ones and not in the state.
+        dtype: dtype of the weight, which must be that of x; None for torch's default.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RMSNorm(CustomOp):
         return x, residual
 
     def _of_part(self, x: Tensor, residual: Tensor | None) -> Any:
-        """With the mean of the first elements only, for which there is no kernel."""
+        """The norm by the mean of the first elements of a row only. There is no kernel for it."""
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"RMSNorm: x: expected rows of hidden_size={self.hidden_size}, got shape {tuple(x.shape)}")
         z = x if residual is None else (x.float() + residual.float()).to(x.dtype)
@@ -137,11 +137,11 @@ class RMSNormGated(OpLayer, op=rms_norm_gated):
     and returns a new tensor.
 
     Args:
-        hidden_size: of a row; the parameter `weight` [hidden_size] begins as ones.
+        hidden_size: elements of a row. The parameter `weight` [hidden_size] is initialised with ones.
         eps: added to the mean of squares.
         group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
         norm_before_gate: gate the normalised row, not the input.
-        device, dtype: of the weight.
+        device, dtype: device and dtype of the weight.
     """
 
     def __init__(
@@ -170,13 +170,13 @@ class Mixer2RMSNormGated(OpLayer, op=rms_norm_gated):
     """The gated norm of Mamba-2 mixers: RMS norm by groups of ``x * silu(gate)``, divided among ranks.
 
     ``forward(x, gate)`` takes both as [..., full_hidden_size / ranks], float32, float16 or bfloat16, and returns a new
-    tensor. Groups that lie on one rank are computed there by `pyops.rms_norm_gated`, in float32 and rounded once. For
-    one group on several ranks these add up their sums of squares; groups that ranks divide otherwise are gathered.
+    tensor. If every group lies on one rank, `pyops.rms_norm_gated` computes it there, in float32 and rounded once. If
+    there is one group on several ranks, the ranks add up their sums of squares. Otherwise the groups are gathered.
 
     Args:
-        full_hidden_size: of a row on all ranks together.
-        full_n_groups: its groups.
-        use_rms_norm: whether there is a norm at all, and the parameter `weight` [full_hidden_size / ranks], ones.
+        full_hidden_size: elements of a row on all ranks together.
+        full_n_groups: groups of such a row.
+        use_rms_norm: whether there is a norm, with the parameter `weight` [full_hidden_size / ranks], initially ones.
         eps: added to the mean of squares.
     """
 

@@ -1,7 +1,7 @@
-"""Tensor parallelism: the ranks among which weights are divided, and what they tell each other.
+"""Tensor parallelism: the ranks among which weights are divided, and their collectives.
 
-`set_tensor_parallel_group` names the process group of `torch.distributed`; until it has, a layer has all its weights.
-Layers divide their weights when they are made and communicate when they are called, so the group is set first.
+`set_tensor_parallel_group` names the process group of `torch.distributed`. Without a group, a layer has all its
+weights. Layers divide their weights when they are made, so the group must be set before.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _group: Any = None
 
 
 def set_tensor_parallel_group(group: Any) -> None:
-    """Divide layers that are made from now on among the ranks of a `ProcessGroup`; None for no division."""
+    """Divide layers that are made from now on among the ranks of the `ProcessGroup` `group`; None for no division."""
     global _group
     _group = group
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """Ranks among which weights are divided; 1 without a group."""
+    """The number of ranks among which weights are divided; 1 without a group."""
     return 1 if _group is None else int(dist.get_world_size(_group))
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """Which of them this process is."""
+    """The rank of this process in the group; 0 without a group."""
     return 0 if _group is None else int(dist.get_rank(_group))
 
 
 def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """The sum of what the ranks have, a new tensor; `input_` itself where there is one rank."""
+    """The sum of `input_` over all ranks, a new tensor; `input_` itself if there is one rank."""
     if get_tensor_model_parallel_world_size() == 1:
         return input_
     out = input_.clone(memory_format=torch.contiguous_format)
@@ -51,7 +51,7 @@ def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
 
 
 def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
-    """What the ranks have, one behind the other along `dim`, a new tensor; `input_` itself where there is one rank."""
+    """`input_` of all ranks concatenated along `dim`, a new tensor; `input_` itself if there is one rank."""
     size = get_tensor_model_parallel_world_size()
     if size == 1:
         return input_
@@ -62,7 +62,7 @@ def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
 
 
 def divide(layer: str, name: str, size: int, parts: int) -> int:
-    """``size / parts``; ValueError naming the layer where that is no integer."""
+    """``size / parts``. ValueError naming the layer and the argument if `parts` does not divide `size`."""
     if size % parts:
         raise ValueError(f"{layer}: {name}: expected a multiple of {parts}, got {size}")
     return size // parts

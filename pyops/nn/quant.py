@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch.nn import functional
 
-from .._core.dtypes import largest_code
+from ..ops._shared.fp8 import largest_code
 from ..ops.quantize import per_token_group_quant_fp8, scaled_fp8_quant
 from ..ops.quantize.scaled import own_fp8
 from .custom_op import CustomOp
@@ -24,7 +24,7 @@ class _Shape(NamedTuple):
 
 
 class GroupShape(_Shape):
-    """Rows and columns that share a scale; -1 is all of them."""
+    """Rows and columns of the elements that share a scale; -1 means all."""
 
     PER_TENSOR: ClassVar[GroupShape]
     PER_TOKEN: ClassVar[GroupShape]
@@ -43,7 +43,7 @@ class GroupShape(_Shape):
         return self == (-1, 1)
 
     def is_per_group(self) -> bool:
-        """Whether every row has several scales, each of so many neighbouring elements."""
+        """Whether every group of neighbouring elements of a row has a scale."""
         return self.row == 1 and self.col >= 1
 
 
@@ -55,24 +55,28 @@ GroupShape.PER_CHANNEL = GroupShape(-1, 1)
 class QuantFP8(CustomOp):
     """fp8 codes of an activation and their scales, which multiply a code to give its value.
 
-    ``forward(x, scale=None, scale_ub=None)`` takes x [num_tokens, hidden_size] in float32, float16 or bfloat16, of
-    groups of any rank, and returns (codes, scale), both new, but a given scale as it is where the kernels run, and in
-    a shape that broadcasts from `forward_native`. The codes are float8_e4m3fnuz on gfx942, else float8_e4m3fn. The
-    kernels are those of `pyops.scaled_fp8_quant` and `pyops.per_token_group_quant_fp8`. `forward_native` differs from
-    them in this: it multiplies by the reciprocal of a scale of a token too, no scale that it finds is smaller than
-    1 / (512 * the largest code), a last group may be incomplete, and rows of padding are zeros.
+    ``forward(x, scale=None, scale_ub=None)`` takes x [num_tokens, hidden_size], or of any rank for scales of groups, in
+    float32, float16 or bfloat16. It returns (codes, scale). Codes are float8_e4m3fnuz on gfx942, float8_e4m3fn
+    elsewhere. A scale that was given is returned as it is by `forward_cuda`, and in a shape that broadcasts by
+    `forward_native`.
+
+    `forward_cuda` calls `pyops.scaled_fp8_quant` or `pyops.per_token_group_quant_fp8`. `forward_native` differs from
+    them: it multiplies by the reciprocal of a token's scale, finds no scale below 1 / (512 * largest code), allows an
+    incomplete last group, and pads with rows of zeros.
 
     Args:
-        static: whether scales are given; float32, one, [num_tokens], [hidden_size] or [rows, columns] of groups.
-        group_shape: which elements share one; of scales that are found, a tensor's, a token's or a group's of a row.
-        num_token_padding: the codes, and scales of tokens, have at least so many rows.
-        column_major_scales, tma_aligned_scales, use_ue8m0: of groups, see `pyops.per_token_group_quant_fp8`. None is
-            False.
+        static: whether scales are given to `forward`: float32, one element, [num_tokens], [hidden_size], or [rows,
+            columns] of groups. If not, scales are found.
+        group_shape: the elements that share a scale. Scales can be found for a tensor, a token or a group of a row.
+        num_token_padding: least number of rows of the codes, and of scales of tokens.
+        column_major_scales, tma_aligned_scales, use_ue8m0: for scales of groups, see
+            `pyops.per_token_group_quant_fp8`; None means False.
         compile_native: see `CustomOp`.
 
     Raises:
-        ValueError: a scale that is given and not static, or the reverse; a bound `scale_ub`, one element, for other
-            scales than those found for tokens; a group_shape that has no way to find scales.
+        ValueError: a scale is given though `static` is False, or missing though it is True; `scale_ub` is given for
+            other scales than those found for tokens, or has more than one element; scales cannot be found for
+            `group_shape`.
     """
 
     def __init__(
@@ -150,7 +154,7 @@ class QuantFP8(CustomOp):
         return codes, scale
 
     def _broadcast(self, x: Tensor, scale: Tensor) -> Tensor:
-        """A given scale as one element, or as a matrix of scales of groups."""
+        """A given scale in a shape that broadcasts: one element, or a matrix of scales of groups."""
         if scale.numel() == 1:
             return scale if self.group_shape.is_per_tensor() else scale.reshape(1, 1)
         if scale.ndim == 2:
@@ -176,7 +180,7 @@ class QuantFP8(CustomOp):
 
 @CustomOp.register("mla_decode_concat_quant_fp8")
 class _DecodeConcatQuantFP8(QuantFP8):
-    """fp8 codes of queries of multi-head latent attention, both of whose parts become one.
+    """fp8 codes of the queries of multi-head latent attention; joins the two parts of a query.
 
     ``forward(decode_ql_nope, decode_q_pe, scale)`` takes [num_tokens, num_heads, kv_lora_rank], [num_tokens, num_heads,
     rope_dim] and the static scale; returns the codes [num_tokens, num_heads, kv_lora_rank + rope_dim].

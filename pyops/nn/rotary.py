@@ -1,4 +1,4 @@
-"""Rotary embedding as modules, which hold the tables of angles."""
+"""Rotary embedding as modules with tables of cosines and sines."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ops.rotary import tables as rope_tables
-from ..ops.rotary.rotary import (
+from ..ops.rotary import (
     apply_rotary_emb,
     dual_chunk_rotary_embedding,
     multimodal_rotary_embedding,
     rotary_embedding,
 )
+from ..ops.rotary import tables as rope_tables
 from .base import OpLayer
 from .custom_op import CustomOp
 
@@ -53,7 +53,7 @@ class ApplyRotaryEmb(OpLayer, op=apply_rotary_emb):
     def forward_static(
         x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True, enable_fp32_compute: bool = False
     ) -> Tensor:
-        """What `forward_native` does, for no instance."""
+        """`forward_native` without an instance."""
         return _applied(apply_rotary_emb.reference, x, cos, sin, is_neox_style, enable_fp32_compute)
 
     def compute(self, op: Callable[..., None], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _applied(op: Callable[..., None], x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _table(module: torch.nn.Module, name: str, x: Tensor) -> Tensor:
-    """A table in the dtype and on the device of x, where it stays."""
+    """The table `name` of `module` in the dtype and on the device of x. The module keeps the converted table."""
     table: Tensor = getattr(module, name)
     if table.dtype != x.dtype or table.device != x.device:
         table = table.to(x.device, x.dtype)
@@ -78,23 +78,23 @@ def _table(module: torch.nn.Module, name: str, x: Tensor) -> Tensor:
 
 @CustomOp.register("rotary_embedding")
 class RotaryEmbeddingBase(CustomOp):
-    """The table of a rotary embedding, which `RotaryEmbedding` turns heads by, see `pyops.rotary_embedding`.
+    """The table of a rotary embedding, see `pyops.rotary_embedding`; `RotaryEmbedding` turns heads by it.
 
-    It is the buffer `cos_sin_cache` [positions, rotary_dim], cosines, then sines, and not part of the state. A subclass
-    may override `_compute_inv_freq` and `_compute_cos_sin_cache`.
+    The table is the buffer `cos_sin_cache` [positions, rotary_dim], cosines, then sines, and not part of the state. A
+    subclass may override `_compute_inv_freq` and `_compute_cos_sin_cache`.
 
     Args:
         head_size: elements of a head.
-        rotary_dim: how many of them turn, even.
+        rotary_dim: elements of a head that turn, even.
         max_position_embeddings: positions in the table.
-        base: of the frequencies.
+        base: base of the frequencies.
         is_neox_style: pairs are elements (j, j + rotary_dim / 2); else (2 j, 2 j + 1).
-        dtype: of the table; it follows that of the queries.
+        dtype: dtype of the table. Calls convert the table to the dtype of the query.
         init_cache: whether the table is made now.
     """
 
     cos_sin_cache: Tensor
-    mscale = 1.0  # what cosines and sines are multiplied by
+    mscale = 1.0  # multiplies cosines and sines
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class RotaryEmbeddingBase(CustomOp):
         self.apply_rotary_emb = ApplyRotaryEmb(is_neox_style=is_neox_style)
 
     def _compute_inv_freq(self, base: float) -> Tensor:
-        """[rotary_dim / 2] float32, see `pyops.nn.rope_tables`."""
+        """The frequencies, [rotary_dim / 2] float32, see `pyops.ops.rotary.tables`."""
         return rope_tables.frequencies(self.rotary_dim, base)
 
     def _compute_cos_sin_cache(self) -> Tensor:
-        """[positions, rotary_dim] float32."""
+        """The table, [positions, rotary_dim] float32."""
         return rope_tables.cos_sin(
             rope_tables.angles(self._compute_inv_freq(self.base), self.max_position_embeddings), self.mscale
         )
@@ -141,8 +141,8 @@ class RotaryEmbedding(RotaryEmbeddingBase):
 
     ``forward(positions, query, key=None, offsets=None)`` takes positions [num_tokens] or [batch, seq_len], int32 or
     int64, within the table; query of that shape and [num_heads * head_size] or [num_heads, head_size], float32, float16
-    or bfloat16; key the same with num_kv_heads. offsets are added to the positions. It returns (query, key): where the
-    kernels run, the tensors given, turned in place; `forward_native` returns new ones.
+    or bfloat16; key the same with num_kv_heads. offsets are added to the positions. It returns (query, key):
+    `forward_cuda` turns the given tensors in place, `forward_native` returns new ones.
 
     Arguments are those of `RotaryEmbeddingBase`.
     """
@@ -182,15 +182,15 @@ class RotaryEmbedding(RotaryEmbeddingBase):
 class MRotaryEmbedding(RotaryEmbedding):
     """Rotary embedding by positions in time, height and width, see `pyops.multimodal_rotary_embedding`.
 
-    As `RotaryEmbedding`, but positions are [3, num_tokens], or [num_tokens] where the three are one, as for text.
+    As `RotaryEmbedding`, but positions are [3, num_tokens], or [num_tokens] if the three are equal, as for text.
 
     Args:
-        head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`; the
-            table has four times as many positions, or with `scaling_factor` that many times as many.
-        mrope_section: pairs of each axis, rotary_dim / 2 in all; None for text alone.
+        head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`. The
+            table has `scaling_factor` times max_position_embeddings positions, or 4 times if that is None.
+        mrope_section: pairs of each axis, rotary_dim / 2 in all; None for text only.
         mrope_interleaved: whether the pairs of the axes alternate.
-        scaling_factor: of YaRN; None for none. extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate: see
-            `YaRNScalingRotaryEmbedding`.
+        scaling_factor: the factor of YaRN; None for no YaRN.
+        extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate: see `YaRNScalingRotaryEmbedding`.
     """
 
     def __init__(
@@ -271,7 +271,8 @@ class DualChunkRotaryEmbedding(OpLayer, op=dual_chunk_rotary_embedding):
     Args:
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
         chunk_size: tokens of a chunk.
-        local_size: tokens of it that the next one sees as its own; positions count modulo ``chunk_size - local_size``.
+        local_size: tokens of a chunk that the next chunk sees as its own. Positions count modulo ``chunk_size -
+            local_size``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rotary embeddings for longer texts than those of the first training: their tables have other angles."""
+"""Rotary embeddings whose tables are scaled for texts longer than the original context length."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 
 
 class LinearScalingRotaryEmbedding(RotaryEmbedding):
-    """Frequencies divided by a factor (Chen et al. 2023, arXiv:2306.15595); the table is so many times as long.
+    """Frequencies divided by a factor (Chen et al. 2023, arXiv:2306.15595); the table is as many times longer.
 
     Args:
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
-        scaling_factors: the factor, or several, whose tables lie one behind the other; `scaling_factor_to_offset` says
-            where.
+        scaling_factors: the factor, or several. The tables of several factors are concatenated;
+            `scaling_factor_to_offset` has the first row of each.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
 
 
 class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
-    """A larger base, as "NTK-aware" scaling has for texts as long as the table: `scaling_factor` times the first ones.
+    """A larger base: dynamic "NTK-aware" scaling for texts of `scaling_factor` times the original context length.
 
     Args:
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
-        scaling_factor: how many times as long texts are.
+        scaling_factor: how many times longer texts are.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
 
 
 class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
-    """A larger base, ``base * alpha ** (rotary_dim / (rotary_dim - 2))``, as the Hunyuan models have.
+    """A larger base, ``base * alpha ** (rotary_dim / (rotary_dim - 2))``, as in the Hunyuan models.
 
     Args:
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
-        scaling_alpha: the alpha.
+        scaling_alpha: alpha in the formula.
     """
 
     def __init__(
@@ -108,17 +108,17 @@ class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     def _compute_inv_freq(self, base: float) -> Tensor:
-        # The factor 1 makes the growth itself what the base grows by.
+        # With a factor of 1, `growth` alone scales the base.
         return super()._compute_inv_freq(rope_tables.dynamic_ntk_base(base, self.rotary_dim, 1.0, self.scaling_alpha))
 
 
 class NTKScalingRotaryEmbedding(RotaryEmbedding):
-    """Frequencies divided by up to a factor, the lower the more, see `pyops.ops.rotary.tables.ntk`.
+    """Frequencies divided by up to a factor, low frequencies by more, see `pyops.ops.rotary.tables.ntk`.
 
     Args:
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
-        scaling_factor: what the lowest frequency is divided by.
-        mixed_b: how much the others follow; None for 1.
+        scaling_factor: divisor of the lowest frequency.
+        mixed_b: exponent in the formula; None for 1.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
     Args:
         head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
         scaling_factor, low_freq_factor, high_freq_factor: as in a model's configuration.
-        orig_max_position: tokens of the texts of the first training.
+        orig_max_position: original context length, tokens.
     """
 
     def __init__(
@@ -179,11 +179,11 @@ class YaRNScalingRotaryEmbedding(RotaryEmbedding):
 
     Args:
         head_size, rotary_dim, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
-        max_position_embeddings: tokens of the texts of the first training.
-        scaling_factor: how many times as long texts are.
+        max_position_embeddings: original context length, tokens.
+        scaling_factor: how many times longer texts are.
         extrapolation_factor, beta_fast, beta_slow, truncate: see `pyops.ops.rotary.tables.yarn`.
-        attn_factor: cosines and sines are multiplied by it,
-        apply_yarn_scaling: and by ``0.1 log(scaling_factor) + 1``.
+        attn_factor: multiplies cosines and sines.
+        apply_yarn_scaling: whether ``0.1 log(scaling_factor) + 1`` multiplies them, too.
     """
 
     def __init__(
@@ -272,20 +272,20 @@ class DeepseekScalingRotaryEmbedding(YaRNScalingRotaryEmbedding):
 
 
 class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbedding):
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): every frequency divided by a factor of its own.
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency is divided by its own factor.
 
-    There are factors for short texts and for long ones. Which are used is settled here, by how long texts may become,
-    since keys in a cache keep their angles.
+    There are factors for short texts and for long ones. The longest text that may come decides which are used, once for
+    the lifetime of the layer, because keys in a cache keep their angles.
 
     Args:
         head_size, rotary_dim, base, dtype: as in `RotaryEmbeddingBase`.
         max_position_embeddings: tokens of the longest text of the model.
-        original_max_position_embeddings: tokens of the texts of the first training.
+        original_max_position_embeddings: original context length, tokens.
         is_neox_style: True.
         short_factor, long_factor: [rotary_dim / 2] numbers.
-        short_mscale, long_mscale: cosines and sines are multiplied by them; None for ``sqrt(1 + log(s) / log(o))``, o
-            being original_max_position_embeddings and s the ratio of both, or 1 where that is at most 1.
-        max_model_len: tokens of the longest text that will come; None for max_position_embeddings.
+        short_mscale, long_mscale: multiply cosines and sines. None for ``sqrt(1 + log(s) / log(o))``, where o is
+            original_max_position_embeddings and s is max_position_embeddings / o, or for 1 if s is at most 1.
+        max_model_len: tokens of the longest text that may come; None for max_position_embeddings.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Choosing the experts of a token."""
+"""Routing: the choice of experts for a token."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["GroupedTopk"]
 
 @CustomOp.register("grouped_topk")
 class GroupedTopk(CustomOp):
-    """The experts of each token, out of the best groups of experts.
+    """The top-k experts of each token, out of the best groups of experts.
 
     As in DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437). ``forward(hidden_states, gating_output,
-    e_score_correction_bias=None)`` takes logits [num_tokens, num_experts] of any float dtype, and a bias [num_experts]
-    or None; nothing depends on hidden_states but the number of tokens. It returns (weights float32, experts int32),
-    both [num_tokens, topk], the best expert first.
+    e_score_correction_bias=None)`` takes logits `gating_output` [num_tokens, num_experts] of any float dtype, and a
+    bias [num_experts] or None. Of hidden_states only the number of tokens is used. It returns (weights float32, experts
+    int32), both [num_tokens, topk], the best expert first.
 
-    Scores are the softmax or the sigmoid of the logits. Without a bias, a group is as good as its best expert; with
-    one, scores plus bias rank the experts, and a group by the sum of its two best. Experts are chosen from the
-    `topk_group` best groups; their weights are scores, without the bias.
+    Scores are the softmax or the sigmoid of the logits. Experts are ranked by score, or by score plus bias if there is
+    a bias. A group is ranked by its best expert, or by the sum of its two best experts if there is a bias. Experts are
+    chosen from the `topk_group` best groups. The weight of an expert is its score, without the bias.
 
     Args:
-        topk: experts of a token.
+        topk: experts per token.
         renormalize: whether the weights of a token are divided by their sum.
         num_expert_group: groups of equal size into which the experts are divided.
-        topk_group: groups of which a token may have experts.
+        topk_group: groups from which the experts of a token are chosen.
         scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: weights are multiplied by it at last.
+        routed_scaling_factor: multiplies the weights, after they are renormalised.
         num_fused_shared_experts: not supported above 0.
     """
 
@@ -81,8 +81,8 @@ class GroupedTopk(CustomOp):
         groups = keys.unflatten(-1, (self.num_expert_group, size))
         best = 1 if e_score_correction_bias is None else min(2, size)
         chosen = groups.topk(best, dim=-1).values.sum(-1).topk(self.topk_group, dim=-1).indices
-        kept = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=keys.device).scatter(1, chosen, True)
-        experts = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1).topk(self.topk, dim=-1).indices
+        is_chosen = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=keys.device).scatter(1, chosen, True)
+        experts = groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1).topk(self.topk, dim=-1).indices
         weights = scores.gather(1, experts).float()
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -20,24 +20,26 @@ __all__ = ["ShortConv"]
 class ShortConv(CustomOp):
     """Short convolution between two gates: ``out_proj(C * conv(B * x))`` for ``[B, C, x] = in_proj(hidden_states)``.
 
-    The convolution is causal and of each channel by itself, over the last `conv_L_cache` tokens of a sequence (the LFM2
-    models, Liquid AI 2025). ``forward(hidden_states, conv_state=None, query_start_loc=None, state_indices_tensor=None,
+    The convolution is causal and depthwise, over the last `conv_L_cache` tokens of a sequence (the LFM2 models, Liquid
+    AI 2025). ``forward(hidden_states, conv_state=None, query_start_loc=None, state_indices_tensor=None,
     has_initial_states=None)`` takes:
 
-    - hidden_states: [num_tokens, dim], sequences one behind the other.
-    - conv_state: [num_slots, dim / ranks, conv_L_cache - 1] of the dtype of hidden_states, written: the last inputs of
-      the convolution, the newest last; None where nothing is kept.
-    - query_start_loc: [num_seqs + 1] integers, where sequences begin; None for one sequence.
-    - state_indices_tensor: [num_seqs] integers, the slot of each; None for the first ones, and a negative slot is none.
-    - has_initial_states: [num_seqs] bool, whether a sequence goes on from its slot; None for none.
+    - hidden_states: [num_tokens, dim], one sequence after another.
+    - conv_state: [num_slots, dim / ranks, conv_L_cache - 1] of the dtype of hidden_states, read and written: the last
+      inputs of the convolution of each sequence, the newest last; None to keep none.
+    - query_start_loc: [num_seqs + 1] integers, the first token of each sequence and num_tokens; None for one sequence.
+    - state_indices_tensor: [num_seqs] integers, the slot of each sequence; negative for no slot. None for slots 0, 1,
+      2, ...
+    - has_initial_states: [num_seqs] bool, whether a sequence continues from its slot; None if none does.
 
-    It returns [num_tokens, dim]. No lengths are read on the host, so it can be captured into a CUDA graph.
+    It returns [num_tokens, dim]. No lengths are read on the host, so the layer can be captured into a CUDA graph.
 
     Args:
-        config: has conv_L_cache, the taps, at least 2, and conv_bias, whether all three parts have a bias.
+        config: has `conv_L_cache`, the taps of the convolution, at least 2, and `conv_bias`, whether the convolution
+            and both projections have a bias.
         dim: elements of a hidden state.
-        layer_idx: which layer of the model this is.
-        model_config, cache_config: taken for vLLM's sake; caches are arguments here.
+        layer_idx: the number of the layer in its model.
+        model_config, cache_config: accepted because vLLM has them; caches are arguments of `forward` here.
         prefix: the name of the layer in its model.
     """
 
@@ -96,7 +98,7 @@ class ShortConv(CustomOp):
     def _past(
         self, x: Tensor, conv_state: Tensor | None, num_seqs: int, slots: Tensor | None, has_initial: Tensor | None
     ) -> Tensor:
-        """What came before each sequence: [num_seqs, L_cache - 1, channels], the newest last."""
+        """The inputs before the first token of each sequence: [num_seqs, L_cache - 1, channels], the newest last."""
         if conv_state is None or has_initial is None:
             return x.new_zeros(num_seqs, self.L_cache - 1, x.shape[1])
         slots = torch.arange(num_seqs, device=x.device) if slots is None else slots
@@ -112,9 +114,10 @@ class ShortConv(CustomOp):
         sequence = torch.arange(num_seqs, device=x.device)[:, None].expand_as(place)
         kept = _inputs(x, past, sequence, place, starts).mT
         slots = sequence[:, 0] if slots is None else slots.long()
-        # A sequence without a slot writes once more what the first one that has a slot writes.
+        # Shapes must not depend on data, so every sequence writes. One without a slot writes to the slot of the first
+        # sequence that has one, and writes the same values as that sequence.
         has_slot = slots >= 0
-        first = has_slot.int().argmax(0, keepdim=True)  # of one dimension: an index of none would be read on the host
+        first = has_slot.int().argmax(0, keepdim=True)  # [1]: an index without dimensions would be read on the host
         slot = slots[first].clamp(min=0)
         again = torch.where(has_slot[first][:, None, None], kept[first], conv_state[slot])
         conv_state[torch.where(has_slot, slots, slot)] = torch.where(has_slot[:, None, None], kept, again)
@@ -129,7 +132,7 @@ class ShortConv(CustomOp):
 
 
 def _inputs(x: Tensor, past: Tensor, sequence: Tensor, place: Tensor, starts: Tensor) -> Tensor:
-    """The inputs at these places of these sequences, of any shape; places before 0 are in the past."""
+    """The inputs at places `place` of sequences `sequence`, two tensors of one shape. Negative places are in `past`."""
     if not x.shape[0]:
         x = past.new_zeros(1, past.shape[2])
     inside = x[(starts[sequence] + place).clamp(0, x.shape[0] - 1)]

@@ -11,9 +11,9 @@ from transformers import DynamicCache, StaticCache
 from transformers.generation import GenerationMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...ops.activation.activation import silu_and_mul
+from ...ops.activation import silu_and_mul
 from ...ops.norm import fused_add_rms_norm, rms_norm
-from ...ops.rotary.rotary import rotary_embedding
+from ...ops.rotary import rotary_embedding
 from .cache import PagedCache, Sequences
 
 PAGED = ("sdpa", "eager")  # implementations of attention whose masks PagedCache reads

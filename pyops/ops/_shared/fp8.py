@@ -1,51 +1,112 @@
-"""8-bit codes in references: from float32 values and scales, exactly as the specification rounds."""
+"""fp8: which format a device has, which format a cache holds, and the codes of references, rounded as specified."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import dtypes
+from ..._core import check, dtypes
+from ..._core.device import Device
+from ..._core.dtypes import DType, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, int8, uint8
 from ..._core.lazy import torch
-from ..._core.tensor import device_of
+from ..._core.tensor import TensorArg, device_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+# kv_cache_dtype -> element type of an fp8 cache. `of_codes` replaces float8_e4m3fn by float8_e4m3fnuz where needed.
+FP8_CACHES = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
+
+# The largest magnitude that quantisation writes. float8_e4m3fnuz goes to 240; by convention, quantisation stops at 224.
+_LARGEST_CODES = {"float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0}
+
+
+def native_fp8(device: Device) -> DType:
+    """The e4m3 of a device, which checkpoints for it are made of."""
+    return native_fp8_of(device.arch)
+
+
+def native_fp8_of(arch: str) -> DType:
+    """The e4m3 of an architecture: float8_e4m3fnuz on MI300, float8_e4m3fn elsewhere."""
+    return float8_e4m3fnuz if arch in ("gfx940", "gfx941", "gfx942") else float8_e4m3fn
+
+
+def converts_fp8(device: Device) -> bool:
+    """Whether a device has instructions that convert to and from float8_e4m3fn. Others compute it with integers."""
+    if device.arch.startswith("sm_"):
+        return int(device.arch[3:]) >= 89
+    return device.arch.startswith(("gfx95", "gfx12"))
+
+
+def converts_to(codes: TensorArg) -> bool:
+    """Whether the device of `codes` has instructions that convert to their type, int8 or an e4m3."""
+    if codes.dtype is float8_e4m3fnuz:
+        return native_fp8(codes.device) is float8_e4m3fnuz
+    return codes.dtype is int8 or converts_fp8(codes.device)
+
+
+def largest_code(e4m3: Any) -> float:
+    """The largest magnitude that quantisation writes in an e4m3: a dtype of any library, or its name."""
+    return _LARGEST_CODES[str(e4m3).removeprefix("torch.")]
+
+
+def of_codes(kv_cache_dtype: str, given: DType, native: DType) -> DType:
+    """Element type of an fp8 cache given as a tensor of dtype `given`. uint8 means `native`, the e4m3 of the device."""
+    kind = FP8_CACHES[kv_cache_dtype]
+    if kind is float8_e4m3fn and (native if given is uint8 else given) is float8_e4m3fnuz:
+        return float8_e4m3fnuz
+    return kind
+
+
+def cache_dtype(cache: TensorArg, kv_cache_dtype: str, model: DType) -> DType:
+    """Check `cache` and `kv_cache_dtype`; returns the element type of the cache.
+
+    "auto" means the dtype `model` of the tensors beside the cache. An fp8 cache has its fp8 dtype or uint8.
+    """
+    if kv_cache_dtype == "auto":
+        check.dtype(cache, model)
+        return model
+    if kv_cache_dtype not in FP8_CACHES:
+        expected = " or ".join(("auto", *FP8_CACHES))
+        raise check.refuse(cache, "kv_cache_dtype", f"expected {expected}, got {kv_cache_dtype}")
+    kind = of_codes(kv_cache_dtype, cache.dtype, native_fp8(cache.device))
+    check.dtype(cache, uint8, kind)
+    return kind
+
 
 def cache_codes(cache: Tensor, kv_cache_dtype: str) -> Any:
-    """The torch dtype of the codes in a cache of this kind, which may be given as bytes."""
+    """The torch dtype of the codes in an fp8 cache, whose tensor may be uint8."""
     given = dtypes.of(cache.dtype)
     assert given is not None
-    return getattr(torch, dtypes.of_codes(kv_cache_dtype, given, device_of(cache).fp8).name)
+    return getattr(torch, of_codes(kv_cache_dtype, given, native_fp8(device_of(cache))).name)
 
 
 def saturate(x: Tensor, dtype: Any) -> Tensor:
     """Saturating conversion of float32 to fp8; NaN becomes the largest code."""
-    largest = dtypes.largest_code(dtype)
+    largest = largest_code(dtype)
     return x.nan_to_num(nan=largest, posinf=largest, neginf=-largest).clamp(-largest, largest).to(dtype)
 
 
 def static_codes(x: Tensor, scale: Tensor, dtype: Any) -> Tensor:
-    """fp8 of the product with the reciprocal of the scale, which is 0 where it is not finite."""
+    """fp8 of `x` times the reciprocal of `scale`. A reciprocal that is infinite counts as 0."""
     reciprocal = 1.0 / scale
     return saturate(x * reciprocal.masked_fill(reciprocal.isinf(), 0.0), dtype)
 
 
 def absmax(x: Tensor) -> Tensor:
-    """The largest magnitude of each row, NaN left out; the last dimension is kept."""
+    """The largest magnitude of each row, NaN ignored; the last dimension is kept."""
     return x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
 
 
 def dynamic_codes(y: Tensor, absmax: Tensor, scale_ub: Tensor | None, dtype: Any) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of float32 values whose magnitudes reach `absmax`, as the specification rounds.
+    """(codes, scales) of float32 rows `y` whose largest magnitudes are `absmax`, rounded as specified.
 
-    Divisors are tensors, because torch divides by a number on a GPU through its reciprocal.
+    Divisors are tensors: on a GPU, torch divides by a Python number through the number's reciprocal.
     """
     if scale_ub is not None:
         absmax = torch.fmin(absmax, scale_ub.reshape(()))
     if dtype == torch.int8:
         scale = torch.fmax(absmax / torch.full_like(absmax, 127.0), torch.full_like(absmax, 2.0**-23))
         return (y * (1.0 / scale)).nan_to_num(nan=0.0).round().clamp(-128, 127).to(dtype), scale
-    largest = torch.full_like(absmax, dtypes.largest_code(dtype))
+    largest = torch.full_like(absmax, largest_code(dtype))
     scale = torch.fmax(absmax / largest, 1.0 / (largest * 512.0))
     return saturate(y / scale, dtype), scale

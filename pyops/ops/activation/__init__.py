@@ -1,9 +1,15 @@
-"""Activation functions, alone, gated, and fused with quantisation."""
+"""Activations: gated ones, which multiply one half of a row by the activated other half, and elementwise ones."""
 
 from __future__ import annotations
 
-from . import activation
-from .activation import *
+from . import elementwise, gated, quant, sparse
+from .elementwise import *
+from .gated import *
+from .quant import *
+from .sparse import *
 
 __all__: list[str] = []
-__all__ += activation.__all__
+__all__ += gated.__all__
+__all__ += sparse.__all__
+__all__ += quant.__all__
+__all__ += elementwise.__all__

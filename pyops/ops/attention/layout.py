@@ -9,6 +9,7 @@ from ..._core import check
 from ..._core.dtypes import DType, float32
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
+from .._shared import fp8
 from .arguments import Options, PagedKV
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ class CacheLayout:
     def of(cls, kv: PagedKV, query: TensorArg) -> CacheLayout:
         """The layout of the caches of `kv` beside this query; OpError for caches that have none of the two layouts."""
         keys, values, head_size = kv.key_cache, kv.value_cache, query.shape[2]
-        dtype = check.cache_dtype(keys, kv.kv_cache_dtype, query.dtype)
-        if check.cache_dtype(values, kv.kv_cache_dtype, query.dtype) is not dtype:
+        dtype = fp8.cache_dtype(keys, kv.kv_cache_dtype, query.dtype)
+        if fp8.cache_dtype(values, kv.kv_cache_dtype, query.dtype) is not dtype:
             raise values.error(f"expected codes of {dtype} like key_cache, got {values.dtype}")
         packed, x = len(keys.shape) == 5, 16 // dtype.itemsize
         if packed:

@@ -11,6 +11,7 @@ from ..._core.device import Device
 from ..._core.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
+from .._shared import fp8
 from .arguments import Options
 from .decode_launch import NO_STARTS, workspace
 from .join import JoinConfig, choose_join, lanes_of, launch_join, vector_width
@@ -134,7 +135,7 @@ def check_mla(call: Mapping[str, Any]) -> Problem:
     check.index(seq_lens, num_seqs=num_seqs)
     check.index(page_table, num_seqs=num_seqs, max_pages=None)
     check.dtype(call["workspace"], uint8)
-    cache_dtype = check.cache_dtype(cache, "fp8" if cache.dtype.itemsize == 1 else "auto", q_nope.dtype)
+    cache_dtype = fp8.cache_dtype(cache, "fp8" if cache.dtype.itemsize == 1 else "auto", q_nope.dtype)
     return Problem(out, lse, q_nope, q_pe, cache, cache_dtype, seq_lens, page_table, call["num_kv_splits"])
 
 

@@ -10,6 +10,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from .._shared import fp8
 from ._common import (
     DS_MLA_BYTES,
     bad_slots,
@@ -95,7 +96,7 @@ def plan_concat_and_cache_mla(
     check.scalar(scale)
     if kv_cache_dtype == "fp8_ds_mla":
         return _launch_ds_mla(kv_c, k_pe, kv_cache, slot_mapping, num_tokens)
-    kind = check.cache_dtype(kv_cache, kv_cache_dtype, kv_c.dtype)
+    kind = fp8.cache_dtype(kv_cache, kv_cache_dtype, kv_c.dtype)
     latent_size, rope_size = kv_c.shape[1], k_pe.shape[1]
     check.sizes(kv_cache, num_blocks=None, block_size=None, **{"latent_size + rope_size": latent_size + rope_size})
     entry = entry_layout(kv_cache)

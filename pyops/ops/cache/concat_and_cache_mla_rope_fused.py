@@ -9,6 +9,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from .._shared import fp8
 from ._common import (
     bad_slots,
     check_rows,
@@ -114,7 +115,7 @@ def plan_concat_and_cache_mla_rope_fused(
     check_rows(positions, num_tokens, "num_tokens")
     check.index(slot_mapping, num_tokens=num_tokens)
     latent_size = kv_c.shape[1]
-    kind = check.cache_dtype(kv_cache, kv_cache_dtype, q_pe.dtype)
+    kind = fp8.cache_dtype(kv_cache, kv_cache_dtype, q_pe.dtype)
     check.sizes(kv_cache, num_blocks=None, block_size=None, **{"latent_size + rope_size": latent_size + rope_size})
     entry = entry_layout(kv_cache)
     check.scalar(kv_cache_scale)

@@ -49,7 +49,7 @@ def plan_convert_fp8(output: TensorArg, input: TensorArg, kv_dtype: str) -> Laun
     to_codes = input.dtype in FLOATS
     check.dtype(input, *FLOATS, uint8, *E4M3)
     check.dtype(output, *((uint8, *E4M3) if to_codes else FLOATS))
-    kind = check.cache_dtype(output if to_codes else input, kv_dtype, input.dtype)
+    kind = fp8.cache_dtype(output if to_codes else input, kv_dtype, input.dtype)
     check.same_shape(output, input)
     # Dimensions in the order of memory: both tensors are then rows of one size.
     order = sorted(range(len(input.shape)), key=lambda dim: (-input.strides[dim], -input.shape[dim]))

@@ -11,6 +11,7 @@ from ..._core.dtypes import float16, float32, int32, uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from .._shared import fp8
 from ._common import check_rows, decoded, entry_layout, example_cache, first_stride, indexable
 from ._geometry import choose
 from ._sequences import bad_sequences, check_tables, example_sequences, existing_rows, sequence_of_rows
@@ -126,7 +127,7 @@ def plan_gather_and_maybe_dequant_cache(
     seq_starts: TensorArg | None,
 ) -> Launch:
     check.floating(dst)
-    kind = check.cache_dtype(src_cache, kv_cache_dtype, dst.dtype)
+    kind = fp8.cache_dtype(src_cache, kv_cache_dtype, dst.dtype)
     check.sizes(src_cache, num_blocks=None, block_size=None, entry_size=None)
     check.sizes(dst, num_tokens=None, entry_size=src_cache.shape[2])
     check.row_size(dst)

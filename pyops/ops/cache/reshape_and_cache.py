@@ -10,6 +10,7 @@ from ..._core import check
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from .._shared import fp8
 from ._common import (
     bad_slots,
     check_keys_and_values,
@@ -139,8 +140,8 @@ def plan_reshape_and_cache(
 ) -> list[Launch]:
     num_heads, head_size = check_keys_and_values(key, value)
     num_tokens = check_tokens(slot_mapping, key, value)
-    kind = check.cache_dtype(key_cache, kv_cache_dtype, key.dtype)
-    check.cache_dtype(value_cache, kv_cache_dtype, key.dtype)
+    kind = fp8.cache_dtype(key_cache, kv_cache_dtype, key.dtype)
+    fp8.cache_dtype(value_cache, kv_cache_dtype, key.dtype)
     check.dtype(value_cache, key_cache.dtype)
     check.sizes(key_cache, num_blocks=None, num_heads=num_heads, chunks=None, block_size=None, x=None)
     num_blocks, _, chunks, block_size, x = key_cache.shape

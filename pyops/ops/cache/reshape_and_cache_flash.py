@@ -9,6 +9,7 @@ from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from .._shared import fp8
 from ._common import (
     bad_slots,
     check_keys_and_values,
@@ -75,8 +76,8 @@ def plan_reshape_and_cache_flash(
 ) -> Launch:
     num_heads, head_size = check_keys_and_values(key, value)
     num_tokens = check_tokens(slot_mapping, key, value)
-    kind = check.cache_dtype(key_cache, kv_cache_dtype, key.dtype)
-    check.cache_dtype(value_cache, kv_cache_dtype, key.dtype)
+    kind = fp8.cache_dtype(key_cache, kv_cache_dtype, key.dtype)
+    fp8.cache_dtype(value_cache, kv_cache_dtype, key.dtype)
     check.dtype(value_cache, key_cache.dtype)
     check.sizes(key_cache, num_blocks=None, block_size=None, num_heads=num_heads, head_size=head_size)
     check.same_shape(value_cache, key_cache)

@@ -1,7 +1,9 @@
-"""Products with a matrix."""
+"""A linear layer for few rows."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
@@ -12,20 +14,69 @@ from ..._core.tensor import TensorArg
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..._core.device import Device
+
 __all__ = ["skinny_linear"]
 
 _skinny_linear = Kernel("linear/skinny_linear.cu")
-_MAX_TOKENS = 4  # of a block, which hold as many sums in registers
-_BATCH = 4  # vectors that a lane multiplies with while as many are on their way
-_RESIDENT = 1024, 512  # threads of a multiprocessor that find registers enough: for one token, and for more
+# Measured on an H200: docs/performance.md, "`skinny_linear`".
+_MAX_TOKENS = 4  # tokens of a block; a lane has a sum for each of them in registers
+_MAX_BATCH = 4  # vectors that a lane multiplies with while it waits for as many others
+_MIN_WARPS = 4  # warps of a block
+_MAX_SPLIT = 8  # warps that share a row of the weight
+_RESIDENT = 1024, 512  # threads per multiprocessor that registers allow: for one token, and for more
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """The geometry of skinny_linear.cu; the attributes but `blocks` are constants of the kernel.
+
+    Attributes:
+        vec_size: elements of a vector.
+        tokens: rows of the input that a block multiplies with.
+        split: warps that share a row of the weight.
+        batch: vectors that a lane loads at a time.
+        num_threads: threads of a block.
+        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        blocks: blocks for each group of tokens. They go over the weight together, so that one wave is enough.
+    """
+
+    vec_size: int
+    tokens: int
+    split: int
+    batch: int
+    num_threads: int
+    min_blocks: int
+    blocks: int
+
+
+@cache  # a plan miss must not pay for it
+def choose(device: Device, one_token: bool, hidden_size: int, output_size: int, vec_size: int) -> SkinnyConfig:
+    """The geometry for one token or several of `hidden_size` elements and a weight of `output_size` rows."""
+    tokens = 1 if one_token else _MAX_TOKENS
+    lane_vecs = max(1, -(-hidden_size // (vec_size * device.warp_size)))  # if one warp had the whole row
+    split = next(warps for warps in (1, 2, 4, _MAX_SPLIT) if lane_vecs <= warps * _MAX_BATCH or warps == _MAX_SPLIT)
+    num_warps = max(_MIN_WARPS, split)
+    num_threads = device.warp_size * num_warps
+    min_blocks = max(1, _RESIDENT[tokens > 1] // num_threads)
+    blocks = min(-(-output_size // (num_warps // split)), device.multiprocessors * min_blocks)
+    return SkinnyConfig(
+        vec_size=vec_size,
+        tokens=tokens,
+        split=split,
+        batch=min(_MAX_BATCH, -(-lane_vecs // split)),
+        num_threads=num_threads,
+        min_blocks=min_blocks,
+        blocks=blocks,
+    )
 
 
 @op(out="out", atol=2.0**-18)
 def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """A linear layer for few rows: ``out = input @ weight.T + bias``, summed in float32 and rounded once.
 
-    Made for the decode step of a few sequences, where every weight is read for each four rows: with more rows a
-    library's matrix product, on tensor cores, is faster. Order of the sum: by lanes of a warp.
+    Made for the decode step of one sequence or two. The weight is read once for every four rows of `input`: with four,
+    a matrix product on tensor cores is faster. Lanes of a warp each sum a part of a row; then their sums are added.
 
     Args:
         out: [..., output_size], written; rows of one stride.
@@ -51,26 +102,20 @@ def plan_skinny_linear(out: TensorArg, input: TensorArg, weight: TensorArg, bias
     num_tokens = check.num_rows(input)
     strides = {"out_stride": check.row_stride(out), "input_stride": check.row_stride(input)}
     vec_size = check.vector_width(hidden_size, input, weight)
-    tokens = 1 if num_tokens == 1 else _MAX_TOKENS
-    warp_size, multiprocessors = input.device.warp_size, input.device.multiprocessors
-    rounds = max(1, -(-hidden_size // (vec_size * warp_size)))  # vectors of a row to each lane of one warp
-    split = next(warps for warps in (1, 2, 4, 8) if rounds <= warps * _BATCH or warps == 8)
-    num_threads = warp_size * max(4, split)
-    blocks = -(-output_size // (num_threads // warp_size // split))
-    min_blocks = max(1, _RESIDENT[tokens > 1] // num_threads)
+    config = choose(input.device, num_tokens == 1, hidden_size, output_size, vec_size)
     return _skinny_linear(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
-        VEC_SIZE=vec_size,
-        TOKENS=tokens,
-        SPLIT=split,
-        BATCH=min(_BATCH, -(-rounds // split)),
+        VEC_SIZE=config.vec_size,
+        TOKENS=config.tokens,
+        SPLIT=config.split,
+        BATCH=config.batch,
         HAS_BIAS=bias is not None,
-        NUM_THREADS=num_threads,
-        MIN_BLOCKS=min_blocks,
+        NUM_THREADS=config.num_threads,
+        MIN_BLOCKS=config.min_blocks,
     ).launch(
-        grid=(min(blocks, multiprocessors * min_blocks), -(-num_tokens // tokens)),
-        block=num_threads,
+        grid=(config.blocks, -(-num_tokens // config.tokens)),
+        block=config.num_threads,
         num_tokens=num_tokens,
         output_size=output_size,
         weight_stride=check.row_stride(weight),

@@ -1,4 +1,4 @@
-"""Memory of one tensor as another, and what a device says of itself. Nothing here is a kernel."""
+"""Tensors over memory that another tensor owns, and attributes of a device. Nothing here launches a kernel."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = [
     "weak_ref_tensor",
 ]
 
-# Elements by their bytes: the interface knows neither bfloat16 nor fp8.
+# {bytes of an element: a type of that size}. CUDA's array interface knows neither bfloat16 nor fp8.
 _WORDS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
 
 
 class _Memory:
-    """Memory at a device's `address`, laid out like a tensor, in CUDA's array interface. It keeps `owner` alive."""
+    """Device memory at `address`, laid out as `like`, for CUDA's array interface. Keeps `owner` alive."""
 
     def __init__(self, like: Tensor, address: int, owner: Any) -> None:
         itemsize = like.element_size()
@@ -39,7 +39,7 @@ class _Memory:
 
 
 def _view(like: Tensor, address: int, device: Any, owner: Any) -> Tensor:
-    # A device that is named: under torch.set_default_device the tensor would be copied to another.
+    # The device is named, because under torch.set_default_device torch would copy the memory to the default device.
     words = torch.as_tensor(_Memory(like, address, owner), device=device)
     view: Tensor = words.view(like.dtype)
     return view
@@ -51,16 +51,16 @@ def _torch_tensor(op: str, name: str, value: Any) -> None:
 
 
 def weak_ref_tensor(input: Tensor) -> Tensor:
-    """A tensor over the memory of `input` that does not keep it: shape, strides and dtype are those of `input`.
+    """A tensor over the memory of `input` that does not keep the memory alive, with its shape, strides and dtype.
 
-    For buffers of a CUDA graph, which its pool holds: once `input` is gone its memory is given to others, and what the
-    result then shows is theirs.
+    For buffers of a CUDA graph, whose pool keeps their memory. Once `input` is freed, its memory may be given to
+    another tensor; the result then shows the elements of that tensor.
 
     Args:
-        input: a torch tensor on a GPU, of any dtype and strides. If it is empty, so is the result, and shares nothing.
+        input: a torch tensor on a GPU, of any dtype and strides. An empty tensor gives a new empty tensor.
 
     Raises:
-        OpError: what is no torch tensor, or does not lie on a GPU.
+        OpError: `input` is no torch tensor, or is not on a GPU.
     """
     _torch_tensor("weak_ref_tensor", "input", input)
     if not input.is_cuda:
@@ -71,16 +71,16 @@ def weak_ref_tensor(input: Tensor) -> Tensor:
 
 
 def get_cuda_view_from_cpu_tensor(cpu_tensor: Tensor) -> Tensor:
-    """The memory of a pinned tensor as a GPU sees it: what either writes, the other reads, once streams are in order.
+    """The memory of a pinned tensor as a tensor of a GPU, with the shape, strides and dtype of `cpu_tensor`.
 
-    Shape, strides and dtype are those of `cpu_tensor`, which the result keeps alive. The GPU is the one for which the
-    memory was pinned.
+    CPU and GPU share the memory: each reads what the other wrote, once streams are synchronised. The result keeps
+    `cpu_tensor` alive. The GPU is the one for which the memory was pinned.
 
     Args:
         cpu_tensor: a torch tensor in pinned host memory, of any dtype and strides, and not empty.
 
     Raises:
-        OpError: what is no torch tensor, lies elsewhere, or is not pinned.
+        OpError: `cpu_tensor` is no torch tensor, is not in host memory, or is not pinned.
     """
     name = "get_cuda_view_from_cpu_tensor"
     _torch_tensor(name, "cpu_tensor", cpu_tensor)
@@ -93,14 +93,14 @@ def get_cuda_view_from_cpu_tensor(cpu_tensor: Tensor) -> Tensor:
 
 
 def get_device_attribute(attribute: int, device: int) -> int:
-    """What the driver says of an attribute of a device, asked anew at every call.
+    """The value of an attribute of a device. The driver is asked at every call.
 
     Args:
-        attribute: its number in the runtime's enumeration (``cudaDeviceAttr``, ``hipDeviceAttribute_t``).
-        device: ordinal among the process's devices; the current one if negative.
+        attribute: number of the attribute in the runtime's enumeration (``cudaDeviceAttr``, ``hipDeviceAttribute_t``).
+        device: ordinal of the device in this process; the current device if negative.
 
     Raises:
-        OpError: no such device, or no such attribute.
+        OpError: there is no such device, or no such attribute.
     """
     index = _index("get_device_attribute", device)
     try:
@@ -110,12 +110,19 @@ def get_device_attribute(attribute: int, device: int) -> int:
 
 
 def get_max_shared_memory_per_block_device_attribute(device: int) -> int:
-    """Bytes of shared memory that one block can ask for, opt-in included, on a device as above."""
+    """Bytes of shared memory that one block can ask for, opt-in included.
+
+    Args:
+        device: ordinal of the device in this process; the current device if negative.
+
+    Raises:
+        OpError: there is no such device.
+    """
     return devices.get(_index("get_max_shared_memory_per_block_device_attribute", device)).shared_memory
 
 
 def _index(op: str, device: int) -> int:
-    """The ordinal of a device, which must exist."""
+    """The ordinal of `device`, resolved if negative. OpError if there is no such device."""
     count = devices.count()
     if device >= count or not count:
         raise OpError(op, "device", f"expected one of the {count} GPUs of this process, got {device}")

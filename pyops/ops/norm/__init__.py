@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from . import layer, quant, rms, rope
+from . import dynamic_quant, layer, rms, rope, static_quant
+from .dynamic_quant import *
 from .layer import *
-from .quant import *
 from .rms import *
 from .rope import *
+from .static_quant import *
 
 __all__: list[str] = []
 __all__ += rms.__all__
-__all__ += quant.__all__
+__all__ += static_quant.__all__
+__all__ += dynamic_quant.__all__
 __all__ += layer.__all__
 __all__ += rope.__all__

@@ -1,6 +1,7 @@
-"""What the norms share: the norm of a reference, the weight of an example.
+"""What the norms share: the RMS norm of references, the weight of examples.
 
-torch.compile traces references, but not through the name of torch in a module that declares no op: methods serve.
+torch.compile traces references, but cannot trace the lazily imported `torch` of a module that declares no op. This
+module therefore uses methods of tensors only.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def rms(x: Tensor, weight: Tensor | None, epsilon: float, dtype: Any) -> Tensor:
-    """The norm of float32 values, rounded to `dtype` before and after the product with the weight."""
+    """The RMS norm of the float32 tensor `x`, rounded to `dtype` before and after the product with the weight."""
     y = (x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()).to(dtype)
     return y if weight is None else y * weight
 
 
 def example_weight(make: Any, hidden_size: int, dtype: str) -> Any:
-    """Numbers near one, as the weights of norms are."""
+    """A weight of numbers near one, as norms of models have."""
     return make.randn(hidden_size, dtype=dtype, scale=0.1, shift=1.0)

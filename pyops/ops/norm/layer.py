@@ -11,6 +11,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import geometry
+from .._shared.geometry import RowTuning
 from ._common import example_weight
 
 if TYPE_CHECKING:
@@ -22,6 +23,15 @@ __all__ = [
 ]
 
 _layer_norm = Kernel("norm/layer_norm.cu")
+
+# By the constant GATE of the kernel. Weights are weight and bias.
+_TUNING = (
+    RowTuning(many=(4, 7), few=(4, 8), resident=(896, 896), rows=2, weights=2),
+    # Gate before the norm: input, z, and their product in float32, which takes two rows' registers.
+    RowTuning(many=(4, 4), few=(1, 2), resident=(896, 896), rows=4, weights=2),
+    # Gate after the norm: input and z. silu takes registers while they are held.
+    RowTuning(many=(4, 4), few=(1, 2), resident=(896, 896), rows=2, weights=2, spare_blocks=1),
+)
 
 
 def _grouped_norm(
@@ -36,6 +46,7 @@ def _grouped_norm(
     norm_before_gate: bool,
     is_rms: bool,
 ) -> None:
+    """The reference of both ops; `stats` are (mean, rstd) to write, or None."""
     x = input.float()
     if z is not None and not norm_before_gate:
         x = x * torch.nn.functional.silu(z.float())
@@ -52,9 +63,9 @@ def _grouped_norm(
     if z is not None and norm_before_gate:
         y = y * torch.nn.functional.silu(z.float())
     out.copy_(y)
-    for kept, value in zip(stats, (mean, rstd), strict=True):
-        if kept is not None:
-            kept.copy_(value.reshape(-1, value.shape[-2]).t().reshape(kept.shape))
+    for stat, value in zip(stats, (mean, rstd), strict=True):
+        if stat is not None:
+            stat.copy_(value.reshape(-1, value.shape[-2]).t().reshape(stat.shape))
 
 
 @op(out=("out", "mean", "rstd"), in_place={"out": "input"})
@@ -70,10 +81,11 @@ def layer_norm(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> None:
-    """Normalise rows, or groups within rows, to mean 0 and variance 1; optionally gate with SiLU.
+    """Normalise rows, or groups within rows, to mean 0 and variance 1, with an optional SiLU gate.
 
     ``out = T((x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias)`` in float32, rounded once (Ba, Kiros and Hinton
-    2016, arXiv:1607.06450). With `z`, ``x = input * silu(z)`` or, if `norm_before_gate`, the result is times silu(z).
+    2016, arXiv:1607.06450). Without `z`, ``x = input``. With `z`, ``x = input * silu(z)``; or, if `norm_before_gate`,
+    the result is multiplied by silu(z) before it is rounded.
 
     Args:
         out: [..., hidden_size], written; rows of one stride; may be `input` itself.
@@ -81,9 +93,10 @@ def layer_norm(
         weight, bias: [hidden_size] of the same dtype, or None for ones and zeros.
         epsilon: added to the variance.
         z: the shape and dtype of `input`, rows of one stride; or None.
-        mean, rstd: [groups * num_tokens] float32, written, group by group; or None.
+        mean, rstd: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
+            of all rows, then of the second, and so on; or None.
         group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
-        norm_before_gate: where the gate applies.
+        norm_before_gate: whether the gate multiplies the norm, and not `input`.
     """
     _grouped_norm(out, input, weight, bias, z, (mean, rstd), epsilon, group_size, norm_before_gate, is_rms=False)
 
@@ -115,6 +128,7 @@ def _grouped_norm_plan(
     norm_before_gate: bool,
     is_rms: bool,
 ) -> Launch:
+    """The plan of both ops."""
     check.floating(input)
     check.like(out, input)
     hidden_size = check.row_size(input)
@@ -131,34 +145,22 @@ def _grouped_norm_plan(
     for stat in (mean, rstd):
         check.shape(stat, float32, **{"groups * num_tokens": num_groups * num_rows})
     strides = [check.row_stride(arg) for arg in (out, input, z) if arg]
-    vectors = geometry.vectors(group_size, strides if num_groups == 1 else (), out, input, z, weight, bias)
-    few, held = ((4, 8), 2) if z is None else ((1, 2), 2 if norm_before_gate else 4)
-    grid, threads = geometry.rows(
-        input,
-        num_rows * num_groups,
-        vectors,
-        many=(4, 7) if z is None else (4, 4),
-        few=few,
-        held=held,
-        weights=2,
-        size=group_size,
-        resident=(896, 896),
-    )
-    if z is not None and norm_before_gate:  # the gate's function takes registers while the row is held
-        threads = {**threads, "MIN_BLOCKS": max(1, threads["MIN_BLOCKS"] - 1)}
+    vectors = geometry.row_vectors(group_size, strides if num_groups == 1 else (), out, input, z, weight, bias)
+    gate = 0 if z is None else 2 if norm_before_gate else 1
+    config = geometry.choose_rows(input, num_rows * num_groups, vectors, _TUNING[gate], size=group_size)
     return _layer_norm(
         scalar_t=input.dtype,
         GROUP_SIZE=group_size,
-        **threads,
+        **config.constants,
         IS_RMS=is_rms,
-        GATE=0 if z is None else 2 if norm_before_gate else 1,
+        GATE=gate,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         HAS_MEAN=mean is not None,
         HAS_RSTD=rstd is not None,
     ).launch(
-        grid=grid if hidden_size else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_rows * num_groups) if hidden_size else 0,
+        block=config.num_threads,
         num_rows=num_rows,
         num_groups=num_groups,
         out_stride=strides[0],
@@ -208,9 +210,10 @@ def rms_norm_gated(
         epsilon: added to the mean of squares.
         z: the gate, of the shape and dtype of `input`, rows of one stride; or None.
         bias: [hidden_size] of the same dtype, or None for zeros.
-        rstd: [groups * num_tokens] float32, written, group by group: 1 / sqrt(mean + epsilon); or None.
+        rstd: [groups * num_tokens] float32, written: ``1 / sqrt(mean(x^2) + epsilon)`` of the first group of all rows,
+            then of the second, and so on; or None.
         group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
-        norm_before_gate: where the gate applies.
+        norm_before_gate: whether the gate multiplies the norm, and not `input`.
     """
     _grouped_norm(out, input, weight, bias, z, (None, rstd), epsilon, group_size, norm_before_gate, is_rms=True)
 

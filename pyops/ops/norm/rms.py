@@ -11,6 +11,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import geometry
+from .._shared.geometry import RowTuning
 from ._common import example_weight, rms
 
 if TYPE_CHECKING:
@@ -26,8 +27,15 @@ _rms_norm = Kernel("norm/rms_norm.cu")
 _fused_add_rms_norm = Kernel("norm/fused_add_rms_norm.cu")
 _gemma_rms_norm = Kernel("norm/gemma_rms_norm.cu")
 
+RMS_NORM = RowTuning(many=(4, 6))
+FUSED_ADD_RMS_NORM = RowTuning(many=(3, 6), resident=(1152, 896), rows=2)
+_GEMMA_RMS_NORM = RowTuning(many=(2, 4))
+_GEMMA_ADD_RMS_NORM = RowTuning(many=(3, 4), resident=(896, 896), rows=2)
+_NO_DIMENSION = (1, (0, 0))  # size and strides in place of a leading dimension that the tensors do not have
 
-# A sum in another order rounds T(x * scale) the other way now and then, and the weight can make two units of that one.
+
+# Two units: summed in another order, T(x * scale) may round to a neighbour, and the product with the weight can turn a
+# difference of one unit in the last place into two.
 @op(out="out", in_place={"out": "input"}, ulps=2)
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """Scale each row of `input` to unit root mean square, then by `weight`.
@@ -53,32 +61,29 @@ def plan_rms_norm(out: TensorArg, input: TensorArg, weight: TensorArg | None) ->
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     leading = check.leading(input, out, max_dims=3)
     num_rows = check.num_rows(input)
-    vectors = geometry.vectors(hidden_size, leading[0][1] if len(leading) == 1 else (), out, input, weight)
-    grid, threads = geometry.rows(input, num_rows, vectors, many=(4, 6))
+    vectors = geometry.row_vectors(hidden_size, leading[0][1] if len(leading) == 1 else (), out, input, weight)
+    config = geometry.choose_rows(input, num_rows, vectors, RMS_NORM)
     (_, (input_stride0, out_stride0)), *inner = leading
-    (size1, (input_stride1, out_stride1)), (size2, (input_stride2, out_stride2)) = (*inner, _ONE, _ONE)[:2]
+    (size1, strides1), (size2, strides2) = (*inner, _NO_DIMENSION, _NO_DIMENSION)[:2]
     return _rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
-        **threads,
+        **config.constants,
         LEADING=len(leading),
         HAS_WEIGHT=weight is not None,
     ).launch(
-        grid=grid if hidden_size else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_rows) if hidden_size else 0,
+        block=config.num_threads,
         num_rows=num_rows,
         size1=size1,
         size2=size2,
         out_stride0=out_stride0,
-        out_stride1=out_stride1,
-        out_stride2=out_stride2,
+        out_stride1=strides1[1],
+        out_stride2=strides2[1],
         input_stride0=input_stride0,
-        input_stride1=input_stride1,
-        input_stride2=input_stride2,
+        input_stride1=strides1[0],
+        input_stride2=strides2[0],
     )
-
-
-_ONE = (1, (0, 0))  # a leading dimension that is not there
 
 
 @rms_norm.example
@@ -93,8 +98,8 @@ def example_rms_norm(
 def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """Add `residual` to `input`, keep the sum in `residual` and its RMS norm in `input`.
 
-    ``residual = T(input + residual); input = T(T(residual / sqrt(mean(residual^2) + epsilon)) * weight)``: the norm is
-    that of the rounded sum.
+    ``residual = T(input + residual); input = T(T(residual / sqrt(mean(residual^2) + epsilon)) * weight)``. The norm is
+    computed from the rounded sum.
 
     Args:
         input: [..., hidden_size], float32, float16 or bfloat16, read and written; rows of one stride.
@@ -115,16 +120,16 @@ def plan_fused_add_rms_norm(input: TensorArg, residual: TensorArg, weight: Tenso
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     num_rows = check.num_rows(input)
     strides = check.row_stride(input), check.row_stride(residual)
-    vectors = geometry.vectors(hidden_size, strides, input, residual, weight)
-    grid, threads = geometry.rows(input, num_rows, vectors, many=(3, 6), held=2, resident=(1152, 896))
+    vectors = geometry.row_vectors(hidden_size, strides, input, residual, weight)
+    config = geometry.choose_rows(input, num_rows, vectors, FUSED_ADD_RMS_NORM)
     return _fused_add_rms_norm(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
-        **threads,
+        **config.constants,
         HAS_WEIGHT=weight is not None,
     ).launch(
-        grid=grid if hidden_size else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_rows) if hidden_size else 0,
+        block=config.num_threads,
         num_rows=num_rows,
         input_stride=strides[0],
         residual_stride=strides[1],
@@ -149,10 +154,10 @@ def gemma_rms_norm(
     residual: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> None:
-    """RMS norm with a weight that counts from one, rounded once (the norm of the Gemma models).
+    """RMS norm with the weight ``1 + weight``, rounded once (the norm of the Gemma models).
 
     ``z = input`` or ``residual_out = input + residual``; ``out = T(z / sqrt(mean(z^2) + epsilon) * (1 + weight))``.
-    With float16 the sum is kept in float32, otherwise it is rounded to the type of the sum.
+    The sum is rounded to the dtype of `residual_out`.
 
     Args:
         out: [..., hidden_size], written; may be `input` itself.
@@ -182,16 +187,16 @@ def plan_gemma_rms_norm(
     check.row_size(out)
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     rows = [out, input]
-    kept = input.dtype
+    sum_dtype = input.dtype
     if residual is not None:
         if residual_out is None:
             raise residual.error("is given without residual_out")
         check.same_shape(residual, input)
         check.dtype(residual, input.dtype, float32)
         if input.dtype is float16 or residual.dtype is float32:
-            kept = float32
+            sum_dtype = float32
         check.same_shape(residual_out, input)
-        check.dtype(residual_out, kept)
+        check.dtype(residual_out, sum_dtype)
         check.row_size(residual)
         check.row_size(residual_out)
         rows += [residual, residual_out]
@@ -199,25 +204,18 @@ def plan_gemma_rms_norm(
         raise residual_out.error("is given without residual")
     num_rows = check.num_rows(input)
     strides = [check.row_stride(arg) for arg in rows]
-    vectors = geometry.vectors(hidden_size, strides, *rows, weight)
-    grid, threads = geometry.rows(
-        input,
-        num_rows,
-        vectors,
-        many=(3, 4) if residual else (2, 4),
-        held=2 if residual else 1,
-        resident=(896, 896) if residual else (1024, 896),
-    )
+    vectors = geometry.row_vectors(hidden_size, strides, *rows, weight)
+    config = geometry.choose_rows(input, num_rows, vectors, _GEMMA_ADD_RMS_NORM if residual else _GEMMA_RMS_NORM)
     return _gemma_rms_norm(
         scalar_t=input.dtype,
-        residual_t=residual.dtype if residual else kept,
-        residual_out_t=kept,
+        residual_t=residual.dtype if residual else sum_dtype,
+        residual_out_t=sum_dtype,
         HIDDEN_SIZE=hidden_size,
-        **threads,
+        **config.constants,
         HAS_RESIDUAL=residual is not None,
     ).launch(
-        grid=grid if hidden_size else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_rows) if hidden_size else 0,
+        block=config.num_threads,
         num_rows=num_rows,
         out_stride=strides[0],
         input_stride=strides[1],
@@ -231,12 +229,12 @@ def example_gemma_rms_norm(
     make: Any, *, num_tokens: int = 16, hidden_size: int = 4096, dtype: str = "bfloat16", with_residual: bool = False
 ) -> tuple[Any, ...]:
     x = make.randn(num_tokens, hidden_size, dtype=dtype)
-    kept = "float32" if dtype == "float16" else dtype
+    sum_dtype = "float32" if dtype == "float16" else dtype
     return (
         make.empty(num_tokens, hidden_size, dtype=dtype),
         x,
         make.randn(hidden_size, dtype=dtype, scale=0.1),
         1e-6,
         make.randn(num_tokens, hidden_size, dtype=dtype) if with_residual else None,
-        make.empty(num_tokens, hidden_size, dtype=kept) if with_residual else None,
+        make.empty(num_tokens, hidden_size, dtype=sum_dtype) if with_residual else None,
     )

@@ -22,6 +22,11 @@ __all__ = [
 ]
 
 _fused_qk_norm_rope = Kernel("norm/fused_qk_norm_rope.cu")
+_VEC_SIZE = 8  # elements of a head that a lane has; head_dim / 8 lanes are a group
+# Heads of a group: with few tokens, one; with many, several, which are all loaded before the first is used
+# (docs/performance.md, "Rows": `fused_qk_norm_rope`).
+_HEADS = 1, 4
+_MAX_HEADS = 6
 
 
 @op(inout="qkv")
@@ -63,14 +68,14 @@ def fused_qk_norm_rope(
     max_position, rotary_dim = cos_sin_cache.shape
     inside = (position_ids >= 0) & (position_ids < max_position)
     cos, sin = cos_sin_cache[position_ids.where(inside, 0)].float().unsqueeze(1).chunk(2, -1)
-    turned, kept = x.split((rotary_dim, head_dim - rotary_dim), -1)
+    turned, rest = x.split((rotary_dim, head_dim - rotary_dim), -1)
     if is_neox:
         first, second = turned.chunk(2, -1)
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     else:
         first, second = turned[..., ::2], turned[..., 1::2]
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
-    result = torch.cat((turned, kept), -1).to(qkv.dtype)
+    result = torch.cat((turned, rest), -1).to(qkv.dtype)
     heads.copy_(torch.where(inside[:, None, None], result, heads))
 
 
@@ -109,9 +114,8 @@ def plan_fused_qk_norm_rope(
         raise cos_sin_cache.error(f"expected an even rotary_dim of at most head_dim={head_dim}, got {rotary_dim}")
     check.shape(position_ids, int64, num_tokens=num_tokens)
     heads = num_heads_q + num_heads_k
-    # Few tokens: a group of lanes for every head. Many: several heads to a group, all loaded before the first is used.
-    few = num_tokens <= qkv.device.multiprocessors
-    num_threads = geometry.threads_for_row(heads * (head_dim // 8), 1 if few else 4, max_vecs=6)
+    many = num_tokens > qkv.device.multiprocessors
+    num_threads = geometry.threads_for_row(heads * (head_dim // _VEC_SIZE), _HEADS[many], _MAX_HEADS)
     return _fused_qk_norm_rope(
         scalar_t=qkv.dtype,
         cache_t=cos_sin_cache.dtype,
@@ -122,7 +126,7 @@ def plan_fused_qk_norm_rope(
         ROTARY_DIM=rotary_dim,
         IS_NEOX=bool(is_neox),
         ACCESS_SIZE=check.vector_width(head_dim, qkv, q_weight, k_weight),
-        CACHE_VEC=check.vector_width(gcd(rotary_dim // 2, 8), cos_sin_cache),
+        CACHE_VEC=check.vector_width(gcd(rotary_dim // 2, _VEC_SIZE), cos_sin_cache),
         NUM_THREADS=num_threads,
     ).launch(grid=num_tokens if heads else 0, block=num_threads, max_position=max_position)
 

@@ -10,7 +10,7 @@ from ..._core.dtypes import E4M3, DType, float8_e4m3fn, int8, uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
-from .._shared import geometry
+from .._shared import fp8, geometry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +81,7 @@ def static(
         "scale_column_stride": strides[1],
     }
     # A device without instructions that convert to fp8 needs the registers for integer arithmetic.
-    has_instructions = geometry.converts(result)
+    has_instructions = fp8.converts_to(result)
     return geometry.chunks(
         _static_quant,
         result,

@@ -74,16 +74,16 @@ def plan_awq_dequantize(qweight: TensorArg, scales: TensorArg, zeros: TensorArg,
     group_size = num_rows // max(1, num_groups)
     fills_device = num_rows * n // (8 * _ROWS) >= _FULL_THREADS * out.device.multiprocessors
     rows = math.gcd(group_size, _ROWS if fills_device else _FEW_ROWS)
-    grid, threads = geometry.pieces(n // 8, num_rows // max(1, rows))
+    config = geometry.choose_chunks(n // 8, num_rows // max(1, rows))
     return _awq_dequantize(
         scalar_t=scales.dtype,
         ROWS=rows,
         GROUP_CHUNKS=group_size // max(1, rows),
         ACCESS=check.vector_width(8, out, scales),
-        **threads,
+        **config.constants,
     ).launch(
-        grid=grid if num_rows else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.grid if num_rows else 0,
+        block=config.num_threads,
         num_chunks=num_rows // max(1, rows),
         num_words=n // 8,
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._core import check
-from ..._core.dtypes import float32, int8, int32, largest_code
+from ..._core.dtypes import float32, int8, int32
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8, geometry
+from .._shared.geometry import RowTuning
 from ._common import as_fp8, fp8_matrices, integers, matrices, one_row, saturated, shifted
 from .static import write_fp8
 
@@ -35,6 +37,8 @@ class Pass(NamedTuple):
 # absmax.cu, and dynamic_tensor_quant.cu, which finds the scale once for four vectors of a thread. docs/performance.md,
 # "Quantisation to 8 bits": 256 or 1024 threads, and fewer vectors, are worse.
 _ABSMAX, _QUANTISE = Pass(512, 2, 8), Pass(256, 6, 4)
+_BY_TOKEN = RowTuning(many=(4, 7), few=(2, 8), weights=0)
+_AZP_BY_ELEMENT = replace(_BY_TOKEN, spare_blocks=1)  # a zero point takes registers, too
 
 
 @op(out=("result", "scale"), ulps=0)
@@ -52,7 +56,7 @@ def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> No
     """
     x = input.float()
     absmax = fp8.absmax(x.reshape(1, -1)).reshape(())
-    found = absmax / torch.full_like(absmax, largest_code(as_fp8(result).dtype))
+    found = absmax / torch.full_like(absmax, fp8.largest_code(as_fp8(result).dtype))
     scale.view(-1)[0] = found
     write_fp8(result, x, found)
 
@@ -90,7 +94,7 @@ def plan_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: Te
     )
     num_chunks, row_chunks, constants = chunks(check.vector_width(row_size, result, input), _QUANTISE)
     # A device without instructions that convert to fp8 needs the registers for integer arithmetic.
-    min_blocks = _QUANTISE.resident if geometry.converts(result) else 1
+    min_blocks = _QUANTISE.resident if fp8.converts_to(result) else 1
     quantise = _dynamic_tensor_quant(
         scalar_t=input.dtype, code_t=result.dtype, **constants, MIN_BLOCKS=min_blocks
     ).launch(
@@ -161,19 +165,18 @@ def _by_token(result: TensorArg, input: TensorArg, fixed: dict[str, int], **cons
     """The launch of dynamic_token_quant.cu."""
     hidden_size, num_rows = input.shape[-1], check.num_rows(input)
     strides = check.row_stride(result), check.row_stride(input)
-    vectors = geometry.vectors(hidden_size, strides, result, input)
-    grid, threads = geometry.rows(input, num_rows, vectors, many=(4, 7), few=(2, 8), weights=0)
-    if constants["HAS_AZP"] and vectors[0] == 1:  # the zero point takes registers
-        threads["MIN_BLOCKS"] = max(1, threads["MIN_BLOCKS"] - 1)
+    vectors = geometry.row_vectors(hidden_size, strides, result, input)
+    tuning = _AZP_BY_ELEMENT if constants["HAS_AZP"] and vectors.vec_size == 1 else _BY_TOKEN
+    config = geometry.choose_rows(input, num_rows, vectors, tuning, bound_registers=fp8.converts_to(result))
     return _dynamic_token_quant(
         scalar_t=input.dtype,
         code_t=result.dtype,
         HIDDEN_SIZE=hidden_size,
-        **geometry.converting(threads, result),
+        **config.constants,
         **constants,
     ).launch(
-        grid=grid if hidden_size else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_rows) if hidden_size else 0,
+        block=config.num_threads,
         num_rows=num_rows,
         result_stride=strides[0],
         input_stride=strides[1],

@@ -86,13 +86,13 @@ def plan_gptq_shuffle(q_weight: TensorArg, q_perm: TensorArg | None, bit: int) -
     check.dtype(q_perm, int32)
     if permuted:
         check.shape(q_perm, K=num_units * fields)
-    grid, threads = geometry.pieces(num_columns, num_units)
+    config = geometry.choose_chunks(num_columns, num_units)
     saved = Scratch(q_weight.nbytes if permuted else 0)
 
     def launch(saving: bool) -> Launch:
-        return _gptq_shuffle(BITS=bit, SAVING=saving, PERMUTED=permuted, **threads).launch(
-            grid=grid,
-            block=threads["NUM_THREADS"],
+        return _gptq_shuffle(BITS=bit, SAVING=saving, PERMUTED=permuted, **config.constants).launch(
+            grid=config.grid,
+            block=config.num_threads,
             num_units=num_units,
             num_columns=num_columns,
             saved=saved if permuted else 0,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32, int8, int32, largest_code
+from ..._core.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32, int8, int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8, geometry
+from .._shared.geometry import RowTuning, RowVectors
 from ._common import as_fp8, fp8_matrices, matrices
 
 if TYPE_CHECKING:
@@ -25,6 +26,18 @@ _MAX_FEW_VECTORS = 4096  # vectors per multiprocessor up to which rows are few
 _FEW_THREAD_VECS, _MANY_THREAD_VECS = 1, 2
 _MAX_WARP_VECS = 64  # vectors of a group of which a lane has two: 32 registers are enough
 _RESIDENT_WARP, _RESIDENT, _RESIDENT_LONG = 2048, 1024, 896  # threads that a multiprocessor holds
+# {(rows are few, a group has at most _MAX_WARP_VECS vectors): tuning}
+_TUNING = {
+    (few, in_warp): RowTuning(
+        many=(4, 7),
+        few=(2, 8),
+        resident=(_RESIDENT_WARP if in_warp else _RESIDENT, _RESIDENT_LONG),
+        weights=0,
+        lane_vecs=_FEW_THREAD_VECS if few else _MANY_THREAD_VECS,
+    )
+    for few in (False, True)
+    for in_warp in (False, True)
+}
 # Range of the codes of each type.
 _CODE_RANGE = {int8: (-128.0, 127.0), float8_e4m3fn: (-448.0, 448.0), float8_e4m3fnuz: (-240.0, 240.0)}
 
@@ -76,15 +89,18 @@ def _launch(
         if num_rows not in (num_tokens, -(-num_tokens // 4) * 4):
             num_rows = num_tokens
     check.sizes(scales, num_tokens=num_rows, groups=columns)
-    vectors = check.vector_width(group_size, input, codes), False
+    vectors = RowVectors(check.vector_width(group_size, input, codes), shifted=False)
     scales_of_token = 4 * columns if packed else columns
     num_groups = num_rows * scales_of_token
-    few = num_groups * group_size <= _MAX_FEW_VECTORS * vectors[0] * input.device.multiprocessors
-    short = _FEW_THREAD_VECS if few else _MANY_THREAD_VECS
-    in_warp = group_size // vectors[0] <= _MAX_WARP_VECS
-    resident = (_RESIDENT_WARP if in_warp else _RESIDENT, _RESIDENT_LONG)
-    grid, threads = geometry.rows(
-        input, num_groups, vectors, many=(4, 7), few=(2, 8), weights=0, size=group_size, short=short, resident=resident
+    few = num_groups * group_size <= _MAX_FEW_VECTORS * vectors.vec_size * input.device.multiprocessors
+    in_warp = group_size // vectors.vec_size <= _MAX_WARP_VECS
+    config = geometry.choose_rows(
+        input,
+        num_groups,
+        vectors,
+        _TUNING[few, in_warp],
+        size=group_size,
+        bound_registers=fp8.converts_to(codes),
     )
     return _group_quant(
         scalar_t=input.dtype,
@@ -92,13 +108,13 @@ def _launch(
         GROUP_SIZE=group_size,
         GROUPS=max(1, groups),
         SCALES=max(1, scales_of_token),
-        **geometry.converting(threads, codes),
+        **config.constants,
         POWER_OF_TWO=power_of_two,
         NEAREST=nearest,
         PACKED=packed,
     ).launch(
-        grid=grid if input.numel else 0,
-        block=threads["NUM_THREADS"],
+        grid=config.num_blocks(num_groups) if input.numel else 0,
+        block=config.num_threads,
         num_tokens=num_tokens,
         num_rows=num_rows,
         input_stride=check.row_stride(input),
@@ -170,7 +186,7 @@ def example_per_token_group_fp8_quant(
     scale_ue8m0: bool = False,
     quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
 ) -> tuple[Any, ...]:
-    largest = largest_code(quant_dtype)
+    largest = fp8.largest_code(quant_dtype)
     return (
         make.randn(num_tokens, hidden_size, dtype=dtype),
         make.empty(num_tokens, hidden_size, dtype=quant_dtype),
@@ -236,7 +252,7 @@ def example_per_token_group_fp8_quant_packed(
     dtype: str = "bfloat16",
     quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
 ) -> tuple[Any, ...]:
-    largest = largest_code(quant_dtype)
+    largest = fp8.largest_code(quant_dtype)
     return (
         make.randn(num_tokens, hidden_size, dtype=dtype),
         make.empty(num_tokens, hidden_size, dtype=quant_dtype),

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core.device import fp8_of
-from ..._core.dtypes import largest_code
 from ..._core.errors import OpError
+from .._shared.fp8 import largest_code, native_fp8_of
 from ._fp4 import rounded_up
 from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant
 from .fp4 import scaled_fp4_quant
@@ -32,12 +31,12 @@ __all__ = [
 
 
 def own_fp8(x: Tensor) -> Any:
-    """The e4m3 that models for the device of `x` are made of, as torch.compile can find it: `Device.fp8`."""
+    """The e4m3 that models for the device of `x` are made of, as torch.compile can find it: `native_fp8`."""
     import torch
 
     if torch.version.hip is None or not x.is_cuda:
         return torch.float8_e4m3fn
-    return getattr(torch, fp8_of(torch.cuda.get_device_properties(x.device).gcnArchName.split(":")[0]).name)
+    return getattr(torch, native_fp8_of(torch.cuda.get_device_properties(x.device).gcnArchName.split(":")[0]).name)
 
 
 def scaled_fp8_quant(

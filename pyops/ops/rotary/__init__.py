@@ -1,9 +1,13 @@
-"""Rotary position embedding."""
+"""Rotary embedding (Su et al. 2021, arXiv:2104.09864): pairs of elements of a head turn by angles of its position."""
 
 from __future__ import annotations
 
-from . import rotary
-from .rotary import *
+from . import apply, dual_chunk, embedding
+from .apply import *
+from .dual_chunk import *
+from .embedding import *
 
 __all__: list[str] = []
-__all__ += rotary.__all__
+__all__ += embedding.__all__
+__all__ += apply.__all__
+__all__ += dual_chunk.__all__

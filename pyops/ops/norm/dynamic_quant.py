@@ -1,4 +1,4 @@
-"""Root-mean-square norms whose results are codes, under a given scale or under scales found here."""
+"""Root-mean-square norms whose results are int8 or fp8 codes, under scales that the same kernel computes."""
 
 from __future__ import annotations
 
@@ -10,150 +10,22 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8, geometry
+from .._shared.geometry import RowTuning, RowVectors
 from ._common import example_weight, rms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "fused_add_rms_norm_static_fp8_quant",
     "rms_norm_dynamic_per_token_quant",
     "rms_norm_per_block_quant",
-    "rms_norm_static_fp8_quant",
 ]
 
-_rms_norm_static_fp8_quant = Kernel("norm/rms_norm_static_fp8_quant.cu")
 _rms_norm_dynamic_quant = Kernel("norm/rms_norm_dynamic_quant.cu")
 
-
-@op(out="result")
-def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
-    """RMS norm of `input`, written as fp8 under one given scale.
-
-    The norm is `rms_norm`'s, rounded as there; then ``result = fp8(norm * (1 / scale))``, saturating at +-448
-    (224 for float8_e4m3fnuz), NaN to the largest code. What a scale gives whose reciprocal is not finite is said in
-    `static_scaled_fp8_quant`.
-
-    Args:
-        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        weight: [hidden_size] of the same dtype.
-        scale: one float32 on the device; multiplies a code to give its value.
-        epsilon: added to the mean of squares.
-    """
-    y = rms(input.float(), weight, epsilon, input.dtype).float()
-    result.copy_(fp8.static_codes(y, scale.reshape(()), result.dtype))
-
-
-@rms_norm_static_fp8_quant.plan
-def plan_rms_norm_static_fp8_quant(result: TensorArg, input: TensorArg, weight: TensorArg, scale: TensorArg) -> Launch:
-    return _static_fp8_plan(result, input, None, weight, scale)
-
-
-def _static_fp8_plan(
-    result: TensorArg, input: TensorArg, residual: TensorArg | None, weight: TensorArg, scale: TensorArg
-) -> Launch:
-    check.floating(input)
-    hidden_size = check.row_size(input)
-    check.dtype(result, *E4M3)
-    check.same_shape(result, input)
-    check.row_size(result)
-    check.like(residual, input)
-    check.shape(weight, input.dtype, hidden_size=hidden_size)
-    check.scalar(scale)
-    num_rows = check.num_rows(input)
-    strides = [check.row_stride(arg) for arg in (result, input, residual) if arg]
-    vectors = geometry.vectors(hidden_size, strides, result, input, weight, residual)
-    # The threads of rms_norm and fused_add_rms_norm, so that the sums, and with them the codes, agree bit for bit.
-    grid, threads = geometry.rows(
-        input,
-        num_rows,
-        vectors,
-        many=(3, 6) if residual else (4, 6),
-        held=2 if residual else 1,
-        resident=(896, 896) if residual else (1024, 896),
-    )
-    threads = geometry.converting(threads, result)
-    return _rms_norm_static_fp8_quant(
-        scalar_t=input.dtype,
-        code_t=result.dtype,
-        HIDDEN_SIZE=hidden_size,
-        **threads,
-        HAS_RESIDUAL=residual is not None,
-    ).launch(
-        grid=grid if hidden_size else 0,
-        block=threads["NUM_THREADS"],
-        num_rows=num_rows,
-        result_stride=strides[0],
-        input_stride=strides[1],
-        residual_stride=strides[2] if residual else 0,
-        **({} if residual else {"residual": 0}),
-    )
-
-
-@rms_norm_static_fp8_quant.example
-def example_rms_norm_static_fp8_quant(
-    make: Any,
-    *,
-    num_tokens: int = 16,
-    hidden_size: int = 4096,
-    dtype: str = "bfloat16",
-    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
-) -> tuple[Any, ...]:
-    result = make.empty(num_tokens, hidden_size, dtype=quant_dtype)
-    x = make.randn(num_tokens, hidden_size, dtype=dtype)
-    return result, x, example_weight(make, hidden_size, dtype), make.full(1, value=0.02, dtype="float32"), 1e-6
-
-
-@op(out="result", inout="residual")
-def fused_add_rms_norm_static_fp8_quant(
-    result: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
-) -> None:
-    """Add `residual` to `input`, keep the sum in `residual`, and write its RMS norm as fp8 under one given scale.
-
-    The sum and the norm are `fused_add_rms_norm`'s, the codes `rms_norm_static_fp8_quant`'s; `input` is not written.
-
-    Args:
-        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        residual: the shape and dtype of `input`, read and written; rows of one stride.
-        weight: [hidden_size] of the same dtype.
-        scale: one float32 on the device; multiplies a code to give its value.
-        epsilon: added to the mean of squares.
-    """
-    residual.copy_(input.float() + residual.float())
-    y = rms(residual.float(), weight, epsilon, input.dtype).float()
-    result.copy_(fp8.static_codes(y, scale.reshape(()), result.dtype))
-
-
-@fused_add_rms_norm_static_fp8_quant.plan
-def plan_fused_add_rms_norm_static_fp8_quant(
-    result: TensorArg, input: TensorArg, residual: TensorArg, weight: TensorArg, scale: TensorArg
-) -> Launch:
-    check.row_size(residual)
-    return _static_fp8_plan(result, input, residual, weight, scale)
-
-
-@fused_add_rms_norm_static_fp8_quant.example
-def example_fused_add_rms_norm_static_fp8_quant(
-    make: Any,
-    *,
-    num_tokens: int = 16,
-    hidden_size: int = 4096,
-    dtype: str = "bfloat16",
-    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
-) -> tuple[Any, ...]:
-    result = make.empty(num_tokens, hidden_size, dtype=quant_dtype)
-    x = make.randn(num_tokens, hidden_size, dtype=dtype)
-    residual = make.randn(num_tokens, hidden_size, dtype=dtype)
-    return (
-        result,
-        x,
-        residual,
-        example_weight(make, hidden_size, dtype),
-        make.full(1, value=0.02, dtype="float32"),
-        1e-6,
-    )
+_PER_TOKEN = RowTuning(many=(4, 7), few=(2, 8))
+_PER_BLOCK = RowTuning(many=(4, 7), resident=(896, 896))
+_WITH_RESIDUAL = RowTuning(many=(3, 4), resident=(896, 896), rows=2)
 
 
 @op(out=("result", "scale"), inout="residual")
@@ -166,7 +38,7 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per row, found here.
+    """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per row, computed from the row.
 
     ``z = input + residual`` in float32, ``residual = T(z)``, ``y = T(T(z / sqrt(mean(z^2) + epsilon)) * weight)``,
     ``scale = max(min(max|y|, scale_ub) / largest, smallest)``, ``result = code(y / scale)``. largest is 448 for
@@ -177,7 +49,7 @@ def rms_norm_dynamic_per_token_quant(
         result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, contiguous, written.
         input: [..., hidden_size], float32, float16 or bfloat16, contiguous.
         weight: [hidden_size] of the same dtype.
-        scale: one float32 per row, contiguous, written; multiplies a code to give its value.
+        scale: one float32 per row, contiguous, written; a code times the scale is its value.
         epsilon: added to the mean of squares.
         scale_ub: one float32 that bounds max|y|; only with fp8.
         residual: the shape and dtype of `input`, contiguous, read and written; or None.
@@ -213,6 +85,7 @@ def _dynamic_quant_plan(
     group_size: int | None,
     group_major: bool,
 ) -> Launch:
+    """The plan of both ops: one scale for each row, or for each group of `group_size` elements."""
     check.floating(input)
     check.dtype(result, *E4M3, int8)
     check.same_shape(result, input)
@@ -226,34 +99,31 @@ def _dynamic_quant_plan(
     for arg in tensors:
         check.contiguous(arg)
     num_rows = check.num_rows(input)
-    access_size, shifted = geometry.vectors(hidden_size, (hidden_size,), *tensors)
-    # The lanes of a group are one warp's, so a group needs whole vectors even where memory is not aligned for them.
+    access_size, shifted = geometry.row_vectors(hidden_size, (hidden_size,), *tensors)
+    # The lanes of one warp share a group. A group therefore has vectors of 16 bytes, moved by several accesses where
+    # memory is not aligned for them.
     vec_size = 16 // input.dtype.itemsize if group_size else access_size
-    grid, threads = geometry.rows(
+    # Several accesses to a vector take registers. So does putting together the weight of SHIFTED rows on sm_100.
+    bound_registers = access_size == vec_size and not (shifted and input.device.arch == "sm_100")
+    config = geometry.choose_rows(
         input,
         num_rows,
-        (vec_size, shifted),
-        many=(3, 4) if residual else (4, 7),
-        few=(2, 4) if residual or group_size else (2, 8),
-        held=2 if residual else 1,
+        RowVectors(vec_size, shifted),
+        _WITH_RESIDUAL if residual else _PER_BLOCK if group_size else _PER_TOKEN,
         lanes=group_size // vec_size if group_size else 1,
-        resident=(896 if residual or group_size else 1024, 896),
+        bound_registers=bound_registers and fp8.converts_to(result),
     )
-    threads = geometry.converting(threads, result)
-    # Taking vectors apart takes registers, and so does, by sm_100's compiler, putting weights together.
-    if access_size < vec_size or (shifted and input.device.arch == "sm_100"):
-        threads = {**threads, "MIN_BLOCKS": 1}
     return _rms_norm_dynamic_quant(
         scalar_t=input.dtype,
         code_t=result.dtype,
         HIDDEN_SIZE=hidden_size,
         ACCESS_SIZE=access_size,
-        **threads,
+        **config.constants,
         GROUP_SIZE=group_size or hidden_size or 1,
         HAS_RESIDUAL=residual is not None,
         HAS_BOUND=scale_ub is not None,
         GROUP_MAJOR=group_major,
-    ).launch(grid=grid if hidden_size else 0, block=threads["NUM_THREADS"], num_rows=num_rows)
+    ).launch(grid=config.num_blocks(num_rows) if hidden_size else 0, block=config.num_threads, num_rows=num_rows)
 
 
 @rms_norm_dynamic_per_token_quant.example
@@ -305,7 +175,7 @@ def rms_norm_per_block_quant(
         scale_ub: one float32 that bounds max|y| of every group; only with fp8.
         residual: the shape and dtype of `input`, contiguous, read and written; or None.
         group_size: 64 or 128.
-        is_scale_transposed: scales of one group lie together instead of those of one row.
+        is_scale_transposed: whether the scales of one group of columns lie together, not those of one row.
     """
     z = input.float() if residual is None else input.float() + residual.float()
     y = rms(z, weight, epsilon, input.dtype).float().unflatten(-1, (-1, group_size))

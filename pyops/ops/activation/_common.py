@@ -1,0 +1,35 @@
+"""What the activations share: the check of gated inputs, the register bound of SiLU, the example of gated ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..._core import check
+from ..._core.dtypes import float16
+from ..._core.tensor import TensorArg
+
+
+def min_blocks_of_silu(input: TensorArg) -> int:
+    """Blocks per multiprocessor, of 256 threads, that a kernel with SiLU of `input` has registers for.
+
+    float16 takes the accurate way, in 48 registers; the others run in 32 (docs/performance.md, "Elements").
+    """
+    return 5 if input.dtype is float16 else 8
+
+
+def check_halves(out: TensorArg, input: TensorArg) -> None:
+    """Check that `input` has rows of floats that are twice as long as those of `out`."""
+    check.floating(input)
+    if check.row_size(input) % 2:
+        raise input.error(f"expected a last dimension of even size, got shape {input.shape}")
+    expected = (*input.shape[:-1], input.shape[-1] // 2)
+    if out.shape != expected:
+        raise out.error(f"expected shape {expected} for an input of shape {input.shape}, got {out.shape}")
+    check.row_size(out)
+
+
+def example_gated(
+    make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
+    """The output and input of a gated activation."""
+    return make.empty(num_tokens, hidden_size, dtype=dtype), make.randn(num_tokens, 2 * hidden_size, dtype=dtype)

@@ -1,0 +1,214 @@
+"""Gated activations: one half of a row, activated, times the other half."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..._core import check
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .._shared import geometry
+from ._common import check_halves, example_gated, min_blocks_of_silu
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "fatrelu_and_mul",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "mul_and_silu",
+    "silu_and_mul",
+    "swigluoai_and_mul",
+    "swiglustep_and_mul",
+]
+
+_act_and_mul = Kernel("activation/act_and_mul.cu")
+_fatrelu_and_mul = Kernel("activation/fatrelu_and_mul.cu")
+_swigluoai_and_mul = Kernel("activation/swigluoai_and_mul.cu")
+_swiglustep_and_mul = Kernel("activation/swiglustep_and_mul.cu")
+
+
+def _plan_gated(kernel: Kernel, out: TensorArg, input: TensorArg, **constants: Any) -> Launch:
+    """The launch of a kernel that takes the halves of `input`; `constants` may have min_blocks."""
+    check_halves(out, input)
+    check.dtype(out, input.dtype)
+    return geometry.chunks(kernel, out, input, **constants)
+
+
+@op(out="out", ulps=0)
+def silu_and_mul(out: Tensor, input: Tensor) -> None:
+    """SwiGLU: ``out = T(T(g / (1 + exp(-g))) * u)`` for the halves ``input = [g, u]``.
+
+    After Shazeer 2020, arXiv:2002.05202. Equal to eager PyTorch on the same device, bit for bit.
+
+    Args:
+        out: [..., hidden_size], written; rows of one stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+    """
+    gate, up = input.chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+@silu_and_mul.plan
+def plan_silu_and_mul(out: TensorArg, input: TensorArg) -> Launch:
+    return _plan_gated(_act_and_mul, out, input, ACT="silu", ACT_FIRST=True, min_blocks=min_blocks_of_silu(input))
+
+
+silu_and_mul.example(example_gated)
+
+
+@op(out="out", ulps=0)
+def mul_and_silu(out: Tensor, input: Tensor) -> None:
+    """SwiGLU with the activation on the second half: ``out = T(g * T(silu(u)))`` for ``input = [g, u]``.
+
+    Equal to eager PyTorch on the same device, bit for bit.
+
+    Args:
+        out: [..., hidden_size], written; rows of one stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+    """
+    gate, up = input.chunk(2, dim=-1)
+    out.copy_(gate * torch.nn.functional.silu(up))
+
+
+@mul_and_silu.plan
+def plan_mul_and_silu(out: TensorArg, input: TensorArg) -> Launch:
+    return _plan_gated(_act_and_mul, out, input, ACT="silu", ACT_FIRST=False, min_blocks=min_blocks_of_silu(input))
+
+
+mul_and_silu.example(example_gated)
+
+
+@op(out="out", ulps=0)
+def gelu_and_mul(out: Tensor, input: Tensor) -> None:
+    """GEGLU: ``out = T(T(g / 2 * (1 + erf(g / sqrt(2)))) * u)`` for the halves ``input = [g, u]``.
+
+    After Shazeer 2020, arXiv:2002.05202. Equal to eager PyTorch on the same device, bit for bit.
+
+    Args:
+        out: [..., hidden_size], written; rows of one stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+    """
+    gate, up = input.chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.gelu(gate) * up)
+
+
+@gelu_and_mul.plan
+def plan_gelu_and_mul(out: TensorArg, input: TensorArg) -> Launch:
+    return _plan_gated(_act_and_mul, out, input, ACT="gelu", ACT_FIRST=True)
+
+
+gelu_and_mul.example(example_gated)
+
+
+@op(out="out", ulps=0)
+def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
+    """GEGLU by the hyperbolic tangent: ``out = T(T(g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g^3)))) * u)``.
+
+    ``input = [g, u]`` (Hendrycks and Gimpel 2016, arXiv:1606.08415). Equal to eager PyTorch on the same device, bit for
+    bit.
+
+    Args:
+        out: [..., hidden_size], written; rows of one stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+    """
+    gate, up = input.chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+@gelu_tanh_and_mul.plan
+def plan_gelu_tanh_and_mul(out: TensorArg, input: TensorArg) -> Launch:
+    return _plan_gated(_act_and_mul, out, input, ACT="gelu_tanh", ACT_FIRST=True)
+
+
+gelu_tanh_and_mul.example(example_gated)
+
+
+@op(out="out", ulps=0)
+def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
+    """FATReLU gate: ``out = T((g <= t ? 0 : g) * u)`` for the halves ``input = [g, u]`` and the threshold t.
+
+    The threshold is first rounded to the element type. NaN in g stays NaN (Kurtz et al. 2020, "Inducing and exploiting
+    activation sparsity", ICML). Equal to eager PyTorch on the same GPU, bit for bit.
+
+    Args:
+        out: [..., hidden_size], written; rows of one stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        threshold: elements of g up to it count as 0.
+    """
+    gate, up = input.chunk(2, dim=-1)
+    rounded = gate.new_full((), threshold, dtype=torch.float32).to(gate.dtype)
+    out.copy_(torch.where(gate <= rounded, 0.0, gate) * up)
+
+
+@fatrelu_and_mul.plan
+def plan_fatrelu_and_mul(out: TensorArg, input: TensorArg) -> Launch:
+    return _plan_gated(_fatrelu_and_mul, out, input)
+
+
+@fatrelu_and_mul.example
+def example_fatrelu_and_mul(
+    make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
+    return (*example_gated(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 0.3125)
+
+
+@op(out="out")
+def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
+    """Clamped SwiGLU of neighbouring elements: ``out = T((u + 1) * g / (1 + exp(-alpha * g)))``.
+
+    g is the even elements of `input`, clamped to at most `limit`; u is the odd ones, clamped to +-`limit`. NaN counts
+    as `limit`. Computed in float32 and rounded once. The gate of the gpt-oss models (OpenAI 2025, arXiv:2508.10925).
+
+    Args:
+        out: [..., hidden_size], written; rows of one stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        alpha: slope of the sigmoid; limit: largest gate and largest magnitude of u.
+    """
+    pairs = input.float()
+    bound = pairs.new_full((), limit)
+    gate = torch.fmin(pairs[..., ::2], bound)
+    up = torch.fmax(torch.fmin(pairs[..., 1::2], bound), -bound)
+    out.copy_((up + 1) * gate / (1 + torch.exp(-gate * alpha)))
+
+
+@swigluoai_and_mul.plan
+def plan_swigluoai_and_mul(out: TensorArg, input: TensorArg) -> Launch:
+    return _plan_gated(_swigluoai_and_mul, out, input)
+
+
+@swigluoai_and_mul.example
+def example_swigluoai_and_mul(
+    make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
+    return (*example_gated(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 1.702, 7.0)
+
+
+@op(out="out")
+def swiglustep_and_mul(out: Tensor, input: Tensor, limit: float = 7.0) -> None:
+    """SwiGLU with both factors clamped: ``out = T(min(silu(g), limit) * max(min(u, limit), -limit))``.
+
+    g and u are the halves ``input = [g, u]``. Computed in float32 and rounded once; NaN stays NaN.
+
+    Args:
+        out: [..., hidden_size], written; rows of one stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        limit: largest activated gate and largest magnitude of u.
+    """
+    gate, up = input.float().chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit))
+
+
+@swiglustep_and_mul.plan
+def plan_swiglustep_and_mul(out: TensorArg, input: TensorArg) -> Launch:
+    return _plan_gated(_swiglustep_and_mul, out, input)
+
+
+@swiglustep_and_mul.example
+def example_swiglustep_and_mul(
+    make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
+    return (*example_gated(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 7.0)

@@ -1,0 +1,298 @@
+"""Rotary embedding of query and key in place, by one position of a token or by three."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from ._common import EXAMPLE_POSITIONS, choose, query_and_key, rotary_dim_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["multimodal_rotary_embedding", "rotary_embedding"]
+
+_rotary_embedding = Kernel("rotary/rotary_embedding.cu")
+_NO_DIMENSION = (1, (0, 0, 0))  # size and strides in place of a leading dimension that the tensors do not have
+
+
+def inside(positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    """Whether the table has a row for each of `positions`."""
+    return (positions >= 0) & (positions < cos_sin_cache.shape[0])
+
+
+def turned(heads: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
+    """`heads` [*tokens, heads, head_size] with their first pairs turned.
+
+    `cos` and `sin` are [*tokens, rotary_dim / 2]; elements of a head beyond rotary_dim are copied.
+    """
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    part, rest = heads.tensor_split([2 * cos.shape[-1]], -1)
+    x, y = part.chunk(2, -1) if is_neox else (part[..., ::2], part[..., 1::2])
+    pair = x * cos - y * sin, y * cos + x * sin
+    part = torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2)
+    return torch.cat((part, rest), -1)
+
+
+def _turn(
+    query: Tensor, key: Tensor | None, head_size: int, cos: Tensor, sin: Tensor, in_table: Tensor, is_neox: bool
+) -> None:
+    """Turn the heads of the tokens that are `in_table` by cosines and sines [*tokens, rotary_dim / 2], in place."""
+    for tensor in (query,) if key is None else (query, key):
+        heads = tensor if tensor.ndim == in_table.ndim + 2 else tensor.unflatten(-1, (-1, head_size))
+        heads.copy_(torch.where(in_table[..., None, None], turned(heads, cos, sin, is_neox), heads))
+
+
+def _plan_in_place(
+    positions: TensorArg,
+    query: TensorArg,
+    key: TensorArg | None,
+    head_size: int,
+    cos_sin_cache: TensorArg,
+    is_neox: bool,
+    axes: int = 1,
+    sections: tuple[int, int] = (0, 0),
+    is_interleaved: bool = False,
+) -> Launch:
+    """The launch that turns query and key. With `axes` 3, the first dimension of `positions` is that of the axes."""
+    tokens = positions.shape[axes > 1 :]
+    heads = query_and_key(positions, query, key, tokens, head_size)
+    num_heads = [arg.shape[-2] for arg in heads] + [0] * (key is None)
+    rotary_dim = rotary_dim_of(cos_sin_cache, query, head_size)
+    rank = len(tokens)
+    leading = check.leading(
+        *(
+            replace(arg, shape=(*tokens, 1), strides=(*strides, 1))
+            for arg, strides in [
+                (positions, positions.strides[axes > 1 :]),
+                *((arg, arg.strides[:rank]) for arg in heads),
+            ]
+        ),
+        max_dims=2,
+    )
+    (size0, strides0), (size1, strides1) = (*leading, _NO_DIMENSION)[:2]
+    config = choose(size0 * size1, sum(num_heads), rotary_dim, is_neox, [cos_sin_cache], heads)
+    return _rotary_embedding(
+        scalar_t=query.dtype,
+        position_t=positions.dtype,
+        NUM_HEADS_Q=num_heads[0],
+        NUM_HEADS_K=num_heads[1],
+        AXES=axes,
+        SECTION_T=sections[0],
+        SECTION_H=sections[1],
+        INTERLEAVED=is_interleaved,
+        LEADING=len(leading),
+        **config.constants,
+    ).launch(
+        grid=config.grid(size0 * size1),
+        block=config.num_threads,
+        num_tokens=size0 * size1,
+        size1=size1,
+        max_position=cos_sin_cache.shape[0],
+        axis_stride=positions.strides[0] if axes > 1 else 0,
+        positions_stride0=strides0[0],
+        positions_stride1=strides1[0],
+        query_stride0=strides0[1],
+        query_stride1=strides1[1],
+        query_head_stride=heads[0].strides[-2],
+        key_stride0=strides0[2] if key else 0,
+        key_stride1=strides1[2] if key else 0,
+        key_head_stride=heads[1].strides[-2] if key else 0,
+    )
+
+
+@op(inout=("query", "key"), ulps=0)
+def rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor, is_neox: bool
+) -> None:
+    """Rotary embedding of query and key heads, in place: ``x' = T(T(x cos) - T(y sin)), y' = T(T(y cos) + T(x sin))``.
+
+    The first rotary_dim elements of a head turn in pairs (x, y), by the angles of the token's position: elements
+    (j, j + rotary_dim / 2) if `is_neox`, else (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864). Every operation rounds
+    to the element type, so results equal those of eager PyTorch bit for bit. Other elements, and tokens whose position
+    lies outside the table, are left as they are.
+
+    Args:
+        positions: [num_tokens] or [batch, seq_len], int32 or int64, of any strides.
+        query: positions' shape and [num_heads * head_size] or [num_heads, head_size], float32, float16 or bfloat16,
+            read and written; of any strides but the last.
+        key: the same with num_kv_heads, which divides num_heads, or None.
+        head_size: elements of a head.
+        cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous, of one row at least; cosines in the
+            first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
+        is_neox: which elements make a pair.
+    """
+    in_table = inside(positions, cos_sin_cache)
+    cos, sin = cos_sin_cache[positions.where(in_table, 0).long()].chunk(2, -1)
+    _turn(query, key, head_size, cos, sin, in_table, is_neox)
+
+
+@rotary_embedding.plan
+def plan_rotary_embedding(
+    positions: TensorArg,
+    query: TensorArg,
+    key: TensorArg | None,
+    head_size: int,
+    cos_sin_cache: TensorArg,
+    is_neox: bool,
+) -> Launch:
+    if len(positions.shape) not in (1, 2):
+        raise positions.error(f"expected shape (num_tokens,) or (batch, seq_len), got {positions.shape}")
+    return _plan_in_place(positions, query, key, head_size, cos_sin_cache, is_neox)
+
+
+@rotary_embedding.bad_indices
+def bad_indices_rotary_embedding(positions: Tensor, cos_sin_cache: Tensor) -> dict[str, Tensor]:
+    return {"positions": ~inside(positions, cos_sin_cache)}
+
+
+@rotary_embedding.traffic
+def traffic_rotary_embedding(
+    positions: TensorArg, query: TensorArg, key: TensorArg | None, head_size: int, cos_sin_cache: TensorArg
+) -> int:
+    return _traffic_in_place(positions, query, key, head_size, cos_sin_cache)
+
+
+def _traffic_in_place(
+    positions: TensorArg, query: TensorArg, key: TensorArg | None, head_size: int, cos_sin_cache: TensorArg
+) -> int:
+    """Bytes of the parts of heads that turn, read and written, of positions, and of the rows of the table they name."""
+    max_position, rotary_dim = cos_sin_cache.shape
+    turning = 2 * (query.nbytes + (key.nbytes if key else 0)) * rotary_dim // head_size
+    return turning + positions.nbytes + min(positions.numel, max_position) * rotary_dim * cos_sin_cache.dtype.itemsize
+
+
+@rotary_embedding.example
+def example_rotary_embedding(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    dtype: str = "bfloat16",
+    head_size: Literal[128, 80] = 128,
+    rotary_dim: Literal[None, 32] = None,
+    is_neox: bool = True,
+    with_key: bool = True,
+) -> tuple[Any, ...]:
+    positions = make.randint(0, EXAMPLE_POSITIONS, num_tokens)
+    query = make.randn(num_tokens, 32 * head_size, dtype=dtype)
+    key = make.randn(num_tokens, 8 * head_size, dtype=dtype) if with_key else None
+    return (
+        positions,
+        query,
+        key,
+        head_size,
+        make.randn(EXAMPLE_POSITIONS, rotary_dim or head_size, dtype=dtype),
+        is_neox,
+    )
+
+
+@op(inout=("query", "key"), ulps=0)
+def multimodal_rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    mrope_section_t: int,
+    mrope_section_h: int,
+    mrope_section_w: int,
+    mrope_interleaved: bool = False,
+) -> None:
+    """`rotary_embedding` by positions in time, height and width, each of which turns some of the pairs of every head.
+
+    Pair j has the position in time for j < t, in height for t <= j < t + h, else in width, t, h and w being the
+    sections (Wang et al. 2024, arXiv:2409.12191). If `mrope_interleaved`, pairs 1, 4, 7, ... below 3 h have that in
+    height, pairs 2, 5, 8, ... below 3 w that in width, and all others that in time. Tokens with one position outside
+    the table are left as they are.
+
+    Args:
+        positions: [3, num_tokens] for time, height and width, or [num_tokens] where the three are one; int32 or int64,
+            of any strides.
+        query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
+            read and written; of any strides but the last.
+        key: the same with num_kv_heads, which divides num_heads, or None.
+        head_size: elements of a head.
+        cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous, of one row at least; cosines in the
+            first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
+        is_neox: which elements make a pair.
+        mrope_section_t, mrope_section_h, mrope_section_w: pairs of each axis, rotary_dim / 2 in all.
+        mrope_interleaved: whether the pairs of the axes alternate.
+    """
+    positions = positions.expand(3, -1)
+    pair = torch.arange(cos_sin_cache.shape[1] // 2, device=positions.device)
+    if mrope_interleaved:
+        sections = (0, mrope_section_h, mrope_section_w)
+        axis = sum(n * ((pair % 3 == n) & (pair < 3 * sections[n])) for n in (1, 2))
+    else:
+        axis = (pair >= mrope_section_t) * 1 + (pair >= mrope_section_t + mrope_section_h)
+    in_table = inside(positions, cos_sin_cache)
+    angles = cos_sin_cache[positions.where(in_table, 0).long()].chunk(2, -1)
+    cos, sin = (each[axis, :, pair].T for each in angles)
+    _turn(query, key, head_size, cos, sin, in_table.all(0), is_neox)
+
+
+@multimodal_rotary_embedding.plan
+def plan_multimodal_rotary_embedding(
+    positions: TensorArg,
+    query: TensorArg,
+    key: TensorArg | None,
+    head_size: int,
+    cos_sin_cache: TensorArg,
+    is_neox: bool,
+    mrope_section_t: int,
+    mrope_section_h: int,
+    mrope_section_w: int,
+    mrope_interleaved: bool,
+) -> Launch:
+    sections = (mrope_section_t, mrope_section_h, mrope_section_w)
+    if cos_sin_cache.shape[1:] != (2 * sum(sections),) or min(sections) < 0:
+        raise check.refuse(
+            query,
+            "mrope_section_t",
+            f"expected sections of rotary_dim / 2 pairs in all, got {sections} for a "
+            f"cos_sin_cache of shape {cos_sin_cache.shape}",
+        )
+    if len(positions.shape) == 1:
+        return _plan_in_place(positions, query, key, head_size, cos_sin_cache, is_neox)
+    if len(positions.shape) != 2 or positions.shape[0] != 3:
+        raise positions.error(f"expected shape (3, num_tokens) or (num_tokens,), got {positions.shape}")
+    return _plan_in_place(
+        positions, query, key, head_size, cos_sin_cache, is_neox, 3, sections[:2], bool(mrope_interleaved)
+    )
+
+
+@multimodal_rotary_embedding.bad_indices
+def bad_indices_multimodal_rotary_embedding(positions: Tensor, cos_sin_cache: Tensor) -> dict[str, Tensor]:
+    return {"positions": ~inside(positions, cos_sin_cache)}
+
+
+@multimodal_rotary_embedding.traffic
+def traffic_multimodal_rotary_embedding(
+    positions: TensorArg, query: TensorArg, key: TensorArg | None, head_size: int, cos_sin_cache: TensorArg
+) -> int:
+    return _traffic_in_place(positions, query, key, head_size, cos_sin_cache)
+
+
+@multimodal_rotary_embedding.example
+def example_multimodal_rotary_embedding(
+    make: Any, *, num_tokens: int = 16, dtype: str = "bfloat16", is_neox: bool = True, is_interleaved: bool = True
+) -> tuple[Any, ...]:
+    positions = make.randint(0, EXAMPLE_POSITIONS, 3, num_tokens)
+    query, key = (make.randn(num_tokens, heads * 128, dtype=dtype) for heads in (28, 4))
+    sections = (24, 20, 20) if is_interleaved else (16, 24, 24)
+    return (
+        positions,
+        query,
+        key,
+        128,
+        make.randn(EXAMPLE_POSITIONS, 128, dtype=dtype),
+        is_neox,
+        *sections,
+        is_interleaved,
+    )
