@@ -7,5 +7,6 @@ check kernel                          checks and choices of a plan; Kernel, Spec
 layout workspace launch               parameters in memory; scratch memory; launching
 declaration planner guard plan        what a reference says of its op; what plans it; what a call needs
 wrapper returning torch_library       the function of an op; of one that returns its outputs; its form in torch
-index_check prepare op example        PYOPS_CHECK; from arguments to a plan; @op and the registry; example arguments
+index_check arguments prepare         PYOPS_CHECK; arguments as a plan takes them; from them to a plan
+typed op example                      what type checkers know; @op and the registry; example arguments
 """
