@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 from numbers import Real
 from typing import Any
 
@@ -14,7 +14,9 @@ from . import tensor, torch_library
 from .declaration import Declaration, Parameter
 from .errors import OpError
 
-_SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, int), "str": (str,)}
+_SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, int, numpy.bool_), "str": (str,)}
+_FLOATS = (float, int, numpy.floating, numpy.integer, numpy.bool_)
+_MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # from here on, float32 has infinity alone
 
 
 def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
@@ -39,6 +41,10 @@ def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
                 made[i] = tensor.held_number(value, like)
         elif p.keyed and isinstance(value, numpy.generic):
             made[i] = value.item()
+        elif p.kind == "tuple[int, int]" and isinstance(value, tuple):
+            made[i] = value
+            if any(isinstance(one, numpy.integer) for one in value):
+                made[i] = tuple(one.item() if isinstance(one, numpy.integer) else one for one in value)
         elif p.keyed and tensor.library_of(value):
             check_scalar(declaration.name, p, value)
             try:
@@ -80,15 +86,18 @@ def describe(declaration: Declaration, args: Sequence[Any]) -> tuple[str, list[A
 
 
 def check_scalar(op: str, p: Parameter, value: Any) -> None:
-    """Raises OpError unless `value` is of the kind of the parameter."""
+    """Raises OpError unless `value` is of the kind of the parameter, and kernels can take it."""
     if value is None and p.optional:
         return
     if p.kind == "float":
         try:
-            float(value)
-            return
-        except (TypeError, ValueError, OverflowError):
-            pass
+            if isinstance(value, _FLOATS) or tensor.library_of(value):
+                if _MAX_FLOAT <= abs(float(value)) < inf:
+                    raise OpError(op, p.name, f"expected a number that float32 can hold, got {value}")
+                return
+        except (TypeError, ValueError, OverflowError) as error:
+            if isinstance(error, OpError):
+                raise
     elif p.kind == "dtype":
         if isinstance(value, str) or hasattr(value, "itemsize"):
             return
@@ -96,6 +105,8 @@ def check_scalar(op: str, p: Parameter, value: Any) -> None:
         if isinstance(value, tuple) and [type(one) for one in value] == [int, int]:
             return
     elif isinstance(value, _SCALARS[p.kind]) or (p.kind != "str" and hasattr(value, "__index__")):
+        if p.kind == "int" and isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise OpError(op, p.name, f"expected an integer of 64 bits, got {value}")
         return
     raise OpError(op, p.name, f"expected {p.kind}, got {type(value).__name__}")
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from struct import error as StructError
 from typing import Any
 
-import numpy
-
 from . import arguments, config, device, driver, index_check, launch, tensor, torch_library, workspace
 from .declaration import Declaration
 from .errors import CaptureError, NotLoadedError, OpError
@@ -25,12 +23,11 @@ from .wrapper import NAMESPACE
 
 def prepare(declaration: Declaration, planner: Planner, args: Sequence[Any]) -> Plan:
     """The plan of a call with these arguments. Raises OpError for a call that the op refuses."""
-    if arguments.convert(declaration, args) is not None:
-        # A tensor hashes by its identity: a plan that is kept under one would outlive the tensor's value.
-        keep = not any(
-            p.keyed and (tensor.library_of(value) or isinstance(value, numpy.generic))
-            for p, value in zip(declaration.parameters, args, strict=True)
-        )
+    if (converted := arguments.convert(declaration, args)) is not None:
+        # A tensor hashes by its identity: a plan that is kept under one would outlive the tensor's value. And a scalar
+        # of numpy's hashes as the Python value that it becomes, whose plan is another.
+        pairs = zip(declaration.parameters, args, converted, strict=True)
+        keep = not any(p.keyed and new is not value for p, value, new in pairs)
         return Plan("call", _call_converted(declaration, planner), keep=keep)
     library, described = arguments.describe(declaration, args)
     tensors = declaration.tensors_of(described)
@@ -114,7 +111,11 @@ def _bound(
     scalars = {p.name: value for p, value in zip(declaration.parameters, args, strict=True) if p.keyed}
     allocate = workspace.allocate_torch if library == "torch" else workspace.allocate_cupy
     names = declaration.tensor_names, declaration.runtime
-    return launch.bind(declaration.name, index, launches, functions, *names, scalars, allocate)
+    try:
+        return launch.bind(declaration.name, index, launches, functions, *names, scalars, allocate)
+    except (StructError, OverflowError) as error:
+        _explain(declaration, error, args)
+        raise
 
 
 def _may_compile(declaration: Declaration, one: Launch) -> None:
@@ -141,6 +142,8 @@ def _cpu_call(
         return planner.launches(*described)
 
     def run(*args: Any) -> None:
+        # The values equal those that the plan was made for, but may be numpy's.
+        args = tuple(arguments.convert(declaration, args) or args)
         for p, value in zip(declaration.parameters, args, strict=True):
             if not p.is_tensor:
                 arguments.check_scalar(declaration.name, p, value)
@@ -174,4 +177,13 @@ def _run_on_host(
     try:
         launch.run_on_host(launches, declaration.tensor_names, declaration.runtime, scalars, *addresses, *runtime)
     except (StructError, OverflowError, TypeError) as error:
-        launch.explain(error, declaration.name, declaration.runtime, runtime)
+        _explain(declaration, error, args)
+
+
+def _explain(declaration: Declaration, error: Exception, args: Sequence[Any]) -> None:
+    """Raise `error`, or the OpError that says which scalar is none that kernels can take."""
+    formats = {"float": "d", "int": "i"}  # integers that plans choose by may be of 32 bits where kernels take them
+    runtime = dict(declaration.runtime)
+    pairs = [(p, value) for p, value in zip(declaration.parameters, args, strict=True) if p.kind in formats]
+    named = tuple((p.name, runtime.get(p.name, formats[p.kind])) for p, value in pairs if value is not None)
+    launch.explain(error, declaration.name, named, [value for _, value in pairs if value is not None])

@@ -163,6 +163,7 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
         raise OpError(op, name, f"dtype {value.dtype} is not supported")
     if kind == "torch":
         check_needs_no_grad(op, name, value)
+        _check_plain(op, name, value)
         pointer, shape, strides = value.data_ptr(), tuple(value.shape), value.stride()
         device = device_of(value)
     else:
@@ -188,6 +189,15 @@ def check_needs_no_grad(op: str, name: str, value: Tensor) -> None:
     """Raises OpError for a torch tensor whose gradient would be lost."""
     if value.requires_grad and torch.is_grad_enabled():
         raise OpError(op, name, "requires grad, but the op has no derivative: call it under torch.no_grad()")
+
+
+def _check_plain(op: str, name: str, value: Tensor) -> None:
+    """Raises OpError for a torch tensor whose elements do not lie in memory, each where its strides say."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise OpError(op, name, "is transformed by torch.func, and the op has no rule for that")
+    if value.is_nested or value.layout is not torch.strided:
+        found = "a nested one" if value.is_nested else f"one of layout {value.layout}"
+        raise OpError(op, name, f"expected a dense tensor, got {found}")
 
 
 def increment_versions(values: Sequence[Any]) -> None:

@@ -177,7 +177,7 @@ class _Text:
         masked = ", ".join(f"{p} & 15" for p in self.pointers)
         self.alignments = f"({' | '.join(self.pointers)}) & 15 and ({masked},)"
         # An address of 0: an empty tensor, or one whose storage was taken away.
-        self.required = " and ".join(f"p{i}" for i, p in self.tensors if not p.optional)
+        self.required = " and ".join(f"(p{i} or {p.name} is None)" if p.optional else f"p{i}" for i, p in self.tensors)
         keyed = [p.name for p in declaration.parameters if p.keyed]
         self.scalars = f"({', '.join(keyed)},)" if keyed else ""
         self.guard_arguments = ", ".join(
