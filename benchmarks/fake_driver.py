@@ -109,7 +109,7 @@ def _patches() -> Iterator[Any]:
     yield mock.patch.object(driver, "allow_shared", _nothing)
     # There is no stream, no graph is captured, and workspaces lie in host memory.
     yield mock.patch.dict(NAMESPACE, torch_stream=operator.index)
-    yield mock.patch.object(prepare, "_capturing", _is_capturing)
+    yield mock.patch.object(prepare, "capturing", _is_capturing)
     yield mock.patch.object(workspace, "allocate_torch", _allocate)
     yield mock.patch.object(workspace, "zeros", _zeros)
     # Every op lists the kernels that it has loaded.

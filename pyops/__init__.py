@@ -9,35 +9,61 @@ from __future__ import annotations
 from collections.abc import Mapping as _Mapping
 from types import MappingProxyType as _MappingProxyType
 
-from ._core import check
-from ._core.compiler import Compiled
-from ._core.errors import (
-    CaptureError,
-    CompileError,
-    DeviceFault,
-    KernelFault,
-    MissingDependencyError,
-    ModelError,
-    NotLoadedError,
-    OpError,
-)
-from ._core.kernel import Kernel
-from ._core.op import Op, Wrapper, op
+from ._core import check as check
+from ._core.compiler import Compiled as Compiled
+from ._core.errors import CaptureError as CaptureError
+from ._core.errors import CompileError as CompileError
+from ._core.errors import DeviceFault as DeviceFault
+from ._core.errors import KernelFault as KernelFault
+from ._core.errors import MissingDependencyError as MissingDependencyError
+from ._core.errors import ModelError as ModelError
+from ._core.errors import NotLoadedError as NotLoadedError
+from ._core.errors import OpError as OpError
+from ._core.kernel import Kernel as Kernel
+from ._core.op import Op as Op
+from ._core.op import op as op
 from ._core.op import registry as _registry
 from ._core.torch_library import bind_loaded as _bind_loaded
-from .compile_ahead import warmup
-from .ops.activation import *
-from .ops.attention import *
+from ._core.typed import Wrapper as Wrapper
+from .compile_ahead import warmup as warmup
+from .ops.activation.elementwise import *
+from .ops.activation.gated import *
+from .ops.activation.quant import *
+from .ops.activation.sparse import *
+from .ops.attention.decode import *
+from .ops.attention.merge import *
+from .ops.attention.mla import *
+from .ops.attention.partitioned import *
+from .ops.attention.sparse import *
+from .ops.attention.varlen import *
 from .ops.cache import *
-from .ops.linear import *
-from .ops.memory import *
-from .ops.norm import *
+from .ops.linear.skinny_linear import *
+from .ops.memory.device_memory import *
+from .ops.norm.dynamic_quant import *
+from .ops.norm.layer import *
+from .ops.norm.rms import *
+from .ops.norm.rope import *
+from .ops.norm.static_quant import *
 from .ops.quantize import *
-from .ops.rotary import *
-from .ops.sampling import *
+from .ops.rotary.apply import *
+from .ops.rotary.dual_chunk import *
+from .ops.rotary.embedding import *
+from .ops.sampling.draw import *
+from .ops.sampling.penalties import *
+from .ops.sampling.probabilities import *
+from .ops.sampling.rejection import *
+from .ops.sampling.top_k import *
 
 __version__ = "0.1.0"
 
 registry: _Mapping[str, Op] = _MappingProxyType(_registry)
+
+# Modules that the package is made of, which are no part of its face, and what `from __future__` leaves.
+_INTERNAL = frozenset(("annotations", "axes", "cli", "compile_ahead", "ops"))
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if name not in _INTERNAL and (name[0] != "_" or name.startswith("__")))
+
 
 _bind_loaded()

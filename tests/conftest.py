@@ -95,6 +95,13 @@ def _errors_where_they_happen(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.cuda.synchronize()
 
 
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    """Parameters of layers require grad, and kernels have no derivative."""
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
     """Whatever tests ran before in the process."""

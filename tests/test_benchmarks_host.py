@@ -84,7 +84,7 @@ def test_a_hit_takes_the_path_of_a_gpu(name: str) -> None:
 
 
 def replaced_by_the_fake() -> list[Any]:
-    functions = [device.get, device.host, device.count, driver.get, driver.allow_shared, prepare._capturing]
+    functions = [device.get, device.host, device.count, driver.get, driver.allow_shared, prepare.capturing]
     return [*functions, workspace.allocate_torch, workspace.zeros, {**NAMESPACE}]
 
 

@@ -16,6 +16,8 @@ from pyops import nn as layers
 from pyops._core.host.toolchain import toolchains
 from tests.layers import DTYPES, of_all_methods
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 Tensor = torch.Tensor
 _SHAPES = [(7, 34), (2, 3, 16), (0, 8), (10,)]
 

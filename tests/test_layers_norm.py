@@ -16,6 +16,8 @@ from pyops import testing
 from pyops._core.host.toolchain import toolchains
 from tests.layers import DTYPES, of_all_methods
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 Tensor = torch.Tensor
 EPS = 1e-6
 TOLERANCE = {torch.float32: 2**-20, torch.float16: 3 * 2**-11, torch.bfloat16: 3 * 2**-8}  # three roundings

@@ -1,11 +1,12 @@
 """The runtime. A file imports only files above it:
 
-errors config dtypes                  what is raised, which switches exist, the element types
+errors config dtypes locks folders    what is raised, which switches exist, the element types, threads and processes
 source lazy device driver tuning      kernel text; torch and cupy on demand; device sizes; the driver; tuned choices
 tensor compiler host offline          what a plan sees of a tensor; text to function: on a GPU, on the CPU, for a GPU
 check kernel                          checks and choices of a plan; Kernel, Specialisation, Launch
 layout workspace launch               parameters in memory; scratch memory; launching
 declaration planner guard plan        what a reference says of its op; what plans it; what a call needs
 wrapper returning torch_library       the function of an op; of one that returns its outputs; its form in torch
-index_check prepare op example        PYOPS_CHECK; from arguments to a plan; @op and the registry; example arguments
+index_check arguments prepare         PYOPS_CHECK; arguments as a plan takes them; from them to a plan
+typed op example                      what type checkers know; @op and the registry; example arguments
 """

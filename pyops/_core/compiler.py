@@ -6,16 +6,18 @@ the digest of text, options, architecture and compiler, and NVRTC itself.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import threading
 import time
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from . import config, device
+from . import config, device, folders, locks
 from .errors import CompileError
 from .lazy import cache_folder, cupy
 
@@ -63,7 +65,7 @@ _warned = False
 def load(index: int, text: str, entry: str, kernel: str, constants: str, options: tuple[str, ...] = ()) -> Compiled:
     """The function `entry` of `text` on the device `index`, compiled at most once per process and device."""
     key = (index, text)
-    with _locks.setdefault(key, threading.Lock()):
+    with _locks.setdefault(key, locks.new()):
         if key not in _loaded:
             _loaded[key] = _load(index, text, entry, kernel, constants, options)
         return _loaded[key]
@@ -74,7 +76,8 @@ def _load(index: int, text: str, entry: str, kernel: str, constants: str, option
     _compiler_ran.state.wrote = False
     with cupy.cuda.Device(index):
         try:
-            module = cupy.RawModule(code=text, options=options)._module(_compiler_ran)
+            with _alone(index, text, options):
+                module = cupy.RawModule(code=text, options=options)._module(_compiler_ran)
         except cupy.cuda.compiler.CompileException as error:
             raise CompileError(kernel, constants, _tail(str(error))) from None
         except (OSError, cupy.cuda.driver.CUDADriverError) as error:
@@ -104,6 +107,14 @@ def _load(index: int, text: str, entry: str, kernel: str, constants: str, option
             file=sys.stderr,
         )
     return compiled
+
+
+def _alone(index: int, text: str, options: tuple[str, ...]) -> AbstractContextManager[Any]:
+    """Of several processes that need a kernel that no cache holds, one compiles, and the others wait."""
+    if not os.access(cache_folder(), os.W_OK):
+        return nullcontext()
+    digest = hashlib.sha256("\0".join((text, device.get(index).arch, *options)).encode()).hexdigest()[:32]
+    return folders.worked_in(os.path.join(cache_folder(), f"pyops-{digest}{folders.SUFFIX}"))
 
 
 def _compile_in_memory(text: str, kernel: str, constants: str, options: tuple[str, ...]) -> Any:

@@ -112,6 +112,11 @@ class Declaration:
         """The tensors among values for all parameters."""
         return [values[position] for position in self.tensor_positions]
 
+    def written_of(self, values: Sequence[Any]) -> list[Any]:
+        """The tensors that a call with these values for all parameters writes."""
+        pairs = zip(self.parameters, values, strict=True)
+        return [value for p, value in pairs if p.written and value is not None]
+
     def applied(self, function: Callable[..., Any], values: Sequence[Any]) -> partial[Any]:
         """`function`, which has the op's parameters, given a value for each of them."""
         names = (p.name for p in self.parameters[self.positional :])

@@ -1,4 +1,7 @@
-"""What pyops raises. Every message names the op, the argument, what was expected and what came."""
+"""What pyops raises. Every message names the op, the argument, what was expected and what came.
+
+The `args` of an error are those of its constructor, and `__str__` makes the message: so errors can be pickled.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,11 @@ class MissingDependencyError(ImportError):
     """A package that this call needs is not installed; the message holds the pip line that mends it."""
 
     def __init__(self, needed_for: str, package: str, extra: str) -> None:
-        super().__init__(f"{needed_for} needs {package}, which is not installed: {pip_line(extra)}")
+        super().__init__(needed_for, package, extra)
+        self.needed_for, self.package, self.extra = needed_for, package, extra
+
+    def __str__(self) -> str:
+        return f"{self.needed_for} needs {self.package}, which is not installed: {pip_line(self.extra)}"
 
 
 def pip_line(extra: str) -> str:
@@ -41,7 +48,11 @@ class ModelError(ValueError):
     """A model folder, or a request to a model, that cannot be served: ``where: what: message``."""
 
     def __init__(self, where: object, message: str) -> None:
-        super().__init__(f"{where}: {message}")
+        super().__init__(str(where), message)
+        self.where, self.message = str(where), message
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
 
 
 class SwitchError(ValueError):
@@ -52,19 +63,27 @@ class CompileError(RuntimeError):
     """A kernel source that its compiler refused."""
 
     def __init__(self, kernel: str, constants: str, log: str) -> None:
-        message = f"{kernel} did not compile for {constants}\n{log}"
-        if kernel in kernels_cu.names():
-            message += f"\nprint the source with: python -m pyops source {kernel} {constants}"
-        super().__init__(message)
+        super().__init__(kernel, constants, log)
+        self.kernel, self.constants, self.log = kernel, constants, log
+
+    def __str__(self) -> str:
+        message = f"{self.kernel} did not compile for {self.constants}\n{self.log}"
+        if self.kernel in kernels_cu.names():
+            message += f"\nprint the source with: python -m pyops source {self.kernel} {self.constants}"
+        return message
 
 
 class CaptureError(RuntimeError):
     """A kernel that is not loaded yet was called while its stream is captured into a graph."""
 
     def __init__(self, op: str, kernel: str) -> None:
-        super().__init__(
-            f"{op}: kernel {kernel} is not loaded, and loading is not possible while a graph is captured: "
-            f"call {op} once with the same dtypes and sizes before the capture, or run pyops.warmup({op!r})"
+        super().__init__(op, kernel)
+        self.op, self.kernel = op, kernel
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op}: kernel {self.kernel} is not loaded, and loading is not possible while a graph is captured: "
+            f"call {self.op} once with the same dtypes and sizes before the capture, or run pyops.warmup({self.op!r})"
         )
 
 
@@ -72,9 +91,13 @@ class NotLoadedError(RuntimeError):
     """With PYOPS_JIT=error: a call needs a kernel that is not loaded."""
 
     def __init__(self, op: str, kernel: str, constants: str) -> None:
-        super().__init__(
-            f"{op}: kernel {kernel} is not loaded, and PYOPS_JIT=error forbids to compile it: "
-            f"warm up with pyops.warmup({op!r}, ...) or pyops.warmup(model=...)\n  {constants}"
+        super().__init__(op, kernel, constants)
+        self.op, self.kernel, self.constants = op, kernel, constants
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op}: kernel {self.kernel} is not loaded, and PYOPS_JIT=error forbids to compile it: "
+            f"warm up with pyops.warmup({self.op!r}, ...) or pyops.warmup(model=...)\n  {self.constants}"
         )
 
 
@@ -104,14 +127,17 @@ class KernelFault(RuntimeError):
         block: tuple[int, int, int],
         thread: tuple[int, int, int] | None,
     ) -> None:
+        super().__init__(kind, kernel, constants, message, tuple(places), block, thread)
         self.kind, self.kernel, self.constants, self.message = kind, kernel, constants, message
         self.places, self.block, self.thread = tuple(places), block, thread
         self.file, self.line = places[0] if places else ("", 0)
-        super().__init__(
-            f"{kernel}: {kind}: {message}\n"
-            f"  at {called(places) or 'an unknown line'}\n"
-            f"  in block {block}{f', thread {thread}' if thread else ''}\n"
-            f"  of {kernel} {constants}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kernel}: {self.kind}: {self.message}\n"
+            f"  at {called(self.places) or 'an unknown line'}\n"
+            f"  in block {self.block}{f', thread {self.thread}' if self.thread else ''}\n"
+            f"  of {self.kernel} {self.constants}"
         )
 
 

@@ -22,7 +22,7 @@ def unguarded(*_: Any) -> bool:
 
 
 def guard(tensors: Sequence[Any]) -> Callable[..., bool]:
-    """check(*tensors): whether they have these types, dtypes, devices, sizes and strides.
+    """check(*tensors): whether they have these types, dtypes, devices, sizes and strides, and which require grad.
 
     TensorGuards is the C++ guard of torch.compile. torch does not document it: without it, calls build a key instead.
     """

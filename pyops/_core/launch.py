@@ -10,7 +10,7 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any, NamedTuple
 
-from . import config, device, driver, workspace
+from . import config, device, driver, locks, workspace
 from .errors import DeviceFault, OpError
 from .kernel import Launch
 from .layout import Buffer, Runtime, buffer, common_packer
@@ -97,7 +97,7 @@ def _bind_one(launch: Launch, function: int, index: int, parameters: Buffer) -> 
         return partial(calls.launch, function, *geometry, stream, parameters.parameters, 0)
 
     streams = Streams(with_attributes if attributes is not None else plain)
-    return Bound(threading.Lock(), parameters.pack, parameters.memory, streams)
+    return Bound(locks.new(), parameters.pack, parameters.memory, streams)
 
 
 def _bind_all(
@@ -111,7 +111,7 @@ def _bind_all(
 ) -> Bound:
     """Several launches, launches with workspaces, a process of several devices, or a device to be waited for."""
     if not bound:
-        return Bound(threading.Lock(), lambda *_: None, None, Streams(lambda _: lambda: None))
+        return Bound(locks.new(), lambda *_: None, None, Streams(lambda _: lambda: None))
     first, *others = bound
     source = ctypes.addressof(first.buffer)
     get_device = driver.get().get_device

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tempfile
 import warnings
 from types import ModuleType
 from typing import Any
 
+from . import folders
 from .errors import MissingDependencyError
 
 
@@ -32,8 +32,9 @@ def _import_cupy() -> ModuleType:
     if "cupy" not in sys.modules:
         try:
             os.makedirs(cache_folder(), exist_ok=True)
+            folders.sweep(cache_folder())
         except OSError as error:
-            scratch = tempfile.mkdtemp(prefix="pyops-cache-")
+            scratch = folders.of_process("pyops-cache-")
             warnings.warn(f"kernel cache {cache_folder()}: {error}; kernels are cached in {scratch}", stacklevel=2)
             os.environ["CUPY_CACHE_DIR"] = scratch
     return optional("cupy", "compiling a kernel", "cuda13")

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from operator import attrgetter
+from typing import Any, overload
 
-from . import guard, plan, prepare, returning, tensor, torch_library, wrapper
-from .compiler import Compiled
+from . import arguments, guard, plan, prepare, returning, tensor, torch_library, wrapper
 from .declaration import declare
 from .plan import Plan
 from .planner import Planner, Result
 from .tensor import TensorArg
+from .typed import Declare, DeclareReturning
 
-F = TypeVar("F", bound=Callable[..., Any])
 _MAX_PLANS = 8192
 
 registry: dict[str, Op] = {}
 
 
-class Wrapper(Protocol):
-    """What `@op` leaves in place of the reference: the wrapper, and the op's face as attributes."""
-
-    op: Op
-    reference: Callable[..., None]
-    compiled: Callable[[], list[Compiled]]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-    def plan(self, function: F) -> F: ...
-    def example(self, function: F) -> F: ...
-    def traffic(self, function: F) -> F: ...
-    def bad_indices(self, function: F) -> F: ...
-    def result(self, function: F) -> F: ...
-
-
+@overload
+def op(
+    *,
+    out: str | tuple[str, ...] = (),
+    inout: str | tuple[str, ...] = (),
+    in_place: dict[str, str] | None = None,
+    keyed: str | tuple[str, ...] = (),
+    runtime: str | tuple[str, ...] = (),
+    ulps: int = 1,
+    atol: float | Callable[..., float] = 2.0**-22,
+) -> Declare: ...
+@overload
+def op(
+    *,
+    out: str | tuple[str, ...] = (),
+    inout: str | tuple[str, ...] = (),
+    in_place: dict[str, str] | None = None,
+    returns: str | tuple[str, ...],
+    keyed: str | tuple[str, ...] = (),
+    runtime: str | tuple[str, ...] = (),
+    ulps: int = 1,
+    atol: float | Callable[..., float] = 2.0**-22,
+) -> DeclareReturning: ...
 def op(
     *,
     out: str | tuple[str, ...] = (),
@@ -43,7 +51,7 @@ def op(
     runtime: str | tuple[str, ...] = (),
     ulps: int = 1,
     atol: float | Callable[..., float] = 2.0**-22,
-) -> Callable[[Callable[..., None]], Wrapper]:
+) -> Any:
     """Declare an op by its reference, a plain PyTorch function that writes its outputs in place.
 
     Its parameters are annotated ``Tensor``, ``float``, ``int``, ``bool``, ``str`` or ``tuple[int, int]``, alone or with
@@ -64,26 +72,12 @@ def op(
             ulps=0. May be a function of the op's arguments.
     """
 
-    def make(reference: Callable[..., None]) -> Wrapper:
-        declaration = declare(
-            reference,
-            out=_names(out),
-            inout=_names(inout),
-            returns=_names(returns),
-            in_place=in_place or {},
-            keyed=_names(keyed),
-            runtime=_names(runtime),
-            ulps=ulps,
-            atol=atol,
-        )
-        made: Wrapper = Op(declaration).wrapper
-        return made
+    def make(reference: Callable[..., None]) -> Any:
+        names: dict[str, Any] = {"out": out, "inout": inout, "returns": returns, "keyed": keyed, "runtime": runtime}
+        names = {option: (given,) if isinstance(given, str) else given for option, given in names.items()}
+        return Op(declare(reference, **names, in_place=in_place or {}, ulps=ulps, atol=atol)).wrapper
 
     return make
-
-
-def _names(given: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else given
 
 
 class Op(Planner):
@@ -137,6 +131,10 @@ class Op(Planner):
         )
         registry[self.name] = self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An op is pickled and copied by the name of its function, as functions are."""
+        return attrgetter("op"), (self.wrapper,)
+
     def __call__(self, *values: Any) -> None:
         """The wrapper, given a value for each parameter."""
         self.applied(self.call, values)()
@@ -151,7 +149,7 @@ class Op(Planner):
         values = [kwargs.get(p.name, args[i] if i < len(args) else p.default) for i, p in enumerate(given)]
         like = values[self.declaration.leader_position]
         if tensor.library_of(like) is None:
-            prepare.describe(self.declaration, [*values, *(None for _ in self.declaration.returned)])
+            arguments.describe(self.declaration, [*values, *(None for _ in self.declaration.returned)])
         try:
             results = self.results(*values)
         except (AttributeError, IndexError, TypeError, ValueError):
@@ -162,7 +160,7 @@ class Op(Planner):
 
     def check(self, *args: Any) -> tuple[Sequence[TensorArg | None], list[Any]]:
         """(what a plan sees of `args`, the launches it makes). Raises OpError for a call that the op refuses."""
-        _, described = prepare.describe(self.declaration, args)
+        _, described = arguments.describe(self.declaration, args)
         return described, self.launches(*described)
 
     def forget(self) -> None:
@@ -199,6 +197,9 @@ class Op(Planner):
         elif made.guard is guard.never or (made is self.recent[0] and made.guard is not guard.unguarded):
             # The second call, or the guard has just failed on tensors of its own key: torch is in another mode now.
             made.guard = guard.guard(tensors)
+            made.requires_grad = any(value.requires_grad for value in tensors)
+            pairs = zip(self.tensors, tensors, strict=True)
+            made.versioned = any(p.written and not value.is_inference() for p, value in pairs)
         self.recent[0] = made
 
 

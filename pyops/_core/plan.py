@@ -32,6 +32,9 @@ class Plan:
         alignments: of the tensors' addresses, modulo 16; False if all are 0.
         addresses: those of the last call whose tensors shared no memory. A call with the same ones need not look again.
         guard: whether tensors look as those of this plan, torch's own test; says no until the plan's second call.
+        requires_grad: whether a tensor of the guard does. The plan then serves only calls with grad mode off.
+        versioned: whether autograd counts the writes to a written tensor of the guard. It does not for those that are
+            made in inference mode.
         scalars: values of the keyed scalars.
         tensors: descriptors of the tensors; extents: bytes from the first element of each to the end of its last.
         separate: distances between the tensors that share no byte.
@@ -48,6 +51,8 @@ class Plan:
     scalars: tuple[Any, ...] = ()
     addresses: tuple[int, ...] = ()
     guard: Callable[..., bool] = uncalled
+    requires_grad: bool = False
+    versioned: bool = True
     lock: threading.Lock | None = None
     pack: Callable[..., None] | None = None
     buffer: Any = None
@@ -112,6 +117,7 @@ def device_plan(
     def run(*args: Any) -> None:
         addresses = addresses_of(declaration, args)
         check_separate(declaration, tensors, addresses)
+        tensor.increment_versions(declaration.written_of(args))
         values = {p.name: value for p, value in zip(declaration.parameters, args, strict=True)}
         words = (*addresses, *(values[name] for name, _ in declaration.runtime))
         fire(declaration, index, bound, current_stream(index), *words)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from math import prod
-from numbers import Real
 from struct import error as StructError
 from typing import Any
 
-import numpy
-
-from . import config, device, driver, index_check, launch, tensor, torch_library, workspace
-from .declaration import Declaration, Parameter
+from . import arguments, config, device, driver, index_check, launch, tensor, torch_library, workspace
+from .declaration import Declaration
 from .errors import CaptureError, NotLoadedError, OpError
 from .host import run as host
 from .index_check import as_torch, capturing, torch_stream
@@ -25,19 +20,16 @@ from .planner import Planner
 from .tensor import TensorArg
 from .wrapper import NAMESPACE
 
-_SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, int), "str": (str,)}
-
 
 def prepare(declaration: Declaration, planner: Planner, args: Sequence[Any]) -> Plan:
     """The plan of a call with these arguments. Raises OpError for a call that the op refuses."""
-    if convert(declaration, args) is not None:
-        # A tensor hashes by its identity: a plan that is kept under one would outlive the tensor's value.
-        keep = not any(
-            p.keyed and (tensor.library_of(value) or isinstance(value, numpy.generic))
-            for p, value in zip(declaration.parameters, args, strict=True)
-        )
+    if (converted := arguments.convert(declaration, args)) is not None:
+        # A tensor hashes by its identity: a plan that is kept under one would outlive the tensor's value. And a scalar
+        # of numpy's hashes as the Python value that it becomes, whose plan is another.
+        pairs = zip(declaration.parameters, args, converted, strict=True)
+        keep = not any(p.keyed and new is not value for p, value, new in pairs)
         return Plan("call", _call_converted(declaration, planner), keep=keep)
-    library, described = describe(declaration, args)
+    library, described = arguments.describe(declaration, args)
     tensors = declaration.tensors_of(described)
     index = next(arg.device.index for arg in tensors if arg is not None)
     launches = planner.launches(*described)
@@ -89,98 +81,11 @@ def call_unkept(declaration: Declaration, planner: Planner, error: Exception | N
     return plan.run(*args)
 
 
-def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
-    """`args` as plans take them; None if `args` are so already.
-
-    A number, or a scalar in host memory, becomes a tensor where a kernel reads it by address. A tensor, or a scalar of
-    numpy's, becomes a Python value where a plan may choose by it.
-    """
-    like = args[declaration.leader_position]
-    made: dict[int, Any] = {}
-    for i, p in enumerate(declaration.parameters):
-        value = args[i]
-        if p.number:
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            is_elsewhere = (
-                tensor.library_of(value)
-                and tensor.on_host(value)
-                and not tensor.on_host(like)
-                and prod(value.shape) == 1
-            )
-            if is_number or is_elsewhere:
-                made[i] = tensor.held_number(value, like)
-        elif p.keyed and isinstance(value, numpy.generic):
-            made[i] = value.item()
-        elif p.keyed and tensor.library_of(value):
-            check_scalar(declaration.name, p, value)
-            try:
-                made[i] = float(value) if p.kind == "float" else operator.index(value)
-            except (TypeError, ValueError) as error:
-                raise OpError(declaration.name, p.name, f"expected {p.kind}: {error}") from None
-    changed = any(new is not args[i] for i, new in made.items())
-    return [made.get(i, arg) for i, arg in enumerate(args)] if changed else None
-
-
 def _call_converted(declaration: Declaration, planner: Planner) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        return declaration.applied(planner.call, convert(declaration, args) or args)()
+        return declaration.applied(planner.call, arguments.convert(declaration, args) or args)()
 
     return run
-
-
-def describe(declaration: Declaration, args: Sequence[Any]) -> tuple[str, list[Any]]:
-    """(library, args with every tensor replaced by its descriptor). Raises OpError for what the signature rules out."""
-    op = declaration.name
-    described: list[Any] = []
-    library, first_type, first_name, where = None, None, "", None
-    for p, value in zip(declaration.parameters, args, strict=True):
-        if not p.is_tensor:
-            check_scalar(op, p, value)
-        elif value is not None:
-            found = library if type(value) is first_type else tensor.library_of(value)
-            if found is None:
-                raise OpError(op, p.name, f"expected a torch tensor or a cupy array, got {type(value).__name__}")
-            if library is None:
-                library, first_type, first_name = found, type(value), p.name
-            if found != library:
-                raise OpError(op, p.name, f"expected a {library} tensor like {first_name}, got a {found} one")
-            value = tensor.describe(op, p.name, value, found, p.written)
-            if where is None:
-                where = value.device.index
-            if value.device.index != where:
-                came = _place(value.device.index)
-                raise value.error(f"expected device {_place(where)} like {first_name}, got {came}")
-        elif not p.optional:
-            raise OpError(op, p.name, "expected a tensor, got None")
-        described.append(value)
-    if library == "torch":
-        torch_library.bind_torch()
-    return library or "", described
-
-
-def check_scalar(op: str, p: Parameter, value: Any) -> None:
-    """Raises OpError unless `value` is of the kind of the parameter."""
-    if value is None and p.optional:
-        return
-    if p.kind == "float":
-        try:
-            float(value)
-            return
-        except (TypeError, ValueError, OverflowError):
-            pass
-    elif p.kind == "dtype":
-        if isinstance(value, str) or hasattr(value, "itemsize"):
-            return
-    elif p.kind == "tuple[int, int]":
-        if isinstance(value, tuple) and [type(one) for one in value] == [int, int]:
-            return
-    elif isinstance(value, _SCALARS[p.kind]) or (p.kind != "str" and hasattr(value, "__index__")):
-        return
-    raise OpError(op, p.name, f"expected {p.kind}, got {type(value).__name__}")
-
-
-def _place(index: int) -> str:
-    return "cpu" if index < 0 else f"cuda:{index}"
 
 
 # What runs a call: launches bound to a device, the reference, or kernels on the host.
@@ -206,7 +111,11 @@ def _bound(
     scalars = {p.name: value for p, value in zip(declaration.parameters, args, strict=True) if p.keyed}
     allocate = workspace.allocate_torch if library == "torch" else workspace.allocate_cupy
     names = declaration.tensor_names, declaration.runtime
-    return launch.bind(declaration.name, index, launches, functions, *names, scalars, allocate)
+    try:
+        return launch.bind(declaration.name, index, launches, functions, *names, scalars, allocate)
+    except (StructError, OverflowError) as error:
+        _explain(declaration, error, args)
+        raise
 
 
 def _may_compile(declaration: Declaration, one: Launch) -> None:
@@ -233,12 +142,15 @@ def _cpu_call(
         return planner.launches(*described)
 
     def run(*args: Any) -> None:
+        # The values equal those that the plan was made for, but may be numpy's.
+        args = tuple(arguments.convert(declaration, args) or args)
         for p, value in zip(declaration.parameters, args, strict=True):
             if not p.is_tensor:
-                check_scalar(declaration.name, p, value)
+                arguments.check_scalar(declaration.name, p, value)
         addresses = addresses_of(declaration, args)
         check_separate(declaration, tensors, addresses)
         if has_kernels and config.kernels_on_cpu():
+            tensor.increment_versions(declaration.written_of(args))
             planned = launches if host.warp_size() == 32 else in_wide_warps(args)
             _run_on_host(declaration, planned, addresses, args)
         else:
@@ -265,4 +177,13 @@ def _run_on_host(
     try:
         launch.run_on_host(launches, declaration.tensor_names, declaration.runtime, scalars, *addresses, *runtime)
     except (StructError, OverflowError, TypeError) as error:
-        launch.explain(error, declaration.name, declaration.runtime, runtime)
+        _explain(declaration, error, args)
+
+
+def _explain(declaration: Declaration, error: Exception, args: Sequence[Any]) -> None:
+    """Raise `error`, or the OpError that says which scalar is none that kernels can take."""
+    formats = {"float": "d", "int": "i"}  # integers that plans choose by may be of 32 bits where kernels take them
+    runtime = dict(declaration.runtime)
+    pairs = [(p, value) for p, value in zip(declaration.parameters, args, strict=True) if p.kind in formats]
+    named = tuple((p.name, runtime.get(p.name, formats[p.kind])) for p, value in pairs if value is not None)
+    launch.explain(error, declaration.name, named, [value for _, value in pairs if value is not None])

@@ -51,5 +51,5 @@ def make(declaration: Declaration, call: Callable[..., Any], allocate: Callable[
         **dict.fromkeys(outputs, "Tensor | None"),
         "return": results,
     }
-    wrapper.__module__ = declaration.reference.__module__
+    wrapper.__module__, wrapper.__qualname__ = declaration.reference.__module__, declaration.reference.__qualname__
     return wrapper

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +162,8 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
     if dtype is None:
         raise OpError(op, name, f"dtype {value.dtype} is not supported")
     if kind == "torch":
+        check_needs_no_grad(op, name, value)
+        _check_plain(op, name, value)
         pointer, shape, strides = value.data_ptr(), tuple(value.shape), value.stride()
         device = device_of(value)
     else:
@@ -179,6 +183,28 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
     if written and arg.numel:
         _check_no_self_overlap(arg)
     return arg
+
+
+def check_needs_no_grad(op: str, name: str, value: Tensor) -> None:
+    """Raises OpError for a torch tensor whose gradient would be lost."""
+    if value.requires_grad and torch.is_grad_enabled():
+        raise OpError(op, name, "requires grad, but the op has no derivative: call it under torch.no_grad()")
+
+
+def _check_plain(op: str, name: str, value: Tensor) -> None:
+    """Raises OpError for a torch tensor whose elements do not lie in memory, each where its strides say."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise OpError(op, name, "is transformed by torch.func, and the op has no rule for that")
+    if value.is_nested or value.layout is not torch.strided:
+        found = "a nested one" if value.is_nested else f"one of layout {value.layout}"
+        raise OpError(op, name, f"expected a dense tensor, got {found}")
+
+
+def increment_versions(values: Sequence[Any]) -> None:
+    """Tell autograd that these tensors are about to be written. Arrays of other libraries have no autograd."""
+    if values and library_of(values[0]) == "torch":
+        with suppress(RuntimeError):  # a tensor that was made in inference mode has no version
+            torch.autograd.graph.increment_version(values)
 
 
 def describe_fake(op: str, name: str, value: Any, device: Device) -> TensorArg:

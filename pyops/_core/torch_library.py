@@ -122,6 +122,7 @@ def bind_torch() -> None:
         _register(entry)
     NAMESPACE.update(is_compiling=torch.compiler.is_compiling, number=number, torch_ops=torch.ops.pyops, **absent)
     NAMESPACE.update(torch_stream=stream, dispatch_modes=torch._C._len_torch_dispatch_stack)
+    NAMESPACE.update(is_grad_enabled=torch.is_grad_enabled, increment_version=torch._C._increment_version)
 
 
 def _trace_without_torch() -> bool:
@@ -180,6 +181,7 @@ def _register(entry: _Entry) -> None:
     library = _libraries[declaration.name] = torch.library.Library("pyops", "FRAGMENT")
     name = declaration.name
     writing = f"{name}.out" if declaration.returned else name
+    by_name = declaration.parameters[declaration.positional :]
     library.define(schema(declaration))
     if returning is not None:
         library.define(returning_schema(declaration))
@@ -188,14 +190,21 @@ def _register(entry: _Entry) -> None:
         if returning is not None:
             library.impl(name, returning, key)
 
+    def check_needs_no_grad(*args: Any, **kwargs: Any) -> None:
+        for p, value in (*zip(declaration.parameters, args, strict=False), *((p, kwargs.get(p.name)) for p in by_name)):
+            if p.is_tensor and value is not None:
+                tensor.check_needs_no_grad(name, p.name, value)
+
     # A compiler has traced the wrapper, whose code may not change once it is guarded, and runs a fake before it guards.
     def fake(*args: Any, **kwargs: Any) -> Any:
         load()
+        check_needs_no_grad(*args, **kwargs)
         if (observe := _observer.get()) is not None:
             observe(name, args, kwargs)
 
     def returning_fake(*args: Any, **kwargs: Any) -> Any:
         load()
+        check_needs_no_grad(*args, **kwargs)
         assert allocate is not None
         return allocate(*args, **kwargs)
 

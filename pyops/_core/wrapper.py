@@ -18,7 +18,8 @@ _MAX_TENSORS = 24
 # Pairs of tensors up to which comparing all address ranges at every call costs less than remembering addresses.
 _FEW_PAIRS = 4
 # What a tensor contributes to the key of a plan.
-_TORCH_KEY = "{0}.get_device(), {0}.dtype, {0}.shape, {0}.stride()"
+# A call that autograd would have to follow is refused where its plan is made, so that its key never finds a plan.
+_TORCH_KEY = "{0}.get_device(), {0}.dtype, {0}.shape, {0}.stride(), {0}.requires_grad and is_grad_enabled()"
 _CUPY_KEY = "{0}.data.device_id, {0}.dtype, {0}.shape, {0}._c_contiguous or {0}.strides"
 
 # Globals of every wrapper. `torch_library.bind_torch` and `bind_cupy` complete them once their library is imported.
@@ -86,7 +87,7 @@ def make(declaration: Declaration, callbacks: Callbacks) -> tuple[Callable[..., 
     wrapper: Callable[..., Any] = wrappers[0]
     wrapper.__doc__ = declaration.reference.__doc__
     wrapper.__annotations__ = declaration.reference.__annotations__
-    wrapper.__module__ = declaration.reference.__module__
+    wrapper.__module__, wrapper.__qualname__ = declaration.reference.__module__, declaration.reference.__qualname__
     return wrapper, load
 
 
@@ -144,6 +145,8 @@ def render(declaration: Declaration) -> str:
         f"    if dispatch_modes() and hasattr({leader}, 'data_ptr'): return torch_ops.{name}({same_arguments})",
         *(f"    {line}" for line in text.keyed("{}.data_ptr()", _TORCH_KEY)),
         f"    remember(plan, {text.guard_arguments})",
+        *text.separate(),
+        *text.written(),
         *text.launched("torch_stream"),
         "return",
         ", ".join(names),
@@ -151,6 +154,7 @@ def render(declaration: Declaration) -> str:
     cupy_lines = [
         *text.numbers(),
         *text.keyed("{}.data.ptr", _CUPY_KEY),
+        *text.separate(),
         *text.launched("cupy_stream"),
         "return",
         ", ".join(names),
@@ -173,7 +177,7 @@ class _Text:
         masked = ", ".join(f"{p} & 15" for p in self.pointers)
         self.alignments = f"({' | '.join(self.pointers)}) & 15 and ({masked},)"
         # An address of 0: an empty tensor, or one whose storage was taken away.
-        self.required = " and ".join(f"p{i}" for i, p in self.tensors if not p.optional)
+        self.required = " and ".join(f"(p{i} or {p.name} is None)" if p.optional else f"p{i}" for i, p in self.tensors)
         keyed = [p.name for p in declaration.parameters if p.keyed]
         self.scalars = f"({', '.join(keyed)},)" if keyed else ""
         self.guard_arguments = ", ".join(
@@ -196,7 +200,7 @@ class _Text:
             found = f"{self.addresses} == plan.addresses or ({found})"
         lines = [
             "plan = recent[0]",
-            f"found = plan.guard({self.guard_arguments})",
+            f"found = plan.guard({self.guard_arguments}) and not (plan.requires_grad and is_grad_enabled())",
             "if found:",
             *(
                 f"    p{i} = 0 if {p.name} is None else {p.name}.data_ptr()"
@@ -240,22 +244,37 @@ class _Text:
             f"if plan.lock is None: return plan.run({self.arguments})",
         ]
 
-    def launched(self, stream: str) -> list[str]:
-        """Test new addresses for overlaps; pack the call's words and launch."""
+    def separate(self) -> list[str]:
+        """Test new addresses for overlaps."""
+        if not self.pairs:
+            return []
         meets = " or ".join(f"p{i} < p{j} + e{j} and p{j} < p{i} + e{i}" for i, j in self.pairs)
-        words = ", ".join([*self.pointers, *(name for name, _ in self.declaration.runtime)])
-        overlap = [
+        lines = [
             f"{', '.join(f'e{i}' for i, _ in self.tensors)}, = plan.extents",
             f"if {meets}: overlap(plan, {', '.join(self.pointers)})",
         ]
-        if self.remembers:
-            overlap = [
-                f"if {self.addresses} != plan.addresses:",
-                *(f"    {line}" for line in overlap),
-                f"    plan.addresses = {self.addresses}",
-            ]
+        if not self.remembers:
+            return lines
         return [
-            *(overlap if self.pairs else ()),
+            f"if {self.addresses} != plan.addresses:",
+            *(f"    {line}" for line in lines),
+            f"    plan.addresses = {self.addresses}",
+        ]
+
+    def written(self) -> list[str]:
+        """Autograd hears of each written tensor, as it does when torch itself writes one."""
+        names = [f"absent{i} if {p.name} is None else {p.name}" for i, p in self.tensors if p.written and p.optional]
+        names += [p.name for _, p in self.tensors if p.written and not p.optional]
+        return [
+            "if not found or plan.versioned:",
+            f"    try: increment_version(({', '.join(names)},))",
+            "    except RuntimeError: pass",  # a tensor that was made in inference mode has no version
+        ]
+
+    def launched(self, stream: str) -> list[str]:
+        """Pack the call's words and launch."""
+        words = ", ".join([*self.pointers, *(name for name, _ in self.declaration.runtime)])
+        return [
             "try:",
             "    with plan.lock:",
             f"        plan.pack(plan.buffer, 0, {words})",

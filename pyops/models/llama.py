@@ -193,9 +193,9 @@ class Llama:
         block_size = key_cache.shape[1]
         max_seq_len = batch.block_tables.shape[1] * block_size
         past = (key_cache, value_cache, config.num_key_value_heads, head_dim**-0.5, batch.block_tables, batch.seq_lens)
-        window = {"sliding_window": layer.sliding_window}
+        window = layer.sliding_window
         if batch.cu_seqlens_q is None:
-            paged_attention_v1(out, query, *past, block_size, max_seq_len, None, *scales, **window)
+            paged_attention_v1(out, query, *past, block_size, max_seq_len, None, *scales, sliding_window=window)
         else:
-            paged_attention_varlen(out, query, *past, batch.cu_seqlens_q, block_size, *scales, **window)
+            paged_attention_varlen(out, query, *past, batch.cu_seqlens_q, block_size, *scales, sliding_window=window)
         return layer.o(out.flatten(1))

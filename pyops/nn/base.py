@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .._core.op import Wrapper
 from .._core.torch_library import bind_loaded
+from .._core.typed import Wrapper
 from .custom_op import CustomOp
 
 if TYPE_CHECKING:
@@ -27,23 +27,22 @@ class OpLayer(CustomOp):
         op: the op, as in ``class SiluAndMul(OpLayer, op=silu_and_mul)``. `_use` gives one instance another op.
     """
 
-    op: Callable[..., None]
-    reference: Callable[..., None]
+    op: Wrapper[..., None]
 
-    def __init_subclass__(cls, op: Wrapper | None = None, **kwargs: Any) -> None:
+    def __init_subclass__(cls, op: Wrapper[..., None] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if op is not None:
-            cls.op, cls.reference = staticmethod(op), staticmethod(op.reference)
+            cls.op = staticmethod(op)  # type: ignore[assignment]
 
-    def _use(self, op: Wrapper) -> None:
-        self.op, self.reference = op, op.reference
+    def _use(self, op: Wrapper[..., None]) -> None:
+        self.op = op
 
     def compute(self, op: Callable[..., None], *args: Any) -> Any:
         """The result of this layer, computed by `op`: the op of the layer or its reference."""
         raise NotImplementedError
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compute(self.reference, *args, **kwargs)
+        return self.compute(self.op.reference, *args, **kwargs)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute(self.op, *args, **kwargs)

@@ -245,10 +245,15 @@ class CustomOp(_Replaceable):
     methods default to these two. An op that is switched off uses `forward_native`. A subclass may set `_forward_method`
     to another method after ``super().__init__()``, or override `forward` and have no methods for platforms.
 
+    Kernels have no derivative. While grad mode is on, a call with an argument or a parameter that requires grad uses
+    `forward_native`, too, unless the subclass says that all its methods are `differentiable`.
+
     Args:
         enforce_enable: switch this instance on, whatever the configuration says.
         compile_native: compile `forward_native` if the op is off and the configuration compiles the model.
     """
+
+    differentiable: ClassVar[bool] = False
 
     def __init__(self, *, enforce_enable: bool = False, compile_native: bool = False) -> None:
         super().__init__()
@@ -256,7 +261,13 @@ class CustomOp(_Replaceable):
         self._forward_method = self.dispatch_forward(compile_native)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not self.differentiable and self._requires_grad(*args, *kwargs.values()):
+            return self.forward_native(*args, **kwargs)
         return self._forward_method(*args, **kwargs)
+
+    def _requires_grad(self, *args: Any) -> bool:
+        """Whether autograd has to follow a call with these arguments."""
+        return any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *self.parameters()))
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
         """Plain PyTorch for any device. Writes to no argument."""

@@ -253,9 +253,10 @@ class MRotaryEmbedding(RotaryEmbedding):
         return cos.gather(0, which)[0], sin.gather(0, which)[0]
 
     def _turn(self, positions: Tensor, query: Tensor, key: Tensor | None, table: Tensor) -> None:
-        sections, interleaved = self._sections(positions), self.mrope_interleaved
+        time, height, width = self._sections(positions)
+        style, interleaved = self.is_neox_style, self.mrope_interleaved
         multimodal_rotary_embedding(
-            positions, query, key, self.head_size, table, self.is_neox_style, *sections, interleaved
+            positions, query, key, self.head_size, table, style, time, height, width, interleaved
         )
 
 

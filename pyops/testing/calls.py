@@ -12,7 +12,8 @@ from .._core import config, dtypes
 from .._core.errors import OpError
 from .._core.host.run import SCHEDULES, Schedule, scheduled
 from .._core.lazy import torch
-from .._core.op import Op, Wrapper
+from .._core.op import Op
+from .._core.typed import Wrapper
 from .compare import CODES, assert_close, same_bits
 from .memory import Canaries, Layout
 
@@ -24,7 +25,7 @@ _POISONS = (0xFF, 0x00, 0x5A)
 
 
 def assert_matches_reference(
-    op: Wrapper | Op,
+    op: Wrapper[..., Any] | Op,
     *args: Any,
     schedules: Sequence[Schedule] = SCHEDULES,
     warp_sizes: Sequence[int] = (32,),
@@ -64,7 +65,7 @@ def assert_matches_reference(
                     assert_results(op, right, run(op, values, hold=partial(Canaries, side=side)))
 
 
-def _arguments(op: Wrapper | Op, args: Sequence[Any], by_name: Mapping[str, Any]) -> tuple[Op, Sequence[Any]]:
+def _arguments(op: Wrapper[..., Any] | Op, args: Sequence[Any], by_name: Mapping[str, Any]) -> tuple[Op, Sequence[Any]]:
     """The op, and a value for each of its parameters."""
     found = op if isinstance(op, Op) else getattr(op, "op", None)
     if not isinstance(found, Op):

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 import pyops
-from pyops._core import device, launch
+from pyops._core import device, index_check, launch
 from pyops._core import driver as driver_calls
 from pyops._core.kernel import Kernel, Launch
 
@@ -182,3 +184,14 @@ def test_threads_do_not_mix_their_words(kernel: MakeKernel, driver: Driver) -> N
     for *_, stream, values in driver.launches:
         assert values["out"] == values["input"] == values["epsilon"]
         assert values["out"] // 1000 == stream
+
+
+def test_each_library_says_whether_its_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    stream = mock.create_autospec(cupy.cuda.Stream, instance=True)
+    stream.is_capturing.return_value = True
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda index: stream)
+    assert index_check.capturing("cupy", 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert index_check.capturing("torch", 0)

@@ -118,3 +118,13 @@ def test_returned_outputs_stand_last() -> None:
 
     with pytest.raises(TypeError, match="returned_by_position: out is returned: expected it behind a"):
         pyops.op(returns="out")(returned_by_position)
+
+
+def test_what_requires_grad_is_refused(halves: Any) -> None:
+    x = torch.randn(2, 8, requires_grad=True)
+    calls = (halves, lambda x: torch.ops.pyops.halves(x), lambda x: halves(x.to("meta")))
+    for call in calls:
+        with pytest.raises(pyops.OpError, match=r"halves: x: requires grad, .* torch.no_grad\(\)"):
+            call(x)
+        with torch.no_grad():
+            call(x)

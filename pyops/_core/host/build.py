@@ -14,7 +14,7 @@ import time
 import warnings
 from functools import cache
 
-from .. import config, source
+from .. import config, folders, source
 from ..errors import CompileError
 from ..lazy import cache_folder
 from . import toolchain
@@ -54,7 +54,10 @@ def unit(text: str, entry: str, warp_size: int = 32) -> str:
 
 
 def build(kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, constants: str) -> str:
-    """Path of the shared object of `code`, compiled unless the cache folder holds it; see `Kind`."""
+    """Path of the shared object of `code`, compiled unless the cache folder holds it undamaged; see `Kind`.
+
+    Of several processes that need it, one compiles, and the others wait.
+    """
     chain = toolchain.preferred()
     flags = toolchain.compile_flags(chain, kind)
     parts = (
@@ -68,19 +71,36 @@ def build(kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, consta
     )
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     path = os.path.join(folder(), f"{digest}.so")
-    if os.path.exists(path):
+    if _is_whole(path):
         return path
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=folder()) as scratch:
+    with folders.worked_in(path + folders.SUFFIX) as scratch:
+        if _is_whole(path):  # compiled by the process that was waited for
+            return path
         built = os.path.join(scratch, "built.so")
         _run(chain, ("-c", "-x", "c++", "-", "-o", f"{built}.o", *flags), code, kernel, constants)
         link = (f"{built}.o", *libraries, f"-Wl,-soname,{os.path.basename(path)}", *toolchain.link_flags(chain))
         _run(chain, (*link, "-o", built), "", kernel, constants)
+        with open(built, "rb") as opened:
+            digest_of_file = hashlib.sha256(opened.read()).digest()
+        with open(built, "ab") as opened:
+            opened.write(digest_of_file)
         os.replace(built, path)
     if config.log():
         milliseconds = (time.perf_counter() - started) * 1e3
         print(f"pyops: {kernel} {constants} host: compiled in {milliseconds:.0f} ms", file=sys.stderr)
     return path
+
+
+def _is_whole(path: str) -> bool:
+    """Whether the file is there and ends with the digest of all before. Loading a damaged library kills the process."""
+    try:
+        with open(path, "rb") as opened:
+            content = opened.read()
+    except FileNotFoundError:
+        return False
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def _run(chain: toolchain.Toolchain, arguments: tuple[str, ...], code: str, kernel: str, constants: str) -> None:
@@ -96,9 +116,11 @@ def folder() -> str:
     try:
         os.makedirs(path, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
-            return path
+            pass
+        folders.sweep(path)
+        return path
     except OSError as error:
-        scratch = tempfile.mkdtemp(prefix="pyops-host-")
+        scratch = folders.of_process("pyops-host-")
         warnings.warn(f"kernel cache {path}: {error}; kernels are cached in {scratch}", stacklevel=2)
         return scratch
 
@@ -106,10 +128,6 @@ def folder() -> str:
 def load_library(
     kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, constants: str
 ) -> tuple[str, ctypes.CDLL]:
-    """(path, the loaded library); one that is damaged is made anew."""
+    """(path, the loaded library)."""
     path = build(kind, code, libraries, kernel, constants)
-    try:
-        return path, ctypes.CDLL(path)
-    except OSError:  # damaged: make it anew
-        os.remove(path)
-        return path, ctypes.CDLL(build(kind, code, libraries, kernel, constants))
+    return path, ctypes.CDLL(path)

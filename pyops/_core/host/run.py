@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from .. import source
+from .. import locks, source
 from ..errors import KernelFault, called
 from .build import build, load_library, unit
 from .lines import places
@@ -180,7 +180,7 @@ def _places(library: str, offset: int) -> list[tuple[str, int]]:
     return [(match[0], line) for file, line in found if (match := re.search(r"kernels_cu/(?!host/).+", file))]
 
 
-_one_launch = threading.Lock()  # the runtime runs one at a time
+_one_launch = locks.waiting()  # the runtime runs one at a time, and a child needs it at rest
 _loaded: dict[tuple[str, int], HostFunction] = {}
 _locks: dict[tuple[str, int], threading.Lock] = {}
 
@@ -198,7 +198,7 @@ def load(text: str, entry: str, kernel: str, constants: str) -> HostFunction:
     key = (text, warp_size())
     found = _loaded.get(key)
     if found is None:
-        with _locks.setdefault(key, threading.Lock()):
+        with _locks.setdefault(key, locks.new()):
             found = _loaded.get(key) or _loaded.setdefault(key, _load(text, entry, kernel, constants, key[1]))
     return found
 

@@ -162,9 +162,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         shape = self.batch_size * self._room, _BLOCK, self.num_heads, self.head_dim
         slot = self.num_heads * self.head_dim
-        caches = [
-            slots.as_strided(shape, (slot, slot, self.head_dim, 1)) for slots in (self._key_slots, self._value_slots)
-        ]
+        strides = slot, slot, self.head_dim, 1
+        caches = self._key_slots.as_strided(shape, strides), self._value_slots.as_strided(shape, strides)
         past = (*caches, self.num_heads, scale, where.block_tables, where.seq_lens)
         scales = ("auto", self._one, self._one)
         if where.cu_seqlens_q is None:

@@ -1,0 +1,90 @@
+"""Folders of caches: one process works in each at a time, and none is left behind."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+SUFFIX = ".pyops.tmp"
+PATIENCE = 120.0  # seconds to wait for another process: several times what the slowest kernel takes to compile
+_PAUSE = 0.02  # seconds between two looks at a folder that another process works in
+
+
+@contextmanager
+def worked_in(folder: str) -> Iterator[str]:
+    """Make `folder` and yield it when no other process works in it; it is removed at the end.
+
+    The system's lock on the folder goes with the process that holds it: what a killed process left behind is removed by
+    the next one. After `PATIENCE` seconds, and where there are no such locks, another new folder is yielded instead.
+    """
+    lock = _taken(folder, PATIENCE)
+    if lock is None:
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(folder)) as another:
+            yield another
+        return
+    try:
+        for entry in os.scandir(folder):  # of a process that was killed
+            os.remove(entry)
+        yield folder
+    finally:
+        _remove(folder, lock)
+
+
+def sweep(parent: str) -> None:
+    """Remove the folders that killed processes have left in `parent`."""
+    for entry in os.scandir(parent):
+        if entry.is_dir() and entry.name.endswith(SUFFIX) and (lock := _taken(entry.path, 0.0)) is not None:
+            _remove(entry.path, lock)
+
+
+def _taken(folder: str, seconds: float) -> int | None:
+    """A locked descriptor of the folder, which is made; None if another process has held it for so many seconds."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    end = time.monotonic() + seconds
+    while True:
+        os.makedirs(folder, exist_ok=True)
+        with suppress(FileNotFoundError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Who held the lock before has removed the folder: this may be the lock of one that is gone.
+                if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                    return descriptor
+            except (BlockingIOError, FileNotFoundError):
+                pass
+            except OSError:  # a file system without locks
+                os.close(descriptor)
+                return None
+            os.close(descriptor)
+        if time.monotonic() >= end:
+            return None
+        time.sleep(_PAUSE)
+
+
+def _remove(folder: str, lock: int) -> None:
+    import fcntl
+
+    shutil.rmtree(folder, ignore_errors=True)
+    fcntl.flock(lock, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the descriptor, too
+    os.close(lock)
+
+
+def of_process(prefix: str) -> str:
+    """A new folder among the temporary ones, which is removed when the process ends."""
+    made = tempfile.mkdtemp(prefix=prefix)
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not when a fork of it ends
+            shutil.rmtree(made, ignore_errors=True)
+
+    atexit.register(remove)
+    return made

@@ -1,0 +1,41 @@
+"""What type checkers know of an op: its signature is that of its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from .compiler import Compiled
+    from .op import Op
+
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Wrapper(Protocol[P, R_co]):
+    """What `@op` leaves in place of the reference: the wrapper, and the op's face as attributes."""
+
+    op: Op
+    reference: Callable[..., None]
+    compiled: Callable[[], list[Compiled]]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    def plan(self, function: F) -> F: ...
+    def example(self, function: F) -> F: ...
+    def traffic(self, function: F) -> F: ...
+    def bad_indices(self, function: F) -> F: ...
+    def result(self, function: F) -> F: ...
+
+
+class Declare(Protocol):
+    """A decorator that makes an op of a reference whose outputs the caller gives."""
+
+    def __call__(self, reference: Callable[P, None]) -> Wrapper[P, None]: ...
+
+
+class DeclareReturning(Protocol):
+    """A decorator that makes an op of a reference some of whose outputs the op returns."""
+
+    def __call__(self, reference: Callable[..., None]) -> Wrapper[..., Any]: ...

@@ -1,0 +1,147 @@
+"""Arguments of every kind: numpy's scalars are scalars, and what no kernel can take is an OpError that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import pytest
+import torch
+
+import pyops
+from pyops._core import config
+from pyops._core.kernel import Kernel, Launch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TEXT = """
+// out = a + b + c + d + e[0] + e[1]
+#include "number.cuh"
+extern "C" __global__ void total(float* out, int a, int b, float c, float d, int first, int second) {
+if (FLAG) {
+    if (threadIdx.x == 0) *out = a + b + c + d + first + second;
+    }
+}
+"""
+
+
+@pytest.fixture
+def total() -> Any:
+    @pyops.op(out="out", keyed="c", ulps=0)
+    def total(out: Tensor, a: int, b: bool, c: float, d: float, e: tuple[int, int], f: Tensor | None = None) -> None:
+        out.fill_(a + b + c + d + sum(e))
+
+    @total.plan
+    def plan_total(a: int, b: bool, e: tuple[int, int]) -> Launch:
+        first, second = e
+        return Kernel("test/total.cu", text=TEXT)(FLAG=isinstance(b, bool)).launch(1, 32, first=first, second=second)
+
+    return total
+
+
+@pytest.fixture(params=["kernels", "reference"])
+def mode(request: pytest.FixtureRequest) -> Iterator[str]:
+    with config.cpu(request.param):
+        yield request.param
+
+
+@pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize("numpys_first", [True, False])
+def test_numpy_scalars_are_scalars(total: Any, numpys_first: bool) -> None:
+    plain = (3, True, 0.5, 0.25, (1, 2))
+    pair = numpy.int64(1), numpy.int32(2)
+    others = (numpy.int64(3), numpy.bool_(True), numpy.float32(0.5), numpy.float16(0.25), pair)
+    for values in [others, plain, others] if numpys_first else [plain, others, plain]:
+        out = torch.zeros(1)
+        total(out, *values)
+        assert out.item() == 7.75
+    for i, value in enumerate(others):
+        out = torch.zeros(1)
+        total(out, *plain[:i], value, *plain[i + 1 :])
+        assert out.item() == 7.75
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "int past 64 bits": ({"a": 2**70}, "a: expected an integer of 64 bits, got 1180591620717411303424"),
+    "int before 64 bits": ({"a": -(2**70)}, "a: expected an integer of 64 bits"),
+    "cap": ({"c": 1e300}, "c: expected a number that float32 can hold, got 1e\\+300"),
+    "float": ({"d": -1e300}, "d: expected a number that float32 can hold, got -1e\\+300"),
+    "text": ({"c": "1.5"}, "c: expected float, got str"),
+    "bytes": ({"d": b"1.5"}, "d: expected float, got bytes"),
+    "number past floats": ({"d": 10**400}, "d: expected float, got int"),
+    "pair": ({"e": (1, 2.0)}, "e: expected tuple\\[int, int\\], got tuple"),
+}
+
+
+@pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("planned", [True, False])
+def test_scalars_that_no_kernel_can_take(total: Any, name: str, planned: bool) -> None:
+    values = {"a": 3, "b": True, "c": 0.5, "d": 0.25, "e": (1, 2)}
+    changed, message = BAD[name]
+    out = torch.zeros(1)
+    if planned:
+        total(out, **values)
+        out.zero_()
+    with pytest.raises(pyops.OpError, match=f"^total: {message}"):
+        total(out, **values | changed)
+    assert not out.any()
+
+
+def test_an_integer_that_a_kernel_takes_in_32_bits(total: Any) -> None:
+    with config.cpu("kernels"), pytest.raises(pyops.OpError, match=r"^total: a: got 1099511627776: "):
+        total(torch.zeros(1), 2**40, True, 0.5, 0.25, (1, 2))
+
+
+def without_storage() -> torch.Tensor:
+    tensor = torch.ones(8)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "meta": (lambda: torch.ones(8, device="meta"), "has no memory"),
+    "no storage": (without_storage, "has no memory"),
+    "sparse": (lambda: torch.ones(8).to_sparse(), "expected a dense tensor, got one of layout torch.sparse_coo"),
+    "mkldnn": (lambda: torch.ones(1, 8).to_mkldnn(), "expected a dense tensor, got one of layout torch._mkldnn"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(8)]), "expected a dense tensor, got a nested one"),
+}
+
+
+@pytest.mark.usefixtures("mode")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize("planned", [True, False])
+def test_tensors_that_no_kernel_can_take(total: Any, kind: str, planned: bool) -> None:
+    make, message = TENSORS[kind]
+    out = torch.zeros(1)
+    if planned:
+        total(out, 3, True, 0.5, 0.25, (1, 2), torch.ones(8))
+        out.zero_()
+    with pytest.raises(pyops.OpError, match=f"^total: f: {message}"):
+        total(out, 3, True, 0.5, 0.25, (1, 2), make())
+    assert not out.any()
+
+
+def test_transforms_of_torch_are_refused(total: Any) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        total(torch.zeros(1), 3, True, 0.5, 0.25, (1, 2), x)
+        return x.sum()
+
+    x = torch.ones(2, 8)
+    for transformed in (torch.vmap(call), torch.func.grad(call), lambda x: torch.func.jvp(call, (x,), (x,))):
+        with pytest.raises(pyops.OpError, match=r"^total: (out|f): (is transformed by torch\.func|requires grad)"):
+            transformed(x)
+
+
+def test_a_guarded_plan_takes_no_optional_tensor_without_memory() -> None:
+    from benchmarks.fake_driver import fake_driver
+
+    out, x, weight = torch.empty(2, 8), torch.randn(2, 8), torch.ones(8)
+    with fake_driver():
+        for _ in range(3):
+            pyops.rms_norm(out, x, weight, 1e-6)
+        with pytest.raises(pyops.OpError, match=r"^rms_norm: weight: has no memory"):
+            pyops.rms_norm(out, x, without_storage(), 1e-6)

@@ -1,0 +1,118 @@
+"""Caches that several processes share: one compiles, and what is killed or damaged does no harm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pyops._core import folders
+
+LAUNCH = """
+import numpy, sys
+import pyops
+print(flush=True)
+sys.stdin.readline()
+out, x = numpy.zeros((1, 4), "float32"), numpy.ones((1, 8), "float32")
+pyops.silu_and_mul(out, x)
+print(abs(out - 0.7310586).max() < 1e-6)
+"""
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    """A process that is ready to launch its first kernel."""
+    environment = {**os.environ, "PYOPS_CPU": "kernels", "PYOPS_LOG": "1", "CUPY_CACHE_DIR": str(folder)}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-W", "error::UserWarning", "-c", LAUNCH]
+    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def compiles(*processes: subprocess.Popen[str]) -> int:
+    """How many compilations the processes made together; each must have the right result."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    count = 0
+    for process in processes:
+        out, log = process.communicate(timeout=300)
+        assert (out, process.returncode) == ("True\n", 0), log
+        count += log.count("host: compiled in")
+    return count
+
+
+def test_one_of_many_processes_compiles(tmp_path: Path) -> None:
+    assert compiles(*(started(tmp_path) for _ in range(4))) == 2  # the runtime and the kernel
+    files = list((tmp_path / "pyops-host").iterdir())
+    assert [file.suffix for file in files] == [".so", ".so"]
+
+
+@pytest.mark.parametrize("damage", ["half", "flipped", "empty", "zeros"])
+def test_damaged_libraries_are_made_anew(tmp_path: Path, damage: str) -> None:
+    compiles(started(tmp_path))
+    for file in (tmp_path / "pyops-host").iterdir():
+        content = file.read_bytes()
+        middle = len(content) // 2
+        flipped = (
+            content[:middle] + bytes(byte ^ 0xFF for byte in content[middle : middle + 512]) + content[middle + 512 :]
+        )
+        new = {"half": content[:middle], "flipped": flipped, "empty": b"", "zeros": bytes(len(content))}[damage]
+        file.write_bytes(new)
+    assert compiles(started(tmp_path)) == 2
+    assert compiles(started(tmp_path)) == 0
+
+
+def test_what_a_killed_process_leaves_is_removed(tmp_path: Path) -> None:
+    process = started(tmp_path)
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    host = tmp_path / "pyops-host"
+    end = time.monotonic() + 60
+    while not (host.is_dir() and any(entry.name.endswith(folders.SUFFIX) for entry in host.iterdir())):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (host / f"another{folders.SUFFIX}").mkdir()
+    assert compiles(started(tmp_path)) > 0
+    assert {entry.suffix for entry in host.iterdir()} == {".so"}
+
+
+def test_a_folder_is_worked_in_by_one_and_waited_for_no_longer_than_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tmp_path / f"folder{folders.SUFFIX}")
+    monkeypatch.setattr(folders, "PATIENCE", 0.1)
+    with folders.worked_in(folder) as first:
+        assert first == folder
+        folders.sweep(str(tmp_path))
+        assert os.path.isdir(folder)
+        with folders.worked_in(folder) as second:
+            assert second != folder
+    with folders.worked_in(folder) as again:
+        assert again == folder
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_place_of_a_cache_that_cannot_be_written_goes_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "import os, tempfile, warnings; warnings.simplefilter('ignore')\n"
+        "from pyops._core.host import build; from pyops._core import lazy\n"
+        "assert os.path.isdir(build.folder()) and lazy.cupy.__name__\n"
+        "if not (child := os.fork()): raise SystemExit\n"
+        "os.waitpid(child, 0); assert os.path.isdir(build.folder())"
+    )
+    (tmp_path / "file").write_text("")
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "CUPY_CACHE_DIR": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "temporary")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert list((tmp_path / "temporary").iterdir()) == []
