@@ -177,7 +177,7 @@ def test_reference_switch(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     results = expected(op, args)
     assert_results(op, results, run(op, args))
     assert_results(op, results, run(op, args, call=_cupy_call(op)))
-    assert {entry[-1 - len(op.tensors)] for entry in op.plans.values()} == {-1}
+    assert {plan.device for plan in op.plans.values()} == {-1}
 
 
 @pytest.mark.usefixtures("fresh_plans")

@@ -6,15 +6,16 @@
 // where split s has left its largest logit m_s, the sum of exponentials z_s relative to m_s, and the mean of values
 // o_s. A sink is one more logit without a value. attention.cuh explains splits.
 //
-// Threads: a block takes query heads of one sequence. Each head has `groups` groups of LANES threads; the groups take
-// the splits in turn, and each thread of a group takes VEC_SIZE dimensions. The size of the block says how many heads it
-// takes: one kernel serves every batch size.
+// Threads: a block takes HEADS query heads of one sequence. Each head has GROUPS groups of LANES threads; the groups
+// take the splits in turn, and each thread of a group takes VEC_SIZE dimensions.
 //
 // Constants
 //     out_t, partial_t, length_t    element types of out, tmp_out and seq_lens
 //     starts_t, STARTS_STEP         as in attention_decode.cu
 //     NUM_HEADS                     query heads
+//     HEADS                         query heads of a block; divides NUM_HEADS
 //     LANES                         threads of a group; whole warps
+//     GROUPS                        groups of a head
 //     PARTITION                     as in attention_decode.cu, and so is wave_splits
 //     DIRECT                        attention_decode has written sequences of one split to out already
 //     HAS_OUT_SCALE                 out is divided by fp8_out_scale
@@ -22,8 +23,7 @@
 
 #include "attention.cuh"
 
-constexpr int BATCH = 4;                                     // splits that a group loads at once
-constexpr int MAX_GROUPS = LANES <= 128 ? 8 : 1024 / LANES;  // groups of a block
+constexpr int BATCH = 4;  // splits that a group loads at once
 constexpr bool MAY_BALANCE = DIRECT && PARTITION == 0;
 
 // exp(x - max_logit); 0 for x = -inf, also where max_logit is -inf.
@@ -31,7 +31,7 @@ DEVICE float relative_exp(float x, float max_logit) {
     return expf(x - (max_logit == minus_infinity() ? 0.0f : max_logit));
 }
 
-extern "C" __global__ void LAUNCH_BOUNDS(LANES * MAX_GROUPS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(LANES * GROUPS * HEADS, 1)
 attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEAD_SIZE]
                   float* lse,                       // [NUM_HEADS, num_rows]
                   const partial_t* tmp_out,         // [num_seqs, NUM_HEADS, max_splits, HEAD_SIZE]
@@ -42,12 +42,12 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
                   const float* sinks,               // [NUM_HEADS]
                   const float* fp8_out_scale,       // [1]
                   int64_t num_seqs, int64_t num_rows, int64_t max_tokens, int64_t max_splits, int64_t sliding_window,
-                  int64_t min_split, int64_t out_stride, int64_t length_step, float wave_splits, int groups) {
+                  int64_t min_split, int64_t out_stride, int64_t length_step, float wave_splits) {
     await_previous_kernel();
-    const int block_group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    const unsigned number = blockIdx.x * (blockDim.x / LANES) + block_group, head_groups = groups;
-    const int group = number % head_groups;
-    const int64_t seq = number / head_groups / NUM_HEADS, head = number / head_groups % NUM_HEADS;
+    constexpr int BLOCKS = NUM_HEADS / HEADS;  // of a sequence
+    const int block_head = threadIdx.x / (LANES * GROUPS), group = threadIdx.x / LANES % GROUPS;
+    const int lane = threadIdx.x % LANES;
+    const int64_t seq = blockIdx.x / BLOCKS, head = blockIdx.x % BLOCKS * HEADS + block_head;
     int planned_splits = int(max_splits);
     if (MAY_BALANCE && wave_splits > 0.0f) {
         const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window, wave_splits,
@@ -64,11 +64,11 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
     const int count = min(splits.count, int(max_splits));
     const int column = lane * VEC_SIZE;
     float max_logit = minus_infinity(), exp_sum = 0.0f, sum[VEC_SIZE] = {};
-    for (int first = group; first < count; first += groups * BATCH) {
+    for (int first = group; first < count; first += GROUPS * BATCH) {
         float logit[BATCH], weight[BATCH], x[BATCH][VEC_SIZE] = {};
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            const int split = first + i * groups;
+            const int split = first + i * GROUPS;
             const bool exists = split < count && splits.exists(split);
             logit[i] = exists ? max_logits[first_part + split] : minus_infinity();
             weight[i] = exists ? exp_sums[first_part + split] : 0.0f;
@@ -94,32 +94,29 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
     }
 
     // Group 0 of each head joins the groups' results.
-    if (groups > 1) {
-        __shared__ float group_max[MAX_GROUPS];
-        __shared__ float group_exp_sum[MAX_GROUPS];
-        __shared__ float group_sum[MAX_GROUPS][VEC_SIZE][LANES];
+    if constexpr (GROUPS > 1) {
+        __shared__ float group_max[HEADS][GROUPS];
+        __shared__ float group_exp_sum[HEADS][GROUPS];
+        __shared__ float group_sum[HEADS][GROUPS][VEC_SIZE][LANES];
         if (lane == 0) {
-            group_max[block_group] = max_logit;
-            group_exp_sum[block_group] = exp_sum;
+            group_max[block_head][group] = max_logit;
+            group_exp_sum[block_head][group] = exp_sum;
         }
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) group_sum[block_group][j][lane] = sum[j];
+        for (int j = 0; j < VEC_SIZE; ++j) group_sum[block_head][group][j][lane] = sum[j];
         __syncthreads();
         if (group > 0) return;
 #pragma unroll
-        for (int i = 1; i < MAX_GROUPS; ++i) {
-            if (i < groups) max_logit = fmaxf(max_logit, group_max[block_group + i]);
-        }
+        for (int i = 1; i < GROUPS; ++i) max_logit = fmaxf(max_logit, group_max[block_head][i]);
         exp_sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) sum[j] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < MAX_GROUPS; ++i) {
-            if (i >= groups) break;
-            const float factor = relative_exp(group_max[block_group + i], max_logit);
-            exp_sum = fmaf(factor, group_exp_sum[block_group + i], exp_sum);
+        for (int i = 0; i < GROUPS; ++i) {
+            const float factor = relative_exp(group_max[block_head][i], max_logit);
+            exp_sum = fmaf(factor, group_exp_sum[block_head][i], exp_sum);
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(factor, group_sum[block_group + i][j][lane], sum[j]);
+            for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(factor, group_sum[block_head][i][j][lane], sum[j]);
         }
     }
     float shrink = 1.0f;

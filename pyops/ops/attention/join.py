@@ -19,8 +19,10 @@ _combine = Kernel("attention/attention_combine.cu")
 _SPLITS_IN_FLIGHT = 4  # of a group: BATCH of the kernel
 _MAX_GROUPS = 8
 _MANY_HEADS = 4  # heads of all sequences, per multiprocessor, from which the device is full with few threads to a head
-_HEAD_THREADS_OF_FEW, _HEAD_THREADS_OF_MANY = 512, 128  # threads of a head, at most
-_BLOCK_THREADS_OF_MANY = 256  # of a block that takes several heads
+_MAX_HEAD_THREADS = 512  # threads of a head, at most
+# One kernel joins all batches of many heads: 4 and 1 groups of a head, for 9 splits and more and for 4 and fewer, were
+# other kernels, at most 1 % faster by the loads that a group has in flight.
+_GROUPS_OF_MANY, _HEADS_OF_MANY = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +50,14 @@ def vector_width(out: TensorArg, tmp_out: TensorArg | None, partial_dtype: DType
 
 
 def choose_join(num_seqs: int, num_heads: int, max_splits: int, lanes: int, device: Device) -> JoinConfig:
-    """Groups for the splits of a head, and heads for a block of many heads."""
+    """Groups for the splits of a head, and heads of a block."""
     many = num_seqs * num_heads > _MANY_HEADS * device.multiprocessors
-    max_threads = _HEAD_THREADS_OF_MANY if many else _HEAD_THREADS_OF_FEW
+    if many and num_heads % _HEADS_OF_MANY == 0 and _GROUPS_OF_MANY * _HEADS_OF_MANY * lanes <= _MAX_HEAD_THREADS:
+        return JoinConfig(_GROUPS_OF_MANY, _HEADS_OF_MANY)
     groups = 1
-    while groups < _MAX_GROUPS and _SPLITS_IN_FLIGHT * groups < max_splits and 2 * groups * lanes <= max_threads:
+    while groups < _MAX_GROUPS and _SPLITS_IN_FLIGHT * groups < max_splits and 2 * groups * lanes <= _MAX_HEAD_THREADS:
         groups *= 2
-    if not many:
-        return JoinConfig(groups, 1)
-    fitting = (n for n in (8, 4, 2) if num_heads % n == 0 and n * groups * lanes <= _BLOCK_THREADS_OF_MANY)
-    return JoinConfig(groups, next(fitting, 1))
+    return JoinConfig(groups, 1)
 
 
 def launch_join(
@@ -83,9 +83,11 @@ def launch_join(
         NUM_HEADS=num_heads,
         VEC_SIZE=vec_size,
         LANES=lanes,
+        GROUPS=config.groups,
+        HEADS=config.heads_per_block,
         HAS_SINKS=options.sinks is not None,
         HAS_LSE=options.lse is not None,
     )
     num_threads = lanes * config.groups * config.heads_per_block
     grid = num_seqs * num_heads // config.heads_per_block
-    return kernel.launch(grid, num_threads, **arguments, groups=config.groups)
+    return kernel.launch(grid, num_threads, **arguments)
