@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -139,19 +140,35 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 for success, 1 for a check that failed, 2 for a wrong or impossible request."""
+    """Run one command; 0 for success, 1 for a check that failed, 2 for a wrong or impossible request.
+
+    130 for one that was interrupted, as shells have it.
+    """
     options = parser().parse_args(arguments)
     try:
         return 0 if options.run(options) else 1
     except (OpError, MissingDependencyError, ModelError, CompileError, SwitchError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def script() -> int:
     """`main` as a program of its own: the script ``pyops`` and ``python -m pyops``."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may stop early
-    return main()
+    try:
+        status = main()
+        sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:  # not of a stream
+            raise
+        print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
+        # What is left in the buffer cannot be written when the interpreter ends, either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    return status
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from . import tensor, torch_library
+from . import dtypes, tensor, torch_library
 from .declaration import Declaration, Parameter
 from .errors import OpError
 
@@ -99,8 +99,10 @@ def check_scalar(op: str, p: Parameter, value: Any) -> None:
             if isinstance(error, OpError):
                 raise
     elif p.kind == "dtype":
-        if isinstance(value, str) or hasattr(value, "itemsize"):
+        if hasattr(value, "itemsize") or (isinstance(value, str) and dtypes.of(value)):
             return
+        if isinstance(value, str):
+            raise OpError(op, p.name, f'expected the name of an element type, got "{value}"')
     elif p.kind == "tuple[int, int]":
         if isinstance(value, tuple) and [type(one) for one in value] == [int, int]:
             return

@@ -9,6 +9,7 @@ import numpy
 
 from . import dtypes
 from .device import Device
+from .errors import OpError
 from .lazy import torch
 from .tensor import TensorArg
 
@@ -66,6 +67,8 @@ class ArgMaker:
         for size in reversed(shape):
             strides.append(step)
             step *= size
+        if min(shape, default=0) < 0:
+            raise OpError(self.op, "example", f"expected sizes of 0 or more, got shape {shape}")
         kind = dtypes.of(dtype)
         assert kind is not None
         return TensorArg(self.op, "example", kind, shape, tuple(reversed(strides)), 16, self.device)

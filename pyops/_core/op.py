@@ -152,6 +152,8 @@ class Op(Planner):
             arguments.describe(self.declaration, [*values, *(None for _ in self.declaration.returned)])
         try:
             results = self.results(*values)
+            if any(isinstance(size, int) and size < 0 for result in results for size in result.shape):
+                raise ValueError("negative sizes")
         except (AttributeError, IndexError, TypeError, ValueError):
             # The arguments are such that no result can be said. The op's own checks say what is wrong with them.
             results = tuple(Result((0,)) for _ in self.declaration.returned)

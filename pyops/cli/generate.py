@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .._core.config import kernels_on_cpu
 from .._core.errors import MissingDependencyError, ModelError
 from .._core.lazy import cupy, optional, torch
 from ..models import Config, Engine, Output, SamplingParams, check_request, load
@@ -18,6 +19,7 @@ def generate(
     folder: str, prompts: Sequence[str], params: SamplingParams, dtype: str | None = None, device: str | None = None
 ) -> bool:
     """Print what the model in `folder` writes behind the prompts: one as it comes, several when all are done."""
+    kernels_on_cpu()  # a wrong PYOPS_CPU is an error before anything is loaded
     config, tokenizer = Config.read(folder), _tokenizer(Path(folder))
     tokens = [_encode(tokenizer, prompt) for prompt in prompts]
     for prompt in tokens:

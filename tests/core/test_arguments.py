@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -10,8 +12,10 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config
+from pyops._core import config, device
+from pyops._core.example import ArgMaker
 from pyops._core.kernel import Kernel, Launch
+from pyops._core.op import Op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,3 +149,14 @@ def test_a_guarded_plan_takes_no_optional_tensor_without_memory() -> None:
             pyops.rms_norm(out, x, weight, 1e-6)
         with pytest.raises(pyops.OpError, match=r"^rms_norm: weight: has no memory"):
             pyops.rms_norm(out, x, without_storage(), 1e-6)
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.registry.items()])
+def test_a_tensor_without_dimensions_is_refused_or_right(op: Op) -> None:
+    assert op.example is not None
+    args = list(op.example(ArgMaker(device.host(), op.name)))
+    for i, p in zip(op.declaration.tensor_positions, op.tensors, strict=True):
+        if args[i] is not None:
+            scalar = replace(args[i], name=p.name, shape=(), strides=())
+            with suppress(pyops.OpError):
+                op.launches(*args[:i], scalar, *args[i + 1 :])

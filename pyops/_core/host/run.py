@@ -19,6 +19,7 @@ from typing import Any
 from .. import locks, source
 from ..errors import KernelFault, called
 from .build import build, load_library, unit
+from .interruptible import interruptible
 from .lines import places
 
 ORDERS = ("fifo", "reversed", "greedy", "shuffled")
@@ -153,7 +154,7 @@ class HostFunction:
             conditions.schedule.seed,
         )
         with _one_launch:
-            raised = self.run(self.entry, parameters, ctypes.byref(launch))
+            raised = interruptible(lambda: self.run(self.entry, parameters, ctypes.byref(launch)))
             fault = _Fault.from_buffer_copy(raised.contents) if raised else None
         if fault is not None:
             raise self._error(fault)

@@ -133,7 +133,7 @@ def check_decode(call: Mapping[str, Any], partition: int = 0, more_rows_than_seq
         raise check.refuse(query, "blocksparse_block_size", message)
     partials = Partials.of(call) if partition else None
     if partials:
-        num_partitions = partials.exp_sums.shape[-1]
+        num_partitions = check.row_size(partials.exp_sums)
         sizes = {"num_seqs": num_seqs, "num_heads": num_heads, "max_partitions": num_partitions}
         check.shape(partials.exp_sums, float32, **sizes)
         check.shape(partials.max_logits, float32, **sizes)

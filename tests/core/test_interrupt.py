@@ -1,0 +1,79 @@
+"""Ctrl-C and outputs that cannot be written, as programs meet them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pyops
+from pyops.__main__ import main
+from pyops.testing import scheduled
+
+SPIN = """
+extern "C" __global__ void spin(volatile int* flag) {
+    while (!*flag) {}
+}
+"""
+
+
+def interrupt_after(seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def test_a_kernel_on_the_host_is_interrupted(run_on_host: Callable[..., None]) -> None:
+    import numpy
+
+    flag = numpy.zeros(1, numpy.int32)
+    with scheduled(pyops.testing.SCHEDULES[0], seconds=0.1), pytest.raises(pyops.KernelFault, match="time limit"):
+        run_on_host(SPIN, 1, 1, flag=flag)  # compiles
+    for seconds in (0.1, 0.5):
+        timer, started = interrupt_after(seconds), time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            run_on_host(SPIN, 1, 1, flag=flag)
+        timer.join()
+        assert time.monotonic() - started < seconds + 5  # its own limit is a minute
+    flag[0] = 1
+    run_on_host(SPIN, 1, 1, flag=flag)  # the next launch runs
+
+
+def test_a_command_that_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pyops.cli.table.text", interrupted)
+    assert main(["list"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("words", [["list"], ["doctor", "--json"], ["source", "rms_norm"]])
+def test_an_output_that_cannot_be_written(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "pyops", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "the output cannot be written: No space left on device\n")
+
+
+def test_sizes_below_zero_are_no_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("show", "source"):
+        assert main([command, "rms_norm", "hidden_size=-1"]) == 2
+        assert "expected sizes of 0 or more, got shape" in capsys.readouterr().err
+
+
+def test_a_wrong_switch_is_named_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYOPS_CPU", "bogus")
+    assert main(["generate", "--model", "/nowhere", "--prompt", "text"]) == 2
+    assert capsys.readouterr().err.startswith("PYOPS_CPU: expected")
