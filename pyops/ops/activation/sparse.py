@@ -8,7 +8,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import DType, float16
+from ..._core.dtypes import DType
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
@@ -25,10 +25,10 @@ _gelu_and_mul_sparse = Kernel("activation/gelu_and_mul_sparse.cu")
 
 _WARP_SIZE = 32
 _THREAD_BYTES = 64  # of the gates of a row that a thread holds, in 16 registers
-# Threads per multiprocessor, which bound the registers of a thread: 64, 80 and 112. A thread that holds both halves of
-# its share of a row spills in 64 registers with vectors of two 16-bit elements, and with some compilers in float16 with
-# erf (docs/performance.md, "Elements").
-_RESIDENT, _RESIDENT_ERF, _RESIDENT_PAIRS = 1024, 768, 576
+# Threads per multiprocessor, which bound the registers of a thread: 64, 96 and 112. A thread that holds both halves of
+# its share of a row spills in 64 registers with vectors of two 16-bit elements, and in 80 with erf of 16-bit elements
+# where NVRTC is 13.0 (docs/performance.md, "Elements").
+_RESIDENT, _RESIDENT_ERF, _RESIDENT_PAIRS = 1024, 640, 576
 _MAX_BOTH_REGISTERS = 16  # of the gates of a thread with which it holds the other half, too: `up_t` of the kernel
 _MAX_BOTH_THREADS = 256
 _MIN_SPILLING_REGISTERS = 9  # of the gates of a thread; with fewer, 64 registers are enough for both halves
@@ -79,7 +79,7 @@ def choose(hidden_size: int, vec_size: int, dtype: DType, approximate: str) -> S
     if _MIN_SPILLING_REGISTERS <= registers <= _MAX_BOTH_REGISTERS and num_threads <= _MAX_BOTH_THREADS:
         if dtype.itemsize == 2 and vec_size == 2:
             resident = _RESIDENT_PAIRS
-        elif dtype is float16 and approximate == "none":
+        elif dtype.itemsize == 2 and approximate == "none":
             resident = _RESIDENT_ERF
     return SparseConfig(vec_size, num_threads, row_threads, resident // num_threads)
 
