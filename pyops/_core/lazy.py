@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import warnings
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -53,8 +54,8 @@ class _Lazy:
         return getattr(self._load(), name)
 
 
-torch: Any = _Lazy(_import_torch)
-cupy: Any = _Lazy(_import_cupy)
+torch: Any = _Lazy(cache(_import_torch))
+cupy: Any = _Lazy(cache(_import_cupy))
 
 
 def loaded(name: str) -> Any:
