@@ -16,7 +16,6 @@ from ._core.errors import CompileError as CompileError
 from ._core.errors import DeviceFault as DeviceFault
 from ._core.errors import KernelFault as KernelFault
 from ._core.errors import MissingDependencyError as MissingDependencyError
-from ._core.errors import ModelError as ModelError
 from ._core.errors import NotLoadedError as NotLoadedError
 from ._core.errors import OpError as OpError
 from ._core.kernel import Kernel as Kernel
@@ -26,6 +25,7 @@ from ._core.op import registry as _registry
 from ._core.torch_library import bind_loaded as _bind_loaded
 from ._core.typed import Wrapper as Wrapper
 from .compile_ahead import warmup as warmup
+from .errors import ModelError as ModelError
 from .ops.activation.elementwise import *
 from .ops.activation.gated import *
 from .ops.activation.quant import *

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, axes
-from ._core.errors import CompileError, MissingDependencyError, ModelError, OpError, SwitchError
+from ._core.errors import CompileError, MissingDependencyError, OpError, SwitchError
 from .cli import progress
+from .errors import ModelError
 
 
 def _list(options: argparse.Namespace) -> bool:

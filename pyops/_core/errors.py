@@ -44,17 +44,6 @@ def pip_line(extra: str) -> str:
     return f'pip install "{DISTRIBUTION}[{extra}]"'
 
 
-class ModelError(ValueError):
-    """A model folder, or a request to a model, that cannot be served: ``where: what: message``."""
-
-    def __init__(self, where: object, message: str) -> None:
-        super().__init__(str(where), message)
-        self.where, self.message = str(where), message
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.message}"
-
-
 class SwitchError(ValueError):
     """A switch of the environment holds what it may not."""
 
@@ -150,7 +139,6 @@ def called(places: Sequence[tuple[str, int]]) -> str:
 for _error in (
     OpError,
     MissingDependencyError,
-    ModelError,
     CompileError,
     CaptureError,
     NotLoadedError,

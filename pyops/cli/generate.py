@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from .._core.config import kernels_on_cpu
-from .._core.errors import MissingDependencyError, ModelError
+from .._core.errors import MissingDependencyError
 from .._core.lazy import cupy, optional, torch
+from ..errors import ModelError
 from ..models import Config, Engine, Output, SamplingParams, check_request, load
 from . import progress
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._core.errors import ModelError
 from .._core.lazy import optional, torch
+from ..errors import ModelError
 from .config import DTYPES, Config
 from .config_values import read_json
 from .llama import Llama

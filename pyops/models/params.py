@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from .._core.errors import ModelError
 from .._core.lazy import torch
+from ..errors import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
