@@ -1,6 +1,6 @@
 """Kernels of this library for decoders of transformers. A file imports only files above it, and of pyops the ops:
 
-cache                 keys and values of a batch, and where in them sequences lie
+cache joined          keys and values of a batch; several projections as one product
 modules               what the modules of a decoder do instead
 patching              accelerate, restore, report
 """

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.generation import GenerationMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -15,6 +15,7 @@ from ...ops.activation import silu_and_mul
 from ...ops.norm import fused_add_rms_norm, rms_norm
 from ...ops.rotary import rotary_embedding
 from .cache import PagedCache, Sequences
+from .joined import Joined, hooked
 
 PAGED = ("sdpa", "eager")  # implementations of attention whose masks PagedCache reads
 
@@ -22,11 +23,6 @@ PAGED = ("sdpa", "eager")  # implementations of attention whose masks PagedCache
 def _served(x: Tensor) -> bool:
     """Whether the ops compute what the module would: they have no gradients and do not follow autocast."""
     return not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type))
-
-
-def _hooked(*modules: Any) -> bool:
-    """Whether somebody sees what goes into one of the modules or comes out: it must be called, and its results kept."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 class Replacement:
@@ -44,59 +40,6 @@ class Replacement:
     def remove(self) -> None:
         """Leave the module as it was."""
         del self.module.forward
-
-
-class Joined:
-    """Projections of one input as one product: their weights lie one below the other in memory and stay theirs."""
-
-    def __init__(self, *linears: Any) -> None:
-        self.linears = linears
-        self.weights: dict[str, Tensor] = {}
-        if not self._joinable():
-            return
-        for name in ("weight", "bias") if linears[0].bias is not None else ("weight",):
-            parts = [getattr(linear, name) for linear in linears]
-            self.weights[name] = whole = torch.cat([part.data for part in parts])
-            for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-                part.data = view
-            # A graph that reads it where it lies need not copy it at every step.
-            torch._dynamo.mark_static_address(whole)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The projections of `x` [..., in], side by side: a new tensor [..., all their outs]."""
-        if self.weights and self._intact() and not _hooked(*self.linears):
-            return nn.functional.linear(x, self.weights["weight"], self.weights.get("bias"))
-        return torch.cat([linear(x) for linear in self.linears], -1)
-
-    def part(self) -> None:
-        """Give every projection memory of its own again."""
-        for name in self.weights:
-            for linear in self.linears:
-                parameter = getattr(linear, name)
-                if parameter.untyped_storage().nbytes() > parameter.nbytes:
-                    parameter.data = parameter.data.clone()
-        self.weights = {}
-
-    def _joinable(self) -> bool:
-        weights = [linear.weight for linear in self.linears if type(linear) is nn.Linear]
-        return (
-            len(weights) == len(self.linears)
-            and len({(weight.dtype, weight.device, weight.shape[1]) for weight in weights}) == 1
-            and len({linear.bias is None for linear in self.linears}) == 1
-            and all(type(weight) is nn.Parameter for weight in weights)
-        )
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _intact(self) -> bool:
-        """Whether the projections' weights are still those parts: `to` and the merging of adapters give them others."""
-        for name, whole in self.weights.items():
-            address = whole.data_ptr()
-            for linear in self.linears:
-                part = getattr(linear, name)
-                if part.data_ptr() != address:
-                    return False
-                address += part.nbytes
-        return True
 
 
 class Left(NamedTuple):
@@ -207,7 +150,7 @@ class Attention(Replacement):
         if self.norms:
             # What a hook has seen of them is not turned with them.
             normalised = [(norm, norm(x)) for norm, x in zip(self.norms, heads, strict=False)]
-            query, key = (x.clone() if _hooked(norm) else x for norm, x in normalised)
+            query, key = (x.clone() if hooked(norm) else x for norm, x in normalised)
         rotary_embedding(step.positions, query, key, module.head_dim, step.cos_sin_cache, True)
         weights = None
         if isinstance(past_key_values, PagedCache) and self._paged(kwargs):
@@ -296,7 +239,7 @@ class DecoderLayer(Replacement):
         ours = left is not None and left.hidden_states is hidden_states and left.norm is before
         normalised = left.normalised if left and ours else before(hidden_states)
         attended, _ = attention(hidden_states=normalised, **kwargs)
-        if ours and attention is self.attention and not _hooked(after, attention, attention.o_proj):
+        if ours and attention is self.attention and not hooked(after, attention, attention.o_proj):
             residual, normalised = hidden_states, attended
             fused_add_rms_norm(normalised, residual, after.weight, after.variance_epsilon)
         else:
@@ -304,7 +247,7 @@ class DecoderLayer(Replacement):
             normalised = after(residual)
         out = mlp(normalised)
         norm = following.input_layernorm if following is not None and mlp is self.mlp else None
-        if norm is None or _hooked(layer, mlp, mlp.down_proj, following, norm):
+        if norm is None or hooked(layer, mlp, mlp.down_proj, following, norm):
             return residual + out
         fused_add_rms_norm(out, residual, norm.weight, norm.variance_epsilon)
         step.left = Left(residual, out, norm)

@@ -1,0 +1,66 @@
+"""Several projections of one input as one matrix product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def hooked(*modules: Any) -> bool:
+    """Whether somebody sees what goes into one of the modules or comes out: it must be called, and its results kept."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+class Joined:
+    """Projections of one input as one product: their weights lie one below the other in memory and stay theirs."""
+
+    def __init__(self, *linears: Any) -> None:
+        self.linears = linears
+        self.weights: dict[str, Tensor] = {}
+        if not self._joinable():
+            return
+        for name in ("weight", "bias") if linears[0].bias is not None else ("weight",):
+            parts = [getattr(linear, name) for linear in linears]
+            self.weights[name] = whole = torch.cat([part.data for part in parts])
+            for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+                part.data = view
+            # A graph that reads it where it lies need not copy it at every step.
+            torch._dynamo.mark_static_address(whole)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The projections of `x` [..., in], side by side: a new tensor [..., all their outs]."""
+        if self.weights and self._intact() and not hooked(*self.linears):
+            return nn.functional.linear(x, self.weights["weight"], self.weights.get("bias"))
+        return torch.cat([linear(x) for linear in self.linears], -1)
+
+    def part(self) -> None:
+        """Give every projection memory of its own again."""
+        for name in self.weights:
+            for linear in self.linears:
+                parameter = getattr(linear, name)
+                if parameter.untyped_storage().nbytes() > parameter.nbytes:
+                    parameter.data = parameter.data.clone()
+        self.weights = {}
+
+    def _joinable(self) -> bool:
+        weights = [linear.weight for linear in self.linears if type(linear) is nn.Linear]
+        return (
+            len(weights) == len(self.linears)
+            and len({(weight.dtype, weight.device, weight.shape[1]) for weight in weights}) == 1
+            and len({linear.bias is None for linear in self.linears}) == 1
+            and all(type(weight) is nn.Parameter for weight in weights)
+        )
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _intact(self) -> bool:
+        """Whether the projections' weights are still those parts: `to` and the merging of adapters give them others."""
+        for name, whole in self.weights.items():
+            address = whole.data_ptr()
+            for linear in self.linears:
+                part = getattr(linear, name)
+                if part.data_ptr() != address:
+                    return False
+                address += part.nbytes
+        return True
