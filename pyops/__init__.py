@@ -24,8 +24,8 @@ from ._core.op import op as op
 from ._core.op import registry as _registry
 from ._core.torch_library import bind_loaded as _bind_loaded
 from ._core.typed import Wrapper as Wrapper
+from ._model_error import ModelError as ModelError
 from .compile_ahead import warmup as warmup
-from .errors import ModelError as ModelError
 from .ops.activation.elementwise import *
 from .ops.activation.gated import *
 from .ops.activation.quant import *

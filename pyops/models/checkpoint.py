@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._core.lazy import optional, torch
-from ..errors import ModelError
+from .._model_error import ModelError
 from .config import DTYPES, Config
 from .config_values import read_json
 from .llama import Llama

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Literal, NamedTuple
 
-from ..errors import ModelError
+from .._model_error import ModelError
 from .checkpoint import free_bytes
 from .config import Config
 from .config_values import is_integer

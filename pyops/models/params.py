@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from .._core.lazy import torch
-from ..errors import ModelError
+from .._model_error import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor

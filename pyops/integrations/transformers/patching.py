@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from ...errors import ModelError
+from ..._model_error import ModelError
 from .modules import MLP, Attention, DecoderLayer, Generation, Replacement, RMSNorm, RotaryEmbedding
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
