@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config
+from pyops._core import config, prepare
 from pyops._core.host.toolchain import toolchains
 from pyops._core.op import Op
 from pyops.testing import SCHEDULES, assert_matches_reference, guarded, scheduled
@@ -125,8 +125,8 @@ def test_switch(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     """PYOPS_CPU is read at every call, and PYOPS_REFERENCE goes before it."""
     args = _args(op)
     calls = []
-    monkeypatch.setattr(op, "_run_kernels", lambda *_: calls.append("kernels"))
-    monkeypatch.setattr(op, "_run_reference", lambda *_: calls.append("reference"))
+    monkeypatch.setattr(prepare, "_run_on_host", lambda *_: calls.append("kernels"))
+    monkeypatch.setattr(prepare, "_run_reference", lambda *_: calls.append("reference"))
     op.forget()
     for mode in ("kernels", "reference"):
         with config.cpu(mode):
