@@ -79,7 +79,11 @@ def test_a_command_ends(tmp_path: Path, code: str, status: str) -> None:
 
 
 def test_a_command_that_is_cut_may_sum_up(tmp_path: Path) -> None:
-    code = "import time\ntry:\n print('begun', flush=True); time.sleep(60)\nexcept KeyboardInterrupt:\n print('ended')"
+    # What is started in the background may ignore interrupts, and so do its children.
+    code = (
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try:\n print('begun', flush=True); time.sleep(60)\nexcept KeyboardInterrupt:\n print('ended')"
+    )
     done = gpu.run(python(code), 1, tmp_path / "log")
     assert (done.status, done.text.split()) == ("cut", ["begun", "ended"])
     assert done.seconds < 30

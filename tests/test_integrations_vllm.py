@@ -201,6 +201,14 @@ def _convert_vertical_slash_indexes() -> Case:
     return [block_count, block_offset, column_count, column_index, *given], [0, 1, 2, 3], list(right)
 
 
+def _convert_vertical_slash_indexes_mergehead() -> Case:
+    *inputs, block_count, block_offset, column_count, column_index = example(
+        pyops.registry["convert_vertical_slash_indexes_mergehead"], num_tokens=5
+    )
+    right = pyops.convert_vertical_slash_indexes_mergehead(*inputs)
+    return [block_count, block_offset, column_count, column_index, *inputs], [0, 1, 2, 3], list(right)
+
+
 def _paged_attention() -> Case:
     args = _example("paged_attention_rocm")
     return args, [0], _result(pyops.paged_attention_rocm, args, 0)
@@ -260,6 +268,7 @@ def _swap_blocks() -> Case:
 CASES = {
     "awq_dequantize": _awq_dequantize,
     "convert_vertical_slash_indexes": _convert_vertical_slash_indexes,
+    "convert_vertical_slash_indexes_mergehead": _convert_vertical_slash_indexes_mergehead,
     "copy_blocks": _copy_blocks,
     "copy_blocks_mla": _copy_blocks_mla,
     "ggml_dequantize": _ggml_dequantize,
