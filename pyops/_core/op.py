@@ -84,7 +84,7 @@ class Op(Planner):
     """An operator: its declaration, what plans it, its wrapper, and the plans made so far.
 
     Attributes:
-        call: the wrapper; load: compiles the wrapper's text.
+        call: the wrapper that writes given outputs; compile_wrapper: compiles its text.
         plans: {key: plan} of signatures that are called by the wrapper.
         recent: [the plan of the last call with torch tensors].
     """
