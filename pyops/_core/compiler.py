@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import threading
 import time
 import warnings
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from . import config, device, folders, locks
+from . import device, folders, locks, log
 from .errors import CompileError
 from .lazy import cache_folder, cupy
 
@@ -74,7 +73,7 @@ def load(index: int, text: str, entry: str, kernel: str, constants: str, options
 def _load(index: int, text: str, entry: str, kernel: str, constants: str, options: tuple[str, ...]) -> Compiled:
     started = time.perf_counter()
     _compiler_ran.state.wrote = False
-    with cupy.cuda.Device(index):
+    with cupy.cuda.Device(index), log.waiting(f"compiling {kernel} for {device.get(index).arch}"):
         try:
             with _alone(index, text, options):
                 module = cupy.RawModule(code=text, options=options)._module(_compiler_ran)
@@ -100,12 +99,8 @@ def _load(index: int, text: str, entry: str, kernel: str, constants: str, option
         function.ptr,
         (module, function),
     )
-    if config.log():
-        print(
-            f"pyops: {kernel} {constants} {compiled.arch}: {compiled.origin} in {compiled.milliseconds:.0f} ms, "
-            f"{registers} registers",
-            file=sys.stderr,
-        )
+    how = "read from disk" if compiled.origin == "disk" else "compiled"
+    log.ready(kernel, constants, compiled.arch, f"{how} in {compiled.milliseconds:.0f} ms, {registers} registers")
     return compiled
 
 

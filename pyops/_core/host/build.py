@@ -8,13 +8,12 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
 from functools import cache
 
-from .. import config, folders, source
+from .. import folders, log, source
 from ..errors import CompileError
 from ..lazy import cache_folder
 from . import toolchain
@@ -74,7 +73,7 @@ def build(kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, consta
     if _is_whole(path):
         return path
     started = time.perf_counter()
-    with folders.worked_in(path + folders.SUFFIX) as scratch:
+    with log.waiting(f"compiling {kernel} for the CPU"), folders.worked_in(path + folders.SUFFIX) as scratch:
         if _is_whole(path):  # compiled by the process that was waited for
             return path
         built = os.path.join(scratch, "built.so")
@@ -86,9 +85,7 @@ def build(kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, consta
         with open(built, "ab") as opened:
             opened.write(digest_of_file)
         os.replace(built, path)
-    if config.log():
-        milliseconds = (time.perf_counter() - started) * 1e3
-        print(f"pyops: {kernel} {constants} host: compiled in {milliseconds:.0f} ms", file=sys.stderr)
+    log.ready(kernel, constants, "host", f"compiled in {(time.perf_counter() - started) * 1e3:.0f} ms")
     return path
 
 
