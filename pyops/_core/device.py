@@ -42,9 +42,18 @@ class Device:
         return f"{self.arch}a" if self.arch.startswith("sm_") and int(self.arch[3:]) >= 90 else self.arch
 
     def supports(self, feature: str) -> bool:
-        """Whether the device has ``"clusters"``, ``"tma"`` (bulk copies of tensors) or ``"wgmma"`` (Hopper's own)."""
+        """Whether the device has a feature.
+
+        The features are ``"mma"`` (products of a warp, as mma.cuh has them), ``"clusters"``, ``"tma"`` (bulk copies of
+        tensors) and ``"wgmma"`` (products of four warps, Hopper's own). An AMD GPU has none of them.
+        """
         capability = int(self.arch[3:]) if self.arch.startswith("sm_") else 0
-        return {"clusters": capability >= 90, "tma": capability >= 90, "wgmma": capability == 90}[feature]
+        return {
+            "mma": capability >= 80,
+            "clusters": capability >= 90,
+            "tma": capability >= 90,
+            "wgmma": capability == 90,
+        }[feature]
 
 
 _MODELS = {
