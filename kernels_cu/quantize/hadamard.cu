@@ -32,6 +32,7 @@ constexpr int SHARE = PART / GROUPS;     // elements of each group that a thread
 constexpr float reciprocal_root(int size) {
     return size == 1 ? 1.0f : size == 2 ? 0.707106781186547524f : 0.5f * reciprocal_root(size / 4);
 }
+constexpr float ROOT = reciprocal_root(SIZE);  // a constant: clang would call the function for every element
 
 // The butterfly steps between elements v[i] and v[i + distance], for distance = FIRST, 2 * FIRST, ... below COUNT.
 template <int FIRST, int COUNT>
@@ -126,7 +127,7 @@ hadamard(scalar_t* out,      // [num_rows, SIZE]
         row.get(i, column).to_floats(vec);
         // Scaled before the steps, so that no sum overflows unless the result does.
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[i * VEC_SIZE + j] = vec[j] * reciprocal_root(SIZE);
+        for (int j = 0; j < VEC_SIZE; ++j) v[i * VEC_SIZE + j] = vec[j] * ROOT;
     });
     butterflies<1>(v);
     out += at.row * out_stride;
