@@ -85,6 +85,7 @@ def test_what_a_gpu_is_compiled_for_is_told(caplog: pytest.LogCaptureFixture, mo
 
     cuda = SimpleNamespace(
         Device=lambda index: nullcontext(),
+        runtime=SimpleNamespace(is_hip=False),
         compiler=SimpleNamespace(CompileException=ZeroDivisionError),
         driver=SimpleNamespace(CUDADriverError=ZeroDivisionError),
     )
