@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-import kernels_cu
+from pyops._core import source
 
 Call = Callable[[], Any]
 
@@ -145,9 +145,11 @@ def host_us(
 
 # What the device can do at most: kernels that only launch, or only copy.
 
-FLOOR_SOURCE = (
-    kernels_cu.read("include/platform.cuh")
-    + r"""
+FLOOR_SOURCE = source.inline(
+    "floor.cu",
+    text=r"""
+#include "memory.cuh"
+
 extern "C" __global__ void nothing() {}
 
 // Each of 256 threads copies 4 vectors of 16 bytes, 256 vectors apart.
@@ -159,7 +161,7 @@ extern "C" __global__ void copy(uint4* out, const uint4* input) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) store_streaming(out + first + 256 * i, vecs[i]);
 }
-"""
+""",
 )
 
 

@@ -17,7 +17,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -91,15 +91,16 @@ def choices(tuning: Any, op: str) -> Iterator[list[Choice]]:
 
 
 def neighbours(config: Config, choice: Choice) -> list[Config]:
-    """Configs that differ from `config` in one field."""
+    """Configs that differ from `config` in one field. A Config that refuses a value goes without it."""
     offered = getattr(type(config), "candidates", None)
     values = offered(choice.problem, choice.device) if offered else _values_beside(config)
-    return [
-        replace(config, **{name: value})
-        for name, candidates in values.items()
-        for value in candidates
-        if value != getattr(config, name)
-    ]
+    found = []
+    for name, candidates in values.items():
+        for value in candidates:
+            if value != getattr(config, name):
+                with suppress(ValueError):
+                    found.append(replace(config, **{name: value}))
+    return found
 
 
 def _values_beside(config: Config) -> dict[str, tuple[Any, ...]]:

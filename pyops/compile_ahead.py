@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from . import axes
-from ._core import config, device
+from ._core import config, device, log
 from ._core.compiler import Compiled
 from ._core.errors import OpError
 from ._core.kernel import Specialisation
@@ -48,8 +49,9 @@ def warmup(*names: str, model: Any = None, **values: Any) -> list[Compiled]:
         index, wanted = plan(names, values)
     if index is None:
         if config.kernels_on_cpu():
-            for _, specialisation in wanted:
-                specialisation.load_on_host()
+            with log.waiting(f"compiling {len(wanted)} kernels for the CPU"):
+                for _, specialisation in wanted:
+                    specialisation.load_on_host()
         return []
     return load(wanted, index)
 
@@ -84,14 +86,19 @@ def specialisations(
 
 
 def load(
-    wanted: Sequence[tuple[Op, Specialisation]], index: int, done: Callable[[int], None] = lambda count: None
+    wanted: Sequence[tuple[Op, Specialisation]], index: int, done: Callable[[int], None] | None = None
 ) -> list[Compiled]:
-    """Load them on the device `index` in parallel (NVRTC lets other threads run); `done` hears how many are ready."""
+    """Load them on the device `index` in parallel (NVRTC lets other threads run).
+
+    `done` is called with the number of kernels that are ready; without it, a wait of more than a second is logged.
+    """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    wait = nullcontext() if done else log.waiting(f"compiling {len(wanted)} kernels")
+    with wait, ThreadPoolExecutor(os.cpu_count(), initializer=log.quiet) as pool:
         futures = [pool.submit(op.load, index, specialisation) for op, specialisation in wanted]
         for count, future in enumerate(as_completed(futures), start=1):
             future.result()
-            done(count)
+            if done:
+                done(count)
     return [future.result() for future in futures]

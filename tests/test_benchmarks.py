@@ -18,6 +18,7 @@ import pyops
 from benchmarks import __main__ as main
 from benchmarks import accuracy, compile_time, decode, kernel_time, numerics, overhead, report, rivals, shapes, timing
 from benchmarks import transformers as accelerated
+from pyops._core import offline
 from pyops.models import Config, Llama
 
 RMS_NORM = pyops.registry["rms_norm"]
@@ -508,3 +509,7 @@ def test_a_step_of_transformers_needs_a_context(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         accelerated.main(["--device", "cpu", "--context", "127"])
     assert "128 or more" in capsys.readouterr().err
+
+
+def test_kernels_of_the_floor_compile() -> None:
+    assert offline.compile("floor.cu", "", timing.FLOOR_SOURCE, "sm_90").registers > 0

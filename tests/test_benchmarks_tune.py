@@ -34,6 +34,17 @@ class Config:
 
 
 @dataclass(frozen=True)
+class Bounded:
+    """A Config that refuses values."""
+
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        if self.num_warps > 4:
+            raise ValueError("no room")
+
+
+@dataclass(frozen=True)
 class Declared:
     """A Config that says which values it takes."""
 
@@ -111,6 +122,10 @@ def test_integers_are_halved_and_doubled_and_bools_flipped() -> None:
 
 def test_a_config_may_say_which_values_it_takes() -> None:
     assert tune.neighbours(Declared(8), choice(Declared(8))) == [Declared(1), Declared(3)]
+
+
+def test_a_value_that_a_config_refuses_is_left_out() -> None:
+    assert tune.neighbours(Bounded(4), choice(Bounded(4))) == [Bounded(2)]
 
 
 def test_the_fastest_config_is_found_by_changing_two_fields(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 import kernels_cu
 import pyops
+import pyops.models
 from benchmarks import readme
 from pyops import __main__ as command_line
 from pyops import testing
@@ -24,7 +25,7 @@ from pyops.cli import coverage, table
 from pyops.testing import strategies
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "docs/notebooks/README.md"]
 README = (ROOT / "README.md").read_text()
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 RESULTS = ROOT / "benchmarks/results/nvidia-h200"
@@ -222,6 +223,12 @@ def test_the_op_of_add_an_op_works(tmp_path: Path) -> None:
     words = [sys.executable, "-c", NEW_OP, str(tmp_path / "scale.cu"), str(tmp_path / "scale.py"), compiles]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_files_of_models_are_described_in_their_order() -> None:
+    rows = re.findall(r"^\| `(\w+)\.py` \|", page("models.md"), flags=re.MULTILINE)
+    listed = re.findall(r"^((?:\w+ )+) +\S", str(pyops.models.__doc__), flags=re.MULTILINE)
+    assert rows == " ".join(listed).split()
 
 
 def test_every_switch_is_described() -> None:

@@ -268,7 +268,25 @@ def test_when_rows_are_shifted(
     )
     (launch,) = op.launches(out, x, weight, epsilon)
     constants = launch.specialisation.constants
-    assert (constants["VEC_SIZE"], constants["SHIFTED"]) == (vec_size, shifted)
+    assert (constants["VEC_SIZE"], constants.get("SHIFTED")) == (vec_size, "true" if shifted else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "hidden_size", "bounded"),
+    [
+        ("rms_norm_dynamic_per_token_quant", "sm_90", 4095, True),
+        ("rms_norm_dynamic_per_token_quant", "sm_100", 4095, False),
+        ("rms_norm_dynamic_per_token_quant", "sm_100", 4096, True),
+        ("rms_norm", "sm_100", 4095, True),
+    ],
+)
+def test_registers_are_bounded_unless_the_kernel_would_spill(
+    name: str, arch: str, hidden_size: int, bounded: bool
+) -> None:
+    op = pyops.registry[name]
+    assert op.example is not None
+    (launch,) = op.launches(*op.example(ArgMaker(devices.model(arch)), num_tokens=4096, hidden_size=hidden_size))
+    assert (launch.specialisation.constants["MIN_BLOCKS"] > 1) == bounded
 
 
 def codes_of(y: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

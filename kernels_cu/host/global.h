@@ -125,10 +125,8 @@ inline Records* records_of(uintptr_t page) {
         raise_fault("global memory race", where, "%s of global memory that another block has %s", verb_of(kind),
                     before);
     }
-    const Index& index = threads[other].index;
-    raise_fault("global memory race", where,
-                "%s of global memory that thread (%u, %u, %u) has %s since the last barrier", verb_of(kind), index.x,
-                index.y, index.z, before);
+    raise_fault("global memory race", where, "%s of global memory that %s has %s since the last barrier", verb_of(kind),
+                name_of(other).text, before);
 }
 
 // Whether the access at `epoch` was by a block of the running cluster and came before the last barrier of the cluster.

@@ -178,12 +178,25 @@ inline bool ordered(uint16_t thread, uint32_t epoch, uint32_t warp_epoch) {
     return warp == state.current->warp && warp_epoch < memory.warp_epoch[warp];
 }
 
+struct ThreadName {
+    char text[48];
+};
+
+// What a message calls the other thread of a race. Of several readers the last one is known, which may be the running
+// thread itself.
+inline ThreadName name_of(uint16_t other) {
+    ThreadName name = {"another thread"};
+    const Index& index = threads[other].index;
+    if (other != state.current->number) {
+        snprintf(name.text, sizeof name.text, "thread (%u, %u, %u)", index.x, index.y, index.z);
+    }
+    return name;
+}
+
 [[noreturn]] inline void
 race(const char* now, const char* before, uint16_t other, const void* pc, const void* other_pc) {
-    const Index& index = threads[other].index;
     raise_fault("shared memory race", {nullptr, 0, pc, other_pc},
-                "%s of shared memory that thread (%u, %u, %u) has %s since the last barrier", now, index.x, index.y,
-                index.z, before);
+                "%s of shared memory that %s has %s since the last barrier", now, name_of(other).text, before);
 }
 
 inline void record_read(Touches& byte) {

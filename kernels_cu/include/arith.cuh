@@ -33,22 +33,26 @@ DEVICE float estimate_reciprocal(float x) {
 // IEEE arithmetic, for results that equal eager tensor arithmetic. CuPy compiles with -ftz=true: plain operators take
 // subnormal floats for 0, and the compiler may fuse a product with a sum. These functions do neither.
 #if PYOPS_CUDA
-#define PYOPS_IEEE(NAME, INSTRUCTION, FUNCTION)                          \
+#define PYOPS_IEEE(NAME, INSTRUCTION, RESULT)                            \
     DEVICE float NAME(float a, float b) {                                \
         float result;                                                    \
         asm(INSTRUCTION " %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b)); \
         return result;                                                   \
     }
+#elif PYOPS_HIP
+// HIP's __fmul_rn and the like are plain operators, too. The pragma keeps clang from fusing what the function returns.
+#define PYOPS_IEEE(NAME, INSTRUCTION, RESULT) \
+    DEVICE float NAME(float a, float b) { _Pragma("clang fp contract(off)") return RESULT; }
 #else
-#define PYOPS_IEEE(NAME, INSTRUCTION, FUNCTION) \
-    DEVICE float NAME(float a, float b) { return FUNCTION(a, b); }
+#define PYOPS_IEEE(NAME, INSTRUCTION, RESULT) \
+    DEVICE float NAME(float a, float b) { return RESULT; }
 #endif
-PYOPS_IEEE(ieee_add, "add.rn.f32", __fadd_rn)
-PYOPS_IEEE(ieee_subtract, "sub.rn.f32", __fsub_rn)
-PYOPS_IEEE(ieee_multiply, "mul.rn.f32", __fmul_rn)
-PYOPS_IEEE(ieee_divide, "div.rn.f32", __fdiv_rn)
-PYOPS_IEEE(ieee_max, "max.f32", fmaxf)  // of a number and NaN: the number
-PYOPS_IEEE(ieee_min, "min.f32", fminf)  // likewise
+PYOPS_IEEE(ieee_add, "add.rn.f32", a + b)
+PYOPS_IEEE(ieee_subtract, "sub.rn.f32", a - b)
+PYOPS_IEEE(ieee_multiply, "mul.rn.f32", a* b)
+PYOPS_IEEE(ieee_divide, "div.rn.f32", a / b)
+PYOPS_IEEE(ieee_max, "max.f32", fmaxf(a, b))  // of a number and NaN: the number
+PYOPS_IEEE(ieee_min, "min.f32", fminf(a, b))  // likewise
 #undef PYOPS_IEEE
 
 // a * b + c, rounded once.

@@ -12,6 +12,8 @@
 #pragma once
 #include "vec.cuh"
 
+static_assert(!PYOPS_HIP, "AMD's matrix cores have other shapes");
+
 // D += A * B, the elements of A and B of type T: half_t or bf16_t.
 template <typename T>
 DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

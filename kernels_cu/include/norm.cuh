@@ -1,6 +1,6 @@
-// norm.cuh: what the normalisations share.
+// norm.cuh: what the normalisations of rows share.
 //
-// All norms sum squares by row_mean_square, so that fused and plain kernels agree bit for bit.
+// Every norm of rows sums squares by row_mean_square, so that fused and plain kernels agree bit for bit.
 
 #pragma once
 #include "reduce.cuh"

@@ -100,7 +100,7 @@ template <typename T> DEVICE T from_float(float x) { return T(x); }
 template <> DEVICE float to_float<half_t>(half_t x) { return __half2float(x); }
 template <> DEVICE float to_float<bf16_t>(bf16_t x) { return __bfloat162float(x); }
 template <> DEVICE half_t from_float<half_t>(float x) { return __float2half_rn(x); }
-template <> DEVICE bf16_t from_float<bf16_t>(float x) { return __float2bfloat16_rn(x); }
+template <> DEVICE bf16_t from_float<bf16_t>(float x) { return __float2bfloat16(x); }
 #endif
 #if PYOPS_HIP
 // hip_fp8.h saturates finite numbers alone: infinities become finite first.

@@ -53,10 +53,17 @@ DEVICE uint32_t nibbles_to_bytes(uint32_t four) {
 // Four look-ups in a table of 16 bytes: byte i of the result is entry number (byte i of `indices`, 0 to 15) of the
 // table.
 DEVICE uint32_t look_up_bytes(uint32_t indices, const uint32_t (&table)[4]) {
+#if PYOPS_HIP
+    // HIP's __byte_perm takes a selector that is no constant through memory.
+    const uint32_t eighth = indices & 0x07070707;
+    const uint32_t low = __builtin_amdgcn_perm(table[1], table[0], eighth);
+    const uint32_t high = __builtin_amdgcn_perm(table[3], table[2], eighth);
+#else
     uint32_t selector = (indices | indices >> 4) & 0x00ff00ff;
     selector |= selector >> 8;
     const uint32_t low = __byte_perm(table[0], table[1], selector & 0x7777);
     const uint32_t high = __byte_perm(table[2], table[3], selector & 0x7777);
+#endif
     const uint32_t is_high = (indices >> 3 & 0x01010101) * 0xff;
     return (low & ~is_high) | (high & is_high);
 }

@@ -45,10 +45,10 @@ constexpr int WARP_SIZE = 32;
 #endif
 #endif
 
-// lane_mask_t has a bit for each lane of a warp.
-template <int LANES> struct lane_mask { using type = uint32_t; };
-template <> struct lane_mask<64> { using type = uint64_t; };
-using lane_mask_t = lane_mask<WARP_SIZE>::type;
+// lane_mask_t has a bit for each lane of a warp. (hiprtc's own headers hold the name lane_mask.)
+template <int LANES> struct lane_mask_of { using type = uint32_t; };
+template <> struct lane_mask_of<64> { using type = uint64_t; };
+using lane_mask_t = lane_mask_of<WARP_SIZE>::type;
 constexpr lane_mask_t ALL_LANES = ~lane_mask_t(0);
 
 // Programmatic dependent launch. A kernel whose first statement this is may be started while the kernel before it in
@@ -102,7 +102,9 @@ DEVICE bool any_lane(bool predicate) {
 
 DEVICE void sync_warp() {
 #if PYOPS_HIP
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
     __builtin_amdgcn_wave_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
 #else
     __syncwarp();
 #endif

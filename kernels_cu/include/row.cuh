@@ -1,42 +1,45 @@
 // row.cuh: a row of a matrix, spread over the threads that share it.
 //
-// Vector i of a thread is vector i * ROW_THREADS + (thread in the row) of the row, so neighbouring threads touch
-// neighbouring memory. With KEEP the row stays in registers; otherwise it is read again where it is needed.
+// Vector i of a thread is vector i * ROW_THREADS + (thread in the row) of the row, so that neighbouring threads access
+// neighbouring memory. With KEEP the row stays in registers; otherwise the row is read again wherever it is used.
 //
-// SHIFTED: rows of any size, in vectors of any width. The row's memory is aligned for a vector only `head` elements
-// into the row, and `head` differs from row to row. The vectors of the row begin there. EDGE_SIZE elements are left,
-// before and behind the vectors; the last threads of the row take one of these elements each, and see it as one more
-// vector with the number EDGE and a single element. All tensors of which a row is read or written must be aligned
-// alike. A weight, which starts aligned for every row, is read by RowWeight.
+// SHIFTED: a row has any size and starts anywhere. Its vectors begin where memory is aligned for a vector, `head`
+// elements into the row; `head` differs from row to row. EDGE_SIZE elements are left before and behind the vectors. The
+// last threads of the row take one of these elements each, as one more vector, which has the number EDGE and a single
+// element. Row r of every tensor must have the same `head`. A weight, which starts aligned for every row, is read by
+// RowWeight. The plan of a kernel defines SHIFTED; no kernel names it.
 
 #pragma once
 #include "vec.cuh"
 
-template <typename T, int ROW_SIZE, int VEC_SIZE, int ROW_THREADS, bool KEEP = true, bool SHIFTED = false,
-          int ACCESS_SIZE = VEC_SIZE>
+#ifndef SHIFTED
+#define SHIFTED false
+#endif
+
+template <typename T, int ROW_SIZE, int VEC_SIZE, int ROW_THREADS, bool KEEP = true, int ACCESS_SIZE = VEC_SIZE>
 struct Row {
     using element_t = T;
     using vec_t = Vec<T, VEC_SIZE>;
     static constexpr int SIZE = ROW_SIZE;
     static constexpr int VEC = VEC_SIZE;
     static constexpr int ACCESS = ACCESS_SIZE;
-    static constexpr bool IS_SHIFTED = SHIFTED;
-    // SHIFTED: one vector less than a row may have, so that RowWeight can read the vector behind the last one.
+    // SHIFTED: one vector less than fits in a row, so that the weight has a vector behind the last one for RowWeight.
     static constexpr int ROW_VECS = ROW_SIZE / VEC_SIZE - SHIFTED;
     static constexpr int THREAD_VECS = ceil_div(ROW_VECS, ROW_THREADS);
+    static constexpr int MAX_VECS = THREAD_VECS + SHIFTED;  // vectors of a thread, EDGE included
     static constexpr int EDGE = SHIFTED ? THREAD_VECS : -1;
     static constexpr int EDGE_SIZE = ROW_SIZE - ROW_VECS * VEC_SIZE;
     static constexpr bool HAVE_VECS = ROW_VECS >= ROW_THREADS;  // every thread has a vector
     static_assert(SHIFTED ? ROW_VECS >= 0 && EDGE_SIZE <= ROW_THREADS : EDGE_SIZE == 0);
 
-    vec_t vecs[KEEP ? THREAD_VECS + SHIFTED : 1];
+    vec_t vecs[KEEP ? MAX_VECS : 1];
     const T* address;
     int head;
     bool active;
 
     // Calls f(i, column) for every vector of the calling thread. SHIFTED: a thread that has one vector less than other
-    // threads is called for that vector, too, with the column of its first vector, and gets zeros: a load behind a
-    // condition would be issued late.
+    // threads is called for the missing vector, too, with the column of its first vector. The missing vector is read as
+    // zeros and not stored. (A load behind a condition would be issued late.)
     template <typename F>
     DEVICE void for_each(F f) const {
 #pragma unroll(KEEP ? THREAD_VECS : 1)
@@ -61,18 +64,27 @@ struct Row {
     }
     // The number of elements of vector i. The other elements of EDGE are 0.
     static DEVICE int elements(int i) { return i == EDGE ? 1 : VEC_SIZE; }
+    // Calls f(j) for every element j of vector i, without the other elements of EDGE and without vectors that do not
+    // exist.
+    template <typename F>
+    static DEVICE void for_each_element(int i, F f) {
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) {
+            if (j < elements(i) && exists(i)) f(j);
+        }
+    }
 
-    // A row whose vectors will be given one by one with `set`. They can be read again from `address`.
+    // A row whose vectors will be given one by one with `set`. Without KEEP, `get` reads them from `address`.
     explicit DEVICE Row(const T* address, bool active = true)
         : address(address), head(SHIFTED ? int(-(uint64_t(address) / sizeof(T)) % VEC_SIZE) : 0), active(active) {}
 
-    // A thread that is not `active` does not use its row, which other threads may be writing.
+    // A thread that is not `active` does not use its row: other threads may be writing the row.
     static DEVICE Row load(const T* address, bool active = true) {
         Row row(address, active);
         if constexpr (KEEP) row.for_each([&](int i, int column) { row.vecs[i] = row.template read<false>(i, column); });
         return row;
     }
-    // For a row that is read once: it leaves the caches first.
+    // For a row that is read once: the row leaves the caches first.
     static DEVICE Row load_once(const T* address, bool active = true) {
         Row row(address, active);
         if constexpr (KEEP) row.for_each([&](int i, int column) { row.vecs[i] = row.template read<true>(i, column); });
@@ -94,6 +106,13 @@ struct Row {
         return exists(i) ? vec : vec_t::full(0.0f);
     }
 
+    // Subtracts y from the elements of vector i, given as floats. A vector that does not exist keeps its zeros.
+    static DEVICE void subtract(float y, int i, float (&x)[VEC_SIZE]) {
+        const float subtrahend = exists(i) ? y : 0.0f;
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) x[j] -= subtrahend;
+    }
+
     // Writes vector i, which begins at `column`, to the row at `to`.
     template <typename U>
     static DEVICE void store(U* to, int i, int column, const Vec<U, VEC_SIZE>& vec) {
@@ -105,14 +124,14 @@ struct Row {
     }
 };
 
-// A row, such as a weight, that belongs to every row of a matrix. It starts aligned, whatever the `head` of the
+// A weight, or another row that belongs to every row of a matrix. The weight starts aligned, whatever the `head` of the
 // matrix's row.
 template <typename row_t, bool KEEP>
 struct RowWeight {
     using vec_t = typename row_t::vec_t;
     using element_t = typename row_t::element_t;
 
-    vec_t vecs[KEEP ? row_t::THREAD_VECS + row_t::IS_SHIFTED : 1];
+    vec_t vecs[KEEP ? row_t::MAX_VECS : 1];
     const element_t* address;
     int head;
 
@@ -129,7 +148,7 @@ struct RowWeight {
     }
     DEVICE vec_t read(int i, int column) const {
         if (i == row_t::EDGE) return vec_t::single(address[column]);
-        if constexpr (row_t::IS_SHIFTED) {
+        if constexpr (SHIFTED) {
             const element_t* aligned = address + (column - head);
             return vec_t::join(vec_t::load(aligned), vec_t::load(aligned + row_t::VEC), head);
         } else {

@@ -11,7 +11,7 @@
 
 #include "norm.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
 using vec_t = row_t::vec_t;
 using weight_t = RowWeight<row_t, HAS_WEIGHT && KEEP_WEIGHT>;
 

@@ -21,7 +21,8 @@
 //     ACCESS_SIZE   elements of qkv in one memory access
 //     CACHE_VEC     elements of cos_sin_cache in one memory access; divides 8 and ROTARY_DIM / 2
 
-#include "norm.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
 
 constexpr int VEC_SIZE = 8;
 constexpr int LANES = HEAD_SIZE / VEC_SIZE;

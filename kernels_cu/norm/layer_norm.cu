@@ -15,9 +15,9 @@
 
 #include "norm.cuh"
 
-using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
+using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
 using vec_t = row_t::vec_t;
-using gate_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, GATE != 0 && KEEP_ROW, SHIFTED>;
+using gate_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, GATE != 0 && KEEP_ROW>;
 using weight_t = RowWeight<row_t, HAS_WEIGHT && KEEP_WEIGHT>;
 using bias_t = RowWeight<row_t, HAS_BIAS && KEEP_WEIGHT>;
 
@@ -46,7 +46,7 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
 
     // With the gate before the norm, x = input * silu(z) is not rounded to T: it stays in registers as floats.
     constexpr bool KEEP_GATED = GATE == 1 && KEEP_ROW;
-    float gated[KEEP_GATED ? row_t::THREAD_VECS + SHIFTED : 1][VEC_SIZE];
+    float gated[KEEP_GATED ? row_t::MAX_VECS : 1][VEC_SIZE];
     const auto load_gated = [&](int i, int column, float (&v)[VEC_SIZE]) {
         x.get(i, column).to_floats(v);
         float z_values[VEC_SIZE];
@@ -66,9 +66,7 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
         } else {
             x.get(i, column).to_floats(v);
         }
-        const float center = row_t::exists(i) ? m : 0.0f;
-#pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] -= center;
+        row_t::subtract(m, i, v);
     };
     if constexpr (!IS_RMS) {
         float sum = 0.0f;

@@ -19,9 +19,9 @@
 #include "norm.cuh"
 #include "quant.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED, ACCESS_SIZE>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, ACCESS_SIZE>;
 using vec_t = row_t::vec_t;
-using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL && KEEP_ROW, SHIFTED, ACCESS_SIZE>;
+using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUAL && KEEP_ROW, ACCESS_SIZE>;
 using weight_t = RowWeight<row_t, KEEP_WEIGHT>;
 using quantizer_t = Quantizer<code_t, HAS_BOUND>;
 constexpr bool WHOLE_ROW = GROUP_SIZE == HIDDEN_SIZE;
@@ -60,8 +60,9 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     const auto store_z = [&](int i, int column, const float (&v)[VEC_SIZE]) {
         if (HAS_RESIDUAL && at.active) row_t::store(residual, i, column, vec_t::from_floats(v));
     };
-    // y of vector i, called twice. With KEEP_ROW, the first call stores z in residual and keeps y in place of x for the
-    // second. Otherwise both calls compute y, and only the second stores z, because residual is read until then.
+    // y of vector i. Each vector is normalised twice. With KEEP_ROW, the first call stores z in residual and keeps y in
+    // place of x for the second call. Otherwise both calls compute y, and only the second call stores z, because
+    // residual is read until then.
     const auto normalise = [&](int i, int column, bool first) {
         if (KEEP_ROW && !first) return x.get(i, column);
         float v[VEC_SIZE];
@@ -104,8 +105,8 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
                 y = scale_and_weigh<vec_t>(v, inverse_rms, w.get(i, column));
                 max_abs = y.absmax();
             }
-            // Lanes beyond the row take part in the reduction. They do not disturb it: all lanes of a group are inside
-            // the row, or none.
+            // Lanes beyond the row take part in the reduction and do not change its result: the lanes of a group are
+            // all inside the row, or all beyond it.
             const float group_scale = scale_of(lane_reduce<Max, LANES>(max_abs));
             if (!inside || !at.active) continue;
             const int group = column / GROUP_SIZE;

@@ -16,7 +16,7 @@
 #include "reduce.cuh"
 #include "row.cuh"
 
-using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
 
 // Scale of int8 codes that spread from min_x to max_x.
 struct Range {
@@ -27,7 +27,7 @@ struct Range {
         scale = ieee_divide(ieee_residual(1.0f, min_x, max_x), 255.0f);
         reciprocal = ieee_divide(1.0f, scale);
     }
-    // Whether 1 / scale is finite; not for a tiny range, such as of equal values.
+    // Whether 1 / scale is finite. It is not if the range is tiny, as that of equal values is.
     DEVICE bool is_valid() const { return reciprocal <= FLOAT_MAX; }
 };
 
@@ -49,20 +49,17 @@ dynamic_token_quant(code_t* result,         // [num_rows, HIDDEN_SIZE]
         x.for_each([&](int i, int column) {
             float v[VEC_SIZE];
             x.get(i, column).to_floats(v);
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) {
-                if (j < row_t::elements(i) && row_t::exists(i)) {
-                    min_x = ieee_min(min_x, v[j]);
-                    max_x = ieee_max(max_x, v[j]);
-                }
-            }
+            row_t::for_each_element(i, [&](int j) {
+                min_x = ieee_min(min_x, v[j]);
+                max_x = ieee_max(max_x, v[j]);
+            });
         });
         min_x = row_reduce<Min, ROW_THREADS>(min_x, partial[0]);
         max_x = row_reduce<Max, ROW_THREADS>(max_x, partial[1]);
         if (!at.active) return;
         if (min_x > max_x) min_x = max_x = 0.0f;  // every element is NaN
         Range range(min_x, max_x);
-        if (!range.is_valid()) {  // extend the range to 0; if it still is too small, the scale is 1
+        if (!range.is_valid()) {  // extend the range to 0; if the range still is too small, the scale is 1
             min_x = ieee_min(min_x, 0.0f);
             range.find(min_x, ieee_max(max_x, 0.0f));
             if (!range.is_valid()) range.scale = range.reciprocal = 1.0f;

@@ -21,7 +21,7 @@
 #include "reduce.cuh"
 #include "row.cuh"
 
-using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW, SHIFTED>;
+using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 group_quant(const scalar_t* input,     // [num_tokens, GROUPS * GROUP_SIZE]

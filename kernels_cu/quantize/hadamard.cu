@@ -21,7 +21,7 @@
 
 #include "row.cuh"
 
-using row_t = Row<scalar_t, SIZE, VEC_SIZE, ROW_THREADS, true, false, ACCESS>;
+using row_t = Row<scalar_t, SIZE, VEC_SIZE, ROW_THREADS, true, ACCESS>;
 
 constexpr int ELEMENTS = row_t::THREAD_VECS * VEC_SIZE;  // elements of a thread
 constexpr int GROUP = 32;                                // threads of a group
@@ -32,6 +32,7 @@ constexpr int SHARE = PART / GROUPS;     // elements of each group that a thread
 constexpr float reciprocal_root(int size) {
     return size == 1 ? 1.0f : size == 2 ? 0.707106781186547524f : 0.5f * reciprocal_root(size / 4);
 }
+constexpr float ROOT = reciprocal_root(SIZE);  // a constant: clang would call the function for every element
 
 // The butterfly steps between elements v[i] and v[i + distance], for distance = FIRST, 2 * FIRST, ... below COUNT.
 template <int FIRST, int COUNT>
@@ -52,7 +53,7 @@ DEVICE void butterflies(float (&v)[COUNT]) {
 // patterns of `exchange`: 8 threads move neighbouring vectors of four, and 32 threads move single elements.
 DEVICE constexpr int swizzled(int number) { return number ^ (number >> 5 & 28) ^ (number >> 3 & 4); }
 // swizzled(first + second), given of_first = swizzled(first), for numbers without a common bit, second a multiple of 4.
-// The part that depends on the thread is computed once, the other at compile time.
+// of_first depends on the thread and is computed once; the rest is computed at compile time.
 DEVICE constexpr int swizzled(int of_first, int second) {
     return (of_first ^ (swizzled(second) & 28)) + (second & ~31);
 }
@@ -60,7 +61,7 @@ DEVICE constexpr int swizzled(int of_first, int second) {
 // The index in the row of element i of thread 0.
 DEVICE constexpr int offset_of(int i) { return i / VEC_SIZE * ROW_THREADS * VEC_SIZE + i % VEC_SIZE; }
 
-// The butterfly steps within and between groups of threads, for PART elements of each thread. Writes them to `out`.
+// The butterfly steps within and between groups of threads, for PART elements of each thread. Writes results to `out`.
 DEVICE void exchange(scalar_t* out, const float* v, float* shared) {
     constexpr int WORD = SHARE < 4 ? SHARE : 4;
     constexpr int PIECE = SHARE < VEC_SIZE ? SHARE : VEC_SIZE;
@@ -124,9 +125,9 @@ hadamard(scalar_t* out,      // [num_rows, SIZE]
     row.for_each([&](int i, int column) {
         float vec[VEC_SIZE];
         row.get(i, column).to_floats(vec);
-        // Scaled before the steps, so that no sum overflows unless the result does.
+        // Elements are scaled before the steps, so that no sum overflows unless the result does.
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[i * VEC_SIZE + j] = vec[j] * reciprocal_root(SIZE);
+        for (int j = 0; j < VEC_SIZE; ++j) v[i * VEC_SIZE + j] = vec[j] * ROOT;
     });
     butterflies<1>(v);
     out += at.row * out_stride;

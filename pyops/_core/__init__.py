@@ -1,8 +1,9 @@
 """The runtime. A file imports only files above it:
 
-errors config dtypes locks folders    what is raised, which switches exist, the element types, threads and processes
+errors config log dtypes              what is raised, which switches exist, what is logged, the element types
+locks folders                         threads and processes
 source lazy device driver tuning      kernel text; torch and cupy on demand; device sizes; the driver; tuned choices
-tensor compiler host offline          what a plan sees of a tensor; text to function: on a GPU, on the CPU, for a GPU
+tensor hiprtc compiler host offline   what a plan sees of a tensor; text to function: on a GPU, on the CPU, for a GPU
 check kernel                          checks and choices of a plan; Kernel, Specialisation, Launch
 layout workspace launch               parameters in memory; scratch memory; launching
 declaration planner guard plan        what a reference says of its op; what plans it; what a call needs

@@ -1,4 +1,4 @@
-"""Source text to loaded function: the only place that makes a `cupy.RawModule`.
+"""Source text to loaded function: by `cupy.RawModule`, or by `hiprtc` on AMD GPUs.
 
 Three caches lie on top of each other: this process's functions by (device, text), CuPy's folder of compiled kernels by
 the digest of text, options, architecture and compiler, and NVRTC itself.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import threading
 import time
 import warnings
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from . import config, device, folders, locks
+from . import device, folders, hiprtc, locks, log
 from .errors import CompileError
 from .lazy import cache_folder, cupy
 
@@ -73,18 +72,14 @@ def load(index: int, text: str, entry: str, kernel: str, constants: str, options
 
 def _load(index: int, text: str, entry: str, kernel: str, constants: str, options: tuple[str, ...]) -> Compiled:
     started = time.perf_counter()
-    _compiler_ran.state.wrote = False
-    with cupy.cuda.Device(index):
+    load_module = hiprtc.load if cupy.cuda.runtime.is_hip else _load_module
+    with cupy.cuda.Device(index), log.waiting(f"compiling {kernel} for {device.get(index).arch}"):
         try:
-            with _alone(index, text, options):
-                module = cupy.RawModule(code=text, options=options)._module(_compiler_ran)
-        except cupy.cuda.compiler.CompileException as error:
-            raise CompileError(kernel, constants, _tail(str(error))) from None
+            module, origin = load_module(index, text, kernel, constants, options)
         except (OSError, cupy.cuda.driver.CUDADriverError) as error:
             # The cache folder cannot be written, is full, or holds something that is no kernel for this device.
             _warn_once(error)
-            module = _compile_in_memory(text, kernel, constants, options)
-            _compiler_ran.state.wrote = True
+            module, origin = _compile_in_memory(index, text, kernel, constants, options), "compiled"
         function = module.get_function(entry)
         registers, shared_bytes, local_bytes = _attributes(function.ptr)
     compiled = Compiled(
@@ -93,20 +88,27 @@ def _load(index: int, text: str, entry: str, kernel: str, constants: str, option
         index,
         device.get(index).arch,
         (time.perf_counter() - started) * 1e3,
-        "compiled" if _compiler_ran.state.wrote else "disk",
+        origin,
         registers,
         shared_bytes,
         local_bytes,
         function.ptr,
         (module, function),
     )
-    if config.log():
-        print(
-            f"pyops: {kernel} {constants} {compiled.arch}: {compiled.origin} in {compiled.milliseconds:.0f} ms, "
-            f"{registers} registers",
-            file=sys.stderr,
-        )
+    how = "read from disk" if compiled.origin == "disk" else "compiled"
+    log.ready(kernel, constants, compiled.arch, f"{how} in {compiled.milliseconds:.0f} ms, {registers} registers")
     return compiled
+
+
+def _load_module(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> tuple[Any, str]:
+    """(CuPy's module, ``"compiled"`` or ``"disk"``) by way of CuPy's cache folder."""
+    _compiler_ran.state.wrote = False
+    try:
+        with _alone(index, text, options):
+            module = cupy.RawModule(code=text, options=options)._module(_compiler_ran)
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(kernel, constants, _tail(str(error))) from None
+    return module, "compiled" if _compiler_ran.state.wrote else "disk"
 
 
 def _alone(index: int, text: str, options: tuple[str, ...]) -> AbstractContextManager[Any]:
@@ -117,7 +119,9 @@ def _alone(index: int, text: str, options: tuple[str, ...]) -> AbstractContextMa
     return folders.worked_in(os.path.join(cache_folder(), f"pyops-{digest}{folders.SUFFIX}"))
 
 
-def _compile_in_memory(text: str, kernel: str, constants: str, options: tuple[str, ...]) -> Any:
+def _compile_in_memory(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> Any:
+    if cupy.cuda.runtime.is_hip:
+        return hiprtc.module_of(hiprtc.compile(kernel, constants, text, device.get(index).arch, options))
     try:
         binary, _ = cupy.cuda.compiler.compile_using_nvrtc(
             text,
@@ -150,8 +154,6 @@ def _attributes(function: int) -> tuple[int, int, int]:
     """(registers, static shared bytes, local bytes). Reading them also makes the driver load the function now."""
     from cupy_backends.cuda.api import driver
 
-    if cupy.cuda.runtime.is_hip:
-        return 0, 0, 0
     return (
         driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_NUM_REGS, function),
         driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function),

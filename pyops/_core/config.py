@@ -29,7 +29,7 @@ def check_indices() -> bool:
 
 
 def log() -> bool:
-    """PYOPS_LOG=1: print every kernel made ready, with its time and whether it was compiled or read from disk."""
+    """PYOPS_LOG=1: log every kernel made ready, with its time and whether it was compiled or read from disk."""
     return _flag("PYOPS_LOG")
 
 

@@ -37,21 +37,39 @@ class Device:
         return self.supports("clusters")
 
     @property
+    def max_threads_x(self) -> int:
+        """Threads of one launch along x. The HIP runtime counts them in 32 bits; CUDA limits only the blocks."""
+        return 2**41 if self.arch.startswith("sm_") else 2**32 - 1
+
+    @property
     def arch_feature(self) -> str:
         """The architecture with its own instructions, which later ones need not have: ``"sm_90a"``."""
         return f"{self.arch}a" if self.arch.startswith("sm_") and int(self.arch[3:]) >= 90 else self.arch
 
     def supports(self, feature: str) -> bool:
-        """Whether the device has ``"clusters"``, ``"tma"`` (bulk copies of tensors) or ``"wgmma"`` (Hopper's own)."""
+        """Whether the device has a feature.
+
+        The features are ``"mma"`` (products of a warp, as mma.cuh has them), ``"clusters"``, ``"tma"`` (bulk copies of
+        tensors) and ``"wgmma"`` (products of four warps, Hopper's own). An AMD GPU has none of them.
+        """
         capability = int(self.arch[3:]) if self.arch.startswith("sm_") else 0
-        return {"clusters": capability >= 90, "tma": capability >= 90, "wgmma": capability == 90}[feature]
+        return {
+            "mma": capability >= 80,
+            "clusters": capability >= 90,
+            "tma": capability >= 90,
+            "wgmma": capability == 90,
+        }[feature]
 
 
 _MODELS = {
     "sm_80": Device(-1, "sm_80", 108, 32, 163 * 1024),
     "sm_90": Device(-1, "sm_90", 132, 32, 227 * 1024, 8),
     "sm_100": Device(-1, "sm_100", 148, 32, 227 * 1024, 8),
+    "gfx90a": Device(-1, "gfx90a", 104, 64, 64 * 1024),  # of one of the two dies of an MI250X
     "gfx942": Device(-1, "gfx942", 304, 64, 64 * 1024),
+    "gfx950": Device(-1, "gfx950", 256, 64, 160 * 1024),
+    "gfx1100": Device(-1, "gfx1100", 96, 32, 64 * 1024),
+    "gfx1201": Device(-1, "gfx1201", 64, 32, 64 * 1024),
 }
 # What kernels on the CPU are planned for, by the lanes of their warps. Cache bytes are codes of e4m3fn for both.
 _HOST = {32: _MODELS["sm_90"], 64: replace(_MODELS["gfx942"], arch="gfx90a")}

@@ -32,6 +32,7 @@ _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
+@cache
 def attributes(overlaps: bool, cluster: tuple[int, int, int]) -> ctypes.Array[Any] | None:
     """What cuLaunchKernelEx is told besides the geometry; None if there is nothing to tell.
 

@@ -1,8 +1,9 @@
-"""Folders of caches: one process works in each at a time, and none is left behind."""
+"""Folders of caches, in each of which one process works at a time; files that end with a digest of what they hold."""
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import shutil
 import tempfile
@@ -75,6 +76,23 @@ def _remove(folder: str, lock: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     fcntl.flock(lock, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the descriptor, too
     os.close(lock)
+
+
+def write_sealed(path: str, content: bytes) -> None:
+    """Write a file that ends with the digest of all before."""
+    with open(path, "wb") as opened:
+        opened.write(content + hashlib.sha256(content).digest())
+
+
+def read_sealed(path: str) -> bytes | None:
+    """What `write_sealed` wrote to the file, without the digest; None where there is no such file, or it is damaged."""
+    try:
+        with open(path, "rb") as opened:
+            whole = opened.read()
+    except FileNotFoundError:
+        return None
+    content = whole[: -hashlib.sha256().digest_size]
+    return content if whole == content + hashlib.sha256(content).digest() else None
 
 
 def of_process(prefix: str) -> str:

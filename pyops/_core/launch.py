@@ -65,8 +65,13 @@ def bind(
     """The launches of a plan, run in order on the device `index`.
 
     The words of a call are the addresses of `tensors`, then the values of `runtime`. `functions` are those loaded for
-    the launches' specialisations; `allocate` gives memory for their workspaces.
+    the launches' specialisations; `allocate` gives memory for their workspaces. Raises OpError for a launch that the
+    device's runtime refuses.
     """
+    for launch in launches:
+        threads = launch.grid[0] * launch.block[0]
+        if threads >= 2**32 and threads > (limit := device.get(index).max_threads_x):
+            raise OpError(op, tensors[0], f"needs {threads} threads, but a launch on this device has at most {limit}")
     buffers = [buffer(launch, tensors, runtime, scalars) for launch in launches]
     bound = [
         _bind_one(launch, function, index, parameters)

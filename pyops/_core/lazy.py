@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import sys
@@ -38,7 +39,31 @@ def _import_cupy() -> ModuleType:
             scratch = folders.of_process("pyops-cache-")
             warnings.warn(f"kernel cache {cache_folder()}: {error}; kernels are cached in {scratch}", stacklevel=2)
             os.environ["CUPY_CACHE_DIR"] = scratch
-    return optional("cupy", "compiling a kernel", "cuda13")
+    return optional("cupy", "compiling a kernel", gpu_extra())
+
+
+def gpu_extra() -> str:
+    """The extra of pyops that fits the driver of this machine; the one for CUDA 13 where there is no driver."""
+    kind, version = driver_version()
+    if kind == "HIP":
+        return "rocm"
+    return "cuda12" if kind == "CUDA" and version < 13000 else "cuda13"
+
+
+def driver_version() -> tuple[str, int]:
+    """(``"CUDA"`` or ``"HIP"``, the driver's number for its version); ("", 0) without a driver."""
+    for kind, library, function in (
+        ("CUDA", "libcuda.so.1", "cuDriverGetVersion"),
+        # Only packages for developers have the name without a number.
+        *(("HIP", f"libamdhip64.so{suffix}", "hipDriverGetVersion") for suffix in (".7", ".6", "")),
+    ):
+        version = ctypes.c_int()
+        try:
+            getattr(ctypes.CDLL(library), function)(ctypes.byref(version))
+        except OSError:
+            continue
+        return kind, version.value
+    return "", 0
 
 
 def cache_folder() -> str:

@@ -193,9 +193,10 @@ def check_needs_no_grad(op: str, name: str, value: Tensor) -> None:
 
 def _check_plain(op: str, name: str, value: Tensor) -> None:
     """Raises OpError for a torch tensor whose elements do not lie in memory, each where its strides say."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+    known = loaded("torch")
+    if known._C._functorch.is_functorch_wrapped_tensor(value):
         raise OpError(op, name, "is transformed by torch.func, and the op has no rule for that")
-    if value.is_nested or value.layout is not torch.strided:
+    if value.is_nested or value.layout is not known.strided:
         found = "a nested one" if value.is_nested else f"one of layout {value.layout}"
         raise OpError(op, name, f"expected a dense tensor, got {found}")
 

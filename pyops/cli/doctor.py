@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import platform
@@ -15,10 +14,10 @@ from typing import Any
 import numpy
 
 from .. import axes
-from .._core import compiler, config, device, offline
+from .._core import compiler, config, device, hiprtc, offline
 from .._core.errors import MissingDependencyError, pip_line
 from .._core.host import toolchain
-from .._core.lazy import cache_folder, cupy
+from .._core.lazy import cache_folder, cupy, driver_version, gpu_extra
 from .._core.op import registry
 
 _VARIABLES = ("CUPY_CACHE_DIR", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_HOME", "HIP_VISIBLE_DEVICES")
@@ -88,30 +87,8 @@ def _package(name: str, extra: Callable[[], str]) -> Callable[[], Finding]:
     return probe
 
 
-def _gpu_extra() -> str:
-    """The extra that fits the driver."""
-    kind, version = _driver_version()
-    if kind == "HIP":
-        return "rocm"
-    return "cuda12" if kind == "CUDA" and version < 13000 else "cuda13"
-
-
-def _driver_version() -> tuple[str, int]:
-    for kind, library, function in (
-        ("CUDA", "libcuda.so.1", "cuDriverGetVersion"),
-        ("HIP", "libamdhip64.so", "hipDriverGetVersion"),
-    ):
-        version = ctypes.c_int()
-        try:
-            getattr(ctypes.CDLL(library), function)(ctypes.byref(version))
-        except OSError:
-            continue
-        return kind, version.value
-    return "", 0
-
-
 def _driver() -> Finding:
-    kind, version = _driver_version()
+    kind, version = driver_version()
     if not kind:
         return Finding("driver", None, "none")
     if kind == "HIP":
@@ -124,13 +101,16 @@ def _nvrtc() -> Finding:
     from cupy_backends.cuda.libs import nvrtc
 
     major, minor = nvrtc.getVersion()
-    return Finding("nvrtc", True, f"{major}.{minor}")
+    return Finding("hiprtc" if cupy.cuda.runtime.is_hip else "nvrtc", True, f"{major}.{minor}")
 
 
 def _headers() -> Finding:
-    folders = compiler.include_folders()
+    if cupy.cuda.runtime.is_hip:
+        folders, header, mend = hiprtc.include_folders(), "hip/hip_fp16.h", "set ROCM_HOME to the folder of ROCm"
+    else:
+        folders, header, mend = compiler.include_folders(), "cuda_fp16.h", pip_line(gpu_extra())
     if not folders:
-        return Finding("headers", False, "cuda_fp16.h not found", pip_line(_gpu_extra()))
+        return Finding("headers", False, f"{header} not found", mend)
     return Finding("headers", True, ", ".join(folders))
 
 
@@ -164,15 +144,20 @@ def _switches() -> Finding:
 
 
 def _compile() -> Finding:
-    """NVRTC needs no GPU to compile."""
-    if cupy.cuda.runtime.is_hip:
-        return Finding("compile", None, "hiprtc compiles for the device it finds")
-    (one,) = axes.launches(registry["rms_norm"], {}, device.model("sm_90"))
+    """NVRTC and hiprtc need no GPU to compile."""
+    is_hip = cupy.cuda.runtime.is_hip
+    arch = "gfx942" if is_hip else "sm_90"
+    (one,) = axes.launches(registry["rms_norm"], {}, device.model(arch))
     specialisation = one.specialisation
     started = time.perf_counter()
-    report = offline.compile(specialisation.kernel.file, str(specialisation), specialisation.text, "sm_90")
+    if is_hip:
+        hiprtc.compile(specialisation.kernel.file, str(specialisation), specialisation.text, arch)
+        found = ""
+    else:
+        report = offline.compile(specialisation.kernel.file, str(specialisation), specialisation.text, arch)
+        found = f", {report.registers} registers"
     milliseconds = (time.perf_counter() - started) * 1e3
-    return Finding("compile", True, f"rms_norm for sm_90 in {milliseconds:.0f} ms, {report.registers} registers")
+    return Finding("compile", True, f"rms_norm for {arch} in {milliseconds:.0f} ms{found}")
 
 
 def _kernel() -> Finding:
@@ -215,8 +200,8 @@ _PROBES: dict[str, Callable[[], Finding]] = {
     "numpy": _package("numpy", lambda: "torch"),
     "torch": _package("torch", lambda: "torch"),
     "cache": _cache,
-    "cupy": _package("cupy", _gpu_extra),
-    "ml_dtypes": _package("ml_dtypes", _gpu_extra),
+    "cupy": _package("cupy", gpu_extra),
+    "ml_dtypes": _package("ml_dtypes", gpu_extra),
     "driver": _driver,
     "nvrtc": _nvrtc,
     "headers": _headers,

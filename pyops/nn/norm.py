@@ -109,7 +109,7 @@ class GemmaRMSNorm(OpLayer, op=gemma_rms_norm):
     of the two. Neither argument is written.
 
     Args:
-        hidden_size: of a row; the parameter `weight` [hidden_size] begins as zeros, of torch's default dtype.
+        hidden_size: elements of a row. The parameter `weight` [hidden_size] begins as zeros, of torch's default dtype.
         eps: added to the mean of squares.
     """
 

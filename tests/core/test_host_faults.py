@@ -204,6 +204,24 @@ def test_double_buffer_race(caught: Any) -> None:
     caught("shared memory race", text, grid=1, block=64, out=floats(64), **{"in": floats(64)})
 
 
+def test_a_thread_does_not_race_with_itself(caught: Any) -> None:
+    """A tree of maxima without its barriers: a thread overwrites what it and others have read."""
+    text = """extern "C" __global__ void tree(float* out, const float* in) {
+    __shared__ float largest[64];
+    const int i = threadIdx.x;
+    largest[i] = in[i];
+    __syncthreads();
+    for (int half = 32; half > 0; half /= 2) {
+        if (i < half) largest[i] = fmaxf(largest[i], largest[i + half]);
+        /*FAULT:*/ __syncthreads(); /*END*/
+    }
+    if (i == 0) out[0] = largest[0];
+}
+"""
+    fault = caught("shared memory race", text, grid=1, block=64, out=floats(1), **{"in": floats(64)})
+    assert fault.message.startswith("write of shared memory that another thread has read")
+
+
 def test_warp_barrier_orders_its_lanes_only(caught: Any) -> None:
     text = """#include "platform.cuh"
 extern "C" __global__ void warps(float* out, const float* in) {

@@ -16,6 +16,7 @@ import torch
 import pyops
 from pyops._core import device, index_check, launch
 from pyops._core import driver as driver_calls
+from pyops._core.errors import OpError
 from pyops._core.kernel import Kernel, Launch
 
 MakeKernel = Callable[[str, str], Kernel]
@@ -195,3 +196,17 @@ def test_each_library_says_whether_its_stream_is_captured(monkeypatch: pytest.Mo
     assert index_check.capturing("cupy", 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert index_check.capturing("torch", 0)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_threads_that_the_runtime_cannot_count_are_refused(
+    kernel: MakeKernel, driver: Driver, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    monkeypatch.setattr(device, "get", lambda index: device.model(arch))
+    many = kernel("many", text("many", "float* out"))
+    driver.bind([many().launch(2**24 - 1, 256)], ("out",), (), {})
+    if arch == "sm_90":
+        driver.bind([many().launch(2**24, 256)], ("out",), (), {})
+    else:
+        with pytest.raises(OpError, match="out: needs 4294967296 threads"):
+            driver.bind([many().launch(2**24, 256)], ("out",), (), {})

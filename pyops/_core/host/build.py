@@ -8,13 +8,12 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
 from functools import cache
 
-from .. import config, folders, source
+from .. import folders, log, source
 from ..errors import CompileError
 from ..lazy import cache_folder
 from . import toolchain
@@ -71,36 +70,22 @@ def build(kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, consta
     )
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     path = os.path.join(folder(), f"{digest}.so")
-    if _is_whole(path):
+    if folders.read_sealed(path) is not None:  # loading a damaged library would kill the process
         return path
     started = time.perf_counter()
-    with folders.worked_in(path + folders.SUFFIX) as scratch:
-        if _is_whole(path):  # compiled by the process that was waited for
+    with log.waiting(f"compiling {kernel} for the CPU"), folders.worked_in(path + folders.SUFFIX) as scratch:
+        if folders.read_sealed(path) is not None:  # compiled by the process that was waited for
             return path
         built = os.path.join(scratch, "built.so")
         _run(chain, ("-c", "-x", "c++", "-", "-o", f"{built}.o", *flags), code, kernel, constants)
         link = (f"{built}.o", *libraries, f"-Wl,-soname,{os.path.basename(path)}", *toolchain.link_flags(chain))
         _run(chain, (*link, "-o", built), "", kernel, constants)
         with open(built, "rb") as opened:
-            digest_of_file = hashlib.sha256(opened.read()).digest()
-        with open(built, "ab") as opened:
-            opened.write(digest_of_file)
-        os.replace(built, path)
-    if config.log():
-        milliseconds = (time.perf_counter() - started) * 1e3
-        print(f"pyops: {kernel} {constants} host: compiled in {milliseconds:.0f} ms", file=sys.stderr)
-    return path
-
-
-def _is_whole(path: str) -> bool:
-    """Whether the file is there and ends with the digest of all before. Loading a damaged library kills the process."""
-    try:
-        with open(path, "rb") as opened:
             content = opened.read()
-    except FileNotFoundError:
-        return False
-    size = hashlib.sha256().digest_size
-    return hashlib.sha256(content[:-size]).digest() == content[-size:]
+        folders.write_sealed(built, content)
+        os.replace(built, path)
+    log.ready(kernel, constants, "host", f"compiled in {(time.perf_counter() - started) * 1e3:.0f} ms")
+    return path
 
 
 def _run(chain: toolchain.Toolchain, arguments: tuple[str, ...], code: str, kernel: str, constants: str) -> None:

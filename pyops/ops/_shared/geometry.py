@@ -37,8 +37,11 @@ _SM_REGISTERS = 65536
 _MAX_THREAD_REGISTERS = 255
 _OTHER_REGISTERS = 36  # of a thread, beside those that hold vectors
 _OTHER_REGISTERS_SHIFTED = 48  # the same with SHIFTED rows, whose weight is put together from two vectors
+# Architectures on which a kernel of SHIFTED rows that is `tight` spills if its registers are bounded.
+_SPILLING_ARCHS = ("sm_100",)
 _MAX_SHIFTED_VECS = 4  # vectors per thread of SHIFTED rows
-# Vectors of a SHIFTED row: then 16 lanes or more share it, one for each element before and behind its vectors.
+# Fewest vectors of a SHIFTED row: 16 lanes or more then share the row, one for each element before and behind its
+# vectors.
 _MIN_SHIFTED_ROW_VECS = 34
 
 # Chunks.
@@ -52,7 +55,7 @@ class RowVectors(NamedTuple):
     """How the rows of a matrix are cut: elements of a vector, and whether rows are SHIFTED (row.cuh)."""
 
     vec_size: int
-    shifted: bool
+    shifted: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +69,10 @@ class RowTuning:
         few: vectors per thread when all blocks run at once (latency bound).
         resident: threads per multiprocessor that the registers of the kernel allow.
         rows: rows that a thread holds in registers at the same time, 2 for input and residual.
-        weights: weights of a row that a thread holds beside them; 0 for a kernel without KEEP_WEIGHT.
+        weights: weights of a row that a thread holds beside its rows; 0 for a kernel without KEEP_WEIGHT.
         lane_vecs: vectors per lane of a row that a warp or less shares.
         spare_blocks: blocks per multiprocessor to give up, for arithmetic that takes registers while rows are held.
+        tight: whether the kernel needs every register that `resident` leaves to a thread.
     """
 
     many: tuple[int, int] = (3, 4)
@@ -78,6 +82,7 @@ class RowTuning:
     weights: int = 1
     lane_vecs: int = 4
     spare_blocks: int = 0
+    tight: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,12 +108,13 @@ class RowConfig:
     min_blocks: int
 
     @cached_property
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, int | str]:
         """The constants of the kernel, by its names for them."""
+        shifted = {"SHIFTED": "true"} if self.shifted else {}  # a #define, which row.cuh looks for
         keep_weight = {} if self.keep_weight is None else {"KEEP_WEIGHT": self.keep_weight}
         return {
             "VEC_SIZE": self.vec_size,
-            "SHIFTED": self.shifted,
+            **shifted,
             "NUM_THREADS": self.num_threads,
             "ROW_THREADS": self.row_threads,
             "KEEP_ROW": self.keep_row,
@@ -166,6 +172,7 @@ def choose_rows(
             such as a conversion to fp8 without an instruction for it.
     """
     check.narrow(row)
+    spills = vectors.shifted and tuning.tight and row.device.arch in _SPILLING_ARCHS
     return _choose_rows(
         row.shape[-1] if size is None else size,
         row.dtype.itemsize,
@@ -173,11 +180,11 @@ def choose_rows(
         min(_MAX_LATENCY_ROWS + 1, -(-num_rows // row.device.multiprocessors)),
         tuning,
         lanes,
-        bound_registers,
+        bound_registers and not spills,
     )
 
 
-@cache  # A plan miss must not pay for it: a serving process meets few row sizes and many row counts.
+@cache  # A plan miss must not pay for the choice: a serving process meets few row sizes and many row counts.
 def _choose_rows(
     size: int,
     itemsize: int,

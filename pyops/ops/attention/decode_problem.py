@@ -76,7 +76,7 @@ class Problem:
             self.query.dtype is not float32
             and layout.aligned
             and self.head_size <= 256
-            and self.query.device.warp_size == 32
+            and self.query.device.supports("mma")
             and not self.sparse.on
             and token_stride * layout.block_size < 2**31
             and (not layout.packed or layout.block_size % packed_run == 0)

@@ -23,9 +23,9 @@ __all__ = [
 
 _rms_norm_dynamic_quant = Kernel("norm/rms_norm_dynamic_quant.cu")
 
-_PER_TOKEN = RowTuning(many=(4, 7), few=(2, 8))
+_PER_TOKEN = RowTuning(many=(4, 7), few=(2, 8), tight=True)
 _PER_BLOCK = RowTuning(many=(4, 7), resident=(896, 896))
-_WITH_RESIDUAL = RowTuning(many=(3, 4), resident=(896, 896), rows=2)
+_WITH_RESIDUAL = RowTuning(many=(3, 4), resident=(896, 896), rows=2, tight=True)
 
 
 @op(out=("result", "scale"), inout="residual")
@@ -99,19 +99,20 @@ def _dynamic_quant_plan(
     for arg in tensors:
         check.contiguous(arg)
     num_rows = check.num_rows(input)
-    access_size, shifted = geometry.row_vectors(hidden_size, (hidden_size,), *tensors)
+    vectors = geometry.row_vectors(hidden_size, (hidden_size,), *tensors)
+    access_size = vectors.vec_size
     # The lanes of one warp share a group. A group therefore has vectors of 16 bytes, moved by several accesses where
-    # memory is not aligned for them.
-    vec_size = 16 // input.dtype.itemsize if group_size else access_size
-    # Several accesses to a vector take registers. So does putting together the weight of SHIFTED rows on sm_100.
-    bound_registers = access_size == vec_size and not (shifted and input.device.arch == "sm_100")
+    # memory is not aligned for them. Several accesses to a vector take registers.
+    if group_size:
+        vectors = RowVectors(16 // input.dtype.itemsize)
+    bound_registers = access_size == vectors.vec_size and fp8.converts_to(result)
     config = geometry.choose_rows(
         input,
         num_rows,
-        RowVectors(vec_size, shifted),
+        vectors,
         _WITH_RESIDUAL if residual else _PER_BLOCK if group_size else _PER_TOKEN,
-        lanes=group_size // vec_size if group_size else 1,
-        bound_registers=bound_registers and fp8.converts_to(result),
+        lanes=group_size // vectors.vec_size if group_size else 1,
+        bound_registers=bound_registers,
     )
     return _rms_norm_dynamic_quant(
         scalar_t=input.dtype,

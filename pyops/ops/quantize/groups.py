@@ -89,7 +89,7 @@ def _launch(
         if num_rows not in (num_tokens, -(-num_tokens // 4) * 4):
             num_rows = num_tokens
     check.sizes(scales, num_tokens=num_rows, groups=columns)
-    vectors = RowVectors(check.vector_width(group_size, input, codes), shifted=False)
+    vectors = RowVectors(check.vector_width(group_size, input, codes))
     scales_of_token = 4 * columns if packed else columns
     num_groups = num_rows * scales_of_token
     few = num_groups * group_size <= _MAX_FEW_VECTORS * vectors.vec_size * input.device.multiprocessors

@@ -1,0 +1,108 @@
+"""The pages that no file of docs/ is, and where links lead: as Markdown, without MkDocs.
+
+Links are those of a repository view, relative to a file of the repository. `with_links` turns them into the site's.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import notebooks
+import reference
+
+import kernels_cu
+from pyops.cli import table
+
+ROOT = Path(__file__).parents[2]
+FILES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "license.md",
+}
+RESULTS = {path.stem: path for path in sorted((ROOT / reference.RESULTS).glob("*.md"))}
+PLOTS = sorted((ROOT / reference.RESULTS).glob("*.svg"))
+_FENCED = re.compile(r"(^````.*?^````$|^```.*?^```$)", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])")
+_PLOT = re.compile(r'<picture><source [^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)"></picture>')
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A page: where it is on the site, the file of the repository from which its links start, and its Markdown."""
+
+    uri: str
+    path: str
+    text: str
+
+
+def generated() -> Iterator[Generated]:
+    """All pages that are generated."""
+    for path, uri in FILES.items():
+        yield Generated(uri, path, {"README.md": home, "LICENSE": _license}.get(path, str)((ROOT / path).read_text()))
+    for file in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
+        text = notebooks.page(json.loads(file.read_text()), file.name)
+        yield Generated(f"notebooks/{file.stem}.md", f"docs/notebooks/{file.name}", text)
+    for name in kernels_cu.names():
+        yield Generated(f"source/kernels_cu/{name}.md", f"kernels_cu/{name}", _source(name))
+    for name, file in RESULTS.items():
+        text = file.read_text().replace("# ", f"# {name}, ", 1)
+        yield Generated(f"results/{name}.md", f"{reference.RESULTS}/{name}.md", f"---\nhide: [toc]\n---\n{text}")
+    for folder, texts in (("ops", reference.families()), ("layers", reference.layers()), ("", reference.others())):
+        for name, text in texts.items():
+            yield Generated(posixpath.join("reference", folder, f"{name}.md"), "docs/reference.md", text)
+
+
+def uri_of(path: str) -> str:
+    """Where a file of the repository is on the site."""
+    if path in FILES:
+        return FILES[path]
+    if path.startswith("kernels_cu/"):
+        return f"source/{path}.md"
+    if path.startswith(reference.RESULTS):
+        return "results" + path.removeprefix(reference.RESULTS)
+    path = path.removeprefix("docs/")
+    return "notebooks/README.md" if path == "notebooks" else path.replace(".ipynb", ".md")
+
+
+def with_links(markdown: str, path: str, uri: str) -> str:
+    """The text of the file `path` with links as the page `uri` needs them. Code stays as it is."""
+
+    def moved(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
+        return match[1] if target == path else posixpath.relpath(uri_of(target), posixpath.dirname(uri))
+
+    pieces = _FENCED.split(markdown)
+    pieces[::2] = (_LINK.sub(moved, text) for text in pieces[::2])
+    return "".join(pieces)
+
+
+def with_reference(ops: str) -> str:
+    """The table of all ops, in which an op leads to its place in the reference instead of to its file."""
+    families = {op.name: name for name, ops in table.families().items() for op in ops}
+    link = re.compile(r"\[`(\w+)`\]\(\.\./pyops/[^)]*\)")
+    return link.sub(lambda match: f"[`{match[1]}`](reference/ops/{families[match[1]]}.md#pyops.{match[1]})", ops)
+
+
+def home(readme: str) -> str:
+    """The README as the first page: its plot follows the colours of the site, and pages beside it are not needed."""
+    readme = _PLOT.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", readme)
+    return f"---\nhide: [navigation, toc]\n---\n{readme}"
+
+
+def _license(text: str) -> str:
+    return f"# License\n\n```text\n{text.rstrip()}\n```"
+
+
+def _source(name: str) -> str:
+    """The page of a kernel source, which is found by the pages that link to it, and by no search for its text."""
+    text = kernels_cu.read(name)
+    included = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
+    links = ", ".join(f"[{header}](../include/{header})" for header in included)
+    parts = [f"# {name}", f"Includes {links}." if links else "", f'```cuda linenums="1"\n{text.rstrip()}\n```']
+    return "---\nsearch:\n  exclude: true\nhide: [navigation, toc]\n---\n" + "\n\n".join(filter(None, parts))

@@ -1,0 +1,88 @@
+"""Compile specialisations by hiprtc and report the resources of what came out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyops._core.kernel import Specialisation
+
+from .metadata import Resources, resources
+from .packages import Folder
+
+_WORKER = Path(__file__).with_name("worker.py")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One specialisation for one architecture. `resources` is None where it did not compile; `log` then says why."""
+
+    kernel: str
+    constants: str
+    arch: str
+    seconds: float
+    log: str
+    resources: Resources | None
+
+    @property
+    def trouble(self) -> str:
+        """What a kernel may not do: not compile, or keep anything in scratch memory."""
+        if self.resources is None:
+            lines = self.log.splitlines()
+            return next((line for line in lines if "error" in line), lines[-1] if lines else "no log")
+        if self.resources.scratch or self.resources.vgpr_spills:
+            return f"{self.resources.scratch} bytes of scratch memory, {self.resources.vgpr_spills} VGPRs spilled"
+        return ""
+
+
+def compile_all(folder: Folder, jobs: Sequence[tuple[str, Specialisation]], processes: int) -> list[Compiled]:
+    """Compile each (architecture, specialisation), by so many processes at a time."""
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(processes) as pool:
+        shares = [list(jobs[i::processes]) for i in range(processes)]
+        places = [Path(scratch, str(i)) for i in range(processes)]
+        done = pool.map(lambda share, place: list(_compile_share(folder, share, place)), shares, places)
+        return [one for share in done for one in share]
+
+
+def _compile_share(folder: Folder, jobs: Sequence[tuple[str, Specialisation]], place: Path) -> Iterator[Compiled]:
+    """Compile by one worker."""
+    place.mkdir()
+    lines = []
+    for i, (arch, one) in enumerate(jobs):
+        (place / f"{i}.cu").write_text(one.text)
+        lines.append(f"{arch} {place / f'{i}.cu'} {place / f'{i}.hsaco'}\n")
+    command = folder.command(str(_WORKER), str(folder.library), str(folder.include))
+    done = subprocess.run(command, input="".join(lines), capture_output=True, text=True, check=True)
+    for i, ((arch, one), answer) in enumerate(zip(jobs, done.stdout.splitlines(), strict=True)):
+        seconds, log = json.loads(answer)
+        code = place / f"{i}.hsaco"
+        found = resources(code.read_bytes()) if code.exists() else None
+        yield Compiled(one.kernel.file, str(one), arch, seconds, log, found)
+
+
+def table(found: Sequence[Compiled]) -> str:
+    """Markdown: for each kernel and architecture how many compiled, and the largest of each resource."""
+    archs = list(dict.fromkeys(one.arch for one in found))
+    lines = [f"| kernel | {' | '.join(archs)} |", "|---" * (len(archs) + 1) + "|"]
+    for kernel in sorted({one.kernel for one in found}):
+        cells = [_cell([one for one in found if (one.kernel, one.arch) == (kernel, arch)]) for arch in archs]
+        lines.append(f"| {kernel} | {' | '.join(cells)} |")
+    totals = [[one for one in found if one.arch == arch] for arch in archs]
+    lines.append(f"| all | {' | '.join(f'{sum(not one.trouble for one in every)}/{len(every)}' for every in totals)} |")
+    return "\n".join(lines)
+
+
+def _cell(tried: Sequence[Compiled]) -> str:
+    good = [one.resources for one in tried if one.resources]
+    if not tried:
+        return "-"
+    words = [f"{sum(not one.trouble for one in tried)}/{len(tried)}"]
+    for name, field in (("VGPR", "vgprs"), ("LDS", "lds"), ("SGPR spills", "sgpr_spills")):
+        if largest := max((getattr(one, field) for one in good), default=0):
+            words.append(f"{name} {largest}")
+    return ", ".join(words)

@@ -1,0 +1,49 @@
+"""Resources of a compiled kernel, from the metadata of its code object."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import msgpack
+from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import NoteSection
+
+_AMDGPU_METADATA = 32  # type of a note, from LLVM's User Guide for AMDGPU Backend
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one kernel.
+
+    Attributes:
+        vgprs, sgprs: vector registers of a lane, scalar registers of a wave.
+        lds: static bytes of a block's shared memory.
+        scratch: bytes of memory of a lane that hold spilled registers and arrays.
+        vgpr_spills: vector registers in scratch memory; sgpr_spills: scalar registers in lanes of vector registers.
+    """
+
+    vgprs: int
+    sgprs: int
+    lds: int
+    scratch: int
+    vgpr_spills: int
+    sgpr_spills: int
+
+
+def resources(code: bytes) -> Resources:
+    """Of the one kernel of a code object."""
+    for section in ELFFile(io.BytesIO(code)).iter_sections():
+        if isinstance(section, NoteSection):
+            for note in section.iter_notes():
+                if note["n_type"] in (_AMDGPU_METADATA, "NT_AMDGPU_METADATA"):
+                    (kernel,) = msgpack.unpackb(note["n_descdata"])["amdhsa.kernels"]
+                    return Resources(
+                        kernel[".vgpr_count"],
+                        kernel[".sgpr_count"],
+                        kernel[".group_segment_fixed_size"],
+                        kernel[".private_segment_fixed_size"],
+                        kernel[".vgpr_spill_count"],
+                        kernel[".sgpr_spill_count"],
+                    )
+    raise ValueError("the code object has no metadata of AMD's")

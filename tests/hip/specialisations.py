@@ -1,0 +1,51 @@
+"""What plans compile for AMD GPUs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pyops
+from pyops._core import device
+from pyops._core.example import ArgMaker
+from pyops._core.kernel import Specialisation
+from pyops._core.op import Op
+from pyops._core.tensor import TensorArg
+from tests import axes
+
+ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+_SITUATIONS = ((16, True), (4096, True), (4096, False))  # (num_tokens, whether tensors begin at multiples of 16 bytes)
+
+
+def of_op(op: Op, arch: str) -> Iterator[Specialisation]:
+    """What the op compiles, for every axis, few and many tokens, aligned and not."""
+    assert op.example is not None
+    for case in axes.combinations(op):
+        for num_tokens, aligned in _SITUATIONS:
+            args = op.example(ArgMaker(device.model(arch)), num_tokens=num_tokens, **case)
+            for launch in op.launches(*(arg if aligned else _unaligned(arg) for arg in args)):
+                yield launch.specialisation
+
+
+def _unaligned(arg: Any) -> Any:
+    return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, TensorArg) else arg
+
+
+def of_arch(arch: str) -> dict[str, list[Specialisation]]:
+    """{kernel file: its specialisations}, each text once."""
+    found: dict[str, dict[tuple[Any, ...], Specialisation]] = {}
+    for op in pyops.registry.values():
+        for one in of_op(op, arch):
+            found.setdefault(one.kernel.file, {})[one.key] = one
+    return {file: list(by_key.values()) for file, by_key in sorted(found.items())}
+
+
+def sample(arch: str, per_kernel: int | None) -> list[Specialisation]:
+    """So many specialisations of each kernel, always the same ones; all of them for None."""
+    chosen = []
+    for file, every in of_arch(arch).items():
+        few = per_kernel is not None and len(every) > per_kernel
+        chosen += random.Random(f"{file} {arch}").sample(every, per_kernel or 0) if few else every
+    return chosen
