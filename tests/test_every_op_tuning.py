@@ -1,13 +1,13 @@
 """What holds for every op whose plan chooses a Config: what a table holds and what tuning tries is safe to run.
 
-No line here knows an op by name, but for a list that names one op of every family.
+No line here knows an op by name, but for two lists: of an op of every family, and of cases that no default covers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -173,23 +173,52 @@ def test_tuning_finds_the_fastest_candidate(op: Op) -> None:
         assert len(tuned.tried) == 1 + len(_candidates(choice))
 
 
-@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+
+
+@needs_compiler
 @pytest.mark.parametrize("op", OPS)
 def test_every_candidate_gives_the_result(op: Op) -> None:
-    """On the host backend, for two problems of one bucket.
+    """For two problems of one bucket."""
+    _assert_candidates(op, *(_axes(op, num_tokens) for num_tokens in BUCKETS[0]))
+
+
+# Axes with which a plan chooses a Config of another class, or one with other candidates.
+OTHERS: dict[str, axes.Axes] = {
+    "rms_norm": {"hidden_size": 769},
+    "fused_add_rms_norm": {"hidden_size": 64},
+    "reshape_and_cache": {"num_tokens": 5},  # grouped by their slots
+    "top_k_per_row_decode": {"vocab_size": 17000},
+    "top_k_top_p_sampling_from_logits": {"with_top_k": False, "with_top_p": False},
+    "paged_attention_v1": {"dtype": "float32", "kv_cache_dtype": "auto"},
+    "paged_attention_varlen": {"dtype": "float32", "kv_cache_dtype": "auto"},
+    "sm100_cutlass_mla_decode": {"dtype": "float32"},
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_candidate_gives_the_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("pyops.ops.cache.reshape_and_cache"), "_MAX_UNGROUPED_TOKENS", -1)
+    _assert_candidates(pyops.registry[name], _axes(pyops.registry[name], 5) | OTHERS[name])
+
+
+def _assert_candidates(op: Op, *cases: axes.Axes) -> None:
+    """Hold the op, with every candidate of the choice, to its reference on the host backend.
 
     The bound of registers, min_blocks, says nothing there: candidates that differ in it alone are one.
     """
-    calls = [example(op, **_axes(op, num_tokens)) for num_tokens in BUCKETS[0]]
-    choice = _chosen(op, BUCKETS[0][0])
-    distinct = {}
-    for candidate in _candidates(choice):
-        values = {one.name: getattr(candidate, one.name) for one in fields(candidate) if one.name != "min_blocks"}
-        distinct[json.dumps(values, default=repr)] = candidate
+    calls = [example(op, **case) for case in cases]
     with config.cpu("kernels"):
+        with tune.choices(tuning, op.name) as seen:
+            op.forget()
+            for args in calls:
+                op.check(*args)
+        assert len(seen) == len(calls)
+        assert len({one.problem.bucket() for one in seen}) == 1
         right = [expected(op, args) for args in calls]
         try:
-            for candidate in distinct.values():
+            for candidate in _distinct(seen[0]):
                 op.forget()
                 with tuning.forced(op.name, candidate):
                     for args, results in zip(calls, right, strict=True):
@@ -197,3 +226,12 @@ def test_every_candidate_gives_the_result(op: Op) -> None:
                 assert tuning.last[op.name] is candidate
         finally:
             op.forget()
+
+
+def _distinct(choice: tune.Choice) -> list[Any]:
+    """The candidates, but one of those that differ in min_blocks alone."""
+    found = {}
+    for candidate in _candidates(choice):
+        names = [one.name for one in fields(candidate) if one.name != "min_blocks"]
+        found[tuple(getattr(candidate, name) for name in names)] = candidate
+    return list(found.values())

@@ -143,7 +143,7 @@ class RowConfig:
         """Other threads for a row, other registers for a thread, and rows or weights that are read again or kept."""
         row_vecs = problem.size // self.vec_size - self.shifted
         if row_vecs <= WARP_ROW_VECS:
-            # Of a SHIFTED row, fewer elements than two vectors have lie before and behind its vectors: a lane for each.
+            # Each element before and behind the vectors of a SHIFTED row needs a lane: fewer than two vectors hold.
             min_lanes = max(problem.lanes, 2 * self.vec_size if self.shifted else 1)
             shapes = [(WARP_ROW_BLOCK, 1 << i) for i in range(_WARP_SIZE.bit_length()) if 1 << i >= min_lanes]
         else:
@@ -206,6 +206,7 @@ def choose_rows(
 
 
 def _choose(problem: RowProblem, device: Device) -> RowConfig:
+    """The choice of `choose_rows`."""
     size, dtype, num_rows, vectors, measured, lanes, bound_registers = problem
     sm_rows = min(_MAX_LATENCY_ROWS + 1, -(-num_rows // device.multiprocessors))
     return _choose_rows(size, dtype.itemsize, vectors, sm_rows, measured, lanes, bound_registers)

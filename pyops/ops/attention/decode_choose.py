@@ -81,8 +81,8 @@ class Config:
 
     def candidates(self, problem: Problem, device: Device) -> list[Config]:
         """Other warps, steps, registers, clusters and splits. How splits are joined stays: a table cannot hold it."""
-        warps_per_wave = device.warp_size // 32
-        found = tuning.varied(self, num_warps=[count for count in _CANDIDATE_WARPS if count % warps_per_wave == 0])
+        num_warps = [count for count in _CANDIDATE_WARPS if 32 * count % device.warp_size == 0]
+        found = tuning.varied(self, num_warps=num_warps)
         if self.cluster_size == 1 and not problem.partials:  # the caller's memory says how many partitions there are
             found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
             if self.max_splits > 1:
@@ -99,8 +99,8 @@ class Config:
         )
         if not problem.partials:
             for size in tuning.beside(self.cluster_size, 1, device.cluster):
-                num_warps = NUM_WARPS if 1 in (size, self.cluster_size) else self.num_warps
-                found.append(replace(self, cluster_size=size, num_warps=num_warps))
+                fitting = NUM_WARPS if 1 in (size, self.cluster_size) else self.num_warps
+                found.append(replace(self, cluster_size=size, num_warps=fitting))
         return found
 
 

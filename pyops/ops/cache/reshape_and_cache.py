@@ -111,9 +111,10 @@ class Groups:
 
     def candidates(self, problem: Problem, device: Device) -> list[Groups]:
         """Other groups, blocks, and vectors in flight."""
+        groups = tuning.beside(self.group, _MIN_GROUP, min(problem.max_group, _MAX_TILE // self.columns))
         return tuning.varied(
             self,
-            group=tuning.beside(self.group, _MIN_GROUP, min(problem.max_group, _MAX_TILE // self.columns)),
+            group=[group for group in groups if problem.max_group % group == 0],
             columns=tuning.beside(self.columns, _MIN_COLUMNS, _MAX_TILE // self.group),
             batch=tuning.beside(self.batch, 1, 2 * _MAX_BATCH),
             num_threads=_CANDIDATE_THREADS,
