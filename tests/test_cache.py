@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import device
+from pyops._core.dtypes import float32
 from pyops._core.example import ArgMaker
 from pyops._core.host.toolchain import toolchains
 from pyops.ops.cache import _geometry
@@ -966,7 +967,7 @@ def test_tokens_beyond_the_slots_are_padding() -> None:
 )
 def test_geometry_of_tokens(num_tokens: int, token_vecs: int, config: _geometry.Config) -> None:
     """Few tokens: small blocks. Some: one vector to a thread. Many: four. On 132 multiprocessors."""
-    assert _geometry.choose(num_tokens, token_vecs, device.model()) == config
+    assert _geometry.choose(_geometry.Problem(num_tokens, token_vecs, float32), device.model()) == config
 
 
 @pytest.mark.parametrize(
@@ -982,5 +983,5 @@ def test_geometry_of_tokens(num_tokens: int, token_vecs: int, config: _geometry.
 )
 def test_geometry_of_packed_tokens(num_tokens: int, block_size: int, num_slots: int, config: Any) -> None:
     """Groups of slots for many tokens, if the cache has groups and is not too large."""
-    problem = packed.Problem(num_tokens, num_slots, block_size, row_size=1024, load_vec=8)
+    problem = packed.Problem(num_tokens, num_slots, block_size, row_size=1024, load_vec=8, many=num_tokens > 16 * 132)
     assert packed.choose(problem, device.model()) == config

@@ -68,7 +68,7 @@ class QuantFP8(CustomOp):
         static: whether scales are given to `forward`: float32, one element, [num_tokens], [hidden_size], or [rows,
             columns] of groups. If not, scales are found.
         group_shape: the elements that share a scale. Scales can be found for a tensor, a token or a group of a row.
-        num_token_padding: least number of rows of the codes, and of scales of tokens.
+        num_token_padding: min number of rows of the codes, and of scales of tokens.
         column_major_scales, tma_aligned_scales, use_ue8m0: for scales of groups, see
             `pyops.per_token_group_quant_fp8`; None means False.
         compile_native: see `CustomOp`.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy
 
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..._core.device import Device
+    from ..._core.dtypes import DType
 
 __all__ = ["hadacore_transform", "hadacore_transform_out"]
 
@@ -27,6 +28,18 @@ _MAX_SIZE = 32768
 _ELEMENTS = {256: 8, 512: 16, 4096: 32, _MAX_SIZE: 64}
 _RESIDENT, _RESIDENT_BY_ELEMENTS = 1536, {32: 1024, 64: 512}  # threads that a multiprocessor holds
 _WARP_ROW_THREADS = 128  # threads of a block whose rows have a warp or less each
+_MIN_SHARED_ELEMENTS = 32  # min elements of a thread that go through shared memory at a time
+
+
+class Problem(NamedTuple):
+    """What the geometry depends on: rows, and their elements, a power of two."""
+
+    num_rows: int
+    size: int
+    dtype: DType
+
+    def bucket(self) -> str:
+        return f"rows={tuning.power_of_two(self.num_rows)} elements={self.size} {self.dtype.name}"
 
 
 @dataclass(frozen=True)
@@ -45,12 +58,26 @@ class Config:
     rounds: int
     min_blocks: int
 
+    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+        """Other elements and other registers for a thread."""
+        found = []
+        for elements in tuning.beside(self.elements, 1, min(problem.size, max(_ELEMENTS.values()))):
+            row_threads = problem.size // elements
+            if row_threads <= 32 or elements // self.rounds >= _MIN_SHARED_ELEMENTS:
+                found.append(tuning.resized(self, _block_threads(row_threads), elements=elements))
+        return found + tuning.varied(self, min_blocks=tuning.occupancies(self.num_threads, self.min_blocks))
 
-def choose(size: int, device: Device) -> Config:
-    """The geometry for rows of `size` elements, a power of two."""
+
+def _block_threads(row_threads: int) -> int:
+    """Threads of a block, of rows that have so many threads each."""
+    return max(_WARP_ROW_THREADS, row_threads) if row_threads <= 32 else row_threads
+
+
+def choose(problem: Problem, device: Device) -> Config:
+    """The geometry; the number of rows does not change it."""
+    size = problem.size
     elements = min(size, next(elements for max_size, elements in _ELEMENTS.items() if size <= max_size))
-    row_threads = size // elements
-    num_threads = max(_WARP_ROW_THREADS, row_threads) if row_threads <= 32 else row_threads
+    num_threads = _block_threads(size // elements)
     rounds = 1 if 4 * size <= device.shared_memory else 2
     resident = _RESIDENT_BY_ELEMENTS.get(elements, _RESIDENT)
     return Config(elements, num_threads, rounds, max(1, resident // num_threads))
@@ -102,7 +129,8 @@ def plan_hadacore_transform_out(out: TensorArg, x: TensorArg) -> Launch:
     check.row_size(out)
     if size & (size - 1) or not 1 <= size <= _MAX_SIZE:
         raise x.error(f"expected a last dimension that is a power of two up to {_MAX_SIZE}, got shape {x.shape}")
-    config, num_rows = choose(size, x.device), check.num_rows(x)
+    num_rows = check.num_rows(x)
+    config = tuning.config(x.op, Problem(num_rows, size, x.dtype), x.device, choose)
     row_threads = size // config.elements
     vec_size = min(config.elements, 16 // x.dtype.itemsize)
     return _hadamard(
