@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from pyops.testing import (
     assert_close,
     assert_matches_reference,
     canaries,
-    guarded,
     same_bits,
     strategies,
 )
@@ -335,7 +333,7 @@ FAULTS = [
         AssertionError,
         "the input input was written, under",
     ),
-    ("+ column]", "+ column + (column == 99)]", AssertionError, "out: bytes around it were written, the first 400 by"),
+    ("+ column]", "+ column + (column == 99)]", pyops.KernelFault, "write of 4 bytes at 0x.*, 0 bytes past the end of"),
     ("__syncthreads();", "float x = row[100]; if (x == 3) out[0] = x;", pyops.KernelFault, "out-of-bounds global"),
     ("__syncthreads();", "float x = row[-1]; if (x == 3) out[0] = x;", pyops.KernelFault, "out-of-bounds global"),
     ("tile[63 - threadIdx.x] + step", "tile[threadIdx.x] + step", pyops.KernelFault, "uninitialised shared memory"),
@@ -401,22 +399,3 @@ def test_on_the_device_first(add_one: Any) -> None:
     assert_matches_reference(add_one(), torch.empty_like(x), x)
     with pytest.raises(AssertionError, match=r"on the GPU$"):
         assert_matches_reference(add_one("+ step", "+ step * 1.01f"), torch.empty_like(x), x)
-
-
-@pytest.mark.parametrize("side", ["after", "before"])
-@pytest.mark.parametrize("layout", [Layout(), Layout(gap=3), Layout(offset=3, gap=1, lone=5)])
-def test_guarded_memory_keeps_strides(side: str, layout: Layout) -> None:
-    for value in (torch.randn(3, 5), torch.randn(1, 1).bfloat16(), torch.randn(4).expand(3, 4), torch.empty(0, 2)):
-        x = value if value.stride(0) == 0 else layout.place(value)
-        held = guarded(x, side)
-        assert same_bits(held, x)
-        assert held.stride() == x.stride()
-        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True) if size) + 1
-        edge = held.data_ptr() + (last * held.element_size() if side == "after" and held.numel() else 0)
-        assert edge % mmap.PAGESIZE == 0
-    array = numpy.arange(12.0).reshape(3, 4)[:, ::2]
-    held = guarded(array, side)
-    assert (held == array).all()
-    assert held.strides == array.strides
-    with pytest.raises(ValueError, match='side: expected "after" or "before", got "left"'):
-        guarded(array, "left")

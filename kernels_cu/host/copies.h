@@ -19,10 +19,7 @@ __attribute__((noinline)) void copy_async(void* to, const void* from, unsigned b
     if (thread.num_copies == MAX_COPIES) raise_fault("async copy not waited for", where, "%u in flight", MAX_COPIES);
     check_access(to, bytes, Access::WRITE, pc);
     for (unsigned i = 0; i < bytes; ++i) memory.bytes[offset + i].copier = 1 + thread.number;
-    char read_now[16];  // reads the source here, so that a bad address is a fault of the copy, not of the wait
     check_access(from, valid_bytes, Access::READ, pc);
-    memcpy(read_now, from, valid_bytes);
-    asm volatile("" : : "r"(read_now) : "memory");
     copies[state.rank][thread.number][thread.num_copies++] = {static_cast<char*>(to), static_cast<const char*>(from),
                                                               bytes, valid_bytes, thread.group};
 }

@@ -12,7 +12,7 @@
 #define PYOPS_HOST_WARP_SIZE 32
 #endif
 
-#define __global__ __attribute__((visibility("hidden")))
+#define __global__ __attribute__((visibility("hidden"), noinline))
 #define __device__
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
@@ -275,24 +275,18 @@ inline int __all_sync(host_lanes lanes, int predicate, HOST_PLACE) {
     return host_reduce("__all_sync", lanes, int(predicate != 0), host_and(), file, line);
 }
 
+// memcpy and memset of a kernel: not every compiler instruments the C library's.
+inline void* host_memcpy(void* to, const void* from, size_t bytes) {
+    host::record_access(from, bytes, host::Access::READ);
+    host::record_access(to, bytes, host::Access::WRITE);
+    host::copy_unrecorded(to, from, bytes);
+    return to;
+}
+inline void* host_memset(void* to, int value, size_t bytes) {
+    for (size_t i = 0; i < bytes; ++i) static_cast<volatile unsigned char*>(to)[i] = value;
+    return to;
+}
+#define memcpy host_memcpy
+#define memset host_memset
+
 }  // namespace pyops_kernel
-
-namespace host {
-
-// Call a kernel with an array of pointers to its parameters, as cuLaunchKernel takes them.
-template <typename T> struct unqualified { using type = T; };
-template <typename T> struct unqualified<const T> { using type = T; };
-template <int... INDEX> struct indices {};
-template <int N, int... INDEX> struct count_to : count_to<N - 1, N - 1, INDEX...> {};
-template <int... INDEX> struct count_to<0, INDEX...> { using type = indices<INDEX...>; };
-
-template <typename... T, int... INDEX>
-inline void call(void (*kernel)(T...), void** parameters, indices<INDEX...>) {
-    kernel(*static_cast<typename unqualified<T>::type*>(parameters[INDEX])...);
-}
-template <typename... T>
-inline void call(void (*kernel)(T...), void** parameters) {
-    call(kernel, parameters, typename count_to<sizeof...(T)>::type());
-}
-
-}  // namespace host

@@ -1,4 +1,7 @@
-// global.h: global memory, with a record of the last accesses to every byte in the launch.
+// global.h: global memory: its bounds, and a record of the last accesses to every byte in the launch.
+//
+// A kernel may access the tensors and workspaces of its call, and the constants in its own library. Every access is
+// compared with their bounds before it happens, so a kernel never reads or writes what is not its own.
 //
 // Within a block, barriers order accesses as they do for shared memory. Between blocks, a kernel may not count on any
 // order: a byte that one block writes no other block may access. There are three exceptions. Atomic operations of two
@@ -9,6 +12,7 @@
 // The records of a page of memory lie in one page of records, found by the page's number in a hash table. Epochs never
 // repeat: a record of an earlier launch is known by its epoch, and nothing is cleared between launches.
 #pragma once
+#include <link.h>
 #include "cluster.h"
 
 namespace host {
@@ -23,8 +27,61 @@ struct Global {
     Records** table;  // MAX_PAGES slots, open addressing
     size_t num_pages;
     Records* recent;
+    const Range* recent_range;  // of the launch, which held the last access
+    Range library;              // of the running kernel
 };
 inline Global global_memory;
+
+// The addresses of the library that holds `code`.
+inline Range library_of(const void* code) {
+    struct Search {
+        uintptr_t code;
+        Range found;
+    } search = {reinterpret_cast<uintptr_t>(code), {}};
+    dl_iterate_phdr(
+        [](dl_phdr_info* library, size_t, void* data) -> int {
+            Search& search = *static_cast<Search*>(data);
+            Range range = {UINTPTR_MAX, 0};
+            for (int i = 0; i < library->dlpi_phnum; ++i) {
+                const auto& segment = library->dlpi_phdr[i];
+                if (segment.p_type != PT_LOAD) continue;
+                const uintptr_t begin = library->dlpi_addr + segment.p_vaddr, end = begin + segment.p_memsz;
+                if (begin < range.begin) range.begin = begin;
+                if (end > range.end) range.end = end;
+            }
+            if (!range.holds(search.code, 1)) return 0;
+            search.found = range;
+            return 1;
+        },
+        &search);
+    return search.found;
+}
+
+inline void global_begin_launch() {
+    Global& global = global_memory;
+    global.recent_range = nullptr;
+    const void* entry = reinterpret_cast<const void*>(state.entry);
+    if (!global.library.holds(reinterpret_cast<uintptr_t>(entry), 1)) global.library = library_of(entry);
+}
+
+// Raise a fault unless the running kernel may access these bytes.
+inline void check_bounds(const char* address, size_t bytes, Access kind, const void* pc) {
+    Global& global = global_memory;
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    if (bytes == 0 || (global.recent_range && global.recent_range->holds(at, bytes))) return;
+    for (uint32_t i = 0; i < state.launch.num_ranges; ++i) {
+        if (state.launch.ranges[i].holds(at, bytes)) {
+            global.recent_range = state.launch.ranges + i;
+            return;
+        }
+    }
+    if (global.library.holds(at, bytes)) return;
+    if (in_arena(address)) {
+        raise_fault("out-of-bounds shared access", {nullptr, 0, pc}, "%s beside shared memory", verb_of(kind));
+    }
+    raise_fault("out-of-bounds global access", {nullptr, 0, pc, nullptr, at}, "%s of %zu bytes at 0x%zx", verb_of(kind),
+                bytes, size_t(at));
+}
 
 inline void drop_records() {
     for (size_t i = 0; i < MAX_PAGES; ++i) {
@@ -79,9 +136,10 @@ inline bool before_barrier_of_cluster(uint32_t epoch) {
            epoch <= cluster[offset / MAX_BARRIERS].barrier_epoch;
 }
 
-// Check an access of the running thread to global memory against the records, and record it. Raises a fault.
+// Check an access of the running thread to global memory against bounds and records, and record it. Raises a fault.
 inline void check_global(const char* address, size_t bytes, Access kind, const void* pc) {
     if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.capacity) return;
+    check_bounds(address, bytes, kind, pc);
     for (const char* at = address; at < address + bytes; ++at) {
         const uintptr_t number = reinterpret_cast<uintptr_t>(at);
         Records* records = records_of(number / PAGE);

@@ -57,6 +57,11 @@ struct Memory {
 };
 inline Memory memory;
 
+// Whether the address is one of shared memory, or beside it.
+inline bool in_arena(const void* address) {
+    return size_t(static_cast<const char*>(address) - memory.arenas) < ARENA_BYTES * memory.num_arenas;
+}
+
 inline char* map_pages(size_t bytes) {
     void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return pages == MAP_FAILED ? nullptr : static_cast<char*>(pages);

@@ -64,14 +64,15 @@ inline void on_signal(int signal, siginfo_t* info, void* context) {
     if (signal == SIGSEGV && info->si_code == SI_KERNEL) {  // x86 gives no address here
         raise_fault("misaligned access", where, "%s by a vector instruction, or at what is no address", machine.verb);
     }
-    if (address >= memory.arenas && address < memory.arenas + ARENA_BYTES * memory.num_arenas) {
+    if (in_arena(address)) {
         raise_fault("out-of-bounds shared access", where, "%s beside shared memory", machine.verb);
     }
     if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.capacity) {
         raise_fault("stack overflow", where, "local arrays take more than %zu KiB", STACK_BYTES / 1024);
     }
-    raise_fault("out-of-bounds global access", where, "%s at address %p", machine.verb,
-                static_cast<const void*>(address));
+    const uintptr_t at = reinterpret_cast<uintptr_t>(address);
+    raise_fault("out-of-bounds global access", {nullptr, 0, machine.pc, nullptr, at}, "%s at 0x%zx", machine.verb,
+                size_t(at));
 }
 
 // Handles the signals and limits the time, from construction to destruction.
@@ -147,6 +148,7 @@ pyops_host_run(void (*entry)(void**), void** parameters, const host::Launch* lau
         return &state.fault;
     }
     memory_begin_launch();
+    global_begin_launch();
     const Watch watch;
     if (sigsetjmp(state.escape, 1) == 0) {
         state.running = true;

@@ -39,6 +39,14 @@ struct Thread {
 
 enum class Order : uint32_t { FIFO, REVERSED, GREEDY, SHUFFLED };
 
+// A range of addresses.
+struct Range {
+    uintptr_t begin, end;
+    bool holds(uintptr_t address, size_t bytes) const {
+        return address >= begin && address <= end && bytes <= end - address;
+    }
+};
+
 // The launch as Python fills it in: the same layout as its ctypes structure.
 struct Launch {
     Index grid, block;
@@ -46,6 +54,8 @@ struct Launch {
     Order order;
     uint32_t time_limit_ms;
     uint64_t seed;
+    const Range* ranges;  // the tensors and workspaces of the call
+    uint32_t num_ranges;
 };
 
 // The fault as Python reads it: the same layout as its ctypes structure. Members that end in `pc` are offsets into the
@@ -55,6 +65,7 @@ struct Fault {
     int32_t line, has_thread;
     Index block, thread;
     uint64_t pc, asked_pc, other_pc;
+    uint64_t address;  // of the global memory that was accessed; 0 where the fault is of another kind
 };
 
 struct State {
@@ -92,6 +103,7 @@ struct Where {
     int line = 0;
     const void* pc = nullptr;        // of the faulting instruction, or of the next one
     const void* other_pc = nullptr;  // of the other access of a race
+    uint64_t address = 0;            // of the global memory that was accessed
 };
 
 // End the launch: describe the fault and leave every fiber where it stands.
@@ -108,6 +120,7 @@ raise_fault(const char* kind, const Where& where, const char* format, ...) {
     fault.pc = offset_in_kernel(where.pc);
     fault.asked_pc = offset_in_kernel(state.asked_pc);
     fault.other_pc = offset_in_kernel(where.other_pc);
+    fault.address = where.address;
     fault.block = state.block;
     fault.has_thread = state.current != nullptr;
     if (state.current) fault.thread = state.current->index;

@@ -34,9 +34,8 @@ DEVICE float within_codes(float x) {
 // divisor is positive.
 DEVICE float divide(float x, float divisor, float reciprocal) { return nearer(x * reciprocal, x, divisor, reciprocal); }
 
-// Quotients by one divisor, to be converted to fp8: correctly rounded wherever the rounding can change a code, and with
-// the sign of a zero. A residual corrects the product with the reciprocal (Markstein 1990). Where the corrected
-// quotient is NaN, the product is the result: it is infinite or NaN itself.
+// Quotients by one divisor, to be converted to codes: correctly rounded wherever the rounding can change a code. A
+// residual corrects the product with the reciprocal (Markstein 1990).
 struct Quotient {
     float divisor, reciprocal;
     bool ordinary;  // the reciprocal, and every residual that can change a code, are normal numbers
@@ -46,15 +45,18 @@ struct Quotient {
           reciprocal(reciprocal_of(divisor)),
           ordinary(fabsf(divisor) >= 0x1p-64f && fabsf(divisor) <= 0x1p64f) {}
 
+    // For int8: a zero may lose its sign. Where the corrected quotient is NaN, the product is the result: it is infinite
+    // or NaN itself.
     DEVICE float operator()(float x) const {
         if (!ordinary) return ieee_divide(x, divisor);
         const float product = x * reciprocal;
         const float quotient = divide(x, divisor, reciprocal);
-        return quotient == quotient ? copysignf(quotient, product) : product;
+        return quotient == quotient ? quotient : product;
     }
 
-    // Replaces each x by its quotient; absmax is the largest magnitude of x. If the divisor is positive and no residual
-    // can be infinite, neither NaN nor the sign of a zero needs care; otherwise ieee_divide takes that care.
+    // For fp8: replaces each x by its quotient, where a zero has its sign; absmax is the largest magnitude of x. If the
+    // divisor is positive and no residual can be infinite, neither NaN nor the sign of a zero needs care; otherwise
+    // ieee_divide takes that care.
     template <int N>
     DEVICE void of_each(float (&x)[N], float absmax) const {
         if (ordinary && divisor > 0.0f && absmax <= 0x1p62f) {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from . import config, device, driver, locks, workspace
 from .errors import DeviceFault, OpError
+from .host.run import Range
 from .kernel import Launch
 from .layout import Buffer, Runtime, buffer, common_packer
 from .lazy import cupy
@@ -162,15 +163,25 @@ def _wait(op: str, index: int, stream: int) -> None:
 
 
 def run_on_host(
-    launches: Sequence[Launch], tensors: tuple[str, ...], runtime: Runtime, scalars: dict[str, Any], *words: Any
+    launches: Sequence[Launch],
+    tensors: tuple[str, ...],
+    extents: Sequence[int],
+    runtime: Runtime,
+    scalars: dict[str, Any],
+    *words: Any,
 ) -> None:
-    """Run launches one after another on the CPU, with the words that a call on a device would pack."""
+    """Run launches one after another on the CPU, with the words that a call on a device would pack.
+
+    The kernels may access the bytes of `tensors`, as many as `extents` has for each, and of their workspaces.
+    """
     buffers = [buffer(launch, tensors, runtime, scalars) for launch in launches]
-    _memory, check_zeros = workspace.on_host(Workspaces(buffers))
+    _memory, ranges, check_zeros = workspace.on_host(Workspaces(buffers))
+    named = zip(tensors, words[: len(tensors)], extents, strict=True)
+    ranges += [Range(name, address, nbytes) for name, address, nbytes in named if nbytes]
     for launch, parameters in zip(launches, buffers, strict=True):
         parameters.pack(parameters.memory, 0, *words)
         function = launch.specialisation.load_on_host()
-        function.launch(launch.grid, launch.block, launch.shared, parameters.parameters, launch.cluster)
+        function.launch(launch.grid, launch.block, launch.shared, parameters.parameters, ranges, launch.cluster)
     check_zeros(", ".join(launch.specialisation.kernel.file for launch in launches))
 
 

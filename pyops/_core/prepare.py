@@ -152,7 +152,7 @@ def _cpu_call(
         if has_kernels and config.kernels_on_cpu():
             tensor.increment_versions(declaration.written_of(args))
             planned = launches if host.warp_size() == 32 else in_wide_warps(args)
-            _run_on_host(declaration, planned, addresses, args)
+            _run_on_host(declaration, planned, tensors, addresses, args)
         else:
             _run_reference(declaration, library, args)
 
@@ -166,7 +166,11 @@ def _run_reference(declaration: Declaration, library: str, args: Sequence[Any]) 
 
 
 def _run_on_host(
-    declaration: Declaration, launches: Sequence[Launch], addresses: Sequence[int], args: Sequence[Any]
+    declaration: Declaration,
+    launches: Sequence[Launch],
+    tensors: Sequence[TensorArg | None],
+    addresses: Sequence[int],
+    args: Sequence[Any],
 ) -> None:
     values = {p.name: value for p, value in zip(declaration.parameters, args, strict=True)}
     scalars = {p.name: values[p.name] for p in declaration.parameters if p.keyed}
@@ -174,8 +178,10 @@ def _run_on_host(
     for one in launches:
         if not one.specialisation.loaded_on_host():
             _may_compile(declaration, one)
+    extents = [arg.extent if arg else 0 for arg in tensors]
+    named = declaration.tensor_names, extents, declaration.runtime, scalars
     try:
-        launch.run_on_host(launches, declaration.tensor_names, declaration.runtime, scalars, *addresses, *runtime)
+        launch.run_on_host(launches, *named, *addresses, *runtime)
     except (StructError, OverflowError, TypeError) as error:
         _explain(declaration, error, args)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 
 from .errors import CaptureError, KernelFault
+from .host.run import Range
 from .kernel import Scratch
 from .layout import Buffer
 from .lazy import cupy, torch
@@ -34,18 +35,19 @@ class Workspaces:
 
     Attributes:
         nbytes: bytes of garbage; zero_bytes: bytes that are 0 before and after every call.
+        offsets: of each piece of scratch memory, in the garbage or the zeros.
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
-        offsets: dict[Scratch, int] = {}
+        self.offsets: dict[Scratch, int] = {}
         sizes = {False: 0, True: 0}
         self._places: list[tuple[Any, int, int, bool]] = []
         for buffer in buffers:
             for at, scratch in buffer.workspaces:
-                if scratch not in offsets:
-                    offsets[scratch] = sizes[scratch.zeroed]
+                if scratch not in self.offsets:
+                    self.offsets[scratch] = sizes[scratch.zeroed]
                     sizes[scratch.zeroed] += -(-scratch.nbytes // _ALIGNMENT) * _ALIGNMENT
-                self._places.append((buffer.memory, at, offsets[scratch], scratch.zeroed))
+                self._places.append((buffer.memory, at, self.offsets[scratch], scratch.zeroed))
         self.nbytes, self.zero_bytes = sizes[False], sizes[True]
 
     def __bool__(self) -> bool:
@@ -85,11 +87,16 @@ class _Zeros:
         self.memory, self.address, self.nbytes = memory, memory.ptr, memory.size
 
 
-def on_host(workspaces: Workspaces) -> tuple[Any, Callable[[str], None]]:
-    """(owner of the memory, which is placed; a check that zeros are zero again, given the kernels' names)."""
+def on_host(workspaces: Workspaces) -> tuple[Any, list[Range], Callable[[str], None]]:
+    """(owner of the memory, which is placed; where it lies; a check that zeros are zero, given the kernels' names)."""
     garbage = numpy.full(workspaces.nbytes + _ALIGNMENT, 0xFF, numpy.uint8)  # a NaN in every float type
     clean = numpy.zeros(workspaces.zero_bytes + _ALIGNMENT, numpy.uint8)
-    workspaces.place(*(-(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT for memory in (garbage, clean)))
+    starts = [-(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT for memory in (garbage, clean)]
+    workspaces.place(*starts)
+    ranges = [
+        Range("a workspace", starts[scratch.zeroed] + offset, scratch.nbytes)
+        for scratch, offset in workspaces.offsets.items()
+    ]
 
     def check(kernels: str) -> None:
         if clean.any():
@@ -97,4 +104,4 @@ def on_host(workspaces: Workspaces) -> tuple[Any, Callable[[str], None]]:
             message = f"zeroed workspace is not zero after the last launch, first at byte {at}"
             raise KernelFault("workspace left dirty", kernels, "", message, (), (0, 0, 0), None)
 
-    return (garbage, clean), check
+    return (garbage, clean), ranges, check

@@ -11,7 +11,7 @@ from .._core.host.run import SCHEDULES, Schedule, scheduled
 from .calls import assert_matches_reference
 from .compare import assert_close, same_bits
 from .contents import CONTENTS, filled
-from .memory import Canaries, Layout, canaries, guarded
+from .memory import Canaries, Layout, canaries
 
 __all__ = [
     "CONTENTS",
@@ -24,7 +24,6 @@ __all__ = [
     "canaries",
     "cpu",
     "filled",
-    "guarded",
     "same_bits",
     "scheduled",
 ]

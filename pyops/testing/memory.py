@@ -1,13 +1,9 @@
-"""Memory that is watched: tensors between pages that nothing may touch, and among bytes that nothing may change."""
+"""Memory that is watched: tensors among bytes that nothing may change, in layouts that are hard to treat."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy
+from typing import TYPE_CHECKING, NamedTuple
 
 from .._core import dtypes
 from .._core.lazy import torch
@@ -53,8 +49,7 @@ class Layout(NamedTuple):
 class Canaries:
     """A copy of a torch tensor in a larger buffer, whose other bytes are watched: those between its rows as well.
 
-    It has the strides of the original and is as aligned. With a `side` the buffer lies between unmapped pages, and the
-    copy, in host memory, touches one of them: see `guarded`.
+    It has the strides of the original and is as aligned.
 
     Attributes:
         tensor: the copy.
@@ -62,17 +57,12 @@ class Canaries:
 
     tensor: Tensor
 
-    def __init__(self, value: Tensor, side: str | None = None, alignment: int = 1) -> None:
+    def __init__(self, value: Tensor) -> None:
         itemsize, extent = value.element_size(), _extent(value.shape, value.stride())
-        if side is None:
-            # In whole elements: the buffer is viewed as the tensor's type.
-            self._start = (_AROUND + value.data_ptr() % _ALIGNED) // itemsize
-            size = (self._start + max(1, extent)) * itemsize + _AROUND
-            self.memory = torch.empty((size,), dtype=torch.uint8, device=value.device)
-        else:
-            between, start = _between_pages(extent * itemsize, side, alignment)
-            self.memory, self._start = torch.from_numpy(between), start // itemsize
-        self.memory.fill_(_PATTERN)
+        # In whole elements: the buffer is viewed as the tensor's type.
+        self._start = (_AROUND + value.data_ptr() % _ALIGNED) // itemsize
+        size = (self._start + max(1, extent)) * itemsize + _AROUND
+        self.memory = torch.full((size,), _PATTERN, dtype=torch.uint8, device=value.device)
         self.tensor = self.memory.view(value.dtype).as_strided(value.shape, value.stride(), self._start)
         # An expanded dimension is one element in memory, and torch refuses to write it twice.
         self._shape = [min(size, 1) if stride == 0 else size for size, stride in zip(value.shape, value.stride())]  # noqa: B905
@@ -108,24 +98,6 @@ def canaries(value: Tensor) -> Canaries:
     return Canaries(value)
 
 
-def guarded(value: Any, side: str = "after", alignment: int = 1) -> Any:
-    """A copy of a numpy array or CPU torch tensor, of any shape, strides and dtype, that touches an unmapped page.
-
-    A kernel that reads or writes on that `side` of it, ``"after"`` its last byte or ``"before"`` its first, is caught
-    by the host backend; anything else that does so kills the process. On the other side lies the rest of a page, then
-    another unmapped one. With "after", the address is as aligned as the size is, or a multiple of `alignment`: then
-    fewer bytes than that lie between the array and the unmapped page.
-    """
-    if library_of(value) == "torch":
-        return Canaries(value.detach(), side, alignment).tensor
-    array = numpy.asarray(value)
-    strides = [stride // array.itemsize for stride in array.strides]
-    memory, start = _between_pages(_extent(array.shape, strides) * array.itemsize, side, alignment)
-    copy: Any = numpy.ndarray(array.shape, array.dtype, memory, start, array.strides)
-    copy[...] = array
-    return copy
-
-
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last one, both counted; 0 for none."""
     if 0 in shape:
@@ -135,18 +107,3 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 def _once(value: Tensor, shape: Sequence[int]) -> Tensor:
     return value.as_strided(shape, value.stride(), value.storage_offset())
-
-
-def _between_pages(size: int, side: str, alignment: int) -> tuple[Any, int]:
-    """(bytes, start): whole pages between two unmapped ones, where `size` bytes from `start` touch that on the side."""
-    if side not in ("after", "before"):
-        raise ValueError(f'side: expected "after" or "before", got "{side}"')
-    page = mmap.PAGESIZE
-    body = max(1, -(-size // page)) * page
-    pages = mmap.mmap(-1, body + 2 * page)
-    first = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-    for edge in (first, first + page + body):
-        if ctypes.CDLL(None).mprotect(ctypes.c_void_p(edge), ctypes.c_size_t(page), 0):
-            raise OSError("mprotect failed")
-    start = (body - size) // alignment * alignment if side == "after" else 0
-    return numpy.frombuffer(pages, numpy.uint8, body, page), start

@@ -41,7 +41,9 @@ def run_on_host(kernel: Callable[[str, str], Kernel]) -> Callable[..., None]:
         fixed = {key: value for key, value in given.items() if key not in tensors and key not in floats}
         words = [0 if value is None else value.ctypes.data for value in tensors.values()]
         one = made(**constants).launch(grid, block, shared, **fixed)
-        launch.run_on_host([one], tuple(tensors), tuple((name, "d") for name in floats), {}, *words, *floats.values())
+        extents = [0 if value is None else value.nbytes for value in tensors.values()]
+        runtime = tuple((name, "d") for name in floats)
+        launch.run_on_host([one], tuple(tensors), extents, runtime, {}, *words, *floats.values())
 
     return run
 

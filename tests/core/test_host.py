@@ -22,7 +22,7 @@ from pyops._core.host import run as host
 from pyops._core.host import toolchain
 from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Kernel
-from pyops.testing import SCHEDULES, Schedule, guarded, scheduled
+from pyops.testing import SCHEDULES, Schedule, scheduled
 from tests.core.test_host_faults import ASYNC
 from tests.test_nvrtc import ARCHS, MISSING
 
@@ -303,7 +303,7 @@ def test_matrix_product(run_on_host: Run, dtype: DType) -> None:
     for schedule in SCHEDULES:
         d = start.copy()
         with scheduled(schedule):
-            run_on_host(MMA, grid=1, block=32, scalar_t=dtype, d=d, a=guarded(a), b=guarded(b))
+            run_on_host(MMA, grid=1, block=32, scalar_t=dtype, d=d, a=a, b=b)
         assert numpy.abs(d - expected).max() <= 2**-24 * numpy.abs(expected).max() + 1e-12
 
 
@@ -435,7 +435,8 @@ def test_threads_wait_for_each_other(run_on_host: Run) -> None:
         word = numpy.array([array.ctypes.data, 0], numpy.uint64)
         word[1] = word.ctypes.data
         for _ in range(10):
-            function.launch((1, 1, 1), (64, 1, 1), 0, word.ctypes.data + 8)
+            ranges = [host.Range("out", array.ctypes.data, array.nbytes)]
+            function.launch((1, 1, 1), (64, 1, 1), 0, word.ctypes.data + 8, ranges)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(launch, arrays))
@@ -469,7 +470,7 @@ with warnings.catch_warnings(record=True) as warned:
 out = numpy.zeros(1, numpy.int32)
 words = numpy.array([out.ctypes.data, 0], numpy.uint64)
 words[1] = words.ctypes.data
-function.launch((1, 1, 1), (1, 1, 1), 0, words.ctypes.data + 8)
+function.launch((1, 1, 1), (1, 1, 1), 0, words.ctypes.data + 8, [host.Range("out", out.ctypes.data, 4)])
 assert out[0] == 1
 print(len(warned), function.library)
 """

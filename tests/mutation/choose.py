@@ -22,6 +22,8 @@ from tests.mutation.mutant import Mutant, in_turn
 
 _EVERY_OP = ("tests/test_every_op.py", "tests/test_every_op_host.py")
 _REFUSES = "tests/test_every_op_refuses.py"
+_HEADERS = "tests/core/test_headers.py"
+_COMMON = {"each", "every", "from", "have", "other", "same", "test", "than", "that", "their", "they", "when", "with"}
 
 
 @cache
@@ -81,11 +83,12 @@ def ops_of(mutant: Mutant) -> frozenset[str]:
 
 @cache
 def _own_files(mutant: Mutant) -> frozenset[str]:
-    """The tests of the families whose kernels the mutant breaks."""
+    """The tests of the families whose kernels the mutant breaks, and of the header that it breaks."""
     kernels = {kernel for name in ops_of(mutant) for kernel in kernels_of(registry[name])}
     kernels = kernels if mutant.is_plan else kernels & kernels_with(mutant.file, mutant.within)
     folders = {Path(kernel).parent.name for kernel in kernels}
-    return frozenset(str(path) for folder in folders for path in Path("tests").glob(f"test_{folder}*.py"))
+    own = {str(path) for folder in folders for path in Path("tests").glob(f"test_{folder}*.py")}
+    return frozenset(own | ({_HEADERS} if mutant.file.startswith("include/") else set()))
 
 
 def files_of(mutants: Iterable[Mutant]) -> list[str]:
@@ -162,4 +165,5 @@ def _shared(item: pytest.Item, words: set[str]) -> int:
 
 
 def _words(text: str) -> set[str]:
-    return set(re.findall("[a-z]{5,}", text.lower()))
+    """The telling ones, in the singular."""
+    return {word.removesuffix("s") for word in re.findall("[a-z]{4,}", text.lower())} - _COMMON

@@ -183,10 +183,11 @@ def _changes_of_keywords(call: ast.Call) -> Iterator[Change]:
 
 def ops_of(mutant: Mutant) -> frozenset[str]:
     """The names of the ops whose plans call the function that the mutant changes."""
-    return functions()[_function_of(mutant)]
+    return functions()[function_of(mutant)]
 
 
-def _function_of(mutant: Mutant) -> types.FunctionType:
+def function_of(mutant: Mutant) -> types.FunctionType:
+    """The plan function that the mutant changes."""
     line = read(mutant.file).count("\n", 0, mutant.start) + 1
     before = [f for f in functions() if _file_of(f) == mutant.file and f.__code__.co_firstlineno <= line]
     return max(before, key=lambda function: function.__code__.co_firstlineno)
@@ -194,7 +195,7 @@ def _function_of(mutant: Mutant) -> types.FunctionType:
 
 def apply(mutant: Mutant) -> None:
     """Put the changed code into the function, in this process. What was cached of it is forgotten."""
-    function, text = _function_of(mutant), mutant.apply(read(mutant.file))
+    function, text = function_of(mutant), mutant.apply(read(mutant.file))
     old = function.__code__
     (new,) = (
         part

@@ -43,9 +43,9 @@ def unit(text: str, entry: str, warp_size: int = 32) -> str:
     """The C++ source that is compiled for the kernel `entry` of `text`."""
     cluster = _CLUSTER.search(text)
     return (
-        f"#define PYOPS_HOST_WARP_SIZE {warp_size}\n{source.inline('host/mma.h')}\n"
+        f"#define PYOPS_HOST_WARP_SIZE {warp_size}\n{source.inline('host/entry.h')}\n"
         f"namespace pyops_kernel {{\n{_SHARED.sub(_declare_shared, text)}\n}}\n"
-        f'extern "C" HOST_API void pyops_host_entry(void** parameters) {{\n'
+        f'extern "C" HOST_API HOST_UNCHECKED void pyops_host_entry(void** parameters) {{\n'
         f"    host::call(pyops_kernel::{entry}, parameters);\n}}\n"
         f'extern "C" HOST_API unsigned pyops_host_cluster() {{\n'
         f"    using namespace pyops_kernel;\n    return {cluster[1] if cluster else 1};\n}}\n"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import locks, source
 from ..errors import KernelFault, called
@@ -87,6 +87,18 @@ class _Index(ctypes.Structure):
         return iter((self.x, self.y, self.z))
 
 
+class Range(NamedTuple):
+    """Memory that a launch may access: a tensor, by its name, or a workspace."""
+
+    name: str
+    address: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
+
 class _Launch(ctypes.Structure):  # state.h
     _fields_ = (
         ("grid", _Index),
@@ -97,6 +109,8 @@ class _Launch(ctypes.Structure):  # state.h
         ("order", ctypes.c_uint32),
         ("time_limit_ms", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
+        ("ranges", ctypes.POINTER(ctypes.c_uint64)),
+        ("num_ranges", ctypes.c_uint32),
     )
 
 
@@ -112,6 +126,7 @@ class _Fault(ctypes.Structure):  # state.h
         ("pc", ctypes.c_uint64),
         ("asked_pc", ctypes.c_uint64),
         ("other_pc", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
     )
 
 
@@ -134,15 +149,18 @@ class HostFunction:
         block: tuple[int, int, int],
         shared: int,
         parameters: int,
+        ranges: Sequence[Range],
         cluster: tuple[int, int, int] = (1, 1, 1),
     ) -> None:
         """Run every block, by the schedule of the `scheduled` around the call, and return when all have run.
 
-        `parameters` is the address of an array with a pointer to each parameter. Raises KernelFault.
+        `parameters` is the address of an array with a pointer to each parameter; `ranges` is all the memory that the
+        kernel may access. Raises KernelFault.
         """
         if cluster[0] * cluster[2] != 1:
             raise ValueError(f"{self.kernel}: clusters of blocks run on the CPU along y only, got {cluster}")
         conditions = _conditions.get()
+        bounds = [bound for one in ranges for bound in (one.address, one.end)]
         launch = _Launch(
             _Index(*grid),
             _Index(*block),
@@ -152,14 +170,16 @@ class HostFunction:
             ORDERS.index(conditions.schedule.order),
             max(1, int(conditions.seconds * 1e3)),
             conditions.schedule.seed,
+            (ctypes.c_uint64 * len(bounds))(*bounds),
+            len(ranges),
         )
         with _one_launch:
             raised = interruptible(lambda: self.run(self.entry, parameters, ctypes.byref(launch)))
             fault = _Fault.from_buffer_copy(raised.contents) if raised else None
         if fault is not None:
-            raise self._error(fault)
+            raise self._error(fault, ranges)
 
-    def _error(self, fault: _Fault) -> KernelFault:
+    def _error(self, fault: _Fault, ranges: Sequence[Range]) -> KernelFault:
         library = self.lines()
         places = _places(library, fault.pc)
         told = (fault.file.decode(), fault.line)
@@ -167,11 +187,29 @@ class HostFunction:
             places = [told, *places]
         places = places or _places(library, fault.asked_pc)  # where it last was when it was somewhere else
         message = fault.message.decode(errors="replace")
+        if fault.address:
+            message += _beside(fault.address, ranges)
         if others := _places(library, fault.other_pc):
             message += f", at {called(others)}"
         thread: Any = tuple(fault.thread) if fault.has_thread else None
         block: Any = tuple(fault.block)
         return KernelFault(fault.kind.decode(), self.kernel, self.constants, message, places, block, thread)
+
+
+def _beside(address: int, ranges: Sequence[Range]) -> str:
+    """Where an address lies, seen from the closest tensor or workspace; "" if none is close."""
+
+    def distance(one: Range) -> int:
+        return max(one.address - address, address - one.end)
+
+    closest = min(ranges, key=distance, default=None)
+    if closest is None or distance(closest) > _CLOSE:
+        return ""
+    if address < closest.address:
+        return f", {distance(closest)} bytes before {closest.name}"
+    if address < closest.end:
+        return f", across the end of {closest.name}"
+    return f", {distance(closest)} bytes past the end of {closest.name}"
 
 
 def _places(library: str, offset: int) -> list[tuple[str, int]]:
@@ -181,6 +219,7 @@ def _places(library: str, offset: int) -> list[tuple[str, int]]:
     return [(match[0], line) for file, line in found if (match := re.search(r"kernels_cu/(?!host/).+", file))]
 
 
+_CLOSE = 1 << 40  # bytes; farther away, an address is no tensor's with a wrong offset
 _one_launch = locks.waiting()  # the runtime runs one at a time, and a child needs it at rest
 _loaded: dict[tuple[str, int], HostFunction] = {}
 _locks: dict[tuple[str, int], threading.Lock] = {}
