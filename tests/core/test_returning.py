@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyops
-from pyops._core import check
+from pyops._core import check, dtypes
 from pyops._core.kernel import Kernel, Launch
 from pyops._core.planner import Result
 from pyops._core.tensor import TensorArg
@@ -37,7 +37,7 @@ def halves() -> Any:
 
     @halves.result
     def result_halves(x: Any) -> tuple[Result, Result]:
-        return Result(x.shape), Result(x.shape, "float16")
+        return Result(x.shape, x.dtype), Result(x.shape, dtypes.float16)
 
     @halves.plan
     def plan_halves(x: TensorArg, doubled: TensorArg, half: TensorArg) -> Launch:
