@@ -904,6 +904,9 @@ def test_the_own_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
         gpu_tensor = SimpleNamespace(is_cuda=True, device="cuda:0", new_empty=None)
         assert own_fp8(gpu_tensor) == kind
+    array = SimpleNamespace(device=SimpleNamespace(id=1))  # as CuPy has it
+    monkeypatch.setattr(devices, "get", lambda index: replace(old, index=index))
+    assert own_fp8(array) == "float8_e4m3fnuz"
 
 
 def test_threads_for_codes_without_an_instruction() -> None:

@@ -24,7 +24,8 @@ Sizes = list[tuple[tuple[int, ...], str]]  # of each output: its shape, the name
 def make(planner: Planner, call: Callable[..., Any]) -> Form:
     """The form `new` of the op that `planner` plans and whose outputs `call` writes.
 
-    An output may also be given, by its name. An output that may be None is not allocated: it stays a parameter.
+    An output that may be None is not allocated: it stays a parameter. Where @op names what is `returned`, each of these
+    outputs may also be given.
     """
     form, known = _form(planner.declaration), dict[Any, Sizes]()
 
@@ -46,13 +47,13 @@ def make(planner: Planner, call: Callable[..., Any]) -> Form:
     new, allocate = namespace["make"](call, known.get, sizes, tensor.new, defaults)
     reference, outputs = form.reference, [p.name for p in form.returned]
     new.__doc__, new.__module__, new.__qualname__ = reference.__doc__, reference.__module__, reference.__qualname__
-    if not planner.declaration.returned:
+    annotations = {name: kind for name, kind in reference.__annotations__.items() if name not in outputs}
+    if planner.declaration.returned:
+        annotations |= dict.fromkeys(outputs, "Tensor | None")
+    else:
         new.__name__, new.__qualname__ = "new", f"{reference.__qualname__}.new"
-    new.__annotations__ = {
-        **reference.__annotations__,
-        **dict.fromkeys(outputs, "Tensor | None"),
-        "return": "Tensor" if len(outputs) == 1 else f"tuple[{', '.join('Tensor' for _ in outputs)}]",
-    }
+    results = "Tensor" if len(outputs) == 1 else f"tuple[{', '.join('Tensor' for _ in outputs)}]"
+    new.__annotations__ = {**annotations, "return": results}
     return Form(form, new, allocate)
 
 
@@ -67,11 +68,11 @@ def _form(declaration: Declaration) -> Declaration:
 def _render(declaration: Declaration, form: Declaration) -> str:
     """The source of `make(...)`, which returns `new` and `allocate` of an op.
 
-    `allocate` finds sizes by what they follow from: shapes, dtypes, and the scalars that a plan may choose by.
+    `allocate` looks sizes up by what they follow from: shapes, dtypes, and the scalars that a plan may choose by.
     """
     name, outputs = form.name, [p.name for p in form.returned]
     given = [p for p in form.parameters if not p.returned]
-    signature = [f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in form.parameters]
+    defaults = [f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in form.parameters]
     inputs = ", ".join(f"{p.name}={p.name}" if p.by_name else p.name for p in given)
     looks = (
         f"None if {p.name} is None else ({p.name}.dtype, {p.name}.shape)"
@@ -81,11 +82,26 @@ def _render(declaration: Declaration, form: Declaration) -> str:
         if p.is_tensor
     )
     key = ", ".join([*looks, *(p.name for p in given if p.keyed)])
-    absent = [f"{output} is None" for output in outputs]
-    pairs = [f"{output} if {output} is not None else _new[{i}]" for i, output in enumerate(outputs)]
     results = ", ".join(outputs)
+    if declaration.returned:
+        signature, torch_op = listed(form, defaults), f"torch_ops.{name}"
+        absent = [f"{output} is None" for output in outputs]
+        pairs = [f"{output} if {output} is not None else _new[{i}]" for i, output in enumerate(outputs)]
+        allocation = f"""
+        if {" or ".join(absent)}:
+            if is_compiling():
+                _new = {torch_op}({inputs})
+                if {" and ".join(absent)}: return _new
+            else:
+                _new = allocate({inputs})
+            {results} = {", ".join(pairs) if len(pairs) > 1 else "_new"}"""
+    else:
+        signature, torch_op = listed(form, defaults[: len(given)]), f"torch_ops.{name}.new"
+        allocation = f"""
+        if is_compiling(): return {torch_op}({inputs})
+        {results} = allocate({inputs})"""
     return f"""def make(call, known, sizes, empty, defaults):
-    def allocate({listed(form, signature[: len(given)])}):
+    def allocate({listed(form, defaults[: len(given)])}):
         try:
             _key = ({key},)
             _found = known(_key)
@@ -94,14 +110,7 @@ def _render(declaration: Declaration, form: Declaration) -> str:
         if _found is None: _found = sizes(_key, {", ".join(p.name for p in given)})
         return {", ".join(f"empty({form.leader}, *_found[{i}])" for i in range(len(outputs)))}
 
-    def {name}({listed(form, signature)}):
-        if {" or ".join(absent)}:
-            if is_compiling():
-                _new = torch_ops.{name}{"" if declaration.returned else ".new"}({inputs})
-                if {" and ".join(absent)}: return _new
-            else:
-                _new = allocate({inputs})
-            {results} = {", ".join(pairs) if len(pairs) > 1 else "_new"}
+    def {name}({signature}):{allocation}
         call({forwarded(declaration, lambda p: p.name)})
         return {results}
     return {name}, allocate

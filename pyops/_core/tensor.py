@@ -14,7 +14,7 @@ from . import dtypes
 from .device import Device
 from .dtypes import DType
 from .errors import OpError
-from .lazy import cupy, loaded, torch
+from .lazy import cupy, loaded, optional, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,9 +137,7 @@ def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
         # Sizes one by one take torch 0.5 us less than a tuple of them.
         return like.new_empty(*shape, dtype=dtype) if shape else like.new_empty(shape, dtype=dtype)
     if isinstance(dtype, str) and not hasattr(numpy, dtype):
-        import ml_dtypes
-
-        dtype = getattr(ml_dtypes, dtype)
+        dtype = getattr(optional("ml_dtypes", f"a new array of {dtype}", "cpu"), dtype)
     return numpy.empty_like(like, dtype, "C", shape=shape)
 
 
