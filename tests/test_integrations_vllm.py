@@ -127,6 +127,23 @@ def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared() -> None:
     assert table()["topk_softmax"].state == "missing", "it takes other arguments"
 
 
+def test_a_function_of_vllms_name_is_served_if_it_takes_as_many_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, schema = "meta_size", "meta_size() -> int"
+    assert (TABLE[name].state, TABLE[name].schema) == ("missing", schema)
+
+    def nothing() -> int:
+        return 7
+
+    monkeypatch.setattr(pyops, name, nothing, raising=False)
+    entry = table()[name]
+    assert (entry.state, entry.ours, entry.kernel) == ("served", name, nothing)
+    for other in (lambda one: one, 7):
+        monkeypatch.setattr(pyops, name, other)
+        assert table()[name].state == "missing"
+    assert TABLE["hadacore_transform"].kernel is pyops.hadacore_transform
+    assert TABLE["copy_blocks"].kernel is pyops.copy_blocks
+
+
 def test_nothing_of_vllms_name_is_left_out() -> None:
     """What has an op's name here but not its arguments needs an adapter: integrations/vllm/adapters.py."""
     for entry in TABLE.values():

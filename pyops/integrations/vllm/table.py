@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import pyops
+
 from ..._core import torch_library
 from ..._core.lazy import torch
 from ..._core.op import Op, registry
-from .adapters import ADAPTERS, FUNCTIONS
+from .adapters import ADAPTERS
 from .schemas import SCHEMAS
 
 
@@ -45,11 +48,11 @@ def _entry(namespace: str, schema: str) -> Entry:
     name = schema.partition("(")[0]
     if name in ADAPTERS:
         return Entry(namespace, name, schema, "adapted", ADAPTERS[name], ADAPTERS[name].__doc__ or "")
-    if name in FUNCTIONS:
-        return Entry(namespace, name, schema, "served", FUNCTIONS[name], name)
-    op = registry.get(name)
+    op, function = registry.get(name), getattr(pyops, name, None)
     if op is not None and takes(op, parse(schema)):
         return Entry(namespace, name, schema, "served", op.wrapper, op.name)
+    if op is None and function is not None and takes_as_many(function, parse(schema)):
+        return Entry(namespace, name, schema, "served", function, name)
     return Entry(namespace, name, schema, "missing")
 
 
@@ -75,6 +78,15 @@ def takes(op: Op, schema: Any) -> bool:
         )
         and all(ours.has_default_value() for ours in own[len(schema.arguments) :])
     )
+
+
+def takes_as_many(function: Callable[..., Any], schema: Any) -> bool:
+    """Whether a function of this library that is no op takes as many arguments by position as a FunctionSchema has."""
+    try:
+        inspect.signature(function).bind(*schema.arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def default(argument: Any) -> tuple[bool, Any]:

@@ -52,18 +52,17 @@ def awq_dequantize(
 
 
 @awq_dequantize.result
-def result_awq_dequantize(qweight: Any, scales: Any) -> Result:
-    num_rows, _ = qweight.shape
-    _, num_columns = scales.shape
-    return Result((num_rows, num_columns), scales.dtype)
+def result_awq_dequantize(qweight: TensorArg, scales: TensorArg) -> Result:
+    check.sizes(scales, num_groups=None, N=None)
+    check.sizes(qweight, K=None, words=None)
+    return Result((qweight.shape[0], scales.shape[1]), scales.dtype)
 
 
 @awq_dequantize.plan
 def plan_awq_dequantize(qweight: TensorArg, scales: TensorArg, zeros: TensorArg, out: TensorArg) -> Launch:
     check.floating(scales)
-    check.sizes(scales, num_groups=None, N=None)
-    check.sizes(qweight, K=None, words=None)
-    (num_groups, n), num_rows = scales.shape, qweight.shape[0]
+    (num_rows, n), _ = result_awq_dequantize(qweight, scales)
+    num_groups = scales.shape[0]
     if n % 8:
         raise scales.error(f"expected a multiple of 8 columns, got {n}")
     if num_rows % max(1, num_groups) or num_groups == 0 < num_rows:

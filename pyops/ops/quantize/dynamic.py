@@ -10,6 +10,7 @@ from ..._core.dtypes import float32, int8, int32
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import fp8, geometry
 from .._shared.geometry import RowTuning
@@ -239,6 +240,11 @@ def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp:
     result.copy_(shifted(x * (1.0 / scales), zeros))
     scale.copy_(scales.reshape(scale.shape))
     azp.copy_(zeros.reshape(azp.shape))
+
+
+@dynamic_scaled_int8_quant.result
+def result_dynamic_scaled_int8_quant(input: TensorArg) -> tuple[Result, Result]:
+    return Result(input.shape, int8), Result((check.num_rows(input), 1), float32)
 
 
 @dynamic_scaled_int8_quant.plan

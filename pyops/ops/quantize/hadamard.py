@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy
-
 from ..._core import check, tuning
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg, contiguous, with_dense_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,16 +88,13 @@ def hadacore_transform(x: Any, inplace: bool = True) -> Any:
     `x` may have any strides. Unless it is contiguous, or a vector or matrix of contiguous rows, it is copied first, and
     the result is copied back.
     """
-    if hasattr(x, "new_empty"):
-        rows = x if x.ndim in (1, 2) and x.stride(-1) == 1 else x.contiguous()
-        out = rows if inplace else rows.new_empty(rows.shape)
-    else:
-        rows = x if x.flags.c_contiguous else x.copy(order="C")
-        out = rows if inplace else numpy.empty_like(rows)
-    hadacore_transform_out(out, rows)
-    if inplace and rows is not x:
+    rows = with_dense_rows(x) if x.ndim in (1, 2) else contiguous(x)
+    if not inplace:
+        return hadacore_transform_out.new(rows)
+    hadacore_transform_out(rows, rows)
+    if rows is not x:
         x[...] = rows
-    return x if inplace else out
+    return x
 
 
 @op(out="out", in_place={"out": "x"})
@@ -119,6 +115,11 @@ def hadacore_transform_out(out: Tensor, x: Tensor) -> None:
         y = torch.stack((first + second, first - second), -2).flatten(-3)
         apart *= 2
     out.copy_((y / size**0.5).to(x.dtype))
+
+
+@hadacore_transform_out.result
+def result_hadacore_transform_out(x: TensorArg) -> Result:
+    return Result(x.shape, x.dtype)
 
 
 @hadacore_transform_out.plan

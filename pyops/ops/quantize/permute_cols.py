@@ -37,8 +37,8 @@ def permute_cols(a: Tensor, perm: Tensor, *, out: Tensor) -> None:
 
 
 @permute_cols.result
-def result_permute_cols(a: Any) -> Result:
-    return Result(a.shape)
+def result_permute_cols(a: TensorArg) -> Result:
+    return Result(a.shape, a.dtype)
 
 
 @permute_cols.plan

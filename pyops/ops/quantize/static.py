@@ -8,6 +8,7 @@ from ..._core import check
 from ..._core.dtypes import float32, int8, int32
 from ..._core.kernel import Launch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import fp8
 from ._common import as_fp8, fp8_matrices, matrices, one_row, saturated, shifted, static
@@ -143,6 +144,11 @@ def static_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: 
     """
     x, s = input.float(), scale.reshape(())
     result.copy_(saturated((x / s).round()) if azp is None else shifted(x * (1.0 / s), azp.reshape(())))
+
+
+@static_scaled_int8_quant.result
+def result_static_scaled_int8_quant(input: TensorArg) -> Result:
+    return Result(input.shape, int8)
 
 
 @static_scaled_int8_quant.plan
