@@ -189,6 +189,9 @@ def _register(entry: _Entry) -> None:
         library.impl(writing, call, key)
         if returning is not None:
             library.impl(name, returning, key)
+    # torch would resolve what it has negated lazily, and fail on outputs. The op refuses it, however it is called.
+    for overload in (writing, *((name,) if returning is not None else ())):
+        library.impl(overload, torch.library.fallthrough_kernel, "Negative")
 
     def check_needs_no_grad(*args: Any, **kwargs: Any) -> None:
         for p, value in (*zip(declaration.parameters, args, strict=False), *((p, kwargs.get(p.name)) for p in by_name)):
