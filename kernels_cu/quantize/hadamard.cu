@@ -124,7 +124,7 @@ hadamard(scalar_t* out,      // [num_rows, SIZE]
     row.for_each([&](int i, int column) {
         float vec[VEC_SIZE];
         row.get(i, column).to_floats(vec);
-        // Scaled before the steps, so that no sum overflows unless the result does.
+        // Scaled before the steps: no sum overflows if the magnitudes of the row, scaled, add up to a float.
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) v[i * VEC_SIZE + j] = vec[j] * reciprocal_root(SIZE);
     });
