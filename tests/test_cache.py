@@ -700,8 +700,8 @@ def test_copy_blocks(dtype: torch.dtype, where: str) -> None:
     with pytest.raises(pyops.OpError, match=r"^copy_blocks: value_caches: expected 2 tensors like key_caches, got 1$"):
         pyops.copy_blocks(layers[:2], layers[:1], ints(pairs, where=where))
     held = layers[0].clone()
-    for other in (layers[1].flatten(), 3):
-        with pytest.raises(pyops.OpError, match=r"^copy_cache_blocks: key_cache: expected"):
+    for other in (layers[1].flatten(), 3, layers[0]._neg_view()):
+        with pytest.raises(pyops.OpError, match=r"^copy_cache_blocks: key_cache: (expected|its elements)"):
             pyops.copy_blocks_mla([layers[0], other], ints(pairs, where=where))
     assert same_bits(layers[0], held)  # nor has the layer before been written
 
@@ -745,6 +745,8 @@ def test_swap_blocks_merges_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("block_size_in_bytes", (torch.zeros(4, 4), torch.zeros(4, 4), True, [[0, 1]])),
         ("block_size_in_bytes", (torch.zeros(4, 4), torch.zeros(4, 4), 16.0, [[0, 1]])),
         ("block_mapping", (torch.zeros(4, 4), torch.zeros(4, 4), 16, [[0, 1], [2]])),
+        ("src", (torch.zeros(4, 4)._neg_view(), torch.zeros(4, 4), 16, [[0, 1]])),
+        ("dst", (torch.zeros(4, 4), torch.zeros(4, 2, dtype=torch.cfloat).conj(), 16, [[0, 1]])),
     ],
 )
 def test_swap_blocks_refuses(argument: str, args: Any) -> None:

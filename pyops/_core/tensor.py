@@ -212,6 +212,9 @@ def _check_plain(op: str, name: str, value: Tensor) -> None:
     if value.is_nested or value.layout is not known.strided:
         found = "a nested one" if value.is_nested else f"one of layout {value.layout}"
         raise OpError(op, name, f"expected a dense tensor, got {found}")
+    for lazy, resolve in ((value.is_neg(), "resolve_neg"), (value.is_conj(), "resolve_conj")):
+        if lazy:
+            raise OpError(op, name, f"its elements in memory are not its values yet: call {resolve}() first")
 
 
 def increment_versions(values: Sequence[Any]) -> None:

@@ -195,6 +195,8 @@ def _register(entry: _Entry) -> None:
         overload = schema.partition("(")[0]
         for key in ("CUDA", "CPU"):
             library.impl(overload, function, key)
+        # torch would resolve what it has negated lazily, and fail on outputs. The op refuses it, however it is called.
+        library.impl(overload, torch.library.fallthrough_kernel, "Negative")
         by_name = declaration.parameters[declaration.positional :]
 
         # A compiler has traced the wrapper, whose code may not change once it is guarded, and runs a fake before it

@@ -172,7 +172,7 @@ def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: f
     bound = pairs.new_full((), limit)
     gate = torch.fmin(pairs[..., ::2], bound)
     up = torch.fmax(torch.fmin(pairs[..., 1::2], bound), -bound)
-    out.copy_((up + 1) * gate / (1 + torch.exp(-gate * alpha)))
+    out.copy_((up + 1) * (gate / (1 + torch.exp(-gate * alpha))))  # (up + 1) * gate may overflow
 
 
 @swigluoai_and_mul.plan

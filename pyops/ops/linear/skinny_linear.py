@@ -106,7 +106,9 @@ def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | Non
     """A linear layer for few rows: ``out = input @ weight.T + bias``, summed in float32 and rounded once.
 
     Made for the decode step of one sequence or two. The weight is read once for every four rows of `input`: with four,
-    a matrix product on tensor cores is faster. Lanes of a warp each sum a part of a row; then their sums are added.
+    a matrix product on tensor cores is faster. Lanes of a warp each sum a part of a row; then their sums are added. A
+    result whose products have magnitudes that add up to more than the largest float32 is right, infinite or NaN: a part
+    of its sum may be infinite where the whole is not.
 
     Args:
         out: [..., output_size], written; rows of one stride.

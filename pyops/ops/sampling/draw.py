@@ -180,8 +180,9 @@ def top_k_top_p_sampling_from_logits(
         top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, keeps all tokens. Or None.
         top_p: [num_rows] float32, contiguous; 1 or more, or NaN, keeps all tokens. Or None.
         min_p: [num_rows] float32, contiguous; 0 or less, or NaN, keeps all tokens. Or None.
-        temperature: t, [num_rows] float32, contiguous; 0, or a number without a finite positive inverse, takes the
-            first of the likeliest tokens. Or None for 1.
+        temperature: t, [num_rows] float32, contiguous; or None for 1. 0, a negative number, NaN, and a number whose
+            inverse is no finite float32 take the first of the likeliest tokens; inf makes all finite logits equally
+            likely.
     """
     rows, vocab_size = logits.shape
     x = logits.float()
@@ -189,9 +190,10 @@ def top_k_top_p_sampling_from_logits(
     largest = x.amax(-1, keepdim=True)
 
     t = torch.ones_like(largest) if temperature is None else temperature[:, None]
-    inverse = 1.0 / t
+    shrink = torch.where(t > 1, 2.0**-28, 1.0)  # the largest float and its negative then have a finite difference
+    inverse = 1.0 / (t * shrink)
     greedy = ~((inverse >= 0) & inverse.isfinite() & (t > 0))
-    share = torch.exp((x - largest) * inverse).nan_to_num(nan=0.0)
+    share = torch.exp((x * shrink - largest * shrink) * inverse).nan_to_num(nan=0.0)
     share = torch.where(greedy, (x == largest).float(), share).masked_fill(x == -torch.inf, 0.0)
     weights = (share.double() * _WHOLE).long()
     if min_p is not None:
