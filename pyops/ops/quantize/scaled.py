@@ -92,7 +92,8 @@ def scaled_int8_quant(
     """(int8 codes, scale, zero point or None): under those given, or under some for each token, found here.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16; contiguous if `scale` is given.
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride if `scale` is given, else copied
+            unless contiguous or a matrix whose rows are.
         scale, azp: as `static_scaled_int8_quant` takes them, and returned as they are; None to find scales, [rows, 1].
         symmetric: whether the zero point is 0. With `scale`, it says that there is no `azp`.
     """
@@ -104,7 +105,8 @@ def scaled_int8_quant(
         codes = torch.empty_like(input, dtype=torch.int8)
         static_scaled_int8_quant(codes, input, scale, azp)
         return codes, scale, azp
-    input = input.contiguous()
+    if input.ndim != 2 or input.stride(-1) != 1:
+        input = input.contiguous()
     codes = torch.empty_like(input, dtype=torch.int8)
     rows = input.shape[:-1].numel()
     scale = input.new_empty(rows, 1, dtype=torch.float32)
