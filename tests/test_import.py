@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyops._core.host.toolchain import toolchains
+from pyops.cli import coverage
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,6 +71,10 @@ try:
 except pyops.MissingDependencyError as error:
     assert "reading a model needs safetensors" in str(error) and "[models]" in str(error), error
 """)
+
+
+def test_coverage_without_torch() -> None:
+    assert run("from pyops.__main__ import main; assert main(['coverage']) == 0") == f"{coverage.text()}\n"
 
 
 def test_layers_without_torch_name_the_pip_line() -> None:

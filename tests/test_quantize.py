@@ -761,10 +761,13 @@ def test_scaled_int8_quant(device: str) -> None:
     same(codes, right)
     same(scale, right_scale)
     same(azp, right_azp)
+    apart = torch.nn.functional.pad(x, (0, 7))[:, :96]
+    same(pyops.scaled_int8_quant(apart, symmetric=False)[0], right)
     assert (scale.shape, azp.shape, azp.dtype) == ((5, 1), (5, 1), torch.int32)
     s, zero = torch.tensor(0.1, device=device), torch.tensor(3, dtype=torch.int32, device=device)
     x = x.contiguous()
     same(pyops.scaled_int8_quant(x, s)[0], static_int8(exact(x), exact(s), None))
+    same(pyops.scaled_int8_quant(apart, s)[0], static_int8(exact(apart), exact(s), None))
     codes, scale, azp = pyops.scaled_int8_quant(x, s, zero, symmetric=False)
     assert scale is s
     assert azp is zero
@@ -985,10 +988,10 @@ def test_other_refusals() -> None:
     fp8_codes, int8_codes, scale = x.to(FP8), x.to(INT8), torch.ones(4)
     azp = torch.ones(1, dtype=torch.int32)
     groups = torch.ones(4, 2)
-    apart = torch.ones(4, 65)[:, :64]
-    assert "contiguous" in _refusal(pyops.static_scaled_int8_quant, int8_codes, apart, scale[:1], None)
-    assert "contiguous" in _refusal(pyops.dynamic_scaled_int8_quant, int8_codes, apart, scale, None)
-    assert "contiguous" in _refusal(pyops.permute_cols, apart, torch.arange(64).int())
+    turned = torch.ones(64, 4).t()
+    assert "stride 1" in _refusal(pyops.static_scaled_int8_quant, int8_codes, turned, scale[:1], None)
+    assert "stride 1" in _refusal(pyops.dynamic_scaled_int8_quant, int8_codes, turned, scale, None)
+    assert "stride 1" in _refusal(pyops.permute_cols, turned, torch.arange(64).int())
     assert _refusal(pyops.static_scaled_int8_quant, int8_codes, x, scale, None).startswith(
         "scale: expected one element"
     )

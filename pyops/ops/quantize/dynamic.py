@@ -215,8 +215,8 @@ def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp:
     ignore NaN, which has the code of 0. An infinite scale gives codes of 0.
 
     Args:
-        result: [..., hidden_size] int8, contiguous, written.
-        input: the same shape, float32, float16 or bfloat16, contiguous.
+        result: [..., hidden_size] int8, written; rows of one stride.
+        input: the same shape, float32, float16 or bfloat16; rows of one stride.
         scale: one float32 per row, contiguous, written.
         azp: one int32 per row, contiguous, written: the code of 0, which may lie outside int8. Or None: symmetric.
     """
@@ -252,8 +252,6 @@ def plan_dynamic_scaled_int8_quant(
     result: TensorArg, input: TensorArg, scale: TensorArg, azp: TensorArg | None
 ) -> Launch:
     matrices(result, input, int8)
-    for arg in (result, input):
-        check.contiguous(arg)
     check.per_row(scale, float32, check.num_rows(input))
     check.per_row(azp, int32, check.num_rows(input))
     no_azp = {} if azp else {"azp": 0}

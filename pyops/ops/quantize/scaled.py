@@ -80,7 +80,8 @@ def scaled_int8_quant(
     """(int8 codes, scale, zero point or None): under those given, or under some for each token, found here.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16; contiguous if `scale` is given.
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride if `scale` is given, else copied
+            unless contiguous or a matrix whose rows are.
         scale, azp: as `static_scaled_int8_quant` takes them, and returned as they are; None to find scales, [rows, 1].
         symmetric: whether the zero point is 0. With `scale`, it says that there is no `azp`.
     """
@@ -89,7 +90,8 @@ def scaled_int8_quant(
             raise OpError("scaled_int8_quant", "azp", f"expected {'None' if symmetric else 'one'} with {symmetric=}")
         return static_scaled_int8_quant.new(input, scale, azp), scale, azp
     azp = None if symmetric else new(input, (check.num_rows(input), 1), "int32")
-    codes, scale = dynamic_scaled_int8_quant.new(contiguous(input), azp)
+    input = with_dense_rows(input) if input.ndim == 2 else contiguous(input)
+    codes, scale = dynamic_scaled_int8_quant.new(input, azp)
     return codes, scale, azp
 
 
