@@ -138,7 +138,10 @@ def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
         return like.new_empty(*shape, dtype=dtype) if shape else like.new_empty(shape, dtype=dtype)
     if isinstance(dtype, str) and not hasattr(numpy, dtype):
         dtype = getattr(optional("ml_dtypes", f"a new array of {dtype}", "cpu"), dtype)
-    return numpy.empty_like(like, dtype, "C", shape=shape)
+    kind = numpy.dtype(like.dtype if dtype is None else dtype)
+    # CuPy has views of the types of ml_dtypes, but makes no new array of one.
+    made = numpy.empty_like(like, kind if hasattr(numpy, kind.name) else f"u{kind.itemsize}", "C", shape=shape)
+    return made.view(kind)
 
 
 def contiguous(value: Any) -> Any:
