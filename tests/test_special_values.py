@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyops
-from tests.calls import DEVICES
+from pyops._core import config
+from pyops._core.host.toolchain import toolchains
+from pyops._core.op import Op
+from pyops.testing.calls import assert_results, expected, named, replaced, run
+from tests import axes
+from tests.calls import DEVICES, example
 
 INF, NAN = float("inf"), float("nan")
 LARGEST = torch.finfo(torch.float32).max
@@ -244,3 +251,43 @@ def test_merge_of_the_largest(dtype: torch.dtype, device: str) -> None:
     lost = wide_s - wide_p < -110
     assert out.cpu()[..., 0][lost[..., 0]].isnan().all()
     assert (out.cpu()[..., 0][(wide_s - wide_p > -80)[..., 0]] == INF).all()
+
+
+# Every op that sums nothing up to infinity in one order and not in another
+
+SUMS = {"skinny_linear", "layer_norm", "rms_norm_gated", "hadacore_transform_out"}
+OPS = [op for name, op in pyops.registry.items() if name not in SUMS and not re.search("attention|mla_decode", name)]
+SCALES = (0.0, -0.0, 2.0**-149, -1e-42, 2.0**-127, 2.0**-126, 1e-30, -1.0, 3e38, INF, NAN)
+
+
+def _special(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """A copy in which about every second element is a special value."""
+    limits, generator = torch.finfo(x.dtype), torch.Generator().manual_seed(seed)
+    values = [sign * size for size in (0.0, limits.tiny * limits.eps, limits.tiny, limits.max, INF) for sign in (1, -1)]
+    values.append(NAN)
+    which = torch.randint(0, 2 * len(values), x.shape, generator=generator)
+    special = torch.tensor(values * 2, dtype=torch.float64).to(x.dtype)[which]
+    return torch.where(which < len(values), special, x)
+
+
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS])
+@settings(max_examples=6)
+@given(data=st.data())
+def test_equals_the_reference_for_special_values(op: Op, data: st.DataObject) -> None:
+    """Whatever its tensors of tokens hold, and under any scale."""
+    args = example(op, num_tokens=5, **data.draw(st.sampled_from([*axes.sample(op, 3), axes.fullest(op)])))
+    seed, is_special = data.draw(st.integers(0, 99)), data.draw(st.booleans())
+    scale = data.draw(st.sampled_from(SCALES))
+    changed = {}
+    for p in op.tensors:
+        value = named(op, args).get(p.name)
+        if value is None or p.role == "out" or value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            continue
+        if value.dtype == torch.float32 and re.search("scale|_ub", p.name) and data.draw(st.booleans()):
+            changed[p.name] = torch.full_like(value, scale)
+        elif value.ndim > 1 and is_special:
+            changed[p.name] = _special(value, seed)
+    args = replaced(op, args, **changed)
+    with config.cpu("kernels"):
+        assert_results(op, expected(op, args), run(op, args))
