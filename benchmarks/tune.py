@@ -3,11 +3,9 @@
 python -m benchmarks tune paged_attention_v1 num_tokens=16 max_seq_len=4096
 python -m benchmarks tune paged_attention_v1 num_tokens=1,16,64 --save
 
-The first Config is what the op's own `choose` returns. Others differ from the fastest one so far in one field. A Config
-may say which values its fields take, by a classmethod ``candidates(problem, device) -> {field: values}``; otherwise an
-integer is halved and doubled, and a bool is flipped. A Config counts only if the op's results with it are those of the
-reference, within the op's tolerance. With --save the fields of the best Config that differ from the choice go to the
-table of the device, ``pyops/tuning/<device>.json``.
+The first Config is what the op's own `choose` returns. The others are the `candidates` of the fastest one so far. A
+Config counts only if the op's results with it are those of the reference, within the op's tolerance. With --save the
+best Config goes to the table of the device, ``pyops/tuning/<device>.json``, unless it is the choice.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +33,7 @@ from .rivals import ours, reason
 from .shapes import Case
 from .timing import Spread, gpu_us
 
-Config = Any  # a frozen dataclass
+Config = Any  # a frozen dataclass with `candidates` (pyops/_core/tuning.py)
 _SCALARS = (bool, int, str)  # what a table can hold
 
 
@@ -90,31 +88,6 @@ def choices(tuning: Any, op: str) -> Iterator[list[Choice]]:
         yield seen
 
 
-def neighbours(config: Config, choice: Choice) -> list[Config]:
-    """Configs that differ from `config` in one field. A Config that refuses a value goes without it."""
-    offered = getattr(type(config), "candidates", None)
-    values = offered(choice.problem, choice.device) if offered else _values_beside(config)
-    found = []
-    for name, candidates in values.items():
-        for value in candidates:
-            if value != getattr(config, name):
-                with suppress(ValueError):
-                    found.append(replace(config, **{name: value}))
-    return found
-
-
-def _values_beside(config: Config) -> dict[str, tuple[Any, ...]]:
-    """{field: other values} for fields that are bools and positive integers."""
-    values: dict[str, tuple[Any, ...]] = {}
-    for name in (one.name for one in fields(config)):
-        value = getattr(config, name)
-        if isinstance(value, bool):
-            values[name] = (not value,)
-        elif isinstance(value, int) and value > 0:
-            values[name] = (value // 2, 2 * value) if value > 1 else (2,)
-    return values
-
-
 def search(
     first: Config, beside: Callable[[Config], Sequence[Config]], measure: Callable[[Config], Timed], rounds: int
 ) -> list[Timed]:
@@ -122,7 +95,7 @@ def search(
     timed = {first: measure(first)}
     for _ in range(rounds):
         best = min(timed.values(), key=lambda one: one.median)
-        new = [config for config in beside(best.config) if config not in timed]
+        new = dict.fromkeys(config for config in beside(best.config) if config not in timed)
         if not new:
             break
         for config in new:
@@ -155,7 +128,7 @@ def tune(op: Op, tuning: Any, check: Callable[[], None], time_us: Callable[[], S
             return Timed(config, None, reason(error))
 
     try:
-        tried = search(choice.config, lambda config: neighbours(config, choice), measure, rounds)
+        tried = search(choice.config, lambda config: config.candidates(choice.problem, choice.device), measure, rounds)
         # The least of many times is low by luck, too: only a second look says whether it is the faster one.
         choice_us, best_us = time_with(choice.config), time_with(tried[0].config)
     finally:
@@ -195,15 +168,20 @@ def render(case: Case, tuned: Tuned) -> str:
 
 
 def save(path: Path, op: str, tuned: Tuned) -> None:
-    """Write the fields of the best Config into the table of the device, or take a bucket's entry away."""
+    """Write the best Config into the table of the device, or take a bucket's entry away where the choice is best.
+
+    An entry has every field that a table can hold. So each problem of the bucket runs with the Config that was
+    measured, also a problem whose own choice is another one.
+    """
     table: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
-    entry = difference(tuned.best, tuned.choice.config)
-    if wrong := [name for name, value in entry.items() if not isinstance(value, _SCALARS)]:
+    best, choice, bucket = tuned.best, tuned.choice.config, tuned.choice.problem.bucket()
+    if wrong := [name for name, value in difference(best, choice).items() if not isinstance(value, _SCALARS)]:
         raise TypeError(f"{op}: a table cannot hold the Config's {', '.join(wrong)}")
     buckets = table.setdefault(op, {})
-    buckets.pop(tuned.choice.problem.bucket(), None)
-    if entry:
-        buckets[tuned.choice.problem.bucket()] = entry
+    buckets.pop(bucket, None)
+    if best != choice:
+        values = {one.name: getattr(best, one.name) for one in fields(best)}
+        buckets[bucket] = {name: value for name, value in values.items() if isinstance(value, _SCALARS)}
     table = {name: dict(sorted(found.items())) for name, found in sorted(table.items()) if found}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")

@@ -85,7 +85,7 @@ def combinations(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> Iterat
 
 
 def sample(op: Op, max_cases: int) -> list[Axes]:
-    """At most `most` of the combinations that are run, always the same ones."""
+    """At most `max_cases` of the combinations that are run, always the same ones."""
     every = list(combinations(op, RUN))
     return every if len(every) <= max_cases else random.Random(op.name).sample(every, max_cases)
 

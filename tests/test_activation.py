@@ -16,7 +16,7 @@ import pyops
 from pyops._core import device, offline
 from pyops._core.example import ArgMaker
 from pyops.ops import activation
-from pyops.ops._shared import geometry
+from pyops.ops._shared import chunks
 from pyops.testing import Layout, assert_close, same_bits
 from pyops.testing.calls import assert_results, eager, expected, named, run
 from tests.calls import DEVICES, Host, example
@@ -371,7 +371,7 @@ def test_rows_beyond_the_second_dimension_of_a_grid(
     op = pyops.registry[name]
     args = example(op, where, num_tokens=37, hidden_size=hidden_size)
     results = expected(op, args)
-    monkeypatch.setattr(geometry, "_MAX_GRID_YZ", 2)
+    monkeypatch.setattr(chunks, "_MAX_GRID_YZ", 2)
     op.forget()
     assert_results(op, results, run(op, args, dict.fromkeys(named(op, args), Layout(gap=8))))
     op.forget()

@@ -43,10 +43,10 @@ def _call(
     def draw(*shape: int, to: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(to)
 
-    num_seqs, most_pages = len(lengths), max(1, *(-(-length // page_size) for length in lengths))
-    table = torch.randperm(num_seqs * most_pages + 3, generator=generator)[: num_seqs * most_pages]
-    table = table.view(num_seqs, most_pages)
-    cache = torch.full((num_seqs * most_pages + 3, page_size, ENTRY), torch.nan).to(kind or dtype)
+    num_seqs, max_pages = len(lengths), max(1, *(-(-length // page_size) for length in lengths))
+    table = torch.randperm(num_seqs * max_pages + 3, generator=generator)[: num_seqs * max_pages]
+    table = table.view(num_seqs, max_pages)
+    cache = torch.full((num_seqs * max_pages + 3, page_size, ENTRY), torch.nan).to(kind or dtype)
     plain = []
     for s, length in enumerate(lengths):
         entries = draw(length, ENTRY, to=kind or dtype)

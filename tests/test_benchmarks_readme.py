@@ -71,8 +71,8 @@ def test_dots_do_not_overlap_and_stay_in_the_picture() -> None:
     assert len(dots) > 300
     width, height = float(tree.get("width", "")), float(tree.get("height", ""))
     assert all(0 < x < width and 0 < y < height for x, y in dots)
-    least = min(math.dist(a, b) for i, a in enumerate(dots) for b in dots[:i] if abs(a[0] - b[0]) < 10)
-    assert least >= 2 * readme._RADIUS  # rounded to tenths of a pixel
+    min_distance = min(math.dist(a, b) for i, a in enumerate(dots) for b in dots[:i] if abs(a[0] - b[0]) < 10)
+    assert min_distance >= 2 * readme._RADIUS  # rounded to tenths of a pixel
 
 
 def test_figures_are_put_between_the_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

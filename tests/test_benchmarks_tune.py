@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,32 +32,12 @@ class Config:
     scale: float = 1.0
     join: Join = Join(2)
 
-
-@dataclass(frozen=True)
-class Bounded:
-    """A Config that refuses values."""
-
-    num_warps: int
-
-    def __post_init__(self) -> None:
-        if self.num_warps > 4:
-            raise ValueError("no room")
-
-
-@dataclass(frozen=True)
-class Declared:
-    """A Config that says which values it takes."""
-
-    num_warps: int
-
-    @classmethod
-    def candidates(cls, problem: Any, device: Any) -> dict[str, Sequence[int]]:
-        return {"num_warps": (1, problem.limit, device.warps)}
+    def candidates(self, problem: Any, device: Any) -> list[Config]:
+        warps = [replace(self, num_warps=count) for count in (self.num_warps // 2, 2 * self.num_warps)]
+        return [*warps, replace(self, splits=2 * self.splits), replace(self, early=not self.early)]
 
 
 class Problem:
-    limit = 3
-
     def bucket(self) -> str:
         return "tokens=16"
 
@@ -96,7 +76,7 @@ class Machine:
 
     def check(self) -> None:
         if self.plan is None:
-            device = SimpleNamespace(name="imagined-gpu", warps=8)
+            device = SimpleNamespace(name="imagined-gpu")
             self.tuning.config("another_op", Problem(), device, lambda problem, device: "another")
             self.plan = self.tuning.config(self.name, Problem(), device, lambda problem, device: self.first)
         assert self.plan.num_warps != 8, "wrong results"
@@ -112,20 +92,7 @@ class Machine:
 
 
 def choice(config: Any) -> tune.Choice:
-    return tune.Choice(Problem(), SimpleNamespace(name="imagined-gpu", warps=8), config)
-
-
-def test_integers_are_halved_and_doubled_and_bools_flipped() -> None:
-    found = tune.neighbours(Config(), choice(Config()))
-    assert found == [Config(num_warps=2), Config(num_warps=8), Config(splits=2), Config(early=True)]
-
-
-def test_a_config_may_say_which_values_it_takes() -> None:
-    assert tune.neighbours(Declared(8), choice(Declared(8))) == [Declared(1), Declared(3)]
-
-
-def test_a_value_that_a_config_refuses_is_left_out() -> None:
-    assert tune.neighbours(Bounded(4), choice(Bounded(4))) == [Bounded(2)]
+    return tune.Choice(Problem(), SimpleNamespace(name="imagined-gpu"), config)
 
 
 def test_the_fastest_config_is_found_by_changing_two_fields(tmp_path: Path) -> None:
@@ -196,13 +163,15 @@ def test_what_is_tried_is_printed() -> None:
     assert "The choice stays" in tune.render(case, tuned(Config()))
 
 
-def test_the_table_holds_what_differs_from_the_choice(tmp_path: Path) -> None:
+def test_the_table_holds_the_best_config(tmp_path: Path) -> None:
+    """Whole, as far as a table can hold it."""
     path = tmp_path / "tuning" / "imagined-gpu.json"
     tune.save(path, "an_op", tuned(Config(splits=2, early=True)))
-    assert json.loads(path.read_text()) == {"an_op": {"tokens=16": {"splits": 2, "early": True}}}
+    assert json.loads(path.read_text()) == {"an_op": {"tokens=16": {"num_warps": 4, "splits": 2, "early": True}}}
     path.write_text('{"an_op": {"tokens=32": {"splits": 4}, "tokens=16": {"num_warps": 2}}, "other": {"x": {"y": 1}}}')
     tune.save(path, "an_op", tuned(Config(splits=2)))
-    assert json.loads(path.read_text())["an_op"] == {"tokens=16": {"splits": 2}, "tokens=32": {"splits": 4}}
+    best = {"num_warps": 4, "splits": 2, "early": False}
+    assert json.loads(path.read_text())["an_op"] == {"tokens=16": best, "tokens=32": {"splits": 4}}
     assert json.loads(path.read_text())["other"] == {"x": {"y": 1}}
 
 
@@ -259,7 +228,8 @@ def test_an_op_is_tuned_for_every_case(
     monkeypatch.setattr(tune, "on_gpu", lambda case, effort: (machine.check, machine.time_us))
     monkeypatch.setattr(pyops.registry["rms_norm"], "forget", machine.forget)
     assert main.main(["tune", "rms_norm", "num_tokens=1,16", "--save"]) == 0
-    assert json.loads((tmp_path / "imagined-gpu.json").read_text()) == {"rms_norm": {"tokens=16": {"early": True}}}
+    best = {"num_warps": 4, "splits": 1, "early": True}
+    assert json.loads((tmp_path / "imagined-gpu.json").read_text()) == {"rms_norm": {"tokens=16": best}}
     assert capsys.readouterr().out.count("Best: early=True, 4.00 us; the choice 5.00 us.") == 2
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import device
+from pyops._core.dtypes import float32
 from pyops._core.example import ArgMaker
 from pyops._core.host.toolchain import toolchains
 from pyops.ops.cache import _geometry
@@ -700,8 +701,8 @@ def test_copy_blocks(dtype: torch.dtype, where: str) -> None:
     with pytest.raises(pyops.OpError, match=r"^copy_blocks: value_caches: expected 2 tensors like key_caches, got 1$"):
         pyops.copy_blocks(layers[:2], layers[:1], ints(pairs, where=where))
     held = layers[0].clone()
-    for other in (layers[1].flatten(), 3):
-        with pytest.raises(pyops.OpError, match=r"^copy_cache_blocks: key_cache: expected"):
+    for other in (layers[1].flatten(), 3, layers[0]._neg_view()):
+        with pytest.raises(pyops.OpError, match=r"^copy_cache_blocks: key_cache: (expected|its elements)"):
             pyops.copy_blocks_mla([layers[0], other], ints(pairs, where=where))
     assert same_bits(layers[0], held)  # nor has the layer before been written
 
@@ -745,6 +746,8 @@ def test_swap_blocks_merges_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("block_size_in_bytes", (torch.zeros(4, 4), torch.zeros(4, 4), True, [[0, 1]])),
         ("block_size_in_bytes", (torch.zeros(4, 4), torch.zeros(4, 4), 16.0, [[0, 1]])),
         ("block_mapping", (torch.zeros(4, 4), torch.zeros(4, 4), 16, [[0, 1], [2]])),
+        ("src", (torch.zeros(4, 4)._neg_view(), torch.zeros(4, 4), 16, [[0, 1]])),
+        ("dst", (torch.zeros(4, 4), torch.zeros(4, 2, dtype=torch.cfloat).conj(), 16, [[0, 1]])),
     ],
 )
 def test_swap_blocks_refuses(argument: str, args: Any) -> None:
@@ -967,7 +970,7 @@ def test_tokens_beyond_the_slots_are_padding() -> None:
 )
 def test_geometry_of_tokens(num_tokens: int, token_vecs: int, config: _geometry.Config) -> None:
     """Few tokens: small blocks. Some: one vector to a thread. Many: four. On 132 multiprocessors."""
-    assert _geometry.choose(num_tokens, token_vecs, device.model()) == config
+    assert _geometry.choose(_geometry.Problem(num_tokens, token_vecs, float32), device.model()) == config
 
 
 @pytest.mark.parametrize(
@@ -983,5 +986,5 @@ def test_geometry_of_tokens(num_tokens: int, token_vecs: int, config: _geometry.
 )
 def test_geometry_of_packed_tokens(num_tokens: int, block_size: int, num_slots: int, config: Any) -> None:
     """Groups of slots for many tokens, if the cache has groups and is not too large."""
-    problem = packed.Problem(num_tokens, num_slots, block_size, row_size=1024, load_vec=8)
+    problem = packed.Problem(num_tokens, num_slots, block_size, row_size=1024, load_vec=8, many=num_tokens > 16 * 132)
     assert packed.choose(problem, device.model()) == config

@@ -14,7 +14,7 @@ import torch
 import pyops
 from pyops import axes, compile_ahead
 from pyops.__main__ import main, parser
-from pyops._core import compiler, device
+from pyops._core import compiler, device, tuning
 from pyops._core.compiler import Compiled
 from pyops.cli import demo, doctor, show, table
 from pyops.integrations import vllm
@@ -87,13 +87,18 @@ def test_source_takes_the_axes_of_the_example(capsys: pytest.CaptureFixture[str]
     assert "constexpr int HIDDEN_SIZE = 1000;" in rest
 
 
-def test_show_prints_the_config_that_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_config_that_was_chosen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of this example, on one line, and none for an op whose plan chooses nothing."""
     for num_tokens, cluster_size in ((1, 8), (4096, 1)):
         assert main(["show", "paged_attention_v1", f"num_tokens={num_tokens}", "max_seq_len=1024"]) == 0
         (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("    chosen: Config("))
         assert f"cluster_size={cluster_size}," in line
     assert main(["show", "relu2"]) == 0
+    assert "    chosen: ChunkConfig(vec_size=8, num_threads=256, " in capsys.readouterr().out
+    monkeypatch.setitem(tuning.last, "softmax", "the Config of an earlier plan")
+    assert main(["show", "softmax"]) == 0
     assert "chosen: " not in capsys.readouterr().out
 
 

@@ -202,6 +202,7 @@ for dtype in ("float32", "float16", "bfloat16"):
     out.fill_(0)
     torch.ops.pyops.scale(out, x, factor)
     assert torch.equal(out, x / 2)
+    assert torch.equal(scale.wrapper.new(x, factor), x / 2)
     (launch,) = scale.launches(*scale.example(ArgMaker(device.model()), dtype=dtype, hidden_size=4097))
     text = launch.specialisation.text
     if sys.argv[3] == "compile":
@@ -212,9 +213,9 @@ for dtype in ("float32", "float16", "bfloat16"):
 def test_the_op_of_add_an_op_works(tmp_path: Path) -> None:
     """In another process, because an op stays registered."""
     (kernel,) = blocks("cuda", page("add_an_op.md"))
-    (module,) = blocks("python", page("add_an_op.md"))
+    module, result = blocks("python", page("add_an_op.md"))
     (tmp_path / "scale.cu").write_text(kernel)
-    (tmp_path / "scale.py").write_text(module)
+    (tmp_path / "scale.py").write_text(f"{module}\n{result}")
     compiles = "no"
     with contextlib.suppress(ImportError):
         import cupy  # noqa: F401

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from struct import Struct
 from typing import Any
 
@@ -23,7 +24,7 @@ from pyops._core.example import ArgMaker
 from pyops._core.kernel import Scratch
 from pyops._core.layout import layout
 from pyops._core.op import Op
-from pyops.testing import CONTENTS, filled, same_bits, strategies
+from pyops.testing import CONTENTS, Layout, filled, same_bits, strategies
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
 from tests import axes
 from tests.calls import DEVICES, as_numpy, example, run_accepted, run_in_place
@@ -38,6 +39,13 @@ CASES = [
 OF_ANY_SIZE = [pytest.param(op, id=name) for name, op in pyops.registry.items() if axes.takes_any_size(op)]
 # Sums of extreme values overflow in one order and not in another.
 KINDS = [kind for kind in CONTENTS if kind != "extreme"]
+# The norms, and the ops that quantise or activate rows of tokens. The others of these families unpack weights.
+_OF_WEIGHTS = {"awq_dequantize", "ggml_dequantize", "gptq_shuffle"}
+OF_ROWS = [
+    pytest.param(op, id=name)
+    for name, op in pyops.registry.items()
+    if re.match(r"pyops\.ops\.(norm|quantize|activation)\b", op.reference.__module__) and name not in _OF_WEIGHTS
+]
 # Sizes between and beside the round ones.
 SIZES = (1, 2, 3, 31, 33, 127, 129, 1000, 1025, 4095, 4097, 5137, 8191, 8192, 16384, 20001, 32767, 32768)
 
@@ -115,6 +123,48 @@ def test_equals_reference_for_any_layout_and_contents(op: Op, device: str, data:
     args = _with_contents(op, args, draws.get("num_tokens"), kind)
     layouts = {name: data.draw(strategies.layouts(), label=f"{name} layout") for name in named(op, args)}
     assert_results(op, expected(op, args), run_accepted(op, args, layouts))
+
+
+def _rows_of_tokens(op: Op, args: list[Any], num_tokens: int) -> dict[str, Any]:
+    """The tensors or descriptors with a row of several elements for each token, by name; not scales."""
+    pairs = zip(op.parameters, args, strict=True)
+    shaped = {p.name: arg for p, arg in pairs if len(getattr(arg, "shape", ())) > 1 and "scale" not in p.name}
+    return {name: arg for name, arg in shaped.items() if num_tokens in arg.shape[:-1] and arg.shape[-1] > 1}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", OF_ROWS)
+def test_rows_of_any_stride(op: Op, device: str) -> None:
+    """No op here refuses gaps between rows. Gaps that keep the alignment change no bit of the results."""
+    num_tokens = 7
+    for case in [*axes.sample(op, max_cases=2), axes.fullest(op)]:
+        args = example(op, device, num_tokens=num_tokens, **case)
+        packed, right = run(op, args), expected(op, args)
+        tensors = list(_rows_of_tokens(op, args, num_tokens))
+        assert tensors or case["hidden_size"] == 1
+        for name in tensors:
+            assert_same(op, packed, run(op, args, {name: Layout(gap=64)}))
+        every = {name: Layout(gap=64 * i) for i, name in enumerate(tensors, start=1)}
+        assert_same(op, packed, run(op, args, every))
+        for odd in ({name: Layout(gap=3) for name in tensors}, {name: Layout(gap=i) for i, name in enumerate(tensors)}):
+            assert_results(op, right, run(op, args, odd))
+
+
+@pytest.mark.parametrize("op", OF_ROWS)
+def test_strides_of_rows_compile_no_kernel(op: Op) -> None:
+    """Rows that lie further apart run the kernels of others with the same alignment."""
+    assert op.example is not None
+    num_tokens = 7
+    args = list(op.example(ArgMaker(device.model()), num_tokens=num_tokens, **axes.fullest(op)))
+
+    def texts(gap: int) -> list[str]:
+        apart = {}
+        for name, arg in _rows_of_tokens(op, args, num_tokens).items():
+            outer = [stride // arg.shape[-1] * (arg.shape[-1] + gap) for stride in arg.strides[:-1]]
+            apart[name] = replace(arg, strides=(*outer, 1))
+        return [launch.specialisation.text for launch in op.launches(*replaced(op, args, **apart))]
+
+    assert texts(64) == texts(128) == texts(4096)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,10 +6,13 @@ hand and must not be taken for the wrong one.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops
 from pyops._core.declaration import Parameter
@@ -196,3 +199,69 @@ def test_wrong_scalar(op: Op, p: Parameter, device: str) -> None:
     wrong += [] if p.optional else [None]
     for value in wrong:
         assert refusal(op, replaced(op, args, **{p.name: value})).argument == p.name
+
+
+# Each parameter of each form that allocates outputs.
+FORMS = [
+    (op, p, {}) for op in pyops.registry.values() if op.form for p in op.form.declaration.parameters if not p.returned
+]
+
+
+class _Allocated(TorchDispatchMode):
+    """Counts the tensors that torch allocates."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "empty" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def _of_another_look(value: Any) -> list[Any]:
+    """What may come in the place of an argument."""
+    wrong: list[Any] = [None, "x", [1.0], 1.5, -1, 0, 3]
+    if not isinstance(value, torch.Tensor):
+        return wrong
+    shapes = [value.reshape(-1)[0], value[None], value[..., None], value.reshape(-1), value[:0], value[..., :0]]
+    longer = torch.cat((value, value[..., :1]), -1)
+    kinds = [torch.float32, torch.float16, torch.int32, torch.float64, torch.uint8]
+    return [*wrong, *shapes, longer, longer[..., 1:], *(value.to(torch.float32).to(kind) for kind in kinds)]
+
+
+def _allocates(op: Op, call: dict[str, Any]) -> bool:
+    """Whether the form of the op takes a call; if not, nothing may be allocated before the OpError."""
+    assert op.form is not None
+    refused = None
+    with _Allocated() as allocated:
+        try:
+            op.form.allocate(**call)
+        except pyops.OpError as error:
+            refused = error
+    if refused is None:
+        assert allocated.count == len(op.form.declaration.returned)
+        with suppress(pyops.OpError):
+            op.form.new(**call)
+        return True
+    assert refused.argument in {p.name for p in op.parameters}
+    assert not allocated.count, refused
+    with pytest.raises(pyops.OpError):
+        op.form.new(**call)
+    return False
+
+
+@_each(FORMS)
+def test_nothing_is_allocated_for_what_is_refused(op: Op, p: Parameter) -> None:
+    """Whatever comes in the place of an argument."""
+    assert op.form is not None
+    args = dict(zip((one.name for one in op.parameters), _args(op), strict=True))
+    inputs = {one.name: args[one.name] for one in op.form.declaration.parameters if not one.returned}
+    calls = [inputs | {p.name: value} for value in _of_another_look(inputs[p.name])]
+    assert _allocates(op, inputs)
+    taken = [_allocates(op, call) for call in calls]
+    # What has no part in the sizes of outputs and in plans may be refused later.
+    assert not all(taken) or not (p.is_tensor or p.keyed)
+    for call in calls:
+        with FakeTensorMode() as mode, suppress(pyops.OpError):  # only sizes are asked
+            op.form.allocate(
+                **{name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+            )

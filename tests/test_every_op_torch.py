@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops
 from pyops._core.op import Op
+from pyops._core.torch_library import Form
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, named, written
 from tests import axes
@@ -24,6 +27,20 @@ OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
 
 def _args(op: Op, device: str = "cpu") -> list[Any]:
     return example(op, device, num_tokens=5, **axes.fullest(op))
+
+
+FORMS = [param for param in OPS if pyops.registry[param.id].form]
+
+
+def _form(op: Op, device: str = "cpu") -> tuple[Form, tuple[Any, ...]]:
+    """The form that allocates outputs, and the arguments that it takes."""
+    assert op.form is not None
+    values = dict(zip((p.name for p in op.parameters), _args(op, device), strict=True))
+    return op.form, tuple(values[p.name] for p in op.form.declaration.parameters if not p.returned)
+
+
+def _listed(results: Any) -> Sequence[Any]:
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _torch_op(op: Op) -> Any:
@@ -109,19 +126,48 @@ def test_opcheck(op: Op, device: str) -> None:
     torch.library.opcheck(call.func, call.args, call.keywords)
 
 
-@pytest.mark.usefixtures("float8_allclose")
+@pytest.fixture
+def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """New tensors have the same garbage in them, always, which is equal: what an op leaves as it is can be compared."""
+    torch.use_deterministic_algorithms(True)
+    monkeypatch.setattr(torch.testing, "assert_close", partial(torch.testing.assert_close, equal_nan=True))
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("float8_allclose", "filled_memory")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("op", [param for param in OPS if pyops.registry[param.id].declaration.returned])
+@pytest.mark.parametrize("op", FORMS)
 def test_opcheck_of_what_is_returned(op: Op, device: str) -> None:
-    """And a call that is given no output returns what one that is given all of them writes."""
-    args = _args(op, device)
-    given = args[: -len(op.declaration.returned)]
-    torch.library.opcheck(getattr(torch.ops.pyops, op.name).default, tuple(given))
-    results = op.wrapper(*given)
-    results = results if isinstance(results, tuple) else (results,)
-    written = [torch.empty_like(result) for result in results]
-    op(*given, *written)
-    assert all(map(same_bits, results, written))
+    """And `new` returns, compiled or not, what the op writes when it is given all outputs."""
+    form, inputs = _form(op, device)
+    packet = getattr(torch.ops.pyops, op.name)
+    torch.library.opcheck(packet.default if op.declaration.returned else packet.new, inputs)
+    copies = clones(inputs)
+    results = _listed(form.new(*copies))
+    torch._dynamo.reset()
+    compiled = clones(inputs)
+    found = _listed(torch.compile(form.new, fullgraph=True, backend="aot_eager")(*compiled))
+    assert all(map(same_bits, results, found))
+    outputs = {p.name: torch.empty_like(one) for p, one in zip(form.declaration.returned, results, strict=True)}
+    given = dict(zip((p.name for p in form.declaration.parameters), clones(inputs), strict=False))
+    op(*({**given, **outputs}[p.name] for p in op.parameters))
+    assert all(map(same_bits, results, outputs.values()))
+    for p, one, other, right in zip(form.declaration.parameters, copies, compiled, given.values(), strict=False):
+        assert not p.written or one is None or (same_bits(one, right) and same_bits(other, right))
+
+
+@pytest.mark.parametrize("op", FORMS)
+def test_sizes_of_what_is_returned_without_data(op: Op) -> None:
+    form, inputs = _form(op)
+    right = _listed(form.allocate(*inputs))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in inputs]
+        for found in (form.new(*fakes), form.allocate(*fakes)):
+            for one, other in zip(_listed(found), right, strict=True):
+                assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+    metas = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in inputs]
+    assert [one.shape for one in _listed(form.new(*metas))] == [one.shape for one in right]
 
 
 @pytest.mark.parametrize("device", DEVICES)

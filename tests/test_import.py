@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyops._core.host.toolchain import toolchains
+from pyops.cli import coverage
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,6 +71,10 @@ try:
 except pyops.MissingDependencyError as error:
     assert "reading a model needs safetensors" in str(error) and "[models]" in str(error), error
 """)
+
+
+def test_coverage_without_torch() -> None:
+    assert run("from pyops.__main__ import main; assert main(['coverage']) == 0") == f"{coverage.text()}\n"
 
 
 def test_layers_without_torch_name_the_pip_line() -> None:
@@ -162,6 +167,20 @@ x = numpy.random.default_rng(0).standard_normal((3, 100)).astype("float32")
 out = numpy.empty_like(x)
 pyops.rms_norm(out, x, None, 1e-6)
 assert abs(out - x / numpy.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)).max() < 1e-6
+codes, scale, _ = pyops.scaled_int8_quant(x)
+assert abs(codes * scale - x).max() <= scale.max() / 2
+try:
+    pyops.scaled_fp8_quant(x)
+except pyops.MissingDependencyError as error:
+    assert "a new array of float8_e4m3fn needs ml_dtypes" in str(error) and "[cpu]" in str(error), error
+else:
+    raise AssertionError("no error")
+try:
+    pyops.permute_cols(x, numpy.arange(99, dtype="int32"))
+except pyops.OpError as error:
+    assert error.argument == "perm", error
+else:
+    raise AssertionError("no error")
 os.environ["PYOPS_CPU"] = "gpu"
 try:
     pyops.rms_norm(out, x, None, 1e-6)

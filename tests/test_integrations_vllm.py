@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops
+from pyops._core import torch_library
 from pyops._core.op import Op
 from pyops.integrations.vllm import Entry, custom_ops, override, register, table
 from pyops.integrations.vllm.schemas import SIGNATURES
+from pyops.integrations.vllm.signature import Argument, Signature
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, written
 from tests import axes
@@ -83,6 +86,27 @@ def test_schema(entry: Entry) -> None:
     assert [face(one) for one in ours.returns] == [face(one) for one in theirs.returns]
 
 
+def test_schemas_are_read_as_torch_reads_them() -> None:
+    """Those of vLLM and of every op here, because `coverage` reads them without torch."""
+    texts = [entry.schema for entry in TABLE.values()]
+    for op in pyops.registry.values():
+        texts += [torch_library.schema(op.declaration)]
+        texts += [torch_library.returning_schema(op.declaration)] * bool(op.declaration.returned)
+
+    def of_torch(one: Any) -> Argument:
+        full, mark = str(one.type).replace("Tuple[int, int]", "(int, int)"), one.alias_info
+        is_optional = full.startswith("Optional[")
+        name = re.sub(r"Optional\[|List\[|\]", "", full) + "[]" * full.count("List[")
+        is_written = mark is not None and mark.is_write
+        return Argument(name, is_optional, is_written, one.has_default_value(), one.default_value)
+
+    for text in texts:
+        right = torch._C.parse_schema(text)
+        assert Signature.read(text) == Signature(tuple(map(of_torch, right.arguments)), len(right.returns)), text
+    with pytest.raises(ValueError, match="cannot read the argument 'Tensor' of a schema"):
+        Signature.read("op(Tensor) -> ()")
+
+
 @pytest.mark.parametrize(
     ("name", "mutable"),
     [
@@ -125,6 +149,23 @@ def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared() -> None:
 
     pyops.op(out=("topk_weights", "topk_indices"))(topk_softmax)
     assert table()["topk_softmax"].state == "missing", "it takes other arguments"
+
+
+def test_a_function_of_vllms_name_is_served_if_it_takes_as_many_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, schema = "meta_size", "meta_size() -> int"
+    assert (TABLE[name].state, TABLE[name].schema) == ("missing", schema)
+
+    def nothing() -> int:
+        return 7
+
+    monkeypatch.setattr(pyops, name, nothing, raising=False)
+    entry = table()[name]
+    assert (entry.state, entry.ours, entry.kernel) == ("served", name, nothing)
+    for other in (lambda one: one, 7):
+        monkeypatch.setattr(pyops, name, other)
+        assert table()[name].state == "missing"
+    assert TABLE["hadacore_transform"].kernel is pyops.hadacore_transform
+    assert TABLE["copy_blocks"].kernel is pyops.copy_blocks
 
 
 def test_nothing_of_vllms_name_is_left_out() -> None:

@@ -103,8 +103,8 @@ def test_quant_fp8_native_alone() -> None:
 def test_quant_fp8_of_another_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device's own is e4m3fnuz: codes up to 224, with and without the kernels."""
     fnuz = torch.float8_e4m3fnuz
-    monkeypatch.setattr("pyops.nn.quant.own_fp8", lambda _: fnuz)
-    monkeypatch.setattr("pyops.ops.quantize.scaled.own_fp8", lambda _: fnuz)
+    monkeypatch.setattr("pyops.nn.quant.own_fp8", lambda _: "float8_e4m3fnuz")
+    monkeypatch.setattr("pyops.ops.quantize.scaled.own_fp8", lambda _: "float8_e4m3fnuz")
     x = torch.randn(6, 64) * 5
     x[0, :3] = torch.tensor([1e6, -1e6, -0.0])
     for layer, parts in ((QuantFP8(False, (1, -1)), x), (QuantFP8(False, (1, 16)), x.unflatten(-1, (-1, 16)))):

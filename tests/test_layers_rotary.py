@@ -359,3 +359,31 @@ def test_the_kernels_compute_the_same() -> None:
         with testing.cpu("kernels"):
             result = layer.forward_cuda(where, query.clone(), key.clone())
         torch.testing.assert_close(result, expected, rtol=0.0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("axes", [1, 3])
+def test_tokens_outside_the_table_stay(axes: int, dtype: torch.dtype) -> None:
+    """Bit for bit, NaN too, and whatever the method, also where torch.compile has traced it."""
+    torch.compiler.reset()
+    layer: Any = layers.get_rope(16, MAX, dtype=torch.float32)
+    if axes == 3:
+        layer = layers.MRotaryEmbedding(16, 16, MAX // 4, 1e4, True, torch.float32, [3, 3, 2])
+    assert layer.cos_sin_cache.shape[0] == MAX
+    bounds = torch.iinfo(dtype)
+    positions = torch.tensor([-1, MAX, bounds.min, bounds.max, 3, MAX - 1, 0], dtype=dtype)
+    if axes == 3:  # one position of three is outside
+        positions = torch.stack((positions, torch.full_like(positions, 5), positions.clamp(0, MAX - 1)))
+    query, key = torch.randn(7, 32), torch.randn(7, 16)
+    query[0, 3], key[1, 5] = torch.nan, -0.0
+    compiled = torch.compile(layer.forward_native, fullgraph=True, dynamic=True, backend="aot_eager")
+    results = [
+        layer.forward_native(positions, query, key),
+        layer.forward_cuda(positions, query.clone(), key.clone()),
+        compiled(positions, query, key),
+    ]
+    for result in results:
+        for x, turned_x, first in zip((query, key), result, results[0], strict=True):
+            assert testing.same_bits(turned_x[:4], x[:4])
+            assert not torch.equal(turned_x[4:6], x[4:6])
+            assert testing.same_bits(turned_x, first)

@@ -441,12 +441,44 @@ def test_rms_norm_of_heads_in_a_fused_projection(device: str) -> None:
     close(out, rms64(deep, weight))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("is_scale_transposed", [False, True])
+def test_per_block_quant_scales_of_any_stride(is_scale_transposed: bool, groups: int, device: str) -> None:
+    """Rows of scales lie apart; columns do where TMA wants them to begin at multiples of 16 bytes."""
+    tokens, width = 5, 128 * groups
+    x, weight = (draw(*shape, dtype=torch.bfloat16, device=device) for shape in ((tokens, width), (width,)))
+
+    def quantised(scale: torch.Tensor) -> torch.Tensor:
+        codes = torch.empty(tokens, width, dtype=torch.float8_e4m3fn, device=device)
+        pyops.rms_norm_per_block_quant(codes, x, weight, scale, EPSILON, None, None, 128, is_scale_transposed)
+        return codes.view(torch.uint8)
+
+    shape = (groups, tokens) if is_scale_transposed else (tokens, groups)
+    packed, memory = torch.empty(shape, device=device), torch.full((shape[0], 8), -1.0, device=device)
+    apart = memory[:, : shape[1]]
+    if is_scale_transposed:
+        assert torch.equal(quantised(packed.t()), quantised(apart.t()))
+    else:
+        assert torch.equal(quantised(packed), quantised(apart))
+    assert torch.equal(packed, apart)
+    assert (memory[:, shape[1] :] == -1).all()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"group_size": 32}, "group_size: expected 64 or 128, got 32"),
         ({"width": 96}, "input: expected a last dimension that is a multiple of group_size=64, got 96"),
-        ({"transposed": True}, "scale: expected strides (1, 2) with is_scale_transposed=True, got (2, 1)"),
+        (
+            {"transposed": True},
+            "scale: expected tokens of stride 1 with is_scale_transposed=True, got strides (2, 1)",
+        ),
+        (
+            {"scale": torch.empty(2, 2).t()},
+            "scale: expected groups of stride 1 with is_scale_transposed=False, got strides (1, 2)",
+        ),
+        ({"scale": torch.empty(2, 3)}, "scale: expected shape (num_tokens=2, groups=2), got (2, 3)"),
         ({"bound": True}, "scale_ub: is only taken with a result of fp8, got int8"),
     ],
 )
@@ -459,7 +491,7 @@ def test_per_block_quant_refuses(change: dict[str, Any], message: str) -> None:
             torch.empty(2, width, dtype=torch.int8),
             x,
             torch.ones(width),
-            torch.empty(2, max(1, width // 64)),
+            change.get("scale", torch.empty(2, max(1, width // 64))),
             EPSILON,
             bound,
             None,

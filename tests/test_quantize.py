@@ -18,7 +18,7 @@ import pyops
 from pyops._core import config, dtypes
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
-from pyops.ops._shared.fp8 import converts_fp8, native_fp8
+from pyops.ops._shared.fp8 import converts_fp8, native_fp8, own_fp8
 from pyops.ops.quantize import scaled
 from pyops.testing import CONTENTS, Layout, filled, strategies
 from tests.calls import DEVICES
@@ -761,10 +761,13 @@ def test_scaled_int8_quant(device: str) -> None:
     same(codes, right)
     same(scale, right_scale)
     same(azp, right_azp)
+    apart = torch.nn.functional.pad(x, (0, 7))[:, :96]
+    same(pyops.scaled_int8_quant(apart, symmetric=False)[0], right)
     assert (scale.shape, azp.shape, azp.dtype) == ((5, 1), (5, 1), torch.int32)
     s, zero = torch.tensor(0.1, device=device), torch.tensor(3, dtype=torch.int32, device=device)
     x = x.contiguous()
     same(pyops.scaled_int8_quant(x, s)[0], static_int8(exact(x), exact(s), None))
+    same(pyops.scaled_int8_quant(apart, s)[0], static_int8(exact(apart), exact(s), None))
     codes, scale, azp = pyops.scaled_int8_quant(x, s, zero, symmetric=False)
     assert scale is s
     assert azp is zero
@@ -867,7 +870,7 @@ def test_new_tensors_are_of_the_own_e4m3(device: str, monkeypatch: pytest.Monkey
     as_bytes, scale = pyops.per_token_group_quant_fp8(x, 64, dtype=FP8, out_q=new(x.shape, torch.uint8, device))
     same(as_bytes, grouped(exact(x), 64, FP8)[0])
 
-    monkeypatch.setattr(scaled, "own_fp8", lambda _: FNUZ)
+    monkeypatch.setattr(scaled, "own_fp8", lambda _: "float8_e4m3fnuz")
     for more in ({}, {"use_per_token_if_dynamic": True}, {"scale": torch.ones(1, device=device)}):
         codes, scale = pyops.scaled_fp8_quant(x, **more)
         assert codes.dtype is FNUZ
@@ -896,13 +899,17 @@ def test_the_own_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
         new = replace(old, arch=arch)
         assert (native_fp8(new), converts_fp8(new)) == (dtypes.float8_e4m3fn, True)
     assert not converts_fp8(replace(old, arch="gfx90a"))
-    assert scaled.own_fp8(torch.ones(1)) is FP8
+    assert own_fp8(torch.ones(1)) == own_fp8(numpy.ones(1)) == "float8_e4m3fn"
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert scaled.own_fp8(torch.ones(1)) is FP8
-    for name, kind in (("gfx942:sramecc+:xnack-", FNUZ), ("gfx950", FP8)):
+    assert own_fp8(torch.ones(1)) == "float8_e4m3fn"
+    for name, kind in (("gfx942:sramecc+:xnack-", "float8_e4m3fnuz"), ("gfx950", "float8_e4m3fn")):
         properties = SimpleNamespace(gcnArchName=name)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
-        assert scaled.own_fp8(SimpleNamespace(is_cuda=True, device="cuda:0")) is kind  # type: ignore[arg-type]
+        gpu_tensor = SimpleNamespace(is_cuda=True, device="cuda:0", new_empty=None)
+        assert own_fp8(gpu_tensor) == kind
+    array = SimpleNamespace(device=SimpleNamespace(id=1))  # as CuPy has it
+    monkeypatch.setattr(devices, "get", lambda index: replace(old, index=index))
+    assert own_fp8(array) == "float8_e4m3fnuz"
 
 
 def test_threads_for_codes_without_an_instruction() -> None:
@@ -981,10 +988,10 @@ def test_other_refusals() -> None:
     fp8_codes, int8_codes, scale = x.to(FP8), x.to(INT8), torch.ones(4)
     azp = torch.ones(1, dtype=torch.int32)
     groups = torch.ones(4, 2)
-    apart = torch.ones(4, 65)[:, :64]
-    assert "contiguous" in _refusal(pyops.static_scaled_int8_quant, int8_codes, apart, scale[:1], None)
-    assert "contiguous" in _refusal(pyops.dynamic_scaled_int8_quant, int8_codes, apart, scale, None)
-    assert "contiguous" in _refusal(pyops.permute_cols, apart, torch.arange(64).int())
+    turned = torch.ones(64, 4).t()
+    assert "stride 1" in _refusal(pyops.static_scaled_int8_quant, int8_codes, turned, scale[:1], None)
+    assert "stride 1" in _refusal(pyops.dynamic_scaled_int8_quant, int8_codes, turned, scale, None)
+    assert "stride 1" in _refusal(pyops.permute_cols, turned, torch.arange(64).int())
     assert _refusal(pyops.static_scaled_int8_quant, int8_codes, x, scale, None).startswith(
         "scale: expected one element"
     )

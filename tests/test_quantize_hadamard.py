@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import config, offline
 from pyops._core import device as devices
+from pyops._core.dtypes import float32
 from pyops._core.example import ArgMaker
-from pyops.ops.quantize.hadamard import Config, choose
+from pyops.ops.quantize.hadamard import Config, Problem, choose
 from pyops.testing import CONTENTS, Layout, assert_close, assert_matches_reference, filled, same_bits, strategies
 from tests.calls import DEVICES
 from tests.test_nvrtc import ARCHS, MISSING
@@ -207,4 +208,4 @@ def test_refusals() -> None:
 )
 def test_geometry(size: int, arch: str, expected: Config) -> None:
     """Short rows have a warp, long ones a block; those beyond the shared memory go through it in two parts."""
-    assert choose(size, devices.model(arch)) == expected
+    assert choose(Problem(5, size, float32), devices.model(arch)) == expected

@@ -27,11 +27,14 @@ swigluoai_and_mul(scalar_t* out,          // [num_rows, hidden_size]
         const int even = 2 * j, odd = 2 * j + 1;
         const float g = fminf(x[even / VEC_SIZE][even % VEC_SIZE], limit);
         const float u = fmaxf(fminf(x[odd / VEC_SIZE][odd % VEC_SIZE], limit), -limit);
+        // The share of g comes first: u + 1 times a large g may overflow, and 0 times infinity would be NaN.
+        float share;
         if constexpr (sizeof(scalar_t) == 2) {
-            y[j] = logistic_share((u + 1.0f) * g, g * alpha);
+            share = logistic_share(g, g * alpha);
         } else {
-            y[j] = ieee_divide((u + 1.0f) * g, 1.0f + expf(-g * alpha));
+            share = ieee_divide(g, 1.0f + expf(-g * alpha));
         }
+        y[j] = ieee_multiply(u + 1.0f, share);
     }
     vec_t::from_floats(y).store(out + at.row * out_stride + at.column);
 }

@@ -71,7 +71,7 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
             const int split = first + i * GROUPS;
             const bool exists = split < count && splits.exists(split);
             logit[i] = exists ? max_logits[first_part + split] : minus_infinity();
-            weight[i] = exists ? exp_sums[first_part + split] : 0.0f;
+            weight[i] = exists ? exp_sums[first_part + split] * (1.0f / FULL_SCALE<float>) : 0.0f;
             if (exists && column < HEAD_SIZE) {
                 Vec<partial_t, VEC_SIZE>::load(tmp_out + (first_part + split) * HEAD_SIZE + column).to_floats(x[i]);
             }
@@ -119,6 +119,7 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
             for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(factor, group_sum[block_head][i][j][lane], sum[j]);
         }
     }
+    exp_sum *= FULL_SCALE<float>;
     float shrink = 1.0f;
     if (HAS_SINKS) {
         const float sink = sinks[head], larger = fmaxf(max_logit, sink);
@@ -126,7 +127,8 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
         exp_sum = exp_sum * shrink + relative_exp(sink, larger);
         max_logit = larger;
     }
-    const float scale = shrink / (exp_sum + 1e-6f) * (HAS_OUT_SCALE ? 1.0f / *fp8_out_scale : 1.0f);
+    const float scale =
+        shrink / (exp_sum + 1e-6f) * (FULL_SCALE<float> * (HAS_OUT_SCALE ? 1.0f / *fp8_out_scale : 1.0f));
 #pragma unroll
     for (int j = 0; j < VEC_SIZE; ++j) sum[j] *= scale;
     if (column < HEAD_SIZE) {

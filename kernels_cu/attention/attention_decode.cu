@@ -214,7 +214,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                 float exact[4], hi[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    exact[i] = relative_exp2(s[tile][column][i], max_logit[column][i % 2]);
+                    exact[i] = probability_of<product_t>(s[tile][column][i], max_logit[column][i % 2]);
                     exp_sum[column][i % 2] += exact[i];
                 }
 #pragma unroll
@@ -311,7 +311,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         const int64_t query_head = first_head + head;
         const int64_t part = (int64_t(seq) * NUM_KV_HEADS * GROUP + query_head) * max_splits + split;
         const int64_t row = find_row();
-        write_result<WRITERS, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
+        write_result<product_t, WRITERS, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
             total, join.max_logit, join.exp_sum, value_unit, direct, sinks + query_head,
             out + row * out_stride + query_head * HEAD_SIZE, lse + query_head * num_rows + row,
             tmp_out + part * HEAD_SIZE, max_logits + part, exp_sums + part);

@@ -107,7 +107,7 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
         logit = logit_of<HAS_SOFTCAP>(lane_reduce<Sum, WARP_SIZE>(logit), unit, logits_soft_cap);
         if (HAS_ALIBI) logit = fmaf(slope, float(token + 1 - splits.length), logit);
         const float larger = fmaxf(max_logit, logit), shrink = relative_exp2(max_logit, larger);
-        const float probability = relative_exp2(logit, larger);
+        const float probability = relative_exp2(logit, larger) * (1.0f / FULL_SCALE<float>);
         max_logit = larger;
         exp_sum = fmaf(exp_sum, shrink, probability);
 #pragma unroll
@@ -125,7 +125,7 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
                       [&](int i) { return exists(i) ? dim_of(i) : -1; });
     if (warp == 0) {
         const int64_t part = (seq * NUM_HEADS + head) * max_splits + split;
-        write_result<WARP_SIZE, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
+        write_result<float, WARP_SIZE, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
             [&](int i, int) { return total[i]; }, max_logit, exp_sum, IS_FP8 ? *v_scale : 1.0f, direct, sinks + head,
             out + row * out_stride + int64_t(head) * HEAD_SIZE, lse + head * num_rows + row, tmp_out + part * HEAD_SIZE,
             max_logits + part, exp_sums + part);

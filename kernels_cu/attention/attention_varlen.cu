@@ -286,8 +286,8 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
                 larger = fmaxf(larger, shfl_xor(larger, 1));
                 larger = fmaxf(larger, shfl_xor(larger, 2));
                 larger = fmaxf(max_logit[r][half], larger * factor);
-                base[half] = larger == minus_infinity() ? 0.0f : larger;
-                shrink[half] = estimate_exp2(max_logit[r][half] - base[half]);
+                base[half] = probability_base<scalar_t>(larger);
+                shrink[half] = relative_exp2(max_logit[r][half], larger);
                 exp_sum[r][half] *= shrink[half];
                 max_logit[r][half] = larger;
             }
@@ -341,6 +341,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
         float row_max = max_logit[r][half], row_sum = exp_sum[r][half];
         row_sum += shfl_xor(row_sum, 1);
         row_sum += shfl_xor(row_sum, 2);
+        row_sum *= FULL_SCALE<scalar_t>;
         const int64_t row = tile_row + warp * WARP_ROWS + i * 8 + g;
         if (row >= num_rows) continue;
         const int64_t token = first_token + row / GROUP, head = kv_head * GROUP + row % GROUP;
@@ -351,7 +352,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
             row_sum = row_sum * shrink + relative_exp2(sink, larger);
             row_max = larger;
         }
-        const float factor = shrink / (row_sum + 1e-6f) * (IS_FP8 ? *v_scale : 1.0f);
+        const float factor = shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f));
         scalar_t* const to = out + token * out_stride + head * HEAD_SIZE + 2 * t;
 #pragma unroll
         for (int m = 0; m < STEPS * 2; ++m) {

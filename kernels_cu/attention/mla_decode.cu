@@ -249,8 +249,8 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
         exp_sum *= shrink;
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
-            const float low = relative_exp2(logits[2 * i], max_logit);
-            const float high = relative_exp2(logits[2 * i + 1], max_logit);
+            const float low = probability_of<product_t>(logits[2 * i], max_logit);
+            const float high = probability_of<product_t>(logits[2 * i + 1], max_logit);
             exp_sum += low + high;
             *reinterpret_cast<uint32_t*>(probabilities + own_head * PROBABILITY_PITCH +
                                          2 * (i * ROW_THREADS + own_pair)) = pack_pair<product_t>(low, high);
@@ -289,11 +289,12 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     cp_async_wait<0>();
     __syncthreads();
 
-    // A partial result gets the formula's epsilon of 1e-6 when it is joined; 1e-30 only guards against 0 / 0.
+    // A partial result gets the formula's epsilon of 1e-6 when it is joined; 1e-20 only guards against 0 / 0.
 #pragma unroll
     for (int mask = 1; mask < ROW_THREADS; mask *= 2) exp_sum += shfl_xor(exp_sum, mask);
+    exp_sum *= FULL_SCALE<product_t>;
     if (own_pair == 0) {
-        factors[own_head] = 1.0f / (exp_sum + (direct ? 1e-6f : 1e-30f));
+        factors[own_head] = 1.0f / (exp_sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
         const int64_t row = seq * num_heads + first_head + own_head;
         if (own_head < block_heads && !direct) {
             max_logits[row * max_splits + split] = max_logit * LN_2;

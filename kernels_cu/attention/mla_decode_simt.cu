@@ -67,7 +67,7 @@ mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LA
         }
         logit = lane_reduce<Sum, WARP_SIZE>(logit) * (scale * LOG2_E);
         const float larger = fmaxf(max_logit, logit), shrink = relative_exp2(max_logit, larger);
-        const float probability = relative_exp2(logit, larger);
+        const float probability = relative_exp2(logit, larger) * (1.0f / FULL_SCALE<float>);
         max_logit = larger;
         exp_sum = fmaf(exp_sum, shrink, probability);
 #pragma unroll
@@ -80,7 +80,7 @@ mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LA
     join_warps<WARPS>(o, max_logit, exp_sum, warp_max, warp_sum, total, [&](int i) { return element_of(i); });
     if (warp == 0) {
         const int64_t row = seq * num_heads + head, part = row * max_splits + split;
-        write_result<WARP_SIZE, LATENT_SIZE, 0, false, HAS_LSE>(
+        write_result<float, WARP_SIZE, LATENT_SIZE, 0, false, HAS_LSE>(
             [&](int i, int) { return total[i]; }, max_logit, exp_sum, 1.0f, direct, nullptr,
             out + seq * out_stride + head * LATENT_SIZE, lse + row, tmp_out + part * LATENT_SIZE, max_logits + part,
             exp_sums + part);

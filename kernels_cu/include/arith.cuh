@@ -79,6 +79,17 @@ DEVICE float ieee_residual(float a, float b, float c) {
 #endif
 }
 
+// a + b, rounded down, for a sum other than 0.
+DEVICE float add_down(float a, float b) {
+#if PYOPS_CUDA
+    return __fadd_rd(a, b);
+#else
+    const float nearest = float(double(a) + double(b));
+    if (!(double(nearest) > double(a) + double(b))) return nearest;
+    return __int_as_float(__float_as_int(nearest) + (nearest > 0.0f ? -1 : 1));
+#endif
+}
+
 // |x|, by the instruction that uses it where it can.
 DEVICE float ieee_abs(float x) {
 #if PYOPS_CUDA

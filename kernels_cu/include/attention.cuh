@@ -120,6 +120,29 @@ DEVICE float relative_exp2(float x, float max_logit) {
     return estimate_exp2(x - (max_logit == minus_infinity() ? 0.0f : max_logit));
 }
 
+// Values may be as large as floats are: a sum of them under probabilities would overflow, although their mean is a float.
+// Probabilities that values are multiplied by, in products of type T, are therefore scaled down by 2^HEADROOM<T>: a
+// sequence has fewer than 2^32 tokens. float16 has no room for such probabilities, and no values that need them.
+template <typename T> constexpr int HEADROOM = is_same<T, half_t> ? 0 : 32;
+// 2^HEADROOM<T>, by which sums of probabilities, and of values under probabilities, are scaled up in the end.
+template <typename T> constexpr float FULL_SCALE = is_same<T, half_t> ? 1.0f : 0x1p32f;
+
+// max_logit + HEADROOM<T>, which is subtracted from logits before the exponential. The floats next to a huge max_logit
+// are further apart than HEADROOM. Rounded up, the sum would leave no probability; rounded down, it is max_logit itself:
+// probabilities are not scaled down then, and no logit but the largest has one.
+template <typename T>
+DEVICE float probability_base(float max_logit) {
+    const float finite = max_logit == minus_infinity() ? 0.0f : max_logit;
+    if constexpr (HEADROOM<T> == 0) return finite;
+    return add_down(finite, HEADROOM<T>);
+}
+
+// The probability of a logit x <= max_logit, scaled down by 2^HEADROOM<T>.
+template <typename T>
+DEVICE float probability_of(float x, float max_logit) {
+    return estimate_exp2(x - probability_base<T>(max_logit));
+}
+
 // tanh(z) with a relative error below 2^-20: near zero by its series, else 1 - 2 / (1 + exp(2z)). This takes fewer
 // registers than tanhf does; kernels for large heads have none to spare.
 DEVICE float hyperbolic_tangent(float z) {
@@ -217,9 +240,10 @@ struct Join {
 
 // Writes what a block has computed for one head, by THREADS threads: the final result to `out` and `lse` if `direct`,
 // else the partial result of the split to partial_out, partial_max and partial_sum. total(i, e) is element i of the sum
-// of the values times their probabilities; e counts the elements of the calling thread. A sink is one more logit,
-// without a value: it belongs to final results alone.
-template <int THREADS, int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename F, typename T, typename P>
+// of the values times their probabilities; e counts the elements of the calling thread. Both `total` and exp_sum are
+// scaled down by 2^HEADROOM<Q>. A sink is one more logit, without a value: it belongs to final results alone.
+template <typename Q, int THREADS, int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename F, typename T,
+          typename P>
 DEVICE void write_result(F total, float max_logit, float exp_sum, float value_unit, bool direct, const float* sink,
                          T* out, float* lse, P* partial_out, float* partial_max, float* partial_sum) {
     const int thread = threadIdx.x % THREADS;
@@ -230,6 +254,7 @@ DEVICE void write_result(F total, float max_logit, float exp_sum, float value_un
             if (i < HEAD_SIZE) f(i, e);
         }
     };
+    exp_sum *= FULL_SCALE<Q>;
     float sum_with_sink = exp_sum, factor = 1.0f;
     if (HAS_SINKS && direct) {
         const float sink_logit = *sink * LOG2_E, larger = fmaxf(max_logit, sink_logit);
@@ -238,8 +263,9 @@ DEVICE void write_result(F total, float max_logit, float exp_sum, float value_un
         max_logit = larger;
     }
     // Results under a PARTITION carry the formula's epsilon of 1e-6, as final ones do. Other splits get it when they
-    // are joined, and 1e-30 here, which only guards against 0 / 0.
-    const float scale = factor / (sum_with_sink + (direct || PARTITION ? 1e-6f : 1e-30f)) * value_unit;
+    // are joined, and 1e-20 here, which only guards against 0 / 0.
+    const float scale =
+        factor / (sum_with_sink + (direct || PARTITION ? 1e-6f : 1e-20f)) * (FULL_SCALE<Q> * value_unit);
     if (direct) {
         each_element([&](int i, int e) { out[i] = from_float<T>(total(i, e) * scale); });
         if (HAS_LSE && thread == 0) {

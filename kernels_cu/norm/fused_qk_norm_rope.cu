@@ -15,7 +15,7 @@
 // Constants:
 //     cache_t       element type of cos_sin_cache
 //     HEAD_SIZE     64, 128 or 256
-//     NUM_HEADS_Q, NUM_HEADS_K, NUM_HEADS_V   heads of each kind in a row
+//     NUM_HEADS_Q, NUM_HEADS_K   heads of each kind, in this order at the beginning of a row
 //     ROTARY_DIM    even, at most HEAD_SIZE
 //     IS_NEOX       which elements make a pair
 //     ACCESS_SIZE   elements of qkv in one memory access
@@ -71,18 +71,18 @@ DEVICE void load_partners(const float (&n)[VEC_SIZE], int element, float* shared
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-fused_qk_norm_rope(scalar_t* qkv,                 // [num_tokens, NUM_HEADS_Q + NUM_HEADS_K + NUM_HEADS_V, HEAD_SIZE]
+fused_qk_norm_rope(scalar_t* qkv,                 // [num_tokens, NUM_HEADS_Q + NUM_HEADS_K + value heads, HEAD_SIZE]
                    const scalar_t* q_weight,      // [HEAD_SIZE]
                    const scalar_t* k_weight,      // [HEAD_SIZE]
                    const cache_t* cos_sin_cache,  // [max_position, ROTARY_DIM]
                    const int64_t* position_ids,   // [num_tokens]
-                   int64_t max_position, float eps) {
+                   int64_t qkv_stride, int64_t max_position, float eps) {
     await_previous_kernel();
     __shared__ float shared[VIA_SHARED ? NUM_THREADS * VEC_SIZE : 1];
     const int64_t token = blockIdx.x;
     const int group = threadIdx.x / LANES;
     const int element = threadIdx.x % LANES * VEC_SIZE;
-    scalar_t* x = qkv + token * ((HEADS + NUM_HEADS_V) * HEAD_SIZE) + element;
+    scalar_t* x = qkv + token * qkv_stride + element;
 
     const int64_t position = position_ids[token];
     const vec_t q_vec = vec_t::load<ACCESS_SIZE>(q_weight + element);

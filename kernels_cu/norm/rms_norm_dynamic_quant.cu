@@ -25,7 +25,6 @@ using residual_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, HAS_RESIDUA
 using weight_t = RowWeight<row_t, KEEP_WEIGHT>;
 using quantizer_t = Quantizer<code_t, HAS_BOUND>;
 constexpr bool WHOLE_ROW = GROUP_SIZE == HIDDEN_SIZE;
-constexpr int GROUPS = HIDDEN_SIZE / GROUP_SIZE;
 constexpr int LANES = WHOLE_ROW ? 1 : GROUP_SIZE / VEC_SIZE;  // lanes that share a group
 static_assert(HIDDEN_SIZE % GROUP_SIZE == 0 && LANES <= 32 && ROW_THREADS % LANES == 0);
 
@@ -36,14 +35,14 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
                        float* scale,            // [num_rows], [num_rows, groups] or [groups, num_rows]
                        const float* scale_ub,   // one element
                        scalar_t* residual,      // [num_rows, HIDDEN_SIZE]
-                       int64_t num_rows, float epsilon) {
+                       int64_t num_rows, int64_t result_stride, int64_t input_stride, int64_t residual_stride,
+                       int64_t scale_stride, float epsilon) {
     await_previous_kernel();
     __shared__ float partial[2][NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows);
-    const int64_t start = at.row * HIDDEN_SIZE;
-    result += start;
-    if constexpr (HAS_RESIDUAL) residual += start;
-    row_t x = row_t::load_once(input + start, at.active);
+    result += at.row * result_stride;
+    if constexpr (HAS_RESIDUAL) residual += at.row * residual_stride;
+    row_t x = row_t::load_once(input + at.row * input_stride, at.active);
     const residual_t r = residual_t::load_once(residual, at.active);
     const weight_t w = weight_t::load(weight, x);
     const float bound = HAS_BOUND ? *scale_ub : 0.0f;
@@ -88,7 +87,7 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
         x.for_each([&](int i, int column) { max_abs = fmaxf(max_abs, normalise(i, column, true).absmax()); });
         const float row_scale = scale_of(row_reduce<Max, ROW_THREADS>(max_abs, partial[1]));
         if (!at.active) return;
-        if (at.first_thread()) scale[at.row] = row_scale;
+        if (at.first_thread()) scale[at.row * scale_stride] = row_scale;
         const quantizer_t quantize(row_scale);
         x.for_each([&](int i, int column) { write_codes(i, column, normalise(i, column, false), quantize); });
     } else {
@@ -111,7 +110,7 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
             if (!inside || !at.active) continue;
             const int group = column / GROUP_SIZE;
             if (column % GROUP_SIZE == 0) {
-                scale[GROUP_MAJOR ? group * num_rows + at.row : at.row * GROUPS + group] = group_scale;
+                scale[GROUP_MAJOR ? group * scale_stride + at.row : at.row * scale_stride + group] = group_scale;
             }
             write_codes(i, column, y, quantizer_t(group_scale));
         }

@@ -125,7 +125,7 @@ hadamard(scalar_t* out,      // [num_rows, SIZE]
     row.for_each([&](int i, int column) {
         float vec[VEC_SIZE];
         row.get(i, column).to_floats(vec);
-        // Elements are scaled before the steps, so that no sum overflows unless the result does.
+        // Elements are scaled before the steps: no sum overflows if the scaled magnitudes of the row add up to a float.
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) v[i * VEC_SIZE + j] = vec[j] * ROOT;
     });

@@ -17,8 +17,25 @@
 #include "reduce.cuh"
 #include "vec.cuh"
 
-// The number subtracted from every x: max x, or 0 if every x is -inf, because -inf - -inf is NaN.
-DEVICE float base_of(float largest) { return largest == minus_infinity() ? 0.0f : largest; }
+// (x - base) / t for the logits x of a row. `base` is max x, or 0 if every x is -inf, because -inf - -inf is NaN. Where
+// t > 1, the difference is scaled down first: the difference of the largest float and its negative is no float.
+struct Distance {
+    float inverse = 1.0f, shrink = 1.0f;
+
+    DEVICE Distance(const float* temperature, int64_t row) {
+        if constexpr (HAS_TEMPERATURE) {
+            constexpr float MIN_NORMAL = 0x1p-126f;
+            const float t = temperature[row] < MIN_NORMAL ? MIN_NORMAL : temperature[row];
+            if (t > 1.0f) shrink = 0x1p-28f;
+            inverse = ieee_divide(1.0f, t * shrink);
+            // An infinite t: not 0, because 0 * -inf is NaN. The smallest normal number brings every other difference
+            // below the rounding error of exp(0).
+            if (inverse < MIN_NORMAL) inverse = MIN_NORMAL;
+        }
+    }
+    DEVICE float base_of(float largest) const { return largest == minus_infinity() ? 0.0f : largest * shrink; }
+    DEVICE float operator()(float x, float base) const { return (x * shrink - base) * inverse; }
+};
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
 softmax(out_t* out,                // [num_rows, vocab_size]
@@ -32,8 +49,7 @@ softmax(out_t* out,                // [num_rows, vocab_size]
     const unsigned block = PART == 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int64_t row = block / unsigned(pieces);
     const int piece = int(block - unsigned(row) * unsigned(pieces));
-    float inverse = HAS_TEMPERATURE ? ieee_divide(1.0f, temperature[row]) : 1.0f;
-    if (inverse > FLOAT_MAX) inverse = FLOAT_MAX;  // 1 / t overflows for tiny t; 0 * inf would be NaN
+    const Distance distance(temperature, row);
     logits += row * logits_stride;
     out += row * out_stride;
     const auto column = [&](int b) {
@@ -53,7 +69,7 @@ softmax(out_t* out,                // [num_rows, vocab_size]
         for (int64_t i = threadIdx.x % WARP_SIZE; i < pieces; i += WARP_SIZE) largest = ieee_max(largest, maxima[i]);
         largest = lane_reduce<Max, WARP_SIZE>(largest);
         for (int64_t i = threadIdx.x % WARP_SIZE; i < pieces; i += WARP_SIZE) {
-            sum += sums[i] * expf((maxima[i] - base_of(largest)) * inverse);
+            sum += sums[i] * expf(distance(maxima[i], distance.base_of(largest)));
         }
         sum = lane_reduce<Sum, WARP_SIZE>(sum);
     } else {
@@ -63,10 +79,11 @@ softmax(out_t* out,                // [num_rows, vocab_size]
             for (int j = 0; j < VEC_SIZE; ++j) largest = ieee_max(largest, x[b][j]);
         }
         largest = row_reduce<Max, NUM_THREADS>(largest, partial[0]);
+        const float base = distance.base_of(largest);
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) sum += expf((x[b][j] - base_of(largest)) * inverse);
+            for (int j = 0; j < VEC_SIZE; ++j) sum += expf(distance(x[b][j], base));
         }
         sum = row_reduce<Sum, NUM_THREADS>(sum, partial[1]);
         if (PART == 1) {
@@ -77,14 +94,14 @@ softmax(out_t* out,                // [num_rows, vocab_size]
             return;
         }
     }
-    const float base = base_of(largest);
+    const float base = distance.base_of(largest);
     const float inverse_sum = 1.0f / sum, log_sum = logf(sum);
 #pragma unroll
     for (int b = 0; b < BATCH; ++b) {
         float y[VEC_SIZE];
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
-            const float d = (x[b][j] - base) * inverse;
+            const float d = distance(x[b][j], base);
             y[j] = LOGARITHM ? d - log_sum : expf(d) * inverse_sum;
         }
         if (column(b) < vocab_size) Vec<out_t, VEC_SIZE>::from_floats(y).store(out + column(b));

@@ -7,7 +7,8 @@ tensor hiprtc compiler host offline   what a plan sees of a tensor; text to func
 check kernel                          checks and choices of a plan; Kernel, Specialisation, Launch
 layout workspace launch               parameters in memory; scratch memory; launching
 declaration planner guard plan        what a reference says of its op; what plans it; what a call needs
-wrapper returning torch_library       the function of an op; of one that returns its outputs; its form in torch
+wrapper torch_library                 the function of an op; its forms in torch
 index_check arguments prepare         PYOPS_CHECK; arguments as a plan takes them; from them to a plan
+returning                             the function of an op that allocates its outputs
 typed op example                      what type checkers know; @op and the registry; example arguments
 """

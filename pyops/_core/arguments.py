@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf, prod
 from numbers import Real
 from typing import Any
@@ -13,6 +13,7 @@ import numpy
 from . import dtypes, tensor, torch_library
 from .declaration import Declaration, Parameter
 from .errors import OpError
+from .tensor import TensorArg
 
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, int, numpy.bool_), "str": (str,)}
 _FLOATS = (float, int, numpy.floating, numpy.integer, numpy.bool_)
@@ -55,7 +56,9 @@ def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
     return [made.get(i, arg) for i, arg in enumerate(args)] if changed else None
 
 
-def describe(declaration: Declaration, args: Sequence[Any]) -> tuple[str, list[Any]]:
+def describe(
+    declaration: Declaration, args: Sequence[Any], describe_tensor: Callable[..., TensorArg] = tensor.describe
+) -> tuple[str, list[Any]]:
     """(library, args with every tensor replaced by its descriptor). Raises OpError for what the signature rules out."""
     op = declaration.name
     described: list[Any] = []
@@ -71,7 +74,7 @@ def describe(declaration: Declaration, args: Sequence[Any]) -> tuple[str, list[A
                 library, first_type, first_name = found, type(value), p.name
             if found != library:
                 raise OpError(op, p.name, f"expected a {library} tensor like {first_name}, got a {found} one")
-            value = tensor.describe(op, p.name, value, found, p.written)
+            value = describe_tensor(op, p.name, value, found, p.written)
             if where is None:
                 where = value.device.index
             if value.device.index != where:

@@ -166,6 +166,9 @@ def declare(
             raise TypeError(f"{reference.__name__}: {sorted(unknown)} are {what} but are no {kind} parameters")
     if any(p.returned for p in parameters) and not all(p.returned for p in parameters[-len(returns) :]):
         raise TypeError(f"{reference.__name__}: {sorted(returns)} are returned: expected them last, behind a *")
+    if inout and len(returns) > 1:
+        # torch.compile runs the op twice if some of several outputs are given to it.
+        raise TypeError(f"{reference.__name__}: {sorted(returns)} are returned: expected one, beside inout tensors")
     return Declaration(reference, parameters, in_place, ulps, atol)
 
 

@@ -39,7 +39,8 @@ _TABLE = {d.name: d for d in (*FLOATS, *E4M3, float8_e5m2, int8, uint8, boolean,
 @cache
 def of(native: Any) -> DType | None:
     """DType of a torch, numpy, cupy or ml_dtypes dtype, or of a name; None for one that no op takes."""
-    return _TABLE.get(str(native).removeprefix("torch."))
+    name = getattr(native, "__name__", native)  # of a class, as numpy.float16
+    return _TABLE.get(str(name).removeprefix("torch."))
 
 
 def nan_byte(native: Any) -> int:

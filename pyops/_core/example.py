@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from . import dtypes
+from . import dtypes, tensor
 from .device import Device
 from .errors import OpError
 from .lazy import torch
@@ -63,15 +63,11 @@ class ArgMaker:
         self.device, self.op = device, op
 
     def empty(self, *shape: int, dtype: str) -> TensorArg:
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= size
         if min(shape, default=0) < 0:
             raise OpError(self.op, "example", f"expected sizes of 0 or more, got shape {shape}")
         kind = dtypes.of(dtype)
         assert kind is not None
-        return TensorArg(self.op, "example", kind, shape, tuple(reversed(strides)), 16, self.device)
+        return tensor.describe_new(self.op, "example", shape, kind, self.device)
 
     def randn(self, *shape: int, dtype: str, scale: float = 1.0, shift: float = 0.0) -> TensorArg:
         return self.empty(*shape, dtype=dtype)

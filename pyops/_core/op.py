@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, overload
 
-from . import arguments, guard, plan, prepare, returning, tensor, torch_library, wrapper
+from . import arguments, guard, plan, prepare, returning, torch_library, wrapper
 from .declaration import declare
 from .plan import Plan
-from .planner import Planner, Result
+from .planner import F, Planner
 from .tensor import TensorArg
+from .torch_library import Form
 from .typed import Declare, DeclareReturning
 
 _MAX_PLANS = 8192
@@ -60,9 +61,11 @@ def op(
     schema, too. A module that declares an op again, as a notebook does whose cell runs twice, replaces the op.
 
     Args:
-        out: tensors that are written and never read; inout: tensors that are read and written.
-        returns: outputs that a call allocates and returns, unless the caller gives them by name. They stand behind a
-            ``*``, and `.result` says their shapes and dtypes.
+        out: tensors that are written and never read; inout: tensors that are read and written. An op whose `.result`
+            says shapes and dtypes of its outputs also has the form ``op.new(...)``, which takes the other arguments,
+            allocates every `out` that may not be None, and returns them.
+        returns: outputs that the op itself allocates and returns, unless the caller gives them by name. They stand
+            behind a ``*``, and `.result` says their shapes and dtypes.
         in_place: {output: input} pairs that may be one and the same tensor.
         keyed: floats that the plan may choose by; each value has a plan of its own. Integers, bools, strings and pairs
             are keyed anyway. Other floats are read at every call.
@@ -85,6 +88,7 @@ class Op(Planner):
 
     Attributes:
         call: the wrapper that writes given outputs; compile_wrapper: compiles its text.
+        form: the form that allocates outputs; None of an op without a result function.
         plans: {key: plan} of signatures that are called by the wrapper.
         recent: [the plan of the last call with torch tensors].
     """
@@ -113,12 +117,11 @@ class Op(Planner):
             {p.name: p.default for p in self.parameters},
         )
         self.call, self.compile_wrapper = wrapper.make(declaration, callbacks)
-        self.wrapper: Any = self.call
+        self.form: Form | None = None
         if declaration.returned:
-            self.wrapper = returning.make(declaration, self.call, self.allocate)
-            torch_library.add(declaration, self.call, self.compile_wrapper, self.wrapper, self.allocate)
-        else:
-            torch_library.add(declaration, self.call, self.compile_wrapper)
+            self.form = returning.make(self, self.call)
+        torch_library.add(declaration, self.call, self.compile_wrapper, self.form)
+        self.wrapper: Any = self.form.new if self.form else self.call
         self.wrapper.__dict__.update(
             op=self,
             reference=self.reference,
@@ -135,6 +138,14 @@ class Op(Planner):
         """An op is pickled and copied by the name of its function, as functions are."""
         return attrgetter("op"), (self.wrapper,)
 
+    def set_result(self, function: F) -> F:
+        """`function` says what the outputs look like that the form `new` allocates; with it, the op has that form."""
+        if self.form is None:
+            self.form = returning.make(self, self.call)
+            torch_library.add(self.declaration, self.call, self.compile_wrapper, self.form)
+        self.wrapper.new = self.form.new
+        return super().set_result(function)
+
     def __call__(self, *values: Any) -> None:
         """The wrapper, given a value for each parameter."""
         self.applied(self.call, values)()
@@ -142,23 +153,6 @@ class Op(Planner):
     def applied(self, function: Callable[..., Any], values: Sequence[Any]) -> Callable[[], Any]:
         """`function`, which has the op's parameters, given a value for each of them."""
         return self.declaration.applied(function, values)
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Any:
-        """New tensors for the outputs that the op returns, given its other arguments: one, or a tuple of several."""
-        given = [p for p in self.parameters if not p.returned]
-        values = [kwargs.get(p.name, args[i] if i < len(args) else p.default) for i, p in enumerate(given)]
-        like = values[self.declaration.leader_position]
-        if tensor.library_of(like) is None:
-            arguments.describe(self.declaration, [*values, *(None for _ in self.declaration.returned)])
-        try:
-            results = self.results(*values)
-            if any(isinstance(size, int) and size < 0 for result in results for size in result.shape):
-                raise ValueError("negative sizes")
-        except (AttributeError, IndexError, TypeError, ValueError):
-            # The arguments are such that no result can be said. The op's own checks say what is wrong with them.
-            results = tuple(Result((0,)) for _ in self.declaration.returned)
-        new = tuple(tensor.new(like, shape, dtype) for shape, dtype in results)
-        return new if len(new) > 1 else new[0]
 
     def check(self, *args: Any) -> tuple[Sequence[TensorArg | None], list[Any]]:
         """(what a plan sees of `args`, the launches it makes). Raises OpError for a call that the op refuses."""

@@ -7,16 +7,17 @@ from typing import Any, NamedTuple, TypeVar
 
 from .compiler import Compiled
 from .declaration import Declaration
+from .dtypes import DType
 from .kernel import Launch, Specialisation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Result(NamedTuple):
-    """Shape and dtype of an output that an op returns. No dtype: that of the op's leading tensor."""
+    """Shape and dtype of an output that the form `new` of an op allocates."""
 
     shape: tuple[int, ...]
-    dtype: Any = None
+    dtype: DType
 
 
 class Planner:
@@ -59,7 +60,7 @@ class Planner:
         return function
 
     def results(self, *args: Any) -> tuple[Result, ...]:
-        """Shapes and dtypes of the outputs that the op returns, from tensors or descriptors and scalars."""
+        """Shapes and dtypes of the outputs that `new` allocates, from descriptors and scalars."""
         if self._result is None:
             raise TypeError(f"{self.declaration.name} returns tensors but has no result function")
         found = self._result(*args)

@@ -14,7 +14,7 @@ from . import dtypes
 from .device import Device
 from .dtypes import DType
 from .errors import OpError
-from .lazy import cupy, loaded, torch
+from .lazy import cupy, loaded, optional, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,17 +127,33 @@ def held_number(value: Any, like: Any) -> Any:
 
 
 def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """A tensor of the library and on the device of `like`, with garbage for elements.
+    """A contiguous tensor of the library and on the device of `like`, with garbage for elements.
 
-    The dtype is that of `like` unless one is given: the library's own, or the name of an element type.
+    The dtype is that of `like` unless one is given: the library's own, or the name of an element type. torch.compile
+    can trace this function.
     """
     if hasattr(like, "new_empty"):
-        return like.new_empty(shape, dtype=getattr(loaded("torch"), dtype) if isinstance(dtype, str) else dtype)
+        dtype = getattr(loaded("torch"), dtype) if isinstance(dtype, str) else dtype
+        # Sizes one by one take torch 0.5 us less than a tuple of them.
+        return like.new_empty(*shape, dtype=dtype) if shape else like.new_empty(shape, dtype=dtype)
     if isinstance(dtype, str) and not hasattr(numpy, dtype):
-        import ml_dtypes
+        dtype = getattr(optional("ml_dtypes", f"a new array of {dtype}", "cpu"), dtype)
+    kind = numpy.dtype(like.dtype if dtype is None else dtype)
+    # CuPy has views of the types of ml_dtypes, but makes no new array of one.
+    made = numpy.empty_like(like, kind if hasattr(numpy, kind.name) else f"u{kind.itemsize}", "C", shape=shape)
+    return made.view(kind)
 
-        dtype = getattr(ml_dtypes, dtype)
-    return numpy.empty_like(like, dtype, "C", shape=shape)
+
+def contiguous(value: Any) -> Any:
+    """`value`, or a copy of it whose elements lie one after another."""
+    if hasattr(value, "contiguous"):
+        return value.contiguous()
+    return value if value.flags.c_contiguous else value.copy(order="C")
+
+
+def with_dense_rows(value: Any) -> Any:
+    """A torch tensor whose last dimension has stride 1; `contiguous` of anything else."""
+    return value if hasattr(value, "contiguous") and value.stride(-1) == 1 else contiguous(value)
 
 
 def device_of(value: Tensor) -> Device:
@@ -199,6 +215,9 @@ def _check_plain(op: str, name: str, value: Tensor) -> None:
     if value.is_nested or value.layout is not known.strided:
         found = "a nested one" if value.is_nested else f"one of layout {value.layout}"
         raise OpError(op, name, f"expected a dense tensor, got {found}")
+    for lazy, resolve in ((value.is_neg(), "resolve_neg"), (value.is_conj(), "resolve_conj")):
+        if lazy:
+            raise OpError(op, name, f"its elements in memory are not its values yet: call {resolve}() first")
 
 
 def increment_versions(values: Sequence[Any]) -> None:
@@ -216,6 +235,15 @@ def describe_fake(op: str, name: str, value: Any, device: Device) -> TensorArg:
     offset = int(value.storage_offset()) * dtype.itemsize
     shape, strides = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
     return TensorArg(op, name, dtype, shape, strides, (offset | 16) & -(offset | 16), device)
+
+
+def describe_new(op: str, name: str, shape: tuple[int, ...], dtype: DType, device: Device) -> TensorArg:
+    """The descriptor of a contiguous tensor that begins at a multiple of 16 bytes, as `new` allocates it."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return TensorArg(op, name, dtype, shape, tuple(reversed(strides)), 16, device)
 
 
 def _check_no_self_overlap(arg: TensorArg) -> None:

@@ -14,20 +14,32 @@ from .lazy import loaded
 from .wrapper import NAMESPACE, listed
 
 
+class Form(NamedTuple):
+    """The form of an op that allocates its outputs and returns them.
+
+    Attributes:
+        declaration: the op's, with these outputs behind all other parameters.
+        new: the function.
+        allocate: (*arguments without outputs) -> the outputs, whose elements are garbage.
+    """
+
+    declaration: Declaration
+    new: Callable[..., Any]
+    allocate: Callable[..., Any]
+
+
 class _Entry(NamedTuple):
     """An op as torch gets it.
 
     Attributes:
         call: the wrapper, which writes its outputs; load: compiles the wrapper's text.
-        returning: the function that allocates and returns outputs; None for an op that returns nothing.
-        allocate: (*arguments without outputs) -> the outputs, whose elements are garbage.
+        form: the form that allocates outputs; None if the op has none.
     """
 
     declaration: Declaration
     call: Callable[..., Any]
     load: Callable[[], None]
-    returning: Callable[..., Any] | None = None
-    allocate: Callable[..., Any] | None = None
+    form: Form | None = None
 
 
 # Called with (op's name, arguments, keywords) of every op that is given tensors without data.
@@ -49,16 +61,10 @@ _entries: dict[str, _Entry] = {}
 _libraries: dict[str, Any] = {}  # the torch library of each op: an op that is declared again takes another
 
 
-def add(
-    declaration: Declaration,
-    call: Callable[..., Any],
-    load: Callable[[], None],
-    returning: Callable[..., Any] | None = None,
-    allocate: Callable[..., Any] | None = None,
-) -> None:
+def add(declaration: Declaration, call: Callable[..., Any], load: Callable[[], None], form: Form | None = None) -> None:
     """Have an op registered with torch: now, or when torch is bound. An op of its name that is there goes."""
     remove(declaration.name)
-    _entries[declaration.name] = _Entry(declaration, call, load, returning, allocate)
+    _entries[declaration.name] = _Entry(declaration, call, load, form)
     if _is_bound():
         _register(_entries[declaration.name])
 
@@ -153,12 +159,15 @@ def schema(declaration: Declaration) -> str:
     return f"{declaration.name}{overload}({_parameters(declaration, declaration.parameters)}) -> ()"
 
 
-def returning_schema(declaration: Declaration) -> str:
-    """The schema of the form that allocates and returns its outputs."""
-    given = [p for p in declaration.parameters if not p.returned]
-    results = ", ".join("Tensor" for _ in declaration.returned)
-    results = results if len(declaration.returned) == 1 else f"({results})"
-    return f"{declaration.name}({_parameters(declaration, given)}) -> {results}"
+def returning_schema(form: Declaration, overload: str = "") -> str:
+    """The schema of the form that allocates and returns its outputs.
+
+    Of an op that is given its outputs by position, this is the overload ``new``.
+    """
+    given = [p for p in form.parameters if not p.returned]
+    results = ", ".join("Tensor" for _ in form.returned)
+    results = results if len(form.returned) == 1 else f"({results})"
+    return f"{form.name}{overload}({_parameters(form, given)}) -> {results}"
 
 
 def _parameters(declaration: Declaration, parameters: Sequence[Parameter]) -> str:
@@ -177,40 +186,39 @@ def _parameters(declaration: Declaration, parameters: Sequence[Parameter]) -> st
 def _register(entry: _Entry) -> None:
     import torch
 
-    declaration, call, load, returning, allocate = entry
-    library = _libraries[declaration.name] = torch.library.Library("pyops", "FRAGMENT")
+    declaration, call, load, form = entry
     name = declaration.name
-    writing = f"{name}.out" if declaration.returned else name
-    by_name = declaration.parameters[declaration.positional :]
-    library.define(schema(declaration))
-    if returning is not None:
-        library.define(returning_schema(declaration))
-    for key in ("CUDA", "CPU"):
-        library.impl(writing, call, key)
-        if returning is not None:
-            library.impl(name, returning, key)
+    library = _libraries[name] = torch.library.Library("pyops", "FRAGMENT")
 
-    def check_needs_no_grad(*args: Any, **kwargs: Any) -> None:
-        for p, value in (*zip(declaration.parameters, args, strict=False), *((p, kwargs.get(p.name)) for p in by_name)):
-            if p.is_tensor and value is not None:
-                tensor.check_needs_no_grad(name, p.name, value)
+    def define(schema: str, declaration: Declaration, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        library.define(schema)
+        overload = schema.partition("(")[0]
+        for key in ("CUDA", "CPU"):
+            library.impl(overload, function, key)
+        # torch would resolve what it has negated lazily, and fail on outputs. The op refuses it, however it is called.
+        library.impl(overload, torch.library.fallthrough_kernel, "Negative")
+        by_name = declaration.parameters[declaration.positional :]
 
-    # A compiler has traced the wrapper, whose code may not change once it is guarded, and runs a fake before it guards.
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        load()
-        check_needs_no_grad(*args, **kwargs)
+        # A compiler has traced the wrapper, whose code may not change once it is guarded, and runs a fake before it
+        # guards.
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            load()
+            pairs = zip(declaration.parameters, args, strict=False)
+            for p, value in (*pairs, *((p, kwargs.get(p.name)) for p in by_name)):
+                if p.is_tensor and value is not None:
+                    tensor.check_needs_no_grad(name, p.name, value)
+            return fake(*args, **kwargs)
+
+        torch.library.register_fake(f"pyops::{overload}", checked, lib=library)
+
+    def observed(*args: Any, **kwargs: Any) -> None:
         if (observe := _observer.get()) is not None:
             observe(name, args, kwargs)
 
-    def returning_fake(*args: Any, **kwargs: Any) -> Any:
-        load()
-        check_needs_no_grad(*args, **kwargs)
-        assert allocate is not None
-        return allocate(*args, **kwargs)
-
-    torch.library.register_fake(f"pyops::{writing}", fake, lib=library)
-    if returning is not None:
-        torch.library.register_fake(f"pyops::{name}", returning_fake, lib=library)
+    define(schema(declaration), declaration, call, observed)
+    if form is not None:
+        overload = "" if declaration.returned else ".new"
+        define(returning_schema(form.declaration, overload), form.declaration, form.new, form.allocate)
     # torch.compile traces a reference, as layers that are switched off have it, but not the proxy of torch.
     module = declaration.reference.__globals__
     if module.get("torch") is lazy.torch:

@@ -1,22 +1,24 @@
 """The Config that a plan runs with: the plan's own choice, or one that overrides it.
 
-A plan of a tuned family has three steps: ``check(...) -> Problem``, ``choose(problem, device) -> Config`` and
-``launch(problem, config) -> list[Launch]``. Problem and Config are frozen dataclasses, and `choose` is pure. The plan
-does not call `choose` itself but ``tuning.config(op, problem, device, choose)``.
+A plan that has something to choose takes three steps: check the arguments, choose a Config by
+``choose(problem, device)``, launch what the Config says. A Problem is immutable and holds all that `choose` asks
+beside the device; a Config is a frozen dataclass; `choose` is pure. The plan does not call `choose` itself but
+``tuning.config(op, problem, device, choose)``, once.
 
 Two things override `choose`: the context ``tuning.forced(op, config)``, and the table of the device,
 ``pyops/tuning/<device name>.json``::
 
     {"paged_attention_v1": {"<bucket of the problem>": {"num_warps": 3}}}
 
-An entry names only the fields of Config that differ from the choice.
+An entry replaces the fields of the choice that it names. It serves every problem of its bucket, so a Config holds no
+number that differs within a bucket, such as the size of a grid.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 from .device import Device
 
 TABLES = Path(__file__).parents[1] / "tuning"
+_MAX_RESIDENT_THREADS = 2048  # of a multiprocessor
 
 
 class Problem(Protocol):
@@ -35,8 +38,19 @@ class Problem(Protocol):
         ...
 
 
+class Config(Protocol):
+    """What a plan chooses. Its fields that tuning varies are scalars, which a table can hold."""
+
+    def candidates(self, problem: Any, device: Device) -> Iterable[Any]:
+        """Configs that may be faster for the same problem, each different from this one in one respect.
+
+        Each of them is valid for every problem of the bucket. This Config itself may be among them.
+        """
+        ...
+
+
 P = TypeVar("P", bound=Problem)
-C = TypeVar("C")
+C = TypeVar("C", bound=Config)
 
 last: dict[str, Any] = {}  # {op: the Config of the plan made last}
 _forced: dict[str, Any] = {}
@@ -78,6 +92,35 @@ def table(device_name: str) -> dict[str, dict[str, dict[str, Any]]]:
         return {}
     found: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def varied(config: C, **values: Iterable[Any]) -> list[C]:
+    """Copies of `config` with one field changed, to each of the values that are given for the field.
+
+    A value that the Config refuses with a ValueError is left out.
+    """
+    found = []
+    for name, several in values.items():
+        for value in several:
+            with suppress(ValueError):
+                found.append(replace(config, **{name: value}))  # type: ignore[type-var]
+    return found
+
+
+def resized(config: Any, num_threads: int, **changes: Any) -> Any:
+    """`config` with blocks of so many threads, and min_blocks for as many threads on a multiprocessor as before."""
+    min_blocks = config.min_blocks and max(1, config.min_blocks * config.num_threads // num_threads)
+    return replace(config, num_threads=num_threads, min_blocks=min_blocks, **changes)
+
+
+def beside(count: int, low: int, high: int) -> list[int]:
+    """Candidates beside `count`: its half and its double, as far as they lie from `low` to `high`."""
+    return [other for other in (count // 2, 2 * count) if low <= other <= high]
+
+
+def occupancies(num_threads: int, min_blocks: int) -> range:
+    """Candidates beside MIN_BLOCKS = `min_blocks`, as far as a multiprocessor has threads for them."""
+    return range(max(1, min_blocks - 1), min(_MAX_RESIDENT_THREADS // num_threads, min_blocks + 1) + 1)
 
 
 def power_of_two(count: int) -> int:

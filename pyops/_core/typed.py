@@ -15,9 +15,14 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Wrapper(Protocol[P, R_co]):
-    """What `@op` leaves in place of the reference: the wrapper, and the op's face as attributes."""
+    """What `@op` leaves in place of the reference: the wrapper, and the op's face as attributes.
+
+    Attributes:
+        new: the form that allocates outputs and returns them, of an op with a `result` function.
+    """
 
     op: Op
+    new: Callable[..., Any]
     reference: Callable[..., None]
     compiled: Callable[[], list[Compiled]]
 

@@ -18,8 +18,11 @@ _MAX_TENSORS = 24
 # Pairs of tensors up to which comparing all address ranges at every call costs less than remembering addresses.
 _FEW_PAIRS = 4
 # What a tensor contributes to the key of a plan.
-# A call that autograd would have to follow is refused where its plan is made, so that its key never finds a plan.
-_TORCH_KEY = "{0}.get_device(), {0}.dtype, {0}.shape, {0}.stride(), {0}.requires_grad and is_grad_enabled()"
+# A call that autograd would have to follow, or with a tensor that is negated lazily, is refused where its plan is made,
+# so that its key never finds a plan.
+_TORCH_KEY = (
+    "{0}.get_device(), {0}.dtype, {0}.shape, {0}.stride(), {0}.requires_grad and is_grad_enabled(), {0}.is_neg()"
+)
 _CUPY_KEY = "{0}.data.device_id, {0}.dtype, {0}.shape, {0}._c_contiguous or {0}.strides"
 
 # Globals of every wrapper. `torch_library.bind_torch` and `bind_cupy` complete them once their library is imported.

@@ -31,6 +31,7 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
             f"    {axis_name}={default}" + (f"  ({', '.join(map(str, axis.choices))})" if axis.choices else "")
         )
     lines.append(f"launches of its example on {arch}")
+    tuning.last.pop(op.name, None)  # of an earlier plan
     for one in axes.launches(op, values, _model(arch)):
         specialisation = one.specialisation
         grid, threads = (" x ".join(map(str, sizes)) for sizes in (one.grid, [size for size in one.block if size > 1]))

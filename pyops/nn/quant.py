@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch.nn import functional
 
-from ..ops._shared.fp8 import largest_code
+from ..ops._shared.fp8 import largest_code, own_fp8
 from ..ops.quantize import per_token_group_quant_fp8, scaled_fp8_quant
-from ..ops.quantize.scaled import own_fp8
 from .custom_op import CustomOp
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class QuantFP8(CustomOp):
         static: whether scales are given to `forward`: float32, one element, [num_tokens], [hidden_size], or [rows,
             columns] of groups. If not, scales are found.
         group_shape: the elements that share a scale. Scales can be found for a tensor, a token or a group of a row.
-        num_token_padding: least number of rows of the codes, and of scales of tokens.
+        num_token_padding: min number of rows of the codes, and of scales of tokens.
         column_major_scales, tma_aligned_scales, use_ue8m0: for scales of groups, see
             `pyops.per_token_group_quant_fp8`; None means False.
         compile_native: see `CustomOp`.
@@ -132,7 +131,7 @@ class QuantFP8(CustomOp):
         self._check(scale, scale_ub)
         if self.is_group_quant:
             return self._groups(x)
-        kind, wide = own_fp8(x), x.float()
+        kind, wide = getattr(torch, own_fp8(x)), x.float()
         largest = largest_code(kind)
         if scale is None:
             absmax = wide.abs().amax(-1, keepdim=True) if self.use_per_token_if_dynamic else wide.abs().max().reshape(1)
@@ -165,7 +164,7 @@ class QuantFP8(CustomOp):
     def _groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
         size, hidden_size = self.group_shape.col, x.shape[-1]
         groups = functional.pad(x.float(), (0, -hidden_size % size)).unflatten(-1, (-1, size))
-        kind = own_fp8(x)
+        kind = getattr(torch, own_fp8(x))
         largest = largest_code(kind)
         scale = groups.abs().amax(-1, keepdim=True) / largest
         if self.use_ue8m0:

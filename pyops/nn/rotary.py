@@ -14,6 +14,7 @@ from ..ops.rotary import (
     rotary_embedding,
 )
 from ..ops.rotary import tables as rope_tables
+from ..ops.rotary.embedding import inside
 from .base import OpLayer
 from .custom_op import CustomOp
 
@@ -140,9 +141,10 @@ class RotaryEmbedding(RotaryEmbeddingBase):
     """Rotary embedding of queries and keys, see `pyops.rotary_embedding`.
 
     ``forward(positions, query, key=None, offsets=None)`` takes positions [num_tokens] or [batch, seq_len], int32 or
-    int64, within the table; query of that shape and [num_heads * head_size] or [num_heads, head_size], float32, float16
+    int64; query of that shape and [num_heads * head_size] or [num_heads, head_size], float32, float16
     or bfloat16; key the same with num_kv_heads. offsets are added to the positions. It returns (query, key):
-    `forward_cuda` turns the given tensors in place, `forward_native` returns new ones.
+    `forward_cuda` turns the given tensors in place, `forward_native` returns new ones. Tokens whose position lies
+    outside the table stay as they are.
 
     Arguments are those of `RotaryEmbeddingBase`.
     """
@@ -151,13 +153,17 @@ class RotaryEmbedding(RotaryEmbeddingBase):
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         positions = positions if offsets is None else positions + offsets
-        cos, sin = self._angles(positions, _table(self, "cos_sin_cache", query))
+        table = _table(self, "cos_sin_cache", query)
+        in_table = inside(positions, table)
+        cos, sin = self._angles(positions.where(in_table, 0).long(), table)
+        turns = self._by_token(in_table)[:, None, None]
         turned = []
         for x in (query, key):
             if x is not None:
-                heads = x.shape[self._token_dims(positions) :].numel() // self.head_size
-                each = self.apply_rotary_emb.forward_native(x.reshape(cos.shape[0], heads, self.head_size), cos, sin)
-                turned.append(each.view(x.shape))
+                num_heads = x.shape[self._token_dims(positions) :].numel() // self.head_size
+                heads = x.reshape(cos.shape[0], num_heads, self.head_size)
+                each = self.apply_rotary_emb.forward_native(heads, cos, sin)
+                turned.append(each.where(turns, heads).reshape(x.shape))
         return turned[0], turned[1] if key is not None else None
 
     def forward_cuda(
@@ -170,8 +176,12 @@ class RotaryEmbedding(RotaryEmbeddingBase):
     def _token_dims(self, positions: Tensor) -> int:
         return int(positions.ndim)
 
+    def _by_token(self, in_table: Tensor) -> Tensor:
+        """Whether the table has every position of a token, [num_tokens]; `in_table` says so of each position."""
+        return in_table.flatten()
+
     def _angles(self, positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all tokens, [num_tokens, rotary_dim / 2]."""
+        """Cosines and sines of all tokens, [num_tokens, rotary_dim / 2]; the table has all positions."""
         cos, sin = table[positions.flatten()].chunk(2, -1)
         return cos, sin
 
@@ -233,6 +243,9 @@ class MRotaryEmbedding(RotaryEmbedding):
 
     def _token_dims(self, positions: Tensor) -> int:
         return 1
+
+    def _by_token(self, in_table: Tensor) -> Tensor:
+        return in_table if in_table.ndim == 1 else in_table.all(0)
 
     def _sections(self, positions: Tensor) -> list[int]:
         if positions.ndim == 1:

@@ -111,6 +111,9 @@ TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "sparse": (lambda: torch.ones(8).to_sparse(), "expected a dense tensor, got one of layout torch.sparse_coo"),
     "mkldnn": (lambda: torch.ones(1, 8).to_mkldnn(), "expected a dense tensor, got one of layout torch._mkldnn"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(8)]), "expected a dense tensor, got a nested one"),
+    "negated": (lambda: torch.ones(8)._neg_view(), r"its elements in memory are not its values yet: call resolve_neg"),
+    "imaginary": (lambda: torch.ones(8, dtype=torch.cfloat).conj().imag, "its elements .* call resolve_neg"),
+    "complex": (lambda: torch.ones(8, dtype=torch.cfloat).conj(), "dtype torch.complex64 is not supported"),
 }
 
 
@@ -149,6 +152,38 @@ def test_a_guarded_plan_takes_no_optional_tensor_without_memory() -> None:
             pyops.rms_norm(out, x, weight, 1e-6)
         with pytest.raises(pyops.OpError, match=r"^rms_norm: weight: has no memory"):
             pyops.rms_norm(out, x, without_storage(), 1e-6)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("calls", [0, 1, 3])
+@pytest.mark.parametrize("between", [False, True])
+def test_a_negated_tensor_finds_no_plan(position: int, calls: int, between: bool) -> None:
+    """Neither by guard nor by key, be it an input, an output or an optional tensor, and whatever was called last."""
+    from benchmarks.fake_driver import fake_driver
+
+    def args(rows: int) -> list[torch.Tensor]:
+        return [torch.empty(rows, 8), torch.randn(rows, 8), torch.ones(8)]
+
+    negated = args(2)
+    negated[position] = negated[position]._neg_view()
+    name = ("out", "input", "weight")[position]
+    with fake_driver():
+        for _ in range(calls):
+            pyops.rms_norm(*args(2), 1e-6)
+        if between:
+            pyops.rms_norm(*args(3), 1e-6)
+        for _ in range(4):
+            with pytest.raises(pyops.OpError, match=rf"^rms_norm: {name}: its elements .* call resolve_neg\(\) first"):
+                pyops.rms_norm(*negated, 1e-6)
+        pyops.rms_norm(*args(2), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["out", "input", "weight"])
+def test_a_negated_tensor_is_refused_through_torch(name: str) -> None:
+    args = {"out": torch.empty(2, 8), "input": torch.randn(2, 8), "weight": torch.ones(8)}
+    args[name] = args[name]._neg_view()
+    with pytest.raises(pyops.OpError, match=rf"^rms_norm: {name}: its elements .* call resolve_neg\(\) first"):
+        torch.ops.pyops.rms_norm(**args, epsilon=1e-6)
 
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.registry.items()])

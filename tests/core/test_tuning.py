@@ -27,6 +27,13 @@ class Config:
     num_warps: int
     cluster_size: int = 1
 
+    def __post_init__(self) -> None:
+        if self.num_warps > 9:
+            raise ValueError("no room")
+
+    def candidates(self, problem: Problem, device: device.Device) -> list[Config]:
+        return tuning.varied(self, num_warps=tuning.beside(self.num_warps, 1, 8))
+
 
 H200 = replace(device.model(), name="nvidia-h200")
 
@@ -99,6 +106,41 @@ def test_the_last_config_of_an_op_is_known() -> None:
 @pytest.mark.parametrize(("count", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1025, 2048)])
 def test_power_of_two(count: int, power: int) -> None:
     assert tuning.power_of_two(count) == power
+
+
+# What candidates are made of
+
+
+def test_one_field_is_changed_to_each_of_its_values() -> None:
+    """What a Config refuses is left out."""
+    found = tuning.varied(Config(4, 2), num_warps=(4, 8, 16), cluster_size=[1, 4])
+    assert found == [Config(4, 2), Config(8, 2), Config(4, 1), Config(4, 4)]
+
+
+def test_a_count_is_halved_and_doubled_within_bounds() -> None:
+    assert tuning.beside(4, 1, 16) == [2, 8]
+    assert tuning.beside(4, 4, 7) == []
+    assert tuning.beside(1, 1, 2) == [2]
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "min_blocks", "found"), [(128, 8, [7, 8, 9]), (256, 8, [7, 8]), (1024, 1, [1, 2])]
+)
+def test_occupancies(num_threads: int, min_blocks: int, found: list[int]) -> None:
+    """At least a block, and no more threads than a multiprocessor has."""
+    assert list(tuning.occupancies(num_threads, min_blocks)) == found
+
+
+def test_other_blocks_are_as_many_as_keep_the_threads() -> None:
+    @dataclass(frozen=True)
+    class Blocks:
+        num_threads: int
+        min_blocks: int | None
+        row_threads: int = 32
+
+    assert tuning.resized(Blocks(256, 4), 128, row_threads=64) == Blocks(128, 8, 64)
+    assert tuning.resized(Blocks(256, 1), 1024) == Blocks(1024, 1)
+    assert tuning.resized(Blocks(256, None), 128) == Blocks(128, None)
 
 
 def test_a_device_names_its_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,11 +38,11 @@ def kernels_of(op: Op) -> frozenset[str]:
 
 
 @cache
-def sources_of(kernel: str) -> frozenset[str]:
-    """A kernel's file and all that it includes."""
+def sources_of(kernel: str, text: str | None = None) -> frozenset[str]:
+    """A kernel's file and all that it includes; `text` is that of a kernel that no file holds."""
     seen: set[str] = set()
     source.inline("include/number.cuh", seen)
-    source.inline(kernel, seen)
+    source.inline(kernel, seen, text)
     return frozenset(seen)
 
 

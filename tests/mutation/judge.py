@@ -63,7 +63,7 @@ class _Job:
 
 
 class Judge:
-    """Judges `mutants`, `most` at a time, each for at most `seconds`; begins with none after `deadline`.
+    """Judges `mutants`, `max_jobs` at a time, each for at most `seconds`; begins with none after `deadline`.
 
     `report` is called with each mutant and its verdict. A test that fails without one kills none, and is `unsound`.
     """
@@ -71,12 +71,12 @@ class Judge:
     def __init__(
         self,
         mutants: Sequence[Mutant],
-        most: int,
+        max_jobs: int,
         seconds: float,
         deadline: float,
         report: Callable[[Mutant, Verdict], None],
     ) -> None:
-        self.waiting, self.most, self.seconds = deque(mutants), most, seconds
+        self.waiting, self.max_jobs, self.seconds = deque(mutants), max_jobs, seconds
         self.deadline, self.report = deadline, report
         self.sound: dict[str, float] = {}  # test -> seconds of the process's own work without a mutant
         self.unsound: set[str] = set()
@@ -107,7 +107,7 @@ class Judge:
             while self.waiting or running or checks:
                 if time.monotonic() > self.deadline:
                     self.waiting.clear()
-                while len(running) < self.most and (checks or self.waiting):
+                while len(running) < self.max_jobs and (checks or self.waiting):
                     job = checks.popleft() if checks else self._next(session.items, folder)
                     if job is not None:
                         self._start(job)
@@ -233,7 +233,7 @@ def _apply(mutant: Mutant) -> list[tuple[Specialisation, int, str]]:
 
     def load_and_note(self: Specialisation) -> Any:
         function = load(self)
-        if mutant.file in choose.sources_of(self.kernel.file):
+        if mutant.file in choose.sources_of(self.kernel.file, self.kernel.text):
             loaded.append((self, function.warp_size, function.library))
         return function
 

@@ -22,7 +22,7 @@ class Sequences:
 
     Attributes:
         slots: [batch * count] where the newest `count` tokens of each row of the batch belong.
-        block_tables, seq_lens: [num_seqs, most_blocks] and [num_seqs] integers.
+        block_tables, seq_lens: [num_seqs, max_blocks] and [num_seqs] integers.
         cu_seqlens_q: [num_seqs + 1] integers, or None where every sequence has one new token. Padding on the left is a
             sequence without keys.
     """

@@ -2,7 +2,8 @@
 
 A file imports only files above it:
 
-schemas adapters                      vLLM's schemas and signatures; what takes its arguments where no op does
+schemas signature adapters            vLLM's schemas and signatures; a schema read; what takes its arguments where no
+                                      op does
 table library custom_ops              which op serves which; torch.library; functions like ``vllm._custom_ops``
 """
 

@@ -8,40 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ..._core.lazy import torch
 from ...ops.attention import convert_vertical_slash_indexes_mergehead as _convert_vertical_slash_indexes_mergehead
 from ...ops.attention import merge_attn_states as _merge_attn_states
-from ...ops.attention import (
-    paged_attention_rocm,
-    sm100_cutlass_mla_get_workspace_size,
-)
+from ...ops.attention import paged_attention_rocm
 from ...ops.attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
-from ...ops.cache import copy_blocks, copy_blocks_mla, swap_blocks
-from ...ops.memory import (
-    get_cuda_view_from_cpu_tensor,
-    get_device_attribute,
-    get_max_shared_memory_per_block_device_attribute,
-    weak_ref_tensor,
-)
-from ...ops.quantize import hadacore_transform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Functions of this library, beside its ops, that take what vLLM's op of that name takes.
-FUNCTIONS = {
-    function.__name__: function
-    for function in (
-        copy_blocks,
-        copy_blocks_mla,
-        get_cuda_view_from_cpu_tensor,
-        get_device_attribute,
-        get_max_shared_memory_per_block_device_attribute,
-        hadacore_transform,
-        sm100_cutlass_mla_get_workspace_size,
-        swap_blocks,
-        weak_ref_tensor,
-    )
-}
-
-# The others. The first line of each says what it is to the op it stands on.
+# The first line of each says what it is to the op it stands on.
 ADAPTERS: dict[str, Callable[..., Any]] = {}
 
 

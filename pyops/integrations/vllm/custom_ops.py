@@ -86,9 +86,7 @@ def per_token_group_quant_int8(
     """
     if dtype != torch.int8:
         raise OpError("per_token_group_quant_int8", "dtype", f"expected int8, got {dtype}")
-    codes = torch.empty_like(x, dtype=torch.int8)
-    scales = x.new_empty(x.shape[:-1].numel(), x.shape[-1] // max(1, group_size), dtype=torch.float32)
-    quantize.per_token_group_quant_int8(x, codes, scales, group_size, eps, -128.0, 127.0)
+    codes, scales = quantize.per_token_group_quant_int8.new(x, group_size, eps, -128.0, 127.0)
     return codes, scales.unflatten(0, x.shape[:-1])
 
 

@@ -12,7 +12,7 @@ from ..._core import torch_library
 from ..._core.errors import OpError
 from ..._core.lazy import torch
 from .adapters import FAKES
-from .table import Entry, default, is_written, parse, table
+from .table import Entry, table
 
 _KEYS = ("CUDA", "CPU")  # torch calls ROCm's devices CUDA, too
 
@@ -157,16 +157,26 @@ def _known(entry: Entry) -> Any:
 def _agree(entry: Entry, known: Any) -> bool:
     """Whether the schemas are the same but for names: arguments come by position."""
 
+    def is_written(argument: Any) -> bool:
+        return argument.alias_info is not None and argument.alias_info.is_write
+
     def face(schema: Any) -> Any:
-        arguments = [(str(one.type), is_written(one), default(one)) for one in schema.arguments]
+        arguments = [
+            (str(one.type), is_written(one), one.has_default_value(), one.default_value) for one in schema.arguments
+        ]
         return arguments, [str(one.type) for one in schema.returns]
 
-    return bool(face(parse(entry.schema)) == face(known))
+    return bool(face(_parsed(entry)) == face(known))
+
+
+def _parsed(entry: Entry) -> Any:
+    """torch's FunctionSchema of an op."""
+    return torch._C.parse_schema(entry.schema)
 
 
 def _define(library: Any, entry: Entry) -> None:
     library.define(entry.schema)
-    returns = [str(one.type) for one in parse(entry.schema).returns]
+    returns = [str(one.type) for one in _parsed(entry).returns]
     if not returns:
         torch.library.register_fake(_qualified(entry), lambda *args, **kwargs: None, lib=library)
     elif "Tensor" in returns:  # of tensors without data, what allocates results makes the right ones

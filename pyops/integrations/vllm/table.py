@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import pyops
+
 from ..._core import torch_library
-from ..._core.lazy import torch
 from ..._core.op import Op, registry
-from .adapters import ADAPTERS, FUNCTIONS
+from .adapters import ADAPTERS
 from .schemas import SCHEMAS
+from .signature import Signature
 
 
 @dataclass(frozen=True)
@@ -45,43 +48,37 @@ def _entry(namespace: str, schema: str) -> Entry:
     name = schema.partition("(")[0]
     if name in ADAPTERS:
         return Entry(namespace, name, schema, "adapted", ADAPTERS[name], ADAPTERS[name].__doc__ or "")
-    if name in FUNCTIONS:
-        return Entry(namespace, name, schema, "served", FUNCTIONS[name], name)
-    op = registry.get(name)
-    if op is not None and takes(op, parse(schema)):
+    op, function = registry.get(name), getattr(pyops, name, None)
+    if op is not None and takes(op, Signature.read(schema)):
         return Entry(namespace, name, schema, "served", op.wrapper, op.name)
+    if op is None and function is not None and takes_as_many(function, Signature.read(schema)):
+        return Entry(namespace, name, schema, "served", function, name)
     return Entry(namespace, name, schema, "missing")
 
 
-def parse(schema: str) -> Any:
-    """torch's FunctionSchema of a schema."""
-    return torch._C.parse_schema(schema)
-
-
-def takes(op: Op, schema: Any) -> bool:
-    """Whether `op` takes a FunctionSchema's arguments by position, writes those that it marks, and returns as many."""
+def takes(op: Op, theirs: Signature) -> bool:
+    """Whether `op` takes the arguments of a signature by position, writes those that it marks, and returns as many."""
     declared = torch_library.returning_schema if op.declaration.returned else torch_library.schema
-    parsed = parse(declared(op.declaration))
-    own = parsed.arguments
+    ours = Signature.read(declared(op.declaration))
+    given = len(theirs.arguments)
     return (
-        len(schema.returns) == len(parsed.returns)
-        and len(own) >= len(schema.arguments)
+        theirs.num_returns == ours.num_returns
+        and given <= len(ours.arguments)
         and all(
-            theirs.type.isSubtypeOf(ours.type)
-            and is_written(theirs) == is_written(ours)
+            own.takes(argument)
+            and own.is_written == argument.is_written
             # torch leaves out trailing arguments that are equal to their defaults.
-            and (not theirs.has_default_value() or default(theirs) == default(ours))
-            for ours, theirs in zip(own, schema.arguments, strict=False)
+            and (not argument.has_default or (own.has_default and own.default == argument.default))
+            for own, argument in zip(ours.arguments, theirs.arguments, strict=False)
         )
-        and all(ours.has_default_value() for ours in own[len(schema.arguments) :])
+        and all(own.has_default for own in ours.arguments[given:])
     )
 
 
-def default(argument: Any) -> tuple[bool, Any]:
-    """(whether an argument of a FunctionSchema has a default, it)."""
-    return argument.has_default_value(), argument.default_value
-
-
-def is_written(argument: Any) -> bool:
-    """Whether a FunctionSchema marks its argument as written."""
-    return argument.alias_info is not None and argument.alias_info.is_write
+def takes_as_many(function: Callable[..., Any], theirs: Signature) -> bool:
+    """Whether a function of this library that is no op takes as many arguments by position as a signature has."""
+    try:
+        inspect.signature(function).bind(*theirs.arguments)
+    except TypeError:
+        return False
+    return True

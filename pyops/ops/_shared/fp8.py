@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check, dtypes
+from ..._core import device as devices
 from ..._core.device import Device
 from ..._core.dtypes import DType, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, int8, uint8
 from ..._core.lazy import torch
-from ..._core.tensor import TensorArg, device_of
+from ..._core.tensor import TensorArg, device_of, on_host
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,17 @@ def native_fp8_of(arch: str) -> DType:
     return float8_e4m3fnuz if arch in ("gfx940", "gfx941", "gfx942") else float8_e4m3fn
 
 
+def own_fp8(x: Any) -> str:
+    """Name of the e4m3 of the device of `x`, a tensor or array, as torch.compile can find it: `native_fp8`."""
+    if hasattr(x, "new_empty"):
+        import torch  # the module itself: torch.compile does not trace the proxy
+
+        if torch.version.hip is None or not x.is_cuda:
+            return float8_e4m3fn.name
+        return native_fp8_of(torch.cuda.get_device_properties(x.device).gcnArchName.split(":")[0]).name
+    return (float8_e4m3fn if on_host(x) else native_fp8(devices.get(x.device.id))).name
+
+
 def converts_fp8(device: Device) -> bool:
     """Whether a device has instructions that convert to and from float8_e4m3fn. Others compute it with integers."""
     if device.arch.startswith("sm_"):
@@ -42,6 +54,12 @@ def converts_to(codes: TensorArg) -> bool:
     if codes.dtype is float8_e4m3fnuz:
         return native_fp8(codes.device) is float8_e4m3fnuz
     return codes.dtype is int8 or converts_fp8(codes.device)
+
+
+def e4m3_name(dtype: Any) -> str | None:
+    """Name of an e4m3, which is a dtype of any library or its name; None for any other."""
+    name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+    return name if name in _LARGEST_CODES else None
 
 
 def largest_code(e4m3: Any) -> float:

@@ -1,21 +1,21 @@
-"""Launch geometry of matrices: rows that threads share (row.cuh), or vectors that each have a thread (chunk.cuh).
+"""Launch geometry of rows that threads share (row.cuh).
 
-`choose_rows` and `choose_chunks` decide. They return a config, which says what a kernel is compiled with and how many
-blocks it gets, and which can be printed and compared.
+`choose_rows` decides. It returns a Config, which says what a kernel is compiled with and how many blocks it gets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cache, cached_property
+from typing import NamedTuple
 
-from ..._core import check
-from ..._core.kernel import Kernel, Launch
+from ..._core import check, tuning
+from ..._core.device import Device
+from ..._core.dtypes import DType
 from ..._core.tensor import TensorArg
 
-# Rows. "Rows" below is the section "Rows (the norms)" of docs/performance.md, measured on an H200.
+# "Rows" below is the section "Rows (the norms)" of docs/performance.md, measured on an H200.
 
 _MAX_LATENCY_ROWS = 2  # rows per multiprocessor that are still "few" (Rows, "Two rows to a multiprocessor")
 _LONG_ROW_VECS = 512  # vectors: longer rows are tuned by their own numbers (Rows: 4096 against 14336 elements)
@@ -43,12 +43,7 @@ _MAX_SHIFTED_VECS = 4  # vectors per thread of SHIFTED rows
 # Fewest vectors of a SHIFTED row: 16 lanes or more then share the row, one for each element before and behind its
 # vectors.
 _MIN_SHIFTED_ROW_VECS = 34
-
-# Chunks.
-
-_CHUNK_THREADS = 256
-_MAX_GRID_YZ = 65535  # blocks in the second and third dimension of a grid
-_MAX_IDLE_CHUNKS = 16  # at most one in so many threads of a row may be idle, or more rows share a block
+_MAX_CANDIDATE_VECS = 8  # vectors per thread of a long row that tuning tries
 
 
 class RowVectors(NamedTuple):
@@ -83,6 +78,30 @@ class RowTuning:
     lane_vecs: int = 4
     spare_blocks: int = 0
     tight: bool = False
+
+
+class RowProblem(NamedTuple):
+    """What the geometry of rows depends on; `choose_rows` describes each by its argument."""
+
+    size: int
+    dtype: DType
+    num_rows: int
+    vectors: RowVectors
+    measured: RowTuning
+    lanes: int
+    bound_registers: bool
+
+    def bucket(self) -> str:
+        words = [
+            f"rows={tuning.power_of_two(self.num_rows)}",
+            f"elements={self.size}",
+            self.dtype.name,
+            f"vec_size={self.vectors.vec_size}",
+            f"held={self.measured.rows}+{self.measured.weights}",
+        ]
+        words += ["shifted"] if self.vectors.shifted else []
+        words += [f"lanes={self.lanes}"] if self.lanes > 1 else []
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -126,6 +145,21 @@ class RowConfig:
         """Blocks for so many rows."""
         return -(-num_rows // (self.num_threads // self.row_threads))
 
+    def candidates(self, problem: RowProblem, device: Device) -> list[RowConfig]:
+        """Other threads for a row, other registers for a thread, and rows or weights that are read again or kept."""
+        row_vecs = problem.size // self.vec_size - self.shifted
+        if row_vecs <= WARP_ROW_VECS:
+            # Each element before and behind the vectors of a SHIFTED row needs a lane: fewer than two vectors hold.
+            min_lanes = max(problem.lanes, 2 * self.vec_size if self.shifted else 1)
+            shapes = [(WARP_ROW_BLOCK, 1 << i) for i in range(_WARP_SIZE.bit_length()) if 1 << i >= min_lanes]
+        else:
+            shapes = [(check.threads(-(-row_vecs // vecs)),) * 2 for vecs in range(1, _MAX_CANDIDATE_VECS + 1)]
+        found = [tuning.resized(self, threads, row_threads=row_threads) for threads, row_threads in shapes]
+        keeps = {"keep_row": (not self.keep_row,)}
+        if self.keep_weight is not None:
+            keeps["keep_weight"] = (not self.keep_weight,)
+        return found + tuning.varied(self, **keeps, min_blocks=tuning.occupancies(self.num_threads, self.min_blocks))
+
 
 def row_vectors(size: int, strides: Sequence[int], *tensors: TensorArg | None) -> RowVectors:
     """How rows of `size` elements are cut into vectors that every one of `tensors` is aligned for.
@@ -153,7 +187,7 @@ def choose_rows(
     row: TensorArg,
     num_rows: int,
     vectors: RowVectors,
-    tuning: RowTuning,
+    measured: RowTuning,
     *,
     size: int | None = None,
     lanes: int = 1,
@@ -165,23 +199,24 @@ def choose_rows(
         row: a tensor whose last dimension is made of rows; gives dtype, device and the size of a row.
         num_rows: rows of the launch.
         vectors: how rows are cut, see `row_vectors`.
-        tuning: the numbers of the kernel.
+        measured: the numbers of the kernel.
         size: elements of a row, if the last dimension of `row` holds several of them.
         lanes: neighbouring threads that must share a row, because they reduce together.
-        bound_registers: False for MIN_BLOCKS = 1. For arithmetic that needs more registers than `tuning` counts on,
+        bound_registers: False for MIN_BLOCKS = 1. For arithmetic that needs more registers than `measured` counts on,
             such as a conversion to fp8 without an instruction for it.
     """
     check.narrow(row)
-    spills = vectors.shifted and tuning.tight and row.device.arch in _SPILLING_ARCHS
-    return _choose_rows(
-        row.shape[-1] if size is None else size,
-        row.dtype.itemsize,
-        vectors,
-        min(_MAX_LATENCY_ROWS + 1, -(-num_rows // row.device.multiprocessors)),
-        tuning,
-        lanes,
-        bound_registers and not spills,
-    )
+    size = row.shape[-1] if size is None else size
+    problem = RowProblem(size, row.dtype, num_rows, vectors, measured, lanes, bound_registers)
+    return tuning.config(row.op, problem, row.device, _choose)
+
+
+def _choose(problem: RowProblem, device: Device) -> RowConfig:
+    """The choice of `choose_rows`."""
+    size, dtype, num_rows, vectors, measured, lanes, bound_registers = problem
+    sm_rows = min(_MAX_LATENCY_ROWS + 1, -(-num_rows // device.multiprocessors))
+    spills = vectors.shifted and measured.tight and device.arch in _SPILLING_ARCHS
+    return _choose_rows(size, dtype.itemsize, vectors, sm_rows, measured, lanes, bound_registers and not spills)
 
 
 @cache  # A plan miss must not pay for the choice: a serving process meets few row sizes and many row counts.
@@ -190,7 +225,7 @@ def _choose_rows(
     itemsize: int,
     vectors: RowVectors,
     sm_rows: int,
-    tuning: RowTuning,
+    measured: RowTuning,
     lanes: int,
     bound_registers: bool,
 ) -> RowConfig:
@@ -199,16 +234,16 @@ def _choose_rows(
     row_vecs = size // vec_size - shifted
     long = row_vecs > _LONG_ROW_VECS
     vec_registers = max(1, vec_size * itemsize // 4)
-    few_vecs = tuning.few[long]
+    few_vecs = measured.few[long]
     # Rows are many when a multiprocessor has more of them than fit there at once: two, if two blocks find registers.
-    row_registers = row_vecs * (_OTHER_REGISTERS / few_vecs + (tuning.rows + tuning.weights) * vec_registers)
+    row_registers = row_vecs * (_OTHER_REGISTERS / few_vecs + (measured.rows + measured.weights) * vec_registers)
     many = sm_rows > (_MAX_LATENCY_ROWS if _MAX_LATENCY_ROWS * row_registers <= _SM_REGISTERS else 1)
-    wanted_vecs, resident = tuning.many[long] if many else few_vecs, tuning.resident
+    wanted_vecs, resident = measured.many[long] if many else few_vecs, measured.resident
     narrow = many and vec_size * itemsize < _NARROW_VEC_BYTES
     if narrow:
-        wanted_vecs, resident = _NARROW_VECS, (_NARROW_RESIDENT[tuning.rows > 1],) * 2
+        wanted_vecs, resident = _NARROW_VECS, (_NARROW_RESIDENT[measured.rows > 1],) * 2
     if row_vecs <= WARP_ROW_VECS:
-        row_threads, num_threads = _lanes_for_row(row_vecs, lanes, tuning.lane_vecs), WARP_ROW_BLOCK
+        row_threads, num_threads = _lanes_for_row(row_vecs, lanes, measured.lane_vecs), WARP_ROW_BLOCK
     else:
         max_vecs = _MAX_SHIFTED_VECS if shifted else wanted_vecs + 2
         row_threads = num_threads = threads_for_row(row_vecs, wanted_vecs, max_vecs)
@@ -218,20 +253,20 @@ def _choose_rows(
     free_registers = min(_MAX_THREAD_REGISTERS, _SM_REGISTERS // num_threads) - (
         _OTHER_REGISTERS_SHIFTED if shifted else _OTHER_REGISTERS
     )
-    keep_row = tuning.rows * thread_registers <= free_registers
+    keep_row = measured.rows * thread_registers <= free_registers
     # With many rows, a weight that is long, is SHIFTED or is needed beside two rows is read when it is used: its
     # registers buy another resident block (Rows, "Where the weight is read").
-    weight_fits = (tuning.rows + tuning.weights) * thread_registers <= free_registers
-    keep_weight = keep_row and weight_fits and (not many or (tuning.rows == 1 and not long and not shifted))
+    weight_fits = (measured.rows + measured.weights) * thread_registers <= free_registers
+    keep_weight = keep_row and weight_fits and (not many or (measured.rows == 1 and not long and not shifted))
 
     min_blocks = 1
     if many and bound_registers:
         resident_threads = resident[long or thread_vecs > _FEW_THREAD_VECS]
-        spare_blocks = tuning.spare_blocks + (thread_vecs > _MANY_THREAD_VECS and not narrow)
-        spare_blocks += shifted and tuning.rows > 1  # putting a weight together takes registers while rows are held
+        spare_blocks = measured.spare_blocks + (thread_vecs > _MANY_THREAD_VECS and not narrow)
+        spare_blocks += shifted and measured.rows > 1  # putting a weight together takes registers while rows are held
         min_blocks = max(1, resident_threads // num_threads - spare_blocks)
     return RowConfig(
-        vec_size, shifted, num_threads, row_threads, keep_row, keep_weight if tuning.weights else None, min_blocks
+        vec_size, shifted, num_threads, row_threads, keep_row, keep_weight if measured.weights else None, min_blocks
     )
 
 
@@ -253,86 +288,3 @@ def threads_for_row(row_vecs: int, wanted_vecs: int, max_vecs: int) -> int:
         if rounds <= vecs and idle < min_idle - _MIN_IDLE_GAIN:
             min_idle, best = idle, threads
     return best
-
-
-@dataclass(frozen=True)
-class ChunkConfig:
-    """The geometry of a kernel whose threads have one chunk of a row each (chunk.cuh).
-
-    Attributes:
-        num_threads: threads of a block.
-        row_threads: neighbouring threads of a block that share a row.
-        planes: whether the groups of rows need the third dimension of the grid.
-        grid: blocks (chunks of a row, groups of rows, planes).
-    """
-
-    num_threads: int
-    row_threads: int
-    planes: bool
-    grid: tuple[int, int, int]
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """The constants of the kernel, by its names for them."""
-        return {"NUM_THREADS": self.num_threads, "ROW_THREADS": self.row_threads, "PLANES": self.planes}
-
-
-def choose_chunks(row_chunks: int, num_rows: int) -> ChunkConfig:
-    """The geometry for `num_rows` rows of `row_chunks` chunks, one to a thread."""
-    row_threads = _chunk_threads(row_chunks)
-    groups = -(-num_rows // (_CHUNK_THREADS // row_threads))
-    planes = -(-groups // _MAX_GRID_YZ)
-    grid = -(-row_chunks // row_threads), -(-groups // max(1, planes)), planes
-    return ChunkConfig(_CHUNK_THREADS, row_threads, planes > 1, grid)
-
-
-@lru_cache(4096)  # A contiguous matrix is one row of any length, so there is no end of lengths.
-def _chunk_threads(row_chunks: int) -> int:
-    """Threads of a block that share a row: as many as leave few idle. Whole warps, unless rows are shorter."""
-    narrowest = min(_WARP_SIZE, 1 << max(0, row_chunks - 1).bit_length())
-    row_threads = _CHUNK_THREADS
-    while row_threads > narrowest and -row_chunks % row_threads > row_chunks // _MAX_IDLE_CHUNKS:
-        row_threads //= 2
-    return row_threads
-
-
-def chunks(
-    kernel: Kernel,
-    out: TensorArg,
-    input: TensorArg,
-    out_stride: str = "out_stride",
-    min_blocks: int = 8,
-    twice: bool = False,
-    fixed: dict[str, Any] | None = None,
-    **constants: Any,
-) -> Launch:
-    """The launch of a kernel whose threads have one vector of `out` each.
-
-    Args:
-        kernel: takes the constants of `ChunkConfig`, scalar_t, VEC_SIZE and MIN_BLOCKS.
-        out, input: as many rows, each of one stride.
-        out_stride: the parameter of the kernel for the stride of `out`.
-        min_blocks: blocks per multiprocessor that registers are bounded for. Eight blocks are 2048 threads, the most
-            there can be (docs/performance.md, "Elements").
-        twice: whether a thread may have two vectors of `input`. It gets them if `out` is aligned for vectors of as many
-            elements, and if half as many threads still fill the device several times.
-        fixed: parameters of the kernel beside sizes and strides.
-        constants: other constants of the kernel.
-    """
-    hidden_size, num_rows = out.shape[-1], check.num_rows(out)
-    vec_size = check.vector_width(hidden_size, out, input)
-    if twice and check.vector_width(hidden_size, out) >= 2 * vec_size:
-        wave = out.device.multiprocessors * min_blocks * _CHUNK_THREADS  # threads that run at once
-        vec_size *= 2 if num_rows * hidden_size >= 2 * vec_size * wave else 1
-    config = choose_chunks(hidden_size // vec_size, num_rows)
-    return kernel(
-        scalar_t=input.dtype, **constants, VEC_SIZE=vec_size, **config.constants, MIN_BLOCKS=min_blocks
-    ).launch(
-        grid=config.grid,
-        block=config.num_threads,
-        num_rows=num_rows,
-        hidden_size=hidden_size,
-        input_stride=check.row_stride(input),
-        **{out_stride: check.row_stride(out)},
-        **(fixed or {}),
-    )

@@ -10,7 +10,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .._shared import geometry
+from .._shared import chunks
 from ._common import min_blocks_of_silu
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def _plan_elementwise(kernel: Kernel, out: TensorArg, input: TensorArg, **consta
     check.row_size(out)
     if check.row_stride(input) == check.row_stride(out) == input.shape[-1]:  # contiguous: one long row, in wide vectors
         out, input = (replace(arg, shape=(arg.numel,), strides=(1,)) for arg in (out, input))
-    return geometry.chunks(kernel, out, input, **constants)
+    return chunks.launch(kernel, out, input, **constants)
 
 
 def example_elementwise(

@@ -9,7 +9,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .._shared import geometry
+from .._shared import chunks
 from ._common import check_halves, example_gated, min_blocks_of_silu
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _plan_gated(kernel: Kernel, out: TensorArg, input: TensorArg, **constants: A
     """The launch of a kernel that takes the halves of `input`; `constants` may have min_blocks."""
     check_halves(out, input)
     check.dtype(out, input.dtype)
-    return geometry.chunks(kernel, out, input, **constants)
+    return chunks.launch(kernel, out, input, **constants)
 
 
 @op(out="out", ulps=0)
@@ -172,7 +172,7 @@ def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: f
     bound = pairs.new_full((), limit)
     gate = torch.fmin(pairs[..., ::2], bound)
     up = torch.fmax(torch.fmin(pairs[..., 1::2], bound), -bound)
-    out.copy_((up + 1) * gate / (1 + torch.exp(-gate * alpha)))
+    out.copy_((up + 1) * (gate / (1 + torch.exp(-gate * alpha))))  # (up + 1) * gate may overflow
 
 
 @swigluoai_and_mul.plan

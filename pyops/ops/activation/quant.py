@@ -10,7 +10,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .._shared import fp8, geometry
+from .._shared import chunks, fp8
 from ._common import check_halves, min_blocks_of_silu
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def plan_silu_and_mul_quant(result: TensorArg, input: TensorArg, scale: TensorAr
     check_halves(result, input)
     check.dtype(result, *E4M3)
     check.scalar(scale)
-    return geometry.chunks(
+    return chunks.launch(
         _silu_and_mul_quant,
         result,
         input,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.dtypes import DType
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
@@ -18,6 +18,8 @@ from ._common import check_halves, example_gated
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..._core.device import Device
 
 __all__ = ["gelu_and_mul_sparse"]
 
@@ -32,6 +34,23 @@ _RESIDENT, _RESIDENT_ERF, _RESIDENT_PAIRS = 1024, 640, 576
 _MAX_BOTH_REGISTERS = 16  # of the gates of a thread with which it holds the other half, too: `up_t` of the kernel
 _MAX_BOTH_THREADS = 256
 _MIN_SPILLING_REGISTERS = 9  # of the gates of a thread; with fewer, 64 registers are enough for both halves
+_CANDIDATE_VECS = 1, 2, 4, 8  # vectors of the gates of a thread that tuning tries
+
+
+class SparseProblem(NamedTuple):
+    """What the geometry depends on: rows of the output, their elements, and elements of a vector."""
+
+    num_rows: int
+    hidden_size: int
+    vec_size: int
+    dtype: DType
+    approximate: str
+
+    def bucket(self) -> str:
+        return (
+            f"rows={tuning.power_of_two(self.num_rows)} elements={self.hidden_size} {self.dtype.name} "
+            f"vec_size={self.vec_size} {self.approximate}"
+        )
 
 
 @dataclass(frozen=True)
@@ -64,9 +83,24 @@ class SparseConfig:
         """Blocks for so many rows."""
         return -(-num_rows // (self.num_threads // self.row_threads))
 
+    def candidates(self, problem: SparseProblem, device: Device) -> list[SparseConfig]:
+        """Other threads for a row that a block has, and other registers for a thread."""
+        found = []
+        if self.row_threads == self.num_threads:
+            row_vecs = problem.hidden_size // self.vec_size
+            for vecs in _CANDIDATE_VECS:
+                threads = check.threads(-(-row_vecs // vecs))
+                found.append(tuning.resized(self, threads, row_threads=threads))
+        return found + tuning.varied(self, min_blocks=tuning.occupancies(self.num_threads, self.min_blocks))
+
+
+def choose(problem: SparseProblem, device: Device) -> SparseConfig:
+    """The geometry; the number of rows does not change it."""
+    return _choose(problem.hidden_size, problem.vec_size, problem.dtype, problem.approximate)
+
 
 @cache  # a plan miss must not pay for it
-def choose(hidden_size: int, vec_size: int, dtype: DType, approximate: str) -> SparseConfig:
+def _choose(hidden_size: int, vec_size: int, dtype: DType, approximate: str) -> SparseConfig:
     """The geometry for rows of `hidden_size` elements of `dtype`, in vectors of `vec_size`."""
     row_vecs = hidden_size // vec_size
     vec_registers = max(1, vec_size * dtype.itemsize // 4)
@@ -123,7 +157,9 @@ def plan_gelu_and_mul_sparse(out: TensorArg, input: TensorArg, activation_sparsi
     if approximate not in ("none", "tanh"):
         raise check.refuse(out, "approximate", f'expected "none" or "tanh", got "{approximate}"')
     hidden_size, num_rows = out.shape[-1], check.num_rows(out)
-    config = choose(hidden_size, check.vector_width(hidden_size, out, input), input.dtype, approximate)
+    vec_size = check.vector_width(hidden_size, out, input)
+    problem = SparseProblem(num_rows, hidden_size, vec_size, input.dtype, approximate)
+    config = tuning.config(out.op, problem, out.device, choose)
     return _gelu_and_mul_sparse(
         scalar_t=input.dtype,
         ACT="gelu" if approximate == "none" else "gelu_tanh",

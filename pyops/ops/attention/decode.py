@@ -71,7 +71,9 @@ def paged_attention_v1(
     in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180). With an fp8 cache and 16-bit queries, p_i is
     rounded to float16. Token i lies in block ``block_tables[s, i // block_size]``, slot ``i % block_size``. A token
     whose block number is out of range contributes nothing. An empty sequence gives zeros. Slots that hold no token
-    change nothing. An infinite value in the cache may give NaN.
+    change nothing, whatever they hold. An infinite value of a token that is attended to gives infinity or NaN, and so
+    does a logit that is no float32. Sums of the largest values do not overflow; a mean of float32 within 2^-16 of the
+    largest float may be rounded to infinity.
 
     Args:
         out: [num_seqs, num_heads, head_size], written; heads contiguous.

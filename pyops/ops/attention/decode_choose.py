@@ -6,8 +6,9 @@ section "Attention, cache and rotary".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float8_e4m3fnuz
 from .decode_problem import Problem
@@ -38,6 +39,11 @@ _WAVE_PER_SATURATION = 1.5
 _MAX_WAVES_OF_MMA = 8
 _MAX_WAVES_OF_SIMT = 2
 _WAVES_WITHOUT_SPLITS = 4  # of whole sequences: so many blocks that a long one is none of the last
+
+# What tuning tries.
+_CANDIDATE_WARPS = 1, 2, 3, 4, 8
+_CANDIDATE_MIN_BLOCKS = 1, 2, 3, 4
+_MAX_CANDIDATE_SPLIT = 512  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,38 @@ class Config:
             raise ValueError(
                 f"{self}: expected num_warps from {min_warps} to {max_warps}, which the kernel has room for"
             )
+
+    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+        """Other warps, steps, registers, clusters and splits. How splits are joined stays: a table cannot hold it."""
+        num_warps = [count for count in _CANDIDATE_WARPS if 32 * count % device.warp_size == 0]
+        found = tuning.varied(self, num_warps=num_warps)
+        if self.cluster_size == 1 and not problem.partials:  # the caller's memory says how many partitions there are
+            found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
+            if self.max_splits > 1:
+                min_splits = tuning.beside(self.min_split, TILE_TOKENS, _MAX_CANDIDATE_SPLIT)
+                found += tuning.varied(self, min_split=min_splits)
+        if not problem.uses_mma:
+            return found
+        found += tuning.varied(
+            self,
+            heads_per_block=(8, 16) if problem.group > 8 and problem.head_size <= 128 else (),
+            tiles_per_step=[tiles for tiles in (1, 2, 4) if _can_step(problem, tiles)],
+            min_blocks=_CANDIDATE_MIN_BLOCKS,
+            one_at_a_time=(not self.one_at_a_time,),
+        )
+        if not problem.partials:
+            for size in tuning.beside(self.cluster_size, 1, device.cluster):
+                fitting = NUM_WARPS if 1 in (size, self.cluster_size) else self.num_warps
+                found.append(replace(self, cluster_size=size, num_warps=fitting))
+        return found
+
+
+def _can_step(problem: Problem, tiles: int) -> bool:
+    """Whether a warp can load so many tiles at once. What a lane loads of a packed cache lies in one of its blocks."""
+    layout, lane_tokens = problem.layout, 4 * tiles
+    if layout.packed:
+        return layout.block_size % lane_tokens == 0 and lane_tokens * layout.dtype.itemsize <= 16
+    return layout.block_size % 8 == 0 or tiles <= 2
 
 
 def choose(problem: Problem, device: Device) -> Config:

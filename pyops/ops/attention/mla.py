@@ -11,7 +11,7 @@ from ..._core.op import op
 from .._shared import fp8
 from .layout import bad_indices
 from .mla_plan import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, check_mla, choose, launch
-from .reference import finish, float32_logits, largest_of
+from .reference import finish, float32_logits, largest_of, weighted_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,8 +59,10 @@ def sm100_cutlass_mla_decode(
 
     in float32; ``exp(l_i - m)`` is rounded to 16 bits before it meets c_i, unless the queries are float32. Token i lies
     in page ``page_table[s, i // page_size]``, slot ``i % page_size``. A token whose page number is out of range
-    contributes nothing. An empty sequence gives zeros. Slots that hold no token change nothing. An infinite value in
-    the cache may give NaN. Nothing is returned.
+    contributes nothing. An empty sequence gives zeros. Slots that hold no token change nothing, whatever they hold. An
+    infinite element of a token's entry gives infinity or NaN, and so does a logit that is no float32. Sums of the
+    largest elements do not overflow; a mean of float32 within 2^-16 of the largest float may be rounded to infinity.
+    Nothing is returned.
 
     Args:
         out: [num_seqs, num_heads, 512], written, of the queries' dtype, or bfloat16 for queries of fp8; heads
@@ -92,7 +94,8 @@ def sm100_cutlass_mla_decode(
         max_logit = largest_of(logits)
         weights = torch.exp(logits - max_logit.masked_fill(max_logit == -torch.inf, 0.0)[:, None])
         latents = entries[:, :LATENT_SIZE]
-        finish(out[s], max_logit, weights.sum(-1), weights @ latents, None, None if lse is None else lse[s])
+        total = weighted_sum(weights[:, None], logits[:, None], latents[:, None])[0]
+        finish(out[s], max_logit, weights.sum(-1), total, None, None if lse is None else lse[s])
 
 
 @sm100_cutlass_mla_decode.plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._core import check, tuning
@@ -26,6 +26,7 @@ ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE
 _SIMT_WARPS = 4
 _MAX_SPLITS = 128
 _MIN_SPLIT = 64  # tokens for each 16 heads of a block: more are worth the queries that a split reads and its results
+_MAX_CANDIDATE_SPLIT = 512  # tokens of a split, at least, that tuning tries
 _MAX_WAVES = 2  # of splits; docs/performance.md: "A round that is not full costs half a round at least"
 # Of mla_decode.cu: (query heads of a block, tokens of a step, warps).
 BLOCKS = ((64, 32, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
@@ -113,6 +114,22 @@ class Config:
     min_split: int
     join: JoinConfig
 
+    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+        """Other blocks, registers and splits. How splits are joined stays: a table cannot hold it."""
+        found = []
+        if self.step_tokens:
+            for heads, tokens, num_warps in _blocks_that_fit(problem, device):
+                found.append(replace(self, heads_per_block=heads, step_tokens=tokens, num_warps=num_warps))
+            block_shared = shared_memory(self.heads_per_block, self.step_tokens, problem.is_fp8) + _RESERVED_SHARED
+            found += tuning.varied(self, min_blocks=range(1, device.shared_memory // block_shared + 1))
+        else:
+            found += tuning.varied(self, num_warps=tuning.beside(self.num_warps, 2, 8))
+        if problem.num_kv_splits <= 0:
+            found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
+        if self.max_splits > 1:
+            found += tuning.varied(self, min_split=tuning.beside(self.min_split, 16, _MAX_CANDIDATE_SPLIT))
+        return found
+
 
 def check_mla(call: Mapping[str, Any]) -> Problem:
     """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
@@ -159,11 +176,16 @@ def choose(problem: Problem, device: Device) -> Config:
 def _choose_block(problem: Problem, device: Device) -> tuple[int, int, int] | None:
     """The largest of BLOCKS that is not half empty and finds its shared memory; None if there is none."""
     if problem.may_use_mma:
-        for heads, tokens, num_warps in BLOCKS:
-            fits = shared_memory(heads, tokens, problem.is_fp8) + STATIC_SHARED <= device.shared_memory
-            if fits and (problem.num_heads > heads // 2 or heads == 16):
-                return heads, tokens, num_warps
+        for block in _blocks_that_fit(problem, device):
+            if problem.num_heads > block[0] // 2 or block[0] == 16:
+                return block
     return None
+
+
+def _blocks_that_fit(problem: Problem, device: Device) -> list[tuple[int, int, int]]:
+    """Those of BLOCKS that find their shared memory."""
+    room = device.shared_memory - STATIC_SHARED
+    return [block for block in BLOCKS if shared_memory(block[0], block[1], problem.is_fp8) <= room]
 
 
 def shared_memory(heads: int, step_tokens: int, is_fp8: bool) -> int:

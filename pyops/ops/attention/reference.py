@@ -1,4 +1,4 @@
-"""Decode attention in float64, of which the references of its ops are made."""
+"""Attention in float64, of which the references of its ops are made."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ def largest_of(logits: Tensor) -> Tensor:
     """The largest logit of the last dimension, -inf if there is none. NaN counts in the sum of exponentials alone."""
     max_logit = logits.masked_fill(logits.isnan(), -torch.inf)
     return max_logit.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
+
+
+def weighted_sum(weights: Tensor, logits: Tensor, values: Tensor) -> Tensor:
+    """The values, summed under weights: [num_heads, rows, tokens] and [tokens, num_kv_heads, size] to [rows, num_heads,
+    size].
+
+    A token whose logit is -inf has no part in the sum, whatever its value. Every other token has, however small its
+    weight: its infinite value makes the sum infinite, or NaN beside one of the other sign.
+    """
+    num_kv_heads = values.shape[1]
+
+    def summed(factors: Tensor, terms: Tensor) -> Tensor:
+        return torch.einsum("hgnj,jhd->nhgd", factors.unflatten(0, (num_kv_heads, -1)), terms).flatten(1, 2)
+
+    total = summed(weights, torch.where(values.isfinite(), values, 0.0))
+    if not bool(values.isfinite().all()):
+        attended = (logits != -torch.inf).double()
+        for special, where in ((torch.inf, values == torch.inf), (-torch.inf, values == -torch.inf)):
+            total = torch.where(summed(attended, where.double()) > 0, total + special, total)
+        total = torch.where(summed(attended, values.isnan().double()) > 0, torch.nan, total)
+    return total
 
 
 def float32_logits(
@@ -114,8 +135,7 @@ class Attended:
         logits, values = self.logits[:, among], self.values[among]
         max_logit = largest_of(logits)
         weights = torch.exp(logits - max_logit.masked_fill(max_logit == -torch.inf, 0.0)[:, None])
-        grouped = weights.reshape(values.shape[1], len(weights) // values.shape[1], weights.shape[1])
-        return max_logit, weights.sum(-1), torch.einsum("hgn,nhd->hgd", grouped, values).flatten(0, 1)
+        return max_logit, weights.sum(-1), weighted_sum(weights[:, None], logits[:, None], values)[0]
 
 
 def finish(

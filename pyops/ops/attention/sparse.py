@@ -159,12 +159,20 @@ def _row(
 
 @convert_vertical_slash_indexes_mergehead.result
 def result_convert_vertical_slash_indexes_mergehead(
-    vertical_indexes: Any, slash_indexes: Any, context_size: int, block_size_M: int
+    vertical_indexes: TensorArg, slash_indexes: TensorArg, context_size: int, block_size_M: int, block_size_N: int
 ) -> tuple[Result, ...]:
+    if context_size < 0:
+        raise check.refuse(vertical_indexes, "context_size", f"expected at least 0, got {context_size}")
+    if not 0 < block_size_M <= block_size_N:
+        message = f"expected 1 to block_size_N={block_size_N}, got {block_size_M}"
+        raise check.refuse(vertical_indexes, "block_size_M", message)
+    for arg in (vertical_indexes, slash_indexes):
+        if len(arg.shape) != 3 or not arg.shape[-1]:
+            raise arg.error(f"expected shape (batch, num_heads, at least 1), got {arg.shape}")
     *heads, num_verticals = vertical_indexes.shape
-    rows = (*heads, -(-context_size // max(1, block_size_M)))
+    rows = (*heads, -(-context_size // block_size_M))
     shapes = rows, (*rows, slash_indexes.shape[-1]), rows, (*rows, num_verticals)
-    return tuple(Result(shape, vertical_indexes.dtype) for shape in shapes)
+    return tuple(Result(shape, int32) for shape in shapes)
 
 
 @convert_vertical_slash_indexes_mergehead.plan
@@ -183,15 +191,11 @@ def plan_convert_vertical_slash_indexes_mergehead(
     column_count: TensorArg,
     column_index: TensorArg,
 ) -> Launch:
-    if context_size < 0:
-        raise check.refuse(q_seqlens, "context_size", f"expected at least 0, got {context_size}")
-    if not 0 < block_size_M <= block_size_N:
-        raise check.refuse(q_seqlens, "block_size_M", f"expected 1 to block_size_N={block_size_N}, got {block_size_M}")
-    for arg in (vertical_indexes, slash_indexes):
-        if len(arg.shape) != 3 or not arg.shape[-1]:
-            raise arg.error(f"expected shape (batch, num_heads, at least 1), got {arg.shape}")
-    batch, num_heads, num_verticals = vertical_indexes.shape
-    num_slashes, rows = slash_indexes.shape[-1], -(-context_size // block_size_M)
+    results = result_convert_vertical_slash_indexes_mergehead(
+        vertical_indexes, slash_indexes, context_size, block_size_M, block_size_N
+    )
+    batch, num_heads, rows = results[0].shape
+    num_verticals, num_slashes = vertical_indexes.shape[-1], slash_indexes.shape[-1]
     heads = {"batch": batch, "num_heads": num_heads}
     check.shape(vertical_indexes, int32, **heads, num_verticals=num_verticals)
     check.shape(slash_indexes, int32, **heads, num_slashes=num_slashes)

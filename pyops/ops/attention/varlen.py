@@ -11,7 +11,7 @@ from ..._core.op import op
 from .arguments import Options, PagedKV
 from .examples import example_kv, example_options, in_order
 from .layout import bad_indices
-from .reference import attended_of, float32_logits, gathered, largest_of
+from .reference import attended_of, float32_logits, gathered, largest_of, weighted_sum
 from .varlen_plan import check_varlen, choose, launch
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _masked_logits(
     query: Tensor, scale: float, kv: PagedKV, s: int, options: Options, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Of the rows of sequence s: logits [num_heads, rows, tokens], -inf for tokens that a row does not attend to, and
-    values [tokens, num_kv_heads, head_size], 0 for NaN that no row attends to."""
+    values [tokens, num_kv_heads, head_size]."""
     _, length = attended_of(kv, s, window=0)
     tokens, keys, values = gathered(kv, s, 0, length)
     count = len(query)
@@ -103,8 +103,6 @@ def _masked_logits(
     unseen = tokens > last[:, None]
     if options.sliding_window > 0:
         unseen = unseen | (tokens <= last[:, None] - options.sliding_window)
-    # A weight of zero does not take NaN away.
-    values = values.nan_to_num(nan=0.0) if bool(unseen.all(0).any()) else values
     return logits.masked_fill(unseen, -torch.inf), values
 
 
@@ -118,8 +116,8 @@ def _write_rows(out: Tensor, begin: int, end: int, logits: Tensor, values: Tenso
     z = weights.sum(-1)
     if options.sinks is not None:
         z = z + torch.exp(options.sinks.double()[:, None] - base)
-    heads = torch.einsum("hgnj,jhd->nhgd", weights.unflatten(0, (values.shape[1], -1)), values).flatten(1, 2)
-    out[begin:end] = (heads / (z.T[..., None] + 1e-6)).to(out.dtype)
+    total = weighted_sum(weights, logits, values)
+    out[begin:end] = (total / (z.T[..., None] + 1e-6)).to(out.dtype)
     if options.lse is not None:
         options.lse[:, begin:end] = (max_logit + torch.log(z)).float()
 

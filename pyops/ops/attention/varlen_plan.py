@@ -92,6 +92,19 @@ class Config:
     step_tokens: int
     min_blocks: int
 
+    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+        """Other warps, tiles, steps and registers."""
+        if not problem.uses_mma:
+            return tuning.varied(self, num_warps=tuning.beside(self.num_warps, 2, 8))
+        found = tuning.varied(
+            self,
+            num_warps=tuning.beside(self.num_warps, self.step_tokens // 16, 8),
+            row_tiles=(1, 2),
+            step_tokens=tuning.beside(self.step_tokens, 16, 16 * self.num_warps),
+            min_blocks=(1, 2, 3),
+        )
+        return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
+
 
 def check_varlen(call: Mapping[str, Any]) -> Problem:
     """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
@@ -120,6 +133,18 @@ def choose(problem: Problem, device: Device) -> Config:
     )
 
 
+def shared_memory(problem: Problem, config: Config) -> int:
+    """Bytes of dynamic shared memory of a block, as attention_varlen.cu counts them.
+
+    Queries, two steps of keys and two steps of values; rows are padded to 128 bytes.
+    """
+    head_size, tokens = problem.query.shape[2], config.step_tokens
+    head_bytes, step_bytes = -(-head_size // 64) * 128, tokens * 2
+    value_bytes = head_size * max(128, step_bytes) if problem.layout.packed else tokens * head_bytes
+    block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
+    return block_rows * head_bytes + 2 * tokens * head_bytes + 2 * value_bytes
+
+
 def launch(problem: Problem, config: Config) -> Launch:
     """The kernel, and nothing to join: a block takes its rows over all tokens."""
     options = problem.options
@@ -145,23 +170,21 @@ def launch(problem: Problem, config: Config) -> Launch:
 
 
 def _launch_mma(problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:
-    (num_tokens, _, head_size), out = problem.query.shape, problem.out
-    block_rows, tokens = config.num_warps * _TILE_ROWS * config.row_tiles, config.step_tokens
-    # Shared memory, as the kernel counts it: queries, two steps of keys, two steps of values; rows padded to 128 bytes.
-    head_bytes, step_bytes = -(-head_size // 64) * 128, tokens * 2
-    value_bytes = head_size * max(128, step_bytes) if problem.layout.packed else tokens * head_bytes
-    shared = block_rows * head_bytes + 2 * tokens * head_bytes + 2 * value_bytes
+    num_tokens, out = problem.query.shape[0], problem.out
+    block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
     pairs = out.alignment >= 2 * out.dtype.itemsize and heads_stride(out) % 2 == 0
     kernel = _varlen(
         **constants,
-        TOKENS=tokens,
+        TOKENS=config.step_tokens,
         ROW_TILES=config.row_tiles,
         MIN_BLOCKS=config.min_blocks,
         OUT_ACCESS=2 if pairs else 1,
     )
     # Each sequence may leave one block with fewer rows.
     grid = (problem.num_rows // block_rows + problem.num_seqs if num_tokens else 0, problem.kv.num_kv_heads)
-    return kernel.launch(grid, config.num_warps * 32, shared, num_tokens=num_tokens, **arguments)
+    return kernel.launch(
+        grid, config.num_warps * 32, shared_memory(problem, config), num_tokens=num_tokens, **arguments
+    )
 
 
 def _launch_simt(problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from ..._core import check
-
-if TYPE_CHECKING:
-    from ..._core.device import Device
+from ..._core import check, tuning
+from ..._core.device import Device
+from ..._core.dtypes import DType
+from ..._core.tensor import TensorArg
 
 # docs/performance.md, "Attention, cache and rotary": 128 to 512 threads and 1 to 8 vectors to a thread differ by less
 # than 4 %; one vector to a thread gains where four would leave multiprocessors idle.
@@ -17,6 +17,18 @@ _MAX_BATCH = 4
 _MIN_WAVES = 2  # blocks to a multiprocessor below which a block takes fewer tokens
 _MAX_TOKENS = 64
 _SMALLEST_BLOCK_VECS = 64  # vectors of a block when tokens are few: at least one token
+_CANDIDATE_THREADS = 64, 128, 256, 512  # threads of a block that tuning tries
+
+
+class Problem(NamedTuple):
+    """What the geometry depends on: tokens, their vectors, and what the vectors hold."""
+
+    num_tokens: int
+    token_vecs: int
+    dtype: DType
+
+    def bucket(self) -> str:
+        return f"tokens={tuning.power_of_two(self.num_tokens)} vectors={self.token_vecs} {self.dtype.name}"
 
 
 @dataclass(frozen=True)
@@ -41,14 +53,29 @@ class Config:
         """Blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.tokens)
 
+    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+        """Other tokens and threads of a block, and other vectors in flight."""
+        return tuning.varied(
+            self,
+            tokens=tuning.beside(self.tokens, 1, _MAX_TOKENS),
+            batch=tuning.beside(self.batch, 1, 2 * _MAX_BATCH),
+            num_threads=_CANDIDATE_THREADS,
+        )
 
-def choose(num_tokens: int, token_vecs: int, device: Device) -> Config:
-    """The geometry for `num_tokens` tokens of `token_vecs` vectors each.
+
+def config(arg: TensorArg, num_tokens: int, token_vecs: int) -> Config:
+    """The Config of a plan for `num_tokens` tokens of `token_vecs` vectors; `arg` gives op, dtype and device."""
+    return tuning.config(arg.op, Problem(num_tokens, token_vecs, arg.dtype), arg.device, choose)
+
+
+def choose(problem: Problem, device: Device) -> Config:
+    """The geometry.
 
     Many tokens: every thread of a block has four vectors, so that enough bytes are in flight. Fewer: one vector to a
     thread, if the blocks then fill the device. Else the fewest tokens to a block, because the latency of one block is
     what counts.
     """
+    num_tokens, token_vecs, _ = problem
     for batch in (_MAX_BATCH, 1):
         tokens = min(_MAX_TOKENS, max(1, batch * _NUM_THREADS // token_vecs))
         if num_tokens >= tokens * _MIN_WAVES * device.multiprocessors:

@@ -154,8 +154,8 @@ def _properties(cache: Any) -> Any:
     kind = tensor.library_of(cache)
     if kind is None:
         return cache
-    strides = cache.stride() if kind == "torch" else cache.strides
-    return type(cache), cache.dtype, cache.shape, getattr(cache, "device", None), strides
+    strides, negated = (cache.stride(), cache.is_neg()) if kind == "torch" else (cache.strides, False)
+    return type(cache), cache.dtype, cache.shape, getattr(cache, "device", None), strides, negated
 
 
 def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any) -> None:

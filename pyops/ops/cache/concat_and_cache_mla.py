@@ -11,6 +11,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8
+from . import _geometry
 from ._common import (
     DS_MLA_BYTES,
     bad_slots,
@@ -25,7 +26,6 @@ from ._common import (
     indexable,
     token_bytes,
 )
-from ._geometry import choose
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +101,7 @@ def plan_concat_and_cache_mla(
     check.sizes(kv_cache, num_blocks=None, block_size=None, **{"latent_size + rope_size": latent_size + rope_size})
     entry = entry_layout(kv_cache)
     vec_size = check.vector_width(latent_size | rope_size, kv_c, k_pe, kv_cache)
-    config = choose(num_tokens, max(1, entry.size // vec_size), kv_c.device)
+    config = _geometry.config(kv_c, num_tokens, max(1, entry.size // vec_size))
     return _concat_and_cache_mla(
         scalar_t=kv_c.dtype,
         cache_t=kind,

@@ -12,8 +12,8 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8
+from . import _geometry
 from ._common import check_rows, decoded, entry_layout, example_cache, first_stride, indexable
-from ._geometry import choose
 from ._sequences import bad_sequences, check_tables, example_sequences, existing_rows, sequence_of_rows
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _launch(
         for arg, dims in ((src_cache, 2), (dst, 1))
     )
     vec_size = check.vector_width(entry.size, flat_entries, rows)
-    config = choose(num_rows, max(1, entry.size // vec_size), dst.device)
+    config = _geometry.config(dst, num_rows, max(1, entry.size // vec_size))
     return _gather_cache(
         **types,
         table_t=block_table.dtype,

@@ -14,8 +14,8 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from . import _geometry
 from ._common import CODES, bad_slots, example_slots, existing_slots, first_stride, fp8_codes, indexable
-from ._geometry import choose
 from ._sequences import bad_sequences, check_tables, example_sequences, existing_rows, sequence_of_rows
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def plan_cp_gather_indexer_k_quant_cache(
     num_seqs = check_tables(block_table, cu_seq_lens)
     vec_size = check.vector_width(head_size, keys, dst_k)
     scale_vec = check.vector_width(scale_size | scale_alignment, dst_scale)
-    config = choose(num_rows, head_size // vec_size + scale_size // scale_vec, dst_k.device)
+    config = _geometry.config(dst_k, num_rows, head_size // vec_size + scale_size // scale_vec)
     return _cp_gather_indexer_k_quant_cache(
         table_t=block_table.dtype,
         lens_t=cu_seq_lens.dtype,

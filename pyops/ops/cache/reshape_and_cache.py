@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
@@ -42,17 +42,37 @@ _GROUP_COLUMNS = 256  # elements of a token that a block takes at a time
 _GROUP_BLOCKS = 12  # blocks per multiprocessor
 _GROUP_THREADS = 256
 _MAX_BATCH = 4  # vectors that a thread loads before it stores one
+# What tuning tries.
+_MAX_TILE = 8192  # elements in the shared memory of a block, which is 48 KB
+_MIN_COLUMNS = 16
+_CANDIDATE_THREADS = 128, 256, 512
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What the geometry depends on: sizes of tokens and cache, and elements of one load."""
+    """What the geometry depends on: sizes of tokens and cache, and elements of one load.
+
+    Attributes:
+        many: whether there are more tokens than _MAX_UNGROUPED_TOKENS to a multiprocessor.
+    """
 
     num_tokens: int
     num_slots: int
     block_size: int
     row_size: int
     load_vec: int
+    many: bool
+
+    @property
+    def max_group(self) -> int:
+        """The most neighbouring slots that a group can have; 0 where tokens are not grouped."""
+        group = max(size for size in range(1, _MAX_GROUP + 1) if self.block_size % size == 0)
+        return group if self.many and group >= _MIN_GROUP and self.num_slots <= _MAX_GROUPED_SLOTS else 0
+
+    def bucket(self) -> str:
+        kind = f"groups={self.max_group}" if self.max_group else "tiles"
+        tokens, load_vec = tuning.power_of_two(self.num_tokens), self.load_vec
+        return f"{kind} tokens={tokens} elements={self.row_size} load_vec={load_vec}"
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,15 @@ class Tiles:
     tokens: int
     columns: int
     num_threads: int
+
+    def candidates(self, problem: Problem, device: Device) -> list[Tiles]:
+        """Other tiles and blocks."""
+        return tuning.varied(
+            self,
+            tokens=tuning.beside(self.tokens, 1, min(self.num_threads, _MAX_TILE // self.columns)),
+            columns=tuning.beside(self.columns, _MIN_COLUMNS, _MAX_TILE // self.tokens),
+            num_threads=_CANDIDATE_THREADS,
+        )
 
 
 # No measurement of their own.
@@ -80,12 +109,24 @@ class Groups:
     num_threads: int
     max_blocks: int
 
+    def candidates(self, problem: Problem, device: Device) -> list[Groups]:
+        """Other groups, blocks, and vectors in flight."""
+        groups = tuning.beside(self.group, _MIN_GROUP, min(problem.max_group, _MAX_TILE // self.columns))
+        return tuning.varied(
+            self,
+            group=[group for group in groups if problem.max_group % group == 0],
+            columns=tuning.beside(self.columns, _MIN_COLUMNS, _MAX_TILE // self.group),
+            batch=tuning.beside(self.batch, 1, 2 * _MAX_BATCH),
+            num_threads=_CANDIDATE_THREADS,
+            max_blocks=tuning.beside(
+                self.max_blocks, device.multiprocessors, 4 * _GROUP_BLOCKS * device.multiprocessors
+            ),
+        )
+
 
 def choose(problem: Problem, device: Device) -> Tiles | Groups:
     """Groups for many tokens, so that whole sectors are written, else tiles of tokens."""
-    group = max(size for size in range(1, _MAX_GROUP + 1) if problem.block_size % size == 0)
-    many = problem.num_tokens > _MAX_UNGROUPED_TOKENS * device.multiprocessors
-    if many and group >= _MIN_GROUP and problem.num_slots <= _MAX_GROUPED_SLOTS:
+    if group := problem.max_group:
         columns = min(_GROUP_COLUMNS, 16 * -(-problem.row_size // 16))
         batch = min(_MAX_BATCH, -(-group * columns // (problem.load_vec * _GROUP_THREADS)))
         return Groups(group, columns, batch, _GROUP_THREADS, _GROUP_BLOCKS * device.multiprocessors)
@@ -171,8 +212,9 @@ def plan_reshape_and_cache(
     }
     strides = {"key_stride": first_stride(key), "value_stride": first_stride(value)}
     values = replace(value_cache, shape=(), strides=())
-    problem = Problem(num_tokens, num_blocks * block_size, block_size, row_size, load_vec)
-    config = choose(problem, key.device)
+    many = num_tokens > _MAX_UNGROUPED_TOKENS * key.device.multiprocessors
+    problem = Problem(num_tokens, num_blocks * block_size, block_size, row_size, load_vec, many)
+    config = tuning.config(key.op, problem, key.device, choose)
     if isinstance(config, Groups):
         constants |= {"GROUP": config.group, "RUN": check.vector_width(config.group, values)}
         return _launch_groups(config, slot_mapping, num_blocks * block_size, constants, strides)

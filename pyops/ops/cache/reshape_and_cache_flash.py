@@ -10,6 +10,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8
+from . import _geometry
 from ._common import (
     bad_slots,
     check_keys_and_values,
@@ -22,7 +23,6 @@ from ._common import (
     indexable,
     token_bytes,
 )
-from ._geometry import choose
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +91,7 @@ def plan_reshape_and_cache_flash(
         else:
             check.scalar(scale)
     vec_size = check.vector_width(head_size, key, value, key_cache, value_cache)
-    config = choose(num_tokens, max(1, num_heads * head_size // vec_size), key.device)
+    config = _geometry.config(key, num_tokens, max(1, num_heads * head_size // vec_size))
     return _reshape_and_cache_flash(
         scalar_t=key.dtype,
         cache_t=kind,

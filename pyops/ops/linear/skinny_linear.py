@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.kernel import Kernel, Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..._core.device import Device
+    from ..._core.dtypes import DType
 
 __all__ = ["skinny_linear"]
 
@@ -23,13 +24,29 @@ _skinny_linear = Kernel("linear/skinny_linear.cu")
 _MAX_TOKENS = 4  # tokens of a block; a lane has a sum for each of them in registers
 _MAX_BATCH = 4  # vectors that a lane multiplies with while it waits for as many others
 _MIN_WARPS = 4  # warps of a block
-_MAX_SPLIT = 8  # warps that share a row of the weight
+_SPLITS = 1, 2, 4, 8  # warps that share a row of the weight
 _RESIDENT = 1024, 512  # threads per multiprocessor that registers allow: for one token, and for more
+
+
+class SkinnyProblem(NamedTuple):
+    """What the geometry depends on: rows of the input, their elements, rows of the weight, elements of a vector."""
+
+    num_tokens: int
+    hidden_size: int
+    output_size: int
+    dtype: DType
+    vec_size: int
+
+    def bucket(self) -> str:
+        return (
+            f"tokens={tuning.power_of_two(self.num_tokens)} weight={self.output_size}x{self.hidden_size} "
+            f"{self.dtype.name} vec_size={self.vec_size}"
+        )
 
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """The geometry of skinny_linear.cu; the attributes but `blocks` are constants of the kernel.
+    """The geometry of skinny_linear.cu; the attributes are constants of the kernel.
 
     Attributes:
         vec_size: elements of a vector.
@@ -38,7 +55,6 @@ class SkinnyConfig:
         batch: vectors that a lane loads at a time.
         num_threads: threads of a block.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
-        blocks: blocks for each group of tokens. They go over the weight together, so that one wave is enough.
     """
 
     vec_size: int
@@ -47,27 +63,41 @@ class SkinnyConfig:
     batch: int
     num_threads: int
     min_blocks: int
-    blocks: int
+
+    def num_blocks(self, output_size: int, device: Device) -> int:
+        """Blocks for each group of tokens. They go over the weight together, so that one wave is enough."""
+        block_rows = self.num_threads // device.warp_size // self.split
+        return min(-(-output_size // block_rows), device.multiprocessors * self.min_blocks)
+
+    def candidates(self, problem: SkinnyProblem, device: Device) -> list[SkinnyConfig]:
+        """Other warps for a row, vectors in flight, registers, and tokens of a block if there are several."""
+        found = [tuning.resized(self, device.warp_size * max(_MIN_WARPS, split), split=split) for split in _SPLITS]
+        return found + tuning.varied(
+            self,
+            batch=tuning.beside(self.batch, 1, 2 * _MAX_BATCH),
+            min_blocks=tuning.occupancies(self.num_threads, self.min_blocks),
+            tokens=tuning.beside(self.tokens, 1, 2 * _MAX_TOKENS) if problem.num_tokens > 1 else (),
+        )
+
+
+def choose(problem: SkinnyProblem, device: Device) -> SkinnyConfig:
+    """The geometry for one token or for several."""
+    return _choose(problem.hidden_size, problem.vec_size, problem.num_tokens != 1, device.warp_size)
 
 
 @cache  # a plan miss must not pay for it
-def choose(device: Device, one_token: bool, hidden_size: int, output_size: int, vec_size: int) -> SkinnyConfig:
-    """The geometry for one token or several of `hidden_size` elements and a weight of `output_size` rows."""
-    tokens = 1 if one_token else _MAX_TOKENS
-    lane_vecs = max(1, -(-hidden_size // (vec_size * device.warp_size)))  # if one warp had the whole row
-    split = next(warps for warps in (1, 2, 4, _MAX_SPLIT) if lane_vecs <= warps * _MAX_BATCH or warps == _MAX_SPLIT)
-    num_warps = max(_MIN_WARPS, split)
-    num_threads = device.warp_size * num_warps
-    min_blocks = max(1, _RESIDENT[tokens > 1] // num_threads)
-    blocks = min(-(-output_size // (num_warps // split)), device.multiprocessors * min_blocks)
+def _choose(hidden_size: int, vec_size: int, several: bool, warp_size: int) -> SkinnyConfig:
+    """`choose` for several tokens or one."""
+    lane_vecs = max(1, -(-hidden_size // (vec_size * warp_size)))  # if one warp had the whole row
+    split = next(warps for warps in _SPLITS if lane_vecs <= warps * _MAX_BATCH or warps == _SPLITS[-1])
+    num_threads = warp_size * max(_MIN_WARPS, split)
     return SkinnyConfig(
         vec_size=vec_size,
-        tokens=tokens,
+        tokens=_MAX_TOKENS if several else 1,
         split=split,
         batch=min(_MAX_BATCH, -(-lane_vecs // split)),
         num_threads=num_threads,
-        min_blocks=min_blocks,
-        blocks=blocks,
+        min_blocks=max(1, _RESIDENT[several] // num_threads),
     )
 
 
@@ -76,7 +106,9 @@ def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | Non
     """A linear layer for few rows: ``out = input @ weight.T + bias``, summed in float32 and rounded once.
 
     Made for the decode step of one sequence or two. The weight is read once for every four rows of `input`: with four,
-    a matrix product on tensor cores is faster. Lanes of a warp each sum a part of a row; then their sums are added.
+    a matrix product on tensor cores is faster. Lanes of a warp each sum a part of a row; then their sums are added. A
+    result whose products have magnitudes that add up to more than the largest float32 is right, infinite or NaN: a part
+    of its sum may be infinite where the whole is not.
 
     Args:
         out: [..., output_size], written; rows of one stride.
@@ -102,7 +134,8 @@ def plan_skinny_linear(out: TensorArg, input: TensorArg, weight: TensorArg, bias
     num_tokens = check.num_rows(input)
     strides = {"out_stride": check.row_stride(out), "input_stride": check.row_stride(input)}
     vec_size = check.vector_width(hidden_size, input, weight)
-    config = choose(input.device, num_tokens == 1, hidden_size, output_size, vec_size)
+    problem = SkinnyProblem(num_tokens, hidden_size, output_size, input.dtype, vec_size)
+    config = tuning.config(input.op, problem, input.device, choose)
     return _skinny_linear(
         scalar_t=input.dtype,
         HIDDEN_SIZE=hidden_size,
@@ -114,7 +147,7 @@ def plan_skinny_linear(out: TensorArg, input: TensorArg, weight: TensorArg, bias
         NUM_THREADS=config.num_threads,
         MIN_BLOCKS=config.min_blocks,
     ).launch(
-        grid=(config.blocks, -(-num_tokens // config.tokens)),
+        grid=(config.num_blocks(output_size, input.device), -(-num_tokens // config.tokens)),
         block=config.num_threads,
         num_tokens=num_tokens,
         output_size=output_size,

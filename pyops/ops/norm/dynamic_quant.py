@@ -46,13 +46,13 @@ def rms_norm_dynamic_per_token_quant(
     by the reciprocal of the scale. NaN is ignored by the maximum and becomes the largest fp8 code or int8 0.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, contiguous, written.
-        input: [..., hidden_size], float32, float16 or bfloat16, contiguous.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         weight: [hidden_size] of the same dtype.
         scale: one float32 per row, contiguous, written; a code times the scale is its value.
         epsilon: added to the mean of squares.
         scale_ub: one float32 that bounds max|y|; only with fp8.
-        residual: the shape and dtype of `input`, contiguous, read and written; or None.
+        residual: the shape and dtype of `input`, read and written; rows of one stride; or None.
     """
     z = input.float() if residual is None else input.float() + residual.float()
     y = rms(z, weight, epsilon, input.dtype).float()
@@ -73,7 +73,7 @@ def plan_rms_norm_dynamic_per_token_quant(
     residual: TensorArg | None,
 ) -> Launch:
     check.per_row(scale, float32, check.num_rows(input))
-    return _dynamic_quant_plan(result, input, weight, scale_ub, residual, group_size=None, group_major=False)
+    return _dynamic_quant_plan(result, input, weight, scale_ub, residual)
 
 
 def _dynamic_quant_plan(
@@ -82,24 +82,28 @@ def _dynamic_quant_plan(
     weight: TensorArg,
     scale_ub: TensorArg | None,
     residual: TensorArg | None,
-    group_size: int | None,
-    group_major: bool,
+    group_size: int | None = None,
+    group_major: bool = False,
+    scale_stride: int = 1,
 ) -> Launch:
-    """The plan of both ops: one scale for each row, or for each group of `group_size` elements."""
+    """The plan of both ops: one scale for each row, or for each group of `group_size` elements.
+
+    `scale_stride` is the distance between the scales of two rows, or of two groups if `group_major`.
+    """
     check.floating(input)
     check.dtype(result, *E4M3, int8)
     check.same_shape(result, input)
     check.like(residual, input)
-    hidden_size = check.row_size(input)
+    rows = [arg for arg in (result, input, residual) if arg]
+    for arg in rows:
+        check.row_size(arg)
+    hidden_size = input.shape[-1]
     check.shape(weight, input.dtype, hidden_size=hidden_size)
     check.scalar(scale_ub)
     if scale_ub is not None and result.dtype is int8:
         raise scale_ub.error("is only taken with a result of fp8, got int8")
-    tensors = (result, input, weight, *((residual,) if residual else ()))
-    for arg in tensors:
-        check.contiguous(arg)
-    num_rows = check.num_rows(input)
-    vectors = geometry.row_vectors(hidden_size, (hidden_size,), *tensors)
+    num_rows, strides = check.num_rows(input), [check.row_stride(arg) for arg in rows]
+    vectors = geometry.row_vectors(hidden_size, () if group_size else strides, *rows, weight)
     access_size = vectors.vec_size
     # The lanes of one warp share a group. A group therefore has vectors of 16 bytes, moved by several accesses where
     # memory is not aligned for them. Several accesses to a vector take registers.
@@ -124,7 +128,15 @@ def _dynamic_quant_plan(
         HAS_RESIDUAL=residual is not None,
         HAS_BOUND=scale_ub is not None,
         GROUP_MAJOR=group_major,
-    ).launch(grid=config.num_blocks(num_rows) if hidden_size else 0, block=config.num_threads, num_rows=num_rows)
+    ).launch(
+        grid=config.num_blocks(num_rows) if hidden_size else 0,
+        block=config.num_threads,
+        num_rows=num_rows,
+        result_stride=strides[0],
+        input_stride=strides[1],
+        residual_stride=strides[2] if residual else 0,
+        scale_stride=scale_stride,
+    )
 
 
 @rms_norm_dynamic_per_token_quant.example
@@ -167,14 +179,15 @@ def rms_norm_per_block_quant(
     As `rms_norm_dynamic_per_token_quant`, with the maximum taken over each group.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, contiguous, written.
-        input: [..., hidden_size], float32, float16 or bfloat16, contiguous; hidden_size a multiple of group_size.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride; hidden_size a multiple of
+            group_size.
         weight: [hidden_size] of the same dtype.
-        scale: [num_tokens, hidden_size / group_size] float32, written; contiguous, or with `is_scale_transposed` the
-            transpose of a contiguous tensor.
+        scale: [num_tokens, hidden_size / group_size] float32, written; rows of one stride, or with
+            `is_scale_transposed` columns of one stride.
         epsilon: added to the mean of squares.
         scale_ub: one float32 that bounds max|y| of every group; only with fp8.
-        residual: the shape and dtype of `input`, contiguous, read and written; or None.
+        residual: the shape and dtype of `input`, read and written; rows of one stride; or None.
         group_size: 64 or 128.
         is_scale_transposed: whether the scales of one group of columns lie together, not those of one row.
     """
@@ -205,13 +218,19 @@ def plan_rms_norm_per_block_quant(
         raise input.error(f"expected a last dimension that is a multiple of group_size={group_size}, got {hidden_size}")
     num_rows, groups = check.num_rows(input), hidden_size // group_size
     check.dtype(scale, float32)
-    expected = (1, num_rows) if is_scale_transposed else (groups, 1)
     if scale.shape[-1:] != (groups,) or check.num_rows(scale) != num_rows:
         raise scale.error(f"expected shape (num_tokens={num_rows}, groups={groups}), got {scale.shape}")
-    strides = (check.row_stride(scale), scale.strides[-1])
-    if any(s != e for s, e, size in zip(strides, expected, (num_rows, groups), strict=True) if size > 1):
-        raise scale.error(f"expected strides {expected} with is_scale_transposed={is_scale_transposed}, got {strides}")
-    return _dynamic_quant_plan(result, input, weight, scale_ub, residual, group_size, bool(is_scale_transposed))
+    row_stride, group_stride = check.row_stride(scale), scale.strides[-1]
+    unit_stride, size = (row_stride, num_rows) if is_scale_transposed else (group_stride, groups)
+    if unit_stride != 1 and size > 1 and scale.numel:
+        dimension = "tokens" if is_scale_transposed else "groups"
+        raise scale.error(
+            f"expected {dimension} of stride 1 with is_scale_transposed={is_scale_transposed}, "
+            f"got strides {(row_stride, group_stride)}"
+        )
+    group_major = bool(is_scale_transposed) and groups > 1
+    scale_stride = group_stride if group_major else row_stride
+    return _dynamic_quant_plan(result, input, weight, scale_ub, residual, group_size, group_major, scale_stride)
 
 
 @rms_norm_per_block_quant.example

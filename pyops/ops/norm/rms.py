@@ -43,6 +43,9 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
     ``out = T(T(input / sqrt(mean(input^2) + epsilon)) * weight)``, the mean in float32 over the last dimension
     (Zhang and Sennrich 2019, arXiv:1910.07467).
 
+    A row whose squares add up to more than the largest float32 has an infinite mean: its finite elements become 0, its
+    infinite ones NaN. Squares below 2^-126 may count as 0. So it is in every RMS norm here.
+
     Args:
         out: [..., hidden_size], written; may be `input` itself.
         input: [..., hidden_size], float32, float16 or bfloat16; up to three leading dimensions of any strides.

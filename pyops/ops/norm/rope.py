@@ -50,8 +50,8 @@ def fused_qk_norm_rope(
     position lies outside the cache are left as they are.
 
     Args:
-        qkv: [num_tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], float16 or bfloat16, contiguous, read
-            and written.
+        qkv: [num_tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], float16 or bfloat16, read and written;
+            elements of a row lie together.
         num_heads_q, num_heads_k, num_heads_v: heads of each kind, in this order in a row.
         head_dim: 64, 128 or 256.
         eps: added to the mean of squares.
@@ -100,7 +100,8 @@ def plan_fused_qk_norm_rope(
             raise check.refuse(qkv, name, f"expected at least 0, got {heads}")
     num_tokens = qkv.shape[0] if qkv.shape else 0
     width = (num_heads_q + num_heads_k + num_heads_v) * head_dim
-    check.shape(qkv, num_tokens=num_tokens, **{"heads * head_dim": width})
+    check.sizes(qkv, num_tokens=num_tokens, **{"heads * head_dim": width})
+    check.row_size(qkv)
     for weight in (q_weight, k_weight):
         check.shape(weight, qkv.dtype, head_dim=head_dim)
     check.floating(cos_sin_cache)
@@ -122,13 +123,17 @@ def plan_fused_qk_norm_rope(
         HEAD_SIZE=head_dim,
         NUM_HEADS_Q=num_heads_q,
         NUM_HEADS_K=num_heads_k,
-        NUM_HEADS_V=num_heads_v,
         ROTARY_DIM=rotary_dim,
         IS_NEOX=bool(is_neox),
         ACCESS_SIZE=check.vector_width(head_dim, qkv, q_weight, k_weight),
         CACHE_VEC=check.vector_width(gcd(rotary_dim // 2, _VEC_SIZE), cos_sin_cache),
         NUM_THREADS=num_threads,
-    ).launch(grid=num_tokens if heads else 0, block=num_threads, max_position=max_position)
+    ).launch(
+        grid=num_tokens if heads else 0,
+        block=num_threads,
+        qkv_stride=check.row_stride(qkv),
+        max_position=max_position,
+    )
 
 
 @fused_qk_norm_rope.traffic

@@ -10,7 +10,7 @@ from ..._core.dtypes import E4M3, DType, float8_e4m3fn, int8, uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
-from .._shared import fp8, geometry
+from .._shared import chunks, fp8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ def static(
     }
     # A device without instructions that convert to fp8 needs the registers for integer arithmetic.
     has_instructions = fp8.converts_to(result)
-    return geometry.chunks(
+    return chunks.launch(
         _static_quant,
         result,
         input,

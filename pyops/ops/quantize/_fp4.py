@@ -19,10 +19,10 @@ columns, a multiple of 4, row m, column k is byte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float16, int32, uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
@@ -133,6 +133,7 @@ _NEED_MORE_REGISTERS = ("sm_10", "sm_12")
 _UNIT = 4  # rows of a tile, 32 apart, whose scales one thread stores as one word
 _MAX_FEW_ROWS = 32  # rows that one such unit covers: one row at a time is faster from 33 to about 500 rows
 _MAX_ROUNDS = 12  # rows of a thread: rows that are read at the same time should not lie far apart
+_MAX_CANDIDATE_ROUNDS = 32  # rows of a thread that tuning tries
 _MAX_GRID = 65535  # blocks in the second and third dimension of a grid
 
 
@@ -154,6 +155,11 @@ class Problem:
     tiled: bool = True
     experts: bool = False
     gated: bool = False
+
+    def bucket(self) -> str:
+        kinds = {"tiled": self.tiled, "experts": self.experts, "gated": self.gated}
+        words = [f"rows={tuning.power_of_two(self.num_rows)}", f"columns={self.columns}"]
+        return " ".join(words + [kind for kind, holds in kinds.items() if holds])
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,21 @@ class Config:
         row_units = -(-problem.scale_rows // (self.unit * block_rows)) * self.unit
         below = -(-row_units // max(1, self.rounds))
         return -(-problem.columns // self.row_threads), min(below, _MAX_GRID), -(-below // _MAX_GRID)
+
+    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+        """Other threads side by side, units, rounds and registers. A block of experts stays inside one tile."""
+        rounds = tuning.beside(self.rounds, self.unit, _MAX_CANDIDATE_ROUNDS)
+        found = tuning.varied(
+            self,
+            row_threads=tuning.beside(self.row_threads, _MIN_ROW_THREADS, _NUM_THREADS),
+            rounds=[count for count in rounds if count % self.unit == 0],
+            min_blocks=tuning.occupancies(_NUM_THREADS, self.min_blocks),
+        )
+        if problem.tiled:
+            unit = 1 if self.unit == _UNIT else _UNIT
+            found.append(replace(self, unit=unit, rounds=rounded_up(self.rounds, unit)))
+        max_rows = TILE_ROWS if problem.experts else problem.scale_rows
+        return [one for one in found if one.rounds * (_NUM_THREADS // one.row_threads) <= max_rows]
 
 
 def choose(problem: Problem, device: Device) -> Config:
@@ -221,7 +242,7 @@ def launch(
     **constants: Any,
 ) -> Launch:
     """The launch of an NVFP4 kernel; `fixed` and `constants` are those that the other kernels have not."""
-    config = choose(problem, input.device)
+    config = tuning.config(input.op, problem, input.device, choose)
     return kernel(
         scalar_t=input.dtype,
         ACCESS=check.vector_width(BLOCK, input),

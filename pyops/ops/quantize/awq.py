@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.dtypes import int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
-from .._shared import geometry
+from .._shared import chunks
+from .._shared.chunks import ChunkProblem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,18 +52,17 @@ def awq_dequantize(
 
 
 @awq_dequantize.result
-def result_awq_dequantize(qweight: Any, scales: Any) -> Result:
-    num_rows, _ = qweight.shape
-    _, num_columns = scales.shape
-    return Result((num_rows, num_columns), scales.dtype)
+def result_awq_dequantize(qweight: TensorArg, scales: TensorArg) -> Result:
+    check.sizes(scales, num_groups=None, N=None)
+    check.sizes(qweight, K=None, words=None)
+    return Result((qweight.shape[0], scales.shape[1]), scales.dtype)
 
 
 @awq_dequantize.plan
 def plan_awq_dequantize(qweight: TensorArg, scales: TensorArg, zeros: TensorArg, out: TensorArg) -> Launch:
     check.floating(scales)
-    check.sizes(scales, num_groups=None, N=None)
-    check.sizes(qweight, K=None, words=None)
-    (num_groups, n), num_rows = scales.shape, qweight.shape[0]
+    (num_rows, n), _ = result_awq_dequantize(qweight, scales)
+    num_groups = scales.shape[0]
     if n % 8:
         raise scales.error(f"expected a multiple of 8 columns, got {n}")
     if num_rows % max(1, num_groups) or num_groups == 0 < num_rows:
@@ -74,18 +74,20 @@ def plan_awq_dequantize(qweight: TensorArg, scales: TensorArg, zeros: TensorArg,
     group_size = num_rows // max(1, num_groups)
     fills_device = num_rows * n // (8 * _ROWS) >= _FULL_THREADS * out.device.multiprocessors
     rows = math.gcd(group_size, _ROWS if fills_device else _FEW_ROWS)
-    config = geometry.choose_chunks(n // 8, num_rows // max(1, rows))
+    problem = ChunkProblem(n // 8, num_rows // max(1, rows), int32)
+    config = tuning.config(out.op, problem, out.device, chunks.choose)
+    grid = config.grid(problem)
     return _awq_dequantize(
         scalar_t=scales.dtype,
         ROWS=rows,
         GROUP_CHUNKS=group_size // max(1, rows),
         ACCESS=check.vector_width(8, out, scales),
-        **config.constants,
+        **config.constants(grid),
     ).launch(
-        grid=config.grid if num_rows else 0,
+        grid=grid if num_rows else 0,
         block=config.num_threads,
-        num_chunks=num_rows // max(1, rows),
-        num_words=n // 8,
+        num_chunks=problem.num_rows,
+        num_words=problem.row_size,
     )
 
 

@@ -10,6 +10,7 @@ from ..._core.dtypes import float32, int8, int32
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import fp8, geometry
 from .._shared.geometry import RowTuning
@@ -214,8 +215,8 @@ def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp:
     ignore NaN, which has the code of 0. An infinite scale gives codes of 0.
 
     Args:
-        result: [..., hidden_size] int8, contiguous, written.
-        input: the same shape, float32, float16 or bfloat16, contiguous.
+        result: [..., hidden_size] int8, written; rows of one stride.
+        input: the same shape, float32, float16 or bfloat16; rows of one stride.
         scale: one float32 per row, contiguous, written.
         azp: one int32 per row, contiguous, written: the code of 0, which may lie outside int8. Or None: symmetric.
     """
@@ -241,13 +242,16 @@ def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp:
     azp.copy_(zeros.reshape(azp.shape))
 
 
+@dynamic_scaled_int8_quant.result
+def result_dynamic_scaled_int8_quant(input: TensorArg) -> tuple[Result, Result]:
+    return Result(input.shape, int8), Result((check.num_rows(input), 1), float32)
+
+
 @dynamic_scaled_int8_quant.plan
 def plan_dynamic_scaled_int8_quant(
     result: TensorArg, input: TensorArg, scale: TensorArg, azp: TensorArg | None
 ) -> Launch:
     matrices(result, input, int8)
-    for arg in (result, input):
-        check.contiguous(arg)
     check.per_row(scale, float32, check.num_rows(input))
     check.per_row(azp, int32, check.num_rows(input))
     no_azp = {} if azp else {"azp": 0}

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.dtypes import float8_e4m3fn, uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from ._fp4 import BLOCK, Problem, check_codes, check_scales, gated, launch, matrix, nvfp4, tile_sizes, tiled
 
@@ -45,6 +47,21 @@ def scaled_fp4_quant(
     output.copy_(codes.reshape(output.shape))
     scales = tiled(scales) if is_sf_swizzled_layout else scales.view(torch.uint8)
     output_scale.copy_(scales.view(output_scale.dtype))
+
+
+@scaled_fp4_quant.result
+def result_scaled_fp4_quant(input: TensorArg, is_sf_swizzled_layout: bool) -> tuple[Result, Result]:
+    return _results(input, check.row_size(input), bool(is_sf_swizzled_layout))
+
+
+def _results(input: TensorArg, hidden_size: int, tiled: bool) -> tuple[Result, Result]:
+    """Codes and scales of the rows of `input`, which have `hidden_size` elements if they are not halves."""
+    num_rows, blocks = check.num_rows(input), hidden_size // BLOCK
+    codes = Result((*input.shape[:-1], hidden_size // 2), uint8)
+    if not tiled:
+        return codes, Result((num_rows, blocks), uint8)
+    columns, scale_rows = tile_sizes(num_rows, blocks)
+    return codes, Result((scale_rows, columns), float8_e4m3fn)
 
 
 @scaled_fp4_quant.plan
@@ -97,6 +114,11 @@ def silu_and_mul_nvfp4_quant(
     codes, scales = nvfp4(matrix(gated(input)), input_global_scale.reshape(1, 1))
     result.copy_(codes.reshape(result.shape))
     result_block_scale.copy_(tiled(scales).view(result_block_scale.dtype))
+
+
+@silu_and_mul_nvfp4_quant.result
+def result_silu_and_mul_nvfp4_quant(input: TensorArg) -> tuple[Result, Result]:
+    return _results(input, check.row_size(input) // 2, tiled=True)
 
 
 @silu_and_mul_nvfp4_quant.plan

@@ -7,10 +7,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import float32, int32
+from ..._core.dtypes import float8_e4m3fn, float32, int32, uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from ._fp4 import (
     BLOCK,
@@ -51,6 +52,20 @@ def _write_experts(
     output_scale.copy_(flat.view(output_scale.dtype).view(output_scale.shape))
 
 
+def _check_matrix(input: TensorArg) -> None:
+    if len(input.shape) != 2:
+        raise input.error(f"expected 2 dimensions, got shape {input.shape}")
+
+
+def _result_experts(input: TensorArg, scale: TensorArg, halves: int) -> tuple[Result, Result]:
+    """The codes, and scales with tiles enough for any distribution of the rows."""
+    _check_matrix(input)
+    num_rows, hidden_size = input.shape[0], input.shape[1] // halves
+    scale_rows = rounded_up(num_rows, TILE_ROWS) + TILE_ROWS * scale.numel
+    scales = scale_rows, rounded_up(hidden_size // BLOCK, TILE_COLUMNS)
+    return Result((num_rows, hidden_size // 2), uint8), Result(scales, float8_e4m3fn)
+
+
 def _plan_experts(
     output: TensorArg,
     output_scale: TensorArg,
@@ -61,8 +76,7 @@ def _plan_experts(
     halves: int,
 ) -> Launch:
     """The checks and the launch of both ops; `halves` is 2 for a gated activation."""
-    if len(input.shape) != 2:
-        raise input.error(f"expected 2 dimensions, got shape {input.shape}")
+    _check_matrix(input)
     blocks = check_codes(output, input, halves)
     num_experts = check.row_size(scale)
     check.shape(scale, float32, num_experts=num_experts)
@@ -138,6 +152,11 @@ def scaled_fp4_experts_quant(
     _write_experts(output, output_scale, input, input_global_scale, *offsets)
 
 
+@scaled_fp4_experts_quant.result
+def result_scaled_fp4_experts_quant(input: TensorArg, input_global_scale: TensorArg) -> tuple[Result, Result]:
+    return _result_experts(input, input_global_scale, halves=1)
+
+
 @scaled_fp4_experts_quant.plan
 def plan_scaled_fp4_experts_quant(
     output: TensorArg,
@@ -189,6 +208,13 @@ def silu_and_mul_scaled_fp4_experts_quant(
     """
     offsets = input_offset_by_experts, output_scale_offset_by_experts
     _write_experts(output, output_scale, gated(input), input_global_scale, *offsets)
+
+
+@silu_and_mul_scaled_fp4_experts_quant.result
+def result_silu_and_mul_scaled_fp4_experts_quant(
+    input: TensorArg, input_global_scale: TensorArg
+) -> tuple[Result, Result]:
+    return _result_experts(input, input_global_scale, halves=2)
 
 
 @silu_and_mul_scaled_fp4_experts_quant.plan

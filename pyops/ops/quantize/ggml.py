@@ -46,19 +46,21 @@ def ggml_dequantize(
 
 
 @ggml_dequantize.result
-def result_ggml_dequantize(m: int, n: int, dtype: Any) -> Result:
-    return Result((m, n), "float16" if dtype is None else dtype)
+def result_ggml_dequantize(W: TensorArg, m: int, n: int, dtype: Any) -> Result:
+    for name, size in (("m", m), ("n", n)):
+        if size < 0:
+            raise check.refuse(W, name, f"expected 0 or more, got {size}")
+    kind = dtypes.float16 if dtype is None else dtypes.of(dtype)
+    if kind is None or kind not in dtypes.FLOATS:
+        raise check.refuse(W, "dtype", f"expected {' or '.join(map(str, dtypes.FLOATS))}, got {dtype}")
+    return Result((m, n), kind)
 
 
 @ggml_dequantize.plan
 def plan_ggml_dequantize(W: TensorArg, quant_type: int, m: int, n: int, dtype: Any, out: TensorArg) -> Launch:
-    for name, size in (("m", m), ("n", n)):
-        if size < 0:
-            raise check.refuse(W, name, f"expected 0 or more, got {size}")
-    check.floating(out)
+    result = result_ggml_dequantize(W, m, n, dtype)
+    check.dtype(out, *(dtypes.FLOATS if dtype is None else [result.dtype]))
     check.sizes(out, m=m, n=n)
-    if (kind := dtypes.of(dtype)) is not None:
-        check.dtype(out, kind)
     check.contiguous(out)
     check.dtype(W, uint8)
     check.contiguous(W)

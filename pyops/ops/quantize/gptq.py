@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.dtypes import int32
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .._shared import geometry
+from .._shared import chunks
+from .._shared.chunks import ChunkProblem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,12 +87,14 @@ def plan_gptq_shuffle(q_weight: TensorArg, q_perm: TensorArg | None, bit: int) -
     check.dtype(q_perm, int32)
     if permuted:
         check.shape(q_perm, K=num_units * fields)
-    config = geometry.choose_chunks(num_columns, num_units)
+    problem = ChunkProblem(num_columns, num_units, int32)
+    config = tuning.config(q_weight.op, problem, q_weight.device, chunks.choose)
+    grid = config.grid(problem)
     saved = Scratch(q_weight.nbytes if permuted else 0)
 
     def launch(saving: bool) -> Launch:
-        return _gptq_shuffle(BITS=bit, SAVING=saving, PERMUTED=permuted, **config.constants).launch(
-            grid=config.grid,
+        return _gptq_shuffle(BITS=bit, SAVING=saving, PERMUTED=permuted, **config.constants(grid)).launch(
+            grid=grid,
             block=config.num_threads,
             num_units=num_units,
             num_columns=num_columns,

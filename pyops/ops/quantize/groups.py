@@ -9,6 +9,7 @@ from ..._core.dtypes import float8_e4m3fn, float8_e4m3fnuz, float32, int8, int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import fp8, geometry
 from .._shared.geometry import RowTuning, RowVectors
@@ -290,6 +291,12 @@ def per_token_group_quant_int8(
     codes, scales = _codes(input, group_size, eps, (int8_min, int8_max), power_of_two=False)
     output_q.copy_(codes.round() if round_to_nearest else codes.trunc())
     output_s.copy_(scales)
+
+
+@per_token_group_quant_int8.result
+def result_per_token_group_quant_int8(input: TensorArg, group_size: int) -> tuple[Result, Result]:
+    groups = check.row_size(input) // max(1, group_size)
+    return Result(input.shape, int8), Result((check.num_rows(input), groups), float32)
 
 
 @per_token_group_quant_int8.plan

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy
-
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg, contiguous, with_dense_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..._core.device import Device
+    from ..._core.dtypes import DType
 
 __all__ = ["hadacore_transform", "hadacore_transform_out"]
 
@@ -27,6 +27,18 @@ _MAX_SIZE = 32768
 _ELEMENTS = {256: 8, 512: 16, 4096: 32, _MAX_SIZE: 64}
 _RESIDENT, _RESIDENT_BY_ELEMENTS = 1536, {32: 1024, 64: 512}  # threads that a multiprocessor holds
 _WARP_ROW_THREADS = 128  # threads of a block whose rows have a warp or less each
+_MIN_SHARED_ELEMENTS = 32  # min elements of a thread that go through shared memory at a time
+
+
+class Problem(NamedTuple):
+    """What the geometry depends on: rows, and their elements, a power of two."""
+
+    num_rows: int
+    size: int
+    dtype: DType
+
+    def bucket(self) -> str:
+        return f"rows={tuning.power_of_two(self.num_rows)} elements={self.size} {self.dtype.name}"
 
 
 @dataclass(frozen=True)
@@ -45,12 +57,26 @@ class Config:
     rounds: int
     min_blocks: int
 
+    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+        """Other elements and other registers for a thread."""
+        found = []
+        for elements in tuning.beside(self.elements, 1, min(problem.size, max(_ELEMENTS.values()))):
+            row_threads = problem.size // elements
+            if row_threads <= 32 or elements // self.rounds >= _MIN_SHARED_ELEMENTS:
+                found.append(tuning.resized(self, _block_threads(row_threads), elements=elements))
+        return found + tuning.varied(self, min_blocks=tuning.occupancies(self.num_threads, self.min_blocks))
 
-def choose(size: int, device: Device) -> Config:
-    """The geometry for rows of `size` elements, a power of two."""
+
+def _block_threads(row_threads: int) -> int:
+    """Threads of a block, of rows that have so many threads each."""
+    return max(_WARP_ROW_THREADS, row_threads) if row_threads <= 32 else row_threads
+
+
+def choose(problem: Problem, device: Device) -> Config:
+    """The geometry; the number of rows does not change it."""
+    size = problem.size
     elements = min(size, next(elements for max_size, elements in _ELEMENTS.items() if size <= max_size))
-    row_threads = size // elements
-    num_threads = max(_WARP_ROW_THREADS, row_threads) if row_threads <= 32 else row_threads
+    num_threads = _block_threads(size // elements)
     rounds = 1 if 4 * size <= device.shared_memory else 2
     resident = _RESIDENT_BY_ELEMENTS.get(elements, _RESIDENT)
     return Config(elements, num_threads, rounds, max(1, resident // num_threads))
@@ -62,16 +88,13 @@ def hadacore_transform(x: Any, inplace: bool = True) -> Any:
     `x` may have any strides. Unless it is contiguous, or a vector or matrix of contiguous rows, it is copied first, and
     the result is copied back.
     """
-    if hasattr(x, "new_empty"):
-        rows = x if x.ndim in (1, 2) and x.stride(-1) == 1 else x.contiguous()
-        out = rows if inplace else rows.new_empty(rows.shape)
-    else:
-        rows = x if x.flags.c_contiguous else x.copy(order="C")
-        out = rows if inplace else numpy.empty_like(rows)
-    hadacore_transform_out(out, rows)
-    if inplace and rows is not x:
+    rows = with_dense_rows(x) if x.ndim in (1, 2) else contiguous(x)
+    if not inplace:
+        return hadacore_transform_out.new(rows)
+    hadacore_transform_out(rows, rows)
+    if rows is not x:
         x[...] = rows
-    return x if inplace else out
+    return x
 
 
 @op(out="out", in_place={"out": "x"})
@@ -79,7 +102,9 @@ def hadacore_transform_out(out: Tensor, x: Tensor) -> None:
     """Walsh-Hadamard transform of rows: ``out[..., i] = sum_j (-1)^popcount(i & j) * x[..., j] / sqrt(hidden_size)``.
 
     In natural (Sylvester's) order; orthonormal, so its own inverse. Computed in float32, rounded once (Fino and Algazi
-    1976, "Unified matrix treatment of the fast Walsh-Hadamard transform"; Agarwal et al. 2024, arXiv:2412.08832).
+    1976, "Unified matrix treatment of the fast Walsh-Hadamard transform"; Agarwal et al. 2024, arXiv:2412.08832). In a
+    row whose magnitudes add up to more than sqrt(hidden_size) times the largest float32, results may be infinite or NaN
+    that are finite by the formula; float16 has no such rows.
 
     Args:
         out: [..., hidden_size], written; rows of one stride. May be `x`.
@@ -94,6 +119,11 @@ def hadacore_transform_out(out: Tensor, x: Tensor) -> None:
     out.copy_((y / size**0.5).to(x.dtype))
 
 
+@hadacore_transform_out.result
+def result_hadacore_transform_out(x: TensorArg) -> Result:
+    return Result(x.shape, x.dtype)
+
+
 @hadacore_transform_out.plan
 def plan_hadacore_transform_out(out: TensorArg, x: TensorArg) -> Launch:
     check.floating(x)
@@ -102,7 +132,8 @@ def plan_hadacore_transform_out(out: TensorArg, x: TensorArg) -> Launch:
     check.row_size(out)
     if size & (size - 1) or not 1 <= size <= _MAX_SIZE:
         raise x.error(f"expected a last dimension that is a power of two up to {_MAX_SIZE}, got shape {x.shape}")
-    config, num_rows = choose(size, x.device), check.num_rows(x)
+    num_rows = check.num_rows(x)
+    config = tuning.config(x.op, Problem(num_rows, size, x.dtype), x.device, choose)
     row_threads = size // config.elements
     vec_size = min(config.elements, 16 // x.dtype.itemsize)
     return _hadamard(

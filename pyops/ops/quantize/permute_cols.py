@@ -27,9 +27,9 @@ def permute_cols(a: Tensor, perm: Tensor, *, out: Tensor) -> None:
     `perm` may name a column any number of times. Where it names no column, `out` becomes 0.
 
     Args:
-        a: [..., hidden_size], float32, float16 or bfloat16, contiguous.
+        a: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         perm: [hidden_size] int32, contiguous.
-        out: the same shape and dtype as `a`, contiguous, written and returned; new unless given.
+        out: the same shape and dtype as `a`, written and returned; rows of one stride; new unless given.
     """
     inside = (perm >= 0) & (perm < a.shape[-1])
     columns = a[..., perm.where(inside, 0).long()]
@@ -37,8 +37,8 @@ def permute_cols(a: Tensor, perm: Tensor, *, out: Tensor) -> None:
 
 
 @permute_cols.result
-def result_permute_cols(a: Any) -> Result:
-    return Result(a.shape)
+def result_permute_cols(a: TensorArg) -> Result:
+    return Result(a.shape, a.dtype)
 
 
 @permute_cols.plan
@@ -46,8 +46,7 @@ def plan_permute_cols(a: TensorArg, perm: TensorArg, out: TensorArg) -> Launch:
     check.floating(a)
     hidden_size = check.row_size(a)
     check.like(out, a)
-    for arg in (out, a):
-        check.contiguous(arg)
+    check.row_size(out)
     check.shape(perm, int32, hidden_size=hidden_size)
     num_rows, row_bytes = check.num_rows(a), hidden_size * a.dtype.itemsize
     # A block of several rows reads the indices once. Two blocks should fit into a multiprocessor's shared memory.
@@ -63,6 +62,8 @@ def plan_permute_cols(a: TensorArg, perm: TensorArg, out: TensorArg) -> Launch:
         shared=rows * row_bytes if staged else 0,
         num_rows=num_rows,
         row_size=hidden_size,
+        out_stride=check.row_stride(out),
+        a_stride=check.row_stride(a),
     )
 
 

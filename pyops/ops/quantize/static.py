@@ -8,6 +8,7 @@ from ..._core import check
 from ..._core.dtypes import float32, int8, int32
 from ..._core.kernel import Launch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import fp8
 from ._common import as_fp8, fp8_matrices, matrices, one_row, saturated, shifted, static
@@ -136,8 +137,8 @@ def static_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: 
     of 0 gives -128, 127 and (for 0 / 0) 0, and a NaN scale gives 0. A scale may be negative.
 
     Args:
-        result: [..., hidden_size] int8, contiguous, written.
-        input: the same shape, float32, float16 or bfloat16, contiguous.
+        result: [..., hidden_size] int8, written; rows of one stride.
+        input: the same shape, float32, float16 or bfloat16; rows of one stride.
         scale: one float32.
         azp: one int32, the code of 0, which may lie outside int8; or None for 0.
     """
@@ -145,13 +146,16 @@ def static_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: 
     result.copy_(saturated((x / s).round()) if azp is None else shifted(x * (1.0 / s), azp.reshape(())))
 
 
+@static_scaled_int8_quant.result
+def result_static_scaled_int8_quant(input: TensorArg) -> Result:
+    return Result(input.shape, int8)
+
+
 @static_scaled_int8_quant.plan
 def plan_static_scaled_int8_quant(
     result: TensorArg, input: TensorArg, scale: TensorArg, azp: TensorArg | None
 ) -> Launch:
     matrices(result, input, int8)
-    for arg in (result, input):
-        check.contiguous(arg)
     check.scalar(scale)
     check.scalar(azp, int32)
     return static(*one_row(result, input), azp=azp is not None)

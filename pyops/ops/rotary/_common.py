@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..._core import check
-from ..._core.dtypes import int32, int64
+from ..._core import check, tuning
+from ..._core.dtypes import DType, int32, int64
 from ..._core.tensor import TensorArg
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ..._core.device import Device
 
 MAX_ROTARY_DIM = 2048
 EXAMPLE_POSITIONS = 4096  # rows of the tables of examples
@@ -21,10 +23,61 @@ EXAMPLE_POSITIONS = 4096  # rows of the tables of examples
 # Bytes of the first elements of a thread's pairs: without is_neox (an access has both elements of a pair), and with it.
 _PAIR_BYTES = 8, 16
 _FEW_THREADS = 1024  # threads per multiprocessor, with one head to a thread: up to here, tokens are few
-# Pairs (few tokens, many tokens):
-_THREAD_HEADS = 1, 4  # max heads per thread: one, to use the whole device; several, for bytes in flight
-_BLOCK_THREADS = 128, 512  # threads that a block with a part of a token, or a whole one, has about
-_MIN_THREADS = 64, 128  # min threads of a block
+
+
+class Share(NamedTuple):
+    """What a thread and a block have.
+
+    Attributes:
+        thread_heads: max heads per thread.
+        block_threads: threads that a block with a part of a token, or a whole one, has about.
+        min_threads: min threads of a block.
+        max_threads: max threads of a block that takes several tokens to leave fewer threads idle.
+    """
+
+    thread_heads: int
+    block_threads: int
+    min_threads: int
+    max_threads: int
+
+
+_FEW = Share(1, 128, 64, 64)  # one head to a thread, to use the whole device
+_MANY = Share(4, 512, 128, 512)  # several heads, for bytes in flight
+# What tuning tries beside _FEW and _MANY.
+_OTHERS = Share(1, 256, 64, 256), Share(2, 128, 64, 64), Share(2, 256, 128, 256), Share(4, 256, 128, 256)
+
+
+class RotaryProblem(NamedTuple):
+    """What the geometry depends on.
+
+    Attributes:
+        num_tokens: tokens of the launch.
+        dtype: element type of the heads.
+        num_heads: heads of a token.
+        rotary_dim: elements of a head that turn.
+        is_neox: whether pairs are (j, j + rotary_dim / 2), or else (2j, 2j + 1).
+        pairs: neighbouring pairs of a head that a thread turns.
+        access_size: elements that one access to a head moves.
+        cache_access: elements that one access to a table of angles moves.
+    """
+
+    num_tokens: int
+    dtype: DType
+    num_heads: int
+    rotary_dim: int
+    is_neox: bool
+    pairs: int
+    access_size: int
+    cache_access: int
+
+    def bucket(self) -> str:
+        words = [
+            f"tokens={tuning.power_of_two(self.num_tokens)}",
+            f"heads={self.num_heads}x{self.rotary_dim}",
+            self.dtype.name,
+            f"access={self.access_size}/{self.cache_access}",
+        ]
+        return " ".join(words + ["neox"] * self.is_neox)
 
 
 @dataclass(frozen=True)
@@ -73,6 +126,10 @@ class RotaryConfig:
         """Blocks (groups of tokens, parts of a token) for so many tokens."""
         return -(-num_tokens // self.block_tokens), self.token_blocks
 
+    def candidates(self, problem: RotaryProblem, device: Device) -> list[RotaryConfig]:
+        """Other heads of a thread, and other blocks."""
+        return [_config(share, *problem[2:]) for share in (_FEW, *_OTHERS, _MANY)]
+
 
 def choose(
     num_tokens: int,
@@ -89,40 +146,38 @@ def choose(
         heads: [..., heads, head_size], all that a thread reads or writes.
     """
     pairs = gcd(rotary_dim // 2, _PAIR_BYTES[bool(is_neox)] // heads[0].dtype.itemsize)
-    threads = num_tokens * num_heads * (rotary_dim // 2 // pairs)  # with one head to a thread
-    return _choose(
+    problem = RotaryProblem(
+        num_tokens,
+        heads[0].dtype,
+        num_heads,
         rotary_dim,
         bool(is_neox),
         pairs,
         check.vector_width(pairs if is_neox else 2 * pairs, *heads),
         check.vector_width(pairs, *tables),
-        num_heads,
-        threads > _FEW_THREADS * heads[0].device.multiprocessors,
     )
+    return tuning.config(heads[0].op, problem, heads[0].device, _choose)
+
+
+def _choose(problem: RotaryProblem, device: Device) -> RotaryConfig:
+    """Small blocks for few tokens; for many, blocks of whole tokens."""
+    threads = problem.num_tokens * problem.num_heads * (problem.rotary_dim // 2 // problem.pairs)  # of one head each
+    many = threads > _FEW_THREADS * device.multiprocessors
+    return _config(_MANY if many else _FEW, *problem[2:])
 
 
 @cache  # a plan miss must not pay for it
-def _choose(
-    rotary_dim: int,
-    is_neox: bool,
-    pairs: int,
-    access_size: int,
-    cache_access: int,
-    num_heads: int,
-    many: bool,
+def _config(
+    share: Share, num_heads: int, rotary_dim: int, is_neox: bool, pairs: int, access_size: int, cache_access: int
 ) -> RotaryConfig:
-    """`choose` for many tokens or few.
-
-    A group of lanes shares the pairs of its heads. Few tokens get small blocks. Many tokens get blocks of whole tokens,
-    of the size that leaves the fewest threads idle.
-    """
+    """The geometry with this share. A group of lanes shares the pairs of its heads."""
     lanes = rotary_dim // 2 // pairs
-    groups = -(-num_heads // _THREAD_HEADS[many])  # of a token
-    block_groups = -(-groups // -(-groups * lanes // _BLOCK_THREADS[many]))
+    groups = -(-num_heads // share.thread_heads)  # of a token
+    block_groups = -(-groups // -(-groups * lanes // share.block_threads))
     needed = block_groups * lanes  # threads for a token, or for the part of a token that a block has
-    min_threads = max(-(-needed // 64) * 64, _MIN_THREADS[many])
-    max_threads = max(min_threads, _BLOCK_THREADS[True]) if many else min_threads
-    num_threads = min(range(min_threads, max_threads + 1, 64), key=lambda threads: threads % needed / threads)
+    min_threads = max(-(-needed // 64) * 64, share.min_threads)
+    sizes = range(min_threads, max(min_threads, share.max_threads) + 1, 64)
+    num_threads = min(sizes, key=lambda threads: threads % needed / threads)
     return RotaryConfig(
         rotary_dim=rotary_dim,
         is_neox=is_neox,

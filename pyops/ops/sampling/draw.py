@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.dtypes import float32, int32, int64
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
@@ -66,6 +66,14 @@ class Problem:
     is_aligned: bool
     is_filtered: bool
 
+    def bucket(self) -> str:
+        words = [
+            f"rows={tuning.power_of_two(self.num_rows)}",
+            f"vocab={self.vocab_size}x{self.itemsize}",
+            "aligned" if self.is_aligned else "unaligned",
+        ]
+        return " ".join(words + ["filtered"] * self.is_filtered)
+
 
 @dataclass(frozen=True)
 class WholeRows:
@@ -87,12 +95,33 @@ class WholeRows:
         """Logits for which a block has room in shared memory."""
         return _VEC_SIZE * self.thread_vecs(problem) * self.num_threads
 
+    def fitting(self, problem: Problem, device: Device) -> int:
+        """Blocks whose shared memory a multiprocessor has; 0 also where sums of weights have no room in 32 bits."""
+        block_logits = self.block_logits(problem)
+        if block_logits > _MAX_BLOCK_LOGITS:
+            return 0
+        return (device.shared_memory + _DRIVER_SHARED) // (problem.itemsize * block_logits + _STATIC_SHARED)
+
+    def candidates(self, problem: Problem, device: Device) -> list[WholeRows]:
+        """Other clusters, blocks, and registers for a thread."""
+        found = [tuning.resized(self, threads) for threads in tuning.beside(self.num_threads, 64, 2 * _MAX_THREADS)]
+        found += tuning.varied(
+            self,
+            cluster=tuning.beside(self.cluster, 1, device.cluster),
+            min_blocks=tuning.occupancies(self.num_threads, self.min_blocks),
+        )
+        return [config for config in found if config.fitting(problem, device)]
+
 
 @dataclass(frozen=True)
 class Pieces:
     """sampling_max.cu, sampling_filter.cu and sampling_pick.cu: a block has `piece_size` logits of a row."""
 
     piece_size: int
+
+    def candidates(self, problem: Problem, device: Device) -> list[Pieces]:
+        """Other pieces."""
+        return tuning.varied(self, piece_size=tuning.beside(self.piece_size, _MIN_PIECE, _MAX_PIECE))
 
 
 def choose(problem: Problem, device: Device) -> WholeRows | Pieces:
@@ -116,11 +145,8 @@ def _whole_rows(problem: Problem, device: Device) -> WholeRows | None:
     wanted_threads = 1 << (block_vecs * _VEC_SIZE // _THREAD_LOGITS - 1).bit_length()
     num_threads = min(_MAX_THREADS, max(_MIN_THREADS, wanted_threads))
     config = WholeRows(cluster, num_threads, min_blocks=_RESIDENT // num_threads)
-    block_logits = config.block_logits(problem)
-    fitting = (device.shared_memory + _DRIVER_SHARED) // (problem.itemsize * block_logits + _STATIC_SHARED)
-    if fitting == 0 or block_logits > _MAX_BLOCK_LOGITS:
-        return None
-    return replace(config, min_blocks=min(fitting, config.min_blocks))
+    fitting = config.fitting(problem, device)
+    return replace(config, min_blocks=min(fitting, config.min_blocks)) if fitting else None
 
 
 @op(out="samples", ulps=0)
@@ -154,8 +180,9 @@ def top_k_top_p_sampling_from_logits(
         top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, keeps all tokens. Or None.
         top_p: [num_rows] float32, contiguous; 1 or more, or NaN, keeps all tokens. Or None.
         min_p: [num_rows] float32, contiguous; 0 or less, or NaN, keeps all tokens. Or None.
-        temperature: t, [num_rows] float32, contiguous; 0, or a number without a finite positive inverse, takes the
-            first of the likeliest tokens. Or None for 1.
+        temperature: t, [num_rows] float32, contiguous; or None for 1. 0, a negative number, NaN, and a number whose
+            inverse is no finite float32 take the first of the likeliest tokens; inf makes all finite logits equally
+            likely.
     """
     rows, vocab_size = logits.shape
     x = logits.float()
@@ -163,9 +190,10 @@ def top_k_top_p_sampling_from_logits(
     largest = x.amax(-1, keepdim=True)
 
     t = torch.ones_like(largest) if temperature is None else temperature[:, None]
-    inverse = 1.0 / t
+    shrink = torch.where(t > 1, 2.0**-28, 1.0)  # the largest float and its negative then have a finite difference
+    inverse = 1.0 / (t * shrink)
     greedy = ~((inverse >= 0) & inverse.isfinite() & (t > 0))
-    share = torch.exp((x - largest) * inverse).nan_to_num(nan=0.0)
+    share = torch.exp((x * shrink - largest * shrink) * inverse).nan_to_num(nan=0.0)
     share = torch.where(greedy, (x == largest).float(), share).masked_fill(x == -torch.inf, 0.0)
     weights = (share.double() * _WHOLE).long()
     if min_p is not None:
@@ -214,7 +242,7 @@ def plan_top_k_top_p_sampling_from_logits(
     is_aligned = check.vector_width(_VEC_SIZE, logits) == _VEC_SIZE
     is_filtered = top_k is not None or top_p is not None
     problem = Problem(num_rows, vocab_size, logits.dtype.itemsize, is_aligned, is_filtered)
-    config = choose(problem, logits.device)
+    config = tuning.config(logits.op, problem, logits.device, choose)
     if isinstance(config, WholeRows):
         return [_launch_whole_rows(config, problem, logits, given)]
     return _launch_pieces(config, logits, given)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..._core import check
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 
@@ -30,9 +31,11 @@ def softmax(out: Tensor, logits: Tensor, temperature: Tensor | None = None) -> N
     Args:
         out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
         logits: the same shape, float32, float16 or bfloat16; rows of one stride.
-        temperature: t of each row, float32, contiguous, above 0; or None for 1.
+        temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
+            them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
+            equal.
     """
-    out.copy_((logits.double() / _temperatures(logits, temperature)).softmax(-1))
+    out.copy_(_cooled(logits, temperature).softmax(-1))
 
 
 @op(out="out", in_place={"out": "logits"})
@@ -44,14 +47,21 @@ def log_softmax(out: Tensor, logits: Tensor, temperature: Tensor | None = None) 
     Args:
         out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
         logits: the same shape, float32, float16 or bfloat16; rows of one stride.
-        temperature: t of each row, float32, contiguous, above 0; or None for 1.
+        temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
+            them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
+            equal.
     """
-    out.copy_((logits.double() / _temperatures(logits, temperature)).log_softmax(-1))
+    out.copy_(_cooled(logits, temperature).log_softmax(-1))
 
 
-def _temperatures(logits: Tensor, temperature: Tensor | None) -> Any:
-    """float64 temperatures that broadcast over `logits`."""
-    return 1.0 if temperature is None else temperature.double().reshape(*logits.shape[:-1], 1)
+def _cooled(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """The logits divided by the temperature of their row, in float64."""
+    x = logits.double()
+    if temperature is None:
+        return x
+    smallest = torch.finfo(torch.float32).tiny
+    t = temperature.double().clamp(min=smallest).reshape(*logits.shape[:-1], 1)
+    return torch.where(x == -torch.inf, x, x / t)  # -inf / inf would be NaN
 
 
 def _launches(out: TensorArg, logits: TensorArg, temperature: TensorArg | None, logarithm: bool) -> list[Launch]:

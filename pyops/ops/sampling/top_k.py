@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.dtypes import float32, int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
@@ -39,6 +39,8 @@ _FILLED_BY_CLUSTERS = {2: 1.0, 4: 1.0, 8: 0.75}
 _CANDIDATE_BYTES = 8
 _MAX_CANDIDATES = 23  # of a thread
 _STATIC_SHARED = 26 * 1024  # bytes of shared memory that the kernel declares itself
+_CANDIDATE_THREADS = 256, 512, 1024  # threads of a block that tuning tries
+_CANDIDATE_ROUNDS = 8  # max vectors of a thread of a short row that tuning tries
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,21 @@ class Problem:
         """Vectors of four elements that a row has a part of, at most."""
         return -(-self.columns // 4) + (not self.is_aligned)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether top_k_short_row.cu serves the call; top_k_per_row.cu serves every call."""
+        fits = self.vectors <= _SHORT_MAX_ROUNDS * _SHORT_MAX_THREADS
+        return self.vec_size == 4 and fits and self.top_k <= _SHORT_MAX_TOP_K
+
+    def bucket(self) -> str:
+        words = [
+            "short" if self.is_short else "long",
+            f"rows={tuning.power_of_two(self.num_rows)}",
+            f"columns={tuning.power_of_two(self.columns)}",
+            f"k={tuning.power_of_two(self.top_k)}",
+        ]
+        return " ".join(words + [f"vec_size={self.vec_size}"] * (not self.is_short))
+
 
 @dataclass(frozen=True)
 class ShortRows:
@@ -73,6 +90,15 @@ class ShortRows:
     def rounds(self, problem: Problem) -> int:
         """Vectors of a thread."""
         return max(1, -(-problem.vectors // self.num_threads))
+
+    def candidates(self, problem: Problem, device: Device) -> list[ShortRows]:
+        """Other blocks and other registers for a thread."""
+        found: list[ShortRows] = [
+            tuning.resized(self, threads)
+            for threads in _CANDIDATE_THREADS
+            if problem.vectors <= _CANDIDATE_ROUNDS * threads
+        ]
+        return found + tuning.varied(self, min_blocks=tuning.occupancies(self.num_threads, self.min_blocks))
 
 
 @dataclass(frozen=True)
@@ -88,14 +114,20 @@ class LongRows:
         """Bytes of dynamic shared memory: a thread has one place more than candidates."""
         return _CANDIDATE_BYTES * (self.capacity + 1) * self.num_threads
 
+    def candidates(self, problem: Problem, device: Device) -> list[LongRows]:
+        """Other clusters, blocks, and room for candidates of the kernel."""
+        found = tuning.varied(
+            self,
+            num_threads=_CANDIDATE_THREADS,
+            cluster=tuning.beside(self.cluster, 1, device.cluster),
+            capacity=tuning.beside(self.capacity, 1, _MAX_CANDIDATES),
+        )
+        return [config for config in found if config.shared + _STATIC_SHARED <= device.shared_memory]
+
 
 def choose(problem: Problem, device: Device) -> ShortRows | LongRows:
     """Registers for rows that fit; else as many blocks to a row as the device has room for."""
-    if (
-        problem.vec_size == 4
-        and problem.vectors <= _SHORT_MAX_ROUNDS * _SHORT_MAX_THREADS
-        and problem.top_k <= _SHORT_MAX_TOP_K
-    ):
+    if problem.is_short:
         num_threads = _SHORT_THREADS if problem.vectors <= _SHORT_MAX_ROUNDS * _SHORT_THREADS else _SHORT_MAX_THREADS
         return ShortRows(num_threads, _SHORT_RESIDENT // num_threads)
     cluster = 1
@@ -277,7 +309,7 @@ def _launches(
     is_aligned = logits.alignment % 16 == 0 and strides[0] % 4 == 0
     vec_size = 4 if strides[1] == 1 or columns <= 1 else 1
     problem = Problem(numRows, columns, topK, vec_size, is_aligned)
-    config = choose(problem, logits.device)
+    config = tuning.config(logits.op, problem, logits.device, choose)
     is_decode, num_blocks = "rowStarts" in absent, numRows if topK else 0
     if isinstance(config, ShortRows):
         return [
