@@ -513,11 +513,12 @@ def test_hostile_tables(wide: bool, where: str) -> None:
     for op, args in _gathers(where):
         names = {p.name: i for i, p in enumerate(op.parameters)}
         tables = [n for n, x in named(op, args).items() if x.dtype == torch.int32]
+        num_blocks = next(len(x) for n, x in named(op, args).items() if n.endswith("_cache"))
         wide_args = [arg.to(dtype) if n in tables else arg for n, arg in zip(names, args, strict=True)]
         for table in tables:
             rows = wide_args[names[table]].shape[0]
             for at in {*range(min(3, rows)), rows - 1}:
-                for value in (*hostile, 1, 30):
+                for value in (*hostile, 1, 30, num_blocks):
                     broken = clones(wide_args)
                     broken[names[table]][at] = value
                     # The reference is thousands of small calls: of them only those on a CPU are fast.

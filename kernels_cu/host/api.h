@@ -44,6 +44,8 @@ HOST_API void* dynamic_shared();
 // Check and record an access that the compiler does not instrument.
 enum class Access : uint8_t { READ, WRITE, ATOMIC };
 HOST_API void record_access(const void* address, size_t bytes, Access kind);
+// Check the address of a load that a device makes and the host does not.
+HOST_API void check_load(const void* address, size_t bytes);
 // Copy bytes without recording an access.
 HOST_API void copy_unrecorded(void* to, const void* from, size_t bytes);
 

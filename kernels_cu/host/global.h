@@ -83,6 +83,11 @@ inline void check_bounds(const char* address, size_t bytes, Access kind, const v
                 bytes, size_t(at));
 }
 
+__attribute__((noinline)) void check_load(const void* address, size_t bytes) {
+    state.asked_pc = __builtin_return_address(0);
+    check_bounds(static_cast<const char*>(address), bytes, Access::READ, state.asked_pc);
+}
+
 inline void drop_records() {
     for (size_t i = 0; i < MAX_PAGES; ++i) {
         if (global_memory.table[i]) munmap(global_memory.table[i], sizeof(Records));

@@ -41,9 +41,18 @@ DEVICE void keep_loads_of_warp() {
 #endif
 }
 
-// Whether a thread that needs no value may load it anyway, while another thread writes it: a load without a condition
-// is issued earlier. The host, which finds races, would report it.
-constexpr bool SPECULATE = !PYOPS_HOST;
+// Whether a thread that does not need the `count` elements at `address` loads them all the same, though another thread
+// may be writing them: a load without a condition is issued earlier. The host would report the race; there, the thread
+// does not load, and the address alone is checked.
+template <typename T>
+DEVICE bool speculates(const T* address, int count) {
+#if PYOPS_HOST
+    host::check_load(address, sizeof(T) * count);
+    return false;
+#else
+    return true;
+#endif
+}
 
 // Streaming accesses, for data that is read once or written once: such data leaves the caches first.
 template <typename W>

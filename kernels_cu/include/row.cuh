@@ -99,7 +99,7 @@ struct Row {
     }
     template <bool ONCE>
     DEVICE vec_t read(int i, int column) const {
-        if (!SPECULATE && !active) return vec_t::full(0.0f);
+        if (!active && !speculates(address + column, i == EDGE ? 1 : VEC_SIZE)) return vec_t::full(0.0f);
         if (i == EDGE) return vec_t::single(address[column]);
         vec_t vec = ONCE ? vec_t::template load_once<ACCESS_SIZE>(address + column)
                          : vec_t::template load<ACCESS_SIZE>(address + column);

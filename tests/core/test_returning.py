@@ -281,5 +281,5 @@ def test_tensors_without_data_are_checked() -> None:
     for call in (pyops.permute_cols, torch.ops.pyops.permute_cols):
         with pytest.raises(pyops.OpError, match=r"^permute_cols: perm: expected shape \(hidden_size=64,\), got \(5,\)"):
             call(x, perm[:5])
-        with pytest.raises(pyops.OpError, match="^permute_cols: out: expected shape"):
+        with pytest.raises(pyops.OpError, match=r"^permute_cols: out: expected shape"):
             call(x, perm, out=x[:2])

@@ -10,7 +10,7 @@ EQUIVALENT: dict[str, str] = {
     "include/paged.cuh:cast:e0443a01": "a product of 64 bits has the same bits with a sign and without",
     "include/packed.cuh:cast:58d6546e": "the parameter that takes the value is a float",
     "include/span.cuh:exit:0734c801": "a whole vector has the same elements if they are loaded one by one",
-    "sampling/sampling_row.cu:condition:79a890a8": "every lane has the extremes; writing them again changes nothing",
+    "sampling/sampling_row.cu:condition:545b3ddc": "every lane has the extremes; atomics of the others change nothing",
     "sampling/top_k_per_row.cu:cast:604bdf17": "the bit of a bool has the same place in int and in uint32_t",
     "pyops/ops/linear/skinny_linear.py:specialisation:afe7a4ce": "blocks take twice the tokens, and half find none",
 }
