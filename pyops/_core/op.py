@@ -120,7 +120,7 @@ class Op(Planner):
         self.form: Form | None = None
         if declaration.returned:
             self.form = returning.make(self, self.call)
-        torch_library.add(declaration, self.call, self.compile_wrapper, self.form)
+        torch_library.add(declaration, self.call, self.compile_wrapper, self.check, self.form)
         self.wrapper: Any = self.form.new if self.form else self.call
         self.wrapper.__dict__.update(
             op=self,
@@ -142,7 +142,7 @@ class Op(Planner):
         """`function` says what the outputs look like that the form `new` allocates; with it, the op has that form."""
         if self.form is None:
             self.form = returning.make(self, self.call)
-            torch_library.add(self.declaration, self.call, self.compile_wrapper, self.form)
+            torch_library.add(self.declaration, self.call, self.compile_wrapper, self.check, self.form)
         self.wrapper.new = self.form.new
         return super().set_result(function)
 

@@ -33,12 +33,14 @@ class _Entry(NamedTuple):
 
     Attributes:
         call: the wrapper, which writes its outputs; load: compiles the wrapper's text.
+        check: (*arguments): raises OpError for a call that the op refuses; looks at no data.
         form: the form that allocates outputs; None if the op has none.
     """
 
     declaration: Declaration
     call: Callable[..., Any]
     load: Callable[[], None]
+    check: Callable[..., Any]
     form: Form | None = None
 
 
@@ -61,10 +63,16 @@ _entries: dict[str, _Entry] = {}
 _libraries: dict[str, Any] = {}  # the torch library of each op: an op that is declared again takes another
 
 
-def add(declaration: Declaration, call: Callable[..., Any], load: Callable[[], None], form: Form | None = None) -> None:
+def add(
+    declaration: Declaration,
+    call: Callable[..., Any],
+    load: Callable[[], None],
+    check: Callable[..., Any],
+    form: Form | None = None,
+) -> None:
     """Have an op registered with torch: now, or when torch is bound. An op of its name that is there goes."""
     remove(declaration.name)
-    _entries[declaration.name] = _Entry(declaration, call, load, form)
+    _entries[declaration.name] = _Entry(declaration, call, load, check, form)
     if _is_bound():
         _register(_entries[declaration.name])
 
@@ -186,9 +194,16 @@ def _parameters(declaration: Declaration, parameters: Sequence[Parameter]) -> st
 def _register(entry: _Entry) -> None:
     import torch
 
-    declaration, call, load, form = entry
+    declaration, call, load, check, form = entry
     name = declaration.name
     library = _libraries[name] = torch.library.Library("pyops", "FRAGMENT")
+
+    def check_meta(parameters: Sequence[Parameter], args: Sequence[Any], by_name: dict[str, Any]) -> None:
+        # torch leaves out what equals its default. Fake tensors are not checked: a check would fix symbolic sizes.
+        given = {p.name: value for p, value in zip(parameters, args, strict=False)} | by_name
+        values = [given.get(p.name, p.default) for p in declaration.parameters]
+        if all(tensor.is_meta(value) for value in declaration.tensors_of(values) if value is not None):
+            check(*values)
 
     def define(schema: str, declaration: Declaration, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
         library.define(schema)
@@ -212,13 +227,22 @@ def _register(entry: _Entry) -> None:
         torch.library.register_fake(f"pyops::{overload}", checked, lib=library)
 
     def observed(*args: Any, **kwargs: Any) -> None:
+        check_meta(declaration.parameters, args, kwargs)
         if (observe := _observer.get()) is not None:
             observe(name, args, kwargs)
+
+    def allocated(*args: Any, **kwargs: Any) -> Any:
+        assert form is not None
+        results = form.allocate(*args, **kwargs)
+        outputs = results if isinstance(results, tuple) else (results,)
+        names = (p.name for p in form.declaration.returned)
+        check_meta(form.declaration.parameters, args, kwargs | dict(zip(names, outputs, strict=True)))
+        return results
 
     define(schema(declaration), declaration, call, observed)
     if form is not None:
         overload = "" if declaration.returned else ".new"
-        define(returning_schema(form.declaration, overload), form.declaration, form.new, form.allocate)
+        define(returning_schema(form.declaration, overload), form.declaration, form.new, allocated)
     # torch.compile traces a reference, as layers that are switched off have it, but not the proxy of torch.
     module = declaration.reference.__globals__
     if module.get("torch") is lazy.torch:
