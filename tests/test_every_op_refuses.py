@@ -6,6 +6,7 @@ hand and must not be taken for the wrong one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -188,11 +189,43 @@ def test_read_only(op: Op, p: Parameter) -> None:
 
 
 @pytest.mark.parametrize("device", OF_REFUSALS)
+@_each([case for case in CASES if case[1].number])
+def test_numbers_that_float32_cannot_hold(op: Op, p: Parameter, device: str) -> None:
+    args = _right_call(op, device)
+    for value in (1e300, -(10**400)):
+        assert refusal(op, replaced(op, args, **{p.name: value})).argument == p.name
+
+
+@pytest.mark.parametrize("device", OF_REFUSALS)
 @_each(SCALARS)
 def test_wrong_scalar(op: Op, p: Parameter, device: str) -> None:
     args = _right_call(op, device)
     wrong: list[Any] = [[1], object(), 5 if p.kind == "str" else "x"]
     wrong += [1.5] if p.kind in ("int", "bool") else []
+    wrong += [2**70] if p.kind == "int" else [1e300, -(10**400)] if p.kind == "float" else []
     wrong += [] if p.optional else [None]
     for value in wrong:
         assert refusal(op, replaced(op, args, **{p.name: value})).argument == p.name
+
+
+def _error(call: Callable[..., None], *args: Any) -> str | None:
+    try:
+        call(*args)
+    except pyops.OpError as error:
+        return str(error)
+    return None
+
+
+@_each(CASES)
+def test_tensors_without_data(op: Op, p: Parameter) -> None:
+    """On the device "meta" a call is refused exactly where a call with data is, also through torch.ops."""
+    args = _args(op)
+    value = _value(op, args, p)
+    errors = []
+    for wrong in (torch.cat((value, value[..., :1]), -1), value[:-1], value[None], value.float().to(torch.complex64)):
+        given = replaced(op, args, **{p.name: wrong})
+        metas = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in given]
+        errors.append(_error(op.check, *given))
+        assert _error(op, *metas) == errors[-1]
+        assert _error(op.applied(getattr(torch.ops.pyops, op.name), metas)) == errors[-1]
+    assert any(errors), "nothing wrong was tried"

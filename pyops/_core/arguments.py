@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf, prod
 from numbers import Real
 from typing import Any
@@ -16,7 +16,13 @@ from .errors import OpError
 
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, int, numpy.bool_), "str": (str,)}
 _FLOATS = (float, int, numpy.floating, numpy.integer, numpy.bool_)
-_MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # from here on, float32 has infinity alone
+# What makes a value of Python of a value that has passed `check_scalar`.
+_PYTHON: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "int": lambda value: int(operator.index(value)),  # True counts as 1
+    "bool": lambda value: bool(operator.index(value)),
+}
+_MAX_SHOWN_BITS = 128  # longer integers are not written out in errors
 
 
 def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
@@ -37,6 +43,8 @@ def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
                 and not tensor.on_host(like)
                 and prod(value.shape) == 1
             )
+            if is_number:
+                _check_float(declaration.name, p, value)
             if is_number or is_elsewhere:
                 made[i] = tensor.held_number(value, like)
         elif p.keyed and isinstance(value, numpy.generic):
@@ -45,14 +53,25 @@ def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
             made[i] = value
             if any(isinstance(one, numpy.integer) for one in value):
                 made[i] = tuple(one.item() if isinstance(one, numpy.integer) else one for one in value)
-        elif p.keyed and tensor.library_of(value):
+        elif p.keyed and (tensor.library_of(value) or _is_index(p, value)):
             check_scalar(declaration.name, p, value)
-            try:
-                made[i] = float(value) if p.kind == "float" else operator.index(value)
-            except (TypeError, ValueError) as error:
-                raise OpError(declaration.name, p.name, f"expected {p.kind}: {error}") from None
+            made[i] = _PYTHON[p.kind](value)
     changed = any(new is not args[i] for i, new in made.items())
     return [made.get(i, arg) for i, arg in enumerate(args)] if changed else None
+
+
+def numbers(declaration: Declaration, args: Sequence[Any]) -> list[Any]:
+    """`args` with every float and integer, such as numpy's, as the number of Python that a kernel would be given.
+
+    Raises OpError for what is none. Where a reference runs, torch computes with whatever the argument is.
+    """
+    made = list(args)
+    for i, (p, value) in enumerate(zip(declaration.parameters, args, strict=True)):
+        if not p.is_tensor:
+            check_scalar(declaration.name, p, value)
+        if value is not None and p.kind in ("float", "int"):
+            made[i] = _PYTHON[p.kind](value)
+    return made
 
 
 def describe(declaration: Declaration, args: Sequence[Any]) -> tuple[str, list[Any]]:
@@ -90,27 +109,60 @@ def check_scalar(op: str, p: Parameter, value: Any) -> None:
     if value is None and p.optional:
         return
     if p.kind == "float":
-        try:
-            if isinstance(value, _FLOATS) or tensor.library_of(value):
-                if _MAX_FLOAT <= abs(float(value)) < inf:
-                    raise OpError(op, p.name, f"expected a number that float32 can hold, got {value}")
-                return
-        except (TypeError, ValueError, OverflowError) as error:
-            if isinstance(error, OpError):
-                raise
+        if isinstance(value, _FLOATS) or tensor.library_of(value):
+            _check_float(op, p, value)
+            return
     elif p.kind == "dtype":
-        if hasattr(value, "itemsize") or (isinstance(value, str) and dtypes.of(value)):
+        is_dtype = hasattr(value, "itemsize") and tensor.library_of(value) is None
+        if is_dtype or (isinstance(value, str) and dtypes.of(value)):
             return
         if isinstance(value, str):
             raise OpError(op, p.name, f'expected the name of an element type, got "{value}"')
     elif p.kind == "tuple[int, int]":
         if isinstance(value, tuple) and [type(one) for one in value] == [int, int]:
             return
-    elif isinstance(value, _SCALARS[p.kind]) or (p.kind != "str" and hasattr(value, "__index__")):
-        if p.kind == "int" and isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise OpError(op, p.name, f"expected an integer of 64 bits, got {value}")
+    elif isinstance(value, _SCALARS[p.kind]):
+        if p.kind == "int":
+            _check_int(op, p, value)
+        return
+    elif _is_index(p, value):
+        _check_int(op, p, value)
         return
     raise OpError(op, p.name, f"expected {p.kind}, got {type(value).__name__}")
+
+
+def _is_index(p: Parameter, value: Any) -> bool:
+    """Whether `value` is no integer of Python, but says that it stands for one, where an integer is expected."""
+    return p.kind in ("int", "bool") and not isinstance(value, int) and hasattr(value, "__index__")
+
+
+# A conversion runs code of the value's class, a tensor's or the caller's own, which may raise anything.
+
+
+def _check_float(op: str, p: Parameter, value: Any) -> None:
+    try:
+        number = abs(float(value))
+    except OverflowError:
+        number = tensor.MAX_FLOAT
+    except Exception as error:
+        raise OpError(op, p.name, f"expected float, got {type(value).__name__}: {error}") from None
+    if tensor.MAX_FLOAT <= number < inf:
+        raise OpError(op, p.name, f"expected a number that float32 can hold, got {_shown(value)}")
+
+
+def _check_int(op: str, p: Parameter, value: Any) -> None:
+    try:
+        integer = operator.index(value)
+    except Exception as error:
+        raise OpError(op, p.name, f"expected {p.kind}, got {type(value).__name__}: {error}") from None
+    if not -(2**63) <= integer < 2**63:
+        raise OpError(op, p.name, f"expected an integer of 64 bits, got {_shown(integer)}")
+
+
+def _shown(value: Any) -> str:
+    """A number in an error: Python refuses to write an integer of thousands of digits."""
+    is_long = isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS
+    return f"one of {value.bit_length()} bits" if is_long else str(value)
 
 
 def _place(index: int) -> str:

@@ -116,9 +116,9 @@ class Op(Planner):
         self.wrapper: Any = self.call
         if declaration.returned:
             self.wrapper = returning.make(declaration, self.call, self.allocate)
-            torch_library.add(declaration, self.call, self.compile_wrapper, self.wrapper, self.allocate)
+            torch_library.add(declaration, self.call, self.compile_wrapper, self.check, self.wrapper, self.allocate)
         else:
-            torch_library.add(declaration, self.call, self.compile_wrapper)
+            torch_library.add(declaration, self.call, self.compile_wrapper, self.check)
         self.wrapper.__dict__.update(
             op=self,
             reference=self.reference,

@@ -60,7 +60,12 @@ def call_unkept(declaration: Declaration, planner: Planner, error: Exception | N
     libraries = {tensor.library_of(value) for value in values}
     if libraries == {"torch"}:
         plain = all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in values)
-        if not plain or all(value.is_meta for value in values):
+        if any(value.is_nested for value in values):  # some have a class of their own, which knows no op of ours
+            arguments.describe(declaration, args)
+        without_data = all(tensor.is_meta(value) for value in values)
+        if without_data:
+            arguments.describe(declaration, args)  # torch would refuse a wrong scalar first, by an error of its own
+        if not plain or without_data:
             torch_library.bind_torch()
             return declaration.applied(getattr(torch.ops.pyops, declaration.name), args)()
     if libraries == {"cupy"} and "cupy_stream" not in NAMESPACE:
@@ -143,10 +148,7 @@ def _cpu_call(
 
     def run(*args: Any) -> None:
         # The values equal those that the plan was made for, but may be numpy's.
-        args = tuple(arguments.convert(declaration, args) or args)
-        for p, value in zip(declaration.parameters, args, strict=True):
-            if not p.is_tensor:
-                arguments.check_scalar(declaration.name, p, value)
+        args = tuple(arguments.numbers(declaration, arguments.convert(declaration, args) or args))
         addresses = addresses_of(declaration, args)
         check_separate(declaration, tensors, addresses)
         if has_kernels and config.kernels_on_cpu():

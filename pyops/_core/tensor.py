@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -95,11 +96,17 @@ def torch_number(torch: Any, value: Any, like: Any) -> Any:
     return value.to(like.device) if value.device.type == "cpu" and like.device.type != "cpu" else value
 
 
+def is_meta(value: Any) -> bool:
+    """Whether `value` is a torch tensor on the device "meta", and none of the subclasses, such as fake tensors."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_meta
+
+
 def on_host(value: Any) -> bool:
     """Whether a tensor lies in host memory."""
     return value.device.type == "cpu" if library_of(value) == "torch" else library_of(value) == "numpy"
 
 
+MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # from here on, float32 has infinity alone
 _MAX_NUMBERS = 4096
 _numbers: dict[Any, Any] = {}
 
@@ -111,9 +118,14 @@ def held_number(value: Any, like: Any) -> Any:
         kind == "torch" and (like.is_meta or (like.is_cuda and torch.cuda.is_current_stream_capturing()))
     ):
         return number(value, like)
-    value = float(value)
+    try:
+        value = float(value)
+    except OverflowError:
+        return value  # `arguments.convert` will refuse the value by the name of its argument
     key = (value, kind, None if kind == "numpy" else like.device)
     if (found := _numbers.get(key)) is None:
+        if MAX_FLOAT <= abs(value) < inf:
+            return value  # likewise
         if kind == "torch":
             found = torch.tensor(value, dtype=torch.float32, device=like.device)
         else:

@@ -19,6 +19,7 @@ class _Entry(NamedTuple):
 
     Attributes:
         call: the wrapper, which writes its outputs; load: compiles the wrapper's text.
+        check: (*arguments): raises OpError for a call that the op refuses; looks at no data.
         returning: the function that allocates and returns outputs; None for an op that returns nothing.
         allocate: (*arguments without outputs) -> the outputs, whose elements are garbage.
     """
@@ -26,6 +27,7 @@ class _Entry(NamedTuple):
     declaration: Declaration
     call: Callable[..., Any]
     load: Callable[[], None]
+    check: Callable[..., Any]
     returning: Callable[..., Any] | None = None
     allocate: Callable[..., Any] | None = None
 
@@ -53,12 +55,13 @@ def add(
     declaration: Declaration,
     call: Callable[..., Any],
     load: Callable[[], None],
+    check: Callable[..., Any],
     returning: Callable[..., Any] | None = None,
     allocate: Callable[..., Any] | None = None,
 ) -> None:
     """Have an op registered with torch: now, or when torch is bound. An op of its name that is there goes."""
     remove(declaration.name)
-    _entries[declaration.name] = _Entry(declaration, call, load, returning, allocate)
+    _entries[declaration.name] = _Entry(declaration, call, load, check, returning, allocate)
     if _is_bound():
         _register(_entries[declaration.name])
 
@@ -177,7 +180,7 @@ def _parameters(declaration: Declaration, parameters: Sequence[Parameter]) -> st
 def _register(entry: _Entry) -> None:
     import torch
 
-    declaration, call, load, returning, allocate = entry
+    declaration, call, load, check, returning, allocate = entry
     library = _libraries[declaration.name] = torch.library.Library("pyops", "FRAGMENT")
     name = declaration.name
     writing = f"{name}.out" if declaration.returned else name
@@ -190,6 +193,13 @@ def _register(entry: _Entry) -> None:
         if returning is not None:
             library.impl(name, returning, key)
 
+    def check_meta(*args: Any, **kwargs: Any) -> None:
+        # torch leaves out what equals its default. Fake tensors are not checked: a check would fix symbolic sizes.
+        left = declaration.parameters[len(args) :]
+        values = [*args, *(kwargs.get(p.name, p.default) for p in left)]
+        if all(tensor.is_meta(value) for value in declaration.tensors_of(values) if value is not None):
+            check(*values)
+
     def check_needs_no_grad(*args: Any, **kwargs: Any) -> None:
         for p, value in (*zip(declaration.parameters, args, strict=False), *((p, kwargs.get(p.name)) for p in by_name)):
             if p.is_tensor and value is not None:
@@ -199,6 +209,7 @@ def _register(entry: _Entry) -> None:
     def fake(*args: Any, **kwargs: Any) -> Any:
         load()
         check_needs_no_grad(*args, **kwargs)
+        check_meta(*args, **kwargs)
         if (observe := _observer.get()) is not None:
             observe(name, args, kwargs)
 
@@ -206,7 +217,10 @@ def _register(entry: _Entry) -> None:
         load()
         check_needs_no_grad(*args, **kwargs)
         assert allocate is not None
-        return allocate(*args, **kwargs)
+        results = allocate(*args, **kwargs)
+        outputs = results if isinstance(results, tuple) else (results,)
+        check_meta(*args, **kwargs, **dict(zip((p.name for p in declaration.returned), outputs, strict=True)))
+        return results
 
     torch.library.register_fake(f"pyops::{writing}", fake, lib=library)
     if returning is not None:

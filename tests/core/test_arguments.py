@@ -67,6 +67,29 @@ def test_numpy_scalars_are_scalars(total: Any, numpys_first: bool) -> None:
         assert out.item() == 7.75
 
 
+@pytest.mark.usefixtures("mode")
+def test_whatever_is_a_number_is_one(total: Any) -> None:
+    """Integers that are not Python's, and those that float32 rounds but torch would not take."""
+    for a, d in ((Index(3), 0.25), (numpy.array(3), numpy.array(0.25)), (torch.tensor(3), torch.tensor(0.25))):
+        out = torch.zeros(1)
+        total(out, a, Index(1), 0.5, d, (1, 2))
+        assert out.item() == 7.75
+    for large in (2**70, numpy.uint64(2**63)):
+        out = torch.zeros(1)
+        total(out, 0, False, 0.0, large, (0, 0))
+        assert out.item() == float(large)
+
+
+class Index:
+    """What says by `__index__` that it is an integer."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __index__(self) -> Any:
+        return self.value
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "int past 64 bits": ({"a": 2**70}, "a: expected an integer of 64 bits, got 1180591620717411303424"),
     "int before 64 bits": ({"a": -(2**70)}, "a: expected an integer of 64 bits"),
@@ -74,7 +97,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "float": ({"d": -1e300}, "d: expected a number that float32 can hold, got -1e\\+300"),
     "text": ({"c": "1.5"}, "c: expected float, got str"),
     "bytes": ({"d": b"1.5"}, "d: expected float, got bytes"),
-    "number past floats": ({"d": 10**400}, "d: expected float, got int"),
+    "number past floats": ({"d": 10**400}, "d: expected a number that float32 can hold, got one of 1329 bits"),
+    "digits past strings": ({"a": -(10**5000)}, "a: expected an integer of 64 bits, got one of 16610 bits"),
+    "what says it is an integer": (
+        {"a": Index(2**70)},
+        "a: expected an integer of 64 bits, got 1180591620717411303424",
+    ),
+    "what fails to be one": ({"a": Index("x")}, "a: expected int, got Index: __index__ returned non-int"),
+    "what fails to be a bool": ({"b": Index("x")}, "b: expected bool, got Index: __index__ returned non-int"),
+    "float without data": ({"c": torch.ones((), device="meta")}, "c: expected float, got Tensor: Tensor.item"),
+    "late float without data": ({"d": torch.ones((), device="meta")}, "d: expected float, got Tensor: Tensor.item"),
+    "integer without data": ({"a": torch.ones((), device="meta", dtype=torch.int64)}, "a: expected int, got Tensor"),
+    "tensor of several": ({"c": torch.ones(2)}, "c: expected float, got Tensor"),
     "pair": ({"e": (1, 2.0)}, "e: expected tuple\\[int, int\\], got tuple"),
 }
 
@@ -110,6 +144,10 @@ TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "no storage": (without_storage, "has no memory"),
     "sparse": (lambda: torch.ones(8).to_sparse(), "expected a dense tensor, got one of layout torch.sparse_coo"),
     "mkldnn": (lambda: torch.ones(1, 8).to_mkldnn(), "expected a dense tensor, got one of layout torch._mkldnn"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(8)], layout=torch.jagged),
+        "expected a dense tensor, got a nested one",
+    ),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(8)]), "expected a dense tensor, got a nested one"),
 }
 

@@ -128,3 +128,13 @@ def test_what_requires_grad_is_refused(halves: Any) -> None:
             call(x)
         with torch.no_grad():
             call(x)
+
+
+def test_tensors_without_data_are_checked() -> None:
+    x, perm = torch.empty(4, 64, device="meta"), torch.arange(64, dtype=torch.int32, device="meta")
+    assert pyops.permute_cols(x, perm).shape == torch.ops.pyops.permute_cols(x, perm).shape == (4, 64)
+    for call in (pyops.permute_cols, torch.ops.pyops.permute_cols):
+        with pytest.raises(pyops.OpError, match=r"^permute_cols: perm: expected shape \(hidden_size=64,\), got \(5,\)"):
+            call(x, perm[:5])
+        with pytest.raises(pyops.OpError, match=r"^permute_cols: out: expected shape"):
+            call(x, perm, out=x[:2])
