@@ -1,7 +1,8 @@
 """GPU operators for LLM inference, compiled at first use from source strings.
 
 Every op is a function of this module: it takes torch tensors or cupy arrays, writes its outputs in place and returns
-None. `registry` maps names to them.
+None. Some ops have a form that allocates the outputs and returns them: `silu_and_mul_nvfp4_quant.new(input, scale)`.
+`registry` maps names to ops.
 """
 
 from __future__ import annotations
