@@ -23,7 +23,7 @@ import torch
 
 import pyops
 from pyops._core import compiler
-from pyops._core.kernel import Kernel, Launch
+from pyops._core.kernel import Kernel, Launch, Scratch
 from pyops._core.tensor import TensorArg
 
 if TYPE_CHECKING:
@@ -101,6 +101,83 @@ def test_scalars_are_packed_by_their_c_types(kernel: MakeKernel) -> None:
     ):
         with pytest.raises(pyops.OpError, match=f"^echo: {name}: "):
             echo(out, *wrong)
+
+
+COUNT = """
+#include "memory.cuh"
+
+// The last block to arrive says how many blocks have arrived before it. The counter is 0 again behind it.
+extern "C" __global__ void count(int64_t* out, uint32_t* counter) {
+    __shared__ uint32_t is_last;
+    const uint32_t before = *const_cast<const volatile uint32_t*>(counter);
+    if (arrives_last(counter, gridDim.x, &is_last) && threadIdx.x == 0) out[0] += gridDim.x;
+    if (before >= gridDim.x) out[1] = before;  // garbage, or a count that an earlier call has left
+}
+"""
+
+
+def test_zeroed_workspaces_are_zero_at_every_call_on_every_stream(kernel: MakeKernel) -> None:
+    @pyops.op(inout="out")
+    def count(out: Tensor) -> None:
+        raise NotImplementedError
+
+    made = kernel("count", COUNT)
+
+    @count.plan
+    def _(out: TensorArg) -> Launch:
+        return made().launch(grid=257, block=64, counter=Scratch(4, zeroed=True))
+
+    outs = [torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(3)]
+    torch.cuda.synchronize()
+    for out in outs:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(100):
+                count(out)
+    graph, captured = torch.cuda.CUDAGraph(), torch.zeros(2, dtype=torch.int64, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        count(captured)  # the stream's zeros are made before the capture
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            count(captured)
+        for _ in range(3):
+            graph.replay()
+    torch.cuda.synchronize()
+    assert [out.tolist() for out in outs] == [[25700, 0]] * 3
+    assert captured.tolist() == [4 * 257, 0]
+
+
+CLUSTERS = """
+// The blocks of the cluster along each dimension, and the threads of the block along y and z.
+extern "C" __global__ void clusters(int64_t* out) {
+    uint32_t x, y, z;
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(x));
+    asm("mov.u32 %0, %%cluster_nctaid.y;" : "=r"(y));
+    asm("mov.u32 %0, %%cluster_nctaid.z;" : "=r"(z));
+    if (threadIdx.x + threadIdx.y + threadIdx.z + blockIdx.x + blockIdx.y != 0) return;
+    out[0] = x;
+    out[1] = y;
+    out[2] = z;
+    out[3] = blockDim.y;
+    out[4] = blockDim.z;
+}
+"""
+
+
+def test_a_launch_says_its_clusters_and_its_block_of_three_dimensions(kernel: MakeKernel) -> None:
+    @pyops.op(out="out")
+    def clusters(out: Tensor) -> None:
+        raise NotImplementedError
+
+    made = kernel("clusters", CLUSTERS)
+
+    @clusters.plan
+    def _(out: TensorArg) -> Launch:
+        return made().launch(grid=(4, 6), block=(32, 2, 3), cluster=(2, 3))
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no clusters before compute capability 9.0")
+    out = torch.zeros(5, dtype=torch.int64, device="cuda")
+    clusters(out)
+    assert out.tolist() == [2, 3, 1, 2, 3]
 
 
 TWO = """
