@@ -5,10 +5,6 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 
-import msgpack
-from elftools.elf.elffile import ELFFile
-from elftools.elf.sections import NoteSection
-
 _AMDGPU_METADATA = 32  # type of a note, from LLVM's User Guide for AMDGPU Backend
 
 
@@ -33,6 +29,11 @@ class Resources:
 
 def resources(code: bytes) -> Resources:
     """Of the one kernel of a code object."""
+    # A machine with a GPU has these two packages only where this project's extra `test` is installed.
+    import msgpack
+    from elftools.elf.elffile import ELFFile
+    from elftools.elf.sections import NoteSection
+
     for section in ELFFile(io.BytesIO(code)).iter_sections():
         if isinstance(section, NoteSection):
             for note in section.iter_notes():
