@@ -28,8 +28,8 @@ struct Distance {
             const float t = temperature[row] < MIN_NORMAL ? MIN_NORMAL : temperature[row];
             if (t > 1.0f) shrink = 0x1p-28f;
             inverse = ieee_divide(1.0f, t * shrink);
-            // An infinite t: not 0, because 0 * -inf is NaN. The smallest normal number brings every other difference
-            // below the rounding error of exp(0).
+            // The inverse of an infinite t would be 0, and 0 * -inf NaN. The smallest normal number takes its place:
+            // times that number, a finite difference is less than the rounding error of exp(0).
             if (inverse < MIN_NORMAL) inverse = MIN_NORMAL;
         }
     }
