@@ -188,7 +188,7 @@ def _whole_block(x: Tensor, tokens: Tensor) -> dict[str, Tensor]:
     down = layers.RowParallelLinear(12, 8)
     filled(down, 2)
     found["mlp"] = down(layers.SiluAndMul()(merged(x)[0]))[0]
-    together = layers.ColumnParallelLinear(8, 20, gather_output=True, output_sizes=[12, 8])
+    together = layers.MergedColumnParallelLinear(8, [12, 8], gather_output=True)
     column = torch.randn(20, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         size, rank = parallel.get_tensor_model_parallel_world_size(), parallel.get_tensor_model_parallel_rank()

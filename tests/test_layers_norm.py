@@ -113,11 +113,12 @@ def test_gemma_rms_norm(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group_size", [None, 8])
 @pytest.mark.parametrize("norm_before_gate", [True, False])
-def test_rms_norm_gated(dtype: torch.dtype, group_size: int | None, norm_before_gate: bool) -> None:
-    layer = _random(layers.RMSNormGated(24, EPS, group_size, norm_before_gate, dtype=dtype))
+@pytest.mark.parametrize("activation", ["swish", "sigmoid"])
+def test_rms_norm_gated(dtype: torch.dtype, group_size: int | None, norm_before_gate: bool, activation: str) -> None:
+    layer = _random(layers.RMSNormGated(24, EPS, group_size, norm_before_gate, dtype=dtype, activation=activation))
     assert layer.bias is None
     x, z = torch.randn(2, 5, 24).to(dtype)
-    gate = functional.silu(z.double())
+    gate = functional.sigmoid(z.double()) if activation == "sigmoid" else functional.silu(z.double())
 
     def norm(y: Tensor) -> Tensor:
         return _norm(y.unflatten(-1, (-1, group_size or 24)), None).flatten(-2) * layer.weight.detach().double()
@@ -129,6 +130,11 @@ def test_rms_norm_gated(dtype: torch.dtype, group_size: int | None, norm_before_
         torch.testing.assert_close(
             of_all_methods(layer, *args).double(), expected, rtol=TOLERANCE[dtype], atol=2.0**-25
         )
+
+
+def test_rms_norm_gated_refuses_another_activation() -> None:
+    with pytest.raises(ValueError, match=r'^RMSNormGated: activation: expected "swish", "silu" or "sigmoid", got'):
+        layers.RMSNormGated(24, activation="gelu")
 
 
 @pytest.mark.parametrize("groups", [1, 4])

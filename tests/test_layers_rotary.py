@@ -100,7 +100,7 @@ FACTORS = [1.0 + j / 4 for j in range(8)]
 SCALED: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 4.0},
-    "dynamic": {"factor": 2.0},
+    "dynamic": {"factor": 2.0, "max_trained_positions": 128},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
     "yarn of few turns": {
@@ -136,10 +136,11 @@ def test_scaled_angles_are_those_of_transformers(name: str) -> None:
         inv_freq = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
         mscale = 1.0
     else:
-        longest = 512 if kind == "dynamic" else 256
-        inv_freq, mscale = ROPE_INIT_FUNCTIONS[theirs](config, "cpu", seq_len=longest)
+        # transformers counts as trained what the configuration calls max_position_embeddings.
+        config.max_position_embeddings = SCALED[name].get("max_trained_positions", 256)
+        inv_freq, mscale = ROPE_INIT_FUNCTIONS[theirs](config, "cpu", seq_len=256)
     table = layer.cos_sin_cache
-    rows = {"linear": 1024, "dynamic": 512}.get(kind, 256)
+    rows = {"linear": 1024}.get(kind, 256)
     assert table.shape == (rows, 16)
     angles = torch.arange(rows).double()[:, None] * inv_freq.double()
     expected = torch.cat((angles.cos(), angles.sin()), -1) * mscale
@@ -160,6 +161,18 @@ def test_longrope_of_short_texts() -> None:
     layer = layers.Phi3LongRoPEScaledRotaryEmbedding(*sizes, FACTORS, [9.0] * 8)
     assert layer.short_mscale == layer.long_mscale == pytest.approx(sqrt(1 + 1 / 3))
     assert layer.cos_sin_cache.shape == (256, 16)
+
+
+def test_dynamic_scaling_begins_behind_what_was_trained() -> None:
+    plain: Any = layers.get_rope(16, 64)
+    same: Any = layers.get_rope(16, 64, rope_parameters={"rope_type": "dynamic", "factor": 4.0})
+    assert torch.equal(same.cos_sin_cache, plain.cos_sin_cache)
+
+
+def test_a_table_that_is_not_made() -> None:
+    sizes = 16, 16, 64, 1e4, True, 2.0, torch.float32
+    assert layers.DeepseekScalingRotaryEmbedding(*sizes).cos_sin_cache.shape == (128, 16)
+    assert not hasattr(layers.DeepseekScalingRotaryEmbedding(*sizes, init_cache=False), "cos_sin_cache")
 
 
 def test_the_other_scalings() -> None:

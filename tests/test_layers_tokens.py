@@ -114,7 +114,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
 def test_mm_encoder_attention(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-    layer = layers.MMEncoderAttention(heads, 16, num_kv_heads=kv_heads, multimodal_config="ignored")
+    layer = layers.MMEncoderAttention(heads, 16, num_kv_heads=kv_heads)
     assert layer.scale == 0.25
     query = torch.randn(2, 5, heads * 16).to(dtype)
     key, value = torch.randn(2, 2, 7, kv_heads * 16).to(dtype)

@@ -117,7 +117,8 @@ def test_norms_are_those_of_the_rounded_sum(device: str) -> None:
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("is_rms", [False, True])
-def test_gated_groups_against_float64(is_rms: bool, groups: int, before: bool, device: str) -> None:
+@pytest.mark.parametrize("activation", ["swish", "sigmoid"])
+def test_gated_groups_against_float64(activation: str, is_rms: bool, groups: int, before: bool, device: str) -> None:
     tokens, hidden_size = 5, 512
     x, z = (draw(tokens, hidden_size, dtype=torch.bfloat16, device=device, seed=i, shift=0.3) for i in (0, 1))
     weight, bias = (draw(hidden_size, dtype=torch.bfloat16, device=device, seed=i) for i in (2, 3))
@@ -125,10 +126,10 @@ def test_gated_groups_against_float64(is_rms: bool, groups: int, before: bool, d
     mean, rstd = (torch.empty(groups * tokens, device=device) for _ in range(2))
     size = hidden_size // groups
     if is_rms:
-        pyops.rms_norm_gated(out, x, weight, EPSILON, z, bias, rstd, size, before)
+        pyops.rms_norm_gated(out, x, weight, EPSILON, z, bias, rstd, size, before, activation)
     else:
-        pyops.layer_norm(out, x, weight, bias, EPSILON, z, mean, rstd, size, before)
-    gate = torch.nn.functional.silu(z.double())
+        pyops.layer_norm(out, x, weight, bias, EPSILON, z, mean, rstd, size, before, activation)
+    gate = torch.sigmoid(z.double()) * (1.0 if activation == "sigmoid" else z.double())
     value = x.double() if before else x.double() * gate
     value = value.unflatten(-1, (groups, size))
     m = torch.zeros_like(value[..., :1]) if is_rms else value.mean(-1, keepdim=True)
@@ -139,6 +140,19 @@ def test_gated_groups_against_float64(is_rms: bool, groups: int, before: bool, d
     torch.testing.assert_close(rstd.double().view(groups, tokens), r[..., 0].t(), rtol=1e-5, atol=0)
     if not is_rms:
         torch.testing.assert_close(mean.double().view(groups, tokens), m[..., 0].t(), rtol=1e-4, atol=1e-6)
+
+
+def test_names_of_the_gates_activation() -> None:
+    x, z = draw(2, 3, 64, dtype=torch.float32, device="cpu")
+    swish, silu = torch.empty(2, 3, 64)
+    pyops.rms_norm_gated(swish, x, None, EPSILON, z)
+    pyops.rms_norm_gated(silu, x, None, EPSILON, z, activation="silu")
+    assert torch.equal(swish, silu)
+    for call in (pyops.rms_norm_gated, lambda out, x, *more, **how: pyops.layer_norm(out, x, None, *more, **how)):
+        with pytest.raises(
+            pyops.OpError, match=r'norm.*: activation: expected "swish" or "silu" or "sigmoid", got "x"'
+        ):
+            call(swish, x, None, EPSILON, z, activation="x")
 
 
 @pytest.mark.parametrize("device", DEVICES)

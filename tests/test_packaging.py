@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -54,29 +58,66 @@ def test_the_script_runs_the_command_line(monkeypatch: pytest.MonkeyPatch, capsy
     assert len(capsys.readouterr().out.splitlines()) == len(pyops.registry)
 
 
-def test_wheel(tmp_path: Path) -> None:
+def _source(folder: Path) -> Path:
+    """A copy of what is packed: a build leaves files beside what it builds."""
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("setuptools is too old to build this project")
-    source = tmp_path / "source"  # a build leaves files beside what it builds
+    source = folder / "source"
     source.mkdir()
     for name in ("pyops", "kernels_cu"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "--no-index",
-        "-w",
-        tmp_path,
-        ".",
-    ]
-    done = subprocess.run(build, cwd=source, capture_output=True, text=True, check=False)
+    return source
+
+
+def _pip(source: Path, *words: str, python: Path = Path(sys.executable)) -> None:
+    """Run a command of pip on the project in `source`, by any Python, with this Python's packages."""
+    command = [python, "-m", "pip", *words, "--no-build-isolation", "--no-deps", "--no-index"]
+    packages = {"PYTHONPATH": sysconfig.get_path("purelib")}
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False, env=os.environ | packages)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a new environment with an editable install and nothing else."""
+    folder = tmp_path_factory.mktemp("editable")
+    venv.create(folder / "venv")
+    python = folder / "venv/bin/python"
+    _pip(_source(folder), "install", "-e", ".", python=python)
+    return python
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the environment has another layout")
+@pytest.mark.parametrize(
+    ("checker", "option", "refusal"),
+    [
+        ("mypy", "--python-executable", 'has no attribute "no_such_op"'),
+        ("pyright", "--pythonpath", '"no_such_op" is not a known attribute'),
+    ],
+    ids=["mypy", "pyright"],
+)
+def test_type_checkers_find_an_editable_install(
+    editable: Path, tmp_path: Path, checker: str, option: str, refusal: str
+) -> None:
+    """From the folder of a user, and with the signatures of the ops."""
+    try:
+        importlib.import_module(checker)
+        subprocess.run([sys.executable, "-m", checker, "--version"], check=True, capture_output=True, timeout=60)
+    except (ImportError, subprocess.SubprocessError):
+        pytest.skip(f"{checker} does not run here")
+    script = tmp_path / "script.py"
+    script.write_text("import pyops\nreveal_type(pyops.rms_norm)\npyops.no_such_op\n")
+    command = [sys.executable, "-m", checker, option, editable, script.name]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert re.search(r"script.py:2:.*out: .*, input: .*, weight: .*, epsilon: float", printed), printed
+    assert re.search(f"script.py:3:.*{refusal}", printed), printed
+    assert printed.count("error") == 2, f"one error, and their count: {printed}"
+
+
+def test_wheel(tmp_path: Path) -> None:
+    _pip(_source(tmp_path), "wheel", "-w", str(tmp_path), ".")
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name == f"pyops_kernels-{pyops.__version__}-py3-none-any.whl"
     assert wheel.stat().st_size < 2_000_000

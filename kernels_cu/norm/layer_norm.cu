@@ -1,8 +1,8 @@
 // layer_norm: normalises groups of a row to mean 0 and variance 1 (or to unit root mean square), with an optional gate.
 //
-//     x = input[r, i] * silu(z[r, i]) if GATE is 1, else input[r, i]
+//     x = input[r, i] * ACT(z[r, i]) if GATE is 1, else input[r, i]
 //     m = mean(x);  s = 1 / sqrt(mean((x - m)^2) + epsilon)      over each group; IS_RMS: m = 0
-//     y = (x - m) * s * weight[i] + bias[i];  out[r, i] = T(y * silu(z[r, i])) if GATE is 2, else T(y)
+//     y = (x - m) * s * weight[i] + bias[i];  out[r, i] = T(y * ACT(z[r, i])) if GATE is 2, else T(y)
 //
 // T is the dtype of all tensors but mean and rstd; all arithmetic is in float32. ROW_THREADS threads share a group, the
 // row of row.cuh, and hold it in registers.
@@ -11,6 +11,7 @@
 //     GROUP_SIZE     elements in a group
 //     IS_RMS         divide by the root mean square, subtract nothing
 //     GATE           0: none, 1: before the norm, 2: after it
+//     ACT            activation of the gate: silu or sigmoid
 //     HAS_WEIGHT, HAS_BIAS, HAS_MEAN, HAS_RSTD   false when that pointer is null
 
 #include "norm.cuh"
@@ -22,6 +23,7 @@ using weight_t = RowWeight<row_t, HAS_WEIGHT && KEEP_WEIGHT>;
 using bias_t = RowWeight<row_t, HAS_BIAS && KEEP_WEIGHT>;
 
 DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
+DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
@@ -44,7 +46,7 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
     const weight_t w = weight_t::load(weight + start, x);
     const bias_t b = bias_t::load(bias + start, x);
 
-    // With the gate before the norm, x = input * silu(z) is not rounded to T: it stays in registers as floats.
+    // With the gate before the norm, x = input * ACT(z) is not rounded to T: it stays in registers as floats.
     constexpr bool KEEP_GATED = GATE == 1 && KEEP_ROW;
     float gated[KEEP_GATED ? row_t::MAX_VECS : 1][VEC_SIZE];
     const auto load_gated = [&](int i, int column, float (&v)[VEC_SIZE]) {
@@ -52,7 +54,7 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
         float z_values[VEC_SIZE];
         gate.get(i, column).to_floats(z_values);
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[j] *= silu(z_values[j]);
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] *= ACT(z_values[j]);
     };
     if constexpr (KEEP_GATED) x.for_each([&](int i, int column) { load_gated(i, column, gated[i]); });
 
@@ -99,7 +101,7 @@ layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]
         };
         if constexpr (HAS_WEIGHT) apply(w.get(i, column), [](float y, float other) { return y * other; });
         if constexpr (HAS_BIAS) apply(b.get(i, column), [](float y, float other) { return y + other; });
-        if constexpr (GATE == 2) apply(gate.get(i, column), [](float y, float other) { return y * silu(other); });
+        if constexpr (GATE == 2) apply(gate.get(i, column), [](float y, float other) { return y * ACT(other); });
         row_t::store(out, i, column, vec_t::from_floats(v));
     });
 }

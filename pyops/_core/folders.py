@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
 import shutil
@@ -96,13 +95,9 @@ def read_sealed(path: str) -> bytes | None:
 
 
 def of_process(prefix: str) -> str:
-    """A new folder among the temporary ones, which is removed when the process ends."""
+    """A new folder among the temporary ones, which is removed when the process ends, and not when a fork of it does."""
+    from multiprocessing.util import Finalize  # a worker of multiprocessing that was forked ends without `atexit`
+
     made = tempfile.mkdtemp(prefix=prefix)
-    owner = os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # not when a fork of it ends
-            shutil.rmtree(made, ignore_errors=True)
-
-    atexit.register(remove)
+    Finalize(None, shutil.rmtree, (made,), {"ignore_errors": True}, exitpriority=-100)
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -36,7 +36,6 @@ class MMEncoderAttention(CustomOp):
         scale: multiplies the logits; None for 1 / sqrt(head_size).
         num_kv_heads: key heads, and value heads, a divisor of num_heads; None for num_heads.
         prefix: the name of the layer in its model.
-        multimodal_config: ignored.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class MMEncoderAttention(CustomOp):
         scale: float | None = None,
         num_kv_heads: int | None = None,
         prefix: str = "",
-        multimodal_config: Any = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.head_size, self.prefix = num_heads, head_size, prefix

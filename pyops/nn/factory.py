@@ -114,7 +114,11 @@ def _new(
     if kind == "dynamic":
         if "alpha" in parameters:
             return DynamicNTKAlphaRotaryEmbedding(*common(), wanted("alpha"), dtype)
-        return DynamicNTKScalingRotaryEmbedding(*common(), wanted("factor"), dtype)
+        size, rotary_dim, positions, base, is_neox = common()
+        trained = parameters.get("max_trained_positions", positions)
+        return DynamicNTKScalingRotaryEmbedding(
+            size, rotary_dim, positions, trained, base, is_neox, wanted("factor"), dtype
+        )
     if kind == "ntk":
         return NTKScalingRotaryEmbedding(*common(), wanted("factor"), dtype, parameters.get("mixed_b"))
     if kind == "llama3":

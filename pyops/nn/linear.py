@@ -166,8 +166,6 @@ class ColumnParallelLinear(_Linear):
     Args:
         input_size, output_size: columns and rows of the whole weight.
         gather_output: whether every rank gets all of the output.
-        output_sizes: rows of the matrices that are merged in the weight. Each matrix is divided among the ranks. None
-            for one matrix.
         others: see the module.
     """
 
@@ -180,13 +178,12 @@ class ColumnParallelLinear(_Linear):
         skip_bias_add: bool = False,
         params_dtype: torch.dtype | None = None,
         quant_config: Any = None,
-        output_sizes: list[int] | None = None,
         prefix: str = "",
         *,
         return_bias: bool = True,
         disable_tp: bool = False,
     ) -> None:
-        sizes = [output_size] if output_sizes is None else output_sizes
+        sizes = self._merged_sizes(output_size)
         parts = [divide(type(self).__name__, "output_size", size, ranks(disable_tp)) for size in sizes]
         super().__init__(
             input_size,
@@ -201,6 +198,10 @@ class ColumnParallelLinear(_Linear):
             disable_tp,
         )
         self.gather_output, self.output_partition_sizes = gather_output, parts
+
+    def _merged_sizes(self, output_size: int) -> list[int]:
+        """Rows of the matrices that lie one below the other in the weight. Each is divided among the ranks."""
+        return [output_size]
 
     def weight_loader(self, param: Tensor, loaded_weight: Tensor) -> None:
         copy_weight(self, param, loaded_weight, 0, self.tp_rank * param.shape[0], self.output_size)

@@ -39,6 +39,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         return_bias: bool = True,
         disable_tp: bool = False,
     ) -> None:
+        self.output_sizes = output_sizes
         super().__init__(
             input_size,
             sum(output_sizes),
@@ -47,12 +48,13 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
             skip_bias_add,
             params_dtype,
             quant_config,
-            output_sizes,
             prefix,
             return_bias=return_bias,
             disable_tp=disable_tp,
         )
-        self.output_sizes = output_sizes
+
+    def _merged_sizes(self, output_size: int) -> list[int]:
+        return self.output_sizes
 
     def _shard(self, index: int) -> tuple[int, int, int]:
         """(first row in the weight of this rank, rows there, which part of the whole matrix they are)."""

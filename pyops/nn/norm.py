@@ -131,7 +131,7 @@ class GemmaRMSNorm(OpLayer, op=gemma_rms_norm):
 
 @CustomOp.register("rms_norm_gated")
 class RMSNormGated(OpLayer, op=rms_norm_gated):
-    """RMS norm of rows or groups with an optional SiLU gate, in float32 and rounded once, see `pyops.rms_norm_gated`.
+    """RMS norm of rows or groups with an optional gate, in float32 and rounded once, see `pyops.rms_norm_gated`.
 
     ``forward(x, z=None)`` takes x [..., hidden_size] in float32, float16 or bfloat16 and a gate of its shape and dtype,
     and returns a new tensor.
@@ -142,6 +142,7 @@ class RMSNormGated(OpLayer, op=rms_norm_gated):
         group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
         norm_before_gate: gate the normalised row, not the input.
         device, dtype: device and dtype of the weight.
+        activation: of the gate, "swish", "silu" or "sigmoid".
     """
 
     def __init__(
@@ -152,16 +153,21 @@ class RMSNormGated(OpLayer, op=rms_norm_gated):
         norm_before_gate: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        activation: str = "swish",
     ) -> None:
         super().__init__()
+        if activation not in ("swish", "silu", "sigmoid"):
+            raise ValueError(f'RMSNormGated: activation: expected "swish", "silu" or "sigmoid", got {activation!r}')
         self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.activation = activation
         self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
 
     def compute(self, op: Callable[..., None], x: Tensor, z: Tensor | None = None) -> Tensor:
         out = _empty_like(x)
         z = None if z is None else rows(z)
-        op(out, rows(x), self.weight, self.eps, z, None, None, self.group_size, self.norm_before_gate)
+        how = self.group_size, self.norm_before_gate, self.activation
+        op(out, rows(x), self.weight, self.eps, z, None, None, *how)
         return out
 
 

@@ -60,11 +60,13 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
 
 
 class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
-    """A larger base: dynamic "NTK-aware" scaling for texts of `scaling_factor` times the original context length.
+    """A larger base, see `pyops.ops.rotary.tables.dynamic_ntk_base`, for longer texts than a model was trained with.
 
     Args:
-        head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
-        scaling_factor: how many times longer texts are.
+        head_size, rotary_dim, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
+        max_position_embeddings: positions in the table, tokens of the longest text.
+        max_trained_positions: original context length, tokens. Where it equals max_position_embeddings, the base stays.
+        scaling_factor: how much the base grows with the length of texts.
     """
 
     def __init__(
@@ -72,18 +74,20 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         head_size: int,
         rotary_dim: int,
         max_position_embeddings: int,
+        max_trained_positions: int,
         base: float,
         is_neox_style: bool,
         scaling_factor: float,
         dtype: torch.dtype,
     ) -> None:
-        self.scaling_factor = scaling_factor
+        self.scaling_factor, self.max_trained_positions = scaling_factor, max_trained_positions
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
-    def _compute_cos_sin_cache(self) -> Tensor:
-        base = rope_tables.dynamic_ntk_base(self.base, self.rotary_dim, self.scaling_factor, self.scaling_factor)
-        positions = ceil(self.max_position_embeddings * self.scaling_factor)
-        return rope_tables.cos_sin(rope_tables.angles(self._compute_inv_freq(base), positions))
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        growth = self.max_position_embeddings / self.max_trained_positions
+        return super()._compute_inv_freq(
+            rope_tables.dynamic_ntk_base(base, self.rotary_dim, self.scaling_factor, growth)
+        )
 
 
 class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
@@ -186,6 +190,8 @@ class YaRNScalingRotaryEmbedding(RotaryEmbedding):
         apply_yarn_scaling: whether ``0.1 log(scaling_factor) + 1`` multiplies them, too.
     """
 
+    _init_cache = True  # whether the constructor makes the table
+
     def __init__(
         self,
         head_size: int,
@@ -210,7 +216,7 @@ class YaRNScalingRotaryEmbedding(RotaryEmbedding):
         )
         self.beta_fast, self.beta_slow, self.truncate = beta_fast, beta_slow, truncate
         self.mscale = self._mscale() if apply_yarn_scaling else float(attn_factor)
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, self._init_cache)
 
     def _mscale(self) -> float:
         return float(rope_tables.yarn_mscale(self.scaling_factor) * self.attn_factor)
@@ -231,6 +237,7 @@ class DeepseekScalingRotaryEmbedding(YaRNScalingRotaryEmbedding):
 
     Args:
         mscale, mscale_all_dim: as in a model's configuration.
+        init_cache: whether the table is made now.
         others: as in `YaRNScalingRotaryEmbedding`.
     """
 
@@ -250,8 +257,9 @@ class DeepseekScalingRotaryEmbedding(YaRNScalingRotaryEmbedding):
         beta_slow: float = 1,
         mscale: float = 1,
         mscale_all_dim: float = 0,
+        init_cache: bool = True,
     ) -> None:
-        self._mscales = mscale, mscale_all_dim
+        self._mscales, self._init_cache = (mscale, mscale_all_dim), init_cache
         super().__init__(
             head_size,
             rotary_dim,

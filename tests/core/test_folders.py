@@ -103,14 +103,24 @@ def test_a_folder_is_worked_in_by_one_and_waited_for_no_longer_than_patience(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_place_of_a_cache_that_cannot_be_written_goes_with_its_process(tmp_path: Path) -> None:
-    code = (
-        "import os, tempfile, warnings; warnings.simplefilter('ignore')\n"
-        "from pyops._core.host import build; from pyops._core import lazy\n"
-        "assert os.path.isdir(build.folder()) and lazy.cupy.__name__\n"
-        "if not (child := os.fork()): raise SystemExit\n"
-        "os.waitpid(child, 0); assert os.path.isdir(build.folder())"
-    )
+FORKED = (
+    "import os, tempfile, warnings; warnings.simplefilter('ignore')\n"
+    "from pyops._core.host import build; from pyops._core import lazy\n"
+    "assert os.path.isdir(build.folder()) and lazy.cupy.__name__\n"
+    "if not (child := os.fork()): raise SystemExit\n"
+    "os.waitpid(child, 0); assert os.path.isdir(build.folder())"
+)
+WORKER = (
+    "import multiprocessing, os, warnings; warnings.simplefilter('ignore')\n"
+    "from pyops._core.host import build; from pyops._core import lazy\n"
+    "work = lambda: os.path.isdir(build.folder()) and lazy.cupy.__name__ or os._exit(1)\n"
+    "worker = multiprocessing.get_context('fork').Process(target=work)\n"
+    "worker.start(); worker.join(); assert worker.exitcode == 0"
+)
+
+
+@pytest.mark.parametrize("code", [FORKED, WORKER], ids=["forked", "worker"])
+def test_the_place_of_a_cache_that_cannot_be_written_goes_with_its_process(tmp_path: Path, code: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "temporary").mkdir()
     environment = {**os.environ, "CUPY_CACHE_DIR": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "temporary")}

@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 _layer_norm = Kernel("norm/layer_norm.cu")
+_ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}  # {name: function of the kernel}
 
 # By the constant GATE of the kernel. Weights are weight and bias.
 _TUNING = (
@@ -44,12 +45,14 @@ def _grouped_norm(
     epsilon: float,
     group_size: int | None,
     norm_before_gate: bool,
+    activation: str,
     is_rms: bool,
 ) -> None:
     """The reference of both ops; `stats` are (mean, rstd) to write, or None."""
+    activate = torch.sigmoid if activation == "sigmoid" else torch.nn.functional.silu
     x = input.float()
     if z is not None and not norm_before_gate:
-        x = x * torch.nn.functional.silu(z.float())
+        x = x * activate(z.float())
     groups = x.unflatten(-1, (-1, group_size or x.shape[-1]))
     mean = groups.mean(-1, keepdim=True)
     if is_rms:
@@ -61,7 +64,7 @@ def _grouped_norm(
     if bias is not None:
         y = y + bias.float()
     if z is not None and norm_before_gate:
-        y = y * torch.nn.functional.silu(z.float())
+        y = y * activate(z.float())
     out.copy_(y)
     for stat, value in zip(stats, (mean, rstd), strict=True):
         if stat is not None:
@@ -80,12 +83,13 @@ def layer_norm(
     rstd: Tensor | None = None,
     group_size: int | None = None,
     norm_before_gate: bool = True,
+    activation: str = "swish",
 ) -> None:
-    """Normalise rows, or groups within rows, to mean 0 and variance 1, with an optional SiLU gate.
+    """Normalise rows, or groups within rows, to mean 0 and variance 1, with an optional gate.
 
     ``out = T((x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias)`` in float32, rounded once (Ba, Kiros and Hinton
-    2016, arXiv:1607.06450). Without `z`, ``x = input``. With `z`, ``x = input * silu(z)``; or, if `norm_before_gate`,
-    the result is multiplied by silu(z) before it is rounded. A group whose sum, or sum of squares, is no float32 gives
+    2016, arXiv:1607.06450). Without `z`, ``x = input``. With `z`, ``x = input * act(z)``; or, if `norm_before_gate`,
+    the result is multiplied by act(z) before it is rounded. A group whose sum, or sum of squares, is no float32 gives
     zeros or NaN.
 
     Args:
@@ -98,8 +102,10 @@ def layer_norm(
             of all rows, then of the second, and so on; or None.
         group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
         norm_before_gate: whether the gate multiplies the norm, and not `input`.
+        activation: act of the formula: "swish", which is also called "silu", or "sigmoid".
     """
-    _grouped_norm(out, input, weight, bias, z, (mean, rstd), epsilon, group_size, norm_before_gate, is_rms=False)
+    how = group_size, norm_before_gate, activation
+    _grouped_norm(out, input, weight, bias, z, (mean, rstd), epsilon, *how, is_rms=False)
 
 
 @layer_norm.plan
@@ -113,8 +119,10 @@ def plan_layer_norm(
     rstd: TensorArg | None,
     group_size: int | None,
     norm_before_gate: bool,
+    activation: str,
 ) -> Launch:
-    return _grouped_norm_plan(out, input, weight, bias, z, mean, rstd, group_size, norm_before_gate, is_rms=False)
+    how = group_size, norm_before_gate, activation
+    return _grouped_norm_plan(out, input, weight, bias, z, mean, rstd, *how, is_rms=False)
 
 
 def _grouped_norm_plan(
@@ -127,6 +135,7 @@ def _grouped_norm_plan(
     rstd: TensorArg | None,
     group_size: int | None,
     norm_before_gate: bool,
+    activation: str,
     is_rms: bool,
 ) -> Launch:
     """The plan of both ops."""
@@ -137,6 +146,9 @@ def _grouped_norm_plan(
     group_size = hidden_size if group_size is None else group_size
     if group_size < 0 or (hidden_size and (group_size == 0 or hidden_size % group_size)):
         raise check.refuse(input, "group_size", f"expected a divisor of hidden_size={hidden_size}, got {group_size}")
+    if activation not in _ACTIVATIONS:
+        expected = " or ".join(f'"{name}"' for name in _ACTIVATIONS)
+        raise check.refuse(input, "activation", f'expected {expected}, got "{activation}"')
     for vector in (weight, bias):
         check.shape(vector, input.dtype, hidden_size=hidden_size)
     check.like(z, input)
@@ -155,6 +167,7 @@ def _grouped_norm_plan(
         **config.constants,
         IS_RMS=is_rms,
         GATE=gate,
+        ACT=_ACTIVATIONS[activation if gate else "silu"],
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         HAS_MEAN=mean is not None,
@@ -184,7 +197,7 @@ def example_layer_norm(
     bias = make.randn(hidden_size, dtype=dtype)
     mean, rstd = (make.empty(num_tokens, dtype="float32") if with_stats else None for _ in range(2))
     out = make.empty(num_tokens, hidden_size, dtype=dtype)
-    return out, x, example_weight(make, hidden_size, dtype), bias, 1e-6, None, mean, rstd, None, True
+    return out, x, example_weight(make, hidden_size, dtype), bias, 1e-6, None, mean, rstd, None, True, "swish"
 
 
 @op(out=("out", "rstd"), in_place={"out": "input"})
@@ -198,10 +211,11 @@ def rms_norm_gated(
     rstd: Tensor | None = None,
     group_size: int | None = None,
     norm_before_gate: bool = False,
+    activation: str = "swish",
 ) -> None:
-    """RMS norm of rows, or of groups within rows, with an optional SiLU gate (the norm of Mamba-2 mixers).
+    """RMS norm of rows, or of groups within rows, with an optional gate (the norm of Mamba-2 mixers).
 
-    ``out = T(norm(input * silu(z)) * weight + bias)``, or ``T((norm(input) * weight + bias) * silu(z))`` if
+    ``out = T(norm(input * act(z)) * weight + bias)``, or ``T((norm(input) * weight + bias) * act(z))`` if
     `norm_before_gate`, with ``norm(x) = x / sqrt(mean(x^2) + epsilon)``; float32, rounded once.
 
     Args:
@@ -215,8 +229,10 @@ def rms_norm_gated(
             then of the second, and so on; or None.
         group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
         norm_before_gate: whether the gate multiplies the norm, and not `input`.
+        activation: act of the formula: "swish", which is also called "silu", or "sigmoid".
     """
-    _grouped_norm(out, input, weight, bias, z, (None, rstd), epsilon, group_size, norm_before_gate, is_rms=True)
+    how = group_size, norm_before_gate, activation
+    _grouped_norm(out, input, weight, bias, z, (None, rstd), epsilon, *how, is_rms=True)
 
 
 @rms_norm_gated.plan
@@ -229,8 +245,10 @@ def plan_rms_norm_gated(
     rstd: TensorArg | None,
     group_size: int | None,
     norm_before_gate: bool,
+    activation: str,
 ) -> Launch:
-    return _grouped_norm_plan(out, input, weight, bias, z, None, rstd, group_size, norm_before_gate, is_rms=True)
+    how = group_size, norm_before_gate, activation
+    return _grouped_norm_plan(out, input, weight, bias, z, None, rstd, *how, is_rms=True)
 
 
 @rms_norm_gated.example
@@ -242,9 +260,11 @@ def example_rms_norm_gated(
     dtype: str = "bfloat16",
     groups: Literal[1, 8] = 1,
     norm_before_gate: bool = False,
+    activation: Literal["swish", "sigmoid"] = "swish",
 ) -> tuple[Any, ...]:
     x = make.randn(num_tokens, hidden_size, dtype=dtype)
     z = make.randn(num_tokens, hidden_size, dtype=dtype)
     group_size = hidden_size // groups if hidden_size % groups == 0 else None
     out = make.empty(num_tokens, hidden_size, dtype=dtype)
-    return out, x, example_weight(make, hidden_size, dtype), 1e-6, z, None, None, group_size, norm_before_gate
+    how = group_size, norm_before_gate, activation
+    return out, x, example_weight(make, hidden_size, dtype), 1e-6, z, None, None, *how
