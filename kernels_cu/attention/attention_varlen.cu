@@ -295,11 +295,19 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
 #pragma unroll
                 for (int i = 0; i < STEPS * 8; ++i) o[r][i / 4][i % 4] *= shrink[i / 2 % 2];
             }
+            // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
+            // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
+            float exact_factor = factor;
+            if (any_lane(fmaxf(fabsf(base[0]), fabsf(base[1])) > 0x1p24f)) {
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; ++i) s[r][i / 4][i % 4] *= factor;
+                exact_factor = 1.0f;
+            }
 #pragma unroll
             for (int i = 0; i < TOKENS / 4; ++i) {
                 const int n = i / 2, half = i % 2;
-                const float low = estimate_exp2(fmaf(s[r][n][2 * half], factor, -base[half]));
-                const float high = estimate_exp2(fmaf(s[r][n][2 * half + 1], factor, -base[half]));
+                const float low = estimate_exp2(fmaf(s[r][n][2 * half], exact_factor, -base[half]));
+                const float high = estimate_exp2(fmaf(s[r][n][2 * half + 1], exact_factor, -base[half]));
                 exp_sum[r][half] += low + high;
                 probabilities[r][n][half] = pack_pair<scalar_t>(low, high);
             }
