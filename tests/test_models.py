@@ -308,6 +308,22 @@ def test_requests_step_back_when_blocks_run_out(llama: Llama) -> None:
     assert sorted(engine._free) == list(range(24)), "every block came back, once"
 
 
+@pytest.mark.parametrize("running", [1, 2])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_block_is_spared_for_each_running_request(running: int, missing: int, llama: Llama) -> None:
+    """With one block fewer, the last request waits: its prompt would be computed, given up and computed again."""
+    prompt = [1] * 4  # fills a block
+    engine = Engine(llama, num_blocks=2 * running + 4 - missing, block_size=4, max_seq_len=20, max_num_seqs=4)
+    for _ in range(running):
+        engine.add(prompt, SamplingParams(max_tokens=3, ignore_eos=True))
+    outputs = engine.step()
+    late = engine.add(prompt * 4, SamplingParams(max_tokens=1))
+    outputs += (second := engine.step())
+    assert [output.request for output in second] == (list(range(running)) if missing else [late])
+    assert len([*outputs, *engine.run()]) == 3 * running + 1
+    assert engine.preemptions == 0
+
+
 def test_requests_may_come_late(llama: Llama) -> None:
     engine = Engine(llama, max_seq_len=96, max_num_seqs=4)
     found: dict[int, list[int]] = {engine.add(PROMPTS[0], SamplingParams(max_tokens=20)): []}
