@@ -34,24 +34,25 @@ struct PartsOf {
 };
 using Parts = PartsOf<18>;
 
+// Below this temperature, only the largest logits are drawn. Its inverse, scaled up by 2^28, is a float.
+constexpr float MIN_TEMPERATURE = 0x1p-98f;
+
 // The weights of the clean logits x of a row: WHOLE * exp((x - largest) / temperature), rounded down, or 0 if that is
-// less than min_p * WHOLE. If the temperature is 0 or less, NaN, or so small that its inverse is infinite, only the
-// largest logits have a weight; if it is infinite, all finite logits weigh the same. A temperature that is not GIVEN is
-// 1; a min_p that is not GIVEN is 0.
+// less than min_p * WHOLE. If the temperature is below MIN_TEMPERATURE, or NaN, only the largest logits have a weight;
+// if it is infinite, all finite logits weigh the same. A temperature that is not GIVEN is 1; a min_p that is not GIVEN
+// is 0.
 template <bool TEMPERATURE_GIVEN, bool MIN_P_GIVEN, int LOW_BITS = 18>
 struct Weights {
-    // 1 / temperature is shrink * inverse. Where the temperature is above 1, logits are scaled down before they are
-    // subtracted: the difference of the largest float and its negative is no float. `base` is largest * shrink.
-    float largest, shrink = 1.0f, inverse = 1.0f, base, min_share = 0.0f;
+    // Logits are scaled down before they are subtracted: the difference of the largest float and its negative is no
+    // float. 1 / temperature is SHRINK * inverse.
+    static constexpr float SHRINK = TEMPERATURE_GIVEN ? 0x1p-28f : 1.0f;
+    float largest, inverse = 1.0f, min_share = 0.0f;
 
     DEVICE Weights(float largest, const float* temperature, const float* min_p, int64_t row) : largest(largest) {
         if constexpr (TEMPERATURE_GIVEN) {
             const float t = temperature[row];
-            if (t > 1.0f) shrink = 0x1p-28f;
-            inverse = ieee_divide(1.0f, ieee_multiply(t, shrink));
-            if (!(inverse >= 0.0f && inverse <= FLOAT_MAX && t > 0.0f)) inverse = -1.0f;
+            inverse = t >= MIN_TEMPERATURE ? ieee_divide(1.0f, t * SHRINK) : -1.0f;
         }
-        base = largest * shrink;
         if constexpr (MIN_P_GIVEN) {
             const float p = min_p[row];
             if (p > 0.0f) min_share = ceilf((p < 1.0f ? p : 1.0f) * float(WHOLE)) / float(WHOLE);
@@ -61,7 +62,7 @@ struct Weights {
     // exp((x - largest) / temperature), a number from 0 to 1. saturate makes 0 of NaN, which is the difference for x =
     // largest = -inf, and the product for x = -inf and an infinite temperature.
     DEVICE float share(float x) const {
-        const float difference = x * shrink - base;
+        const float difference = x * SHRINK - largest * SHRINK;
         const float below = TEMPERATURE_GIVEN ? ieee_multiply(difference, inverse) : difference;
         float share = saturate(expf(below));
         if (is_greedy()) share = x == largest && x != minus_infinity() ? 1.0f : 0.0f;
@@ -85,7 +86,7 @@ struct Coarse {
 
     template <typename WEIGHTS>
     DEVICE Coarse(const WEIGHTS& weights, float near) {
-        const float all = 3.0f * (weights.largest - near), inverse_temperature = weights.inverse * weights.shrink;
+        const float all = 3.0f * (weights.largest - near), inverse_temperature = weights.inverse * WEIGHTS::SHRINK;
         const float range = inverse_temperature > 0.0f ? ieee_min(all, 16.0f / inverse_temperature) : all;
         // The width is a power of two, so that the bounds of bins are floats; and so large that bins have numbers of 22
         // bits.
