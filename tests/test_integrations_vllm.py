@@ -133,22 +133,31 @@ def test_what_passes_of_vllm_count_on(name: str, mutable: list[str]) -> None:
 def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared() -> None:
     from torch import Tensor
 
-    assert TABLE["moe_sum"].state == "missing" or "moe_sum" in pyops.registry
-    if "moe_sum" in pyops.registry:
+    name = "cutlass_scaled_sparse_mm"
+    if name in pyops.registry:
         pytest.skip("it is one of the library's by now")
+    assert TABLE[name].state == TABLE["cutlass_fp4_group_mm"].state == "missing"
 
-    def moe_sum(input: Tensor, output: Tensor) -> None:
-        output.copy_(input.sum(1))
+    def cutlass_scaled_sparse_mm(
+        out: Tensor,
+        a: Tensor,
+        bt_nzs: Tensor,
+        bt_meta: Tensor,
+        a_scales: Tensor,
+        b_scales: Tensor,
+        bias: Tensor | None,
+    ) -> None:
+        out.copy_(a)
 
-    op = pyops.op(out="output")(moe_sum).op
-    entry = table()["moe_sum"]
-    assert (entry.state, entry.ours, entry.kernel) == ("served", "moe_sum", op.call)
+    op = pyops.op(out="out")(cutlass_scaled_sparse_mm).op
+    entry = table()[name]
+    assert (entry.state, entry.ours, entry.kernel) == ("served", name, op.call)
 
-    def topk_softmax(gating_output: Tensor, topk_weights: Tensor, topk_indices: Tensor) -> None:
-        topk_weights.copy_(gating_output)
+    def cutlass_fp4_group_mm(a: Tensor, out: Tensor) -> None:
+        out.copy_(a)
 
-    pyops.op(out=("topk_weights", "topk_indices"))(topk_softmax)
-    assert table()["topk_softmax"].state == "missing", "it takes other arguments"
+    pyops.op(out="out")(cutlass_fp4_group_mm)
+    assert table()["cutlass_fp4_group_mm"].state == "missing", "it takes other arguments"
 
 
 def test_a_function_of_vllms_name_is_served_if_it_takes_as_many_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
