@@ -419,6 +419,7 @@ def test_sections_are_kept_only_in_the_same_environment(tmp_path: Path) -> None:
     assert "numerics" not in json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "benchmarks", "rms_norm"]
@@ -495,6 +496,7 @@ def test_bytes_of_a_decode_step() -> None:
     assert decode.step_bytes(model, 3, 100) == 2 * (weights + 3 * 2048 + 3 * 101 * 2 * 16 * 512)
 
 
+@pytest.mark.slow
 def test_a_decode_step_of_transformers_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     accelerated.main(["--device", "cpu", "--batch", "1", "2", "--context", "128"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]

@@ -20,7 +20,7 @@ from pyops._core.declaration import Parameter
 from pyops._core.op import Op
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, written
 from tests import axes
-from tests.calls import CUDA, DEVICES, as_cupy, as_numpy, example, refusal
+from tests.calls import CUDA, KERNELS, as_cupy, as_numpy, example, refusal
 
 NUM_TOKENS = 7
 # A call that nothing accepts is planned in the same way whether a reference or a kernel would run.
@@ -95,7 +95,7 @@ def test_wrong_dtype(op: Op, p: Parameter, device: str) -> None:
         assert error.argument == p.name or "dtype" in error.message
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
 def test_longer_rows(op: Op, p: Parameter, device: str) -> None:
     """They are refused, or what is more of them makes no difference."""
@@ -108,7 +108,7 @@ def _counts_tokens(tensors: dict[str, torch.Tensor]) -> int:
     return sum(x.shape[0] == NUM_TOKENS for x in tensors.values())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @_each([case for case in CASES if case[2][case[1].name].shape[0] == NUM_TOKENS and _counts_tokens(case[2]) > 1])
 def test_more_rows(op: Op, p: Parameter, device: str) -> None:
     """They are refused, or one more of them makes no difference."""
@@ -117,7 +117,7 @@ def test_more_rows(op: Op, p: Parameter, device: str) -> None:
     _refused_or_right(op, args, p, torch.cat((value, value[:1])))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
 def test_more_dimensions(op: Op, p: Parameter, device: str) -> None:
     """One more dimension of size 1 is refused, or changes nothing."""
@@ -125,7 +125,7 @@ def test_more_dimensions(op: Op, p: Parameter, device: str) -> None:
     _refused_or_right(op, args, p, _value(op, args, p).unsqueeze(-1))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
 def test_elements_apart(op: Op, p: Parameter, device: str) -> None:
     """A last dimension of stride 2 is refused, or makes no difference."""

@@ -470,6 +470,7 @@ def test_the_way_of_plain_tensors_is_short() -> None:
         torch.ops._C.rms_norm(out=out)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_what_is_undone() -> None:
     code = """
 import torch
@@ -525,6 +526,7 @@ def refused(*names):
 """
 
 
+@pytest.mark.slow
 def test_what_is_there_is_left_alone() -> None:
     run(f"""{THEIRS}
 registration = register()
@@ -542,6 +544,7 @@ torch.ops._C.mul_and_silu(out, x)
 """)
 
 
+@pytest.mark.slow
 def test_override_and_undo() -> None:
     """Without a word of torch, which warns of kernels that are replaced."""
     code = f"""{THEIRS}
@@ -570,6 +573,7 @@ assert state() == "ours"
     assert run(code, "-W", "error") == ""
 
 
+@pytest.mark.slow
 def test_override_refuses() -> None:
     printed = run(f"""{THEIRS}
 print(refused("silu_and_mul", "silu_and_mull"))
@@ -738,6 +742,7 @@ def test_compile() -> None:
 # Where torch, or vLLM, is not.
 
 
+@pytest.mark.slow
 def test_without_vllm() -> None:
     """There is nothing to override, and to register does not bring CuPy."""
     run("""

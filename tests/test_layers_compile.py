@@ -73,6 +73,7 @@ def _inputs(num_tokens: int, device: str = "cpu") -> tuple[torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize(("platform", "how"), [("cpu", "dynamic"), ("cuda", "mark_dynamic")])
+@pytest.mark.slow
 def test_one_graph_for_all_batches(platform: Any, how: str) -> None:
     """By the native methods, and by the ops, which run their references here."""
     torch.manual_seed(0)
@@ -107,6 +108,7 @@ def test_the_two_ways_agree() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_inductor_fuses_what_is_off() -> None:
     """A gated MLP behind a norm, off by the default of a model that inductor compiles."""
     torch.manual_seed(0)
@@ -181,6 +183,7 @@ def test_every_layer_is_one_graph(layer: Any, method: str) -> None:
                 assert same_bits(result, expected)
 
 
+@pytest.mark.slow
 def test_segments_and_short_convolutions_are_one_graph() -> None:
     torch._dynamo.reset()
     attention = layers.MMEncoderAttention(2, 8)
