@@ -80,23 +80,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no device"))
     if config.option.everything:
-        items[:] = _chosen(items)
+        chosen = _chosen(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
 
 
-def _chosen(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The tests of every op, and of any other test function so many variants as the profile says."""
+def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What a run of everything runs, for which no test was named.
+
+    Every test of every op, and of any other test function so many variants as the profile says.
+    """
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") and not PROFILE.slow:
+        on_gpu = bool(item.get_closest_marker("gpu"))
+        if (on_gpu and _device() is None) or (item.get_closest_marker("slow") and not PROFILE.slow):
             continue
         name, _, parameters = item.nodeid.partition("[")
-        if item.path.name.startswith("test_every_op"):
-            name += parameters
-        elif item.get_closest_marker("gpu"):
-            name += " on a GPU"
-        variants.setdefault(name, []).append(item)
-    chosen = {id(item) for name, few in variants.items() for item in profiles.sample(few, PROFILE.variants, name)}
-    return [item for item in items if id(item) in chosen]
+        of_every_op = item.path.name.startswith("test_every_op")
+        variants.setdefault(f"{name} {on_gpu} {parameters if of_every_op else ''}", []).append(item)
+    return {item for name, few in variants.items() for item in profiles.sample(few, PROFILE.variants, name)}
 
 
 @pytest.fixture

@@ -31,7 +31,9 @@ class Profile:
 PROFILES = {
     # Everything in six minutes on two cores, with nothing in the caches.
     "dev": Profile(5, 3, 1, 3, 1, 4, False, {"sm_80": 1, "sm_90": 2, "sm_100": 1}),
-    "ci": Profile(20, 24, 3, 8, 3, 24, True, {"sm_80": 2, "sm_90": 5, "sm_100": 2}),
+    "ci": Profile(15, 16, 3, 6, 3, 16, True, {"sm_80": 1, "sm_90": 4, "sm_100": 1}),
+    # What a GPU runs, where nothing takes long but compiling.
+    "gpu": Profile(10, 24, 4, None, 3, None, True, {"sm_80": 1, "sm_90": 2, "sm_100": 1}),
     "nightly": Profile(1000),
 }
 NAME = os.environ.get("PYOPS_TEST_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev")

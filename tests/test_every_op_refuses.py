@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from pyops._core.declaration import Parameter
 from pyops._core.op import Op
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, written
 from tests import axes
-from tests.calls import CUDA, KERNELS, as_cupy, as_numpy, example, refusal
+from tests.calls import CUDA, KERNELS, Host, as_cupy, as_numpy, example, refusal
 
 NUM_TOKENS = 7
 # A call that nothing accepts is planned in the same way whether a reference or a kernel would run.
@@ -45,12 +46,19 @@ def _each(cases: list[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("op", "p"), [pytest.param(op, p, id=f"{op.name}-{p.name}") for op, p, _ in cases])
 
 
-def _right_call(op: Op, device: str) -> list[Any]:
-    """The arguments of a call that has been made: twice, because the second call of a plan sets the guard before it."""
+@cache
+def _called(op: Op, device: str, on_host: bool) -> tuple[list[Any], Any]:
+    """The arguments of a right call, and its plan. The second call with a plan sets the guard before it."""
     args = _args(op, device)
     for _ in range(2):
         op(*clones(args))
-    return args
+    return args, op.recent[0]
+
+
+def _right_call(op: Op, device: str) -> list[Any]:
+    """The arguments of a right call, whose plan is the one at hand."""
+    args, op.recent[0] = _called(op, device, isinstance(device, Host))
+    return clones(args)
 
 
 def _refused_or_right(op: Op, args: list[Any], p: Parameter, value: torch.Tensor) -> None:
