@@ -28,7 +28,7 @@ from .emulator import cases
 from .emulator.checkout import COMMIT, Unavailable
 from .packages import Folder
 
-_PER_KERNEL = 2  # of each architecture; 0.3 s each on one core
+_PER_KERNEL = 1  # of each architecture; half a second of a CPU each
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
