@@ -40,6 +40,7 @@ from .ops.attention.varlen import *
 from .ops.cache import *
 from .ops.linear.skinny_linear import *
 from .ops.memory.device_memory import *
+from .ops.moe.routing import *
 from .ops.norm.dynamic_quant import *
 from .ops.norm.layer import *
 from .ops.norm.rms import *
