@@ -128,6 +128,13 @@ struct Contest {
     }
 };
 
+// Prefetches a row of NUM_EXPERTS elements by the threads of its token.
+template <int NUM_EXPERTS, int ROW_THREADS, typename T>
+DEVICE void prefetch_experts(const T* row, int thread) {
+    constexpr int LINE = 128 / sizeof(T);
+    for (int i = thread * LINE; i < NUM_EXPERTS; i += ROW_THREADS * LINE) prefetch_line(row + i);
+}
+
 // Elements first ... first + COUNT - 1 of `row` as floats, VEC_SIZE in one access. Those from `end` on are not read and
 // become `missing`. `first` and `end` are multiples of VEC_SIZE; 0 < end.
 template <int VEC_SIZE, typename T, int COUNT>

@@ -28,12 +28,6 @@ constexpr int INDEX_BITS = !HAS_BIAS && NUM_EXPERTS <= 1 << SPARE_BITS<scalar_t>
 using ranking = Ranking<INDEX_BITS>;
 using rank_t = ranking::rank_t;
 
-// Prefetches the row that a thread works on.
-DEVICE void prefetch_logits(const scalar_t* row, int thread) {
-    constexpr int LINE = 128 / sizeof(scalar_t);
-    for (int i = thread * LINE; i < NUM_EXPERTS; i += ROW_THREADS * LINE) prefetch_line(row + i);
-}
-
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
             expert_t* topk_ids,                    // [num_tokens, TOP_K]
@@ -47,7 +41,7 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_tokens);
     const int thread = threadIdx.x % ROW_THREADS;
     const scalar_t* const row = gating_output + at.row * gating_stride;
-    prefetch_logits(row, thread);
+    prefetch_experts<NUM_EXPERTS, ROW_THREADS>(row, thread);
     await_previous_kernel();
     __shared__ rank_t rank_partial[2][MAX_WARPS];
     __shared__ uint32_t max_partial[MAX_WARPS];
@@ -68,7 +62,7 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
 #pragma unroll
             for (int i = 0; i < THREAD_EXPERTS; ++i) sum += score(logit_of(logits[i]));
             sum = row_reduce<Sum, ROW_THREADS>(sum, sum_partial[0]);
-            score.factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+            score.factor = sum > 0.0f ? reciprocal_of(sum) : 0.0f;
         }
     }
 

@@ -23,12 +23,14 @@ class Geometry(NamedTuple):
         vec_size: elements of one memory access.
         thread_experts: experts of a thread, a multiple of vec_size.
         row_threads: threads that share a token.
+        group_threads: those of them that have a group of experts.
         num_threads: threads of a block.
     """
 
     vec_size: int
     thread_experts: int
     row_threads: int
+    group_threads: int
     num_threads: int
 
     @property
@@ -53,16 +55,16 @@ def choose_geometry(experts: TensorArg, num_groups: int, *aligned: TensorArg | N
     """
     num_tokens, num_experts = experts.shape
     group_size = num_experts // num_groups
-    lanes_per_group = 1 << (num_groups - 1).bit_length()  # groups, rounded up to a power of two
+    parts = 1 << (num_groups - 1).bit_length()  # of the threads: a power of two, so that a shuffle stays in its part
     row_threads = _WARP_SIZE
     if num_groups == 1 and num_experts < _WARP_SIZE:
         row_threads = 1 << (num_experts - 1).bit_length()
-    while -(-group_size // (row_threads // lanes_per_group)) > _MAX_THREAD_EXPERTS:
+    while -(-group_size // (row_threads // parts)) > _MAX_THREAD_EXPERTS:
         row_threads *= 2
         if row_threads > _MAX_THREADS:
-            max_size = _MAX_THREADS // lanes_per_group * _MAX_THREAD_EXPERTS
+            max_size = _MAX_THREADS // parts * _MAX_THREAD_EXPERTS
             raise experts.error(f"expected groups of at most {max_size} experts, got {group_size} in shape {experts.shape}")
-    group_threads = row_threads // lanes_per_group
+    group_threads = row_threads // parts
 
     fewest = -(-group_size // group_threads)
     vec_size = check.vector_width(group_size, *(arg for arg in (experts, *aligned) if arg))
@@ -71,4 +73,4 @@ def choose_geometry(experts: TensorArg, num_groups: int, *aligned: TensorArg | N
     thread_experts = -(-group_size // (group_threads * vec_size)) * vec_size
     many = num_tokens * row_threads > _FEW_THREADS * experts.device.multiprocessors
     num_threads = max(row_threads, _MANY_THREADS if many else _FEW_THREADS)
-    return Geometry(vec_size, thread_experts, row_threads, num_threads)
+    return Geometry(vec_size, thread_experts, row_threads, group_threads, num_threads)

@@ -12,6 +12,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from ._routing_geometry import choose_geometry
+from ._scores import as_logits, sigmoid, softmax, softplus_sqrt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["topk_sigmoid", "topk_softmax", "topk_softplus_sqrt"]
 
 _topk_gating = Kernel("moe/topk_gating.cu")
-_MIN_NORMAL = 2.0**-126
-_FLOAT_MAX = (2 - 2.0**-23) * 2.0**127
 
 
 @op(out=("topk_weights", "topk_ids", "token_expert_indices"), ulps=8)
@@ -47,7 +46,7 @@ def topk_softmax(
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
     """
-    _choose(topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias, _softmax)
+    _choose(topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias, softmax)
 
 
 @op(out=("topk_weights", "topk_ids", "token_expert_indices"), ulps=8)
@@ -71,7 +70,7 @@ def topk_sigmoid(
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         e_score_correction_bias: [num_experts] float32, contiguous, or None.
     """
-    _choose(topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias, _sigmoid)
+    _choose(topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias, sigmoid)
 
 
 @op(out=("topk_weights", "topk_ids", "token_expert_indices"), ulps=8)
@@ -106,7 +105,7 @@ def topk_softplus_sqrt(
     outputs = topk_weights, topk_ids, token_expert_indices
     if hash_indices_table is None or input_tokens is None:
         _choose(
-            *outputs, gating_output, renormalize, e_score_correction_bias, _softplus_sqrt, scale=routed_scaling_factor
+            *outputs, gating_output, renormalize, e_score_correction_bias, softplus_sqrt, scale=routed_scaling_factor
         )
         return
     rows, tokens = hash_indices_table.shape[0], input_tokens.long()
@@ -115,7 +114,7 @@ def topk_softplus_sqrt(
     if experts is None:
         experts = torch.full(topk_ids.shape, -1, device=topk_ids.device)
     exists = (experts >= 0) & (experts < gating_output.shape[1])
-    scores = _softplus_sqrt(_as_logits(gating_output.float()))
+    scores = softplus_sqrt(as_logits(gating_output.float()))
     weights = scores.gather(1, experts.where(exists, 0)).where(exists, 0.0)
     _write(*outputs, weights, experts.where(exists, -1), renormalize, routed_scaling_factor)
 
@@ -132,7 +131,7 @@ def _choose(
 ) -> None:
     """The reference of the ops: `score` takes logits without NaN."""
     logits = gating_output.float()
-    scores = score(_as_logits(logits))
+    scores = score(as_logits(logits))
     keys = logits if bias is None else torch.where(logits.isnan(), logits, scores + bias)
     keys = torch.where(keys.isnan(), -torch.inf, keys)
     experts = keys.sort(dim=-1, descending=True, stable=True)[1][:, : topk_ids.shape[1]]
@@ -155,30 +154,6 @@ def _write(
     topk_ids.copy_(experts)
     num_tokens, topk = topk_ids.shape
     token_expert_indices.copy_(torch.arange(num_tokens * topk, device=topk_ids.device).view(topk, num_tokens).T)
-
-
-def _as_logits(logits: Tensor) -> Tensor:
-    """Logits as scores take them: NaN as -inf, inf as the largest float."""
-    return logits.nan_to_num(nan=-torch.inf, posinf=_FLOAT_MAX, neginf=-torch.inf)
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    largest = logits.amax(-1, keepdim=True)
-    powers = (logits - torch.where(largest > -torch.inf, largest, 0.0)).exp()
-    total = powers.sum(-1, keepdim=True)
-    return powers / torch.where(total > 0, total, 1.0)
-
-
-def _sigmoid(logits: Tensor) -> Tensor:
-    return _normal_or_0(logits.sigmoid())
-
-
-def _softplus_sqrt(logits: Tensor) -> Tensor:
-    return _normal_or_0(torch.nn.functional.softplus(logits)).sqrt()
-
-
-def _normal_or_0(x: Tensor) -> Tensor:
-    return torch.where(x < _MIN_NORMAL, 0.0, x)
 
 
 def _launches(
