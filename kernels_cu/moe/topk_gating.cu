@@ -114,6 +114,7 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
     const float divisor = renormalize && sum > 0.0f ? sum : 1.0f;
     for (int slot = thread; slot < TOP_K; slot += ROW_THREADS) {
         float* const out = topk_weights + at.row * TOP_K + slot;
-        if (at.active) *out = ieee_multiply(ieee_divide(TOP_K > ROW_THREADS ? *out : weight, divisor), routed_scaling_factor);
+        if (at.active)
+            *out = ieee_multiply(ieee_divide(TOP_K > ROW_THREADS ? *out : weight, divisor), routed_scaling_factor);
     }
 }

@@ -26,7 +26,7 @@
 #include "experts.cuh"
 
 constexpr int NUM_EXPERTS = NUM_GROUPS * GROUP_SIZE;
-constexpr int LANES = ROW_THREADS < WARP_SIZE ? ROW_THREADS : WARP_SIZE;    // of a warp that have one token
+constexpr int LANES = ROW_THREADS < WARP_SIZE ? ROW_THREADS : WARP_SIZE;     // of a warp that have one token
 constexpr int PART_THREADS = GROUP_THREADS < LANES ? GROUP_THREADS : LANES;  // of one warp and one group
 constexpr int GROUP_PARTS = GROUP_THREADS / PART_THREADS;
 using ranking = Ranking<0>;

@@ -55,22 +55,26 @@ def choose_geometry(experts: TensorArg, num_groups: int, *aligned: TensorArg | N
     """
     num_tokens, num_experts = experts.shape
     group_size = num_experts // num_groups
-    parts = 1 << (num_groups - 1).bit_length()  # of the threads: a power of two, so that a shuffle stays in its part
+    # A group has as many threads as any other, and a power of two, so that the shuffles of a group stay inside it.
+    parts = 1 << (num_groups - 1).bit_length()
     row_threads = _WARP_SIZE
     if num_groups == 1 and num_experts < _WARP_SIZE:
         row_threads = 1 << (num_experts - 1).bit_length()
-    while -(-group_size // (row_threads // parts)) > _MAX_THREAD_EXPERTS:
+    while group_size > row_threads // parts * _MAX_THREAD_EXPERTS:
         row_threads *= 2
-        if row_threads > _MAX_THREADS:
-            max_size = _MAX_THREADS // parts * _MAX_THREAD_EXPERTS
-            raise experts.error(f"expected groups of at most {max_size} experts, got {group_size} in shape {experts.shape}")
+    if row_threads > _MAX_THREADS:
+        max_size = _MAX_THREADS // parts * _MAX_THREAD_EXPERTS
+        each = "" if num_groups == 1 else " in a group"
+        raise experts.error(f"expected at most {max_size} experts{each}, got {group_size} in shape {experts.shape}")
     group_threads = row_threads // parts
 
-    fewest = -(-group_size // group_threads)
+    def share(vec_size: int) -> int:
+        """Experts of a thread that loads so many at once."""
+        return -(-group_size // (group_threads * vec_size)) * vec_size
+
     vec_size = check.vector_width(group_size, *(arg for arg in (experts, *aligned) if arg))
-    while -(-group_size // (group_threads * vec_size)) * vec_size > max(fewest, _MAX_WIDER * fewest):
+    while share(vec_size) > _MAX_WIDER * share(1):
         vec_size //= 2
-    thread_experts = -(-group_size // (group_threads * vec_size)) * vec_size
     many = num_tokens * row_threads > _FEW_THREADS * experts.device.multiprocessors
     num_threads = max(row_threads, _MANY_THREADS if many else _FEW_THREADS)
-    return Geometry(vec_size, thread_experts, row_threads, group_threads, num_threads)
+    return Geometry(vec_size, share(vec_size), row_threads, group_threads, num_threads)

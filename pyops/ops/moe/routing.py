@@ -34,15 +34,16 @@ def topk_softmax(
     """The topk experts of each token by ``softmax(gating_output)``, and their scores as weights.
 
     The score of an expert is the softmax of the logits, in float32. Experts are ranked by logit, or by
-    ``score + e_score_correction_bias``; the best comes first, and of equal ones the one with the lower id. The weight of
-    an expert is its score, without the bias. A logit that is NaN ranks as -inf and weighs 0; inf scores as the largest
-    float does. A token whose logits are all NaN or -inf has weights of 0.
+    ``score + e_score_correction_bias``. The best expert comes first; of equal experts, the one with the lower id. The
+    weight of an expert is its score, without the bias. An expert whose logit is NaN ranks as -inf and weighs 0. An
+    infinite logit scores as the largest float. A token whose logits are all NaN or -inf has weights of 0.
 
     Args:
         topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
         topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
         token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride. At most 16384 experts.
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 16384
+            experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
     """
@@ -66,7 +67,8 @@ def topk_sigmoid(
         topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
         topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
         token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride. At most 16384 experts.
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 16384
+            experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         e_score_correction_bias: [num_experts] float32, contiguous, or None.
     """
@@ -95,7 +97,8 @@ def topk_softplus_sqrt(
         topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
         topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
         token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride. At most 16384 experts.
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 16384
+            experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         routed_scaling_factor: multiplies the weights, after they are renormalised.
         e_score_correction_bias: [num_experts] float32, contiguous, or None. Without effect beside a table.
@@ -165,7 +168,7 @@ def _launches(
     bias: TensorArg | None,
     tokens: TensorArg | None = None,
     table: TensorArg | None = None,
-    **absent: float,
+    **absent: Any,
 ) -> list[Launch]:
     """The launch of topk_gating.cu; `absent` feeds the parameters that the op does not have."""
     check.floating(gating_output)
@@ -215,7 +218,7 @@ def _launches(
 
 
 # What topk_softplus_sqrt alone has: null pointers, and a factor that changes nothing.
-_ABSENT = {"input_tokens": 0, "hash_indices_table": 0, "routed_scaling_factor": 1.0}
+_ABSENT: dict[str, Any] = {"input_tokens": 0, "hash_indices_table": 0, "routed_scaling_factor": 1.0}
 
 
 @topk_softmax.plan

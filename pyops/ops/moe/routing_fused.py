@@ -78,9 +78,7 @@ def fused_topk_bias(
     choice = gating_output, renormalize
     if scoring_func == "sqrtsoftplus":
         by_token = input_tokens, hash_indices_table
-        topk_softplus_sqrt(
-            weights, ids, places, *choice, routed_scaling_factor, e_score_correction_bias, *by_token
-        )
+        topk_softplus_sqrt(weights, ids, places, *choice, routed_scaling_factor, e_score_correction_bias, *by_token)
         return weights, ids
     if input_tokens is not None or hash_indices_table is not None:
         raise OpError(name, "hash_indices_table", f'expected None with scoring_func="{scoring_func}"')
@@ -113,11 +111,10 @@ def fused_grouped_topk(
         Weights float32 and ids int32, both [num_tokens, topk].
     """
     _check("fused_grouped_topk", hidden_states, gating_output, topk, scoring_func, ("softmax", "sigmoid"))
-    groups = num_expert_group, topk_group
     number = 2 if scoring_func == "softmax" else 1
-    return grouped_topk(
-        gating_output, *groups, topk, renormalize, routed_scaling_factor, e_score_correction_bias, number
-    )
+    scale, bias = routed_scaling_factor, e_score_correction_bias
+    weights, ids = grouped_topk(gating_output, num_expert_group, topk_group, topk, renormalize, scale, bias, number)
+    return weights, ids
 
 
 def _check(

@@ -41,21 +41,23 @@ def grouped_topk(
 ) -> None:
     """The topk experts of each token, out of its topk_group best groups of experts, and their scores as weights.
 
-    As DeepSeek-V3 (arXiv:2412.19437) chooses experts; without a bias as DeepSeek-V2 (arXiv:2405.04434) does. The score s
-    of an expert is ``scores`` itself, or its sigmoid or softmax. Its key is ``s + bias``. A group ranks by the sum of its
-    two largest keys, or by its only key; without a bias by its largest key. Of the topk_group best groups, the topk
-    experts with the largest keys are chosen, the best first. Of equal groups and of equal keys, the first comes first.
-    Weights are ``s * routed_scaling_factor``, divided by the sum of the token's s plus 1e-20 if `renormalize`.
+    As DeepSeek-V3 (arXiv:2412.19437) chooses experts; without a bias, as DeepSeek-V2 (arXiv:2405.04434) does:
 
-    Where ``scores`` is not finite, s is 0 and the key -inf; so is the key where it would be NaN. If fewer than topk_group
-    groups have a score above -inf, the token's experts are 0, 1, ..., and its weights 1 / topk.
+    1. The score s of an expert is ``scores`` itself, or its sigmoid or softmax. The key of an expert is ``s + bias``.
+    2. A group ranks by the sum of its two largest keys, or by its only key. Without a bias it ranks by its largest key.
+    3. Of the topk_group best groups, the topk experts with the largest keys are chosen, the best first.
+    4. Weights are ``s * routed_scaling_factor``, divided by the sum of the token's s plus 1e-20 if `renormalize`.
 
-    All arithmetic is float32. vLLM rounds s and s + bias to the dtype of ``scores``; so 16-bit scores tie less often here.
+    Of equal groups, and of equal keys, the one with the lower index comes first. Where ``scores`` is not finite, s is 0
+    and the key is -inf; a key that would be NaN is -inf, too. If fewer than topk_group groups rank above -inf, the
+    token's experts are 0, 1, ..., and its weights 1 / topk.
+
+    All arithmetic is float32. vLLM rounds s and s + bias to the dtype of ``scores``; 16-bit scores tie less often here.
 
     Args:
         scores: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride.
-        num_expert_group: groups of equal size into which the experts are divided, 1 to 32. A group has at most 16384
-            experts, divided by the number of groups rounded up to a power of two.
+        num_expert_group: groups of equal size into which the experts are divided, 1 to 32. One group may have 16384
+            experts, two groups 8192 each, three or four groups 4096 each, and so on.
         topk_group: groups from which the experts of a token are chosen, 1 to num_expert_group.
         topk: experts of a token, 1 to 32, and no more than topk_group groups have.
         renormalize: whether the weights of a token are divided by their sum.
@@ -164,4 +166,3 @@ def example_grouped_topk(
     sizes = num_expert_group, topk_group, topk
     outputs = (make.empty(num_tokens, topk, dtype=kind) for kind in ("float32", "int32"))
     return scores, *sizes, renormalize, 2.5, bias, scoring_func, *outputs
-
