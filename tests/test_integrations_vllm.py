@@ -270,6 +270,11 @@ def _ggml_dequantize() -> Case:
     return [*args, torch.bfloat16], [], [pyops.ggml_dequantize(*args, torch.bfloat16)]
 
 
+def _grouped_topk() -> Case:
+    args = _example("grouped_topk")
+    return args, [], list(pyops.grouped_topk(*args))
+
+
 def _hadacore_transform() -> Case:
     _, x = _example("hadacore_transform_out", hidden_size=4, dtype="float32")
     ones = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2.0
@@ -313,6 +318,7 @@ CASES = {
     "copy_blocks": _copy_blocks,
     "copy_blocks_mla": _copy_blocks_mla,
     "ggml_dequantize": _ggml_dequantize,
+    "grouped_topk": _grouped_topk,
     "hadacore_transform": _hadacore_transform,
     "merge_attn_states": _merge_attn_states,
     "paged_attention": _paged_attention,
@@ -335,14 +341,14 @@ def test_every_op_is_called() -> None:
 
 
 def _flat(values: Sequence[Any]) -> list[torch.Tensor]:
-    return [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_call_of_what_is_no_op(name: str) -> None:
     args, positions, right = CASES[name]()
     returned = _torch_op(TABLE[name])(*args)
-    results = [*_flat([args[i] for i in positions]), *([] if returned is None else [returned])]
+    results = _flat([*(args[i] for i in positions), *([] if returned is None else [returned])])
     assert len(results) == len(right)
     for result, value in zip(results, right, strict=True):
         assert same_bits(result, value)

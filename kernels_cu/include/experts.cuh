@@ -1,7 +1,7 @@
 // experts.cuh: routing of tokens to experts: scores of experts, ranks of experts, and the best experts of a token.
 //
-// A token belongs to ROW_THREADS consecutive threads: a power of two up to a warp, or a whole block of several warps.
-// A thread has up to THREAD_EXPERTS consecutive experts.
+// A token is a row of its matrix of logits. ROW_THREADS consecutive threads share it: a power of two up to a warp, or a
+// whole block of several warps. NUM_THREADS and ROW_THREADS are constants of the kernel that includes this header.
 
 #pragma once
 #include "math.cuh"
@@ -73,7 +73,7 @@ DEVICE uint64_t lane_largest(uint64_t value) {
 
 // The largest value of a token's threads. Every thread of the block takes part. `partial` is shared memory of one value
 // per warp. Two such calls in a row need two arrays, which may alternate.
-template <int ROW_THREADS, typename T>
+template <typename T>
 DEVICE T row_largest(T value, T* partial) {
     if constexpr (ROW_THREADS <= WARP_SIZE) {
         return lane_largest<ROW_THREADS>(value);
@@ -105,7 +105,7 @@ DEVICE void sort_descending(T (&list)[N]) {
 
 // The best experts of a token, one after another: each thread sorts its ranks; the heads of these lists compete, and
 // the list that wins moves on.
-template <typename T, int N, int ROW_THREADS>
+template <typename T, int N>
 struct Contest {
     T list[N];
     T (*partial)[MAX_WARPS];  // two arrays in shared memory
@@ -118,7 +118,7 @@ struct Contest {
 
     // The next best rank. Every thread of the block calls it, in round 0, 1, ...
     DEVICE T next(int round) {
-        const T best = row_largest<ROW_THREADS>(list[0], partial[round % 2]);
+        const T best = row_largest(list[0], partial[round % 2]);
         if (list[0] == best) {
 #pragma unroll
             for (int i = 0; i < N - 1; ++i) list[i] = list[i + 1];
@@ -128,11 +128,12 @@ struct Contest {
     }
 };
 
-// Prefetches a row of NUM_EXPERTS elements by the threads of its token.
-template <int NUM_EXPERTS, int ROW_THREADS, typename T>
-DEVICE void prefetch_experts(const T* row, int thread) {
+// Prefetches the row that a thread works on.
+template <typename T>
+DEVICE void prefetch_row(const T* rows, int64_t num_rows, int64_t stride, int num_experts) {
     constexpr int LINE = 128 / sizeof(T);
-    for (int i = thread * LINE; i < NUM_EXPERTS; i += ROW_THREADS * LINE) prefetch_line(row + i);
+    const T* const row = rows + RowIndex<NUM_THREADS, ROW_THREADS>(num_rows).row * stride;
+    for (int i = threadIdx.x % ROW_THREADS * LINE; i < num_experts; i += ROW_THREADS * LINE) prefetch_line(row + i);
 }
 
 // Elements first ... first + COUNT - 1 of `row` as floats, VEC_SIZE in one access. Those from `end` on are not read and

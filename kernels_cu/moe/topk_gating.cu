@@ -14,7 +14,9 @@
 // i + ROW_THREADS, ... and writes it.
 //
 // Constants:
-//     index_t             element type of topk_ids, and of input_ids and table
+//     expert_t         element type of topk_ids
+//     token_t          element type of input_tokens
+//     table_t          element type of hash_indices_table
 //     SCORING          softmax, sigmoid or softplus_sqrt
 //     NUM_EXPERTS      experts
 //     TOP_K            experts of a token
@@ -38,11 +40,11 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
             const table_t* hash_indices_table,     // [table_size, TOP_K]
             int64_t num_tokens, int64_t gating_stride, int64_t table_size, bool renormalize,
             float routed_scaling_factor) {
+    prefetch_row(gating_output, num_tokens, gating_stride, NUM_EXPERTS);
+    await_previous_kernel();
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_tokens);
     const int thread = threadIdx.x % ROW_THREADS;
     const scalar_t* const row = gating_output + at.row * gating_stride;
-    prefetch_experts<NUM_EXPERTS, ROW_THREADS>(row, thread);
-    await_previous_kernel();
     __shared__ rank_t rank_partial[2][MAX_WARPS];
     __shared__ uint32_t max_partial[MAX_WARPS];
     __shared__ float sum_partial[2][MAX_WARPS];
@@ -55,7 +57,7 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
         float largest = minus_infinity();
 #pragma unroll
         for (int i = 0; i < THREAD_EXPERTS; ++i) largest = ieee_max(largest, logits[i]);
-        largest = logit_of(float_of_ordered(row_largest<ROW_THREADS>(ordered_key(largest), max_partial)));
+        largest = logit_of(float_of_ordered(row_largest(ordered_key(largest), max_partial)));
         score.base = largest == minus_infinity() ? 0.0f : largest;
         if (HAS_BIAS || !renormalize) {
             float sum = 0.0f;
@@ -97,7 +99,7 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
             if constexpr (HAS_BIAS) key = key == key ? ieee_add(score(logit_of(key)), biases[i]) : minus_infinity();
             ranks[i] = first + i < NUM_EXPERTS ? ranking::rank(ordered_key(key), first + i) : 0;
         }
-        Contest<rank_t, THREAD_EXPERTS, ROW_THREADS> contest(ranks, rank_partial);
+        Contest<rank_t, THREAD_EXPERTS> contest(ranks, rank_partial);
         for (int begin = 0; begin < TOP_K; begin += ROW_THREADS) {
             rank_t mine = 0;
 #pragma unroll(TOP_K <= 8 ? TOP_K : 4)

@@ -50,11 +50,11 @@ topk_grouped(float* topk_weights,     // [num_tokens, TOP_K]
              const scalar_t* scores,  // [num_tokens, NUM_EXPERTS], rows of stride scores_stride
              const bias_t* bias,      // [NUM_EXPERTS]
              int64_t num_tokens, int64_t scores_stride, bool renormalize, float routed_scaling_factor) {
+    prefetch_row(scores, num_tokens, scores_stride, NUM_EXPERTS);
+    await_previous_kernel();
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_tokens);
     const int thread = threadIdx.x % ROW_THREADS, lane = threadIdx.x % LANES;
     const scalar_t* const row = scores + at.row * scores_stride;
-    prefetch_experts<NUM_EXPERTS, ROW_THREADS>(row, thread);
-    await_previous_kernel();
     __shared__ rank_t rank_partial[2][MAX_WARPS];
     __shared__ uint32_t max_partial[MAX_WARPS];
     __shared__ float sum_partial[MAX_WARPS];
@@ -74,7 +74,7 @@ topk_grouped(float* topk_weights,     // [num_tokens, TOP_K]
         float largest = minus_infinity(), sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < THREAD_EXPERTS; ++i) largest = ieee_max(largest, finite(x[i]));
-        largest = float_of_ordered(row_largest<ROW_THREADS>(ordered_key(largest), max_partial));
+        largest = float_of_ordered(row_largest(ordered_key(largest), max_partial));
         score.base = largest == minus_infinity() ? 0.0f : largest;
 #pragma unroll
         for (int i = 0; i < THREAD_EXPERTS; ++i) sum += score(finite(x[i]));
@@ -124,7 +124,7 @@ topk_grouped(float* topk_weights,     // [num_tokens, TOP_K]
         const float key = may_choose ? keys[i] : minus_infinity();
         ranks[i] = first + i < GROUP_SIZE ? ranking::rank(ordered_key(key), group * GROUP_SIZE + first + i) : 0;
     }
-    Contest<rank_t, THREAD_EXPERTS, ROW_THREADS> contest(ranks, rank_partial);
+    Contest<rank_t, THREAD_EXPERTS> contest(ranks, rank_partial);
     rank_t mine = 0;
 #pragma unroll(TOP_K <= 8 ? TOP_K : 4)
     for (int i = 0; i < TOP_K; ++i) {
