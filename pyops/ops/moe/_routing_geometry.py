@@ -11,7 +11,7 @@ _WARP_SIZE = 32
 _MAX_THREAD_EXPERTS = 16  # a thread sorts its experts in registers
 _MAX_THREADS = 1024
 # Threads of a block whose tokens have a warp or less each: few where there is a multiprocessor for every such block.
-# Chosen by arithmetic, not measured.
+# No measurement of their own: docs/performance.md, "Owed to a GPU".
 _FEW_THREADS, _MANY_THREADS = 64, 128
 _MAX_WIDER = 1.25  # a thread may have so many times the fewest experts, if it then loads several at once
 
