@@ -111,12 +111,14 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
         }
     }
 
-    // Weights.
-    sum = row_reduce<Sum, ROW_THREADS>(sum, sum_partial[1]);
-    const float divisor = renormalize && sum > 0.0f ? sum : 1.0f;
+    float divisor = 1.0f;
+    if (renormalize) {
+        sum = row_reduce<Sum, ROW_THREADS>(sum, sum_partial[1]);
+        if (sum > 0.0f) divisor = sum;
+    }
+    if (!at.active) return;
     for (int slot = thread; slot < TOP_K; slot += ROW_THREADS) {
         float* const out = topk_weights + at.row * TOP_K + slot;
-        if (at.active)
-            *out = ieee_multiply(ieee_divide(TOP_K > ROW_THREADS ? *out : weight, divisor), routed_scaling_factor);
+        *out = ieee_multiply(ieee_divide(TOP_K > ROW_THREADS ? *out : weight, divisor), routed_scaling_factor);
     }
 }

@@ -135,8 +135,8 @@ topk_grouped(float* topk_weights,     // [num_tokens, TOP_K]
     const bool writes = thread < TOP_K;
     const float chosen = to_float(row[writes ? expert : 0]);
     const float s = writes && is_finite(chosen) ? score(chosen) : 0.0f;
-    const float sum = lane_reduce<Sum, LANES>(s);  // LANES >= TOP_K
-    const float factor = ieee_divide(routed_scaling_factor, renormalize ? sum + 1e-20f : 1.0f);
+    float factor = routed_scaling_factor;
+    if (renormalize) factor = ieee_divide(factor, lane_reduce<Sum, LANES>(s) + 1e-20f);  // LANES >= TOP_K
     if (!writes || !at.active) return;
     topk_ids[at.row * TOP_K + thread] = falls_back ? thread : expert;
     topk_weights[at.row * TOP_K + thread] = falls_back ? 1.0f / TOP_K : ieee_multiply(s, factor);
