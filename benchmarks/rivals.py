@@ -1,7 +1,7 @@
 """Rivals: other libraries that compute what an op computes.
 
 A rival is a function that takes an op and returns a builder. A builder takes the op's arguments and returns a call on
-them. A call that returns a tensor returns the op's first output instead of writing it.
+them. A call that returns a tensor, or several, returns the op's first outputs instead of writing them.
 """
 
 from __future__ import annotations
@@ -185,6 +185,7 @@ def _load_vllm(paths: str) -> str:
     """Register vLLM's ops by its package, or else by its shared objects. Returns why neither worked, "" on success."""
     imported = _import("vllm._C")
     if not isinstance(imported, Exception):
+        _import("vllm._moe_C")
         return ""
     if not paths:
         return f"import vllm._C: {reason(imported)}; PYOPS_VLLM_LIBRARIES is not set"

@@ -40,6 +40,9 @@ from .ops.attention.varlen import *
 from .ops.cache import *
 from .ops.linear.skinny_linear import *
 from .ops.memory.device_memory import *
+from .ops.moe.routing import *
+from .ops.moe.routing_fused import *
+from .ops.moe.routing_grouped import *
 from .ops.norm.dynamic_quant import *
 from .ops.norm.layer import *
 from .ops.norm.rms import *
