@@ -43,6 +43,12 @@ from .ops.memory.device_memory import *
 from .ops.moe.routing import *
 from .ops.moe.routing_fused import *
 from .ops.moe.routing_grouped import *
+from .ops.moe.align import *
+from .ops.moe.align_lora import *
+from .ops.moe.permute import *
+from .ops.moe.rows import *
+from .ops.moe.sizes import *
+from .ops.moe.sizes_batched import *
 from .ops.norm.dynamic_quant import *
 from .ops.norm.layer import *
 from .ops.norm.rms import *

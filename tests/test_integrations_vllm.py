@@ -282,6 +282,17 @@ def _hadacore_transform() -> Case:
     return [x, False], [], [x @ ones]
 
 
+def _get_cutlass_moe_mm_data() -> Case:
+    args = _example("get_cutlass_moe_mm_data")[:10]
+    places = [1, 2, 3, 4, 5]
+    return args, places, _result(pyops.get_cutlass_moe_mm_data, args, *places)
+
+
+def _moe_lora_align_block_size() -> Case:
+    args = _example("moe_lora_align_block_size", with_map=True)
+    return args, [7, 8, 9], _result(pyops.moe_lora_align_block_size, args, 7, 8, 9)
+
+
 def _permute_cols() -> Case:
     a, perm = _example("permute_cols")
     return [a, perm], [], [a[:, perm.long()]]
@@ -317,10 +328,12 @@ CASES = {
     "convert_vertical_slash_indexes_mergehead": _convert_vertical_slash_indexes_mergehead,
     "copy_blocks": _copy_blocks,
     "copy_blocks_mla": _copy_blocks_mla,
+    "get_cutlass_moe_mm_data": _get_cutlass_moe_mm_data,
     "ggml_dequantize": _ggml_dequantize,
     "grouped_topk": _grouped_topk,
     "hadacore_transform": _hadacore_transform,
     "merge_attn_states": _merge_attn_states,
+    "moe_lora_align_block_size": _moe_lora_align_block_size,
     "paged_attention": _paged_attention,
     "permute_cols": _permute_cols,
     "sm100_cutlass_mla_decode": _sm100_cutlass_mla_decode,
@@ -330,6 +343,7 @@ CASES = {
 WITHOUT_TENSORS = {
     "get_device_attribute",
     "get_max_shared_memory_per_block_device_attribute",
+    "moe_permute_unpermute_supported",
     "sm100_cutlass_mla_get_workspace_size",
 }
 ON_GPU = {"get_cuda_view_from_cpu_tensor", "weak_ref_tensor"}
@@ -680,6 +694,45 @@ def test_per_token_group_quant_int8() -> None:
     assert (error.abs() <= scales[..., None]).all(), "codes are the quotients without their fractions"
     with pytest.raises(pyops.OpError, match="dtype: expected int8"):
         custom_ops.per_token_group_quant_int8(x, 64, dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("with_map", [False, True])
+def test_moe_permute_and_unpermute(with_map: bool) -> None:
+    """Scales go with their rows, and every token comes back with the weight of its choices on this device."""
+    num_tokens, topk, num_experts = 9, 3, 6
+    x, ids = torch.randn(num_tokens, 16).bfloat16(), torch.randint(0, num_experts, (num_tokens, topk))
+    scale, expert_map = torch.randn(num_tokens, 2), torch.tensor([1, -1, 0, 2, -1, 1]).int() if with_map else None
+    num_local = 3 if with_map else -1
+    rows, scales, offsets, inverse, order = custom_ops.moe_permute(x, scale, ids, num_experts, num_local, expert_map)
+    local = int(offsets[-1])
+    numbers = ids if expert_map is None else expert_map[ids]
+    assert (offsets.shape, inverse.shape, order.shape) == ((4 if with_map else 7,), (27,), (27,))
+    assert local == int((numbers >= 0).sum())
+    tokens = order[:local].long() // topk
+    assert scales is not None
+    assert same_bits(rows[:local], x[tokens])
+    assert same_bits(scales[:local], scale[tokens])
+    rows[local:] = float("nan")
+    weights, out = torch.full((num_tokens, topk), 0.5), torch.empty_like(x)
+    custom_ops.moe_unpermute(out, rows, weights, inverse, offsets)
+    share = (numbers >= 0).sum(1, keepdim=True) * 0.5
+    assert torch.equal(out, (x.float() * share).bfloat16())
+    one, given = torch.ones(1), torch.empty_like(rows)
+    result = custom_ops.moe_permute(x, one, ids, num_experts, num_local, expert_map, given)
+    assert result[0] is given
+    assert result[1] is one
+    assert same_bits(given[:local], x[tokens])
+
+
+def test_moe_functions() -> None:
+    assert torch.ops._moe_C.moe_permute_unpermute_supported() is True
+    assert custom_ops.moe_permute_unpermute_supported()
+    args = _example("get_cutlass_moe_mm_data", with_blockscale=True)[:10]
+    (right,) = _result(pyops.get_cutlass_moe_mm_data, args, 9)
+    torch.ops._C.get_cutlass_moe_mm_data(*args)
+    assert torch.equal(args[9], right), "what is written without a mark"
+    x = torch.randn(4, 8)
+    assert torch.equal(custom_ops.shuffle_rows(x, torch.tensor([2, 0, 2], dtype=torch.int32)), x[[2, 0, 2]])
 
 
 def test_sm100_cutlass_mla_decode_returns_its_output() -> None:

@@ -144,6 +144,7 @@ DEVICE uint32_t floor_of_22_bits(float a, float b) {
 
 // Bits: how many are set, how many there are up to the highest set one, and the number of the lowest set one.
 DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
+DEVICE int count_bits(uint64_t bits) { return __popcll(bits); }
 DEVICE int used_bits(uint32_t bits) { return 32 - __clz(int(bits)); }
 DEVICE int lowest_bit(uint32_t bits) { return __ffs(int(bits)) - 1; }
 DEVICE int lowest_bit(uint64_t bits) { return __ffsll(int64_t(bits)) - 1; }

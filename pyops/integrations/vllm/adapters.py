@@ -10,6 +10,8 @@ from ...ops.attention import convert_vertical_slash_indexes_mergehead as _conver
 from ...ops.attention import merge_attn_states as _merge_attn_states
 from ...ops.attention import paged_attention_rocm
 from ...ops.attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
+from ...ops.moe import get_cutlass_moe_mm_data as _get_cutlass_moe_mm_data
+from ...ops.moe import moe_lora_align_block_size as _moe_lora_align_block_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +66,18 @@ def paged_attention(out: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: 
 def sm100_cutlass_mla_decode(out: Tensor, lse: Tensor, *others: Any) -> None:
     """sm100_cutlass_mla_decode, for which an lse without elements is none"""
     _sm100_cutlass_mla_decode(out, lse if lse.numel() else None, *others)
+
+
+@_adapter
+def moe_lora_align_block_size(*args: Any) -> None:
+    """moe_lora_align_block_size, which writes neither adapter_enabled nor lora_ids"""
+    _moe_lora_align_block_size(*args)
+
+
+@_adapter
+def get_cutlass_moe_mm_data(*args: Any) -> None:
+    """get_cutlass_moe_mm_data, where blockscale_offsets is written without a mark"""
+    _get_cutlass_moe_mm_data(*args)
 
 
 def _empty_like(tensor: Tensor, device: Any) -> Tensor:

@@ -16,7 +16,7 @@ import pyops
 
 from ..._core.errors import OpError
 from ..._core.lazy import optional
-from ...ops import attention, norm, quantize, sampling
+from ...ops import attention, moe, norm, quantize, sampling
 from . import adapters
 from .schemas import SCHEMAS, SIGNATURES
 
@@ -120,6 +120,60 @@ def apply_repetition_penalties(
         logits.copy_(packed)
 
 
+def moe_permute(
+    hidden_states: Tensor,
+    a1q_scale: Tensor | None,
+    topk_ids: Tensor,
+    n_expert: int,
+    n_local_expert: int = -1,
+    expert_map: Tensor | None = None,
+    permuted_hidden_states: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """`pyops.moe_permute` into new tensors, with the scales of the rows.
+
+    Returns (permuted rows [num_tokens * topk, hidden_size], their scales, expert_first_token_offset [n_local_expert +
+    1] int64, inv_permuted_idx [num_tokens * topk] int32, permuted_idx [num_tokens * topk] int32). Scales of more than
+    one dimension are permuted like the rows, those of other devices being the last token's; other scales are returned
+    as they are. n_local_expert of -1 is n_expert. Rows go to `permuted_hidden_states` if it is given.
+    """
+    num_tokens, topk = topk_ids.shape
+    num_rows = num_tokens * topk
+    n_local_expert = n_expert if n_local_expert == -1 else n_local_expert
+    if permuted_hidden_states is None:
+        permuted_hidden_states = hidden_states.new_empty(num_rows, hidden_states.shape[1])
+    offsets = topk_ids.new_empty(n_local_expert + 1, dtype=torch.int64)
+    inverse, order, indices = (topk_ids.new_empty(num_tokens, topk, dtype=torch.int32) for _ in range(3))
+    moe.moe_permute(
+        hidden_states,
+        topk_ids,
+        indices,
+        expert_map,
+        n_expert,
+        n_local_expert,
+        topk,
+        permuted_hidden_states,
+        offsets,
+        inverse,
+        order,
+    )
+    if a1q_scale is not None and a1q_scale.dim() > 1:
+        a1q_scale = a1q_scale[order.view(-1).clamp(max=num_rows - 1) // topk]
+    return permuted_hidden_states, a1q_scale, offsets, inverse.view(-1), order.view(-1)
+
+
+def moe_unpermute(
+    out: Tensor,
+    permuted_hidden_states: Tensor,
+    topk_weights: Tensor,
+    inv_permuted_idx: Tensor,
+    expert_first_token_offset: Tensor | None = None,
+) -> None:
+    """`pyops.moe_unpermute` into `out`."""
+    topk = topk_weights.shape[-1]
+    moe.moe_unpermute(permuted_hidden_states, topk_weights, inv_permuted_idx, expert_first_token_offset, topk, out)
+
+
+shuffle_rows = moe.shuffle_rows.new
 apply_repetition_penalties_torch = sampling.apply_repetition_penalties_.reference
 apply_repetition_penalties_cuda = sampling.apply_repetition_penalties_
 scaled_fp4_experts_quant = quantize.nvfp4_experts_quant

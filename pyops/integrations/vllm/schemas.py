@@ -1,7 +1,8 @@
 # ruff: noqa: E501
 """The ops of vLLM, as they are registered with torch, and the Python functions that lead to them: names and signatures.
 
-Those of version 0.16, and those of 0.13 that are gone since. One thing is changed: `convert_vertical_slash_indexes` and
+Those of version 0.16, those of 0.13 that are gone since, and `get_cutlass_batched_moe_mm_data`, as 0.22 calls
+`get_cutlass_pplx_moe_mm_data`. One thing is changed: `convert_vertical_slash_indexes` and
 `convert_vertical_slash_indexes_mergehead` call two arguments ``q_seqlens`` there, of which the second is
 ``kv_seqlens`` here.
 """
@@ -98,6 +99,7 @@ get_cutlass_moe_mm_data(Tensor topk_ids, Tensor! expert_offsets, Tensor! problem
 get_cutlass_moe_mm_problem_sizes(Tensor topk_ids, Tensor! problem_sizes1, Tensor! problem_sizes2, int num_experts, int n, int k, Tensor? blockscale_offsets, bool? force_swap_ab) -> ()
 get_cutlass_moe_mm_problem_sizes_from_expert_offsets(Tensor expert_first_token_offset, Tensor! problem_sizes1, Tensor! problem_sizes2, int n, int k, bool swap_ab) -> ()
 get_cutlass_pplx_moe_mm_data(Tensor! expert_offsets, Tensor! problem_sizes1, Tensor! problem_sizes2, Tensor expert_num_tokens, int num_local_experts, int padded_m, int n, int k) -> ()
+get_cutlass_batched_moe_mm_data(Tensor! expert_offsets, Tensor! problem_sizes1, Tensor! problem_sizes2, Tensor expert_num_tokens, int num_local_experts, int padded_m, int n, int k) -> ()
 cutlass_blockwise_scaled_grouped_mm(Tensor! output, Tensor a, Tensor b, Tensor scales_a, Tensor scales_b, Tensor problem_sizes, Tensor expert_offsets) -> ()
 selective_scan_fwd(Tensor! u, Tensor! delta, Tensor! A, Tensor! B, Tensor! C, Tensor? D_, Tensor!? z_, Tensor? delta_bias_, bool delta_softplus, Tensor? query_start_loc, Tensor? cache_indices, Tensor? has_initial_state, Tensor! ssm_states, int pad_slot_id, int block_size, Tensor? block_idx_first_scheduled_token, Tensor? block_idx_last_scheduled_token, Tensor? initial_state_idx) -> ()
 """,
@@ -268,6 +270,7 @@ get_cutlass_moe_mm_data(topk_ids, expert_offsets, problem_sizes1, problem_sizes2
 get_cutlass_moe_mm_problem_sizes(topk_ids, problem_sizes1, problem_sizes2, num_experts, n, k, blockscale_offsets=None, force_swap_ab=None)
 get_cutlass_moe_mm_problem_sizes_from_expert_offsets(expert_first_token_offset, problem_sizes1, problem_sizes2, n, k, swap_ab)
 get_cutlass_pplx_moe_mm_data(expert_offsets, problem_sizes1, problem_sizes2, expert_num_tokens, num_local_experts, padded_m, n, k)
+get_cutlass_batched_moe_mm_data(expert_offsets, problem_sizes1, problem_sizes2, expert_num_tokens, num_local_experts, padded_m, n, k)
 cutlass_blockwise_scaled_grouped_mm(output, a, b, scales_a, scales_b, problem_sizes, expert_offsets)
 selective_scan_fwd(u, delta, A, B, C, D_, z_, delta_bias_, delta_softplus, query_start_loc, cache_indices, has_initial_state, ssm_states, pad_slot_id, block_size=1024, block_idx_first_scheduled_token=None, block_idx_last_scheduled_token=None, initial_state_idx=None)
 init_custom_ar(ipc_tensors, rank_data, rank, fully_connected)

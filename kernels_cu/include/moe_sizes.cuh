@@ -1,0 +1,12 @@
+// moe_sizes.cuh: the sizes of one expert's matrix product, as a grouped product reads them.
+
+#pragma once
+#include "platform.cuh"
+
+// (rows, n, k), or (n, rows, k) with SWAP.
+template <bool SWAP>
+DEVICE void write_sizes(int32_t* sizes, int rows, int n, int k) {
+    sizes[0] = SWAP ? n : rows;
+    sizes[1] = SWAP ? rows : n;
+    sizes[2] = k;
+}

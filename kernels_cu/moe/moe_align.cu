@@ -1,0 +1,80 @@
+// moe_align: rows in the order of their experts, each expert's rows padded to a multiple of block_size.
+//
+//     sorted_token_ids    of each expert in turn: its rows, in order, then num_rows up to a multiple of block_size;
+//                         num_rows behind the last expert
+//     experts_ids         of each block of block_size places: its expert; UNUSED behind the last
+//     num_tokens_post_pad places that experts take
+//
+// Row t of num_tokens * topk is a choice of token t / topk. A row is skipped whose expert does not exist or is not on
+// this device. With LORA, blockIdx.x is an adapter, which has outputs of its own for the rows of its tokens. Outputs of
+// an adapter that is not enabled, or that lora_ids does not name, are left as they are.
+//
+// Threads: a cluster of CLUSTER blocks has all rows (expert_sort.cuh). A warp writes the padding of an expert.
+//
+// Constants
+//     id_t          element type of topk_ids
+//     BIN_BITS      bits that hold the number of experts
+//     CLUSTER       blocks that share the rows, one cluster
+//     HAS_MAP       expert_map gives the numbers of experts on this device
+//     LORA          one alignment for each adapter
+//     UNUSED        what experts_ids says of blocks that no expert has
+
+#include "expert_sort.cuh"
+
+using sort_t = ExpertSort<NUM_THREADS, CLUSTER, BIN_BITS>;
+
+extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
+moe_align(const id_t* topk_ids,               // [num_tokens, topk]
+          const int32_t* expert_map,          // [map_size]
+          const int32_t* token_lora_mapping,  // [num_tokens]
+          const int32_t* adapter_enabled,     // [max_loras]
+          const int32_t* lora_ids,            // [num_lora_ids]
+          int32_t* sorted_token_ids,          // [num_places], of each adapter
+          int32_t* experts_ids,               // [num_blocks], of each adapter
+          int32_t* num_tokens_post_pad,       // one element, of each adapter
+          int64_t num_rows, int64_t num_experts, int64_t num_ids, int64_t block_size, int64_t num_places,
+          int64_t num_blocks, int64_t topk, int64_t num_lora_ids, int sort_warps) {
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    __shared__ int is_named;
+    const int lora = blockIdx.x;
+    if constexpr (LORA) {
+        if (threadIdx.x == 0) is_named = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < num_lora_ids; i += NUM_THREADS) {
+            if (lora_ids[i] == lora) atomicExch(&is_named, 1);
+        }
+        __syncthreads();
+        if (!is_named || !adapter_enabled[lora]) return;
+        sorted_token_ids += lora * num_places;
+        experts_ids += lora * num_blocks;
+        num_tokens_post_pad += lora;
+    }
+
+    const sort_t sort(memory, int(num_experts), sort_warps, num_rows);
+    const auto expert_of = [&](int row) {
+        if (LORA && token_lora_mapping[row / int(topk)] != lora) return NO_BIN;
+        return local_expert<HAS_MAP>(topk_ids, expert_map, num_ids, sort.bins, NO_BIN, row);
+    };
+    const uint32_t size = uint32_t(block_size);
+    sort.count(expert_of);
+    const uint32_t places = sort.locate([&](uint32_t rows) { return (rows + size - 1) / size * size; });
+    if (sort.cluster_thread() == 0) *num_tokens_post_pad = int32_t(places);
+    sort.place(expert_of, [&](int row, int expert, uint32_t place) {
+        if (expert != NO_BIN) sorted_token_ids[place] = row;
+    });
+    const int lane = threadIdx.x % WARP_SIZE;
+    sort.each_bin([&](int expert) {
+        const uint32_t begin = sort.begin[expert], behind = sort.begin[expert + 1];
+        for (uint32_t i = begin + sort.rows_of[expert] + lane; i < behind; i += WARP_SIZE)
+            sorted_token_ids[i] = int32_t(num_rows);
+        for (uint32_t i = begin / size + lane; i < behind / size; i += WARP_SIZE) experts_ids[i] = expert;
+    });
+    for (int64_t i = places + sort.cluster_thread(); i < num_places; i += sort.CLUSTER_THREADS) {
+        sorted_token_ids[i] = int32_t(num_rows);
+    }
+    for (int64_t i = places / size + sort.cluster_thread(); i < num_blocks; i += sort.CLUSTER_THREADS) {
+        experts_ids[i] = UNUSED;
+    }
+    leave_cluster<CLUSTER>();
+}

@@ -1,0 +1,33 @@
+// moe_scatter_rows: copies the row of each token to the places of its topk choices, bit for bit.
+//
+//     permuted_input[inv_permuted_idx[t, j]] = input[t]    for each j < TOPK
+//
+// A place at or behind expert_first_token_offset[num_local], the number of rows of this device, is skipped.
+//
+// Threads: one vector of a token's row per thread (chunk.cuh), which the thread stores TOPK times: a row is read once.
+//
+// Constants
+//     TOPK          choices of a token
+
+#include "cache.cuh"
+#include "chunk.cuh"
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+moe_scatter_rows(scalar_t* permuted_input,                  // [max_places, hidden_size], bytes
+                 const scalar_t* input,                     // [num_rows, hidden_size], bytes
+                 const int32_t* inv_permuted_idx,           // [num_rows, TOPK]
+                 const int64_t* expert_first_token_offset,  // [num_local + 1]
+                 int64_t num_rows, int64_t hidden_size, int64_t input_stride, int64_t permuted_stride,
+                 int64_t max_places, int64_t num_local) {
+    await_previous_kernel();
+    const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
+    if (!at.inside) return;
+    const auto words = load_words<VEC_SIZE>(input + at.row * input_stride + at.column);
+    const int64_t places = min(expert_first_token_offset[num_local], max_places);
+    const int32_t* const own = inv_permuted_idx + at.row * TOPK;
+#pragma unroll 8
+    for (int j = 0; j < TOPK; ++j) {
+        const int64_t place = own[j];
+        if (place < places) store_words<VEC_SIZE>(permuted_input + place * permuted_stride + at.column, words);
+    }
+}

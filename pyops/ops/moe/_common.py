@@ -1,0 +1,35 @@
+"""Rows as bytes, for kernels that move them bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..._core import check
+from ..._core.dtypes import E4M3, FLOATS, float8_e5m2, int8, int32, int64, uint8
+from ..._core.tensor import TensorArg
+
+MOVED = (*FLOATS, *E4M3, float8_e5m2, int8, uint8, int32, int64)  # what rows may hold that are only moved
+_MAX_TOPK = 1024  # choices of a token: each is a part of an unrolled loop's text
+
+
+def as_bytes(arg: TensorArg) -> TensorArg:
+    """A matrix, whose rows are dense, as a matrix of its bytes. One kernel so serves all element types."""
+    itemsize = arg.dtype.itemsize
+    num_rows, row_size = arg.shape
+    return replace(
+        arg, dtype=uint8, shape=(num_rows, row_size * itemsize), strides=(check.row_stride(arg) * itemsize, 1)
+    )
+
+
+def check_matrix(arg: TensorArg, *dtypes: object) -> tuple[int, int]:
+    """Check a matrix whose rows are dense; returns its shape."""
+    check.sizes(arg, num_rows=None, hidden_size=None)
+    check.dtype(arg, *dtypes)  # type: ignore[arg-type]
+    check.row_size(arg)
+    return arg.shape[0], arg.shape[1]
+
+
+def check_topk(arg: TensorArg, topk: int) -> None:
+    """Check the choices of a token, which `arg` has."""
+    if not 1 <= topk <= _MAX_TOPK:
+        raise check.refuse(arg, arg.name, f"expected 1 to {_MAX_TOPK} choices of a token, got {topk}")

@@ -1,0 +1,120 @@
+"""The stable sort of rows by their experts (expert_sort.cuh): its launch, and what references share.
+
+A row is one choice of one token: row t of ``num_tokens * topk`` rows is element t of `topk_ids`, read row by row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..._core import check
+from ..._core.dtypes import int32
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.tensor import TensorArg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Predicted, not measured: a warp has two rows to a lane before another warp gets some, and 4096 rows are sorted by one
+# block in the time that blocks of a cluster need to meet. A place costs a store, which many threads share.
+_LANE_ROWS = 2
+_BLOCK_ROWS = 4096
+_FEW_THREADS, _NUM_THREADS = 256, 1024
+_FEW_PLACES = 4096  # of a block of few threads, at most
+_STATIC_SHARED = 2048  # bytes of shared memory that kernels declare themselves, at most
+_MAX_ROWS = 2**30  # rows and places are counted in 32 bits
+
+
+def sort_launch(
+    kernel: Kernel,
+    topk_ids: TensorArg,
+    bins: int,
+    places: int,
+    groups: int = 1,
+    fixed: dict[str, int] | None = None,
+    **constants: Any,
+) -> Launch:
+    """The launch of a kernel that sorts the rows of `topk_ids` into `bins` bins, by a cluster for each of `groups`.
+
+    `places` are the elements that a group writes for its rows and their padding.
+    """
+    num_rows, device = topk_ids.numel, topk_ids.device
+    cluster = 1 if num_rows <= _BLOCK_ROWS else device.cluster
+    wanted_warps = max(1, -(-num_rows // (cluster * _LANE_ROWS * device.warp_size)))
+    few = cluster == 1 and places <= _FEW_PLACES and wanted_warps * device.warp_size <= _FEW_THREADS
+    num_threads = _FEW_THREADS if few else _NUM_THREADS
+    # Each warp with rows has counts of its own, and a block has two or three words for each bin, and one.
+    rest = 4 * ((2 + (cluster > 1)) * bins + 1)
+    room = (device.shared_memory - _STATIC_SHARED - rest) // (4 * bins)
+    if room < 1:
+        message = f"expected experts for which {device.shared_memory} bytes of shared memory suffice, got {bins}"
+        raise check.refuse(topk_ids, "topk_ids", message)
+    sort_warps = min(wanted_warps, num_threads // device.warp_size, room)
+    return kernel(
+        id_t=topk_ids.dtype, BIN_BITS=bins.bit_length(), CLUSTER=cluster, **constants, NUM_THREADS=num_threads
+    ).launch(
+        grid=(groups, cluster),
+        block=num_threads,
+        shared=4 * sort_warps * bins + rest,
+        num_rows=num_rows,
+        sort_warps=sort_warps,
+        **(fixed or {}),
+    )
+
+
+def check_ids(topk_ids: TensorArg) -> int:
+    """Check that `topk_ids` is a contiguous matrix of experts; returns choices of a token."""
+    check.index(topk_ids, num_tokens=None, topk=None)
+    check.contiguous(topk_ids)
+    if topk_ids.numel > _MAX_ROWS:
+        raise topk_ids.error(f"expected at most 2^30 elements, got shape {topk_ids.shape}")
+    return topk_ids.shape[1]
+
+
+def check_count(arg: TensorArg, name: str, value: int, low: int = 1, high: int = 2**31 - 1) -> None:
+    """Check that the scalar argument `name` lies between `low` and `high`."""
+    if not low <= value <= high:
+        raise check.refuse(arg, name, f"expected {low} to {high}, got {value}")
+
+
+def check_map(expert_map: TensorArg | None, num_experts: int) -> int:
+    """Check `expert_map`; returns how many experts have an entry."""
+    if expert_map is None:
+        return num_experts
+    check.sizes(expert_map, num_experts=None)
+    check.dtype(expert_map, int32)
+    check.contiguous(expert_map)
+    return min(num_experts, expert_map.shape[0])
+
+
+def local_experts(topk_ids: Tensor, num_experts: int, num_local: int, expert_map: Tensor | None) -> Tensor:
+    """The number of each row's expert on this device, -1 if there is none; [num_rows] int64."""
+    ids = topk_ids.reshape(-1).long()
+    num_ids = num_experts if expert_map is None else min(num_experts, len(expert_map))
+    exists = (ids >= 0) & (ids < num_ids)
+    if expert_map is not None and num_ids:
+        ids = expert_map[ids.where(exists, 0)].long()
+    return ids.where(exists & (ids >= 0) & (ids < num_local), -1)
+
+
+def sorted_rows(bins: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
+    """(the rows whose bin is not negative, bin by bin and each bin in order; how many each bin has)."""
+    rows = (bins >= 0).nonzero().squeeze(1)
+    counts = torch.zeros(num_bins, dtype=torch.int64, device=bins.device)
+    counts.index_add_(0, bins[rows], torch.ones_like(rows))
+    return rows[bins[rows].sort(stable=True)[1]], counts
+
+
+def padded_places(bins: Tensor, num_bins: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, bin by bin; the place of each, bins beginning at multiples of `block_size`; blocks of each bin)."""
+    rows, counts = sorted_rows(bins, num_bins)
+    blocks = (counts + block_size - 1) // block_size
+    skipped = (blocks * block_size - counts).cumsum(0) - (blocks * block_size - counts)  # padding before each bin
+    return rows, torch.arange(len(rows), device=rows.device) + skipped[bins[rows]], blocks
+
+
+def max_places(num_rows: int, num_experts: int, block_size: int) -> int:
+    """Places that rows can take at most, each expert's padded to a multiple of `block_size`."""
+    most = num_rows + min(num_rows, num_experts) * (block_size - 1)
+    return most // block_size * block_size

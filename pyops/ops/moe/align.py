@@ -1,0 +1,283 @@
+"""Rows in the order of their experts, padded so that every block of a grouped matrix product has one expert."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check, tensor
+from ..._core.dtypes import int32
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
+from ._sort import check_count, check_ids, check_map, local_experts, max_places, padded_places, sort_launch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["batched_moe_align_block_size", "moe_align", "moe_align_block_size"]
+
+_moe_align = Kernel("moe/moe_align.cu")
+_moe_batched_align = Kernel("moe/moe_batched_align.cu")
+_BATCHED_THREADS = 256  # of moe_batched_align.cu; no measurement of its own
+
+
+def align(
+    sorted_token_ids: Tensor, experts_ids: Tensor, total: Tensor, experts: Tensor, num_experts: int, block_size: int
+) -> None:
+    """The reference of an alignment: of the rows whose expert is not negative."""
+    rows, places, blocks = padded_places(experts, num_experts, block_size)
+    sorted_token_ids.fill_(len(experts))
+    sorted_token_ids[places] = rows.int()
+    numbers = torch.arange(num_experts, device=experts.device).repeat_interleave(blocks)
+    experts_ids[: len(numbers)] = numbers.int()
+    total.copy_(blocks.sum() * block_size)
+
+
+@op(out=("sorted_token_ids", "experts_ids", "num_tokens_post_pad"), ulps=0)
+def moe_align_block_size(
+    topk_ids: Tensor,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: Tensor,
+    experts_ids: Tensor,
+    num_tokens_post_pad: Tensor,
+    expert_map: Tensor | None = None,
+) -> None:
+    """Sort rows by their experts, and pad the rows of each expert to a multiple of `block_size`.
+
+    A row is one choice of one token: row t is element t of `topk_ids`. `sorted_token_ids` gets the rows of expert 0 in
+    ascending order, then ``num_tokens * topk`` up to a multiple of `block_size`, then the rows of expert 1, and so on;
+    ``num_tokens * topk`` also fills it up. A row is skipped whose id is not from 0 to num_experts - 1, or whose expert
+    the map gives no such number. After vLLM's op of this name.
+
+    Args:
+        topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
+        num_experts: how many experts are told apart.
+        block_size: rows of a block of the matrix product.
+        sorted_token_ids: one dimension, int32, contiguous, written; room for the rows of any distribution:
+            ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a
+            multiple of block_size, are enough.
+        experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` places, 0
+            behind the last; an element for every such block of those places.
+        num_tokens_post_pad: one int32, written: places that experts take, a multiple of block_size.
+        expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
+            sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
+    """
+    experts = local_experts(topk_ids, num_experts, num_experts, expert_map)
+    experts_ids.fill_(0)
+    align(sorted_token_ids, experts_ids, num_tokens_post_pad, experts, num_experts, block_size)
+
+
+def wanted_places(topk_ids: TensorArg, num_experts: int, block_size: int) -> int:
+    """Check the sizes of an alignment; returns the places that it may need."""
+    check_ids(topk_ids)
+    check_count(topk_ids, "num_experts", num_experts)
+    check_count(topk_ids, "block_size", block_size)
+    wanted = max_places(topk_ids.numel, num_experts, block_size)
+    if wanted > 2**31 - 1:
+        raise check.refuse(topk_ids, "block_size", f"expected fewer than 2^31 places, got {wanted}")
+    return wanted
+
+
+@moe_align_block_size.result
+def result_moe_align_block_size(topk_ids: TensorArg, num_experts: int, block_size: int) -> tuple[Result, ...]:
+    wanted = wanted_places(topk_ids, num_experts, block_size)
+    return Result((wanted,), int32), Result((wanted // block_size,), int32), Result((1,), int32)
+
+
+@moe_align_block_size.plan
+def plan_moe_align_block_size(
+    topk_ids: TensorArg,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: TensorArg,
+    experts_ids: TensorArg,
+    num_tokens_post_pad: TensorArg,
+    expert_map: TensorArg | None,
+) -> Launch:
+    wanted = wanted_places(topk_ids, num_experts, block_size)
+    for arg, count in ((sorted_token_ids, wanted), (experts_ids, wanted // block_size)):
+        check.sizes(arg, count=None)
+        check.at_least(arg, int32, count)
+    check.scalar(num_tokens_post_pad, int32)
+    return sort_launch(
+        _moe_align,
+        topk_ids,
+        num_experts,
+        sorted_token_ids.numel,
+        HAS_MAP=expert_map is not None,
+        LORA=False,
+        UNUSED=0,
+        fixed={
+            "num_ids": check_map(expert_map, num_experts),
+            "num_places": sorted_token_ids.numel,
+            "num_blocks": experts_ids.numel,
+            "topk": topk_ids.shape[1],
+            "num_lora_ids": 0,
+            "token_lora_mapping": 0,
+            "adapter_enabled": 0,
+            "lora_ids": 0,
+        },
+    )
+
+
+@moe_align_block_size.example
+def example_moe_align_block_size(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    topk: Literal[8, 3] = 8,
+    num_experts: Literal[128, 513] = 128,
+    with_map: bool = False,
+) -> tuple[Any, ...]:
+    block_size = 64
+    places = max_places(num_tokens * topk, num_experts, block_size)
+    return (
+        make.randint(0, num_experts, num_tokens, topk, dtype="int32"),
+        num_experts,
+        block_size,
+        make.empty(places, dtype="int32"),
+        make.empty(places // block_size, dtype="int32"),
+        make.full(1, value=0, dtype="int32"),  # what a call without tokens leaves
+        make.randint(-1, num_experts, num_experts, dtype="int32") if with_map else None,
+    )
+
+
+def moe_align(
+    topk_ids: Any,
+    block_size: int,
+    num_experts: int,
+    expert_map: Any | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[Any, Any, Any]:
+    """(sorted_token_ids, expert_ids, num_tokens_post_padded) of `moe_align_block_size`, which are new.
+
+    The arguments and the sizes are those of vLLM's Python function ``moe_align_block_size``.
+
+    Args:
+        topk_ids, block_size, num_experts: as `moe_align_block_size` takes them.
+        expert_map: [num_experts] int32, contiguous: the number on this device of each expert, -1 if it is not here.
+        pad_sorted_ids: the size of sorted_token_ids is a multiple of block_size.
+        ignore_invalid_experts: rows of experts that are not here are skipped, and the others sorted by the numbers of
+            `expert_map`. Otherwise all rows are sorted by `topk_ids`, and expert_ids holds ``expert_map[expert]``,
+            which may be -1.
+    """
+    num_rows = topk_ids.shape[0] * topk_ids.shape[1]
+    places = num_rows + num_experts * (block_size - 1)
+    if pad_sorted_ids:
+        places = -(-places // block_size) * block_size
+    if num_rows < num_experts:
+        places = min(places, num_rows * block_size)
+    sizes = places, -(-places // block_size), 1
+    sorted_token_ids, expert_ids, total = (tensor.new(topk_ids, (size,), "int32") for size in sizes)
+    own_map = expert_map if ignore_invalid_experts else None
+    moe_align_block_size(topk_ids, num_experts, block_size, sorted_token_ids, expert_ids, total, own_map)
+    if expert_map is not None and not ignore_invalid_experts:
+        expert_ids = expert_map[expert_ids]
+    return sorted_token_ids, expert_ids, total
+
+
+@op(out=("sorted_ids", "expert_ids", "num_tokens_post_pad"), ulps=0)
+def batched_moe_align_block_size(
+    max_tokens_per_batch: int,
+    block_size: int,
+    expert_num_tokens: Tensor,
+    sorted_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_pad: Tensor,
+) -> None:
+    """The rows of experts that have a batch each, padded per expert to a multiple of `block_size`.
+
+    Expert b has the rows ``b * max_tokens_per_batch + i`` for ``i < expert_num_tokens[b]``, a number that is clamped to
+    0 ... max_tokens_per_batch. `sorted_ids` gets the rows of each expert in turn, each expert's filled up with
+    ``num_experts * max_tokens_per_batch``, and so is what lies behind the last. After vLLM's op of this name.
+
+    Args:
+        max_tokens_per_batch: rows that an expert has room for.
+        block_size: rows of a block of the matrix product.
+        expert_num_tokens: [num_experts] int32, contiguous.
+        sorted_ids: [num_experts * c] int32, contiguous, written; c is max_tokens_per_batch, rounded up to a multiple of
+            block_size.
+        expert_ids: [num_experts * c / block_size] int32, contiguous, written: the expert of each block, -1 behind the
+            last.
+        num_tokens_post_pad: one int32, written: places that experts take.
+    """
+    counts = expert_num_tokens.long().clamp(0, max_tokens_per_batch)
+    offsets = torch.arange(max_tokens_per_batch, device=counts.device)
+    batch = torch.arange(len(counts), device=counts.device)[:, None].expand(-1, max_tokens_per_batch)
+    expert_ids.fill_(-1)
+    align(
+        sorted_ids,
+        expert_ids,
+        num_tokens_post_pad,
+        batch.where(offsets < counts[:, None], -1).reshape(-1),
+        len(counts),
+        block_size,
+    )
+
+
+@batched_moe_align_block_size.result
+def result_batched_moe_align_block_size(
+    max_tokens_per_batch: int, block_size: int, expert_num_tokens: TensorArg
+) -> tuple[Result, ...]:
+    places = _batched_places(max_tokens_per_batch, block_size, expert_num_tokens)
+    return Result((places,), int32), Result((places // block_size,), int32), Result((1,), int32)
+
+
+def _batched_places(max_tokens_per_batch: int, block_size: int, expert_num_tokens: TensorArg) -> int:
+    """Check the sizes of the batches; returns the places for their rows."""
+    check.sizes(expert_num_tokens, num_experts=None)
+    check.dtype(expert_num_tokens, int32)
+    check.contiguous(expert_num_tokens)
+    check_count(expert_num_tokens, "max_tokens_per_batch", max_tokens_per_batch, low=0)
+    check_count(expert_num_tokens, "block_size", block_size)
+    places = expert_num_tokens.numel * (-(-max_tokens_per_batch // block_size) * block_size)
+    check_count(expert_num_tokens, "max_tokens_per_batch", max(places, max_tokens_per_batch), low=0)
+    return places
+
+
+@batched_moe_align_block_size.plan
+def plan_batched_moe_align_block_size(
+    max_tokens_per_batch: int,
+    block_size: int,
+    expert_num_tokens: TensorArg,
+    sorted_ids: TensorArg,
+    expert_ids: TensorArg,
+    num_tokens_post_pad: TensorArg,
+) -> Launch:
+    places = _batched_places(max_tokens_per_batch, block_size, expert_num_tokens)
+    check.shape(sorted_ids, int32, places=places)
+    check.shape(expert_ids, int32, blocks=places // block_size)
+    check.scalar(num_tokens_post_pad, int32)
+    num_experts = expert_num_tokens.numel
+    return _moe_batched_align(NUM_THREADS=_BATCHED_THREADS).launch(
+        grid=max(1, num_experts),
+        block=_BATCHED_THREADS,
+        num_experts=num_experts,
+        num_places=places,
+        num_blocks=places // block_size,
+    )
+
+
+@batched_moe_align_block_size.bad_indices
+def bad_indices_batched_moe_align_block_size(max_tokens_per_batch: int, expert_num_tokens: Tensor) -> dict[str, Tensor]:
+    return {"expert_num_tokens": (expert_num_tokens < 0) | (expert_num_tokens > max_tokens_per_batch)}
+
+
+@batched_moe_align_block_size.example
+def example_batched_moe_align_block_size(
+    make: Any, *, num_tokens: int = 16, num_experts: Literal[32, 300] = 32
+) -> tuple[Any, ...]:
+    block_size = 16
+    places = num_experts * (-(-num_tokens // block_size) * block_size)
+    return (
+        num_tokens,
+        block_size,
+        make.randint(0, num_tokens + 1, num_experts, dtype="int32"),
+        make.empty(places, dtype="int32"),
+        make.empty(places // block_size, dtype="int32"),
+        make.full(1, value=0, dtype="int32"),  # what a call without tokens leaves
+    )

@@ -1,0 +1,132 @@
+"""The alignment of rows to blocks (align.py) for each LoRA adapter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..._core import check
+from ..._core.dtypes import int32
+from ..._core.kernel import Kernel, Launch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from ._sort import check_count, check_map, local_experts, max_places, sort_launch
+from .align import align, wanted_places
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["moe_lora_align_block_size"]
+
+_moe_align = Kernel("moe/moe_align.cu")
+
+
+@op(inout=("sorted_token_ids", "experts_ids", "num_tokens_post_pad"), ulps=0)
+def moe_lora_align_block_size(
+    topk_ids: Tensor,
+    token_lora_mapping: Tensor,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    max_num_tokens_padded: int,
+    max_num_m_blocks: int,
+    sorted_token_ids: Tensor,
+    experts_ids: Tensor,
+    num_tokens_post_pad: Tensor,
+    adapter_enabled: Tensor,
+    lora_ids: Tensor,
+    expert_map: Tensor | None = None,
+) -> None:
+    """`moe_align_block_size` for each LoRA adapter: of the rows whose token has the adapter.
+
+    Adapter l writes its own part of the outputs, from 0 to max_loras - 1, if `lora_ids` names l anywhere and
+    ``adapter_enabled[l]`` is not 0. The parts of other adapters keep their bits. After vLLM's op of this name.
+
+    Args:
+        topk_ids, num_experts, block_size, expert_map: as `moe_align_block_size` takes them.
+        token_lora_mapping: [num_tokens] int32, contiguous: the adapter of each token; any number.
+        max_loras: adapters that there can be.
+        max_num_tokens_padded: places of an adapter; enough for the rows of any distribution, as `moe_align_block_size`
+            says.
+        max_num_m_blocks: blocks of an adapter.
+        sorted_token_ids: [max_loras * max_num_tokens_padded] int32, in any shape, contiguous, written by adapters.
+        experts_ids: [max_loras * max_num_m_blocks] int32, in any shape, contiguous, written by adapters; -1 behind the
+            last block.
+        num_tokens_post_pad: [max_loras] int32, contiguous, written by adapters.
+        adapter_enabled: [max_loras or more] int32, contiguous.
+        lora_ids: [any] int32, contiguous; numbers of adapters, others are skipped.
+    """
+    experts = local_experts(topk_ids, num_experts, num_experts, expert_map).view_as(topk_ids)
+    parts = sorted_token_ids.view(max_loras, -1), experts_ids.view(max_loras, -1), num_tokens_post_pad.view(-1)
+    for lora in range(max_loras):
+        if (lora_ids == lora).any() and adapter_enabled[lora]:
+            parts[1][lora].fill_(-1)
+            own = experts.where((token_lora_mapping == lora)[:, None], -1).reshape(-1)
+            align(parts[0][lora], parts[1][lora], parts[2][lora], own, num_experts, block_size)
+
+
+@moe_lora_align_block_size.plan
+def plan_moe_lora_align_block_size(
+    topk_ids: TensorArg,
+    token_lora_mapping: TensorArg,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    max_num_tokens_padded: int,
+    max_num_m_blocks: int,
+    sorted_token_ids: TensorArg,
+    experts_ids: TensorArg,
+    num_tokens_post_pad: TensorArg,
+    adapter_enabled: TensorArg,
+    lora_ids: TensorArg,
+    expert_map: TensorArg | None,
+) -> Launch:
+    wanted = wanted_places(topk_ids, num_experts, block_size)
+    check.shape(token_lora_mapping, int32, num_tokens=topk_ids.shape[0])
+    check_count(topk_ids, "max_loras", max_loras)
+    check_count(topk_ids, "max_num_tokens_padded", max_num_tokens_padded, low=wanted)
+    check_count(topk_ids, "max_num_m_blocks", max_num_m_blocks, low=wanted // block_size)
+    check.per_row(sorted_token_ids, int32, max_loras * max_num_tokens_padded)
+    check.per_row(experts_ids, int32, max_loras * max_num_m_blocks)
+    check.per_row(num_tokens_post_pad, int32, max_loras)
+    check.sizes(adapter_enabled, max_loras=None)
+    check.at_least(adapter_enabled, int32, max_loras)
+    check.sizes(lora_ids, num_lora_ids=None)
+    check.at_least(lora_ids, int32, 0)
+    return sort_launch(
+        _moe_align,
+        topk_ids,
+        num_experts,
+        max_num_tokens_padded,
+        groups=max_loras,
+        HAS_MAP=expert_map is not None,
+        LORA=True,
+        UNUSED=-1,
+        fixed={
+            "num_ids": check_map(expert_map, num_experts),
+            "num_places": max_num_tokens_padded,
+            "num_blocks": max_num_m_blocks,
+            "topk": topk_ids.shape[1],
+            "num_lora_ids": lora_ids.numel,
+        },
+    )
+
+
+@moe_lora_align_block_size.example
+def example_moe_lora_align_block_size(make: Any, *, num_tokens: int = 16, with_map: bool = False) -> tuple[Any, ...]:
+    topk, num_experts, block_size, max_loras = 6, 64, 16, 3
+    places = max_places(num_tokens * topk, num_experts, block_size)
+    return (
+        make.randint(0, num_experts, num_tokens, topk, dtype="int32"),
+        make.randint(-1, max_loras, num_tokens, dtype="int32"),
+        num_experts,
+        block_size,
+        max_loras,
+        places,
+        places // block_size,
+        make.empty(max_loras * places, dtype="int32"),
+        make.empty(max_loras * places // block_size, dtype="int32"),
+        make.full(max_loras, value=0, dtype="int32"),  # what a call without tokens leaves
+        make.values([1, 0, 1, 1], dtype="int32"),
+        make.values([-1, 0, 1, 2], dtype="int32"),
+        make.randint(-1, num_experts, num_experts, dtype="int32") if with_map else None,
+    )

@@ -1,0 +1,269 @@
+"""Tokens in the order of their experts, and the weighted sum of what experts make of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import float32, int32, int64
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
+from .._shared import chunks
+from ._common import MOVED, as_bytes, check_matrix, check_topk
+from ._sort import check_count, check_ids, check_map, local_experts, sort_launch, sorted_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["moe_permute", "moe_permute_unpermute_supported", "moe_unpermute"]
+
+_moe_sort_rows = Kernel("moe/moe_sort_rows.cu")
+_moe_scatter_rows = Kernel("moe/moe_scatter_rows.cu")
+_moe_unpermute = Kernel("moe/moe_unpermute.cu")
+_SCATTER_BLOCKS, _SUM_BLOCKS = 8, 4  # of 256 threads, to a multiprocessor: 32 registers for a copy, 64 for eight loads
+
+
+def moe_permute_unpermute_supported() -> bool:
+    """Whether `moe_permute` and `moe_unpermute` run: always."""
+    return True
+
+
+@op(out=("expert_first_token_offset", "inv_permuted_idx", "permuted_idx"), inout="permuted_input", ulps=0)
+def moe_permute(
+    input: Tensor,
+    topk_ids: Tensor,
+    token_expert_indices: Tensor,
+    expert_map: Tensor | None,
+    n_expert: int,
+    n_local_expert: int,
+    topk: int,
+    permuted_input: Tensor,
+    expert_first_token_offset: Tensor,
+    inv_permuted_idx: Tensor,
+    permuted_idx: Tensor,
+) -> None:
+    """Copy the row of each token to each of its choices, in the order of experts: a stable sort by experts.
+
+    Choice j of token t is row ``t * topk + j``. The rows of this device come first, expert by expert, each expert's in
+    ascending order; then, in ascending order, the rows of other devices, whose expert does not exist or has no number
+    from 0 to n_local_expert - 1. Nothing is copied for rows of other devices: `permuted_input` keeps its bits there.
+    After vLLM's op of this name.
+
+    Args:
+        input: [num_tokens, hidden_size], floats, float8 or integers; rows of one stride.
+        topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
+        token_expert_indices: [num_tokens, topk] int32, contiguous: 0, 1, 2, ... It is not read.
+        expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: ids
+            as they are.
+        n_expert, n_local_expert: how many experts there are, and on this device.
+        topk: choices of a token.
+        permuted_input: [num_tokens * topk, hidden_size] of the same dtype, contiguous, written.
+        expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the first row of each expert; at
+            last the number of rows of this device.
+        inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the place of each row.
+        permuted_idx: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each place, or
+            ``num_tokens * topk`` for a row of another device.
+    """
+    num_rows = topk_ids.numel()
+    experts = local_experts(topk_ids, n_expert, n_local_expert, expert_map)
+    rows, counts = sorted_rows(experts.where(experts >= 0, n_local_expert), n_local_expert + 1)
+    places = torch.empty_like(rows)
+    places[rows] = torch.arange(num_rows, device=rows.device)
+    inv_permuted_idx.view(-1).copy_(places)
+    permuted_idx.view(-1).copy_(rows.where(experts[rows] >= 0, num_rows))
+    expert_first_token_offset.copy_(counts.cumsum(0) - counts)
+    num_local = num_rows - int(counts[-1])
+    _bits(permuted_input)[:num_local] = _bits(input)[rows[:num_local] // topk]
+
+
+def _bits(x: Tensor) -> Tensor:
+    """`x`, or its bytes if it is float8: torch cannot index float8."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+@moe_permute.plan
+def plan_moe_permute(
+    input: TensorArg,
+    topk_ids: TensorArg,
+    token_expert_indices: TensorArg,
+    expert_map: TensorArg | None,
+    n_expert: int,
+    n_local_expert: int,
+    topk: int,
+    permuted_input: TensorArg,
+    expert_first_token_offset: TensorArg,
+    inv_permuted_idx: TensorArg,
+    permuted_idx: TensorArg,
+) -> list[Launch]:
+    num_tokens, hidden_size = check_matrix(input, *MOVED)
+    check_ids(topk_ids)
+    check.sizes(topk_ids, num_tokens=num_tokens, topk=topk)
+    check_topk(topk_ids, topk)
+    num_rows = num_tokens * topk
+    check.shape(token_expert_indices, int32, num_tokens=num_tokens, topk=topk)
+    check_count(topk_ids, "n_expert", n_expert)
+    check_count(topk_ids, "n_local_expert", n_local_expert)
+    check.shape(permuted_input, input.dtype, num_rows=num_rows, hidden_size=hidden_size)
+    check.shape(expert_first_token_offset, int64, num_offsets=n_local_expert + 1)
+    for arg in (inv_permuted_idx, permuted_idx):
+        check.per_row(arg, int32, num_rows)
+    tokens = as_bytes(input)
+    # A thread has one vector of a token, and stores it for each choice: the geometry is that of the tokens.
+    first_places = replace(as_bytes(permuted_input), shape=tokens.shape)
+    return [
+        sort_launch(
+            _moe_sort_rows,
+            topk_ids,
+            n_local_expert + 1,
+            num_rows,
+            HAS_MAP=expert_map is not None,
+            fixed={"num_experts": check_map(expert_map, n_expert), "num_local": n_local_expert},
+        ),
+        chunks.launch(
+            _moe_scatter_rows,
+            first_places,
+            tokens,
+            out_stride="permuted_stride",
+            min_blocks=_SCATTER_BLOCKS,
+            TOPK=topk,
+            fixed={"max_places": num_rows, "num_local": n_local_expert},
+        ),
+    ]
+
+
+@moe_permute.traffic
+def traffic_moe_permute(
+    input: TensorArg, topk_ids: TensorArg, permuted_input: TensorArg, expert_first_token_offset: TensorArg
+) -> int:
+    return input.nbytes + 2 * topk_ids.nbytes + 8 * topk_ids.numel + permuted_input.nbytes
+
+
+@moe_permute.example
+def example_moe_permute(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[4096, 24] = 4096,
+    dtype: str = "bfloat16",
+    with_map: bool = False,
+) -> tuple[Any, ...]:
+    topk, num_experts = 8, 128
+    num_local = num_experts // 2 if with_map else num_experts
+    return (
+        make.randn(num_tokens, hidden_size, dtype=dtype),
+        make.randint(0, num_experts, num_tokens, topk, dtype="int32"),
+        make.permutation(num_tokens * topk, num_tokens, topk, dtype="int32"),
+        make.randint(-1, num_local, num_experts, dtype="int32") if with_map else None,
+        num_experts,
+        num_local,
+        topk,
+        make.empty(num_tokens * topk, hidden_size, dtype=dtype),
+        make.full(num_local + 1, value=0, dtype="int64"),  # what a call without tokens leaves
+        make.empty(num_tokens, topk, dtype="int32"),
+        make.empty(num_tokens * topk, dtype="int32"),
+    )
+
+
+@op(out="hidden_states", ulps=0)
+def moe_unpermute(
+    permuted_hidden_states: Tensor,
+    topk_weights: Tensor,
+    inv_permuted_idx: Tensor,
+    expert_first_token_offset: Tensor | None,
+    topk: int,
+    hidden_states: Tensor,
+) -> None:
+    """The weighted sum over the choices of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
+
+    Products and sums are float32, each rounded, in the order of j. A place that does not exist is left out, and so is
+    one of another device: at or behind the last of `expert_first_token_offset`. After vLLM's op of this name.
+
+    Args:
+        permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; rows of one stride.
+        topk_weights: [num_tokens, topk] float32, contiguous: w.
+        inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous: inv, the places that `moe_permute` says.
+        expert_first_token_offset: [num_local + 1] int64, contiguous; None: all rows are of this device.
+        topk: choices of a token.
+        hidden_states: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+    """
+    places = len(permuted_hidden_states)
+    if expert_first_token_offset is not None:
+        places = min(places, int(expert_first_token_offset[-1]))
+    inv = inv_permuted_idx.view(-1, topk).long()
+    exists = (inv >= 0) & (inv < places)
+    total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=inv.device)
+    for j in range(topk):
+        x = permuted_hidden_states[inv[:, j].where(exists[:, j], 0)].float()
+        total = torch.where(exists[:, j, None], total + topk_weights[:, j, None] * x, total)
+    hidden_states.copy_(total)
+
+
+@moe_unpermute.result
+def result_moe_unpermute(permuted_hidden_states: TensorArg, topk_weights: TensorArg) -> Result:
+    check_matrix(permuted_hidden_states, permuted_hidden_states.dtype)
+    check.sizes(topk_weights, num_tokens=None, topk=None)
+    return Result((topk_weights.shape[0], permuted_hidden_states.shape[1]), permuted_hidden_states.dtype)
+
+
+@moe_unpermute.plan
+def plan_moe_unpermute(
+    permuted_hidden_states: TensorArg,
+    topk_weights: TensorArg,
+    inv_permuted_idx: TensorArg,
+    expert_first_token_offset: TensorArg | None,
+    topk: int,
+    hidden_states: TensorArg,
+) -> Launch:
+    check.floating(permuted_hidden_states)
+    num_tokens, hidden_size = check_matrix(hidden_states, permuted_hidden_states.dtype)
+    num_places, _ = check_matrix(permuted_hidden_states, permuted_hidden_states.dtype)
+    check.sizes(permuted_hidden_states, num_places=None, hidden_size=hidden_size)
+    check_topk(topk_weights, topk)
+    check.shape(topk_weights, float32, num_tokens=num_tokens, topk=topk)
+    check.per_row(inv_permuted_idx, int32, num_tokens * topk)
+    if hidden_states.numel and not num_places:
+        raise permuted_hidden_states.error("expected at least one row, got none")
+    num_local = 0
+    if expert_first_token_offset is not None:
+        check.sizes(expert_first_token_offset, num_offsets=None)
+        check.at_least(expert_first_token_offset, int64, 1)
+        num_local = expert_first_token_offset.numel - 1
+    return chunks.launch(
+        _moe_unpermute,
+        hidden_states,
+        permuted_hidden_states,
+        min_blocks=_SUM_BLOCKS,
+        TOPK=topk,
+        HAS_OFFSET=expert_first_token_offset is not None,
+        fixed={"num_places": num_places, "num_local": num_local},
+    )
+
+
+@moe_unpermute.bad_indices
+def bad_indices_moe_unpermute(permuted_hidden_states: Tensor, inv_permuted_idx: Tensor) -> dict[str, Tensor]:
+    return {"inv_permuted_idx": (inv_permuted_idx < 0) | (inv_permuted_idx >= len(permuted_hidden_states))}
+
+
+@moe_unpermute.example
+def example_moe_unpermute(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    topk: Literal[8, 3, 17] = 8,
+    hidden_size: Literal[4096, 24] = 4096,
+    dtype: str = "bfloat16",
+    with_offset: bool = False,
+) -> tuple[Any, ...]:
+    num_rows = num_tokens * topk
+    return (
+        make.randn(num_rows, hidden_size, dtype=dtype),
+        make.randn(num_tokens, topk, dtype="float32"),
+        make.permutation(num_rows, num_tokens, topk, dtype="int32"),
+        make.values([0, num_rows // 4, num_rows // 2], dtype="int64") if with_offset else None,
+        topk,
+        make.empty(num_tokens, hidden_size, dtype=dtype),
+    )

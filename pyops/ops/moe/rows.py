@@ -1,0 +1,144 @@
+"""Rows of tokens: summed over the choices of a token, and taken in any order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import int32
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
+from .._shared import chunks
+from ._common import MOVED, as_bytes, check_matrix, check_topk
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["moe_sum", "shuffle_rows"]
+
+_moe_sum = Kernel("moe/moe_sum.cu")
+_shuffle_rows = Kernel("moe/shuffle_rows.cu")
+_SUM_BLOCKS, _COPY_BLOCKS = 4, 8  # of 256 threads, to a multiprocessor: 64 registers for eight loads, 32 for a copy
+
+
+@op(out="output", ulps=0)
+def moe_sum(input: Tensor, output: Tensor) -> None:
+    """The sum over the choices of each token: ``output[t] = T(sum of input[t, j] over j)``.
+
+    Sums are float32, in the order of j, and rounded to the element type once. After vLLM's op of this name.
+
+    Args:
+        input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous.
+        output: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+    """
+    total = input[:, 0].float()
+    for j in range(1, input.shape[1]):
+        total = total + input[:, j].float()
+    output.copy_(total)
+
+
+def _check_choices(input: TensorArg) -> None:
+    check.floating(input)
+    check.sizes(input, num_tokens=None, topk=None, hidden_size=None)
+    check_topk(input, input.shape[1])
+
+
+@moe_sum.result
+def result_moe_sum(input: TensorArg) -> Result:
+    _check_choices(input)
+    return Result((input.shape[0], input.shape[2]), input.dtype)
+
+
+@moe_sum.plan
+def plan_moe_sum(input: TensorArg, output: TensorArg) -> Launch:
+    _check_choices(input)
+    check.contiguous(input)
+    num_tokens, topk, hidden_size = input.shape
+    check.sizes(output, num_tokens=num_tokens, hidden_size=hidden_size)
+    check.dtype(output, input.dtype)
+    check.row_size(output)
+    first = replace(input, shape=output.shape, strides=(topk * hidden_size, 1))  # the first choice of each token
+    return chunks.launch(
+        _moe_sum,
+        output,
+        first,
+        min_blocks=_SUM_BLOCKS,
+        TOPK=topk,
+    )
+
+
+@moe_sum.example
+def example_moe_sum(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    topk: Literal[8, 3, 17] = 8,
+    hidden_size: Literal[4096, 24, 511] = 4096,
+    dtype: str = "bfloat16",
+) -> tuple[Any, ...]:
+    return make.randn(num_tokens, topk, hidden_size, dtype=dtype), make.empty(num_tokens, hidden_size, dtype=dtype)
+
+
+@op(out="output_tensor", ulps=0)
+def shuffle_rows(input_tensor: Tensor, dst2src_map: Tensor, output_tensor: Tensor) -> None:
+    """Rows in any order and number, bit for bit: ``output_tensor[i] = input_tensor[dst2src_map[i]]``.
+
+    Where there is no such row, `output_tensor` becomes 0. After vLLM's op of this name.
+
+    Args:
+        input_tensor: [num_sources, hidden_size], floats, float8 or integers; rows of one stride.
+        dst2src_map: [num_rows] int32, contiguous.
+        output_tensor: [num_rows, hidden_size] of the same dtype, written; rows of one stride.
+    """
+    exists = (dst2src_map >= 0) & (dst2src_map < len(input_tensor))
+    bits = [x.view(torch.uint8) if x.element_size() == 1 else x for x in (input_tensor, output_tensor)]
+    bits[1].zero_()
+    bits[1][exists] = bits[0][dst2src_map[exists].long()]
+
+
+@shuffle_rows.result
+def result_shuffle_rows(input_tensor: TensorArg, dst2src_map: TensorArg) -> Result:
+    check_matrix(input_tensor, *MOVED)
+    check.sizes(dst2src_map, num_rows=None)
+    return Result((dst2src_map.shape[0], input_tensor.shape[1]), input_tensor.dtype)
+
+
+@shuffle_rows.plan
+def plan_shuffle_rows(input_tensor: TensorArg, dst2src_map: TensorArg, output_tensor: TensorArg) -> Launch:
+    num_sources, hidden_size = check_matrix(input_tensor, *MOVED)
+    num_rows, _ = check_matrix(output_tensor, input_tensor.dtype)
+    check.sizes(output_tensor, num_rows=None, hidden_size=hidden_size)
+    check.shape(dst2src_map, int32, num_rows=num_rows)
+    return chunks.launch(
+        _shuffle_rows,
+        as_bytes(output_tensor),
+        as_bytes(input_tensor),
+        min_blocks=_COPY_BLOCKS,
+        fixed={"num_sources": num_sources},
+    )
+
+
+@shuffle_rows.bad_indices
+def bad_indices_shuffle_rows(input_tensor: Tensor, dst2src_map: Tensor) -> dict[str, Tensor]:
+    return {"dst2src_map": (dst2src_map < 0) | (dst2src_map >= len(input_tensor))}
+
+
+@shuffle_rows.traffic
+def traffic_shuffle_rows(dst2src_map: TensorArg, output_tensor: TensorArg) -> int:
+    return dst2src_map.nbytes + 2 * output_tensor.nbytes
+
+
+@shuffle_rows.example
+def example_shuffle_rows(
+    make: Any, *, num_tokens: int = 16, hidden_size: Literal[4096, 24] = 4096, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
+    num_rows = 2 * num_tokens
+    return (
+        make.randn(num_tokens, hidden_size, dtype=dtype),
+        make.randint(0, max(1, num_tokens), num_rows, dtype="int32"),
+        make.empty(num_rows, hidden_size, dtype=dtype),
+    )
