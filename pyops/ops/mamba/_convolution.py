@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ def existing_slot(indices: Tensor | None, sequence: int, column: int, num_slots:
 def sequence_bounds(query_start_loc: Tensor, num_tokens: int) -> list[tuple[int, int]]:
     """[(first token, end)] of each sequence."""
     bounds = query_start_loc.clamp(0, num_tokens).tolist()
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 # Indices for PYOPS_CHECK

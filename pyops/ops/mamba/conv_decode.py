@@ -41,8 +41,8 @@ def causal_conv1d_decode(
     """Convolve the new tokens of each sequence in place, going on from the state of the sequence.
 
     ``x[t, d] = T(act(bias[d] + sum_k weight[d, k] * (history, x)[t + k, d]))`` in float32, rounded once. The history is
-    the first ``width - 1`` inputs of the state, the newest last; the state becomes the last ``width - 1`` of history and
-    new inputs.
+    the first ``width - 1`` inputs of the state, the newest last. The state becomes the last ``width - 1`` of history
+    and new inputs.
 
     With num_accepted_tokens (speculative decoding) the history begins ``num_accepted_tokens - 1`` inputs later, or at
     the nearest that exists, and the state becomes the last ``width - 2`` of the history and then all new inputs, as far
@@ -76,7 +76,9 @@ def causal_conv1d_decode(
     else:
         sequences = [x[begin : max(begin, end)] for begin, end in common.sequence_bounds(query_start_loc, x.shape[0])]
     for b, tokens in enumerate(sequences):
-        columns = (0 if column is None else int(column[b]) for column in (initial_state_idx, block_idx_last_scheduled_token))
+        columns = (
+            0 if column is None else int(column[b]) for column in (initial_state_idx, block_idx_last_scheduled_token)
+        )
         first, last = (common.existing_slot(wanted, b, column, num_slots, pad_slot_id) for column in columns)
         if first is None or not len(tokens):
             continue

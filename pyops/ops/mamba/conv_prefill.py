@@ -138,8 +138,7 @@ def plan_causal_conv1d_prefill(
     channel_last: bool,
 ) -> list[Launch]:
     check.sizes(x, **dict.fromkeys(("num_tokens", "dim") if channel_last else ("dim", "num_tokens"), None))
-    num_tokens, dim = x.shape if channel_last else x.shape[::-1]
-    common.check_convolution(x, conv_states, weight, bias, dim)
+    common.check_convolution(x, conv_states, weight, bias, dim=x.shape[1 if channel_last else 0])
     check.like(out, x)
     for arg in (x, out):
         check.row_size(arg)
