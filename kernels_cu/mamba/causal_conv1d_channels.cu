@@ -105,8 +105,7 @@ causal_conv1d_channels(scalar_t* out,                   // [dim, num_tokens]
 #pragma unroll
                 for (int j = 0; j < VEC_SIZE; ++j) inputs[i * VEC_SIZE + j] = vecs[b][i][j];
             }
-            const vec_t y =
-                reach.whole ? convolved<true>(inputs, taps, reach) : convolved<false>(inputs, taps, reach);
+            const vec_t y = reach.whole ? convolved<true>(inputs, taps, reach) : convolved<false>(inputs, taps, reach);
             y.store(out + (channel + b) * out_stride);
         }
     }

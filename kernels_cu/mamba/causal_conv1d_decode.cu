@@ -43,13 +43,13 @@ DEVICE void prefetch_inputs(const scalar_t* x, const weight_t* weight, int64_t d
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-causal_conv1d_decode(scalar_t* x,             // [num_seqs, seq_len, dim] or [num_tokens, dim], any strides
-                     scalar_t* conv_state,    // [num_slots, state_len, dim]
-                     const weight_t* weight,  // [dim, WIDTH]
-                     const weight_t* bias,    // [dim]
-                     const index_t* conv_state_indices,              // [num_seqs, max_blocks]
-                     const index_t* num_accepted_tokens,             // [num_seqs]
-                     const index_t* query_start_loc,                 // [num_seqs + 1]
+causal_conv1d_decode(scalar_t* x,                         // [num_seqs, seq_len, dim] or [num_tokens, dim], any strides
+                     scalar_t* conv_state,                // [num_slots, state_len, dim]
+                     const weight_t* weight,              // [dim, WIDTH]
+                     const weight_t* bias,                // [dim]
+                     const index_t* conv_state_indices,   // [num_seqs, max_blocks]
+                     const index_t* num_accepted_tokens,  // [num_seqs]
+                     const index_t* query_start_loc,      // [num_seqs + 1]
                      const index_t* block_idx_last_scheduled_token,  // [num_seqs]
                      const index_t* initial_state_idx,               // [num_seqs]
                      int64_t dim, int64_t num_groups, int64_t seq_len, int64_t num_tokens, int64_t num_slots,
@@ -79,8 +79,7 @@ causal_conv1d_decode(scalar_t* x,             // [num_seqs, seq_len, dim] or [nu
 
     const int64_t start = min(max(accepted, int64_t(1)) - 1, state_len - HISTORY);
     Window<WIDTH, VEC_SIZE> window;
-    window.load(conv_state + initial_slot * slot_stride + start * state_stride, state_stride,
-                [](int) { return true; });
+    window.load(conv_state + initial_slot * slot_stride + start * state_stride, state_stride, [](int) { return true; });
     if (IS_SPECULATIVE && final_slot >= 0) window.store(state, state_stride, 1);
     convolve<BATCH, SILU, scalar_t>(
         window, taps, int(count), [=](int i) { return vec_t::load(x + i * x_token_stride); },

@@ -148,8 +148,8 @@ class ShortConv(CustomOp):
         sequence = torch.arange(num_seqs, device=x.device)[:, None].expand_as(place)
         kept = _inputs(x, past, sequence, place, starts).mT
         slots = sequence[:, 0] if slots is None else slots.long()
-        # Shapes must not depend on data, so every sequence writes. A sequence without a slot or tokens writes to the slot
-        # of the first sequence that has both, and writes the same values as that sequence.
+        # Shapes must not depend on data, so every sequence writes. A sequence without a slot or tokens writes to the
+        # slot of the first sequence that has both, and writes the same values as that sequence.
         has_slot = (slots >= 0) & (ends > starts)
         first = has_slot.int().argmax(0, keepdim=True)  # [1]: an index without dimensions would be read on the host
         slot = slots[first].clamp(min=0)

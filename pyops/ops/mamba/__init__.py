@@ -1,13 +1,17 @@
-"""State-space models (Mamba): causal convolutions over tokens, and the states that go with them."""
+"""State-space models: the causal convolutions of Mamba layers over prompts and decode steps, with states in a cache.
+
+No slot or offset in a tensor can lead outside a tensor: what does not exist is neither read nor written.
+"""
 
 from __future__ import annotations
 
-from . import causal_conv1d, conv_decode, conv_prefill
-from .causal_conv1d import *
-from .conv_decode import *
-from .conv_prefill import *
+from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from .conv_decode import causal_conv1d_decode
+from .conv_prefill import causal_conv1d_prefill
 
-__all__: list[str] = []
-__all__ += causal_conv1d.__all__
-__all__ += conv_prefill.__all__
-__all__ += conv_decode.__all__
+__all__ = [
+    "causal_conv1d_decode",
+    "causal_conv1d_fn",
+    "causal_conv1d_prefill",
+    "causal_conv1d_update",
+]
