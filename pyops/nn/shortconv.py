@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ops.mamba import causal_conv1d_prefill
+from ..ops.mamba._convolution import MAX_WIDTH
 from .custom_op import CustomOp
 from .linear import ColumnParallelLinear, RowParallelLinear, new_parameter
 from .merged import MergedColumnParallelLinear
@@ -33,10 +34,10 @@ class ShortConv(CustomOp):
       2, ...
     - has_initial_states: [num_seqs] bool, whether a sequence continues from its slot; None if none does.
 
-    It returns [num_tokens, dim]. No lengths are read on the host, so the layer can be captured into a CUDA graph.
-    `forward_cuda` convolves by `pyops.causal_conv1d_prefill`, for any strides of conv_state; it is fastest where the
-    channels of conv_state are neighbours in memory. `forward_native` writes conv_state, too. A sequence without tokens
-    keeps its slot.
+    It returns [num_tokens, dim]. A sequence without tokens leaves its slot as it is. No lengths are read on the host, so
+    the layer can be captured into a CUDA graph. Both methods write conv_state. `forward_cuda` convolves by
+    `pyops.causal_conv1d_prefill`, which is fastest where the channels of conv_state are neighbours in memory; where
+    conv_L_cache exceeds the 8 taps that the op takes, it is `forward_native`.
 
     Args:
         config: has `conv_L_cache`, the taps of the convolution, at least 2, and `conv_bias`, whether the convolution
@@ -102,8 +103,10 @@ class ShortConv(CustomOp):
         state_indices_tensor: Tensor | None = None,
         has_initial_states: Tensor | None = None,
     ) -> Tensor:
-        x, gate_out, query_start_loc = self._inputs_of(hidden_states, conv_state, query_start_loc)
         slots = state_indices_tensor
+        if self.L_cache > MAX_WIDTH:
+            return self.forward_native(hidden_states, conv_state, query_start_loc, slots, has_initial_states)
+        x, gate_out, query_start_loc = self._inputs_of(hidden_states, conv_state, query_start_loc)
         y = causal_conv1d_prefill.new(
             None if conv_state is None else conv_state.transpose(1, 2),
             x,

@@ -15,8 +15,10 @@ from ..._core.tensor import TensorArg
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_WIDTH = 32
-_MAX_TAPS = 16  # weights of a thread, each in a register; a register kernel of 32 spills or halves the resident threads
+MAX_WIDTH = 8  # wider kernels spill
+_MAX_TAPS = (
+    16  # weights of a thread, each in a register: with 32 of them kernels spill at four blocks to a multiprocessor
+)
 _ACTIVATIONS = (None, "silu", "swish")
 
 # References
@@ -136,7 +138,7 @@ def channel_vector(width: int, *args: TensorArg) -> int:
     dim = args[0].shape[-1]
     if any(arg.strides[-1] != 1 and dim > 1 for arg in args):
         return 1
-    return min(check.vector_width(dim, *args), 1 << max(0, (_MAX_TAPS // width).bit_length() - 1))
+    return min(check.vector_width(dim, *args), 1 << (_MAX_TAPS // width).bit_length() - 1)
 
 
 def weight_vector(weight: TensorArg, count: int) -> int:

@@ -56,7 +56,7 @@ def causal_conv1d_decode(
             bfloat16; overwritten.
         conv_state: [num_slots, state_len, dim] of the dtype of x, any strides, read and written. state_len is at least
             width - 1, and with num_accepted_tokens at least width - 2 and the tokens of a sequence.
-        weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 32.
+        weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
         activation: act of the formula: "silu", which is also called "swish", or None.
         conv_state_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks], of which column 0 counts without

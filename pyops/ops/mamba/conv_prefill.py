@@ -73,7 +73,7 @@ def causal_conv1d_prefill(
         conv_states: [num_slots, state_len, dim] of the dtype of x, state_len at least width - 1, any strides; read and
             written. None if no state is kept.
         x: shape and dtype of `out`, float32, float16 or bfloat16; rows of one stride.
-        weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 32.
+        weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
         query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This and
             all other indices are int32, or all are int64.
