@@ -34,6 +34,7 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     "num_heads": (6,),
     "num_kv_heads": (2,),
     "block_size": (16,),
+    "dim": (64,),
 }
 
 # Axis -> the values that are run, where they are fewer.

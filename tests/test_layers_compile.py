@@ -194,7 +194,8 @@ def test_segments_and_short_convolutions_are_one_graph() -> None:
     def call(x: torch.Tensor, starts: torch.Tensor, state: torch.Tensor, slots: torch.Tensor) -> Any:
         q, k, v = x[None].expand(3, 1, -1, -1)
         initial = slots > 0
-        return attention.forward_cuda(q, k, v, starts, 6), conv(x, state, starts, slots, initial)
+        results = attention.forward_cuda(q, k, v, starts, 6), conv(x, state, starts, slots, initial)
+        return *results, conv.forward_cuda(x, state, starts, slots, initial)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
