@@ -1,4 +1,4 @@
-// selective.cuh: the scalar functions of selective state-space models: softplus of a time step, SiLU as a gate.
+// selective.cuh: selective state-space models: softplus of a time step, SiLU as a gate, and the slots of states.
 
 #pragma once
 #include "number.cuh"
@@ -38,3 +38,16 @@ DEVICE float gated_by_silu(float y, float z) {
         return y * ieee_divide(z, 1.0f + expf(-z));
     }
 }
+
+// The slots in which a cache keeps the states of a sequence.
+struct Slots {
+    const int32_t* indices;  // the sequence's row of slots
+    int64_t columns, num_slots, pad_slot_id;
+
+    // The slot in a column; -1 for one that does not exist.
+    DEVICE int64_t at(int64_t column) const {
+        if (column < 0 || column >= columns) return -1;
+        const int64_t slot = indices[column];
+        return slot == pad_slot_id || slot < 0 || slot >= num_slots ? -1 : slot;
+    }
+};

@@ -314,19 +314,6 @@ struct States {
     }
 };
 
-// The slots of a sequence's states.
-struct Slots {
-    const int32_t* indices;  // the row of cache_indices
-    int64_t columns, num_slots, pad_slot_id;
-
-    // The slot in a column; -1 for one that does not exist.
-    DEVICE int64_t at(int64_t column) const {
-        if (column < 0 || column >= columns) return -1;
-        const int64_t slot = indices[column];
-        return slot == pad_slot_id || slot < 0 || slot >= num_slots ? -1 : slot;
-    }
-};
-
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] or [dim, num_tokens]
                    scalar_t* delta,                 // likewise

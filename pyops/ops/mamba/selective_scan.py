@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..._core import check, tuning
 from ..._core.dtypes import boolean, float32, int32
@@ -11,7 +11,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from ._common import PAD_SLOT_ID
+from ._common import MAX_STATES, PAD_SLOT_ID
 from ._scan_example import example_selective_scan_fwd
 from ._scan_geometry import NUM_THREADS, ScanProblem, choose
 from ._scan_reference import Rows, Slots, scan
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["selective_scan_fn", "selective_scan_fwd"]
 
 _selective_scan_fwd = Kernel("mamba/selective_scan_fwd.cu")
-_MAX_STATES = 256
 _COLUMNS = "block_idx_first_scheduled_token", "block_idx_last_scheduled_token", "initial_state_idx"
 
 
@@ -149,8 +148,8 @@ def plan_selective_scan_fwd(
     check.sizes(A, dim=dim, state_size=None)
     check.dtype(A, float32)
     state_size = check.row_size(A)
-    if not 1 <= state_size <= _MAX_STATES:
-        raise A.error(f"expected 1 to {_MAX_STATES} states, got shape {A.shape}")
+    if not 1 <= state_size <= MAX_STATES:
+        raise A.error(f"expected 1 to {MAX_STATES} states, got shape {A.shape}")
     for arg in rows[1:]:
         check.like(arg, u)
     check.sizes(B, **leading, groups=None, state_size=state_size, num_tokens=num_tokens)
