@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 _MAX_LANES = 32  # that share a row
 # By count of bytes in flight and of registers.
-_NUM_THREADS, _MIN_BLOCKS = 128, 6
-_MAX_HELD = 16  # states of a thread
+_NUM_THREADS, _MIN_BLOCKS = 128, 5
+_MAX_HELD, _MAX_ROWS = 16, 4  # states of a thread, and its rows
 
 
 class StepProblem(NamedTuple):
@@ -71,7 +71,7 @@ class StepConfig:
 def _max_rows(problem: StepProblem) -> int:
     """Rows of a thread whose states its registers hold."""
     row_states = problem.vec_size * -(-problem.state_size // (problem.vec_size * problem.lanes))
-    return max(1, _MAX_HELD // row_states)
+    return max(1, min(_MAX_ROWS, _MAX_HELD // row_states))
 
 
 def choose(problem: StepProblem, device: Device) -> StepConfig:

@@ -301,7 +301,7 @@ def example_selective_state_update(
 ) -> tuple[Any, ...]:
     heads, groups, head_size, state_size, columns = 4, 2, 20, 32, 3
     rows = (heads, head_size) if with_heads else (head_size,)
-    starts = [*range(0, num_tokens, columns), num_tokens]
+    starts = [*range(0, num_tokens, columns - 1), num_tokens]
     batch = len(starts) - 1 if with_drafts else num_tokens
     num_slots = columns * batch + 1
     decays = [[-0.1 * (1 + (n + p) % 16) for n in range(state_size)] for p in range(head_size)]
