@@ -10,6 +10,7 @@ from ...ops.attention import convert_vertical_slash_indexes_mergehead as _conver
 from ...ops.attention import merge_attn_states as _merge_attn_states
 from ...ops.attention import paged_attention_rocm
 from ...ops.attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
+from ...ops.mamba import selective_scan_fwd as _selective_scan_fwd
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +65,12 @@ def paged_attention(out: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: 
 def sm100_cutlass_mla_decode(out: Tensor, lse: Tensor, *others: Any) -> None:
     """sm100_cutlass_mla_decode, for which an lse without elements is none"""
     _sm100_cutlass_mla_decode(out, lse if lse.numel() else None, *others)
+
+
+@_adapter
+def selective_scan_fwd(*args: Any) -> None:
+    """selective_scan_fwd, which of the tensors that are marked as written writes delta, z_ and ssm_states"""
+    _selective_scan_fwd(*args)
 
 
 def _empty_like(tensor: Tensor, device: Any) -> Tensor:
