@@ -44,7 +44,7 @@ constexpr int STATE_UNITS = ceil_div(PADDED_STATES * ROW_UNITS, STAGE_THREADS); 
 struct Buffer {
     float delta[BLOCK_CHANNELS * ROW];
     float scaled_u[BLOCK_CHANNELS * ROW];  // delta * u
-    float y[BLOCK_CHANNELS * ROW];
+    float y[BLOCK_CHANNELS * ROW];         // of the token in column c at c + 4 in its row
     float B[TILE_TOKENS * PADDED_STATES];
     float C[TILE_TOKENS * PADDED_STATES];
 };
@@ -174,7 +174,7 @@ DEVICE void write(const Rows& rows, const Tile& tile, int thread, const Buffer& 
         for (int j = 0; j < UNIT; j += 4) {
             const bool scanned = !tile.has_none(column + j, 4);
             const float4 four =
-                scanned ? *reinterpret_cast<const float4*>(from.y + channel * ROW + column + j) : float4();
+                scanned ? *reinterpret_cast<const float4*>(from.y + channel * ROW + column + j + 4) : float4();
             y[j] = four.x;
             y[j + 1] = four.y;
             y[j + 2] = four.z;
@@ -264,10 +264,10 @@ struct States {
         });
     }
 
-    // Four steps, for the tokens from `column` on; ALL: all of them lie in the tile.
+    // Four steps, for the tokens from `column` on, of which y gets the lane's share. ALL: all of them lie in the tile.
     template <bool ALL>
-    DEVICE void scan_four(const Tile& tile, int column, Buffer& at) {
-        float delta[CHANNELS][4], scaled_u[CHANNELS][4], y[CHANNELS][4];
+    DEVICE void scan_four(const Tile& tile, int column, const Buffer& at, float (&y)[CHANNELS][4]) {
+        float delta[CHANNELS][4], scaled_u[CHANNELS][4];
 #pragma unroll
         for (int k = 0; k < CHANNELS; ++k) {
             const int row = (k * GROUPS + group) * ROW + column;
@@ -293,6 +293,10 @@ struct States {
                 }
             }
         }
+    }
+
+    // Adds up the lanes' shares of y for the four tokens before `column`.
+    DEVICE void finish_four(int column, Buffer& at, float (&y)[CHANNELS][4]) const {
 #pragma unroll
         for (int k = 0; k < CHANNELS; ++k) {
             add_up(y[k], lane);
@@ -303,14 +307,31 @@ struct States {
         }
     }
 
+    // Four tokens are finished while the next four are under way, so that shuffles are not waited for. The first time
+    // there are none to finish: what is written then is not read.
     DEVICE void scan(const Tile& tile, Buffer& at) {
-        for (int column = tile.first / 4 * 4; column < tile.last; column += 4) {
-            if (tile.has_all(column, 4)) {
-                scan_four<true>(tile, column, at);
-            } else {
-                scan_four<false>(tile, column, at);
-            }
+        float y[CHANNELS][4] = {};
+        int column = tile.first / 4 * 4;
+        if (column < tile.first) {
+            scan_four<false>(tile, column, at, y);
+            column += 4;
         }
+        for (; column + 4 <= tile.last; column += 4) {
+            float before[CHANNELS][4];
+#pragma unroll
+            for (int k = 0; k < CHANNELS; ++k) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) before[k][i] = y[k][i];
+            }
+            scan_four<true>(tile, column, at, y);
+            finish_four(column, at, before);
+        }
+        if (column < tile.last) {
+            finish_four(column, at, y);
+            scan_four<false>(tile, column, at, y);
+            column += 4;
+        }
+        finish_four(column, at, y);
     }
 };
 
@@ -374,7 +395,8 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
     rows.softplus = delta_softplus;
 
     if (!fills_blocks) block_size = end - begin;
-    const bool scans = threadIdx.x < SCAN_THREADS;
+    // The warp's first thread decides, so that the compiler knows that all of the warp take one way.
+    const bool scans = shfl<WARP_SIZE>(int(threadIdx.x), 0) < SCAN_THREADS;
     const int thread = scans ? threadIdx.x : threadIdx.x - SCAN_THREADS;
     Tile tile = Tile::from(begin, end - begin <= block_size ? end : begin + block_size);
     Tile done = Tile::from(end, end);  // none
