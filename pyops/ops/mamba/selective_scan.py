@@ -317,7 +317,7 @@ def selective_scan_fn(
     What is not laid out as the op asks is copied. The result is `z` if it is given, else `delta`: the tensor itself, or
     its copy.
     """
-    u, delta, B, C = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (u, delta, B, C))
+    u, delta, A, B, C = (each if each.stride(-1) == 1 else each.contiguous() for each in (u, delta, A, B, C))
     if z is not None and z.stride(-1) != 1:
         z = z.contiguous()
     D, delta_bias = (None if row is None else row.float().contiguous() for row in (D, delta_bias))
