@@ -260,6 +260,11 @@ def _sm100_cutlass_mla_decode() -> Case:
     return args, [0, 1], _result(pyops.sm100_cutlass_mla_decode, args, 0, 1)
 
 
+def _selective_scan_fwd() -> Case:
+    args = _example("selective_scan_fwd", with_options=True, with_starts=True, with_blocks=True)
+    return args, [1, 6, 12], _result(pyops.selective_scan_fwd, args, 1, 6, 12)
+
+
 def _awq_dequantize() -> Case:
     args = _example("awq_dequantize")
     return args, [], [pyops.awq_dequantize(*args)]
@@ -336,6 +341,7 @@ CASES = {
     "moe_lora_align_block_size": _moe_lora_align_block_size,
     "paged_attention": _paged_attention,
     "permute_cols": _permute_cols,
+    "selective_scan_fwd": _selective_scan_fwd,
     "sm100_cutlass_mla_decode": _sm100_cutlass_mla_decode,
     "swap_blocks": _swap_blocks,
 }

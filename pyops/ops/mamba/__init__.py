@@ -1,4 +1,4 @@
-"""State-space models: the causal convolutions of Mamba layers over prompts and decode steps, with states in a cache.
+"""State-space models: scans over prompts, steps of single tokens, causal convolutions, with their states in a cache.
 
 No slot or offset in a tensor can lead outside a tensor: what does not exist is neither read nor written.
 """
@@ -8,10 +8,15 @@ from __future__ import annotations
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from .conv_decode import causal_conv1d_decode
 from .conv_prefill import causal_conv1d_prefill
+from .selective_scan import selective_scan_fn, selective_scan_fwd
+from .selective_state_update import selective_state_update
 
 __all__ = [
     "causal_conv1d_decode",
     "causal_conv1d_fn",
     "causal_conv1d_prefill",
     "causal_conv1d_update",
+    "selective_scan_fn",
+    "selective_scan_fwd",
+    "selective_state_update",
 ]
