@@ -39,6 +39,7 @@ from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
 from .ops.linear.skinny_linear import *
+from .ops.mamba import *
 from .ops.memory.device_memory import *
 from .ops.norm.dynamic_quant import *
 from .ops.norm.layer import *
