@@ -157,9 +157,9 @@ def check_scan(call: Mapping[str, Any]) -> Problem:
 
 
 def check_heads(arg: TensorArg) -> None:
-    """Heads of a token lie one after another; tokens may have any stride."""
-    _, heads, size = arg.shape
-    if arg.numel and ((size > 1 and arg.strides[2] != 1) or (heads > 1 and arg.strides[1] != size)):
+    """The last two dimensions, heads of a token, lie one after another; tokens may have any stride."""
+    (heads, size), (head_stride, step) = arg.shape[-2:], arg.strides[-2:]
+    if arg.numel and ((size > 1 and step != 1) or (heads > 1 and head_stride != size)):
         raise arg.error(f"expected contiguous heads, got shape {arg.shape} with strides {arg.strides}")
 
 
@@ -273,7 +273,13 @@ def _both(
             "CHUNK_STATES": call["return_intermediate_states"] and not segment_states,
         }
         grid = (row_blocks, num_segments - segment_states)
-        workspaces = {"segment_states": states, "segment_decays": decays}
-        return kernel(**own).launch(grid, num_threads, shared.get(segment_states, 0), **workspaces, **arguments)
+        return kernel(**own).launch(
+            grid,
+            num_threads,
+            shared.get(segment_states, 0),
+            segment_states=states,
+            segment_decays=decays,
+            **arguments,
+        )
 
     return [launch(True), launch(False)] if num_segments > 1 else [launch(False)]
