@@ -38,7 +38,8 @@ class Problem:
 
     def bucket(self) -> str:
         q, v = self.call["q"], self.call["v"]
-        return f"{q.dtype.name} heads={v.shape[2]}/{q.shape[2]} {q.shape[3]}x{v.shape[3]}"
+        num_tokens = tuning.power_of_two(q.shape[0] * q.shape[1])
+        return f"{q.dtype.name} heads={v.shape[2]}/{q.shape[2]} {q.shape[3]}x{v.shape[3]} tokens={num_tokens}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,18 +328,19 @@ def example_gated_delta_rule(
     dtype: str = "bfloat16",
     options: bool = False,
 ) -> tuple[Any, ...]:
-    # Three sequences: most of the tokens, none, and the rest. Without tokens, no sequence.
+    # Three sequences: most of the tokens, none, and the rest. With options, a batch of two. Without tokens, none.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens] if num_tokens else [0]
-    states = (len(starts) - 1, 4, head_dim, head_dim)
+    batch = min(num_tokens, 2) if options else 1
+    states = (batch, 4, head_dim, head_dim)
     return (
-        *_example_tokens(make, 1, num_tokens, 2, head_dim, dtype),
+        *_example_tokens(make, batch, num_tokens, 2, head_dim, dtype),
         head_dim**-0.5,
         make.randn(*states, dtype="float32") if options else None,
-        make.values(starts, dtype="int32"),
+        None if options else make.values(starts, dtype="int32"),
         True,
         options,
         make.empty(*states, dtype="float32") if options else None,
-        make.empty(1, num_tokens, 4, head_dim, dtype=dtype),
+        make.empty(batch, num_tokens, 4, head_dim, dtype=dtype),
     )
 
 
