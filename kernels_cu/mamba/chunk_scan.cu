@@ -32,10 +32,8 @@
 //     CHUNK_STATES   states are those at the end of every chunk, not of every sequence
 //     SEGMENT_STATES the first launch: no out, no states, but segment_states and segment_decays
 
-#include "async.cuh"
 #include "chunk_scan.cuh"
-#include "mma.cuh"
-#include "swizzle.cuh"
+#include "state_tiles.cuh"
 
 constexpr int TOKENS = 32;
 constexpr int ROWS = HEADS * HEAD_TILE, NUM_WARPS = ROWS / 16 / ROW_TILES, NUM_THREADS = NUM_WARPS * 32;
@@ -57,20 +55,6 @@ struct Decays {
     float steps[HEADS][TOKENS];    // d_m
     float weights[HEADS][TOKENS];  // exp(a_end - a_m) d_m
 };
-
-// Copies `count` rows of CHUNKS chunks to the rows of a tile, and zeros behind them. A thread copies a chunk of several
-// rows.
-template <int CHUNKS, typename Tile>
-DEVICE void copy_tokens(const Tile& to, const scalar_t* from, int64_t stride, int count) {
-    constexpr int STEP = NUM_THREADS / CHUNKS < TOKENS ? NUM_THREADS / CHUNKS : TOKENS;
-    const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-    from += first * stride + chunk * 8;
-#pragma unroll
-    for (int origin = 0; origin < TOKENS; origin += STEP, from += STEP * stride) {
-        const int row = origin + first;
-        if (first < STEP && (TOKENS % STEP == 0 || row < TOKENS)) cp_async<16>(to.at(row, chunk), from, row < count);
-    }
-}
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_SIZE]
@@ -127,9 +111,10 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     float raw_dt[WARP_HEADS];
     const auto load = [&](int stage, int token, int count) {
         const int64_t row = token, column = group * STATE_SIZE;
-        copy_tokens<STATE_SIZE / 8>(b_at(stage), B + row * B_stride + column, B_stride, count);
-        if (!SEGMENT_STATES) copy_tokens<STATE_SIZE / 8>(c_at(stage), C + row * C_stride + column, C_stride, count);
-        copy_tokens<ROWS / 8>(x_at(stage), x + row * x_stride + first_row, x_stride, count);
+        copy_tokens<STATE_SIZE / 8, TOKENS, NUM_THREADS>(b_at(stage), B + row * B_stride + column, B_stride, count);
+        if (!SEGMENT_STATES)
+            copy_tokens<STATE_SIZE / 8, TOKENS, NUM_THREADS>(c_at(stage), C + row * C_stride + column, C_stride, count);
+        copy_tokens<ROWS / 8, TOKENS, NUM_THREADS>(x_at(stage), x + row * x_stride + first_row, x_stride, count);
         cp_async_commit();
 #pragma unroll
         for (int i = 0; i < WARP_HEADS; ++i) {
@@ -258,10 +243,9 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
 #pragma unroll
                 for (int step = 0; step < STEPS; ++step) {
                     uint32_t a[4], b[4];
-                    ldmatrix<4>(a, c_tile.at(row_tile * 16, lane % 16, step, lane / 16));
-                    ldmatrix<4>(b, b_tile.at(column_tile * 16, lane / 16 * 8 + lane % 8, step, lane / 8 % 2));
-                    mma_m16n8k16<scalar_t>(products[0], a, {b[0], b[1]});
-                    mma_m16n8k16<scalar_t>(products[1], a, {b[2], b[3]});
+                    load_operand(a, c_tile, row_tile * 16, step);
+                    load_columns(b, b_tile, column_tile * 16, step);
+                    multiply_add<scalar_t>(products[0], products[1], a, b);
                 }
 #pragma unroll
                 for (int head = 0; head < HEADS; ++head) {
@@ -289,19 +273,13 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             for (int step = 0; step < STEPS; ++step) {
                 uint32_t a[ROW_TILES][4];
 #pragma unroll
-                for (int i = 0; i < ROW_TILES * 4; ++i) {
-                    const float (&d)[4] = h[i / 4][2 * step + i % 4 / 2];
-                    a[i / 4][i % 4] = pack_pair<scalar_t>(d[i % 2 * 2], d[i % 2 * 2 + 1]);
-                }
+                for (int r = 0; r < ROW_TILES; ++r) pack_operand<scalar_t>(a[r], h[r][2 * step], h[r][2 * step + 1]);
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
                     uint32_t b[4];
-                    ldmatrix<4>(b, c_tile.at(n * 16, lane / 16 * 8 + lane % 8, step, lane / 8 % 2));
+                    load_columns(b, c_tile, n * 16, step);
 #pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r) {
-                        mma_m16n8k16<scalar_t>(y[r][2 * n], a[r], {b[0], b[1]});
-                        mma_m16n8k16<scalar_t>(y[r][2 * n + 1], a[r], {b[2], b[3]});
-                    }
+                    for (int r = 0; r < ROW_TILES; ++r) multiply_add<scalar_t>(y[r][2 * n], y[r][2 * n + 1], a[r], b);
                 }
             }
 #pragma unroll
@@ -315,14 +293,12 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                    ldmatrix<4, true>(xs[r][k],
-                                      x_tile.at(k * 16, lane / 16 * 8 + lane % 8, warp * ROW_TILES + r, lane / 8 % 2));
+                    load_transposed(xs[r][k], x_tile, k * 16, warp * ROW_TILES + r);
 #pragma unroll
                     for (int n = k; n < 2; ++n) {
                         uint32_t b[4];
-                        ldmatrix<4>(b, weights_of(head_of(r)).at(n * 16, lane / 16 * 8 + lane % 8, k, lane / 8 % 2));
-                        mma_m16n8k16<scalar_t>(y[r][2 * n], xs[r][k], {b[0], b[1]});
-                        mma_m16n8k16<scalar_t>(y[r][2 * n + 1], xs[r][k], {b[2], b[3]});
+                        load_columns(b, weights_of(head_of(r)), n * 16, k);
+                        multiply_add<scalar_t>(y[r][2 * n], y[r][2 * n + 1], xs[r][k], b);
                     }
                 }
             }
@@ -342,19 +318,11 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
                     if (l + 1 < count) y[r][n][2 * half + 1] *= silu_of(to_float(gate[z_stride]));
                 }
             }
-            // A lane holds a row's neighbouring tokens and stores a token's neighbouring rows: four of them, after an
-            // exchange with the next lane.
 #pragma unroll
             for (int i = 0; i < ROW_TILES * 4; ++i) {
-                const int r = i / 4, n = i % 4, l = n * 8 + g;
-                const uint32_t upper = transpose_8x8(pack_pair<scalar_t>(y[r][n][0], y[r][n][1]));
-                const uint32_t lower = transpose_8x8(pack_pair<scalar_t>(y[r][n][2], y[r][n][3]));
-                const bool odd = t % 2;
-                const uint32_t received = shfl_xor(odd ? upper : lower, 1);
-                Vec<scalar_t, 4> four;
-                four.template word<4>(0) = odd ? uint2{received, lower} : uint2{upper, received};
-                const int64_t row = first_row + tile_row(r) + (odd ? 8 + 2 * (t - 1) : 2 * t);
-                if (l < count) four.store(out + int64_t(token + l) * out_stride + row);
+                const int r = i / 4, n = i % 4;
+                scalar_t* const to = out + int64_t(token + n * 8) * out_stride + first_row + tile_row(r);
+                store_transposed(to, out_stride, y[r][n], count - n * 8);
             }
         }
 
@@ -370,8 +338,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             for (int i = 0; i < 8; ++i) {
                 const int k = i / 4, m = k * 16 + i % 4 / 2 * 8 + 2 * t;
                 if (SEGMENT_STATES && i % 4 == 0) {
-                    ldmatrix<4, true>(xs[r][k],
-                                      x_tile.at(k * 16, lane / 16 * 8 + lane % 8, warp * ROW_TILES + r, lane / 8 % 2));
+                    load_transposed(xs[r][k], x_tile, k * 16, warp * ROW_TILES + r);
                 }
                 float low, high;
                 unpack_pair<scalar_t>(xs[r][k][i % 4], low, high);
@@ -384,11 +351,10 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
 #pragma unroll
             for (int n = 0; n < STEPS; ++n) {
                 uint32_t b[4];
-                ldmatrix<4, true>(b, b_tile.at(k * 16, lane % 16, n, lane / 16));
+                load_rows(b, b_tile, k * 16, n);
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
-                    mma_m16n8k16<scalar_t>(h[r][2 * n], weighted[r][k], {b[0], b[1]});
-                    mma_m16n8k16<scalar_t>(h[r][2 * n + 1], weighted[r][k], {b[2], b[3]});
+                    multiply_add<scalar_t>(h[r][2 * n], h[r][2 * n + 1], weighted[r][k], b);
                 }
             }
         }

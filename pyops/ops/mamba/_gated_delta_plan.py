@@ -13,11 +13,15 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
 from ._chunk_scan_plan import check_heads
 
+_chunk = Kernel("mamba/gated_delta_chunk.cu")
 _recurrent = Kernel("mamba/gated_delta_recurrent.cu")
 
 _MAX_SIZE = 256  # elements of a head of k
 _MAX_KEYS = 32  # columns of a state in the registers of a thread
-_NUM_THREADS = 128
+_WARPS = 4
+_MAX_KEY_SIZE = 128  # of gated_delta_chunk.cu: a thread has as many columns of half a row in registers
+_MIN_TOKENS = 16  # of a sequence, on average: with fewer, most of a tile of gated_delta_chunk.cu would be empty
+_TOKENS, _STAGES = 32, 3  # of gated_delta_chunk.cu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,32 +40,57 @@ class Problem:
         cu_seqlens = self.call["cu_seqlens"]
         return int(self.call["q"].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
 
+    @property
+    def uses_mma(self) -> bool:
+        """Whether gated_delta_chunk.cu serves the call; gated_delta_recurrent.cu serves every call."""
+        q, k, v, o = (self.call[name] for name in ("q", "k", "v", "o"))
+        return (
+            "ssm_state_indices" not in self.call
+            and q.dtype is not float32
+            and q.device.supports("mma")
+            and q.shape[3] % 16 == 0
+            and 16 <= q.shape[3] <= _MAX_KEY_SIZE
+            and v.shape[3] % 32 == 0
+            and q.shape[0] * q.shape[1] >= _MIN_TOKENS * self.num_seqs
+            and all(arg.alignment == 16 and token_stride(arg) % 8 == 0 for arg in (q, k, v))
+            and o.alignment >= 8
+            and token_stride(o) % 4 == 0
+        )
+
     def bucket(self) -> str:
         q, v = self.call["q"], self.call["v"]
-        num_tokens = tuning.power_of_two(q.shape[0] * q.shape[1])
-        return f"{q.dtype.name} heads={v.shape[2]}/{q.shape[2]} {q.shape[3]}x{v.shape[3]} tokens={num_tokens}"
+        return (
+            f"{'mma' if self.uses_mma else 'simt'} {q.dtype.name} heads={v.shape[2]}/{q.shape[2]} "
+            f"{q.shape[3]}x{v.shape[3]} tokens={tuning.power_of_two(q.shape[0] * q.shape[1])} "
+            f"seqs={tuning.power_of_two(self.num_seqs)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The geometry of gated_delta_recurrent.cu.
+    """The geometry of gated_delta_chunk.cu or gated_delta_recurrent.cu.
 
     Attributes:
-        num_threads: of a block.
+        warps: of a block, those that prepare tiles not counted.
         min_blocks: of a multiprocessor that the compiler makes room for, by bounding registers.
     """
 
-    num_threads: int
+    warps: int
     min_blocks: int
 
     def candidates(self, problem: Problem, device: Device) -> list[Config]:
         """Larger and smaller blocks, and more registers or fewer."""
-        return tuning.varied(self, num_threads=tuning.beside(self.num_threads, 64, 256), min_blocks=(1, 2))
+        warps = [w for w in (2, 4, 8) if not problem.uses_mma or problem.call["v"].shape[3] % (16 * w) == 0]
+        return tuning.varied(self, warps=warps, min_blocks=(1, 2))
 
 
 def choose(problem: Problem, device: Device) -> Config:
-    """The same for every problem."""
-    return Config(_NUM_THREADS, 1)
+    """Blocks with few rows where large ones would leave multiprocessors idle."""
+    if not problem.uses_mma:
+        return Config(_WARPS, 1)
+    _, _, value_heads, value_size = problem.call["v"].shape
+    num_blocks = problem.num_seqs * value_heads * value_size // (16 * _WARPS)
+    return Config(2 if value_size % (16 * _WARPS) or num_blocks < device.multiprocessors else _WARPS, 1)
 
 
 def check_rule(call: Mapping[str, Any], state: TensorArg | None, result: TensorArg | None) -> Problem:
@@ -112,62 +141,79 @@ def token_stride(arg: TensorArg) -> int:
 
 
 def launch(problem: Problem, config: Config) -> Launch:
-    """The launch of gated_delta_recurrent.cu, for either op."""
+    """The launch for either op."""
     call, state, result = problem.call, problem.state, problem.result
     q, v, g, beta, cu_seqlens = (call[name] for name in ("q", "v", "g", "beta", "cu_seqlens"))
-    indices, accepted = call.get("ssm_state_indices"), call.get("num_accepted_tokens")
     _, num_tokens, key_heads, key_size = q.shape
     value_heads, value_size = v.shape[2:]
     some_state = result if result is not None else state
     state_stride = value_heads * value_size * key_size if some_state is None else some_state.strides[0]
-    lanes = min(32, tuning.power_of_two(-(-key_size // _MAX_KEYS)))
-    rows = config.num_threads // lanes
     v_first = call["state_v_first"]
-    states = [arg for arg in (state, result) if arg is not None]
-    wide = v_first and (key_size | state_stride) % 4 == 0 and all(a.alignment >= 4 * a.dtype.itemsize for a in states)
     constants = {
         "scalar_t": q.dtype,
         "g_t": g.dtype,
-        **{
-            name: otherwise if arg is None else arg.dtype
-            for name, arg, otherwise in (
-                ("beta_t", beta, float32),
-                ("initial_t", state, float32),
-                ("state_t", result, float32),
-                ("starts_t", cu_seqlens, int32),
-                ("index_t", indices, int32),
-                ("accepted_t", accepted, int32),
-            )
-        },
+        "beta_t": float32 if beta is None else beta.dtype,
+        "initial_t": float32 if state is None else state.dtype,
+        "state_t": float32 if result is None else result.dtype,
+        "starts_t": int32 if cu_seqlens is None else cu_seqlens.dtype,
         "KEY_SIZE": key_size,
         "VALUE_SIZE": value_size,
-        "LANES": lanes,
-        "ROWS": rows,
-        "STATE_VEC": 4 if wide else 1,
         "QK_NORM": call["use_qk_l2norm_in_kernel"],
-        "SLOTS": "ssm_state_indices" in call,
-        "PER_TOKEN": indices is not None and len(indices.shape) == 2,
         "MIN_BLOCKS": config.min_blocks,
     }
-    given = ("beta", "cu_seqlens", "initial_state", "final_state", "state", "ssm_state_indices", "num_accepted_tokens")
-    return _recurrent(**constants).launch(
-        problem.num_seqs * value_heads * -(-value_size // rows),
-        config.num_threads,
-        **{name: 0 for name in given if call.get(name) is None},
-        num_tokens=q.shape[0] * num_tokens,
-        seq_tokens=num_tokens,
-        value_heads=value_heads,
-        heads_per_key=value_heads // key_heads,
-        num_slots=0 if result is None else result.shape[0],
+    arguments = {
+        **{name: 0 for name in ("beta", "cu_seqlens", "initial_state", "final_state") if call.get(name) is None},
+        "num_tokens": q.shape[0] * num_tokens,
+        "seq_tokens": num_tokens,
+        "value_heads": value_heads,
+        "heads_per_key": value_heads // key_heads,
+        "state_stride": state_stride,
+        "state_row_stride": key_size if v_first else 1,
+        "state_column_stride": 1 if v_first else value_size,
+        "g_step": g.strides[2],
+        "beta_step": 0 if beta is None else beta.strides[2],
+        "beta_stride": 0 if beta is None else token_stride(beta),
+        **{f"{name}_stride": token_stride(call[name]) for name in ("o", "q", "k", "v", "g")},
+    }
+    num_heads = problem.num_seqs * value_heads
+    if problem.uses_mma:
+        rows = 16 * config.warps
+        # Rows of 64 elements or a multiple: keys, queries and values of a stage; two square matrices of two tiles.
+        key_bytes, value_bytes = (_TOKENS * -(-size // 64) * 128 for size in (key_size, rows))
+        shared = _STAGES * (2 * key_bytes + value_bytes) + 4 * _TOKENS * 128
+        grid, num_threads = num_heads * (value_size // rows), 32 * (config.warps + 2)
+        return _chunk(**constants, WARPS=config.warps).launch(grid, num_threads, shared, **arguments)
+    return _launch_recurrent(problem, config, constants, arguments, num_heads)
+
+
+def _launch_recurrent(
+    problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any], num_heads: int
+) -> Launch:
+    call, states = problem.call, [arg for arg in (problem.state, problem.result) if arg is not None]
+    indices, accepted = call.get("ssm_state_indices"), call.get("num_accepted_tokens")
+    key_size, value_size = call["q"].shape[3], call["v"].shape[3]
+    lanes = min(32, tuning.power_of_two(-(-key_size // _MAX_KEYS)))
+    rows = 32 * config.warps // lanes
+    columns_together = call["state_v_first"] and (key_size | arguments["state_stride"]) % 4 == 0
+    wide = columns_together and all(arg.alignment >= 4 * arg.dtype.itemsize for arg in states)
+    kernel = _recurrent(
+        **constants,
+        index_t=int32 if indices is None else indices.dtype,
+        accepted_t=int32 if accepted is None else accepted.dtype,
+        LANES=lanes,
+        ROWS=rows,
+        STATE_VEC=4 if wide else 1,
+        SLOTS="ssm_state_indices" in call,
+        PER_TOKEN=indices is not None and len(indices.shape) == 2,
+    )
+    return kernel.launch(
+        num_heads * -(-value_size // rows),
+        32 * config.warps,
+        **{n: 0 for n in ("state", "ssm_state_indices", "num_accepted_tokens") if call.get(n) is None},
+        num_slots=0 if problem.result is None else problem.result.shape[0],
         index_stride=0 if indices is None else indices.strides[0],
         index_columns=1 if indices is None or len(indices.shape) == 1 else indices.shape[1],
-        state_stride=state_stride,
-        state_row_stride=key_size if v_first else 1,
-        state_column_stride=1 if v_first else value_size,
-        g_step=g.strides[2],
-        beta_step=0 if beta is None else beta.strides[2],
-        beta_stride=0 if beta is None else token_stride(beta),
-        **{f"{name}_stride": token_stride(call[name]) for name in ("o", "q", "k", "v", "g")},
+        **arguments,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import tensor, tuning
@@ -12,6 +11,7 @@ from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from ._gated_delta_plan import check_rule, check_slots, check_states, choose, launch
+from ._gated_delta_reference import Rows, spans_of, v_first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,7 +108,12 @@ def fused_recurrent_gated_delta_rule(
     return o, initial_state
 
 
-@op(out="final_state", returns="o", atol=2.0**-16)
+def _absolute_error(q: Tensor) -> float:
+    """16-bit operands of products are rounded once: the state, errors and changes, and the weights between tokens."""
+    return 2.0**-16 if q.dtype == torch.float32 else float(torch.finfo(q.dtype).eps)
+
+
+@op(out="final_state", returns="o", atol=_absolute_error)
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -126,8 +131,10 @@ def gated_delta_rule(
 ) -> None:
     """The gated delta rule: ``S = exp(g) S; S += beta k (v - S^T k)^T; o = scale * S^T q``, token by token.
 
-    Everything is computed in float32. With `use_qk_l2norm_in_kernel`, q and k are divided by the root of their sum of
-    squares plus 1e-6 first. Heads of q and k serve groups of neighbouring heads of v. (Yang et al. 2024,
+    With `use_qk_l2norm_in_kernel`, q and k are divided by the root of their sum of squares plus 1e-6 first. Heads of q
+    and k serve groups of neighbouring heads of v. Sums and the state are in float32. Prompts of float16 and bfloat16 go
+    through matrix products where they can, 32 tokens at a time, whose operands are rounded to the element type: the
+    state, the errors ``v - S^T k``, the changes ``beta (v - S^T k)`` and what relates two tokens. (Yang et al. 2024,
     arXiv:2412.06464, as flash-linear-attention computes it)
 
     Args:
@@ -147,14 +154,13 @@ def gated_delta_rule(
         final_state: as `initial_state`, written: the states that sequences end with; or None.
         o: as `v`, written where sequences have tokens, and returned; new unless given.
     """
-    spans = _spans(q, cu_seqlens)
-    rows = _Rows(q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, o)
-    for seq, (begin, end) in enumerate(spans):
-        state = rows.zeros if initial_state is None else _v_first(initial_state[seq], state_v_first).double()
+    rows = Rows(q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, o)
+    for seq, (begin, end) in enumerate(spans_of(q, cu_seqlens)):
+        state = rows.zeros if initial_state is None else v_first(initial_state[seq], state_v_first).double()
         for token in range(begin, end):
             state = rows.step(state, token)
         if final_state is not None:
-            _v_first(final_state[seq], state_v_first).copy_(state)
+            v_first(final_state[seq], state_v_first).copy_(state)
 
 
 @op(inout="state", returns="o", atol=2.0**-16)
@@ -176,6 +182,7 @@ def gated_delta_rule_update(
 ) -> None:
     """`gated_delta_rule` for a token or a few of each sequence, with states in slots that are updated in place.
 
+    Everything is computed in float32.
     Sequence s begins with the state in slot ``ssm_state_indices[s]`` and leaves its last state there. With two
     dimensions (speculative decoding), it begins with slot ``[s, max(num_accepted_tokens[s], 1) - 1]`` and leaves the
     state after its token t in slot ``[s, t]``. A sequence without tokens, or whose first slot is out of range (-1 for a
@@ -190,67 +197,21 @@ def gated_delta_rule_update(
         num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
         o: as `v`, written where sequences are not skipped, and returned; new unless given.
     """
-    rows = _Rows(q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, o)
-    for seq, (begin, end) in enumerate(_spans(q, cu_seqlens)):
+    rows = Rows(q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, o)
+    for seq, (begin, end) in enumerate(spans_of(q, cu_seqlens)):
         slots = [seq] if ssm_state_indices is None else ssm_state_indices[seq].reshape(-1).tolist()
         column = 0 if num_accepted_tokens is None else max(int(num_accepted_tokens[seq]), 1) - 1
         if begin == end or column >= len(slots) or not 0 <= slots[column] < len(state):
             continue
-        held = _v_first(state[slots[column]], state_v_first).double()
+        held = v_first(state[slots[column]], state_v_first).double()
         for token in range(begin, end):
             held = rows.step(held, token)
             t = token - begin
             if ssm_state_indices is not None and ssm_state_indices.ndim == 2:
                 if t < len(slots) and 0 <= slots[t] < len(state):
-                    _v_first(state[slots[t]], state_v_first).copy_(held)
+                    v_first(state[slots[t]], state_v_first).copy_(held)
             elif token == end - 1:
-                _v_first(state[slots[0]], state_v_first).copy_(held)
-
-
-def _v_first(state: Tensor, state_v_first: bool) -> Tensor:
-    """A view [value_heads, value_size, key_size] of a state."""
-    return state if state_v_first else state.transpose(-1, -2)
-
-
-def _spans(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
-    """(first, end) of the tokens of each sequence; (0, 0) where they are no range."""
-    batch, num_tokens = q.shape[:2]
-    if cu_seqlens is None:
-        return [(i * num_tokens, (i + 1) * num_tokens) for i in range(batch)]
-    spans = pairwise(cu_seqlens.tolist())
-    return [(begin, end) if 0 <= begin <= end <= num_tokens else (0, 0) for begin, end in spans]
-
-
-class _Rows:
-    """Tokens in float64, batch and tokens as one dimension, and a step of the recurrence."""
-
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float, norm: bool, o: Tensor
-    ) -> None:
-        def rows(value: Tensor) -> Tensor:
-            return value.double().flatten(0, 1)
-
-        def keys(value: Tensor) -> Tensor:
-            found = rows(value)
-            if norm:
-                found = found * torch.rsqrt((found * found).sum(-1, keepdim=True) + 1e-6)
-            return found.repeat_interleave(v.shape[2] // q.shape[2], 1)
-
-        self.q, self.k, self.v = keys(q) * scale, keys(k), rows(v)
-        self.kept = torch.exp(rows(g))
-        self.beta = torch.ones_like(self.kept) if beta is None else rows(beta)
-        self.o, self.num_tokens = o, o.shape[1]
-        self.zeros = torch.zeros(*v.shape[2:], k.shape[3], dtype=torch.float64, device=q.device)
-
-    def step(self, state: Tensor, token: int) -> Tensor:
-        """Writes the output of a token. Returns the state [value_heads, value_size, key_size] after it."""
-        state = state * self.kept[token, :, None, None]
-        key = self.k[token, :, None]
-        change = self.beta[token, :, None] * (self.v[token] - (state * key).sum(-1))
-        state = state + change[..., None] * key
-        result = (state * self.q[token, :, None]).sum(-1)
-        self.o[token // self.num_tokens, token % self.num_tokens] = result
-        return state
+                v_first(state[slots[0]], state_v_first).copy_(held)
 
 
 @gated_delta_rule.result
