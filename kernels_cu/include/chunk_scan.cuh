@@ -1,9 +1,9 @@
 // chunk_scan.cuh: what the kernels of the chunked state-space scan share: the chunks of sequences, time steps, and the
 // segments that blocks take.
 //
-// A segment is a run of neighbouring chunks that one block walks, its state at hand. A first launch finds what each
-// segment makes of a state of zeros: its own state and the decay of what it began with. In the second launch a block
-// begins with the state that the segments before its own leave behind.
+// A segment is a run of neighbouring chunks that one block walks, its state at hand. Where there are several, a launch
+// finds what each makes of a state of zeros: its own state and the decay of what it began with. chunk_scan_pass.cu adds
+// these up. In the last launch a block begins with the state that the segment before its own leaves behind.
 
 #pragma once
 #include "arith.cuh"

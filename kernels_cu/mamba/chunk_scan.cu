@@ -30,7 +30,7 @@
 //     ROW_TILES      matrix tiles of a warp
 //     SOFTPLUS, HAS_Z      options of the op
 //     CHUNK_STATES   states are those at the end of every chunk, not of every sequence
-//     SEGMENT_STATES the first launch: no out, no states, but segment_states and segment_decays
+//     SEGMENT_STATES the launch before the last: no out, no states, but segment_states and segment_decays
 
 #include "chunk_scan.cuh"
 #include "state_tiles.cuh"
@@ -59,8 +59,8 @@ struct Decays {
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_SIZE]
            state_t* states,                    // [num_seqs, num_heads, HEAD_SIZE, STATE_SIZE], or of chunks
-           float* segment_states,              // [num_segments, num_heads, HEAD_SIZE, STATE_SIZE]
-           float* segment_decays,              // [num_segments, num_heads]
+           float* segment_states,              // [num_segments - 1, num_heads, HEAD_SIZE, STATE_SIZE]
+           float* segment_decays,              // [num_segments - 1, num_heads]
            const scalar_t* x,                  // [num_tokens, num_heads, HEAD_SIZE]
            const dt_t* dt,                     // [num_tokens, num_heads]
            const float* A,                     // [num_heads]
@@ -194,23 +194,11 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         load(0, token, min(chunk.end - token, TOKENS));
         find_decays(0, chunk.end - token);
         if (!SEGMENT_STATES && !chunk.restarts) {
-            float factor[ROW_TILES];
-            bool counts = true;
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) factor[r] = 1.0f;
-            for (int s = segment - 1; s >= 0 && counts; --s) {
-                each_of_state([&](int r, float& low, float& high, int64_t at) {
-                    const auto pair = Vec<float, 2>::load(segment_states + s * state_size + at);
-                    low = fmaf(factor[r], pair[0], low);
-                    high = fmaf(factor[r], pair[1], high);
-                });
-                counts = false;
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) {
-                    factor[r] *= segment_decays[s * num_heads + first_head + head_of(r)];
-                    counts |= factor[r] != 0.0f;
-                }
-            }
+            each_of_state([&](int, float& low, float& high, int64_t at) {
+                const auto pair = Vec<float, 2>::load(segment_states + (segment - 1) * state_size + at);
+                low = pair[0];
+                high = pair[1];
+            });
         }
     }
     for (; number < end_chunk; stage ^= 1) {

@@ -20,8 +20,8 @@ constexpr int ITEMS = ceil_div(STATE_SIZE, LANES);  // elements of a state that 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 chunk_scan_simt(scalar_t* out,                      // [num_tokens, num_heads, HEAD_SIZE]
                 state_t* states,                    // [num_seqs, num_heads, HEAD_SIZE, STATE_SIZE], or of chunks
-                float* segment_states,              // [num_segments, num_heads, HEAD_SIZE, STATE_SIZE]
-                float* segment_decays,              // [num_segments, num_heads]
+                float* segment_states,              // [num_segments - 1, num_heads, HEAD_SIZE, STATE_SIZE]
+                float* segment_decays,              // [num_segments - 1, num_heads]
                 const scalar_t* x,                  // [num_tokens, num_heads, HEAD_SIZE]
                 const dt_t* dt,                     // [num_tokens, num_heads]
                 const float* A,                     // [num_heads]
@@ -80,13 +80,7 @@ chunk_scan_simt(scalar_t* out,                      // [num_tokens, num_heads, H
                 value = given ? to_float(initial_states[int64_t(chunk.seq) * state_size + at]) : 0.0f;
             });
         } else if (!SEGMENT_STATES && number == first_chunk) {
-            float factor = 1.0f;
-            for (int64_t s = segment - 1; s >= 0 && factor != 0.0f; --s) {
-                each_of_state([&](float& value, int64_t at) {
-                    value = fmaf(factor, segment_states[s * state_size + at], value);
-                });
-                factor *= segment_decays[s * num_heads + head];
-            }
+            each_of_state([&](float& value, int64_t at) { value = segment_states[(segment - 1) * state_size + at]; });
         }
         for (int token = chunk.begin; token < chunk.end; token += TOKENS) {
             const int count = min(chunk.end - token, TOKENS);

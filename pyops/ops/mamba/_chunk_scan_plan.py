@@ -15,6 +15,7 @@ from ..._core.tensor import TensorArg
 
 _chunk_scan = Kernel("mamba/chunk_scan.cu")
 _chunk_scan_simt = Kernel("mamba/chunk_scan_simt.cu")
+_chunk_scan_pass = Kernel("mamba/chunk_scan_pass.cu")
 
 _MAX_TOKENS = 2**31 - 64  # kernels count tokens in 32 bits
 _TOKENS = 32  # of a tile of chunk_scan.cu
@@ -23,8 +24,8 @@ _MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread hold
 _FIRST_SPILLING_ARCH = 100  # from this compute capability on, two tiles of rows and 128 elements spill registers
 _SIMT_THREADS = 128
 _MAX_ITEMS = 16  # elements of a state in the registers of a thread of chunk_scan_simt.cu
-# A block adds up the states of all segments before its own: the work of all blocks grows as the square of these.
-_MAX_SEGMENTS = 16
+_MAX_SEGMENTS = 64  # whose states chunk_scan_pass.cu adds up, one after another
+_PASS_THREADS, _PASS_BATCH = 128, 8  # of chunk_scan_pass.cu: threads of a block, segments that a thread loads at once
 _RESIDENT_BLOCKS = {True: 2, False: 8}  # of a multiprocessor: of chunk_scan.cu, and of chunk_scan_simt.cu
 
 
@@ -175,7 +176,7 @@ def _check_indices(call: Mapping[str, Any]) -> None:
 
 
 def launches(problem: Problem, config: Config) -> list[Launch]:
-    """The scan; before it, if there are several segments, the states that these make of zeros."""
+    """The scan; before it, if there are several segments, the states that these begin with."""
     call = problem.call
     num_heads, head_size, num_groups, state_size = problem.sizes
     if not num_heads or not head_size:
@@ -253,7 +254,7 @@ def _both(
     num_threads: int,
     shared: Mapping[bool, int],
 ) -> list[Launch]:
-    """The launches of a kernel: that of the segments' states, where there are several, and that of the results."""
+    """The launches: those of the segments' states, where there are several, and that of the results."""
     call = problem.call
     num_heads, head_size, _, state_size = problem.sizes
     # As many segments as fill the device once.
@@ -282,4 +283,17 @@ def _both(
             **arguments,
         )
 
-    return [launch(True), launch(False)] if num_segments > 1 else [launch(False)]
+    if num_segments == 1:
+        return [launch(False)]
+    vec_size = 4 if head_size * state_size % 4 == 0 else 1
+    add_up = _chunk_scan_pass(
+        STATE_SIZE=head_size * state_size, VEC_SIZE=vec_size, BATCH=_PASS_BATCH, NUM_THREADS=_PASS_THREADS
+    ).launch(
+        -(-num_heads * head_size * state_size // (vec_size * _PASS_THREADS)),
+        _PASS_THREADS,
+        segment_states=states,
+        segment_decays=decays,
+        num_states=num_segments - 1,
+        num_heads=num_heads,
+    )
+    return [launch(True), *([add_up] if num_segments > 2 else []), launch(False)]
