@@ -105,8 +105,7 @@ def _compile(
 ) -> None:
     """Compile a unit: after its precompiled head, where that can be had."""
     arguments = ("-c", "-x", "c++", "-", "-o", output, *flags)
-    head = precompiled.options(chain, flags, code.head, folder()) if kind == "kernel" else None
-    if head is not None:
+    if kind == "kernel" and chain.dialect == "gcc" and (head := precompiled.options(chain, flags, code.head, folder())):
         with suppress(CompileError):  # names the kernel's own error only with all of the text
             _run(chain, (*head, *arguments), code.rest, kernel, constants)
             return

@@ -18,32 +18,30 @@ def head(warp_size: int) -> str:
 
 
 @cache
-def options(chain: toolchain.Toolchain, flags: tuple[str, ...], text: str, folder: str) -> tuple[str, ...] | None:
-    """The options that stand for a unit's head; None where the compiler makes no such file.
+def options(chain: toolchain.Toolchain, flags: tuple[str, ...], text: str, folder: str) -> tuple[str, ...]:
+    """The options of g++ that stand for a unit's head; () if it cannot be precompiled.
 
     The file is made unless the folder holds it undamaged. A process looks once.
     """
     digest = hashlib.sha256("\0".join((text, chain.name, chain.version, *flags)).encode()).hexdigest()[:32]
-    if chain.dialect == "gcc":  # finds the file beside a header that need not be there
-        header = os.path.join(folder, f"{digest}.h")
-        path, taken = f"{header}.gch", ("-include", header)
-    else:
-        path = os.path.join(folder, f"{digest}.pch")
-        taken = ("-include-pch", path)
-    if folders.read_sealed(path) is not None:
-        return taken
-    with folders.worked_in(path + folders.SUFFIX) as scratch:
-        if folders.read_sealed(path) is None:  # otherwise made by the process that was waited for
-            made, original = os.path.join(scratch, "made"), os.path.join(scratch, "head.h")
-            with open(original, "w", encoding="utf-8") as opened:
-                opened.write(text)
-            # g++ reads no header from standard input; clang would remember where the header was.
-            given = original if chain.dialect == "gcc" else "-"
-            command = (*chain.command, "-x", "c++-header", given, "-o", made, *flags)
-            if subprocess.run(command, input=text, capture_output=True, text=True, check=False).returncode:
-                return None
-            with open(made, "rb") as opened_made:
-                content = opened_made.read()
-            folders.write_sealed(made, content)
-            os.replace(made, path)
-    return taken
+    header = os.path.join(folder, f"{digest}.h")  # by whose name g++ finds the file beside it; it need not be there
+    path = f"{header}.gch"
+    if folders.read_sealed(path) is None:
+        with folders.worked_in(path + folders.SUFFIX) as scratch:
+            if folders.read_sealed(path) is None and not _make(chain, flags, text, scratch, path):
+                return ()  # otherwise made here, or by the process that was waited for
+    return ("-include", header)
+
+
+def _make(chain: toolchain.Toolchain, flags: tuple[str, ...], text: str, scratch: str, path: str) -> bool:
+    made, original = os.path.join(scratch, "made"), os.path.join(scratch, "head.h")
+    with open(original, "w", encoding="utf-8") as opened:
+        opened.write(text)
+    command = (*chain.command, "-x", "c++-header", original, "-o", made, *flags)
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        return False
+    with open(made, "rb") as file:
+        content = file.read()
+    folders.write_sealed(made, content)
+    os.replace(made, path)
+    return True

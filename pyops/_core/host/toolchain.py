@@ -62,10 +62,13 @@ _COMMON = (
     *("-ffp-contract=off", "-fno-strict-aliasing", "-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-w"),
 )
 # A kernel takes longer to compile than to run: the fewest optimisations that keep local variables in registers, where
-# no access to them is instrumented. Lines of the source (which zig adds unless it is told not to) cost a third of a
-# compilation. A kernel is compiled with them only once it has a fault.
-_FAST = ("-Og", "-fno-unroll-loops", "-finline-small-functions", "-finline-functions-called-once")
-_OPTIMISE = {"runtime": ("-O2", "-g0"), "kernel": (*_FAST, "-g0"), "lines": (*_FAST, "-g1", "-gdwarf-4")}
+# no access to them is instrumented, and that leave no call between a line of a kernel and what it does.
+_FAST = {
+    "gcc": ("-Og", "-fno-unroll-loops", "-finline-small-functions", "-finline-functions-called-once"),
+    "clang": ("-O1",),
+}
+# Lines of the source cost a third of a compilation. A kernel is compiled with them only once it has a fault.
+_LINES = {"runtime": ("-g0",), "kernel": ("-g0",), "lines": ("-g1", "-gdwarf-4")}
 # What undefined behaviour and what accesses to memory are told to the runtime, which takes the sanitizers' place.
 _CHECKS = (
     "-fsanitize=thread",
@@ -73,7 +76,7 @@ _CHECKS = (
 )
 _OF_DIALECT = {
     "gcc": ("-fsanitize=bounds-strict", "-fno-gnu-unique"),
-    "clang": ("-fstrict-flex-arrays=3", "-fno-vectorize", "-fno-slp-vectorize"),
+    "clang": ("-fstrict-flex-arrays=3",),
 }
 _OF_COMPILER = {"ziglang": ("-mcpu=baseline", "-fno-sanitize=undefined")}
 _LINK = {
@@ -84,7 +87,8 @@ _LINK = {
 
 def compile_flags(chain: Toolchain, kind: Kind) -> tuple[str, ...]:
     """The options that `chain` compiles with."""
-    flags = (*_COMMON, *_OF_COMPILER.get(chain.name, ()), *_OPTIMISE[kind])
+    optimise = ("-O2",) if kind == "runtime" else _FAST[chain.dialect]
+    flags = (*_COMMON, *_OF_COMPILER.get(chain.name, ()), *optimise, *_LINES[kind])
     return flags if kind == "runtime" else (*flags, *_CHECKS, *_OF_DIALECT[chain.dialect])
 
 
