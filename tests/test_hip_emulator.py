@@ -18,6 +18,7 @@ import pytest
 import pyops
 from pyops._core.example import TorchMaker
 from tests.hip import __main__ as command
+from tests.hip import specialisations
 from tests.hip.emulator import cases, checkout, code_object, fp8
 from tests.hip.emulator.cases import Outcome
 
@@ -27,6 +28,7 @@ struct { unsigned lds, scratch, arguments, reserved; long entry; char unused[24]
          unsigned short properties, preloaded; }
 descriptor __asm__("k.kd") = {100, 8, 0, 0, 0x40, {0}, RSRC1, 9 << 1, 2 | 8, 0};
 """
+RELU2 = ("relu2", {"num_tokens": 2})
 EXPLICIT = [
     {".offset": 0, ".size": 8, ".value_kind": "global_buffer"},
     {".offset": 8, ".size": 4, ".value_kind": "by_value"},
@@ -152,17 +154,17 @@ def test_another_checkout_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("outcome", "status", "said"),
     [
-        (Outcome("relu2"), 0, "gfx942: 1 of 1 ops are right"),
-        (Outcome("relu2", wrong="out: 1 of 2"), 1, "relu2 for gfx942: WRONG: out: 1 of 2"),
-        (Outcome("relu2", missing="KeyError: V_X"), 0, "relu2 for gfx942: not emulated: KeyError: V_X"),
+        (Outcome(RELU2), 0, "gfx942: 1 of 1 cases are right"),
+        (Outcome(RELU2, wrong="out: 1 of 2"), 1, "relu2 for gfx942: WRONG: out: 1 of 2"),
+        (Outcome(RELU2, missing="KeyError: V_X"), 0, "relu2 for gfx942: not emulated: KeyError: V_X"),
         (checkout.Unavailable("no clang"), 3, ""),
     ],
 )
 def test_only_a_wrong_result_fails(
     outcome: Any, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def outcomes(tinygrad: Path, folder: Any, arch: str, names: list[str]) -> Iterator[Outcome]:
-        assert names == ["relu2"]
+    def outcomes(tinygrad: Path, folder: Any, arch: str, found: list[cases.Case]) -> Iterator[Outcome]:
+        assert [name for name, _ in found] == ["relu2"]
         if isinstance(outcome, Exception):
             raise outcome
         yield outcome
@@ -177,3 +179,13 @@ def test_functions_of_a_reference_are_noticed(name: str, calls: bool) -> None:
     op = pyops.registry[name]
     assert op.example is not None
     assert cases._calls_functions(op, op.example(TorchMaker("cpu", 0), num_tokens=2)) is calls
+
+
+@pytest.mark.parametrize("arch", cases.FAMILIES)
+def test_cases_reach_every_kernel_that_few_blocks_reach(arch: str) -> None:
+    chosen = cases.cases(arch, list(pyops.registry.values()))
+    assert [name for name, _ in chosen][: len(pyops.registry)] == list(pyops.registry)
+    reached = {one.specialisation.kernel.file for case in chosen for one in cases._launches(arch, *case)}
+    # These serve long rows and many tokens only.
+    large = {"sampling/sampling_filter.cu", "cache/group_slots.cu", "cache/reshape_and_cache_groups.cu"}
+    assert set(specialisations.of_arch(arch)) - reached <= large

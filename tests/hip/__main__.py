@@ -4,7 +4,7 @@ python -m tests.hip get FOLDER            fetch hiprtc from Debian's packages
 python -m tests.hip compile FOLDER        compile a sample of every kernel for five architectures
 python -m tests.hip compile FOLDER --all  compile every specialisation
 python -m tests.hip emulate FOLDER --tinygrad CHECKOUT
-                                          run one small case of each op, for four architectures, in the instruction
+                                          run small cases of every op, for four architectures, in the instruction
                                           emulator of tinygrad's tests
 
 `get` exits with 3 where the packages cannot be had, and `emulate` where the emulator cannot run. `compile` exits with 1
@@ -82,21 +82,22 @@ def _compile(folder: Folder, options: argparse.Namespace) -> int:
 
 
 def _emulate(folder: Folder, options: argparse.Namespace) -> int:
-    names = [name for name in pyops.registry if options.k in name]
+    ops = [op for name, op in pyops.registry.items() if options.k in name]
     wrong = 0
     for arch in options.arch or cases.FAMILIES:
         found = []
         try:
-            for one in cases.outcomes(options.tinygrad, folder, arch, names):
+            for one in cases.outcomes(options.tinygrad, folder, arch, cases.cases(arch, ops)):
                 found.append(one)
                 if one.trouble:
-                    print(f"{one.op} for {arch}: {one.trouble}\n    {one.case}", flush=True)
+                    name, axes = one.case
+                    print(f"{name} for {arch}: {one.trouble}\n    {axes}", flush=True)
         except Unavailable as error:
             print(error, file=sys.stderr)
             return 3
         right = sum(not one.trouble for one in found)
         wrong += sum(bool(one.wrong) for one in found)
-        print(f"{arch}: {right} of {len(found)} ops are right, {sum(one.seconds for one in found):.0f} s", flush=True)
+        print(f"{arch}: {right} of {len(found)} cases are right, {sum(one.seconds for one in found):.0f} s", flush=True)
     return int(bool(wrong))
 
 

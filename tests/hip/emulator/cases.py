@@ -1,7 +1,8 @@
-"""One small case of every op, run by the emulator and held to the op's reference."""
+"""One small case of every op, and of every kernel that those miss, run by the emulator and held to the reference."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import random
 import tempfile
@@ -17,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 import pyops
 from pyops._core import device
-from pyops._core.example import TorchMaker
-from pyops._core.kernel import Specialisation
+from pyops._core.example import ArgMaker, TorchMaker
+from pyops._core.kernel import Launch, Specialisation
 from pyops._core.op import Op
 from pyops.testing import cpu
 from pyops.testing.calls import assert_results, clones, expected, run
@@ -34,14 +35,17 @@ FAMILIES = {"gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "
 # The emulator runs some ten thousand instructions of a wave in a second: small rows, few tokens.
 _SMALL = axes.RUN | {"hidden_size": (64,), "vocab_size": (17,)}
 _TOKENS = 2
+_MAX_THREADS = 16384  # of a case that reaches another kernel
+
+
+Case = tuple[str, axes.Axes]  # an op, and the axes of its example
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one op. `wrong` says how the result differs, `missing` why the emulator could not run the op."""
+    """Of one case. `wrong` says how the result differs, `missing` why the emulator could not run it."""
 
-    op: str
-    case: str = ""
+    case: Case
     seconds: float = 0.0
     wrong: str = ""
     missing: str = ""
@@ -52,12 +56,38 @@ class Outcome:
         return f"WRONG: {self.wrong}" if self.wrong else f"not emulated: {self.missing}" if self.missing else ""
 
 
-def outcomes(tinygrad: Path, folder: Folder, arch: str, names: Sequence[str]) -> Iterator[Outcome]:
-    """The outcome of each op. Ops run in another process, because a kernel with a wrong address ends its process.
+def cases(arch: str, ops: Sequence[Op]) -> list[Case]:
+    """A case of each op, and one for each kernel of theirs that those do not launch, if a case of a few blocks does."""
+    chosen = [
+        (op.name, random.Random(op.name).choice(list(axes.combinations(op, _SMALL))) | {"num_tokens": _TOKENS})
+        for op in ops
+    ]
+    reached = {one.specialisation.kernel.file for name, case in chosen for one in _launches(arch, name, case)}
+    smallest: dict[str, tuple[int, Case]] = {}
+    for op in ops:
+        for combination in axes.combinations(op):
+            case = combination | {"num_tokens": _TOKENS}
+            launches = _launches(arch, op.name, case)
+            threads = sum(math.prod((*one.grid, *one.block)) for one in launches)
+            for file in {one.specialisation.kernel.file for one in launches} - reached:
+                if threads < smallest.get(file, (_MAX_THREADS,))[0]:
+                    smallest[file] = threads, (op.name, case)
+    more = [case for _, case in smallest.values()]
+    return chosen + [case for i, case in enumerate(more) if case not in more[:i]]
+
+
+def _launches(arch: str, name: str, case: axes.Axes) -> list[Launch]:
+    op = pyops.registry[name]
+    assert op.example is not None
+    return op.launches(*op.example(ArgMaker(device.model(arch)), **case))
+
+
+def outcomes(tinygrad: Path, folder: Folder, arch: str, cases: Sequence[Case]) -> Iterator[Outcome]:
+    """The outcome of each case. Cases run in another process, because a kernel with a wrong address ends its process.
 
     Raises checkout.Unavailable.
     """
-    waiting = list(names)
+    waiting = list(cases)
     context = multiprocessing.get_context("spawn")
     while waiting:
         reader, writer = context.Pipe(duplex=False)
@@ -73,13 +103,13 @@ def outcomes(tinygrad: Path, folder: Folder, arch: str, names: Sequence[str]) ->
                 yield outcome
         except EOFError:
             child.join()
-            name, *waiting = waiting
-            yield Outcome(name, wrong=f"the process ended with status {child.exitcode}")
+            case, *waiting = waiting
+            yield Outcome(case, wrong=f"the process ended with status {child.exitcode}")
         child.join()
 
 
-def _serve(answers: Connection, tinygrad: Path, folder: Folder, arch: str, names: Sequence[str]) -> None:
-    """Run the ops in this process, whose kernels on CPU tensors are those of `arch` from here on."""
+def _serve(answers: Connection, tinygrad: Path, folder: Folder, arch: str, cases: Sequence[Case]) -> None:
+    """Run the cases in this process, whose kernels on CPU tensors are those of `arch` from here on."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             emulator = checkout.emulator(tinygrad, Path(scratch))
@@ -88,8 +118,8 @@ def _serve(answers: Connection, tinygrad: Path, folder: Folder, arch: str, names
             return
         repairs.apply(emulator, arch)
         _install(emulator, folder, arch)
-        for name in names:
-            answers.send(_outcome(pyops.registry[name]))
+        for case in cases:
+            answers.send(_outcome(case))
 
 
 class _Function:
@@ -111,22 +141,22 @@ def _install(emulator: Any, folder: Folder, arch: str) -> None:
     Specialisation.load_on_host = lambda self: function(self.text, self)
 
 
-def _outcome(op: Op) -> Outcome:
-    case = random.Random(op.name).choice(list(axes.combinations(op, _SMALL)))
+def _outcome(case: Case) -> Outcome:
     started = time.monotonic()
     wrong = missing = ""
     try:
-        _compare(op, case)
+        _compare(*case)
     except AssertionError as error:
         wrong = str(error)
     except Exception as error:
         missing = f"{type(error).__name__}: {error}"
-    return Outcome(op.name, axes.name(case), time.monotonic() - started, wrong, missing)
+    return Outcome(case, time.monotonic() - started, wrong, missing)
 
 
-def _compare(op: Op, case: axes.Axes) -> None:
+def _compare(name: str, case: axes.Axes) -> None:
+    op = pyops.registry[name]
     assert op.example is not None
-    args, ulps = op.example(TorchMaker("cpu", 0), num_tokens=_TOKENS, **case), op.declaration.ulps
+    args, ulps = op.example(TorchMaker("cpu", 0), **case), op.declaration.ulps
     with cpu("kernels"):
         right, actual = expected(op, args), run(op, args)
     assert_results(op, right, actual, max(ulps, 1) if _calls_functions(op, args) else ulps)

@@ -22,6 +22,7 @@ def apply(emu: Any, arch: str) -> None:
     _keep_subnormals(emu)
     _decode_invalidations(emu)
     _read_operands_of_conversions(emu)
+    _address_flat_memory(emu)
     fp8.apply(emu, arch)
     for kind, handler in list(emu._INST_HANDLERS.items()):
         emu._INST_HANDLERS[kind] = _mended(emu, handler)
@@ -44,6 +45,24 @@ def _refused(inst: Any, ctx: Any) -> Any:
     raise NotImplementedError(f"{inst} of RDNA 3")
 
 
+def _address_flat_memory(emu: Any) -> None:
+    """The emulator computes addresses itself, where RDNA 4's text of flat accesses would compute them once more.
+
+    A flat address of shared memory is none of this process, and ends it.
+    """
+    find = emu.get_pcode
+
+    def get_pcode(op: Any) -> str:
+        text = str(find(op))
+        return (
+            re.sub(r"addr = CalcFlatAddr\([^)]*\);?\n?", "", text).replace("MEM[addr", "MEM[ADDR")
+            if "Flat" in text
+            else text
+        )
+
+    emu.get_pcode = get_pcode
+
+
 def _read_operands_of_conversions(emu: Any) -> None:
     """RDNA 4's text of conversions from fp8 names a vector register by SRC0 and OPSEL, which only some handlers set."""
     for name in ("V_CVT_F32_FP8", "V_CVT_F32_BF8", "V_CVT_PK_F32_FP8", "V_CVT_PK_F32_BF8"):
@@ -63,6 +82,8 @@ def _mended(emu: Any, handler: Handler) -> Handler:
             return _with_modifiers(emu, inst, ctx)
         if type(inst).__name__ == "DS":
             ctx.__class__ = _lanes_that_are_on(emu) if "D16" not in name else _halves(emu, name.endswith("_HI"))
+        if type(inst) is emu.irc.FLAT:
+            ctx.__class__ = _without_scalar_address(emu)
         return handler(inst, ctx)
 
     return handle
@@ -91,6 +112,18 @@ def _with_modifiers(emu: Any, inst: Any, ctx: Any) -> Any:
         return emu._compile_sdwa(inst, ctx)
     finally:
         emu._sdwa_select = select
+
+
+def _without_scalar_address(emu: Any) -> type:
+    """CDNA's flat accesses have no scalar address: the field is 0, which the emulator takes for s0."""
+
+    class Flat(emu._Ctx):
+        __slots__ = ()
+
+        def optional_field(self, inst: Any, name: str) -> Any:
+            return emu._c(0x7F) if name == "saddr" else super().optional_field(inst, name)
+
+    return Flat
 
 
 def _lanes_that_are_on(emu: Any) -> type:
