@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 import pyops
+import pyops.nn as layers
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
 from pyops.ops.moe._routing_geometry import choose_geometry
+from pyops.testing import same_bits
 from tests.calls import DEVICES
 
 NAN, INF = math.nan, math.inf
@@ -44,7 +46,7 @@ SCORES = {"topk_softmax": softmax, "topk_sigmoid": sigmoid, "topk_softplus_sqrt"
 def logits_of(kind: str, *shape: int, seed: int = 0) -> Tensor:
     normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2
     if kind == "few values":
-        return normal.round() * 0.5 * torch.where(normal > 0, 1, -1)  # zeros of both signs, and many equal values
+        return normal.round() * 0.5  # many equal values, and zeros of both signs
     if kind == "special":
         flat = normal.flatten()
         flat[::3], flat[1::7], flat[4::11], flat[2::13] = NAN, INF, -INF, -0.0
@@ -289,6 +291,8 @@ def test_routing_functions() -> None:
     assert by_table[1].tolist() == [[7] * 4] * 5
     weights, ids = pyops.fused_grouped_topk(hidden, logits, 4, False, None, 6, 2)
     assert [grouped(row, None, 6, 2, 4, 2)[0] for row in logits.double().tolist()] == ids.tolist()
+    for one, same in zip(layers.grouped_topk(hidden, logits, 4, False, 6, 2), (weights, ids), strict=True):
+        assert same_bits(one, same)
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,14 @@ DEVICE void sort_descending(T (&list)[N]) {
     }
 }
 
-// The best experts of a token, one after another: each thread sorts its ranks; the heads of these lists compete, and
-// the list that wins moves on.
+// The experts of a token, the best first: each thread sorts its ranks, and the sorted lists of the token's threads are
+// merged.
 template <typename T, int N>
-struct Contest {
+struct KWayMerge {
     T list[N];
     T (*partial)[MAX_WARPS];  // two arrays in shared memory
 
-    DEVICE Contest(const T (&ranks)[N], T (*partial)[MAX_WARPS]) : partial(partial) {
+    DEVICE KWayMerge(const T (&ranks)[N], T (*partial)[MAX_WARPS]) : partial(partial) {
 #pragma unroll
         for (int i = 0; i < N; ++i) list[i] = ranks[i];
         sort_descending(list);

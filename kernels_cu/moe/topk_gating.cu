@@ -69,8 +69,8 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
     }
 
     float weight, sum = 0.0f;
-    const auto write = [&](int slot, int expert) {
-        const bool exists = unsigned(expert) < NUM_EXPERTS;
+    const auto write = [&](int slot, auto expert) {
+        const bool exists = expert >= 0 && expert < NUM_EXPERTS;
         const float logit = logit_of(to_float(row[exists ? expert : 0]));
         weight = exists ? score(logit) : 0.0f;
         if (slot >= TOP_K) return;
@@ -85,9 +85,8 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
     if constexpr (HAS_TABLE) {
         const int64_t token = input_tokens[at.row];
         for (int slot = thread; slot < TOP_K; slot += ROW_THREADS) {
-            const bool exists = token >= 0 && token < table_size;
-            const int64_t expert = exists ? int64_t(hash_indices_table[token * TOP_K + slot]) : -1;
-            write(slot, expert >= 0 && expert < NUM_EXPERTS ? int(expert) : -1);
+            const bool is_known = token >= 0 && token < table_size;
+            write(slot, is_known ? hash_indices_table[token * TOP_K + slot] : table_t(-1));
         }
     } else {
         rank_t ranks[THREAD_EXPERTS];
@@ -99,12 +98,12 @@ topk_gating(float* topk_weights,                   // [num_tokens, TOP_K]
             if constexpr (HAS_BIAS) key = key == key ? ieee_add(score(logit_of(key)), biases[i]) : minus_infinity();
             ranks[i] = first + i < NUM_EXPERTS ? ranking::rank(ordered_key(key), first + i) : 0;
         }
-        Contest<rank_t, THREAD_EXPERTS> contest(ranks, rank_partial);
+        KWayMerge<rank_t, THREAD_EXPERTS> merge(ranks, rank_partial);
         for (int begin = 0; begin < TOP_K; begin += ROW_THREADS) {
             rank_t mine = 0;
 #pragma unroll(TOP_K <= 8 ? TOP_K : 4)
             for (int i = 0; i < min(ROW_THREADS, TOP_K - begin); ++i) {
-                const rank_t best = contest.next(i);
+                const rank_t best = merge.next(i);
                 if (thread == i) mine = best;
             }
             write(begin + thread, ranking::index(mine));

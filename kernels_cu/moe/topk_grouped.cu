@@ -124,11 +124,11 @@ topk_grouped(float* topk_weights,     // [num_tokens, TOP_K]
         const float key = may_choose ? keys[i] : minus_infinity();
         ranks[i] = first + i < GROUP_SIZE ? ranking::rank(ordered_key(key), group * GROUP_SIZE + first + i) : 0;
     }
-    Contest<rank_t, THREAD_EXPERTS> contest(ranks, rank_partial);
+    KWayMerge<rank_t, THREAD_EXPERTS> merge(ranks, rank_partial);
     rank_t mine = 0;
 #pragma unroll(TOP_K <= 8 ? TOP_K : 4)
     for (int i = 0; i < TOP_K; ++i) {
-        const rank_t rank = contest.next(i);
+        const rank_t rank = merge.next(i);
         if (thread == i) mine = rank;
     }
     const int expert = ranking::index(mine);

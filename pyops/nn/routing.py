@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ops.moe.routing_grouped import MAX_GROUPS, MAX_TOP_K, grouped_topk
+from ..ops.moe.routing_fused import fused_grouped_topk
+from ..ops.moe.routing_grouped import MAX_GROUPS, MAX_TOP_K
+from ..ops.moe.routing_grouped import grouped_topk as _grouped_topk
 from .base import OpLayer
 from .custom_op import CustomOp
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GroupedTopk"]
+__all__ = ["GroupedTopk", "grouped_topk"]
 
 
 @CustomOp.register("grouped_topk")
-class GroupedTopk(OpLayer, op=grouped_topk):
+class GroupedTopk(OpLayer, op=_grouped_topk):
     """The top-k experts of each token, out of the best groups of experts.
 
     `pyops.grouped_topk` of logits, as in DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437).
@@ -97,3 +99,20 @@ class GroupedTopk(OpLayer, op=grouped_topk):
         forward = super().forward_cuda if takes else self.forward_native
         result: tuple[Tensor, Tensor] = forward(*args, **kwargs)
         return result
+
+
+def grouped_topk(
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int = 0,
+    topk_group: int = 0,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`pyops.fused_grouped_topk` with the order of arguments that vLLM's function `grouped_topk` has."""
+    groups = num_expert_group, topk_group
+    choice = topk, renormalize, e_score_correction_bias
+    return fused_grouped_topk(hidden_states, gating_output, *choice, *groups, scoring_func, routed_scaling_factor)
