@@ -156,6 +156,8 @@ _TORCH: dict[str, Callable[[Any], Call]] = {
     "gelu_quick": _plain(lambda x: x * torch.sigmoid(1.702 * x)),
     "relu2": _plain(lambda x: F.relu(x).square()),
     "paged_attention_v1": _sdpa,
+    "moe_sum": lambda a: partial(torch.sum, a.input, 1),
+    "shuffle_rows": lambda a: partial(torch.index_select, a.input_tensor, 0, a.dst2src_map),
 }
 
 

@@ -34,7 +34,8 @@ DEVICE lane_mask_t lanes_with(int value) {
 template <int NUM_THREADS, int CLUSTER, int BIN_BITS>
 struct ExpertSort {
     static constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
-    static constexpr int BATCH = 4;  // rows of a lane that are loaded before the first is used
+    // Rows of a lane that are loaded before the first is used. `count` reads memory, `place` finds them in a cache.
+    static constexpr int COUNT_BATCH = 8, PLACE_BATCH = 4;
 
     uint32_t* counts;    // [sort_warps, bins]: rows of a warp in a bin; from `locate` on, the place of its next row
     uint32_t* of_block;  // [bins]: rows of the block in a bin
@@ -64,7 +65,7 @@ struct ExpertSort {
 
     // Calls visit(row, bin) for the warp's rows, WARP_SIZE of them at a time. A lane without a row calls with a row of
     // end_row or more, and NO_BIN. bin_of(row) is the bin of an existing row.
-    template <typename BIN, typename VISIT>
+    template <int BATCH, typename BIN, typename VISIT>
     DEVICE void each_row(BIN bin_of, VISIT visit) const {
         const int lane = threadIdx.x % WARP_SIZE;
         for (int first = first_row; first < end_row; first += BATCH * WARP_SIZE) {
@@ -85,7 +86,7 @@ struct ExpertSort {
         for (int i = threadIdx.x; i < sort_warps * bins; i += NUM_THREADS) counts[i] = 0;
         __syncthreads();
         uint32_t* const own = counts + threadIdx.x / WARP_SIZE * bins;
-        each_row(bin_of, [&](int, int bin) {
+        each_row<COUNT_BATCH>(bin_of, [&](int, int bin) {
             if (bin != NO_BIN) atomicAdd(own + bin, 1u);
         });
         __syncthreads();
@@ -150,7 +151,7 @@ struct ExpertSort {
     DEVICE void place(BIN bin_of, VISIT visit) const {
         uint32_t* const own = counts + threadIdx.x / WARP_SIZE * bins;
         const lane_mask_t lanes_before = (lane_mask_t(1) << threadIdx.x % WARP_SIZE) - 1;
-        each_row(bin_of, [&](int row, int bin) {
+        each_row<PLACE_BATCH>(bin_of, [&](int row, int bin) {
             const lane_mask_t same = lanes_with<BIN_BITS>(bin);
             const int before = count_bits(same & lanes_before);
             uint32_t next = 0;

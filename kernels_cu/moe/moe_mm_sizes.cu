@@ -3,10 +3,13 @@
 //     problem_sizes1[e]  (rows of e, first_n, k), or (first_n, rows of e, k) with SWAP
 //     problem_sizes2[e]  (rows of e, k, n), or (k, rows of e, n) with SWAP
 //
-// FROM_OFFSETS: rows of e = expert_first_token_offset[e + 1] - expert_first_token_offset[e], clamped to 0 ... 2^31 - 1.
-// Otherwise: rows of e = expert_num_tokens[e], clamped to 0 ... padded_m, and expert_offsets[e] = e * padded_m.
-//
 // Threads: one expert per thread.
+//
+// Constants
+//     FROM_OFFSETS  rows of e = expert_first_token_offset[e + 1] - expert_first_token_offset[e], clamped to
+//                   0 ... 2^31 - 1; otherwise rows of e = expert_num_tokens[e], clamped to 0 ... padded_m, and
+//                   expert_offsets[e] = e * padded_m
+//     SWAP          rows are the second size
 
 #include "moe_sizes.cuh"
 

@@ -147,7 +147,7 @@ def example_moe_permute(
     make: Any,
     *,
     num_tokens: int = 16,
-    hidden_size: Literal[4096, 24] = 4096,
+    hidden_size: Literal[4096, 64] = 4096,
     dtype: str = "bfloat16",
     with_map: bool = False,
 ) -> tuple[Any, ...]:
@@ -254,7 +254,7 @@ def example_moe_unpermute(
     *,
     num_tokens: int = 16,
     topk: Literal[8, 3, 17] = 8,
-    hidden_size: Literal[4096, 24] = 4096,
+    hidden_size: Literal[4096, 64] = 4096,
     dtype: str = "bfloat16",
     with_offset: bool = False,
 ) -> tuple[Any, ...]:

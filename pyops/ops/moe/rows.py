@@ -77,7 +77,7 @@ def example_moe_sum(
     *,
     num_tokens: int = 16,
     topk: Literal[8, 3, 17] = 8,
-    hidden_size: Literal[4096, 24, 511] = 4096,
+    hidden_size: Literal[4096, 64, 511] = 4096,
     dtype: str = "bfloat16",
 ) -> tuple[Any, ...]:
     return make.randn(num_tokens, topk, hidden_size, dtype=dtype), make.empty(num_tokens, hidden_size, dtype=dtype)
@@ -134,7 +134,7 @@ def traffic_shuffle_rows(dst2src_map: TensorArg, output_tensor: TensorArg) -> in
 
 @shuffle_rows.example
 def example_shuffle_rows(
-    make: Any, *, num_tokens: int = 16, hidden_size: Literal[4096, 24] = 4096, dtype: str = "bfloat16"
+    make: Any, *, num_tokens: int = 16, hidden_size: Literal[4096, 64] = 4096, dtype: str = "bfloat16"
 ) -> tuple[Any, ...]:
     num_rows = 2 * num_tokens
     return (
