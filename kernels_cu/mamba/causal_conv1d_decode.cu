@@ -31,7 +31,7 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 constexpr int HISTORY = WIDTH - 1;
 
-// The weights, and without HAS_STARTS the inputs: each block prefetches some lines.
+// Each block prefetches its weights and, where their place is known without query_start_loc, its inputs.
 DEVICE void prefetch_inputs(const scalar_t* x, const weight_t* weight, int64_t dim, int64_t num_groups,
                             int64_t x_sequence_stride, int64_t x_channel_stride) {
     const int64_t channel = (blockIdx.x % uint32_t(num_groups) * NUM_THREADS + threadIdx.x) * VEC_SIZE;
