@@ -10,8 +10,8 @@
 // last - 1 - i, down to column block_idx_first_scheduled_token[b]. At a boundary, num_computed_tokens[b] + tokens of b
 // before it is a multiple of block_size_to_align.
 //
-// A sequence is skipped if it has no tokens, or if its slot does not exist or is pad_slot_id. A column is skipped if the
-// column does not exist, or its slot does not.
+// A sequence is skipped if it has no tokens, or if the slot of h does not exist or is pad_slot_id. Inputs that would go
+// to such a slot are not kept.
 //
 // Threads: a thread takes VEC_SIZE channels of a sequence. No other thread touches these channels of the sequence's
 // slots, so the thread reads the state before it is overwritten.
