@@ -412,8 +412,14 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
         _call(**changes)
 
 
-def test_too_short_states_for_drafts_are_refused() -> None:
+def test_bad_steps_are_refused() -> None:
     weight, bias = _parameters(8, 4, torch.float32)
+    with pytest.raises(pyops.OpError, match="causal_conv1d_decode: query_start_loc: expected at least one entry"):
+        pyops.causal_conv1d_update(torch.zeros(2, 8), torch.zeros(2, 8, 4), weight, bias, query_start_loc=_indices([]))
+    with pytest.raises(pyops.OpError, match="causal_conv1d_update: x: expected 2 or 3 dimensions"):
+        pyops.causal_conv1d_update(torch.zeros(8), torch.zeros(2, 8, 4), weight, bias)
+    with pytest.raises(pyops.OpError, match="causal_conv1d_fn: x: expected 2 dimensions"):
+        _call(x=torch.zeros(8))
     with pytest.raises(pyops.OpError, match="conv_state: expected a state_len of at least width - 2 \\+ seq_len = 5"):
         pyops.causal_conv1d_update(
             torch.zeros(2, 8, 3), torch.zeros(2, 8, 4), weight, bias, num_accepted_tokens=_indices([1, 1])

@@ -82,8 +82,8 @@ DEVICE float activated(float y) {
     return SILU ? logistic<T>(y, y) : y;
 }
 
-// Walks along `count` inputs of type T: load(i) loads input i, and done(i, input, y) takes its result, when the input is
-// the newest of the window. BATCH inputs are loaded together.
+// Walks along `count` inputs of type T: load(i) loads input i, and done(i, input, y) takes its result, when the window
+// ends with the input. BATCH inputs are loaded together.
 template <int BATCH, bool SILU, typename T, int WIDTH, int N, typename Load, typename Done>
 DEVICE void convolve(Window<WIDTH, N>& window, const Taps<WIDTH, N>& taps, int count, Load load, Done done) {
     for (int first = 0; first < count; first += BATCH) {

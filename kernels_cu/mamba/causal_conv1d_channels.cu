@@ -25,8 +25,8 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 constexpr int EARLIER_VECS = ceil_div(WIDTH - 1, VEC_SIZE);  // vectors before that of a thread which it also needs
 constexpr int EARLIER = EARLIER_VECS * VEC_SIZE;
 
-// For each token of a thread: how many inputs before the token belong to the token's sequence, WIDTH - 1 at most; -1 for
-// a token of no sequence.
+// For each token of a thread: how many inputs before the token belong to the token's sequence, WIDTH - 1 at most. -1
+// stands for a token of no sequence.
 struct Reach {
     int before[VEC_SIZE];
     bool whole = true;  // every token has all WIDTH - 1 inputs before it

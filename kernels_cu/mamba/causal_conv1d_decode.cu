@@ -5,12 +5,14 @@
 //     x[t, d] = T(y * sigmoid(y)) if SILU, else T(y)
 //     conv_state[slot] = the last WIDTH - 1 of (h, x)
 //
-// IS_SPECULATIVE: start = num_accepted_tokens[b] - 1, else 0; and the state becomes the last WIDTH - 2 of h and then all
-// of x, so that the next call can begin behind any of these tokens.
+// start is 0. With IS_SPECULATIVE, start is num_accepted_tokens[b] - 1, and the state becomes the last WIDTH - 2 of h
+// and then all of x, so that the next call can begin behind any of these tokens.
 //
 // HAS_BLOCKS (prefix caching): the sequence has a row of slots in conv_state_indices. h comes from column
-// initial_state_idx[b], the state goes to column block_idx_last_scheduled_token[b]. A sequence whose slot does not exist,
-// or is pad_slot_id, is skipped; a state without a slot is not written.
+// initial_state_idx[b], the state goes to column block_idx_last_scheduled_token[b].
+//
+// A sequence is skipped if it has no tokens, or if the slot of h does not exist or is pad_slot_id. A state that would go
+// to such a slot is not written.
 //
 // Threads: a thread takes VEC_SIZE channels of a sequence and walks along its tokens (causal_conv1d.cuh). No other
 // thread touches these channels of the sequence's slots.
@@ -31,7 +33,7 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 constexpr int HISTORY = WIDTH - 1;
 
-// The weights, and without HAS_STARTS the inputs: each block prefetches some lines.
+// Each block prefetches its weights and, where their place is known without query_start_loc, its inputs.
 DEVICE void prefetch_inputs(const scalar_t* x, const weight_t* weight, int64_t dim, int64_t num_groups,
                             int64_t x_sequence_stride, int64_t x_channel_stride) {
     const int64_t channel = (blockIdx.x % uint32_t(num_groups) * NUM_THREADS + threadIdx.x) * VEC_SIZE;

@@ -10,8 +10,8 @@
 // last - 1 - i, down to column block_idx_first_scheduled_token[b]. At a boundary, num_computed_tokens[b] + tokens of b
 // before it is a multiple of block_size_to_align.
 //
-// A sequence without tokens is skipped, and so is one whose slot does not exist or is pad_slot_id; so is a column that does
-// not exist.
+// A sequence is skipped if it has no tokens, or if the slot of h does not exist or is pad_slot_id. Inputs that would go
+// to such a slot are not kept.
 //
 // Threads: a thread takes VEC_SIZE channels of a sequence. No other thread touches these channels of the sequence's
 // slots, so the thread reads the state before it is overwritten.
@@ -45,6 +45,17 @@ struct Boundaries {
     }
 };
 
+// The convolution before this kernel has swept all this out of L2.
+DEVICE void prefetch_inputs(const weight_t* weight, const index_t* query_start_loc, const index_t* cache_indices,
+                            int64_t dim, int64_t num_groups, int64_t indices_stride) {
+    const int64_t sequence = blockIdx.x / uint32_t(num_groups), group = blockIdx.x % uint32_t(num_groups);
+    const int64_t channel = (group * NUM_THREADS + threadIdx.x) * VEC_SIZE;
+    if (channel < dim) prefetch_line(weight + channel * WIDTH);
+    if (threadIdx.x) return;
+    prefetch_line(query_start_loc + sequence);
+    if (HAS_INDICES) prefetch_line(cache_indices + sequence * indices_stride);
+}
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 causal_conv1d_states(scalar_t* out,                                   // [num_tokens, dim] or [dim, num_tokens]
                      scalar_t* conv_states,                           // [num_slots, state_len, dim]
@@ -62,6 +73,7 @@ causal_conv1d_states(scalar_t* out,                                   // [num_to
                      int64_t indices_stride, int64_t block_size_to_align, int64_t pad_slot_id, int64_t x_token_stride,
                      int64_t x_channel_stride, int64_t out_token_stride, int64_t out_channel_stride,
                      int64_t slot_stride, int64_t state_channel_stride, int64_t state_stride) {
+    prefetch_inputs(weight, query_start_loc, cache_indices, dim, num_groups, indices_stride);
     await_previous_kernel();
     const int64_t sequence = blockIdx.x / uint32_t(num_groups), group = blockIdx.x % uint32_t(num_groups);
     const int64_t channel = (group * NUM_THREADS + threadIdx.x) * VEC_SIZE;

@@ -34,8 +34,8 @@ class ShortConv(CustomOp):
       2, ...
     - has_initial_states: [num_seqs] bool, whether a sequence continues from its slot; None if none does.
 
-    It returns [num_tokens, dim]. A sequence without tokens leaves its slot as it is. No lengths are read on the host, so
-    the layer can be captured into a CUDA graph. Both methods write conv_state. `forward_cuda` convolves by
+    It returns [num_tokens, dim]. A sequence without tokens leaves its slot as it is. No lengths are read on the host,
+    so the layer can be captured into a CUDA graph. Both methods write conv_state. `forward_cuda` convolves by
     `pyops.causal_conv1d_prefill`, which is fastest where the channels of conv_state are neighbours in memory; where
     conv_L_cache exceeds the 8 taps that the op takes, it is `forward_native`.
 

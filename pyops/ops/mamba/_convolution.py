@@ -114,7 +114,7 @@ def check_slots(indices: TensorArg | None, num_seqs: int, with_blocks: bool) -> 
     return 1
 
 
-def check_blocks(indices: TensorArg | None, num_seqs: int, *columns: TensorArg | None, op: TensorArg) -> bool:
+def check_blocks(indices: TensorArg | None, num_seqs: int, *columns: TensorArg | None) -> bool:
     """Whether the arguments of prefix caching are given; OpError if some are and others are not."""
     if all(arg is None for arg in columns):
         return False

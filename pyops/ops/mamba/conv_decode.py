@@ -125,7 +125,7 @@ def plan_causal_conv1d_decode(
             )
     blocks = block_idx_last_scheduled_token, initial_state_idx
     index_t = common.check_indices(conv_state_indices, num_accepted_tokens, query_start_loc, *blocks)
-    with_blocks = common.check_blocks(conv_state_indices, num_seqs, *blocks, op=x)
+    with_blocks = common.check_blocks(conv_state_indices, num_seqs, *blocks)
     max_blocks = common.check_slots(conv_state_indices, num_seqs, with_blocks)
     silu = common.check_activation(x, activation)
     vec_size = common.channel_vector(width, x, conv_state)

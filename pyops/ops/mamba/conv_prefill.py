@@ -148,7 +148,7 @@ def plan_causal_conv1d_prefill(
         raise query_start_loc.error("expected at least one entry, got none")
     blocks = block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx
     index_t = common.check_indices(query_start_loc, cache_indices, *blocks, num_computed_tokens)
-    with_blocks = common.check_blocks(cache_indices, num_seqs, *blocks, op=x)
+    with_blocks = common.check_blocks(cache_indices, num_seqs, *blocks)
     max_blocks = common.check_slots(cache_indices, num_seqs, with_blocks)
     check.shape(has_initial_state, boolean, num_seqs=num_seqs)
     if num_computed_tokens is not None:
