@@ -267,6 +267,19 @@ def test_time_steps_of_any_size(device: str) -> None:
     assert ((y[0, 0].cpu().double() - right).abs() <= right * 2.0**-21 + 1e-37).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_rates_of_any_size(device: str) -> None:
+    """A up to the largest number: a state stays in a time step of 0, and is gone after any other."""
+    largest = torch.finfo(torch.float32).max
+    A = torch.tensor([[-largest, -1e30, 0.0, 1e-30]])
+    deltas, ones = torch.tensor([[0.0, 1e-3, 0.0, 2.0]]), torch.ones(4, 4)
+    states = torch.arange(1.0, 5.0, device=device).reshape(1, 1, 4).clone()
+    given = Tokens(torch.zeros(1, 4), deltas, None, ones[None], ones[None])
+    y, _ = scan(given.batched(), Layer(A, None, None, False), states, has_initial_state=torch.tensor([True]))
+    assert y.tolist() == [[[10.0, 7.0, 7.0, 7.0]]]
+    assert states.tolist() == [[[0.0, 0.0, 3.0, 4.0]]]
+
+
 def test_columns_of_other_strides() -> None:
     """The function of Python takes rows of any strides, and B and C without groups."""
     dim, state_size = 4, 3

@@ -244,6 +244,23 @@ def test_a_scan_goes_on(device: str) -> None:
     torch.testing.assert_close(whole.cpu(), call["state"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_rates_of_any_size(device: str) -> None:
+    """A up to the largest number: a state stays in a time step of 0, and is gone after any other."""
+    call = {
+        "state": torch.arange(1.0, 9.0).reshape(2, 1, 4),
+        "x": torch.zeros(2, 1),
+        "dt": torch.tensor([[0.0], [1e-3]]),
+        "A": torch.tensor([[-torch.finfo(torch.float32).max, -1e30, 0.0, 1e-30]]),
+        "B": torch.ones(2, 4),
+        "C": torch.ones(2, 4),
+        "out": torch.zeros(2, 1),
+    }
+    out, state = run(call, device)
+    assert out.tolist() == [[10.0], [15.0]]
+    assert state.tolist() == [[[1.0, 2.0, 3.0, 4.0]], [[0.0, 0.0, 7.0, 8.0]]]
+
+
 def test_nan_stays_with_its_row() -> None:
     call = example(2, 2, 6, state_size=4)
     call["x"][1, 3] = float("nan")

@@ -42,7 +42,7 @@ constexpr int STATE_UNITS = ceil_div(PADDED_STATES * ROW_UNITS, STAGE_THREADS); 
 
 // A tile in shared memory. Channel c of the block is channel c / GROUPS of the group c % GROUPS.
 struct Buffer {
-    float delta[BLOCK_CHANNELS * ROW];
+    float rate[BLOCK_CHANNELS * ROW];      // delta * log2(e)
     float scaled_u[BLOCK_CHANNELS * ROW];  // delta * u
     float y[BLOCK_CHANNELS * ROW];         // of the token in column c at c + 4 in its row
     float B[TILE_TOKENS * PADDED_STATES];
@@ -145,9 +145,10 @@ struct Stage {
                 for (int j = 0; j < UNIT; ++j) {
                     step[j] = rows.softplus ? softplus(step[j] + bias) : step[j] + bias;
                     scaled_u[j] *= step[j];
+                    step[j] *= LOG2_E;
                 }
             }
-            store_floats(to.delta + channel * ROW + column, step);
+            store_floats(to.rate + channel * ROW + column, step);
             store_floats(to.scaled_u + channel * ROW + column, scaled_u);
         }
 #pragma unroll
@@ -220,7 +221,7 @@ DEVICE void add_up(float (&x)[4], int lane) {
 
 // The states of a scanning thread.
 struct States {
-    float h[CHANNELS][STATES], A[CHANNELS][STATES];  // A * log2(e)
+    float h[CHANNELS][STATES], A[CHANNELS][STATES];
     int group, lane;
 
     // Calls f(i, k, n, offset) for each vector of the thread's states that exists: states n ... of its channel k.
@@ -245,7 +246,7 @@ struct States {
         for_each_vec(rows.channels, A_stride, [&](int k, int n, int64_t offset) {
             const auto vec = Vec<float, STATE_VEC_SIZE>::load(A_rows + offset);
 #pragma unroll
-            for (int j = 0; j < STATE_VEC_SIZE; ++j) A[k][n + j] = vec[j] * LOG2_E;
+            for (int j = 0; j < STATE_VEC_SIZE; ++j) A[k][n + j] = vec[j];
         });
         if (state == nullptr) return;
         for_each_vec(rows.channels, stride, [&](int k, int n, int64_t offset) {
@@ -267,11 +268,11 @@ struct States {
     // Four steps, for the tokens from `column` on, of which y gets the lane's share. ALL: all of them lie in the tile.
     template <bool ALL>
     DEVICE void scan_four(const Tile& tile, int column, const Buffer& at, float (&y)[CHANNELS][4]) {
-        float delta[CHANNELS][4], scaled_u[CHANNELS][4];
+        float rate[CHANNELS][4], scaled_u[CHANNELS][4];
 #pragma unroll
         for (int k = 0; k < CHANNELS; ++k) {
             const int row = (k * GROUPS + group) * ROW + column;
-            load_floats<4>(at.delta + row, delta[k]);
+            load_floats<4>(at.rate + row, rate[k]);
             load_floats<4>(at.scaled_u + row, scaled_u[k]);
         }
 #pragma unroll
@@ -288,7 +289,7 @@ struct States {
             for (int k = 0; k < CHANNELS; ++k) {
 #pragma unroll
                 for (int n = 0; n < STATES; ++n) {
-                    h[k][n] = fmaf(estimate_exp2(delta[k][i] * A[k][n]), h[k][n], scaled_u[k][i] * B[n]);
+                    h[k][n] = fmaf(estimate_exp2(rate[k][i] * A[k][n]), h[k][n], scaled_u[k][i] * B[n]);
                     y[k][i] = fmaf(h[k][n], C[n], y[k][i]);
                 }
             }

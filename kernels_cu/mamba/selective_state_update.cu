@@ -92,7 +92,7 @@ selective_state_update(state_t* state,                          // [num_slots, h
 
     // A row beyond the last has the inputs of the last row. It neither reads nor writes a state.
     state_t* const states = state + head * state_head_stride;
-    float h[ROWS][VECS][VEC_SIZE], rates[ROWS][VECS][VEC_SIZE];  // A * log2(e)
+    float h[ROWS][VECS][VEC_SIZE], a[ROWS][VECS][VEC_SIZE];
     float skip[ROWS], bias[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -117,16 +117,12 @@ selective_state_update(state_t* state,                          // [num_slots, h
 #pragma unroll
         for (int v = 0; v < VECS; ++v) {
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) rates[i][v][j] = 0.0f;
+            for (int j = 0; j < VEC_SIZE; ++j) a[i][v][j] = 0.0f;
         }
         if constexpr (TIED) {
-            rates[i][0][0] = *A_row * LOG2_E;
+            a[i][0][0] = *A_row;
         } else {
-            for_each_vec(lane, [&](int v, int n) {
-                load_vec(A_row + n, rates[i][v]);
-#pragma unroll
-                for (int j = 0; j < VEC_SIZE; ++j) rates[i][v][j] *= LOG2_E;
-            });
+            for_each_vec(lane, [&](int v, int n) { load_vec(A_row + n, a[i][v]); });
         }
         skip[i] = D ? to_float(D[head * D_head_stride + row * D_row_stride]) : 0.0f;
         bias[i] = dt_bias ? to_float(dt_bias[head * bias_head_stride + row * bias_row_stride]) : 0.0f;
@@ -159,13 +155,13 @@ selective_state_update(state_t* state,                          // [num_slots, h
             const float biased =
                 to_float(dt[token * dt_stride + head * dt_head_stride + row * dt_row_stride]) + bias[i];
             const float step = dt_softplus ? softplus(biased) : biased;
-            const float tied_decay = estimate_exp2(step * rates[i][0][0]);
+            const float rate = step * LOG2_E, tied_decay = estimate_exp2(rate * a[i][0][0]);
             float sum = 0.0f;
 #pragma unroll
             for (int v = 0; v < VECS; ++v) {
 #pragma unroll
                 for (int j = 0; j < VEC_SIZE; ++j) {
-                    const float decay = TIED ? tied_decay : estimate_exp2(step * rates[i][v][j]);
+                    const float decay = TIED ? tied_decay : estimate_exp2(rate * a[i][v][j]);
                     h[i][v][j] = fmaf(decay, h[i][v][j], step * input * b[v][j]);
                     sum = fmaf(h[i][v][j], c[v][j], sum);
                 }

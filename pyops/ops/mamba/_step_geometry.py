@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 _MAX_LANES = 32  # that share a row
 # By count of bytes in flight and of registers.
-_NUM_THREADS, _MIN_BLOCKS = 128, 5
+_NUM_THREADS, _MIN_BLOCKS = 128, 4
+_WAVE = 6  # blocks of a multiprocessor that run at once, as most kernels need fewer registers than the bound
 _MAX_HELD, _MAX_ROWS = 16, 4  # states of a thread, and its rows
 
 
@@ -64,7 +65,7 @@ class StepConfig:
         return sizes + tuning.varied(
             self,
             rows=tuning.beside(self.rows, 1, _max_rows(problem)),
-            min_blocks=tuning.beside(self.min_blocks, 4, 16),
+            min_blocks=tuning.beside(self.min_blocks, 2, 8),
         )
 
 
@@ -77,6 +78,6 @@ def _max_rows(problem: StepProblem) -> int:
 def choose(problem: StepProblem, device: Device) -> StepConfig:
     """As few rows for a thread as let all blocks run at once; where none do, as many as registers hold."""
     config = StepConfig(1)
-    while config.rows < _max_rows(problem) and config.num_blocks(problem) > config.min_blocks * device.multiprocessors:
+    while config.rows < _max_rows(problem) and config.num_blocks(problem) > _WAVE * device.multiprocessors:
         config = replace(config, rows=2 * config.rows)
     return config
