@@ -17,9 +17,13 @@
 // Warps: the first WARPS warps have 16 rows of the state each. While they work on a tile, two more warps prepare the next
 // one: the first inverts I + L, the second weighs u for o. Copies to shared memory are a tile ahead of that.
 //
-// Constants, besides those of gated_delta_recurrent.cu
+// Constants
+//     scalar_t       T: element type of q, k, v and o: half_t or bf16_t
+//     g_t, beta_t, initial_t, state_t, starts_t    of g, beta, initial_state, final_state and cu_seqlens
+//     KEY_SIZE       elements of a head of k; a multiple of 16
+//     VALUE_SIZE     elements of a head of v
+//     QK_NORM        q and k are divided by their norms
 //     WARPS          warps with rows; ROWS = 16 * WARPS divides VALUE_SIZE
-//     KEY_SIZE       a multiple of 16
 
 #include "state_tiles.cuh"
 
