@@ -14,17 +14,23 @@
 // Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows of the state; a row is an element of v. A block
 // walks its sequence in tiles of 32 tokens.
 //
-// Warps: the first WARPS warps have 16 rows of the state each. While they work on a tile, two more warps prepare the next
-// one: the first inverts I + L, the second weighs u for o. Copies to shared memory are a tile ahead of that.
+// Warps: the first WARPS warps have 16 rows of the state each, and work on one tile. Four more warps prepare tiles. Two of
+// them, KEYS and NORMS, are two tiles ahead: decays, the norms of k and q, and L. Two are a tile ahead: SOLVE inverts
+// I + L, WEIGH weighs u for o. Copies to shared memory are three tiles ahead.
 //
-// Constants, besides those of gated_delta_recurrent.cu
+// Constants
+//     scalar_t       T: element type of q, k, v and o: half_t or bf16_t
+//     g_t, beta_t, initial_t, state_t, starts_t    of g, beta, initial_state, final_state and cu_seqlens
+//     KEY_SIZE       elements of a head of k; a multiple of 16
+//     VALUE_SIZE     elements of a head of v
+//     QK_NORM        q and k are divided by their norms
 //     WARPS          warps with rows; ROWS = 16 * WARPS divides VALUE_SIZE
-//     KEY_SIZE       a multiple of 16
 
 #include "state_tiles.cuh"
 
-constexpr int TOKENS = 32, ROWS = 16 * WARPS, NUM_THREADS = (WARPS + 2) * 32, TILES = VALUE_SIZE / ROWS;
-constexpr int STEPS = KEY_SIZE / 16, STAGES = 3;
+constexpr int TOKENS = 32, ROWS = 16 * WARPS, NUM_THREADS = (WARPS + 4) * 32, TILES = VALUE_SIZE / ROWS;
+constexpr int STEPS = KEY_SIZE / 16, STAGES = 4;
+constexpr int KEYS = WARPS, NORMS = WARPS + 1, SOLVE = WARPS + 2, WEIGH = WARPS + 3;
 constexpr float LOG2_OF_E = 1.4426950408889634f;
 constexpr int PITCH = TOKENS + 4;  // of a column of L, in floats: columns begin on different banks
 
@@ -34,7 +40,7 @@ using square_tile = SwizzledTile<scalar_t, TOKENS / 8>;
 constexpr int KEY_BYTES = key_tile::bytes(TOKENS), VALUE_BYTES = value_tile::bytes(TOKENS);
 constexpr int STAGE_BYTES = 2 * KEY_BYTES + VALUE_BYTES, SQUARE_BYTES = square_tile::bytes(TOKENS);
 
-// What the warps with rows need of a tile, beside the two square matrices.
+// What the warps with rows multiply with, beside the two square matrices.
 struct Factors {
     float of_keys[TOKENS];     // exp(a_l), and the norm of k
     float of_queries[TOKENS];  // exp(a_l), and the norm of q, and scale
@@ -42,12 +48,14 @@ struct Factors {
     float kept;                // exp(a_end)
 };
 
-// What a warp multiplies the product of tokens l and m with.
-struct TokenFactors {
-    float logs[TOKENS];        // a_l in units of log2
-    float of_rows[TOKENS];     // b_l and the norm of k, or scale and the norm of q
-    float of_columns[TOKENS];  // the norm of k
-    DEVICE float at(int l, int m) const { return estimate_exp2(logs[l] - logs[m]) * of_rows[l] * of_columns[m]; }
+// What the warps that prepare a tile hand to each other.
+struct Prepared {
+    float logs[TOKENS];             // a_l in units of log2
+    float strengths[TOKENS];        // b_l
+    float keys[TOKENS];             // the norm of k
+    float queries[TOKENS];          // the norm of q, and scale
+    float columns[TOKENS * PITCH];  // L by columns
+    DEVICE float decay(int l, int m) const { return estimate_exp2(logs[l] - logs[m]); }
 };
 
 // 1 / sqrt(the sum of squares of a token's row + 1e-6), for the token of the lane; 1 without QK_NORM.
@@ -107,9 +115,8 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
-    __shared__ Factors factors[2];
-    __shared__ alignas(16) float columns[TOKENS * PITCH];  // L by columns
-    __shared__ TokenFactors token_factors[2];              // of each of the two warps that prepare
+    __shared__ Factors factors[3];
+    __shared__ alignas(16) Prepared prepared[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
     const int head = int(blockIdx.x / TILES % value_heads), first_row = int(blockIdx.x % TILES) * ROWS;
     const int64_t seq = blockIdx.x / (TILES * value_heads), key_head = head / heads_per_key;
@@ -147,7 +154,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         cp_async_commit();
     };
 
-    // Warps WARPS and WARPS + 1: g and beta of the lane's token of a tile, read a tile ahead.
+    // The warp KEYS: g and beta of the lane's token of a tile, read a tile ahead.
     float log_decay = 0.0f, strength = 0.0f;
     const auto load_decay = [&](int tile) {
         log_decay = strength = 0.0f;
@@ -156,41 +163,32 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         log_decay = to_float(g[token * g_stride + head * g_step]) * LOG2_OF_E;
         strength = beta ? to_float(beta[token * beta_stride + head * beta_step]) : 1.0f;
     };
-    const auto prepare = [&](int tile) {
-        const bool inverts = warp == WARPS;
+    const auto prepare_keys = [&](int tile) {
         float sum = log_decay;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const float before = shfl<32>(sum, lane - distance & 31);
             if (lane >= distance) sum += before;
         }
-        const float total = shfl<32>(sum, 31), own_strength = strength;
+        const float total = shfl<32>(sum, 31), norm = inverse_norm(keys_of(tile));
+        Factors& factor = factors[tile % 3];
+        Prepared& to = prepared[tile % 2];
+        to.logs[lane] = sum;
+        to.strengths[lane] = strength;
+        to.keys[lane] = norm;
+        factor.of_keys[lane] = estimate_exp2(sum) * norm;
+        factor.of_changes[lane] = lane < count_of(tile) ? estimate_exp2(total - sum) * norm : 0.0f;
+        if (lane == 0) factor.kept = estimate_exp2(total);
         load_decay(tile + 1);
-        const float key_norm = inverse_norm(keys_of(tile));
-        Factors& to = factors[tile % 2];
-        TokenFactors& own = token_factors[!inverts];
-        const float row_factor = inverts ? own_strength * key_norm : inverse_norm(queries_of(tile)) * scale;
-        own.logs[lane] = sum;
-        own.of_rows[lane] = row_factor;
-        own.of_columns[lane] = key_norm;
         sync_warp();
-        if (!inverts) {
-            to.of_queries[lane] = estimate_exp2(sum) * row_factor;
-            const square_tile weights = weights_of(tile);
-            multiply_tokens(queries_of(tile), keys_of(tile), [&](int l, int m, float product) {
-                weights.at(l, m / 8)[m % 8] = from_float<scalar_t>(m <= l ? own.at(l, m) * product : 0.0f);
-            });
-            sync_warp();
-            return;
-        }
-        to.of_keys[lane] = estimate_exp2(sum) * key_norm;
-        to.of_changes[lane] = lane < count_of(tile) ? estimate_exp2(total - sum) * key_norm : 0.0f;
-        if (lane == 0) to.kept = estimate_exp2(total);
         multiply_tokens(keys_of(tile), keys_of(tile), [&](int l, int m, float product) {
-            columns[m * PITCH + l] = m < l ? own.at(l, m) * product : 0.0f;
+            const float element = to.decay(l, m) * to.strengths[l] * to.keys[l] * to.keys[m] * product;
+            to.columns[m * PITCH + l] = m < l ? element : 0.0f;
         });
-        sync_warp();
-        // Column `lane` of the inverse, by forward substitution.
+    };
+    // A lane finds its column of the inverse by forward substitution.
+    const auto solve = [&](int tile) {
+        const Prepared& from = prepared[tile % 2];
         float x[TOKENS];
 #pragma unroll
         for (int l = 0; l < TOKENS; ++l) x[l] = l == lane ? 1.0f : 0.0f;
@@ -198,7 +196,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         for (int m = 0; m < TOKENS - 1; ++m) {
 #pragma unroll
             for (int l = (m + 1) / 4 * 4; l < TOKENS; l += 4) {
-                const auto four = Vec<float, 4>::load(columns + m * PITCH + l);
+                const auto four = Vec<float, 4>::load(from.columns + m * PITCH + l);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     if (l + i > m) x[l + i] = fmaf(-four[i], x[m], x[l + i]);
@@ -206,11 +204,20 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
             }
         }
         const square_tile inverse = inverse_of(tile);
+        const float strength_of_column = from.strengths[lane];
 #pragma unroll
         for (int l = 0; l < TOKENS; ++l) {
-            inverse.at(l, lane / 8)[lane % 8] = from_float<scalar_t>(x[l] * own_strength);
+            inverse.at(l, lane / 8)[lane % 8] = from_float<scalar_t>(x[l] * strength_of_column);
         }
-        sync_warp();
+    };
+    const auto weigh = [&](int tile) {
+        const Prepared& from = prepared[tile % 2];
+        factors[tile % 3].of_queries[lane] = estimate_exp2(from.logs[lane]) * from.queries[lane];
+        const square_tile weights = weights_of(tile);
+        multiply_tokens(queries_of(tile), keys_of(tile), [&](int l, int m, float product) {
+            const float weight = from.decay(l, m) * from.queries[l] * from.keys[m] * product;
+            weights.at(l, m / 8)[m % 8] = from_float<scalar_t>(m <= l ? weight : 0.0f);
+        });
     };
 
     float s[2 * STEPS][4] = {};
@@ -224,7 +231,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         }
     };
     const auto advance = [&](int tile) {
-        const Factors& factor = factors[tile % 2];
+        const Factors& factor = factors[tile % 3];
         const key_tile keys = keys_of(tile), queries = queries_of(tile);
         float r[4][4] = {}, y[4][4] = {}, u[4][4] = {};  // rows by tokens: S k, then r; S q, then o; u
 #pragma unroll
@@ -291,21 +298,24 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
     };
 
     const bool has_rows = warp < WARPS;
-    load(0);
-    load(1);
-    if (!has_rows) load_decay(0);
-    else if (initial_state) {
+    if (has_rows && initial_state) {
         each_of_state([&](float& value, int64_t at) { value = to_float(initial_state[seq * state_stride + at]); });
     }
-    cp_async_wait<1>();
-    __syncthreads();
-    if (!has_rows && num_tiles > 0) prepare(0);
-    for (int tile = 0; tile < num_tiles; ++tile) {
+    if (warp == KEYS) load_decay(0);
+    load(0);
+    for (int tile = -2; tile < num_tiles; ++tile) {
         cp_async_wait<0>();
         __syncthreads();
-        load(tile + 2);
-        if (has_rows) advance(tile);
-        else if (tile + 1 < num_tiles) prepare(tile + 1);
+        load(tile + 3);
+        if (has_rows && tile >= 0) advance(tile);
+        if (tile + 1 >= 0 && tile + 1 < num_tiles) {
+            if (warp == SOLVE) solve(tile + 1);
+            if (warp == WEIGH) weigh(tile + 1);
+        }
+        if (tile + 2 < num_tiles) {
+            if (warp == KEYS) prepare_keys(tile + 2);
+            if (warp == NORMS) prepared[(tile + 2) % 2].queries[lane] = inverse_norm(queries_of(tile + 2)) * scale;
+        }
     }
     if (has_rows && final_state) {
         each_of_state(

@@ -21,7 +21,8 @@ _MAX_KEYS = 32  # columns of a state in the registers of a thread
 _WARPS = 4
 _MAX_KEY_SIZE = 128  # of gated_delta_chunk.cu: a thread has as many columns of half a row in registers
 _MIN_TOKENS = 16  # of a sequence, on average: with fewer, most of a tile of gated_delta_chunk.cu would be empty
-_TOKENS, _STAGES = 32, 3  # of gated_delta_chunk.cu
+_STATIC_BYTES = 12 * 1024  # of gated_delta_chunk.cu, at most, beside dynamic shared memory
+_TOKENS, _STAGES, _PREPARING = 32, 4, 4  # of gated_delta_chunk.cu: tokens of a tile, stages, warps without rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +56,7 @@ class Problem:
             and all(arg.alignment == 16 and token_stride(arg) % 8 == 0 for arg in (q, k, v))
             and o.alignment >= 8
             and token_stride(o) % 4 == 0
+            and shared_memory(q.shape[3], _WARPS) + _STATIC_BYTES <= q.device.shared_memory
         )
 
     def bucket(self) -> str:
@@ -140,6 +142,15 @@ def token_stride(arg: TensorArg) -> int:
     return arg.strides[1] if num_tokens > 1 else arg.strides[0]
 
 
+def shared_memory(key_size: int, warps: int) -> int:
+    """Bytes of dynamic shared memory of a block of gated_delta_chunk.cu.
+
+    Keys, queries and values of each stage, whose rows are padded to 128 bytes, and two square matrices of two tiles.
+    """
+    key_bytes, value_bytes = (_TOKENS * -(-size // 64) * 128 for size in (key_size, 16 * warps))
+    return _STAGES * (2 * key_bytes + value_bytes) + 4 * _TOKENS * 128
+
+
 def launch(problem: Problem, config: Config) -> Launch:
     """The launch for either op."""
     call, state, result = problem.call, problem.state, problem.result
@@ -177,11 +188,8 @@ def launch(problem: Problem, config: Config) -> Launch:
     }
     num_heads = problem.num_seqs * value_heads
     if problem.uses_mma:
-        rows = 16 * config.warps
-        # Rows of 64 elements or a multiple: keys, queries and values of a stage; two square matrices of two tiles.
-        key_bytes, value_bytes = (_TOKENS * -(-size // 64) * 128 for size in (key_size, rows))
-        shared = _STAGES * (2 * key_bytes + value_bytes) + 4 * _TOKENS * 128
-        grid, num_threads = num_heads * (value_size // rows), 32 * (config.warps + 2)
+        shared = shared_memory(key_size, config.warps)
+        grid, num_threads = num_heads * (value_size // (16 * config.warps)), 32 * (config.warps + _PREPARING)
         return _chunk(**constants, WARPS=config.warps).launch(grid, num_threads, shared, **arguments)
     return _launch_recurrent(problem, config, constants, arguments, num_heads)
 

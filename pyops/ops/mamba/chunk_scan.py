@@ -249,8 +249,8 @@ def example_mamba_chunk_scan_varlen(
     dtype: str = "bfloat16",
     options: bool = False,
 ) -> tuple[Any, ...]:
-    # Three sequences: most of the tokens, none, and the rest; in chunks of 64 tokens.
-    num_groups, chunk_size = 3 if num_heads == 6 else 1, 64
+    # Three sequences: most of the tokens, none, and the rest.
+    num_groups, chunk_size = 3 if num_heads == 6 else 1, 64 if num_tokens < 4096 else 256
     state_size = {16: 16, 64: 128}.get(head_dim, 40)
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]
     bounds, seqs, last = [0], list[int](), list[int]()
