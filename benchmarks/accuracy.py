@@ -22,9 +22,8 @@ def outputs(case: Case, build: Builder, device: str) -> dict[str, torch.Tensor]:
     args = case.arguments(device=device)
     result = build(*args)()
     found = written(case, args)
-    if isinstance(result, torch.Tensor):
-        found[next(iter(found))] = result
-    return found
+    returned = result if isinstance(result, tuple) else (result,)
+    return found | {name: x for name, x in zip(found, returned, strict=False) if isinstance(x, torch.Tensor)}
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:

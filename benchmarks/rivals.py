@@ -1,7 +1,7 @@
 """Rivals: other libraries that compute what an op computes.
 
 A rival is a function that takes an op and returns a builder. A builder takes the op's arguments and returns a call on
-them. A call that returns a tensor returns the op's first output instead of writing it.
+them. A call that returns a tensor, or several, returns the op's first outputs instead of writing them.
 """
 
 from __future__ import annotations
@@ -187,6 +187,7 @@ def _load_vllm(paths: str) -> str:
     """Register vLLM's ops by its package, or else by its shared objects. Returns why neither worked, "" on success."""
     imported = _import("vllm._C")
     if not isinstance(imported, Exception):
+        _import("vllm._moe_C")
         return ""
     if not paths:
         return f"import vllm._C: {reason(imported)}; PYOPS_VLLM_LIBRARIES is not set"
@@ -199,18 +200,23 @@ def _load_vllm(paths: str) -> str:
 
 
 def _vllm(op: Op) -> Builder:
-    """``torch.ops._C.<name>``: takes the op's arguments in the op's order. Older schemas lack the last arguments."""
+    """``torch.ops._C.<name>``: takes the op's arguments in the op's order.
+
+    Older schemas lack the last arguments; newer ones have more of them, which are optional.
+    """
     if trouble := _load_vllm(libraries()):
         raise Unavailable(trouble)
     found = (getattr(getattr(torch.ops, name), op.name, None) for name in ("_C", "_C_cache_ops", "_moe_C"))
     packet = next((one for one in found if one is not None), None)
     if packet is None:
         raise Unavailable("has no such op")
-    return partial(_trimmed, packet, len(packet.default._schema.arguments))
+    return partial(_fitted, packet, packet.default._schema.arguments)
 
 
-def _trimmed(function: Callable[..., Any], count: int, *args: Any) -> Call:
-    return partial(function, *args[:count])
+def _fitted(function: Callable[..., Any], schema: Sequence[Any], *args: Any) -> Call:
+    """A call with as many of `args` as the schema has, and None for what it has besides and gives no default."""
+    more = [None for argument in schema[len(args) :] if not argument.has_default_value()]
+    return partial(function, *args[: len(schema)], *more)
 
 
 def _flashinfer(op: Op) -> Builder:

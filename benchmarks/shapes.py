@@ -20,6 +20,7 @@ SWEEP: dict[str, Sequence[Any]] = {
     "num_tokens": (1, 16, 256, 4096, 16384),
     "hidden_size": (4096, 14336),
     "vocab_size": (128256,),
+    "dim": (8192,),
 }
 SMALL: dict[str, Sequence[Any]] = {"num_tokens": (16,), "hidden_size": (4096,), "vocab_size": (4096,)}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -39,10 +39,14 @@ from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
 from .ops.linear.skinny_linear import *
+from .ops.mamba import *
 from .ops.memory.device_memory import *
 from .ops.moe.align import *
 from .ops.moe.align_lora import *
 from .ops.moe.permute import *
+from .ops.moe.routing import *
+from .ops.moe.routing_fused import *
+from .ops.moe.routing_grouped import *
 from .ops.moe.rows import *
 from .ops.moe.sizes import *
 from .ops.moe.sizes_batched import *

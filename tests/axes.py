@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Iterator
+from functools import cache
+from itertools import combinations as pairs_of
 from itertools import product
 from typing import Any, Literal, get_args, get_origin
 
@@ -32,6 +34,7 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     "num_heads": (6,),
     "num_kv_heads": (2,),
     "block_size": (16,),
+    "dim": (64,),
 }
 
 # Axis -> the values that are run, where they are fewer.
@@ -84,10 +87,33 @@ def combinations(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> Iterat
         yield dict(zip(axes, values, strict=True))
 
 
-def sample(op: Op, max_cases: int) -> list[Axes]:
-    """At most `max_cases` of the combinations that are run, always the same ones."""
-    every = list(combinations(op, RUN))
-    return every if len(every) <= max_cases else random.Random(op.name).sample(every, max_cases)
+def sample(op: Op, max_cases: int | None) -> list[Axes]:
+    """At most `max_cases` of the combinations that are run, always the same ones; all of them for None.
+
+    Every two values of two axes come together in one of them, unless that takes more.
+    """
+    if max_cases is None:
+        return list(combinations(op, RUN))
+    return list(_pairwise(op))[:max_cases]
+
+
+@cache
+def _pairwise(op: Op) -> tuple[Axes, ...]:
+    """Combinations that hold every pair of values: the one with the most pairs that are new comes next."""
+
+    def pairs(case: Axes) -> set[Any]:
+        return set(pairs_of(case.items(), 2)) or {tuple(case.items())}
+
+    left = [(case, pairs(case)) for case in combinations(op, RUN)]
+    random.Random(op.name).shuffle(left)
+    chosen, seen = [], set[Any]()
+    while left:
+        case, new = max(left, key=lambda one: len(one[1] - seen))
+        if new <= seen:
+            break
+        chosen.append(case)
+        seen |= new
+    return tuple(chosen)
 
 
 def fullest(op: Op) -> Axes:

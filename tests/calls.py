@@ -23,11 +23,9 @@ class Host(str):
 # Every op on CPU tensors and, where there is a device, on its tensors. With plain "cpu" the wrapper runs the reference,
 # so that the same tests hold the references and the dispatch to their promises.
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-DEVICES = [
-    "cpu",
-    pytest.param(Host("cpu"), id="host", marks=pytest.mark.skipif(not toolchains(), reason="no C++ compiler")),
-    CUDA,
-]
+HOST = pytest.param(Host("cpu"), id="host", marks=pytest.mark.skipif(not toolchains(), reason="no C++ compiler"))
+KERNELS = [HOST, CUDA]
+DEVICES = ["cpu", *KERNELS]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

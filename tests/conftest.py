@@ -18,22 +18,40 @@ import pyops
 from pyops._core import config, device, torch_library
 from pyops._core.host import run as host
 from pyops._core.op import registry
+from tests import profiles
 from tests.calls import Host
+from tests.profiles import PROFILE
 
-for _profile, _examples in (("dev", 10), ("ci", 50), ("nightly", 1000)):
-    hypothesis.settings.register_profile(
-        _profile,
-        max_examples=_examples,
-        deadline=None,
-        derandomize=_profile != "nightly",
-        database=None,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
-    )
+hypothesis.settings.register_profile(
+    profiles.NAME,
+    max_examples=PROFILE.examples,
+    deadline=None,
+    derandomize=profiles.NAME != "nightly",
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile(profiles.NAME)
 # The tests run in several processes already.
 torch.set_num_threads(1)
-hypothesis.settings.load_profile(
-    os.environ.get("PYOPS_HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") == "true" else "dev")
-)
+# More than one GPU's worth of processes only wait for each other.
+_MAX_PROCESSES = 8
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """A run of everything, where neither a file nor a test is named, takes all cores unless told otherwise."""
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    config.option.everything = everything
+    alone = config.option.usepdb or config.option.collectonly or hasattr(config, "workerinput")  # one that this starts
+    # None: pytest-xdist is installed, and -n was not given.
+    if everything and not alone and getattr(config.option, "numprocesses", 0) is None:
+        config.option.numprocesses = min(_cores(), _MAX_PROCESSES)
+        config.option.dist = "worksteal"
 
 
 @cache
@@ -52,14 +70,35 @@ def _device() -> str | None:
 
 def pytest_report_header() -> str:
     device = _device() or "none, tests marked gpu are skipped"
-    return f"gpu: {device}; hypothesis: {hypothesis.settings().max_examples} examples"
+    return f"gpu: {device}; profile: {profiles.NAME}, of dev, ci and nightly"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _device() is None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no device"))
+    if config.option.everything:
+        chosen = _chosen(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+
+
+def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What a run of everything runs, for which no test was named.
+
+    Every test of every op, and of any other test function so many variants as the profile says.
+    """
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        on_gpu = bool(item.get_closest_marker("gpu"))
+        if (on_gpu and _device() is None) or (item.get_closest_marker("slow") and not PROFILE.slow):
+            continue
+        name, _, parameters = item.nodeid.partition("[")
+        of_every_op = item.path.name.startswith("test_every_op")
+        variants.setdefault(f"{name} {on_gpu} {parameters if of_every_op else ''}", []).append(item)
+    return {item for name, few in variants.items() for item in profiles.sample(few, PROFILE.variants, name)}
 
 
 @pytest.fixture

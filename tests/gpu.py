@@ -66,6 +66,7 @@ def run(command: Sequence[str] | str, seconds: float, log: Path) -> Outcome:
             command,
             shell=isinstance(command, str),
             cwd=ROOT,
+            env={"PYOPS_TEST_PROFILE": "gpu"} | os.environ,
             stdout=printed,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -192,6 +192,18 @@ def test_vllm_is_given_the_arguments_its_schema_has(fake_vllm: list[Any]) -> Non
     assert accuracy.Check(small(), "cpu")(found["vllm"]) == 0
 
 
+def test_vllm_is_given_none_for_arguments_that_only_its_schema_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rivals, "_load_vllm", lambda paths: "")
+    seen: list[Any] = []
+    with torch.library._scoped_library("_C", "FRAGMENT") as library:
+        rest = "Tensor input, Tensor? weight, float epsilon, Tensor? more, int last=3"
+        library.define(f"rms_norm(Tensor(a!) result, {rest}) -> ()")
+        library.impl("rms_norm", lambda *args: seen.extend(args[4:]), "CPU")
+        rivals.builders(RMS_NORM, ["vllm"])[0]["vllm"](*small().arguments(device="cpu"))()
+    assert seen[:1] == [None]
+    assert seen[1:] in ([], [3])
+
+
 def test_an_op_that_vllm_lacks_is_named(fake_vllm: list[Any]) -> None:
     op: Any = Declared(None)
     _, skips = rivals.builders(op, ["vllm"])
@@ -419,6 +431,7 @@ def test_sections_are_kept_only_in_the_same_environment(tmp_path: Path) -> None:
     assert "numerics" not in json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "benchmarks", "rms_norm"]
@@ -495,6 +508,7 @@ def test_bytes_of_a_decode_step() -> None:
     assert decode.step_bytes(model, 3, 100) == 2 * (weights + 3 * 2048 + 3 * 101 * 2 * 16 * 512)
 
 
+@pytest.mark.slow
 def test_a_decode_step_of_transformers_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     accelerated.main(["--device", "cpu", "--batch", "1", "2", "--context", "128"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]

@@ -171,6 +171,7 @@ def test_the_examples_of_the_harness_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("python", page("integrations.md")))
+@pytest.mark.slow
 def test_the_examples_of_integrations_run(block: str) -> None:
     """In processes of their own, because namespaces of torch.ops are the process's."""
     done = run_python(block)

@@ -1,7 +1,7 @@
 """What holds for every op in the registry: its results. No line here knows an op by name.
 
-With the host as device the wrapper runs the reference, so these tests hold the references to the same promises: every
-element written, inputs kept, any layout, the same answer twice.
+On the device "cpu" the wrapper runs the reference: those tests hold the references to the same promises. Every element
+is written, inputs are kept, the answer is the same twice.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from pyops._core.op import Op
 from pyops.testing import CONTENTS, Layout, filled, same_bits, strategies
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
 from tests import axes
-from tests.calls import DEVICES, as_numpy, example, run_accepted, run_in_place
+from tests.calls import DEVICES, KERNELS, as_numpy, example, run_accepted, run_in_place
+from tests.profiles import PROFILE, sample
 
 OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
 # The combinations that are run one by one; hypothesis draws from all of them.
 CASES = [
     pytest.param(op, case, id=f"{name}-{axes.name(case)}")
     for name, op in pyops.registry.items()
-    for case in axes.sample(op, max_cases=24)
+    for case in axes.sample(op, PROFILE.combinations)
 ]
 OF_ANY_SIZE = [pytest.param(op, id=name) for name, op in pyops.registry.items() if axes.takes_any_size(op)]
 # Sums of extreme values overflow in one order and not in another.
@@ -46,7 +47,7 @@ OF_ROWS = [
     for name, op in pyops.registry.items()
     if re.match(r"pyops\.ops\.(norm|quantize|activation)\b", op.reference.__module__) and name not in _OF_WEIGHTS
 ]
-# Sizes between and beside the round ones.
+# Sizes between and beside the round ones. An op takes a sample of them: each is a kernel of its own.
 SIZES = (1, 2, 3, 31, 33, 127, 129, 1000, 1025, 4095, 4097, 5137, 8191, 8192, 16384, 20001, 32767, 32768)
 
 
@@ -107,18 +108,18 @@ def test_kernels_take_what_they_are_given(op: Op) -> None:
     assert given <= taken, f"no kernel of {op.name} takes {given - taken}"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_equals_reference(op: Op, case: axes.Axes, device: str) -> None:
     args = example(op, device, num_tokens=7, **case)
     assert_results(op, expected(op, args), run(op, args))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OPS)
 @given(data=st.data())
 def test_equals_reference_for_any_layout_and_contents(op: Op, device: str, data: st.DataObject) -> None:
-    case = data.draw(st.sampled_from(list(axes.combinations(op, axes.RUN))), label="axes")
+    case = data.draw(st.sampled_from(axes.sample(op, PROFILE.varied)), label="axes")
     draws = {axis: data.draw(strategy, label=axis) for axis, strategy in axes.drawn(op, case).items()}
     kind = data.draw(st.sampled_from(KINDS), label="contents")
     args = example(op, device, seed=data.draw(st.integers(0, 99), label="seed"), **draws, **case)
@@ -134,12 +135,12 @@ def _rows_of_tokens(op: Op, args: list[Any], num_tokens: int) -> dict[str, Any]:
     return {name: arg for name, arg in shaped.items() if num_tokens in arg.shape[:-1] and arg.shape[-1] > 1}
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OF_ROWS)
 def test_rows_of_any_stride(op: Op, device: str) -> None:
     """No op here refuses gaps between rows. Gaps that keep the alignment change no bit of the results."""
     num_tokens = 7
-    for case in [*axes.sample(op, max_cases=2), axes.fullest(op)]:
+    for case in [*axes.sample(op, min(2, PROFILE.varied or 2)), axes.fullest(op)]:
         args = example(op, device, num_tokens=num_tokens, **case)
         packed, right = run(op, args), expected(op, args)
         tensors = list(_rows_of_tokens(op, args, num_tokens))
@@ -169,11 +170,11 @@ def test_strides_of_rows_compile_no_kernel(op: Op) -> None:
     assert texts(64) == texts(128) == texts(4096)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OF_ANY_SIZE)
 def test_any_size(op: Op, device: str) -> None:
     """Any row size, round or not, on one row and on enough rows to fill a device."""
-    for size in SIZES:
+    for size in sample(SIZES, PROFILE.sizes, op.name):
         for num_tokens in (1, 140) if size < 2000 else (2,):
             args = example(op, device, num_tokens=num_tokens, hidden_size=size, **axes.fullest(op))
             assert_results(op, expected(op, args), run(op, args))
@@ -210,7 +211,7 @@ def test_in_place(op: Op, device: str) -> None:
     assert_same(op, run_in_place(op, args), run(op, args))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_higher_ranks(op: Op, device: str, transposed: bool) -> None:
@@ -223,7 +224,7 @@ def test_higher_ranks(op: Op, device: str, transposed: bool) -> None:
         return x.transpose(0, 1).contiguous().transpose(0, 1) if transposed else x
 
     higher = {name: raised(x) for name, x in named(op, args).items() if x.ndim > 1 and x.shape[0] == num_tokens}
-    raised_args = replaced(op, args, **higher)
+    raised_args = replaced(op, clones(args), **higher)
     before = clones(raised_args)
     try:
         op(*raised_args)
@@ -244,13 +245,13 @@ def test_numpy_gives_the_bits_of_torch(op: Op) -> None:
         assert_same(op, run(op, args), run(op, args, call=lambda *values: op(*map(as_numpy, values))))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OPS)
 def test_threads(op: Op, device: str) -> None:
-    """Eight threads at once, each with its own shape and twice in a row, as one after another."""
-    calls = [example(op, device, seed=i, num_tokens=1 + i % 4) for i in range(8)]
+    """Four threads at once, each with its own shape and twice in a row, as one after another."""
+    calls = [example(op, device, seed=i, num_tokens=1 + i) for i in range(4)]
     one_by_one = [run(op, args) for args in calls]
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(4) as pool:
         for _ in range(2):
             for alone, together in zip(one_by_one, pool.map(lambda args: run(op, args), calls), strict=True):
                 assert_same(op, alone, together)

@@ -21,6 +21,7 @@ from pyops.testing import SCHEDULES, assert_matches_reference, scheduled
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
 from tests import axes
 from tests.calls import as_numpy, example, run_in_place
+from tests.profiles import PROFILE
 
 pytestmark = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
@@ -37,7 +38,7 @@ def _args(op: Op, **more: Any) -> list[Any]:
     return example(op, **{"num_tokens": 5, **axes.fullest(op), **more})
 
 
-def _cases(op: Op, max_cases: int, *sizes: int) -> list[axes.Axes]:
+def _cases(op: Op, max_cases: int | None, *sizes: int) -> list[axes.Axes]:
     """A sample of the combinations that are run, and everything switched on for rows of these sizes."""
     more = [axes.fullest(op) | {"hidden_size": size} for size in sizes if axes.takes_any_size(op)]
     return axes.sample(op, max_cases) + more
@@ -46,7 +47,7 @@ def _cases(op: Op, max_cases: int, *sizes: int) -> list[axes.Axes]:
 @pytest.mark.parametrize("op", OPS)
 def test_matches_its_reference(op: Op) -> None:
     """Under every schedule, in warps of NVIDIA's size and of CDNA's."""
-    for case in axes.sample(op, max_cases=4):
+    for case in axes.sample(op, PROFILE.varied):
         op.applied(partial(assert_matches_reference, op), example(op, num_tokens=5, **case))(warp_sizes=(32, 64))
 
 
@@ -67,7 +68,7 @@ def test_one_empty_tensor(op: Op) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_does_not_depend_on_the_schedule(op: Op) -> None:
     """Nor do results in place, where a row that is read twice is another the second time."""
-    for case in _cases(op, 3, 64):
+    for case in _cases(op, PROFILE.varied, 64):
         args = example(op, num_tokens=9, **case)
         first = run(op, args)
         for schedule in SCHEDULES:

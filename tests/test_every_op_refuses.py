@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from pyops._core.declaration import Parameter
 from pyops._core.op import Op
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, written
 from tests import axes
-from tests.calls import CUDA, DEVICES, as_cupy, as_numpy, example, refusal
+from tests.calls import CUDA, KERNELS, Host, as_cupy, as_numpy, example, refusal
 
 NUM_TOKENS = 7
 # A call that nothing accepts is planned in the same way whether a reference or a kernel would run.
@@ -45,12 +46,19 @@ def _each(cases: list[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("op", "p"), [pytest.param(op, p, id=f"{op.name}-{p.name}") for op, p, _ in cases])
 
 
-def _right_call(op: Op, device: str) -> list[Any]:
-    """The arguments of a call that has been made: twice, because the second call of a plan sets the guard before it."""
+@cache
+def _called(op: Op, device: str, on_host: bool) -> tuple[list[Any], Any]:
+    """The arguments of a right call, and its plan. The second call with a plan sets the guard before it."""
     args = _args(op, device)
     for _ in range(2):
         op(*clones(args))
-    return args
+    return args, op.recent[0]
+
+
+def _right_call(op: Op, device: str) -> list[Any]:
+    """The arguments of a right call, whose plan is the one at hand."""
+    args, op.recent[0] = _called(op, device, isinstance(device, Host))
+    return clones(args)
 
 
 def _refused_or_right(op: Op, args: list[Any], p: Parameter, value: torch.Tensor) -> None:
@@ -95,7 +103,7 @@ def test_wrong_dtype(op: Op, p: Parameter, device: str) -> None:
         assert error.argument == p.name or "dtype" in error.message
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
 def test_longer_rows(op: Op, p: Parameter, device: str) -> None:
     """They are refused, or what is more of them makes no difference."""
@@ -108,7 +116,7 @@ def _counts_tokens(tensors: dict[str, torch.Tensor]) -> int:
     return sum(x.shape[0] == NUM_TOKENS for x in tensors.values())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @_each([case for case in CASES if case[2][case[1].name].shape[0] == NUM_TOKENS and _counts_tokens(case[2]) > 1])
 def test_more_rows(op: Op, p: Parameter, device: str) -> None:
     """They are refused, or one more of them makes no difference."""
@@ -117,7 +125,7 @@ def test_more_rows(op: Op, p: Parameter, device: str) -> None:
     _refused_or_right(op, args, p, torch.cat((value, value[:1])))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
 def test_more_dimensions(op: Op, p: Parameter, device: str) -> None:
     """One more dimension of size 1 is refused, or changes nothing."""
@@ -125,7 +133,7 @@ def test_more_dimensions(op: Op, p: Parameter, device: str) -> None:
     _refused_or_right(op, args, p, _value(op, args, p).unsqueeze(-1))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
 def test_elements_apart(op: Op, p: Parameter, device: str) -> None:
     """A last dimension of stride 2 is refused, or makes no difference."""

@@ -20,7 +20,7 @@ from pyops._core.torch_library import Form
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, named, written
 from tests import axes
-from tests.calls import DEVICES, example
+from tests.calls import DEVICES, KERNELS, example
 
 OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
 
@@ -119,7 +119,7 @@ def test_fake_and_meta_tensors(op: Op) -> None:
 
 
 @pytest.mark.usefixtures("float8_allclose")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op: Op, device: str) -> None:
     call = op.applied(_torch_op(op), _args(op, device))
@@ -170,7 +170,7 @@ def test_sizes_of_what_is_returned_without_data(op: Op) -> None:
     assert [one.shape for one in _listed(form.new(*metas))] == [one.shape for one in right]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OPS)
 def test_compile_without_graph_break(op: Op, device: str) -> None:
     _assert_compiles(op, device, "aot_eager")

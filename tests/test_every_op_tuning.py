@@ -25,6 +25,7 @@ from pyops._core.tensor import TensorArg
 from pyops.testing.calls import assert_results, expected, run
 from tests import axes
 from tests.calls import example
+from tests.profiles import PROFILE, sample
 
 HOST = device.host()
 NAMED = replace(HOST, name="imagined-gpu")  # a device that may have a table
@@ -218,7 +219,7 @@ def _assert_candidates(op: Op, *cases: axes.Axes) -> None:
         assert len({one.problem.bucket() for one in seen}) == 1
         right = [expected(op, args) for args in calls]
         try:
-            for candidate in _distinct(seen[0]):
+            for candidate in sample(_distinct(seen[0]), PROFILE.candidates, op.name):
                 op.forget()
                 with tuning.forced(op.name, candidate):
                     for args, results in zip(calls, right, strict=True):

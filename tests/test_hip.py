@@ -13,6 +13,7 @@ import pytest
 
 from pyops._core import device, folders, hiprtc
 from pyops._core.errors import CompileError
+from pyops.cli import doctor
 from tests.hip import packages, specialisations
 from tests.hip.compile import Compiled, table
 from tests.hip.metadata import Resources
@@ -193,3 +194,8 @@ def test_headers_of_rocm_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert hiprtc.include_folders() == (str(tmp_path / "include"),)
     finally:
         hiprtc.include_folders.cache_clear()
+
+
+def test_doctor_names_the_version_of_hip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "driver_version", lambda: ("HIP", 70253211))  # of 7.2.53211
+    assert doctor._driver().value == "HIP 7.2"

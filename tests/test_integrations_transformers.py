@@ -119,6 +119,7 @@ def same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_tokens_are_the_same(case: str, calls: Counter[str]) -> None:
     """With the caches that `generate` makes, one that grows and one that does not; every op takes part."""
     model = model_of(case)
@@ -236,6 +237,7 @@ def test_sampled_tokens_are_the_same(model: Any) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3", "mistral with a window"])
+@pytest.mark.slow
 def test_a_decode_step_is_one_graph(case: str) -> None:
     """Which serves the next one too, and another cache."""
     model = model_of(case)
@@ -255,6 +257,7 @@ def test_a_decode_step_is_one_graph(case: str) -> None:
         torch.compiler.set_stance("default")
 
 
+@pytest.mark.slow
 def test_a_padded_decode_step_compiled(model: Any) -> None:
     theirs = steps(model, transformers.StaticCache(config=model.config, max_cache_len=25), True)
     accelerate(model)

@@ -136,7 +136,7 @@ def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared() -> None:
     name = "cutlass_scaled_sparse_mm"
     if name in pyops.registry:
         pytest.skip("it is one of the library's by now")
-    assert TABLE[name].state == TABLE["cutlass_fp4_group_mm"].state == "missing"
+    assert TABLE[name].state == "missing"
 
     def cutlass_scaled_sparse_mm(
         out: Tensor,
@@ -153,11 +153,11 @@ def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared() -> None:
     entry = table()[name]
     assert (entry.state, entry.ours, entry.kernel) == ("served", name, op.call)
 
-    def cutlass_fp4_group_mm(a: Tensor, out: Tensor) -> None:
-        out.copy_(a)
+    def moe_wna16_gemm(input: Tensor, output: Tensor) -> None:
+        output.copy_(input)
 
-    pyops.op(out="out")(cutlass_fp4_group_mm)
-    assert table()["cutlass_fp4_group_mm"].state == "missing", "it takes other arguments"
+    pyops.op(out="output")(moe_wna16_gemm)
+    assert table()["moe_wna16_gemm"].state == "missing", "it takes other arguments"
 
 
 def test_a_function_of_vllms_name_is_served_if_it_takes_as_many_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +269,11 @@ def _sm100_cutlass_mla_decode() -> Case:
     return args, [0, 1], _result(pyops.sm100_cutlass_mla_decode, args, 0, 1)
 
 
+def _selective_scan_fwd() -> Case:
+    args = _example("selective_scan_fwd", with_options=True, with_starts=True, with_blocks=True)
+    return args, [1, 6, 12], _result(pyops.selective_scan_fwd, args, 1, 6, 12)
+
+
 def _awq_dequantize() -> Case:
     args = _example("awq_dequantize")
     return args, [], [pyops.awq_dequantize(*args)]
@@ -277,6 +282,11 @@ def _awq_dequantize() -> Case:
 def _ggml_dequantize() -> Case:
     *args, _ = _example("ggml_dequantize")
     return [*args, torch.bfloat16], [], [pyops.ggml_dequantize(*args, torch.bfloat16)]
+
+
+def _grouped_topk() -> Case:
+    args = _example("grouped_topk")
+    return args, [], list(pyops.grouped_topk(*args))
 
 
 def _hadacore_transform() -> Case:
@@ -334,11 +344,13 @@ CASES = {
     "copy_blocks_mla": _copy_blocks_mla,
     "get_cutlass_moe_mm_data": _get_cutlass_moe_mm_data,
     "ggml_dequantize": _ggml_dequantize,
+    "grouped_topk": _grouped_topk,
     "hadacore_transform": _hadacore_transform,
     "merge_attn_states": _merge_attn_states,
     "moe_lora_align_block_size": _moe_lora_align_block_size,
     "paged_attention": _paged_attention,
     "permute_cols": _permute_cols,
+    "selective_scan_fwd": _selective_scan_fwd,
     "sm100_cutlass_mla_decode": _sm100_cutlass_mla_decode,
     "swap_blocks": _swap_blocks,
 }
@@ -358,14 +370,14 @@ def test_every_op_is_called() -> None:
 
 
 def _flat(values: Sequence[Any]) -> list[torch.Tensor]:
-    return [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_call_of_what_is_no_op(name: str) -> None:
     args, positions, right = CASES[name]()
     returned = _torch_op(TABLE[name])(*args)
-    results = [*_flat([args[i] for i in positions]), *([] if returned is None else [returned])]
+    results = _flat([*(args[i] for i in positions), *([] if returned is None else [returned])])
     assert len(results) == len(right)
     for result, value in zip(results, right, strict=True):
         assert same_bits(result, value)
@@ -493,6 +505,7 @@ def test_the_way_of_plain_tensors_is_short() -> None:
         torch.ops._C.rms_norm(out=out)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_what_is_undone() -> None:
     code = """
 import torch
@@ -548,6 +561,7 @@ def refused(*names):
 """
 
 
+@pytest.mark.slow
 def test_what_is_there_is_left_alone() -> None:
     run(f"""{THEIRS}
 registration = register()
@@ -565,6 +579,7 @@ torch.ops._C.mul_and_silu(out, x)
 """)
 
 
+@pytest.mark.slow
 def test_override_and_undo() -> None:
     """Without a word of torch, which warns of kernels that are replaced."""
     code = f"""{THEIRS}
@@ -593,6 +608,7 @@ assert state() == "ours"
     assert run(code, "-W", "error") == ""
 
 
+@pytest.mark.slow
 def test_override_refuses() -> None:
     printed = run(f"""{THEIRS}
 print(refused("silu_and_mul", "silu_and_mull"))
@@ -800,6 +816,7 @@ def test_compile() -> None:
 # Where torch, or vLLM, is not.
 
 
+@pytest.mark.slow
 def test_without_vllm() -> None:
     """There is nothing to override, and to register does not bring CuPy."""
     run("""

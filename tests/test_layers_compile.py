@@ -73,6 +73,7 @@ def _inputs(num_tokens: int, device: str = "cpu") -> tuple[torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize(("platform", "how"), [("cpu", "dynamic"), ("cuda", "mark_dynamic")])
+@pytest.mark.slow
 def test_one_graph_for_all_batches(platform: Any, how: str) -> None:
     """By the native methods, and by the ops, which run their references here."""
     torch.manual_seed(0)
@@ -107,6 +108,7 @@ def test_the_two_ways_agree() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_inductor_fuses_what_is_off() -> None:
     """A gated MLP behind a norm, off by the default of a model that inductor compiles."""
     torch.manual_seed(0)
@@ -181,6 +183,7 @@ def test_every_layer_is_one_graph(layer: Any, method: str) -> None:
                 assert same_bits(result, expected)
 
 
+@pytest.mark.slow
 def test_segments_and_short_convolutions_are_one_graph() -> None:
     torch._dynamo.reset()
     attention = layers.MMEncoderAttention(2, 8)
@@ -191,7 +194,8 @@ def test_segments_and_short_convolutions_are_one_graph() -> None:
     def call(x: torch.Tensor, starts: torch.Tensor, state: torch.Tensor, slots: torch.Tensor) -> Any:
         q, k, v = x[None].expand(3, 1, -1, -1)
         initial = slots > 0
-        return attention.forward_cuda(q, k, v, starts, 6), conv(x, state, starts, slots, initial)
+        results = attention.forward_cuda(q, k, v, starts, 6), conv(x, state, starts, slots, initial)
+        return *results, conv.forward_cuda(x, state, starts, slots, initial)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):

@@ -275,6 +275,7 @@ def _rank(rank: int, size: int, store: str, results: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = _whole_block(*_inputs())

@@ -156,7 +156,7 @@ def test_grouped_topk_by_softmax(dtype: torch.dtype) -> None:
     """Groups by their best expert; DeepSeek-V2."""
     logits = torch.randn(33, 16).to(dtype)
     weights, experts = of_all_methods(layers.GroupedTopk(2, True, 8, 2), torch.zeros(33, 8), logits)
-    scores = logits.softmax(-1)
+    scores = logits.float().softmax(-1)  # float32, whatever the dtype of the logits
     groups = scores.view(33, 8, 2).max(-1).values.topk(2).indices
     masked = torch.zeros_like(scores)
     for token in range(33):
@@ -164,9 +164,12 @@ def test_grouped_topk_by_softmax(dtype: torch.dtype) -> None:
             masked[token, 2 * group : 2 * group + 2] = scores[token, 2 * group : 2 * group + 2]
     expected = masked.topk(2)
     assert testing.same_bits(scores.gather(1, experts.long()), expected.values)
-    torch.testing.assert_close(weights, expected.values.float() / expected.values.float().sum(-1, keepdim=True))
+    torch.testing.assert_close(weights, expected.values / expected.values.sum(-1, keepdim=True))
     one = layers.GroupedTopk(1, False, 16, 1)  # groups of one expert: their sum of two is one
     assert torch.equal(one(torch.zeros(33, 8), logits, torch.zeros(16))[1][:, 0], scores.argmax(-1).int())
+    many = layers.GroupedTopk(40, False, 40, 40)  # more groups and more experts of a token than the op takes
+    _, experts = of_all_methods(many, torch.zeros(33, 8), torch.randn(33, 80))
+    assert experts.shape == (33, 40)
 
 
 @pytest.mark.parametrize(

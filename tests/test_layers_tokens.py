@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from pyops._core.host.toolchain import toolchains
 from tests.layers import DTYPES, of_all_methods
 
 Tensor = torch.Tensor
+NEEDS_COMPILER = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
 CONVOLUTIONS: list[dict[str, Any]] = [
     {"kernel_size": 4, "stride": 4},
@@ -101,7 +103,31 @@ def test_short_conv_goes_on_from_its_cache() -> None:
         ours(sequences[0], state, torch.tensor([0, 1]), none, torch.tensor([True]))
         assert testing.same_bits(state, before)
         assert ours(torch.zeros(0, 8), state, torch.tensor([0, 0]), torch.tensor([2])).shape == (0, 8)
-        assert not state[2].any()
+        assert testing.same_bits(state, before)
+
+
+@pytest.mark.parametrize("run", [pytest.param("kernels", marks=NEEDS_COMPILER), "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_short_conv_by_its_op(dtype: torch.dtype, run: str) -> None:
+    """As by its native method, with states in either layout, and without."""
+    ours = _short_conv(True)[0].to(dtype)
+    starts, slots = torch.tensor([0, 1, 1, 7, 12, 13]), torch.tensor([3, 0, 5, -1, 1], dtype=torch.int32)
+    initial, x = torch.tensor([True, True, False, True, True]), torch.randn(13, 8).to(dtype)
+    native = torch.randn(6, 8, 2).to(dtype)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    for kernels in (native.clone(), native.mT.contiguous().mT):
+        before = native.clone()
+        with torch.no_grad(), testing.cpu("kernels") if run == "kernels" else nullcontext():
+            result = ours.forward_cuda(x, kernels, starts, slots, initial)
+            alone = ours.forward_cuda(x)
+            empty = ours.forward_cuda(x[:0], kernels, starts[:2] * 0, slots[:1])
+        with torch.no_grad():
+            torch.testing.assert_close(
+                result, ours.forward_native(x, before, starts, slots, initial), rtol=tolerance, atol=tolerance
+            )
+            torch.testing.assert_close(alone, ours.forward_native(x), rtol=tolerance, atol=tolerance)
+        assert empty.shape == (0, 8)
+        assert testing.same_bits(kernels.contiguous(), before)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -148,7 +174,7 @@ def test_mm_encoder_attention_in_segments(dtype: torch.dtype, lengths: list[int]
         torch.testing.assert_close(result.double(), expected, rtol=0.0, atol=tolerance)
 
 
-@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@NEEDS_COMPILER
 def test_the_kernels_compute_the_same() -> None:
     layer = layers.MMEncoderAttention(2, 16)
     q, k, v = torch.randn(3, 1, 5, 2, 16)

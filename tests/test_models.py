@@ -262,6 +262,7 @@ def test_warmup_of_a_model_takes_no_names() -> None:
         )
 
 
+@pytest.mark.slow
 def test_kernels_of_a_real_model_are_few() -> None:
     """Llama 3 8B on a GPU, from its sizes alone."""
     sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}

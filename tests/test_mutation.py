@@ -235,6 +235,7 @@ print(told)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks are ended as Linux ends them")
+@pytest.mark.slow
 def test_verdicts() -> None:
     """A text that no compiler takes is no mutant; a wrong kernel is killed; the same machine code is equivalent."""
     tests = "tests/test_activation.py::test_plain_against_float64[relu2-dtype2-host]"

@@ -142,6 +142,27 @@ def test_gated_groups_against_float64(activation: str, is_rms: bool, groups: int
         torch.testing.assert_close(mean.double().view(groups, tokens), m[..., 0].t(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 8])
+def test_norm_of_mixer2_against_float64(groups: int, dtype: torch.dtype, device: str) -> None:
+    """For gates of any size, where estimates of the exponential could go wrong."""
+    x = draw(9, 512, dtype=dtype, device=device, seed=0)
+    gate = (
+        draw(9, 512, dtype=dtype, device=device, seed=1)
+        * torch.tensor([1.0, 20.0, 200.0], device=device).repeat(3)[:, None]
+    )
+    weight = draw(512, dtype=dtype, device=device, seed=2)
+    gate = gate.to(dtype)
+    out = pyops.mixer2_gated_rms_norm(x, gate, weight, EPSILON, groups)
+    v = (x.double() * torch.nn.functional.silu(gate.double())).unflatten(-1, (groups, -1))
+    right = (v * (v.square().mean(-1, keepdim=True) + EPSILON).rsqrt()).flatten(-2) * weight.double()
+    rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 4e-6
+    torch.testing.assert_close(out.double(), right, rtol=rounding, atol=1e-6)
+    with pytest.raises(pyops.OpError, match=r"^mixer2_gated_rms_norm: n_groups: expected a divisor of hidden_size"):
+        pyops.mixer2_gated_rms_norm(x, gate, weight, EPSILON, 5)
+
+
 def test_names_of_the_gates_activation() -> None:
     x, z = draw(2, 3, 64, dtype=torch.float32, device="cpu")
     swish, silu = torch.empty(2, 3, 64)

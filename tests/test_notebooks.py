@@ -91,6 +91,7 @@ def named(paths: list[Path]) -> list[Any]:
 
 @pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize("path", named(NOTEBOOKS))
+@pytest.mark.slow
 def test_notebook_shows_what_comes_out(path: Path) -> None:
     outputs = assert_runs(path)
     assert sum(map(bool, outputs)) >= 4

@@ -6,13 +6,11 @@ every one of them, the others a sample of each op's, always the same.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import hypothesis
 import pytest
 
 import pyops
@@ -22,14 +20,13 @@ from pyops._core.kernel import Specialisation
 from pyops._core.op import Op
 from pyops._core.tensor import TensorArg
 from tests import axes
+from tests.profiles import PROFILE, sample
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 # What a plan chooses by besides the axes: few or many rows, and addresses that allow only one element per access. (The
 # last changes the same few instructions everywhere, so one architecture and many rows show it.)
 SITUATIONS = ((16, True), (4096, True))
 UNALIGNED = {"sm_90": ((4096, False),)}
-# Of each op, unless hypothesis runs as many examples as it does at night.
-MAX_CASES = {"sm_80": 3, "sm_90": 8, "sm_100": 3}
 
 
 def _has_nvrtc() -> str | None:
@@ -69,10 +66,7 @@ def _specialisations(op: Op, arch: str) -> Iterator[Specialisation]:
 @pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.registry.items()])
 def test_compiles_without_local_memory(op: Op, arch: str, record_property: Any) -> None:
     spilling = []
-    every = list(_specialisations(op, arch))
-    if len(every) > MAX_CASES[arch] and hypothesis.settings().max_examples < 1000:
-        every = random.Random(f"{op.name} {arch}").sample(every, MAX_CASES[arch])
-    for specialisation in every:
+    for specialisation in sample(_specialisations(op, arch), PROFILE.compiles.get(arch), f"{op.name} {arch}"):
         kernel, constants = specialisation.kernel, str(specialisation)
         started = time.perf_counter()
         report = offline.compile(kernel.file, constants, specialisation.text, arch, kernel.options)

@@ -98,6 +98,7 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["mypy", "pyright"],
 )
+@pytest.mark.slow
 def test_type_checkers_find_an_editable_install(
     editable: Path, tmp_path: Path, checker: str, option: str, refusal: str
 ) -> None:

@@ -19,7 +19,7 @@ from pyops._core.host import toolchain
 from pyops.ops.sampling import draw as plan
 from pyops.ops.sampling._random import philox
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
-from tests.calls import DEVICES
+from tests.calls import DEVICES, KERNELS
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INF, NAN = float("inf"), float("nan")
@@ -136,7 +136,7 @@ def test_philox_gives_the_published_numbers() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p", "temperature", "dtype"),
     [
@@ -179,7 +179,7 @@ def test_distribution(
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @given(
     rows=st.integers(1, 4),
     vocab_size=st.sampled_from([1, 2, 63, 1024, 1025, 3001]),
@@ -222,7 +222,7 @@ def test_equals_the_reference(
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 def test_each_row_has_filters_of_its_own(device: str) -> None:
     _assert_each_row_has_its_own(device, 60)
 
@@ -261,7 +261,7 @@ def _assert_each_row_has_its_own(device: str, rows: int) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_cannot_be_drawn(dtype: torch.dtype, device: str) -> None:
     """NaN and -inf never; infinities before all else; rows of nothing else give -1, whatever the filters."""
@@ -280,7 +280,7 @@ def test_what_cannot_be_drawn(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 def test_the_likeliest(device: str) -> None:
     """The first of them at temperature 0, and by every filter that leaves no other."""
     x = torch.randn((5, 5000), generator=torch.Generator().manual_seed(1)).to(device)
@@ -293,7 +293,7 @@ def test_the_likeliest(device: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 def test_a_row_depends_on_nothing_else(device: str) -> None:
     """Neither on the rows beside it, nor on how many there are, which decides about blocks; but on seed and offset."""
     x = torch.randn((300, 1300), generator=torch.Generator().manual_seed(1)).to(device)
@@ -307,7 +307,7 @@ def test_a_row_depends_on_nothing_else(device: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 def test_many_small_weights(device: str) -> None:
     """Tokens whose weights have none but low bits are drawn together as often as their sum says."""
     x = torch.full((150, 3000), -11.9, device=device)
@@ -321,7 +321,7 @@ def test_many_small_weights(device: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 def test_many_equal_weights(device: str) -> None:
     """Small ones, whose sum in one bin or counter has more than 32 bits."""
     x = torch.full((12, 40000), -11.9, device=device)
@@ -334,7 +334,7 @@ def test_many_equal_weights(device: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS)
 def test_every_bit_of_a_number_counts(device: str) -> None:
     """Among a thousand tokens of about the same weight, many numbers lead to the reference's."""
     x = (torch.randn((200, 1000), generator=torch.Generator().manual_seed(1)) * 0.01).to(device)

@@ -23,6 +23,16 @@ DEVICE float logistic_share(float numerator, float x) {
     return ieee_multiply(numerator, ieee_multiply(estimate_reciprocal(quarter), 0.25f));
 }
 
+// numerator / (1 + exp(-x)), for a result that is rounded to T.
+template <typename T>
+DEVICE float logistic(float numerator, float x) {
+    if constexpr (is_same<T, float>) {
+        return ieee_divide(numerator, 1.0f + expf(-x));
+    } else {
+        return logistic_share(numerator, x);
+    }
+}
+
 // y = x / (1 + exp(-beta * x)), not rounded to T (Ramachandran et al. 2017). EXACT: rounded to T, the result equals
 // eager's.
 //

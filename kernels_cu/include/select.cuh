@@ -6,6 +6,10 @@
 
 // Bits of a float as an integer of the same order: -NaN, -inf, ..., -0, +0, ..., +inf, +NaN.
 DEVICE uint32_t ordered_bits(uint32_t bits) { return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u); }
+// The float whose ordered_bits these are.
+DEVICE float float_of_ordered(uint32_t ordered) {
+    return __uint_as_float(ordered ^ (uint32_t(int32_t(~ordered) >> 31) | 0x80000000u));
+}
 
 // Inclusive prefix sum over the lanes of a warp. Every lane of the warp calls.
 template <typename T>

@@ -14,6 +14,7 @@
 //     ACT            activation of the gate: silu or sigmoid
 //     HAS_WEIGHT, HAS_BIAS, HAS_MEAN, HAS_RSTD   false when that pointer is null
 
+#include "math.cuh"
 #include "norm.cuh"
 
 using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
@@ -22,8 +23,8 @@ using gate_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, GATE != 0 && KEE
 using weight_t = RowWeight<row_t, HAS_WEIGHT && KEEP_WEIGHT>;
 using bias_t = RowWeight<row_t, HAS_BIAS && KEEP_WEIGHT>;
 
-DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
-DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+DEVICE float silu(float x) { return logistic<scalar_t>(x, x); }
+DEVICE float sigmoid(float x) { return logistic<scalar_t>(1.0f, x); }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 layer_norm(scalar_t* out,           // [num_rows, num_groups * GROUP_SIZE]

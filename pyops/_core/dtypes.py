@@ -29,11 +29,12 @@ int8 = DType("int8", "int8_t", 1)
 uint8 = DType("uint8", "uint8_t", 1)
 boolean = DType("bool", "bool", 1)
 int32 = DType("int32", "int32_t", 4)
+uint32 = DType("uint32", "uint32_t", 4)
 int64 = DType("int64", "int64_t", 8)
 
 FLOATS = (float32, float16, bfloat16)
 E4M3 = (float8_e4m3fn, float8_e4m3fnuz)  # in which the quantising ops write fp8
-_TABLE = {d.name: d for d in (*FLOATS, *E4M3, float8_e5m2, int8, uint8, boolean, int32, int64)}
+_TABLE = {d.name: d for d in (*FLOATS, *E4M3, float8_e5m2, int8, uint8, boolean, int32, uint32, int64)}
 
 
 @cache

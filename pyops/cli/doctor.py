@@ -92,7 +92,7 @@ def _driver() -> Finding:
     if not kind:
         return Finding("driver", None, "none")
     if kind == "HIP":
-        return Finding("driver", True, f"HIP {version}")
+        return Finding("driver", True, f"HIP {version // 10**7}.{version // 10**5 % 100}")
     return Finding("driver", True, f"CUDA {version // 1000}.{version % 1000 // 10}")
 
 

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..ops.moe.routing_fused import fused_grouped_topk
+from ..ops.moe.routing_grouped import MAX_GROUPS, MAX_TOP_K
+from ..ops.moe.routing_grouped import grouped_topk as _grouped_topk
+from .base import OpLayer
 from .custom_op import CustomOp
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GroupedTopk"]
+__all__ = ["GroupedTopk", "grouped_topk"]
 
 
 @CustomOp.register("grouped_topk")
-class GroupedTopk(CustomOp):
+class GroupedTopk(OpLayer, op=_grouped_topk):
     """The top-k experts of each token, out of the best groups of experts.
 
-    As in DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437). ``forward(hidden_states, gating_output,
-    e_score_correction_bias=None)`` takes logits `gating_output` [num_tokens, num_experts] of any float dtype, and a
-    bias [num_experts] or None. Of hidden_states only the number of tokens is used. It returns (weights float32, experts
-    int32), both [num_tokens, topk], the best expert first.
+    `pyops.grouped_topk` of logits, as in DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437).
+    ``forward(hidden_states, gating_output, e_score_correction_bias=None)`` takes logits `gating_output`
+    [num_tokens, num_experts] of any float dtype, and a bias [num_experts] or None. Of hidden_states only the number of
+    tokens is used. It returns (weights float32, experts int32), both [num_tokens, topk], the best expert first.
 
-    Scores are the softmax or the sigmoid of the logits. Experts are ranked by score, or by score plus bias if there is
-    a bias. A group is ranked by its best expert, or by the sum of its two best experts if there is a bias. Experts are
-    chosen from the `topk_group` best groups. The weight of an expert is its score, without the bias.
+    Scores are the softmax or the sigmoid of the logits, in float32. Experts are ranked by score, or by score plus bias
+    if there is a bias. A group is ranked by its best expert, or by the sum of its two best experts if there is a bias.
+    Experts are chosen from the `topk_group` best groups. The weight of an expert is its score, without the bias.
+    More than 32 groups, or more than 32 experts of a token, are computed by plain PyTorch.
 
     Args:
         topk: experts per token.
@@ -61,8 +67,12 @@ class GroupedTopk(CustomOp):
         self.scoring_func, self.routed_scaling_factor = scoring_func, routed_scaling_factor
         self.num_fused_shared_experts = num_fused_shared_experts
 
-    def forward_native(
-        self, hidden_states: Tensor, gating_output: Tensor, e_score_correction_bias: Tensor | None = None
+    def compute(
+        self,
+        op: Callable[..., Any],
+        hidden_states: Tensor,
+        gating_output: Tensor,
+        e_score_correction_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, num_experts = gating_output.shape
         if hidden_states.shape[0] != num_tokens:
@@ -76,14 +86,33 @@ class GroupedTopk(CustomOp):
                 f"GroupedTopk: gating_output: expected experts in {self.num_expert_group} groups, {self.topk_group} of "
                 f"which have at least topk={self.topk}, got {num_experts}"
             )
-        scores = gating_output.softmax(-1) if self.scoring_func == "softmax" else gating_output.sigmoid()
-        keys = scores if e_score_correction_bias is None else scores + e_score_correction_bias
-        groups = keys.unflatten(-1, (self.num_expert_group, size))
-        best = 1 if e_score_correction_bias is None else min(2, size)
-        chosen = groups.topk(best, dim=-1).values.sum(-1).topk(self.topk_group, dim=-1).indices
-        is_chosen = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=keys.device).scatter(1, chosen, True)
-        experts = groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1).topk(self.topk, dim=-1).indices
-        weights = scores.gather(1, experts).float()
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights * self.routed_scaling_factor, experts.int()
+        weights = gating_output.new_empty((num_tokens, self.topk), dtype=torch.float32)
+        experts = torch.empty_like(weights, dtype=torch.int32)
+        groups = self.num_expert_group, self.topk_group, self.topk
+        scale, bias = self.routed_scaling_factor, e_score_correction_bias
+        number = 2 if self.scoring_func == "softmax" else 1
+        op(gating_output, *groups, self.renormalize, scale, bias, number, topk_weights=weights, topk_ids=experts)
+        return weights, experts
+
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        takes = self.num_expert_group <= MAX_GROUPS and self.topk <= MAX_TOP_K
+        forward = super().forward_cuda if takes else self.forward_native
+        result: tuple[Tensor, Tensor] = forward(*args, **kwargs)
+        return result
+
+
+def grouped_topk(
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    topk: int,
+    renormalize: bool,
+    num_expert_group: int = 0,
+    topk_group: int = 0,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`pyops.fused_grouped_topk` with the order of arguments that vLLM's function `grouped_topk` has."""
+    groups = num_expert_group, topk_group
+    choice = topk, renormalize, e_score_correction_bias
+    return fused_grouped_topk(hidden_states, gating_output, *choice, *groups, scoring_func, routed_scaling_factor)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..ops.mamba import causal_conv1d_prefill
+from ..ops.mamba._convolution import MAX_WIDTH
 from .custom_op import CustomOp
 from .linear import ColumnParallelLinear, RowParallelLinear, new_parameter
 from .merged import MergedColumnParallelLinear
@@ -32,7 +34,10 @@ class ShortConv(CustomOp):
       2, ...
     - has_initial_states: [num_seqs] bool, whether a sequence continues from its slot; None if none does.
 
-    It returns [num_tokens, dim]. No lengths are read on the host, so the layer can be captured into a CUDA graph.
+    It returns [num_tokens, dim]. A sequence without tokens leaves its slot as it is. No lengths are read on the host,
+    so the layer can be captured into a CUDA graph. Both methods write conv_state. `forward_cuda` convolves by
+    `pyops.causal_conv1d_prefill`, which is fastest where the channels of conv_state are neighbours in memory; where
+    conv_L_cache exceeds the 8 taps that the op takes, it is `forward_native`.
 
     Args:
         config: has `conv_L_cache`, the taps of the convolution, at least 2, and `conv_bias`, whether the convolution
@@ -72,13 +77,8 @@ class ShortConv(CustomOp):
         state_indices_tensor: Tensor | None = None,
         has_initial_states: Tensor | None = None,
     ) -> Tensor:
-        gate_in, gate_out, x = self.in_proj(hidden_states)[0].chunk(3, -1)
-        x = gate_in * x
+        x, gate_out, query_start_loc = self._inputs_of(hidden_states, conv_state, query_start_loc)
         device, num_tokens = x.device, x.shape[0]
-        if conv_state is not None:
-            self._check(conv_state, x)
-        if query_start_loc is None:
-            query_start_loc = torch.arange(2, device=device) * num_tokens
         starts, ends = query_start_loc[:-1].long(), query_start_loc[1:].long()
         past = self._past(x, conv_state, len(starts), state_indices_tensor, has_initial_states)
         token = torch.arange(num_tokens, device=device)
@@ -94,6 +94,43 @@ class ShortConv(CustomOp):
             self._keep(conv_state, x, past, starts, ends, state_indices_tensor)
         output: Tensor = self.out_proj(gate_out * y.to(x.dtype))[0]
         return output
+
+    def forward_cuda(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor | None = None,
+        query_start_loc: Tensor | None = None,
+        state_indices_tensor: Tensor | None = None,
+        has_initial_states: Tensor | None = None,
+    ) -> Tensor:
+        slots = state_indices_tensor
+        if self.L_cache > MAX_WIDTH:
+            return self.forward_native(hidden_states, conv_state, query_start_loc, slots, has_initial_states)
+        x, gate_out, query_start_loc = self._inputs_of(hidden_states, conv_state, query_start_loc)
+        y = causal_conv1d_prefill.new(
+            None if conv_state is None else conv_state.transpose(1, 2),
+            x,
+            self.conv.weight[:, 0],
+            self.conv.bias,
+            query_start_loc,
+            None if slots is None else slots.to(query_start_loc.dtype),
+            has_initial_states,
+            activation=None,
+        )
+        output: Tensor = self.out_proj(gate_out * y)[0]
+        return output
+
+    def _inputs_of(
+        self, hidden_states: Tensor, conv_state: Tensor | None, query_start_loc: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(inputs of the convolution, the gate of its results, where sequences begin)."""
+        gate_in, gate_out, x = self.in_proj(hidden_states)[0].chunk(3, -1)
+        x = gate_in * x
+        if conv_state is not None:
+            self._check(conv_state, x)
+        if query_start_loc is None:
+            query_start_loc = torch.arange(2, device=x.device) * x.shape[0]
+        return x, gate_out, query_start_loc
 
     def _past(
         self, x: Tensor, conv_state: Tensor | None, num_seqs: int, slots: Tensor | None, has_initial: Tensor | None
@@ -114,9 +151,9 @@ class ShortConv(CustomOp):
         sequence = torch.arange(num_seqs, device=x.device)[:, None].expand_as(place)
         kept = _inputs(x, past, sequence, place, starts).mT
         slots = sequence[:, 0] if slots is None else slots.long()
-        # Shapes must not depend on data, so every sequence writes. One without a slot writes to the slot of the first
-        # sequence that has one, and writes the same values as that sequence.
-        has_slot = slots >= 0
+        # Shapes must not depend on data, so every sequence writes. A sequence without a slot or tokens writes to the
+        # slot of the first sequence that has both, and writes the same values as that sequence.
+        has_slot = (slots >= 0) & (ends > starts)
         first = has_slot.int().argmax(0, keepdim=True)  # [1]: an index without dimensions would be read on the host
         slot = slots[first].clamp(min=0)
         again = torch.where(has_slot[first][:, None, None], kept[first], conv_state[slot])

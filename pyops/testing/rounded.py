@@ -44,7 +44,8 @@ def _softplus(x: torch.Tensor) -> torch.Tensor:
     return torch.where(y > 20, y, _log1p(_exp(y))).to(x.dtype)
 
 
-_FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
+# What eager PyTorch calls, and what takes its place.
+FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.exp: _exp,
     torch.expm1: _expm1,
     torch.tanh: _tanh,
@@ -58,4 +59,4 @@ class CorrectlyRounded(TorchFunctionMode):  # type: ignore[misc]
     """While it lasts, eager functions round once."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
+        return FUNCTIONS.get(func, func)(*args, **(kwargs or {}))

@@ -49,13 +49,15 @@ def compiles(*processes: subprocess.Popen[str]) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_one_of_many_processes_compiles(tmp_path: Path) -> None:
     assert compiles(*(started(tmp_path) for _ in range(4))) == 2  # the runtime and the kernel
     files = list((tmp_path / "pyops-host").iterdir())
-    assert [file.suffix for file in files] == [".so", ".so"]
+    assert sorted(file.suffix for file in files) in ([".so", ".so"], [".gch", ".so", ".so"])
 
 
 @pytest.mark.parametrize("damage", ["half", "flipped", "empty", "zeros"])
+@pytest.mark.slow
 def test_damaged_libraries_are_made_anew(tmp_path: Path, damage: str) -> None:
     compiles(started(tmp_path))
     for file in (tmp_path / "pyops-host").iterdir():
@@ -70,6 +72,7 @@ def test_damaged_libraries_are_made_anew(tmp_path: Path, damage: str) -> None:
     assert compiles(started(tmp_path)) == 0
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_leaves_is_removed(tmp_path: Path) -> None:
     process = started(tmp_path)
     assert process.stdin is not None
@@ -84,7 +87,7 @@ def test_what_a_killed_process_leaves_is_removed(tmp_path: Path) -> None:
     process.communicate()
     (host / f"another{folders.SUFFIX}").mkdir()
     assert compiles(started(tmp_path)) > 0
-    assert {entry.suffix for entry in host.iterdir()} == {".so"}
+    assert {entry.suffix for entry in host.iterdir()} <= {".so", ".gch"}
 
 
 def test_a_folder_is_worked_in_by_one_and_waited_for_no_longer_than_patience(

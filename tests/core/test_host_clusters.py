@@ -122,6 +122,7 @@ extern "C" __global__ void CLUSTER_OF(2) fails(int* out, int divisor) {
             run_on_host(plain, grid=1, block=32, out=out)
 
 
+@pytest.mark.slow
 def test_epochs_come_to_an_end(run_on_host: Run) -> None:
     """More than have numbers: what a launch has written is not held against the next."""
     text = """#include "cluster.cuh"

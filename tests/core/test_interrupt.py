@@ -66,6 +66,7 @@ def test_a_command_that_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("words", [["list"], ["doctor", "--json"], ["source", "rms_norm"]])
+@pytest.mark.slow
 def test_an_output_that_cannot_be_written(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "pyops", *words]

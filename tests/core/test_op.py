@@ -216,6 +216,7 @@ assert torch.equal(out, x / (1 + 1e-6) ** 0.5), out
 
 
 @pytest.mark.parametrize("first", ["call(out, x)", "torch.compile(call, fullgraph=True, backend='aot_eager')(out, x)"])
+@pytest.mark.slow
 def test_torch_imported_after_pyops(first: str) -> None:
     """Ops register with torch at the first call, also when that call is traced."""
     run = subprocess.run(
@@ -235,6 +236,7 @@ with torch._dynamo.config.patch(error_on_recompile=True):
 """
 
 
+@pytest.mark.slow
 def test_a_call_that_is_traced_first_is_compiled_once() -> None:
     """Though the wrapper gets its code at the first call."""
     subprocess.run([sys.executable, "-c", TRACED], cwd=ROOT, check=True)

@@ -84,6 +84,7 @@ def errors(checker: str, text: str, folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("checker", COMMANDS)
+@pytest.mark.slow
 def test_a_users_script(checker: str, tmp_path: Path) -> None:
     pytest.importorskip(checker)
     if checker == "pyright" and not shutil.which("node"):
@@ -93,6 +94,7 @@ def test_a_users_script(checker: str, tmp_path: Path) -> None:
     assert errors(checker, WRONG, tmp_path) == set(calls)
 
 
+@pytest.mark.slow
 def test_every_op_is_seen(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     lines = ["import pyops", *(f"pyops.{name}" for name in pyops.registry)]

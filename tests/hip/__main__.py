@@ -3,9 +3,12 @@
 python -m tests.hip get FOLDER            fetch hiprtc from Debian's packages
 python -m tests.hip compile FOLDER        compile a sample of every kernel for five architectures
 python -m tests.hip compile FOLDER --all  compile every specialisation
+python -m tests.hip emulate FOLDER --tinygrad CHECKOUT
+                                          run small cases of every op, for four architectures, in the instruction
+                                          emulator of tinygrad's tests
 
-`get` exits with 3 where the packages cannot be had. `compile` exits with 1 if a text does not compile or a kernel uses
-scratch memory.
+`get` exits with 3 where the packages cannot be had, and `emulate` where the emulator cannot run. `compile` exits with 1
+if a text does not compile or a kernel uses scratch memory, and `emulate` if a result is wrong.
 """
 
 from __future__ import annotations
@@ -17,11 +20,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyops
+
 from . import packages, specialisations
 from .compile import compile_all, table
+from .emulator import cases
+from .emulator.checkout import COMMIT, Unavailable
 from .packages import Folder
 
-_PER_KERNEL = 2  # of each architecture; 0.3 s each on one core
+_PER_KERNEL = 1  # of each architecture; half a second of a CPU each
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,12 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compile_.add_argument("--arch", action="append", choices=specialisations.ARCHS, help="only this architecture")
     compile_.add_argument("-k", metavar="TEXT", default="", help="only kernels whose file name holds the text")
     compile_.add_argument("-n", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
-    for command in (get, compile_):
+    emulate = commands.add_parser("emulate", help="run ops in an emulator")
+    emulate.add_argument("--tinygrad", type=Path, required=True, help=f"a checkout of tinygrad's commit {COMMIT}")
+    emulate.add_argument("--arch", action="append", choices=cases.FAMILIES, help="only this architecture")
+    emulate.add_argument("-k", metavar="TEXT", default="", help="only ops whose name holds the text")
+    for command in (get, compile_, emulate):
         command.add_argument("folder", type=Path)
     options = parser.parse_args(arguments)
     if options.command == "get":
         return _get(options.folder, options.version)
-    return _compile(Folder(options.folder), options)
+    return {"compile": _compile, "emulate": _emulate}[options.command](Folder(options.folder), options)
 
 
 def _get(folder: Path, version: int) -> int:
@@ -68,6 +79,26 @@ def _compile(folder: Folder, options: argparse.Namespace) -> int:
         print(f"{one.kernel} for {one.arch}: {one.trouble}\n    {one.constants}")
     print(f"hiprtc: {len(found) - len(bad)} of {len(found)} compiled in {time.monotonic() - started:.0f} s")
     return int(bool(bad))
+
+
+def _emulate(folder: Folder, options: argparse.Namespace) -> int:
+    ops = [op for name, op in pyops.registry.items() if options.k in name]
+    wrong = 0
+    for arch in options.arch or cases.FAMILIES:
+        found = []
+        try:
+            for one in cases.outcomes(options.tinygrad, folder, arch, cases.cases(arch, ops)):
+                found.append(one)
+                if one.trouble:
+                    name, axes = one.case
+                    print(f"{name} for {arch}: {one.trouble}\n    {axes}", flush=True)
+        except Unavailable as error:
+            print(error, file=sys.stderr)
+            return 3
+        right = sum(not one.trouble for one in found)
+        wrong += sum(bool(one.wrong) for one in found)
+        print(f"{arch}: {right} of {len(found)} cases are right, {sum(one.seconds for one in found):.0f} s", flush=True)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pyops._core.kernel import Specialisation
 from .metadata import Resources, resources
 from .packages import Folder
 
+Job = tuple[str, Specialisation]  # for an architecture
 _WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -40,7 +41,7 @@ class Compiled:
         return ""
 
 
-def compile_all(folder: Folder, jobs: Sequence[tuple[str, Specialisation]], processes: int) -> list[Compiled]:
+def compile_all(folder: Folder, jobs: Sequence[Job], processes: int) -> list[Compiled]:
     """Compile each (architecture, specialisation), by so many processes at a time."""
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(processes) as pool:
         shares = [list(jobs[i::processes]) for i in range(processes)]
@@ -49,8 +50,23 @@ def compile_all(folder: Folder, jobs: Sequence[tuple[str, Specialisation]], proc
         return [one for share in done for one in share]
 
 
-def _compile_share(folder: Folder, jobs: Sequence[tuple[str, Specialisation]], place: Path) -> Iterator[Compiled]:
-    """Compile by one worker."""
+def _compile_share(folder: Folder, jobs: Sequence[Job], place: Path) -> Iterator[Compiled]:
+    for (arch, one), (seconds, log, code) in zip(jobs, _built(folder, jobs, place), strict=True):
+        found = resources(code) if code else None
+        yield Compiled(one.kernel.file, str(one), arch, seconds, log, found)
+
+
+def code_object(folder: Folder, arch: str, one: Specialisation) -> bytes:
+    """The specialisation, compiled. Raises ValueError with hiprtc's log."""
+    with tempfile.TemporaryDirectory() as scratch:
+        ((_, log, code),) = _built(folder, [(arch, one)], Path(scratch, "one"))
+    if code is None:
+        raise ValueError(f"{one.kernel.file} did not compile for {arch} with {one}\n{log}")
+    return code
+
+
+def _built(folder: Folder, jobs: Sequence[Job], place: Path) -> Iterator[tuple[float, str, bytes | None]]:
+    """(seconds, log, code object) of each job, by one worker."""
     place.mkdir()
     lines = []
     for i, (arch, one) in enumerate(jobs):
@@ -58,11 +74,10 @@ def _compile_share(folder: Folder, jobs: Sequence[tuple[str, Specialisation]], p
         lines.append(f"{arch} {place / f'{i}.cu'} {place / f'{i}.hsaco'}\n")
     command = folder.command(str(_WORKER), str(folder.library), str(folder.include))
     done = subprocess.run(command, input="".join(lines), capture_output=True, text=True, check=True)
-    for i, ((arch, one), answer) in enumerate(zip(jobs, done.stdout.splitlines(), strict=True)):
+    for i, (_, answer) in enumerate(zip(jobs, done.stdout.splitlines(), strict=True)):
         seconds, log = json.loads(answer)
         code = place / f"{i}.hsaco"
-        found = resources(code.read_bytes()) if code.exists() else None
-        yield Compiled(one.kernel.file, str(one), arch, seconds, log, found)
+        yield seconds, log, code.read_bytes() if code.exists() else None
 
 
 def table(found: Sequence[Compiled]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from typing import Any
 
 _AMDGPU_METADATA = 32  # type of a note, from LLVM's User Guide for AMDGPU Backend
 
@@ -29,6 +30,19 @@ class Resources:
 
 def resources(code: bytes) -> Resources:
     """Of the one kernel of a code object."""
+    kernel = metadata(code)
+    return Resources(
+        kernel[".vgpr_count"],
+        kernel[".sgpr_count"],
+        kernel[".group_segment_fixed_size"],
+        kernel[".private_segment_fixed_size"],
+        kernel[".vgpr_spill_count"],
+        kernel[".sgpr_spill_count"],
+    )
+
+
+def metadata(code: bytes) -> dict[str, Any]:
+    """What LLVM's User Guide for AMDGPU Backend lists for the one kernel of a code object."""
     # A machine with a GPU has these two packages only where this project's extra `test` is installed.
     import msgpack
     from elftools.elf.elffile import ELFFile
@@ -39,12 +53,5 @@ def resources(code: bytes) -> Resources:
             for note in section.iter_notes():
                 if note["n_type"] in (_AMDGPU_METADATA, "NT_AMDGPU_METADATA"):
                     (kernel,) = msgpack.unpackb(note["n_descdata"])["amdhsa.kernels"]
-                    return Resources(
-                        kernel[".vgpr_count"],
-                        kernel[".sgpr_count"],
-                        kernel[".group_segment_fixed_size"],
-                        kernel[".private_segment_fixed_size"],
-                        kernel[".vgpr_spill_count"],
-                        kernel[".sgpr_spill_count"],
-                    )
+                    return kernel
     raise ValueError("the code object has no metadata of AMD's")

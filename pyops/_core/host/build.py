@@ -11,18 +11,22 @@ import subprocess
 import tempfile
 import time
 import warnings
+from contextlib import suppress
 from functools import cache
+from typing import NamedTuple
 
-from .. import folders, log, source
+from .. import folders, log
 from ..errors import CompileError
 from ..lazy import cache_folder
-from . import toolchain
+from . import precompiled, toolchain
 from .toolchain import Kind
 
 _SHARED = re.compile(
     r"(?P<dynamic>extern\s+)?__shared__\s+(?:(?:alignas|__align__)\s*\((?P<align>(?:[^()]|\([^()]*\))*)\)\s*)?"
     r"(?P<type>[^;={}\[\]]+?)\s*\b(?P<name>\w+)\s*(?P<sizes>(?:\[[^;]*\])?)\s*;"
 )
+# clang obeys it, and takes twice as long for a kernel whose loops are all unrolled.
+_UNROLL = re.compile(r"(?m)^[ \t]*#pragma unroll\b.*$")
 _CLUSTER = re.compile(r"\bvoid\s+CLUSTER_OF\s*\(([^)]*)\)")
 
 
@@ -39,20 +43,28 @@ def _declare_shared(match: re.Match[str]) -> str:
     return declaration + "\n" * match[0].count("\n")
 
 
-def unit(text: str, entry: str, warp_size: int = 32) -> str:
+class Unit(NamedTuple):
+    """C++ source: what many units begin with, and the rest."""
+
+    head: str
+    rest: str
+
+
+def unit(text: str, entry: str, warp_size: int = 32) -> Unit:
     """The C++ source that is compiled for the kernel `entry` of `text`."""
     cluster = _CLUSTER.search(text)
-    return (
-        f"#define PYOPS_HOST_WARP_SIZE {warp_size}\n{source.inline('host/entry.h')}\n"
-        f"namespace pyops_kernel {{\n{_SHARED.sub(_declare_shared, text)}\n}}\n"
+    text = _SHARED.sub(_declare_shared, _UNROLL.sub("", text))
+    return Unit(
+        precompiled.head(warp_size),
+        f"namespace pyops_kernel {{\n{text}\n}}\n"
         f'extern "C" HOST_API HOST_UNCHECKED void pyops_host_entry(void** parameters) {{\n'
         f"    host::call(pyops_kernel::{entry}, parameters);\n}}\n"
         f'extern "C" HOST_API unsigned pyops_host_cluster() {{\n'
-        f"    using namespace pyops_kernel;\n    return {cluster[1] if cluster else 1};\n}}\n"
+        f"    using namespace pyops_kernel;\n    return {cluster[1] if cluster else 1};\n}}\n",
     )
 
 
-def build(kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, constants: str) -> str:
+def build(kind: Kind, code: Unit, libraries: tuple[str, ...], kernel: str, constants: str) -> str:
     """Path of the shared object of `code`, compiled unless the cache folder holds it undamaged; see `Kind`.
 
     Of several processes that need it, one compiles, and the others wait.
@@ -60,7 +72,7 @@ def build(kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, consta
     chain = toolchain.preferred()
     flags = toolchain.compile_flags(chain, kind)
     parts = (
-        code,
+        *code,
         chain.name,
         chain.version,
         platform.machine(),
@@ -77,7 +89,7 @@ def build(kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, consta
         if folders.read_sealed(path) is not None:  # compiled by the process that was waited for
             return path
         built = os.path.join(scratch, "built.so")
-        _run(chain, ("-c", "-x", "c++", "-", "-o", f"{built}.o", *flags), code, kernel, constants)
+        _compile(chain, flags, kind, code, f"{built}.o", kernel, constants)
         link = (f"{built}.o", *libraries, f"-Wl,-soname,{os.path.basename(path)}", *toolchain.link_flags(chain))
         _run(chain, (*link, "-o", built), "", kernel, constants)
         with open(built, "rb") as opened:
@@ -86,6 +98,18 @@ def build(kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, consta
         os.replace(built, path)
     log.ready(kernel, constants, "host", f"compiled in {(time.perf_counter() - started) * 1e3:.0f} ms")
     return path
+
+
+def _compile(
+    chain: toolchain.Toolchain, flags: tuple[str, ...], kind: Kind, code: Unit, output: str, kernel: str, constants: str
+) -> None:
+    """Compile a unit: after its precompiled head, where that can be had."""
+    arguments = ("-c", "-x", "c++", "-", "-o", output, *flags)
+    if kind == "kernel" and chain.dialect == "gcc" and (head := precompiled.options(chain, flags, code.head, folder())):
+        with suppress(CompileError):  # names the kernel's own error only with all of the text
+            _run(chain, (*head, *arguments), code.rest, kernel, constants)
+            return
+    _run(chain, arguments, code.head + code.rest, kernel, constants)
 
 
 def _run(chain: toolchain.Toolchain, arguments: tuple[str, ...], code: str, kernel: str, constants: str) -> None:
@@ -111,7 +135,7 @@ def folder() -> str:
 
 
 def load_library(
-    kind: Kind, code: str, libraries: tuple[str, ...], kernel: str, constants: str
+    kind: Kind, code: Unit, libraries: tuple[str, ...], kernel: str, constants: str
 ) -> tuple[str, ctypes.CDLL]:
     """(path, the loaded library)."""
     path = build(kind, code, libraries, kernel, constants)

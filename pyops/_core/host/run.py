@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from .. import locks, source
 from ..errors import KernelFault, called
-from .build import build, load_library, unit
+from .build import Unit, build, load_library, unit
 from .interruptible import interruptible
 from .lines import places
 
@@ -258,7 +258,7 @@ def _load(text: str, entry: str, kernel: str, constants: str, warp_size: int) ->
 @cache
 def _runtime() -> tuple[str, Any]:
     """The library that runs kernels: its path, and its one function."""
-    path, library = load_library("runtime", source.inline("host/runtime.cpp"), (), "host/runtime.cpp", "")
+    path, library = load_library("runtime", Unit("", source.inline("host/runtime.cpp")), (), "host/runtime.cpp", "")
     run = library.pyops_host_run
     run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     run.restype = ctypes.POINTER(_Fault)

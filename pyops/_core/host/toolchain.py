@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -42,8 +42,9 @@ def toolchains() -> dict[str, Toolchain]:
         for name, dialect in (("g++", "gcc"), ("clang++", "clang"))
         if (path := shutil.which(name))
     ]
-    if importlib.util.find_spec("ziglang"):
-        found.append(Toolchain("ziglang", (sys.executable, "-m", "ziglang", "c++"), "clang"))
+    if (package := importlib.util.find_spec("ziglang")) and package.origin:
+        # `python -m ziglang` would start Python first, for every kernel.
+        found.append(Toolchain("ziglang", (os.path.join(os.path.dirname(package.origin), "zig"), "c++"), "clang"))
     return {one.name: one for one in found}
 
 
@@ -60,14 +61,23 @@ _COMMON = (
     *("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-strict-aliasing", "-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-w"),
 )
+# A kernel takes longer to compile than to run: the fewest optimisations that keep local variables in registers, where
+# no access to them is instrumented, and that leave no call between a line of a kernel and what it does.
+_FAST = {
+    "gcc": ("-Og", "-fno-unroll-loops", "-finline-small-functions", "-finline-functions-called-once"),
+    "clang": ("-O1",),
+}
 # Lines of the source cost a third of a compilation. A kernel is compiled with them only once it has a fault.
-_OPTIMISE = {"runtime": ("-O2",), "kernel": ("-O1",), "lines": ("-O1", "-g1", "-gdwarf-4")}
+_LINES = {"runtime": ("-g0",), "kernel": ("-g0",), "lines": ("-g1", "-gdwarf-4")}
 # What undefined behaviour and what accesses to memory are told to the runtime, which takes the sanitizers' place.
 _CHECKS = (
     "-fsanitize=thread",
     "-fsanitize=bounds,alignment,shift-exponent,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow",
 )
-_OF_DIALECT = {"gcc": ("-fsanitize=bounds-strict", "-fno-gnu-unique"), "clang": ("-fstrict-flex-arrays=3",)}
+_OF_DIALECT = {
+    "gcc": ("-fsanitize=bounds-strict", "-fno-gnu-unique"),
+    "clang": ("-fstrict-flex-arrays=3",),
+}
 _OF_COMPILER = {"ziglang": ("-mcpu=baseline", "-fno-sanitize=undefined")}
 _LINK = {
     "gcc": ("-shared", "-nodefaultlibs", "-lm", "-ldl", "-lrt", "-lpthread", "-lc", "-lgcc"),
@@ -77,7 +87,8 @@ _LINK = {
 
 def compile_flags(chain: Toolchain, kind: Kind) -> tuple[str, ...]:
     """The options that `chain` compiles with."""
-    flags = (*_COMMON, *_OF_COMPILER.get(chain.name, ()), *_OPTIMISE[kind])
+    optimise = ("-O2",) if kind == "runtime" else _FAST[chain.dialect]
+    flags = (*_COMMON, *_OF_COMPILER.get(chain.name, ()), *optimise, *_LINES[kind])
     return flags if kind == "runtime" else (*flags, *_CHECKS, *_OF_DIALECT[chain.dialect])
 
 

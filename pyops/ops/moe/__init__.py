@@ -1,11 +1,14 @@
-"""Mixtures of experts: rows of tokens in the order of their experts, and back."""
+"""Mixtures of experts: the choice of experts for each token, and rows in the order of their experts and back."""
 
 from __future__ import annotations
 
-from . import align, align_lora, permute, rows, sizes, sizes_batched
+from . import align, align_lora, permute, routing, routing_fused, routing_grouped, rows, sizes, sizes_batched
 from .align import *
 from .align_lora import *
 from .permute import *
+from .routing import *
+from .routing_fused import *
+from .routing_grouped import *
 from .rows import *
 from .sizes import *
 from .sizes_batched import *
@@ -14,6 +17,9 @@ __all__: list[str] = []
 __all__ += align.__all__
 __all__ += align_lora.__all__
 __all__ += permute.__all__
+__all__ += routing.__all__
+__all__ += routing_fused.__all__
+__all__ += routing_grouped.__all__
 __all__ += rows.__all__
 __all__ += sizes.__all__
 __all__ += sizes_batched.__all__

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
 from ..._core.dtypes import float32
+from ..._core.errors import OpError
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import geometry
 from .._shared.geometry import RowTuning
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "layer_norm",
+    "mixer2_gated_rms_norm",
     "rms_norm_gated",
 ]
 
@@ -268,3 +271,28 @@ def example_rms_norm_gated(
     out = make.empty(num_tokens, hidden_size, dtype=dtype)
     how = group_size, norm_before_gate, activation
     return out, x, example_weight(make, hidden_size, dtype), 1e-6, z, None, None, *how
+
+
+@rms_norm_gated.result
+def result_rms_norm_gated(input: TensorArg) -> Result:
+    return Result(input.shape, input.dtype)
+
+
+def mixer2_gated_rms_norm(x: Any, gate: Any, weight: Any | None, eps: float = 1e-6, n_groups: int = 1) -> Any:
+    """RMS norm by groups of ``x * silu(gate)``, the norm of Mamba-2 mixers, see `rms_norm_gated`: a new tensor like x.
+
+    ``T(v / sqrt(mean(v^2) + eps) * weight)`` with ``v = x * silu(gate)`` and the mean over each group; float32, rounded
+    once (Dao and Gu 2024, arXiv:2405.21060).
+
+    Args:
+        x: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        gate: shape and dtype of `x`, rows of one stride.
+        weight: [hidden_size] of the same dtype, or None for ones.
+        eps: added to the mean of squares.
+        n_groups: groups of a row that are normalised by themselves, a divisor of hidden_size.
+    """
+    hidden_size = x.shape[-1] if x.ndim else 0
+    if n_groups < 1 or hidden_size % n_groups:
+        expected = f"expected a divisor of hidden_size={hidden_size}, got {n_groups}"
+        raise OpError("mixer2_gated_rms_norm", "n_groups", expected)
+    return rms_norm_gated.new(x, weight, eps, gate, group_size=hidden_size // n_groups)

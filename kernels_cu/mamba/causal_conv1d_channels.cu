@@ -1,0 +1,112 @@
+// causal_conv1d_channels: convolves each channel of sequences whose channels are rows of a matrix.
+//
+//     y[d, t] = bias[d] + sum over k < WIDTH of weight[d, k] * x[d, t - (WIDTH - 1) + k]
+//     out[d, t] = T(y * sigmoid(y)) if SILU, else T(y)
+//
+// Sequence b has the tokens query_start_loc[b] <= t < query_start_loc[b + 1]. What lies before its first token counts
+// as 0 here: causal_conv1d_states.cu does the tokens that need a state. A token of no sequence gets 0.
+//
+// Threads: a thread takes VEC_SIZE neighbouring tokens of `channels` channels, BATCH of them at a time. Neighbouring
+// threads take neighbouring tokens. The inputs before the first token of a thread come from the vectors that
+// neighbouring threads load, too.
+//
+// Constants
+//     weight_t      element type of weight and bias
+//     index_t       element type of query_start_loc
+//     WIDTH         taps of a channel
+//     WEIGHT_VEC    elements in one access to weight; divides WIDTH
+//     HAS_BIAS      false when bias is null
+//     SILU          apply the activation
+
+#include "causal_conv1d.cuh"
+#include "paged.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+constexpr int EARLIER_VECS = ceil_div(WIDTH - 1, VEC_SIZE);  // vectors before that of a thread which it also needs
+constexpr int EARLIER = EARLIER_VECS * VEC_SIZE;
+
+// For each token of a thread: how many inputs before the token belong to the token's sequence, WIDTH - 1 at most. -1
+// stands for a token of no sequence.
+struct Reach {
+    int before[VEC_SIZE];
+    bool whole = true;  // every token has all WIDTH - 1 inputs before it
+
+    DEVICE Reach(const index_t* query_start_loc, int64_t num_seqs, int64_t first) {
+        int64_t sequence = count_up_to(query_start_loc + 1, num_seqs, 1, first), begin = 0, end = 0;
+        const auto read = [&] {
+            if (sequence >= num_seqs) return;
+            begin = max(int64_t(query_start_loc[sequence]), int64_t(0));
+            end = query_start_loc[sequence + 1];
+        };
+        read();
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) {
+            const int64_t t = first + j;
+            for (; sequence < num_seqs && end <= t; read()) ++sequence;
+            before[j] = sequence >= num_seqs || t < begin ? -1 : int(min(t - begin, int64_t(WIDTH - 1)));
+            whole = whole && before[j] == WIDTH - 1;
+        }
+    }
+};
+
+// The results of one channel. `x` holds the EARLIER inputs before the first token, then those of the tokens.
+template <bool WHOLE>
+DEVICE vec_t convolved(const float (&x)[EARLIER + VEC_SIZE], const Taps<WIDTH, 1>& taps, const Reach& reach) {
+    float y[VEC_SIZE];
+#pragma unroll
+    for (int j = 0; j < VEC_SIZE; ++j) {
+        float sum = taps.bias[0];
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) {
+            const float input = x[EARLIER + j - (WIDTH - 1) + k];
+            sum = fmaf(taps.at(0, k), WHOLE || k + reach.before[j] >= WIDTH - 1 ? input : 0.0f, sum);
+        }
+        y[j] = activated<SILU, scalar_t>(sum);
+        if (!WHOLE && reach.before[j] < 0) y[j] = 0.0f;
+    }
+    return vec_t::from_floats(y);
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+causal_conv1d_channels(scalar_t* out,                   // [dim, num_tokens]
+                       const scalar_t* x,               // [dim, num_tokens]
+                       const weight_t* weight,          // [dim, WIDTH]
+                       const weight_t* bias,            // [dim]
+                       const index_t* query_start_loc,  // [num_seqs + 1]
+                       int64_t num_tokens, int64_t dim, int64_t num_seqs, int64_t channels, int64_t x_stride,
+                       int64_t out_stride) {
+    await_previous_kernel();
+    const int64_t row_vecs = num_tokens / VEC_SIZE;
+    const int64_t thread = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    const int64_t group = thread / row_vecs, first = thread % row_vecs * VEC_SIZE;
+    const int64_t end = min((group + 1) * channels, dim);
+    if (group * channels >= dim) return;
+    const Reach reach(query_start_loc, num_seqs, first);
+    x += first;
+    out += first;
+    for (int64_t channel = group * channels; channel < end; channel += BATCH) {
+        vec_t vecs[BATCH][EARLIER_VECS + 1];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const scalar_t* row = x + (channel + b) * x_stride;
+#pragma unroll
+            for (int i = 0; i <= EARLIER_VECS; ++i) {
+                const int offset = i * VEC_SIZE - EARLIER;
+                vecs[b][i] = channel + b < end && first + offset >= 0 ? vec_t::load(row + offset) : vec_t::full(0.0f);
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (channel + b >= end) break;
+            const auto taps = Taps<WIDTH, 1>::load<WEIGHT_VEC, HAS_BIAS>(weight, bias, channel + b);
+            float inputs[EARLIER + VEC_SIZE];
+#pragma unroll
+            for (int i = 0; i <= EARLIER_VECS; ++i) {
+#pragma unroll
+                for (int j = 0; j < VEC_SIZE; ++j) inputs[i * VEC_SIZE + j] = vecs[b][i][j];
+            }
+            const vec_t y = reach.whole ? convolved<true>(inputs, taps, reach) : convolved<false>(inputs, taps, reach);
+            y.store(out + (channel + b) * out_stride);
+        }
+    }
+}

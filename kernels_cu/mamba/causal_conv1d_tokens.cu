@@ -1,0 +1,60 @@
+// causal_conv1d_tokens: convolves each channel of sequences whose tokens are rows of a matrix.
+//
+//     y[t, d] = bias[d] + sum over k < WIDTH of weight[d, k] * x[t - (WIDTH - 1) + k, d]
+//     out[t, d] = T(y * sigmoid(y)) if SILU, else T(y)
+//
+// Sequence b has the tokens query_start_loc[b] <= t < query_start_loc[b + 1]. What lies before its first token counts
+// as 0 here: causal_conv1d_states.cu does the tokens that need a state. A token of no sequence gets 0.
+//
+// Threads: a block takes `tile_size` tokens of NUM_THREADS * VEC_SIZE channels; a thread walks along the tokens with
+// VEC_SIZE channels (causal_conv1d.cuh). Neighbouring blocks take neighbouring channels of the same tokens.
+//
+// Constants
+//     weight_t      element type of weight and bias
+//     index_t       element type of query_start_loc
+//     WIDTH         taps of a channel
+//     WEIGHT_VEC    elements in one access to weight; divides VEC_SIZE * WIDTH
+//     HAS_BIAS      false when bias is null
+//     SILU          apply the activation
+
+#include "causal_conv1d.cuh"
+#include "paged.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+causal_conv1d_tokens(scalar_t* out,                   // [num_tokens, dim]
+                     const scalar_t* x,               // [num_tokens, dim]
+                     const weight_t* weight,          // [dim, WIDTH]
+                     const weight_t* bias,            // [dim]
+                     const index_t* query_start_loc,  // [num_seqs + 1]
+                     int64_t num_tokens, int64_t dim, int64_t num_seqs, int64_t tile_size, int64_t num_groups,
+                     int64_t x_stride, int64_t out_stride) {
+    await_previous_kernel();
+    const int64_t tile = blockIdx.x / uint32_t(num_groups), group = blockIdx.x % uint32_t(num_groups);
+    const int64_t channel = (group * NUM_THREADS + threadIdx.x) * VEC_SIZE;
+    if (channel >= dim) return;
+    x += channel;
+    out += channel;
+    const auto taps = Taps<WIDTH, VEC_SIZE>::load<WEIGHT_VEC, HAS_BIAS>(weight, bias, channel);
+    int64_t t = tile * tile_size;
+    const int64_t last = min(t + tile_size, num_tokens);
+    int64_t sequence = count_up_to(query_start_loc + 1, num_seqs, 1, t);
+    while (t < last) {
+        int64_t begin = last, end = last;  // behind the last sequence
+        if (sequence < num_seqs) {
+            begin = max(int64_t(query_start_loc[sequence]), int64_t(0));
+            end = min(int64_t(query_start_loc[sequence + 1]), last);
+        }
+        ++sequence;
+        for (; t < min(begin, last); ++t) vec_t::full(0.0f).store(out + t * out_stride);
+        if (t >= end) continue;
+        Window<WIDTH, VEC_SIZE> window;
+        const int64_t oldest = t - (WIDTH - 1);
+        window.load(x + oldest * x_stride, x_stride, [=](int k) { return oldest + k >= begin; });
+        convolve<BATCH, SILU, scalar_t>(
+            window, taps, int(end - t), [=](int i) { return vec_t::load_once(x + (t + i) * x_stride); },
+            [=](int i, const vec_t&, const vec_t& y) { y.store(out + (t + i) * out_stride); });
+        t = end;
+    }
+}

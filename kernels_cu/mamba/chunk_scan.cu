@@ -1,0 +1,377 @@
+// chunk_scan: the scan of Mamba-2 over prompts (structured state-space duality, SSD), by matrix products.
+//
+// Of one head, with the time steps d_l after bias, softplus and limits:
+//
+//     h_l = exp(A d_l) h_{l-1} + d_l x_l (outer) B_l,    y_l = h_l . C_l + D x_l,    out_l = T(y_l silu(z_l))
+//
+// For a tile of tokens, with a_l the sum of A d up to token l of the tile and h the state before the tile:
+//
+//     y_l = exp(a_l) h C_l + sum_{m <= l} exp(a_l - a_m) d_m (C_l . B_m) x_m + D x_l
+//     h  <- exp(a_end) h + sum_m (exp(a_end - a_m) d_m x_m) (outer) B_m
+//
+// After Dao and Gu 2024, arXiv:2405.21060. States stay in registers from tile to tile, in float32. Rounded to T are the
+// operands of products: h, the weights exp(a_l - a_m) d_m (C_l . B_m), and the weighted x_m.
+//
+// Blocks: blockIdx.x counts runs of HEADS heads of one group, and tiles of HEAD_TILE dimensions of a head; blockIdx.y is
+// the segment (chunk_scan.cuh). A block walks its chunks in tiles of 32 tokens and copies the next tile to shared memory
+// while it computes this one.
+//
+// Warps: the rows of a block are (head, dimension). A warp has ROW_TILES matrix tiles of 16 rows, the whole state of
+// each row, and y transposed: rows by tokens. The weights, tokens by tokens, are made by the warps together.
+//
+// Constants
+//     scalar_t       T: element type of x, B, C, z and out: half_t or bf16_t
+//     dt_t, bias_t, skip_t, initial_t, state_t    of dt, dt_bias, D, initial_states and states
+//     index_t        of cu_seqlens, cu_chunk_seqlens, last_chunk_indices and seq_idx
+//     HEAD_SIZE      elements of a head; a multiple of HEAD_TILE
+//     STATE_SIZE     elements of B and C; a multiple of 16
+//     HEADS          heads of a block; 1 if HEAD_TILE < HEAD_SIZE
+//     HEAD_TILE      a multiple of 16
+//     ROW_TILES      matrix tiles of a warp
+//     SOFTPLUS, HAS_Z      options of the op
+//     CHUNK_STATES   states are those at the end of every chunk, not of every sequence
+//     SEGMENT_STATES the launch before the last: no out, no states, but segment_states and segment_decays
+
+#include "chunk_scan.cuh"
+#include "state_tiles.cuh"
+
+constexpr int TOKENS = 32;
+constexpr int ROWS = HEADS * HEAD_TILE, NUM_WARPS = ROWS / 16 / ROW_TILES, NUM_THREADS = NUM_WARPS * 32;
+constexpr int STATE_TILES = STATE_SIZE / 8, STEPS = STATE_SIZE / 16;
+constexpr int WARP_HEADS = (HEADS + NUM_WARPS - 1) / NUM_WARPS;  // heads whose decays a warp computes
+static_assert(HEADS == 1 || HEAD_TILE == HEAD_SIZE);
+
+using state_tile = SwizzledTile<scalar_t, STATE_SIZE / 8>;  // B and C: a row for each token
+using rows_tile = SwizzledTile<scalar_t, ROWS / 8>;         // x: a row for each token
+using weights_tile = SwizzledTile<scalar_t, TOKENS / 8>;    // weights: row l, column m
+constexpr int STATE_BYTES = state_tile::bytes(TOKENS), X_BYTES = rows_tile::bytes(TOKENS);
+constexpr int STAGE_BYTES = (SEGMENT_STATES ? 1 : 2) * STATE_BYTES + X_BYTES;
+constexpr int WEIGHT_BYTES = weights_tile::bytes(TOKENS);  // of each head, behind the two stages
+
+// What the tokens of a tile decay by, of each head. Sums are in units of log2.
+struct Decays {
+    float sums[HEADS][TOKENS];     // a_l * log2(e)
+    float kept[HEADS][TOKENS];     // exp(a_l)
+    float steps[HEADS][TOKENS];    // d_m
+    float weights[HEADS][TOKENS];  // exp(a_end - a_m) d_m
+};
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_SIZE]
+           state_t* states,                    // [num_seqs, num_heads, HEAD_SIZE, STATE_SIZE], or of chunks
+           float* segment_states,              // [num_segments - 1, num_heads, HEAD_SIZE, STATE_SIZE]
+           float* segment_decays,              // [num_segments - 1, num_heads]
+           const scalar_t* x,                  // [num_tokens, num_heads, HEAD_SIZE]
+           const dt_t* dt,                     // [num_tokens, num_heads]
+           const float* A,                     // [num_heads]
+           const scalar_t* B,                  // [num_tokens, num_groups, STATE_SIZE]
+           const scalar_t* C,                  // likewise
+           const skip_t* D,                    // [num_heads] or [num_heads, HEAD_SIZE]
+           const scalar_t* z,                  // [num_tokens, num_heads, HEAD_SIZE]
+           const bias_t* dt_bias,              // [num_heads]
+           const initial_t* initial_states,    // [num_seqs, num_heads, HEAD_SIZE, STATE_SIZE]
+           const index_t* cu_seqlens,          // [num_seqs + 1]
+           const index_t* cu_chunk_seqlens,    // [num_chunks + 1]
+           const index_t* last_chunk_indices,  // [num_seqs]
+           const index_t* seq_idx,             // [num_chunks]
+           int num_tokens, int num_chunks, int num_seqs, int num_segments, int64_t chunk_size, int64_t num_heads,
+           int64_t heads_per_group, int64_t out_stride, int64_t x_stride, int64_t z_stride, int64_t B_stride,
+           int64_t C_stride, int64_t dt_stride, int64_t dt_step, int64_t D_stride, int64_t D_step, float dt_min,
+           float dt_max) {
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
+    __shared__ Decays decays[2];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int first_head = int(blockIdx.x) / (HEAD_SIZE / HEAD_TILE) * HEADS;
+    const int first_dim = int(blockIdx.x) % (HEAD_SIZE / HEAD_TILE) * HEAD_TILE;
+    const int group = first_head / int(heads_per_group), segment = blockIdx.y;
+    const int64_t state_size = num_heads * HEAD_SIZE * STATE_SIZE;          // elements of the states of all heads
+    const int64_t first_row = int64_t(first_head) * HEAD_SIZE + first_dim;  // among the rows of all heads
+    const ScanChunks<index_t> chunks{cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx,
+                                     num_tokens, num_chunks,       num_seqs,           chunk_size};
+    const int first_chunk = chunks.first_of(segment, num_segments);
+    const int end_chunk = chunks.first_of(segment + 1, num_segments);
+
+    const auto b_at = [&](int stage) { return state_tile{reinterpret_cast<scalar_t*>(shared + stage * STAGE_BYTES)}; };
+    const auto x_at = [&](int stage) {
+        return rows_tile{reinterpret_cast<scalar_t*>(shared + stage * STAGE_BYTES + STATE_BYTES)};
+    };
+    const auto c_at = [&](int stage) {
+        return state_tile{reinterpret_cast<scalar_t*>(shared + stage * STAGE_BYTES + STATE_BYTES + X_BYTES)};
+    };
+    const auto weights_of = [&](int head) {
+        return weights_tile{reinterpret_cast<scalar_t*>(shared + 2 * STAGE_BYTES + head * WEIGHT_BYTES)};
+    };
+    // The head, counted in the block, and the row of matrix tile r of the warp. Lane rows are g and g + 8 of the tile.
+    const auto tile_row = [&](int r) { return (warp * ROW_TILES + r) * 16; };
+    const auto head_of = [&](int r) { return tile_row(r) / HEAD_TILE; };
+
+    // Copies `count` tokens from `token` on to shared memory, zeros behind them, and reads their time steps.
+    float raw_dt[WARP_HEADS];
+    const auto load = [&](int stage, int token, int count) {
+        const int64_t row = token, column = group * STATE_SIZE;
+        copy_tokens<STATE_SIZE / 8, TOKENS, NUM_THREADS>(b_at(stage), B + row * B_stride + column, B_stride, count);
+        if (!SEGMENT_STATES)
+            copy_tokens<STATE_SIZE / 8, TOKENS, NUM_THREADS>(c_at(stage), C + row * C_stride + column, C_stride, count);
+        copy_tokens<ROWS / 8, TOKENS, NUM_THREADS>(x_at(stage), x + row * x_stride + first_row, x_stride, count);
+        cp_async_commit();
+#pragma unroll
+        for (int i = 0; i < WARP_HEADS; ++i) {
+            const int head = first_head + min(warp + i * NUM_WARPS, HEADS - 1);
+            raw_dt[i] = lane < count ? to_float(dt[int64_t(token + lane) * dt_stride + head * dt_step]) : 0.0f;
+        }
+    };
+    // The decays of the tile whose time steps `load` has read.
+    const auto find_decays = [&](int stage, int count) {
+#pragma unroll
+        for (int i = 0; i < WARP_HEADS; ++i) {
+            const int own = warp + i * NUM_WARPS, head = first_head + min(own, HEADS - 1);
+            const float bias = dt_bias ? to_float(dt_bias[head]) : 0.0f;
+            const float step = lane < count ? time_step<SOFTPLUS>(raw_dt[i], bias, dt_min, dt_max) : 0.0f;
+            float sum = lane < count ? step * A[head] * LOG2_OF_E : 0.0f;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const float before = shfl<32>(sum, lane - distance & 31);
+                if (lane >= distance) sum += before;
+            }
+            const float end = shfl<32>(sum, 31);
+            if (own < HEADS) {
+                decays[stage].sums[own][lane] = sum;
+                decays[stage].kept[own][lane] = estimate_exp2(sum);
+                decays[stage].steps[own][lane] = step;
+                decays[stage].weights[own][lane] = lane < count ? estimate_exp2(end - sum) * step : 0.0f;
+            }
+        }
+    };
+
+    float h[ROW_TILES][STATE_TILES][4];
+    const auto each_of_state = [&](auto visit) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+            for (int n = 0; n < STATE_TILES; ++n) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int64_t row = first_row + tile_row(r) + half * 8 + g;
+                    visit(r, h[r][n][2 * half], h[r][n][2 * half + 1], row * STATE_SIZE + n * 8 + 2 * t);
+                }
+            }
+        }
+    };
+    const auto clear_state = [&]() {
+        each_of_state([&](int, float& low, float& high, int64_t) { low = high = 0.0f; });
+    };
+    const auto begin_sequence = [&](int seq) {
+        if (!initial_states || seq < 0) return clear_state();
+        each_of_state([&](int, float& low, float& high, int64_t at) {
+            const auto pair = Vec<initial_t, 2>::load(initial_states + int64_t(seq) * state_size + at);
+            low = pair[0];
+            high = pair[1];
+        });
+    };
+    const auto store_state = [&](int64_t number) {
+        each_of_state([&](int, float& low, float& high, int64_t at) {
+            const float pair[2] = {low, high};
+            Vec<state_t, 2>::from_floats(pair).store(states + number * state_size + at);
+        });
+    };
+
+    clear_state();
+    float log_decay[ROW_TILES] = {};  // of the segment, in units of log2
+    bool restarted = false;           // the segment has begun a sequence
+    // The factor of x in a row's output.
+    const auto skip_of = [&](int row) {
+        if (!D) return 0.0f;
+        return to_float(D[(first_head + row / HEAD_TILE) * D_stride + (first_dim + row % HEAD_TILE) * D_step]);
+    };
+
+    int number = first_chunk, token = 0, stage = 0;
+    ScanChunk chunk{};
+    if (number < end_chunk) {
+        chunk = chunks.at(number);
+        token = chunk.begin;
+        load(0, token, min(chunk.end - token, TOKENS));
+        find_decays(0, chunk.end - token);
+        if (!SEGMENT_STATES && !chunk.restarts) {
+            each_of_state([&](int, float& low, float& high, int64_t at) {
+                const auto pair = Vec<float, 2>::load(segment_states + (segment - 1) * state_size + at);
+                low = pair[0];
+                high = pair[1];
+            });
+        }
+    }
+    for (; number < end_chunk; stage ^= 1) {
+        // The tile after this one.
+        const bool ends = token + TOKENS >= chunk.end;
+        const int next_number = number + ends;
+        const bool more = next_number < end_chunk;
+        const ScanChunk next = ends && more ? chunks.at(next_number) : chunk;
+        const int next_token = ends ? next.begin : token + TOKENS;
+        const int next_count = min(next.end - next_token, TOKENS), count = chunk.end - token;
+
+        cp_async_wait<0>();
+        __syncthreads();
+        if (more) load(stage ^ 1, next_token, next_count);
+        if (token == chunk.begin && chunk.restarts) {
+            begin_sequence(chunk.seq);
+            restarted = true;
+        }
+        const Decays& decay = decays[stage];
+        const state_tile b_tile = b_at(stage);
+        const rows_tile x_tile = x_at(stage);
+
+        uint32_t xs[ROW_TILES][2][4];  // x transposed: rows by tokens
+        if constexpr (!SEGMENT_STATES) {
+            // Weights: the tiles of 16 by 16 tokens on the diagonal and below it, a warp each in turn.
+            const state_tile c_tile = c_at(stage);
+            for (int tile = warp; tile < 3; tile += NUM_WARPS) {
+                const int row_tile = (tile + 1) / 2, column_tile = tile / 2;
+                float products[2][4] = {};
+#pragma unroll
+                for (int step = 0; step < STEPS; ++step) {
+                    uint32_t a[4], b[4];
+                    load_operand(a, c_tile, row_tile * 16, step);
+                    load_columns(b, b_tile, column_tile * 16, step);
+                    multiply_add<scalar_t>(products[0], products[1], a, b);
+                }
+#pragma unroll
+                for (int head = 0; head < HEADS; ++head) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int n = i / 2, half = i % 2, l = row_tile * 16 + half * 8 + g;
+                        const int m = column_tile * 16 + n * 8 + 2 * t;
+                        const float sum = decay.sums[head][l];
+                        float weight[2];
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) {
+                            const float factor =
+                                estimate_exp2(sum - decay.sums[head][m + j]) * decay.steps[head][m + j];
+                            weight[j] = m + j <= l ? factor * products[n][2 * half + j] : 0.0f;
+                        }
+                        scalar_t* const to = weights_of(head).at(l, column_tile * 2 + n) + 2 * t;
+                        *reinterpret_cast<uint32_t*>(to) = pack_pair<scalar_t>(weight[0], weight[1]);
+                    }
+                }
+            }
+
+            // Y = h C, then decayed by token.
+            float y[ROW_TILES][4][4] = {};
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                uint32_t a[ROW_TILES][4];
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) pack_operand<scalar_t>(a[r], h[r][2 * step], h[r][2 * step + 1]);
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    uint32_t b[4];
+                    load_columns(b, c_tile, n * 16, step);
+#pragma unroll
+                    for (int r = 0; r < ROW_TILES; ++r) multiply_add<scalar_t>(y[r][2 * n], y[r][2 * n + 1], a[r], b);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * 16; ++i) {
+                y[i / 16][i / 4 % 4][i % 4] *= decay.kept[head_of(i / 16)][i / 4 % 4 * 8 + 2 * t + i % 2];
+            }
+
+            __syncthreads();
+            // Y += weights of the tokens up to each, times x; and D x.
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    load_transposed(xs[r][k], x_tile, k * 16, warp * ROW_TILES + r);
+#pragma unroll
+                    for (int n = k; n < 2; ++n) {
+                        uint32_t b[4];
+                        load_columns(b, weights_of(head_of(r)), n * 16, k);
+                        multiply_add<scalar_t>(y[r][2 * n], y[r][2 * n + 1], xs[r][k], b);
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * 8; ++i) {
+                const int r = i / 8, half = i / 4 % 2, n = i % 4;
+                const float skip = skip_of(tile_row(r) + half * 8 + g);
+                float low, high;
+                unpack_pair<scalar_t>(xs[r][n / 2][n % 2 * 2 + half], low, high);
+                y[r][n][2 * half] = fmaf(skip, low, y[r][n][2 * half]);
+                y[r][n][2 * half + 1] = fmaf(skip, high, y[r][n][2 * half + 1]);
+                if constexpr (HAS_Z) {
+                    const int l = n * 8 + 2 * t;
+                    const scalar_t* const gate =
+                        z + int64_t(token + l) * z_stride + first_row + tile_row(r) + half * 8 + g;
+                    if (l < count) y[r][n][2 * half] *= silu_of(to_float(gate[0]));
+                    if (l + 1 < count) y[r][n][2 * half + 1] *= silu_of(to_float(gate[z_stride]));
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * 4; ++i) {
+                const int r = i / 4, n = i % 4;
+                scalar_t* const to = out + int64_t(token + n * 8) * out_stride + first_row + tile_row(r);
+                store_transposed(to, out_stride, y[r][n], count - n * 8);
+            }
+        }
+
+        // h = exp(a_end) h + (weighted x) B.
+        uint32_t weighted[ROW_TILES][2][4];
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+            const float kept = decay.kept[head_of(r)][TOKENS - 1];
+            if (SEGMENT_STATES) log_decay[r] += decay.sums[head_of(r)][TOKENS - 1];
+#pragma unroll
+            for (int i = 0; i < STATE_TILES * 4; ++i) h[r][i / 4][i % 4] *= kept;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int k = i / 4, m = k * 16 + i % 4 / 2 * 8 + 2 * t;
+                if (SEGMENT_STATES && i % 4 == 0) {
+                    load_transposed(xs[r][k], x_tile, k * 16, warp * ROW_TILES + r);
+                }
+                float low, high;
+                unpack_pair<scalar_t>(xs[r][k][i % 4], low, high);
+                const float (&weights)[TOKENS] = decay.weights[head_of(r)];
+                weighted[r][k][i % 4] = pack_pair<scalar_t>(low * weights[m], high * weights[m + 1]);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+#pragma unroll
+            for (int n = 0; n < STEPS; ++n) {
+                uint32_t b[4];
+                load_rows(b, b_tile, k * 16, n);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) {
+                    multiply_add<scalar_t>(h[r][2 * n], h[r][2 * n + 1], weighted[r][k], b);
+                }
+            }
+        }
+
+        if (!SEGMENT_STATES && ends) {
+            if (CHUNK_STATES) store_state(number);
+            else if (chunks.is_last(chunk.seq, number)) store_state(chunk.seq);
+        }
+        if (more) find_decays(stage ^ 1, next_count);
+        number = next_number;
+        token = next_token;
+        chunk = next;
+    }
+
+    if constexpr (SEGMENT_STATES) {
+        each_of_state([&](int, float& low, float& high, int64_t at) {
+            const float pair[2] = {low, high};
+            Vec<float, 2>::from_floats(pair).store(segment_states + segment * state_size + at);
+        });
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+            const bool first_of_head = tile_row(r) % HEAD_TILE == 0 && first_dim == 0;
+            if (lane == 0 && first_of_head) {
+                segment_decays[segment * num_heads + first_head + head_of(r)] =
+                    restarted ? 0.0f : estimate_exp2(log_decay[r]);
+            }
+        }
+    } else if (!CHUNK_STATES && segment == 0) {
+        write_states_without_chunks(states, initial_states, chunks, state_size, first_row * STATE_SIZE,
+                                    ROWS * STATE_SIZE, warp, NUM_WARPS);
+    }
+}

@@ -1,0 +1,175 @@
+// gated_delta_recurrent: the gated delta rule, token by token, in float32.
+//
+//     S_l = exp(g_l) S_{l-1} + b_l (v_l - exp(g_l) S_{l-1} k_l) (outer) k_l,    o_l = T(scale * S_l q_l)
+//
+// S has a row for each element of v and a column for each element of k. With QK_NORM, q and k are first divided by
+// sqrt(their sum of squares + 1e-6). (Yang et al. 2024, arXiv:2412.06464)
+//
+// Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows. LANES neighbouring lanes share a row; a lane
+// has every LANES-th run of four columns. Tiles of TOKENS tokens pass through shared memory.
+//
+// SLOTS: sequence i begins with the state in slot indices[i, max(accepted[i], 1) - 1]; PER_TOKEN: the state after token
+// t goes to slot indices[i, t], else the last state goes back to its slot. A sequence whose first slot is out of range is
+// skipped; a state whose slot is out of range is not stored. Without SLOTS, sequence i has state i, and a sequence
+// without tokens keeps it.
+//
+// Constants
+//     scalar_t       T: element type of q, k, v and o
+//     g_t, beta_t, initial_t, state_t    of g, beta, initial_state, and state or final_state
+//     starts_t, index_t, accepted_t      of cu_seqlens, ssm_state_indices and num_accepted_tokens
+//     KEY_SIZE, VALUE_SIZE    elements of a head of k and of v
+//     LANES, ROWS    of a block; LANES is a power of two up to 32, LANES * ROWS the threads of the block
+//     STATE_VEC      columns of a state in one memory access: 4 where the columns of a row are neighbours, else 1
+//     QK_NORM, SLOTS, PER_TOKEN    as above
+
+#include "reduce.cuh"
+#include "vec.cuh"
+
+constexpr int TOKENS = 8, NUM_THREADS = LANES * ROWS, TILES = ceil_div(VALUE_SIZE, ROWS);
+constexpr int RUNS = ceil_div(KEY_SIZE, 4 * LANES);  // runs of columns that a lane has
+constexpr int KEYS = RUNS * 4 * LANES;               // columns, with those behind the last
+
+// Loads a token's row of KEY_SIZE elements to shared memory, divided by its norm and times `factor`, by a warp.
+DEVICE void load_key(float* to, const scalar_t* from, float factor) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    float sum = 0.0f;
+    if (QK_NORM) {
+        for (int i = lane; i < KEY_SIZE; i += WARP_SIZE) {
+            const float value = to_float(from[i]);
+            sum = fmaf(value, value, sum);
+        }
+        factor *= 1.0f / sqrtf(lane_reduce<Sum, WARP_SIZE>(sum) + 1e-6f);
+    }
+    for (int i = lane; i < KEYS; i += WARP_SIZE) to[i] = i < KEY_SIZE ? to_float(from[i]) * factor : 0.0f;
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+gated_delta_recurrent(scalar_t* o,                            // [num_tokens, value_heads, VALUE_SIZE]
+                      state_t* state,                         // SLOTS: [num_slots, value_heads, VALUE_SIZE, KEY_SIZE],
+                                                              // the last two in either order
+                      state_t* final_state,                   // else: [num_seqs, ...], likewise
+                      const initial_t* initial_state,         // likewise
+                      const scalar_t* q,                      // [num_tokens, key_heads, KEY_SIZE]
+                      const scalar_t* k,                      // likewise
+                      const scalar_t* v,                      // [num_tokens, value_heads, VALUE_SIZE]
+                      const g_t* g,                           // [num_tokens, value_heads]
+                      const beta_t* beta,                     // likewise
+                      const starts_t* cu_seqlens,             // [num_seqs + 1]
+                      const index_t* ssm_state_indices,       // [num_seqs, index_columns]
+                      const accepted_t* num_accepted_tokens,  // [num_seqs]
+                      int64_t num_tokens, int64_t seq_tokens, int64_t value_heads, int64_t heads_per_key,
+                      int64_t num_slots, int64_t index_stride, int64_t index_columns, int64_t o_stride,
+                      int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t g_stride, int64_t g_step,
+                      int64_t beta_stride, int64_t beta_step, int64_t state_stride, int64_t state_row_stride,
+                      int64_t state_column_stride, float scale) {
+    await_previous_kernel();
+    __shared__ alignas(16) float keys[TOKENS][KEYS];
+    __shared__ alignas(16) float queries[TOKENS][KEYS];
+    __shared__ float values[TOKENS][ROWS];
+    __shared__ float outputs[TOKENS][ROWS];
+    __shared__ float kept[TOKENS];
+    __shared__ float strengths[TOKENS];
+    const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const int head = int(blockIdx.x / TILES % value_heads), first_row = int(blockIdx.x % TILES) * ROWS;
+    const int rows = min(ROWS, VALUE_SIZE - first_row);
+    const int64_t seq = blockIdx.x / (TILES * value_heads), key_head = head / heads_per_key;
+    int64_t begin = cu_seqlens ? int64_t(cu_seqlens[seq]) : seq * seq_tokens;
+    int64_t end = cu_seqlens ? int64_t(cu_seqlens[seq + 1]) : begin + seq_tokens;
+    if (begin < 0 || end > num_tokens || begin > end) begin = end = 0;
+
+    const auto slot_at = [&](int64_t column) {
+        if (!SLOTS) return seq;
+        if (column >= index_columns) return int64_t(-1);
+        return ssm_state_indices ? int64_t(ssm_state_indices[seq * index_stride + column]) : seq;
+    };
+    int64_t column = 0;
+    if (SLOTS && num_accepted_tokens) column = max(int64_t(num_accepted_tokens[seq]), int64_t(1)) - 1;
+    const int64_t first_slot = slot_at(column);
+    const auto is_slot = [&](int64_t slot) { return slot >= 0 && slot < num_slots; };
+    if (SLOTS && (!is_slot(first_slot) || begin == end)) return;
+
+    float s[RUNS][4] = {};
+    // Calls `visit` with each run of STATE_VEC columns of the thread, and its place in a state of all heads.
+    const auto each_of_state = [&](auto visit) {
+#pragma unroll
+        for (int i = 0; i < RUNS * 4; i += STATE_VEC) {
+            const int key = (i / 4 * LANES + lane) * 4 + i % 4;
+            const int64_t at = int64_t(head) * (VALUE_SIZE * KEY_SIZE) + (first_row + row) * state_row_stride +
+                               key * state_column_stride;
+            if (row < rows && key < KEY_SIZE) visit(&s[i / 4][i % 4], at);
+        }
+    };
+    const auto store_state = [&](int64_t slot) {
+        each_of_state([&](float* run, int64_t at) {
+            Vec<state_t, STATE_VEC>::from_floats(*reinterpret_cast<float (*)[STATE_VEC]>(run))
+                .store((SLOTS ? state : final_state) + slot * state_stride + at);
+        });
+    };
+    const auto load_state = [&](const auto* from) {
+        each_of_state([&](float* run, int64_t at) {
+            load_floats<STATE_VEC>(from + first_slot * state_stride + at, *reinterpret_cast<float (*)[STATE_VEC]>(run));
+        });
+    };
+    if (SLOTS) load_state(state);
+    else if (initial_state) load_state(initial_state);
+
+    for (int64_t token = begin; token < end; token += TOKENS) {
+        const int count = int(min(end - token, int64_t(TOKENS)));
+        __syncthreads();
+        for (int i = threadIdx.x / WARP_SIZE; i < 2 * count; i += NUM_THREADS / WARP_SIZE) {
+            const int l = i / 2;
+            const int64_t at = key_head * KEY_SIZE;
+            if (i % 2) load_key(queries[l], q + (token + l) * q_stride + at, scale);
+            else load_key(keys[l], k + (token + l) * k_stride + at, 1.0f);
+        }
+        for (int i = threadIdx.x; i < count * ROWS; i += NUM_THREADS) {
+            const int l = i / ROWS, own = i % ROWS;
+            const scalar_t* const from = v + (token + l) * v_stride + int64_t(head) * VALUE_SIZE + first_row;
+            values[l][own] = own < rows ? to_float(from[own]) : 0.0f;
+        }
+        if (int(threadIdx.x) < count) {
+            const int64_t at = token + threadIdx.x;
+            kept[threadIdx.x] = expf(to_float(g[at * g_stride + head * g_step]));
+            strengths[threadIdx.x] = beta ? to_float(beta[at * beta_stride + head * beta_step]) : 1.0f;
+        }
+        __syncthreads();
+        for (int l = 0; l < count; ++l) {
+            const float keep = kept[l];
+            float predicted = 0.0f, result = 0.0f;
+#pragma unroll
+            for (int i = 0; i < RUNS; ++i) {
+                const auto key = Vec<float, 4>::load(keys[l] + (i * LANES + lane) * 4);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    s[i][j] *= keep;
+                    predicted = fmaf(s[i][j], key[j], predicted);
+                }
+            }
+            predicted = lane_reduce<Sum, LANES>(predicted);
+            const float change = strengths[l] * (values[l][row] - predicted);
+#pragma unroll
+            for (int i = 0; i < RUNS; ++i) {
+                const auto key = Vec<float, 4>::load(keys[l] + (i * LANES + lane) * 4);
+                const auto query = Vec<float, 4>::load(queries[l] + (i * LANES + lane) * 4);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    s[i][j] = fmaf(change, key[j], s[i][j]);
+                    result = fmaf(s[i][j], query[j], result);
+                }
+            }
+            result = lane_reduce<Sum, LANES>(result);
+            if (lane == 0) outputs[l][row] = result;
+            if constexpr (PER_TOKEN) {
+                const int64_t slot = slot_at(token - begin + l);
+                if (is_slot(slot)) store_state(slot);
+            }
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < count * ROWS; i += NUM_THREADS) {
+            const int l = i / ROWS, own = i % ROWS;
+            scalar_t* const to = o + (token + l) * o_stride + int64_t(head) * VALUE_SIZE + first_row;
+            if (own < rows) to[own] = from_float<scalar_t>(outputs[l][own]);
+        }
+    }
+    if (SLOTS ? !PER_TOKEN : final_state != nullptr) store_state(first_slot);
+}

@@ -1,0 +1,445 @@
+// selective_scan_fwd: the recurrence of Mamba over the tokens of sequences; the states are kept in a cache.
+//
+//     d    = delta[c, t] + delta_bias_[c], then softplus(d) if delta_softplus
+//     h[n] = exp(d * A[c, n]) * h[n] + d * u[c, t] * B[n, t]        for each state n
+//     y    = sum over n of h[n] * C[n, t] + D_[c] * u[c, t]
+//     delta[c, t] = T(y),  z_[c, t] = T(y * silu(z_[c, t]))
+//
+// h begins as the state of the sequence's slot, or as 0. The state is stored in a slot after each block of block_size
+// tokens, and after the last token.
+//
+// A block of threads takes some channels of one sequence, and goes over the sequence in tiles of tokens. Its first half,
+// the scanning threads, carries the states: LANES neighbouring lanes share CHANNELS channels, and each has STATES states
+// of every one of them in registers. So a value of B or C that was read once serves CHANNELS channels, and a value of
+// delta serves STATES states. The other half, the staging threads, makes the next tile ready in shared memory and writes
+// the results of the tile before. Each token is one step for a state, in the order of the tokens: the result does not
+// depend on where a sequence is cut into calls.
+//
+// Constants
+//     state_t          element type of ssm_states
+//     STATE_SIZE       states of a channel
+//     LANES            lanes that share the states of a channel, a power of two up to 32
+//     STATES           states of a lane; LANES * STATES >= STATE_SIZE
+//     CHANNELS         channels of a lane
+//     TILE_TOKENS      tokens of a tile, a multiple of 8
+//     VEC_SIZE         tokens in one memory access
+//     STATE_VEC_SIZE   states in one memory access; divides STATES and STATE_SIZE
+
+#include "selective.cuh"
+#include "vec.cuh"
+
+constexpr int SCAN_THREADS = NUM_THREADS / 2;
+constexpr int STAGE_THREADS = NUM_THREADS - SCAN_THREADS;
+constexpr int GROUPS = SCAN_THREADS / LANES;  // lanes that share channels form a group
+constexpr int BLOCK_CHANNELS = GROUPS * CHANNELS;
+constexpr int PADDED_STATES = LANES * STATES;
+constexpr int UNIT = VEC_SIZE > 4 ? VEC_SIZE : 4;  // tokens of a channel that a thread stages at a time
+using unit_t = Vec<scalar_t, UNIT>;
+constexpr int ROW_UNITS = TILE_TOKENS / UNIT;
+constexpr int ROW = TILE_TOKENS + 4;  // floats of a row in shared memory: vectors of eight rows lie in different banks
+constexpr int CHANNEL_UNITS = ceil_div(BLOCK_CHANNELS * ROW_UNITS, STAGE_THREADS);  // of a thread
+constexpr int STATE_UNITS = ceil_div(PADDED_STATES * ROW_UNITS, STAGE_THREADS);     // likewise
+
+// A tile in shared memory. Channel c of the block is channel c / GROUPS of the group c % GROUPS.
+struct Buffer {
+    float rate[BLOCK_CHANNELS * ROW];      // delta * log2(e)
+    float scaled_u[BLOCK_CHANNELS * ROW];  // delta * u
+    float y[BLOCK_CHANNELS * ROW];         // of the token in column c at c + 4 in its row
+    float B[TILE_TOKENS * PADDED_STATES];
+    float C[TILE_TOKENS * PADDED_STATES];
+};
+
+// Tokens origin + first ... origin + last - 1 of a row. Origins are multiples of TILE_TOKENS, as alignment asks.
+struct Tile {
+    int64_t origin;
+    int64_t block_end;  // the state is stored before this token
+    int first, last;
+
+    DEVICE static Tile from(int64_t begin, int64_t block_end) {
+        const int64_t origin = begin / TILE_TOKENS * TILE_TOKENS;
+        return {origin, block_end, int(begin - origin), int(min(block_end - origin, int64_t(TILE_TOKENS)))};
+    }
+    DEVICE Tile next(int64_t end, int64_t block_size) const {
+        const int64_t begin = origin + last;
+        const bool same_block = begin < block_end;
+        return from(begin, same_block ? block_end : end - begin <= block_size ? end : begin + block_size);
+    }
+    DEVICE bool empty() const { return first == last; }
+    DEVICE bool ends_block() const { return origin + last == block_end; }
+    DEVICE bool has(int column) const { return column >= first && column < last; }
+    DEVICE bool has_all(int column, int count) const { return column >= first && column + count <= last; }
+    DEVICE bool has_none(int column, int count) const { return max(column, first) >= min(column + count, last); }
+
+    // The elements of a row that the unit at `column` has in the tile; 0 for others.
+    DEVICE unit_t load(const scalar_t* row, int column) const {
+        if (has_all(column, UNIT)) return unit_t::load<VEC_SIZE>(row + origin + column);
+        unit_t unit = unit_t::full(0.0f);
+#pragma unroll
+        for (int j = 0; j < UNIT; ++j) {
+            if (has(column + j)) unit.data[j] = row[origin + column + j];
+        }
+        return unit;
+    }
+    DEVICE void store(scalar_t* row, int column, const float (&x)[UNIT]) const {
+        const unit_t unit = unit_t::from_floats(x);
+        if (has_all(column, UNIT)) {
+            unit.store<VEC_SIZE>(row + origin + column);
+        } else {
+#pragma unroll
+            for (int j = 0; j < UNIT; ++j) {
+                if (has(column + j)) row[origin + column + j] = unit.data[j];
+            }
+        }
+    }
+};
+
+// The tensors at the block's sequence and first channel.
+struct Rows {
+    const scalar_t *u, *B, *C;
+    scalar_t *delta, *z;
+    const float *bias, *D;
+    int64_t u_stride, delta_stride, z_stride, B_stride, C_stride;
+    int channels;  // of the block, that exist
+    bool softplus;
+};
+
+DEVICE void store_floats(float* shared, const float (&x)[UNIT]) {
+#pragma unroll
+    for (int j = 0; j < UNIT; j += 4)
+        *reinterpret_cast<float4*>(shared + j) = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
+}
+
+// A staging thread's part of a tile on its way from global to shared memory. It is loaded early and stored late, so that
+// the thread need not wait for memory.
+struct Stage {
+    unit_t delta[CHANNEL_UNITS], u[CHANNEL_UNITS], B[STATE_UNITS], C[STATE_UNITS];
+
+    DEVICE void load(const Rows& rows, const Tile& tile, int thread) {
+#pragma unroll
+        for (int i = 0; i < CHANNEL_UNITS; ++i) {
+            const int unit = thread + i * STAGE_THREADS, channel = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
+            if (tile.has_none(column, UNIT) || channel >= rows.channels) continue;
+            delta[i] = tile.load(rows.delta + channel * rows.delta_stride, column);
+            u[i] = tile.load(rows.u + channel * rows.u_stride, column);
+        }
+#pragma unroll
+        for (int i = 0; i < STATE_UNITS; ++i) {
+            const int unit = thread + i * STAGE_THREADS, state = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
+            if (tile.has_none(column, UNIT) || state >= STATE_SIZE) continue;
+            B[i] = tile.load(rows.B + state * rows.B_stride, column);
+            C[i] = tile.load(rows.C + state * rows.C_stride, column);
+        }
+    }
+
+    DEVICE void store(const Rows& rows, const Tile& tile, int thread, Buffer& to) {
+#pragma unroll
+        for (int i = 0; i < CHANNEL_UNITS; ++i) {
+            const int unit = thread + i * STAGE_THREADS, channel = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
+            if (tile.has_none(column, UNIT) || channel >= BLOCK_CHANNELS) continue;
+            float step[UNIT] = {}, scaled_u[UNIT] = {};
+            if (channel < rows.channels) {
+                const float bias = rows.bias ? rows.bias[channel] : 0.0f;
+                delta[i].to_floats(step);
+                u[i].to_floats(scaled_u);
+#pragma unroll
+                for (int j = 0; j < UNIT; ++j) {
+                    step[j] = rows.softplus ? softplus(step[j] + bias) : step[j] + bias;
+                    scaled_u[j] *= step[j];
+                    step[j] *= LOG2_E;
+                }
+            }
+            store_floats(to.rate + channel * ROW + column, step);
+            store_floats(to.scaled_u + channel * ROW + column, scaled_u);
+        }
+#pragma unroll
+        for (int i = 0; i < STATE_UNITS; ++i) {
+            const int unit = thread + i * STAGE_THREADS, state = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
+            if (tile.has_none(column, UNIT) || state >= PADDED_STATES) continue;
+#pragma unroll
+            for (int j = 0; j < UNIT; ++j) {
+                to.B[(column + j) * PADDED_STATES + state] = state < STATE_SIZE ? B[i][j] : 0.0f;
+                to.C[(column + j) * PADDED_STATES + state] = state < STATE_SIZE ? C[i][j] : 0.0f;
+            }
+        }
+    }
+};
+
+// Writes the results of a tile.
+DEVICE void write(const Rows& rows, const Tile& tile, int thread, const Buffer& from) {
+#pragma unroll
+    for (int i = 0; i < CHANNEL_UNITS; ++i) {
+        const int unit = thread + i * STAGE_THREADS, channel = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
+        if (tile.has_none(column, UNIT) || channel >= rows.channels) continue;
+        float y[UNIT];
+#pragma unroll
+        for (int j = 0; j < UNIT; j += 4) {
+            const bool scanned = !tile.has_none(column + j, 4);
+            const float4 four =
+                scanned ? *reinterpret_cast<const float4*>(from.y + channel * ROW + column + j + 4) : float4();
+            y[j] = four.x;
+            y[j + 1] = four.y;
+            y[j + 2] = four.z;
+            y[j + 3] = four.w;
+        }
+        if (rows.D) {
+            const unit_t u = tile.load(rows.u + channel * rows.u_stride, column);
+            const float D = rows.D[channel];
+#pragma unroll
+            for (int j = 0; j < UNIT; ++j) y[j] = fmaf(D, u[j], y[j]);
+        }
+        tile.store(rows.delta + channel * rows.delta_stride, column, y);
+        if (rows.z) {
+            scalar_t* row = rows.z + channel * rows.z_stride;
+            const unit_t z = tile.load(row, column);
+#pragma unroll
+            for (int j = 0; j < UNIT; ++j) y[j] = gated_by_silu<scalar_t>(y[j], z[j]);
+            tile.store(row, column, y);
+        }
+    }
+}
+
+// Adds up each of four values over LANES lanes. The sums of values first_sum() ... lie in x[0] ... x[SUMS - 1].
+constexpr int SUMS = LANES >= 4 ? 1 : 4 / LANES;
+DEVICE int first_sum(int lane) { return LANES == 1 ? 0 : LANES == 2 ? lane * 2 : (lane & 1) * 2 + (lane >> 1 & 1); }
+DEVICE void add_up(float (&x)[4], int lane) {
+    if constexpr (LANES >= 2) {
+        const bool upper = lane & 1;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float given = upper ? x[i] : x[i + 2], kept = upper ? x[i + 2] : x[i];
+            x[i] = kept + shfl_xor(given, 1);
+        }
+    }
+    if constexpr (LANES >= 4) {
+        const bool upper = lane & 2;
+        const float given = upper ? x[0] : x[1], kept = upper ? x[1] : x[0];
+        x[0] = kept + shfl_xor(given, 2);
+    }
+#pragma unroll
+    for (int mask = 4; mask < LANES; mask *= 2) x[0] += shfl_xor(x[0], mask);
+}
+
+// The states of a scanning thread.
+struct States {
+    float h[CHANNELS][STATES], A[CHANNELS][STATES];
+    int group, lane;
+
+    // Calls f(i, k, n, offset) for each vector of the thread's states that exists: states n ... of its channel k.
+    template <typename F>
+    DEVICE void for_each_vec(int channels, int64_t stride, F f) const {
+#pragma unroll
+        for (int k = 0; k < CHANNELS; ++k) {
+#pragma unroll
+            for (int n = 0; n < STATES; n += STATE_VEC_SIZE) {
+                const int channel = k * GROUPS + group, state = lane * STATES + n;
+                if (channel < channels && state < STATE_SIZE) f(k, n, channel * stride + state);
+            }
+        }
+    }
+
+    DEVICE void load(const Rows& rows, const float* A_rows, int64_t A_stride, const state_t* state, int64_t stride) {
+#pragma unroll
+        for (int k = 0; k < CHANNELS; ++k) {
+#pragma unroll
+            for (int n = 0; n < STATES; ++n) h[k][n] = A[k][n] = 0.0f;
+        }
+        for_each_vec(rows.channels, A_stride, [&](int k, int n, int64_t offset) {
+            const auto vec = Vec<float, STATE_VEC_SIZE>::load(A_rows + offset);
+#pragma unroll
+            for (int j = 0; j < STATE_VEC_SIZE; ++j) A[k][n + j] = vec[j];
+        });
+        if (state == nullptr) return;
+        for_each_vec(rows.channels, stride, [&](int k, int n, int64_t offset) {
+            const auto vec = Vec<state_t, STATE_VEC_SIZE>::load_once(state + offset);
+#pragma unroll
+            for (int j = 0; j < STATE_VEC_SIZE; ++j) h[k][n + j] = vec[j];
+        });
+    }
+
+    DEVICE void store(const Rows& rows, state_t* state, int64_t stride) const {
+        for_each_vec(rows.channels, stride, [&](int k, int n, int64_t offset) {
+            float x[STATE_VEC_SIZE];
+#pragma unroll
+            for (int j = 0; j < STATE_VEC_SIZE; ++j) x[j] = h[k][n + j];
+            Vec<state_t, STATE_VEC_SIZE>::from_floats(x).store(state + offset);
+        });
+    }
+
+    // Four steps, for the tokens from `column` on, of which y gets the lane's share. ALL: all of them lie in the tile.
+    template <bool ALL>
+    DEVICE void scan_four(const Tile& tile, int column, const Buffer& at, float (&y)[CHANNELS][4]) {
+        float rate[CHANNELS][4], scaled_u[CHANNELS][4];
+#pragma unroll
+        for (int k = 0; k < CHANNELS; ++k) {
+            const int row = (k * GROUPS + group) * ROW + column;
+            load_floats<4>(at.rate + row, rate[k]);
+            load_floats<4>(at.scaled_u + row, scaled_u[k]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int k = 0; k < CHANNELS; ++k) y[k][i] = 0.0f;
+            if (!ALL && !tile.has(column + i)) continue;
+            constexpr int ACCESS = STATES < 4 ? STATES : 4;
+            const int states = (column + i) * PADDED_STATES + lane * STATES;
+            float B[STATES], C[STATES];
+            load_floats<ACCESS>(at.B + states, B);
+            load_floats<ACCESS>(at.C + states, C);
+#pragma unroll
+            for (int k = 0; k < CHANNELS; ++k) {
+#pragma unroll
+                for (int n = 0; n < STATES; ++n) {
+                    h[k][n] = fmaf(estimate_exp2(rate[k][i] * A[k][n]), h[k][n], scaled_u[k][i] * B[n]);
+                    y[k][i] = fmaf(h[k][n], C[n], y[k][i]);
+                }
+            }
+        }
+    }
+
+    // Adds up the lanes' shares of y for the four tokens before `column`.
+    DEVICE void finish_four(int column, Buffer& at, float (&y)[CHANNELS][4]) const {
+#pragma unroll
+        for (int k = 0; k < CHANNELS; ++k) {
+            add_up(y[k], lane);
+            if (LANES > 4 && lane >= 4) continue;
+            float* sums = at.y + (k * GROUPS + group) * ROW + column + first_sum(lane);
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) sums[i] = y[k][i];
+        }
+    }
+
+    // Four tokens are finished while the next four are under way, so that shuffles are not waited for. The first time
+    // there are none to finish: what is written then is not read.
+    DEVICE void scan(const Tile& tile, Buffer& at) {
+        float y[CHANNELS][4] = {};
+        int column = tile.first / 4 * 4;
+        if (column < tile.first) {
+            scan_four<false>(tile, column, at, y);
+            column += 4;
+        }
+        for (; column + 4 <= tile.last; column += 4) {
+            float before[CHANNELS][4];
+#pragma unroll
+            for (int k = 0; k < CHANNELS; ++k) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) before[k][i] = y[k][i];
+            }
+            scan_four<true>(tile, column, at, y);
+            finish_four(column, at, before);
+        }
+        if (column < tile.last) {
+            finish_four(column, at, y);
+            scan_four<false>(tile, column, at, y);
+            column += 4;
+        }
+        finish_four(column, at, y);
+    }
+};
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] or [dim, num_tokens]
+                   scalar_t* delta,                 // likewise
+                   const float* A,                  // [dim, STATE_SIZE]
+                   const scalar_t* B,               // [batch, groups, STATE_SIZE, num_tokens] or less batch
+                   const scalar_t* C,               // likewise
+                   const float* D_,                 // [dim] or null
+                   scalar_t* z_,                    // as u, or null
+                   const float* delta_bias_,        // [dim] or null
+                   const int32_t* query_start_loc,  // [batch + 1] or null
+                   const int32_t* cache_indices,    // [batch] or [batch, columns] or null
+                   const bool* has_initial_state,   // [batch] or null
+                   state_t* ssm_states,             // [num_slots, dim, STATE_SIZE]
+                   const int32_t* block_idx_first_scheduled_token,  // [batch] or null
+                   const int32_t* block_idx_last_scheduled_token,   // [batch] or null
+                   const int32_t* initial_state_idx,                // [batch] or null
+                   int64_t num_tokens, int64_t num_slots, int64_t columns, int64_t pad_slot_id, int64_t block_size,
+                   bool delta_softplus, int group_dim, int group_blocks, int num_groups, int64_t u_batch_stride,
+                   int64_t u_stride, int64_t delta_batch_stride, int64_t delta_stride, int64_t z_batch_stride,
+                   int64_t z_stride, int64_t A_stride, int64_t B_batch_stride, int64_t B_group_stride, int64_t B_stride,
+                   int64_t C_batch_stride, int64_t C_group_stride, int64_t C_stride, int64_t slots_stride,
+                   int64_t slot_stride, int64_t state_stride) {
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    Buffer* buffers = reinterpret_cast<Buffer*>(memory);
+    const uint32_t blocks = uint32_t(group_blocks) * num_groups;
+    const int64_t sequence = blockIdx.x / blocks;
+    const int group = blockIdx.x % blocks / group_blocks;
+    const int first_channel = blockIdx.x % group_blocks * BLOCK_CHANNELS;  // of those that share B and C
+    const int64_t channel = int64_t(group) * group_dim + first_channel;
+
+    int64_t begin = 0, end = num_tokens;
+    if (query_start_loc) {
+        begin = query_start_loc[sequence];
+        end = query_start_loc[sequence + 1];
+        if (begin < 0 || end > num_tokens) return;
+    }
+    if (begin >= end) return;
+    const bool fills_blocks = block_idx_last_scheduled_token != nullptr;
+    const Slots slots{cache_indices + sequence * slots_stride, columns, num_slots, pad_slot_id};
+    const int64_t slot = columns < 0 ? sequence : slots.at(fills_blocks ? initial_state_idx[sequence] : 0);
+    if (slot < 0) return;
+
+    Rows rows;
+    rows.u = u + sequence * u_batch_stride + channel * u_stride;
+    rows.delta = delta + sequence * delta_batch_stride + channel * delta_stride;
+    rows.z = z_ ? z_ + sequence * z_batch_stride + channel * z_stride : nullptr;
+    rows.B = B + sequence * B_batch_stride + group * B_group_stride;
+    rows.C = C + sequence * C_batch_stride + group * C_group_stride;
+    rows.bias = delta_bias_ ? delta_bias_ + channel : nullptr;
+    rows.D = D_ ? D_ + channel : nullptr;
+    rows.u_stride = u_stride;
+    rows.delta_stride = delta_stride;
+    rows.z_stride = z_stride;
+    rows.B_stride = B_stride;
+    rows.C_stride = C_stride;
+    rows.channels = min(group_dim - first_channel, BLOCK_CHANNELS);
+    rows.softplus = delta_softplus;
+
+    if (!fills_blocks) block_size = end - begin;
+    // The warp's first thread decides, so that the compiler knows that all of the warp take one way.
+    const bool scans = shfl<WARP_SIZE>(int(threadIdx.x), 0) < SCAN_THREADS;
+    const int thread = scans ? threadIdx.x : threadIdx.x - SCAN_THREADS;
+    Tile tile = Tile::from(begin, end - begin <= block_size ? end : begin + block_size);
+    Tile done = Tile::from(end, end);  // none
+    States states;
+    states.group = thread / LANES;
+    states.lane = thread % LANES;
+    state_t* channel_states = ssm_states + channel * state_stride;
+    if (scans) {
+        const bool continues = has_initial_state && has_initial_state[sequence];
+        states.load(rows, A + channel * A_stride, A_stride, continues ? channel_states + slot * slot_stride : nullptr,
+                    state_stride);
+    } else {
+        Stage stage;
+        stage.load(rows, tile, thread);
+        stage.store(rows, tile, thread, buffers[0]);
+    }
+
+    int buffer = 0;
+    int64_t blocks_done = 0;
+    while (!tile.empty()) {
+        __syncthreads();
+        const Tile next = tile.next(end, block_size);
+        if (scans) {
+            states.scan(tile, buffers[buffer]);
+            if (tile.ends_block()) {
+                const int64_t to = !fills_blocks ? slot
+                                   : tile.block_end == end
+                                       ? slots.at(block_idx_last_scheduled_token[sequence])
+                                       : slots.at(block_idx_first_scheduled_token[sequence] + blocks_done);
+                if (to >= 0) states.store(rows, channel_states + to * slot_stride, state_stride);
+                ++blocks_done;
+            }
+        } else {
+            Stage stage;
+            stage.load(rows, next, thread);
+            write(rows, done, thread, buffers[buffer ^ 1]);
+            stage.store(rows, next, thread, buffers[buffer ^ 1]);
+        }
+        done = tile;
+        tile = next;
+        buffer ^= 1;
+    }
+    __syncthreads();
+    if (!scans) write(rows, done, thread, buffers[buffer ^ 1]);
+}

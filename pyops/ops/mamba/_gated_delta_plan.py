@@ -1,0 +1,253 @@
+"""The gated delta rule: checks and launches of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.device import Device
+from ..._core.dtypes import float32, int32
+from ..._core.kernel import Kernel, Launch
+from ..._core.tensor import TensorArg
+from ._chunk_scan_plan import check_heads
+
+_chunk = Kernel("mamba/gated_delta_chunk.cu")
+_recurrent = Kernel("mamba/gated_delta_recurrent.cu")
+
+_MAX_SIZE = 256  # elements of a head of k
+_MAX_KEYS = 32  # columns of a state in the registers of a thread
+_WARPS = 4
+_MAX_KEY_SIZE = 128  # of gated_delta_chunk.cu: a thread has as many columns of half a row in registers
+_MIN_TOKENS = 16  # of a sequence, on average: with fewer, most of a tile of gated_delta_chunk.cu would be empty
+_STATIC_BYTES = 12 * 1024  # of gated_delta_chunk.cu, at most, beside dynamic shared memory
+_TOKENS, _STAGES, _PREPARING = 32, 4, 4  # of gated_delta_chunk.cu: tokens of a tile, stages, warps without rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """A call of an op of the gated delta rule, its arguments by name.
+
+    `state` is the state that a sequence begins with, or None; `result` gets the states, or is None.
+    """
+
+    call: Mapping[str, Any]
+    state: TensorArg | None
+    result: TensorArg | None
+
+    @property
+    def num_seqs(self) -> int:
+        cu_seqlens = self.call["cu_seqlens"]
+        return int(self.call["q"].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+
+    @property
+    def uses_mma(self) -> bool:
+        """Whether gated_delta_chunk.cu serves the call; gated_delta_recurrent.cu serves every call."""
+        q, k, v, o = (self.call[name] for name in ("q", "k", "v", "o"))
+        return (
+            "ssm_state_indices" not in self.call
+            and q.dtype is not float32
+            and q.device.supports("mma")
+            and q.shape[3] % 16 == 0
+            and 16 <= q.shape[3] <= _MAX_KEY_SIZE
+            and v.shape[3] % 32 == 0
+            and q.shape[0] * q.shape[1] >= _MIN_TOKENS * self.num_seqs
+            and all(arg.alignment == 16 and token_stride(arg) % 8 == 0 for arg in (q, k, v))
+            and o.alignment >= 8
+            and token_stride(o) % 4 == 0
+            and shared_memory(q.shape[3], _WARPS) + _STATIC_BYTES <= q.device.shared_memory
+        )
+
+    def bucket(self) -> str:
+        q, v = self.call["q"], self.call["v"]
+        return (
+            f"{'mma' if self.uses_mma else 'simt'} {q.dtype.name} heads={v.shape[2]}/{q.shape[2]} "
+            f"{q.shape[3]}x{v.shape[3]} tokens={tuning.power_of_two(q.shape[0] * q.shape[1])} "
+            f"seqs={tuning.power_of_two(self.num_seqs)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The geometry of gated_delta_chunk.cu or gated_delta_recurrent.cu.
+
+    Attributes:
+        warps: of a block, those that prepare tiles not counted.
+        min_blocks: of a multiprocessor that the compiler makes room for, by bounding registers.
+    """
+
+    warps: int
+    min_blocks: int
+
+    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+        """Larger and smaller blocks, and more registers or fewer."""
+        warps = [w for w in (2, 4, 8) if not problem.uses_mma or problem.call["v"].shape[3] % (16 * w) == 0]
+        return tuning.varied(self, warps=warps, min_blocks=(1, 2))
+
+
+def choose(problem: Problem, device: Device) -> Config:
+    """Blocks with few rows where large ones would leave multiprocessors idle."""
+    if not problem.uses_mma:
+        return Config(_WARPS, 1)
+    _, _, value_heads, value_size = problem.call["v"].shape
+    num_blocks = problem.num_seqs * value_heads * value_size // (16 * _WARPS)
+    return Config(2 if value_size % (16 * _WARPS) or num_blocks < device.multiprocessors else _WARPS, 1)
+
+
+def check_rule(call: Mapping[str, Any], state: TensorArg | None, result: TensorArg | None) -> Problem:
+    """The problem of a call; OpError for a call that no kernel serves."""
+    q, v, o = call["q"], call["v"], call["o"]
+    check.floating(q)
+    check.sizes(q, batch=None, num_tokens=None, key_heads=None, key_size=None)
+    batch, num_tokens, key_heads, key_size = q.shape
+    check.like(call["k"], q)
+    check.sizes(v, batch=batch, num_tokens=num_tokens, value_heads=None, value_size=None)
+    value_heads, value_size = v.shape[2:]
+    if not key_heads or value_heads % key_heads:
+        raise v.error(f"expected a multiple of {key_heads} heads, those of q, got {value_heads}")
+    if not 1 <= key_size <= _MAX_SIZE:
+        raise q.error(f"expected heads of 1 to {_MAX_SIZE} elements, got {key_size}")
+    check.dtype(v, q.dtype)
+    check.like(o, v)
+    for arg in (q, call["k"], v, o):
+        check_heads(arg)
+        token_stride(arg)
+    for arg in (call["g"], call["beta"]):
+        if arg is not None:
+            check.floating(arg)
+            check.sizes(arg, batch=batch, num_tokens=num_tokens, value_heads=value_heads)
+            token_stride(arg)
+    cu_seqlens = call["cu_seqlens"]
+    check.index(cu_seqlens, num_seqs_and_one=None)
+    if cu_seqlens is not None:
+        check.contiguous(cu_seqlens)
+        if batch != 1:
+            raise q.error(f"expected a batch of 1 beside cu_seqlens, got {batch}")
+        if not cu_seqlens.shape[0]:
+            raise cu_seqlens.error("expected at least one entry, got none")
+    last = (value_size, key_size) if call["state_v_first"] else (key_size, value_size)
+    for arg in (state, result):
+        if arg is not None:
+            check.floating(arg)
+            check.sizes(arg, count=None, value_heads=value_heads, **dict(zip(("rows", "columns"), last, strict=True)))
+    return Problem(call, state, result)
+
+
+def token_stride(arg: TensorArg) -> int:
+    """Elements from one token to the next; OpError when those of all sequences have no common stride."""
+    batch, num_tokens = arg.shape[:2]
+    if batch > 1 and num_tokens > 1 and arg.strides[0] != num_tokens * arg.strides[1]:
+        raise arg.error(f"expected tokens of one stride, got shape {arg.shape} with strides {arg.strides}")
+    return arg.strides[1] if num_tokens > 1 else arg.strides[0]
+
+
+def shared_memory(key_size: int, warps: int) -> int:
+    """Bytes of dynamic shared memory of a block of gated_delta_chunk.cu.
+
+    Keys, queries and values of each stage, whose rows are padded to 128 bytes, and two square matrices of two tiles.
+    """
+    key_bytes, value_bytes = (_TOKENS * -(-size // 64) * 128 for size in (key_size, 16 * warps))
+    return _STAGES * (2 * key_bytes + value_bytes) + 4 * _TOKENS * 128
+
+
+def launch(problem: Problem, config: Config) -> Launch:
+    """The launch for either op."""
+    call, state, result = problem.call, problem.state, problem.result
+    q, v, g, beta, cu_seqlens = (call[name] for name in ("q", "v", "g", "beta", "cu_seqlens"))
+    _, num_tokens, key_heads, key_size = q.shape
+    value_heads, value_size = v.shape[2:]
+    some_state = result if result is not None else state
+    state_stride = value_heads * value_size * key_size if some_state is None else some_state.strides[0]
+    v_first = call["state_v_first"]
+    constants = {
+        "scalar_t": q.dtype,
+        "g_t": g.dtype,
+        "beta_t": float32 if beta is None else beta.dtype,
+        "initial_t": float32 if state is None else state.dtype,
+        "state_t": float32 if result is None else result.dtype,
+        "starts_t": int32 if cu_seqlens is None else cu_seqlens.dtype,
+        "KEY_SIZE": key_size,
+        "VALUE_SIZE": value_size,
+        "QK_NORM": call["use_qk_l2norm_in_kernel"],
+        "MIN_BLOCKS": config.min_blocks,
+    }
+    arguments = {
+        **{name: 0 for name in ("beta", "cu_seqlens", "initial_state", "final_state") if call.get(name) is None},
+        "num_tokens": q.shape[0] * num_tokens,
+        "seq_tokens": num_tokens,
+        "value_heads": value_heads,
+        "heads_per_key": value_heads // key_heads,
+        "state_stride": state_stride,
+        "state_row_stride": key_size if v_first else 1,
+        "state_column_stride": 1 if v_first else value_size,
+        "g_step": g.strides[2],
+        "beta_step": 0 if beta is None else beta.strides[2],
+        "beta_stride": 0 if beta is None else token_stride(beta),
+        **{f"{name}_stride": token_stride(call[name]) for name in ("o", "q", "k", "v", "g")},
+    }
+    num_heads = problem.num_seqs * value_heads
+    if problem.uses_mma:
+        shared = shared_memory(key_size, config.warps)
+        grid, num_threads = num_heads * (value_size // (16 * config.warps)), 32 * (config.warps + _PREPARING)
+        return _chunk(**constants, WARPS=config.warps).launch(grid, num_threads, shared, **arguments)
+    return _launch_recurrent(problem, config, constants, arguments, num_heads)
+
+
+def _launch_recurrent(
+    problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any], num_heads: int
+) -> Launch:
+    call, states = problem.call, [arg for arg in (problem.state, problem.result) if arg is not None]
+    indices, accepted = call.get("ssm_state_indices"), call.get("num_accepted_tokens")
+    key_size, value_size = call["q"].shape[3], call["v"].shape[3]
+    lanes = min(32, tuning.power_of_two(-(-key_size // _MAX_KEYS)))
+    rows = 32 * config.warps // lanes
+    columns_together = call["state_v_first"] and (key_size | arguments["state_stride"]) % 4 == 0
+    wide = columns_together and all(arg.alignment >= 4 * arg.dtype.itemsize for arg in states)
+    kernel = _recurrent(
+        **constants,
+        index_t=int32 if indices is None else indices.dtype,
+        accepted_t=int32 if accepted is None else accepted.dtype,
+        LANES=lanes,
+        ROWS=rows,
+        STATE_VEC=4 if wide else 1,
+        SLOTS="ssm_state_indices" in call,
+        PER_TOKEN=indices is not None and len(indices.shape) == 2,
+    )
+    return kernel.launch(
+        num_heads * -(-value_size // rows),
+        32 * config.warps,
+        **{n: 0 for n in ("state", "ssm_state_indices", "num_accepted_tokens") if call.get(n) is None},
+        num_slots=0 if problem.result is None else problem.result.shape[0],
+        index_stride=0 if indices is None else indices.strides[0],
+        index_columns=1 if indices is None or len(indices.shape) == 1 else indices.shape[1],
+        **arguments,
+    )
+
+
+def check_states(call: Mapping[str, Any], problem: Problem) -> None:
+    """The states of `gated_delta_rule`: one for each sequence, contiguous."""
+    for arg in (call["initial_state"], call["final_state"]):
+        if arg is not None:
+            if arg.shape[0] != problem.num_seqs:
+                raise arg.error(f"expected a state for each of {problem.num_seqs} sequences, got shape {arg.shape}")
+            check.contiguous(arg)
+
+
+def check_slots(call: Mapping[str, Any], problem: Problem) -> None:
+    """The state and the slots of `gated_delta_rule_update`."""
+    state, indices, accepted = (call[name] for name in ("state", "ssm_state_indices", "num_accepted_tokens"))
+    num_seqs, inner = problem.num_seqs, 1
+    for size, stride in zip(reversed(state.shape[1:]), reversed(state.strides[1:]), strict=True):
+        if size > 1 and stride != inner and state.numel:
+            raise state.error(f"expected contiguous slots, got shape {state.shape} with strides {state.strides}")
+        inner *= size
+    if indices is not None:
+        check.index(indices, **{"num_seqs": num_seqs, **({"tokens": None} if len(indices.shape) == 2 else {})})
+        if len(indices.shape) == 2 and indices.shape[1] > 1 and indices.strides[1] != 1:
+            raise indices.error(f"expected rows of neighbouring slots, got strides {indices.strides}")
+    check.index(accepted, num_seqs=num_seqs)
+    if accepted is not None:
+        check.contiguous(accepted)
+        if indices is None or len(indices.shape) != 2:
+            raise accepted.error("expected ssm_state_indices of shape (num_seqs, tokens) beside it")

@@ -1,0 +1,105 @@
+"""The geometry of the selective scan over prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..._core import tuning
+from ..._core.dtypes import float32
+
+if TYPE_CHECKING:
+    from ..._core.device import Device
+    from ..._core.dtypes import DType
+
+NUM_THREADS = 256  # half of them scan, half of them stage
+_MAX_LANES = 32  # that share a channel
+_BUFFERS = 2
+# By count of cycles: (channels, states) of a lane, from the tile that reads shared memory least to the one that spreads
+# a sequence over most lanes. A tile is taken if it leaves this share of the device's schedulers a scanning warp.
+_LANE_TILES = (2, 4), (1, 4), (1, 2)
+_MIN_SHARE = 0.75
+_SCHEDULERS = 4  # of a multiprocessor
+_TILE_TOKENS, _MIN_TILE_TOKENS = 32, 8
+_MAX_STAGED_BYTES = 96  # that a staging thread holds in registers
+
+
+class ScanProblem(NamedTuple):
+    """What the geometry depends on: sequences, channels, tokens of all rows, states, elements of an access."""
+
+    batch: int
+    dim: int
+    num_tokens: int
+    state_size: int
+    dtype: DType
+    vec_size: int
+    state_vec_size: int
+
+    def bucket(self) -> str:
+        batch, tokens = tuning.power_of_two(self.batch), tuning.power_of_two(self.num_tokens)
+        return (
+            f"batch={batch} tokens={tokens} dim={self.dim} state_size={self.state_size} {self.dtype.name} "
+            f"vec_size={self.vec_size},{self.state_vec_size}"
+        )
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    """The geometry of selective_scan_fwd.cu.
+
+    Attributes:
+        channels, states: of a scanning lane.
+        lanes: that share a channel.
+        tile_tokens: tokens of a tile in shared memory.
+        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+    """
+
+    channels: int
+    states: int
+    lanes: int
+    tile_tokens: int
+    min_blocks: int = 2
+
+    @property
+    def block_channels(self) -> int:
+        return NUM_THREADS // 2 // self.lanes * self.channels
+
+    @property
+    def shared_bytes(self) -> int:
+        rows = 3 * self.block_channels * (self.tile_tokens + 4)  # delta, delta * u and y
+        return _BUFFERS * float32.itemsize * (rows + 2 * self.tile_tokens * self.lanes * self.states)
+
+    def fits(self, dtype: DType, device: Device) -> bool:
+        """Whether shared memory has room for the tiles, and a thread for what it holds of one."""
+        staged = 2 * (self.block_channels + self.lanes * self.states) * self.tile_tokens // (NUM_THREADS // 2)
+        return self.shared_bytes <= device.shared_memory and staged * dtype.itemsize <= _MAX_STAGED_BYTES
+
+    def candidates(self, problem: ScanProblem, device: Device) -> list[ScanConfig]:
+        """Other tiles of a lane, tiles of tokens, and bounds of registers."""
+        tiles = [_lane_tile(problem.state_size, *tile, self.tile_tokens) for tile in _LANE_TILES]
+        more = tuning.varied(
+            self,
+            tile_tokens=tuning.beside(self.tile_tokens, _MIN_TILE_TOKENS, 2 * _TILE_TOKENS),
+            min_blocks=tuning.beside(self.min_blocks, 1, 4),
+        )
+        return [one for one in [*tiles, *more] if one.fits(problem.dtype, device)]
+
+
+def _lane_tile(state_size: int, channels: int, states: int, tile_tokens: int) -> ScanConfig:
+    """The config with at least so many states in a lane, and no more lanes than the states need."""
+    states = max(states, tuning.power_of_two(-(-state_size // _MAX_LANES)))
+    return ScanConfig(channels, states, tuning.power_of_two(-(-state_size // states)), tile_tokens)
+
+
+def choose(problem: ScanProblem, device: Device) -> ScanConfig:
+    """The widest tile of a lane that still fills the device; short tiles where a sequence is short."""
+    short = problem.num_tokens <= _MIN_TILE_TOKENS * problem.batch
+    tile_tokens = _MIN_TILE_TOKENS if short else _TILE_TOKENS
+    for channels, states in _LANE_TILES:
+        config = _lane_tile(problem.state_size, channels, states, tile_tokens)
+        warps = problem.batch * problem.dim * config.lanes / (channels * device.warp_size)
+        if warps >= _MIN_SHARE * _SCHEDULERS * device.multiprocessors:
+            break
+    while not config.fits(problem.dtype, device) and config.tile_tokens > _MIN_TILE_TOKENS:
+        config = _lane_tile(problem.state_size, config.channels, config.states, config.tile_tokens // 2)
+    return config

@@ -1,0 +1,345 @@
+"""Depthwise causal convolution of the tokens of many sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import boolean
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
+from . import _convolution as common
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["causal_conv1d_prefill"]
+
+_tokens = Kernel("mamba/causal_conv1d_tokens.cu")
+_channels = Kernel("mamba/causal_conv1d_channels.cu")
+_states = Kernel("mamba/causal_conv1d_states.cu")
+
+_NUM_THREADS = 128
+# No measurement of their own: registers for four blocks of 128 threads, and two waves of such blocks.
+_MIN_BLOCKS = 4
+_WAVES = 2
+_TOKENS_BATCH = 8  # rows of a thread in flight
+_MIN_TILE, _MAX_TILE = 8, 64  # tokens of a block; each tile reads width - 1 tokens of the tile before it again
+_CHANNELS_BATCH = 4  # channels of a thread in flight
+_MAX_CHANNELS = 16  # channels of a thread, where there are many
+_STATES_BATCH = 4  # block boundaries of a thread in flight
+
+
+@op(out="out", inout="conv_states")
+def causal_conv1d_prefill(
+    out: Tensor,
+    conv_states: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    query_start_loc: Tensor,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    activation: str | None = "silu",
+    pad_slot_id: int = -1,
+    block_idx_first_scheduled_token: Tensor | None = None,
+    block_idx_last_scheduled_token: Tensor | None = None,
+    initial_state_idx: Tensor | None = None,
+    num_computed_tokens: Tensor | None = None,
+    block_size_to_align: int = 0,
+    channel_last: bool = True,
+) -> None:
+    """Convolve each channel over the last tokens of its sequence; keep the last inputs of sequences in a cache.
+
+    ``out[t, d] = T(act(bias[d] + sum_k weight[d, k] * x[t - (width - 1) + k, d]))`` in float32, rounded once. What lies
+    before the first token of a sequence is its state if has_initial_state, else 0. The state becomes the last
+    ``width - 1`` inputs of the sequence, the newest last, with those of the former state where the sequence is shorter.
+    (The convolution of Mamba: Gu and Dao 2023, arXiv:2312.00752.)
+
+    A sequence without tokens changes nothing. A sequence whose slot is pad_slot_id or does not exist has no state: it
+    begins with 0, and none is written. A token of no sequence gets 0. Slots of different sequences must differ.
+
+    Prefix caching is on where the three block indices are given. A sequence then has a row of slots. Its state comes
+    from column initial_state_idx, and its last inputs go to column block_idx_last_scheduled_token. Columns from
+    block_idx_first_scheduled_token up to the one before the last get the inputs before block boundaries: the column
+    before the last those before the last boundary that lies before the end of the sequence, the column before it those
+    one block earlier, and so on. A boundary that does not lie behind a token of this call is left out.
+
+    Args:
+        out: [num_tokens, dim], written; or [dim, num_tokens] without channel_last. Rows of one stride.
+        conv_states: [num_slots, state_len, dim] of the dtype of x, state_len at least width - 1, any strides; read and
+            written. None if no state is kept.
+        x: shape and dtype of `out`, float32, float16 or bfloat16; rows of one stride.
+        weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
+        bias: [dim] of the dtype of `weight`, or None for 0.
+        query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This and
+            all other indices are int32, or all are int64.
+        cache_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; None for slots 0, 1, 2, ...
+        has_initial_state: [num_seqs] bool; None if no sequence has one.
+        activation: act of the formula: "silu", which is also called "swish", or None.
+        pad_slot_id: the slot that stands for none.
+        block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx: [num_seqs] columns.
+        num_computed_tokens: [num_seqs] tokens of each sequence before this call; None for 0.
+        block_size_to_align: tokens of a block; with prefix caching alone.
+        channel_last: whether the channels of a token are neighbours in memory.
+    """
+    inputs, result = (x, out) if channel_last else (x.mT, out.mT)
+    num_tokens, width = inputs.shape[0], weight.shape[1]
+    result.zero_()
+    initial, columns = has_initial_state, (block_idx_first_scheduled_token, block_idx_last_scheduled_token)
+    for b, (begin, end) in enumerate(common.sequence_bounds(query_start_loc, num_tokens)):
+        if begin >= end:
+            continue
+
+        def slot_in(column: int, b: int = b) -> int | None:
+            num_slots = 0 if conv_states is None else conv_states.shape[0]
+            return common.existing_slot(cache_indices, b, column, num_slots, pad_slot_id)
+
+        slot = slot_in(0 if initial_state_idx is None else int(initial_state_idx[b]))
+        history = inputs.new_zeros(width - 1, inputs.shape[1])
+        if conv_states is not None and slot is not None and initial is not None and initial[b]:
+            history = conv_states[slot, : width - 1]
+        sequence = torch.cat((history, inputs[begin:end]))
+        result[begin:end] = common.result_of(sequence.unfold(0, width, 1).mT, weight, bias, activation)
+        if conv_states is None or slot is None:
+            continue
+        states = {slot: end - begin}
+        if columns[0] is not None and columns[1] is not None:
+            computed = 0 if num_computed_tokens is None else max(0, int(num_computed_tokens[b]))
+            first, last = (max(0, int(column[b])) for column in columns if column is not None)
+            boundary = (computed + end - begin - 1) // block_size_to_align * block_size_to_align - computed
+            behind = range(max(0, last - len(cache_indices[b])) if cache_indices is not None else 0, last - first)
+            at = {last - 1 - i: boundary - i * block_size_to_align for i in behind}
+            found = {slot_in(column): tokens for column, tokens in {**at, last: end - begin}.items() if tokens > 0}
+            states = {slot: tokens for slot, tokens in found.items() if slot is not None}
+        for target, tokens in states.items():
+            conv_states[target, : width - 1] = sequence[tokens : tokens + width - 1]
+
+
+@causal_conv1d_prefill.plan
+def plan_causal_conv1d_prefill(
+    out: TensorArg,
+    conv_states: TensorArg | None,
+    x: TensorArg,
+    weight: TensorArg,
+    bias: TensorArg | None,
+    query_start_loc: TensorArg,
+    cache_indices: TensorArg | None,
+    has_initial_state: TensorArg | None,
+    activation: str | None,
+    block_idx_first_scheduled_token: TensorArg | None,
+    block_idx_last_scheduled_token: TensorArg | None,
+    initial_state_idx: TensorArg | None,
+    num_computed_tokens: TensorArg | None,
+    block_size_to_align: int,
+    channel_last: bool,
+) -> list[Launch]:
+    check.sizes(x, **dict.fromkeys(("num_tokens", "dim") if channel_last else ("dim", "num_tokens"), None))
+    common.check_convolution(x, conv_states, weight, bias, dim=x.shape[1 if channel_last else 0])
+    check.like(out, x)
+    for arg in (x, out):
+        check.row_size(arg)
+    check.index(query_start_loc, **{"num_seqs + 1": None})
+    num_seqs = query_start_loc.shape[0] - 1
+    if num_seqs < 0:
+        raise query_start_loc.error("expected at least one entry, got none")
+    blocks = block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx
+    index_t = common.check_indices(query_start_loc, cache_indices, *blocks, num_computed_tokens)
+    with_blocks = common.check_blocks(cache_indices, num_seqs, *blocks)
+    max_blocks = common.check_slots(cache_indices, num_seqs, with_blocks)
+    check.shape(has_initial_state, boolean, num_seqs=num_seqs)
+    if num_computed_tokens is not None:
+        check.sizes(num_computed_tokens, num_seqs=num_seqs)
+    if with_blocks and not 0 < block_size_to_align < 2**31:
+        raise check.refuse(x, "block_size_to_align", f"expected 1 to 2^31 - 1, got {block_size_to_align}")
+    silu = common.check_activation(x, activation)
+    launch = _launch_tokens if channel_last else _launch_channels
+    launches = [launch(out, x, weight, bias, silu, index_t, num_seqs)]
+    if conv_states is not None:
+        given = {
+            "HAS_INDICES": cache_indices is not None,
+            "HAS_INITIAL": has_initial_state is not None,
+            "HAS_BLOCKS": with_blocks,
+            "HAS_COMPUTED": with_blocks and num_computed_tokens is not None,
+        }
+        indices_stride = cache_indices.strides[0] if cache_indices else 0
+        sizes = {"max_blocks": max_blocks, "indices_stride": indices_stride, "num_slots": conv_states.shape[0]}
+        axis = 1 if channel_last else 0
+        launches.append(_launch_states(out, conv_states, x, weight, bias, silu, index_t, num_seqs, axis, given, sizes))
+    return launches
+
+
+def _launch_tokens(
+    out: TensorArg, x: TensorArg, weight: TensorArg, bias: TensorArg | None, silu: bool, index_t: Any, num_seqs: int
+) -> Launch:
+    num_tokens, dim = x.shape
+    vec_size = common.channel_vector(weight.shape[1], x, out)
+    num_threads = check.threads(-(-dim // vec_size), max_threads=_NUM_THREADS)
+    num_groups = -(-dim // (vec_size * num_threads))
+    resident = x.device.multiprocessors * _MIN_BLOCKS * _WAVES
+    tile_size = min(_MAX_TILE, max(_MIN_TILE, -(-num_tokens * num_groups // (resident * _MIN_TILE)) * _MIN_TILE))
+    return _tokens(
+        scalar_t=x.dtype,
+        index_t=index_t,
+        **common.constants(weight, bias, vec_size, silu),
+        VEC_SIZE=vec_size,
+        BATCH=_TOKENS_BATCH,
+        NUM_THREADS=num_threads,
+        MIN_BLOCKS=_MIN_BLOCKS,
+    ).launch(
+        grid=-(-num_tokens // tile_size) * num_groups,
+        block=num_threads,
+        num_tokens=num_tokens,
+        dim=dim,
+        num_seqs=num_seqs,
+        tile_size=tile_size,
+        num_groups=num_groups,
+        x_stride=x.strides[0],
+        out_stride=out.strides[0],
+    )
+
+
+def _launch_channels(
+    out: TensorArg, x: TensorArg, weight: TensorArg, bias: TensorArg | None, silu: bool, index_t: Any, num_seqs: int
+) -> Launch:
+    dim, num_tokens = x.shape
+    vec_size = check.vector_width(num_tokens, x, out)
+    row_vecs = num_tokens // vec_size
+    wave = x.device.multiprocessors * _MIN_BLOCKS * _NUM_THREADS
+    many = row_vecs * dim >= _WAVES * _MAX_CHANNELS * wave
+    channels = _MAX_CHANNELS if many else _CHANNELS_BATCH
+    return _channels(
+        scalar_t=x.dtype,
+        index_t=index_t,
+        **common.constants(weight, bias, 1, silu),
+        VEC_SIZE=vec_size,
+        BATCH=_CHANNELS_BATCH,
+        NUM_THREADS=_NUM_THREADS,
+        MIN_BLOCKS=_MIN_BLOCKS,
+    ).launch(
+        grid=-(-row_vecs * -(-dim // channels) // _NUM_THREADS),
+        block=_NUM_THREADS,
+        num_tokens=num_tokens,
+        dim=dim,
+        num_seqs=num_seqs,
+        channels=channels,
+        x_stride=x.strides[0],
+        out_stride=out.strides[0],
+    )
+
+
+def _launch_states(
+    out: TensorArg,
+    conv_states: TensorArg,
+    x: TensorArg,
+    weight: TensorArg,
+    bias: TensorArg | None,
+    silu: bool,
+    index_t: Any,
+    num_seqs: int,
+    axis: int,
+    given: dict[str, bool],
+    sizes: dict[str, int],
+) -> Launch:
+    """The launch for the states. Dimension `axis` of `x` and `out` counts channels."""
+    inputs, results = (common.channels_behind(arg, axis) for arg in (x, out))
+    num_tokens, dim = inputs.shape
+    vec_size = common.channel_vector(weight.shape[1], inputs, results, conv_states)
+    num_threads = check.threads(-(-dim // vec_size), max_threads=_NUM_THREADS)
+    num_groups = -(-dim // (vec_size * num_threads))
+    slot_stride, state_stride, state_channel_stride = conv_states.strides
+    return _states(
+        scalar_t=x.dtype,
+        index_t=index_t,
+        **common.constants(weight, bias, vec_size, silu),
+        **given,
+        VEC_SIZE=vec_size,
+        BATCH=_STATES_BATCH,
+        NUM_THREADS=num_threads,
+        MIN_BLOCKS=_MIN_BLOCKS,
+    ).launch(
+        grid=num_seqs * num_groups if num_tokens else 0,
+        block=num_threads,
+        num_tokens=num_tokens,
+        dim=dim,
+        num_groups=num_groups,
+        x_token_stride=inputs.strides[0],
+        x_channel_stride=inputs.strides[1],
+        out_token_stride=results.strides[0],
+        out_channel_stride=results.strides[1],
+        slot_stride=slot_stride,
+        state_stride=state_stride,
+        state_channel_stride=state_channel_stride,
+        **sizes,
+    )
+
+
+@causal_conv1d_prefill.result
+def result_causal_conv1d_prefill(x: TensorArg) -> Result:
+    return Result(x.shape, x.dtype)
+
+
+@causal_conv1d_prefill.bad_indices
+def bad_indices_causal_conv1d_prefill(
+    conv_states: Tensor | None,
+    x: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor | None,
+    pad_slot_id: int,
+    channel_last: bool,
+) -> dict[str, Tensor]:
+    found = {"query_start_loc": common.bad_starts(query_start_loc, x.shape[0 if channel_last else 1])}
+    if cache_indices is not None and conv_states is not None:
+        found["cache_indices"] = common.bad_slots(cache_indices, conv_states.shape[0], pad_slot_id)
+    return found
+
+
+@causal_conv1d_prefill.traffic
+def traffic_causal_conv1d_prefill(x: TensorArg, weight: TensorArg, query_start_loc: TensorArg) -> int:
+    dim, width = weight.shape
+    states = 2 * (query_start_loc.numel - 1) * (width - 1) * dim * x.dtype.itemsize
+    return 2 * x.nbytes + weight.nbytes + states
+
+
+@causal_conv1d_prefill.example
+def example_causal_conv1d_prefill(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    dim: int = 64,
+    width: Literal[4, 3] = 4,
+    dtype: str = "bfloat16",
+    channel_last: bool = True,
+    with_blocks: bool = False,
+) -> tuple[Any, ...]:
+    """Four sequences, one of a token and one of none. Two have come to the tokens 9 and 16 in blocks of 8."""
+    starts, block_size = [0, min(1, num_tokens), *[(num_tokens + 1) // 2] * 2, num_tokens], 8
+    computed = [9, 0, 0, 16] if with_blocks else [0] * 4
+    ends = [computed[b] + starts[b + 1] - starts[b] for b in range(4)]
+    columns = [[c // block_size for c in computed], [max(0, e - 1) // block_size for e in ends]]
+    columns.append([max(0, c - 1) // block_size for c in computed])
+    max_blocks = max(columns[1]) + 1
+    num_slots = 4 * max_blocks + 2
+    shape = (num_tokens, dim) if channel_last else (dim, num_tokens)
+    first, last, initial = (make.values(column, dtype="int32") if with_blocks else None for column in columns)
+    return (
+        make.empty(*shape, dtype=dtype),
+        make.randn(num_slots, width - 1, dim, dtype=dtype),
+        make.randn(*shape, dtype=dtype),
+        make.randn(dim, width, dtype=dtype, scale=0.5),
+        make.randn(dim, dtype=dtype),
+        make.values(starts, dtype="int32"),
+        make.permutation(num_slots, *((4, max_blocks) if with_blocks else (4,)), dtype="int32"),
+        make.values([True, False, True, True], dtype="bool"),
+        "silu",
+        -1,
+        first,
+        last,
+        initial,
+        make.values(computed, dtype="int32") if with_blocks else None,
+        block_size if with_blocks else 0,
+        channel_last,
+    )

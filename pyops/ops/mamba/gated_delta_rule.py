@@ -1,0 +1,330 @@
+"""The gated delta rule: linear attention that corrects what its state predicts (Qwen3-Next)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import tensor, tuning
+from ..._core.kernel import Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
+from ._gated_delta_plan import check_rule, check_slots, check_states, choose, launch
+from ._gated_delta_reference import Rows, spans_of, v_first
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "gated_delta_rule",
+    "gated_delta_rule_update",
+]
+
+
+def chunk_gated_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+) -> tuple[Any, Any]:
+    """(o, final_state) of `gated_delta_rule` over prompts, with the arguments of flash-linear-attention and vLLM.
+
+    `scale` is ``key_size**-0.5`` if None; the final state is float32, and None unless `output_final_state`. Tensors
+    have heads behind tokens: `head_first` is False.
+    """
+    if head_first:
+        raise ValueError("chunk_gated_delta_rule: head_first: expected False")
+    final_state = None
+    if output_final_state:
+        num_seqs = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        sizes = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
+        final_state = tensor.new(v, (num_seqs, v.shape[2], *sizes), "float32")
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    o = gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first, final_state
+    )
+    return o, final_state
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    inplace_final_state: bool = True,
+    cu_seqlens: Any = None,
+    ssm_state_indices: Any = None,
+    num_accepted_tokens: Any = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+) -> tuple[Any, Any]:
+    """(o, final_state) of `gated_delta_rule_update`, with vLLM's arguments: the state in slots is updated in place.
+
+    With `inplace_final_state` False, the result is that of `chunk_gated_delta_rule`: new states, one for each sequence.
+    """
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if not inplace_final_state:
+        return chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale,
+            initial_state,
+            True,
+            cu_seqlens,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            state_v_first=state_v_first,
+        )
+    o = gated_delta_rule_update(
+        initial_state,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        cu_seqlens,
+        ssm_state_indices,
+        num_accepted_tokens,
+        use_qk_l2norm_in_kernel,
+        state_v_first,
+    )
+    return o, initial_state
+
+
+def _absolute_error(q: Tensor) -> float:
+    """16-bit operands of products are rounded once: the state, errors and changes, and the weights between tokens."""
+    return 2.0**-16 if q.dtype == torch.float32 else float(torch.finfo(q.dtype).eps)
+
+
+@op(out="final_state", returns="o", atol=_absolute_error)
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    final_state: Tensor | None = None,
+    *,
+    o: Tensor,
+) -> None:
+    """The gated delta rule: ``S = exp(g) S; S += beta k (v - S^T k)^T; o = scale * S^T q``, token by token.
+
+    With `use_qk_l2norm_in_kernel`, q and k are divided by the root of their sum of squares plus 1e-6 first. Heads of q
+    and k serve groups of neighbouring heads of v. Sums and the state are in float32. Prompts of float16 and bfloat16 go
+    through matrix products where they can, 32 tokens at a time, whose operands are rounded to the element type: the
+    state, the errors ``v - S^T k``, the changes ``beta (v - S^T k)`` and what relates two tokens. (Yang et al. 2024,
+    arXiv:2412.06464, as flash-linear-attention computes it)
+
+    Args:
+        q, k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
+            contiguous, tokens of one stride, as in every tensor of tokens.
+        v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
+        g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
+        beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
+        scale: of the outputs.
+        initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
+            for zeros.
+        cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+            ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
+            range of tokens, the sequence has none.
+        use_qk_l2norm_in_kernel: whether q and k are normalised.
+        state_v_first: whether states are [..., value_size, key_size].
+        final_state: as `initial_state`, written: the states that sequences end with; or None.
+        o: as `v`, written where sequences have tokens, and returned; new unless given.
+    """
+    rows = Rows(q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, o)
+    for seq, (begin, end) in enumerate(spans_of(q, cu_seqlens)):
+        state = rows.zeros if initial_state is None else v_first(initial_state[seq], state_v_first).double()
+        for token in range(begin, end):
+            state = rows.step(state, token)
+        if final_state is not None:
+            v_first(final_state[seq], state_v_first).copy_(state)
+
+
+@op(inout="state", returns="o", atol=2.0**-16)
+def gated_delta_rule_update(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    *,
+    o: Tensor,
+) -> None:
+    """`gated_delta_rule` for a token or a few of each sequence, with states in slots that are updated in place.
+
+    Everything is computed in float32.
+    Sequence s begins with the state in slot ``ssm_state_indices[s]`` and leaves its last state there. With two
+    dimensions (speculative decoding), it begins with slot ``[s, max(num_accepted_tokens[s], 1) - 1]`` and leaves the
+    state after its token t in slot ``[s, t]``. A sequence without tokens, or whose first slot is out of range (-1 for a
+    padded one), is skipped: its outputs are left as they are. A state whose slot is out of range is not stored. The
+    slots of sequences differ, and a sequence names no slot twice.
+
+    Args:
+        state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots contiguous,
+            of any stride.
+        q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first: as in `gated_delta_rule`.
+        ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
+        num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
+        o: as `v`, written where sequences are not skipped, and returned; new unless given.
+    """
+    rows = Rows(q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, o)
+    for seq, (begin, end) in enumerate(spans_of(q, cu_seqlens)):
+        slots = [seq] if ssm_state_indices is None else ssm_state_indices[seq].reshape(-1).tolist()
+        column = 0 if num_accepted_tokens is None else max(int(num_accepted_tokens[seq]), 1) - 1
+        if begin == end or column >= len(slots) or not 0 <= slots[column] < len(state):
+            continue
+        held = v_first(state[slots[column]], state_v_first).double()
+        for token in range(begin, end):
+            held = rows.step(held, token)
+            t = token - begin
+            if ssm_state_indices is not None and ssm_state_indices.ndim == 2:
+                if t < len(slots) and 0 <= slots[t] < len(state):
+                    v_first(state[slots[t]], state_v_first).copy_(held)
+            elif token == end - 1:
+                v_first(state[slots[0]], state_v_first).copy_(held)
+
+
+@gated_delta_rule.result
+def result_gated_delta_rule(v: TensorArg) -> Result:
+    return Result(v.shape, v.dtype)
+
+
+@gated_delta_rule_update.result
+def result_gated_delta_rule_update(v: TensorArg) -> Result:
+    return Result(v.shape, v.dtype)
+
+
+@gated_delta_rule.plan
+def plan_gated_delta_rule(**call: Any) -> Launch:
+    problem = check_rule(call, call["initial_state"], call["final_state"])
+    check_states(call, problem)
+    return launch(problem, tuning.config("gated_delta_rule", problem, problem.call["q"].device, choose))
+
+
+@gated_delta_rule_update.plan
+def plan_gated_delta_rule_update(**call: Any) -> Launch:
+    problem = check_rule(call, call["state"], call["state"])
+    check_slots(call, problem)
+    return launch(problem, tuning.config("gated_delta_rule_update", problem, problem.call["q"].device, choose))
+
+
+def _bad_starts(q: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+    if cu_seqlens is None:
+        return {}
+    outside = (cu_seqlens < 0) | (cu_seqlens > q.shape[1])
+    outside[1:] |= cu_seqlens.diff() < 0
+    return {"cu_seqlens": outside}
+
+
+@gated_delta_rule.bad_indices
+def bad_indices_gated_delta_rule(q: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+    return _bad_starts(q, cu_seqlens)
+
+
+@gated_delta_rule_update.bad_indices
+def bad_indices_gated_delta_rule_update(
+    state: Tensor,
+    q: Tensor,
+    cu_seqlens: Tensor | None,
+    ssm_state_indices: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+) -> dict[str, Tensor]:
+    found = _bad_starts(q, cu_seqlens)
+    if ssm_state_indices is not None:
+        found["ssm_state_indices"] = (ssm_state_indices < -1) | (ssm_state_indices >= state.shape[0])
+    if num_accepted_tokens is not None and ssm_state_indices is not None:
+        outside = (num_accepted_tokens < 0) | (num_accepted_tokens > ssm_state_indices.shape[-1])
+        found["num_accepted_tokens"] = outside
+    return found
+
+
+def _example_tokens(make: Any, batch: int, num_tokens: int, key_heads: int, head_dim: int, dtype: str) -> list[Any]:
+    """[q, k, v, g, beta] with two heads of v to a head of k."""
+    keys, values = (batch, num_tokens, key_heads, head_dim), (batch, num_tokens, 2 * key_heads, head_dim)
+    return [
+        make.randn(*keys, dtype=dtype),
+        make.randn(*keys, dtype=dtype),
+        make.randn(*values, dtype=dtype),
+        make.randn(*values[:3], dtype="float32", scale=0.1, shift=-0.5),
+        make.randn(*values[:3], dtype=dtype, scale=0.1, shift=0.5),
+    ]
+
+
+@gated_delta_rule.example
+def example_gated_delta_rule(
+    make: Any,
+    *,
+    num_tokens: int = 64,
+    head_dim: Literal[32, 128, 7] = 32,
+    dtype: str = "bfloat16",
+    options: bool = False,
+) -> tuple[Any, ...]:
+    # Three sequences: most of the tokens, none, and the rest. With options, a batch of two. Without tokens, none.
+    starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens] if num_tokens else [0]
+    batch = min(num_tokens, 2) if options else 1
+    states = (batch, 4, head_dim, head_dim)
+    return (
+        *_example_tokens(make, batch, num_tokens, 2, head_dim, dtype),
+        head_dim**-0.5,
+        make.randn(*states, dtype="float32") if options else None,
+        None if options else make.values(starts, dtype="int32"),
+        True,
+        options,
+        make.empty(*states, dtype="float32") if options else None,
+        make.empty(batch, num_tokens, 4, head_dim, dtype=dtype),
+    )
+
+
+@gated_delta_rule_update.example
+def example_gated_delta_rule_update(
+    make: Any,
+    *,
+    num_tokens: int = 64,
+    head_dim: Literal[32, 128, 7] = 32,
+    dtype: str = "bfloat16",
+    options: bool = False,
+) -> tuple[Any, ...]:
+    # Every token a sequence of its own; with options, a batch of sequences of one length, and slots for each token.
+    draft = 1 + num_tokens % 3 if options else 1
+    slots = make.permutation(num_tokens * draft + 2, num_tokens, draft, dtype="int32")
+    return (
+        make.randn(num_tokens * draft + 2, 4, head_dim, head_dim, dtype="float32"),
+        *_example_tokens(make, num_tokens, draft, 2, head_dim, dtype),
+        head_dim**-0.5,
+        None,
+        slots if options else make.permutation(num_tokens + 2, num_tokens, dtype="int32"),
+        make.randint(1, draft + 1, num_tokens, dtype="int32") if options else None,
+        True,
+        options,
+        make.empty(num_tokens, draft, 4, head_dim, dtype=dtype),
+    )

@@ -1,0 +1,80 @@
+"""How the experts of a token are divided among the threads that choose from them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..._core import check
+from ..._core.tensor import TensorArg
+
+_WARP_SIZE = 32
+_MAX_THREAD_EXPERTS = 16  # a thread sorts its experts in registers
+_MAX_THREADS = 1024
+# Threads of a block whose tokens have a warp or less each: few where there is a multiprocessor for every such block.
+# No measurement of their own: docs/performance.md, "Owed to a GPU".
+_FEW_THREADS, _MANY_THREADS = 64, 128
+_MAX_WIDER = 1.25  # a thread may have so many times the fewest experts, if it then loads several at once
+
+
+class Geometry(NamedTuple):
+    """Constants of a kernel whose threads have neighbouring experts.
+
+    Attributes:
+        vec_size: elements of one memory access.
+        thread_experts: experts of a thread, a multiple of vec_size.
+        row_threads: threads that share a token.
+        group_threads: those of them that have a group of experts.
+        num_threads: threads of a block.
+    """
+
+    vec_size: int
+    thread_experts: int
+    row_threads: int
+    group_threads: int
+    num_threads: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The constants of the kernel, by its names for them."""
+        return {
+            "VEC_SIZE": self.vec_size,
+            "THREAD_EXPERTS": self.thread_experts,
+            "ROW_THREADS": self.row_threads,
+            "NUM_THREADS": self.num_threads,
+        }
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks for so many tokens."""
+        return -(-num_tokens // (self.num_threads // self.row_threads))
+
+
+def choose_geometry(experts: TensorArg, num_groups: int, *aligned: TensorArg | None) -> Geometry:
+    """The geometry for tokens with logits `experts` [num_tokens, num_experts], in groups that share no thread.
+
+    Rows of the tensors in `aligned` are loaded alike.
+    """
+    num_tokens, num_experts = experts.shape
+    group_size = num_experts // num_groups
+    # A group has as many threads as any other, and a power of two, so that the shuffles of a group stay inside it.
+    parts = 1 << (num_groups - 1).bit_length()
+    row_threads = _WARP_SIZE
+    if num_groups == 1 and num_experts < _WARP_SIZE:
+        row_threads = 1 << (num_experts - 1).bit_length()
+    while group_size > row_threads // parts * _MAX_THREAD_EXPERTS:
+        row_threads *= 2
+    if row_threads > _MAX_THREADS:
+        max_size = _MAX_THREADS // parts * _MAX_THREAD_EXPERTS
+        each = "" if num_groups == 1 else " in a group"
+        raise experts.error(f"expected at most {max_size} experts{each}, got {group_size} in shape {experts.shape}")
+    group_threads = row_threads // parts
+
+    def share(vec_size: int) -> int:
+        """Experts of a thread that loads so many at once."""
+        return -(-group_size // (group_threads * vec_size)) * vec_size
+
+    vec_size = check.vector_width(group_size, *(arg for arg in (experts, *aligned) if arg))
+    while share(vec_size) > _MAX_WIDER * share(1):
+        vec_size //= 2
+    many = num_tokens * row_threads > _FEW_THREADS * experts.device.multiprocessors
+    num_threads = max(row_threads, _MANY_THREADS if many else _FEW_THREADS)
+    return Geometry(vec_size, share(vec_size), row_threads, group_threads, num_threads)

@@ -1,0 +1,38 @@
+"""Scores of experts from logits, as the references compute them."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MIN_NORMAL = 2.0**-126
+_FLOAT_MAX = (2 - 2.0**-23) * 2.0**127
+
+
+def as_logits(logits: Tensor) -> Tensor:
+    """Logits as scores take them: NaN as -inf, inf as the largest float."""
+    return logits.nan_to_num(nan=-inf, posinf=_FLOAT_MAX, neginf=-inf)
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Over the last dimension; 0 where every logit is -inf."""
+    largest = logits.amax(-1, keepdim=True)
+    powers = (logits - largest.masked_fill(largest == -inf, 0.0)).exp()
+    total = powers.sum(-1, keepdim=True)
+    return powers / total.masked_fill(total == 0, 1.0)
+
+
+def sigmoid(logits: Tensor) -> Tensor:
+    return _normal_or_0(logits.sigmoid())
+
+
+def softplus_sqrt(logits: Tensor) -> Tensor:
+    return _normal_or_0(logits.clamp(min=0) + (-logits.abs()).exp().log1p()).sqrt()
+
+
+def _normal_or_0(x: Tensor) -> Tensor:
+    """The kernels flush subnormal numbers."""
+    return x.masked_fill(x < _MIN_NORMAL, 0.0)

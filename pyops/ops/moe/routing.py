@@ -1,0 +1,319 @@
+"""The best experts of each token, of all experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import float32, int32, int64, uint32
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from ._routing_geometry import choose_geometry
+from ._scores import as_logits, sigmoid, softmax, softplus_sqrt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["topk_sigmoid", "topk_softmax", "topk_softplus_sqrt"]
+
+_topk_gating = Kernel("moe/topk_gating.cu")
+
+
+@op(out=("topk_weights", "topk_ids", "token_expert_indices"), ulps=8)
+def topk_softmax(
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    token_expert_indices: Tensor,
+    gating_output: Tensor,
+    renormalize: bool = False,
+    e_score_correction_bias: Tensor | None = None,
+) -> None:
+    """The topk experts of each token by ``softmax(gating_output)``, and their scores as weights.
+
+    The score of an expert is the softmax of the logits, in float32. Experts are ranked by logit, or by
+    ``score + e_score_correction_bias``. The best expert comes first; of equal experts, the one with the lower id. The
+    weight of an expert is its score, without the bias. An expert whose logit is NaN ranks as -inf and weighs 0. An
+    infinite logit scores as the largest float. A token whose logits are all NaN or -inf has weights of 0.
+
+    Args:
+        topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
+        topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
+        token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 16384
+            experts.
+        renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
+        e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
+    """
+    _choose(topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias, softmax)
+
+
+@op(out=("topk_weights", "topk_ids", "token_expert_indices"), ulps=8)
+def topk_sigmoid(
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    token_expert_indices: Tensor,
+    gating_output: Tensor,
+    renormalize: bool = False,
+    e_score_correction_bias: Tensor | None = None,
+) -> None:
+    """`topk_softmax`, where the score of an expert is ``1 / (1 + exp(-logit))``.
+
+    A score below 2^-126, the smallest normal float, is 0.
+
+    Args:
+        topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
+        topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
+        token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 16384
+            experts.
+        renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
+        e_score_correction_bias: [num_experts] float32, contiguous, or None.
+    """
+    _choose(topk_weights, topk_ids, token_expert_indices, gating_output, renormalize, e_score_correction_bias, sigmoid)
+
+
+@op(out=("topk_weights", "topk_ids", "token_expert_indices"), ulps=8)
+def topk_softplus_sqrt(
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    token_expert_indices: Tensor,
+    gating_output: Tensor,
+    renormalize: bool = False,
+    routed_scaling_factor: float = 1.0,
+    e_score_correction_bias: Tensor | None = None,
+    input_tokens: Tensor | None = None,
+    hash_indices_table: Tensor | None = None,
+) -> None:
+    """`topk_softmax`, where the score of an expert is ``sqrt(softplus(logit)) = sqrt(log(1 + exp(logit)))``.
+
+    A softplus below 2^-126, the smallest normal float, is 0. With a table, experts are not chosen: those of token t are
+    ``hash_indices_table[input_tokens[t]]``, in that order. Where the table has no such row, or its entry is no expert,
+    the id is -1 and the weight 0.
+
+    Args:
+        topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
+        topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
+        token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 16384
+            experts.
+        renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
+        routed_scaling_factor: multiplies the weights, after they are renormalised.
+        e_score_correction_bias: [num_experts] float32, contiguous, or None. Without effect beside a table.
+        input_tokens: [num_tokens] int32 or int64, contiguous: rows of the table; given if and only if the table is.
+        hash_indices_table: [vocab_size, topk] int32 or int64, contiguous, or None.
+    """
+    outputs = topk_weights, topk_ids, token_expert_indices
+    if hash_indices_table is None or input_tokens is None:
+        _choose(
+            *outputs, gating_output, renormalize, e_score_correction_bias, softplus_sqrt, scale=routed_scaling_factor
+        )
+        return
+    rows, tokens = hash_indices_table.shape[0], input_tokens.long()
+    known = (tokens >= 0) & (tokens < rows)
+    experts = hash_indices_table.long()[tokens.where(known, 0)].where(known[:, None], -1) if rows else None
+    if experts is None:
+        experts = torch.full(topk_ids.shape, -1, device=topk_ids.device)
+    exists = (experts >= 0) & (experts < gating_output.shape[1])
+    scores = softplus_sqrt(as_logits(gating_output.float()))
+    weights = scores.gather(1, experts.where(exists, 0)).where(exists, 0.0)
+    _write(*outputs, weights, experts.where(exists, -1), renormalize, routed_scaling_factor)
+
+
+def _choose(
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    token_expert_indices: Tensor,
+    gating_output: Tensor,
+    renormalize: bool,
+    bias: Tensor | None,
+    score: Callable[[Tensor], Tensor],
+    scale: float = 1.0,
+) -> None:
+    """The reference of the ops: `score` takes logits without NaN."""
+    logits = gating_output.float()
+    scores = score(as_logits(logits))
+    keys = logits if bias is None else torch.where(logits.isnan(), logits, scores + bias)
+    keys = torch.where(keys.isnan(), -torch.inf, keys)
+    experts = keys.sort(dim=-1, descending=True, stable=True)[1][:, : topk_ids.shape[1]]
+    _write(topk_weights, topk_ids, token_expert_indices, scores.gather(1, experts), experts, renormalize, scale)
+
+
+def _write(
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    token_expert_indices: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    renormalize: bool,
+    scale: float,
+) -> None:
+    if renormalize:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / torch.where(total > 0, total, 1.0)
+    topk_weights.copy_(weights * scale)
+    topk_ids.copy_(experts)
+    num_tokens, topk = topk_ids.shape
+    token_expert_indices.copy_(torch.arange(num_tokens * topk, device=topk_ids.device).view(topk, num_tokens).T)
+
+
+def _launches(
+    scoring: str,
+    topk_weights: TensorArg,
+    topk_ids: TensorArg,
+    token_expert_indices: TensorArg,
+    gating_output: TensorArg,
+    bias: TensorArg | None,
+    tokens: TensorArg | None = None,
+    table: TensorArg | None = None,
+    **absent: Any,
+) -> list[Launch]:
+    """The launch of topk_gating.cu; `absent` feeds the parameters that the op does not have."""
+    check.floating(gating_output)
+    check.sizes(gating_output, num_tokens=None, num_experts=None)
+    check.row_size(gating_output)
+    num_tokens, num_experts = gating_output.shape
+    check.sizes(topk_weights, num_tokens=num_tokens, topk=None)
+    topk = topk_weights.shape[1]
+    if topk > num_experts:
+        raise topk_weights.error(f"expected at most {num_experts} columns, as many as experts, got {topk}")
+    if num_tokens * topk >= 2**31:
+        raise topk_weights.error(f"expected fewer than 2^31 elements, got shape {topk_weights.shape}")
+    check.shape(topk_weights, float32, num_tokens=num_tokens, topk=topk)
+    check.dtype(topk_ids, int32, uint32, int64)
+    check.shape(topk_ids, num_tokens=num_tokens, topk=topk)
+    check.shape(token_expert_indices, int32, num_tokens=num_tokens, topk=topk)
+    check.shape(bias, float32, num_experts=num_experts)
+    if table is not None and tokens is not None:
+        check.index(table, vocab_size=None, topk=topk)
+        check.contiguous(table)
+        check.index(tokens, num_tokens=num_tokens)
+        check.contiguous(tokens)
+    if not topk_weights.numel:
+        return []
+    geometry = choose_geometry(gating_output, 1, bias)
+    return [
+        _topk_gating(
+            scalar_t=gating_output.dtype,
+            expert_t=topk_ids.dtype,
+            token_t=tokens.dtype if tokens else int32,
+            table_t=table.dtype if table else int32,
+            SCORING=scoring,
+            NUM_EXPERTS=num_experts,
+            TOP_K=topk,
+            HAS_BIAS=bias is not None,
+            HAS_TABLE=table is not None,
+            **geometry.constants,
+        ).launch(
+            grid=geometry.num_blocks(num_tokens),
+            block=geometry.num_threads,
+            num_tokens=num_tokens,
+            gating_stride=gating_output.strides[0],
+            table_size=table.shape[0] if table else 0,
+            **absent,
+        )
+    ]
+
+
+# What topk_softplus_sqrt alone has: null pointers, and a factor that changes nothing.
+_ABSENT: dict[str, Any] = {"input_tokens": 0, "hash_indices_table": 0, "routed_scaling_factor": 1.0}
+
+
+@topk_softmax.plan
+def plan_topk_softmax(
+    topk_weights: TensorArg,
+    topk_ids: TensorArg,
+    token_expert_indices: TensorArg,
+    gating_output: TensorArg,
+    e_score_correction_bias: TensorArg | None,
+) -> list[Launch]:
+    outputs = topk_weights, topk_ids, token_expert_indices
+    return _launches("softmax", *outputs, gating_output, e_score_correction_bias, **_ABSENT)
+
+
+@topk_sigmoid.plan
+def plan_topk_sigmoid(
+    topk_weights: TensorArg,
+    topk_ids: TensorArg,
+    token_expert_indices: TensorArg,
+    gating_output: TensorArg,
+    e_score_correction_bias: TensorArg | None,
+) -> list[Launch]:
+    outputs = topk_weights, topk_ids, token_expert_indices
+    return _launches("sigmoid", *outputs, gating_output, e_score_correction_bias, **_ABSENT)
+
+
+@topk_softplus_sqrt.plan
+def plan_topk_softplus_sqrt(
+    topk_weights: TensorArg,
+    topk_ids: TensorArg,
+    token_expert_indices: TensorArg,
+    gating_output: TensorArg,
+    e_score_correction_bias: TensorArg | None,
+    input_tokens: TensorArg | None,
+    hash_indices_table: TensorArg | None,
+) -> list[Launch]:
+    if (input_tokens is None) != (hash_indices_table is None):
+        name = "input_tokens" if input_tokens is None else "hash_indices_table"
+        raise check.refuse(gating_output, name, "expected input_tokens and hash_indices_table, or neither, got None")
+    outputs = topk_weights, topk_ids, token_expert_indices
+    return _launches(
+        "softplus_sqrt", *outputs, gating_output, e_score_correction_bias, input_tokens, hash_indices_table
+    )
+
+
+@topk_softplus_sqrt.bad_indices
+def bad_indices_topk_softplus_sqrt(
+    gating_output: Tensor, input_tokens: Tensor | None, hash_indices_table: Tensor | None
+) -> dict[str, Tensor]:
+    if input_tokens is None or hash_indices_table is None:
+        return {}
+    return {
+        "input_tokens": (input_tokens < 0) | (input_tokens >= hash_indices_table.shape[0]),
+        "hash_indices_table": (hash_indices_table < 0) | (hash_indices_table >= gating_output.shape[1]),
+    }
+
+
+def _example(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    num_experts: Literal[128, 60] = 128,
+    topk: Literal[8, 40] = 8,
+    dtype: str = "bfloat16",
+    indices_dtype: Literal["int32", "int64"] = "int32",
+    with_bias: bool = False,
+    renormalize: bool = True,
+) -> tuple[Any, ...]:
+    logits = make.randn(num_tokens, num_experts, dtype=dtype)
+    bias = make.randn(num_experts, dtype="float32", scale=0.1) if with_bias else None
+    return *_outputs(make, num_tokens, topk, indices_dtype), logits, renormalize, bias
+
+
+def _outputs(make: Any, num_tokens: int, topk: int, indices_dtype: str) -> tuple[Any, ...]:
+    return tuple(make.empty(num_tokens, topk, dtype=dtype) for dtype in ("float32", indices_dtype, "int32"))
+
+
+topk_softmax.example(_example)
+topk_sigmoid.example(_example)
+
+
+@topk_softplus_sqrt.example
+def example_topk_softplus_sqrt(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    num_experts: Literal[256, 60] = 256,
+    dtype: str = "float32",
+    indices_dtype: Literal["int32", "int64"] = "int32",
+    with_table: bool = False,
+    with_bias: bool = True,
+) -> tuple[Any, ...]:
+    topk, vocab_size = 6, 100
+    logits = make.randn(num_tokens, num_experts, dtype=dtype)
+    bias = make.randn(num_experts, dtype="float32", scale=0.1) if with_bias else None
+    tokens = make.randint(0, vocab_size, num_tokens, dtype=indices_dtype) if with_table else None
+    table = make.randint(0, num_experts, vocab_size, topk, dtype="int32") if with_table else None
+    return *_outputs(make, num_tokens, topk, indices_dtype), logits, True, 1.5, bias, tokens, table
