@@ -263,14 +263,8 @@ def problem_sizes(counts: list[int], first_n: int, n: int, k: int, swap: bool) -
     return tables
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@given(
-    num_tokens=st.sampled_from([1, 7, 8, 9, 25]),
-    num_experts=st.sampled_from([1, 40, 300]),
-    blockscale=st.booleans(),
-    gated=st.booleans(),
-)
-def test_mm_data(num_tokens: int, num_experts: int, blockscale: bool, gated: bool, device: str) -> None:
+def check_mm_data(num_tokens: int, num_experts: int, blockscale: bool, gated: bool, device: str) -> None:
+    """The op with permutations, and the one without, against a loop."""
     topk, n, k = 8, 100, 200
     ids = ids_of(num_tokens, topk, num_experts, 6).to(device)
     sizes = [(num_experts + 1,), (num_experts, 3), (num_experts, 3), (ids.numel(),), (ids.numel(),)]
@@ -283,7 +277,8 @@ def test_mm_data(num_tokens: int, num_experts: int, blockscale: bool, gated: boo
     order = [row for own in rows for row in own]
     assert offsets == [sum(map(len, rows[:expert])) for expert in range(num_experts + 1)]
     assert tokens == filled([row // topk for row in order], ids.numel(), 0)
-    assert places == [order.index(row) if row in order else len(order) for row in range(ids.numel())]
+    place_of = {row: place for place, row in enumerate(order)}
+    assert places == [place_of.get(row, len(order)) for row in range(ids.numel())]
     swap = not blockscale and num_tokens * topk <= 64
     counts = list(map(len, rows))
     assert (sizes1, sizes2) == problem_sizes(counts, (1 + gated) * n, n, k, swap)
@@ -296,6 +291,22 @@ def test_mm_data(num_tokens: int, num_experts: int, blockscale: bool, gated: boo
         pyops.get_cutlass_moe_mm_problem_sizes(ids, *tables, num_experts, n, k, scale_offsets, forced)
         right = problem_sizes(counts, 2 * n, n, k, swap if forced is None else forced)
         assert tuple(table.tolist() for table in tables) == right
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    num_tokens=st.sampled_from([1, 7, 8, 9, 25]),
+    num_experts=st.sampled_from([1, 40, 300]),
+    blockscale=st.booleans(),
+    gated=st.booleans(),
+)
+def test_mm_data(num_tokens: int, num_experts: int, blockscale: bool, gated: bool, device: str) -> None:
+    check_mm_data(num_tokens, num_experts, blockscale, gated, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mm_data_by_several_blocks(device: str) -> None:
+    check_mm_data(530, 40, True, True, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
