@@ -9,7 +9,7 @@ from ..._core.tensor import TensorArg
 
 _WARP_SIZE = 32
 _MAX_THREAD_EXPERTS = 16  # a thread sorts its experts in registers
-_MAX_THREADS = 1024
+_MAX_THREADS = 512  # with 1024, a thread has too few registers for its experts
 # Threads of a block whose tokens have a warp or less each: few where there is a multiprocessor for every such block.
 # No measurement of their own: docs/performance.md, "Owed to a GPU".
 _FEW_THREADS, _MANY_THREADS = 64, 128

@@ -56,8 +56,8 @@ def grouped_topk(
 
     Args:
         scores: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride.
-        num_expert_group: groups of equal size into which the experts are divided, 1 to 32. One group may have 16384
-            experts, two groups 8192 each, three or four groups 4096 each, and so on.
+        num_expert_group: groups of equal size into which the experts are divided, 1 to 32. One group may have 8192
+            experts, two groups 4096 each, three or four groups 2048 each, and so on.
         topk_group: groups from which the experts of a token are chosen, 1 to num_expert_group.
         topk: experts of a token, 1 to 32, and no more than topk_group groups have.
         renormalize: whether the weights of a token are divided by their sum.
