@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,7 +141,29 @@ def _sdpa(a: Any) -> Call:
     return call
 
 
+def _conv1d(a: Any) -> Call:
+    """torch's convolution of each sequence, behind its state, which was copied beforehand."""
+    if not a.channel_last or a.initial_state_idx is not None:
+        raise Unavailable("convolves rows of tokens without blocks here")
+    pieces, slots = [], []
+    for b, (begin, end) in enumerate(pairwise(a.query_start_loc.tolist())):
+        if begin < end:
+            history = a.conv_states[a.cache_indices[b]] * a.has_initial_state[b]
+            pieces.append(torch.cat((history, a.x[begin:end])).t()[None].contiguous())
+            slots.append(int(a.cache_indices[b]))
+    weight, kept = a.weight[:, None], a.weight.shape[1] - 1
+
+    def call() -> Any:
+        for piece, slot in zip(pieces, slots, strict=True):
+            a.conv_states[slot] = piece[0, :, -kept:].t()
+        results = [F.conv1d(piece, weight, a.bias, groups=len(weight))[0] for piece in pieces]
+        return F.silu(torch.cat(results, 1)).t()
+
+    return call
+
+
 _TORCH: dict[str, Callable[[Any], Call]] = {
+    "causal_conv1d_prefill": _conv1d,
     "rms_norm": lambda a: partial(F.rms_norm, a.input, a.input.shape[-1:], a.weight, a.epsilon),
     "fused_add_rms_norm": lambda a: (
         lambda: F.rms_norm(a.residual.add_(a.input), a.input.shape[-1:], a.weight, a.epsilon)

@@ -22,11 +22,16 @@ SEEDS = range(4)
 
 
 @pytest.fixture(
-    params=["reference", pytest.param("kernels", marks=pytest.mark.skipif(not toolchains(), reason="no C++ compiler"))]
+    params=[
+        "reference",
+        pytest.param("kernels", marks=pytest.mark.skipif(not toolchains(), reason="no C++ compiler")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
 )
 def compute(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The test runs once on the references and once on the kernels."""
-    with testing.cpu("kernels") if request.param == "kernels" else nullcontext():
+    """The test runs on the references, on the kernels by a CPU, and on the kernels by a GPU."""
+    contexts = {"kernels": testing.cpu("kernels"), "cuda": torch.device("cuda")}
+    with contexts.get(request.param, nullcontext()):
         yield
 
 

@@ -11,8 +11,8 @@
 // HAS_BLOCKS (prefix caching): the sequence has a row of slots in conv_state_indices. h comes from column
 // initial_state_idx[b], the state goes to column block_idx_last_scheduled_token[b].
 //
-// A sequence is skipped if it has no tokens, or if the slot of h does not exist or is pad_slot_id. A state that would go
-// to such a slot is not written.
+// A sequence is skipped if it has no tokens, or if the slot of h does not exist or is pad_slot_id. A state that would
+// go to such a slot is not written.
 //
 // Threads: a thread takes VEC_SIZE channels of a sequence and walks along its tokens (causal_conv1d.cuh). No other
 // thread touches these channels of the sequence's slots.

@@ -40,6 +40,19 @@ def existing_slot(indices: Tensor | None, sequence: int, column: int, num_slots:
     return int(row[column])
 
 
+def boundaries(first: int, last: int, computed: int, count: int, max_blocks: int, block_size: int) -> dict[int, int]:
+    """{column: tokens of a sequence before a block boundary} of the boundaries that the sequence passes.
+
+    The sequence has `count` tokens behind `computed` others, and fills the columns from `first` to the one before
+    `last`.
+    """
+    first, last, computed = max(0, first), max(0, last), max(0, computed)
+    last_boundary = (computed + count - 1) // block_size * block_size - computed
+    behind = range(max(0, last - max_blocks), last - first)
+    found = {last - 1 - i: last_boundary - i * block_size for i in behind}
+    return {column: tokens for column, tokens in found.items() if tokens > 0}
+
+
 def sequence_bounds(query_start_loc: Tensor, num_tokens: int) -> list[tuple[int, int]]:
     """[(first token, end)] of each sequence."""
     bounds = query_start_loc.clamp(0, num_tokens).tolist()

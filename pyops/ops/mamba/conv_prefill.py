@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
@@ -89,34 +90,34 @@ def causal_conv1d_prefill(
     inputs, result = (x, out) if channel_last else (x.mT, out.mT)
     num_tokens, width = inputs.shape[0], weight.shape[1]
     result.zero_()
-    initial, columns = has_initial_state, (block_idx_first_scheduled_token, block_idx_last_scheduled_token)
+    num_slots = 0 if conv_states is None else conv_states.shape[0]
     for b, (begin, end) in enumerate(common.sequence_bounds(query_start_loc, num_tokens)):
         if begin >= end:
             continue
-
-        def slot_in(column: int, b: int = b) -> int | None:
-            num_slots = 0 if conv_states is None else conv_states.shape[0]
-            return common.existing_slot(cache_indices, b, column, num_slots, pad_slot_id)
-
-        slot = slot_in(0 if initial_state_idx is None else int(initial_state_idx[b]))
+        slot_of = partial(common.existing_slot, cache_indices, b, num_slots=num_slots, pad_slot_id=pad_slot_id)
+        first, last, initial, computed = (
+            0 if numbers is None else int(numbers[b])
+            for numbers in (
+                block_idx_first_scheduled_token,
+                block_idx_last_scheduled_token,
+                initial_state_idx,
+                num_computed_tokens,
+            )
+        )
+        slot = slot_of(initial)
         history = inputs.new_zeros(width - 1, inputs.shape[1])
-        if conv_states is not None and slot is not None and initial is not None and initial[b]:
+        if conv_states is not None and slot is not None and has_initial_state is not None and has_initial_state[b]:
             history = conv_states[slot, : width - 1]
         sequence = torch.cat((history, inputs[begin:end]))
         result[begin:end] = common.result_of(sequence.unfold(0, width, 1).mT, weight, bias, activation)
         if conv_states is None or slot is None:
             continue
-        states = {slot: end - begin}
-        if columns[0] is not None and columns[1] is not None:
-            computed = 0 if num_computed_tokens is None else max(0, int(num_computed_tokens[b]))
-            first, last = (max(0, int(column[b])) for column in columns if column is not None)
-            boundary = (computed + end - begin - 1) // block_size_to_align * block_size_to_align - computed
-            behind = range(max(0, last - len(cache_indices[b])) if cache_indices is not None else 0, last - first)
-            at = {last - 1 - i: boundary - i * block_size_to_align for i in behind}
-            found = {slot_in(column): tokens for column, tokens in {**at, last: end - begin}.items() if tokens > 0}
-            states = {slot: tokens for slot, tokens in found.items() if slot is not None}
-        for target, tokens in states.items():
-            conv_states[target, : width - 1] = sequence[tokens : tokens + width - 1]
+        kept = {max(0, last): end - begin}
+        if cache_indices is not None and initial_state_idx is not None:
+            kept |= common.boundaries(first, last, computed, end - begin, cache_indices.shape[1], block_size_to_align)
+        for column, tokens in kept.items():
+            if (target := slot_of(column)) is not None:
+                conv_states[target, : width - 1] = sequence[tokens : tokens + width - 1]
 
 
 @causal_conv1d_prefill.plan
