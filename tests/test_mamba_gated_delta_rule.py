@@ -186,6 +186,17 @@ def test_speculative_decoding(device: str) -> None:
     assert_near(state, held, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_newest_value_of_a_key_is_found(device: str, dtype: torch.dtype) -> None:
+    """Where every token has the same key, and errors are corrected in full: each value replaces the one before it."""
+    call = tokens(device, 1, 70, 1, 1, (128, 32), dtype)
+    call["k"] = call["q"] = call["k"][:, :1].expand(1, 70, 1, 128).contiguous()
+    call["g"], call["beta"] = torch.zeros_like(call["g"]), torch.ones_like(call["beta"])
+    call["v"] = torch.where(call["v"] < 0, -1.0, 1.0).to(dtype)  # changes of 0 and 2, which rounding keeps
+    o, _ = pyops.chunk_gated_delta_rule(**call, scale=1.0, use_qk_l2norm_in_kernel=True)
+    assert_near(o, call["v"].double(), dtype)
+
+
 def test_new_states_instead_of_slots(device: str) -> None:
     call = tokens(device, 2, 5, 1, 2, (16, 8), torch.float32)
     initial = torch.randn(2, 2, 16, 8, device=device)
