@@ -24,6 +24,7 @@ _MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread hold
 _FIRST_SPILLING_ARCH = 100  # from this compute capability on, two tiles of rows and 128 elements spill registers
 _SIMT_THREADS = 128
 _MAX_ITEMS = 16  # elements of a state in the registers of a thread of chunk_scan_simt.cu
+# From registers and loads in flight. No GPU has timed other numbers yet: docs/performance.md, "Owed to a GPU".
 _MAX_SEGMENTS = 64  # whose states chunk_scan_pass.cu adds up, one after another
 _PASS_THREADS, _PASS_BATCH = 128, 8  # of chunk_scan_pass.cu: threads of a block, segments that a thread loads at once
 _RESIDENT_BLOCKS = {True: 2, False: 8}  # of a multiprocessor: of chunk_scan.cu, and of chunk_scan_simt.cu

@@ -18,7 +18,9 @@ _recurrent = Kernel("mamba/gated_delta_recurrent.cu")
 
 _MAX_SIZE = 256  # elements of a head of k
 _MAX_KEYS = 32  # columns of a state in the registers of a thread
-_WARPS = 4
+# From registers and the share of a tile that is used. No GPU has timed other numbers yet: docs/performance.md, "Owed to
+# a GPU".
+_WARPS = 4  # of a block, with rows
 _MAX_KEY_SIZE = 128  # of gated_delta_chunk.cu: a thread has as many columns of half a row in registers
 _MIN_TOKENS = 16  # of a sequence, on average: with fewer, most of a tile of gated_delta_chunk.cu would be empty
 _STATIC_BYTES = 12 * 1024  # of gated_delta_chunk.cu, at most, beside dynamic shared memory
