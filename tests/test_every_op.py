@@ -40,6 +40,8 @@ CASES = [
 OF_ANY_SIZE = [pytest.param(op, id=name) for name, op in pyops.registry.items() if axes.takes_any_size(op)]
 # Sums of extreme values overflow in one order and not in another.
 KINDS = [kind for kind in CONTENTS if kind != "extreme"]
+# States that grow with every token: infinity times zero comes sooner in one order than in another.
+_OF_GROWING_STATES = {"gated_delta_rule", "gated_delta_rule_update"}
 # The norms, and the ops that quantise or activate rows of tokens. The others of these families unpack weights.
 _OF_WEIGHTS = {"awq_dequantize", "ggml_dequantize", "gptq_shuffle"}
 OF_ROWS = [
@@ -121,7 +123,8 @@ def test_equals_reference(op: Op, case: axes.Axes, device: str) -> None:
 def test_equals_reference_for_any_layout_and_contents(op: Op, device: str, data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(axes.sample(op, PROFILE.varied)), label="axes")
     draws = {axis: data.draw(strategy, label=axis) for axis, strategy in axes.drawn(op, case).items()}
-    kind = data.draw(st.sampled_from(KINDS), label="contents")
+    kinds = [kind for kind in KINDS if kind != "large" or op.name not in _OF_GROWING_STATES]
+    kind = data.draw(st.sampled_from(kinds), label="contents")
     args = example(op, device, seed=data.draw(st.integers(0, 99), label="seed"), **draws, **case)
     args = _with_contents(op, args, draws.get("num_tokens"), kind)
     layouts = {name: data.draw(strategies.layouts(), label=f"{name} layout") for name in named(op, args)}

@@ -53,9 +53,14 @@ def tokens(
 def truth(
     call: dict[str, torch.Tensor], initial: torch.Tensor | None, norm: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, final state) of transformers' function, computed in float32."""
+    """(o, final state) of transformers' function, computed in float32.
+
+    It is given a key head for each value head: only newer versions of transformers repeat them.
+    """
+    heads = call["v"].shape[2]
+    q, k = (call[name].float().repeat_interleave(heads // call[name].shape[2], 2) for name in ("q", "k"))
     o, last = transformers_rule()(
-        *(call[name].float() for name in ("q", "k", "v", "g", "beta")),
+        *(q, k, call["v"].float(), call["g"].float(), call["beta"].float()),
         initial_state=initial,
         output_final_state=True,
         use_qk_l2norm_in_kernel=norm,
