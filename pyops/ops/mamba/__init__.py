@@ -5,13 +5,16 @@ No slot or offset in a tensor can lead outside a tensor: what does not exist is 
 
 from __future__ import annotations
 
-from . import chunk_scan
-from . import gated_delta_rule as _gated_delta_rule
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-from .chunk_scan import *
+from .chunk_scan import mamba_chunk_scan_combined_varlen, mamba_chunk_scan_varlen
 from .conv_decode import causal_conv1d_decode
 from .conv_prefill import causal_conv1d_prefill
-from .gated_delta_rule import *
+from .gated_delta_rule import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    gated_delta_rule,
+    gated_delta_rule_update,
+)
 from .selective_scan import selective_scan_fn, selective_scan_fwd
 from .selective_state_update import selective_state_update
 
@@ -20,9 +23,13 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_prefill",
     "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "gated_delta_rule",
+    "gated_delta_rule_update",
+    "mamba_chunk_scan_combined_varlen",
+    "mamba_chunk_scan_varlen",
     "selective_scan_fn",
     "selective_scan_fwd",
     "selective_state_update",
 ]
-__all__ += chunk_scan.__all__
-__all__ += _gated_delta_rule.__all__

@@ -186,7 +186,7 @@ def moe_unpermute(
         permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; rows of one stride.
         topk_weights: [num_tokens, topk] float32, contiguous: w.
         inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous: inv, the places that `moe_permute` says.
-        expert_first_token_offset: [num_local + 1] int64, contiguous; None: all rows are of this device.
+        expert_first_token_offset: [num_local + 1] int64, contiguous; if None, all rows are of this device.
         topk: choices of a token.
         hidden_states: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
     """
