@@ -96,7 +96,7 @@ def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
         if (on_gpu and _device() is None) or (item.get_closest_marker("slow") and not PROFILE.slow):
             continue
         name, _, parameters = item.nodeid.partition("[")
-        of_every_op = item.path.name.startswith("test_every_op")
+        of_every_op = item.path.name.startswith(("test_every_op", "test_nvrtc"))
         variants.setdefault(f"{name} {on_gpu} {parameters if of_every_op else ''}", []).append(item)
     return {item for name, few in variants.items() for item in profiles.sample(few, PROFILE.variants, name)}
 

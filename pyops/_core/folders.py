@@ -50,7 +50,8 @@ def _taken(folder: str, seconds: float) -> int | None:
         return None
     end = time.monotonic() + seconds
     while True:
-        os.makedirs(folder, exist_ok=True)
+        with suppress(FileExistsError):  # it was removed while this process looked whether it is a folder
+            os.makedirs(folder, exist_ok=True)
         with suppress(FileNotFoundError):
             descriptor = os.open(folder, os.O_RDONLY)
             try:

@@ -41,13 +41,13 @@ pyops.silu_and_mul(out, numpy.ones((1, {2 * size}), "float32"))
 
 @pytest.fixture
 def slow_compiler(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine whose C++ compiler takes more than a second for a kernel, which is built by -O1."""
+    """The environment of a machine whose C++ compiler takes more than a second for a kernel, which is built by -Og."""
     real = shutil.which("g++")
     if real is None:
         pytest.skip("no g++")
     fake = tmp_path / "bin" / "g++"
     fake.parent.mkdir()
-    fake.write_text(f'#!/bin/sh\ncase "$*" in *-O1*) sleep {log.PATIENCE + 0.5};; esac\nexec {real} "$@"\n')
+    fake.write_text(f'#!/bin/sh\ncase "$*" in *-Og*) sleep {log.PATIENCE + 0.5};; esac\nexec {real} "$@"\n')
     fake.chmod(0o755)
     return {"PATH": f"{fake.parent}{os.pathsep}{os.environ['PATH']}"}
 
