@@ -75,6 +75,58 @@ def centred() -> Any:
     return centred
 
 
+@pytest.fixture
+def centred() -> Any:
+    @pyops.op(out=("codes", "mean", "largest"), ulps=0)
+    def centred(codes: Tensor, x: Tensor, mean: Tensor, parts: int, largest: Tensor | None = None) -> None:
+        groups = x.unflatten(-1, (parts, -1))
+        mean.copy_(groups.mean(-1))
+        codes.copy_((groups - mean[..., None]).flatten(-2).round())
+        if largest is not None:
+            largest.copy_(codes.float().abs().amax())
+
+    @centred.result
+    def result_centred(x: TensorArg, parts: int) -> tuple[Result, Result]:
+        return Result(x.shape, dtypes.int8), Result((*x.shape[:-1], parts), x.dtype)
+
+    @centred.plan
+    def plan_centred(codes: TensorArg, x: TensorArg, mean: TensorArg, parts: int) -> list[Launch]:
+        check.dtype(x, dtypes.float32)
+        if parts < 1 or check.row_size(x) % parts:
+            raise check.refuse(x, "parts", f"expected a divisor of {x.shape[-1]}, got {parts}")
+        check.same_shape(codes, x)
+        check.sizes(mean, rows=x.shape[0], parts=parts)
+        return []
+
+    return centred
+
+
+@pytest.fixture
+def centred() -> Any:
+    @pyops.op(out=("codes", "mean", "largest"), ulps=0)
+    def centred(codes: Tensor, x: Tensor, mean: Tensor, parts: int, largest: Tensor | None = None) -> None:
+        groups = x.unflatten(-1, (parts, -1))
+        mean.copy_(groups.mean(-1))
+        codes.copy_((groups - mean[..., None]).flatten(-2).round())
+        if largest is not None:
+            largest.copy_(codes.float().abs().amax())
+
+    @centred.result
+    def result_centred(x: TensorArg, parts: int) -> tuple[Result, Result]:
+        return Result(x.shape, dtypes.int8), Result((*x.shape[:-1], parts), x.dtype)
+
+    @centred.plan
+    def plan_centred(codes: TensorArg, x: TensorArg, mean: TensorArg, parts: int) -> list[Launch]:
+        check.dtype(x, dtypes.float32)
+        if parts < 1 or check.row_size(x) % parts:
+            raise check.refuse(x, "parts", f"expected a divisor of {x.shape[-1]}, got {parts}")
+        check.same_shape(codes, x)
+        check.sizes(mean, rows=x.shape[0], parts=parts)
+        return []
+
+    return centred
+
+
 @pytest.mark.parametrize("mode", ["reference", "kernels"])
 def test_new_outputs_and_given_ones(halves: Any, mode: str) -> None:
     from pyops._core import config
@@ -221,6 +273,254 @@ def test_a_call_is_checked_before_anything_is_allocated() -> None:
         repeated(None, 2)
     weights = torch.zeros(144, dtype=torch.uint8)
     with pytest.raises(pyops.OpError, match=r"^ggml_dequantize: W: expected 4503599627370496 blocks of 144 bytes"):
+        pyops.ggml_dequantize(weights, 12, 2**40, 2**20)
+    for x in (torch.ones(4), numpy.ones(4, numpy.float32)):
+        assert repeated(x, 2).shape == (8,), "what was refused has left nothing behind"
+
+
+def test_sizes_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shapes, dtypes and scalars: of arguments that look the same, the result function is asked once."""
+    op, asked = pyops.registry["static_scaled_int8_quant"], []
+    results = op.results
+    monkeypatch.setattr(op, "results", lambda *args: asked.append(args) or results(*args))
+    scale, azp = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    x = torch.randn(17, 23)
+    for _ in range(3):
+        assert op.form is not None
+        for arguments in ((x, scale, None), (x, scale, azp), (x.half(), scale, azp), (x[:5], scale, azp)):
+            codes = op.form.new(*arguments)
+            assert (codes.shape, codes.dtype) == (arguments[0].shape, torch.int8)
+    assert len(asked) == 4
+
+
+def test_new_outputs_of_an_op_that_is_given_them_by_position(centred: Any) -> None:
+    x = torch.randn(3, 8) * 9
+    right_codes, right_mean = torch.empty(3, 8, dtype=torch.int8), torch.empty(3, 2)
+    assert centred(right_codes, x, right_mean, 2) is None
+    codes, mean = centred.new(x, 2)
+    assert (codes.dtype, codes.device) == (torch.int8, x.device)
+    assert torch.equal(codes, right_codes)
+    assert torch.equal(mean, right_mean)
+    largest = torch.empty(())
+    codes, mean = centred.new(x, 2, largest)  # what may be None stays an argument
+    assert largest == right_codes.abs().max()
+    given = torch.empty(3, 2)
+    codes, mean = centred.new(x, parts=2, mean=given)
+    assert mean is given
+    assert torch.equal(given, right_mean)
+    codes, mean = centred.new(x.numpy(), 2)
+    assert isinstance(codes, numpy.ndarray)
+    assert (codes == right_codes.numpy()).all()
+    assert (mean == right_mean.numpy()).all()
+
+
+def test_form_of_an_op_that_is_given_outputs_by_position(centred: Any) -> None:
+    import inspect
+    import pickle
+
+    centred.new(torch.ones(1, 2), 1)
+    assert str(inspect.signature(centred.new)) == (
+        "(x: 'Tensor', parts: 'int', largest: 'Tensor | None' = None, *, codes: 'Tensor | None' = None,"
+        " mean: 'Tensor | None' = None) -> 'tuple[Tensor, Tensor]'"
+    )
+    assert str(torch.ops.pyops.centred.new._schema) == (
+        "pyops::centred.new(Tensor x, SymInt parts, Tensor(a2!)? largest=None) -> (Tensor, Tensor)"
+    )
+    assert str(torch.ops.pyops.centred.default._schema).startswith("pyops::centred(Tensor(a0!) codes, Tensor x, ")
+    assert pyops.permute_cols.new is pyops.permute_cols
+    assert not hasattr(pyops.rms_norm, "new")
+    new = pyops.scaled_fp4_quant.new
+    assert (new.__name__, new.__doc__) == ("new", pyops.scaled_fp4_quant.__doc__)
+    assert pickle.loads(pickle.dumps(new)) is new
+
+
+def test_compiled_form(centred: Any) -> None:
+    def call(x: Tensor, largest: Tensor | None = None) -> list[Tensor]:
+        return [*centred.new(x, 4, largest), *centred.new(x, parts=2)]
+
+    torch.library.opcheck(torch.ops.pyops.centred.new, (torch.randn(3, 8), 2, torch.empty(())))
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (7, 9):
+        x = torch.randn(rows, 8) * 9
+        assert all(map(torch.equal, compiled(x), call(x)))
+        largest, right = torch.empty(()), torch.empty(())
+        assert all(map(torch.equal, compiled(x, largest), call(x, right)))
+        assert largest == right
+
+
+def test_some_outputs_are_given_to_what_is_compiled(halves: Any, centred: Any) -> None:
+    def call(x: Tensor, doubled: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        return halves(x, doubled=doubled)[1], centred.new(x, 2, codes=codes)[1]
+
+    x = torch.randn(3, 8)
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        given = torch.empty(3, 8), torch.empty(3, 8, dtype=torch.int8)
+        results.append((*given, *function(x, *given)))
+    assert all(map(torch.equal, *results))
+    assert torch.equal(results[0][0], x * 2)
+
+
+def test_a_call_is_checked_before_anything_is_allocated() -> None:
+    """The plan sees what would be allocated: nothing is, of this size, on any machine."""
+
+    @pyops.op(returns="out", ulps=0)
+    def repeated(x: Tensor, times: int, *, out: Tensor) -> None:
+        out.copy_(x.repeat(times))
+
+    @repeated.result
+    def result_repeated(x: TensorArg, times: int) -> Result:
+        return Result((x.numel * times,), x.dtype)
+
+    @repeated.plan
+    def plan_repeated(x: TensorArg, times: int, out: TensorArg) -> list[Launch]:
+        check.dtype(x, dtypes.float32)
+        if times > 3:
+            raise check.refuse(x, "times", f"expected at most 3, got {times}")
+        check.shape(out, x.dtype, size=x.numel * times)
+        return []
+
+    for x in (torch.ones(4), numpy.ones(4, numpy.float32)):
+        for _ in range(2):
+            assert repeated(x, 2).shape == (8,)
+            with pytest.raises(pyops.OpError, match=r"^repeated: times: expected at most 3, got 1152921504606846976$"):
+                repeated(x, 2**60)
+        with pytest.raises(pyops.OpError, match="^repeated: times: expected int, got str$"):
+            repeated(x, "2")
+        with pytest.raises(pyops.OpError, match=r"^repeated: times: expected int, got list$"):
+            repeated(x, [2])
+    with pytest.raises(pyops.OpError, match="^repeated: x: expected dtype float32, got int8$"):
+        repeated(torch.ones(4, dtype=torch.int8), 2)
+    with pytest.raises(pyops.OpError, match="^repeated: x: dtype torch.complex64 is not supported$"):
+        repeated(torch.ones(4, dtype=torch.complex64), 2)
+    with pytest.raises(pyops.OpError, match="^repeated: x: expected a tensor, got None$"):
+        repeated(None, 2)
+    weights = torch.zeros(144, dtype=torch.uint8)
+    with pytest.raises(pyops.OpError, match="^ggml_dequantize: W: expected 4503599627370496 blocks of 144 bytes"):
+        pyops.ggml_dequantize(weights, 12, 2**40, 2**20)
+    for x in (torch.ones(4), numpy.ones(4, numpy.float32)):
+        assert repeated(x, 2).shape == (8,), "what was refused has left nothing behind"
+
+
+def test_sizes_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shapes, dtypes and scalars: of arguments that look the same, the result function is asked once."""
+    op, asked = pyops.registry["static_scaled_int8_quant"], []
+    results = op.results
+    monkeypatch.setattr(op, "results", lambda *args: asked.append(args) or results(*args))
+    scale, azp = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    x = torch.randn(17, 23)
+    for _ in range(3):
+        assert op.form is not None
+        for arguments in ((x, scale, None), (x, scale, azp), (x.half(), scale, azp), (x[:5], scale, azp)):
+            codes = op.form.new(*arguments)
+            assert (codes.shape, codes.dtype) == (arguments[0].shape, torch.int8)
+    assert len(asked) == 4
+
+
+def test_new_outputs_of_an_op_that_is_given_them_by_position(centred: Any) -> None:
+    x = torch.randn(3, 8) * 9
+    right_codes, right_mean = torch.empty(3, 8, dtype=torch.int8), torch.empty(3, 2)
+    assert centred(right_codes, x, right_mean, 2) is None
+    codes, mean = centred.new(x, 2)
+    assert (codes.dtype, codes.device) == (torch.int8, x.device)
+    assert torch.equal(codes, right_codes)
+    assert torch.equal(mean, right_mean)
+    largest = torch.empty(())
+    codes, mean = centred.new(x, 2, largest)  # what may be None stays an argument
+    assert largest == right_codes.abs().max()
+    given = torch.empty(3, 2)
+    codes, mean = centred.new(x, parts=2, mean=given)
+    assert mean is given
+    assert torch.equal(given, right_mean)
+    codes, mean = centred.new(x.numpy(), 2)
+    assert isinstance(codes, numpy.ndarray)
+    assert (codes == right_codes.numpy()).all()
+    assert (mean == right_mean.numpy()).all()
+
+
+def test_form_of_an_op_that_is_given_outputs_by_position(centred: Any) -> None:
+    import inspect
+    import pickle
+
+    centred.new(torch.ones(1, 2), 1)
+    assert str(inspect.signature(centred.new)) == (
+        "(x: 'Tensor', parts: 'int', largest: 'Tensor | None' = None, *, codes: 'Tensor | None' = None,"
+        " mean: 'Tensor | None' = None) -> 'tuple[Tensor, Tensor]'"
+    )
+    assert str(torch.ops.pyops.centred.new._schema) == (
+        "pyops::centred.new(Tensor x, SymInt parts, Tensor(a2!)? largest=None) -> (Tensor, Tensor)"
+    )
+    assert str(torch.ops.pyops.centred.default._schema).startswith("pyops::centred(Tensor(a0!) codes, Tensor x, ")
+    assert pyops.permute_cols.new is pyops.permute_cols
+    assert not hasattr(pyops.rms_norm, "new")
+    new = pyops.scaled_fp4_quant.new
+    assert (new.__name__, new.__doc__) == ("new", pyops.scaled_fp4_quant.__doc__)
+    assert pickle.loads(pickle.dumps(new)) is new
+
+
+def test_compiled_form(centred: Any) -> None:
+    def call(x: Tensor, largest: Tensor | None = None) -> list[Tensor]:
+        return [*centred.new(x, 4, largest), *centred.new(x, parts=2)]
+
+    torch.library.opcheck(torch.ops.pyops.centred.new, (torch.randn(3, 8), 2, torch.empty(())))
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (7, 9):
+        x = torch.randn(rows, 8) * 9
+        assert all(map(torch.equal, compiled(x), call(x)))
+        largest, right = torch.empty(()), torch.empty(())
+        assert all(map(torch.equal, compiled(x, largest), call(x, right)))
+        assert largest == right
+
+
+def test_some_outputs_are_given_to_what_is_compiled(halves: Any, centred: Any) -> None:
+    def call(x: Tensor, doubled: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        return halves(x, doubled=doubled)[1], centred.new(x, 2, codes=codes)[1]
+
+    x = torch.randn(3, 8)
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        given = torch.empty(3, 8), torch.empty(3, 8, dtype=torch.int8)
+        results.append((*given, *function(x, *given)))
+    assert all(map(torch.equal, *results))
+    assert torch.equal(results[0][0], x * 2)
+
+
+def test_a_call_is_checked_before_anything_is_allocated() -> None:
+    """The plan sees what would be allocated: nothing is, of this size, on any machine."""
+
+    @pyops.op(returns="out", ulps=0)
+    def repeated(x: Tensor, times: int, *, out: Tensor) -> None:
+        out.copy_(x.repeat(times))
+
+    @repeated.result
+    def result_repeated(x: TensorArg, times: int) -> Result:
+        return Result((x.numel * times,), x.dtype)
+
+    @repeated.plan
+    def plan_repeated(x: TensorArg, times: int, out: TensorArg) -> list[Launch]:
+        check.dtype(x, dtypes.float32)
+        if times > 3:
+            raise check.refuse(x, "times", f"expected at most 3, got {times}")
+        check.shape(out, x.dtype, size=x.numel * times)
+        return []
+
+    for x in (torch.ones(4), numpy.ones(4, numpy.float32)):
+        for _ in range(2):
+            assert repeated(x, 2).shape == (8,)
+            with pytest.raises(pyops.OpError, match=r"^repeated: times: expected at most 3, got 1152921504606846976$"):
+                repeated(x, 2**60)
+        with pytest.raises(pyops.OpError, match="^repeated: times: expected int, got str$"):
+            repeated(x, "2")
+        with pytest.raises(pyops.OpError, match=r"^repeated: times: expected int, got list$"):
+            repeated(x, [2])
+    with pytest.raises(pyops.OpError, match="^repeated: x: expected dtype float32, got int8$"):
+        repeated(torch.ones(4, dtype=torch.int8), 2)
+    with pytest.raises(pyops.OpError, match="^repeated: x: dtype torch.complex64 is not supported$"):
+        repeated(torch.ones(4, dtype=torch.complex64), 2)
+    with pytest.raises(pyops.OpError, match="^repeated: x: expected a tensor, got None$"):
+        repeated(None, 2)
+    weights = torch.zeros(144, dtype=torch.uint8)
+    with pytest.raises(pyops.OpError, match="^ggml_dequantize: W: expected 4503599627370496 blocks of 144 bytes"):
         pyops.ggml_dequantize(weights, 12, 2**40, 2**20)
     for x in (torch.ones(4), numpy.ones(4, numpy.float32)):
         assert repeated(x, 2).shape == (8,), "what was refused has left nothing behind"
