@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops.ops.moe import rows
+from pyops.ops.moe import rows as rows_of_tokens
 from tests.calls import DEVICES, refusal
 from tests.test_moe_align import HOSTILE, by_expert, ids_of, local, map_of
 
@@ -188,7 +188,7 @@ def test_shuffle_of_several_rows_to_a_thread(
     op = pyops.registry["shuffle_rows"]
     request.addfinalizer(op.forget)
     op.forget()
-    monkeypatch.setattr(rows, "_BATCH_THREADS", 0)
+    monkeypatch.setattr(rows_of_tokens, "_BATCH_THREADS", 0)
     for num_rows in (1, 3, 8, 13):
         source = torch.arange(5 * 24, dtype=torch.int32, device=device).view(5, 24)
         wanted = torch.arange(num_rows, dtype=torch.int32, device=device) * 3 % 7 - 1
