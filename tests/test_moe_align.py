@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
+from pyops.ops.moe import _sort
 from tests.calls import DEVICES, refusal
 
 HOSTILE = (-1, -7, 2**31 - 1, -(2**31))
@@ -116,6 +117,37 @@ def test_align_by_several_blocks(num_tokens: int, num_experts: int, device: str)
     """Clusters of 2 to 8 blocks, shares that are not full, and as many experts as one block's memory has room for."""
     for skewed in (False, True):
         check_align(ids_of(num_tokens, 8, num_experts, 1, skewed).to(device), num_experts, 16, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_tokens", [5, 150, 600])
+def test_align_of_more_rows_than_registers_keep(
+    num_tokens: int, device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The ids are read twice, by one block and by a cluster."""
+    op = pyops.registry["moe_align_block_size"]
+    request.addfinalizer(op.forget)
+    op.forget()
+    monkeypatch.setattr(_sort, "_KEPT_ROWS", 0)
+    monkeypatch.setattr(_sort, "_LANE_ROWS", 9)
+    for skewed in (False, True):
+        check_align(ids_of(num_tokens, 8, 40, 1, skewed).to(device), 40, 16, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_align_of_outputs_at_any_address(device: str) -> None:
+    """Outputs that begin and end within a 16-byte word; nothing beside them is written."""
+    ids = ids_of(7, 3, 5, 1).to(device)
+    rows = by_expert([local(expert, 5, None) for expert in ids.reshape(-1).tolist()], 5)
+    right, right_blocks = aligned(rows, 4, ids.numel())
+    for begin in range(4):
+        memory = [torch.full((size + 8,), -9, dtype=torch.int32, device=device) for size in (37 + begin, 10)]
+        places, blocks = memory[0][begin:-8], memory[1][begin : begin + 10]
+        total = torch.zeros(1, dtype=torch.int32, device=device)
+        pyops.moe_align_block_size(ids, 5, 4, places, blocks, total)
+        assert places.tolist() == filled(right, 37, ids.numel())
+        assert blocks.tolist() == filled(right_blocks, 10, 0)
+        assert [(x == -9).sum().item() for x in memory] == [begin + 8, 8]
 
 
 @pytest.mark.parametrize("device", DEVICES)

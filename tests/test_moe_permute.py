@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
+from pyops.ops.moe import rows as rows_of_tokens
 from tests.calls import DEVICES, refusal
 from tests.test_moe_align import HOSTILE, by_expert, ids_of, local, map_of
 
@@ -177,6 +178,24 @@ def test_shuffle(num_sources: int, num_rows: int, hidden_size: int, dtype: str, 
     rows = bits(source.cpu())
     width = hidden_size * source.element_size()
     assert result == [rows[row] if 0 <= row < num_sources else [0] * width for row in wanted.tolist()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_shuffle_of_several_rows_to_a_thread(
+    device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Also where the last thread has fewer rows than the others."""
+    op = pyops.registry["shuffle_rows"]
+    request.addfinalizer(op.forget)
+    op.forget()
+    monkeypatch.setattr(rows_of_tokens, "_BATCH_THREADS", 0)
+    for num_rows in (1, 3, 8, 13):
+        source = torch.arange(5 * 24, dtype=torch.int32, device=device).view(5, 24)
+        wanted = torch.arange(num_rows, dtype=torch.int32, device=device) * 3 % 7 - 1
+        memory = torch.full((num_rows + 4, 24), -9, dtype=torch.int32, device=device)
+        pyops.shuffle_rows(source, wanted, memory[:num_rows])
+        right = [source[i].tolist() if 0 <= i < 5 else [0] * 24 for i in wanted.tolist()]
+        assert memory.tolist() == right + [[-9] * 24] * 4
 
 
 def test_bad_calls() -> None:

@@ -9,19 +9,34 @@
 // this device. With LORA, blockIdx.x is an adapter, which has outputs of its own for the rows of its tokens. Outputs of
 // an adapter that is not enabled, or that lora_ids does not name, are left as they are.
 //
-// Threads: a cluster of CLUSTER blocks has all rows (expert_sort.cuh). A warp writes the padding of an expert.
+// Threads: a cluster of CLUSTER blocks has all rows (expert_sort.cuh). All its threads fill the outputs with padding.
 //
 // Constants
 //     id_t          element type of topk_ids
 //     BIN_BITS      bits that hold the number of experts
 //     CLUSTER       blocks that share the rows, one cluster
+//     KEPT          rows of a lane at most, or 0 (expert_sort.cuh)
 //     HAS_MAP       expert_map gives the numbers of experts on this device
 //     LORA          one alignment for each adapter
 //     UNUSED        what experts_ids says of blocks that no expert has
 
 #include "expert_sort.cuh"
 
-using sort_t = ExpertSort<NUM_THREADS, CLUSTER, BIN_BITS>;
+using sort_t = ExpertSort<id_t, NUM_THREADS, CLUSTER, BIN_BITS, KEPT>;
+
+// Fills elements[0 ... count - 1] by all threads of the cluster: whole 16-byte words, and single elements at the ends.
+DEVICE void fill(int32_t* elements, int64_t count, int32_t value) {
+    constexpr int PER_WORD = 4;
+    const int64_t head = min(count, int64_t(-(uint64_t(elements) / sizeof(int32_t)) % PER_WORD));
+    const int64_t words = (count - head) / PER_WORD, tail = head + words * PER_WORD;
+    Vec<int32_t, PER_WORD> word;
+#pragma unroll
+    for (int i = 0; i < PER_WORD; ++i) word.data[i] = value;
+    const int thread = sort_t::cluster_thread();
+    for (int64_t i = thread; i < words; i += sort_t::CLUSTER_THREADS) word.store(elements + head + i * PER_WORD);
+    if (thread < head) elements[thread] = value;
+    if (thread < count - tail) elements[tail + thread] = value;
+}
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
 moe_align(const id_t* topk_ids,               // [num_tokens, topk]
@@ -33,7 +48,7 @@ moe_align(const id_t* topk_ids,               // [num_tokens, topk]
           int32_t* experts_ids,               // [num_blocks], of each adapter
           int32_t* num_tokens_post_pad,       // one element, of each adapter
           int64_t num_rows, int64_t num_experts, int64_t num_ids, int64_t block_size, int64_t num_places,
-          int64_t num_blocks, int64_t topk, int64_t num_lora_ids, int sort_warps) {
+          int64_t num_blocks, int64_t topk, int64_t num_lora_ids, int sort_warps, int warp_rows) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ int is_named;
@@ -51,30 +66,25 @@ moe_align(const id_t* topk_ids,               // [num_tokens, topk]
         num_tokens_post_pad += lora;
     }
 
-    const sort_t sort(memory, int(num_experts), sort_warps, num_rows);
-    const auto expert_of = [&](int row) {
+    sort_t sort(memory, topk_ids, int(num_experts), sort_warps, warp_rows, int(num_rows));
+    const auto expert_of = [&](int row, id_t id) {
         if (LORA && token_lora_mapping[row / int(topk)] != lora) return NO_BIN;
-        return local_expert<HAS_MAP>(topk_ids, expert_map, num_ids, sort.bins, NO_BIN, row);
+        return local_expert<HAS_MAP>(id, expert_map, num_ids, sort.bins, NO_BIN);
     };
+    // Every place and block is filled while the ids are loaded; places with rows are written again below.
+    sort.count(expert_of, [&] {
+        fill(sorted_token_ids, num_places, int32_t(num_rows));
+        fill(experts_ids, num_blocks, UNUSED);
+    });
     const uint32_t size = uint32_t(block_size);
-    sort.count(expert_of);
     const uint32_t places = sort.locate([&](uint32_t rows) { return (rows + size - 1) / size * size; });
     if (sort.cluster_thread() == 0) *num_tokens_post_pad = int32_t(places);
+    // The last threads come first: they are those without rows, if there are any.
+    for (int64_t i = sort.CLUSTER_THREADS - 1 - sort.cluster_thread(); i * size < places; i += sort.CLUSTER_THREADS) {
+        experts_ids[i] = sort.bin_at(uint32_t(i * size));
+    }
     sort.place(expert_of, [&](int row, int expert, uint32_t place) {
         if (expert != NO_BIN) sorted_token_ids[place] = row;
     });
-    const int lane = threadIdx.x % WARP_SIZE;
-    sort.each_bin([&](int expert) {
-        const uint32_t begin = sort.begin[expert], behind = sort.begin[expert + 1];
-        for (uint32_t i = begin + sort.rows_of[expert] + lane; i < behind; i += WARP_SIZE)
-            sorted_token_ids[i] = int32_t(num_rows);
-        for (uint32_t i = begin / size + lane; i < behind / size; i += WARP_SIZE) experts_ids[i] = expert;
-    });
-    for (int64_t i = places + sort.cluster_thread(); i < num_places; i += sort.CLUSTER_THREADS) {
-        sorted_token_ids[i] = int32_t(num_rows);
-    }
-    for (int64_t i = places / size + sort.cluster_thread(); i < num_blocks; i += sort.CLUSTER_THREADS) {
-        experts_ids[i] = UNUSED;
-    }
     leave_cluster<CLUSTER>();
 }

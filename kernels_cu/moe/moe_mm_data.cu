@@ -15,6 +15,7 @@
 //     id_t            element type of topk_ids
 //     BIN_BITS        bits that hold the number of experts
 //     CLUSTER         blocks that share the rows, one cluster
+//     KEPT            rows of a lane at most, or 0 (expert_sort.cuh)
 //     SORTS           the kernel writes offsets and permutations; otherwise sizes alone
 //     SWAP            rows are the second size
 //     HAS_BLOCKSCALE  the kernel writes blockscale_offsets
@@ -22,7 +23,7 @@
 #include "expert_sort.cuh"
 #include "moe_sizes.cuh"
 
-using sort_t = ExpertSort<NUM_THREADS, CLUSTER, BIN_BITS>;
+using sort_t = ExpertSort<id_t, NUM_THREADS, CLUSTER, BIN_BITS, KEPT>;
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
 moe_mm_data(const id_t* topk_ids,         // [num_rows]
@@ -32,14 +33,15 @@ moe_mm_data(const id_t* topk_ids,         // [num_rows]
             int32_t* input_permutation,   // [num_rows]
             int32_t* output_permutation,  // [num_rows]
             int32_t* blockscale_offsets,  // [num_experts + 1]
-            int64_t num_rows, int64_t num_experts, int64_t topk, int first_n, int n, int k, int sort_warps) {
+            int64_t num_rows, int64_t num_experts, int64_t topk, int first_n, int n, int k, int sort_warps,
+            int warp_rows) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
-    const sort_t sort(memory, int(num_experts), sort_warps, num_rows);
-    const auto expert_of = [&](int row) {
-        return local_expert<false>(topk_ids, static_cast<const int32_t*>(nullptr), num_experts, sort.bins, NO_BIN, row);
+    sort_t sort(memory, topk_ids, int(num_experts), sort_warps, warp_rows, int(num_rows));
+    const auto expert_of = [&](int, id_t id) {
+        return local_expert<false>(id, nullptr, num_experts, sort.bins, NO_BIN);
     };
-    sort.count(expert_of);
+    sort.count(expert_of, [] {});
     const bool leads = blockIdx.y == 0;  // the block that writes what is known to all
     if constexpr (SORTS && HAS_BLOCKSCALE) {
         const auto rounded = [](uint32_t rows) { return (rows + 127) / 128 * 128; };

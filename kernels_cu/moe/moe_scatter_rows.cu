@@ -12,6 +12,8 @@
 #include "cache.cuh"
 #include "chunk.cuh"
 
+constexpr int BATCH = TOPK < 8 ? TOPK : 8;  // places that are loaded before the first store, behind which loads wait
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 moe_scatter_rows(scalar_t* permuted_input,                  // [max_places, hidden_size], bytes
                  const scalar_t* input,                     // [num_rows, hidden_size], bytes
@@ -25,9 +27,17 @@ moe_scatter_rows(scalar_t* permuted_input,                  // [max_places, hidd
     const auto words = load_words<VEC_SIZE>(input + at.row * input_stride + at.column);
     const int64_t places = min(expert_first_token_offset[num_local], max_places);
     const int32_t* const own = inv_permuted_idx + at.row * TOPK;
-#pragma unroll 8
-    for (int j = 0; j < TOPK; ++j) {
-        const int64_t place = own[j];
-        if (place < places) store_words<VEC_SIZE>(permuted_input + place * permuted_stride + at.column, words);
+#pragma unroll 1
+    for (int first = 0; first < TOPK; first += BATCH) {
+        int32_t own_places[BATCH];
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) own_places[j] = own[min(first + j, TOPK - 1)];
+        keep_loads();
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            const int64_t place = own_places[j];
+            if (first + j >= TOPK) break;
+            if (place < places) store_words<VEC_SIZE>(permuted_input + place * permuted_stride + at.column, words);
+        }
     }
 }

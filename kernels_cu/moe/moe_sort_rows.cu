@@ -13,11 +13,12 @@
 //     id_t          element type of topk_ids
 //     BIN_BITS      bits that hold the number of experts on this device, and one more
 //     CLUSTER       blocks that share the rows, one cluster
+//     KEPT          rows of a lane at most, or 0 (expert_sort.cuh)
 //     HAS_MAP       expert_map gives the numbers of experts on this device
 
 #include "expert_sort.cuh"
 
-using sort_t = ExpertSort<NUM_THREADS, CLUSTER, BIN_BITS>;
+using sort_t = ExpertSort<id_t, NUM_THREADS, CLUSTER, BIN_BITS, KEPT>;
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
 moe_sort_rows(const id_t* topk_ids,                 // [num_rows]
@@ -26,15 +27,15 @@ moe_sort_rows(const id_t* topk_ids,                 // [num_rows]
               int64_t* expert_first_token_offset,   // [num_local + 1]
               int32_t* inv_permuted_idx,            // [num_rows]
               int32_t* permuted_idx,                // [num_rows]
-              int64_t num_rows, int64_t num_experts, int64_t num_local, int sort_warps) {
+              int64_t num_rows, int64_t num_experts, int64_t num_local, int sort_warps, int warp_rows) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     const int others = int(num_local);  // the bin of rows of other devices
-    const sort_t sort(memory, others + 1, sort_warps, num_rows);
-    const auto expert_of = [&](int row) {
-        return local_expert<HAS_MAP>(topk_ids, expert_map, num_experts, others, others, row);
+    sort_t sort(memory, topk_ids, others + 1, sort_warps, warp_rows, int(num_rows));
+    const auto expert_of = [&](int, id_t id) {
+        return local_expert<HAS_MAP>(id, expert_map, num_experts, others, others);
     };
-    sort.count(expert_of);
+    sort.count(expert_of, [] {});
     sort.locate([](uint32_t rows) { return rows; });
     for (int i = sort.cluster_thread(); i <= others; i += sort.CLUSTER_THREADS) {
         expert_first_token_offset[i] = sort.begin[i];

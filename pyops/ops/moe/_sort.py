@@ -16,12 +16,14 @@ from ..._core.tensor import TensorArg
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Predicted, not measured: a warp has two rows to a lane before another warp gets some, and 4096 rows are sorted by one
-# block in the time that blocks of a cluster need to meet. A place costs a store, which many threads share.
-_LANE_ROWS = 2
-_BLOCK_ROWS = 4096
-_FEW_THREADS, _NUM_THREADS = 256, 1024
-_FEW_PLACES = 4096  # of a block of few threads, at most
+# Predicted, not measured: another warp costs each bin one more count to add up, another row of a lane some 45
+# instructions. A cluster costs the time that its blocks need to meet; one block sorts few rows sooner, and fills few
+# places sooner.
+_LANE_ROWS = 4  # rows of a lane before another warp gets some
+_KEPT_ROWS = 4  # rows of a lane at most whose bins stay in registers
+_BLOCK_ROWS, _BLOCK_PLACES = 4096, 32768  # of a launch of one block, at most
+_THREAD_PLACES = 16  # places of a thread before the block has more threads
+_BLOCK_THREADS = 256, 512, 1024
 _STATIC_SHARED = 2048  # bytes of shared memory that kernels declare themselves, at most
 _MAX_ROWS = 2**30  # rows and places are counted in 32 bits
 
@@ -40,25 +42,33 @@ def sort_launch(
     `places` are the elements that a group writes for its rows and their padding.
     """
     num_rows, device = topk_ids.numel, topk_ids.device
-    cluster = 1 if num_rows <= _BLOCK_ROWS else device.cluster
+    few = num_rows <= _BLOCK_ROWS and places <= _BLOCK_PLACES
+    cluster = 1 if few else device.cluster
     wanted_warps = max(1, -(-num_rows // (cluster * _LANE_ROWS * device.warp_size)))
-    few = cluster == 1 and places <= _FEW_PLACES and wanted_warps * device.warp_size <= _FEW_THREADS
-    num_threads = _FEW_THREADS if few else _NUM_THREADS
-    # Each warp with rows has counts of its own, and a block has two or three words for each bin, and one.
-    rest = 4 * ((2 + (cluster > 1)) * bins + 1)
+    wanted_threads = max(wanted_warps * device.warp_size, bins, places // (cluster * _THREAD_PLACES))
+    num_threads = next((n for n in _BLOCK_THREADS if n >= wanted_threads), _BLOCK_THREADS[-1])
+    # Each warp with rows has counts of its own, and a block has two or three words for each bin.
+    rest = 4 * (2 + (cluster > 1)) * bins
     room = (device.shared_memory - _STATIC_SHARED - rest) // (4 * bins)
     if room < 1:
         message = f"expected experts for which {device.shared_memory} bytes of shared memory suffice, got {bins}"
         raise check.refuse(topk_ids, "topk_ids", message)
     sort_warps = min(wanted_warps, num_threads // device.warp_size, room)
+    lane_rows = -(-num_rows // (cluster * sort_warps * device.warp_size))
     return kernel(
-        id_t=topk_ids.dtype, BIN_BITS=bins.bit_length(), CLUSTER=cluster, **constants, NUM_THREADS=num_threads
+        id_t=topk_ids.dtype,
+        BIN_BITS=bins.bit_length(),
+        CLUSTER=cluster,
+        KEPT=_KEPT_ROWS if lane_rows <= _KEPT_ROWS else 0,
+        **constants,
+        NUM_THREADS=num_threads,
     ).launch(
         grid=(groups, cluster),
         block=num_threads,
         shared=4 * sort_warps * bins + rest,
         num_rows=num_rows,
         sort_warps=sort_warps,
+        warp_rows=lane_rows * device.warp_size,
         **(fixed or {}),
     )
 
