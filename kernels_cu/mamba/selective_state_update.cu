@@ -21,6 +21,7 @@
 //     VEC_SIZE                 states in one access to `state`; divides STATE_SIZE
 //     ROWS SEQUENCES           of a group, powers of two; SEQUENCES is 1 with HAS_STARTS
 //     HAS_STARTS               sequences have several tokens
+//     DRAFTS                   num_accepted_tokens is given
 //     TIED                     A has one number for all states of a row
 
 #include "reduce.cuh"
@@ -131,20 +132,18 @@ selective_state_update(state_t* state,                          // [num_slots, h
         end = cu_seqlens[first_sequence + 1];
         if (begin < 0 || end > num_tokens || begin >= end) return;
     }
-    const bool drafts = num_accepted_tokens != nullptr;
     const int last_sequence = int(min(batch - first_sequence, int64_t(SEQUENCES))) - 1;
-    Slots sources[SEQUENCES], targets[SEQUENCES];
-    int64_t source[SEQUENCES];
+    Slots targets[SEQUENCES];
+    int32_t source_index[SEQUENCES], target_index[SEQUENCES];
 #pragma unroll
     for (int s = 0; s < SEQUENCES; ++s) {
         const int64_t sequence = first_sequence + min(s, last_sequence);
-        sources[s] = {state_batch_indices + sequence * slots_stride, columns, num_slots, pad_slot_id};
+        const Slots sources{state_batch_indices + sequence * slots_stride, columns, num_slots, pad_slot_id};
         targets[s] = dst_columns < 0
-                         ? sources[s]
+                         ? sources
                          : Slots{dst_state_batch_indices + sequence * dst_stride, dst_columns, num_slots, pad_slot_id};
-        const int64_t accepted = drafts ? num_accepted_tokens[sequence] : 1;
-        source[s] = columns < 0 ? sequence : sources[s].at(max(accepted - 1, int64_t(0)));
-        if (s > last_sequence) source[s] = -1;
+        source_index[s] = sources.load(DRAFTS ? max(int64_t(num_accepted_tokens[sequence]) - 1, int64_t(0)) : 0);
+        target_index[s] = DRAFTS || dst_columns < 0 ? -1 : targets[s].load(0);
     }
 
     // Sequence and row of the items that the lane owns. A sequence or a row beyond the last has the inputs of the last;
@@ -195,17 +194,20 @@ selective_state_update(state_t* state,                          // [num_slots, h
     Token next = load_token(begin);
 
     uint32_t live = 0;  // bit s: sequence s has a state
+    int64_t target[SEQUENCES];
     Vec<state_t, VEC_SIZE> loaded[ITEMS][VECS];
     state_t* const states = state + head * state_head_stride + first_row * state_row_stride;
 #pragma unroll
     for (int s = 0; s < SEQUENCES; ++s) {
-        if (source[s] < 0) continue;
+        const int64_t source = columns < 0 ? first_sequence + s : targets[s].checked(source_index[s]);
+        if (s > last_sequence || source < 0) continue;
         live |= 1u << s;
+        target[s] = dst_columns < 0 ? source : targets[s].checked(target_index[s]);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             if (first_row + i * GROUPS >= head_size) continue;
             for_each_vec(lane, [&](int v, int n) {
-                loaded[s * ROWS + i][v] = Vec<state_t, VEC_SIZE>::load_once(states + source[s] * slot_stride +
+                loaded[s * ROWS + i][v] = Vec<state_t, VEC_SIZE>::load_once(states + source * slot_stride +
                                                                             i * GROUPS * state_row_stride + n);
             });
         }
@@ -226,11 +228,8 @@ selective_state_update(state_t* state,                          // [num_slots, h
         }
 #pragma unroll
         for (int s = 0; s < SEQUENCES; ++s) {
-            const int64_t target = !(live >> s & 1)  ? -1
-                                   : drafts          ? targets[s].at(t - begin)
-                                   : t + 1 < end     ? -1
-                                   : dst_columns < 0 ? source[s]
-                                                     : targets[s].at(0);
+            if constexpr (DRAFTS) target[s] = targets[s].at(t - begin);
+            const bool stores = live >> s & 1 && target[s] >= 0 && (DRAFTS || t + 1 == end);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 const int item = s * ROWS + i;
@@ -246,10 +245,10 @@ selective_state_update(state_t* state,                          // [num_slots, h
                         y[item] = fmaf(h[item][v][j], token.C[s][v][j], y[item]);
                     }
                 });
-                if (target < 0 || first_row + i * GROUPS >= head_size) continue;
+                if (!stores || first_row + i * GROUPS >= head_size) continue;
                 for_each_vec(lane, [&](int v, int n) {
                     Vec<state_t, VEC_SIZE>::from_floats(h[item][v])
-                        .store(states + target * slot_stride + i * GROUPS * state_row_stride + n);
+                        .store(states + target[s] * slot_stride + i * GROUPS * state_row_stride + n);
                 });
             }
         }

@@ -222,6 +222,7 @@ def plan_selective_state_update(
         ROWS=config.rows,
         SEQUENCES=config.sequences,
         HAS_STARTS=cu_seqlens is not None,
+        DRAFTS=num_accepted_tokens is not None,
         TIED=tied,
         NUM_THREADS=config.num_threads,
         MIN_BLOCKS=config.min_blocks,
