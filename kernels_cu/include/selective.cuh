@@ -44,10 +44,12 @@ struct Slots {
     const int32_t* indices;  // the sequence's row of slots
     int64_t columns, num_slots, pad_slot_id;
 
-    // The slot in a column; -1 for one that does not exist.
-    DEVICE int64_t at(int64_t column) const {
-        if (column < 0 || column >= columns) return -1;
-        const int64_t slot = indices[column];
+    // The element of a column; -1 for one that does not exist. The element need not be a slot.
+    DEVICE int32_t load(int64_t column) const { return column < 0 || column >= columns ? -1 : indices[column]; }
+    // `slot`, or -1 if it is padding or does not exist.
+    DEVICE int64_t checked(int64_t slot) const {
         return slot == pad_slot_id || slot < 0 || slot >= num_slots ? -1 : slot;
     }
+    // The slot in a column; -1 for one that does not exist.
+    DEVICE int64_t at(int64_t column) const { return checked(load(column)); }
 };

@@ -8,23 +8,32 @@
 // h begins as row r of the source slot. It is stored in one slot behind the last token of the sequence, or, where drafts
 // are verified (num_accepted_tokens), in a slot of its own behind each token.
 //
-// LANES neighbouring lanes share a row, and a thread works on ROWS rows of one head, so that the loads of several states
-// are in flight and vectors of B and C are loaded once for them.
+// LANES neighbouring lanes form a group. A group works on ROWS rows of a head for each of SEQUENCES sequences, in one
+// pass, so that the loads of several states are in flight. A row of one sequence is an item. Every lane has some states
+// of all items. What an item has once (x, dt, z, out, softplus, SiLU) is the work of one lane, its owner: a shuffle
+// hands the decay rate to the group, and the sums of y end in their owners. Rows of a warp are neighbours, so that
+// owners load neighbouring elements. All loads that need no slot come before the first that does.
 //
 // Constants
 //     state_t dt_t D_t bias_t  element types of state, dt, D and dt_bias
 //     STATE_SIZE               states of a row
-//     LANES                    lanes that share a row, a power of two up to 32
+//     LANES                    lanes of a group, a power of two up to 32
 //     VEC_SIZE                 states in one access to `state`; divides STATE_SIZE
-//     ROWS                     rows of a thread
+//     ROWS SEQUENCES           of a group, powers of two; SEQUENCES is 1 with HAS_STARTS
+//     HAS_STARTS               sequences have several tokens
+//     DRAFTS                   num_accepted_tokens is given
 //     TIED                     A has one number for all states of a row
 
 #include "reduce.cuh"
 #include "selective.cuh"
 #include "vec.cuh"
 
-constexpr int GROUPS = NUM_THREADS / LANES;
-constexpr int VECS = ceil_div(STATE_SIZE, VEC_SIZE* LANES);  // of a lane
+constexpr int GROUPS = WARP_SIZE / LANES;                    // of a warp
+constexpr int VECS = ceil_div(STATE_SIZE, VEC_SIZE* LANES);  // of a lane, for one item
+constexpr int ITEMS = ROWS * SEQUENCES;                      // item s * ROWS + i is row i of sequence s
+constexpr int OWNERS = ITEMS < LANES ? ITEMS : LANES;        // lanes that own items: lane l owns l, l + OWNERS, ...
+constexpr int OWNED = ITEMS / OWNERS;                        // items of an owner
+static_assert(SEQUENCES == 1 || !HAS_STARTS);
 
 // VEC_SIZE neighbouring elements as floats, by accesses of 16 bytes where they are wider.
 template <typename T>
@@ -43,6 +52,45 @@ DEVICE void for_each_vec(int lane, F f) {
     }
 }
 
+// Adds up y of each item over the group's lanes. The sum of item l + k * OWNERS ends as y[k * OWNERS] in lane l: each
+// round of shuffles halves the items that a lane still has.
+DEVICE void sum_to_owners(float (&y)[ITEMS], int lane) {
+#pragma unroll
+    for (int k = 0; k < ITEMS; k += OWNERS) {
+#pragma unroll
+        for (int half = OWNERS / 2; half > 0; half /= 2) {
+            const bool upper = lane & half;
+#pragma unroll
+            for (int i = k; i < k + half; ++i) {
+                const float given = upper ? y[i] : y[i + half], kept = upper ? y[i + half] : y[i];
+                y[i] = kept + shfl_xor(given, half);
+            }
+        }
+#pragma unroll
+        for (int mask = OWNERS; mask < LANES; mask *= 2) y[k] += shfl_xor(y[k], mask);
+    }
+}
+
+// VEC_SIZE neighbouring elements of B or C, by accesses of 16 bytes where they are wider.
+struct StateVector {
+    static constexpr int ACCESS = VEC_SIZE * int(sizeof(scalar_t)) < 16 ? VEC_SIZE : 16 / int(sizeof(scalar_t));
+    Vec<scalar_t, ACCESS> parts[VEC_SIZE / ACCESS];
+
+    DEVICE void load(const scalar_t* address) {
+#pragma unroll
+        for (int i = 0; i < VEC_SIZE / ACCESS; ++i) parts[i] = Vec<scalar_t, ACCESS>::load(address + i * ACCESS);
+    }
+    DEVICE float operator[](int i) const { return parts[i / ACCESS][i % ACCESS]; }
+};
+
+// What one token of each sequence brings: to an owner of items, and to a lane of a group. Nothing is converted before
+// its use, so that no load is waited for before the others are under way.
+struct Token {
+    scalar_t x[OWNED], z[OWNED];
+    dt_t dt[OWNED];
+    StateVector B[SEQUENCES][VECS], C[SEQUENCES][VECS];
+};
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 selective_state_update(state_t* state,                          // [num_slots, heads, head_size, STATE_SIZE]
                        const scalar_t* x,                       // [num_tokens, heads, head_size]
@@ -59,8 +107,8 @@ selective_state_update(state_t* state,                          // [num_slots, h
                        const int32_t* num_accepted_tokens,      // [batch] or null
                        const int32_t* cu_seqlens,               // [batch + 1] or null
                        bool dt_softplus, int64_t pad_slot_id, int64_t num_slots, int64_t num_tokens, int64_t columns,
-                       int64_t dst_columns, int64_t slots_stride, int64_t dst_stride, int heads, int head_size,
-                       int head_blocks, int group_heads, int64_t slot_stride, int64_t state_head_stride,
+                       int64_t dst_columns, int64_t slots_stride, int64_t dst_stride, int batch, int heads,
+                       int head_size, int head_blocks, int group_heads, int64_t slot_stride, int64_t state_head_stride,
                        int64_t state_row_stride, int64_t x_stride, int64_t x_head_stride, int64_t x_row_stride,
                        int64_t dt_stride, int64_t dt_head_stride, int64_t dt_row_stride, int64_t A_head_stride,
                        int64_t A_row_stride, int64_t B_stride, int64_t B_group_stride, int64_t C_stride,
@@ -69,117 +117,150 @@ selective_state_update(state_t* state,                          // [num_slots, h
                        int64_t out_stride, int64_t out_head_stride, int64_t out_row_stride) {
     await_previous_kernel();
     const uint32_t blocks = uint32_t(heads) * head_blocks;
-    const int64_t sequence = blockIdx.x / blocks;
-    const int64_t head = blockIdx.x % blocks / head_blocks, group = head / group_heads;
-    const int lane = threadIdx.x % LANES;
+    const int64_t first_sequence = int64_t(blockIdx.x / blocks) * SEQUENCES;
+    const uint32_t head = blockIdx.x % blocks / head_blocks, group = head / uint32_t(group_heads);
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / WARP_SIZE;
+    const int block_rows = NUM_THREADS / LANES * ROWS;
+    // A group's other rows follow at GROUPS.
     const int first_row =
-        blockIdx.x % head_blocks * GROUPS * ROWS + threadIdx.x / LANES;  // the others follow at GROUPS
+        blockIdx.x % head_blocks * block_rows + warp * GROUPS * ROWS + threadIdx.x % WARP_SIZE / LANES;
 
-    int64_t begin = sequence, end = sequence + 1;
+    // Without HAS_STARTS the token `begin` + s is that of sequence s.
+    int64_t begin = first_sequence, end = first_sequence + 1;
     if constexpr (HAS_STARTS) {
-        begin = cu_seqlens[sequence];
-        end = cu_seqlens[sequence + 1];
+        begin = cu_seqlens[first_sequence];
+        end = cu_seqlens[first_sequence + 1];
         if (begin < 0 || end > num_tokens || begin >= end) return;
     }
-    const bool drafts = num_accepted_tokens != nullptr;
-    const Slots sources{state_batch_indices + sequence * slots_stride, columns, num_slots, pad_slot_id};
-    const Slots targets =
-        dst_columns < 0 ? sources
-                        : Slots{dst_state_batch_indices + sequence * dst_stride, dst_columns, num_slots, pad_slot_id};
-    const int64_t accepted = drafts ? num_accepted_tokens[sequence] : 1;
-    const int64_t source = columns < 0 ? sequence : sources.at(max(accepted - 1, int64_t(0)));
-    if (source < 0) return;
-
-    // A row beyond the last has the inputs of the last row. It neither reads nor writes a state.
-    state_t* const states = state + head * state_head_stride;
-    float h[ROWS][VECS][VEC_SIZE], a[ROWS][VECS][VEC_SIZE];
-    float skip[ROWS], bias[ROWS];
+    const int last_sequence = int(min(batch - first_sequence, int64_t(SEQUENCES))) - 1;
+    Slots targets[SEQUENCES];
+    int32_t source_index[SEQUENCES], target_index[SEQUENCES];
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const int row = first_row + i * GROUPS;
-#pragma unroll
-        for (int v = 0; v < VECS; ++v) {
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) h[i][v][j] = 0.0f;
-        }
-        if (row >= head_size) continue;
-        for_each_vec(lane, [&](int v, int n) {
-            const auto vec =
-                Vec<state_t, VEC_SIZE>::load_once(states + source * slot_stride + row * state_row_stride + n);
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) h[i][v][j] = vec[j];
-        });
-    }
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const int64_t row = min(first_row + i * GROUPS, head_size - 1);
-        const float* A_row = A + head * A_head_stride + row * A_row_stride;
-#pragma unroll
-        for (int v = 0; v < VECS; ++v) {
-#pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) a[i][v][j] = 0.0f;
-        }
-        if constexpr (TIED) {
-            a[i][0][0] = *A_row;
-        } else {
-            for_each_vec(lane, [&](int v, int n) { load_vec(A_row + n, a[i][v]); });
-        }
-        skip[i] = D ? to_float(D[head * D_head_stride + row * D_row_stride]) : 0.0f;
-        bias[i] = dt_bias ? to_float(dt_bias[head * bias_head_stride + row * bias_row_stride]) : 0.0f;
+    for (int s = 0; s < SEQUENCES; ++s) {
+        const int64_t sequence = first_sequence + min(s, last_sequence);
+        const Slots sources{state_batch_indices + sequence * slots_stride, columns, num_slots, pad_slot_id};
+        targets[s] = dst_columns < 0
+                         ? sources
+                         : Slots{dst_state_batch_indices + sequence * dst_stride, dst_columns, num_slots, pad_slot_id};
+        source_index[s] = sources.load(DRAFTS ? max(int64_t(num_accepted_tokens[sequence]) - 1, int64_t(0)) : 0);
+        target_index[s] = DRAFTS || dst_columns < 0 ? -1 : targets[s].load(0);
     }
 
-    const auto store = [&](int64_t slot) {
-        if (slot < 0) return;
+    // Sequence and row of the items that the lane owns. A sequence or a row beyond the last has the inputs of the last;
+    // neither states nor results are written for it.
+    int own_sequence[OWNED], own_row[OWNED];
+    D_t skip[OWNED];
+    bias_t bias[OWNED];
+    float own_A[OWNED];
+    float a[TIED ? 1 : ROWS][VECS][VEC_SIZE] = {};
+    const float* const A_head = A + head * A_head_stride;
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const int row = first_row + i * GROUPS;
-            if (row >= head_size) continue;
-            for_each_vec(lane, [&](int v, int n) {
-                Vec<state_t, VEC_SIZE>::from_floats(h[i][v]).store(states + slot * slot_stride +
-                                                                   row * state_row_stride + n);
-            });
-        }
-    };
-
-    for (int64_t token = begin; token < end; ++token) {
-        float b[VECS][VEC_SIZE] = {}, c[VECS][VEC_SIZE] = {};
-        for_each_vec(lane, [&](int v, int n) {
-            load_vec(B + token * B_stride + group * B_group_stride + n, b[v]);
-            load_vec(C + token * C_stride + group * C_group_stride + n, c[v]);
-        });
-        float y[ROWS];
+    for (int k = 0; k < OWNED; ++k) {
+        const int item = k * OWNERS + lane % OWNERS;
+        own_sequence[k] = item / ROWS;
+        own_row[k] = first_row + item % ROWS * GROUPS;
+        const int64_t row = min(own_row[k], head_size - 1);
+        own_A[k] = TIED ? A_head[row * A_row_stride] : 0.0f;
+        if (D) skip[k] = D[head * D_head_stride + row * D_row_stride];
+        if (dt_bias) bias[k] = dt_bias[head * bias_head_stride + row * bias_row_stride];
+    }
+    if constexpr (!TIED) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int64_t row = min(first_row + i * GROUPS, head_size - 1);
-            const float input = to_float(x[token * x_stride + head * x_head_stride + row * x_row_stride]);
-            const float biased =
-                to_float(dt[token * dt_stride + head * dt_head_stride + row * dt_row_stride]) + bias[i];
-            const float step = dt_softplus ? softplus(biased) : biased;
-            const float rate = step * LOG2_E, tied_decay = estimate_exp2(rate * a[i][0][0]);
-            float sum = 0.0f;
-#pragma unroll
-            for (int v = 0; v < VECS; ++v) {
-#pragma unroll
-                for (int j = 0; j < VEC_SIZE; ++j) {
-                    const float decay = TIED ? tied_decay : estimate_exp2(rate * a[i][v][j]);
-                    h[i][v][j] = fmaf(decay, h[i][v][j], step * input * b[v][j]);
-                    sum = fmaf(h[i][v][j], c[v][j], sum);
-                }
-            }
-            y[i] = lane_reduce<Sum, LANES>(sum);
-            if (D) y[i] = fmaf(skip[i], input, y[i]);
-        }
-        if (drafts) store(targets.at(token - begin));
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const int64_t row = first_row + i * GROUPS;
-            if (lane != 0 || row >= head_size) continue;
-            if (z) {
-                y[i] = gated_by_silu<scalar_t>(
-                    y[i], to_float(z[token * z_stride + head * z_head_stride + row * z_row_stride]));
-            }
-            out[token * out_stride + head * out_head_stride + row * out_row_stride] = from_float<scalar_t>(y[i]);
+            for_each_vec(lane, [&](int v, int n) { load_vec(A_head + row * A_row_stride + n, a[i][v]); });
         }
     }
-    if (!drafts) store(dst_columns < 0 ? source : targets.at(0));
+
+    const auto load_token = [&](int64_t first) {
+        Token token;
+#pragma unroll
+        for (int k = 0; k < OWNED; ++k) {
+            const int64_t t = first + min(own_sequence[k], last_sequence), row = min(own_row[k], head_size - 1);
+            token.x[k] = x[t * x_stride + head * x_head_stride + row * x_row_stride];
+            token.dt[k] = dt[t * dt_stride + head * dt_head_stride + row * dt_row_stride];
+            if (z) token.z[k] = z[t * z_stride + head * z_head_stride + row * z_row_stride];
+        }
+#pragma unroll
+        for (int s = 0; s < SEQUENCES; ++s) {
+            const int64_t t = first + min(s, last_sequence);
+            for_each_vec(lane, [&](int v, int n) {
+                token.B[s][v].load(B + t * B_stride + group * B_group_stride + n);
+                token.C[s][v].load(C + t * C_stride + group * C_group_stride + n);
+            });
+        }
+        return token;
+    };
+    Token next = load_token(begin);
+
+    uint32_t live = 0;  // bit s: sequence s has a state
+    int64_t target[SEQUENCES];
+    Vec<state_t, VEC_SIZE> loaded[ITEMS][VECS];
+    state_t* const states = state + head * state_head_stride + first_row * state_row_stride;
+#pragma unroll
+    for (int s = 0; s < SEQUENCES; ++s) {
+        const int64_t source = columns < 0 ? first_sequence + s : targets[s].checked(source_index[s]);
+        if (s > last_sequence || source < 0) continue;
+        live |= 1u << s;
+        target[s] = dst_columns < 0 ? source : targets[s].checked(target_index[s]);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            if (first_row + i * GROUPS >= head_size) continue;
+            for_each_vec(lane, [&](int v, int n) {
+                loaded[s * ROWS + i][v] = Vec<state_t, VEC_SIZE>::load_once(states + source * slot_stride +
+                                                                            i * GROUPS * state_row_stride + n);
+            });
+        }
+    }
+    if (!live) return;
+
+    float h[ITEMS][VECS][VEC_SIZE];
+    for (int64_t t = begin; t < end; ++t) {
+        const Token token = next;
+        if (t + 1 < end) next = load_token(t + 1);
+        float own_decay[OWNED], own_input[OWNED], y[ITEMS];  // own_decay: log2 of the decay per unit of A, unless TIED
+#pragma unroll
+        for (int k = 0; k < OWNED; ++k) {
+            const float biased = to_float(token.dt[k]) + (dt_bias ? to_float(bias[k]) : 0.0f);
+            const float step = dt_softplus ? softplus(biased) : biased;
+            own_input[k] = step * to_float(token.x[k]);
+            own_decay[k] = TIED ? estimate_exp2(step * LOG2_E * own_A[k]) : step * LOG2_E;
+        }
+#pragma unroll
+        for (int s = 0; s < SEQUENCES; ++s) {
+            if constexpr (DRAFTS) target[s] = targets[s].at(t - begin);
+            const bool stores = live >> s & 1 && target[s] >= 0 && (DRAFTS || t + 1 == end);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const int item = s * ROWS + i;
+                const float of_item = shfl<LANES>(own_decay[item / OWNERS], item % OWNERS);
+                const float input = shfl<LANES>(own_input[item / OWNERS], item % OWNERS);
+                y[item] = 0.0f;
+                for_each_vec(lane, [&](int v, int) {
+                    if (t == begin) loaded[item][v].to_floats(h[item][v]);
+#pragma unroll
+                    for (int j = 0; j < VEC_SIZE; ++j) {
+                        const float decay = TIED ? of_item : estimate_exp2(of_item * a[TIED ? 0 : i][v][j]);
+                        h[item][v][j] = fmaf(decay, h[item][v][j], input * token.B[s][v][j]);
+                        y[item] = fmaf(h[item][v][j], token.C[s][v][j], y[item]);
+                    }
+                });
+                if (!stores || first_row + i * GROUPS >= head_size) continue;
+                for_each_vec(lane, [&](int v, int n) {
+                    Vec<state_t, VEC_SIZE>::from_floats(h[item][v])
+                        .store(states + target[s] * slot_stride + i * GROUPS * state_row_stride + n);
+                });
+            }
+        }
+        sum_to_owners(y, lane);
+#pragma unroll
+        for (int k = 0; k < OWNED; ++k) {
+            float result = y[k * OWNERS];
+            if (D) result = fmaf(to_float(skip[k]), to_float(token.x[k]), result);
+            if (z) result = gated_by_silu<scalar_t>(result, to_float(token.z[k]));
+            if (lane >= OWNERS || !(live >> own_sequence[k] & 1) || own_row[k] >= head_size) continue;
+            const int64_t to = t + own_sequence[k];
+            out[to * out_stride + head * out_head_stride + own_row[k] * out_row_stride] = from_float<scalar_t>(result);
+        }
+    }
 }

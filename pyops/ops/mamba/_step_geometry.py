@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 
 _MAX_LANES = 32  # that share a row
 # By count of bytes in flight and of registers.
-_NUM_THREADS, _MIN_BLOCKS = 128, 4
-_WAVE = 6  # blocks of a multiprocessor that run at once, as most kernels need fewer registers than the bound
-_MAX_HELD, _MAX_ROWS = 16, 4  # states of a thread, and its rows
+_NUM_THREADS, _MIN_BLOCKS = 128, 5
+_WAVE = 5  # blocks of a multiprocessor that run at once
+_MAX_HELD_BYTES, _MAX_ITEMS = 64, 4  # of states that a thread holds, and rows of all its sequences
 
 
 class StepProblem(NamedTuple):
-    """What the geometry depends on: sequences, heads, their rows, and how the states of a row are read."""
+    """What the geometry depends on: sequences, heads, their rows, and how the states of a row are read.
+
+    `tied` says that A has one number for all states of a row, `has_starts` that sequences have several tokens.
+    """
 
     batch: int
     heads: int
@@ -27,6 +30,8 @@ class StepProblem(NamedTuple):
     state_size: int
     dtype: DType
     vec_size: int
+    tied: bool
+    has_starts: bool
 
     @property
     def lanes(self) -> int:
@@ -35,7 +40,8 @@ class StepProblem(NamedTuple):
 
     def bucket(self) -> str:
         rows = f"{self.heads}x{self.head_size}x{self.state_size}"
-        return f"batch={tuning.power_of_two(self.batch)} {rows} {self.dtype.name} vec_size={self.vec_size}"
+        kinds = f"{self.dtype.name} vec_size={self.vec_size} tied={self.tied} has_starts={self.has_starts}"
+        return f"batch={tuning.power_of_two(self.batch)} {rows} {kinds}"
 
 
 @dataclass(frozen=True)
@@ -44,40 +50,56 @@ class StepConfig:
 
     Attributes:
         rows: of a thread.
+        sequences: for each of which a thread works on these rows; they share what is loaded of A.
         num_threads: threads of a block.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
-    rows: int
+    rows: int = 1
+    sequences: int = 1
     num_threads: int = _NUM_THREADS
     min_blocks: int = _MIN_BLOCKS
+
+    @property
+    def items(self) -> int:
+        """Rows of all sequences that a thread works on."""
+        return self.rows * self.sequences
 
     def head_blocks(self, problem: StepProblem) -> int:
         """Blocks for the rows of a head."""
         return -(-problem.head_size // (self.num_threads // problem.lanes * self.rows))
 
     def num_blocks(self, problem: StepProblem) -> int:
-        return problem.batch * problem.heads * self.head_blocks(problem)
+        return -(-problem.batch // self.sequences) * problem.heads * self.head_blocks(problem)
 
     def candidates(self, problem: StepProblem, device: Device) -> list[StepConfig]:
-        """Other rows of a thread, sizes of a block, and bounds of registers."""
+        """Other rows and sequences of a thread, sizes of a block, and bounds of registers."""
         sizes = [tuning.resized(self, size) for size in tuning.beside(self.num_threads, 64, 256)]
+        items = _max_items(problem)
+        sequences = 1 if problem.has_starts else items // self.rows
         return sizes + tuning.varied(
             self,
-            rows=tuning.beside(self.rows, 1, _max_rows(problem)),
+            rows=tuning.beside(self.rows, 1, items // self.sequences),
+            sequences=tuning.beside(self.sequences, 1, sequences),
             min_blocks=tuning.beside(self.min_blocks, 2, 8),
         )
 
 
-def _max_rows(problem: StepProblem) -> int:
-    """Rows of a thread whose states its registers hold."""
+def _max_items(problem: StepProblem) -> int:
+    """Items of a thread whose states its registers hold."""
     row_states = problem.vec_size * -(-problem.state_size // (problem.vec_size * problem.lanes))
-    return max(1, min(_MAX_ROWS, _MAX_HELD // row_states))
+    return max(1, min(_MAX_ITEMS, _MAX_HELD_BYTES // (row_states * problem.dtype.itemsize)))
 
 
 def choose(problem: StepProblem, device: Device) -> StepConfig:
-    """As few rows for a thread as let all blocks run at once; where none do, as many as registers hold."""
-    config = StepConfig(1)
-    while config.rows < _max_rows(problem) and config.num_blocks(problem) > _WAVE * device.multiprocessors:
-        config = replace(config, rows=2 * config.rows)
+    """As little work for a thread as lets all blocks run at once; where nothing does, as much as registers hold.
+
+    Two sequences share each row of A, unless A is tied: then rows share B and C.
+    """
+    config = StepConfig()
+    while config.items < _max_items(problem) and config.num_blocks(problem) > _WAVE * device.multiprocessors:
+        if config.sequences == 1 and not (problem.tied or problem.has_starts):
+            config = replace(config, sequences=2)
+        else:
+            config = replace(config, rows=2 * config.rows)
     return config

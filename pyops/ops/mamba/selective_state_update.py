@@ -191,7 +191,8 @@ def plan_selective_state_update(
     # A tensor that allows accesses of 16 bytes serves vectors of any width, by several of them.
     widths = [check.vector_width(state_size, arg) for arg in vectors]
     narrow = [width for width, arg in zip(widths, vectors, strict=True) if width * arg.dtype.itemsize < _ACCESS]
-    problem = StepProblem(batch, heads, head_size, state_size, state.dtype, min([widths[0], *narrow]))
+    vec_size = min([widths[0], *narrow])
+    problem = StepProblem(batch, heads, head_size, state_size, state.dtype, vec_size, tied, cu_seqlens is not None)
     config = tuning.config(state.op, problem, state.device, choose)
     head_blocks = config.head_blocks(problem)
 
@@ -219,7 +220,9 @@ def plan_selective_state_update(
         LANES=problem.lanes,
         VEC_SIZE=problem.vec_size,
         ROWS=config.rows,
+        SEQUENCES=config.sequences,
         HAS_STARTS=cu_seqlens is not None,
+        DRAFTS=num_accepted_tokens is not None,
         TIED=tied,
         NUM_THREADS=config.num_threads,
         MIN_BLOCKS=config.min_blocks,
@@ -232,6 +235,7 @@ def plan_selective_state_update(
         dst_columns=dst_columns,
         slots_stride=slots_stride,
         dst_stride=dst_stride,
+        batch=batch,
         heads=heads,
         head_size=head_size,
         head_blocks=head_blocks,
