@@ -53,6 +53,11 @@ VLLM = {
         f"{_ROPE}, dtype, mrope_section=None, mrope_interleaved=False, *, scaling_factor=None, extrapolation_factor=1, "
         "attn_factor=1, beta_fast=32, beta_slow=1, truncate=True"
     ),
+    "MambaMixer": (
+        "hidden_size, ssm_state_size, conv_kernel_size, intermediate_size, time_step_rank, use_conv_bias, use_bias, "
+        "use_rms_norm, rms_norm_has_weight=True, rms_norm_eps=1e-5, activation='silu', is_lora_enabled=False, "
+        "model_config=None, cache_config=None, prefix=''"
+    ),
     "MergedColumnParallelLinear": (
         f"input_size, output_sizes, bias=True, gather_output=False, skip_bias_add=False, {_LINEAR}"
     ),
