@@ -60,7 +60,7 @@ def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
     ("name", "message"),
     [
         ("fused_moe", r"pyops.nn has no FusedMoE \(fused_moe\)"),
-        ("MambaMixer2", r"pyops.nn has no MambaMixer2 \(mamba_mixer2\)"),
+        ("SparseAttnIndexer", r"pyops.nn has no SparseAttnIndexer \(sparse_attn_indexer\)"),
         ("nothing", "pyops.nn has no layer nothing"),
     ],
 )

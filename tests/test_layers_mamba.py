@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import FalconMambaConfig, MambaConfig
+from transformers import FalconMambaConfig, Mamba2Config, MambaConfig
 from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMixer
 from transformers.models.mamba.modeling_mamba import MambaMixer
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from pyops import nn as layers
 from pyops import testing
@@ -49,7 +51,79 @@ def _mamba(bias: bool = False) -> tuple[layers.MambaMixer, Any]:
     return ours, theirs
 
 
-MIXERS: dict[str, Callable[[], tuple[Any, Any]]] = {"mamba": _mamba, "mamba, biases": lambda: _mamba(True)}
+def _mamba2(bias: bool = False, n_groups: int = 2) -> tuple[layers.MambaMixer2, Any]:
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        hidden_size=8,
+        num_heads=4,
+        head_dim=4,
+        expand=2,
+        state_size=5,
+        conv_kernel=3,
+        n_groups=n_groups,
+        chunk_size=4,
+        use_bias=bias,
+        use_conv_bias=not bias,
+    )
+    theirs = Mamba2Mixer(config, 0).eval()
+    ours = layers.MambaMixer2(8, 5, 3, 16, not bias, bias, n_groups, 4, 4)
+    ours.chunk_size = 4
+    _fill(theirs)
+    _load(ours, theirs)
+    return ours, theirs
+
+
+PLAMO = {
+    "hidden_size": 8,
+    "mamba_d_state": 4,
+    "mamba_d_conv": 3,
+    "mamba_num_heads": 4,
+    "hidden_size_per_head": 4,
+    "rms_norm_eps": 1e-6,
+    "mamba_chunk_size": 4,
+}
+
+
+def _plamo2() -> tuple[layers.Plamo2MambaMixer, Any]:
+    torch.manual_seed(0)
+    model = SimpleNamespace(hf_config=SimpleNamespace(**PLAMO))
+    ours = layers.Plamo2MambaMixer(SimpleNamespace(model_config=model, cache_config=None, quant_config=None))
+    _fill(ours)
+    with torch.no_grad():
+        ours.A.copy_(-torch.exp(ours.A))
+    return ours, lambda x: _plamo2_by_loop(ours, x[0].double())[None].float()
+
+
+def _plamo2_by_loop(layer: layers.Plamo2MambaMixer, hidden: Tensor) -> Tensor:
+    """The mixer of PLaMo-2 token by token in float64."""
+    weight = {name: value.double() for name, value in layer.state_dict().items()}
+    silu, softplus = torch.nn.functional.silu, torch.nn.functional.softplus
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean() + 1e-6) * weight[f"{name}_norm.weight"]
+
+    state, inputs, results = torch.zeros(4, 4, 4, dtype=torch.float64), [torch.zeros(16).double()] * 2, []
+    for token in hidden:
+        projected = weight["in_proj.weight"] @ token
+        inputs.append(projected[16:])
+        x = silu((torch.stack(inputs[-3:], 1) * weight["conv1d.weight"][:, 0]).sum(1))
+        B, C, dt = (weight["bcdt_proj.weight"] @ x).split([4, 4, 64])
+        step = softplus(weight["dt_proj.weight"] @ norm(dt, "dt") + weight["dt_bias"])
+        x = x.view(4, 4)
+        state = torch.exp(weight["A"] * step)[:, None, None] * state
+        state = state + step[:, None, None] * x[..., None] * norm(B, "B")
+        y = (state @ norm(C, "C") + weight["D"][:, None] * x).flatten()
+        results.append(weight["out_proj.weight"] @ (y * silu(projected[:16])))
+    return torch.stack(results)
+
+
+MIXERS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "mamba": _mamba,
+    "mamba, biases": lambda: _mamba(True),
+    "mamba2": _mamba2,
+    "mamba2, biases": lambda: _mamba2(True, 1),
+    "plamo2": _plamo2,
+}
 
 
 def _states(ours: Any, num_slots: int) -> tuple[Tensor, Tensor]:
@@ -152,6 +226,23 @@ def test_mamba_with_norms_is_that_of_falcon_mamba() -> None:
     assert weighted.keys() - ours.state_dict().keys() == {f"{x}_layernorm.weight" for x in ("dt", "b", "c")}
 
 
+def test_mamba2_without_a_norm() -> None:
+    """The norm is what the gated norm does without its weight: results times silu of their gates."""
+    ours, _ = _mamba2()
+    plain = layers.MambaMixer2(8, 5, 3, 16, True, False, 2, 4, 4, use_rms_norm=False)
+    plain.load_state_dict({name: value for name, value in ours.state_dict().items() if name != "norm.weight"})
+    x = torch.randn(6, 8)
+    with torch.no_grad():
+        plain.out_proj.weight.copy_(torch.eye(16)[:8])
+        ours.out_proj.weight.copy_(torch.eye(16)[:8])
+        gated = plain(x)
+        ours.norm.weight.fill_(1.0)
+        normed = ours(x)
+    # A norm changes the first eight elements, one group, by one factor of each token.
+    factor = normed / gated
+    torch.testing.assert_close(factor, factor[:, :1].expand_as(factor), rtol=1e-4, atol=1e-4)
+
+
 def _call(*args: Any, **kwargs: Any) -> Callable[[], Any]:
     return lambda: _mamba()[0](*args, **kwargs)
 
@@ -167,6 +258,14 @@ def _call(*args: Any, **kwargs: Any) -> Callable[[], Any]:
         (
             _call(torch.zeros(2, 8), None, torch.zeros(1, 16, 4).half()),
             r"MambaMixer: ssm_state: expected shape \(num_slots, 16, 4\) of torch.float32, got .* of torch.float16",
+        ),
+        (
+            lambda: layers.MambaMixer2(8, 4, 3, 16, True, False, 1, 4, 8),
+            r"MambaMixer2: intermediate_size: expected num_heads \* head_dim = 32, got 16",
+        ),
+        (
+            lambda: layers.MambaMixer2(8, 4, 3, 16, True, False, 3, 4, 4),
+            "MambaMixer2: num_heads: expected a multiple of 3, got 4",
         ),
         (_call(torch.zeros(1, 8), num_decodes=1), "MambaMixer: conv_state: expected a tensor where num_decodes"),
         (_call(torch.zeros(2, 8), num_decodes=1), "MambaMixer: num_decodes: expected 0 to 1 sequences of one token"),

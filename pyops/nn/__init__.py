@@ -5,7 +5,7 @@ activation norm quant routing        activations, norms, fp8 codes, the choice o
 linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
 rotary_scaled merged embedding       rotary embedding of long texts, merged projections, tables of tokens
 factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
-shortconv mixer mamba                the short convolution, what mixers of state-space models share, Mamba
+shortconv mixer mamba mamba2         the short convolution, what mixers of state-space models share, their mixers
 
 docs/layers.md lists them.
 """
@@ -26,6 +26,7 @@ from . import (
     linear,
     logits,
     mamba,
+    mamba2,
     merged,
     norm,
     parallel,
@@ -43,6 +44,7 @@ from .factory import *
 from .linear import *
 from .logits import *
 from .mamba import *
+from .mamba2 import *
 from .merged import *
 from .norm import *
 from .parallel import *
@@ -58,8 +60,6 @@ MISSING = {
     "modular_fused_moe": "FusedMoEModularMethod",
     "unquantized_fused_moe": "UnquantizedFusedMoEMethod",
     "transformers_fused_moe": "TransformersFusedMoE",
-    "mamba_mixer2": "MambaMixer2",
-    "plamo2_mamba_mixer": "Plamo2MambaMixer",
     "multi_head_latent_attention": "MultiHeadLatentAttentionWrapper",
     "static_sink_attention": "StaticSinkAttention",
     "sparse_attn_indexer": "SparseAttnIndexer",
@@ -96,6 +96,7 @@ for _module in (
     linear,
     logits,
     mamba,
+    mamba2,
     merged,
     norm,
     parallel,
