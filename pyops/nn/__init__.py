@@ -5,7 +5,7 @@ activation norm quant routing        activations, norms, fp8 codes, the choice o
 linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
 rotary_scaled merged embedding       rotary embedding of long texts, merged projections, tables of tokens
 factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
-shortconv mixer mamba mamba2         the short convolution, what mixers of state-space models share, their mixers
+shortconv mixer mamba mamba_heads    the short convolution, what mixers of state-space models share, their mixers
 
 docs/layers.md lists them.
 """
@@ -26,7 +26,7 @@ from . import (
     linear,
     logits,
     mamba,
-    mamba2,
+    mamba_heads,
     merged,
     norm,
     parallel,
@@ -44,7 +44,7 @@ from .factory import *
 from .linear import *
 from .logits import *
 from .mamba import *
-from .mamba2 import *
+from .mamba_heads import *
 from .merged import *
 from .norm import *
 from .parallel import *
@@ -96,7 +96,7 @@ for _module in (
     linear,
     logits,
     mamba,
-    mamba2,
+    mamba_heads,
     merged,
     norm,
     parallel,
