@@ -98,10 +98,10 @@ def test_the_page_lists_the_layers() -> None:
     assert _docs_section("missing") == ", ".join(f"`{name}`" for name in layers.MISSING.values())
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_the_examples_of_the_page_run(number: int) -> None:
     examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert len(examples) == 4
+    assert len(examples) == 5
     before = dict(op_registry_oot)
     try:
         exec(examples[number], {"__name__": "example"})
