@@ -210,6 +210,37 @@ def test_segments_and_short_convolutions_are_one_graph() -> None:
             assert same_bits(eager, traced)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("decodes", [False, True])
+def test_mixers_are_one_graph(decodes: bool) -> None:
+    torch._dynamo.reset()
+    mixers = layers.MambaMixer(8, 4, 3, 16, 2, True, False, True), layers.MambaMixer2(8, 4, 3, 16, True, False, 1, 4, 4)
+    for mixer in mixers:
+        for name, parameter in mixer.named_parameters():
+            parameter.requires_grad_(False)
+            nn.init.uniform_(parameter, *((-1.0, -0.5) if name == "A" else (-0.5, 0.5)))
+
+    def call(x: torch.Tensor, starts: torch.Tensor, conv: Any, ssm: Any, slots: torch.Tensor) -> list[torch.Tensor]:
+        initial, num_decodes = slots > 0, 1 if decodes else 0
+        return [
+            mixer.forward_cuda(x, conv[i], ssm[i], starts, slots, initial, num_decodes)
+            for i, mixer in enumerate(mixers)
+        ]
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for lengths in ([1, 4, 6], [1, 5], [1, 3, 2, 4]):
+            starts = torch.tensor([0, *lengths]).cumsum(0).int()
+            states = [torch.randn(8, 16, 2), torch.randn(8, 24, 2)], [torch.randn(8, 16, 4), torch.randn(8, 4, 4, 4)]
+            slots, x = torch.randperm(7)[: len(lengths)].int(), torch.randn(sum(lengths), 8)
+            eager, traced = ([[state.clone() for state in kind] for kind in states] for _ in range(2))
+            expected = call(x, starts, *eager, slots)
+            for result, other in zip(compiled(x, starts, *traced, slots), expected, strict=True):
+                assert same_bits(result, other)
+            for kind, others in zip(traced, eager, strict=True):
+                assert all(same_bits(state, other) for state, other in zip(kind, others, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="inductor needs a C compiler")
 def test_cuda_graphs() -> None:

@@ -240,7 +240,24 @@ def _whole_block(x: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         norm = layers.Mixer2RMSNormGated(8, groups)
         parts = [x.chunk(size, -1)[rank], x.flip(-1).chunk(size, -1)[rank]]
         found[f"norm, {groups}"] = parallel.tensor_model_parallel_all_gather(norm(*parts))
+        mamba2 = _filled_mixer(lambda n_groups=groups: layers.MambaMixer2(8, 3, 3, 16, True, False, n_groups, 4, 4))
+        found[f"Mamba-2, {groups}"] = mamba2(x.flatten(0, 1))
+    found["Mamba"] = _filled_mixer(lambda: layers.MambaMixer(8, 3, 3, 16, 2, True, True, True))(x.flatten(0, 1))
     return found
+
+
+def _filled_mixer(make: Callable[[], Any]) -> Any:
+    """A mixer whose parameters took their parts of the same random weights on every rank."""
+    group = parallel._group
+    layers.set_tensor_parallel_group(None)
+    shapes = [parameter.shape for parameter in make().parameters()]
+    layers.set_tensor_parallel_group(group)
+    mixer, generator = make(), torch.Generator().manual_seed(15)
+    for parameter, shape in zip(mixer.parameters(), shapes, strict=True):
+        weight = torch.randn(shape, generator=generator)
+        loader = getattr(parameter, "weight_loader", None)
+        loader(parameter, weight) if loader else parameter.copy_(weight)
+    return mixer
 
 
 class ConvConfig:

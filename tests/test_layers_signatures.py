@@ -53,6 +53,16 @@ VLLM = {
         f"{_ROPE}, dtype, mrope_section=None, mrope_interleaved=False, *, scaling_factor=None, extrapolation_factor=1, "
         "attn_factor=1, beta_fast=32, beta_slow=1, truncate=True"
     ),
+    "MambaMixer": (
+        "hidden_size, ssm_state_size, conv_kernel_size, intermediate_size, time_step_rank, use_conv_bias, use_bias, "
+        "use_rms_norm, rms_norm_has_weight=True, rms_norm_eps=1e-5, activation='silu', is_lora_enabled=False, "
+        "model_config=None, cache_config=None, prefix=''"
+    ),
+    "MambaMixer2": (
+        "hidden_size, ssm_state_size, conv_kernel_size, intermediate_size, use_conv_bias, use_bias, n_groups=1, "
+        "num_heads=128, head_dim=64, rms_norm_eps=1e-5, activation='silu', use_rms_norm=True, model_config=None, "
+        "cache_config=None, quant_config=None, prefix=''"
+    ),
     "MergedColumnParallelLinear": (
         f"input_size, output_sizes, bias=True, gather_output=False, skip_bias_add=False, {_LINEAR}"
     ),
@@ -65,6 +75,7 @@ VLLM = {
         "head_size, rotary_dim, max_position_embeddings, original_max_position_embeddings, base, is_neox_style, dtype, "
         "short_factor, long_factor, short_mscale=None, long_mscale=None"
     ),
+    "Plamo2MambaMixer": "vllm_config, *, prefix='', **kwargs",
     "QKVParallelLinear": (
         "hidden_size, head_size, total_num_heads, total_num_kv_heads=None, bias=True, skip_bias_add=False, "
         f"{_LINEAR}, v_head_size=None"

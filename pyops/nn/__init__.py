@@ -4,7 +4,8 @@ custom_op base parallel              switches of layers; a layer of one op; the 
 activation norm quant routing        activations, norms, fp8 codes, the choice of experts
 linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
 rotary_scaled merged embedding       rotary embedding of long texts, merged projections, tables of tokens
-factory shortconv logits             the rotary embedding of a configuration, the short convolution, logits
+factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
+shortconv mixer mamba mamba_heads    the short convolution, what mixers of state-space models share, their mixers
 
 docs/layers.md lists them.
 """
@@ -24,6 +25,8 @@ from . import (
     factory,
     linear,
     logits,
+    mamba,
+    mamba_heads,
     merged,
     norm,
     parallel,
@@ -40,6 +43,8 @@ from .embedding import *
 from .factory import *
 from .linear import *
 from .logits import *
+from .mamba import *
+from .mamba_heads import *
 from .merged import *
 from .norm import *
 from .parallel import *
@@ -55,9 +60,6 @@ MISSING = {
     "modular_fused_moe": "FusedMoEModularMethod",
     "unquantized_fused_moe": "UnquantizedFusedMoEMethod",
     "transformers_fused_moe": "TransformersFusedMoE",
-    "mamba_mixer": "MambaMixer",
-    "mamba_mixer2": "MambaMixer2",
-    "plamo2_mamba_mixer": "Plamo2MambaMixer",
     "multi_head_latent_attention": "MultiHeadLatentAttentionWrapper",
     "static_sink_attention": "StaticSinkAttention",
     "sparse_attn_indexer": "SparseAttnIndexer",
@@ -93,6 +95,8 @@ for _module in (
     factory,
     linear,
     logits,
+    mamba,
+    mamba_heads,
     merged,
     norm,
     parallel,

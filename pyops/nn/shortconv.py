@@ -11,6 +11,7 @@ from ..ops.mamba._convolution import MAX_WIDTH
 from .custom_op import CustomOp
 from .linear import ColumnParallelLinear, RowParallelLinear, new_parameter
 from .merged import MergedColumnParallelLinear
+from .states import read_slots, write_slots
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,11 +137,9 @@ class ShortConv(CustomOp):
         self, x: Tensor, conv_state: Tensor | None, num_seqs: int, slots: Tensor | None, has_initial: Tensor | None
     ) -> Tensor:
         """The inputs before the first token of each sequence: [num_seqs, L_cache - 1, channels], the newest last."""
-        if conv_state is None or has_initial is None:
+        if conv_state is None:
             return x.new_zeros(num_seqs, self.L_cache - 1, x.shape[1])
-        slots = torch.arange(num_seqs, device=x.device) if slots is None else slots
-        found = conv_state[slots.clamp(min=0).long()].mT
-        return torch.where((has_initial & (slots >= 0))[:, None, None], found, 0.0)
+        return read_slots(conv_state, num_seqs, slots, has_initial).mT
 
     def _keep(
         self, conv_state: Tensor, x: Tensor, past: Tensor, starts: Tensor, ends: Tensor, slots: Tensor | None
@@ -150,14 +149,7 @@ class ShortConv(CustomOp):
         place = (ends - starts)[:, None] - before + torch.arange(before, device=x.device)
         sequence = torch.arange(num_seqs, device=x.device)[:, None].expand_as(place)
         kept = _inputs(x, past, sequence, place, starts).mT
-        slots = sequence[:, 0] if slots is None else slots.long()
-        # Shapes must not depend on data, so every sequence writes. A sequence without a slot or tokens writes to the
-        # slot of the first sequence that has both, and writes the same values as that sequence.
-        has_slot = (slots >= 0) & (ends > starts)
-        first = has_slot.int().argmax(0, keepdim=True)  # [1]: an index without dimensions would be read on the host
-        slot = slots[first].clamp(min=0)
-        again = torch.where(has_slot[first][:, None, None], kept[first], conv_state[slot])
-        conv_state[torch.where(has_slot, slots, slot)] = torch.where(has_slot[:, None, None], kept, again)
+        write_slots(conv_state, kept, torch.cat((starts, ends[-1:])), slots)
 
     def _check(self, conv_state: Tensor, x: Tensor) -> None:
         expected = (x.shape[1], self.L_cache - 1)
