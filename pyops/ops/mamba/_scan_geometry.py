@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 NUM_THREADS = 256  # half of them scan, half of them stage
 _MAX_LANES = 32  # that share a channel
 _BUFFERS = 2
-# (channels, states) of a lane, from the tile that reads shared memory least to the one that spreads a sequence over most
-# lanes. A tile is taken if it leaves this share of the device's schedulers a scanning warp. Measured on an H200 for 8192
-# channels of 8192 tokens: (1, 4) with 64 tokens 823 us, (1, 4) with 32 tokens 888, (1, 2) with 64 tokens 946, (2, 4)
-# from 16 to 64 tokens 1390 to 1460. (2, 4) is kept for sequences of one short tile, which were not compared.
+# (channels, states) of a lane, from the tile that reads shared memory least to the one that spreads a sequence over
+# most lanes. A tile is taken if it leaves this share of the device's schedulers a scanning warp. Measured on an H200,
+# for 8192 channels of 8192 tokens, (1, 4) takes 823 us with tiles of 64 tokens and 888 with 32, (1, 2) 946 with 64, and
+# (2, 4) 1390 to 1460 with 16 to 64. (2, 4) stays for sequences of one short tile; no other was measured there.
 _SHORT_LANE_TILES = (2, 4), (1, 4), (1, 2)
 _LANE_TILES = _SHORT_LANE_TILES[1:]
 _MIN_SHARE = 0.75
