@@ -18,9 +18,10 @@ _recurrent = Kernel("mamba/gated_delta_recurrent.cu")
 
 _MAX_SIZE = 256  # elements of a head of k
 _MAX_KEYS = 32  # columns of a state in the registers of a thread
-# From registers and the share of a tile that is used. No GPU has timed other numbers yet: docs/performance.md, "Owed to
-# a GPU".
+# Measured on an H200, heads of 128: 8 sequences of 1024 tokens take 266 us by 8 warps and 481 by 4, because the warps
+# that prepare tiles serve more rows; one sequence of 8192, whose blocks are few, 908 by 4, 923 by 2 and 987 by 8.
 _WARPS = 4  # of a block, with rows
+_LARGE_WARPS = 8  # where even such blocks are enough for all multiprocessors
 _MAX_KEY_SIZE = 128  # of gated_delta_chunk.cu: a thread has as many columns of half a row in registers
 _MIN_TOKENS = 16  # of a sequence, on average: with fewer, most of a tile of gated_delta_chunk.cu would be empty
 _STATIC_BYTES = 12 * 1024  # of gated_delta_chunk.cu, at most, beside dynamic shared memory
@@ -94,6 +95,9 @@ def choose(problem: Problem, device: Device) -> Config:
         return Config(_WARPS, 1)
     _, _, value_heads, value_size = problem.call["v"].shape
     num_blocks = problem.num_seqs * value_heads * value_size // (16 * _WARPS)
+    large = value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.multiprocessors
+    if large and shared_memory(problem.call["q"].shape[3], _LARGE_WARPS) + _STATIC_BYTES <= device.shared_memory:
+        return Config(_LARGE_WARPS, 1)
     return Config(2 if value_size % (16 * _WARPS) or num_blocks < device.multiprocessors else _WARPS, 1)
 
 
