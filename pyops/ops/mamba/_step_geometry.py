@@ -102,9 +102,10 @@ def choose(problem: StepProblem, device: Device) -> StepConfig:
     Measured on an H200 for 1 to 256 sequences of 8192 rows of 16 states and of 80 heads of 64 rows of 128: no number of
     sequences that share A was faster than one, and untied rows of more than 16 elements of A in a thread lost.
     """
-    max_rows = (
-        _max_items(problem) if problem.tied else max(1, min(_max_items(problem), _MAX_RATES // _row_states(problem)))
-    )
+    max_rows = _max_items(problem)
+    if not problem.tied:  # with several tokens a thread also holds those ahead, and spills sooner
+        rates = _MAX_RATES // 2 if problem.has_starts else _MAX_RATES
+        max_rows = max(1, min(max_rows, rates // _row_states(problem)))
     config = StepConfig(rows=min(2, max_rows))
     while config.rows < max_rows and config.num_blocks(problem) > _WAVE * device.multiprocessors:
         config = replace(config, rows=2 * config.rows)
