@@ -338,6 +338,26 @@ def test_matrix_product_of_bytes(run_on_host: Run, dtype: DType) -> None:
         assert numpy.array_equal(d, exact.astype(d.dtype))
 
 
+HALVES = """#include "mma.cuh"
+extern "C" __global__ void convert(uint32_t* out, const uint32_t* codes) {
+    uint32_t halves[2];
+    fp8_to_half<scalar_t>(codes[threadIdx.x], halves);
+    for (int i = 0; i < 2; ++i) out[2 * threadIdx.x + i] = halves[i];
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", [dtypes.float8_e4m3fn, dtypes.float8_e5m2, dtypes.float8_e4m3fnuz], ids=str)
+def test_every_code_of_fp8_as_float16(run_on_host: Run, dtype: DType) -> None:
+    codes, out = numpy.arange(256, dtype=numpy.uint8), numpy.empty(128, numpy.uint32)
+    run_on_host(HALVES, grid=1, block=64, scalar_t=dtype, out=out, codes=codes.view(numpy.uint32))
+    expected = codes.view(getattr(ml_dtypes, dtype.name)).astype(numpy.float16)
+    result = out.view(numpy.float16)
+    assert numpy.array_equal(numpy.isnan(result), numpy.isnan(expected))
+    numbers = ~numpy.isnan(expected)
+    assert numpy.array_equal(result.view(numpy.uint16)[numbers], expected.view(numpy.uint16)[numbers])
+
+
 def run_on_device(kernel: MakeKernel, text: str, name: str, block: int, constants: Any, **arrays: Any) -> Any:
     """Run the kernel of a text on the GPU; returns the first array afterwards."""
     import cupy
