@@ -54,8 +54,8 @@ static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
 using tile_t = SwizzledTile<uint16_t, 8>;  // rows of 128 bytes
 constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);
 
-// Copies the elements from `from` on of a row to a chunk of shared memory; zeros where there are none. The row has `size`
-// elements, `step` apart.
+// Copies the elements from `from` on of a row to a chunk of shared memory; zeros where there are none. The row has
+// `size` elements, `step` apart.
 DEVICE void copy_chunk(uint16_t* to, const scalar_t* row, int64_t step, int64_t from, int64_t size) {
 #pragma unroll
     for (int i = 0; i < CHUNK; i += VEC_SIZE) {
