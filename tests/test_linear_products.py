@@ -67,8 +67,15 @@ def forced(op: str, one: Config) -> Iterator[None]:
 
 
 @ANY_DEVICE
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 3, 8), (17, 66, 200), (65, 130, 72)])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype"),
+    [
+        (1, 3, 8, torch.float32),
+        (17, 66, 200, torch.bfloat16),
+        (65, 130, 72, torch.float16),
+        (20, 33, 51, torch.float32),
+    ],
+)
 def test_linear_against_float64(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> None:
     x, bias = (draw(*shape, dtype=dtype, device=device, seed=k) for shape in ((m, k), (2 * n,)))
     weight = draw(2 * n, k, dtype=dtype, device=device, seed=n) * k**-0.5
@@ -168,8 +175,10 @@ def test_zero_points(device: str) -> None:
 
 
 @ANY_DEVICE
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize(("m", "n", "k"), [(5, 130, 300), (40, 128, 128), (129, 264, 512)])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype"),
+    [(5, 130, 300, torch.float8_e4m3fn), (40, 128, 128, torch.int8), (129, 264, 512, torch.float8_e4m3fn)],
+)
 def test_scales_of_blocks(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> None:
     """In every order in memory; blocks at the end are cut."""
     a, b = draw(m, k, dtype=dtype, device=device), columns(draw(k, n, dtype=dtype, device=device, seed=1))
@@ -265,10 +274,9 @@ def test_compression_of_every_group(device: str) -> None:
 
 
 @ANY_DEVICE
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_matrices_of_any_strides(dtype: torch.dtype, device: str) -> None:
+def test_matrices_of_any_strides(device: str) -> None:
     """Transposed, misaligned, with gaps: the same bits. What lies in the gaps of out stays."""
-    m, k, n = 20, 176, 48
+    m, k, n, dtype = 20, 176, 48, torch.float8_e4m3fn
     a, b = draw(m, k, dtype=dtype, device=device), draw(k, n, dtype=dtype, device=device, seed=1)
     scale, right = torch.full((1,), 0.01, device=device), torch.empty(m, n, dtype=torch.bfloat16, device=device)
     pyops.cutlass_scaled_mm(right, a, columns(b), scale, scale)
@@ -287,7 +295,7 @@ def test_matrices_of_any_strides(dtype: torch.dtype, device: str) -> None:
 
 
 @ANY_DEVICE
-@pytest.mark.parametrize("tokens", [1, 3, 33])
+@pytest.mark.parametrize("tokens", [1, 33])
 def test_few_tokens(tokens: int, device: str) -> None:
     """vLLM's names for one product: a bias for each column, or for each element."""
     weight, x = (
@@ -364,7 +372,7 @@ def test_split_sums_of_blocks(dtype: torch.dtype) -> None:
     a_scales, b_scales = positive(m, 8, seed=2), positive(8, 1, seed=3)
     each = a_scales.double().repeat_interleave(128, 1)[:, :k] * b_scales.double().repeat_interleave(128)[:k]
     out = torch.empty(m, n, dtype=torch.float16)
-    for splits in (1, 2, 8):
+    for splits in (1, 8):
         with forced("cutlass_scaled_mm", replace(SMALL, splits=splits)):
             pyops.cutlass_scaled_mm(out, a, b, a_scales, b_scales)
         assert_rounded_once(out, (a.double() * each) @ b.double())
