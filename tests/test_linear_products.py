@@ -19,7 +19,7 @@ from pyops._core import config, device, dtypes, tuning
 from pyops._core.device import Device
 from pyops._core.host.toolchain import toolchains
 from pyops._core.tensor import TensorArg
-from pyops.ops.linear.gemm_plan import Config, MmaConfig, SimtConfig, choose
+from pyops.ops.linear.gemm_plan import Config, MmaConfig, SimtConfig, choose, choose_mma
 from pyops.ops.linear.gemm_problem import Epilogue, Operand, Problem
 from pyops.ops.linear.skinny_linear import SkinnyConfig
 from pyops.testing import SCHEDULES, same_bits, scheduled
@@ -420,7 +420,8 @@ INSTINCT = device.model("gfx942")
     ],
 )
 def test_choice(on: Device, m: int, n: int, k: int, dtype: dtypes.DType, expected: Any) -> None:
-    found = choose(problem(m, n, k, dtype, on), on)
+    one = problem(m, n, k, dtype, on)
+    found = choose_mma(one, on) if isinstance(expected, MmaConfig) else choose(one, on)
     assert isinstance(found, expected) if isinstance(expected, type) else found == expected
 
 
@@ -435,8 +436,7 @@ def test_choices_fit(on: Device) -> None:
                     problem(m, n, k, dtypes.float8_e4m3fn, on, blocks=True),
                     problem(m, n, k, dtypes.float16, on, activation="silu_and_mul"),
                 ):
-                    found = choose(one, on)
-                    assert isinstance(found, MmaConfig)
+                    found = choose_mma(one, on)
                     assert found.shared_memory <= on.shared_memory // found.min_blocks
                     assert found.splits == 1 or found.splits * 512 <= k * one.dtype.itemsize
                     launch = found.launch(one)

@@ -67,7 +67,11 @@ class Registration:
         op, dispatch = getattr(entry.kernel, "op", None), getattr(packet, "_op", None)
         if op is None or dispatch is None:
             return
-        kernel, first, plain = op.call, op.declaration.leader_position, frozenset((torch.Tensor, torch.nn.Parameter))
+        kernel, first, plain = (
+            entry.kernel,
+            op.declaration.leader_position,
+            frozenset((torch.Tensor, torch.nn.Parameter)),
+        )
         modes, functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
         def call(*args: Any, **kwargs: Any) -> Any:
