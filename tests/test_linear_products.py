@@ -364,18 +364,28 @@ def test_rows_do_not_depend_on_others(one: Config, activation: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
-def test_split_sums_of_blocks(dtype: torch.dtype) -> None:
-    """Splits begin at any block; fp8 by its own products and as float16."""
+@pytest.mark.parametrize(
+    ("one", "dtype"),
+    [
+        (SMALL, torch.float8_e4m3fn),
+        (replace(SMALL, splits=8), torch.float8_e4m3fn),
+        (replace(SMALL, splits=8), torch.float8_e4m3fnuz),
+        (SimtConfig(16, 64), torch.float8_e5m2),
+        (SimtConfig(64, 64), torch.int8),
+    ],
+    ids=str,
+)
+def test_sums_of_blocks(one: Config, dtype: torch.dtype) -> None:
+    """Splits begin at any block; fp8 by its own products and as float16; by multiply-adds."""
     m, n, k = 18, 40, 900
     a, b = draw(m, k, dtype=dtype), columns(draw(k, n, dtype=dtype, seed=1))
-    a_scales, b_scales = positive(m, 8, seed=2), positive(8, 1, seed=3)
+    factor = 0.001 if dtype == torch.int8 else 1.0
+    a_scales, b_scales = factor * positive(m, 8, seed=2), positive(8, 1, seed=3)
     each = a_scales.double().repeat_interleave(128, 1)[:, :k] * b_scales.double().repeat_interleave(128)[:k]
     out = torch.empty(m, n, dtype=torch.float16)
-    for splits in (1, 8):
-        with forced("cutlass_scaled_mm", replace(SMALL, splits=splits)):
-            pyops.cutlass_scaled_mm(out, a, b, a_scales, b_scales)
-        assert_rounded_once(out, (a.double() * each) @ b.double())
+    with forced("cutlass_scaled_mm", one):
+        pyops.cutlass_scaled_mm(out, a, b, a_scales, b_scales)
+    assert_rounded_once(out, (a.double() * each) @ b.double())
 
 
 def problem(m: int, n: int, k: int, dtype: dtypes.DType, on: Device, blocks: bool = False, **options: Any) -> Problem:
