@@ -48,7 +48,7 @@ struct Epilogue {
     template <typename Sum>
     DEVICE float value(const Row& row, const Column& column, Sum sum) const {
         // Integers wrap around, as two's complement does: so does a sum whose parts are out of range and whole is not.
-        if constexpr (AZP > 0) sum = int32_t(uint32_t(sum) - uint32_t(row.azp) * uint32_t(column.azp));
+        if constexpr (AZP > 0) sum = int32_t(uint32_t(sum) - uint32_t(row.azp) * column.azp);
         float x = float(sum);
         if constexpr (B_SCALES) x = ieee_multiply(column.scale, x);
         const float shift = BIAS == 2 ? to_float(bias[row.row * bias_stride + column.column]) : column.bias;

@@ -208,7 +208,6 @@ gemm_mma(out_t* out,              // [M, N]
             }
         }
     }
-    cp_async_wait<0>();
 
     total_t result[SUMS];
 #pragma unroll
