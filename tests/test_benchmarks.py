@@ -254,6 +254,23 @@ def test_a_contender_that_writes_nothing_or_the_wrong_is_refused() -> None:
     assert check(rivals.ours(RMS_NORM)) == 0
 
 
+def test_another_order_is_a_rivals_right_alone() -> None:
+    op = pyops.registry["shuffle_rows"]
+    case = shapes.cases(op, {"dtype": ["float32"], "num_tokens": [16], "hidden_size": [64]})[0]
+    check = accuracy.Check(case, "cpu")
+
+    def turned(input_tensor: Any, dst2src_map: Any, output: Any) -> Any:
+        return lambda: output.copy_(input_tensor[dst2src_map].flip(0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accuracy, "_ANY_ORDER", {"shuffle_rows": {"output_tensor": 0}})
+        assert check(turned, any_order=True) == 0
+        with pytest.raises(rivals.Unavailable, match="disagrees"):
+            check(turned)
+        with pytest.raises(rivals.Unavailable, match="disagrees"):
+            check(lambda *args: lambda: args[2].zero_(), any_order=True)
+
+
 def test_a_returned_tensor_stands_for_the_first_output() -> None:
     assert accuracy.Check(small(), "cpu")(lambda out, *rest: lambda: _into_new(out, *rest)) == 0
 
