@@ -181,9 +181,13 @@ def packer(
     pack: Callable[..., None], tensors: Sequence[str], num_runtime: int, maps: Sequence[Placed], replace: Replace
 ) -> Callable[..., None]:
     """`pack` that also tells the maps where `tensors` lie now. Its words are their addresses and `num_runtime` more."""
-    mapped = sorted((tensors.index(one.name), one.offset, at) for at, one in maps if isinstance(one.tensor, TensorArg))
-    if not mapped:
+    of_tensors = [(at, one) for at, one in maps if isinstance(one.tensor, TensorArg)]
+    if not of_tensors:
         return pack
+    for _, one in of_tensors:
+        if one.name not in tensors:
+            raise TypeError(f"tensor map of {one}: the op has no such tensor")
+    mapped = sorted((tensors.index(one.name), one.offset, at) for at, one in of_tensors)
     make = _make_packer(len(tensors) + num_runtime, tuple((index, offset) for index, offset, _ in mapped))
     made: Callable[..., None] = make(pack, replace, failure, *(at for *_, at in mapped))
     return made

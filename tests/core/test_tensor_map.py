@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import pytest
 import torch
 
-from pyops._core import device, dtypes, launch, offline, tensor_map
+import pyops
+from pyops import compile_ahead
+from pyops._core import config, device, dtypes, launch, offline
 from pyops._core import driver as driver_calls
 from pyops._core.errors import OpError
-from pyops._core.kernel import Kernel, Scratch
+from pyops._core.kernel import Kernel, Launch, Scratch
 from pyops._core.tensor import TensorArg, describe_new
 from pyops._core.tensor_map import TensorMap, mappable
+from pyops.cli import show
+from tests.calls import KERNELS
 from tests.core.conftest import Driver, call, text
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MakeKernel = Callable[[str, str], Kernel]
 PAGE = 4096
@@ -221,6 +226,12 @@ def test_maps_are_fed_to_maps(
         driver.bind([made().launch(1, 64, **fixed)], ("x",), (), {})
 
 
+def test_a_map_is_of_a_tensor_of_the_op(kernel: MakeKernel, driver: Driver) -> None:
+    made = kernel("mapped", text("mapped", f"{MAPS} x_map"))
+    with pytest.raises(TypeError, match=r"tensor map of x \[16, 64\].*: the op has no such tensor"):
+        driver.bind([made().launch(1, 64, x_map=TensorMap.of(arg(16, 64), (64, 8)))], ("y",), (), {})
+
+
 def test_a_map_without_grid_constant_is_no_parameter(kernel: MakeKernel) -> None:
     with pytest.raises(ValueError, match="parameter x_map has type 'TensorMap'"):
         assert kernel("mapped", text("mapped", "const TensorMap x_map")).signature
@@ -228,25 +239,26 @@ def test_a_map_without_grid_constant_is_no_parameter(kernel: MakeKernel) -> None
 
 # On the CPU, and for a GPU
 
-READS = """
-#ifdef PYOPS_HOST
+TENSOR_MAP = """
+#if PYOPS_HOST
 #define __grid_constant__
 #endif
-struct alignas(64) Described {
-    unsigned long long address, strides[4];
-    unsigned magic, rank, element_bytes, swizzle, sizes[5], box[5], reserved[8];
+struct alignas(64) TensorMap {  // the words of a map on a GPU are the driver's own
+    uint64_t address, strides[4];
+    uint32_t magic, rank, element_bytes, swizzle, sizes[5], box[5], reserved[8];
 };
-using TensorMap = Described;
+"""
+READS = f"""{TENSOR_MAP}
 // Every field of a map, and the first 16-bit number of each row behind it.
-extern "C" __global__ void reads(long long* out, const __grid_constant__ TensorMap x_map, int rows) {
+extern "C" __global__ void reads(int64_t* out, const __grid_constant__ TensorMap x_map, int rows) {{
     if (threadIdx.x) return;
-    const unsigned* words = &x_map.magic;
+    const uint32_t* words = &x_map.magic;
     for (int i = 0; i < 4; ++i) out[i] = x_map.strides[i];
     for (int i = 0; i < 22; ++i) out[4 + i] = words[i];
-    for (int i = 0; i < rows; ++i) {
+    for (int i = 0; i < rows; ++i) {{
         out[26 + i] = *reinterpret_cast<const short*>(x_map.address + x_map.strides[0] * i);
-    }
-}
+    }}
+}}
 """
 
 
@@ -256,7 +268,6 @@ def test_the_host_s_maps(kernel: MakeKernel) -> None:
     described = arg(6, 72)
     one = TensorMap(described, described.dtype, (64, 5), (144,), (32, 3), 64, offset=144 + 16)
     launched = kernel("reads", READS)().launch(1, 64, x_map=one, rows=5)
-    assert ctypes.sizeof(ctypes.c_char * tensor_map.NBYTES) == 128
     for moved in (x, x + 1000):
         words = (out.ctypes.data, moved.ctypes.data)
         launch.run_on_host([launched], ("out", "x"), (out.nbytes, x.nbytes), (), {}, *words)
@@ -275,14 +286,6 @@ def test_scratch_memory_on_the_host(kernel: MakeKernel) -> None:
         assert out[26:].tolist() == [expected] * 5
 
 
-def test_compiles_for_a_gpu(kernel: MakeKernel) -> None:
-    """The parameter lies at a multiple of 64 bytes, which the driver sees to: a launch points to each parameter."""
-    made = kernel("reads", READS)()
-    report = offline.compile("reads", "", made.text, "sm_90")
-    assert report.spill_bytes == 0
-    assert re.search(rb"reads", report.binary)
-
-
 def test_the_fake_driver_takes_maps(kernel: MakeKernel) -> None:
     from benchmarks.fake_driver import fake_driver
 
@@ -292,3 +295,160 @@ def test_the_fake_driver_takes_maps(kernel: MakeKernel) -> None:
         one = made().launch(1, 64, x_map=TensorMap.of(arg(16, 64), (64, 8)))
         bound = launch.bind("op", 0, [one], [1], ("out", "x"), (), {})
         assert not bound.launch(0, PAGE, x.data_ptr())
+
+
+DOUBLED = """
+// doubled[y, x] = 2 input[y, x], in rows of `pitch`
+extern "C" __global__ void doubled(float* doubled, const float* input, int rows, int columns, int pitch, int stride) {
+    for (int y = blockIdx.x; y < rows; y += gridDim.x) {
+        for (int x = threadIdx.x; x < columns; x += blockDim.x) doubled[y * pitch + x] = 2 * input[y * stride + x];
+    }
+}
+"""
+SUMMED = f"""{TENSOR_MAP}
+constexpr int ROWS = 8, COLUMNS = 32;
+
+// A box of each of two maps, with zeros outside of the tensors, to shared memory.
+DEVICE void load_boxes(float* boxes, const TensorMap* const* maps, uint64_t* barrier, int x, int y) {{
+#if PYOPS_HOST
+    for (int i = threadIdx.x; i < 2 * ROWS * COLUMNS; i += blockDim.x) {{
+        const TensorMap& map = *maps[i / (ROWS * COLUMNS)];
+        const unsigned row = y + i / COLUMNS % ROWS, column = x + i % COLUMNS;
+        const float* from = reinterpret_cast<const float*>(map.address + row * map.strides[0]) + column;
+        boxes[i] = row < map.sizes[1] && column < map.sizes[0] ? *from : 0.0f;
+    }}
+    __syncthreads();
+#elif __CUDA_ARCH__ >= 900
+    const uint32_t bar = uint32_t(__cvta_generic_to_shared(barrier)), to = uint32_t(__cvta_generic_to_shared(boxes));
+    if (threadIdx.x == 0) {{
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(2 * ROWS * COLUMNS * 4)
+                     : "memory");
+        for (int i = 0; i < 2; ++i) {{
+            asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                         " [%0], [%1, {{%3, %4}}], [%2];"
+                         ::"r"(to + i * ROWS * COLUMNS * 4), "l"(maps[i]), "r"(bar), "r"(x), "r"(y) : "memory");
+        }}
+    }}
+    __syncthreads();
+    uint32_t done = 0;
+    while (!done) {{
+        asm volatile("{{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}}"
+                     : "=r"(done) : "r"(bar) : "memory");
+    }}
+#endif
+}}
+
+// out[y, x] = doubled[y, x] + input[y, x]
+extern "C" __global__ void summed(float* out, const __grid_constant__ TensorMap doubled_map,
+                                  const __grid_constant__ TensorMap input_map, int rows, int columns) {{
+    __shared__ __align__(128) float boxes[2 * ROWS * COLUMNS];
+    __shared__ uint64_t barrier;
+    const int x = blockIdx.x * COLUMNS, y = blockIdx.y * ROWS;
+    const TensorMap* const maps[] = {{&doubled_map, &input_map}};
+    load_boxes(boxes, maps, &barrier, x, y);
+    for (int i = threadIdx.x; i < ROWS * COLUMNS; i += blockDim.x) {{
+        const int row = y + i / COLUMNS, column = x + i % COLUMNS;
+        if (row < rows && column < columns) out[row * columns + column] = boxes[i] + boxes[ROWS * COLUMNS + i];
+    }}
+}}
+"""
+PORTABLE = """
+// out[y, x] = 3 input[y, x]
+extern "C" __global__ void portable(float* out, const float* input, int rows, int columns, int stride) {
+    for (int y = blockIdx.x; y < rows; y += gridDim.x) {
+        for (int x = threadIdx.x; x < columns; x += blockDim.x) out[y * columns + x] = 3 * input[y * stride + x];
+    }
+}
+"""
+
+
+@pytest.fixture
+def triple(kernel: MakeKernel) -> Any:
+    """An op by maps of an argument and of scratch memory, and by a portable kernel."""
+    first, second, plain = kernel("doubled", DOUBLED), kernel("summed", SUMMED), kernel("portable", PORTABLE)
+    planned: list[str] = []
+
+    @pyops.op(out="out")
+    def triple(out: Tensor, input: Tensor) -> None:
+        """``out = 3 * input``."""
+        out.copy_(3 * input)
+
+    @triple.plan
+    def _(out: TensorArg, input: TensorArg) -> list[Launch]:
+        (rows, columns), stride = input.shape, input.strides[0]
+        sizes = {"rows": rows, "columns": columns}
+        if not mappable(input):
+            planned.append("portable")
+            return [plain().launch(min(rows, 8), 64, stride=stride, **sizes)]
+        planned.append("maps")
+        pitch = -(-columns // 4) * 4
+        memory = Scratch(4 * rows * pitch)
+        doubled_map = TensorMap(memory, input.dtype, (columns, rows), (4 * pitch,), (32, 8))
+        maps = {"doubled_map": doubled_map, "input_map": TensorMap.of(input, (32, 8))}
+        grid = (-(-columns // 32), -(-rows // 8))
+        return [
+            first().launch(8, 64, doubled=memory, pitch=pitch, stride=stride, **sizes),
+            second().launch(grid, 64, **sizes, **maps),
+        ]
+
+    @triple.example
+    def _(make: Any, *, columns: int = 100) -> tuple[Any, ...]:
+        return make.empty(20, columns, dtype="float32"), make.randn(20, columns, dtype="float32")
+
+    triple.planned = planned
+    return triple
+
+
+def test_an_example_shows_and_warms_up_what_it_plans(triple: Any) -> None:
+    shown = show.show("triple", {})
+    assert "input_map: input [20, 100] float32, boxes of [8, 32]" in shown
+    assert "doubled_map: scratch memory [20, 100] float32, boxes of [8, 32]" in shown
+    wanted = {
+        arch: [one.kernel.file for _, one in compile_ahead.specialisations(["triple"], {}, device.model(arch))]
+        for arch in ("sm_90", "sm_80", "gfx942")
+    }
+    assert wanted["sm_90"] == ["test/doubled.cu", "test/summed.cu"]
+    assert wanted["sm_80"] == wanted["gfx942"] == ["test/portable.cu"]
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_compiles_for_a_gpu(kernel: MakeKernel, arch: str) -> None:
+    for name, source in (("reads", READS), ("summed", SUMMED)):
+        report = offline.compile(name, "", kernel(name, source)().text, arch)
+        # Nothing copies a map to a stack, where the copy engine does not read.
+        assert (report.spill_bytes, report.stack_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("where", KERNELS)
+def test_boxes_are_what_the_plan_describes(triple: Any, where: str) -> None:
+    """At addresses that change from call to call, in views, and by the portable kernel where there is no map."""
+    with config.cpu("kernels"):
+        whole = torch.randn(40, 104, device=where)
+        views = [whole[:20, :100], whole[20:, :100], whole[:20, 4:104], whole[20:, :100], whole[1:21, 1:101]]
+        for x in (one for view in views for one in (view, view, view + 1, view[:, :99])):
+            out = torch.full(x.shape, 7.0, device=where)
+            triple(out, x)
+            assert torch.equal(out, 3 * x)
+        triple(torch.empty(0, 100, device=where), whole[:0, :100])
+    mapped = where == "cpu" or torch.cuda.get_device_capability() >= (9, 0)
+    assert triple.planned == ["maps" if mapped else "portable"] * 3 + ["portable"] * 3
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_the_maps_that_it_was_captured_with(triple: Any) -> None:
+    inputs = [torch.randn(20, 100, device="cuda") for _ in range(3)]
+    outs = [torch.zeros_like(x) for x in inputs]
+    triple(outs[2], inputs[2])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        triple(outs[0], inputs[0])
+        triple(outs[1], inputs[1])
+    for _ in range(2):
+        triple(outs[2], inputs[2])  # with maps of other addresses
+        for x in inputs:
+            x.normal_()
+        graph.replay()
+        for out, x in zip(outs[:2], inputs[:2], strict=True):
+            assert torch.equal(out, 3 * x)
