@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import pyops
 from pyops import compile_ahead
-from pyops._core import config, device, dtypes, launch, offline
+from pyops._core import config, device, dtypes, launch, offline, tensor_map
 from pyops._core import driver as driver_calls
 from pyops._core.errors import OpError
 from pyops._core.kernel import Kernel, Launch, Scratch
@@ -208,6 +209,18 @@ def test_maps_that_a_driver_or_device_does_not_have(
     monkeypatch.setattr(device, "get", lambda index: device.model())
     with pytest.raises(OpError, match=r"^op: x: tensor maps exist"):
         driver.bind(launches, ("x",), (), {})
+
+
+def test_a_thread_without_a_context_gets_one(
+    kernel: MakeKernel, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = mock.MagicMock()
+    monkeypatch.setattr(tensor_map, "cupy", cupy)
+    made = kernel("mapped", text("mapped", f"{MAPS} x_map"))
+    driver.status = driver_calls.INVALID_CONTEXT
+    driver.bind([made().launch(1, 64, x_map=TensorMap.of(arg(16, 64), (64, 8)))], ("x",), (), {})
+    cupy.cuda.runtime.setDevice.assert_called_once_with(0)
+    assert len(driver.encoded) == 1
 
 
 @pytest.mark.parametrize(
