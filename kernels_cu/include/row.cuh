@@ -90,6 +90,7 @@ struct Row {
         row.template fill<true>();
         return row;
     }
+    // Not part of `load`: a lambda there would capture the struct that is returned, whose address LLVM 21 loses.
     template <bool ONCE>
     DEVICE void fill() {
         if constexpr (KEEP) for_each([&](int i, int column) { vecs[i] = read<ONCE>(i, column); });
