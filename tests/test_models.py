@@ -326,6 +326,22 @@ def test_a_block_is_spared_for_each_running_request(running: int, missing: int, 
     assert engine.preemptions == 0
 
 
+def test_a_text_steps_back_without_its_prompt(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of the tokens that remain are still there, and blocks of the others are free."""
+    engine = Engine(llama, block_size=4, max_seq_len=96, max_num_seqs=2)
+    counts: list[int] = []
+    run = engine._runner.run
+    monkeypatch.setattr(engine._runner, "run", lambda parts: counts.extend(len(p.tokens) for p in parts) or run(parts))
+    request = engine.add(PROMPTS[0], SamplingParams(max_tokens=24))
+    found = [engine.step()[0].token for _ in range(17)]
+    engine.step_back(request, len(PROMPTS[0]) + 5)
+    assert len(engine._scheduler.free_blocks) == engine.num_blocks - 7
+    found = found[:5] + [output.token for output in engine.run()]
+    assert found == text("llama", tuple(PROMPTS[0]), 24)
+    assert counts == [len(PROMPTS[0])] + [1] * (16 + 19)
+    assert sorted(engine._scheduler.free_blocks) == list(range(engine.num_blocks))
+
+
 def test_requests_may_come_late(llama: Decoder) -> None:
     engine = Engine(llama, max_seq_len=96, max_num_seqs=4)
     found: dict[int, list[int]] = {engine.add(PROMPTS[0], SamplingParams(max_tokens=20)): []}
@@ -410,6 +426,7 @@ def test_an_error_in_a_step_ends_all_requests(where: str, llama: Decoder, monkey
     assert not engine.busy
     assert engine.step() == []
     assert sorted(engine._scheduler.free_blocks) == list(range(engine.num_blocks))
+    assert sorted(engine._scheduler.free_slots) == [0, 1, 2]
     assert engine.generate(PROMPTS, SamplingParams(max_tokens=24)) == texts("llama", 24)
 
 

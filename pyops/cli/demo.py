@@ -33,6 +33,7 @@ _LARGE = replace(
     hidden_size=2048,
     intermediate_size=8192,
     num_hidden_layers=16,
+    layer_types=(),
     sliding_windows=(),
     num_attention_heads=32,
     num_key_value_heads=8,

@@ -1,4 +1,4 @@
-"""What mixes and transforms tokens in a Llama: attention over a paged cache, and an MLP."""
+"""What the layers of a Llama are made of: projections, attention over a paged cache, MLPs."""
 
 from __future__ import annotations
 

@@ -67,7 +67,10 @@ class Decoder:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """{name in a checkpoint: the weights, or a view of them}. `write` sets them."""
+        """{name in a checkpoint: the weights, or a view of them}. `write` sets them.
+
+        Under ``A_log`` are the decays ``A = -exp(A_log)``.
+        """
         return self._tensors
 
     def _named(self) -> dict[str, Tensor]:

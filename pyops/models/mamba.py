@@ -38,7 +38,7 @@ class StateSpaceLayer:
         self.slot_bytes = prod(self._conv_shape) * place.dtype.itemsize + prod(self._ssm_shape) * torch.float32.itemsize
 
     def tensors(self) -> dict[str, Tensor]:
-        """{name in a checkpoint: tensor to write to}; `Decoder.write` makes decays of ``A_log``."""
+        """{name in a checkpoint: the weights}; under ``A_log`` the decays that `Decoder.write` makes of it."""
         return {"A_log" if name == "A" else name: weight for name, weight in self.mixer.named_parameters()}
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:

@@ -128,7 +128,7 @@ class Runner:
             seq_lens=self._tensor(firsts + counts),
             cu_seqlens_q=self._tensor([0, *ends]),
             state_slots=self._tensor([part.slot for part in parts]).int(),
-            has_states=self._tensor(firsts > 0).bool(),
+            has_states=torch.as_tensor(firsts > 0, device=self.model.device),
             num_decodes=sum(1 for _ in takewhile(lambda part: part.is_step, parts)),
         )
         hidden = self.model.forward(batch, self.cache, self._cos_sin)
