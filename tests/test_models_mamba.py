@@ -395,7 +395,7 @@ def test_a_bad_config_is_refused(what: str) -> None:
 
 def test_layers_without_sizes_are_refused() -> None:
     sizes = {name: value for name, value in vars(TINIES["mamba"]).items() if name != "state_space"}
-    with pytest.raises(ModelError, match="state_space: expected what layers of mamba are, got None"):
+    with pytest.raises(ModelError, match="layer_types: expected 1 of attention, got"):
         Config(**sizes)
     with pytest.raises(ModelError, match="layer_types: expected 1 of attention or mamba2, got"):
         Config(**sizes, state_space=TINY_MAMBA2)
