@@ -13,7 +13,7 @@ from .._core.lazy import optional, torch
 from .._model_error import ModelError
 from .config import DTYPES, Config
 from .config_values import read_json
-from .llama import Llama
+from .decoder import Decoder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F32", "F16", "BF16"}
@@ -28,7 +28,9 @@ class _Header(NamedTuple):
     dtype: str
 
 
-def load(folder: str | Path, device: Any = "cpu", dtype: str | None = None, progress: _Progress | None = None) -> Llama:
+def load(
+    folder: str | Path, device: Any = "cpu", dtype: str | None = None, progress: _Progress | None = None
+) -> Decoder:
     """The model in `folder`.
 
     Args:
@@ -50,17 +52,17 @@ def load(folder: str | Path, device: Any = "cpu", dtype: str | None = None, prog
         config = replace(config, tie_word_embeddings=False)
     if len(headers) < config.num_hidden_layers:
         raise ModelError(folder, f"has {config.num_hidden_layers} layers, and {len(headers)} tensors for them")
-    plan = Llama(config, dtype, "meta").tensors()
+    plan = Decoder(config, dtype, "meta").tensors()
     _check(folder, headers, plan)
     total, free = sum(tensor.nbytes for tensor in plan.values()), free_bytes(device)
     if free < total:
         raise ModelError(folder, f"its weights take {total / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
-    model, done = Llama(config, dtype, device), 0
+    model, done = Decoder(config, dtype, device), 0
     places = model.tensors()
     for shard in dict.fromkeys(header.shard for header in headers.values()):
         with _opened(shard) as file:
             for name in (name for name, header in headers.items() if header.shard == shard):
-                places[name].copy_(file.get_tensor(name))
+                model.write(name, file.get_tensor(name))
                 done += places[name].nbytes
                 if progress:
                     progress(done, total)
