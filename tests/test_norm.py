@@ -536,6 +536,12 @@ def test_per_block_quant_refuses(change: dict[str, Any], message: str) -> None:
     assert str(caught.value) == f"rms_norm_per_block_quant: {message}"
 
 
+def test_rows_are_counted_in_32_bits() -> None:
+    x, weight = (torch.empty(*shape, 2**30 + 8, device="meta", dtype=torch.bfloat16) for shape in ((1,), ()))
+    with pytest.raises(pyops.OpError, match=r"rms_norm: input: expected rows of at most 2\^30 elements"):
+        pyops.rms_norm(torch.empty_like(x), x, weight, EPSILON)
+
+
 @pytest.mark.parametrize(("wanted_vecs", "threads"), [(4, 448), (6, 320), (7, 256)])
 def test_the_shapes_that_were_measured_best_for_rows_of_14336(wanted_vecs: int, threads: int) -> None:
     """docs/performance.md, "Rows": 448 threads of 4 vectors, 320 of 6 or 256 of 7."""
