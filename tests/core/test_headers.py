@@ -12,6 +12,7 @@ import pytest
 from pyops._core import dtypes
 from pyops._core.dtypes import DType
 from pyops._core.host.toolchain import toolchains
+from pyops.testing import SCHEDULES, scheduled
 
 pytestmark = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
@@ -118,3 +119,22 @@ def test_rows_beyond_32_bits(run_on_host: Callable[..., None]) -> None:
     rows = numpy.zeros(4099, numpy.int64)
     run_on_host(CHUNKS, grid=(1, 4099), block=1, rows=rows, num_rows=(4098 << 20) + 1)
     assert (rows == numpy.arange(4099) << 20).all()
+
+
+LANES = """#include "platform.cuh"
+extern "C" __global__ void lanes(int64_t* ballots, int* sources) {
+    ballots[threadIdx.x] = int64_t(ballot(threadIdx.x % 5 == 1) & ALL_LANES);
+    sources[threadIdx.x] = shfl<WARP_SIZE>(int(threadIdx.x), int(threadIdx.x) / 2);
+}
+"""
+
+
+@pytest.mark.parametrize("warp_size", [32, 64])
+def test_lanes_of_a_warp(run_on_host: Callable[..., None], warp_size: int) -> None:
+    ballots, sources = numpy.zeros(128, numpy.int64), numpy.zeros(128, numpy.int32)
+    with scheduled(SCHEDULES[0], warp_size=warp_size):
+        run_on_host(LANES, grid=1, block=128, ballots=ballots, sources=sources)
+    for thread in range(128):
+        first = thread // warp_size * warp_size
+        assert ballots[thread] == sum(1 << lane for lane in range(warp_size) if (first + lane) % 5 == 1)
+        assert sources[thread] == first + thread // 2 % warp_size
