@@ -24,6 +24,7 @@ EQUIVALENT: dict[str, str] = {
     "include/span.cuh:exit:0734c801": "a whole vector has the same elements if they are loaded one by one",
     "include/state_tiles.cuh:bound:0e469ac3": "no launch has a STEP that leaves a rest of one token",
     "quantize/group_quant.cu:cast:587b35a7": "the array that takes the value is one of int32_t",
+    "rotary/rotary_embedding.cu:comparison:45a0957a": "3 * SECTION_W leaves no rest of 2, which the pair must leave",
     "sampling/apply_repetition_penalties.cu:condition:589119e6": "a true division rounds to the same result",
     "sampling/sampling_filter.cu:exit:b2ce556c": "further digits keep the same keys",
     "sampling/sampling_pick.cu:constant:c3baabc0": "another thread of the block writes the same value",
