@@ -223,6 +223,8 @@ def test_align_refuses_too_little_room() -> None:
         (128, 2**30, "block_size"),
     ):
         assert refusal(op, [ids, num_experts, block_size, *outputs, None]).argument == argument
+    # One row takes 2^31 - 1 places, which can still be counted: only the room for them is missing.
+    assert refusal(op, [ids[:1, :1], 128, 2**31 - 1, *outputs, None]).argument == "sorted_token_ids"
 
 
 @pytest.mark.parametrize("device", DEVICES)
