@@ -152,7 +152,7 @@ class Runner:
         if not self._use_graphs:
             return self._forward(size)
         if size not in self._graphs:
-            self._forward(size)  # loads the kernels, because nothing may be loaded during a capture
+            self._load_kernels(size)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.device(self.model.device), torch.cuda.graph(graph, pool=self._pool):
                 logits = self._forward(size)
@@ -160,6 +160,16 @@ class Runner:
         graph, logits = self._graphs[size]
         graph.replay()
         return logits
+
+    def _load_kernels(self, size: int) -> None:
+        """Run a step over rows of padding, because nothing may be loaded during a capture.
+
+        Over the rows of the step itself, states would move by a token here and by the same token in the replay.
+        """
+        rows = self._rows[:size].clone()
+        self._rows[:size, :_BLOCKS] = torch.tensor(_PADDING, device=self.model.device)
+        self._forward(size)
+        self._rows[:size] = rows
 
     def _forward(self, size: int) -> Tensor:
         return self.model.head(self.model.forward(decode_batch(self._rows[:size]), self.cache, self._cos_sin))
