@@ -8,12 +8,12 @@
 // h begins as the state of the sequence's slot, or as 0. The state is stored in a slot after each block of block_size
 // tokens, and after the last token.
 //
-// A block of threads takes some channels of one sequence, and goes over the sequence in tiles of tokens. Its first half,
-// the scanning threads, carries the states: LANES neighbouring lanes share CHANNELS channels, and each has STATES states
-// of every one of them in registers. So a value of B or C that was read once serves CHANNELS channels, and a value of
-// delta serves STATES states. The other half, the staging threads, makes the next tile ready in shared memory and writes
-// the results of the tile before. Each token is one step for a state, in the order of the tokens: the result does not
-// depend on where a sequence is cut into calls.
+// A block of threads takes some channels of one sequence, and goes over the sequence in tiles of tokens. Its first
+// threads, the scanning threads, carry the states: LANES neighbouring lanes share CHANNELS channels, and each has STATES
+// states of every one of them in registers. So a value of B or C that was read once serves CHANNELS channels, and a
+// value of delta serves STATES states. The others, the staging threads, make the next tile ready in shared memory and
+// write the results of the tile before; all that they load is under way before they wait for any of it. Each token is
+// one step for a state, in the order of the tokens: the result does not depend on where a sequence is cut into calls.
 //
 // Constants
 //     state_t          element type of ssm_states
@@ -22,14 +22,14 @@
 //     STATES           states of a lane; LANES * STATES >= STATE_SIZE
 //     CHANNELS         channels of a lane
 //     TILE_TOKENS      tokens of a tile, a multiple of 8
+//     SCAN_THREADS, STAGE_THREADS    scanning and staging threads of a block
 //     VEC_SIZE         tokens in one memory access
 //     STATE_VEC_SIZE   states in one memory access; divides STATES and STATE_SIZE
 
 #include "selective.cuh"
 #include "vec.cuh"
 
-constexpr int SCAN_THREADS = NUM_THREADS / 2;
-constexpr int STAGE_THREADS = NUM_THREADS - SCAN_THREADS;
+constexpr int NUM_THREADS = SCAN_THREADS + STAGE_THREADS;
 constexpr int GROUPS = SCAN_THREADS / LANES;  // lanes that share channels form a group
 constexpr int BLOCK_CHANNELS = GROUPS * CHANNELS;
 constexpr int PADDED_STATES = LANES * STATES;
@@ -47,6 +47,7 @@ struct Buffer {
     float y[BLOCK_CHANNELS * ROW];         // of the token in column c at c + 4 in its row
     float B[TILE_TOKENS * PADDED_STATES];
     float C[TILE_TOKENS * PADDED_STATES];
+    unit_t u[BLOCK_CHANNELS * ROW_UNITS];  // for D
 };
 
 // Tokens origin + first ... origin + last - 1 of a row. Origins are multiples of TILE_TOKENS, as alignment asks.
@@ -124,7 +125,8 @@ struct Stage {
         }
 #pragma unroll
         for (int i = 0; i < STATE_UNITS; ++i) {
-            const int unit = thread + i * STAGE_THREADS, state = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
+            const int unit = thread + i * STAGE_THREADS, state = unit % PADDED_STATES;
+            const int column = unit / PADDED_STATES * UNIT;
             if (tile.has_none(column, UNIT) || state >= STATE_SIZE) continue;
             B[i] = tile.load(rows.B + state * rows.B_stride, column);
             C[i] = tile.load(rows.C + state * rows.C_stride, column);
@@ -139,6 +141,7 @@ struct Stage {
             float step[UNIT] = {}, scaled_u[UNIT] = {};
             if (channel < rows.channels) {
                 const float bias = rows.bias ? rows.bias[channel] : 0.0f;
+                to.u[unit] = u[i];
                 delta[i].to_floats(step);
                 u[i].to_floats(scaled_u);
 #pragma unroll
@@ -153,8 +156,9 @@ struct Stage {
         }
 #pragma unroll
         for (int i = 0; i < STATE_UNITS; ++i) {
-            const int unit = thread + i * STAGE_THREADS, state = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
-            if (tile.has_none(column, UNIT) || state >= PADDED_STATES) continue;
+            const int unit = thread + i * STAGE_THREADS, state = unit % PADDED_STATES;
+            const int column = unit / PADDED_STATES * UNIT;
+            if (tile.has_none(column, UNIT)) continue;
 #pragma unroll
             for (int j = 0; j < UNIT; ++j) {
                 to.B[(column + j) * PADDED_STATES + state] = state < STATE_SIZE ? B[i][j] : 0.0f;
@@ -164,39 +168,51 @@ struct Stage {
     }
 };
 
-// Writes the results of a tile.
-DEVICE void write(const Rows& rows, const Tile& tile, int thread, const Buffer& from) {
+// A staging thread's part of the results of a tile. Gates are loaded early, too.
+struct Results {
+    unit_t z[CHANNEL_UNITS];
+
+    DEVICE void load(const Rows& rows, const Tile& tile, int thread) {
+        if (!rows.z) return;
 #pragma unroll
-    for (int i = 0; i < CHANNEL_UNITS; ++i) {
-        const int unit = thread + i * STAGE_THREADS, channel = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
-        if (tile.has_none(column, UNIT) || channel >= rows.channels) continue;
-        float y[UNIT];
-#pragma unroll
-        for (int j = 0; j < UNIT; j += 4) {
-            const bool scanned = !tile.has_none(column + j, 4);
-            const float4 four =
-                scanned ? *reinterpret_cast<const float4*>(from.y + channel * ROW + column + j + 4) : float4();
-            y[j] = four.x;
-            y[j + 1] = four.y;
-            y[j + 2] = four.z;
-            y[j + 3] = four.w;
-        }
-        if (rows.D) {
-            const unit_t u = tile.load(rows.u + channel * rows.u_stride, column);
-            const float D = rows.D[channel];
-#pragma unroll
-            for (int j = 0; j < UNIT; ++j) y[j] = fmaf(D, u[j], y[j]);
-        }
-        tile.store(rows.delta + channel * rows.delta_stride, column, y);
-        if (rows.z) {
-            scalar_t* row = rows.z + channel * rows.z_stride;
-            const unit_t z = tile.load(row, column);
-#pragma unroll
-            for (int j = 0; j < UNIT; ++j) y[j] = gated_by_silu<scalar_t>(y[j], z[j]);
-            tile.store(row, column, y);
+        for (int i = 0; i < CHANNEL_UNITS; ++i) {
+            const int unit = thread + i * STAGE_THREADS, channel = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
+            if (tile.has_none(column, UNIT) || channel >= rows.channels) continue;
+            z[i] = tile.load(rows.z + channel * rows.z_stride, column);
         }
     }
-}
+
+    DEVICE void write(const Rows& rows, const Tile& tile, int thread, const Buffer& from) const {
+#pragma unroll
+        for (int i = 0; i < CHANNEL_UNITS; ++i) {
+            const int unit = thread + i * STAGE_THREADS, channel = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
+            if (tile.has_none(column, UNIT) || channel >= rows.channels) continue;
+            float y[UNIT];
+#pragma unroll
+            for (int j = 0; j < UNIT; j += 4) {
+                const bool scanned = !tile.has_none(column + j, 4);
+                const float4 four =
+                    scanned ? *reinterpret_cast<const float4*>(from.y + channel * ROW + column + j + 4) : float4();
+                y[j] = four.x;
+                y[j + 1] = four.y;
+                y[j + 2] = four.z;
+                y[j + 3] = four.w;
+            }
+            if (rows.D) {
+                const float D = rows.D[channel];
+                const unit_t u = from.u[unit];
+#pragma unroll
+                for (int j = 0; j < UNIT; ++j) y[j] = fmaf(D, u[j], y[j]);
+            }
+            tile.store(rows.delta + channel * rows.delta_stride, column, y);
+            if (rows.z) {
+#pragma unroll
+                for (int j = 0; j < UNIT; ++j) y[j] = gated_by_silu<scalar_t>(y[j], z[i][j]);
+                tile.store(rows.z + channel * rows.z_stride, column, y);
+            }
+        }
+    }
+};
 
 // Adds up each of four values over LANES lanes. The sums of values first_sum() ... lie in x[0] ... x[SUMS - 1].
 constexpr int SUMS = LANES >= 4 ? 1 : 4 / LANES;
@@ -432,8 +448,11 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
             }
         } else {
             Stage stage;
+            Results results;
             stage.load(rows, next, thread);
-            write(rows, done, thread, buffers[buffer ^ 1]);
+            results.load(rows, done, thread);
+            keep_loads();
+            results.write(rows, done, thread, buffers[buffer ^ 1]);
             stage.store(rows, next, thread, buffers[buffer ^ 1]);
         }
         done = tile;
@@ -441,5 +460,9 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
         buffer ^= 1;
     }
     __syncthreads();
-    if (!scans) write(rows, done, thread, buffers[buffer ^ 1]);
+    if (!scans) {
+        Results results;
+        results.load(rows, done, thread);
+        results.write(rows, done, thread, buffers[buffer ^ 1]);
+    }
 }

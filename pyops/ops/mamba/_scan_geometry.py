@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..._core.device import Device
     from ..._core.dtypes import DType
 
-NUM_THREADS = 256  # half of them scan, half of them stage
+_SCAN_THREADS, _STAGE_THREADS = 128, 128  # of a block
 _MAX_LANES = 32  # that share a channel
 _BUFFERS = 2
 # (channels, states) of a lane, from the tile that reads shared memory least to the one that spreads a sequence over
@@ -24,7 +24,7 @@ _LANE_TILES = _SHORT_LANE_TILES[1:]
 _MIN_SHARE = 0.75
 _SCHEDULERS = 4  # of a multiprocessor
 _MAX_TILE_TOKENS, _MIN_TILE_TOKENS = 64, 8
-_MAX_STAGED_BYTES = 96  # that a staging thread holds in registers
+_MAX_STAGED_BYTES = 128  # that a staging thread holds in registers
 
 
 class ScanProblem(NamedTuple):
@@ -54,6 +54,7 @@ class ScanConfig:
         channels, states: of a scanning lane.
         lanes: that share a channel.
         tile_tokens: tokens of a tile in shared memory.
+        scan_threads, stage_threads: threads of a block that scan, and that stage tiles.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
@@ -61,21 +62,23 @@ class ScanConfig:
     states: int
     lanes: int
     tile_tokens: int
+    scan_threads: int = _SCAN_THREADS
+    stage_threads: int = _STAGE_THREADS
     min_blocks: int = 2
 
     @property
     def block_channels(self) -> int:
-        return NUM_THREADS // 2 // self.lanes * self.channels
+        return self.scan_threads // self.lanes * self.channels
 
-    @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self, dtype: DType) -> int:
         rows = 3 * self.block_channels * (self.tile_tokens + 4)  # delta, delta * u and y
-        return _BUFFERS * float32.itemsize * (rows + 2 * self.tile_tokens * self.lanes * self.states)
+        floats = rows + 2 * self.tile_tokens * self.lanes * self.states
+        return _BUFFERS * (floats * float32.itemsize + self.block_channels * self.tile_tokens * dtype.itemsize)
 
     def fits(self, dtype: DType, device: Device) -> bool:
         """Whether shared memory has room for the tiles, and a thread for what it holds of one."""
-        staged = 2 * (self.block_channels + self.lanes * self.states) * self.tile_tokens // (NUM_THREADS // 2)
-        return self.shared_bytes <= device.shared_memory and staged * dtype.itemsize <= _MAX_STAGED_BYTES
+        staged = (3 * self.block_channels + 2 * self.lanes * self.states) * self.tile_tokens // self.stage_threads
+        return self.shared_bytes(dtype) <= device.shared_memory and staged * dtype.itemsize <= _MAX_STAGED_BYTES
 
     def candidates(self, problem: ScanProblem, device: Device) -> list[ScanConfig]:
         """Other tiles of a lane, tiles of tokens, and bounds of registers."""
@@ -83,6 +86,8 @@ class ScanConfig:
         more = tuning.varied(
             self,
             tile_tokens=tuning.beside(self.tile_tokens, _MIN_TILE_TOKENS, _MAX_TILE_TOKENS),
+            scan_threads=tuning.beside(self.scan_threads, 64, 128),
+            stage_threads=tuning.beside(self.stage_threads, 64, 256),
             min_blocks=tuning.beside(self.min_blocks, 1, 4),
         )
         return [one for one in [*tiles, *more] if one.fits(problem.dtype, device)]

@@ -13,7 +13,7 @@ from ..._core.op import op
 from ..._core.tensor import TensorArg
 from ._common import MAX_STATES, PAD_SLOT_ID
 from ._scan_example import example_selective_scan_fwd
-from ._scan_geometry import NUM_THREADS, ScanProblem, choose
+from ._scan_geometry import ScanProblem, choose
 from ._scan_reference import Rows, Slots, scan
 
 if TYPE_CHECKING:
@@ -198,12 +198,13 @@ def plan_selective_scan_fwd(
         TILE_TOKENS=config.tile_tokens,
         VEC_SIZE=vec_size,
         STATE_VEC_SIZE=min(state_vec_size, config.states),
-        NUM_THREADS=NUM_THREADS,
+        SCAN_THREADS=config.scan_threads,
+        STAGE_THREADS=config.stage_threads,
         MIN_BLOCKS=config.min_blocks,
     ).launch(
         grid=batch * num_groups * group_blocks if num_tokens and ssm_states.numel else 0,
-        block=NUM_THREADS,
-        shared=config.shared_bytes,
+        block=config.scan_threads + config.stage_threads,
+        shared=config.shared_bytes(u.dtype),
         num_tokens=num_tokens,
         num_slots=ssm_states.shape[0],
         columns=columns,

@@ -5,9 +5,10 @@ A row is one choice of one token: row t of ``num_tokens * topk`` rows is element
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.dtypes import int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
@@ -16,15 +17,59 @@ from ..._core.tensor import TensorArg
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Predicted: another warp costs each bin one more count to add up, another row of a lane some 45 instructions. Measured
-# on an H200: one block aligns 128 rows in 3.1 us, 2048 in 6.3 and 4096 in 9.8; a cluster aligns 4104 in 3.8.
+    from ..._core.device import Device
+
 _LANE_ROWS = 4  # rows of a lane before another warp gets some
 _KEPT_ROWS = 4  # rows of a lane at most whose bins stay in registers
-_BLOCK_ROWS, _BLOCK_PLACES = 1024, 32768  # of a launch of one block, at most
+# Of a launch of one block, at most. Measured on an H200 before there was such a bound for rows: one block aligns 128
+# rows in 3.1 us, 2048 in 6.3 and 4096 in 9.8; a cluster aligns 4104 in 3.8.
+_BLOCK_ROWS, _BLOCK_PLACES = 1024, 32768
 _THREAD_PLACES = 16  # places of a thread before the block has more threads
 _BLOCK_THREADS = 256, 512, 1024
 _STATIC_SHARED = 2048  # bytes of shared memory that kernels declare themselves, at most
 _MAX_ROWS = 2**30  # rows and places are counted in 32 bits
+
+
+class SortProblem(NamedTuple):
+    """What the geometry depends on: rows, bins, and the elements that are written for the rows and their padding."""
+
+    num_rows: int
+    bins: int
+    places: int
+
+    def bucket(self) -> str:
+        rows, places = tuning.power_of_two(self.num_rows), tuning.power_of_two(self.places)
+        return f"rows={rows} bins={self.bins} places={places}"
+
+
+@dataclass(frozen=True)
+class SortConfig:
+    """The geometry of a sort by experts (expert_sort.cuh).
+
+    Attributes:
+        cluster: blocks that share the rows.
+        lane_rows: rows of a lane before another warp gets some; more, if a block has no more warps.
+    """
+
+    cluster: int
+    lane_rows: int = _LANE_ROWS
+
+    def candidates(self, problem: SortProblem, device: Device) -> list[SortConfig]:
+        """Clusters of other sizes, and other rows of a lane."""
+        return tuning.varied(
+            self, cluster=_powers_of_two(device.cluster), lane_rows=tuning.beside(self.lane_rows, 1, 8)
+        )
+
+
+def _powers_of_two(high: int) -> list[int]:
+    """The powers of two up to `high`."""
+    return [1 << i for i in range(high.bit_length())]
+
+
+def choose(problem: SortProblem, device: Device) -> SortConfig:
+    """One block for few rows and places, else a cluster."""
+    few = problem.num_rows <= _BLOCK_ROWS and problem.places <= _BLOCK_PLACES
+    return SortConfig(1 if few else device.cluster)
 
 
 def sort_launch(
@@ -33,17 +78,20 @@ def sort_launch(
     bins: int,
     places: int,
     groups: int = 1,
+    tuned: bool = True,
     fixed: dict[str, int] | None = None,
     **constants: Any,
 ) -> Launch:
     """The launch of a kernel that sorts the rows of `topk_ids` into `bins` bins, by a cluster for each of `groups`.
 
-    `places` are the elements that a group writes for its rows and their padding.
+    `places` are the elements that a group writes for its rows and their padding. `tuned` says that the sort is what
+    the op tunes.
     """
     num_rows, device = topk_ids.numel, topk_ids.device
-    few = num_rows <= _BLOCK_ROWS and places <= _BLOCK_PLACES
-    cluster = 1 if few else device.cluster
-    wanted_warps = max(1, -(-num_rows // (cluster * _LANE_ROWS * device.warp_size)))
+    problem = SortProblem(num_rows, bins, places)
+    config = tuning.config(topk_ids.op, problem, device, choose) if tuned else choose(problem, device)
+    cluster = config.cluster
+    wanted_warps = max(1, -(-num_rows // (cluster * config.lane_rows * device.warp_size)))
     wanted_threads = max(wanted_warps * device.warp_size, bins, places // (cluster * _THREAD_PLACES))
     num_threads = next((n for n in _BLOCK_THREADS if n >= wanted_threads), _BLOCK_THREADS[-1])
     # Each warp with rows has counts of its own, and a block has two or three words for each bin.
