@@ -13,7 +13,7 @@
 // operands of products: h, the weights exp(a_l - a_m) d_m (C_l . B_m), and the weighted x_m.
 //
 // Blocks: blockIdx.x counts runs of HEADS heads of one group, and tiles of HEAD_TILE dimensions of a head; blockIdx.y is
-// the segment (chunk_scan.cuh). A block walks its chunks in tiles of 32 tokens and copies the next tile to shared memory
+// the segment (chunk_scan.cuh). A block walks its parts in tiles of 32 tokens and copies the next tile to shared memory
 // while it computes this one.
 //
 // Warps: the rows of a block are (head, dimension). A warp has ROW_TILES matrix tiles of 16 rows, the whole state of
@@ -28,6 +28,7 @@
 //     HEADS          heads of a block; 1 if HEAD_TILE < HEAD_SIZE
 //     HEAD_TILE      a multiple of 16
 //     ROW_TILES      matrix tiles of a warp
+//     OUT_VEC        elements of out in one memory access: 4 or 8
 //     SOFTPLUS, HAS_Z      options of the op
 //     CHUNK_STATES   states are those at the end of every chunk, not of every sequence
 //     SEGMENT_STATES the launch before the last: no out, no states, but segment_states and segment_decays
@@ -74,10 +75,10 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
            const index_t* cu_chunk_seqlens,    // [num_chunks + 1]
            const index_t* last_chunk_indices,  // [num_seqs]
            const index_t* seq_idx,             // [num_chunks]
-           int num_tokens, int num_chunks, int num_seqs, int num_segments, int64_t chunk_size, int64_t num_heads,
-           int64_t heads_per_group, int64_t out_stride, int64_t x_stride, int64_t z_stride, int64_t B_stride,
-           int64_t C_stride, int64_t dt_stride, int64_t dt_step, int64_t D_stride, int64_t D_step, float dt_min,
-           float dt_max) {
+           int num_tokens, int num_chunks, int num_seqs, int num_segments, int chunk_parts, int part_tokens,
+           int64_t chunk_size, int64_t num_heads, int64_t heads_per_group, int64_t out_stride, int64_t x_stride,
+           int64_t z_stride, int64_t B_stride, int64_t C_stride, int64_t dt_stride, int64_t dt_step, int64_t D_stride,
+           int64_t D_step, float dt_min, float dt_max) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
@@ -88,10 +89,9 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     const int group = first_head / int(heads_per_group), segment = blockIdx.y;
     const int64_t state_size = num_heads * HEAD_SIZE * STATE_SIZE;          // elements of the states of all heads
     const int64_t first_row = int64_t(first_head) * HEAD_SIZE + first_dim;  // among the rows of all heads
-    const ScanChunks<index_t> chunks{cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx,
-                                     num_tokens, num_chunks,       num_seqs,           chunk_size};
-    const int first_chunk = chunks.first_of(segment, num_segments);
-    const int end_chunk = chunks.first_of(segment + 1, num_segments);
+    const ScanChunks<index_t> chunks{cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx,     num_tokens,
+                                     num_chunks, num_seqs,         chunk_size,         chunk_parts, part_tokens};
+    const int end_part = chunks.first_of(segment + 1, num_segments);
 
     const auto b_at = [&](int stage) { return state_tile{reinterpret_cast<scalar_t*>(shared + stage * STAGE_BYTES)}; };
     const auto x_at = [&](int stage) {
@@ -107,8 +107,17 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     const auto tile_row = [&](int r) { return (warp * ROW_TILES + r) * 16; };
     const auto head_of = [&](int r) { return tile_row(r) / HEAD_TILE; };
 
+    // The heads whose decays the warp computes, counted in the block; the last warps come first, which have the least
+    // to do for the weights. A warp may have none.
+    const int first_own = NUM_WARPS - 1 - warp;
+    float raw_dt[WARP_HEADS], own_A[WARP_HEADS], own_bias[WARP_HEADS];
+#pragma unroll
+    for (int i = 0; i < WARP_HEADS; ++i) {
+        const int head = first_head + min(first_own + i * NUM_WARPS, HEADS - 1);
+        own_A[i] = A[head] * LOG2_E;
+        own_bias[i] = dt_bias ? to_float(dt_bias[head]) : 0.0f;
+    }
     // Copies `count` tokens from `token` on to shared memory, zeros behind them, and reads their time steps.
-    float raw_dt[WARP_HEADS];
     const auto load = [&](int stage, int token, int count) {
         const int64_t row = token, column = group * STATE_SIZE;
         copy_tokens<STATE_SIZE / 8, TOKENS, NUM_THREADS>(b_at(stage), B + row * B_stride + column, B_stride, count);
@@ -118,7 +127,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         cp_async_commit();
 #pragma unroll
         for (int i = 0; i < WARP_HEADS; ++i) {
-            const int head = first_head + min(warp + i * NUM_WARPS, HEADS - 1);
+            const int head = first_head + min(first_own + i * NUM_WARPS, HEADS - 1);
             raw_dt[i] = lane < count ? to_float(dt[int64_t(token + lane) * dt_stride + head * dt_step]) : 0.0f;
         }
     };
@@ -126,22 +135,20 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     const auto find_decays = [&](int stage, int count) {
 #pragma unroll
         for (int i = 0; i < WARP_HEADS; ++i) {
-            const int own = warp + i * NUM_WARPS, head = first_head + min(own, HEADS - 1);
-            const float bias = dt_bias ? to_float(dt_bias[head]) : 0.0f;
-            const float step = lane < count ? time_step<SOFTPLUS>(raw_dt[i], bias, dt_min, dt_max) : 0.0f;
-            float sum = lane < count ? step * A[head] * LOG2_OF_E : 0.0f;
+            const int own = first_own + i * NUM_WARPS;
+            if (own >= HEADS) break;
+            const float step = lane < count ? time_step<SOFTPLUS>(raw_dt[i], own_bias[i], dt_min, dt_max) : 0.0f;
+            float sum = lane < count ? step * own_A[i] : 0.0f;
 #pragma unroll
             for (int distance = 1; distance < 32; distance *= 2) {
                 const float before = shfl<32>(sum, lane - distance & 31);
                 if (lane >= distance) sum += before;
             }
             const float end = shfl<32>(sum, 31);
-            if (own < HEADS) {
-                decays[stage].sums[own][lane] = sum;
-                decays[stage].kept[own][lane] = estimate_exp2(sum);
-                decays[stage].steps[own][lane] = step;
-                decays[stage].weights[own][lane] = lane < count ? estimate_exp2(end - sum) * step : 0.0f;
-            }
+            decays[stage].sums[own][lane] = sum;
+            decays[stage].kept[own][lane] = estimate_exp2(sum);
+            decays[stage].steps[own][lane] = step;
+            decays[stage].weights[own][lane] = lane < count ? estimate_exp2(end - sum) * step : 0.0f;
         }
     };
 
@@ -180,20 +187,24 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     clear_state();
     float log_decay[ROW_TILES] = {};  // of the segment, in units of log2
     bool restarted = false;           // the segment has begun a sequence
-    // The factor of x in a row's output.
-    const auto skip_of = [&](int row) {
-        if (!D) return 0.0f;
-        return to_float(D[(first_head + row / HEAD_TILE) * D_stride + (first_dim + row % HEAD_TILE) * D_step]);
-    };
+    float skip[ROW_TILES][2] = {};    // D of the lane's rows, the factors of x in the output
+    if (!SEGMENT_STATES && D) {
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; ++i) {
+            const int row = tile_row(i / 2) + i % 2 * 8 + g;
+            const int64_t head = first_head + row / HEAD_TILE, dim = first_dim + row % HEAD_TILE;
+            skip[i / 2][i % 2] = to_float(D[head * D_stride + dim * D_step]);
+        }
+    }
 
-    int number = first_chunk, token = 0, stage = 0;
-    ScanChunk chunk{};
-    if (number < end_chunk) {
-        chunk = chunks.at(number);
-        token = chunk.begin;
-        load(0, token, min(chunk.end - token, TOKENS));
-        find_decays(0, chunk.end - token);
-        if (!SEGMENT_STATES && !chunk.restarts) {
+    int number = chunks.first_of(segment, num_segments), token = 0, stage = 0;
+    ScanPart part{};
+    if (number < end_part) {
+        part = chunks.at(number);
+        token = part.begin;
+        load(0, token, min(part.end - token, TOKENS));
+        find_decays(0, part.end - token);
+        if (!SEGMENT_STATES && !part.restarts) {
             each_of_state([&](int, float& low, float& high, int64_t at) {
                 const auto pair = Vec<float, 2>::load(segment_states + (segment - 1) * state_size + at);
                 low = pair[0];
@@ -201,20 +212,20 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             });
         }
     }
-    for (; number < end_chunk; stage ^= 1) {
+    for (; number < end_part; stage ^= 1) {
         // The tile after this one.
-        const bool ends = token + TOKENS >= chunk.end;
+        const bool ends = token + TOKENS >= part.end;
         const int next_number = number + ends;
-        const bool more = next_number < end_chunk;
-        const ScanChunk next = ends && more ? chunks.at(next_number) : chunk;
+        const bool more = next_number < end_part;
+        const ScanPart next = ends && more ? chunks.at(next_number) : part;
         const int next_token = ends ? next.begin : token + TOKENS;
-        const int next_count = min(next.end - next_token, TOKENS), count = chunk.end - token;
+        const int next_count = min(next.end - next_token, TOKENS), count = part.end - token;
 
         cp_async_wait<0>();
         __syncthreads();
         if (more) load(stage ^ 1, next_token, next_count);
-        if (token == chunk.begin && chunk.restarts) {
-            begin_sequence(chunk.seq);
+        if (token == part.begin && part.restarts) {
+            begin_sequence(part.seq);
             restarted = true;
         }
         const Decays& decay = decays[stage];
@@ -293,11 +304,10 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
 #pragma unroll
             for (int i = 0; i < ROW_TILES * 8; ++i) {
                 const int r = i / 8, half = i / 4 % 2, n = i % 4;
-                const float skip = skip_of(tile_row(r) + half * 8 + g);
                 float low, high;
                 unpack_pair<scalar_t>(xs[r][n / 2][n % 2 * 2 + half], low, high);
-                y[r][n][2 * half] = fmaf(skip, low, y[r][n][2 * half]);
-                y[r][n][2 * half + 1] = fmaf(skip, high, y[r][n][2 * half + 1]);
+                y[r][n][2 * half] = fmaf(skip[r][half], low, y[r][n][2 * half]);
+                y[r][n][2 * half + 1] = fmaf(skip[r][half], high, y[r][n][2 * half + 1]);
                 if constexpr (HAS_Z) {
                     const int l = n * 8 + 2 * t;
                     const scalar_t* const gate =
@@ -306,11 +316,22 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
                     if (l + 1 < count) y[r][n][2 * half + 1] *= silu_of(to_float(gate[z_stride]));
                 }
             }
+            // The results go through shared memory, where x of the warp's rows was: then a lane stores a row's vector.
+            __syncwarp();
 #pragma unroll
             for (int i = 0; i < ROW_TILES * 4; ++i) {
                 const int r = i / 4, n = i % 4;
-                scalar_t* const to = out + int64_t(token + n * 8) * out_stride + first_row + tile_row(r);
-                store_transposed(to, out_stride, y[r][n], count - n * 8);
+                store_to_tile<scalar_t>(x_tile, n * 8, tile_row(r) / 8, y[r][n]);
+            }
+            __syncwarp();
+            constexpr int CHUNKS = ROW_TILES * 2,
+                          STEP = 32 / CHUNKS;  // of a token, and tokens that a warp stores at once
+            const int first = lane / CHUNKS, result_chunk = tile_row(0) / 8 + lane % CHUNKS;
+            scalar_t* to = out + int64_t(token + first) * out_stride + first_row + result_chunk * 8;
+#pragma unroll
+            for (int l = first; l < TOKENS + first; l += STEP, to += STEP * out_stride) {
+                const auto result = Vec<scalar_t, 8>::load(x_tile.at(l, result_chunk));
+                if (l < count) result.template store<OUT_VEC>(to);
             }
         }
 
@@ -348,13 +369,13 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         }
 
         if (!SEGMENT_STATES && ends) {
-            if (CHUNK_STATES) store_state(number);
-            else if (chunks.is_last(chunk.seq, number)) store_state(chunk.seq);
+            if (CHUNK_STATES && part.chunk >= 0) store_state(part.chunk);
+            if (!CHUNK_STATES && chunks.ends_sequence(part)) store_state(part.seq);
         }
         if (more) find_decays(stage ^ 1, next_count);
         number = next_number;
         token = next_token;
-        chunk = next;
+        part = next;
     }
 
     if constexpr (SEGMENT_STATES) {

@@ -25,6 +25,7 @@ _FIRST_SPILLING_ARCH = 100  # from this compute capability on, two tiles of rows
 _SIMT_THREADS = 128
 _MAX_ITEMS = 16  # elements of a state in the registers of a thread of chunk_scan_simt.cu
 # From registers and loads in flight. No GPU has timed other numbers yet: docs/performance.md, "Owed to a GPU".
+_CHUNK_PARTS, _MANY_CHUNKS = 4, 16  # parts of a chunk where a segment has fewer chunks than this many
 _MAX_SEGMENTS = 64  # whose states chunk_scan_pass.cu adds up, one after another
 _PASS_THREADS, _PASS_BATCH = 128, 8  # of chunk_scan_pass.cu: threads of a block, segments that a thread loads at once
 _RESIDENT_BLOCKS = {True: 2, False: 8}  # of a multiprocessor: of chunk_scan.cu, and of chunk_scan_simt.cu
@@ -45,6 +46,15 @@ class Problem:
     @property
     def num_chunks(self) -> int:
         return int(self.call["seq_idx"].shape[0])
+
+    def parts(self, num_segments: int) -> tuple[int, int]:
+        """(parts of a chunk, tokens of a part), by which so many segments divide the chunks evenly."""
+        chunk_tokens = min(self.call["chunk_size"], max(1, self.call["x"].shape[0]))
+        long = 2 * self.call["x"].shape[0] >= self.num_chunks * chunk_tokens  # else most parts would be empty
+        if num_segments == 1 or not long or self.num_chunks >= _MANY_CHUNKS * num_segments:
+            return 1, chunk_tokens
+        part_tokens = -(-chunk_tokens // (_CHUNK_PARTS * _TOKENS)) * _TOKENS
+        return -(-chunk_tokens // part_tokens), part_tokens
 
     @property
     def head_tile(self) -> int:
@@ -225,6 +235,7 @@ def _launches_mma(
         "HEADS": heads,
         "HEAD_TILE": head_tile,
         "ROW_TILES": config.row_tiles,
+        "OUT_VEC": 8 if problem.call["out"].alignment == 16 and problem.call["out"].strides[0] % 8 == 0 else 4,
         "MIN_BLOCKS": config.min_blocks,
     }
     # Rows of 64 elements or a multiple; two stages of x, B and C; weights of each head.
@@ -260,8 +271,10 @@ def _both(
     num_heads, head_size, _, state_size = problem.sizes
     # As many segments as fill the device once.
     blocks = _RESIDENT_BLOCKS[problem.uses_mma] * call["x"].device.multiprocessors
-    num_segments = max(1, min(blocks // row_blocks, problem.num_chunks, _MAX_SEGMENTS))
-    arguments["num_segments"] = num_segments
+    wanted_segments = max(1, min(blocks // row_blocks, _MAX_SEGMENTS))
+    chunk_parts, part_tokens = problem.parts(wanted_segments)
+    num_segments = max(1, min(wanted_segments, problem.num_chunks * chunk_parts))
+    arguments |= {"num_segments": num_segments, "chunk_parts": chunk_parts, "part_tokens": part_tokens}
     states: int | Scratch = 0
     decays: int | Scratch = 0
     if num_segments > 1:
