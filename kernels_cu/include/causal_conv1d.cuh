@@ -83,18 +83,19 @@ DEVICE float activated(float y) {
 }
 
 // Walks along `count` inputs of type T: load(i) loads input i, and done(i, input, y) takes its result, when the window
-// ends with the input. BATCH inputs are loaded together.
+// ends with the input. Both are called for i = 0, 1, ... in turn. BATCH inputs are loaded together.
 template <int BATCH, bool SILU, typename T, int WIDTH, int N, typename Load, typename Done>
 DEVICE void convolve(Window<WIDTH, N>& window, const Taps<WIDTH, N>& taps, int count, Load load, Done done) {
-    for (int first = 0; first < count; first += BATCH) {
+    // Of a batch, `exists` inputs.
+    const auto convolve_batch = [&](int first, int exists) {
         Vec<T, N> batch[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            if (first + b < count) batch[b] = load(first + b);
+            if (b < exists) batch[b] = load(first + b);
         }
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            if (first + b >= count) break;
+            if (b >= exists) break;
             float x[N], y[N];
             batch[b].to_floats(x);
 #pragma unroll
@@ -107,5 +108,8 @@ DEVICE void convolve(Window<WIDTH, N>& window, const Taps<WIDTH, N>& taps, int c
             window.push(x);
             done(first + b, batch[b], Vec<T, N>::from_floats(y));
         }
-    }
+    };
+    int first = 0;
+    for (; first + BATCH <= count; first += BATCH) convolve_batch(first, BATCH);  // whole: nothing is compared
+    if (first < count) convolve_batch(first, count - first);
 }
