@@ -15,6 +15,7 @@ struct ScanPart {
     int begin, end;  // tokens; none if the arguments say what cannot be
     int seq;         // its sequence, or -1
     int chunk;       // its chunk, if it is the last part of one; else -1
+    int chunk_end;   // behind the last token of its chunk
     bool restarts;   // the part begins with the initial state of its sequence
 };
 
@@ -29,15 +30,32 @@ struct ScanChunks {
         const int chunk = number / chunk_parts, part = number % chunk_parts;
         const int64_t seq = seq_idx[chunk], begin = cu_chunk_seqlens[chunk], end = cu_chunk_seqlens[chunk + 1];
         const bool restarts = part == 0 && (chunk == 0 || seq_idx[chunk - 1] != seq);
-        ScanPart found{0, 0, -1, part == chunk_parts - 1 ? chunk : -1, restarts};
+        ScanPart found{0, 0, -1, part == chunk_parts - 1 ? chunk : -1, 0, restarts};
         if (seq < 0 || seq >= num_seqs) return found;
         found.seq = int(seq);
         const bool inside = begin >= 0 && begin < end && end <= num_tokens && end - begin <= chunk_size;
         if (inside && begin >= cu_seqlens[seq] && end <= cu_seqlens[seq + 1]) {
+            found.chunk_end = int(end);
             found.begin = int(min(begin + int64_t(part) * part_tokens, end));
-            found.end = int(part == chunk_parts - 1 ? end : min(int64_t(found.begin) + part_tokens, end));
+            found.end = end_of(found);
         }
         return found;
+    }
+    // Part number `number`; `before` is the part before. Of a chunk that is already known nothing is loaded.
+    DEVICE ScanPart behind(const ScanPart& before, int number) const {
+        const int part = number % chunk_parts;
+        if (part == 0) return at(number);
+        ScanPart found = before;
+        found.restarts = false;
+        found.chunk = part == chunk_parts - 1 ? number / chunk_parts : -1;
+        found.begin = before.end;
+        found.end = end_of(found);
+        return found;
+    }
+    // Where a part ends that begins at `part.begin`.
+    DEVICE int end_of(const ScanPart& part) const {
+        const bool is_last = part.chunk >= 0 || part.chunk_end - part.begin <= part_tokens;
+        return is_last ? part.chunk_end : part.begin + part_tokens;
     }
     // Whether the state behind the part is the last of its sequence.
     DEVICE bool ends_sequence(const ScanPart& part) const {

@@ -217,7 +217,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         const bool ends = token + TOKENS >= part.end;
         const int next_number = number + ends;
         const bool more = next_number < end_part;
-        const ScanPart next = ends && more ? chunks.at(next_number) : part;
+        const ScanPart next = ends && more ? chunks.behind(part, next_number) : part;
         const int next_token = ends ? next.begin : token + TOKENS;
         const int next_count = min(next.end - next_token, TOKENS), count = part.end - token;
 
