@@ -18,7 +18,7 @@ _chunk_scan_simt = Kernel("mamba/chunk_scan_simt.cu")
 _chunk_scan_pass = Kernel("mamba/chunk_scan_pass.cu")
 
 _MAX_TOKENS = 2**31 - 64  # kernels count tokens in 32 bits
-_TOKENS = 32  # of a tile of chunk_scan.cu
+_TOKENS, _STAGES = 32, 3  # of a tile of chunk_scan.cu, and tiles in shared memory
 _MAX_ROWS = 128  # rows of a block of chunk_scan.cu: dimensions of its heads
 _MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread holds as many in registers
 _FIRST_SPILLING_ARCH = 100  # from this compute capability on, two tiles of rows and 128 elements spill registers
@@ -238,10 +238,10 @@ def _launches_mma(
         "OUT_VEC": 8 if problem.call["out"].alignment == 16 and problem.call["out"].strides[0] % 8 == 0 else 4,
         "MIN_BLOCKS": config.min_blocks,
     }
-    # Rows of 64 elements or a multiple; two stages of x, B and C; weights of each head.
+    # Rows of 64 elements or a multiple; stages of x, B and C; weights of each head, of two tiles.
     state_bytes, x_bytes = (_TOKENS * -(-size // 64) * 128 for size in (state_size, rows))
     stage_bytes = {False: 2 * state_bytes + x_bytes, True: state_bytes + x_bytes}
-    shared = {False: 2 * stage_bytes[False] + heads * _TOKENS * 128, True: 2 * stage_bytes[True]}
+    shared = {False: _STAGES * stage_bytes[False] + 2 * heads * _TOKENS * 128, True: _STAGES * stage_bytes[True]}
     row_blocks = num_heads // heads * (head_size // head_tile)
     return _both(_chunk_scan, problem, constants, arguments, row_blocks, 2 * rows // config.row_tiles, shared)
 
