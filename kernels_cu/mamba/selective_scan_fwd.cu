@@ -26,15 +26,12 @@
 //     VEC_SIZE         tokens in one memory access
 //     STATE_VEC_SIZE   states in one memory access; divides STATES and STATE_SIZE
 
-#include "selective.cuh"
-#include "vec.cuh"
+#include "selective_scan.cuh"
 
 constexpr int NUM_THREADS = SCAN_THREADS + STAGE_THREADS;
 constexpr int GROUPS = SCAN_THREADS / LANES;  // lanes that share channels form a group
 constexpr int BLOCK_CHANNELS = GROUPS * CHANNELS;
 constexpr int PADDED_STATES = LANES * STATES;
-constexpr int UNIT = VEC_SIZE > 4 ? VEC_SIZE : 4;  // tokens of a channel that a thread stages at a time
-using unit_t = Vec<scalar_t, UNIT>;
 constexpr int ROW_UNITS = TILE_TOKENS / UNIT;
 constexpr int ROW = TILE_TOKENS + 4;  // floats of a row in shared memory: vectors of eight rows lie in different banks
 constexpr int CHANNEL_UNITS = ceil_div(BLOCK_CHANNELS * ROW_UNITS, STAGE_THREADS);  // of a thread
@@ -48,60 +45,6 @@ struct Buffer {
     float B[TILE_TOKENS * PADDED_STATES];
     float C[TILE_TOKENS * PADDED_STATES];
     unit_t u[BLOCK_CHANNELS * ROW_UNITS];  // for D
-};
-
-// Tokens origin + first ... origin + last - 1 of a row. Origins are multiples of TILE_TOKENS, as alignment asks.
-struct Tile {
-    int64_t origin;
-    int64_t block_end;  // the state is stored before this token
-    int first, last;
-
-    DEVICE static Tile from(int64_t begin, int64_t block_end) {
-        const int64_t origin = begin / TILE_TOKENS * TILE_TOKENS;
-        return {origin, block_end, int(begin - origin), int(min(block_end - origin, int64_t(TILE_TOKENS)))};
-    }
-    DEVICE Tile next(int64_t end, int64_t block_size) const {
-        const int64_t begin = origin + last;
-        const bool same_block = begin < block_end;
-        return from(begin, same_block ? block_end : end - begin <= block_size ? end : begin + block_size);
-    }
-    DEVICE bool empty() const { return first == last; }
-    DEVICE bool ends_block() const { return origin + last == block_end; }
-    DEVICE bool has(int column) const { return column >= first && column < last; }
-    DEVICE bool has_all(int column, int count) const { return column >= first && column + count <= last; }
-    DEVICE bool has_none(int column, int count) const { return max(column, first) >= min(column + count, last); }
-
-    // The elements of a row that the unit at `column` has in the tile; 0 for others.
-    DEVICE unit_t load(const scalar_t* row, int column) const {
-        if (has_all(column, UNIT)) return unit_t::load<VEC_SIZE>(row + origin + column);
-        unit_t unit = unit_t::full(0.0f);
-#pragma unroll
-        for (int j = 0; j < UNIT; ++j) {
-            if (has(column + j)) unit.data[j] = row[origin + column + j];
-        }
-        return unit;
-    }
-    DEVICE void store(scalar_t* row, int column, const float (&x)[UNIT]) const {
-        const unit_t unit = unit_t::from_floats(x);
-        if (has_all(column, UNIT)) {
-            unit.store<VEC_SIZE>(row + origin + column);
-        } else {
-#pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
-                if (has(column + j)) row[origin + column + j] = unit.data[j];
-            }
-        }
-    }
-};
-
-// The tensors at the block's sequence and first channel.
-struct Rows {
-    const scalar_t *u, *B, *C;
-    scalar_t *delta, *z;
-    const float *bias, *D;
-    int64_t u_stride, delta_stride, z_stride, B_stride, C_stride;
-    int channels;  // of the block, that exist
-    bool softplus;
 };
 
 DEVICE void store_floats(float* shared, const float (&x)[UNIT]) {
@@ -383,17 +326,10 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
     const int first_channel = blockIdx.x % group_blocks * BLOCK_CHANNELS;  // of those that share B and C
     const int64_t channel = int64_t(group) * group_dim + first_channel;
 
-    int64_t begin = 0, end = num_tokens;
-    if (query_start_loc) {
-        begin = query_start_loc[sequence];
-        end = query_start_loc[sequence + 1];
-        if (begin < 0 || end > num_tokens) return;
-    }
-    if (begin >= end) return;
-    const bool fills_blocks = block_idx_last_scheduled_token != nullptr;
-    const Slots slots{cache_indices + sequence * slots_stride, columns, num_slots, pad_slot_id};
-    const int64_t slot = columns < 0 ? sequence : slots.at(fills_blocks ? initial_state_idx[sequence] : 0);
-    if (slot < 0) return;
+    const Sequence own(sequence, query_start_loc, cache_indices, block_idx_first_scheduled_token,
+                       block_idx_last_scheduled_token, initial_state_idx, num_tokens, num_slots, columns, pad_slot_id,
+                       block_size, slots_stride);
+    if (own.empty()) return;
 
     Rows rows;
     rows.u = u + sequence * u_batch_stride + channel * u_stride;
@@ -411,20 +347,19 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
     rows.channels = min(group_dim - first_channel, BLOCK_CHANNELS);
     rows.softplus = delta_softplus;
 
-    if (!fills_blocks) block_size = end - begin;
     // The warp's first thread decides, so that the compiler knows that all of the warp take one way.
     const bool scans = shfl<WARP_SIZE>(int(threadIdx.x), 0) < SCAN_THREADS;
     const int thread = scans ? threadIdx.x : threadIdx.x - SCAN_THREADS;
-    Tile tile = Tile::from(begin, end - begin <= block_size ? end : begin + block_size);
-    Tile done = Tile::from(end, end);  // none
+    Tile tile = own.first_tile();
+    Tile done = Tile::from(own.end, own.end);  // none
     States states;
     states.group = thread / LANES;
     states.lane = thread % LANES;
     state_t* channel_states = ssm_states + channel * state_stride;
     if (scans) {
         const bool continues = has_initial_state && has_initial_state[sequence];
-        states.load(rows, A + channel * A_stride, A_stride, continues ? channel_states + slot * slot_stride : nullptr,
-                    state_stride);
+        states.load(rows, A + channel * A_stride, A_stride,
+                    continues ? channel_states + own.slot * slot_stride : nullptr, state_stride);
     } else {
         Stage stage;
         stage.load(rows, tile, thread);
@@ -435,14 +370,11 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
     int64_t blocks_done = 0;
     while (!tile.empty()) {
         __syncthreads();
-        const Tile next = tile.next(end, block_size);
+        const Tile next = tile.next(own.end, own.block_size);
         if (scans) {
             states.scan(tile, buffers[buffer]);
             if (tile.ends_block()) {
-                const int64_t to = !fills_blocks ? slot
-                                   : tile.block_end == end
-                                       ? slots.at(block_idx_last_scheduled_token[sequence])
-                                       : slots.at(block_idx_first_scheduled_token[sequence] + blocks_done);
+                const int64_t to = own.slot_behind(tile, blocks_done);
                 if (to >= 0) states.store(rows, channel_states + to * slot_stride, state_stride);
                 ++blocks_done;
             }

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..._core.dtypes import DType
 
 _SCAN_THREADS, _STAGE_THREADS = 128, 128  # of a block
+_TOKENS_THREADS, _TOKENS_BLOCKS = 128, 4  # of selective_scan_tokens.cu. Predicted, not measured
 _MAX_LANES = 32  # that share a channel
 _BUFFERS = 2
 # (channels, states) of a lane, from the tile that reads shared memory least to the one that spreads a sequence over
@@ -91,6 +92,35 @@ class ScanConfig:
             min_blocks=tuning.beside(self.min_blocks, 1, 4),
         )
         return [one for one in [*tiles, *more] if one.fits(problem.dtype, device)]
+
+
+@dataclass(frozen=True)
+class TokensConfig:
+    """The geometry of selective_scan_tokens.cu.
+
+    Attributes:
+        lanes: that share the tokens of a channel.
+        num_threads: threads of a block.
+        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+    """
+
+    lanes: int
+    num_threads: int = _TOKENS_THREADS
+    min_blocks: int = _TOKENS_BLOCKS
+
+    @property
+    def block_channels(self) -> int:
+        return self.num_threads // self.lanes
+
+    def shared_bytes(self, problem: ScanProblem) -> int:
+        return 2 * self.block_channels * problem.state_size * float32.itemsize
+
+    def candidates(self, problem: ScanProblem, device: Device) -> list[TokensConfig]:
+        """Other lanes, sizes of a block, and bounds of registers."""
+        sizes = [tuning.resized(self, size) for size in tuning.beside(self.num_threads, 64, 256)]
+        return sizes + tuning.varied(
+            self, lanes=tuning.beside(self.lanes, 4, 32), min_blocks=tuning.beside(self.min_blocks, 1, 8)
+        )
 
 
 def _lane_tile(state_size: int, channels: int, states: int, tile_tokens: int) -> ScanConfig:
