@@ -66,39 +66,35 @@ struct Rows {
 
 // The tokens of a sequence, and where its states lie.
 struct Sequence {
-    int64_t begin, end;  // tokens; none, or those that do not exist, if begin >= end
-    int64_t slot;        // of the state that it begins with; -1 if the slot does not exist
-    int64_t block_size;  // tokens behind which a state is stored
+    int64_t number, begin, end;  // tokens; none, or those that do not exist, if begin >= end
+    int64_t slot;                // of the state that it begins with; -1 if the slot does not exist
+    int64_t block_size;          // tokens behind which a state is stored
     Slots slots;
-    bool fills_blocks;
-    int64_t first_column, last_column;  // of slots, if it fills blocks
+    const int32_t *of_first, *of_last;  // columns of the slots of the first block and behind the last, or null
 
-    DEVICE Sequence(int64_t number, const int32_t* query_start_loc, const int32_t* cache_indices, const int32_t* first,
-                    const int32_t* last, const int32_t* initial, int64_t num_tokens, int64_t num_slots, int64_t columns,
-                    int64_t pad_slot_id, int64_t size, int64_t slots_stride)
-        : begin(0),
+    DEVICE Sequence(int64_t number, const int32_t* query_start_loc, const int32_t* cache_indices,
+                    const int32_t* of_first, const int32_t* of_last, const int32_t* of_initial, int64_t num_tokens,
+                    int64_t num_slots, int64_t columns, int64_t pad_slot_id, int64_t size, int64_t slots_stride)
+        : number(number),
+          begin(0),
           end(num_tokens),
           slots{cache_indices + number * slots_stride, columns, num_slots, pad_slot_id},
-          fills_blocks(last != nullptr),
-          first_column(0),
-          last_column(0) {
+          of_first(of_first),
+          of_last(of_last) {
         if (query_start_loc) {
             begin = query_start_loc[number];
             end = query_start_loc[number + 1];
             if (begin < 0 || end > num_tokens) end = begin;
         }
-        slot = columns < 0 ? number : slots.at(fills_blocks ? initial[number] : 0);
-        block_size = fills_blocks ? size : end - begin;
-        if (!fills_blocks) return;
-        first_column = first[number];
-        last_column = last[number];
+        slot = columns < 0 ? number : slots.at(of_last ? of_initial[number] : 0);
+        block_size = of_last ? size : end - begin;
     }
 
     DEVICE bool empty() const { return begin >= end || slot < 0; }
     DEVICE Tile first_tile() const { return Tile::from(begin, end - begin <= block_size ? end : begin + block_size); }
-    // The slot of the state behind block `number`, whose last token is that of the tile; -1 if there is none.
-    DEVICE int64_t slot_behind(const Tile& tile, int64_t number) const {
-        if (!fills_blocks) return slot;
-        return slots.at(tile.block_end == end ? last_column : first_column + number);
+    // The slot of the state behind block `block`, whose last token is that of the tile; -1 if there is none.
+    DEVICE int64_t slot_behind(const Tile& tile, int64_t block) const {
+        if (!of_last) return slot;
+        return slots.at(tile.block_end == end ? of_last[number] : of_first[number] + block);
     }
 };

@@ -86,10 +86,8 @@ causal_conv1d_channels(scalar_t* out,                   // [dim, num_tokens]
     out += first;
     for (int64_t channel = group * channels; channel < end; channel += BATCH) {
         vec_t vecs[BATCH][EARLIER_VECS + 1];
-        Taps<WIDTH, 1> taps[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            taps[b] = Taps<WIDTH, 1>::load<WEIGHT_VEC, HAS_BIAS>(weight, bias, min(channel + b, end - 1));
             const scalar_t* row = x + (channel + b) * x_stride;
 #pragma unroll
             for (int i = 0; i <= EARLIER_VECS; ++i) {
@@ -100,14 +98,14 @@ causal_conv1d_channels(scalar_t* out,                   // [dim, num_tokens]
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             if (channel + b >= end) break;
+            const auto taps = Taps<WIDTH, 1>::load<WEIGHT_VEC, HAS_BIAS>(weight, bias, channel + b);
             float inputs[EARLIER + VEC_SIZE];
 #pragma unroll
             for (int i = 0; i <= EARLIER_VECS; ++i) {
 #pragma unroll
                 for (int j = 0; j < VEC_SIZE; ++j) inputs[i * VEC_SIZE + j] = vecs[b][i][j];
             }
-            const vec_t y =
-                reach.whole ? convolved<true>(inputs, taps[b], reach) : convolved<false>(inputs, taps[b], reach);
+            const vec_t y = reach.whole ? convolved<true>(inputs, taps, reach) : convolved<false>(inputs, taps, reach);
             y.store(out + (channel + b) * out_stride);
         }
     }

@@ -56,6 +56,7 @@ class ScanConfig:
         lanes: that share a channel.
         tile_tokens: tokens of a tile in shared memory.
         scan_threads, stage_threads: threads of a block that scan, and that stage tiles.
+        ahead: tiles whose inputs are prefetched into L2 together.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
@@ -65,6 +66,7 @@ class ScanConfig:
     tile_tokens: int
     scan_threads: int = _SCAN_THREADS
     stage_threads: int = _STAGE_THREADS
+    ahead: int = 0
     min_blocks: int = 2
 
     @property
@@ -89,6 +91,7 @@ class ScanConfig:
             tile_tokens=tuning.beside(self.tile_tokens, _MIN_TILE_TOKENS, _MAX_TILE_TOKENS),
             scan_threads=tuning.beside(self.scan_threads, 64, 128),
             stage_threads=tuning.beside(self.stage_threads, 64, 256),
+            ahead=(0, 2, 4, 8),
             min_blocks=tuning.beside(self.min_blocks, 1, 4),
         )
         return [one for one in [*tiles, *more] if one.fits(problem.dtype, device)]

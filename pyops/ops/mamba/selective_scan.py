@@ -206,6 +206,7 @@ def plan_selective_scan_fwd(
             STATE_VEC_SIZE=min(state_vec_size, config.states),
             SCAN_THREADS=config.scan_threads,
             STAGE_THREADS=config.stage_threads,
+            AHEAD=config.ahead,
             MIN_BLOCKS=config.min_blocks,
         )
     return specialisation.launch(
