@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..._core.dtypes import DType
 
 _SCAN_THREADS, _STAGE_THREADS = 128, 128  # of a block
-_TOKENS_THREADS, _TOKENS_BLOCKS = 128, 4  # of selective_scan_tokens.cu. Predicted, not measured
+_TOKENS_THREADS, _TOKENS_BLOCKS = 128, 3  # of selective_scan_tokens.cu. Predicted, not measured
 _MAX_LANES = 32  # that share a channel
 _BUFFERS = 2
 # (channels, states) of a lane, from the tile that reads shared memory least to the one that spreads a sequence over
