@@ -39,7 +39,9 @@
 constexpr int TOKENS = 32, STAGES = 3;
 constexpr int ROWS = HEADS * HEAD_TILE, NUM_WARPS = ROWS / 16 / ROW_TILES, NUM_THREADS = NUM_WARPS * 32;
 constexpr int STATE_TILES = STATE_SIZE / 8, STEPS = STATE_SIZE / 16;
-constexpr int WARP_HEADS = (HEADS + NUM_WARPS - 1) / NUM_WARPS;  // heads whose decays a warp computes
+// The last warps find the decays of tiles: those that have no square of weights, if there are any.
+constexpr int DECAY_WARPS = NUM_WARPS > 3 ? NUM_WARPS - 3 : 1;
+constexpr int WARP_HEADS = ceil_div(HEADS, DECAY_WARPS);  // heads of such a warp
 static_assert(HEADS == 1 || HEAD_TILE == HEAD_SIZE);
 
 using state_tile = SwizzledTile<scalar_t, STATE_SIZE / 8>;  // B and C: a row for each token
@@ -116,13 +118,12 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     const auto tile_row = [&](int r) { return (warp * ROW_TILES + r) * 16; };
     const auto head_of = [&](int r) { return tile_row(r) / HEAD_TILE; };
 
-    // The heads whose decays the warp computes, counted in the block; the last warps come first, which have the least
-    // to do for the weights. A warp may have none.
-    const int first_own = NUM_WARPS - 1 - warp;
+    // The heads whose decays the warp finds, counted in the block: this one, if it exists, and every DECAY_WARPS behind.
+    const int first_own = warp < NUM_WARPS - DECAY_WARPS ? HEADS : NUM_WARPS - 1 - warp;
     float raw_dt[WARP_HEADS], own_A[WARP_HEADS], own_bias[WARP_HEADS];
 #pragma unroll
     for (int i = 0; i < WARP_HEADS; ++i) {
-        const int head = first_head + min(first_own + i * NUM_WARPS, HEADS - 1);
+        const int head = first_head + min(first_own + i * DECAY_WARPS, HEADS - 1);
         own_A[i] = A[head] * LOG2_E;
         own_bias[i] = dt_bias ? to_float(dt_bias[head]) : 0.0f;
     }
@@ -138,7 +139,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         cp_async_commit();
 #pragma unroll
         for (int i = 0; i < WARP_HEADS; ++i) {
-            const int head = first_head + min(first_own + i * NUM_WARPS, HEADS - 1);
+            const int head = first_head + min(first_own + i * DECAY_WARPS, HEADS - 1);
             raw_dt[i] = lane < count ? to_float(dt[(row + lane) * dt_stride + head * dt_step]) : 0.0f;
         }
     };
@@ -148,7 +149,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         const int count = tile.count;
 #pragma unroll
         for (int i = 0; i < WARP_HEADS; ++i) {
-            const int own = first_own + i * NUM_WARPS;
+            const int own = first_own + i * DECAY_WARPS;
             if (own >= HEADS) break;
             const float step = lane < count ? time_step<SOFTPLUS>(raw_dt[i], own_bias[i], dt_min, dt_max) : 0.0f;
             float sum = lane < count ? step * own_A[i] : 0.0f;

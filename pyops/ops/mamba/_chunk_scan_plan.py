@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._core import check, tuning
 from ..._core.device import Device
@@ -104,15 +104,24 @@ class Config:
     Attributes:
         row_tiles: tiles of 16 rows of a warp of chunk_scan.cu.
         min_blocks: of a multiprocessor that the compiler makes room for, by bounding registers.
+        segment_row_tiles, segment_min_blocks: likewise, where chunk_scan.cu finds the states of segments alone.
     """
 
     row_tiles: int
     min_blocks: int
+    segment_row_tiles: int = 1
+    segment_min_blocks: int = 2
 
     def candidates(self, problem: Problem, device: Device) -> list[Config]:
         """Other warps, where both kinds have whole ones, and registers."""
         row_tiles = (1, 2) if problem.uses_mma and _may_have_two_tiles(problem) else ()
-        return tuning.varied(self, row_tiles=row_tiles, min_blocks=(1, 2))
+        return tuning.varied(
+            self,
+            row_tiles=row_tiles,
+            min_blocks=(1, 2),
+            segment_row_tiles=row_tiles,
+            segment_min_blocks=(1, 2) if problem.uses_mma else (),
+        )
 
 
 def choose(problem: Problem, device: Device) -> Config:
@@ -225,25 +234,39 @@ def launches(problem: Problem, config: Config) -> list[Launch]:
     return (_launches_mma if problem.uses_mma else _launches_simt)(problem, config, constants, arguments)
 
 
+class Geometry(NamedTuple):
+    """Constants of a launch that are its own, threads of a block, and bytes of shared memory."""
+
+    constants: dict[str, Any]
+    num_threads: int
+    shared: int
+
+
 def _launches_mma(
     problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> list[Launch]:
     num_heads, head_size, _, state_size = problem.sizes
     heads, head_tile = problem.heads, problem.head_tile
     rows = heads * head_tile
+    out = problem.call["out"]
     constants |= {
         "HEADS": heads,
         "HEAD_TILE": head_tile,
-        "ROW_TILES": config.row_tiles,
-        "OUT_VEC": 8 if problem.call["out"].alignment == 16 and problem.call["out"].strides[0] % 8 == 0 else 4,
-        "MIN_BLOCKS": config.min_blocks,
+        "OUT_VEC": 8 if out.alignment == 16 and out.strides[0] % 8 == 0 else 4,
     }
     # Rows of 64 elements or a multiple; stages of x, B and C; weights of each head, of two tiles.
     state_bytes, x_bytes = (_TOKENS * -(-size // 64) * 128 for size in (state_size, rows))
     stage_bytes = {False: 2 * state_bytes + x_bytes, True: state_bytes + x_bytes}
     shared = {False: _STAGES * stage_bytes[False] + 2 * heads * _TOKENS * 128, True: _STAGES * stage_bytes[True]}
+
+    def geometry(of_segments: bool) -> Geometry:
+        row_tiles = config.segment_row_tiles if of_segments else config.row_tiles
+        min_blocks = config.segment_min_blocks if of_segments else config.min_blocks
+        own = {"ROW_TILES": row_tiles, "MIN_BLOCKS": min_blocks}
+        return Geometry(own, 2 * rows // row_tiles, shared[of_segments])
+
     row_blocks = num_heads // heads * (head_size // head_tile)
-    return _both(_chunk_scan, problem, constants, arguments, row_blocks, 2 * rows // config.row_tiles, shared)
+    return _both(_chunk_scan, problem, constants, arguments, row_blocks, geometry)
 
 
 def _launches_simt(
@@ -254,7 +277,7 @@ def _launches_simt(
     rows = _SIMT_THREADS // lanes
     constants |= {"LANES": lanes, "ROWS": rows, "MIN_BLOCKS": config.min_blocks}
     row_blocks = num_heads * -(-head_size // rows)
-    return _both(_chunk_scan_simt, problem, constants, arguments, row_blocks, _SIMT_THREADS, {})
+    return _both(_chunk_scan_simt, problem, constants, arguments, row_blocks, lambda _: Geometry({}, _SIMT_THREADS, 0))
 
 
 def _both(
@@ -263,10 +286,12 @@ def _both(
     constants: dict[str, Any],
     arguments: dict[str, Any],
     row_blocks: int,
-    num_threads: int,
-    shared: Mapping[bool, int],
+    geometry: Callable[[bool], Geometry],
 ) -> list[Launch]:
-    """The launches: those of the segments' states, where there are several, and that of the results."""
+    """The launches: those of the segments' states, where there are several, and that of the results.
+
+    `geometry` says that of the launch for the states of segments (True), and that of the last one.
+    """
     call = problem.call
     num_heads, head_size, _, state_size = problem.sizes
     # As many segments as fill the device once.
@@ -282,7 +307,8 @@ def _both(
         states = Scratch((num_segments - 1) * num_heads * head_size * state_size * 4)
 
     def launch(segment_states: bool) -> Launch:
-        own = constants | {
+        own, num_threads, shared = geometry(segment_states)
+        own |= constants | {
             "SEGMENT_STATES": segment_states,
             "HAS_Z": call["z"] is not None and not segment_states,
             "CHUNK_STATES": call["return_intermediate_states"] and not segment_states,
@@ -291,7 +317,7 @@ def _both(
         return kernel(**own).launch(
             grid,
             num_threads,
-            shared.get(segment_states, 0),
+            shared,
             segment_states=states,
             segment_decays=decays,
             **arguments,
