@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ..._core.dtypes import DType
 
 _SCAN_THREADS, _STAGE_THREADS = 128, 128  # of a block
-_TOKENS_THREADS, _TOKENS_BLOCKS = 128, 3  # of selective_scan_tokens.cu. Predicted, not measured
+_TOKENS_THREADS, _TOKENS_BLOCKS = 128, 3  # of selective_scan_tokens.cu
+_FEW_CHANNELS, _LONG_SEQUENCE = 2048, 512  # up to so many channels, from so many tokens on, lanes share tokens
 _MAX_LANES = 32  # that share a channel
 _BUFFERS = 2
 # (channels, states) of a lane, from the tile that reads shared memory least to the one that spreads a sequence over
@@ -132,7 +133,16 @@ def _lane_tile(state_size: int, channels: int, states: int, tile_tokens: int) ->
     return ScanConfig(channels, states, tuning.power_of_two(-(-state_size // states)), tile_tokens)
 
 
-def choose(problem: ScanProblem, device: Device) -> ScanConfig:
+def choose(problem: ScanProblem, device: Device) -> ScanConfig | TokensConfig:
+    """Lanes that share tokens, for few channels of long sequences; otherwise lanes that share states."""
+    # All problems of a bucket have configs of one kind, so that a table can name fields.
+    rounded_tokens = tuning.power_of_two(problem.num_tokens) // tuning.power_of_two(problem.batch)
+    if problem.dim * tuning.power_of_two(problem.batch) <= _FEW_CHANNELS and rounded_tokens >= _LONG_SEQUENCE:
+        return TokensConfig(_MAX_LANES)
+    return _choose_recurrence(problem, device)
+
+
+def _choose_recurrence(problem: ScanProblem, device: Device) -> ScanConfig:
     """The widest tile of a lane that still fills the device; tiles no longer than a sequence is on average."""
     sequence_tokens = -(-problem.num_tokens // max(1, problem.batch))
     tile_tokens = max(_MIN_TILE_TOKENS, min(_MAX_TILE_TOKENS, tuning.power_of_two(sequence_tokens)))

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 _LANE_ROWS = 2  # rows of a lane before another warp gets some
 _KEPT_ROWS = 4  # rows of a lane at most whose bins stay in registers
-# Of a launch of one block, at most. Measured on an H200 for 8 choices among 128 experts: 16, 128, 256 and 512 tokens take
-# one block 3.2, 4.6, 6.2 and 9.7 us; a cluster of eight takes 2.7, 2.9, 2.9 and 3.3 with two rows to a lane, and 3.4 for
-# 512 tokens with four.
+# Of a launch of one block, at most. Measured on an H200 for 8 choices among 128 experts: 16, 128, 256 and 512 tokens
+# take one block 3.2, 4.6, 6.2 and 9.7 us; a cluster of eight takes 2.7, 2.9, 2.9 and 3.3 with two rows to a lane, and
+# 3.4 for 512 tokens with four.
 _BLOCK_ROWS, _BLOCK_PLACES = 64, 32768
 _THREAD_PLACES = 16  # places of a thread before the block has more threads
 _BLOCK_THREADS = 256, 512, 1024
