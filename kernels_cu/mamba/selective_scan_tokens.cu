@@ -26,6 +26,57 @@ constexpr int TILE_TOKENS = LANES * (VEC_SIZE > 4 ? VEC_SIZE : 4);
 constexpr int BLOCK_CHANNELS = NUM_THREADS / LANES;
 constexpr int UNROLL = 2;  // states whose loads and scans overlap
 
+// The tokens of a lane: rates are in units of log2, inputs are delta * u.
+struct Tokens {
+    float rate[UNIT], input[UNIT], y[UNIT];
+    float sum;  // of the rates
+
+    // All states of the channel, one after another: adds to y, and leaves the states behind the tile in h_before. WHOLE:
+    // every token of every lane lies in the tile.
+    template <bool WHOLE>
+    DEVICE void scan(const Rows& rows, const Tile& tile, const float* rates, float* h_before, int lane) {
+        const int column = lane * UNIT;
+        const scalar_t *B_row = rows.B, *C_row = rows.C;
+#pragma unroll UNROLL
+        for (int n = 0; n < STATE_SIZE; ++n, B_row += rows.B_stride, C_row += rows.C_stride) {
+            unit_t B_unit, C_unit;
+            if (WHOLE) {
+                B_unit = unit_t::load<VEC_SIZE>(B_row + tile.origin + column);
+                C_unit = unit_t::load<VEC_SIZE>(C_row + tile.origin + column);
+            } else {
+                B_unit = tile.load(B_row, column);
+                C_unit = tile.load(C_row, column);
+            }
+            const float rate_of_state = rates[n], first = lane == 0 ? h_before[n] : 0.0f;
+            float decay[UNIT], added[UNIT], behind = first, factor = estimate_exp2(sum * rate_of_state);
+            B_unit.to_floats(added);
+#pragma unroll
+            for (int j = 0; j < UNIT; ++j) {
+                decay[j] = estimate_exp2(rate[j] * rate_of_state);
+                added[j] *= input[j];
+                behind = fmaf(decay[j], behind, added[j]);
+            }
+#pragma unroll
+            for (int step = 1; step < LANES; step *= 2) {
+                const int from = max(lane - step, 0);
+                const float h_from = shfl<LANES>(behind, from), factor_from = shfl<LANES>(factor, from);
+                behind = lane < step ? behind : fmaf(factor, h_from, behind);
+                factor = lane < step ? factor : factor * factor_from;
+            }
+            const float h_from = shfl<LANES>(behind, max(lane - 1, 0));
+            float h = lane == 0 ? first : h_from, C[UNIT];
+            C_unit.to_floats(C);
+#pragma unroll
+            for (int j = 0; j < UNIT; ++j) {
+                h = fmaf(decay[j], h, added[j]);
+                y[j] = fmaf(h, C[j], y[j]);
+            }
+            const float last = shfl<LANES>(h, LANES - 1);
+            if (lane == 0) h_before[n] = last;
+        }
+    }
+};
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_tokens] or [dim, num_tokens]
                       scalar_t* delta,                 // likewise
@@ -108,9 +159,11 @@ selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_token
     for (int64_t blocks_done = 0; !tile.empty();) {
         const Tile next = tile.next(own.end, own.block_size);
         if (rows.z && exists) z_unit = tile.load(z_row, column);
-        float rate[UNIT], input[UNIT], y[UNIT], sum = 0.0f;
+        Tokens tokens;
+        auto& [rate, input, y, sum] = tokens;
         delta_unit.to_floats(rate);
         u_unit.to_floats(input);
+        sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < UNIT; ++j) {
             const float biased = rate[j] + bias, step = rows.softplus ? softplus(biased) : biased;
@@ -122,37 +175,10 @@ selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_token
         }
         load_inputs(next);
 
-#pragma unroll UNROLL
-        for (int n = 0; n < STATE_SIZE; ++n) {
-            const unit_t B_unit = tile.load(rows.B + n * rows.B_stride, column);
-            const unit_t C_unit = tile.load(rows.C + n * rows.C_stride, column);
-            const float rate_of_state = rates[n], first = lane == 0 ? h_before[n] : 0.0f;
-            float decay[UNIT], added[UNIT], behind = first, factor = estimate_exp2(sum * rate_of_state);
-            B_unit.to_floats(added);
-#pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
-                decay[j] = estimate_exp2(rate[j] * rate_of_state);
-                added[j] *= input[j];
-                behind = fmaf(decay[j], behind, added[j]);
-            }
-#pragma unroll
-            for (int step = 1; step < LANES; step *= 2) {
-                const int from = max(lane - step, 0);
-                const float h_from = shfl<LANES>(behind, from), factor_from = shfl<LANES>(factor, from);
-                if (lane < step) continue;
-                behind = fmaf(factor, h_from, behind);
-                factor *= factor_from;
-            }
-            const float h_from = shfl<LANES>(behind, max(lane - 1, 0));
-            float h = lane == 0 ? first : h_from, C[UNIT];
-            C_unit.to_floats(C);
-#pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
-                h = fmaf(decay[j], h, added[j]);
-                y[j] = fmaf(h, C[j], y[j]);
-            }
-            const float last = shfl<LANES>(h, LANES - 1);
-            if (lane == 0) h_before[n] = last;
+        if (any_lane(!tile.has_all(column, UNIT))) {
+            tokens.scan<false>(rows, tile, rates, h_before, lane);
+        } else {
+            tokens.scan<true>(rows, tile, rates, h_before, lane);
         }
 
         if (exists && !tile.has_none(column, UNIT)) {
