@@ -306,13 +306,13 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
                 }
             }
             // The results go through shared memory, where x of the warp's rows was: then a lane stores a row's vector.
-            __syncwarp();
+            sync_warp();
 #pragma unroll
             for (int i = 0; i < ROW_TILES * 4; ++i) {
                 const int r = i / 4, n = i % 4;
                 store_to_tile<scalar_t>(x_tile, n * 8, tile_row(r) / 8, y[r][n]);
             }
-            __syncwarp();
+            sync_warp();
             constexpr int CHUNKS = ROW_TILES * 2,
                           STEP = 32 / CHUNKS;  // of a token, and tokens that a warp stores at once
             const int first = lane / CHUNKS, result_chunk = tile_row(0) / 8 + lane % CHUNKS;

@@ -74,15 +74,35 @@ class ScanConfig:
     def block_channels(self) -> int:
         return self.scan_threads // self.lanes * self.channels
 
-    def shared_bytes(self, dtype: DType) -> int:
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return self.scan_threads + self.stage_threads
+
+    def constants(self, problem: ScanProblem) -> dict[str, int]:
+        """The constants of the kernel that say what threads have, by its names for them."""
+        return {
+            "LANES": self.lanes,
+            "STATES": self.states,
+            "CHANNELS": self.channels,
+            "TILE_TOKENS": self.tile_tokens,
+            "STATE_VEC_SIZE": min(problem.state_vec_size, self.states),
+            "SCAN_THREADS": self.scan_threads,
+            "STAGE_THREADS": self.stage_threads,
+            "AHEAD": self.ahead,
+            "MIN_BLOCKS": self.min_blocks,
+        }
+
+    def shared_bytes(self, problem: ScanProblem) -> int:
         rows = 3 * self.block_channels * (self.tile_tokens + 4)  # delta, delta * u and y
         floats = rows + 2 * self.tile_tokens * self.lanes * self.states
-        return _BUFFERS * (floats * float32.itemsize + self.block_channels * self.tile_tokens * dtype.itemsize)
+        return _BUFFERS * (floats * float32.itemsize + self.block_channels * self.tile_tokens * problem.dtype.itemsize)
 
-    def fits(self, dtype: DType, device: Device) -> bool:
+    def fits(self, problem: ScanProblem, device: Device) -> bool:
         """Whether shared memory has room for the tiles, and a thread for what it holds of one."""
         staged = (3 * self.block_channels + 2 * self.lanes * self.states) * self.tile_tokens // self.stage_threads
-        return self.shared_bytes(dtype) <= device.shared_memory and staged * dtype.itemsize <= _MAX_STAGED_BYTES
+        staged_bytes = staged * problem.dtype.itemsize
+        return self.shared_bytes(problem) <= device.shared_memory and staged_bytes <= _MAX_STAGED_BYTES
 
     def candidates(self, problem: ScanProblem, device: Device) -> list[ScanConfig]:
         """Other tiles of a lane, tiles of tokens, and bounds of registers."""
@@ -95,7 +115,7 @@ class ScanConfig:
             ahead=(0, 2, 4, 8),
             min_blocks=tuning.beside(self.min_blocks, 1, 4),
         )
-        return [one for one in [*tiles, *more] if one.fits(problem.dtype, device)]
+        return [one for one in [*tiles, *more] if one.fits(problem, device)]
 
 
 @dataclass(frozen=True)
@@ -115,6 +135,10 @@ class TokensConfig:
     @property
     def block_channels(self) -> int:
         return self.num_threads // self.lanes
+
+    def constants(self, problem: ScanProblem) -> dict[str, int]:
+        """As those of a `ScanConfig`."""
+        return {"LANES": self.lanes, "NUM_THREADS": self.num_threads, "MIN_BLOCKS": self.min_blocks}
 
     def shared_bytes(self, problem: ScanProblem) -> int:
         return 2 * self.block_channels * problem.state_size * float32.itemsize
@@ -151,6 +175,6 @@ def _choose_recurrence(problem: ScanProblem, device: Device) -> ScanConfig:
         warps = problem.batch * problem.dim * config.lanes / (channels * device.warp_size)
         if warps >= _MIN_SHARE * _SCHEDULERS * device.multiprocessors:
             break
-    while not config.fits(problem.dtype, device) and config.tile_tokens > _MIN_TILE_TOKENS:
+    while not config.fits(problem, device) and config.tile_tokens > _MIN_TILE_TOKENS:
         config = _lane_tile(problem.state_size, config.channels, config.states, config.tile_tokens // 2)
     return config

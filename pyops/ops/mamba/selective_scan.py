@@ -189,30 +189,18 @@ def plan_selective_scan_fwd(
         f"{name}_batch_stride": arg.strides[0] if arg and leading else 0
         for name, arg in (("u", u), ("delta", delta), ("z", z_), ("B", B), ("C", C))
     }
-    common = {"scalar_t": u.dtype, "state_t": ssm_states.dtype, "STATE_SIZE": state_size, "VEC_SIZE": vec_size}
-    if isinstance(config, TokensConfig):
-        threads, shared = config.num_threads, config.shared_bytes(problem)
-        specialisation = _selective_scan_tokens(
-            **common, LANES=config.lanes, NUM_THREADS=threads, MIN_BLOCKS=config.min_blocks
-        )
-    else:
-        threads, shared = config.scan_threads + config.stage_threads, config.shared_bytes(u.dtype)
-        specialisation = _selective_scan_fwd(
-            **common,
-            LANES=config.lanes,
-            STATES=config.states,
-            CHANNELS=config.channels,
-            TILE_TOKENS=config.tile_tokens,
-            STATE_VEC_SIZE=min(state_vec_size, config.states),
-            SCAN_THREADS=config.scan_threads,
-            STAGE_THREADS=config.stage_threads,
-            AHEAD=config.ahead,
-            MIN_BLOCKS=config.min_blocks,
-        )
+    kernel = _selective_scan_tokens if isinstance(config, TokensConfig) else _selective_scan_fwd
+    specialisation = kernel(
+        scalar_t=u.dtype,
+        state_t=ssm_states.dtype,
+        STATE_SIZE=state_size,
+        VEC_SIZE=vec_size,
+        **config.constants(problem),
+    )
     return specialisation.launch(
         grid=batch * num_groups * group_blocks if num_tokens and ssm_states.numel else 0,
-        block=threads,
-        shared=shared,
+        block=config.num_threads,
+        shared=config.shared_bytes(problem),
         num_tokens=num_tokens,
         num_slots=ssm_states.shape[0],
         columns=columns,
