@@ -13,7 +13,7 @@
 // operands of products: h, the weights exp(a_l - a_m) d_m (C_l . B_m), and the weighted x_m.
 //
 // Blocks: blockIdx.x counts runs of HEADS heads of one group, and tiles of HEAD_TILE dimensions of a head; blockIdx.y is
-// the segment (chunk_scan.cuh). A block walks its parts in tiles of 32 tokens. While it computes a tile, it makes the
+// the segment (chunk_scan.cuh). A block walks its parts in tiles of TOKENS tokens. While it computes a tile, it makes the
 // weights of the next and copies the one after that to shared memory: one barrier to a tile.
 //
 // Warps: the rows of a block are (head, dimension). A warp has ROW_TILES matrix tiles of 16 rows, the whole state of
@@ -27,6 +27,7 @@
 //     STATE_SIZE     elements of B and C; a multiple of 16
 //     HEADS          heads of a block; 1 if HEAD_TILE < HEAD_SIZE
 //     HEAD_TILE      a multiple of 16
+//     TOKENS         tokens of a tile: 32, or a multiple with SEGMENT_STATES
 //     ROW_TILES      matrix tiles of a warp
 //     OUT_VEC        elements of out in one memory access: 4 or 8
 //     SOFTPLUS, HAS_Z      options of the op
@@ -36,7 +37,8 @@
 #include "chunk_scan.cuh"
 #include "state_tiles.cuh"
 
-constexpr int TOKENS = 32, STAGES = 3;
+constexpr int STAGES = 3;
+constexpr int LANE_TOKENS = TOKENS / 32;  // of a tile, 32 apart, whose decays a lane finds
 constexpr int ROWS = HEADS * HEAD_TILE, NUM_WARPS = ROWS / 16 / ROW_TILES, NUM_THREADS = NUM_WARPS * 32;
 constexpr int STATE_TILES = STATE_SIZE / 8, STEPS = STATE_SIZE / 16;
 // The last warps find the decays of tiles: those that have no square of weights, if there are any.
@@ -120,7 +122,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
 
     // The heads whose decays the warp finds, counted in the block: this one, if it exists, and every DECAY_WARPS behind.
     const int first_own = warp < NUM_WARPS - DECAY_WARPS ? HEADS : NUM_WARPS - 1 - warp;
-    float raw_dt[WARP_HEADS], own_A[WARP_HEADS], own_bias[WARP_HEADS];
+    float raw_dt[WARP_HEADS][LANE_TOKENS], own_A[WARP_HEADS], own_bias[WARP_HEADS];
 #pragma unroll
     for (int i = 0; i < WARP_HEADS; ++i) {
         const int head = first_head + min(first_own + i * DECAY_WARPS, HEADS - 1);
@@ -140,7 +142,11 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
 #pragma unroll
         for (int i = 0; i < WARP_HEADS; ++i) {
             const int head = first_head + min(first_own + i * DECAY_WARPS, HEADS - 1);
-            raw_dt[i] = lane < count ? to_float(dt[(row + lane) * dt_stride + head * dt_step]) : 0.0f;
+#pragma unroll
+            for (int k = 0; k < LANE_TOKENS; ++k) {
+                const int l = k * 32 + lane;
+                raw_dt[i][k] = l < count ? to_float(dt[(row + l) * dt_stride + head * dt_step]) : 0.0f;
+            }
         }
     };
     // The decays of the tile whose time steps `load` has read.
@@ -151,18 +157,28 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         for (int i = 0; i < WARP_HEADS; ++i) {
             const int own = first_own + i * DECAY_WARPS;
             if (own >= HEADS) break;
-            const float step = lane < count ? time_step<SOFTPLUS>(raw_dt[i], own_bias[i], dt_min, dt_max) : 0.0f;
-            float sum = lane < count ? step * own_A[i] : 0.0f;
+            float steps[LANE_TOKENS], sums[LANE_TOKENS], end = 0.0f;
 #pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const float before = shfl<32>(sum, lane - distance & 31);
-                if (lane >= distance) sum += before;
+            for (int k = 0; k < LANE_TOKENS; ++k) {
+                const bool exists = k * 32 + lane < count;
+                steps[k] = exists ? time_step<SOFTPLUS>(raw_dt[i][k], own_bias[i], dt_min, dt_max) : 0.0f;
+                sums[k] = exists ? steps[k] * own_A[i] : 0.0f;
+#pragma unroll
+                for (int distance = 1; distance < 32; distance *= 2) {
+                    const float before = shfl<32>(sums[k], lane - distance & 31);
+                    if (lane >= distance) sums[k] += before;
+                }
+                sums[k] += end;
+                end = shfl<32>(sums[k], 31);
             }
-            const float end = shfl<32>(sum, 31);
-            decays[stage].sums[own][lane] = sum;
-            decays[stage].kept[own][lane] = estimate_exp2(sum);
-            decays[stage].steps[own][lane] = step;
-            decays[stage].weights[own][lane] = lane < count ? estimate_exp2(end - sum) * step : 0.0f;
+#pragma unroll
+            for (int k = 0; k < LANE_TOKENS; ++k) {
+                const int l = k * 32 + lane;
+                decays[stage].sums[own][l] = sums[k];
+                decays[stage].kept[own][l] = estimate_exp2(sums[k]);
+                decays[stage].steps[own][l] = steps[k];
+                decays[stage].weights[own][l] = l < count ? estimate_exp2(end - sums[k]) * steps[k] : 0.0f;
+            }
         }
     };
 
@@ -325,37 +341,39 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         }
 
         // h = exp(a_end) h + (weighted x) B.
-        uint32_t weighted[ROW_TILES][2][4];
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
             const float kept = decay.kept[head_of(r)][TOKENS - 1];
             if (SEGMENT_STATES) log_decay[r] += decay.sums[head_of(r)][TOKENS - 1];
 #pragma unroll
             for (int i = 0; i < STATE_TILES * 4; ++i) h[r][i / 4][i % 4] *= kept;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int k = i / 4, m = k * 16 + i % 4 / 2 * 8 + 2 * t;
-                if (SEGMENT_STATES && i % 4 == 0) {
-                    load_transposed(xs[r][k], x_tile, k * 16, warp * ROW_TILES + r);
-                }
-                float low, high;
-                unpack_pair<scalar_t>(xs[r][k][i % 4], low, high);
-                const float (&weights)[TOKENS] = decay.weights[head_of(r)];
-                weighted[r][k][i % 4] = pack_pair<scalar_t>(low * weights[m], high * weights[m + 1]);
-            }
         }
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
+        for (int k = 0; k < TOKENS / 16; ++k) {
+            uint32_t weighted[ROW_TILES][4];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+                const float (&weights)[TOKENS] = decay.weights[head_of(r)];
+                if (SEGMENT_STATES) load_transposed(weighted[r], x_tile, k * 16, warp * ROW_TILES + r);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int m = k * 16 + i / 2 * 8 + 2 * t;
+                    float low, high;
+                    unpack_pair<scalar_t>(SEGMENT_STATES ? weighted[r][i] : xs[r][k % 2][i], low, high);
+                    weighted[r][i] = pack_pair<scalar_t>(low * weights[m], high * weights[m + 1]);
+                }
+            }
 #pragma unroll
             for (int n = 0; n < STEPS; ++n) {
                 uint32_t b[4];
                 load_rows(b, b_tile, k * 16, n);
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
-                    multiply_add<scalar_t>(h[r][2 * n], h[r][2 * n + 1], weighted[r][k], b);
+                    multiply_add<scalar_t>(h[r][2 * n], h[r][2 * n + 1], weighted[r], b);
                 }
             }
         }
+
         if (!SEGMENT_STATES && tile.ends >= 0) store_state(tile.ends);
     };
 

@@ -18,7 +18,9 @@ _chunk_scan_simt = Kernel("mamba/chunk_scan_simt.cu")
 _chunk_scan_pass = Kernel("mamba/chunk_scan_pass.cu")
 
 _MAX_TOKENS = 2**31 - 64  # kernels count tokens in 32 bits
-_TOKENS, _STAGES = 32, 3  # of a tile of chunk_scan.cu, and tiles in shared memory
+_TOKENS, _SEGMENT_TOKENS = 32, (32, 64)  # of a tile of chunk_scan.cu; where it finds the states of segments alone
+_STAGES = 3  # tiles in shared memory
+_WIDE_SHARED = 200 * 1024  # bytes of shared memory in which two blocks with tiles of 64 tokens fit
 _MAX_ROWS = 128  # rows of a block of chunk_scan.cu: dimensions of its heads
 _MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread holds as many in registers
 _FIRST_SPILLING_ARCH = 100  # from this compute capability on, two tiles of rows and 128 elements spill registers
@@ -47,14 +49,18 @@ class Problem:
     def num_chunks(self) -> int:
         return int(self.call["seq_idx"].shape[0])
 
-    def parts(self, num_segments: int) -> tuple[int, int]:
-        """(parts of a chunk, tokens of a part), by which so many segments divide the chunks evenly."""
-        chunk_tokens = min(self.call["chunk_size"], max(1, self.call["x"].shape[0]))
-        long = 2 * self.call["x"].shape[0] >= self.num_chunks * chunk_tokens  # else most parts would be empty
-        if num_segments == 1 or not long or self.num_chunks >= _MANY_CHUNKS * num_segments:
-            return 1, chunk_tokens
-        part_tokens = -(-chunk_tokens // (_CHUNK_PARTS * _TOKENS)) * _TOKENS
-        return -(-chunk_tokens // part_tokens), part_tokens
+    def segments(self, row_blocks: int) -> tuple[int, int, int]:
+        """(segments that fill the device once, parts of a chunk that divide them evenly, tokens of a part)."""
+        device, num_tokens = self.call["x"].device, self.call["x"].shape[0]
+        blocks = _RESIDENT_BLOCKS[self.uses_mma] * device.multiprocessors
+        wanted = max(1, min(blocks // row_blocks, _MAX_SEGMENTS))
+        chunk_parts, part_tokens = 1, min(self.call["chunk_size"], max(1, num_tokens))
+        long = 2 * num_tokens >= self.num_chunks * part_tokens  # else most parts would be empty
+        if wanted > 1 and long and self.num_chunks < _MANY_CHUNKS * wanted:
+            chunk_tokens = part_tokens
+            part_tokens = -(-chunk_tokens // (_CHUNK_PARTS * _TOKENS)) * _TOKENS
+            chunk_parts = -(-chunk_tokens // part_tokens)
+        return max(1, min(wanted, self.num_chunks * chunk_parts)), chunk_parts, part_tokens
 
     @property
     def head_tile(self) -> int:
@@ -68,6 +74,12 @@ class Problem:
         num_heads, head_size, num_groups, state_size = self.sizes
         rows = _MAX_ROWS if state_size <= _MAX_STATE_OF_TWO_TILES else _MAX_ROWS // 2
         return gcd(num_heads // num_groups, rows // self.head_tile) if self.head_tile == head_size else 1
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of chunk_scan.cu for the rows of all heads."""
+        num_heads, head_size, _, _ = self.sizes
+        return num_heads // self.heads * (head_size // self.head_tile)
 
     @property
     def uses_mma(self) -> bool:
@@ -105,29 +117,35 @@ class Config:
         row_tiles: tiles of 16 rows of a warp of chunk_scan.cu.
         min_blocks: of a multiprocessor that the compiler makes room for, by bounding registers.
         segment_row_tiles, segment_min_blocks: likewise, where chunk_scan.cu finds the states of segments alone.
+        segment_tokens: of a tile there.
     """
 
     row_tiles: int
     min_blocks: int
     segment_row_tiles: int = 1
-    segment_min_blocks: int = 2
+    segment_min_blocks: int = 1
+    segment_tokens: int = _TOKENS
 
     def candidates(self, problem: Problem, device: Device) -> list[Config]:
         """Other warps, where both kinds have whole ones, and registers."""
         row_tiles = (1, 2) if problem.uses_mma and _may_have_two_tiles(problem) else ()
+        several = problem.uses_mma and problem.segments(problem.row_blocks)[0] > 1
         return tuning.varied(
             self,
             row_tiles=row_tiles,
             min_blocks=(1, 2),
-            segment_row_tiles=row_tiles,
-            segment_min_blocks=(1, 2) if problem.uses_mma else (),
+            segment_row_tiles=row_tiles if several else (),
+            segment_min_blocks=(1, 2) if several else (),
+            segment_tokens=_SEGMENT_TOKENS if several else (),
         )
 
 
 def choose(problem: Problem, device: Device) -> Config:
     """The warps that read B and C least often, if their registers do not spill."""
     two_tiles = problem.uses_mma and _may_have_two_tiles(problem) and int(device.arch[3:]) < _FIRST_SPILLING_ARCH
-    return Config(row_tiles=2 if two_tiles else 1, min_blocks=1)
+    row_tiles = 2 if two_tiles else 1
+    wide = problem.uses_mma and device.shared_memory >= _WIDE_SHARED
+    return Config(row_tiles, 1, row_tiles, 1, _SEGMENT_TOKENS[wide])
 
 
 def _may_have_two_tiles(problem: Problem) -> bool:
@@ -245,7 +263,7 @@ class Geometry(NamedTuple):
 def _launches_mma(
     problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> list[Launch]:
-    num_heads, head_size, _, state_size = problem.sizes
+    state_size = problem.sizes[3]
     heads, head_tile = problem.heads, problem.head_tile
     rows = heads * head_tile
     out = problem.call["out"]
@@ -256,17 +274,19 @@ def _launches_mma(
     }
     # Rows of 64 elements or a multiple; stages of x, B and C; weights of each head, of two tiles.
     state_bytes, x_bytes = (_TOKENS * -(-size // 64) * 128 for size in (state_size, rows))
-    stage_bytes = {False: 2 * state_bytes + x_bytes, True: state_bytes + x_bytes}
-    shared = {False: _STAGES * stage_bytes[False] + 2 * heads * _TOKENS * 128, True: _STAGES * stage_bytes[True]}
+    shared = {
+        False: _STAGES * (2 * state_bytes + x_bytes) + 2 * heads * _TOKENS * 128,
+        True: _STAGES * config.segment_tokens // _TOKENS * (state_bytes + x_bytes),
+    }
 
     def geometry(of_segments: bool) -> Geometry:
         row_tiles = config.segment_row_tiles if of_segments else config.row_tiles
         min_blocks = config.segment_min_blocks if of_segments else config.min_blocks
-        own = {"ROW_TILES": row_tiles, "MIN_BLOCKS": min_blocks}
+        tokens = config.segment_tokens if of_segments else _TOKENS
+        own = {"TOKENS": tokens, "ROW_TILES": row_tiles, "MIN_BLOCKS": min_blocks}
         return Geometry(own, 2 * rows // row_tiles, shared[of_segments])
 
-    row_blocks = num_heads // heads * (head_size // head_tile)
-    return _both(_chunk_scan, problem, constants, arguments, row_blocks, geometry)
+    return _both(_chunk_scan, problem, constants, arguments, problem.row_blocks, geometry)
 
 
 def _launches_simt(
@@ -294,11 +314,7 @@ def _both(
     """
     call = problem.call
     num_heads, head_size, _, state_size = problem.sizes
-    # As many segments as fill the device once.
-    blocks = _RESIDENT_BLOCKS[problem.uses_mma] * call["x"].device.multiprocessors
-    wanted_segments = max(1, min(blocks // row_blocks, _MAX_SEGMENTS))
-    chunk_parts, part_tokens = problem.parts(wanted_segments)
-    num_segments = max(1, min(wanted_segments, problem.num_chunks * chunk_parts))
+    num_segments, chunk_parts, part_tokens = problem.segments(row_blocks)
     arguments |= {"num_segments": num_segments, "chunk_parts": chunk_parts, "part_tokens": part_tokens}
     states: int | Scratch = 0
     decays: int | Scratch = 0

@@ -32,15 +32,19 @@ _MAX_ROWS = 2**30  # rows and places are counted in 32 bits
 
 
 class SortProblem(NamedTuple):
-    """What the geometry depends on: rows, bins, and the elements that are written for the rows and their padding."""
+    """What the geometry depends on: tokens and choices of each, bins, elements written for rows and their padding."""
 
-    num_rows: int
+    num_tokens: int
+    topk: int
     bins: int
     places: int
 
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens * self.topk
+
     def bucket(self) -> str:
-        rows, places = tuning.power_of_two(self.num_rows), tuning.power_of_two(self.places)
-        return f"rows={rows} bins={self.bins} places={places}"
+        return f"tokens={tuning.power_of_two(self.num_tokens)} topk={self.topk} bins={self.bins}"
 
 
 @dataclass(frozen=True)
@@ -55,16 +59,24 @@ class SortConfig:
     cluster: int
     lane_rows: int = _LANE_ROWS
 
+    def shared_words(self, bins: int) -> int:
+        """Words of shared memory beside the counts of warps."""
+        return (2 + (self.cluster > 1)) * bins
+
+    def warps(self, problem: SortProblem, device: Device) -> tuple[int, int]:
+        """(warps of a block, and those of them that have rows, for each of which shared memory has counts)."""
+        wanted = max(1, -(-problem.num_rows // (self.cluster * self.lane_rows * device.warp_size)))
+        threads = max(wanted * device.warp_size, problem.bins, problem.places // (self.cluster * _THREAD_PLACES))
+        num_warps = next((n for n in _BLOCK_THREADS if n >= threads), _BLOCK_THREADS[-1]) // device.warp_size
+        words = (device.shared_memory - _STATIC_SHARED) // 4 - self.shared_words(problem.bins)
+        return num_warps, min(wanted, num_warps, words // problem.bins)
+
     def candidates(self, problem: SortProblem, device: Device) -> list[SortConfig]:
-        """Clusters of other sizes, and other rows of a lane."""
-        return tuning.varied(
-            self, cluster=_powers_of_two(device.cluster), lane_rows=tuning.beside(self.lane_rows, 1, 8)
-        )
-
-
-def _powers_of_two(high: int) -> list[int]:
-    """The powers of two up to `high`."""
-    return [1 << i for i in range(high.bit_length())]
+        """Clusters of other sizes; other rows of a lane, where they make other warps."""
+        clusters = [1 << i for i in range(device.cluster.bit_length())]
+        rows = tuning.varied(self, lane_rows=tuning.beside(self.lane_rows, 1, 8))
+        others = [one for one in rows if one.warps(problem, device) != self.warps(problem, device)]
+        return tuning.varied(self, cluster=clusters) + others
 
 
 def choose(problem: SortProblem, device: Device) -> SortConfig:
@@ -88,33 +100,26 @@ def sort_launch(
     `places` are the elements that a group writes for its rows and their padding. `tuned` says that the sort is what
     the op tunes.
     """
-    num_rows, device = topk_ids.numel, topk_ids.device
-    problem = SortProblem(num_rows, bins, places)
+    device = topk_ids.device
+    problem = SortProblem(*topk_ids.shape, bins, places)
     config = tuning.config(topk_ids.op, problem, device, choose) if tuned else choose(problem, device)
-    cluster = config.cluster
-    wanted_warps = max(1, -(-num_rows // (cluster * config.lane_rows * device.warp_size)))
-    wanted_threads = max(wanted_warps * device.warp_size, bins, places // (cluster * _THREAD_PLACES))
-    num_threads = next((n for n in _BLOCK_THREADS if n >= wanted_threads), _BLOCK_THREADS[-1])
-    # Each warp with rows has counts of its own, and a block has two or three words for each bin.
-    rest = 4 * (2 + (cluster > 1)) * bins
-    room = (device.shared_memory - _STATIC_SHARED - rest) // (4 * bins)
-    if room < 1:
+    num_warps, sort_warps = config.warps(problem, device)
+    if sort_warps < 1:
         message = f"expected experts for which {device.shared_memory} bytes of shared memory suffice, got {bins}"
         raise check.refuse(topk_ids, "topk_ids", message)
-    sort_warps = min(wanted_warps, num_threads // device.warp_size, room)
-    lane_rows = -(-num_rows // (cluster * sort_warps * device.warp_size))
+    lane_rows = -(-problem.num_rows // (config.cluster * sort_warps * device.warp_size))
     return kernel(
         id_t=topk_ids.dtype,
         BIN_BITS=bins.bit_length(),
-        CLUSTER=cluster,
+        CLUSTER=config.cluster,
         KEPT=_KEPT_ROWS if lane_rows <= _KEPT_ROWS else 0,
         **constants,
-        NUM_THREADS=num_threads,
+        NUM_THREADS=num_warps * device.warp_size,
     ).launch(
-        grid=(groups, cluster),
-        block=num_threads,
-        shared=4 * sort_warps * bins + rest,
-        num_rows=num_rows,
+        grid=(groups, config.cluster),
+        block=num_warps * device.warp_size,
+        shared=4 * (sort_warps * bins + config.shared_words(bins)),
+        num_rows=problem.num_rows,
         sort_warps=sort_warps,
         warp_rows=lane_rows * device.warp_size,
         **(fixed or {}),
