@@ -10,6 +10,52 @@
 constexpr int UNIT = VEC_SIZE > 4 ? VEC_SIZE : 4;  // neighbouring tokens of a channel that a thread has at a time
 using unit_t = Vec<scalar_t, UNIT>;
 
+// A unit on its way from memory, as words: elements would be taken apart, and so waited for, where the two ways to load
+// a unit meet.
+struct LoadedUnit {
+    static constexpr int PACKED = 4 / int(sizeof(scalar_t)), ACCESS = VEC_SIZE / PACKED;  // elements, words
+    uint32_t words[UNIT / PACKED] = {};
+
+    template <typename Exists>
+    static DEVICE LoadedUnit load_if(const scalar_t* row, Exists exists) {
+        using bits_t = typename word_of<int(sizeof(scalar_t))>::type;
+        LoadedUnit result;
+#pragma unroll
+        for (int j = 0; j < UNIT; ++j) {
+            if (!exists(j)) continue;
+            const uint32_t bits = *reinterpret_cast<const bits_t*>(row + j);
+            result.words[j / PACKED] |= bits << 32 / PACKED * (j % PACKED);
+        }
+        return result;
+    }
+    static DEVICE LoadedUnit load(const scalar_t* row) {
+        if constexpr (ACCESS == 0) {
+            return load_if(row, [](int) { return true; });
+        } else {
+            LoadedUnit result;
+            load_words<ACCESS>(reinterpret_cast<const uint32_t*>(row), result.words);
+            return result;
+        }
+    }
+    DEVICE unit_t unit() const {
+        unit_t result;
+#pragma unroll
+        for (int k = 0; k < UNIT / PACKED; ++k) result.word<PACKED>(k * PACKED) = words[k];
+        return result;
+    }
+
+private:
+    template <int N, int COUNT>
+    static DEVICE void load_words(const uint32_t* from, uint32_t (&to)[COUNT]) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += N) {
+            const auto vec = Vec<uint32_t, N>::load(from + i);
+#pragma unroll
+            for (int k = 0; k < N; ++k) to[i + k] = vec.data[k];
+        }
+    }
+};
+
 // Tokens origin + first ... origin + last - 1 of a row. Origins are multiples of TILE_TOKENS, as alignment asks.
 struct Tile {
     int64_t origin;
@@ -32,14 +78,10 @@ struct Tile {
     DEVICE bool has_none(int column, int count) const { return max(column, first) >= min(column + count, last); }
 
     // The elements of a row that the unit at `column` has in the tile; 0 for others.
-    DEVICE unit_t load(const scalar_t* row, int column) const {
-        if (has_all(column, UNIT)) return unit_t::load<VEC_SIZE>(row + origin + column);
-        unit_t unit = unit_t::full(0.0f);
-#pragma unroll
-        for (int j = 0; j < UNIT; ++j) {
-            if (has(column + j)) unit.data[j] = row[origin + column + j];
-        }
-        return unit;
+    DEVICE LoadedUnit load(const scalar_t* row, int column) const {
+        row += origin + column;
+        if (has_all(column, UNIT)) return LoadedUnit::load(row);
+        return LoadedUnit::load_if(row, [&](int j) { return has(column + j); });
     }
     DEVICE void store(scalar_t* row, int column, const float (&x)[UNIT]) const {
         const unit_t unit = unit_t::from_floats(x);

@@ -57,7 +57,7 @@ DEVICE void store_floats(float* shared, const float (&x)[UNIT]) {
 // A staging thread's part of a tile on its way from global to shared memory. It is loaded early and stored late, so that
 // the thread need not wait for memory.
 struct Stage {
-    unit_t delta[CHANNEL_UNITS], u[CHANNEL_UNITS], B[STATE_UNITS], C[STATE_UNITS];
+    LoadedUnit delta[CHANNEL_UNITS], u[CHANNEL_UNITS], B[STATE_UNITS], C[STATE_UNITS];
 
     DEVICE void load(const Rows& rows, const Tile& tile, int thread) {
 #pragma unroll
@@ -85,9 +85,10 @@ struct Stage {
             float step[UNIT] = {}, scaled_u[UNIT] = {};
             if (channel < rows.channels) {
                 const float bias = rows.bias ? rows.bias[channel] : 0.0f;
-                to.u[unit] = u[i];
-                delta[i].to_floats(step);
-                u[i].to_floats(scaled_u);
+                const unit_t own_u = u[i].unit();
+                to.u[unit] = own_u;
+                delta[i].unit().to_floats(step);
+                own_u.to_floats(scaled_u);
 #pragma unroll
                 for (int j = 0; j < UNIT; ++j) {
                     step[j] = rows.softplus ? softplus(step[j] + bias) : step[j] + bias;
@@ -103,10 +104,11 @@ struct Stage {
             const int unit = thread + i * STAGE_THREADS, state = unit % PADDED_STATES;
             const int column = unit / PADDED_STATES * UNIT;
             if (tile.has_none(column, UNIT)) continue;
+            const unit_t own_B = B[i].unit(), own_C = C[i].unit();
 #pragma unroll
             for (int j = 0; j < UNIT; ++j) {
-                to.B[(column + j) * PADDED_STATES + state] = state < STATE_SIZE ? B[i][j] : 0.0f;
-                to.C[(column + j) * PADDED_STATES + state] = state < STATE_SIZE ? C[i][j] : 0.0f;
+                to.B[(column + j) * PADDED_STATES + state] = state < STATE_SIZE ? own_B[j] : 0.0f;
+                to.C[(column + j) * PADDED_STATES + state] = state < STATE_SIZE ? own_C[j] : 0.0f;
             }
         }
     }
@@ -128,7 +130,7 @@ DEVICE void prefetch_inputs(const Rows& rows, int64_t token, int64_t end, int th
 
 // A staging thread's part of the results of a tile. Gates are loaded early, too.
 struct Results {
-    unit_t z[CHANNEL_UNITS];
+    LoadedUnit z[CHANNEL_UNITS];
 
     DEVICE void load(const Rows& rows, const Tile& tile, int thread) {
         if (!rows.z) return;
@@ -164,8 +166,9 @@ struct Results {
             }
             tile.store(rows.delta + channel * rows.delta_stride, column, y);
             if (rows.z) {
+                const unit_t own_z = z[i].unit();
 #pragma unroll
-                for (int j = 0; j < UNIT; ++j) y[j] = gated_by_silu<scalar_t>(y[j], z[i][j]);
+                for (int j = 0; j < UNIT; ++j) y[j] = gated_by_silu<scalar_t>(y[j], own_z[j]);
                 tile.store(rows.z + channel * rows.z_stride, column, y);
             }
         }

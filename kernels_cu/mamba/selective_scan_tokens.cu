@@ -39,17 +39,13 @@ struct Tokens {
         const scalar_t *B_row = rows.B, *C_row = rows.C;
 #pragma unroll UNROLL
         for (int n = 0; n < STATE_SIZE; ++n, B_row += rows.B_stride, C_row += rows.C_stride) {
-            unit_t B_unit, C_unit;
-            if (WHOLE) {
-                B_unit = unit_t::load<VEC_SIZE>(B_row + tile.origin + column);
-                C_unit = unit_t::load<VEC_SIZE>(C_row + tile.origin + column);
-            } else {
-                B_unit = tile.load(B_row, column);
-                C_unit = tile.load(C_row, column);
-            }
+            const auto load = [&](const scalar_t* row) {
+                return WHOLE ? LoadedUnit::load(row + tile.origin + column) : tile.load(row, column);
+            };
+            const LoadedUnit B_unit = load(B_row), C_unit = load(C_row);
             const float rate_of_state = rates[n], first = lane == 0 ? h_before[n] : 0.0f;
             float decay[UNIT], added[UNIT], behind = first, factor = estimate_exp2(sum * rate_of_state);
-            B_unit.to_floats(added);
+            B_unit.unit().to_floats(added);
 #pragma unroll
             for (int j = 0; j < UNIT; ++j) {
                 decay[j] = estimate_exp2(rate[j] * rate_of_state);
@@ -65,7 +61,7 @@ struct Tokens {
             }
             const float h_from = shfl<LANES>(behind, max(lane - 1, 0));
             float h = lane == 0 ? first : h_from, C[UNIT];
-            C_unit.to_floats(C);
+            C_unit.unit().to_floats(C);
 #pragma unroll
             for (int j = 0; j < UNIT; ++j) {
                 h = fmaf(decay[j], h, added[j]);
@@ -149,7 +145,7 @@ selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_token
     sync_warp();
 
     Tile tile = own.first_tile();
-    unit_t delta_unit = unit_t::full(0.0f), u_unit = delta_unit, z_unit = delta_unit;
+    LoadedUnit delta_unit, u_unit, z_unit;
     const auto load_inputs = [&](const Tile& of) {
         if (!exists || of.empty()) return;
         delta_unit = of.load(delta_row, column);
@@ -161,8 +157,8 @@ selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_token
         if (rows.z && exists) z_unit = tile.load(z_row, column);
         Tokens tokens;
         auto& [rate, input, y, sum] = tokens;
-        delta_unit.to_floats(rate);
-        u_unit.to_floats(input);
+        delta_unit.unit().to_floats(rate);
+        u_unit.unit().to_floats(input);
         sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < UNIT; ++j) {
@@ -184,8 +180,9 @@ selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_token
         if (exists && !tile.has_none(column, UNIT)) {
             tile.store(delta_row, column, y);
             if (rows.z) {
+                const unit_t z = z_unit.unit();
 #pragma unroll
-                for (int j = 0; j < UNIT; ++j) y[j] = gated_by_silu<scalar_t>(y[j], z_unit[j]);
+                for (int j = 0; j < UNIT; ++j) y[j] = gated_by_silu<scalar_t>(y[j], z[j]);
                 tile.store(z_row, column, y);
             }
         }

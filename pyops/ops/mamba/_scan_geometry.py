@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ..._core.dtypes import DType
 
 _SCAN_THREADS, _STAGE_THREADS = 128, 128  # of a block
+# Tiles that are prefetched together. Measured on an H200 for 8192 channels of 8192 tokens: 0, 1, 2, 4 and 8 take 745,
+# 637, 643, 688 and 768 us.
+_AHEAD = 1
 _TOKENS_THREADS, _TOKENS_BLOCKS = 128, 3  # of selective_scan_tokens.cu
 _FEW_CHANNELS, _LONG_SEQUENCE = 2048, 512  # up to so many channels, from so many tokens on, lanes share tokens
 _MAX_LANES = 32  # that share a channel
@@ -67,7 +70,7 @@ class ScanConfig:
     tile_tokens: int
     scan_threads: int = _SCAN_THREADS
     stage_threads: int = _STAGE_THREADS
-    ahead: int = 0
+    ahead: int = _AHEAD
     min_blocks: int = 2
 
     @property
@@ -112,7 +115,7 @@ class ScanConfig:
             tile_tokens=tuning.beside(self.tile_tokens, _MIN_TILE_TOKENS, _MAX_TILE_TOKENS),
             scan_threads=tuning.beside(self.scan_threads, 64, 128),
             stage_threads=tuning.beside(self.stage_threads, 64, 256),
-            ahead=(0, 2, 4, 8),
+            ahead=(0, 1, 2, 4),
             min_blocks=tuning.beside(self.min_blocks, 1, 4),
         )
         return [one for one in [*tiles, *more] if one.fits(problem, device)]

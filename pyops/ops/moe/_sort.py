@@ -101,7 +101,8 @@ def sort_launch(
     the op tunes.
     """
     device = topk_ids.device
-    problem = SortProblem(*topk_ids.shape, bins, places)
+    num_tokens, topk = topk_ids.shape
+    problem = SortProblem(num_tokens, topk, bins, places)
     config = tuning.config(topk_ids.op, problem, device, choose) if tuned else choose(problem, device)
     num_warps, sort_warps = config.warps(problem, device)
     if sort_warps < 1:
