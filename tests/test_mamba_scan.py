@@ -350,7 +350,7 @@ def test_lanes_that_share_tokens(
     states = torch.zeros(4, dim, state_size, device=device)
     op = pyops.registry["selective_scan_fwd"]
     op.forget()
-    with tuning.forced("selective_scan_fwd", TokensConfig(lanes, 64)):
+    with tuning.forced("selective_scan_fwd", TokensConfig(lanes, 4, 64)):
         blocks = {
             "query_start_loc": ints(0, cut),
             "cache_indices": ints(0, 1, 2, 3).reshape(1, 4),

@@ -18,13 +18,13 @@
 //     state_t          element type of ssm_states
 //     STATE_SIZE       states of a channel
 //     LANES            lanes that share a channel, a power of two up to 32
+//     GROUP            states whose scans overlap; divides STATE_SIZE
 //     VEC_SIZE         tokens in one memory access
 
 constexpr int TILE_TOKENS = LANES * (VEC_SIZE > 4 ? VEC_SIZE : 4);
 #include "selective_scan.cuh"
 
 constexpr int BLOCK_CHANNELS = NUM_THREADS / LANES;
-constexpr int UNROLL = 2;  // states whose loads and scans overlap
 
 // The tokens of a lane: rates are in units of log2, inputs are delta * u.
 struct Tokens {
@@ -36,39 +36,70 @@ struct Tokens {
     template <bool WHOLE>
     DEVICE void scan(const Rows& rows, const Tile& tile, const float* rates, float* h_before, int lane) {
         const int column = lane * UNIT;
+        const auto load = [&](const scalar_t* row) {
+            return WHOLE ? LoadedUnit::load(row + tile.origin + column) : tile.load(row, column);
+        };
+        // B and C of the next states are loaded before these states are scanned.
+        LoadedUnit next_B[GROUP], next_C[GROUP];
         const scalar_t *B_row = rows.B, *C_row = rows.C;
-#pragma unroll UNROLL
-        for (int n = 0; n < STATE_SIZE; ++n, B_row += rows.B_stride, C_row += rows.C_stride) {
-            const auto load = [&](const scalar_t* row) {
-                return WHOLE ? LoadedUnit::load(row + tile.origin + column) : tile.load(row, column);
-            };
-            const LoadedUnit B_unit = load(B_row), C_unit = load(C_row);
-            const float rate_of_state = rates[n], first = lane == 0 ? h_before[n] : 0.0f;
-            float decay[UNIT], added[UNIT], behind = first, factor = estimate_exp2(sum * rate_of_state);
-            B_unit.unit().to_floats(added);
+        const auto load_group = [&] {
 #pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
-                decay[j] = estimate_exp2(rate[j] * rate_of_state);
-                added[j] *= input[j];
-                behind = fmaf(decay[j], behind, added[j]);
+            for (int i = 0; i < GROUP; ++i, B_row += rows.B_stride, C_row += rows.C_stride) {
+                next_B[i] = load(B_row);
+                next_C[i] = load(C_row);
+            }
+        };
+        load_group();
+#pragma unroll 1
+        for (int group = 0; group < STATE_SIZE; group += GROUP) {
+            LoadedUnit B_units[GROUP], C_units[GROUP];
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                B_units[i] = next_B[i];
+                C_units[i] = next_C[i];
+            }
+            if (group + GROUP < STATE_SIZE) load_group();
+            float decay[GROUP][UNIT], added[GROUP][UNIT], first[GROUP], behind[GROUP], factor[GROUP], h[GROUP];
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                const float rate_of_state = rates[group + i];
+                first[i] = behind[i] = lane == 0 ? h_before[group + i] : 0.0f;
+                factor[i] = estimate_exp2(sum * rate_of_state);
+                B_units[i].unit().to_floats(added[i]);
+#pragma unroll
+                for (int j = 0; j < UNIT; ++j) {
+                    decay[i][j] = estimate_exp2(rate[j] * rate_of_state);
+                    added[i][j] *= input[j];
+                    behind[i] = fmaf(decay[i][j], behind[i], added[i][j]);
+                }
             }
 #pragma unroll
             for (int step = 1; step < LANES; step *= 2) {
                 const int from = max(lane - step, 0);
-                const float h_from = shfl<LANES>(behind, from), factor_from = shfl<LANES>(factor, from);
-                behind = lane < step ? behind : fmaf(factor, h_from, behind);
-                factor = lane < step ? factor : factor * factor_from;
-            }
-            const float h_from = shfl<LANES>(behind, max(lane - 1, 0));
-            float h = lane == 0 ? first : h_from, C[UNIT];
-            C_unit.unit().to_floats(C);
 #pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
-                h = fmaf(decay[j], h, added[j]);
-                y[j] = fmaf(h, C[j], y[j]);
+                for (int i = 0; i < GROUP; ++i) {
+                    const float h_from = shfl<LANES>(behind[i], from), factor_from = shfl<LANES>(factor[i], from);
+                    behind[i] = lane < step ? behind[i] : fmaf(factor[i], h_from, behind[i]);
+                    factor[i] = lane < step ? factor[i] : factor[i] * factor_from;
+                }
             }
-            const float last = shfl<LANES>(h, LANES - 1);
-            if (lane == 0) h_before[n] = last;
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                const float h_from = shfl<LANES>(behind[i], max(lane - 1, 0));
+                h[i] = lane == 0 ? first[i] : h_from;
+                float C[UNIT];
+                C_units[i].unit().to_floats(C);
+#pragma unroll
+                for (int j = 0; j < UNIT; ++j) {
+                    h[i] = fmaf(decay[i][j], h[i], added[i][j]);
+                    y[j] = fmaf(h[i], C[j], y[j]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                const float last = shfl<LANES>(h[i], LANES - 1);
+                if (lane == 0) h_before[group + i] = last;
+            }
         }
     }
 };

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..._core import tuning
@@ -127,11 +128,13 @@ class TokensConfig:
 
     Attributes:
         lanes: that share the tokens of a channel.
+        states: whose scans overlap.
         num_threads: threads of a block.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
     lanes: int
+    states: int = 2
     num_threads: int = _TOKENS_THREADS
     min_blocks: int = _TOKENS_BLOCKS
 
@@ -141,7 +144,13 @@ class TokensConfig:
 
     def constants(self, problem: ScanProblem) -> dict[str, int]:
         """As those of a `ScanConfig`."""
-        return {"LANES": self.lanes, "NUM_THREADS": self.num_threads, "MIN_BLOCKS": self.min_blocks}
+        group = gcd(self.states, problem.state_size)
+        return {
+            "LANES": self.lanes,
+            "GROUP": group,
+            "NUM_THREADS": self.num_threads,
+            "MIN_BLOCKS": self.min_blocks,
+        }
 
     def shared_bytes(self, problem: ScanProblem) -> int:
         return 2 * self.block_channels * problem.state_size * float32.itemsize
@@ -150,7 +159,7 @@ class TokensConfig:
         """Other lanes, sizes of a block, and bounds of registers."""
         sizes = [tuning.resized(self, size) for size in tuning.beside(self.num_threads, 64, 256)]
         return sizes + tuning.varied(
-            self, lanes=tuning.beside(self.lanes, 4, 32), min_blocks=tuning.beside(self.min_blocks, 1, 8)
+            self, lanes=tuning.beside(self.lanes, 4, 32), states=(2, 4), min_blocks=tuning.beside(self.min_blocks, 1, 8)
         )
 
 
@@ -165,7 +174,9 @@ def choose(problem: ScanProblem, device: Device) -> ScanConfig | TokensConfig:
     # All problems of a bucket have configs of one kind, so that a table can name fields.
     rounded_tokens = tuning.power_of_two(problem.num_tokens) // tuning.power_of_two(problem.batch)
     if problem.dim * tuning.power_of_two(problem.batch) <= _FEW_CHANNELS and rounded_tokens >= _LONG_SEQUENCE:
-        return TokensConfig(_MAX_LANES)
+        config = TokensConfig(_MAX_LANES)
+        few = problem.dim * tuning.power_of_two(problem.batch) <= 2 * config.block_channels * device.multiprocessors
+        return replace(config, states=4, min_blocks=2) if few else config
     return _choose_recurrence(problem, device)
 
 
