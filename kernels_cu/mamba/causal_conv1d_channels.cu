@@ -76,12 +76,13 @@ convolve_channels(scalar_t* out, const scalar_t* x, const weight_t* weight, cons
         vec_t vecs[BATCH][EARLIER_VECS + 1];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            const scalar_t* row = x + (channel + b) * x_stride;
+            // A channel behind the last stands for the last: a load without a condition is not waited for here.
+            const scalar_t* row = x + min(channel + b, end - 1) * x_stride;
 #pragma unroll
             for (int i = 0; i <= EARLIER_VECS; ++i) {
                 const int offset = i * VEC_SIZE - EARLIER;
-                const bool exists = channel + b < end && (WHOLE || first + offset >= 0);
-                vecs[b][i] = exists ? vec_t::load(row + offset) : vec_t::full(0.0f);
+                if (WHOLE || first + offset >= 0) vecs[b][i] = vec_t::load(row + offset);
+                else vecs[b][i] = vec_t::full(0.0f);
             }
         }
 #pragma unroll
