@@ -26,7 +26,6 @@ _MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread hold
 _FIRST_SPILLING_ARCH = 100  # from this compute capability on, two tiles of rows and 128 elements spill registers
 _SIMT_THREADS = 128
 _MAX_ITEMS = 16  # elements of a state in the registers of a thread of chunk_scan_simt.cu
-# From registers and loads in flight. No GPU has timed other numbers yet: docs/performance.md, "Owed to a GPU".
 _CHUNK_PARTS, _MANY_CHUNKS = 4, 16  # parts of a chunk where a segment has fewer chunks than this many
 _MAX_SEGMENTS = 64  # whose states chunk_scan_pass.cu adds up, one after another
 _PASS_THREADS, _PASS_BATCH = 128, 8  # of chunk_scan_pass.cu: threads of a block, segments that a thread loads at once
@@ -188,10 +187,8 @@ def check_scan(call: Mapping[str, Any]) -> Problem:
     num_seqs, num_chunks = call["last_chunk_indices"].shape[0], call["seq_idx"].shape[0]
     rest = {"num_heads": num_heads, "head_size": head_size, "state_size": state_size}
     check.shape(call["initial_states"], num_seqs=num_seqs, **rest)
-    if call["return_intermediate_states"]:
-        check.shape(call["states"], num_chunks=num_chunks, **rest)
-    else:
-        check.shape(call["states"], num_seqs=num_seqs, **rest)
+    count = {"num_chunks": num_chunks} if call["return_intermediate_states"] else {"num_seqs": num_seqs}
+    check.shape(call["states"], **count, **rest)
     return Problem(call)
 
 
@@ -280,9 +277,9 @@ def _launches_mma(
     }
 
     def geometry(of_segments: bool) -> Geometry:
-        row_tiles = config.segment_row_tiles if of_segments else config.row_tiles
-        min_blocks = config.segment_min_blocks if of_segments else config.min_blocks
-        tokens = config.segment_tokens if of_segments else _TOKENS
+        tokens, row_tiles, min_blocks = _TOKENS, config.row_tiles, config.min_blocks
+        if of_segments:
+            tokens, row_tiles, min_blocks = config.segment_tokens, config.segment_row_tiles, config.segment_min_blocks
         own = {"TOKENS": tokens, "ROW_TILES": row_tiles, "MIN_BLOCKS": min_blocks}
         return Geometry(own, 2 * rows // row_tiles, shared[of_segments])
 
@@ -308,10 +305,7 @@ def _both(
     row_blocks: int,
     geometry: Callable[[bool], Geometry],
 ) -> list[Launch]:
-    """The launches: those of the segments' states, where there are several, and that of the results.
-
-    `geometry` says that of the launch for the states of segments (True), and that of the last one.
-    """
+    """The launches: those of the segments' states (geometry(True)), where there are several, and that of the results."""
     call = problem.call
     num_heads, head_size, _, state_size = problem.sizes
     num_segments, chunk_parts, part_tokens = problem.segments(row_blocks)

@@ -54,10 +54,13 @@ class SortConfig:
     Attributes:
         cluster: blocks that share the rows.
         lane_rows: rows of a lane before another warp gets some; more, if a block has no more warps.
+        min_threads, max_threads: of a block.
     """
 
     cluster: int
     lane_rows: int = _LANE_ROWS
+    min_threads: int = _BLOCK_THREADS[0]
+    max_threads: int = _BLOCK_THREADS[-1]
 
     def shared_words(self, bins: int) -> int:
         """Words of shared memory beside the counts of warps."""
@@ -67,16 +70,23 @@ class SortConfig:
         """(warps of a block, and those of them that have rows, for each of which shared memory has counts)."""
         wanted = max(1, -(-problem.num_rows // (self.cluster * self.lane_rows * device.warp_size)))
         threads = max(wanted * device.warp_size, problem.bins, problem.places // (self.cluster * _THREAD_PLACES))
-        num_warps = next((n for n in _BLOCK_THREADS if n >= threads), _BLOCK_THREADS[-1]) // device.warp_size
+        block = next((n for n in _BLOCK_THREADS if n >= threads), self.max_threads)
+        num_warps = max(self.min_threads, min(block, self.max_threads)) // device.warp_size
         words = (device.shared_memory - _STATIC_SHARED) // 4 - self.shared_words(problem.bins)
         return num_warps, min(wanted, num_warps, words // problem.bins)
 
     def candidates(self, problem: SortProblem, device: Device) -> list[SortConfig]:
-        """Clusters of other sizes; other rows of a lane, where they make other warps."""
+        """Clusters of other sizes; other rows of a lane and threads of a block, where they make other warps."""
         clusters = [1 << i for i in range(device.cluster.bit_length())]
-        rows = tuning.varied(self, lane_rows=tuning.beside(self.lane_rows, 1, 8))
-        others = [one for one in rows if one.warps(problem, device) != self.warps(problem, device)]
-        return tuning.varied(self, cluster=clusters) + others
+        others = tuning.varied(
+            self,
+            lane_rows=tuning.beside(self.lane_rows, 1, 8),
+            min_threads=[n for n in _BLOCK_THREADS if n <= self.max_threads],
+            max_threads=[n for n in _BLOCK_THREADS if n >= self.min_threads],
+        )
+        return tuning.varied(self, cluster=clusters) + [
+            one for one in others if one.warps(problem, device) != self.warps(problem, device)
+        ]
 
 
 def choose(problem: SortProblem, device: Device) -> SortConfig:
