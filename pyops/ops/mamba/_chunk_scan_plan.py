@@ -305,7 +305,7 @@ def _both(
     row_blocks: int,
     geometry: Callable[[bool], Geometry],
 ) -> list[Launch]:
-    """The launches: those of the segments' states (geometry(True)), where there are several, and that of the results."""
+    """The launches: those of the states of segments (geometry(True)), if there are several, and that of the results."""
     call = problem.call
     num_heads, head_size, _, state_size = problem.sizes
     num_segments, chunk_parts, part_tokens = problem.segments(row_blocks)
