@@ -32,5 +32,4 @@ EQUIVALENT: dict[str, str] = {
     "sampling/sampling_pick.cu:constant:c3baabc0": "another thread of the block writes the same value",
     "sampling/sampling_row.cu:condition:545b3ddc": "every lane has the extremes; atomics of the others change nothing",
     "sampling/top_k_per_row.cu:cast:604bdf17": "the bit of a bool has the same place in int and in uint32_t",
-    "pyops/ops/linear/skinny_linear.py:specialisation:1373fd09": "blocks take twice the tokens, and half find none",
 }
