@@ -8,6 +8,7 @@
 namespace host {
 
 constexpr unsigned MAX_WATCHED = 8;  // arrays of a thread; accumulators of a warpgroup in flight
+constexpr unsigned MAX_TOUCHED = 64;
 constexpr unsigned WARPGROUP = 128;  // threads
 
 // An array of registers that a wgmma in flight uses.
@@ -18,7 +19,7 @@ struct Watched {
     const void* pc;
 };
 struct Registers {
-    Range touched[MAX_WATCHED];  // since the thread last called warpgroup_arrive; neighbours are one
+    Range touched[MAX_TOUCHED];  // since the thread last called warpgroup_arrive; the newest, and neighbours are one
     unsigned num_touched;
     Watched fragments[MAX_WATCHED];
     unsigned num_fragments;
@@ -57,15 +58,14 @@ inline void check_registers(const char* address, size_t bytes, Access kind, cons
                     "%s of a register fragment that a wgmma in flight reads: no warpgroup_wait", verb_of(kind));
     }
     if (!thread.registers_fenced) return;  // a wgmma would be a fault whatever it uses
-    if (own.num_touched) {
-        Range& last = own.touched[own.num_touched - 1];
-        if (range.begin <= last.end && last.begin <= range.end) {
-            if (range.begin < last.begin) last.begin = range.begin;
-            if (range.end > last.end) last.end = range.end;
-            return;
-        }
+    for (unsigned i = own.num_touched; i-- > 0;) {
+        Range& other = own.touched[i];
+        if (range.begin > other.end || other.begin > range.end) continue;
+        if (range.begin < other.begin) other.begin = range.begin;
+        if (range.end > other.end) other.end = range.end;
+        return;
     }
-    if (own.num_touched == MAX_WATCHED) memmove(own.touched, own.touched + 1, sizeof(Range) * --own.num_touched);
+    if (own.num_touched == MAX_TOUCHED) memmove(own.touched, own.touched + 1, sizeof(Range) * --own.num_touched);
     own.touched[own.num_touched++] = range;
 }
 

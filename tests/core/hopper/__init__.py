@@ -10,7 +10,6 @@ import numpy
 
 from pyops._core import device, dtypes, launch
 from pyops._core.kernel import Kernel
-from pyops._core.layout import Runtime
 from pyops._core.tensor import describe_new
 from pyops._core.tensor_map import TensorMap
 
@@ -24,16 +23,14 @@ def text_of(name: str) -> str:
     return (Path(__file__).parent / f"{name}.cu").read_text(encoding="utf-8")
 
 
-def mapped(name: str, array: Array, box: tuple[int, ...], swizzle: int = 0, **other: Any) -> TensorMap:
-    """The map of an array by its name; `other` replaces what the map says."""
+def mapped(name: str, array: Array, box: tuple[int, ...], swizzle: int = 0, **wrong: Any) -> TensorMap:
+    """The map of an array by its name; `wrong` replaces what the map would say."""
     kind = dtypes.of(array.dtype.name)
     assert kind is not None
-    arg = describe_new("test", name, array.shape, kind, device.model("sm_90"))
+    what = {"sizes": array.shape[::-1], "strides": array.strides[-2::-1], "box": box, "swizzle": swizzle} | wrong
+    arg = describe_new("test", name, what["sizes"][::-1], kind, device.model("sm_90"))  # as large as the map says
     arg.alignment = 16
-    strides = tuple(stride for stride in array.strides[-2::-1])
-    return TensorMap(
-        arg, kind, **{"sizes": array.shape[::-1], "strides": strides, "box": box, "swizzle": swizzle} | other
-    )
+    return TensorMap(arg, kind, **what)
 
 
 def run(
@@ -49,8 +46,7 @@ def run(
     """Run a kernel of sm_90a on the host."""
     one = Kernel(file, "sm_90a", text=text)(**constants).launch(grid, block, shared, **fixed)
     extents = [array.nbytes for array in arrays.values()]
-    runtime: Runtime = ()
-    launch.run_on_host([one], tuple(arrays), extents, runtime, {}, *(array.ctypes.data for array in arrays.values()))
+    launch.run_on_host([one], tuple(arrays), extents, (), {}, *(array.ctypes.data for array in arrays.values()))
 
 
 def products(a: Array, b: Array, depth: int) -> Array:
@@ -65,12 +61,15 @@ def products(a: Array, b: Array, depth: int) -> Array:
 def gemm(
     m: int, n: int, k: int, text: str | None = None, cluster: int = 1, grid: int = 2, **maps: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """(out of gemm.cu, what it is to the bit). `maps` replaces what the map of a tensor says."""
+    """(out of gemm.cu, what it is to the bit). `maps` has what the map of a tensor says wrongly."""
     rng = numpy.random.default_rng(m + n + k)
     a, b = (rng.standard_normal((rows, k)).astype(bf16) for rows in (m, n))
     out = numpy.full((m, n), numpy.nan, bf16)
     boxes = {"input": (a, (64, 128)), "weight": (b, (64, 128 // cluster)), "out": (out, (64, 64))}
-    fixed = {f"{name}_map": mapped(name, array, box, 128, **maps.get(name, {})) for name, (array, box) in boxes.items()}
+    fixed = {
+        f"{name}_map": mapped(name, array, **{"box": box, "swizzle": 128} | maps.get(name, {}))
+        for name, (array, box) in boxes.items()
+    }
     shared = STAGES * (128 + 128) * 64 * 2 + 128 * 128 * 2 + 16 * STAGES
     constants = {"BLOCK_N": 128, "STAGES": STAGES, "CLUSTER": cluster}
     arrays = {"out": out, "input": a, "weight": b}
