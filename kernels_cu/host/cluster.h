@@ -8,7 +8,7 @@
 
 namespace host {
 
-// A block of a cluster while other blocks run. Its threads are in all_threads.
+// A block of a cluster while other blocks run.
 struct Paused {
     Index block;
     bool begun, ended, at_barrier;  // at_barrier: all of its threads wait for the cluster
@@ -18,6 +18,7 @@ struct Paused {
     uint32_t warp_epoch[MAX_THREADS / 32];
     unsigned num_alive, num_at_barrier;
     uint64_t lanes_arrived[MAX_THREADS / 32];
+    Thread threads[CLOCKED ? 1 : MAX_THREADS];
 };
 inline Paused cluster[MAX_CLUSTER];
 
@@ -79,7 +80,7 @@ __attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned
 
 inline void enter_block(unsigned rank) {
     state.rank = rank;
-    threads = all_threads[rank];
+    enter_threads(rank);
     memory_enter(rank);
     memory_enter_epochs(cluster[rank].first_epoch, MAX_BARRIERS - 1);
 }
@@ -92,6 +93,7 @@ inline void pause_block(Paused& paused) {
     paused.num_alive = scheduler.num_alive;
     paused.num_at_barrier = scheduler.num_at_barrier;
     memcpy(paused.lanes_arrived, scheduler.lanes_arrived, sizeof scheduler.lanes_arrived);
+    if constexpr (!CLOCKED) memcpy(paused.threads, threads, num_threads() * sizeof(Thread));
 }
 
 inline void resume_block(const Paused& paused) {
@@ -103,6 +105,7 @@ inline void resume_block(const Paused& paused) {
     scheduler.num_alive = paused.num_alive;
     scheduler.num_at_barrier = paused.num_at_barrier;
     memcpy(scheduler.lanes_arrived, paused.lanes_arrived, sizeof scheduler.lanes_arrived);
+    if constexpr (!CLOCKED) memcpy(threads, paused.threads, num_threads() * sizeof(Thread));
 }
 
 inline void run_block(Index block) {
@@ -173,7 +176,8 @@ inline void run_cluster(Index first) {
     const uint32_t first_epoch = memory.epoch + 1;
     memory.reserved = memory.epoch + count * MAX_BARRIERS;
     for (unsigned rank = 0; rank < count; ++rank) {
-        cluster[rank] = {};
+        cluster[rank].begun = cluster[rank].ended = cluster[rank].at_barrier = cluster[rank].released = false;
+        cluster[rank].epoch = 0;
         cluster[rank].first_epoch = first_epoch + rank * MAX_BARRIERS;
     }
     if constexpr (CLOCKED) begin_clocked_cluster();
@@ -189,7 +193,7 @@ inline void run_cluster(Index first) {
     }
     memory.epoch = memory.reserved;
     state.rank = 0;
-    threads = all_threads[0];
+    enter_threads(0);
     memory_enter(0);
 }
 

@@ -181,16 +181,20 @@ void* dynamic_shared() { return memory.dynamic; }
 // Whether `epoch` is one of the running block's.
 inline bool is_own(uint32_t epoch) { return epoch - memory.first_epoch <= memory.max_epochs; }
 
+// Whether a thread of this number is in the warp of `thread`.
+inline bool same_warp(unsigned number, const Thread& thread) {
+    return number - (thread.number - thread.lane) < state.launch.warp_size;
+}
+
 // Whether a barrier separates the running thread from an access that `thread` of its block made at these epochs.
 inline bool ordered(uint16_t thread, uint32_t epoch, uint32_t warp_epoch) {
     if (epoch < memory.epoch || thread == state.current->number) return true;
     if constexpr (CLOCKED) return has_seen(thread, warp_epoch);
-    const unsigned warp = threads[thread].warp;
-    return warp == state.current->warp && warp_epoch < memory.warp_epoch[warp];
+    return same_warp(thread, *state.current) && warp_epoch < memory.warp_epoch[state.current->warp];
 }
 
-// The time of the running thread that a record keeps beside the epoch of the block.
-inline uint32_t warp_time() { return CLOCKED ? state.current->time : memory.warp_epoch[state.current->warp]; }
+// The time of a thread that a record keeps beside the epoch of the block.
+inline uint32_t warp_time(const Thread& thread) { return CLOCKED ? thread.time : memory.warp_epoch[thread.warp]; }
 
 struct ThreadName { char text[48]; };
 
@@ -221,19 +225,19 @@ inline void record_read(Touches& byte) {
     if (byte.read_epoch != memory.epoch) {
         byte.several_readers = byte.several_warps_read = false;
     } else if (byte.reader != thread.number) {
-        if (threads[byte.reader].warp != thread.warp) byte.several_warps_read = true;
+        if (!same_warp(byte.reader, thread)) byte.several_warps_read = true;
         byte.several_readers = CLOCKED || byte.read_warp_epoch == memory.warp_epoch[thread.warp];
     }
     byte.reader = thread.number;
     byte.read_epoch = memory.epoch;
-    byte.read_warp_epoch = warp_time();
+    byte.read_warp_epoch = warp_time(thread);
 }
 
 inline void record_write(Touches& byte, bool atomic) {
     const Thread& thread = *state.current;
     byte.writer = thread.number;
     byte.write_epoch = memory.epoch;
-    byte.write_warp_epoch = warp_time();
+    byte.write_warp_epoch = warp_time(thread);
     byte.atomic = atomic;
 }
 
@@ -243,8 +247,8 @@ inline bool reads_are_over(const Touches& byte) {
     // A record does not tell the times of several readers: clocks say nothing of them.
     if constexpr (CLOCKED) return byte.several_readers || ordered(byte.reader, byte.read_epoch, byte.read_warp_epoch);
     if (byte.several_warps_read) return false;
-    const unsigned warp = threads[byte.reader].warp;
-    if (warp == state.current->warp && byte.read_warp_epoch < memory.warp_epoch[warp]) return true;
+    const Thread& thread = *state.current;
+    if (same_warp(byte.reader, thread) && byte.read_warp_epoch < memory.warp_epoch[thread.warp]) return true;
     return byte.reader == state.current->number && !byte.several_readers;
 }
 

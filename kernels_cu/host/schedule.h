@@ -110,9 +110,7 @@ inline bool waits_for_exited(const Thread& thread) {
 [[noreturn]] inline void deadlock() {
     char text[sizeof Fault::message - 128];
     size_t length = 0;
-    unsigned num_places = 0;
     bool asynchronous = false;
-    Where where = {state.current->file, state.current->line, state.current->pc};
     const auto append = [&](const char* format, auto... arguments) {
         if (length < sizeof text - 1) length += snprintf(text + length, sizeof text - length, format, arguments...);
     };
@@ -129,11 +127,11 @@ inline bool waits_for_exited(const Thread& thread) {
             continue;
         }
         append("wait at %s (", thread.operation);
-        if (thread.line || num_places == MAX_PLACES) {
+        if (thread.line || state.num_waiting == MAX_PLACES) {
             append("%s:%d", thread.file, thread.line);
         } else {
-            append("@%u@", num_places);
-            where.waiting_pcs[num_places++] = thread.pc;
+            append("@%u@", state.num_waiting);
+            state.waiting_pcs[state.num_waiting++] = thread.pc;
         }
         if (thread.wait == Wait::WARP) append(", lanes %#llx", static_cast<unsigned long long>(thread.lanes));
         append(")");
@@ -145,7 +143,10 @@ inline bool waits_for_exited(const Thread& thread) {
             append("%s", more);
         }
     }
-    raise_fault(asynchronous ? "deadlock" : exited ? "early exit" : "divergent barrier", where, "%s", text);
+    raise_fault(asynchronous ? "deadlock"
+                : exited     ? "early exit"
+                             : "divergent barrier",
+                {state.current->file, state.current->line, state.current->pc}, "%s", text);
 }
 
 [[noreturn]] inline void nothing_can_run() {

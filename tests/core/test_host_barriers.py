@@ -64,13 +64,13 @@ extern "C" __global__ void passed_on(int* out, int rounds) {
 @pytest.mark.parametrize(
     ("which", "instead", "kinds"),
     [
-        ("EMPTY", "", (RACE, MISUSE)),
+        ("EMPTY", "", (RACE, MISUSE, DEADLOCK, UNWRITTEN)),
         ("ARRIVE", "if (i) mbarrier_arrive(barrier);", DEADLOCK),
         ("ARRIVE", "mbarrier_arrive(barrier); if (i == 5) mbarrier_arrive(barrier);", (RACE, MISUSE, UNWRITTEN)),
         ("WAIT", "", (RACE, UNWRITTEN)),
         ("WAIT", "mbarrier_wait(barrier, (round & 1) ^ 1);", (RACE, UNWRITTEN, DEADLOCK, MISUSE)),
         ("INIT", "", (RACE, MISUSE)),
-        ("COUNT", "63", (RACE, MISUSE)),
+        ("COUNT", "63", (RACE, MISUSE, UNWRITTEN)),
         ("COUNT", "65", DEADLOCK),
         ("COUNT", "0", MISUSE),
     ],
