@@ -22,13 +22,6 @@ struct Paused {
 };
 inline Paused cluster[MAX_CLUSTER];
 
-// What a CLOCKED runtime does with blocks.
-inline void begin_clocked_cluster();                                                    // defined in wgmma.h
-inline void end_clocked_block(unsigned rank);                                           // defined in wgmma.h
-inline void clocks_of_cluster();                                                        // defined in clocks.h
-inline bool awaited_phase_has_ended(unsigned thread);                                   // defined in barriers.h
-inline void read_by_clocks(unsigned rank, size_t offset, size_t size, const void* pc);  // defined in cells.h
-
 __attribute__((noinline)) void cluster_barrier(const char* file, int line) {
     Thread& thread = begin_wait(Wait::CLUSTER, "sync_cluster", 0, file, line, __builtin_return_address(0));
     if (!all_arrived(thread)) return yield();

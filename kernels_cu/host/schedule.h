@@ -78,10 +78,6 @@ inline Thread* take_ready() {
 
 // In a CLOCKED runtime threads also wait for copies and products, which go on while no thread can run.
 inline bool is_asynchronous(Wait wait) { return wait > Wait::EXITED; }
-inline bool land_copy();                                                  // defined in bulk.h
-inline void land_copy_early();                                            // defined in bulk.h
-inline void check_exit();                                                 // defined in bulk.h
-inline int describe_wait(char* text, size_t room, const Thread& thread);  // defined in barriers.h
 
 inline bool same_text(const char* a, const char* b) { return a == b || strcmp(a, b) == 0; }
 
