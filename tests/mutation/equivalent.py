@@ -22,7 +22,6 @@ EQUIVALENT: dict[str, str] = {
     "include/span.cuh:bound:d8925705": "one more vector holds no element",
     "include/span.cuh:comparison:9c747677": "a round that begins behind the last vector finds none",
     "include/span.cuh:exit:0734c801": "a whole vector has the same elements if they are loaded one by one",
-    "include/state_tiles.cuh:bound:0e469ac3": "no launch has a STEP that leaves a rest of one token",
     "quantize/awq_dequantize.cu:cast:3a3253eb": "a product of 64 bits has the same bits with a sign and without",
     "quantize/dynamic_tensor_quant.cu:cast:d14c1dd5": "a quotient of numbers of 32 bits is the same in 64 bits",
     "quantize/group_quant.cu:cast:587b35a7": "the array that takes the value is one of int32_t",
