@@ -72,7 +72,7 @@ struct Part {
 DEVICE void prefetch_b(const TensorMap* b_map, int64_t m, int64_t k) {
     if (threadIdx.x != 0) return;
     const Part part(m, k);
-    for (int step = part.first_step; step < min(part.first_step + STAGES, part.last_step); ++step) {
+    for (int step = part.first_step; step < min(part.first_step + PREFETCH, part.last_step); ++step) {
         tma_prefetch(b_map, step * TILE_K, part.first_column);
     }
 }
@@ -127,19 +127,27 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M /
         const int warpgroup = warp / 4;
         sum_t d[PRODUCTS][TILE_M / 2];
         float scaled[SCALE_BLOCK > 0 ? TILE_M / 2 : 1] = {};
+        // Scales of the next step: of the rows of a of which the thread has sums, and of b. TILE_N is SCALE_BLOCK.
+        float row_scales[SCALE_BLOCK > 0 ? TILE_M / 4 : 1], column_scale = 1.0f;
+        const auto load_scales = [&](int step) {
+            const int64_t block = min(int64_t(part.first_column), n - 1) / max(SCALE_BLOCK, 1);
+            column_scale = b_scales[step * b_scale_block_step + block * b_scale_step];
+#pragma unroll
+            for (int i = 0; i < TILE_M / 4; ++i) {
+                const int64_t row = min(int64_t(part.first_row + i / 2 * 8 + lane % 4 * 2 + i % 2), m - 1);
+                row_scales[i] = a_scales[row * a_scale_step + step * a_scale_block_step];
+            }
+        };
+        if constexpr (SCALE_BLOCK > 0) load_scales(part.first_step);
         int previous = 0;
         for (int step = part.first_step; step < part.last_step; ++step, ring.advance()) {
             const uint8_t* from = shared + ring.stage * STAGE_BYTES;
             const uint64_t a = make_smem_desc(from);
             float factors[SCALE_BLOCK > 0 ? TILE_M / 4 : 1];
-            if constexpr (SCALE_BLOCK > 0) {  // the thread has sums of these rows of a; TILE_N is SCALE_BLOCK
-                const int64_t block = min(int64_t(part.first_column), n - 1) / max(SCALE_BLOCK, 1);
-                const float column_factor = b_scales[step * b_scale_block_step + block * b_scale_step];
+            if constexpr (SCALE_BLOCK > 0) {
 #pragma unroll
-                for (int i = 0; i < TILE_M / 4; ++i) {
-                    const int64_t row = min(int64_t(part.first_row + i / 2 * 8 + lane % 4 * 2 + i % 2), m - 1);
-                    factors[i] = column_factor * a_scales[row * a_scale_step + step * a_scale_block_step];
-                }
+                for (int i = 0; i < TILE_M / 4; ++i) factors[i] = row_scales[i] * column_scale;
+                load_scales(min(step + 1, part.last_step - 1));
             }
             ring.wait();
 #pragma unroll
