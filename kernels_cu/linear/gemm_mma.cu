@@ -22,7 +22,7 @@
 //     scalar_t      element type of a and b: half_t, bf16_t, fp8 or int8_t
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh
 //     SCALE_BLOCK   elements under one scale: as many as a step has, or 0
-//     VEC_SIZE      elements of one access to a and b; divides K
+//     VEC_SIZE      elements of one access to a and b; divides K; 1 where elements of a row lie apart
 //     OUT_ACCESS    elements of one access to out: 1 or 2
 //     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and its warps along both
 //     STAGES        steps in shared memory
@@ -52,8 +52,9 @@ static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
 using tile_t = SwizzledTile<uint16_t, 8>;  // rows of 128 bytes
 constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);
 
-// Copies the elements from `from` on of a row of `size` elements to a chunk of shared memory; zeros where there are none.
-DEVICE void copy_chunk(uint16_t* to, const scalar_t* row, int64_t from, int64_t size) {
+// Copies the elements from `from` on of a row to a chunk of shared memory; zeros where there are none. The row has `size`
+// elements, `step` apart.
+DEVICE void copy_chunk(uint16_t* to, const scalar_t* row, int64_t step, int64_t from, int64_t size) {
 #pragma unroll
     for (int i = 0; i < CHUNK; i += VEC_SIZE) {
         scalar_t* const place = reinterpret_cast<scalar_t*>(to) + i;
@@ -62,7 +63,8 @@ DEVICE void copy_chunk(uint16_t* to, const scalar_t* row, int64_t from, int64_t 
             cp_async<ACCESS_BYTES>(place, row + from + i, exists);
         } else {
             using word_t = typename word_of<ACCESS_BYTES>::type;
-            *reinterpret_cast<word_t*>(place) = exists ? *reinterpret_cast<const word_t*>(row + from + i) : word_t{};
+            const int64_t at = VEC_SIZE == 1 ? (from + i) * step : from + i;
+            *reinterpret_cast<word_t*>(place) = exists ? *reinterpret_cast<const word_t*>(row + at) : word_t{};
         }
     }
 }
@@ -105,8 +107,9 @@ gemm_mma(out_t* out,              // [M, N]
          const out_t* bias,       // [N] or [M, N]
          total_t* partial,        // [tiles, SPLITS, SUMS / 4, NUM_THREADS, 4]
          uint32_t* arrived,       // [tiles]
-         int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t out_stride, int64_t bias_stride,
-         int64_t a_scale_step, int64_t b_scale_step, int64_t a_scale_block_step, int64_t b_scale_block_step) {
+         int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t a_step, int64_t b_step,
+         int64_t out_stride, int64_t bias_stride, int64_t a_scale_step, int64_t b_scale_step,
+         int64_t a_scale_block_step, int64_t b_scale_block_step) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ uint32_t is_last;
@@ -137,14 +140,15 @@ gemm_mma(out_t* out,              // [M, N]
 #pragma unroll
             for (int row = threadIdx.x / 8; row < TILE_M; row += NUM_THREADS / 8) {
                 const bool exists = first_row + row < m;
-                copy_chunk(stage.at(row, chunk), a + (exists ? first_row + row : 0) * a_stride, from, exists ? k : 0);
+                copy_chunk(stage.at(row, chunk), a + (exists ? first_row + row : 0) * a_stride, a_step, from,
+                           exists ? k : 0);
             }
 #pragma unroll
             for (int row = threadIdx.x / 8; row < TILE_N; row += NUM_THREADS / 8) {
                 const int64_t column = column_of(row);
                 const bool exists = column < n;
                 const int64_t b_row = exists ? column + (GATED && row / 8 % 2 ? n : 0) : 0;
-                copy_chunk(stage.at(TILE_M + row, chunk), b + b_row * b_stride, from, exists ? k : 0);
+                copy_chunk(stage.at(TILE_M + row, chunk), b + b_row * b_stride, b_step, from, exists ? k : 0);
             }
         }
         cp_async_commit();

@@ -24,11 +24,13 @@ template <> struct sum_of<true> { using type = int32_t; };
 using sum_t = sum_of<IS_INTEGER>::type;
 static_assert(SCALE_BLOCK % STEP == 0);
 
-DEVICE sum_t product_element(scalar_t x) {
+template <typename T>
+DEVICE sum_t element(T x) {
     if constexpr (IS_INTEGER) return x;
     else return to_float(x);
 }
-DEVICE void multiply_add(sum_t& sum, sum_t x, sum_t y) {
+template <typename Sum>
+DEVICE void multiply_add(Sum& sum, Sum x, Sum y) {
     if constexpr (IS_INTEGER) sum += x * y;
     else sum = fmaf(x, y, sum);
 }
@@ -42,8 +44,9 @@ gemm_simt(out_t* out,              // [M, N]
           const int32_t* azp_adj,  // [N]
           const int32_t* azp,      // [M]
           const out_t* bias,       // [N] or [M, N]
-          int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t out_stride, int64_t bias_stride,
-          int64_t a_scale_step, int64_t b_scale_step, int64_t a_scale_block_step, int64_t b_scale_block_step) {
+          int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t a_step, int64_t b_step,
+          int64_t out_stride, int64_t bias_stride, int64_t a_scale_step, int64_t b_scale_step,
+          int64_t a_scale_block_step, int64_t b_scale_block_step) {
     await_previous_kernel();
     __shared__ sum_t a_tile[STEP][TILE_M + 4];
     __shared__ sum_t b_tile[HALVES][STEP][TILE_N + 4];
@@ -74,13 +77,13 @@ gemm_simt(out_t* out,              // [M, N]
         __syncthreads();
         for (int i = threadIdx.x; i < TILE_M * STEP; i += NUM_THREADS) {
             const int64_t row = first_row + i / STEP, at = start + i % STEP;
-            a_tile[i % STEP][i / STEP] = row < m && at < k ? product_element(a[row * a_stride + at]) : sum_t(0);
+            a_tile[i % STEP][i / STEP] = row < m && at < k ? element(a[row * a_stride + at * a_step]) : sum_t(0);
         }
         for (int i = threadIdx.x; i < HALVES * TILE_N * STEP; i += NUM_THREADS) {
             const int half = i / (TILE_N * STEP), local = i / STEP % TILE_N;
             const int64_t column = first_column + local, at = start + i % STEP;
             b_tile[half][i % STEP][local] =
-                column < n && at < k ? product_element(b[(half * n + column) * b_stride + at]) : sum_t(0);
+                column < n && at < k ? element(b[(half * n + column) * b_stride + at * b_step]) : sum_t(0);
         }
         __syncthreads();
 #pragma unroll

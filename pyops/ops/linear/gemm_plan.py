@@ -19,6 +19,8 @@ from .skinny_linear import SkinnyConfig
 
 _mma, _simt = Kernel("linear/gemm_mma.cu"), Kernel("linear/gemm_simt.cu")
 
+MIN_CAPABILITY = 80  # from which on `device.supports("mma")`, as ten times the major number and the minor one
+
 # Chosen by arithmetic, measured nowhere yet.
 _MAX_SKINNY_ROWS = 2  # up to which skinny_linear.cu, bound by bandwidth alone, serves a product
 _STEP_BYTES = 128  # of a row, which a step of gemm_mma.cu copies to shared memory
@@ -129,8 +131,8 @@ Config = MmaConfig | SimtConfig | SkinnyConfig
 
 def choose(problem: Problem, device: Device) -> Config:
     """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
-    out = problem.epilogue.out
-    if problem.m <= _MAX_SKINNY_ROWS and problem.epilogue.is_plain and problem.dtype is out.dtype in FLOATS:
+    plain = problem.epilogue.is_plain and problem.dtype is problem.epilogue.out.dtype in FLOATS
+    if plain and problem.m <= _MAX_SKINNY_ROWS and problem.rows_are_dense:
         return skinny_linear.choose(problem, device)
     if problem.dtype is float32 or not device.supports("mma"):
         return SimtConfig(16 if problem.m <= 16 else 64, 64)

@@ -6,7 +6,7 @@ matrix lies, `Epilogue` what becomes of the sums (`gemm_epilogue.cuh` has the fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._core import check, tuning
@@ -22,13 +22,14 @@ _MAX_ACCESS = 16  # bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operand:
-    """A matrix of rows whose elements lie one after another.
+    """A matrix that is summed over its rows.
 
     Attributes:
         source: a tensor of the op, or a workspace that a launch before has written.
         dtype: of its elements.
         rows: how many.
         stride: elements from one row to the next.
+        step: elements from one element of a row to the next.
         alignment: bytes, of its first element.
     """
 
@@ -36,29 +37,36 @@ class Operand:
     dtype: DType
     rows: int
     stride: int
+    step: int
     alignment: int
 
     @classmethod
     def of_rows(cls, tensor: TensorArg) -> Operand:
-        """A tensor [..., K], its leading dimensions merged."""
+        """A tensor [..., K], its leading dimensions merged; elements of a row lie one after another."""
         check.row_size(tensor)
-        return cls(tensor, tensor.dtype, check.num_rows(tensor), check.row_stride(tensor), tensor.alignment)
+        return cls(tensor, tensor.dtype, check.num_rows(tensor), check.row_stride(tensor), 1, tensor.alignment)
+
+    @classmethod
+    def of_matrix(cls, tensor: TensorArg) -> Operand:
+        """A tensor [rows, K] of any strides."""
+        stride, step = tensor.strides
+        step = step if tensor.shape[1] > 1 else 1
+        return cls(tensor, tensor.dtype, tensor.shape[0], stride, step, tensor.alignment)
 
     @classmethod
     def of_columns(cls, tensor: TensorArg) -> Operand:
-        """A tensor [K, N] in column-major order: its columns are the rows."""
-        (size, rows), (step, stride) = tensor.shape, tensor.strides
-        if size > 1 and step != 1 and tensor.numel:
-            raise tensor.error(f"expected a column-major matrix, of strides (1, ...), got strides {tensor.strides}")
-        return cls(tensor, tensor.dtype, rows, stride, tensor.alignment)
+        """A tensor [K, rows] of any strides; column-major ones are the fast ones."""
+        return cls.of_matrix(replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1]))
 
     @classmethod
-    def of_scratch(cls, dtype: DType, rows: int, size: int) -> Operand:
-        """A packed matrix in a workspace of its own."""
-        return cls(Scratch(rows * size * dtype.itemsize), dtype, rows, size, _MAX_ACCESS)
+    def of_scratch(cls, scratch: Scratch, dtype: DType, rows: int, size: int) -> Operand:
+        """A packed matrix [rows, size] in a workspace."""
+        return cls(scratch, dtype, rows, size, 1, _MAX_ACCESS)
 
     def vec_size(self, size: int) -> int:
         """Elements of the widest access that divides rows of `size` elements into aligned pieces."""
+        if self.step != 1:
+            return 1
         bits = size | _MAX_ACCESS // self.dtype.itemsize | (self.alignment // self.dtype.itemsize or 1)
         if self.rows > 1:
             bits |= self.stride
@@ -167,6 +175,11 @@ class Problem:
         return self.a.dtype
 
     @property
+    def rows_are_dense(self) -> bool:
+        """Whether elements of a row lie one after another, in a and in b."""
+        return self.a.step == self.b.step == 1
+
+    @property
     def vec_size(self) -> int:
         """Elements of one access to a and b."""
         return min(self.a.vec_size(self.k), self.b.vec_size(self.k))
@@ -201,8 +214,9 @@ class Problem:
 
     def arguments(self) -> dict[str, Any]:
         """What every kernel takes beside the op's tensors."""
-        sizes = {"m": self.m, "n": self.n, "k": self.k, "a_stride": self.a.stride, "b_stride": self.b.stride}
-        return {**sizes, **self.epilogue.arguments(), **self.pointers()}
+        sizes = {"m": self.m, "n": self.n, "k": self.k}
+        strides = {"a_stride": self.a.stride, "b_stride": self.b.stride, "a_step": self.a.step, "b_step": self.b.step}
+        return {**sizes, **strides, **self.epilogue.arguments(), **self.pointers()}
 
     def constants(self) -> dict[str, Any]:
         """What every kernel is compiled for."""
