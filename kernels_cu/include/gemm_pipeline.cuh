@@ -5,6 +5,7 @@
 // the ring each with a Ring of their own, in the same order.
 #pragma once
 #include "cluster.cuh"
+#include "memory.cuh"
 #include "tma.cuh"
 
 // Barrier of the cluster behind fence_mbarrier_init(). It makes no other writes visible, and so needs no fence of the device.
@@ -39,13 +40,12 @@ struct Ring {
     }
     // Of a consumer: until the tiles of the stage are there.
     DEVICE void wait() const { mbarrier_wait(full(), phase); }
-    // Of each consuming warp: it does not read stage `which` any more. BLOCKS lanes tell one block of the cluster each: of
-    // rank `first` and every STEP-th on.
-    template <int BLOCKS, int STEP = 1>
-    DEVICE void release(int which, int first = 0) const {
+    // Of each consuming warp: it does not read stage `which` any more. BLOCKS lanes tell one block of the cluster each.
+    template <int BLOCKS = 1>
+    DEVICE void release(int which) const {
         const int lane = threadIdx.x % 32;
         if (lane >= BLOCKS) return;
-        if constexpr (BLOCKS > 1) mbarrier_arrive_cluster(barriers + STAGES + which, first + lane * STEP);
+        if constexpr (BLOCKS > 1) mbarrier_arrive_cluster(barriers + STAGES + which, lane);
         else mbarrier_arrive(barriers + STAGES + which);
     }
     DEVICE void advance() {
@@ -55,3 +55,17 @@ struct Ring {
         }
     }
 };
+
+// arrives_last (memory.cuh) for THREADS threads of a block from its first on, which meet at named barrier NUMBER.
+template <int NUMBER, int THREADS>
+DEVICE bool warpgroups_arrive_last(uint32_t* counter, uint32_t blocks, uint32_t* is_last) {
+    __threadfence();
+    named_barrier_sync<NUMBER>(THREADS);
+    if (threadIdx.x == 0) {
+        *is_last = atomicAdd(counter, 1u) == blocks - 1;
+        if (*is_last) atomicExch(counter, 0u);
+        __threadfence();
+    }
+    named_barrier_sync<NUMBER>(THREADS);
+    return *is_last;
+}
