@@ -57,6 +57,13 @@ struct Memory {
 };
 inline Memory memory;
 
+// What a CLOCKED runtime does in place of records and epochs.
+inline void allocate_clocked(size_t offset, size_t bytes);                            // defined in cells.h
+inline void check_clocked(size_t offset, size_t bytes, Access kind, const void* pc);  // defined in cells.h
+inline bool has_seen(uint16_t thread, uint32_t time);                                 // defined in clocks.h
+inline void clocks_of_barrier();                                                      // defined in clocks.h
+inline void clocks_of_warp(Thread* warp, uint64_t lanes);                             // defined in clocks.h
+
 // Whether the address is one of shared memory, or beside it.
 inline bool in_arena(const void* address) {
     return size_t(static_cast<const char*>(address) - memory.arenas) < ARENA_BYTES * memory.num_arenas;
@@ -101,8 +108,9 @@ inline void memory_enter(unsigned rank) {
 
 // Allow accesses to a range of every arena, and fill the range with set bits.
 inline void allocate(size_t offset, size_t bytes) {
+    if constexpr (CLOCKED) allocate_clocked(offset, bytes);
     for (unsigned rank = 0; rank < state.launch.cluster; ++rank) {
-        for (size_t i = offset; i < offset + bytes; ++i) {
+        for (size_t i = offset; !CLOCKED && i < offset + bytes; ++i) {
             memory.records[SHARED_BYTES * rank + i].allocated = true;
             memory.records[SHARED_BYTES * rank + i].copier = 0;
         }
@@ -111,7 +119,7 @@ inline void allocate(size_t offset, size_t bytes) {
 }
 
 inline void memory_begin_launch() {
-    for (unsigned rank = 0; rank < memory.num_arenas; ++rank) {
+    for (unsigned rank = 0; !CLOCKED && rank < memory.num_arenas; ++rank) {
         Byte* bytes = memory.records + SHARED_BYTES * rank;
         for (size_t i = 0; i < memory.static_used; ++i) bytes[i].allocated = false;
         for (size_t i = memory.dynamic ? memory.dynamic - memory.shared : SHARED_BYTES; i < SHARED_BYTES; ++i) {
@@ -124,7 +132,8 @@ inline void memory_begin_launch() {
     memory.launch_epoch = memory.epoch + 1;
     ++state.phase;
     // Dynamic shared memory ends where the mapping ends, up to alignment: an access beyond it hits the unmapped page.
-    const size_t offset = (SHARED_BYTES - state.launch.shared_bytes) & ~size_t(15);
+    // Boxes that TMA swizzles begin at multiples of 1024.
+    const size_t offset = (SHARED_BYTES - state.launch.shared_bytes) & ~size_t(CLOCKED ? 1023 : 15);
     memory.dynamic = nullptr;
     memory_enter(0);
     memory.dynamic = memory.shared + offset;
@@ -149,6 +158,7 @@ inline void memory_begin_block() {
     // Every bit set is NaN in the float formats: an uninitialised read that no check sees shows in the results.
     memset(memory.shared, 0xff, memory.static_used);
     memset(memory.dynamic, 0xff, state.launch.shared_bytes);
+    if constexpr (CLOCKED) return;
     for (size_t i = 0; i < memory.static_used; ++i) memory.bytes[i].copier = 0;
     for (size_t i = 0; i < state.launch.shared_bytes; ++i) memory.bytes[memory.dynamic - memory.shared + i].copier = 0;
 }
@@ -174,13 +184,15 @@ inline bool is_own(uint32_t epoch) { return epoch - memory.first_epoch <= memory
 // Whether a barrier separates the running thread from an access that `thread` of its block made at these epochs.
 inline bool ordered(uint16_t thread, uint32_t epoch, uint32_t warp_epoch) {
     if (epoch < memory.epoch || thread == state.current->number) return true;
+    if constexpr (CLOCKED) return has_seen(thread, warp_epoch);
     const unsigned warp = threads[thread].warp;
     return warp == state.current->warp && warp_epoch < memory.warp_epoch[warp];
 }
 
-struct ThreadName {
-    char text[48];
-};
+// The time of the running thread that a record keeps beside the epoch of the block.
+inline uint32_t warp_time() { return CLOCKED ? state.current->time : memory.warp_epoch[state.current->warp]; }
+
+struct ThreadName { char text[48]; };
 
 // What a message calls the other thread of a race. Of several readers the last one is known, which may be the running
 // thread itself.
@@ -210,24 +222,26 @@ inline void record_read(Touches& byte) {
         byte.several_readers = byte.several_warps_read = false;
     } else if (byte.reader != thread.number) {
         if (threads[byte.reader].warp != thread.warp) byte.several_warps_read = true;
-        byte.several_readers = byte.read_warp_epoch == memory.warp_epoch[thread.warp];
+        byte.several_readers = CLOCKED || byte.read_warp_epoch == memory.warp_epoch[thread.warp];
     }
     byte.reader = thread.number;
     byte.read_epoch = memory.epoch;
-    byte.read_warp_epoch = memory.warp_epoch[thread.warp];
+    byte.read_warp_epoch = warp_time();
 }
 
 inline void record_write(Touches& byte, bool atomic) {
     const Thread& thread = *state.current;
     byte.writer = thread.number;
     byte.write_epoch = memory.epoch;
-    byte.write_warp_epoch = memory.warp_epoch[thread.warp];
+    byte.write_warp_epoch = warp_time();
     byte.atomic = atomic;
 }
 
 // Whether barriers order a write of the running thread after every read of the byte by its block.
 inline bool reads_are_over(const Touches& byte) {
     if (byte.read_epoch != memory.epoch) return true;
+    // A record does not tell the times of several readers: clocks say nothing of them.
+    if constexpr (CLOCKED) return byte.several_readers || ordered(byte.reader, byte.read_epoch, byte.read_warp_epoch);
     if (byte.several_warps_read) return false;
     const unsigned warp = threads[byte.reader].warp;
     if (warp == state.current->warp && byte.read_warp_epoch < memory.warp_epoch[warp]) return true;
@@ -246,6 +260,7 @@ inline void check_access(const void* address, size_t bytes, Access kind, const v
     const size_t offset = static_cast<const char*>(address) - memory.shared;
     if (!state.current) return;
     if (offset >= SHARED_BYTES) return check_global(static_cast<const char*>(address), bytes, kind, pc);
+    if constexpr (CLOCKED) return check_clocked(offset, bytes, kind, pc);
     const char* verb = verb_of(kind);
     const Where where = {nullptr, 0, pc, nullptr};
     for (size_t i = offset; i < offset + bytes; ++i) {

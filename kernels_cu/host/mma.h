@@ -1,4 +1,4 @@
-// mma.h: a warp's matrix products and matrix loads, for include/mma.cuh, which describes the fragments.
+// mma.h: a warp's matrix products, matrix loads and matrix stores, for include/mma.cuh, which describes the fragments.
 #pragma once
 #include "cuda.h"
 
@@ -81,6 +81,38 @@ inline void host_ldmatrix(uint32_t (&fragment)[N], const void* row, HOST_PLACE) 
         file, line);
 }
 
+// stmatrix: `own`, the address that the lane has given, and `fragment`, the lane's words. Each lane whose address counts
+// writes its row, which the other lanes have put together.
+struct host_stored_row {
+    const uint32_t* fragment;
+    uint16_t row[8];
+};
+
+template <int N, bool TRANSPOSED>
+inline void host_stmatrix(void* row, const uint32_t (&fragment)[N], HOST_PLACE) {
+    host_stored_row own = {fragment, {}};
+    const bool writes = host::lane_index() < 8 * N;
+    if (writes && reinterpret_cast<uintptr_t>(row) % 16) {
+        host::fail("misaligned access", "stmatrix of a row", file, line);
+    }
+    host::warp_collective(
+        "stmatrix", 0xffffffffu, &own,
+        [](void* const* payloads, uint64_t) {
+            for (int lane = 0; lane < 8 * N; ++lane) {
+                for (int column = 0; column < 8; ++column) {
+                    const int i = TRANSPOSED ? column : lane % 8, j = TRANSPOSED ? lane % 8 : column;
+                    const auto* holder = static_cast<host_stored_row*>(payloads[4 * i + j / 2]);
+                    static_cast<host_stored_row*>(payloads[lane])->row[column] =
+                        holder->fragment[lane / 8] >> j % 2 * 16 & 0xffffu;
+                }
+            }
+        },
+        file, line);
+    if (!writes) return;
+    host::record_access(row, sizeof own.row, host::Access::WRITE);
+    host::copy_unrecorded(row, own.row, sizeof own.row);
+}
+
 // movmatrix, the transpose of an 8 x 8 matrix of 16-bit elements: a lane's word before and after.
 struct host_word { uint32_t before, after; };
 
@@ -100,5 +132,12 @@ inline uint32_t host_transpose(uint32_t word, HOST_PLACE) {
         file, line);
     return own.after;
 }
+
+// What the elements of wgmma (include/wgmma.cuh) are called by the runtime.
+template <typename T> constexpr host::Element host_element = host::Element::INT8;
+template <> constexpr host::Element host_element<host::half> = host::Element::HALF;
+template <> constexpr host::Element host_element<host::bf16> = host::Element::BF16;
+template <> constexpr host::Element host_element<host::fp8_e4m3> = host::Element::E4M3;
+template <> constexpr host::Element host_element<host::fp8_e5m2> = host::Element::E5M2;
 
 }  // namespace pyops_kernel
