@@ -292,7 +292,7 @@ inline void give_results(TensorCores& cores, unsigned end) {
 __attribute__((noinline)) void wgmma_wait(unsigned groups_in_flight) {
     const void* pc = __builtin_return_address(0);
     Thread& thread = *state.current;
-    if (num_threads() % WARPGROUP) return;
+    if (thread.number / WARPGROUP * WARPGROUP + WARPGROUP > num_threads()) return;
     TensorCores& cores = cores_of(thread);
     if (!cores.used || thread.product_group <= groups_in_flight) return;
     const unsigned end = thread.product_group - groups_in_flight;

@@ -77,6 +77,7 @@ class GemmConfig:
             TILE_N=self.tile_n,
             STAGES=stages,
             BUFFERS=2 if problem.epilogue.block_scaled and self.tile_n <= SCALE_BLOCK else 1,
+            ALTERNATE=False,
             CLUSTER=self.cluster,
             GROUP=self.group,
         ).launch(
