@@ -5,7 +5,6 @@
 // the ring each with a Ring of their own, in the same order.
 #pragma once
 #include "cluster.cuh"
-#include "memory.cuh"
 #include "tma.cuh"
 
 // Barrier of the cluster behind fence_mbarrier_init(). It makes no other writes visible, and so needs no fence of the device.
@@ -55,17 +54,3 @@ struct Ring {
         }
     }
 };
-
-// arrives_last (memory.cuh) for THREADS threads of a block from its first on, which meet at named barrier NUMBER.
-template <int NUMBER, int THREADS>
-DEVICE bool warpgroups_arrive_last(uint32_t* counter, uint32_t blocks, uint32_t* is_last) {
-    __threadfence();
-    named_barrier_sync<NUMBER>(THREADS);
-    if (threadIdx.x == 0) {
-        *is_last = atomicAdd(counter, 1u) == blocks - 1;
-        if (*is_last) atomicExch(counter, 0u);
-        __threadfence();
-    }
-    named_barrier_sync<NUMBER>(THREADS);
-    return *is_last;
-}

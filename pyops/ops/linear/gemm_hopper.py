@@ -14,19 +14,20 @@ from typing import Any
 from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
 from ..._core.tensor_map import TensorMap
-from .gemm_problem import SCALE_BLOCK, Operand, Problem
+from .gemm_problem import Operand, Problem
 
 _gemm, _gemm_swap = Kernel("linear/gemm.cu"), Kernel("linear/gemm_swap.cu")
 
 _DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
 _STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
 _BARRIER_BYTES = 8
-_RESERVED_SHARED_MEMORY = 1024  # of each block, by the system
-_MAX_STAGES = 12
-_MAX_SHARED_SUMS = 32 * 128  # of a tile, for which two blocks of a multiprocessor have registers
-_PREFETCHED_STEPS = 0
+_MAX_STAGES = 32
+_MAX_TWICE = 128  # columns of a tile of gemm.cu
+_MAX_BLOCKED_ROWS = 32  # of a tile of gemm_swap.cu, whose sums scales of blocks double
+_AHEAD = 2  # steps of a tile that begin before the tile before is stored
+_BYTES_IN_FLIGHT = 144 * 1024  # to a multiprocessor, when memory is what binds
 _GROUP = 8
 
 
@@ -70,14 +71,17 @@ class GemmConfig:
         store_bytes = store_columns * constants["out_t"].itemsize
         fixed = self._STORES * store_bytes + 2 * terms * self.tile_n * 4
         stage = (self.TILE_M + self.tile_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
-        stages = min(_MAX_STAGES, (device.shared_memory - fixed) // stage)
+        stages = min(8, (device.shared_memory - fixed) // stage)
         tiles = -(-problem.m // (self.TILE_M * self.cluster)) * -(-problem.n // self.tile_n)
+        twice = (
+            self.tile_n <= _MAX_TWICE and not problem.epilogue.block_scaled
+        )  # whether a thread holds two tiles' sums
+        ahead = min(_AHEAD, _steps(problem) - 1) if twice else 0
         return kernel(
             **constants,
             TILE_N=self.tile_n,
             STAGES=stages,
-            BUFFERS=2 if problem.epilogue.block_scaled and self.tile_n <= SCALE_BLOCK else 1,
-            ALTERNATE=False,
+            AHEAD=ahead,
             CLUSTER=self.cluster,
             GROUP=self.group,
         ).launch(
@@ -93,74 +97,64 @@ class GemmConfig:
 
 @dataclass(frozen=True, slots=True)
 class SwapConfig:
-    """The geometry of gemm_swap.cu; the attributes are constants of the kernel, but for `stream`.
+    """The geometry of gemm_swap.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_m, tile_n: rows and columns of a tile.
         splits: blocks of a cluster that share a tile, each with a part of K.
-        stream: every block takes as many steps as the others, whatever the tiles. Otherwise it has one tile, or shares
-            one.
-        min_blocks: blocks on a multiprocessor.
     """
 
     tile_m: int
     tile_n: int
     splits: int
-    stream: bool
-    min_blocks: int
 
     def __post_init__(self) -> None:
-        shape = self.tile_m in (16, 32, 48, 64) and self.tile_n in (128, 256) and self.tile_m * self.tile_n <= 64 * 128
-        if not shape or self.splits not in (1, 2, 4, 8) or (self.stream and self.splits > 1):
+        shape = self.tile_m in (16, 32, 48, 64) and self.tile_n % 8 == 0 and 0 < self.tile_n <= 256
+        if not shape or self.splits not in (1, 2, 4, 8):
             raise ValueError(f"no geometry of gemm_swap.cu: {self}")
 
+    @property
+    def padded_n(self) -> int:
+        """Rows of b that are multiplied."""
+        return 64 if self.tile_n <= 64 else -(-self.tile_n // 128) * 128
+
+    @property
+    def parts(self) -> int:
+        """Parts of K that are summed apart: of blocks and, of few columns, of their two warpgroups."""
+        return self.splits * (2 if self.tile_n <= 64 else 1)
+
     def candidates(self, problem: Problem, device: Device) -> list[SwapConfig]:
-        """Other tiles, other ways to share them, other occupancies."""
+        """Other tiles and splits."""
         found = tuning.varied(
             self,
             tile_m=tuning.beside(self.tile_m, 16, 64),
-            tile_n=() if problem.epilogue.block_scaled else (128, 256),
+            tile_n=tuning.beside(self.tile_n, 16, 256),
             splits=tuning.beside(self.splits, 1, 8),
-            stream=(not self.stream,),
-            min_blocks=tuning.beside(self.min_blocks, 1, 2),
         )
-        return [one for one in found if one._fits(problem)]
+        return [one for one in found if one._fits(_steps(problem), problem.epilogue.block_scaled)]
 
-    def _fits(self, problem: Problem) -> bool:
-        """Whether there are steps for all splits, and registers for the sums."""
-        few = self.tile_m * self.tile_n <= (
-            _MAX_SHARED_SUMS // 2 if problem.epilogue.block_scaled else _MAX_SHARED_SUMS
-        )
-        return self.splits <= _steps(problem) and (few or self.min_blocks == 1)
+    def _fits(self, steps: int, blocked: bool) -> bool:
+        """Whether there is a step of K for each part, and registers for the sums."""
+        return self.parts <= steps and (not blocked or self.tile_m <= _MAX_BLOCKED_ROWS)
 
     def launch(self, problem: Problem) -> Launch:
+        """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
         device, kernel = problem.device, problem.kernel(_gemm_swap.for_arch(problem.device.arch_feature))
-        exchanged = self.tile_m * self.tile_n * 4 * (self.splits > 1) + 2 * _BARRIER_BYTES
-        stage = (self.tile_m + self.tile_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
-        room = (device.shared_memory + _RESERVED_SHARED_MEMORY) // self.min_blocks - _RESERVED_SHARED_MEMORY - exchanged
-        stages = min(_MAX_STAGES, room // stage)
-        blocks = tiles = -(-problem.m // self.tile_m) * -(-problem.n // self.tile_n)
-        partial: dict[str, Any] = {"partial": 0, "arrived": 0}
-        if self.stream:
-            blocks = min(device.multiprocessors * self.min_blocks, tiles * _steps(problem))
-            partial["partial"] = Scratch(blocks * 2 * self.tile_m * self.tile_n * 4)
-            partial["arrived"] = Scratch(tiles * 4, zeroed=True)
+        sums = self.tile_m * self.padded_n * 4 * self.parts // self.splits
+        exchanged = (sums if self.parts > 1 else 0) + _BARRIER_BYTES
+        stage = (self.tile_m + self.padded_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
+        most = _BYTES_IN_FLIGHT // ((self.tile_m + self.tile_n) * _STEP_BYTES)
+        stages = max(2, min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most))
+        tiles = -(-problem.m // self.tile_m) * -(-problem.n // self.tile_n)
         return kernel(
-            **problem.constants(),
-            TILE_M=self.tile_m,
-            TILE_N=self.tile_n,
-            STAGES=stages,
-            SPLITS=self.splits,
-            PREFETCH=_PREFETCHED_STEPS,
-            MIN_BLOCKS=self.min_blocks,
+            **problem.constants(), TILE_M=self.tile_m, TILE_N=self.tile_n, STAGES=stages, SPLITS=self.splits
         ).launch(
-            (blocks, self.splits),
+            (tiles if self.parts > 1 else min(tiles, device.multiprocessors), self.splits),
             288,
-            exchanged + stages * stage,
+            max(exchanged + stages * stage, device.shared_memory // 2 + 1),
             a_map=_map(problem.a, problem.k, self.tile_m),
             b_map=_map(problem.b, problem.k, self.tile_n),
             **_arguments(problem, kernel),
-            **partial,
         )
 
 
@@ -196,6 +190,7 @@ def serves(problem: Problem, device: Device) -> bool:
     empty = 0 in (problem.m, problem.n, problem.k)
     mapped = problem.vec_size * problem.dtype.itemsize == 16 and (problem.out_is_aligned or problem.m <= _MAX_SWAP_ROWS)
     sums = problem.dtype in _DTYPES and epilogue.out.dtype.itemsize == 2
+    sums = sums and not (epilogue.block_scaled and problem.dtype is int8)
     return device.supports("wgmma") and sums and mapped and not (empty or epilogue.is_gated or epilogue.has_matrix_bias)
 
 
@@ -203,70 +198,66 @@ def serves(problem: Problem, device: Device) -> bool:
 _MAX_SWAP_ROWS = 64
 _CLOCK = 1500.0  # cycles of a microsecond, as the power limit leaves them to a large product
 _L2_BYTES = 48.0  # a cycle, to one multiprocessor
-_DRAM_BYTES = 4.2e6  # a microsecond
-_EPILOGUE = 1.0  # microseconds at the end of a tile, when the tensor cores wait
+_EPILOGUE = 1.0  # microseconds at the end of a tile of 256 columns
 _LAUNCH = 3.0  # microseconds
-_EXCHANGE = 1.0  # microseconds, for blocks that share a tile
+_EXCHANGE = 0.7  # microseconds, for blocks that share a tile
+_BLOCKED = 1.1  # times the cycles of products, with scales of blocks
+_STEP_CYCLES = 120.0  # of a step, however small
 
 
 def choose(problem: Problem, device: Device) -> GemmConfig | SwapConfig:
     """The config that takes the least time by the model, of those for as many rows."""
-    blocked, itemsize = problem.epilogue.block_scaled, problem.dtype.itemsize
-    m = tuning.power_of_two(problem.m)
-    return _choose(m, problem.n, _steps(problem), itemsize, blocked, problem.out_is_aligned, device.multiprocessors)
+    blocked, m = problem.epilogue.block_scaled, tuning.power_of_two(problem.m)
+    return _choose(m, problem.n, _steps(problem), blocked, problem.out_is_aligned, device.multiprocessors)
 
 
 @cache
 def _choose(
-    m: int, n: int, steps: int, itemsize: int, blocked: bool, out_is_aligned: bool, multiprocessors: int
+    m: int, n: int, steps: int, blocked: bool, out_is_aligned: bool, multiprocessors: int
 ) -> GemmConfig | SwapConfig:
     """`choose` by what it depends on."""
     found: list[tuple[float, GemmConfig | SwapConfig]] = []
-    bytes_moved = (m + n) * steps * _STEP_BYTES + m * n * 2
-    floor = bytes_moved / _DRAM_BYTES
-    if out_is_aligned:
-        found += [
-            (max(floor, _gemm_time(one, m, n, steps, blocked, multiprocessors)), one) for one in _gemm_configs(blocked)
-        ]
     if m <= _MAX_SWAP_ROWS:
-        found += [
-            (max(floor, _swap_time(one, m, n, steps, blocked, multiprocessors)), one)
-            for one in _swap_configs(m, steps, blocked)
-        ]
+        swaps = _swap_configs(m, n, steps, blocked, multiprocessors)
+        found += [(_swap_time(one, m, n, steps, multiprocessors), one) for one in swaps]
+    if out_is_aligned:
+        gemms = _gemm_configs(m, blocked)
+        found += [(_gemm_time(one, m, n, steps, blocked, multiprocessors), one) for one in gemms]
     return min(found, key=lambda timed: timed[0])[1]
 
 
-def _gemm_configs(blocked: bool) -> Iterator[GemmConfig]:
-    for tile_n in (192, 128, 64) if blocked else (256, 224, 192, 128, 64):
-        for cluster in (2, 1):
+def _gemm_configs(m: int, blocked: bool) -> Iterator[GemmConfig]:
+    for tile_n in (128, 64) if blocked else (128, 256, 224, 112, 64, 32):
+        for cluster in (2, 1) if m > GemmConfig.TILE_M else (1,):
             yield GemmConfig(tile_n, cluster, _GROUP)
 
 
-def _swap_configs(m: int, steps: int, blocked: bool) -> Iterator[SwapConfig]:
-    tile_m = max(16, m)
-    blocks = 2 if tile_m * (2 if blocked else 1) <= 32 else 1
-    yield SwapConfig(tile_m, 128, 1, True, blocks)
-    for splits in (1, 2, 4, 8):
-        if splits <= steps:
-            yield SwapConfig(tile_m, 128, splits, False, blocks)
+def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> Iterator[SwapConfig]:
+    """With tiles as wide as makes the fewest waves of blocks that are equally busy."""
+    tile_m = min(max(16, m), _MAX_BLOCKED_ROWS if blocked else _MAX_SWAP_ROWS)
+    for splits, clusters in ((1, multiprocessors), (2, multiprocessors // 2), (4, multiprocessors * 30 // 132)):
+        waves = -(-n // (256 * clusters))
+        tile_n = -(-n // (8 * waves * clusters)) * 8
+        for one in (SwapConfig(tile_m, tile_n, splits), SwapConfig(tile_m, 128, splits)):
+            if one._fits(steps, blocked):
+                yield one
 
 
 def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> float:
     """Microseconds: whole waves of tiles, bound by tensor cores or by the L2 cache."""
     tiles = -(-m // (config.TILE_M * config.cluster)) * -(-n // config.tile_n)
     waves = -(-tiles // (multiprocessors // config.cluster))
-    products = 4.0 * config.tile_n * (1.2 if blocked else 1.0)  # cycles of a step
+    products = 4.0 * config.tile_n * (_BLOCKED if blocked else 1.0)  # cycles of a step
     loads = (config.TILE_M + config.tile_n / config.cluster) * _STEP_BYTES / _L2_BYTES
-    return _LAUNCH + waves * (steps * max(products, loads) / _CLOCK + _EPILOGUE)
+    overlapped = config.tile_n <= _MAX_TWICE
+    stores = _EPILOGUE * config.tile_n / 256
+    return _LAUNCH + stores + waves * (steps * max(products, loads) / _CLOCK + (0.0 if overlapped else stores))
 
 
-def _swap_time(config: SwapConfig, m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> float:
-    """Microseconds: what the busiest multiprocessor loads."""
-    tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
+def _swap_time(config: SwapConfig, m: int, n: int, steps: int, multiprocessors: int) -> float:
+    """Microseconds: what a multiprocessor loads."""
+    blocks = -(-m // config.tile_m) * -(-n // config.tile_n) * config.splits
+    waves = -(-blocks // multiprocessors)
     loads = (config.tile_m + config.tile_n) * _STEP_BYTES / _L2_BYTES  # cycles of a step
-    if config.stream:
-        busiest, exchange = -(-tiles * steps // multiprocessors), _EXCHANGE
-    else:
-        blocks = -(-tiles * config.splits // multiprocessors)
-        busiest, exchange = blocks * -(-steps // config.splits), _EXCHANGE * (config.splits > 1)
-    return _LAUNCH + exchange + busiest * loads / _CLOCK
+    exchange = _EXCHANGE * (config.splits > 1)
+    return _LAUNCH + exchange + waves * -(-steps // config.splits) * max(loads, _STEP_CYCLES) / _CLOCK
