@@ -7,6 +7,9 @@
 //     b[i]: rows 2t + i * 8 and the next, column g                       of B [16, 8]
 //     d[i]: row g + i / 2 * 8, column 2t + i % 2                         of D [16, 8], in float32
 //
+// Words of four 8-bit elements have twice as many columns of A and rows of B: columns 4t + i / 2 * 16 and the next three
+// of A [16, 32], rows 4t + i * 16 and the next three of B [32, 8].
+//
 // AMD's matrix cores have other shapes: kernels that include this file do not run there.
 
 #pragma once
@@ -27,6 +30,35 @@ DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
     if constexpr (is_same<T, half_t>) PYOPS_MMA("f16");
     else PYOPS_MMA("bf16");
+#undef PYOPS_MMA
+#elif PYOPS_HOST
+    host_mma<T>(d, a, b);
+#endif
+}
+
+// Whether mma_m16n8k32 takes elements of type T here. Where it does not, fp8_to_half and two products by mma_m16n8k16
+// take its place. (Data-centre GPUs from sm_90 on have the instruction, too, but not in hardware: the compiler converts
+// the elements anew for every product.)
+template <typename T>
+constexpr bool MULTIPLIES_BYTES = is_same<T, int8_t>
+#if PYOPS_HOST || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+                                  || is_same<T, fp8_e4m3_t> || is_same<T, fp8_e5m2_t>
+#endif
+    ;
+
+// D += A * B, the elements of A and B of type T: fp8_e4m3_t or fp8_e5m2_t, and D in float; or int8_t, and D in int32_t.
+template <typename T, typename Sum>
+DEVICE void mma_m16n8k32(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    static_assert(MULTIPLIES_BYTES<T>);
+#if PYOPS_CUDA
+#define PYOPS_MMA(SUM, FORMAT, CONSTRAINT)                                       \
+    asm("mma.sync.aligned.m16n8k32.row.col." SUM "." FORMAT "." FORMAT "." SUM   \
+        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"       \
+        : CONSTRAINT(d[0]), CONSTRAINT(d[1]), CONSTRAINT(d[2]), CONSTRAINT(d[3]) \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+    if constexpr (is_same<T, int8_t>) PYOPS_MMA("s32", "s8", "+r");
+    else if constexpr (is_same<T, fp8_e4m3_t>) PYOPS_MMA("f32", "e4m3", "+f");
+    else PYOPS_MMA("f32", "e5m2", "+f");
 #undef PYOPS_MMA
 #elif PYOPS_HOST
     host_mma<T>(d, a, b);
