@@ -179,5 +179,7 @@ def _define(library: Any, entry: Entry) -> None:
     returns = [str(one.type) for one in _parsed(entry).returns]
     if not returns:
         torch.library.register_fake(_qualified(entry), lambda *args, **kwargs: None, lib=library)
-    elif "Tensor" in returns:  # of tensors without data, what allocates results makes the right ones
+    elif {"Tensor", "List[Tensor]"} & {
+        *returns
+    }:  # of tensors without data, what allocates results makes the right ones
         torch.library.register_fake(_qualified(entry), FAKES.get(entry.name, entry.kernel), lib=library)
