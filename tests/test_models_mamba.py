@@ -207,6 +207,17 @@ def logits_behind(runner: Runner, prompt: list[int], following: list[int]) -> to
 
 
 @pytest.mark.parametrize("case", FAMILIES)
+def test_a_slot_tells_a_text_nothing_of_the_one_before(case: str, folder: Callable[[str], Path]) -> None:
+    """One slot for texts one after another; one of them begins with a single token."""
+    engine = Engine(load(folder(case)), max_seq_len=104, max_num_seqs=1)
+    for kept in engine._runner.cache:
+        for tensor in kept:
+            tensor.zero_()
+    for i in (0, 1, 2, 1):
+        assert engine.generate([PROMPTS[i]], SamplingParams(max_tokens=8)) == [texts(case)[i][:8]]
+
+
+@pytest.mark.parametrize("case", FAMILIES)
 def test_a_batch_of_steps_and_prompts(case: str, folder: Callable[[str], Path]) -> None:
     """Steps of two texts, the beginning of a prompt, the middle of another and a prompt of one token: as each alone."""
     runner = Runner(load(folder(case)), 25, 4, 5, 32)
@@ -395,7 +406,7 @@ def test_a_bad_config_is_refused(what: str) -> None:
 
 def test_layers_without_sizes_are_refused() -> None:
     sizes = {name: value for name, value in vars(TINIES["mamba"]).items() if name != "state_space"}
-    with pytest.raises(ModelError, match="state_space: expected what layers of mamba are, got None"):
+    with pytest.raises(ModelError, match="layer_types: expected 1 of attention, got"):
         Config(**sizes)
     with pytest.raises(ModelError, match="layer_types: expected 1 of attention or mamba2, got"):
         Config(**sizes, state_space=TINY_MAMBA2)

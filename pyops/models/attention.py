@@ -105,12 +105,14 @@ class Attention:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         block_size = key_cache.shape[1]
         max_seq_len = batch.block_tables.shape[1] * block_size
-        past = (key_cache, value_cache, config.num_key_value_heads, head_dim**-0.5, batch.block_tables, batch.seq_lens)
-        window = self.sliding_window
-        if batch.num_decodes == len(batch.seq_lens):
-            paged_attention_v1(out, query, *past, block_size, max_seq_len, None, *scales, sliding_window=window)
-        else:
-            paged_attention_varlen(out, query, *past, batch.cu_seqlens_q, block_size, *scales, sliding_window=window)
+        past = (key_cache, value_cache, config.num_key_value_heads, head_dim**-0.5)
+        window, steps = self.sliding_window, batch.num_decodes
+        if steps:
+            texts = batch.block_tables[:steps], batch.seq_lens[:steps], block_size, max_seq_len, None
+            paged_attention_v1(out[:steps], query[:steps], *past, *texts, *scales, sliding_window=window)
+        if steps < len(batch.seq_lens):
+            prompts = batch.block_tables[steps:], batch.seq_lens[steps:], batch.cu_seqlens_of_prompts, block_size
+            paged_attention_varlen(out[steps:], query[steps:], *past, *prompts, *scales, sliding_window=window)
         return self.o(out.flatten(1))
 
 

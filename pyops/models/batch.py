@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,3 +34,8 @@ class Batch:
     state_slots: Tensor
     has_states: Tensor | None
     num_decodes: int
+
+    @cached_property
+    def cu_seqlens_of_prompts(self) -> Tensor:
+        """`cu_seqlens_q` of the sequences behind the first num_decodes, without the tokens of these."""
+        return self.cu_seqlens_q[self.num_decodes :] - self.num_decodes

@@ -18,7 +18,6 @@ _STATE_SPACES: dict[str, Callable[[dict[str, Any]], StateSpace]] = {
 }
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *_STATE_SPACES)
 DTYPES = ("float32", "float16", "bfloat16")
-LAYER_TYPES = ("attention", "mamba", "mamba2")
 
 
 class Names(NamedTuple):
@@ -46,9 +45,9 @@ class Config:
     Attributes:
         intermediate_size: channels of an MLP; 0 where layers have none.
         num_attention_heads, num_key_value_heads, head_dim: 0 where no layer is attention.
-        layer_types: for each layer, "attention", "mamba" or "mamba2"; () where all are attention. The type of a layer
-            decides what the layer keeps of a text.
-        state_space: what layers of the types "mamba" and "mamba2" are; None where there are none.
+        layer_types: for each layer, "attention" or the kind of `state_space`; () where all are attention. The type of a
+            layer decides what the layer keeps of a text.
+        state_space: what the layers that are not attention are; None where all are.
         sliding_windows: for each layer, the number of last tokens it attends to; 0 for all tokens.
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
         qk_norm: whether query and key heads are normalised before the rotary embedding.
@@ -87,11 +86,9 @@ class Config:
         for name, values, default in (("layer_types", types, "attention"), ("sliding_windows", windows, 0)):
             if not values:
                 object.__setattr__(self, name, (default,) * layers)
-        kinds = LAYER_TYPES if self.state_space is None else ("attention", self.state_space.kind)
+        kinds = ("attention",) if self.state_space is None else ("attention", self.state_space.kind)
         if len(self.layer_types) != layers or not all(kind in kinds for kind in self.layer_types):
             raise refuse("layer_types", f"{layers} of {' or '.join(kinds)}", types)
-        if self.state_space is None and set(self.layer_types) != {"attention"}:
-            raise refuse("state_space", f"what layers of {' and '.join(sorted({*types}))} are", None)
         for name in _SIZES:
             absent = name == "intermediate_size" or (name in _ATTENTION_SIZES and not self.has_attention)
             if not absent or getattr(self, name) != 0:

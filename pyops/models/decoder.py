@@ -54,17 +54,15 @@ class Decoder:
 
     def _layer(self, i: int, place: Place) -> Layer:
         """Layer number `i`, whose type decides what mixes tokens and what is kept of them."""
-        config = self.config
-        is_attention = config.layer_types[i] == "attention"
-        norms = [place.empty(config.hidden_size) for _ in range(2 if config.intermediate_size else 1)]
-        return Layer(
-            input_norm=norms[0],
-            mixer=Attention(config, config.sliding_windows[i], place)
-            if is_attention
-            else StateSpaceLayer(config, place),
-            mlp_norm=norms[1] if config.intermediate_size else None,
-            mlp=MLP(config, place) if config.intermediate_size else None,
-        )
+        config, hidden_size = self.config, self.config.hidden_size
+        mixer: Attention | StateSpaceLayer
+        if config.layer_types[i] == "attention":
+            mixer = Attention(config, config.sliding_windows[i], place)
+        else:
+            mixer = StateSpaceLayer(config, place)
+        if not config.intermediate_size:
+            return Layer(place.empty(hidden_size), mixer, None, None)
+        return Layer(place.empty(hidden_size), mixer, place.empty(hidden_size), MLP(config, place))
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: the weights, or a view of them}. `write` sets them.
