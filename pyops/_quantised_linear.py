@@ -24,7 +24,7 @@ class QuantisedLinear(NamedTuple):
 
     Attributes:
         weight: [out, in] float8_e4m3fn or int8.
-        weight_scale: float32, contiguous: [out, 1], or those of blocks of 128 x 128.
+        weight_scale: float32, contiguous: [out, 1] or one element, or those of blocks of 128 x 128.
         input_scale: one float32, or None.
         bias: [out] of the dtype of x, or None.
         block_rows: where scales are those of blocks, the rows of the weight that one product multiplies, in order.

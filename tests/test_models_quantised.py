@@ -295,9 +295,12 @@ def test_tokens_are_those_of_the_dequantised_model(kind: str, name: str, folder:
     There the model is undecided between both tokens within what quantised activations do to its logits: each of the two
     may be off by the largest change of a logit at that token, and by a quarter of it for the roundings of the dtype.
     """
-    case = case_of(kind, name)
     engine = Engine(load(folder(kind, name)), max_seq_len=96, max_num_seqs=1)
     (text,) = engine.generate([PROMPT], SamplingParams(max_tokens=COUNT))
+    check_text(case_of(kind, name), text)
+
+
+def check_text(case: Case, text: list[int]) -> None:
     tokens = PROMPT + text[:-1]
     exact, coded = (logits_of(case, tokens, quantising)[len(PROMPT) - 1 :] for quantising in (False, True))
     errors, others = (coded - exact).abs().amax(-1), [i for i in range(COUNT) if text[i] != exact[i].argmax()]
