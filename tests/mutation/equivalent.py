@@ -12,5 +12,4 @@ EQUIVALENT: dict[str, str] = {
     "include/span.cuh:exit:0734c801": "a whole vector has the same elements if they are loaded one by one",
     "sampling/sampling_row.cu:condition:545b3ddc": "every lane has the extremes; atomics of the others change nothing",
     "sampling/top_k_per_row.cu:cast:604bdf17": "the bit of a bool has the same place in int and in uint32_t",
-    "pyops/ops/linear/skinny_linear.py:specialisation:afe7a4ce": "blocks take twice the tokens, and half find none",
 }

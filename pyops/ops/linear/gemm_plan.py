@@ -132,14 +132,14 @@ Config = MmaConfig | SimtConfig | SkinnyConfig
 def choose(problem: Problem, device: Device) -> Config:
     """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
     plain = problem.epilogue.is_plain and problem.dtype is problem.epilogue.out.dtype in FLOATS
-    if plain and problem.m <= _MAX_SKINNY_ROWS and problem.rows_are_dense:
+    if plain and problem.m <= _MAX_SKINNY_ROWS and problem.rows_are_dense and problem.k > 0:
         return skinny_linear.choose(problem, device)
     if problem.dtype is float32 or not device.supports("mma"):
         return SimtConfig(16 if problem.m <= 16 else 64, 64)
-    return _choose_mma(problem, device)
+    return choose_mma(problem, device)
 
 
-def _choose_mma(problem: Problem, device: Device) -> MmaConfig:
+def choose_mma(problem: Problem, device: Device) -> MmaConfig:
     """The largest tile that leaves no multiprocessor idle; where none does, blocks share tiles."""
     m = tuning.power_of_two(problem.m)
 

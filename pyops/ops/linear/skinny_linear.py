@@ -134,6 +134,8 @@ def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | Non
 @skinny_linear.plan
 def plan_skinny_linear(out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None) -> Launch:
     problem = check_linear(out, input, weight, bias)
+    if not problem.k:
+        raise input.error(f"expected rows of at least one element, got shape {input.shape}")
     return tuning.config(problem.op, problem, problem.device, choose).launch(problem)
 
 
