@@ -588,7 +588,10 @@ BAD = {
     ),
     "no architecture": (edit_config(architectures=None), "architectures: expected"),
     "an activation": (edit_config(hidden_act="gelu"), "hidden_act: expected 'silu', got 'gelu'"),
-    "quantised": (edit_config(quantization_config={"bits": 4}), "quantization_config: expected None"),
+    "quantised": (
+        edit_config(quantization_config={"bits": 4}),
+        "quantization_config.quant_method: expected 'fp8' or 'compressed-tensors', got None",
+    ),
     "a rope": (rope(rope_type="longrope"), "rope_type: expected .*, got 'longrope'"),
     "a rope of another type": (rope(rope_type=[]), r"rope_type: expected .*, got \[\]"),
     "no rope at all": (edit_config(rope_scaling=[1]), r"rope_scaling: expected one object for all layers, got \[1\]"),

@@ -2,7 +2,9 @@
 
 config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
+quantization          quantised weights as config.json describes them
 config                config.json
+linear                projections, plain and of 8-bit weights
 batch                 the tokens of one forward pass
 attention             attention over a paged cache; MLPs
 mamba                 state-space layers, with states in slots
@@ -19,6 +21,7 @@ from .decoder import Decoder
 from .engine import Engine, Output, check_request
 from .kernels import serving_kernels
 from .params import SamplingParams
+from .quantization import Quantization
 from .rope import Rope
 from .state_space import StateSpace
 
@@ -27,6 +30,7 @@ __all__ = [
     "Decoder",
     "Engine",
     "Output",
+    "Quantization",
     "Rope",
     "SamplingParams",
     "StateSpace",

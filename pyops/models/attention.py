@@ -1,61 +1,21 @@
-"""What the layers of a Llama are made of: projections, attention over a paged cache, MLPs."""
+"""What the layers of a Llama are made of: attention over a paged cache, MLPs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from .._core.lazy import torch
 from ..ops.activation import silu_and_mul
 from ..ops.attention import paged_attention_v1, paged_attention_varlen
 from ..ops.cache import reshape_and_cache_flash
-from ..ops.linear.skinny_linear import skinny_linear
 from ..ops.norm import rms_norm
 from ..ops.rotary import rotary_embedding
 from .batch import Batch
 from .config import Config
+from .linear import Place
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# Rows up to which skinny_linear is faster than cuBLAS (docs/performance.md, "`skinny_linear`").
-_MAX_SKINNY_ROWS = 1
-
-
-class Place(NamedTuple):
-    """The dtype and device of weights."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-    def linear(self, rows: int, columns: int, bias: bool) -> Linear:
-        return Linear(self.empty(rows, columns), self.empty(rows) if bias else None)
-
-
-class Linear(NamedTuple):
-    """A projection, or several of the same input stacked: weight [out, in], bias [out] or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias``."""
-        if x.shape[0] > _MAX_SKINNY_ROWS or not x.is_cuda:
-            return torch.nn.functional.linear(x, self.weight, self.bias)
-        out = x.new_empty(x.shape[0], self.weight.shape[0])
-        skinny_linear(out, x, self.weight, self.bias)
-        return out
-
-    def parts(self, **sizes: int) -> dict[str, Tensor]:
-        """{name in a checkpoint: view} of the stacked projections, given by their names and rows."""
-        return {
-            f"{name}.{kind}": part
-            for kind, whole in self._asdict().items()
-            if whole is not None
-            for name, part in zip(sizes, whole.split(list(sizes.values())), strict=True)
-        }
 
 
 class Attention:
@@ -71,11 +31,11 @@ class Attention:
 
     def __init__(self, config: Config, sliding_window: int, place: Place) -> None:
         head_dim, kv_size = config.head_dim, config.num_key_value_heads * config.head_dim
-        self.config, self.sliding_window = config, sliding_window
+        self.config, self.sliding_window, self.place = config, sliding_window, place
         self.sizes = {"q_proj": config.num_attention_heads * head_dim, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv = place.linear(sum(self.sizes.values()), config.hidden_size, config.qkv_bias)
+        self.qkv = place.linear(self.sizes, config.hidden_size, config.qkv_bias)
         self.q_norm, self.k_norm = (place.empty(head_dim) if config.qk_norm else None for _ in range(2))
-        self.o = place.linear(config.hidden_size, self.sizes["q_proj"], config.o_bias)
+        self.o = place.linear({"o_proj": config.hidden_size}, self.sizes["q_proj"], config.o_bias)
         # The scale of an fp8 cache, for the signatures of ops. No kernel reads it, as this cache has the model's dtype.
         self._one = torch.ones(1, device=place.device)
         self.token_bytes = 2 * kv_size * place.dtype.itemsize
@@ -84,12 +44,12 @@ class Attention:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
         norms = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
         found = {name: norm for name, norm in norms.items() if norm is not None}
-        return found | self.qkv.parts(**self.sizes) | self.o.parts(o_proj=self.config.hidden_size)
+        return found | self.qkv.tensors() | self.o.tensors()
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
         """Keys and values: each [num_blocks, block_size, num_key_value_heads, head_dim]."""
         shape = (2, num_blocks, block_size, self.config.num_key_value_heads, self.config.head_dim)
-        return tuple(torch.empty(shape, dtype=self.qkv.weight.dtype, device=self.qkv.weight.device))
+        return tuple(torch.empty(shape, dtype=self.place.dtype, device=self.place.device))
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], cos_sin: Tensor) -> Tensor:
         config, head_dim = self.config, self.config.head_dim
@@ -120,14 +80,14 @@ class MLP:
     """``down(silu(gate(x)) * up(x))``; gate and up are one matrix."""
 
     def __init__(self, config: Config, place: Place) -> None:
-        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_up = place.linear(2 * self.intermediate_size, self.hidden_size, config.mlp_bias)
-        self.down = place.linear(self.hidden_size, self.intermediate_size, config.mlp_bias)
+        hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        sizes = dict.fromkeys(("gate_proj", "up_proj"), self.intermediate_size)
+        self.gate_up = place.linear(sizes, hidden_size, config.mlp_bias)
+        self.down = place.linear({"down_proj": hidden_size}, self.intermediate_size, config.mlp_bias)
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
-        gate_up = self.gate_up.parts(gate_proj=self.intermediate_size, up_proj=self.intermediate_size)
-        return gate_up | self.down.parts(down_proj=self.hidden_size)
+        return self.gate_up.tensors() | self.down.tensors()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         gate_up = self.gate_up(hidden)

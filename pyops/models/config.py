@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .config_values import MAX_POSITIONS, first, flag, is_integer, number, read_json, refuse, size
+from .quantization import Quantization
 from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
@@ -52,7 +53,8 @@ class Config:
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
         qk_norm: whether query and key heads are normalised before the rotary embedding.
         residual_in_float32: whether the sums of layers are float32, whatever the dtype.
-        dtype: dtype of the checkpoint.
+        quantization: how projections are quantised; None where they are not.
+        dtype: dtype of the checkpoint, of its weights that are not quantised.
         eos_token_ids: tokens that end a text.
         names: of the parts of the model in a checkpoint.
     """
@@ -76,6 +78,7 @@ class Config:
     qk_norm: bool = False
     residual_in_float32: bool = False
     tie_word_embeddings: bool = False
+    quantization: Quantization | None = None
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     names: Names = _LLAMA_NAMES
@@ -95,6 +98,8 @@ class Config:
                 size(name, getattr(self, name))
         if self.has_attention:
             self._check_attention()
+        if self.quantization is not None and self.state_space is not None:
+            raise refuse("quantization_config", "None with state-space layers", self.quantization)
         if self.dtype not in DTYPES:
             raise refuse("dtype", " or ".join(DTYPES), self.dtype)
         if len(self.sliding_windows) != layers or not all(isinstance(w, int) and w >= 0 for w in self.sliding_windows):
@@ -136,13 +141,13 @@ class Config:
         if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
             raise refuse("architectures", " or ".join(ARCHITECTURES), architectures)
         (architecture,) = architectures
-        for name, supported in (("hidden_act", "silu"), ("quantization_config", None)):
-            if values.get(name, supported) not in (supported, None):
-                raise refuse(name, repr(supported), values[name])
+        if values.get("hidden_act") not in ("silu", None):
+            raise refuse("hidden_act", "'silu'", values["hidden_act"])
         parse = _mamba if architecture in ("MambaForCausalLM", "Mamba2ForCausalLM") else _with_attention
         ends = values.get("eos_token_id")
         return cls(
             **parse(values, architecture),
+            quantization=Quantization.parse(values.get("quantization_config")),
             dtype=first(values.get("dtype"), values.get("torch_dtype"), "float32"),
             eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         )

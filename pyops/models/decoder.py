@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.lazy import torch
+from .._model_error import ModelError
 from ..ops.norm import fused_add_rms_norm, rms_norm
-from .attention import MLP, Attention, Linear, Place
+from .attention import MLP, Attention
 from .batch import Batch
-from .config import Config
+from .config import Config, Names
+from .linear import Linear, Place
 from .mamba import StateSpaceLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Cache = list[tuple["Tensor", ...]]  # what each layer keeps of texts
+_RANDOM_CODE, _MAX_RANDOM_CODE = 32.0, 127.0  # deviation and bound of random 8-bit weights
+_RANDOM_INPUT = 8.0  # what is 127 under a random static scale
 
 
 class Layer(NamedTuple):
@@ -24,6 +28,16 @@ class Layer(NamedTuple):
     mixer: Attention | StateSpaceLayer
     mlp_norm: Tensor | None
     mlp: MLP | None
+
+    def tensors(self, names: Names) -> dict[str, Tensor]:
+        """{name in a checkpoint, within the layer: the weights, or a view of them}."""
+        mixer = names.attention if isinstance(self.mixer, Attention) else names.state_space
+        found = {f"{names.input_norm}.weight": self.input_norm}
+        found |= {f"{mixer}.{name}": tensor for name, tensor in self.mixer.tensors().items()}
+        if self.mlp is not None and self.mlp_norm is not None:
+            found[f"{names.mlp_norm}.weight"] = self.mlp_norm
+            found |= {f"{names.mlp}.{name}": tensor for name, tensor in self.mlp.tensors().items()}
+        return found
 
 
 class Decoder:
@@ -42,12 +56,14 @@ class Decoder:
     def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:
         self.config = config
         self.device, self.dtype = torch.device(device), getattr(torch, dtype or config.dtype)
-        place = Place(self.dtype, self.device)
+        if config.quantization is not None and self.dtype == torch.float32:
+            raise ModelError("dtype", "expected float16 or bfloat16 with quantised weights, got float32")
+        place = Place(self.dtype, self.device, config.quantization)
         self.embedding = place.empty(config.vocab_size, config.hidden_size)
         self.layers = [self._layer(i, place) for i in range(config.num_hidden_layers)]
         self.norm = place.empty(config.hidden_size)
         head = self.embedding if config.tie_word_embeddings else place.empty(config.vocab_size, config.hidden_size)
-        self.head = Linear(head, None)
+        self.head = Linear(head, None, {"lm_head": config.vocab_size})
         self.token_bytes = sum(layer.mixer.token_bytes for layer in self.layers)
         self.slot_bytes = sum(layer.mixer.slot_bytes for layer in self.layers)
         self._tensors = self._named()
@@ -55,14 +71,17 @@ class Decoder:
     def _layer(self, i: int, place: Place) -> Layer:
         """Layer number `i`, whose type decides what mixes tokens and what is kept of them."""
         config, hidden_size = self.config, self.config.hidden_size
+        at = f"{config.names.layers}.{i}"
         mixer: Attention | StateSpaceLayer
         if config.layer_types[i] == "attention":
-            mixer = Attention(config, config.sliding_windows[i], place)
+            attention = place._replace(module=f"{at}.{config.names.attention}")
+            mixer = Attention(config, config.sliding_windows[i], attention)
         else:
             mixer = StateSpaceLayer(config, place)
         if not config.intermediate_size:
             return Layer(place.empty(hidden_size), mixer, None, None)
-        return Layer(place.empty(hidden_size), mixer, place.empty(hidden_size), MLP(config, place))
+        mlp = MLP(config, place._replace(module=f"{at}.{config.names.mlp}"))
+        return Layer(place.empty(hidden_size), mixer, place.empty(hidden_size), mlp)
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: the weights, or a view of them}. `write` sets them.
@@ -77,28 +96,35 @@ class Decoder:
         if not self.config.tie_word_embeddings:
             found["lm_head.weight"] = self.head.weight
         for i, layer in enumerate(self.layers):
-            at = f"{names.layers}.{i}."
-            mixer = names.attention if isinstance(layer.mixer, Attention) else names.state_space
-            found[f"{at}{names.input_norm}.weight"] = layer.input_norm
-            found |= {f"{at}{mixer}.{name}": tensor for name, tensor in layer.mixer.tensors().items()}
-            if layer.mlp is not None and layer.mlp_norm is not None:
-                found[f"{at}{names.mlp_norm}.weight"] = layer.mlp_norm
-                found |= {f"{at}{names.mlp}.{name}": tensor for name, tensor in layer.mlp.tensors().items()}
+            found |= {f"{names.layers}.{i}.{name}": tensor for name, tensor in layer.tensors(names).items()}
         return found
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Set the weights that a checkpoint calls `name` to what it has under this name."""
         weights = self._tensors[name]
+        if name.endswith(".input_scale"):  # which projections of one input share: nothing saturates under the largest
+            tensor = torch.maximum(weights, tensor.to(weights).reshape(weights.shape))
         weights.copy_(tensor)
         if name.endswith(".A_log"):  # mixers hold the decays A themselves
             weights.exp_().neg_()
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
-        """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``."""
+        """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.
+
+        8-bit weights are such noise but for what of it is rounded, and cut off at four deviations.
+        """
         generator = torch.Generator(self.device).manual_seed(seed)
         for name, tensor in self._tensors.items():
             if "norm" in name.split(".")[-2]:
                 tensor.fill_(1.0)
+            elif name.endswith(".input_scale"):
+                tensor.fill_(_RANDOM_INPUT / _MAX_RANDOM_CODE)
+            elif name.endswith(".weight_scale"):
+                columns = self._tensors[name.removesuffix("_scale")].shape[1]
+                tensor.fill_(scale * columns**-0.5 / _RANDOM_CODE)
+            elif tensor.itemsize == 1:
+                codes = torch.empty(tensor.shape, device=self.device).normal_(0.0, _RANDOM_CODE, generator=generator)
+                tensor.copy_(codes.round_().clamp_(-_MAX_RANDOM_CODE, _MAX_RANDOM_CODE))
             else:
                 self.write(name, tensor.normal_(0.0, scale * tensor.shape[-1] ** -0.5, generator=generator))
         return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from .._core.lazy import torch
 from .._core.op import Op, registry
 from .batch import Batch
 from .config import Config
-from .decoder import Decoder
+from .decoder import Decoder, Layer
 from .runner import blocks_for, decode_batch, decode_sizes, row_size
 
 _GROWTH = 1.1  # from one number of prompt tokens that is tried to the next; kernels change at few of them
@@ -43,14 +42,11 @@ def serving_kernels(
 
     config = model if isinstance(model, Config) else Config.read(Path(model))
     max_seq_len = max_model_len or min(4096, config.max_position_embeddings)
-    # Layers differ in their types and windows alone, and one of each kind plans all kernels.
-    kinds = dict.fromkeys(zip(config.layer_types, config.sliding_windows, strict=True))
-    types, windows = zip(*kinds, strict=True)
-    config = replace(config, num_hidden_layers=len(kinds), layer_types=types, sliding_windows=windows)
     found: dict[tuple[str, Any, Any], tuple[Op, Specialisation]] = {}
     place = "cpu" if device.index < 0 else f"cuda:{device.index}"
     with FakeTensorMode(), torch.no_grad(), _planned(device, found), torch.device(place):
         decoder = Decoder(config, dtype, place)
+        decoder.layers = _kinds(decoder)
         max_blocks = blocks_for(config, max_seq_len, block_size)
         cache = decoder.new_cache(max_num_seqs * max_blocks, block_size, max_num_seqs)
         cos_sin = torch.empty(max_seq_len, config.rope.rotary_dim(config.head_dim), dtype=decoder.dtype)
@@ -59,6 +55,16 @@ def serving_kernels(
         batches += _prompts(max_num_seqs, max_blocks, max_num_batched_tokens)
         for batch in batches:
             decoder.head(decoder.forward(batch, cache, cos_sin))
+    return list(found.values())
+
+
+def _kinds(decoder: Decoder) -> list[Layer]:
+    """A layer of each kind, which together plan all kernels: layers differ in types, windows and dtypes alone."""
+    config = decoder.config
+    found: dict[Any, Layer] = {}
+    for layer, kind in zip(decoder.layers, zip(config.layer_types, config.sliding_windows, strict=True), strict=True):
+        dtypes = tuple(tensor.dtype for tensor in layer.tensors(config.names).values())
+        found.setdefault((kind, dtypes), layer)
     return list(found.values())
 
 

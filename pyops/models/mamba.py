@@ -8,9 +8,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .._core.lazy import torch
-from .attention import Place
 from .batch import Batch
 from .config import Config
+from .linear import Place
 
 if TYPE_CHECKING:
     from torch import Tensor
