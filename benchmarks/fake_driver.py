@@ -36,6 +36,15 @@ def _launch(*_: Any) -> None:
 # kernel's function. The two addresses differ, so pthread_equal returns 0, which is the driver's status for success.
 _launch_with_attributes = ctypes.CDLL(None).pthread_equal
 
+# Likewise in the place of cuTensorMapReplaceAddress: the address of a map is never that of the tensor.
+_replace_address = ctypes.PyDLL(None).pthread_equal
+_replace_address.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+
+
+def _encode_map(*_: Any) -> int:
+    """In the place of cuTensorMapEncodeTiled."""
+    return 0
+
 
 def _nothing(*_: Any) -> None:
     pass
@@ -83,7 +92,8 @@ class _Loaded:
 def _patches() -> Iterator[Any]:
     """What is replaced while the fake lasts."""
     here = replace(device.host(), index=_INDEX)
-    fake = driver.Driver(_launch, _launch_with_attributes, RuntimeError, _device_index)
+    launches = _launch, _launch_with_attributes, RuntimeError
+    fake = driver.Driver(*launches, _device_index, _encode_map, _replace_address)
     loaded = _Loaded()
 
     def get_device(_: int = _INDEX) -> device.Device:

@@ -7,7 +7,7 @@ import difflib
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ._core import dtypes
@@ -16,6 +16,7 @@ from ._core.errors import OpError
 from ._core.example import ArgMaker
 from ._core.kernel import Launch
 from ._core.op import Op, registry
+from ._core.tensor import TensorArg
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,9 @@ def launches(op: Op, values: Mapping[str, Any], device: Device) -> list[Launch]:
     """What the op plans on `device` for its example with these values. Nothing is compiled."""
     assert op.example is not None
     try:
-        return op.launches(*op.example(ArgMaker(device, op.name), **values))
+        args = op.example(ArgMaker(device, op.name), **values)
+        named = zip(op.parameters, args, strict=True)
+        return op.launches(*(replace(arg, name=p.name) if isinstance(arg, TensorArg) else arg for p, arg in named))
     except Exception as error:
         if not values or isinstance(error, OpError):
             raise

@@ -19,7 +19,7 @@ from benchmarks import __main__ as main
 from benchmarks import accuracy, compile_time, decode, kernel_time, numerics, overhead, report, rivals, shapes, timing
 from benchmarks import transformers as accelerated
 from pyops._core import offline
-from pyops.models import Config, Llama
+from pyops.models import Config, Decoder
 
 RMS_NORM = pyops.registry["rms_norm"]
 
@@ -252,6 +252,23 @@ def test_a_contender_that_writes_nothing_or_the_wrong_is_refused() -> None:
     with pytest.raises(rivals.Unavailable, match="disagrees"):
         check(lambda out, input, *rest: lambda: out.copy_(input))
     assert check(rivals.ours(RMS_NORM)) == 0
+
+
+def test_another_order_is_a_rivals_right_alone() -> None:
+    op = pyops.registry["shuffle_rows"]
+    case = shapes.cases(op, {"dtype": ["float32"], "num_tokens": [16], "hidden_size": [64]})[0]
+    check = accuracy.Check(case, "cpu")
+
+    def turned(input_tensor: Any, dst2src_map: Any, output: Any) -> Any:
+        return lambda: output.copy_(input_tensor[dst2src_map].flip(0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accuracy, "_ANY_ORDER", {"shuffle_rows": {"output_tensor": 0}})
+        assert check(turned, any_order=True) == 0
+        with pytest.raises(rivals.Unavailable, match="disagrees"):
+            check(turned)
+        with pytest.raises(rivals.Unavailable, match="disagrees"):
+            check(lambda *args: lambda: args[2].zero_(), any_order=True)
 
 
 def test_a_returned_tensor_stands_for_the_first_output() -> None:
@@ -502,7 +519,7 @@ def test_a_wrong_kernel_has_no_time(pretended_gpu: Path, monkeypatch: pytest.Mon
 
 def test_bytes_of_a_decode_step() -> None:
     """Of a billion weights: the untied embedding is not read, and every token's keys and values are."""
-    model = Llama(Config(**decode.SIZES), "bfloat16", "meta")
+    model = Decoder(Config(**decode.SIZES), "bfloat16", "meta")
     layer = 2048 * (2048 + 2 * 512 + 2048 + 3 * 8192 + 2)
     weights = 16 * layer + 32000 * 2048 + 2048
     assert decode.step_bytes(model, 3, 100) == 2 * (weights + 3 * 2048 + 3 * 101 * 2 * 16 * 512)

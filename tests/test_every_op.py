@@ -24,6 +24,7 @@ from pyops._core.example import ArgMaker
 from pyops._core.kernel import Scratch
 from pyops._core.layout import layout
 from pyops._core.op import Op
+from pyops._core.tensor_map import TensorMap
 from pyops.testing import CONTENTS, Layout, filled, same_bits, strategies
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
 from tests import axes
@@ -99,7 +100,10 @@ def test_kernels_take_what_they_are_given(op: Op) -> None:
             )  # TypeError for what does not fit
             for fmt, name in kernel.signature.parameters:
                 value = one.fixed.get(name, 0)
-                Struct(fmt).pack(0 if isinstance(value, Scratch) else value)
+                if isinstance(value, TensorMap):
+                    taken |= {p.name for p, arg in zip(op.parameters, args, strict=True) if arg is value.tensor}
+                else:
+                    Struct(fmt).pack(0 if isinstance(value, Scratch) else value)
             for constant, value in one.specialisation.constants.items():
                 # A macro may be meant for a header.
                 text = source.inline(kernel.file) if isinstance(value, str) else kernels_cu.read(kernel.file)

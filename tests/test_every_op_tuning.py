@@ -22,6 +22,7 @@ from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Scratch
 from pyops._core.op import Op
 from pyops._core.tensor import TensorArg
+from pyops._core.tensor_map import TensorMap
 from pyops.testing.calls import assert_results, expected, run
 from tests import axes
 from tests.calls import example
@@ -72,10 +73,16 @@ def _launched(op: Op, *args: Any, **how: Any) -> list[tuple[Any, ...]]:
         (
             str(one.specialisation),
             (one.grid, one.block, one.cluster, one.shared),
-            {name: value.nbytes if isinstance(value, Scratch) else value for name, value in one.fixed.items()},
+            {name: _comparable(value) for name, value in one.fixed.items()},
         )
         for one in op.launches(*_described(op, *args, **how))
     ]
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, Scratch):
+        return value.nbytes
+    return str(value) if isinstance(value, TensorMap) else value
 
 
 OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items() if _choice(op)]

@@ -54,6 +54,61 @@ HOST_API void copy_async(void* to, const void* from, unsigned bytes, unsigned va
 HOST_API void commit_copies();
 HOST_API void wait_for_copies(unsigned groups_in_flight);
 
+// Barriers of include/barrier.cuh. An mbarrier is known by its address in the calling block; `rank` is a block of the
+// cluster.
+HOST_API unsigned elected_lane();
+HOST_API void mbarrier_init(const void* barrier, unsigned arrivals);
+HOST_API void mbarrier_arrive(const void* barrier, unsigned announced_bytes);
+HOST_API void mbarrier_arrive_cluster(const void* barrier, unsigned rank);
+HOST_API void mbarrier_wait(const void* barrier, unsigned parity);
+HOST_API void copies_arrive(const void* barrier);
+HOST_API void fence_mbarrier_init();
+HOST_API void fence_proxy_async();
+HOST_API void named_barrier(unsigned number, unsigned num_threads, bool waits);
+
+// Copies of include/tma.cuh. `map` is a TensorMap, `at` has `rank` coordinates from the fastest on, and `blocks` a bit
+// for each block of the cluster.
+enum class Swizzle : uint32_t { NONE, BYTES32, BYTES64, BYTES128 };
+constexpr unsigned MAX_DIMENSIONS = 5;
+// The 128 bytes of a tensor map on the host: dimensions from the fastest on, strides in bytes. tensor_map.py writes them.
+struct TensorMap {
+    uint64_t address;
+    uint64_t strides[MAX_DIMENSIONS - 1];
+    uint32_t magic, rank, element_bytes;
+    Swizzle swizzle;
+    uint32_t sizes[MAX_DIMENSIONS];  // 2^32 elements are 0
+    uint32_t box[MAX_DIMENSIONS];
+    uint32_t reserved[8];
+};
+static_assert(sizeof(TensorMap) == 128);
+HOST_API void tma_load(void* to, const void* map, const void* barrier, const int* at, unsigned rank);
+HOST_API void
+tma_load_multicast(void* to, const void* map, const void* barrier, const int* at, unsigned rank, unsigned blocks);
+HOST_API void tma_store(const void* map, const void* from, const int* at, unsigned rank);
+HOST_API void bulk_load(void* to, const void* from, unsigned bytes, const void* barrier);
+HOST_API void bulk_load_multicast(void* to, const void* from, unsigned bytes, const void* barrier, unsigned blocks);
+HOST_API void bulk_store(void* to, const void* from, unsigned bytes);
+HOST_API void bulk_copy_to_block(void* to, const void* from, unsigned bytes, const void* barrier, unsigned rank);
+HOST_API void store_async(void* to, const void* barrier, unsigned rank, const uint32_t (&words)[4]);
+HOST_API void bulk_commit();
+HOST_API void bulk_wait(unsigned groups_in_flight);
+
+// Products of include/wgmma.cuh.
+enum class Element : uint32_t { HALF, BF16, E4M3, E5M2, INT8 };
+struct Product {
+    Element element;
+    unsigned columns;
+    bool a_transposed, b_transposed, accumulate;
+    const uint32_t* a_registers;  // null: a_descriptor says where A is
+    uint64_t a_descriptor, b_descriptor;
+};
+HOST_API uint64_t shared_offset(const void* address);
+HOST_API void wgmma(const Product& product, void* d);
+HOST_API void wgmma_fence();
+HOST_API void wgmma_commit();
+HOST_API void wgmma_wait(unsigned groups_in_flight);
+HOST_API void set_registers(unsigned count, bool more);
+
 // End the launch with a fault.
 [[noreturn]] HOST_API void fail(const char* kind, const char* message, const char* file, int line);
 

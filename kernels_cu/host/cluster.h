@@ -1,26 +1,32 @@
 // cluster.h: the blocks of a cluster, and the grid.
 //
-// Blocks of a cluster take turns: each runs up to the next barrier of the cluster. A block reads shared memory of
-// another only by `read_of_block`, and only bytes that were written before the last barrier of the cluster and are not
-// written again before the next.
+// Blocks of a cluster take turns: each runs up to the next barrier of the cluster or, in a CLOCKED runtime, until all of
+// its threads wait. A block reads shared memory of another only by `read_of_block`, and only bytes that were written
+// before the last barrier of the cluster and are not written again before the next; clocks know other orders, too.
 #pragma once
 #include "schedule.h"
 
 namespace host {
 
-// State of a block of a cluster while other blocks run.
+// A block of a cluster while other blocks run.
 struct Paused {
     Index block;
-    bool ended, synchronised;
+    bool begun, ended, at_barrier;  // at_barrier: all of its threads wait for the cluster
+    bool released;                  // the cluster has met, and the block has not run since
+    bool synchronised;
     uint32_t first_epoch, epoch, barrier_epoch;  // barrier_epoch: `epoch` at the last barrier of the cluster
     uint32_t warp_epoch[MAX_THREADS / 32];
-    Thread threads[MAX_THREADS];
+    unsigned num_alive, num_at_barrier;
+    uint64_t lanes_arrived[MAX_THREADS / 32];
+    Thread threads[CLOCKED ? 1 : MAX_THREADS];
 };
 inline Paused cluster[MAX_CLUSTER];
 
 __attribute__((noinline)) void cluster_barrier(const char* file, int line) {
     Thread& thread = begin_wait(Wait::CLUSTER, "sync_cluster", 0, file, line, __builtin_return_address(0));
     if (!all_arrived(thread)) return yield();
+    if constexpr (CLOCKED) clocks_of_barrier();
+    cluster[state.rank].at_barrier = true;
     pyops_host_switch(&thread.stack_pointer, state.main_stack_pointer);  // the next block's turn
 }
 
@@ -36,6 +42,8 @@ __attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned
         check_access(own, size, Access::READ, pc);
     } else if (cluster[rank].ended) {
         raise_fault("early exit", where, "read of shared memory of block %u of the cluster, which has ended", rank);
+    } else if constexpr (CLOCKED) {
+        read_by_clocks(rank, offset, size, pc);
     } else {
         for (size_t i = offset; i < offset + size; ++i) {
             Byte& byte = memory.records[SHARED_BYTES * rank + i];
@@ -63,66 +71,122 @@ __attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned
     memcpy(to, memory.arenas + ARENA_BYTES * rank + PAGE + offset, size);
 }
 
+inline void enter_block(unsigned rank) {
+    state.rank = rank;
+    enter_threads(rank);
+    memory_enter(rank);
+    memory_enter_epochs(cluster[rank].first_epoch, MAX_BARRIERS - 1);
+}
+
 inline void pause_block(Paused& paused) {
     paused.block = state.block;
     paused.epoch = memory.epoch;
     paused.synchronised = memory.synchronised;
     memcpy(paused.warp_epoch, memory.warp_epoch, sizeof memory.warp_epoch);
-    memcpy(paused.threads, threads, num_threads() * sizeof(Thread));
+    paused.num_alive = scheduler.num_alive;
+    paused.num_at_barrier = scheduler.num_at_barrier;
+    memcpy(paused.lanes_arrived, scheduler.lanes_arrived, sizeof scheduler.lanes_arrived);
+    if constexpr (!CLOCKED) memcpy(paused.threads, threads, num_threads() * sizeof(Thread));
 }
 
 inline void resume_block(const Paused& paused) {
-    memory_enter_epochs(paused.first_epoch, MAX_BARRIERS - 1);
+    state.block = paused.block;
     memory.epoch = paused.epoch;
     memory.synchronised = paused.synchronised;
     memcpy(memory.warp_epoch, paused.warp_epoch, sizeof memory.warp_epoch);
-    memcpy(threads, paused.threads, num_threads() * sizeof(Thread));
-    state.block = paused.block;
-    scheduler.num_alive = num_threads();
-    next_epoch();
+    scheduler.num_ready = scheduler.first = 0;
+    scheduler.num_alive = paused.num_alive;
+    scheduler.num_at_barrier = paused.num_at_barrier;
+    memcpy(scheduler.lanes_arrived, paused.lanes_arrived, sizeof scheduler.lanes_arrived);
+    if constexpr (!CLOCKED) memcpy(threads, paused.threads, num_threads() * sizeof(Thread));
 }
 
 inline void run_block(Index block) {
     memory_enter_epochs(memory.epoch + 1, MAX_EPOCHS);
+    if constexpr (CLOCKED) begin_clocked_cluster();
     begin_block(block);
     run_threads();
+    if constexpr (CLOCKED) end_clocked_block(0);
 }
 
-// Run the cluster whose block of rank 0 is `first`. Its blocks take turns, each up to the next barrier of the cluster.
+// Run a block of the cluster that begins at `first` until it has to wait for others. Returns whether a thread could run.
+inline bool take_turn(unsigned rank, Index first) {
+    Paused& own = cluster[rank];
+    enter_block(rank);
+    if (own.begun) {
+        resume_block(own);
+        if (own.released) {
+            next_epoch();
+            make_ready(threads, num_threads(), [](unsigned i) { return threads[i].wait == Wait::CLUSTER; });
+        }
+        if constexpr (CLOCKED) make_ready(threads, num_threads(), awaited_phase_has_ended);
+    } else {
+        begin_block({first.x, first.y + rank, first.z});
+    }
+    own.begun = true;
+    own.released = false;
+    if (scheduler.num_ready == 0) return false;
+    run_threads();
+    own.ended = state.current == nullptr;
+    state.current = nullptr;
+    pause_block(own);
+    if constexpr (CLOCKED) {
+        if (own.ended) end_clocked_block(rank);
+    }
+    return true;
+}
+
+// Run the blocks of the cluster until each of them waits for the cluster or has ended. Returns how many wait.
+inline unsigned run_to_barrier(Index first) {
+    const unsigned count = state.launch.cluster;
+    for (;;) {
+        const unsigned start = state.launch.order == Order::SHUFFLED ? random_number() % count : 0;
+        unsigned waiting = 0, num_ended = 0, stuck = 0;
+        bool ran = false;
+        for (unsigned turn = 0; turn < count; ++turn) {
+            const unsigned rank = state.launch.order == Order::REVERSED ? count - 1 - turn : (start + turn) % count;
+            Paused& own = cluster[rank];
+            if (!own.ended && !own.at_barrier) {
+                stuck = rank;
+                if (take_turn(rank, first)) ran = true;
+            }
+            waiting += own.at_barrier;
+            num_ended += own.ended;
+        }
+        if (waiting + num_ended == count) return waiting;
+        if constexpr (CLOCKED) {
+            if (ran || land_copy()) continue;
+        }
+        enter_block(stuck);
+        resume_block(cluster[stuck]);
+        nothing_can_run();
+    }
+}
+
+// Run the cluster whose block of rank 0 is `first`.
 inline void run_cluster(Index first) {
     const unsigned count = state.launch.cluster;
     const uint32_t first_epoch = memory.epoch + 1;
     memory.reserved = memory.epoch + count * MAX_BARRIERS;
     for (unsigned rank = 0; rank < count; ++rank) {
-        cluster[rank].first_epoch = first_epoch + rank * MAX_BARRIERS;
+        cluster[rank].begun = cluster[rank].ended = cluster[rank].at_barrier = cluster[rank].released = false;
         cluster[rank].epoch = 0;
-        cluster[rank].ended = false;
+        cluster[rank].first_epoch = first_epoch + rank * MAX_BARRIERS;
     }
-    unsigned num_ended = 0;
-    for (bool begun = false; num_ended < count; begun = true) {
+    if constexpr (CLOCKED) begin_clocked_cluster();
+    for (unsigned waiting = count; waiting;) {
         ++state.phase;
         for (unsigned rank = 0; rank < count; ++rank) cluster[rank].barrier_epoch = cluster[rank].epoch;
-        const unsigned start = state.launch.order == Order::SHUFFLED ? random_number() % count : 0;
-        for (unsigned turn = 0; turn < count; ++turn) {
-            const unsigned rank = state.launch.order == Order::REVERSED ? count - 1 - turn : (start + turn) % count;
-            Paused& own = cluster[rank];
-            if (begun && own.ended) continue;
-            state.rank = rank;
-            memory_enter(rank);
-            if (begun) {
-                resume_block(own);
-            } else {
-                memory_enter_epochs(own.first_epoch, MAX_BARRIERS - 1);
-                begin_block({first.x, first.y + rank, first.z});
-            }
-            run_threads();
-            own.ended = state.current == nullptr;
-            num_ended += own.ended;
-            pause_block(own);
+        waiting = run_to_barrier(first);
+        if constexpr (CLOCKED) clocks_of_cluster();
+        for (unsigned rank = 0; rank < count; ++rank) {
+            cluster[rank].released = cluster[rank].at_barrier;
+            cluster[rank].at_barrier = false;
         }
     }
     memory.epoch = memory.reserved;
     state.rank = 0;
+    enter_threads(0);
     memory_enter(0);
 }
 

@@ -3,9 +3,37 @@
 // copy_async checks a copy and notes it down; the bytes move when the thread waits for the copy's group. Until then
 // every access to the destination is a fault.
 #pragma once
-#include "memory.h"
+#include "records.h"
+#if PYOPS_HOST_CLOCKED
+#include "cells.h"
+#endif
 
 namespace host {
+
+// The asynchronous copy of the running thread will write these bytes.
+inline void claim_for_copy(size_t offset, unsigned bytes) {
+    for (size_t i = offset; i < offset + bytes; ++i) {
+#if PYOPS_HOST_CLOCKED
+        cell_at(state.rank, i).claim = Claim::COPY;
+#else
+        memory.bytes[i].copier = 1 + state.current->number;
+#endif
+    }
+}
+
+// It has.
+inline void record_copy(size_t offset, unsigned bytes) {
+    for (size_t i = offset; i < offset + bytes; ++i) {
+#if PYOPS_HOST_CLOCKED
+        Cell& cell = cell_at(state.rank, i);
+        cell.claim = Claim::NONE;
+        cell.write_time = state.current->time;
+#else
+        memory.bytes[i].copier = 0;
+        record_write(memory.bytes[i], false);
+#endif
+    }
+}
 
 __attribute__((noinline)) void copy_async(void* to, const void* from, unsigned bytes, unsigned valid_bytes) {
     Thread& thread = *state.current;
@@ -18,13 +46,18 @@ __attribute__((noinline)) void copy_async(void* to, const void* from, unsigned b
     if (offset >= SHARED_BYTES) raise_fault("out-of-bounds shared access", where, "asynchronous copy to %p", to);
     if (thread.num_copies == MAX_COPIES) raise_fault("async copy not waited for", where, "%u in flight", MAX_COPIES);
     check_access(to, bytes, Access::WRITE, pc);
-    for (unsigned i = 0; i < bytes; ++i) memory.bytes[offset + i].copier = 1 + thread.number;
+    claim_for_copy(offset, bytes);
     check_access(from, valid_bytes, Access::READ, pc);
-    copies[state.rank][thread.number][thread.num_copies++] = {static_cast<char*>(to), static_cast<const char*>(from),
-                                                              bytes, valid_bytes, thread.group};
+    copies[state.rank][thread.number][thread.num_copies++] = {
+        static_cast<char*>(to), static_cast<const char*>(from), bytes, valid_bytes, thread.group, 0};
 }
 
 void commit_copies() { ++state.current->group; }
+
+inline void carry_out(const Copy& copy) {
+    memcpy(copy.to, copy.from, copy.valid_bytes);
+    memset(copy.to + copy.valid_bytes, 0, copy.bytes - copy.valid_bytes);
+}
 
 // Carry out the copies of all groups but the last `groups_in_flight`.
 void wait_for_copies(unsigned groups_in_flight) {
@@ -36,13 +69,8 @@ void wait_for_copies(unsigned groups_in_flight) {
             copies[state.rank][thread.number][kept++] = copy;
             continue;
         }
-        memcpy(copy.to, copy.from, copy.valid_bytes);
-        memset(copy.to + copy.valid_bytes, 0, copy.bytes - copy.valid_bytes);
-        for (unsigned j = 0; j < copy.bytes; ++j) {
-            Byte& byte = memory.bytes[copy.to - memory.shared + j];
-            byte.copier = 0;
-            record_write(byte, false);
-        }
+        carry_out(copy);
+        record_copy(copy.to - memory.shared, copy.bytes);
     }
     thread.num_copies = kept;
 }

@@ -14,6 +14,9 @@
 #pragma once
 #include <link.h>
 #include "cluster.h"
+#if PYOPS_HOST_CLOCKED
+#include "wgmma.h"
+#endif
 
 namespace host {
 
@@ -143,7 +146,10 @@ inline bool before_barrier_of_cluster(uint32_t epoch) {
 
 // Check an access of the running thread to global memory against bounds and records, and record it. Raises a fault.
 inline void check_global(const char* address, size_t bytes, Access kind, const void* pc) {
-    if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.capacity) return;
+    if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.capacity) {
+        if constexpr (CLOCKED) check_registers(address, bytes, kind, pc);
+        return;
+    }
     check_bounds(address, bytes, kind, pc);
     for (const char* at = address; at < address + bytes; ++at) {
         const uintptr_t number = reinterpret_cast<uintptr_t>(at);

@@ -1,4 +1,4 @@
-// mma.h: a warp's matrix products and matrix loads, for include/mma.cuh, which describes the fragments.
+// mma.h: a warp's matrix products, matrix loads and matrix stores, for include/mma.cuh, which describes the fragments.
 #pragma once
 #include "cuda.h"
 
@@ -11,10 +11,10 @@ struct host_operands {
 };
 
 // Element number `i` of a word: a number in the format T, or an 8-bit integer.
-template <typename T> inline double host_element(uint32_t word, int i) {
+template <typename T> inline double host_number(uint32_t word, int i) {
     return T::decode(word >> 8 * sizeof(T) * i & ((1u << 8 * sizeof(T)) - 1));
 }
-template <> inline double host_element<int8_t>(uint32_t word, int i) { return int8_t(word >> 8 * i); }
+template <> inline double host_number<int8_t>(uint32_t word, int i) { return int8_t(word >> 8 * i); }
 
 // mma.m16n8k16, or k32 for elements of 8 bits: d += a * b. Each sum is computed in double and rounded once to float32;
 // sums of integers are exact.
@@ -31,9 +31,9 @@ inline void host_mma(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]
                 const int g = lane / 4, t = lane % 4;
                 for (int e = 0; e < N; ++e) {
                     for (int i = 0; i < 4; ++i) {
-                        A[g + i % 2 * 8][N * (t + i / 2 * 4) + e] = host_element<T>(operands.a[i], e);
+                        A[g + i % 2 * 8][N * (t + i / 2 * 4) + e] = host_number<T>(operands.a[i], e);
                     }
-                    for (int i = 0; i < 2; ++i) B[g][N * (t + i * 4) + e] = host_element<T>(operands.b[i], e);
+                    for (int i = 0; i < 2; ++i) B[g][N * (t + i * 4) + e] = host_number<T>(operands.b[i], e);
                 }
             }
             for (int lane = 0; lane < 32; ++lane) {
@@ -81,6 +81,38 @@ inline void host_ldmatrix(uint32_t (&fragment)[N], const void* row, HOST_PLACE) 
         file, line);
 }
 
+// stmatrix: `own`, the address that the lane has given, and `fragment`, the lane's words. Each lane whose address counts
+// writes its row, which the other lanes have put together.
+struct host_stored_row {
+    const uint32_t* fragment;
+    uint16_t row[8];
+};
+
+template <int N, bool TRANSPOSED>
+inline void host_stmatrix(void* row, const uint32_t (&fragment)[N], HOST_PLACE) {
+    host_stored_row own = {fragment, {}};
+    const bool writes = host::lane_index() < 8 * N;
+    if (writes && reinterpret_cast<uintptr_t>(row) % 16) {
+        host::fail("misaligned access", "stmatrix of a row", file, line);
+    }
+    host::warp_collective(
+        "stmatrix", 0xffffffffu, &own,
+        [](void* const* payloads, uint64_t) {
+            for (int lane = 0; lane < 8 * N; ++lane) {
+                for (int column = 0; column < 8; ++column) {
+                    const int i = TRANSPOSED ? column : lane % 8, j = TRANSPOSED ? lane % 8 : column;
+                    const auto* holder = static_cast<host_stored_row*>(payloads[4 * i + j / 2]);
+                    static_cast<host_stored_row*>(payloads[lane])->row[column] =
+                        holder->fragment[lane / 8] >> j % 2 * 16 & 0xffffu;
+                }
+            }
+        },
+        file, line);
+    if (!writes) return;
+    host::record_access(row, sizeof own.row, host::Access::WRITE);
+    host::copy_unrecorded(row, own.row, sizeof own.row);
+}
+
 // movmatrix, the transpose of an 8 x 8 matrix of 16-bit elements: a lane's word before and after.
 struct host_word { uint32_t before, after; };
 
@@ -100,5 +132,12 @@ inline uint32_t host_transpose(uint32_t word, HOST_PLACE) {
         file, line);
     return own.after;
 }
+
+// What the elements of wgmma (include/wgmma.cuh) are called by the runtime.
+template <typename T> constexpr host::Element host_element = host::Element::INT8;
+template <> constexpr host::Element host_element<host::half> = host::Element::HALF;
+template <> constexpr host::Element host_element<host::bf16> = host::Element::BF16;
+template <> constexpr host::Element host_element<host::fp8_e4m3> = host::Element::E4M3;
+template <> constexpr host::Element host_element<host::fp8_e5m2> = host::Element::E5M2;
 
 }  // namespace pyops_kernel

@@ -130,6 +130,8 @@ pyops_host_run(void (*entry)(void**), void** parameters, const host::Launch* lau
     state.asked_pc = nullptr;
     state.block = {};
     state.rank = 0;
+    state.num_waiting = 0;
+    enter_threads(0);
     launching_thread = this_thread();
     const Fault* fault = nullptr;
     if (sigsetjmp(state.escape, 1) == 0) {
@@ -144,6 +146,9 @@ pyops_host_run(void (*entry)(void**), void** parameters, const host::Launch* lau
         if (!memory_init(launch->cluster) || !stacks_init(num_threads() * launch->cluster)) {
             raise_fault("bad launch", {}, "out of memory");
         }
+#if PYOPS_HOST_CLOCKED
+        if (!clocks_init() || !cells_init()) raise_fault("bad launch", {}, "out of memory");
+#endif
     } else {
         return &state.fault;
     }

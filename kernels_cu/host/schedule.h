@@ -76,17 +76,22 @@ inline Thread* take_ready() {
     return &threads[number];
 }
 
+// In a CLOCKED runtime threads also wait for copies and products, which go on while no thread can run.
+inline bool is_asynchronous(Wait wait) { return wait > Wait::EXITED; }
+
 inline bool same_text(const char* a, const char* b) { return a == b || strcmp(a, b) == 0; }
 
 // Whether two threads wait for the same operation at the same place in the source.
 inline bool same_place(const Thread& thread, const Thread& other) {
     return thread.wait == other.wait && thread.lanes == other.lanes && thread.line == other.line &&
-           same_text(thread.operation, other.operation) && same_text(thread.file, other.file);
+           same_text(thread.operation, other.operation) && same_text(thread.file, other.file) &&
+           (!is_asynchronous(thread.wait) ||
+            (thread.pc == other.pc && thread.awaited == other.awaited && thread.awaited_phase == other.awaited_phase));
 }
 
 // Whether all threads that `thread` still waits for have exited.
 inline bool waits_for_exited(const Thread& thread) {
-    if (thread.wait == Wait::EXITED) return false;
+    if (thread.wait == Wait::EXITED || is_asynchronous(thread.wait)) return false;
     bool exited = false;
     for (unsigned i = 0; i < num_threads(); ++i) {
         const Thread& other = threads[i];
@@ -99,8 +104,9 @@ inline bool waits_for_exited(const Thread& thread) {
 
 // End the launch because no thread can run. The message lists runs of threads that wait at the same place.
 [[noreturn]] inline void deadlock() {
-    char text[1536];
+    char text[sizeof Fault::message - 128];
     size_t length = 0;
+    bool asynchronous = false;
     const auto append = [&](const char* format, auto... arguments) {
         if (length < sizeof text - 1) length += snprintf(text + length, sizeof text - length, format, arguments...);
     };
@@ -114,26 +120,51 @@ inline bool waits_for_exited(const Thread& thread) {
         append(i ? "; threads %u to %u " : "threads %u to %u ", i, next - 1);
         if (thread.wait == Wait::EXITED) {
             append("have exited");
+            continue;
+        }
+        append("wait at %s (", thread.operation);
+        if (thread.line || state.num_waiting == MAX_PLACES) {
+            append("%s:%d", thread.file, thread.line);
         } else {
-            append("wait at %s (%s:%d", thread.operation, thread.file, thread.line);
-            if (thread.wait == Wait::WARP) append(", lanes %#llx", static_cast<unsigned long long>(thread.lanes));
-            append(")");
+            append("@%u@", state.num_waiting);
+            state.waiting_pcs[state.num_waiting++] = thread.pc;
+        }
+        if (thread.wait == Wait::WARP) append(", lanes %#llx", static_cast<unsigned long long>(thread.lanes));
+        append(")");
+        if constexpr (CLOCKED) {
+            if (!is_asynchronous(thread.wait)) continue;
+            asynchronous = true;
+            char more[192];
+            describe_wait(more, sizeof more, thread);
+            append("%s", more);
         }
     }
-    raise_fault(exited ? "early exit" : "divergent barrier",
+    raise_fault(asynchronous ? "deadlock"
+                : exited     ? "early exit"
+                             : "divergent barrier",
                 {state.current->file, state.current->line, state.current->pc}, "%s", text);
+}
+
+[[noreturn]] inline void nothing_can_run() {
+    for (unsigned i = 0; i < num_threads(); ++i) {  // the fault names a thread that waits
+        if (threads[i].wait != Wait::EXITED) state.current = &threads[i];
+    }
+    deadlock();
 }
 
 // Let another thread run; return when the calling thread runs again.
 inline void yield() {
     Thread* thread = state.current;
+    if constexpr (CLOCKED) land_copy_early();
     Thread* next = take_ready();
-    if (!next) {
-        for (unsigned i = 0; i < num_threads(); ++i) {  // the fault names a thread that waits
-            if (threads[i].wait != Wait::EXITED) state.current = &threads[i];
+    if constexpr (CLOCKED) {
+        if (!next && state.launch.cluster > 1) {  // another block's turn
+            pyops_host_switch(&thread->stack_pointer, state.main_stack_pointer);
+            return;
         }
-        deadlock();
+        while (!next && land_copy()) next = take_ready();
     }
+    if (!next) nothing_can_run();
     if (next == thread) return;
     state.current = next;
     pyops_host_switch(&thread->stack_pointer, next->stack_pointer);
@@ -164,6 +195,7 @@ inline bool all_arrived(const Thread& thread) {
 __attribute__((noinline)) void block_barrier(const char* file, int line) {
     if (all_arrived(begin_wait(Wait::BLOCK, "__syncthreads", 0, file, line, __builtin_return_address(0)))) {
         next_epoch();
+        if constexpr (CLOCKED) clocks_of_barrier();
         make_ready(threads, num_threads(), all);
     }
     yield();
@@ -205,15 +237,19 @@ warp_collective(const char* name, uint64_t lanes, void* payload, Combine combine
 
 __attribute__((noinline)) void warp_barrier(uint64_t lanes, const char* file, int line) {
     const unsigned warp = state.current->warp;
-    meet("__syncwarp", lanes, nullptr, file, line, __builtin_return_address(0),
-         [=](void* const*, uint64_t) { ++memory.warp_epoch[warp]; });
+    meet("__syncwarp", lanes, nullptr, file, line, __builtin_return_address(0), [=](void* const*, uint64_t lanes) {
+        ++memory.warp_epoch[warp];
+        if constexpr (CLOCKED) clocks_of_warp(threads + warp * warp_size(), lanes);
+    });
 }
 
 // The body of every fiber.
 inline void thread_main() {
     state.entry(state.parameters);
     Thread& thread = *state.current;
-    if (thread.num_copies) {
+    if constexpr (CLOCKED) {
+        check_exit();
+    } else if (thread.num_copies) {
         raise_fault("async copy not waited for", {}, "the thread exits before %u copies", thread.num_copies);
     }
     thread.wait = Wait::EXITED;
@@ -226,9 +262,9 @@ inline void thread_main() {
     pyops_host_switch(&abandoned, state.main_stack_pointer);
 }
 
-// Run the block's threads until each of them waits for the cluster or has exited.
+// Run the threads that are ready, and those that they make ready, until all of the block wait for the cluster or have
+// exited; in a cluster of a CLOCKED runtime, until all wait.
 inline void run_threads() {
-    make_ready(threads, num_threads(), all);
     state.current = take_ready();
     pyops_host_switch(&state.main_stack_pointer, state.current->stack_pointer);
 }
@@ -248,9 +284,12 @@ inline void begin_block(Index block) {
         thread.index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
         thread.lane = i % warp_size();
         thread.warp = i / warp_size();
+        thread.time = 1;
+        thread.store_agent = -1;
         thread.stack_pointer =
             new_fiber(scheduler.stacks + (state.rank * num_threads() + i + 1) * STACK_BYTES, thread_main);
     }
+    make_ready(threads, num_threads(), all);
 }
 
 }  // namespace host

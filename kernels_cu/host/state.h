@@ -14,13 +14,22 @@ namespace host {
 constexpr unsigned MAX_THREADS = 1024;
 constexpr unsigned MAX_COPIES = 256;  // asynchronous copies that a thread may have in flight
 constexpr unsigned MAX_CLUSTER = 8;   // blocks of a cluster
+constexpr unsigned MAX_PLACES = 8;    // in the source, that a fault names in its message
 
-enum class Wait : uint8_t { NOTHING, BLOCK, WARP, CLUSTER, EXITED };
+// Kernels that include barrier.cuh run with a runtime of their own, which orders accesses by vector clocks (clocks.h).
+// The other runtime orders them by barriers of the block and of warps alone, which takes less time.
+#ifndef PYOPS_HOST_CLOCKED
+#define PYOPS_HOST_CLOCKED 0
+#endif
+constexpr bool CLOCKED = PYOPS_HOST_CLOCKED;
+
+enum class Wait : uint8_t { NOTHING, BLOCK, WARP, CLUSTER, EXITED, MBARRIER, NAMED_BARRIER, WGMMA };
 
 struct Copy {
     char* to;
     const char* from;
     unsigned bytes, valid_bytes, group;
+    unsigned arrival;  // 1 + number of the thread's copies_arrive that tells of the copy; 0: none does
 };
 
 struct Thread {
@@ -35,6 +44,16 @@ struct Thread {
     uint64_t lanes;
     void* payload;
     unsigned num_copies, group;  // asynchronous copies in flight, and the number of the open group
+
+    // The rest is for CLOCKED runtimes.
+    uint32_t time;                    // of what the thread does until it next tells others of it
+    unsigned awaited, awaited_phase;  // index and phase of an mbarrier, or number of a named barrier, or of a product
+    unsigned num_arrivals;            // calls of copies_arrive
+    int store_agent;                  // of its bulk stores; -1: it has started none
+    unsigned store_group;             // number of the open group of bulk stores
+    unsigned num_products;            // wgmmas that its warp has issued
+    unsigned product_group;           // number of the open group of wgmmas
+    bool registers_fenced;            // it has called warpgroup_arrive
 };
 
 enum class Order : uint32_t { FIFO, REVERSED, GREEDY, SHUFFLED };
@@ -53,6 +72,7 @@ struct Launch {
     uint32_t shared_bytes, warp_size, cluster;
     Order order;
     uint32_t time_limit_ms;
+    uint32_t strict_fences;  // fence_proxy_async tells of the calling thread's own writes only
     uint64_t seed;
     const Range* ranges;  // the tensors and workspaces of the call
     uint32_t num_ranges;
@@ -65,7 +85,8 @@ struct Fault {
     int32_t line, has_thread;
     Index block, thread;
     uint64_t pc, asked_pc, other_pc;
-    uint64_t address;  // of the global memory that was accessed; 0 where the fault is of another kind
+    uint64_t address;                  // of the global memory that was accessed; 0 where the fault is of another kind
+    uint64_t waiting_pcs[MAX_PLACES];  // the message calls them @0@, @1@, ...
 };
 
 struct State {
@@ -77,7 +98,9 @@ struct State {
     unsigned rank;   // of the block in its cluster
     uint32_t phase;  // counts the cluster's barriers, and launches; never repeats
     Thread* current;
-    const void* asked_pc;  // return address of the last recorded access in the kernel
+    const void* asked_pc;                 // return address of the last recorded access in the kernel
+    const void* waiting_pcs[MAX_PLACES];  // where threads wait that the next fault names
+    unsigned num_waiting;
     void* main_stack_pointer;
     sigjmp_buf escape;
     volatile bool running;
@@ -85,7 +108,18 @@ struct State {
 };
 
 inline State state;
-inline Thread threads[MAX_THREADS];
+
+// `threads` are those of the running block. In a CLOCKED runtime each block of a cluster has its own, for copies land
+// while another block runs. The other runtime copies them: an array at a constant address takes less time.
+inline Thread all_threads[CLOCKED ? MAX_CLUSTER : 1][MAX_THREADS];
+#if PYOPS_HOST_CLOCKED
+inline Thread* threads = all_threads[0];
+inline void enter_threads(unsigned rank) { threads = all_threads[rank]; }
+#else
+inline Thread (&threads)[MAX_THREADS] = all_threads[0];
+inline void enter_threads(unsigned) {}
+#endif
+
 inline Copy copies[MAX_CLUSTER][MAX_THREADS][MAX_COPIES];
 
 inline unsigned num_threads() { return state.launch.block.x * state.launch.block.y * state.launch.block.z; }
@@ -121,6 +155,9 @@ raise_fault(const char* kind, const Where& where, const char* format, ...) {
     fault.asked_pc = offset_in_kernel(state.asked_pc);
     fault.other_pc = offset_in_kernel(where.other_pc);
     fault.address = where.address;
+    for (unsigned i = 0; i < MAX_PLACES; ++i) {
+        fault.waiting_pcs[i] = i < state.num_waiting ? offset_in_kernel(state.waiting_pcs[i]) : 0;
+    }
     fault.block = state.block;
     fault.has_thread = state.current != nullptr;
     if (state.current) fault.thread = state.current->index;

@@ -101,6 +101,39 @@ DEVICE void ldmatrix(uint32_t (&fragment)[N], const void* row) {
 #endif
 }
 
+// Stores N (1, 2 or 4) tiles of 8 x 8 16-bit elements to shared memory, from where ldmatrix would load them: `row` of
+// lane 8i + j is the address of row j of tile i, a multiple of 16 bytes. From sm_90 on.
+template <int N, bool TRANSPOSED = false>
+DEVICE void stmatrix(void* row, const uint32_t (&fragment)[N]) {
+    static_assert(N == 1 || N == 2 || N == 4);
+#if PYOPS_CUDA
+    static_assert(N > 0 && __CUDA_ARCH__ >= 900, "stmatrix exists from sm_90 on");
+    const uint32_t to = __cvta_generic_to_shared(row);
+#define PYOPS_STMATRIX(SHAPE, REGISTERS, ...)                                                     \
+    if constexpr (TRANSPOSED)                                                                     \
+        asm volatile("stmatrix.sync.aligned.m8n8." SHAPE ".trans.shared.b16 [%0], " REGISTERS ";" \
+                     :                                                                            \
+                     : "r"(to), __VA_ARGS__                                                       \
+                     : "memory");                                                                 \
+    else                                                                                          \
+        asm volatile("stmatrix.sync.aligned.m8n8." SHAPE ".shared.b16 [%0], " REGISTERS ";"       \
+                     :                                                                            \
+                     : "r"(to), __VA_ARGS__                                                       \
+                     : "memory")
+    if constexpr (N == 1) {
+        PYOPS_STMATRIX("x1", "{%1}", "r"(fragment[0]));
+    } else if constexpr (N == 2) {
+        PYOPS_STMATRIX("x2", "{%1, %2}", "r"(fragment[0]), "r"(fragment[1]));
+    } else {
+        PYOPS_STMATRIX("x4", "{%1, %2, %3, %4}", "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]),
+                       "r"(fragment[3]));
+    }
+#undef PYOPS_STMATRIX
+#elif PYOPS_HOST
+    host_stmatrix<N, TRANSPOSED>(row, fragment);
+#endif
+}
+
 // Transposes a tile of 8 x 8 16-bit elements. Each lane holds row g, columns 2t and the next, before and after.
 DEVICE uint32_t transpose_8x8(uint32_t word) {
 #if PYOPS_CUDA

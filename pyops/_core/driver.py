@@ -57,6 +57,9 @@ class Driver(NamedTuple):
     launch_with_attributes: Any  # cuLaunchKernelEx, which CuPy does not have; None on HIP and in old drivers
     error: Callable[[int], Exception]  # the type of what `launch` raises, with its status
     get_device: Callable[[], int]
+    # cuTensorMapEncodeTiled and cuTensorMapReplaceAddress, which CuPy does not have; None on HIP and in old drivers
+    encode_map: Any = None
+    replace_address: Any = None
 
 
 def allow_shared(function: int, shared: int) -> None:
@@ -75,9 +78,24 @@ def get() -> Driver:
     """The driver of this process."""
     from cupy_backends.cuda.api import driver, runtime
 
-    launch_with_attributes = None
+    launch_with_attributes = encode_map = replace_address = None
     if not runtime.is_hip:
         library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
         with suppress(OSError, AttributeError):
             launch_with_attributes = ctypes.CDLL(library).cuLaunchKernelEx
-    return Driver(driver.launchKernel, launch_with_attributes, driver.CUDADriverError, runtime.getDevice)
+            encode_map, replace_address = _map_calls(library)
+    error, get_device = driver.CUDADriverError, runtime.getDevice
+    return Driver(driver.launchKernel, launch_with_attributes, error, get_device, encode_map, replace_address)
+
+
+def _map_calls(library: str) -> tuple[Any, Any]:
+    """cuTensorMapEncodeTiled and cuTensorMapReplaceAddress.
+
+    They do no more than write 128 bytes. To let other threads run meanwhile, as calls through CDLL do, takes longer.
+    """
+    calls = ctypes.PyDLL(library)
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    encode, replace = calls.cuTensorMapEncodeTiled, calls.cuTensorMapReplaceAddress
+    encode.argtypes = (pointer, integer, ctypes.c_uint32, *(pointer,) * 5, *(integer,) * 4)
+    replace.argtypes = (pointer, pointer)
+    return encode, replace

@@ -12,6 +12,7 @@ from .compiler import Compiled
 from .host import run as host
 from .host.run import HostFunction
 from .source import Signature
+from .tensor_map import TensorMap
 
 
 class Kernel:
@@ -120,7 +121,7 @@ class Specialisation:
         block: int | tuple[int, ...],
         shared: int = 0,
         cluster: int | tuple[int, ...] = 1,
-        **fixed: int | float | Scratch,
+        **fixed: int | float | Scratch | TensorMap,
     ) -> Launch:
         """A launch of `grid` blocks of `block` threads, in clusters of `cluster` blocks.
 
@@ -155,7 +156,7 @@ class Launch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared: int
-    fixed: dict[str, int | float | Scratch]
+    fixed: dict[str, int | float | Scratch | TensorMap]
     cluster: tuple[int, int, int] = (1, 1, 1)
 
     @property

@@ -10,7 +10,7 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any, NamedTuple
 
-from . import config, device, driver, locks, workspace
+from . import config, device, driver, locks, tensor_map, workspace
 from .errors import DeviceFault, OpError
 from .host.run import Range
 from .kernel import Launch
@@ -66,21 +66,25 @@ def bind(
 
     The words of a call are the addresses of `tensors`, then the values of `runtime`. `functions` are those loaded for
     the launches' specialisations; `allocate` gives memory for their workspaces. Raises OpError for a launch that the
-    device's runtime refuses.
+    device's runtime refuses, and for a tensor map that it does not have.
     """
     for launch in launches:
         threads = launch.grid[0] * launch.block[0]
         if threads >= 2**32 and threads > (limit := device.get(index).max_threads_x):
             raise OpError(op, tensors[0], f"needs {threads} threads, but a launch on this device has at most {limit}")
     buffers = [buffer(launch, tensors, runtime, scalars) for launch in launches]
+    maps = [placed for parameters in buffers for placed in parameters.maps]
+    tensor_map.encode(op, index, maps)
+    replace = driver.get().replace_address
     bound = [
         _bind_one(launch, function, index, parameters)
         for launch, function, parameters in zip(launches, functions, buffers, strict=True)
     ]
-    workspaces = Workspaces(buffers)
+    workspaces = Workspaces(buffers, replace)
     if len(bound) == 1 and device.count() == 1 and not config.sync() and not workspaces:
-        return bound[0]
+        return bound[0]._replace(pack=tensor_map.packer(bound[0].pack, tensors, len(runtime), maps, replace))
     pack = common_packer(launches, tensors, runtime, tuple(scalars))
+    pack = tensor_map.packer(pack, tensors, len(runtime), maps, replace)
     return _bind_all(op, index, bound, pack, 8 * (len(tensors) + len(runtime)), workspaces, allocate)
 
 
@@ -175,11 +179,14 @@ def run_on_host(
     The kernels may access the bytes of `tensors`, as many as `extents` has for each, and of their workspaces.
     """
     buffers = [buffer(launch, tensors, runtime, scalars) for launch in launches]
-    _memory, ranges, check_zeros = workspace.on_host(Workspaces(buffers))
+    replace = tensor_map.replace_on_host
+    tensor_map.write_on_host([placed for parameters in buffers for placed in parameters.maps])
+    _memory, ranges, check_zeros = workspace.on_host(Workspaces(buffers, replace))
     named = zip(tensors, words[: len(tensors)], extents, strict=True)
     ranges += [Range(name, address, nbytes) for name, address, nbytes in named if nbytes]
     for launch, parameters in zip(launches, buffers, strict=True):
-        parameters.pack(parameters.memory, 0, *words)
+        pack = tensor_map.packer(parameters.pack, tensors, len(runtime), parameters.maps, replace)
+        pack(parameters.memory, 0, *words)
         function = launch.specialisation.load_on_host()
         function.launch(launch.grid, launch.block, launch.shared, parameters.parameters, ranges, launch.cluster)
     check_zeros(", ".join(launch.specialisation.kernel.file for launch in launches))

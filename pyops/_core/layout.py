@@ -1,4 +1,4 @@
-"""How the parameters of a kernel lie in memory: a buffer of eight-byte words, and a pointer to each parameter."""
+"""How the parameters of a kernel lie in memory: eight-byte words, a pointer to each parameter, then tensor maps."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from functools import cache
 from struct import Struct
 from typing import Any, NamedTuple
 
+from . import tensor_map
 from .kernel import Kernel, Launch, Scratch
+from .source import TENSOR_MAP
+from .tensor_map import Placed, TensorMap
 
 # Scalars that are read at every call: (name, struct format of a word that no kernel takes).
 Runtime = tuple[tuple[str, str], ...]
 
 
 class Layout(NamedTuple):
-    """Layout of a kernel's parameter block: words of every call, constants of the plan, then the driver's void* array.
+    """Layout of a parameter block: words of every call, constants of the plan, the driver's void* array, tensor maps.
 
     Attributes:
         words: {name: struct format} of the per-call words that the kernel takes.
         pack_words: (buffer, 0, *words). pack_rest: (buffer, start, *constants, *pointers).
         start: offset of the constants; constants: their names.
         pointers: offset of the void* array; targets: offsets of what its entries point to.
-        buffer_type: the ctypes array that holds all of it.
+        maps: {name: offset} of the tensor maps.
+        buffer_type: the ctypes array that holds all of it, wherever the array begins.
     """
 
     words: dict[str, str]
@@ -32,6 +36,7 @@ class Layout(NamedTuple):
     constants: tuple[str, ...]
     pointers: int
     targets: tuple[int, ...]
+    maps: dict[str, int]
     buffer_type: type[ctypes.Array[ctypes.c_char]]
 
 
@@ -47,30 +52,36 @@ def layout(
         raise TypeError(f"{kernel.file}: no parameter takes the value {name}")
     values = scalars + fixed
     words = tensors + tuple(name for name, _ in runtime)
+    parameters = kernel.signature.parameters
     formats: dict[str, str] = {}
-    constants: list[tuple[str, str]] = []
-    targets: list[int] = []
-    for fmt, name in kernel.signature.parameters:
-        if name in values:
-            targets.append(8 * (len(words) + len(constants)))
-            constants.append((name, fmt))
-        elif name in words:
+    constants: dict[str, str] = {}
+    mapped: list[str] = []
+    for fmt, name in parameters:
+        if fmt == TENSOR_MAP and name in fixed:
+            mapped.append(name)
+        elif name in values:
+            constants[name] = fmt
+        elif name in words and fmt != TENSOR_MAP:
             if (name, "q") in runtime and fmt != "q":
                 raise TypeError(f"{kernel.file}: {name} is an integer given at every call: expected int64_t")
             formats[name] = fmt
-            targets.append(8 * words.index(name))
         else:
             raise TypeError(f"{kernel.file}: nothing feeds the parameter {name}")
     start, pointers = 8 * len(words), 8 * (len(words) + len(constants))
+    end = pointers + 8 * len(parameters)
+    first_map = -(-end // tensor_map.ALIGNMENT) * tensor_map.ALIGNMENT
+    maps = {name: first_map + tensor_map.NBYTES * i for i, name in enumerate(mapped)}
+    offsets = {name: 8 * i for i, name in enumerate((*words, *constants))} | maps
     return Layout(
         formats,
         packer(tensors, runtime, formats),
-        Struct("<" + "".join(fmt for _, fmt in constants) + "Q" * len(targets)).pack_into,
+        Struct("<" + "".join(constants.values()) + "Q" * len(parameters)).pack_into,
         start,
-        tuple(name for name, _ in constants),
+        tuple(constants),
         pointers,
-        tuple(targets),
-        ctypes.c_char * (pointers + 8 * len(targets) + 8),
+        tuple(offsets[name] for _, name in parameters),
+        maps,
+        ctypes.c_char * (first_map + tensor_map.NBYTES * len(maps) + tensor_map.ALIGNMENT if maps else end + 8),
     )
 
 
@@ -99,23 +110,33 @@ class Buffer(NamedTuple):
     Attributes:
         parameters: address of the void* array.
         workspaces: (offset, scratch memory whose address belongs there).
+        maps: (address, tensor map that is to be written there).
     """
 
     pack: Callable[..., None]
     memory: Any
     parameters: int
     workspaces: tuple[tuple[int, Scratch], ...]
+    maps: tuple[Placed, ...]
 
 
 def buffer(launch: Launch, tensors: tuple[str, ...], runtime: Runtime, scalars: dict[str, Any]) -> Buffer:
     """The parameter block of `launch`, with the plan's constants packed."""
     values: dict[str, Any] = {**scalars, **launch.fixed} if scalars else launch.fixed
     found = layout(launch.specialisation.kernel, tensors, runtime, tuple(scalars), tuple(launch.fixed))
+    for name, value in launch.fixed.items():
+        if isinstance(value, TensorMap) != (name in found.maps):
+            expected = "a TensorMap" if name in found.maps else "no TensorMap"
+            raise TypeError(f"{launch.specialisation.kernel.file}: {name} takes {expected}, got {value}")
     constants = [values[name] for name in found.constants]
     workspaces = tuple((found.start + 8 * i, value) for i, value in enumerate(constants) if isinstance(value, Scratch))
     if workspaces:
         constants = [0 if isinstance(value, Scratch) else value for value in constants]
-    memory = found.buffer_type()
+    memory: Any = found.buffer_type()
+    if found.maps:
+        skipped = -ctypes.addressof(memory) % tensor_map.ALIGNMENT
+        memory = (ctypes.c_char * (len(memory) - skipped)).from_buffer(memory, skipped)
     base = ctypes.addressof(memory)
     found.pack_rest(memory, found.start, *constants, *[base + offset for offset in found.targets])
-    return Buffer(found.pack_words, memory, base + found.pointers, workspaces)
+    maps = tuple((base + offset, values[name]) for name, offset in found.maps.items())
+    return Buffer(found.pack_words, memory, base + found.pointers, workspaces, maps)

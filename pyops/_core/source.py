@@ -15,7 +15,8 @@ _ENTRY = re.compile(
     r'extern\s+"C"\s+__global__\s+void\s+(?:(?:CLUSTER_OF|LAUNCH_BOUNDS)\s*\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)'
 )
 _AWAITS = re.compile(r"\{\s*(?:prefetch_\w+\([^;]*\);\s*)?await_previous_kernel\(\);")
-# What a value on the Python side becomes in the eight bytes of a kernel parameter.
+TENSOR_MAP = "128s"
+# What a value on the Python side becomes in the eight bytes of a kernel parameter, or in the 128 of a tensor map.
 _FORMATS = {
     "float": "f4x",
     "double": "d",
@@ -25,6 +26,7 @@ _FORMATS = {
     "int64_t": "q",
     "uint64_t": "Q",
     "bool": "?7x",
+    "__grid_constant__ TensorMap": TENSOR_MAP,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from struct import Struct
 from typing import Any
 
@@ -13,6 +14,7 @@ from .host.run import Range
 from .kernel import Scratch
 from .layout import Buffer
 from .lazy import cupy, torch
+from .tensor_map import Replace, failure
 
 _ALIGNMENT = 256
 _pack_address = Struct("<Q").pack_into
@@ -38,25 +40,51 @@ class Workspaces:
         offsets: of each piece of scratch memory, in the garbage or the zeros.
     """
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, buffers: Sequence[Buffer], replace: Replace) -> None:
         self.offsets: dict[Scratch, int] = {}
         sizes = {False: 0, True: 0}
         self._places: list[tuple[Any, int, int, bool]] = []
+        self._replace = replace
+        self._maps: list[_Map] = []
+
+        def offset_of(scratch: Scratch) -> int:
+            if scratch not in self.offsets:
+                self.offsets[scratch] = sizes[scratch.zeroed]
+                sizes[scratch.zeroed] += -(-scratch.nbytes // _ALIGNMENT) * _ALIGNMENT
+            return self.offsets[scratch]
+
         for buffer in buffers:
             for at, scratch in buffer.workspaces:
-                if scratch not in self.offsets:
-                    self.offsets[scratch] = sizes[scratch.zeroed]
-                    sizes[scratch.zeroed] += -(-scratch.nbytes // _ALIGNMENT) * _ALIGNMENT
-                self._places.append((buffer.memory, at, self.offsets[scratch], scratch.zeroed))
+                self._places.append((buffer.memory, at, offset_of(scratch), scratch.zeroed))
+            for place, one in buffer.maps:
+                if isinstance(one.tensor, Scratch):
+                    self._maps.append(_Map(place, offset_of(one.tensor) + one.offset, one.tensor.zeroed))
         self.nbytes, self.zero_bytes = sizes[False], sizes[True]
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self.offsets)
 
     def place(self, address: int, zeros: int) -> None:
-        """Write into the launches' buffers where garbage and zeros begin in this call."""
+        """Tell the launches' buffers, and the maps in them, where garbage and zeros begin in this call."""
         for memory, at, offset, zeroed in self._places:
             _pack_address(memory, at, (zeros if zeroed else address) + offset)
+        for one in self._maps:
+            where = (zeros if one.zeroed else address) + one.offset
+            if where != one.told:
+                one.told = None
+                if error := self._replace(one.at, where):
+                    raise failure(error)
+                one.told = where
+
+
+@dataclass(slots=True)
+class _Map:
+    """A tensor map of scratch memory: where it lies in a buffer, and the address that it was told last."""
+
+    at: int
+    offset: int
+    zeroed: bool
+    told: int | None = None
 
 
 # Zeros by (device, stream). Graphs hold their addresses, so a piece that has become too small is kept, too.

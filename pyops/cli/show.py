@@ -13,6 +13,7 @@ from .._core import device, dtypes, torch_library, tuning, wrapper
 from .._core import source as sources
 from .._core.errors import OpError
 from .._core.op import Op
+from .._core.tensor_map import TensorMap
 
 
 def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
@@ -37,6 +38,7 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
         grid, threads = (" x ".join(map(str, sizes)) for sizes in (one.grid, [size for size in one.block if size > 1]))
         lines.append(f"    {specialisation.kernel.file}: {grid} blocks of {threads} threads, {one.shared} bytes shared")
         lines.append(f"        {specialisation}")
+        lines += [f"        {name}: {value}" for name, value in one.fixed.items() if isinstance(value, TensorMap)]
     if op.name in tuning.last:
         lines.append(f"    chosen: {tuning.last[op.name]}")
     lines.append(f"held by this process: {len(op.plans)} plans, {len(op.compiled())} kernels")

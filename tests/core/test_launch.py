@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -15,69 +14,11 @@ import torch
 
 import pyops
 from pyops._core import device, index_check, launch
-from pyops._core import driver as driver_calls
 from pyops._core.errors import OpError
-from pyops._core.kernel import Kernel, Launch
+from pyops._core.kernel import Kernel
+from tests.core.conftest import Driver, call, text
 
 MakeKernel = Callable[[str, str], Kernel]
-SIZES = {"Q": 8, "q": 8, "d": 8, "f": 4, "i": 4, "I": 4, "?": 1}
-
-
-class Driver:
-    """Records launches, reading every parameter through its pointer as the driver would."""
-
-    class Error(Exception):
-        status = 0
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[Any, ...]] = []
-        self.kernels: list[Kernel] = []
-
-    def bind(self, launches: Sequence[Launch], *values: Any) -> launch.Bound:
-        start = len(self.kernels)
-        self.kernels += [one.specialisation.kernel for one in launches]
-        return launch.bind("op", 0, launches, range(start, len(self.kernels)), *values)
-
-    def launch(
-        self,
-        function: int,
-        x: int,
-        y: int,
-        z: int,
-        bx: int,
-        by: int,
-        bz: int,
-        shared: int,
-        stream: int,
-        at: int,
-        extra: int,
-    ) -> None:
-        kernel = self.kernels[function]
-        pointers = (ctypes.c_uint64 * len(kernel.signature.parameters)).from_address(at)
-        values = {}
-        for (fmt, name), pointer in zip(kernel.signature.parameters, pointers, strict=True):
-            code = fmt[0]
-            (values[name],) = struct.unpack(f"<{code}", ctypes.string_at(pointer, SIZES[code]))
-        self.launches.append((kernel.file, (x, y, z), (bx, by, bz), shared, stream, values))
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    made = Driver()
-    monkeypatch.setattr(driver_calls, "get", lambda: driver_calls.Driver(made.launch, None, Driver.Error, lambda: 0))
-    monkeypatch.setattr(device, "count", lambda: 1)
-    return made
-
-
-def text(name: str, parameters: str) -> str:
-    return f'extern "C" __global__ void {name}({parameters}) {{}}'
-
-
-def call(bound: launch.Bound, stream: int, *words: Any) -> None:
-    """What a wrapper does with a plan."""
-    with bound.lock:
-        bound.pack(bound.buffer, 0, *words)
-        bound.fire[stream]()
 
 
 def test_parameters_hold_what_they_are_given(kernel: MakeKernel, driver: Driver) -> None:

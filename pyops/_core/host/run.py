@@ -54,11 +54,15 @@ SCHEDULES = (
 
 @dataclass(frozen=True)
 class Conditions:
-    """How launches run: by which schedule, how long at most, and in warps of how many lanes (32 or 64)."""
+    """How launches run: by which schedule, how long at most, in warps of how many lanes (32 or 64).
+
+    With `strict_fences`, a fence_proxy_async() makes only the writes of the calling thread visible to TMA and wgmma.
+    """
 
     schedule: Schedule = Schedule()
     seconds: float = 60.0
     warp_size: int = 32
+    strict_fences: bool = False
 
 
 _USUAL = Conditions()
@@ -66,9 +70,15 @@ _conditions: ContextVar[Conditions] = ContextVar("conditions", default=_USUAL)
 
 
 @contextmanager
-def scheduled(schedule: Schedule, *, seconds: float = 60.0, warp_size: int = 32) -> Iterator[None]:
-    """Launches of this thread run by `schedule`, end after `seconds`, and have warps of `warp_size` lanes."""
-    token = _conditions.set(Conditions(schedule, seconds, warp_size))
+def scheduled(
+    schedule: Schedule, *, seconds: float = 60.0, warp_size: int = 32, strict_fences: bool = False
+) -> Iterator[None]:
+    """Launches of this thread run by `schedule`, end after `seconds`, and have warps of `warp_size` lanes.
+
+    With `strict_fences`, each thread whose writes to shared memory TMA or wgmma read must call fence_proxy_async()
+    itself. Otherwise any thread that has seen the writes may.
+    """
+    token = _conditions.set(Conditions(schedule, seconds, warp_size, strict_fences))
     try:
         yield
     finally:
@@ -108,6 +118,7 @@ class _Launch(ctypes.Structure):  # state.h
         ("cluster", ctypes.c_uint32),
         ("order", ctypes.c_uint32),
         ("time_limit_ms", ctypes.c_uint32),
+        ("strict_fences", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("ranges", ctypes.POINTER(ctypes.c_uint64)),
         ("num_ranges", ctypes.c_uint32),
@@ -127,6 +138,7 @@ class _Fault(ctypes.Structure):  # state.h
         ("asked_pc", ctypes.c_uint64),
         ("other_pc", ctypes.c_uint64),
         ("address", ctypes.c_uint64),
+        ("waiting_pcs", ctypes.c_uint64 * 8),
     )
 
 
@@ -169,6 +181,7 @@ class HostFunction:
             max(self.cluster, cluster[1]),
             ORDERS.index(conditions.schedule.order),
             max(1, int(conditions.seconds * 1e3)),
+            conditions.strict_fences,
             conditions.schedule.seed,
             (ctypes.c_uint64 * len(bounds))(*bounds),
             len(ranges),
@@ -189,6 +202,9 @@ class HostFunction:
         message = fault.message.decode(errors="replace")
         if fault.address:
             message += _beside(fault.address, ranges)
+        for number, offset in enumerate(fault.waiting_pcs):
+            if offset:
+                message = message.replace(f"@{number}@", called(_places(library, offset)) or "an unknown line")
         if others := _places(library, fault.other_pc):
             message += f", at {called(others)}"
         thread: Any = tuple(fault.thread) if fault.has_thread else None
@@ -219,6 +235,7 @@ def _places(library: str, offset: int) -> list[tuple[str, int]]:
     return [(match[0], line) for file, line in found if (match := re.search(r"kernels_cu/(?!host/).+", file))]
 
 
+_ASYNCHRONOUS = '"kernels_cu/include/barrier.cuh"'  # in the text of kernels for a clocked runtime
 _CLOSE = 1 << 40  # bytes; farther away, an address is no tensor's with a wrong offset
 _one_launch = locks.waiting()  # the runtime runs one at a time, and a child needs it at rest
 _loaded: dict[tuple[str, int], HostFunction] = {}
@@ -244,7 +261,7 @@ def load(text: str, entry: str, kernel: str, constants: str) -> HostFunction:
 
 
 def _load(text: str, entry: str, kernel: str, constants: str, warp_size: int) -> HostFunction:
-    runtime, run = _runtime()
+    runtime, run = _runtime(_ASYNCHRONOUS in text)
     path, library = load_library("kernel", unit(text, entry, warp_size), (runtime,), kernel, constants)
     address = ctypes.cast(library.pyops_host_entry, ctypes.c_void_p).value
     assert address is not None
@@ -256,9 +273,13 @@ def _load(text: str, entry: str, kernel: str, constants: str, warp_size: int) ->
 
 
 @cache
-def _runtime() -> tuple[str, Any]:
-    """The library that runs kernels: its path, and its one function."""
-    path, library = load_library("runtime", Unit("", source.inline("host/runtime.cpp")), (), "host/runtime.cpp", "")
+def _runtime(clocked: bool) -> tuple[str, Any]:
+    """The library that runs kernels: its path, and its one function.
+
+    One that is `clocked` runs kernels with mbarriers, TMA and wgmma, and takes longer for every access.
+    """
+    code = Unit(f"#define PYOPS_HOST_CLOCKED {int(clocked)}\n", source.inline("host/runtime.cpp"))
+    path, library = load_library("runtime", code, (), "host/runtime.cpp", "")
     run = library.pyops_host_run
     run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     run.restype = ctypes.POINTER(_Fault)

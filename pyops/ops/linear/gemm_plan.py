@@ -13,7 +13,8 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import FLOATS, float32
 from ..._core.kernel import Kernel, Launch, Scratch
-from . import skinny_linear
+from . import gemm_hopper, skinny_linear
+from .gemm_hopper import GemmConfig, SwapConfig
 from .gemm_problem import Problem
 from .skinny_linear import SkinnyConfig
 
@@ -126,7 +127,7 @@ class SimtConfig:
         )
 
 
-Config = MmaConfig | SimtConfig | SkinnyConfig
+Config = GemmConfig | SwapConfig | MmaConfig | SimtConfig | SkinnyConfig
 
 
 def choose(problem: Problem, device: Device) -> Config:
@@ -134,6 +135,8 @@ def choose(problem: Problem, device: Device) -> Config:
     plain = problem.epilogue.is_plain and problem.dtype is problem.epilogue.out.dtype in FLOATS
     if plain and problem.m <= _MAX_SKINNY_ROWS and problem.rows_are_dense and problem.k > 0:
         return skinny_linear.choose(problem, device)
+    if gemm_hopper.serves(problem, device):
+        return gemm_hopper.choose(problem, device)
     if problem.dtype is float32 or not device.supports("mma"):
         return SimtConfig(16 if problem.m <= 16 else 64, 64)
     return choose_mma(problem, device)

@@ -107,6 +107,10 @@ class Epilogue:
         return self.activation == "silu_and_mul"
 
     @property
+    def has_matrix_bias(self) -> bool:
+        return self._bias == 2
+
+    @property
     def _bias(self) -> int:
         """0: none, 1: one for each column, 2: one for each element."""
         return 0 if self.bias is None else 1 if check.num_rows(self.bias) == 1 else 2
@@ -190,6 +194,12 @@ class Problem:
         out = self.epilogue.out
         return min(2, check.vector_width(self.n, out)) if out.alignment >= 2 * out.dtype.itemsize else 1
 
+    @property
+    def out_is_aligned(self) -> bool:
+        """Whether rows of out begin at multiples of 16 bytes."""
+        out = self.epilogue.out
+        return out.alignment >= 16 and (self.m == 1 or check.row_stride(out) * out.dtype.itemsize % 16 == 0)
+
     def bucket(self) -> str:
         epilogue, out = self.epilogue, self.epilogue.out
         words = [
@@ -197,6 +207,7 @@ class Problem:
             f"weight={self.b.rows}x{self.k}",
             f"{self.dtype.name}-{out.dtype.name}",
             f"vec_size={self.vec_size}",
+            *([] if self.out_is_aligned else ["unaligned out"]),
             *(["blocks"] if epilogue.block_scaled else []),
             *([epilogue.activation] if epilogue.activation != "none" else []),
         ]

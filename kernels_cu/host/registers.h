@@ -1,0 +1,133 @@
+// registers.h: what wgmma asks of the registers of threads, and setmaxnreg.
+//
+// An array whose address has been taken is memory to the compiler, and every access to it calls the runtime. So the
+// accumulators and fragments that kernels give to wgmma are watched as memory on the threads' stacks.
+#pragma once
+#include "bulk.h"
+
+namespace host {
+
+constexpr unsigned MAX_WATCHED = 8;  // arrays of a thread; accumulators of a warpgroup in flight
+constexpr unsigned MAX_TOUCHED = 64;
+constexpr unsigned WARPGROUP = 128;  // threads
+
+// An array of registers that a wgmma in flight uses.
+struct Watched {
+    Range range;
+    unsigned group;  // fragments: the group of the product
+    unsigned chain;  // accumulators: the chain of products
+    const void* pc;
+};
+struct Registers {
+    Range touched[MAX_TOUCHED];  // since the thread last called warpgroup_arrive; the newest, and neighbours are one
+    unsigned num_touched;
+    Watched fragments[MAX_WATCHED];
+    unsigned num_fragments;
+    Watched accumulators[MAX_WATCHED];
+    unsigned num_accumulators;
+};
+inline Registers registers[MAX_CLUSTER][MAX_THREADS];
+
+// The number of registers that a warpgroup has asked for, 0 if it has not, and how many of its threads have asked.
+struct RegisterCount { unsigned count, num_threads; };
+inline RegisterCount register_counts[MAX_CLUSTER][MAX_THREADS / WARPGROUP];
+
+inline void registers_begin_block(unsigned rank) {
+    for (unsigned i = 0; i < num_threads(); ++i) {
+        Registers& own = registers[rank][i];
+        own.num_touched = own.num_fragments = own.num_accumulators = 0;
+    }
+    memset(register_counts[rank], 0, sizeof register_counts[rank]);
+}
+
+inline bool overlap(Range a, Range b) { return a.begin < b.end && b.begin < a.end; }
+
+// An access of the running thread to a stack.
+inline void check_registers(const char* address, size_t bytes, Access kind, const void* pc) {
+    Thread& thread = *state.current;
+    Registers& own = registers[state.rank][thread.number];
+    const Range range = {reinterpret_cast<uintptr_t>(address), reinterpret_cast<uintptr_t>(address) + bytes};
+    for (unsigned i = 0; i < own.num_accumulators; ++i) {
+        if (!overlap(range, own.accumulators[i].range)) continue;
+        raise_fault("wgmma not waited for", {nullptr, 0, pc, own.accumulators[i].pc},
+                    "%s of accumulators of a wgmma in flight: no warpgroup_wait", verb_of(kind));
+    }
+    for (unsigned i = 0; kind != Access::READ && i < own.num_fragments; ++i) {
+        if (!overlap(range, own.fragments[i].range)) continue;
+        raise_fault("wgmma not waited for", {nullptr, 0, pc, own.fragments[i].pc},
+                    "%s of a register fragment that a wgmma in flight reads: no warpgroup_wait", verb_of(kind));
+    }
+    if (!thread.registers_fenced) return;  // a wgmma would be a fault whatever it uses
+    for (unsigned i = own.num_touched; i-- > 0;) {
+        Range& other = own.touched[i];
+        if (range.begin > other.end || other.begin > range.end) continue;
+        if (range.begin < other.begin) other.begin = range.begin;
+        if (range.end > other.end) other.end = range.end;
+        return;
+    }
+    if (own.num_touched == MAX_TOUCHED) memmove(own.touched, own.touched + 1, sizeof(Range) * --own.num_touched);
+    own.touched[own.num_touched++] = range;
+}
+
+__attribute__((noinline)) void wgmma_fence() {
+    state.current->registers_fenced = true;
+    registers[state.rank][state.current->number].num_touched = 0;
+}
+
+// The thread issues a product with these registers.
+inline void check_fenced(const Thread& thread, Range accumulators, Range fragment, const void* pc) {
+    const Where where = {nullptr, 0, pc, nullptr};
+    const Registers& own = registers[state.rank][thread.number];
+    if (!thread.registers_fenced) {
+        raise_fault("missing wgmma fence", where, "the first wgmma of a warp without warpgroup_arrive() before it");
+    }
+    for (unsigned i = 0; i < own.num_touched; ++i) {
+        if (!overlap(own.touched[i], accumulators) && !overlap(own.touched[i], fragment)) continue;
+        raise_fault("missing wgmma fence", where,
+                    "the thread has used registers of this wgmma since its last warpgroup_arrive()");
+    }
+}
+
+// setmaxnreg: the registers of a thread at the start of a kernel that is compiled for one block on a multiprocessor.
+inline unsigned first_registers() {
+    const unsigned count = 65536 / num_threads() / 8 * 8;
+    return count > 248 ? 248 : count;
+}
+
+inline void check_sum_of_registers(const Where& where, unsigned if_none) {
+    const unsigned groups = num_threads() / WARPGROUP, available = first_registers() * groups;
+    unsigned sum = 0;
+    bool asked = false;
+    for (unsigned i = 0; i < groups; ++i) {
+        const unsigned count = register_counts[state.rank][i].count;
+        asked = asked || count;
+        sum += count ? count : if_none;
+    }
+    if (!asked || sum <= available) return;
+    raise_fault("setmaxnreg", where,
+                "the warpgroups ask for %u registers a thread in all, and have %u: the block would wait for ever", sum,
+                available);
+}
+
+// At the end of a block: a warpgroup that asks for more than the others have given away would have waited for ever.
+inline void check_registers_at_end() { check_sum_of_registers({}, first_registers()); }
+
+__attribute__((noinline)) void set_registers(unsigned count, bool more) {
+    const Where where = {nullptr, 0, __builtin_return_address(0), nullptr};
+    if (num_threads() % WARPGROUP) {
+        raise_fault("setmaxnreg", where, "a block of %u threads is no whole number of warpgroups", num_threads());
+    }
+    const unsigned first = first_registers();
+    if (more ? count < first : count > first) {
+        raise_fault("setmaxnreg", where, "%s to %u registers, where a thread begins with %u", more ? "up" : "down",
+                    count, first);
+    }
+    RegisterCount& own = register_counts[state.rank][state.current->number / WARPGROUP];
+    if (own.num_threads++ && own.count != count) {
+        raise_fault("setmaxnreg", where, "%u registers, and %u for other threads of the warpgroup", count, own.count);
+    }
+    own.count = count;
+    check_sum_of_registers(where, 24);  // of warpgroups that may still give away all but 24
+}
+
+}  // namespace host

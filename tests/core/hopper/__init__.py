@@ -1,0 +1,79 @@
+"""Kernels for Hopper that the tests of the host backend run: right, and with faults injected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy
+
+from pyops._core import device, dtypes, launch
+from pyops._core.kernel import Kernel
+from pyops._core.tensor import describe_new
+from pyops._core.tensor_map import TensorMap
+
+Array = numpy.ndarray[Any, Any]
+bf16 = ml_dtypes.bfloat16
+STAGES = 4
+
+
+def text_of(name: str) -> str:
+    """The text of a kernel beside this file."""
+    return (Path(__file__).parent / f"{name}.cu").read_text(encoding="utf-8")
+
+
+def mapped(name: str, array: Array, box: tuple[int, ...], swizzle: int = 0, **wrong: Any) -> TensorMap:
+    """The map of an array by its name; `wrong` replaces what the map would say."""
+    kind = dtypes.of(array.dtype.name)
+    assert kind is not None
+    what = {"sizes": array.shape[::-1], "strides": array.strides[-2::-1], "box": box, "swizzle": swizzle} | wrong
+    arg = describe_new("test", name, what["sizes"][::-1], kind, device.model("sm_90"))  # as large as the map says
+    arg.alignment = 16
+    return TensorMap(arg, kind, **what)
+
+
+def run(
+    file: str,
+    text: str,
+    arrays: dict[str, Array],
+    grid: Any,
+    block: int,
+    shared: int,
+    constants: dict[str, Any],
+    **fixed: Any,
+) -> None:
+    """Run a kernel of sm_90a on the host."""
+    one = Kernel(file, "sm_90a", text=text)(**constants).launch(grid, block, shared, **fixed)
+    extents = [array.nbytes for array in arrays.values()]
+    launch.run_on_host([one], tuple(arrays), extents, (), {}, *(array.ctypes.data for array in arrays.values()))
+
+
+def products(a: Array, b: Array, depth: int) -> Array:
+    """a b^T as the host's wgmma adds: `depth` products exactly, then rounded to float32."""
+    sums = numpy.zeros((len(a), len(b)), numpy.float32)
+    for at in range(0, a.shape[1], depth):
+        exact = a[:, at : at + depth].astype(float) @ b[:, at : at + depth].astype(float).T
+        sums = (sums.astype(float) + exact).astype(numpy.float32)
+    return sums
+
+
+def gemm(
+    m: int, n: int, k: int, text: str | None = None, cluster: int = 1, grid: int = 2, **maps: dict[str, Any]
+) -> tuple[Array, Array]:
+    """(out of gemm.cu, what it is to the bit). `maps` has what the map of a tensor says wrongly."""
+    rng = numpy.random.default_rng(m + n + k)
+    a, b = (rng.standard_normal((rows, k)).astype(bf16) for rows in (m, n))
+    out = numpy.full((m, n), numpy.nan, bf16)
+    boxes = {"input": (a, (64, 128)), "weight": (b, (64, 128 // cluster)), "out": (out, (64, 64))}
+    fixed = {
+        f"{name}_map": mapped(name, array, **{"box": box, "swizzle": 128} | maps.get(name, {}))
+        for name, (array, box) in boxes.items()
+    }
+    shared = STAGES * (128 + 128) * 64 * 2 + 128 * 128 * 2 + 16 * STAGES
+    constants = {"BLOCK_N": 128, "STAGES": STAGES, "CLUSTER": cluster}
+    arrays = {"out": out, "input": a, "weight": b}
+    run(
+        "test/gemm.cu", text or text_of("gemm"), arrays, (grid, cluster), 384, shared, constants, **fixed, m=m, n=n, k=k
+    )
+    return out.view(numpy.uint16), products(a, b, 16).astype(bf16).view(numpy.uint16)
