@@ -3,18 +3,18 @@
 //     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
 //     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
 //
-// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK elements
-// of K). The tensor cores add up what is in parentheses, the threads the rest.
+// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
+// elements of K). The tensor cores add up what is in parentheses, the threads the rest.
 //
-// Operands are swapped: the transpose of out is computed, so that rows of b are the 64 rows of a wgmma and rows of a its
-// TILE_M columns. A tile is TILE_M rows and TILE_N columns of out; TILE_N is what makes all multiprocessors read as much of
-// b, at most. Where it is no multiple of 64, rows of zeros are multiplied, too. A step is 128 bytes of each row of a and b.
-// One thread of a block loads, ahead by STAGES steps. Two warpgroups multiply: each has half of the tile's rows of b or, if
-// there are no more than 64, every other step.
+// Operands are swapped: the transpose of out is computed, so that rows of b are the 64 rows of a wgmma and rows of a
+// its TILE_M columns. A tile is TILE_M rows and TILE_N columns of out; TILE_N is what makes all multiprocessors read
+// as much of b, at most. Where it is no multiple of 64, rows of zeros are multiplied, too. A step is 128 bytes of each
+// row of a and b. One thread of a block loads, ahead by STAGES steps. Two warpgroups multiply: each has half of the
+// tile's rows of b or, if there are no more than 64, every other step.
 //
 // The blocks of a cluster share a tile, each with a part of K. What is to be added to a sum, by warpgroups that have
-// different steps and by blocks, is sent to one block, and added up there in a fixed order: results do not depend on which
-// comes first. Sums travel in fragments, four of them in a lane: two rows and two columns of out.
+// different steps and by blocks, is sent to one block, and added up there in a fixed order: results do not depend on
+// which comes first. Sums travel in fragments, four of them in a lane: two rows and two columns of out.
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
@@ -33,7 +33,7 @@
 
 using sum_t = wgmma_sum_t<scalar_t>;
 constexpr int CONSUMER_WARPS = 8, NUM_THREADS = 32 * (CONSUMER_WARPS + 1);
-constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // a wgmma takes STEP_BYTES of K
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // of a wgmma
 // Warpgroups that take turns with steps, warps that share the rows of b, and products of a warpgroup in a step.
 constexpr int TURNS = TILE_N <= 64 ? 2 : 1, ROW_WARPS = CONSUMER_WARPS / TURNS;
 constexpr int PRODUCTS = TURNS > 1 ? 1 : ceil_div(TILE_N, 128), PADDED_N = PRODUCTS * ROW_WARPS * 16;
@@ -91,7 +91,8 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
 
     const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
     const int tiles = rows * int((n + TILE_N - 1) / TILE_N);
-    const int first_step = int(int64_t(steps) * split / SPLITS), last_step = int(int64_t(steps) * (split + 1) / SPLITS);
+    const int first_step = int(int64_t(steps) * split / SPLITS);
+    const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
     if (warp == CONSUMER_WARPS) {
         if (!elect_one()) return;
