@@ -1,4 +1,4 @@
-"""gemm.cu and gemm_swap.cu: right under every schedule of the model of Hopper on the host; what is chosen for a product."""
+"""gemm.cu and gemm_swap.cu: right under every schedule of the model of Hopper on the host; what is chosen."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ip
 NEEDS = {
     "drop_in": ["transformers"],
     "look_inside": ["cupy", "matplotlib"],
+    "pipeline": ["matplotlib"],
     "write_and_test_a_kernel": ["matplotlib"],
 }
 # Text stays text, so that a page can colour it. Nothing depends on the day or on chance.

@@ -118,7 +118,7 @@ __attribute__((noinline)) void fence_mbarrier_init() {
     }
 }
 
-inline bool has_late_copies(unsigned rank, unsigned index, int64_t& bytes, const void*& pc);  // defined in bulk.h
+inline bool has_late_copies(unsigned rank, unsigned index, int64_t& bytes, const void*& pc);  // defined in in_flight.h
 
 // End the open phase of an mbarrier if all that it counts has come. `pc` is of the arrival or the copy that came last.
 inline void end_phase_if_complete(unsigned rank, unsigned index, const void* pc) {

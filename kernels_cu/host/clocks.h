@@ -9,7 +9,7 @@
 //
 // Every clock is a pair: `seen`, and `fenced`, the part of `seen` that fences have made visible to the asynchronous proxy.
 #pragma once
-#include "memory.h"
+#include "records.h"
 
 namespace host {
 

@@ -8,7 +8,7 @@
 
 namespace host {
 
-// A block of a cluster while other blocks run. Its threads are in all_threads.
+// A block of a cluster while other blocks run.
 struct Paused {
     Index block;
     bool begun, ended, at_barrier;  // at_barrier: all of its threads wait for the cluster
@@ -18,15 +18,9 @@ struct Paused {
     uint32_t warp_epoch[MAX_THREADS / 32];
     unsigned num_alive, num_at_barrier;
     uint64_t lanes_arrived[MAX_THREADS / 32];
+    Thread threads[CLOCKED ? 1 : MAX_THREADS];
 };
 inline Paused cluster[MAX_CLUSTER];
-
-// What a CLOCKED runtime does with blocks.
-inline void begin_clocked_cluster();                                                    // defined in wgmma.h
-inline void end_clocked_block(unsigned rank);                                           // defined in wgmma.h
-inline void clocks_of_cluster();                                                        // defined in clocks.h
-inline bool awaited_phase_has_ended(unsigned thread);                                   // defined in barriers.h
-inline void read_by_clocks(unsigned rank, size_t offset, size_t size, const void* pc);  // defined in cells.h
 
 __attribute__((noinline)) void cluster_barrier(const char* file, int line) {
     Thread& thread = begin_wait(Wait::CLUSTER, "sync_cluster", 0, file, line, __builtin_return_address(0));
@@ -79,7 +73,7 @@ __attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned
 
 inline void enter_block(unsigned rank) {
     state.rank = rank;
-    threads = all_threads[rank];
+    enter_threads(rank);
     memory_enter(rank);
     memory_enter_epochs(cluster[rank].first_epoch, MAX_BARRIERS - 1);
 }
@@ -92,6 +86,7 @@ inline void pause_block(Paused& paused) {
     paused.num_alive = scheduler.num_alive;
     paused.num_at_barrier = scheduler.num_at_barrier;
     memcpy(paused.lanes_arrived, scheduler.lanes_arrived, sizeof scheduler.lanes_arrived);
+    if constexpr (!CLOCKED) memcpy(paused.threads, threads, num_threads() * sizeof(Thread));
 }
 
 inline void resume_block(const Paused& paused) {
@@ -103,6 +98,7 @@ inline void resume_block(const Paused& paused) {
     scheduler.num_alive = paused.num_alive;
     scheduler.num_at_barrier = paused.num_at_barrier;
     memcpy(scheduler.lanes_arrived, paused.lanes_arrived, sizeof scheduler.lanes_arrived);
+    if constexpr (!CLOCKED) memcpy(threads, paused.threads, num_threads() * sizeof(Thread));
 }
 
 inline void run_block(Index block) {
@@ -173,7 +169,8 @@ inline void run_cluster(Index first) {
     const uint32_t first_epoch = memory.epoch + 1;
     memory.reserved = memory.epoch + count * MAX_BARRIERS;
     for (unsigned rank = 0; rank < count; ++rank) {
-        cluster[rank] = {};
+        cluster[rank].begun = cluster[rank].ended = cluster[rank].at_barrier = cluster[rank].released = false;
+        cluster[rank].epoch = 0;
         cluster[rank].first_epoch = first_epoch + rank * MAX_BARRIERS;
     }
     if constexpr (CLOCKED) begin_clocked_cluster();
@@ -189,7 +186,7 @@ inline void run_cluster(Index first) {
     }
     memory.epoch = memory.reserved;
     state.rank = 0;
-    threads = all_threads[0];
+    enter_threads(0);
     memory_enter(0);
 }
 

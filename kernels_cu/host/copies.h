@@ -3,7 +3,7 @@
 // copy_async checks a copy and notes it down; the bytes move when the thread waits for the copy's group. Until then
 // every access to the destination is a fault.
 #pragma once
-#include "memory.h"
+#include "records.h"
 #if PYOPS_HOST_CLOCKED
 #include "cells.h"
 #endif

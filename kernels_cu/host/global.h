@@ -144,8 +144,6 @@ inline bool before_barrier_of_cluster(uint32_t epoch) {
            epoch <= cluster[offset / MAX_BARRIERS].barrier_epoch;
 }
 
-inline void check_registers(const char* address, size_t bytes, Access kind, const void* pc);  // defined in registers.h
-
 // Check an access of the running thread to global memory against bounds and records, and record it. Raises a fault.
 inline void check_global(const char* address, size_t bytes, Access kind, const void* pc) {
     if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.capacity) {

@@ -130,7 +130,8 @@ pyops_host_run(void (*entry)(void**), void** parameters, const host::Launch* lau
     state.asked_pc = nullptr;
     state.block = {};
     state.rank = 0;
-    threads = all_threads[0];
+    state.num_waiting = 0;
+    enter_threads(0);
     launching_thread = this_thread();
     const Fault* fault = nullptr;
     if (sigsetjmp(state.escape, 1) == 0) {

@@ -78,10 +78,6 @@ inline Thread* take_ready() {
 
 // In a CLOCKED runtime threads also wait for copies and products, which go on while no thread can run.
 inline bool is_asynchronous(Wait wait) { return wait > Wait::EXITED; }
-inline bool land_copy();                                                  // defined in bulk.h
-inline void land_copy_early();                                            // defined in bulk.h
-inline void check_exit();                                                 // defined in bulk.h
-inline int describe_wait(char* text, size_t room, const Thread& thread);  // defined in barriers.h
 
 inline bool same_text(const char* a, const char* b) { return a == b || strcmp(a, b) == 0; }
 
@@ -110,9 +106,7 @@ inline bool waits_for_exited(const Thread& thread) {
 [[noreturn]] inline void deadlock() {
     char text[sizeof Fault::message - 128];
     size_t length = 0;
-    unsigned num_places = 0;
     bool asynchronous = false;
-    Where where = {state.current->file, state.current->line, state.current->pc};
     const auto append = [&](const char* format, auto... arguments) {
         if (length < sizeof text - 1) length += snprintf(text + length, sizeof text - length, format, arguments...);
     };
@@ -129,11 +123,11 @@ inline bool waits_for_exited(const Thread& thread) {
             continue;
         }
         append("wait at %s (", thread.operation);
-        if (thread.line || num_places == MAX_PLACES) {
+        if (thread.line || state.num_waiting == MAX_PLACES) {
             append("%s:%d", thread.file, thread.line);
         } else {
-            append("@%u@", num_places);
-            where.waiting_pcs[num_places++] = thread.pc;
+            append("@%u@", state.num_waiting);
+            state.waiting_pcs[state.num_waiting++] = thread.pc;
         }
         if (thread.wait == Wait::WARP) append(", lanes %#llx", static_cast<unsigned long long>(thread.lanes));
         append(")");
@@ -145,7 +139,10 @@ inline bool waits_for_exited(const Thread& thread) {
             append("%s", more);
         }
     }
-    raise_fault(asynchronous ? "deadlock" : exited ? "early exit" : "divergent barrier", where, "%s", text);
+    raise_fault(asynchronous ? "deadlock"
+                : exited     ? "early exit"
+                             : "divergent barrier",
+                {state.current->file, state.current->line, state.current->pc}, "%s", text);
 }
 
 [[noreturn]] inline void nothing_can_run() {

@@ -98,7 +98,9 @@ struct State {
     unsigned rank;   // of the block in its cluster
     uint32_t phase;  // counts the cluster's barriers, and launches; never repeats
     Thread* current;
-    const void* asked_pc;  // return address of the last recorded access in the kernel
+    const void* asked_pc;                 // return address of the last recorded access in the kernel
+    const void* waiting_pcs[MAX_PLACES];  // where threads wait that the next fault names
+    unsigned num_waiting;
     void* main_stack_pointer;
     sigjmp_buf escape;
     volatile bool running;
@@ -106,8 +108,18 @@ struct State {
 };
 
 inline State state;
-inline Thread all_threads[MAX_CLUSTER][MAX_THREADS];
-inline Thread* threads = all_threads[0];  // of the running block
+
+// `threads` are those of the running block. In a CLOCKED runtime each block of a cluster has its own, for copies land
+// while another block runs. The other runtime copies them: an array at a constant address takes less time.
+inline Thread all_threads[CLOCKED ? MAX_CLUSTER : 1][MAX_THREADS];
+#if PYOPS_HOST_CLOCKED
+inline Thread* threads = all_threads[0];
+inline void enter_threads(unsigned rank) { threads = all_threads[rank]; }
+#else
+inline Thread (&threads)[MAX_THREADS] = all_threads[0];
+inline void enter_threads(unsigned) {}
+#endif
+
 inline Copy copies[MAX_CLUSTER][MAX_THREADS][MAX_COPIES];
 
 inline unsigned num_threads() { return state.launch.block.x * state.launch.block.y * state.launch.block.z; }
@@ -126,7 +138,6 @@ struct Where {
     const void* pc = nullptr;        // of the faulting instruction, or of the next one
     const void* other_pc = nullptr;  // of the other access of a race
     uint64_t address = 0;            // of the global memory that was accessed
-    const void* waiting_pcs[MAX_PLACES] = {};
 };
 
 // End the launch: describe the fault and leave every fiber where it stands.
@@ -144,7 +155,9 @@ raise_fault(const char* kind, const Where& where, const char* format, ...) {
     fault.asked_pc = offset_in_kernel(state.asked_pc);
     fault.other_pc = offset_in_kernel(where.other_pc);
     fault.address = where.address;
-    for (unsigned i = 0; i < MAX_PLACES; ++i) fault.waiting_pcs[i] = offset_in_kernel(where.waiting_pcs[i]);
+    for (unsigned i = 0; i < MAX_PLACES; ++i) {
+        fault.waiting_pcs[i] = i < state.num_waiting ? offset_in_kernel(state.waiting_pcs[i]) : 0;
+    }
     fault.block = state.block;
     fault.has_thread = state.current != nullptr;
     if (state.current) fault.thread = state.current->index;

@@ -1,13 +1,13 @@
 // gemm_epilogue.cuh: what becomes of the sums of a matrix product: zero points, scales, bias, activation.
 //
-//     x[m, n] = a_scales[m] * (b_scales[n] * float(sum[m, n] - z)) + bias        (a factor or term that is absent: none)
+//     x[m, n] = a_scales[m] * (b_scales[n] * float(sum[m, n] - z)) + bias        (of these, what the op is given)
 //     z = 0;   AZP 1: azp_adj[n];   AZP 2: azp[m] * azp_adj[n]                   (sums of integers: exact)
 //     bias = 0;   BIAS 1: bias[n];   BIAS 2: bias[m, n]
 //     out[m, n] = out_t(x[m, n]);   with ACTIVATION f: out_t(f(x[m, n]))
 //     GATED, with weight rows n of gates and N + n of ups, for N columns of out: out_t(f(x[m, n]) * x[m, N + n])
 //
-// A thread loads the terms of a row and of a column once, and combines them with each sum. One scale of the whole matrix
-// has a step of 0.
+// A thread loads the terms of a row and of a column once, and combines them with each sum. One scale of the whole
+// matrix has a step of 0.
 
 #pragma once
 #include "math.cuh"

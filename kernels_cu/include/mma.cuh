@@ -17,6 +17,12 @@
 
 static_assert(!PYOPS_HIP, "AMD's matrix cores have other shapes");
 
+#ifdef __CUDA_ARCH__
+constexpr int ARCHITECTURE = __CUDA_ARCH__;  // 900 for sm_90
+#else
+constexpr int ARCHITECTURE = 0;
+#endif
+
 // D += A * B, the elements of A and B of type T: half_t or bf16_t.
 template <typename T>
 DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -40,11 +46,8 @@ DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 // take its place. (Data-centre GPUs from sm_90 on have the instruction, too, but not in hardware: the compiler converts
 // the elements anew for every product.)
 template <typename T>
-constexpr bool MULTIPLIES_BYTES = is_same<T, int8_t>
-#if PYOPS_HOST || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
-                                  || is_same<T, fp8_e4m3_t> || is_same<T, fp8_e5m2_t>
-#endif
-    ;
+constexpr bool MULTIPLIES_BYTES = is_same<T, int8_t> || ((PYOPS_HOST || ARCHITECTURE == 890 || ARCHITECTURE >= 1200) &&
+                                                         (is_same<T, fp8_e4m3_t> || is_same<T, fp8_e5m2_t>));
 
 // D += A * B, the elements of A and B of type T: fp8_e4m3_t or fp8_e5m2_t, and D in float; or int8_t, and D in int32_t.
 template <typename T, typename Sum>
@@ -172,8 +175,9 @@ DEVICE uint32_t pack_bytes(uint32_t low, uint32_t high) {
 template <typename T>
 DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
     constexpr bool IS_E5M2 = is_same<T, fp8_e5m2_t>, IS_FNUZ = is_same<T, fp8_e4m3fnuz_t>;
-#if PYOPS_CUDA && __CUDA_ARCH__ >= 890
-    if constexpr (!IS_FNUZ) {
+    constexpr bool HAS_INSTRUCTION = PYOPS_CUDA && ARCHITECTURE >= 890 && !IS_FNUZ;
+    if constexpr (HAS_INSTRUCTION) {
+#if PYOPS_CUDA
         // CUDA's header shifts the upper half of a word down first; the instruction can read it where it is.
 #define PYOPS_FP8(FORMAT)                                                                                      \
     asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2." FORMAT " %0, low; cvt.rn.f16x2." FORMAT \
@@ -183,25 +187,25 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
         if constexpr (IS_E5M2) PYOPS_FP8("e5m2x2");
         else PYOPS_FP8("e4m3x2");
 #undef PYOPS_FP8
-        return;
-    }
 #endif
+    } else {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        // Two codes in the upper bytes of halves. One of e5m2 is float16 without its last bits.
-        const uint32_t bytes = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
-        halves[i] = bytes;
-        if constexpr (!IS_E5M2) {
-            // Exponent and mantissa of e4m3, in their places in float16, are a number 2^-8 times as large (FNUZ: 2^-7),
-            // and so are those of subnormal numbers.
-            const uint32_t sign = bytes & 0x80008000u, magnitude = bytes & 0x7f007f00u;
-            Vec<half_t, 2> pair;
-            pair.template word<2>(0) = sign | magnitude >> 1;
-            pair = pair * Vec<half_t, 2>::full(IS_FNUZ ? 128.0f : 256.0f);
-            // The sign bit of each half that is NaN: of -0, or of the largest magnitude. It becomes 0x7e00.
-            const uint32_t is_nan =
-                IS_FNUZ ? sign & ~(magnitude + 0x7f007f00u) : (magnitude + 0x01000100u) & 0x80008000u;
-            halves[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 6));
+        for (int i = 0; i < 2; ++i) {
+            // Two codes in the upper bytes of halves. One of e5m2 is float16 without its last bits.
+            const uint32_t bytes = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
+            halves[i] = bytes;
+            if constexpr (!IS_E5M2) {
+                // Exponent and mantissa of e4m3, in their places in float16, are a number 2^-8 (FNUZ: 2^-7) times as
+                // large, and so are those of subnormal numbers.
+                const uint32_t sign = bytes & 0x80008000u, magnitude = bytes & 0x7f007f00u;
+                Vec<half_t, 2> pair;
+                pair.template word<2>(0) = sign | magnitude >> 1;
+                pair = pair * Vec<half_t, 2>::full(IS_FNUZ ? 128.0f : 256.0f);
+                // The sign bit of each half that is NaN: of -0, or of the largest magnitude. It becomes 0x7e00.
+                const uint32_t is_nan =
+                    IS_FNUZ ? sign & ~(magnitude + 0x7f007f00u) : (magnitude + 0x01000100u) & 0x80008000u;
+                halves[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 6));
+            }
         }
     }
 }

@@ -47,13 +47,15 @@ using sum_t = sum_of<IS_INTEGER>::type;
 using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
 // Words of float16 that take the place of one word of a fragment.
 constexpr int PARTS = IS_BYTE && !MULTIPLIES_BYTES<scalar_t> ? 2 : 1;
+constexpr int UNROLL = PARTS == 2 ? 2 : 4;  // conversions of more parts at a time take more registers than there are
+constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
 static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
 
 using tile_t = SwizzledTile<uint16_t, 8>;  // rows of 128 bytes
 constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);
 
-// Copies the elements from `from` on of a row to a chunk of shared memory; zeros where there are none. The row has `size`
-// elements, `step` apart.
+// Copies the elements from `from` on of a row to a chunk of shared memory; zeros where there are none. The row has
+// `size` elements, `step` apart.
 DEVICE void copy_chunk(uint16_t* to, const scalar_t* row, int64_t step, int64_t from, int64_t size) {
 #pragma unroll
     for (int i = 0; i < CHUNK; i += VEC_SIZE) {
@@ -162,7 +164,7 @@ gemm_mma(out_t* out,              // [M, N]
         __syncthreads();
         load(step + STAGES - 1);
         const tile_t stage = stage_of(step);
-#pragma unroll
+#pragma unroll UNROLL
         for (int part = 0; part < 4; ++part) {  // 32 bytes of each row
             uint32_t rows[ROW_TILES][PARTS][4];
 #pragma unroll
@@ -195,7 +197,7 @@ gemm_mma(out_t* out,              // [M, N]
 #pragma unroll
             for (int j = 0; j < COLUMN_TILES; ++j) {
                 const int64_t column = min(column_of(warp_column + j * 8), n - 1) + (GATED && j % 2 ? n : 0);
-                const float column_scale = b_scales[block * b_scale_block_step + column / SCALE_BLOCK * b_scale_step];
+                const float column_scale = b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step];
 #pragma unroll
                 for (int i = 0; i < ROW_TILES * 4; ++i) {
                     sum_t& sum = sums[i / 4][j][i % 4];

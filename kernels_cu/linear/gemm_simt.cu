@@ -22,6 +22,7 @@ constexpr bool IS_INTEGER = is_same<scalar_t, int8_t>;
 template <bool INTEGER> struct sum_of { using type = float; };
 template <> struct sum_of<true> { using type = int32_t; };
 using sum_t = sum_of<IS_INTEGER>::type;
+constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
 static_assert(SCALE_BLOCK % STEP == 0);
 
 template <typename T>
@@ -63,7 +64,7 @@ gemm_simt(out_t* out,              // [M, N]
             const int64_t row = min(first_row + thread_row + i / 4 % 4, m - 1);
             const int64_t column = min(first_column + thread_column + i % 4, n - 1) + i / 16 * n;
             const float factor = a_scales[row * a_scale_step + block * a_scale_block_step] *
-                                 b_scales[block * b_scale_block_step + column / SCALE_BLOCK * b_scale_step];
+                                 b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step];
             sum_t& sum = sums[i / 16][i / 4 % 4][i % 4];
             scaled[i / 16][i / 4 % 4][i % 4] = fmaf(factor, float(sum), scaled[i / 16][i / 4 % 4][i % 4]);
             sum = 0;
@@ -71,8 +72,8 @@ gemm_simt(out_t* out,              // [M, N]
     };
 
     for (int64_t start = 0; start < k; start += STEP) {
-        if (SCALE_BLOCK > 0 && start > 0 && start % (SCALE_BLOCK > 0 ? SCALE_BLOCK : 1) == 0) {
-            scale(start / (SCALE_BLOCK > 0 ? SCALE_BLOCK : 1) - 1);
+        if (SCALE_BLOCK > 0 && start > 0 && start % BLOCK == 0) {
+            scale(start / BLOCK - 1);
         }
         __syncthreads();
         for (int i = threadIdx.x; i < TILE_M * STEP; i += NUM_THREADS) {
@@ -102,7 +103,7 @@ gemm_simt(out_t* out,              // [M, N]
             }
         }
     }
-    if (SCALE_BLOCK > 0 && k > 0) scale((k - 1) / (SCALE_BLOCK > 0 ? SCALE_BLOCK : 1));
+    if (SCALE_BLOCK > 0 && k > 0) scale((k - 1) / BLOCK);
 
     const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS> epilogue{a_scales, b_scales,     azp_adj,      azp,
                                                                   bias,     a_scale_step, b_scale_step, bias_stride};

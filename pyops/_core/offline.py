@@ -12,12 +12,19 @@ from .lazy import cupy
 
 @dataclass(frozen=True)
 class Report:
-    """Resources of one compiled kernel: registers per thread, shared memory per block, stack and spills per thread."""
+    """What the assembler says of one compiled kernel.
+
+    Attributes:
+        registers, stack_bytes, spill_bytes: per thread. shared_bytes: static, per block.
+        advice: messages on wgmma and setmaxnreg that are ignored, serialised or waited for too early (C75..).
+        binary: the cubin.
+    """
 
     registers: int
     shared_bytes: int
     stack_bytes: int
     spill_bytes: int
+    advice: tuple[str, ...]
     binary: bytes
 
 
@@ -51,5 +58,6 @@ def compile(kernel: str, constants: str, text: str, arch: str, options: tuple[st
         number(r"(\d+) bytes smem"),
         number(r"(\d+) bytes stack frame"),
         number(r"(\d+) bytes spill (?:stores|loads)"),
+        tuple(re.findall(r"\(C75\d\d\).*", log)),
         binary,
     )

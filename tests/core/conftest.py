@@ -83,7 +83,8 @@ def caught(run_on_host: Run) -> Callable[..., pyops.KernelFault]:
             fault = caught.value
             assert fault.kind == kinds or fault.kind in kinds, fault
             assert str(fault).startswith(f"{fault.kernel}: {fault.kind}: ")
-            assert f"that thread {fault.thread} has" not in fault.message  # a thread does not race with itself
+            if fault.kind != "missing proxy fence":  # a thread does not race with itself
+                assert f"that thread {fault.thread} has" not in fault.message
             assert fault.file.startswith("kernels_cu/") or fault.kind == "stack overflow"
             if "// HERE" in wrong:
                 assert ("kernels_cu/" + fault.kernel, line_of(wrong, "// HERE")) in fault.places, fault

@@ -54,7 +54,7 @@ SCHEDULES = (
 
 @dataclass(frozen=True)
 class Conditions:
-    """How launches run: by which schedule, how long at most, in warps of how many lanes (32 or 64), and how fences count.
+    """How launches run: by which schedule, how long at most, in warps of how many lanes (32 or 64).
 
     With `strict_fences`, a fence_proxy_async() makes only the writes of the calling thread visible to TMA and wgmma.
     """
@@ -75,8 +75,8 @@ def scheduled(
 ) -> Iterator[None]:
     """Launches of this thread run by `schedule`, end after `seconds`, and have warps of `warp_size` lanes.
 
-    With `strict_fences`, each thread whose writes to shared memory TMA or wgmma read must call fence_proxy_async() itself;
-    otherwise any thread that has seen the writes may.
+    With `strict_fences`, each thread whose writes to shared memory TMA or wgmma read must call fence_proxy_async()
+    itself. Otherwise any thread that has seen the writes may.
     """
     token = _conditions.set(Conditions(schedule, seconds, warp_size, strict_fences))
     try:

@@ -139,10 +139,10 @@ def choose(problem: Problem, device: Device) -> Config:
         return gemm_hopper.choose(problem, device)
     if problem.dtype is float32 or not device.supports("mma"):
         return SimtConfig(16 if problem.m <= 16 else 64, 64)
-    return _choose_mma(problem, device)
+    return choose_mma(problem, device)
 
 
-def _choose_mma(problem: Problem, device: Device) -> MmaConfig:
+def choose_mma(problem: Problem, device: Device) -> MmaConfig:
     """The largest tile that leaves no multiprocessor idle; where none does, blocks share tiles."""
     m = tuning.power_of_two(problem.m)
 

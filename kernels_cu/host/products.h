@@ -1,0 +1,102 @@
+// products.h: the products of a warpgroup that are in flight, and how they are computed.
+#pragma once
+#include "operand.h"
+
+namespace host {
+
+constexpr unsigned MAX_PRODUCTS = 256;  // of a warpgroup in flight; a power of two
+constexpr unsigned MAX_CHAINS = 8;
+constexpr unsigned ALL_WARPS = 15;
+
+// Products into the same accumulators, one after another.
+struct Chain {
+    bool used, integers;
+    unsigned columns;
+    unsigned warps;     // a bit for each that has not got its results back
+    unsigned group[4];  // of each warp: the group of its last product so far
+    void* d[WARPGROUP];
+    float sums[64][256];  // or integers of the same bits
+};
+struct IssuedProduct {
+    Product product;
+    unsigned warps;  // a bit for each that has issued it
+    unsigned chain, group;
+    const void* pc;
+    uint32_t fragments[WARPGROUP][4];
+};
+struct TensorCores {
+    bool used;  // by the running block
+    unsigned agent, num_computed;
+    Chain chains[MAX_CHAINS];
+    IssuedProduct products[MAX_PRODUCTS];
+};
+inline TensorCores tensor_cores[MAX_CLUSTER][MAX_THREADS / WARPGROUP];
+
+inline void wgmma_begin_block(unsigned rank) {
+    for (unsigned i = 0; i < num_threads() / WARPGROUP; ++i) {
+        TensorCores& cores = tensor_cores[rank][i];
+        if (!cores.used) continue;
+        cores.used = false;
+        cores.num_computed = 0;
+        for (Chain& chain : cores.chains) chain.used = false;
+        for (IssuedProduct& issued : cores.products) issued.warps = 0;
+    }
+}
+
+inline TensorCores& cores_of(const Thread& thread) { return tensor_cores[state.rank][thread.number / WARPGROUP]; }
+
+// Calls f(i, row, column) for each register d[i] of a thread of the warpgroup.
+template <typename F>
+inline void each_sum(unsigned thread, unsigned columns, F f) {
+    const unsigned g = thread % 32 / 4, t = thread % 4;
+    for (unsigned i = 0; i < columns / 2; ++i) {
+        f(i, thread / 32 * 16 + g + i / 2 % 2 * 8, i / 4 * 8 + t * 2 + i % 2);
+    }
+}
+
+inline void read_fragments(float (&a)[64][32], const IssuedProduct& issued) {
+    const Element element = issued.product.element;
+    const unsigned per_word = 4 / bytes_of(element);
+    for (unsigned thread = 0; thread < WARPGROUP; ++thread) {
+        for (unsigned i = 0; i < 4; ++i) {
+            const char* word = reinterpret_cast<const char*>(&issued.fragments[thread][i]);
+            const unsigned row = thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8;
+            const unsigned k = (thread % 4 + i / 2 * 4) * per_word;
+            for (unsigned j = 0; j < per_word; ++j) a[row][k + j] = decode(word + j * bytes_of(element), element);
+        }
+    }
+}
+
+// Sums are exact in double and rounded once for each product, as those of mma.h; integers are exact, and wrap.
+inline void compute(TensorCores& cores, IssuedProduct& issued) {
+    const Product& product = issued.product;
+    Chain& chain = cores.chains[issued.chain];
+    static float a[64][32], b[32][256];  // b by k, then by column
+    if (product.a_registers) {
+        read_fragments(a, issued);
+    } else {
+        const auto operand = operand_of(product.a_descriptor, product.a_transposed, product.element, "A", issued.pc);
+        read_operand(a[0], 32, 1, operand, 64);
+    }
+    const auto operand = operand_of(product.b_descriptor, product.b_transposed, product.element, "B", issued.pc);
+    read_operand(b[0], 1, 256, operand, product.columns);
+    for (unsigned row = 0; row < 64; ++row) {
+        float* sums = chain.sums[row];
+        double exact[256];
+        for (unsigned j = 0; j < product.columns; ++j) {
+            const double before = chain.integers ? double(bits_as<int32_t>(sums[j])) : double(sums[j]);
+            exact[j] = product.accumulate ? before : 0.0;
+        }
+        for (unsigned k = 0; k < depth_of(product.element); ++k) {
+            const double factor = a[row][k];
+            for (unsigned j = 0; j < product.columns; ++j) exact[j] += factor * b[k][j];
+        }
+        for (unsigned j = 0; j < product.columns; ++j) {
+            sums[j] = chain.integers ? bits_as<float>(uint32_t(int64_t(exact[j]))) : float(exact[j]);
+        }
+    }
+    issued.warps = 0;
+    ++cores.num_computed;
+}
+
+}  // namespace host

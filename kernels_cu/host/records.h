@@ -1,0 +1,140 @@
+// records.h: the records of accesses to bytes of memory, and whether barriers order an access after them.
+#pragma once
+#include "memory.h"
+
+namespace host {
+
+// Whether `epoch` is one of the running block's.
+inline bool is_own(uint32_t epoch) { return epoch - memory.first_epoch <= memory.max_epochs; }
+
+// Whether a thread of this number is in the warp of `thread`.
+inline bool same_warp(unsigned number, const Thread& thread) {
+    return number - (thread.number - thread.lane) < state.launch.warp_size;
+}
+
+// Whether a barrier separates the running thread from an access that `thread` of its block made at these epochs.
+inline bool ordered(uint16_t thread, uint32_t epoch, uint32_t warp_epoch) {
+    if (epoch < memory.epoch || thread == state.current->number) return true;
+    if constexpr (CLOCKED) return has_seen(thread, warp_epoch);
+    return same_warp(thread, *state.current) && warp_epoch < memory.warp_epoch[state.current->warp];
+}
+
+// The time of a thread that a record keeps beside the epoch of the block.
+inline uint32_t warp_time(const Thread& thread) { return CLOCKED ? thread.time : memory.warp_epoch[thread.warp]; }
+
+struct ThreadName { char text[48]; };
+
+// What a message calls the other thread of a race. Of several readers the last one is known, which may be the running
+// thread itself.
+inline ThreadName name_of(uint16_t other) {
+    ThreadName name = {"another thread"};
+    const Index& index = threads[other].index;
+    if (other != state.current->number) {
+        snprintf(name.text, sizeof name.text, "thread (%u, %u, %u)", index.x, index.y, index.z);
+    }
+    return name;
+}
+
+[[noreturn]] inline void
+race(const char* now, const char* before, uint16_t other, const void* pc, const void* other_pc) {
+    raise_fault("shared memory race", {nullptr, 0, pc, other_pc},
+                "%s of shared memory that %s has %s since the last barrier", now, name_of(other).text, before);
+}
+
+inline void record_read(Touches& byte) {
+    const Thread& thread = *state.current;
+    if (byte.read_epoch < memory.launch_epoch) {
+        byte.several_blocks_read = false;
+    } else if (!is_own(byte.read_epoch)) {
+        byte.several_blocks_read = true;
+    }
+    if (byte.read_epoch != memory.epoch) {
+        byte.several_readers = byte.several_warps_read = false;
+    } else if (byte.reader != thread.number) {
+        if (!same_warp(byte.reader, thread)) byte.several_warps_read = true;
+        byte.several_readers = CLOCKED || byte.read_warp_epoch == memory.warp_epoch[thread.warp];
+    }
+    byte.reader = thread.number;
+    byte.read_epoch = memory.epoch;
+    byte.read_warp_epoch = warp_time(thread);
+}
+
+inline void record_write(Touches& byte, bool atomic) {
+    const Thread& thread = *state.current;
+    byte.writer = thread.number;
+    byte.write_epoch = memory.epoch;
+    byte.write_warp_epoch = warp_time(thread);
+    byte.atomic = atomic;
+}
+
+// Whether barriers order a write of the running thread after every read of the byte by its block.
+inline bool reads_are_over(const Touches& byte) {
+    if (byte.read_epoch != memory.epoch) return true;
+    // A record does not tell the times of several readers: clocks say nothing of them.
+    if constexpr (CLOCKED) return byte.several_readers || ordered(byte.reader, byte.read_epoch, byte.read_warp_epoch);
+    if (byte.several_warps_read) return false;
+    const Thread& thread = *state.current;
+    if (same_warp(byte.reader, thread) && byte.read_warp_epoch < memory.warp_epoch[thread.warp]) return true;
+    return byte.reader == state.current->number && !byte.several_readers;
+}
+
+inline const char* verb_of(Access kind) {
+    return kind == Access::READ ? "read" : kind == Access::WRITE ? "write" : "atomic operation";
+}
+
+inline void check_global(const char* address, size_t bytes, Access kind, const void* pc);  // defined in global.h
+
+// Check an access of the running thread against bounds and records, and record it. Raises a fault.
+inline void check_access(const void* address, size_t bytes, Access kind, const void* pc) {
+    state.asked_pc = pc;
+    const size_t offset = static_cast<const char*>(address) - memory.shared;
+    if (!state.current) return;
+    if (offset >= SHARED_BYTES) return check_global(static_cast<const char*>(address), bytes, kind, pc);
+    if constexpr (CLOCKED) return check_clocked(offset, bytes, kind, pc);
+    const char* verb = verb_of(kind);
+    const Where where = {nullptr, 0, pc, nullptr};
+    for (size_t i = offset; i < offset + bytes; ++i) {
+        if (i >= SHARED_BYTES || !memory.bytes[i].allocated) {
+            raise_fault("out-of-bounds shared access", where, "%s of %zu bytes outside every shared array", verb,
+                        bytes);
+        }
+        Byte& byte = memory.bytes[i];
+        if (byte.copier) {
+            raise_fault("async copy not waited for", where,
+                        "%s of shared memory that an asynchronous copy has yet to write", verb);
+        }
+        const bool written = byte.write_epoch >= memory.first_epoch;
+        if (kind != Access::WRITE && !written) {
+            raise_fault("uninitialised shared memory", where, "%s of shared memory that the block has not written",
+                        verb);
+        }
+        const bool both_atomic = kind == Access::ATOMIC && byte.atomic;
+        if (written && !both_atomic && !ordered(byte.writer, byte.write_epoch, byte.write_warp_epoch)) {
+            race(verb, "written", byte.writer, pc, byte.write_pc);
+        }
+        if (kind == Access::READ) {
+            record_read(byte);
+            byte.read_pc = pc;
+        } else {
+            if (!reads_are_over(byte)) race(verb, "read", byte.reader, pc, byte.read_pc);
+            if (byte.phase == state.phase) {
+                raise_fault("shared memory race", where,
+                            "%s of shared memory that another block of the cluster has read since its last barrier",
+                            verb);
+            }
+            record_write(byte, kind == Access::ATOMIC);
+            byte.write_pc = pc;
+        }
+    }
+}
+
+__attribute__((noinline)) void record_access(const void* address, size_t bytes, Access kind) {
+    check_access(address, bytes, kind, __builtin_return_address(0));
+}
+
+__attribute__((noinline)) void copy_unrecorded(void* to, const void* from, size_t bytes) {
+    state.asked_pc = __builtin_return_address(0);
+    memcpy(to, from, bytes);
+}
+
+}  // namespace host
