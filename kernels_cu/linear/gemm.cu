@@ -18,7 +18,7 @@
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
-//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION    of gemm_epilogue.cuh; BIAS is at most 1
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
 //     TILE_N        columns of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256
 //     STAGES        steps of K in shared memory
@@ -76,24 +76,22 @@ struct Terms {
             if (TILE_N % 128 != 0 && column >= TILE_N) continue;
             if constexpr (B_SCALES) memory[column] = loaded[i].scale;
             if constexpr (BIAS) memory[B_SCALES * TILE_N + column] = loaded[i].bias;
-            if constexpr (AZP > 0) {
-                reinterpret_cast<int32_t*>(memory)[(B_SCALES + BIAS) * TILE_N + column] = loaded[i].azp;
-            }
+            if constexpr (AZP > 0) zero_points()[column] = loaded[i].azp;
         }
     }
     // The terms of `column` and the next.
     DEVICE void get(int column, typename epilogue_t::Column (&pair)[2]) const {
-        using vec_t = Vec<float, 2>;
-        vec_t scale, bias, azp;  // (of integers, the bits)
-        if constexpr (B_SCALES) scale = vec_t::load(memory + column);
-        if constexpr (BIAS) bias = vec_t::load(memory + B_SCALES * TILE_N + column);
-        if constexpr (AZP > 0) azp = vec_t::load(memory + (B_SCALES + BIAS) * TILE_N + column);
+        Vec<float, 2> scale, bias;
+        Vec<int32_t, 2> azp;
+        if constexpr (B_SCALES) scale = Vec<float, 2>::load(memory + column);
+        if constexpr (BIAS) bias = Vec<float, 2>::load(memory + B_SCALES * TILE_N + column);
+        if constexpr (AZP > 0) azp = Vec<int32_t, 2>::load(zero_points() + column);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            pair[i] = {0, B_SCALES ? scale.data[i] : 1.0f, BIAS ? bias.data[i] : 0.0f,
-                       AZP > 0 ? int32_t(__float_as_uint(azp.data[i])) : 0};
+            pair[i] = {0, B_SCALES ? scale.data[i] : 1.0f, BIAS ? bias.data[i] : 0.0f, AZP > 0 ? azp.data[i] : 0};
         }
     }
+    DEVICE int32_t* zero_points() const { return reinterpret_cast<int32_t*>(memory) + (B_SCALES + BIAS) * TILE_N; }
 };
 
 // Offset of the 16 bytes `chunk` of row `row` in a tile of STORE_COLUMNS columns, as the copy engine swizzles it.
