@@ -202,6 +202,7 @@ def test_every_header_is_included() -> None:
 def test_kernel_uses_only_portable_names(name: str) -> None:
     """What one architecture or compiler calls its own has a name in the headers."""
     portable = {"__global__", "__shared__", "__restrict__", "__syncthreads", "__constant__"}
+    portable |= {"__grid_constant__", "__align__"}  # of tensor maps, and of the shared memory that they fill
     assert not re.search(r"\b(asm|warpSize)\b", _code(name))
     assert set(re.findall(r"\b__\w+", _code(name))) <= portable
 

@@ -1,4 +1,4 @@
-"""gemm.cu and gemm_swap.cu: right under every schedule of the host's model of Hopper, and what is chosen for a product."""
+"""gemm.cu and gemm_swap.cu: right under every schedule of the model of Hopper on the host; what is chosen."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 # Two waves of tiles, rows and columns and steps that do not fill them; K is no multiple of a step.
 GEMM = [
     (GemmConfig(tile_n=128, cluster=2, group=8), 300, 264, 328),
-    (GemmConfig(tile_n=64, cluster=1, group=2), 140, 200, 200),
+    (GemmConfig(tile_n=112, cluster=1, group=2), 140, 264, 200),
     (GemmConfig(tile_n=224, cluster=2, group=8), 129, 456, 136),
     (GemmConfig(tile_n=256, cluster=1, group=8), 40, 264, 72),
 ]
+BLOCKS = (GemmConfig(tile_n=64, cluster=1, group=2), 140, 200, 200)
 SWAP = [
     (SwapConfig(tile_m=16, tile_n=224, splits=1), 13, 456, 328),
     (SwapConfig(tile_m=16, tile_n=32, splits=1), 33, 72, 328),
@@ -68,7 +69,7 @@ def test_scaled_mm(one: GemmConfig | SwapConfig, dtype: torch.dtype) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("one", "m", "n", "k"), [GEMM[0], GEMM[1], *SWAP[:4]], ids=str)
+@pytest.mark.parametrize(("one", "m", "n", "k"), [GEMM[0], BLOCKS, *SWAP[:4]], ids=str)
 def test_scales_of_blocks(one: GemmConfig | SwapConfig, m: int, n: int, k: int) -> None:
     k, dtype = 2 * k, torch.float8_e4m3fn
     a, b = draw(m, k, dtype=dtype), columns(draw(k, n, dtype=dtype, seed=1))
@@ -81,3 +82,60 @@ def test_scales_of_blocks(one: GemmConfig | SwapConfig, m: int, n: int, k: int) 
             with scheduled(schedule):
                 pyops.cutlass_scaled_mm(out.fill_(torch.nan), a, b, a_scales, b_scales)
             assert_rounded_once(out, (a.double() * wide_a) @ (b.double() * wide_b))
+
+
+# The model's choices for the layers of Llama 3 70B and 8B, and what else was measured (docs/performance.md).
+CHOICES = [
+    (16, 28672, 4096, dtypes.bfloat16, False, SwapConfig(16, 224, 1)),
+    (64, 28672, 4096, dtypes.bfloat16, False, SwapConfig(64, 224, 1)),
+    (16, 4096, 4096, dtypes.bfloat16, False, SwapConfig(16, 64, 2)),
+    (3, 4096, 14336, dtypes.float8_e4m3fn, True, SwapConfig(16, 64, 2)),
+    (256, 28672, 4096, dtypes.float8_e4m3fn, False, GemmConfig(224, 2, 8)),
+    (4096, 28672, 4096, dtypes.int8, False, GemmConfig(128, 2, 8)),
+    (3000, 28672, 4096, dtypes.float8_e4m3fn, True, GemmConfig(128, 2, 8)),
+]
+
+
+@pytest.mark.parametrize(("m", "n", "k", "dtype", "blocks", "expected"), CHOICES)
+def test_choice(m: int, n: int, k: int, dtype: dtypes.DType, blocks: bool, expected: GemmConfig | SwapConfig) -> None:
+    one = problem(m, n, k, dtype, HOPPER, blocks)
+    assert serves(one, HOPPER)
+    assert choose(one, HOPPER) == expected
+
+
+def test_choices_fit() -> None:
+    """Into shared memory, with a step for every part of a sum; so does what else may be faster."""
+    for m in (3, 17, 33, 65, 129, 1000, 8192):
+        for n in (1, 104, 4096, 28672, 128256):
+            for k in (16, 64, 4112, 16384):
+                for dtype, blocks in ((dtypes.bfloat16, False), (dtypes.float8_e4m3fn, True), (dtypes.int8, False)):
+                    one = problem(m, n, k, dtype, HOPPER, blocks)
+                    if not serves(one, HOPPER):
+                        assert m > 64
+                        assert n == 1  # rows of out that are not aligned
+                        continue
+                    found = choose(one, HOPPER)
+                    for config in (found, *found.candidates(one, HOPPER)):
+                        launch = config.launch(one)
+                        constants = launch.specialisation.constants
+                        assert launch.shared <= HOPPER.shared_memory
+                        assert constants["STAGES"] > constants.get("AHEAD", 0)
+                        parts = config.parts if isinstance(config, SwapConfig) else constants["AHEAD"] + 1
+                        assert parts <= -(-k * dtype.itemsize // 128)
+                        assert launch.grid[0] * launch.grid[1] <= 132 or isinstance(config, SwapConfig)
+
+
+def test_what_is_left_to_other_kernels() -> None:
+    for one in (
+        problem(16, 64, 50, dtypes.bfloat16, HOPPER),  # rows that no tensor map can describe
+        problem(0, 64, 64, dtypes.bfloat16, HOPPER),
+        problem(16, 64, 64, dtypes.bfloat16, HOPPER, activation="silu_and_mul"),
+        problem(16, 64, 64, dtypes.float8_e4m3fnuz, HOPPER),
+        problem(16, 64, 64, dtypes.float32, HOPPER),
+        problem(16, 64, 256, dtypes.int8, HOPPER, blocks=True),
+    ):
+        assert not serves(one, HOPPER)
+    assert not serves(problem(16, 64, 64, dtypes.bfloat16, HOPPER), device.model("sm_100"))
+    for wrong in (lambda: GemmConfig(100, 1, 8), lambda: SwapConfig(24, 64, 1), lambda: SwapConfig(16, 64, 3)):
+        with pytest.raises(ValueError, match="no geometry"):
+            wrong()

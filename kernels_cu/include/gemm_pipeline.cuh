@@ -1,13 +1,15 @@
-// gemm_pipeline.cuh: a ring of stages in shared memory, through which one thread feeds tiles to warpgroups that multiply.
+// gemm_pipeline.cuh: a ring of stages in shared memory, through which one thread feeds tiles to warpgroups that
+// multiply.
 //
-// Stage i has two mbarriers: full[i] ends a phase when the tiles of a step of K are there, empty[i] when every warp that
-// multiplies, in all blocks that a multicast reaches, has done with the tiles. The producer and the consumers walk around
-// the ring each with a Ring of their own, in the same order.
+// Stage i has two mbarriers: full[i] ends a phase when the tiles of a step of K are there, empty[i] when every warp
+// that multiplies, in all blocks that a multicast reaches, has done with the tiles. The producer and the consumers
+// walk around the ring each with a Ring of their own, in the same order.
 #pragma once
 #include "cluster.cuh"
 #include "tma.cuh"
 
-// Barrier of the cluster behind fence_mbarrier_init(). It makes no other writes visible, and so needs no fence of the device.
+// Barrier of the cluster behind fence_mbarrier_init(). It makes no other writes visible, and so needs no fence of the
+// device.
 template <int BLOCKS>
 DEVICE void start_cluster() {
     if constexpr (BLOCKS > 1) leave_cluster<BLOCKS>();
@@ -39,7 +41,8 @@ struct Ring {
     }
     // Of a consumer: until the tiles of the stage are there.
     DEVICE void wait() const { mbarrier_wait(full(), phase); }
-    // Of each consuming warp: it does not read stage `which` any more. BLOCKS lanes tell one block of the cluster each.
+    // Of each consuming warp: it does not read stage `which` any more. BLOCKS lanes tell one block of the cluster
+    // each.
     template <int BLOCKS = 1>
     DEVICE void release(int which) const {
         const int lane = threadIdx.x % 32;

@@ -3,27 +3,27 @@
 //     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
 //     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
 //
-// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK elements
-// of K). The tensor cores add up what is in parentheses, the threads the rest.
+// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
+// elements of K). The tensor cores add up what is in parentheses, the threads the rest.
 //
 // Tiles of 128 x TILE_N elements of out are taken by as many clusters as the device holds at a time, one tile after
 // another. A cluster is CLUSTER blocks, whose tiles lie below one another: each loads its rows of a, and a part of the
 // rows of b that it multicasts to all. Of the three warpgroups of a block, one thread of the last loads, ahead by
-// STAGES steps of K, 128 bytes of each row in a step. Each of the other two multiplies 64 rows, and its warps store 16 rows
-// each, STORE_COLUMNS columns at a time, by way of a swizzled tile in shared memory. The two warpgroups do not wait for
-// each other: while one stores, the other has the tensor cores.
+// STAGES steps of K, 128 bytes of each row in a step. Each of the other two multiplies 64 rows, and its warps store 16
+// rows each, STORE_COLUMNS columns at a time, by way of a swizzled tile in shared memory. The two warpgroups do not
+// wait for each other, and begin a tile before they store the last, if its sums leave room for others.
 //
-// Tiles that run at the same time share rows and columns in the L2 cache: tiles are counted down GROUP clusters of rows,
-// then along the columns.
+// Tiles that run at the same time share rows and columns in the L2 cache: tiles are counted down GROUP clusters of
+// rows, then along the columns.
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
-//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION    of gemm_epilogue.cuh; BIAS is at most 1
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
-//     TILE_N        columns of a tile: a multiple of 32, or of 64 with SCALE_BLOCK; at most 256
+//     TILE_N        columns of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256
 //     STAGES        steps of K in shared memory
-//     AHEAD         steps of a tile that begin before the tile before is stored; less than the steps of K, and than STAGES.
-//                   0 if TILE_N > 128, whose sums a thread does not hold twice, and with SCALE_BLOCK
+//     AHEAD         steps of a tile that begin before the tile before is stored, less than the steps of K and than
+//                   STAGES; 0 if TILE_N > 128, whose sums a thread does not hold twice, and with SCALE_BLOCK
 //     CLUSTER       blocks of a cluster; TILE_N is a multiple of 8 * CLUSTER
 //     GROUP         clusters of rows that are counted down together
 
@@ -34,11 +34,12 @@
 
 using sum_t = wgmma_sum_t<scalar_t>;
 constexpr int CONSUMERS = 2, NUM_THREADS = 128 * (CONSUMERS + 1), TILE_M = 64 * CONSUMERS;
-constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // a wgmma takes STEP_BYTES of K
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // of a wgmma
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 // What the epilogue needs of a column: one array of a tile's columns each, in shared memory.
 constexpr int TERMS = B_SCALES + BIAS + (AZP > 0), TERM_BYTES = TERMS * TILE_N * 4;
-constexpr int STORE_COLUMNS = TILE_N % 64 == 0 && TERMS < 2 ? 64 : 32;  // where terms take room, half
+// Where terms take room, stores have half of it.
+constexpr int STORE_COLUMNS = TILE_N % 32 != 0 ? 16 : TILE_N % 64 == 0 && TERMS < 2 ? 64 : 32;
 constexpr int STORE_BYTES = 16 * STORE_COLUMNS * sizeof(out_t);
 constexpr int STORES = 2;  // tiles of a warp on their way to out
 // Columns of a tile under one scale of b. Where a tile begins in the middle of SCALE_BLOCK, it ends there, too.
@@ -49,8 +50,8 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS>;
 
-// Where a warp's part of a tile begins, and the rows of which the thread has sums. For a row that does not exist another one
-// stands in, and nothing is stored.
+// Where a warp's part of a tile begins, and the rows of which the thread has sums. For a row that does not exist
+// another one stands in, and nothing is stored.
 struct Place {
     int64_t first_row, first_column;
     typename epilogue_t::Row upper, lower;
@@ -75,24 +76,22 @@ struct Terms {
             if (TILE_N % 128 != 0 && column >= TILE_N) continue;
             if constexpr (B_SCALES) memory[column] = loaded[i].scale;
             if constexpr (BIAS) memory[B_SCALES * TILE_N + column] = loaded[i].bias;
-            if constexpr (AZP > 0) {
-                reinterpret_cast<int32_t*>(memory)[(B_SCALES + BIAS) * TILE_N + column] = loaded[i].azp;
-            }
+            if constexpr (AZP > 0) zero_points()[column] = loaded[i].azp;
         }
     }
     // The terms of `column` and the next.
     DEVICE void get(int column, typename epilogue_t::Column (&pair)[2]) const {
-        using vec_t = Vec<float, 2>;
-        vec_t scale, bias, azp;  // (of integers, the bits)
-        if constexpr (B_SCALES) scale = vec_t::load(memory + column);
-        if constexpr (BIAS) bias = vec_t::load(memory + B_SCALES * TILE_N + column);
-        if constexpr (AZP > 0) azp = vec_t::load(memory + (B_SCALES + BIAS) * TILE_N + column);
+        Vec<float, 2> scale, bias;
+        Vec<int32_t, 2> azp;
+        if constexpr (B_SCALES) scale = Vec<float, 2>::load(memory + column);
+        if constexpr (BIAS) bias = Vec<float, 2>::load(memory + B_SCALES * TILE_N + column);
+        if constexpr (AZP > 0) azp = Vec<int32_t, 2>::load(zero_points() + column);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            pair[i] = {0, B_SCALES ? scale.data[i] : 1.0f, BIAS ? bias.data[i] : 0.0f,
-                       AZP > 0 ? int32_t(__float_as_uint(azp.data[i])) : 0};
+            pair[i] = {0, B_SCALES ? scale.data[i] : 1.0f, BIAS ? bias.data[i] : 0.0f, AZP > 0 ? azp.data[i] : 0};
         }
     }
+    DEVICE int32_t* zero_points() const { return reinterpret_cast<int32_t*>(memory) + (B_SCALES + BIAS) * TILE_N; }
 };
 
 // Offset of the 16 bytes `chunk` of row `row` in a tile of STORE_COLUMNS columns, as the copy engine swizzles it.
@@ -311,7 +310,9 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
                 for (int step = AHEAD; step < steps; ++step, ring.advance()) {
                     multiply(sums, step > 0);
                     warpgroup_wait<1>();  // for the products of the steps before
-                    for (; oldest != ring.stage; oldest = (oldest + 1) % STAGES) ring.template release<CLUSTER>(oldest);
+                    for (; oldest != ring.stage; oldest = (oldest + 1) % STAGES) {
+                        ring.template release<CLUSTER>(oldest);
+                    }
                 }
                 warpgroup_wait<0>();
                 warpgroup_fence_operand(sums);

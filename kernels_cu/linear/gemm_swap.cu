@@ -3,22 +3,22 @@
 //     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
 //     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
 //
-// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK elements
-// of K). The tensor cores add up what is in parentheses, the threads the rest.
+// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
+// elements of K). The tensor cores add up what is in parentheses, the threads the rest.
 //
-// Operands are swapped: the transpose of out is computed, so that rows of b are the 64 rows of a wgmma and rows of a its
-// TILE_M columns. A tile is TILE_M rows and TILE_N columns of out; TILE_N is what makes all multiprocessors read as much of
-// b, at most. Where it is no multiple of 64, rows of zeros are multiplied, too. A step is 128 bytes of each row of a and b.
-// One thread of a block loads, ahead by STAGES steps. Two warpgroups multiply: each has half of the tile's rows of b or, if
-// there are no more than 64, every other step.
+// Operands are swapped: the transpose of out is computed, so that rows of b are the 64 rows of a wgmma and rows of a
+// its TILE_M columns. A tile is TILE_M rows and TILE_N columns of out; TILE_N is what makes all multiprocessors read
+// as much of b, at most. Where it is no multiple of 64, rows of zeros are multiplied, too. A step is 128 bytes of each
+// row of a and b. One thread of a block loads, ahead by STAGES steps. Two warpgroups multiply: each has half of the
+// tile's rows of b or, if there are no more than 64, every other step.
 //
 // The blocks of a cluster share a tile, each with a part of K. What is to be added to a sum, by warpgroups that have
-// different steps and by blocks, is sent to one block, and added up there in a fixed order: results do not depend on which
-// comes first. Sums travel in fragments, four of them in a lane: two rows and two columns of out.
+// different steps and by blocks, is sent to one block, and added up there in a fixed order: results do not depend on
+// which comes first. Sums travel in fragments, four of them in a lane: two rows and two columns of out.
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
-//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION    of gemm_epilogue.cuh; BIAS is at most 1
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
 //     TILE_M        rows of a tile: a multiple of 16
 //     TILE_N        columns of a tile: a multiple of 8, at most 256
@@ -33,7 +33,7 @@
 
 using sum_t = wgmma_sum_t<scalar_t>;
 constexpr int CONSUMER_WARPS = 8, NUM_THREADS = 32 * (CONSUMER_WARPS + 1);
-constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // a wgmma takes STEP_BYTES of K
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // of a wgmma
 // Warpgroups that take turns with steps, warps that share the rows of b, and products of a warpgroup in a step.
 constexpr int TURNS = TILE_N <= 64 ? 2 : 1, ROW_WARPS = CONSUMER_WARPS / TURNS;
 constexpr int PRODUCTS = TURNS > 1 ? 1 : ceil_div(TILE_N, 128), PADDED_N = PRODUCTS * ROW_WARPS * 16;
@@ -46,19 +46,8 @@ constexpr bool SHARED = PARTS > 1;
 static_assert(SCALE_BLOCK == 0 || is_same<sum_t, float>);
 static_assert(FRAGMENTS % SPLITS == 0);
 
-// A sum as bits, and back.
-DEVICE uint32_t as_word(sum_t sum) {
-    if constexpr (is_same<sum_t, float>) return __float_as_uint(sum);
-    else return uint32_t(sum);
-}
-DEVICE void add_words(sum_t (&sums)[4], const uint4& words) {
-    const uint32_t all[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if constexpr (is_same<sum_t, float>) sums[i] += __uint_as_float(all[i]);
-        else sums[i] += int32_t(all[i]);
-    }
-}
+// A lane's sums in a fragment.
+struct alignas(16) Fragment { sum_t sums[4]; };
 
 extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x TILE_K, swizzled
@@ -73,7 +62,7 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
           int64_t a_scale_block_step, int64_t b_scale_block_step) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
-    uint4* received = reinterpret_cast<uint4*>(shared + STAGES * STAGE_BYTES);  // [PARTS, OWN_FRAGMENTS, lanes]
+    Fragment* received = reinterpret_cast<Fragment*>(shared + STAGES * STAGE_BYTES);  // [PARTS, OWN_FRAGMENTS, lanes]
     uint64_t* all_received = reinterpret_cast<uint64_t*>(received + (SHARED ? PARTS * OWN_FRAGMENTS * WARP_SIZE : 0));
     Ring<STAGES> ring(all_received + 1);
     const int split = SPLITS > 1 ? blockIdx.y : 0;
@@ -91,7 +80,8 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
 
     const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
     const int tiles = rows * int((n + TILE_N - 1) / TILE_N);
-    const int first_step = int(int64_t(steps) * split / SPLITS), last_step = int(int64_t(steps) * (split + 1) / SPLITS);
+    const int first_step = int(int64_t(steps) * split / SPLITS);
+    const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
     if (warp == CONSUMER_WARPS) {
         if (!elect_one()) return;
@@ -200,39 +190,39 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
             if constexpr (SCALE_BLOCK > 0) return scaled[product][at];
             else return d[product][at];
         };
-        const auto finish = [&](int fragment, const sum_t(&sums)[4]) {
+        const auto finish = [&](int fragment, const Fragment& own) {
             const int i = fragment / ROW_WARPS, column = column_of(fragment % ROW_WARPS, i / (TILE_M / 8));
             const int64_t row = first_row + i % (TILE_M / 8) * 8 + lane % 4 * 2;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int64_t m_at = row + j % 2, n_at = first_column + column + j / 2 * 8;
                 if (m_at >= m || n_at >= n || column + j / 2 * 8 >= TILE_N) continue;
-                const float x = epilogue.value(epilogue.row(m_at), epilogue.column(n_at), sums[j]);
+                const float x = epilogue.value(epilogue.row(m_at), epilogue.column(n_at), own.sums[j]);
                 out[m_at * out_stride + n_at] = from_float<out_t>(ACTIVATION<out_t>(x));
             }
         };
 #pragma unroll
         for (int i = 0; i < WARP_FRAGMENTS; ++i) {
             const int fragment = i * ROW_WARPS + row_warp;
+            const Fragment own = {own_sum(i, 0), own_sum(i, 1), own_sum(i, 2), own_sum(i, 3)};
             if constexpr (SHARED) {
-                const uint32_t words[4] = {as_word(own_sum(i, 0)), as_word(own_sum(i, 1)), as_word(own_sum(i, 2)),
-                                           as_word(own_sum(i, 3))};
                 const int place = (split * TURNS + turn) * OWN_FRAGMENTS + fragment / SPLITS;
-                store_async(received + place * WARP_SIZE + lane, all_received, fragment % SPLITS, words);
+                store_async(received + place * WARP_SIZE + lane, all_received, fragment % SPLITS, own);
             } else {
-                const sum_t sums[4] = {own_sum(i, 0), own_sum(i, 1), own_sum(i, 2), own_sum(i, 3)};
-                finish(fragment, sums);
+                finish(fragment, own);
             }
         }
         if constexpr (SHARED) {
             mbarrier_wait(all_received, 0);
             for (int i = warp; i < OWN_FRAGMENTS; i += CONSUMER_WARPS) {
-                sum_t sums[4] = {};
+                Fragment total = {};
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
-                    add_words(sums, received[(part * OWN_FRAGMENTS + i) * WARP_SIZE + lane]);
+                    const Fragment one = received[(part * OWN_FRAGMENTS + i) * WARP_SIZE + lane];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) total.sums[j] += one.sums[j];
                 }
-                finish(i * SPLITS + split, sums);
+                finish(i * SPLITS + split, total);
             }
         }
     }

@@ -49,7 +49,7 @@ class GemmConfig:
     _STORES = 2 * 8 * 16  # rows of columns on their way to out: two tiles of each of eight warps
 
     def __post_init__(self) -> None:
-        if self.tile_n % 32 or not 0 < self.tile_n <= 256 or self.cluster not in (1, 2):
+        if self.tile_n % 16 or not 0 < self.tile_n <= 256 or self.cluster not in (1, 2):
             raise ValueError(f"no geometry of gemm.cu: {self}")
 
     def candidates(self, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -67,7 +67,7 @@ class GemmConfig:
         device, kernel = problem.device, problem.kernel(_gemm.for_arch(problem.device.arch_feature))
         constants = problem.constants()
         terms = constants["B_SCALES"] + constants["BIAS"] + (constants["AZP"] > 0)
-        store_columns = 64 if self.tile_n % 64 == 0 and terms < 2 else 32
+        store_columns = 16 if self.tile_n % 32 else 64 if self.tile_n % 64 == 0 and terms < 2 else 32
         store_bytes = store_columns * constants["out_t"].itemsize
         fixed = self._STORES * store_bytes + 2 * terms * self.tile_n * 4
         stage = (self.TILE_M + self.tile_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
@@ -203,6 +203,8 @@ _LAUNCH = 3.0  # microseconds
 _EXCHANGE = 0.7  # microseconds, for blocks that share a tile
 _BLOCKED = 1.1  # times the cycles of products, with scales of blocks
 _STEP_CYCLES = 120.0  # of a step, however small
+# {blocks of a cluster: clusters on the device, of one for each multiprocessor}. Clusters of 4 leave some of them idle.
+_CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 
 
 def choose(problem: Problem, device: Device) -> GemmConfig | SwapConfig:
@@ -235,7 +237,9 @@ def _gemm_configs(m: int, blocked: bool) -> Iterator[GemmConfig]:
 def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> Iterator[SwapConfig]:
     """With tiles as wide as makes the fewest waves of blocks that are equally busy."""
     tile_m = min(max(16, m), _MAX_BLOCKED_ROWS if blocked else _MAX_SWAP_ROWS)
-    for splits, clusters in ((1, multiprocessors), (2, multiprocessors // 2), (4, multiprocessors * 30 // 132)):
+    row_tiles = -(-m // tile_m)
+    for splits, most in _CLUSTERS.items():
+        clusters = max(1, int(most * multiprocessors) // row_tiles)
         waves = -(-n // (256 * clusters))
         tile_n = -(-n // (8 * waves * clusters)) * 8
         for one in (SwapConfig(tile_m, tile_n, splits), SwapConfig(tile_m, 128, splits)):
@@ -256,8 +260,8 @@ def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, mu
 
 def _swap_time(config: SwapConfig, m: int, n: int, steps: int, multiprocessors: int) -> float:
     """Microseconds: what a multiprocessor loads."""
-    blocks = -(-m // config.tile_m) * -(-n // config.tile_n) * config.splits
-    waves = -(-blocks // multiprocessors)
+    tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
+    waves = -(-tiles // max(1, int(_CLUSTERS[config.splits] * multiprocessors)))
     loads = (config.tile_m + config.tile_n) * _STEP_BYTES / _L2_BYTES  # cycles of a step
     exchange = _EXCHANGE * (config.splits > 1)
     return _LAUNCH + exchange + waves * -(-steps // config.splits) * max(loads, _STEP_CYCLES) / _CLOCK
