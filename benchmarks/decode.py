@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pyops.models import Config, Llama
+from pyops.models import Config, Decoder
 from pyops.models.runner import Part, Runner
 
 from .timing import QUICK, streaming_gbs
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
 _BLOCK_SIZE, _WARM, _STEPS = 16, 8, 64
 
 
-def step_bytes(model: Llama, batch: int, context: int) -> int:
+def step_bytes(model: Decoder, batch: int, context: int) -> int:
     """Bytes that a step must move: every weight, a row of the embedding for each sequence, all keys and values."""
     config, size = model.config, int(model.dtype.itemsize)
     weights = sum(int(tensor.nbytes) for tensor in model.tensors().values())
@@ -39,14 +39,16 @@ def step_bytes(model: Llama, batch: int, context: int) -> int:
     return weights + batch * (context + 1) * 2 * len(model.layers) * config.num_key_value_heads * config.head_dim * size
 
 
-def ours(model: Llama, batch: int, context: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def ours(model: Decoder, batch: int, context: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """(a replay of the captured graph, a whole step) for `batch` sequences of `context` tokens.
 
     A whole step also copies the step's tokens and block tables to the device.
     """
     each = -(-context // _BLOCK_SIZE)
     runner = Runner(model, batch * each, _BLOCK_SIZE, batch, context)
-    runner.cache.normal_()
+    for kept in runner.cache:
+        for tensor in kept:
+            tensor.normal_()
     parts = [Part([i % 100], context - 1, range(i * each, (i + 1) * each)) for i in range(batch)]
     runner.run(parts)  # captures
     return lambda: runner.step(batch), lambda: runner.run(parts)
@@ -103,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{options.context} tokens; bytes: the time that what it must read and write takes\n")
     print(f"{'batch':>5} {'bytes':>8} {'graph':>8} {'ratio':>6} {'step':>8} {'transformers':>13}")
     for batch in options.batch:
-        model = Llama(Config(**SIZES), "bfloat16", "cuda").randomise(0)
+        model = Decoder(Config(**SIZES), "bfloat16", "cuda").randomise(0)
         floor = step_bytes(model, batch, options.context) / bandwidth / 1e3
         graph, step = (step_us(call) for call in ours(model, batch, options.context))
         del model

@@ -19,7 +19,7 @@ from benchmarks import __main__ as main
 from benchmarks import accuracy, compile_time, decode, kernel_time, numerics, overhead, report, rivals, shapes, timing
 from benchmarks import transformers as accelerated
 from pyops._core import offline
-from pyops.models import Config, Llama
+from pyops.models import Config, Decoder
 
 RMS_NORM = pyops.registry["rms_norm"]
 
@@ -519,7 +519,7 @@ def test_a_wrong_kernel_has_no_time(pretended_gpu: Path, monkeypatch: pytest.Mon
 
 def test_bytes_of_a_decode_step() -> None:
     """Of a billion weights: the untied embedding is not read, and every token's keys and values are."""
-    model = Llama(Config(**decode.SIZES), "bfloat16", "meta")
+    model = Decoder(Config(**decode.SIZES), "bfloat16", "meta")
     layer = 2048 * (2048 + 2 * 512 + 2048 + 3 * 8192 + 2)
     weights = 16 * layer + 32000 * 2048 + 2048
     assert decode.step_bytes(model, 3, 100) == 2 * (weights + 3 * 2048 + 3 * 101 * 2 * 16 * 512)

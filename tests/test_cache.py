@@ -263,7 +263,8 @@ def test_indexer_block(head_size: int, group: int, dtype: torch.dtype, where: st
                 assert torch.equal(of_keys.reshape(4, -1)[offset], torch.cat(right))
         keys = torch.zeros(12, head_size, dtype=torch.uint8, device=where)
         kept = torch.zeros(12, 4 * groups, dtype=torch.uint8, device=where)
-        table, lens = ints([[2, 0], [1, 9]], torch.int32, where), ints([0, 8, 12], torch.int32, where)
+        # The entries of a sequence lie apart.
+        table, lens = ints([[2, 1], [0, 9]], torch.int32, where).T, ints([0, 8, 12], torch.int32, where)
         pyops.cp_gather_indexer_k_quant_cache(cache, keys, kept, table, lens)
         order = [2, 0, 1]
         assert torch.equal(keys, torch.cat([cache[b].flatten()[: 4 * head_size].reshape(4, -1) for b in order]))
@@ -612,6 +613,12 @@ def test_lengths_and_starts_out_of_range_are_named() -> None:
     ):
         with pytest.raises(pyops.OpError, match=message):
             call(*values)
+
+
+def test_indexer_groups_are_refused() -> None:
+    for group in (0, -128, 48):
+        with pytest.raises(pyops.OpError, match="quant_block_size: expected a divisor of head_size=128, got"):
+            pyops.indexer_k_quant_and_cache(make(2, 128), bytes_of(3, 4, 132), ints([0, 1]), group, "auto")
 
 
 def test_indexer_blocks_are_counted_in_32_bits() -> None:

@@ -18,7 +18,7 @@ from pyops._core import compiler, device, tuning
 from pyops._core.compiler import Compiled
 from pyops.cli import demo, doctor, show, table
 from pyops.integrations import vllm
-from pyops.models import llama
+from pyops.models import attention
 
 ROOT = Path(__file__).parents[1]
 RMS_NORM = pyops.registry["rms_norm"]
@@ -310,7 +310,7 @@ def test_demo_checks_what_it_generates(capsys: pytest.CaptureFixture[str], monke
     assert "144 tokens, the first after " in printed
     assert printed.endswith(": a match\n")
     monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
-    monkeypatch.setattr(llama, "silu_and_mul", lambda out, input: out.copy_(input.chunk(2, -1)[1]))
+    monkeypatch.setattr(attention, "silu_and_mul", lambda out, input: out.copy_(input.chunk(2, -1)[1]))
     assert main(["demo"]) == 1
     assert capsys.readouterr().out.endswith(": NO MATCH\n")
 

@@ -103,6 +103,14 @@ def test_wrong_dtype(op: Op, p: Parameter, device: str) -> None:
         assert error.argument == p.name or "dtype" in error.message
 
 
+@pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.registry.items()])
+def test_wrong_dtype_everywhere(op: Op) -> None:
+    """Tensors of which none differs from the others, but which no kernel takes."""
+    args = _args(op)
+    for dtype in (torch.float64, torch.bool):
+        refusal(op, replaced(op, args, **{name: x.float().to(dtype) for name, x in named(op, args).items()}))
+
+
 @pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
 def test_longer_rows(op: Op, p: Parameter, device: str) -> None:

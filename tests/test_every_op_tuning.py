@@ -109,6 +109,7 @@ def test_every_family_is_here() -> None:
         "scaled_fp4_quant",
         "hadacore_transform_out",
         "skinny_linear",
+        "linear",
         "rotary_embedding",
         "reshape_and_cache",
         "reshape_and_cache_flash",
@@ -200,6 +201,7 @@ OTHERS: dict[str, axes.Axes] = {
     "top_k_top_p_sampling_from_logits": {"with_top_k": False, "with_top_p": False},
     "paged_attention_v1": {"dtype": "float32", "kv_cache_dtype": "auto"},
     "paged_attention_varlen": {"dtype": "float32", "kv_cache_dtype": "auto"},
+    "linear": {"dtype": "float32"},
     "sm100_cutlass_mla_decode": {"dtype": "float32"},
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 from pyops._core import device, folders, hiprtc
 from pyops._core.errors import CompileError
 from pyops.cli import doctor
-from tests.hip import packages, specialisations
-from tests.hip.compile import Compiled, table
+from tests.hip import __main__ as command
+from tests.hip import packages, saved, specialisations
+from tests.hip.compile import Compiled, Job, digest, table
 from tests.hip.metadata import Resources
 
 WORKER = Path(__file__).parent / "hip" / "worker.py"
@@ -101,26 +103,79 @@ def test_worker_goes_on_when_the_compiler_dies(tmp_path: Path) -> None:
 
 def compiled(arch: str, **resources: int) -> Compiled:
     given = {"vgprs": 8, "sgprs": 8, "lds": 0, "scratch": 0, "vgpr_spills": 0, "sgpr_spills": 0} | resources
-    return Compiled("norm/x.cu", "N=1", arch, 0.1, "", Resources(**given))
+    return Compiled("5a", "norm/x.cu", "N=1", arch, 0.1, "", Resources(**given))
 
 
 def test_scratch_memory_is_trouble_and_scalar_spills_are_not() -> None:
     assert not compiled("gfx942", sgpr_spills=5).trouble
     assert compiled("gfx942", scratch=16).trouble == "16 bytes of scratch memory, 0 VGPRs spilled"
     assert compiled("gfx942", vgpr_spills=2).trouble == "0 bytes of scratch memory, 2 VGPRs spilled"
-    failed = Compiled("norm/x.cu", "N=1", "gfx942", 0.1, "x.cu:1: warning\nx.cu:2: error: no", None)
+    failed = Compiled("5a", "norm/x.cu", "N=1", "gfx942", 0.1, "x.cu:1: warning\nx.cu:2: error: no", None)
     assert failed.trouble == "x.cu:2: error: no"
     lines = table([compiled("gfx942"), compiled("gfx942", scratch=4, vgprs=90), compiled("gfx1100")]).splitlines()
     assert lines[2:] == ["| norm/x.cu | 1/2, VGPR 90 | 1/1, VGPR 8 |", "| all | 1/2 | 1/1 |"]
 
 
+def test_results_that_were_saved_come_back_and_a_line_cut_off_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "saved"
+    assert not list(saved.read(file))
+    first = [compiled("gfx942", vgprs=90), Compiled("5b", "norm/x.cu", "N=2", "gfx942", 0.1, "a: error", None)]
+    assert list(saved.append(file, first)) == list(saved.read(file)) == first
+    file.write_text(file.read_text()[:-5])
+    assert list(saved.read(file)) == first[:1]
+    assert list(saved.append(file, first[1:])) == first[1:]
+    assert list(saved.read(file)) == first
+
+
+@pytest.fixture
+def compile_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """`compile` with a compiler that makes nothing. Returns the digests of what it compiled."""
+    (tmp_path / "usr/lib/x86_64-linux-gnu").mkdir(parents=True)
+    (tmp_path / "usr/lib/x86_64-linux-gnu/libhiprtc.so.7").touch()
+    made: list[str] = []
+
+    def compile_all(folder: packages.Folder, jobs: Sequence[Job], processes: int) -> Iterator[Compiled]:
+        for arch, one in jobs:
+            made.append(digest(folder, (arch, one)))
+            yield Compiled(made[-1], one.kernel.file, str(one), arch, 0.1, "", Resources(8, 8, 0, 0, 0, 0))
+
+    def run(*options: str) -> list[str]:
+        made.clear()
+        assert command.main(["compile", str(tmp_path), "--arch", "gfx942", "-k", "moe_sum", *options]) == 0
+        return list(made)
+
+    monkeypatch.setattr(command, "compile_all", compile_all)
+    return run
+
+
+def test_parts_are_all(compile_: Callable[..., list[str]]) -> None:
+    every = compile_("--all")
+    assert len(every) == len(set(every)) > 20
+    parts = [compile_("--all", "--part", f"{i}/3") for i in (1, 2, 3)]
+    assert sorted([*parts[0], *parts[1], *parts[2]]) == sorted(every)
+    assert all(parts)
+    with pytest.raises(SystemExit):
+        compile_("--part", "4/3")
+
+
+def test_a_run_goes_on_where_another_stopped(
+    compile_: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "saved"
+    half = compile_("--all", "--part", "1/2", "--save", str(file))
+    rest = compile_("--all", "--save", str(file))
+    assert not set(half) & set(rest)
+    assert not compile_("--all", "--save", str(file))
+    total = len(half) + len(rest)
+    assert capsys.readouterr().out.count(f"{total} of {total} compiled") == 2
+
+
 @pytest.mark.parametrize("arch", specialisations.ARCHS)
 def test_no_kernel_of_cudas_matrix_units_is_planned(arch: str) -> None:
-    planned = specialisations.of_arch(arch)
-    assert not {"attention/attention_decode.cu", "attention/attention_varlen.cu", "attention/mla_decode.cu"} & set(
-        planned
-    )
-    assert {"attention/attention_decode_simt.cu", "attention/mla_decode_simt.cu"} <= set(planned)
+    planned = set(specialisations.of_arch(arch))
+    for_cuda = {"attention/attention_decode.cu", "attention/attention_varlen.cu", "attention/mla_decode.cu"}
+    assert not (for_cuda | {"mamba/chunk_scan.cu", "mamba/gated_delta_chunk.cu"}) & planned
+    assert {"attention/attention_decode_simt.cu", "attention/mla_decode_simt.cu"} <= planned
 
 
 class FakeRocm:

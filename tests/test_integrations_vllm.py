@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops
 from pyops._core import torch_library
+from pyops._core.device import Device
 from pyops._core.op import Op
 from pyops.integrations.vllm import Entry, custom_ops, override, register, table
 from pyops.integrations.vllm.schemas import SIGNATURES
@@ -133,23 +135,23 @@ def test_what_passes_of_vllm_count_on(name: str, mutable: list[str]) -> None:
 def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared() -> None:
     from torch import Tensor
 
-    name = "cutlass_scaled_sparse_mm"
+    name = "cutlass_blockwise_scaled_grouped_mm"
     if name in pyops.registry:
         pytest.skip("it is one of the library's by now")
     assert TABLE[name].state == "missing"
 
-    def cutlass_scaled_sparse_mm(
-        out: Tensor,
+    def cutlass_blockwise_scaled_grouped_mm(
+        output: Tensor,
         a: Tensor,
-        bt_nzs: Tensor,
-        bt_meta: Tensor,
-        a_scales: Tensor,
-        b_scales: Tensor,
-        bias: Tensor | None,
+        b: Tensor,
+        scales_a: Tensor,
+        scales_b: Tensor,
+        problem_sizes: Tensor,
+        expert_offsets: Tensor,
     ) -> None:
-        out.copy_(a)
+        output.copy_(a)
 
-    op = pyops.op(out="out")(cutlass_scaled_sparse_mm).op
+    op = pyops.op(out="output")(cutlass_blockwise_scaled_grouped_mm).op
     entry = table()[name]
     assert (entry.state, entry.ours, entry.kernel) == ("served", name, op.call)
 
@@ -312,6 +314,13 @@ def _permute_cols() -> Case:
     return [a, perm], [], [a[:, perm.long()]]
 
 
+def _returned(name: str, **given: Any) -> Case:
+    """Of an op that takes vLLM's arguments and returns a result."""
+    args = _example(name, **given)
+    returned = getattr(pyops, name)(*args)
+    return args, [], list(returned) if isinstance(returned, tuple) else [returned]
+
+
 def _copied(cache: torch.Tensor, mapping: torch.Tensor) -> torch.Tensor:
     cache = cache.clone()
     cache[mapping[:, 1]] = cache[mapping[:, 0]]
@@ -336,7 +345,11 @@ def _swap_blocks() -> Case:
     return [source, target, 24, torch.tensor([[2, 0], [1, 3], [7, 0]])], [1], [right]
 
 
-CASES = {
+CASES: dict[str, Callable[[], Case]] = {
+    "LLMM1": partial(_returned, "LLMM1"),
+    "cutlass_sparse_compress": partial(_returned, "cutlass_sparse_compress"),
+    "wvSplitK": partial(_returned, "wvSplitK", with_bias=True),
+    "wvSplitKrc": partial(_returned, "wvSplitKrc"),
     "awq_dequantize": _awq_dequantize,
     "convert_vertical_slash_indexes": _convert_vertical_slash_indexes,
     "convert_vertical_slash_indexes_mergehead": _convert_vertical_slash_indexes_mergehead,
@@ -355,7 +368,14 @@ CASES = {
     "swap_blocks": _swap_blocks,
 }
 # What takes no tensors, or none on the CPU: tested below, and in tests/test_memory.py.
-WITHOUT_TENSORS = {
+PREDICATES = {
+    "cutlass_group_gemm_supported",
+    "cutlass_scaled_mm_supports_block_fp8",
+    "cutlass_scaled_mm_supports_fp4",
+    "cutlass_scaled_mm_supports_fp8",
+    "cutlass_sparse_scaled_mm_supported",
+}
+WITHOUT_TENSORS = PREDICATES | {
     "get_device_attribute",
     "get_max_shared_memory_per_block_device_attribute",
     "moe_permute_unpermute_supported",
@@ -369,18 +389,30 @@ def test_every_op_is_called() -> None:
     assert {param.id for param in SERVED} == tested
 
 
+@pytest.mark.parametrize("name", PREDICATES)
+def test_predicates_answer_for_kernels_of_this_library(name: str) -> None:
+    """vLLM's modules ask them when they are imported. Only what has a kernel on tensor cores is supported."""
+    has_kernel = name != "cutlass_group_gemm_supported" or "cutlass_moe_mm" in pyops.registry
+    for capability in (75, 80, 89, 90, 100, 120):
+        answer = _torch_op(TABLE[name])(capability)
+        assert answer is (has_kernel and Device(0, f"sm_{capability}", 1, 32, 0).supports("mma"))
+        assert answer is getattr(custom_ops, name)(cuda_device_capability=capability)
+
+
 def _flat(values: Sequence[Any]) -> list[torch.Tensor]:
     return [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_call_of_what_is_no_op(name: str) -> None:
-    args, positions, right = CASES[name]()
-    returned = _torch_op(TABLE[name])(*args)
-    results = _flat([*(args[i] for i in positions), *([] if returned is None else [returned])])
-    assert len(results) == len(right)
-    for result, value in zip(results, right, strict=True):
-        assert same_bits(result, value)
+    """By its overload, and by its name, where the way to a kernel is shorter."""
+    for op in (_torch_op(TABLE[name]), getattr(getattr(torch.ops, TABLE[name].namespace), name)):
+        args, positions, right = CASES[name]()
+        returned = op(*args)
+        results = _flat([*(args[i] for i in positions), *([] if returned is None else [returned])])
+        assert len(results) == len(right)
+        for result, value in zip(results, right, strict=True):
+            assert same_bits(result, value)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -666,6 +698,31 @@ def test_what_is_missing_is_named() -> None:
         custom_ops.quux  # noqa: B018
     with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
         exec(f"from pyops.integrations.vllm.custom_ops import {name}")
+
+
+def test_products() -> None:
+    """Functions that allocate give what the ops write: as vLLM orders their arguments."""
+    for name, given in (
+        ("cutlass_scaled_mm", (1, 2, 3, 4, torch.bfloat16, 5)),
+        ("cutlass_scaled_mm_azp", (1, 2, 3, 4, torch.bfloat16, 5, 6, 7)),
+        ("cutlass_scaled_sparse_mm", (1, 2, 3, 4, 5, torch.bfloat16, 6)),
+        ("cutlass_scaled_fp4_mm", (1, 2, 3, 4, 5, torch.bfloat16)),
+        ("wvSplitKQ", (0, 1, torch.bfloat16, 4, 5, 6, 2)),
+        ("dsv3_router_gemm", (1, 2, torch.float32)),
+    ):
+        op = pyops.registry[name]
+        args = example(op, num_tokens=5, **axes.fullest(op))
+        (right,) = _result(op, args, next(i for i, p in enumerate(op.parameters) if p.written))
+        theirs = [args[one] if isinstance(one, int) else one for one in given]
+        assert same_bits(getattr(custom_ops, name)(*theirs), right), name
+    out, a, b, *scales, _ = example(pyops.registry["cutlass_scaled_mm"], num_tokens=6, scales="tensor")
+    pyops.cutlass_scaled_mm(out, a, b, *scales)
+    assert same_bits(custom_ops.cutlass_scaled_mm(a.view(2, 3, -1), b, *scales, torch.bfloat16), out.view(2, 3, -1))
+    weight, tokens, bias, cu_count = _example("wvSplitK", with_bias=True)
+    right = pyops.wvSplitK(weight, tokens, bias, cu_count)
+    assert same_bits(custom_ops.wvSplitK(weight, tokens, cu_count, bias), right)
+    assert same_bits(custom_ops.wvSplitKrc(weight, tokens, cu_count, bias), right)
+    assert same_bits(custom_ops.LLMM1(weight, tokens, 4), pyops.LLMM1(weight, tokens, 4))
 
 
 @pytest.mark.parametrize("quant_dtype", [torch.float8_e4m3fn, torch.int8])

@@ -73,12 +73,12 @@ def assert_near(actual: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) 
 
 
 SHAPES = [
+    (1, 100, 2, 2, (16, 32), torch.bfloat16, False),
     (2, 20, 2, 4, (16, 16), torch.float32, True),
     (1, 70, 1, 2, (128, 128), torch.bfloat16, True),
     (1, 40, 2, 2, (64, 32), torch.float16, True),
     (3, 9, 1, 3, (7, 5), torch.bfloat16, True),
     (1, 33, 1, 1, (256, 24), torch.bfloat16, True),
-    (1, 100, 2, 2, (16, 16), torch.bfloat16, False),
 ]
 
 
@@ -252,6 +252,9 @@ def test_refuses_what_it_cannot_serve() -> None:
         with pytest.raises(pyops.OpError) as caught:
             pyops.chunk_gated_delta_rule(**call | changes)
         assert caught.value.argument == argument
+    one = {name: value[:1] for name, value in call.items()}
+    with pytest.raises(pyops.OpError, match="cu_seqlens: expected at least one entry, got none"):
+        pyops.chunk_gated_delta_rule(**one, cu_seqlens=torch.zeros(0, dtype=torch.int32))
     with pytest.raises(pyops.OpError) as caught:
         pyops.fused_recurrent_gated_delta_rule(
             **call, initial_state=torch.zeros(2, 4, 16, 8), num_accepted_tokens=torch.tensor([1, 1])

@@ -10,7 +10,8 @@ import torch
 
 import pyops
 from pyops._core import device as devices
-from pyops.ops.mamba._scan_geometry import ScanProblem, choose
+from pyops._core import tuning
+from pyops.ops.mamba._scan_geometry import ScanConfig, ScanProblem, TokensConfig, choose
 from tests.calls import DEVICES, Host
 
 NAN = float("nan")
@@ -312,7 +313,7 @@ def test_columns_of_other_strides() -> None:
     [
         ((1, 8192, 8192), (1, 4, 64)),
         ((1, 4096, 8192), (1, 4, 64)),
-        ((1, 1536, 8192), (1, 2, 64)),
+        ((1, 2560, 8192), (1, 2, 64)),
         ((64, 8192, 8192), (1, 4, 64)),
         ((64, 8192, 64), (2, 4, 8)),
     ],
@@ -320,7 +321,60 @@ def test_columns_of_other_strides() -> None:
 def test_lanes_fill_the_device(problem: tuple[int, int, int], tile: tuple[int, int, int]) -> None:
     batch, dim, num_tokens = problem
     config = choose(ScanProblem(batch, dim, num_tokens, 16, pyops._core.dtypes.bfloat16, 8, 4), devices.model())
+    assert isinstance(config, ScanConfig)
     assert (config.channels, config.states, config.tile_tokens) == tile
+
+
+@pytest.mark.parametrize(
+    ("problem", "shares_tokens"),
+    [((1, 1536, 8192), True), ((1, 1536, 256), False), ((8, 64, 8192), True), ((8, 64, 2048), False)],
+)
+def test_lanes_share_tokens_of_few_channels(problem: tuple[int, int, int], shares_tokens: bool) -> None:
+    batch, dim, num_tokens = problem
+    config = choose(ScanProblem(batch, dim, num_tokens, 16, pyops._core.dtypes.bfloat16, 8, 4), devices.model())
+    assert isinstance(config, TokensConfig) == shares_tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lanes", [1, 4, 32])
+@pytest.mark.parametrize(
+    ("dtype", "state_size", "count", "groups"),
+    [(torch.bfloat16, 16, 280, 2), (torch.float32, 40, 70, 1), (torch.float16, 3, 37, 3)],
+)
+def test_lanes_that_share_tokens(
+    dtype: torch.dtype, state_size: int, count: int, groups: int, lanes: int, device: str
+) -> None:
+    """The recurrence, with states that go on from call to call and from block to block, of few and many lanes."""
+    dim, cut = 12, count // 3
+    by, given = layer(dim, state_size), tokens(dim, state_size, count, dtype, groups)
+    states = torch.zeros(4, dim, state_size, device=device)
+    op = pyops.registry["selective_scan_fwd"]
+    op.forget()
+    with tuning.forced("selective_scan_fwd", TokensConfig(lanes, 4, 64)):
+        blocks = {
+            "query_start_loc": ints(0, cut),
+            "cache_indices": ints(0, 1, 2, 3).reshape(1, 4),
+            "block_size": -(-cut // 3),
+            "block_idx_first_scheduled_token": ints(1),
+            "block_idx_last_scheduled_token": ints(3),
+            "initial_state_idx": ints(0),
+        }
+        first, first_gated = scan(given.cut(0, cut), by, states, **blocks)
+        continued = {"cache_indices": ints(3), "has_initial_state": torch.tensor([True])}
+        second, second_gated = scan(given.cut(cut, count).batched(), by, states, **continued)
+    op.forget()
+    right, right_gated, state = truth(given, by, torch.zeros(dim, state_size))
+    assert first_gated is not None
+    assert second_gated is not None
+    assert right_gated is not None
+    for found, expected in ((first, right[:, :cut]), (second[0], right[:, cut:])):
+        assert_near(found, expected)
+    for found, expected in ((first_gated, right_gated[:, :cut]), (second_gated[0], right_gated[:, cut:])):
+        assert_near(found, expected)
+    assert_near(states[3], state)
+    for i in (1, 2):
+        part = given.cut(0, min(i * -(-cut // 3), cut))
+        assert_near(states[i], truth(part, by, torch.zeros(dim, state_size))[2])
 
 
 def test_refusals() -> None:

@@ -26,7 +26,7 @@ from pyops.__main__ import main
 from pyops._core import device
 from pyops._core.host.toolchain import toolchains
 from pyops.cli import generate
-from pyops.models import Config, Engine, Llama, Rope, SamplingParams, checkpoint, load, serving_kernels
+from pyops.models import Config, Decoder, Engine, Rope, SamplingParams, checkpoint, load, serving_kernels
 from pyops.models import engine as engine_module
 from pyops.models.params import sample
 from pyops.models.runner import Part, Runner
@@ -119,7 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def llama(folder: Callable[[str], Path]) -> Llama:
+def llama(folder: Callable[[str], Path]) -> Decoder:
     return load(folder("llama"))
 
 
@@ -158,10 +158,11 @@ def test_logits_are_as_exact_as_those_of_transformers(case: str, folder: Callabl
     assert (ours - exact).abs().max() <= 4 * (theirs - exact).abs().max()
 
 
-def test_padded_rows_touch_nothing(llama: Llama) -> None:
+def test_padded_rows_touch_nothing(llama: Decoder) -> None:
     """Of three sequences, which are padded to four: what no token owns keeps what it held."""
     runner = Runner(llama, 8, 4, 4, 16)
-    runner.cache.fill_(7.0)
+    cache = torch.stack([torch.stack(kept) for kept in runner.cache]).fill_(7.0)
+    runner.cache = [tuple(kept) for kept in cache]
     tables = [[6, 1], [3], [5]]
     runner.run([Part([1, 2, 3, 4, 5], 0, tables[0]), Part([6, 7], 0, tables[1]), Part([8, 9, 10], 0, tables[2])])
     together = runner.run([Part([11], 5, tables[0]), Part([12], 2, tables[1]), Part([13], 3, tables[2])])
@@ -173,11 +174,11 @@ def test_padded_rows_touch_nothing(llama: Llama) -> None:
         ]
     )
     torch.testing.assert_close(together, alone)
-    written = (runner.cache != 7.0).all(-1).all(-1).all(0).all(0)
+    written = (cache != 7.0).all(-1).all(-1).all(0).all(0)
     owned = torch.zeros(8, 4, dtype=torch.bool)
     owned[6], owned[1, :2], owned[3, :3], owned[5] = True, True, True, True
     assert torch.equal(written, owned)
-    assert ((runner.cache != 7.0).any(-1).any(-1).any(0).any(0) == owned).all()
+    assert ((cache != 7.0).any(-1).any(-1).any(0).any(0) == owned).all()
 
 
 LONG = {"factor": 8.0, "original_max_position_embeddings": 8192}
@@ -220,7 +221,7 @@ def test_the_kernels_write_the_same() -> None:
     """On the host, checked for every access."""
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 16}
-    model = Llama(Config(**sizes, qk_norm=True, sliding_windows=(5,))).randomise(3, scale=2.0)
+    model = Decoder(Config(**sizes, qk_norm=True, sliding_windows=(5,))).randomise(3, scale=2.0)
     prompts, params = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11]], SamplingParams(max_tokens=4)
     expected = Engine(model, block_size=4, max_num_seqs=4).generate(prompts, params)
     with testing.cpu("kernels"):
@@ -235,7 +236,7 @@ def test_a_model_that_was_warmed_up_compiles_nothing(monkeypatch: pytest.MonkeyP
     config = Config(**sizes, qk_norm=True, sliding_windows=(5, 0))
     limits = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 24}
     prompts = [[1 + i] * (1 + 7 * i % 23) for i in range(8)]
-    model = Llama(config).randomise(3, scale=2.0)
+    model = Decoder(config).randomise(3, scale=2.0)
     with testing.cpu("kernels"):
         assert pyops.warmup(model=config, max_model_len=64, **limits) == []
         monkeypatch.setenv("PYOPS_JIT", "error")
@@ -294,24 +295,24 @@ def test_kernels_of_a_real_model_are_few() -> None:
     ],
     ids=str,
 )
-def test_texts_do_not_depend_on_the_batch(limits: dict[str, int], llama: Llama) -> None:
+def test_texts_do_not_depend_on_the_batch(limits: dict[str, int], llama: Decoder) -> None:
     """Fewer at once than there are, prompts in parts, other blocks."""
     engine = Engine(llama, max_seq_len=128, **limits)
     assert engine.generate(PROMPTS, SamplingParams(max_tokens=24)) == texts("llama", 24)
 
 
-def test_requests_step_back_when_blocks_run_out(llama: Llama) -> None:
+def test_requests_step_back_when_blocks_run_out(llama: Decoder) -> None:
     engine = Engine(llama, num_blocks=24, block_size=4, max_seq_len=96, max_num_seqs=4)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
     expected = [text("llama", tuple(prompt), 50) for prompt in prompts]
     assert engine.generate(prompts, SamplingParams(max_tokens=50)) == expected
     assert engine.preemptions > 0
-    assert sorted(engine._free) == list(range(24)), "every block came back, once"
+    assert sorted(engine._scheduler.free_blocks) == list(range(24)), "every block came back, once"
 
 
 @pytest.mark.parametrize("running", [1, 2])
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_block_is_spared_for_each_running_request(running: int, missing: int, llama: Llama) -> None:
+def test_a_block_is_spared_for_each_running_request(running: int, missing: int, llama: Decoder) -> None:
     """With one block fewer, the last request waits: its prompt would be computed, given up and computed again."""
     prompt = [1] * 4  # fills a block
     engine = Engine(llama, num_blocks=2 * running + 4 - missing, block_size=4, max_seq_len=20, max_num_seqs=4)
@@ -320,12 +321,28 @@ def test_a_block_is_spared_for_each_running_request(running: int, missing: int, 
     outputs = engine.step()
     late = engine.add(prompt * 4, SamplingParams(max_tokens=1))
     outputs += (second := engine.step())
-    assert [output.request for output in second] == (list(range(running)) if missing else [late])
+    assert [output.request for output in second] == [*range(running), *([] if missing else [late])]
     assert len([*outputs, *engine.run()]) == 3 * running + 1
     assert engine.preemptions == 0
 
 
-def test_requests_may_come_late(llama: Llama) -> None:
+def test_a_text_steps_back_without_its_prompt(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of the tokens that remain are still there, and blocks of the others are free."""
+    engine = Engine(llama, block_size=4, max_seq_len=96, max_num_seqs=2)
+    counts: list[int] = []
+    run = engine._runner.run
+    monkeypatch.setattr(engine._runner, "run", lambda parts: counts.extend(len(p.tokens) for p in parts) or run(parts))
+    request = engine.add(PROMPTS[0], SamplingParams(max_tokens=24))
+    found = [engine.step()[0].token for _ in range(17)]
+    engine.step_back(request, len(PROMPTS[0]) + 5)
+    assert len(engine._scheduler.free_blocks) == engine.num_blocks - 7
+    found = found[:5] + [output.token for output in engine.run()]
+    assert found == text("llama", tuple(PROMPTS[0]), 24)
+    assert counts == [len(PROMPTS[0])] + [1] * (16 + 19)
+    assert sorted(engine._scheduler.free_blocks) == list(range(engine.num_blocks))
+
+
+def test_requests_may_come_late(llama: Decoder) -> None:
     engine = Engine(llama, max_seq_len=96, max_num_seqs=4)
     found: dict[int, list[int]] = {engine.add(PROMPTS[0], SamplingParams(max_tokens=20)): []}
     for output in engine.run():
@@ -336,7 +353,7 @@ def test_requests_may_come_late(llama: Llama) -> None:
     assert engine.step() == []
 
 
-def test_a_text_ends_at_its_end(llama: Llama) -> None:
+def test_a_text_ends_at_its_end(llama: Decoder) -> None:
     whole = text("llama", tuple(PROMPTS[0]), 24)
     end = whole[10]
     llama.config = replace(llama.config, eos_token_ids=(159 if end != 159 else 158, end))
@@ -350,7 +367,7 @@ def test_a_text_ends_at_its_end(llama: Llama) -> None:
     assert [output.finished for output in engine.run()] == ["length"]
 
 
-def test_what_can_never_be_served_is_refused(llama: Llama) -> None:
+def test_what_can_never_be_served_is_refused(llama: Decoder) -> None:
     engine = Engine(llama, num_blocks=3, block_size=4, max_seq_len=20)
     assert len(engine.generate([[1] * 9], SamplingParams(max_tokens=4))[0]) == 4  # 13 tokens, the last is not kept
     for prompt, count, message in (
@@ -379,7 +396,7 @@ def test_what_can_never_be_served_is_refused(llama: Llama) -> None:
             Engine(llama, **options)
 
 
-def test_prompts_that_are_refused_leave_none_behind(llama: Llama) -> None:
+def test_prompts_that_are_refused_leave_none_behind(llama: Decoder) -> None:
     engine = Engine(llama, max_seq_len=96)
     with pytest.raises(ModelError, match="prompt: expected tokens from 0 to 159, got token 160"):
         engine.generate([PROMPTS[0], [160]])
@@ -391,7 +408,7 @@ def test_prompts_that_are_refused_leave_none_behind(llama: Llama) -> None:
 
 
 @pytest.mark.parametrize("where", ["run", "sample"])
-def test_an_error_in_a_step_ends_all_requests(where: str, llama: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_step_ends_all_requests(where: str, llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three requests that run and one that waits; what is asked for then is served as by a new engine."""
     engine = Engine(llama, max_seq_len=96, max_num_seqs=3)
     for prompt in (*PROMPTS, PROMPTS[0]):
@@ -408,14 +425,15 @@ def test_an_error_in_a_step_ends_all_requests(where: str, llama: Llama, monkeypa
     monkeypatch.undo()
     assert not engine.busy
     assert engine.step() == []
-    assert sorted(engine._free) == list(range(engine.num_blocks))
+    assert sorted(engine._scheduler.free_blocks) == list(range(engine.num_blocks))
+    assert sorted(engine._scheduler.free_slots) == [0, 1, 2]
     assert engine.generate(PROMPTS, SamplingParams(max_tokens=24)) == texts("llama", 24)
 
 
 def test_the_table_of_angles_is_as_long_as_the_texts() -> None:
     """Of a model for two thousand million positions; where the memory for it is not there, the engine says so."""
     sizes = {name: value for name, value in SIZES.items() if name in Config.__dataclass_fields__ and value is not None}
-    model = Llama(Config(**sizes | {"head_dim": 16, "max_position_embeddings": 2**31 - 1})).randomise(0)
+    model = Decoder(Config(**sizes | {"head_dim": 16, "max_position_embeddings": 2**31 - 1})).randomise(0)
     assert len(Engine(model, max_seq_len=40).generate([[1, 2]], SamplingParams(max_tokens=5))[0]) == 5
     with pytest.raises(ModelError, match="num_blocks: the memory of cpu has room for 0"):
         Engine(model, max_seq_len=2**31 - 1, max_num_seqs=1)
@@ -444,7 +462,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(temperature: float, top_k:
     assert sample(logits[None], [params], [1 - 2**-53])[0] == kept[-1]
 
 
-def test_a_seed_gives_its_text_whatever_is_beside_it(llama: Llama) -> None:
+def test_a_seed_gives_its_text_whatever_is_beside_it(llama: Decoder) -> None:
     params = SamplingParams(max_tokens=20, temperature=3.0, top_k=50, seed=5)
     (alone,) = Engine(llama, max_seq_len=96).generate([PROMPTS[0]], params)
     engine = Engine(llama, max_seq_len=96, max_num_seqs=4)
@@ -570,7 +588,10 @@ BAD = {
     ),
     "no architecture": (edit_config(architectures=None), "architectures: expected"),
     "an activation": (edit_config(hidden_act="gelu"), "hidden_act: expected 'silu', got 'gelu'"),
-    "quantised": (edit_config(quantization_config={"bits": 4}), "quantization_config: expected None"),
+    "quantised": (
+        edit_config(quantization_config={"bits": 4}),
+        "quantization_config.quant_method: expected 'fp8' or 'compressed-tensors', got None",
+    ),
     "a rope": (rope(rope_type="longrope"), "rope_type: expected .*, got 'longrope'"),
     "a rope of another type": (rope(rope_type=[]), r"rope_type: expected .*, got \[\]"),
     "no rope at all": (edit_config(rope_scaling=[1]), r"rope_scaling: expected one object for all layers, got \[1\]"),
@@ -690,11 +711,11 @@ def test_a_bad_folder_is_refused_before_memory_is_taken(
     damage, message = BAD[what]
     damage(tmp_path / "bad")
 
-    def no_memory(config: Config, dtype: str | None, device: str) -> Llama:
+    def no_memory(config: Config, dtype: str | None, device: str) -> Decoder:
         assert device == "meta", "memory is taken"
-        return Llama(config, dtype, device)
+        return Decoder(config, dtype, device)
 
-    monkeypatch.setattr(checkpoint, "Llama", no_memory)
+    monkeypatch.setattr(checkpoint, "Decoder", no_memory)
     with pytest.raises(ModelError, match=message):
         load(tmp_path / "bad")
 

@@ -218,6 +218,7 @@ GROUPED = [
     # experts, groups, top groups, topk
     (256, 8, 4, 8),
     (16, 16, 3, 3),  # groups of one expert
+    (48, 12, 3, 6),  # two threads to a group
     (60, 3, 2, 6),
     (96, 32, 5, 9),
     (20, 1, 1, 7),

@@ -47,6 +47,13 @@ def _results(text: str, operator: str) -> list[str]:
         ("condition", "x = a ? f(b, c) : d;", ["x = a ? d : f(b, c);"]),
         ("predicate", "if (a < n) vec.store(to);", ["if (true) vec.store(to);"]),
         ("cast", "x = int64_t(row) * stride;", ["x = (row) * stride;"]),
+        ("cast", "int64_t x = int64_t(row) * stride;", ["int64_t x = (row) * stride;"]),
+        (
+            "cast",
+            "const auto x = int64_t(row), y = int(z);",
+            ["const auto x = (row), y = int(z);", "const auto x = int64_t(row), y = (z);"],
+        ),
+        ("cast", "const int w = 1, x = int(y);", []),
         ("index", "x = y[i];", ["x = y[i + 1];"]),
         ("index", "float x[N];", []),
         ("logic", "x = a && b;", ["x = a || b;"]),
@@ -202,6 +209,14 @@ def test_changes_of_a_plan() -> None:
         assert one.within == "example.plan"
 
 
+def test_another_value_of_a_constant() -> None:
+    """No truth is doubled, which would be the same to a kernel."""
+    (function,) = ast.parse(PLAN).body
+    assert isinstance(function, ast.FunctionDef)
+    (doubled,) = (one.new for one in plans.changed("plan.py", PLAN, function) if one.new.endswith("(rows)"))
+    assert [eval(doubled, {"rows": value}) for value in (3, True, False)] == [6, False, True]
+
+
 def test_plans_of_every_op_have_mutants() -> None:
     assert {name for one in plans.mutants() for name in plans.ops_of(one)} == registry.keys()
 
@@ -245,3 +260,34 @@ def test_verdicts() -> None:
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1:] == ["['invalid', 'killed', 'equivalent']"], done.stdout + done.stderr
+
+
+UNFINISHED = """
+import sys, time
+from tests.mutation.judge import Judge
+from tests.mutation.mutant import Mutant
+
+told = []
+mutants = [Mutant("", "include/chunk.cuh", "test", 0, 0, "", "Chunk")]
+for file in sys.argv[1:]:
+    judge = Judge(mutants, 1, 120.0, time.monotonic() - 1, lambda *one: told.append(one))
+    try:
+        judge.run([file])
+    except RuntimeError as error:
+        told.append(str(error))
+print(told)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks are ended as Linux ends them")
+def test_no_time_and_not_all_tests(tmp_path: Path) -> None:
+    """A run whose time is over ends like any other; one that lacks tests judges nothing, and says why."""
+    (tmp_path / "test_right.py").write_text("def test() -> None:\n    pass\n")
+    (tmp_path / "test_wrong.py").write_text("import no_such_module\n")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", UNFINISHED, *map(str, sorted(tmp_path.iterdir()))],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    (told,) = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert told.startswith("no mutant is judged without all tests")
+    assert "No module named 'no_such_module'" in told

@@ -536,6 +536,13 @@ def test_per_block_quant_refuses(change: dict[str, Any], message: str) -> None:
     assert str(caught.value) == f"rms_norm_per_block_quant: {message}"
 
 
+def test_rows_are_counted_in_32_bits() -> None:
+    row = ArgMaker(devices.model()).empty(1, 2**30 + 8, dtype="bfloat16")
+    vectors = geometry.row_vectors(2**30 + 8, (2**30 + 8,), row)
+    with pytest.raises(pyops.OpError, match=r"expected rows of at most 2\^30 elements"):
+        geometry.choose_rows(row, 1, vectors, RMS_NORM)
+
+
 @pytest.mark.parametrize(("wanted_vecs", "threads"), [(4, 448), (6, 320), (7, 256)])
 def test_the_shapes_that_were_measured_best_for_rows_of_14336(wanted_vecs: int, threads: int) -> None:
     """docs/performance.md, "Rows": 448 threads of 4 vectors, 320 of 6 or 256 of 7."""

@@ -304,6 +304,17 @@ def test_gptq_shuffle(bit: int, units: int, columns: int, order: str, offset: in
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_gptq_rows_that_do_not_exist_are_zero(device: str) -> None:
+    weight = words(2, 3, seed=0)
+    chosen = numpy.array([0, 16, 2, 3, -1, 5, 2**31 - 1, -(2**31), *range(8, 16)])
+    exists = (chosen >= 0) & (chosen < 16)
+    right = gptq_shuffled(gptq_fields(weight, 4)[numpy.where(exists, chosen, 0)] * exists[:, None], 4)
+    placed = weight.to(device)
+    pyops.gptq_shuffle(placed, torch.from_numpy(chosen.astype("int32")).to(device), 4)
+    assert numpy.array_equal(placed.cpu().numpy().view("uint32"), right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_gptq_shuffle_of_one_row(device: str) -> None:
     """Which is contiguous whatever the stride between rows is: here one, as of a column that was turned."""
     column = words(8, 1, seed=0).to(device)

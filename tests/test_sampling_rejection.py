@@ -165,3 +165,5 @@ def test_wrong_shapes_are_refused() -> None:
         sample([0] * 4, [1, 2, 3, 4], p[:3], p, 1)
     with pytest.raises(pyops.OpError, match="draft_token_ids: expected shape"):
         sample([0] * 3, [1, 2, 3, 4], p, p, 1)
+    with pytest.raises(pyops.OpError, match="target_probs: expected at most 4194304 tokens, got 4194305"):
+        sample([], [0], None, torch.empty(0, 2**22 + 1), 1)

@@ -119,6 +119,21 @@ def test_more_than_fits(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_threads_with_few_and_many_candidates(device: str) -> None:
+    """Of a thread of the first block, one candidate in the first row and one more in each; a thread has room for 17.
+
+    Sixteen vectors of the sample, in the last block, make ones the candidates, and zeros none.
+    """
+    logits = torch.zeros(20, 65536)
+    logits[:, 49152:].view(20, -1, 32)[:, :16, :4] = 1.0
+    vectors = logits.view(20, 32, 512, 4)  # a thread has the same vector of each 512
+    for row in range(20):
+        vectors[row, : 1 + row // 4, 5, :] = 1.0
+        vectors[row, row // 4, 5, row % 4 + 1 :] = 0.0
+    prefill(logits.to(device), [0] * 20, [65536] * 20, 33)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_decode(next_n: int, device: str) -> None:
     """The last tokens of a sequence see ever longer rows; a row that sees less than nothing has nothing."""

@@ -257,6 +257,15 @@ def test_merge_of_the_largest(dtype: torch.dtype, device: str) -> None:
 
 SUMS = {"skinny_linear", "layer_norm", "rms_norm_gated", "hadacore_transform_out"}
 SUMS |= {"selective_scan_fwd", "selective_state_update"}
+SUMS |= {
+    "linear",
+    "LLMM1",
+    "wvSplitK",
+    "wvSplitKrc",
+    "dsv3_fused_a_gemm",
+    "dsv3_router_gemm",
+    "cutlass_scaled_sparse_mm",
+}
 OPS = [
     op for name, op in pyops.registry.items() if name not in SUMS and not re.search("attention|mla_decode|conv1d", name)
 ]

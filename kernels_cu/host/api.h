@@ -90,6 +90,7 @@ HOST_API void bulk_load(void* to, const void* from, unsigned bytes, const void* 
 HOST_API void bulk_load_multicast(void* to, const void* from, unsigned bytes, const void* barrier, unsigned blocks);
 HOST_API void bulk_store(void* to, const void* from, unsigned bytes);
 HOST_API void bulk_copy_to_block(void* to, const void* from, unsigned bytes, const void* barrier, unsigned rank);
+HOST_API void store_async(void* to, const void* barrier, unsigned rank, const uint32_t (&words)[4]);
 HOST_API void bulk_commit();
 HOST_API void bulk_wait(unsigned groups_in_flight);
 

@@ -101,6 +101,22 @@ bulk_copy_to_block(void* to, const void* from, unsigned bytes, const void* barri
               0, pc, box});
 }
 
+// It lands at once: whatever the schedule, a thread that reads the bytes must have waited for the phase that counts them.
+__attribute__((noinline)) void store_async(void* to, const void* barrier, unsigned rank, const uint32_t (&words)[4]) {
+    const void* pc = __builtin_return_address(0);
+    const size_t offset = offset_of(to);
+    const unsigned index = find_mbarrier(rank, barrier, "store_async", pc);
+    if (offset % CHUNK) raise_fault("misaligned access", {nullptr, 0, pc}, "store_async to byte %zu", offset);
+    Mbarrier& counting = barriers[rank].mbarriers[index];
+    const uint32_t agent = place_of_agent(rank, counting.loads);
+    check_cells(rank, offset, CHUNK, Access::WRITE,
+                {agent, counting.phase + 1, clock_of(*state.current), false, "write by store_async"}, pc);
+    cells.swizzles[rank][offset / CHUNK] = 0;
+    memcpy(shared_of(rank) + offset, words, CHUNK);
+    counting.bytes -= CHUNK;
+    end_phase_if_complete(rank, index, pc);
+}
+
 // The mbarrier waits for the cp_async of the thread that no earlier arrival waits for.
 __attribute__((noinline)) void copies_arrive(const void* address) {
     const void* pc = __builtin_return_address(0);

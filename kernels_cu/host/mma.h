@@ -4,37 +4,45 @@
 
 namespace pyops_kernel {
 
+template <typename Sum>
 struct host_operands {
     const uint32_t *a, *b;
-    float* d;
+    Sum* d;
 };
 
-// mma.m16n8k16, d += a * b. Each sum is computed in double and rounded once to float32.
-template <typename T>
-inline void host_mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], HOST_PLACE) {
-    host_operands own = {a, b, d};
+// Element number `i` of a word: a number in the format T, or an 8-bit integer.
+template <typename T> inline double host_number(uint32_t word, int i) {
+    return T::decode(word >> 8 * sizeof(T) * i & ((1u << 8 * sizeof(T)) - 1));
+}
+template <> inline double host_number<int8_t>(uint32_t word, int i) { return int8_t(word >> 8 * i); }
+
+// mma.m16n8k16, or k32 for elements of 8 bits: d += a * b. Each sum is computed in double and rounded once to float32;
+// sums of integers are exact.
+template <typename T, typename Sum>
+inline void host_mma(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], HOST_PLACE) {
+    host_operands<Sum> own = {a, b, d};
     host::warp_collective(
-        "mma.m16n8k16", 0xffffffffu, &own,
+        "mma.m16n8", 0xffffffffu, &own,
         [](void* const* payloads, uint64_t) {
-            const auto element = [](uint32_t word, int high) { return double(T::decode(word >> 16 * high & 0xffffu)); };
-            double A[16][16], B[16][8];
+            constexpr int N = 4 / sizeof(T), K = 8 * N;  // elements of a word, and of a sum
+            double A[16][K], B[8][K];
             for (int lane = 0; lane < 32; ++lane) {
-                const auto& operands = *static_cast<host_operands*>(payloads[lane]);
+                const auto& operands = *static_cast<host_operands<Sum>*>(payloads[lane]);
                 const int g = lane / 4, t = lane % 4;
-                for (int high = 0; high < 2; ++high) {
+                for (int e = 0; e < N; ++e) {
                     for (int i = 0; i < 4; ++i) {
-                        A[g + i % 2 * 8][2 * t + i / 2 * 8 + high] = element(operands.a[i], high);
+                        A[g + i % 2 * 8][N * (t + i / 2 * 4) + e] = host_number<T>(operands.a[i], e);
                     }
-                    for (int i = 0; i < 2; ++i) B[2 * t + i * 8 + high][g] = element(operands.b[i], high);
+                    for (int i = 0; i < 2; ++i) B[g][N * (t + i * 4) + e] = host_number<T>(operands.b[i], e);
                 }
             }
             for (int lane = 0; lane < 32; ++lane) {
-                const auto& operands = *static_cast<host_operands*>(payloads[lane]);
+                const auto& operands = *static_cast<host_operands<Sum>*>(payloads[lane]);
                 const int g = lane / 4, t = lane % 4;
                 for (int i = 0; i < 4; ++i) {
                     double sum = operands.d[i];
-                    for (int k = 0; k < 16; ++k) sum += A[g + i / 2 * 8][k] * B[k][2 * t + i % 2];
-                    operands.d[i] = float(sum);
+                    for (int k = 0; k < K; ++k) sum += A[g + i / 2 * 8][k] * B[2 * t + i % 2][k];
+                    operands.d[i] = Sum(sum);
                 }
             }
         },

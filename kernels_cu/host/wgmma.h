@@ -137,8 +137,8 @@ inline void issue(Thread* warp, const LaneProduct* const* lanes, const void* pc)
 __attribute__((noinline)) void wgmma(const Product& product, void* d) {
     const void* pc = __builtin_return_address(0);
     state.asked_pc = pc;
-    if (num_threads() % WARPGROUP || warp_size() != 32) {
-        raise_fault("bad launch", {nullptr, 0, pc}, "wgmma in a block of %u threads: no whole number of warpgroups",
+    if (state.current->number / WARPGROUP * WARPGROUP + WARPGROUP > num_threads() || warp_size() != 32) {
+        raise_fault("bad launch", {nullptr, 0, pc}, "wgmma in a block of %u threads, by warps that are no warpgroup",
                     num_threads());
     }
     LaneProduct own = {&product, d};
@@ -197,7 +197,7 @@ inline void give_results(TensorCores& cores, unsigned end) {
 __attribute__((noinline)) void wgmma_wait(unsigned groups_in_flight) {
     const void* pc = __builtin_return_address(0);
     Thread& thread = *state.current;
-    if (num_threads() % WARPGROUP) return;
+    if (thread.number / WARPGROUP * WARPGROUP + WARPGROUP > num_threads()) return;
     TensorCores& cores = cores_of(thread);
     if (!cores.used || thread.product_group <= groups_in_flight) return;
     const unsigned end = thread.product_group - groups_in_flight;

@@ -86,6 +86,21 @@ DEVICE void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
 #endif
 }
 
+// Stores 16 bytes at the address of `to` in block `rank` of the cluster. The mbarrier that this block has at the address
+// of `barrier` counts the bytes; a wait there, and nothing else, makes them visible.
+DEVICE void store_async(void* to, uint64_t* barrier, unsigned rank, const uint32_t (&words)[4]) {
+#if PYOPS_CUDA
+    asm volatile(
+        "{.reg .b32 remote, counts; mapa.shared::cluster.u32 remote, %0, %2; mapa.shared::cluster.u32 counts, %1, %2; "
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [remote], {%3, %4, %5, %6}, [counts];}" ::
+            "r"(shared_address(to)),
+        "r"(shared_address(barrier)), "r"(rank), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+        : "memory");
+#elif PYOPS_HOST
+    host::store_async(to, barrier, rank, words);
+#endif
+}
+
 // Arrives, in the thread's name, as soon as all cp_async of the thread so far have been copied (async.cuh). The thread
 // does not wait and needs no cp_async_wait. The arrival is one of those that mbarrier_init was told. Its copies are
 // visible to the threads that the mbarrier lets go on; nothing else of the thread is.

@@ -83,18 +83,21 @@ DEVICE float activated(float y) {
 }
 
 // Walks along `count` inputs of type T: load(i) loads input i, and done(i, input, y) takes its result, when the window
-// ends with the input. BATCH inputs are loaded together.
+// ends with the input. Each is called for i = 0, 1, ... in turn. BATCH inputs are loaded together, before the results of
+// the batch before are computed.
 template <int BATCH, bool SILU, typename T, int WIDTH, int N, typename Load, typename Done>
 DEVICE void convolve(Window<WIDTH, N>& window, const Taps<WIDTH, N>& taps, int count, Load load, Done done) {
-    for (int first = 0; first < count; first += BATCH) {
-        Vec<T, N> batch[BATCH];
+    using vec_t = Vec<T, N>;
+    const auto load_batch = [&](vec_t(&batch)[BATCH], int first, int exist) {
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            if (first + b < count) batch[b] = load(first + b);
+            if (b < exist) batch[b] = load(first + b);
         }
+    };
+    const auto convolve_batch = [&](const vec_t(&batch)[BATCH], int first, int exist) {
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            if (first + b >= count) break;
+            if (b >= exist) break;
             float x[N], y[N];
             batch[b].to_floats(x);
 #pragma unroll
@@ -105,7 +108,20 @@ DEVICE void convolve(Window<WIDTH, N>& window, const Taps<WIDTH, N>& taps, int c
                 y[j] = activated<SILU, T>(fmaf(taps.at(j, WIDTH - 1), x[j], sum));
             }
             window.push(x);
-            done(first + b, batch[b], Vec<T, N>::from_floats(y));
+            done(first + b, batch[b], vec_t::from_floats(y));
         }
+    };
+    vec_t batch[BATCH];
+    int first = 0;
+    if (count >= BATCH) load_batch(batch, 0, BATCH);
+    for (; first + BATCH <= count; first += BATCH) {  // whole batches: nothing is compared
+        vec_t next[BATCH];
+        if (first + 2 * BATCH <= count) load_batch(next, first + BATCH, BATCH);
+        convolve_batch(batch, first, BATCH);
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) batch[b] = next[b];
     }
+    if (first == count) return;
+    load_batch(batch, first, count - first);
+    convolve_batch(batch, first, count - first);
 }

@@ -1,21 +1,22 @@
 // chunk_scan.cuh: what the kernels of the chunked state-space scan share: the chunks of sequences, time steps, and the
 // segments that blocks take.
 //
-// A segment is a run of neighbouring chunks that one block walks, its state at hand. Where there are several, a launch
+// A chunk is cut into parts, the same number of each chunk, so that a few long chunks can be divided evenly: each part
+// has part_tokens tokens, or what is left of the chunk, which may be none. A segment is a run of neighbouring parts that
+// one block walks, its state at hand. Where there are several, a launch
 // finds what each makes of a state of zeros: its own state and the decay of what it began with. chunk_scan_pass.cu adds
 // these up. In the last launch a block begins with the state that the segment before its own leaves behind.
 
 #pragma once
-#include "arith.cuh"
-#include "number.cuh"
+#include "selective.cuh"
 
-constexpr float LOG2_OF_E = 1.4426950408889634f;
-
-// A chunk of one sequence.
-struct ScanChunk {
+// A part of a chunk of one sequence.
+struct ScanPart {
     int begin, end;  // tokens; none if the arguments say what cannot be
     int seq;         // its sequence, or -1
-    bool restarts;   // the chunk begins with the initial state of its sequence
+    int chunk;       // its chunk, if it is the last part of one; else -1
+    int chunk_end;   // behind the last token of its chunk
+    bool restarts;   // the part begins with the initial state of its sequence
 };
 
 template <typename index_t>
@@ -23,29 +24,51 @@ struct ScanChunks {
     const index_t *cu_seqlens, *cu_chunk_seqlens, *last_chunk_indices, *seq_idx;
     int num_tokens, num_chunks, num_seqs;
     int64_t chunk_size;
+    int chunk_parts, part_tokens;
 
-    DEVICE ScanChunk at(int number) const {
-        const int64_t seq = seq_idx[number], begin = cu_chunk_seqlens[number], end = cu_chunk_seqlens[number + 1];
-        ScanChunk chunk{0, 0, -1, number == 0 || seq_idx[number - 1] != seq};
-        if (seq < 0 || seq >= num_seqs) return chunk;
-        chunk.seq = int(seq);
+    DEVICE ScanPart at(int number) const {
+        const int chunk = number / chunk_parts, part = number % chunk_parts;
+        const int64_t seq = seq_idx[chunk], begin = cu_chunk_seqlens[chunk], end = cu_chunk_seqlens[chunk + 1];
+        const bool restarts = part == 0 && (chunk == 0 || seq_idx[chunk - 1] != seq);
+        ScanPart found{0, 0, -1, part == chunk_parts - 1 ? chunk : -1, 0, restarts};
+        if (seq < 0 || seq >= num_seqs) return found;
+        found.seq = int(seq);
         const bool inside = begin >= 0 && begin < end && end <= num_tokens && end - begin <= chunk_size;
         if (inside && begin >= cu_seqlens[seq] && end <= cu_seqlens[seq + 1]) {
-            chunk.begin = int(begin);
-            chunk.end = int(end);
+            found.chunk_end = int(end);
+            found.begin = int(min(begin + int64_t(part) * part_tokens, end));
+            found.end = end_of(found);
         }
-        return chunk;
+        return found;
     }
-    // Whether chunk `number` is the last one of sequence `seq`.
-    DEVICE bool is_last(int seq, int number) const { return seq >= 0 && last_chunk_indices[seq] == number; }
+    // Part number `number`; `before` is the part before. Of a chunk that is already known nothing is loaded.
+    DEVICE ScanPart behind(const ScanPart& before, int number) const {
+        const int part = number % chunk_parts;
+        if (part == 0) return at(number);
+        ScanPart found = before;
+        found.restarts = false;
+        found.chunk = part == chunk_parts - 1 ? number / chunk_parts : -1;
+        found.begin = before.end;
+        found.end = end_of(found);
+        return found;
+    }
+    // Where a part ends that begins at `part.begin`.
+    DEVICE int end_of(const ScanPart& part) const {
+        const bool is_last = part.chunk >= 0 || part.chunk_end - part.begin <= part_tokens;
+        return is_last ? part.chunk_end : part.begin + part_tokens;
+    }
+    // Whether the state behind the part is the last of its sequence.
+    DEVICE bool ends_sequence(const ScanPart& part) const {
+        return part.seq >= 0 && part.chunk >= 0 && last_chunk_indices[part.seq] == part.chunk;
+    }
     // Whether a sequence has a last chunk.
     DEVICE bool has_last(int seq) const {
         const int64_t last = last_chunk_indices[seq];
         return last >= 0 && last < num_chunks && seq_idx[last] == seq;
     }
-    // The first chunk of a segment; of segment number `num_segments`, the number of chunks.
+    // The first part of a segment; of segment number `num_segments`, the number of parts.
     DEVICE int first_of(int64_t segment, int64_t num_segments) const {
-        return int(segment * num_chunks / num_segments);
+        return int(segment * num_chunks * chunk_parts / num_segments);
     }
 };
 
@@ -53,7 +76,7 @@ struct ScanChunks {
 template <bool SOFTPLUS>
 DEVICE float time_step(float dt, float bias, float dt_min, float dt_max) {
     dt += bias;
-    if (SOFTPLUS && dt <= 20.0f) dt = log1pf(expf(dt));
+    if (SOFTPLUS) dt = softplus(dt);
     return dt < dt_min ? dt_min : dt > dt_max ? dt_max : dt;  // NaN stays NaN
 }
 

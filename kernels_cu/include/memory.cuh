@@ -103,6 +103,15 @@ DEVICE T load_fresh(const T* address) {
 #if PYOPS_CUDA
     return __ldcg(address);
 #else
-    return *const_cast<const volatile T*>(address);
+    if constexpr (sizeof(T) <= 8) {
+        return *const_cast<const volatile T*>(address);
+    } else {
+        T value;
+#pragma unroll
+        for (int i = 0; i < int(sizeof(T) / 4); ++i) {
+            reinterpret_cast<uint32_t*>(&value)[i] = reinterpret_cast<const volatile uint32_t*>(address)[i];
+        }
+        return value;
+    }
 #endif
 }

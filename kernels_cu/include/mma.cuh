@@ -7,12 +7,21 @@
 //     b[i]: rows 2t + i * 8 and the next, column g                       of B [16, 8]
 //     d[i]: row g + i / 2 * 8, column 2t + i % 2                         of D [16, 8], in float32
 //
+// Words of four 8-bit elements have twice as many columns of A and rows of B: columns 4t + i / 2 * 16 and the next three
+// of A [16, 32], rows 4t + i * 16 and the next three of B [32, 8].
+//
 // AMD's matrix cores have other shapes: kernels that include this file do not run there.
 
 #pragma once
 #include "vec.cuh"
 
 static_assert(!PYOPS_HIP, "AMD's matrix cores have other shapes");
+
+#ifdef __CUDA_ARCH__
+constexpr int ARCHITECTURE = __CUDA_ARCH__;  // 900 for sm_90
+#else
+constexpr int ARCHITECTURE = 0;
+#endif
 
 // D += A * B, the elements of A and B of type T: half_t or bf16_t.
 template <typename T>
@@ -27,6 +36,32 @@ DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
     if constexpr (is_same<T, half_t>) PYOPS_MMA("f16");
     else PYOPS_MMA("bf16");
+#undef PYOPS_MMA
+#elif PYOPS_HOST
+    host_mma<T>(d, a, b);
+#endif
+}
+
+// Whether mma_m16n8k32 takes elements of type T here. Where it does not, fp8_to_half and two products by mma_m16n8k16
+// take its place. (Data-centre GPUs from sm_90 on have the instruction, too, but not in hardware: the compiler converts
+// the elements anew for every product.)
+template <typename T>
+constexpr bool MULTIPLIES_BYTES = is_same<T, int8_t> || ((PYOPS_HOST || ARCHITECTURE == 890 || ARCHITECTURE >= 1200) &&
+                                                         (is_same<T, fp8_e4m3_t> || is_same<T, fp8_e5m2_t>));
+
+// D += A * B, the elements of A and B of type T: fp8_e4m3_t or fp8_e5m2_t, and D in float; or int8_t, and D in int32_t.
+template <typename T, typename Sum>
+DEVICE void mma_m16n8k32(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    static_assert(MULTIPLIES_BYTES<T>);
+#if PYOPS_CUDA
+#define PYOPS_MMA(SUM, FORMAT, CONSTRAINT)                                       \
+    asm("mma.sync.aligned.m16n8k32.row.col." SUM "." FORMAT "." FORMAT "." SUM   \
+        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"       \
+        : CONSTRAINT(d[0]), CONSTRAINT(d[1]), CONSTRAINT(d[2]), CONSTRAINT(d[3]) \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+    if constexpr (is_same<T, int8_t>) PYOPS_MMA("s32", "s8", "+r");
+    else if constexpr (is_same<T, fp8_e4m3_t>) PYOPS_MMA("f32", "e4m3", "+f");
+    else PYOPS_MMA("f32", "e5m2", "+f");
 #undef PYOPS_MMA
 #elif PYOPS_HOST
     host_mma<T>(d, a, b);
@@ -139,31 +174,38 @@ DEVICE uint32_t pack_bytes(uint32_t low, uint32_t high) {
 // Four fp8 elements as two words of float16 pairs; float16 holds every fp8 number.
 template <typename T>
 DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
+    constexpr bool IS_E5M2 = is_same<T, fp8_e5m2_t>, IS_FNUZ = is_same<T, fp8_e4m3fnuz_t>;
+    constexpr bool HAS_INSTRUCTION = PYOPS_CUDA && ARCHITECTURE >= 890 && !IS_FNUZ;
+    if constexpr (HAS_INSTRUCTION) {
 #if PYOPS_CUDA
-    if constexpr (!is_same<T, fp8_e4m3fnuz_t>) {
-#if __CUDA_ARCH__ >= 890
         // CUDA's header shifts the upper half of a word down first; the instruction can read it where it is.
 #define PYOPS_FP8(FORMAT)                                                                                      \
     asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2." FORMAT " %0, low; cvt.rn.f16x2." FORMAT \
         " %1, high;}"                                                                                          \
         : "=r"(halves[0]), "=r"(halves[1])                                                                     \
         : "r"(codes))
-        if constexpr (is_same<T, fp8_e4m3_t>) PYOPS_FP8("e4m3x2");
-        else PYOPS_FP8("e5m2x2");
+        if constexpr (IS_E5M2) PYOPS_FP8("e5m2x2");
+        else PYOPS_FP8("e4m3x2");
 #undef PYOPS_FP8
-#else
+#endif
+    } else {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const auto kind = is_same<T, fp8_e4m3_t> ? __NV_E4M3 : __NV_E5M2;
-            const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(uint16_t(codes >> 16 * i), kind);
-            halves[i] = uint32_t(pair.y) << 16 | pair.x;
+            // Two codes in the upper bytes of halves. One of e5m2 is float16 without its last bits.
+            const uint32_t bytes = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
+            halves[i] = bytes;
+            if constexpr (!IS_E5M2) {
+                // Exponent and mantissa of e4m3, in their places in float16, are a number 2^-8 (FNUZ: 2^-7) times as
+                // large, and so are those of subnormal numbers.
+                const uint32_t sign = bytes & 0x80008000u, magnitude = bytes & 0x7f007f00u;
+                Vec<half_t, 2> pair;
+                pair.template word<2>(0) = sign | magnitude >> 1;
+                pair = pair * Vec<half_t, 2>::full(IS_FNUZ ? 128.0f : 256.0f);
+                // The sign bit of each half that is NaN: of -0, or of the largest magnitude. It becomes 0x7e00.
+                const uint32_t is_nan =
+                    IS_FNUZ ? sign & ~(magnitude + 0x7f007f00u) : (magnitude + 0x01000100u) & 0x80008000u;
+                halves[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 6));
+            }
         }
-#endif
-        return;
     }
-#endif
-    Vec<T, 4> four;
-    four.template word<4>(0) = codes;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) halves[i] = pack_pair<half_t>(four[2 * i], four[2 * i + 1]);
 }

@@ -81,14 +81,19 @@ struct Row {
     // A thread that is not `active` does not use its row: other threads may be writing the row.
     static DEVICE Row load(const T* address, bool active = true) {
         Row row(address, active);
-        if constexpr (KEEP) row.for_each([&](int i, int column) { row.vecs[i] = row.template read<false>(i, column); });
+        row.template fill<false>();
         return row;
     }
     // For a row that is read once: the row leaves the caches first.
     static DEVICE Row load_once(const T* address, bool active = true) {
         Row row(address, active);
-        if constexpr (KEEP) row.for_each([&](int i, int column) { row.vecs[i] = row.template read<true>(i, column); });
+        row.template fill<true>();
         return row;
+    }
+    // Not part of `load`: a lambda there would capture the struct that is returned, whose address LLVM 21 loses.
+    template <bool ONCE>
+    DEVICE void fill() {
+        if constexpr (KEEP) for_each([&](int i, int column) { vecs[i] = read<ONCE>(i, column); });
     }
     DEVICE void set(int i, vec_t vec) {
         if constexpr (KEEP) vecs[i] = i == EDGE ? vec_t::single(vec.data[0]) : vec;
@@ -139,8 +144,11 @@ struct RowWeight {
         RowWeight weight;
         weight.address = address;
         weight.head = row.head;
-        if constexpr (KEEP) row.for_each([&](int i, int column) { weight.vecs[i] = weight.read(i, column); });
+        weight.fill(row);
         return weight;
+    }
+    DEVICE void fill(const row_t& row) {
+        if constexpr (KEEP) row.for_each([&](int i, int column) { vecs[i] = read(i, column); });
     }
     DEVICE vec_t get(int i, int column) const {
         if constexpr (KEEP) return vecs[i];

@@ -11,12 +11,14 @@
 template <int CHUNKS, int TOKENS, int NUM_THREADS, typename T, typename Tile>
 DEVICE void copy_tokens(const Tile& to, const T* from, int64_t stride, int count) {
     constexpr int STEP = NUM_THREADS / CHUNKS < TOKENS ? NUM_THREADS / CHUNKS : TOKENS;
-    const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    const int thread = thread_of<NUM_THREADS>(), first = thread / CHUNKS, chunk = thread % CHUNKS;
     from += first * stride + chunk * 8;
+    const auto own = to.at(first, chunk);
 #pragma unroll
     for (int origin = 0; origin < TOKENS; origin += STEP, from += STEP * stride) {
         const int row = origin + first;
-        if (first < STEP && (TOKENS % STEP == 0 || row < TOKENS)) cp_async<16>(to.at(row, chunk), from, row < count);
+        const auto at = STEP % 8 == 0 ? own + origin * Tile::PITCH * 8 : to.at(row, chunk);
+        if (first < STEP && (TOKENS % STEP == 0 || row < TOKENS)) cp_async<16>(at, from, row < count);
     }
 }
 
@@ -59,6 +61,18 @@ template <typename T>
 DEVICE void multiply_add(float (&d0)[4], float (&d1)[4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
     mma_m16n8k16<T>(d0, a, {b[0], b[1]});
     mma_m16n8k16<T>(d1, a, {b[2], b[3]});
+}
+
+// Stores a result of 16 rows by 8 tokens, transposed, to the tokens `token` ... and the chunks `chunk`, `chunk` + 1 of a
+// tile in shared memory that has a row for each token; `token` is a multiple of 8.
+template <typename T, typename Tile>
+DEVICE void store_to_tile(const Tile& tile, int token, int chunk, const float (&d)[4]) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const uint32_t word = transpose_8x8(pack_pair<T>(d[2 * half], d[2 * half + 1]));
+        *reinterpret_cast<uint32_t*>(tile.at(token + g, chunk + half) + 2 * t) = word;
+    }
 }
 
 // Stores a result of 16 rows by 8 tokens to `out`, the place of the first row of the first token; `count` tokens exist.

@@ -67,6 +67,39 @@ DEVICE vec_t convolved(const float (&x)[EARLIER + VEC_SIZE], const Taps<WIDTH, 1
     return vec_t::from_floats(y);
 }
 
+// Convolves the channels `channel` ... `end` - 1 for the thread's tokens, the first of which is column 0 of x and out.
+template <bool WHOLE>
+DEVICE void
+convolve_channels(scalar_t* out, const scalar_t* x, const weight_t* weight, const weight_t* bias, const Reach& reach,
+                  int64_t first, int64_t channel, int64_t end, int64_t x_stride, int64_t out_stride) {
+    for (; channel < end; channel += BATCH) {
+        vec_t vecs[BATCH][EARLIER_VECS + 1];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            // A channel behind the last stands for the last: a load without a condition is not waited for here.
+            const scalar_t* row = x + min(channel + b, end - 1) * x_stride;
+#pragma unroll
+            for (int i = 0; i <= EARLIER_VECS; ++i) {
+                const int offset = i * VEC_SIZE - EARLIER;
+                if (WHOLE || first + offset >= 0) vecs[b][i] = vec_t::load(row + offset);
+                else vecs[b][i] = vec_t::full(0.0f);
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (channel + b >= end) break;
+            const auto taps = Taps<WIDTH, 1>::load<WEIGHT_VEC, HAS_BIAS>(weight, bias, channel + b);
+            float inputs[EARLIER + VEC_SIZE];
+#pragma unroll
+            for (int i = 0; i <= EARLIER_VECS; ++i) {
+#pragma unroll
+                for (int j = 0; j < VEC_SIZE; ++j) inputs[i * VEC_SIZE + j] = vecs[b][i][j];
+            }
+            convolved<WHOLE>(inputs, taps, reach).store(out + (channel + b) * out_stride);
+        }
+    }
+}
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 causal_conv1d_channels(scalar_t* out,                   // [dim, num_tokens]
                        const scalar_t* x,               // [dim, num_tokens]
@@ -84,29 +117,10 @@ causal_conv1d_channels(scalar_t* out,                   // [dim, num_tokens]
     const Reach reach(query_start_loc, num_seqs, first);
     x += first;
     out += first;
-    for (int64_t channel = group * channels; channel < end; channel += BATCH) {
-        vec_t vecs[BATCH][EARLIER_VECS + 1];
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            const scalar_t* row = x + (channel + b) * x_stride;
-#pragma unroll
-            for (int i = 0; i <= EARLIER_VECS; ++i) {
-                const int offset = i * VEC_SIZE - EARLIER;
-                vecs[b][i] = channel + b < end && first + offset >= 0 ? vec_t::load(row + offset) : vec_t::full(0.0f);
-            }
-        }
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            if (channel + b >= end) break;
-            const auto taps = Taps<WIDTH, 1>::load<WEIGHT_VEC, HAS_BIAS>(weight, bias, channel + b);
-            float inputs[EARLIER + VEC_SIZE];
-#pragma unroll
-            for (int i = 0; i <= EARLIER_VECS; ++i) {
-#pragma unroll
-                for (int j = 0; j < VEC_SIZE; ++j) inputs[i * VEC_SIZE + j] = vecs[b][i][j];
-            }
-            const vec_t y = reach.whole ? convolved<true>(inputs, taps, reach) : convolved<false>(inputs, taps, reach);
-            y.store(out + (channel + b) * out_stride);
-        }
+    // Whole tokens have all vectors before theirs.
+    if (reach.whole) {
+        convolve_channels<true>(out, x, weight, bias, reach, first, group * channels, end, x_stride, out_stride);
+    } else {
+        convolve_channels<false>(out, x, weight, bias, reach, first, group * channels, end, x_stride, out_stride);
     }
 }

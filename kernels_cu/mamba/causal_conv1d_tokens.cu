@@ -52,9 +52,19 @@ causal_conv1d_tokens(scalar_t* out,                   // [num_tokens, dim]
         Window<WIDTH, VEC_SIZE> window;
         const int64_t oldest = t - (WIDTH - 1);
         window.load(x + oldest * x_stride, x_stride, [=](int k) { return oldest + k >= begin; });
+        const scalar_t* from = x + t * x_stride;
+        scalar_t* to = out + t * out_stride;
         convolve<BATCH, SILU, scalar_t>(
-            window, taps, int(end - t), [=](int i) { return vec_t::load_once(x + (t + i) * x_stride); },
-            [=](int i, const vec_t&, const vec_t& y) { y.store(out + (t + i) * out_stride); });
+            window, taps, int(end - t),
+            [&](int) {
+                const vec_t input = vec_t::load_once(from);
+                from += x_stride;
+                return input;
+            },
+            [&](int, const vec_t&, const vec_t& y) {
+                y.store(to);
+                to += out_stride;
+            });
         t = end;
     }
 }

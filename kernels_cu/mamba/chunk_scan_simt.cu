@@ -35,10 +35,10 @@ chunk_scan_simt(scalar_t* out,                      // [num_tokens, num_heads, H
                 const index_t* cu_chunk_seqlens,    // [num_chunks + 1]
                 const index_t* last_chunk_indices,  // [num_seqs]
                 const index_t* seq_idx,             // [num_chunks]
-                int num_tokens, int num_chunks, int num_seqs, int num_segments, int64_t chunk_size, int64_t num_heads,
-                int64_t heads_per_group, int64_t out_stride, int64_t x_stride, int64_t z_stride, int64_t B_stride,
-                int64_t C_stride, int64_t dt_stride, int64_t dt_step, int64_t D_stride, int64_t D_step, float dt_min,
-                float dt_max) {
+                int num_tokens, int num_chunks, int num_seqs, int num_segments, int chunk_parts, int part_tokens,
+                int64_t chunk_size, int64_t num_heads, int64_t heads_per_group, int64_t out_stride, int64_t x_stride,
+                int64_t z_stride, int64_t B_stride, int64_t C_stride, int64_t dt_stride, int64_t dt_step,
+                int64_t D_stride, int64_t D_step, float dt_min, float dt_max) {
     await_previous_kernel();
     __shared__ float tile_b[TOKENS][STATE_SIZE];
     __shared__ float tile_c[TOKENS][STATE_SIZE];
@@ -51,10 +51,10 @@ chunk_scan_simt(scalar_t* out,                      // [num_tokens, num_heads, H
     const int64_t group = head / heads_per_group, segment = blockIdx.y;
     const int64_t state_size = num_heads * HEAD_SIZE * STATE_SIZE;  // elements of the states of all heads
     const int64_t first_row = int64_t(head) * HEAD_SIZE + first_dim;
-    const ScanChunks<index_t> chunks{cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx,
-                                     num_tokens, num_chunks,       num_seqs,           chunk_size};
-    const int first_chunk = chunks.first_of(segment, num_segments);
-    const int end_chunk = chunks.first_of(segment + 1, num_segments);
+    const ScanChunks<index_t> chunks{cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx,     num_tokens,
+                                     num_chunks, num_seqs,         chunk_size,         chunk_parts, part_tokens};
+    const int first_part = chunks.first_of(segment, num_segments);
+    const int end_part = chunks.first_of(segment + 1, num_segments);
 
     float h[ITEMS] = {};
     // Calls `visit` with each element of the thread's state and its place in the states of all heads.
@@ -71,19 +71,19 @@ chunk_scan_simt(scalar_t* out,                      // [num_tokens, num_heads, H
 
     const float bias = dt_bias ? to_float(dt_bias[head]) : 0.0f, rate = A[head];
     float decay = 1.0f;  // of the segment, down to the last beginning of a sequence
-    for (int number = first_chunk; number < end_chunk; ++number) {
-        const ScanChunk chunk = chunks.at(number);
-        if (chunk.restarts) {
+    for (int number = first_part; number < end_part; ++number) {
+        const ScanPart part = chunks.at(number);
+        if (part.restarts) {
             decay = 0.0f;
             each_of_state([&](float& value, int64_t at) {
-                const bool given = initial_states && chunk.seq >= 0;
-                value = given ? to_float(initial_states[int64_t(chunk.seq) * state_size + at]) : 0.0f;
+                const bool given = initial_states && part.seq >= 0;
+                value = given ? to_float(initial_states[int64_t(part.seq) * state_size + at]) : 0.0f;
             });
-        } else if (!SEGMENT_STATES && number == first_chunk) {
+        } else if (!SEGMENT_STATES && number == first_part) {
             each_of_state([&](float& value, int64_t at) { value = segment_states[(segment - 1) * state_size + at]; });
         }
-        for (int token = chunk.begin; token < chunk.end; token += TOKENS) {
-            const int count = min(chunk.end - token, TOKENS);
+        for (int token = part.begin; token < part.end; token += TOKENS) {
+            const int count = min(part.end - token, TOKENS);
             __syncthreads();
             for (int i = threadIdx.x; i < count * STATE_SIZE; i += NUM_THREADS) {
                 const int64_t from = token + i / STATE_SIZE, column = group * STATE_SIZE + i % STATE_SIZE;
@@ -129,8 +129,8 @@ chunk_scan_simt(scalar_t* out,                      // [num_tokens, num_heads, H
             }
         }
         if constexpr (!SEGMENT_STATES) {
-            if (CHUNK_STATES) store_state(states, number);
-            else if (chunks.is_last(chunk.seq, number)) store_state(states, chunk.seq);
+            if (CHUNK_STATES && part.chunk >= 0) store_state(states, part.chunk);
+            if (!CHUNK_STATES && chunks.ends_sequence(part)) store_state(states, part.seq);
         }
     }
     if constexpr (SEGMENT_STATES) {

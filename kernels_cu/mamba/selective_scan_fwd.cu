@@ -8,12 +8,12 @@
 // h begins as the state of the sequence's slot, or as 0. The state is stored in a slot after each block of block_size
 // tokens, and after the last token.
 //
-// A block of threads takes some channels of one sequence, and goes over the sequence in tiles of tokens. Its first half,
-// the scanning threads, carries the states: LANES neighbouring lanes share CHANNELS channels, and each has STATES states
-// of every one of them in registers. So a value of B or C that was read once serves CHANNELS channels, and a value of
-// delta serves STATES states. The other half, the staging threads, makes the next tile ready in shared memory and writes
-// the results of the tile before. Each token is one step for a state, in the order of the tokens: the result does not
-// depend on where a sequence is cut into calls.
+// A block of threads takes some channels of one sequence, and goes over the sequence in tiles of tokens. Its first
+// threads, the scanning threads, carry the states: LANES neighbouring lanes share CHANNELS channels, and each has STATES
+// states of every one of them in registers. So a value of B or C that was read once serves CHANNELS channels, and a
+// value of delta serves STATES states. The others, the staging threads, make the next tile ready in shared memory and
+// write the results of the tile before; all that they load is under way before they wait for any of it. Each token is
+// one step for a state, in the order of the tokens: the result does not depend on where a sequence is cut into calls.
 //
 // Constants
 //     state_t          element type of ssm_states
@@ -22,19 +22,17 @@
 //     STATES           states of a lane; LANES * STATES >= STATE_SIZE
 //     CHANNELS         channels of a lane
 //     TILE_TOKENS      tokens of a tile, a multiple of 8
+//     SCAN_THREADS, STAGE_THREADS    scanning and staging threads of a block
+//     AHEAD            tiles whose inputs are prefetched into L2 together; 0 for none
 //     VEC_SIZE         tokens in one memory access
 //     STATE_VEC_SIZE   states in one memory access; divides STATES and STATE_SIZE
 
-#include "selective.cuh"
-#include "vec.cuh"
+#include "selective_scan.cuh"
 
-constexpr int SCAN_THREADS = NUM_THREADS / 2;
-constexpr int STAGE_THREADS = NUM_THREADS - SCAN_THREADS;
+constexpr int NUM_THREADS = SCAN_THREADS + STAGE_THREADS;
 constexpr int GROUPS = SCAN_THREADS / LANES;  // lanes that share channels form a group
 constexpr int BLOCK_CHANNELS = GROUPS * CHANNELS;
 constexpr int PADDED_STATES = LANES * STATES;
-constexpr int UNIT = VEC_SIZE > 4 ? VEC_SIZE : 4;  // tokens of a channel that a thread stages at a time
-using unit_t = Vec<scalar_t, UNIT>;
 constexpr int ROW_UNITS = TILE_TOKENS / UNIT;
 constexpr int ROW = TILE_TOKENS + 4;  // floats of a row in shared memory: vectors of eight rows lie in different banks
 constexpr int CHANNEL_UNITS = ceil_div(BLOCK_CHANNELS * ROW_UNITS, STAGE_THREADS);  // of a thread
@@ -47,60 +45,7 @@ struct Buffer {
     float y[BLOCK_CHANNELS * ROW];         // of the token in column c at c + 4 in its row
     float B[TILE_TOKENS * PADDED_STATES];
     float C[TILE_TOKENS * PADDED_STATES];
-};
-
-// Tokens origin + first ... origin + last - 1 of a row. Origins are multiples of TILE_TOKENS, as alignment asks.
-struct Tile {
-    int64_t origin;
-    int64_t block_end;  // the state is stored before this token
-    int first, last;
-
-    DEVICE static Tile from(int64_t begin, int64_t block_end) {
-        const int64_t origin = begin / TILE_TOKENS * TILE_TOKENS;
-        return {origin, block_end, int(begin - origin), int(min(block_end - origin, int64_t(TILE_TOKENS)))};
-    }
-    DEVICE Tile next(int64_t end, int64_t block_size) const {
-        const int64_t begin = origin + last;
-        const bool same_block = begin < block_end;
-        return from(begin, same_block ? block_end : end - begin <= block_size ? end : begin + block_size);
-    }
-    DEVICE bool empty() const { return first == last; }
-    DEVICE bool ends_block() const { return origin + last == block_end; }
-    DEVICE bool has(int column) const { return column >= first && column < last; }
-    DEVICE bool has_all(int column, int count) const { return column >= first && column + count <= last; }
-    DEVICE bool has_none(int column, int count) const { return max(column, first) >= min(column + count, last); }
-
-    // The elements of a row that the unit at `column` has in the tile; 0 for others.
-    DEVICE unit_t load(const scalar_t* row, int column) const {
-        if (has_all(column, UNIT)) return unit_t::load<VEC_SIZE>(row + origin + column);
-        unit_t unit = unit_t::full(0.0f);
-#pragma unroll
-        for (int j = 0; j < UNIT; ++j) {
-            if (has(column + j)) unit.data[j] = row[origin + column + j];
-        }
-        return unit;
-    }
-    DEVICE void store(scalar_t* row, int column, const float (&x)[UNIT]) const {
-        const unit_t unit = unit_t::from_floats(x);
-        if (has_all(column, UNIT)) {
-            unit.store<VEC_SIZE>(row + origin + column);
-        } else {
-#pragma unroll
-            for (int j = 0; j < UNIT; ++j) {
-                if (has(column + j)) row[origin + column + j] = unit.data[j];
-            }
-        }
-    }
-};
-
-// The tensors at the block's sequence and first channel.
-struct Rows {
-    const scalar_t *u, *B, *C;
-    scalar_t *delta, *z;
-    const float *bias, *D;
-    int64_t u_stride, delta_stride, z_stride, B_stride, C_stride;
-    int channels;  // of the block, that exist
-    bool softplus;
+    unit_t u[BLOCK_CHANNELS * ROW_UNITS];  // for D
 };
 
 DEVICE void store_floats(float* shared, const float (&x)[UNIT]) {
@@ -112,7 +57,7 @@ DEVICE void store_floats(float* shared, const float (&x)[UNIT]) {
 // A staging thread's part of a tile on its way from global to shared memory. It is loaded early and stored late, so that
 // the thread need not wait for memory.
 struct Stage {
-    unit_t delta[CHANNEL_UNITS], u[CHANNEL_UNITS], B[STATE_UNITS], C[STATE_UNITS];
+    LoadedUnit delta[CHANNEL_UNITS], u[CHANNEL_UNITS], B[STATE_UNITS], C[STATE_UNITS];
 
     DEVICE void load(const Rows& rows, const Tile& tile, int thread) {
 #pragma unroll
@@ -124,7 +69,8 @@ struct Stage {
         }
 #pragma unroll
         for (int i = 0; i < STATE_UNITS; ++i) {
-            const int unit = thread + i * STAGE_THREADS, state = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
+            const int unit = thread + i * STAGE_THREADS, state = unit % PADDED_STATES;
+            const int column = unit / PADDED_STATES * UNIT;
             if (tile.has_none(column, UNIT) || state >= STATE_SIZE) continue;
             B[i] = tile.load(rows.B + state * rows.B_stride, column);
             C[i] = tile.load(rows.C + state * rows.C_stride, column);
@@ -139,8 +85,10 @@ struct Stage {
             float step[UNIT] = {}, scaled_u[UNIT] = {};
             if (channel < rows.channels) {
                 const float bias = rows.bias ? rows.bias[channel] : 0.0f;
-                delta[i].to_floats(step);
-                u[i].to_floats(scaled_u);
+                const unit_t own_u = u[i].unit();
+                to.u[unit] = own_u;
+                delta[i].unit().to_floats(step);
+                own_u.to_floats(scaled_u);
 #pragma unroll
                 for (int j = 0; j < UNIT; ++j) {
                     step[j] = rows.softplus ? softplus(step[j] + bias) : step[j] + bias;
@@ -153,50 +101,79 @@ struct Stage {
         }
 #pragma unroll
         for (int i = 0; i < STATE_UNITS; ++i) {
-            const int unit = thread + i * STAGE_THREADS, state = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
-            if (tile.has_none(column, UNIT) || state >= PADDED_STATES) continue;
+            const int unit = thread + i * STAGE_THREADS, state = unit % PADDED_STATES;
+            const int column = unit / PADDED_STATES * UNIT;
+            if (tile.has_none(column, UNIT)) continue;
+            const unit_t own_B = B[i].unit(), own_C = C[i].unit();
 #pragma unroll
             for (int j = 0; j < UNIT; ++j) {
-                to.B[(column + j) * PADDED_STATES + state] = state < STATE_SIZE ? B[i][j] : 0.0f;
-                to.C[(column + j) * PADDED_STATES + state] = state < STATE_SIZE ? C[i][j] : 0.0f;
+                to.B[(column + j) * PADDED_STATES + state] = state < STATE_SIZE ? own_B[j] : 0.0f;
+                to.C[(column + j) * PADDED_STATES + state] = state < STATE_SIZE ? own_C[j] : 0.0f;
             }
         }
     }
 };
 
-// Writes the results of a tile.
-DEVICE void write(const Rows& rows, const Tile& tile, int thread, const Buffer& from) {
-#pragma unroll
-    for (int i = 0; i < CHANNEL_UNITS; ++i) {
-        const int unit = thread + i * STAGE_THREADS, channel = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
-        if (tile.has_none(column, UNIT) || channel >= rows.channels) continue;
-        float y[UNIT];
-#pragma unroll
-        for (int j = 0; j < UNIT; j += 4) {
-            const bool scanned = !tile.has_none(column + j, 4);
-            const float4 four =
-                scanned ? *reinterpret_cast<const float4*>(from.y + channel * ROW + column + j + 4) : float4();
-            y[j] = four.x;
-            y[j + 1] = four.y;
-            y[j + 2] = four.z;
-            y[j + 3] = four.w;
-        }
-        if (rows.D) {
-            const unit_t u = tile.load(rows.u + channel * rows.u_stride, column);
-            const float D = rows.D[channel];
-#pragma unroll
-            for (int j = 0; j < UNIT; ++j) y[j] = fmaf(D, u[j], y[j]);
-        }
-        tile.store(rows.delta + channel * rows.delta_stride, column, y);
-        if (rows.z) {
-            scalar_t* row = rows.z + channel * rows.z_stride;
-            const unit_t z = tile.load(row, column);
-#pragma unroll
-            for (int j = 0; j < UNIT; ++j) y[j] = gated_by_silu<scalar_t>(y[j], z[j]);
-            tile.store(row, column, y);
-        }
+// Prefetches the inputs of AHEAD tiles: memory then moves the lines of a row together.
+DEVICE void prefetch_inputs(const Rows& rows, int64_t token, int64_t end, int thread) {
+    constexpr int TOKENS = AHEAD * TILE_TOKENS, LINE = 128 / int(sizeof(scalar_t)), ROW_LINES = ceil_div(TOKENS, LINE);
+    const int count = int(min(end - token, int64_t(TOKENS)));
+#pragma unroll 1
+    for (int i = thread; i < rows.channels * ROW_LINES; i += STAGE_THREADS) {
+        const int channel = i / ROW_LINES, column = i % ROW_LINES * LINE;
+        if (column >= count) continue;
+        prefetch_line(rows.u + channel * rows.u_stride + token + column);
+        prefetch_line(rows.delta + channel * rows.delta_stride + token + column);
+        if (rows.z) prefetch_line(rows.z + channel * rows.z_stride + token + column);
     }
 }
+
+// A staging thread's part of the results of a tile. Gates are loaded early, too.
+struct Results {
+    LoadedUnit z[CHANNEL_UNITS];
+
+    DEVICE void load(const Rows& rows, const Tile& tile, int thread) {
+        if (!rows.z) return;
+#pragma unroll
+        for (int i = 0; i < CHANNEL_UNITS; ++i) {
+            const int unit = thread + i * STAGE_THREADS, channel = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
+            if (tile.has_none(column, UNIT) || channel >= rows.channels) continue;
+            z[i] = tile.load(rows.z + channel * rows.z_stride, column);
+        }
+    }
+
+    DEVICE void write(const Rows& rows, const Tile& tile, int thread, const Buffer& from) const {
+#pragma unroll
+        for (int i = 0; i < CHANNEL_UNITS; ++i) {
+            const int unit = thread + i * STAGE_THREADS, channel = unit / ROW_UNITS, column = unit % ROW_UNITS * UNIT;
+            if (tile.has_none(column, UNIT) || channel >= rows.channels) continue;
+            float y[UNIT];
+#pragma unroll
+            for (int j = 0; j < UNIT; j += 4) {
+                const bool scanned = !tile.has_none(column + j, 4);
+                const float4 four =
+                    scanned ? *reinterpret_cast<const float4*>(from.y + channel * ROW + column + j + 4) : float4();
+                y[j] = four.x;
+                y[j + 1] = four.y;
+                y[j + 2] = four.z;
+                y[j + 3] = four.w;
+            }
+            if (rows.D) {
+                const float D = rows.D[channel];
+                const unit_t u = from.u[unit];
+#pragma unroll
+                for (int j = 0; j < UNIT; ++j) y[j] = fmaf(D, u[j], y[j]);
+            }
+            tile.store(rows.delta + channel * rows.delta_stride, column, y);
+            if (rows.z) {
+                const unit_t own_z = z[i].unit();
+#pragma unroll
+                for (int j = 0; j < UNIT; ++j) y[j] = gated_by_silu<scalar_t>(y[j], own_z[j]);
+                tile.store(rows.z + channel * rows.z_stride, column, y);
+            }
+        }
+    }
+};
 
 // Adds up each of four values over LANES lanes. The sums of values first_sum() ... lie in x[0] ... x[SUMS - 1].
 constexpr int SUMS = LANES >= 4 ? 1 : 4 / LANES;
@@ -367,17 +344,10 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
     const int first_channel = blockIdx.x % group_blocks * BLOCK_CHANNELS;  // of those that share B and C
     const int64_t channel = int64_t(group) * group_dim + first_channel;
 
-    int64_t begin = 0, end = num_tokens;
-    if (query_start_loc) {
-        begin = query_start_loc[sequence];
-        end = query_start_loc[sequence + 1];
-        if (begin < 0 || end > num_tokens) return;
-    }
-    if (begin >= end) return;
-    const bool fills_blocks = block_idx_last_scheduled_token != nullptr;
-    const Slots slots{cache_indices + sequence * slots_stride, columns, num_slots, pad_slot_id};
-    const int64_t slot = columns < 0 ? sequence : slots.at(fills_blocks ? initial_state_idx[sequence] : 0);
-    if (slot < 0) return;
+    const Sequence own(sequence, query_start_loc, cache_indices, block_idx_first_scheduled_token,
+                       block_idx_last_scheduled_token, initial_state_idx, num_tokens, num_slots, columns, pad_slot_id,
+                       block_size, slots_stride);
+    if (own.empty()) return;
 
     Rows rows;
     rows.u = u + sequence * u_batch_stride + channel * u_stride;
@@ -395,20 +365,19 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
     rows.channels = min(group_dim - first_channel, BLOCK_CHANNELS);
     rows.softplus = delta_softplus;
 
-    if (!fills_blocks) block_size = end - begin;
     // The warp's first thread decides, so that the compiler knows that all of the warp take one way.
     const bool scans = shfl<WARP_SIZE>(int(threadIdx.x), 0) < SCAN_THREADS;
     const int thread = scans ? threadIdx.x : threadIdx.x - SCAN_THREADS;
-    Tile tile = Tile::from(begin, end - begin <= block_size ? end : begin + block_size);
-    Tile done = Tile::from(end, end);  // none
+    Tile tile = own.first_tile();
+    Tile done = Tile::from(own.end, own.end);  // none
     States states;
     states.group = thread / LANES;
     states.lane = thread % LANES;
     state_t* channel_states = ssm_states + channel * state_stride;
     if (scans) {
         const bool continues = has_initial_state && has_initial_state[sequence];
-        states.load(rows, A + channel * A_stride, A_stride, continues ? channel_states + slot * slot_stride : nullptr,
-                    state_stride);
+        states.load(rows, A + channel * A_stride, A_stride,
+                    continues ? channel_states + own.slot * slot_stride : nullptr, state_stride);
     } else {
         Stage stage;
         stage.load(rows, tile, thread);
@@ -419,21 +388,24 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
     int64_t blocks_done = 0;
     while (!tile.empty()) {
         __syncthreads();
-        const Tile next = tile.next(end, block_size);
+        const Tile next = tile.next(own.end, own.block_size);
         if (scans) {
             states.scan(tile, buffers[buffer]);
             if (tile.ends_block()) {
-                const int64_t to = !fills_blocks ? slot
-                                   : tile.block_end == end
-                                       ? slots.at(block_idx_last_scheduled_token[sequence])
-                                       : slots.at(block_idx_first_scheduled_token[sequence] + blocks_done);
+                const int64_t to = own.slot_behind(tile, blocks_done);
                 if (to >= 0) states.store(rows, channel_states + to * slot_stride, state_stride);
                 ++blocks_done;
             }
         } else {
+            if (AHEAD > 0 && tile.origin % (AHEAD * TILE_TOKENS) == 0) {
+                prefetch_inputs(rows, tile.origin + AHEAD * TILE_TOKENS, own.end, thread);
+            }
             Stage stage;
+            Results results;
             stage.load(rows, next, thread);
-            write(rows, done, thread, buffers[buffer ^ 1]);
+            results.load(rows, done, thread);
+            keep_loads();
+            results.write(rows, done, thread, buffers[buffer ^ 1]);
             stage.store(rows, next, thread, buffers[buffer ^ 1]);
         }
         done = tile;
@@ -441,5 +413,9 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
         buffer ^= 1;
     }
     __syncthreads();
-    if (!scans) write(rows, done, thread, buffers[buffer ^ 1]);
+    if (!scans) {
+        Results results;
+        results.load(rows, done, thread);
+        results.write(rows, done, thread, buffers[buffer ^ 1]);
+    }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -35,6 +36,10 @@ class TorchMaker:
         """Different integers in [0, high), in random order."""
         order = torch.randperm(high, device=self.device, generator=self.generator, dtype=getattr(torch, dtype))
         return order[: math.prod(shape)].reshape(shape).clone()
+
+    def transposed(self, matrix: Any) -> Any:
+        """A matrix of this maker's, transposed: it is column-major then."""
+        return matrix.t()
 
     def values(self, values: Any, dtype: str) -> Any:
         """These numbers, a list or a list of lists."""
@@ -77,6 +82,9 @@ class ArgMaker:
 
     def permutation(self, high: int, *shape: int, dtype: str = "int64") -> TensorArg:
         return self.empty(*shape, dtype=dtype)
+
+    def transposed(self, matrix: TensorArg) -> TensorArg:
+        return replace(matrix, shape=matrix.shape[::-1], strides=matrix.strides[::-1])
 
     def values(self, values: Any, dtype: str) -> TensorArg:
         return self.empty(*numpy.shape(values), dtype=dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from . import compiler, source
@@ -21,12 +23,21 @@ class Kernel:
         arch_feature: asks for the architecture's own instruction set (``sm_90a`` instead of ``sm_90``) on CUDA.
         text: the source itself, with one ``extern "C"`` kernel, for a kernel that is no file there. `file` is then what
             messages call it, and any header of `kernels_cu/include` may be included.
+        names: {parameter: the name that feeds it}, where the two differ.
     """
 
-    def __init__(self, file: str, arch_feature: str | None = None, *, text: str | None = None) -> None:
-        self.file, self.arch_feature, self.text = file, arch_feature, text
+    def __init__(
+        self,
+        file: str,
+        arch_feature: str | None = None,
+        *,
+        text: str | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.file, self.arch_feature, self.text, self.names = file, arch_feature, text, names
         self._loaded: dict[tuple[Any, ...], Compiled] = {}
         self._of_arch: dict[str, Kernel] = {}
+        self._renamed: dict[tuple[tuple[str, str], ...], Kernel] = {}
 
     def for_arch(self, arch_feature: str) -> Kernel:
         """This kernel, compiled with an architecture's own instruction set.
@@ -35,8 +46,19 @@ class Kernel:
         ``kernel.for_arch(device.arch_feature)``.
         """
         if arch_feature not in self._of_arch:
-            self._of_arch[arch_feature] = Kernel(self.file, arch_feature, text=self.text)
+            self._of_arch[arch_feature] = Kernel(self.file, arch_feature, text=self.text, names=self.names)
         return self._of_arch[arch_feature]
+
+    def renamed(self, **names: str) -> Kernel:
+        """This kernel, some of whose parameters are fed by tensors of other names: {parameter: tensor}.
+
+        So one kernel serves ops that call the same tensor differently.
+        """
+        key = tuple(names.items())
+        if key not in self._renamed:
+            self._renamed[key] = renamed = Kernel(self.file, self.arch_feature, text=self.text, names=names)
+            renamed._loaded = self._loaded
+        return self._renamed[key]
 
     def __call__(self, **constants: Any) -> Specialisation:
         return Specialisation(self, constants)
@@ -47,8 +69,12 @@ class Kernel:
 
     @property
     def signature(self) -> Signature:
-        """Its entry, as the text declares it."""
-        return source.signature(self.file, self.text)
+        """Its entry, as the text declares it, with the names that feed its parameters."""
+        found = source.signature(self.file, self.text)
+        if not self.names:
+            return found
+        parameters = tuple((fmt, self.names.get(name, name)) for fmt, name in found.parameters)
+        return found._replace(parameters=parameters)
 
 
 class Specialisation:

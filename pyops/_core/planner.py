@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from .compiler import Compiled
-from .declaration import Declaration
+from .declaration import Declaration, Parameter
 from .dtypes import DType
 from .kernel import Launch, Specialisation
+from .tensor import TensorArg
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -18,6 +20,13 @@ class Result(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: DType
+
+
+def _named(parameter: Parameter, arg: Any) -> Any:
+    """The descriptor by the name of its parameter, which an example does not know; anything else as it is."""
+    if isinstance(arg, TensorArg) and arg.name != parameter.name:
+        return replace(arg, name=parameter.name)
+    return arg
 
 
 class Planner:
@@ -67,10 +76,10 @@ class Planner:
         return (found,) if isinstance(found, Result) else tuple(found)
 
     def launches(self, *args: Any) -> list[Launch]:
-        """The launches planned for tensors given as descriptors. Checks them, chooses, touches no device."""
+        """The launches planned for tensors given as descriptors, whatever their names. Touches no device."""
         if self._plan is None:
             raise TypeError(f"{self.declaration.name} has no plan")
-        planned = self._plan(*args)
+        planned = self._plan(*map(_named, self.declaration.parameters, args))
         launches: Sequence[Launch] = [planned] if isinstance(planned, Launch) else planned
         return [one for one in launches if not one.empty]
 

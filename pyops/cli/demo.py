@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .._core import config
 from .._core.lazy import torch
-from ..models import Config, Engine, Llama, Rope, SamplingParams
+from ..models import Config, Decoder, Engine, Rope, SamplingParams
 from .generate import run, usable_device
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ _LARGE = replace(
     hidden_size=2048,
     intermediate_size=8192,
     num_hidden_layers=16,
+    layer_types=(),
     sliding_windows=(),
     num_attention_heads=32,
     num_key_value_heads=8,
@@ -48,7 +49,7 @@ def demo() -> bool:
     """Generate behind three prompts and print the texts, the speed and the match; False if a token is wrong."""
     device = usable_device()
     sizes = _LARGE if device == "cuda" else _SMALL
-    model = Llama(sizes, device=device).randomise(seed=0)
+    model = Decoder(sizes, device=device).randomise(seed=0)
     count = sum(tensor.numel() for tensor in model.tensors().values())
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     kernels = not config.reference() if device == "cuda" else config.kernels_on_cpu()
@@ -79,7 +80,7 @@ def _tokens(text: str) -> list[int]:
     return [_ALPHABET.index(character) for character in text]
 
 
-def reference(model: Llama, tokens: list[int]) -> Tensor:
+def reference(model: Decoder, tokens: list[int]) -> Tensor:
     """Logits behind every token, [num_tokens, vocab_size] float32: no ops of this library, no cache, no merged weights.
 
     For models without biases, norms of heads and windows, and with llama3's scaling of the rotary embedding.

@@ -1,21 +1,40 @@
 """Models on the ops of this library, and an engine that generates text. A file imports only files listed before it:
 
 config_values         values of a JSON file, checked
-rope                  rotary embedding as config.json describes it
+rope state_space      rotary embedding and state-space layers as config.json describes them
+quantization          quantised weights as config.json describes them
 config                config.json
-llama                 the decoder
+linear                projections, plain and of 8-bit weights
+batch                 the tokens of one forward pass
+attention             attention over a paged cache; MLPs
+mamba                 state-space layers, with states in slots
+decoder               the model
 checkpoint params     weights from a folder; SamplingParams and sampling
 runner                the model with its cache and CUDA graphs
-kernels               what serving a model launches
-engine                requests, blocks, continuous batching
+kernels scheduler     what serving a model launches; which requests run, and with what of the cache
+engine                continuous batching
 """
 
 from .checkpoint import load
 from .config import Config
+from .decoder import Decoder
 from .engine import Engine, Output, check_request
 from .kernels import serving_kernels
-from .llama import Llama
 from .params import SamplingParams
+from .quantization import Quantization
 from .rope import Rope
+from .state_space import StateSpace
 
-__all__ = ["Config", "Engine", "Llama", "Output", "Rope", "SamplingParams", "check_request", "load", "serving_kernels"]
+__all__ = [
+    "Config",
+    "Decoder",
+    "Engine",
+    "Output",
+    "Quantization",
+    "Rope",
+    "SamplingParams",
+    "StateSpace",
+    "check_request",
+    "load",
+    "serving_kernels",
+]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,22 +14,29 @@ from .._core.lazy import optional, torch
 from .._model_error import ModelError
 from .config import DTYPES, Config
 from .config_values import read_json
-from .llama import Llama
+from .decoder import Decoder
+from .quantization import Quantization
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_DTYPES = {"F32", "F16", "BF16"}
+_FLOATS = {"F32", "F16", "BF16"}
+_CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # names of the dtypes of 8-bit weights in safetensors
+# Names that formats have for one thing: {end of a name: that of `Decoder.tensors`}.
+_ALIASES = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
 _Progress = Callable[[int, int], None]
 
 
 class _Header(NamedTuple):
-    """The entry of a tensor in the header of a shard."""
+    """The entry of a tensor in the header of a shard, under the name that the tensor has there."""
 
     shard: Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
 
 
-def load(folder: str | Path, device: Any = "cpu", dtype: str | None = None, progress: _Progress | None = None) -> Llama:
+def load(
+    folder: str | Path, device: Any = "cpu", dtype: str | None = None, progress: _Progress | None = None
+) -> Decoder:
     """The model in `folder`.
 
     Args:
@@ -39,8 +47,8 @@ def load(folder: str | Path, device: Any = "cpu", dtype: str | None = None, prog
 
     Raises:
         ModelError: a shard or a tensor is missing, a tensor is not of this architecture, a shape is wrong, a dtype is
-            no plain float, or the device has too little memory. ``config.json`` and the headers of the shards are
-            checked before memory is allocated.
+            no plain float where ``config.json`` does not say that weights are quantised, or the device has too little
+            memory. ``config.json`` and the headers of the shards are checked before memory is allocated.
     """
     folder, device, config = Path(folder), _device(device), Config.read(folder)
     if dtype is not None and dtype not in DTYPES:
@@ -50,17 +58,17 @@ def load(folder: str | Path, device: Any = "cpu", dtype: str | None = None, prog
         config = replace(config, tie_word_embeddings=False)
     if len(headers) < config.num_hidden_layers:
         raise ModelError(folder, f"has {config.num_hidden_layers} layers, and {len(headers)} tensors for them")
-    plan = Llama(config, dtype, "meta").tensors()
-    _check(folder, headers, plan)
+    plan = Decoder(config, dtype, "meta").tensors()
+    _check(folder, headers, plan, config.quantization)
     total, free = sum(tensor.nbytes for tensor in plan.values()), free_bytes(device)
     if free < total:
         raise ModelError(folder, f"its weights take {total / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
-    model, done = Llama(config, dtype, device), 0
+    model, done = Decoder(config, dtype, device), 0
     places = model.tensors()
     for shard in dict.fromkeys(header.shard for header in headers.values()):
         with _opened(shard) as file:
             for name in (name for name, header in headers.items() if header.shard == shard):
-                places[name].copy_(file.get_tensor(name))
+                model.write(name, file.get_tensor(headers[name].name))
                 done += places[name].nbytes
                 if progress:
                     progress(done, total)
@@ -96,8 +104,13 @@ def _headers(folder: Path) -> dict[str, _Header]:
         with _opened(shard) as opened:
             for name in opened.keys():  # noqa: SIM118
                 header = opened.get_slice(name)
-                if not name.endswith("rotary_emb.inv_freq"):  # a table that is computed from the config
-                    found[name] = _Header(shard, tuple(header.get_shape()), header.get_dtype())
+                if name.endswith("rotary_emb.inv_freq"):  # a table that is computed from the config
+                    continue
+                alias = next((end for end in _ALIASES if name.endswith(end)), None)
+                known = name if alias is None else name.removesuffix(alias) + _ALIASES[alias]
+                if known in found and found[known].name != name:
+                    raise ModelError(shard, f"{name}: is there under the name {found[known].name}, too")
+                found[known] = _Header(shard, name, tuple(header.get_shape()), header.get_dtype())
     return found
 
 
@@ -113,14 +126,24 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / file for file in sorted(set(files))]
 
 
-def _check(folder: Path, headers: dict[str, _Header], expected: dict[str, Any]) -> None:
-    for name, (shard, shape, dtype) in headers.items():
-        if name not in expected:
+def _check(
+    folder: Path, headers: dict[str, _Header], expected: dict[str, Any], quantization: Quantization | None
+) -> None:
+    per_tensor = quantization is not None and quantization.weights == "tensor"
+    scalars = (".input_scale", ".weight_scale") if per_tensor else (".input_scale",)
+    for known, (shard, name, shape, dtype) in headers.items():
+        if known not in expected:
             raise ModelError(shard, f"{name}: is no tensor of this architecture")
-        if shape != expected[name].shape:
-            raise ModelError(shard, f"{name}: expected shape {tuple(expected[name].shape)}, got {shape}")
-        if dtype not in _DTYPES:
-            raise ModelError(shard, f"{name}: expected {' or '.join(sorted(_DTYPES))}, got {dtype}")
+        tensor = expected[known]
+        if known.endswith(scalars):
+            if prod(shape) != 1:
+                raise ModelError(shard, f"{name}: expected one element, got shape {shape}")
+        elif shape != tensor.shape:
+            raise ModelError(shard, f"{name}: expected shape {tuple(tensor.shape)}, got {shape}")
+        code = _CODES.get(str(tensor.dtype).removeprefix("torch."))
+        dtypes = _FLOATS if code is None else {code}
+        if dtype not in dtypes:
+            raise ModelError(shard, f"{name}: expected {' or '.join(sorted(dtypes))}, got {dtype}")
     missing = sorted(expected.keys() - headers.keys())
     if missing:
         others = f", nor are {len(missing) - 1} others" if len(missing) > 1 else ""

@@ -1,16 +1,42 @@
-"""``config.json`` of a model of the Llama family: one description for all of its architectures."""
+"""``config.json`` of a model: one description for all architectures."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .config_values import first, flag, is_integer, number, read_json, refuse, size
+from .config_values import MAX_POSITIONS, first, flag, is_integer, number, read_json, refuse, size
+from .quantization import Quantization
 from .rope import Rope
+from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_STATE_SPACES: dict[str, Callable[[dict[str, Any]], StateSpace]] = {
+    "MambaForCausalLM": parse_mamba,
+    "Mamba2ForCausalLM": parse_mamba2,
+    "BambaForCausalLM": parse_bamba,
+}
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *_STATE_SPACES)
 DTYPES = ("float32", "float16", "bfloat16")
+
+
+class Names(NamedTuple):
+    """Names of the parts of a model in its checkpoint; those of a Llama, unless others are given."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    input_norm: str = "input_layernorm"
+    attention: str = "self_attn"
+    state_space: str = "mamba"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+
+
+_LLAMA_NAMES = Names()
+_MAMBA_NAMES = Names("backbone.embeddings", "backbone.layers", "backbone.norm_f", "norm", state_space="mixer")
+_BAMBA_NAMES = Names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm", mlp="feed_forward")
 
 
 @dataclass(frozen=True)
@@ -18,11 +44,19 @@ class Config:
     """Sizes and options of a decoder, under the names of ``config.json`` if it has one.
 
     Attributes:
+        intermediate_size: channels of an MLP; 0 where layers have none.
+        num_attention_heads, num_key_value_heads, head_dim: 0 where no layer is attention.
+        layer_types: for each layer, "attention" or the kind of `state_space`; () where all are attention. The type of a
+            layer decides what the layer keeps of a text.
+        state_space: what the layers that are not attention are; None where all are.
         sliding_windows: for each layer, the number of last tokens it attends to; 0 for all tokens.
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
         qk_norm: whether query and key heads are normalised before the rotary embedding.
-        dtype: dtype of the checkpoint.
+        residual_in_float32: whether the sums of layers are float32, whatever the dtype.
+        quantization: how projections are quantised; None where they are not.
+        dtype: dtype of the checkpoint, of its weights that are not quantised.
         eos_token_ids: tokens that end a text.
+        names: of the parts of the model in a checkpoint.
     """
 
     vocab_size: int
@@ -35,32 +69,60 @@ class Config:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope: Rope = field(default_factory=Rope)
+    layer_types: tuple[str, ...] = ()
+    state_space: StateSpace | None = None
     sliding_windows: tuple[int, ...] = ()
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    residual_in_float32: bool = False
     tie_word_embeddings: bool = False
+    quantization: Quantization | None = None
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
+    names: Names = _LLAMA_NAMES
 
     def __post_init__(self) -> None:
+        size("num_hidden_layers", self.num_hidden_layers)
+        layers, types, windows = self.num_hidden_layers, self.layer_types, self.sliding_windows
+        for name, values, default in (("layer_types", types, "attention"), ("sliding_windows", windows, 0)):
+            if not values:
+                object.__setattr__(self, name, (default,) * layers)
+        kinds = ("attention",) if self.state_space is None else ("attention", self.state_space.kind)
+        if len(self.layer_types) != layers or not all(kind in kinds for kind in self.layer_types):
+            raise refuse("layer_types", f"{layers} of {' or '.join(kinds)}", types)
         for name in _SIZES:
-            size(name, getattr(self, name))
-        heads, kv_heads, windows = self.num_attention_heads, self.num_key_value_heads, self.sliding_windows
+            absent = name == "intermediate_size" or (name in _ATTENTION_SIZES and not self.has_attention)
+            if not absent or getattr(self, name) != 0:
+                size(name, getattr(self, name))
+        if self.has_attention:
+            self._check_attention()
+        if self.quantization is not None and self.state_space is not None:
+            raise refuse("quantization_config", "None with state-space layers", self.quantization)
+        if self.dtype not in DTYPES:
+            raise refuse("dtype", " or ".join(DTYPES), self.dtype)
+        if len(self.sliding_windows) != layers or not all(isinstance(w, int) and w >= 0 for w in self.sliding_windows):
+            raise refuse("sliding_window", f"a number of tokens for each of {layers} layers", windows)
+        if not all(is_integer(token) and token >= 0 for token in self.eos_token_ids):
+            raise refuse("eos_token_id", "a token or several", self.eos_token_ids)
+
+    def _check_attention(self) -> None:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         size("num_attention_heads * head_dim", heads * self.head_dim)
         if heads % kv_heads:
             raise refuse("num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv_heads)
         if self.head_dim % 2:
             raise refuse("head_dim", "an even number", self.head_dim)
-        if self.dtype not in DTYPES:
-            raise refuse("dtype", " or ".join(DTYPES), self.dtype)
-        if not windows:
-            object.__setattr__(self, "sliding_windows", (0,) * self.num_hidden_layers)
-        elif len(windows) != self.num_hidden_layers or not all(isinstance(w, int) and w >= 0 for w in windows):
-            raise refuse("sliding_window", f"a number of tokens for each of {self.num_hidden_layers} layers", windows)
-        if not all(is_integer(token) and token >= 0 for token in self.eos_token_ids):
-            raise refuse("eos_token_id", "a token or several", self.eos_token_ids)
+        rotary_dim = self.rope.rotary_dim(self.head_dim)
+        if not rotary_dim or rotary_dim % 2:
+            part = self.rope.partial_rotary_factor
+            raise refuse("partial_rotary_factor", f"an even number of {self.head_dim} elements", part)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether a layer is attention, so that texts need blocks of a paged cache."""
+        return "attention" in self.layer_types
 
     @classmethod
     def read(cls, folder: str | Path) -> Config:
@@ -79,35 +141,19 @@ class Config:
         if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
             raise refuse("architectures", " or ".join(ARCHITECTURES), architectures)
         (architecture,) = architectures
-        for name, supported in (("hidden_act", "silu"), ("quantization_config", None), ("partial_rotary_factor", 1.0)):
-            if values.get(name, supported) not in (supported, None):
-                raise refuse(name, repr(supported), values[name])
-
-        is_llama, is_qwen3 = architecture == "LlamaForCausalLM", architecture == "Qwen3ForCausalLM"
-        sizes = {name: values[name] for name in _SIZES if values.get(name) is not None}
-        if is_llama and "num_attention_heads" in sizes:
-            sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
-        for name in _SIZES:
-            if name == "head_dim" and name not in sizes:
-                sizes[name] = 128 if is_qwen3 else sizes["hidden_size"] // sizes["num_attention_heads"]
-            size(name, sizes.get(name))
-        attention_bias = flag(values, "attention_bias") and (is_llama or is_qwen3)
+        if values.get("hidden_act") not in ("silu", None):
+            raise refuse("hidden_act", "'silu'", values["hidden_act"])
+        parse = _mamba if architecture in ("MambaForCausalLM", "Mamba2ForCausalLM") else _with_attention
         ends = values.get("eos_token_id")
         return cls(
-            **sizes,
-            rms_norm_eps=number("rms_norm_eps", values.get("rms_norm_eps", 1e-6)),
-            rope=Rope.parse(values),
-            sliding_windows=_windows(values, architecture, sizes["num_hidden_layers"]),
-            qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
-            o_bias=attention_bias,
-            mlp_bias=flag(values, "mlp_bias") and is_llama,
-            qk_norm=is_qwen3,
-            tie_word_embeddings=flag(values, "tie_word_embeddings"),
+            **parse(values, architecture),
+            quantization=Quantization.parse(values.get("quantization_config")),
             dtype=first(values.get("dtype"), values.get("torch_dtype"), "float32"),
             eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         )
 
 
+_ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -118,6 +164,62 @@ _SIZES = (
     "max_position_embeddings",
     "head_dim",  # last, because its default is computed from other sizes
 )
+
+
+def _mamba(values: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Fields of the config of a model whose layers are all state-space layers without MLPs."""
+    sizes = {name: size(name, values.get(name)) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    state_space = _STATE_SPACES[architecture](values)
+    return sizes | {
+        **dict.fromkeys(("intermediate_size", *_ATTENTION_SIZES), 0),
+        "max_position_embeddings": MAX_POSITIONS,  # nothing depends on positions
+        "rms_norm_eps": number("layer_norm_epsilon", values.get("layer_norm_epsilon", 1e-5)),
+        "layer_types": (state_space.kind,) * sizes["num_hidden_layers"],
+        "state_space": state_space,
+        "residual_in_float32": flag(values, "residual_in_fp32", True),
+        "tie_word_embeddings": flag(values, "tie_word_embeddings", architecture == "MambaForCausalLM"),
+        "names": _MAMBA_NAMES,
+    }
+
+
+def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Fields of the config of a model with attention and MLPs: the Llama family, and Bamba."""
+    is_llama, is_qwen3, is_bamba = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen3", "Bamba"))
+    if not is_bamba and values.get("partial_rotary_factor", 1.0) not in (1.0, None):
+        raise refuse("partial_rotary_factor", "1.0", values["partial_rotary_factor"])
+    sizes = {name: values[name] for name in _SIZES if values.get(name) is not None}
+    if (is_llama or (is_bamba and "num_key_value_heads" in values)) and "num_attention_heads" in sizes:
+        sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
+    for name in _SIZES:
+        if name == "head_dim" and name not in sizes:
+            sizes[name] = 128 if is_qwen3 else sizes["hidden_size"] // sizes["num_attention_heads"]
+        size(name, sizes.get(name))
+    attention_bias = flag(values, "attention_bias") and (is_llama or is_qwen3 or is_bamba)
+    found = {
+        "rms_norm_eps": number("rms_norm_eps", values.get("rms_norm_eps", 1e-6)),
+        "rope": Rope.parse(values, 0.5 if is_bamba else None),
+        "sliding_windows": () if is_bamba else _windows(values, architecture, sizes["num_hidden_layers"]),
+        "qkv_bias": attention_bias or architecture == "Qwen2ForCausalLM",
+        "o_bias": attention_bias,
+        "mlp_bias": flag(values, "mlp_bias") and (is_llama or is_bamba),
+        "qk_norm": is_qwen3,
+        "tie_word_embeddings": flag(values, "tie_word_embeddings"),
+    }
+    if is_bamba:
+        found |= {
+            "layer_types": _bamba_layers(values, sizes["num_hidden_layers"]),
+            "state_space": parse_bamba(values),
+            "names": _BAMBA_NAMES,
+        }
+    return sizes | found
+
+
+def _bamba_layers(values: dict[str, Any], layers: int) -> tuple[str, ...]:
+    """The type of each layer: ``attn_layer_indices`` are attention, and there may be none."""
+    indices = first(values.get("attn_layer_indices"), [])
+    if not isinstance(indices, list) or not all(is_integer(i) and 0 <= i < layers for i in indices):
+        raise refuse("attn_layer_indices", f"layers from 0 to {layers - 1}", indices)
+    return tuple("attention" if i in indices else "mamba2" for i in range(layers))
 
 
 def _windows(values: dict[str, Any], architecture: str, layers: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from .._model_error import ModelError
 
 _MAX_SIZE = 1 << 20  # of every size: torch can describe a matrix of two such sizes on the device "meta"
-_MAX_POSITIONS = (1 << 31) - 1
+MAX_POSITIONS = (1 << 31) - 1
 _POSITION_COUNTS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
 
 
@@ -43,7 +43,7 @@ def is_integer(value: object) -> bool:
 
 def size(name: str, value: Any) -> int:
     """`value` if it is a positive integer within bounds. ModelError otherwise."""
-    max_value = _MAX_POSITIONS if name in _POSITION_COUNTS else _MAX_SIZE
+    max_value = MAX_POSITIONS if name in _POSITION_COUNTS else _MAX_SIZE
     if not is_integer(value) or not 1 <= value <= max_value:
         raise refuse(name, f"a positive integer up to {max_value}", value)
     return int(value)

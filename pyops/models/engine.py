@@ -1,12 +1,10 @@
-"""Continuous batching: requests wait for cache blocks, run together, and are preempted when blocks run out."""
+"""Continuous batching: requests wait for room in the cache, run together, and step back when blocks run out."""
 
 from __future__ import annotations
 
 import random
 import reprlib
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from operator import index
 from typing import Literal, NamedTuple
 
@@ -14,9 +12,10 @@ from .._model_error import ModelError
 from .checkpoint import free_bytes
 from .config import Config
 from .config_values import is_integer
-from .llama import Llama
+from .decoder import Decoder
 from .params import SamplingParams, sample
-from .runner import Part, Runner
+from .runner import Part, Runner, blocks_for
+from .scheduler import Request, Scheduler
 
 Finish = Literal["stop", "length"]
 
@@ -29,46 +28,28 @@ class Output(NamedTuple):
     finished: Finish | None
 
 
-@dataclass(eq=False)
-class _Request:
-    params: SamplingParams
-    tokens: list[int]  # the prompt, then the generated tokens
-    max_seq_len: int  # tokens of the prompt and the generated text together
-    random: random.Random
-    number: int = -1  # set when the request is queued
-    computed: int = 0  # tokens that the cache holds
-    blocks: list[int] = field(default_factory=list)
-
-    @property
-    def pending(self) -> int:
-        return len(self.tokens) - self.computed
-
-
 class Engine:
-    """Continuous batching over a paged cache (Kwon et al. 2023, arXiv:2309.06180).
+    """Continuous batching over a paged cache (Kwon et al. 2023, arXiv:2309.06180), and states in slots.
 
-    A step computes prompts, or parts of prompts, if there are any to compute, and otherwise one token of every running
-    request. When a request needs a block and none is free, the youngest request is preempted: it gives back all of its
-    blocks and waits to be computed again.
+    A step computes one token of every running request whose prompt is computed, and prompts, or parts of prompts, if
+    there are any to compute. When a request needs a block and none is free, the youngest request is preempted: it gives
+    back all of its blocks and waits to be computed again.
 
     Args:
         model: a model whose weights are set.
         num_blocks: blocks of the cache. None for as many as `max_num_seqs` texts of `max_seq_len` tokens fill, or as
-            fit into 0.8 of the device's free memory, whichever is less.
+            fit into 0.8 of the device's free memory, whichever is less. A model without attention needs none.
         block_size: tokens of a block.
-        max_num_seqs: requests that run at the same time, at most.
+        max_num_seqs: requests that run at the same time, at most. Each has a slot for the states of state-space layers.
         max_num_batched_tokens: prompt tokens of one step, at most.
         max_seq_len: tokens of a text with its prompt, at most; None for 4096, or the model's positions if these are
             fewer.
         graphs: as in `Runner`.
-
-    Attributes:
-        preemptions: how often a request was preempted.
     """
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         *,
         num_blocks: int | None = None,
         block_size: int = 16,
@@ -91,19 +72,22 @@ class Engine:
         if self.max_seq_len > positions:
             raise ModelError("Engine", f"max_seq_len: expected at most {positions} positions, got {max_seq_len}")
         max_blocks = _blocks_in_memory(model, block_size, max_num_seqs, self.max_seq_len)
-        if num_blocks is None:
+        if not model.config.has_attention:
+            num_blocks = min(1, max_blocks)
+        elif num_blocks is None:
             num_blocks = min(max_num_seqs * -(-self.max_seq_len // block_size), int(0.8 * max_blocks))
         if not 1 <= num_blocks <= max_blocks:
             limit = f"the memory of {model.device} has room for {max(max_blocks, 0)}"
             raise ModelError("Engine", f"num_blocks: {limit}, with what max_num_seqs and max_seq_len ask for")
-        self.model, self.block_size, self.num_blocks = model, block_size, num_blocks
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.preemptions = 0
+        self.model, self.num_blocks = model, num_blocks
         self._runner = Runner(model, num_blocks, block_size, max_num_seqs, self.max_seq_len, graphs)
-        self._free = list(range(num_blocks))
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []  # the oldest first
+        self._scheduler = Scheduler(model.config, num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
         self._count = 0
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request was preempted."""
+        return self._scheduler.preemptions
 
     def add(self, prompt: Sequence[int], params: SamplingParams | None = None) -> int:
         """Queue a request to continue `prompt`; returns its number. ModelError if it could never be served."""
@@ -117,17 +101,14 @@ class Engine:
         try:
             return self._step()
         except BaseException:
-            self._waiting.clear()
-            self._running.clear()
-            self._free = list(range(self.num_blocks))
+            self._scheduler.drop_all()
             raise
 
     def _step(self) -> list[Output]:
-        self._admit()
-        steps = self._prompts() or self._decodes()
+        steps = self._scheduler.next_step()
         if not steps:
             return []
-        parts = [Part(r.tokens[r.computed : r.computed + n], r.computed, r.blocks) for r, n in steps]
+        parts = [Part(r.tokens[r.computed : r.computed + n], r.computed, r.blocks, r.slot) for r, n in steps]
         logits = self._runner.run(parts)
         for request, count in steps:
             request.computed += count
@@ -140,10 +121,28 @@ class Engine:
         tokens = sample(logits, [r.params for r in requests], [r.random.random() for r in requests])
         return [self._accept(request, token) for request, token in zip(requests, tokens, strict=True)]
 
+    def step_back(self, request: int, num_tokens: int) -> None:
+        """Take back the last tokens of a request, which goes on behind its first `num_tokens`, the prompt's included.
+
+        Tokens that are drawn again have new draws. The cache keeps what it has of the tokens that remain, if all layers
+        are attention. States hold a text as a whole, so a model that has some computes the text again from its
+        beginning, in parts as a prompt.
+
+        Raises:
+            ModelError: the request has ended or never was, or has fewer tokens, or more of them in its prompt.
+        """
+        found = next((each for each in self._scheduler if each.number == request), None)
+        if found is None:
+            raise ModelError("Engine.step_back", f"request: expected one that has not ended, got {request!r}")
+        least, most = found.max_seq_len - found.params.max_tokens, len(found.tokens)
+        if not is_integer(num_tokens) or not least <= num_tokens <= most:
+            raise ModelError("Engine.step_back", f"num_tokens: expected {least} to {most}, got {num_tokens!r}")
+        self._scheduler.step_back(found, num_tokens)
+
     @property
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
-        return bool(self._waiting or self._running)
+        return any(self._scheduler)
 
     def run(self) -> Iterator[Output]:
         """Yield every token of every request, as they are generated, until all have ended. Requests may be added."""
@@ -160,74 +159,30 @@ class Engine:
             texts[output.request].append(output.token)
         return list(texts.values())
 
-    def _request(self, prompt: Sequence[int], params: SamplingParams | None) -> _Request:
+    def _request(self, prompt: Sequence[int], params: SamplingParams | None) -> Request:
         """A checked request. ModelError if it could never be served."""
         params = params or SamplingParams()
         tokens = check_request(self.model.config, prompt, params, self.max_seq_len)
         max_seq_len = len(tokens) + params.max_tokens
-        needed = self._blocks_for(max_seq_len - 1)  # the last token is never read again
+        needed = self._scheduler.blocks_for(max_seq_len - 1)  # the last token is never read again
         if needed > self.num_blocks:
             has = f"the cache has {self.num_blocks}"
             raise ModelError("request", f"prompt and max_tokens: need {needed} blocks, and {has}")
-        return _Request(params, tokens, max_seq_len, random.Random(int(params.seed)))
+        return Request(params, tokens, max_seq_len, random.Random(int(params.seed)))
 
-    def _enqueue(self, request: _Request) -> int:
+    def _enqueue(self, request: Request) -> int:
         request.number, self._count = self._count, self._count + 1
-        self._waiting.append(request)
+        self._scheduler.waiting.append(request)
         return request.number
 
-    def _admit(self) -> None:
-        """Start waiting requests, in order, while blocks remain for them and one more for each running request."""
-        while self._waiting and len(self._running) < self.max_num_seqs:
-            needed = self._blocks_for(len(self._waiting[0].tokens))
-            if needed + len(self._running) > len(self._free):
-                break
-            request = self._waiting.popleft()
-            request.blocks = [self._free.pop() for _ in range(needed)]
-            self._running.append(request)
-
-    def _prompts(self) -> list[tuple[_Request, int]]:
-        """[(request with more than one token to compute, tokens of this step)]."""
-        budget, found = self.max_num_batched_tokens, []
-        for request in self._running:
-            count = min(budget, request.pending)
-            if request.pending > 1 and count:
-                found.append((request, count))
-                budget -= count
-        return found
-
-    def _decodes(self) -> list[tuple[_Request, int]]:
-        """[(running request, 1)], each with a block for its next token. The youngest are preempted if none is free."""
-        for request in list(self._running):
-            while request in self._running and len(request.blocks) < self._blocks_for(len(request.tokens)):
-                if self._free:
-                    request.blocks.append(self._free.pop())
-                else:
-                    self._preempt(self._running[-1])
-        return [(request, 1) for request in self._running]
-
-    def _preempt(self, request: _Request) -> None:
-        self._release(request)
-        request.computed = 0
-        self._waiting.appendleft(request)
-        self.preemptions += 1
-
-    def _release(self, request: _Request) -> None:
-        self._running.remove(request)
-        self._free += request.blocks
-        request.blocks = []
-
-    def _accept(self, request: _Request, token: int) -> Output:
+    def _accept(self, request: Request, token: int) -> Output:
         request.tokens.append(token)
         finished: Finish | None = "length" if len(request.tokens) == request.max_seq_len else None
         if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
             finished = "stop"
         if finished:
-            self._release(request)
+            self._scheduler.end(request)
         return Output(request.number, token, finished)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
 
 def check_request(config: Config, prompt: Sequence[int], params: SamplingParams, max_seq_len: int) -> list[int]:
@@ -246,10 +201,12 @@ def check_request(config: Config, prompt: Sequence[int], params: SamplingParams,
     return tokens
 
 
-def _blocks_in_memory(model: Llama, block_size: int, max_num_seqs: int, max_seq_len: int) -> int:
+def _blocks_in_memory(model: Decoder, block_size: int, max_num_seqs: int, max_seq_len: int) -> int:
     """Blocks of a cache that fit into the free memory of the device, beside what a `Runner` of these sizes takes."""
     config = model.config
-    token_bytes = 2 * len(model.layers) * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    table = 16 * max_seq_len * config.head_dim  # peak of the table of cosines and sines, while it is made in float32
-    rows = 16 * max_num_seqs * -(-max_seq_len // block_size)
-    return int((free_bytes(model.device) - table - rows) // (token_bytes * block_size))
+    # Peak of the table of cosines and sines, while it is made in float32.
+    table = 16 * max_seq_len * config.head_dim if config.has_attention else 0
+    rows = 16 * max_num_seqs * blocks_for(config, max_seq_len, block_size)
+    left = free_bytes(model.device) - table - rows - max_num_seqs * model.slot_bytes
+    # Without attention a token takes no memory, and what is left is counted in bytes.
+    return int(left // max(1, model.token_bytes * block_size))

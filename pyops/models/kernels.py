@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ from .._core.device import Device
 from .._core.kernel import Specialisation
 from .._core.lazy import torch
 from .._core.op import Op, registry
+from .batch import Batch
 from .config import Config
-from .llama import Batch, Llama
-from .runner import decode_batch, decode_sizes, row_size
+from .decoder import Decoder, Layer
+from .runner import blocks_for, decode_batch, decode_sizes, row_size
 
 _GROWTH = 1.1  # from one number of prompt tokens that is tried to the next; kernels change at few of them
 
@@ -42,38 +42,51 @@ def serving_kernels(
 
     config = model if isinstance(model, Config) else Config.read(Path(model))
     max_seq_len = max_model_len or min(4096, config.max_position_embeddings)
-    # Layers differ in their windows alone, and one of each kind plans all kernels.
-    windows = tuple(dict.fromkeys(config.sliding_windows))
-    config = replace(config, num_hidden_layers=len(windows), sliding_windows=windows)
     found: dict[tuple[str, Any, Any], tuple[Op, Specialisation]] = {}
     place = "cpu" if device.index < 0 else f"cuda:{device.index}"
     with FakeTensorMode(), torch.no_grad(), _planned(device, found), torch.device(place):
-        llama = Llama(config, dtype, place)
-        num_blocks = max_num_seqs * -(-max_seq_len // block_size)
-        cache = llama.new_cache(num_blocks, block_size)
-        cos_sin = torch.empty(max_seq_len, config.head_dim, dtype=llama.dtype)
-        rows = torch.empty(max_num_seqs, row_size(max_seq_len, block_size), dtype=torch.int64)
+        decoder = Decoder(config, dtype, place)
+        decoder.layers = _kinds(decoder)
+        max_blocks = blocks_for(config, max_seq_len, block_size)
+        cache = decoder.new_cache(max_num_seqs * max_blocks, block_size, max_num_seqs)
+        cos_sin = torch.empty(max_seq_len, config.rope.rotary_dim(config.head_dim), dtype=decoder.dtype)
+        rows = torch.empty(max_num_seqs, row_size(config, max_seq_len, block_size), dtype=torch.int64)
         batches = [decode_batch(rows[:size]) for size in decode_sizes(max_num_seqs)]
-        batches += _prompts(max_num_seqs, max_seq_len, max_num_batched_tokens, block_size)
+        batches += _prompts(max_num_seqs, max_blocks, max_num_batched_tokens)
         for batch in batches:
-            llama.head(llama.forward(batch, cache, cos_sin))
+            decoder.head(decoder.forward(batch, cache, cos_sin))
     return list(found.values())
 
 
-def _prompts(max_num_seqs: int, max_seq_len: int, max_num_batched_tokens: int, block_size: int) -> Iterator[Batch]:
-    """Batches of prompts of 1 to `max_num_batched_tokens` tokens, and the one token of a text that is computed anew."""
+def _kinds(decoder: Decoder) -> list[Layer]:
+    """A layer of each kind, which together plan all kernels: layers differ in types, windows and dtypes alone."""
+    config = decoder.config
+    found: dict[Any, Layer] = {}
+    for layer, kind in zip(decoder.layers, zip(config.layer_types, config.sliding_windows, strict=True), strict=True):
+        dtypes = tuple(tensor.dtype for tensor in layer.tensors(config.names).values())
+        found.setdefault((kind, dtypes), layer)
+    return list(found.values())
+
+
+def _prompts(max_num_seqs: int, max_blocks: int, max_num_batched_tokens: int) -> Iterator[Batch]:
+    """Batches of prompts of 1 to `max_num_batched_tokens` tokens, alone and behind the next tokens of other texts."""
     size = 1.0
     while size < max_num_batched_tokens * _GROWTH:
         num_tokens = min(int(size), max_num_batched_tokens)
-        for num_seqs in {1, min(num_tokens, max_num_seqs)}:
-            tokens, positions, slots = (torch.empty(num_tokens, dtype=torch.int64) for _ in range(3))
+        num_prompts = min(num_tokens, max_num_seqs)
+        for prompts, decodes in {(1, 0), (num_prompts, 0), (1, min(num_tokens, max_num_seqs - 1))}:
+            tokens, positions, slots = (torch.empty(num_tokens + decodes, dtype=torch.int64) for _ in range(3))
+            num_seqs = prompts + decodes
             yield Batch(
                 tokens=tokens,
                 positions=positions,
                 slot_mapping=slots,
-                block_tables=torch.empty(num_seqs, -(-max_seq_len // block_size), dtype=torch.int64),
+                block_tables=torch.empty(num_seqs, max_blocks, dtype=torch.int64),
                 seq_lens=torch.empty(num_seqs, dtype=torch.int64),
                 cu_seqlens_q=torch.empty(num_seqs + 1, dtype=torch.int64),
+                state_slots=torch.empty(num_seqs, dtype=torch.int32),
+                has_states=torch.empty(num_seqs, dtype=torch.bool),
+                num_decodes=decodes,
             )
         size = max(size * _GROWTH, size + 1)
 

@@ -26,6 +26,7 @@ class Rope:
             another ramp (Peng et al. 2023, arXiv:2309.00071); or "dynamic", which scales only texts longer than
             ``max_position_embeddings``, and there are none here.
         attention_factor: multiplies cosines and sines.
+        partial_rotary_factor: the part of a head that turns; the elements behind this part stay as they are.
         factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, beta_fast, beta_slow, truncate: as
             in ``config.json``.
     """
@@ -37,16 +38,18 @@ class Rope:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     attention_factor: float = 1.0
+    partial_rotary_factor: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
 
     @classmethod
-    def parse(cls, values: dict[str, Any]) -> Rope:
+    def parse(cls, values: dict[str, Any], partial_rotary_factor: float | None = None) -> Rope:
         """The rotary embedding in the object of a ``config.json``, read as transformers reads it.
 
         New files have ``rope_parameters``. Older files have ``rope_theta`` and ``rope_scaling``; if a file has both
-        objects, ``rope_scaling`` counts.
+        objects, ``rope_scaling`` counts. `partial_rotary_factor` is the architecture's, where the file gives no other;
+        None for an architecture that turns whole heads.
         """
         found: dict[str, Any] = {}
         for name in ("rope_parameters", "rope_scaling"):
@@ -57,25 +60,34 @@ class Rope:
         kind = first(found.get("rope_type"), found.get("type"), "default")
         if kind not in _KINDS:
             raise refuse("rope_type", " or ".join(_KINDS), kind)
-        if found.get("partial_rotary_factor", 1.0) != 1.0:
-            raise refuse("partial_rotary_factor", "1.0", found["partial_rotary_factor"])
+        partial = found.get("partial_rotary_factor", partial_rotary_factor or 1.0)
+        if partial_rotary_factor is None and partial != 1.0:
+            raise refuse("partial_rotary_factor", "1.0", partial)
+        partial = number("partial_rotary_factor", partial)
+        if partial > 1:
+            raise refuse("partial_rotary_factor", "at most 1", partial)
         theta = number("rope_theta", first(found.get("rope_theta"), values.get("rope_theta"), 10000.0))
         if theta <= 1.0:
             raise refuse("rope_theta", "more than 1", theta)
         if kind == "default":
-            return cls(theta)
-        rope = cls(theta, kind, _number(found, "factor"))
+            return cls(theta, partial_rotary_factor=partial)
+        rope = cls(theta, kind, _number(found, "factor"), partial_rotary_factor=partial)
         if kind in ("llama3", "yarn"):
             original = first(values.get(_ORIGINAL), found.get(_ORIGINAL), values.get("max_position_embeddings"))
             rope = replace(rope, original_max_position_embeddings=size(_ORIGINAL, original))
         return _llama3(rope, found) if kind == "llama3" else _yarn(rope, found) if kind == "yarn" else rope
 
+    def rotary_dim(self, head_dim: int) -> int:
+        """Elements of a head that turn, the first."""
+        return int(head_dim * self.partial_rotary_factor)
+
     def frequencies(self, head_dim: int, device: Any = "cpu") -> Tensor:
-        """The angles by which pairs turn from one position to the next: [head_dim / 2] float32, in radians."""
+        """The angles by which pairs turn from one position to the next: [rotary_dim / 2] float32, in radians."""
+        rotary_dim = self.rotary_dim(head_dim)
         if self.kind == "yarn":
             ramp = self.original_max_position_embeddings, self.beta_fast, self.beta_slow
-            return rope_tables.yarn(head_dim, self.theta, self.factor, *ramp, truncate=self.truncate, device=device)
-        plain = rope_tables.frequencies(head_dim, self.theta, device)
+            return rope_tables.yarn(rotary_dim, self.theta, self.factor, *ramp, truncate=self.truncate, device=device)
+        plain = rope_tables.frequencies(rotary_dim, self.theta, device)
         if self.kind == "linear":
             return plain / self.factor
         if self.kind == "llama3":
@@ -84,7 +96,7 @@ class Rope:
         return plain
 
     def cos_sin(self, head_dim: int, num_positions: int, device: Any = "cpu") -> Tensor:
-        """The table that ops take: [num_positions, head_dim] float32, cosines, then sines, of each position."""
+        """The table that ops take: [num_positions, rotary_dim] float32, cosines, then sines, of each position."""
         angles = rope_tables.angles(self.frequencies(head_dim, device), num_positions)
         return rope_tables.cos_sin(angles, self.attention_factor)
 

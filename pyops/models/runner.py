@@ -3,32 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
 from .._core.lazy import torch
-from .llama import Batch, Llama
+from .batch import Batch
+from .config import Config
+from .decoder import Decoder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # Columns of the row of a sequence in a decode step; the block table of the sequence follows them.
-_TOKEN, _POSITION, _SLOT, _LENGTH, _BLOCKS = range(5)
-_PADDING = 0, 0, -1, 0  # a sequence of length 0; slot -1 keeps its token out of the cache
+_TOKEN, _POSITION, _SLOT, _LENGTH, _STATE, _BLOCKS = range(6)
+_PADDING = 0, 0, -1, 0, -1  # a sequence of length 0; slots of -1 keep its token out of the cache
 
 
 class Part(NamedTuple):
-    """Tokens of a sequence to compute, the position of the first, and the cache blocks of the whole sequence."""
+    """Tokens of a sequence to compute, the position of the first, and what of the cache the sequence has.
+
+    Its blocks are those of the whole sequence. Its slot holds its states behind the tokens before `start`; -1 where
+    the model keeps no states.
+    """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
+    slot: int = -1
+
+    @property
+    def is_step(self) -> bool:
+        """Whether this is the next token of a text that the cache holds."""
+        return len(self.tokens) == 1 and self.start > 0
 
 
-def row_size(max_seq_len: int, block_size: int) -> int:
+def blocks_for(config: Config, num_tokens: int, block_size: int) -> int:
+    """Blocks that the first `num_tokens` tokens of a text fill: none where no layer is attention."""
+    return -(-num_tokens // block_size) if config.has_attention else 0
+
+
+def row_size(config: Config, max_seq_len: int, block_size: int) -> int:
     """Columns of a row of a decode step."""
-    return _BLOCKS + -(-max_seq_len // block_size)
+    return _BLOCKS + blocks_for(config, max_seq_len, block_size)
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -44,16 +62,19 @@ def decode_batch(rows: Tensor) -> Batch:
         slot_mapping=rows[:, _SLOT],
         block_tables=rows[:, _BLOCKS:],
         seq_lens=rows[:, _LENGTH],
-        cu_seqlens_q=None,
+        cu_seqlens_q=torch.arange(len(rows) + 1, device=rows.device),
+        state_slots=rows[:, _STATE].int(),
+        has_states=None,
+        num_decodes=len(rows),
     )
 
 
 class Runner:
-    """Runs `model` over a paged cache of ``num_blocks * block_size`` tokens.
+    """Runs `model` over a paged cache of ``num_blocks * block_size`` tokens, and states of `max_num_seqs` sequences.
 
-    Decode steps, of one token for each sequence, are padded to a power of two sequences, so that few CUDA graphs serve
-    them all. Each graph is captured when it is first needed. A row of padding has length 0 and slot -1, so that it
-    neither reads nor writes the cache.
+    Decode steps, of one more token for each sequence, are padded to a power of two sequences, so that few CUDA graphs
+    serve them all. Each graph is captured when it is first needed. A row of padding has length 0 and slots of -1, so
+    that it neither reads nor writes the cache.
 
     Args:
         model: a model whose weights are set.
@@ -65,7 +86,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
@@ -73,24 +94,25 @@ class Runner:
         graphs: bool | None = None,
     ) -> None:
         self.model, self.block_size = model, block_size
-        self.cache, self._cos_sin = model.new_cache(num_blocks, block_size), model.new_cos_sin(max_seq_len)
+        self.cache = model.new_cache(num_blocks, block_size, max_num_seqs)
+        self._cos_sin = model.new_cos_sin(max_seq_len)
         on_gpu = model.device.type == "cuda"
         self._use_graphs = on_gpu if graphs is None else graphs
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
         # All inputs of a decode step, one row for each sequence. One copy brings them to where the graphs read them.
-        shape = (max_num_seqs, row_size(max_seq_len, block_size))
+        shape = (max_num_seqs, row_size(model.config, max_seq_len, block_size))
         self._host_rows = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
         self._rows = torch.zeros(shape, dtype=torch.int64, device=model.device)
 
     def run(self, parts: Sequence[Part]) -> Tensor:
         """Compute `parts` and add them to the cache; returns the logits after each, [len(parts), vocab_size].
 
-        The next call overwrites the logits.
+        Steps of texts that the cache holds should come before other parts. The next call overwrites the logits.
         """
-        return self._decode(parts) if all(len(part.tokens) == 1 for part in parts) else self._prefill(parts)
+        return self._decode(parts) if all(part.is_step for part in parts) else self._mixed(parts)
 
-    def _prefill(self, parts: Sequence[Part]) -> Tensor:
+    def _mixed(self, parts: Sequence[Part]) -> Tensor:
         counts = numpy.array([len(part.tokens) for part in parts])
         firsts = numpy.array([part.start for part in parts])
         ends = counts.cumsum()
@@ -105,6 +127,9 @@ class Runner:
             block_tables=self._tensor(tables),
             seq_lens=self._tensor(firsts + counts),
             cu_seqlens_q=self._tensor([0, *ends]),
+            state_slots=self._tensor([part.slot for part in parts]).int(),
+            has_states=torch.as_tensor(firsts > 0, device=self.model.device),
+            num_decodes=sum(1 for _ in takewhile(lambda part: part.is_step, parts)),
         )
         hidden = self.model.forward(batch, self.cache, self._cos_sin)
         return self.model.head(hidden[self._tensor(ends - 1)])
@@ -115,6 +140,7 @@ class Runner:
         rows = self._host_rows.numpy()
         for row, part in zip(rows, parts, strict=False):
             row[_TOKEN], row[_POSITION], row[_LENGTH] = part.tokens[0], part.start, part.start + 1
+            row[_STATE] = part.slot
             row[_BLOCKS : _BLOCKS + len(part.blocks)] = part.blocks
         rows[:count, _SLOT] = self._slots(rows[:, _BLOCKS:], numpy.arange(count), rows[:count, _POSITION])
         rows[count:size, :_BLOCKS] = _PADDING
@@ -126,7 +152,7 @@ class Runner:
         if not self._use_graphs:
             return self._forward(size)
         if size not in self._graphs:
-            self._forward(size)  # loads the kernels, because nothing may be loaded during a capture
+            self._load_kernels(size)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.device(self.model.device), torch.cuda.graph(graph, pool=self._pool):
                 logits = self._forward(size)
@@ -135,11 +161,23 @@ class Runner:
         graph.replay()
         return logits
 
+    def _load_kernels(self, size: int) -> None:
+        """Run a step over rows of padding, because nothing may be loaded during a capture.
+
+        Over the rows of the step itself, states would move by a token here and by the same token in the replay.
+        """
+        rows = self._rows[:size].clone()
+        self._rows[:size, :_BLOCKS] = torch.tensor(_PADDING, device=self.model.device)
+        self._forward(size)
+        self._rows[:size] = rows
+
     def _forward(self, size: int) -> Tensor:
         return self.model.head(self.model.forward(decode_batch(self._rows[:size]), self.cache, self._cos_sin))
 
     def _slots(self, tables: Any, sequences: Any, positions: Any) -> Any:
-        """The slots of tokens in the cache, by each token's row of `tables` and position; all are numpy arrays."""
+        """The slots of tokens in blocks, by each token's row of `tables` and position; all are numpy arrays."""
+        if not tables.shape[1]:  # the model has no attention
+            return numpy.full(len(positions), -1)
         return tables[sequences, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def _tensor(self, values: Any) -> Tensor:

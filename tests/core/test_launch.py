@@ -54,6 +54,20 @@ def test_keyed_scalars_of_the_op_reach_the_kernel(kernel: MakeKernel, driver: Dr
     assert driver.launches[0][-1] == {"out": 111, "residual": 0, "rows": 9, "causal": True}
 
 
+def test_a_renamed_kernel_is_fed_by_other_names(kernel: MakeKernel, driver: Driver) -> None:
+    """Parameters of any kernel of that text; the loaded function is that of the kernel."""
+    plain = kernel("plain", text("plain", "float* out, const float* input, const float* bias, int rows"))
+    renamed = plain.renamed(out="result", input="x")
+    assert renamed is plain.renamed(out="result", input="x")
+    assert renamed is not plain.renamed(out="result")
+    assert renamed._loaded is plain._loaded
+    assert renamed.for_arch("sm_90a").names == renamed.names
+    bound = driver.bind([renamed().launch(1, 64, rows=9, bias=0)], ("x", "bias", "result"), (), {})
+    call(bound, 0, 111, 222, 333)
+    (launched,) = driver.launches
+    assert launched[-1] == {"result": 333, "x": 111, "bias": 0, "rows": 9}
+
+
 def test_launches_of_one_op_share_their_words(kernel: MakeKernel, driver: Driver) -> None:
     """Each kernel takes those of the op's values that it names, in the C type it names them with."""
     first = kernel("first", text("first", "float* out, int rows"))

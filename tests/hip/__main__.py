@@ -3,6 +3,7 @@
 python -m tests.hip get FOLDER            fetch hiprtc from Debian's packages
 python -m tests.hip compile FOLDER        compile a sample of every kernel for five architectures
 python -m tests.hip compile FOLDER --all  compile every specialisation
+    --part 2/3 --save FILE                of three parts the second, but for what FILE holds, and add results to FILE
 python -m tests.hip emulate FOLDER --tinygrad CHECKOUT
                                           run small cases of every op, for four architectures, in the instruction
                                           emulator of tinygrad's tests
@@ -17,13 +18,13 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pyops
 
-from . import packages, specialisations
-from .compile import compile_all, table
+from . import packages, saved, specialisations
+from .compile import Compiled, compile_all, digest, table
 from .emulator import cases
 from .emulator.checkout import COMMIT, Unavailable
 from .packages import Folder
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compile_.add_argument("--all", action="store_true", help="every specialisation, not a sample")
     compile_.add_argument("--arch", action="append", choices=specialisations.ARCHS, help="only this architecture")
     compile_.add_argument("-k", metavar="TEXT", default="", help="only kernels whose file name holds the text")
+    compile_.add_argument("--part", metavar="I/N", type=_part, default=(1, 1), help="only the I-th of N parts")
+    compile_.add_argument("--save", metavar="FILE", type=Path, help="results to go on from, in lines of JSON")
     compile_.add_argument("-n", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
     emulate = commands.add_parser("emulate", help="run ops in an emulator")
     emulate.add_argument("--tinygrad", type=Path, required=True, help=f"a checkout of tinygrad's commit {COMMIT}")
@@ -66,13 +69,25 @@ def _get(folder: Path, version: int) -> int:
     return 0
 
 
+def _part(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError
+    return part, parts
+
+
 def _compile(folder: Folder, options: argparse.Namespace) -> int:
     per_kernel = None if options.all else _PER_KERNEL
     archs = options.arch or specialisations.ARCHS
-    jobs = [(arch, one) for arch in archs for one in specialisations.sample(arch, per_kernel)]
-    jobs = [(arch, one) for arch, one in jobs if options.k in one.kernel.file]
+    chosen = [(arch, one) for arch in archs for one in specialisations.sample(arch, per_kernel)]
+    jobs = {digest(folder, job): job for job in chosen if options.k in job[1].kernel.file}
+    part, parts = options.part
+    jobs = {key: job for key, job in jobs.items() if int(key, 16) % parts == part - 1}
     started = time.monotonic()
-    found = compile_all(folder, jobs, options.n)
+    found = [one for one in saved.read(options.save) if one.digest in jobs] if options.save else []
+    known = {one.digest for one in found}
+    made: Iterable[Compiled] = compile_all(folder, [job for key, job in jobs.items() if key not in known], options.n)
+    found += saved.append(options.save, made) if options.save else made
     bad = [one for one in found if one.trouble]
     print(table(found))
     for one in bad:

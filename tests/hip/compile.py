@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +15,18 @@ from pyops._core.kernel import Specialisation
 
 from .metadata import Resources, resources
 from .packages import Folder
+from .specialisations import ARCHS
 
 Job = tuple[str, Specialisation]  # for an architecture
 _WORKER = Path(__file__).with_name("worker.py")
+_BATCH = 10  # jobs of a worker, whose results come all at once
 
 
 @dataclass(frozen=True)
 class Compiled:
     """One specialisation for one architecture. `resources` is None where it did not compile; `log` then says why."""
 
+    digest: str  # of its job
     kernel: str
     constants: str
     arch: str
@@ -41,48 +45,59 @@ class Compiled:
         return ""
 
 
-def compile_all(folder: Folder, jobs: Sequence[Job], processes: int) -> list[Compiled]:
-    """Compile each (architecture, specialisation), by so many processes at a time."""
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(processes) as pool:
-        shares = [list(jobs[i::processes]) for i in range(processes)]
-        places = [Path(scratch, str(i)) for i in range(processes)]
-        done = pool.map(lambda share, place: list(_compile_share(folder, share, place)), shares, places)
-        return [one for share in done for one in share]
+def digest(folder: Folder, job: Job) -> str:
+    """Of all that a result depends on: the text, the architecture, the version of hiprtc."""
+    arch, one = job
+    return hashlib.sha256(f"{folder.library.resolve().name} {arch}\n{one.text}".encode()).hexdigest()
 
 
-def _compile_share(folder: Folder, jobs: Sequence[Job], place: Path) -> Iterator[Compiled]:
-    for (arch, one), (seconds, log, code) in zip(jobs, _built(folder, jobs, place), strict=True):
-        found = resources(code) if code else None
-        yield Compiled(one.kernel.file, str(one), arch, seconds, log, found)
+def compile_all(folder: Folder, jobs: Sequence[Job], processes: int) -> Iterator[Compiled]:
+    """Compile each (architecture, specialisation), by so many processes at a time. Results come in any order."""
+    batches = [jobs[i : i + _BATCH] for i in range(0, len(jobs), _BATCH)]
+    with ThreadPoolExecutor(processes) as pool:
+        try:
+            for done in as_completed([pool.submit(_compile_batch, folder, batch) for batch in batches]):
+                yield from done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _compile_batch(folder: Folder, jobs: Sequence[Job]) -> list[Compiled]:
+    found = []
+    for job, (seconds, log, code) in zip(jobs, _built(folder, jobs), strict=True):
+        arch, one = job
+        made = resources(code) if code else None
+        found.append(Compiled(digest(folder, job), one.kernel.file, str(one), arch, seconds, log, made))
+    return found
 
 
 def code_object(folder: Folder, arch: str, one: Specialisation) -> bytes:
     """The specialisation, compiled. Raises ValueError with hiprtc's log."""
-    with tempfile.TemporaryDirectory() as scratch:
-        ((_, log, code),) = _built(folder, [(arch, one)], Path(scratch, "one"))
+    ((_, log, code),) = _built(folder, [(arch, one)])
     if code is None:
         raise ValueError(f"{one.kernel.file} did not compile for {arch} with {one}\n{log}")
     return code
 
 
-def _built(folder: Folder, jobs: Sequence[Job], place: Path) -> Iterator[tuple[float, str, bytes | None]]:
+def _built(folder: Folder, jobs: Sequence[Job]) -> Iterator[tuple[float, str, bytes | None]]:
     """(seconds, log, code object) of each job, by one worker."""
-    place.mkdir()
-    lines = []
-    for i, (arch, one) in enumerate(jobs):
-        (place / f"{i}.cu").write_text(one.text)
-        lines.append(f"{arch} {place / f'{i}.cu'} {place / f'{i}.hsaco'}\n")
-    command = folder.command(str(_WORKER), str(folder.library), str(folder.include))
-    done = subprocess.run(command, input="".join(lines), capture_output=True, text=True, check=True)
-    for i, (_, answer) in enumerate(zip(jobs, done.stdout.splitlines(), strict=True)):
-        seconds, log = json.loads(answer)
-        code = place / f"{i}.hsaco"
-        yield seconds, log, code.read_bytes() if code.exists() else None
+    with tempfile.TemporaryDirectory() as scratch:
+        lines = []
+        for i, (arch, one) in enumerate(jobs):
+            text = Path(scratch, f"{i}.cu")
+            text.write_text(one.text)
+            lines.append(f"{arch} {text} {text.with_suffix('.hsaco')}\n")
+        command = folder.command(str(_WORKER), str(folder.library), str(folder.include))
+        done = subprocess.run(command, input="".join(lines), stdout=subprocess.PIPE, text=True, check=True)
+        for i, (_, answer) in enumerate(zip(jobs, done.stdout.splitlines(), strict=True)):
+            seconds, log = json.loads(answer)
+            code = Path(scratch, f"{i}.hsaco")
+            yield seconds, log, code.read_bytes() if code.exists() else None
 
 
 def table(found: Sequence[Compiled]) -> str:
     """Markdown: for each kernel and architecture how many compiled, and the largest of each resource."""
-    archs = list(dict.fromkeys(one.arch for one in found))
+    archs = [arch for arch in ARCHS if any(one.arch == arch for one in found)]
     lines = [f"| kernel | {' | '.join(archs)} |", "|---" * (len(archs) + 1) + "|"]
     for kernel in sorted({one.kernel for one in found}):
         cells = [_cell([one for one in found if (one.kernel, one.arch) == (kernel, arch)]) for arch in archs]

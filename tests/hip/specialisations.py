@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pyops
@@ -33,6 +34,7 @@ def _unaligned(arg: Any) -> Any:
     return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, TensorArg) else arg
 
 
+@cache
 def of_arch(arch: str) -> dict[str, list[Specialisation]]:
     """{kernel file: its specialisations}, each text once."""
     found: dict[str, dict[tuple[Any, ...], Specialisation]] = {}

@@ -23,6 +23,7 @@ from tests.mutation.mutant import Mutant, in_turn
 _EVERY_OP = ("tests/test_every_op.py", "tests/test_every_op_host.py")
 _REFUSES = "tests/test_every_op_refuses.py"
 _HEADERS = "tests/core/test_headers.py"
+_HEAD_START = 2  # turns that tests of an op have before others of their file
 _COMMON = {"each", "every", "from", "have", "other", "same", "test", "than", "that", "their", "they", "when", "with"}
 
 
@@ -101,8 +102,10 @@ def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str
     """The tests that run the mutant's kernels or plan on the CPU.
 
     First come `killers`, the ids of tests that have killed other mutants of the file, the latest first; then tests
-    whose names share words with the `why` of a semantic mutant, or with what its operator breaks; then those whose code
-    names an op. Otherwise the tests of each op and of the family take turns.
+    whose names share words with the `why` of a semantic mutant, or with what its operator breaks; then those of headers
+    and those whose code names the declaration that the mutant changes; then the files that name an op. In these, test
+    functions take turns, because the parameters of one are much alike; a function that names an op itself has a head
+    start.
     """
     every = {*_EVERY_OP, *([_REFUSES] if mutant.is_plan else [])}
     files, turns = every | _own_files(mutant), defaultdict(list)
@@ -112,12 +115,25 @@ def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str
             if _runs_on_host(item, mutant) and (not ops or ops & ops_of(mutant)):
                 turns[min(ops, default="")].append(item)
     family = turns.pop("", [])  # tests that name no op: every other one
-    ordered = in_turn(family, in_turn(*turns.values()))
+    functions = defaultdict(list)
+    for item in in_turn(family, in_turn(*turns.values())):
+        functions[item.path, getattr(item, "originalname", item.name)].append(item)
+    turn_of = {item.nodeid: turn for tests in functions.values() for turn, item in enumerate(tests)}
     latest = {name: i for i, name in enumerate(killers)}
     words, ops = _words(_hints(mutant)), ops_of(mutant)
-    return sorted(
-        ordered, key=lambda item: (-latest.get(item.nodeid, -1), -_shared(item, words), not _code_names(item, ops))
-    )
+
+    def names_an_op(item: pytest.Item) -> bool:
+        named = _names_in_code(item)
+        return bool((named | _named(item)) & ops or {f"{name}_out" for name in named} & ops)
+
+    near = {item.path for tests in functions.values() for item in tests[:1] if names_an_op(item)}
+
+    def rank(item: pytest.Item) -> tuple[float, ...]:
+        is_of_declaration = mutant.within in _names_in_code(item) or item.path.name == Path(_HEADERS).name
+        turn = turn_of[item.nodeid] + (0 if names_an_op(item) else _HEAD_START)
+        return -latest.get(item.nodeid, -1), -_shared(item, words), not is_of_declaration, item.path not in near, turn
+
+    return sorted(in_turn(*functions.values()), key=rank)
 
 
 def _hints(mutant: Mutant) -> str:
@@ -147,16 +163,25 @@ def _runs_on_host(item: pytest.Item, mutant: Mutant) -> bool:
     return "Host" in named or (item.path.name != "test_every_op.py" and "cpu" not in named)
 
 
-@cache
-def _code_of(function: Callable[..., None]) -> str:
-    return inspect.getsource(function)
-
-
-def _code_names(item: pytest.Item, ops: frozenset[str]) -> bool:
-    """Whether the test is of these ops, by its parameters or in its code."""
+def _names_in_code(item: pytest.Item) -> frozenset[str]:
     function = getattr(item, "function", None)
-    names = {name.removesuffix("_out") for name in ops}  # pyops.hadacore_transform calls hadacore_transform_out
-    return bool(_named(item) & ops) or (function is not None and any(name in _code_of(function) for name in names))
+    return frozenset() if function is None else _names_in(inspect.unwrap(function))
+
+
+@cache
+def _names_in(test: Callable[..., None]) -> frozenset[str]:
+    """Every name in the code of a test, and in the functions and texts of its module that the code names."""
+    found: set[str] = set()
+    waiting: list[str] = [inspect.getsource(test)]
+    while waiting:
+        names = set(re.findall(r"\w+", waiting.pop())) - found
+        found |= names
+        for value in (vars(inspect.getmodule(test)).get(name) for name in names):
+            if isinstance(value, str):
+                waiting.append(value)
+            elif inspect.isfunction(value) and value.__module__ == test.__module__:
+                waiting.append(inspect.getsource(value))
+    return frozenset(found)
 
 
 def _shared(item: pytest.Item, words: set[str]) -> int:

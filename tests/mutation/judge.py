@@ -82,12 +82,16 @@ class Judge:
         self.unsound: set[str] = set()
         self._killers: dict[str, list[str]] = defaultdict(list)
         self._doubted: dict[str, list[tuple[Mutant, Verdict]]] = defaultdict(list)  # test -> what it would have killed
+        self._uncollected: list[str] = []  # why tests could not be collected
         self._failed = ""
         self._numbers = itertools.count()
 
     def run(self, files: Sequence[str]) -> None:
         """Judge the mutants by the tests of these files, or of these ids."""
-        if status := pytest.main([*_PYTEST, *files], plugins=[self]):
+        status = pytest.main([*_PYTEST, *files], plugins=[self])
+        if self._uncollected:
+            raise RuntimeError("\n".join(["no mutant is judged without all tests", *self._uncollected]))
+        if status:
             raise RuntimeError(f"pytest ended with {status}")
 
     def pytest_sessionstart(self) -> None:
@@ -97,8 +101,15 @@ class Judge:
         hypothesis.settings.register_profile("mutation", settings, phases=phases, report_multiple_bugs=False)
         hypothesis.settings.load_profile("mutation")
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note what cannot be collected: the mutants that it kills would seem to survive."""
+        if report.failed:
+            self._uncollected.append(f"{report.nodeid}: {report.longreprtext}")
+
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Judge every mutant, in place of running every test."""
+        if self._uncollected:
+            return True
         running: dict[Any, _Job] = {}
         checks: deque[_Job] = deque()
         items = {item.nodeid: item for item in session.items}

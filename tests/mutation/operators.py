@@ -144,8 +144,19 @@ def _predicate(source: Source, i: int, token: Token) -> Iterator[Change]:
 
 def _cast(source: Source, i: int, token: Token) -> Iterator[Change]:
     declares = source.code[i - 1].kind == "word" and source.word(i - 1) != "return"
-    if token.text in _CASTS and source.word(i + 1) == "(" and not declares:
+    if token.text in _CASTS and source.word(i + 1) == "(" and not declares and not _is_implicit(source, i):
         yield i, i, ""
+
+
+def _is_implicit(source: Source, i: int) -> bool:
+    """Whether the cast is all that initialises a variable of its own type."""
+    if source.word(i - 1) != "=" or source.word(source.partner[i + 1] + 1) not in (",", ";"):
+        return False
+    first = i - 1
+    while first > 0 and source.word(first - 1) not in (";", "{", "}", "("):
+        first -= 1
+    first += source.word(first) in ("const", "constexpr")
+    return source.word(first) == source.word(i)
 
 
 def _index(source: Source, i: int, token: Token) -> Iterator[Change]:

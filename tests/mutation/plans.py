@@ -28,6 +28,8 @@ ROOT = Path(pyops.__file__).parents[1]
 _BOUNDARIES = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 _GEOMETRY = ("grid", "block")
 _HINTS = ("MIN_BLOCKS",)  # change no result
+# Another value of a constant. Twice a truth would be the same to a kernel.
+_OTHER = "(lambda value: not value if isinstance(value, bool) else value * 2)"
 
 
 class Change(NamedTuple):
@@ -174,11 +176,8 @@ def _changes_of_keywords(call: ast.Call) -> Iterator[Change]:
         elif keyword.arg and keyword.arg.isupper() and keyword.arg not in _HINTS:
             if isinstance(value, ast.Constant) and not isinstance(value.value, bool):
                 continue
-            is_truth = isinstance(value, ast.Compare | ast.BoolOp | ast.Constant) or keyword.arg.startswith(
-                ("HAS_", "IS_")
-            )
-            text = ast.unparse(value)
-            yield Change("specialisation", value, f"(not ({text}))" if is_truth else f"(({text}) * 2)")
+            is_truth, text = keyword.arg.startswith(("HAS_", "IS_")), ast.unparse(value)
+            yield Change("specialisation", value, f"(not ({text}))" if is_truth else f"{_OTHER}({text})")
 
 
 def ops_of(mutant: Mutant) -> frozenset[str]:

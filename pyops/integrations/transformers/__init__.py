@@ -1,7 +1,7 @@
 """Kernels of this library for decoders of transformers. A file imports only files above it, and of pyops the ops:
 
 cache joined          keys and values of a batch; several projections as one product
-modules               what the modules of a decoder do instead
+modules quantised     what the modules of a decoder do instead; modules that hold fp8 weights
 patching              accelerate, restore, report
 """
 

@@ -20,7 +20,7 @@ from .joined import Joined, hooked
 PAGED = ("sdpa", "eager")  # implementations of attention whose masks PagedCache reads
 
 
-def _served(x: Tensor) -> bool:
+def served(x: Tensor) -> bool:
     """Whether the ops compute what the module would: they have no gradients and do not follow autocast."""
     return not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type))
 
@@ -81,14 +81,14 @@ class RotaryEmbedding(Replacement):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         angles = self.original(x, position_ids)
-        return Step(x, *angles) if _served(x) else angles
+        return Step(x, *angles) if served(x) else angles
 
 
 class RMSNorm(Replacement):
     op = "rms_norm"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not _served(hidden_states):
+        if not served(hidden_states):
             return self.original(hidden_states)
         out = torch.empty_like(hidden_states)
         rms_norm(out, hidden_states, self.module.weight, self.module.variance_epsilon)
@@ -103,7 +103,7 @@ class MLP(Replacement):
         self.gate_up = Joined(module.gate_proj, module.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _served(x):
+        if not served(x):
             return self.original(x)
         gate_up = self.gate_up(x)
         activated = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)

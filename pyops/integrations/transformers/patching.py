@@ -13,6 +13,7 @@ from transformers.activations import SiLUActivation
 
 from ..._model_error import ModelError
 from .modules import MLP, Attention, DecoderLayer, Generation, Replacement, RMSNorm, RotaryEmbedding
+from .quantised import Projection, holds_codes, obstacle
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _KINDS: dict[str, type[Replacement]] = {
@@ -20,7 +21,12 @@ _KINDS: dict[str, type[Replacement]] = {
     "RMSNorm": RMSNorm,
     "Attention": Attention,
     "MLP": MLP,
+    "Projection": Projection,
 }
+_PROJECTIONS = (
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+)
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -46,11 +52,11 @@ class Report(NamedTuple):
 def accelerate(model: _Model) -> _Model:
     """Give a decoder of transformers the kernels of this library, in place.
 
-    Norms, rotary embedding, gated MLPs, the sums of the residual stream, and attention over a `PagedCache`, which
-    `generate` makes by itself for greedy search and sampling. The modules, their names and the state dict stay; what
-    the forwards compute differs by rounding alone. The weights of queries, keys and values are put behind each other
-    in memory, and so are those of gate and up, so that each is one product; that takes no more memory. Where gradients
-    are enabled, or under autocast, the model does what it did before.
+    Norms, rotary embedding, gated MLPs, the sums of the residual stream, projections of fp8 weights, and attention over
+    a `PagedCache`, which `generate` makes by itself for greedy search and sampling. The modules, their names and the
+    state dict stay; what the forwards compute differs by rounding alone. The weights of queries, keys and values are
+    put behind each other in memory, and so are those of gate and up, so that each is one product; that takes no more
+    memory. Where gradients are enabled, or under autocast, the model does what it did before.
 
     Call it when the model is on the device and of the dtype that it shall have. Where parameters are given other memory
     later (by `to`, or when adapters are merged), call it again: until then products are separate, and a compiled step
@@ -67,12 +73,12 @@ def accelerate(model: _Model) -> _Model:
     Raises:
         ModelError: a ValueError, for any other model; it is not accelerated then.
     """
-    family = _family(model)
+    family, dtype = _family(model)
     restore(model)
     known: dict[str, Any] = {}
     left_alone: dict[str, str] = {}
     for name, kind, module in _parts(model.model):
-        why = _obstacle(module, kind, family)
+        why = _obstacle(module, kind, family, dtype)
         if not why and kind == "DecoderLayer" and not {f"{name}.{norm}" for norm in _NORMS} <= known.keys():
             why = "a norm in it is left alone"
         if why and kind == "RotaryEmbedding":
@@ -112,8 +118,8 @@ def restore(model: _Model) -> _Model:
     return model
 
 
-def _family(model: Any) -> str:
-    """The family of a model that can be accelerated; an error that says what is in the way of any other."""
+def _family(model: Any) -> tuple[str, torch.dtype]:
+    """The family of a model that can be accelerated, and its dtype; an error that says what is in the way of others."""
     names = [f"{family}ForCausalLM" for family in _FAMILIES]
     family = next((f for f, name in zip(_FAMILIES, names, strict=True) if isinstance(model, _class(f, name))), None)
     if family is None:
@@ -126,7 +132,7 @@ def _family(model: Any) -> str:
     if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
         found = ", ".join(sorted(map(str, dtypes)))
         raise ModelError("accelerate", f"model: expected norms of float32, float16 or bfloat16, found {found}")
-    return family
+    return family, dtypes.pop()
 
 
 def _class(family: str, name: str) -> Any:
@@ -148,22 +154,31 @@ def _parts(decoder: Any) -> Iterator[tuple[str, str, Any]]:
             ("post_attention_layernorm", "RMSNorm"),
             ("mlp", "MLP"),
         ):
-            module = layer
-            for step in name.split("."):
-                module = getattr(module, step, None)
+            module = _within(layer, name)
             if module is not None:
                 yield f"{at}.{name}", kind, module
+        for name in _PROJECTIONS:
+            module = _within(layer, name)
+            if holds_codes(module):
+                yield f"{at}.{name}", "Projection", module
         yield at, "DecoderLayer", layer
     yield "model.norm", "RMSNorm", decoder.norm
 
 
-def _obstacle(module: Any, kind: str, family: str) -> str | None:
-    """Why a module cannot be replaced; None where it can."""
+def _within(module: Any, name: str) -> Any:
+    """The module of this name in a module, or None."""
+    for step in name.split("."):
+        module = getattr(module, step, None)
+    return module
+
+
+def _obstacle(module: Any, kind: str, family: str, dtype: torch.dtype) -> str | None:
+    """Why a module cannot be replaced in a model of a dtype; None where it can."""
     expected = f"{family}{kind}"
-    if type(module) is not _class(family, expected):
+    if kind != "Projection" and type(module) is not _class(family, expected):
         return f"expected {expected}, got {type(module).__name__}"
     if "forward" in vars(module):
         return "its forward is replaced already"
     if kind == "MLP" and not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
         return f"its activation is {type(module.act_fn).__name__}, not SiLU"
-    return None
+    return obstacle(module, dtype) if kind == "Projection" else None

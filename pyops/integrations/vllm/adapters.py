@@ -10,6 +10,7 @@ from ...ops.attention import convert_vertical_slash_indexes_mergehead as _conver
 from ...ops.attention import merge_attn_states as _merge_attn_states
 from ...ops.attention import paged_attention_rocm
 from ...ops.attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
+from ...ops.linear import cutlass_sparse_compress as _cutlass_sparse_compress
 from ...ops.mamba import selective_scan_fwd as _selective_scan_fwd
 from ...ops.moe import get_cutlass_moe_mm_data as _get_cutlass_moe_mm_data
 from ...ops.moe import moe_lora_align_block_size as _moe_lora_align_block_size
@@ -79,6 +80,12 @@ def moe_lora_align_block_size(*args: Any) -> None:
 def get_cutlass_moe_mm_data(*args: Any) -> None:
     """get_cutlass_moe_mm_data, where blockscale_offsets is written without a mark"""
     _get_cutlass_moe_mm_data(*args)
+
+
+@_adapter
+def cutlass_sparse_compress(a: Tensor) -> list[Tensor]:
+    """cutlass_sparse_compress, whose results are a list"""
+    return list(_cutlass_sparse_compress(a))
 
 
 @_adapter

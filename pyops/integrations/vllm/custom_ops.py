@@ -16,7 +16,7 @@ import pyops
 
 from ..._core.errors import OpError
 from ..._core.lazy import optional
-from ...ops import attention, moe, norm, quantize, sampling
+from ...ops import attention, linear, moe, norm, quantize, sampling
 from . import adapters
 from .schemas import SCHEMAS, SIGNATURES
 
@@ -171,6 +171,103 @@ def moe_unpermute(
     """`pyops.moe_unpermute` into `out`."""
     topk = topk_weights.shape[-1]
     moe.moe_unpermute(permuted_hidden_states, topk_weights, inv_permuted_idx, expert_first_token_offset, topk, out)
+
+
+def cutlass_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The product of `pyops.cutlass_scaled_mm`, new, of `out_dtype`: [..., N] for `a` [..., K]."""
+    rows, out = _rows_and_product(a, b.shape[1], out_dtype)
+    linear.cutlass_scaled_mm(out, rows, b, scale_a, scale_b, bias)
+    return out.view(*a.shape[:-1], b.shape[1])
+
+
+def cutlass_scaled_mm_azp(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    azp_adj: Tensor,
+    azp: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The product of `pyops.cutlass_scaled_mm_azp`, new, of `out_dtype`: [..., N] for `a` [..., K]."""
+    rows, out = _rows_and_product(a, b.shape[1], out_dtype)
+    linear.cutlass_scaled_mm_azp(out, rows, b, scale_a, scale_b, azp_adj, azp, bias)
+    return out.view(*a.shape[:-1], b.shape[1])
+
+
+def cutlass_scaled_sparse_mm(
+    a: Tensor,
+    bt_nzs: Tensor,
+    bt_meta: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The product of `pyops.cutlass_scaled_sparse_mm`, new: [M, N] of `out_dtype`."""
+    out = a.new_empty(a.shape[0], bt_nzs.shape[0], dtype=out_dtype)
+    linear.cutlass_scaled_sparse_mm(out, a, bt_nzs, bt_meta, scale_a, scale_b, bias)
+    return out
+
+
+def cutlass_scaled_fp4_mm(
+    a: Tensor, b: Tensor, block_scale_a: Tensor, block_scale_b: Tensor, alpha: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """The product of `pyops.cutlass_scaled_fp4_mm`, new: [M, N] of `out_dtype`."""
+    out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+    linear.cutlass_scaled_fp4_mm(out, a, b, block_scale_a, block_scale_b, alpha)
+    return out
+
+
+def _rows_and_product(a: Tensor, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`a` as a matrix, and memory for its product with one of so many columns."""
+    rows = a.reshape(a.shape[:-1].numel(), a.shape[-1])
+    return rows, a.new_empty(rows.shape[0], columns, dtype=dtype)
+
+
+def LLMM1(a: Tensor, b: Tensor, rows_per_block: int) -> Tensor:
+    """`pyops.LLMM1` of the weight `a` and the tokens `b`."""
+    return linear.LLMM1(a, b, rows_per_block)
+
+
+def wvSplitK(a: Tensor, b: Tensor, cu_count: int, bias: Tensor | None = None) -> Tensor:
+    """`pyops.wvSplitK` of the weight `a` and the tokens `b`, where the bias comes last."""
+    return linear.wvSplitK(a, b, bias, cu_count)
+
+
+def wvSplitKrc(a: Tensor, b: Tensor, cu_count: int, bias: Tensor | None = None) -> Tensor:
+    """`pyops.wvSplitKrc` of the weight `a` and the tokens `b`, where the bias comes last."""
+    return linear.wvSplitKrc(a, b, bias, cu_count)
+
+
+def wvSplitKQ(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    cu_count: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The product of `pyops.wvSplitKQ` of the weight `a` and the tokens `b`, new: [tokens, outputs] of `out_dtype`."""
+    out = b.new_empty(b.shape[0], a.shape[0], dtype=out_dtype)
+    linear.wvSplitKQ(a, b, bias, out, scale_a, scale_b, cu_count)
+    return out
+
+
+def dsv3_router_gemm(hidden_states: Tensor, router_weight: Tensor, output_dtype: torch.dtype) -> Tensor:
+    """The product of `pyops.dsv3_router_gemm`, new: [tokens, experts] of `output_dtype`."""
+    output = hidden_states.new_empty(hidden_states.shape[0], router_weight.shape[0], dtype=output_dtype)
+    linear.dsv3_router_gemm(output, hidden_states, router_weight)
+    return output
 
 
 shuffle_rows = moe.shuffle_rows.new

@@ -64,10 +64,11 @@ class Registration:
         """Where torch.ops is called with plain tensors and nothing watches, call the op's wrapper: torch's dispatcher
         would come to the same, but takes half as long as the whole call to reach a kernel in Python."""
         packet = getattr(getattr(torch.ops, entry.namespace), entry.name)
-        op, dispatch = getattr(entry.kernel, "op", None), getattr(packet, "_op", None)
-        if op is None or dispatch is None:
+        kernel, dispatch = entry.kernel, getattr(packet, "_op", None)
+        op = getattr(kernel, "op", None)
+        if kernel is None or op is None or dispatch is None:
             return
-        kernel, first, plain = op.call, op.declaration.leader_position, frozenset((torch.Tensor, torch.nn.Parameter))
+        first, plain = op.declaration.leader_position, frozenset((torch.Tensor, torch.nn.Parameter))
         modes, functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -179,5 +180,7 @@ def _define(library: Any, entry: Entry) -> None:
     returns = [str(one.type) for one in _parsed(entry).returns]
     if not returns:
         torch.library.register_fake(_qualified(entry), lambda *args, **kwargs: None, lib=library)
-    elif "Tensor" in returns:  # of tensors without data, what allocates results makes the right ones
+    elif {"Tensor", "List[Tensor]"} & {
+        *returns
+    }:  # of tensors without data, what allocates results makes the right ones
         torch.library.register_fake(_qualified(entry), FAKES.get(entry.name, entry.kernel), lib=library)

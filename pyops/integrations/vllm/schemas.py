@@ -1,8 +1,8 @@
 # ruff: noqa: E501
 """The ops of vLLM, as they are registered with torch, and the Python functions that lead to them: names and signatures.
 
-Those of version 0.16, those of 0.13 that are gone since, and `get_cutlass_batched_moe_mm_data`, as 0.22 calls
-`get_cutlass_pplx_moe_mm_data`. One thing is changed: `convert_vertical_slash_indexes` and
+Those of version 0.16, those of 0.13 that are gone since, and of later ones the two products of DeepSeek-V3 and
+`get_cutlass_batched_moe_mm_data`, as 0.22 calls `get_cutlass_pplx_moe_mm_data`. One thing is changed: `convert_vertical_slash_indexes` and
 `convert_vertical_slash_indexes_mergehead` call two arguments ``q_seqlens`` there, of which the second is
 ``kv_seqlens`` here.
 """
@@ -71,6 +71,7 @@ gptq_marlin_24_gemm(Tensor a, Tensor b_q_weight, Tensor b_meta, Tensor b_scales,
 machete_supported_schedules(ScalarType a_type, int b_type, ScalarType? maybe_group_scales_type, ScalarType? maybe_group_zeros_type, ScalarType? maybe_channel_scales_type, ScalarType? maybe_token_scales_type, ScalarType? maybe_out_type) -> str[]
 machete_mm(Tensor A, Tensor B, int b_type, ScalarType? out_type, Tensor? group_scales, Tensor? group_zeros, int? group_size, Tensor? channel_scales, Tensor? token_scales, str? schedule) -> Tensor
 machete_prepack_B(Tensor B, ScalarType a_type, int b_type, ScalarType? group_scales_type) -> Tensor
+dsv3_fused_a_gemm(Tensor! output, Tensor mat_a, Tensor mat_b) -> ()
 cutlass_scaled_mm(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias) -> ()
 cutlass_scaled_mm_azp(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor azp_adj, Tensor? azp, Tensor? bias) -> ()
 cutlass_scaled_mm_supports_fp8(int cuda_device_capability) -> bool
@@ -123,6 +124,7 @@ topk_softmax(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_in
 topk_sigmoid(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, Tensor gating_output, bool renormalize, Tensor? bias) -> ()
 grouped_topk(Tensor scores, int n_group, int topk_group, int topk, bool renormalize, float routed_scaling_factor, Tensor bias, int scoring_func) -> (Tensor, Tensor)
 moe_sum(Tensor input, Tensor! output) -> ()
+dsv3_router_gemm(Tensor! output, Tensor mat_a, Tensor mat_b) -> ()
 moe_align_block_size(Tensor topk_ids, int num_experts, int block_size, Tensor! sorted_token_ids, Tensor! experts_ids, Tensor! num_tokens_post_pad, Tensor? maybe_expert_map) -> ()
 batched_moe_align_block_size(int max_tokens_per_batch, int block_size, Tensor expert_num_tokens, Tensor! sorted_token_ids, Tensor! experts_ids, Tensor! num_tokens_post_pad) -> ()
 moe_lora_align_block_size(Tensor topk_ids, Tensor token_lora_mapping, int num_experts, int block_size, int max_loras, int max_num_tokens_padded, int max_num_m_blocks, Tensor! sorted_token_ids, Tensor! experts_ids, Tensor! num_tokens_post_pad, Tensor! adapter_enabled, Tensor! lora_ids, Tensor? maybe_expert_map) -> ()
@@ -225,6 +227,7 @@ gptq_marlin_24_gemm(a, b_q_weight, b_meta, b_scales, workspace, b_q_type, size_m
 machete_supported_schedules(a_type, b_type, group_scales_type, group_zeros_type=None, channel_scales_type=None, token_scales_type=None, out_type=None)
 machete_mm(a, b_q, b_type, out_type=None, b_group_scales=None, b_group_zeros=None, b_group_size=None, b_channel_scales=None, a_token_scales=None, schedule=None)
 machete_prepack_B(b_q_weight, a_type, b_type, group_scales_type)
+dsv3_fused_a_gemm(output, mat_a, mat_b)
 cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype, bias=None)
 cutlass_scaled_mm_azp(a, b, scale_a, scale_b, out_dtype, azp_adj, azp=None, bias=None)
 cutlass_scaled_mm_supports_fp8(cuda_device_capability)
@@ -256,6 +259,7 @@ topk_softmax(topk_weights, topk_ids, token_expert_indices, gating_output, renorm
 topk_sigmoid(topk_weights, topk_ids, token_expert_indices, gating_output, renormalize=False, e_score_correction_bias=None)
 grouped_topk(scores, num_expert_group, topk_group, topk, renormalize, routed_scaling_factor, bias, scoring_func=0)
 moe_sum(input, output)
+dsv3_router_gemm(hidden_states, router_weight, output_dtype)
 moe_align_block_size(topk_ids, num_experts, block_size, sorted_token_ids, experts_ids, num_tokens_post_pad, expert_map=None)
 batched_moe_align_block_size(max_tokens_per_batch, block_size, expert_num_tokens, sorted_ids, expert_ids, num_tokens_post_pad)
 moe_lora_align_block_size(topk_ids, token_lora_mapping, num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks, sorted_token_ids, experts_ids, num_tokens_post_pad, adapter_enabled, lora_ids, expert_map=None)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, tuning
+from ..._core import tuning
 from ..._core.kernel import Kernel, Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from .gemm_problem import Problem, check_linear
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..._core.device import Device
-    from ..._core.dtypes import DType
 
 __all__ = ["skinny_linear"]
 
@@ -26,22 +26,6 @@ _MAX_BATCH = 4  # vectors that a lane multiplies with while it waits for as many
 _MIN_WARPS = 4  # warps of a block
 _SPLITS = 1, 2, 4, 8  # warps that share a row of the weight
 _RESIDENT = 1024, 512  # threads per multiprocessor that registers allow: for one token, and for more
-
-
-class SkinnyProblem(NamedTuple):
-    """What the geometry depends on: rows of the input, their elements, rows of the weight, elements of a vector."""
-
-    num_tokens: int
-    hidden_size: int
-    output_size: int
-    dtype: DType
-    vec_size: int
-
-    def bucket(self) -> str:
-        return (
-            f"tokens={tuning.power_of_two(self.num_tokens)} weight={self.output_size}x{self.hidden_size} "
-            f"{self.dtype.name} vec_size={self.vec_size}"
-        )
 
 
 @dataclass(frozen=True)
@@ -69,20 +53,47 @@ class SkinnyConfig:
         block_rows = self.num_threads // device.warp_size // self.split
         return min(-(-output_size // block_rows), device.multiprocessors * self.min_blocks)
 
-    def candidates(self, problem: SkinnyProblem, device: Device) -> list[SkinnyConfig]:
+    def candidates(self, problem: Problem, device: Device) -> list[SkinnyConfig]:
         """Other warps for a row, vectors in flight, registers, and tokens of a block if there are several."""
         found = [tuning.resized(self, device.warp_size * max(_MIN_WARPS, split), split=split) for split in _SPLITS]
         return found + tuning.varied(
             self,
             batch=tuning.beside(self.batch, 1, 2 * _MAX_BATCH),
             min_blocks=tuning.occupancies(self.num_threads, self.min_blocks),
-            tokens=tuning.beside(self.tokens, 1, 2 * _MAX_TOKENS) if problem.num_tokens > 1 else (),
+            tokens=tuning.beside(self.tokens, 1, 2 * _MAX_TOKENS) if problem.m > 1 else (),
+        )
+
+    def launch(self, problem: Problem) -> Launch:
+        """The launch for a problem whose sums become elements of out by conversion, and at most a bias."""
+        given = (problem.epilogue.out, problem.a.source, problem.b.source, problem.epilogue.bias)
+        pairs = zip(("out", "input", "weight", "bias"), given, strict=True)
+        kernel = _skinny_linear.renamed(**{name: one.name for name, one in pairs if isinstance(one, TensorArg)})
+        strides = problem.epilogue.arguments()
+        return kernel(
+            scalar_t=problem.dtype,
+            HIDDEN_SIZE=problem.k,
+            VEC_SIZE=self.vec_size,
+            TOKENS=self.tokens,
+            SPLIT=self.split,
+            BATCH=self.batch,
+            HAS_BIAS=problem.epilogue.bias is not None,
+            NUM_THREADS=self.num_threads,
+            MIN_BLOCKS=self.min_blocks,
+        ).launch(
+            grid=(self.num_blocks(problem.n, problem.device), -(-problem.m // self.tokens)),
+            block=self.num_threads,
+            num_tokens=problem.m,
+            output_size=problem.n,
+            out_stride=strides["out_stride"],
+            input_stride=problem.a.stride,
+            weight_stride=problem.b.stride,
+            **({"bias": 0} if problem.epilogue.bias is None else {}),
         )
 
 
-def choose(problem: SkinnyProblem, device: Device) -> SkinnyConfig:
+def choose(problem: Problem, device: Device) -> SkinnyConfig:
     """The geometry for one token or for several."""
-    return _choose(problem.hidden_size, problem.vec_size, problem.num_tokens != 1, device.warp_size)
+    return _choose(problem.k, problem.vec_size, problem.m != 1, device.warp_size)
 
 
 @cache  # a plan miss must not pay for it
@@ -106,9 +117,9 @@ def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | Non
     """A linear layer for few rows: ``out = input @ weight.T + bias``, summed in float32 and rounded once.
 
     Made for the decode step of one sequence or two. The weight is read once for every four rows of `input`: with four,
-    a matrix product on tensor cores is faster. Lanes of a warp each sum a part of a row; then their sums are added. A
-    result whose products have magnitudes that add up to more than the largest float32 is right, infinite or NaN: a part
-    of its sum may be infinite where the whole is not.
+    a matrix product on tensor cores is faster (`linear`). Lanes of a warp each sum a part of a row; then their sums are
+    added. A result whose products have magnitudes that add up to more than the largest float32 is right, infinite or
+    NaN: a part of its sum may be infinite where the whole is not.
 
     Args:
         out: [..., output_size], written; rows of one stride.
@@ -122,38 +133,10 @@ def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | Non
 
 @skinny_linear.plan
 def plan_skinny_linear(out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None) -> Launch:
-    check.floating(input)
-    hidden_size, output_size = check.row_size(input), check.row_size(out)
-    check.dtype(out, input.dtype)
-    if out.shape[:-1] != input.shape[:-1]:
-        raise out.error(f"expected the leading dimensions of input, {input.shape[:-1]}, got shape {out.shape}")
-    check.sizes(weight, output_size=output_size, hidden_size=hidden_size)
-    check.dtype(weight, input.dtype)
-    check.row_size(weight)
-    check.shape(bias, input.dtype, output_size=output_size)
-    num_tokens = check.num_rows(input)
-    strides = {"out_stride": check.row_stride(out), "input_stride": check.row_stride(input)}
-    vec_size = check.vector_width(hidden_size, input, weight)
-    problem = SkinnyProblem(num_tokens, hidden_size, output_size, input.dtype, vec_size)
-    config = tuning.config(input.op, problem, input.device, choose)
-    return _skinny_linear(
-        scalar_t=input.dtype,
-        HIDDEN_SIZE=hidden_size,
-        VEC_SIZE=config.vec_size,
-        TOKENS=config.tokens,
-        SPLIT=config.split,
-        BATCH=config.batch,
-        HAS_BIAS=bias is not None,
-        NUM_THREADS=config.num_threads,
-        MIN_BLOCKS=config.min_blocks,
-    ).launch(
-        grid=(config.num_blocks(output_size, input.device), -(-num_tokens // config.tokens)),
-        block=config.num_threads,
-        num_tokens=num_tokens,
-        output_size=output_size,
-        weight_stride=check.row_stride(weight),
-        **strides,
-    )
+    problem = check_linear(out, input, weight, bias)
+    if not problem.k:
+        raise input.error(f"expected rows of at least one element, got shape {input.shape}")
+    return tuning.config(problem.op, problem, problem.device, choose).launch(problem)
 
 
 @skinny_linear.example

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._core import check, tuning
 from ..._core.device import Device
@@ -18,13 +18,15 @@ _chunk_scan_simt = Kernel("mamba/chunk_scan_simt.cu")
 _chunk_scan_pass = Kernel("mamba/chunk_scan_pass.cu")
 
 _MAX_TOKENS = 2**31 - 64  # kernels count tokens in 32 bits
-_TOKENS = 32  # of a tile of chunk_scan.cu
+_TOKENS, _SEGMENT_TOKENS = 32, (32, 64)  # of a tile of chunk_scan.cu; where it finds the states of segments alone
+_STAGES = 3  # tiles in shared memory
+_WIDE_SHARED = 200 * 1024  # bytes of shared memory in which two blocks with tiles of 64 tokens fit
 _MAX_ROWS = 128  # rows of a block of chunk_scan.cu: dimensions of its heads
 _MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread holds as many in registers
 _FIRST_SPILLING_ARCH = 100  # from this compute capability on, two tiles of rows and 128 elements spill registers
 _SIMT_THREADS = 128
 _MAX_ITEMS = 16  # elements of a state in the registers of a thread of chunk_scan_simt.cu
-# From registers and loads in flight. No GPU has timed other numbers yet: docs/performance.md, "Owed to a GPU".
+_CHUNK_PARTS, _MANY_CHUNKS = 4, 16  # parts of a chunk where a segment has fewer chunks than this many
 _MAX_SEGMENTS = 64  # whose states chunk_scan_pass.cu adds up, one after another
 _PASS_THREADS, _PASS_BATCH = 128, 8  # of chunk_scan_pass.cu: threads of a block, segments that a thread loads at once
 _RESIDENT_BLOCKS = {True: 2, False: 8}  # of a multiprocessor: of chunk_scan.cu, and of chunk_scan_simt.cu
@@ -46,6 +48,19 @@ class Problem:
     def num_chunks(self) -> int:
         return int(self.call["seq_idx"].shape[0])
 
+    def segments(self, row_blocks: int) -> tuple[int, int, int]:
+        """(segments that fill the device once, parts of a chunk that divide them evenly, tokens of a part)."""
+        device, num_tokens = self.call["x"].device, self.call["x"].shape[0]
+        blocks = _RESIDENT_BLOCKS[self.uses_mma] * device.multiprocessors
+        wanted = max(1, min(blocks // row_blocks, _MAX_SEGMENTS))
+        chunk_parts, part_tokens = 1, min(self.call["chunk_size"], max(1, num_tokens))
+        long = 2 * num_tokens >= self.num_chunks * part_tokens  # else most parts would be empty
+        if wanted > 1 and long and self.num_chunks < _MANY_CHUNKS * wanted:
+            chunk_tokens = part_tokens
+            part_tokens = -(-chunk_tokens // (_CHUNK_PARTS * _TOKENS)) * _TOKENS
+            chunk_parts = -(-chunk_tokens // part_tokens)
+        return max(1, min(wanted, self.num_chunks * chunk_parts)), chunk_parts, part_tokens
+
     @property
     def head_tile(self) -> int:
         """Dimensions of a head that a block of chunk_scan.cu takes."""
@@ -58,6 +73,12 @@ class Problem:
         num_heads, head_size, num_groups, state_size = self.sizes
         rows = _MAX_ROWS if state_size <= _MAX_STATE_OF_TWO_TILES else _MAX_ROWS // 2
         return gcd(num_heads // num_groups, rows // self.head_tile) if self.head_tile == head_size else 1
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of chunk_scan.cu for the rows of all heads."""
+        num_heads, head_size, _, _ = self.sizes
+        return num_heads // self.heads * (head_size // self.head_tile)
 
     @property
     def uses_mma(self) -> bool:
@@ -94,21 +115,36 @@ class Config:
     Attributes:
         row_tiles: tiles of 16 rows of a warp of chunk_scan.cu.
         min_blocks: of a multiprocessor that the compiler makes room for, by bounding registers.
+        segment_row_tiles, segment_min_blocks: likewise, where chunk_scan.cu finds the states of segments alone.
+        segment_tokens: of a tile there.
     """
 
     row_tiles: int
     min_blocks: int
+    segment_row_tiles: int = 1
+    segment_min_blocks: int = 1
+    segment_tokens: int = _TOKENS
 
     def candidates(self, problem: Problem, device: Device) -> list[Config]:
         """Other warps, where both kinds have whole ones, and registers."""
         row_tiles = (1, 2) if problem.uses_mma and _may_have_two_tiles(problem) else ()
-        return tuning.varied(self, row_tiles=row_tiles, min_blocks=(1, 2))
+        several = problem.uses_mma and problem.segments(problem.row_blocks)[0] > 1
+        return tuning.varied(
+            self,
+            row_tiles=row_tiles,
+            min_blocks=(1, 2),
+            segment_row_tiles=row_tiles if several else (),
+            segment_min_blocks=(1, 2) if several else (),
+            segment_tokens=_SEGMENT_TOKENS if several else (),
+        )
 
 
 def choose(problem: Problem, device: Device) -> Config:
     """The warps that read B and C least often, if their registers do not spill."""
     two_tiles = problem.uses_mma and _may_have_two_tiles(problem) and int(device.arch[3:]) < _FIRST_SPILLING_ARCH
-    return Config(row_tiles=2 if two_tiles else 1, min_blocks=1)
+    row_tiles = 2 if two_tiles else 1
+    wide = problem.uses_mma and device.shared_memory >= _WIDE_SHARED
+    return Config(row_tiles, 1, row_tiles, 1, _SEGMENT_TOKENS[wide])
 
 
 def _may_have_two_tiles(problem: Problem) -> bool:
@@ -151,10 +187,8 @@ def check_scan(call: Mapping[str, Any]) -> Problem:
     num_seqs, num_chunks = call["last_chunk_indices"].shape[0], call["seq_idx"].shape[0]
     rest = {"num_heads": num_heads, "head_size": head_size, "state_size": state_size}
     check.shape(call["initial_states"], num_seqs=num_seqs, **rest)
-    if call["return_intermediate_states"]:
-        check.shape(call["states"], num_chunks=num_chunks, **rest)
-    else:
-        check.shape(call["states"], num_seqs=num_seqs, **rest)
+    count = {"num_chunks": num_chunks} if call["return_intermediate_states"] else {"num_seqs": num_seqs}
+    check.shape(call["states"], **count, **rest)
     return Problem(call)
 
 
@@ -215,24 +249,41 @@ def launches(problem: Problem, config: Config) -> list[Launch]:
     return (_launches_mma if problem.uses_mma else _launches_simt)(problem, config, constants, arguments)
 
 
+class Geometry(NamedTuple):
+    """Constants of a launch that are its own, threads of a block, and bytes of shared memory."""
+
+    constants: dict[str, Any]
+    num_threads: int
+    shared: int
+
+
 def _launches_mma(
     problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> list[Launch]:
-    num_heads, head_size, _, state_size = problem.sizes
+    state_size = problem.sizes[3]
     heads, head_tile = problem.heads, problem.head_tile
     rows = heads * head_tile
+    out = problem.call["out"]
     constants |= {
         "HEADS": heads,
         "HEAD_TILE": head_tile,
-        "ROW_TILES": config.row_tiles,
-        "MIN_BLOCKS": config.min_blocks,
+        "OUT_VEC": 8 if out.alignment == 16 and out.strides[0] % 8 == 0 else 4,
     }
-    # Rows of 64 elements or a multiple; two stages of x, B and C; weights of each head.
+    # Rows of 64 elements or a multiple; stages of x, B and C; weights of each head, of two tiles.
     state_bytes, x_bytes = (_TOKENS * -(-size // 64) * 128 for size in (state_size, rows))
-    stage_bytes = {False: 2 * state_bytes + x_bytes, True: state_bytes + x_bytes}
-    shared = {False: 2 * stage_bytes[False] + heads * _TOKENS * 128, True: 2 * stage_bytes[True]}
-    row_blocks = num_heads // heads * (head_size // head_tile)
-    return _both(_chunk_scan, problem, constants, arguments, row_blocks, 2 * rows // config.row_tiles, shared)
+    shared = {
+        False: _STAGES * (2 * state_bytes + x_bytes) + 2 * heads * _TOKENS * 128,
+        True: _STAGES * config.segment_tokens // _TOKENS * (state_bytes + x_bytes),
+    }
+
+    def geometry(of_segments: bool) -> Geometry:
+        tokens, row_tiles, min_blocks = _TOKENS, config.row_tiles, config.min_blocks
+        if of_segments:
+            tokens, row_tiles, min_blocks = config.segment_tokens, config.segment_row_tiles, config.segment_min_blocks
+        own = {"TOKENS": tokens, "ROW_TILES": row_tiles, "MIN_BLOCKS": min_blocks}
+        return Geometry(own, 2 * rows // row_tiles, shared[of_segments])
+
+    return _both(_chunk_scan, problem, constants, arguments, problem.row_blocks, geometry)
 
 
 def _launches_simt(
@@ -243,7 +294,7 @@ def _launches_simt(
     rows = _SIMT_THREADS // lanes
     constants |= {"LANES": lanes, "ROWS": rows, "MIN_BLOCKS": config.min_blocks}
     row_blocks = num_heads * -(-head_size // rows)
-    return _both(_chunk_scan_simt, problem, constants, arguments, row_blocks, _SIMT_THREADS, {})
+    return _both(_chunk_scan_simt, problem, constants, arguments, row_blocks, lambda _: Geometry({}, _SIMT_THREADS, 0))
 
 
 def _both(
@@ -252,16 +303,13 @@ def _both(
     constants: dict[str, Any],
     arguments: dict[str, Any],
     row_blocks: int,
-    num_threads: int,
-    shared: Mapping[bool, int],
+    geometry: Callable[[bool], Geometry],
 ) -> list[Launch]:
-    """The launches: those of the segments' states, where there are several, and that of the results."""
+    """The launches: those of the states of segments (geometry(True)), if there are several, and that of the results."""
     call = problem.call
     num_heads, head_size, _, state_size = problem.sizes
-    # As many segments as fill the device once.
-    blocks = _RESIDENT_BLOCKS[problem.uses_mma] * call["x"].device.multiprocessors
-    num_segments = max(1, min(blocks // row_blocks, problem.num_chunks, _MAX_SEGMENTS))
-    arguments["num_segments"] = num_segments
+    num_segments, chunk_parts, part_tokens = problem.segments(row_blocks)
+    arguments |= {"num_segments": num_segments, "chunk_parts": chunk_parts, "part_tokens": part_tokens}
     states: int | Scratch = 0
     decays: int | Scratch = 0
     if num_segments > 1:
@@ -269,7 +317,8 @@ def _both(
         states = Scratch((num_segments - 1) * num_heads * head_size * state_size * 4)
 
     def launch(segment_states: bool) -> Launch:
-        own = constants | {
+        own, num_threads, shared = geometry(segment_states)
+        own |= constants | {
             "SEGMENT_STATES": segment_states,
             "HAS_Z": call["z"] is not None and not segment_states,
             "CHUNK_STATES": call["return_intermediate_states"] and not segment_states,
@@ -278,7 +327,7 @@ def _both(
         return kernel(**own).launch(
             grid,
             num_threads,
-            shared.get(segment_states, 0),
+            shared,
             segment_states=states,
             segment_decays=decays,
             **arguments,

@@ -15,7 +15,7 @@ _MAX_LANES = 32  # that share a row
 # By count of bytes in flight and of registers. Of the sizes that were timed on an H200 none gained more than 3 %.
 _NUM_THREADS, _MIN_BLOCKS = 128, 5
 _MAX_RATES = 16  # elements of A that a thread holds, where A has one for each state
-_WAVE = 5  # blocks of a multiprocessor that run at once
+_WAVE = 3  # blocks of a multiprocessor, at most, before a thread has more rows
 _MAX_HELD_BYTES, _MAX_ITEMS = 64, 4  # of states that a thread holds, and rows of all its sequences
 
 

@@ -27,7 +27,7 @@ _NUM_THREADS = 128
 # Of the 68 choices that were timed for 8192 tokens of 8192 channels on an H200 (docs/performance.md).
 _MIN_BLOCKS = 4
 _TOKENS_BATCH = 8  # rows of a thread in flight
-_MIN_TILE, _MAX_TILE = 8, 32  # tokens of a block; each tile reads width - 1 tokens of the tile before it again
+_MIN_TILE, _MAX_TILE = 8, 64  # tokens of a block; each tile reads width - 1 tokens of the tile before it again
 _CHANNELS_BATCH = 2  # channels of a thread in flight
 # No measurement of its own: two waves of blocks.
 _WAVES = 2

@@ -13,7 +13,7 @@ from ..._core.op import op
 from ..._core.tensor import TensorArg
 from ._common import MAX_STATES, PAD_SLOT_ID
 from ._scan_example import example_selective_scan_fwd
-from ._scan_geometry import NUM_THREADS, ScanProblem, choose
+from ._scan_geometry import ScanProblem, TokensConfig, choose
 from ._scan_reference import Rows, Slots, scan
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["selective_scan_fn", "selective_scan_fwd"]
 
 _selective_scan_fwd = Kernel("mamba/selective_scan_fwd.cu")
+_selective_scan_tokens = Kernel("mamba/selective_scan_tokens.cu")
 _COLUMNS = "block_idx_first_scheduled_token", "block_idx_last_scheduled_token", "initial_state_idx"
 
 
@@ -188,22 +189,18 @@ def plan_selective_scan_fwd(
         f"{name}_batch_stride": arg.strides[0] if arg and leading else 0
         for name, arg in (("u", u), ("delta", delta), ("z", z_), ("B", B), ("C", C))
     }
-    return _selective_scan_fwd(
+    kernel = _selective_scan_tokens if isinstance(config, TokensConfig) else _selective_scan_fwd
+    specialisation = kernel(
         scalar_t=u.dtype,
         state_t=ssm_states.dtype,
         STATE_SIZE=state_size,
-        LANES=config.lanes,
-        STATES=config.states,
-        CHANNELS=config.channels,
-        TILE_TOKENS=config.tile_tokens,
         VEC_SIZE=vec_size,
-        STATE_VEC_SIZE=min(state_vec_size, config.states),
-        NUM_THREADS=NUM_THREADS,
-        MIN_BLOCKS=config.min_blocks,
-    ).launch(
+        **config.constants(problem),
+    )
+    return specialisation.launch(
         grid=batch * num_groups * group_blocks if num_tokens and ssm_states.numel else 0,
-        block=NUM_THREADS,
-        shared=config.shared_bytes,
+        block=config.num_threads,
+        shared=config.shared_bytes(problem),
         num_tokens=num_tokens,
         num_slots=ssm_states.shape[0],
         columns=columns,

@@ -5,9 +5,10 @@ A row is one choice of one token: row t of ``num_tokens * topk`` rows is element
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._core import check
+from ..._core import check, tuning
 from ..._core.dtypes import int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
@@ -16,15 +17,82 @@ from ..._core.tensor import TensorArg
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Predicted: another warp costs each bin one more count to add up, another row of a lane some 45 instructions. Measured
-# on an H200: one block aligns 128 rows in 3.1 us, 2048 in 6.3 and 4096 in 9.8; a cluster aligns 4104 in 3.8.
-_LANE_ROWS = 4  # rows of a lane before another warp gets some
+    from ..._core.device import Device
+
+_LANE_ROWS = 2  # rows of a lane before another warp gets some
 _KEPT_ROWS = 4  # rows of a lane at most whose bins stay in registers
-_BLOCK_ROWS, _BLOCK_PLACES = 1024, 32768  # of a launch of one block, at most
+# Of a launch of one block, at most. Measured on an H200 for 8 choices among 128 experts: 16, 128, 256 and 512 tokens
+# take one block 3.2, 4.6, 6.2 and 9.7 us; a cluster of eight takes 2.7, 2.9, 2.9 and 3.3 with two rows to a lane, and
+# 3.4 for 512 tokens with four.
+_BLOCK_ROWS, _BLOCK_PLACES = 64, 32768
 _THREAD_PLACES = 16  # places of a thread before the block has more threads
 _BLOCK_THREADS = 256, 512, 1024
 _STATIC_SHARED = 2048  # bytes of shared memory that kernels declare themselves, at most
 _MAX_ROWS = 2**30  # rows and places are counted in 32 bits
+
+
+class SortProblem(NamedTuple):
+    """What the geometry depends on: tokens and choices of each, bins, elements written for rows and their padding."""
+
+    num_tokens: int
+    topk: int
+    bins: int
+    places: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens * self.topk
+
+    def bucket(self) -> str:
+        return f"tokens={tuning.power_of_two(self.num_tokens)} topk={self.topk} bins={self.bins}"
+
+
+@dataclass(frozen=True)
+class SortConfig:
+    """The geometry of a sort by experts (expert_sort.cuh).
+
+    Attributes:
+        cluster: blocks that share the rows.
+        lane_rows: rows of a lane before another warp gets some; more, if a block has no more warps.
+        min_threads, max_threads: of a block.
+    """
+
+    cluster: int
+    lane_rows: int = _LANE_ROWS
+    min_threads: int = _BLOCK_THREADS[0]
+    max_threads: int = _BLOCK_THREADS[-1]
+
+    def shared_words(self, bins: int) -> int:
+        """Words of shared memory beside the counts of warps."""
+        return (2 + (self.cluster > 1)) * bins
+
+    def warps(self, problem: SortProblem, device: Device) -> tuple[int, int]:
+        """(warps of a block, and those of them that have rows, for each of which shared memory has counts)."""
+        wanted = max(1, -(-problem.num_rows // (self.cluster * self.lane_rows * device.warp_size)))
+        threads = max(wanted * device.warp_size, problem.bins, problem.places // (self.cluster * _THREAD_PLACES))
+        block = next((n for n in _BLOCK_THREADS if n >= threads), self.max_threads)
+        num_warps = max(self.min_threads, min(block, self.max_threads)) // device.warp_size
+        words = (device.shared_memory - _STATIC_SHARED) // 4 - self.shared_words(problem.bins)
+        return num_warps, min(wanted, num_warps, words // problem.bins)
+
+    def candidates(self, problem: SortProblem, device: Device) -> list[SortConfig]:
+        """Clusters of other sizes; other rows of a lane and threads of a block, where they make other warps."""
+        clusters = [1 << i for i in range(device.cluster.bit_length())]
+        others = tuning.varied(
+            self,
+            lane_rows=tuning.beside(self.lane_rows, 1, 8),
+            min_threads=[n for n in _BLOCK_THREADS if n <= self.max_threads],
+            max_threads=[n for n in _BLOCK_THREADS if n >= self.min_threads],
+        )
+        return tuning.varied(self, cluster=clusters) + [
+            one for one in others if one.warps(problem, device) != self.warps(problem, device)
+        ]
+
+
+def choose(problem: SortProblem, device: Device) -> SortConfig:
+    """One block for few rows and places, else a cluster."""
+    few = problem.num_rows <= _BLOCK_ROWS and problem.places <= _BLOCK_PLACES
+    return SortConfig(1 if few else device.cluster)
 
 
 def sort_launch(
@@ -33,39 +101,36 @@ def sort_launch(
     bins: int,
     places: int,
     groups: int = 1,
+    tuned: bool = True,
     fixed: dict[str, int] | None = None,
     **constants: Any,
 ) -> Launch:
     """The launch of a kernel that sorts the rows of `topk_ids` into `bins` bins, by a cluster for each of `groups`.
 
-    `places` are the elements that a group writes for its rows and their padding.
+    `places` are the elements that a group writes for its rows and their padding. `tuned` says that the sort is what
+    the op tunes.
     """
-    num_rows, device = topk_ids.numel, topk_ids.device
-    few = num_rows <= _BLOCK_ROWS and places <= _BLOCK_PLACES
-    cluster = 1 if few else device.cluster
-    wanted_warps = max(1, -(-num_rows // (cluster * _LANE_ROWS * device.warp_size)))
-    wanted_threads = max(wanted_warps * device.warp_size, bins, places // (cluster * _THREAD_PLACES))
-    num_threads = next((n for n in _BLOCK_THREADS if n >= wanted_threads), _BLOCK_THREADS[-1])
-    # Each warp with rows has counts of its own, and a block has two or three words for each bin.
-    rest = 4 * (2 + (cluster > 1)) * bins
-    room = (device.shared_memory - _STATIC_SHARED - rest) // (4 * bins)
-    if room < 1:
+    device = topk_ids.device
+    num_tokens, topk = topk_ids.shape
+    problem = SortProblem(num_tokens, topk, bins, places)
+    config = tuning.config(topk_ids.op, problem, device, choose) if tuned else choose(problem, device)
+    num_warps, sort_warps = config.warps(problem, device)
+    if sort_warps < 1:
         message = f"expected experts for which {device.shared_memory} bytes of shared memory suffice, got {bins}"
         raise check.refuse(topk_ids, "topk_ids", message)
-    sort_warps = min(wanted_warps, num_threads // device.warp_size, room)
-    lane_rows = -(-num_rows // (cluster * sort_warps * device.warp_size))
+    lane_rows = -(-problem.num_rows // (config.cluster * sort_warps * device.warp_size))
     return kernel(
         id_t=topk_ids.dtype,
         BIN_BITS=bins.bit_length(),
-        CLUSTER=cluster,
+        CLUSTER=config.cluster,
         KEPT=_KEPT_ROWS if lane_rows <= _KEPT_ROWS else 0,
         **constants,
-        NUM_THREADS=num_threads,
+        NUM_THREADS=num_warps * device.warp_size,
     ).launch(
-        grid=(groups, cluster),
-        block=num_threads,
-        shared=4 * sort_warps * bins + rest,
-        num_rows=num_rows,
+        grid=(groups, config.cluster),
+        block=num_warps * device.warp_size,
+        shared=4 * (sort_warps * bins + config.shared_words(bins)),
+        num_rows=problem.num_rows,
         sort_warps=sort_warps,
         warp_rows=lane_rows * device.warp_size,
         **(fixed or {}),

@@ -120,6 +120,7 @@ def plan_moe_permute(
             topk_ids,
             n_local_expert + 1,
             num_rows,
+            tuned=False,  # the op tunes the rows
             HAS_MAP=expert_map is not None,
             fixed={"num_experts": check_map(expert_map, n_expert), "num_local": n_local_expert},
         ),

@@ -12,9 +12,7 @@ their sign. Two codes share a byte, the first in its lower half. A code is a sig
 A ``g`` of 0 gives scales and codes of 0. A negative ``g`` gives negative scales, so that values come back with their
 sign. A NaN gives scales of 448 and codes of +6; an infinite ``g`` scales of +-448 and codes of +-6, of 0 +6.
 
-Matrix products on Blackwell take scales in tiles of 128 rows and 4 columns, filled up with zeros. In a matrix of c
-columns, a multiple of 4, row m, column k is byte
-``(m // 128 * (c // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4``.
+Matrix products on Blackwell take scales in tiles (`_shared/fp4_tiles.py`).
 """
 
 from __future__ import annotations
@@ -28,22 +26,16 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
 from .._shared import fp8
+from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..._core.device import Device
 
-BLOCK = 16  # elements under one scale
-TILE_ROWS, TILE_COLUMNS = 128, 4
 # The middles between neighbouring magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. A value in the middle becomes the even code:
 # the lower one for the first tuple, the upper one for the second.
 _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
-
-
-def rounded_up(size: int, multiple: int) -> int:
-    """The smallest multiple that is not below `size`."""
-    return -(-size // multiple) * multiple
 
 
 # References
@@ -69,14 +61,6 @@ def nvfp4(input: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     s = scales.float()
     codes = e2m1(x * torch.where(s == 0, 0.0, 1.0 / (s * (1.0 / g)))).flatten(-2)
     return codes[:, 1::2] << 4 | codes[:, ::2], scales.squeeze(-1)
-
-
-def tiled(scales: Tensor) -> Tensor:
-    """The bytes of scales [rows, columns], in tiles that are filled up with zeros."""
-    rows, columns = (rounded_up(*sizes) for sizes in zip(scales.shape, (TILE_ROWS, TILE_COLUMNS), strict=True))
-    filled = torch.zeros(rows, columns, dtype=torch.uint8, device=scales.device)
-    filled[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
-    return filled.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4).reshape(rows, columns)
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -114,11 +98,6 @@ def check_scales(scales: TensorArg, columns: int, rows: int | None) -> None:
     check.dtype(scales, float8_e4m3fn, uint8, *([] if columns % TILE_COLUMNS else [int32]))
     check.sizes(scales, rows=rows, columns=columns // scales.dtype.itemsize)
     check.contiguous(scales)
-
-
-def tile_sizes(num_rows: int, blocks: int) -> tuple[int, int]:
-    """(columns, rows) of the scales of a matrix, rounded up to whole tiles."""
-    return rounded_up(blocks, TILE_COLUMNS), rounded_up(num_rows, TILE_ROWS)
 
 
 # Launches

@@ -11,7 +11,8 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
-from ._fp4 import BLOCK, Problem, check_codes, check_scales, gated, launch, matrix, nvfp4, tile_sizes, tiled
+from .._shared.fp4_tiles import BLOCK, tile_sizes, tiled
+from ._fp4 import Problem, check_codes, check_scales, gated, launch, matrix, nvfp4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ def scaled_fp4_quant(
         input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
         output_scale: written; contiguous, float8_e4m3fn or uint8 of [rows, columns], or int32 of [rows, columns / 4].
             With is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns hidden_size / 16
-            rounded up to 4, in tiles (see `quantize/_fp4.py`) that are filled up with zeros; else [num_tokens,
+            rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are filled up with zeros; else [num_tokens,
             hidden_size / 16].
         input_scale: g, one float32, a factor of the input: normally ``448 * 6 / max|input|``.
         is_sf_swizzled_layout: whether scales lie in tiles.

@@ -13,19 +13,8 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
-from ._fp4 import (
-    BLOCK,
-    TILE_COLUMNS,
-    TILE_ROWS,
-    Problem,
-    check_codes,
-    check_scales,
-    gated,
-    launch,
-    nvfp4,
-    rounded_up,
-    tiled,
-)
+from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up, tiled
+from ._fp4 import Problem, check_codes, check_scales, gated, launch, nvfp4
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,58 @@
+// gemm_epilogue.cuh: what becomes of the sums of a matrix product: zero points, scales, bias, activation.
+//
+//     x[m, n] = a_scales[m] * (b_scales[n] * float(sum[m, n] - z)) + bias        (of these, what the op is given)
+//     z = 0;   AZP 1: azp_adj[n];   AZP 2: azp[m] * azp_adj[n]                   (sums of integers: exact)
+//     bias = 0;   BIAS 1: bias[n];   BIAS 2: bias[m, n]
+//     out[m, n] = out_t(x[m, n]);   with ACTIVATION f: out_t(f(x[m, n]))
+//     GATED, with weight rows n of gates and N + n of ups, for N columns of out: out_t(f(x[m, n]) * x[m, N + n])
+//
+// A thread loads the terms of a row and of a column once, and combines them with each sum. One scale of the whole
+// matrix has a step of 0.
+
+#pragma once
+#include "math.cuh"
+
+// Activations of float32, for a result that is rounded to T.
+template <typename T> DEVICE float gemm_silu(float x) { return logistic<T>(x, x); }
+template <typename T> DEVICE float gemm_gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.707106781186547524f)); }
+template <typename T> DEVICE float gemm_none(float x) { return x; }
+
+template <typename out_t, bool A_SCALES, bool B_SCALES, int AZP, int BIAS>
+struct Epilogue {
+    const float* a_scales;   // [M] or [1]
+    const float* b_scales;   // [N] or [1]
+    const int32_t* azp_adj;  // [N]
+    const int32_t* azp;      // [M]
+    const out_t* bias;       // [N], or [M, N]
+    int64_t a_scale_step, b_scale_step, bias_stride;
+
+    struct Row {
+        int64_t row;
+        float scale;
+        int32_t azp;
+    };
+    struct Column {
+        int64_t column;
+        float scale, bias;
+        int32_t azp;
+    };
+
+    // The terms of a row, and of a column, that exist.
+    DEVICE Row row(int64_t m) const { return {m, A_SCALES ? a_scales[m * a_scale_step] : 1.0f, AZP == 2 ? azp[m] : 1}; }
+    DEVICE Column column(int64_t n) const {
+        return {n, B_SCALES ? b_scales[n * b_scale_step] : 1.0f, BIAS == 1 ? to_float(bias[n]) : 0.0f,
+                AZP > 0 ? azp_adj[n] : 0};
+    }
+
+    // x[m, n]. Sum is float or int32_t.
+    template <typename Sum>
+    DEVICE float value(const Row& row, const Column& column, Sum sum) const {
+        // Integers wrap around, as two's complement does: so does a sum whose parts are out of range and whole is not.
+        if constexpr (AZP > 0) sum = int32_t(uint32_t(sum) - uint32_t(row.azp) * uint32_t(column.azp));
+        float x = float(sum);
+        if constexpr (B_SCALES) x = ieee_multiply(column.scale, x);
+        const float shift = BIAS == 2 ? to_float(bias[row.row * bias_stride + column.column]) : column.bias;
+        if constexpr (A_SCALES) return BIAS ? fmaf(row.scale, x, shift) : ieee_multiply(row.scale, x);
+        return BIAS ? x + shift : x;
+    }
+};

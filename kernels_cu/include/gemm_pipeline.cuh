@@ -1,0 +1,56 @@
+// gemm_pipeline.cuh: a ring of stages in shared memory, through which one thread feeds tiles to warpgroups that multiply.
+//
+// Stage i has two mbarriers: full[i] ends a phase when the tiles of a step of K are there, empty[i] when every warp that
+// multiplies, in all blocks that a multicast reaches, has done with the tiles. The producer and the consumers walk around
+// the ring each with a Ring of their own, in the same order.
+#pragma once
+#include "cluster.cuh"
+#include "tma.cuh"
+
+// Barrier of the cluster behind fence_mbarrier_init(). It makes no other writes visible, and so needs no fence of the device.
+template <int BLOCKS>
+DEVICE void start_cluster() {
+    if constexpr (BLOCKS > 1) leave_cluster<BLOCKS>();
+    else __syncthreads();
+}
+
+template <int STAGES>
+struct Ring {
+    uint64_t* barriers;  // full, then empty
+    int stage = 0;
+    uint32_t phase = 0;
+
+    DEVICE explicit Ring(void* shared) : barriers(static_cast<uint64_t*>(shared)) {}
+
+    // By one thread; start_cluster() follows. `arrivals`: warps that release a stage.
+    DEVICE void init(int arrivals) const {
+        for (int i = 0; i < STAGES; ++i) {
+            mbarrier_init(barriers + i, 1);
+            mbarrier_init(barriers + STAGES + i, arrivals);
+        }
+        fence_mbarrier_init();
+    }
+    DEVICE uint64_t* full() const { return barriers + stage; }
+    // Of the producer: until the stage is free. The first time round, every stage is.
+    DEVICE void acquire() const { mbarrier_wait(barriers + STAGES + stage, phase ^ 1); }
+    // Of the producer, last: until every stage is free. No block of the cluster sends to one that has ended.
+    DEVICE void drain() {
+        for (int i = 0; i < STAGES; ++i, advance()) acquire();
+    }
+    // Of a consumer: until the tiles of the stage are there.
+    DEVICE void wait() const { mbarrier_wait(full(), phase); }
+    // Of each consuming warp: it does not read stage `which` any more. BLOCKS lanes tell one block of the cluster each.
+    template <int BLOCKS = 1>
+    DEVICE void release(int which) const {
+        const int lane = threadIdx.x % 32;
+        if (lane >= BLOCKS) return;
+        if constexpr (BLOCKS > 1) mbarrier_arrive_cluster(barriers + STAGES + which, lane);
+        else mbarrier_arrive(barriers + STAGES + which);
+    }
+    DEVICE void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};

@@ -1,0 +1,278 @@
+// gemm_mma: a matrix product on tensor cores, by mma.sync: sm_80 and later.
+//
+//     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
+//     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
+//
+// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
+// elements of K).
+//
+// Blocks: a block takes a tile of TILE_M x TILE_N sums. blockIdx.x counts tiles: GROUP_ROWS tiles below each other come
+// before the next column of tiles, so that blocks that run together read the same rows. SPLITS blocks along y share a
+// tile, each with a part of K; they leave their sums in `partial`, and the last block to arrive adds them up in order.
+//
+// Steps: the block goes through K in steps of 128 bytes of each row. Rows of a and b come to shared memory by
+// asynchronous copies, STAGES - 1 steps ahead. Rows and elements that do not exist count as zeros.
+//
+// Warps: WARPS_M x WARPS_N warps divide the tile. GATED: columns of a tile alternate, 8 gates and then their 8 ups, so
+// that one thread has both.
+//
+// fp8 becomes float16, which holds every code, where the device does not multiply fp8.
+//
+// Constants
+//     scalar_t      element type of a and b: half_t, bf16_t, fp8 or int8_t
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh
+//     SCALE_BLOCK   elements under one scale: as many as a step has, or 0
+//     VEC_SIZE      elements of one access to a and b; divides K; 1 where elements of a row lie apart
+//     OUT_ACCESS    elements of one access to out: 1 or 2
+//     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and its warps along both
+//     STAGES        steps in shared memory
+//     SPLITS        blocks that share a tile
+//     GROUP_ROWS    tiles below each other whose blocks run together
+
+#include "async.cuh"
+#include "gemm_epilogue.cuh"
+#include "mma.cuh"
+#include "swizzle.cuh"
+
+constexpr int NUM_THREADS = WARPS_M * WARPS_N * 32;
+constexpr int STEP = 128 / sizeof(scalar_t), CHUNK = 16 / sizeof(scalar_t);  // elements of a step, and of 16 bytes
+constexpr int ACCESS_BYTES = VEC_SIZE * sizeof(scalar_t);
+constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
+constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / 8;  // products of a warp
+constexpr int SUMS = ROW_TILES * COLUMN_TILES * 4;                 // of a thread
+constexpr bool IS_INTEGER = is_same<scalar_t, int8_t>, IS_BYTE = sizeof(scalar_t) == 1;
+template <bool INTEGER> struct sum_of { using type = float; };
+template <> struct sum_of<true> { using type = int32_t; };
+using sum_t = sum_of<IS_INTEGER>::type;
+using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
+// Words of float16 that take the place of one word of a fragment.
+constexpr int PARTS = IS_BYTE && !MULTIPLIES_BYTES<scalar_t> ? 2 : 1;
+constexpr int UNROLL = PARTS == 2 ? 2 : 4;  // conversions of more parts at a time take more registers than there are
+constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
+static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
+
+using tile_t = SwizzledTile<uint16_t, 8>;  // rows of 128 bytes
+constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);
+
+// Copies the elements from `from` on of a row to a chunk of shared memory; zeros where there are none. The row has
+// `size` elements, `step` apart.
+DEVICE void copy_chunk(uint16_t* to, const scalar_t* row, int64_t step, int64_t from, int64_t size) {
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += VEC_SIZE) {
+        scalar_t* const place = reinterpret_cast<scalar_t*>(to) + i;
+        const bool exists = from + i < size;
+        if constexpr (ACCESS_BYTES >= 4) {
+            cp_async<ACCESS_BYTES>(place, row + from + i, exists);
+        } else {
+            using word_t = typename word_of<ACCESS_BYTES>::type;
+            const int64_t at = VEC_SIZE == 1 ? (from + i) * step : from + i;
+            *reinterpret_cast<word_t*>(place) = exists ? *reinterpret_cast<const word_t*>(row + at) : word_t{};
+        }
+    }
+}
+
+// The fragment `words` as operands of products: itself, or the first and the second half of its elements as float16.
+template <int N>
+DEVICE void expand(uint32_t (&operands)[PARTS][N], const uint32_t (&words)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        if constexpr (PARTS == 2) {
+            uint32_t halves[2];
+            fp8_to_half<scalar_t>(words[i], halves);
+            operands[0][i] = halves[0];
+            operands[PARTS - 1][i] = halves[1];
+        } else {
+            operands[0][i] = words[i];
+        }
+    }
+}
+
+template <typename T, typename Sum>
+DEVICE void multiply(Sum (&sums)[4], const uint32_t (&a)[PARTS][4], const uint32_t (&b)[PARTS][4], int first) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        const uint32_t columns[2] = {b[part][first], b[part][first + 1]};
+        if constexpr (sizeof(T) == 2) mma_m16n8k16<T>(sums, a[part], columns);
+        else if constexpr (MULTIPLIES_BYTES<T>) mma_m16n8k32<T>(sums, a[part], columns);
+        else mma_m16n8k16<half_t>(sums, a[part], columns);
+    }
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+gemm_mma(out_t* out,              // [M, N]
+         const scalar_t* a,       // [M, K]
+         const scalar_t* b,       // [N, K]; GATED: [2 N, K]
+         const float* a_scales,   // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
+         const float* b_scales,   // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
+         const int32_t* azp_adj,  // [N]
+         const int32_t* azp,      // [M]
+         const out_t* bias,       // [N] or [M, N]
+         total_t* partial,        // [tiles, SPLITS, SUMS / 4, NUM_THREADS, 4]
+         uint32_t* arrived,       // [tiles]
+         int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t a_step, int64_t b_step,
+         int64_t out_stride, int64_t bias_stride, int64_t a_scale_step, int64_t b_scale_step,
+         int64_t a_scale_block_step, int64_t b_scale_block_step) {
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    __shared__ uint32_t is_last;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
+
+    const int64_t b_rows = GATED ? 2 * n : n;
+    const int64_t row_tiles = (m + TILE_M - 1) / TILE_M, column_tiles = (b_rows + TILE_N - 1) / TILE_N;
+    const int64_t group = blockIdx.x / (GROUP_ROWS * column_tiles), within = blockIdx.x % (GROUP_ROWS * column_tiles);
+    const int64_t group_rows = min(int64_t(GROUP_ROWS), row_tiles - group * GROUP_ROWS);
+    const int64_t first_row = (group * GROUP_ROWS + within % group_rows) * TILE_M;
+    const int64_t first_column = within / group_rows * (GATED ? TILE_N / 2 : TILE_N);  // of out
+    // The column of out of column `local` of the tile. GATED: of a gate or an up.
+    const auto column_of = [&](int local) { return first_column + (GATED ? local / 16 * 8 + local % 8 : local); };
+
+    const int64_t all_steps = (k + STEP - 1) / STEP;
+    const int64_t first_step = all_steps * blockIdx.y / SPLITS, end_step = all_steps * (blockIdx.y + 1) / SPLITS;
+    const int steps = int(end_step - first_step);
+    const auto stage_of = [&](int step) {
+        return tile_t{reinterpret_cast<uint16_t*>(memory) + step % STAGES * (STAGE_BYTES / 2)};
+    };
+    // Rows of a lie above those of b. A thread copies the same chunk of several rows.
+    const auto load = [&](int step) {
+        if (step < steps) {
+            const tile_t stage = stage_of(step);
+            const int chunk = threadIdx.x % 8;
+            const int64_t from = (first_step + step) * STEP + chunk * CHUNK;
+#pragma unroll
+            for (int row = threadIdx.x / 8; row < TILE_M; row += NUM_THREADS / 8) {
+                const bool exists = first_row + row < m;
+                copy_chunk(stage.at(row, chunk), a + (exists ? first_row + row : 0) * a_stride, a_step, from,
+                           exists ? k : 0);
+            }
+#pragma unroll
+            for (int row = threadIdx.x / 8; row < TILE_N; row += NUM_THREADS / 8) {
+                const int64_t column = column_of(row);
+                const bool exists = column < n;
+                const int64_t b_row = exists ? column + (GATED && row / 8 % 2 ? n : 0) : 0;
+                copy_chunk(stage.at(TILE_M + row, chunk), b + b_row * b_stride, b_step, from, exists ? k : 0);
+            }
+        }
+        cp_async_commit();
+    };
+
+    sum_t sums[ROW_TILES][COLUMN_TILES][4] = {};
+    total_t totals[SCALE_BLOCK ? ROW_TILES : 1][SCALE_BLOCK ? COLUMN_TILES : 1][4] = {};
+    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    for (int step = 0; step < steps; ++step) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        load(step + STAGES - 1);
+        const tile_t stage = stage_of(step);
+#pragma unroll UNROLL
+        for (int part = 0; part < 4; ++part) {  // 32 bytes of each row
+            uint32_t rows[ROW_TILES][PARTS][4];
+#pragma unroll
+            for (int i = 0; i < ROW_TILES; ++i) {
+                uint32_t words[4];
+                ldmatrix<4>(words, stage.at(warp_row + i * 16, lane % 16, part, lane / 16));
+                expand(rows[i], words);
+            }
+#pragma unroll
+            for (int j = 0; j < COLUMN_TILES; j += 2) {
+                uint32_t words[4], columns[PARTS][4];
+                ldmatrix<4>(words,
+                            stage.at(TILE_M + warp_column + j * 8, lane / 16 * 8 + lane % 8, part, lane / 8 % 2));
+                expand(columns, words);
+#pragma unroll
+                for (int i = 0; i < ROW_TILES; ++i) {
+                    multiply<scalar_t>(sums[i][j], rows[i], columns, 0);
+                    multiply<scalar_t>(sums[i][j + 1], rows[i], columns, 2);
+                }
+            }
+        }
+        if constexpr (SCALE_BLOCK > 0) {
+            const int64_t block = first_step + step;
+            float row_scales[ROW_TILES][2];
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * 2; ++i) {
+                const int64_t row = min(first_row + warp_row + i * 8 + g, m - 1);
+                row_scales[i / 2][i % 2] = a_scales[row * a_scale_step + block * a_scale_block_step];
+            }
+#pragma unroll
+            for (int j = 0; j < COLUMN_TILES; ++j) {
+                const int64_t column = min(column_of(warp_column + j * 8), n - 1) + (GATED && j % 2 ? n : 0);
+                const float column_scale = b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step];
+#pragma unroll
+                for (int i = 0; i < ROW_TILES * 4; ++i) {
+                    sum_t& sum = sums[i / 4][j][i % 4];
+                    total_t& total = totals[i / 4][j][i % 4];
+                    total = fmaf(row_scales[i / 4][i / 2 % 2] * column_scale, float(sum), total);
+                    sum = 0;
+                }
+            }
+        }
+    }
+    cp_async_wait<0>();
+
+    total_t result[SUMS];
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) {
+        const int row = i / (COLUMN_TILES * 4), column = i / 4 % COLUMN_TILES;
+        if constexpr (SCALE_BLOCK > 0) result[i] = totals[row][column][i % 4];
+        else result[i] = sums[row][column][i % 4];
+    }
+    if constexpr (SPLITS > 1) {
+        using four_t = Vec<total_t, 4>;
+        total_t* const of_thread = partial + (int64_t(blockIdx.x) * SPLITS * SUMS * NUM_THREADS + threadIdx.x * 4);
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 4) {
+            four_t four;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) four.data[j] = result[i + j];
+            *reinterpret_cast<four_t*>(of_thread + int64_t(blockIdx.y * SUMS + i) * NUM_THREADS) = four;
+        }
+        if (!arrives_last(arrived + blockIdx.x, SPLITS, &is_last)) return;
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) result[i] = 0;
+        for (int split = 0; split < SPLITS; ++split) {
+#pragma unroll
+            for (int i = 0; i < SUMS; i += 4) {
+                const uint4 four =
+                    load_fresh(reinterpret_cast<const uint4*>(of_thread + int64_t(split * SUMS + i) * NUM_THREADS));
+                const auto& part = reinterpret_cast<const total_t(&)[4]>(four);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) result[i + j] += part[j];
+            }
+        }
+    }
+
+    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS> epilogue{a_scales, b_scales,     azp_adj,      azp,
+                                                                  bias,     a_scale_step, b_scale_step, bias_stride};
+    constexpr int HALVES = GATED ? 2 : 1;
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j += HALVES) {
+        const int64_t column = column_of(warp_column + j * 8 + 2 * t);
+        if (column >= n) continue;
+        const int64_t next = min(column + 1, n - 1);
+        const auto low = epilogue.column(column), high = epilogue.column(next);
+        const auto low_up = epilogue.column(GATED ? n + column : column);
+        const auto high_up = epilogue.column(GATED ? n + next : next);
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * 2; ++i) {
+            const int64_t row = first_row + warp_row + i * 8 + g;
+            if (row >= m) continue;
+            const auto row_terms = epilogue.row(row);
+            const int at = (i / 2 * COLUMN_TILES + j) * 4 + i % 2 * 2;
+            float x = ACTIVATION<out_t>(epilogue.value(row_terms, low, result[at]));
+            float y = ACTIVATION<out_t>(epilogue.value(row_terms, high, result[at + 1]));
+            if constexpr (GATED) {
+                x *= epilogue.value(row_terms, low_up, result[at + 4]);
+                y *= epilogue.value(row_terms, high_up, result[at + 5]);
+            }
+            out_t* const to = out + row * out_stride + column;
+            if constexpr (OUT_ACCESS == 2) {
+                const float pair[2] = {x, y};
+                Vec<out_t, 2>::from_floats(pair).store(to);
+            } else {
+                to[0] = from_float<out_t>(x);
+                if (column + 1 < n) to[1] = from_float<out_t>(y);
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+// gemm_simt: a matrix product by fused multiply-adds: of float32, and of any type where no matrix units are.
+//
+//     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
+//     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
+//
+// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
+// elements of K).
+//
+// A block takes a tile of TILE_M x TILE_N sums, a thread 4 x 4 of them, or with GATED as many gates and their ups. For
+// every STEP elements of K the block copies a tile of a and of b to shared memory, as sum_t and transposed.
+//
+// Constants
+//     scalar_t      element type of a and b
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh
+//     SCALE_BLOCK   elements under one scale, or 0
+//     TILE_M, TILE_N    multiples of 4
+
+#include "gemm_epilogue.cuh"
+
+constexpr int STEP = 16, NUM_THREADS = TILE_M * TILE_N / 16, HALVES = GATED ? 2 : 1;
+constexpr bool IS_INTEGER = is_same<scalar_t, int8_t>;
+template <bool INTEGER> struct sum_of { using type = float; };
+template <> struct sum_of<true> { using type = int32_t; };
+using sum_t = sum_of<IS_INTEGER>::type;
+constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
+static_assert(SCALE_BLOCK % STEP == 0);
+
+template <typename T>
+DEVICE sum_t element(T x) {
+    if constexpr (IS_INTEGER) return x;
+    else return to_float(x);
+}
+template <typename Sum>
+DEVICE void multiply_add(Sum& sum, Sum x, Sum y) {
+    if constexpr (IS_INTEGER) sum += x * y;
+    else sum = fmaf(x, y, sum);
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+gemm_simt(out_t* out,              // [M, N]
+          const scalar_t* a,       // [M, K]
+          const scalar_t* b,       // [N, K]; GATED: [2 N, K]
+          const float* a_scales,   // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
+          const float* b_scales,   // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
+          const int32_t* azp_adj,  // [N]
+          const int32_t* azp,      // [M]
+          const out_t* bias,       // [N] or [M, N]
+          int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t a_step, int64_t b_step,
+          int64_t out_stride, int64_t bias_stride, int64_t a_scale_step, int64_t b_scale_step,
+          int64_t a_scale_block_step, int64_t b_scale_block_step) {
+    await_previous_kernel();
+    __shared__ sum_t a_tile[STEP][TILE_M + 4];
+    __shared__ sum_t b_tile[HALVES][STEP][TILE_N + 4];
+    const int64_t row_tiles = (m + TILE_M - 1) / TILE_M;
+    const int64_t first_row = blockIdx.x % row_tiles * TILE_M, first_column = blockIdx.x / row_tiles * TILE_N;
+    const int thread_row = threadIdx.x / (TILE_N / 4) * 4, thread_column = threadIdx.x % (TILE_N / 4) * 4;
+
+    sum_t sums[HALVES][4][4] = {};
+    float scaled[HALVES][4][4] = {};
+    // Adds what was summed since the last call to `scaled`, times the scales of block number `block` of K.
+    const auto scale = [&](int64_t block) {
+#pragma unroll
+        for (int i = 0; i < HALVES * 16; ++i) {
+            const int64_t row = min(first_row + thread_row + i / 4 % 4, m - 1);
+            const int64_t column = min(first_column + thread_column + i % 4, n - 1) + i / 16 * n;
+            const float factor = a_scales[row * a_scale_step + block * a_scale_block_step] *
+                                 b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step];
+            sum_t& sum = sums[i / 16][i / 4 % 4][i % 4];
+            scaled[i / 16][i / 4 % 4][i % 4] = fmaf(factor, float(sum), scaled[i / 16][i / 4 % 4][i % 4]);
+            sum = 0;
+        }
+    };
+
+    for (int64_t start = 0; start < k; start += STEP) {
+        if (SCALE_BLOCK > 0 && start > 0 && start % BLOCK == 0) {
+            scale(start / BLOCK - 1);
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < TILE_M * STEP; i += NUM_THREADS) {
+            const int64_t row = first_row + i / STEP, at = start + i % STEP;
+            a_tile[i % STEP][i / STEP] = row < m && at < k ? element(a[row * a_stride + at * a_step]) : sum_t(0);
+        }
+        for (int i = threadIdx.x; i < HALVES * TILE_N * STEP; i += NUM_THREADS) {
+            const int half = i / (TILE_N * STEP), local = i / STEP % TILE_N;
+            const int64_t column = first_column + local, at = start + i % STEP;
+            b_tile[half][i % STEP][local] =
+                column < n && at < k ? element(b[(half * n + column) * b_stride + at * b_step]) : sum_t(0);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int step = 0; step < STEP; ++step) {
+            sum_t x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = a_tile[step][thread_row + i];
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const sum_t y = b_tile[half][step][thread_column + j];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) multiply_add(sums[half][i][j], x[i], y);
+                }
+            }
+        }
+    }
+    if (SCALE_BLOCK > 0 && k > 0) scale((k - 1) / BLOCK);
+
+    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS> epilogue{a_scales, b_scales,     azp_adj,      azp,
+                                                                  bias,     a_scale_step, b_scale_step, bias_stride};
+    for (int j = 0; j < 4; ++j) {
+        const int64_t column = first_column + thread_column + j;
+        if (column >= n) break;
+        const auto column_terms = epilogue.column(column);
+        const auto up_terms = epilogue.column(GATED ? n + column : column);
+        for (int i = 0; i < 4; ++i) {
+            const int64_t row = first_row + thread_row + i;
+            if (row >= m) break;
+            const auto row_terms = epilogue.row(row);
+            const auto value = [&](int half, const auto& terms) {
+                if constexpr (SCALE_BLOCK > 0) return epilogue.value(row_terms, terms, scaled[half][i][j]);
+                else return epilogue.value(row_terms, terms, sums[half][i][j]);
+            };
+            float x = ACTIVATION<out_t>(value(0, column_terms));
+            if constexpr (GATED) x *= value(HALVES - 1, up_terms);
+            out[row * out_stride + column] = from_float<out_t>(x);
+        }
+    }
+}

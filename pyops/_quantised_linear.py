@@ -1,0 +1,79 @@
+"""A projection of 8-bit weights and activations: for the models of this library, and for those of transformers.
+
+torch.compile traces it: it uses no proxy of `_core/lazy.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ._core.tensor import new
+from .ops.linear.gemm_problem import SCALE_BLOCK
+from .ops.linear.scaled_mm import cutlass_scaled_mm
+from .ops.quantize import per_token_group_quant_fp8, scaled_fp8_quant, scaled_int8_quant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class QuantisedLinear(NamedTuple):
+    """``x @ (weight * weight_scale).T + bias`` of x that is quantised as the weight is, by `cutlass_scaled_mm`.
+
+    The activation is quantised under `input_scale` if it is given, else under scales that are found: one for each group
+    of 128 elements of a row if scales of the weight are those of blocks, else one for each row.
+
+    Attributes:
+        weight: [out, in] float8_e4m3fn or int8.
+        weight_scale: float32, contiguous: [out, 1] or one element, or those of blocks of 128 x 128.
+        input_scale: one float32, or None.
+        bias: [out] of the dtype of x, or None.
+        block_rows: where scales are those of blocks, the rows of the weight that one product multiplies, in order.
+            Blocks begin anew with each: `weight_scale` is [sum of ceil(rows / 128), ceil(in / 128)]. () without blocks.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor | None = None
+    bias: Tensor | None = None
+    block_rows: tuple[int, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The projection of `x` [num_tokens, in], float16 or bfloat16; rows of one stride."""
+        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        if not self.block_rows:
+            codes, scales = self._quantised(x)
+            cutlass_scaled_mm(out, codes, self.weight.T, scales, self.weight_scale, self.bias)
+            return out
+        codes, scales = _in_groups(x)
+        rows = list(self.block_rows)
+        parts = out.split(rows, 1), self.weight.split(rows), self.weight_scale.split([num_blocks(n) for n in rows])
+        for part, weight, weight_scale in zip(*parts, strict=True):
+            cutlass_scaled_mm(part, codes, weight.T, scales, weight_scale.T)
+        if self.bias is not None:
+            out += self.bias
+        return out
+
+    def _quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes of the rows of `x`, and their scales or the one that is given."""
+        if self.weight.is_floating_point():
+            codes = new(x, tuple(x.shape), "float8_e4m3fn")
+            codes, scales = scaled_fp8_quant(x, self.input_scale, use_per_token_if_dynamic=True, output=codes)
+        else:
+            codes, scales, _ = scaled_int8_quant(x, self.input_scale)
+        return codes, scales
+
+
+def num_blocks(size: int) -> int:
+    """Blocks of scales along `size` rows or columns of a weight."""
+    return -(-size // SCALE_BLOCK)
+
+
+def _in_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 codes of groups of 128 elements of a row, the last of which may have fewer, and their scales."""
+    num_tokens, columns = x.shape
+    if columns % SCALE_BLOCK:
+        padded = x.new_zeros(num_tokens, num_blocks(columns) * SCALE_BLOCK)
+        padded[:, :columns] = x
+        x = padded
+    codes, scales = per_token_group_quant_fp8(x, SCALE_BLOCK, out_q=new(x, tuple(x.shape), "float8_e4m3fn"))
+    return codes[:, :columns], scales

@@ -1,0 +1,41 @@
+"""What one forward pass computes: the newest tokens of several texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The newest tokens of several sequences. One forward pass computes them and adds them to the cache.
+
+    Attributes:
+        tokens, positions, slot_mapping: [num_tokens] integers: the tokens, their positions in their sequences and their
+            slots in the blocks of the cache. A token with slot -1 is not added to the blocks.
+        block_tables: [num_seqs, max_blocks]: the cache blocks of each sequence.
+        seq_lens: [num_seqs]: tokens of each sequence, the newest included.
+        cu_seqlens_q: [num_seqs + 1]: the first of `tokens` of each sequence, then num_tokens.
+        state_slots: [num_seqs] int32: the slot of each sequence among the states; -1 for a sequence that keeps none.
+        has_states: [num_seqs] bool: whether a sequence goes on from its slot; None if all do.
+        num_decodes: the first num_decodes sequences have one token each and go on from their slots.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    state_slots: Tensor
+    has_states: Tensor | None
+    num_decodes: int
+
+    @cached_property
+    def cu_seqlens_of_prompts(self) -> Tensor:
+        """`cu_seqlens_q` of the sequences behind the first num_decodes, without the tokens of these."""
+        return self.cu_seqlens_q[self.num_decodes :] - self.num_decodes

@@ -1,0 +1,121 @@
+"""Projections, plain or of 8-bit weights, and where weights are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .._core.lazy import torch
+from .._quantised_linear import QuantisedLinear, num_blocks
+from ..ops.linear.gemm_problem import SCALE_BLOCK
+from ..ops.linear.skinny_linear import skinny_linear
+from .config_values import refuse
+from .quantization import Quantization
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Rows up to which skinny_linear is faster than cuBLAS (docs/performance.md, "`skinny_linear`").
+_MAX_SKINNY_ROWS = 1
+
+
+class Linear(NamedTuple):
+    """A projection, or several of the same input stacked: weight [out, in], bias [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+    sizes: dict[str, int]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``."""
+        if x.shape[0] > _MAX_SKINNY_ROWS or not x.is_cuda:
+            return torch.nn.functional.linear(x, self.weight, self.bias)
+        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        skinny_linear(out, x, self.weight, self.bias)
+        return out
+
+    def tensors(self) -> dict[str, Tensor]:
+        """{name in a checkpoint: view of the weights}, of all in `sizes`, which has their names and rows."""
+        rows = list(self.sizes.values())
+        return _named(self.sizes, "weight", self.weight.split(rows)) | _biases(self.sizes, self.bias)
+
+
+class ScaledLinear(NamedTuple):
+    """As `Linear`, of 8-bit weights and activations. Stacked projections have one `input_scale`."""
+
+    product: QuantisedLinear
+    sizes: dict[str, int]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As of `Linear`, with the scales."""
+        product, rows = self.product, list(self.sizes.values())
+        scale_rows = [num_blocks(size) for size in rows] if product.block_rows else rows
+        found = _named(self.sizes, "weight", product.weight.split(rows))
+        found |= _named(self.sizes, "weight_scale", product.weight_scale.split(scale_rows))
+        if product.input_scale is not None:
+            found |= _named(self.sizes, "input_scale", [product.input_scale] * len(rows))
+        return found | _biases(self.sizes, product.bias)
+
+
+class Place(NamedTuple):
+    """The dtype and device of weights, how projections are quantised, and the module that the weights are of.
+
+    Attributes:
+        quantization: None where no projection is quantised.
+        module: its name in a checkpoint.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    quantization: Quantization | None = None
+    module: str = ""
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def linear(self, sizes: dict[str, int], columns: int, bias: bool) -> Linear | ScaledLinear:
+        """Projections of `columns` elements, stacked: {name in the module: rows}.
+
+        Raises:
+            ModelError: one of them is quantised and another is not.
+        """
+        rows, quantization = sum(sizes.values()), self.quantization
+        own_bias = self.empty(rows) if bias else None
+        quantised = {quantization is not None and quantization.covers(f"{self.module}.{name}") for name in sizes}
+        if len(quantised) > 1:
+            names = ", ".join(f"{self.module}.{name}" for name in sizes)
+            raise refuse("quantization_config", f"all or none of {names} to be quantised", "some")
+        if quantization is None or not quantised.pop():
+            return Linear(self.empty(rows, columns), own_bias, sizes)
+        block_rows = _joined_rows(sizes) if quantization.weights == "block" else ()
+        scales = [sum(map(num_blocks, block_rows)), num_blocks(columns)] if block_rows else [rows, 1]
+        product = QuantisedLinear(
+            weight=torch.empty(rows, columns, dtype=getattr(torch, quantization.dtype), device=self.device),
+            weight_scale=torch.empty(scales, dtype=torch.float32, device=self.device),
+            # `Decoder.write` takes the largest of those that stacked projections have.
+            input_scale=torch.zeros(1, device=self.device) if quantization.activations == "static" else None,
+            bias=own_bias,
+            block_rows=block_rows,
+        )
+        return ScaledLinear(product, sizes)
+
+
+def _joined_rows(sizes: dict[str, int]) -> tuple[int, ...]:
+    """Rows of stacked projections, neighbours together where the blocks of the second continue those of the first."""
+    found: list[int] = []
+    for size in sizes.values():
+        if found and found[-1] % SCALE_BLOCK == 0:
+            found[-1] += size
+        else:
+            found.append(size)
+    return tuple(found)
+
+
+def _named(sizes: dict[str, int], kind: str, parts: list[Tensor] | tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return {f"{name}.{kind}": part for name, part in zip(sizes, parts, strict=True)}
+
+
+def _biases(sizes: dict[str, int], bias: Tensor | None) -> dict[str, Tensor]:
+    return {} if bias is None else _named(sizes, "bias", bias.split(list(sizes.values())))

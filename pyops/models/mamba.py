@@ -1,0 +1,80 @@
+"""The state-space layers of a decoder: the mixers of `pyops.nn`, with their states in slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from .._core.lazy import torch
+from .batch import Batch
+from .config import Config
+from .linear import Place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class StateSpaceLayer:
+    """A mixer of Mamba or Mamba-2. It keeps the last inputs of its convolution and the state of its scan, in slots.
+
+    A slot belongs to one text at a time and has one size, however long the text is. What a former text left in a slot
+    is never read: a text that begins has no state, see `Batch`.
+
+    Args:
+        config: sizes and options; `state_space` is given.
+        place: of the weights. Decays and the states of scans are float32 whatever the dtype.
+    """
+
+    token_bytes = 0
+
+    def __init__(self, config: Config, place: Place) -> None:
+        self.place = place
+        with _made_at(place):
+            self.mixer = _mixer(config).requires_grad_(False)
+        channels, _, taps = self.mixer.conv1d.weight.shape
+        self._conv_shape, self._ssm_shape = (taps - 1, channels), self.mixer.state_shape
+        self.slot_bytes = prod(self._conv_shape) * place.dtype.itemsize + prod(self._ssm_shape) * torch.float32.itemsize
+
+    def tensors(self) -> dict[str, Tensor]:
+        """{name in a checkpoint: the weights}; under ``A_log`` the decays that `Decoder.write` makes of it."""
+        return {"A_log" if name == "A" else name: weight for name, weight in self.mixer.named_parameters()}
+
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
+        """States of the convolution, [num_slots, channels, conv_kernel - 1], and of the scan, [num_slots, ...]."""
+        # The channels of a token are neighbours in memory, as the ops of the convolution are fastest.
+        conv = self.place.empty(num_slots, *self._conv_shape).transpose(1, 2)
+        return conv, torch.empty(num_slots, *self._ssm_shape, dtype=torch.float32, device=self.place.device)
+
+    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], cos_sin: Tensor) -> Tensor:
+        where = batch.cu_seqlens_q, batch.state_slots, batch.has_states
+        mixed: Tensor = self.mixer(hidden, *cache, *where, num_decodes=batch.num_decodes)
+        return mixed
+
+
+def _mixer(config: Config) -> Any:
+    from ..nn import MambaMixer, MambaMixer2
+
+    sizes = config.state_space
+    assert sizes is not None
+    common = (config.hidden_size, sizes.state_size, sizes.conv_kernel, sizes.intermediate_size)
+    if sizes.kind == "mamba":
+        biases = sizes.conv_bias, sizes.proj_bias
+        return MambaMixer(*common, sizes.time_step_rank, *biases, use_rms_norm=False)
+    heads = sizes.n_groups, sizes.num_heads, sizes.head_dim
+    return MambaMixer2(*common, sizes.conv_bias, sizes.proj_bias, *heads, config.rms_norm_eps)
+
+
+@contextmanager
+def _made_at(place: Place) -> Iterator[None]:
+    """Layers of `pyops.nn` that are made meanwhile have their weights at `place` and compute by the ops."""
+    from ..nn import set_custom_ops
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(place.dtype)
+    try:
+        with torch.device(place.device), set_custom_ops("all", platform="cuda"):
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,142 @@
+"""Which requests run, which wait, and what of the cache each of them has."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .config import Config
+from .params import SamplingParams
+from .runner import blocks_for
+
+
+@dataclass(eq=False)
+class Request:
+    """A text to continue. While it runs, it has blocks and a slot of the cache.
+
+    Attributes:
+        tokens: the prompt, then the generated tokens.
+        max_seq_len: tokens of the prompt and the generated text together, at most.
+        number: set when the request is queued.
+        computed: the first tokens, which the cache holds.
+        slot: of the states; -1 while the request waits.
+    """
+
+    params: SamplingParams
+    tokens: list[int]
+    max_seq_len: int
+    random: random.Random
+    number: int = -1
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    slot: int = -1
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the next token of a text that the cache holds is all that is to be computed."""
+        return self.pending == 1 and self.computed > 0
+
+
+class Scheduler:
+    """Gives requests blocks and slots, and says what a step computes.
+
+    A request runs from when it is admitted until it ends or is preempted. When a request needs a block and none is
+    free, the youngest is preempted: it gives back its blocks and its slot, and waits to be computed again.
+
+    Args:
+        config: the model's.
+        num_blocks, block_size: blocks of the cache, and tokens of a block.
+        max_num_seqs: requests that run at the same time, at most; each has a slot.
+        max_num_batched_tokens: prompt tokens of one step, at most.
+    """
+
+    def __init__(
+        self, config: Config, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self._config, self.block_size = config, block_size
+        self._num_blocks, self._max_num_seqs = num_blocks, max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self.preemptions = 0
+        self.drop_all()
+
+    def drop_all(self) -> None:
+        """Forget all requests."""
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # the oldest first
+        self.free_blocks = list(range(self._num_blocks))
+        self.free_slots = list(range(self._max_num_seqs))
+
+    def __iter__(self) -> Iterator[Request]:
+        """All requests that have not ended."""
+        yield from self.running
+        yield from self.waiting
+
+    def next_step(self) -> list[tuple[Request, int]]:
+        """[(request, tokens to compute)]: the next token of texts, then prompts or parts of prompts."""
+        self._admit()
+        return self._next_tokens() + self._prompts()
+
+    def end(self, request: Request) -> None:
+        """Take from a request that runs what it has of the cache."""
+        self.running.remove(request)
+        self.free_blocks += request.blocks
+        self.free_slots.append(request.slot)
+        request.blocks, request.slot = [], -1
+
+    def step_back(self, request: Request, num_tokens: int) -> None:
+        """Cut a text to its first tokens, from 1 on."""
+        del request.tokens[num_tokens:]
+        if request.computed >= num_tokens:
+            # The state in a slot is that behind the last token, and none of an earlier token is kept.
+            request.computed = num_tokens - 1 if self._config.state_space is None else 0
+        kept = self.blocks_for(num_tokens)
+        self.free_blocks += request.blocks[kept:]
+        del request.blocks[kept:]
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens of a text need."""
+        return blocks_for(self._config, num_tokens, self.block_size)
+
+    def _admit(self) -> None:
+        """Start waiting requests, in order, while blocks remain for them and one more for each running request."""
+        while self.waiting and self.free_slots:
+            needed = self.blocks_for(len(self.waiting[0].tokens))
+            to_spare = len(self.running) if self._config.has_attention else 0
+            if needed + to_spare > len(self.free_blocks):
+                break
+            request = self.waiting.popleft()
+            request.blocks = [self.free_blocks.pop() for _ in range(needed)]
+            request.slot = self.free_slots.pop()
+            self.running.append(request)
+
+    def _next_tokens(self) -> list[tuple[Request, int]]:
+        """[(request, 1)], each with a block for its next token. The youngest are preempted if none is free."""
+        for request in [request for request in self.running if request.is_step]:
+            while request in self.running and len(request.blocks) < self.blocks_for(len(request.tokens)):
+                if self.free_blocks:
+                    request.blocks.append(self.free_blocks.pop())
+                else:
+                    self._preempt(self.running[-1])
+        return [(request, 1) for request in self.running if request.is_step]
+
+    def _prompts(self) -> list[tuple[Request, int]]:
+        """[(request whose prompt is not yet computed, tokens of this step)]."""
+        budget, found = self._max_num_batched_tokens, []
+        for request in self.running:
+            count = min(budget, request.pending)
+            if not request.is_step and count:
+                found.append((request, count))
+                budget -= count
+        return found
+
+    def _preempt(self, request: Request) -> None:
+        self.end(request)
+        request.computed = 0
+        self.waiting.appendleft(request)
+        self.preemptions += 1

@@ -1,0 +1,121 @@
+"""State-space layers as ``config.json`` describes them: those of Mamba, Mamba-2 and Bamba."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..ops.mamba._common import MAX_STATES
+from ..ops.mamba._convolution import MAX_WIDTH
+from .config_values import first, flag, number, refuse, size
+
+_NO_LIMIT = 0.0, float("inf")
+# {type of the layers: the sizes that only they have}
+_SIZES = {"mamba": ("time_step_rank",), "mamba2": ("num_heads", "head_dim", "n_groups")}
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """Sizes and options of the state-space layers of a decoder, which are all alike.
+
+    Attributes:
+        kind: "mamba" (Gu and Dao 2023, arXiv:2312.00752) or "mamba2" (Dao and Gu 2024, arXiv:2405.21060).
+        intermediate_size: channels.
+        state_size: states of a channel.
+        conv_kernel: taps of the convolution.
+        conv_bias, proj_bias: whether the convolution, and the projections in and out, have a bias.
+        time_step_rank: rank of the projection to time steps; of "mamba".
+        num_heads, head_dim: heads and their channels; of "mamba2".
+        n_groups: groups of heads that share B and C, and groups of the gated norm; of "mamba2".
+    """
+
+    kind: str
+    intermediate_size: int
+    state_size: int
+    conv_kernel: int
+    conv_bias: bool = True
+    proj_bias: bool = False
+    time_step_rank: int = 0
+    num_heads: int = 0
+    head_dim: int = 0
+    n_groups: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in _SIZES:
+            raise refuse("kind", " or ".join(_SIZES), self.kind)
+        for name in ("intermediate_size", "state_size", "conv_kernel", *_SIZES[self.kind]):
+            size(name, getattr(self, name))
+        if not 2 <= self.conv_kernel <= MAX_WIDTH:
+            raise refuse("conv_kernel", f"2 to {MAX_WIDTH} taps", self.conv_kernel)
+        if self.state_size > MAX_STATES:
+            raise refuse("state_size", f"at most {MAX_STATES} states", self.state_size)
+        if self.kind == "mamba2" and self.num_heads * self.head_dim != self.intermediate_size:
+            expected = f"num_heads * head_dim = {self.num_heads * self.head_dim} channels"
+            raise refuse("expand * hidden_size", expected, self.intermediate_size)
+        if self.kind == "mamba2" and self.num_heads % self.n_groups:
+            raise refuse("n_groups", f"a divisor of num_heads={self.num_heads}", self.n_groups)
+
+
+def parse_mamba(values: dict[str, Any]) -> StateSpace:
+    """The layers of a ``MambaForCausalLM``, with the defaults of transformers."""
+    hidden_size = size("hidden_size", values.get("hidden_size"))
+    rank = first(values.get("time_step_rank"), "auto")
+    return StateSpace(
+        kind="mamba",
+        intermediate_size=_channels(hidden_size, values.get("expand", 2)),
+        state_size=size("state_size", values.get("state_size", 16)),
+        conv_kernel=size("conv_kernel", values.get("conv_kernel", 4)),
+        conv_bias=flag(values, "use_conv_bias", True),
+        proj_bias=flag(values, "use_bias"),
+        time_step_rank=size("time_step_rank", -(-hidden_size // 16) if rank == "auto" else rank),
+    )
+
+
+def parse_mamba2(values: dict[str, Any]) -> StateSpace:
+    """The layers of a ``Mamba2ForCausalLM``, with the defaults of transformers."""
+    _refuse_time_step_limit(values)
+    return StateSpace(
+        kind="mamba2",
+        intermediate_size=_channels(size("hidden_size", values.get("hidden_size")), values.get("expand", 2)),
+        state_size=size("state_size", values.get("state_size", 128)),
+        conv_kernel=size("conv_kernel", values.get("conv_kernel", 4)),
+        conv_bias=flag(values, "use_conv_bias", True),
+        proj_bias=flag(values, "use_bias"),
+        num_heads=size("num_heads", values.get("num_heads", 128)),
+        head_dim=size("head_dim", values.get("head_dim", 64)),
+        n_groups=size("n_groups", values.get("n_groups", 8)),
+    )
+
+
+def parse_bamba(values: dict[str, Any]) -> StateSpace:
+    """The state-space layers of a ``BambaForCausalLM``, with the defaults of transformers."""
+    _refuse_time_step_limit(values)
+    channels = _channels(size("hidden_size", values.get("hidden_size")), values.get("mamba_expand", 2))
+    num_heads = size("mamba_n_heads", values.get("mamba_n_heads", 128))
+    head_dim = first(values.get("mamba_d_head"), "auto")
+    return StateSpace(
+        kind="mamba2",
+        intermediate_size=channels,
+        state_size=size("mamba_d_state", values.get("mamba_d_state", 256)),
+        conv_kernel=size("mamba_d_conv", values.get("mamba_d_conv", 4)),
+        conv_bias=flag(values, "mamba_conv_bias", True),
+        proj_bias=flag(values, "mamba_proj_bias"),
+        num_heads=num_heads,
+        head_dim=size("mamba_d_head", channels // num_heads if head_dim == "auto" else head_dim),
+        n_groups=size("mamba_n_groups", values.get("mamba_n_groups", 1)),
+    )
+
+
+def _channels(hidden_size: int, expand: Any) -> int:
+    return size("expand * hidden_size", int(number("expand", expand) * hidden_size))
+
+
+def _refuse_time_step_limit(values: dict[str, Any]) -> None:
+    """ModelError for a limit of time steps: transformers heeds one in prompts and not in the steps behind them."""
+    found = first(values.get("time_step_limit"), _NO_LIMIT)
+    numbers = [
+        float("inf") if each == {"__float__": "Infinity"} else each
+        for each in (found if isinstance(found, list | tuple) else [found])
+    ]
+    if tuple(numbers) != _NO_LIMIT:
+        raise refuse("time_step_limit", "0.0 and Infinity", found)

@@ -1,0 +1,263 @@
+"""Matrix products by wgmma on compute capability 9.0: two kernels, the choice among them, tensor maps of operands.
+
+`GemmConfig` is gemm.cu, for many rows of a; `SwapConfig` is gemm_swap.cu, for few. `choose` takes the one that a model
+of the device finds fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
+from ..._core.kernel import Kernel, Launch
+from ..._core.tensor_map import TensorMap
+from .gemm_problem import Operand, Problem
+
+_gemm, _gemm_swap = Kernel("linear/gemm.cu"), Kernel("linear/gemm_swap.cu")
+
+_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
+_STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
+_BARRIER_BYTES = 8
+_MAX_STAGES = 32
+_MAX_TWICE = 128  # columns of a tile of gemm.cu
+_MAX_BLOCKED_ROWS = 32  # of a tile of gemm_swap.cu, whose sums scales of blocks double
+_AHEAD = 2  # steps of a tile that begin before the tile before is stored
+_BYTES_IN_FLIGHT = 144 * 1024  # to a multiprocessor, when memory is what binds
+_GROUP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConfig:
+    """The geometry of gemm.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_n: columns of a tile, whose rows are 128.
+        cluster: blocks that share rows of b.
+        group: clusters of rows that are counted down together.
+    """
+
+    tile_n: int
+    cluster: int
+    group: int
+
+    TILE_M = 128
+    _STORES = 2 * 8 * 16  # rows of columns on their way to out: two tiles of each of eight warps
+
+    def __post_init__(self) -> None:
+        if self.tile_n % 32 or not 0 < self.tile_n <= 256 or self.cluster not in (1, 2):
+            raise ValueError(f"no geometry of gemm.cu: {self}")
+
+    def candidates(self, problem: Problem, device: Device) -> list[GemmConfig]:
+        """Other tiles, clusters and orders of tiles."""
+        blocked = problem.epilogue.block_scaled
+        return tuning.varied(
+            self,
+            tile_n=(64, 128, 192) if blocked else (64, 128, 192, 224, 256),
+            cluster=(1, 2),
+            group=tuning.beside(self.group, 4, 32),
+        )
+
+    def launch(self, problem: Problem) -> Launch:
+        """As many clusters as the device holds go over the tiles."""
+        device, kernel = problem.device, problem.kernel(_gemm.for_arch(problem.device.arch_feature))
+        constants = problem.constants()
+        terms = constants["B_SCALES"] + constants["BIAS"] + (constants["AZP"] > 0)
+        store_columns = 64 if self.tile_n % 64 == 0 and terms < 2 else 32
+        store_bytes = store_columns * constants["out_t"].itemsize
+        fixed = self._STORES * store_bytes + 2 * terms * self.tile_n * 4
+        stage = (self.TILE_M + self.tile_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
+        stages = min(8, (device.shared_memory - fixed) // stage)
+        tiles = -(-problem.m // (self.TILE_M * self.cluster)) * -(-problem.n // self.tile_n)
+        twice = (
+            self.tile_n <= _MAX_TWICE and not problem.epilogue.block_scaled
+        )  # whether a thread holds two tiles' sums
+        ahead = min(_AHEAD, _steps(problem) - 1) if twice else 0
+        return kernel(
+            **constants,
+            TILE_N=self.tile_n,
+            STAGES=stages,
+            AHEAD=ahead,
+            CLUSTER=self.cluster,
+            GROUP=self.group,
+        ).launch(
+            (min(tiles, device.multiprocessors // self.cluster), self.cluster),
+            384,
+            fixed + stages * stage,
+            a_map=_map(problem.a, problem.k, self.TILE_M),
+            b_map=_map(problem.b, problem.k, self.tile_n // self.cluster),
+            out_map=_out_map(problem, (store_columns, 16)),
+            **_arguments(problem, kernel),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SwapConfig:
+    """The geometry of gemm_swap.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m, tile_n: rows and columns of a tile.
+        splits: blocks of a cluster that share a tile, each with a part of K.
+    """
+
+    tile_m: int
+    tile_n: int
+    splits: int
+
+    def __post_init__(self) -> None:
+        shape = self.tile_m in (16, 32, 48, 64) and self.tile_n % 8 == 0 and 0 < self.tile_n <= 256
+        if not shape or self.splits not in (1, 2, 4, 8):
+            raise ValueError(f"no geometry of gemm_swap.cu: {self}")
+
+    @property
+    def padded_n(self) -> int:
+        """Rows of b that are multiplied."""
+        return 64 if self.tile_n <= 64 else -(-self.tile_n // 128) * 128
+
+    @property
+    def parts(self) -> int:
+        """Parts of K that are summed apart: of blocks and, of few columns, of their two warpgroups."""
+        return self.splits * (2 if self.tile_n <= 64 else 1)
+
+    def candidates(self, problem: Problem, device: Device) -> list[SwapConfig]:
+        """Other tiles and splits."""
+        found = tuning.varied(
+            self,
+            tile_m=tuning.beside(self.tile_m, 16, 64),
+            tile_n=tuning.beside(self.tile_n, 16, 256),
+            splits=tuning.beside(self.splits, 1, 8),
+        )
+        return [one for one in found if one._fits(_steps(problem), problem.epilogue.block_scaled)]
+
+    def _fits(self, steps: int, blocked: bool) -> bool:
+        """Whether there is a step of K for each part, and registers for the sums."""
+        return self.parts <= steps and (not blocked or self.tile_m <= _MAX_BLOCKED_ROWS)
+
+    def launch(self, problem: Problem) -> Launch:
+        """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
+        device, kernel = problem.device, problem.kernel(_gemm_swap.for_arch(problem.device.arch_feature))
+        sums = self.tile_m * self.padded_n * 4 * self.parts // self.splits
+        exchanged = (sums if self.parts > 1 else 0) + _BARRIER_BYTES
+        stage = (self.tile_m + self.padded_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
+        most = _BYTES_IN_FLIGHT // ((self.tile_m + self.tile_n) * _STEP_BYTES)
+        stages = max(2, min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most))
+        tiles = -(-problem.m // self.tile_m) * -(-problem.n // self.tile_n)
+        return kernel(
+            **problem.constants(), TILE_M=self.tile_m, TILE_N=self.tile_n, STAGES=stages, SPLITS=self.splits
+        ).launch(
+            (tiles if self.parts > 1 else min(tiles, device.multiprocessors), self.splits),
+            288,
+            max(exchanged + stages * stage, device.shared_memory // 2 + 1),
+            a_map=_map(problem.a, problem.k, self.tile_m),
+            b_map=_map(problem.b, problem.k, self.tile_n),
+            **_arguments(problem, kernel),
+        )
+
+
+def _steps(problem: Problem) -> int:
+    return -(-problem.k * problem.dtype.itemsize // _STEP_BYTES)
+
+
+def _map(operand: Operand, k: int, rows: int) -> TensorMap:
+    """Boxes of `rows` rows and a step of K."""
+    itemsize = operand.dtype.itemsize
+    # The stride of a single row says nothing.
+    stride = operand.stride * itemsize if operand.rows > 1 else -(-k * itemsize // 16) * 16
+    box = (_STEP_BYTES // itemsize, rows)
+    return TensorMap(operand.source, operand.dtype, (k, operand.rows), (stride,), box, _STEP_BYTES)
+
+
+def _out_map(problem: Problem, box: tuple[int, int]) -> TensorMap:
+    out, stride = problem.epilogue.out, problem.epilogue.arguments()["out_stride"]
+    itemsize = out.dtype.itemsize
+    pitch = stride * itemsize if problem.m > 1 else -(-problem.n * itemsize // 16) * 16
+    return TensorMap(out, out.dtype, (problem.n, problem.m), (pitch,), box, box[0] * itemsize)
+
+
+def _arguments(problem: Problem, kernel: Kernel) -> dict[str, Any]:
+    """Those arguments of the problem that the kernel takes. Maps stand for the pointers to operands."""
+    taken = {name for _, name in kernel.signature.parameters}
+    return {name: value for name, value in problem.arguments().items() if name in taken}
+
+
+def serves(problem: Problem, device: Device) -> bool:
+    """Whether the kernels run on the device and take this problem: 8 or 16 bits, operands that can be mapped."""
+    epilogue = problem.epilogue
+    empty = 0 in (problem.m, problem.n, problem.k)
+    mapped = problem.vec_size * problem.dtype.itemsize == 16 and (problem.out_is_aligned or problem.m <= _MAX_SWAP_ROWS)
+    sums = problem.dtype in _DTYPES and epilogue.out.dtype.itemsize == 2
+    sums = sums and not (epilogue.block_scaled and problem.dtype is int8)
+    return device.supports("wgmma") and sums and mapped and not (empty or epilogue.is_gated or epilogue.has_matrix_bias)
+
+
+# The model of the device, fitted to what was measured on an H200: docs/performance.md, "Matrix products on Hopper".
+_MAX_SWAP_ROWS = 64
+_CLOCK = 1500.0  # cycles of a microsecond, as the power limit leaves them to a large product
+_L2_BYTES = 48.0  # a cycle, to one multiprocessor
+_EPILOGUE = 1.0  # microseconds at the end of a tile of 256 columns
+_LAUNCH = 3.0  # microseconds
+_EXCHANGE = 0.7  # microseconds, for blocks that share a tile
+_BLOCKED = 1.1  # times the cycles of products, with scales of blocks
+_STEP_CYCLES = 120.0  # of a step, however small
+
+
+def choose(problem: Problem, device: Device) -> GemmConfig | SwapConfig:
+    """The config that takes the least time by the model, of those for as many rows."""
+    blocked, m = problem.epilogue.block_scaled, tuning.power_of_two(problem.m)
+    return _choose(m, problem.n, _steps(problem), blocked, problem.out_is_aligned, device.multiprocessors)
+
+
+@cache
+def _choose(
+    m: int, n: int, steps: int, blocked: bool, out_is_aligned: bool, multiprocessors: int
+) -> GemmConfig | SwapConfig:
+    """`choose` by what it depends on."""
+    found: list[tuple[float, GemmConfig | SwapConfig]] = []
+    if m <= _MAX_SWAP_ROWS:
+        swaps = _swap_configs(m, n, steps, blocked, multiprocessors)
+        found += [(_swap_time(one, m, n, steps, multiprocessors), one) for one in swaps]
+    if out_is_aligned:
+        gemms = _gemm_configs(m, blocked)
+        found += [(_gemm_time(one, m, n, steps, blocked, multiprocessors), one) for one in gemms]
+    return min(found, key=lambda timed: timed[0])[1]
+
+
+def _gemm_configs(m: int, blocked: bool) -> Iterator[GemmConfig]:
+    for tile_n in (128, 64) if blocked else (128, 256, 224, 112, 64, 32):
+        for cluster in (2, 1) if m > GemmConfig.TILE_M else (1,):
+            yield GemmConfig(tile_n, cluster, _GROUP)
+
+
+def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> Iterator[SwapConfig]:
+    """With tiles as wide as makes the fewest waves of blocks that are equally busy."""
+    tile_m = min(max(16, m), _MAX_BLOCKED_ROWS if blocked else _MAX_SWAP_ROWS)
+    for splits, clusters in ((1, multiprocessors), (2, multiprocessors // 2), (4, multiprocessors * 30 // 132)):
+        waves = -(-n // (256 * clusters))
+        tile_n = -(-n // (8 * waves * clusters)) * 8
+        for one in (SwapConfig(tile_m, tile_n, splits), SwapConfig(tile_m, 128, splits)):
+            if one._fits(steps, blocked):
+                yield one
+
+
+def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> float:
+    """Microseconds: whole waves of tiles, bound by tensor cores or by the L2 cache."""
+    tiles = -(-m // (config.TILE_M * config.cluster)) * -(-n // config.tile_n)
+    waves = -(-tiles // (multiprocessors // config.cluster))
+    products = 4.0 * config.tile_n * (_BLOCKED if blocked else 1.0)  # cycles of a step
+    loads = (config.TILE_M + config.tile_n / config.cluster) * _STEP_BYTES / _L2_BYTES
+    overlapped = config.tile_n <= _MAX_TWICE
+    stores = _EPILOGUE * config.tile_n / 256
+    return _LAUNCH + stores + waves * (steps * max(products, loads) / _CLOCK + (0.0 if overlapped else stores))
+
+
+def _swap_time(config: SwapConfig, m: int, n: int, steps: int, multiprocessors: int) -> float:
+    """Microseconds: what a multiprocessor loads."""
+    blocks = -(-m // config.tile_m) * -(-n // config.tile_n) * config.splits
+    waves = -(-blocks // multiprocessors)
+    loads = (config.tile_m + config.tile_n) * _STEP_BYTES / _L2_BYTES  # cycles of a step
+    exchange = _EXCHANGE * (config.splits > 1)
+    return _LAUNCH + exchange + waves * -(-steps // config.splits) * max(loads, _STEP_CYCLES) / _CLOCK

@@ -1,0 +1,173 @@
+"""Which kernel serves a matrix product, and how: a Config for each kernel, the choice among them, the launch.
+
+A Config class is a kernel: it says the kernel's geometry and makes the launch. `choose` is the one place where a kernel
+is chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.dtypes import FLOATS, float32
+from ..._core.kernel import Kernel, Launch, Scratch
+from . import gemm_hopper, skinny_linear
+from .gemm_hopper import GemmConfig, SwapConfig
+from .gemm_problem import Problem
+from .skinny_linear import SkinnyConfig
+
+_mma, _simt = Kernel("linear/gemm_mma.cu"), Kernel("linear/gemm_simt.cu")
+
+MIN_CAPABILITY = 80  # from which on `device.supports("mma")`, as ten times the major number and the minor one
+
+# Chosen by arithmetic, measured nowhere yet.
+_MAX_SKINNY_ROWS = 2  # up to which skinny_linear.cu, bound by bandwidth alone, serves a product
+_STEP_BYTES = 128  # of a row, which a step of gemm_mma.cu copies to shared memory
+_MAX_STAGES = 4, 8  # steps in flight: of large tiles and of small ones
+_SMALL_TILE = 16 * 1024  # bytes of a step of a small tile
+_MAX_SPLITS = 8  # blocks that share a tile
+_MIN_SPLIT_STEPS = 4  # steps of each of these blocks
+_MAX_SUMS = 64  # of a thread: twice as many spill
+_MAX_RESIDENT_SUMS = 16 * 1024  # of a multiprocessor, a quarter of its registers
+_GROUP_ROWS = 8  # row tiles whose blocks run together, so that the L2 cache holds what they share
+
+
+@dataclass(frozen=True, slots=True)
+class MmaConfig:
+    """The geometry of gemm_mma.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m, tile_n: rows and columns of a block's tile of sums.
+        warps_m, warps_n: warps along them.
+        stages: steps of K that are in shared memory or on the way there.
+        splits: blocks that share a tile, each with a part of K.
+        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+    """
+
+    tile_m: int
+    tile_n: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    splits: int
+    min_blocks: int
+
+    def __post_init__(self) -> None:
+        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n):
+            raise ValueError(f"warps do not divide the tile: {self}")
+
+    @property
+    def shared_memory(self) -> int:
+        return self.stages * (self.tile_m + self.tile_n) * _STEP_BYTES
+
+    @property
+    def num_threads(self) -> int:
+        return self.warps_m * self.warps_n * 32
+
+    def candidates(self, problem: Problem, device: Device) -> list[MmaConfig]:
+        """Other tiles, stages, splits and registers."""
+        found = tuning.varied(
+            self,
+            tile_m=tuning.beside(self.tile_m, 16, 128),
+            tile_n=tuning.beside(self.tile_n, 32, 128),
+            stages=(self.stages - 1, self.stages + 1),
+            splits=tuning.beside(self.splits, 1, _MAX_SPLITS),
+            min_blocks=tuning.beside(self.min_blocks, 1, 4),
+        )
+        return [one for one in found if one.stages >= 2 and one._fits(problem, device)]
+
+    def _fits(self, problem: Problem, device: Device) -> bool:
+        """Whether shared memory and registers suffice."""
+        sums = self.tile_m * self.tile_n // self.num_threads * (2 if problem.epilogue.block_scaled else 1)
+        enough = self.min_blocks == 1 or self.min_blocks * self.num_threads * sums <= _MAX_RESIDENT_SUMS
+        return enough and sums <= _MAX_SUMS and self.shared_memory <= device.shared_memory
+
+    def launch(self, problem: Problem) -> Launch:
+        """One launch. Blocks that share a tile leave their sums in a workspace, and the last of them adds these up."""
+        tiles = -(-problem.m // self.tile_m) * -(-problem.b.rows // self.tile_n)
+        splits = self.splits if tiles * self.splits <= 2**31 - 1 else 1
+        partial: dict[str, Any] = {"partial": 0, "arrived": 0}
+        if splits > 1 and tiles:
+            partial["partial"] = Scratch(tiles * splits * self.tile_m * self.tile_n * 4)
+            partial["arrived"] = Scratch(tiles * 4, zeroed=True)
+        return problem.kernel(_mma)(
+            **problem.constants(),
+            VEC_SIZE=problem.vec_size,
+            OUT_ACCESS=problem.out_access,
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            WARPS_M=self.warps_m,
+            WARPS_N=self.warps_n,
+            STAGES=self.stages,
+            SPLITS=splits,
+            GROUP_ROWS=_GROUP_ROWS,
+            MIN_BLOCKS=self.min_blocks,
+        ).launch((tiles, splits), self.num_threads, self.shared_memory, **problem.arguments(), **partial)
+
+
+@dataclass(frozen=True, slots=True)
+class SimtConfig:
+    """The geometry of gemm_simt.cu: rows and columns of a block's tile of sums, of which a thread has 4 x 4."""
+
+    tile_m: int
+    tile_n: int
+
+    def candidates(self, problem: Problem, device: Device) -> list[SimtConfig]:
+        """Other tiles."""
+        return tuning.varied(
+            self, tile_m=tuning.beside(self.tile_m, 16, 64), tile_n=tuning.beside(self.tile_n, 64, 128)
+        )
+
+    def launch(self, problem: Problem) -> Launch:
+        tiles = -(-problem.m // self.tile_m) * -(-problem.n // self.tile_n)
+        return problem.kernel(_simt)(**problem.constants(), TILE_M=self.tile_m, TILE_N=self.tile_n).launch(
+            tiles, self.tile_m * self.tile_n // 16, **problem.arguments()
+        )
+
+
+Config = GemmConfig | SwapConfig | MmaConfig | SimtConfig | SkinnyConfig
+
+
+def choose(problem: Problem, device: Device) -> Config:
+    """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
+    plain = problem.epilogue.is_plain and problem.dtype is problem.epilogue.out.dtype in FLOATS
+    if plain and problem.m <= _MAX_SKINNY_ROWS and problem.rows_are_dense and problem.k > 0:
+        return skinny_linear.choose(problem, device)
+    if gemm_hopper.serves(problem, device):
+        return gemm_hopper.choose(problem, device)
+    if problem.dtype is float32 or not device.supports("mma"):
+        return SimtConfig(16 if problem.m <= 16 else 64, 64)
+    return choose_mma(problem, device)
+
+
+def choose_mma(problem: Problem, device: Device) -> MmaConfig:
+    """The largest tile that leaves no multiprocessor idle; where none does, blocks share tiles."""
+    m = tuning.power_of_two(problem.m)
+
+    def tiles(tile_m: int, tile_n: int) -> int:
+        return -(-m // tile_m) * -(-problem.b.rows // tile_n)
+
+    if m <= 16:
+        tile_m, tile_n, warps_m, warps_n = 16, 64, 1, 4
+    elif m <= 32:
+        tile_m, tile_n, warps_m, warps_n = 32, 64, 1, 4
+    elif m <= 64 or tiles(128, 128) < device.multiprocessors:
+        tile_m, tile_n, warps_m, warps_n = 64, 64, 2, 2
+    else:
+        tile_m, tile_n, warps_m, warps_n = 64 if problem.epilogue.block_scaled else 128, 128, 2, 4
+    steps = -(-problem.k * problem.dtype.itemsize // _STEP_BYTES)
+    idle = 2 * device.multiprocessors // max(1, tiles(tile_m, tile_n))
+    splits = 1
+    while splits * 2 <= min(idle, _MAX_SPLITS, steps // _MIN_SPLIT_STEPS):
+        splits *= 2
+    step_bytes = (tile_m + tile_n) * _STEP_BYTES
+    blocks = 2 if step_bytes <= _SMALL_TILE else 1  # of a multiprocessor, whose shared memory they divide
+    stages = min(_MAX_STAGES[step_bytes <= _SMALL_TILE], device.shared_memory // blocks // step_bytes)
+    return MmaConfig(tile_m, tile_n, warps_m, warps_n, max(2, stages), splits, blocks)
+
+
+def plan(problem: Problem) -> Launch:
+    """The launch of the kernel that is chosen, or forced by `tuning`."""
+    return tuning.config(problem.op, problem, problem.device, choose).launch(problem)

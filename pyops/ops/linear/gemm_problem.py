@@ -1,0 +1,269 @@
+"""A matrix product and what becomes of its sums: the problem that the plans of this family choose kernels by.
+
+``out = epilogue(a @ b.T)`` for a [M, K] and b [N, K]: rows of both are what is summed over. `Operand` says where a
+matrix lies, `Epilogue` what becomes of the sums (`gemm_epilogue.cuh` has the formula), `Problem` is all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.device import Device
+from ..._core.dtypes import DType
+from ..._core.kernel import Kernel, Scratch
+from ..._core.tensor import TensorArg
+
+SCALE_BLOCK = 128  # elements of K, and rows of b, under one scale of a block-scaled product
+ACTIVATIONS = ("none", "gelu", "silu_and_mul")
+_MAX_ACCESS = 16  # bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """A matrix that is summed over its rows.
+
+    Attributes:
+        source: a tensor of the op, or a workspace that a launch before has written.
+        dtype: of its elements.
+        rows: how many.
+        stride: elements from one row to the next.
+        step: elements from one element of a row to the next.
+        alignment: bytes, of its first element.
+    """
+
+    source: TensorArg | Scratch
+    dtype: DType
+    rows: int
+    stride: int
+    step: int
+    alignment: int
+
+    @classmethod
+    def of_rows(cls, tensor: TensorArg) -> Operand:
+        """A tensor [..., K], its leading dimensions merged; elements of a row lie one after another."""
+        check.row_size(tensor)
+        return cls(tensor, tensor.dtype, check.num_rows(tensor), check.row_stride(tensor), 1, tensor.alignment)
+
+    @classmethod
+    def of_matrix(cls, tensor: TensorArg) -> Operand:
+        """A tensor [rows, K] of any strides."""
+        stride, step = tensor.strides
+        step = step if tensor.shape[1] > 1 else 1
+        return cls(tensor, tensor.dtype, tensor.shape[0], stride, step, tensor.alignment)
+
+    @classmethod
+    def of_columns(cls, tensor: TensorArg) -> Operand:
+        """A tensor [K, rows] of any strides; column-major ones are the fast ones."""
+        return cls.of_matrix(replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1]))
+
+    @classmethod
+    def of_scratch(cls, scratch: Scratch, dtype: DType, rows: int, size: int) -> Operand:
+        """A packed matrix [rows, size] in a workspace."""
+        return cls(scratch, dtype, rows, size, 1, _MAX_ACCESS)
+
+    def vec_size(self, size: int) -> int:
+        """Elements of the widest access that divides rows of `size` elements into aligned pieces."""
+        if self.step != 1:
+            return 1
+        bits = size | _MAX_ACCESS // self.dtype.itemsize | (self.alignment // self.dtype.itemsize or 1)
+        if self.rows > 1:
+            bits |= self.stride
+        return bits & -bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Epilogue:
+    """What becomes of the sums: names and formula are those of gemm_epilogue.cuh.
+
+    Attributes:
+        out: [..., N], rows of one stride.
+        a_scales: float32, a scale for each row of a, or one; b_scales: likewise of b. In a block-scaled product [M,
+            blocks of K] and [blocks of K, blocks of N], of any strides.
+        azp_adj: int32, for each row of b; azp: int32, for each row of a.
+        bias: [N], or [M, N] with rows of one stride.
+        activation: one of `ACTIVATIONS`; of "silu_and_mul", out has half as many columns as b has rows.
+        block_scaled: a_scales and b_scales are those of blocks, applied while the kernel sums.
+    """
+
+    out: TensorArg
+    a_scales: TensorArg | None = None
+    b_scales: TensorArg | None = None
+    azp_adj: TensorArg | None = None
+    azp: TensorArg | None = None
+    bias: TensorArg | None = None
+    activation: str = "none"
+    block_scaled: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether sums become elements of out by conversion, and at most a bias for each column."""
+        tensors = (self.a_scales, self.b_scales, self.azp_adj)
+        return tensors == (None, None, None) and self._bias in (0, 1) and self.activation == "none"
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation == "silu_and_mul"
+
+    @property
+    def has_matrix_bias(self) -> bool:
+        return self._bias == 2
+
+    @property
+    def _bias(self) -> int:
+        """0: none, 1: one for each column, 2: one for each element."""
+        return 0 if self.bias is None else 1 if check.num_rows(self.bias) == 1 else 2
+
+    def constants(self) -> dict[str, Any]:
+        """Constants of every kernel that includes gemm_epilogue.cuh."""
+        return {
+            "out_t": self.out.dtype,
+            "A_SCALES": self.a_scales is not None and not self.block_scaled,
+            "B_SCALES": self.b_scales is not None and not self.block_scaled,
+            "AZP": 0 if self.azp_adj is None else 1 if self.azp is None else 2,
+            "BIAS": self._bias,
+            "ACTIVATION": f"gemm_{self.activation.partition('_')[0]}",
+            "GATED": self.is_gated,
+        }
+
+    def arguments(self) -> dict[str, int]:
+        """Strides and steps, in elements."""
+        out_stride = check.row_stride(self.out)
+        bias_stride = check.row_stride(self.bias) if self.bias is not None and self._bias == 2 else 0
+        steps = {"a_scale_step": 0, "b_scale_step": 0, "a_scale_block_step": 0, "b_scale_block_step": 0}
+        if self.block_scaled:
+            assert self.a_scales is not None
+            assert self.b_scales is not None
+            steps["a_scale_step"], steps["a_scale_block_step"] = self.a_scales.strides
+            steps["b_scale_block_step"], steps["b_scale_step"] = self.b_scales.strides
+        else:
+            steps["a_scale_step"] = int(self.a_scales is not None and self.a_scales.numel > 1)
+            steps["b_scale_step"] = int(self.b_scales is not None and self.b_scales.numel > 1)
+        return {"out_stride": out_stride, "bias_stride": bias_stride, **steps}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """``out = epilogue(a @ b.T)``.
+
+    Attributes:
+        a: [M, K]; b: [N, K], of the same element type. With a gated activation b has 2 N rows: gates, then ups.
+        k: elements of each sum.
+    """
+
+    a: Operand
+    b: Operand
+    k: int
+    epilogue: Epilogue
+
+    @property
+    def op(self) -> str:
+        return self.epilogue.out.op
+
+    @property
+    def device(self) -> Device:
+        return self.epilogue.out.device
+
+    @property
+    def m(self) -> int:
+        return self.a.rows
+
+    @property
+    def n(self) -> int:
+        """Columns of out."""
+        return self.b.rows // 2 if self.epilogue.is_gated else self.b.rows
+
+    @property
+    def dtype(self) -> DType:
+        return self.a.dtype
+
+    @property
+    def rows_are_dense(self) -> bool:
+        """Whether elements of a row lie one after another, in a and in b."""
+        return self.a.step == self.b.step == 1
+
+    @property
+    def vec_size(self) -> int:
+        """Elements of one access to a and b."""
+        return min(self.a.vec_size(self.k), self.b.vec_size(self.k))
+
+    @property
+    def out_access(self) -> int:
+        """Elements of one access to out: 2 or 1."""
+        out = self.epilogue.out
+        return min(2, check.vector_width(self.n, out)) if out.alignment >= 2 * out.dtype.itemsize else 1
+
+    @property
+    def out_is_aligned(self) -> bool:
+        """Whether rows of out begin at multiples of 16 bytes."""
+        out = self.epilogue.out
+        return out.alignment >= 16 and (self.m == 1 or check.row_stride(out) * out.dtype.itemsize % 16 == 0)
+
+    def bucket(self) -> str:
+        epilogue, out = self.epilogue, self.epilogue.out
+        words = [
+            f"rows={tuning.power_of_two(self.m)}",
+            f"weight={self.b.rows}x{self.k}",
+            f"{self.dtype.name}-{out.dtype.name}",
+            f"vec_size={self.vec_size}",
+            *([] if self.out_is_aligned else ["unaligned out"]),
+            *(["blocks"] if epilogue.block_scaled else []),
+            *([epilogue.activation] if epilogue.activation != "none" else []),
+        ]
+        return " ".join(words)
+
+    def kernel(self, kernel: Kernel) -> Kernel:
+        """`kernel`, its parameters fed by the op's tensors: a, b, out and those of the epilogue, by their names."""
+        return kernel.renamed(**{name: one.name for name, one in self._tensors().items() if isinstance(one, TensorArg)})
+
+    def pointers(self) -> dict[str, Any]:
+        """Those of a kernel's pointers that no tensor of the op feeds: workspaces, and null for what is absent."""
+        return {
+            name: 0 if one is None else one for name, one in self._tensors().items() if not isinstance(one, TensorArg)
+        }
+
+    def arguments(self) -> dict[str, Any]:
+        """What every kernel takes beside the op's tensors."""
+        sizes = {"m": self.m, "n": self.n, "k": self.k}
+        strides = {"a_stride": self.a.stride, "b_stride": self.b.stride, "a_step": self.a.step, "b_step": self.b.step}
+        return {**sizes, **strides, **self.epilogue.arguments(), **self.pointers()}
+
+    def constants(self) -> dict[str, Any]:
+        """What every kernel is compiled for."""
+        blocks = SCALE_BLOCK if self.epilogue.block_scaled else 0
+        return {"scalar_t": self.dtype, **self.epilogue.constants(), "SCALE_BLOCK": blocks}
+
+    def _tensors(self) -> dict[str, TensorArg | Scratch | None]:
+        """Pointers of every kernel by parameter."""
+        e = self.epilogue
+        return {
+            "out": e.out,
+            "a": self.a.source,
+            "b": self.b.source,
+            "a_scales": e.a_scales,
+            "b_scales": e.b_scales,
+            "azp_adj": e.azp_adj,
+            "azp": e.azp,
+            "bias": e.bias,
+        }
+
+
+def check_linear(
+    out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None, activation: str = "none"
+) -> Problem:
+    """The problem of a linear layer, whose tensors are all of one dtype; OpError for one that no kernel serves."""
+    check.floating(input)
+    if activation not in ACTIVATIONS:
+        raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")
+    epilogue = Epilogue(out, bias=bias, activation=activation)
+    hidden_size, columns = check.row_size(input), check.row_size(out)
+    output_size = columns * 2 if epilogue.is_gated else columns
+    check.dtype(out, input.dtype)
+    if out.shape[:-1] != input.shape[:-1]:
+        raise out.error(f"expected the leading dimensions of input, {input.shape[:-1]}, got shape {out.shape}")
+    check.sizes(weight, output_size=output_size, hidden_size=hidden_size)
+    check.dtype(weight, input.dtype)
+    check.shape(bias, input.dtype, output_size=output_size)
+    check.row_stride(out)
+    return Problem(Operand.of_rows(input), Operand.of_rows(weight), hidden_size, epilogue)

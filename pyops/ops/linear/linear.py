@@ -1,0 +1,78 @@
+"""A linear layer for any number of rows, with an activation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.kernel import Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
+from .gemm_plan import plan
+from .gemm_problem import check_linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["linear"]
+
+
+@op(out="out", atol=2.0**-18)
+def linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> None:
+    """A linear layer and its activation: ``out = f(input @ weight.T + bias)``, summed in float32 and rounded once.
+
+    With "silu_and_mul" rows of the weight are gates and then as many ups: ``out = silu(gate) * up`` for
+    ``[gate, up] = input @ weight.T + bias``, neither of which is rounded before.
+
+    Args:
+        out: [..., output_size], written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        weight: [output_size, hidden_size] of the same dtype, or [2 * output_size, hidden_size] with "silu_and_mul";
+            rows of one stride.
+        bias: of the same dtype, contiguous, an element for each row of weight; or None.
+        activation: "none"; "gelu", by the error function; or "silu_and_mul".
+    """
+    x = input.double() @ weight.double().T
+    if bias is not None:
+        x = x + bias.double()
+    if activation == "gelu":
+        x = torch.nn.functional.gelu(x)
+    elif activation == "silu_and_mul":
+        gate, up = x.chunk(2, -1)
+        x = torch.nn.functional.silu(gate) * up
+    out.copy_(x)
+
+
+@linear.result
+def result_linear(input: TensorArg, weight: TensorArg, activation: str) -> Result:
+    check.sizes(weight, output_size=None, hidden_size=check.row_size(input))
+    output_size = weight.shape[0] // (2 if activation == "silu_and_mul" else 1)
+    return Result((*input.shape[:-1], output_size), input.dtype)
+
+
+@linear.plan
+def plan_linear(out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None, activation: str) -> Launch:
+    return plan(check_linear(out, input, weight, bias, activation))
+
+
+@linear.example
+def example_linear(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    input_size: Literal[160, 51] = 160,
+    dtype: str = "bfloat16",
+    activation: Literal["none", "gelu", "silu_and_mul"] = "none",
+    with_bias: bool = False,
+) -> tuple[Any, ...]:
+    output_size = 40
+    rows = output_size * (2 if activation == "silu_and_mul" else 1)
+    return (
+        make.empty(num_tokens, output_size, dtype=dtype),
+        make.randn(num_tokens, input_size, dtype=dtype),
+        make.randn(rows, input_size, dtype=dtype, scale=input_size**-0.5),
+        make.randn(rows, dtype=dtype) if with_bias else None,
+        activation,
+    )

@@ -1,0 +1,262 @@
+"""Matrix products of int8 and fp8 under scales, with zero points and bias; and what these products support."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import E4M3, bfloat16, float8_e5m2, float16, float32, int8, int32
+from ..._core.kernel import Launch
+from ..._core.lazy import torch
+from ..._core.op import op, registry
+from ..._core.tensor import TensorArg
+from .gemm_plan import MIN_CAPABILITY, plan
+from .gemm_problem import SCALE_BLOCK, Epilogue, Operand, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "cutlass_group_gemm_supported",
+    "cutlass_scaled_mm",
+    "cutlass_scaled_mm_azp",
+    "cutlass_scaled_mm_supports_block_fp8",
+    "cutlass_scaled_mm_supports_fp4",
+    "cutlass_scaled_mm_supports_fp8",
+    "cutlass_sparse_scaled_mm_supported",
+]
+
+
+@op(out="out", atol=2.0**-18)
+def cutlass_scaled_mm(
+    out: Tensor, a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None = None
+) -> None:
+    """A product of 8-bit matrices under scales: ``out = a_scales * (b_scales * (a @ b)) + bias``.
+
+    Sums are exact for int8 and in float32 for fp8; the rest is computed in float32 and rounded once. Scales of a whole
+    matrix, of rows of a and of columns of b may be mixed. Scales of any other number of elements are those of blocks:
+    ``out[m, n] = sum_j a_scales[m, j] * b_scales[j, n // 128] * (a[m, j-th 128] . b[j-th 128, n])``.
+
+    Args:
+        out: [M, N] float16 or bfloat16, written; elements of a row lie one after another.
+        a: [M, K] int8, float8_e4m3fn, float8_e4m3fnuz or float8_e5m2, of any strides; row-major is fast.
+        b: [K, N] of the same dtype, of any strides; column-major is fast.
+        a_scales: float32, contiguous, M or 1 elements; or [M, ceil(K / 128)] of any strides.
+        b_scales: float32, contiguous, N or 1 elements; or [ceil(K / 128), ceil(N / 128)] of any strides.
+        bias: [N] of the dtype of out, contiguous; or None, as it must be with scales of blocks.
+    """
+    if a_scales.numel() in (1, a.shape[0]) and b_scales.numel() in (1, b.shape[1]):
+        out.copy_(scaled(a.double() @ b.double(), a_scales, b_scales, bias))
+        return
+    x = torch.zeros(out.shape, device=out.device)
+    columns = torch.arange(b.shape[1], device=b.device) // SCALE_BLOCK
+    for j in range(b_scales.shape[0]):
+        block = slice(j * SCALE_BLOCK, (j + 1) * SCALE_BLOCK)
+        product = (a[:, block].double() @ b[block].double()).float()
+        x += a_scales[:, j, None] * b_scales[j, columns] * product
+    out.copy_(x)
+
+
+def scaled(sums: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None) -> Tensor:
+    """float32 ``a_scales * (b_scales * sums) + bias``, of scales for rows and columns or of one."""
+    x = a_scales.reshape(-1, 1) * (b_scales.reshape(1, -1) * sums.float())
+    return x if bias is None else x + bias.float()
+
+
+def check_product(out: TensorArg, a: TensorArg, b: TensorArg, *dtypes: Any) -> tuple[Operand, Operand]:
+    """Check out [M, N], a [M, K] of one of these dtypes and b [K, N] of the same; returns a and the columns of b."""
+    check.dtype(a, *dtypes)
+    check.sizes(a, M=None, K=None)
+    check.dtype(b, a.dtype)
+    check.sizes(b, K=a.shape[1], N=None)
+    check.sizes(out, M=a.shape[0], N=b.shape[1])
+    check.row_size(out)
+    return Operand.of_matrix(a), Operand.of_columns(b)
+
+
+def check_scales(problem_rows: int, scales: TensorArg) -> None:
+    """Check contiguous scales, one or as many as there are rows."""
+    check.dtype(scales, float32)
+    if scales.numel not in (1, problem_rows):
+        raise scales.error(f"expected 1 or {problem_rows} elements, got shape {scales.shape}")
+    check.contiguous(scales)
+
+
+@cutlass_scaled_mm.plan
+def plan_cutlass_scaled_mm(
+    out: TensorArg, a: TensorArg, b: TensorArg, a_scales: TensorArg, b_scales: TensorArg, bias: TensorArg | None
+) -> Launch:
+    rows, columns = check_product(out, a, b, int8, *E4M3, float8_e5m2)
+    check.dtype(out, float16, bfloat16)
+    (m, k), n = a.shape, b.shape[1]
+    blocked = a_scales.numel not in (1, m) or b_scales.numel not in (1, n)
+    if blocked:
+        blocks = -(-k // SCALE_BLOCK)
+        for scales, sizes in ((a_scales, (m, blocks)), (b_scales, (blocks, -(-n // SCALE_BLOCK)))):
+            check.dtype(scales, float32)
+            if scales.shape != sizes:
+                one = m if scales is a_scales else n
+                raise scales.error(f"expected 1 or {one} elements, or shape {sizes}, got shape {scales.shape}")
+        if bias is not None:
+            raise bias.error("expected None with scales of blocks")
+    else:
+        check_scales(m, a_scales)
+        check_scales(n, b_scales)
+        check.shape(bias, out.dtype, N=n)
+    epilogue = Epilogue(out, a_scales, b_scales, bias=bias, block_scaled=blocked)
+    return plan(Problem(rows, columns, k, epilogue))
+
+
+@cutlass_scaled_mm.example
+def example_cutlass_scaled_mm(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    quant_dtype: Literal["float8_e4m3fn", "int8", "float8_e5m2"] = "float8_e4m3fn",
+    out_dtype: Literal["bfloat16", "float16"] = "bfloat16",
+    scales: Literal["tensor", "row", "block"] = "row",
+    with_bias: bool = False,
+) -> tuple[Any, ...]:
+    k, n = 160, 136
+    sizes = {"tensor": ((1,), (1,)), "row": ((num_tokens, 1), (1, n)), "block": ((num_tokens, 2), (2, 2))}
+    a_scales, b_scales = (make.full(*size, value=0.05, dtype="float32") for size in sizes[scales])
+    return (
+        make.empty(num_tokens, n, dtype=out_dtype),
+        codes(make, num_tokens, k, quant_dtype),
+        make.transposed(codes(make, n, k, quant_dtype)),
+        a_scales,
+        b_scales,
+        make.randn(n, dtype=out_dtype) if with_bias and scales != "block" else None,
+    )
+
+
+def codes(make: Any, rows: int, columns: int, dtype: str) -> Any:
+    """A matrix of int8 or fp8 for examples."""
+    if dtype == "int8":
+        return make.randint(-128, 128, rows, columns, dtype=dtype)
+    return make.randn(rows, columns, dtype=dtype)
+
+
+@op(out="out", atol=2.0**-18)
+def cutlass_scaled_mm_azp(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    azp_adj: Tensor,
+    azp: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """`cutlass_scaled_mm` of int8 with zero points of a: ``out = a_scales * (b_scales * (a @ b - z)) + bias``.
+
+    ``z = azp[m] * azp_adj[n]`` where azp is given, and ``azp_adj[n]`` where it is None. The difference is exact in
+    int32, in which it wraps around.
+
+    Args:
+        out: [M, N] float16 or bfloat16, written; elements of a row lie one after another.
+        a: [M, K] int8, of any strides; row-major is fast.
+        b: [K, N] int8, of any strides; column-major is fast.
+        a_scales: float32, contiguous, M or 1 elements; b_scales: likewise, N or 1.
+        azp_adj: int32, contiguous, N elements: the sums of the columns of b, times the zero point if azp is None.
+        azp: int32, contiguous, M elements: a zero point for each row; or None.
+        bias: [N] of the dtype of out, contiguous; or None.
+    """
+    sums = (a.double() @ b.double()).long()
+    z = azp_adj.reshape(1, -1).long()
+    if azp is not None:
+        z = z * azp.reshape(-1, 1).long()
+    out.copy_(scaled((sums - z).int(), a_scales, b_scales, bias))
+
+
+@cutlass_scaled_mm_azp.plan
+def plan_cutlass_scaled_mm_azp(
+    out: TensorArg,
+    a: TensorArg,
+    b: TensorArg,
+    a_scales: TensorArg,
+    b_scales: TensorArg,
+    azp_adj: TensorArg,
+    azp: TensorArg | None,
+    bias: TensorArg | None,
+) -> Launch:
+    rows, columns = check_product(out, a, b, int8)
+    check.dtype(out, float16, bfloat16)
+    (m, k), n = a.shape, b.shape[1]
+    check_scales(m, a_scales)
+    check_scales(n, b_scales)
+    for points, count in ((azp_adj, n), (azp, m)):
+        if points is not None:
+            check.dtype(points, int32)
+            if points.numel != count:
+                raise points.error(f"expected {count} elements, got shape {points.shape}")
+            check.contiguous(points)
+    check.shape(bias, out.dtype, N=n)
+    return plan(Problem(rows, columns, k, Epilogue(out, a_scales, b_scales, azp_adj, azp, bias)))
+
+
+@cutlass_scaled_mm_azp.example
+def example_cutlass_scaled_mm_azp(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    out_dtype: Literal["bfloat16", "float16"] = "bfloat16",
+    with_azp: bool = False,
+    with_bias: bool = False,
+) -> tuple[Any, ...]:
+    k, n = 160, 40
+    return (
+        make.empty(num_tokens, n, dtype=out_dtype),
+        codes(make, num_tokens, k, "int8"),
+        make.transposed(codes(make, n, k, "int8")),
+        make.full(num_tokens, 1, value=0.05, dtype="float32"),
+        make.full(1, n, value=0.02, dtype="float32"),
+        make.randint(-9000, 9000, n, dtype="int32"),
+        make.randint(-128, 128, num_tokens, dtype="int32") if with_azp else None,
+        make.randn(n, dtype=out_dtype) if with_bias else None,
+    )
+
+
+def cutlass_scaled_mm_supports_fp8(cuda_device_capability: int) -> bool:
+    """Whether `cutlass_scaled_mm` multiplies fp8 on tensor cores of a GPU, by their fp8 or as float16.
+
+    Args:
+        cuda_device_capability: ten times the major number, plus the minor one, as 90.
+    """
+    return cuda_device_capability >= MIN_CAPABILITY
+
+
+def cutlass_scaled_mm_supports_block_fp8(cuda_device_capability: int) -> bool:
+    """Whether `cutlass_scaled_mm` multiplies fp8 under scales of blocks on tensor cores of a GPU.
+
+    Args:
+        cuda_device_capability: ten times the major number, plus the minor one, as 90.
+    """
+    return cuda_device_capability >= MIN_CAPABILITY
+
+
+def cutlass_scaled_mm_supports_fp4(cuda_device_capability: int) -> bool:
+    """Whether `cutlass_scaled_fp4_mm` runs on tensor cores of a GPU, where it multiplies bfloat16.
+
+    Args:
+        cuda_device_capability: ten times the major number, plus the minor one, as 90.
+    """
+    return cuda_device_capability >= MIN_CAPABILITY
+
+
+def cutlass_group_gemm_supported(cuda_device_capability: int) -> bool:
+    """Whether `cutlass_moe_mm` is an op of this library and runs on tensor cores of a GPU.
+
+    Args:
+        cuda_device_capability: ten times the major number, plus the minor one, as 90.
+    """
+    return "cutlass_moe_mm" in registry and cuda_device_capability >= MIN_CAPABILITY
+
+
+def cutlass_sparse_scaled_mm_supported(cuda_device_capability: int) -> bool:
+    """Whether `cutlass_scaled_sparse_mm` runs on tensor cores of a GPU.
+
+    Args:
+        cuda_device_capability: ten times the major number, plus the minor one, as 90.
+    """
+    return cuda_device_capability >= MIN_CAPABILITY

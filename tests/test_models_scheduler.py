@@ -1,0 +1,110 @@
+"""The scheduler of requests, without a model: what it hands out has one owner, and all requests end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyops.models import Config, SamplingParams, StateSpace
+from pyops.models.scheduler import Request, Scheduler
+
+ATTENTION = Config(
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+STATES = StateSpace("mamba", 16, state_size=4, conv_kernel=4, time_step_rank=2)
+CONFIGS = {
+    "attention": ATTENTION,
+    "both": replace(ATTENTION, layer_types=("mamba", "attention"), state_space=STATES),
+    "states": replace(ATTENTION, layer_types=("mamba", "mamba"), state_space=STATES),
+}
+BLOCK_SIZE = 4
+
+
+def request(number: int, prompt: int, max_tokens: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Request(params, [0] * prompt, prompt + max_tokens, random.Random(0), number)
+
+
+def check(scheduler: Scheduler, num_blocks: int, num_slots: int) -> None:
+    """Every block and slot is free or has one owner; a running request has room for what is computed of it."""
+    blocks = [block for each in scheduler.running for block in each.blocks]
+    assert sorted(blocks + scheduler.free_blocks) == list(range(num_blocks))
+    slots = [each.slot for each in scheduler.running]
+    assert sorted(slots + scheduler.free_slots) == list(range(num_slots))
+    assert all(len(each.blocks) >= scheduler.blocks_for(each.computed) for each in scheduler.running)
+    assert all((each.blocks, each.slot, each.computed) == ([], -1, 0) for each in scheduler.waiting)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@given(data=st.data())
+def test_what_is_handed_out_has_one_owner(kind: str, data: st.DataObject) -> None:
+    """Through prompts in parts, steps, preemptions and texts that step back; the oldest request always goes on."""
+    config = CONFIGS[kind]
+    num_slots = data.draw(st.integers(1, 4), label="max_num_seqs")
+    budget = data.draw(st.integers(1, 12), label="max_num_batched_tokens")
+    num_blocks = data.draw(st.integers(6, 12), label="num_blocks")
+    sizes = data.draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=6))
+    scheduler = Scheduler(config, num_blocks, BLOCK_SIZE, num_slots, budget)
+    requests = [request(i, *size) for i, size in enumerate(sizes)]
+    scheduler.waiting.extend(requests)
+    held: dict[Request, tuple[int, int]] = {}  # what the cache holds of a request: its slot and how many tokens
+    backs = 4
+    for _ in range(1000):
+        steps = scheduler.next_step()
+        check(scheduler, num_blocks, num_slots)
+        if not steps:
+            break
+        assert len({each.number for each, _ in steps}) == len(steps)
+        assert sum(count for each, count in steps if not each.is_step) <= budget
+        singles = [each.is_step for each, _ in steps]
+        assert singles == sorted(singles, reverse=True), "steps come first"
+        assert scheduler.running[0] in [each for each, _ in steps], "the oldest waits"
+        for each, count in steps:
+            if each.computed:
+                slot, tokens = held[each]
+                assert slot == each.slot
+                assert tokens == each.computed or (kind == "attention" and tokens > each.computed)
+            assert 0 < count <= each.pending
+            assert len(each.blocks) >= scheduler.blocks_for(each.computed + count)
+            each.computed += count
+            held[each] = each.slot, each.computed
+            if not each.pending:
+                each.tokens.append(0)
+                if len(each.tokens) == each.max_seq_len:
+                    scheduler.end(each)
+        left = [each for each in scheduler if len(each.tokens) > sizes[each.number][0]]
+        if left and backs and data.draw(st.booleans(), label="step back"):
+            backs -= 1
+            chosen = data.draw(st.sampled_from(left), label="request")
+            least = sizes[chosen.number][0]
+            scheduler.step_back(chosen, data.draw(st.integers(least, len(chosen.tokens)), label="num_tokens"))
+            check(scheduler, num_blocks, num_slots)
+    assert [len(each.tokens) for each in requests] == [prompt + count for prompt, count in sizes]
+    assert kind != "states" or not scheduler.preemptions
+
+
+def test_a_step_takes_prompts_beside_next_tokens() -> None:
+    """A prompt that is computed goes on while the next comes in parts."""
+    scheduler = Scheduler(CONFIGS["both"], 8, BLOCK_SIZE, 2, 3)
+    first, second = request(0, 2, 9), request(1, 7, 2)
+    scheduler.waiting.extend([first, second])
+    found = []
+    for _ in range(4):
+        steps = scheduler.next_step()
+        found.append([(each.number, count) for each, count in steps])
+        for each, count in steps:
+            each.computed += count
+            if not each.pending:
+                each.tokens.append(0)
+    assert found == [[(0, 2), (1, 1)], [(0, 1), (1, 3)], [(0, 1), (1, 3)], [(0, 1), (1, 1)]]
