@@ -46,3 +46,8 @@ def sample(values: Iterable[T], max_values: int | None, seed: Any) -> list[T]:
     if max_values is None or len(every) <= max_values:
         return list(every)
     return [every[i] for i in sorted(random.Random(str(seed)).sample(range(len(every)), max_values))]
+
+
+def few(values: Iterable[T], count: int) -> list[T]:
+    """So many of a test's variants, which are much alike; all of them where the profile does not limit variants."""
+    return sample(values, None if PROFILE.variants is None else count, "few")

@@ -70,7 +70,8 @@ HOST_API void named_barrier(unsigned number, unsigned num_threads, bool waits);
 // for each block of the cluster.
 enum class Swizzle : uint32_t { NONE, BYTES32, BYTES64, BYTES128 };
 constexpr unsigned MAX_DIMENSIONS = 5;
-// The 128 bytes of a tensor map on the host: dimensions from the fastest on, strides in bytes. tensor_map.py writes them.
+// The 128 bytes of a tensor map on the host, as tensor_map.py writes them: dimensions from the fastest on, strides in
+// bytes.
 struct TensorMap {
     uint64_t address;
     uint64_t strides[MAX_DIMENSIONS - 1];

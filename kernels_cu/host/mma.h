@@ -81,8 +81,8 @@ inline void host_ldmatrix(uint32_t (&fragment)[N], const void* row, HOST_PLACE) 
         file, line);
 }
 
-// stmatrix: `own`, the address that the lane has given, and `fragment`, the lane's words. Each lane whose address counts
-// writes its row, which the other lanes have put together.
+// stmatrix: `own`, the address that the lane has given, and `fragment`, the lane's words. Each lane whose address
+// counts writes its row, which the other lanes have put together.
 struct host_stored_row {
     const uint32_t* fragment;
     uint16_t row[8];

@@ -114,8 +114,9 @@ inline void check_registers_at_end() { check_sum_of_registers({}, first_register
 
 __attribute__((noinline)) void set_registers(unsigned count, bool more) {
     const Where where = {nullptr, 0, __builtin_return_address(0), nullptr};
-    if (num_threads() % WARPGROUP) {
-        raise_fault("setmaxnreg", where, "a block of %u threads is no whole number of warpgroups", num_threads());
+    if (state.current->number / WARPGROUP >= num_threads() / WARPGROUP) {
+        raise_fault("setmaxnreg", where, "by warps that are no whole warpgroup, in a block of %u threads",
+                    num_threads());
     }
     const unsigned first = first_registers();
     if (more ? count < first : count > first) {

@@ -10,6 +10,7 @@ from pyops._core import offline
 from pyops._core.errors import CompileError
 from pyops._core.kernel import Kernel
 from tests.core import hopper
+from tests.profiles import few
 from tests.test_nvrtc import MISSING
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -63,7 +64,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(128, 1) every_product(void* out, const 
 """
 
 
-@pytest.mark.parametrize("columns", range(16, 257, 16))
+@pytest.mark.parametrize("columns", few(range(16, 257, 16), 3))
 def test_every_product(columns: int) -> None:
     """Operands that are numbered wrongly do not assemble."""
     assert compiled(EVERY_PRODUCT, N=columns).binary

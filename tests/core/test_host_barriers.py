@@ -16,6 +16,7 @@ from pyops._core.host import toolchain
 from pyops.testing import SCHEDULES, scheduled
 from tests.core.conftest import Run
 from tests.core.hopper import mapped
+from tests.profiles import few
 
 pytestmark = pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 
@@ -63,17 +64,20 @@ extern "C" __global__ void passed_on(int* out, int rounds) {
 
 @pytest.mark.parametrize(
     ("which", "instead", "kinds"),
-    [
-        ("EMPTY", "", (RACE, MISUSE, DEADLOCK, UNWRITTEN)),
-        ("ARRIVE", "if (i) mbarrier_arrive(barrier);", DEADLOCK),
-        ("ARRIVE", "mbarrier_arrive(barrier); if (i == 5) mbarrier_arrive(barrier);", (RACE, MISUSE, UNWRITTEN)),
-        ("WAIT", "", (RACE, UNWRITTEN)),
-        ("WAIT", "mbarrier_wait(barrier, (round & 1) ^ 1);", (RACE, UNWRITTEN, DEADLOCK, MISUSE)),
-        ("INIT", "", (RACE, MISUSE)),
-        ("COUNT", "63", (RACE, MISUSE, UNWRITTEN)),
-        ("COUNT", "65", DEADLOCK),
-        ("COUNT", "0", MISUSE),
-    ],
+    few(
+        [
+            ("EMPTY", "", (RACE, MISUSE, DEADLOCK, UNWRITTEN)),
+            ("ARRIVE", "if (i) mbarrier_arrive(barrier);", DEADLOCK),
+            ("ARRIVE", "mbarrier_arrive(barrier); if (i == 5) mbarrier_arrive(barrier);", (RACE, MISUSE, UNWRITTEN)),
+            ("WAIT", "", (RACE, UNWRITTEN)),
+            ("WAIT", "mbarrier_wait(barrier, (round & 1) ^ 1);", (RACE, UNWRITTEN, DEADLOCK, MISUSE)),
+            ("INIT", "", (RACE, MISUSE)),
+            ("COUNT", "63", (RACE, MISUSE, UNWRITTEN)),
+            ("COUNT", "65", DEADLOCK),
+            ("COUNT", "0", MISUSE),
+        ],
+        3,
+    ),
 )
 def test_phases(caught: Caught, which: str, instead: str, kinds: Any) -> None:
     out = words(3 * 64)
@@ -94,23 +98,30 @@ def only(text: str, which: str, instead: str) -> str:
 
 @pytest.mark.parametrize(
     ("line", "kind", "message"),
-    [
-        ("mbarrier_arrive(barrier + 1);", MISUSE, "has not initialised"),
-        ("mbarrier_init(barrier, 1);", MISUSE, "initialisation of the bytes of an mbarrier"),
-        ("barrier[0] = 3;", MISUSE, "write of the bytes of an mbarrier"),
-        ("mbarrier_wait(barrier, 2);", MISUSE, "parity 2"),
-        ("mbarrier_arrive(reinterpret_cast<uint64_t*>(out));", "out-of-bounds shared access", "outside every"),
-        ("mbarrier_arrive_cluster(barrier, 1);", MISUSE, "in block 1 of a cluster of 1"),
-        ("named_barrier_sync(16, 32);", "divergent barrier", "expected 1 to 15"),
-        ("named_barrier_sync<1>(33);", "divergent barrier", "a multiple of 32"),
-        ("bulk_load(tile, out, 8, barrier);", "misaligned access", "expected multiples of 16"),
-        ("bulk_load(tile, out + 1, 16, barrier);", "misaligned access", "expected multiples of 16"),
-        ("bulk_load(tile + 28, out, 32, barrier);", "out-of-bounds shared access", "outside every shared array"),
-        ("bulk_load(tile, out + 32, 16, barrier);", "out-of-bounds global access", "read of 16 bytes"),
-        ("bulk_store(out, tile, 16);", UNWRITTEN, "read by a bulk store"),
-        ("tma_load(tile, reinterpret_cast<const TensorMap*>(out), barrier, 0, 0);", "bad tensor map", "no tensor map"),
-        ("bulk_load(tile, out, 16, barrier);", NOT_WAITED, "the block ends before"),
-    ],
+    few(
+        [
+            ("mbarrier_arrive(barrier + 1);", MISUSE, "has not initialised"),
+            ("mbarrier_init(barrier, 1);", MISUSE, "initialisation of the bytes of an mbarrier"),
+            ("barrier[0] = 3;", MISUSE, "write of the bytes of an mbarrier"),
+            ("mbarrier_wait(barrier, 2);", MISUSE, "parity 2"),
+            ("mbarrier_arrive(reinterpret_cast<uint64_t*>(out));", "out-of-bounds shared access", "outside every"),
+            ("mbarrier_arrive_cluster(barrier, 1);", MISUSE, "in block 1 of a cluster of 1"),
+            ("named_barrier_sync(16, 32);", "divergent barrier", "expected 1 to 15"),
+            ("named_barrier_sync<1>(33);", "divergent barrier", "a multiple of 32"),
+            ("bulk_load(tile, out, 8, barrier);", "misaligned access", "expected multiples of 16"),
+            ("bulk_load(tile, out + 1, 16, barrier);", "misaligned access", "expected multiples of 16"),
+            ("bulk_load(tile + 28, out, 32, barrier);", "out-of-bounds shared access", "outside every shared array"),
+            ("bulk_load(tile, out + 32, 16, barrier);", "out-of-bounds global access", "read of 16 bytes"),
+            ("bulk_store(out, tile, 16);", UNWRITTEN, "read by a bulk store"),
+            (
+                "tma_load(tile, reinterpret_cast<const TensorMap*>(out), barrier, 0, 0);",
+                "bad tensor map",
+                "no tensor map",
+            ),
+            ("bulk_load(tile, out, 16, barrier);", NOT_WAITED, "the block ends before"),
+        ],
+        6,
+    ),
 )
 def test_refused(run_on_host: Run, line: str, kind: str, message: str) -> None:
     text = f"""#include "tma.cuh"
@@ -170,14 +181,17 @@ extern "C" __global__ void through(int* out, const int* in, int tiles) {
 
 @pytest.mark.parametrize(
     ("which", "instead", "kinds"),
-    [
-        ("BYTES", "240", ("wrong transaction bytes", NOT_WAITED, DEADLOCK, RACE, "mbarrier misuse")),
-        ("BYTES", "272", DEADLOCK),
-        ("WAIT", "", (NOT_WAITED, RACE, UNWRITTEN)),
-        ("FENCE", "", MISSING),
-        ("COMMIT", "", (RACE, NOT_WAITED)),
-        ("READ", "", (RACE, NOT_WAITED)),
-    ],
+    few(
+        [
+            ("BYTES", "240", ("wrong transaction bytes", NOT_WAITED, DEADLOCK, RACE, "mbarrier misuse")),
+            ("BYTES", "272", DEADLOCK),
+            ("WAIT", "", (NOT_WAITED, RACE, UNWRITTEN)),
+            ("FENCE", "", MISSING),
+            ("COMMIT", "", (RACE, NOT_WAITED)),
+            ("READ", "", (RACE, NOT_WAITED)),
+        ],
+        3,
+    ),
 )
 def test_bytes_in_and_out(caught: Caught, which: str, instead: str, kinds: Any) -> None:
     out, given = aligned(192), aligned(192, 7)
@@ -216,15 +230,18 @@ extern "C" __global__ void CLUSTER_OF(2) sent_on(int* out, const int* in) {
 
 @pytest.mark.parametrize(
     ("which", "instead", "kinds"),
-    [
-        ("INIT", "", MISSING),
-        ("CLUSTER", "__syncthreads();", (MISUSE, RACE, NOT_WAITED, UNWRITTEN)),
-        ("BLOCKS", "1", DEADLOCK),
-        ("BLOCKS", "5", MISUSE),
-        ("WAIT", "", (NOT_WAITED, UNWRITTEN, RACE)),
-        ("FENCE", "", MISSING),
-        ("RECEIVED", "", (NOT_WAITED, UNWRITTEN, RACE)),
-    ],
+    few(
+        [
+            ("INIT", "", MISSING),
+            ("CLUSTER", "__syncthreads();", (MISUSE, RACE, NOT_WAITED, UNWRITTEN)),
+            ("BLOCKS", "1", DEADLOCK),
+            ("BLOCKS", "5", MISUSE),
+            ("WAIT", "", (NOT_WAITED, UNWRITTEN, RACE)),
+            ("FENCE", "", MISSING),
+            ("RECEIVED", "", (NOT_WAITED, UNWRITTEN, RACE)),
+        ],
+        3,
+    ),
 )
 def test_clusters(caught: Caught, which: str, instead: str, kinds: Any) -> None:
     out, given = aligned(128), aligned(64, 7)
@@ -265,12 +282,15 @@ extern "C" __global__ void by_threads(int* out, const int* in, int tiles) {
 
 @pytest.mark.parametrize(
     ("which", "instead", "kinds"),
-    [
-        ("EMPTY", "", (RACE, NOT_WAITED, MISUSE)),
-        ("ARRIVE", "mbarrier_arrive(full);", NOT_WAITED),
-        ("ARRIVE", "", (DEADLOCK, NOT_WAITED)),
-        ("FULL", "", (RACE, NOT_WAITED, UNWRITTEN)),
-    ],
+    few(
+        [
+            ("EMPTY", "", (RACE, NOT_WAITED, MISUSE)),
+            ("ARRIVE", "mbarrier_arrive(full);", NOT_WAITED),
+            ("ARRIVE", "", (DEADLOCK, NOT_WAITED)),
+            ("FULL", "", (RACE, NOT_WAITED, UNWRITTEN)),
+        ],
+        2,
+    ),
 )
 def test_copies_of_threads(caught: Caught, which: str, instead: str, kinds: Any) -> None:
     out, given = words(768), aligned(768, 5)
@@ -302,12 +322,15 @@ extern "C" __global__ void turns(int* out, int rounds) {
 
 @pytest.mark.parametrize(
     ("which", "instead", "kinds"),
-    [
-        ("FIRST", ";", DEADLOCK),
-        ("TURN", "", (RACE, DEADLOCK, "divergent barrier")),
-        ("TURN", "named_barrier_sync(1 + half, 64);", (RACE, "divergent barrier")),
-        ("NEXT", ";", DEADLOCK),
-    ],
+    few(
+        [
+            ("FIRST", ";", DEADLOCK),
+            ("TURN", "", (RACE, DEADLOCK, "divergent barrier")),
+            ("TURN", "named_barrier_sync(1 + half, 64);", (RACE, "divergent barrier")),
+            ("NEXT", ";", DEADLOCK),
+        ],
+        2,
+    ),
 )
 def test_turns(caught: Caught, which: str, instead: str, kinds: Any) -> None:
     out, right = words(1), 0
@@ -316,7 +339,7 @@ def test_turns(caught: Caught, which: str, instead: str, kinds: Any) -> None:
     caught(kinds, only(TURNS, which, instead), lambda: bool(out[0] == right), grid=1, block=128, rounds=4, out=out)
 
 
-@pytest.mark.parametrize(("dimensions", "swizzle"), [(2, 0), (2, 32), (2, 64), (2, 128), (3, 128), (3, 0)])
+@pytest.mark.parametrize(("dimensions", "swizzle"), few([(2, 0), (2, 32), (2, 64), (2, 128), (3, 128), (3, 0)], 3))
 def test_boxes(run_on_host: Run, dimensions: int, swizzle: int) -> None:
     """Boxes that lie across every edge: zeros come in, nothing goes out, and chunks lie where the swizzle puts them."""
     columns = (swizzle or 64) // 4
