@@ -131,3 +131,11 @@ def test_models_of_float32_are_left_alone() -> None:
     accelerate(model)
     assert len(report(model).left_alone) == 14
     assert set(report(model).left_alone.values()) == {"its activations are float32, not float16 or bfloat16"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "name"), [(BLOCKS, "llama"), (CHANNELS, "qwen2"), (BLOCKS, "qwen3")])
+def test_tokens_on_a_gpu(kind: str, name: str) -> None:
+    model, tokens = accelerate(model_of(kind, name).cuda()), torch.tensor([PROMPT], device="cuda")
+    text = model.generate(tokens, max_new_tokens=COUNT, do_sample=False)[0, len(PROMPT) :].tolist()
+    check_text(case_of(kind, name), text)

@@ -669,3 +669,12 @@ def test_the_kernels_multiply_the_same_and_are_known_before(
 
 def parts_of(model: Decoder) -> list[Any]:
     return [part for each in model.layers for part in (each.mixer.qkv, each.mixer.o, each.mlp.gate_up, each.mlp.down)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_tokens_on_a_gpu(kind: str, name: str, folder: Callable[..., Path]) -> None:
+    """As on the CPU; steps replay graphs."""
+    engine = Engine(load(folder(kind, name), "cuda"), max_seq_len=96, max_num_seqs=2)
+    for text in engine.generate([PROMPT, PROMPT], SamplingParams(max_tokens=COUNT)):
+        check_text(case_of(kind, name), text)
