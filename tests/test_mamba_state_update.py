@@ -271,7 +271,13 @@ def test_nan_stays_with_its_row() -> None:
 
 @pytest.mark.parametrize(
     ("problem", "rows"),
-    [((1, 1, 8192, 16), 2), ((256, 1, 8192, 16), 4), ((1, 10, 64, 128), 2), ((1, 80, 64, 128), 4), ((256, 80, 64, 128), 4)],
+    [
+        ((1, 1, 8192, 16), 2),
+        ((256, 1, 8192, 16), 4),
+        ((1, 10, 64, 128), 2),
+        ((1, 80, 64, 128), 4),
+        ((256, 80, 64, 128), 4),
+    ],
 )
 def test_threads_take_more_work_where_the_device_is_full(problem: tuple[int, int, int, int], rows: int) -> None:
     tied = problem[1] > 1

@@ -144,7 +144,7 @@ def choose(problem: Problem, device: Device) -> Config:
     two_tiles = problem.uses_mma and _may_have_two_tiles(problem) and int(device.arch[3:]) < _FIRST_SPILLING_ARCH
     row_tiles = 2 if two_tiles else 1
     wide = problem.uses_mma and device.shared_memory >= _WIDE_SHARED
-    return Config(row_tiles, 1, row_tiles, 1, _SEGMENT_TOKENS[wide])
+    return Config(row_tiles, 1, 1 if wide else row_tiles, 2 if wide else 1, _SEGMENT_TOKENS[wide])
 
 
 def _may_have_two_tiles(problem: Problem) -> bool:
