@@ -13,8 +13,8 @@
 // operands of products: h, the weights exp(a_l - a_m) d_m (C_l . B_m), and the weighted x_m.
 //
 // Blocks: blockIdx.x counts runs of HEADS heads of one group, and tiles of HEAD_TILE dimensions of a head; blockIdx.y is
-// the segment (chunk_scan.cuh). A block walks its parts in tiles of TOKENS tokens. While it computes a tile, it makes the
-// weights of the next and copies the one after that to shared memory: one barrier to a tile.
+// the segment (chunk_scan.cuh). A block walks its parts in tiles of TOKENS tokens and copies the next tile to shared memory
+// while it computes this one.
 //
 // Warps: the rows of a block are (head, dimension). A warp has ROW_TILES matrix tiles of 16 rows, the whole state of
 // each row, and y transposed: rows by tokens. The weights, tokens by tokens, are made by the warps together.
@@ -37,13 +37,10 @@
 #include "chunk_scan.cuh"
 #include "state_tiles.cuh"
 
-constexpr int STAGES = 3;
 constexpr int LANE_TOKENS = TOKENS / 32;  // of a tile, 32 apart, whose decays a lane finds
 constexpr int ROWS = HEADS * HEAD_TILE, NUM_WARPS = ROWS / 16 / ROW_TILES, NUM_THREADS = NUM_WARPS * 32;
 constexpr int STATE_TILES = STATE_SIZE / 8, STEPS = STATE_SIZE / 16;
-// The last warps find the decays of tiles: those that have no square of weights, if there are any.
-constexpr int DECAY_WARPS = NUM_WARPS > 3 ? NUM_WARPS - 3 : 1;
-constexpr int WARP_HEADS = ceil_div(HEADS, DECAY_WARPS);  // heads of such a warp
+constexpr int WARP_HEADS = (HEADS + NUM_WARPS - 1) / NUM_WARPS;  // heads whose decays a warp computes
 static_assert(HEADS == 1 || HEAD_TILE == HEAD_SIZE);
 
 using state_tile = SwizzledTile<scalar_t, STATE_SIZE / 8>;  // B and C: a row for each token
@@ -51,15 +48,7 @@ using rows_tile = SwizzledTile<scalar_t, ROWS / 8>;         // x: a row for each
 using weights_tile = SwizzledTile<scalar_t, TOKENS / 8>;    // weights: row l, column m
 constexpr int STATE_BYTES = state_tile::bytes(TOKENS), X_BYTES = rows_tile::bytes(TOKENS);
 constexpr int STAGE_BYTES = (SEGMENT_STATES ? 1 : 2) * STATE_BYTES + X_BYTES;
-constexpr int WEIGHT_BYTES = weights_tile::bytes(TOKENS);  // of each head, in two buffers behind the stages
-
-constexpr int NONE = -2;
-// Neighbouring tokens of a part, TOKENS of them or what is left.
-struct ScanTile {
-    bool exists = false;
-    int token, count;  // count may be more than TOKENS
-    int begins, ends;  // the sequence whose initial state is the state before it, the state to be stored behind it
-};
+constexpr int WEIGHT_BYTES = weights_tile::bytes(TOKENS);  // of each head, behind the two stages
 
 // What the tokens of a tile decay by, of each head. Sums are in units of log2.
 struct Decays {
@@ -94,7 +83,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
-    __shared__ Decays decays[STAGES];
+    __shared__ Decays decays[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first_head = int(blockIdx.x) / (HEAD_SIZE / HEAD_TILE) * HEADS;
     const int first_dim = int(blockIdx.x) % (HEAD_SIZE / HEAD_TILE) * HEAD_TILE;
@@ -112,28 +101,20 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     const auto c_at = [&](int stage) {
         return state_tile{reinterpret_cast<scalar_t*>(shared + stage * STAGE_BYTES + STATE_BYTES + X_BYTES)};
     };
-    const auto weights_of = [&](int buffer, int head) {
-        const int at = STAGES * STAGE_BYTES + (buffer * HEADS + head) * WEIGHT_BYTES;
-        return weights_tile{reinterpret_cast<scalar_t*>(shared + at)};
+    const auto weights_of = [&](int head) {
+        return weights_tile{reinterpret_cast<scalar_t*>(shared + 2 * STAGE_BYTES + head * WEIGHT_BYTES)};
     };
     // The head, counted in the block, and the row of matrix tile r of the warp. Lane rows are g and g + 8 of the tile.
     const auto tile_row = [&](int r) { return (warp * ROW_TILES + r) * 16; };
     const auto head_of = [&](int r) { return tile_row(r) / HEAD_TILE; };
 
-    // The heads whose decays the warp finds, counted in the block: this one, if it exists, and every DECAY_WARPS behind.
-    const int first_own = warp < NUM_WARPS - DECAY_WARPS ? HEADS : NUM_WARPS - 1 - warp;
-    float raw_dt[WARP_HEADS][LANE_TOKENS], own_A[WARP_HEADS], own_bias[WARP_HEADS];
-#pragma unroll
-    for (int i = 0; i < WARP_HEADS; ++i) {
-        const int head = first_head + min(first_own + i * DECAY_WARPS, HEADS - 1);
-        own_A[i] = A[head] * LOG2_E;
-        own_bias[i] = dt_bias ? to_float(dt_bias[head]) : 0.0f;
-    }
-    // Copies the tokens of a tile to shared memory, zeros behind them, and reads their time steps.
-    const auto load = [&](int stage, const ScanTile& tile) {
-        if (!tile.exists) return;
-        const int64_t row = tile.token, column = group * STATE_SIZE;
-        const int count = tile.count;
+    // The heads whose decays the warp computes, counted in the block; the last warps come first, which have the least
+    // to do for the weights. A warp may have none.
+    const int first_own = NUM_WARPS - 1 - warp;
+    float raw_dt[WARP_HEADS][LANE_TOKENS];
+    // Copies `count` tokens from `token` on to shared memory, zeros behind them, and reads their time steps.
+    const auto load = [&](int stage, int token, int count) {
+        const int64_t row = token, column = group * STATE_SIZE;
         copy_tokens<STATE_SIZE / 8, TOKENS, NUM_THREADS>(b_at(stage), B + row * B_stride + column, B_stride, count);
         if (!SEGMENT_STATES)
             copy_tokens<STATE_SIZE / 8, TOKENS, NUM_THREADS>(c_at(stage), C + row * C_stride + column, C_stride, count);
@@ -141,28 +122,28 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         cp_async_commit();
 #pragma unroll
         for (int i = 0; i < WARP_HEADS; ++i) {
-            const int head = first_head + min(first_own + i * DECAY_WARPS, HEADS - 1);
+            const int head = first_head + min(first_own + i * NUM_WARPS, HEADS - 1);
 #pragma unroll
             for (int k = 0; k < LANE_TOKENS; ++k) {
                 const int l = k * 32 + lane;
-                raw_dt[i][k] = l < count ? to_float(dt[(row + l) * dt_stride + head * dt_step]) : 0.0f;
+                raw_dt[i][k] = l < count ? to_float(dt[int64_t(token + l) * dt_stride + head * dt_step]) : 0.0f;
             }
         }
     };
     // The decays of the tile whose time steps `load` has read.
-    const auto find_decays = [&](int stage, const ScanTile& tile) {
-        if (!tile.exists) return;
-        const int count = tile.count;
+    const auto find_decays = [&](int stage, int count) {
 #pragma unroll
         for (int i = 0; i < WARP_HEADS; ++i) {
-            const int own = first_own + i * DECAY_WARPS;
+            const int own = first_own + i * NUM_WARPS;
             if (own >= HEADS) break;
+            const float rate = A[first_head + own] * LOG2_E;
+            const float bias = dt_bias ? to_float(dt_bias[first_head + own]) : 0.0f;
             float steps[LANE_TOKENS], sums[LANE_TOKENS], end = 0.0f;
 #pragma unroll
             for (int k = 0; k < LANE_TOKENS; ++k) {
                 const bool exists = k * 32 + lane < count;
-                steps[k] = exists ? time_step<SOFTPLUS>(raw_dt[i][k], own_bias[i], dt_min, dt_max) : 0.0f;
-                sums[k] = exists ? steps[k] * own_A[i] : 0.0f;
+                steps[k] = exists ? time_step<SOFTPLUS>(raw_dt[i][k], bias, dt_min, dt_max) : 0.0f;
+                sums[k] = exists ? steps[k] * rate : 0.0f;
 #pragma unroll
                 for (int distance = 1; distance < 32; distance *= 2) {
                     const float before = shfl<32>(sums[k], lane - distance & 31);
@@ -227,51 +208,75 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         }
     }
 
-    // The weights of the tile in a stage: its squares of 16 by 16 tokens on the diagonal and below it, a warp each in turn.
-    const auto make_weights = [&](int buffer, int stage) {
-        const state_tile b_tile = b_at(stage), c_tile = c_at(stage);
-        const Decays& decay = decays[stage];
-        for (int tile = warp; tile < 3; tile += NUM_WARPS) {
-            const int row_tile = (tile + 1) / 2, column_tile = tile / 2;
-            float products[2][4] = {};
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                uint32_t a[4], b[4];
-                load_operand(a, c_tile, row_tile * 16, step);
-                load_columns(b, b_tile, column_tile * 16, step);
-                multiply_add<scalar_t>(products[0], products[1], a, b);
-            }
-#pragma unroll
-            for (int head = 0; head < HEADS; ++head) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int n = i / 2, half = i % 2, l = row_tile * 16 + half * 8 + g;
-                    const int m = column_tile * 16 + n * 8 + 2 * t;
-                    const float sum = decay.sums[head][l];
-                    float weight[2];
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const float factor = estimate_exp2(sum - decay.sums[head][m + j]) * decay.steps[head][m + j];
-                        weight[j] = m + j <= l ? factor * products[n][2 * half + j] : 0.0f;
-                    }
-                    scalar_t* const to = weights_of(buffer, head).at(l, column_tile * 2 + n) + 2 * t;
-                    *reinterpret_cast<uint32_t*>(to) = pack_pair<scalar_t>(weight[0], weight[1]);
-                }
-            }
+    int number = chunks.first_of(segment, num_segments), token = 0, stage = 0;
+    ScanPart part{};
+    if (number < end_part) {
+        part = chunks.at(number);
+        token = part.begin;
+        load(0, token, min(part.end - token, TOKENS));
+        find_decays(0, part.end - token);
+        if (!SEGMENT_STATES && !part.restarts) {
+            each_of_state([&](int, float& low, float& high, int64_t at) {
+                const auto pair = Vec<float, 2>::load(segment_states + (segment - 1) * state_size + at);
+                low = pair[0];
+                high = pair[1];
+            });
         }
-    };
-    // The results of a tile, and the state behind it.
-    const auto compute = [&](const ScanTile& tile, int stage, int buffer) {
-        if (tile.begins != NONE) {
-            begin_sequence(tile.begins);
+    }
+    for (; number < end_part; stage ^= 1) {
+        // The tile after this one.
+        const bool ends = token + TOKENS >= part.end;
+        const int next_number = number + ends;
+        const bool more = next_number < end_part;
+        const ScanPart next = ends && more ? chunks.behind(part, next_number) : part;
+        const int next_token = ends ? next.begin : token + TOKENS;
+        const int next_count = min(next.end - next_token, TOKENS), count = part.end - token;
+
+        cp_async_wait<0>();
+        __syncthreads();
+        if (more) load(stage ^ 1, next_token, next_count);
+        if (token == part.begin && part.restarts) {
+            begin_sequence(part.seq);
             restarted = true;
         }
         const Decays& decay = decays[stage];
         const state_tile b_tile = b_at(stage);
         const rows_tile x_tile = x_at(stage);
+
         uint32_t xs[ROW_TILES][2][4];  // x transposed: rows by tokens
         if constexpr (!SEGMENT_STATES) {
+            // Weights: the tiles of 16 by 16 tokens on the diagonal and below it, a warp each in turn.
             const state_tile c_tile = c_at(stage);
+            for (int tile = warp; tile < 3; tile += NUM_WARPS) {
+                const int row_tile = (tile + 1) / 2, column_tile = tile / 2;
+                float products[2][4] = {};
+#pragma unroll
+                for (int step = 0; step < STEPS; ++step) {
+                    uint32_t a[4], b[4];
+                    load_operand(a, c_tile, row_tile * 16, step);
+                    load_columns(b, b_tile, column_tile * 16, step);
+                    multiply_add<scalar_t>(products[0], products[1], a, b);
+                }
+#pragma unroll
+                for (int head = 0; head < HEADS; ++head) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int n = i / 2, half = i % 2, l = row_tile * 16 + half * 8 + g;
+                        const int m = column_tile * 16 + n * 8 + 2 * t;
+                        const float sum = decay.sums[head][l];
+                        float weight[2];
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) {
+                            const float factor =
+                                estimate_exp2(sum - decay.sums[head][m + j]) * decay.steps[head][m + j];
+                            weight[j] = m + j <= l ? factor * products[n][2 * half + j] : 0.0f;
+                        }
+                        scalar_t* const to = weights_of(head).at(l, column_tile * 2 + n) + 2 * t;
+                        *reinterpret_cast<uint32_t*>(to) = pack_pair<scalar_t>(weight[0], weight[1]);
+                    }
+                }
+            }
+
             // Y = h C, then decayed by token.
             float y[ROW_TILES][4][4] = {};
 #pragma unroll
@@ -292,6 +297,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
                 y[i / 16][i / 4 % 4][i % 4] *= decay.kept[head_of(i / 16)][i / 4 % 4 * 8 + 2 * t + i % 2];
             }
 
+            __syncthreads();
             // Y += weights of the tokens up to each, times x; and D x.
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
@@ -301,7 +307,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
 #pragma unroll
                     for (int n = k; n < 2; ++n) {
                         uint32_t b[4];
-                        load_columns(b, weights_of(buffer, head_of(r)), n * 16, k);
+                        load_columns(b, weights_of(head_of(r)), n * 16, k);
                         multiply_add<scalar_t>(y[r][2 * n], y[r][2 * n + 1], xs[r][k], b);
                     }
                 }
@@ -316,9 +322,9 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
                 if constexpr (HAS_Z) {
                     const int l = n * 8 + 2 * t;
                     const scalar_t* const gate =
-                        z + int64_t(tile.token + l) * z_stride + first_row + tile_row(r) + half * 8 + g;
-                    if (l < tile.count) y[r][n][2 * half] *= silu_of(to_float(gate[0]));
-                    if (l + 1 < tile.count) y[r][n][2 * half + 1] *= silu_of(to_float(gate[z_stride]));
+                        z + int64_t(token + l) * z_stride + first_row + tile_row(r) + half * 8 + g;
+                    if (l < count) y[r][n][2 * half] *= silu_of(to_float(gate[0]));
+                    if (l + 1 < count) y[r][n][2 * half + 1] *= silu_of(to_float(gate[z_stride]));
                 }
             }
             // The results go through shared memory, where x of the warp's rows was: then a lane stores a row's vector.
@@ -332,11 +338,11 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             constexpr int CHUNKS = ROW_TILES * 2,
                           STEP = 32 / CHUNKS;  // of a token, and tokens that a warp stores at once
             const int first = lane / CHUNKS, result_chunk = tile_row(0) / 8 + lane % CHUNKS;
-            scalar_t* to = out + int64_t(tile.token + first) * out_stride + first_row + result_chunk * 8;
+            scalar_t* to = out + int64_t(token + first) * out_stride + first_row + result_chunk * 8;
 #pragma unroll
             for (int l = first; l < TOKENS + first; l += STEP, to += STEP * out_stride) {
                 const auto result = Vec<scalar_t, 8>::load(x_tile.at(l, result_chunk));
-                if (l < tile.count) result.template store<OUT_VEC>(to);
+                if (l < count) result.template store<OUT_VEC>(to);
             }
         }
 
@@ -374,52 +380,14 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             }
         }
 
-        if (!SEGMENT_STATES && tile.ends >= 0) store_state(tile.ends);
-    };
-
-    // The tile behind the last one that was taken; none behind the segment.
-    int number = chunks.first_of(segment, num_segments);
-    ScanPart part = number < end_part ? chunks.at(number) : ScanPart{};
-    const bool continues = number < end_part && !part.restarts;
-    int token = part.begin;
-    const auto take = [&]() {
-        if (number >= end_part) return ScanTile{};
-        ScanTile tile{true, token, part.end - token, NONE, NONE};
-        if (token == part.begin && part.restarts) tile.begins = part.seq;
-        token += TOKENS;
-        if (token < part.end) return tile;
-        if (!SEGMENT_STATES) tile.ends = CHUNK_STATES ? part.chunk : chunks.ends_sequence(part) ? part.seq : NONE;
-        if (++number >= end_part) return tile;
-        part = chunks.behind(part, number);
-        token = part.begin;
-        return tile;
-    };
-    // Tile i has stage i % STAGES. While a tile is computed, the weights of the next are made and the one after that is
-    // loaded. So the first turn has no tile to compute.
-    ScanTile tile, next = take();
-    int stage = STAGES - 1, next_stage = 0, turn = 0;
-    load(next_stage, next);
-    find_decays(next_stage, next);
-    if (!SEGMENT_STATES && continues) {
-        each_of_state([&](int, float& low, float& high, int64_t at) {
-            const auto pair = Vec<float, 2>::load(segment_states + (segment - 1) * state_size + at);
-            low = pair[0];
-            high = pair[1];
-        });
-    }
-    for (; tile.exists || next.exists; ++turn) {
-        const ScanTile after = take();
-        const int after_stage = next_stage + 1 < STAGES ? next_stage + 1 : 0;
-        cp_async_wait<0>();
-        __syncthreads();
-        load(after_stage, after);
-        if (!SEGMENT_STATES && next.exists) make_weights(turn % 2, next_stage);
-        if (tile.exists) compute(tile, stage, turn % 2 ^ 1);
-        find_decays(after_stage, after);
-        tile = next;
-        next = after;
-        stage = next_stage;
-        next_stage = after_stage;
+        if (!SEGMENT_STATES && ends) {
+            if (CHUNK_STATES && part.chunk >= 0) store_state(part.chunk);
+            if (!CHUNK_STATES && chunks.ends_sequence(part)) store_state(part.seq);
+        }
+        if (more) find_decays(stage ^ 1, next_count);
+        number = next_number;
+        token = next_token;
+        part = next;
     }
 
     if constexpr (SEGMENT_STATES) {

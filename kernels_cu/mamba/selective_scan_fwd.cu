@@ -23,7 +23,6 @@
 //     CHANNELS         channels of a lane
 //     TILE_TOKENS      tokens of a tile, a multiple of 8
 //     SCAN_THREADS, STAGE_THREADS    scanning and staging threads of a block
-//     AHEAD            tiles whose inputs are prefetched into L2 together; 0 for none
 //     VEC_SIZE         tokens in one memory access
 //     STATE_VEC_SIZE   states in one memory access; divides STATES and STATE_SIZE
 
@@ -113,20 +112,6 @@ struct Stage {
         }
     }
 };
-
-// Prefetches the inputs of AHEAD tiles: memory then moves the lines of a row together.
-DEVICE void prefetch_inputs(const Rows& rows, int64_t token, int64_t end, int thread) {
-    constexpr int TOKENS = AHEAD * TILE_TOKENS, LINE = 128 / int(sizeof(scalar_t)), ROW_LINES = ceil_div(TOKENS, LINE);
-    const int count = int(min(end - token, int64_t(TOKENS)));
-#pragma unroll 1
-    for (int i = thread; i < rows.channels * ROW_LINES; i += STAGE_THREADS) {
-        const int channel = i / ROW_LINES, column = i % ROW_LINES * LINE;
-        if (column >= count) continue;
-        prefetch_line(rows.u + channel * rows.u_stride + token + column);
-        prefetch_line(rows.delta + channel * rows.delta_stride + token + column);
-        if (rows.z) prefetch_line(rows.z + channel * rows.z_stride + token + column);
-    }
-}
 
 // A staging thread's part of the results of a tile. Gates are loaded early, too.
 struct Results {
@@ -397,9 +382,6 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
                 ++blocks_done;
             }
         } else {
-            if (AHEAD > 0 && tile.origin % (AHEAD * TILE_TOKENS) == 0) {
-                prefetch_inputs(rows, tile.origin + AHEAD * TILE_TOKENS, own.end, thread);
-            }
             Stage stage;
             Results results;
             stage.load(rows, next, thread);

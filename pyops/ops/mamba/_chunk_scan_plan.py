@@ -19,8 +19,8 @@ _chunk_scan_pass = Kernel("mamba/chunk_scan_pass.cu")
 
 _MAX_TOKENS = 2**31 - 64  # kernels count tokens in 32 bits
 _TOKENS, _SEGMENT_TOKENS = 32, (32, 64)  # of a tile of chunk_scan.cu; where it finds the states of segments alone
-_STAGES = 3  # tiles in shared memory
-_WIDE_SHARED = 200 * 1024  # bytes of shared memory in which two blocks with tiles of 64 tokens fit
+_STAGES = 2  # tiles in shared memory
+_WIDE_SHARED = 150 * 1024  # bytes of shared memory in which two blocks with tiles of 64 tokens fit
 _MAX_ROWS = 128  # rows of a block of chunk_scan.cu: dimensions of its heads
 _MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread holds as many in registers
 _FIRST_SPILLING_ARCH = 100  # from this compute capability on, two tiles of rows and 128 elements spill registers
@@ -144,7 +144,7 @@ def choose(problem: Problem, device: Device) -> Config:
     two_tiles = problem.uses_mma and _may_have_two_tiles(problem) and int(device.arch[3:]) < _FIRST_SPILLING_ARCH
     row_tiles = 2 if two_tiles else 1
     wide = problem.uses_mma and device.shared_memory >= _WIDE_SHARED
-    return Config(row_tiles, 1, row_tiles, 1, _SEGMENT_TOKENS[wide])
+    return Config(row_tiles, 1, 1 if wide else row_tiles, 2 if wide else 1, _SEGMENT_TOKENS[wide])
 
 
 def _may_have_two_tiles(problem: Problem) -> bool:
@@ -269,10 +269,10 @@ def _launches_mma(
         "HEAD_TILE": head_tile,
         "OUT_VEC": 8 if out.alignment == 16 and out.strides[0] % 8 == 0 else 4,
     }
-    # Rows of 64 elements or a multiple; stages of x, B and C; weights of each head, of two tiles.
+    # Rows of 64 elements or a multiple; stages of x, B and C; weights of each head.
     state_bytes, x_bytes = (_TOKENS * -(-size // 64) * 128 for size in (state_size, rows))
     shared = {
-        False: _STAGES * (2 * state_bytes + x_bytes) + 2 * heads * _TOKENS * 128,
+        False: _STAGES * (2 * state_bytes + x_bytes) + heads * _TOKENS * 128,
         True: _STAGES * config.segment_tokens // _TOKENS * (state_bytes + x_bytes),
     }
 

@@ -14,22 +14,20 @@ if TYPE_CHECKING:
     from ..._core.dtypes import DType
 
 _SCAN_THREADS, _STAGE_THREADS = 128, 128  # of a block
-# Tiles that are prefetched together. Measured on an H200 for 8192 channels of 8192 tokens: 0, 1, 2, 4 and 8 take 745,
-# 637, 643, 688 and 768 us.
-_AHEAD = 1
 _TOKENS_THREADS, _TOKENS_BLOCKS = 128, 3  # of selective_scan_tokens.cu
 _FEW_CHANNELS, _LONG_SEQUENCE = 2048, 512  # up to so many channels, from so many tokens on, lanes share tokens
 _MAX_LANES = 32  # that share a channel
 _BUFFERS = 2
 # (channels, states) of a lane, from the tile that reads shared memory least to the one that spreads a sequence over
 # most lanes. A tile is taken if it leaves this share of the device's schedulers a scanning warp. Measured on an H200,
-# for 8192 channels of 8192 tokens, (1, 4) takes 823 us with tiles of 64 tokens and 888 with 32, (1, 2) 946 with 64, and
-# (2, 4) 1390 to 1460 with 16 to 64. (2, 4) stays for sequences of one short tile; no other was measured there.
+# for 8192 channels of 8192 tokens, (1, 4) takes 586 us with tiles of 64 tokens and 629 with 32, and (1, 2) 766. (2, 4)
+# stays for short sequences: 64 of 128 tokens take 555 us, and 701 with (1, 4).
 _SHORT_LANE_TILES = (2, 4), (1, 4), (1, 2)
 _LANE_TILES = _SHORT_LANE_TILES[1:]
 _MIN_SHARE = 0.75
 _SCHEDULERS = 4  # of a multiprocessor
 _MAX_TILE_TOKENS, _MIN_TILE_TOKENS = 64, 8
+_SHORT_SEQUENCE, _SHORT_TILE_TOKENS = 128, 32  # tokens of sequences that are short, and of their tiles, at most
 _MAX_STAGED_BYTES = 128  # that a staging thread holds in registers
 
 
@@ -61,7 +59,6 @@ class ScanConfig:
         lanes: that share a channel.
         tile_tokens: tokens of a tile in shared memory.
         scan_threads, stage_threads: threads of a block that scan, and that stage tiles.
-        ahead: tiles whose inputs are prefetched into L2 together.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
@@ -71,7 +68,6 @@ class ScanConfig:
     tile_tokens: int
     scan_threads: int = _SCAN_THREADS
     stage_threads: int = _STAGE_THREADS
-    ahead: int = _AHEAD
     min_blocks: int = 2
 
     @property
@@ -93,7 +89,6 @@ class ScanConfig:
             "STATE_VEC_SIZE": min(problem.state_vec_size, self.states),
             "SCAN_THREADS": self.scan_threads,
             "STAGE_THREADS": self.stage_threads,
-            "AHEAD": self.ahead,
             "MIN_BLOCKS": self.min_blocks,
         }
 
@@ -116,7 +111,6 @@ class ScanConfig:
             tile_tokens=tuning.beside(self.tile_tokens, _MIN_TILE_TOKENS, _MAX_TILE_TOKENS),
             scan_threads=tuning.beside(self.scan_threads, 64, 128),
             stage_threads=tuning.beside(self.stage_threads, 64, 256),
-            ahead=(0, 1, 2, 4),
             min_blocks=tuning.beside(self.min_blocks, 1, 4),
         )
         return [one for one in [*tiles, *more] if one.fits(problem, device)]
@@ -184,7 +178,10 @@ def _choose_recurrence(problem: ScanProblem, device: Device) -> ScanConfig:
     """The widest tile of a lane that still fills the device; tiles no longer than a sequence is on average."""
     sequence_tokens = -(-problem.num_tokens // max(1, problem.batch))
     tile_tokens = max(_MIN_TILE_TOKENS, min(_MAX_TILE_TOKENS, tuning.power_of_two(sequence_tokens)))
-    for channels, states in _SHORT_LANE_TILES if tile_tokens == _MIN_TILE_TOKENS else _LANE_TILES:
+    short = sequence_tokens <= _SHORT_SEQUENCE
+    if short:
+        tile_tokens = min(tile_tokens, _SHORT_TILE_TOKENS)
+    for channels, states in _SHORT_LANE_TILES if short else _LANE_TILES:
         config = _lane_tile(problem.state_size, channels, states, tile_tokens)
         warps = problem.batch * problem.dim * config.lanes / (channels * device.warp_size)
         if warps >= _MIN_SHARE * _SCHEDULERS * device.multiprocessors:
