@@ -389,7 +389,7 @@ def test_every_op_is_called() -> None:
     assert {param.id for param in SERVED} == tested
 
 
-@pytest.mark.parametrize("name", PREDICATES)
+@pytest.mark.parametrize("name", sorted(PREDICATES))
 def test_predicates_answer_for_kernels_of_this_library(name: str) -> None:
     """vLLM's modules ask them when they are imported. Only what has a kernel on tensor cores is supported."""
     has_kernel = name != "cutlass_group_gemm_supported" or "cutlass_moe_mm" in pyops.registry

@@ -24,10 +24,10 @@ GEMM = [
 ]
 BLOCKS = (GemmConfig(tile_n=64, cluster=1, group=2), 140, 200, 200)
 SWAP = [
-    (SwapConfig(tile_m=16, tile_n=224, splits=1), 13, 456, 328),
+    (SwapConfig(tile_m=16, tile_n=112, splits=1), 13, 456, 328),
     (SwapConfig(tile_m=16, tile_n=32, splits=1), 33, 72, 328),
     (SwapConfig(tile_m=32, tile_n=40, splits=2), 5, 264, 456),
-    (SwapConfig(tile_m=16, tile_n=144, splits=4), 16, 200, 584),
+    (SwapConfig(tile_m=16, tile_n=72, splits=4), 16, 200, 584),
     (SwapConfig(tile_m=64, tile_n=8, splits=8), 40, 24, 1160),
 ]
 
@@ -86,8 +86,8 @@ def test_scales_of_blocks(one: GemmConfig | SwapConfig, m: int, n: int, k: int) 
 
 # The model's choices for the layers of Llama 3 70B and 8B, and what else was measured (docs/performance.md).
 CHOICES = [
-    (16, 28672, 4096, dtypes.bfloat16, False, SwapConfig(16, 224, 1)),
-    (64, 28672, 4096, dtypes.bfloat16, False, SwapConfig(64, 224, 1)),
+    (16, 28672, 4096, dtypes.bfloat16, False, SwapConfig(16, 112, 1)),
+    (64, 28672, 4096, dtypes.bfloat16, False, SwapConfig(64, 112, 1)),
     (16, 4096, 4096, dtypes.bfloat16, False, SwapConfig(16, 64, 2)),
     (3, 4096, 14336, dtypes.float8_e4m3fn, True, SwapConfig(16, 64, 2)),
     (256, 28672, 4096, dtypes.float8_e4m3fn, False, GemmConfig(224, 2, 8)),
@@ -119,10 +119,11 @@ def test_choices_fit() -> None:
                         launch = config.launch(one)
                         constants = launch.specialisation.constants
                         assert launch.shared <= HOPPER.shared_memory
-                        assert constants["STAGES"] > constants.get("AHEAD", 0)
-                        parts = config.parts if isinstance(config, SwapConfig) else constants["AHEAD"] + 1
-                        assert parts <= -(-k * dtype.itemsize // 128)
-                        assert launch.grid[0] * launch.grid[1] <= 132 or isinstance(config, SwapConfig)
+                        assert constants["STAGES"] >= 2
+                        if isinstance(config, SwapConfig):
+                            assert config.parts <= -(-k * dtype.itemsize // 128)
+                        else:
+                            assert launch.grid[0] * launch.grid[1] <= 132
 
 
 def test_what_is_left_to_other_kernels() -> None:

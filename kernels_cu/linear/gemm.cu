@@ -11,7 +11,7 @@
 // rows of b that it multicasts to all. Of the three warpgroups of a block, one thread of the last loads, ahead by
 // STAGES steps of K, 128 bytes of each row in a step. Each of the other two multiplies 64 rows, and its warps store 16
 // rows each, STORE_COLUMNS columns at a time, by way of a swizzled tile in shared memory. The two warpgroups do not
-// wait for each other, and begin a tile before they store the last, if its sums leave room for others.
+// wait for each other.
 //
 // Tiles that run at the same time share rows and columns in the L2 cache: tiles are counted down GROUP clusters of
 // rows, then along the columns.
@@ -22,8 +22,7 @@
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
 //     TILE_N        columns of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256
 //     STAGES        steps of K in shared memory
-//     AHEAD         steps of a tile that begin before the tile before is stored, less than the steps of K and than
-//                   STAGES; 0 if TILE_N > 128, whose sums a thread does not hold twice, and with SCALE_BLOCK
+//     BUFFERS       steps of K whose sums a thread holds: 2 with SCALE_BLOCK, if registers suffice, otherwise 1
 //     CLUSTER       blocks of a cluster; TILE_N is a multiple of 8 * CLUSTER
 //     GROUP         clusters of rows that are counted down together
 
@@ -49,13 +48,6 @@ struct Factors { float rows[2], columns[TILE_N / SCALE_COLUMNS]; };
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS>;
-
-// Where a warp's part of a tile begins, and the rows of which the thread has sums. For a row that does not exist
-// another one stands in, and nothing is stored.
-struct Place {
-    int64_t first_row, first_column;
-    typename epilogue_t::Row upper, lower;
-};
 
 // The terms of a tile's columns, which a warpgroup loads while it multiplies and keeps in shared memory.
 struct Terms {
@@ -162,90 +154,96 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
         Terms terms{{}, reinterpret_cast<float*>(terms_memory + warpgroup * TERM_BYTES)};
         uint8_t* own_stores = stores + (warpgroup * 4 + warp) * STORES * STORE_BYTES;
         int store = 0;
-
-        const auto place_of = [&](int tile) {
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             locate(tile, rows, columns, row, column);
-            const int64_t first_row = int64_t(row * CLUSTER + rank) * TILE_M + warpgroup * 64 + warp * 16;
-            return Place{first_row, int64_t(column) * TILE_N, epilogue.row(min(first_row + lane / 4, m - 1)),
-                         epilogue.row(min(first_row + lane / 4 + 8, m - 1))};
-        };
-        // Starts the products of the stage.
-        const auto multiply = [&](sum_t(&sums)[TILE_N / 2], bool accumulate) {
-            const uint8_t* from = shared + ring.stage * STAGE_BYTES;
-            const uint64_t a = make_smem_desc(from + warpgroup * 64 * ROW_BYTES);
-            const uint64_t b = make_smem_desc(from + A_BYTES);
-            ring.wait();
-            warpgroup_fence_operand(sums);
-            warpgroup_arrive();
-#pragma unroll
-            for (int i = 0; i < ROW_BYTES / STEP_BYTES; ++i) {
-                wgmma<scalar_t, TILE_N>(sums, advance_smem_desc(a, i * STEP_BYTES),
-                                        advance_smem_desc(b, i * STEP_BYTES), accumulate || i > 0);
-            }
-            warpgroup_commit_batch();
-            warpgroup_fence_operand(sums);
-        };
-        // Stores a tile.
-        const auto finish = [&](const Place& place, const auto& sums) {
-            if constexpr (TERMS > 0) {
-                named_barrier_sync(1 + warpgroup, 128);  // the last tile's terms have been read
-                terms.store();
-                named_barrier_sync(1 + warpgroup, 128);
-            }
-#pragma unroll
-            for (int chunk = 0; chunk < TILE_N / STORE_COLUMNS; ++chunk) {
-                uint8_t* to = own_stores + store * STORE_BYTES;
-                store = (store + 1) % STORES;
-                if (lane == 0) tma_store_wait_read<STORES - 1>();
-                sync_warp();
-#pragma unroll
-                for (int i = 0; i < STORE_COLUMNS / 16; ++i) {
-                    uint32_t pairs[4];
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        const int at = chunk * STORE_COLUMNS + i * 16 + j / 2 * 8;
-                        typename epilogue_t::Column column_terms[2];
-                        terms.get(at + lane % 4 * 2, column_terms);
-                        const auto& row_terms = j % 2 ? place.lower : place.upper;
-                        float x[2];
-#pragma unroll
-                        for (int l = 0; l < 2; ++l) {
-                            const auto sum = sums[at / 2 + j % 2 * 2 + l];
-                            x[l] = ACTIVATION<out_t>(epilogue.value(row_terms, column_terms[l], sum));
-                        }
-                        pairs[j] = pack_pair<out_t>(x[0], x[1]);
-                    }
-                    stmatrix<4>(to + stored_at(lane % 16, i * 2 + lane / 16), pairs);
-                }
-                fence_proxy_async();
-                sync_warp();
-                if (lane == 0) {
-                    tma_store(&out_map, to, int(place.first_column) + chunk * STORE_COLUMNS, int(place.first_row));
-                    tma_store_commit();
-                }
-            }
-        };
+            const int64_t first_column = int64_t(column) * TILE_N;
+            const int64_t warp_row = int64_t(row * CLUSTER + rank) * TILE_M + warpgroup * 64 + warp * 16;
+            // The thread has elements of these rows; of one that does not exist, results are not stored.
+            const int64_t upper = min(warp_row + lane / 4, m - 1), lower = min(warp_row + lane / 4 + 8, m - 1);
+            const auto upper_terms = epilogue.row(upper), lower_terms = epilogue.row(lower);
+            terms.load(epilogue, first_column, n);
 
-        if constexpr (SCALE_BLOCK > 0) {
-            // All steps of the block's tiles are a sequence: products of a step run while those of the step before are
-            // added and, where a tile ends, stored.
-            int left = blockIdx.x < tiles ? int((tiles - 1 - blockIdx.x) / gridDim.x + 1) * steps : 0;
-            if (left > 0) {
-                int tile = blockIdx.x, step = 0, added = 0;  // step: of the products; added: of the sums
-                Place products = place_of(tile), place = products;
-                sum_t d[2][TILE_N / 2];
+            sum_t d[BUFFERS][TILE_N / 2];
+            int previous = 0;  // the stage of the step before
+            // Starts the products of the stage.
+            const auto multiply = [&](sum_t(&sums)[TILE_N / 2], bool accumulate) {
+                const uint8_t* from = shared + ring.stage * STAGE_BYTES;
+                const uint64_t a = make_smem_desc(from + warpgroup * 64 * ROW_BYTES);
+                const uint64_t b = make_smem_desc(from + A_BYTES);
+                ring.wait();
+                warpgroup_fence_operand(sums);
+                warpgroup_arrive();
+#pragma unroll
+                for (int i = 0; i < ROW_BYTES / STEP_BYTES; ++i) {
+                    wgmma<scalar_t, TILE_N>(sums, advance_smem_desc(a, i * STEP_BYTES),
+                                            advance_smem_desc(b, i * STEP_BYTES), accumulate || i > 0);
+                }
+                warpgroup_commit_batch();
+                warpgroup_fence_operand(sums);
+            };
+            const auto finish = [&](const auto& sums) {
+                if constexpr (TERMS > 0) {
+                    named_barrier_sync(1 + warpgroup, 128);  // the last tile's terms have been read
+                    terms.store();
+                    named_barrier_sync(1 + warpgroup, 128);
+                }
+#pragma unroll
+                for (int chunk = 0; chunk < TILE_N / STORE_COLUMNS; ++chunk) {
+                    uint8_t* to = own_stores + store * STORE_BYTES;
+                    store = (store + 1) % STORES;
+                    if (lane == 0) tma_store_wait_read<STORES - 1>();
+                    sync_warp();
+#pragma unroll
+                    for (int i = 0; i < STORE_COLUMNS / 16; ++i) {
+                        uint32_t pairs[4];
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) {
+                            const int at = chunk * STORE_COLUMNS + i * 16 + j / 2 * 8;
+                            typename epilogue_t::Column column_terms[2];
+                            terms.get(at + lane % 4 * 2, column_terms);
+                            const auto& row_terms = j % 2 ? lower_terms : upper_terms;
+                            float x[2];
+#pragma unroll
+                            for (int l = 0; l < 2; ++l) {
+                                const auto sum = sums[at / 2 + j % 2 * 2 + l];
+                                x[l] = ACTIVATION<out_t>(epilogue.value(row_terms, column_terms[l], sum));
+                            }
+                            pairs[j] = pack_pair<out_t>(x[0], x[1]);
+                        }
+                        stmatrix<4>(to + stored_at(lane % 16, i * 2 + lane / 16), pairs);
+                    }
+                    fence_proxy_async();
+                    sync_warp();
+                    if (lane == 0) {
+                        tma_store(&out_map, to, int(first_column) + chunk * STORE_COLUMNS, int(warp_row));
+                        tma_store_commit();
+                    }
+                }
+            };
+
+            if constexpr (SCALE_BLOCK == 0) {
+                for (int step = 0; step < steps; ++step, ring.advance()) {
+                    multiply(d[0], step > 0);
+                    warpgroup_wait<1>();  // for the products of the step before
+                    if (step > 0) ring.template release<CLUSTER>(previous);
+                    previous = ring.stage;
+                }
+                warpgroup_wait<0>();
+                warpgroup_fence_operand(d[0]);
+                ring.template release<CLUSTER>(previous);
+                finish(d[0]);
+            } else {
                 float scaled[TILE_N / 2];
-                Factors factors[2];
 #pragma unroll
                 for (int i = 0; i < TILE_N / 2; ++i) scaled[i] = 0.0f;
-                const auto start = [&](sum_t(&sums)[TILE_N / 2], Factors& of_step) {
-                    of_step.rows[0] = a_scales[products.upper.row * a_scale_step + step * a_scale_block_step];
-                    of_step.rows[1] = a_scales[products.lower.row * a_scale_step + step * a_scale_block_step];
+                Factors factors[BUFFERS];
+                const auto start = [&](int step, sum_t(&sums)[TILE_N / 2], Factors& of_step) {
+                    of_step.rows[0] = a_scales[upper * a_scale_step + step * a_scale_block_step];
+                    of_step.rows[1] = a_scales[lower * a_scale_step + step * a_scale_block_step];
 #pragma unroll
                     for (int i = 0; i < TILE_N / SCALE_COLUMNS; ++i) {
-                        const int64_t at = min(products.first_column + i * SCALE_COLUMNS, n - 1);
-                        of_step.columns[i] =
-                            b_scales[step * b_scale_block_step + at / max(SCALE_BLOCK, 1) * b_scale_step];
+                        const int64_t block = min(first_column + i * SCALE_COLUMNS, n - 1) / max(SCALE_BLOCK, 1);
+                        of_step.columns[i] = b_scales[step * b_scale_block_step + block * b_scale_step];
                     }
                     multiply(sums, false);
                 };
@@ -258,93 +256,45 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
 #pragma unroll
                         for (int i = 0; i < SCALE_COLUMNS / 2; ++i) {
                             const int at = j * SCALE_COLUMNS / 2 + i;
-                            scaled[at] = fmaf(scales[i / 2 % 2], float(sums[at]), scaled[at]);
+                            scaled[at] = fmaf(scales[i / 2 % 2], sums[at], scaled[at]);
                         }
                     }
                 };
-                const auto next = [&](int now) {
-                    const int before = ring.stage;
+                if constexpr (BUFFERS == 1) {
+                    for (int step = 0; step < steps; ++step, ring.advance()) {
+                        start(step, d[0], factors[0]);
+                        warpgroup_wait<0>();
+                        ring.template release<CLUSTER>(ring.stage);
+                        add(d[0], factors[0]);
+                    }
+                } else {
+                    // Products of a step run while those of the step before are added.
+                    start(0, d[0], factors[0]);
+                    const auto next = [&](int step, int now) {
+                        const int before = ring.stage;
+                        ring.advance();
+                        start(step, d[now], factors[now]);
+                        warpgroup_wait<1>();
+                        ring.template release<CLUSTER>(before);
+                        add(d[1 - now], factors[1 - now]);
+                    };
+                    int step = 1;
+                    for (; step + 1 < steps; step += 2) {
+                        next(step, 1);
+                        next(step + 1, 0);
+                    }
+                    if (step < steps) {
+                        next(step, 1);
+                        warpgroup_wait<0>();
+                        add(d[1], factors[1]);
+                    } else {
+                        warpgroup_wait<0>();
+                        add(d[0], factors[0]);
+                    }
+                    ring.template release<CLUSTER>(ring.stage);
                     ring.advance();
-                    if (++step == steps) {
-                        step = 0;
-                        tile += gridDim.x;
-                        products = place_of(tile);
-                    }
-                    start(d[now], factors[now]);
-                    warpgroup_wait<1>();
-                    ring.template release<CLUSTER>(before);
-                    add(d[1 - now], factors[1 - now]);
-                    if (++added == steps) {
-                        finish(place, scaled);
-                        added = 0;
-                        place = products;
-#pragma unroll
-                        for (int i = 0; i < TILE_N / 2; ++i) scaled[i] = 0.0f;
-                    }
-                };
-                start(d[0], factors[0]);
-                for (left -= 1; left >= 2; left -= 2) {
-                    next(1);
-                    next(0);
                 }
-                if (left > 0) {
-                    next(1);
-                    warpgroup_wait<0>();
-                    add(d[1], factors[1]);
-                } else {
-                    warpgroup_wait<0>();
-                    add(d[0], factors[0]);
-                }
-                ring.template release<CLUSTER>(ring.stage);
-                finish(place, scaled);
-            }
-        } else {
-            // The first AHEAD steps of a tile run while the tile before is stored.
-            sum_t d[AHEAD > 0 ? 2 : 1][TILE_N / 2];
-            const auto begin = [&](sum_t(&sums)[TILE_N / 2]) {
-#pragma unroll
-                for (int step = 0; step < AHEAD; ++step, ring.advance()) multiply(sums, step > 0);
-            };
-            const auto go_on = [&](sum_t(&sums)[TILE_N / 2]) {
-                int oldest = (ring.stage + STAGES - AHEAD) % STAGES;  // that is not released
-                for (int step = AHEAD; step < steps; ++step, ring.advance()) {
-                    multiply(sums, step > 0);
-                    warpgroup_wait<1>();  // for the products of the steps before
-                    for (; oldest != ring.stage; oldest = (oldest + 1) % STAGES) {
-                        ring.template release<CLUSTER>(oldest);
-                    }
-                }
-                warpgroup_wait<0>();
-                warpgroup_fence_operand(sums);
-                ring.template release<CLUSTER>(oldest);
-            };
-            int tile = blockIdx.x;
-            // The last steps of a tile, whose sums are stored when the next one has begun.
-            const auto take = [&](int now, bool is_last) {
-                const Place place = place_of(tile);
-                terms.load(epilogue, place.first_column, n);
-                go_on(d[now]);
-                tile += gridDim.x;
-                if constexpr (AHEAD > 0) {
-                    if (!is_last) begin(d[1 - now]);
-                }
-                finish(place, d[now]);
-            };
-            int left = tile < tiles ? int((tiles - 1 - tile) / gridDim.x + 1) : 0;
-            if constexpr (AHEAD == 0) {
-                for (; left > 0; --left) take(0, true);
-            } else if (left > 0) {
-                begin(d[0]);
-                for (; left > 2; left -= 2) {
-                    take(0, false);
-                    take(1, false);
-                }
-                if (left == 2) {
-                    take(0, false);
-                    take(1, true);
-                } else {
-                    take(0, true);
-                }
+                finish(scaled);
             }
         }
         if (lane == 0) tma_store_wait<0>();

@@ -23,10 +23,10 @@ _gemm, _gemm_swap = Kernel("linear/gemm.cu"), Kernel("linear/gemm_swap.cu")
 _DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
 _STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
 _BARRIER_BYTES = 8
-_MAX_STAGES = 32
-_MAX_TWICE = 128  # columns of a tile of gemm.cu
+_MAX_STAGES = 8
+_MAX_TWICE = 128  # columns of a tile of gemm.cu whose sums a thread holds twice
+_MAX_SWAP_COLUMNS = 128  # of a tile of gemm_swap.cu
 _MAX_BLOCKED_ROWS = 32  # of a tile of gemm_swap.cu, whose sums scales of blocks double
-_AHEAD = 2  # steps of a tile that begin before the tile before is stored
 _BYTES_IN_FLIGHT = 144 * 1024  # to a multiprocessor, when memory is what binds
 _GROUP = 8
 
@@ -71,17 +71,14 @@ class GemmConfig:
         store_bytes = store_columns * constants["out_t"].itemsize
         fixed = self._STORES * store_bytes + 2 * terms * self.tile_n * 4
         stage = (self.TILE_M + self.tile_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
-        stages = min(8, (device.shared_memory - fixed) // stage)
+        stages = min(_MAX_STAGES, (device.shared_memory - fixed) // stage)
         tiles = -(-problem.m // (self.TILE_M * self.cluster)) * -(-problem.n // self.tile_n)
-        twice = (
-            self.tile_n <= _MAX_TWICE and not problem.epilogue.block_scaled
-        )  # whether a thread holds two tiles' sums
-        ahead = min(_AHEAD, _steps(problem) - 1) if twice else 0
+        twice = problem.epilogue.block_scaled and self.tile_n <= _MAX_TWICE
         return kernel(
             **constants,
             TILE_N=self.tile_n,
             STAGES=stages,
-            AHEAD=ahead,
+            BUFFERS=2 if twice else 1,
             CLUSTER=self.cluster,
             GROUP=self.group,
         ).launch(
@@ -109,14 +106,14 @@ class SwapConfig:
     splits: int
 
     def __post_init__(self) -> None:
-        shape = self.tile_m in (16, 32, 48, 64) and self.tile_n % 8 == 0 and 0 < self.tile_n <= 256
+        shape = self.tile_m in (16, 32, 48, 64) and self.tile_n % 8 == 0 and 0 < self.tile_n <= _MAX_SWAP_COLUMNS
         if not shape or self.splits not in (1, 2, 4, 8):
             raise ValueError(f"no geometry of gemm_swap.cu: {self}")
 
     @property
     def padded_n(self) -> int:
         """Rows of b that are multiplied."""
-        return 64 if self.tile_n <= 64 else -(-self.tile_n // 128) * 128
+        return 64 if self.tile_n <= 64 else 128
 
     @property
     def parts(self) -> int:
@@ -128,7 +125,7 @@ class SwapConfig:
         found = tuning.varied(
             self,
             tile_m=tuning.beside(self.tile_m, 16, 64),
-            tile_n=tuning.beside(self.tile_n, 16, 256),
+            tile_n=tuning.beside(self.tile_n, 16, _MAX_SWAP_COLUMNS),
             splits=tuning.beside(self.splits, 1, 8),
         )
         return [one for one in found if one._fits(_steps(problem), problem.epilogue.block_scaled)]
@@ -200,7 +197,7 @@ _CLOCK = 1500.0  # cycles of a microsecond, as the power limit leaves them to a 
 _L2_BYTES = 48.0  # a cycle, to one multiprocessor
 _EPILOGUE = 1.0  # microseconds at the end of a tile of 256 columns
 _LAUNCH = 3.0  # microseconds
-_EXCHANGE = 0.7  # microseconds, for blocks that share a tile
+_EXCHANGE = 0.7  # microseconds, for every doubling of the blocks that share a tile
 _BLOCKED = 1.1  # times the cycles of products, with scales of blocks
 _STEP_CYCLES = 120.0  # of a step, however small
 # {blocks of a cluster: clusters on the device, of one for each multiprocessor}. Clusters of 4 leave some of them idle.
@@ -229,7 +226,7 @@ def _choose(
 
 
 def _gemm_configs(m: int, blocked: bool) -> Iterator[GemmConfig]:
-    for tile_n in (128, 64) if blocked else (128, 256, 224, 112, 64, 32):
+    for tile_n in (128, 64) if blocked else (128, 192, 224, 256, 64, 32):
         for cluster in (2, 1) if m > GemmConfig.TILE_M else (1,):
             yield GemmConfig(tile_n, cluster, _GROUP)
 
@@ -240,9 +237,9 @@ def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: in
     row_tiles = -(-m // tile_m)
     for splits, most in _CLUSTERS.items():
         clusters = max(1, int(most * multiprocessors) // row_tiles)
-        waves = -(-n // (256 * clusters))
+        waves = -(-n // (_MAX_SWAP_COLUMNS * clusters))
         tile_n = -(-n // (8 * waves * clusters)) * 8
-        for one in (SwapConfig(tile_m, tile_n, splits), SwapConfig(tile_m, 128, splits)):
+        for one in (SwapConfig(tile_m, tile_n, splits), SwapConfig(tile_m, _MAX_SWAP_COLUMNS, splits)):
             if one._fits(steps, blocked):
                 yield one
 
@@ -253,9 +250,7 @@ def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, mu
     waves = -(-tiles // (multiprocessors // config.cluster))
     products = 4.0 * config.tile_n * (_BLOCKED if blocked else 1.0)  # cycles of a step
     loads = (config.TILE_M + config.tile_n / config.cluster) * _STEP_BYTES / _L2_BYTES
-    overlapped = config.tile_n <= _MAX_TWICE
-    stores = _EPILOGUE * config.tile_n / 256
-    return _LAUNCH + stores + waves * (steps * max(products, loads) / _CLOCK + (0.0 if overlapped else stores))
+    return _LAUNCH + waves * (steps * max(products, loads) / _CLOCK + _EPILOGUE * config.tile_n / 256)
 
 
 def _swap_time(config: SwapConfig, m: int, n: int, steps: int, multiprocessors: int) -> float:
@@ -263,5 +258,5 @@ def _swap_time(config: SwapConfig, m: int, n: int, steps: int, multiprocessors: 
     tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
     waves = -(-tiles // max(1, int(_CLUSTERS[config.splits] * multiprocessors)))
     loads = (config.tile_m + config.tile_n) * _STEP_BYTES / _L2_BYTES  # cycles of a step
-    exchange = _EXCHANGE * (config.splits > 1)
+    exchange = _EXCHANGE * (config.splits.bit_length() - 1)
     return _LAUNCH + exchange + waves * -(-steps // config.splits) * max(loads, _STEP_CYCLES) / _CLOCK
