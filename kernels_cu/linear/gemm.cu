@@ -47,6 +47,8 @@ struct Factors { float rows[2], columns[TILE_N / SCALE_COLUMNS]; };
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
+static_assert(!GATED);
+
 using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS>;
 
 // The terms of a tile's columns, which a warpgroup loads while it multiplies and keeps in shared memory.

@@ -45,6 +45,7 @@ constexpr int PARTS = SPLITS * TURNS, OWN_FRAGMENTS = FRAGMENTS / SPLITS;
 constexpr bool SHARED = PARTS > 1;
 static_assert(SCALE_BLOCK == 0 || is_same<sum_t, float>);
 static_assert(FRAGMENTS % SPLITS == 0);
+static_assert(!GATED);
 
 // A lane's sums in a fragment.
 struct alignas(16) Fragment { sum_t sums[4]; };
