@@ -64,8 +64,8 @@ THEMES = {
 # The plot, in pixels. The ratio of times goes from left to right, on a logarithmic axis.
 _WIDTH, _LEFT, _RIGHT, _TOP = 840, 172, 24, 84
 _RADIUS = 2.8
-_LOW, _HIGH = 0.8, 36.0
-_TICKS = (1, 2, 4, 8, 16, 32)
+_LOW, _HIGH = 0.7, 100.0  # beyond them a dot lies on the edge
+_TICKS = (1, 2, 4, 8, 16, 32, 64)
 _FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 
 
@@ -195,7 +195,7 @@ def plot(results: Mapping[str, Mapping[str, Any]], theme: str) -> str:
 
 
 def _x(ratio: float) -> float:
-    share = math.log(ratio / _LOW) / math.log(_HIGH / _LOW)
+    share = math.log(min(max(ratio, _LOW), _HIGH) / _LOW) / math.log(_HIGH / _LOW)
     return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
 

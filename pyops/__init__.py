@@ -38,7 +38,12 @@ from .ops.attention.partitioned import *
 from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
-from .ops.linear import *
+from .ops.linear.dense import *
+from .ops.linear.few_tokens import *
+from .ops.linear.fp4_mm import *
+from .ops.linear.scaled_mm import *
+from .ops.linear.skinny_linear import *
+from .ops.linear.sparse_mm import *
 from .ops.mamba import *
 from .ops.memory.device_memory import *
 from .ops.moe.align import *

@@ -29,6 +29,7 @@
 #include "selective_scan.cuh"
 
 constexpr int NUM_THREADS = SCAN_THREADS + STAGE_THREADS;
+static_assert(UNIT % VEC_SIZE == 0);
 constexpr int GROUPS = SCAN_THREADS / LANES;  // lanes that share channels form a group
 constexpr int BLOCK_CHANNELS = GROUPS * CHANNELS;
 constexpr int PADDED_STATES = LANES * STATES;

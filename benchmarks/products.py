@@ -1,0 +1,111 @@
+"""Matrix products of language models beside cuBLAS and vLLM, in turn within one process.
+
+python -m benchmarks.products
+python -m benchmarks.products bf16:16x28672x4096 fp8:256x28672x4096
+
+A row is kind:MxNxK. Kinds: bf16, by `linear`; fp8 and int8 under scales of rows, and fp8 under scales of blocks
+(blocks), by `cutlass_scaled_mm`.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import pyops
+
+from .rivals import libraries, reason
+from .timing import QUICK, Call, gpu_us
+
+ROWS = (
+    *(f"bf16:{m}x28672x4096" for m in (1, 16, 64, 256, 4096)),
+    *("bf16:1x4096x4096", "bf16:64x4096x4096", "bf16:8192x8192x8192"),
+    *(f"fp8:{m}x28672x4096" for m in (16, 64, 256, 4096)),
+    *("blocks:16x4096x14336", "blocks:4096x28672x4096"),
+    *("int8:16x28672x4096", "int8:4096x28672x4096"),
+)
+_BLOCK = 128  # elements of K, and rows of the weight, under one scale
+_COLD = 200 << 20  # bytes of operands that calls rotate over, several times the L2 cache
+_TURNS = 3
+
+
+def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
+    """(out, a [m, k], b [k, n], a_scales, b_scales) of the op; the scales are None for bf16."""
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    a, b = (torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") for rows in (m, n))
+    if kind == "bf16":
+        return out, a, b.t(), None, None
+    if kind == "blocks":
+        (a, a_scales), (b, b_scales) = _in_blocks(a, 1), _in_blocks(b, _BLOCK)
+        return out, a, b.t(), a_scales.t().contiguous().t(), b_scales.t()
+    (a, a_scales), (b, b_scales) = (_by_rows(one, kind) for one in (a, b))
+    return out, a, b.t(), a_scales, b_scales.t()
+
+
+def _by_rows(x: Any, kind: str) -> tuple[Any, Any]:
+    scales = x.float().abs().amax(1, keepdim=True) / (127 if kind == "int8" else 448)
+    codes = x.float() / scales
+    return (codes.round().to(torch.int8) if kind == "int8" else codes.to(torch.float8_e4m3fn)), scales
+
+
+def _in_blocks(x: Any, rows: int) -> tuple[Any, Any]:
+    tiles = x.float().unflatten(1, (-1, _BLOCK)).unflatten(0, (-1, rows))
+    scales = tiles.abs().amax((1, 3)) / 448
+    return (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn).flatten(0, 1).flatten(1), scales
+
+
+def contenders(kind: str) -> dict[str, Callable[..., Call]]:
+    """{name: a function that makes a call of operands}."""
+    if kind == "bf16":
+        return {
+            "pyops": lambda out, a, b, *_: partial(pyops.linear, out, a, b.t(), None),
+            "cuBLAS": lambda out, a, b, *_: partial(torch.matmul, a, b, out=out),
+        }
+    found: dict[str, Callable[..., Call]] = {
+        "pyops": lambda out, a, b, a_scales, b_scales: partial(
+            pyops.cutlass_scaled_mm, out, a, b, a_scales, b_scales, None
+        )
+    }
+    for path in filter(None, libraries().split(os.pathsep)):
+        torch.ops.load_library(path)
+    if hasattr(torch.ops._C, "cutlass_scaled_mm"):
+        found["vLLM"] = lambda *args: partial(torch.ops._C.cutlass_scaled_mm, *args, None)
+    if kind != "int8":
+        found["cuBLAS"] = lambda out, *args: partial(torch._scaled_mm, *args, out_dtype=out.dtype)
+    return found
+
+
+def measure(row: str) -> dict[str, float]:
+    """{contender: median of its times, in microseconds}. A contender that fails is left out, and said so."""
+    kind, _, sizes = row.partition(":")
+    m, n, k = map(int, sizes.split("x"))
+    nbytes = (m * k + n * k) * (2 if kind == "bf16" else 1) + 2 * m * n
+    sets = [operands(kind, m, n, k) for _ in range(max(2, -(-_COLD // nbytes)))]
+    times: dict[str, list[float]] = {}
+    for turn in range(_TURNS):
+        order = list(contenders(kind).items())
+        for name, build in order if turn % 2 == 0 else order[::-1]:
+            try:
+                times.setdefault(name, []).append(gpu_us([build(*one) for one in sets], QUICK).median)
+            except Exception as error:
+                times.pop(name)
+                print(f"{row}: {name}: {reason(error)}", file=sys.stderr, flush=True)
+    return {name: statistics.median(found) for name, found in times.items() if found}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    for row in arguments or ROWS:
+        found = ", ".join(f"{name} {us:.1f} us" for name, us in measure(row).items())
+        print(f"{row}: {found}", flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main(sys.argv[1:])
