@@ -615,6 +615,15 @@ def test_lengths_and_starts_out_of_range_are_named() -> None:
             call(*values)
 
 
+def test_scales_of_a_cache_are_refused() -> None:
+    op = pyops.registry["reshape_and_cache_flash"]
+    args = example(op)
+    for name in ("k_scale", "v_scale"):
+        place = [p.name for p in op.parameters].index(name)
+        for wrong in (torch.ones(1, dtype=torch.float64), torch.ones(2)):
+            assert refusal(op, [*args[:place], wrong, *args[place + 1 :]]).argument == name
+
+
 def test_indexer_groups_are_refused() -> None:
     for group in (0, -128, 48):
         with pytest.raises(pyops.OpError, match="quant_block_size: expected a divisor of head_size=128, got"):

@@ -110,6 +110,12 @@ def test_align(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_map_to_one_expert_too_many_is_a_map_to_none(device: str) -> None:
+    expert_map = torch.tensor([0, 4, 2, 3], dtype=torch.int32, device=device)
+    check_align(torch.tensor([[0, 1], [1, 2]], dtype=torch.int32, device=device), 4, 4, expert_map)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts"), [(530, 8), (700, 128), (1100, 512), (2111, 64), (3, 4096), (600, 6000)]
 )
