@@ -99,5 +99,3 @@ def test_sizes_that_make_no_tensor_are_refused() -> None:
     for wrong in ((words[0, 0], scales, words[:1]), (words, scales[0, 0], words[:1])):
         with pytest.raises(pyops.OpError, match=r"^awq_dequantize: (qweight|scales): expected shape"):
             pyops.awq_dequantize(*wrong, 0, 0, 0)
-
-
