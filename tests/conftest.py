@@ -98,7 +98,15 @@ def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
         name, _, parameters = item.nodeid.partition("[")
         of_every_op = item.path.name.startswith(("test_every_op", "test_nvrtc"))
         variants.setdefault(f"{name} {on_gpu} {parameters if of_every_op else ''}", []).append(item)
-    return {item for name, few in variants.items() for item in profiles.sample(few, PROFILE.variants, name)}
+    return {
+        item for name, few in variants.items() for item in profiles.varied(few, PROFILE.variants, name, _parameters)
+    }
+
+
+def _parameters(item: pytest.Item) -> list[str]:
+    """Each parameter of a test with its value."""
+    callspec = getattr(item, "callspec", None)
+    return [f"{name}={value}" for name, value in callspec.params.items()] if callspec else []
 
 
 @pytest.fixture
