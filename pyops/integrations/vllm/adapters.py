@@ -18,16 +18,22 @@ from ...ops.moe import moe_lora_align_block_size as _moe_lora_align_block_size
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The first line of each says what it is to the op it stands on.
-ADAPTERS: dict[str, Callable[..., Any]] = {}
+# The adapters of each version of vLLM, by the op's name. The first line of each says what it is to the op it stands on.
+ADAPTERS: dict[str, dict[str, Callable[..., Any]]] = {"0.16": {}, "0.22": {}}
 
 
-def _adapter(function: Callable[..., Any]) -> Callable[..., Any]:
-    ADAPTERS[function.__name__] = function
-    return function
+def _adapter(*versions: str, name: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The function adapts the op of its name, or of `name`, in these versions."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for version in versions:
+            ADAPTERS[version][name or function.__name__] = function
+        return function
+
+    return add
 
 
-@_adapter
+@_adapter("0.16")
 def merge_attn_states(
     output: Tensor,
     output_lse: Tensor | None,
@@ -40,13 +46,13 @@ def merge_attn_states(
     _merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
 
 
-@_adapter
+@_adapter("0.16")
 def convert_vertical_slash_indexes(*args: Any) -> None:
     """convert_vertical_slash_indexes_mergehead, without the two counts of heads; outputs come first"""
     convert_vertical_slash_indexes_mergehead(*args[:8], None, None, *args[8:])
 
 
-@_adapter
+@_adapter("0.16")
 def convert_vertical_slash_indexes_mergehead(
     block_count: Tensor, block_offset: Tensor, column_count: Tensor, column_index: Tensor, *inputs: Any
 ) -> None:
@@ -56,7 +62,7 @@ def convert_vertical_slash_indexes_mergehead(
     _convert_vertical_slash_indexes_mergehead(*inputs, **outputs)
 
 
-@_adapter
+@_adapter("0.16")
 def paged_attention(out: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: Tensor, *others: Any) -> None:
     """paged_attention_rocm, with partial results in memory of its own"""
     # vLLM's schema marks only `out` as written, and torch takes a schema at its word.
@@ -64,31 +70,31 @@ def paged_attention(out: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: 
     paged_attention_rocm(out, *partial, *others)
 
 
-@_adapter
+@_adapter("0.16")
 def sm100_cutlass_mla_decode(out: Tensor, lse: Tensor, *others: Any) -> None:
     """sm100_cutlass_mla_decode, for which an lse without elements is none"""
     _sm100_cutlass_mla_decode(out, lse if lse.numel() else None, *others)
 
 
-@_adapter
+@_adapter("0.16")
 def moe_lora_align_block_size(*args: Any) -> None:
     """moe_lora_align_block_size, which writes neither adapter_enabled nor lora_ids"""
     _moe_lora_align_block_size(*args)
 
 
-@_adapter
+@_adapter("0.16", "0.22")
 def get_cutlass_moe_mm_data(*args: Any) -> None:
     """get_cutlass_moe_mm_data, where blockscale_offsets is written without a mark"""
     _get_cutlass_moe_mm_data(*args)
 
 
-@_adapter
+@_adapter("0.16")
 def cutlass_sparse_compress(a: Tensor) -> list[Tensor]:
     """cutlass_sparse_compress, whose results are a list"""
     return list(_cutlass_sparse_compress(a))
 
 
-@_adapter
+@_adapter("0.16")
 def selective_scan_fwd(*args: Any) -> None:
     """selective_scan_fwd, which of the tensors that are marked as written writes delta, z_ and ssm_states"""
     _selective_scan_fwd(*args)
