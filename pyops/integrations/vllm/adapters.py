@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..._core.lazy import torch
@@ -14,6 +14,10 @@ from ...ops.linear import cutlass_sparse_compress as _cutlass_sparse_compress
 from ...ops.mamba import selective_scan_fwd as _selective_scan_fwd
 from ...ops.moe import get_cutlass_moe_mm_data as _get_cutlass_moe_mm_data
 from ...ops.moe import moe_lora_align_block_size as _moe_lora_align_block_size
+from ...ops.norm import fused_qk_norm_rope as _fused_qk_norm_rope
+from ...ops.quantize import per_token_group_fp8_quant as _per_token_group_fp8_quant
+from ...ops.quantize import scaled_fp4_quant as _scaled_fp4_quant
+from ...ops.quantize import static_scaled_fp8_quant as _static_scaled_fp8_quant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +102,41 @@ def cutlass_sparse_compress(a: Tensor) -> list[Tensor]:
 def selective_scan_fwd(*args: Any) -> None:
     """selective_scan_fwd, which of the tensors that are marked as written writes delta, z_ and ssm_states"""
     _selective_scan_fwd(*args)
+
+
+@_adapter("0.22")
+def fused_qk_norm_rope(*args: Any) -> None:
+    """fused_qk_norm_rope, without the hint of how many heads a warp takes"""
+    _fused_qk_norm_rope(*args[:11])
+
+
+@_adapter("0.22")
+def per_token_group_fp8_quant(*args: Any) -> None:
+    """per_token_group_fp8_quant, which reads the layout of output_s off its strides"""
+    _per_token_group_fp8_quant(*args[:8])
+
+
+@_adapter("0.22")
+def static_scaled_fp8_quant(
+    result: Tensor, input: Tensor, scale: Tensor, group_shape: Sequence[int] | None = None
+) -> None:
+    """static_scaled_fp8_quant, with group_shape as a list"""
+    _static_scaled_fp8_quant(result, input, scale, None if group_shape is None else tuple(group_shape))
+
+
+@_adapter("0.22")
+def scaled_fp4_quant(input: Tensor, input_scale: Tensor, is_sf_swizzled_layout: bool) -> tuple[Tensor, Tensor]:
+    """scaled_fp4_quant.new, four scales in tiles to an int32"""
+    codes, scales = _scaled_fp4_quant.new(input, input_scale, is_sf_swizzled_layout)
+    return codes, scales.view(torch.int32) if is_sf_swizzled_layout else scales
+
+
+@_adapter("0.22", name="scaled_fp4_quant.out")
+def scaled_fp4_quant_out(
+    input: Tensor, input_scale: Tensor, is_sf_swizzled_layout: bool, *, output: Tensor, output_scale: Tensor
+) -> None:
+    """scaled_fp4_quant, whose outputs come last, by name"""
+    _scaled_fp4_quant(output, input, output_scale, input_scale, is_sf_swizzled_layout)
 
 
 def _empty_like(tensor: Tensor, device: Any) -> Tensor:
