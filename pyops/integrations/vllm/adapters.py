@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..._core.lazy import torch
 from ...ops.attention import convert_vertical_slash_indexes_mergehead as _convert_vertical_slash_indexes_mergehead
@@ -121,7 +121,8 @@ def static_scaled_fp8_quant(
     result: Tensor, input: Tensor, scale: Tensor, group_shape: Sequence[int] | None = None
 ) -> None:
     """static_scaled_fp8_quant, with group_shape as a list"""
-    _static_scaled_fp8_quant(result, input, scale, None if group_shape is None else tuple(group_shape))
+    rows_and_columns = None if group_shape is None else cast("tuple[int, int]", tuple(group_shape))
+    _static_scaled_fp8_quant(result, input, scale, rows_and_columns)
 
 
 @_adapter("0.22")
