@@ -91,6 +91,17 @@ def test_scaled_fp4_quant_in_both_forms(is_swizzled: bool) -> None:
     assert same_bits(output_scale, found_scales)
 
 
+def test_merge_attn_states() -> None:
+    output, *parts, lse, count, scale = _args("merge_attn_states")
+    right, right_lse = torch.empty_like(output), torch.empty_like(lse)
+    pyops.merge_attn_states(right, *parts, right_lse, count, scale)
+    for more in ((count, scale), (count,)):
+        given = torch.empty_like(output if len(more) == 2 else parts[0])
+        _torch_op("merge_attn_states")(given, lse, *parts, *more)
+        assert same_bits(lse, right_lse)
+        assert len(more) == 1 or same_bits(given, right)
+
+
 def test_get_cutlass_moe_mm_data_of_plain_layers() -> None:
     args = _args("get_cutlass_moe_mm_data")[:10]
     right = clones(args)

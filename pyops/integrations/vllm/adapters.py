@@ -50,6 +50,22 @@ def merge_attn_states(
     _merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
 
 
+@_adapter("0.22", name="merge_attn_states")
+def merge_attn_states_of_contexts(
+    output: Tensor,
+    output_lse: Tensor | None,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    prefill_tokens_with_context: int | None,
+    output_scale: Tensor | None = None,
+) -> None:
+    """merge_attn_states, where output_lse comes second"""
+    parts = prefix_output, prefix_lse, suffix_output, suffix_lse
+    _merge_attn_states(output, *parts, output_lse, prefill_tokens_with_context, output_scale)
+
+
 @_adapter("0.16")
 def convert_vertical_slash_indexes(*args: Any) -> None:
     """convert_vertical_slash_indexes_mergehead, without the two counts of heads; outputs come first"""
