@@ -8,7 +8,7 @@
 // A part whose lse is infinite, of either sign, is empty: the result is the other part. If both parts are empty, the
 // result is the prefix, with an lse of -inf. Tokens from num_prefix_tokens on have no prefix: the result is the suffix.
 //
-// HAS_SCALE: output = fp8(result / output_scale), of the result in float32.
+// With an output_scale, output = fp8(result * (1 / output_scale)), of the result in float32.
 //
 // Threads: LANES neighbouring threads share one head of one token; a thread takes one vector at a time.
 //
@@ -16,7 +16,8 @@
 //     scalar_t      T: element type of output, prefix_output and suffix_output
 //     NUM_HEADS     heads of a token
 //     HEAD_SIZE     elements of a head; a multiple of VEC_SIZE
-//     output_t      element type of output: scalar_t, or that of fp8 codes where output_scale is given
+//     output_t      element type of output: scalar_t, or that of fp8 codes with HAS_SCALE
+//     HAS_SCALE     output_scale is given, and output holds codes of fp8
 
 #include "quant.cuh"
 #include "vec.cuh"
