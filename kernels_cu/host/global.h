@@ -35,6 +35,11 @@ struct Global {
 };
 inline Global global_memory;
 
+// Whether the address is one of a thread's stack.
+inline bool on_a_stack(const void* address) {
+    return size_t(static_cast<const char*>(address) - scheduler.stacks) < STACK_BYTES * scheduler.capacity;
+}
+
 // The addresses of the library that holds `code`.
 inline Range library_of(const void* code) {
     struct Search {

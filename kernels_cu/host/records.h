@@ -82,8 +82,9 @@ inline const char* verb_of(Access kind) {
     return kind == Access::READ ? "read" : kind == Access::WRITE ? "write" : "atomic operation";
 }
 
-inline bool on_a_stack(const void* address);                                               // defined in schedule.h
-inline void check_global(const char* address, size_t bytes, Access kind, const void* pc);  // defined in global.h
+// Defined in global.h.
+inline bool on_a_stack(const void* address);
+inline void check_global(const char* address, size_t bytes, Access kind, const void* pc);
 
 // Check an access of the running thread beside its stack against bounds and records, and record it. Raises a fault.
 __attribute__((noinline)) void check_memory(const void* address, size_t bytes, Access kind, const void* pc) {

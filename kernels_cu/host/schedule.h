@@ -22,11 +22,6 @@ struct Scheduler {
 };
 inline Scheduler scheduler;
 
-// Whether the address is one of a thread's stack.
-inline bool on_a_stack(const void* address) {
-    return size_t(static_cast<const char*>(address) - scheduler.stacks) < STACK_BYTES * scheduler.capacity;
-}
-
 inline uint64_t random_number() {
     scheduler.random += 0x9e3779b97f4a7c15u;
     uint64_t z = scheduler.random;
