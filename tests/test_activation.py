@@ -196,6 +196,16 @@ def test_swigluoai_interleaves_clamps_and_drops_nan(dtype: torch.dtype, where: s
 
 
 @pytest.mark.parametrize("where", DEVICES)
+def test_swigluoai_of_float32_far_below_zero(where: str) -> None:
+    """Where the estimates that 16 bits allow are wrong in float32's last six bits. A slope of 1 rounds no product."""
+    gate = torch.linspace(-87.0, -20.0, 64 * 40).reshape(40, 64)
+    x = torch.stack((gate, torch.zeros_like(gate)), -1).reshape(40, 128).to(where)
+    expected = gate.double() * sigmoid(gate.double())
+    actual = call("swigluoai_and_mul", x, 1.0, 7.0, width=64).cpu()
+    torch.testing.assert_close(actual.double(), expected, rtol=4 * 2.0**-23, atol=0)
+
+
+@pytest.mark.parametrize("where", DEVICES)
 def test_swiglustep_keeps_nan(where: str) -> None:
     x = torch.tensor([[math.nan, 1.0, 30.0, 30.0, 1.0, math.nan, 30.0, -30.0]], device=where)
     expected = torch.tensor([[math.nan, math.nan, 49.0, -49.0]], device=where)
