@@ -61,10 +61,10 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
     const int first_head = int(blockIdx.x) / (HEAD_SIZE / HEAD_TILE) * HEADS;
     const int first_dim = int(blockIdx.x) % (HEAD_SIZE / HEAD_TILE) * HEAD_TILE;
     const int group = first_head / int(heads_per_group), segment = blockIdx.y;
-    const int64_t state_size = num_heads * HEAD_SIZE * STATE_SIZE;          // elements of the states of all heads
-    const int64_t first_row = int64_t(first_head) * HEAD_SIZE + first_dim;  // among the rows of all heads
-    const int own_head = warpgroup * WARPGROUP_ROWS / HEAD_TILE;            // of the warpgroup, counted in the block
-    const int own_row = warpgroup * WARPGROUP_ROWS + quarter * 16 + g;      // of the block; the lane has row + 8, too
+    const int first_row = first_head * HEAD_SIZE + first_dim;                     // among the rows of all heads
+    const int64_t state_size = int64_t(int(num_heads) * HEAD_SIZE) * STATE_SIZE;  // elements of the states of all heads
+    const int own_head = warpgroup * WARPGROUP_ROWS / HEAD_TILE;        // of the warpgroup, counted in the block
+    const int own_row = warpgroup * WARPGROUP_ROWS + quarter * 16 + g;  // of the block; the lane has row + 8, too
     const ScanChunks<index_t> chunks{cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx,     num_tokens,
                                      num_chunks, num_seqs,         chunk_size,         chunk_parts, part_tokens};
     const int end_part = chunks.first_of(segment + 1, num_segments);
@@ -104,8 +104,8 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
     const auto each_of_state = [&](auto visit) {
 #pragma unroll
         for (int i = 0; i < STATE_SIZE / 2; i += 2) {
-            const int64_t row = first_row + own_row + i / 2 % 2 * 8;
-            visit(h[i], h[i + 1], row * STATE_SIZE + i / 4 * 8 + 2 * t);
+            const int row = first_row + own_row + i / 2 % 2 * 8;
+            visit(h[i], h[i + 1], int64_t(row) * STATE_SIZE + i / 4 * 8 + 2 * t);
         }
     };
     const auto begin_sequence = [&](int seq) {
@@ -136,12 +136,11 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
         }
     }
 
-    ScanTile tile{chunks.first_of(segment, num_segments), 0, {}}, next{};
+    ScanTile tile{chunks.first_of(segment, num_segments), 0, {}};
     if (tile.number < end_part) {
         tile.part = chunks.at(tile.number);
         tile.token = tile.part.begin;
         load(0, tile.token, tile.count());
-        next = chunks.template tile_behind<TOKENS>(tile, end_part);
         find_decays(0, tile.count());
         if (!SEGMENT_STATES && !tile.part.restarts) {
             each_of_state([&](float& low, float& high, int64_t at) {
@@ -152,13 +151,12 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
         }
     }
     for (int stage = 0; tile.number < end_part; stage ^= 1) {
+        const ScanTile next = chunks.template tile_behind<TOKENS>(tile, end_part);
         cp_async_wait<0>();
         fence_proxy_async();
         __syncthreads();
         const bool more = next.number < end_part;
         if (more) load(stage ^ 1, next.token, next.count());
-        // What it takes to find the tile after the next is loaded here, not when that tile is needed.
-        const ScanTile after = more ? chunks.template tile_behind<TOKENS>(next, end_part) : next;
         const bool ends = tile.part.end - tile.token <= TOKENS;
         if (tile.token == tile.part.begin && tile.part.restarts) {
             begin_sequence(tile.part.seq);
@@ -172,12 +170,13 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
         const auto load_inputs = [&] {
 #pragma unroll
             for (int k = 0; k < TOKEN_STEPS; ++k) {
-                load_transposed(xs[k], x_tile, k * 16, quarter);
+                auto& inputs = SEGMENT_STATES ? weighted[k] : xs[k];
+                load_transposed(inputs, x_tile, k * 16, quarter);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float* const weights = decay.weights[own_head] + k * 16 + i / 2 * 8 + 2 * t;
                     float low, high;
-                    unpack_pair<scalar_t>(xs[k][i], low, high);
+                    unpack_pair<scalar_t>(inputs[i], low, high);
                     weighted[k][i] = pack_pair<scalar_t>(low * weights[0], high * weights[1]);
                 }
             }
@@ -267,7 +266,7 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
             wgmma<scalar_t, STATE_SIZE, true>(h, weighted[k], tokens);
         }
         warpgroup_commit_batch();
-        if (more) find_decays(stage ^ 1, next.count());
+        if (!SEGMENT_STATES && more) find_decays(stage ^ 1, next.count());
 
         if constexpr (!SEGMENT_STATES) {
             warpgroup_wait<1>();
@@ -307,12 +306,12 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(h);
+        if (SEGMENT_STATES && more) find_decays(stage ^ 1, next.count());  // now that registers are free
         if (!SEGMENT_STATES && ends) {
             if (CHUNK_STATES && tile.part.chunk >= 0) store_state(tile.part.chunk);
             if (!CHUNK_STATES && chunks.ends_sequence(tile.part)) store_state(tile.part.seq);
         }
         tile = next;
-        next = after;
     }
 
     if constexpr (SEGMENT_STATES) {
@@ -325,7 +324,7 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
             segment_decays[segment * num_heads + first_head + own_head] = restarted ? 0.0f : estimate_exp2(log_decay);
         }
     } else if (!CHUNK_STATES && segment == 0) {
-        write_states_without_chunks(states, initial_states, chunks, state_size, first_row * STATE_SIZE,
+        write_states_without_chunks(states, initial_states, chunks, state_size, int64_t(first_row) * STATE_SIZE,
                                     ROWS * STATE_SIZE, warp, NUM_THREADS / 32);
     }
 }

@@ -92,7 +92,8 @@ class Problem:
     @property
     def uses_wgmma(self) -> bool:
         """Whether chunk_scan_wgmma.cu serves the call, as well as chunk_scan.cu."""
-        wide = self.head_tile % _WIDE == 0 and self.sizes[3] in (_WIDE, 2 * _WIDE)
+        num_heads, head_size, _, state_size = self.sizes
+        wide = self.head_tile % _WIDE == 0 and state_size in (_WIDE, 2 * _WIDE) and num_heads * head_size < 2**31
         return wide and self.uses_mma and self.call["x"].device.supports("wgmma")
 
     @property
