@@ -16,19 +16,20 @@
 // Threads: a thread takes STATE_VEC channels of a sequence. No other thread touches these channels of the sequence's
 // slots, so the thread reads the state before it is overwritten.
 //
-// Constants
+// The kernel's constants, beside those of causal_conv1d_tokens.cu
 //     index_t       element type of all tensors of integers
 //     HAS_STATES    false when conv_states is null: nothing of this file is done
 //     HAS_INDICES, HAS_INITIAL   false when cache_indices, has_initial_state is null
 //     HAS_COMPUTED  false when num_computed_tokens is null, which stands for zeros
 //     HAS_BLOCKS    prefix caching
-//     STATE_VEC     channels of a thread; STATE_WEIGHT_VEC: elements in one access to weight, divides STATE_VEC * WIDTH
-//     STATE_BATCH   block boundaries of a thread in flight
+//     STATE_VEC     channels of a thread that does states
+//     STATE_WEIGHT_VEC   elements in its accesses to weight; divides STATE_VEC * WIDTH
 
 #pragma once
 #include "causal_conv1d.cuh"
 
 constexpr int HISTORY = WIDTH - 1;
+constexpr int STATE_BATCH = 4;                   // block boundaries of a thread in flight
 constexpr int64_t MAX_INDEX = int64_t(1) << 40;  // beyond every column and every count of tokens
 
 // The columns of the block boundaries in a sequence. A boundary is a number of tokens of the sequence before it.
@@ -45,6 +46,8 @@ struct Boundaries {
 };
 
 // The arguments of the op that have to do with states, and where tokens lie.
+template <int STATE_VEC, int STATE_WEIGHT_VEC, bool HAS_STATES, bool HAS_INDICES, bool HAS_INITIAL, bool HAS_COMPUTED,
+          bool HAS_BLOCKS>
 struct SequenceStates {
     scalar_t *out, *conv_states;
     const scalar_t* x;
@@ -97,7 +100,7 @@ struct SequenceStates {
             if (slot >= 0) window.store(states + slot * slot_stride, state_stride);
         };
         // The first tokens, whose windows reach back to h.
-        const auto taps = Taps<WIDTH, STATE_VEC>::load<STATE_WEIGHT_VEC, HAS_BIAS>(weight, bias, channel);
+        const auto taps = Taps<WIDTH, STATE_VEC>::template load<STATE_WEIGHT_VEC, HAS_BIAS>(weight, bias, channel);
         convolve<HISTORY, SILU, scalar_t>(
             window, taps, int(min(count, int64_t(HISTORY))),
             [&](int i) { return vec_t::load(inputs_of + i * x_token_stride); },

@@ -13,22 +13,21 @@ struct Decays {
 
 // Finds the decays of tiles. A warp takes the heads first_own, first_own + NUM_WARPS, ..., counted in the block, which may
 // be none: the last warps come first. A lane takes tokens that are 32 apart.
-template <int HEADS, int TOKENS, int NUM_WARPS>
+template <typename dt_t, int HEADS, int TOKENS, int NUM_WARPS>
 struct DecayFinder {
     static constexpr int OWN = (HEADS + NUM_WARPS - 1) / NUM_WARPS, LANE_TOKENS = TOKENS / 32;
-    float raw[OWN][LANE_TOKENS];  // time steps, as they were loaded
-    const int first_own = NUM_WARPS - 1 - int(threadIdx.x / 32), lane = threadIdx.x % 32;
+    dt_t raw[OWN][LANE_TOKENS] = {};  // time steps, as they were loaded: a conversion would wait for them
 
     // Loads the time steps of `count` tokens; `dt` is that of the first token and of the block's first head.
-    template <typename dt_t>
     DEVICE void load(const dt_t* dt, int64_t dt_stride, int64_t dt_step, int count) {
+        const int first_own = NUM_WARPS - 1 - int(threadIdx.x / 32), lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
             const int head = min(first_own + i * NUM_WARPS, HEADS - 1);
 #pragma unroll
             for (int k = 0; k < LANE_TOKENS; ++k) {
                 const int l = k * 32 + lane;
-                raw[i][k] = l < count ? to_float(dt[l * dt_stride + head * dt_step]) : 0.0f;
+                if (l < count) raw[i][k] = dt[l * dt_stride + head * dt_step];
             }
         }
     }
@@ -36,6 +35,7 @@ struct DecayFinder {
     template <bool SOFTPLUS, typename bias_t>
     DEVICE void find(Decays<HEADS, TOKENS>& decays, const float* A, const bias_t* dt_bias, float dt_min, float dt_max,
                      int count) const {
+        const int first_own = NUM_WARPS - 1 - int(threadIdx.x / 32), lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
             const int own = first_own + i * NUM_WARPS;
@@ -45,7 +45,7 @@ struct DecayFinder {
 #pragma unroll
             for (int k = 0; k < LANE_TOKENS; ++k) {
                 const bool exists = k * 32 + lane < count;
-                steps[k] = exists ? time_step<SOFTPLUS>(raw[i][k], bias, dt_min, dt_max) : 0.0f;
+                steps[k] = exists ? time_step<SOFTPLUS>(to_float(raw[i][k]), bias, dt_min, dt_max) : 0.0f;
                 sums[k] = exists ? steps[k] * rate : 0.0f;
 #pragma unroll
                 for (int distance = 1; distance < 32; distance *= 2) {

@@ -22,6 +22,8 @@
 #include "paged.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
+using states_t =
+    SequenceStates<STATE_VEC, STATE_WEIGHT_VEC, HAS_STATES, HAS_INDICES, HAS_INITIAL, HAS_COMPUTED, HAS_BLOCKS>;
 constexpr int EARLIER_VECS = ceil_div(HISTORY, VEC_SIZE);  // vectors before that of a thread which it also needs
 constexpr int EARLIER = EARLIER_VECS * VEC_SIZE;
 
@@ -31,7 +33,7 @@ struct Reach {
     int before[VEC_SIZE];
     bool whole = true;  // every token has all HISTORY inputs before it
 
-    DEVICE Reach(const SequenceStates& states, const index_t* query_start_loc, int64_t num_seqs, int64_t first) {
+    DEVICE Reach(const states_t& states, const index_t* query_start_loc, int64_t num_seqs, int64_t first) {
         int64_t sequence = count_up_to(query_start_loc + 1, num_seqs, 1, first), begin = 0, end = 0;
         const auto read = [&] {
             if (sequence >= num_seqs) return;
@@ -134,32 +136,32 @@ causal_conv1d_channels(scalar_t* out,                                   // [dim,
                        int64_t pad_slot_id, int64_t x_stride, int64_t out_stride, int64_t slot_stride,
                        int64_t state_channel_stride, int64_t state_stride) {
     await_previous_kernel();
-    const SequenceStates states{out,
-                                conv_states,
-                                x,
-                                weight,
-                                bias,
-                                query_start_loc,
-                                cache_indices,
-                                has_initial_state,
-                                block_idx_first_scheduled_token,
-                                block_idx_last_scheduled_token,
-                                initial_state_idx,
-                                num_computed_tokens,
-                                num_tokens,
-                                dim,
-                                num_slots,
-                                max_blocks,
-                                indices_stride,
-                                block_size_to_align,
-                                pad_slot_id,
-                                1,
-                                x_stride,
-                                1,
-                                out_stride,
-                                slot_stride,
-                                state_channel_stride,
-                                state_stride};
+    const states_t states{out,
+                          conv_states,
+                          x,
+                          weight,
+                          bias,
+                          query_start_loc,
+                          cache_indices,
+                          has_initial_state,
+                          block_idx_first_scheduled_token,
+                          block_idx_last_scheduled_token,
+                          initial_state_idx,
+                          num_computed_tokens,
+                          num_tokens,
+                          dim,
+                          num_slots,
+                          max_blocks,
+                          indices_stride,
+                          block_size_to_align,
+                          pad_slot_id,
+                          1,
+                          x_stride,
+                          1,
+                          out_stride,
+                          slot_stride,
+                          state_channel_stride,
+                          state_stride};
     const int64_t state_blocks = HAS_STATES ? num_seqs * state_groups : 0, block = blockIdx.x - state_blocks;
     if (HAS_STATES && block < 0) return states.update_by_block(blockIdx.x, state_groups);
     const int64_t row_vecs = num_tokens / VEC_SIZE;

@@ -21,6 +21,8 @@
 #include "paged.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
+using states_t =
+    SequenceStates<STATE_VEC, STATE_WEIGHT_VEC, HAS_STATES, HAS_INDICES, HAS_INITIAL, HAS_COMPUTED, HAS_BLOCKS>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 causal_conv1d_tokens(scalar_t* out,                                   // [num_tokens, dim]
@@ -40,32 +42,32 @@ causal_conv1d_tokens(scalar_t* out,                                   // [num_to
                      int64_t block_size_to_align, int64_t pad_slot_id, int64_t x_stride, int64_t out_stride,
                      int64_t slot_stride, int64_t state_channel_stride, int64_t state_stride) {
     await_previous_kernel();
-    const SequenceStates states{out,
-                                conv_states,
-                                x,
-                                weight,
-                                bias,
-                                query_start_loc,
-                                cache_indices,
-                                has_initial_state,
-                                block_idx_first_scheduled_token,
-                                block_idx_last_scheduled_token,
-                                initial_state_idx,
-                                num_computed_tokens,
-                                num_tokens,
-                                dim,
-                                num_slots,
-                                max_blocks,
-                                indices_stride,
-                                block_size_to_align,
-                                pad_slot_id,
-                                x_stride,
-                                1,
-                                out_stride,
-                                1,
-                                slot_stride,
-                                state_channel_stride,
-                                state_stride};
+    const states_t states{out,
+                          conv_states,
+                          x,
+                          weight,
+                          bias,
+                          query_start_loc,
+                          cache_indices,
+                          has_initial_state,
+                          block_idx_first_scheduled_token,
+                          block_idx_last_scheduled_token,
+                          initial_state_idx,
+                          num_computed_tokens,
+                          num_tokens,
+                          dim,
+                          num_slots,
+                          max_blocks,
+                          indices_stride,
+                          block_size_to_align,
+                          pad_slot_id,
+                          x_stride,
+                          1,
+                          out_stride,
+                          1,
+                          slot_stride,
+                          state_channel_stride,
+                          state_stride};
     const int64_t state_blocks = HAS_STATES ? num_seqs * state_groups : 0, block = blockIdx.x - state_blocks;
     if (HAS_STATES && block < 0) return states.update_by_block(blockIdx.x, state_groups);
     const int64_t tile = uint32_t(block) / uint32_t(num_groups), group = uint32_t(block) % uint32_t(num_groups);

@@ -29,6 +29,8 @@ using tile_t = SwizzledTile<scalar_t, WIDE / 8>;
 constexpr int TILE_BYTES = tile_t::bytes(TOKENS);
 constexpr int STAGE_TILES = (SEGMENT_STATES ? 1 : 2) * HALVES + WARPGROUPS;
 constexpr int NUM_TILES = 2 * STAGE_TILES + (SEGMENT_STATES ? 0 : HEADS);  // two stages, and the weights
+// Whether decays are found when products are done and registers are free, not while they run.
+constexpr bool DECAYS_LAST = SEGMENT_STATES || HAS_Z;
 using decays_t = Decays<HEADS, TOKENS>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -75,7 +77,7 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
     const auto c_at = [&](int stage, int half) { return tile_at(stage * STAGE_TILES + HALVES + WARPGROUPS + half); };
     const auto weights_of = [&](int head) { return tile_at(2 * STAGE_TILES + head); };
 
-    DecayFinder<HEADS, TOKENS, NUM_THREADS / 32> finder;
+    DecayFinder<dt_t, HEADS, TOKENS, NUM_THREADS / 32> finder;
     // Copies `count` tokens from `token` on to shared memory, zeros behind them, and loads their time steps.
     const auto load = [&](int stage, int token, int count) {
         const int64_t row = token, column = group * STATE_SIZE;
@@ -157,7 +159,6 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
         __syncthreads();
         const bool more = next.number < end_part;
         if (more) load(stage ^ 1, next.token, next.count());
-        const bool ends = tile.part.end - tile.token <= TOKENS;
         if (tile.token == tile.part.begin && tile.part.restarts) {
             begin_sequence(tile.part.seq);
             restarted = true;
@@ -266,7 +267,7 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
             wgmma<scalar_t, STATE_SIZE, true>(h, weighted[k], tokens);
         }
         warpgroup_commit_batch();
-        if (!SEGMENT_STATES && more) find_decays(stage ^ 1, next.count());
+        if (!DECAYS_LAST && more) find_decays(stage ^ 1, next.count());
 
         if constexpr (!SEGMENT_STATES) {
             warpgroup_wait<1>();
@@ -306,8 +307,8 @@ chunk_scan_wgmma(scalar_t* out,                      // [num_tokens, num_heads, 
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(h);
-        if (SEGMENT_STATES && more) find_decays(stage ^ 1, next.count());  // now that registers are free
-        if (!SEGMENT_STATES && ends) {
+        if (DECAYS_LAST && more) find_decays(stage ^ 1, next.count());
+        if (!SEGMENT_STATES && next.number != tile.number) {
             if (CHUNK_STATES && tile.part.chunk >= 0) store_state(tile.part.chunk);
             if (!CHUNK_STATES && chunks.ends_sequence(tile.part)) store_state(tile.part.seq);
         }

@@ -31,7 +31,6 @@ _CHANNELS_BATCH, _CHANNELS_MIN_BLOCKS = 4, 4  # channels of a thread in flight
 _WAVES = 2
 _MAX_CHANNELS = 16  # channels of a thread, where there are many
 _STATE_CHANNELS = 2  # of a thread that does states: more need more registers than a convolution
-_STATES_BATCH = 1  # block boundaries of a thread in flight
 
 
 @op(out="out", inout="conv_states")
@@ -172,7 +171,6 @@ def plan_causal_conv1d_prefill(
         BATCH=how.batch,
         STATE_VEC=state_vec,
         STATE_WEIGHT_VEC=common.weight_vector(weight, state_vec * weight.shape[1]),
-        STATE_BATCH=_STATES_BATCH,
         HAS_STATES=conv_states is not None,
         HAS_INDICES=cache_indices is not None,
         HAS_INITIAL=has_initial_state is not None,
