@@ -29,7 +29,7 @@
 #include "causal_conv1d.cuh"
 
 constexpr int HISTORY = WIDTH - 1;
-constexpr int STATE_BATCH = 4;                   // block boundaries of a thread in flight
+constexpr int STATE_BATCH = 2;                   // block boundaries of a thread in flight
 constexpr int64_t MAX_INDEX = int64_t(1) << 40;  // beyond every column and every count of tokens
 
 // The columns of the block boundaries in a sequence. A boundary is a number of tokens of the sequence before it.

@@ -73,30 +73,32 @@ causal_conv1d_tokens(scalar_t* out,                                   // [num_to
     const int64_t tile = uint32_t(block) / uint32_t(num_groups), group = uint32_t(block) % uint32_t(num_groups);
     const int64_t channel = (group * NUM_THREADS + threadIdx.x) * VEC_SIZE;
     if (channel >= dim) return;
-    x += channel;
-    out += channel;
     const auto taps = Taps<WIDTH, VEC_SIZE>::load<WEIGHT_VEC, HAS_BIAS>(weight, bias, channel);
-    int64_t t = tile * tile_size;
-    const int64_t last = min(t + tile_size, num_tokens);
-    int64_t sequence = count_up_to(query_start_loc + 1, num_seqs, 1, t);
-    while (t < last) {
-        int64_t begin = last, end = last;  // behind the last sequence
+    // Tokens are counted from the first of the tile; none is needed that lies before its window.
+    const int64_t origin = tile * tile_size;
+    const int last = int(min(tile_size, num_tokens - origin));
+    const auto place = [=](int64_t token) { return int(min(max(token, origin - HISTORY), origin + last) - origin); };
+    x += origin * x_stride + channel;
+    out += origin * out_stride + channel;
+    int64_t sequence = count_up_to(query_start_loc + 1, num_seqs, 1, origin);
+    for (int t = 0; t < last;) {
+        int begin = last, end = last;  // behind the last sequence
         if (sequence < num_seqs) {
-            begin = max(int64_t(query_start_loc[sequence]), int64_t(0));
-            end = min(int64_t(query_start_loc[sequence + 1]), last);
+            begin = place(max(int64_t(query_start_loc[sequence]), int64_t(0)));
+            end = place(query_start_loc[sequence + 1]);
         }
-        for (; t < min(begin, last); ++t) vec_t::full(0.0f).store(out + t * out_stride);
-        const bool needs_state = t < end && t < begin + HISTORY && states.continues(sequence);
+        for (; t < begin; ++t) vec_t::full(0.0f).store(out + t * out_stride);
+        const bool needs_state = t < min(begin + HISTORY, end) && states.continues(sequence);
         if (needs_state) t = min(begin + HISTORY, end);
         ++sequence;
         if (t >= end) continue;
         Window<WIDTH, VEC_SIZE> window;
-        const int64_t oldest = t - (WIDTH - 1);
+        const int oldest = t - HISTORY;
         window.load(x + oldest * x_stride, x_stride, [=](int k) { return oldest + k >= begin; });
         const scalar_t* from = x + t * x_stride;
         scalar_t* to = out + t * out_stride;
         convolve<BATCH, SILU, scalar_t>(
-            window, taps, int(end - t),
+            window, taps, end - t,
             [&](int) {
                 const vec_t input = vec_t::load_once(from);
                 from += x_stride;

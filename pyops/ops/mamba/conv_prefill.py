@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._core import check
-from ..._core.dtypes import boolean
+from ..._core.dtypes import boolean, float32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
@@ -24,7 +24,8 @@ _channels = Kernel("mamba/causal_conv1d_channels.cu")
 
 _NUM_THREADS = 128
 # Of the choices that were timed for 8192 tokens of 8192 channels on an H200 (docs/performance.md).
-_TOKENS_BATCH, _TOKENS_MIN_BLOCKS = 4, 6  # rows of a thread in flight
+_TOKENS_BATCH = 4  # rows of a thread in flight
+_TOKENS_MIN_BLOCKS = {True: 6, False: 4}  # of 16-bit inputs without prefix caching, and of what needs more registers
 _MIN_TILE, _MAX_TILE = 8, 128  # tokens of a block; each tile reads width - 1 tokens of the tile before it again
 _CHANNELS_BATCH, _CHANNELS_MIN_BLOCKS = 4, 4  # channels of a thread in flight
 # No measurement of its own: two waves of blocks.
@@ -156,7 +157,7 @@ def plan_causal_conv1d_prefill(
     if with_blocks and not 0 < block_size_to_align < 2**31:
         raise check.refuse(x, "block_size_to_align", f"expected 1 to 2^31 - 1, got {block_size_to_align}")
     silu = common.check_activation(x, activation)
-    how = (_by_tokens if channel_last else _by_channels)(out, x, weight)
+    how = (_by_tokens if channel_last else _by_channels)(out, x, weight, with_blocks)
     # The first blocks have the states of sequences.
     inputs, results = (arg if channel_last else common.channels_behind(arg, 0) for arg in (x, out))
     kept = [] if conv_states is None else [conv_states]
@@ -210,19 +211,20 @@ class _Convolution(NamedTuple):
     sizes: dict[str, int]
 
 
-def _by_tokens(out: TensorArg, x: TensorArg, weight: TensorArg) -> _Convolution:
+def _by_tokens(out: TensorArg, x: TensorArg, weight: TensorArg, with_blocks: bool) -> _Convolution:
     num_tokens, dim = x.shape
     vec_size = common.channel_vector(weight.shape[1], x, out)
     num_threads = check.threads(-(-dim // vec_size), max_threads=_NUM_THREADS)
     num_groups = -(-dim // (vec_size * num_threads))
-    resident = x.device.multiprocessors * _TOKENS_MIN_BLOCKS * _WAVES
+    min_blocks = _TOKENS_MIN_BLOCKS[x.dtype is not float32 and vec_size < 8 and not with_blocks]
+    resident = x.device.multiprocessors * min_blocks * _WAVES
     tile_size = min(_MAX_TILE, max(_MIN_TILE, -(-num_tokens * num_groups // (resident * _MIN_TILE)) * _MIN_TILE))
     num_blocks = -(-num_tokens // tile_size) * num_groups
     sizes = {"tile_size": tile_size, "num_groups": num_groups}
-    return _Convolution(_tokens, vec_size, vec_size, _TOKENS_BATCH, num_blocks, num_threads, _TOKENS_MIN_BLOCKS, sizes)
+    return _Convolution(_tokens, vec_size, vec_size, _TOKENS_BATCH, num_blocks, num_threads, min_blocks, sizes)
 
 
-def _by_channels(out: TensorArg, x: TensorArg, weight: TensorArg) -> _Convolution:
+def _by_channels(out: TensorArg, x: TensorArg, weight: TensorArg, with_blocks: bool) -> _Convolution:
     dim, num_tokens = x.shape
     vec_size = check.vector_width(num_tokens, x, out)
     row_vecs = num_tokens // vec_size
