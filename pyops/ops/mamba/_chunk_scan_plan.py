@@ -13,12 +13,17 @@ from ..._core.kernel import Kernel, Launch, Scratch
 from ._chunk_scan_problem import MAX_ROWS, Problem
 
 _chunk_scan = Kernel("mamba/chunk_scan.cu")
-_chunk_scan_wgmma = Kernel("mamba/chunk_scan_wgmma.cu")
+_chunk_scan_states = Kernel("mamba/chunk_scan_states.cu")
 _chunk_scan_simt = Kernel("mamba/chunk_scan_simt.cu")
 _chunk_scan_pass = Kernel("mamba/chunk_scan_pass.cu")
 
 _TOKENS, _SEGMENT_TOKENS = 32, (32, 64)  # of a tile of chunk_scan.cu; where it finds the states of segments alone
-_STAGES = 2  # tiles in shared memory
+_STAGES, _WGMMA_STAGES = 2, 3  # tiles in shared memory: of chunk_scan.cu, and of chunk_scan_states.cu
+# Constants of chunk_scan_states.cu.
+_OF_STATES = (
+    *("scalar_t", "dt_t", "bias_t", "initial_t", "index_t"),
+    *("HEAD_SIZE", "STATE_SIZE", "SOFTPLUS", "HEADS", "HEAD_TILE"),
+)
 _WIDE_SHARED = 150 * 1024  # bytes of shared memory in which two blocks with tiles of 64 tokens fit
 _FIRST_SPILLING_ARCH = 100  # from this compute capability on, two tiles of rows and 128 elements spill registers
 _SIMT_THREADS = 128
@@ -35,6 +40,7 @@ class Config:
         min_blocks: of a multiprocessor that the compiler makes room for, by bounding registers.
         segment_row_tiles, segment_min_blocks: likewise, where chunk_scan.cu finds the states of segments alone.
         segment_tokens: of a tile there.
+        segment_wgmma: whether chunk_scan_states.cu finds them instead.
     """
 
     row_tiles: int
@@ -42,6 +48,7 @@ class Config:
     segment_row_tiles: int = 1
     segment_min_blocks: int = 1
     segment_tokens: int = _TOKENS
+    segment_wgmma: bool = False
 
     def candidates(self, problem: Problem, device: Device) -> list[Config]:
         """Other warps, where both kinds have whole ones, and registers."""
@@ -54,41 +61,23 @@ class Config:
             segment_row_tiles=row_tiles if several else (),
             segment_min_blocks=(1, 2) if several else (),
             segment_tokens=_SEGMENT_TOKENS if several else (),
+            segment_wgmma=(False, True) if several and problem.uses_wgmma else (),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class WgmmaConfig:
-    """How one call runs by chunk_scan_wgmma.cu.
-
-    Attributes:
-        min_blocks: of a multiprocessor that the compiler makes room for, by bounding registers.
-        segment_min_blocks: likewise, where the states of segments are found.
-    """
-
-    min_blocks: int = 1
-    segment_min_blocks: int = 2
-
-    def candidates(self, problem: Problem, device: Device) -> list[WgmmaConfig]:
-        """Other bounds of registers."""
-        return tuning.varied(self, segment_min_blocks=(1, 2))
-
-
-def choose(problem: Problem, device: Device) -> Config | WgmmaConfig:
-    """Asynchronous products; else the warps that read B and C least often, if their registers do not spill."""
-    if problem.uses_wgmma:
-        return WgmmaConfig()
+def choose(problem: Problem, device: Device) -> Config:
+    """The warps that read B and C least often, if their registers do not spill."""
     two_tiles = problem.uses_mma and _may_have_two_tiles(problem) and int(device.arch[3:]) < _FIRST_SPILLING_ARCH
     row_tiles = 2 if two_tiles else 1
     wide = problem.uses_mma and device.shared_memory >= _WIDE_SHARED
-    return Config(row_tiles, 1, 1 if wide else row_tiles, 2 if wide else 1, _SEGMENT_TOKENS[wide])
+    return Config(row_tiles, 1, 1 if wide else row_tiles, 2 if wide else 1, _SEGMENT_TOKENS[wide], problem.uses_wgmma)
 
 
 def _may_have_two_tiles(problem: Problem) -> bool:
     return problem.heads * problem.head_tile == MAX_ROWS
 
 
-def launches(problem: Problem, config: Config | WgmmaConfig) -> list[Launch]:
+def launches(problem: Problem, config: Config) -> list[Launch]:
     """The scan; before it, if there are several segments, the states that these begin with."""
     call = problem.call
     num_heads, head_size, num_groups, state_size = problem.sizes
@@ -124,14 +113,13 @@ def launches(problem: Problem, config: Config | WgmmaConfig) -> list[Launch]:
         "D_stride": 0 if D is None else D.strides[0],
         "D_step": 0 if D is None or len(D.shape) == 1 else D.strides[1],
     }
-    if isinstance(config, WgmmaConfig):
-        return _launches_wgmma(problem, config, constants, arguments)
     return (_launches_mma if problem.uses_mma else _launches_simt)(problem, config, constants, arguments)
 
 
 class Geometry(NamedTuple):
-    """Constants of a launch that are its own, threads of a block, and bytes of shared memory."""
+    """A launch's kernel and constants, threads of a block, and bytes of shared memory."""
 
+    kernel: Kernel
     constants: dict[str, Any]
     num_threads: int
     shared: int
@@ -141,45 +129,40 @@ def _launches_mma(
     problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> list[Launch]:
     heads, rows, state_size = problem.heads, problem.heads * problem.head_tile, problem.sizes[3]
-    constants |= _constants_of_products(problem)
+    device, out = problem.call["x"].device, problem.call["out"]
+    constants |= {"HEADS": heads, "HEAD_TILE": problem.head_tile}
     # Rows of 64 elements or a multiple; stages of x, B and C; weights of each head.
     state_bytes, x_bytes = (_TOKENS * -(-size // 64) * 128 for size in (state_size, rows))
     shared = {
         False: _STAGES * (2 * state_bytes + x_bytes) + heads * _TOKENS * 128,
         True: _STAGES * config.segment_tokens // _TOKENS * (state_bytes + x_bytes),
     }
+    out_vec = 8 if out.alignment == 16 and out.strides[0] % 8 == 0 else 4
 
     def geometry(of_segments: bool) -> Geometry:
+        if of_segments and config.segment_wgmma:
+            tokens = problem.tile_tokens
+            decays = 2 * 4 * heads * tokens * float32.itemsize
+            shared_bytes = _WGMMA_STAGES * tokens * 2 * (rows + state_size) + -(-decays // 1024) * 1024
+            kernel = _chunk_scan_states.for_arch(device.arch_feature)
+            return Geometry(kernel, {name: constants[name] for name in _OF_STATES}, 2 * rows, shared_bytes)
         tokens, row_tiles, min_blocks = _TOKENS, config.row_tiles, config.min_blocks
         if of_segments:
             tokens, row_tiles, min_blocks = config.segment_tokens, config.segment_row_tiles, config.segment_min_blocks
-        own = {"TOKENS": tokens, "ROW_TILES": row_tiles, "MIN_BLOCKS": min_blocks}
-        return Geometry(own, 2 * rows // row_tiles, shared[of_segments])
+        own = {"TOKENS": tokens, "ROW_TILES": row_tiles, "MIN_BLOCKS": min_blocks, "OUT_VEC": out_vec}
+        own |= constants | _options(problem, of_segments)
+        return Geometry(_chunk_scan, own, 2 * rows // row_tiles, shared[of_segments])
 
-    return _both(_chunk_scan, problem, constants, arguments, problem.row_blocks, geometry)
-
-
-def _constants_of_products(problem: Problem) -> dict[str, Any]:
-    out = problem.call["out"]
-    out_vec = 8 if out.alignment == 16 and out.strides[0] % 8 == 0 else 4
-    return {"HEADS": problem.heads, "HEAD_TILE": problem.head_tile, "OUT_VEC": out_vec}
+    return _both(problem, arguments, problem.row_blocks, geometry)
 
 
-def _launches_wgmma(
-    problem: Problem, config: WgmmaConfig, constants: dict[str, Any], arguments: dict[str, Any]
-) -> list[Launch]:
-    heads, rows, state_size = problem.heads, problem.heads * problem.head_tile, problem.sizes[3]
-    tokens = problem.tile_tokens
-    constants |= _constants_of_products(problem)
-
-    def geometry(of_segments: bool) -> Geometry:
-        elements = _STAGES * (rows + state_size * (1 if of_segments else 2)) + (0 if of_segments else heads * tokens)
-        decays = _STAGES * 4 * heads * tokens * float32.itemsize
-        min_blocks = config.segment_min_blocks if of_segments else config.min_blocks
-        return Geometry({"MIN_BLOCKS": min_blocks}, 2 * rows, elements * tokens * 2 + decays)
-
-    kernel = _chunk_scan_wgmma.for_arch(problem.call["x"].device.arch_feature)
-    return _both(kernel, problem, constants, arguments, problem.row_blocks, geometry)
+def _options(problem: Problem, of_segments: bool) -> dict[str, bool]:
+    call = problem.call
+    return {
+        "SEGMENT_STATES": of_segments,
+        "HAS_Z": call["z"] is not None and not of_segments,
+        "CHUNK_STATES": call["return_intermediate_states"] and not of_segments,
+    }
 
 
 def _launches_simt(
@@ -189,20 +172,17 @@ def _launches_simt(
     lanes = min(32, tuning.power_of_two(-(-state_size // _MAX_ITEMS)))
     rows = _SIMT_THREADS // lanes
     constants |= {"LANES": lanes, "ROWS": rows, "MIN_BLOCKS": config.min_blocks}
-    row_blocks = num_heads * -(-head_size // rows)
-    return _both(_chunk_scan_simt, problem, constants, arguments, row_blocks, lambda _: Geometry({}, _SIMT_THREADS, 0))
+
+    def geometry(of_segments: bool) -> Geometry:
+        return Geometry(_chunk_scan_simt, constants | _options(problem, of_segments), _SIMT_THREADS, 0)
+
+    return _both(problem, arguments, num_heads * -(-head_size // rows), geometry)
 
 
 def _both(
-    kernel: Kernel,
-    problem: Problem,
-    constants: dict[str, Any],
-    arguments: dict[str, Any],
-    row_blocks: int,
-    geometry: Callable[[bool], Geometry],
+    problem: Problem, arguments: dict[str, Any], row_blocks: int, geometry: Callable[[bool], Geometry]
 ) -> list[Launch]:
     """The launches: those of the states of segments (geometry(True)), if there are several, and that of the results."""
-    call = problem.call
     num_heads, head_size, _, state_size = problem.sizes
     num_segments, chunk_parts, part_tokens = problem.segments(row_blocks)
     arguments |= {"num_segments": num_segments, "chunk_parts": chunk_parts, "part_tokens": part_tokens}
@@ -213,20 +193,15 @@ def _both(
         states = Scratch((num_segments - 1) * num_heads * head_size * state_size * 4)
 
     def launch(segment_states: bool) -> Launch:
-        own, num_threads, shared = geometry(segment_states)
-        own |= constants | {
-            "SEGMENT_STATES": segment_states,
-            "HAS_Z": call["z"] is not None and not segment_states,
-            "CHUNK_STATES": call["return_intermediate_states"] and not segment_states,
-        }
-        grid = (row_blocks, num_segments - segment_states)
-        return kernel(**own).launch(
-            grid,
+        kernel, constants, num_threads, shared = geometry(segment_states)
+        taken = {name for _, name in kernel.signature.parameters}
+        return kernel(**constants).launch(
+            (row_blocks, num_segments - segment_states),
             num_threads,
             shared,
             segment_states=states,
             segment_decays=decays,
-            **arguments,
+            **{name: value for name, value in arguments.items() if name in taken},
         )
 
     if num_segments == 1:

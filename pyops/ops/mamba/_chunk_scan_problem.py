@@ -12,12 +12,12 @@ from ..._core.dtypes import FLOATS, float32
 from ..._core.tensor import TensorArg
 
 _MAX_TOKENS = 2**31 - 64  # kernels count tokens in 32 bits
-MAX_ROWS = 128  # rows of a block of chunk_scan.cu and chunk_scan_wgmma.cu: dimensions of its heads
+MAX_ROWS = 128  # rows of a block of chunk_scan.cu and chunk_scan_states.cu: dimensions of its heads
 _MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread holds as many in registers
 _CHUNK_PARTS, _MANY_CHUNKS = 4, 16  # parts of a chunk where a segment has fewer chunks than this many
 _MAX_SEGMENTS = 64  # whose states chunk_scan_pass.cu adds up, one after another
 _BLOCKS = {True: 2, False: 8}  # to a multiprocessor: of kernels that multiply matrices, and of chunk_scan_simt.cu
-_WIDE = 64  # elements of a row of the tiles of chunk_scan_wgmma.cu
+_WIDE = 64  # elements of a row of the tiles of chunk_scan_states.cu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,14 +91,14 @@ class Problem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether chunk_scan_wgmma.cu serves the call, as well as chunk_scan.cu."""
-        num_heads, head_size, _, state_size = self.sizes
-        wide = self.head_tile % _WIDE == 0 and state_size in (_WIDE, 2 * _WIDE) and num_heads * head_size < 2**31
+        """Whether chunk_scan_states.cu may find the states of segments."""
+        state_size = self.sizes[3]
+        wide = self.head_tile % _WIDE == 0 and state_size in (_WIDE, 2 * _WIDE)
         return wide and self.uses_mma and self.call["x"].device.supports("wgmma")
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of a tile of chunk_scan_wgmma.cu or chunk_scan.cu."""
+        """Tokens of the largest tile: of chunk_scan_states.cu, or of results by chunk_scan.cu."""
         return 64 if self.uses_wgmma else 32
 
     def bucket(self) -> str:
