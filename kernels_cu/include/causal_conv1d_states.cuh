@@ -15,15 +15,6 @@
 //
 // Threads: a thread takes STATE_VEC channels of a sequence. No other thread touches these channels of the sequence's
 // slots, so the thread reads the state before it is overwritten.
-//
-// The kernel's constants, beside those of causal_conv1d_tokens.cu
-//     index_t       element type of all tensors of integers
-//     HAS_STATES    false when conv_states is null: nothing of this file is done
-//     HAS_INDICES, HAS_INITIAL   false when cache_indices, has_initial_state is null
-//     HAS_COMPUTED  false when num_computed_tokens is null, which stands for zeros
-//     HAS_BLOCKS    prefix caching
-//     STATE_VEC     channels of a thread that does states
-//     STATE_WEIGHT_VEC   elements in its accesses to weight; divides STATE_VEC * WIDTH
 
 #pragma once
 #include "causal_conv1d.cuh"
@@ -45,7 +36,7 @@ struct Boundaries {
     }
 };
 
-// The arguments of the op that have to do with states, and where tokens lie.
+// The arguments of the op that have to do with states, and where tokens lie. Constants as causal_conv1d_tokens.cu has them.
 template <int STATE_VEC, int STATE_WEIGHT_VEC, bool HAS_STATES, bool HAS_INDICES, bool HAS_INITIAL, bool HAS_COMPUTED,
           bool HAS_BLOCKS>
 struct SequenceStates {

@@ -11,7 +11,12 @@
 //
 // Constants
 //     weight_t      element type of weight and bias
-//     index_t, HAS_STATES, ...   see causal_conv1d_states.cuh
+//     index_t       element type of all tensors of integers
+//     HAS_STATES, HAS_INDICES, HAS_INITIAL, HAS_COMPUTED   false when conv_states, cache_indices, has_initial_state,
+//                   num_computed_tokens is null
+//     HAS_BLOCKS    prefix caching (causal_conv1d_states.cuh)
+//     STATE_VEC     channels of a thread that has states
+//     STATE_WEIGHT_VEC   elements in its accesses to weight; divides STATE_VEC * WIDTH
 //     WIDTH         taps of a channel
 //     WEIGHT_VEC    elements in one access to weight; divides VEC_SIZE * WIDTH
 //     HAS_BIAS      false when bias is null
