@@ -25,7 +25,8 @@ _channels = Kernel("mamba/causal_conv1d_channels.cu")
 _NUM_THREADS = 128
 # Of the choices that were timed for 8192 tokens of 8192 channels on an H200 (docs/performance.md).
 _TOKENS_BATCH = 4  # rows of a thread in flight
-_TOKENS_MIN_BLOCKS = {True: 6, False: 4}  # of 16-bit inputs without prefix caching, and of what needs more registers
+# Of 16-bit inputs without prefix caching from compute capability 9.0 on, and of what needs more registers.
+_TOKENS_MIN_BLOCKS = {True: 6, False: 4}
 _MIN_TILE, _MAX_TILE = 8, 128  # tokens of a block; each tile reads width - 1 tokens of the tile before it again
 _CHANNELS_BATCH, _CHANNELS_MIN_BLOCKS = 4, 4  # channels of a thread in flight
 # No measurement of its own: two waves of blocks.
@@ -216,7 +217,8 @@ def _by_tokens(out: TensorArg, x: TensorArg, weight: TensorArg, with_blocks: boo
     vec_size = common.channel_vector(weight.shape[1], x, out)
     num_threads = check.threads(-(-dim // vec_size), max_threads=_NUM_THREADS)
     num_groups = -(-dim // (vec_size * num_threads))
-    min_blocks = _TOKENS_MIN_BLOCKS[x.dtype is not float32 and vec_size < 8 and not with_blocks]
+    narrow = x.dtype is not float32 and vec_size < 8 and not with_blocks
+    min_blocks = _TOKENS_MIN_BLOCKS[narrow and x.device.supports("clusters")]
     resident = x.device.multiprocessors * min_blocks * _WAVES
     tile_size = min(_MAX_TILE, max(_MIN_TILE, -(-num_tokens * num_groups // (resident * _MIN_TILE)) * _MIN_TILE))
     num_blocks = -(-num_tokens // tile_size) * num_groups
