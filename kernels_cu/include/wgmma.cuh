@@ -109,6 +109,8 @@ DEVICE void warpgroup_fence_operand(S (&d)[REGISTERS]) {
         if constexpr (is_same<S, float>) asm volatile("" : "+f"(d[i])::"memory");
         else asm volatile("" : "+r"(d[i])::"memory");
     }
+#elif PYOPS_HOST
+    asm volatile("" ::"r"(d) : "memory");
 #endif
 }
 
