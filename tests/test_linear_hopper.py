@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,12 +17,22 @@ from tests.test_linear_products import assert_rounded_once, columns, draw, force
 HOPPER = device.model("sm_90")
 needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
+
+@pytest.fixture(autouse=True)
+def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has four, so that blocks take several tiles, one after another."""
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=4))
+
+
 # Two waves of tiles, rows and columns and steps that do not fill them; K is no multiple of a step.
 GEMM = [
     (GemmConfig(tile_n=128, cluster=2, group=8), 300, 264, 328),
     (GemmConfig(tile_n=112, cluster=1, group=2), 140, 264, 200),
     (GemmConfig(tile_n=224, cluster=2, group=8), 129, 456, 136),
     (GemmConfig(tile_n=256, cluster=1, group=8), 40, 264, 72),
+    (GemmConfig(tile_n=128, cluster=2, group=2, tile_m=128, ping_pong=True), 300, 392, 328),
+    (GemmConfig(tile_n=64, cluster=1, group=2, tile_m=64, ping_pong=True), 140, 392, 200),
+    (GemmConfig(tile_n=48, cluster=1, group=8, tile_m=256), 260, 72, 136),
 ]
 BLOCKS = (GemmConfig(tile_n=64, cluster=1, group=2), 140, 200, 200)
 SWAP = [

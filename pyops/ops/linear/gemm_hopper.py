@@ -24,6 +24,7 @@ _DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
 _STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
 _BARRIER_BYTES = 8
 _MAX_STAGES = 8
+_MAX_TILE_SUMS = 384  # columns of a tile of gemm.cu, times its parts of a warpgroup
 _MAX_TWICE = 128  # columns of a tile of gemm.cu whose sums a thread holds twice
 _MAX_SWAP_COLUMNS = 128  # of a tile of gemm_swap.cu
 _MAX_BLOCKED_ROWS = 32  # of a tile of gemm_swap.cu, whose sums scales of blocks double
@@ -36,20 +37,25 @@ class GemmConfig:
     """The geometry of gemm.cu; the attributes are constants of the kernel.
 
     Attributes:
-        tile_n: columns of a tile, whose rows are 128.
+        tile_n: columns of a tile.
         cluster: blocks that share rows of b.
         group: clusters of rows that are counted down together.
+        tile_m: rows of a tile.
+        ping_pong: whether the two warpgroups that multiply take tiles in turn, instead of sharing each.
     """
 
     tile_n: int
     cluster: int
     group: int
+    tile_m: int = 128
+    ping_pong: bool = False
 
-    TILE_M = 128
     _STORES = 2 * 8 * 16  # rows of columns on their way to out: two tiles of each of eight warps
 
     def __post_init__(self) -> None:
-        if self.tile_n % 16 or not 0 < self.tile_n <= 256 or self.cluster not in (1, 2):
+        parts = self.tile_m // 64 // (1 if self.ping_pong else 2)  # of 64 rows, of a warpgroup
+        tile = self.tile_n % 16 == 0 and 0 < self.tile_n * parts <= _MAX_TILE_SUMS and self.tile_n <= 256
+        if not tile or self.tile_m not in (64, 128, 256) or self.cluster not in (1, 2):
             raise ValueError(f"no geometry of gemm.cu: {self}")
 
     def candidates(self, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -67,16 +73,21 @@ class GemmConfig:
         device, kernel = problem.device, problem.kernel(_gemm.for_arch(problem.device.arch_feature))
         constants = problem.constants()
         terms = constants["B_SCALES"] + constants["BIAS"] + (constants["AZP"] > 0)
-        store_columns = 16 if self.tile_n % 32 else 64 if self.tile_n % 64 == 0 and terms < 2 else 32
+        # Where terms take room, or warpgroups store by turns, stores have half of the room.
+        wide = self.tile_n % 64 == 0 and terms < 2 and not self.ping_pong
+        store_columns = 16 if self.tile_n % 32 else 64 if wide else 32
         store_bytes = store_columns * constants["out_t"].itemsize
         fixed = self._STORES * store_bytes + 2 * terms * self.tile_n * 4
-        stage = (self.TILE_M + self.tile_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
+        stage = (self.tile_m + self.tile_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
         stages = min(_MAX_STAGES, (device.shared_memory - fixed) // stage)
-        tiles = -(-problem.m // (self.TILE_M * self.cluster)) * -(-problem.n // self.tile_n)
+        tiles = -(-problem.m // (self.tile_m * self.cluster)) * -(-problem.n // self.tile_n)
         twice = problem.epilogue.block_scaled and self.tile_n <= _MAX_TWICE
         return kernel(
             **constants,
+            TILE_M=self.tile_m,
             TILE_N=self.tile_n,
+            PING_PONG=self.ping_pong,
+            STORE_COLUMNS=store_columns,
             STAGES=stages,
             BUFFERS=2 if twice else 1,
             CLUSTER=self.cluster,
@@ -85,7 +96,7 @@ class GemmConfig:
             (min(tiles, device.multiprocessors // self.cluster), self.cluster),
             384,
             fixed + stages * stage,
-            a_map=_map(problem.a, problem.k, self.TILE_M),
+            a_map=_map(problem.a, problem.k, self.tile_m),
             b_map=_map(problem.b, problem.k, self.tile_n // self.cluster),
             out_map=_out_map(problem, (store_columns, 16)),
             **_arguments(problem, kernel),
@@ -227,7 +238,7 @@ def _choose(
 
 def _gemm_configs(m: int, blocked: bool) -> Iterator[GemmConfig]:
     for tile_n in (128, 64) if blocked else (128, 192, 224, 256, 64, 32):
-        for cluster in (2, 1) if m > GemmConfig.TILE_M else (1,):
+        for cluster in (2, 1) if m > 128 else (1,):
             yield GemmConfig(tile_n, cluster, _GROUP)
 
 
@@ -246,10 +257,10 @@ def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: in
 
 def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> float:
     """Microseconds: whole waves of tiles, bound by tensor cores or by the L2 cache."""
-    tiles = -(-m // (config.TILE_M * config.cluster)) * -(-n // config.tile_n)
+    tiles = -(-m // (config.tile_m * config.cluster)) * -(-n // config.tile_n)
     waves = -(-tiles // (multiprocessors // config.cluster))
     products = 4.0 * config.tile_n * (_BLOCKED if blocked else 1.0)  # cycles of a step
-    loads = (config.TILE_M + config.tile_n / config.cluster) * _STEP_BYTES / _L2_BYTES
+    loads = (config.tile_m + config.tile_n / config.cluster) * _STEP_BYTES / _L2_BYTES
     return _LAUNCH + waves * (steps * max(products, loads) / _CLOCK + _EPILOGUE * config.tile_n / 256)
 
 
