@@ -67,7 +67,49 @@ inline void read_fragments(float (&a)[64][32], const IssuedProduct& issued) {
     }
 }
 
-// Sums are exact in double and rounded once for each product, as those of mma.h; integers are exact, and wrap.
+// What a row of A adds to a row of sums, of fp8: bit for bit what an H200 does. All terms of a sum, which are products of
+// two elements and the sum so far, are cut to multiples of 2^-13 of the largest of their powers of two: that of a product
+// is the product of the powers of its elements, whose least is that of subnormals. They are added exactly, and the first
+// 14 bits of the result stay.
+constexpr int FP8_BITS = 13;
+
+inline int exponent_of(float value) { return int(bits_as<uint32_t>(value) >> 23 & 255) - 127; }
+inline double power_of_two(int exponent) { return bits_as<double>(uint64_t(exponent + 1023) << 52); }
+
+inline int larger(int a, int b) { return a > b ? a : b; }
+inline double whole(double value) { return double(int64_t(value)); }
+
+inline void add_fp8(float* sums, bool accumulate, const float (&a)[32], const float (*b)[256], Element element,
+                    unsigned columns) {
+    const int least = element == Element::E4M3 ? -6 : -14;
+    const auto power = [=](float x) { return x == 0 ? exponent_of(0) : larger(exponent_of(x), least); };
+    int largest[256];
+    double plain[256];
+    for (unsigned j = 0; j < columns; ++j) {
+        if (!accumulate) sums[j] = 0.0f;
+        plain[j] = sums[j];
+        largest[j] = exponent_of(sums[j]);
+    }
+    for (unsigned k = 0; k < 32; ++k) {
+        for (unsigned j = 0; j < columns; ++j) {
+            plain[j] += double(a[k]) * b[k][j];
+            largest[j] = larger(largest[j], power(a[k]) + power(b[k][j]));
+        }
+    }
+    for (unsigned j = 0; j < columns; ++j) {
+        if (!__builtin_isfinite(plain[j])) {
+            sums[j] = float(plain[j]);
+            continue;
+        }
+        const double units = power_of_two(FP8_BITS - largest[j]);
+        double cut = whole(sums[j] * units);
+        for (unsigned k = 0; k < 32; ++k) cut += whole(double(a[k]) * b[k][j] * units);
+        const double unit = power_of_two(larger(exponent_of(float(cut)) - FP8_BITS, 0));
+        sums[j] = float(whole(cut / unit) * unit / units);
+    }
+}
+
+// Sums of 16 bits are exact in double and rounded once for each product, as those of mma.h; integers are exact, and wrap.
 inline void compute(TensorCores& cores, IssuedProduct& issued) {
     const Product& product = issued.product;
     Chain& chain = cores.chains[issued.chain];
@@ -82,6 +124,10 @@ inline void compute(TensorCores& cores, IssuedProduct& issued) {
     read_operand(b[0], 1, 256, operand, product.columns);
     for (unsigned row = 0; row < 64; ++row) {
         float* sums = chain.sums[row];
+        if (product.element == Element::E4M3 || product.element == Element::E5M2) {
+            add_fp8(sums, product.accumulate, a[row], b, product.element, product.columns);
+            continue;
+        }
         double exact[256];
         for (unsigned j = 0; j < product.columns; ++j) {
             const double before = chain.integers ? double(bits_as<int32_t>(sums[j])) : double(sums[j]);

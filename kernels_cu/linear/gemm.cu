@@ -4,7 +4,8 @@
 //     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
 //
 // SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
-// elements of K). The tensor cores add up what is in parentheses, the threads the rest.
+// elements of K).
+// SUM_BLOCK: the tensor cores add up SUM_BLOCK elements of K, the threads the rest (wgmma.cuh tells of sums of fp8).
 //
 // Tiles of TILE_M x TILE_N elements of out are taken by as many clusters as the device holds at a time, one tile after
 // another. A cluster is CLUSTER blocks, whose tiles lie below one another: each loads its rows of a, and a part of the
@@ -21,12 +22,13 @@
 //     scalar_t      element type of a and b: 16 or 8 bits
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
-//     TILE_M        rows of a tile: 64 or 128 for each warpgroup that multiplies them; 128 with SCALE_BLOCK
+//     SUM_BLOCK     elements of K that the tensor cores add up: half a step or any number of steps; 0: all of K. With
+//                   SCALE_BLOCK at most that
+//     TILE_M        rows of a tile: 64 or 128 for each warpgroup that multiplies them; 128 with SUM_BLOCK
 //     TILE_N        columns of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256
-//     PING_PONG     whether the two warpgroups that multiply take tiles in turn; not with SCALE_BLOCK
+//     PING_PONG     whether the two warpgroups that multiply take tiles in turn; not with SUM_BLOCK
 //     STORE_COLUMNS columns of a store: 16, 32 or 64, a divisor of TILE_N
 //     STAGES        steps of K in shared memory
-//     BUFFERS       steps of K whose sums a thread holds: 2 with SCALE_BLOCK, if registers suffice, otherwise 1
 //     CLUSTER       blocks of a cluster; TILE_N is a multiple of 8 * CLUSTER
 //     GROUP         clusters of rows that are counted down together
 
@@ -39,7 +41,7 @@ using sum_t = wgmma_sum_t<scalar_t>;
 constexpr int CONSUMERS = 2, NUM_THREADS = 128 * (CONSUMERS + 1);
 // Warpgroups that share a tile, that take tiles in turn, and products of 64 rows each that a warpgroup has of a tile.
 constexpr int SHARERS = PING_PONG ? 1 : CONSUMERS, TURNS = CONSUMERS / SHARERS, PARTS = TILE_M / 64 / SHARERS;
-static_assert(TILE_M == 64 * SHARERS * PARTS && (SCALE_BLOCK == 0 || (PARTS == 1 && !PING_PONG)));
+static_assert(TILE_M == 64 * SHARERS * PARTS && (SUM_BLOCK == 0 || (PARTS == 1 && !PING_PONG)));
 constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // of a wgmma
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 // What the epilogue needs of a column: one array of a tile's columns each, in shared memory.
@@ -49,6 +51,10 @@ constexpr int STORES = 2;  // tiles of a warp on their way to out
 // Columns of a tile under one scale of b. Where a tile begins in the middle of SCALE_BLOCK, it ends there, too.
 constexpr int SCALE_COLUMNS = SCALE_BLOCK == 0 ? TILE_N : TILE_N % SCALE_BLOCK == 0 ? SCALE_BLOCK : SCALE_BLOCK / 2;
 struct Factors { float rows[2], columns[TILE_N / SCALE_COLUMNS]; };
+// Of each SUM_BLOCK elements: steps of K, or of less than a step: pieces of a step. A thread holds the sums of two.
+constexpr int BLOCK_STEPS = SUM_BLOCK > TILE_K ? SUM_BLOCK / TILE_K : 1;
+constexpr int PIECES = SUM_BLOCK > 0 && SUM_BLOCK < TILE_K ? 2 : 1, BUFFERS = SUM_BLOCK > 0 ? 2 : 1;
+static_assert(SUM_BLOCK * PIECES % TILE_K == 0 && (SCALE_BLOCK == 0 || (SUM_BLOCK > 0 && SUM_BLOCK <= SCALE_BLOCK)));
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
@@ -188,23 +194,22 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
             if (PING_PONG && tile != blockIdx.x) named_barrier_sync(TURN_BARRIER + turn, 128 * CONSUMERS);
 
             sum_t d[BUFFERS][PARTS][TILE_N / 2];
-            int previous = 0;  // the stage of the step before
-            // Starts the products of the stage.
-            const auto multiply = [&](sum_t(&sums)[PARTS][TILE_N / 2], bool accumulate) {
+            // Starts the products of a piece of the stage.
+            const auto multiply = [&](sum_t(&sums)[PARTS][TILE_N / 2], bool accumulate, int piece = 0) {
                 const uint8_t* from = shared + ring.stage * STAGE_BYTES;
                 const uint64_t a = make_smem_desc(from + own_row * ROW_BYTES);
                 const uint64_t b = make_smem_desc(from + A_BYTES);
-                ring.wait();
+                if (piece == 0) ring.wait();
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) warpgroup_fence_operand(sums[part]);
                 warpgroup_arrive();
 #pragma unroll
-                for (int i = 0; i < ROW_BYTES / STEP_BYTES; ++i) {
+                for (int i = 0; i < ROW_BYTES / STEP_BYTES / PIECES; ++i) {
+                    const int at = (piece * (ROW_BYTES / STEP_BYTES / PIECES) + i) * STEP_BYTES;
 #pragma unroll
                     for (int part = 0; part < PARTS; ++part) {
-                        wgmma<scalar_t, TILE_N>(sums[part],
-                                                advance_smem_desc(a, part * 64 * ROW_BYTES + i * STEP_BYTES),
-                                                advance_smem_desc(b, i * STEP_BYTES), accumulate || i > 0);
+                        wgmma<scalar_t, TILE_N>(sums[part], advance_smem_desc(a, part * 64 * ROW_BYTES + at),
+                                                advance_smem_desc(b, at), accumulate || i > 0);
                     }
                 }
                 warpgroup_commit_batch();
@@ -251,7 +256,8 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
                 }
             };
 
-            if constexpr (SCALE_BLOCK == 0) {
+            if constexpr (SUM_BLOCK == 0) {
+                int previous = 0;  // the stage of the step before
                 for (int step = 0; step < steps; ++step, ring.advance()) {
                     multiply(d[0], step > 0);
                     warpgroup_wait<1>();  // for the products of the step before
@@ -267,11 +273,11 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
                 ring.template release<CLUSTER>(previous);
                 finish(d[0]);
             } else {
-                float scaled[PARTS][TILE_N / 2];
+                float total[PARTS][TILE_N / 2];
 #pragma unroll
-                for (int i = 0; i < TILE_N / 2; ++i) scaled[0][i] = 0.0f;
+                for (int i = 0; i < TILE_N / 2; ++i) total[0][i] = 0.0f;
                 Factors factors[BUFFERS];
-                const auto start = [&](int step, sum_t(&sums)[PARTS][TILE_N / 2], Factors& of_step) {
+                const auto load = [&](int step, Factors& of_step) {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         of_step.rows[i] = a_scales[own_rows[0][i] * a_scale_step + step * a_scale_block_step];
@@ -281,7 +287,6 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
                         const int64_t block = min(first_column + i * SCALE_COLUMNS, n - 1) / max(SCALE_BLOCK, 1);
                         of_step.columns[i] = b_scales[step * b_scale_block_step + block * b_scale_step];
                     }
-                    multiply(sums, false);
                 };
                 const auto add = [&](sum_t(&sums)[PARTS][TILE_N / 2], const Factors& of_step) {
                     warpgroup_fence_operand(sums[0]);
@@ -292,45 +297,57 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
 #pragma unroll
                         for (int i = 0; i < SCALE_COLUMNS / 2; ++i) {
                             const int at = j * SCALE_COLUMNS / 2 + i;
-                            scaled[0][at] = fmaf(scales[i / 2 % 2], sums[0][at], scaled[0][at]);
+                            const float sum = float(sums[0][at]);
+                            if constexpr (SCALE_BLOCK > 0) total[0][at] = fmaf(scales[i / 2 % 2], sum, total[0][at]);
+                            else total[0][at] += sum;
                         }
                     }
                 };
-                if constexpr (BUFFERS == 1) {
-                    for (int step = 0; step < steps; ++step, ring.advance()) {
-                        start(step, d[0], factors[0]);
-                        warpgroup_wait<0>();
-                        ring.template release<CLUSTER>(ring.stage);
-                        add(d[0], factors[0]);
+                const auto start = [&](int block, int now) {
+                    if constexpr (SCALE_BLOCK > 0) load(block / PIECES, factors[now]);
+                    multiply(d[now], false, now % PIECES);
+                };
+                // The steps of a block but the first.
+                const auto go_on = [&](int block, int now) {
+                    if constexpr (BLOCK_STEPS > 1) {
+                        for (int i = 1; i < BLOCK_STEPS && block * BLOCK_STEPS + i < steps; ++i) {
+                            const int before = ring.stage;
+                            ring.advance();
+                            multiply(d[now], true);
+                            warpgroup_wait<1>();
+                            ring.template release<CLUSTER>(before);
+                        }
                     }
-                } else {
-                    // Products of a step run while those of the step before are added.
-                    start(0, d[0], factors[0]);
-                    const auto next = [&](int step, int now) {
-                        const int before = ring.stage;
-                        ring.advance();
-                        start(step, d[now], factors[now]);
-                        warpgroup_wait<1>();
-                        ring.template release<CLUSTER>(before);
-                        add(d[1 - now], factors[1 - now]);
-                    };
-                    int step = 1;
-                    for (; step + 1 < steps; step += 2) {
-                        next(step, 1);
-                        next(step + 1, 0);
-                    }
-                    if (step < steps) {
-                        next(step, 1);
-                        warpgroup_wait<0>();
-                        add(d[1], factors[1]);
-                    } else {
-                        warpgroup_wait<0>();
-                        add(d[0], factors[0]);
-                    }
-                    ring.template release<CLUSTER>(ring.stage);
-                    ring.advance();
+                };
+                // Products of a block run while sums of the block before are added.
+                const auto next = [&](int block, int now) {
+                    const int before = ring.stage;
+                    if (now % PIECES == 0) ring.advance();
+                    start(block, now);
+                    warpgroup_wait<1>();
+                    if (now % PIECES == 0) ring.template release<CLUSTER>(before);
+                    add(d[1 - now], factors[1 - now]);
+                    go_on(block, now);
+                };
+                const int blocks = (steps * PIECES + BLOCK_STEPS - 1) / BLOCK_STEPS;
+                start(0, 0);
+                go_on(0, 0);
+                int block = 1;
+                for (; block + 1 < blocks; block += 2) {
+                    next(block, 1);
+                    next(block + 1, 0);
                 }
-                finish(scaled);
+                if (block < blocks) {
+                    next(block, 1);
+                    warpgroup_wait<0>();
+                    add(d[1], factors[1]);
+                } else {
+                    warpgroup_wait<0>();
+                    add(d[0], factors[0]);
+                }
+                ring.template release<CLUSTER>(ring.stage);
+                ring.advance();
+                finish(total);
             }
             ring.skip((TURNS - 1) * steps);
         }

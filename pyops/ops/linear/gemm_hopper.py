@@ -16,7 +16,7 @@ from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor_map import TensorMap
-from .gemm_problem import Operand, Problem
+from .gemm_problem import SCALE_BLOCK, Operand, Problem
 
 _gemm, _gemm_swap = Kernel("linear/gemm.cu"), Kernel("linear/gemm_swap.cu")
 
@@ -25,7 +25,7 @@ _STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
 _BARRIER_BYTES = 8
 _MAX_STAGES = 8
 _MAX_TILE_SUMS = 384  # columns of a tile of gemm.cu, times its parts of a warpgroup
-_MAX_TWICE = 128  # columns of a tile of gemm.cu whose sums a thread holds twice
+_MAX_BLOCK_COLUMNS = 128  # of a tile of gemm.cu whose threads add up sums of blocks of K
 _MAX_SWAP_COLUMNS = 128  # of a tile of gemm_swap.cu
 _MAX_BLOCKED_ROWS = 32  # of a tile of gemm_swap.cu, whose sums scales of blocks double
 _BYTES_IN_FLIGHT = 144 * 1024  # to a multiprocessor, when memory is what binds
@@ -81,7 +81,6 @@ class GemmConfig:
         stage = (self.tile_m + self.tile_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
         stages = min(_MAX_STAGES, (device.shared_memory - fixed) // stage)
         tiles = -(-problem.m // (self.tile_m * self.cluster)) * -(-problem.n // self.tile_n)
-        twice = problem.epilogue.block_scaled and self.tile_n <= _MAX_TWICE
         return kernel(
             **constants,
             TILE_M=self.tile_m,
@@ -89,7 +88,7 @@ class GemmConfig:
             PING_PONG=self.ping_pong,
             STORE_COLUMNS=store_columns,
             STAGES=stages,
-            BUFFERS=2 if twice else 1,
+            SUM_BLOCK=_sum_block(problem, _BFLOAT16_SUMS),
             CLUSTER=self.cluster,
             GROUP=self.group,
         ).launch(
@@ -155,7 +154,12 @@ class SwapConfig:
         stages = max(2, min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most))
         tiles = -(-problem.m // self.tile_m) * -(-problem.n // self.tile_n)
         return kernel(
-            **problem.constants(), TILE_M=self.tile_m, TILE_N=self.tile_n, STAGES=stages, SPLITS=self.splits
+            **problem.constants(),
+            SUM_BLOCK=_sum_block(problem, _STEP_BYTES),
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            STAGES=stages,
+            SPLITS=self.splits,
         ).launch(
             (tiles if self.parts > 1 else min(tiles, device.multiprocessors), self.splits),
             288,
@@ -164,6 +168,20 @@ class SwapConfig:
             b_map=_map(problem.b, problem.k, self.tile_n),
             **_arguments(problem, kernel),
         )
+
+
+# Elements of K whose sums are left to the tensor cores, which keep 14 bits of sums of fp8 (wgmma.cuh), so that errors
+# stay below 1.5 times that of rounding once: to float16, and to bfloat16 by gemm.cu; 0: all of K.
+_FLOAT16_SUMS, _BFLOAT16_SUMS = 64, 0
+
+
+def _sum_block(problem: Problem, of_bfloat16: int) -> int:
+    """Elements of K whose sums are left to the tensor cores; 0: all."""
+    if problem.dtype not in (float8_e4m3fn, float8_e5m2):
+        return 0
+    if problem.epilogue.out.dtype is float16:
+        return _FLOAT16_SUMS
+    return SCALE_BLOCK if problem.epilogue.block_scaled else of_bfloat16
 
 
 def _steps(problem: Problem) -> int:
