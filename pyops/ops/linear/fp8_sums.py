@@ -1,8 +1,8 @@
 """How exact products of fp8 are that tensor cores of Hopper add up: the `atol` of their declarations.
 
-A wgmma adds 32 products to a sum. Each of the 33 terms is cut, towards zero, to a multiple of 2^-13 of the largest power
-of two among them; the terms are added exactly; the first 14 bits of the result stay. This describes all of 49152 sums
-that an H200 made, bit for bit: both formats, three kinds of contents, 32 to 512 elements of K.
+A wgmma adds 32 products to a sum. Each of the 33 terms is cut, towards zero, to a multiple of 2^-13 of the largest
+power of two among them; the terms are added exactly; the first 14 bits of the result stay. This describes all of 49152
+sums that an H200 made, bit for bit: both formats, three kinds of contents, 32 to 512 elements of K.
 """
 
 from __future__ import annotations
