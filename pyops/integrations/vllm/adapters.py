@@ -14,6 +14,7 @@ from ...ops.linear import cutlass_sparse_compress as _cutlass_sparse_compress
 from ...ops.mamba import selective_scan_fwd as _selective_scan_fwd
 from ...ops.moe import get_cutlass_moe_mm_data as _get_cutlass_moe_mm_data
 from ...ops.moe import moe_lora_align_block_size as _moe_lora_align_block_size
+from ...ops.quantize import scaled_fp4_quant as _scaled_fp4_quant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,6 +93,16 @@ def cutlass_sparse_compress(a: Tensor) -> list[Tensor]:
 def selective_scan_fwd(*args: Any) -> None:
     """selective_scan_fwd, which of the tensors that are marked as written writes delta, z_ and ssm_states"""
     _selective_scan_fwd(*args)
+
+
+def _scaled_fp4_quant_out(
+    input: Tensor, input_scale: Tensor, is_sf_swizzled_layout: bool, *, output: Tensor, output_scale: Tensor
+) -> None:
+    """scaled_fp4_quant, whose outputs come last; vLLM 0.22 asks for this overload where the op is known"""
+    _scaled_fp4_quant(output, input, output_scale, input_scale, is_sf_swizzled_layout)
+
+
+ADAPTERS["scaled_fp4_quant.out"] = _scaled_fp4_quant_out
 
 
 def _empty_like(tensor: Tensor, device: Any) -> Tensor:

@@ -63,6 +63,8 @@ class Registration:
     def _shorten(self, entry: Entry) -> None:
         """Where torch.ops is called with plain tensors and nothing watches, call the op's wrapper: torch's dispatcher
         would come to the same, but takes half as long as the whole call to reach a kernel in Python."""
+        if "." in entry.name:  # the name in torch.ops is that of another overload
+            return
         packet = getattr(getattr(torch.ops, entry.namespace), entry.name)
         kernel, dispatch = entry.kernel, getattr(packet, "_op", None)
         op = getattr(kernel, "op", None)
@@ -151,8 +153,10 @@ def _qualified(entry: Entry) -> str:
 
 def _known(entry: Entry) -> Any:
     """The schema by which torch knows the op, or None."""
-    packet = getattr(getattr(torch.ops, entry.namespace), entry.name, None)
-    return None if packet is None else packet.default._schema
+    name, _, overload = entry.name.partition(".")
+    packet = getattr(getattr(torch.ops, entry.namespace), name, None)
+    known = getattr(packet, overload or "default", None)
+    return None if known is None else known._schema
 
 
 def _agree(entry: Entry, known: Any) -> bool:

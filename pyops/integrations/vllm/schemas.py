@@ -53,6 +53,7 @@ per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int 
 per_token_group_fp8_quant_packed(Tensor input, Tensor! output_q, Tensor! output_s_packed, int group_size, float eps, float fp8_min, float fp8_max) -> ()
 per_token_group_quant_int8(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, float int8_min, float int8_max) -> ()
 scaled_fp4_quant(Tensor! output, Tensor input, Tensor! output_scale, Tensor input_scale, bool is_sf_swizzled_layout) -> ()
+scaled_fp4_quant.out(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout, *, Tensor! output, Tensor! output_scale) -> ()
 scaled_fp4_experts_quant(Tensor! output, Tensor! output_scale, Tensor input, Tensor input_global_scale, Tensor input_offset_by_experts, Tensor output_scale_offset_by_experts) -> ()
 silu_and_mul_scaled_fp4_experts_quant(Tensor! output, Tensor! output_scale, Tensor input, Tensor input_global_scale, Tensor input_offset_by_experts, Tensor output_scale_offset_by_experts) -> ()
 hadacore_transform(Tensor! x, bool inplace) -> Tensor
