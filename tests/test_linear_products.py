@@ -19,7 +19,7 @@ from pyops._core import config, device, dtypes, tuning
 from pyops._core.device import Device
 from pyops._core.host.toolchain import toolchains
 from pyops._core.tensor import TensorArg
-from pyops.ops.linear.gemm_hopper import GemmConfig
+from pyops.ops.linear.gemm_hopper import GemmConfig, SwapConfig
 from pyops.ops.linear.gemm_plan import Config, MmaConfig, SimtConfig, choose, choose_mma
 from pyops.ops.linear.gemm_problem import Epilogue, Operand, Problem
 from pyops.ops.linear.skinny_linear import SkinnyConfig
@@ -430,6 +430,12 @@ INSTINCT = device.model("gfx942")
         (BLACKWELL, 64, 4096, 4096, dtypes.int8, MmaConfig(64, 64, 2, 2, 7, 4, 2)),
         (HOPPER, 64, 4096, 4100, dtypes.int8, MmaConfig(64, 64, 2, 2, 7, 4, 2)),
         (HOPPER, 256, 28672, 4096, dtypes.bfloat16, GemmConfig),
+        (HOPPER, 1, 4096, 4096, dtypes.bfloat16, SkinnyConfig),
+        (HOPPER, 1, 28672, 4096, dtypes.bfloat16, SwapConfig),
+        (HOPPER, 1, 4096, 14336, dtypes.float16, SwapConfig),
+        (HOPPER, 2, 4096, 4096, dtypes.bfloat16, SwapConfig),
+        (HOPPER, 4, 256, 7168, dtypes.bfloat16, SkinnyConfig),
+        (AMPERE, 2, 4096, 4096, dtypes.bfloat16, SkinnyConfig),
         (BLACKWELL, 256, 1024, 4096, dtypes.float16, MmaConfig(64, 64, 2, 2, 7, 4, 2)),
         (GEFORCE, 4096, 28672, 4096, dtypes.bfloat16, MmaConfig(128, 128, 2, 4, 3, 1, 1)),
         (GEFORCE, 8, 512, 64, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 4, 1, 2)),

@@ -79,8 +79,8 @@ inline double power_of_two(int exponent) { return bits_as<double>(uint64_t(expon
 inline int larger(int a, int b) { return a > b ? a : b; }
 inline double whole(double value) { return double(int64_t(value)); }
 
-inline void add_fp8(float* sums, bool accumulate, const float (&a)[32], const float (*b)[256], Element element,
-                    unsigned columns) {
+inline void
+add_fp8(float* sums, bool accumulate, const float (&a)[32], const float (*b)[256], Element element, unsigned columns) {
     const int least = element == Element::E4M3 ? -6 : -14;
     const auto power = [=](float x) { return x == 0 ? exponent_of(0) : larger(exponent_of(x), least); };
     int largest[256];

@@ -7,7 +7,7 @@
 // elements of K).
 // SUM_BLOCK: the tensor cores add up SUM_BLOCK elements of K, the threads the rest (wgmma.cuh tells of sums of fp8).
 //
-// Tiles of TILE_M x TILE_N elements of out are taken by as many clusters as the device holds at a time, one tile after
+// Tiles of 128 x TILE_N elements of out are taken by as many clusters as the device holds at a time, one tile after
 // another. A cluster is CLUSTER blocks, whose tiles lie below one another: each loads its rows of a, and a part of the
 // rows of b that it multicasts to all. Of the three warpgroups of a block, one thread of the last loads, ahead by
 // STAGES steps of K, 128 bytes of each row in a step. The other two multiply. They share a tile, each with half of its
@@ -22,10 +22,9 @@
 //     scalar_t      element type of a and b: 16 or 8 bits
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
-//     SUM_BLOCK     elements of K that the tensor cores add up: half a step or any number of steps; 0: all of K. With
-//                   SCALE_BLOCK at most that
-//     TILE_M        rows of a tile: 64 or 128 for each warpgroup that multiplies them; 128 with SUM_BLOCK
-//     TILE_N        columns of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256
+//     SUM_BLOCK     elements of K that the tensor cores add up: a step or half of it; 0: all of K, without SCALE_BLOCK
+//     TILE_N        columns of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256, with PING_PONG 192,
+//                   with SUM_BLOCK 128
 //     PING_PONG     whether the two warpgroups that multiply take tiles in turn; not with SUM_BLOCK
 //     STORE_COLUMNS columns of a store: 16, 32 or 64, a divisor of TILE_N
 //     STAGES        steps of K in shared memory
@@ -38,10 +37,10 @@
 #include "wgmma.cuh"
 
 using sum_t = wgmma_sum_t<scalar_t>;
-constexpr int CONSUMERS = 2, NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int CONSUMERS = 2, NUM_THREADS = 128 * (CONSUMERS + 1), TILE_M = 128;
 // Warpgroups that share a tile, that take tiles in turn, and products of 64 rows each that a warpgroup has of a tile.
 constexpr int SHARERS = PING_PONG ? 1 : CONSUMERS, TURNS = CONSUMERS / SHARERS, PARTS = TILE_M / 64 / SHARERS;
-static_assert(TILE_M == 64 * SHARERS * PARTS && (SUM_BLOCK == 0 || (PARTS == 1 && !PING_PONG)));
+static_assert(SUM_BLOCK == 0 || !PING_PONG);
 constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // of a wgmma
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 // What the epilogue needs of a column: one array of a tile's columns each, in shared memory.
@@ -51,10 +50,9 @@ constexpr int STORES = 2;  // tiles of a warp on their way to out
 // Columns of a tile under one scale of b. Where a tile begins in the middle of SCALE_BLOCK, it ends there, too.
 constexpr int SCALE_COLUMNS = SCALE_BLOCK == 0 ? TILE_N : TILE_N % SCALE_BLOCK == 0 ? SCALE_BLOCK : SCALE_BLOCK / 2;
 struct Factors { float rows[2], columns[TILE_N / SCALE_COLUMNS]; };
-// Of each SUM_BLOCK elements: steps of K, or of less than a step: pieces of a step. A thread holds the sums of two.
-constexpr int BLOCK_STEPS = SUM_BLOCK > TILE_K ? SUM_BLOCK / TILE_K : 1;
-constexpr int PIECES = SUM_BLOCK > 0 && SUM_BLOCK < TILE_K ? 2 : 1, BUFFERS = SUM_BLOCK > 0 ? 2 : 1;
-static_assert(SUM_BLOCK * PIECES % TILE_K == 0 && (SCALE_BLOCK == 0 || (SUM_BLOCK > 0 && SUM_BLOCK <= SCALE_BLOCK)));
+// Pieces of a step whose sums the threads add up, and how many such sums a thread holds.
+constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, BUFFERS = SUM_BLOCK > 0 ? 2 : 1;
+static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && PIECES <= 2);
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
@@ -303,42 +301,28 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
                         }
                     }
                 };
-                const auto start = [&](int block, int now) {
-                    if constexpr (SCALE_BLOCK > 0) load(block / PIECES, factors[now]);
+                // Pieces of all steps alternate between the two sums.
+                const auto start = [&](int piece, int now) {
+                    if constexpr (SCALE_BLOCK > 0) load(piece / PIECES, factors[now]);
                     multiply(d[now], false, now % PIECES);
                 };
-                // The steps of a block but the first.
-                const auto go_on = [&](int block, int now) {
-                    if constexpr (BLOCK_STEPS > 1) {
-                        for (int i = 1; i < BLOCK_STEPS && block * BLOCK_STEPS + i < steps; ++i) {
-                            const int before = ring.stage;
-                            ring.advance();
-                            multiply(d[now], true);
-                            warpgroup_wait<1>();
-                            ring.template release<CLUSTER>(before);
-                        }
-                    }
-                };
-                // Products of a block run while sums of the block before are added.
-                const auto next = [&](int block, int now) {
+                // Products of a piece run while sums of the piece before are added.
+                const auto next = [&](int piece, int now) {
                     const int before = ring.stage;
                     if (now % PIECES == 0) ring.advance();
-                    start(block, now);
+                    start(piece, now);
                     warpgroup_wait<1>();
                     if (now % PIECES == 0) ring.template release<CLUSTER>(before);
                     add(d[1 - now], factors[1 - now]);
-                    go_on(block, now);
                 };
-                const int blocks = (steps * PIECES + BLOCK_STEPS - 1) / BLOCK_STEPS;
                 start(0, 0);
-                go_on(0, 0);
-                int block = 1;
-                for (; block + 1 < blocks; block += 2) {
-                    next(block, 1);
-                    next(block + 1, 0);
+                int piece = 1;
+                for (; piece + 1 < steps * PIECES; piece += 2) {
+                    next(piece, 1);
+                    next(piece + 1, 0);
                 }
-                if (block < blocks) {
-                    next(block, 1);
+                if (piece < steps * PIECES) {
+                    next(piece, 1);
                     warpgroup_wait<0>();
                     add(d[1], factors[1]);
                 } else {
