@@ -48,8 +48,7 @@ def _registered() -> Iterator[None]:
 
 
 def _torch_op(entry: Entry) -> Any:
-    name, _, overload = entry.name.partition(".")
-    return getattr(getattr(getattr(torch.ops, entry.namespace), name), overload or "default")
+    return getattr(getattr(torch.ops, entry.namespace), entry.name).default
 
 
 def run(code: str, *flags: str) -> str:
@@ -77,8 +76,8 @@ def test_schema(entry: Entry) -> None:
     """Its name, and of arguments and what is returned: name, order, type, default and whether it is written."""
     theirs = torch._C.parse_schema(f"{entry.namespace}::{entry.schema}")
     ours = _torch_op(entry)._schema
-    assert ours.name == theirs.name == f"{entry.namespace}::{entry.name.partition('.')[0]}"
-    assert ours.overload_name == theirs.overload_name == entry.name.partition(".")[2]
+    assert ours.name == theirs.name == f"{entry.namespace}::{entry.name}"
+    assert ours.overload_name == ""
 
     def face(one: Any) -> tuple[Any, ...]:
         mark = one.alias_info
@@ -239,7 +238,7 @@ Case = tuple[list[Any], list[int], list[torch.Tensor]]
 
 
 def _merge_attn_states() -> Case:
-    output, *parts, output_lse = _example("merge_attn_states")
+    output, *parts, output_lse, _, _ = _example("merge_attn_states")
     assert output_lse is not None
     right = _result(pyops.merge_attn_states, [output, *parts, output_lse], 0, 5)
     return [output, output_lse, *parts], [0, 1], right
@@ -386,7 +385,7 @@ ON_GPU = {"get_cuda_view_from_cpu_tensor", "weak_ref_tensor"}
 
 
 def test_every_op_is_called() -> None:
-    tested = {param.id for param in OPS} | CASES.keys() | WITHOUT_TENSORS | ON_GPU | {"scaled_fp4_quant.out"}
+    tested = {param.id for param in OPS} | CASES.keys() | WITHOUT_TENSORS | ON_GPU
     assert {param.id for param in SERVED} == tested
 
 
@@ -419,18 +418,6 @@ def test_a_call_of_what_is_no_op(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck_of_what_is_no_op(name: str) -> None:
     torch.library.opcheck(_torch_op(TABLE[name]), tuple(CASES[name]()[0]))
-
-
-def test_an_overload_beside_the_op() -> None:
-    """Outputs are given by name; the op itself takes them by position, as before."""
-    output, input, output_scale, input_scale, swizzled = args = _example("scaled_fp4_quant")
-    torch.ops._C.scaled_fp4_quant(*args)
-    written = {"output": torch.empty_like(output), "output_scale": torch.empty_like(output_scale)}
-    call = partial(torch.ops._C.scaled_fp4_quant.out, input, input_scale, swizzled)
-    assert call(**written) is None
-    assert same_bits(written["output"], output)
-    assert same_bits(written["output_scale"], output_scale)
-    torch.library.opcheck(torch.ops._C.scaled_fp4_quant.out, call.args, written, test_utils="test_faketensor")
 
 
 def test_hadacore_transform_in_place() -> None:
@@ -694,8 +681,7 @@ def test_signature(name: str) -> None:
 
 def test_every_function_for_an_op_is_there() -> None:
     assert all(name in custom_ops.__all__ for name in THEIR_FUNCTIONS if callable(getattr(pyops, name, None)))
-    # Of ROCm, whose function is paged_attention_rocm; and an overload, for which the module has no function of its own.
-    missing = {"paged_attention", "scaled_fp4_quant.out"}
+    missing = {"paged_attention"}  # of ROCm, whose function is paged_attention_rocm
     assert {param.id for param in SERVED} - set(custom_ops.__all__) == missing
     assert custom_ops.rms_norm is pyops.rms_norm
     assert custom_ops.silu_and_mul is pyops.silu_and_mul
