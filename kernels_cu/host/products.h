@@ -77,35 +77,49 @@ inline int exponent_of(float value) { return int(bits_as<uint32_t>(value) >> 23 
 inline double power_of_two(int exponent) { return bits_as<double>(uint64_t(exponent + 1023) << 52); }
 
 inline int larger(int a, int b) { return a > b ? a : b; }
-inline double whole(double value) { return double(int64_t(value)); }
+inline double whole(double value) { return double(int32_t(value)); }
 
-inline void
-add_fp8(float* sums, bool accumulate, const float (&a)[32], const float (*b)[256], Element element, unsigned columns) {
+struct Operands {
+    float a[64][32], b[32][256];  // b by k, then by column
+    int powers_of_a[64][32], powers_of_b[32][256];
+};
+
+inline void find_powers(int* powers, const float* values, unsigned count, Element element) {
     const int least = element == Element::E4M3 ? -6 : -14;
-    const auto power = [=](float x) { return x == 0 ? exponent_of(0) : larger(exponent_of(x), least); };
+    for (unsigned i = 0; i < count; ++i) {
+        powers[i] = values[i] == 0 ? exponent_of(0) : larger(exponent_of(values[i]), least);
+    }
+}
+
+inline void add_fp8(float* sums, bool accumulate, const Operands& of, unsigned row, unsigned columns) {
     int largest[256];
-    double plain[256];
+    double plain[256], units[256], cut[256];
     for (unsigned j = 0; j < columns; ++j) {
-        if (!accumulate) sums[j] = 0.0f;
-        plain[j] = sums[j];
-        largest[j] = exponent_of(sums[j]);
+        plain[j] = accumulate ? sums[j] : 0.0f;
+        largest[j] = exponent_of(float(plain[j]));
     }
     for (unsigned k = 0; k < 32; ++k) {
+        const double factor = of.a[row][k];
+        const int power = of.powers_of_a[row][k];
         for (unsigned j = 0; j < columns; ++j) {
-            plain[j] += double(a[k]) * b[k][j];
-            largest[j] = larger(largest[j], power(a[k]) + power(b[k][j]));
+            plain[j] += factor * of.b[k][j];
+            largest[j] = larger(largest[j], power + of.powers_of_b[k][j]);
         }
     }
     for (unsigned j = 0; j < columns; ++j) {
-        if (!__builtin_isfinite(plain[j])) {
-            sums[j] = float(plain[j]);
-            continue;
-        }
-        const double units = power_of_two(FP8_BITS - largest[j]);
-        double cut = whole(sums[j] * units);
-        for (unsigned k = 0; k < 32; ++k) cut += whole(double(a[k]) * b[k][j] * units);
-        const double unit = power_of_two(larger(exponent_of(float(cut)) - FP8_BITS, 0));
-        sums[j] = float(whole(cut / unit) * unit / units);
+        const bool finite = __builtin_isfinite(plain[j]);
+        units[j] = finite ? power_of_two(FP8_BITS - largest[j]) : 0.0;
+        cut[j] = accumulate && finite ? whole(sums[j] * units[j]) : 0.0;
+        if (!finite) sums[j] = float(plain[j]);
+    }
+    for (unsigned k = 0; k < 32; ++k) {
+        const double factor = of.a[row][k];
+        for (unsigned j = 0; j < columns; ++j) cut[j] += units[j] == 0.0 ? 0.0 : whole(factor * of.b[k][j] * units[j]);
+    }
+    for (unsigned j = 0; j < columns; ++j) {
+        if (units[j] == 0.0) continue;
+        const double unit = power_of_two(larger(exponent_of(float(cut[j])) - FP8_BITS, 0));
+        sums[j] = float(whole(cut[j] / unit) * unit / units[j]);
     }
 }
 
@@ -113,7 +127,8 @@ add_fp8(float* sums, bool accumulate, const float (&a)[32], const float (*b)[256
 inline void compute(TensorCores& cores, IssuedProduct& issued) {
     const Product& product = issued.product;
     Chain& chain = cores.chains[issued.chain];
-    static float a[64][32], b[32][256];  // b by k, then by column
+    static Operands operands;
+    auto& [a, b, powers_of_a, powers_of_b] = operands;
     if (product.a_registers) {
         read_fragments(a, issued);
     } else {
@@ -122,10 +137,15 @@ inline void compute(TensorCores& cores, IssuedProduct& issued) {
     }
     const auto operand = operand_of(product.b_descriptor, product.b_transposed, product.element, "B", issued.pc);
     read_operand(b[0], 1, 256, operand, product.columns);
+    const bool fp8 = product.element == Element::E4M3 || product.element == Element::E5M2;
+    if (fp8) {
+        find_powers(powers_of_a[0], a[0], 64 * 32, product.element);
+        find_powers(powers_of_b[0], b[0], 32 * 256, product.element);
+    }
     for (unsigned row = 0; row < 64; ++row) {
         float* sums = chain.sums[row];
-        if (product.element == Element::E4M3 || product.element == Element::E5M2) {
-            add_fp8(sums, product.accumulate, a[row], b, product.element, product.columns);
+        if (fp8) {
+            add_fp8(sums, product.accumulate, operands, row, product.columns);
             continue;
         }
         double exact[256];
