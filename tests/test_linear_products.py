@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -192,6 +193,28 @@ def test_scales_of_blocks(m: int, n: int, k: int, dtype: torch.dtype, device: st
         out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
         pyops.cutlass_scaled_mm(out, a, b, of_a, of_b)
         assert_rounded_once(out, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
+def test_more_tiles_than_multiprocessors(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    """Blocks take several tiles, and their warpgroups turns; three runs have the same bits."""
+    m, n, k = 1000, 6000, 520 if dtype == torch.bfloat16 else 528
+    a, b = draw(m, k, dtype=dtype, device="cuda"), columns(draw(k, n, dtype=dtype, device="cuda", seed=1))
+    exact, out = a.double() @ b.double(), torch.empty(m, n, dtype=out_dtype, device="cuda")
+    a_scales, b_scales = (0.01 * positive(size, device="cuda", seed=size) for size in (m, n))
+    if dtype == torch.bfloat16:
+        out, call = out.to(dtype), partial(pyops.linear, input=a, weight=b.t())
+    else:
+        exact = a_scales.double()[:, None] * b_scales.double() * exact
+        call = partial(pyops.cutlass_scaled_mm, a=a, b=b, a_scales=a_scales, b_scales=b_scales)
+    first = None
+    for _ in range(3):
+        call(out=out.fill_(torch.nan))
+        first = out.clone() if first is None else first
+        assert same_bits(out, first)
+    assert_rounded_once(out, exact)
 
 
 # Products of NVFP4, and with sparse weights
