@@ -19,7 +19,7 @@ EQUIVALENT: dict[str, str] = {
     "include/masked_edit.cuh:comparison:a86417a5": "where N elements are left, int(left) is N",
     "include/math.cuh:comparison:fc95ac15": "for 87 the divisor is below 2^126, and quotient is right",
     "include/packed.cuh:cast:58d6546e": "the parameter that takes the value is a float",
-    "include/packed.cuh:condition:d7817f3f": "what both branches differ by cancels in differences, which alone are used",
+    "include/packed.cuh:condition:d7817f3f": "what the branches differ by cancels in the differences that are used",
     "include/paged.cuh:cast:e0443a01": "a product of 64 bits has the same bits with a sign and without",
     "include/paged.cuh:constant:f0e990cb": "a binary search may look at any number of the upper half",
     "include/philox.cuh:cast:4a89f93a": "the word that takes the value has 32 bits",
