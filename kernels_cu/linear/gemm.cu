@@ -18,7 +18,8 @@
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
-//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
 //     TILE_N        columns of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256
 //     STAGES        steps of K in shared memory
@@ -106,8 +107,8 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TILE_K, swizzled
      const __grid_constant__ TensorMap b_map,    // [N, K], boxes of TILE_N / CLUSTER x TILE_K, swizzled
      const __grid_constant__ TensorMap out_map,  // [M, N], boxes of 16 x STORE_COLUMNS, swizzled
-     const float* a_scales,                      // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
-     const float* b_scales,                      // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
+     const a_scale_t* a_scales,                  // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
+     const b_scale_t* b_scales,                  // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
      const int32_t* azp_adj,                     // [N]
      const int32_t* azp,                         // [M]
      const out_t* bias,                          // [N]
