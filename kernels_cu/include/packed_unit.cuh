@@ -23,6 +23,8 @@ constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SI
 constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * 2 : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED ? TILE_N * 2 : 0;
 constexpr int STAGE_BYTES = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES);
+// Whether a sum of a row of a is needed.
+constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % UNIT_K == 0 || (LAYOUT == layout_marlin && GROUP_SIZE % 16 == 0));
@@ -40,46 +42,50 @@ struct Unit {
         else return 8 * g + 2 * tile + h;
     }
 
-    // Unit number `unit` of K. Rows that do not exist are replaced by ones that do: they meet zeros of a.
-    DEVICE void load(const uint32_t* codes, int64_t unit, int64_t first_column, int64_t n, int64_t k) {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    // Codes lie in lines, one after another along K: of LINES a unit, of which a load of a lane is a part of one.
+    static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K : IS_GPTQ ? 4 : PRODUCTS;
+    static DEVICE int64_t line_words(int64_t n) { return n * 4 / LINES; }
+    // The line of the lane's first load, in a unit, and where in the line it is.
+    static DEVICE int line() { return LAYOUT == layout_awq ? threadIdx.x % 4 * 8 : IS_GPTQ ? threadIdx.x % 4 : 0; }
+    static DEVICE int64_t place(int64_t first_column) {
+        const int lane = threadIdx.x % 32, g = lane / 4;
+        if constexpr (LAYOUT == layout_awq) return first_column / 8 + g;
+        else if constexpr (IS_GPTQ) return first_column + 4 * g;
+        else return first_column * (BITS / 2) + lane * BITS;
+    }
+
+    // `from` is where the lane's first load of the unit is. Of lines from there on, all but `lines` do not exist; the
+    // last one stands for them: their rows meet zeros of a.
+    DEVICE void load(const uint32_t* from, int64_t n, int lines) {
         using four_t = Vec<uint32_t, 4>;
+        const auto line_at = [&](int i) { return (WHOLE_STEPS ? i : min(i, lines - 1)) * line_words(n); };
         if constexpr (LAYOUT == layout_awq) {
 #pragma unroll
-            for (int i = 0; i < WORDS; ++i) {
-                const int64_t row = min(unit * UNIT_K + 8 * t + i, k - 1);
-                words[i] = load_streaming(codes + (row * n + first_column) / 8 + g);
-            }
+            for (int i = 0; i < WORDS; ++i) words[i] = load_streaming(from + line_at(i));
         } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                int64_t at;
-                if constexpr (LAYOUT == layout_marlin) {
-                    const int64_t tile = min(BITS == 4 ? unit * 2 + i : unit, k / 16 - 1);
-                    at =
-                        (tile * (n / 64) + first_column / 64) * (32 * BITS) + (BITS == 4 ? lane * 4 : lane * 8 + i * 4);
-                } else {
-                    at = min(unit * 4 + t, k * BITS / 32 - 1) * n + first_column + 32 * i + 4 * g;
-                }
-                const four_t four = four_t::load_once(codes + at);
+                const bool own_line = LAYOUT == layout_marlin && PRODUCTS == 2;
+                const int within = own_line ? 0 : IS_GPTQ ? 32 * i : 4 * i;
+                const four_t four = four_t::load_once(from + line_at(own_line ? i : 0) + within);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) words[i * 4 + j] = four.data[j];
             }
         }
     }
 
-    // Pair q of rows of column (tile, h), in product number `product`.
-    DEVICE pair_t pair(int product, int tile, int h, int q, const codes_t::Zero& zero) const {
+    // Pair q of rows of column (tile, h), in product number `product`: codes_t::Raw.
+    DEVICE uint32_t pair(const codes_t::Raw& raw, int product, int tile, int h, int q, int term) const {
         if constexpr (LAYOUT == layout_marlin) {
-            if constexpr (BITS == 4) return codes_t::pair(words[4 * product + tile], 2 * h + q, zero);
-            else return codes_t::pair(words[2 * tile + h], q, zero);
+            if constexpr (BITS == 4) return raw.pair(words[4 * product + tile], 2 * h + q, term);
+            else return raw.pair(words[2 * tile + h], q, term);
         } else if constexpr (IS_GPTQ) {
-            return codes_t::pair(words[4 * h + tile], 2 * product + q, zero);
+            return raw.pair(words[4 * h + tile], 2 * product + q, term);
         } else {
             const int row = 4 * product + 2 * q;
             const uint32_t even = pack_halves<false>(words[row], words[row + 1]);
             const uint32_t odd = pack_halves<true>(words[row], words[row + 1]);
-            return codes_t::pair(h ? odd : even, tile, zero);
+            return raw.pair(h ? odd : even, tile, term);
         }
     }
 };
@@ -145,31 +151,34 @@ struct Rows {
     }
 };
 
-// Scales and zero points of a lane's columns in a group.
+// What sums over a group are multiplied by, and what the sums over the rows of a alone are: a lane's columns.
 struct Terms {
-    pair_t scales[4][2], added[4][2];
-    codes_t::Zero zeros[4][2];
+    float scales[4][2], shifts[4][2];
 
-    // Entries of scalar_t of the lane's columns, from those of the tile, each twice.
-    static DEVICE void spread(pair_t (&to)[4][2], const uint8_t* from) {
+    // Entries of scalar_t of the lane's columns, from those of the tile.
+    static DEVICE void spread(float (&to)[4][2], const uint8_t* from) {
         const scalar_t* entries = reinterpret_cast<const scalar_t*>(from);
         const int g = threadIdx.x % 32 / 4;
         // Whether the columns of a lane lie one after another.
         constexpr bool MARLIN = LAYOUT == layout_marlin && SCALE_ORDER(8) == 1 && SCALE_ORDER(63) == 63;
         if constexpr (MARLIN || (LAYOUT == layout_awq && SCALE_ORDER(8) == 8)) {
-            const auto eight = Vec<scalar_t, 8>::load(entries + 8 * g);
+            float eight[8];
+            Vec<scalar_t, 8>::load(entries + 8 * g).to_floats(eight);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) to[i / 2][i % 2] = twice(eight.data[i]);
+            for (int i = 0; i < 8; ++i) to[i / 2][i % 2] = eight[i];
         } else if constexpr (IS_GPTQ && SCALE_ORDER(8) == 8) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const auto four = Vec<scalar_t, 4>::load(entries + 32 * h + 4 * g);
+                float four[4];
+                Vec<scalar_t, 4>::load(entries + 32 * h + 4 * g).to_floats(four);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) to[i][h] = twice(four.data[i]);
+                for (int i = 0; i < 4; ++i) to[i][h] = four[i];
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) to[i / 2][i % 2] = twice(entries[SCALE_ORDER(Unit::column(g, i / 2, i % 2))]);
+            for (int i = 0; i < 8; ++i) {
+                to[i / 2][i % 2] = to_float(entries[SCALE_ORDER(Unit::column(g, i / 2, i % 2))]);
+            }
         }
     }
 
@@ -177,37 +186,27 @@ struct Terms {
     DEVICE void load(const uint8_t* groups, int group) {
         const uint8_t* points = groups + GROUPS * SCALE_BYTES + group * ZERO_BYTES;
         if constexpr (HAS_SCALES) spread(scales, groups + group * SCALE_BYTES);
-        if constexpr (ADDED) spread(added, points);
+        if constexpr (ADDED) spread(shifts, points);
         const int g = threadIdx.x % 32 / 4;
         const uint32_t* words = reinterpret_cast<const uint32_t*>(points);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int tile = i / 2, h = i % 2;
-            uint32_t point = ZERO_POINT;
+            // The last place of 2^23 is worth 1: or-ing a code to its bits adds the code.
+            constexpr uint32_t RAISE = 0x4b000000;
+            uint32_t point = RAISE;
             if constexpr (ZERO_CODES && IS_GPTQ) {
                 constexpr int FIELDS = 32 / BITS;
                 const int first = 32 * h + 4 * g;
-                point += words[first / FIELDS] >> (first % FIELDS + tile) * BITS & ((1 << BITS) - 1);
+                point |= words[first / FIELDS] >> (first % FIELDS + tile) * BITS & ((1 << BITS) - 1);
             } else if constexpr (ZERO_CODES) {
-                point += words[g] >> (tile + 4 * h) * 4 & 15;  // the columns of a lane, even ones in the lower half
+                point |= words[g] >> (tile + 4 * h) * 4 & 15;  // even columns of the lane are in the lower half
             }
-            zeros[tile][h] = codes_t::zero(point);
+            const float offset = 8388608.0f - ZERO_POINT - codes_t::RAW_OFFSET;
+            const float zero = (__uint_as_float(point) - offset) / codes_t::RAW_FACTOR;
+            if constexpr (!HAS_SCALES) scales[tile][h] = 1.0f;
+            const float shift = ADDED ? shifts[tile][h] / codes_t::RAW_FACTOR : 0.0f;
+            shifts[tile][h] = fmaf(-zero, scales[tile][h], shift);
         }
-    }
-
-    // The pair of the weight in column (tile, h).
-    DEVICE uint32_t weight(pair_t pair, int tile, int h) const {
-        if constexpr (codes_t::IS_FLOAT && !FOLDED) pair = pair * pair_t::full(codes_t::FACTOR);
-        if constexpr (ADDED)
-            multiply_add_pair<scalar_t>(pair.data, pair.data, scales[tile][h].data, added[tile][h].data);
-        else if constexpr (HAS_SCALES) pair = pair * scales[tile][h];
-        return pair.template word<2>(0);
-    }
-
-private:
-    static DEVICE pair_t twice(scalar_t x) {
-        pair_t pair;
-        pair.data[0] = pair.data[1] = x;
-        return pair;
     }
 };

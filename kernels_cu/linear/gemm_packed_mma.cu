@@ -66,21 +66,25 @@ gemm_packed_mma(out_t* out,                 // [M, N]
     const int last_step = int(int64_t(steps) * (part + 1) / (SPLITS * WARPS));
 
     // Of a step: rows of a, then scales of its groups, then their zero points.
+    constexpr int COPIED_ROWS = 32 / A_CHUNKS;  // of a, by the lanes at a time
+    const int chunk = lane % A_CHUNKS, copied_row = lane / A_CHUNKS, rows = int(min(m - first_row, int64_t(TILE_M)));
+    const scalar_t* const own_a = a + (first_row + copied_row) * a_stride + chunk * 8;
     const auto copy = [&](int step) {
         uint8_t* const stage = own + step % STAGES * STAGE_BYTES;
+        const bool has_chunk = WHOLE_STEPS || int64_t(step) * STEP_K + chunk * 8 < k;
 #pragma unroll
-        for (int i = lane; i < TILE_M * A_CHUNKS; i += 32) {
-            const int row = i / A_CHUNKS, chunk = i % A_CHUNKS;
-            const int64_t column = int64_t(step) * STEP_K + chunk * 8;
-            const bool exists = column < k;
-            cp_async<16>(stage + Rows::place(row, chunk),
-                         a + min(first_row + row, m - 1) * a_stride + (exists ? column : 0), exists);
+        for (int i = 0; i < ceil_div(TILE_M, COPIED_ROWS); ++i) {
+            const int row = copied_row + i * COPIED_ROWS;
+            if (TILE_M < COPIED_ROWS && row >= TILE_M) break;
+            cp_async<16>(stage + Rows::place(row, chunk), own_a + i * COPIED_ROWS * a_stride + int64_t(step) * STEP_K,
+                         row < rows && has_chunk);
         }
         const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
+            const int64_t first = GROUP_SIZE ? int64_t(step) * STEP_K / max(1, GROUP_SIZE) : 0;
             for (int i = lane; i < GROUPS * bytes / 16; i += 32) {
-                const int group = i / max(1, bytes / 16), chunk = i % max(1, bytes / 16);
-                const int64_t first = GROUP_SIZE ? int64_t(step) * STEP_K / max(1, GROUP_SIZE) : 0;
-                const int64_t at = (min(first + group, groups - 1) * n + first_column) * bytes / TILE_N + chunk * 16;
+                const int64_t group =
+                    WHOLE_STEPS && GROUPS == 1 ? first : min(first + i / max(1, bytes / 16), groups - 1);
+                const int64_t at = (group * n + first_column) * bytes / TILE_N + i % max(1, bytes / 16) * 16;
                 cp_async<16>(to + i * 16, static_cast<const uint8_t*>(from) + at);
             }
         };
@@ -88,10 +92,23 @@ gemm_packed_mma(out_t* out,                 // [M, N]
         if constexpr (ZERO_BYTES > 0) copy_groups(stage + A_BYTES + GROUPS * SCALE_BYTES, zeros, ZERO_BYTES);
     };
 
+    const codes_t::Raw raw;
     Unit units[UNITS];
+    const int64_t all_lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K;
+    const uint32_t* const own_codes = codes + Unit::place(first_column);
+    const uint32_t* next = own_codes + (int64_t(first_step) * UNITS * Unit::LINES + Unit::line()) * Unit::line_words(n);
+    const auto load = [&](int step, int i) {
+        if constexpr (WHOLE_STEPS) {
+            units[i].load(next, n, 0);
+            next += 4 * n;
+        } else {
+            const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), all_lines - 1);
+            units[i].load(own_codes + line * Unit::line_words(n), n, int(min(all_lines - line, int64_t(UNIT_K))));
+        }
+    };
     if (first_step < last_step) {
 #pragma unroll
-        for (int i = 0; i < UNITS; ++i) units[i].load(codes, int64_t(first_step) * UNITS + i, first_column, n, k);
+        for (int i = 0; i < UNITS; ++i) load(first_step, i);
     }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
@@ -106,31 +123,49 @@ gemm_packed_mma(out_t* out,                 // [M, N]
         if (step + STAGES - 1 < last_step) copy(step + STAGES - 1);
         cp_async_commit();
         const uint8_t* const stage = own + step % STAGES * STAGE_BYTES;
-        Terms terms;
+        float of_group[4][ROW_TILES][4], of_rows[ROW_TILES][4];  // of the second, only two sums are different
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
-            const Unit unit = units[i];
-            if (step + 1 < last_step) units[i].load(codes, int64_t(step + 1) * UNITS + i, first_column, n, k);
-            uint32_t rows[PRODUCTS][ROW_TILES][2];
-            Rows{stage}.load(rows, i);
+            uint32_t a_pairs[PRODUCTS][ROW_TILES][2];
+            Rows{stage}.load(a_pairs, i);
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) {
                 const int row = i * UNIT_K + product * 16;
-                if (row == 0 || (GROUPS > 1 && row % GROUP_SIZE == 0))
-                    terms.load(stage + A_BYTES, row * GROUPS / STEP_K);
+                const bool begins = row % (STEP_K / GROUPS) == 0, ends = (row + 16) % (STEP_K / GROUPS) == 0;
+#pragma unroll
+                for (int j = 0; j < ROW_TILES * 4 && begins; ++j) {
+                    of_rows[j / 4][j % 4] = 0.0f;
+#pragma unroll
+                    for (int tile = 0; tile < 4; ++tile) of_group[tile][j / 4][j % 4] = 0.0f;
+                }
+#pragma unroll
+                for (int j = 0; j < ROW_TILES && HAS_SHIFTS; ++j) {
+                    const uint32_t one = pair_t::full(1.0f).template word<2>(0), ones[4] = {one, one, one, one};
+                    mma_m16n8k16<scalar_t>(of_rows[j], ones, a_pairs[product][j]);
+                }
 #pragma unroll
                 for (int tile = 0; tile < 4; ++tile) {
-                    uint32_t weights[4];
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        const int h = j % 2, q = j / 2;
-                        const pair_t pair = unit.pair(product, tile, h, q, terms.zeros[tile][h]);
-                        weights[j] = terms.weight(pair, tile, h);
-                    }
+                    for (int term = 0; term < codes_t::TERMS; ++term) {
+                        uint32_t pairs[4];
 #pragma unroll
-                    for (int j = 0; j < ROW_TILES; ++j) {
-                        mma_m16n8k16<scalar_t>(sums[tile][j], weights, rows[product][j]);
+                        for (int j = 0; j < 4; ++j) pairs[j] = units[i].pair(raw, product, tile, j % 2, j / 2, term);
+#pragma unroll
+                        for (int j = 0; j < ROW_TILES; ++j) {
+                            mma_m16n8k16<scalar_t>(of_group[tile][j], pairs, a_pairs[product][j]);
+                        }
                     }
+                }
+                if (product == PRODUCTS - 1 && step + 1 < last_step) load(step + 1, i);
+                if (!ends) continue;
+                Terms terms;
+                terms.load(stage + A_BYTES, row * GROUPS / STEP_K);
+#pragma unroll
+                for (int j = 0; j < ROW_TILES * 16; ++j) {
+                    const int tile = j / (ROW_TILES * 4), at = j / 4 % ROW_TILES, h = j / 2 % 2;
+                    float& sum = sums[tile][at][j % 4];
+                    if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], of_rows[at][j % 2], sum);
+                    sum = fmaf(terms.scales[tile][h], of_group[tile][at][j % 4], sum);
                 }
             }
         }
@@ -144,7 +179,7 @@ gemm_packed_mma(out_t* out,                 // [M, N]
     for (int i = 0; i < FRAGMENTS; ++i) {
         four_t four;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j];
+        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j] * codes_t::RAW_FACTOR;
         reinterpret_cast<four_t*>(own)[i * 32 + lane] = four;
     }
     __syncthreads();

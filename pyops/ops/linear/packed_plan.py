@@ -53,6 +53,7 @@ class PackedMmaConfig:
         kernel = packed_kernel(_mma, problem)
         return kernel(
             **constants,
+            WHOLE_STEPS=problem.weight.k % step == 0,
             TILE_M=self.tile_m,
             WARPS=self.warps,
             SPLITS=self.splits,
