@@ -38,6 +38,7 @@ from .ops.attention.partitioned import *
 from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
+from .ops.linear.awq_gptq_mm import *
 from .ops.linear.dense import *
 from .ops.linear.few_tokens import *
 from .ops.linear.fp4_mm import *

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from . import awq_gptq_mm as _awq_gptq_mm
 from . import dense as _dense
 from . import few_tokens as _few_tokens
 from . import fp4_mm as _fp4_mm
 from . import scaled_mm as _scaled_mm
 from . import skinny_linear as _skinny_linear
 from . import sparse_mm as _sparse_mm
+from .awq_gptq_mm import *
 from .dense import *
 from .few_tokens import *
 from .fp4_mm import *
@@ -16,6 +18,7 @@ from .skinny_linear import *
 from .sparse_mm import *
 
 __all__: list[str] = []
+__all__ += _awq_gptq_mm.__all__
 __all__ += _dense.__all__
 __all__ += _few_tokens.__all__
 __all__ += _fp4_mm.__all__
