@@ -249,7 +249,7 @@ def example_gptq_gemm(
     num_groups: Literal[4, 1] = 4,
     dtype: Literal["float16", "bfloat16"] = "float16",
 ) -> tuple[Any, ...]:
-    """A weight as `gptq_shuffle` leaves it, with and without a permutation, or one whose rows have groups in any order."""
+    """A weight as `gptq_shuffle` leaves it, permuted or not, or one whose rows have groups in any order."""
     k, n = 256, 96
     g_idx = {
         "exllama": lambda: None,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import dtypes
 from ..._core.lazy import torch
 from .._shared.packed_layouts import Layout, code_bit, column_place, zero_bit
 from .packed_problem import PackedWeight
@@ -142,7 +141,7 @@ def _spread(codes: Tensor, places: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def places_word(columns: int, quad: Any, n: Any) -> Any:
-    """The word of `PackedWeight.places` that has the places of a quad of rows, four bits from bit ``quad % 4 * 4`` on."""
+    """The word of `PackedWeight.places` that has those of a quad of rows: four bits, from bit ``quad % 4 * 4`` on."""
     line = n // 64 * 64 + n % 2 * 2 + n % 8 // 4 + n % 4 // 2 * 32 + n % 64 // 8 * 4
     word = quad // 4
     moved = (line + word) % 2  # of a square of four words, two are exchanged
