@@ -20,7 +20,7 @@ template <typename T> DEVICE float gemm_silu(float x) { return logistic<T>(x, x)
 template <typename T> DEVICE float gemm_gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.707106781186547524f)); }
 template <typename T> DEVICE float gemm_none(float x) { return x; }
 
-template <typename out_t, bool A_SCALES, bool B_SCALES, int AZP, int BIAS>
+template <typename out_t, bool A_SCALES, bool B_SCALES, int AZP, int BIAS, int SCALE_EXPONENT>
 struct Epilogue {
     const a_scale_t* a_scales;  // [M] or [1]
     const b_scale_t* b_scales;  // [N] or [1]

@@ -50,7 +50,7 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 static_assert(!GATED);
 
-using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS>;
+using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT>;
 
 // The terms of a tile's columns, which a warpgroup loads while it multiplies and keeps in shared memory.
 struct Terms {
@@ -241,12 +241,12 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
                 for (int i = 0; i < TILE_N / 2; ++i) scaled[i] = 0.0f;
                 Factors factors[BUFFERS];
                 const auto start = [&](int step, sum_t(&sums)[TILE_N / 2], Factors& of_step) {
-                    of_step.rows[0] = a_scales[upper * a_scale_step + step * a_scale_block_step];
-                    of_step.rows[1] = a_scales[lower * a_scale_step + step * a_scale_block_step];
+                    of_step.rows[0] = to_float(a_scales[upper * a_scale_step + step * a_scale_block_step]);
+                    of_step.rows[1] = to_float(a_scales[lower * a_scale_step + step * a_scale_block_step]);
 #pragma unroll
                     for (int i = 0; i < TILE_N / SCALE_COLUMNS; ++i) {
                         const int64_t block = min(first_column + i * SCALE_COLUMNS, n - 1) / max(SCALE_BLOCK, 1);
-                        of_step.columns[i] = b_scales[step * b_scale_block_step + block * b_scale_step];
+                        of_step.columns[i] = to_float(b_scales[step * b_scale_block_step + block * b_scale_step]);
                     }
                     multiply(sums, false);
                 };

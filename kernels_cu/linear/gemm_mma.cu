@@ -193,12 +193,13 @@ gemm_mma(out_t* out,                 // [M, N]
 #pragma unroll
             for (int i = 0; i < ROW_TILES * 2; ++i) {
                 const int64_t row = min(first_row + warp_row + i * 8 + g, m - 1);
-                row_scales[i / 2][i % 2] = a_scales[row * a_scale_step + block * a_scale_block_step];
+                row_scales[i / 2][i % 2] = to_float(a_scales[row * a_scale_step + block * a_scale_block_step]);
             }
 #pragma unroll
             for (int j = 0; j < COLUMN_TILES; ++j) {
                 const int64_t column = min(column_of(warp_column + j * 8), n - 1) + (GATED && j % 2 ? n : 0);
-                const float column_scale = b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step];
+                const float column_scale =
+                    to_float(b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step]);
 #pragma unroll
                 for (int i = 0; i < ROW_TILES * 4; ++i) {
                     sum_t& sum = sums[i / 4][j][i % 4];
@@ -242,8 +243,8 @@ gemm_mma(out_t* out,                 // [M, N]
         }
     }
 
-    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS> epilogue{a_scales, b_scales,     azp_adj,      azp,
-                                                                  bias,     a_scale_step, b_scale_step, bias_stride};
+    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
     constexpr int HALVES = GATED ? 2 : 1;
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j += HALVES) {

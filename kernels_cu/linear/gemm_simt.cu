@@ -64,8 +64,8 @@ gemm_simt(out_t* out,                 // [M, N]
         for (int i = 0; i < HALVES * 16; ++i) {
             const int64_t row = min(first_row + thread_row + i / 4 % 4, m - 1);
             const int64_t column = min(first_column + thread_column + i % 4, n - 1) + i / 16 * n;
-            const float factor = a_scales[row * a_scale_step + block * a_scale_block_step] *
-                                 b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step];
+            const float factor = to_float(a_scales[row * a_scale_step + block * a_scale_block_step]) *
+                                 to_float(b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step]);
             sum_t& sum = sums[i / 16][i / 4 % 4][i % 4];
             scaled[i / 16][i / 4 % 4][i % 4] = fmaf(factor, float(sum), scaled[i / 16][i / 4 % 4][i % 4]);
             sum = 0;
@@ -106,8 +106,8 @@ gemm_simt(out_t* out,                 // [M, N]
     }
     if (SCALE_BLOCK > 0 && k > 0) scale((k - 1) / BLOCK);
 
-    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS> epilogue{a_scales, b_scales,     azp_adj,      azp,
-                                                                  bias,     a_scale_step, b_scale_step, bias_stride};
+    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
     for (int j = 0; j < 4; ++j) {
         const int64_t column = first_column + thread_column + j;
         if (column >= n) break;

@@ -101,8 +101,8 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
 
     const int turn = TURNS > 1 ? warp / 4 : 0, row_warp = warp % ROW_WARPS;
     if (turn > 0) ring.advance();
-    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS> epilogue{a_scales, b_scales,     azp_adj,      azp,
-                                                                  bias,     a_scale_step, b_scale_step, 0};
+    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, 0};
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
         // The row of b, in the tile, of the thread's first sum of a product; that of its others is 8 rows on.
@@ -118,12 +118,12 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
             for (int i = 0; i < PRODUCTS * 2; ++i) {
                 const int64_t column = min(int64_t(first_column + column_of(row_warp, i / 2) + i % 2 * 8), n - 1);
                 column_scales[i / 2][i % 2] =
-                    b_scales[step * b_scale_block_step + column / max(SCALE_BLOCK, 1) * b_scale_step];
+                    to_float(b_scales[step * b_scale_block_step + column / max(SCALE_BLOCK, 1) * b_scale_step]);
             }
 #pragma unroll
             for (int i = 0; i < TILE_M / 4; ++i) {
                 const int64_t row = min(int64_t(first_row + i / 2 * 8 + lane % 4 * 2 + i % 2), m - 1);
-                row_scales[i] = a_scales[row * a_scale_step + step * a_scale_block_step];
+                row_scales[i] = to_float(a_scales[row * a_scale_step + step * a_scale_block_step]);
             }
         };
         if constexpr (SCALE_BLOCK > 0) load_scales(first_step + turn);

@@ -59,7 +59,7 @@ class ScalarType(NamedTuple):
         for name, one in SCALAR_TYPES.items():
             if one == self:
                 return name
-        return super().__repr__()
+        return repr(tuple(self))
 
 
 SCALAR_TYPES = {
