@@ -7,6 +7,7 @@
 #pragma once
 #include "dequant.cuh"
 #include "gemm_epilogue.cuh"
+#include "group_scale.cuh"
 #include "mma.cuh"
 
 enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq };
@@ -20,7 +21,7 @@ constexpr int PRODUCTS = UNIT_K / 16;                        // of 16 rows, for 
 constexpr int ROW_TILES = ceil_div(TILE_M, 8);               // of 8 rows of a
 constexpr int A_CHUNKS = STEP_K / 8;                         // of 16 bytes, of a row of a
 constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;  // of a step
-constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * 2 : 0;
+constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED ? TILE_N * 2 : 0;
 constexpr int STAGE_BYTES = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES);
 // Whether a sum of a row of a is needed.
@@ -155,29 +156,30 @@ struct Rows {
 struct Terms {
     float scales[4][2], shifts[4][2];
 
-    // Entries of scalar_t of the lane's columns, from those of the tile.
-    static DEVICE void spread(float (&to)[4][2], const uint8_t* from) {
-        const scalar_t* entries = reinterpret_cast<const scalar_t*>(from);
+    // Entries of the lane's columns, from those of the tile, and what they are.
+    template <typename T, typename Decode>
+    static DEVICE void spread(float (&to)[4][2], const uint8_t* from, const Decode& decode) {
+        const T* entries = reinterpret_cast<const T*>(from);
         const int g = threadIdx.x % 32 / 4;
-        // Whether the columns of a lane lie one after another.
+        // Whether the columns of a lane lie one after another, or by fours.
         constexpr bool MARLIN = LAYOUT == layout_marlin && SCALE_ORDER(8) == 1 && SCALE_ORDER(63) == 63;
-        if constexpr (MARLIN || (LAYOUT == layout_awq && SCALE_ORDER(8) == 8)) {
-            float eight[8];
-            Vec<scalar_t, 8>::load(entries + 8 * g).to_floats(eight);
+        constexpr bool FP4 = LAYOUT == layout_marlin && SCALE_ORDER(8) == 2 && SCALE_ORDER(1) == 8;
+        if constexpr (MARLIN || FP4 || (LAYOUT == layout_awq && SCALE_ORDER(8) == 8)) {
+            const auto eight = Vec<T, 8>::load(entries + 8 * g);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) to[i / 2][i % 2] = eight[i];
+            for (int i = 0; i < 8; ++i)
+                to[i / 2][i % 2] = decode(eight.data[FP4 ? i / 4 * 4 + i % 2 * 2 + i / 2 % 2 : i]);
         } else if constexpr (IS_GPTQ && SCALE_ORDER(8) == 8) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                float four[4];
-                Vec<scalar_t, 4>::load(entries + 32 * h + 4 * g).to_floats(four);
+                const auto four = Vec<T, 4>::load(entries + 32 * h + 4 * g);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) to[i][h] = four[i];
+                for (int i = 0; i < 4; ++i) to[i][h] = decode(four.data[i]);
             }
         } else {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                to[i / 2][i % 2] = to_float(entries[SCALE_ORDER(Unit::column(g, i / 2, i % 2))]);
+                to[i / 2][i % 2] = decode(entries[SCALE_ORDER(Unit::column(g, i / 2, i % 2))]);
             }
         }
     }
@@ -185,8 +187,11 @@ struct Terms {
     // Of group number `group` of the step.
     DEVICE void load(const uint8_t* groups, int group) {
         const uint8_t* points = groups + GROUPS * SCALE_BYTES + group * ZERO_BYTES;
-        if constexpr (HAS_SCALES) spread(scales, groups + group * SCALE_BYTES);
-        if constexpr (ADDED) spread(shifts, points);
+        if constexpr (HAS_SCALES) {
+            constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
+            spread<scale_t>(scales, groups + group * SCALE_BYTES, [](scale_t x) { return SCALE<scale_t>(x) * FACTOR; });
+        }
+        if constexpr (ADDED) spread<scalar_t>(shifts, points, to_float<scalar_t>);
         const int g = threadIdx.x % 32 / 4;
         const uint32_t* words = reinterpret_cast<const uint32_t*>(points);
 #pragma unroll

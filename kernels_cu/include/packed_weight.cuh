@@ -13,7 +13,9 @@
 // Constants
 //     BITS, EXPONENT    of a code: dequant.cuh
 //     LAYOUT        of the codes: packed_layouts.py
-//     HAS_SCALES    whether groups have scales; FOLDED: the scales are multiplied by 1 / Codes::FACTOR
+//     HAS_SCALES    whether groups have scales
+//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
+//     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   column_order.cuh's function for the columns of scales, and of zeros that are ADDED
 //     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
 //     ADDED         `zeros` are numbers of scalar_t
@@ -21,6 +23,7 @@
 #pragma once
 #include "column_order.cuh"
 #include "dequant.cuh"
+#include "group_scale.cuh"
 #include "mma.cuh"
 #include "tma.cuh"
 
@@ -106,7 +109,9 @@ struct Terms {
     DEVICE void load(const uint8_t* groups, int scale_bytes, int group, int column) {
         const uint8_t* points = groups + scale_bytes;
         const int entry = group * TILE_N + int(SCALE_ORDER(column));
-        if constexpr (HAS_SCALES) scale = twice(reinterpret_cast<const scalar_t*>(groups)[entry]);
+        if constexpr (HAS_SCALES) {
+            scale = twice(reinterpret_cast<const scale_t*>(groups)[entry]);
+        }
         if constexpr (ADDED) added = twice(reinterpret_cast<const scalar_t*>(points)[entry]);
         uint32_t point = ZERO_POINT;
         if constexpr (ZERO_CODES) {
@@ -122,16 +127,23 @@ struct Terms {
     // Pair q of rows of column h as numbers.
     DEVICE uint32_t weight(const Code& code, int h, int q) const {
         pair_t pair = code.pair(h, q, zero);
-        if constexpr (codes_t::IS_FLOAT && !FOLDED) pair = pair * pair_t::full(codes_t::FACTOR);
+        // Of two factors that are apart for their size alone, one is often the inverse of the other.
+        constexpr float FACTOR = codes_t::FACTOR * power_of_two(GROUP_SCALE_EXPONENT);
+        if constexpr (FACTOR != 1.0f) pair = pair * pair_t::full(FACTOR);
         if constexpr (ADDED) multiply_add_pair<scalar_t>(pair.data, pair.data, scale.data, added.data);
         else if constexpr (HAS_SCALES) pair = pair * scale;
         return pair.template word<2>(0);
     }
 
 private:
-    static DEVICE pair_t twice(scalar_t x) {
-        pair_t pair;
-        pair.data[0] = pair.data[1] = x;
-        return pair;
+    template <typename T>
+    static DEVICE pair_t twice(T x) {
+        if constexpr (is_same<T, scalar_t>) {
+            pair_t pair;
+            pair.data[0] = pair.data[1] = x;
+            return pair;
+        } else {
+            return pair_t::full(SCALE<T>(x));
+        }
     }
 };

@@ -17,7 +17,7 @@
 //     BIAS          taken from integers
 //     SIGNED        integers are two's complement
 //     RECODED       integers of 4 bits are what marlin_int4_fp8_preprocess has made of them
-//     scale_t, SCALE    type of an entry of scales and the function that decodes it
+//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     HAS_SCALES    there are scales
 //     SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   of the columns of scales, and of zero points that are floats: a name of column_order.cuh
@@ -30,27 +30,10 @@
 //     PLACES        two of four rows are kept
 //     ACCESS        elements of one access to dense: VEC_SIZE, or 1 where it does not divide K
 
-#include "arith.cuh"
+#include "group_scale.cuh"
 #include "packed_layout.cuh"
 
 constexpr int PIECES = 8;  // of a block's columns
-
-// Entries of scales as floats.
-template <typename T> DEVICE float scale_float(T entry) { return to_float(entry); }
-// The upper bits of a float16 without its sign.
-template <typename T> DEVICE float scale_e5m3(T entry) {
-    const uint16_t bits = uint16_t(uint32_t(reinterpret_cast<const uint8_t&>(entry)) << 7);
-    return to_float(reinterpret_cast<const half_t&>(bits));
-}
-// A power of two by its exponent; the last is NaN.
-template <typename T> DEVICE float scale_e8m0(T entry) {
-    const uint32_t exponent = reinterpret_cast<const uint8_t&>(entry);
-    return __uint_as_float(exponent == 255 ? 0x7fffffff : exponent == 0 ? 0x00400000 : exponent << 23);
-}
-// An integer in the bits of a float.
-template <typename T> DEVICE float scale_int16(T entry) {
-    return float(reinterpret_cast<const int16_t&>(entry));
-}
 
 // A code as an integer less BIAS and a zero point, or as a float.
 DEVICE float number_of(uint32_t code, int zero) {

@@ -16,7 +16,7 @@
 //     scalar_t      element type of a: half_t or bf16_t
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
-//     BITS, EXPONENT, LAYOUT, HAS_SCALES, FOLDED, SCALE_ORDER, ZERO_CODES, ZERO_POINT, ADDED, GROUP_SIZE
+//     BITS, EXPONENT, LAYOUT, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_POINT, ADDED, GROUP_SIZE
 //                   of packed_weight.cuh; BITS is 4, or 8 but for layout_awq
 //     TILE_M        rows of a tile: a multiple of 16, at most 256
 //     TILE_N        columns of a tile: 128 or 256
@@ -36,7 +36,7 @@ constexpr int CONSUMER_WARPS = 8, ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(s
 constexpr int PRODUCTS = TILE_N / 128, PARTS = TILE_K / 16 / CHUNK;  // wgmmas side by side; chunks of a step
 constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < TILE_K ? TILE_K / GROUP_SIZE : 1;  // of a step
 constexpr int A_BYTES = TILE_M * ROW_BYTES, CODE_BYTES = TILE_K * TILE_N * BITS / 8;
-constexpr int SCALE_BYTES = HAS_SCALES ? GROUPS * TILE_N * 2 : 0;
+constexpr int SCALE_BYTES = HAS_SCALES ? GROUPS * TILE_N * sizeof(scale_t) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? GROUPS * TILE_N * BITS / 8 : ADDED ? GROUPS * TILE_N * 2 : 0;
 constexpr int LOAD_BYTES = A_BYTES + CODE_BYTES + SCALE_BYTES + ZERO_BYTES;
 constexpr int STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
@@ -114,8 +114,8 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     }
 
     if constexpr (MANY_SUMS) warpgroup_reg_alloc<232>();
-    const Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS> epilogue{a_scales, b_scales,     nullptr,      nullptr,
-                                                                bias,     a_scale_step, b_scale_step, 0};
+    const Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, nullptr, nullptr, bias, a_scale_step, b_scale_step, 0};
     // The column, in the tile, of a lane's sums number h of a product.
     const auto column_of = [&](int of_warp, int product, int h) {
         return (of_warp * PRODUCTS + product) * 16 + h * 8 + lane / 4;

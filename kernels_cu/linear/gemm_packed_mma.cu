@@ -25,7 +25,9 @@
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     BITS, EXPONENT    of a code: dequant.cuh
 //     LAYOUT        of the codes: layout_marlin, layout_gptq, layout_exllama or layout_awq (packed_layouts.py)
-//     HAS_SCALES    whether groups have scales; FOLDED: the scales are multiplied by 1 / Codes::FACTOR
+//     HAS_SCALES    whether groups have scales
+//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
+//     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   column_order.cuh's function for the columns of scales, and of zeros that are ADDED
 //     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
 //     ADDED         `zeros` are numbers of scalar_t
@@ -46,7 +48,7 @@ extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLO
 gemm_packed_mma(out_t* out,                 // [M, N]
                 const scalar_t* a,          // [M, K]
                 const uint32_t* codes,      // [K, N] by LAYOUT
-                const scalar_t* scales,     // [groups, N] by SCALE_ORDER
+                const scale_t* scales,      // [groups, N] by SCALE_ORDER
                 const void* zeros,          // [groups, N BITS / 32] words; ADDED: [groups, N] scalar_t by SCALE_ORDER
                 const a_scale_t* a_scales,  // [M] or [1]
                 const b_scale_t* b_scales,  // [N] or [1]
@@ -193,8 +195,8 @@ gemm_packed_mma(out_t* out,                 // [M, N]
         }
         return total;
     };
-    const Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS> epilogue{a_scales, b_scales,     nullptr,      nullptr,
-                                                                bias,     a_scale_step, b_scale_step, 0};
+    const Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, nullptr, nullptr, bias, a_scale_step, b_scale_step, 0};
     const auto finish = [&](int i, const four_t& total) {
         const int fragment = i / 32, tile = fragment / ROW_TILES;
 #pragma unroll

@@ -1,27 +1,30 @@
-"""Which kernel serves a product with a weight of packed codes: a Config for each kernel, the choice, the launch."""
+"""Which kernel serves a product with a weight of packed codes, and how: a Config for each, the choice, the launches.
+
+Two kernels read the codes themselves: gemm_packed_mma.cu for few rows, and gemm_packed.cu on compute capability 9.0.
+What they do not serve is written in full and multiplied (`dequantize_packed`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float16
 from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
-from ..._core.tensor_map import TensorMap
+from . import dequantize_packed
+from .packed_hopper import STEP_K, PackedConfig
 from .packed_problem import PackedProblem, PackedWeight
 
-_mma, _wgmma = Kernel("linear/gemm_packed_mma.cu"), Kernel("linear/gemm_packed.cu")
+_gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
 
 _TILE_N = 64
 _STAGES = 3
-_MAX_WARPS = 16  # of a block
-_STEP_K = 64  # rows of the weight, of a step of gemm_packed.cu
-_BARRIER_BYTES = 8
-_MAX_STAGES = 8
-_WARPS = 14  # of a multiprocessor
+_WORDS = 512  # bits of the words of a lane in a step: eight words, four times
+_ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
+_MAX_FEW_ROWS = 16  # from which on gemm_packed.cu is faster where it serves
+_MAX_ROWS = 64  # from which on writing the weight in full is faster
+_MAX_WARPS = 14  # of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,158 +43,127 @@ class PackedMmaConfig:
     splits: int
     min_blocks: int
 
-    def launch(self, problem: PackedProblem) -> Launch:
+    def __post_init__(self) -> None:
+        shape = self.tile_m in (1, 2, 4, 8, 16, 32) and self.warps in (1, 2, 4, 8, 16) and self.splits in (1, 2, 4, 8)
+        if not shape or self.min_blocks * self.warps > (16 if self.tile_m <= 8 else 12 if self.tile_m == 16 else 8):
+            raise ValueError(f"no geometry of gemm_packed_mma.cu: {self}")
+
+    def candidates(self, problem: PackedProblem, device: Device) -> list[PackedMmaConfig]:
+        """Other tiles, warps and splits."""
+        return tuning.varied(
+            self,
+            tile_m=tuning.beside(self.tile_m, min(problem.m, 8), 32),
+            warps=tuning.beside(self.warps, 1, 16),
+            splits=tuning.beside(self.splits, 1, device.cluster),
+            min_blocks=tuning.beside(self.min_blocks, 1, 8),
+        )
+
+    def launches(self, problem: PackedProblem) -> list[Launch]:
         """A cluster of blocks for each tile."""
-        constants = packed_constants(problem)
-        step = 512 // problem.weight.bits
-        size = constants["GROUP_SIZE"]
+        weight, constants = problem.weight, problem.constants()
+        step, size = _WORDS // weight.bits, constants["GROUP_SIZE"]
         groups = step // size if 0 < size < step else 1
-        zeros = _TILE_N * problem.weight.bits // 8 if constants["ZERO_CODES"] else _TILE_N * 2 * constants["ADDED"]
-        stage = self.tile_m * step * 2 + groups * (_TILE_N * 2 * constants["HAS_SCALES"] + zeros)
-        sums = 4 * -(-self.tile_m // 8) * 32 * 16
-        tiles = -(-problem.a.rows // self.tile_m) * (problem.weight.n // _TILE_N)
-        kernel = packed_kernel(_mma, problem)
-        return kernel(
+        stage = self.tile_m * step * 2 + groups * problem.group_bits() * _TILE_N // 8
+        sums = _TILE_N * max(8, self.tile_m) * 4
+        kernel = problem.kernel(_gemm_packed_mma)
+        launch = kernel(
             **constants,
-            WHOLE_STEPS=problem.weight.k % step == 0,
+            WHOLE_STEPS=weight.k % step == 0,
             TILE_M=self.tile_m,
             WARPS=self.warps,
             SPLITS=self.splits,
             STAGES=_STAGES,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
-            (tiles, self.splits),
+            (-(-problem.m // self.tile_m) * (weight.n // _TILE_N), self.splits),
             self.warps * 32,
             self.warps * max(_STAGES * stage, sums),
-            **packed_arguments(problem, kernel),
+            **problem.arguments(kernel),
         )
+        return [launch]
 
 
 @dataclass(frozen=True, slots=True)
-class PackedConfig:
-    """The geometry of gemm_packed.cu; the attributes are constants of the kernel.
+class DenseConfig:
+    """The weight is written in full, and multiplied by a kernel of `gemm_plan`."""
 
-    Attributes:
-        tile_m, tile_n: rows and columns of a tile.
-        chunk: products of 16 rows of the weight in flight.
-        splits: blocks of a cluster that share a tile, each with a part of K.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
-    """
+    def candidates(self, problem: PackedProblem, device: Device) -> list[DenseConfig]:
+        return []
 
-    tile_m: int
-    tile_n: int
-    chunk: int
-    splits: int
-    min_blocks: int
-
-    def launch(self, problem: PackedProblem) -> Launch:
-        """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
-        weight, device, constants = problem.weight, problem.epilogue.out.device, packed_constants(problem)
-        size = weight.group_size if weight.groups > 1 else 0
-        groups = _STEP_K // size if 0 < size < _STEP_K else 1
-        entries = {"scales": constants["HAS_SCALES"] * 16, "zeros": 16 if constants["ADDED"] else constants["ZERO_CODES"] * weight.bits}
-        loads = self.tile_m * 128 + _STEP_K * self.tile_n * weight.bits // 8
-        loads += groups * self.tile_n * sum(entries.values()) // 8
-        stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
-        sums = self.tile_m * self.tile_n * 4 if self.splits > 1 else 0
-        stores = self.tile_n * 128 if self.tile_m > 64 else 0
-        fixed = sums + stores + _BARRIER_BYTES
-        shared = device.shared_memory if self.min_blocks == 1 else (device.shared_memory + 1024) // self.min_blocks - 1024
-        stages = min(_MAX_STAGES, (shared - fixed) // stage)
-        tiles = -(-problem.a.rows // self.tile_m) * -(-weight.n // self.tile_n)
-        kernel = packed_kernel(_wgmma.for_arch(device.arch_feature), problem)
-        return kernel(
-            **constants,
-            TILE_M=self.tile_m,
-            TILE_N=self.tile_n,
-            CHUNK=self.chunk,
-            STAGES=stages,
-            SPLITS=self.splits,
-            MIN_BLOCKS=self.min_blocks,
-        ).launch(
-            (tiles if self.splits > 1 else min(tiles, device.multiprocessors * self.min_blocks), self.splits),
-            384 if self.tile_m * self.tile_n > 128 * 128 else 288,
-            fixed + stages * stage,
-            **_maps(problem, self.tile_m, self.tile_n, groups),
-            **packed_arguments(problem, kernel),
-        )
+    def launches(self, problem: PackedProblem) -> list[Launch]:
+        return dequantize_packed.plan(problem)
 
 
-def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict[str, TensorMap]:
-    """The boxes of a step. Where there are no scales or zero points, the map of a stands for theirs."""
-    weight, a, out = problem.weight, problem.a, problem.epilogue.out
-    n, k, bits = weight.n, weight.k, weight.bits
-    pitch = a.stride * 2 if a.rows > 1 else -(-k // 8) * 16
-    of_a = TensorMap(a.source, a.dtype, (k, a.rows), (pitch,), (_STEP_K, tile_m), 128)
-
-    def of_groups(tensor: TensorArg | None, entry: int) -> TensorMap:
-        if tensor is None:
-            return of_a
-        width = 8 * tensor.dtype.itemsize
-        size, box = n * entry // width, tile_n * entry // width
-        return TensorMap(tensor, tensor.dtype, (size, weight.groups), (n * entry // 8,), (box, groups))
-
-    sizes, box, swizzle = {
-        "marlin": ((32 * bits, n // 64, -(-k // 16)), (32 * bits, tile_n // 64, 4), 0),
-        "gptq": ((n, k * bits // 32, 1), (tile_n, 2 * bits, 1), 0),
-        "exllama": ((n, k * bits // 32, 1), (tile_n, 2 * bits, 1), 0),
-        "awq": ((n // 8, k, 1), (tile_n // 8, _STEP_K, 1), tile_n // 2),
-    }[weight.layout]
-    strides = (sizes[0] * 4, sizes[0] * sizes[1] * 4)
-    out_pitch = check.row_stride(out) * 2 if a.rows > 1 else -(-n // 8) * 16
-    store = 16 * tile_n // 128
-    return {
-        "a_map": of_a,
-        "codes_map": TensorMap(weight.codes, weight.codes.dtype, sizes, strides, box, swizzle),
-        "scales_map": of_groups(weight.scales, 16),
-        "zeros_map": of_groups(weight.zeros, bits if weight.zero_kind == "codes" else 16),
-        "out_map": TensorMap(out, out.dtype, (n, a.rows), (out_pitch,), (store, 16), store * 2),
-    }
+Config = PackedConfig | PackedMmaConfig | DenseConfig
 
 
-def packed_constants(problem: PackedProblem) -> dict[str, Any]:
-    """What every kernel of packed codes is compiled for."""
-    weight = problem.weight
-    return {
-        "scalar_t": problem.a.dtype,
-        **problem.epilogue.constants(),
-        "BITS": weight.bits,
-        "EXPONENT": weight.type.exponent,
-        "LAYOUT": f"layout_{weight.layout}",
-        "HAS_SCALES": weight.scales is not None,
-        "FOLDED": weight.scale_exponent != 0,
-        "SCALE_ORDER": f"column_{weight.scale_order}",
-        "ZERO_CODES": weight.zero_kind == "codes",
-        "ZERO_POINT": weight.zero_offset + weight.type.bias,
-        "ADDED": weight.zero_kind == "added",
-        "GROUP_SIZE": weight.group_size if weight.groups > 1 else 0,
-    }
+def plan(problem: PackedProblem) -> list[Launch]:
+    """The launches of the kernel that is chosen, or forced by `tuning`."""
+    config = tuning.config(problem.op, problem, problem.device, choose)
+    if isinstance(config, DenseConfig) or problem.weight.perm is None:
+        return config.launches(problem)
+    permute, a = dequantize_packed.activations(problem)
+    return [*permute, *config.launches(replace(problem, a=a))]
 
 
-def _tensors(problem: PackedProblem) -> dict[str, Any]:
-    """Pointers of every kernel by parameter."""
-    weight, e = problem.weight, problem.epilogue
-    return {
-        "out": e.out,
-        "a": problem.a.source,
-        "codes": weight.codes,
-        "scales": weight.scales,
-        "zeros": weight.zeros,
-        "a_scales": e.a_scales,
-        "b_scales": e.b_scales,
-        "bias": e.bias,
-    }
+def choose(problem: PackedProblem, device: Device) -> Config:
+    """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
+    m, w = tuning.power_of_two(problem.m), problem.weight
+    few = reads_codes(problem) and device.supports("mma") and _fits(w, _WORDS // w.bits)
+    many = reads_codes(problem) and device.supports("wgmma") and _fits(w, STEP_K) and _is_mapped(problem)
+    if few and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
+        return choose_mma(m, w.n, w.k * w.bits // _WORDS, device)
+    if many:
+        return choose_hopper(m, w.n, w.k, device)
+    return DenseConfig()
 
 
-def packed_kernel(kernel: Kernel, problem: PackedProblem) -> Kernel:
-    """`kernel`, its parameters fed by the op's tensors."""
-    return kernel.renamed(**{name: one.name for name, one in _tensors(problem).items() if isinstance(one, TensorArg)})
+def choose_mma(m: int, n: int, steps: int, device: Device) -> PackedMmaConfig:
+    """As many warps as keep enough bytes in flight; their parts of K are whole steps."""
+    tile_m = min(m, 16)
+    tiles = -(-m // tile_m) * (n // _TILE_N)
+    warps = 1
+    while warps * 2 <= min(_MAX_WARPS * device.multiprocessors // tiles + 1, steps, 8 * device.cluster):
+        warps *= 2
+    of_block = min(warps, 8 if warps > 4 else 4)
+    return PackedMmaConfig(
+        tile_m, of_block, min(warps // of_block, device.cluster), (12 if tile_m == 16 else 16) // of_block
+    )
 
 
-def packed_arguments(problem: PackedProblem, kernel: Kernel) -> dict[str, Any]:
-    """Those arguments of the problem that the kernel takes, beside the op's tensors."""
-    weight = problem.weight
-    sizes = {"m": problem.a.rows, "n": weight.n, "k": weight.k, "groups": weight.groups, "a_stride": problem.a.stride}
-    absent = {name: 0 if one is None else one for name, one in _tensors(problem).items() if not isinstance(one, TensorArg)}
-    taken = {name for _, name in kernel.signature.parameters}
-    return {name: one for name, one in {**sizes, **problem.epilogue.arguments(), **absent}.items() if name in taken}
+def choose_hopper(m: int, n: int, k: int, device: Device) -> PackedConfig:
+    """The tile."""
+    if m > 64:
+        return PackedConfig(128, 256 if n > 128 else 128, 1, 1, 1)
+    return PackedConfig(max(16, m), 256 if n > 128 else 128, 2, 1, 1)
+
+
+def reads_codes(problem: PackedProblem) -> bool:
+    """Whether kernels that read codes themselves have an instance for this problem."""
+    w, e, a = problem.weight, problem.epilogue, problem.a
+    codes = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8)}.get(w.layout, ())
+    kind = w.bits in codes and not (w.type.is_integer and w.type.signed) and w.recoding == "none"
+    zeros = w.zero_kind in ("none", "added") or (w.zero_kind == "codes" and w.zero_layout == _ZEROS[w.layout])
+    zeros = zeros and not (w.layout == "marlin" and w.bits == 8 and w.zero_kind == "codes")
+    scales = w.scale_kind in ("float", "e5m3", "e8m0") and (w.scales is not None or w.zero_kind != "added")
+    rows = w.g_idx is None and w.k % (16 if w.layout == "marlin" else 32 // w.bits) == 0
+    aligned = a.vec_size(w.k) == 8 and all(
+        one.alignment == 16 for one in (w.codes, w.scales, w.zeros) if one is not None
+    )
+    sums = e.out.dtype in (float16, bfloat16) and not (e.is_gated or e.has_matrix_bias or e.block_scaled or e.azp_adj)
+    dtypes = a.dtype in (float16, bfloat16) and a.dtype is e.out.dtype
+    sizes = problem.m > 0 and w.n > 0 and w.n % _TILE_N == 0 and w.k > 0
+    return all((kind, zeros, scales, rows, aligned, sums, dtypes, sizes))
+
+
+def _fits(weight: PackedWeight, step: int) -> bool:
+    """Whether a step of so many rows is of whole groups, or within one."""
+    size = weight.group_size
+    smallest = 16 if weight.layout == "marlin" else 128 // weight.bits
+    return weight.groups == 1 or size % step == 0 or (step % size == 0 and size % smallest == 0)
+
+
+def _is_mapped(problem: PackedProblem) -> bool:
+    """Whether rows of out begin at multiples of 16 bytes, as a map asks."""
+    out = problem.epilogue.out
+    return out.alignment == 16 and (problem.m == 1 or check.row_stride(out) % 8 == 0)
