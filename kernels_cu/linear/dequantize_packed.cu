@@ -35,22 +35,24 @@
 
 constexpr int PIECES = 8;  // of a block's columns
 
-// Entries of scales as floats.
-template <typename T> DEVICE float scale_float(T entry) { return to_float(entry); }
+// Scales by their entries.
+template <typename T> DEVICE float scale_float(const T* scales, int64_t i) { return to_float(scales[i]); }
 // The upper bits of a float16 without its sign.
-template <typename T> DEVICE float scale_e5m3(T entry) {
-    const uint16_t bits = uint16_t(uint32_t(reinterpret_cast<const uint8_t&>(entry)) << 7);
+template <typename T> DEVICE float scale_e5m3(const T* scales, int64_t i) {
+    const uint16_t bits = uint16_t(uint32_t(reinterpret_cast<const uint8_t*>(scales)[i]) << 7);
     return to_float(reinterpret_cast<const half_t&>(bits));
 }
 // A power of two by its exponent; the last is NaN.
-template <typename T> DEVICE float scale_e8m0(T entry) {
-    const uint32_t exponent = reinterpret_cast<const uint8_t&>(entry);
+template <typename T> DEVICE float scale_e8m0(const T* scales, int64_t i) {
+    const uint32_t exponent = reinterpret_cast<const uint8_t*>(scales)[i];
     return __uint_as_float(exponent == 255 ? 0x7fffffff : exponent == 0 ? 0x00400000 : exponent << 23);
 }
 // An integer in the bits of a float.
-template <typename T> DEVICE float scale_int16(T entry) {
-    return float(reinterpret_cast<const int16_t&>(entry));
+template <typename T> DEVICE float scale_int16(const T* scales, int64_t i) {
+    return float(reinterpret_cast<const int16_t*>(scales)[i]);
 }
+// The last of the eight products of a scale with -8 ... -1.
+template <typename T> DEVICE float scale_products(const T* scales, int64_t i) { return -to_float(scales[i * 8 + 7]); }
 
 // A code as an integer less BIAS and a zero point, or as a float.
 DEVICE float number_of(uint32_t code, int zero) {
@@ -81,7 +83,7 @@ struct Group {
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
 dequantize_packed(scalar_t* dense,         // [N, K]
                   const uint32_t* codes,   // words, or bytes, of a weight [K, N]; PLACES: [K / 2, N]
-                  const scale_t* scales,   // [groups, N]
+                  const scale_t* scales,   // [groups, N], or [groups, N, 8]
                   const void* zeros,       // [groups, N BITS / 32] words, or [groups, N]
                   const int32_t* g_idx,    // [K], any numbers
                   const uint16_t* places,  // [K / 32, 2 N]
@@ -98,7 +100,7 @@ dequantize_packed(scalar_t* dense,         // [N, K]
         Group group{1.0f, 0.0f, 0, g >= 0 && g < groups};
         if (!group.exists) return group;
         const int64_t at = g * n + SCALE_ORDER(column);
-        if constexpr (HAS_SCALES) group.scale = SCALE<scale_t>(scales[at]) * power_of_two(SCALE_EXPONENT);
+        if constexpr (HAS_SCALES) group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT);
         if constexpr (ZEROS == 1) {
             const uint64_t bit = (uint64_t(g) * n + ZERO_LAYOUT<BITS>(column)) * BITS;
             group.zero = int(code_of_string<BITS>(static_cast<const uint32_t*>(zeros), bit, 1)) + ZERO_OFFSET;
