@@ -189,7 +189,8 @@ struct Terms {
         const uint8_t* points = groups + GROUPS * SCALE_BYTES + group * ZERO_BYTES;
         if constexpr (HAS_SCALES) {
             constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
-            spread<scale_t>(scales, groups + group * SCALE_BYTES, [](scale_t x) { return SCALE<scale_t>(x) * FACTOR; });
+            spread<scale_t>(scales, groups + group * SCALE_BYTES,
+                            [](scale_t x) { return SCALE<scale_t>(&x, 0) * FACTOR; });
         }
         if constexpr (ADDED) spread<scalar_t>(shifts, points, to_float<scalar_t>);
         const int g = threadIdx.x % 32 / 4;

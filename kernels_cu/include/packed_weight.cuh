@@ -143,7 +143,7 @@ private:
             pair.data[0] = pair.data[1] = x;
             return pair;
         } else {
-            return pair_t::full(SCALE<T>(x));
+            return pair_t::full(SCALE<T>(&x, 0));
         }
     }
 };

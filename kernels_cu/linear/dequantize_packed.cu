@@ -64,7 +64,7 @@ struct Group {
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
 dequantize_packed(scalar_t* dense,         // [N, K]
                   const uint32_t* codes,   // words, or bytes, of a weight [K, N]; PLACES: [K / 2, N]
-                  const scale_t* scales,   // [groups, N]
+                  const scale_t* scales,   // [groups, N], or [groups, N, 8]
                   const void* zeros,       // [groups, N BITS / 32] words, or [groups, N]
                   const int32_t* g_idx,    // [K], any numbers
                   const uint16_t* places,  // [K / 32, 2 N]
@@ -81,7 +81,7 @@ dequantize_packed(scalar_t* dense,         // [N, K]
         Group group{1.0f, 0.0f, 0, g >= 0 && g < groups};
         if (!group.exists) return group;
         const int64_t at = g * n + SCALE_ORDER(column);
-        if constexpr (HAS_SCALES) group.scale = SCALE<scale_t>(scales[at]) * power_of_two(SCALE_EXPONENT);
+        if constexpr (HAS_SCALES) group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT);
         if constexpr (ZEROS == 1) {
             const uint64_t bit = (uint64_t(g) * n + ZERO_LAYOUT<BITS>(column)) * BITS;
             group.zero = int(code_of_string<BITS>(static_cast<const uint32_t*>(zeros), bit, 1)) + ZERO_OFFSET;

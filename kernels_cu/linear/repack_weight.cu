@@ -9,11 +9,12 @@
 //     LAYOUT        layout of packed
 //     BITS          of a code
 //     PERMUTED      rows are permuted by perm
+//     ACCESS        bytes of one access to packed
 
 #include "packed_layout.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-repack_weight(uint32_t* packed,       // [experts, num_words], a weight [K, columns padded to the tiles]
+repack_weight(uint8_t* packed,        // [experts, num_words] words, a weight [K, columns padded to the tiles]
               const uint32_t* codes,  // [experts, expert_words], a weight [K, N]
               const int32_t* perm,    // [experts, K], any numbers
               int64_t k, int64_t n, int64_t columns, int64_t num_words, int64_t expert_words, int64_t total,
@@ -34,5 +35,7 @@ repack_weight(uint32_t* packed,       // [experts, num_words], a weight [K, colu
         if (row < 0 || row >= k || at.n >= n) continue;
         word |= SOURCE<BITS>::code(codes, source, uint32_t(row), at.n) << field * BITS;
     }
-    packed[i] = word;
+    Vec<uint8_t, 4> bytes;
+    bytes.template word<4>(0) = word;
+    bytes.template store<ACCESS>(packed + i * 4);
 }

@@ -27,10 +27,10 @@ from .._shared.packed_layouts import ColumnOrder, Layout, ZeroLayout
 from .._shared.scalar_type import ScalarType
 from .gemm_problem import Epilogue, Operand
 
-# What an entry of scales is: a float of 16 bits; the upper 7 bits of a float16 without its sign (of Marlin's NVFP4); a
-# power of two by its exponent; an integer in the bits of a float of 16 bits (of Marlin's int8 activations); e4m3,
-# whose product with a code is rounded to e4m3 (of W4A8).
-ScaleKind = Literal["float", "e5m3", "e8m0", "int16", "e4m3"]
+# What an entry of scales is: a float of 16 bits; the upper bits of a float16 without its sign (Marlin's NVFP4); a power
+# of two by its exponent; an integer in the bits of a float of 16 bits (Marlin's int8 activations); the products of a
+# scale of e4m3 with -8 ... -1, rounded to e4m3, as all products with codes are (W4A8).
+ScaleKind = Literal["float", "e5m3", "e8m0", "int16", "products"]
 # What zero points are: none; codes in words; floats in the order of the scales; the same, added to code * scale.
 ZeroKind = Literal["none", "codes", "floats", "added"]
 # What becomes of a code before its zero point is taken: nothing, or the inverse of `marlin_int4_fp8_preprocess`.
@@ -48,7 +48,8 @@ class PackedWeight:
         k, n: rows and columns.
         groups: of rows; those of scales and zero points.
         group_size: rows of a group; K for one group.
-        scales: [groups, N], contiguous, columns in `scale_order`; None: the epilogue has a scale for each column.
+        scales: [groups, N], contiguous, columns in `scale_order`; None: the epilogue has a scale for each column. Of
+            "products" [groups, N, 8], in any shape.
         scale_kind: what an entry of scales is.
         scale_exponent: a scale is its entry times two to this.
         zeros: codes [groups, N bits / 32] int32 in `zero_layout`, or floats [groups, N] in `scale_order`.
@@ -110,7 +111,7 @@ class PackedProblem:
         activations are exact. Products of W4A8 are of float8_e4m3fn, by the rule of its scales.
         """
         w = self.weight
-        if self.a.dtype.itemsize == 2 or w.scales is None or w.scale_kind == "e4m3":
+        if self.a.dtype.itemsize == 2 or w.scales is None or w.scale_kind == "products":
             return self.a.dtype
         return self.epilogue.out.dtype
 

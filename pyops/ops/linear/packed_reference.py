@@ -63,7 +63,8 @@ def multiply(
     factor = one.double() * 2.0**scale_exponent
     place = column_place(column_order, torch.arange(weight.n, device=out.device))
     if b_scales is not None:
-        b_scales = (b_scales.reshape(-1)[place].double() * factor).float()
+        b_scales = b_scales.reshape(-1) if b_scales.numel() == 1 else b_scales.reshape(-1)[place]
+        b_scales = (b_scales.double() * factor).float()
     elif a_scales is not None:
         a_scales = (a_scales.double() * factor).float()
     x = scaled(sums, one if a_scales is None else a_scales.float(), one if b_scales is None else b_scales, None)
@@ -80,7 +81,7 @@ def _activations(a: Tensor, weight: PackedWeight) -> Tensor:
 
 def _compute_dtype(out: Tensor, a: Tensor, weight: PackedWeight) -> torch.dtype:
     """As that of `PackedProblem`."""
-    return a.dtype if a.element_size() == 2 or weight.scales is None or weight.scale_kind == "e4m3" else out.dtype
+    return a.dtype if a.element_size() == 2 or weight.scales is None or weight.scale_kind == "products" else out.dtype
 
 
 def values(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -99,8 +100,8 @@ def values(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         zero = w.zeros[g][:, place].double()
     x = _numbers(w, zero)
     if w.scales is not None:
-        x = x * (_entries(w.scales, w.scale_kind)[g][:, place].double() * 2.0**w.scale_exponent)
-    if w.scale_kind == "e4m3":
+        x = x * (_entries(w)[g][:, place].double() * 2.0**w.scale_exponent)
+    if w.scale_kind == "products":
         x = x.clamp(-448.0, 448.0).float().to(torch.float8_e4m3fn).double()
     if w.zero_kind == "added":
         x = x + w.zeros[g][:, place].double()
@@ -149,11 +150,14 @@ def places_word(columns: int, quad: Any, n: Any) -> Any:
     return word // 2 * 2 * columns + 2 * line + word % 2
 
 
-def _entries(scales: Tensor, kind: str) -> Tensor:
-    """Scales as floats."""
-    if kind == "e5m3":
+def _entries(w: PackedWeight) -> Tensor:
+    """Scales as numbers, [groups, columns]."""
+    scales = w.scales
+    if w.scale_kind == "products":
+        return -scales.reshape(w.groups, w.n, 8)[..., 7].float()
+    if w.scale_kind == "e5m3":
         return (scales.view(torch.uint8).to(torch.int16) << 7).view(torch.float16)
-    if kind == "e8m0":
+    if w.scale_kind == "e8m0":
         exponent = scales.view(torch.uint8).double()
         return torch.where(exponent == 255, torch.nan, torch.exp2(exponent - 127.0))
-    return scales.view(torch.int16) if kind == "int16" else scales
+    return scales.view(torch.int16) if w.scale_kind == "int16" else scales

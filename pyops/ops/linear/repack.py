@@ -52,6 +52,7 @@ def repack(
         LAYOUT=f"packed_{layouts[1]}",
         BITS=bits,
         PERMUTED=perm is not None,
+        ACCESS=min(4, packed.alignment),
         NUM_THREADS=_NUM_THREADS,
     ).launch(
         -(-experts * num_words // _NUM_THREADS),
