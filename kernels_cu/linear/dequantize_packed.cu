@@ -17,7 +17,7 @@
 //     BIAS          taken from integers
 //     SIGNED        integers are two's complement
 //     RECODED       integers of 4 bits are what marlin_int4_fp8_preprocess has made of them
-//     scale_t, SCALE    type of an entry of scales and the function that decodes it
+//     scale_t, SCALE    type of an entry of scales and a name of packed_scale.cuh
 //     HAS_SCALES    there are scales
 //     SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   of the columns of scales, and of zero points that are floats: a name of column_order.cuh
@@ -32,27 +32,9 @@
 
 #include "arith.cuh"
 #include "packed_layout.cuh"
+#include "packed_scale.cuh"
 
 constexpr int PIECES = 8;  // of a block's columns
-
-// Scales by their entries.
-template <typename T> DEVICE float scale_float(const T* scales, int64_t i) { return to_float(scales[i]); }
-// The upper bits of a float16 without its sign.
-template <typename T> DEVICE float scale_e5m3(const T* scales, int64_t i) {
-    const uint16_t bits = uint16_t(uint32_t(reinterpret_cast<const uint8_t*>(scales)[i]) << 7);
-    return to_float(reinterpret_cast<const half_t&>(bits));
-}
-// A power of two by its exponent; the last is NaN.
-template <typename T> DEVICE float scale_e8m0(const T* scales, int64_t i) {
-    const uint32_t exponent = reinterpret_cast<const uint8_t*>(scales)[i];
-    return __uint_as_float(exponent == 255 ? 0x7fffffff : exponent == 0 ? 0x00400000 : exponent << 23);
-}
-// An integer in the bits of a float.
-template <typename T> DEVICE float scale_int16(const T* scales, int64_t i) {
-    return float(reinterpret_cast<const int16_t*>(scales)[i]);
-}
-// The last of the eight products of a scale with -8 ... -1.
-template <typename T> DEVICE float scale_products(const T* scales, int64_t i) { return -to_float(scales[i * 8 + 7]); }
 
 // A code as an integer less BIAS and a zero point, or as a float.
 DEVICE float number_of(uint32_t code, int zero) {
@@ -68,8 +50,7 @@ DEVICE float number_of(uint32_t code, int zero) {
         // 15 - v stands for a v below the zero point, v less the zero point for any other.
         if constexpr (RECODED) return float(integer + zero + BIAS < 16 ? integer : 15 - zero - BIAS - integer);
         if constexpr (SIGNED) return float(integer - zero - BIAS);
-        // The last place of 2^23 is worth 1: or-ing a code to its bits adds the code.
-        return __uint_as_float(code | 0x4b000000) - (8388608.0f + float(zero + BIAS));
+        return difference_of_code(code, float(zero + BIAS));
     }
 }
 

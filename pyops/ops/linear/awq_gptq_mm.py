@@ -251,11 +251,9 @@ def example_gptq_gemm(
 ) -> tuple[Any, ...]:
     """A weight as `gptq_shuffle` leaves it, permuted or not, or one whose rows have groups in any order."""
     k, n = 256, 96
-    g_idx = {
-        "exllama": lambda: None,
-        "permuted": lambda: make.permutation(k, k, dtype="int32"),
-        "groups": lambda: make.randint(0, num_groups, k, dtype="int32"),
-    }[order]()
+    g_idx = make.permutation(k, k, dtype="int32") if order == "permuted" else None
+    if order == "groups":
+        g_idx = make.randint(0, num_groups, k, dtype="int32")
     return (
         make.randn(num_tokens, k, dtype=dtype),
         make.randint(-(2**31), 2**31, k * bit // 32, n, dtype="int32"),

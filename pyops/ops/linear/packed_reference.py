@@ -1,6 +1,6 @@
 """A product with a packed weight in PyTorch: the reference of the ops whose plans are those of `packed_problem`.
 
-A `PackedWeight` holds tensors here, where plans have descriptors.
+What is called `weight`, or `w`, is a `PackedWeight` that holds tensors where those of plans hold descriptors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.lazy import torch
 from .._shared.packed_layouts import Layout, code_bit, column_place, zero_bit
-from .packed_problem import PackedWeight
 from .scaled_mm import scaled
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def _codes(packed: Tensor, bits: int, place_of: Any) -> Tensor:
 def multiply(
     out: Tensor,
     a: Tensor,
-    weight: PackedWeight,
+    weight: Any,
     a_scales: Tensor | None = None,
     b_scales: Tensor | None = None,
     bias: Tensor | None = None,
@@ -71,7 +70,7 @@ def multiply(
     out.copy_(x if bias is None else x + bias[place].float())
 
 
-def _activations(a: Tensor, weight: PackedWeight) -> Tensor:
+def _activations(a: Tensor, weight: Any) -> Tensor:
     """a' in float64."""
     if weight.perm is None:
         return a.double()
@@ -79,12 +78,12 @@ def _activations(a: Tensor, weight: PackedWeight) -> Tensor:
     return a[:, weight.perm.where(inside, 0).long()].double() * inside
 
 
-def _compute_dtype(out: Tensor, a: Tensor, weight: PackedWeight) -> torch.dtype:
+def _compute_dtype(out: Tensor, a: Tensor, weight: Any) -> torch.dtype:
     """As that of `PackedProblem`."""
     return a.dtype if a.element_size() == 2 or weight.scales is None or weight.scale_kind == "products" else out.dtype
 
 
-def values(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+def values(weight: Any, dtype: torch.dtype) -> Tensor:
     """w [K, N], rounded to `dtype`."""
     w, device = weight, weight.codes.device
     rows, columns = torch.arange(w.k, device=device), torch.arange(w.n, device=device)
@@ -108,7 +107,7 @@ def values(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return (x * exists[:, None]).float().to(dtype)
 
 
-def _numbers(w: PackedWeight, zero: Tensor) -> Tensor:
+def _numbers(w: Any, zero: Tensor) -> Tensor:
     """float64 of the codes, less their zero points."""
     kept_rows = w.k if w.places is None else w.k // 2
     codes = unpack(w.codes, w.layout, w.bits, (kept_rows, w.n)).long()
@@ -150,7 +149,7 @@ def places_word(columns: int, quad: Any, n: Any) -> Any:
     return word // 2 * 2 * columns + 2 * line + word % 2
 
 
-def _entries(w: PackedWeight) -> Tensor:
+def _entries(w: Any) -> Tensor:
     """Scales as numbers, [groups, columns]."""
     scales = w.scales
     if w.scale_kind == "products":
