@@ -342,7 +342,10 @@ def test_marlin_gemm_in_another_order(is_k_full: bool, device: str) -> None:
     c = torch.full((6, n), torch.nan, dtype=dtype, device=device)
     out = marlin_gemm(
         *(a, packed.marlin(codes, 4), "uint4b8", packed.marlin_scales(scales), n, device),
-        **{"g_idx": g_idx.int(), "perm": perm.int(), "is_k_full": is_k_full, "c": c},
+        g_idx=g_idx.int(),
+        perm=perm.int(),
+        is_k_full=is_k_full,
+        c=c,
     )
     assert out is c
     w = ((codes - 8).double() * scales.double()[g_idx]).to(dtype)
