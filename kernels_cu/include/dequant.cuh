@@ -7,6 +7,9 @@
 //     integers, EXPONENT 0, of 2, 4 or 8 bits              pair = code - zero point
 //     e4m3, EXPONENT 4; e2m1, EXPONENT 2                   pair * FACTOR = number; e4m3's NaN counts as 480
 //
+// `raw` leaves the difference, and the factor, to who sums products: the number is the sum of TERMS such pairs, times
+// RAW_FACTOR, less RAW_OFFSET (and the zero point). Of float16, integers are then the bits of subnormal numbers.
+//
 // Nothing is rounded. An integer is or-ed to the bits of a number whose last place is worth 1 (RAISED_PAIR), and so is
 // the zero point: the difference of the two is exact. The bits of a float are moved to where T has its own, exponent
 // and mantissa together. The number, a subnormal one too, is then smaller by FACTOR, a power of two that belongs into
@@ -61,6 +64,30 @@ struct Codes {
             return word_pair<T>(raised(codes & MASK)) - word_pair<T>(zero.low);
         }
     }
+
+    static constexpr int TERMS = BY_NIBBLES ? 2 : 1;
+    static constexpr float RAW_OFFSET = IS_FLOAT || IS_HALF ? 0.0f : BY_NIBBLES ? 2048.0f + 128.0f : 128.0f;
+    // Floats of bfloat16 are multiplied here: their products with other numbers might be too small.
+    static constexpr float RAW_FACTOR = !IS_HALF ? 1.0f : IS_FLOAT ? FACTOR : 0x1p24f;
+    struct Raw {
+        // A grid with a single plane: blockIdx.z is 0, and the compiler does not know it. It would load a constant anew
+        // for nearly every use.
+        uint32_t mask = (((1 << BITS) - 1) * 0x10001 & (BY_NIBBLES ? 0x000f000f : ~0u)) ^ blockIdx.z;
+
+        DEVICE uint32_t pair(uint32_t word, int i, int term) const {
+            if constexpr (IS_FLOAT) {
+                pair_t number = Codes::pair(word, i, {});
+                if constexpr (!IS_HALF) number = number * pair_t::full(FACTOR);
+                return number.template word<2>(0);
+            } else if constexpr (BY_NIBBLES) {
+                // The last place of 2048 is worth 16.
+                return (word >> (8 * i + 4 * term) & mask) | (term ? 0x45004500 : RAISED_PAIR<T>);
+            } else {
+                const uint32_t codes = word >> BITS * i & mask;
+                return IS_HALF ? codes : raised(codes);
+            }
+        }
+    };
 
 private:
     static DEVICE uint32_t raised(uint32_t codes) { return codes | RAISED_PAIR<T>; }

@@ -17,7 +17,7 @@
 //     BIAS          taken from integers
 //     SIGNED        integers are two's complement
 //     RECODED       integers of 4 bits are what marlin_int4_fp8_preprocess has made of them
-//     scale_t, SCALE    type of an entry of scales and a name of packed_scale.cuh
+//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     HAS_SCALES    there are scales
 //     SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   of the columns of scales, and of zero points that are floats: a name of column_order.cuh
@@ -30,9 +30,9 @@
 //     PLACES        two of four rows are kept
 //     ACCESS        elements of one access to dense: VEC_SIZE, or 1 where it does not divide K
 
-#include "arith.cuh"
+#include "group_scale.cuh"
+#include "packed.cuh"
 #include "packed_layout.cuh"
-#include "packed_scale.cuh"
 
 constexpr int PIECES = 8;  // of a block's columns
 
@@ -50,7 +50,7 @@ DEVICE float number_of(uint32_t code, int zero) {
         // 15 - v stands for a v below the zero point, v less the zero point for any other.
         if constexpr (RECODED) return float(integer + zero + BIAS < 16 ? integer : 15 - zero - BIAS - integer);
         if constexpr (SIGNED) return float(integer - zero - BIAS);
-        return difference_of_code(code, float(zero + BIAS));
+        return integer_to_float(code, float(zero + BIAS));
     }
 }
 

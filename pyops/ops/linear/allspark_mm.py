@@ -13,8 +13,8 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import column_place
 from .._shared.scalar_type import uint8b128
-from .dequantize_packed import plan
 from .gemm_problem import Epilogue, Operand
+from .packed_plan import plan
 from .packed_problem import PackedProblem, PackedWeight
 from .packed_reference import multiply
 from .repack import repack, repacked

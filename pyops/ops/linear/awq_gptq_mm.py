@@ -12,8 +12,8 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import unit
 from .._shared.scalar_type import ScalarType, uint4
-from .dequantize_packed import plan
 from .gemm_problem import Epilogue, Operand
+from .packed_plan import plan
 from .packed_problem import PackedProblem, PackedWeight
 from .packed_reference import multiply
 

@@ -20,16 +20,21 @@ _ZEROS = {"none": 0, "codes": 1, "floats": 2, "added": 3}
 
 def plan(problem: PackedProblem) -> list[Launch]:
     """Launches that write the weight in full, the activations as they are multiplied, and the product."""
-    w, dtype, a = problem.weight, problem.compute_dtype, problem.a
+    w, dtype = problem.weight, problem.compute_dtype
     dense = Scratch(w.n * w.k * dtype.itemsize)
-    launches = [_dequantize(dense, dtype, w)]
-    if w.perm is not None or a.dtype is not dtype:
-        gathered = Scratch(a.rows * w.k * dtype.itemsize)
-        launches.append(_gather(gathered, dtype, a, w))
-        a = Operand.of_scratch(gathered, dtype, a.rows, w.k)
+    gather, a = activations(problem)
     operand = Operand.of_scratch(dense, dtype, w.n, w.k)
     product = gemm_plan.plan(Problem(a, operand, w.k, problem.epilogue))
-    return [] if product.empty else [*launches, product]
+    return [] if product.empty else [_dequantize(dense, dtype, w), *gather, product]
+
+
+def activations(problem: PackedProblem) -> tuple[list[Launch], Operand]:
+    """The activations as they are multiplied, and the launches that write them."""
+    w, dtype, a = problem.weight, problem.compute_dtype, problem.a
+    if w.perm is None and a.dtype is dtype:
+        return [], a
+    gathered = Scratch(a.rows * w.k * dtype.itemsize)
+    return [_gather(gathered, dtype, a, w)], Operand.of_scratch(gathered, dtype, a.rows, w.k)
 
 
 def _access(k: int) -> int:

@@ -15,8 +15,8 @@ from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES, ScalarType, uint4, uint4b8, uint8, uint8b128
-from .dequantize_packed import plan
 from .gemm_problem import Epilogue, Operand
+from .packed_plan import plan
 from .packed_problem import PackedProblem, PackedWeight
 from .packed_reference import multiply
 from .repack import TILE_COLUMNS, repack, repacked

@@ -12,8 +12,8 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
 from .._shared.scalar_type import SCALAR_TYPES, ScalarType, uint4b8, uint8b128
-from .dequantize_packed import plan
 from .gemm_problem import Epilogue, Operand
+from .packed_plan import plan
 from .packed_problem import PackedProblem, PackedWeight
 from .packed_reference import multiply
 

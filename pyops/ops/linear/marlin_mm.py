@@ -11,9 +11,9 @@ from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES
-from .dequantize_packed import plan
 from .gemm_problem import Epilogue, Operand
 from .marlin_weight import E8M0, check_order, check_scales, check_types, check_zeros, marlin_weight
+from .packed_plan import plan
 from .packed_problem import PackedProblem
 from .packed_reference import multiply
 

@@ -16,9 +16,12 @@ difference then. A row whose group is out of range is 0, and so is a column of a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from ..._core import tuning
+from ..._core.device import Device
 from ..._core.dtypes import DType
+from ..._core.kernel import Kernel, Scratch
 from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder, Layout, ZeroLayout
 from .._shared.scalar_type import ScalarType
@@ -111,3 +114,79 @@ class PackedProblem:
         if self.a.dtype.itemsize == 2 or w.scales is None or w.scale_kind == "products":
             return self.a.dtype
         return self.epilogue.out.dtype
+
+    @property
+    def op(self) -> str:
+        return self.epilogue.out.op
+
+    @property
+    def device(self) -> Device:
+        return self.epilogue.out.device
+
+    @property
+    def m(self) -> int:
+        return self.a.rows
+
+    def bucket(self) -> str:
+        w, out = self.weight, self.epilogue.out
+        words = [
+            f"rows={tuning.power_of_two(self.m)}",
+            f"weight={w.n}x{w.k}",
+            f"{w.layout} {w.type} of {w.group_size}",
+            f"{self.a.dtype.name}-{out.dtype.name}",
+        ]
+        return " ".join(words)
+
+    # For kernels that read codes themselves: gemm_packed.cu and gemm_packed_mma.cu.
+
+    def kernel(self, kernel: Kernel) -> Kernel:
+        """`kernel`, its pointers fed by the op's tensors, or by names that no tensor of an op has."""
+        fed = {name: one.name if isinstance(one, TensorArg) else f"no_{name}" for name, one in self._tensors().items()}
+        return kernel.renamed(**fed)
+
+    def arguments(self, kernel: Kernel) -> dict[str, Any]:
+        """Those arguments that the kernel takes, beside the op's tensors."""
+        w, taken = self.weight, {name for _, name in kernel.signature.parameters}
+        sizes = {"m": self.m, "n": w.n, "k": w.k, "groups": w.groups, "a_stride": self.a.stride}
+        others = {f"no_{name}": one or 0 for name, one in self._tensors().items() if not isinstance(one, TensorArg)}
+        return {name: one for name, one in {**sizes, **self.epilogue.arguments(), **others}.items() if name in taken}
+
+    def constants(self) -> dict[str, Any]:
+        """What such a kernel is compiled for."""
+        w = self.weight
+        return {
+            "scalar_t": self.a.dtype,
+            **self.epilogue.constants(),
+            "BITS": w.bits,
+            "EXPONENT": w.type.exponent,
+            "LAYOUT": f"layout_{'gptq' if w.layout == 'exllama' and w.bits == 8 else w.layout}",
+            "HAS_SCALES": w.scales is not None,
+            "scale_t": self.a.dtype if w.scales is None else w.scales.dtype,
+            "SCALE": f"scale_{w.scale_kind}",
+            "GROUP_SCALE_EXPONENT": w.scale_exponent,
+            "SCALE_ORDER": f"column_{w.scale_order}",
+            "ZERO_CODES": w.zero_kind == "codes",
+            "ZERO_POINT": w.zero_offset + w.type.bias,
+            "ADDED": w.zero_kind == "added",
+            "GROUP_SIZE": w.group_size if w.groups > 1 else 0,
+        }
+
+    def group_bits(self) -> int:
+        """Bits of what a column has in a group: its scale and its zero point."""
+        w = self.weight
+        zero = {"none": 0, "codes": w.bits}.get(w.zero_kind, 8 * self.a.dtype.itemsize)
+        return zero + (0 if w.scales is None else 8 * w.scales.dtype.itemsize)
+
+    def _tensors(self) -> dict[str, TensorArg | Scratch | None]:
+        """Pointers by parameter."""
+        w, e = self.weight, self.epilogue
+        return {
+            "out": e.out,
+            "a": self.a.source,
+            "codes": w.codes,
+            "scales": w.scales,
+            "zeros": w.zeros,
+            "a_scales": e.a_scales,
+            "b_scales": e.b_scales,
+            "bias": e.bias,
+        }

@@ -17,8 +17,8 @@ from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg, new
 from .._shared.scalar_type import int4
-from .dequantize_packed import plan
 from .gemm_problem import Epilogue, Operand
+from .packed_plan import plan
 from .packed_problem import PackedProblem, PackedWeight
 from .packed_reference import multiply
 from .repack import repack, repacked

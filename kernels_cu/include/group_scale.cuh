@@ -1,10 +1,8 @@
-// packed_scale.cuh: scales of packed weights by their entries, and codes that zero points are taken from.
+// group_scale.cuh: scales of groups as floats, by what their entries are.
 
 #pragma once
-#include "arith.cuh"
 #include "number.cuh"
 
-// Scale number i. Names are those of ScaleKind of pyops/ops/linear/packed_problem.py.
 template <typename T> DEVICE float scale_float(const T* scales, int64_t i) { return to_float(scales[i]); }
 // The upper bits of a float16 without its sign.
 template <typename T> DEVICE float scale_e5m3(const T* scales, int64_t i) {
@@ -22,9 +20,3 @@ template <typename T> DEVICE float scale_int16(const T* scales, int64_t i) {
 }
 // The last of the eight products of a scale with -8 ... -1.
 template <typename T> DEVICE float scale_products(const T* scales, int64_t i) { return -to_float(scales[i * 8 + 7]); }
-
-// code - offset, exactly, for integers below 2^22: the last place of 2^23 is worth 1, so that or-ing a code to its bits
-// adds the code.
-DEVICE float difference_of_code(uint32_t code, float offset) {
-    return __uint_as_float(code | 0x4b000000) - (8388608.0f + offset);
-}
