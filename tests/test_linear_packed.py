@@ -39,17 +39,27 @@ def each(rows: Tensor, k: int) -> Tensor:
     return rows.repeat_interleave(k // len(rows), 0)
 
 
-def check_product(out: Tensor, a: Tensor, w: Tensor, factor: Tensor | float = 1.0, shift: Tensor | float = 0.0) -> None:
-    """`out` is ``factor * (a @ w) + shift``, rounded once."""
+def check_product(
+    out: Tensor, a: Tensor, w: Tensor, factor: Tensor | float = 1.0, shift: Tensor | float = 0.0, rounds: bool = False
+) -> None:
+    """`out` is ``factor * (a @ w) + shift``, rounded once; if `rounds`, of w or of w rounded to the dtype of `out`."""
     assert out.dtype in (torch.float16, torch.bfloat16)
-    assert_rounded_once(out.cpu(), factor * (a.cpu().double() @ w.double()) + shift)
+    exact = factor * (a.cpu().double() @ w.double()) + shift
+    if rounds:
+        rounded = factor * (a.cpu().double() @ w.float().to(out.dtype).double()) + shift
+        nearer = (out.cpu().double() - rounded).abs().max() < (out.cpu().double() - exact).abs().max()
+        exact = rounded if nearer else exact
+    assert_rounded_once(out.cpu(), exact)
 
 
-def weighed(difference: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A weight that is rounded to `dtype`, and what its sums are multiplied by: the scales, if there is one row."""
+def check_scaled(
+    out: Tensor, a: Tensor, difference: Tensor, scales: Tensor, factor: Any = 1.0, shift: Any = 0.0
+) -> None:
+    """`check_product` of codes less zero points under scales of groups, or of columns, which are those of sums."""
     if len(scales) == 1:
-        return difference.double(), scales.double()
-    return (difference.double() * each(scales.double(), len(difference))).to(dtype), torch.ones(1)
+        check_product(out, a, difference.double(), scales.double() * factor, shift)
+    else:
+        check_product(out, a, difference.double() * each(scales.double(), len(difference)), factor, shift, rounds=True)
 
 
 # Layouts
@@ -163,7 +173,7 @@ def test_awq_gemm(m: int, groups: int, n: int, dtype: torch.dtype, device: str) 
     codes, zeros, scales = packed.draw(0, 16, k, n), packed.draw(0, 16, groups, n, seed=1), scales_of(groups, n, dtype)
     a = activations(m, k, dtype, device)
     out = pyops.awq_gemm(a, *(x.to(device) for x in (packed.awq(codes), scales, packed.awq(zeros))), 8)
-    check_product(out, a, *weighed(codes - each(zeros, k), scales, dtype))
+    check_scaled(out, a, codes - each(zeros, k), scales)
 
 
 @ANY_DEVICE
@@ -180,15 +190,14 @@ def test_gptq_gemm(bits: int, v2: bool, device: str) -> None:
     points = zeros + (0 if v2 else 1)
     raw = packed.gptq(codes, bits).to(device)
     out = pyops.gptq_gemm(a, raw, stored, scales.to(device), g_idx.int().to(device), False, v2, bits)
-    check_product(out, a, ((codes - points[g_idx]).double() * scales.double()[g_idx]).to(dtype))
+    check_product(out, a, (codes - points[g_idx]).double() * scales.double()[g_idx], rounds=True)
     # A row of the shuffled weight multiplies the column of a that the permutation says.
     perm = torch.randperm(k, generator=torch.Generator().manual_seed(bits)).int().to(device)
     shuffled = raw.clone()
     pyops.gptq_shuffle(shuffled, perm, bits)
     out = pyops.gptq_gemm(a, shuffled, stored, scales.to(device), perm, True, v2, bits)
     rows = perm.cpu().long()
-    w, _ = weighed(codes[rows] - each(points, k), scales, dtype)
-    check_product(out, a[:, rows.to(device)], w)
+    check_scaled(out, a[:, rows.to(device)], codes[rows] - each(points, k), scales)
 
 
 @ANY_DEVICE
@@ -201,9 +210,10 @@ def test_hostile_indices(device: str) -> None:
     g_idx = torch.arange(k) // (k // groups)
     hostile = g_idx.clone()
     hostile[3], hostile[9], hostile[40] = -1, groups, 2**31 - 1
-    w = ((codes - zeros[g_idx]).double() * scales.double()[g_idx]).to(dtype)
+    w = (codes - zeros[g_idx]).double() * scales.double()[g_idx]
     w[[3, 9, 40]] = 0.0
-    check_product(pyops.gptq_gemm(a, raw.to(device), *given, hostile.int().to(device), False, True, 4), a, w)
+    out = pyops.gptq_gemm(a, raw.to(device), *given, hostile.int().to(device), False, True, 4)
+    check_product(out, a, w, rounds=True)
     perm = torch.arange(k)
     perm[3], perm[9], perm[10], perm[40] = -(2**31), k, 11, 2**31 - 1
     inside = (perm >= 0) & (perm < k)
@@ -211,7 +221,7 @@ def test_hostile_indices(device: str) -> None:
     shuffled = raw.clone().to(device)
     pyops.gptq_shuffle(shuffled, None, 4)
     out = pyops.gptq_gemm(a, shuffled, *given, perm.int().to(device), True, True, 4)
-    check_product(out, moved, weighed(codes - each(zeros, k), scales, dtype)[0])
+    check_scaled(out, moved, codes - each(zeros, k), scales)
 
 
 # Marlin
@@ -278,8 +288,7 @@ def test_marlin_gemm_of_integers(kind: str, dtype: torch.dtype, groups: int, dev
         b_zeros=zeros,
     )
     assert out.dtype == T
-    w, factor = weighed(codes - each(points, k), scales, T)
-    check_product(out, a, w, factor * (a_scales.double() if is_a_8bit else 1.0), bias.double())
+    check_scaled(out, a, codes - each(points, k), scales, a_scales.double() if is_a_8bit else 1.0, bias.double())
 
 
 @ANY_DEVICE
@@ -295,7 +304,7 @@ def test_marlin_gemm_of_fp8(dtype: torch.dtype, groups: int, device: str) -> Non
     stored = scales * 2.0 ** (8 if dtype == torch.float16 else 120)
     a = activations(3, k, dtype, device)
     out = marlin_gemm(a, packed.marlin(codes, 8), "float8_e4m3fn", packed.marlin_scales(stored), n, device)
-    check_product(out, a, *weighed(numbers, scales, dtype))
+    check_scaled(out, a, numbers, scales)
 
 
 @ANY_DEVICE
@@ -348,8 +357,7 @@ def test_marlin_gemm_in_another_order(is_k_full: bool, device: str) -> None:
         c=c,
     )
     assert out is c
-    w = ((codes - 8).double() * scales.double()[g_idx]).to(dtype)
-    check_product(c, a[:, perm.to(device)], w)
+    check_product(c, a[:, perm.to(device)], (codes - 8).double() * scales.double()[g_idx], rounds=True)
 
 
 @ANY_DEVICE
@@ -362,7 +370,7 @@ def test_marlin_gemm_of_zero_points_that_are_floats(groups: int, device: str) ->
     weight, ordered = packed.marlin(codes, 4), packed.marlin_scales(zeros)
     given = {"b_zeros": ordered, "is_zp_float": True}
     out = marlin_gemm(a, weight, "uint4", packed.marlin_scales(scales), n, device, **given)
-    check_product(out, a, ((codes - each(zeros.double(), k)) * each(scales.double(), k)).to(dtype))
+    check_product(out, a, (codes - each(zeros.double(), k)) * each(scales.double(), k), rounds=True)
 
 
 @ANY_DEVICE
@@ -382,7 +390,7 @@ def test_gptq_marlin_24_gemm(kind: str, groups: int, device: str) -> None:
     a = activations(5, k, dtype, device)
     given = (x.to(device) for x in (weight, packed.places_24(first | second << 2), stored))
     out = pyops.gptq_marlin_24_gemm(a, *given, None, type.id, 5, n, k)
-    check_product(out, a, *weighed(dense - type.bias, scales, dtype))
+    check_scaled(out, a, dense - type.bias, scales)
 
 
 # Machete, W4A8, AllSpark
@@ -416,7 +424,7 @@ def test_machete(kind: str, group_size: int, dtype: torch.dtype, device: str) ->
         check_product(out, a, codes - type.bias, scales.double())
     else:
         shift = 0.0 if zeros is None else zeros.double()[g]
-        check_product(out, a, ((codes - type.bias).double() * scales.double()[g] + shift).float().to(dtype))
+        check_product(out, a, (codes - type.bias).double() * scales.double()[g] + shift, rounds=True)
     with pytest.raises(pyops.OpError, match="machete_mm: B: expected a contiguous tensor, as machete_prepack_B"):
         pyops.machete_mm(a, raw, type.id, group_size=group_size, **more)
 
@@ -473,7 +481,7 @@ def test_allspark(has_zp: bool, dtype: torch.dtype, device: str) -> None:
     given = packed.n32k16(codes).to(device), packed.n32k16_columns(scales).to(device), points
     out = pyops.allspark_w8a16_gemm(a, *given, n, -1, 132, 90, 1024, has_zp, True)
     difference = (codes - 128).double() - (zeros.double() if has_zp else 0.0)
-    check_product(out, a, difference.to(dtype), scales.double())
+    check_product(out, a, difference, scales.double(), rounds=True)
 
 
 # Refusals
