@@ -31,6 +31,7 @@
 //     ACCESS        elements of one access to dense: VEC_SIZE, or 1 where it does not divide K
 
 #include "group_scale.cuh"
+#include "packed.cuh"
 #include "packed_layout.cuh"
 
 constexpr int PIECES = 8;  // of a block's columns
@@ -49,8 +50,7 @@ DEVICE float number_of(uint32_t code, int zero) {
         // 15 - v stands for a v below the zero point, v less the zero point for any other.
         if constexpr (RECODED) return float(integer + zero + BIAS < 16 ? integer : 15 - zero - BIAS - integer);
         if constexpr (SIGNED) return float(integer - zero - BIAS);
-        // The last place of 2^23 is worth 1: or-ing a code to its bits adds the code.
-        return __uint_as_float(code | 0x4b000000) - (8388608.0f + float(zero + BIAS));
+        return integer_to_float(code, float(zero + BIAS));
     }
 }
 

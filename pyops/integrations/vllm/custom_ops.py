@@ -17,7 +17,7 @@ import pyops
 from ..._core.errors import OpError
 from ..._core.lazy import optional
 from ...ops import attention, linear, moe, norm, quantize, sampling
-from . import adapters
+from . import adapters, weight_only
 from .schemas import SCHEMAS, SIGNATURES
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def _conforms(function: Callable[..., Any], signature: inspect.Signature) -> boo
 _theirs = _signatures()
 _ops = [line.partition("(")[0] for schemas in SCHEMAS.values() for line in schemas.split("\n")[1:-1]]
 for _name in {*_theirs, *_ops} - globals().keys():
-    _found = getattr(pyops, _name, None)
+    _found = getattr(weight_only, _name, None) or getattr(pyops, _name, None)
     if callable(_found) and (_name not in _theirs or _conforms(_found, _theirs[_name])):
         globals()[_name] = _found
 

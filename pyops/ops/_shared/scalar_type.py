@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # (field of ScalarType, its bits), from the lowest of an id on.
 _FIELDS = (("exponent", 8), ("mantissa", 8), ("signed", 1), ("bias", 32), ("finite_values_only", 1), ("nan_repr", 8))
@@ -48,12 +48,12 @@ class ScalarType(NamedTuple):
     @classmethod
     def of(cls, id: int) -> ScalarType:
         """The type that an int stands for."""
-        values = []
+        values: dict[str, Any] = {}
         for name, bits in _FIELDS:
-            value = id & (1 << bits) - 1
-            values.append(bool(value) if name in ("signed", "finite_values_only") else value)
+            values[name] = id & (1 << bits) - 1
             id >>= bits
-        return cls(*values)
+        flags = {name: bool(values[name]) for name in ("signed", "finite_values_only")}
+        return cls(**values | flags)
 
     def __str__(self) -> str:
         for name, one in SCALAR_TYPES.items():

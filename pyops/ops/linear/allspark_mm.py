@@ -154,7 +154,7 @@ def allspark_w8a16_gemm(
 ) -> None:
     """A product with 8-bit codes in AllSpark's layout: ``out = scale * (a @ (code - 128 - zero))``.
 
-    A zero point is any float: the difference is rounded to the dtype of a. Sums are in float32, and rounded once.
+    A zero point is any float: differences are rounded to the dtype of a. Sums are in float32, and rounded once.
 
     Args:
         a: [M, K] float16 or bfloat16; rows of one stride; K a multiple of 16.
@@ -168,7 +168,7 @@ def allspark_w8a16_gemm(
         n32k16_reorder: True: the weight is in that order.
         out: [M, n] of the dtype of a, returned; elements of a row lie one after another; new unless given.
     """
-    multiply(out, a, _weight(a, b_qweight, b_qzeros, n), b_scales=b_scales, column_order="n32k16")
+    multiply(out, a, _weight(a, b_qweight, b_qzeros, n), b_scales=b_scales, column_order="n32k16", rounds=True)
 
 
 def _weight(a: Any, b_qweight: Any, b_qzeros: Any, n: int) -> PackedWeight:

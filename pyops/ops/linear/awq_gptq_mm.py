@@ -15,7 +15,7 @@ from .._shared.scalar_type import ScalarType, uint4
 from .gemm_problem import Epilogue, Operand
 from .packed_plan import plan
 from .packed_problem import PackedProblem, PackedWeight
-from .packed_reference import multiply
+from .packed_reference import multiply, rounding_of_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,14 +25,14 @@ __all__ = ["awq_gemm", "gptq_gemm"]
 _BITS = (2, 3, 4, 8)
 
 
-@op(returns="out", runtime="split_k_iters", atol=2.0**-18)
+@op(returns="out", runtime="split_k_iters", ulps=2, atol=lambda out: rounding_of_weights(out.dtype))
 def awq_gemm(
     input: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, split_k_iters: int, *, out: Tensor
 ) -> None:
     """A product with a weight of AWQ: ``out = input @ ((code - zero) * scale)``, summed in float32, rounded once.
 
-    Weights are rounded to the dtype of `input`, unless a column has one scale, by which its sum is multiplied. A word
-    holds eight columns in the order 0 2 4 6 1 3 5 7, from its lowest nibble (Lin et al. 2023, arXiv:2306.00978).
+    Weights may be rounded to the dtype of `input`, unless a column has one scale, by which its sum is multiplied. A
+    word holds eight columns in the order 0 2 4 6 1 3 5 7, from its lowest nibble (Lin et al. 2023, arXiv:2306.00978).
 
     Args:
         input: [M, K] float16 or bfloat16; rows of one stride.
@@ -120,7 +120,7 @@ def example_awq_gemm(
     )
 
 
-@op(returns="out", atol=2.0**-18)
+@op(returns="out", ulps=2, atol=lambda out: rounding_of_weights(out.dtype))
 def gptq_gemm(
     a: Tensor,
     b_q_weight: Tensor,
@@ -135,10 +135,10 @@ def gptq_gemm(
 ) -> None:
     """A product with a weight of GPTQ: ``out = a @ ((code - zero) * scale)``, summed in float32, rounded once.
 
-    Weights are rounded to the dtype of `a`, unless a column has one scale, by which its sum is multiplied. A column of
-    the weight is a string of codes, from the lowest bit of its first word on, and so is a row of zero points (Frantar
-    et al. 2022, arXiv:2210.17323). Where b_g_idx leads to no group or no column of `a`, a row of the weight counts as
-    zeros.
+    Weights may be rounded to the dtype of `a`, unless a column has one scale, by which its sum is multiplied. A column
+    of the weight is a string of codes, from the lowest bit of its first word on, and so is a row of zero points
+    (Frantar et al. 2022, arXiv:2210.17323). Where b_g_idx leads to no group or no column of `a`, a row of the weight
+    counts as zeros.
 
     Args:
         a: [M, K] float16 or bfloat16; rows of one stride.
@@ -251,11 +251,9 @@ def example_gptq_gemm(
 ) -> tuple[Any, ...]:
     """A weight as `gptq_shuffle` leaves it, permuted or not, or one whose rows have groups in any order."""
     k, n = 256, 96
-    g_idx = {
-        "exllama": lambda: None,
-        "permuted": lambda: make.permutation(k, k, dtype="int32"),
-        "groups": lambda: make.randint(0, num_groups, k, dtype="int32"),
-    }[order]()
+    g_idx = make.permutation(k, k, dtype="int32") if order == "permuted" else None
+    if order == "groups":
+        g_idx = make.randint(0, num_groups, k, dtype="int32")
     return (
         make.randn(num_tokens, k, dtype=dtype),
         make.randint(-(2**31), 2**31, k * bit // 32, n, dtype="int32"),

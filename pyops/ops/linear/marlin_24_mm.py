@@ -57,7 +57,7 @@ def gptq_marlin_24_gemm(
         out: [M, N] of the dtype of a, returned; elements of a row lie one after another; new unless given.
     """
     weight = _weight(b_q_weight, b_meta, b_scales, b_q_type, size_n, size_k)
-    multiply(out, a, weight, b_scales=b_scales if weight.scales is None else None)
+    multiply(out, a, weight, b_scales=b_scales if weight.scales is None else None, rounds=True)
 
 
 def _weight(b_q_weight: Any, b_meta: Any, b_scales: Any, b_q_type: int, n: int, k: int) -> PackedWeight:

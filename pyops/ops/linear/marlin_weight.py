@@ -26,6 +26,7 @@ _FP4_EXPONENTS = {float16: 14, bfloat16: 126}
 _NVFP4_EXPONENT = 7  # of a scale of a block, and taken from that of the tensor
 _INT4_AS_FP8_EXPONENT = 9  # of scales, of codes that become subnormal numbers of e4m3
 _MXFP4_AS_FP8_EXPONENT = 6
+_INT16_EXPONENT = 12  # of the largest scale, where it is an integer
 E8M0 = (float8_e8m0fnu, uint8)
 
 
@@ -49,7 +50,8 @@ def marlin_weight(
     is_a_8bit, grouped = dtype.itemsize == 1, groups > 1 or is_zp_float or kind == float4_e2m1f
     order: ColumnOrder = "marlin_32" if is_a_8bit or groups == 1 else "marlin_64"
     form: ScaleKind = "float"
-    exponent, scales = 0, {}
+    exponent = 0
+    scales: dict[str, Any] = {}
     if kind == fp8:
         exponent = -_FP8_EXPONENTS[dtype]
     elif kind == float4_e2m1f:
@@ -60,8 +62,8 @@ def marlin_weight(
             scales = {"a_scales": global_scale, "scale_exponent": _NVFP4_EXPONENT - _FP4_EXPONENTS[dtype]}
     elif dtype is float8_e4m3fn:
         exponent = -_INT4_AS_FP8_EXPONENT
-    elif dtype is int8 and grouped:
-        form = "int16"
+    elif dtype is int8 and grouped:  # of a size that a product with a code fits into float16
+        form, exponent, scales = "int16", -_INT16_EXPONENT, {"scale_exponent": _INT16_EXPONENT}
     if not grouped:
         scales = {"b_scales": b_scales, "scale_exponent": exponent}
     permuted = perm is not None and tuple(perm.shape) != (0,)

@@ -138,7 +138,7 @@ def reads_codes(problem: PackedProblem) -> bool:
     w, e, a = problem.weight, problem.epilogue, problem.a
     codes = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8)}.get(w.layout, ())
     kind = w.bits in codes and not (w.type.is_integer and w.type.signed) and w.recoding == "none"
-    zeros = w.zero_kind in ("none", "added") or (w.zero_kind == "codes" and w.zero_layout == _ZEROS[w.layout])
+    zeros = w.zero_kind in ("none", "added") or (w.zero_kind == "codes" and w.zero_layout == _ZEROS.get(w.layout))
     zeros = zeros and not (w.layout == "marlin" and w.bits == 8 and w.zero_kind == "codes")
     scales = w.scale_kind in ("float", "e5m3", "e8m0") and (w.scales is not None or w.zero_kind != "added")
     rows = w.g_idx is None and w.k % (16 if w.layout == "marlin" else 32 // w.bits) == 0

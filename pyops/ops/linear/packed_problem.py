@@ -4,7 +4,7 @@
 layouts and orders are those of `_shared/packed_layouts.py`), and a' the activations, their columns permuted if the
 weight's rows are:
 
-    w[k, n] = T(scale * (code[k, n] - zero))         rounded once, to T: the dtype of `PackedProblem.compute_dtype`
+    w[k, n] = scale * (code[k, n] - zero)            which a kernel may round once, to `PackedProblem.compute_dtype`
     scale, zero: of group g(k), column n
     g(k) = k // group_size, or g_idx[k]
     a'[m, k] = a[m, k], or a[m, perm[k]]
@@ -105,7 +105,7 @@ class PackedProblem:
 
     @property
     def compute_dtype(self) -> DType:
-        """The dtype T that weights are rounded to and multiplied in.
+        """The dtype of what is multiplied, where the weight is written in full.
 
         That of the activations; of 8-bit activations and a weight under several scales, the dtype of out, in which the
         activations are exact. Products of W4A8 are of float8_e4m3fn, by the rule of its scales.

@@ -68,7 +68,7 @@ class SkinnyConfig:
         given = (problem.epilogue.out, problem.a.source, problem.b.source, problem.epilogue.bias)
         pairs = dict(zip(("out", "input", "weight", "bias"), given, strict=True))
         kernel = _skinny_linear.renamed(**{name: one.name for name, one in pairs.items() if isinstance(one, TensorArg)})
-        pointers = {name: one or 0 for name, one in pairs.items() if not isinstance(one, TensorArg)}
+        pointers: dict[str, Any] = {name: one or 0 for name, one in pairs.items() if not isinstance(one, TensorArg)}
         strides = problem.epilogue.arguments()
         return kernel(
             scalar_t=problem.dtype,
