@@ -116,20 +116,20 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     few = reads_codes(problem) and device.supports("mma") and _fits(w, _WORDS // w.bits)
     many = reads_codes(problem) and device.supports("wgmma") and _fits(w, STEP_K) and _is_mapped(problem)
     if few and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
-        return choose_mma(m, w.n, device)
+        return choose_mma(m, w.n, -(-w.k * w.bits // _WORDS), device)
     if many:
         return packed_hopper.choose(m, w.n, w.k, device)
     return DenseConfig()
 
 
-def choose_mma(m: int, n: int, device: Device) -> PackedMmaConfig:
+def choose_mma(m: int, n: int, steps: int, device: Device) -> PackedMmaConfig:
     """As many warps as the device holds at a time, eight to a block at most, and their parts of K."""
     tile_m = min(m, 16 if m <= 16 else 32)
     tiles = -(-m // tile_m) * (n // _TILE_N)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
-    splits = max(size for size, count in clusters.items() if size == 1 or tiles <= count)
+    splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
     blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
-    warps = max(1, min(_MAX_WARPS, _RESIDENT[tile_m] // blocks))
+    warps = max(1, min(_MAX_WARPS, _RESIDENT[tile_m] // blocks, -(-steps // splits)))
     return PackedMmaConfig(tile_m, warps, splits, _RESIDENT[tile_m] // warps)
 
 
