@@ -47,21 +47,25 @@ struct Codes {
         else return {raised(point * 0x10001), 0};
     }
 
-    static DEVICE pair_t pair(uint32_t word, int i, const Zero& zero) {
+    // Of an integer's bits, in both halves of a word. A grid has a single plane: blockIdx.z is 0, and the compiler, which
+    // would load a constant anew for nearly every use, does not know it.
+    uint32_t mask = ((1 << (BY_NIBBLES ? 4 : BITS)) - 1) * 0x10001 ^ blockIdx.z;
+
+    DEVICE pair_t pair(uint32_t word, int i, const Zero& zero) const {
         constexpr uint32_t MASK = ((1 << BITS) - 1) * 0x10001, SIGN = (1 << (BITS - 1)) * 0x10001;
         const uint32_t codes = word >> BITS * i;
         if constexpr (IS_FLOAT) {
             constexpr int SHIFT = (IS_HALF ? 10 : 7) - (BITS - 1 - EXPONENT);  // the mantissas' difference in bits
             return word_pair<T>((codes & SIGN) << (16 - BITS) | (codes & (MASK - SIGN)) << SHIFT);
         } else if constexpr (BY_NIBBLES) {
-            const pair_t low = word_pair<T>(raised(codes & 0x000f000f)) - word_pair<T>(zero.low);
-            const pair_t high = word_pair<T>(raised(codes >> 4 & 0x000f000f)) - word_pair<T>(zero.high);
+            const pair_t low = word_pair<T>(raised(codes & mask)) - word_pair<T>(zero.low);
+            const pair_t high = word_pair<T>(raised(codes >> 4 & mask)) - word_pair<T>(zero.high);
             const pair_t sixteen = word_pair<T>(0x41804180);
             pair_t result;
             multiply_add_pair<T>(result.data, high.data, sixteen.data, low.data);
             return result;
         } else {
-            return word_pair<T>(raised(codes & MASK)) - word_pair<T>(zero.low);
+            return word_pair<T>(raised(codes & mask)) - word_pair<T>(zero.low);
         }
     }
 
@@ -69,25 +73,19 @@ struct Codes {
     static constexpr float RAW_OFFSET = IS_FLOAT || IS_HALF ? 0.0f : BY_NIBBLES ? 2048.0f + 128.0f : 128.0f;
     // Floats of bfloat16 are multiplied here: their products with other numbers might be too small.
     static constexpr float RAW_FACTOR = !IS_HALF ? 1.0f : IS_FLOAT ? FACTOR : 0x1p24f;
-    struct Raw {
-        // A grid with a single plane: blockIdx.z is 0, and the compiler does not know it. It would load a constant anew
-        // for nearly every use.
-        uint32_t mask = (((1 << BITS) - 1) * 0x10001 & (BY_NIBBLES ? 0x000f000f : ~0u)) ^ blockIdx.z;
-
-        DEVICE uint32_t pair(uint32_t word, int i, int term) const {
-            if constexpr (IS_FLOAT) {
-                pair_t number = Codes::pair(word, i, {});
-                if constexpr (!IS_HALF) number = number * pair_t::full(FACTOR);
-                return number.template word<2>(0);
-            } else if constexpr (BY_NIBBLES) {
-                // The last place of 2048 is worth 16.
-                return (word >> (8 * i + 4 * term) & mask) | (term ? 0x45004500 : RAISED_PAIR<T>);
-            } else {
-                const uint32_t codes = word >> BITS * i & mask;
-                return IS_HALF ? codes : raised(codes);
-            }
+    DEVICE uint32_t raw(uint32_t word, int i, int term) const {
+        if constexpr (IS_FLOAT) {
+            pair_t number = pair(word, i, {});
+            if constexpr (!IS_HALF) number = number * pair_t::full(FACTOR);
+            return number.template word<2>(0);
+        } else if constexpr (BY_NIBBLES) {
+            // The last place of 2048 is worth 16.
+            return (word >> (8 * i + 4 * term) & mask) | (term ? 0x45004500 : RAISED_PAIR<T>);
+        } else {
+            const uint32_t codes = word >> BITS * i & mask;
+            return IS_HALF ? codes : raised(codes);
         }
-    };
+    }
 
 private:
     static DEVICE uint32_t raised(uint32_t codes) { return codes | RAISED_PAIR<T>; }

@@ -55,38 +55,36 @@ struct Unit {
         else return first_column * (BITS / 2) + lane * BITS;
     }
 
-    // `from` is where the lane's first load of the unit is. Of lines from there on, all but `lines` do not exist; the
-    // last one stands for them: their rows meet zeros of a.
+    // A lane's loads, and where they are from the first one on: in lines of their own, but where a line has two.
+    static constexpr int LOADS = LAYOUT == layout_awq ? 8 : 2;
+    static constexpr bool OWN_LINES = LAYOUT == layout_awq || (LAYOUT == layout_marlin && PRODUCTS == 2);
+    static DEVICE int64_t load_at(int i, int64_t n) { return OWN_LINES ? i * line_words(n) : i * (IS_GPTQ ? 32 : 4); }
+
+    // `from` is where the lane's first load of the unit is. All but `lines` of the lines from there on do not exist; the
+    // last that does stands for them, whose rows meet zeros of a.
     DEVICE void load(const uint32_t* from, int64_t n, int lines) {
-        using four_t = Vec<uint32_t, 4>;
-        const auto line_at = [&](int i) { return (WHOLE_STEPS ? i : min(i, lines - 1)) * line_words(n); };
-        if constexpr (LAYOUT == layout_awq) {
+        using run_t = Vec<uint32_t, WORDS / LOADS>;
 #pragma unroll
-            for (int i = 0; i < WORDS; ++i) words[i] = load_streaming(from + line_at(i));
-        } else {
+        for (int i = 0; i < LOADS; ++i) {
+            const int existing = WHOLE_STEPS || !OWN_LINES ? i : min(i, lines - 1);
+            const run_t run = run_t::load_once(from + load_at(existing, n));
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const bool own_line = LAYOUT == layout_marlin && PRODUCTS == 2;
-                const int within = own_line ? 0 : IS_GPTQ ? 32 * i : 4 * i;
-                const four_t four = four_t::load_once(from + line_at(own_line ? i : 0) + within);
-#pragma unroll
-                for (int j = 0; j < 4; ++j) words[i * 4 + j] = four.data[j];
-            }
+            for (int j = 0; j < WORDS / LOADS; ++j) words[i * (WORDS / LOADS) + j] = run.data[j];
         }
     }
 
     // Pair q of rows of column (tile, h), in product number `product`: codes_t::Raw.
-    DEVICE uint32_t pair(const codes_t::Raw& raw, int product, int tile, int h, int q, int term) const {
+    DEVICE uint32_t pair(const codes_t& decode, int product, int tile, int h, int q, int term) const {
         if constexpr (LAYOUT == layout_marlin) {
-            if constexpr (BITS == 4) return raw.pair(words[4 * product + tile], 2 * h + q, term);
-            else return raw.pair(words[2 * tile + h], q, term);
+            if constexpr (BITS == 4) return decode.raw(words[4 * product + tile], 2 * h + q, term);
+            else return decode.raw(words[2 * tile + h], q, term);
         } else if constexpr (IS_GPTQ) {
-            return raw.pair(words[4 * h + tile], 2 * product + q, term);
+            return decode.raw(words[4 * h + tile], 2 * product + q, term);
         } else {
             const int row = 4 * product + 2 * q;
             const uint32_t even = pack_halves<false>(words[row], words[row + 1]);
             const uint32_t odd = pack_halves<true>(words[row], words[row + 1]);
-            return raw.pair(h ? odd : even, tile, term);
+            return decode.raw(h ? odd : even, tile, term);
         }
     }
 };
@@ -100,14 +98,16 @@ struct Rows {
         return (row * A_CHUNKS + (chunk ^ ((row & 1) << 2 | (row >> 1 & 3)))) * 16;
     }
 
-    // What meets the unit's pairs: words of product `product` and of 8 rows of a.
-    DEVICE void load(uint32_t (&b)[PRODUCTS][ROW_TILES][2], int unit) const {
+    // Whether what meets the pairs of one product is loaded apart from the others.
+    static constexpr bool BY_PRODUCT = LAYOUT == layout_marlin && (TILE_M > 8 || PRODUCTS == 1);
+
+    // What meets the unit's pairs: words by product and by 8 rows of a; BY_PRODUCT, those of `product`.
+    DEVICE void load(uint32_t (&b)[PRODUCTS][ROW_TILES][2], int unit, int product) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        if constexpr (LAYOUT == layout_marlin && (TILE_M > 8 || PRODUCTS == 1)) {
+        if constexpr (BY_PRODUCT) {
             constexpr int TILES = ROW_TILES == 1 ? 1 : 2;
 #pragma unroll
-            for (int i = 0; i < PRODUCTS * ROW_TILES; i += TILES) {
-                const int product = i / ROW_TILES, tile = i % ROW_TILES;
+            for (int tile = 0; tile < ROW_TILES; tile += TILES) {
                 const int row = TILES == 1 ? lane % 8 % TILE_M : tile * 8 + lane / 16 * 8 + lane % 8;
                 uint32_t words[2 * TILES];
                 ldmatrix<2 * TILES>(words, data + place(row, (unit * PRODUCTS + product) * 2 + lane / 8 % 2));

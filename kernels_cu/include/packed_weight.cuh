@@ -84,49 +84,53 @@ struct Code {
     }
 
     // Pair q of rows of column h.
-    DEVICE pair_t pair(int h, int q, const codes_t::Zero& zero) const {
+    DEVICE pair_t pair(const codes_t& decode, int h, int q, const codes_t::Zero& zero) const {
         if constexpr (LAYOUT == layout_marlin) {
-            if constexpr (BITS == 4) return codes_t::pair(words[0], 2 * h + q, zero);
-            else return codes_t::pair(words[h], q, zero);
+            if constexpr (BITS == 4) return decode.pair(words[0], 2 * h + q, zero);
+            else return decode.pair(words[h], q, zero);
         } else if constexpr (LAYOUT == layout_awq) {
-            return codes_t::pair(pack_halves<false>(words[q * 4 + h], words[q * 4 + 2 + h]), 0, zero);
+            return decode.pair(pack_halves<false>(words[q * 4 + h], words[q * 4 + 2 + h]), 0, zero);
         } else if constexpr (LAYOUT == layout_exllama) {
-            return codes_t::pair(words[2 * q + h], 0, zero);
+            return decode.pair(words[2 * q + h], 0, zero);
         } else {
             constexpr uint32_t TWO = (1u << 2 * BITS) - 1;
             const uint32_t both = words[2 * q + h] & TWO;
-            return codes_t::pair(both | both << (16 - BITS), 0, zero);
+            return decode.pair(both | both << (16 - BITS), 0, zero);
         }
     }
 };
+
+// Where a column of the tile has its scale, and its zero point among codes, in a row of a group.
+struct Place { int entry, word, shift; };
+DEVICE Place place_of(int column) {
+    constexpr int FIELDS = 32 / BITS;
+    const int place = LAYOUT == layout_marlin ? int(column_marlin_64(column)) : column, field = place % FIELDS;
+    const int shift = IS_GPTQ ? field : field / 2 + field % 2 * (FIELDS / 2);
+    return {int(SCALE_ORDER(column)), place / FIELDS, shift * BITS};
+}
 
 // The scale and the zero point of a column, twice each.
 struct Terms {
     pair_t scale, added;
     codes_t::Zero zero;
 
-    // Of column `column` of the tile, in group number `group` of the step. Zero points are `scale_bytes` behind scales.
-    DEVICE void load(const uint8_t* groups, int scale_bytes, int group, int column) {
+    // Of the column with this place, in group number `group` of the step. Zero points are `scale_bytes` behind scales.
+    DEVICE void load(const uint8_t* groups, int scale_bytes, int group, const Place& place) {
         const uint8_t* points = groups + scale_bytes;
-        const int entry = group * TILE_N + int(SCALE_ORDER(column));
-        if constexpr (HAS_SCALES) {
-            scale = twice(reinterpret_cast<const scale_t*>(groups)[entry]);
-        }
+        const int entry = group * TILE_N + place.entry;
+        if constexpr (HAS_SCALES) scale = twice(reinterpret_cast<const scale_t*>(groups)[entry]);
         if constexpr (ADDED) added = twice(reinterpret_cast<const scalar_t*>(points)[entry]);
         uint32_t point = ZERO_POINT;
         if constexpr (ZERO_CODES) {
-            constexpr int FIELDS = 32 / BITS;
-            const int place = LAYOUT == layout_marlin ? int(column_marlin_64(column)) : column;
-            const int field = IS_GPTQ ? place % FIELDS : place % FIELDS / 2 + place % 2 * (FIELDS / 2);
-            const uint32_t word = reinterpret_cast<const uint32_t*>(points)[(group * TILE_N + place) / FIELDS];
-            point += word >> field * BITS & ((1 << BITS) - 1);
+            const uint32_t word = reinterpret_cast<const uint32_t*>(points)[group * (TILE_N * BITS / 32) + place.word];
+            point += word >> place.shift & ((1 << BITS) - 1);
         }
         zero = codes_t::zero(point);
     }
 
     // Pair q of rows of column h as numbers.
-    DEVICE uint32_t weight(const Code& code, int h, int q) const {
-        pair_t pair = code.pair(h, q, zero);
+    DEVICE uint32_t weight(const codes_t& decode, const Code& code, int h, int q) const {
+        pair_t pair = code.pair(decode, h, q, zero);
         // Of two factors that are apart for their size alone, one is often the inverse of the other.
         constexpr float FACTOR = codes_t::FACTOR * power_of_two(GROUP_SCALE_EXPONENT);
         if constexpr (FACTOR != 1.0f) pair = pair * pair_t::full(FACTOR);

@@ -120,6 +120,10 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     const auto column_of = [&](int of_warp, int product, int h) {
         return (of_warp * PRODUCTS + product) * 16 + h * 8 + lane / 4;
     };
+    const codes_t decode;
+    Place places[PRODUCTS][2];
+#pragma unroll
+    for (int j = 0; j < PRODUCTS * 2; ++j) places[j / 2][j % 2] = place_of(column_of(warp, j / 2, j % 2));
     int store = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
@@ -131,7 +135,13 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
             const uint8_t* from = shared + ring.stage * STAGE_BYTES;
             const uint64_t a = make_smem_desc(from);
             const uint8_t* const codes = from + A_BYTES;
+            Code code[2][CHUNK][PRODUCTS];
+            const auto read = [&](int part) {
+#pragma unroll
+                for (int i = 0; i < CHUNK; ++i) Code::read(code[part % 2][i], codes, part * CHUNK + i, warp);
+            };
             ring.wait();
+            read(0);
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 auto& operands = weights[part % 2];
@@ -142,20 +152,18 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                         const int group = slice * GROUPS * 16 / TILE_K;
 #pragma unroll
                         for (int j = 0; j < PRODUCTS * 2; ++j) {
-                            const int column = column_of(warp, j / 2, j % 2);
-                            terms[j / 2][j % 2].load(codes + CODE_BYTES, SCALE_BYTES, group, column);
+                            terms[j / 2][j % 2].load(codes + CODE_BYTES, SCALE_BYTES, group, places[j / 2][j % 2]);
                         }
                     }
-                    Code code[PRODUCTS];
-                    Code::read(code, codes, slice, warp);
 #pragma unroll
                     for (int j = 0; j < PRODUCTS; ++j) {
 #pragma unroll
                         for (int l = 0; l < 4; ++l) {
-                            operands[i][j][l] = terms[j][l % 2].weight(code[j], l % 2, l / 2);
+                            operands[i][j][l] = terms[j][l % 2].weight(decode, code[part % 2][i][j], l % 2, l / 2);
                         }
                     }
                 }
+                if (part + 1 < PARTS) read(part + 1);  // on their way while the products begin
 #pragma unroll
                 for (int j = 0; j < PRODUCTS; ++j) warpgroup_fence_operand(d[j]);
                 warpgroup_arrive();

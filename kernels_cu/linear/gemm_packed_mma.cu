@@ -44,6 +44,29 @@ constexpr int FRAGMENTS = 4 * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  // of
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
 static_assert(!GATED && BIAS <= 1 && AZP == 0);
 
+// The warp's part of K: its first step, and the first that is not its own.
+struct Part { int first, last; };
+DEVICE Part part_of(int64_t k) {
+    const int64_t steps = (k + STEP_K - 1) / STEP_K, part = (SPLITS > 1 ? blockIdx.y : 0) * WARPS + threadIdx.x / 32;
+    return {int(steps * part / (SPLITS * WARPS)), int(steps * (part + 1) / (SPLITS * WARPS))};
+}
+// Where the lane's first load is, of unit number `unit` of K.
+DEVICE const uint32_t* codes_at(const uint32_t* codes, int64_t unit, int64_t first_column, int64_t n) {
+    return codes + Unit::place(first_column) + (unit * Unit::LINES + Unit::line()) * Unit::line_words(n);
+}
+
+// Of the warp's first step.
+DEVICE void prefetch_codes(const uint32_t* codes, int64_t m, int64_t n, int64_t k) {
+    const Part part = part_of(k);
+    const int64_t first_column = blockIdx.x / ((m + TILE_M - 1) / TILE_M) * TILE_N;
+    if (!WHOLE_STEPS || part.first == part.last) return;
+    const uint32_t* const from = codes_at(codes, int64_t(part.first) * UNITS, first_column, n);
+#pragma unroll
+    for (int i = 0; i < UNITS * Unit::LOADS; ++i) {
+        prefetch_line(from + i / Unit::LOADS * 4 * n + Unit::load_at(i % Unit::LOADS, n));
+    }
+}
+
 extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemm_packed_mma(out_t* out,                 // [M, N]
                 const scalar_t* a,          // [M, K]
@@ -55,32 +78,32 @@ gemm_packed_mma(out_t* out,                 // [M, N]
                 const out_t* bias,          // [N]
                 int64_t m, int64_t n, int64_t k, int64_t groups, int64_t a_stride, int64_t out_stride,
                 int64_t a_scale_step, int64_t b_scale_step) {
+    prefetch_codes(codes, m, n, k);
     await_previous_kernel();
     extern __shared__ uint4 memory[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
     uint8_t* const own = shared + warp * WARP_BYTES;
     const int64_t row_tiles = (m + TILE_M - 1) / TILE_M;
     const int64_t first_row = blockIdx.x % row_tiles * TILE_M, first_column = blockIdx.x / row_tiles * TILE_N;
-    const int steps = int((k + STEP_K - 1) / STEP_K), split = SPLITS > 1 ? blockIdx.y : 0;
-    const int part = split * WARPS + warp;
-    const int first_step = int(int64_t(steps) * part / (SPLITS * WARPS));
-    const int last_step = int(int64_t(steps) * (part + 1) / (SPLITS * WARPS));
+    const int split = SPLITS > 1 ? blockIdx.y : 0;
+    const auto [first_step, last_step] = part_of(k);
 
     // Of a step: rows of a, then scales of its groups, then their zero points.
     constexpr int COPIED_ROWS = 32 / A_CHUNKS;  // of a, by the lanes at a time
     const int chunk = lane % A_CHUNKS, copied_row = lane / A_CHUNKS, rows = int(min(m - first_row, int64_t(TILE_M)));
-    const scalar_t* const own_a = a + (first_row + copied_row) * a_stride + chunk * 8;
+    const scalar_t* own_a = a + (first_row + copied_row) * a_stride + chunk * 8 + int64_t(first_step) * STEP_K;
+    uint8_t* filled = own;
     const auto copy = [&](int step) {
-        uint8_t* const stage = own + step % STAGES * STAGE_BYTES;
+        uint8_t* const stage = filled;
+        filled = filled == own + (STAGES - 1) * STAGE_BYTES ? own : filled + STAGE_BYTES;
         const bool has_chunk = WHOLE_STEPS || int64_t(step) * STEP_K + chunk * 8 < k;
-#pragma unroll
-        for (int i = 0; i < ceil_div(TILE_M, COPIED_ROWS); ++i) {
-            const int row = copied_row + i * COPIED_ROWS;
-            if (TILE_M < COPIED_ROWS && row >= TILE_M) break;
-            cp_async<16>(stage + Rows::place(row, chunk), own_a + i * COPIED_ROWS * a_stride + int64_t(step) * STEP_K,
-                         row < rows && has_chunk);
+        const scalar_t* from = own_a;
+#pragma unroll 2  // unrolled further, conditions of all rows are kept in registers over the steps
+        for (int row = copied_row; row < TILE_M; row += COPIED_ROWS, from += COPIED_ROWS * a_stride) {
+            cp_async<16>(stage + Rows::place(row, chunk), from, row < rows && has_chunk);
         }
+        own_a += STEP_K;
         const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
             const int64_t first = GROUP_SIZE ? int64_t(step) * STEP_K / max(1, GROUP_SIZE) : 0;
             for (int i = lane; i < GROUPS * bytes / 16; i += 32) {
@@ -94,18 +117,18 @@ gemm_packed_mma(out_t* out,                 // [M, N]
         if constexpr (ZERO_BYTES > 0) copy_groups(stage + A_BYTES + GROUPS * SCALE_BYTES, zeros, ZERO_BYTES);
     };
 
-    const codes_t::Raw raw;
+    const codes_t decode;
     Unit units[UNITS];
-    const int64_t all_lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K;
-    const uint32_t* const own_codes = codes + Unit::place(first_column);
-    const uint32_t* next = own_codes + (int64_t(first_step) * UNITS * Unit::LINES + Unit::line()) * Unit::line_words(n);
+    const int64_t lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K;
+    const uint32_t* next = codes_at(codes, int64_t(first_step) * UNITS, first_column, n);
     const auto load = [&](int step, int i) {
         if constexpr (WHOLE_STEPS) {
             units[i].load(next, n, 0);
             next += 4 * n;
         } else {
-            const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), all_lines - 1);
-            units[i].load(own_codes + line * Unit::line_words(n), n, int(min(all_lines - line, int64_t(UNIT_K))));
+            const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
+            const uint32_t* const from = codes + Unit::place(first_column) + line * Unit::line_words(n);
+            units[i].load(from, n, int(min(lines - line, int64_t(UNIT_K))));
         }
     };
     if (first_step < last_step) {
@@ -118,21 +141,21 @@ gemm_packed_mma(out_t* out,                 // [M, N]
         cp_async_commit();
     }
     float sums[4][ROW_TILES][4] = {};
+    const uint8_t* stage = own;
 #pragma unroll 1
     for (int step = first_step; step < last_step; ++step) {
         cp_async_wait<STAGES - 2>();
         sync_warp();  // for the copies of other lanes, and until they have done with the stage that is filled now
         if (step + STAGES - 1 < last_step) copy(step + STAGES - 1);
         cp_async_commit();
-        const uint8_t* const stage = own + step % STAGES * STAGE_BYTES;
         float of_group[4][ROW_TILES][4], of_rows[ROW_TILES][4];  // of the second, only two sums are different
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             uint32_t a_pairs[PRODUCTS][ROW_TILES][2];
-            Rows{stage}.load(a_pairs, i);
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) {
                 const int row = i * UNIT_K + product * 16;
+                if (product == 0 || Rows::BY_PRODUCT) Rows{stage}.load(a_pairs, i, product);
                 const bool begins = row % (STEP_K / GROUPS) == 0, ends = (row + 16) % (STEP_K / GROUPS) == 0;
 #pragma unroll
                 for (int j = 0; j < ROW_TILES * 4 && begins; ++j) {
@@ -151,14 +174,13 @@ gemm_packed_mma(out_t* out,                 // [M, N]
                     for (int term = 0; term < codes_t::TERMS; ++term) {
                         uint32_t pairs[4];
 #pragma unroll
-                        for (int j = 0; j < 4; ++j) pairs[j] = units[i].pair(raw, product, tile, j % 2, j / 2, term);
+                        for (int j = 0; j < 4; ++j) pairs[j] = units[i].pair(decode, product, tile, j % 2, j / 2, term);
 #pragma unroll
                         for (int j = 0; j < ROW_TILES; ++j) {
                             mma_m16n8k16<scalar_t>(of_group[tile][j], pairs, a_pairs[product][j]);
                         }
                     }
                 }
-                if (product == PRODUCTS - 1 && step + 1 < last_step) load(step + 1, i);
                 if (!ends) continue;
                 Terms terms;
                 terms.load(stage + A_BYTES, row * GROUPS / STEP_K);
@@ -170,7 +192,9 @@ gemm_packed_mma(out_t* out,                 // [M, N]
                     sum = fmaf(terms.scales[tile][h], of_group[tile][at][j % 4], sum);
                 }
             }
+            if (step + 1 < last_step) load(step + 1, i);
         }
+        stage = stage == own + (STAGES - 1) * STAGE_BYTES ? own : stage + STAGE_BYTES;
     }
 
     // The sums of a lane in a fragment: columns h of rows 2t and 2t + 1 of a. Each warp leaves its own, then a thread

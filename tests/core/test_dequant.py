@@ -20,7 +20,7 @@ extern "C" __global__ void unpack(scalar_t* out, const uint32_t* words, const ui
     if (i == 0) *factor = codes_t::FACTOR;
     if (i >= n) return;
     for (int pair = 0; pair < codes_t::PAIRS; ++pair) {
-        const auto numbers = codes_t::pair(words[i], pair, codes_t::zero(zeros[i]));
+        const auto numbers = codes_t().pair(words[i], pair, codes_t::zero(zeros[i]));
         for (int j = 0; j < 2; ++j) out[i * 2 * codes_t::PAIRS + pair + j * codes_t::PAIRS] = numbers.data[j];
     }
 }

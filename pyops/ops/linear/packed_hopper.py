@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
+from .gemm_hopper import CLUSTERS
 from .packed_problem import PackedProblem
 
 _gemm_packed = Kernel("linear/gemm_packed.cu")
@@ -21,6 +24,14 @@ _MAX_STAGES = 8
 _MAX_SUMS = 128 * 128  # of a tile, for which no warpgroup gives registers away; of the halves of a tile twice as large
 _MAX_SHARED_ROWS = 64  # of a tile whose sums several blocks add up, or threads store
 _STORE_BYTES = 2 * 16  # rows of 32 bytes, for every 16 columns of a warp
+
+# The model of the device, fitted to a few measurements on an H200: docs/performance.md, "Products with packed weights".
+_PRODUCT_CYCLES = 1.11 / 2048  # of a multiply-add
+_CODE_CYCLES = 70.0 / (16 * 64)  # of a code that is made a number
+_CODES_BESIDE = 0.155  # of these, of codes that are made numbers while the tensor cores are busy
+_L2_BYTES = 48.0  # a cycle, to one multiprocessor
+_TILE_CYCLES = 3000.0  # to begin and to end a tile
+_EXCHANGE_CYCLES = 1200.0  # for every doubling of the blocks that share a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +97,46 @@ class PackedConfig:
         ).launch(
             (tiles if self.splits > 1 else min(tiles, device.multiprocessors * self.min_blocks), self.splits),
             384 if self.tile_m * self.tile_n > _MAX_SUMS else 32 * (_WARPS + 1),
-            fixed + stages * stage,
+            max(fixed + stages * stage, device.shared_memory // (self.min_blocks + 1) + 1),
             **_maps(problem, self.tile_m, self.tile_n, groups),
             **problem.arguments(kernel),
         )
         return [launch]
 
 
-def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict[str, TensorMap]:
+@cache
+def choose(m: int, n: int, k: int, device: Device) -> PackedConfig:
+    """The config that takes the least time by the model, for at most `m` rows, a power of two."""
+
+    def cycles(one: PackedConfig) -> float:
+        tiles = -(-m // one.tile_m) * -(-n // one.tile_n)
+        waves = -(-tiles // max(1, int(CLUSTERS[one.splits] * device.multiprocessors)))
+        loads = one.tile_m * _ROW_BYTES + one.tile_n * STEP_K // 2
+        products, codes = one.tile_m * one.tile_n * STEP_K * _PRODUCT_CYCLES, one.tile_n * STEP_K * _CODE_CYCLES
+        step = max(products + codes * _CODES_BESIDE, codes, loads / _L2_BYTES)
+        exchange = _EXCHANGE_CYCLES * (one.splits.bit_length() - 1)
+        return waves * (_TILE_CYCLES + -(-k // (STEP_K * one.splits)) * step) + exchange
+
+    found = []
+    for tile_m, tile_n in (
+        (16, 128),
+        (16, 256),
+        (32, 128),
+        (32, 256),
+        (64, 128),
+        (64, 256),
+        (128, 128),
+        (128, 256),
+        (256, 128),
+    ):
+        for splits in CLUSTERS:
+            fits = splits == 1 or (tile_m <= _MAX_SHARED_ROWS and splits <= -(-k // STEP_K))
+            if fits and (tile_m <= m or tile_m == 16):
+                found.append(PackedConfig(tile_m, tile_n, 1 if tile_m == 256 else 2, splits, 1))
+    return min(found, key=cycles)
+
+
+def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict[str, Any]:
     """The boxes of a step, and of what is stored. The map of a stands for that of scales or zero points not there."""
     weight, a, out = problem.weight, problem.a, problem.epilogue.out
     n, k, bits = weight.n, weight.k, weight.bits

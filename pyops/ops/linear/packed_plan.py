@@ -12,7 +12,8 @@ from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float16
 from ..._core.kernel import Kernel, Launch
-from . import dequantize_packed
+from . import dequantize_packed, packed_hopper
+from .gemm_hopper import CLUSTERS
 from .packed_hopper import STEP_K, PackedConfig
 from .packed_problem import PackedProblem, PackedWeight
 
@@ -22,9 +23,12 @@ _TILE_N = 64
 _STAGES = 3
 _WORDS = 512  # bits of the words of a lane in a step: eight words, four times
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
-_MAX_FEW_ROWS = 16  # from which on gemm_packed.cu is faster where it serves
-_MAX_ROWS = 64  # from which on writing the weight in full is faster
-_MAX_WARPS = 14  # of a multiprocessor
+# Measured on an H200: docs/performance.md, "Products with packed weights".
+_MAX_WARPS = 8  # of a block
+_RESIDENT = {1: 16, 2: 16, 4: 16, 8: 16, 16: 12, 32: 8}  # warps of a multiprocessor that registers allow, by tile_m
+# Chosen by arithmetic, measured nowhere yet.
+_MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
+_MAX_ROWS = 64  # up to which it is faster than writing the weight in full
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +48,18 @@ class PackedMmaConfig:
     min_blocks: int
 
     def __post_init__(self) -> None:
-        shape = self.tile_m in (1, 2, 4, 8, 16, 32) and self.warps in (1, 2, 4, 8, 16) and self.splits in (1, 2, 4, 8)
-        if not shape or self.min_blocks * self.warps > (16 if self.tile_m <= 8 else 12 if self.tile_m == 16 else 8):
+        shape = self.tile_m in _RESIDENT and self.splits in (1, 2, 4, 8)
+        if not shape or not 1 <= self.warps <= self.warps * self.min_blocks <= _RESIDENT[self.tile_m]:
             raise ValueError(f"no geometry of gemm_packed_mma.cu: {self}")
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedMmaConfig]:
         """Other tiles, warps and splits."""
         return tuning.varied(
             self,
-            tile_m=tuning.beside(self.tile_m, min(problem.m, 8), 32),
+            tile_m=tuning.beside(self.tile_m, min(tuning.power_of_two(problem.m), 8), 32),
             warps=tuning.beside(self.warps, 1, 16),
             splits=tuning.beside(self.splits, 1, device.cluster),
-            min_blocks=tuning.beside(self.min_blocks, 1, 8),
+            min_blocks=(self.min_blocks - 1, self.min_blocks + 1),
         )
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
@@ -112,30 +116,21 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     few = reads_codes(problem) and device.supports("mma") and _fits(w, _WORDS // w.bits)
     many = reads_codes(problem) and device.supports("wgmma") and _fits(w, STEP_K) and _is_mapped(problem)
     if few and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
-        return choose_mma(m, w.n, w.k * w.bits // _WORDS, device)
+        return choose_mma(m, w.n, device)
     if many:
-        return choose_hopper(m, w.n, w.k, device)
+        return packed_hopper.choose(m, w.n, w.k, device)
     return DenseConfig()
 
 
-def choose_mma(m: int, n: int, steps: int, device: Device) -> PackedMmaConfig:
-    """As many warps as keep enough bytes in flight; their parts of K are whole steps."""
-    tile_m = min(m, 16)
+def choose_mma(m: int, n: int, device: Device) -> PackedMmaConfig:
+    """As many warps as the device holds at a time, eight to a block at most, and their parts of K."""
+    tile_m = min(m, 16 if m <= 16 else 32)
     tiles = -(-m // tile_m) * (n // _TILE_N)
-    warps = 1
-    while warps * 2 <= min(_MAX_WARPS * device.multiprocessors // tiles + 1, steps, 8 * device.cluster):
-        warps *= 2
-    of_block = min(warps, 8 if warps > 4 else 4)
-    return PackedMmaConfig(
-        tile_m, of_block, min(warps // of_block, device.cluster), (12 if tile_m == 16 else 16) // of_block
-    )
-
-
-def choose_hopper(m: int, n: int, k: int, device: Device) -> PackedConfig:
-    """The tile."""
-    if m > 64:
-        return PackedConfig(128, 256 if n > 128 else 128, 1, 1, 1)
-    return PackedConfig(max(16, m), 256 if n > 128 else 128, 2, 1, 1)
+    clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
+    splits = max(size for size, count in clusters.items() if size == 1 or tiles <= count)
+    blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
+    warps = max(1, min(_MAX_WARPS, _RESIDENT[tile_m] // blocks))
+    return PackedMmaConfig(tile_m, warps, splits, _RESIDENT[tile_m] // warps)
 
 
 def reads_codes(problem: PackedProblem) -> bool:
