@@ -87,39 +87,39 @@ class PackedMmaConfig:
         return [launch]
 
 
-@dataclass(frozen=True, slots=True)
-class DenseConfig:
-    """The weight is written in full, and multiplied by a kernel of `gemm_plan`."""
-
-    def candidates(self, problem: PackedProblem, device: Device) -> list[DenseConfig]:
-        return []
-
-    def launches(self, problem: PackedProblem) -> list[Launch]:
-        return dequantize_packed.plan(problem)
-
-
-Config = PackedConfig | PackedMmaConfig | DenseConfig
+Config = PackedConfig | PackedMmaConfig
 
 
 def plan(problem: PackedProblem) -> list[Launch]:
     """The launches of the kernel that is chosen, or forced by `tuning`."""
+    if not serves(problem, problem.device):
+        return dequantize_packed.plan(problem)
     config = tuning.config(problem.op, problem, problem.device, choose)
-    if isinstance(config, DenseConfig) or problem.weight.perm is None:
-        return config.launches(problem)
     permute, a = dequantize_packed.activations(problem)
     return [*permute, *config.launches(replace(problem, a=a))]
 
 
+def serves(problem: PackedProblem, device: Device) -> bool:
+    """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weight."""
+    return _serves_many(problem, device) or (_serves_few(problem, device) and problem.m <= _MAX_ROWS)
+
+
 def choose(problem: PackedProblem, device: Device) -> Config:
-    """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
+    """The kernel for a problem that one `serves`, and its geometry. Equal for all problems of a bucket."""
     m, w = tuning.power_of_two(problem.m), problem.weight
-    few = reads_codes(problem) and device.supports("mma") and _fits(w, _WORDS // w.bits)
-    many = reads_codes(problem) and device.supports("wgmma") and _fits(w, STEP_K) and _is_mapped(problem)
-    if few and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
+    many = _serves_many(problem, device)
+    if _serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
         return choose_mma(m, w.n, -(-w.k * w.bits // _WORDS), device)
-    if many:
-        return packed_hopper.choose(m, w.n, w.k, device)
-    return DenseConfig()
+    return packed_hopper.choose(m, w.n, w.k, device)
+
+
+def _serves_few(problem: PackedProblem, device: Device) -> bool:
+    w = problem.weight
+    return reads_codes(problem) and device.supports("mma") and _fits(w, _WORDS // w.bits)
+
+
+def _serves_many(problem: PackedProblem, device: Device) -> bool:
+    return reads_codes(problem) and device.supports("wgmma") and _fits(problem.weight, STEP_K) and _is_mapped(problem)
 
 
 def choose_mma(m: int, n: int, steps: int, device: Device) -> PackedMmaConfig:
