@@ -30,7 +30,6 @@ constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % UNIT_K == 0 || (LAYOUT == layout_marlin && GROUP_SIZE % 16 == 0));
 static_assert(TILE_M < 8 ? 8 % TILE_M == 0 : TILE_M == 8 || TILE_M % 16 == 0);
-static_assert(!(ZERO_CODES && ADDED));
 
 // A unit of a lane of the tile of columns that begins at `first_column`.
 struct Unit {

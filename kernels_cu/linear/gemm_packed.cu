@@ -49,6 +49,8 @@ constexpr int OWN_FRAGMENTS = FRAGMENTS / SPLITS;  // that a block adds up
 constexpr int STORE_ROW_BYTES = 32 * PRODUCTS, STORE_BYTES = 16 * STORE_ROW_BYTES, STORES = 2;
 static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && (TILE_N == 128 || TILE_N == 256) && (CHUNK == 1 || CHUNK == 2));
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % TILE_K == 0 || (TILE_K % GROUP_SIZE == 0 && GROUP_SIZE % 16 == 0));
+static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
+static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
 static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
 
 // A lane's sums in a fragment.

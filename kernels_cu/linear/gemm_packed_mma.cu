@@ -42,7 +42,10 @@
 constexpr int NUM_THREADS = WARPS * 32;
 constexpr int FRAGMENTS = 4 * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  // of a warp
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
-static_assert(!GATED && BIAS <= 1 && AZP == 0);
+static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq));
+static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
+static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
+static_assert(!(ZERO_CODES && ADDED) && !GATED && BIAS <= 1 && AZP == 0);
 
 // The warp's part of K: its first step, and the first that is not its own.
 struct Part { int first, last; };
