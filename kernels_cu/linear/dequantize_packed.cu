@@ -21,7 +21,6 @@
 //     HAS_SCALES    there are scales
 //     SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   of the columns of scales, and of zero points that are floats: a name of column_order.cuh
-//     E4M3_PRODUCT  scale * number is rounded to e4m3
 //     ZEROS         0: none; 1: codes; 2: floats of scale_t; 3: the same, added to scale * number
 //     ZERO_LAYOUT   of zero points that are codes: a name of packed_layout.cuh
 //     ZERO_OFFSET   added to these
@@ -93,8 +92,7 @@ dequantize_packed(scalar_t* dense,         // [N, K]
         if (!group.exists) return 0.0f;
         const float x = number_of(code, group.zero);
         if constexpr (ZEROS == 3) return fmaf(x, group.scale, group.shift);
-        const float y = (ZEROS == 2 ? x - group.shift : x) * group.scale;
-        return E4M3_PRODUCT ? round_to<fp8_e4m3_t>(y) : y;
+        return (ZEROS == 2 ? x - group.shift : x) * group.scale;
     };
 
     float x[VEC_SIZE];

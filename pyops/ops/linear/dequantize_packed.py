@@ -68,7 +68,6 @@ def _dequantize(dense: Scratch, dtype: DType, w: PackedWeight) -> Launch:
         HAS_SCALES=w.scales is not None,
         SCALE_EXPONENT=w.scale_exponent,
         SCALE_ORDER=f"column_{w.scale_order}",
-        E4M3_PRODUCT=w.scale_kind == "products",
         ZEROS=_ZEROS[w.zero_kind],
         ZERO_LAYOUT=f"zero_{w.zero_layout}",
         ZERO_OFFSET=w.zero_offset,
