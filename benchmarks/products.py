@@ -39,7 +39,7 @@ _TURNS = 3
 
 
 def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
-    """(out, a [m, k], b [k, n], a_scales, b_scales) of the op; the scales are None for bf16. Else those of `packed_products`."""
+    """(out, a [m, k], b [k, n], a_scales, b_scales) of the op; bf16 has no scales. Or those of `packed_products`."""
     if kind in packed_products.KINDS:
         return packed_products.operands(kind, m, n, k)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
