@@ -3,9 +3,9 @@
 python -m benchmarks.products
 python -m benchmarks.products bf16:16x28672x4096 fp8:256x28672x4096
 
-A row is kind:MxNxK. Kinds: bf16, by `linear`; fp8 and int8 under scales of rows, and fp8 under scales of blocks
-(blocks), by `cutlass_scaled_mm`; weights of 4 bits in groups of 128 rows: w4 by `marlin_gemm`, awq and gptq by their
-ops.
+A row is kind:MxNxK. Kinds: bf16, by `linear`; fp8 and int8 under scales of rows, fp8 to float16 (half) and fp8 under
+scales of blocks (blocks), by `cutlass_scaled_mm`; weights of 4 bits in groups of 128 rows: w4 by `marlin_gemm`, awq and
+gptq by their ops.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
     """(out, a [m, k], b [k, n], a_scales, b_scales) of the op; bf16 has no scales. Or those of `packed_products`."""
     if kind in packed_products.KINDS:
         return packed_products.operands(kind, m, n, k)
-    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(m, n, dtype=torch.float16 if kind == "half" else torch.bfloat16, device="cuda")
     a, b = (torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") for rows in (m, n))
     if kind == "bf16":
         return out, a, b.t(), None, None

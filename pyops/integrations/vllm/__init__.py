@@ -10,6 +10,6 @@ weight_only custom_ops           functions like those of ``vllm._custom_ops``
 from __future__ import annotations
 
 from .library import Registration, override, register
-from .table import Entry, table
+from .table import VERSIONS, Entry, table
 
-__all__ = ["Entry", "Registration", "override", "register", "table"]
+__all__ = ["VERSIONS", "Entry", "Registration", "override", "register", "table"]
