@@ -4,7 +4,8 @@ config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
 quantization          quantised weights as config.json describes them
 config                config.json
-linear                projections, plain and of 8-bit weights
+packed_linear         projections of packed weights
+linear                projections, plain, of 8-bit weights or packed
 batch                 the tokens of one forward pass
 attention             attention over a paged cache; MLPs
 mamba                 state-space layers, with states in slots
@@ -21,7 +22,7 @@ from .decoder import Decoder
 from .engine import Engine, Output, check_request
 from .kernels import serving_kernels
 from .params import SamplingParams
-from .quantization import Quantization
+from .quantization import PackedQuantization, Quantization
 from .rope import Rope
 from .state_space import StateSpace
 
@@ -30,6 +31,7 @@ __all__ = [
     "Decoder",
     "Engine",
     "Output",
+    "PackedQuantization",
     "Quantization",
     "Rope",
     "SamplingParams",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .config_values import MAX_POSITIONS, first, flag, is_integer, number, read_json, refuse, size
-from .quantization import Quantization
+from .quantization import PackedQuantization, Quantization
 from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
@@ -78,7 +78,7 @@ class Config:
     qk_norm: bool = False
     residual_in_float32: bool = False
     tie_word_embeddings: bool = False
-    quantization: Quantization | None = None
+    quantization: Quantization | PackedQuantization | None = None
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     names: Names = _LLAMA_NAMES

@@ -12,6 +12,7 @@ from .batch import Batch
 from .config import Config, Names
 from .linear import Linear, Place
 from .mamba import StateSpaceLayer
+from .quantization import PackedQuantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,8 +101,16 @@ class Decoder:
         return found
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Set the weights that a checkpoint calls `name` to what it has under this name."""
-        weights = self._tensors[name]
+        """Set the weights that a checkpoint calls `name` to what it has under this name.
+
+        Raises:
+            ModelError: groups of a packed weight are not consecutive, although ``config.json`` says so.
+        """
+        weights, packed = self._tensors[name], self.config.quantization
+        if name.endswith(".g_idx") and isinstance(packed, PackedQuantization) and not packed.has_order:
+            size = len(tensor) if packed.group_size == -1 else packed.group_size
+            if (tensor.cpu() != torch.arange(len(tensor)) // size).any():
+                raise ModelError(name, f"expected groups of {size} neighbours, as without desc_act")
         if name.endswith(".input_scale"):  # which projections of one input share: nothing saturates under the largest
             tensor = torch.maximum(weights, tensor.to(weights).reshape(weights.shape))
         weights.copy_(tensor)
@@ -112,7 +121,12 @@ class Decoder:
         """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.
 
         8-bit weights are such noise but for what of it is rounded, and cut off at four deviations.
+
+        Raises:
+            ModelError: weights are packed.
         """
+        if isinstance(self.config.quantization, PackedQuantization):
+            raise ModelError("randomise", "expected weights that are not packed")
         generator = torch.Generator(self.device).manual_seed(seed)
         for name, tensor in self._tensors.items():
             if "norm" in name.split(".")[-2]:

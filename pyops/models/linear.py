@@ -1,4 +1,4 @@
-"""Projections, plain or of 8-bit weights, and where weights are."""
+"""Projections, plain, of 8-bit weights or packed, and where weights are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from .._quantised_linear import QuantisedLinear, num_blocks
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from ..ops.linear.skinny_linear import skinny_linear
 from .config_values import refuse
-from .quantization import Quantization
+from .packed_linear import PackedLinear, packed_linear
+from .quantization import PackedQuantization, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,13 +70,13 @@ class Place(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
-    quantization: Quantization | None = None
+    quantization: Quantization | PackedQuantization | None = None
     module: str = ""
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def linear(self, sizes: dict[str, int], columns: int, bias: bool) -> Linear | ScaledLinear:
+    def linear(self, sizes: dict[str, int], columns: int, bias: bool) -> Linear | ScaledLinear | PackedLinear:
         """Projections of `columns` elements, stacked: {name in the module: rows}.
 
         Raises:
@@ -89,6 +90,8 @@ class Place(NamedTuple):
             raise refuse("quantization_config", f"all or none of {names} to be quantised", "some")
         if quantization is None or not quantised.pop():
             return Linear(self.empty(rows, columns), own_bias, sizes)
+        if isinstance(quantization, PackedQuantization):
+            return packed_linear(quantization, sizes, columns, own_bias, self.dtype, self.device)
         block_rows = _joined_rows(sizes) if quantization.weights == "block" else ()
         scales = [sum(map(num_blocks, block_rows)), num_blocks(columns)] if block_rows else [rows, 1]
         product = QuantisedLinear(
