@@ -1,0 +1,220 @@
+// ggml_mul_mat: rows times a matrix in one of GGUF's quantised types, on tensor cores, by mma.sync: sm_80 and later.
+//
+//     out[m, n] = T(sum over groups g of K of
+//                   scale[n, g] * (sum over k in g of (code[n, k] - OFFSET) * X[m, k])
+//                   - minimum[n, g] * (sum over k in g of X[m, k]))                      T: dtype of X and out
+//
+// Codes less OFFSET are integers that T holds, so that products are exact; all sums are float32. Scales multiply sums of
+// groups, not weights.
+//
+// Blocks: a block takes ROW_WARPS * 16 rows of W (columns of out) and TOKENS rows of X. SPLITS blocks along y share
+// these, each with a part of K; they leave their sums in `partial`, and the last block to arrive adds them up in order.
+// z counts tiles of TOKENS rows of X.
+//
+// Steps: the block goes through its part of K in steps of K_WARPS units of 256 elements, each of which is one warp's of
+// each sixteen rows of W. The format blocks come to shared memory as they are, STAGES - 1 steps ahead, with the rows of
+// X. While the kernel before still runs, the block brings the format blocks of its first steps to L2.
+//
+// Fragments: in a product, row r of the 16 x 16 tile of codes is row r of W, and the four columns of lane t are four
+// neighbouring elements, since the order of K is free. Then a word of codes is what a lane needs. A tile of ones gives
+// the sums of X. Rows of X that do not exist are zeros in registers.
+//
+// Constants
+//     FORMAT        the GGUF type, a struct of ggml.cuh
+//     TOKENS        rows of X of a block
+//     ROW_WARPS, K_WARPS    warps along the rows of W and along K
+//     STAGES        steps in shared memory
+//     SPLITS        blocks that share rows
+//     ACCESS        bytes of one access to W
+//     X_ACCESS      elements of one access to X
+
+#include "ggml_tile.cuh"
+#include "mma.cuh"
+
+constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * 32, ROWS = ROW_WARPS * 16, TILES = ceil_div(TOKENS, 8);
+constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + 16;  // tokens on different banks
+constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE);
+constexpr int GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
+using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
+constexpr int X_BYTES = TOKENS * X_PITCH * 2, STAGE_BYTES = tile_t::SIZE + X_BYTES;
+constexpr int SUM_PITCH = ROWS + 4;
+
+// Codes less OFFSET of four elements as two pairs of scalar_t.
+DEVICE void to_pairs(uint32_t codes, uint32_t& low, uint32_t& high) {
+    constexpr bool IS_HALF = is_same<scalar_t, half_t>;
+    if constexpr (IS_HALF || FORMAT::LARGEST < 128) {
+        // The last place of 1024 in float16, and of 128 in bfloat16, is worth 1.
+        constexpr uint32_t RAISED = IS_HALF ? 0x64 : 0x43;
+        const auto offset = Vec<scalar_t, 2>::full((IS_HALF ? 1024.0f : 128.0f) + FORMAT::OFFSET);
+        Vec<scalar_t, 2> pairs[2];
+        pairs[0].template word<2>(0) = __byte_perm(codes, RAISED, 0x4140);
+        pairs[1].template word<2>(0) = __byte_perm(codes, RAISED, 0x4342);
+        low = (pairs[0] - offset).template word<2>(0);
+        high = (pairs[1] - offset).template word<2>(0);
+    } else {
+        float x[4];  // eight significant bits: the upper half is all of a number
+        bytes_to_floats(codes, FORMAT::OFFSET, x);
+        low = pack_halves<true>(__float_as_uint(x[0]), __float_as_uint(x[1]));
+        high = pack_halves<true>(__float_as_uint(x[2]), __float_as_uint(x[3]));
+    }
+}
+
+// Copies elements `from` to `from` + STEP - 1 of the rows of X that exist; zeros behind the ends of rows.
+DEVICE void copy_input(scalar_t* to, const scalar_t* X, int tokens, int64_t k, int64_t stride, int64_t from) {
+    constexpr int PIECES = STEP / X_ACCESS;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < tokens * PIECES; i += NUM_THREADS) {
+        const int token = i / PIECES, at = i % PIECES * X_ACCESS;
+        const bool exists = from + at < k;
+        const scalar_t* const address = X + (exists ? token * stride + from + at : 0);
+        scalar_t* const place = to + token * X_PITCH + at;
+        if constexpr (X_ACCESS >= 2) {
+            cp_async<X_ACCESS * 2>(place, address, exists);
+        } else {
+            *place = exists ? *address : scalar_t(0.0f);
+        }
+    }
+}
+
+DEVICE void prefetch_weight(const uint8_t* W, int64_t first_row, int64_t n, int64_t row_bytes, int64_t first_unit) {
+    const int64_t begin = first_unit * tile_t::UNIT_BYTES;
+    const int64_t end = min(begin + int64_t(STAGES - 1) * tile_t::PART, row_bytes);
+    const int lines = int((end - begin + 127) / 128);
+    for (int i = threadIdx.x; i < ROWS * lines; i += NUM_THREADS) {
+        const int64_t row = first_row + i / lines;
+        if (row < n) prefetch_line(W + row * row_bytes + begin + i % lines * 128);
+    }
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+ggml_mul_mat(scalar_t* out,      // [M, N]
+             const uint8_t* W,   // [N, row_bytes]
+             const scalar_t* X,  // [M, K]
+             float* partial,     // [tiles, SPLITS, RESULTS, NUM_THREADS]
+             uint32_t* arrived,  // [tiles]
+             int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t x_stride) {
+    const int64_t units = (k + UNIT - 1) / UNIT, all_steps = (units + K_WARPS - 1) / K_WARPS;
+    const int64_t first_step = all_steps * blockIdx.y / SPLITS, end_step = all_steps * (blockIdx.y + 1) / SPLITS;
+    const int64_t first_row = int64_t(blockIdx.x) * ROWS, first_token = int64_t(blockIdx.z) * TOKENS;
+    prefetch_weight(W, first_row, n, row_bytes, first_step * K_WARPS);
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    __shared__ uint32_t is_last;
+    uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
+    const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
+
+    const int steps = int(end_step - first_step), tokens = int(min(int64_t(TOKENS), m - first_token));
+    const auto stage_of = [&](int step) { return shared + GRID_BYTES + step % STAGES * STAGE_BYTES; };
+    const auto load = [&](int step) {
+        if (step < steps) {
+            const int64_t unit = (first_step + step) * K_WARPS;
+            tile_t::copy<NUM_THREADS>(stage_of(step), W, first_row, n, row_bytes, unit);
+            copy_input(reinterpret_cast<scalar_t*>(stage_of(step) + tile_t::SIZE), X + first_token * x_stride, tokens,
+                       k, x_stride, unit * UNIT);
+        }
+        cp_async_commit();
+    };
+
+    constexpr uint32_t ONE = is_same<scalar_t, half_t> ? 0x3c003c00 : 0x3f803f80;
+    constexpr uint32_t ones[4] = {ONE, ONE, ONE, ONE};
+    float sums[TILES][4] = {};
+    bool exists[TILES];
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) exists[j] = j * 8 + g < tokens;
+    copy_grid<FORMAT, NUM_THREADS>(shared);
+    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    for (int step = 0; step < steps; ++step) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        load(step + STAGES - 1);
+        const int64_t unit = (first_step + step) * K_WARPS + k_warp;
+        if (unit >= units) continue;
+        const int64_t part_begin = (unit - k_warp) * tile_t::UNIT_BYTES;
+        const tile_t tile{stage_of(step), int(part_begin % ACCESS)};
+        const scalar_t* const x =
+            reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + g * X_PITCH + k_warp * UNIT + 4 * t;
+#pragma unroll
+        for (int element = 0; element < UNIT; element += GROUP) {
+            if (LENGTH < UNIT && unit * UNIT + element >= k) break;
+            const uint8_t* blocks[2];
+            float scales[2], minima[2];
+            uint32_t a[GROUP / 16][4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                blocks[half] = tile.block(row_warp * 16 + half * 8 + g, k_warp, element);
+                scales[half] = FORMAT::scale(blocks[half], element % LENGTH / GROUP);
+                minima[half] = FORMAT::minimum(blocks[half], element % LENGTH / GROUP);
+#pragma unroll
+                for (int u = 0; u < GROUP / 16; ++u) {
+                    const uint32_t codes = FORMAT::codes(blocks[half], element % LENGTH / 4 + 4 * u + t, grid);
+                    to_pairs(codes, a[u][half], a[u][half + 2]);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < TILES; ++j) {
+                float products[4] = {}, x_sums[4] = {};
+#pragma unroll
+                for (int u = 0; u < GROUP / 16; ++u) {
+                    uint2 pairs = {};
+                    if (exists[j]) {
+                        pairs = *reinterpret_cast<const uint2*>(x + j * 8 * X_PITCH + element + 16 * u);
+                    }
+                    const uint32_t b[2] = {pairs.x, pairs.y};
+                    mma_m16n8k16<scalar_t>(products, a[u], b);
+                    if constexpr (FORMAT::HAS_MINIMUM) mma_m16n8k16<scalar_t>(x_sums, ones, b);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sums[j][i] = fmaf(scales[i / 2], products[i], sums[j][i]);
+                    if constexpr (FORMAT::HAS_MINIMUM) sums[j][i] = fmaf(-minima[i / 2], x_sums[i], sums[j][i]);
+                }
+            }
+        }
+    }
+
+    // Warps leave their sums in shared memory, where stages were; threads add those of the warps along K.
+    cp_async_wait<0>();
+    __syncthreads();
+    float* const of_warps = reinterpret_cast<float*>(shared);
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int token = j * 8 + 2 * t + i % 2, row = row_warp * 16 + i / 2 * 8 + g;
+            if (token < TOKENS) of_warps[(k_warp * TOKENS + token) * SUM_PITCH + row] = sums[j][i];
+        }
+    }
+    __syncthreads();
+    constexpr int RESULTS = ceil_div(TOKENS * ROWS, NUM_THREADS);  // of a thread
+    float results[RESULTS];
+#pragma unroll
+    for (int i = 0; i < RESULTS; ++i) {
+        const int at = i * NUM_THREADS + threadIdx.x, token = at / ROWS, row = at % ROWS;
+        results[i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < K_WARPS; ++j) {
+            if (token < TOKENS) results[i] += of_warps[(j * TOKENS + token) * SUM_PITCH + row];
+        }
+    }
+    if constexpr (SPLITS > 1) {
+        const int64_t tile = int64_t(blockIdx.z) * gridDim.x + blockIdx.x;
+        float* const of_tile = partial + tile * SPLITS * RESULTS * NUM_THREADS + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) of_tile[(blockIdx.y * RESULTS + i) * NUM_THREADS] = results[i];
+        if (!arrives_last(arrived + tile, SPLITS, &is_last)) return;
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) {
+            results[i] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < SPLITS; ++j) results[i] += load_fresh(of_tile + (j * RESULTS + i) * NUM_THREADS);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < RESULTS; ++i) {
+        const int at = i * NUM_THREADS + threadIdx.x;
+        const int64_t token = first_token + at / ROWS, row = first_row + at % ROWS;
+        if (at < TOKENS * ROWS && token < m && row < n) out[token * n + row] = from_float<scalar_t>(results[i]);
+    }
+}
