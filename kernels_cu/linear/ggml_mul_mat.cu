@@ -92,7 +92,7 @@ ggml_mul_mat(scalar_t* out,      // [M, N]
              const scalar_t* X,  // [M, K]
              float* partial,     // [tiles, SPLITS, RESULTS, NUM_THREADS]
              uint32_t* arrived,  // [tiles]
-             int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t x_stride) {
+             int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t out_stride, int64_t x_stride) {
     const int64_t units = (k + UNIT - 1) / UNIT, all_steps = (units + K_WARPS - 1) / K_WARPS;
     const int64_t first_step = all_steps * blockIdx.y / SPLITS, end_step = all_steps * (blockIdx.y + 1) / SPLITS;
     const int64_t first_row = int64_t(blockIdx.x) * ROWS, first_token = int64_t(blockIdx.z) * TOKENS;
@@ -215,6 +215,7 @@ ggml_mul_mat(scalar_t* out,      // [M, N]
     for (int i = 0; i < RESULTS; ++i) {
         const int at = i * NUM_THREADS + threadIdx.x;
         const int64_t token = first_token + at / ROWS, row = first_row + at % ROWS;
-        if (at < TOKENS * ROWS && token < m && row < n) out[token * n + row] = from_float<scalar_t>(results[i]);
+        if (at < TOKENS * ROWS && token < m && row < n)
+            out[token * out_stride + row] = from_float<scalar_t>(results[i]);
     }
 }

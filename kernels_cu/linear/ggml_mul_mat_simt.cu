@@ -23,7 +23,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 ggml_mul_mat_simt(scalar_t* out,      // [M, N]
                   const uint8_t* W,   // [N, row_bytes]
                   const scalar_t* X,  // [M, K]
-                  int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t x_stride) {
+                  int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t out_stride, int64_t x_stride) {
     await_previous_kernel();
     __shared__ alignas(16) uint8_t shared[GRID_BYTES + tile_t::SIZE];
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
@@ -58,7 +58,7 @@ ggml_mul_mat_simt(scalar_t* out,      // [M, N]
     for (int t = 0; t < TOKENS; ++t) {
         const float sum = lane_reduce<Sum, WARP_SIZE>(sums[t]);
         if (lane == 0 && row < n && first_token + t < m) {
-            out[(first_token + t) * n + row] = from_float<scalar_t>(sum);
+            out[(first_token + t) * out_stride + row] = from_float<scalar_t>(sum);
         }
     }
 }

@@ -3,7 +3,9 @@
 config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
 quantization          quantised weights as config.json describes them
+gguf_file             GGUF files: metadata as config.json would have it, tensors
 config                config.json
+gguf_linear           projections of weights in GGUF's types
 linear                projections, plain and of 8-bit weights
 batch                 the tokens of one forward pass
 attention             attention over a paged cache; MLPs

@@ -1,4 +1,4 @@
-"""What ``config.json`` says of quantised weights: fp8 as DeepSeek and AutoFP8 write it, and compressed-tensors."""
+"""What ``config.json`` says of quantised weights: fp8 as DeepSeek and AutoFP8 write it, compressed-tensors, GGUF's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from .._model_error import ModelError
+from ..ops._shared.ggml_formats import FORMATS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .config_values import first, flag, refuse
 
@@ -15,6 +16,21 @@ _BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
 _FORMATS = {"float": ("float-quantized", "naive-quantized"), "int": ("int-quantized", "naive-quantized")}
 _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
 _AT = "quantization_config"
+
+
+@dataclass(frozen=True)
+class GgufTypes:
+    """The quantised weights of a GGUF file: {name of a module: number of its type}, of any modules, as pairs."""
+
+    types: tuple[tuple[str, int], ...]
+
+    def of(self, name: str) -> int | None:
+        """The type of the weight of the module `name`; None if the weight is floating-point."""
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        return dict(self.types)
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,7 @@ class Quantization:
         return [re.compile(pattern) for pattern in self.ignored]
 
     @classmethod
-    def parse(cls, values: Any) -> Quantization | None:
+    def parse(cls, values: Any) -> Quantization | GgufTypes | None:
         """What a ``quantization_config`` says; ModelError for what is not served."""
         if values is None:
             return None
@@ -52,6 +68,8 @@ class Quantization:
             return _fp8(values)
         if method == "compressed-tensors":
             return _compressed_tensors(values)
+        if method == "gguf":
+            return _gguf(values)
         raise _refuse("quant_method", "'fp8' or 'compressed-tensors'", method)
 
 
@@ -75,6 +93,15 @@ def _fp8(values: dict[str, Any]) -> Quantization:
             ignored += [rf"(?:{name})(?:|\..*|(?<=\.).*)", f".*{re.escape(name)}"]
     found = "group" if blocks else "static" if scheme == "static" else "token"
     return Quantization("float8_e4m3fn", "block" if blocks else "tensor", found, tuple(ignored))
+
+
+def _gguf(values: dict[str, Any]) -> GgufTypes:
+    """``quant_method: gguf``, as `gguf_file.py` says of a file."""
+    types = _object("types", values.get("types"))
+    for name, kind in types.items():
+        if kind not in FORMATS:
+            raise _refuse(f"types.{name}", f"one of {sorted(FORMATS)}", kind)
+    return GgufTypes(tuple(types.items()))
 
 
 def _compressed_tensors(values: dict[str, Any]) -> Quantization:

@@ -40,7 +40,9 @@ def _plan(W: TensorArg, X: TensorArg, quant_type: int, row: int, out: TensorArg)
     if X.shape[1] % format.length:
         raise X.error(f"expected rows of whole blocks of {format.length} elements of {format.name}, got {X.shape}")
     check.row_size(X)
-    check.shape(out, X.dtype, tokens=result.shape[0], row=row)
+    check.dtype(out, X.dtype)
+    check.sizes(out, tokens=result.shape[0], row=row)
+    check.row_size(out)
     return plan(Problem(out, W, X, format))
 
 
@@ -66,7 +68,7 @@ def ggml_mul_mat_vec_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out:
         X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.
-        out: [tokens, row] of the dtype of X, contiguous, returned.
+        out: [tokens, row] of the dtype of X, returned; elements of a row lie one after another.
     """
     out.copy_(_product(W, X, quant_type, row))
 
@@ -104,7 +106,7 @@ def ggml_mul_mat_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Ten
         X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.
-        out: [tokens, row] of the dtype of X, contiguous, returned.
+        out: [tokens, row] of the dtype of X, returned; elements of a row lie one after another.
     """
     out.copy_(_product(W, X, quant_type, row))
 

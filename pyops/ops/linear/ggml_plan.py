@@ -26,7 +26,7 @@ _MAX_STAGES = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """``out = X @ W.T``: X [m, k] of rows of one stride, W [n, k] in `format`, out [m, n] contiguous."""
+    """``out = X @ W.T``: X [m, k] and out [m, n] of rows of one stride, W [n, k] in `format`."""
 
     out: TensorArg
     W: TensorArg
@@ -65,7 +65,7 @@ class Problem:
 
     def arguments(self) -> dict[str, int]:
         sizes = {"m": self.m, "n": self.n, "k": self.k, "row_bytes": self.row_bytes}
-        return {**sizes, "x_stride": check.row_stride(self.X)}
+        return {**sizes, "out_stride": check.row_stride(self.out), "x_stride": check.row_stride(self.X)}
 
 
 @dataclass(frozen=True, slots=True)
