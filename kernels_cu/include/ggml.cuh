@@ -5,7 +5,7 @@
 //
 //     element = (code - OFFSET) * scale - minimum
 //
-//     codes(block, q, grid)    the codes of elements 4 q to 4 q + 3, one in each byte, none above LARGEST
+//     codes(block, q, grid)    the codes of elements 4 q to 4 q + 3, one in each byte, none above LARGEST, 2^i - 1
 //     scale(block, g)          of group g, in float32; exact
 //     minimum(block, g)        likewise, if HAS_MINIMUM; else there is none
 //
@@ -53,7 +53,7 @@ DEVICE uint32_t nibbles_of_halves(const uint8_t* codes, uint32_t q) {
 DEVICE uint32_t fifth_bits(const uint8_t* bits, uint32_t q) { return bits_to_bytes(bits[q / 2] >> q % 2 * 4) << 4; }
 
 struct Q4_0 : Blocks<32, 18> {
-    static constexpr int OFFSET = 8;
+    static constexpr int OFFSET = 8, LARGEST = 15;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
         return nibbles_of_halves<2>(block + 2, q);
     }
@@ -61,6 +61,7 @@ struct Q4_0 : Blocks<32, 18> {
 };
 
 struct Q4_1 : Blocks<32, 20, 4> {
+    static constexpr int LARGEST = 15;
     static constexpr bool HAS_MINIMUM = true;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
         return nibbles_of_halves<4>(block + 4, q);
@@ -70,7 +71,7 @@ struct Q4_1 : Blocks<32, 20, 4> {
 };
 
 struct Q5_0 : Blocks<32, 22> {
-    static constexpr int OFFSET = 16;
+    static constexpr int OFFSET = 16, LARGEST = 31;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
         return nibbles_of_halves<2>(block + 6, q) | fifth_bits(block + 2, q);
     }
@@ -78,6 +79,7 @@ struct Q5_0 : Blocks<32, 22> {
 };
 
 struct Q5_1 : Blocks<32, 24, 8> {
+    static constexpr int LARGEST = 31;
     static constexpr bool HAS_MINIMUM = true;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
         return nibbles_of_halves<8>(block + 8, q) | fifth_bits(block + 4, q);
@@ -112,7 +114,7 @@ struct IQ4_NL : Blocks<32, 18> {
 // some bits of every byte.
 
 struct Q2_K : Blocks<256, 84, 4> {
-    static constexpr int GROUP = 16;
+    static constexpr int GROUP = 16, LARGEST = 3;
     static constexpr bool HAS_MINIMUM = true;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
         return word_at<4>(block + 16 + q / 32 * 32 + q % 8 * 4) >> q / 8 % 4 * 2 & 3 * ONES;
@@ -122,7 +124,7 @@ struct Q2_K : Blocks<256, 84, 4> {
 };
 
 struct Q3_K : Blocks<256, 110> {
-    static constexpr int GROUP = 16, OFFSET = 4;
+    static constexpr int GROUP = 16, OFFSET = 4, LARGEST = 7;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
         const uint32_t low = word_at<2>(block + 32 + q / 32 * 32 + q % 8 * 4) >> q / 8 % 4 * 2 & 3 * ONES;
         return low | (word_at<2>(block + q % 8 * 4) >> q / 8 & ONES) << 2;
@@ -155,6 +157,7 @@ struct SixBits {
 };
 
 struct Q4_K : Blocks<256, 144, 16> {
+    static constexpr int LARGEST = 15;
     static constexpr bool HAS_MINIMUM = true;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
         return word_at<16>(block + 16 + q / 16 * 32 + q % 8 * 4) >> q / 8 % 2 * 4 & 15 * ONES;
@@ -164,6 +167,7 @@ struct Q4_K : Blocks<256, 144, 16> {
 };
 
 struct Q5_K : Blocks<256, 176, 16> {
+    static constexpr int LARGEST = 31;
     static constexpr bool HAS_MINIMUM = true;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
         const uint32_t low = word_at<16>(block + 48 + q / 16 * 32 + q % 8 * 4) >> q / 8 % 2 * 4 & 15 * ONES;
@@ -174,7 +178,7 @@ struct Q5_K : Blocks<256, 176, 16> {
 };
 
 struct Q6_K : Blocks<256, 210> {
-    static constexpr int GROUP = 16, OFFSET = 32;
+    static constexpr int GROUP = 16, OFFSET = 32, LARGEST = 63;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
         const uint32_t low = word_at<2>(block + q / 32 * 64 + q % 16 * 4) >> q / 16 % 2 * 4 & 15 * ONES;
         return low | (word_at<2>(block + 128 + q / 32 * 32 + q % 8 * 4) >> q / 8 % 4 * 2 & 3 * ONES) << 4;
@@ -283,7 +287,7 @@ DEVICE uint32_t iq1_codes(uint32_t entry, uint32_t odd, bool lower) {
 }
 
 struct IQ1_S : GridBlocks<50, 2048, GRID_IQ1> {
-    static constexpr int OFFSET = 9;
+    static constexpr int OFFSET = 9, LARGEST = 31;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
         const uint32_t v = q / 2, high = short_at(block + 34 + v / 4 * 2);
         return iq1_codes(grid[block[2 + v] | (high >> v % 4 * 3 & 7) << 8], q % 2, high & 0x8000);
@@ -294,7 +298,7 @@ struct IQ1_S : GridBlocks<50, 2048, GRID_IQ1> {
 };
 
 struct IQ1_M : GridBlocks<56, 2048, GRID_IQ1> {
-    static constexpr int GROUP = 16, OFFSET = 9;
+    static constexpr int GROUP = 16, OFFSET = 9, LARGEST = 31;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
         const uint32_t v = q / 2, high = block[32 + v / 2] >> v % 2 * 4;
         return iq1_codes(grid[block[v] | (high & 7) << 8], q % 2, high & 8);

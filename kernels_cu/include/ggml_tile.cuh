@@ -5,6 +5,24 @@
 
 constexpr int UNIT = 256;  // elements of a row that are copied together: one format block, or eight
 
+// Copies pieces 0 to `count` - 1 of a row, ACCESS bytes each, of which there are at most PIECES. The caller is thread
+// `thread` of THREADS threads that share the row.
+template <int ACCESS, int PIECES, int THREADS>
+DEVICE void copy_row(uint8_t* to, const uint8_t* from, int count, int thread) {
+    to += thread * ACCESS;
+    from += thread * ACCESS;
+#pragma unroll(ACCESS >= 4 ? ceil_div(PIECES, THREADS) : 1)
+    for (int i = 0; i < PIECES; i += THREADS) {
+        if (i + thread >= count) break;
+        if constexpr (ACCESS >= 4) {
+            cp_async<ACCESS>(to + i * ACCESS, from + i * ACCESS);
+        } else {
+            using word_t = typename word_of<ACCESS>::type;
+            *reinterpret_cast<word_t*>(to + i * ACCESS) = *reinterpret_cast<const word_t*>(from + i * ACCESS);
+        }
+    }
+}
+
 // UNITS units of each of ROWS rows, which ACCESS bytes at a time come from memory. Rows begin at multiples of ACCESS
 // bytes. A part of a row need not: then the pieces that its ends lie in are copied whole.
 template <typename FORMAT_T, int ROWS, int UNITS, int ACCESS>
@@ -13,33 +31,26 @@ struct RowTile {
     static constexpr int PART = UNITS * UNIT_BYTES;  // bytes of a row
     static constexpr int PIECES = ceil_div(PART, ACCESS) + (PART % ACCESS != 0);
     // An odd number of 16 bytes: what eight neighbouring rows have at one place lies on different banks.
-    static constexpr int PITCH = (PIECES * ACCESS + 15) / 16 / 2 * 32 + 16;
+    static constexpr int PITCH = (PIECES * ACCESS + 15) / 32 * 32 + 16;
     static constexpr int SIZE = ROWS * PITCH;
 
     uint8_t* data;
     int skew;  // bytes of the first piece in front of the part
 
-    // The part of rows `first_row` on that begins at `unit` units. All threads of the block copy; rows that do not
-    // exist, and what lies behind the ends of rows, become zeros.
+    // The tile at `data` whose parts begin at unit `unit` of the rows.
+    static DEVICE RowTile at(uint8_t* data, int64_t unit) { return {data, int(unit * UNIT_BYTES % ACCESS)}; }
+
+    // Copies the parts of rows `first_row` on, as far as rows reach. Beyond the last row come copies of the last row. All
+    // threads of the block call.
     template <int NUM_THREADS>
-    static DEVICE RowTile copy(uint8_t* to, const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes,
-                               int64_t unit) {
-        const int64_t begin = unit * UNIT_BYTES, aligned = begin / ACCESS * ACCESS;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < ROWS * PIECES; i += NUM_THREADS) {
-            const int row = i / PIECES;
-            const int64_t at = aligned + i % PIECES * ACCESS;
-            const bool exists = first_row + row < num_rows && at < row_bytes;
-            const uint8_t* const from = W + (exists ? (first_row + row) * row_bytes + at : 0);
-            uint8_t* const place = to + row * PITCH + i % PIECES * ACCESS;
-            if constexpr (ACCESS >= 4) {
-                cp_async<ACCESS>(place, from, exists);
-            } else {
-                using word_t = typename word_of<ACCESS>::type;
-                *reinterpret_cast<word_t*>(place) = exists ? *reinterpret_cast<const word_t*>(from) : word_t{};
-            }
-        }
-        return RowTile{to, int(begin - aligned)};
+    DEVICE void copy(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t unit) const {
+        constexpr int THREADS = NUM_THREADS / ROWS;  // of a row
+        static_assert(NUM_THREADS % ROWS == 0);
+        const int row = threadIdx.x / THREADS;
+        const int64_t begin = unit * UNIT_BYTES - skew;
+        const int count = int(min(int64_t(PIECES), (row_bytes - begin) / ACCESS));
+        const uint8_t* const from = W + min(first_row + row, num_rows - 1) * row_bytes + begin;
+        copy_row<ACCESS, PIECES, THREADS>(data + row * PITCH, from, count, threadIdx.x % THREADS);
     }
 
     // The format block that holds element `element` of unit `unit` of a row.
@@ -47,6 +58,19 @@ struct RowTile {
         return data + row * PITCH + skew + unit * UNIT_BYTES + element / FORMAT_T::LENGTH * FORMAT_T::BYTES;
     }
 };
+
+// Brings what `rows` rows have from byte `begin` on, at most `bytes` each, to L2. All threads of the block call.
+template <int NUM_THREADS, int ROWS>
+DEVICE void
+prefetch_rows(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t begin, int64_t bytes) {
+    constexpr int THREADS = NUM_THREADS / ROWS, LINE = 128;
+    const int64_t row = first_row + threadIdx.x / THREADS;
+    if (row >= num_rows) return;
+    bytes = min(bytes, row_bytes - begin);
+    for (int64_t at = threadIdx.x % THREADS * LINE; at < bytes; at += THREADS * LINE) {
+        prefetch_line(W + row * row_bytes + begin + at);
+    }
+}
 
 constexpr int bytes_of_grid(int entries) { return entries * int(sizeof(uint16_t)); }
 

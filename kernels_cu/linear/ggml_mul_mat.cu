@@ -28,8 +28,7 @@
 //     ACCESS        bytes of one access to W
 //     X_ACCESS      elements of one access to X
 
-#include "ggml_tile.cuh"
-#include "mma.cuh"
+#include "ggml_mma.cuh"
 
 constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * 32, ROWS = ROW_WARPS * 16, TILES = ceil_div(TOKENS, 8);
 constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + 16;  // tokens on different banks
@@ -39,51 +38,14 @@ using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int X_BYTES = TOKENS * X_PITCH * 2, STAGE_BYTES = tile_t::SIZE + X_BYTES;
 constexpr int SUM_PITCH = ROWS + 4;
 
-// Codes less OFFSET of four elements as two pairs of scalar_t.
-DEVICE void to_pairs(uint32_t codes, uint32_t& low, uint32_t& high) {
-    constexpr bool IS_HALF = is_same<scalar_t, half_t>;
-    if constexpr (IS_HALF || FORMAT::LARGEST < 128) {
-        // The last place of 1024 in float16, and of 128 in bfloat16, is worth 1.
-        constexpr uint32_t RAISED = IS_HALF ? 0x64 : 0x43;
-        const auto offset = Vec<scalar_t, 2>::full((IS_HALF ? 1024.0f : 128.0f) + FORMAT::OFFSET);
-        Vec<scalar_t, 2> pairs[2];
-        pairs[0].template word<2>(0) = __byte_perm(codes, RAISED, 0x4140);
-        pairs[1].template word<2>(0) = __byte_perm(codes, RAISED, 0x4342);
-        low = (pairs[0] - offset).template word<2>(0);
-        high = (pairs[1] - offset).template word<2>(0);
-    } else {
-        float x[4];  // eight significant bits: the upper half is all of a number
-        bytes_to_floats(codes, FORMAT::OFFSET, x);
-        low = pack_halves<true>(__float_as_uint(x[0]), __float_as_uint(x[1]));
-        high = pack_halves<true>(__float_as_uint(x[2]), __float_as_uint(x[3]));
-    }
-}
-
-// Copies elements `from` to `from` + STEP - 1 of the rows of X that exist; zeros behind the ends of rows.
+// Copies elements `from` to `from` + STEP - 1 of the rows of X that exist, as far as rows reach.
 DEVICE void copy_input(scalar_t* to, const scalar_t* X, int tokens, int64_t k, int64_t stride, int64_t from) {
-    constexpr int PIECES = STEP / X_ACCESS;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < tokens * PIECES; i += NUM_THREADS) {
-        const int token = i / PIECES, at = i % PIECES * X_ACCESS;
-        const bool exists = from + at < k;
-        const scalar_t* const address = X + (exists ? token * stride + from + at : 0);
-        scalar_t* const place = to + token * X_PITCH + at;
-        if constexpr (X_ACCESS >= 2) {
-            cp_async<X_ACCESS * 2>(place, address, exists);
-        } else {
-            *place = exists ? *address : scalar_t(0.0f);
-        }
-    }
-}
-
-DEVICE void prefetch_weight(const uint8_t* W, int64_t first_row, int64_t n, int64_t row_bytes, int64_t first_unit) {
-    const int64_t begin = first_unit * tile_t::UNIT_BYTES;
-    const int64_t end = min(begin + int64_t(STAGES - 1) * tile_t::PART, row_bytes);
-    const int lines = int((end - begin + 127) / 128);
-    for (int i = threadIdx.x; i < ROWS * lines; i += NUM_THREADS) {
-        const int64_t row = first_row + i / lines;
-        if (row < n) prefetch_line(W + row * row_bytes + begin + i % lines * 128);
-    }
+    constexpr int THREADS = NUM_THREADS / TOKENS, PIECES = STEP / X_ACCESS;  // of a row
+    const int token = threadIdx.x / THREADS;
+    if (token >= tokens) return;
+    copy_row<X_ACCESS * 2, PIECES, THREADS>(reinterpret_cast<uint8_t*>(to + token * X_PITCH),
+                                            reinterpret_cast<const uint8_t*>(X + token * stride + from),
+                                            int(min(int64_t(PIECES), (k - from) / X_ACCESS)), threadIdx.x % THREADS);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -96,7 +58,8 @@ ggml_mul_mat(scalar_t* out,      // [M, N]
     const int64_t units = (k + UNIT - 1) / UNIT, all_steps = (units + K_WARPS - 1) / K_WARPS;
     const int64_t first_step = all_steps * blockIdx.y / SPLITS, end_step = all_steps * (blockIdx.y + 1) / SPLITS;
     const int64_t first_row = int64_t(blockIdx.x) * ROWS, first_token = int64_t(blockIdx.z) * TOKENS;
-    prefetch_weight(W, first_row, n, row_bytes, first_step * K_WARPS);
+    prefetch_rows<NUM_THREADS, ROWS>(W, first_row, n, row_bytes, first_step * tile_t::PART,
+                                     (STAGES - 1) * tile_t::PART);
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ uint32_t is_last;
@@ -110,14 +73,14 @@ ggml_mul_mat(scalar_t* out,      // [M, N]
     const auto load = [&](int step) {
         if (step < steps) {
             const int64_t unit = (first_step + step) * K_WARPS;
-            tile_t::copy<NUM_THREADS>(stage_of(step), W, first_row, n, row_bytes, unit);
+            tile_t::at(stage_of(step), unit).copy<NUM_THREADS>(W, first_row, n, row_bytes, unit);
             copy_input(reinterpret_cast<scalar_t*>(stage_of(step) + tile_t::SIZE), X + first_token * x_stride, tokens,
                        k, x_stride, unit * UNIT);
         }
         cp_async_commit();
     };
 
-    constexpr uint32_t ONE = is_same<scalar_t, half_t> ? 0x3c003c00 : 0x3f803f80;
+    constexpr uint32_t ONE = ONE_PAIR<scalar_t>;
     constexpr uint32_t ones[4] = {ONE, ONE, ONE, ONE};
     float sums[TILES][4] = {};
     bool exists[TILES];
@@ -131,8 +94,7 @@ ggml_mul_mat(scalar_t* out,      // [M, N]
         load(step + STAGES - 1);
         const int64_t unit = (first_step + step) * K_WARPS + k_warp;
         if (unit >= units) continue;
-        const int64_t part_begin = (unit - k_warp) * tile_t::UNIT_BYTES;
-        const tile_t tile{stage_of(step), int(part_begin % ACCESS)};
+        const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
         const scalar_t* const x =
             reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + g * X_PITCH + k_warp * UNIT + 4 * t;
 #pragma unroll
@@ -149,7 +111,7 @@ ggml_mul_mat(scalar_t* out,      // [M, N]
 #pragma unroll
                 for (int u = 0; u < GROUP / 16; ++u) {
                     const uint32_t codes = FORMAT::codes(blocks[half], element % LENGTH / 4 + 4 * u + t, grid);
-                    to_pairs(codes, a[u][half], a[u][half + 2]);
+                    pairs_of_codes<FORMAT, scalar_t, false>(codes, a[u][half], a[u][half + 2]);
                 }
             }
 #pragma unroll

@@ -34,7 +34,8 @@ ggml_mul_mat_simt(scalar_t* out,      // [M, N]
     copy_grid<FORMAT, NUM_THREADS>(shared);
     for (int64_t unit = 0; unit < units; unit += UNITS) {
         __syncthreads();  // the step before is done with
-        const tile_t tile = tile_t::copy<NUM_THREADS>(shared + GRID_BYTES, W, first_row, n, row_bytes, unit);
+        const tile_t tile = tile_t::at(shared + GRID_BYTES, unit);
+        tile.copy<NUM_THREADS>(W, first_row, n, row_bytes, unit);
         cp_async_commit();
         cp_async_wait<0>();
         __syncthreads();

@@ -4,6 +4,7 @@ config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
 quantization          quantised weights as config.json describes them
 gguf_file             GGUF files: metadata as config.json would have it, tensors
+gguf_tokenizer        the tokenizer in a GGUF file
 config                config.json
 gguf_linear           projections of weights in GGUF's types
 linear                projections, plain and of 8-bit weights

@@ -16,7 +16,8 @@ from . import gemm_plan
 from .gemm_problem import Epilogue, Operand
 from .gemm_problem import Problem as DenseProblem
 
-_mul_mat, _simt = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_simt.cu")
+_mul_mat, _vec = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_vec.cu")
+_simt = Kernel("linear/ggml_mul_mat_simt.cu")
 
 MAX_FUSED_ROWS = 64  # of X, that a product multiplies with format blocks; for more, the weight is dequantised first
 _UNIT = 256  # elements of a row of the weight that a warp multiplies at a time
@@ -63,6 +64,12 @@ class Problem:
         weight = f"weight={self.n}x{self.k} {self.format.name} access={self.access}"
         return f"rows={tuning.power_of_two(self.m)} {weight} {self.X.dtype.name}"
 
+    def pitch(self, units: int) -> int:
+        """Bytes of shared memory of a row's part of so many units, as ggml_tile.cuh places it."""
+        part = units * _UNIT // self.format.length * self.format.nbytes
+        pieces = -(-part // self.access) + (part % self.access != 0)
+        return (pieces * self.access + 15) // 32 * 32 + 16
+
     def arguments(self) -> dict[str, int]:
         sizes = {"m": self.m, "n": self.n, "k": self.k, "row_bytes": self.row_bytes}
         return {**sizes, "out_stride": check.row_stride(self.out), "x_stride": check.row_stride(self.X)}
@@ -98,12 +105,8 @@ class MulMatConfig:
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes: the grid of the type, then stages, whose place sums take in the end."""
-        format, access = problem.format, problem.access
-        part = self.k_warps * _UNIT // format.length * format.nbytes
-        pieces = -(-part // access) + (part % access != 0)
-        pitch = (pieces * access + 15) // 32 * 32 + 16
-        stage = self.rows * pitch + self.tokens * (self.k_warps * _UNIT + 16) * 2
-        return 2 * format.grid_size + max(self.stages * stage, self.k_warps * self.tokens * (self.rows + 4) * 4)
+        stage = self.rows * problem.pitch(self.k_warps) + self.tokens * (self.k_warps * _UNIT + 16) * 2
+        return 2 * problem.format.grid_size + max(self.stages * stage, self.k_warps * self.tokens * (self.rows + 4) * 4)
 
     def fits(self, problem: Problem, device: Device) -> bool:
         return self.shared_memory(problem) * self.min_blocks <= device.shared_memory
@@ -146,6 +149,53 @@ class MulMatConfig:
             **problem.arguments(),
             **partial,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class VecConfig:
+    """The geometry of ggml_mul_mat_vec.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tokens: rows of X of a block.
+        row_warps, k_warps: warps along 16 rows of W each, and along K.
+        stages: steps of K that are in shared memory or on the way there.
+        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+    """
+
+    tokens: int
+    row_warps: int
+    k_warps: int
+    stages: int
+    min_blocks: int
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes: the grid of the type, then stages."""
+        stage = 16 * self.row_warps * problem.pitch(self.k_warps) + self.tokens * self.k_warps * _UNIT * 2
+        return 2 * problem.format.grid_size + self.stages * stage
+
+    def candidates(self, problem: Problem, device: Device) -> list[VecConfig]:
+        """Other blocks and stages."""
+        found = tuning.varied(
+            self,
+            row_warps=tuning.beside(self.row_warps, 1, 2),
+            k_warps=tuning.beside(self.k_warps, 2, 8),
+            stages=(self.stages - 1, self.stages + 1),
+        )
+        return [one for one in found if one.stages >= 2 and one.shared_memory(problem) <= device.shared_memory]
+
+    def launch(self, problem: Problem) -> Launch:
+        grid = -(-problem.n // (16 * self.row_warps)), -(-problem.m // self.tokens)
+        return _vec(
+            scalar_t=problem.X.dtype,
+            FORMAT=problem.format.name,
+            TOKENS=self.tokens,
+            ROW_WARPS=self.row_warps,
+            K_WARPS=self.k_warps,
+            STAGES=self.stages,
+            ACCESS=problem.access,
+            X_ACCESS=problem.x_access,
+            MIN_BLOCKS=self.min_blocks,
+        ).launch(grid, 32 * self.row_warps * self.k_warps, self.shared_memory(problem), **problem.arguments())
 
 
 @dataclass(frozen=True, slots=True)
