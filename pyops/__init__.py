@@ -42,6 +42,7 @@ from .ops.linear.dense import *
 from .ops.linear.few_tokens import *
 from .ops.linear.fp4_mm import *
 from .ops.linear.ggml import *
+from .ops.linear.ggml_moe import *
 from .ops.linear.scaled_mm import *
 from .ops.linear.skinny_linear import *
 from .ops.linear.sparse_mm import *

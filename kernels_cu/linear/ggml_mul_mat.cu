@@ -9,7 +9,7 @@
 //
 // Blocks: a block takes ROW_WARPS * 16 rows of W (columns of out) and TOKENS rows of X. SPLITS blocks along y share
 // these, each with a part of K; they leave their sums in `partial`, and the last block to arrive adds them up in order.
-// z counts tiles of TOKENS rows of X.
+// Blocks count tiles of rows of W, then tiles of rows of X.
 //
 // Steps: the block goes through its part of K in steps of K_WARPS units of 256 elements, each of which is one warp's of
 // each sixteen rows of W. The format blocks come to shared memory as they are, STAGES - 1 steps ahead, with the rows of
@@ -19,7 +19,10 @@
 // neighbouring elements, since the order of K is free. Then a word of codes is what a lane needs. A tile of ones gives
 // the sums of X. Rows of X that do not exist are zeros in registers.
 //
+// Rows of X, of out and of W are those of ggml_rows.cuh.
+//
 // Constants
+//     CHOICES       how rows belong to experts (ggml_rows.cuh)
 //     FORMAT        the GGUF type, a struct of ggml.cuh
 //     TOKENS        rows of X of a block
 //     ROW_WARPS, K_WARPS    warps along the rows of W and along K
@@ -29,6 +32,7 @@
 //     X_ACCESS      elements of one access to X
 
 #include "ggml_mma.cuh"
+#include "ggml_rows.cuh"
 
 constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * 32, ROWS = ROW_WARPS * 16, TILES = ceil_div(TOKENS, 8);
 constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + 16;  // tokens on different banks
@@ -37,29 +41,38 @@ constexpr int GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int X_BYTES = TOKENS * X_PITCH * 2, STAGE_BYTES = tile_t::SIZE + X_BYTES;
 constexpr int SUM_PITCH = ROWS + 4;
+using rows_t = TokenRows<CHOICES, TOKENS, index_t>;
 
 // Copies elements `from` to `from` + STEP - 1 of the rows of X that exist, as far as rows reach.
-DEVICE void copy_input(scalar_t* to, const scalar_t* X, int tokens, int64_t k, int64_t stride, int64_t from) {
+DEVICE void copy_input(scalar_t* to, const scalar_t* X, const rows_t& rows, int64_t k, int64_t stride, int64_t from) {
     constexpr int THREADS = NUM_THREADS / TOKENS, PIECES = STEP / X_ACCESS;  // of a row
     const int token = threadIdx.x / THREADS;
-    if (token >= tokens) return;
+    const int64_t choice = rows.choice(token);
+    if (choice < 0) return;
     copy_row<X_ACCESS * 2, PIECES, THREADS>(reinterpret_cast<uint8_t*>(to + token * X_PITCH),
-                                            reinterpret_cast<const uint8_t*>(X + token * stride + from),
+                                            reinterpret_cast<const uint8_t*>(X + rows.row_of(choice) * stride + from),
                                             int(min(int64_t(PIECES), (k - from) / X_ACCESS)), threadIdx.x % THREADS);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-ggml_mul_mat(scalar_t* out,      // [M, N]
-             const uint8_t* W,   // [N, row_bytes]
-             const scalar_t* X,  // [M, K]
-             float* partial,     // [tiles, SPLITS, RESULTS, NUM_THREADS]
-             uint32_t* arrived,  // [tiles]
-             int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t out_stride, int64_t x_stride) {
+ggml_mul_mat(scalar_t* out,                          // [M, N]
+             const uint8_t* W,                       // [num_experts, N, row_bytes]
+             const scalar_t* X,                      // [M / top_k, K]
+             const index_t* ids,                     // CHOICES 1: [M]; 2: [tiles * TOKENS]
+             const index_t* expert_ids,              // CHOICES 2: [tiles]
+             const index_t* num_tokens_post_padded,  // CHOICES 2: [1]
+             float* partial,                         // [tiles, SPLITS, RESULTS, NUM_THREADS]
+             uint32_t* arrived,                      // [tiles]
+             int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t out_stride, int64_t x_stride,
+             int64_t num_experts, int64_t top_k) {
     const int64_t units = (k + UNIT - 1) / UNIT, all_steps = (units + K_WARPS - 1) / K_WARPS;
     const int64_t first_step = all_steps * blockIdx.y / SPLITS, end_step = all_steps * (blockIdx.y + 1) / SPLITS;
-    const int64_t first_row = int64_t(blockIdx.x) * ROWS, first_token = int64_t(blockIdx.z) * TOKENS;
-    prefetch_rows<NUM_THREADS, ROWS>(W, first_row, n, row_bytes, first_step * tile_t::PART,
-                                     (STAGES - 1) * tile_t::PART);
+    const int64_t row_tiles = (n + ROWS - 1) / ROWS, first_row = blockIdx.x % row_tiles * ROWS;
+    const rows_t rows{ids, expert_ids, blockIdx.x / row_tiles, m, top_k};
+    if constexpr (CHOICES == 0) {
+        prefetch_rows<NUM_THREADS, ROWS>(W, first_row, n, row_bytes, first_step * tile_t::PART,
+                                         (STAGES - 1) * tile_t::PART);
+    }
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ uint32_t is_last;
@@ -68,14 +81,16 @@ ggml_mul_mat(scalar_t* out,      // [M, N]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
 
-    const int steps = int(end_step - first_step), tokens = int(min(int64_t(TOKENS), m - first_token));
+    if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
+    const int64_t expert = rows.expert(num_experts);
+    const int steps = expert < 0 ? 0 : int(end_step - first_step);
+    W += expert < 0 ? 0 : expert * n * row_bytes;
     const auto stage_of = [&](int step) { return shared + GRID_BYTES + step % STAGES * STAGE_BYTES; };
     const auto load = [&](int step) {
         if (step < steps) {
             const int64_t unit = (first_step + step) * K_WARPS;
             tile_t::at(stage_of(step), unit).copy<NUM_THREADS>(W, first_row, n, row_bytes, unit);
-            copy_input(reinterpret_cast<scalar_t*>(stage_of(step) + tile_t::SIZE), X + first_token * x_stride, tokens,
-                       k, x_stride, unit * UNIT);
+            copy_input(reinterpret_cast<scalar_t*>(stage_of(step) + tile_t::SIZE), X, rows, k, x_stride, unit * UNIT);
         }
         cp_async_commit();
     };
@@ -85,7 +100,7 @@ ggml_mul_mat(scalar_t* out,      // [M, N]
     float sums[TILES][4] = {};
     bool exists[TILES];
 #pragma unroll
-    for (int j = 0; j < TILES; ++j) exists[j] = j * 8 + g < tokens;
+    for (int j = 0; j < TILES; ++j) exists[j] = j * 8 + g < TOKENS && rows.choice(j * 8 + g) >= 0;
     copy_grid<FORMAT, NUM_THREADS>(shared);
     for (int step = 0; step < STAGES - 1; ++step) load(step);
     for (int step = 0; step < steps; ++step) {
@@ -161,11 +176,10 @@ ggml_mul_mat(scalar_t* out,      // [M, N]
         }
     }
     if constexpr (SPLITS > 1) {
-        const int64_t tile = int64_t(blockIdx.z) * gridDim.x + blockIdx.x;
-        float* const of_tile = partial + tile * SPLITS * RESULTS * NUM_THREADS + threadIdx.x;
+        float* const of_tile = partial + int64_t(blockIdx.x) * SPLITS * RESULTS * NUM_THREADS + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < RESULTS; ++i) of_tile[(blockIdx.y * RESULTS + i) * NUM_THREADS] = results[i];
-        if (!arrives_last(arrived + tile, SPLITS, &is_last)) return;
+        if (!arrives_last(arrived + blockIdx.x, SPLITS, &is_last)) return;
 #pragma unroll
         for (int i = 0; i < RESULTS; ++i) {
             results[i] = 0.0f;
@@ -176,8 +190,9 @@ ggml_mul_mat(scalar_t* out,      // [M, N]
 #pragma unroll
     for (int i = 0; i < RESULTS; ++i) {
         const int at = i * NUM_THREADS + threadIdx.x;
-        const int64_t token = first_token + at / ROWS, row = first_row + at % ROWS;
-        if (at < TOKENS * ROWS && token < m && row < n)
-            out[token * out_stride + row] = from_float<scalar_t>(results[i]);
+        const int64_t row = first_row + at % ROWS;
+        if (at >= TOKENS * ROWS || row >= n) continue;
+        const int64_t choice = rows.choice(at / ROWS);
+        if (choice >= 0) out[choice * out_stride + row] = from_float<scalar_t>(results[i]);
     }
 }

@@ -17,7 +17,10 @@
 // times the elements of X in the columns of all groups gives the sums of X. Codes are raised by RAISED, and the sums
 // lowered by as many sums of X, where that costs less.
 //
+// Rows of X, of out and of W are those of ggml_rows.cuh.
+//
 // Constants
+//     CHOICES       how rows belong to experts (ggml_rows.cuh)
 //     FORMAT        the GGUF type, a struct of ggml.cuh
 //     TOKENS        rows of X of a block
 //     ROW_WARPS, K_WARPS    warps along the rows of W and along K
@@ -26,6 +29,7 @@
 //     X_ACCESS      elements of one access to X
 
 #include "ggml_mma.cuh"
+#include "ggml_rows.cuh"
 
 constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * 32, ROWS = ROW_WARPS * 16, STEP = K_WARPS * UNIT;
 constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE), GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
@@ -35,12 +39,19 @@ using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int STAGE_BYTES = tile_t::SIZE + TOKENS * STEP * 2;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-ggml_mul_mat_vec(scalar_t* out,      // [M, N]
-                 const uint8_t* W,   // [N, row_bytes]
-                 const scalar_t* X,  // [M, K]
-                 int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t out_stride, int64_t x_stride) {
-    const int64_t first_row = int64_t(blockIdx.x) * ROWS, first_token = int64_t(blockIdx.y) * TOKENS;
-    prefetch_rows<NUM_THREADS, ROWS>(W, first_row, n, row_bytes, 0, (STAGES - 1) * tile_t::PART);
+ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
+                 const uint8_t* W,                       // [num_experts, N, row_bytes]
+                 const scalar_t* X,                      // [M / top_k, K]
+                 const index_t* ids,                     // CHOICES 1: [M]; 2: [tiles * TOKENS]
+                 const index_t* expert_ids,              // CHOICES 2: [tiles]
+                 const index_t* num_tokens_post_padded,  // CHOICES 2: [1]
+                 int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t out_stride, int64_t x_stride,
+                 int64_t num_experts, int64_t top_k) {
+    const int64_t row_tiles = (n + ROWS - 1) / ROWS, first_row = blockIdx.x % row_tiles * ROWS;
+    const TokenRows<CHOICES, TOKENS, index_t> rows{ids, expert_ids, blockIdx.x / row_tiles, m, top_k};
+    if constexpr (CHOICES == 0) {
+        prefetch_rows<NUM_THREADS, ROWS>(W, first_row, n, row_bytes, 0, (STAGES - 1) * tile_t::PART);
+    }
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ float partial[K_WARPS][TOKENS][ROWS];
@@ -48,7 +59,10 @@ ggml_mul_mat_vec(scalar_t* out,      // [M, N]
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
-    const int units = int((k + UNIT - 1) / UNIT), steps = ceil_div(units, K_WARPS);
+    if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
+    const int64_t expert = rows.expert(num_experts);
+    const int units = expert < 0 ? 0 : int((k + UNIT - 1) / UNIT), steps = ceil_div(units, K_WARPS);
+    W += expert < 0 ? 0 : expert * n * row_bytes;
 
     const auto stage_of = [&](int step) { return shared + GRID_BYTES + step % STAGES * STAGE_BYTES; };
     const auto load = [&](int step) {
@@ -58,7 +72,9 @@ ggml_mul_mat_vec(scalar_t* out,      // [M, N]
             tile_t::at(stage, unit).copy<NUM_THREADS>(W, first_row, n, row_bytes, unit);
 #pragma unroll
             for (int token = 0; token < TOKENS; ++token) {
-                const scalar_t* const row = X + min(first_token + token, m - 1) * x_stride + from;
+                const int64_t choice = rows.choice(token);
+                if (choice < 0) continue;
+                const scalar_t* const row = X + rows.row_of(choice) * x_stride + from;
                 copy_row<X_ACCESS * 2, STEP / X_ACCESS, NUM_THREADS>(
                     stage + tile_t::SIZE + token * STEP * 2, reinterpret_cast<const uint8_t*>(row),
                     int(min(int64_t(STEP), k - from)) / X_ACCESS, threadIdx.x);
@@ -85,13 +101,14 @@ ggml_mul_mat_vec(scalar_t* out,      // [M, N]
         float products[TOKENS][TILES][4] = {}, x_sums[TOKENS][TILES][4] = {};
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token) {
+            const bool exists = rows.choice(token) >= 0;
             const scalar_t* const elements =
                 reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + token * STEP + k_warp * UNIT + 4 * t;
 #pragma unroll
             for (int j = 0; j < TILES; ++j) {
 #pragma unroll
                 for (int u = 0; u < PARTS; ++u) {
-                    if (8 * j + g < groups) {
+                    if (exists && 8 * j + g < groups) {
                         x[token][j][u] = *reinterpret_cast<const uint2*>(elements + (8 * j + g) * GROUP + 16 * u);
                     }
                     if constexpr (HAS_X_SUMS) {
@@ -150,10 +167,10 @@ ggml_mul_mat_vec(scalar_t* out,      // [M, N]
     cp_async_wait<0>();
     __syncthreads();
     for (int i = threadIdx.x; i < TOKENS * ROWS; i += NUM_THREADS) {
-        const int64_t token = first_token + i / ROWS, row = first_row + i % ROWS;
+        const int64_t choice = rows.choice(i / ROWS), row = first_row + i % ROWS;
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < K_WARPS; ++j) sum += partial[j][i / ROWS][i % ROWS];
-        if (token < m && row < n) out[token * out_stride + row] = from_float<scalar_t>(sum);
+        if (choice >= 0 && row < n) out[choice * out_stride + row] = from_float<scalar_t>(sum);
     }
 }

@@ -6,6 +6,7 @@ from . import dense as _dense
 from . import few_tokens as _few_tokens
 from . import fp4_mm as _fp4_mm
 from . import ggml as _ggml
+from . import ggml_moe as _ggml_moe
 from . import scaled_mm as _scaled_mm
 from . import skinny_linear as _skinny_linear
 from . import sparse_mm as _sparse_mm
@@ -13,6 +14,7 @@ from .dense import *
 from .few_tokens import *
 from .fp4_mm import *
 from .ggml import *
+from .ggml_moe import *
 from .scaled_mm import *
 from .skinny_linear import *
 from .sparse_mm import *
@@ -22,6 +24,7 @@ __all__ += _dense.__all__
 __all__ += _few_tokens.__all__
 __all__ += _fp4_mm.__all__
 __all__ += _ggml.__all__
+__all__ += _ggml_moe.__all__
 __all__ += _scaled_mm.__all__
 __all__ += _skinny_linear.__all__
 __all__ += _sparse_mm.__all__

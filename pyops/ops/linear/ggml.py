@@ -46,12 +46,18 @@ def _plan(W: TensorArg, X: TensorArg, quant_type: int, row: int, out: TensorArg)
     return plan(Problem(out, W, X, format))
 
 
-def _example(make: Any, num_tokens: int, input_size: int, dtype: str, quant_type: int) -> tuple[Any, ...]:
-    """A weight of 40 rows of random bytes; its scales are below 1 / 128, as in real weights."""
-    output_size, format = 40, ggml_formats.FORMATS[quant_type]
-    weight = make.randint(0, 256, output_size, input_size // format.length * format.nbytes, dtype="uint8")
+def random_weight(make: Any, quant_type: int, *sizes: int) -> Any:
+    """Random bytes of a weight of these sizes, the last in elements; its scales are below 1 / 128, as in real weights."""
+    format = ggml_formats.FORMATS[quant_type]
+    weight = make.randint(0, 256, *sizes[:-1], sizes[-1] // format.length * format.nbytes, dtype="uint8")
     if not isinstance(weight, TensorArg):
         weight.view(-1, format.nbytes)[:, list(format.exponents)] &= 0x9F
+    return weight
+
+
+def _example(make: Any, num_tokens: int, input_size: int, dtype: str, quant_type: int) -> tuple[Any, ...]:
+    output_size = 40
+    weight = random_weight(make, quant_type, output_size, input_size)
     x = make.randn(num_tokens, input_size, dtype=dtype)
     return weight, x, quant_type, output_size, make.empty(num_tokens, output_size, dtype=dtype)
 

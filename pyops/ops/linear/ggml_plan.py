@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._core import check, tuning
 from ..._core.device import Device
-from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.dtypes import float32, int32
+from ..._core.kernel import Kernel, Launch, Scratch, Specialisation
 from ..._core.tensor import TensorArg
 from .._shared import ggml_formats
 from .._shared.ggml_formats import Format
@@ -20,23 +20,46 @@ _mul_mat, _vec = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_v
 _simt = Kernel("linear/ggml_mul_mat_simt.cu")
 
 MAX_FUSED_ROWS = 64  # of X, that a product multiplies with format blocks; for more, the weight is dequantised first
+BLOCK_ROWS = 4  # that have one expert together, in the order of experts: the number that callers know from upstream
 _UNIT = 256  # elements of a row of the weight that a warp multiplies at a time
 _MAX_TOKENS = 64  # rows of X of a block, whose sums a thread has in registers
-_MAX_STAGES = 4
+_MAX_VEC_TOKENS = 2  # up to which ggml_mul_mat_vec.cu serves a product
+_MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choices:
+    """How rows of out belong to experts: ggml_rows.cuh.
+
+    Attributes:
+        ids: [m] or [m / top_k, top_k], the expert of each row of out; or, with `expert_ids`, rows of out in the order of
+            their experts, `BLOCK_ROWS` of them for each expert of `expert_ids`.
+        num_experts: how many W has.
+        top_k: rows of out for each row of X.
+    """
+
+    ids: TensorArg
+    expert_ids: TensorArg | None
+    num_experts: int
+    top_k: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """``out = X @ W.T``: X [m, k] and out [m, n] of rows of one stride, W [n, k] in `format`."""
+    """``out = X @ W.T``: X [m, k] and out [m, n] of rows of one stride, W [n, k] in `format`.
+
+    With `choices`, W has a matrix for each expert, and X as many rows as tokens.
+    """
 
     out: TensorArg
     W: TensorArg
     X: TensorArg
     format: Format
+    choices: Choices | None = None
 
     @property
     def m(self) -> int:
-        return self.X.shape[0]
+        return self.out.shape[0]
 
     @property
     def k(self) -> int:
@@ -62,7 +85,8 @@ class Problem:
 
     def bucket(self) -> str:
         weight = f"weight={self.n}x{self.k} {self.format.name} access={self.access}"
-        return f"rows={tuning.power_of_two(self.m)} {weight} {self.X.dtype.name}"
+        experts = "" if self.choices is None else f" experts={self.choices.num_experts}"
+        return f"rows={tuning.power_of_two(self.m)} {weight} {self.X.dtype.name}{experts}"
 
     def pitch(self, units: int) -> int:
         """Bytes of shared memory of a row's part of so many units, as ggml_tile.cuh places it."""
@@ -70,9 +94,41 @@ class Problem:
         pieces = -(-part // self.access) + (part % self.access != 0)
         return (pieces * self.access + 15) // 32 * 32 + 16
 
+    def specialised(self, kernel: Kernel, tokens: int, **constants: Any) -> Specialisation:
+        """A kernel whose blocks take `tokens` rows of out."""
+        choices = self.choices
+        return (kernel if choices is None else kernel.renamed(ids=choices.ids.name))(
+            scalar_t=self.X.dtype,
+            index_t=int32 if choices is None else choices.ids.dtype,
+            CHOICES=0 if choices is None else 1 if choices.expert_ids is None else 2,
+            FORMAT=self.format.name,
+            TOKENS=tokens,
+            ACCESS=self.access,
+            **constants,
+        )
+
+    def tiles(self, tokens: int) -> int:
+        """Blocks of `tokens` rows of out."""
+        choices = self.choices
+        rows = self.m if choices is None or choices.expert_ids is None else choices.expert_ids.numel * tokens
+        return -(-rows // tokens)
+
     def arguments(self) -> dict[str, int]:
-        sizes = {"m": self.m, "n": self.n, "k": self.k, "row_bytes": self.row_bytes}
-        return {**sizes, "out_stride": check.row_stride(self.out), "x_stride": check.row_stride(self.X)}
+        """What every kernel takes beside the op's tensors; null for those that there are not."""
+        choices = self.choices
+        absent = ["ids"] if choices is None else []
+        absent += ["expert_ids", "num_tokens_post_padded"] if choices is None or choices.expert_ids is None else []
+        return {
+            "m": self.m,
+            "n": self.n,
+            "k": self.k,
+            "row_bytes": self.row_bytes,
+            "out_stride": check.row_stride(self.out),
+            "x_stride": check.row_stride(self.X),
+            "num_experts": 1 if choices is None else choices.num_experts,
+            "top_k": 1 if choices is None else choices.top_k,
+            **dict.fromkeys(absent, 0),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +164,6 @@ class MulMatConfig:
         stage = self.rows * problem.pitch(self.k_warps) + self.tokens * (self.k_warps * _UNIT + 16) * 2
         return 2 * problem.format.grid_size + max(self.stages * stage, self.k_warps * self.tokens * (self.rows + 4) * 4)
 
-    def fits(self, problem: Problem, device: Device) -> bool:
-        return self.shared_memory(problem) * self.min_blocks <= device.shared_memory
-
     def candidates(self, problem: Problem, device: Device) -> list[MulMatConfig]:
         """Other blocks, stages and splits."""
         found = tuning.varied(
@@ -120,34 +173,27 @@ class MulMatConfig:
             stages=(self.stages - 1, self.stages + 1),
             splits=tuning.beside(self.splits, 1, 8),
         )
-        return [one for one in found if one.stages >= 2 and one.num_threads <= 512 and one.fits(problem, device)]
+        return [one for one in found if one.stages >= 2 and one.shared_memory(problem) <= device.shared_memory]
 
     def launch(self, problem: Problem) -> Launch:
         """One launch. Blocks that share rows leave their sums in a workspace, and the last of them adds these up."""
-        tiles = -(-problem.n // self.rows), -(-problem.m // self.tokens)
-        count, threads = tiles[0] * tiles[1], self.num_threads
+        count, threads = -(-problem.n // self.rows) * problem.tiles(self.tokens), self.num_threads
         partial: dict[str, Any] = {"partial": 0, "arrived": 0}
         if self.splits > 1 and count:
             results = -(-self.tokens * self.rows // threads)
             partial["partial"] = Scratch(count * self.splits * results * threads * 4)
             partial["arrived"] = Scratch(count * 4, zeroed=True)
-        return _mul_mat(
-            scalar_t=problem.X.dtype,
-            FORMAT=problem.format.name,
-            TOKENS=self.tokens,
+        return problem.specialised(
+            _mul_mat,
+            self.tokens,
             ROW_WARPS=self.row_warps,
             K_WARPS=self.k_warps,
             STAGES=self.stages,
             SPLITS=self.splits,
-            ACCESS=problem.access,
             X_ACCESS=problem.x_access,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
-            (tiles[0], self.splits, tiles[1]),
-            threads,
-            self.shared_memory(problem),
-            **problem.arguments(),
-            **partial,
+            (count, self.splits), threads, self.shared_memory(problem), **problem.arguments(), **partial
         )
 
 
@@ -184,15 +230,13 @@ class VecConfig:
         return [one for one in found if one.stages >= 2 and one.shared_memory(problem) <= device.shared_memory]
 
     def launch(self, problem: Problem) -> Launch:
-        grid = -(-problem.n // (16 * self.row_warps)), -(-problem.m // self.tokens)
-        return _vec(
-            scalar_t=problem.X.dtype,
-            FORMAT=problem.format.name,
-            TOKENS=self.tokens,
+        grid = -(-problem.n // (16 * self.row_warps)) * problem.tiles(self.tokens)
+        return problem.specialised(
+            _vec,
+            self.tokens,
             ROW_WARPS=self.row_warps,
             K_WARPS=self.k_warps,
             STAGES=self.stages,
-            ACCESS=problem.access,
             X_ACCESS=problem.x_access,
             MIN_BLOCKS=self.min_blocks,
         ).launch(grid, 32 * self.row_warps * self.k_warps, self.shared_memory(problem), **problem.arguments())
@@ -218,29 +262,42 @@ class SimtConfig:
 
     def launch(self, problem: Problem) -> Launch:
         row_groups = -(-problem.n * problem.out.device.warp_size // self.num_threads)
-        return _simt(
-            scalar_t=problem.X.dtype,
-            FORMAT=problem.format.name,
-            TOKENS=self.tokens,
+        return problem.specialised(
+            _simt,
+            self.tokens,
             UNITS=self.units,
-            ACCESS=problem.access,
             VEC_SIZE=min(8, problem.x_access),
             NUM_THREADS=self.num_threads,
-        ).launch(row_groups * -(-problem.m // self.tokens), self.num_threads, **problem.arguments())
+        ).launch(row_groups * problem.tiles(self.tokens), self.num_threads, **problem.arguments())
 
 
-def choose(problem: Problem, device: Device) -> MulMatConfig | SimtConfig:
-    """The kernel for at most `MAX_FUSED_ROWS` rows, and its geometry. Equal for all problems of a bucket."""
-    m = tuning.power_of_two(problem.m)
+Config = VecConfig | MulMatConfig | SimtConfig
+
+
+def choose(problem: Problem, device: Device) -> Config:
+    """The kernel that multiplies format blocks, and its geometry. Equal for all problems of a bucket."""
+    choices = problem.choices
+    of_tile = 1 if choices is None or choices.expert_ids is None else BLOCK_ROWS
+    tokens = of_tile if choices is not None else min(_MAX_TOKENS, tuning.power_of_two(problem.m))
     if problem.X.dtype is float32 or not device.supports("mma"):
-        return SimtConfig(tokens=min(4, m), units=4, num_threads=256)
-    return MulMatConfig(tokens=min(_MAX_TOKENS, m), row_warps=2, k_warps=4, stages=3, splits=1)
+        return SimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
+    k_warps = min(8, max(2, tuning.power_of_two(-(-problem.k // _UNIT))))
+    config: VecConfig | MulMatConfig
+    if tokens <= _MAX_VEC_TOKENS:
+        config = VecConfig(tokens, row_warps=1, k_warps=k_warps, stages=3, min_blocks=1)
+    else:
+        config = MulMatConfig(tokens, row_warps=2, k_warps=min(4, k_warps), stages=3, splits=1)
+    while config.shared_memory(problem) > device.shared_memory and config.stages > 2:
+        config = replace(config, stages=config.stages - 1)
+    while config.shared_memory(problem) > device.shared_memory and config.k_warps > 1:
+        config = replace(config, k_warps=config.k_warps // 2)
+    return config
 
 
 def plan(problem: Problem) -> list[Launch]:
     """The launches of a product: one for few rows of X, and for many one that dequantises the weight before it."""
     out, device = problem.out, problem.out.device
-    if problem.m <= MAX_FUSED_ROWS:
+    if problem.m <= MAX_FUSED_ROWS or problem.choices is not None:
         return [tuning.config(out.op, problem, device, choose).launch(problem)]
     dtype, numel = problem.X.dtype, problem.n * problem.k
     weight = Scratch(numel * dtype.itemsize)
