@@ -140,19 +140,19 @@ struct Q3_K : Blocks<256, 110> {
 // precision. The bits of the last four groups are spread over the bytes of all.
 struct SixBits {
     static DEVICE uint32_t word(const uint8_t* block, int i) { return word_at<4>(block + 4 + 4 * i); }
-    // Byte `i` of a word as a float.
-    static DEVICE float byte(uint32_t word, uint32_t i) {
-        return __uint_as_float(__byte_perm(word, 0x4b000000, 0x7540 + i)) - 8388608.0f;
+    // Byte g % 4 as a float of the six bits of the first four groups or of the last: the latter's lower four bits are
+    // those of `low`, and `own` has their upper two above six bits of the former.
+    static DEVICE float six_bits(uint32_t own, uint32_t low, uint32_t g) {
+        const bool is_first = (g & 4) == 0;
+        const uint32_t upper = is_first ? own & 48 * ONES : own >> 2 & 48 * ONES;
+        const uint32_t four = upper | ((is_first ? own : low) & 15 * ONES);
+        return __uint_as_float(__byte_perm(four, 0x4b000000, 0x7540 + (g & 3))) - 8388608.0f;
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
-        const uint32_t four =
-            g < 4 ? word(block, 0) & 63 * ONES : (word(block, 2) & 15 * ONES) | (word(block, 0) >> 2 & 48 * ONES);
-        return half_at(block) * byte(four, g % 4);
+        return half_at(block) * six_bits(word(block, 0), word(block, 2), g);
     }
     static DEVICE float minimum(const uint8_t* block, uint32_t g) {
-        const uint32_t four =
-            g < 4 ? word(block, 1) & 63 * ONES : (word(block, 2) >> 4 & 15 * ONES) | (word(block, 1) >> 2 & 48 * ONES);
-        return half_at(block + 2) * byte(four, g % 4);
+        return half_at(block + 2) * six_bits(word(block, 1), word(block, 2) >> 4, g);
     }
 };
 

@@ -25,6 +25,7 @@ struct TokenRows {
     // Row `i` of the block in out, or -1.
     DEVICE int64_t choice(int i) const {
         const int64_t at = tile * TOKENS + i;
+        if constexpr (TOKENS == 1 && CHOICES != 2) return at;  // a block for each
         const int64_t found = CHOICES == 2 ? int64_t(ids[at]) : at;
         return found >= 0 && found < num_choices ? found : -1;
     }

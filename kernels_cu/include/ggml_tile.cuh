@@ -11,12 +11,12 @@ template <int ACCESS, int PIECES, int THREADS>
 DEVICE void copy_row(uint8_t* to, const uint8_t* from, int count, int thread) {
     to += thread * ACCESS;
     from += thread * ACCESS;
+    count -= thread;
 #pragma unroll(ACCESS >= 4 ? ceil_div(PIECES, THREADS) : 1)
     for (int i = 0; i < PIECES; i += THREADS) {
-        if (i + thread >= count) break;
         if constexpr (ACCESS >= 4) {
-            cp_async<ACCESS>(to + i * ACCESS, from + i * ACCESS);
-        } else {
+            cp_async_if<ACCESS>(i < count, to + i * ACCESS, from + i * ACCESS);
+        } else if (i < count) {
             using word_t = typename word_of<ACCESS>::type;
             *reinterpret_cast<word_t*>(to + i * ACCESS) = *reinterpret_cast<const word_t*>(from + i * ACCESS);
         }
@@ -59,16 +59,17 @@ struct RowTile {
     }
 };
 
-// Brings what `rows` rows have from byte `begin` on, at most `bytes` each, to L2. All threads of the block call.
-template <int NUM_THREADS, int ROWS>
-DEVICE void
-prefetch_rows(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t begin, int64_t bytes) {
+// Brings to L2 what ROWS rows have from byte `begin` on, at most BYTES each. All threads of the block call.
+template <int NUM_THREADS, int ROWS, int BYTES>
+DEVICE void prefetch_rows(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t begin) {
     constexpr int THREADS = NUM_THREADS / ROWS, LINE = 128;
     const int64_t row = first_row + threadIdx.x / THREADS;
     if (row >= num_rows) return;
-    bytes = min(bytes, row_bytes - begin);
-    for (int64_t at = threadIdx.x % THREADS * LINE; at < bytes; at += THREADS * LINE) {
-        prefetch_line(W + row * row_bytes + begin + at);
+    const int bytes = int(min(int64_t(BYTES), row_bytes - begin)), first = threadIdx.x % THREADS * LINE;
+    W += row * row_bytes + begin + first;
+#pragma unroll
+    for (int at = 0; at < BYTES; at += THREADS * LINE) {
+        if (at + first < bytes) prefetch_line(W + at);
     }
 }
 

@@ -12,7 +12,7 @@
 // Blocks count tiles of rows of W, then tiles of rows of X.
 //
 // Steps: the block goes through its part of K in steps of K_WARPS units of 256 elements, each of which is one warp's of
-// each sixteen rows of W. The format blocks come to shared memory as they are, STAGES - 1 steps ahead, with the rows of
+// each sixteen rows of W. The format blocks come to shared memory as they are, STAGES steps at a time, with the rows of
 // X. While the kernel before still runs, the block brings the format blocks of its first steps to L2.
 //
 // Fragments: in a product, row r of the 16 x 16 tile of codes is row r of W, and the four columns of lane t are four
@@ -67,11 +67,11 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
              int64_t num_experts, int64_t top_k) {
     const int64_t units = (k + UNIT - 1) / UNIT, all_steps = (units + K_WARPS - 1) / K_WARPS;
     const int64_t first_step = all_steps * blockIdx.y / SPLITS, end_step = all_steps * (blockIdx.y + 1) / SPLITS;
-    const int64_t row_tiles = (n + ROWS - 1) / ROWS, first_row = blockIdx.x % row_tiles * ROWS;
+    const unsigned row_tiles = unsigned((n + ROWS - 1) / ROWS);
+    const int64_t first_row = int64_t(blockIdx.x % row_tiles) * ROWS;
     const rows_t rows{ids, expert_ids, blockIdx.x / row_tiles, m, top_k};
     if constexpr (CHOICES == 0) {
-        prefetch_rows<NUM_THREADS, ROWS>(W, first_row, n, row_bytes, first_step * tile_t::PART,
-                                         (STAGES - 1) * tile_t::PART);
+        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, first_row, n, row_bytes, first_step * tile_t::PART);
     }
     await_previous_kernel();
     extern __shared__ uint4 memory[];
@@ -102,11 +102,14 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
 #pragma unroll
     for (int j = 0; j < TILES; ++j) exists[j] = j * 8 + g < TOKENS && rows.choice(j * 8 + g) >= 0;
     copy_grid<FORMAT, NUM_THREADS>(shared);
-    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    for (int step = 0; step < STAGES; ++step) load(step);
     for (int step = 0; step < steps; ++step) {
-        cp_async_wait<STAGES - 2>();
+        if (step > 0) {
+            if (step - 1 + STAGES < steps) __syncthreads();  // the stage of the step before is done with
+            load(step - 1 + STAGES);
+        }
+        cp_async_wait<STAGES - 1>();
         __syncthreads();
-        load(step + STAGES - 1);
         const int64_t unit = (first_step + step) * K_WARPS + k_warp;
         if (unit >= units) continue;
         const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);

@@ -35,7 +35,8 @@ ggml_mul_mat_simt(scalar_t* out,                          // [M, N]
     __shared__ alignas(16) uint8_t shared[GRID_BYTES + tile_t::SIZE];
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-    const int64_t row_tiles = (n + ROWS - 1) / ROWS, first_row = blockIdx.x % row_tiles * ROWS;
+    const unsigned row_tiles = unsigned((n + ROWS - 1) / ROWS);
+    const int64_t first_row = int64_t(blockIdx.x % row_tiles) * ROWS;
     const TokenRows<CHOICES, TOKENS, index_t> rows{ids, expert_ids, blockIdx.x / row_tiles, m, top_k};
     if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
     const int64_t expert = rows.expert(num_experts), units = expert < 0 ? 0 : (k + UNIT - 1) / UNIT;

@@ -8,7 +8,7 @@
 //
 // Blocks: a block takes ROW_WARPS * 16 rows of W (columns of out) and TOKENS rows of X. It goes through K in steps of
 // K_WARPS units of 256 elements, each of which is one warp's of each sixteen rows of W. The format blocks come to shared
-// memory as they are, STAGES - 1 steps ahead, with the rows of X. While the kernel before still runs, the block brings
+// memory as they are, STAGES steps at a time, with the rows of X. While the kernel before still runs, the block brings
 // the format blocks of its first steps to L2.
 //
 // Fragments: tiles of 16 rows of W and 8 groups are sums of products: the codes of group c times a matrix that has the
@@ -47,10 +47,11 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
                  const index_t* num_tokens_post_padded,  // CHOICES 2: [1]
                  int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t out_stride, int64_t x_stride,
                  int64_t num_experts, int64_t top_k) {
-    const int64_t row_tiles = (n + ROWS - 1) / ROWS, first_row = blockIdx.x % row_tiles * ROWS;
+    const unsigned row_tiles = unsigned((n + ROWS - 1) / ROWS);
+    const int64_t first_row = int64_t(blockIdx.x % row_tiles) * ROWS;
     const TokenRows<CHOICES, TOKENS, index_t> rows{ids, expert_ids, blockIdx.x / row_tiles, m, top_k};
     if constexpr (CHOICES == 0) {
-        prefetch_rows<NUM_THREADS, ROWS>(W, first_row, n, row_bytes, 0, (STAGES - 1) * tile_t::PART);
+        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, first_row, n, row_bytes, 0);
     }
     await_previous_kernel();
     extern __shared__ uint4 memory[];
@@ -85,11 +86,14 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
 
     float sums[TOKENS][2] = {};
     copy_grid<FORMAT, NUM_THREADS>(shared);
-    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    for (int step = 0; step < STAGES; ++step) load(step);
     for (int step = 0; step < steps; ++step) {
-        cp_async_wait<STAGES - 2>();
+        if (step > 0) {
+            if (step - 1 + STAGES < steps) __syncthreads();  // the stage of the step before is done with
+            load(step - 1 + STAGES);
+        }
+        cp_async_wait<STAGES - 1>();
         __syncthreads();
-        load(step + STAGES - 1);
         const int unit = step * K_WARPS + k_warp;
         if (unit >= units) continue;
         // Groups of a unit that the row has, and whether it has one.
@@ -166,7 +170,10 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
     }
     cp_async_wait<0>();
     __syncthreads();
-    for (int i = threadIdx.x; i < TOKENS * ROWS; i += NUM_THREADS) {
+#pragma unroll
+    for (int first = 0; first < TOKENS * ROWS; first += NUM_THREADS) {
+        const int i = first + threadIdx.x;
+        if (i >= TOKENS * ROWS) break;
         const int64_t choice = rows.choice(i / ROWS), row = first_row + i % ROWS;
         float sum = 0.0f;
 #pragma unroll

@@ -66,8 +66,9 @@ def _example(make: Any, num_tokens: int, input_size: int, dtype: str, quant_type
 def ggml_mul_mat_vec_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Tensor) -> None:
     """A linear layer of a weight of a GGUF file, for few tokens: ``out = X @ W.T``, summed in float32, rounded once.
 
-    The weight is that of `ggml_dequantize`, in float32; for more than 64 tokens it is first rounded to the dtype of X.
-    X is multiplied as it is, where upstream rounds it to 8 bits. Any number of tokens is served.
+    The weight is that of `ggml_dequantize`, in float32; for more than 32 tokens it is first rounded to the dtype of X.
+    X is multiplied as it is, where upstream rounds it to 8 bits. Any number of tokens is served. Scales multiply sums of
+    a few elements: an infinity in X may make NaN of what would be infinite.
 
     Args:
         W: uint8, contiguous: the blocks of the rows, one after another, [row, bytes of a row] or of any other shape.

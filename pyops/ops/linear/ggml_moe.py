@@ -79,8 +79,9 @@ def ggml_moe_a8(
     Args:
         X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
         W: [experts, row, bytes of a row] uint8, contiguous.
-        sorted_token_ids: [places] int32 or int64, contiguous: choices; a number that is none stands for nothing.
-        expert_ids: [places / 4, or fewer] of the same dtype, contiguous.
+        sorted_token_ids: [places] int32 or int64, contiguous, a multiple of 4 places and at least one for each choice:
+            choices; a number that is none stands for nothing.
+        expert_ids: [places / 4, or more] of the same dtype, contiguous.
         num_tokens_post_padded: one of the same dtype: places that count, the first.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight of an expert.
@@ -88,8 +89,7 @@ def ggml_moe_a8(
         tokens: rows of X.
         out: [tokens * top_k, row] of the dtype of X, returned; elements of a row lie one after another.
     """
-    places = min(int(num_tokens_post_padded), expert_ids.numel() * BLOCK_ROWS)
-    places = -(-places // BLOCK_ROWS) * BLOCK_ROWS
+    places = -(-int(num_tokens_post_padded) // BLOCK_ROWS) * BLOCK_ROWS
     rows = sorted_token_ids[: max(places, 0)].long()
     experts = expert_ids.long().repeat_interleave(BLOCK_ROWS)[: len(rows)]
     exists = (rows >= 0) & (rows < len(out))
@@ -116,12 +116,12 @@ def plan_ggml_moe_a8(
 ) -> list[Launch]:
     _result(X, W, row, top_k, tokens)
     check.index(sorted_token_ids, places=None)
-    check.contiguous(sorted_token_ids)
+    if sorted_token_ids.numel % BLOCK_ROWS:
+        raise sorted_token_ids.error(f"expected a multiple of {BLOCK_ROWS} places, got shape {sorted_token_ids.shape}")
     check.scalar(num_tokens_post_padded, sorted_token_ids.dtype)
-    check.shape(expert_ids, sorted_token_ids.dtype, blocks=expert_ids.numel)
-    if expert_ids.numel * BLOCK_ROWS > sorted_token_ids.numel:
-        places = f"expected at most an element for each {BLOCK_ROWS} of {sorted_token_ids.numel} places"
-        raise expert_ids.error(f"{places}, got shape {expert_ids.shape}")
+    check.sizes(expert_ids, blocks=None)
+    check.at_least(sorted_token_ids, sorted_token_ids.dtype, tokens * top_k)
+    check.at_least(expert_ids, sorted_token_ids.dtype, sorted_token_ids.numel // BLOCK_ROWS)
     return _plan(out, X, W, quant_type, tokens, Choices(sorted_token_ids, expert_ids, W.shape[0], top_k))
 
 
@@ -133,9 +133,8 @@ def example_ggml_moe_a8(
     num_experts, top_k, row, k = 4, 2, 40, 256
     x = make.randn(num_tokens, k, dtype=dtype)
     blocks = num_tokens * top_k
-    places = make.randint(0, blocks, 4 * blocks, dtype="int32")
+    places = make.full(4 * blocks, value=blocks, dtype="int32")
     if not isinstance(places, TensorArg):
-        places.fill_(blocks)
         places[::4] = torch.randperm(blocks, device=places.device).int()
     return (
         x,

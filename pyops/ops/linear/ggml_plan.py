@@ -19,7 +19,8 @@ from .gemm_problem import Problem as DenseProblem
 _mul_mat, _vec = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_vec.cu")
 _simt = Kernel("linear/ggml_mul_mat_simt.cu")
 
-MAX_FUSED_ROWS = 64  # of X, that a product multiplies with format blocks; for more, the weight is dequantised first
+# Measured on an H200: docs/performance.md, "GGUF".
+MAX_FUSED_ROWS = 32  # of X, that a product multiplies with format blocks; for more, the weight is dequantised first
 BLOCK_ROWS = 4  # that have one expert together, in the order of experts: the number that callers know from upstream
 _UNIT = 256  # elements of a row of the weight that a warp multiplies at a time
 _MAX_TOKENS = 64  # rows of X of a block, whose sums a thread has in registers
@@ -110,7 +111,7 @@ class Problem:
     def tiles(self, tokens: int) -> int:
         """Blocks of `tokens` rows of out."""
         choices = self.choices
-        rows = self.m if choices is None or choices.expert_ids is None else choices.expert_ids.numel * tokens
+        rows = self.m if choices is None or choices.expert_ids is None else choices.ids.numel
         return -(-rows // tokens)
 
     def arguments(self) -> dict[str, int]:
@@ -140,7 +141,6 @@ class MulMatConfig:
         row_warps, k_warps: warps along 16 rows of W each, and along K.
         stages: steps of K that are in shared memory or on the way there.
         splits: blocks that share rows, each with a part of K.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
     tokens: int
@@ -148,7 +148,6 @@ class MulMatConfig:
     k_warps: int
     stages: int
     splits: int
-    min_blocks: int = 1
 
     @property
     def rows(self) -> int:
@@ -191,7 +190,7 @@ class MulMatConfig:
             STAGES=self.stages,
             SPLITS=self.splits,
             X_ACCESS=problem.x_access,
-            MIN_BLOCKS=self.min_blocks,
+            MIN_BLOCKS=1,
         ).launch(
             (count, self.splits), threads, self.shared_memory(problem), **problem.arguments(), **partial
         )
@@ -205,14 +204,12 @@ class VecConfig:
         tokens: rows of X of a block.
         row_warps, k_warps: warps along 16 rows of W each, and along K.
         stages: steps of K that are in shared memory or on the way there.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
     tokens: int
     row_warps: int
     k_warps: int
     stages: int
-    min_blocks: int
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes: the grid of the type, then stages."""
@@ -238,7 +235,7 @@ class VecConfig:
             K_WARPS=self.k_warps,
             STAGES=self.stages,
             X_ACCESS=problem.x_access,
-            MIN_BLOCKS=self.min_blocks,
+            MIN_BLOCKS=1,
         ).launch(grid, 32 * self.row_warps * self.k_warps, self.shared_memory(problem), **problem.arguments())
 
 
@@ -278,18 +275,16 @@ def choose(problem: Problem, device: Device) -> Config:
     """The kernel that multiplies format blocks, and its geometry. Equal for all problems of a bucket."""
     choices = problem.choices
     of_tile = 1 if choices is None or choices.expert_ids is None else BLOCK_ROWS
-    tokens = of_tile if choices is not None else min(_MAX_TOKENS, tuning.power_of_two(problem.m))
+    tokens = of_tile if choices is not None else min(MAX_FUSED_ROWS, tuning.power_of_two(problem.m))
     if problem.X.dtype is float32 or not device.supports("mma"):
         return SimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
-    k_warps = min(8, max(2, tuning.power_of_two(-(-problem.k // _UNIT))))
+    units = max(2, tuning.power_of_two(-(-problem.k // _UNIT)))
     config: VecConfig | MulMatConfig
     if tokens <= _MAX_VEC_TOKENS:
-        config = VecConfig(tokens, row_warps=1, k_warps=k_warps, stages=3, min_blocks=1)
+        config, most = VecConfig(tokens, 1, min(8, units), stages=2), _VEC_SHARED_MEMORY
     else:
-        config = MulMatConfig(tokens, row_warps=2, k_warps=min(4, k_warps), stages=3, splits=1)
-    while config.shared_memory(problem) > device.shared_memory and config.stages > 2:
-        config = replace(config, stages=config.stages - 1)
-    while config.shared_memory(problem) > device.shared_memory and config.k_warps > 1:
+        config, most = MulMatConfig(tokens, 2, min(4, units), stages=2, splits=1), device.shared_memory
+    while config.shared_memory(problem) > most and config.k_warps > 2:
         config = replace(config, k_warps=config.k_warps // 2)
     return config
 
