@@ -19,12 +19,12 @@ from .gemm_problem import Problem as DenseProblem
 _mul_mat, _vec = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_vec.cu")
 _simt = Kernel("linear/ggml_mul_mat_simt.cu")
 
-# Measured on an H200: docs/performance.md, "GGUF".
+# Measured on an H200: docs/performance.md, "Products of GGUF weights".
 MAX_FUSED_ROWS = 32  # of X, that a product multiplies with format blocks; for more, the weight is dequantised first
 BLOCK_ROWS = 4  # that have one expert together, in the order of experts: the number that callers know from upstream
 _UNIT = 256  # elements of a row of the weight that a warp multiplies at a time
-_MAX_TOKENS = 64  # rows of X of a block, whose sums a thread has in registers
-_MAX_VEC_TOKENS = 2  # up to which ggml_mul_mat_vec.cu serves a product
+_MAX_VEC_TOKENS = 1  # up to which ggml_mul_mat_vec.cu serves a product
+_VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it: blocks of this product and of the next share a multiprocessor
 _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 
 
