@@ -43,7 +43,7 @@ OF_ANY_SIZE = [pytest.param(op, id=name) for name, op in pyops.registry.items() 
 KINDS = [kind for kind in CONTENTS if kind != "extreme"]
 # States that grow with every token: infinity times zero comes sooner in one order than in another.
 _OF_GROWING_STATES = {"gated_delta_rule", "gated_delta_rule_update", "mamba_chunk_scan_varlen"}
-# Groups of codes are summed before their scales and minima come: infinities cancel where those of single products do not.
+# Groups of codes are summed before their scales and minima come: infinities cancel where single products do not.
 _OF_GROUPS = {"ggml_mul_mat_a8", "ggml_mul_mat_vec_a8", "ggml_moe_a8", "ggml_moe_a8_vec"}
 # The norms, and the ops that quantise or activate rows of tokens. The others of these families unpack weights.
 _OF_WEIGHTS = {"awq_dequantize", "ggml_dequantize", "gptq_shuffle"}

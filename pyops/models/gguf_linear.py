@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._core.lazy import torch
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class BlockMatrix(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class BlockMatrix:
     """A matrix in blocks of a quantised type.
 
     Attributes:

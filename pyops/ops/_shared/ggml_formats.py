@@ -81,10 +81,14 @@ def of_rows(W: TensorArg, quant_type: int, m: int, n: int) -> Format:
     return format
 
 
-def dequantised(W: TensorArg, format: Format, out: TensorArg | Scratch, dtype: DType, numel: int, access: int) -> Launch:
+def dequantised(
+    W: TensorArg, format: Format, out: TensorArg | Scratch, dtype: DType, numel: int, access: int
+) -> Launch:
     """The launch that writes the `numel` elements of a weight to `out`, of this dtype, `access` at a time."""
     vecs = _TILE_VECS_OF_GRID if format.grid_size else _TILE_VECS
-    num_vecs = numel // 8
+    num_vecs, fixed = numel // 8, dict[str, Any]()
+    if isinstance(out, Scratch):
+        fixed["out"] = out
     return _ggml_dequantize.renamed(W=W.name)(
         scalar_t=dtype,
         FORMAT=format.name,
@@ -97,7 +101,7 @@ def dequantised(W: TensorArg, format: Format, out: TensorArg | Scratch, dtype: D
         grid=-(-num_vecs // (_NUM_THREADS * vecs)),
         block=_NUM_THREADS,
         num_vecs=num_vecs,
-        **({"out": out} if isinstance(out, Scratch) else {}),
+        **fixed,
     )
 
 

@@ -33,8 +33,8 @@ class Choices:
     """How rows of out belong to experts: ggml_rows.cuh.
 
     Attributes:
-        ids: [m] or [m / top_k, top_k], the expert of each row of out; or, with `expert_ids`, rows of out in the order of
-            their experts, `BLOCK_ROWS` of them for each expert of `expert_ids`.
+        ids: the expert of each row of out; or, with `expert_ids`, rows of out in the order of their experts,
+            `BLOCK_ROWS` of them for each expert of `expert_ids`.
         num_experts: how many W has.
         top_k: rows of out for each row of X.
     """
@@ -191,9 +191,7 @@ class MulMatConfig:
             SPLITS=self.splits,
             X_ACCESS=problem.x_access,
             MIN_BLOCKS=1,
-        ).launch(
-            (count, self.splits), threads, self.shared_memory(problem), **problem.arguments(), **partial
-        )
+        ).launch((count, self.splits), threads, self.shared_memory(problem), **problem.arguments(), **partial)
 
 
 @dataclass(frozen=True, slots=True)
