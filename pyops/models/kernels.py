@@ -60,7 +60,7 @@ def serving_kernels(
 
 
 def _kinds(decoder: Decoder) -> list[Layer]:
-    """A layer of each kind, which together plan all kernels: layers differ in types, windows, dtypes and GGUF's types."""
+    """A layer of each kind, which together plan all kernels: layers differ in types, windows, dtypes, GGUF's types."""
     config, found = decoder.config, dict[Any, Layer]()
     types = config.quantization if isinstance(config.quantization, GgufTypes) else GgufTypes(())
     for i, layer in enumerate(decoder.layers):

@@ -1,7 +1,8 @@
 """GGUF's quantised types: the sizes of their blocks and the values of their elements, as the format defines them.
 
-`of_rows` checks a weight in one of them, `dequantised` is the launch that makes it floating-point. Each decoder takes the bytes of blocks, [num_blocks, bytes] int32, and the indices of the elements of a block; it
-returns float32 [num_blocks, elements]. All products are exact.
+`of_rows` checks a weight in one of them, `dequantised` is the launch that makes it floating-point. Each decoder takes
+the bytes of blocks, [num_blocks, bytes] int32, and the indices of the elements of a block; it returns float32
+[num_blocks, elements]. All products are exact.
 """
 
 from __future__ import annotations

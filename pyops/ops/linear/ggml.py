@@ -47,7 +47,7 @@ def _plan(W: TensorArg, X: TensorArg, quant_type: int, row: int, out: TensorArg)
 
 
 def random_weight(make: Any, quant_type: int, *sizes: int) -> Any:
-    """Random bytes of a weight of these sizes, the last in elements; its scales are below 1 / 128, as in real weights."""
+    """Random bytes of a weight of these sizes, the last in elements; scales are below 1 / 128, as in real weights."""
     format = ggml_formats.FORMATS[quant_type]
     weight = make.randint(0, 256, *sizes[:-1], sizes[-1] // format.length * format.nbytes, dtype="uint8")
     if not isinstance(weight, TensorArg):
@@ -64,14 +64,14 @@ def _example(make: Any, num_tokens: int, input_size: int, dtype: str, quant_type
 
 @op(returns="out", atol=2.0**-18)
 def ggml_mul_mat_vec_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Tensor) -> None:
-    """A linear layer of a weight of a GGUF file, for few tokens: ``out = X @ W.T``, summed in float32, rounded once.
+    """A linear layer of a weight of a GGUF file, for few tokens: ``out = X @ W.T``, rounded once.
 
     The weight is that of `ggml_dequantize`, in float32; for more than 32 tokens it is first rounded to the dtype of X.
     X is multiplied as it is, where upstream rounds it to 8 bits. Any number of tokens is served. Scales multiply sums of
     a few elements: an infinity in X may make NaN of what would be infinite.
 
     Args:
-        W: uint8, contiguous: the blocks of the rows, one after another, [row, bytes of a row] or of any other shape.
+        W: uint8, contiguous: the blocks of the rows, one after another, [row, bytes of a row] or any other shape.
         X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.
@@ -109,7 +109,7 @@ def ggml_mul_mat_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Ten
     The same as `ggml_mul_mat_vec_a8`.
 
     Args:
-        W: uint8, contiguous: the blocks of the rows, one after another, [row, bytes of a row] or of any other shape.
+        W: uint8, contiguous: the blocks of the rows, one after another, [row, bytes of a row] or any other shape.
         X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.

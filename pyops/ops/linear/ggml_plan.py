@@ -296,5 +296,5 @@ def plan(problem: Problem) -> list[Launch]:
     weight = Scratch(numel * dtype.itemsize)
     rows = Operand.of_scratch(weight, dtype, problem.n, problem.k)
     product = gemm_plan.plan(DenseProblem(Operand.of_rows(problem.X), rows, problem.k, Epilogue(out)))
-    expansion = ggml_formats.dequantised(problem.W, problem.format, weight, dtype, numel, access=8)
+    expansion = ggml_formats.dequantised(problem.W, problem.format, weight, dtype, numel, access=16 // dtype.itemsize)
     return [] if product.empty else [expansion, product]
