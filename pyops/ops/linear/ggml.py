@@ -67,8 +67,8 @@ def ggml_mul_mat_vec_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out:
     """A linear layer of a weight of a GGUF file, for few tokens: ``out = X @ W.T``, rounded once.
 
     The weight is that of `ggml_dequantize`, in float32; for more than 32 tokens it is first rounded to the dtype of X.
-    X is multiplied as it is, where upstream rounds it to 8 bits. Any number of tokens is served. Scales multiply sums of
-    a few elements: an infinity in X may make NaN of what would be infinite.
+    X is multiplied as it is, where upstream rounds it to 8 bits; sums are float32. Any number of tokens is served.
+    Scales multiply sums of a few elements: an infinity in X may make NaN of what would be infinite.
 
     Args:
         W: uint8, contiguous: the blocks of the rows, one after another, [row, bytes of a row] or any other shape.
@@ -97,7 +97,7 @@ def example_ggml_mul_mat_vec_a8(
     num_tokens: int = 1,
     input_size: Literal[256, 768] = 768,
     dtype: str = "bfloat16",
-    quant_type: Literal[2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 16, 17, 18, 19, 20, 21, 22, 23, 29] = 12,
+    quant_type: Literal[12, 2, 8, 17, 29] = 12,
 ) -> tuple[Any, ...]:
     return _example(make, num_tokens, input_size, dtype, quant_type)
 
@@ -130,6 +130,6 @@ def plan_ggml_mul_mat_a8(W: TensorArg, X: TensorArg, quant_type: int, row: int, 
 
 @ggml_mul_mat_a8.example
 def example_ggml_mul_mat_a8(
-    make: Any, *, num_tokens: int = 16, dtype: str = "bfloat16", quant_type: Literal[8, 10, 12, 14] = 12
+    make: Any, *, num_tokens: int = 16, dtype: str = "bfloat16", quant_type: Literal[12, 14] = 12
 ) -> tuple[Any, ...]:
     return _example(make, num_tokens, 256, dtype, quant_type)

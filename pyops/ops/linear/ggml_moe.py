@@ -72,9 +72,9 @@ def ggml_moe_a8(
     """Products of choices, in the order of their experts: ``out[c] = X[c // top_k] @ W[expert of c].T``.
 
     Choice c is one of the top_k of token ``c // top_k``. Four places of `sorted_token_ids` have the expert that one
-    element of `expert_ids` names, as `moe_align_block_size` orders them with the block size that `ggml_moe_get_block_size` gives.
-    Summed in float32 and rounded once; X and W are those of `ggml_mul_mat_a8`. A choice whose expert is no expert of W
-    gets zeros; rows of out that no place names are left alone.
+    element of `expert_ids` names, as `moe_align_block_size` orders them for `ggml_moe_get_block_size`. Summed in float32
+    and rounded once; X and W are those of `ggml_mul_mat_a8`. A choice whose expert is no expert of W gets zeros; rows of
+    out that no place names are left alone.
 
     Args:
         X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
@@ -127,7 +127,7 @@ def plan_ggml_moe_a8(
 
 @ggml_moe_a8.example
 def example_ggml_moe_a8(
-    make: Any, *, num_tokens: int = 16, dtype: str = "bfloat16", quant_type: Literal[12, 8] = 12
+    make: Any, *, num_tokens: int = 16, dtype: str = "bfloat16", quant_type: Literal[12, 10] = 12
 ) -> tuple[Any, ...]:
     """Each expert has its choices and then three places that are empty; expert 4 is none of W's."""
     num_experts, top_k, row, k = 4, 2, 40, 256
@@ -201,7 +201,7 @@ def bad_indices_ggml_moe_a8_vec(W: Tensor, topk_ids: Tensor) -> dict[str, Tensor
 
 @ggml_moe_a8_vec.example
 def example_ggml_moe_a8_vec(
-    make: Any, *, num_tokens: int = 4, dtype: str = "bfloat16", quant_type: Literal[12, 8] = 12
+    make: Any, *, num_tokens: int = 4, dtype: str = "bfloat16", quant_type: Literal[12, 10] = 12
 ) -> tuple[Any, ...]:
     num_experts, top_k, row, k = 4, 2, 40, 256
     return (
