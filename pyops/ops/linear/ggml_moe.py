@@ -72,9 +72,9 @@ def ggml_moe_a8(
     """Products of choices, in the order of their experts: ``out[c] = X[c // top_k] @ W[expert of c].T``.
 
     Choice c is one of the top_k of token ``c // top_k``. Four places of `sorted_token_ids` have the expert that one
-    element of `expert_ids` names, as `moe_align_block_size` orders them for `ggml_moe_get_block_size`. Summed in float32
-    and rounded once; X and W are those of `ggml_mul_mat_a8`. A choice whose expert is no expert of W gets zeros; rows of
-    out that no place names are left alone.
+    element of `expert_ids` names, as `moe_align_block_size` orders them for `ggml_moe_get_block_size`. Sums are
+    float32, rounded once; X and W are those of `ggml_mul_mat_a8`. A choice whose expert is no expert of W gets zeros;
+    rows of out that no place names are left alone.
 
     Args:
         X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
