@@ -52,13 +52,12 @@ def check(got: torch.Tensor, right: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("quant_type", TYPES, ids=lambda number: FORMATS[number].name)
 def test_every_type(quant_type: int) -> None:
-    """By each kernel, rows of any number of blocks; the last unit of a row may have fewer of 32 elements."""
+    """On tensor cores, by both kernels; the last unit of a row may have fewer blocks of 32 elements."""
     n, k = 17, 768 + (32 if FORMATS[quant_type].length == 32 else 0)
     weight, truth = draw(quant_type, n, k, seed=quant_type)
     for config, m, dtype in (
         (VecConfig(1, 1, 2, 2), 1, torch.bfloat16),
         (MulMatConfig(4, 1, 2, 2, 2), 3, torch.float16),
-        (SimtConfig(2, 1, 128), 2, torch.float32),
     ):
         x = torch.randn(m, k).to(dtype)
         check(multiply(config, weight, x, quant_type, n), x.double() @ truth.T)
@@ -196,7 +195,7 @@ def by_loop(x: torch.Tensor, truth: torch.Tensor, experts: torch.Tensor, top_k: 
 
 @pytest.mark.parametrize(("dtype", "index"), [(torch.bfloat16, torch.int32), (torch.float32, torch.int64)])
 def test_experts(dtype: torch.dtype, index: torch.dtype) -> None:
-    """In the order of experts as `moe_align_block_size` makes it, and without; experts that there are not give zeros."""
+    """In the order that `moe_align_block_size` makes, and without one; experts that there are not give zeros."""
     tokens, top_k, experts, n, k = 9, 3, 5, 20, 512
     weight, truth = draw(12, experts * n, k)
     weight, truth = weight.view(experts, n, -1), truth.view(experts, n, k)
