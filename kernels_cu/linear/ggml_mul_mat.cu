@@ -23,6 +23,7 @@
 //
 // Constants
 //     CHOICES       how rows belong to experts (ggml_rows.cuh)
+//     index_t       element type of ids
 //     FORMAT        the GGUF type, a struct of ggml.cuh
 //     TOKENS        rows of X of a block
 //     ROW_WARPS, K_WARPS    warps along the rows of W and along K
@@ -42,6 +43,20 @@ using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int X_BYTES = TOKENS * X_PITCH * 2, STAGE_BYTES = tile_t::SIZE + X_BYTES;
 constexpr int SUM_PITCH = ROWS + 4;
 using rows_t = TokenRows<CHOICES, TOKENS, index_t>;
+
+DEVICE unsigned row_tiles(int64_t n) { return unsigned((n + ROWS - 1) / ROWS); }
+DEVICE int64_t row_of(int64_t n) { return int64_t(blockIdx.x % row_tiles(n)) * ROWS; }  // the first of the block
+// The first step of blocks number `split` of those that share rows.
+DEVICE int64_t step_of(int64_t k, unsigned split) {
+    const int64_t steps = (k + STEP - 1) / STEP;
+    return steps * split / SPLITS;
+}
+DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t k, int64_t row_bytes) {
+    if constexpr (CHOICES == 0) {
+        const int64_t begin = step_of(k, blockIdx.y) * tile_t::PART;
+        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, row_of(n), n, row_bytes, begin);
+    }
+}
 
 // Copies elements `from` to `from` + STEP - 1 of the rows of X that exist, as far as rows reach.
 DEVICE void copy_input(scalar_t* to, const scalar_t* X, const rows_t& rows, int64_t k, int64_t stride, int64_t from) {
@@ -65,14 +80,7 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
              uint32_t* arrived,                      // [tiles]
              int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t out_stride, int64_t x_stride,
              int64_t num_experts, int64_t top_k) {
-    const int64_t units = (k + UNIT - 1) / UNIT, all_steps = (units + K_WARPS - 1) / K_WARPS;
-    const int64_t first_step = all_steps * blockIdx.y / SPLITS, end_step = all_steps * (blockIdx.y + 1) / SPLITS;
-    const unsigned row_tiles = unsigned((n + ROWS - 1) / ROWS);
-    const int64_t first_row = int64_t(blockIdx.x % row_tiles) * ROWS;
-    const rows_t rows{ids, expert_ids, blockIdx.x / row_tiles, m, top_k};
-    if constexpr (CHOICES == 0) {
-        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, first_row, n, row_bytes, first_step * tile_t::PART);
-    }
+    prefetch_weight(W, n, k, row_bytes);
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ uint32_t is_last;
@@ -81,6 +89,10 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
 
+    const int64_t units = (k + UNIT - 1) / UNIT;
+    const int64_t first_step = step_of(k, blockIdx.y), end_step = step_of(k, blockIdx.y + 1);
+    const int64_t first_row = row_of(n);
+    const rows_t rows{ids, expert_ids, blockIdx.x / row_tiles(n), m, top_k};
     if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
     const int64_t expert = rows.expert(num_experts);
     const int steps = expert < 0 ? 0 : int(end_step - first_step);

@@ -9,6 +9,7 @@
 //
 // Constants
 //     CHOICES     how rows belong to experts (ggml_rows.cuh)
+//     index_t     element type of ids
 //     FORMAT      the GGUF type, a struct of ggml.cuh
 //     TOKENS      rows of X of a block
 //     UNITS       units of a step

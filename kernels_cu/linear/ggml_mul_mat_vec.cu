@@ -21,6 +21,7 @@
 //
 // Constants
 //     CHOICES       how rows belong to experts (ggml_rows.cuh)
+//     index_t       element type of ids
 //     FORMAT        the GGUF type, a struct of ggml.cuh
 //     TOKENS        rows of X of a block
 //     ROW_WARPS, K_WARPS    warps along the rows of W and along K
@@ -38,6 +39,14 @@ constexpr bool HAS_X_SUMS = FORMAT::HAS_MINIMUM || RAISED<FORMAT, scalar_t> != 0
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int STAGE_BYTES = tile_t::SIZE + TOKENS * STEP * 2;
 
+DEVICE unsigned row_tiles(int64_t n) { return unsigned((n + ROWS - 1) / ROWS); }
+DEVICE int64_t row_of(int64_t n) { return int64_t(blockIdx.x % row_tiles(n)) * ROWS; }  // the first of the block
+DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t row_bytes) {
+    if constexpr (CHOICES == 0) {
+        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, row_of(n), n, row_bytes, 0);
+    }
+}
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
                  const uint8_t* W,                       // [num_experts, N, row_bytes]
@@ -47,12 +56,7 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
                  const index_t* num_tokens_post_padded,  // CHOICES 2: [1]
                  int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t out_stride, int64_t x_stride,
                  int64_t num_experts, int64_t top_k) {
-    const unsigned row_tiles = unsigned((n + ROWS - 1) / ROWS);
-    const int64_t first_row = int64_t(blockIdx.x % row_tiles) * ROWS;
-    const TokenRows<CHOICES, TOKENS, index_t> rows{ids, expert_ids, blockIdx.x / row_tiles, m, top_k};
-    if constexpr (CHOICES == 0) {
-        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, first_row, n, row_bytes, 0);
-    }
+    prefetch_weight(W, n, row_bytes);
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ float partial[K_WARPS][TOKENS][ROWS];
@@ -60,6 +64,8 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
+    const int64_t first_row = row_of(n);
+    const TokenRows<CHOICES, TOKENS, index_t> rows{ids, expert_ids, blockIdx.x / row_tiles(n), m, top_k};
     if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
     const int64_t expert = rows.expert(num_experts);
     const int units = expert < 0 ? 0 : int((k + UNIT - 1) / UNIT), steps = ceil_div(units, K_WARPS);
