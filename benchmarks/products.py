@@ -3,8 +3,8 @@
 python -m benchmarks.products
 python -m benchmarks.products bf16:16x28672x4096 fp8:256x28672x4096
 
-A row is kind:MxNxK. Kinds: bf16, by `linear`; fp8 and int8 under scales of rows, and fp8 under scales of blocks
-(blocks), by `cutlass_scaled_mm`.
+A row is kind:MxNxK. Kinds: bf16, by `linear`; fp8 and int8 under scales of rows, fp8 to float16 (half) and fp8 under
+scales of blocks (blocks), by `cutlass_scaled_mm`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TURNS = 3
 
 def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
     """(out, a [m, k], b [k, n], a_scales, b_scales) of the op; the scales are None for bf16."""
-    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(m, n, dtype=torch.float16 if kind == "half" else torch.bfloat16, device="cuda")
     a, b = (torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") for rows in (m, n))
     if kind == "bf16":
         return out, a, b.t(), None, None
