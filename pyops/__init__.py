@@ -45,6 +45,8 @@ from .ops.linear.awq_gptq_mm import *
 from .ops.linear.dense import *
 from .ops.linear.few_tokens import *
 from .ops.linear.fp4_mm import *
+from .ops.linear.ggml import *
+from .ops.linear.ggml_moe import *
 from .ops.linear.machete_mm import *
 from .ops.linear.marlin_24_mm import *
 from .ops.linear.marlin_mm import *

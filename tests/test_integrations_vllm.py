@@ -386,6 +386,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "copy_blocks_mla": _copy_blocks_mla,
     "get_cutlass_moe_mm_data": _get_cutlass_moe_mm_data,
     "ggml_dequantize": _ggml_dequantize,
+    "ggml_moe_a8": partial(_returned, "ggml_moe_a8"),
+    "ggml_moe_a8_vec": partial(_returned, "ggml_moe_a8_vec"),
+    "ggml_mul_mat_a8": partial(_returned, "ggml_mul_mat_a8"),
+    "ggml_mul_mat_vec_a8": partial(_returned, "ggml_mul_mat_vec_a8"),
     "gptq_gemm": partial(_returned, "gptq_gemm", order="permuted"),
     "gptq_marlin_24_gemm": partial(_returned, "gptq_marlin_24_gemm"),
     "gptq_marlin_gemm": _marlin_gemm,
@@ -415,6 +419,7 @@ PREDICATES = {
 WITHOUT_TENSORS = PREDICATES | {
     "get_device_attribute",
     "get_max_shared_memory_per_block_device_attribute",
+    "ggml_moe_get_block_size",
     "machete_supported_schedules",
     "moe_permute_unpermute_supported",
     "sm100_cutlass_mla_get_workspace_size",
@@ -841,6 +846,7 @@ def test_moe_permute_and_unpermute(with_map: bool) -> None:
 def test_moe_functions() -> None:
     assert torch.ops._moe_C.moe_permute_unpermute_supported() is True
     assert custom_ops.moe_permute_unpermute_supported()
+    assert torch.ops._C.ggml_moe_get_block_size(12) == custom_ops.ggml_moe_get_block_size(12) == 4
     args = _example("get_cutlass_moe_mm_data", with_blockscale=True)[:10]
     (right,) = _result(pyops.get_cutlass_moe_mm_data, args, 9)
     torch.ops._C.get_cutlass_moe_mm_data(*args)

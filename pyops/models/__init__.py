@@ -3,9 +3,12 @@
 config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
 quantization          quantised weights as config.json describes them
+gguf_file             GGUF files: metadata as config.json would have it, tensors
+gguf_tokenizer        the tokenizer in a GGUF file
 config                config.json
 packed_linear         projections of packed weights
-linear                projections, plain, of 8-bit weights or packed
+gguf_linear           projections of weights in GGUF's types
+linear                projections, plain, of 8-bit weights, packed or in GGUF's types
 batch                 the tokens of one forward pass
 attention             attention over a paged cache; MLPs
 mamba                 state-space layers, with states in slots
