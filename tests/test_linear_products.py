@@ -24,7 +24,7 @@ from pyops.ops.linear.gemm_plan import Config, MmaConfig, SimtConfig, choose, ch
 from pyops.ops.linear.gemm_problem import Epilogue, Operand, Problem
 from pyops.ops.linear.skinny_linear import SkinnyConfig
 from pyops.testing import SCHEDULES, same_bits, scheduled
-from tests.calls import DEVICES
+from tests.calls import DEVICES, KERNELS
 
 ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
@@ -91,6 +91,16 @@ def test_linear_against_float64(m: int, n: int, k: int, dtype: torch.dtype, devi
             assert (out.double() - exact).abs().max() <= 2.0**-24 * k**0.5 * 4 * exact.abs().max()
         else:
             assert_rounded_once(out, exact)
+
+
+@pytest.mark.parametrize("device", KERNELS)
+def test_float32_products_are_fused_with_their_sum(device: str) -> None:
+    """``x * x - y``, where y is the square of x rounded to float32: what is left is what the rounding took."""
+    x = 1 + 2.0**-12
+    out, input = (torch.empty(5, 3, device=device), torch.tensor([[1.0, x]] * 5, device=device))
+    rounded = torch.tensor(x * x, dtype=torch.float32).item()
+    pyops.linear(out, input, torch.tensor([[-rounded, x]] * 3, device=device), None)
+    assert out.unique().tolist() == [x * x - rounded] == [2.0**-24]
 
 
 @ANY_DEVICE
