@@ -145,6 +145,23 @@ DEVICE uint32_t transpose_8x8(uint32_t word) {
 #endif
 }
 
+// Transposes a matrix of 4 x 4 words: lane t of four neighbouring lanes holds column t before, and row t after. Every
+// lane of the warp calls.
+DEVICE void transpose_4x4(uint32_t (&words)[4]) {
+    const int lane = threadIdx.x % 4;
+#pragma unroll
+    for (int mask = 1; mask < 4; mask *= 2) {
+        const bool upper = lane & mask;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & mask) continue;
+            const uint32_t other = shfl_xor(upper ? words[i] : words[i + mask], mask);
+            if (upper) words[i] = other;
+            else words[i + mask] = other;
+        }
+    }
+}
+
 // Two 16-bit elements of T in a word of a fragment, `low` in the lower half.
 template <typename T>
 DEVICE uint32_t pack_pair(float low, float high) {

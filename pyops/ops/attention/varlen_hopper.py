@@ -1,0 +1,137 @@
+"""Attention of many query tokens by wgmma on compute capability 9.0: the geometry of attention_varlen_hopper.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.dtypes import bfloat16, float16
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.tensor import TensorArg
+from ..._core.tensor_map import TensorMap
+from .layout import heads_stride
+from .varlen_problem import Problem
+
+_hopper = Kernel("attention/attention_varlen_hopper.cu")
+
+_ROW_BYTES = 128  # of a panel: the swizzle
+_PANEL_SIZE = _ROW_BYTES // 2  # elements
+_BARRIER_BYTES = 8
+_STATIC_BYTES = 256  # of shared memory, at most: what the queries of a stage are, and holes
+_MAX_STAGES = 4
+_MAX_HEAD_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """The geometry of attention_varlen_hopper.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tokens: keys of a tile.
+        consumers: warpgroups of 64 rows.
+    """
+
+    tokens: int
+    consumers: int
+
+    def __post_init__(self) -> None:
+        if self.tokens % 16 or not 0 < self.tokens <= 256 or self.consumers not in (2, 3):
+            raise ValueError(f"no geometry of attention_varlen_hopper.cu: {self}")
+
+    def candidates(self, problem: Problem, device: Device) -> list[HopperConfig]:
+        """Other tiles and numbers of warpgroups, as far as shared memory and registers suffice."""
+        found = tuning.varied(self, tokens=(64, 80, 96, 112, 128, 160, 176, 192), consumers=(2, 3))
+        return [one for one in found if one.fits(problem, device)]
+
+    def fits(self, problem: Problem, device: Device) -> bool:
+        """Whether two tiles of keys and values fit into shared memory, and logits and sums into registers."""
+        head_size = problem.query.shape[2]
+        registers = head_size // 2 + self.tokens * 3 // 4
+        boxes = self.tokens // gcd(problem.layout.block_size, self.tokens)
+        return self._stages(problem, device)[0] >= 2 and registers <= (192 if self.consumers == 2 else 120) and boxes <= 32
+
+    def launch(self, problem: Problem, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:
+        """As many blocks as the device has multiprocessors, which take work items from a counter."""
+        device, query, layout = problem.query.device, problem.query, problem.layout
+        num_tokens, num_heads, head_size = query.shape
+        group, item_tokens = problem.group, 64 * self.consumers // problem.group
+        stages, query_stages, shared = self._stages(problem, device)
+        box_tokens = gcd(layout.block_size, self.tokens)
+        kernel = _hopper.for_arch(device.arch_feature)
+        num_items = (num_tokens // item_tokens + problem.num_seqs) * layout.num_kv_heads
+        taken = {name for _, name in kernel.signature.parameters}
+        return kernel(
+            **{name: value for name, value in constants.items() if name not in ("PACKED", "cache_t", "X")},
+            BOX_TOKENS=box_tokens,
+            TOKENS=self.tokens,
+            STAGES=stages,
+            QUERY_STAGES=query_stages,
+            CONSUMERS=self.consumers,
+        ).launch(
+            min(num_items, device.multiprocessors),
+            128 * (self.consumers + 1),
+            shared,
+            **{name: value for name, value in arguments.items() if name in taken},
+            query_map=_map(query, (head_size, num_heads, num_tokens), (_PANEL_SIZE, group, item_tokens)),
+            key_map=_cache_map(problem.kv.key_cache, box_tokens),
+            value_map=_cache_map(problem.kv.value_cache, box_tokens),
+            num_tokens=num_tokens,
+            num_kv_heads=layout.num_kv_heads,
+            num_items=num_items,
+            items_taken=Scratch(4, zeroed=True),
+        )
+
+    def _stages(self, problem: Problem, device: Device) -> tuple[int, int, int]:
+        """Tiles of keys, work items with queries, and bytes, of shared memory."""
+        row_bytes = -(-problem.query.shape[2] // _PANEL_SIZE) * _ROW_BYTES
+        query = 64 * self.consumers * row_bytes + 2 * _BARRIER_BYTES
+        stage = 2 * (self.tokens * row_bytes + 2 * _BARRIER_BYTES)
+        room = device.shared_memory - _STATIC_BYTES - _BARRIER_BYTES
+        query_stages = 2 if 2 * query + 2 * stage <= room else 1
+        stages = min(_MAX_STAGES, (room - query_stages * query) // stage)
+        return stages, query_stages, query_stages * query + stages * stage + _BARRIER_BYTES
+
+
+def _map(arg: TensorArg, sizes: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """Of the whole argument, whose dimensions have these sizes from the fastest one on."""
+    itemsize = arg.dtype.itemsize
+    strides: list[int] = []
+    pitch = -(-sizes[0] * itemsize // 16) * 16
+    for size, stride in zip(sizes[1:], reversed(arg.strides[:-1]), strict=True):
+        strides.append(stride * itemsize if size > 1 else pitch)  # the stride of a single element says nothing
+        pitch = strides[-1] * size
+    return TensorMap(arg, arg.dtype, sizes, tuple(strides), box, _ROW_BYTES)
+
+
+def _cache_map(cache: TensorArg, box_tokens: int) -> TensorMap:
+    return _map(cache, cache.shape[::-1], (_PANEL_SIZE, 1, box_tokens, 1))
+
+
+def serves(problem: Problem, device: Device) -> bool:
+    """Whether the kernel runs on the device and takes this problem."""
+    query, out, layout = problem.query, problem.out, problem.layout
+    head_size = query.shape[2]
+    return (
+        device.supports("wgmma")
+        and query.dtype in (float16, bfloat16)
+        and layout.dtype is query.dtype
+        and not layout.packed
+        and layout.aligned
+        and layout.block_size % 8 == 0
+        and head_size % 16 == 0
+        and head_size <= _MAX_HEAD_SIZE
+        and problem.group <= 128
+        and query.alignment == out.alignment == 16
+        and heads_stride(query) % 8 == heads_stride(out) % 8 == 0
+        and query.numel * problem.kv.key_cache.numel > 0
+        and query.shape[0] < 2**31
+    )
+
+
+def choose(problem: Problem, device: Device) -> HopperConfig:
+    """The largest tile of keys that leaves room for a second one."""
+    head_size = problem.query.shape[2]
+    return HopperConfig(tokens=128 if head_size <= 128 else 112 if head_size <= 192 else 80, consumers=2)

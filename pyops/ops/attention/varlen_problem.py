@@ -1,0 +1,81 @@
+"""Attention of many query tokens: the problem, and the checks of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.dtypes import float32
+from ..._core.tensor import TensorArg
+from .arguments import Options, PagedKV
+from .layout import CacheLayout, check_kv, heads_stride
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """Query tokens of several sequences against a paged cache."""
+
+    out: TensorArg
+    query: TensorArg
+    kv: PagedKV
+    layout: CacheLayout
+    options: Options
+    cu_seqlens_q: TensorArg
+    causal: bool
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.kv.block_tables.shape[0])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the matrix products of one key-value head."""
+        num_tokens, num_heads, _ = self.query.shape
+        return num_tokens * num_heads // self.kv.num_kv_heads
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key-value head."""
+        return int(self.query.shape[1]) // int(self.kv.num_kv_heads)
+
+    @property
+    def uses_mma(self) -> bool:
+        """Whether attention_varlen.cu serves the call; attention_decode_simt.cu serves every call."""
+        query, head_size = self.query, self.query.shape[2]
+        return (
+            query.dtype is not float32
+            and self.layout.aligned
+            and query.alignment == 16
+            and heads_stride(query) % 8 == 0
+            and head_size % 16 == 0
+            and head_size <= 256
+            and query.device.supports("mma")
+            and (not self.layout.packed or self.layout.block_size % 8 == 0)
+        )
+
+    def bucket(self) -> str:
+        (num_tokens, num_heads, head_size), layout, options = self.query.shape, self.layout, self.options
+        words = [
+            "mma" if self.uses_mma else "simt",
+            f"{self.query.dtype.name}",
+            f"cache={layout.dtype.name}{'-packed' * layout.packed}",
+            f"heads={num_heads}/{self.kv.num_kv_heads}x{head_size}",
+            f"block={layout.block_size}",
+            f"seqs={tuning.power_of_two(self.num_seqs)}",
+            f"query_tokens={tuning.power_of_two(num_tokens)}",
+        ]
+        words += ["logits_changed"] if options.alibi_slopes or options.logits_soft_cap else []
+        return " ".join(words)
+
+
+def check_varlen(call: Mapping[str, Any]) -> Problem:
+    """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
+    query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
+    kv, options = PagedKV.of(call), Options.of(call)
+    layout = check_kv(query, kv, options)
+    check.like(out, query)
+    check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
+    check.shape(options.lse, float32, num_heads=query.shape[1], num_tokens=query.shape[0])
+    return Problem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]))
