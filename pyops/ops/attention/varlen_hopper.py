@@ -20,7 +20,7 @@ _hopper = Kernel("attention/attention_varlen_hopper.cu")
 _ROW_BYTES = 128  # of a panel: the swizzle
 _PANEL_SIZE = _ROW_BYTES // 2  # elements
 _BARRIER_BYTES = 8
-_STATIC_BYTES = 256  # of shared memory, at most: what the queries of a stage are, and holes
+_STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
 _MAX_STAGES = 4
 _MAX_HEAD_SIZE = 256
 
