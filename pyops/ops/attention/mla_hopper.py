@@ -8,7 +8,6 @@ from typing import Any
 
 from ..._core import tuning
 from ..._core.device import Device
-from ..._core.dtypes import bfloat16, float16
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
@@ -22,7 +21,6 @@ _TOKENS = 64  # of a tile
 _PANEL_SIZE, _ROW_BYTES = 64, 128
 _MAX_SPLITS = 32
 _SHARED_BYTES = 3 * _TOKENS * ENTRY_SIZE * 2  # the queries and two tiles
-_MIN_HEADS = 8
 # The model of the device: what a pair of tiles takes a block, and what a join costs.
 _PAIR_US, _JOIN_US = 3.0, 3.0
 
@@ -91,27 +89,6 @@ def _groups(problem: Problem) -> int:
 def _map(arg: TensorArg, rows: int) -> TensorMap:
     """Of a tensor of three dimensions: boxes of `rows` of the middle one and a panel of the last."""
     return TensorMap.of(arg, (_PANEL_SIZE, rows, 1), _ROW_BYTES)
-
-
-def serves(problem: Problem, device: Device) -> bool:
-    """Whether the kernel runs on the device and takes this problem: 16 bits, tensors that can be mapped."""
-    args = problem.q_nope, problem.q_pe, problem.cache
-    return (
-        device.supports("wgmma")
-        and problem.num_heads >= _MIN_HEADS
-        and problem.product_dtype in (float16, bfloat16)
-        and all(arg.dtype is problem.product_dtype for arg in args)
-        and problem.cache.shape[1] % 8 == 0
-        and all(arg.alignment == 16 and _is_mapped(arg) for arg in args)
-        and problem.out.alignment == 16
-        and problem.out.strides[0] % 8 == 0
-        and problem.q_nope.numel * problem.cache.numel > 0
-    )
-
-
-def _is_mapped(arg: TensorArg) -> bool:
-    """Whether rows of the last dimension begin at multiples of 16 bytes."""
-    return all(stride % 8 == 0 or size == 1 for size, stride in zip(arg.shape[:2], arg.strides[:2], strict=True))
 
 
 def choose(problem: Problem, device: Device) -> HopperConfig:

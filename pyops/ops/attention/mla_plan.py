@@ -74,7 +74,7 @@ class Config:
 
 def choose(problem: Problem, device: Device) -> Config | HopperConfig:
     """The Config for this problem."""
-    if mla_hopper.serves(problem, device):
+    if problem.uses_wgmma:
         return mla_hopper.choose(problem, device)
     num_seqs, num_heads = problem.num_seqs, problem.num_heads
     heads, step_tokens, num_warps = _choose_block(problem, device) or (1, 0, _SIMT_WARPS)

@@ -15,6 +15,8 @@ from .layout import MAX_TOKENS
 
 LATENT_SIZE, ROPE_SIZE = 512, 64
 ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE
+_MIN_HEADS_FOR_WGMMA = 8
+_WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 2048  # bytes: queries and two tiles; barriers, maxima and sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,13 +65,30 @@ class Problem:
         return is_aligned and self.product_dtype is not float32 and cache.device.supports("mma")
 
     @property
+    def uses_wgmma(self) -> bool:
+        """Whether mla_decode_hopper.cu serves the call: 16 bits, tensors that can be mapped, and heads enough."""
+        device, args = self.cache.device, (self.q_nope, self.q_pe, self.cache)
+        return (
+            device.supports("wgmma")
+            and device.shared_memory >= _WGMMA_SHARED
+            and self.num_heads >= _MIN_HEADS_FOR_WGMMA
+            and self.product_dtype is not float32
+            and all(arg.dtype is self.product_dtype and arg.alignment == 16 for arg in args)
+            and all(_rows_are_aligned(arg) for arg in args)
+            and self.cache.shape[1] % 8 == 0
+            and self.out.alignment == 16
+            and self.out.strides[0] % 8 == 0
+            and self.q_nope.numel * self.cache.numel > 0
+        )
+
+    @property
     def join_width(self) -> int:
         """Elements that a thread of the join loads and stores at once."""
         return vector_width(self.out, None, float32, self.out.dtype)
 
     def bucket(self) -> str:
         words = [
-            "mma" if self.may_use_mma else "simt",
+            "wgmma" if self.uses_wgmma else "mma" if self.may_use_mma else "simt",
             self.q_nope.dtype.name,
             f"cache={self.cache_dtype.name}",
             f"heads={self.num_heads}",
@@ -78,6 +97,11 @@ class Problem:
             f"tokens={tuning.power_of_two(self.max_tokens)}",
         ]
         return " ".join(words + [f"splits={self.num_kv_splits}"] * (self.num_kv_splits > 0))
+
+
+def _rows_are_aligned(arg: TensorArg) -> bool:
+    """Whether rows of 16-bit elements begin at multiples of 16 bytes."""
+    return all(stride % 8 == 0 or size == 1 for size, stride in zip(arg.shape[:2], arg.strides[:2], strict=True))
 
 
 def check_mla(call: Mapping[str, Any]) -> Problem:

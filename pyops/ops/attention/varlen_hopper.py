@@ -8,11 +8,9 @@ from typing import Any
 
 from ..._core import tuning
 from ..._core.device import Device
-from ..._core.dtypes import bfloat16, float16
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
-from .layout import heads_stride
 from .varlen_problem import Problem
 
 _hopper = Kernel("attention/attention_varlen_hopper.cu")
@@ -22,7 +20,6 @@ _PANEL_SIZE = _ROW_BYTES // 2  # elements
 _BARRIER_BYTES = 8
 _STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
 _MAX_STAGES = 4
-_MAX_HEAD_SIZE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,9 @@ class HopperConfig:
         head_size = problem.query.shape[2]
         registers = head_size // 2 + self.tokens * 3 // 4
         boxes = self.tokens // gcd(problem.layout.block_size, self.tokens)
-        return self._stages(problem, device)[0] >= 2 and registers <= (192 if self.consumers == 2 else 120) and boxes <= 32
+        return (
+            self._stages(problem, device)[0] >= 2 and registers <= (192 if self.consumers == 2 else 120) and boxes <= 32
+        )
 
     def launch(self, problem: Problem, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:
         """As many blocks as the device has multiprocessors, which take work items from a counter."""
@@ -110,28 +109,7 @@ def _cache_map(cache: TensorArg, box_tokens: int) -> TensorMap:
     return _map(cache, cache.shape[::-1], (_PANEL_SIZE, 1, box_tokens, 1))
 
 
-def serves(problem: Problem, device: Device) -> bool:
-    """Whether the kernel runs on the device and takes this problem."""
-    query, out, layout = problem.query, problem.out, problem.layout
-    head_size = query.shape[2]
-    return (
-        device.supports("wgmma")
-        and query.dtype in (float16, bfloat16)
-        and layout.dtype is query.dtype
-        and not layout.packed
-        and layout.aligned
-        and layout.block_size % 8 == 0
-        and head_size % 16 == 0
-        and head_size <= _MAX_HEAD_SIZE
-        and problem.group <= 128
-        and query.alignment == out.alignment == 16
-        and heads_stride(query) % 8 == heads_stride(out) % 8 == 0
-        and query.numel * problem.kv.key_cache.numel > 0
-        and query.shape[0] < 2**31
-    )
-
-
-def choose(problem: Problem, device: Device) -> HopperConfig:
+def choose(problem: Problem) -> HopperConfig:
     """The largest tile of keys that leaves room for a second one."""
     head_size = problem.query.shape[2]
     return HopperConfig(tokens=128 if head_size <= 128 else 112 if head_size <= 192 else 80, consumers=2)

@@ -22,7 +22,6 @@ _NUM_WARPS = 4
 _TILE_ROWS = 16  # rows of one matrix product; a row is a query token and one of the heads that share a key-value head
 # docs/performance.md, "Two tiles of 16 rows to a warp read keys and values half as often".
 _MIN_ROWS_FOR_TWO_TILES = 256  # of a sequence, on average
-_MIN_ROWS_FOR_HOPPER = 128  # of a sequence, on average
 _MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with codes or options; 128 on sm_90 without ("two tiles spill: one then")
 
 
@@ -58,8 +57,8 @@ class Config:
 
 def choose(problem: Problem, device: Device) -> Config | HopperConfig:
     """The Config for this problem."""
-    if varlen_hopper.serves(problem, device) and problem.num_rows >= _MIN_ROWS_FOR_HOPPER * problem.num_seqs:
-        return varlen_hopper.choose(problem, device)
+    if problem.uses_wgmma:
+        return varlen_hopper.choose(problem)
     head_size, options = problem.query.shape[2], problem.options
     is_plain = (
         problem.layout.dtype is problem.query.dtype and options.alibi_slopes is None and not options.logits_soft_cap

@@ -12,6 +12,8 @@ from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV
 from .layout import CacheLayout, check_kv, heads_stride
 
+_MIN_ROWS_FOR_WGMMA = 128  # of a sequence, on average
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
@@ -55,10 +57,28 @@ class Problem:
             and (not self.layout.packed or self.layout.block_size % 8 == 0)
         )
 
+    @property
+    def uses_wgmma(self) -> bool:
+        """Whether attention_varlen_hopper.cu serves the call, and its tiles of many rows find rows enough."""
+        query, out, layout = self.query, self.out, self.layout
+        return (
+            query.device.supports("wgmma")
+            and self.num_rows >= _MIN_ROWS_FOR_WGMMA * self.num_seqs
+            and self.uses_mma
+            and layout.dtype is query.dtype
+            and not layout.packed
+            and layout.block_size % 8 == 0
+            and self.group <= 128
+            and out.alignment == 16
+            and heads_stride(out) % 8 == 0
+            and query.numel * self.kv.key_cache.numel > 0
+            and query.shape[0] * layout.num_kv_heads < 2**30
+        )
+
     def bucket(self) -> str:
         (num_tokens, num_heads, head_size), layout, options = self.query.shape, self.layout, self.options
         words = [
-            "mma" if self.uses_mma else "simt",
+            "wgmma" if self.uses_wgmma else "mma" if self.uses_mma else "simt",
             f"{self.query.dtype.name}",
             f"cache={layout.dtype.name}{'-packed' * layout.packed}",
             f"heads={num_heads}/{self.kv.num_kv_heads}x{head_size}",
