@@ -29,6 +29,7 @@
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      a multiple of 16, at most 256
 //     BOX_TOKENS     a multiple of 8 that divides BLOCK_SIZE and TOKENS
+//     WHOLE_HEADS    a box has all panels of its tokens, else one panel
 //     GROUP          query heads of one key-value head, at most ITEM_ROWS
 //     TOKENS         keys of a tile; a multiple of 16
 //     STAGES         tiles of keys, and of values, in shared memory
@@ -45,11 +46,14 @@ constexpr int ITEM_ROWS = 64 * CONSUMERS, ITEM_TOKENS = ITEM_ROWS / GROUP, USED_
 constexpr int BOXES = TOKENS / BOX_TOKENS;
 constexpr int ROW_BYTES = 128, PANEL_SIZE = ROW_BYTES / sizeof(scalar_t);  // a panel: rows of 128 bytes, swizzled
 constexpr int PANELS = ceil_div(HEAD_SIZE, PANEL_SIZE), STEPS = HEAD_SIZE / 16;
-constexpr int QUERY_PANEL = ITEM_ROWS * ROW_BYTES, PANEL = TOKENS * ROW_BYTES;
-constexpr int QUERY_BYTES = PANELS * QUERY_PANEL, TILE_BYTES = PANELS * PANEL;
+constexpr int QUERY_PANEL = ITEM_ROWS * ROW_BYTES, QUERY_BYTES = PANELS * QUERY_PANEL;
+// Keys and values lie in atoms: 8 tokens of a panel. The next atom is that of the next panel, or of the next 8 tokens.
+constexpr int ATOM = 8 * ROW_BYTES, TILE_BYTES = PANELS * TOKENS * ROW_BYTES;
+constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // from 8 tokens to the next
+constexpr int PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
 constexpr int QUERY_BOX_BYTES = PANELS * USED_ROWS * ROW_BYTES;
 // A thread's registers: what the producer gives up, the consumers take.
-constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 2 ? 224 : 152;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 56, CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 152;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 constexpr int64_t MAX_WINDOW = 0x7fffffff;
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
@@ -57,11 +61,11 @@ static_assert(BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= 32 && GROUP <= ITEM_ROWS)
 
 // Query tokens of a sequence, and a key-value head.
 struct alignas(8) Work {
-    int token;    // the first of them, as a row of the query tensor; negative: there is no more work
-    int tokens;   // of the sequence, from there on
+    int token;    // the first of them, as a row of the query tensor
+    int tokens;   // of the sequence, from there on; 0: there is no more work
     int limit;    // the last key that the first of them sees
     int kv_head;
-    int first_tile, last_tile;  // of keys; a last tile before the first: no row has a key
+    int first_tile, last_tile;  // of keys; one tile if no row has a key
 
     // The last key that a row sees. A row that does not exist is taken for the last row.
     DEVICE int limit_of(int row) const { return CAUSAL ? limit + min(row / GROUP, tokens - 1) : limit; }
@@ -71,7 +75,10 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_heads, HEAD_SIZE]; boxes of
                                                                       // ITEM_TOKENS x GROUP x a panel
                         const __grid_constant__ TensorMap key_map,    // [num_blocks, BLOCK_SIZE, num_kv_heads,
-                                                                      // HEAD_SIZE]; 1 x BOX_TOKENS x 1 x a panel
+                                                                      // HEAD_SIZE]; 1 x BOX_TOKENS x 1 x a panel.
+                                                                      // WHOLE_HEADS: [num_blocks, BLOCK_SIZE / 8,
+                                                                      // num_kv_heads * PANELS, 8, a panel]; 1 x
+                                                                      // BOX_TOKENS / 8 x PANELS x 8 x a panel
                         const __grid_constant__ TensorMap value_map,  // likewise
                         scalar_t* out,                                // [num_tokens, num_heads, HEAD_SIZE]
                         float* lse,                                   // [num_heads, num_tokens]
@@ -145,8 +152,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             work.limit = CAUSAL ? length - work.tokens : length - 1;
             work.kv_head = item % int(num_kv_heads);
             work.first_tile = first_seen(work.limit) / TOKENS;
-            const int last = work.limit_of(ITEM_ROWS - 1);
-            work.last_tile = last < 0 ? -1 : last / TOKENS;
+            work.last_tile = max(work.limit_of(ITEM_ROWS - 1), 0) / TOKENS;
             return true;
         };
         // The lane loads the box of a tile.
@@ -154,16 +160,19 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         constexpr int LOADERS = WARP_SIZE / BOXES * BOXES;
         uint32_t landings = 0;
         int item = blockIdx.x;
-        while (item < num_items) {
-            Work work;
-            const bool found = find(int(num_items) - 1 - item, work);
-            uint32_t taken = 0;
-            if (lane == 0) {
-                taken = atomicAdd(items_taken, 1u);
-                if (taken == num_items - 1) atomicExch(items_taken, 0u);
+        for (bool more = true; more;) {
+            more = item < num_items;
+            Work work{int(num_tokens), 0, -1, 0, 0, 0};  // no more: zeros are loaded
+            if (more) {
+                const bool found = find(int(num_items) - 1 - item, work);
+                uint32_t taken = 0;
+                if (lane == 0) {
+                    taken = atomicAdd(items_taken, 1u);
+                    if (taken == num_items - 1) atomicExch(items_taken, 0u);
+                }
+                item = int(gridDim.x) + int(shfl<WARP_SIZE>(taken, 0));
+                if (!found) continue;
             }
-            item = int(gridDim.x) + int(shfl<WARP_SIZE>(taken, 0));
-            if (!found) continue;
 
             query.acquire();
             if (lane == 0) {
@@ -188,10 +197,15 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 if (lane == 0) mbarrier_arrive_expect_tx(full, TILE_BYTES);
                 sync_warp();
                 const int slot = (tile * TOKENS + box * BOX_TOKENS) % BLOCK_SIZE;
-                for (int i = lane; i < PANELS * BOXES && lane < LOADERS; i += LOADERS) {
-                    const int panel = i / BOXES;
-                    tma_load(to + panel * PANEL + box * BOX_TOKENS * ROW_BYTES, map, full, panel * PANEL_SIZE,
-                             work.kv_head, slot, block < 0 ? int(num_blocks) : block);
+                const int from = block < 0 ? int(num_blocks) : block;
+                uint8_t* const to_box = to + box * (BOX_TOKENS / 8) * TOKEN_STRIDE;
+                if constexpr (WHOLE_HEADS) {
+                    if (lane < BOXES) tma_load(to_box, map, full, 0, 0, work.kv_head * PANELS, slot / 8, from);
+                } else {
+                    for (int i = lane; i < PANELS * BOXES && lane < LOADERS; i += LOADERS) {
+                        const int panel = i / BOXES;
+                        tma_load(to_box + panel * PANEL_STRIDE, map, full, panel * PANEL_SIZE, work.kv_head, slot, from);
+                    }
                 }
             };
             // The keys of a tile, and then the values of the tile before.
@@ -205,7 +219,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                     load(keys + key.stage * TILE_BYTES, &key_map, key.full(), tile, block);
                     key.advance();
                 }
-                if (tile < work.last_tile) {
+                if (tile < work.last_tile && more) {
                     value.acquire();
                     uint8_t* const to = values + value.stage * TILE_BYTES;
                     const int start = (tile + 1) * TOKENS, before = first_seen(work.limit) - start;
@@ -214,7 +228,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                     if (!whole) {
                         mbarrier_wait(landed, landings++ & 1);
                         for (int i = lane; i < PANELS * TOKENS * 8; i += WARP_SIZE) {
-                            const int token = i / 8 % TOKENS;
+                            const int atom = i / 64, token = (WHOLE_HEADS ? atom / PANELS : atom % (TOKENS / 8)) * 8 + i / 8 % 8;
                             if (token >= before && token < length - start) continue;
                             *reinterpret_cast<uint4*>(to + i * 16) = make_uint4(0, 0, 0, 0);
                         }
@@ -227,11 +241,6 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 values_block = block;
                 block = next_block;
             }
-        }
-        query.acquire();
-        if (lane == 0) {
-            works[query.stage].token = -1;
-            mbarrier_arrive(query.full());
         }
         return;
     }
@@ -251,9 +260,32 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
 
     float s[TOKENS / 2], o[HEAD_SIZE / 2];
     uint32_t p[TOKENS / 16][4];
-    for (;; query.advance()) {
-        query.wait();
-        if (works[query.stage].token < 0) return;
+    const auto start_logits = [&] {  // S = Q K^T
+        const uint64_t a = make_smem_desc(queries + query.stage * QUERY_BYTES + first_row * ROW_BYTES);
+        const uint64_t b = make_smem_desc(keys + key.stage * TILE_BYTES, TOKEN_STRIDE);
+        key.wait();
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            wgmma<scalar_t, TOKENS>(s, advance_smem_desc(a, i / 4 * QUERY_PANEL + i % 4 * 32),
+                                    advance_smem_desc(b, i / 4 * PANEL_STRIDE + i % 4 * 32), i > 0);
+        }
+        warpgroup_commit_batch();
+    };
+    const auto start_output = [&](bool accumulate) {  // O += P V
+        const uint64_t b = make_smem_desc(values + value.stage * TILE_BYTES, TOKEN_STRIDE, PANEL_STRIDE);
+        value.wait();
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < TOKENS / 16; ++i) {
+            wgmma<scalar_t, HEAD_SIZE, true>(o, p[i], advance_smem_desc(b, i * 2 * TOKEN_STRIDE), accumulate || i > 0);
+        }
+        warpgroup_commit_batch();
+    };
+
+    query.wait();
+    start_logits();
+    while (works[query.stage].tokens > 0) {
         const Work work = works[query.stage];
         const int limits[2] = {work.limit_of(own_row), work.limit_of(own_row + 8)};
         int firsts[2];
@@ -266,31 +298,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         }
         // Keys that all rows of the warpgroup see.
         const int whole_end = work.limit_of(first_row), whole_begin = first_seen(work.limit_of(first_row + 63));
-
         float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {0.0f, 0.0f}, shrink[2];
-        const auto start_logits = [&] {  // S = Q K^T
-            const uint64_t a = make_smem_desc(queries + query.stage * QUERY_BYTES + first_row * ROW_BYTES);
-            const uint64_t b = make_smem_desc(keys + key.stage * TILE_BYTES);
-            key.wait();
-            warpgroup_arrive();
-#pragma unroll
-            for (int i = 0; i < STEPS; ++i) {
-                wgmma<scalar_t, TOKENS>(s, advance_smem_desc(a, i / 4 * QUERY_PANEL + i % 4 * 32),
-                                        advance_smem_desc(b, i / 4 * PANEL + i % 4 * 32), i > 0);
-            }
-            warpgroup_commit_batch();
-        };
-        const auto start_output = [&](bool accumulate) {  // O += P V
-            const uint64_t b = make_smem_desc(values + value.stage * TILE_BYTES, 8 * ROW_BYTES, PANEL);
-            value.wait();
-            warpgroup_arrive();
-#pragma unroll
-            for (int i = 0; i < TOKENS / 16; ++i) {
-                wgmma<scalar_t, HEAD_SIZE, true>(o, p[i], advance_smem_desc(b, i * 16 * ROW_BYTES),
-                                                 accumulate || i > 0);
-            }
-            warpgroup_commit_batch();
-        };
         // Products of a tile become probabilities, relative to the largest logit so far. What was computed relative to
         // another one is to be multiplied by `shrink`.
         const auto softmax = [&](int tile, uint32_t missing) {
@@ -359,52 +367,48 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             for (int i = 0; i < TOKENS / 4; ++i) p[i / 4][i % 4] = pack_pair<scalar_t>(s[2 * i], s[2 * i + 1]);
         };
 
-        if (work.last_tile >= work.first_tile) {
-            int tile = work.last_tile;
+        uint32_t missing = holes[key.stage];
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(s);
+        release(key, key.stage);
+        key.advance();
+        softmax(work.last_tile, missing);
+        round_probabilities();
+        bool accumulate = false;
+        for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
+            await_turn();
             start_logits();
-            uint32_t missing = holes[key.stage];
-            warpgroup_wait<0>();
+            missing = holes[key.stage];
+            start_output(accumulate);
+            accumulate = true;
+            end_turn();
+            warpgroup_wait<1>();
             warpgroup_fence_operand(s);
             release(key, key.stage);
             key.advance();
             softmax(tile, missing);
-            round_probabilities();
-            bool accumulate = false;
-            for (--tile; tile >= work.first_tile; --tile) {
-                await_turn();
-                start_logits();
-                missing = holes[key.stage];
-                start_output(accumulate);
-                accumulate = true;
-                end_turn();
-                warpgroup_wait<1>();
-                warpgroup_fence_operand(s);
-                release(key, key.stage);
-                key.advance();
-                softmax(tile, missing);
-                warpgroup_fence_operand(s);
-                hold_next_wait(fminf(exp_sum[0], exp_sum[1]));
-                warpgroup_wait<0>();
-                warpgroup_fence_operand(o);
-                release(value, value.stage);
-                value.advance();
-                if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
-#pragma unroll
-                    for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= shrink[i / 2 % 2];
-                }
-                round_probabilities();
-            }
-            release(query, query.stage);
-            start_output(accumulate);
+            warpgroup_fence_operand(s);
+            hold_next_wait(fminf(exp_sum[0], exp_sum[1]));
             warpgroup_wait<0>();
             warpgroup_fence_operand(o);
             release(value, value.stage);
             value.advance();
-        } else {
-            release(query, query.stage);
+            if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
 #pragma unroll
-            for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] = 0.0f;
+                for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= shrink[i / 2 % 2];
+            }
+            round_probabilities();
         }
+        release(query, query.stage);
+        start_output(accumulate);
+        // The first logits of the next item are computed while this one's results are stored.
+        query.advance();
+        query.wait();
+        start_logits();
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(o);
+        release(value, value.stage);
+        value.advance();
 
         // Four threads have four neighbouring pairs of each 8 elements of a row. They exchange pairs, so that each
         // stores 16 bytes.
@@ -444,4 +448,5 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             }
         }
     }
+    warpgroup_wait<0>();
 }

@@ -59,12 +59,16 @@ class HopperConfig:
         group, item_tokens = problem.group, 64 * self.consumers // problem.group
         stages, query_stages, shared = self._stages(problem, device)
         box_tokens = gcd(layout.block_size, self.tokens)
+        caches = problem.kv.key_cache, problem.kv.value_cache
+        whole_heads = all(_has_whole_panels(cache) for cache in caches)
+        map_cache = _map_of_whole_heads if whole_heads else _map_of_panels
         kernel = _hopper.for_arch(device.arch_feature)
         num_items = (num_tokens // item_tokens + problem.num_seqs) * layout.num_kv_heads
         taken = {name for _, name in kernel.signature.parameters}
         return kernel(
             **{name: value for name, value in constants.items() if name not in ("PACKED", "cache_t", "X")},
             BOX_TOKENS=box_tokens,
+            WHOLE_HEADS=whole_heads,
             TOKENS=self.tokens,
             STAGES=stages,
             QUERY_STAGES=query_stages,
@@ -75,8 +79,8 @@ class HopperConfig:
             shared,
             **{name: value for name, value in arguments.items() if name in taken},
             query_map=_map(query, (head_size, num_heads, num_tokens), (_PANEL_SIZE, group, item_tokens)),
-            key_map=_cache_map(problem.kv.key_cache, box_tokens),
-            value_map=_cache_map(problem.kv.value_cache, box_tokens),
+            key_map=map_cache(caches[0], box_tokens),
+            value_map=map_cache(caches[1], box_tokens),
             num_tokens=num_tokens,
             num_kv_heads=layout.num_kv_heads,
             num_items=num_items,
@@ -105,8 +109,27 @@ def _map(arg: TensorArg, sizes: tuple[int, ...], box: tuple[int, ...]) -> Tensor
     return TensorMap(arg, arg.dtype, sizes, tuple(strides), box, _ROW_BYTES)
 
 
-def _cache_map(cache: TensorArg, box_tokens: int) -> TensorMap:
+def _map_of_panels(cache: TensorArg, box_tokens: int) -> TensorMap:
+    """Boxes of a panel of some tokens of a head; what a last panel has beyond the head is zeros."""
     return _map(cache, cache.shape[::-1], (_PANEL_SIZE, 1, box_tokens, 1))
+
+
+def _has_whole_panels(cache: TensorArg) -> bool:
+    """Whether panels follow each other through all heads of a token."""
+    _, _, heads, head_size = cache.shape
+    return head_size % _PANEL_SIZE == 0 and (heads == 1 or cache.strides[2] == head_size)
+
+
+def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
+    """Boxes of all panels of some tokens of a head. Of 8 tokens, one panel after another lies in shared memory."""
+    num_blocks, block_size, heads, head_size = cache.shape
+    panels, itemsize = head_size // _PANEL_SIZE, cache.dtype.itemsize
+    row = heads * panels * _ROW_BYTES
+    token = cache.strides[1] * itemsize if block_size > 1 else row
+    block = cache.strides[0] * itemsize if num_blocks > 1 else block_size * token
+    sizes = (_PANEL_SIZE, 8, heads * panels, block_size // 8, num_blocks)
+    box = (_PANEL_SIZE, 8, panels, box_tokens // 8, 1)
+    return TensorMap(cache, cache.dtype, sizes, (token, _ROW_BYTES, 8 * token, block), box, _ROW_BYTES)
 
 
 def choose(problem: Problem) -> HopperConfig:
