@@ -53,7 +53,8 @@ constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // from 8 toke
 constexpr int PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
 constexpr int QUERY_BOX_BYTES = PANELS * USED_ROWS * ROW_BYTES;
 // A thread's registers: what the producer gives up, the consumers take.
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 56, CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 152;
+constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : HEAD_SIZE <= 192 ? 224 : 232;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 constexpr int64_t MAX_WINDOW = 0x7fffffff;
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);

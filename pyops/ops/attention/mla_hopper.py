@@ -45,7 +45,7 @@ class HopperConfig:
 
     def candidates(self, problem: Problem, device: Device) -> list[HopperConfig]:
         """Other clusters and splits. How splits are joined stays: a table cannot hold it."""
-        found = tuning.varied(self, cluster=(1, 2) if _groups(problem) % 2 == 0 else (1,))
+        found = tuning.varied(self, cluster=(1, 2) if _may_share(problem) else (1,))
         if problem.num_kv_splits <= 0:
             found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
         return found
@@ -54,9 +54,10 @@ class HopperConfig:
         """A block for each 64 heads of each split of each sequence."""
         cache, page_table, device = problem.cache, problem.page_table, problem.cache.device
         num_pages, page_size, _ = cache.shape
-        box_tokens = gcd(page_size, _TOKENS // self.cluster)
+        box_tokens = 8 if problem.is_fp8 else gcd(page_size, _TOKENS // self.cluster)
         kernel = _decode.for_arch(device.arch_feature)(
             product_t=problem.product_dtype,
+            cache_t=problem.cache_dtype,
             out_t=problem.out.dtype,
             length_t=problem.seq_lens.dtype,
             table_t=page_table.dtype,
@@ -72,9 +73,12 @@ class HopperConfig:
             _SHARED_BYTES,
             nope_map=_map(problem.q_nope, _HEADS),
             pe_map=_map(problem.q_pe, _HEADS),
-            cache_map=_map(cache, box_tokens),
+            # Codes are loaded without a map.
+            cache_map=_map(problem.q_pe if problem.is_fp8 else cache, box_tokens),
             num_heads=problem.num_heads,
             num_pages=num_pages,
+            page_stride=cache.strides[0],
+            slot_stride=cache.strides[1],
             table_stride=page_table.strides[0],
             table_step=page_table.strides[1],
             **arguments,
@@ -84,6 +88,11 @@ class HopperConfig:
 def _groups(problem: Problem) -> int:
     """Blocks that share the heads of a sequence."""
     return -(-problem.num_heads // _HEADS)
+
+
+def _may_share(problem: Problem) -> bool:
+    """Whether blocks may be clusters of two, which load entries for each other."""
+    return _groups(problem) % 2 == 0 and not problem.is_fp8
 
 
 def _map(arg: TensorArg, rows: int) -> TensorMap:
@@ -105,4 +114,4 @@ def choose(problem: Problem, device: Device) -> HopperConfig:
     max_splits = max(1, min(max_splits, tiles))
     lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
     join = choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
-    return HopperConfig(2 if _groups(problem) % 2 == 0 else 1, max_splits, _TOKENS, join)
+    return HopperConfig(2 if _may_share(problem) else 1, max_splits, _TOKENS, join)

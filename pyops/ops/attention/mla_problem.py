@@ -16,7 +16,7 @@ from .layout import MAX_TOKENS
 LATENT_SIZE, ROPE_SIZE = 512, 64
 ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE
 _MIN_HEADS_FOR_WGMMA = 8
-_WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 2048  # bytes: queries and two tiles; barriers, maxima and sums
+_WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 5120  # bytes: queries and two tiles; barriers, places, maxima and sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,15 +67,17 @@ class Problem:
     @property
     def uses_wgmma(self) -> bool:
         """Whether mla_decode_hopper.cu serves the call: 16 bits, tensors that can be mapped, and heads enough."""
-        device, args = self.cache.device, (self.q_nope, self.q_pe, self.cache)
+        device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
             and device.shared_memory >= _WGMMA_SHARED
             and self.num_heads >= _MIN_HEADS_FOR_WGMMA
             and self.product_dtype is not float32
             and all(arg.dtype is self.product_dtype and arg.alignment == 16 for arg in args)
-            and all(_rows_are_aligned(arg) for arg in args)
-            and self.cache.shape[1] % 8 == 0
+            and all(_rows_are_aligned(arg) for arg in (*args, self.cache))
+            and self.cache.alignment == 16
+            and self.cache_dtype in (self.product_dtype, float8_e4m3fn)
+            and (self.cache.shape[1] % 8 == 0 or self.is_fp8)
             and self.out.alignment == 16
             and self.out.strides[0] % 8 == 0
             and self.q_nope.numel * self.cache.numel > 0
@@ -100,8 +102,9 @@ class Problem:
 
 
 def _rows_are_aligned(arg: TensorArg) -> bool:
-    """Whether rows of 16-bit elements begin at multiples of 16 bytes."""
-    return all(stride % 8 == 0 or size == 1 for size, stride in zip(arg.shape[:2], arg.strides[:2], strict=True))
+    """Whether rows begin at multiples of 16 bytes."""
+    chunk = 16 // arg.dtype.itemsize
+    return all(stride % chunk == 0 or size == 1 for size, stride in zip(arg.shape[:2], arg.strides[:2], strict=True))
 
 
 def check_mla(call: Mapping[str, Any]) -> Problem:

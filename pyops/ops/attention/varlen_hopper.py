@@ -133,6 +133,13 @@ def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
 
 
 def choose(problem: Problem) -> HopperConfig:
-    """The largest tile of keys that leaves room for a second one."""
-    head_size = problem.query.shape[2]
-    return HopperConfig(tokens=128 if head_size <= 128 else 112 if head_size <= 192 else 80, consumers=2)
+    """The largest tile of keys that registers and shared memory have room for; more rows for small heads."""
+    head_size, options = problem.query.shape[2], problem.options
+    is_plain = options.alibi_slopes is None and not options.logits_soft_cap
+    if head_size <= 64 and is_plain:
+        return HopperConfig(tokens=112, consumers=3)
+    if head_size <= 128:
+        return HopperConfig(tokens=128, consumers=2)
+    if head_size <= 192:
+        return HopperConfig(tokens=112, consumers=2)
+    return HopperConfig(tokens=80 if is_plain else 64, consumers=2)

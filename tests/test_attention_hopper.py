@@ -1,0 +1,264 @@
+"""attention_varlen_hopper.cu and mla_decode_hopper.cu: right under every schedule of the model of Hopper on the host;
+what is chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pyops._core import config, device, dtypes, offline, tuning
+from pyops._core.example import ArgMaker
+from pyops._core.host.toolchain import toolchains
+from pyops.ops.attention import mla_hopper, varlen_hopper
+from pyops.ops.attention.arguments import Options, PagedKV
+from pyops.ops.attention.varlen_hopper import HopperConfig
+from pyops.ops.attention.varlen_plan import Config, choose, launch
+from pyops.ops.attention.varlen_problem import Problem, check_varlen
+from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
+from tests.test_attention_mla import MLA
+from tests.test_attention_mla import _assert_is_attention as assert_is_mla
+from tests.test_attention_mla import _call as mla_call
+from tests.test_attention_varlen import VARLEN
+from tests.test_attention_varlen import _assert_is_attention as assert_is_attention
+from tests.test_attention_varlen import _call as varlen_call
+from tests.test_nvrtc import MISSING
+
+HOPPER = device.model("sm_90")
+needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+NAME = "paged_attention_varlen"
+# Query tokens and lengths beside tiles of 64 rows and 128 keys; one key in a tile of its own.
+COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
+
+
+def _varlen(one: HopperConfig, schedules: Any = SCHEDULES[:1], bias: Any = None, **call: Any) -> None:
+    """The call is attention, with the same bits under these schedules."""
+    first: Any = None
+    call["lse"] = torch.empty(call["out"].shape[1::-1])
+    VARLEN.forget()
+    with tuning.forced(NAME, one), config.cpu("kernels"):
+        for schedule in schedules:
+            with scheduled(schedule):
+                assert_is_attention(dict(call), bias)
+            result = call["out"].clone(), call["lse"].clone()
+            first = first or result
+            assert same_bits(first[0], result[0])
+            assert same_bits(first[1], result[1])
+    VARLEN.forget()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("block_size", "head_size"), [(16, 64), (64, 128)])
+def test_every_schedule(block_size: int, head_size: int) -> None:
+    call = varlen_call(COUNTS, LENGTHS, dtype=torch.bfloat16, block_size=block_size, head_size=head_size)
+    _varlen(HopperConfig(128, 2), SCHEDULES, **call)
+
+
+# What the geometry depends on: the head, the block, the group of heads, the tile, the warpgroups.
+GEOMETRIES = [
+    (HopperConfig(64, 2), (4, 2), 16, 8),
+    (HopperConfig(128, 2), (2, 2), 80, 16),
+    (HopperConfig(176, 2), (4, 2), 112, 16),
+    (HopperConfig(112, 2), (7, 1), 192, 32),
+    (HopperConfig(80, 2), (2, 1), 256, 16),
+    (HopperConfig(96, 3), (4, 2), 64, 256),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("one", "heads", "head_size", "block_size"), GEOMETRIES, ids=str)
+def test_geometries(one: HopperConfig, heads: tuple[int, int], head_size: int, block_size: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16)[: 1 + (head_size == 64)]:
+        _varlen(
+            one, **varlen_call([65, 129], [65, 200], heads, dtype=dtype, head_size=head_size, block_size=block_size)
+        )
+
+
+@needs_compiler
+def test_options() -> None:
+    """A window that begins in a tile, and blocks before it that are another's; every option of the logits."""
+    one, slopes = HopperConfig(64, 2), torch.tensor([0.5, 0.25, 0.0, -0.125])
+    for causal in (True, False):
+        call = varlen_call([65, 130], [190, 130], dtype=torch.bfloat16) | {"sliding_window": 40, "causal": causal}
+        free = call["block_tables"][0, : (190 - 64 - 40) // 16].long()
+        call["key_cache"][free] = call["value_cache"][free] = torch.nan
+        call["plain"][0] = [x.nan_to_num(nan=0.0) for x in call["plain"][0]]
+        _varlen(one, SCHEDULES[:2], **call)
+    call = varlen_call([65, 3], [90, 130], dtype=torch.bfloat16)
+    _varlen(one, bias=slopes.double(), **call | {"logits_soft_cap": 1.5, "alibi_slopes": slopes})
+    _varlen(one, **varlen_call([70], [70], dtype=torch.float16) | {"scale": -0.1})
+
+
+@needs_compiler
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_hostile_indices(block_size: int) -> None:
+    """Numbers that lead nowhere contribute nothing; rows of no sequence, and queries without keys, are as they are."""
+    call = varlen_call([20, 70, 8], [20, 150, 33], dtype=torch.bfloat16, block_size=block_size, head_size=32)
+    call.pop("plain")
+    for name in ("key_cache", "value_cache"):
+        call[name] = call[name].nan_to_num(nan=0.5)
+    call["block_tables"][:, 1] = torch.tensor([-1, 10**9, -(2**31)])
+    call |= {"sinks": torch.tensor([0.0, 2.0, -40.0, 9.0]), "lse": torch.empty(4, 98)}
+    VARLEN.forget()
+    with tuning.forced(NAME, HopperConfig(128, 2)):
+        for lengths, starts in (
+            ([20, 2**31 - 1, -5], [0, 20, 90, 98]),
+            ([10, 40, 33], [-7, 3, 73, 2**31 - 1]),
+            ([20, 150, 33], [0, 20, 90, 95]),
+        ):
+            call["seq_lens"] = torch.tensor(lengths, dtype=torch.int32)
+            call["cu_seqlens_q"] = torch.tensor(starts, dtype=torch.int32)
+            assert_matches_reference(VARLEN, **call)
+        # Not ascending, they say nothing of whose the rows are; but no row outside is touched.
+        call["cu_seqlens_q"] = torch.tensor([90, 20, 10, 20], dtype=torch.int32)
+        with config.cpu("kernels"):
+            VARLEN.wrapper(**call)
+    VARLEN.forget()
+
+
+@needs_compiler
+def test_slices() -> None:
+    """Queries inside a fused QKV, caches inside one buffer, indices of 64 bits and apart, heads that lie apart."""
+    call = varlen_call([70, 7], [80, 7], dtype=torch.bfloat16)
+    fused = torch.full((77, 8, 64), torch.nan, dtype=torch.bfloat16)
+    fused[:, :4] = call["query"]
+    joint = torch.stack((call["key_cache"], call["value_cache"]), 1)
+    apart = {
+        name: torch.stack((call[name].long(),) * 2, -1)[..., 0] for name in ("seq_lens", "cu_seqlens_q", "block_tables")
+    }
+    call |= apart | {"query": fused[:, :4], "key_cache": joint[:, 0], "value_cache": joint[:, 1]}
+    _varlen(HopperConfig(128, 2), **call)
+    heads_apart = torch.stack((call["key_cache"], call["value_cache"]), 3)
+    _varlen(HopperConfig(64, 2), **call | {"key_cache": heads_apart[..., 0, :], "value_cache": heads_apart[..., 1, :]})
+
+
+def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: Any) -> Problem:
+    """Of four sequences, with eight query heads to each of two key-value heads."""
+    make = ArgMaker(device.model(arch))
+    dtype, block_size = changes.get("dtype", "bfloat16"), changes.get("block_size", 16)
+    cache = make.empty(99, block_size, 2, head_size, dtype=changes.get("cache_dtype", dtype))
+    index = {"dtype": "int32"}
+    kv = PagedKV(
+        cache,
+        cache,
+        2,
+        make.empty(4, 64, **index),
+        make.empty(4, **index),
+        block_size,
+        "auto" if "cache_dtype" not in changes else "fp8",
+        make.empty(1, dtype="float32"),
+        make.empty(1, dtype="float32"),
+    )
+    slopes = make.empty(16, dtype="float32") if changes.get("options") else None
+    query = make.empty(num_tokens, 16, head_size, dtype=dtype)
+    call = {
+        "out": query,
+        "query": query,
+        "cu_seqlens_q": make.empty(5, **index),
+        "causal": True,
+        **kv.named(),
+        **Options(alibi_slopes=slopes, logits_soft_cap=20.0 if slopes else 0.0).named(),
+    }
+    return check_varlen(call)
+
+
+def test_choice() -> None:
+    """Tiles by the size of heads; the other kernels for what cannot be mapped, and for few rows of each sequence."""
+    for head_size, options, expected in (
+        (64, False, HopperConfig(112, 3)),
+        (80, True, HopperConfig(128, 2)),
+        (128, False, HopperConfig(128, 2)),
+        (192, False, HopperConfig(112, 2)),
+        (256, False, HopperConfig(80, 2)),
+        (256, True, HopperConfig(64, 2)),
+    ):
+        problem = _problem(4096, head_size, options=options)
+        assert choose(problem, HOPPER) == expected
+        for one in (expected, *expected.candidates(problem, HOPPER)):
+            found = launch(problem, one)
+            assert found.shared + varlen_hopper._STATIC_BYTES <= HOPPER.shared_memory
+            assert found.specialisation.constants["STAGES"] >= 2
+    for problem in (
+        _problem(4, 128),
+        _problem(0, 128),
+        _problem(4096, 120),
+        _problem(4096, 272),
+        _problem(4096, 128, block_size=20),
+        _problem(4096, 128, dtype="float32"),
+        _problem(4096, 128, cache_dtype="uint8"),
+        _problem(4096, 128, "sm_100"),
+    ):
+        assert isinstance(choose(problem, problem.query.device), Config)
+    for wrong in (lambda: HopperConfig(100, 2), lambda: HopperConfig(272, 2), lambda: HopperConfig(128, 4)):
+        with pytest.raises(ValueError, match="no geometry"):
+            wrong()
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(
+    ("head_size", "options"), [(64, False), (112, True), (128, False), (192, False), (256, False), (256, True)]
+)
+def test_compiles_without_spills_and_advice(head_size: int, options: bool) -> None:
+    problem = _problem(4096, head_size, options=options)
+    one = launch(problem, choose(problem, HOPPER)).specialisation
+    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
+    assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
+    assert report.shared_bytes <= varlen_hopper._STATIC_BYTES
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("lengths", "num_heads", "page_size", "splits", "dtype"),
+    [
+        ([70, 129], 16, 16, 1, torch.bfloat16),
+        ([65, 64, 1, 0], 128, 64, 1, torch.bfloat16),
+        ([450, 65], 40, 48, 3, torch.bfloat16),
+        ([330, 65], 100, 128, 2, torch.float16),
+    ],
+)
+def test_mla(lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype) -> None:
+    """One block and clusters of two, tiles and pairs of tiles that end anywhere, direct results and joined ones."""
+    first: Any = None
+    MLA.forget()
+    for schedule in SCHEDULES if splits == 1 else SCHEDULES[:1]:
+        call = mla_call(lengths, num_heads, page_size, dtype=dtype, num_kv_splits=splits)
+        with config.cpu("kernels"), scheduled(schedule):
+            assert_is_mla(call)
+        assert isinstance(tuning.last[MLA.name], mla_hopper.HopperConfig)
+        result = call["out"], call["lse"]
+        first = first or result
+        assert same_bits(first[0], result[0])
+        assert same_bits(first[1], result[1])
+    MLA.forget()
+
+
+@needs_compiler
+def test_mla_pages_that_are_not_there() -> None:
+    """The attention of a sequence is that over the tokens it has; without any, zeros."""
+    call = mla_call([196, 40], 16)
+    entries = call["plain"][0]
+    call["page_table"][0, 1] = -1
+    call["page_table"][0, 4] = len(call["kv_c_and_k_pe_cache"])
+    call["page_table"][1] = 2**31 - 1
+    call["plain"] = [torch.cat((entries[:16], entries[32:64], entries[80:])), entries[:0]]
+    with config.cpu("kernels"):
+        assert_is_mla(call)
+    assert (call["out"][1] == 0).all()
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_mla_compiles_without_spills_and_advice(cluster: int) -> None:
+    one = mla_hopper._decode.for_arch("sm_90a")(
+        product_t=dtypes.bfloat16,
+        out_t=dtypes.bfloat16,
+        length_t=dtypes.int32,
+        table_t=dtypes.int32,
+        PAGE_SIZE=64,
+        BOX_TOKENS=64 // cluster,
+        CLUSTER=cluster,
+        HAS_LSE=True,
+    )
+    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
+    assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
