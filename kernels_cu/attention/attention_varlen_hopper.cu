@@ -24,12 +24,16 @@
 // out of range becomes num_blocks, of which TMA makes zeros, and a bit of `holes`. Values of tokens that no row of the
 // item attends to, in the first and last tile, may be NaN: the producer overwrites them with zeros.
 //
+// Codes of an fp8 cache become T on their way: they are loaded to tiles of their own, and the other warps of the last
+// warpgroup widen them.
+//
 // Constants
-//     scalar_t       T: element type of queries, caches and out: half_t or bf16_t
+//     scalar_t       T: element type of queries and out: half_t or bf16_t
+//     cache_t        element type of the caches: T or fp8_e4m3_t
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      a multiple of 16, at most 256
 //     BOX_TOKENS     a multiple of 8 that divides BLOCK_SIZE and TOKENS
-//     WHOLE_HEADS    a box has all panels of its tokens, else one panel
+//     WHOLE_HEADS    a box has all panels of its tokens, else one panel; codes: false, and a box has whole heads of codes
 //     GROUP          query heads of one key-value head, at most ITEM_ROWS
 //     TOKENS         keys of a tile; a multiple of 16
 //     STAGES         tiles of keys, and of values, in shared memory
@@ -41,6 +45,8 @@
 #include "gemm_pipeline.cuh"
 #include "wgmma.cuh"
 
+constexpr bool IS_FP8 = !is_same<cache_t, scalar_t>;
+static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int ITEM_ROWS = 64 * CONSUMERS, ITEM_TOKENS = ITEM_ROWS / GROUP, USED_ROWS = ITEM_TOKENS * GROUP;
 constexpr int BOXES = TOKENS / BOX_TOKENS;
@@ -52,6 +58,7 @@ constexpr int ATOM = 8 * ROW_BYTES, TILE_BYTES = PANELS * TOKENS * ROW_BYTES;
 constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // from 8 tokens to the next
 constexpr int PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
 constexpr int QUERY_BOX_BYTES = PANELS * USED_ROWS * ROW_BYTES;
+constexpr int CODE_BYTES = IS_FP8 ? TOKENS * HEAD_SIZE : 0, CODE_STAGES = 2, WIDENERS = 3;  // warps
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : HEAD_SIZE <= 192 ? 224 : 232;
@@ -72,6 +79,13 @@ struct alignas(8) Work {
     DEVICE int limit_of(int row) const { return CAUSAL ? limit + min(row / GROUP, tokens - 1) : limit; }
 };
 
+// A tile of codes: of keys, of values, or none, because there is no more work.
+struct Codes {
+    enum Kind { KEYS, VALUES, NONE } kind;
+    uint32_t missing;   // of keys: `holes`
+    int before, inside; // of values: tokens of the tile that are not 0 lie from `before` on and before `inside`
+};
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_heads, HEAD_SIZE]; boxes of
                                                                       // ITEM_TOKENS x GROUP x a panel
@@ -88,6 +102,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                         const starts_t* cu_seqlens_q,                 // [num_seqs + 1]
                         const float* alibi_slopes,                    // [num_heads]
                         const float* sinks,                           // [num_heads]
+                        const float* k_scale, const float* v_scale,   // [1]
                         uint32_t* items_taken,                        // [1], zero before and after
                         int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t num_kv_heads,
                         int64_t num_items, int64_t max_tokens, int64_t sliding_window, int64_t out_stride,
@@ -96,19 +111,23 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ Work works[QUERY_STAGES];
+    __shared__ Codes kinds[CODE_STAGES];
     __shared__ uint32_t holes[STAGES];  // of the keys of a stage, a bit for each box
     uint8_t* const queries = shared;
     uint8_t* const keys = queries + QUERY_STAGES * QUERY_BYTES;
     uint8_t* const values = keys + STAGES * TILE_BYTES;
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(values + STAGES * TILE_BYTES);
+    uint8_t* const codes = values + STAGES * TILE_BYTES;
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(codes + CODE_STAGES * CODE_BYTES);
     Ring<QUERY_STAGES> query(barriers);
     Ring<STAGES> key(barriers + 2 * QUERY_STAGES), value(barriers + 2 * (QUERY_STAGES + STAGES));
-    uint64_t* const landed = barriers + 2 * (QUERY_STAGES + 2 * STAGES);  // values that are to be overwritten
+    Ring<CODE_STAGES> code(barriers + 2 * (QUERY_STAGES + 2 * STAGES));
+    uint64_t* const landed = code.barriers + 2 * CODE_STAGES;  // values that are to be overwritten
     if (threadIdx.x == 0) {
         mbarrier_init(landed, 1);
         query.init(4 * CONSUMERS);
-        key.init(4 * CONSUMERS);
-        value.init(4 * CONSUMERS);
+        key.init(4 * CONSUMERS, IS_FP8 ? WIDENERS : 1);
+        value.init(4 * CONSUMERS, IS_FP8 ? WIDENERS : 1);
+        code.init(WIDENERS);
     }
     // Rows that no box reaches.
     if constexpr (USED_ROWS < ITEM_ROWS) {
@@ -127,7 +146,43 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
 
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        if (warp != 0) return;
+        if (warp != 0) {
+            if constexpr (!IS_FP8) return;
+            const auto widen = [&](auto& ring, uint8_t* tiles, const Codes& kind) {
+                ring.acquire();
+                if (kind.kind == Codes::KEYS && warp == 1 && lane == 0) holes[ring.stage] = kind.missing;
+                const uint8_t* const from = codes + code.stage * CODE_BYTES;
+                uint8_t* const to = tiles + ring.stage * TILE_BYTES;
+                constexpr int CHUNKS = HEAD_SIZE / 16, PANEL_CHUNKS = PANEL_SIZE / 16;  // of 16 codes
+#pragma unroll 4
+                for (int i = threadIdx.x % 128 - WARP_SIZE; i < PANELS * TOKENS * PANEL_CHUNKS; i += WIDENERS * WARP_SIZE) {
+                    const int token = i / PANEL_CHUNKS % TOKENS, panel = i / PANEL_CHUNKS / TOKENS;
+                    const int chunk = panel * PANEL_CHUNKS + i % PANEL_CHUNKS;
+                    if (HEAD_SIZE % PANEL_SIZE != 0 && chunk >= CHUNKS) continue;
+                    uint4 elements[2];
+                    widen_fp8<scalar_t>(*reinterpret_cast<const uint4*>(from + token * HEAD_SIZE + chunk * 16), elements);
+                    const bool exists = token >= kind.before && token < kind.inside;
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        const int at = swizzle_128b(token, i % PANEL_CHUNKS * 32 + j * 16);
+                        *reinterpret_cast<uint4*>(to + panel * PANEL_STRIDE + at) =
+                            exists ? elements[j] : make_uint4(0, 0, 0, 0);
+                    }
+                }
+                fence_proxy_async();
+                sync_warp();
+                if (lane == 0) mbarrier_arrive(ring.full());
+                code.release(code.stage);
+                ring.advance();
+            };
+            for (;; code.advance()) {
+                code.wait();
+                if (kinds[code.stage].kind == Codes::NONE) return;
+                const Codes kind = kinds[code.stage];
+                if (kind.kind == Codes::KEYS) widen(key, keys, kind);
+                else widen(value, values, kind);
+            }
+        }
         int seq, length;
         // Finds the work of an item; false if the item has none.
         const auto find = [&](int item, Work& work) {
@@ -195,12 +250,15 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 return block < 0 || block >= num_blocks ? -1 : int(block);
             };
             const auto load = [&](uint8_t* to, const TensorMap* map, uint64_t* full, int tile, int block) {
-                if (lane == 0) mbarrier_arrive_expect_tx(full, TILE_BYTES);
+                if (lane == 0) mbarrier_arrive_expect_tx(full, IS_FP8 ? CODE_BYTES : TILE_BYTES);
                 sync_warp();
                 const int slot = (tile * TOKENS + box * BOX_TOKENS) % BLOCK_SIZE;
                 const int from = block < 0 ? int(num_blocks) : block;
                 uint8_t* const to_box = to + box * (BOX_TOKENS / 8) * TOKEN_STRIDE;
-                if constexpr (WHOLE_HEADS) {
+                if constexpr (IS_FP8) {
+                    uint8_t* const to_codes = to + box * (BOX_TOKENS * HEAD_SIZE);
+                    if (lane < BOXES) tma_load(to_codes, map, full, 0, work.kv_head, slot, from);
+                } else if constexpr (WHOLE_HEADS) {
                     if (lane < BOXES) tma_load(to_box, map, full, 0, 0, work.kv_head * PANELS, slot / 8, from);
                 } else {
                     for (int i = lane; i < PANELS * BOXES && lane < LOADERS; i += LOADERS) {
@@ -209,21 +267,34 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                     }
                 }
             };
+            const auto load_codes = [&](const TensorMap* map, const Codes& kind, int tile, int block) {
+                code.acquire();
+                if (lane == 0) kinds[code.stage] = kind;
+                load(codes + code.stage * CODE_BYTES, map, code.full(), tile, block);
+                code.advance();
+            };
             // The keys of a tile, and then the values of the tile before.
             int block = block_of(work.last_tile), values_block = 0;
             for (int tile = work.last_tile; tile >= work.first_tile - 1; --tile) {
                 const int next_block = block_of(tile - 1);
                 if (tile >= work.first_tile) {
                     const uint32_t missing = ballot(block < 0 && lane < BOXES);
-                    key.acquire();
-                    if (lane == 0) holes[key.stage] = missing;
-                    load(keys + key.stage * TILE_BYTES, &key_map, key.full(), tile, block);
-                    key.advance();
+                    if constexpr (IS_FP8) {
+                        load_codes(&key_map, {Codes::KEYS, missing, 0, TOKENS}, tile, block);
+                    } else {
+                        key.acquire();
+                        if (lane == 0) holes[key.stage] = missing;
+                        load(keys + key.stage * TILE_BYTES, &key_map, key.full(), tile, block);
+                        key.advance();
+                    }
                 }
-                if (tile < work.last_tile && more) {
+                const int start = (tile + 1) * TOKENS, before = first_seen(work.limit) - start;
+                if (tile == work.last_tile || !more) {
+                } else if constexpr (IS_FP8) {
+                    load_codes(&value_map, {Codes::VALUES, 0, before, length - start}, tile + 1, values_block);
+                } else {
                     value.acquire();
                     uint8_t* const to = values + value.stage * TILE_BYTES;
-                    const int start = (tile + 1) * TOKENS, before = first_seen(work.limit) - start;
                     const bool whole = before <= 0 && length - start >= TOKENS;
                     load(to, &value_map, whole ? value.full() : landed, tile + 1, values_block);
                     if (!whole) {
@@ -243,13 +314,20 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 block = next_block;
             }
         }
+        if constexpr (IS_FP8) {
+            code.acquire();
+            if (lane == 0) {
+                kinds[code.stage].kind = Codes::NONE;
+                mbarrier_arrive(code.full());
+            }
+        }
         return;
     }
 
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
     const int g = lane / 4, t = lane % 4;
     const int first_row = warpgroup * 64, own_row = first_row + warp * 16 + g;  // own_row and own_row + 8
-    const float unit = logit_unit<HAS_SOFTCAP>(scale, logits_soft_cap);
+    const float unit = logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap);
     const auto release = [&](const auto& ring, int stage) {
         sync_warp();
         ring.release(stage);
@@ -432,7 +510,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             if (HAS_LSE && exists && t == 0) {
                 lse[head * num_tokens + token] = row_sum == 0.0f ? minus_infinity() : row_max * LN_2 + logf(row_sum);
             }
-            const float share = sink_shrink / (row_sum + 1e-6f) * FULL_SCALE<scalar_t>;
+            const float share = sink_shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f));
             scalar_t* const to = out + token * out_stride + head * HEAD_SIZE;
 #pragma unroll
             for (int i = 0; i < HEAD_SIZE / 8; i += 4) {

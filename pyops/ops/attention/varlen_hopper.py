@@ -18,6 +18,7 @@ _hopper = Kernel("attention/attention_varlen_hopper.cu")
 _ROW_BYTES = 128  # of a panel: the swizzle
 _PANEL_SIZE = _ROW_BYTES // 2  # elements
 _BARRIER_BYTES = 8
+_CODE_STAGES = 2  # tiles of codes
 _STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
 _MAX_STAGES = 4
 
@@ -60,13 +61,14 @@ class HopperConfig:
         stages, query_stages, shared = self._stages(problem, device)
         box_tokens = gcd(layout.block_size, self.tokens)
         caches = problem.kv.key_cache, problem.kv.value_cache
-        whole_heads = all(_has_whole_panels(cache) for cache in caches)
-        map_cache = _map_of_whole_heads if whole_heads else _map_of_panels
+        is_fp8 = problem.is_fp8
+        whole_heads = not is_fp8 and all(_has_whole_panels(cache) for cache in caches)
+        map_cache = _map_of_codes if is_fp8 else _map_of_whole_heads if whole_heads else _map_of_panels
         kernel = _hopper.for_arch(device.arch_feature)
         num_items = (num_tokens // item_tokens + problem.num_seqs) * layout.num_kv_heads
         taken = {name for _, name in kernel.signature.parameters}
         return kernel(
-            **{name: value for name, value in constants.items() if name not in ("PACKED", "cache_t", "X")},
+            **{name: value for name, value in constants.items() if name not in ("PACKED", "X")},
             BOX_TOKENS=box_tokens,
             WHOLE_HEADS=whole_heads,
             TOKENS=self.tokens,
@@ -89,16 +91,18 @@ class HopperConfig:
 
     def _stages(self, problem: Problem, device: Device) -> tuple[int, int, int]:
         """Tiles of keys, work items with queries, and bytes, of shared memory."""
-        row_bytes = -(-problem.query.shape[2] // _PANEL_SIZE) * _ROW_BYTES
+        head_size = problem.query.shape[2]
+        row_bytes = -(-head_size // _PANEL_SIZE) * _ROW_BYTES
         query = 64 * self.consumers * row_bytes + 2 * _BARRIER_BYTES
         stage = 2 * (self.tokens * row_bytes + 2 * _BARRIER_BYTES)
-        room = device.shared_memory - _STATIC_BYTES - _BARRIER_BYTES
+        fixed = _BARRIER_BYTES + _CODE_STAGES * (self.tokens * head_size * problem.is_fp8 + 2 * _BARRIER_BYTES)
+        room = device.shared_memory - _STATIC_BYTES - fixed
         query_stages = 2 if 2 * query + 2 * stage <= room else 1
         stages = min(_MAX_STAGES, (room - query_stages * query) // stage)
-        return stages, query_stages, query_stages * query + stages * stage + _BARRIER_BYTES
+        return stages, query_stages, query_stages * query + stages * stage + fixed
 
 
-def _map(arg: TensorArg, sizes: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+def _map(arg: TensorArg, sizes: tuple[int, ...], box: tuple[int, ...], swizzle: int = _ROW_BYTES) -> TensorMap:
     """Of the whole argument, whose dimensions have these sizes from the fastest one on."""
     itemsize = arg.dtype.itemsize
     strides: list[int] = []
@@ -106,12 +110,17 @@ def _map(arg: TensorArg, sizes: tuple[int, ...], box: tuple[int, ...]) -> Tensor
     for size, stride in zip(sizes[1:], reversed(arg.strides[:-1]), strict=True):
         strides.append(stride * itemsize if size > 1 else pitch)  # the stride of a single element says nothing
         pitch = strides[-1] * size
-    return TensorMap(arg, arg.dtype, sizes, tuple(strides), box, _ROW_BYTES)
+    return TensorMap(arg, arg.dtype, sizes, tuple(strides), box, swizzle)
 
 
 def _map_of_panels(cache: TensorArg, box_tokens: int) -> TensorMap:
     """Boxes of a panel of some tokens of a head; what a last panel has beyond the head is zeros."""
     return _map(cache, cache.shape[::-1], (_PANEL_SIZE, 1, box_tokens, 1))
+
+
+def _map_of_codes(cache: TensorArg, box_tokens: int) -> TensorMap:
+    """Boxes of some tokens of a head, whose codes are not swizzled."""
+    return _map(cache, cache.shape[::-1], (cache.shape[3], 1, box_tokens, 1), swizzle=0)
 
 
 def _has_whole_panels(cache: TensorArg) -> bool:
@@ -141,5 +150,5 @@ def choose(problem: Problem) -> HopperConfig:
     if head_size <= 128:
         return HopperConfig(tokens=128, consumers=2)
     if head_size <= 192:
-        return HopperConfig(tokens=112, consumers=2)
-    return HopperConfig(tokens=80 if is_plain else 64, consumers=2)
+        return HopperConfig(tokens=80 if problem.is_fp8 else 112, consumers=2)
+    return HopperConfig(tokens=48 if not is_plain else 64 if problem.is_fp8 else 80, consumers=2)

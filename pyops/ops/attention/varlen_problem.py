@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._core import check, tuning
-from ..._core.dtypes import float32
+from ..._core.dtypes import float8_e4m3fn, float32
 from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV
 from .layout import CacheLayout, check_kv, heads_stride
@@ -43,6 +43,10 @@ class Problem:
         return int(self.query.shape[1]) // int(self.kv.num_kv_heads)
 
     @property
+    def is_fp8(self) -> bool:
+        return self.layout.dtype is not self.query.dtype
+
+    @property
     def uses_mma(self) -> bool:
         """Whether attention_varlen.cu serves the call; attention_decode_simt.cu serves every call."""
         query, head_size = self.query, self.query.shape[2]
@@ -65,7 +69,7 @@ class Problem:
             query.device.supports("wgmma")
             and self.num_rows >= _MIN_ROWS_FOR_WGMMA * self.num_seqs
             and self.uses_mma
-            and layout.dtype is query.dtype
+            and layout.dtype in (query.dtype, float8_e4m3fn)
             and not layout.packed
             and layout.block_size % 8 == 0
             and self.group <= 128
