@@ -17,6 +17,7 @@ from pyops.ops.attention.varlen_hopper import HopperConfig
 from pyops.ops.attention.varlen_plan import Config, choose, launch
 from pyops.ops.attention.varlen_problem import Problem, check_varlen
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
+from tests.profiles import few
 from tests.test_attention_mla import MLA
 from tests.test_attention_mla import _assert_is_attention as assert_is_mla
 from tests.test_attention_mla import _call as mla_call
@@ -27,6 +28,7 @@ from tests.test_nvrtc import MISSING
 
 HOPPER = device.model("sm_90")
 needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+FP8 = torch.float8_e4m3fn
 NAME = "paged_attention_varlen"
 # Query tokens and lengths beside tiles of 64 rows and 128 keys; one key in a tile of its own.
 COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
@@ -69,10 +71,43 @@ GEOMETRIES = [
 @needs_compiler
 @pytest.mark.parametrize(("one", "heads", "head_size", "block_size"), GEOMETRIES, ids=str)
 def test_geometries(one: HopperConfig, heads: tuple[int, int], head_size: int, block_size: int) -> None:
-    for dtype in (torch.float16, torch.bfloat16)[: 1 + (head_size == 64)]:
-        _varlen(
-            one, **varlen_call([65, 129], [65, 200], heads, dtype=dtype, head_size=head_size, block_size=block_size)
-        )
+    call = varlen_call([65, 129], [65, 200], heads, dtype=torch.float16, head_size=head_size, block_size=block_size)
+    _varlen(one, **call)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("one", "head_size", "block_size", "dtype"),
+    [
+        (HopperConfig(64, 2), 128, 16, torch.bfloat16),
+        (HopperConfig(48, 2), 80, 8, torch.float16),
+        (HopperConfig(112, 3), 64, 64, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_fp8_caches(one: HopperConfig, head_size: int, block_size: int, dtype: torch.dtype) -> None:
+    """Slots of no token hold NaN, and so do blocks that are another's, before a window."""
+    call = varlen_call([65, 129], [65, 200], dtype=dtype, head_size=head_size, block_size=block_size)
+    call["plain"] = [[x.to(FP8).double() * f for x, f in zip(pair, (0.5, 3.0), strict=True)] for pair in call["plain"]]
+    call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache")}
+    call |= {"kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0, "sliding_window": 150}
+    _varlen(one, SCHEDULES if block_size == 16 else SCHEDULES[:1], **call)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_code(dtype: torch.dtype) -> None:
+    """All 256 of them, NaN included, as values of a single token."""
+    call = varlen_call([1], [1], (1, 1), dtype=dtype, head_size=256)
+    call.pop("plain")
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8)
+    call |= {name: call[name].nan_to_num(nan=0.0).to(FP8) for name in ("key_cache", "value_cache")}
+    call["value_cache"][call["block_tables"][0, 0].long(), 0, 0] = codes
+    VARLEN.forget()
+    with tuning.forced(NAME, HopperConfig(48, 2)), config.cpu("kernels"):
+        VARLEN.wrapper(**call | {"kv_cache_dtype": "fp8"})
+    VARLEN.forget()
+    torch.testing.assert_close(call["out"][0, 0].float(), codes.float(), rtol=2e-6, atol=0, equal_nan=True)
 
 
 @needs_compiler
@@ -171,14 +206,18 @@ def test_choice() -> None:
         (128, False, HopperConfig(128, 2)),
         (192, False, HopperConfig(112, 2)),
         (256, False, HopperConfig(80, 2)),
-        (256, True, HopperConfig(64, 2)),
+        (256, True, HopperConfig(48, 2)),
     ):
         problem = _problem(4096, head_size, options=options)
         assert choose(problem, HOPPER) == expected
-        for one in (expected, *expected.candidates(problem, HOPPER)):
-            found = launch(problem, one)
-            assert found.shared + varlen_hopper._STATIC_BYTES <= HOPPER.shared_memory
-            assert found.specialisation.constants["STAGES"] >= 2
+        of_codes = _problem(4096, head_size, options=options, cache_dtype="uint8")
+        for served in (problem, of_codes) if of_codes.uses_wgmma else (problem,):
+            chosen = choose(served, HOPPER)
+            assert isinstance(chosen, HopperConfig)
+            for one in (chosen, *chosen.candidates(served, HOPPER)):
+                found = launch(served, one)
+                assert found.shared + varlen_hopper._STATIC_BYTES <= HOPPER.shared_memory
+                assert found.specialisation.constants["STAGES"] >= 2
     for problem in (
         _problem(4, 128),
         _problem(0, 128),
@@ -186,7 +225,8 @@ def test_choice() -> None:
         _problem(4096, 272),
         _problem(4096, 128, block_size=20),
         _problem(4096, 128, dtype="float32"),
-        _problem(4096, 128, cache_dtype="uint8"),
+        _problem(4096, 128, cache_dtype="float8_e4m3fnuz"),
+        _problem(4096, 256, cache_dtype="uint8", options=True),
         _problem(4096, 128, "sm_100"),
     ):
         assert isinstance(choose(problem, problem.query.device), Config)
@@ -197,10 +237,11 @@ def test_choice() -> None:
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
-    ("head_size", "options"), [(64, False), (112, True), (128, False), (192, False), (256, False), (256, True)]
+    ("head_size", "options", "codes"),
+    few([(64, False, True), (128, False, False), (192, True, False), (256, False, False), (256, False, True)], 2),
 )
-def test_compiles_without_spills_and_advice(head_size: int, options: bool) -> None:
-    problem = _problem(4096, head_size, options=options)
+def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes: bool) -> None:
+    problem = _problem(4096, head_size, options=options, **{"cache_dtype": "uint8"} if codes else {})
     one = launch(problem, choose(problem, HOPPER)).specialisation
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
@@ -212,7 +253,8 @@ def test_compiles_without_spills_and_advice(head_size: int, options: bool) -> No
     ("lengths", "num_heads", "page_size", "splits", "dtype"),
     [
         ([70, 129], 16, 16, 1, torch.bfloat16),
-        ([65, 64, 1, 0], 128, 64, 1, torch.bfloat16),
+        ([65, 64, 1, 0], 128, 16, 1, torch.bfloat16),
+        ([65, 129], 128, 64, 1, torch.bfloat16),
         ([450, 65], 40, 48, 3, torch.bfloat16),
         ([330, 65], 100, 128, 2, torch.float16),
     ],
@@ -234,6 +276,21 @@ def test_mla(lengths: list[int], num_heads: int, page_size: int, splits: int, dt
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("lengths", "page_size", "splits", "dtype"), [([65, 129, 0], 16, 1, torch.bfloat16), ([450], 5, 3, torch.float16)]
+)
+def test_mla_codes(lengths: list[int], page_size: int, splits: int, dtype: torch.dtype) -> None:
+    """Slots of no token hold NaN."""
+    MLA.forget()
+    for schedule in SCHEDULES if splits == 1 else SCHEDULES[:1]:
+        call = mla_call(lengths, 70, page_size, dtype=dtype, kind=FP8, num_kv_splits=splits)
+        with config.cpu("kernels"), scheduled(schedule):
+            assert_is_mla(call)
+        assert isinstance(tuning.last[MLA.name], mla_hopper.HopperConfig)
+    MLA.forget()
+
+
+@needs_compiler
 def test_mla_pages_that_are_not_there() -> None:
     """The attention of a sequence is that over the tokens it has; without any, zeros."""
     call = mla_call([196, 40], 16)
@@ -248,10 +305,13 @@ def test_mla_pages_that_are_not_there() -> None:
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_mla_compiles_without_spills_and_advice(cluster: int) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "cache_t"), few([(2, dtypes.bfloat16), (1, dtypes.float8_e4m3fn), (1, dtypes.bfloat16)], 2)
+)
+def test_mla_compiles_without_spills_and_advice(cluster: int, cache_t: dtypes.DType) -> None:
     one = mla_hopper._decode.for_arch("sm_90a")(
         product_t=dtypes.bfloat16,
+        cache_t=cache_t,
         out_t=dtypes.bfloat16,
         length_t=dtypes.int32,
         table_t=dtypes.int32,

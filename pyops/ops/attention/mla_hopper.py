@@ -101,7 +101,7 @@ def _map(arg: TensorArg, rows: int) -> TensorMap:
 
 
 def choose(problem: Problem, device: Device) -> HopperConfig:
-    """As many splits as end first by the model of the device."""
+    """As many splits as end first by the model of the device; clusters where pages are small and boxes many."""
     blocks = problem.num_seqs * _groups(problem)
     tiles = -(-problem.max_tokens // _TOKENS)
 
@@ -114,4 +114,5 @@ def choose(problem: Problem, device: Device) -> HopperConfig:
     max_splits = max(1, min(max_splits, tiles))
     lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
     join = choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
-    return HopperConfig(2 if _may_share(problem) else 1, max_splits, _TOKENS, join)
+    is_shared = _may_share(problem) and problem.cache.shape[1] < _TOKENS
+    return HopperConfig(2 if is_shared else 1, max_splits, _TOKENS, join)

@@ -97,8 +97,9 @@ class HopperConfig:
         stage = 2 * (self.tokens * row_bytes + 2 * _BARRIER_BYTES)
         fixed = _BARRIER_BYTES + _CODE_STAGES * (self.tokens * head_size * problem.is_fp8 + 2 * _BARRIER_BYTES)
         room = device.shared_memory - _STATIC_BYTES - fixed
-        query_stages = 2 if 2 * query + 2 * stage <= room else 1
-        stages = min(_MAX_STAGES, (room - query_stages * query) // stage)
+        # Tiles come first: docs/performance.md, "Three tiles and the queries of one item".
+        stages = min(_MAX_STAGES, (room - query) // stage)
+        query_stages = 2 if 2 * query + stages * stage <= room else 1
         return stages, query_stages, query_stages * query + stages * stage + fixed
 
 
@@ -143,12 +144,11 @@ def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
 
 def choose(problem: Problem) -> HopperConfig:
     """The largest tile of keys that registers and shared memory have room for; more rows for small heads."""
-    head_size, options = problem.query.shape[2], problem.options
-    is_plain = options.alibi_slopes is None and not options.logits_soft_cap
+    head_size, is_plain = problem.query.shape[2], problem.has_plain_logits
     if head_size <= 64 and is_plain:
         return HopperConfig(tokens=112, consumers=3)
     if head_size <= 128:
         return HopperConfig(tokens=128, consumers=2)
     if head_size <= 192:
         return HopperConfig(tokens=80 if problem.is_fp8 else 112, consumers=2)
-    return HopperConfig(tokens=48 if not is_plain else 64 if problem.is_fp8 else 80, consumers=2)
+    return HopperConfig(tokens=64 if problem.is_fp8 else 80 if is_plain else 48, consumers=2)

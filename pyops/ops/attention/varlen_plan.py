@@ -59,10 +59,8 @@ def choose(problem: Problem, device: Device) -> Config | HopperConfig:
     """The Config for this problem."""
     if problem.uses_wgmma:
         return varlen_hopper.choose(problem)
-    head_size, options = problem.query.shape[2], problem.options
-    is_plain = (
-        problem.layout.dtype is problem.query.dtype and options.alibi_slopes is None and not options.logits_soft_cap
-    )
+    head_size = problem.query.shape[2]
+    is_plain = problem.has_plain_logits and not problem.is_fp8
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
     many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
     return Config(

@@ -12,7 +12,8 @@ from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV
 from .layout import CacheLayout, check_kv, heads_stride
 
-_MIN_ROWS_FOR_WGMMA = 128  # of a sequence, on average
+# docs/performance.md, "64 rows of a sequence are enough".
+_MIN_ROWS_FOR_WGMMA = 64  # of a sequence, on average
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,11 @@ class Problem:
         return self.layout.dtype is not self.query.dtype
 
     @property
+    def has_plain_logits(self) -> bool:
+        """Whether logits are products, up to a factor."""
+        return self.options.alibi_slopes is None and not self.options.logits_soft_cap
+
+    @property
     def uses_mma(self) -> bool:
         """Whether attention_varlen.cu serves the call; attention_decode_simt.cu serves every call."""
         query, head_size = self.query, self.query.shape[2]
@@ -65,6 +71,7 @@ class Problem:
     def uses_wgmma(self) -> bool:
         """Whether attention_varlen_hopper.cu serves the call, and its tiles of many rows find rows enough."""
         query, out, layout = self.query, self.out, self.layout
+        has_registers = not self.is_fp8 or query.shape[2] <= 192 or self.has_plain_logits
         return (
             query.device.supports("wgmma")
             and self.num_rows >= _MIN_ROWS_FOR_WGMMA * self.num_seqs
@@ -72,6 +79,7 @@ class Problem:
             and layout.dtype in (query.dtype, float8_e4m3fn)
             and not layout.packed
             and layout.block_size % 8 == 0
+            and has_registers
             and self.group <= 128
             and out.alignment == 16
             and heads_stride(out) % 8 == 0
@@ -80,7 +88,7 @@ class Problem:
         )
 
     def bucket(self) -> str:
-        (num_tokens, num_heads, head_size), layout, options = self.query.shape, self.layout, self.options
+        (num_tokens, num_heads, head_size), layout = self.query.shape, self.layout
         words = [
             "wgmma" if self.uses_wgmma else "mma" if self.uses_mma else "simt",
             f"{self.query.dtype.name}",
@@ -90,7 +98,7 @@ class Problem:
             f"seqs={tuning.power_of_two(self.num_seqs)}",
             f"query_tokens={tuning.power_of_two(num_tokens)}",
         ]
-        words += ["logits_changed"] if options.alibi_slopes or options.logits_soft_cap else []
+        words += [] if self.has_plain_logits else ["logits_changed"]
         return " ".join(words)
 
 
