@@ -17,8 +17,8 @@
 // Warpgroups: one warp of the last warpgroup produces: it finds work, and loads queries, keys and values by TMA. The
 // others consume: each goes through the keys in tiles of TOKENS, from the last tile, where the causal limits are, to the
 // first. It starts S = Q K^T of a tile and O += P V of the tile before together, and computes the probabilities P of
-// the new tile while the product with V goes on, and while other consumers multiply. The first S of the next item runs
-// while the results of an item are stored.
+// the new tile while the product with V goes on. Consumers take turns at starting products, so that the softmax of
+// one runs beside the products of the others. The first S of the next item runs while results are stored.
 //
 // Cache blocks: a tile is loaded in boxes of BOX_TOKENS tokens, which never lie in two blocks. A block number that is
 // out of range becomes num_blocks, of which TMA makes zeros, and a bit of `holes`. Values of tokens that no row of the
@@ -62,6 +62,7 @@ constexpr int CODE_BYTES = IS_FP8 ? TOKENS * HEAD_SIZE : 0, CODE_STAGES = 2, WID
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : HEAD_SIZE <= 192 ? 224 : 232;
+constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 constexpr int64_t MAX_WINDOW = 0x7fffffff;
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
 static_assert(BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= 32 && GROUP <= ITEM_ROWS);
@@ -331,6 +332,10 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         sync_warp();
         ring.release(stage);
     };
+    // Turns: products are started by one consumer after another.
+    const auto await_turn = [&] { named_barrier_sync(TURNS + warpgroup, 256); };
+    const auto end_turn = [&] { named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256); };
+    if (warpgroup == CONSUMERS - 1) end_turn();
 
     float s[TOKENS / 2], o[HEAD_SIZE / 2];
     uint32_t p[TOKENS / 16][4];
@@ -450,10 +455,12 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         round_probabilities();
         bool accumulate = false;
         for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
+            await_turn();
             start_logits();
             missing = holes[key.stage];
             start_output(accumulate);
             accumulate = true;
+            end_turn();
             warpgroup_wait<1>();
             warpgroup_fence_operand(s);
             release(key, key.stage);
