@@ -11,10 +11,9 @@
 // attention.cuh) and, fastest, the blocks of a cluster. A block has HEADS heads; the blocks of a cluster go through the
 // same entries, and each loads a part of them for all.
 //
-// Tiles: TOKENS entries in nine panels of 64 elements, whose rows of 128 bytes are swizzled. Tiles come in pairs; the
-// even one of a pair lies in stage 0, the odd one in stage 1.
+// Tiles: TOKENS entries each, in pairs (mla_tiles.cuh).
 //
-// Warpgroups: one warp of the last loads. Each of the other two computes the logits of one tile of a pair, and one half
+// Warpgroups: the last loads. Each of the other two computes the logits of one tile of a pair, and one half
 // of the results' columns, left or right, for which it needs the probabilities of both tiles:
 //
 //     warpgroup 0                                         warpgroup 1
@@ -25,11 +24,7 @@
 //     L = L exp(m0 - m1) + P1 V1[left]                    R = R + P0 V0[right]
 //
 // A warpgroup's own probabilities are operands in registers. The other warpgroup gets them in shared memory, where the
-// last panel of the tile was that they belong to: the rotated keys, which no product needs any more. Each half of a
-// tile is loaded anew as soon as the warpgroup that reads that half last has done so.
-//
-// Codes of an fp8 cache become product_t on their way: all warps of the last warpgroup load codes to registers, and store
-// what they hold to shared memory, as TMA would. While a warp converts what it has, what it needs next is in flight.
+// last panel of the tile was that they belong to: the rotated keys, which no product needs any more.
 //
 // A token whose page number is out of range contributes nothing; a slot behind the end of the sequence neither.
 //
@@ -43,116 +38,43 @@
 //     CLUSTER        blocks of a cluster: 1 or 2; of an fp8 cache 1
 
 #include "attention.cuh"
-#include "cluster.cuh"
-#include "paged.cuh"
+#include "mla_tiles.cuh"
 #include "wgmma.cuh"
 
-constexpr int HEADS = 64, TOKENS = 64, LATENT_SIZE = 512, PANEL_SIZE = 64, ROW_BYTES = 128;
-constexpr int PANELS = 9, ROPE_PANEL = 8, HALF_PANELS = 4;
-constexpr int PANEL_BYTES = TOKENS * ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTES, STAGES = 2;
-constexpr int BOXES = TOKENS / BOX_TOKENS, OWN_BOXES = BOXES / CLUSTER;  // of a panel, and those that this block loads
-constexpr int LEFT = 0, RIGHT = 1;
+constexpr int HEADS = 64;
 // Named barriers: what has been written to shared memory.
-constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, PLACES = 7;
-// A thread's registers: what the loader gives up, the others take.
-constexpr bool IS_FP8 = !is_same<cache_t, product_t>;
+constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6;
+// A thread's registers: what the loaders give up, the others take.
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 24, REGISTERS = IS_FP8 ? 208 : 240;
-static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && CLUSTER == 1));
-static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % (BOX_TOKENS * CLUSTER) == 0 && BOX_TOKENS % 8 == 0);
-
-// Pairs of tiles whose places are kept: one that is written while warps may be up to a pair behind, and ahead.
-constexpr int PLACES_OF = 3;
-
-// What the loading warpgroup does with an fp8 cache. The order of the halves of a pair is that in which they are given
-// back.
-struct CodeLoader {
-    static constexpr int CHUNK = 16, CHUNKS = 10;  // codes that a lane loads at once; chunks of a lane, with rope or less
-    static constexpr int HALVES = 4;               // of a pair of tiles
-    const cache_t* cache;
-    uint8_t* tiles;
-    uint64_t *full, *empty;
-    const int64_t* places;  // [PLACES_OF][2 * TOKENS], by pair and token
-    uint4 codes[CHUNKS];
-
-    static constexpr DEVICE int stage_of(int step) { return step % 2; }
-    static constexpr DEVICE bool is_right(int step) { return step == 1 || step == 2; }
-    static constexpr DEVICE bool has_rope(int step) { return is_right(step) != (stage_of(step) == 1); }
-    static DEVICE int row_of(int chunk) {  // a lane has two rows of a tile
-        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        const int upper = chunk < 2 * HALF_PANELS ? chunk / HALF_PANELS : chunk % 2;
-        return upper * 32 + warp * 8 + lane / 4;
-    }
-    static DEVICE int panel_of(int step, int chunk) {
-        return chunk < 2 * HALF_PANELS ? is_right(step) * HALF_PANELS + chunk % HALF_PANELS : ROPE_PANEL;
-    }
-    static constexpr DEVICE int chunks_of(int step) { return has_rope(step) ? CHUNKS : CHUNKS - 2; }
-
-    DEVICE void load(int pair, int step, int chunk) {
-        const int64_t place = places[pair % PLACES_OF * (2 * TOKENS) + stage_of(step) * TOKENS + row_of(chunk)];
-        codes[chunk] = make_uint4(0, 0, 0, 0);
-        if (place == NOWHERE) return;
-        const int element = panel_of(step, chunk) * PANEL_SIZE + threadIdx.x % 4 * CHUNK;
-        codes[chunk] = *reinterpret_cast<const uint4*>(cache + place + element);
-    }
-    DEVICE void store(int step, int chunk) const {
-        uint4 elements[2];
-        widen_fp8<product_t>(codes[chunk], elements);
-        uint8_t* const panel = tiles + stage_of(step) * TILE_BYTES + panel_of(step, chunk) * PANEL_BYTES;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int at = swizzle_128b(row_of(chunk), threadIdx.x % 4 * 32 + i * 16);
-            *reinterpret_cast<uint4*>(panel + at) = elements[i];
-        }
-    }
-    // Stores what has been loaded for a step of a pair, and loads for the next step.
-    template <int STEP>
-    DEVICE void pass(int pair, bool is_last) {
-        constexpr int NEXT = (STEP + 1) % HALVES;
-        const bool more = NEXT > 0 || !is_last;
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            if (chunk < chunks_of(STEP)) store(STEP, chunk);
-            if (chunk < chunks_of(NEXT) && more) load(pair + (NEXT == 0), NEXT, chunk);
-        }
-        fence_proxy_async();
-        sync_warp();
-        if (threadIdx.x % 32 == 0) {
-            for (int panel = 0; panel < HALF_PANELS; ++panel) {
-                mbarrier_arrive(full + stage_of(STEP) * PANELS + is_right(STEP) * HALF_PANELS + panel);
-            }
-            if (has_rope(STEP)) mbarrier_arrive(full + stage_of(STEP) * PANELS + ROPE_PANEL);
-        }
-    }
-};
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1)
-mla_decode_hopper(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_heads, LATENT_SIZE]; boxes of 1 x HEADS
-                                                                // x a panel, swizzled
-                  const __grid_constant__ TensorMap pe_map,     // [num_seqs, num_heads, 64]; likewise
+mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num_heads, LATENT_SIZE]; boxes of 1 x HEADS
+                                                               // x a panel, swizzled
+                  const __grid_constant__ TensorMap pe_map,    // [num_seqs, num_heads, 64]; likewise
                   const __grid_constant__ TensorMap cache_map,  // [num_pages, PAGE_SIZE, 576]; 1 x BOX_TOKENS x a panel
                   out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
                   float* lse,                                   // [num_seqs, num_heads]
                   const cache_t* kv_c_and_k_pe_cache,           // [num_pages, PAGE_SIZE, 576]; of codes, without a map
-                  float* tmp_out,               // [num_seqs, num_heads, max_splits, LATENT_SIZE]
-                  float* max_logits,            // [num_seqs, num_heads, max_splits]
-                  float* exp_sums,              // [num_seqs, num_heads, max_splits]
-                  const length_t* seq_lens,     // [num_seqs]
-                  const table_t* page_table,    // [num_seqs, max_pages]
+                  float* tmp_out,                               // [num_seqs, num_heads, max_splits, LATENT_SIZE]
+                  float* max_logits,                            // [num_seqs, num_heads, max_splits]
+                  float* exp_sums,                              // [num_seqs, num_heads, max_splits]
+                  const length_t* seq_lens,                     // [num_seqs]
+                  const table_t* page_table,                    // [num_seqs, max_pages]
                   int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split,
                   int64_t out_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
                   int64_t table_step, int64_t length_step, float scale) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ uint64_t queries_full;
-    __shared__ uint64_t full[STAGES * PANELS];  // [stage][panel]
-    __shared__ uint64_t empty[STAGES * 2];      // [stage][half]
-    __shared__ uint64_t exists[STAGES];         // a bit for each token of the tile that has an entry
-    __shared__ int64_t places[IS_FP8 ? PLACES_OF * 2 * TOKENS : 1];
+    __shared__ uint64_t full[STAGES * PANELS];
+    __shared__ uint64_t empty[STAGES * 2];
+    __shared__ uint64_t exists[STAGES];
+    __shared__ int64_t places[PLACES];
     __shared__ float even_max[HEADS];
     __shared__ float odd_max[HEADS];
     __shared__ float own_sums[2 * HEADS];  // [warpgroup][head]
     uint8_t* const queries = shared;
-    uint8_t* const tiles = shared + TILE_BYTES;
+    const EntryTiles tiles{shared + TILE_BYTES, full, empty, exists};
 
     const int rank = CLUSTER > 1 ? blockIdx.y % CLUSTER : 0, split = blockIdx.y / CLUSTER;
     const int groups = ceil_div(int(num_heads), HEADS * CLUSTER);
@@ -160,24 +82,19 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,   // [num_seqs, nu
     const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split), TOKENS);
     const bool direct = splits.count <= 1;
     if (!splits.exists(split) && !(direct && split == 0)) return;
-    const int begin = splits.begin(split), end = splits.end(split);
-    const int pairs = ceil_div(end - begin, 2 * TOKENS);
+    const Split own{page_table + seq * table_stride, table_step, num_pages, splits.begin(split), splits.end(split)};
+    const int pairs = own.pairs();
 
     if (threadIdx.x == 0) {
         mbarrier_init(&queries_full, 1);
-        for (int i = 0; i < STAGES * PANELS; ++i) mbarrier_init(full + i, IS_FP8 ? 4 : 1);
-        // The warps of one warpgroup of each block.
-        for (int i = 0; i < STAGES * 2; ++i) mbarrier_init(empty + i, 4 * CLUSTER);
-        fence_mbarrier_init();
+        tiles.init();
     }
     sync_cluster<CLUSTER>();
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0);
 
     if (warpgroup == 2) {
         warpgroup_reg_dealloc<LOADER_REGISTERS>();
-        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        if (!IS_FP8 && warp != 0) return leave_cluster<CLUSTER>();
-        if (warp == 0 && lane == 0 && pairs > 0) {
+        if (threadIdx.x % 128 == 0 && pairs > 0) {
             mbarrier_arrive_expect_tx(&queries_full, TILE_BYTES);
             for (int panel = 0; panel < PANELS; ++panel) {
                 const bool is_rope = panel == ROPE_PANEL;
@@ -186,100 +103,18 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,   // [num_seqs, nu
             }
         }
         if constexpr (IS_FP8) {
-            // Each thread finds the place of one token of a pair, a pair ahead.
-            const Pages<PAGE_SIZE> pages{num_pages, page_stride, slot_stride};
-            const auto place_at = [&](int pair) {
-                const int token = begin + pair * 2 * TOKENS + threadIdx.x % 128;
-                const table_t* const own = page_table + seq * table_stride;
-                return token < end ? pages.at_position(token, own, max_tokens / PAGE_SIZE, table_step) : NOWHERE;
-            };
-            CodeLoader loader{kv_c_and_k_pe_cache, tiles, full, empty, places, {}};
-            int64_t place = place_at(0);
-            places[threadIdx.x % 128] = place;
-            named_barrier_sync<PLACES>(128);
-            if (pairs > 0) {
-#pragma unroll
-                for (int chunk = 0; chunk < loader.chunks_of(0); ++chunk) loader.load(0, 0, chunk);
-            }
-            for (int pair = 0; pair < pairs; ++pair) {
-                const uint32_t found = ballot(place != NOWHERE);
-                place = place_at(pair + 1);
-                places[(pair + 1) % PLACES_OF * (2 * TOKENS) + threadIdx.x % 128] = place;
-                named_barrier_sync<PLACES>(128);
-                // Warps 2i and 2i + 1 have the tokens of stage i. The half that says so is the stage's own.
-                const auto tell = [&](int stage) {
-                    if (warp / 2 == stage && lane == 0) reinterpret_cast<uint32_t*>(exists + stage)[warp % 2] = found;
-                };
-                const bool is_last = pair + 1 == pairs;
-                const auto await = [&](int stage, int half) {
-                    mbarrier_wait(empty + stage * 2 + half, (pair & 1) ^ 1);
-                };
-                await(0, LEFT);
-                tell(0);
-                loader.pass<0>(pair, is_last);
-                await(1, RIGHT);
-                tell(1);
-                loader.pass<1>(pair, is_last);
-                await(0, RIGHT);
-                loader.pass<2>(pair, is_last);
-                await(1, LEFT);
-                loader.pass<3>(pair, is_last);
-            }
-            return leave_cluster<CLUSTER>();
+            CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, page_stride, slot_stride, places, {}};
+            if (pairs > 0) loader.run();
+        } else if (threadIdx.x / 32 % 4 == 0) {
+            load_boxes(tiles, own, &cache_map, rank);
         }
-        // Lane i has the page of box i of a pair, -1 where there is none: what is loaded from there are zeros.
-        const table_t* const pages = page_table + seq * table_stride;
-        const auto page_at = [&](int pair) {
-            const int token = begin + pair * 2 * TOKENS + lane % (2 * BOXES) * BOX_TOKENS;
-            if (token >= end) return -1;
-            const int64_t page = pages[token / PAGE_SIZE * table_step];
-            return page >= 0 && page < num_pages ? int(page) : -1;
-        };
-        int next_page = page_at(0);
-        for (int pair = 0; pair < pairs; ++pair) {
-            const int page = next_page;
-            next_page = page_at(pair + 1);
-            const uint32_t found = ballot(page >= 0);
-            const auto load = [&](int stage, int half) {
-                const int start = begin + (pair * 2 + stage) * TOKENS, box = rank * OWN_BOXES + lane % OWN_BOXES;
-                const int box_page = shfl<WARP_SIZE>(page, stage * BOXES + box);
-                if (lane >= OWN_BOXES) return;
-                mbarrier_wait<(CLUSTER > 1)>(empty + stage * 2 + half, (pair & 1) ^ 1);
-                if (lane == 0 && half == stage) {  // read by the warpgroup that gives this half back
-                    uint64_t bits = 0;
-                    for (int b = 0; b < BOXES; ++b) {
-                        if (found >> (stage * BOXES + b) & 1) bits |= ~uint64_t(0) >> (64 - BOX_TOKENS) << b * BOX_TOKENS;
-                    }
-                    const int left = end - start;
-                    exists[stage] = left >= TOKENS ? bits : left > 0 ? bits & ~(~uint64_t(0) << left) : 0;
-                }
-                const int slot = (start + box * BOX_TOKENS) % PAGE_SIZE;
-                const auto load_panel = [&](int panel) {
-                    uint64_t* const barrier = full + stage * PANELS + panel;
-                    if (lane == 0) mbarrier_arrive_expect_tx(barrier, PANEL_BYTES);
-                    uint8_t* const to = tiles + stage * TILE_BYTES + panel * PANEL_BYTES + box * BOX_TOKENS * ROW_BYTES;
-                    const int x = panel * PANEL_SIZE;
-                    if constexpr (CLUSTER == 1) tma_load(to, &cache_map, barrier, x, slot, box_page);
-                    else tma_load_multicast(to, &cache_map, barrier, (1 << CLUSTER) - 1, x, slot, box_page);
-                };
-                for (int panel = 0; panel < HALF_PANELS; ++panel) load_panel(half * HALF_PANELS + panel);
-                if (half != stage) load_panel(ROPE_PANEL);
-            };
-            // In the order in which they are given back.
-            load(0, LEFT);
-            load(1, RIGHT);
-            load(0, RIGHT);
-            load(1, LEFT);
-        }
-        sync_warp();
         return leave_cluster<CLUSTER>();
     }
 
     warpgroup_reg_alloc<REGISTERS>();
     const int thread = threadIdx.x % 128, lane = thread % 32, g = lane / 4, t = lane % 4, row = thread / 32 * 16 + g;
     const float unit = scale * LOG2_E;
-    uint8_t* const own_tile = tiles + warpgroup * TILE_BYTES;
-    uint8_t* const own_probabilities = own_tile + ROPE_PANEL * PANEL_BYTES;
+    uint8_t* const own_probabilities = tiles.panel(warpgroup, ROPE_PANEL);
     float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {}, s[TOKENS / 2], o[LATENT_SIZE / 4];
 #pragma unroll
     for (int i = 0; i < LATENT_SIZE / 4; ++i) o[i] = 0.0f;
@@ -291,7 +126,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,   // [num_seqs, nu
             const int panel = i == ROPE_PANEL ? i : (i + HALF_PANELS * warpgroup) % 8;  // in the order of the loads
             mbarrier_wait<(CLUSTER > 1)>(full + warpgroup * PANELS + panel, pair & 1);
             const uint64_t a = make_smem_desc(queries + panel * PANEL_BYTES);
-            const uint64_t b = make_smem_desc(own_tile + panel * PANEL_BYTES);
+            const uint64_t b = make_smem_desc(tiles.panel(warpgroup, panel));
             if (i == 0) {
                 warpgroup_fence_operand(s);
                 warpgroup_arrive();
@@ -317,7 +152,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,   // [num_seqs, nu
             for (int i = thread; i < TOKENS * 8 * 8; i += 128) {
                 const int token = i / 8 % TOKENS;
                 if (bits >> token & 1) continue;
-                *reinterpret_cast<uint4*>(own_tile + i / (TOKENS * 8) * PANEL_BYTES + token * ROW_BYTES + i % 8 * 16) =
+                *reinterpret_cast<uint4*>(tiles.panel(warpgroup, i / (TOKENS * 8)) + token * ROW_BYTES + i % 8 * 16) =
                     make_uint4(0, 0, 0, 0);
             }
             fence_proxy_async();
@@ -359,7 +194,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,   // [num_seqs, nu
     uint32_t a[TOKENS / 16][4];
     // The warpgroup's half of the latent vectors of tokens 16k and on.
     const auto values_at = [&](int stage, int k) {
-        const uint8_t* half = tiles + stage * TILE_BYTES + warpgroup * HALF_PANELS * PANEL_BYTES;
+        const uint8_t* const half = tiles.panel(stage, warpgroup * HALF_PANELS);
         return make_smem_desc(half + k * 16 * ROW_BYTES, 8 * ROW_BYTES, PANEL_BYTES);
     };
     const auto add_own = [&] {
@@ -376,7 +211,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,   // [num_seqs, nu
         for (int i = 0; i < HALF_PANELS; ++i) {
             mbarrier_wait<(CLUSTER > 1)>(full + stage * PANELS + warpgroup * HALF_PANELS + i, pair & 1);
         }
-        const uint64_t probabilities = make_smem_desc(tiles + stage * TILE_BYTES + ROPE_PANEL * PANEL_BYTES);
+        const uint64_t probabilities = make_smem_desc(tiles.panel(stage, ROPE_PANEL));
         warpgroup_fence_operand(o);
         warpgroup_arrive();
 #pragma unroll

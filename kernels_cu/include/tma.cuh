@@ -77,8 +77,8 @@ DEVICE void tma_load_multicast(void* to, const TensorMap* map, uint64_t* barrier
     host::tma_load_multicast(to, map, barrier, at, 2, blocks);
 #endif
 }
-DEVICE void tma_load_multicast(void* to, const TensorMap* map, uint64_t* barrier, uint16_t blocks, int x, int y,
-                               int z) {
+DEVICE void
+tma_load_multicast(void* to, const TensorMap* map, uint64_t* barrier, uint16_t blocks, int x, int y, int z) {
 #if PYOPS_CUDA
     PYOPS_TMA_LOAD("3d", "{%3, %4, %5}", ".multicast::cluster", ", %6", "r"(x), "r"(y), "r"(z), "h"(blocks));
 #elif PYOPS_HOST
