@@ -84,7 +84,7 @@ class Problem:
             and out.alignment == 16
             and heads_stride(out) % 8 == 0
             and query.numel * self.kv.key_cache.numel > 0
-            and query.shape[0] * layout.num_kv_heads < 2**30
+            and (query.shape[0] + self.num_seqs) * layout.num_kv_heads < 2**31  # work items, at most
         )
 
     def bucket(self) -> str:
