@@ -4,6 +4,7 @@ what is chosen."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,10 +36,12 @@ COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
 
 
 @pytest.fixture(params=KERNELS)
-def on(request: pytest.FixtureRequest) -> Any:
-    """The host and, where it is a Hopper, the GPU: each by its name, with kernels on both."""
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The host and, where it is a Hopper, the GPU: each by its name, with kernels on both. The host has few
+    multiprocessors, so that a block has several items of work."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
     with config.cpu("kernels"):
         yield str(request.param)
 

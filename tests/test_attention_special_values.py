@@ -225,6 +225,7 @@ def test_logits_between_which_no_weight_is_left(on: str, name: str, length: int)
         call = paged_call([length] * len(sizes), (1, 1), 16, dtype=BF16, on=on)
         keys, values, queries = call["key_cache"], call["value_cache"], call["query"]
     else:
+        sizes = sizes[::5] if name.endswith("wgmma") else sizes
         call = mla_call([length] * len(sizes), 8 if name.endswith("wgmma") else 1, device=on)
         keys = values = call["kv_c_and_k_pe_cache"]
         queries = call["q_nope"]
