@@ -24,10 +24,10 @@ struct Ring {
 
     DEVICE explicit Ring(void* shared) : barriers(static_cast<uint64_t*>(shared)) {}
 
-    // By one thread; start_cluster() follows. `arrivals`: warps that release a stage.
-    DEVICE void init(int arrivals) const {
+    // By one thread; start_cluster() follows. `arrivals`: warps that release a stage; `producers`: arrivals that fill it.
+    DEVICE void init(int arrivals, int producers = 1) const {
         for (int i = 0; i < STAGES; ++i) {
-            mbarrier_init(barriers + i, 1);
+            mbarrier_init(barriers + i, producers);
             mbarrier_init(barriers + STAGES + i, arrivals);
         }
         fence_mbarrier_init();
