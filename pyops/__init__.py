@@ -41,6 +41,7 @@ from .ops.cache import *
 from .ops.linear.dense import *
 from .ops.linear.few_tokens import *
 from .ops.linear.fp4_mm import *
+from .ops.linear.grouped import *
 from .ops.linear.scaled_mm import *
 from .ops.linear.skinny_linear import *
 from .ops.linear.sparse_mm import *

@@ -5,12 +5,14 @@ from __future__ import annotations
 from . import dense as _dense
 from . import few_tokens as _few_tokens
 from . import fp4_mm as _fp4_mm
+from . import grouped as _grouped
 from . import scaled_mm as _scaled_mm
 from . import skinny_linear as _skinny_linear
 from . import sparse_mm as _sparse_mm
 from .dense import *
 from .few_tokens import *
 from .fp4_mm import *
+from .grouped import *
 from .scaled_mm import *
 from .skinny_linear import *
 from .sparse_mm import *
@@ -19,6 +21,7 @@ __all__: list[str] = []
 __all__ += _dense.__all__
 __all__ += _few_tokens.__all__
 __all__ += _fp4_mm.__all__
+__all__ += _grouped.__all__
 __all__ += _scaled_mm.__all__
 __all__ += _skinny_linear.__all__
 __all__ += _sparse_mm.__all__

@@ -1,0 +1,156 @@
+"""Products of rows with the weights of their experts, rows sorted as `moe_align_block_size` does it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import E4M3, FLOATS, bfloat16, float8_e5m2, float16, float32, int8
+from ..._core.kernel import Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .gemm_problem import SCALE_BLOCK
+from .grouped_plan import plan
+from .grouped_problem import ACTIVATIONS, GroupedProblem, check_lists, check_scales
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["grouped_gemm"]
+
+_LIMIT, _ALPHA = 7.0, 1.702  # of swigluoai and swiglustep
+
+
+@op(inout="out", atol=2.0**-18)
+def grouped_gemm(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_post_pad: Tensor,
+    topk_weights: Tensor | None = None,
+    a_scales: Tensor | None = None,
+    b_scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    top_k: int = 1,
+    block_size: int = 64,
+    activation: str = "none",
+) -> None:
+    """Multiply rows by the weights of their experts: ``out[t] = f(weight[t] * (a[t // top_k] @ b[e].T + bias[e]))``.
+
+    e is the expert of row t. Sums are exact for int8 and in float32 for others, under scales as
+    `cutlass_scaled_mm` applies them; the rest is computed in float32 and rounded once. Rows that the lists do not
+    name, and those of experts that do not exist, are left as they are.
+
+    Args:
+        out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Rows of one stride.
+        a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; rows of one stride.
+        b: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups; rows of
+            one stride.
+        sorted_token_ids: [places] int32, contiguous: rows of out, block by block; any other number for no row.
+        expert_ids: [blocks] int32, contiguous: the expert of each block of `block_size` places.
+        num_tokens_post_pad: one int32, the places that are in use.
+        topk_weights: float32, contiguous, a weight for each row of out; or None.
+        a_scales: float32, contiguous, one or one for each row of a; or [num_rows / top_k, ceil(K / 128)] of any
+            strides for blocks; or None.
+        b_scales: float32, contiguous, [num_experts] or [num_experts, rows of b[e]], with further sizes of 1; or
+            [num_experts, ceil(rows / 128), ceil(K / 128)] of any strides for blocks; or None.
+        bias: of the dtype of out, contiguous, [num_experts, rows of b[e]]; or None.
+        top_k: rows of out that share a row of a.
+        block_size: places of a block, a multiple of 16; one of 64 is fast.
+        activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or "gelu",
+            ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``; all of them with gates in the first
+            half of the rows of b[e]. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702 g)`` with
+            ``g = min(gate, 7)``, where gates and ups take turns.
+    """
+    num_rows, num_experts = out.shape[0], b.shape[0]
+    places = min(max(int(num_tokens_post_pad), 0), len(expert_ids) * block_size, len(sorted_token_ids))
+    for block in range(places // block_size):
+        expert = int(expert_ids[block])
+        rows = sorted_token_ids[block * block_size : (block + 1) * block_size].long()
+        rows = rows[(rows >= 0) & (rows < num_rows)]
+        if not 0 <= expert < num_experts or not len(rows):
+            continue
+        x = _scaled_product(a, b[expert], rows // top_k, a_scales, None if b_scales is None else b_scales[expert])
+        if bias is not None:
+            x = x + bias[expert].double()
+        if topk_weights is not None:
+            x = x * topk_weights.reshape(-1)[rows, None].double()
+        out[rows] = _activated(x, activation).to(out.dtype)
+
+
+def _scaled_product(a: Tensor, b: Tensor, rows: Tensor, a_scales: Tensor | None, b_scales: Tensor | None) -> Tensor:
+    """float64 ``a[rows] @ b.T`` under scales."""
+    x, weight = a[rows].double(), b.double()
+    if a_scales is not None and b_scales is not None and b_scales.ndim == 2 and b_scales.shape != (len(b), 1):
+        wide = a_scales[rows].double().repeat_interleave(SCALE_BLOCK, 1)[:, : x.shape[1]]
+        of_rows = b_scales.double().repeat_interleave(SCALE_BLOCK, 0)[: len(b)]
+        return (x * wide) @ (weight * of_rows.repeat_interleave(SCALE_BLOCK, 1)[:, : x.shape[1]]).T
+    x = x @ weight.T
+    if b_scales is not None:
+        x = b_scales.reshape(-1).double() * x
+    if a_scales is not None:
+        scales = a_scales.reshape(-1).double()
+        x = x * (scales if len(scales) == 1 and len(a) != 1 else scales[rows, None])
+    return x
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    silu, gelu, relu = torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.relu
+    if activation == "swigluoai":
+        gate, up = x[:, ::2].clamp(max=_LIMIT), x[:, 1::2].clamp(-_LIMIT, _LIMIT)
+        return (up + 1) * gate * torch.sigmoid(_ALPHA * gate)
+    if ACTIVATIONS[activation] == 1:
+        gate, up = x.chunk(2, 1)
+        if activation == "swiglustep":
+            return silu(gate).clamp(max=_LIMIT) * up.clamp(-_LIMIT, _LIMIT)
+        return (silu if activation == "silu" else gelu)(gate) * up
+    plain = {"silu_no_mul": silu, "gelu_no_mul": gelu, "relu2_no_mul": lambda x: relu(x) ** 2}
+    result: Tensor = plain[activation](x) if activation in plain else x
+    return result
+
+
+@grouped_gemm.plan
+def plan_grouped_gemm(
+    out: TensorArg,
+    a: TensorArg,
+    b: TensorArg,
+    sorted_token_ids: TensorArg,
+    expert_ids: TensorArg,
+    num_tokens_post_pad: TensorArg,
+    topk_weights: TensorArg | None,
+    a_scales: TensorArg | None,
+    b_scales: TensorArg | None,
+    bias: TensorArg | None,
+    top_k: int,
+    block_size: int,
+    activation: str,
+) -> Launch | list[Launch]:
+    if activation not in ACTIVATIONS:
+        raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")
+    check.dtype(a, *FLOATS, *E4M3, float8_e5m2, int8)
+    check.sizes(a, rows=None, K=None)
+    check.row_size(a)
+    check.dtype(b, a.dtype)
+    check.sizes(b, num_experts=None, rows=None, K=a.shape[1])
+    check.row_size(b), check.row_stride(b)
+    check.dtype(out, *((a.dtype,) if a.dtype in FLOATS else (float16, bfloat16)))
+    if not 1 <= top_k <= 1024:
+        raise check.refuse(out, "top_k", f"expected 1 to 1024, got {top_k}")
+    b_rows = b.shape[1]
+    if ACTIVATIONS[activation] and b_rows % 2:
+        raise b.error(f"expected as many gates as ups, got {b_rows} rows")
+    check.sizes(out, num_rows=a.shape[0] * top_k, N=b_rows // 2 if ACTIVATIONS[activation] else b_rows)
+    check.row_size(out)
+    if max(out.shape[0], b.shape[0] * b_rows) > 2**31 - 1:
+        raise out.error(f"expected fewer than 2^31 rows, got {max(out.shape[0], b.shape[0] * b_rows)}")
+    check_lists(sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    check.per_row(topk_weights, float32, out.shape[0])
+    blocked = check_scales(a, b, a_scales, b_scales)
+    check.shape(bias, out.dtype, num_experts=b.shape[0], rows=b_rows)
+    lists = sorted_token_ids, expert_ids
+    terms = topk_weights, a_scales, b_scales, bias
+    problem = GroupedProblem(out, a, b, *lists, *terms, top_k, block_size, activation, blocked)
+    return [] if problem.empty else plan(problem)
