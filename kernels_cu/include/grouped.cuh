@@ -9,19 +9,22 @@
 // sorted_token_ids holds a row, or a number of no row; expert_ids holds the expert of each block of places. Rows of a
 // block whose expert does not exist are left as they are.
 #pragma once
-#include "gemm_epilogue.cuh"
+#include "math.cuh"
+#include "vec.cuh"
 
 // Activations of float32, for a result that is rounded to T: of an element, or of a gate and its up.
-template <typename T> DEVICE float expert_none(float x, float) { return x; }
-template <typename T> DEVICE float expert_silu_no_mul(float x, float) { return gemm_silu<T>(x); }
-template <typename T> DEVICE float expert_gelu_no_mul(float x, float) { return gemm_gelu<T>(x); }
-template <typename T> DEVICE float expert_relu2_no_mul(float x, float) { return x < 0.0f ? 0.0f : x * x; }
-template <typename T> DEVICE float expert_silu(float gate, float up) { return gemm_silu<T>(gate) * up; }
-template <typename T> DEVICE float expert_gelu(float gate, float up) { return gemm_gelu<T>(gate) * up; }
-// min(x, limit); NaN stays NaN.
+template <typename T> DEVICE float silu_of(float x) { return logistic<T>(x, x); }
+DEVICE float gelu_of(float x) { return 0.5f * x * (1.0f + erff(x * 0.707106781186547524f)); }
+// min(x, limit), and x between limits; NaN stays NaN.
 DEVICE float at_most(float x, float limit) { return x > limit ? limit : x; }
 DEVICE float clamped(float x, float limit) { return -at_most(-at_most(x, limit), limit); }
 constexpr float SWIGLU_LIMIT = 7.0f, SWIGLU_ALPHA = 1.702f;
+template <typename T> DEVICE float expert_none(float x, float) { return x; }
+template <typename T> DEVICE float expert_silu_no_mul(float x, float) { return silu_of<T>(x); }
+template <typename T> DEVICE float expert_gelu_no_mul(float x, float) { return gelu_of(x); }
+template <typename T> DEVICE float expert_relu2_no_mul(float x, float) { return x < 0.0f ? 0.0f : x * x; }
+template <typename T> DEVICE float expert_silu(float gate, float up) { return silu_of<T>(gate) * up; }
+template <typename T> DEVICE float expert_gelu(float gate, float up) { return gelu_of(gate) * up; }
 template <typename T>
 DEVICE float expert_swigluoai(float gate, float up) {
     const float g = at_most(gate, SWIGLU_LIMIT);
@@ -29,8 +32,40 @@ DEVICE float expert_swigluoai(float gate, float up) {
 }
 template <typename T>
 DEVICE float expert_swiglustep(float gate, float up) {
-    return at_most(gemm_silu<T>(gate), SWIGLU_LIMIT) * clamped(up, SWIGLU_LIMIT);
+    return at_most(silu_of<T>(gate), SWIGLU_LIMIT) * clamped(up, SWIGLU_LIMIT);
 }
+
+// What the epilogue knows of the weights of one expert.
+template <typename out_t, bool A_SCALES, bool B_SCALES, bool BIAS, bool ROUTED>
+struct ExpertEpilogue {
+    const float* topk_weights;  // [num_rows]
+    const float* a_scales;      // [num_rows / top_k] or [1]
+    const float* b_scales;      // [N] or [1], of the expert
+    const out_t* bias;          // [N], of the expert
+    int top_k;
+    int64_t a_scale_step, b_scale_step;
+
+    struct Row { float scale, weight; };
+    struct Column { float scale, bias; };
+
+    // The terms of a row, and of a column, that exist.
+    DEVICE Row row(int t) const {
+        return {A_SCALES ? a_scales[t / top_k * a_scale_step] : 1.0f, ROUTED ? topk_weights[t] : 1.0f};
+    }
+    DEVICE Column column(int64_t n) const {
+        return {B_SCALES ? b_scales[n * b_scale_step] : 1.0f, BIAS ? to_float(bias[n]) : 0.0f};
+    }
+    // x[t, n]. Sum is float or int32_t.
+    template <typename Sum>
+    DEVICE float value(const Row& row, const Column& column, Sum sum) const {
+        float x = float(sum);
+        if constexpr (B_SCALES) x = ieee_multiply(column.scale, x);
+        if constexpr (A_SCALES) x = BIAS ? fmaf(row.scale, x, column.bias) : ieee_multiply(row.scale, x);
+        else if constexpr (BIAS) x += column.bias;
+        if constexpr (ROUTED) x = ieee_multiply(row.weight, x);
+        return x;
+    }
+};
 
 // Tiles of TILE_M places. No number that the lists hold leads outside of a tensor.
 template <int TILE_M>

@@ -52,7 +52,7 @@ static_assert(TILE_M == 64 || TILE_M == 128);
 static_assert(PART_N % 16 == 0 && BOX_N % 8 == 0 && PART_N <= 256);
 static_assert(SCALE_BLOCK == 0 || (SCALE_BLOCK % BOX_N == 0 && is_same<sum_t, float>));
 
-using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS>;
+using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes of BOX_N x TILE_K, swizzled
@@ -143,16 +143,9 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
             // The thread has sums of these two rows of out; of one that does not exist, results are not stored.
             const int own_rows[2] = {rows.row(first_place + warp * 16 + lane / 4),
                                      rows.row(first_place + warp * 16 + lane / 4 + 8)};
-            int64_t a_rows[2];
-            float row_weights[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                a_rows[i] = max(own_rows[i], 0) / int(top_k);
-                row_weights[i] = ROUTED ? topk_weights[max(own_rows[i], 0)] : 1.0f;
-            }
             const float* expert_scales = b_scales + expert * b_scale_expert_step;
-            const epilogue_t epilogue{a_scales,     expert_scales, nullptr, nullptr, bias + int64_t(expert) * b_rows,
-                                      a_scale_step, b_scale_step,  0};
+            const epilogue_t epilogue{topk_weights, a_scales,     expert_scales, bias + int64_t(expert) * b_rows,
+                                      int(top_k),   a_scale_step, b_scale_step};
 
             sum_t d[BUFFERS][PART_N / 2];
             int previous = 0;  // the stage of the step before
@@ -175,8 +168,8 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
             };
             const auto finish = [&](const auto& sums) {
                 if (!any_lane(own_rows[0] >= 0 || own_rows[1] >= 0)) return;
-                const auto row_terms_of = [&](int i) { return epilogue.row(a_rows[i]); };
-                const typename epilogue_t::Row row_terms[2] = {row_terms_of(0), row_terms_of(1)};
+                const typename epilogue_t::Row row_terms[2] = {epilogue.row(max(own_rows[0], 0)),
+                                                               epilogue.row(max(own_rows[1], 0))};
 #pragma unroll
                 for (int first = 0; first < OUT_N; first += STORE_COLUMNS) {
                     constexpr int PAIR = GATED == 2 ? 1 : 2;  // columns of out of a thread in eight of the warpgroup
@@ -197,13 +190,8 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                             for (int j = 0; j < 2; ++j) {
                                 const int own = at * 4 + j * 2 + l;
                                 const int other = GATED == 2 ? own + 1 : GATED == 1 ? own + OUT_N / 2 : own;
-                                float g = epilogue.value(row_terms[j], gate, sums[own]);
-                                float u = epilogue.value(row_terms[j], up, sums[other]);
-                                if constexpr (ROUTED) {
-                                    g *= row_weights[j];
-                                    u *= row_weights[j];
-                                }
-                                x[j][l] = ACTIVATION<out_t>(g, u);
+                                x[j][l] = ACTIVATION<out_t>(epilogue.value(row_terms[j], gate, sums[own]),
+                                                            epilogue.value(row_terms[j], up, sums[other]));
                             }
                         }
 #pragma unroll
@@ -249,7 +237,8 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                 const auto start = [&](int step, sum_t(&sums)[PART_N / 2], Factors& of_step) {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        of_step.rows[i] = a_scales[a_rows[i] * a_scale_step + step * a_scale_block_step];
+                        const int a_row = max(own_rows[i], 0) / int(top_k);
+                        of_step.rows[i] = a_scales[a_row * a_scale_step + step * a_scale_block_step];
                     }
 #pragma unroll
                     for (int i = 0; i < HALVES; ++i) {

@@ -12,7 +12,8 @@ from ..._core.tensor_map import TensorMap
 from .gemm_problem import SCALE_BLOCK
 from .grouped_problem import GroupedProblem
 
-_hopper = Kernel("linear/grouped_gemm.cu")
+_hopper, _mma = Kernel("linear/grouped_gemm.cu"), Kernel("linear/grouped_gemm_mma.cu")
+_simt = Kernel("linear/grouped_gemm_simt.cu")
 
 _HOPPER_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
 _STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
@@ -94,7 +95,92 @@ class GroupedConfig:
         )
 
 
-Config = GroupedConfig
+@dataclass(frozen=True, slots=True)
+class GroupedMmaConfig:
+    """The geometry of grouped_gemm_mma.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m, tile_n: rows of a block's tile, and rows of its weights.
+        warps_m, warps_n: warps along them.
+        stages: steps of K that are in shared memory or on the way there.
+        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+    """
+
+    tile_m: int
+    tile_n: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    min_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n) or self.stages < 2:
+            raise ValueError(f"warps do not divide the tile: {self}")
+
+    @property
+    def shared_memory(self) -> int:
+        return self.stages * (self.tile_m + self.tile_n) * _STEP_BYTES
+
+    def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedMmaConfig]:
+        """Other tiles and stages."""
+        found = tuning.varied(
+            self,
+            tile_m=tuning.beside(self.tile_m, 16, 64),
+            tile_n=tuning.beside(self.tile_n, 32, 128),
+            stages=(self.stages - 1, self.stages + 1),
+        )
+        fits = [one for one in found if one.shared_memory <= device.shared_memory]
+        return [one for one in fits if problem.block_size % one.tile_m == 0]
+
+    def launch(self, problem: GroupedProblem) -> Launch:
+        """A block for each tile that there may be."""
+        tiles = problem.max_places // self.tile_m * -(-problem.b.shape[1] // self.tile_n)
+        num_threads = self.warps_m * self.warps_n * 32
+        return _mma(
+            **problem.constants(),
+            VEC_SIZE=problem.vec_size,
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            WARPS_M=self.warps_m,
+            WARPS_N=self.warps_n,
+            STAGES=self.stages,
+            GROUP=_GROUP,
+            MIN_BLOCKS=self.min_blocks,
+        ).launch(
+            tiles,
+            num_threads,
+            self.shared_memory,
+            b_stride=check.row_stride(problem.b),
+            **problem.arguments(self.tile_m),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedSimtConfig:
+    """The geometry of grouped_gemm_simt.cu: rows and columns of a block's tile, of which a thread has 4 x 4."""
+
+    tile_m: int
+    tile_n: int
+
+    def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedSimtConfig]:
+        """Other tiles."""
+        found = tuning.varied(
+            self, tile_m=tuning.beside(self.tile_m, 16, 64), tile_n=tuning.beside(self.tile_n, 64, 128)
+        )
+        return [one for one in found if problem.block_size % one.tile_m == 0]
+
+    def launch(self, problem: GroupedProblem) -> Launch:
+        """A block for each tile that there may be."""
+        tiles = problem.max_places // self.tile_m * -(-problem.n // self.tile_n)
+        return _simt(**problem.constants(), TILE_M=self.tile_m, TILE_N=self.tile_n, GROUP=_GROUP).launch(
+            tiles,
+            self.tile_m * self.tile_n // 16,
+            b_stride=check.row_stride(problem.b),
+            **problem.arguments(self.tile_m),
+        )
+
+
+Config = GroupedConfig | GroupedMmaConfig | GroupedSimtConfig
 
 
 def serves(problem: GroupedProblem, device: Device) -> bool:
@@ -113,11 +199,22 @@ def block_size_for(num_rows: int, num_experts: int, device: Device) -> int:
 
 def choose(problem: GroupedProblem, device: Device) -> Config:
     """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
+    if serves(problem, device):
+        return _choose_hopper(problem, device)
+    tile_m = next(rows for rows in (64, 32, 16) if problem.block_size % rows == 0)
+    if problem.dtype is float32 or not device.supports("mma"):
+        return GroupedSimtConfig(min(tile_m, 64 if problem.row_tiles(16) > problem.num_experts else 16), 64)
+    if tile_m < 64:
+        return GroupedMmaConfig(tile_m, 64, 1, 4, 6, 2)
+    return GroupedMmaConfig(64, 128, 2, 4, 4)
+
+
+def _choose_hopper(problem: GroupedProblem, device: Device) -> GroupedConfig:
+    """The tile of which the busiest block loads the fewest rows of weights."""
     tile_m = 128 if problem.block_size % 128 == 0 else 64
     row_tiles = problem.row_tiles(tile_m)
 
-    def cost(tile_n: int) -> tuple[float, int]:
-        """Rows of weights that the busiest block loads."""
+    def cost(tile_n: int) -> tuple[int, int]:
         tiles = row_tiles * -(-problem.b.shape[1] // tile_n)
         return -(-tiles // device.multiprocessors) * (tile_n + _TILE_COST), tile_n
 
