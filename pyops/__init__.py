@@ -25,6 +25,9 @@ from ._core.op import op as op
 from ._core.op import registry as _registry
 from ._core.torch_library import bind_loaded as _bind_loaded
 from ._core.typed import Wrapper as Wrapper
+from ._experts import FusedMoEQuantConfig as FusedMoEQuantConfig
+from ._experts import fused_experts as fused_experts
+from ._experts import fused_moe as fused_moe
 from ._model_error import ModelError as ModelError
 from .compile_ahead import warmup as warmup
 from .ops.activation.elementwise import *

@@ -62,6 +62,9 @@ grouped_gemm_mma(out_t* out,                          // [num_rows, N]
     if (expert < 0) return;
     for (int i = threadIdx.x; i < TILE_M; i += NUM_THREADS) rows_of_tile[i] = rows.row(tile_row * TILE_M + i);
     __syncthreads();
+    bool has_rows = false;
+    for (int i = threadIdx.x % 32; i < TILE_M; i += 32) has_rows |= rows_of_tile[i] >= 0;
+    if (!any_lane(has_rows)) return;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;

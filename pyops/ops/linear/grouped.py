@@ -61,8 +61,8 @@ def grouped_gemm(
         top_k: rows of out that share a row of a.
         block_size: places of a block, a multiple of 16; one of 64 is fast.
         activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or "gelu",
-            ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``; all of them with gates in the first
-            half of the rows of b[e]. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702 g)`` with
+            ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first half of the
+            rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702 g)`` with
             ``g = min(gate, 7)``, where gates and ups take turns.
     """
     num_rows, num_experts = out.shape[0], b.shape[0]
@@ -154,3 +154,55 @@ def plan_grouped_gemm(
     terms = topk_weights, a_scales, b_scales, bias
     problem = GroupedProblem(out, a, b, *lists, *terms, top_k, block_size, activation, blocked)
     return [] if problem.empty else plan(problem)
+
+
+@grouped_gemm.bad_indices
+def bad_indices_grouped_gemm(out: Tensor, b: Tensor, sorted_token_ids: Tensor, expert_ids: Tensor) -> dict[str, Tensor]:
+    return {
+        "sorted_token_ids": (sorted_token_ids < 0) | (sorted_token_ids > len(out)),  # one behind the last is padding
+        "expert_ids": (expert_ids < -1) | (expert_ids >= len(b)),
+    }
+
+
+@grouped_gemm.example
+def example_grouped_gemm(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"] = "bfloat16",
+    activation: Literal["silu", "swigluoai", "none"] = "silu",
+    scales: Literal["none", "tensor", "row", "block"] = "none",
+    with_bias: bool = False,
+) -> tuple[Any, ...]:
+    num_experts, top_k, k, columns, block_size = 4, 2, 208, 128, 64
+    out_dtype = dtype if dtype in ("float16", "float32") else "bfloat16"
+    b_rows = columns * (1 if activation == "none" else 2)
+    sizes = {
+        "none": ((), ()),
+        "tensor": ((1,), (num_experts,)),
+        "row": ((num_tokens, 1), (num_experts, b_rows, 1)),
+        "block": ((num_tokens, 2), (num_experts, -(-b_rows // SCALE_BLOCK), 2)),
+    }[scales]
+    a_scales, b_scales = (make.full(*size, value=0.05, dtype="float32") if size else None for size in sizes)
+
+    def draw(*sizes: int) -> Any:
+        integers = dtype == "int8"
+        return make.randint(-128, 128, *sizes, dtype=dtype) if integers else make.randn(*sizes, dtype=dtype)
+
+    num_rows = num_tokens * top_k
+    num_blocks = -(-num_rows // block_size)
+    return (
+        make.full(num_rows, columns, value=0.0, dtype=out_dtype),
+        draw(num_tokens, k),
+        draw(num_experts, b_rows, k),
+        make.permutation(num_blocks * block_size, num_blocks * block_size, dtype="int32"),
+        make.randint(0, num_experts, num_blocks, dtype="int32"),
+        make.full(1, value=num_blocks * block_size, dtype="int32"),
+        make.randn(num_tokens, top_k, dtype="float32") if activation == "none" else None,
+        a_scales,
+        b_scales,
+        make.randn(num_experts, b_rows, dtype=out_dtype) if with_bias else None,
+        top_k,
+        block_size,
+        activation,
+    )

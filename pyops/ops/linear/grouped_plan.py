@@ -192,7 +192,7 @@ def serves(problem: GroupedProblem, device: Device) -> bool:
     return device.supports("wgmma") and supported and mapped and fits
 
 
-def block_size_for(num_rows: int, num_experts: int, device: Device) -> int:
+def block_size_for(num_rows: int, num_experts: int) -> int:
     """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
     return 128 if num_rows >= _MANY_ROWS * num_experts else 64
 
@@ -201,9 +201,10 @@ def choose(problem: GroupedProblem, device: Device) -> Config:
     """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
     if serves(problem, device):
         return _choose_hopper(problem, device)
-    tile_m = next(rows for rows in (64, 32, 16) if problem.block_size % rows == 0)
+    rows = problem.rows_of_expert
+    tile_m = next(tile for tile in (64, 32, 16) if problem.block_size % tile == 0 and (rows > tile // 2 or tile == 16))
     if problem.dtype is float32 or not device.supports("mma"):
-        return GroupedSimtConfig(min(tile_m, 64 if problem.row_tiles(16) > problem.num_experts else 16), 64)
+        return GroupedSimtConfig(tile_m, 64)
     if tile_m < 64:
         return GroupedMmaConfig(tile_m, 64, 1, 4, 6, 2)
     return GroupedMmaConfig(64, 128, 2, 4, 4)

@@ -102,12 +102,20 @@ class GroupedProblem:
         blocks = min(self.expert_ids.numel, self.sorted_token_ids.numel // self.block_size)
         return blocks * self.block_size
 
-    def row_tiles(self, tile_m: int) -> int:
-        """Tiles of rows that are likely: those of rows that choose experts at random."""
+    @property
+    def chosen_experts(self) -> int:
+        """Experts that rows choose which choose at random."""
         experts = self.num_experts
-        chosen = round(experts * (1.0 - (1.0 - 1.0 / experts) ** self.num_rows))
-        rows_of_expert = -(-self.num_rows // max(1, chosen))
-        return max(1, chosen) * -(-rows_of_expert // tile_m)
+        return max(1, round(experts * (1.0 - (1.0 - 1.0 / experts) ** tuning.power_of_two(self.num_rows))))
+
+    @property
+    def rows_of_expert(self) -> int:
+        """Rows of an expert that is chosen."""
+        return -(-tuning.power_of_two(self.num_rows) // self.chosen_experts)
+
+    def row_tiles(self, tile_m: int) -> int:
+        """Tiles of rows that are likely."""
+        return self.chosen_experts * -(-self.rows_of_expert // tile_m)
 
     def bucket(self) -> str:
         words = [
