@@ -94,7 +94,7 @@ struct ExpertTiles {
     DEVICE int number(int tile) const { return expert_ids[tile / block_tiles]; }
 
     // Tile number `index` of tiles x columns: tiles of one expert that follow each other are counted along the
-    // columns, GROUP of them below each other at a time, so that they share the columns of its weight in the L2 cache.
+    // columns, at most GROUP of them below each other at a time, which so share columns of the weight in the L2 cache.
     // Returns the expert, or -1 if there is none.
     template <int GROUP>
     DEVICE int locate(int index, int columns, int& tile, int& column) const {
@@ -102,8 +102,9 @@ struct ExpertTiles {
         int first = index / columns, end = first + 1;
         while (first > 0 && number(first - 1) == expert) --first;
         while (end < tiles && number(end) == expert) ++end;
-        const int of_expert = index - first * columns, group = of_expert / (GROUP * columns) * GROUP;
-        const int size = min(GROUP, end - first - group), within = of_expert - group * columns;
+        const int groups = (end - first + GROUP - 1) / GROUP, rows = (end - first + groups - 1) / groups;
+        const int of_expert = index - first * columns, group = of_expert / (rows * columns) * rows;
+        const int size = min(rows, end - first - group), within = of_expert - group * columns;
         tile = first + group + within % size;
         column = within / size;
         return expert >= 0 && expert < num_experts ? expert : -1;

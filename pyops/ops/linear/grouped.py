@@ -10,9 +10,9 @@ from ..._core.kernel import Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .gemm_problem import SCALE_BLOCK
+from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped_plan import plan
-from .grouped_problem import ACTIVATIONS, GroupedProblem, check_lists, check_scales
+from .grouped_problem import ACTIVATIONS, ExpertLists, GroupedProblem, check_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,14 +146,13 @@ def plan_grouped_gemm(
     check.row_size(out)
     if max(out.shape[0], b.shape[0] * b_rows) > 2**31 - 1:
         raise out.error(f"expected fewer than 2^31 rows, got {max(out.shape[0], b.shape[0] * b_rows)}")
-    check_lists(sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
     check.per_row(topk_weights, float32, out.shape[0])
-    blocked = check_scales(a, b, a_scales, b_scales)
+    blocked = check_scales(a, (b.shape[0], b_rows, b.shape[2]), a_scales, b_scales)
     check.shape(bias, out.dtype, num_experts=b.shape[0], rows=b_rows)
-    lists = sorted_token_ids, expert_ids
+    lists = ExpertLists.of(sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    operands = Operand.of_rows(a), Operand.of_rows(b), b.shape[0], a.shape[1]
     terms = topk_weights, a_scales, b_scales, bias
-    problem = GroupedProblem(out, a, b, *lists, *terms, top_k, block_size, activation, blocked)
-    return [] if problem.empty else plan(problem)
+    return plan(GroupedProblem(out, *operands, lists, *terms, top_k, activation, blocked))
 
 
 @grouped_gemm.bad_indices

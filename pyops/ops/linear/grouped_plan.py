@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..._core import check, tuning
+from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32, int8
 from ..._core.kernel import Kernel, Launch
@@ -57,7 +57,7 @@ class GroupedConfig:
 
     def fits(self, problem: GroupedProblem) -> bool:
         """Whether it divides blocks of rows, and columns as scales do."""
-        if problem.block_size % self.tile_m:
+        if problem.lists.block_size % self.tile_m:
             return False
         if not problem.block_scaled:
             return True
@@ -68,15 +68,14 @@ class GroupedConfig:
 
     def launch(self, problem: GroupedProblem) -> Launch:
         """As many blocks as the device holds, or as there may be tiles."""
-        device, kernel = problem.device, _hopper.for_arch(problem.device.arch_feature)
+        device, kernel = problem.device, problem.kernel(_hopper.for_arch(problem.device.arch_feature))
         halves = 2 if problem.gated == 1 else 1
-        columns = -(-problem.b.shape[1] // self.tile_n) if problem.gated else -(-problem.n // self.tile_n)
+        columns = -(-problem.b_rows // self.tile_n) if problem.gated else -(-problem.n // self.tile_n)
         stage = (self.tile_m + self.tile_n) * _STEP_BYTES + _BARRIER_BYTES
         most = _BYTES_IN_FLIGHT // (self.tile_n * _STEP_BYTES)
         stages = max(2, min(_MAX_STAGES, (device.shared_memory - _STORE_BYTES) // stage, most))
         k, itemsize = problem.k, problem.dtype.itemsize
-        b_rows = problem.num_experts * problem.b.shape[1]
-        stride = check.row_stride(problem.b) * itemsize if b_rows > 1 else -(-k * itemsize // 16) * 16
+        stride = problem.b.stride * itemsize if problem.b.rows > 1 else -(-k * itemsize // 16) * 16
         box = _STEP_BYTES // itemsize, self.part_n // halves
         return kernel(
             **problem.constants(),
@@ -87,11 +86,11 @@ class GroupedConfig:
             GROUP=self.group,
             ALIGNED_OUT=problem.out_is_aligned,
         ).launch(
-            min(problem.max_places // self.tile_m * columns, device.multiprocessors),
+            min(problem.max_tiles(self.tile_m) * columns, device.multiprocessors),
             384,
             _STORE_BYTES + stages * stage,
-            b_map=TensorMap(problem.b, problem.dtype, (k, b_rows), (stride,), box, _STEP_BYTES),
-            **problem.arguments(self.tile_m),
+            b_map=TensorMap(problem.b.source, problem.dtype, (k, problem.b.rows), (stride,), box, _STEP_BYTES),
+            **problem.arguments(kernel, self.tile_m),
         )
 
 
@@ -130,13 +129,14 @@ class GroupedMmaConfig:
             stages=(self.stages - 1, self.stages + 1),
         )
         fits = [one for one in found if one.shared_memory <= device.shared_memory]
-        return [one for one in fits if problem.block_size % one.tile_m == 0]
+        return [one for one in fits if problem.lists.block_size % one.tile_m == 0]
 
     def launch(self, problem: GroupedProblem) -> Launch:
         """A block for each tile that there may be."""
-        tiles = problem.max_places // self.tile_m * -(-problem.b.shape[1] // self.tile_n)
+        tiles = problem.max_tiles(self.tile_m) * -(-problem.b_rows // self.tile_n)
         num_threads = self.warps_m * self.warps_n * 32
-        return _mma(
+        kernel = problem.kernel(_mma)
+        return kernel(
             **problem.constants(),
             VEC_SIZE=problem.vec_size,
             TILE_M=self.tile_m,
@@ -150,8 +150,7 @@ class GroupedMmaConfig:
             tiles,
             num_threads,
             self.shared_memory,
-            b_stride=check.row_stride(problem.b),
-            **problem.arguments(self.tile_m),
+            **problem.arguments(kernel, self.tile_m),
         )
 
 
@@ -167,16 +166,16 @@ class GroupedSimtConfig:
         found = tuning.varied(
             self, tile_m=tuning.beside(self.tile_m, 16, 64), tile_n=tuning.beside(self.tile_n, 64, 128)
         )
-        return [one for one in found if problem.block_size % one.tile_m == 0]
+        return [one for one in found if problem.lists.block_size % one.tile_m == 0]
 
     def launch(self, problem: GroupedProblem) -> Launch:
         """A block for each tile that there may be."""
-        tiles = problem.max_places // self.tile_m * -(-problem.n // self.tile_n)
-        return _simt(**problem.constants(), TILE_M=self.tile_m, TILE_N=self.tile_n, GROUP=_GROUP).launch(
+        tiles = problem.max_tiles(self.tile_m) * -(-problem.n // self.tile_n)
+        kernel = problem.kernel(_simt)
+        return kernel(**problem.constants(), TILE_M=self.tile_m, TILE_N=self.tile_n, GROUP=_GROUP).launch(
             tiles,
             self.tile_m * self.tile_n // 16,
-            b_stride=check.row_stride(problem.b),
-            **problem.arguments(self.tile_m),
+            **problem.arguments(kernel, self.tile_m),
         )
 
 
@@ -186,9 +185,9 @@ Config = GroupedConfig | GroupedMmaConfig | GroupedSimtConfig
 def serves(problem: GroupedProblem, device: Device) -> bool:
     """Whether grouped_gemm.cu runs on the device and takes this problem."""
     supported = problem.dtype in _HOPPER_DTYPES and problem.out.dtype.itemsize == 2
-    supported = supported and not (problem.block_scaled and problem.dtype is int8) and problem.k > 0
-    mapped = problem.vec_size * problem.dtype.itemsize == 16
-    fits = problem.block_size % 64 == 0 and GroupedConfig(64, 64).fits(problem)
+    supported = supported and not (problem.block_scaled and problem.dtype is int8) and not problem.empty
+    mapped = problem.vec_size * problem.dtype.itemsize == 16 and problem.k > 0
+    fits = problem.lists.block_size % 64 == 0 and GroupedConfig(64, 64).fits(problem)
     return device.supports("wgmma") and supported and mapped and fits
 
 
@@ -202,7 +201,9 @@ def choose(problem: GroupedProblem, device: Device) -> Config:
     if serves(problem, device):
         return _choose_hopper(problem, device)
     rows = problem.rows_of_expert
-    tile_m = next(tile for tile in (64, 32, 16) if problem.block_size % tile == 0 and (rows > tile // 2 or tile == 16))
+    tile_m = next(
+        tile for tile in (64, 32, 16) if problem.lists.block_size % tile == 0 and (rows > tile // 2 or tile == 16)
+    )
     if problem.dtype is float32 or not device.supports("mma"):
         return GroupedSimtConfig(tile_m, 64)
     if tile_m < 64:
@@ -212,11 +213,11 @@ def choose(problem: GroupedProblem, device: Device) -> Config:
 
 def _choose_hopper(problem: GroupedProblem, device: Device) -> GroupedConfig:
     """The tile of which the busiest block loads the fewest rows of weights."""
-    tile_m = 128 if problem.block_size % 128 == 0 else 64
+    tile_m = 128 if problem.lists.block_size % 128 == 0 else 64
     row_tiles = problem.row_tiles(tile_m)
 
     def cost(tile_n: int) -> tuple[int, int]:
-        tiles = row_tiles * -(-problem.b.shape[1] // tile_n)
+        tiles = row_tiles * -(-problem.b_rows // tile_n)
         return -(-tiles // device.multiprocessors) * (tile_n + _TILE_COST), tile_n
 
     sizes = [GroupedConfig(tile_m, tile_n) for tile_n in range(32, 257, 32)]

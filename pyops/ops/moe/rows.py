@@ -124,7 +124,12 @@ def plan_moe_sum_experts(
     check.sizes(topk_ids, num_tokens=input.shape[0], topk=topk)
     check_count(topk_ids, "num_experts", num_experts, low=0)
     num_ids = check_map(expert_map, num_experts if expert_map is None else expert_map.numel)
-    constants: dict[str, Any] = {"TOPK": topk, "HAS_IDS": True, "HAS_MAP": expert_map is not None, "id_t": topk_ids.dtype}
+    constants: dict[str, Any] = {
+        "TOPK": topk,
+        "HAS_IDS": True,
+        "HAS_MAP": expert_map is not None,
+        "id_t": topk_ids.dtype,
+    }
     fixed = {"num_ids": num_ids, "num_local": num_experts}
     return chunks.launch(_moe_sum, output, first, min_blocks=_SUM_BLOCKS, fixed=fixed, **constants)
 
