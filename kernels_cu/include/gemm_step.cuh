@@ -2,15 +2,13 @@
 //
 // fp8 becomes float16, which holds every code, where the device does not multiply fp8.
 //
-// A kernel defines before: scalar_t, the element type of both operands, half_t, bf16_t, fp8 or int8_t; VEC_SIZE, the
-// elements of one access to them, 1 where elements of a row lie apart.
+// A kernel defines before: scalar_t, the element type of both operands, half_t, bf16_t, fp8 or int8_t.
 #pragma once
 #include "async.cuh"
 #include "mma.cuh"
 #include "swizzle.cuh"
 
 constexpr int STEP = 128 / sizeof(scalar_t), CHUNK = 16 / sizeof(scalar_t);  // elements of a step, and of 16 bytes
-constexpr int ACCESS_BYTES = VEC_SIZE * sizeof(scalar_t);
 constexpr bool IS_INTEGER = is_same<scalar_t, int8_t>, IS_BYTE = sizeof(scalar_t) == 1;
 template <bool INTEGER> struct sum_of { using type = float; };
 template <> struct sum_of<true> { using type = int32_t; };
@@ -22,8 +20,10 @@ constexpr int UNROLL = PARTS == 2 ? 2 : 4;  // conversions of more parts at a ti
 using tile_t = SwizzledTile<uint16_t, 8>;  // rows of 128 bytes
 
 // Copies the elements from `from` on of a row to a chunk of shared memory; zeros where there are none. The row has
-// `size` elements, `step` apart.
+// `size` elements, `step` apart, and is read VEC_SIZE at a time: one at a time where they lie apart.
+template <int VEC_SIZE>
 DEVICE void copy_chunk(uint16_t* to, const scalar_t* row, int64_t step, int64_t from, int64_t size) {
+    constexpr int ACCESS_BYTES = VEC_SIZE * sizeof(scalar_t);
 #pragma unroll
     for (int i = 0; i < CHUNK; i += VEC_SIZE) {
         scalar_t* const place = reinterpret_cast<scalar_t*>(to) + i;

@@ -85,15 +85,15 @@ gemm_mma(out_t* out,              // [M, N]
 #pragma unroll
             for (int row = threadIdx.x / 8; row < TILE_M; row += NUM_THREADS / 8) {
                 const bool exists = first_row + row < m;
-                copy_chunk(stage.at(row, chunk), a + (exists ? first_row + row : 0) * a_stride, a_step, from,
-                           exists ? k : 0);
+                copy_chunk<VEC_SIZE>(stage.at(row, chunk), a + (exists ? first_row + row : 0) * a_stride, a_step, from,
+                                     exists ? k : 0);
             }
 #pragma unroll
             for (int row = threadIdx.x / 8; row < TILE_N; row += NUM_THREADS / 8) {
                 const int64_t column = column_of(row);
                 const bool exists = column < n;
                 const int64_t b_row = exists ? column + (GATED && row / 8 % 2 ? n : 0) : 0;
-                copy_chunk(stage.at(TILE_M + row, chunk), b + b_row * b_stride, b_step, from, exists ? k : 0);
+                copy_chunk<VEC_SIZE>(stage.at(TILE_M + row, chunk), b + b_row * b_stride, b_step, from, exists ? k : 0);
             }
         }
         cp_async_commit();

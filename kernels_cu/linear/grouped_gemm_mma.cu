@@ -89,14 +89,14 @@ grouped_gemm_mma(out_t* out,                          // [num_rows, N]
 #pragma unroll
             for (int i = threadIdx.x / 8; i < TILE_M; i += NUM_THREADS / 8) {
                 const int row = rows_of_tile[i];
-                copy_chunk(stage.at(i, chunk), a + (row < 0 ? 0 : row / int(top_k) * a_stride), 1, from,
-                           row < 0 ? 0 : k);
+                copy_chunk<VEC_SIZE>(stage.at(i, chunk), a + (row < 0 ? 0 : row / int(top_k) * a_stride), 1, from,
+                                     row < 0 ? 0 : k);
             }
 #pragma unroll
             for (int i = threadIdx.x / 8; i < TILE_N; i += NUM_THREADS / 8) {
                 const int row = b_row_of(i);
-                copy_chunk(stage.at(TILE_M + i, chunk), expert_b + (row < b_rows ? row * b_stride : 0), 1, from,
-                           row < b_rows ? k : 0);
+                copy_chunk<VEC_SIZE>(stage.at(TILE_M + i, chunk), expert_b + (row < b_rows ? row * b_stride : 0), 1,
+                                     from, row < b_rows ? k : 0);
             }
         }
         cp_async_commit();

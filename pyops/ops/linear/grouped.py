@@ -83,17 +83,25 @@ def grouped_gemm(
 
 def _scaled_product(a: Tensor, b: Tensor, rows: Tensor, a_scales: Tensor | None, b_scales: Tensor | None) -> Tensor:
     """float64 ``a[rows] @ b.T`` under scales."""
-    x, weight = a[rows].double(), b.double()
     if a_scales is not None and b_scales is not None and b_scales.ndim == 2 and b_scales.shape != (len(b), 1):
-        wide = a_scales[rows].double().repeat_interleave(SCALE_BLOCK, 1)[:, : x.shape[1]]
-        of_rows = b_scales.double().repeat_interleave(SCALE_BLOCK, 0)[: len(b)]
-        return (x * wide) @ (weight * of_rows.repeat_interleave(SCALE_BLOCK, 1)[:, : x.shape[1]]).T
-    x = x @ weight.T
+        return block_scaled_product(a[rows], b, a_scales[rows], b_scales)
+    x = a[rows].double() @ b.double().T
     if b_scales is not None:
         x = b_scales.reshape(-1).double() * x
     if a_scales is not None:
         scales = a_scales.reshape(-1).double()
         x = x * (scales if len(scales) == 1 and len(a) != 1 else scales[rows, None])
+    return x
+
+
+def block_scaled_product(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
+    """float64 ``a @ b.T``, the products of each block of K under the scales of the block."""
+    x = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
+    of_rows = torch.arange(len(b), device=b.device) // SCALE_BLOCK
+    for j in range(b_scales.shape[1]):
+        block = slice(j * SCALE_BLOCK, (j + 1) * SCALE_BLOCK)
+        factors = a_scales[:, j, None] * b_scales[of_rows, j]
+        x += factors.double() * (a[:, block].double() @ b[:, block].double().T)
     return x
 
 
