@@ -78,7 +78,7 @@ def grouped_gemm(
             x = x + bias[expert].double()
         if topk_weights is not None:
             x = x * topk_weights.reshape(-1)[rows, None].double()
-        out[rows] = _activated(x, activation).to(out.dtype)
+        out[rows] = activated(x, activation).to(out.dtype)
 
 
 def _scaled_product(a: Tensor, b: Tensor, rows: Tensor, a_scales: Tensor | None, b_scales: Tensor | None) -> Tensor:
@@ -105,7 +105,8 @@ def block_scaled_product(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tenso
     return x
 
 
-def _activated(x: Tensor, activation: str) -> Tensor:
+def activated(x: Tensor, activation: str) -> Tensor:
+    """An activation of `grouped_gemm` of rows, of which those with gates take twice the columns."""
     silu, gelu, relu = torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.relu
     if activation == "swigluoai":
         gate, up = x[:, ::2].clamp(max=_LIMIT), x[:, 1::2].clamp(-_LIMIT, _LIMIT)
