@@ -2,11 +2,12 @@
 
 config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
+mixture               mixtures of experts as config.json describes them
 quantization          quantised weights as config.json describes them
 config                config.json
 linear                projections, plain and of 8-bit weights
 batch                 the tokens of one forward pass
-attention             attention over a paged cache; MLPs
+attention experts     attention over a paged cache; MLPs; mixtures of experts
 mamba                 state-space layers, with states in slots
 decoder               the model
 checkpoint params     weights from a folder; SamplingParams and sampling
@@ -20,6 +21,7 @@ from .config import Config
 from .decoder import Decoder
 from .engine import Engine, Output, check_request
 from .kernels import serving_kernels
+from .mixture import Mixture
 from .params import SamplingParams
 from .quantization import Quantization
 from .rope import Rope
@@ -29,6 +31,7 @@ __all__ = [
     "Config",
     "Decoder",
     "Engine",
+    "Mixture",
     "Output",
     "Quantization",
     "Rope",

@@ -59,10 +59,13 @@ def serving_kernels(
 
 
 def _kinds(decoder: Decoder) -> list[Layer]:
-    """A layer of each kind, which together plan all kernels: layers differ in types, windows and dtypes alone."""
+    """A layer of each kind, which together plan all kernels: layers differ in these alone."""
     config = decoder.config
+    experts = (False,) * config.num_hidden_layers if config.mixture is None else config.mixture.layers
     found: dict[Any, Layer] = {}
-    for layer, kind in zip(decoder.layers, zip(config.layer_types, config.sliding_windows, strict=True), strict=True):
+    for layer, kind in zip(
+        decoder.layers, zip(config.layer_types, config.sliding_windows, experts, strict=True), strict=True
+    ):
         dtypes = tuple(tensor.dtype for tensor in layer.tensors(config.names).values())
         found.setdefault((kind, dtypes), layer)
     return list(found.values())
