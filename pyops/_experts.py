@@ -106,7 +106,7 @@ def fused_experts(
     out = hidden_states if inplace else new(hidden_states, (num_tokens, hidden_size))
     if num_tokens == 0:
         return out
-    block_size = block_size_for(num_rows, num_experts)
+    block_size = block_size_for(num_rows, num_experts, bool(config.block_shape))
     lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
 
     x, x_scales = _quantised(hidden_states, config, config.a1_scale)

@@ -93,20 +93,20 @@ struct ExpertTiles {
     // What expert_ids says of a tile, whether there is such an expert or not.
     DEVICE int number(int tile) const { return expert_ids[tile / block_tiles]; }
 
-    // Tile number `index` of tiles x columns: tiles of one expert that follow each other are counted along the
-    // columns, at most GROUP of them below each other at a time, which so share columns of the weight in the L2 cache.
-    // Returns the expert, or -1 if there is none.
+    // Tile number `index` of tiles x columns, of which a block takes every stride-th. Tiles of one expert that follow
+    // each other are counted along the columns, at most GROUP of them below each other at a time, which so share columns
+    // of the weight in the L2 cache. Where they begin changes with each round of blocks: the last tile of an expert,
+    // which may have few rows, falls to a different block each time. Returns the expert, or -1 if there is none.
     template <int GROUP>
-    DEVICE int locate(int index, int columns, int& tile, int& column) const {
+    DEVICE int locate(int index, int columns, int stride, int& tile, int& column) const {
         const int expert = number(index / columns);
         int first = index / columns, end = first + 1;
         while (first > 0 && number(first - 1) == expert) --first;
         while (end < tiles && number(end) == expert) ++end;
-        const int groups = (end - first + GROUP - 1) / GROUP, rows = (end - first + groups - 1) / groups;
-        const int of_expert = index - first * columns, group = of_expert / (rows * columns) * rows;
-        const int size = min(rows, end - first - group), within = of_expert - group * columns;
-        tile = first + group + within % size;
+        const int of_expert = index - first * columns, group = of_expert / (GROUP * columns) * GROUP;
+        const int size = min(GROUP, end - first - group), within = of_expert - group * columns;
         column = within / size;
+        tile = first + group + (within + column * size / stride) % size;
         return expert >= 0 && expert < num_experts ? expert : -1;
     }
 };

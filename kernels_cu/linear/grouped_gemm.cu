@@ -93,7 +93,7 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         const int own_row = threadIdx.x % 128 / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const int expert = rows.template locate<GROUP>(tile, columns, tile_row, tile_column);
+            const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
             if (expert < 0) continue;
             const scalar_t* from[OWN_ROWS];
 #pragma unroll
@@ -130,7 +130,7 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
         const int part = PARTS > 1 ? warpgroup : 0, first_row = PARTS > 1 ? 0 : warpgroup * 64;
         out_t* own_store = reinterpret_cast<out_t*>(stores + (warpgroup * 4 + warp) * STORE_BYTES);
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const int expert = rows.template locate<GROUP>(tile, columns, tile_row, tile_column);
+            const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
             if (expert < 0) continue;
             const int first_place = tile_row * TILE_M + first_row, first_column = (tile_column * PARTS + part) * OUT_N;
             if (!any_lane(rows.row(first_place + lane) >= 0 || rows.row(first_place + 32 + lane) >= 0)) {

@@ -63,7 +63,7 @@ grouped_gemm_simt(out_t* out,                          // [num_rows, N]
     const int columns = int((n + TILE_N - 1) / TILE_N);
     if (blockIdx.x >= int64_t(rows.tiles) * columns) return;
     int tile_row, tile_column;
-    const int expert = rows.template locate<GROUP>(int(blockIdx.x), columns, tile_row, tile_column);
+    const int expert = rows.template locate<GROUP>(int(blockIdx.x), columns, int(gridDim.x), tile_row, tile_column);
     if (expert < 0) return;
     for (int i = threadIdx.x; i < TILE_M; i += NUM_THREADS) rows_of_tile[i] = rows.row(tile_row * TILE_M + i);
     __syncthreads();

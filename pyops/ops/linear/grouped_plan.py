@@ -21,9 +21,11 @@ _STORE_BYTES = 8 * 16 * (64 + 8) * 2  # of grouped_gemm.cu: 16 rows of each of e
 _BARRIER_BYTES = 2 * 8  # of a stage
 _MAX_STAGES = 16
 _BYTES_IN_FLIGHT = 160 * 1024  # of weights to a multiprocessor; more make memory slower (docs/performance.md)
-_GROUP = 8  # row tiles of an expert that run together, so that the L2 cache holds what they share
+_GROUP = 16  # row tiles of an expert that run together, so that the L2 cache holds what they share
 _MAX_BLOCKED_PART = 128  # rows of weights of a warpgroup whose sums a thread holds twice
-_MANY_ROWS = 96  # of an expert, from which on tiles of 128 rows are faster than tiles of 64
+# Rows of an expert from which on tiles of 128 rows are faster than tiles of 64; with scales of blocks, where the former
+# have half as many columns. Measured on an H200: docs/performance.md, "Mixtures of experts".
+_MANY_ROWS, _MANY_BLOCKED_ROWS = 56, 192
 _TILE_COST = 24  # rows of weights that a block could load while it begins and ends a tile
 
 
@@ -191,9 +193,10 @@ def serves(problem: GroupedProblem, device: Device) -> bool:
     return device.supports("wgmma") and supported and mapped and fits
 
 
-def block_size_for(num_rows: int, num_experts: int) -> int:
+def block_size_for(num_rows: int, num_experts: int, block_scaled: bool = False) -> int:
     """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
-    return 128 if num_rows >= _MANY_ROWS * num_experts else 64
+    many = _MANY_BLOCKED_ROWS if block_scaled else _MANY_ROWS
+    return 128 if num_rows >= many * num_experts else 64
 
 
 def choose(problem: GroupedProblem, device: Device) -> Config:

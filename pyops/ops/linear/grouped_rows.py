@@ -31,7 +31,11 @@ def each_expert(out: Tensor, problem_sizes: Tensor, expert_offsets: Tensor) -> l
 
 
 def lists_of(
-    out: TensorArg, problem_sizes: TensorArg, expert_offsets: TensorArg, sf_offsets: TensorArg | None = None
+    out: TensorArg,
+    problem_sizes: TensorArg,
+    expert_offsets: TensorArg,
+    sf_offsets: TensorArg | None = None,
+    block_scaled: bool = False,
 ) -> tuple[ExpertLists, Launch, Scratch | None]:
     """The rows of each expert, the launch that writes them, and where it writes the rows of scales."""
     check.sizes(problem_sizes, num_experts=None, sizes=3)
@@ -40,7 +44,7 @@ def lists_of(
     check.dtype(expert_offsets, int32, int64)
     check.shape(expert_offsets, num_experts=num_experts)
     check.shape(sf_offsets, int32, num_experts=num_experts)
-    block_size = block_size_for(num_rows, num_experts)
+    block_size = block_size_for(num_rows, num_experts, block_scaled)
     num_blocks = num_rows // block_size + min(num_rows, num_experts)
     sorted_ids, expert_ids, total = Scratch(4 * num_blocks * block_size or 4), Scratch(4 * num_blocks or 4), Scratch(4)
     scale_rows = None if sf_offsets is None else Scratch(4 * num_rows or 4)

@@ -167,7 +167,7 @@ def plan_cutlass_blockwise_scaled_grouped_mm(
     expert_offsets: TensorArg,
 ) -> list[Launch]:
     check.dtype(a, *E4M3)
-    lists, launch, _ = lists_of(check_rows(output, a, b), problem_sizes, expert_offsets)
+    lists, launch, _ = lists_of(check_rows(output, a, b), problem_sizes, expert_offsets, block_scaled=True)
     num_experts, (num_rows, n), k = problem_sizes.shape[0], output.shape, a.shape[1]
     weights = weights_of(b, num_experts, n, k)
     columns = -(-k // SCALE_BLOCK)
