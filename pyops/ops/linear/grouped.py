@@ -193,16 +193,17 @@ def example_grouped_gemm(
     }[scales]
     a_scales, b_scales = (make.full(*size, value=0.05, dtype="float32") if size else None for size in sizes)
 
-    def draw(*sizes: int) -> Any:
-        integers = dtype == "int8"
-        return make.randint(-128, 128, *sizes, dtype=dtype) if integers else make.randn(*sizes, dtype=dtype)
+    def draw(*sizes: int, scale: float = 1.0) -> Any:
+        if dtype == "int8":
+            return make.randint(-128, 128, *sizes, dtype=dtype)
+        return make.randn(*sizes, dtype=dtype, scale=scale)
 
     num_rows = num_tokens * top_k
     num_blocks = -(-num_rows // block_size)
     return (
         make.full(num_rows, columns, value=0.0, dtype=out_dtype),
         draw(num_tokens, k),
-        draw(num_experts, b_rows, k),
+        draw(num_experts, b_rows, k, scale=k**-0.5),
         make.permutation(num_blocks * block_size, num_blocks * block_size, dtype="int32"),
         make.randint(0, num_experts, num_blocks, dtype="int32"),
         make.full(1, value=num_blocks * block_size, dtype="int32"),

@@ -136,7 +136,7 @@ def example_cutlass_fp4_group_mm(
         make.randint(0, 256, num_experts, n, k // 2, dtype="uint8"),
         make.randn(rows, columns, dtype="float8_e4m3fn"),
         make.randn(num_experts, rounded_up(n, TILE_ROWS), columns, dtype="float8_e4m3fn"),
-        make.full(num_experts, value=0.125, dtype="float32"),
+        make.full(num_experts, value=2.0**-8, dtype="float32"),
         sizes,
         offsets,
         make.values([0, first, first], "int32"),

@@ -105,7 +105,7 @@ def moe_sum_experts(
     """
     num_ids = num_experts if expert_map is None else len(expert_map)
     exists = (local_experts(topk_ids, num_ids, num_experts, expert_map) >= 0).reshape(topk_ids.shape)
-    moe_sum(input.where(exists[:, :, None], 0), output)
+    moe_sum.reference(input.where(exists[:, :, None], 0), output)
 
 
 @moe_sum_experts.result
