@@ -85,7 +85,7 @@ def _demo(options: argparse.Namespace) -> bool:
 def _coverage(options: argparse.Namespace) -> bool:
     from .cli import coverage
 
-    print(coverage.text())
+    print(coverage.text(options.vllm))
     return True
 
 
@@ -138,7 +138,8 @@ def parser() -> argparse.ArgumentParser:
     writing.add_argument("--dtype", help="float32, float16 or bfloat16 instead of the checkpoint's")
     writing.add_argument("--device", help="as torch names it; the GPU where there is one")
     command("demo", _demo, "Text from a small model of random weights, checked against plain PyTorch.")
-    command("coverage", _coverage, "The ops of vLLM: which of them this library serves, and as what.")
+    covering = command("coverage", _coverage, "The ops of vLLM: which of them this library serves, and as what.")
+    covering.add_argument("--vllm", choices=("0.16", "0.22"), default="0.16", help="version (default 0.16)")
     return main
 
 

@@ -134,6 +134,29 @@ def test_merge_of_any_layout(heads: int, size: int, device: str) -> None:
     assert torch.equal(placed[0], expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merge_of_tokens_without_a_prefix(dtype: torch.dtype, device: str) -> None:
+    """From a token on the suffix is copied, whatever the prefix holds; codes of fp8 are those of the float32 result."""
+    prefix, prefix_lse, suffix, suffix_lse = _parts(6, 2, 40, dtype, device)
+    output, lse = torch.empty_like(prefix), torch.empty_like(prefix_lse)
+    pyops.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, lse)
+    prefix[4:], prefix_lse[:, 4:] = torch.nan, torch.nan
+    suffix_lse[0, 5] = -torch.inf
+    found, found_lse = torch.empty_like(prefix), torch.empty_like(prefix_lse)
+    pyops.merge_attn_states(found, prefix, prefix_lse, suffix, suffix_lse, found_lse, 4)
+    assert torch.equal(found, torch.cat((output[:4], suffix[4:])))
+    assert torch.equal(found_lse, torch.cat((lse[:, :4], suffix_lse[:, 4:]), 1))
+    codes = torch.empty(6, 2, 40, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.tensor([0.017], device=device)
+    pyops.merge_attn_states(codes, prefix, prefix_lse, suffix, suffix_lse, None, 4, scale)
+    right = torch.empty_like(codes)
+    floats = torch.empty(6, 2, 40, device=device)
+    pyops.merge_attn_states(floats, prefix.float(), prefix_lse, suffix.float(), suffix_lse, None, 4)
+    pyops.static_scaled_fp8_quant(right.view(12, 40), floats.view(12, 40), scale)
+    assert same_bits(codes, right)
+
+
 def test_merge_refuses() -> None:
     def refused(match: str, **changes: Any) -> None:
         prefix, prefix_lse, suffix, suffix_lse = _parts(3, 2, 8, torch.float32, "cpu")

@@ -238,7 +238,7 @@ Case = tuple[list[Any], list[int], list[torch.Tensor]]
 
 
 def _merge_attn_states() -> Case:
-    output, *parts, output_lse = _example("merge_attn_states")
+    output, *parts, output_lse, _, _ = _example("merge_attn_states")
     assert output_lse is not None
     right = _result(pyops.merge_attn_states, [output, *parts, output_lse], 0, 5)
     return [output, output_lse, *parts], [0, 1], right

@@ -68,6 +68,26 @@ def test_every_step_rounds(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("rope_dim_offset", [0, 3, 16, 32])
+def test_a_part_of_a_head_turns_and_turns_back(rope_dim_offset: int, is_neox: bool, device: str) -> None:
+    """From `rope_dim_offset` on; by the negative angles where that is asked for."""
+    dtype, rotary_dim = torch.bfloat16, 32
+    cache = table(MAX_POSITION, rotary_dim, dtype, device)
+    back = torch.cat((cache[:, : rotary_dim // 2], -cache[:, rotary_dim // 2 :]), -1)
+    positions = torch.randint(0, MAX_POSITION, (9,), device=device)
+    for inverse, angles_of in ((False, cache), (True, back)):
+        query, key = (draw(9, n, 64, dtype=dtype, device=device, seed=n) for n in (4, 2))
+        expected = [x.clone() for x in (query, key)]
+        for x in expected:
+            part = x[..., rope_dim_offset : rope_dim_offset + rotary_dim]
+            part.copy_(stepwise(part, angles_of[positions], is_neox))
+        pyops.rotary_embedding(positions, query, key, 64, cache, is_neox, rope_dim_offset, inverse)
+        assert torch.equal(query, expected[0])
+        assert torch.equal(key, expected[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_neox", [True, False])
 def test_pairs_turn_as_complex_numbers(is_neox: bool, device: str) -> None:
     """In float32, by the angles themselves; and a turn leaves the distance of two positions in the product."""
     head_size = 64
@@ -228,7 +248,7 @@ def test_every_geometry(count: int, heads: tuple[int, int], head_size: int, devi
     x = query.unflatten(-1, (-1, head_size))
     tables = (cache, *[short] * 4)
     for wrapper, args in (
-        (pyops.rotary_embedding, (positions, query, key, head_size, cache, True)),
+        (pyops.rotary_embedding, (positions, query, key, head_size, cache, True, 0, False)),
         (pyops.apply_rotary_emb, (x, x, cos, sin, True, False)),
         (
             pyops.dual_chunk_rotary_embedding,
@@ -355,6 +375,7 @@ def test_refusals() -> None:
     _refused("key: expected heads that divide those of query, 4, got 3", key=torch.zeros(4, 96))
     _refused("key: expected dtype float32, got float16", key=torch.zeros(4, 64, dtype=torch.float16))
     _refused("head_size: expected at least 1, got 0", head_size=0)
+    _refused("rope_dim_offset: expected 0 to head_size - rotary_dim=0, got 1", rope_dim_offset=1)
     _refused("cos_sin_cache: expected dtype float32, got float16", cos_sin_cache=torch.zeros(9, 32).half())
     _refused("cos_sin_cache: expected an even rotary_dim", cos_sin_cache=torch.zeros(9, 31))
     _refused("cos_sin_cache: expected an even rotary_dim", cos_sin_cache=torch.zeros(9, 34))

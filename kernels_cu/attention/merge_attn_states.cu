@@ -6,7 +6,9 @@
 //     output_lse = max(p, s) + log(1 + w)
 //
 // A part whose lse is infinite, of either sign, is empty: the result is the other part. If both parts are empty, the
-// result is the prefix, with an lse of -inf.
+// result is the prefix, with an lse of -inf. Tokens from num_prefix_tokens on have no prefix: the result is the suffix.
+//
+// With an output_scale, output = fp8(result * (1 / output_scale)), of the result in float32.
 //
 // Threads: LANES neighbouring threads share one head of one token; a thread takes one vector at a time.
 //
@@ -14,7 +16,10 @@
 //     scalar_t      T: element type of output, prefix_output and suffix_output
 //     NUM_HEADS     heads of a token
 //     HEAD_SIZE     elements of a head; a multiple of VEC_SIZE
+//     output_t      element type of output: scalar_t, or that of fp8 codes with HAS_SCALE
+//     HAS_SCALE     output_scale is given, and output holds codes of fp8
 
+#include "quant.cuh"
 #include "vec.cuh"
 
 constexpr int LANES = HEAD_SIZE / VEC_SIZE < NUM_THREADS ? HEAD_SIZE / VEC_SIZE : NUM_THREADS;
@@ -25,14 +30,15 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 DEVICE float without_infinity(float lse) { return fabsf(lse) > FLOAT_MAX ? -fabsf(lse) : lse; }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-merge_attn_states(scalar_t* output,               // [num_tokens, NUM_HEADS, HEAD_SIZE]
+merge_attn_states(output_t* output,               // [num_tokens, NUM_HEADS, HEAD_SIZE]
                   const scalar_t* prefix_output,  // [num_tokens, NUM_HEADS, HEAD_SIZE]
                   const float* prefix_lse,        // [NUM_HEADS, num_tokens]
                   const scalar_t* suffix_output,  // [num_tokens, NUM_HEADS, HEAD_SIZE]
                   const float* suffix_lse,        // [NUM_HEADS, num_tokens]
                   float* output_lse,              // [NUM_HEADS, num_tokens] or null
-                  int64_t num_tokens, int64_t output_stride, int64_t output_head_stride, int64_t prefix_stride,
-                  int64_t prefix_head_stride, int64_t suffix_stride, int64_t suffix_head_stride,
+                  const float* output_scale,      // one element, or null
+                  int64_t num_tokens, int64_t num_prefix_tokens, int64_t output_stride, int64_t output_head_stride,
+                  int64_t prefix_stride, int64_t prefix_head_stride, int64_t suffix_stride, int64_t suffix_head_stride,
                   int64_t prefix_lse_stride, int64_t prefix_lse_head_stride, int64_t suffix_lse_stride,
                   int64_t suffix_lse_head_stride, int64_t output_lse_stride, int64_t output_lse_head_stride) {
     await_previous_kernel();
@@ -51,7 +57,10 @@ merge_attn_states(scalar_t* output,               // [num_tokens, NUM_HEADS, HEA
     const float factor = reciprocal_of(1.0f + smaller);
     const float prefix_factor = p >= s ? factor : smaller * factor, suffix_factor = p >= s ? smaller * factor : factor;
     // A part whose lse is NaN is not empty.
-    const bool only_prefix = s < -FLOAT_MAX && p == p, only_suffix = p < -FLOAT_MAX && s == s && !only_prefix;
+    const bool no_prefix = token >= num_prefix_tokens, only_prefix = s < -FLOAT_MAX && p == p && !no_prefix;
+    const bool only_suffix = no_prefix || (p < -FLOAT_MAX && s == s && !only_prefix);
+    float reciprocal = 1.0f;
+    if constexpr (HAS_SCALE) reciprocal = reciprocal_or_zero(*output_scale);
 #pragma unroll
     for (int i = 0; i < ceil_div(HEAD_SIZE, LANES * VEC_SIZE); ++i) {
         const int element = (i * LANES + threadIdx.x % LANES) * VEC_SIZE;
@@ -64,10 +73,21 @@ merge_attn_states(scalar_t* output,               // [num_tokens, NUM_HEADS, HEA
         for (int j = 0; j < VEC_SIZE; ++j) {
             x[j] = fmaf(x[j], prefix_factor, y[j] * suffix_factor);  // an explicit fma: the same for all VEC_SIZE
         }
-        vec_t merged = vec_t::from_floats(x);
-        if (only_prefix) merged = prefix;
-        if (only_suffix) merged = suffix;
-        merged.store(output + element);
+        if constexpr (HAS_SCALE) {
+            float copied[VEC_SIZE];
+            prefix.to_floats(copied);
+#pragma unroll
+            for (int j = 0; j < VEC_SIZE; ++j) {
+                const float value = only_suffix ? y[j] : only_prefix ? copied[j] : x[j];
+                x[j] = scaled_fp8<output_t>(value, reciprocal);
+            }
+            Vec<output_t, VEC_SIZE>::from_floats(x).store(output + element);
+        } else {
+            vec_t merged = vec_t::from_floats(x);
+            if (only_prefix) merged = prefix;
+            if (only_suffix) merged = suffix;
+            merged.store(reinterpret_cast<scalar_t*>(output) + element);
+        }
     }
     if (HAS_LSE && threadIdx.x % LANES == 0) {
         const float merged = fmaxf(p, s) + logf(1.0f + smaller);

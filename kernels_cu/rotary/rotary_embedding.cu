@@ -2,8 +2,8 @@
 //
 //     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
 //
-// for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh). cos and sin belong to the position
-// of the token.
+// for the pairs (x, y) of ROTARY_DIM elements of each head, from element rope_dim_offset on (rotary.cuh). cos and sin
+// belong to the position of the token; INVERSE turns by the negative angle.
 //
 // With three AXES (multimodal positions) a token has three positions, and each pair takes the position of one axis: the
 // first SECTION_T pairs that of axis 0, the next SECTION_H pairs that of axis 1, the rest that of axis 2. INTERLEAVED:
@@ -22,6 +22,7 @@
 //     NUM_HEADS_K    heads of key; 0 if key is null
 //     ROTARY_DIM     elements of a head that turn
 //     IS_NEOX        which elements make a pair
+//     INVERSE        sines are negated
 //     AXES           positions of a token: 1 or 3
 //     SECTION_T      pairs of axis 0, if there are three axes
 //     SECTION_H      pairs of axis 1
@@ -69,16 +70,16 @@ rotary_embedding(const position_t* positions,    // [AXES, num_tokens]
                  scalar_t* query,                // [num_tokens, NUM_HEADS_Q, head_size]
                  scalar_t* key,                  // [num_tokens, NUM_HEADS_K, head_size] or null
                  const scalar_t* cos_sin_cache,  // [max_position, ROTARY_DIM]
-                 int64_t num_tokens, int size1, int64_t max_position, int64_t axis_stride, int64_t positions_stride0,
-                 int64_t positions_stride1, int64_t query_stride0, int64_t query_stride1, int64_t query_head_stride,
-                 int64_t key_stride0, int64_t key_stride1, int64_t key_head_stride) {
+                 int64_t num_tokens, int size1, int64_t max_position, int64_t rope_dim_offset, int64_t axis_stride,
+                 int64_t positions_stride0, int64_t positions_stride1, int64_t query_stride0, int64_t query_stride1,
+                 int64_t query_head_stride, int64_t key_stride0, int64_t key_stride1, int64_t key_head_stride) {
     await_previous_kernel();
     const HeadIndex<NUM_THREADS, HALF / PAIRS, NUM_HEADS_Q + NUM_HEADS_K, THREAD_HEADS, BLOCK_GROUPS> at(num_tokens);
     if (!at.inside) return;
     const int first = at.lane * PAIRS;
     positions += token_offset<LEADING>(at.token, size1, positions_stride0, positions_stride1);
-    query += token_offset<LEADING>(at.token, size1, query_stride0, query_stride1);
-    key += token_offset<LEADING>(at.token, size1, key_stride0, key_stride1);
+    query += token_offset<LEADING>(at.token, size1, query_stride0, query_stride1) + rope_dim_offset;
+    key += token_offset<LEADING>(at.token, size1, key_stride0, key_stride1) + rope_dim_offset;
     const auto address = [&](int head) {
         return head < NUM_HEADS_Q ? query + head * query_head_stride : key + (head - NUM_HEADS_Q) * key_head_stride;
     };
@@ -94,7 +95,11 @@ rotary_embedding(const position_t* positions,    // [AXES, num_tokens]
         if (position[axis] < 0 || position[axis] >= max_position) return;
     }
     const vec_t cosine = load_angles(cos_sin_cache, position, first);
-    const vec_t sine = load_angles(cos_sin_cache + HALF, position, first);
+    vec_t sine = load_angles(cos_sin_cache + HALF, position, first);
+    if constexpr (INVERSE) {
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) sine.data[i] = from_float<scalar_t>(-to_float(sine.data[i]));
+    }
     at.for_each([&](int i, int head) {
         turn(pairs[i].x, pairs[i].y, cosine, sine);
         pairs[i].store(address(head), first);

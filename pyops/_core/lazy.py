@@ -84,5 +84,6 @@ cupy: Any = _Lazy(cache(_import_cupy))
 
 
 def loaded(name: str) -> Any:
-    """The module `name` if the process has imported it, else None."""
-    return sys.modules.get(name)
+    """The module `name` if the process has imported it, else None: also while a thread is still importing it."""
+    module = sys.modules.get(name)
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..integrations.vllm import table
+from ..integrations.vllm import VERSIONS, table
 
 
-def text() -> str:
-    """One line per op: name, state, what serves it, vLLM's schema. The last line counts them."""
-    entries = list(table().values())
+def text(vllm: str = VERSIONS[0]) -> str:
+    """One line per op of a version of vLLM: name, state, what serves it, schema. The last line counts them."""
+    entries = list(table(vllm).values())
     rows = [(f"{one.namespace}::{one.name}", one.state, one.ours or "-", one.schema) for one in entries]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1, 2)]
     lines = [

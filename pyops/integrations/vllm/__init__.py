@@ -10,6 +10,6 @@ table library custom_ops              which op serves which; torch.library; func
 from __future__ import annotations
 
 from .library import Registration, override, register
-from .table import Entry, table
+from .table import VERSIONS, Entry, table
 
-__all__ = ["Entry", "Registration", "override", "register", "table"]
+__all__ = ["VERSIONS", "Entry", "Registration", "override", "register", "table"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from ..._core.lazy import torch
 from ...ops.attention import convert_vertical_slash_indexes_mergehead as _convert_vertical_slash_indexes_mergehead
@@ -14,20 +14,30 @@ from ...ops.linear import cutlass_sparse_compress as _cutlass_sparse_compress
 from ...ops.mamba import selective_scan_fwd as _selective_scan_fwd
 from ...ops.moe import get_cutlass_moe_mm_data as _get_cutlass_moe_mm_data
 from ...ops.moe import moe_lora_align_block_size as _moe_lora_align_block_size
+from ...ops.norm import fused_qk_norm_rope as _fused_qk_norm_rope
+from ...ops.quantize import per_token_group_fp8_quant as _per_token_group_fp8_quant
+from ...ops.quantize import scaled_fp4_quant as _scaled_fp4_quant
+from ...ops.quantize import static_scaled_fp8_quant as _static_scaled_fp8_quant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The first line of each says what it is to the op it stands on.
-ADAPTERS: dict[str, Callable[..., Any]] = {}
+# The adapters of each version of vLLM, by the op's name. The first line of each says what it is to the op it stands on.
+ADAPTERS: dict[str, dict[str, Callable[..., Any]]] = {"0.16": {}, "0.22": {}}
 
 
-def _adapter(function: Callable[..., Any]) -> Callable[..., Any]:
-    ADAPTERS[function.__name__] = function
-    return function
+def _adapter(*versions: str, name: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The function adapts the op of its name, or of `name`, in these versions."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for version in versions:
+            ADAPTERS[version][name or function.__name__] = function
+        return function
+
+    return add
 
 
-@_adapter
+@_adapter("0.16")
 def merge_attn_states(
     output: Tensor,
     output_lse: Tensor | None,
@@ -40,13 +50,29 @@ def merge_attn_states(
     _merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
 
 
-@_adapter
+@_adapter("0.22", name="merge_attn_states")
+def merge_attn_states_of_contexts(
+    output: Tensor,
+    output_lse: Tensor | None,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    prefill_tokens_with_context: int | None,
+    output_scale: Tensor | None = None,
+) -> None:
+    """merge_attn_states, where output_lse comes second"""
+    parts = prefix_output, prefix_lse, suffix_output, suffix_lse
+    _merge_attn_states(output, *parts, output_lse, prefill_tokens_with_context, output_scale)
+
+
+@_adapter("0.16")
 def convert_vertical_slash_indexes(*args: Any) -> None:
     """convert_vertical_slash_indexes_mergehead, without the two counts of heads; outputs come first"""
     convert_vertical_slash_indexes_mergehead(*args[:8], None, None, *args[8:])
 
 
-@_adapter
+@_adapter("0.16")
 def convert_vertical_slash_indexes_mergehead(
     block_count: Tensor, block_offset: Tensor, column_count: Tensor, column_index: Tensor, *inputs: Any
 ) -> None:
@@ -56,7 +82,7 @@ def convert_vertical_slash_indexes_mergehead(
     _convert_vertical_slash_indexes_mergehead(*inputs, **outputs)
 
 
-@_adapter
+@_adapter("0.16")
 def paged_attention(out: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: Tensor, *others: Any) -> None:
     """paged_attention_rocm, with partial results in memory of its own"""
     # vLLM's schema marks only `out` as written, and torch takes a schema at its word.
@@ -64,34 +90,70 @@ def paged_attention(out: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: 
     paged_attention_rocm(out, *partial, *others)
 
 
-@_adapter
+@_adapter("0.16")
 def sm100_cutlass_mla_decode(out: Tensor, lse: Tensor, *others: Any) -> None:
     """sm100_cutlass_mla_decode, for which an lse without elements is none"""
     _sm100_cutlass_mla_decode(out, lse if lse.numel() else None, *others)
 
 
-@_adapter
+@_adapter("0.16")
 def moe_lora_align_block_size(*args: Any) -> None:
     """moe_lora_align_block_size, which writes neither adapter_enabled nor lora_ids"""
     _moe_lora_align_block_size(*args)
 
 
-@_adapter
+@_adapter("0.16", "0.22")
 def get_cutlass_moe_mm_data(*args: Any) -> None:
     """get_cutlass_moe_mm_data, where blockscale_offsets is written without a mark"""
     _get_cutlass_moe_mm_data(*args)
 
 
-@_adapter
+@_adapter("0.16")
 def cutlass_sparse_compress(a: Tensor) -> list[Tensor]:
     """cutlass_sparse_compress, whose results are a list"""
     return list(_cutlass_sparse_compress(a))
 
 
-@_adapter
+@_adapter("0.16")
 def selective_scan_fwd(*args: Any) -> None:
     """selective_scan_fwd, which of the tensors that are marked as written writes delta, z_ and ssm_states"""
     _selective_scan_fwd(*args)
+
+
+@_adapter("0.22")
+def fused_qk_norm_rope(*args: Any) -> None:
+    """fused_qk_norm_rope, without the hint of how many heads a warp takes"""
+    _fused_qk_norm_rope(*args[:11])
+
+
+@_adapter("0.22")
+def per_token_group_fp8_quant(*args: Any) -> None:
+    """per_token_group_fp8_quant, which reads the layout of output_s off its strides"""
+    _per_token_group_fp8_quant(*args[:8])
+
+
+@_adapter("0.22")
+def static_scaled_fp8_quant(
+    result: Tensor, input: Tensor, scale: Tensor, group_shape: Sequence[int] | None = None
+) -> None:
+    """static_scaled_fp8_quant, with group_shape as a list"""
+    rows_and_columns = None if group_shape is None else cast("tuple[int, int]", tuple(group_shape))
+    _static_scaled_fp8_quant(result, input, scale, rows_and_columns)
+
+
+@_adapter("0.22")
+def scaled_fp4_quant(input: Tensor, input_scale: Tensor, is_sf_swizzled_layout: bool) -> tuple[Tensor, Tensor]:
+    """scaled_fp4_quant.new, four scales in tiles to an int32"""
+    codes, scales = _scaled_fp4_quant.new(input, input_scale, is_sf_swizzled_layout)
+    return codes, scales.view(torch.int32) if is_sf_swizzled_layout else scales
+
+
+@_adapter("0.22", name="scaled_fp4_quant.out")
+def scaled_fp4_quant_out(
+    input: Tensor, input_scale: Tensor, is_sf_swizzled_layout: bool, *, output: Tensor, output_scale: Tensor
+) -> None:
+    """scaled_fp4_quant, whose outputs come last, by name"""
+    _scaled_fp4_quant(output, input, output_scale, input_scale, is_sf_swizzled_layout)
 
 
 def _empty_like(tensor: Tensor, device: Any) -> Tensor:

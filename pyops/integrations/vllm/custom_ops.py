@@ -9,6 +9,7 @@ library lacks raises an AttributeError that says so.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from ..._core.errors import OpError
 from ..._core.lazy import optional
 from ...ops import attention, linear, moe, norm, quantize, sampling
 from . import adapters
-from .schemas import SCHEMAS, SIGNATURES
+from .schemas import SCHEMAS, SCHEMAS_0_22, SIGNATURES
 
 if TYPE_CHECKING:
     import torch
@@ -310,7 +311,11 @@ def _conforms(function: Callable[..., Any], signature: inspect.Signature) -> boo
 
 
 _theirs = _signatures()
-_ops = [line.partition("(")[0] for schemas in SCHEMAS.values() for line in schemas.split("\n")[1:-1]]
+_ops = [
+    re.split(r"[.(]", line)[0]
+    for schemas in (*SCHEMAS.values(), *SCHEMAS_0_22.values())
+    for line in schemas.split("\n")[1:-1]
+]
 for _name in {*_theirs, *_ops} - globals().keys():
     _found = getattr(pyops, _name, None)
     if callable(_found) and (_name not in _theirs or _conforms(_found, _theirs[_name])):

@@ -12,7 +12,7 @@ from ..._core import torch_library
 from ..._core.errors import OpError
 from ..._core.lazy import torch
 from .adapters import FAKES
-from .table import Entry, table
+from .table import VERSIONS, Entry, table
 
 _KEYS = ("CUDA", "CPU")  # torch calls ROCm's devices CUDA, too
 
@@ -63,6 +63,8 @@ class Registration:
     def _shorten(self, entry: Entry) -> None:
         """Where torch.ops is called with plain tensors and nothing watches, call the op's wrapper: torch's dispatcher
         would come to the same, but takes half as long as the whole call to reach a kernel in Python."""
+        if "." in entry.name:
+            return
         packet = getattr(getattr(torch.ops, entry.namespace), entry.name)
         kernel, dispatch = entry.kernel, getattr(packet, "_op", None)
         op = getattr(kernel, "op", None)
@@ -84,17 +86,24 @@ _registered = Registration()
 _alive: set[Registration] = set()  # whoever asked for an op need not hold its library
 
 
-def register() -> Registration:
+def register(vllm: str = VERSIONS[0]) -> Registration:
     """Have torch know the ops of vLLM that this library serves, wherever it does not know them already.
 
     Each is defined in vLLM's namespace (``torch.ops._C``, ``_C_cache_ops``, ``_moe_C``, ``_C_cuda_utils``, ...) by
     vLLM's schema, for tensors on GPUs and on the CPU, with a fake for tracing. What an imported vLLM has defined is
     left alone, see `override`; vLLM cannot define it any more once it is defined here, so it is imported first.
 
+    Args:
+        vllm: the version whose schemas are meant, ``"0.16"`` or ``"0.22"``.
+
     Returns:
         What all calls of this function have registered, which a second call finds done.
+
+    Raises:
+        OpError: another version; nothing is registered then.
     """
-    _registered._add("FRAGMENT", [one for one in table().values() if one.kernel is not None and _known(one) is None])
+    every = table(vllm).values()
+    _registered._add("FRAGMENT", [one for one in every if one.kernel is not None and _known(one) is None])
     return _registered
 
 
@@ -102,8 +111,8 @@ def override(*names: str) -> Registration:
     """Have this library serve ops that an imported vLLM has registered, in the place of its kernels.
 
     Args:
-        names: of ops, as ``"rms_norm"``; none at all for every op that torch knows from vLLM by the schema that is
-            known here.
+        names: of ops, as ``"rms_norm"``; none at all for every op that torch knows from vLLM by the schema of a
+            version that is known here.
 
     Returns:
         What was replaced. It lasts until it is undone, whether or not it is held. Ops that `register` defined are this
@@ -113,9 +122,11 @@ def override(*names: str) -> Registration:
         OpError: a name that is none of vLLM's, that this library lacks, that torch does not know, or whose schema is
             another one in the vLLM that is imported; nothing is replaced then. Without names: nothing to replace.
     """
-    found = table()
-    entries = [_replaceable(found, name) for name in names] or [
-        one for one in found.values() if one.kernel is not None and (known := _known(one)) and _agree(one, known)
+    versions = [table(vllm) for vllm in VERSIONS]
+    entries = [_replaceable(versions, name) for name in names] or [
+        entry
+        for name in dict.fromkeys(name for found in versions for name in found)
+        if (entry := _agreeing(versions, name)) is not None
     ]
     if not entries:
         raise OpError("override", "names", "torch knows no op of vLLM: import vLLM first, or call register()")
@@ -131,18 +142,29 @@ def _over(library: Any) -> dict[str, bool]:
     return {"allow_override": True} if "allow_override" in signature(library.impl).parameters else {}
 
 
-def _replaceable(found: dict[str, Entry], name: str) -> Entry:
-    entry = found.get(name)
-    if entry is None:
+def _agreeing(versions: Sequence[dict[str, Entry]], name: str) -> Entry | None:
+    """What serves the op by the schema that torch knows: the entry of the first version that has it so."""
+    for found in versions:
+        entry = found.get(name)
+        if entry and entry.kernel is not None and (known := _known(entry)) is not None and _agree(entry, known):
+            return entry
+    return None
+
+
+def _replaceable(versions: Sequence[dict[str, Entry]], name: str) -> Entry:
+    """The entry that serves the op `name`, or an OpError that says why none does."""
+    if (agreeing := _agreeing(versions, name)) is not None:
+        return agreeing
+    named = [found[name] for found in versions if name in found]
+    if not named:
         raise OpError("override", name, "is no op of vLLM")
-    if entry.kernel is None:
+    served = {entry.schema: entry for entry in named if entry.kernel is not None}
+    if not served:
         raise OpError("override", name, "is an op of vLLM that pyops lacks: see python -m pyops coverage")
-    known = _known(entry)
+    known = _known(named[0])
     if known is None:
         raise OpError("override", name, "is unknown to torch: import vLLM first, or call register()")
-    if not _agree(entry, known):
-        raise OpError("override", name, f"expected the schema {entry.schema}, but torch has {known}")
-    return entry
+    raise OpError("override", name, f"expected the schema {' or '.join(served)}, but torch has {known}")
 
 
 def _qualified(entry: Entry) -> str:
@@ -151,8 +173,10 @@ def _qualified(entry: Entry) -> str:
 
 def _known(entry: Entry) -> Any:
     """The schema by which torch knows the op, or None."""
-    packet = getattr(getattr(torch.ops, entry.namespace), entry.name, None)
-    return None if packet is None else packet.default._schema
+    name, _, overload = entry.name.partition(".")
+    packet = getattr(getattr(torch.ops, entry.namespace), name, None)
+    found = getattr(packet, overload or "default", None)
+    return None if found is None else found._schema
 
 
 def _agree(entry: Entry, known: Any) -> bool:

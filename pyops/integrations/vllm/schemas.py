@@ -1,8 +1,9 @@
 # ruff: noqa: E501
 """The ops of vLLM, as they are registered with torch, and the Python functions that lead to them: names and signatures.
 
-Those of version 0.16, those of 0.13 that are gone since, and of later ones the two products of DeepSeek-V3 and
-`get_cutlass_batched_moe_mm_data`, as 0.22 calls `get_cutlass_pplx_moe_mm_data`. One thing is changed: `convert_vertical_slash_indexes` and
+`SCHEMAS` has those of version 0.16, those of 0.13 that are gone since, and of later ones the two products of
+DeepSeek-V3 and `get_cutlass_batched_moe_mm_data`, as 0.22 calls `get_cutlass_pplx_moe_mm_data`. `SCHEMAS_0_22` has
+those of 0.22 that differ or are new. One thing is changed: `convert_vertical_slash_indexes` and
 `convert_vertical_slash_indexes_mergehead` call two arguments ``q_seqlens`` there, of which the second is
 ``kv_seqlens`` here.
 """
@@ -166,6 +167,39 @@ qr_max_size() -> int
 """,
     "vllm": """
 flashinfer_rotary_embedding(Tensor positions, Tensor(a1!) query, Tensor(a2!) key, SymInt head_size, Tensor cos_sin_cache, bool is_neox) -> ()
+""",
+}
+
+# What vLLM 0.22 calls with other arguments, or calls only since: schemas in the place of those above.
+SCHEMAS_0_22 = {
+    "_C": """
+merge_attn_states(Tensor! output, Tensor!? output_lse, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse, int!? prefill_tokens_with_context, Tensor? output_scale=None) -> ()
+fused_qk_norm_rope(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, float eps, Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, Tensor position_ids, int forced_token_heads_per_warp=-1) -> ()
+rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()
+silu_and_mul_with_clamp(Tensor! result, Tensor input, float limit) -> ()
+silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, Tensor? scale_ub=None, bool is_scale_transposed=False) -> ()
+persistent_topk(Tensor logits, Tensor lengths, Tensor! output, Tensor workspace, int k, int max_seq_len) -> ()
+static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, int[]? group_shape=None) -> ()
+per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()
+scaled_fp4_quant(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout) -> (Tensor, Tensor)
+scaled_fp4_quant.out(Tensor input, Tensor input_scale, bool is_sf_swizzled_layout, *, Tensor(a!) output, Tensor(b!) output_scale) -> ()
+get_cutlass_moe_mm_data(Tensor topk_ids, Tensor! expert_offsets, Tensor! problem_sizes1, Tensor! problem_sizes2, Tensor! input_permutation, Tensor! output_permutation, int num_experts, int n, int k, Tensor? blockscale_offsets, bool is_gated) -> ()
+selective_scan_fwd(Tensor! u, Tensor! delta, Tensor! A, Tensor! B, Tensor! C, Tensor? D_, Tensor!? z_, Tensor? delta_bias_, bool delta_softplus, Tensor? query_start_loc, Tensor? cache_indices, Tensor? has_initial_state, Tensor! ssm_states, int null_block_id, int block_size, Tensor? block_idx_first_scheduled_token, Tensor? block_idx_last_scheduled_token, Tensor? initial_state_idx, Tensor? cu_chunk_seqlen, Tensor? last_chunk_indices) -> ()
+mxfp4_experts_quant(Tensor! output, Tensor! output_scale, Tensor input, Tensor input_offset_by_experts, Tensor output_scale_offset_by_experts, int n_experts) -> ()
+silu_and_mul_mxfp4_experts_quant(Tensor! output, Tensor! output_scale, Tensor input, Tensor input_offset_by_experts, Tensor output_scale_offset_by_experts, int n_experts) -> ()
+cutlass_mxfp4_group_mm(Tensor! out, Tensor a, Tensor b, Tensor a_blockscale, Tensor b_blockscales, Tensor problem_sizes, Tensor expert_offsets, Tensor sf_offsets) -> ()
+mxfp8_experts_quant(Tensor input, Tensor problem_sizes, Tensor expert_offsets, Tensor blockscale_offsets, Tensor! quant_output, Tensor! scale_factor) -> ()
+cutlass_mxfp8_grouped_mm(Tensor a, Tensor b, Tensor sfa, Tensor sfb, Tensor! out, Tensor problem_sizes, Tensor expert_offsets, Tensor blockscale_offsets) -> ()
+fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(Tensor q_in, Tensor kv, Tensor! k_cache, Tensor slot_mapping, Tensor position_ids, Tensor cos_sin_cache, int q_head_padded, float eps, int cache_block_size) -> Tensor
+minimax_allreduce_rms(Tensor input, Tensor norm_weight, Tensor workspace, int rank, int nranks, float eps) -> Tensor
+minimax_allreduce_rms_qk(Tensor qkv, Tensor norm_weight_q, Tensor norm_weight_k, Tensor workspace, int q_size, int kv_size, int rank, int nranks, float eps) -> (Tensor, Tensor)
+""",
+    "_C_cache_ops": """
+swap_blocks_batch(Tensor src_ptrs, Tensor dst_ptrs, Tensor sizes, bool is_src_access_order_any=False) -> ()
+concat_mla_q(Tensor ql_nope, Tensor q_pe, Tensor! q_out) -> ()
+""",
+    "_moe_C": """
+topk_softplus_sqrt(Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, Tensor gating_output, bool renormalize, float routed_scaling_factor, Tensor? bias, Tensor? input_ids, Tensor? tid2eid) -> ()
 """,
 }
 

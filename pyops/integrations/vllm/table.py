@@ -10,10 +10,13 @@ from typing import Any, Literal
 import pyops
 
 from ..._core import torch_library
+from ..._core.errors import OpError
 from ..._core.op import Op, registry
 from .adapters import ADAPTERS
-from .schemas import SCHEMAS
+from .schemas import SCHEMAS, SCHEMAS_0_22
 from .signature import Signature
+
+VERSIONS = ("0.16", "0.22")  # of vLLM, whose schemas are known
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Entry:
 
     Attributes:
         namespace: ``"_C"``, ``"_C_cache_ops"``, ...: where it is in torch.ops.
-        name: its name there.
+        name: its name there; of an overload ``"name.overload"``.
         schema: as vLLM registers it.
         state: ``"served"`` by a function of this library as it is, ``"adapted"`` by one that hands its arguments over
             to such a function in another way, or ``"missing"``.
@@ -38,16 +41,31 @@ class Entry:
     ours: str = ""
 
 
-def table() -> dict[str, Entry]:
-    """Every op of vLLM by its name, as the ops stand that are declared now."""
-    entries = (_entry(namespace, line) for namespace, text in SCHEMAS.items() for line in text.split("\n")[1:-1])
-    return {entry.name: entry for entry in entries}
+def table(vllm: str = VERSIONS[0]) -> dict[str, Entry]:
+    """Every op of a version of vLLM by its name, as the ops stand that are declared now.
+
+    Args:
+        vllm: ``"0.16"``, or ``"0.22"`` for what that version calls with other arguments, what is new in it, and the
+            ops of 0.16 beside.
+
+    Raises:
+        OpError: another version.
+    """
+    if vllm not in VERSIONS:
+        raise OpError("table", "vllm", f"expected {' or '.join(VERSIONS)}, got {vllm}")
+    found = _entries(SCHEMAS, "0.16")
+    return found | _entries(SCHEMAS_0_22, vllm) if vllm == "0.22" else found
 
 
-def _entry(namespace: str, schema: str) -> Entry:
+def _entries(schemas: dict[str, str], vllm: str) -> dict[str, Entry]:
+    every = (_entry(namespace, line, vllm) for namespace, text in schemas.items() for line in text.split("\n")[1:-1])
+    return {entry.name: entry for entry in every}
+
+
+def _entry(namespace: str, schema: str, vllm: str) -> Entry:
     name = schema.partition("(")[0]
-    if name in ADAPTERS:
-        return Entry(namespace, name, schema, "adapted", ADAPTERS[name], ADAPTERS[name].__doc__ or "")
+    if (adapter := ADAPTERS[vllm].get(name)) is not None:
+        return Entry(namespace, name, schema, "adapted", adapter, adapter.__doc__ or "")
     op, function = registry.get(name), getattr(pyops, name, None)
     if op is not None and takes(op, Signature.read(schema)):
         return Entry(namespace, name, schema, "served", op.wrapper, op.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
@@ -40,11 +41,19 @@ def turned(heads: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
 
 
 def _turn(
-    query: Tensor, key: Tensor | None, head_size: int, cos: Tensor, sin: Tensor, in_table: Tensor, is_neox: bool
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos: Tensor,
+    sin: Tensor,
+    in_table: Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
 ) -> None:
     """Turn the heads of the tokens that are `in_table` by cosines and sines [*tokens, rotary_dim / 2], in place."""
     for tensor in (query,) if key is None else (query, key):
         heads = tensor if tensor.ndim == in_table.ndim + 2 else tensor.unflatten(-1, (-1, head_size))
+        heads = heads[..., rope_dim_offset:]
         heads.copy_(torch.where(in_table[..., None, None], turned(heads, cos, sin, is_neox), heads))
 
 
@@ -58,12 +67,22 @@ def _plan_in_place(
     axes: int = 1,
     sections: tuple[int, int] = (0, 0),
     is_interleaved: bool = False,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
 ) -> Launch:
     """The launch that turns query and key. With `axes` 3, the first dimension of `positions` is that of the axes."""
     tokens = positions.shape[axes > 1 :]
     heads = query_and_key(positions, query, key, tokens, head_size)
     num_heads = [arg.shape[-2] for arg in heads] + [0] * (key is None)
     rotary_dim = rotary_dim_of(cos_sin_cache, query, head_size)
+    if not 0 <= rope_dim_offset <= head_size - rotary_dim:
+        raise check.refuse(
+            query,
+            "rope_dim_offset",
+            f"expected 0 to head_size - rotary_dim={head_size - rotary_dim}, got {rope_dim_offset}",
+        )
+    offset_bytes = rope_dim_offset * query.dtype.itemsize
+    turning = [replace(arg, alignment=gcd(arg.alignment, offset_bytes)) for arg in heads]
     rank = len(tokens)
     leading = check.leading(
         *(
@@ -76,7 +95,7 @@ def _plan_in_place(
         max_dims=2,
     )
     (size0, strides0), (size1, strides1) = (*leading, _NO_DIMENSION)[:2]
-    config = choose(size0 * size1, sum(num_heads), rotary_dim, is_neox, [cos_sin_cache], heads)
+    config = choose(size0 * size1, sum(num_heads), rotary_dim, is_neox, [cos_sin_cache], turning)
     return _rotary_embedding(
         scalar_t=query.dtype,
         position_t=positions.dtype,
@@ -86,6 +105,7 @@ def _plan_in_place(
         SECTION_T=sections[0],
         SECTION_H=sections[1],
         INTERLEAVED=is_interleaved,
+        INVERSE=bool(inverse),
         LEADING=len(leading),
         **config.constants,
     ).launch(
@@ -94,6 +114,7 @@ def _plan_in_place(
         num_tokens=size0 * size1,
         size1=size1,
         max_position=cos_sin_cache.shape[0],
+        rope_dim_offset=rope_dim_offset,
         axis_stride=positions.strides[0] if axes > 1 else 0,
         positions_stride0=strides0[0],
         positions_stride1=strides1[0],
@@ -108,12 +129,20 @@ def _plan_in_place(
 
 @op(inout=("query", "key"), ulps=0)
 def rotary_embedding(
-    positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor, is_neox: bool
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
 ) -> None:
     """Rotary embedding of query and key heads, in place: ``x' = T(T(x cos) - T(y sin)), y' = T(T(y cos) + T(x sin))``.
 
-    The first rotary_dim elements of a head turn in pairs (x, y), by the angles of the token's position: elements
-    (j, j + rotary_dim / 2) if `is_neox`, else (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864). Every operation rounds
+    Elements `rope_dim_offset` to rope_dim_offset + rotary_dim of a head turn in pairs (x, y), by the angles of the
+    token's position: elements (j, j + rotary_dim / 2) of these if `is_neox`, else (2j, 2j + 1) (Su et al. 2021,
+    arXiv:2104.09864). Every operation rounds
     to the element type, so results equal those of eager PyTorch bit for bit. Other elements, and tokens whose position
     lies outside the table, are left as they are.
 
@@ -126,10 +155,12 @@ def rotary_embedding(
         cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous, of one row at least; cosines in the
             first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
         is_neox: which elements make a pair.
+        rope_dim_offset: the first element of a head that turns, at most head_size - rotary_dim.
+        inverse: turn by the negative angles, ``sin`` being -sin.
     """
     in_table = inside(positions, cos_sin_cache)
     cos, sin = cos_sin_cache[positions.where(in_table, 0).long()].chunk(2, -1)
-    _turn(query, key, head_size, cos, sin, in_table, is_neox)
+    _turn(query, key, head_size, cos, -sin if inverse else sin, in_table, is_neox, rope_dim_offset)
 
 
 @rotary_embedding.plan
@@ -140,10 +171,21 @@ def plan_rotary_embedding(
     head_size: int,
     cos_sin_cache: TensorArg,
     is_neox: bool,
+    rope_dim_offset: int,
+    inverse: bool,
 ) -> Launch:
     if len(positions.shape) not in (1, 2):
         raise positions.error(f"expected shape (num_tokens,) or (batch, seq_len), got {positions.shape}")
-    return _plan_in_place(positions, query, key, head_size, cos_sin_cache, is_neox)
+    return _plan_in_place(
+        positions,
+        query,
+        key,
+        head_size,
+        cos_sin_cache,
+        is_neox,
+        rope_dim_offset=rope_dim_offset,
+        inverse=inverse,
+    )
 
 
 @rotary_embedding.bad_indices
@@ -177,6 +219,7 @@ def example_rotary_embedding(
     rotary_dim: Literal[None, 32] = None,
     is_neox: bool = True,
     with_key: bool = True,
+    inverse: bool = False,
 ) -> tuple[Any, ...]:
     positions = make.randint(0, EXAMPLE_POSITIONS, num_tokens)
     query = make.randn(num_tokens, 32 * head_size, dtype=dtype)
@@ -188,6 +231,8 @@ def example_rotary_embedding(
         head_size,
         make.randn(EXAMPLE_POSITIONS, rotary_dim or head_size, dtype=dtype),
         is_neox,
+        head_size - rotary_dim if rotary_dim and inverse else 0,
+        inverse,
     )
 
 

@@ -1,0 +1,126 @@
+"""vLLM's namespaces of torch.ops by the schemas of version 0.22, where they are not those of 0.16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import pyops
+from pyops.integrations.vllm import Entry, override, register, table
+from pyops.integrations.vllm.schemas import SCHEMAS_0_22
+from pyops.testing import same_bits
+from pyops.testing.calls import assert_same, clones, written
+from tests import axes
+from tests.calls import example
+
+CHANGED = {line.partition("(")[0] for text in SCHEMAS_0_22.values() for line in text.split("\n")[1:-1]}
+TABLE = table("0.22")
+SERVED = [pytest.param(TABLE[name], id=name) for name in sorted(CHANGED) if TABLE[name].kernel is not None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    with register("0.22"):
+        yield
+
+
+def _torch_op(name: str) -> Any:
+    name, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, TABLE[name].namespace), name), overload or "default")
+
+
+def test_a_version_that_is_unknown() -> None:
+    for call in (table, register):
+        with pytest.raises(pyops.OpError, match=r"table: vllm: expected 0.16 or 0.22, got 0.17"):
+            call("0.17")
+
+
+def test_the_newer_table_holds_the_older() -> None:
+    older = table()
+    assert older.keys() < TABLE.keys()
+    assert all(TABLE[name].schema == entry.schema for name, entry in older.items() if name not in CHANGED)
+    assert all(TABLE[name].schema != older[name].schema for name in CHANGED & older.keys())
+
+
+@pytest.mark.parametrize("entry", SERVED)
+def test_schema(entry: Entry) -> None:
+    """torch knows the op by the schema of 0.22."""
+    theirs, ours = torch._C.parse_schema(f"{entry.namespace}::{entry.schema}"), _torch_op(entry.name)._schema
+    assert (ours.name, ours.overload_name) == (theirs.name, theirs.overload_name)
+
+    def face(one: Any) -> tuple[Any, ...]:
+        return one.name, str(one.type), one.has_default_value(), one.default_value, one.kwarg_only
+
+    for one, other in ((ours.arguments, theirs.arguments), (ours.returns, theirs.returns)):
+        assert [face(argument) for argument in one] == [face(argument) for argument in other]
+
+
+def _args(name: str, **given: Any) -> list[Any]:
+    op = pyops.registry[name]
+    return example(op, num_tokens=5, **axes.fullest(op) | given)[: op.declaration.positional]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("fused_qk_norm_rope", [2]), ("per_token_group_fp8_quant", [False, True]), ("static_scaled_fp8_quant", [])],
+)
+def test_arguments_that_change_nothing(name: str, more: list[Any]) -> None:
+    op, args = pyops.registry[name], _args(name)
+    theirs = clones(args)
+    right = clones(args)
+    op(*right)
+    given = [list(one) if isinstance(one, tuple) else one for one in theirs]
+    assert _torch_op(name)(*given, *more) is None
+    assert_same(op, written(op, right), written(op, theirs))
+
+
+@pytest.mark.parametrize("is_swizzled", [True, False])
+def test_scaled_fp4_quant_in_both_forms(is_swizzled: bool) -> None:
+    codes, x, scales, scale, _ = _args("scaled_fp4_quant", is_sf_swizzled_layout=is_swizzled)
+    pyops.scaled_fp4_quant(codes, x, scales, scale, is_swizzled)
+    found, found_scales = _torch_op("scaled_fp4_quant")(x, scale, is_swizzled)
+    assert found_scales.dtype is (torch.int32 if is_swizzled else torch.uint8)
+    assert same_bits(found, codes)
+    assert same_bits(found_scales.view(torch.uint8), scales.view(torch.uint8))
+    output, output_scale = torch.zeros_like(found), torch.zeros_like(found_scales)
+    _torch_op("scaled_fp4_quant.out")(x, scale, is_swizzled, output=output, output_scale=output_scale)
+    assert same_bits(output, found)
+    assert same_bits(output_scale, found_scales)
+
+
+def test_merge_attn_states() -> None:
+    output, *parts, lse, count, scale = _args("merge_attn_states")
+    right, right_lse = torch.empty_like(output), torch.empty_like(lse)
+    pyops.merge_attn_states(right, *parts, right_lse, count, scale)
+    for more in ((count, scale), (count,)):
+        given = torch.empty_like(output if len(more) == 2 else parts[0])
+        _torch_op("merge_attn_states")(given, lse, *parts, *more)
+        assert same_bits(lse, right_lse)
+        assert len(more) == 1 or same_bits(given, right)
+
+
+def test_get_cutlass_moe_mm_data_of_plain_layers() -> None:
+    args = _args("get_cutlass_moe_mm_data")[:10]
+    right = clones(args)
+    pyops.get_cutlass_moe_mm_data(*right, False)
+    _torch_op("get_cutlass_moe_mm_data")(*args, False)
+    assert all(same_bits(one, other) for one, other in zip(args[1:6], right[1:6], strict=True))
+
+
+def test_an_op_is_replaced_by_the_schema_that_torch_knows() -> None:
+    library = torch.library.Library("_C", "FRAGMENT")
+    theirs = TABLE["silu_and_mul"].schema.replace("silu_and_mul", "gelu_quick")
+    register("0.22").undo()
+    try:
+        library.define(TABLE["fused_qk_norm_rope"].schema)
+        library.define(theirs.replace("Tensor input", "Tensor input, int more"))
+        with override("fused_qk_norm_rope") as replaced:
+            assert replaced.names == ("_C::fused_qk_norm_rope",)
+        with pytest.raises(pyops.OpError, match="gelu_quick: expected the schema"):
+            override("gelu_quick")
+    finally:
+        library._destroy()
+        register("0.22")
