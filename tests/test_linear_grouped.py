@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import gelu, relu, silu
 
 import pyops
+from pyops import OpError
 from pyops._core import config, device, dtypes, tuning
 from pyops._core.host.toolchain import toolchains
 from pyops._core.tensor import describe_new
@@ -208,6 +209,26 @@ def test_row_tiles_of_one_expert_in_groups(columns: int) -> None:
     for group in (1, 2, 3):
         with forced(GroupedConfig(64, 32, group)):
             assert_rounded_once(made.run(), made.exact())
+
+
+def test_what_is_refused() -> None:
+    made = Case(4, 16, 256, scales="block")
+    with pytest.raises(OpError, match="a: expected operands of 8 bits under scales of blocks, got bfloat16"):
+        made.run()
+    made = Case(4, 16, 256, dtype=FP8, scales="block")
+    made.b_scales = made.b_scales[:, :, :1]
+    with pytest.raises(OpError, match=r"b_scales: expected shape \(3,\) or \(3, 16\), or \(3, 1, 2\) for blocks"):
+        made.run()
+    made.b_scales = None
+    with pytest.raises(OpError, match="a: expected scales of blocks for both operands, or for none"):
+        made.run()
+    made = Case(4, 16, 64)
+    made.activation = "tanh"
+    with pytest.raises(OpError, match="activation: expected none or silu"):
+        made.run()
+    made.activation, made.block_size = "none", 24
+    with pytest.raises(OpError, match="block_size: expected a multiple of 16"):
+        made.run()
 
 
 # What serves a call

@@ -53,8 +53,8 @@ def grouped_gemm(
         expert_ids: [blocks] int32, contiguous: the expert of each block of `block_size` places.
         num_tokens_post_pad: one int32, the places that are in use.
         topk_weights: float32, contiguous, a weight for each row of out; or None.
-        a_scales: float32, contiguous, one or one for each row of a; or [num_rows / top_k, ceil(K / 128)] of any
-            strides for blocks; or None.
+        a_scales: float32, contiguous, one or one for each row of a; or, of operands of 8 bits, [num_rows / top_k,
+            ceil(K / 128)] of any strides for blocks; or None.
         b_scales: float32, contiguous, [num_experts] or [num_experts, rows of b[e]], with further sizes of 1; or
             [num_experts, ceil(rows / 128), ceil(K / 128)] of any strides for blocks; or None.
         bias: of the dtype of out, contiguous, [num_experts, rows of b[e]]; or None.
@@ -157,6 +157,8 @@ def plan_grouped_gemm(
         raise out.error(f"expected fewer than 2^31 rows, got {max(out.shape[0], b.shape[0] * b_rows)}")
     check.per_row(topk_weights, float32, out.shape[0])
     blocked = check_scales(a, (b.shape[0], b_rows, b.shape[2]), a_scales, b_scales)
+    if blocked and a.dtype.itemsize > 1:
+        raise a.error(f"expected operands of 8 bits under scales of blocks, got {a.dtype}")
     check.shape(bias, out.dtype, num_experts=b.shape[0], rows=b_rows)
     lists = ExpertLists.of(sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
     operands = Operand.of_rows(a), Operand.of_rows(b), b.shape[0], a.shape[1]
@@ -177,21 +179,21 @@ def example_grouped_gemm(
     make: Any,
     *,
     num_tokens: int = 16,
-    dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"] = "bfloat16",
+    dtype: Literal["bfloat16", "float32", "float8_e4m3fn", "int8"] = "bfloat16",
     activation: Literal["silu", "swigluoai", "none"] = "silu",
-    scales: Literal["none", "tensor", "row", "block"] = "none",
-    with_bias: bool = False,
+    scales: Literal["row", "block"] = "row",
 ) -> tuple[Any, ...]:
     num_experts, top_k, k, columns, block_size = 4, 2, 208, 128, 64
-    out_dtype = dtype if dtype in ("float16", "float32") else "bfloat16"
+    out_dtype = "float32" if dtype == "float32" else "bfloat16"
     b_rows = columns * (1 if activation == "none" else 2)
-    sizes = {
-        "none": ((), ()),
-        "tensor": ((1,), (num_experts,)),
+    sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         "row": ((num_tokens, 1), (num_experts, b_rows, 1)),
         "block": ((num_tokens, 2), (num_experts, -(-b_rows // SCALE_BLOCK), 2)),
-    }[scales]
-    a_scales, b_scales = (make.full(*size, value=0.05, dtype="float32") if size else None for size in sizes)
+    }
+    a_scales, b_scales = (
+        make.full(*size, value=0.05, dtype="float32") if dtype in ("float8_e4m3fn", "int8") else None
+        for size in sizes[scales]
+    )
 
     def draw(*sizes: int, scale: float = 1.0) -> Any:
         if dtype == "int8":
@@ -210,7 +212,7 @@ def example_grouped_gemm(
         make.randn(num_tokens, top_k, dtype="float32") if activation == "none" else None,
         a_scales,
         b_scales,
-        make.randn(num_experts, b_rows, dtype=out_dtype) if with_bias else None,
+        make.randn(num_experts, b_rows, dtype=out_dtype) if activation == "swigluoai" else None,
         top_k,
         block_size,
         activation,

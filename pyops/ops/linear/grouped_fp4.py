@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..._core import check
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float32, uint8
@@ -123,15 +123,13 @@ def bad_indices_cutlass_fp4_group_mm(
 
 
 @cutlass_fp4_group_mm.example
-def example_cutlass_fp4_group_mm(
-    make: Any, *, num_tokens: int = 16, out_dtype: Literal["bfloat16", "float16"] = "bfloat16"
-) -> tuple[Any, ...]:
+def example_cutlass_fp4_group_mm(make: Any, *, num_tokens: int = 16) -> tuple[Any, ...]:
     num_experts, n, k = 3, 136, 160
     offsets, sizes = example_sizes(make, num_tokens, n, k)
     first, columns = rounded_up(num_tokens // 3, TILE_ROWS), rounded_up(k // BLOCK, 4)
     rows = first + rounded_up(num_tokens - num_tokens // 3, TILE_ROWS)
     return (
-        make.full(num_tokens, n, value=0.0, dtype=out_dtype),
+        make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
         make.randint(0, 256, num_tokens, k // 2, dtype="uint8"),
         make.randint(0, 256, num_experts, n, k // 2, dtype="uint8"),
         make.randn(rows, columns, dtype="float8_e4m3fn"),

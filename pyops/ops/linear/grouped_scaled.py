@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..._core import check
 from ..._core.dtypes import E4M3, float32, int64
@@ -106,25 +106,23 @@ def example_cutlass_moe_mm(
     make: Any,
     *,
     num_tokens: int = 16,
-    per_token: bool = True,
-    per_channel: bool = True,
-    out_dtype: Literal["bfloat16", "float16"] = "bfloat16",
+    per_row: bool = True,
 ) -> tuple[Any, ...]:
     num_experts, n, k = 3, 136, 160
     offsets, sizes = example_sizes(make, num_tokens, n, k)
     return (
-        make.full(num_tokens, n, value=0.0, dtype=out_dtype),
+        make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
         make.randn(num_tokens, k, dtype="float8_e4m3fn"),
         make.randn(num_experts, n, k, dtype="float8_e4m3fn"),
-        make.full(num_tokens if per_token else 1, 1, value=0.05, dtype="float32"),
-        make.full(num_experts, n if per_channel else 1, value=0.05, dtype="float32"),
+        make.full(num_tokens if per_row else 1, 1, value=0.05, dtype="float32"),
+        make.full(num_experts, n if per_row else 1, value=0.05, dtype="float32"),
         offsets,
         sizes,
         None,
         None,
         None,
-        per_token,
-        per_channel,
+        per_row,
+        per_row,
     )
 
 
@@ -188,13 +186,11 @@ def bad_indices_cutlass_blockwise_scaled_grouped_mm(
 
 
 @cutlass_blockwise_scaled_grouped_mm.example
-def example_cutlass_blockwise_scaled_grouped_mm(
-    make: Any, *, num_tokens: int = 16, out_dtype: Literal["bfloat16", "float16"] = "bfloat16"
-) -> tuple[Any, ...]:
+def example_cutlass_blockwise_scaled_grouped_mm(make: Any, *, num_tokens: int = 16) -> tuple[Any, ...]:
     num_experts, n, k = 3, 136, 160
     offsets, sizes = example_sizes(make, num_tokens, n, k)
     return (
-        make.full(num_tokens, n, value=0.0, dtype=out_dtype),
+        make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
         make.randn(num_tokens, k, dtype="float8_e4m3fn"),
         make.randn(num_experts, n, k, dtype="float8_e4m3fn"),
         make.full(num_tokens, 2, value=0.05, dtype="float32"),

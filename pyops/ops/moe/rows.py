@@ -142,9 +142,9 @@ def bad_indices_moe_sum_experts(topk_ids: Tensor, num_experts: int, expert_map: 
 
 @moe_sum_experts.example
 def example_moe_sum_experts(
-    make: Any, *, num_tokens: int = 16, topk: Literal[8, 17] = 8, with_map: bool = False, dtype: str = "bfloat16"
+    make: Any, *, num_tokens: int = 16, with_map: bool = False, dtype: str = "bfloat16"
 ) -> tuple[Any, ...]:
-    num_experts, hidden_size = 32, 511
+    num_experts, hidden_size, topk = 32, 511, 9
     return (
         make.randn(num_tokens, topk, hidden_size, dtype=dtype),
         make.randint(0, num_experts, num_tokens, topk, dtype="int32"),
