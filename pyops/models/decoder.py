@@ -10,6 +10,7 @@ from ..ops.norm import fused_add_rms_norm, rms_norm
 from .attention import MLP, Attention
 from .batch import Batch
 from .config import Config, Names
+from .experts import Experts
 from .gguf_linear import BlockMatrix, GgufLinear
 from .linear import Linear, Place
 from .mamba import StateSpaceLayer
@@ -29,7 +30,7 @@ class Layer(NamedTuple):
     input_norm: Tensor
     mixer: Attention | StateSpaceLayer
     mlp_norm: Tensor | None
-    mlp: MLP | None
+    mlp: MLP | Experts | None
 
     def tensors(self, names: Names) -> dict[str, Tensor]:
         """{name in a checkpoint, within the layer: the weights, or a view of them}."""
@@ -84,7 +85,8 @@ class Decoder:
             mixer = StateSpaceLayer(config, place)
         if not config.intermediate_size:
             return Layer(place.empty(hidden_size), mixer, None, None)
-        mlp = MLP(config, place._replace(module=f"{at}.{config.names.mlp}"))
+        place, mixture = place._replace(module=f"{at}.{config.names.mlp}"), config.mixture
+        mlp = Experts(config, mixture, place) if mixture is not None and mixture.layers[i] else MLP(config, place)
         return Layer(place.empty(hidden_size), mixer, place.empty(hidden_size), mlp)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -9,6 +9,9 @@ from . import few_tokens as _few_tokens
 from . import fp4_mm as _fp4_mm
 from . import ggml as _ggml
 from . import ggml_moe as _ggml_moe
+from . import grouped as _grouped
+from . import grouped_fp4 as _grouped_fp4
+from . import grouped_scaled as _grouped_scaled
 from . import machete_mm as _machete_mm
 from . import marlin_24_mm as _marlin_24_mm
 from . import marlin_mm as _marlin_mm
@@ -25,6 +28,9 @@ from .few_tokens import *
 from .fp4_mm import *
 from .ggml import *
 from .ggml_moe import *
+from .grouped import *
+from .grouped_fp4 import *
+from .grouped_scaled import *
 from .machete_mm import *
 from .marlin_24_mm import *
 from .marlin_mm import *
@@ -48,6 +54,9 @@ __all__ += _marlin_24_mm.__all__
 __all__ += _marlin_mm.__all__
 __all__ += _marlin_preprocess.__all__
 __all__ += _marlin_repack.__all__
+__all__ += _grouped.__all__
+__all__ += _grouped_fp4.__all__
+__all__ += _grouped_scaled.__all__
 __all__ += _scaled_mm.__all__
 __all__ += _skinny_linear.__all__
 __all__ += _sparse_mm.__all__
