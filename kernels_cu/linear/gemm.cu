@@ -279,8 +279,7 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
                 const auto load = [&](int step, Factors& of_step) {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        of_step.rows[i] =
-                            to_float(a_scales[own_rows[0][i] * a_scale_step + step * a_scale_block_step]);
+                        of_step.rows[i] = to_float(a_scales[own_rows[0][i] * a_scale_step + step * a_scale_block_step]);
                     }
 #pragma unroll
                     for (int i = 0; i < TILE_N / SCALE_COLUMNS; ++i) {
