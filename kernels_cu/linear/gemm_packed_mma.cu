@@ -33,7 +33,10 @@
 //     ADDED         `zeros` are numbers of scalar_t
 //     GROUP_SIZE    rows of a group: a multiple or a divisor of a step; 0: all rows are one group
 //     TILE_M        rows of a tile: 1, 2, 4, 8 or a multiple of 16
-//     WARPS, SPLITS, STAGES, MIN_BLOCKS
+//     WARPS         of a block
+//     SPLITS        blocks of a cluster
+//     STAGES        steps whose rows of a and groups are in shared memory
+//     WHOLE_STEPS   whether a step divides K
 
 #include "async.cuh"
 #include "cluster.cuh"
