@@ -20,7 +20,8 @@
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
-//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
 //     SUM_BLOCK     elements of K that the tensor cores add up: a step or half of it; 0: all of K, without SCALE_BLOCK
 //     TILE_N        columns of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256, with PING_PONG 192,
@@ -58,7 +59,7 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 static_assert(!GATED);
 
-using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS>;
+using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT>;
 
 // The terms of a tile's columns, which a warpgroup loads while it multiplies and keeps in shared memory.
 struct Terms {
@@ -118,8 +119,8 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TILE_K, swizzled
      const __grid_constant__ TensorMap b_map,    // [N, K], boxes of TILE_N / CLUSTER x TILE_K, swizzled
      const __grid_constant__ TensorMap out_map,  // [M, N], boxes of 16 x STORE_COLUMNS, swizzled
-     const float* a_scales,                      // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
-     const float* b_scales,                      // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
+     const a_scale_t* a_scales,                  // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
+     const b_scale_t* b_scales,                  // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
      const int32_t* azp_adj,                     // [N]
      const int32_t* azp,                         // [M]
      const out_t* bias,                          // [N]
@@ -278,12 +279,12 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
                 const auto load = [&](int step, Factors& of_step) {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        of_step.rows[i] = a_scales[own_rows[0][i] * a_scale_step + step * a_scale_block_step];
+                        of_step.rows[i] = to_float(a_scales[own_rows[0][i] * a_scale_step + step * a_scale_block_step]);
                     }
 #pragma unroll
                     for (int i = 0; i < TILE_N / SCALE_COLUMNS; ++i) {
                         const int64_t block = min(first_column + i * SCALE_COLUMNS, n - 1) / max(SCALE_BLOCK, 1);
-                        of_step.columns[i] = b_scales[step * b_scale_block_step + block * b_scale_step];
+                        of_step.columns[i] = to_float(b_scales[step * b_scale_block_step + block * b_scale_step]);
                     }
                 };
                 const auto add = [&](sum_t(&sums)[PARTS][TILE_N / 2], const Factors& of_step) {

@@ -19,7 +19,8 @@
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
-//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
 //     SUM_BLOCK     elements of K that the tensor cores add up: a step or half of it; 0: all of K, without SCALE_BLOCK
 //     TILE_M        rows of a tile: a multiple of 16
@@ -58,8 +59,8 @@ extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x TILE_K, swizzled
           const __grid_constant__ TensorMap b_map,  // [N, K], boxes of TILE_N x TILE_K, swizzled
           out_t* out,                               // [M, N]
-          const float* a_scales,                    // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
-          const float* b_scales,                    // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
+          const a_scale_t* a_scales,                // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
+          const b_scale_t* b_scales,                // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
           const int32_t* azp_adj,                   // [N]
           const int32_t* azp,                       // [M]
           const out_t* bias,                        // [N]
@@ -104,8 +105,8 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
 
     const int turn = TURNS > 1 ? warp / 4 : 0, row_warp = warp % ROW_WARPS;
     if (turn > 0) ring.advance();
-    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS> epilogue{a_scales, b_scales,     azp_adj,      azp,
-                                                                  bias,     a_scale_step, b_scale_step, 0};
+    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, 0};
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
         // The row of b, in the tile, of the thread's first sum of a product; that of its others is 8 rows on.
@@ -121,12 +122,12 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
             for (int i = 0; i < PRODUCTS * 2; ++i) {
                 const int64_t column = min(int64_t(first_column + column_of(row_warp, i / 2) + i % 2 * 8), n - 1);
                 column_scales[i / 2][i % 2] =
-                    b_scales[step * b_scale_block_step + column / max(SCALE_BLOCK, 1) * b_scale_step];
+                    to_float(b_scales[step * b_scale_block_step + column / max(SCALE_BLOCK, 1) * b_scale_step]);
             }
 #pragma unroll
             for (int i = 0; i < TILE_M / 4; ++i) {
                 const int64_t row = min(int64_t(first_row + i / 2 * 8 + lane % 4 * 2 + i % 2), m - 1);
-                row_scales[i] = a_scales[row * a_scale_step + step * a_scale_block_step];
+                row_scales[i] = to_float(a_scales[row * a_scale_step + step * a_scale_block_step]);
             }
         };
         if constexpr (SCALE_BLOCK > 0) load_scales(first_step + turn);

@@ -16,11 +16,14 @@ from .config import DTYPES, Config
 from .config_values import read_json
 from .decoder import Decoder
 from .gguf_file import GgufFile, is_gguf
-from .quantization import GgufTypes, Quantization
+from .quantization import Quantization, QuantizedWeights
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F32", "F16", "BF16"}
-_CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8"}  # names of dtypes of quantised weights in files
+# Names in safetensors of the dtypes of quantised weights.
+_CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32"}
+# What is known without it: a table that is computed from the config, the sizes of a packed weight.
+_NOT_READ = ("rotary_emb.inv_freq", ".weight_shape")
 # Names that formats have for one thing: {end of a name: that of `Decoder.tensors`}.
 _ALIASES = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
 _Progress = Callable[[int, int], None]
@@ -106,7 +109,7 @@ def _headers(folder: Path) -> dict[str, _Header]:
         with _opened(shard) as opened:
             for name in opened.keys():  # noqa: SIM118
                 header = opened.get_slice(name)
-                if name.endswith("rotary_emb.inv_freq"):  # a table that is computed from the config
+                if name.endswith(_NOT_READ):
                     continue
                 alias = next((end for end in _ALIASES if name.endswith(end)), None)
                 known = name if alias is None else name.removesuffix(alias) + _ALIASES[alias]
@@ -131,7 +134,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _check(
-    folder: Path, headers: dict[str, _Header], expected: dict[str, Any], quantization: Quantization | GgufTypes | None
+    folder: Path, headers: dict[str, _Header], expected: dict[str, Any], quantization: QuantizedWeights | None
 ) -> None:
     per_tensor = isinstance(quantization, Quantization) and quantization.weights == "tensor"
     scalars = (".input_scale", ".weight_scale") if per_tensor else (".input_scale",)

@@ -63,10 +63,11 @@ def _kinds(decoder: Decoder) -> list[Layer]:
     """A layer of each kind, which together plan all kernels: layers differ in types, windows, dtypes, GGUF's types."""
     config, found = decoder.config, dict[Any, Layer]()
     types = config.quantization if isinstance(config.quantization, GgufTypes) else GgufTypes(())
+    experts = (False,) * config.num_hidden_layers if config.mixture is None else config.mixture.layers
     for i, layer in enumerate(decoder.layers):
         at, weights = f"{config.names.layers}.{i}", layer.tensors(config.names)
         kinds = [(one.dtype, types.of(f"{at}.{name}".removesuffix(".weight"))) for name, one in weights.items()]
-        found.setdefault((config.layer_types[i], config.sliding_windows[i], *kinds), layer)
+        found.setdefault((config.layer_types[i], config.sliding_windows[i], experts[i], *kinds), layer)
     return list(found.values())
 
 

@@ -1,4 +1,4 @@
-"""Projections, plain, of 8-bit weights or of GGUF's types, and where weights are."""
+"""Projections, plain, of 8-bit weights, packed or of GGUF's types, and where weights are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..ops.linear.gemm_problem import SCALE_BLOCK
 from ..ops.linear.skinny_linear import skinny_linear
 from .config_values import refuse
 from .gguf_linear import BlockMatrix, GgufLinear
-from .quantization import GgufTypes, Quantization
+from .packed_linear import PackedLinear, packed_linear
+from .quantization import GgufTypes, PackedQuantization, QuantizedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +73,7 @@ class Place(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
-    quantization: Quantization | GgufTypes | None = None
+    quantization: QuantizedWeights | None = None
     module: str = ""
 
     def empty(self, *shape: int) -> Tensor:
@@ -96,7 +97,9 @@ class Place(NamedTuple):
         matrices = [self.matrix(group[0], sum(rows[name] for name in group), columns) for group in groups]
         return GgufLinear(tuple(matrices), bias, sizes)
 
-    def linear(self, sizes: dict[str, int], columns: int, bias: bool) -> Linear | ScaledLinear | GgufLinear:
+    def linear(
+        self, sizes: dict[str, int], columns: int, bias: bool
+    ) -> Linear | ScaledLinear | PackedLinear | GgufLinear:
         """Projections of `columns` elements, stacked: {name in the module: rows}.
 
         Raises:
@@ -112,6 +115,8 @@ class Place(NamedTuple):
             raise refuse("quantization_config", f"all or none of {names} to be quantised", "some")
         if quantization is None or not quantised.pop():
             return Linear(self.empty(rows, columns), own_bias, sizes)
+        if isinstance(quantization, PackedQuantization):
+            return packed_linear(quantization, sizes, columns, own_bias, self.dtype, self.device)
         block_rows = _joined_rows(sizes) if quantization.weights == "block" else ()
         scales = [sum(map(num_blocks, block_rows)), num_blocks(columns)] if block_rows else [rows, 1]
         product = QuantisedLinear(

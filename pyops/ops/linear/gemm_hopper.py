@@ -239,7 +239,7 @@ _EXCHANGE = 0.7  # microseconds, for every doubling of the blocks that share a t
 _BLOCKED = 1.1  # times the cycles of products, with scales of blocks
 _STEP_CYCLES = 120.0  # of a step, however small
 # {blocks of a cluster: clusters on the device, of one for each multiprocessor}. Clusters of 4 leave some of them idle.
-_CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
+CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 
 
 def choose(problem: Problem, device: Device) -> GemmConfig | SwapConfig:
@@ -287,7 +287,7 @@ def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: in
     """With tiles as wide as makes the fewest waves of blocks that are equally busy."""
     tile_m = min(max(16, m), _MAX_BLOCKED_ROWS if blocked else _MAX_SWAP_ROWS)
     row_tiles = -(-m // tile_m)
-    for splits, most in _CLUSTERS.items():
+    for splits, most in CLUSTERS.items():
         clusters = max(1, int(most * multiprocessors) // row_tiles)
         waves = -(-n // (_MAX_SWAP_COLUMNS * clusters))
         tile_n = -(-n // (8 * waves * clusters)) * 8
@@ -310,7 +310,7 @@ def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, mu
 def _swap_time(config: SwapConfig, m: int, n: int, steps: int, multiprocessors: int) -> float:
     """Microseconds: what a multiprocessor loads."""
     tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
-    waves = -(-tiles // max(1, int(_CLUSTERS[config.splits] * multiprocessors)))
+    waves = -(-tiles // max(1, int(CLUSTERS[config.splits] * multiprocessors)))
     loads = (config.tile_m + config.tile_n) * _STEP_BYTES / _L2_BYTES  # cycles of a step
     exchange = _EXCHANGE * (config.splits.bit_length() - 1)
     return _LAUNCH + waves * (exchange + -(-steps // config.splits) * max(loads, _STEP_CYCLES) / _CLOCK)
