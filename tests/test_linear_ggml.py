@@ -108,24 +108,24 @@ def test_any_shape_and_layout(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_many_rows(dtype: torch.dtype, device: str) -> None:
+def test_many_rows(device: str) -> None:
     """More than 32 rows are multiplied with the weight that is rounded first, fewer with the weight as it is."""
     weight, truth = draw(12, 24, 512)
-    x = torch.randn(33, 512).to(dtype)
-    for m, right in ((33, truth.to(dtype).double()), (32, truth)):
+    x = torch.randn(33, 512).bfloat16()
+    for m, right in ((33, truth.bfloat16().double()), (32, truth)):
         check(pyops.ggml_mul_mat_vec_a8(weight.to(device), x[:m].to(device), 12, 24), x[:m].double() @ right.T)
 
 
 def test_exact_sums() -> None:
     """Where all sums are small multiples of a power of two, nothing is rounded: any order gives the same bits."""
-    weight, truth = draw(8, 40, 1024)
+    n, k = 20, 2304  # more steps than stages, under any of the Configs
+    weight, truth = draw(8, n, k)
     blocks = weight.view(-1, 34)
     blocks[:, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)  # scales of 1
-    truth = blocks[:, 2:].view(torch.int8).double().view(40, 1024)
-    x = torch.randint(-4, 5, (7, 1024)).float()
+    truth = blocks[:, 2:].view(torch.int8).double().view(n, k)
+    x = torch.randint(-2, 3, (3, k)).float()
     for config in (*CONFIGS, None):
-        got = multiply(config, weight, x.to(torch.float32 if isinstance(config, SimtConfig) else torch.float16), 8, 40)
+        got = multiply(config, weight, x.to(torch.float32 if isinstance(config, SimtConfig) else torch.float16), 8, n)
         assert same_bits(got.double(), (x.double() @ truth.T).to(got.dtype).double())
 
 
