@@ -47,6 +47,7 @@ from .ops.linear.fp4_mm import *
 from .ops.linear.grouped import *
 from .ops.linear.grouped_fp4 import *
 from .ops.linear.grouped_scaled import *
+from .ops.linear.grouped_wna16 import *
 from .ops.linear.scaled_mm import *
 from .ops.linear.skinny_linear import *
 from .ops.linear.sparse_mm import *

@@ -309,6 +309,12 @@ def _moe_lora_align_block_size() -> Case:
     return args, [7, 8, 9], _result(pyops.moe_lora_align_block_size, args, 7, 8, 9)
 
 
+def _moe_wna16_gemm() -> Case:
+    args = _example("moe_wna16_gemm")
+    (right,) = _result(pyops.moe_wna16_gemm, args, 1)
+    return args, [1], [right, right.new_empty(0)]
+
+
 def _permute_cols() -> Case:
     a, perm = _example("permute_cols")
     return [a, perm], [], [a[:, perm.long()]]
@@ -362,6 +368,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "merge_attn_states": _merge_attn_states,
     "moe_lora_align_block_size": _moe_lora_align_block_size,
     "paged_attention": _paged_attention,
+    "moe_wna16_gemm": _moe_wna16_gemm,
     "permute_cols": _permute_cols,
     "selective_scan_fwd": _selective_scan_fwd,
     "sm100_cutlass_mla_decode": _sm100_cutlass_mla_decode,
