@@ -305,6 +305,34 @@ def test_cutlass_moe_mm(is_swapped: bool, is_view: bool, device: str) -> None:
     assert_rounded_once(out.cpu(), exact)
 
 
+@ANY_DEVICE
+@pytest.mark.parametrize("with_zeros", [False, True])
+@pytest.mark.parametrize("bit", [4, 8])
+def test_moe_wna16_gemm(bit: int, with_zeros: bool, device: str) -> None:
+    """Codes and zero points of either half of a byte; rows of an expert that does not exist become 0."""
+    tokens, n, k, groups, top_k = 9, 24, 96, 3, 2
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 2**bit, (3, n, k), generator=generator)
+    zeros = torch.randint(0, 2**bit, (3, n, groups), generator=generator)
+    scales = (positive(3, n, groups) / 64).to(BF16)
+    x, weights = draw(tokens, k, dtype=BF16), positive(tokens, top_k, seed=2)
+    ids = torch.randint(0, 4, (tokens, top_k), generator=generator, dtype=torch.int32)
+    shift = zeros.repeat_interleave(32, 2) if with_zeros else 2 ** (bit - 1)
+    dense = ((codes - shift).float() * scales.repeat_interleave(32, 2).float()).to(BF16).double()
+    exact = torch.zeros(tokens, top_k, n, dtype=torch.float64)
+    for t, j in ((ids < 3).nonzero()).tolist():
+        exact[t, j] = weights[t, j].double() * (dense[ids[t, j]] @ x[t].double())
+    packed, packed_zeros = codes, zeros
+    if bit == 4:
+        packed, packed_zeros = codes[:, :, ::2] + 16 * codes[:, :, 1::2], zeros[:, ::2] + 16 * zeros[:, 1::2]
+    lists = [one.to(device) for one in pyops.moe_align(ids, 16, 4)]
+    out = torch.full((tokens, top_k, n), 7.0, dtype=BF16, device=device)
+    moved = [one.to(device) for one in (packed.byte(), scales, packed_zeros.byte(), weights)]
+    points = moved[2] if with_zeros else None
+    pyops.moe_wna16_gemm(x.to(device), out, *moved[:2], points, moved[3], *lists, top_k, 16, 64, 64, bit)
+    assert_rounded_once(out.cpu(), exact)
+
+
 @needs_compiler
 def test_offsets_and_sizes_that_lead_nowhere() -> None:
     """Only rows that exist are written, whatever offsets and sizes say."""
