@@ -15,6 +15,10 @@
 //     warpgroup_wait<GROUPS_IN_FLIGHT>()  until at most so many groups are in flight
 //     warpgroup_fence_operand(d);         tells the compiler that d is ready only now
 //
+// Sums of 16-bit floats are float32. Those of fp8 are kept in float32, but have 14 bits: each of the 32 products, and the
+// sum so far, is cut towards zero to a multiple of 2^-13 of the largest power of two among them, and the result to its
+// first 14 bits. Threads that add up sums of 64 or 128 elements of K in float32 keep the error small.
+//
 // While a product is in flight no thread uses d or writes to a, and nothing writes to the shared memory that it reads.
 #pragma once
 #include "mma.cuh"
@@ -109,6 +113,8 @@ DEVICE void warpgroup_fence_operand(S (&d)[REGISTERS]) {
         if constexpr (is_same<S, float>) asm volatile("" : "+f"(d[i])::"memory");
         else asm volatile("" : "+r"(d[i])::"memory");
     }
+#elif PYOPS_HOST
+    asm volatile("" ::"r"(d) : "memory");
 #endif
 }
 

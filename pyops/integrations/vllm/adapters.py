@@ -11,6 +11,7 @@ from ...ops.attention import merge_attn_states as _merge_attn_states
 from ...ops.attention import paged_attention_rocm
 from ...ops.attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
 from ...ops.linear import cutlass_sparse_compress as _cutlass_sparse_compress
+from ...ops.linear import marlin_gemm as _marlin_gemm
 from ...ops.mamba import selective_scan_fwd as _selective_scan_fwd
 from ...ops.moe import get_cutlass_moe_mm_data as _get_cutlass_moe_mm_data
 from ...ops.moe import moe_lora_align_block_size as _moe_lora_align_block_size
@@ -112,6 +113,19 @@ def get_cutlass_moe_mm_data(*args: Any) -> None:
 def cutlass_sparse_compress(a: Tensor) -> list[Tensor]:
     """cutlass_sparse_compress, whose results are a list"""
     return list(_cutlass_sparse_compress(a))
+
+
+@_adapter("0.16", "0.22")
+def marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
+    """marlin_gemm, where c comes second"""
+    product: Tensor = _marlin_gemm(a, *others, c=c_or_none)
+    return product
+
+
+@_adapter("0.16", "0.22")
+def gptq_marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
+    """marlin_gemm, where c comes second"""
+    return marlin_gemm(a, c_or_none, *others)
 
 
 @_adapter("0.16")
