@@ -36,10 +36,12 @@
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
 // A thread's registers: what the producer gives up, the consumers take.
-constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 ? 56 : 40;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : HEAD_SIZE <= 192 ? 224 : 232;
+constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
-static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0);
+static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
+static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
+static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_heads, HEAD_SIZE]; boxes of

@@ -23,7 +23,6 @@ constexpr int LOADERS_BARRIER = 7;  // a named barrier
 // Pairs of tiles whose places a CodeLoader keeps: warps load for a pair and the next, one may be a pair behind.
 constexpr int KEPT_PAIRS = 3, PLACES = IS_FP8 ? KEPT_PAIRS * 2 * TOKENS : 1;
 static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && CLUSTER == 1));
-static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % (BOX_TOKENS * CLUSTER) == 0 && BOX_TOKENS % 8 == 0);
 
 // The tiles of a block, and who waits for what of them.
 struct EntryTiles {

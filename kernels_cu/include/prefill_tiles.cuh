@@ -23,8 +23,6 @@ constexpr int ATOM = 8 * ROW_BYTES, TILE_BYTES = PANELS * TOKENS * ROW_BYTES;
 constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // from 8 tokens to the next
 constexpr int PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
 constexpr int CODE_BYTES = IS_FP8 ? TOKENS * HEAD_SIZE : 0, CODE_STAGES = 2, WIDENERS = 3;
-static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
-static_assert(TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
 
 // What a tile of codes is.
 struct Codes {
@@ -212,7 +210,7 @@ DEVICE void widen_tile(Tiles& tiles, Ring<RING_STAGES>& ring, uint8_t* to_tiles,
     uint8_t* const to = to_tiles + ring.stage * TILE_BYTES;
     ring.acquire();
     if (kind.kind == Codes::KEYS && thread == 0) tiles.holes[ring.stage] = kind.missing;
-#pragma unroll 4
+#pragma unroll 2
     for (int i = thread; i < PANELS * TOKENS * PANEL_CHUNKS; i += WIDENERS * WARP_SIZE) {
         const int token = i / PANEL_CHUNKS % TOKENS, panel = i / PANEL_CHUNKS / TOKENS;
         const int chunk = panel * PANEL_CHUNKS + i % PANEL_CHUNKS;

@@ -62,7 +62,7 @@ class HopperConfig:
         box_tokens = gcd(layout.block_size, self.tokens)
         caches = problem.kv.key_cache, problem.kv.value_cache
         is_fp8 = problem.is_fp8
-        whole_heads = not is_fp8 and all(_has_whole_panels(cache) for cache in caches)
+        whole_heads = _has_whole_heads(problem)
         map_cache = _map_of_codes if is_fp8 else _map_of_whole_heads if whole_heads else _map_of_panels
         kernel = _hopper.for_arch(device.arch_feature)
         num_items = (num_tokens // item_tokens + problem.num_seqs) * layout.num_kv_heads
@@ -124,10 +124,12 @@ def _map_of_codes(cache: TensorArg, box_tokens: int) -> TensorMap:
     return _map(cache, cache.shape[::-1], (cache.shape[3], 1, box_tokens, 1), swizzle=0)
 
 
-def _has_whole_panels(cache: TensorArg) -> bool:
-    """Whether panels follow each other through all heads of a token."""
-    _, _, heads, head_size = cache.shape
-    return head_size % _PANEL_SIZE == 0 and (heads == 1 or cache.strides[2] == head_size)
+def _has_whole_heads(problem: Problem) -> bool:
+    """Whether a box may hold all panels of its tokens: panels follow each other through all heads of a token."""
+    head_size = problem.query.shape[2]
+    caches = problem.kv.key_cache, problem.kv.value_cache
+    follow = all(cache.shape[2] == 1 or cache.strides[2] == head_size for cache in caches)
+    return not problem.is_fp8 and head_size % _PANEL_SIZE == 0 and follow
 
 
 def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
@@ -151,4 +153,4 @@ def choose(problem: Problem) -> HopperConfig:
         return HopperConfig(tokens=128, consumers=2)
     if head_size <= 192:
         return HopperConfig(tokens=80 if problem.is_fp8 else 112, consumers=2)
-    return HopperConfig(tokens=64 if problem.is_fp8 else 80 if is_plain else 48, consumers=2)
+    return HopperConfig(tokens=48 if not is_plain else 80 if _has_whole_heads(problem) else 64, consumers=2)
