@@ -72,8 +72,7 @@ def contenders(kind: str) -> dict[str, Callable[..., Call]]:
             "pyops": lambda out, a, b, *_: partial(pyops.linear, out, a, b.t(), None),
             "cuBLAS": lambda out, a, b, *_: partial(torch.matmul, a, b, out=out),
         }
-    for path in filter(None, libraries().split(os.pathsep)):
-        torch.ops.load_library(path)
+    load_vllm()
     if kind in packed_products.KINDS:
         return packed_products.contenders(kind, torch.ops._C)
     found: dict[str, Callable[..., Call]] = {
@@ -88,6 +87,12 @@ def contenders(kind: str) -> dict[str, Callable[..., Call]]:
     return found
 
 
+def load_vllm() -> None:
+    """torch.ops has vLLM's ops, where its libraries are."""
+    for path in filter(None, libraries().split(os.pathsep)):
+        torch.ops.load_library(path)
+
+
 def measure(row: str) -> dict[str, float]:
     """{contender: median of its times, in microseconds}. A contender that fails is left out, and said so."""
     kind, _, sizes = row.partition(":")
@@ -95,10 +100,17 @@ def measure(row: str) -> dict[str, float]:
     nbytes = (m * k + n * k) * (2 if kind == "bf16" else 1) + 2 * m * n
     if kind in packed_products.KINDS:
         nbytes = n * k // 2
-    sets = [operands(kind, m, n, k) for _ in range(max(2, -(-_COLD // nbytes)))]
+    return in_turn(row, contenders(kind), lambda: operands(kind, m, n, k), nbytes)
+
+
+def in_turn(
+    row: str, contenders: dict[str, Callable[..., Call]], operands: Callable[[], tuple[Any, ...]], nbytes: int
+) -> dict[str, float]:
+    """What `measure` returns, of these contenders and operands of so many bytes."""
+    sets = [operands() for _ in range(max(2, -(-_COLD // nbytes)))]
     times: dict[str, list[float]] = {}
     for turn in range(_TURNS):
-        order = list(contenders(kind).items())
+        order = list(contenders.items())
         for name, build in order if turn % 2 == 0 else order[::-1]:
             try:
                 times.setdefault(name, []).append(gpu_us([build(*one) for one in sets], QUICK).median)

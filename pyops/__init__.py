@@ -25,6 +25,9 @@ from ._core.op import op as op
 from ._core.op import registry as _registry
 from ._core.torch_library import bind_loaded as _bind_loaded
 from ._core.typed import Wrapper as Wrapper
+from ._experts import FusedMoEQuantConfig as FusedMoEQuantConfig
+from ._experts import fused_experts as fused_experts
+from ._experts import fused_moe as fused_moe
 from ._model_error import ModelError as ModelError
 from .compile_ahead import warmup as warmup
 from .ops._shared.scalar_type import SCALAR_TYPES as SCALAR_TYPES
@@ -45,6 +48,12 @@ from .ops.linear.awq_gptq_mm import *
 from .ops.linear.dense import *
 from .ops.linear.few_tokens import *
 from .ops.linear.fp4_mm import *
+from .ops.linear.ggml import *
+from .ops.linear.ggml_moe import *
+from .ops.linear.grouped import *
+from .ops.linear.grouped_fp4 import *
+from .ops.linear.grouped_scaled import *
+from .ops.linear.grouped_wna16 import *
 from .ops.linear.machete_mm import *
 from .ops.linear.marlin_24_mm import *
 from .ops.linear.marlin_mm import *

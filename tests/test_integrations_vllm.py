@@ -135,31 +135,25 @@ def test_what_passes_of_vllm_count_on(name: str, mutable: list[str]) -> None:
 def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared() -> None:
     from torch import Tensor
 
-    name = "cutlass_blockwise_scaled_grouped_mm"
+    name = "flashinfer_rotary_embedding"
     if name in pyops.registry:
         pytest.skip("it is one of the library's by now")
     assert TABLE[name].state == "missing"
 
-    def cutlass_blockwise_scaled_grouped_mm(
-        output: Tensor,
-        a: Tensor,
-        b: Tensor,
-        scales_a: Tensor,
-        scales_b: Tensor,
-        problem_sizes: Tensor,
-        expert_offsets: Tensor,
+    def flashinfer_rotary_embedding(
+        positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
     ) -> None:
-        output.copy_(a)
+        query.copy_(key)
 
-    op = pyops.op(out="output")(cutlass_blockwise_scaled_grouped_mm).op
+    op = pyops.op(inout=("query", "key"))(flashinfer_rotary_embedding).op
     entry = table()[name]
     assert (entry.state, entry.ours, entry.kernel) == ("served", name, op.call)
 
-    def moe_wna16_gemm(input: Tensor, output: Tensor) -> None:
+    def all_reduce(input: Tensor, output: Tensor) -> None:
         output.copy_(input)
 
-    pyops.op(out="output")(moe_wna16_gemm)
-    assert table()["moe_wna16_gemm"].state == "missing", "it takes other arguments"
+    pyops.op(out="output")(all_reduce)
+    assert table()["all_reduce"].state == "missing", "it takes other arguments"
 
 
 def test_a_function_of_vllms_name_is_served_if_it_takes_as_many_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +303,12 @@ def _moe_lora_align_block_size() -> Case:
     return args, [7, 8, 9], _result(pyops.moe_lora_align_block_size, args, 7, 8, 9)
 
 
+def _moe_wna16_gemm() -> Case:
+    args = _example("moe_wna16_gemm")
+    (right,) = _result(pyops.moe_wna16_gemm, args, 1)
+    return args, [1], [right, right.new_empty(0)]
+
+
 def _permute_cols() -> Case:
     a, perm = _example("permute_cols")
     return [a, perm], [], [a[:, perm.long()]]
@@ -386,6 +386,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "copy_blocks_mla": _copy_blocks_mla,
     "get_cutlass_moe_mm_data": _get_cutlass_moe_mm_data,
     "ggml_dequantize": _ggml_dequantize,
+    "ggml_moe_a8": partial(_returned, "ggml_moe_a8"),
+    "ggml_moe_a8_vec": partial(_returned, "ggml_moe_a8_vec"),
+    "ggml_mul_mat_a8": partial(_returned, "ggml_mul_mat_a8"),
+    "ggml_mul_mat_vec_a8": partial(_returned, "ggml_mul_mat_vec_a8"),
     "gptq_gemm": partial(_returned, "gptq_gemm", order="permuted"),
     "gptq_marlin_24_gemm": partial(_returned, "gptq_marlin_24_gemm"),
     "gptq_marlin_gemm": _marlin_gemm,
@@ -399,6 +403,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "merge_attn_states": _merge_attn_states,
     "moe_lora_align_block_size": _moe_lora_align_block_size,
     "paged_attention": _paged_attention,
+    "moe_wna16_gemm": _moe_wna16_gemm,
     "permute_cols": _permute_cols,
     "selective_scan_fwd": _selective_scan_fwd,
     "sm100_cutlass_mla_decode": _sm100_cutlass_mla_decode,
@@ -415,6 +420,7 @@ PREDICATES = {
 WITHOUT_TENSORS = PREDICATES | {
     "get_device_attribute",
     "get_max_shared_memory_per_block_device_attribute",
+    "ggml_moe_get_block_size",
     "machete_supported_schedules",
     "moe_permute_unpermute_supported",
     "sm100_cutlass_mla_get_workspace_size",
@@ -841,6 +847,7 @@ def test_moe_permute_and_unpermute(with_map: bool) -> None:
 def test_moe_functions() -> None:
     assert torch.ops._moe_C.moe_permute_unpermute_supported() is True
     assert custom_ops.moe_permute_unpermute_supported()
+    assert torch.ops._C.ggml_moe_get_block_size(12) == custom_ops.ggml_moe_get_block_size(12) == 4
     args = _example("get_cutlass_moe_mm_data", with_blockscale=True)[:10]
     (right,) = _result(pyops.get_cutlass_moe_mm_data, args, 9)
     torch.ops._C.get_cutlass_moe_mm_data(*args)

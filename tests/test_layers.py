@@ -59,7 +59,7 @@ def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fused_moe", r"pyops.nn has no FusedMoE \(fused_moe\)"),
+        ("static_sink_attention", r"pyops.nn has no StaticSinkAttention \(static_sink_attention\)"),
         ("SparseAttnIndexer", r"pyops.nn has no SparseAttnIndexer \(sparse_attn_indexer\)"),
         ("nothing", "pyops.nn has no layer nothing"),
     ],

@@ -38,6 +38,15 @@ VLLM = {
     ),
     "FastGELU": "",
     "FatreluAndMul": "threshold=0.0",
+    # Of what FusedMoE has in vLLM, that which is served.
+    "FusedMoE": (
+        "num_experts, top_k, hidden_size, intermediate_size, params_dtype=None, reduce_results=False, "
+        "renormalize=True, use_grouped_topk=False, num_expert_group=None, topk_group=None, quant_config=None, "
+        "tp_size=None, ep_size=None, dp_size=None, pcp_size=None, prefix='', custom_routing_function=None, "
+        "scoring_func='softmax', routed_scaling_factor=1.0, e_score_correction_bias=None, "
+        "apply_router_weight_on_input=False, activation='silu', is_act_and_mul=True, has_bias=False"
+    ),
+    "FusedMoEModularMethod": "old_quant_method=None, experts=None",
     "GeluAndMul": "approximate='none'",
     "GeluAndMulSparse": "activation_sparsity, approximate='none'",
     "GemmaRMSNorm": "hidden_size, eps=1e-6",
@@ -101,6 +110,7 @@ VLLM = {
     "SiluAndMul": "*, compile_native=True",
     "SwigluOAIAndMul": "alpha=1.702, limit=7.0",
     "SwigluStepAndMul": "limit=7.0",
+    "UnquantizedFusedMoEMethod": "moe=None",
     "VocabParallelEmbedding": f"num_embeddings, embedding_dim, {_VOCAB}",
     "XIELU": ("alpha_p_init=0.8, alpha_n_init=0.8, beta=0.5, eps=-1e-6, dtype=torch.bfloat16, with_vector_loads=False"),
     "YaRNScalingRotaryEmbedding": (
@@ -112,6 +122,7 @@ VLLM = {
         "dual_chunk_attention_config=None"
     ),
 }
+VLLM["TransformersFusedMoE"] = VLLM["FusedMoE"]
 # Arguments of this library alone, by name only: the switches of CustomOp, and what vLLM reads from its configuration.
 ADDED = {name: {"enforce_enable", "compile_native"} for name in ("FastGELU", "MulAndSilu", "NewGELU", "QuickGELU")}
 ADDED["Phi3LongRoPEScaledRotaryEmbedding"] = {"max_model_len"}

@@ -26,12 +26,16 @@ OTHERS = {
         "pyops",
         ("op", "Op", "Kernel", "check", "warmup", "Compiled", "Wrapper", "ScalarType", "SCALAR_TYPES"),
     ),
+    "experts": ("Configurations of experts", "pyops", ("FusedMoEQuantConfig",)),
     "testing": ("pyops.testing", "pyops.testing", ()),
     "strategies": ("pyops.testing.strategies", "pyops.testing.strategies", ()),
     "models": ("pyops.models", "pyops.models", ()),
     "vllm": ("pyops.integrations.vllm", "pyops.integrations.vllm", ()),
     "transformers": ("pyops.integrations.transformers", "pyops.integrations.transformers", ()),
 }
+
+# Functions that stand on the ops of several families: {module: the family whose page has them}.
+ABOVE_FAMILIES = {"pyops._experts": "moe"}
 
 
 def families() -> dict[str, str]:
@@ -76,13 +80,14 @@ def _family(name: str, ops: list[Op]) -> str:
         parts.append(f"Measured on an H200: [times and errors](../{RESULTS}/{name}.md).")
     for op in ops:
         parts += [f"::: pyops.{op.name}", _facts(op)]
-    functions = [one for one, value in vars(pyops).items() if _is_function_of(package.__name__, one, value)]
+    modules = [f"{package.__name__}.", *(module for module, family in ABOVE_FAMILIES.items() if family == name)]
+    functions = [one for one, value in vars(pyops).items() if _is_function_of(tuple(modules), one, value)]
     return "\n\n".join([*parts, *(f"::: pyops.{one}" for one in sorted(functions))])
 
 
-def _is_function_of(package: str, name: str, value: object) -> bool:
-    """Whether it is a public function of the package that is no op itself."""
-    return name not in pyops.registry and inspect.isfunction(value) and value.__module__.startswith(f"{package}.")
+def _is_function_of(modules: tuple[str, ...], name: str, value: object) -> bool:
+    """Whether it is a public function of one of these modules that is no op itself."""
+    return name not in pyops.registry and inspect.isfunction(value) and value.__module__.startswith(modules)
 
 
 def _facts(op: Op) -> str:

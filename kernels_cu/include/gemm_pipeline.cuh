@@ -24,11 +24,12 @@ struct Ring {
 
     DEVICE explicit Ring(void* shared) : barriers(static_cast<uint64_t*>(shared)) {}
 
-    // By one thread; start_cluster() follows. `arrivals`: warps that release a stage.
-    DEVICE void init(int arrivals) const {
+    // By one thread; start_cluster() follows. `releases`: warps that release a stage. `fills`: threads that say that a
+    // stage is full, beside the bytes that one of them announces.
+    DEVICE void init(int releases, int fills = 1) const {
         for (int i = 0; i < STAGES; ++i) {
-            mbarrier_init(barriers + i, 1);
-            mbarrier_init(barriers + STAGES + i, arrivals);
+            mbarrier_init(barriers + i, fills);
+            mbarrier_init(barriers + STAGES + i, releases);
         }
         fence_mbarrier_init();
     }

@@ -118,6 +118,15 @@ DEVICE void warpgroup_fence_operand(S (&d)[REGISTERS]) {
 #endif
 }
 
+// Keeps the next wait behind the instructions that compute `x`, which is not negative. To the assembler a wait depends on
+// nothing but products, so it moves the wait ahead of arithmetic that should run beside them, without a warning. It
+// moves no wait ahead of an instruction that may sleep, and this one never does.
+DEVICE void hold_next_wait(float x) {
+#if PYOPS_CUDA
+    asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 1;}" ::"f"(x) : "memory");
+#endif
+}
+
 // The type of sums of products of T: half_t, bf16_t, fp8_e4m3_t, fp8_e5m2_t or int8_t.
 template <typename T> struct wgmma_sum { using type = float; };
 template <> struct wgmma_sum<int8_t> { using type = int32_t; };

@@ -30,74 +30,17 @@
 //     SPLITS        blocks that share a tile
 //     GROUP_ROWS    tiles below each other whose blocks run together
 
-#include "async.cuh"
 #include "gemm_epilogue.cuh"
-#include "mma.cuh"
-#include "swizzle.cuh"
+#include "gemm_step.cuh"
 
 constexpr int NUM_THREADS = WARPS_M * WARPS_N * 32;
-constexpr int STEP = 128 / sizeof(scalar_t), CHUNK = 16 / sizeof(scalar_t);  // elements of a step, and of 16 bytes
-constexpr int ACCESS_BYTES = VEC_SIZE * sizeof(scalar_t);
 constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
 constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / 8;  // products of a warp
 constexpr int SUMS = ROW_TILES * COLUMN_TILES * 4;                 // of a thread
-constexpr bool IS_INTEGER = is_same<scalar_t, int8_t>, IS_BYTE = sizeof(scalar_t) == 1;
-template <bool INTEGER> struct sum_of { using type = float; };
-template <> struct sum_of<true> { using type = int32_t; };
-using sum_t = sum_of<IS_INTEGER>::type;
 using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
-// Words of float16 that take the place of one word of a fragment.
-constexpr int PARTS = IS_BYTE && !MULTIPLIES_BYTES<scalar_t> ? 2 : 1;
-constexpr int UNROLL = PARTS == 2 ? 2 : 4;  // conversions of more parts at a time take more registers than there are
 constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
 static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
-
-using tile_t = SwizzledTile<uint16_t, 8>;  // rows of 128 bytes
 constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);
-
-// Copies the elements from `from` on of a row to a chunk of shared memory; zeros where there are none. The row has
-// `size` elements, `step` apart.
-DEVICE void copy_chunk(uint16_t* to, const scalar_t* row, int64_t step, int64_t from, int64_t size) {
-#pragma unroll
-    for (int i = 0; i < CHUNK; i += VEC_SIZE) {
-        scalar_t* const place = reinterpret_cast<scalar_t*>(to) + i;
-        const bool exists = from + i < size;
-        if constexpr (ACCESS_BYTES >= 4) {
-            cp_async<ACCESS_BYTES>(place, row + from + i, exists);
-        } else {
-            using word_t = typename word_of<ACCESS_BYTES>::type;
-            const int64_t at = VEC_SIZE == 1 ? (from + i) * step : from + i;
-            *reinterpret_cast<word_t*>(place) = exists ? *reinterpret_cast<const word_t*>(row + at) : word_t{};
-        }
-    }
-}
-
-// The fragment `words` as operands of products: itself, or the first and the second half of its elements as float16.
-template <int N>
-DEVICE void expand(uint32_t (&operands)[PARTS][N], const uint32_t (&words)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        if constexpr (PARTS == 2) {
-            uint32_t halves[2];
-            fp8_to_half<scalar_t>(words[i], halves);
-            operands[0][i] = halves[0];
-            operands[PARTS - 1][i] = halves[1];
-        } else {
-            operands[0][i] = words[i];
-        }
-    }
-}
-
-template <typename T, typename Sum>
-DEVICE void multiply(Sum (&sums)[4], const uint32_t (&a)[PARTS][4], const uint32_t (&b)[PARTS][4], int first) {
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        const uint32_t columns[2] = {b[part][first], b[part][first + 1]};
-        if constexpr (sizeof(T) == 2) mma_m16n8k16<T>(sums, a[part], columns);
-        else if constexpr (MULTIPLIES_BYTES<T>) mma_m16n8k32<T>(sums, a[part], columns);
-        else mma_m16n8k16<half_t>(sums, a[part], columns);
-    }
-}
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemm_mma(out_t* out,                 // [M, N]
@@ -143,15 +86,15 @@ gemm_mma(out_t* out,                 // [M, N]
 #pragma unroll
             for (int row = threadIdx.x / 8; row < TILE_M; row += NUM_THREADS / 8) {
                 const bool exists = first_row + row < m;
-                copy_chunk(stage.at(row, chunk), a + (exists ? first_row + row : 0) * a_stride, a_step, from,
-                           exists ? k : 0);
+                copy_chunk<VEC_SIZE>(stage.at(row, chunk), a + (exists ? first_row + row : 0) * a_stride, a_step, from,
+                                     exists ? k : 0);
             }
 #pragma unroll
             for (int row = threadIdx.x / 8; row < TILE_N; row += NUM_THREADS / 8) {
                 const int64_t column = column_of(row);
                 const bool exists = column < n;
                 const int64_t b_row = exists ? column + (GATED && row / 8 % 2 ? n : 0) : 0;
-                copy_chunk(stage.at(TILE_M + row, chunk), b + b_row * b_stride, b_step, from, exists ? k : 0);
+                copy_chunk<VEC_SIZE>(stage.at(TILE_M + row, chunk), b + b_row * b_stride, b_step, from, exists ? k : 0);
             }
         }
         cp_async_commit();
@@ -165,28 +108,7 @@ gemm_mma(out_t* out,                 // [M, N]
         __syncthreads();
         load(step + STAGES - 1);
         const tile_t stage = stage_of(step);
-#pragma unroll UNROLL
-        for (int part = 0; part < 4; ++part) {  // 32 bytes of each row
-            uint32_t rows[ROW_TILES][PARTS][4];
-#pragma unroll
-            for (int i = 0; i < ROW_TILES; ++i) {
-                uint32_t words[4];
-                ldmatrix<4>(words, stage.at(warp_row + i * 16, lane % 16, part, lane / 16));
-                expand(rows[i], words);
-            }
-#pragma unroll
-            for (int j = 0; j < COLUMN_TILES; j += 2) {
-                uint32_t words[4], columns[PARTS][4];
-                ldmatrix<4>(words,
-                            stage.at(TILE_M + warp_column + j * 8, lane / 16 * 8 + lane % 8, part, lane / 8 % 2));
-                expand(columns, words);
-#pragma unroll
-                for (int i = 0; i < ROW_TILES; ++i) {
-                    multiply<scalar_t>(sums[i][j], rows[i], columns, 0);
-                    multiply<scalar_t>(sums[i][j + 1], rows[i], columns, 2);
-                }
-            }
-        }
+        multiply_step(sums, stage, warp_row, TILE_M + warp_column);
         if constexpr (SCALE_BLOCK > 0) {
             const int64_t block = first_step + step;
             float row_scales[ROW_TILES][2];

@@ -2,12 +2,16 @@
 
 config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
+mixture               mixtures of experts as config.json describes them
 quantization          quantised weights as config.json describes them
+gguf_file             GGUF files: metadata as config.json would have it, tensors
+gguf_tokenizer        the tokenizer in a GGUF file
 config                config.json
 packed_linear         projections of packed weights
-linear                projections, plain, of 8-bit weights or packed
+gguf_linear           projections of weights in GGUF's types
+linear                projections, plain, of 8-bit weights, packed or in GGUF's types
 batch                 the tokens of one forward pass
-attention             attention over a paged cache; MLPs
+attention experts     attention over a paged cache; MLPs; mixtures of experts
 mamba                 state-space layers, with states in slots
 decoder               the model
 checkpoint params     weights from a folder; SamplingParams and sampling
@@ -21,6 +25,7 @@ from .config import Config
 from .decoder import Decoder
 from .engine import Engine, Output, check_request
 from .kernels import serving_kernels
+from .mixture import Mixture
 from .params import SamplingParams
 from .quantization import PackedQuantization, Quantization
 from .rope import Rope
@@ -30,6 +35,7 @@ __all__ = [
     "Config",
     "Decoder",
     "Engine",
+    "Mixture",
     "Output",
     "PackedQuantization",
     "Quantization",

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .config_values import MAX_POSITIONS, first, flag, is_integer, number, read_json, refuse, size
-from .quantization import PackedQuantization, Quantization
+from .gguf_file import GgufFile, is_gguf
+from .mixture import MIXTURES, Mixture
+from .quantization import Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
@@ -17,7 +19,8 @@ _STATE_SPACES: dict[str, Callable[[dict[str, Any]], StateSpace]] = {
     "Mamba2ForCausalLM": parse_mamba2,
     "BambaForCausalLM": parse_bamba,
 }
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *_STATE_SPACES)
+_DENSE = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+ARCHITECTURES = (*_DENSE, *MIXTURES, *_STATE_SPACES)
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -36,6 +39,7 @@ class Names(NamedTuple):
 
 _LLAMA_NAMES = Names()
 _MAMBA_NAMES = Names("backbone.embeddings", "backbone.layers", "backbone.norm_f", "norm", state_space="mixer")
+_MIXTRAL_NAMES = Names(mlp="block_sparse_moe")
 _BAMBA_NAMES = Names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm", mlp="feed_forward")
 
 
@@ -49,6 +53,7 @@ class Config:
         layer_types: for each layer, "attention" or the kind of `state_space`; () where all are attention. The type of a
             layer decides what the layer keeps of a text.
         state_space: what the layers that are not attention are; None where all are.
+        mixture: what layers have instead of an MLP that are mixtures of experts; None where none are.
         sliding_windows: for each layer, the number of last tokens it attends to; 0 for all tokens.
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
         qk_norm: whether query and key heads are normalised before the rotary embedding.
@@ -71,6 +76,7 @@ class Config:
     rope: Rope = field(default_factory=Rope)
     layer_types: tuple[str, ...] = ()
     state_space: StateSpace | None = None
+    mixture: Mixture | None = None
     sliding_windows: tuple[int, ...] = ()
     qkv_bias: bool = False
     o_bias: bool = False
@@ -78,7 +84,7 @@ class Config:
     qk_norm: bool = False
     residual_in_float32: bool = False
     tie_word_embeddings: bool = False
-    quantization: Quantization | PackedQuantization | None = None
+    quantization: QuantizedWeights | None = None
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     names: Names = _LLAMA_NAMES
@@ -100,6 +106,8 @@ class Config:
             self._check_attention()
         if self.quantization is not None and self.state_space is not None:
             raise refuse("quantization_config", "None with state-space layers", self.quantization)
+        if self.mixture is not None and (len(self.mixture.layers) != layers or self.quantization is not None):
+            raise refuse("mixture", f"one of {layers} layers that are not quantised", self.mixture)
         if self.dtype not in DTYPES:
             raise refuse("dtype", " or ".join(DTYPES), self.dtype)
         if len(self.sliding_windows) != layers or not all(isinstance(w, int) and w >= 0 for w in self.sliding_windows):
@@ -118,6 +126,8 @@ class Config:
         if not rotary_dim or rotary_dim % 2:
             part = self.rope.partial_rotary_factor
             raise refuse("partial_rotary_factor", f"an even number of {self.head_dim} elements", part)
+        if self.rope.kind == "divided" and len(self.rope.divisors) != rotary_dim // 2:
+            raise refuse("rope_parameters.divisors", f"{rotary_dim // 2} numbers", self.rope.divisors)
 
     @property
     def has_attention(self) -> bool:
@@ -126,7 +136,12 @@ class Config:
 
     @classmethod
     def read(cls, folder: str | Path) -> Config:
-        """The config in `folder`: ``config.json``, with the eos tokens of ``generation_config.json`` if it has any."""
+        """The config in `folder`: ``config.json``, with the eos tokens of ``generation_config.json`` if it has any.
+
+        Or that in the metadata of a GGUF file.
+        """
+        if is_gguf(folder):
+            return cls.parse(GgufFile(folder).config())
         values = read_json(Path(folder) / "config.json")
         generation = Path(folder) / "generation_config.json"
         if generation.exists():
@@ -184,7 +199,8 @@ def _mamba(values: dict[str, Any], architecture: str) -> dict[str, Any]:
 
 def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Fields of the config of a model with attention and MLPs: the Llama family, and Bamba."""
-    is_llama, is_qwen3, is_bamba = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen3", "Bamba"))
+    is_llama, is_bamba = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Bamba"))
+    is_qwen3, is_mixture = architecture.startswith("Qwen3"), architecture in MIXTURES
     if not is_bamba and values.get("partial_rotary_factor", 1.0) not in (1.0, None):
         raise refuse("partial_rotary_factor", "1.0", values["partial_rotary_factor"])
     sizes = {name: values[name] for name in _SIZES if values.get(name) is not None}
@@ -192,7 +208,7 @@ def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]
         sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     for name in _SIZES:
         if name == "head_dim" and name not in sizes:
-            sizes[name] = 128 if is_qwen3 else sizes["hidden_size"] // sizes["num_attention_heads"]
+            sizes[name] = 128 if is_qwen3 and not is_mixture else sizes["hidden_size"] // sizes["num_attention_heads"]
         size(name, sizes.get(name))
     attention_bias = flag(values, "attention_bias") and (is_llama or is_qwen3 or is_bamba)
     found = {
@@ -205,6 +221,10 @@ def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]
         "qk_norm": is_qwen3,
         "tie_word_embeddings": flag(values, "tie_word_embeddings"),
     }
+    if is_mixture:
+        found["mixture"] = MIXTURES[architecture](values, sizes["num_hidden_layers"])
+    if architecture == "MixtralForCausalLM":
+        found["names"] = _MIXTRAL_NAMES
     if is_bamba:
         found |= {
             "layer_types": _bamba_layers(values, sizes["num_hidden_layers"]),
@@ -225,12 +245,15 @@ def _bamba_layers(values: dict[str, Any], layers: int) -> tuple[str, ...]:
 def _windows(values: dict[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
     """The sliding window of each layer, 0 for none.
 
-    Mistral has one window for all layers: 4096 if the file does not give it, none if the file says null. Qwen may have
+    Mistral has one window for all layers: 4096 if the file does not give it, none if the file says null. So do Mixtral,
+    with no window by default, and Qwen3-MoE, where the file says ``use_sliding_window``. Other models of Qwen may have
     a window in some layers: those that ``layer_types`` names, or all from ``max_window_layers`` on.
     """
     is_qwen, full, sliding = architecture.startswith("Qwen"), "full_attention", "sliding_attention"
-    has_window = architecture == "MistralForCausalLM" or (flag(values, "use_sliding_window") and is_qwen)
-    window = values.get("sliding_window", 4096) if has_window else None
+    is_mixtral = architecture == "MixtralForCausalLM"
+    has_window = architecture == "MistralForCausalLM" or is_mixtral or (flag(values, "use_sliding_window") and is_qwen)
+    window = values.get("sliding_window", None if is_mixtral else 4096) if has_window else None
+    is_qwen = is_qwen and architecture not in MIXTURES
     if window is not None:
         size("sliding_window", window)
     begin = values.get("max_window_layers", 28) if is_qwen else 0

@@ -10,9 +10,11 @@ from ..ops.norm import fused_add_rms_norm, rms_norm
 from .attention import MLP, Attention
 from .batch import Batch
 from .config import Config, Names
+from .experts import Experts
+from .gguf_linear import BlockMatrix, GgufLinear
 from .linear import Linear, Place
 from .mamba import StateSpaceLayer
-from .quantization import PackedQuantization
+from .quantization import GgufTypes, PackedQuantization, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +30,7 @@ class Layer(NamedTuple):
     input_norm: Tensor
     mixer: Attention | StateSpaceLayer
     mlp_norm: Tensor | None
-    mlp: MLP | None
+    mlp: MLP | Experts | None
 
     def tensors(self, names: Names) -> dict[str, Tensor]:
         """{name in a checkpoint, within the layer: the weights, or a view of them}."""
@@ -57,14 +59,16 @@ class Decoder:
     def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:
         self.config = config
         self.device, self.dtype = torch.device(device), getattr(torch, dtype or config.dtype)
-        if config.quantization is not None and self.dtype == torch.float32:
+        if isinstance(config.quantization, Quantization) and self.dtype == torch.float32:
             raise ModelError("dtype", "expected float16 or bfloat16 with quantised weights, got float32")
         place = Place(self.dtype, self.device, config.quantization)
-        self.embedding = place.empty(config.vocab_size, config.hidden_size)
+        sizes = config.vocab_size, config.hidden_size
+        self.embedding = place.matrix(config.names.embedding, *sizes)
         self.layers = [self._layer(i, place) for i in range(config.num_hidden_layers)]
         self.norm = place.empty(config.hidden_size)
-        head = self.embedding if config.tie_word_embeddings else place.empty(config.vocab_size, config.hidden_size)
-        self.head = Linear(head, None, {"lm_head": config.vocab_size})
+        head = self.embedding if config.tie_word_embeddings else place.matrix("lm_head", *sizes)
+        rows = {"lm_head": config.vocab_size}
+        self.head = GgufLinear((head,), None, rows) if isinstance(head, BlockMatrix) else Linear(head, None, rows)
         self.token_bytes = sum(layer.mixer.token_bytes for layer in self.layers)
         self.slot_bytes = sum(layer.mixer.slot_bytes for layer in self.layers)
         self._tensors = self._named()
@@ -81,7 +85,8 @@ class Decoder:
             mixer = StateSpaceLayer(config, place)
         if not config.intermediate_size:
             return Layer(place.empty(hidden_size), mixer, None, None)
-        mlp = MLP(config, place._replace(module=f"{at}.{config.names.mlp}"))
+        place, mixture = place._replace(module=f"{at}.{config.names.mlp}"), config.mixture
+        mlp = Experts(config, mixture, place) if mixture is not None and mixture.layers[i] else MLP(config, place)
         return Layer(place.empty(hidden_size), mixer, place.empty(hidden_size), mlp)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -93,9 +98,10 @@ class Decoder:
 
     def _named(self) -> dict[str, Tensor]:
         names = self.config.names
-        found = {f"{names.embedding}.weight": self.embedding, f"{names.norm}.weight": self.norm}
+        embedding = self.embedding.weight if isinstance(self.embedding, BlockMatrix) else self.embedding
+        found = {f"{names.embedding}.weight": embedding, f"{names.norm}.weight": self.norm}
         if not self.config.tie_word_embeddings:
-            found["lm_head.weight"] = self.head.weight
+            found |= self.head.tensors()
         for i, layer in enumerate(self.layers):
             found |= {f"{names.layers}.{i}.{name}": tensor for name, tensor in layer.tensors(names).items()}
         return found
@@ -125,8 +131,8 @@ class Decoder:
         Raises:
             ModelError: weights are packed.
         """
-        if isinstance(self.config.quantization, PackedQuantization):
-            raise ModelError("randomise", "expected weights that are not packed")
+        if isinstance(self.config.quantization, PackedQuantization | GgufTypes):
+            raise ModelError("randomise", "expected weights that are neither packed nor of GGUF's types")
         generator = torch.Generator(self.device).manual_seed(seed)
         for name, tensor in self._tensors.items():
             if "norm" in name.split(".")[-2]:

@@ -1,4 +1,4 @@
-"""What ``config.json`` says of quantised weights: fp8 (DeepSeek, AutoFP8), AWQ, GPTQ and compressed-tensors."""
+"""What is said of quantised weights: fp8 (DeepSeek, AutoFP8), AWQ, GPTQ, compressed-tensors and GGUF's types."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from .._model_error import ModelError
+from ..ops._shared.ggml_formats import FORMATS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .config_values import first, flag, refuse
 
@@ -29,6 +30,21 @@ class _Ignoring:
     @cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
         return [re.compile(pattern) for pattern in self.ignored]
+
+
+@dataclass(frozen=True)
+class GgufTypes:
+    """The quantised weights of a GGUF file: {name of a module: number of its type}, of any modules, as pairs."""
+
+    types: tuple[tuple[str, int], ...]
+
+    def of(self, name: str) -> int | None:
+        """The type of the weight of the module `name`; None if the weight is floating-point."""
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        return dict(self.types)
 
 
 @dataclass(frozen=True)
@@ -74,7 +90,7 @@ class Quantization(_Ignoring):
     ignored: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, values: Any) -> Quantization | PackedQuantization | None:
+    def parse(cls, values: Any) -> QuantizedWeights | None:
         """What a ``quantization_config`` says; ModelError for what is not served."""
         if values is None:
             return None
@@ -87,7 +103,13 @@ class Quantization(_Ignoring):
             return _awq(values)
         if method == "gptq":
             return _gptq(values)
+        if method == "gguf":
+            return _gguf(values)
         raise _refuse("quant_method", "'fp8', 'awq', 'gptq' or 'compressed-tensors'", method)
+
+
+# How the weights of a checkpoint are quantised.
+QuantizedWeights = Quantization | PackedQuantization | GgufTypes
 
 
 def _fp8(values: dict[str, Any]) -> Quantization:
@@ -163,6 +185,15 @@ def _pack_quantized(
     return PackedQuantization(
         "pack-quantized", weights["num_bits"], size, has_zeros, has_order, has_order, ignored=ignored
     )
+
+
+def _gguf(values: dict[str, Any]) -> GgufTypes:
+    """``quant_method: gguf``, as `gguf_file.py` says of a file."""
+    types = _object("types", values.get("types"))
+    for name, kind in types.items():
+        if kind not in FORMATS:
+            raise _refuse(f"types.{name}", f"one of {sorted(FORMATS)}", kind)
+    return GgufTypes(tuple(types.items()))
 
 
 def _compressed_tensors(values: dict[str, Any]) -> Quantization | PackedQuantization:

@@ -2,6 +2,7 @@
 
 custom_op base parallel              switches of layers; a layer of one op; the ranks that share weights
 activation norm quant routing        activations, norms, fp8 codes, the choice of experts
+experts                              mixtures of experts
 linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
 rotary_scaled merged embedding       rotary embedding of long texts, merged projections, tables of tokens
 factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
@@ -22,6 +23,7 @@ from . import (
     attention,
     conv,
     embedding,
+    experts,
     factory,
     linear,
     logits,
@@ -40,6 +42,7 @@ from .activation import *
 from .attention import *
 from .conv import *
 from .embedding import *
+from .experts import *
 from .factory import *
 from .linear import *
 from .logits import *
@@ -56,10 +59,6 @@ from .routing import *
 from .shortconv import *
 
 MISSING = {
-    "fused_moe": "FusedMoE",
-    "modular_fused_moe": "FusedMoEModularMethod",
-    "unquantized_fused_moe": "UnquantizedFusedMoEMethod",
-    "transformers_fused_moe": "TransformersFusedMoE",
     "multi_head_latent_attention": "MultiHeadLatentAttentionWrapper",
     "static_sink_attention": "StaticSinkAttention",
     "sparse_attn_indexer": "SparseAttnIndexer",
@@ -92,6 +91,7 @@ for _module in (
     attention,
     conv,
     embedding,
+    experts,
     factory,
     linear,
     logits,

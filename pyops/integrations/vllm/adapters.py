@@ -12,6 +12,7 @@ from ...ops.attention import paged_attention_rocm
 from ...ops.attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
 from ...ops.linear import cutlass_sparse_compress as _cutlass_sparse_compress
 from ...ops.linear import marlin_gemm as _marlin_gemm
+from ...ops.linear import moe_wna16_gemm as _moe_wna16_gemm
 from ...ops.mamba import selective_scan_fwd as _selective_scan_fwd
 from ...ops.moe import get_cutlass_moe_mm_data as _get_cutlass_moe_mm_data
 from ...ops.moe import moe_lora_align_block_size as _moe_lora_align_block_size
@@ -180,3 +181,10 @@ FAKES: dict[str, Callable[..., Any]] = {
     "weak_ref_tensor": lambda input: _empty_like(input, input.device),
     "get_cuda_view_from_cpu_tensor": lambda cpu_tensor: _empty_like(cpu_tensor, "cuda"),
 }
+
+
+@_adapter("0.16", "0.22")
+def moe_wna16_gemm(input: Tensor, output: Tensor, *args: Any) -> Tensor:
+    """moe_wna16_gemm, which returns nothing; here an empty tensor, as the schema promises one"""
+    _moe_wna16_gemm(input, output, *args)
+    return output.new_empty(0)

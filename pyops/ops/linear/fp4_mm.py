@@ -42,11 +42,11 @@ def cutlass_scaled_fp4_mm(
         block_scale_b: of b, likewise.
         alpha: one float32, normally the reciprocal of the product of both tensors' scales.
     """
-    x = _values(a, block_scale_a) @ _values(b, block_scale_b).T
+    x = values(a, block_scale_a) @ values(b, block_scale_b).T
     out.copy_(alpha.reshape(()) * x.float())
 
 
-def _values(codes: Tensor, scales: Tensor) -> Tensor:
+def values(codes: Tensor, scales: Tensor) -> Tensor:
     """float64 codes times scales."""
     rows, blocks = codes.shape[0], codes.shape[1] * 2 // BLOCK
     each = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
@@ -73,27 +73,39 @@ def plan_cutlass_scaled_fp4_mm(
     check.row_size(out)
     check.scalar(alpha)
     dense_a, dense_b = (Scratch(rows * k * bfloat16.itemsize) for rows in (m, n))
-    launches = [_expand(dense_a, a, block_scale_a), _expand(dense_b, b, block_scale_b)]
+    for scales, count in ((block_scale_a, m), (block_scale_b, n)):
+        columns, rows = tile_sizes(count, k // BLOCK)
+        check.dtype(scales, float8_e4m3fn, uint8)
+        check.shape(scales, rows=rows, columns=columns)
+    launches = [expand(dense_a, a, block_scale_a, m), expand(dense_b, b, block_scale_b, n)]
     operands = Operand.of_scratch(dense_a, bfloat16, m, k), Operand.of_scratch(dense_b, bfloat16, n, k)
     product = plan(Problem(*operands, k, Epilogue(out, alpha)))
     return [] if product.empty else [*launches, product]
 
 
-def _expand(dense: Scratch, codes: TensorArg, scales: TensorArg) -> Launch:
-    """Writes codes times scales to `dense`."""
-    num_rows, blocks = codes.shape[0], codes.shape[1] * 2 // BLOCK
-    columns, rows = tile_sizes(num_rows, blocks)
-    check.dtype(scales, float8_e4m3fn, uint8)
-    check.shape(scales, rows=rows, columns=columns)
+def expand(
+    dense: Scratch, codes: TensorArg, scales: TensorArg, rows_of_matrix: int, scale_rows: Scratch | None = None
+) -> Launch:
+    """Writes codes times scales to `dense`, of matrices of `rows_of_matrix` rows whose scales have tiles of their own.
+
+    `scale_rows` says where the scales of a row lie, if that is not the row itself.
+    """
+    num_rows, blocks = check.num_rows(codes), codes.shape[-1] * 2 // BLOCK
+    columns, rows = tile_sizes(rows_of_matrix, blocks)
     kernel = _nvfp4_to_bf16.renamed(codes=codes.name, scales=scales.name)
-    return kernel(CODE_ACCESS=check.vector_width(BLOCK // 2, codes), NUM_THREADS=_NUM_THREADS).launch(
+    constants = {"CODE_ACCESS": check.vector_width(BLOCK // 2, codes), "HAS_SCALE_ROWS": scale_rows is not None}
+    return kernel(**constants, NUM_THREADS=_NUM_THREADS).launch(
         -(-num_rows * blocks // _NUM_THREADS),
         _NUM_THREADS,
         dense=dense,
+        scale_rows=scale_rows or 0,
         num_rows=num_rows,
         blocks=blocks,
         columns=columns,
-        codes_stride=codes.strides[0],
+        rows_of_matrix=max(1, rows_of_matrix),
+        padded_rows=rows,
+        num_scale_rows=scales.numel // columns,
+        codes_stride=check.row_stride(codes),
     )
 
 

@@ -14,11 +14,12 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import chunks
 from ._common import MOVED, as_bytes, check_matrix, check_topk
+from ._sort import check_count, check_ids, check_map, local_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["moe_sum", "shuffle_rows"]
+__all__ = ["moe_sum", "moe_sum_experts", "shuffle_rows"]
 
 _moe_sum = Kernel("moe/moe_sum.cu")
 _shuffle_rows = Kernel("moe/shuffle_rows.cu")
@@ -50,6 +51,17 @@ def _check_choices(input: TensorArg) -> None:
     check_topk(input, input.shape[1])
 
 
+def _first_choices(input: TensorArg, output: TensorArg) -> TensorArg:
+    """Check both; returns the first choice of each token, a matrix."""
+    _check_choices(input)
+    check.contiguous(input)
+    num_tokens, topk, hidden_size = input.shape
+    check.sizes(output, num_tokens=num_tokens, hidden_size=hidden_size)
+    check.dtype(output, input.dtype)
+    check.row_size(output)
+    return replace(input, shape=output.shape, strides=(topk * hidden_size, 1))
+
+
 @moe_sum.result
 def result_moe_sum(input: TensorArg) -> Result:
     _check_choices(input)
@@ -58,20 +70,10 @@ def result_moe_sum(input: TensorArg) -> Result:
 
 @moe_sum.plan
 def plan_moe_sum(input: TensorArg, output: TensorArg) -> Launch:
-    _check_choices(input)
-    check.contiguous(input)
-    num_tokens, topk, hidden_size = input.shape
-    check.sizes(output, num_tokens=num_tokens, hidden_size=hidden_size)
-    check.dtype(output, input.dtype)
-    check.row_size(output)
-    first = replace(input, shape=output.shape, strides=(topk * hidden_size, 1))  # the first choice of each token
-    return chunks.launch(
-        _moe_sum,
-        output,
-        first,
-        min_blocks=_SUM_BLOCKS,
-        TOPK=topk,
-    )
+    first, topk = _first_choices(input, output), input.shape[1]
+    absent = {"topk_ids": 0, "expert_map": 0, "num_ids": 0, "num_local": 0}
+    constants: dict[str, Any] = {"TOPK": topk, "HAS_IDS": False, "HAS_MAP": False, "id_t": int32}
+    return chunks.launch(_moe_sum, output, first, min_blocks=_SUM_BLOCKS, fixed=absent, **constants)
 
 
 @moe_sum.example
@@ -84,6 +86,72 @@ def example_moe_sum(
     dtype: str = "bfloat16",
 ) -> tuple[Any, ...]:
     return make.randn(num_tokens, topk, hidden_size, dtype=dtype), make.empty(num_tokens, hidden_size, dtype=dtype)
+
+
+@op(out="output", ulps=0)
+def moe_sum_experts(
+    input: Tensor, topk_ids: Tensor, output: Tensor, num_experts: int, expert_map: Tensor | None = None
+) -> None:
+    """`moe_sum` over those choices whose experts are on this device; 0 for a token that has none.
+
+    Args:
+        input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; of choices whose experts are
+            elsewhere, any values.
+        topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
+        output: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+        num_experts: experts on this device.
+        expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: as
+            they are numbered.
+    """
+    num_ids = num_experts if expert_map is None else len(expert_map)
+    exists = (local_experts(topk_ids, num_ids, num_experts, expert_map) >= 0).reshape(topk_ids.shape)
+    moe_sum.reference(input.where(exists[:, :, None], 0), output)
+
+
+@moe_sum_experts.result
+def result_moe_sum_experts(input: TensorArg) -> Result:
+    _check_choices(input)
+    return Result((input.shape[0], input.shape[2]), input.dtype)
+
+
+@moe_sum_experts.plan
+def plan_moe_sum_experts(
+    input: TensorArg, topk_ids: TensorArg, output: TensorArg, num_experts: int, expert_map: TensorArg | None
+) -> Launch:
+    first = _first_choices(input, output)
+    topk = input.shape[1]
+    check_ids(topk_ids)
+    check.sizes(topk_ids, num_tokens=input.shape[0], topk=topk)
+    check_count(topk_ids, "num_experts", num_experts, low=0)
+    num_ids = check_map(expert_map, num_experts if expert_map is None else expert_map.numel)
+    constants: dict[str, Any] = {
+        "TOPK": topk,
+        "HAS_IDS": True,
+        "HAS_MAP": expert_map is not None,
+        "id_t": topk_ids.dtype,
+    }
+    fixed = {"num_ids": num_ids, "num_local": num_experts}
+    return chunks.launch(_moe_sum, output, first, min_blocks=_SUM_BLOCKS, fixed=fixed, **constants)
+
+
+@moe_sum_experts.bad_indices
+def bad_indices_moe_sum_experts(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> dict[str, Tensor]:
+    bad = {"topk_ids": (topk_ids < 0) | (topk_ids >= (num_experts if expert_map is None else len(expert_map)))}
+    return bad if expert_map is None else {**bad, "expert_map": (expert_map < -1) | (expert_map >= num_experts)}
+
+
+@moe_sum_experts.example
+def example_moe_sum_experts(
+    make: Any, *, num_tokens: int = 16, with_map: bool = False, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
+    num_experts, hidden_size, topk = 32, 511, 9
+    return (
+        make.randn(num_tokens, topk, hidden_size, dtype=dtype),
+        make.randint(0, num_experts, num_tokens, topk, dtype="int32"),
+        make.empty(num_tokens, hidden_size, dtype=dtype),
+        num_experts,
+        make.randint(-1, num_experts, num_experts, dtype="int32") if with_map else None,
+    )
 
 
 @op(out="output_tensor", ulps=0)

@@ -1,0 +1,119 @@
+"""Mixtures of experts end to end, by `fused_experts`, and their two products alone; results are checked first.
+
+python -m benchmarks.experts
+python -m benchmarks.experts mixtral:16 deepseek:1024
+
+A row is model:tokens. Models: mixtral, bfloat16; deepseek, fp8 under scales of blocks, as DeepSeek-V3 has it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import pyops
+
+from .rivals import reason
+from .timing import QUICK, gpu_us
+
+ROWS = (*(f"mixtral:{tokens}" for tokens in (1, 16, 256, 4096)), *(f"deepseek:{t}" for t in (1, 64, 1024, 4096)))
+_BLOCK = 128
+_MAX_CODE = 240.0  # far from what fp8 cannot hold
+_MEMORY = 4.3e6  # bytes of a microsecond
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a layer of experts.
+
+    Attributes:
+        experts, top_k: of the layer, and of a token.
+        hidden, channels: elements of a hidden state, and of an expert's.
+        is_fp8: whether weights are fp8 under scales of blocks; otherwise bfloat16.
+        most: mean error of results, as a share of their mean.
+    """
+
+    experts: int
+    top_k: int
+    hidden: int
+    channels: int
+    is_fp8: bool
+    most: float
+
+
+MODELS = {"mixtral": Model(8, 2, 4096, 14336, False, 0.01), "deepseek": Model(256, 8, 7168, 2048, True, 0.06)}
+
+
+def weights(model: Model, rows: int, columns: int) -> tuple[Any, Any]:
+    """(weights of all experts, their scales or None)."""
+    dtype = torch.float8_e4m3fn if model.is_fp8 else torch.bfloat16
+    found = torch.empty(model.experts, rows, columns, dtype=dtype, device="cuda")
+    for one in found:
+        values = torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
+        one.copy_((values * _MAX_CODE / 4).clamp_(-_MAX_CODE, _MAX_CODE) if model.is_fp8 else values * columns**-0.5)
+    if not model.is_fp8:
+        return found, None
+    scales = torch.rand(model.experts, -(-rows // _BLOCK), -(-columns // _BLOCK), device="cuda") + 0.5
+    return found, scales * (columns**-0.5 * 4 / _MAX_CODE)
+
+
+def wide(weight: Any, scales: Any) -> Any:
+    """float32 weights of an expert."""
+    if scales is None:
+        return weight.float()
+    return weight.float() * scales.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+
+
+def error(model: Model, out: Any, x: Any, chances: Any, ids: Any, w1: Any, w2: Any) -> float:
+    """Mean error of `out` as a share of the mean of what it should be."""
+    exact = torch.zeros(x.shape, device="cuda")
+    for e in ids.unique().tolist():
+        tokens, slots = (ids == e).nonzero(as_tuple=True)
+        first, second = (wide(weight[e], None if scales is None else scales[e]) for weight, scales in (w1, w2))
+        gate, up = (x[tokens].float() @ first.T).chunk(2, -1)
+        result = (torch.nn.functional.silu(gate) * up) @ second.T
+        exact.index_add_(0, tokens, result * chances[tokens, slots, None])
+    return float((out - exact).abs().mean() / exact.abs().mean())
+
+
+def measure(model: Model, num_tokens: int, w1: Any, w2: Any) -> str:
+    """Microseconds of a call, beside what memory takes for the weights that it reads."""
+    x = torch.randn(num_tokens, model.hidden, dtype=torch.bfloat16, device="cuda")
+    logits = torch.randn(num_tokens, model.experts, device="cuda")
+    chances, ids, _ = pyops.fused_topk(x, logits, model.top_k, renormalize=True)
+    blocks = [_BLOCK, _BLOCK]
+    config = pyops.FusedMoEQuantConfig("float8_e4m3fn", False, blocks, w1[1], w2[1]) if model.is_fp8 else None
+    call = partial(pyops.fused_experts, x, w1[0], w2[0], chances, ids, quant_config=config)
+    found = error(model, call(), x, chances, ids, w1, w2)
+    if not found <= model.most:
+        return f"WRONG: mean error {found:.4f}"
+    read = len(ids.unique()) * 3 * model.hidden * model.channels * w1[0].element_size()
+    return f"{gpu_us([call], QUICK).median:.1f} us, weights {read / _MEMORY:.1f} us, mean error {found:.4f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    rows = arguments or ROWS
+    for name, model in MODELS.items():
+        tokens = [int(row.partition(":")[2]) for row in rows if row.partition(":")[0] == name]
+        if not tokens:
+            continue
+        w1, w2 = (
+            weights(model, *sizes) for sizes in ((2 * model.channels, model.hidden), (model.hidden, model.channels))
+        )
+        for count in tokens:
+            try:
+                print(f"{name}:{count}: {measure(model, count, w1, w2)}", flush=True)
+            except Exception as failure:
+                print(f"{name}:{count}: {reason(failure)}", file=sys.stderr, flush=True)
+        del w1, w2
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main(sys.argv[1:])

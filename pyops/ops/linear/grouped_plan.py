@@ -1,0 +1,232 @@
+"""Which kernel serves a grouped product, and how: a Config for each kernel, the choice among them, the launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32, int8
+from ..._core.kernel import Kernel, Launch
+from ..._core.tensor_map import TensorMap
+from .gemm_problem import SCALE_BLOCK
+from .grouped_problem import GroupedProblem
+
+_hopper, _mma = Kernel("linear/grouped_gemm.cu"), Kernel("linear/grouped_gemm_mma.cu")
+_simt = Kernel("linear/grouped_gemm_simt.cu")
+
+_HOPPER_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
+_STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
+_STORE_BYTES = 8 * 16 * (64 + 8) * 2  # of grouped_gemm.cu: 16 rows of each of eight warps, on their way to out
+_BARRIER_BYTES = 2 * 8  # of a stage
+_MAX_STAGES = 16
+_BYTES_IN_FLIGHT = 160 * 1024  # of weights to a multiprocessor; more make memory slower (docs/performance.md)
+_GROUP = 16  # row tiles of an expert that run together, so that the L2 cache holds what they share
+_MAX_BLOCKED_PART = 128  # rows of weights of a warpgroup whose sums a thread holds twice
+# Rows of an expert from which on tiles of 128 rows are faster than tiles of 64; with scales of blocks, where the former
+# have half as many columns. Measured on an H200: docs/performance.md, "Mixtures of experts".
+_MANY_ROWS, _MANY_BLOCKED_ROWS = 56, 192
+_TILE_COST = 24  # rows of weights that a block could load while it begins and ends a tile
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedConfig:
+    """The geometry of grouped_gemm.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m: rows of a tile: 64, whose two warpgroups divide tile_n, or 128, which they divide.
+        tile_n: rows of weights of a tile.
+        group: row tiles of one expert that are counted down together.
+    """
+
+    tile_m: int
+    tile_n: int
+    group: int = _GROUP
+
+    def __post_init__(self) -> None:
+        if self.tile_m not in (64, 128) or self.tile_n % 32 or not 0 < self.tile_n <= 256:
+            raise ValueError(f"no geometry of grouped_gemm.cu: {self}")
+
+    @property
+    def part_n(self) -> int:
+        """Rows of weights of a warpgroup."""
+        return self.tile_n * self.tile_m // 128
+
+    def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedConfig]:
+        """Other tiles and orders of tiles."""
+        found = tuning.varied(self, tile_m=(64, 128), tile_n=range(32, 257, 32), group=tuning.beside(self.group, 4, 32))
+        return [one for one in found if one.fits(problem)]
+
+    def fits(self, problem: GroupedProblem) -> bool:
+        """Whether it divides blocks of rows, and columns as scales do."""
+        if problem.lists.block_size % self.tile_m:
+            return False
+        if not problem.block_scaled:
+            return True
+        halves = 2 if problem.gated == 1 else 1
+        box = self.part_n // halves
+        whole = problem.gated != 1 or problem.n % SCALE_BLOCK == 0
+        return self.part_n <= _MAX_BLOCKED_PART and SCALE_BLOCK % box == 0 and whole
+
+    def launch(self, problem: GroupedProblem) -> Launch:
+        """As many blocks as the device holds, or as there may be tiles."""
+        device, kernel = problem.device, problem.kernel(_hopper.for_arch(problem.device.arch_feature))
+        halves = 2 if problem.gated == 1 else 1
+        columns = -(-problem.b_rows // self.tile_n) if problem.gated else -(-problem.n // self.tile_n)
+        stage = (self.tile_m + self.tile_n) * _STEP_BYTES + _BARRIER_BYTES
+        most = _BYTES_IN_FLIGHT // (self.tile_n * _STEP_BYTES)
+        stages = max(2, min(_MAX_STAGES, (device.shared_memory - _STORE_BYTES) // stage, most))
+        k, itemsize = problem.k, problem.dtype.itemsize
+        stride = problem.b.stride * itemsize if problem.b.rows > 1 else -(-k * itemsize // 16) * 16
+        box = _STEP_BYTES // itemsize, self.part_n // halves
+        return kernel(
+            **problem.constants(),
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            STAGES=stages,
+            BUFFERS=2 if problem.block_scaled else 1,
+            GROUP=self.group,
+            ALIGNED_OUT=problem.out_is_aligned,
+        ).launch(
+            min(problem.max_tiles(self.tile_m) * columns, device.multiprocessors),
+            384,
+            _STORE_BYTES + stages * stage,
+            b_map=TensorMap(problem.b.source, problem.dtype, (k, problem.b.rows), (stride,), box, _STEP_BYTES),
+            **problem.arguments(kernel, self.tile_m),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMmaConfig:
+    """The geometry of grouped_gemm_mma.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m, tile_n: rows of a block's tile, and rows of its weights.
+        warps_m, warps_n: warps along them.
+        stages: steps of K that are in shared memory or on the way there.
+        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+    """
+
+    tile_m: int
+    tile_n: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    min_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n) or self.stages < 2:
+            raise ValueError(f"warps do not divide the tile: {self}")
+
+    @property
+    def shared_memory(self) -> int:
+        return self.stages * (self.tile_m + self.tile_n) * _STEP_BYTES
+
+    def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedMmaConfig]:
+        """Other tiles and stages."""
+        found = tuning.varied(
+            self,
+            tile_m=tuning.beside(self.tile_m, 16, 64),
+            tile_n=tuning.beside(self.tile_n, 32, 128),
+            stages=(self.stages - 1, self.stages + 1),
+        )
+        fits = [one for one in found if one.shared_memory <= device.shared_memory]
+        return [one for one in fits if problem.lists.block_size % one.tile_m == 0]
+
+    def launch(self, problem: GroupedProblem) -> Launch:
+        """A block for each tile that there may be."""
+        tiles = problem.max_tiles(self.tile_m) * -(-problem.b_rows // self.tile_n)
+        num_threads = self.warps_m * self.warps_n * 32
+        kernel = problem.kernel(_mma)
+        return kernel(
+            **problem.constants(),
+            VEC_SIZE=problem.vec_size,
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            WARPS_M=self.warps_m,
+            WARPS_N=self.warps_n,
+            STAGES=self.stages,
+            GROUP=_GROUP,
+            MIN_BLOCKS=self.min_blocks,
+        ).launch(
+            tiles,
+            num_threads,
+            self.shared_memory,
+            **problem.arguments(kernel, self.tile_m),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedSimtConfig:
+    """The geometry of grouped_gemm_simt.cu: rows and columns of a block's tile, of which a thread has 4 x 4."""
+
+    tile_m: int
+    tile_n: int
+
+    def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedSimtConfig]:
+        """Other tiles."""
+        found = tuning.varied(
+            self, tile_m=tuning.beside(self.tile_m, 16, 64), tile_n=tuning.beside(self.tile_n, 64, 128)
+        )
+        return [one for one in found if problem.lists.block_size % one.tile_m == 0]
+
+    def launch(self, problem: GroupedProblem) -> Launch:
+        """A block for each tile that there may be."""
+        tiles = problem.max_tiles(self.tile_m) * -(-problem.n // self.tile_n)
+        kernel = problem.kernel(_simt)
+        return kernel(**problem.constants(), TILE_M=self.tile_m, TILE_N=self.tile_n, GROUP=_GROUP).launch(
+            tiles,
+            self.tile_m * self.tile_n // 16,
+            **problem.arguments(kernel, self.tile_m),
+        )
+
+
+Config = GroupedConfig | GroupedMmaConfig | GroupedSimtConfig
+
+
+def serves(problem: GroupedProblem, device: Device) -> bool:
+    """Whether grouped_gemm.cu runs on the device and takes this problem."""
+    supported = problem.dtype in _HOPPER_DTYPES and problem.out.dtype.itemsize == 2
+    supported = supported and not (problem.block_scaled and problem.dtype is int8) and not problem.empty
+    mapped = problem.vec_size * problem.dtype.itemsize == 16 and problem.k > 0
+    fits = problem.lists.block_size % 64 == 0 and GroupedConfig(64, 64).fits(problem)
+    return device.supports("wgmma") and supported and mapped and fits
+
+
+def block_size_for(num_rows: int, num_experts: int, block_scaled: bool = False) -> int:
+    """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
+    many = _MANY_BLOCKED_ROWS if block_scaled else _MANY_ROWS
+    return 128 if num_rows >= many * num_experts else 64
+
+
+def choose(problem: GroupedProblem, device: Device) -> Config:
+    """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
+    if serves(problem, device):
+        return _choose_hopper(problem, device)
+    rows = problem.rows_of_expert
+    tile_m = next(
+        tile for tile in (64, 32, 16) if problem.lists.block_size % tile == 0 and (rows > tile // 2 or tile == 16)
+    )
+    if problem.dtype is float32 or not device.supports("mma"):
+        return GroupedSimtConfig(tile_m, 64)
+    if tile_m < 64:
+        return GroupedMmaConfig(tile_m, 64, 1, 4, 6, 2)
+    return GroupedMmaConfig(64, 128, 2, 4, 4)
+
+
+def _choose_hopper(problem: GroupedProblem, device: Device) -> GroupedConfig:
+    """The tile of which the busiest block loads the fewest rows of weights."""
+    tile_m = 128 if problem.lists.block_size % 128 == 0 else 64
+    row_tiles = problem.row_tiles(tile_m)
+
+    def cost(tile_n: int) -> tuple[int, int]:
+        tiles = row_tiles * -(-problem.b_rows // tile_n)
+        return -(-tiles // device.multiprocessors) * (tile_n + _TILE_COST), tile_n
+
+    sizes = [GroupedConfig(tile_m, tile_n) for tile_n in range(32, 257, 32)]
+    return min((one for one in sizes if one.fits(problem)), key=lambda one: cost(one.tile_n))
+
+
+def plan(problem: GroupedProblem) -> Launch:
+    """The launch of the kernel that is chosen, or forced by `tuning`."""
+    return tuning.config(problem.out.op, problem, problem.device, choose).launch(problem)

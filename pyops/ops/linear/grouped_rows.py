@@ -1,0 +1,103 @@
+"""Rows of each expert that lie one after another, as offsets and sizes say: what vLLM's grouped products take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..._core import check
+from ..._core.dtypes import bfloat16, float16, int32, int64
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.lazy import torch
+from ..._core.tensor import TensorArg
+from .grouped_plan import block_size_for
+from .grouped_problem import ExpertLists
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_group_rows = Kernel("linear/group_rows.cu")
+_NUM_THREADS = 256  # of group_rows.cu; no measurement of its own
+
+
+def each_expert(out: Tensor, problem_sizes: Tensor, expert_offsets: Tensor) -> list[tuple[int, slice]]:
+    """(expert, its rows of out) of each expert that has rows."""
+    found = []
+    for e, (sizes, first) in enumerate(zip(problem_sizes.tolist(), expert_offsets.tolist(), strict=True)):
+        rows = min(max(sizes[0] if sizes[1] == out.shape[1] else sizes[1], 0), len(out))
+        if rows and 0 <= first < len(out):
+            found.append((e, slice(first, min(first + rows, len(out)))))
+    return found
+
+
+def lists_of(
+    out: TensorArg,
+    problem_sizes: TensorArg,
+    expert_offsets: TensorArg,
+    sf_offsets: TensorArg | None = None,
+    block_scaled: bool = False,
+) -> tuple[ExpertLists, Launch, Scratch | None]:
+    """The rows of each expert, the launch that writes them, and where it writes the rows of scales."""
+    check.sizes(problem_sizes, num_experts=None, sizes=3)
+    num_experts, (num_rows, n) = problem_sizes.shape[0], out.shape
+    check.shape(problem_sizes, int32, num_experts=num_experts, sizes=3)
+    check.dtype(expert_offsets, int32, int64)
+    check.shape(expert_offsets, num_experts=num_experts)
+    check.shape(sf_offsets, int32, num_experts=num_experts)
+    block_size = block_size_for(num_rows, num_experts, block_scaled)
+    num_blocks = num_rows // block_size + min(num_rows, num_experts)
+    sorted_ids, expert_ids, total = Scratch(4 * num_blocks * block_size or 4), Scratch(4 * num_blocks or 4), Scratch(4)
+    scale_rows = None if sf_offsets is None else Scratch(4 * num_rows or 4)
+    launch = _group_rows(
+        offset_t=expert_offsets.dtype, HAS_SCALE_ROWS=scale_rows is not None, NUM_THREADS=_NUM_THREADS
+    ).launch(
+        num_experts if num_rows and n else 0,
+        _NUM_THREADS,
+        sorted_token_ids=sorted_ids,
+        expert_ids=expert_ids,
+        num_tokens_post_pad=total,
+        scale_rows=scale_rows or 0,
+        **({"sf_offsets": 0} if sf_offsets is None else {}),
+        num_experts=num_experts,
+        num_rows=num_rows,
+        n=n,
+        block_size=block_size,
+        num_blocks=num_blocks,
+    )
+    return ExpertLists(sorted_ids, expert_ids, total, block_size, num_blocks), launch, scale_rows
+
+
+def weights_of(b: TensorArg, num_experts: int, n: int, k: int) -> TensorArg:
+    """The weights as [num_experts, N, K], of which a transposed view [num_experts, K, N] may be given."""
+    is_view = b.shape == (num_experts, k, n) and (n != k or (b.strides[2] != 1 and k > 1))
+    if is_view:
+        b = replace(b, shape=(num_experts, n, k), strides=(b.strides[0], b.strides[2], b.strides[1]))
+    check.sizes(b, num_experts=num_experts, N=n, K=k)
+    check.row_size(b)
+    return b
+
+
+def check_rows(out: TensorArg, a: TensorArg, b: TensorArg) -> TensorArg:
+    """Check out [rows, N], a [rows, K] and what is common to weights of any layout; returns out."""
+    check.sizes(a, num_rows=None, K=None)
+    check.row_size(a)
+    check.dtype(out, float16, bfloat16)
+    check.sizes(out, num_rows=a.shape[0], N=None)
+    check.row_size(out)
+    check.dtype(b, a.dtype)
+    check.sizes(b, num_experts=None, N=None, K=None)
+    return out
+
+
+def bad_rows(out: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict[str, Tensor]:
+    sizes = problem_sizes.long()
+    rows = torch.where(sizes[:, 1] == out.shape[1], sizes[:, 0], sizes[:, 1])
+    first = expert_offsets.long()
+    outside = (rows < 0) | ((rows > 0) & ((first < 0) | (first > len(out) - rows)))
+    return {"expert_offsets": outside, "problem_sizes": outside[:, None].expand(-1, 3)}
+
+
+def example_sizes(make: Any, num_tokens: int, n: int, k: int) -> tuple[Any, Any]:
+    """(offsets, sizes) of three experts, of which the second has no rows."""
+    counts = num_tokens // 3, 0, num_tokens - num_tokens // 3
+    return make.values([0, counts[0], counts[0]], "int32"), make.values([[m, n, k] for m in counts], "int32")

@@ -1,0 +1,200 @@
+"""vLLM's grouped products of fp8: under scales of tensors, rows and columns, or of blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..._core import check
+from ..._core.dtypes import E4M3, float32, int64
+from ..._core.kernel import Launch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .gemm_problem import SCALE_BLOCK, Operand
+from .grouped import block_scaled_product
+from .grouped_plan import plan
+from .grouped_problem import GroupedProblem
+from .grouped_rows import bad_rows, check_rows, each_expert, example_sizes, lists_of, weights_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["cutlass_blockwise_scaled_grouped_mm", "cutlass_moe_mm"]
+
+
+@op(inout="out_tensors", atol=2.0**-18)
+def cutlass_moe_mm(
+    out_tensors: Tensor,
+    a_tensors: Tensor,
+    b_tensors: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    expert_offsets: Tensor,
+    problem_sizes: Tensor,
+    a_strides: Tensor | None,
+    b_strides: Tensor | None,
+    c_strides: Tensor | None,
+    per_act_token: bool,
+    per_out_ch: bool,
+) -> None:
+    """fp8 rows times the weights of their experts: ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ b[e].T))``.
+
+    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
+    experts must not be the same. After vLLM's op of this name.
+
+    Args:
+        out_tensors: [num_rows, N] float16 or bfloat16, written; rows of one stride.
+        a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
+        b_tensors: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
+        a_scales: float32, contiguous, one element, or one for each row if `per_act_token`.
+        b_scales: float32, contiguous, [num_experts, 1], or [num_experts, N] if `per_out_ch`, or with a last size of 1.
+        expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
+        problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
+        a_strides, b_strides, c_strides: [num_experts] int64; or None. The tensors themselves say what is in them.
+        per_act_token, per_out_ch: see a_scales and b_scales.
+    """
+    n, k = out_tensors.shape[1], a_tensors.shape[1]
+    if b_tensors.shape[1] != n or (n == k and b_tensors.stride(2) != 1):
+        b_tensors = b_tensors.transpose(1, 2)
+    for e, rows in each_expert(out_tensors, problem_sizes, expert_offsets):
+        sums = (a_tensors[rows].double() @ b_tensors[e].double().T).float()
+        scales = a_scales.reshape(-1, 1)[rows] if per_act_token else a_scales.reshape(1)
+        out_tensors[rows] = (scales * (b_scales[e].reshape(-1) * sums)).to(out_tensors.dtype)
+
+
+@cutlass_moe_mm.plan
+def plan_cutlass_moe_mm(
+    out_tensors: TensorArg,
+    a_tensors: TensorArg,
+    b_tensors: TensorArg,
+    a_scales: TensorArg,
+    b_scales: TensorArg,
+    expert_offsets: TensorArg,
+    problem_sizes: TensorArg,
+    a_strides: TensorArg | None,
+    b_strides: TensorArg | None,
+    c_strides: TensorArg | None,
+    per_act_token: bool,
+    per_out_ch: bool,
+) -> list[Launch]:
+    check.dtype(a_tensors, *E4M3)
+    lists, launch, _ = lists_of(check_rows(out_tensors, a_tensors, b_tensors), problem_sizes, expert_offsets)
+    num_experts, (num_rows, n), k = problem_sizes.shape[0], out_tensors.shape, a_tensors.shape[1]
+    weights = weights_of(b_tensors, num_experts, n, k)
+    for strides in (a_strides, b_strides, c_strides):
+        if strides is not None:
+            check.dtype(strides, int64)
+            check.sizes(strides, num_experts=num_experts)
+    for scales, count in (
+        (a_scales, num_rows if per_act_token else 1),
+        (b_scales, num_experts * (n if per_out_ch else 1)),
+    ):
+        check.dtype(scales, float32)
+        check.contiguous(scales)
+        if scales.numel != count:
+            raise scales.error(f"expected {count} elements, got shape {scales.shape}")
+    operands = Operand.of_rows(a_tensors), Operand.of_rows(weights), num_experts, k
+    return [launch, plan(GroupedProblem(out_tensors, *operands, lists, a_scales=a_scales, b_scales=b_scales))]
+
+
+@cutlass_moe_mm.bad_indices
+def bad_indices_cutlass_moe_mm(out_tensors: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict[str, Tensor]:
+    return bad_rows(out_tensors, expert_offsets, problem_sizes)
+
+
+@cutlass_moe_mm.example
+def example_cutlass_moe_mm(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    per_row: bool = True,
+) -> tuple[Any, ...]:
+    num_experts, n, k = 3, 136, 160
+    offsets, sizes = example_sizes(make, num_tokens, n, k)
+    return (
+        make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
+        make.randn(num_tokens, k, dtype="float8_e4m3fn"),
+        make.randn(num_experts, n, k, dtype="float8_e4m3fn"),
+        make.full(num_tokens if per_row else 1, 1, value=0.05, dtype="float32"),
+        make.full(num_experts, n if per_row else 1, value=0.05, dtype="float32"),
+        offsets,
+        sizes,
+        None,
+        None,
+        None,
+        per_row,
+        per_row,
+    )
+
+
+@op(inout="output", atol=2.0**-18)
+def cutlass_blockwise_scaled_grouped_mm(
+    output: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
+    problem_sizes: Tensor,
+    expert_offsets: Tensor,
+) -> None:
+    """`cutlass_moe_mm` under scales of 128 elements of a row of a, and of blocks of 128 x 128 of a weight.
+
+    Args:
+        output: [num_rows, N] float16 or bfloat16, written; rows of one stride.
+        a: [num_rows, K] float8_e4m3fn; rows of one stride.
+        b: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
+        scales_a: [num_rows, ceil(K / 128)] float32, of any strides.
+        scales_b: [num_experts, ceil(N / 128), ceil(K / 128)] float32, of any strides.
+        problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
+        expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
+    """
+    n, k = output.shape[1], a.shape[1]
+    if b.shape[1] != n or (n == k and b.stride(2) != 1):
+        b = b.transpose(1, 2)
+    for e, rows in each_expert(output, problem_sizes, expert_offsets):
+        output[rows] = block_scaled_product(a[rows], b[e], scales_a[rows], scales_b[e]).to(output.dtype)
+
+
+@cutlass_blockwise_scaled_grouped_mm.plan
+def plan_cutlass_blockwise_scaled_grouped_mm(
+    output: TensorArg,
+    a: TensorArg,
+    b: TensorArg,
+    scales_a: TensorArg,
+    scales_b: TensorArg,
+    problem_sizes: TensorArg,
+    expert_offsets: TensorArg,
+) -> list[Launch]:
+    check.dtype(a, *E4M3)
+    lists, launch, _ = lists_of(check_rows(output, a, b), problem_sizes, expert_offsets, block_scaled=True)
+    num_experts, (num_rows, n), k = problem_sizes.shape[0], output.shape, a.shape[1]
+    weights = weights_of(b, num_experts, n, k)
+    columns = -(-k // SCALE_BLOCK)
+    for scales in (scales_a, scales_b):
+        check.dtype(scales, float32)
+    check.sizes(scales_a, num_rows=num_rows, blocks=columns)
+    check.sizes(scales_b, num_experts=num_experts, row_blocks=-(-n // SCALE_BLOCK), blocks=columns)
+    operands = Operand.of_rows(a), Operand.of_rows(weights), num_experts, k
+    problem = GroupedProblem(output, *operands, lists, None, scales_a, scales_b, block_scaled=True)
+    return [launch, plan(problem)]
+
+
+@cutlass_blockwise_scaled_grouped_mm.bad_indices
+def bad_indices_cutlass_blockwise_scaled_grouped_mm(
+    output: Tensor, problem_sizes: Tensor, expert_offsets: Tensor
+) -> dict[str, Tensor]:
+    return bad_rows(output, expert_offsets, problem_sizes)
+
+
+@cutlass_blockwise_scaled_grouped_mm.example
+def example_cutlass_blockwise_scaled_grouped_mm(make: Any, *, num_tokens: int = 16) -> tuple[Any, ...]:
+    num_experts, n, k = 3, 136, 160
+    offsets, sizes = example_sizes(make, num_tokens, n, k)
+    return (
+        make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
+        make.randn(num_tokens, k, dtype="float8_e4m3fn"),
+        make.randn(num_experts, n, k, dtype="float8_e4m3fn"),
+        make.full(num_tokens, 2, value=0.05, dtype="float32"),
+        make.full(num_experts, 2, 2, value=0.05, dtype="float32"),
+        sizes,
+        offsets,
+    )

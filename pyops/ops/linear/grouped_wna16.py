@@ -1,0 +1,175 @@
+"""vLLM's grouped product of 16-bit rows with weights of 4 or 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import bfloat16, float16, float32, uint8
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .gemm_problem import Operand
+from .grouped import grouped_gemm
+from .grouped_plan import plan
+from .grouped_problem import ExpertLists, GroupedProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["moe_wna16_gemm"]
+
+_wna16_to_dense = Kernel("linear/wna16_to_dense.cu")
+_NUM_THREADS = 256  # of wna16_to_dense.cu, each with four bytes of codes
+
+
+@op(out="output", atol=2.0**-18)
+def moe_wna16_gemm(
+    input: Tensor,
+    output: Tensor,
+    b_qweight: Tensor,
+    b_scales: Tensor,
+    b_qzeros: Tensor | None,
+    topk_weights: Tensor | None,
+    sorted_token_ids: Tensor,
+    experts_ids: Tensor,
+    num_tokens_post_pad: Tensor,
+    top_k: int,
+    BLOCK_SIZE_M: int,
+    BLOCK_SIZE_N: int,
+    BLOCK_SIZE_K: int,
+    bit: int,
+) -> None:
+    """Rows times weights of 4 or 8 bits: ``output[t] = weight[t] * (input[t // top_k] @ W[e].T)``, e the row's expert.
+
+    ``W = (code - zero) * scale``, rounded to the dtype of input, in memory of the call. Rows that the lists do not
+    name, and those of experts that do not exist, become 0. After vLLM's op of this name.
+
+    Args:
+        input: [num_tokens, K] float16 or bfloat16; rows of one stride.
+        output: [..., N] of the same dtype, num_tokens * top_k rows of one stride, written.
+        b_qweight: [num_experts, N, K * bit / 8] uint8, contiguous; of 4 bits, the first of two codes is in the lower
+            half of a byte.
+        b_scales: [num_experts, N, K / group size] of the dtype of input, contiguous.
+        b_qzeros: uint8, contiguous, [num_experts, N / 2, K / group size] of 4 bits, that of the first of two rows in
+            the lower half; of 8 bits [num_experts, N, K / group size]. None for 8, and for 128.
+        topk_weights: float32, contiguous, a weight for each row of output; or None.
+        sorted_token_ids, experts_ids, num_tokens_post_pad: as `moe_align_block_size` writes them for blocks of
+            BLOCK_SIZE_M.
+        top_k: rows of output that share a row of input.
+        BLOCK_SIZE_M: places of a block, a multiple of 16.
+        BLOCK_SIZE_N, BLOCK_SIZE_K: tiles of vLLM's kernel; not used.
+        bit: of a code, 4 or 8.
+    """
+    codes, zeros = b_qweight, b_qzeros
+    if bit == 4:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(2)
+        zeros = None if zeros is None else torch.stack((zeros & 15, zeros >> 4), 2).flatten(1, 2)
+    size = codes.shape[2] // b_scales.shape[2]
+    middle = 2 ** (bit - 1) if zeros is None else zeros.repeat_interleave(size, 2).float()
+    weights = ((codes.float() - middle) * b_scales.repeat_interleave(size, 2).float()).to(input.dtype)
+    rows = torch.zeros(len(input) * top_k, codes.shape[1], dtype=output.dtype, device=output.device)
+    lists = sorted_token_ids, experts_ids, num_tokens_post_pad
+    grouped_gemm.reference(rows, input, weights, *lists, topk_weights, top_k=top_k, block_size=BLOCK_SIZE_M)
+    output.copy_(rows.view(output.shape))
+
+
+@moe_wna16_gemm.plan
+def plan_moe_wna16_gemm(
+    input: TensorArg,
+    output: TensorArg,
+    b_qweight: TensorArg,
+    b_scales: TensorArg,
+    b_qzeros: TensorArg | None,
+    topk_weights: TensorArg | None,
+    sorted_token_ids: TensorArg,
+    experts_ids: TensorArg,
+    num_tokens_post_pad: TensorArg,
+    top_k: int,
+    BLOCK_SIZE_M: int,
+    BLOCK_SIZE_N: int,
+    BLOCK_SIZE_K: int,
+    bit: int,
+) -> list[Launch]:
+    check.dtype(input, float16, bfloat16)
+    check.sizes(input, num_tokens=None, K=None)
+    check.row_size(input)
+    k, num_rows, n = input.shape[1], input.shape[0] * top_k, check.row_size(output)
+    check.dtype(output, input.dtype)
+    for name, value, known in (("bit", bit, bit in (4, 8)), ("top_k", top_k, 1 <= top_k <= 1024)):
+        if not known:
+            raise check.refuse(output, name, f"expected {'4 or 8' if name == 'bit' else '1 to 1024'}, got {value}")
+    if check.num_rows(output) != num_rows:
+        raise output.error(f"expected {num_rows} rows, top_k for each of input, got shape {output.shape}")
+    if k * bit % 32:
+        raise input.error(f"expected rows of a multiple of {32 // bit} elements, got shape {input.shape}")
+    check.sizes(b_qweight, num_experts=None, N=n, bytes=k * bit // 8)
+    num_experts = b_qweight.shape[0]
+    check.shape(b_qweight, uint8, num_experts=num_experts, N=n, bytes=k * bit // 8)
+    check.sizes(b_scales, num_experts=num_experts, N=n, groups=None)
+    groups = b_scales.shape[2]
+    if not groups or k % groups:
+        raise b_scales.error(f"expected groups of equal size of {k} elements, got shape {b_scales.shape}")
+    check.shape(b_scales, input.dtype, num_experts=num_experts, N=n, groups=groups)
+    if b_qzeros is not None and n * bit % 8:
+        raise b_qzeros.error(f"expected two rows for each zero point of 4 bits, got {n} rows")
+    check.shape(b_qzeros, uint8, num_experts=num_experts, rows=n * bit // 8, groups=groups)
+    check.per_row(topk_weights, float32, num_rows)
+    lists = ExpertLists.of(sorted_token_ids, experts_ids, num_tokens_post_pad, BLOCK_SIZE_M)
+    dense = Scratch(max(1, num_experts * n * k) * input.dtype.itemsize)
+    words = num_experts * n * (k * bit // 32)
+    kernel = _wna16_to_dense.renamed(codes="b_qweight", scales="b_scales", zeros="b_qzeros", result="output")
+    access = check.vector_width(4, b_qweight)
+    expand = kernel(
+        scalar_t=input.dtype, BITS=bit, HAS_ZEROS=b_qzeros is not None, CODE_ACCESS=access, NUM_THREADS=_NUM_THREADS
+    ).launch(
+        -(-words // _NUM_THREADS),
+        _NUM_THREADS,
+        dense=dense,
+        rows=num_experts * n,
+        words=k * bit // 32,
+        groups=groups,
+        group_size=k // groups,
+        result_rows=num_rows,
+        n=n,
+        result_stride=check.row_stride(output),
+    )
+    out = replace(output, shape=(num_rows, n), strides=(check.row_stride(output), 1))
+    operands = Operand.of_rows(input), Operand.of_scratch(dense, input.dtype, num_experts * n, k)
+    return [expand, plan(GroupedProblem(out, *operands, num_experts, k, lists, topk_weights, top_k=top_k))]
+
+
+@moe_wna16_gemm.bad_indices
+def bad_indices_moe_wna16_gemm(
+    input: Tensor, b_qweight: Tensor, sorted_token_ids: Tensor, experts_ids: Tensor, top_k: int
+) -> dict[str, Tensor]:
+    return {
+        "sorted_token_ids": (sorted_token_ids < 0) | (sorted_token_ids > len(input) * top_k),
+        "experts_ids": (experts_ids < -1) | (experts_ids >= len(b_qweight)),
+    }
+
+
+@moe_wna16_gemm.example
+def example_moe_wna16_gemm(
+    make: Any, *, num_tokens: int = 16, bit: Literal[4, 8] = 4, with_zeros: bool = False
+) -> tuple[Any, ...]:
+    num_experts, top_k, n, k, groups, block_size, dtype = 3, 2, 40, 128, 2, 16, "bfloat16"
+    num_blocks = -(-num_tokens * top_k // block_size)
+    return (
+        make.randn(num_tokens, k, dtype=dtype),
+        make.empty(num_tokens, top_k, n, dtype=dtype),
+        make.randint(0, 256, num_experts, n, k * bit // 8, dtype="uint8"),
+        make.full(num_experts, n, groups, value=2.0**-8, dtype=dtype),
+        make.randint(0, 256, num_experts, n * bit // 8, groups, dtype="uint8") if with_zeros else None,
+        make.randn(num_tokens, top_k, dtype="float32"),
+        make.permutation(num_blocks * block_size, num_blocks * block_size, dtype="int32"),
+        make.randint(0, num_experts, num_blocks, dtype="int32"),
+        make.full(1, value=num_blocks * block_size, dtype="int32"),
+        top_k,
+        block_size,
+        64,
+        64,
+        bit,
+    )

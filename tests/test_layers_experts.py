@@ -1,0 +1,160 @@
+"""Layers of experts: the same by every method, weights of checkpoints, experts on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+import pyops
+from pyops.nn import FusedMoE, FusedMoEModularMethod, TransformersFusedMoE, UnquantizedFusedMoEMethod, experts
+from pyops.nn.custom_op import set_custom_ops
+
+TOKENS, EXPERTS, HIDDEN, CHANNELS = 9, 8, 64, 32
+
+
+@pytest.fixture(autouse=True)
+def on_cuda() -> Iterator[None]:
+    """Layers are made as where CUDA is: their ops then run their references."""
+    with set_custom_ops("all", platform="cuda"):
+        yield
+
+
+def filled(layer: FusedMoE) -> FusedMoE:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in layer.parameters():
+        parameter.data.normal_(0.0, 0.2, generator=generator)
+    return layer
+
+
+def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(TOKENS, HIDDEN, generator=generator), torch.randn(TOKENS, EXPERTS, generator=generator)
+
+
+GROUPS = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
+BIAS = torch.linspace(-1.0, 1.0, EXPERTS)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"renormalize": False, "routed_scaling_factor": 2.5},
+    GROUPS,
+    {**GROUPS, "scoring_func": "sigmoid", "e_score_correction_bias": BIAS, "routed_scaling_factor": 2.5},
+    {"scoring_func": "sigmoid", "e_score_correction_bias": BIAS},
+    {"activation": "swigluoai", "has_bias": True},
+    {"activation": "relu2", "is_act_and_mul": False},
+    {"custom_routing_function": lambda x, logits, k, _: (torch.ones(len(x), k), logits.topk(k, 1)[1].int())},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_methods_agree(options: dict[str, Any]) -> None:
+    """Plain PyTorch and the ops, up to the rounding of sums."""
+    layer, given = filled(FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, **options)), inputs()
+    native, by_ops = layer.forward_native(*given), layer.forward_cuda(*given)
+    assert (native - by_ops).abs().max() <= 2.0**-20 * native.abs().max()
+    assert native.abs().max() > 0.1
+
+
+def test_a_layer_by_hand() -> None:
+    layer, (x, logits) = filled(FusedMoE(EXPERTS, 3, HIDDEN, CHANNELS)), inputs()
+    chances, ids = logits.double().softmax(1).topk(3, 1)
+    chances = chances / chances.sum(1, keepdim=True)
+    exact = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for t in range(TOKENS):
+        for j in range(3):
+            gate, up = (layer.w13_weight[ids[t, j]].double() @ x[t].double()).chunk(2)
+            exact[t] += chances[t, j] * (layer.w2_weight[ids[t, j]].double() @ (silu(gate) * up))
+    assert (layer(x, logits) - exact).abs().max() <= 2.0**-20 * exact.abs().max()
+    chosen = TransformersFusedMoE(EXPERTS, 3, HIDDEN, CHANNELS)
+    chosen.load_state_dict(layer.state_dict())
+    for method in (chosen, chosen.forward_native, chosen.forward_cuda):
+        assert (method(x, ids, chances) - exact).abs().max() <= 2.0**-20 * exact.abs().max()
+
+
+def test_switches() -> None:
+    with set_custom_ops("all,-fused_moe,-unquantized_fused_moe", platform="cuda"):
+        layer = filled(FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS))
+    assert layer._forward_method == layer.forward_native
+    assert layer.quant_method._forward_method == layer.quant_method.forward_native
+
+
+def test_the_kernel_of_a_modular_method() -> None:
+    """It is called where the layer is on; where it is off, the method before it computes."""
+    calls = []
+
+    def kernel(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(options)
+        return pyops.fused_experts(*args, **options)
+
+    layer, given = filled(FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, has_bias=True)), inputs()
+    expected = layer.forward_cuda(*given)
+    layer.quant_method = FusedMoEModularMethod(UnquantizedFusedMoEMethod(), kernel)
+    chosen = layer.select_experts(*given)
+    assert torch.equal(layer.quant_method.forward_cuda(layer, given[0], *chosen), expected)
+    assert [one["activation"] for one in calls] == ["silu"]
+    assert (layer.forward_native(*given) - expected).abs().max() <= 2.0**-20 * expected.abs().max()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("ep_size", [None, 2])
+def test_ranks_divide_channels_or_experts(ep_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a checkpoint, loaded by two ranks, whose results add up to those of one."""
+    whole, given = filled(FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, has_bias=True)), inputs()
+    names = FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", EXPERTS)
+    assert len(names) == 3 * EXPERTS
+    checkpoint = {}
+    for at, name, expert, shard in names:
+        for kind in ("weight", "bias"):
+            value = getattr(whole, f"{at.removeprefix('experts.')}{kind}")[expert]
+            part = value if shard == "w2" else value.chunk(2)[int(shard == "w3")]
+            checkpoint[f"{name}{kind}"] = part
+    total = torch.zeros_like(given[0])
+    for rank in range(2):
+        monkeypatch.setattr(experts, "get_tensor_model_parallel_world_size", lambda: 2)
+        monkeypatch.setattr(experts, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        layer = FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, has_bias=True, ep_size=ep_size)
+        for at, name, expert, shard in names:
+            for kind in ("weight", "bias"):
+                parameter = getattr(layer, f"{at.removeprefix('experts.')}{kind}")
+                layer.weight_loader(parameter, checkpoint[f"{name}{kind}"], f"{name}{kind}", shard, expert)
+        parts = layer.forward_cuda(*given), layer.forward_native(*given)
+        assert (parts[0] - parts[1]).abs().max() <= 2.0**-20 * parts[0].abs().max()
+        total += parts[0]
+    expected = whole(*given)
+    assert (total - expected).abs().max() <= 2.0**-19 * expected.abs().max()
+
+
+def test_gates_and_ups_by_turns_are_loaded_by_turns() -> None:
+    layer = FusedMoE(2, 1, 4, 3, activation="swigluoai")
+    gate, up = torch.ones(3, 4), torch.full((3, 4), 2.0)
+    layer.weight_loader(layer.w13_weight, gate, "gate", "w1", 1)
+    layer.weight_loader(layer.w13_weight, up, "up", "w3", 1)
+    assert layer.w13_weight[1, :, 0].tolist() == [1.0, 2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"top_k": 9}, "top_k"),
+        ({"activation": "tanh"}, "activation"),
+        ({"quant_config": object()}, "quant_config"),
+        ({"ep_size": 3}, "ep_size"),
+        ({"dp_size": 2}, "dp_size"),
+        ({"scoring_func": "tanh"}, "scoring_func"),
+        ({"use_grouped_topk": True}, "num_expert_group"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"FusedMoE: {name}"):
+        FusedMoE(**{"num_experts": EXPERTS, "top_k": 2, "hidden_size": HIDDEN, "intermediate_size": CHANNELS} | options)
+
+
+def test_weights_of_other_shapes_and_names_are_refused() -> None:
+    layer = FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS)
+    with pytest.raises(ValueError, match=r"one: expected shape \(32, 64\) on this rank, got \(32, 63\)"):
+        layer.weight_loader(layer.w13_weight, torch.ones(CHANNELS, HIDDEN - 1), "one", "w1", 0)
+    with pytest.raises(ValueError, match="shard_id: expected w1, w2 or w3, got 'w4' for one"):
+        layer.weight_loader(layer.w13_weight, torch.ones(CHANNELS, HIDDEN), "one", "w4", 0)
