@@ -135,6 +135,13 @@ def test_choice(arch: str, m: int, n: int, k: int, expected: Any) -> None:
         assert (choose(one, on) if serves(one, on) else None) == expected
 
 
+def test_several_groups_in_a_step() -> None:
+    """Threads have twice the registers, and tiles eight rows at most."""
+    one = problem(16, 28672, 4096, HOPPER, group_size=64)
+    assert choose(one, HOPPER) == PackedMmaConfig(8, 1, 1, 8)
+    assert choose(problem(1, 4096, 4096, HOPPER, group_size=32), HOPPER) == PackedMmaConfig(1, 8, 2, 1)
+
+
 def test_choices_fit() -> None:
     """Into shared memory, with a step of K for every part of a sum; so do the candidates."""
     for m in (1, 3, 17, 64, 65, 300, 5000):
@@ -181,4 +188,4 @@ def test_no_geometry() -> None:
         with pytest.raises(ValueError, match="no geometry"):
             wrong()
     assert choose_mma(1, 64, 1, HOPPER) == PackedMmaConfig(1, 1, 1, 16)
-    assert packed_hopper.choose(16, 64, 64, HOPPER).splits == 1
+    assert packed_hopper.choose(16, 64, 64, "awq", HOPPER).splits == 1

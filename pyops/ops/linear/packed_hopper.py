@@ -105,8 +105,10 @@ class PackedConfig:
 
 
 @cache
-def choose(m: int, n: int, k: int, device: Device) -> PackedConfig:
+def choose(m: int, n: int, k: int, layout: str, device: Device) -> PackedConfig:
     """The config that takes the least time by the model, for at most `m` rows, a power of two."""
+    # With more products in flight, the larger tiles are slower, or have no registers for AWQ's words.
+    most = _MAX_SUMS if layout == "awq" else 2 * _MAX_SUMS
 
     def cycles(one: PackedConfig) -> float:
         tiles = -(-m // one.tile_m) * -(-n // one.tile_n)
@@ -132,7 +134,8 @@ def choose(m: int, n: int, k: int, device: Device) -> PackedConfig:
         for splits in CLUSTERS:
             fits = splits == 1 or (tile_m <= _MAX_SHARED_ROWS and splits <= -(-k // STEP_K))
             if fits and (tile_m <= m or tile_m == 16):
-                found.append(PackedConfig(tile_m, tile_n, 1 if tile_m == 256 else 2, splits, 1))
+                chunk = 2 if tile_m < 256 and tile_m * tile_n <= most else 1
+                found.append(PackedConfig(tile_m, tile_n, chunk, splits, 1))
     return min(found, key=cycles)
 
 

@@ -109,8 +109,9 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     m, w = tuning.power_of_two(problem.m), problem.weight
     many = _serves_many(problem, device)
     if _serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
-        return choose_mma(m, w.n, -(-w.k * w.bits // _WORDS), device)
-    return packed_hopper.choose(m, w.n, w.k, device)
+        step = _WORDS // w.bits
+        return choose_mma(m, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step)
+    return packed_hopper.choose(m, w.n, w.k, w.layout, device)
 
 
 def _serves_few(problem: PackedProblem, device: Device) -> bool:
@@ -122,15 +123,19 @@ def _serves_many(problem: PackedProblem, device: Device) -> bool:
     return reads_codes(problem) and device.supports("wgmma") and _fits(problem.weight, STEP_K) and _is_mapped(problem)
 
 
-def choose_mma(m: int, n: int, steps: int, device: Device) -> PackedMmaConfig:
-    """As many warps as the device holds at a time, eight to a block at most, and their parts of K."""
-    tile_m = min(m, 16 if m <= 16 else 32)
+def choose_mma(m: int, n: int, steps: int, device: Device, several_groups: bool = False) -> PackedMmaConfig:
+    """As many warps as the device holds at a time, eight to a block at most, and their parts of K.
+
+    Of several groups in a step, a thread has more in registers, and one of many rows would spill.
+    """
+    tile_m = min(m, 8 if several_groups else 16 if m <= 16 else 32)
+    resident = _RESIDENT[32 if several_groups else tile_m]
     tiles = -(-m // tile_m) * (n // _TILE_N)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
     splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
     blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
-    warps = max(1, min(_MAX_WARPS, _RESIDENT[tile_m] // blocks, -(-steps // splits)))
-    return PackedMmaConfig(tile_m, warps, splits, _RESIDENT[tile_m] // warps)
+    warps = max(1, min(_MAX_WARPS, resident // blocks, -(-steps // splits)))
+    return PackedMmaConfig(tile_m, warps, splits, resident // warps)
 
 
 def reads_codes(problem: PackedProblem) -> bool:
