@@ -3,8 +3,9 @@
 python -m benchmarks.products
 python -m benchmarks.products bf16:16x28672x4096 fp8:256x28672x4096
 
-A row is kind:MxNxK. Kinds: bf16, by `linear`; fp8 and int8 under scales of rows, and fp8 under scales of blocks
-(blocks), by `cutlass_scaled_mm`.
+A row is kind:MxNxK. Kinds: bf16, by `linear`; fp8 and int8 under scales of rows, fp8 to float16 (half) and fp8 under
+scales of blocks (blocks), by `cutlass_scaled_mm`; weights of 4 bits in groups of 128 rows: w4 by `marlin_gemm`, awq and
+gptq by their ops.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 import pyops
 
+from . import packed_products
 from .rivals import libraries, reason
 from .timing import QUICK, Call, gpu_us
 
@@ -29,6 +31,7 @@ ROWS = (
     *(f"fp8:{m}x28672x4096" for m in (16, 64, 256, 4096)),
     *("blocks:16x4096x14336", "blocks:4096x28672x4096"),
     *("int8:16x28672x4096", "int8:4096x28672x4096"),
+    *packed_products.ROWS,
 )
 _BLOCK = 128  # elements of K, and rows of the weight, under one scale
 _COLD = 200 << 20  # bytes of operands that calls rotate over, several times the L2 cache
@@ -36,8 +39,10 @@ _TURNS = 3
 
 
 def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
-    """(out, a [m, k], b [k, n], a_scales, b_scales) of the op; the scales are None for bf16."""
-    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    """(out, a [m, k], b [k, n], a_scales, b_scales) of the op; bf16 has no scales. Or those of `packed_products`."""
+    if kind in packed_products.KINDS:
+        return packed_products.operands(kind, m, n, k)
+    out = torch.empty(m, n, dtype=torch.float16 if kind == "half" else torch.bfloat16, device="cuda")
     a, b = (torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") for rows in (m, n))
     if kind == "bf16":
         return out, a, b.t(), None, None
@@ -67,13 +72,14 @@ def contenders(kind: str) -> dict[str, Callable[..., Call]]:
             "pyops": lambda out, a, b, *_: partial(pyops.linear, out, a, b.t(), None),
             "cuBLAS": lambda out, a, b, *_: partial(torch.matmul, a, b, out=out),
         }
+    load_vllm()
+    if kind in packed_products.KINDS:
+        return packed_products.contenders(kind, torch.ops._C)
     found: dict[str, Callable[..., Call]] = {
         "pyops": lambda out, a, b, a_scales, b_scales: partial(
             pyops.cutlass_scaled_mm, out, a, b, a_scales, b_scales, None
         )
     }
-    for path in filter(None, libraries().split(os.pathsep)):
-        torch.ops.load_library(path)
     if hasattr(torch.ops._C, "cutlass_scaled_mm"):
         found["vLLM"] = lambda *args: partial(torch.ops._C.cutlass_scaled_mm, *args, None)
     if kind != "int8":
@@ -81,15 +87,30 @@ def contenders(kind: str) -> dict[str, Callable[..., Call]]:
     return found
 
 
+def load_vllm() -> None:
+    """torch.ops has vLLM's ops, where its libraries are."""
+    for path in filter(None, libraries().split(os.pathsep)):
+        torch.ops.load_library(path)
+
+
 def measure(row: str) -> dict[str, float]:
     """{contender: median of its times, in microseconds}. A contender that fails is left out, and said so."""
     kind, _, sizes = row.partition(":")
     m, n, k = map(int, sizes.split("x"))
     nbytes = (m * k + n * k) * (2 if kind == "bf16" else 1) + 2 * m * n
-    sets = [operands(kind, m, n, k) for _ in range(max(2, -(-_COLD // nbytes)))]
+    if kind in packed_products.KINDS:
+        nbytes = n * k // 2
+    return in_turn(row, contenders(kind), lambda: operands(kind, m, n, k), nbytes)
+
+
+def in_turn(
+    row: str, contenders: dict[str, Callable[..., Call]], operands: Callable[[], tuple[Any, ...]], nbytes: int
+) -> dict[str, float]:
+    """What `measure` returns, of these contenders and operands of so many bytes."""
+    sets = [operands() for _ in range(max(2, -(-_COLD // nbytes)))]
     times: dict[str, list[float]] = {}
     for turn in range(_TURNS):
-        order = list(contenders(kind).items())
+        order = list(contenders.items())
         for name, build in order if turn % 2 == 0 else order[::-1]:
             try:
                 times.setdefault(name, []).append(gpu_us([build(*one) for one in sets], QUICK).median)

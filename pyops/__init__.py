@@ -30,6 +30,8 @@ from ._experts import fused_experts as fused_experts
 from ._experts import fused_moe as fused_moe
 from ._model_error import ModelError as ModelError
 from .compile_ahead import warmup as warmup
+from .ops._shared.scalar_type import SCALAR_TYPES as SCALAR_TYPES
+from .ops._shared.scalar_type import ScalarType as ScalarType
 from .ops.activation.elementwise import *
 from .ops.activation.gated import *
 from .ops.activation.quant import *
@@ -41,16 +43,26 @@ from .ops.attention.partitioned import *
 from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
+from .ops.linear.allspark_mm import *
+from .ops.linear.awq_gptq_mm import *
 from .ops.linear.dense import *
 from .ops.linear.few_tokens import *
 from .ops.linear.fp4_mm import *
+from .ops.linear.ggml import *
+from .ops.linear.ggml_moe import *
 from .ops.linear.grouped import *
 from .ops.linear.grouped_fp4 import *
 from .ops.linear.grouped_scaled import *
 from .ops.linear.grouped_wna16 import *
+from .ops.linear.machete_mm import *
+from .ops.linear.marlin_24_mm import *
+from .ops.linear.marlin_mm import *
+from .ops.linear.marlin_preprocess import *
+from .ops.linear.marlin_repack import *
 from .ops.linear.scaled_mm import *
 from .ops.linear.skinny_linear import *
 from .ops.linear.sparse_mm import *
+from .ops.linear.w4a8_mm import *
 from .ops.mamba import *
 from .ops.memory.device_memory import *
 from .ops.moe.align import *

@@ -125,9 +125,13 @@ def parser() -> argparse.ArgumentParser:
     doctor = command("doctor", _doctor, "What is installed, what is missing, and how this machine can run ops.")
     doctor.add_argument("--json", action="store_true")
     writing = command(
-        "generate", _generate, "Text from a model in a Hugging Face folder: Llama, Mistral, Qwen, Mamba, Bamba."
+        "generate",
+        _generate,
+        "Text from a model in a Hugging Face folder or a GGUF file: Llama, Mistral, Qwen, Mamba, Bamba.",
     )
-    writing.add_argument("--model", required=True, metavar="DIR", help="config.json, safetensors, tokenizer.json")
+    writing.add_argument(
+        "--model", required=True, metavar="DIR", help="config.json, safetensors, tokenizer.json; or FILE.gguf"
+    )
     writing.add_argument("--prompt", required=True, action="append", help="what the text begins with; may be repeated")
     writing.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most")
     writing.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the likeliest token")

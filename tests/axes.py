@@ -88,13 +88,24 @@ def combinations(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> Iterat
 
 
 def sample(op: Op, max_cases: int | None) -> list[Axes]:
-    """At most `max_cases` of the combinations that are run, always the same ones; all of them for None.
+    """`max_cases` of the combinations that are run, always the same ones; all of them for None.
 
     Every two values of two axes come together in one of them, unless that takes more.
     """
     if max_cases is None:
         return list(combinations(op, RUN))
     return list(_pairwise(op))[:max_cases]
+
+
+def covering(op: Op, max_cases: int | None) -> list[Axes]:
+    """`sample`, and more combinations where a value of an axis would have no part in any."""
+    chosen = sample(op, max_cases)
+    seen = {item for case in chosen for item in case.items()}
+    for case in _pairwise(op):
+        if not case.items() <= seen:
+            chosen.append(case)
+            seen |= case.items()
+    return chosen
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -85,6 +86,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in chosen]
 
 
+def pytest_collection_finish() -> None:
+    """What was collected stays until the end: the garbage collector need not look at all of it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
     """What a run of everything runs, for which no test was named.
 
@@ -98,7 +105,15 @@ def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
         name, _, parameters = item.nodeid.partition("[")
         of_every_op = item.path.name.startswith(("test_every_op", "test_nvrtc"))
         variants.setdefault(f"{name} {on_gpu} {parameters if of_every_op else ''}", []).append(item)
-    return {item for name, few in variants.items() for item in profiles.sample(few, PROFILE.variants, name)}
+    return {
+        item for name, few in variants.items() for item in profiles.varied(few, PROFILE.variants, name, _parameters)
+    }
+
+
+def _parameters(item: pytest.Item) -> list[str]:
+    """Each parameter of a test with its value."""
+    callspec = getattr(item, "callspec", None)
+    return [f"{name}={value}" for name, value in callspec.params.items()] if callspec else []
 
 
 @pytest.fixture

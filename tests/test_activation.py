@@ -37,6 +37,10 @@ GATED = {
     "gelu_and_mul": ((), lambda g, u: g * torch.special.ndtr(g) * u),
     "gelu_tanh_and_mul": ((), lambda g, u: g / 2 * (1 + torch.tanh(SQRT_2_PI * (g + 0.044715 * g**3))) * u),
     "fatrelu_and_mul": ((0.25,), lambda g, u: torch.where(g > 0.25, g, 0.0) * u),
+    "silu_and_mul_with_clamp": (
+        (0.75,),
+        lambda g, u: g.clamp(max=0.75) * sigmoid(g.clamp(max=0.75)) * u.clamp(-0.75, 0.75),
+    ),
     "swiglustep_and_mul": ((1.5,), lambda g, u: (g * sigmoid(g)).clamp(max=1.5) * u.clamp(-1.5, 1.5)),
 }
 PLAIN = {
@@ -51,6 +55,7 @@ EAGER = {
     "mul_and_silu": ((), lambda g, u: g * F.silu(u)),
     "gelu_and_mul": ((), lambda g, u: F.gelu(g) * u),
     "gelu_tanh_and_mul": ((), lambda g, u: F.gelu(g, approximate="tanh") * u),
+    "silu_and_mul_with_clamp": ((0.75,), lambda g, u: F.silu(g.clamp(max=0.75)) * u.clamp(-0.75, 0.75)),
     "fatrelu_and_mul": ((0.3,), lambda g, u: F.threshold(g, torch.tensor(0.3, dtype=g.dtype).item(), 0.0) * u),
 }
 # Of which every element is on its own.
@@ -156,6 +161,17 @@ def test_plain_for_every_value(name: str, dtype: torch.dtype, where: str) -> Non
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_clamps_are_those_of_the_rounded_limit(dtype: torch.dtype, where: str) -> None:
+    for limit in (0.1, 0.3, 7.0, 0.0):
+        rounded = torch.tensor(limit, dtype=dtype)
+        gate = torch.tensor([3.0, 9.0, -9.0, math.nan, math.inf, -math.inf], dtype=dtype, device=where)
+        up = torch.tensor([9.0, -9.0, 0.05, 1.0, -math.inf, math.nan], dtype=dtype, device=where)
+        expected = F.silu(gate.clamp(max=rounded.item())) * up.clamp(-rounded.item(), rounded.item())
+        assert same(call("silu_and_mul_with_clamp", torch.cat((gate, up))[None], limit, width=6), expected[None])
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_fatrelu_compares_with_the_rounded_threshold(dtype: torch.dtype, where: str) -> None:
     for threshold in (0.1, 0.2, 0.3, 0.7, -0.3, 0.0):
         rounded = torch.tensor(threshold, dtype=dtype)
@@ -177,6 +193,16 @@ def test_swigluoai_interleaves_clamps_and_drops_nan(dtype: torch.dtype, where: s
     expected = ((u + 1) * g * sigmoid(1.702 * g)).to(dtype)
     actual = call("swigluoai_and_mul", x, width=6).cpu()
     torch.testing.assert_close(actual, expected, rtol=tolerance(dtype, 1) * 4, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_swigluoai_of_float32_far_below_zero(where: str) -> None:
+    """Where the estimates that 16 bits allow are wrong in float32's last six bits. A slope of 1 rounds no product."""
+    gate = torch.linspace(-87.0, -20.0, 64 * 40).reshape(40, 64)
+    x = torch.stack((gate, torch.zeros_like(gate)), -1).reshape(40, 128).to(where)
+    expected = gate.double() * sigmoid(gate.double())
+    actual = call("swigluoai_and_mul", x, 1.0, 7.0, width=64).cpu()
+    torch.testing.assert_close(actual.double(), expected, rtol=4 * 2.0**-23, atol=0)
 
 
 @pytest.mark.parametrize("where", DEVICES)

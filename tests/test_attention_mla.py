@@ -15,7 +15,7 @@ from pyops._core import device as devices
 from pyops._core import offline
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Launch
-from pyops.ops.attention import mla_plan
+from pyops.ops.attention import mla_plan, mla_problem
 from pyops.testing import assert_matches_reference, same_bits
 from tests.calls import DEVICES
 from tests.test_nvrtc import MISSING
@@ -181,8 +181,11 @@ def test_blocks_of_a_device_with_little_shared_memory(device: str, monkeypatch: 
     ("arch", "num_heads", "little"),
     [("sm_80", 128, False), ("sm_80", 16, True), ("sm_90", 128, False), ("sm_90", 32, False), ("sm_100", 128, False)],
 )
-def test_every_block_compiles_without_local_memory(arch: str, num_heads: int, little: bool) -> None:
+def test_every_block_compiles_without_local_memory(
+    arch: str, num_heads: int, little: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = devices.model(arch)
+    monkeypatch.setattr(mla_problem, "_MIN_HEADS_FOR_WGMMA", 1000)
     (launch,) = _launches(1, num_heads=num_heads, device=replace(device, shared_memory=99 * 1024) if little else device)
     for cache_t in (launch.specialisation.constants["product_t"], pyops._core.dtypes.float8_e4m3fn):
         one = launch.specialisation.kernel(**launch.specialisation.constants | {"cache_t": cache_t})

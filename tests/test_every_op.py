@@ -36,13 +36,15 @@ OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
 CASES = [
     pytest.param(op, case, id=f"{name}-{axes.name(case)}")
     for name, op in pyops.registry.items()
-    for case in axes.sample(op, PROFILE.combinations)
+    for case in axes.covering(op, PROFILE.combinations)
 ]
 OF_ANY_SIZE = [pytest.param(op, id=name) for name, op in pyops.registry.items() if axes.takes_any_size(op)]
 # Sums of extreme values overflow in one order and not in another.
 KINDS = [kind for kind in CONTENTS if kind != "extreme"]
 # States that grow with every token: infinity times zero comes sooner in one order than in another.
 _OF_GROWING_STATES = {"gated_delta_rule", "gated_delta_rule_update", "mamba_chunk_scan_varlen"}
+# Groups of codes are summed before their scales and minima come: infinities cancel where single products do not.
+_OF_GROUPS = {"ggml_mul_mat_a8", "ggml_mul_mat_vec_a8", "ggml_moe_a8", "ggml_moe_a8_vec"}
 # The norms, and the ops that quantise or activate rows of tokens. The others of these families unpack weights.
 _OF_WEIGHTS = {"awq_dequantize", "ggml_dequantize", "gptq_shuffle"}
 OF_ROWS = [
@@ -128,6 +130,7 @@ def test_equals_reference_for_any_layout_and_contents(op: Op, device: str, data:
     case = data.draw(st.sampled_from(axes.sample(op, PROFILE.varied)), label="axes")
     draws = {axis: data.draw(strategy, label=axis) for axis, strategy in axes.drawn(op, case).items()}
     kinds = [kind for kind in KINDS if kind != "large" or op.name not in _OF_GROWING_STATES]
+    kinds = [kind for kind in kinds if kind != "inf" or op.name not in _OF_GROUPS]
     kind = data.draw(st.sampled_from(kinds), label="contents")
     args = example(op, device, seed=data.draw(st.integers(0, 99), label="seed"), **draws, **case)
     args = _with_contents(op, args, draws.get("num_tokens"), kind)
@@ -191,7 +194,7 @@ def test_any_size(op: Op, device: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_writes_every_element_and_reads_no_output(op: Op, device: str) -> None:
     """Whatever the outputs held before, the results are the same; and so are they the second time."""
-    args = example(op, device, **axes.fullest(op))
+    args = example(op, device, num_tokens=5, **axes.fullest(op))
     first = run(op, args, poison=0xFF)
     assert_same(op, first, run(op, args, poison=0x00))
     assert_same(op, first, run(op, args, poison=0x5A))

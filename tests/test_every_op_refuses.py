@@ -155,7 +155,8 @@ def test_elements_apart(op: Op, p: Parameter, device: str) -> None:
 def test_overlapping_elements(op: Op, p: Parameter, device: str) -> None:
     args = _right_call(op, device)
     value = _value(op, args, p)
-    assert refusal(op, replaced(op, args, **{p.name: value[:1].clone().expand(value.shape)})).argument == p.name
+    rows = value[:1] if value.shape[0] > 1 else value[..., :1]
+    assert refusal(op, replaced(op, args, **{p.name: rows.clone().expand(value.shape)})).argument == p.name
 
 
 @pytest.mark.parametrize("device", OF_REFUSALS)
@@ -225,6 +226,20 @@ def test_wrong_scalar(op: Op, p: Parameter, device: str) -> None:
     wrong += [] if p.optional else [None]
     for value in wrong:
         assert refusal(op, replaced(op, args, **{p.name: value})).argument == p.name
+
+
+# Integers below 0 that say something, or that an op of this name takes because vLLM's has them, and never reads.
+_ANY_INTEGER = {"pad_slot_id", "max_seq_len", "max_query_len", "num_kv_splits", "rows_per_block", "CuCount"}
+_ANY_INTEGER |= {"tp_rank", "blocksparse_local_blocks", "blocksparse_vert_stride", "blocksparse_block_size"}
+_ANY_INTEGER |= {"blocksparse_head_sliding_step", "split_k_iters", "thx", "thy"}
+
+
+@_each([case for case in SCALARS if case[1].kind == "int" and case[1].name not in _ANY_INTEGER])
+def test_negative_integers(op: Op, p: Parameter) -> None:
+    """Sizes, counts and the numbers of types, which shapes may contradict as well."""
+    args = _right_call(op, "cpu")
+    for value in (-1, -(2**31)):
+        refusal(op, replaced(op, args, **{p.name: value}))
 
 
 # Each parameter of each form that allocates outputs.

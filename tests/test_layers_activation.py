@@ -28,6 +28,10 @@ def _of_halves(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor
 
 EXACT: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Tensor]]] = {
     "silu_and_mul": (layers.SiluAndMul, _of_halves(lambda g, u: functional.silu(g) * u)),
+    "silu_and_mul_with_clamp": (
+        lambda: layers.SiluAndMulWithClamp(1.5),
+        _of_halves(lambda g, u: functional.silu(g.clamp(max=1.5)) * u.clamp(-1.5, 1.5)),
+    ),
     "mul_and_silu": (layers.MulAndSilu, _of_halves(lambda g, u: g * functional.silu(u))),
     "gelu_and_mul": (layers.GeluAndMul, _of_halves(lambda g, u: functional.gelu(g) * u)),
     "gelu_tanh_and_mul": (

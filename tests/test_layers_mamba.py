@@ -16,6 +16,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from pyops import nn as layers
 from pyops import testing
 from pyops._core.host.toolchain import toolchains
+from tests.transformers_mamba import GroupedNorm, heed_groups
 
 Tensor = torch.Tensor
 NEEDS_COMPILER = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
@@ -66,6 +67,7 @@ def _mamba2(bias: bool = False, n_groups: int = 2) -> tuple[layers.MambaMixer2, 
         use_conv_bias=not bias,
     )
     theirs = Mamba2Mixer(config, 0).eval()
+    heed_groups(theirs)
     ours = layers.MambaMixer2(8, 5, 3, 16, not bias, bias, n_groups, 4, 4)
     ours.chunk_size = 4
     _fill(theirs)
@@ -129,6 +131,17 @@ MIXERS: dict[str, Callable[[], tuple[Any, Any]]] = {
 def _states(ours: Any, num_slots: int) -> tuple[Tensor, Tensor]:
     channels, _, taps = ours.conv1d.weight.shape
     return torch.randn(num_slots, channels, taps - 1), torch.randn(num_slots, *ours.state_shape)
+
+
+def test_groups_that_tests_norm_are_those_of_transformers() -> None:
+    """Where transformers has a norm of groups: the one that takes its place elsewhere gives the same."""
+    norm = _mamba2()[1].norm
+    if isinstance(norm, GroupedNorm):
+        pytest.skip("this version of transformers norms all groups as one")
+    x, gate = torch.randn(2, 1, 5, 16)
+    ours = GroupedNorm(norm.weight, 2, norm.variance_epsilon)
+    torch.testing.assert_close(ours(x, gate), norm(x, gate))
+    assert not torch.allclose(ours(x, gate), GroupedNorm(norm.weight, 1, norm.variance_epsilon)(x, gate), rtol=0.01)
 
 
 @pytest.mark.parametrize("method", METHODS)

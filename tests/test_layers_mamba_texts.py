@@ -7,22 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from pyops import nn as layers
+from tests.transformers_mamba import random_model
 
 Tensor = torch.Tensor
 PROMPTS = [list(range(5, 25)), [3], [(7 * i) % 96 for i in range(40)]]
 NUM_TOKENS = 64
 CHUNK = 9  # tokens of a piece of a prompt
-SIZES = {
-    "vocab_size": 96,
-    "num_hidden_layers": 2,
-    "expand": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 MAMBA: list[dict[str, Any]] = [
     {"hidden_size": 32, "state_size": 8, "conv_kernel": 4, "time_step_rank": 4},
     {"hidden_size": 24, "state_size": 5, "conv_kernel": 2, "time_step_rank": 3, "use_bias": True},
@@ -85,19 +77,6 @@ class Model:
             state[target] = kept
 
 
-def _model(family: str, options: dict[str, Any]) -> Any:
-    """A model of transformers whose random weights make clear choices."""
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**SIZES | options)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and not name.endswith("A_log"):
-            parameter.data.normal_(0.0, 0.3)
-        elif "norm" in name or name.endswith("bias"):
-            parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    return model.eval()
-
-
 def _texts(model: Model) -> list[list[int]]:
     """Greedy texts behind the prompts: the prompts in pieces, then steps; states move to other slots half way."""
     texts: list[list[int]] = [[] for _ in PROMPTS]
@@ -122,7 +101,7 @@ def _texts(model: Model) -> list[list[int]]:
 @pytest.mark.parametrize(("family", "options"), CASES, ids=str)
 def test_texts_are_those_of_transformers(family: str, options: dict[str, Any]) -> None:
     with torch.no_grad():
-        theirs = _model(family, options)
+        theirs = random_model(family, options)
         texts = _texts(Model(family, theirs, num_slots=6))
         for prompt, text in zip(PROMPTS, texts, strict=True):
             written = theirs.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,12 +17,21 @@ from tests.test_linear_products import assert_rounded_once, columns, draw, force
 HOPPER = device.model("sm_90")
 needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
+
+@pytest.fixture(autouse=True)
+def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has four, so that blocks take several tiles, one after another."""
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=4))
+
+
 # Two waves of tiles, rows and columns and steps that do not fill them; K is no multiple of a step.
 GEMM = [
     (GemmConfig(tile_n=128, cluster=2, group=8), 300, 264, 328),
     (GemmConfig(tile_n=112, cluster=1, group=2), 140, 264, 200),
     (GemmConfig(tile_n=224, cluster=2, group=8), 129, 456, 136),
     (GemmConfig(tile_n=256, cluster=1, group=8), 40, 264, 72),
+    (GemmConfig(tile_n=128, cluster=2, group=2, ping_pong=True), 300, 392, 328),
+    (GemmConfig(tile_n=48, cluster=1, group=8, ping_pong=True), 140, 360, 200),
 ]
 BLOCKS = (GemmConfig(tile_n=64, cluster=1, group=2), 140, 200, 200)
 SWAP = [
@@ -50,11 +61,12 @@ def test_linear(one: GemmConfig | SwapConfig, m: int, n: int, k: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("one", [GEMM[0][0], GEMM[2][0], SWAP[0][0], SWAP[2][0]], ids=str)
+@pytest.mark.parametrize("one", [GEMM[0][0], GEMM[1][0], GEMM[4][0], SWAP[0][0], SWAP[2][0]], ids=str)
 def test_scaled_mm(one: GemmConfig | SwapConfig, dtype: torch.dtype) -> None:
     m, n, k = 40, 264, 592
     a, b = draw(m, k, dtype=dtype), columns(draw(k, n, dtype=dtype, seed=1))
-    bias, out = draw(n, dtype=torch.float16, seed=2), torch.empty(m, n, dtype=torch.float16)
+    out_dtype = torch.bfloat16 if isinstance(one, GemmConfig) and one.ping_pong else torch.float16
+    bias, out = draw(n, dtype=out_dtype, seed=2), torch.empty(m, n, dtype=out_dtype)
     a_scales, b_scales = positive(m, 1, seed=3) * 2.0**-6, positive(1, seed=4)
     with forced("cutlass_scaled_mm", one):
         pyops.cutlass_scaled_mm(out, a, b, a_scales, b_scales, bias)
@@ -90,9 +102,10 @@ CHOICES = [
     (64, 28672, 4096, dtypes.bfloat16, False, SwapConfig(64, 112, 1)),
     (16, 4096, 4096, dtypes.bfloat16, False, SwapConfig(16, 64, 2)),
     (3, 4096, 14336, dtypes.float8_e4m3fn, True, SwapConfig(16, 64, 2)),
-    (256, 28672, 4096, dtypes.float8_e4m3fn, False, GemmConfig(224, 2, 8)),
-    (4096, 28672, 4096, dtypes.int8, False, GemmConfig(128, 2, 8)),
-    (3000, 28672, 4096, dtypes.float8_e4m3fn, True, GemmConfig(128, 2, 8)),
+    (256, 28672, 4096, dtypes.float8_e4m3fn, False, GemmConfig(224, 2, 16)),
+    (4096, 28672, 4096, dtypes.int8, False, GemmConfig(192, 2, 16, ping_pong=True)),
+    (4096, 28672, 4096, dtypes.bfloat16, False, GemmConfig(256, 2, 8)),
+    (3000, 28672, 4096, dtypes.float8_e4m3fn, True, GemmConfig(128, 2, 16)),
 ]
 
 

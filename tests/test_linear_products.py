@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -19,12 +20,12 @@ from pyops._core import config, device, dtypes, tuning
 from pyops._core.device import Device
 from pyops._core.host.toolchain import toolchains
 from pyops._core.tensor import TensorArg
-from pyops.ops.linear.gemm_hopper import GemmConfig
+from pyops.ops.linear.gemm_hopper import GemmConfig, SwapConfig
 from pyops.ops.linear.gemm_plan import Config, MmaConfig, SimtConfig, choose, choose_mma
 from pyops.ops.linear.gemm_problem import Epilogue, Operand, Problem
 from pyops.ops.linear.skinny_linear import SkinnyConfig
 from pyops.testing import SCHEDULES, same_bits, scheduled
-from tests.calls import DEVICES
+from tests.calls import DEVICES, KERNELS
 
 ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
@@ -91,6 +92,16 @@ def test_linear_against_float64(m: int, n: int, k: int, dtype: torch.dtype, devi
             assert (out.double() - exact).abs().max() <= 2.0**-24 * k**0.5 * 4 * exact.abs().max()
         else:
             assert_rounded_once(out, exact)
+
+
+@pytest.mark.parametrize("device", KERNELS)
+def test_float32_products_are_fused_with_their_sum(device: str) -> None:
+    """``x * x - y``, where y is the square of x rounded to float32: what is left is what the rounding took."""
+    x = 1 + 2.0**-12
+    out, input = (torch.empty(5, 3, device=device), torch.tensor([[1.0, x]] * 5, device=device))
+    rounded = torch.tensor(x * x, dtype=torch.float32).item()
+    pyops.linear(out, input, torch.tensor([[-rounded, x]] * 3, device=device), None)
+    assert out.unique().tolist() == [x * x - rounded] == [2.0**-24]
 
 
 @ANY_DEVICE
@@ -194,6 +205,28 @@ def test_scales_of_blocks(m: int, n: int, k: int, dtype: torch.dtype, device: st
         assert_rounded_once(out, exact)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
+def test_more_tiles_than_multiprocessors(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    """Blocks take several tiles, and their warpgroups turns; three runs have the same bits."""
+    m, n, k = 1000, 6000, 520 if dtype == torch.bfloat16 else 528
+    a, b = draw(m, k, dtype=dtype, device="cuda"), columns(draw(k, n, dtype=dtype, device="cuda", seed=1))
+    exact, out = a.double() @ b.double(), torch.empty(m, n, dtype=out_dtype, device="cuda")
+    a_scales, b_scales = (0.01 * positive(size, device="cuda", seed=size) for size in (m, n))
+    if dtype == torch.bfloat16:
+        out, call = out.to(dtype), partial(pyops.linear, input=a, weight=b.t())
+    else:
+        exact = a_scales.double()[:, None] * b_scales.double() * exact
+        call = partial(pyops.cutlass_scaled_mm, a=a, b=b, a_scales=a_scales, b_scales=b_scales)
+    first = None
+    for _ in range(3):
+        call(out=out.fill_(torch.nan))
+        first = out.clone() if first is None else first
+        assert same_bits(out, first)
+    assert_rounded_once(out, exact)
+
+
 # Products of NVFP4, and with sparse weights
 
 
@@ -276,9 +309,15 @@ def test_compression_of_every_group(device: str) -> None:
 
 @ANY_DEVICE
 def test_matrices_of_any_strides(device: str) -> None:
-    """Transposed, misaligned, with gaps: the same bits. What lies in the gaps of out stays."""
+    """Transposed, misaligned, with gaps: the same bits, by whichever kernel: sums of small integers are exact in all.
+
+    What lies in the gaps of out stays.
+    """
     m, k, n, dtype = 20, 176, 48, torch.float8_e4m3fn
-    a, b = draw(m, k, dtype=dtype, device=device), draw(k, n, dtype=dtype, device=device, seed=1)
+    a, b = (
+        draw(*shape, dtype=torch.int8, device=device, seed=seed).remainder(5).sub(2).to(dtype)
+        for seed, shape in enumerate(((m, k), (k, n)))
+    )
     scale, right = torch.full((1,), 0.01, device=device), torch.empty(m, n, dtype=torch.bfloat16, device=device)
     pyops.cutlass_scaled_mm(right, a, columns(b), scale, scale)
 
@@ -424,6 +463,12 @@ INSTINCT = device.model("gfx942")
         (BLACKWELL, 64, 4096, 4096, dtypes.int8, MmaConfig(64, 64, 2, 2, 7, 4, 2)),
         (HOPPER, 64, 4096, 4100, dtypes.int8, MmaConfig(64, 64, 2, 2, 7, 4, 2)),
         (HOPPER, 256, 28672, 4096, dtypes.bfloat16, GemmConfig),
+        (HOPPER, 1, 4096, 4096, dtypes.bfloat16, SkinnyConfig),
+        (HOPPER, 1, 28672, 4096, dtypes.bfloat16, SwapConfig),
+        (HOPPER, 1, 4096, 14336, dtypes.float16, SwapConfig),
+        (HOPPER, 2, 4096, 4096, dtypes.bfloat16, SwapConfig),
+        (HOPPER, 4, 256, 7168, dtypes.bfloat16, SkinnyConfig),
+        (AMPERE, 2, 4096, 4096, dtypes.bfloat16, SkinnyConfig),
         (BLACKWELL, 256, 1024, 4096, dtypes.float16, MmaConfig(64, 64, 2, 2, 7, 4, 2)),
         (GEFORCE, 4096, 28672, 4096, dtypes.bfloat16, MmaConfig(128, 128, 2, 4, 3, 1, 1)),
         (GEFORCE, 8, 512, 64, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 4, 1, 2)),

@@ -337,13 +337,13 @@ def test_lanes_share_tokens_of_few_channels(problem: tuple[int, int, int], share
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lanes", [1, 4, 32])
+@pytest.mark.parametrize(("lanes", "parts"), [(1, 1), (4, 1), (32, 1), (8, 4), (32, 2)])
 @pytest.mark.parametrize(
     ("dtype", "state_size", "count", "groups"),
     [(torch.bfloat16, 16, 280, 2), (torch.float32, 40, 70, 1), (torch.float16, 3, 37, 3)],
 )
 def test_lanes_that_share_tokens(
-    dtype: torch.dtype, state_size: int, count: int, groups: int, lanes: int, device: str
+    dtype: torch.dtype, state_size: int, count: int, groups: int, lanes: int, parts: int, device: str
 ) -> None:
     """The recurrence, with states that go on from call to call and from block to block, of few and many lanes."""
     dim, cut = 12, count // 3
@@ -351,7 +351,7 @@ def test_lanes_that_share_tokens(
     states = torch.zeros(4, dim, state_size, device=device)
     op = pyops.registry["selective_scan_fwd"]
     op.forget()
-    with tuning.forced("selective_scan_fwd", TokensConfig(lanes, 4, 64)):
+    with tuning.forced("selective_scan_fwd", TokensConfig(lanes, 4, 64, parts=parts)):
         blocks = {
             "query_start_loc": ints(0, cut),
             "cache_indices": ints(0, 1, 2, 3).reshape(1, 4),

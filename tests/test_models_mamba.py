@@ -22,11 +22,11 @@ from pyops.__main__ import main
 from pyops._core.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, SamplingParams, StateSpace, load
 from pyops.models.runner import Part, Runner
+from tests.transformers_mamba import random_model
 
 transformers.utils.logging.disable_progress_bar()
 
 NEEDS_COMPILER = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
-SIZES = {"vocab_size": 96, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ATTENTION = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 ATTENTION |= {"max_position_embeddings": 256, "num_hidden_layers": 3, "attn_layer_indices": [1]}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -101,17 +101,7 @@ PROMPTS = [list(range(5, 25)), [3], [(7 * i) % 96 for i in range(40)]]
 
 @cache
 def reference(case: str) -> Any:
-    """A model of transformers whose random weights make clear choices; biases and norms are random too."""
-    family, options = CASES[case]
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**SIZES | options)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and not name.endswith("A_log"):
-            parameter.data.normal_(0.0, 0.3)
-        elif "norm" in name or name.endswith("bias"):
-            parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    return model.eval()
+    return random_model(*CASES[case])
 
 
 @cache

@@ -463,8 +463,8 @@ def within(*path: str, **changes: Any) -> Callable[[dict[str, Any]], dict[str, A
 GROUP = ("config_groups", "group_0")
 WEIGHTS, INPUTS = (*GROUP, "weights"), (*GROUP, "input_activations")
 REFUSED = [
-    ("fp8, blocks", within(quant_method="awq"), "quant_method: expected 'fp8' or 'compressed-tensors', got 'awq'"),
-    ("fp8, blocks", within(quant_method=None), "quant_method: expected 'fp8' or 'compressed-tensors', got None"),
+    ("fp8, blocks", within(quant_method="aqlm"), "quant_method: expected 'fp8', 'awq', 'gptq' or 'compressed-tensors'"),
+    ("fp8, blocks", within(quant_method=None), "quant_method: expected .* or 'compressed-tensors', got None"),
     ("fp8, blocks", lambda _: [], r"expected an object, got \[\]"),
     ("fp8, blocks", within(weight_block_size=[64, 128]), r"weight_block_size: expected \[128, 128\] or null"),
     ("fp8, blocks", within(activation_scheme="static"), "activation_scheme: expected 'dynamic', got 'static'"),
@@ -478,7 +478,8 @@ REFUSED = [
     ("fp8, static", within(ignored_layers=["("]), r"ignored_layers: expected regular expressions \(.*\), got '\('"),
     ("compressed fp8, static", within(ignore=["re:("]), r"ignore: expected regular expressions \(.*\), got 're:\('"),
     ("compressed fp8, static", within(ignore=[3]), r"ignore: expected a list of names, got \[3\]"),
-    ("compressed fp8, static", within(format="pack-quantized"), "format: expected 'float-quantized' or 'naive-quan"),
+    ("compressed fp8, static", within(format="marlin-24"), "format: expected 'float-quantized' or 'naive-quan"),
+    ("compressed fp8, static", within(format="pack-quantized"), "input_activations: expected null, got"),
     ("compressed fp8, static", within(format=None), "format: expected 'float-quantized' or .*, got None"),
     ("compressed fp8, static", within(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme: expected null"),
     ("compressed fp8, static", within(transform_config={"a": 1}), "transform_config: expected null"),

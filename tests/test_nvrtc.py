@@ -7,9 +7,10 @@ every one of them, the others a sample of each op's, always the same.
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from pyops._core.kernel import Specialisation
 from pyops._core.op import Op
 from pyops._core.tensor import TensorArg
 from tests import axes
-from tests.profiles import PROFILE, sample
+from tests.profiles import PROFILE, varied
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 # What a plan chooses by besides the axes: few or many rows, and addresses that allow only one element per access. (The
@@ -46,20 +47,28 @@ def _has_nvrtc() -> str | None:
 MISSING = _has_nvrtc()
 
 
-def _specialisations(op: Op, arch: str) -> Iterator[Specialisation]:
+def _specialisations(op: Op, arch: str, max_texts: int | None) -> list[Specialisation]:
+    """At most so many of those that the axes and situations give, always the same ones; all of them for None.
+
+    Few are chosen among the first that a random order of the cases gives, of as many kernels as possible.
+    """
     assert op.example is not None
-    seen = set()
+    situations = (*SITUATIONS, *UNALIGNED.get(arch, ()))
+    cases = list(product(axes.combinations(op), situations))
+    if max_texts is not None:
+        random.Random(f"{op.name} {arch}").shuffle(cases)
+    found: dict[str, Specialisation] = {}
+    for case, (num_tokens, aligned) in cases:
+        if max_texts is not None and len(found) >= 6 * max_texts:
+            break
+        args = op.example(ArgMaker(device.model(arch)), num_tokens=num_tokens, **case)
+        for launch in op.launches(*(_placed(arg, aligned) for arg in args)):
+            found.setdefault(launch.specialisation.text, launch.specialisation)
+    return varied(list(found.values()), max_texts, op.name, lambda one: [one.kernel.file, *one.constants.items()])
 
-    def placed(arg: Any, aligned: bool) -> Any:
-        return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, TensorArg) and not aligned else arg
 
-    for case in axes.combinations(op):
-        for num_tokens, aligned in (*SITUATIONS, *UNALIGNED.get(arch, ())):
-            args = op.example(ArgMaker(device.model(arch)), num_tokens=num_tokens, **case)
-            for launch in op.launches(*(placed(arg, aligned) for arg in args)):
-                if launch.specialisation.text not in seen:
-                    seen.add(launch.specialisation.text)
-                    yield launch.specialisation
+def _placed(arg: Any, aligned: bool) -> Any:
+    return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, TensorArg) and not aligned else arg
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -67,7 +76,7 @@ def _specialisations(op: Op, arch: str) -> Iterator[Specialisation]:
 @pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.registry.items()])
 def test_compiles_without_local_memory(op: Op, arch: str, record_property: Any) -> None:
     refused = []
-    for specialisation in sample(_specialisations(op, arch), PROFILE.compiles.get(arch), f"{op.name} {arch}"):
+    for specialisation in _specialisations(op, arch, PROFILE.compiles.get(arch)):
         kernel, constants = specialisation.kernel, str(specialisation)
         started = time.perf_counter()
         report = offline.compile(kernel.file, constants, specialisation.text, arch, kernel.options)

@@ -116,11 +116,12 @@ def test_rows_apart(device: str) -> None:
         assert_true(x, [4, 0, 2], "float", placed=layout.place)
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_more_items_than_warps(device: str) -> None:
     """Each warp has some of the sequence, which begins anywhere in a token and may go on with an expert further on."""
-    assert_true(draw(3, 250, 2 * 128 * 29, device=device), [250, 77, 249], "packed")
-    assert_true(draw(36, 1000, 2 * 128, device=device), [1000, 0, 999, 0, 0, 1000] * 6, "float")
+    assert_true(draw(3, 50, 2 * 128 * 29, device=device), [50, 17, 49], "packed")
+    assert_true(draw(36, 150, 2 * 128, device=device), [150, 0, 149, 0, 0, 150] * 6, "float")
 
 
 @pytest.mark.parametrize("device", DEVICES)

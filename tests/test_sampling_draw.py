@@ -152,7 +152,7 @@ def test_distribution(
     top_k: int, top_p: float, min_p: float, temperature: float, dtype: torch.dtype, device: str
 ) -> None:
     """Chi-square of the tokens of many seeds; none that a filter takes away is ever drawn."""
-    vocab_size, rows = 40, 4000 if device == "cuda" else 600
+    vocab_size, rows = 40, 4000 if device == "cuda" else 300
     row = (torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 1.5).to(dtype)
     p = (row.double() / temperature).softmax(0).numpy()
     if len(numpy.unique(p)) < vocab_size:  # equals are kept together: make none
@@ -296,14 +296,15 @@ def test_the_likeliest(device: str) -> None:
 @pytest.mark.parametrize("device", KERNELS)
 def test_a_row_depends_on_nothing_else(device: str) -> None:
     """Neither on the rows beside it, nor on how many there are, which decides about blocks; but on seed and offset."""
-    x = torch.randn((300, 1300), generator=torch.Generator().manual_seed(1)).to(device)
+    rows = 300 if device == "cuda" else 140  # more than multiprocessors
+    x = torch.randn((rows, 1300), generator=torch.Generator().manual_seed(1)).to(device)
     filters = {"top_p": 0.9, "top_k": 600}
     all_at_once = draw(x, **filters)
-    for row in (0, 17, 299):
+    for row in (0, 17, rows - 1):
         assert draw(x[row : row + 1], seeds=row, **filters).tolist() == [all_at_once[row]]
     assert same_bits(draw(x, **filters), all_at_once)
-    for other in (draw(x, seeds=300, **filters), draw(x, offsets=1, **filters), draw(x, seeds=2**32, **filters)):
-        assert (other != all_at_once).sum() > 200
+    for other in (draw(x, seeds=rows, **filters), draw(x, offsets=1, **filters), draw(x, seeds=2**32, **filters)):
+        assert (other != all_at_once).sum() > rows * 2 // 3
 
 
 @pytest.mark.usefixtures("kernels")

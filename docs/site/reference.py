@@ -21,7 +21,11 @@ ROOT = Path(__file__).parents[2]
 RESULTS = "benchmarks/results/nvidia-h200"
 # What is no op and no layer: {page: (title, package, names)}, all names of the package's __all__ where none are given.
 OTHERS = {
-    "runtime": ("Declaring and compiling", "pyops", ("op", "Op", "Kernel", "check", "warmup", "Compiled", "Wrapper")),
+    "runtime": (
+        "Declaring and compiling",
+        "pyops",
+        ("op", "Op", "Kernel", "check", "warmup", "Compiled", "Wrapper", "ScalarType", "SCALAR_TYPES"),
+    ),
     "experts": ("Configurations of experts", "pyops", ("FusedMoEQuantConfig",)),
     "testing": ("pyops.testing", "pyops.testing", ()),
     "strategies": ("pyops.testing.strategies", "pyops.testing.strategies", ()),

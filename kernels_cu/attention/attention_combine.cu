@@ -19,6 +19,7 @@
 //     PARTITION                     as in attention_decode.cu, and so is wave_splits
 //     DIRECT                        attention_decode has written sequences of one split to out already
 //     HAS_OUT_SCALE                 out is divided by fp8_out_scale
+//     SPLIT_UNIT                    tokens of which every split is a multiple
 //     LSE_BY_ROW                    lse is [num_rows, NUM_HEADS], not [NUM_HEADS, num_rows]
 
 #include "attention.cuh"
@@ -55,7 +56,7 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
         planned_splits = balance.splits_of(seq);
     }
     const Splits splits(seq_lens[seq * length_step], max_tokens, sliding_window, PARTITION, planned_splits,
-                        int(min_split));
+                        int(min_split), SPLIT_UNIT);
     const int64_t row = HAS_STARTS ? row_of(query_start_loc + seq * STARTS_STEP, STARTS_STEP, num_rows) : seq;
     if (row < 0) return;
     if (DIRECT && splits.count <= 1) return;

@@ -35,6 +35,11 @@ struct Global {
 };
 inline Global global_memory;
 
+// Whether the address is one of a thread's stack.
+inline bool on_a_stack(const void* address) {
+    return size_t(static_cast<const char*>(address) - scheduler.stacks) < STACK_BYTES * scheduler.capacity;
+}
+
 // The addresses of the library that holds `code`.
 inline Range library_of(const void* code) {
     struct Search {
@@ -144,38 +149,43 @@ inline bool before_barrier_of_cluster(uint32_t epoch) {
            epoch <= cluster[offset / MAX_BARRIERS].barrier_epoch;
 }
 
-// Check an access of the running thread to global memory against bounds and records, and record it. Raises a fault.
-inline void check_global(const char* address, size_t bytes, Access kind, const void* pc) {
-    if (address >= scheduler.stacks && address < scheduler.stacks + STACK_BYTES * scheduler.capacity) {
-        if constexpr (CLOCKED) check_registers(address, bytes, kind, pc);
-        return;
-    }
-    check_bounds(address, bytes, kind, pc);
-    for (const char* at = address; at < address + bytes; ++at) {
-        const uintptr_t number = reinterpret_cast<uintptr_t>(at);
-        Records* records = records_of(number / PAGE);
-        if (!records) return;
-        Touches& byte = records->bytes[number % PAGE];
-        const bool written = byte.write_epoch >= memory.launch_epoch;
+// Check an access of the running thread to a byte of global memory against its record, and record the access.
+inline void check_byte(Touches& byte, Access kind, const void* pc) {
+    const bool written = byte.write_epoch >= memory.launch_epoch;
+    if (written) {
         const bool by_this_block = is_own(byte.write_epoch);
-        if (written && kind != Access::WRITE && byte.atomic) {
+        if (kind != Access::WRITE && byte.atomic) {
             if (!by_this_block) memory.synchronised = true;
-        } else if (written && by_this_block && !ordered(byte.writer, byte.write_epoch, byte.write_warp_epoch)) {
+        } else if (by_this_block && !ordered(byte.writer, byte.write_epoch, byte.write_warp_epoch)) {
             global_race(kind, "written", true, byte.writer, pc);
-        } else if (written && !by_this_block && !memory.synchronised && !before_barrier_of_cluster(byte.write_epoch)) {
+        } else if (!by_this_block && !memory.synchronised && !before_barrier_of_cluster(byte.write_epoch)) {
             global_race(kind, "written", false, 0, pc);
         }
-        if (kind == Access::READ) {
-            record_read(byte);
-            continue;
+    }
+    if (kind == Access::READ) return record_read(byte);
+    if (kind == Access::WRITE && byte.read_epoch >= memory.launch_epoch) {
+        const bool by_others =
+            (!is_own(byte.read_epoch) && !before_barrier_of_cluster(byte.read_epoch)) || byte.several_blocks_read;
+        if (!reads_are_over(byte)) global_race(kind, "read", true, byte.reader, pc);
+        if (by_others && !memory.synchronised) global_race(kind, "read", false, 0, pc);
+    }
+    record_write(byte, kind == Access::ATOMIC);
+}
+
+// Check an access of the running thread to global memory against bounds and records, and record it. Raises a fault.
+inline void check_global(const char* address, size_t bytes, Access kind, const void* pc) {
+    if constexpr (CLOCKED) {
+        if (on_a_stack(address)) return check_registers(address, bytes, kind, pc);
+    }
+    check_bounds(address, bytes, kind, pc);
+    const uintptr_t end = reinterpret_cast<uintptr_t>(address) + bytes;
+    for (uintptr_t at = end - bytes; at < end;) {
+        Records* records = records_of(at / PAGE);
+        if (!records) return;
+        const uintptr_t end_of_page = (at / PAGE + 1) * PAGE;
+        for (const uintptr_t stop = end < end_of_page ? end : end_of_page; at < stop; ++at) {
+            check_byte(records->bytes[at % PAGE], kind, pc);
         }
-        if (kind == Access::WRITE && byte.read_epoch >= memory.launch_epoch) {
-            const bool by_others =
-                (!is_own(byte.read_epoch) && !before_barrier_of_cluster(byte.read_epoch)) || byte.several_blocks_read;
-            if (!reads_are_over(byte)) global_race(kind, "read", true, byte.reader, pc);
-            if (by_others && !memory.synchronised) global_race(kind, "read", false, 0, pc);
-        }
-        record_write(byte, kind == Access::ATOMIC);
     }
 }
 

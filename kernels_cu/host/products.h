@@ -67,11 +67,68 @@ inline void read_fragments(float (&a)[64][32], const IssuedProduct& issued) {
     }
 }
 
-// Sums are exact in double and rounded once for each product, as those of mma.h; integers are exact, and wrap.
+// What a row of A adds to a row of sums, of fp8: bit for bit what an H200 does. All terms of a sum, which are products of
+// two elements and the sum so far, are cut to multiples of 2^-13 of the largest of their powers of two: that of a product
+// is the product of the powers of its elements, whose least is that of subnormals. They are added exactly, and the first
+// 14 bits of the result stay.
+constexpr int FP8_BITS = 13;
+
+inline int exponent_of(float value) { return int(bits_as<uint32_t>(value) >> 23 & 255) - 127; }
+inline double power_of_two(int exponent) { return bits_as<double>(uint64_t(exponent + 1023) << 52); }
+
+inline int larger(int a, int b) { return a > b ? a : b; }
+inline double whole(double value) { return double(int32_t(value)); }
+
+struct Operands {
+    float a[64][32], b[32][256];  // b by k, then by column
+    int powers_of_a[64][32], powers_of_b[32][256];
+};
+
+inline void find_powers(int* powers, const float* values, unsigned count, Element element) {
+    const int least = element == Element::E4M3 ? -6 : -14;
+    for (unsigned i = 0; i < count; ++i) {
+        powers[i] = values[i] == 0 ? exponent_of(0) : larger(exponent_of(values[i]), least);
+    }
+}
+
+inline void add_fp8(float* sums, bool accumulate, const Operands& of, unsigned row, unsigned columns) {
+    int largest[256];
+    double plain[256], units[256], cut[256];
+    for (unsigned j = 0; j < columns; ++j) {
+        plain[j] = accumulate ? sums[j] : 0.0f;
+        largest[j] = exponent_of(float(plain[j]));
+    }
+    for (unsigned k = 0; k < 32; ++k) {
+        const double factor = of.a[row][k];
+        const int power = of.powers_of_a[row][k];
+        for (unsigned j = 0; j < columns; ++j) {
+            plain[j] += factor * of.b[k][j];
+            largest[j] = larger(largest[j], power + of.powers_of_b[k][j]);
+        }
+    }
+    for (unsigned j = 0; j < columns; ++j) {
+        const bool finite = __builtin_isfinite(plain[j]);
+        units[j] = finite ? power_of_two(FP8_BITS - largest[j]) : 0.0;
+        cut[j] = accumulate && finite ? whole(sums[j] * units[j]) : 0.0;
+        if (!finite) sums[j] = float(plain[j]);
+    }
+    for (unsigned k = 0; k < 32; ++k) {
+        const double factor = of.a[row][k];
+        for (unsigned j = 0; j < columns; ++j) cut[j] += units[j] == 0.0 ? 0.0 : whole(factor * of.b[k][j] * units[j]);
+    }
+    for (unsigned j = 0; j < columns; ++j) {
+        if (units[j] == 0.0) continue;
+        const double unit = power_of_two(larger(exponent_of(float(cut[j])) - FP8_BITS, 0));
+        sums[j] = float(whole(cut[j] / unit) * unit / units[j]);
+    }
+}
+
+// Sums of 16 bits are exact in double and rounded once for each product, as those of mma.h; integers are exact, and wrap.
 inline void compute(TensorCores& cores, IssuedProduct& issued) {
     const Product& product = issued.product;
     Chain& chain = cores.chains[issued.chain];
-    static float a[64][32], b[32][256];  // b by k, then by column
+    static Operands operands;
+    auto& [a, b, powers_of_a, powers_of_b] = operands;
     if (product.a_registers) {
         read_fragments(a, issued);
     } else {
@@ -80,8 +137,17 @@ inline void compute(TensorCores& cores, IssuedProduct& issued) {
     }
     const auto operand = operand_of(product.b_descriptor, product.b_transposed, product.element, "B", issued.pc);
     read_operand(b[0], 1, 256, operand, product.columns);
+    const bool fp8 = product.element == Element::E4M3 || product.element == Element::E5M2;
+    if (fp8) {
+        find_powers(powers_of_a[0], a[0], 64 * 32, product.element);
+        find_powers(powers_of_b[0], b[0], 32 * 256, product.element);
+    }
     for (unsigned row = 0; row < 64; ++row) {
         float* sums = chain.sums[row];
+        if (fp8) {
+            add_fp8(sums, product.accumulate, operands, row, product.columns);
+            continue;
+        }
         double exact[256];
         for (unsigned j = 0; j < product.columns; ++j) {
             const double before = chain.integers ? double(bits_as<int32_t>(sums[j])) : double(sums[j]);

@@ -82,11 +82,12 @@ inline const char* verb_of(Access kind) {
     return kind == Access::READ ? "read" : kind == Access::WRITE ? "write" : "atomic operation";
 }
 
-inline void check_global(const char* address, size_t bytes, Access kind, const void* pc);  // defined in global.h
+// Defined in global.h.
+inline bool on_a_stack(const void* address);
+inline void check_global(const char* address, size_t bytes, Access kind, const void* pc);
 
-// Check an access of the running thread against bounds and records, and record it. Raises a fault.
-inline void check_access(const void* address, size_t bytes, Access kind, const void* pc) {
-    state.asked_pc = pc;
+// Check an access of the running thread beside its stack against bounds and records, and record it. Raises a fault.
+__attribute__((noinline)) void check_memory(const void* address, size_t bytes, Access kind, const void* pc) {
     const size_t offset = static_cast<const char*>(address) - memory.shared;
     if (!state.current) return;
     if (offset >= SHARED_BYTES) return check_global(static_cast<const char*>(address), bytes, kind, pc);
@@ -126,6 +127,12 @@ inline void check_access(const void* address, size_t bytes, Access kind, const v
             byte.write_pc = pc;
         }
     }
+}
+
+// Check any access of the running thread. Most are to its stack, where only the clocked runtime watches registers.
+inline void check_access(const void* address, size_t bytes, Access kind, const void* pc) {
+    state.asked_pc = pc;
+    if (CLOCKED || !on_a_stack(address)) check_memory(address, bytes, kind, pc);
 }
 
 __attribute__((noinline)) void record_access(const void* address, size_t bytes, Access kind) {

@@ -36,9 +36,9 @@ inline void check_alignment(const void* address, size_t bytes, const void* pc) {
 }  // namespace host
 
 #define HOOK extern "C" HOST_API
-#define CHECK(NAME, KIND, MESSAGE, ...)                                                    \
-    HOOK void __ubsan_handle_##NAME(const host::SourceLocation* location, ##__VA_ARGS__) { \
-        host::raise_check(KIND, *location, __builtin_return_address(0), MESSAGE);          \
+#define CHECK(NAME, KIND, MESSAGE, ...)                                                                         \
+    HOOK [[noreturn]] void __ubsan_handle_##NAME##_abort(const host::SourceLocation* location, ##__VA_ARGS__) { \
+        host::raise_check(KIND, *location, __builtin_return_address(0), MESSAGE);                               \
     }
 
 CHECK(shift_out_of_bounds, "undefined shift", "shift by a negative count, or by the width or more", uintptr_t,
@@ -50,12 +50,12 @@ CHECK(sub_overflow, "integer overflow", "signed subtraction", uintptr_t, uintptr
 CHECK(mul_overflow, "integer overflow", "signed multiplication", uintptr_t, uintptr_t)
 CHECK(negate_overflow, "integer overflow", "signed negation", uintptr_t)
 
-HOOK void __ubsan_handle_out_of_bounds(const host::SourceLocation* location, uintptr_t index) {
+HOOK [[noreturn]] void __ubsan_handle_out_of_bounds_abort(const host::SourceLocation* location, uintptr_t index) {
     host::raise_fault("out-of-bounds array index", {location->file, int(location->line), __builtin_return_address(0)},
                       "index %lld", static_cast<long long>(index));
 }
 
-HOOK void __ubsan_handle_type_mismatch_v1(const host::TypeMismatch* check, uintptr_t address) {
+HOOK [[noreturn]] void __ubsan_handle_type_mismatch_v1_abort(const host::TypeMismatch* check, uintptr_t address) {
     const host::Where where = {check->location.file, int(check->location.line), __builtin_return_address(0)};
     const size_t alignment = size_t(1) << check->log_alignment;
     if (address % alignment == 0) host::raise_fault("out-of-bounds access", where, "of an object at %#zx", address);

@@ -4,6 +4,10 @@
 
 DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
 
+DEVICE constexpr float power_of_two(int exponent) {
+    return exponent == 0 ? 1.0f : exponent > 0 ? 2.0f * power_of_two(exponent - 1) : 0.5f * power_of_two(exponent + 1);
+}
+
 // The hardware's estimates of 2^x and 1 / x, good to about 22 bits; correctly rounded on the host. A subnormal argument
 // or result is taken for 0.
 DEVICE float estimate_exp2(float x) {

@@ -11,7 +11,7 @@
 #include "vec.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-constexpr int TILE_TOKENS = 16;  // a split begins at a multiple of TILE_TOKENS
+constexpr int TILE_TOKENS = 16;  // a split begins at a multiple of TILE_TOKENS, or of another unit that a plan says
 
 // The splits of one sequence. Attention is paid to the tokens first <= i < length. Split s holds the tokens
 // origin + s * size <= i < origin + (s + 1) * size among them, for 0 <= s < count.
@@ -23,12 +23,14 @@ struct Splits {
     // partition: tokens of every split, counted from token 0. 0: splits of equal size, at most max_splits of them, each
     // of
     //   min_split tokens or more.
-    DEVICE Splits(int64_t seq_len, int64_t max_tokens, int64_t window, int partition, int max_splits, int min_split) {
+    // unit: of which a split is a multiple, and so is min_split.
+    DEVICE Splits(int64_t seq_len, int64_t max_tokens, int64_t window, int partition, int max_splits, int min_split,
+                  int unit = TILE_TOKENS) {
         length = int(min(max(seq_len, int64_t(0)), max_tokens));
         first = window > 0 && length > window ? int(length - window) : 0;
-        origin = partition ? 0 : first / TILE_TOKENS * TILE_TOKENS;
+        origin = partition ? 0 : first / unit * unit;
         const int tokens = length - origin;
-        const int even = ceil_div(ceil_div(tokens, max_splits), TILE_TOKENS) * TILE_TOKENS;
+        const int even = ceil_div(ceil_div(tokens, max_splits), unit) * unit;
         size = partition ? partition : max(even, min_split);
         count = tokens / size + (tokens % size > 0);
     }

@@ -19,6 +19,14 @@ struct ScanPart {
     bool restarts;   // the part begins with the initial state of its sequence
 };
 
+// A tile of tokens in a part.
+struct ScanTile {
+    int number, token;  // of the part, and the first token of the tile
+    ScanPart part;
+
+    DEVICE int count() const { return part.end - token; }  // tokens from the first on
+};
+
 template <typename index_t>
 struct ScanChunks {
     const index_t *cu_seqlens, *cu_chunk_seqlens, *last_chunk_indices, *seq_idx;
@@ -51,6 +59,14 @@ struct ScanChunks {
         found.begin = before.end;
         found.end = end_of(found);
         return found;
+    }
+    // The tile after this one; its part is number `end_part` if there is none.
+    template <int TOKENS>
+    DEVICE ScanTile tile_behind(const ScanTile& tile, int end_part) const {
+        if (tile.count() > TOKENS) return {tile.number, tile.token + TOKENS, tile.part};
+        if (tile.number + 1 == end_part) return {end_part, 0, {}};
+        const ScanPart part = behind(tile.part, tile.number + 1);
+        return {tile.number + 1, part.begin, part};
     }
     // Where a part ends that begins at `part.begin`.
     DEVICE int end_of(const ScanPart& part) const {

@@ -1,6 +1,8 @@
 // gemm_epilogue.cuh: what becomes of the sums of a matrix product: zero points, scales, bias, activation.
 //
 //     x[m, n] = a_scales[m] * (b_scales[n] * float(sum[m, n] - z)) + bias        (of these, what the op is given)
+//     SCALE_EXPONENT: the scale that comes first, of b if there is one, is its entry times two to this
+//     COLUMN_ORDER: b_scales[n] and bias[n] lie at column_order.cuh's place of n
 //     z = 0;   AZP 1: azp_adj[n];   AZP 2: azp[m] * azp_adj[n]                   (sums of integers: exact)
 //     bias = 0;   BIAS 1: bias[n];   BIAS 2: bias[m, n]
 //     out[m, n] = out_t(x[m, n]);   with ACTIVATION f: out_t(f(x[m, n]))
@@ -10,6 +12,7 @@
 // matrix has a step of 0.
 
 #pragma once
+#include "column_order.cuh"
 #include "math.cuh"
 
 // Activations of float32, for a result that is rounded to T.
@@ -17,14 +20,16 @@ template <typename T> DEVICE float gemm_silu(float x) { return logistic<T>(x, x)
 template <typename T> DEVICE float gemm_gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.707106781186547524f)); }
 template <typename T> DEVICE float gemm_none(float x) { return x; }
 
-template <typename out_t, bool A_SCALES, bool B_SCALES, int AZP, int BIAS>
+template <typename out_t, bool A_SCALES, bool B_SCALES, int AZP, int BIAS, int SCALE_EXPONENT>
 struct Epilogue {
-    const float* a_scales;   // [M] or [1]
-    const float* b_scales;   // [N] or [1]
-    const int32_t* azp_adj;  // [N]
-    const int32_t* azp;      // [M]
-    const out_t* bias;       // [N], or [M, N]
+    const a_scale_t* a_scales;  // [M] or [1]
+    const b_scale_t* b_scales;  // [N] or [1]
+    const int32_t* azp_adj;     // [N]
+    const int32_t* azp;         // [M]
+    const out_t* bias;          // [N], or [M, N]
     int64_t a_scale_step, b_scale_step, bias_stride;
+
+    static constexpr float FACTOR = power_of_two(SCALE_EXPONENT);
 
     struct Row {
         int64_t row;
@@ -38,10 +43,14 @@ struct Epilogue {
     };
 
     // The terms of a row, and of a column, that exist.
-    DEVICE Row row(int64_t m) const { return {m, A_SCALES ? a_scales[m * a_scale_step] : 1.0f, AZP == 2 ? azp[m] : 1}; }
+    DEVICE Row row(int64_t m) const {
+        const float scale = A_SCALES ? to_float(a_scales[m * a_scale_step]) : 1.0f;
+        return {m, A_SCALES && !B_SCALES ? scale * FACTOR : scale, AZP == 2 ? azp[m] : 1};
+    }
     DEVICE Column column(int64_t n) const {
-        return {n, B_SCALES ? b_scales[n * b_scale_step] : 1.0f, BIAS == 1 ? to_float(bias[n]) : 0.0f,
-                AZP > 0 ? azp_adj[n] : 0};
+        const int64_t place = COLUMN_ORDER(n);
+        return {n, B_SCALES ? to_float(b_scales[place * b_scale_step]) * FACTOR : 1.0f,
+                BIAS == 1 ? to_float(bias[place]) : 0.0f, AZP > 0 ? azp_adj[n] : 0};
     }
 
     // x[m, n]. Sum is float or int32_t.

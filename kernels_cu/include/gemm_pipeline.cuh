@@ -57,4 +57,10 @@ struct Ring {
             phase ^= 1;
         }
     }
+    // Passes over `steps` steps, which others take.
+    DEVICE void skip(int steps) {
+        const int end = stage + steps;
+        stage = end % STAGES;
+        phase ^= end / STAGES % 2;
+    }
 };

@@ -145,6 +145,23 @@ DEVICE uint32_t transpose_8x8(uint32_t word) {
 #endif
 }
 
+// Transposes a matrix of 4 x 4 words: lane t of four neighbouring lanes holds column t before, and row t after. Every
+// lane of the warp calls.
+DEVICE void transpose_4x4(uint32_t (&words)[4]) {
+    const int lane = threadIdx.x % 4;
+#pragma unroll
+    for (int mask = 1; mask < 4; mask *= 2) {
+        const bool upper = lane & mask;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & mask) continue;
+            const uint32_t other = shfl_xor(upper ? words[i] : words[i + mask], mask);
+            if (upper) words[i] = other;
+            else words[i + mask] = other;
+        }
+    }
+}
+
 // Two 16-bit elements of T in a word of a fragment, `low` in the lower half.
 template <typename T>
 DEVICE uint32_t pack_pair(float low, float high) {
@@ -208,4 +225,35 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
             }
         }
     }
+}
+
+// Four e4m3 elements (not FNUZ) as two words of bfloat16 pairs; bfloat16 holds every fp8 number.
+DEVICE void fp8_to_bf16(uint32_t codes, uint32_t (&pairs)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        // Exponent and mantissa, in their places in bfloat16, are a number 2^-120 times as large, and so are those of
+        // subnormal numbers.
+        const uint32_t bytes = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
+        const uint32_t magnitude = bytes & 0x7f007f00u;
+        Vec<bf16_t, 2> pair;
+        pair.template word<2>(0) = (bytes & 0x80008000u) | magnitude >> 4;
+        pair = pair * Vec<bf16_t, 2>::full(0x1p120f);
+        // The sign bit of each half that is NaN: of the largest magnitude. It becomes 0x7fc0.
+        const uint32_t is_nan = (magnitude + 0x01000100u) & 0x80008000u;
+        pairs[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 9));
+    }
+}
+
+// 16 e4m3 elements as elements of T.
+template <typename T>
+DEVICE void widen_fp8(uint4 codes, uint4 (&elements)[2]) {
+    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+    uint32_t pairs[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (is_same<T, half_t>) fp8_to_half<fp8_e4m3_t>(words[i], pairs[i]);
+        else fp8_to_bf16(words[i], pairs[i]);
+    }
+    elements[0] = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
+    elements[1] = make_uint4(pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]);
 }

@@ -177,6 +177,12 @@ template <typename T>
 DEVICE void subtract_pair(T* out, const T* a, const T* b) {
     store_pair<T>(out, ieee_subtract(to_float(a[0]), to_float(b[0])), ieee_subtract(to_float(a[1]), to_float(b[1])));
 }
+// T(a * b + c) of two pairs. Where there is no instruction for it, the sum is rounded to float32 before.
+template <typename T>
+DEVICE void multiply_add_pair(T* out, const T* a, const T* b, const T* c) {
+    store_pair<T>(out, ieee_fma(to_float(a[0]), to_float(b[0]), to_float(c[0])),
+                  ieee_fma(to_float(a[1]), to_float(b[1]), to_float(c[1])));
+}
 // |absmax| = max(|absmax|, |x|) for each element of a pair. The signs of `absmax` have no meaning, before and after. A
 // NaN is ignored, or, if OR_NAN, becomes the result.
 template <bool OR_NAN, typename T>
@@ -229,6 +235,15 @@ template <> DEVICE void subtract_pair<half_t>(half_t* out, const half_t* a, cons
 }
 template <> DEVICE void subtract_pair<bf16_t>(bf16_t* out, const bf16_t* a, const bf16_t* b) {
     as_word(out) = pair_word(__hsub2_rn(word_as<__nv_bfloat162>(as_word(a)), word_as<__nv_bfloat162>(as_word(b))));
+}
+template <> DEVICE void multiply_add_pair<half_t>(half_t* out, const half_t* a, const half_t* b, const half_t* c) {
+    as_word(out) =
+        pair_word(__hfma2(word_as<__half2>(as_word(a)), word_as<__half2>(as_word(b)), word_as<__half2>(as_word(c))));
+}
+template <> DEVICE void multiply_add_pair<bf16_t>(bf16_t* out, const bf16_t* a, const bf16_t* b, const bf16_t* c) {
+    using pair_t = __nv_bfloat162;
+    as_word(out) =
+        pair_word(__hfma2(word_as<pair_t>(as_word(a)), word_as<pair_t>(as_word(b)), word_as<pair_t>(as_word(c))));
 }
 #if __CUDA_ARCH__ >= 860
 // The instruction gives the larger magnitude with the sign of the product: no instruction is spent on signs.

@@ -30,6 +30,12 @@ DEVICE Vec<T, N> awq_columns(uint32_t word, int first) {
     return result;
 }
 
+// integer - offset, exactly, for integers below 2^22: the last place of 2^23 is worth 1, so that or-ing an integer to its
+// bits adds the integer.
+DEVICE float integer_to_float(uint32_t integer, float offset) {
+    return __uint_as_float(integer | 0x4b000000) - (8388608.0f + offset);
+}
+
 // x[i] = byte i of a word - offset, exactly; the offset is an integer.
 DEVICE void bytes_to_floats(uint32_t word, float offset, float* x) {
 #pragma unroll

@@ -1,7 +1,7 @@
 // tma.cuh: copies between global and shared memory by the copy engine (TMA): boxes of tensors, and runs of bytes.
 //
 // A plan gives a parameter `const __grid_constant__ TensorMap name_map` a TensorMap: the tensor, the box, and how rows
-// of the box are swizzled. Coordinates count elements from the fastest dimension on: x, y, z. Of a box, what lies
+// of the box are swizzled. Coordinates count elements from the fastest dimension on: x, y, z, w, v. Of a box, what lies
 // outside the tensor is loaded as zeros and is not stored; it counts among the bytes of a load all the same.
 //
 // A swizzle permutes the 16-byte chunks of shared memory: bits 4 to 6 of a chunk's address are combined by exclusive
@@ -50,6 +50,22 @@ DEVICE void tma_load(void* to, const TensorMap* map, uint64_t* barrier, int x, i
     host::tma_load(to, map, barrier, at, 3);
 #endif
 }
+DEVICE void tma_load(void* to, const TensorMap* map, uint64_t* barrier, int x, int y, int z, int w) {
+#if PYOPS_CUDA
+    PYOPS_TMA_LOAD("4d", "{%3, %4, %5, %6}", "", "", "r"(x), "r"(y), "r"(z), "r"(w));
+#elif PYOPS_HOST
+    const int at[] = {x, y, z, w};
+    host::tma_load(to, map, barrier, at, 4);
+#endif
+}
+DEVICE void tma_load(void* to, const TensorMap* map, uint64_t* barrier, int x, int y, int z, int w, int v) {
+#if PYOPS_CUDA
+    PYOPS_TMA_LOAD("5d", "{%3, %4, %5, %6, %7}", "", "", "r"(x), "r"(y), "r"(z), "r"(w), "r"(v));
+#elif PYOPS_HOST
+    const int at[] = {x, y, z, w, v};
+    host::tma_load(to, map, barrier, at, 5);
+#endif
+}
 
 // Loads a box to the address of `to` in each block of the cluster whose bit is set in `blocks`. The mbarrier that each
 // of them has at the address of `barrier` counts the bytes.
@@ -59,6 +75,15 @@ DEVICE void tma_load_multicast(void* to, const TensorMap* map, uint64_t* barrier
 #elif PYOPS_HOST
     const int at[] = {x, y};
     host::tma_load_multicast(to, map, barrier, at, 2, blocks);
+#endif
+}
+DEVICE void
+tma_load_multicast(void* to, const TensorMap* map, uint64_t* barrier, uint16_t blocks, int x, int y, int z) {
+#if PYOPS_CUDA
+    PYOPS_TMA_LOAD("3d", "{%3, %4, %5}", ".multicast::cluster", ", %6", "r"(x), "r"(y), "r"(z), "h"(blocks));
+#elif PYOPS_HOST
+    const int at[] = {x, y, z};
+    host::tma_load_multicast(to, map, barrier, at, 3, blocks);
 #endif
 }
 #undef PYOPS_TMA_LOAD

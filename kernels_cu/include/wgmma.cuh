@@ -15,6 +15,10 @@
 //     warpgroup_wait<GROUPS_IN_FLIGHT>()  until at most so many groups are in flight
 //     warpgroup_fence_operand(d);         tells the compiler that d is ready only now
 //
+// Sums of 16-bit floats are float32. Those of fp8 are kept in float32, but have 14 bits: each of the 32 products, and the
+// sum so far, is cut towards zero to a multiple of 2^-13 of the largest power of two among them, and the result to its
+// first 14 bits. Threads that add up sums of 64 or 128 elements of K in float32 keep the error small.
+//
 // While a product is in flight no thread uses d or writes to a, and nothing writes to the shared memory that it reads.
 #pragma once
 #include "mma.cuh"
@@ -109,6 +113,17 @@ DEVICE void warpgroup_fence_operand(S (&d)[REGISTERS]) {
         if constexpr (is_same<S, float>) asm volatile("" : "+f"(d[i])::"memory");
         else asm volatile("" : "+r"(d[i])::"memory");
     }
+#elif PYOPS_HOST
+    asm volatile("" ::"r"(d) : "memory");
+#endif
+}
+
+// Keeps the next wait behind the instructions that compute `x`, which is not negative. To the assembler a wait depends on
+// nothing but products, so it moves the wait ahead of arithmetic that should run beside them, without a warning. It
+// moves no wait ahead of an instruction that may sleep, and this one never does.
+DEVICE void hold_next_wait(float x) {
+#if PYOPS_CUDA
+    asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 1;}" ::"f"(x) : "memory");
 #endif
 }
 

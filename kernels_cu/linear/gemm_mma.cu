@@ -20,7 +20,8 @@
 //
 // Constants
 //     scalar_t      element type of a and b: half_t, bf16_t, fp8 or int8_t
-//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh
 //     SCALE_BLOCK   elements under one scale: as many as a step has, or 0
 //     VEC_SIZE      elements of one access to a and b; divides K; 1 where elements of a row lie apart
 //     OUT_ACCESS    elements of one access to out: 1 or 2
@@ -42,16 +43,16 @@ static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
 constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-gemm_mma(out_t* out,              // [M, N]
-         const scalar_t* a,       // [M, K]
-         const scalar_t* b,       // [N, K]; GATED: [2 N, K]
-         const float* a_scales,   // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
-         const float* b_scales,   // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
-         const int32_t* azp_adj,  // [N]
-         const int32_t* azp,      // [M]
-         const out_t* bias,       // [N] or [M, N]
-         total_t* partial,        // [tiles, SPLITS, SUMS / 4, NUM_THREADS, 4]
-         uint32_t* arrived,       // [tiles]
+gemm_mma(out_t* out,                 // [M, N]
+         const scalar_t* a,          // [M, K]
+         const scalar_t* b,          // [N, K]; GATED: [2 N, K]
+         const a_scale_t* a_scales,  // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
+         const b_scale_t* b_scales,  // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
+         const int32_t* azp_adj,     // [N]
+         const int32_t* azp,         // [M]
+         const out_t* bias,          // [N] or [M, N]
+         total_t* partial,           // [tiles, SPLITS, SUMS / 4, NUM_THREADS, 4]
+         uint32_t* arrived,          // [tiles]
          int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t a_step, int64_t b_step,
          int64_t out_stride, int64_t bias_stride, int64_t a_scale_step, int64_t b_scale_step,
          int64_t a_scale_block_step, int64_t b_scale_block_step) {
@@ -114,12 +115,13 @@ gemm_mma(out_t* out,              // [M, N]
 #pragma unroll
             for (int i = 0; i < ROW_TILES * 2; ++i) {
                 const int64_t row = min(first_row + warp_row + i * 8 + g, m - 1);
-                row_scales[i / 2][i % 2] = a_scales[row * a_scale_step + block * a_scale_block_step];
+                row_scales[i / 2][i % 2] = to_float(a_scales[row * a_scale_step + block * a_scale_block_step]);
             }
 #pragma unroll
             for (int j = 0; j < COLUMN_TILES; ++j) {
                 const int64_t column = min(column_of(warp_column + j * 8), n - 1) + (GATED && j % 2 ? n : 0);
-                const float column_scale = b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step];
+                const float column_scale =
+                    to_float(b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step]);
 #pragma unroll
                 for (int i = 0; i < ROW_TILES * 4; ++i) {
                     sum_t& sum = sums[i / 4][j][i % 4];
@@ -163,8 +165,8 @@ gemm_mma(out_t* out,              // [M, N]
         }
     }
 
-    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS> epilogue{a_scales, b_scales,     azp_adj,      azp,
-                                                                  bias,     a_scale_step, b_scale_step, bias_stride};
+    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
     constexpr int HALVES = GATED ? 2 : 1;
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j += HALVES) {

@@ -11,7 +11,8 @@
 //
 // Constants
 //     scalar_t      element type of a and b
-//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh
 //     SCALE_BLOCK   elements under one scale, or 0
 //     TILE_M, TILE_N    multiples of 4
 
@@ -37,14 +38,14 @@ DEVICE void multiply_add(Sum& sum, Sum x, Sum y) {
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-gemm_simt(out_t* out,              // [M, N]
-          const scalar_t* a,       // [M, K]
-          const scalar_t* b,       // [N, K]; GATED: [2 N, K]
-          const float* a_scales,   // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
-          const float* b_scales,   // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
-          const int32_t* azp_adj,  // [N]
-          const int32_t* azp,      // [M]
-          const out_t* bias,       // [N] or [M, N]
+gemm_simt(out_t* out,                 // [M, N]
+          const scalar_t* a,          // [M, K]
+          const scalar_t* b,          // [N, K]; GATED: [2 N, K]
+          const a_scale_t* a_scales,  // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
+          const b_scale_t* b_scales,  // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
+          const int32_t* azp_adj,     // [N]
+          const int32_t* azp,         // [M]
+          const out_t* bias,          // [N] or [M, N]
           int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t a_step, int64_t b_step,
           int64_t out_stride, int64_t bias_stride, int64_t a_scale_step, int64_t b_scale_step,
           int64_t a_scale_block_step, int64_t b_scale_block_step) {
@@ -63,8 +64,8 @@ gemm_simt(out_t* out,              // [M, N]
         for (int i = 0; i < HALVES * 16; ++i) {
             const int64_t row = min(first_row + thread_row + i / 4 % 4, m - 1);
             const int64_t column = min(first_column + thread_column + i % 4, n - 1) + i / 16 * n;
-            const float factor = a_scales[row * a_scale_step + block * a_scale_block_step] *
-                                 b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step];
+            const float factor = to_float(a_scales[row * a_scale_step + block * a_scale_block_step]) *
+                                 to_float(b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step]);
             sum_t& sum = sums[i / 16][i / 4 % 4][i % 4];
             scaled[i / 16][i / 4 % 4][i % 4] = fmaf(factor, float(sum), scaled[i / 16][i / 4 % 4][i % 4]);
             sum = 0;
@@ -105,8 +106,8 @@ gemm_simt(out_t* out,              // [M, N]
     }
     if (SCALE_BLOCK > 0 && k > 0) scale((k - 1) / BLOCK);
 
-    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS> epilogue{a_scales, b_scales,     azp_adj,      azp,
-                                                                  bias,     a_scale_step, b_scale_step, bias_stride};
+    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
     for (int j = 0; j < 4; ++j) {
         const int64_t column = first_column + thread_column + j;
         if (column >= n) break;

@@ -4,7 +4,8 @@
 //     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
 //
 // SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
-// elements of K). The tensor cores add up what is in parentheses, the threads the rest.
+// elements of K).
+// SUM_BLOCK: the tensor cores add up SUM_BLOCK elements of K, the threads the rest (wgmma.cuh tells of sums of fp8).
 //
 // Operands are swapped: the transpose of out is computed, so that rows of b are the 64 rows of a wgmma and rows of a
 // its TILE_M columns. A tile is TILE_M rows and TILE_N columns of out; TILE_N is what makes all multiprocessors read
@@ -18,8 +19,10 @@
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
-//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
+//     SUM_BLOCK     elements of K that the tensor cores add up: a step or half of it; 0: all of K, without SCALE_BLOCK
 //     TILE_M        rows of a tile: a multiple of 16
 //     TILE_N        columns of a tile: a multiple of 8, at most 256
 //     STAGES        steps of K in shared memory
@@ -43,7 +46,9 @@ constexpr int WARP_FRAGMENTS = PRODUCTS * TILE_M / 8, FRAGMENTS = ROW_WARPS * WA
 // Parts of a sum, and fragments that a block adds up.
 constexpr int PARTS = SPLITS * TURNS, OWN_FRAGMENTS = FRAGMENTS / SPLITS;
 constexpr bool SHARED = PARTS > 1;
-static_assert(SCALE_BLOCK == 0 || is_same<sum_t, float>);
+// Pieces of a step whose sums the threads add up, and products of a warpgroup in each for the same rows of b.
+constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, PIECE_PRODUCTS = ROW_BYTES / STEP_BYTES / PIECES;
+static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && is_same<sum_t, float>);
 static_assert(FRAGMENTS % SPLITS == 0);
 static_assert(!GATED);
 
@@ -54,8 +59,8 @@ extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x TILE_K, swizzled
           const __grid_constant__ TensorMap b_map,  // [N, K], boxes of TILE_N x TILE_K, swizzled
           out_t* out,                               // [M, N]
-          const float* a_scales,                    // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
-          const float* b_scales,                    // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
+          const a_scale_t* a_scales,                // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
+          const b_scale_t* b_scales,                // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
           const int32_t* azp_adj,                   // [N]
           const int32_t* azp,                       // [M]
           const out_t* bias,                        // [N]
@@ -100,8 +105,8 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
 
     const int turn = TURNS > 1 ? warp / 4 : 0, row_warp = warp % ROW_WARPS;
     if (turn > 0) ring.advance();
-    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS> epilogue{a_scales, b_scales,     azp_adj,      azp,
-                                                                  bias,     a_scale_step, b_scale_step, 0};
+    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, 0};
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
         // The row of b, in the tile, of the thread's first sum of a product; that of its others is 8 rows on.
@@ -109,7 +114,7 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
             return (of_warp / 4 * PRODUCTS + product) * 64 + of_warp % 4 * 16 + lane / 4;
         };
         sum_t d[PRODUCTS][TILE_M / 2];
-        float scaled[PRODUCTS][SCALE_BLOCK > 0 ? TILE_M / 2 : 1] = {};
+        float total[PRODUCTS][SUM_BLOCK > 0 ? TILE_M / 2 : 1] = {};
         // Scales of the next step: of the rows of a and of b of which the thread has sums.
         float row_scales[SCALE_BLOCK > 0 ? TILE_M / 4 : 1], column_scales[PRODUCTS][2];
         const auto load_scales = [&](int step) {
@@ -117,12 +122,12 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
             for (int i = 0; i < PRODUCTS * 2; ++i) {
                 const int64_t column = min(int64_t(first_column + column_of(row_warp, i / 2) + i % 2 * 8), n - 1);
                 column_scales[i / 2][i % 2] =
-                    b_scales[step * b_scale_block_step + column / max(SCALE_BLOCK, 1) * b_scale_step];
+                    to_float(b_scales[step * b_scale_block_step + column / max(SCALE_BLOCK, 1) * b_scale_step]);
             }
 #pragma unroll
             for (int i = 0; i < TILE_M / 4; ++i) {
                 const int64_t row = min(int64_t(first_row + i / 2 * 8 + lane % 4 * 2 + i % 2), m - 1);
-                row_scales[i] = a_scales[row * a_scale_step + step * a_scale_block_step];
+                row_scales[i] = to_float(a_scales[row * a_scale_step + step * a_scale_block_step]);
             }
         };
         if constexpr (SCALE_BLOCK > 0) load_scales(first_step + turn);
@@ -144,41 +149,46 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
             }
             ring.wait();
 #pragma unroll
-            for (int product = 0; product < PRODUCTS; ++product) warpgroup_fence_operand(d[product]);
-            warpgroup_arrive();
+            for (int piece = 0; piece < PIECES; ++piece) {
 #pragma unroll
-            for (int product = 0; product < PRODUCTS; ++product) {
-                const uint64_t b =
-                    make_smem_desc(from + A_BYTES + (row_warp / 4 * PRODUCTS + product) * 64 * ROW_BYTES);
-#pragma unroll
-                for (int i = 0; i < ROW_BYTES / STEP_BYTES; ++i) {
-                    wgmma<scalar_t, TILE_M>(d[product], advance_smem_desc(b, i * STEP_BYTES),
-                                            advance_smem_desc(a, i * STEP_BYTES), i > 0 || accumulate);
-                }
-            }
-            warpgroup_commit_batch();
-            if constexpr (SCALE_BLOCK > 0) {
-                warpgroup_wait<0>();
-                ring.release(ring.stage);
+                for (int product = 0; product < PRODUCTS; ++product) warpgroup_fence_operand(d[product]);
+                warpgroup_arrive();
 #pragma unroll
                 for (int product = 0; product < PRODUCTS; ++product) {
-                    warpgroup_fence_operand(d[product]);
+                    const uint64_t b =
+                        make_smem_desc(from + A_BYTES + (row_warp / 4 * PRODUCTS + product) * 64 * ROW_BYTES);
 #pragma unroll
-                    for (int i = 0; i < TILE_M / 2; ++i) {
-                        const float factor = factors[product][i / 2 % 2][i / 4 * 2 + i % 2];
-                        scaled[product][i] = fmaf(factor, float(d[product][i]), scaled[product][i]);
+                    for (int i = 0; i < PIECE_PRODUCTS; ++i) {
+                        const int at = (piece * PIECE_PRODUCTS + i) * STEP_BYTES;
+                        wgmma<scalar_t, TILE_M>(d[product], advance_smem_desc(b, at), advance_smem_desc(a, at),
+                                                i > 0 || accumulate);
                     }
                 }
-            } else {
-                warpgroup_wait<1>();  // for the products of the step before
-                if (accumulate) ring.release(previous);
-                previous = ring.stage;
-                accumulate = true;
+                warpgroup_commit_batch();
+                if constexpr (SUM_BLOCK > 0) {
+                    warpgroup_wait<0>();
+                    if (piece == PIECES - 1) ring.release(ring.stage);
+#pragma unroll
+                    for (int product = 0; product < PRODUCTS; ++product) {
+                        warpgroup_fence_operand(d[product]);
+#pragma unroll
+                        for (int i = 0; i < TILE_M / 2; ++i) {
+                            const float factor =
+                                SCALE_BLOCK > 0 ? factors[product][i / 2 % 2][i / 4 * 2 + i % 2] : 1.0f;
+                            total[product][i] = fmaf(factor, float(d[product][i]), total[product][i]);
+                        }
+                    }
+                } else {
+                    warpgroup_wait<1>();  // for the products of the step before
+                    if (accumulate) ring.release(previous);
+                    previous = ring.stage;
+                    accumulate = true;
+                }
             }
             ring.advance();
             if constexpr (TURNS > 1) ring.advance();
         }
-        if constexpr (SCALE_BLOCK == 0) {
+        if constexpr (SUM_BLOCK == 0) {
             warpgroup_wait<0>();
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) warpgroup_fence_operand(d[product]);
@@ -188,7 +198,7 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
         // Number j of the four sums of the warp's fragment number i; and what becomes of those of any fragment.
         const auto own_sum = [&](int i, int j) {
             const int product = i / (TILE_M / 8), at = i % (TILE_M / 8) * 4 + j;
-            if constexpr (SCALE_BLOCK > 0) return scaled[product][at];
+            if constexpr (SUM_BLOCK > 0) return total[product][at];
             else return d[product][at];
         };
         const auto finish = [&](int fragment, const Fragment& own) {

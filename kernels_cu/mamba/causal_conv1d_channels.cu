@@ -1,10 +1,10 @@
 // causal_conv1d_channels: convolves each channel of sequences whose channels are rows of a matrix.
 //
-//     y[d, t] = bias[d] + sum over k < WIDTH of weight[d, k] * x[d, t - (WIDTH - 1) + k]
+//     y[d, t] = bias[d] + sum over k < WIDTH of weight[d, k] * x[d, t - HISTORY + k]
 //     out[d, t] = T(y * sigmoid(y)) if SILU, else T(y)
 //
 // Sequence b has the tokens query_start_loc[b] <= t < query_start_loc[b + 1]. What lies before its first token counts
-// as 0 here: causal_conv1d_states.cu does the tokens that need a state. A token of no sequence gets 0.
+// as 0 here: the first blocks do the tokens that need a state (causal_conv1d_states.cuh). A token of no sequence gets 0.
 //
 // Threads: a thread takes VEC_SIZE neighbouring tokens of `channels` channels, BATCH of them at a time. Neighbouring
 // threads take neighbouring tokens. The inputs before the first token of a thread come from the vectors that
@@ -12,26 +12,33 @@
 //
 // Constants
 //     weight_t      element type of weight and bias
-//     index_t       element type of query_start_loc
+//     index_t       element type of all tensors of integers
+//     HAS_STATES, HAS_INDICES, HAS_INITIAL, HAS_COMPUTED   false when conv_states, cache_indices, has_initial_state,
+//                   num_computed_tokens is null
+//     HAS_BLOCKS    prefix caching (causal_conv1d_states.cuh)
+//     STATE_VEC     channels of a thread that has states
+//     STATE_WEIGHT_VEC   elements in its accesses to weight; divides STATE_VEC * WIDTH
 //     WIDTH         taps of a channel
 //     WEIGHT_VEC    elements in one access to weight; divides WIDTH
 //     HAS_BIAS      false when bias is null
 //     SILU          apply the activation
 
-#include "causal_conv1d.cuh"
+#include "causal_conv1d_states.cuh"
 #include "paged.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
-constexpr int EARLIER_VECS = ceil_div(WIDTH - 1, VEC_SIZE);  // vectors before that of a thread which it also needs
+using states_t =
+    SequenceStates<STATE_VEC, STATE_WEIGHT_VEC, HAS_STATES, HAS_INDICES, HAS_INITIAL, HAS_COMPUTED, HAS_BLOCKS>;
+constexpr int EARLIER_VECS = ceil_div(HISTORY, VEC_SIZE);  // vectors before that of a thread which it also needs
 constexpr int EARLIER = EARLIER_VECS * VEC_SIZE;
 
-// For each token of a thread: how many inputs before the token belong to the token's sequence, WIDTH - 1 at most. -1
-// stands for a token of no sequence.
+// For each token of a thread: how many inputs before the token belong to the token's sequence, HISTORY at most. -1 stands
+// for a token of no sequence, -2 for one that needs a state.
 struct Reach {
     int before[VEC_SIZE];
-    bool whole = true;  // every token has all WIDTH - 1 inputs before it
+    bool whole = true;  // every token has all HISTORY inputs before it
 
-    DEVICE Reach(const index_t* query_start_loc, int64_t num_seqs, int64_t first) {
+    DEVICE Reach(const states_t& states, const index_t* query_start_loc, int64_t num_seqs, int64_t first) {
         int64_t sequence = count_up_to(query_start_loc + 1, num_seqs, 1, first), begin = 0, end = 0;
         const auto read = [&] {
             if (sequence >= num_seqs) return;
@@ -43,9 +50,16 @@ struct Reach {
         for (int j = 0; j < VEC_SIZE; ++j) {
             const int64_t t = first + j;
             for (; sequence < num_seqs && end <= t; read()) ++sequence;
-            before[j] = sequence >= num_seqs || t < begin ? -1 : int(min(t - begin, int64_t(WIDTH - 1)));
-            whole = whole && before[j] == WIDTH - 1;
+            before[j] = sequence >= num_seqs || t < begin ? -1 : int(min(t - begin, int64_t(HISTORY)));
+            if (before[j] >= 0 && before[j] < HISTORY && states.continues(sequence)) before[j] = -2;
+            whole = whole && before[j] == HISTORY;
         }
+    }
+    DEVICE bool needs_state() const {
+        bool any = false;
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) any = any || before[j] == -2;
+        return any;
     }
 };
 
@@ -58,8 +72,8 @@ DEVICE vec_t convolved(const float (&x)[EARLIER + VEC_SIZE], const Taps<WIDTH, 1
         float sum = taps.bias[0];
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) {
-            const float input = x[EARLIER + j - (WIDTH - 1) + k];
-            sum = fmaf(taps.at(0, k), WHOLE || k + reach.before[j] >= WIDTH - 1 ? input : 0.0f, sum);
+            const float input = x[EARLIER + j - HISTORY + k];
+            sum = fmaf(taps.at(0, k), WHOLE || k + reach.before[j] >= HISTORY ? input : 0.0f, sum);
         }
         y[j] = activated<SILU, scalar_t>(sum);
         if (!WHOLE && reach.before[j] < 0) y[j] = 0.0f;
@@ -95,26 +109,72 @@ convolve_channels(scalar_t* out, const scalar_t* x, const weight_t* weight, cons
 #pragma unroll
                 for (int j = 0; j < VEC_SIZE; ++j) inputs[i * VEC_SIZE + j] = vecs[b][i][j];
             }
-            convolved<WHOLE>(inputs, taps, reach).store(out + (channel + b) * out_stride);
+            const vec_t results = convolved<WHOLE>(inputs, taps, reach);
+            scalar_t* const to = out + (channel + b) * out_stride;
+            if (WHOLE || !reach.needs_state()) {
+                results.store(to);
+            } else {
+#pragma unroll
+                for (int j = 0; j < VEC_SIZE; ++j) {
+                    if (reach.before[j] != -2) to[j] = results.data[j];
+                }
+            }
         }
     }
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-causal_conv1d_channels(scalar_t* out,                   // [dim, num_tokens]
-                       const scalar_t* x,               // [dim, num_tokens]
-                       const weight_t* weight,          // [dim, WIDTH]
-                       const weight_t* bias,            // [dim]
-                       const index_t* query_start_loc,  // [num_seqs + 1]
-                       int64_t num_tokens, int64_t dim, int64_t num_seqs, int64_t channels, int64_t x_stride,
-                       int64_t out_stride) {
+causal_conv1d_channels(scalar_t* out,                                   // [dim, num_tokens]
+                       scalar_t* conv_states,                           // [num_slots, state_len, dim], or null
+                       const scalar_t* x,                               // [dim, num_tokens]
+                       const weight_t* weight,                          // [dim, WIDTH]
+                       const weight_t* bias,                            // [dim]
+                       const index_t* query_start_loc,                  // [num_seqs + 1]
+                       const index_t* cache_indices,                    // [num_seqs, max_blocks]
+                       const bool* has_initial_state,                   // [num_seqs]
+                       const index_t* block_idx_first_scheduled_token,  // [num_seqs]
+                       const index_t* block_idx_last_scheduled_token,   // [num_seqs]
+                       const index_t* initial_state_idx,                // [num_seqs]
+                       const index_t* num_computed_tokens,              // [num_seqs]
+                       int64_t num_tokens, int64_t dim, int64_t num_seqs, int64_t state_groups, int64_t channels,
+                       int64_t num_slots, int64_t max_blocks, int64_t indices_stride, int64_t block_size_to_align,
+                       int64_t pad_slot_id, int64_t x_stride, int64_t out_stride, int64_t slot_stride,
+                       int64_t state_channel_stride, int64_t state_stride) {
     await_previous_kernel();
+    const states_t states{out,
+                          conv_states,
+                          x,
+                          weight,
+                          bias,
+                          query_start_loc,
+                          cache_indices,
+                          has_initial_state,
+                          block_idx_first_scheduled_token,
+                          block_idx_last_scheduled_token,
+                          initial_state_idx,
+                          num_computed_tokens,
+                          num_tokens,
+                          dim,
+                          num_slots,
+                          max_blocks,
+                          indices_stride,
+                          block_size_to_align,
+                          pad_slot_id,
+                          1,
+                          x_stride,
+                          1,
+                          out_stride,
+                          slot_stride,
+                          state_channel_stride,
+                          state_stride};
+    const int64_t state_blocks = HAS_STATES ? num_seqs * state_groups : 0, block = blockIdx.x - state_blocks;
+    if (HAS_STATES && block < 0) return states.update_by_block(blockIdx.x, state_groups);
     const int64_t row_vecs = num_tokens / VEC_SIZE;
-    const int64_t thread = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    const int64_t thread = block * NUM_THREADS + threadIdx.x;
     const int64_t group = thread / row_vecs, first = thread % row_vecs * VEC_SIZE;
     const int64_t end = min((group + 1) * channels, dim);
     if (group * channels >= dim) return;
-    const Reach reach(query_start_loc, num_seqs, first);
+    const Reach reach(states, query_start_loc, num_seqs, first);
     x += first;
     out += first;
     // Whole tokens have all vectors before theirs.

@@ -34,13 +34,11 @@
 //     CHUNK_STATES   states are those at the end of every chunk, not of every sequence
 //     SEGMENT_STATES the launch before the last: no out, no states, but segment_states and segment_decays
 
-#include "chunk_scan.cuh"
+#include "chunk_scan_decays.cuh"
 #include "state_tiles.cuh"
 
-constexpr int LANE_TOKENS = TOKENS / 32;  // of a tile, 32 apart, whose decays a lane finds
 constexpr int ROWS = HEADS * HEAD_TILE, NUM_WARPS = ROWS / 16 / ROW_TILES, NUM_THREADS = NUM_WARPS * 32;
 constexpr int STATE_TILES = STATE_SIZE / 8, STEPS = STATE_SIZE / 16;
-constexpr int WARP_HEADS = (HEADS + NUM_WARPS - 1) / NUM_WARPS;  // heads whose decays a warp computes
 static_assert(HEADS == 1 || HEAD_TILE == HEAD_SIZE);
 
 using state_tile = SwizzledTile<scalar_t, STATE_SIZE / 8>;  // B and C: a row for each token
@@ -50,13 +48,7 @@ constexpr int STATE_BYTES = state_tile::bytes(TOKENS), X_BYTES = rows_tile::byte
 constexpr int STAGE_BYTES = (SEGMENT_STATES ? 1 : 2) * STATE_BYTES + X_BYTES;
 constexpr int WEIGHT_BYTES = weights_tile::bytes(TOKENS);  // of each head, behind the two stages
 
-// What the tokens of a tile decay by, of each head. Sums are in units of log2.
-struct Decays {
-    float sums[HEADS][TOKENS];     // a_l * log2(e)
-    float kept[HEADS][TOKENS];     // exp(a_l)
-    float steps[HEADS][TOKENS];    // d_m
-    float weights[HEADS][TOKENS];  // exp(a_end - a_m) d_m
-};
+using decays_t = Decays<HEADS, TOKENS>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_SIZE]
@@ -83,7 +75,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
-    __shared__ Decays decays[2];
+    __shared__ decays_t decays[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first_head = int(blockIdx.x) / (HEAD_SIZE / HEAD_TILE) * HEADS;
     const int first_dim = int(blockIdx.x) % (HEAD_SIZE / HEAD_TILE) * HEAD_TILE;
@@ -108,10 +100,8 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     const auto tile_row = [&](int r) { return (warp * ROW_TILES + r) * 16; };
     const auto head_of = [&](int r) { return tile_row(r) / HEAD_TILE; };
 
-    // The heads whose decays the warp computes, counted in the block; the last warps come first, which have the least
-    // to do for the weights. A warp may have none.
-    const int first_own = NUM_WARPS - 1 - warp;
-    float raw_dt[WARP_HEADS][LANE_TOKENS];
+    // The last warps, which have the least to do for the weights, find the decays.
+    DecayFinder<dt_t, HEADS, TOKENS, NUM_WARPS> finder;
     // Copies `count` tokens from `token` on to shared memory, zeros behind them, and reads their time steps.
     const auto load = [&](int stage, int token, int count) {
         const int64_t row = token, column = group * STATE_SIZE;
@@ -120,47 +110,11 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             copy_tokens<STATE_SIZE / 8, TOKENS, NUM_THREADS>(c_at(stage), C + row * C_stride + column, C_stride, count);
         copy_tokens<ROWS / 8, TOKENS, NUM_THREADS>(x_at(stage), x + row * x_stride + first_row, x_stride, count);
         cp_async_commit();
-#pragma unroll
-        for (int i = 0; i < WARP_HEADS; ++i) {
-            const int head = first_head + min(first_own + i * NUM_WARPS, HEADS - 1);
-#pragma unroll
-            for (int k = 0; k < LANE_TOKENS; ++k) {
-                const int l = k * 32 + lane;
-                raw_dt[i][k] = l < count ? to_float(dt[int64_t(token + l) * dt_stride + head * dt_step]) : 0.0f;
-            }
-        }
+        finder.load(dt + row * dt_stride + first_head * dt_step, dt_stride, dt_step, count);
     };
-    // The decays of the tile whose time steps `load` has read.
     const auto find_decays = [&](int stage, int count) {
-#pragma unroll
-        for (int i = 0; i < WARP_HEADS; ++i) {
-            const int own = first_own + i * NUM_WARPS;
-            if (own >= HEADS) break;
-            const float rate = A[first_head + own] * LOG2_E;
-            const float bias = dt_bias ? to_float(dt_bias[first_head + own]) : 0.0f;
-            float steps[LANE_TOKENS], sums[LANE_TOKENS], end = 0.0f;
-#pragma unroll
-            for (int k = 0; k < LANE_TOKENS; ++k) {
-                const bool exists = k * 32 + lane < count;
-                steps[k] = exists ? time_step<SOFTPLUS>(raw_dt[i][k], bias, dt_min, dt_max) : 0.0f;
-                sums[k] = exists ? steps[k] * rate : 0.0f;
-#pragma unroll
-                for (int distance = 1; distance < 32; distance *= 2) {
-                    const float before = shfl<32>(sums[k], lane - distance & 31);
-                    if (lane >= distance) sums[k] += before;
-                }
-                sums[k] += end;
-                end = shfl<32>(sums[k], 31);
-            }
-#pragma unroll
-            for (int k = 0; k < LANE_TOKENS; ++k) {
-                const int l = k * 32 + lane;
-                decays[stage].sums[own][l] = sums[k];
-                decays[stage].kept[own][l] = estimate_exp2(sums[k]);
-                decays[stage].steps[own][l] = steps[k];
-                decays[stage].weights[own][l] = l < count ? estimate_exp2(end - sums[k]) * steps[k] : 0.0f;
-            }
-        }
+        finder.template find<SOFTPLUS>(decays[stage], A + first_head, dt_bias ? dt_bias + first_head : nullptr, dt_min,
+                                       dt_max, count);
     };
 
     float h[ROW_TILES][STATE_TILES][4];
@@ -208,14 +162,13 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         }
     }
 
-    int number = chunks.first_of(segment, num_segments), token = 0, stage = 0;
-    ScanPart part{};
-    if (number < end_part) {
-        part = chunks.at(number);
-        token = part.begin;
-        load(0, token, min(part.end - token, TOKENS));
-        find_decays(0, part.end - token);
-        if (!SEGMENT_STATES && !part.restarts) {
+    ScanTile tile{chunks.first_of(segment, num_segments), 0, {}};
+    if (tile.number < end_part) {
+        tile.part = chunks.at(tile.number);
+        tile.token = tile.part.begin;
+        load(0, tile.token, tile.count());
+        find_decays(0, tile.count());
+        if (!SEGMENT_STATES && !tile.part.restarts) {
             each_of_state([&](int, float& low, float& high, int64_t at) {
                 const auto pair = Vec<float, 2>::load(segment_states + (segment - 1) * state_size + at);
                 low = pair[0];
@@ -223,23 +176,19 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             });
         }
     }
-    for (; number < end_part; stage ^= 1) {
-        // The tile after this one.
-        const bool ends = token + TOKENS >= part.end;
-        const int next_number = number + ends;
-        const bool more = next_number < end_part;
-        const ScanPart next = ends && more ? chunks.behind(part, next_number) : part;
-        const int next_token = ends ? next.begin : token + TOKENS;
-        const int next_count = min(next.end - next_token, TOKENS), count = part.end - token;
+    for (int stage = 0; tile.number < end_part; stage ^= 1) {
+        const ScanTile next = chunks.template tile_behind<TOKENS>(tile, end_part);
+        const bool more = next.number < end_part;
+        const int token = tile.token, count = tile.count();
 
         cp_async_wait<0>();
         __syncthreads();
-        if (more) load(stage ^ 1, next_token, next_count);
-        if (token == part.begin && part.restarts) {
-            begin_sequence(part.seq);
+        if (more) load(stage ^ 1, next.token, next.count());
+        if (token == tile.part.begin && tile.part.restarts) {
+            begin_sequence(tile.part.seq);
             restarted = true;
         }
-        const Decays& decay = decays[stage];
+        const decays_t& decay = decays[stage];
         const state_tile b_tile = b_at(stage);
         const rows_tile x_tile = x_at(stage);
 
@@ -380,14 +329,12 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             }
         }
 
-        if (!SEGMENT_STATES && ends) {
-            if (CHUNK_STATES && part.chunk >= 0) store_state(part.chunk);
-            if (!CHUNK_STATES && chunks.ends_sequence(part)) store_state(part.seq);
+        if (!SEGMENT_STATES && next.number != tile.number) {
+            if (CHUNK_STATES && tile.part.chunk >= 0) store_state(tile.part.chunk);
+            if (!CHUNK_STATES && chunks.ends_sequence(tile.part)) store_state(tile.part.seq);
         }
-        if (more) find_decays(stage ^ 1, next_count);
-        number = next_number;
-        token = next_token;
-        part = next;
+        if (more) find_decays(stage ^ 1, next.count());
+        tile = next;
     }
 
     if constexpr (SEGMENT_STATES) {

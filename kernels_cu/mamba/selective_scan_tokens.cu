@@ -14,17 +14,37 @@
 // A prefix scan over the lanes gives each lane its h before, and a second walk the results. Where a sequence is cut into
 // calls or tiles changes roundings at most.
 //
+// Where channels are very few, a tile has several parts, each of LANES lanes. A part leaves its factor and its own in shared
+// memory, and every lane adds up those of the parts before its own.
+//
 // Constants
 //     state_t          element type of ssm_states
 //     STATE_SIZE       states of a channel
-//     LANES            lanes that share a channel, a power of two up to 32
+//     LANES            lanes that share a part of a channel's tile, a power of two up to 32
+//     PARTS            parts of a tile
 //     GROUP            states whose scans overlap; divides STATE_SIZE
 //     VEC_SIZE         tokens in one memory access
 
-constexpr int TILE_TOKENS = LANES * (VEC_SIZE > 4 ? VEC_SIZE : 4);
+constexpr int TILE_TOKENS = PARTS * LANES * (VEC_SIZE > 4 ? VEC_SIZE : 4);
 #include "selective_scan.cuh"
 
-constexpr int BLOCK_CHANNELS = NUM_THREADS / LANES;
+constexpr int CHANNEL_THREADS = PARTS * LANES, BLOCK_CHANNELS = NUM_THREADS / CHANNEL_THREADS;
+
+// What tokens make of a state before them: factor * state + own.
+struct Total { float factor, own; };
+
+// What the threads of a channel share.
+struct Channel {
+    float rates[STATE_SIZE];        // A
+    float h_before[STATE_SIZE];     // the states before the tile
+    Total totals[2][PARTS][GROUP];  // of the parts, and of every other group of states
+};
+
+// Waits for all threads of the channel. All threads of the block call.
+DEVICE void sync_channel() {
+    if (PARTS > 1) __syncthreads();
+    else sync_warp();
+}
 
 // The tokens of a lane: rates are in units of log2, inputs are delta * u.
 struct Tokens {
@@ -32,10 +52,10 @@ struct Tokens {
     float sum;  // of the rates
 
     // All states of the channel, one after another: adds to y, and leaves the states behind the tile in h_before. WHOLE:
-    // every token of every lane lies in the tile.
+    // every token of every lane that calls lies in the tile.
     template <bool WHOLE>
-    DEVICE void scan(const Rows& rows, const Tile& tile, const float* rates, float* h_before, int lane) {
-        const int column = lane * UNIT;
+    DEVICE void scan(const Rows& rows, const Tile& tile, Channel& shared, int part, int lane) {
+        const int column = (part * LANES + lane) * UNIT;
         const auto load = [&](const scalar_t* row) {
             return WHOLE ? LoadedUnit::load(row + tile.origin + column) : tile.load(row, column);
         };
@@ -59,11 +79,12 @@ struct Tokens {
                 C_units[i] = next_C[i];
             }
             if (group + GROUP < STATE_SIZE) load_group();
-            float decay[GROUP][UNIT], added[GROUP][UNIT], first[GROUP], behind[GROUP], factor[GROUP], h[GROUP];
+            float decay[GROUP][UNIT], added[GROUP][UNIT], before[GROUP], behind[GROUP], factor[GROUP], h[GROUP];
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
-                const float rate_of_state = rates[group + i];
-                first[i] = behind[i] = lane == 0 ? h_before[group + i] : 0.0f;
+                const float rate_of_state = shared.rates[group + i];
+                before[i] = PARTS > 1 || lane == 0 ? shared.h_before[group + i] : 0.0f;
+                behind[i] = PARTS > 1 ? 0.0f : before[i];
                 factor[i] = estimate_exp2(sum * rate_of_state);
                 B_units[i].unit().to_floats(added[i]);
 #pragma unroll
@@ -83,10 +104,11 @@ struct Tokens {
                     factor[i] = lane < step ? factor[i] : factor[i] * factor_from;
                 }
             }
+            if constexpr (PARTS > 1) add_parts(shared.totals[group / GROUP % 2], factor, behind, before, part, lane);
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
                 const float h_from = shfl<LANES>(behind[i], max(lane - 1, 0));
-                h[i] = lane == 0 ? first[i] : h_from;
+                h[i] = lane == 0 ? before[i] : h_from;
                 float C[UNIT];
                 C_units[i].unit().to_floats(C);
 #pragma unroll
@@ -98,9 +120,32 @@ struct Tokens {
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
                 const float last = shfl<LANES>(h[i], LANES - 1);
-                if (lane == 0) h_before[group + i] = last;
+                if (lane == 0 && part == PARTS - 1) shared.h_before[group + i] = last;
             }
         }
+        if (PARTS > 1) sync_channel();  // before others are written
+    }
+
+private:
+    // Turns `before` from the states before the tile into those before the part, and `behind` from what the tokens of the
+    // part up to the lane's last make of states of 0 into what they make of those.
+    DEVICE static void add_parts(Total (&totals)[PARTS][GROUP], const float (&factor)[GROUP], float (&behind)[GROUP],
+                                 float (&before)[GROUP], int part, int lane) {
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+            if (lane == LANES - 1) totals[part][i] = {factor[i], behind[i]};
+        }
+        sync_channel();
+#pragma unroll
+        for (int earlier = 0; earlier < PARTS - 1; ++earlier) {
+            if (earlier >= part) break;
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                before[i] = fmaf(totals[earlier][i].factor, before[i], totals[earlier][i].own);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) behind[i] = fmaf(factor[i], before[i], behind[i]);
     }
 };
 
@@ -155,7 +200,8 @@ selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_token
     rows.channels = min(group_dim - first_channel, BLOCK_CHANNELS);
     rows.softplus = delta_softplus;
 
-    const int lane = threadIdx.x % LANES, number = threadIdx.x / LANES, column = lane * UNIT;
+    const int thread = threadIdx.x % CHANNEL_THREADS, number = threadIdx.x / CHANNEL_THREADS, column = thread * UNIT;
+    const int lane = thread % LANES, part = thread / LANES;
     const bool exists = number < rows.channels;
     // A channel that does not exist has rates and states of the last one, and no inputs; nothing is written for it.
     const int64_t c = min(number, rows.channels - 1);
@@ -165,15 +211,13 @@ selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_token
     const float bias = rows.bias ? rows.bias[c] : 0.0f, skip = rows.D ? rows.D[c] : 0.0f;
     state_t* const states = ssm_states + (channel + c) * state_stride;
 
-    // The rates A of the channel, and its states before the tile.
-    float* const rates = reinterpret_cast<float*>(memory) + number * 2 * STATE_SIZE;
-    float* const h_before = rates + STATE_SIZE;
+    Channel& shared = reinterpret_cast<Channel*>(memory)[number];
     const bool continues = has_initial_state && has_initial_state[sequence];
-    for (int n = lane; n < STATE_SIZE; n += LANES) {
-        rates[n] = A[(channel + c) * A_stride + n];
-        h_before[n] = continues && exists ? to_float(states[own.slot * slot_stride + n]) : 0.0f;
+    for (int n = thread; n < STATE_SIZE; n += CHANNEL_THREADS) {
+        shared.rates[n] = A[(channel + c) * A_stride + n];
+        shared.h_before[n] = continues && exists ? to_float(states[own.slot * slot_stride + n]) : 0.0f;
     }
-    sync_warp();
+    sync_channel();
 
     Tile tile = own.first_tile();
     LoadedUnit delta_unit, u_unit, z_unit;
@@ -202,10 +246,11 @@ selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_token
         }
         load_inputs(next);
 
-        if (any_lane(!tile.has_all(column, UNIT))) {
-            tokens.scan<false>(rows, tile, rates, h_before, lane);
+        // Threads that wait for each other go the same way.
+        if (PARTS > 1 ? !tile.has_all(0, TILE_TOKENS) : any_lane(!tile.has_all(column, UNIT))) {
+            tokens.scan<false>(rows, tile, shared, part, lane);
         } else {
-            tokens.scan<true>(rows, tile, rates, h_before, lane);
+            tokens.scan<true>(rows, tile, shared, part, lane);
         }
 
         if (exists && !tile.has_none(column, UNIT)) {
@@ -218,12 +263,12 @@ selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_token
             }
         }
         if (tile.ends_block()) {
-            sync_warp();
+            sync_channel();
             const int64_t to = own.slot_behind(tile, blocks_done++);
-            for (int n = lane; n < STATE_SIZE && exists && to >= 0; n += LANES) {
-                states[to * slot_stride + n] = from_float<state_t>(h_before[n]);
+            for (int n = thread; n < STATE_SIZE && exists && to >= 0; n += CHANNEL_THREADS) {
+                states[to * slot_stride + n] = from_float<state_t>(shared.h_before[n]);
             }
-            sync_warp();
+            sync_channel();
         }
         tile = next;
     }

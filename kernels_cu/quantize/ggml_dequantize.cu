@@ -57,7 +57,7 @@ ggml_dequantize(scalar_t* out,     // [num_vecs * 8]
         const unsigned vec = threadIdx.x + i * NUM_THREADS;
         if (vec >= vecs) break;
         float x[8];
-        FORMAT::decode(tile + vec / BLOCK_VECS * FORMAT::BYTES, vec % BLOCK_VECS, grid, x);
+        decode<FORMAT>(tile + vec / BLOCK_VECS * FORMAT::BYTES, vec % BLOCK_VECS, grid, x);
 #pragma unroll
         for (int j = 0; j < 8; j += VEC_SIZE) {
             float part[VEC_SIZE];

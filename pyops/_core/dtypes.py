@@ -25,16 +25,19 @@ bfloat16 = DType("bfloat16", "bf16_t", 2)
 float8_e4m3fn = DType("float8_e4m3fn", "fp8_e4m3_t", 1)
 float8_e4m3fnuz = DType("float8_e4m3fnuz", "fp8_e4m3fnuz_t", 1)
 float8_e5m2 = DType("float8_e5m2", "fp8_e5m2_t", 1)
+float8_e8m0fnu = DType("float8_e8m0fnu", "uint8_t", 1)  # of scales alone: kernels see its bytes
 int8 = DType("int8", "int8_t", 1)
 uint8 = DType("uint8", "uint8_t", 1)
 boolean = DType("bool", "bool", 1)
+int16 = DType("int16", "int16_t", 2)
 int32 = DType("int32", "int32_t", 4)
 uint32 = DType("uint32", "uint32_t", 4)
 int64 = DType("int64", "int64_t", 8)
 
 FLOATS = (float32, float16, bfloat16)
 E4M3 = (float8_e4m3fn, float8_e4m3fnuz)  # in which the quantising ops write fp8
-_TABLE = {d.name: d for d in (*FLOATS, *E4M3, float8_e5m2, int8, uint8, boolean, int32, uint32, int64)}
+_CODES = (*E4M3, float8_e5m2, float8_e8m0fnu, int8, uint8)
+_TABLE = {d.name: d for d in (*FLOATS, *_CODES, boolean, int16, int32, uint32, int64)}
 
 
 @cache

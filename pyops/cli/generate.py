@@ -1,4 +1,4 @@
-"""Text from a model in a folder."""
+"""Text from a model in a folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from .._core.errors import MissingDependencyError
 from .._core.lazy import cupy, optional, torch
 from .._model_error import ModelError
 from ..models import Config, Engine, Output, SamplingParams, check_request, load
+from ..models.gguf_file import GgufFile, is_gguf
+from ..models.gguf_tokenizer import tokenizer_of
 from . import progress
 
 
 def generate(
     folder: str, prompts: Sequence[str], params: SamplingParams, dtype: str | None = None, device: str | None = None
 ) -> bool:
-    """Print what the model in `folder` writes behind the prompts: one as it comes, several when all are done."""
+    """Print what the model in `folder`, or in a GGUF file, writes behind the prompts.
+
+    One text is printed as it comes, several when all are done.
+    """
     kernels_on_cpu()  # a wrong PYOPS_CPU is an error before anything is loaded
     config, tokenizer = Config.read(folder), _tokenizer(Path(folder))
     tokens = [_encode(tokenizer, prompt) for prompt in prompts]
@@ -112,6 +117,8 @@ def _encode(tokenizer: Any, prompt: str) -> list[int]:
 
 def _tokenizer(folder: Path) -> Any:
     tokenizers = optional("tokenizers", "text", "models")
+    if is_gguf(folder):
+        return tokenizer_of(GgufFile(folder))
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ModelError(file, "is missing")

@@ -4,8 +4,12 @@ config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
 mixture               mixtures of experts as config.json describes them
 quantization          quantised weights as config.json describes them
+gguf_file             GGUF files: metadata as config.json would have it, tensors
+gguf_tokenizer        the tokenizer in a GGUF file
 config                config.json
-linear                projections, plain and of 8-bit weights
+packed_linear         projections of packed weights
+gguf_linear           projections of weights in GGUF's types
+linear                projections, plain, of 8-bit weights, packed or in GGUF's types
 batch                 the tokens of one forward pass
 attention experts     attention over a paged cache; MLPs; mixtures of experts
 mamba                 state-space layers, with states in slots
@@ -23,7 +27,7 @@ from .engine import Engine, Output, check_request
 from .kernels import serving_kernels
 from .mixture import Mixture
 from .params import SamplingParams
-from .quantization import Quantization
+from .quantization import PackedQuantization, Quantization
 from .rope import Rope
 from .state_space import StateSpace
 
@@ -33,6 +37,7 @@ __all__ = [
     "Engine",
     "Mixture",
     "Output",
+    "PackedQuantization",
     "Quantization",
     "Rope",
     "SamplingParams",

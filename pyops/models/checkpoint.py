@@ -1,4 +1,4 @@
-"""A model from a Hugging Face folder: ``config.json`` and safetensors, checked before memory is allocated."""
+"""A model from a Hugging Face folder (``config.json``, safetensors) or a GGUF file, checked before memory is taken."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from .._model_error import ModelError
 from .config import DTYPES, Config
 from .config_values import read_json
 from .decoder import Decoder
-from .quantization import Quantization
+from .gguf_file import GgufFile, is_gguf
+from .quantization import Quantization, QuantizedWeights
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F32", "F16", "BF16"}
-_CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8"}  # names of the dtypes of 8-bit weights in safetensors
+# Names in safetensors of the dtypes of quantised weights.
+_CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32"}
+# What is known without it: a table that is computed from the config, the sizes of a packed weight.
+_NOT_READ = ("rotary_emb.inv_freq", ".weight_shape")
 # Names that formats have for one thing: {end of a name: that of `Decoder.tensors`}.
 _ALIASES = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
 _Progress = Callable[[int, int], None]
@@ -40,7 +44,8 @@ def load(
     """The model in `folder`.
 
     Args:
-        folder: holds ``config.json`` and ``model.safetensors``, or shards and ``model.safetensors.index.json``.
+        folder: holds ``config.json`` and ``model.safetensors``, or shards and ``model.safetensors.index.json``. Or a
+            GGUF file, by its name's end.
         device: device of the weights.
         dtype: "float32", "float16" or "bfloat16"; None for the dtype that ``config.json`` names.
         progress: called with (bytes loaded so far, bytes in all).
@@ -104,7 +109,7 @@ def _headers(folder: Path) -> dict[str, _Header]:
         with _opened(shard) as opened:
             for name in opened.keys():  # noqa: SIM118
                 header = opened.get_slice(name)
-                if name.endswith("rotary_emb.inv_freq"):  # a table that is computed from the config
+                if name.endswith(_NOT_READ):
                     continue
                 alias = next((end for end in _ALIASES if name.endswith(end)), None)
                 known = name if alias is None else name.removesuffix(alias) + _ALIASES[alias]
@@ -115,8 +120,10 @@ def _headers(folder: Path) -> dict[str, _Header]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The single file if there is one, else the files that the index names."""
+    """The single file if there is one, else the files that the index names. A GGUF file is all of a model."""
     index = folder / _INDEX
+    if is_gguf(folder):
+        return [folder]
     if (folder / _SINGLE).is_file() or not index.exists():
         return [folder / _SINGLE]
     where = read_json(index).get("weight_map")
@@ -127,9 +134,9 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _check(
-    folder: Path, headers: dict[str, _Header], expected: dict[str, Any], quantization: Quantization | None
+    folder: Path, headers: dict[str, _Header], expected: dict[str, Any], quantization: QuantizedWeights | None
 ) -> None:
-    per_tensor = quantization is not None and quantization.weights == "tensor"
+    per_tensor = isinstance(quantization, Quantization) and quantization.weights == "tensor"
     scalars = (".input_scale", ".weight_scale") if per_tensor else (".input_scale",)
     for known, (shard, name, shape, dtype) in headers.items():
         if known not in expected:
@@ -152,7 +159,10 @@ def _check(
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """An open safetensors file. Opening reads only the header and compares it with the size of the file."""
+    """An open safetensors or GGUF file. Opening reads only the header and compares it with the size of the file."""
+    if is_gguf(file):
+        yield GgufFile(file)
+        return
     safetensors = optional("safetensors", "reading a model", "models")
     try:
         opened = safetensors.safe_open(file, framework="pt")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .config_values import MAX_POSITIONS, first, flag, is_integer, number, read_json, refuse, size
+from .gguf_file import GgufFile, is_gguf
 from .mixture import MIXTURES, Mixture
-from .quantization import Quantization
+from .quantization import Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
@@ -83,7 +84,7 @@ class Config:
     qk_norm: bool = False
     residual_in_float32: bool = False
     tie_word_embeddings: bool = False
-    quantization: Quantization | None = None
+    quantization: QuantizedWeights | None = None
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     names: Names = _LLAMA_NAMES
@@ -125,6 +126,8 @@ class Config:
         if not rotary_dim or rotary_dim % 2:
             part = self.rope.partial_rotary_factor
             raise refuse("partial_rotary_factor", f"an even number of {self.head_dim} elements", part)
+        if self.rope.kind == "divided" and len(self.rope.divisors) != rotary_dim // 2:
+            raise refuse("rope_parameters.divisors", f"{rotary_dim // 2} numbers", self.rope.divisors)
 
     @property
     def has_attention(self) -> bool:
@@ -133,7 +136,12 @@ class Config:
 
     @classmethod
     def read(cls, folder: str | Path) -> Config:
-        """The config in `folder`: ``config.json``, with the eos tokens of ``generation_config.json`` if it has any."""
+        """The config in `folder`: ``config.json``, with the eos tokens of ``generation_config.json`` if it has any.
+
+        Or that in the metadata of a GGUF file.
+        """
+        if is_gguf(folder):
+            return cls.parse(GgufFile(folder).config())
         values = read_json(Path(folder) / "config.json")
         generation = Path(folder) / "generation_config.json"
         if generation.exists():

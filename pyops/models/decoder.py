@@ -11,8 +11,10 @@ from .attention import MLP, Attention
 from .batch import Batch
 from .config import Config, Names
 from .experts import Experts
+from .gguf_linear import BlockMatrix, GgufLinear
 from .linear import Linear, Place
 from .mamba import StateSpaceLayer
+from .quantization import GgufTypes, PackedQuantization, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,14 +59,16 @@ class Decoder:
     def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:
         self.config = config
         self.device, self.dtype = torch.device(device), getattr(torch, dtype or config.dtype)
-        if config.quantization is not None and self.dtype == torch.float32:
+        if isinstance(config.quantization, Quantization | PackedQuantization) and self.dtype == torch.float32:
             raise ModelError("dtype", "expected float16 or bfloat16 with quantised weights, got float32")
         place = Place(self.dtype, self.device, config.quantization)
-        self.embedding = place.empty(config.vocab_size, config.hidden_size)
+        sizes = config.vocab_size, config.hidden_size
+        self.embedding = place.matrix(config.names.embedding, *sizes)
         self.layers = [self._layer(i, place) for i in range(config.num_hidden_layers)]
         self.norm = place.empty(config.hidden_size)
-        head = self.embedding if config.tie_word_embeddings else place.empty(config.vocab_size, config.hidden_size)
-        self.head = Linear(head, None, {"lm_head": config.vocab_size})
+        head = self.embedding if config.tie_word_embeddings else place.matrix("lm_head", *sizes)
+        rows = {"lm_head": config.vocab_size}
+        self.head = GgufLinear((head,), None, rows) if isinstance(head, BlockMatrix) else Linear(head, None, rows)
         self.token_bytes = sum(layer.mixer.token_bytes for layer in self.layers)
         self.slot_bytes = sum(layer.mixer.slot_bytes for layer in self.layers)
         self._tensors = self._named()
@@ -94,16 +98,25 @@ class Decoder:
 
     def _named(self) -> dict[str, Tensor]:
         names = self.config.names
-        found = {f"{names.embedding}.weight": self.embedding, f"{names.norm}.weight": self.norm}
+        embedding = self.embedding.weight if isinstance(self.embedding, BlockMatrix) else self.embedding
+        found = {f"{names.embedding}.weight": embedding, f"{names.norm}.weight": self.norm}
         if not self.config.tie_word_embeddings:
-            found["lm_head.weight"] = self.head.weight
+            found |= self.head.tensors()
         for i, layer in enumerate(self.layers):
             found |= {f"{names.layers}.{i}.{name}": tensor for name, tensor in layer.tensors(names).items()}
         return found
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Set the weights that a checkpoint calls `name` to what it has under this name."""
-        weights = self._tensors[name]
+        """Set the weights that a checkpoint calls `name` to what it has under this name.
+
+        Raises:
+            ModelError: groups of a packed weight are not consecutive, although ``config.json`` says so.
+        """
+        weights, packed = self._tensors[name], self.config.quantization
+        if name.endswith(".g_idx") and isinstance(packed, PackedQuantization) and not packed.has_order:
+            size = len(tensor) if packed.group_size == -1 else packed.group_size
+            if (tensor.cpu() != torch.arange(len(tensor)) // size).any():
+                raise ModelError(name, f"expected groups of {size} neighbours, as without desc_act")
         if name.endswith(".input_scale"):  # which projections of one input share: nothing saturates under the largest
             tensor = torch.maximum(weights, tensor.to(weights).reshape(weights.shape))
         weights.copy_(tensor)
@@ -114,7 +127,12 @@ class Decoder:
         """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.
 
         8-bit weights are such noise but for what of it is rounded, and cut off at four deviations.
+
+        Raises:
+            ModelError: weights are packed.
         """
+        if isinstance(self.config.quantization, PackedQuantization | GgufTypes):
+            raise ModelError("randomise", "expected weights that are neither packed nor of GGUF's types")
         generator = torch.Generator(self.device).manual_seed(seed)
         for name, tensor in self._tensors.items():
             if "norm" in name.split(".")[-2]:

@@ -15,6 +15,7 @@ from .._core.op import Op, registry
 from .batch import Batch
 from .config import Config
 from .decoder import Decoder, Layer
+from .quantization import GgufTypes
 from .runner import blocks_for, decode_batch, decode_sizes, row_size
 
 _GROWTH = 1.1  # from one number of prompt tokens that is tried to the next; kernels change at few of them
@@ -33,7 +34,7 @@ def serving_kernels(
     """The kernels that an `Engine` with these arguments launches for the model, whatever the requests.
 
     Args:
-        model: a folder with ``config.json``, or what it says.
+        model: a folder with ``config.json``, a GGUF file, or what either says.
         device: what the kernels are planned for; a model of a device will do.
         max_model_len: `Engine`'s max_seq_len.
         max_num_seqs, max_num_batched_tokens, block_size, dtype: as `Engine` and `load` take them.
@@ -59,15 +60,14 @@ def serving_kernels(
 
 
 def _kinds(decoder: Decoder) -> list[Layer]:
-    """A layer of each kind, which together plan all kernels: layers differ in these alone."""
-    config = decoder.config
+    """A layer of each kind, which together plan all kernels: layers differ in types, windows, dtypes, GGUF's types."""
+    config, found = decoder.config, dict[Any, Layer]()
+    types = config.quantization if isinstance(config.quantization, GgufTypes) else GgufTypes(())
     experts = (False,) * config.num_hidden_layers if config.mixture is None else config.mixture.layers
-    found: dict[Any, Layer] = {}
-    for layer, kind in zip(
-        decoder.layers, zip(config.layer_types, config.sliding_windows, experts, strict=True), strict=True
-    ):
-        dtypes = tuple(tensor.dtype for tensor in layer.tensors(config.names).values())
-        found.setdefault((kind, dtypes), layer)
+    for i, layer in enumerate(decoder.layers):
+        at, weights = f"{config.names.layers}.{i}", layer.tensors(config.names)
+        kinds = [(one.dtype, types.of(f"{at}.{name}".removesuffix(".weight"))) for name, one in weights.items()]
+        found.setdefault((config.layer_types[i], config.sliding_windows[i], experts[i], *kinds), layer)
     return list(found.values())
 
 

@@ -1,15 +1,19 @@
-"""Projections, plain or of 8-bit weights, and where weights are."""
+"""Projections, plain, of 8-bit weights, packed or of GGUF's types, and where weights are."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._core.lazy import torch
 from .._quantised_linear import QuantisedLinear, num_blocks
+from ..ops._shared.ggml_formats import FORMATS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from ..ops.linear.skinny_linear import skinny_linear
 from .config_values import refuse
-from .quantization import Quantization
+from .gguf_linear import BlockMatrix, GgufLinear
+from .packed_linear import PackedLinear, packed_linear
+from .quantization import GgufTypes, PackedQuantization, QuantizedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,13 +73,33 @@ class Place(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
-    quantization: Quantization | None = None
+    quantization: QuantizedWeights | None = None
     module: str = ""
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def linear(self, sizes: dict[str, int], columns: int, bias: bool) -> Linear | ScaledLinear:
+    def matrix(self, name: str, rows: int, columns: int) -> Tensor | BlockMatrix:
+        """The weight of the module `name`: in blocks where a GGUF file has it so."""
+        quant_type = self.quantization.of(name) if isinstance(self.quantization, GgufTypes) else None
+        if quant_type is None:
+            return self.empty(rows, columns)
+        format = FORMATS[quant_type]
+        if columns % format.length:
+            raise refuse(name, f"rows of whole blocks of {format.length} elements of {format.name}", columns)
+        weight = torch.empty(rows, columns // format.length * format.nbytes, dtype=torch.uint8, device=self.device)
+        return BlockMatrix(weight, quant_type, columns, self.dtype)
+
+    def _of_types(self, types: GgufTypes, sizes: dict[str, int], columns: int, bias: Tensor | None) -> GgufLinear:
+        """Projections, stacked: neighbours of one type are one matrix."""
+        rows = {f"{self.module}.{name}": size for name, size in sizes.items()}
+        groups = [list(group) for _, group in groupby(rows, types.of)]
+        matrices = [self.matrix(group[0], sum(rows[name] for name in group), columns) for group in groups]
+        return GgufLinear(tuple(matrices), bias, sizes)
+
+    def linear(
+        self, sizes: dict[str, int], columns: int, bias: bool
+    ) -> Linear | ScaledLinear | PackedLinear | GgufLinear:
         """Projections of `columns` elements, stacked: {name in the module: rows}.
 
         Raises:
@@ -83,12 +107,16 @@ class Place(NamedTuple):
         """
         rows, quantization = sum(sizes.values()), self.quantization
         own_bias = self.empty(rows) if bias else None
+        if isinstance(quantization, GgufTypes):
+            return self._of_types(quantization, sizes, columns, own_bias)
         quantised = {quantization is not None and quantization.covers(f"{self.module}.{name}") for name in sizes}
         if len(quantised) > 1:
             names = ", ".join(f"{self.module}.{name}" for name in sizes)
             raise refuse("quantization_config", f"all or none of {names} to be quantised", "some")
         if quantization is None or not quantised.pop():
             return Linear(self.empty(rows, columns), own_bias, sizes)
+        if isinstance(quantization, PackedQuantization):
+            return packed_linear(quantization, sizes, columns, own_bias, self.dtype, self.device)
         block_rows = _joined_rows(sizes) if quantization.weights == "block" else ()
         scales = [sum(map(num_blocks, block_rows)), num_blocks(columns)] if block_rows else [rows, 1]
         product = QuantisedLinear(

@@ -1,4 +1,4 @@
-"""What ``config.json`` says of quantised weights: fp8 as DeepSeek and AutoFP8 write it, and compressed-tensors."""
+"""What is said of quantised weights: fp8 (DeepSeek, AutoFP8), AWQ, GPTQ, compressed-tensors and GGUF's types."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from .._model_error import ModelError
+from ..ops._shared.ggml_formats import FORMATS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .config_values import first, flag, refuse
 
@@ -17,8 +18,62 @@ _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
 _AT = "quantization_config"
 
 
+class _Ignoring:
+    """What has a list of regular expressions, of names of projections that are not quantised."""
+
+    ignored: tuple[str, ...]
+
+    def covers(self, name: str) -> bool:
+        """Whether the projection that a checkpoint calls `name` is quantised."""
+        return not any(pattern.fullmatch(name) for pattern in self._patterns)
+
+    @cached_property
+    def _patterns(self) -> list[re.Pattern[str]]:
+        return [re.compile(pattern) for pattern in self.ignored]
+
+
 @dataclass(frozen=True)
-class Quantization:
+class GgufTypes:
+    """The quantised weights of a GGUF file: {name of a module: number of its type}, of any modules, as pairs."""
+
+    types: tuple[tuple[str, int], ...]
+
+    def of(self, name: str) -> int | None:
+        """The type of the weight of the module `name`; None if the weight is floating-point."""
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        return dict(self.types)
+
+
+@dataclass(frozen=True)
+class PackedQuantization(_Ignoring):
+    """How the projections of a decoder are packed, those of attention and of MLPs; activations are not quantised.
+
+    Attributes:
+        format: "awq", "gptq" or "pack-quantized".
+        bits: of a code.
+        group_size: columns under one scale; -1 for all.
+        has_zeros: the checkpoint has zero points; otherwise they are in the middle of codes.
+        lists_groups: the checkpoint says for each column which group it is of.
+        has_order: these are not consecutive.
+        is_v2: zero points of GPTQ are used as they are stored; otherwise 1 is added.
+        ignored: regular expressions. A projection is not quantised if one of them matches its whole name.
+    """
+
+    format: str
+    bits: int
+    group_size: int
+    has_zeros: bool = True
+    lists_groups: bool = False
+    has_order: bool = False
+    is_v2: bool = True
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Quantization(_Ignoring):
     """How the projections of a decoder are quantised, those of attention and of MLPs.
 
     Attributes:
@@ -34,16 +89,8 @@ class Quantization:
     activations: str
     ignored: tuple[str, ...] = ()
 
-    def covers(self, name: str) -> bool:
-        """Whether the projection that a checkpoint calls `name` is quantised."""
-        return not any(pattern.fullmatch(name) for pattern in self._patterns)
-
-    @cached_property
-    def _patterns(self) -> list[re.Pattern[str]]:
-        return [re.compile(pattern) for pattern in self.ignored]
-
     @classmethod
-    def parse(cls, values: Any) -> Quantization | None:
+    def parse(cls, values: Any) -> QuantizedWeights | None:
         """What a ``quantization_config`` says; ModelError for what is not served."""
         if values is None:
             return None
@@ -52,7 +99,17 @@ class Quantization:
             return _fp8(values)
         if method == "compressed-tensors":
             return _compressed_tensors(values)
-        raise _refuse("quant_method", "'fp8' or 'compressed-tensors'", method)
+        if method == "awq":
+            return _awq(values)
+        if method == "gptq":
+            return _gptq(values)
+        if method == "gguf":
+            return _gguf(values)
+        raise _refuse("quant_method", "'fp8', 'awq', 'gptq' or 'compressed-tensors'", method)
+
+
+# How the weights of a checkpoint are quantised.
+QuantizedWeights = Quantization | PackedQuantization | GgufTypes
 
 
 def _fp8(values: dict[str, Any]) -> Quantization:
@@ -68,17 +125,79 @@ def _fp8(values: dict[str, Any]) -> Quantization:
         _only(name, values, only)
     for name in ("modules_to_convert", "kv_cache_scheme", "dequantize"):
         _absent(name, values)
-    ignored: list[str] = []
-    for field in ("modules_to_not_convert", "ignored_layers"):
-        # A name stands for the module, and for all that is in it; or it is the end of names.
-        for name in _patterns(field, values, ""):
-            ignored += [rf"(?:{name})(?:|\..*|(?<=\.).*)", f".*{re.escape(name)}"]
+    ignored = (*_not_converted("modules_to_not_convert", values), *_not_converted("ignored_layers", values))
     found = "group" if blocks else "static" if scheme == "static" else "token"
-    return Quantization("float8_e4m3fn", "block" if blocks else "tensor", found, tuple(ignored))
+    return Quantization("float8_e4m3fn", "block" if blocks else "tensor", found, ignored)
 
 
-def _compressed_tensors(values: dict[str, Any]) -> Quantization:
-    """``quant_method: compressed-tensors``: one group of all linear modules, 8 bits for weights and activations."""
+def _not_converted(field: str, values: dict[str, Any]) -> tuple[str, ...]:
+    """Regular expressions of a list as transformers reads it."""
+    ignored: list[str] = []
+    # A name stands for the module, and for all that is in it; or it is the end of names.
+    for name in _patterns(field, values, ""):
+        ignored += [rf"(?:{name})(?:|\..*|(?<=\.).*)", f".*{re.escape(name)}"]
+    return tuple(ignored)
+
+
+def _awq(values: dict[str, Any]) -> PackedQuantization:
+    """``quant_method: awq``, as AutoAWQ writes it."""
+    _only("bits", values, 4, required=True)
+    _only("version", values, "gemm", "GEMM")
+    _only("zero_point", values, True)
+    _only("backend", values, "autoawq")
+    ignored = _not_converted("modules_to_not_convert", values)
+    return PackedQuantization("awq", 4, _group_size("group_size", values, 128), ignored=ignored)
+
+
+def _gptq(values: dict[str, Any]) -> PackedQuantization:
+    """``quant_method: gptq``, as AutoGPTQ and its successors write it."""
+    _only("bits", values, 2, 3, 4, 8, required=True)
+    _only("checkpoint_format", values, "gptq", "gptq_v2")
+    for name in ("lm_head", "dynamic", "modules_in_block_to_quantize", "is_marlin_format"):
+        _absent(name, values)
+    size, has_order = _group_size("group_size", values, 128), flag(values, "desc_act", False)
+    is_v2 = values.get("checkpoint_format") == "gptq_v2"
+    return PackedQuantization("gptq", values["bits"], size, True, True, has_order, is_v2)
+
+
+def _group_size(name: str, values: dict[str, Any], default: int, at: str = "") -> int:
+    size = first(values.get(name), default)
+    if not isinstance(size, int) or isinstance(size, bool) or (size != -1 and size < 1):
+        raise _refuse(f"{at}{name}", "-1, or 1 or more", size)
+    return size
+
+
+def _pack_quantized(
+    at: str, group: dict[str, Any], weights: dict[str, Any], ignored: tuple[str, ...]
+) -> PackedQuantization:
+    """compressed-tensors' ``pack-quantized``: integers of 4 or 8 bits, activations as they are."""
+    _only("format", group, "pack-quantized", at=f"{at}.")
+    _absent("input_activations", group, f"{at}.")
+    at = f"{at}.weights."
+    _only("num_bits", weights, 4, 8, at=at, required=True)
+    _only("type", weights, "int", at=at)
+    _only("dynamic", weights, False, at=at)
+    _only("strategy", weights, "group", "channel", at=at, required=True)
+    _only("actorder", weights, "group", "dynamic", "weight", "static", at=at)
+    size = _group_size("group_size", weights, -1, at) if weights["strategy"] == "group" else -1
+    has_order = weights.get("actorder") in ("group", "dynamic")
+    has_zeros = not flag(weights, "symmetric", True)
+    return PackedQuantization(
+        "pack-quantized", weights["num_bits"], size, has_zeros, has_order, has_order, ignored=ignored
+    )
+
+
+def _gguf(values: dict[str, Any]) -> GgufTypes:
+    """``quant_method: gguf``, as `gguf_file.py` says of a file."""
+    types = _object("types", values.get("types"))
+    for name, kind in types.items():
+        if kind not in FORMATS:
+            raise _refuse(f"types.{name}", f"one of {sorted(FORMATS)}", kind)
+    return GgufTypes(tuple(types.items()))
+
+
+def _compressed_tensors(values: dict[str, Any]) -> Quantization | PackedQuantization:
+    """``quant_method: compressed-tensors``: one group of all linear modules, packed or with 8-bit activations."""
     groups = _object("config_groups", values.get("config_groups"))
     if len(groups) != 1:
         raise _refuse("config_groups", "one group", list(groups))
@@ -87,22 +206,29 @@ def _compressed_tensors(values: dict[str, Any]) -> Quantization:
     group = _object(at, group)
     if group.get("targets") != ["Linear"]:
         raise _refuse(f"{at}.targets", "['Linear']", group.get("targets"))
-    weights, inputs = (_object(f"{at}.{part}", group.get(part)) for part in ("weights", "input_activations"))
-    kind = first(weights.get("type"), "int")
-    if kind not in tuple(_FORMATS):
-        raise _refuse(f"{at}.weights.type", "'float' or 'int'", kind)
-    _only("format", group, *_FORMATS[kind], at=f"{at}.")
-    _only("format", values, *_FORMATS[kind], required=True)
+    weights = _object(f"{at}.weights", group.get("weights"))
     for name, where, holder in (
         ("output_activations", f"{at}.", group),
         ("kv_cache_scheme", "", values),
         ("transform_config", "", values),
-        ("actorder", f"{at}.weights.", weights),
     ):
         _absent(name, holder, where)
     sparsity = values.get("sparsity_config")
     if sparsity and _object("sparsity_config", sparsity).get("format") != "dense":
         raise _refuse("sparsity_config", "null", sparsity)
+    ignored = tuple(
+        rf"(?:{entry[3:]}).*" if entry.startswith("re:") else re.escape(entry)
+        for entry in _patterns("ignore", values, "re:")
+    )
+    if values.get("format") == "pack-quantized":
+        return _pack_quantized(at, group, weights, ignored)
+    inputs = _object(f"{at}.input_activations", group.get("input_activations"))
+    kind = first(weights.get("type"), "int")
+    if kind not in tuple(_FORMATS):
+        raise _refuse(f"{at}.weights.type", "'float' or 'int'", kind)
+    _only("format", group, *_FORMATS[kind], at=f"{at}.")
+    _only("format", values, *_FORMATS[kind], required=True)
+    _absent("actorder", weights, f"{at}.weights.")
     strategies = ("tensor", "channel", "block") if kind == "float" else ("tensor", "channel")
     strategy = _arguments(f"{at}.weights.", weights, kind, strategies)
     if strategy == "block" and weights.get("block_structure") != _BLOCK:
@@ -117,10 +243,6 @@ def _compressed_tensors(values: dict[str, Any]) -> Quantization:
     ):
         if first(arguments.get("dynamic"), False) is not expected:
             raise _refuse(f"{at}.{name}.dynamic", str(expected).lower(), arguments.get("dynamic"))
-    ignored = tuple(
-        rf"(?:{entry[3:]}).*" if entry.startswith("re:") else re.escape(entry)
-        for entry in _patterns("ignore", values, "re:")
-    )
     return Quantization(_DTYPES[kind], strategy, "static" if activation == "tensor" else activation, ignored)
 
 
@@ -152,7 +274,7 @@ def _patterns(field: str, values: dict[str, Any], marked: str) -> list[str]:
     return entries
 
 
-def _only(name: str, values: dict[str, Any], *served: str, at: str = "", required: bool = False) -> None:
+def _only(name: str, values: dict[str, Any], *served: object, at: str = "", required: bool = False) -> None:
     """ModelError if `values` has something else under `name` than what is served; null is nothing."""
     found = values.get(name)
     if found not in served and (required or found is not None):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from .._core.lazy import torch
 from ..ops.rotary import tables as rope_tables
 from .config_values import first, flag, number, refuse, size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "divided")
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -23,9 +24,11 @@ class Rope:
         theta: base of the frequencies.
         kind: "default"; "linear", all frequencies divided by `factor` (Chen et al. 2023, arXiv:2306.15595); "llama3",
             low frequencies divided by `factor` (Llama 3 herd of models, arXiv:2407.21783); "yarn", the same with
-            another ramp (Peng et al. 2023, arXiv:2309.00071); or "dynamic", which scales only texts longer than
+            another ramp (Peng et al. 2023, arXiv:2309.00071); "divided", each frequency divided by its own number, as
+            GGUF files say it of "llama3"; or "dynamic", which scales only texts longer than
             ``max_position_embeddings``, and there are none here.
         attention_factor: multiplies cosines and sines.
+        divisors: of "divided", one for each pair of elements.
         partial_rotary_factor: the part of a head that turns; the elements behind this part stay as they are.
         factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, beta_fast, beta_slow, truncate: as
             in ``config.json``.
@@ -42,6 +45,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
     @classmethod
     def parse(cls, values: dict[str, Any], partial_rotary_factor: float | None = None) -> Rope:
@@ -71,6 +75,9 @@ class Rope:
             raise refuse("rope_theta", "more than 1", theta)
         if kind == "default":
             return cls(theta, partial_rotary_factor=partial)
+        if kind == "divided":
+            divisors = tuple(number("rope_parameters.divisors", one) for one in found["divisors"])
+            return cls(theta, kind, partial_rotary_factor=partial, divisors=divisors)
         rope = cls(theta, kind, _number(found, "factor"), partial_rotary_factor=partial)
         if kind in ("llama3", "yarn"):
             original = first(values.get(_ORIGINAL), found.get(_ORIGINAL), values.get("max_position_embeddings"))
@@ -90,6 +97,8 @@ class Rope:
         plain = rope_tables.frequencies(rotary_dim, self.theta, device)
         if self.kind == "linear":
             return plain / self.factor
+        if self.kind == "divided":
+            return plain / torch.tensor(self.divisors, device=device)
         if self.kind == "llama3":
             edges = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
             return rope_tables.llama3(plain, self.factor, *edges)

@@ -24,6 +24,7 @@ from ..ops.activation import (
     mul_and_silu,
     relu2,
     silu_and_mul,
+    silu_and_mul_with_clamp,
     swigluoai_and_mul,
     swiglustep_and_mul,
     xielu,
@@ -46,6 +47,7 @@ __all__ = [
     "QuickGELU",
     "ReLUSquaredActivation",
     "SiluAndMul",
+    "SiluAndMulWithClamp",
     "SwigluOAIAndMul",
     "SwigluStepAndMul",
 ]
@@ -164,6 +166,22 @@ class SwigluOAIAndMul(_Gated, op=swigluoai_and_mul):
 
     def arguments(self, x: Tensor) -> tuple[Any, ...]:
         return self.alpha, self.limit
+
+
+@CustomOp.register("silu_and_mul_with_clamp")
+class SiluAndMulWithClamp(_Gated, op=silu_and_mul_with_clamp):
+    """SwiGLU of clamped halves, see `pyops.silu_and_mul_with_clamp`.
+
+    Args:
+        swiglu_limit: largest gate and largest magnitude of the other factor.
+    """
+
+    def __init__(self, swiglu_limit: float) -> None:
+        super().__init__()
+        self.swiglu_limit = float(swiglu_limit)
+
+    def arguments(self, x: Tensor) -> tuple[Any, ...]:
+        return (self.swiglu_limit,)
 
 
 @CustomOp.register("swiglustep_and_mul")

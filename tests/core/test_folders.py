@@ -56,19 +56,24 @@ def test_one_of_many_processes_compiles(tmp_path: Path) -> None:
     assert sorted(file.suffix for file in files) in ([".so", ".so"], [".gch", ".so", ".so"])
 
 
-@pytest.mark.parametrize("damage", ["half", "flipped", "empty", "zeros"])
 @pytest.mark.slow
-def test_damaged_libraries_are_made_anew(tmp_path: Path, damage: str) -> None:
+def test_damaged_libraries_are_made_anew(tmp_path: Path) -> None:
+    """Loading one would kill the process."""
     compiles(started(tmp_path))
-    for file in (tmp_path / "pyops-host").iterdir():
-        content = file.read_bytes()
-        middle = len(content) // 2
-        flipped = (
-            content[:middle] + bytes(byte ^ 0xFF for byte in content[middle : middle + 512]) + content[middle + 512 :]
-        )
-        new = {"half": content[:middle], "flipped": flipped, "empty": b"", "zeros": bytes(len(content))}[damage]
-        file.write_bytes(new)
-    assert compiles(started(tmp_path)) == 2
+    for damage in ("half", "flipped", "empty", "zeros"):
+        for file in (tmp_path / "pyops-host").iterdir():
+            content = file.read_bytes()
+            middle = len(content) // 2
+            flipped = bytes(byte ^ 0xFF for byte in content[middle : middle + 512])
+            file.write_bytes(
+                {
+                    "half": content[:middle],
+                    "flipped": content[:middle] + flipped + content[middle + 512 :],
+                    "empty": b"",
+                    "zeros": bytes(len(content)),
+                }[damage]
+            )
+        assert compiles(started(tmp_path)) == 2, damage
     assert compiles(started(tmp_path)) == 0
 
 

@@ -55,6 +55,21 @@ def _at(start: int, count: int, native: Any) -> Any:
     return memory[first:].view(numpy.uint8)[: count * numpy.dtype(native).itemsize].view(native)
 
 
+SWIZZLED = """#include "tma.cuh"
+extern "C" __global__ void swizzled(int* at) {
+    for (int row = 0; row < 16; ++row) at[row * 128 + threadIdx.x] = swizzle_128b(row, threadIdx.x);
+}
+"""
+
+
+def test_bytes_of_a_swizzled_box(run_on_host: Callable[..., None]) -> None:
+    """The 16 bytes of a row change places with those of other columns, by the row's number; none moves within them."""
+    at = numpy.zeros((16, 128), numpy.int32)
+    run_on_host(SWIZZLED, grid=1, block=128, at=at)
+    for row in range(16):
+        assert [at[row, c] - 128 * row for c in range(128)] == [(c // 16 ^ row % 8) * 16 + c % 16 for c in range(128)]
+
+
 FP8 = """#include "number.cuh"
 extern "C" __global__ void decoded(float* e4m3, float* e5m2, float* fnuz, uint8_t* again) {
     const uint8_t code = threadIdx.x;

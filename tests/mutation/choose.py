@@ -21,7 +21,7 @@ from tests.mutation import code, plans
 from tests.mutation.mutant import Mutant, in_turn
 
 _EVERY_OP = ("tests/test_every_op.py", "tests/test_every_op_host.py")
-_REFUSES = "tests/test_every_op_refuses.py"
+_REFUSALS = ("tests/test_every_op_refuses.py", "tests/test_every_op_limits.py")
 _HEADERS = "tests/core/test_headers.py"
 _HEAD_START = 2  # turns that tests of an op have before others of their file
 _COMMON = {"each", "every", "from", "have", "other", "same", "test", "than", "that", "their", "they", "when", "with"}
@@ -95,7 +95,7 @@ def _own_files(mutant: Mutant) -> frozenset[str]:
 def files_of(mutants: Iterable[Mutant]) -> list[str]:
     """The files of tests that could notice any of the mutants."""
     own = {file for mutant in mutants for file in _own_files(mutant)}
-    return [*_EVERY_OP, _REFUSES, *sorted(own)]
+    return [*_EVERY_OP, *_REFUSALS, *sorted(own)]
 
 
 def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str]) -> list[pytest.Item]:
@@ -107,7 +107,7 @@ def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str
     functions take turns, because the parameters of one are much alike; a function that names an op itself has a head
     start.
     """
-    every = {*_EVERY_OP, *([_REFUSES] if mutant.is_plan else [])}
+    every = {*_EVERY_OP, *(_REFUSALS if mutant.is_plan else ())}
     files, turns = every | _own_files(mutant), defaultdict(list)
     for item in items:
         if str(item.path.relative_to(plans.ROOT)) in files:
@@ -158,7 +158,7 @@ def _runs_on_host(item: pytest.Item, mutant: Mutant) -> bool:
     named = {type(value).__name__ for value in _values(item)} | _named(item)
     if "cuda" in named or item.get_closest_marker("gpu"):
         return False
-    if item.path.name == Path(_REFUSES).name:
+    if item.path.name in {Path(file).name for file in _REFUSALS}:
         return mutant.is_plan
     return "Host" in named or (item.path.name != "test_every_op.py" and "cpu" not in named)
 

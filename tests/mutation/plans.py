@@ -202,6 +202,7 @@ def apply(mutant: Mutant) -> None:
         if (part.co_name, part.co_firstlineno) == (old.co_name, old.co_firstlineno)
     )
     function.__code__ = new
+    gc.unfreeze()  # tests/conftest.py has frozen what there was when tests were collected
     for cached in (one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper):
         if (getattr(cached, "__module__", None) or "").startswith("pyops."):
             cached.cache_clear()

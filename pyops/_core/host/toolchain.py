@@ -70,8 +70,10 @@ _FAST = {
 # Lines of the source cost a third of a compilation. A kernel is compiled with them only once it has a fault.
 _LINES = {"runtime": ("-g0",), "kernel": ("-g0",), "lines": ("-g1", "-gdwarf-4")}
 # What undefined behaviour and what accesses to memory are told to the runtime, which takes the sanitizers' place.
+# Undefined behaviour ends the launch, so the compiler need not think of what would come after.
 _CHECKS = (
     "-fsanitize=thread",
+    "-fno-sanitize-recover=all",
     "-fsanitize=bounds,alignment,shift-exponent,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow",
 )
 _OF_DIALECT = {

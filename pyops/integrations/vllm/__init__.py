@@ -2,9 +2,9 @@
 
 A file imports only files above it:
 
-schemas signature adapters            vLLM's schemas and signatures; a schema read; what takes its arguments where no
-                                      op does
-table library custom_ops              which op serves which; torch.library; functions like ``vllm._custom_ops``
+schemas signature adapters       vLLM's schemas and signatures; a schema read; what takes its arguments where no op does
+table library                    which op serves which; torch.library
+weight_only custom_ops           functions like those of ``vllm._custom_ops``
 """
 
 from __future__ import annotations

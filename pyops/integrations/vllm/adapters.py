@@ -11,6 +11,7 @@ from ...ops.attention import merge_attn_states as _merge_attn_states
 from ...ops.attention import paged_attention_rocm
 from ...ops.attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_decode
 from ...ops.linear import cutlass_sparse_compress as _cutlass_sparse_compress
+from ...ops.linear import marlin_gemm as _marlin_gemm
 from ...ops.linear import moe_wna16_gemm as _moe_wna16_gemm
 from ...ops.mamba import selective_scan_fwd as _selective_scan_fwd
 from ...ops.moe import get_cutlass_moe_mm_data as _get_cutlass_moe_mm_data
@@ -115,6 +116,19 @@ def cutlass_sparse_compress(a: Tensor) -> list[Tensor]:
     return list(_cutlass_sparse_compress(a))
 
 
+@_adapter("0.16", "0.22")
+def marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
+    """marlin_gemm, where c comes second"""
+    product: Tensor = _marlin_gemm(a, *others, c=c_or_none)
+    return product
+
+
+@_adapter("0.16", "0.22")
+def gptq_marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
+    """marlin_gemm, where c comes second"""
+    return marlin_gemm(a, c_or_none, *others)
+
+
 @_adapter("0.16")
 def selective_scan_fwd(*args: Any) -> None:
     """selective_scan_fwd, which of the tensors that are marked as written writes delta, z_ and ssm_states"""
@@ -169,7 +183,7 @@ FAKES: dict[str, Callable[..., Any]] = {
 }
 
 
-@_adapter("0.16", "0.22")
+@_adapter("0.16")
 def moe_wna16_gemm(input: Tensor, output: Tensor, *args: Any) -> Tensor:
     """moe_wna16_gemm, which returns nothing; here an empty tensor, as the schema promises one"""
     _moe_wna16_gemm(input, output, *args)

@@ -18,7 +18,7 @@ import pyops
 from ..._core.errors import OpError
 from ..._core.lazy import optional
 from ...ops import attention, linear, moe, norm, quantize, sampling
-from . import adapters
+from . import adapters, weight_only
 from .schemas import SCHEMAS, SCHEMAS_0_22, SIGNATURES
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ _ops = [
     for line in schemas.split("\n")[1:-1]
 ]
 for _name in {*_theirs, *_ops} - globals().keys():
-    _found = getattr(pyops, _name, None)
+    _found = getattr(weight_only, _name, None) or getattr(pyops, _name, None)
     if callable(_found) and (_name not in _theirs or _conforms(_found, _theirs[_name])):
         globals()[_name] = _found
 

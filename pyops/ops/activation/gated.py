@@ -21,12 +21,14 @@ __all__ = [
     "gelu_tanh_and_mul",
     "mul_and_silu",
     "silu_and_mul",
+    "silu_and_mul_with_clamp",
     "swigluoai_and_mul",
     "swiglustep_and_mul",
 ]
 
 _act_and_mul = Kernel("activation/act_and_mul.cu")
 _fatrelu_and_mul = Kernel("activation/fatrelu_and_mul.cu")
+_silu_and_mul_with_clamp = Kernel("activation/silu_and_mul_with_clamp.cu")
 _swigluoai_and_mul = Kernel("activation/swigluoai_and_mul.cu")
 _swiglustep_and_mul = Kernel("activation/swiglustep_and_mul.cu")
 
@@ -58,6 +60,35 @@ def plan_silu_and_mul(out: TensorArg, input: TensorArg) -> Launch:
 
 
 silu_and_mul.example(example_gated)
+
+
+@op(out="result", ulps=0)
+def silu_and_mul_with_clamp(result: Tensor, input: Tensor, limit: float) -> None:
+    """SwiGLU of clamped halves: ``result = T(T(silu(min(g, l))) * max(min(u, l), -l))`` for ``input = [g, u]``.
+
+    l is `limit`, rounded to the element type. NaN stays NaN. Equal to eager PyTorch on the same device, bit for bit.
+
+    Args:
+        result: [..., hidden_size], written; rows of one stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        limit: largest gate and largest magnitude of u, at least 0.
+    """
+    gate, up = input.chunk(2, dim=-1)
+    bound = gate.new_full((), limit, dtype=torch.float32).to(gate.dtype)
+    up = torch.where(up > bound, bound, torch.where(up < -bound, -bound, up))
+    result.copy_(torch.nn.functional.silu(torch.where(gate > bound, bound, gate)) * up)
+
+
+@silu_and_mul_with_clamp.plan
+def plan_silu_and_mul_with_clamp(result: TensorArg, input: TensorArg) -> Launch:
+    return _plan_gated(_silu_and_mul_with_clamp, result, input, min_blocks=min_blocks_of_silu(input))
+
+
+@silu_and_mul_with_clamp.example
+def example_silu_and_mul_with_clamp(
+    make: Any, *, num_tokens: int = 16, hidden_size: int = 14336, dtype: str = "bfloat16"
+) -> tuple[Any, ...]:
+    return (*example_gated(make, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype), 0.7)
 
 
 @op(out="out", ulps=0)

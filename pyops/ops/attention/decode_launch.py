@@ -10,7 +10,7 @@ from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV
 from .decode_choose import Config, blocks_of_one_split, wave_splits
 from .decode_problem import Problem
-from .join import launch_join
+from .join import TILE_TOKENS, launch_join
 from .layout import CacheLayout, absent, heads_stride
 
 _decode = Kernel("attention/attention_decode.cu")
@@ -57,6 +57,7 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
             "out_t": problem.out_dtype,
             "HAS_OUT_SCALE": problem.fp8_out_scale is not None,
             "LSE_BY_ROW": False,
+            "SPLIT_UNIT": TILE_TOKENS,
         }
         arguments |= {**absent(fp8_out_scale=problem.fp8_out_scale), "wave_splits": wave}
         launches.append(

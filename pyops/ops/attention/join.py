@@ -14,6 +14,8 @@ from .arguments import Options
 
 _combine = Kernel("attention/attention_combine.cu")
 
+TILE_TOKENS = 16  # of attention.cuh: a split holds a multiple of them, or of another SPLIT_UNIT
+
 # docs/performance.md, "The join was half of the time of a single long sequence": up to eight groups of threads, each
 # with four loads in flight.
 _SPLITS_IN_FLIGHT = 4  # of a group: BATCH of the kernel

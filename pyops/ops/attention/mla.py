@@ -10,7 +10,8 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from .._shared import fp8
 from .layout import bad_indices
-from .mla_plan import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, check_mla, choose, launch
+from .mla_plan import choose, launch
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, check_mla
 from .reference import finish, float32_logits, largest_of, weighted_sum
 
 if TYPE_CHECKING:

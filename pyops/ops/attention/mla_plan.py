@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._core import check, tuning
 from ..._core.device import Device
-from ..._core.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, uint8
+from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
-from .._shared import fp8
+from . import mla_hopper
 from .arguments import Options
 from .decode_launch import NO_STARTS, workspace
-from .join import JoinConfig, choose_join, lanes_of, launch_join, vector_width
-from .layout import MAX_TOKENS, absent, heads_stride
+from .join import TILE_TOKENS, JoinConfig, choose_join, lanes_of, launch_join
+from .layout import absent, heads_stride
+from .mla_hopper import HopperConfig
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, Problem
 
 _decode = Kernel("attention/mla_decode.cu")
 _decode_simt = Kernel("attention/mla_decode_simt.cu")
-
-LATENT_SIZE, ROPE_SIZE = 512, 64
-ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE
 
 _SIMT_WARPS = 4
 _MAX_SPLITS = 128
@@ -32,64 +29,6 @@ _MAX_WAVES = 2  # of splits; docs/performance.md: "A round that is not full cost
 BLOCKS = ((64, 32, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
 STATIC_SHARED = 512  # bytes, and more than mla_decode.cu has
 _RESERVED_SHARED = 1024  # bytes of every block that the device takes for itself
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Problem:
-    """One query token of each sequence against a paged cache of latent entries."""
-
-    out: TensorArg
-    lse: TensorArg | None
-    q_nope: TensorArg
-    q_pe: TensorArg
-    cache: TensorArg
-    cache_dtype: DType
-    seq_lens: TensorArg
-    page_table: TensorArg
-    num_kv_splits: int
-
-    @property
-    def num_seqs(self) -> int:
-        return self.q_nope.shape[0]
-
-    @property
-    def num_heads(self) -> int:
-        return self.q_nope.shape[1]
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.cache.dtype.itemsize == 1
-
-    @property
-    def product_dtype(self) -> DType:
-        """What queries and entries are multiplied in."""
-        return float16 if self.q_nope.dtype is float8_e4m3fn else self.q_nope.dtype
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest sequence that there is room for."""
-        return min(self.page_table.shape[1] * self.cache.shape[1], MAX_TOKENS)
-
-    @property
-    def may_use_mma(self) -> bool:
-        """Whether mla_decode.cu, if it finds shared memory, serves the call; mla_decode_simt.cu serves every call."""
-        cache, chunk = self.cache, 16 // self.cache_dtype.itemsize
-        is_aligned = cache.alignment == 16 and all(
-            stride % chunk == 0 or size == 1 for size, stride in zip(cache.shape[:2], cache.strides[:2], strict=True)
-        )
-        return is_aligned and self.product_dtype is not float32 and cache.device.supports("mma")
-
-    def bucket(self) -> str:
-        words = [
-            "mma" if self.may_use_mma else "simt",
-            self.q_nope.dtype.name,
-            f"cache={self.cache_dtype.name}",
-            f"heads={self.num_heads}",
-            f"page={self.cache.shape[1]}",
-            f"seqs={tuning.power_of_two(self.num_seqs)}",
-            f"tokens={tuning.power_of_two(self.max_tokens)}",
-        ]
-        return " ".join(words + [f"splits={self.num_kv_splits}"] * (self.num_kv_splits > 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +53,8 @@ class Config:
     min_split: int
     join: JoinConfig
 
+    SPLIT_UNIT = TILE_TOKENS
+
     def candidates(self, problem: Problem, device: Device) -> list[Config]:
         """Other blocks, registers and splits. How splits are joined stays: a table cannot hold it."""
         found = []
@@ -131,33 +72,10 @@ class Config:
         return found
 
 
-def check_mla(call: Mapping[str, Any]) -> Problem:
-    """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
-    out, lse, q_nope, q_pe = call["out"], call["lse"], call["q_nope"], call["q_pe"]
-    cache, seq_lens, page_table = call["kv_c_and_k_pe_cache"], call["seq_lens"], call["page_table"]
-    check.dtype(q_nope, float32, float16, bfloat16, float8_e4m3fn)
-    check.sizes(q_nope, num_seqs=None, num_heads=None, latent_size=LATENT_SIZE)
-    num_seqs, num_heads, _ = q_nope.shape
-    check.sizes(q_pe, num_seqs=num_seqs, num_heads=num_heads, rope_size=ROPE_SIZE)
-    check.dtype(q_pe, q_nope.dtype)
-    check.same_shape(out, q_nope)
-    check.dtype(out, bfloat16 if q_nope.dtype is float8_e4m3fn else q_nope.dtype)
-    check.shape(lse, float32, num_seqs=num_seqs, num_heads=num_heads)
-    check.dtype(cache, *dict.fromkeys((q_nope.dtype, *E4M3, uint8)))
-    check.sizes(cache, num_pages=None, page_size=None, entry_size=ENTRY_SIZE)
-    for arg in (q_nope, q_pe, cache):
-        check.row_size(arg)
-    if cache.shape[1] == 0:
-        raise cache.error(f"expected pages of at least one slot, got shape {cache.shape}")
-    check.index(seq_lens, num_seqs=num_seqs)
-    check.index(page_table, num_seqs=num_seqs, max_pages=None)
-    check.dtype(call["workspace"], uint8)
-    cache_dtype = fp8.cache_dtype(cache, "fp8" if cache.dtype.itemsize == 1 else "auto", q_nope.dtype)
-    return Problem(out, lse, q_nope, q_pe, cache, cache_dtype, seq_lens, page_table, call["num_kv_splits"])
-
-
-def choose(problem: Problem, device: Device) -> Config:
+def choose(problem: Problem, device: Device) -> Config | HopperConfig:
     """The Config for this problem."""
+    if problem.uses_wgmma:
+        return mla_hopper.choose(problem, device)
     num_seqs, num_heads = problem.num_seqs, problem.num_heads
     heads, step_tokens, num_warps = _choose_block(problem, device) or (1, 0, _SIMT_WARPS)
     block_shared = shared_memory(heads, step_tokens, problem.is_fp8) + _RESERVED_SHARED
@@ -168,7 +86,7 @@ def choose(problem: Problem, device: Device) -> Config:
         wanted = _MAX_WAVES * min_blocks * device.multiprocessors // max(1, blocks)
     min_split = _MIN_SPLIT * max(1, heads // 16)
     max_splits = max(1, min(wanted, -(-problem.max_tokens // min_split), _MAX_SPLITS))
-    lanes = lanes_of(LATENT_SIZE, join_width(problem), device)
+    lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
     join = choose_join(num_seqs, num_heads, max_splits, lanes, device)
     return Config(num_warps, heads, step_tokens, min_blocks, max_splits, min_split, join)
 
@@ -197,12 +115,7 @@ def shared_memory(heads: int, step_tokens: int, is_fp8: bool) -> int:
     return heads * row + tiles + heads * padded_tokens * (4 * 4 + 2)
 
 
-def join_width(problem: Problem) -> int:
-    """Elements that a thread of the join loads and stores at once."""
-    return vector_width(problem.out, None, float32, problem.out.dtype)
-
-
-def launch(problem: Problem, config: Config) -> list[Launch]:
+def launch(problem: Problem, config: Config | HopperConfig) -> list[Launch]:
     """The kernel that computes the splits, and the kernel that joins them where a sequence may have several."""
     is_joined = config.max_splits > 1
     rows = problem.num_seqs * problem.num_heads * config.max_splits if is_joined else 0
@@ -215,7 +128,10 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
         "out_stride": heads_stride(problem.out),
         "length_step": problem.seq_lens.strides[0],
     }
-    launches = [_launch_splits(problem, config, arguments)]
+    if isinstance(config, HopperConfig):
+        launches = [config.launch(problem, arguments)]
+    else:
+        launches = [_launch_splits(problem, config, arguments)]
     if is_joined:
         constants = {
             "out_t": problem.out.dtype,
@@ -224,6 +140,7 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
             "PARTITION": 0,
             "DIRECT": True,
             "LSE_BY_ROW": True,
+            "SPLIT_UNIT": config.SPLIT_UNIT,
             "HAS_OUT_SCALE": False,
             **NO_STARTS,
         }
@@ -233,7 +150,7 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
         arguments["num_rows"] = problem.num_seqs
         options = Options(lse=problem.lse)
         launches.append(
-            launch_join(config.join, problem.num_seqs, problem.out, join_width(problem), options, constants, arguments)
+            launch_join(config.join, problem.num_seqs, problem.out, problem.join_width, options, constants, arguments)
         )
     return launches
 

@@ -12,7 +12,8 @@ from .arguments import Options, PagedKV
 from .examples import example_kv, example_options, in_order
 from .layout import bad_indices
 from .reference import attended_of, float32_logits, gathered, largest_of, weighted_sum
-from .varlen_plan import check_varlen, choose, launch
+from .varlen_plan import choose, launch
+from .varlen_problem import check_varlen
 
 if TYPE_CHECKING:
     from torch import Tensor

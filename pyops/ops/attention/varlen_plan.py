@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core import check, tuning
+from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
-from .arguments import Options, PagedKV, Sparse
+from . import varlen_hopper
+from .arguments import Sparse
 from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants
-from .layout import CacheLayout, absent, check_kv, heads_stride, max_tokens_of
+from .layout import absent, heads_stride, max_tokens_of
+from .varlen_hopper import HopperConfig
+from .varlen_problem import Problem
 
 _varlen = Kernel("attention/attention_varlen.cu")
 
@@ -22,58 +23,6 @@ _TILE_ROWS = 16  # rows of one matrix product; a row is a query token and one of
 # docs/performance.md, "Two tiles of 16 rows to a warp read keys and values half as often".
 _MIN_ROWS_FOR_TWO_TILES = 256  # of a sequence, on average
 _MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with codes or options; 128 on sm_90 without ("two tiles spill: one then")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Problem:
-    """Query tokens of several sequences against a paged cache."""
-
-    out: TensorArg
-    query: TensorArg
-    kv: PagedKV
-    layout: CacheLayout
-    options: Options
-    cu_seqlens_q: TensorArg
-    causal: bool
-
-    @property
-    def num_seqs(self) -> int:
-        return int(self.kv.block_tables.shape[0])
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the matrix products of one key-value head."""
-        num_tokens, num_heads, _ = self.query.shape
-        return num_tokens * num_heads // self.kv.num_kv_heads
-
-    @property
-    def uses_mma(self) -> bool:
-        """Whether attention_varlen.cu serves the call; attention_decode_simt.cu serves every call."""
-        query, head_size = self.query, self.query.shape[2]
-        return (
-            query.dtype is not float32
-            and self.layout.aligned
-            and query.alignment == 16
-            and heads_stride(query) % 8 == 0
-            and head_size % 16 == 0
-            and head_size <= 256
-            and query.device.supports("mma")
-            and (not self.layout.packed or self.layout.block_size % 8 == 0)
-        )
-
-    def bucket(self) -> str:
-        (num_tokens, num_heads, head_size), layout, options = self.query.shape, self.layout, self.options
-        words = [
-            "mma" if self.uses_mma else "simt",
-            f"{self.query.dtype.name}",
-            f"cache={layout.dtype.name}{'-packed' * layout.packed}",
-            f"heads={num_heads}/{self.kv.num_kv_heads}x{head_size}",
-            f"block={layout.block_size}",
-            f"seqs={tuning.power_of_two(self.num_seqs)}",
-            f"query_tokens={tuning.power_of_two(num_tokens)}",
-        ]
-        words += ["logits_changed"] if options.alibi_slopes or options.logits_soft_cap else []
-        return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +55,12 @@ class Config:
         return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
 
 
-def check_varlen(call: Mapping[str, Any]) -> Problem:
-    """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
-    query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
-    kv, options = PagedKV.of(call), Options.of(call)
-    layout = check_kv(query, kv, options)
-    check.like(out, query)
-    check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
-    check.shape(options.lse, float32, num_heads=query.shape[1], num_tokens=query.shape[0])
-    return Problem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]))
-
-
-def choose(problem: Problem, device: Device) -> Config:
+def choose(problem: Problem, device: Device) -> Config | HopperConfig:
     """The Config for this problem."""
-    head_size, options = problem.query.shape[2], problem.options
-    is_plain = (
-        problem.layout.dtype is problem.query.dtype and options.alibi_slopes is None and not options.logits_soft_cap
-    )
+    if problem.uses_wgmma:
+        return varlen_hopper.choose(problem)
+    head_size = problem.query.shape[2]
+    is_plain = problem.has_plain_logits and not problem.is_fp8
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
     many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
     return Config(
@@ -145,14 +83,13 @@ def shared_memory(problem: Problem, config: Config) -> int:
     return block_rows * head_bytes + 2 * tokens * head_bytes + 2 * value_bytes
 
 
-def launch(problem: Problem, config: Config) -> Launch:
+def launch(problem: Problem, config: Config | HopperConfig) -> Launch:
     """The kernel, and nothing to join: a block takes its rows over all tokens."""
     options = problem.options
     constants = {
         **kv_constants(problem.query, problem.kv, problem.layout, options),
         "starts_t": problem.cu_seqlens_q.dtype,
         "X": problem.layout.x,
-        "NUM_WARPS": config.num_warps,
         "CAUSAL": problem.causal,
     }
     arguments = {
@@ -164,6 +101,9 @@ def launch(problem: Problem, config: Config) -> Launch:
         "length_step": problem.kv.seq_lens.strides[0],
         "starts_step": problem.cu_seqlens_q.strides[0],
     }
+    if isinstance(config, HopperConfig):
+        return config.launch(problem, constants, arguments)
+    constants["NUM_WARPS"] = config.num_warps
     if problem.uses_mma:
         return _launch_mma(problem, config, constants, arguments)
     return _launch_simt(problem, config, constants, arguments)

@@ -135,7 +135,7 @@ def check_tokens(slot_mapping: TensorArg, *sources: TensorArg) -> int:
     check.index(slot_mapping, num_tokens=None)
     (num_tokens,) = slot_mapping.shape
     for source in sources:
-        if not source.shape or source.shape[0] < num_tokens:
+        if source.shape[0] < num_tokens:
             raise source.error(f"expected at least num_tokens={num_tokens} rows like slot_mapping, got {source.shape}")
     return num_tokens
 

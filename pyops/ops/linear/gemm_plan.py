@@ -22,8 +22,12 @@ _mma, _simt = Kernel("linear/gemm_mma.cu"), Kernel("linear/gemm_simt.cu")
 
 MIN_CAPABILITY = 80  # from which on `device.supports("mma")`, as ten times the major number and the minor one
 
+# What skinny_linear.cu serves in the place of gemm_swap.cu, measured on an H200 (docs/performance.md, "Matrix products
+# on Hopper"): one row and weights that are not too large, a few rows and small weights.
+_MAX_SKINNY_WEIGHT, _MAX_SKINNY_K = 2**26, 2**13
+_MAX_SMALL_WEIGHT, _MAX_SMALL_ROWS = 2**21, 4
 # Chosen by arithmetic, measured nowhere yet.
-_MAX_SKINNY_ROWS = 2  # up to which skinny_linear.cu, bound by bandwidth alone, serves a product
+_MAX_SKINNY_ROWS = 2  # up to which skinny_linear.cu serves a product on devices without gemm_swap.cu
 _STEP_BYTES = 128  # of a row, which a step of gemm_mma.cu copies to shared memory
 _MAX_STAGES = 4, 8  # steps in flight: of large tiles and of small ones
 _SMALL_TILE = 16 * 1024  # bytes of a step of a small tile
@@ -132,14 +136,27 @@ Config = GemmConfig | SwapConfig | MmaConfig | SimtConfig | SkinnyConfig
 
 def choose(problem: Problem, device: Device) -> Config:
     """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
-    plain = problem.epilogue.is_plain and problem.dtype is problem.epilogue.out.dtype in FLOATS
-    if plain and problem.m <= _MAX_SKINNY_ROWS and problem.rows_are_dense and problem.k > 0:
+    on_hopper = gemm_hopper.serves(problem, device)
+    if _is_skinny(problem, on_hopper):
         return skinny_linear.choose(problem, device)
-    if gemm_hopper.serves(problem, device):
+    if on_hopper:
         return gemm_hopper.choose(problem, device)
     if problem.dtype is float32 or not device.supports("mma"):
         return SimtConfig(16 if problem.m <= 16 else 64, 64)
     return choose_mma(problem, device)
+
+
+def _is_skinny(problem: Problem, on_hopper: bool) -> bool:
+    """Whether so few rows are bound by reading the weight that skinny_linear.cu, without tensor cores, is faster."""
+    plain = problem.epilogue.is_plain and problem.dtype is problem.epilogue.out.dtype in FLOATS
+    if not plain or not problem.rows_are_dense or problem.k == 0:
+        return False
+    if not on_hopper:
+        return problem.m <= _MAX_SKINNY_ROWS
+    weight = problem.n * problem.k
+    if problem.m == 1:
+        return weight <= _MAX_SKINNY_WEIGHT and problem.k <= _MAX_SKINNY_K
+    return problem.m <= _MAX_SMALL_ROWS and weight <= _MAX_SMALL_WEIGHT
 
 
 def choose_mma(problem: Problem, device: Device) -> MmaConfig:

@@ -11,9 +11,10 @@ from typing import Any
 
 from ..._core import check, tuning
 from ..._core.device import Device
-from ..._core.dtypes import DType
+from ..._core.dtypes import DType, float32
 from ..._core.kernel import Kernel, Scratch
 from ..._core.tensor import TensorArg
+from .._shared.packed_layouts import ColumnOrder
 
 SCALE_BLOCK = 128  # elements of K, and rows of b, under one scale of a block-scaled product
 ACTIVATIONS = ("none", "gelu", "silu_and_mul")
@@ -79,12 +80,15 @@ class Epilogue:
 
     Attributes:
         out: [..., N], rows of one stride.
-        a_scales: float32, a scale for each row of a, or one; b_scales: likewise of b. In a block-scaled product [M,
-            blocks of K] and [blocks of K, blocks of N], of any strides.
+        a_scales: a scale for each row of a, or one, of any float dtype; b_scales: likewise of b, in `column_order` if
+            there are several. In a block-scaled product float32 [M, blocks of K] and [blocks of K, blocks of N], of any
+            strides.
         azp_adj: int32, for each row of b; azp: int32, for each row of a.
-        bias: [N], or [M, N] with rows of one stride.
+        bias: [N] in `column_order`, or [M, N] with rows of one stride.
         activation: one of `ACTIVATIONS`; of "silu_and_mul", out has half as many columns as b has rows.
         block_scaled: a_scales and b_scales are those of blocks, applied while the kernel sums.
+        scale_exponent: the scale that comes first, of b if it has scales, is its entry times two to this.
+        column_order: where the entry of a column lies in b_scales and in bias.
     """
 
     out: TensorArg
@@ -95,12 +99,15 @@ class Epilogue:
     bias: TensorArg | None = None
     activation: str = "none"
     block_scaled: bool = False
+    scale_exponent: int = 0
+    column_order: ColumnOrder = "natural"
 
     @property
     def is_plain(self) -> bool:
         """Whether sums become elements of out by conversion, and at most a bias for each column."""
         tensors = (self.a_scales, self.b_scales, self.azp_adj)
-        return tensors == (None, None, None) and self._bias in (0, 1) and self.activation == "none"
+        natural = self._bias in (0, 1) and self.column_order == "natural"
+        return tensors == (None, None, None) and natural and self.activation == "none"
 
     @property
     def is_gated(self) -> bool:
@@ -119,8 +126,12 @@ class Epilogue:
         """Constants of every kernel that includes gemm_epilogue.cuh."""
         return {
             "out_t": self.out.dtype,
+            "a_scale_t": float32 if self.a_scales is None else self.a_scales.dtype,
+            "b_scale_t": float32 if self.b_scales is None else self.b_scales.dtype,
             "A_SCALES": self.a_scales is not None and not self.block_scaled,
             "B_SCALES": self.b_scales is not None and not self.block_scaled,
+            "SCALE_EXPONENT": self.scale_exponent,
+            "COLUMN_ORDER": f"column_{self.column_order}",
             "AZP": 0 if self.azp_adj is None else 1 if self.azp is None else 2,
             "BIAS": self._bias,
             "ACTIVATION": f"gemm_{self.activation.partition('_')[0]}",

@@ -66,8 +66,9 @@ class SkinnyConfig:
     def launch(self, problem: Problem) -> Launch:
         """The launch for a problem whose sums become elements of out by conversion, and at most a bias."""
         given = (problem.epilogue.out, problem.a.source, problem.b.source, problem.epilogue.bias)
-        pairs = zip(("out", "input", "weight", "bias"), given, strict=True)
-        kernel = _skinny_linear.renamed(**{name: one.name for name, one in pairs if isinstance(one, TensorArg)})
+        pairs = dict(zip(("out", "input", "weight", "bias"), given, strict=True))
+        kernel = _skinny_linear.renamed(**{name: one.name for name, one in pairs.items() if isinstance(one, TensorArg)})
+        pointers: dict[str, Any] = {name: one or 0 for name, one in pairs.items() if not isinstance(one, TensorArg)}
         strides = problem.epilogue.arguments()
         return kernel(
             scalar_t=problem.dtype,
@@ -87,7 +88,7 @@ class SkinnyConfig:
             out_stride=strides["out_stride"],
             input_stride=problem.a.stride,
             weight_stride=problem.b.stride,
-            **({"bias": 0} if problem.epilogue.bias is None else {}),
+            **pointers,
         )
 
 

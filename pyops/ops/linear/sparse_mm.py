@@ -11,6 +11,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
+from .fp8_sums import absolute_error
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, Operand, Problem
 from .scaled_mm import check_scales, codes, scaled
@@ -98,7 +99,21 @@ def example_cutlass_sparse_compress(
     )
 
 
-@op(out="out", atol=2.0**-18)
+def _expanded(nzs: Tensor, meta: Tensor) -> Tensor:
+    """The weight [N, K] that was compressed, in float64."""
+    places, values = meta.long(), nzs.double().unflatten(1, (-1, 4))
+    dense = torch.zeros(*values.shape[:2], 8, dtype=torch.float64, device=nzs.device)
+    for i in range(4):
+        place = (places >> 2 * i & 3) + i // 2 * 4
+        dense.scatter_(2, place.unsqueeze(-1), values[..., i : i + 1])
+    return dense.flatten(1)
+
+
+def _absolute_error(a: Tensor, bt_nzs: Tensor, bt_meta: Tensor) -> float:
+    return absolute_error(a, _expanded(bt_nzs, bt_meta).to(a.dtype).T)
+
+
+@op(out="out", atol=_absolute_error)
 def cutlass_scaled_sparse_mm(
     out: Tensor,
     a: Tensor,
@@ -123,12 +138,7 @@ def cutlass_scaled_sparse_mm(
         a_scales: float32, contiguous, M or 1 elements; b_scales: likewise, N or 1.
         bias: [N] of the dtype of out, contiguous; or None.
     """
-    meta, values = bt_meta.long(), bt_nzs.double().unflatten(1, (-1, 4))
-    dense = torch.zeros(*values.shape[:2], 8, dtype=torch.float64, device=a.device)
-    for i in range(4):
-        place = (meta >> 2 * i & 3) + i // 2 * 4
-        dense.scatter_(2, place.unsqueeze(-1), values[..., i : i + 1])
-    out.copy_(scaled(a.double() @ dense.flatten(1).T, a_scales, b_scales, bias))
+    out.copy_(scaled(a.double() @ _expanded(bt_nzs, bt_meta).T, a_scales, b_scales, bias))
 
 
 @cutlass_scaled_sparse_mm.plan

@@ -11,7 +11,7 @@ from ..._core.device import Device
 from ..._core.dtypes import float32, int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
-from ._chunk_scan_plan import check_heads
+from ._chunk_scan_problem import check_heads
 
 _chunk = Kernel("mamba/gated_delta_chunk.cu")
 _recurrent = Kernel("mamba/gated_delta_recurrent.cu")

@@ -17,6 +17,8 @@ _SCAN_THREADS, _STAGE_THREADS = 128, 128  # of a block
 _TOKENS_THREADS, _TOKENS_BLOCKS = 128, 3  # of selective_scan_tokens.cu
 _FEW_CHANNELS, _LONG_SEQUENCE = 2048, 512  # up to so many channels, from so many tokens on, lanes share tokens
 _MAX_LANES = 32  # that share a channel
+_MAX_PARTS = 8  # of a tile: more warps of a block have too few registers
+_FEW_WARPS = 8  # of a multiprocessor that scan four states at a time: as many have registers for it
 _BUFFERS = 2
 # (channels, states) of a lane, from the tile that reads shared memory least to the one that spreads a sequence over
 # most lanes. A tile is taken if it leaves this share of the device's schedulers a scanning warp. Measured on an H200,
@@ -121,9 +123,10 @@ class TokensConfig:
     """The geometry of selective_scan_tokens.cu.
 
     Attributes:
-        lanes: that share the tokens of a channel.
+        lanes: that share the tokens of a channel's part of a tile.
         states: whose scans overlap.
         num_threads: threads of a block.
+        parts: of a tile.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
@@ -131,30 +134,37 @@ class TokensConfig:
     states: int = 2
     num_threads: int = _TOKENS_THREADS
     min_blocks: int = _TOKENS_BLOCKS
+    parts: int = 1
 
     @property
     def block_channels(self) -> int:
-        return self.num_threads // self.lanes
+        return self.num_threads // (self.lanes * self.parts)
 
     def constants(self, problem: ScanProblem) -> dict[str, int]:
         """As those of a `ScanConfig`."""
-        group = gcd(self.states, problem.state_size)
         return {
             "LANES": self.lanes,
-            "GROUP": group,
+            "PARTS": self.parts,
+            "GROUP": gcd(self.states, problem.state_size),
             "NUM_THREADS": self.num_threads,
             "MIN_BLOCKS": self.min_blocks,
         }
 
     def shared_bytes(self, problem: ScanProblem) -> int:
-        return 2 * self.block_channels * problem.state_size * float32.itemsize
+        totals = 2 * self.parts * gcd(self.states, problem.state_size)  # each of two numbers
+        return self.block_channels * 2 * (problem.state_size + totals) * float32.itemsize
 
     def candidates(self, problem: ScanProblem, device: Device) -> list[TokensConfig]:
         """Other lanes, sizes of a block, and bounds of registers."""
         sizes = [tuning.resized(self, size) for size in tuning.beside(self.num_threads, 64, 256)]
-        return sizes + tuning.varied(
-            self, lanes=tuning.beside(self.lanes, 4, 32), states=(2, 4), min_blocks=tuning.beside(self.min_blocks, 1, 8)
+        more = tuning.varied(
+            self,
+            lanes=tuning.beside(self.lanes, 4, 32),
+            states=(2, 4),
+            min_blocks=tuning.beside(self.min_blocks, 1, 8),
+            parts=tuning.beside(self.parts, 1, _MAX_PARTS),
         )
+        return [one for one in [*sizes, *more] if one.block_channels]
 
 
 def _lane_tile(state_size: int, channels: int, states: int, tile_tokens: int) -> ScanConfig:
@@ -168,10 +178,21 @@ def choose(problem: ScanProblem, device: Device) -> ScanConfig | TokensConfig:
     # All problems of a bucket have configs of one kind, so that a table can name fields.
     rounded_tokens = tuning.power_of_two(problem.num_tokens) // tuning.power_of_two(problem.batch)
     if problem.dim * tuning.power_of_two(problem.batch) <= _FEW_CHANNELS and rounded_tokens >= _LONG_SEQUENCE:
-        config = TokensConfig(_MAX_LANES)
-        few = problem.dim * tuning.power_of_two(problem.batch) <= 2 * config.block_channels * device.multiprocessors
-        return replace(config, states=4, min_blocks=2) if few else config
+        return _share_tokens(problem, device, rounded_tokens)
     return _choose_recurrence(problem, device)
+
+
+def _share_tokens(problem: ScanProblem, device: Device, sequence_tokens: int) -> TokensConfig:
+    """As many parts as the device has warps for, and a sequence tokens."""
+    config, room = TokensConfig(_MAX_LANES), _FEW_WARPS * device.multiprocessors
+    parts = room // max(1, problem.dim * tuning.power_of_two(problem.batch))
+    if parts == 0:
+        return config
+    parts = min(_MAX_PARTS, parts, max(1, sequence_tokens // (_MAX_LANES * max(problem.vec_size, 4))))
+    parts = 1 << parts.bit_length() - 1
+    num_threads = max(config.num_threads, parts * _MAX_LANES)
+    min_blocks = _FEW_WARPS * _MAX_LANES // num_threads
+    return replace(config, states=4, num_threads=num_threads, min_blocks=min_blocks, parts=parts)
 
 
 def _choose_recurrence(problem: ScanProblem, device: Device) -> ScanConfig:

@@ -11,7 +11,8 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
-from ._chunk_scan_plan import check_scan, choose, launches
+from ._chunk_scan_plan import choose, launches
+from ._chunk_scan_problem import check_scan
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._core import check
-from ..._core.dtypes import boolean
+from ..._core.dtypes import boolean, float32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
@@ -21,18 +21,18 @@ __all__ = ["causal_conv1d_prefill"]
 
 _tokens = Kernel("mamba/causal_conv1d_tokens.cu")
 _channels = Kernel("mamba/causal_conv1d_channels.cu")
-_states = Kernel("mamba/causal_conv1d_states.cu")
 
 _NUM_THREADS = 128
-# Of the 68 choices that were timed for 8192 tokens of 8192 channels on an H200 (docs/performance.md).
-_MIN_BLOCKS = 4
-_TOKENS_BATCH = 8  # rows of a thread in flight
-_MIN_TILE, _MAX_TILE = 8, 64  # tokens of a block; each tile reads width - 1 tokens of the tile before it again
-_CHANNELS_BATCH = 2  # channels of a thread in flight
+# Of the choices that were timed for 8192 tokens of 8192 channels on an H200 (docs/performance.md).
+_TOKENS_BATCH = 4  # rows of a thread in flight
+# Of 16-bit inputs without prefix caching from compute capability 9.0 on, and of what needs more registers.
+_TOKENS_MIN_BLOCKS = {True: 6, False: 4}
+_MIN_TILE, _MAX_TILE = 8, 128  # tokens of a block; each tile reads width - 1 tokens of the tile before it again
+_CHANNELS_BATCH, _CHANNELS_MIN_BLOCKS = 4, 4  # channels of a thread in flight
 # No measurement of its own: two waves of blocks.
 _WAVES = 2
 _MAX_CHANNELS = 16  # channels of a thread, where there are many
-_STATES_BATCH = 4  # block boundaries of a thread in flight
+_STATE_CHANNELS = 2  # of a thread that does states: more need more registers than a convolution
 
 
 @op(out="out", inout="conv_states")
@@ -138,7 +138,7 @@ def plan_causal_conv1d_prefill(
     num_computed_tokens: TensorArg | None,
     block_size_to_align: int,
     channel_last: bool,
-) -> list[Launch]:
+) -> Launch:
     check.sizes(x, **dict.fromkeys(("num_tokens", "dim") if channel_last else ("dim", "num_tokens"), None))
     common.check_convolution(x, conv_states, weight, bias, dim=x.shape[1 if channel_last else 0])
     check.like(out, x)
@@ -158,125 +158,84 @@ def plan_causal_conv1d_prefill(
     if with_blocks and not 0 < block_size_to_align < 2**31:
         raise check.refuse(x, "block_size_to_align", f"expected 1 to 2^31 - 1, got {block_size_to_align}")
     silu = common.check_activation(x, activation)
-    launch = _launch_tokens if channel_last else _launch_channels
-    launches = [launch(out, x, weight, bias, silu, index_t, num_seqs)]
-    if conv_states is not None:
-        given = {
-            "HAS_INDICES": cache_indices is not None,
-            "HAS_INITIAL": has_initial_state is not None,
-            "HAS_BLOCKS": with_blocks,
-            "HAS_COMPUTED": with_blocks and num_computed_tokens is not None,
-        }
-        indices_stride = cache_indices.strides[0] if cache_indices else 0
-        sizes = {"max_blocks": max_blocks, "indices_stride": indices_stride, "num_slots": conv_states.shape[0]}
-        axis = 1 if channel_last else 0
-        launches.append(_launch_states(out, conv_states, x, weight, bias, silu, index_t, num_seqs, axis, given, sizes))
-    return launches
+    how = (_by_tokens if channel_last else _by_channels)(out, x, weight, with_blocks)
+    # The first blocks have the states of sequences.
+    inputs, results = (arg if channel_last else common.channels_behind(arg, 0) for arg in (x, out))
+    kept = [] if conv_states is None else [conv_states]
+    state_vec = min(_STATE_CHANNELS, common.channel_vector(weight.shape[1], inputs, results, *kept))
+    state_groups = -(-inputs.shape[1] // (state_vec * how.num_threads))
+    slot_stride, state_stride, state_channel_stride = conv_states.strides if conv_states else (0, 0, 0)
+    return how.kernel(
+        scalar_t=x.dtype,
+        index_t=index_t,
+        **common.constants(weight, bias, how.channels, silu),
+        VEC_SIZE=how.vec_size,
+        BATCH=how.batch,
+        STATE_VEC=state_vec,
+        STATE_WEIGHT_VEC=common.weight_vector(weight, state_vec * weight.shape[1]),
+        HAS_STATES=conv_states is not None,
+        HAS_INDICES=cache_indices is not None,
+        HAS_INITIAL=has_initial_state is not None,
+        HAS_BLOCKS=with_blocks,
+        HAS_COMPUTED=with_blocks and num_computed_tokens is not None,
+        NUM_THREADS=how.num_threads,
+        MIN_BLOCKS=how.min_blocks,
+    ).launch(
+        grid=how.num_blocks + (num_seqs * state_groups if conv_states and how.num_blocks else 0),
+        block=how.num_threads,
+        num_tokens=inputs.shape[0],
+        dim=inputs.shape[1],
+        num_seqs=num_seqs,
+        state_groups=state_groups,
+        num_slots=conv_states.shape[0] if conv_states else 0,
+        max_blocks=max_blocks,
+        indices_stride=cache_indices.strides[0] if cache_indices else 0,
+        x_stride=x.strides[0],
+        out_stride=out.strides[0],
+        slot_stride=slot_stride,
+        state_channel_stride=state_channel_stride,
+        state_stride=state_stride,
+        **how.sizes,
+    )
 
 
-def _launch_tokens(
-    out: TensorArg, x: TensorArg, weight: TensorArg, bias: TensorArg | None, silu: bool, index_t: Any, num_seqs: int
-) -> Launch:
+class _Convolution(NamedTuple):
+    """How the tokens of sequences are convolved: of a launch what differs between both kernels."""
+
+    kernel: Kernel
+    vec_size: int
+    channels: int  # whose taps a thread holds
+    batch: int
+    num_blocks: int
+    num_threads: int
+    min_blocks: int
+    sizes: dict[str, int]
+
+
+def _by_tokens(out: TensorArg, x: TensorArg, weight: TensorArg, with_blocks: bool) -> _Convolution:
     num_tokens, dim = x.shape
     vec_size = common.channel_vector(weight.shape[1], x, out)
     num_threads = check.threads(-(-dim // vec_size), max_threads=_NUM_THREADS)
     num_groups = -(-dim // (vec_size * num_threads))
-    resident = x.device.multiprocessors * _MIN_BLOCKS * _WAVES
+    narrow = x.dtype is not float32 and vec_size < 8 and not with_blocks
+    min_blocks = _TOKENS_MIN_BLOCKS[narrow and x.device.supports("clusters")]
+    resident = x.device.multiprocessors * min_blocks * _WAVES
     tile_size = min(_MAX_TILE, max(_MIN_TILE, -(-num_tokens * num_groups // (resident * _MIN_TILE)) * _MIN_TILE))
-    return _tokens(
-        scalar_t=x.dtype,
-        index_t=index_t,
-        **common.constants(weight, bias, vec_size, silu),
-        VEC_SIZE=vec_size,
-        BATCH=_TOKENS_BATCH,
-        NUM_THREADS=num_threads,
-        MIN_BLOCKS=_MIN_BLOCKS,
-    ).launch(
-        grid=-(-num_tokens // tile_size) * num_groups,
-        block=num_threads,
-        num_tokens=num_tokens,
-        dim=dim,
-        num_seqs=num_seqs,
-        tile_size=tile_size,
-        num_groups=num_groups,
-        x_stride=x.strides[0],
-        out_stride=out.strides[0],
-    )
+    num_blocks = -(-num_tokens // tile_size) * num_groups
+    sizes = {"tile_size": tile_size, "num_groups": num_groups}
+    return _Convolution(_tokens, vec_size, vec_size, _TOKENS_BATCH, num_blocks, num_threads, min_blocks, sizes)
 
 
-def _launch_channels(
-    out: TensorArg, x: TensorArg, weight: TensorArg, bias: TensorArg | None, silu: bool, index_t: Any, num_seqs: int
-) -> Launch:
+def _by_channels(out: TensorArg, x: TensorArg, weight: TensorArg, with_blocks: bool) -> _Convolution:
     dim, num_tokens = x.shape
     vec_size = check.vector_width(num_tokens, x, out)
     row_vecs = num_tokens // vec_size
-    wave = x.device.multiprocessors * _MIN_BLOCKS * _NUM_THREADS
+    wave = x.device.multiprocessors * _CHANNELS_MIN_BLOCKS * _NUM_THREADS
     many = row_vecs * dim >= _WAVES * _MAX_CHANNELS * wave
     channels = _MAX_CHANNELS if many else _CHANNELS_BATCH
-    return _channels(
-        scalar_t=x.dtype,
-        index_t=index_t,
-        **common.constants(weight, bias, 1, silu),
-        VEC_SIZE=vec_size,
-        BATCH=_CHANNELS_BATCH,
-        NUM_THREADS=_NUM_THREADS,
-        MIN_BLOCKS=_MIN_BLOCKS,
-    ).launch(
-        grid=-(-row_vecs * -(-dim // channels) // _NUM_THREADS),
-        block=_NUM_THREADS,
-        num_tokens=num_tokens,
-        dim=dim,
-        num_seqs=num_seqs,
-        channels=channels,
-        x_stride=x.strides[0],
-        out_stride=out.strides[0],
-    )
-
-
-def _launch_states(
-    out: TensorArg,
-    conv_states: TensorArg,
-    x: TensorArg,
-    weight: TensorArg,
-    bias: TensorArg | None,
-    silu: bool,
-    index_t: Any,
-    num_seqs: int,
-    axis: int,
-    given: dict[str, bool],
-    sizes: dict[str, int],
-) -> Launch:
-    """The launch for the states. Dimension `axis` of `x` and `out` counts channels."""
-    inputs, results = (common.channels_behind(arg, axis) for arg in (x, out))
-    num_tokens, dim = inputs.shape
-    vec_size = common.channel_vector(weight.shape[1], inputs, results, conv_states)
-    num_threads = check.threads(-(-dim // vec_size), max_threads=_NUM_THREADS)
-    num_groups = -(-dim // (vec_size * num_threads))
-    slot_stride, state_stride, state_channel_stride = conv_states.strides
-    return _states(
-        scalar_t=x.dtype,
-        index_t=index_t,
-        **common.constants(weight, bias, vec_size, silu),
-        **given,
-        VEC_SIZE=vec_size,
-        BATCH=_STATES_BATCH,
-        NUM_THREADS=num_threads,
-        MIN_BLOCKS=_MIN_BLOCKS,
-    ).launch(
-        grid=num_seqs * num_groups if num_tokens else 0,
-        block=num_threads,
-        num_tokens=num_tokens,
-        dim=dim,
-        num_groups=num_groups,
-        x_token_stride=inputs.strides[0],
-        x_channel_stride=inputs.strides[1],
-        out_token_stride=results.strides[0],
-        out_channel_stride=results.strides[1],
-        slot_stride=slot_stride,
-        state_stride=state_stride,
-        state_channel_stride=state_channel_stride,
-        **sizes,
-    )
+    num_blocks = -(-row_vecs * -(-dim // channels) // _NUM_THREADS)
+    sizes = {"channels": channels}
+    return _Convolution(_channels, vec_size, 1, _CHANNELS_BATCH, num_blocks, _NUM_THREADS, _CHANNELS_MIN_BLOCKS, sizes)
 
 
 @causal_conv1d_prefill.result

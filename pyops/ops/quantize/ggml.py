@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check, dtypes
-from ..._core.dtypes import uint8
-from ..._core.kernel import Kernel, Launch
+from ..._core.kernel import Launch
 from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
-from . import _ggml
+from .._shared import ggml_formats
 from ._common import one_row
 
 if TYPE_CHECKING:
@@ -18,11 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["ggml_dequantize"]
-
-_ggml_dequantize = Kernel("quantize/ggml_dequantize.cu")
-# docs/performance.md, "Weights in packed formats", has times of the op; these numbers have no measurement of their own.
-_NUM_THREADS, _MIN_BLOCKS = 256, 6  # blocks to a multiprocessor
-_TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors of a thread: more where every block copies a grid to shared memory
 
 
 @op(returns="out", ulps=0)
@@ -42,7 +36,7 @@ def ggml_dequantize(
         dtype: of a new `out`: float32, float16 or bfloat16; None is float16.
         out: [m, n] of any of these dtypes, contiguous, written and returned; new unless given.
     """
-    out.copy_(_ggml.decode(quant_type, W).view(out.shape))
+    out.copy_(ggml_formats.decode(quant_type, W).view(out.shape))
 
 
 @ggml_dequantize.result
@@ -62,33 +56,11 @@ def plan_ggml_dequantize(W: TensorArg, quant_type: int, m: int, n: int, dtype: A
     check.dtype(out, *(dtypes.FLOATS if dtype is None else [result.dtype]))
     check.sizes(out, m=m, n=n)
     check.contiguous(out)
-    check.dtype(W, uint8)
-    check.contiguous(W)
-    format = _ggml.FORMATS.get(quant_type)
-    if format is None:
-        raise check.refuse(out, "quant_type", f"expected one of {sorted(_ggml.FORMATS)}, got {quant_type}")
+    format = ggml_formats.of_rows(W, quant_type, *out.shape)
     if out.shape[1] % format.length:
         raise out.error(f"expected rows of whole blocks of {format.length} elements of {format.name}, got {out.shape}")
-    num_blocks = out.numel // format.length
-    if W.numel != num_blocks * format.nbytes:
-        expected = f"{num_blocks} blocks of {format.nbytes} bytes of {format.name}"
-        raise W.error(f"expected {expected} for shape {out.shape}, got shape {W.shape}")
-    (row,) = one_row(W)
-    vecs = _TILE_VECS_OF_GRID if format.has_grid else _TILE_VECS
-    num_vecs = out.numel // 8
-    return _ggml_dequantize(
-        scalar_t=out.dtype,
-        FORMAT=format.name,
-        TILE_VECS=vecs,
-        ACCESS=check.vector_width(W.numel, row),
-        OUT_ACCESS=check.vector_width(8, *one_row(out)),
-        NUM_THREADS=_NUM_THREADS,
-        MIN_BLOCKS=_MIN_BLOCKS,
-    ).launch(
-        grid=-(-num_vecs // (_NUM_THREADS * vecs)),
-        block=_NUM_THREADS,
-        num_vecs=num_vecs,
-    )
+    access = check.vector_width(8, *one_row(out))
+    return ggml_formats.dequantised(W, format, out, out.dtype, out.numel, access)
 
 
 @ggml_dequantize.example
@@ -101,7 +73,7 @@ def example_ggml_dequantize(
     quant_type: Literal[2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 16, 17, 18, 19, 20, 21, 22, 23, 29] = 12,
 ) -> tuple[Any, ...]:
     """A weight of `num_tokens` rows of random bytes; its scales are below 1 / 128, as in real weights."""
-    format = _ggml.FORMATS[quant_type]
+    format = ggml_formats.FORMATS[quant_type]
     row_blocks = hidden_size // format.length
     weight = make.randint(0, 256, num_tokens, row_blocks * format.nbytes, dtype="uint8")
     if not isinstance(weight, TensorArg):

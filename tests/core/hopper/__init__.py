@@ -50,12 +50,30 @@ def run(
 
 
 def products(a: Array, b: Array, depth: int) -> Array:
-    """a b^T as the host's wgmma adds: `depth` products exactly, then rounded to float32."""
+    """a b^T as the host's wgmma adds `depth` products: exactly, then rounded to float32; fp8 by `_cut_products`."""
     sums = numpy.zeros((len(a), len(b)), numpy.float32)
     for at in range(0, a.shape[1], depth):
-        exact = a[:, at : at + depth].astype(float) @ b[:, at : at + depth].astype(float).T
-        sums = (sums.astype(float) + exact).astype(numpy.float32)
+        one, other = a[:, at : at + depth], b[:, at : at + depth]
+        if depth == 32:
+            sums = _cut_products(sums, one, other)
+        else:
+            exact = one.astype(float) @ other.astype(float).T
+            sums = (sums.astype(float) + exact).astype(numpy.float32)
     return sums
+
+
+def _cut_products(sums: Array, a: Array, b: Array) -> Array:
+    """sums + a b^T of fp8: terms in multiples of 2^-13 of the largest power of two, 14 bits of the result."""
+    least = -6 if a.dtype == ml_dtypes.float8_e4m3fn else -14
+
+    def power(x: Array, least: int = -200) -> Array:
+        return numpy.where(x == 0, -200, numpy.maximum(numpy.frexp(x.astype(float))[1] - 1, least))
+
+    terms = numpy.concatenate((a.astype(float)[:, None] * b.astype(float), sums.astype(float)[..., None]), -1)
+    powers = numpy.concatenate((power(a, least)[:, None] + power(b, least), power(sums)[..., None]), -1).max(-1)
+    cut = numpy.trunc(numpy.ldexp(terms, 13 - powers[..., None])).sum(-1)
+    kept = numpy.maximum(power(cut) - 13, 0)
+    return numpy.ldexp(numpy.trunc(numpy.ldexp(cut, -kept)), kept + powers - 13).astype(numpy.float32)
 
 
 def gemm(

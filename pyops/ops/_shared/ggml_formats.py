@@ -1,7 +1,8 @@
 """GGUF's quantised types: the sizes of their blocks and the values of their elements, as the format defines them.
 
-Each decoder takes the bytes of blocks, [num_blocks, bytes] int32, and the indices of the elements of a block; it
-returns float32 [num_blocks, elements]. All products are exact.
+`of_rows` checks a weight in one of them, `dequantised` is the launch that makes it floating-point. Each decoder takes
+the bytes of blocks, [num_blocks, bytes] int32, and the indices of the elements of a block; it returns float32
+[num_blocks, elements]. All products are exact.
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import kernels_cu
 
+from ..._core import check
+from ..._core.dtypes import DType, uint8
+from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
+from ..._core.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Decoder = Callable[["Tensor", "Tensor"], "Tensor"]
+
+_ggml_dequantize = Kernel("quantize/ggml_dequantize.cu")
+# docs/performance.md, "Weights in packed formats", has times of the op; these numbers have no measurement of their own.
+_NUM_THREADS, _MIN_BLOCKS = 256, 6  # blocks to a multiprocessor
+_TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors of a thread: more where every block copies a grid to shared memory
 
 
 class Format(NamedTuple):
@@ -28,14 +38,14 @@ class Format(NamedTuple):
         name: its name in ggml.cuh.
         length, nbytes: elements of a block and its bytes.
         exponents: the bytes of a block that hold sign and exponent of a scale.
-        has_grid: whether its codes are indices into a grid.
+        grid_size: entries of the grid that its codes are indices into; 0 if they are none.
     """
 
     name: str
     length: int
     nbytes: int
     exponents: tuple[int, ...]
-    has_grid: bool
+    grid_size: int
     decode: Decoder
 
 
@@ -43,10 +53,10 @@ FORMATS: dict[int, Format] = {}
 
 
 def _type(
-    number: int, length: int, nbytes: int, exponents: tuple[int, ...] = (1,), has_grid: bool = False
+    number: int, length: int, nbytes: int, exponents: tuple[int, ...] = (1,), grid_size: int = 0
 ) -> Callable[[Decoder], Decoder]:
     def declare(decode: Decoder) -> Decoder:
-        FORMATS[number] = Format(decode.__name__[1:].upper(), length, nbytes, exponents, has_grid, decode)
+        FORMATS[number] = Format(decode.__name__[1:].upper(), length, nbytes, exponents, grid_size, decode)
         return decode
 
     return declare
@@ -57,6 +67,49 @@ def decode(quant_type: int, weight: Tensor) -> Tensor:
     format = FORMATS[quant_type]
     blocks = weight.reshape(-1, format.nbytes).int()
     return format.decode(blocks, torch.arange(format.length, device=weight.device)).reshape(-1)
+
+
+def of_rows(W: TensorArg, quant_type: int, m: int, n: int) -> Format:
+    """The format of a weight of m rows of n elements, if `W` holds its bytes, one after another."""
+    check.dtype(W, uint8)
+    check.contiguous(W)
+    format = FORMATS.get(quant_type)
+    if format is None:
+        raise check.refuse(W, "quant_type", f"expected one of {sorted(FORMATS)}, got {quant_type}")
+    if n % format.length == 0 and W.numel != m * (n // format.length) * format.nbytes:
+        expected = f"{m * (n // format.length)} blocks of {format.nbytes} bytes of {format.name}"
+        raise W.error(f"expected {expected} for shape ({m}, {n}), got shape {W.shape}")
+    return format
+
+
+def dequantised(
+    W: TensorArg, format: Format, out: TensorArg | Scratch, dtype: DType, numel: int, access: int
+) -> Launch:
+    """The launch that writes the `numel` elements of a weight to `out`, of this dtype, `access` at a time."""
+    vecs = _TILE_VECS_OF_GRID if format.grid_size else _TILE_VECS
+    num_vecs, fixed = numel // 8, dict[str, Any]()
+    if isinstance(out, Scratch):
+        fixed["out"] = out
+    return _ggml_dequantize.renamed(W=W.name)(
+        scalar_t=dtype,
+        FORMAT=format.name,
+        TILE_VECS=vecs,
+        ACCESS=access_of(W, W.numel),
+        OUT_ACCESS=access,
+        NUM_THREADS=_NUM_THREADS,
+        MIN_BLOCKS=_MIN_BLOCKS,
+    ).launch(
+        grid=-(-num_vecs // (_NUM_THREADS * vecs)),
+        block=_NUM_THREADS,
+        num_vecs=num_vecs,
+        **fixed,
+    )
+
+
+def access_of(W: TensorArg, size: int) -> int:
+    """Bytes of the widest access that divides pieces of `size` bytes, one after another in `W`, into aligned ones."""
+    bits = size | 16 | W.alignment
+    return bits & -bits
 
 
 # Fields of blocks.
@@ -207,7 +260,7 @@ def _even_signs(seven: Tensor, e: Tensor) -> Tensor:
 # Element i is e of group g of part p; v counts groups.
 
 
-@_type(16, 256, 66, has_grid=True)
+@_type(16, 256, 66, grid_size=256)
 def _iq2_xxs(b: Tensor, i: Tensor) -> Tensor:
     e, g, p = i % 8, i % 32 // 8, i // 32
     aux = _short(b, 6 + 8 * p).long() | _short(b, 8 + 8 * p).long() << 16
@@ -215,7 +268,7 @@ def _iq2_xxs(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + (aux >> 28)) * 0.25 * value * _even_signs(aux >> 7 * g, e)
 
 
-@_type(17, 256, 74, has_grid=True)
+@_type(17, 256, 74, grid_size=512)
 def _iq2_xs(b: Tensor, i: Tensor) -> Tensor:
     e, g, p = i % 8, i % 32 // 8, i // 32
     code = _short(b, 2 + i // 8 * 2)
@@ -223,7 +276,7 @@ def _iq2_xs(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + scale) * 0.25 * _grid("GRID_IQ2_XS", code & 511, e, 2, _IQ2) * _even_signs(code >> 9, e)
 
 
-@_type(22, 256, 82, has_grid=True)
+@_type(22, 256, 82, grid_size=1024)
 def _iq2_s(b: Tensor, i: Tensor) -> Tensor:
     e, g, p, v = i % 8, i % 32 // 8, i // 32, i // 8
     index = b[:, 2 + v] | (b[:, 66 + p] >> 2 * g & 3) << 8
@@ -231,7 +284,7 @@ def _iq2_s(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + scale) * 0.25 * _grid("GRID_IQ2_S", index, e, 2, _IQ2) * _signs(b[:, 34 + v], e)
 
 
-@_type(18, 256, 98, has_grid=True)
+@_type(18, 256, 98, grid_size=256)
 def _iq3_xxs(b: Tensor, i: Tensor) -> Tensor:
     e, g, p = i % 8, i % 32 // 8, i // 32
     aux = _short(b, 66 + 4 * p).long() | _short(b, 68 + 4 * p).long() << 16
@@ -239,7 +292,7 @@ def _iq3_xxs(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (0.5 + (aux >> 28)) * 0.5 * value * _even_signs(aux >> 7 * g, e)
 
 
-@_type(21, 256, 110, has_grid=True)
+@_type(21, 256, 110, grid_size=512)
 def _iq3_s(b: Tensor, i: Tensor) -> Tensor:
     p = i // 32
     index = b[:, 2 + i // 4] | (b[:, 66 + p] >> i % 32 // 4 & 1) << 8
@@ -248,7 +301,7 @@ def _iq3_s(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (1 + 2 * scale) * value * _signs(b[:, 74 + i // 8], i % 8)
 
 
-@_type(19, 256, 50, has_grid=True)
+@_type(19, 256, 50, grid_size=2048)
 def _iq1_s(b: Tensor, i: Tensor) -> Tensor:
     high = _short(b, 34 + i // 32 * 2)
     index = b[:, 2 + i // 8] | (high >> i % 32 // 8 * 3 & 7) << 8
@@ -256,7 +309,7 @@ def _iq1_s(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * (2 * (high >> 12 & 7) + 1) * (_grid("GRID_IQ1", index, i % 8, 2, _IQ1) + delta)
 
 
-@_type(29, 256, 56, (55,), has_grid=True)
+@_type(29, 256, 56, (55,), grid_size=2048)
 def _iq1_m(b: Tensor, i: Tensor) -> Tensor:
     """The scale of a block lies in four pieces, in the upper bits of four words."""
     d = sum((_short(b, 48 + 2 * k) >> 12) << 4 * k for k in range(4))

@@ -1,0 +1,165 @@
+"""Attention of prompts beside torch's, and MLA decode, in turn within one process.
+
+python -m benchmarks.attention
+python -m benchmarks.attention prompts:bf16:16x2048:32/8x128 prompts:fp8:1x8192:32/8x128:64 mla:fp8:64x4096:128
+
+A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE or mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in
+:BLOCK, the slots of a block of the cache (16 for prompts, 64 for MLA). CACHE is bf16 or fp8; queries are bf16. Prompts
+are causal, every query token new. torch's attention (cuDNN's and FlashAttention) reads contiguous keys and values.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import pyops
+
+from .rivals import reason
+from .timing import QUICK, Call, gpu_us
+
+ROWS = (
+    *(f"prompts:bf16:{one}:32/8x128" for one in ("1x8192", "16x2048", "64x512", "1x32768")),
+    *(f"prompts:bf16:{one}" for one in ("1x8192:32/8x64", "16x2048:32/8x64", "1x8192:16/4x256", "16x2048:16/4x256")),
+    "prompts:fp8:1x8192:32/8x128",
+    *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8") for heads in (128, 16)),
+    "mla:bf16:64x4096:128:16",
+)
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_SETS = 2  # of operands, which calls take in turn: each is larger than the L2 cache
+_TURNS = 3
+_LATENT, _ROPE = 512, 64
+
+
+def _randn(*shape: int) -> Any:
+    return torch.randn(*shape, device="cuda").to(torch.bfloat16)
+
+
+def _tables(num_seqs: int, tokens: int, block: int) -> Any:
+    """Blocks that lie anywhere."""
+    blocks = -(-tokens // block)
+    return torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
+
+
+def prompts(cache: str, num_seqs: int, tokens: int, heads: tuple[int, int, int], block: int) -> dict[str, Any]:
+    """The arguments of `paged_attention_varlen`, by name."""
+    num_heads, num_kv_heads, head_size = heads
+    tables = _tables(num_seqs, tokens, block)
+    caches = [_randn(tables.numel(), block, num_kv_heads, head_size).to(_DTYPES[cache]) for _ in "kv"]
+    query = _randn(num_seqs * tokens, num_heads, head_size)
+    return {
+        "out": torch.empty_like(query),
+        "query": query,
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "num_kv_heads": num_kv_heads,
+        "scale": head_size**-0.5,
+        "block_tables": tables,
+        "seq_lens": torch.full((num_seqs,), tokens, dtype=torch.int32, device="cuda"),
+        "cu_seqlens_q": torch.arange(0, num_seqs * tokens + 1, tokens, dtype=torch.int32, device="cuda"),
+        "block_size": block,
+        "kv_cache_dtype": "auto" if cache == "bf16" else "fp8",
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+    }
+
+
+def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int) -> dict[str, Any]:
+    """The arguments of `sm100_cutlass_mla_decode`, by name."""
+    table = _tables(num_seqs, tokens, page)
+    return {
+        "out": torch.empty(num_seqs, num_heads, _LATENT, dtype=torch.bfloat16, device="cuda"),
+        "lse": torch.empty(num_seqs, num_heads, device="cuda"),
+        "q_nope": _randn(num_seqs, num_heads, _LATENT),
+        "q_pe": _randn(num_seqs, num_heads, _ROPE),
+        "kv_c_and_k_pe_cache": _randn(table.numel(), page, _LATENT + _ROPE).to(_DTYPES[cache]),
+        "seq_lens": torch.full((num_seqs,), tokens, dtype=torch.int32, device="cuda"),
+        "page_table": table,
+        "workspace": None,
+        "scale": (_LATENT + _ROPE) ** -0.5,
+        "num_kv_splits": 0,
+    }
+
+
+def _contiguous(call: dict[str, Any]) -> tuple[Any, ...]:
+    """(queries, keys, values) [num_seqs, heads, tokens, head_size]."""
+    tables, num_seqs = call["block_tables"].long(), len(call["seq_lens"])
+    tokens = len(call["query"]) // num_seqs
+    caches = (call[name][tables].flatten(1, 2)[:, :tokens] for name in ("key_cache", "value_cache"))
+    return tuple(x.transpose(1, 2).contiguous() for x in (call["query"].unflatten(0, (num_seqs, -1)), *caches))
+
+
+def _sdpa(backend: Any, call: dict[str, Any]) -> Call:
+    from torch.nn.attention import sdpa_kernel
+
+    query, keys, values = _contiguous(call)
+
+    def attend() -> Any:
+        with sdpa_kernel([backend]):
+            return F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+
+    return attend
+
+
+def contenders(kind: str, cache: str) -> dict[str, Callable[[dict[str, Any]], Call]]:
+    """{name: a function that makes a call of arguments}."""
+    from torch.nn.attention import SDPBackend
+
+    if kind == "mla":
+        return {"pyops": lambda call: partial(pyops.sm100_cutlass_mla_decode, **call)}
+    found: dict[str, Callable[[dict[str, Any]], Call]] = {
+        "pyops": lambda call: partial(pyops.paged_attention_varlen, **call)
+    }
+    if cache == "bf16":
+        found["cuDNN"] = partial(_sdpa, SDPBackend.CUDNN_ATTENTION)
+        found["FlashAttention"] = partial(_sdpa, SDPBackend.FLASH_ATTENTION)
+    return found
+
+
+def parse(row: str) -> tuple[str, str, list[Any], float]:
+    """(kind, cache, the sizes that `prompts` or `mla` takes, floating-point operations)."""
+    kind, cache, sequences, heads, *block = row.split(":")
+    num_seqs, tokens = map(int, sequences.split("x"))
+    if kind == "mla":
+        num_heads = int(heads)
+        operations = 2.0 * num_seqs * tokens * num_heads * (2 * _LATENT + _ROPE)
+        return kind, cache, [num_seqs, tokens, num_heads, int(block[0]) if block else 64], operations
+    num_heads, num_kv_heads, head_size = map(int, heads.replace("/", "x").split("x"))
+    operations = 2.0 * num_seqs * tokens * tokens * num_heads * head_size
+    sizes = [num_seqs, tokens, (num_heads, num_kv_heads, head_size), int(block[0]) if block else 16]
+    return kind, cache, sizes, operations
+
+
+def measure(row: str) -> dict[str, float]:
+    """{contender: median of its times, in microseconds}. A contender that fails is left out, and said so."""
+    kind, cache, sizes, _ = parse(row)
+    sets = [(prompts if kind == "prompts" else mla)(cache, *sizes) for _ in range(_SETS)]
+    times: dict[str, list[float]] = {}
+    for turn in range(_TURNS):
+        order = list(contenders(kind, cache).items())
+        for name, build in order if turn % 2 == 0 else order[::-1]:
+            try:
+                times.setdefault(name, []).append(gpu_us([build(one) for one in sets], QUICK).median)
+            except Exception as error:
+                times.pop(name)
+                print(f"{row}: {name}: {reason(error)}", file=sys.stderr, flush=True)
+    return {name: statistics.median(found) for name, found in times.items() if found}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    for row in arguments or ROWS:
+        operations = parse(row)[3]
+        found = (f"{name} {us:.1f} us, {operations / us * 1e-6:.0f} TFLOP/s" for name, us in measure(row).items())
+        print(f"{row}: {'; '.join(found)}", flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main(sys.argv[1:])

@@ -1,0 +1,71 @@
+"""The rows of `benchmarks.products` whose weights are packed codes of 4 bits in groups of 128 rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import pyops
+
+from .timing import Call
+
+KINDS = "w4", "awq", "gptq"  # by marlin_gemm, awq_gemm and gptq_gemm
+ROWS = (
+    *(f"w4:{m}x28672x4096" for m in (1, 16, 64, 256, 1024, 4096)),
+    *("w4:1x4096x4096", "w4:16x4096x4096"),
+    *(f"awq:{m}x28672x4096" for m in (1, 16, 256)),
+    *(f"gptq:{m}x28672x4096" for m in (1, 64, 256)),
+)
+_GROUP_SIZE = 128
+_KIND = pyops.SCALAR_TYPES["uint4b8"].id
+_Build = Callable[..., Call]
+
+
+def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
+    """(out, a [m, k], codes, scales [groups, n], zero points)."""
+    dtype, groups = torch.bfloat16 if kind == "w4" else torch.float16, k // _GROUP_SIZE
+    shape = {"w4": (k // 16, 2 * n), "awq": (k, n // 8), "gptq": (k // 8, n)}[kind]
+    codes, zeros = (
+        torch.randint(-(2**31), 2**31 - 1, s, dtype=torch.int32, device="cuda") for s in (shape, (groups, n // 8))
+    )
+    a, scales = torch.randn(m, k, device="cuda").to(dtype), (torch.rand(groups, n, device="cuda") * 0.01).to(dtype)
+    return torch.empty(m, n, dtype=dtype, device="cuda"), a, codes, scales, zeros
+
+
+def contenders(kind: str, theirs: Any) -> dict[str, _Build]:
+    """{name: a function that makes a call of operands}; `theirs` are the ops of vLLM."""
+    found: dict[str, _Build] = {}
+    if kind == "w4":
+        found["pyops"] = lambda out, a, codes, scales, _: partial(_marlin(pyops.marlin_gemm, a, codes, scales), c=out)
+        if hasattr(theirs, "marlin_gemm"):
+            found["vLLM"] = lambda out, a, codes, scales, _: _marlin(theirs.marlin_gemm, a, codes, scales, None)
+        if hasattr(theirs, "machete_mm"):
+            found["Machete"] = lambda out, a, codes, scales, _: _machete(theirs, a, codes, scales)
+        return found
+    name = f"{kind}_gemm"
+    found["pyops"] = lambda out, *given: partial(getattr(pyops, name), *_raw(kind, *given), out=out)
+    if hasattr(theirs, name):
+        found["vLLM"] = lambda out, *given: partial(getattr(theirs, name), *_raw(kind, *given))
+    return found
+
+
+def _marlin(op: Any, a: Any, codes: Any, scales: Any, *c: Any) -> Any:
+    """A call of `marlin_gemm`; vLLM's takes c first."""
+    workspace, absent = torch.zeros(2048, dtype=torch.int32, device="cuda"), (None,) * 5
+    sizes = a.shape[0], scales.shape[1], a.shape[1]
+    return partial(op, a, *c, codes, None, scales, *absent, workspace, _KIND, *sizes, True, False, True, False)
+
+
+def _machete(theirs: Any, a: Any, codes: Any, scales: Any) -> Call:
+    weight = theirs.machete_prepack_B(codes.view(scales.shape[1], -1).t(), a.dtype, _KIND, a.dtype)
+    return partial(theirs.machete_mm, a, weight, _KIND, a.dtype, scales, None, _GROUP_SIZE, None, None, None)
+
+
+def _raw(kind: str, a: Any, codes: Any, scales: Any, zeros: Any) -> tuple[Any, ...]:
+    """The arguments of `awq_gemm` or `gptq_gemm`."""
+    if kind == "awq":
+        return a, codes, scales, zeros, 8
+    return a, codes, zeros, scales, torch.empty(0, dtype=torch.int32, device="cuda"), True, True, 4

@@ -1,0 +1,28 @@
+// silu_and_mul_with_clamp: SwiGLU of clamped halves.
+//
+//     out[r, i] = T(T(silu(g)) * u)    T: dtype of out and input
+//     g = min(input[r, i], T(limit)), u = max(min(input[r, hidden_size + i], T(limit)), -T(limit)); NaN stays NaN
+//
+// One vector of each half per thread (chunk.cuh).
+
+#include "chunk.cuh"
+#include "math.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+
+// min(x, bound); NaN stays NaN.
+DEVICE float at_most(float x, float bound) { return x > bound ? bound : x; }
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+silu_and_mul_with_clamp(scalar_t* result,       // [num_rows, hidden_size]
+                        const scalar_t* input,  // [num_rows, 2 * hidden_size]
+                        int64_t num_rows, int64_t hidden_size, int64_t out_stride, int64_t input_stride, float limit) {
+    await_previous_kernel();
+    const Chunk<NUM_THREADS, ROW_THREADS, VEC_SIZE, PLANES> at(num_rows, hidden_size);
+    if (!at.inside) return;
+    const auto [g, u] = Gated<scalar_t, VEC_SIZE>::load(input, at, hidden_size, input_stride);
+    const float bound = round_to<scalar_t>(limit);
+    const vec_t gate = map(g, [=](float x) { return at_most(x, bound); });
+    const vec_t up = map(u, [=](float x) { return -at_most(-at_most(x, bound), bound); });
+    (silu(gate) * up).store(result + at.row * out_stride + at.column);
+}

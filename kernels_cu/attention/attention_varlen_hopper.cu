@@ -1,0 +1,298 @@
+// attention_varlen_hopper: what attention_varlen.cu computes, on Hopper's tensor cores: prompts.
+//
+//     l_ij = softcap(scale * q_i . k_j) + slope * (j - limit_i)       limit_i - window < j <= limit_i
+//     out_i = sum_j exp(l_ij - m_i) v_j / (sum_j exp(l_ij - m_i) + 1e-6),   m_i = max_j l_ij
+//
+// with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-3 (Shah et al. 2024,
+// arXiv:2407.08608).
+//
+// Work: items of query tokens and a key-value head (prefill_work.cuh). There are as many blocks as multiprocessors,
+// and each has items one after another, from a counter. Items are taken from the last to the first: under CAUSAL the
+// later ones of a sequence take longer, and should not be the tail.
+//
+// Warpgroups: one warp of the last produces: it finds work, and loads queries, keys and values (prefill_tiles.cuh). The
+// others consume, 64 rows each: each goes through the keys in tiles of TOKENS, from the last tile, where the causal
+// limits are, to the first. It starts S = Q K^T of a tile and O += P V of the tile before together, and computes the
+// probabilities P of the new tile while the product with V goes on. Consumers take turns at starting products, so that
+// the softmax of one runs beside the products of the others. The first S of the next item runs while results are stored.
+//
+// Constants
+//     scalar_t       T: element type of queries and out: half_t or bf16_t
+//     cache_t        element type of the caches: T or fp8_e4m3_t
+//     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
+//     HEAD_SIZE      a multiple of 16, at most 256
+//     BOX_TOKENS     a multiple of 8 that divides BLOCK_SIZE and TOKENS
+//     WHOLE_HEADS    a box has all panels of its tokens, else one panel; codes: false, and a box has whole heads of codes
+//     GROUP          query heads of one key-value head, at most ITEM_ROWS
+//     TOKENS         keys of a tile; a multiple of 16
+//     STAGES         tiles of keys, and of values, in shared memory
+//     QUERY_STAGES   work items whose queries are in shared memory
+//     CONSUMERS      warpgroups with rows: 2 or 3
+//     CAUSAL         a query token sees the keys up to its own position, else all keys
+
+#include "attention.cuh"
+#include "prefill_tiles.cuh"
+#include "wgmma.cuh"
+
+constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
+// A thread's registers: what the producer gives up, the consumers take.
+constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
+constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
+static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
+static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
+static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_heads, HEAD_SIZE]; boxes of
+                                                                      // ITEM_TOKENS x GROUP x a panel
+                        const __grid_constant__ TensorMap key_map,    // [num_blocks, BLOCK_SIZE, num_kv_heads,
+                                                                      // HEAD_SIZE]; 1 x BOX_TOKENS x 1 x a panel.
+                                                                      // WHOLE_HEADS: [num_blocks, BLOCK_SIZE / 8,
+                                                                      // num_kv_heads * PANELS, 8, a panel]; 1 x
+                                                                      // BOX_TOKENS / 8 x PANELS x 8 x a panel
+                        const __grid_constant__ TensorMap value_map,  // likewise
+                        scalar_t* out,                                // [num_tokens, num_heads, HEAD_SIZE]
+                        float* lse,                                   // [num_heads, num_tokens]
+                        const table_t* block_tables,                  // [num_seqs, max_tokens / BLOCK_SIZE]
+                        const length_t* seq_lens,                     // [num_seqs]
+                        const starts_t* cu_seqlens_q,                 // [num_seqs + 1]
+                        const float* alibi_slopes,                    // [num_heads]
+                        const float* sinks,                           // [num_heads]
+                        const float* k_scale, const float* v_scale,   // [1]
+                        uint32_t* items_taken,                        // [1], zero before and after
+                        int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t num_kv_heads,
+                        int64_t num_items, int64_t max_tokens, int64_t sliding_window, int64_t out_stride,
+                        int64_t table_stride, int64_t table_step, int64_t length_step, int64_t starts_step, float scale,
+                        float logits_soft_cap) {
+    await_previous_kernel();
+    extern __shared__ __align__(1024) uint8_t shared[];
+    __shared__ Work works[QUERY_STAGES];
+    __shared__ Codes kinds[CODE_STAGES];
+    __shared__ uint32_t holes[STAGES];
+    Tiles tiles(shared, works, holes, kinds);
+    tiles.init<NUM_THREADS>();
+    __syncthreads();
+    const Window window(sliding_window);
+    const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
+
+    if (warpgroup == CONSUMERS) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        if (warp == 0) {
+            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step, length_step,
+                                      num_seqs,     num_tokens, max_tokens,  num_kv_heads};
+            Producer producer{tiles,        sequences,    window,     &query_map, &key_map, &value_map,
+                              block_tables, table_stride, table_step, num_blocks, lane,     lane % BOXES};
+            producer.run(items_taken, num_items);
+        } else if constexpr (IS_FP8) {
+            widen_tiles(tiles);
+        }
+        return;
+    }
+
+    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    const int g = lane / 4, t = lane % 4;
+    const int first_row = warpgroup * 64, own_row = first_row + warp * 16 + g;  // own_row and own_row + 8
+    const float unit = logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap);
+    const auto release = [&](const auto& ring) {
+        sync_warp();
+        ring.release(ring.stage);
+    };
+    // Turns: products are started by one consumer after another.
+    const auto await_turn = [&] { named_barrier_sync(TURNS + warpgroup, 256); };
+    const auto end_turn = [&] { named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256); };
+    if (warpgroup == CONSUMERS - 1) end_turn();
+
+    float s[TOKENS / 2], o[HEAD_SIZE / 2];
+    uint32_t p[TOKENS / 16][4];
+    const auto start_logits = [&] {  // S = Q K^T
+        const uint64_t a = make_smem_desc(tiles.queries + tiles.query.stage * QUERY_BYTES + first_row * ROW_BYTES);
+        const uint64_t b = make_smem_desc(tiles.keys + tiles.key.stage * TILE_BYTES, TOKEN_STRIDE);
+        tiles.key.wait();
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            wgmma<scalar_t, TOKENS>(s, advance_smem_desc(a, i / 4 * QUERY_PANEL + i % 4 * 32),
+                                    advance_smem_desc(b, i / 4 * PANEL_STRIDE + i % 4 * 32), i > 0);
+        }
+        warpgroup_commit_batch();
+    };
+    const auto start_output = [&](bool accumulate) {  // O += P V
+        const uint64_t b = make_smem_desc(tiles.values + tiles.value.stage * TILE_BYTES, TOKEN_STRIDE, PANEL_STRIDE);
+        tiles.value.wait();
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < TOKENS / 16; ++i) {
+            wgmma<scalar_t, HEAD_SIZE, true>(o, p[i], advance_smem_desc(b, i * 2 * TOKEN_STRIDE), accumulate || i > 0);
+        }
+        warpgroup_commit_batch();
+    };
+
+    tiles.query.wait();
+    start_logits();
+    while (works[tiles.query.stage].tokens > 0) {
+        const Work work = works[tiles.query.stage];
+        const int limits[2] = {work.limit_of(own_row), work.limit_of(own_row + 8)};
+        int firsts[2];
+        float slopes[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int head = work.kv_head * GROUP + (own_row + half * 8) % GROUP;
+            firsts[half] = window.first_seen(limits[half]);
+            slopes[half] = HAS_ALIBI ? alibi_slopes[head] * LOG2_E : 0.0f;
+        }
+        // Keys that all rows of the warpgroup see.
+        const int whole_end = work.limit_of(first_row), whole_begin = window.first_seen(work.limit_of(first_row + 63));
+        float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {0.0f, 0.0f}, shrink[2];
+        // Products of a tile become probabilities, relative to the largest logit so far. What was computed relative to
+        // another one is to be multiplied by `shrink`.
+        const auto softmax = [&](int tile, uint32_t missing) {
+            const int start = tile * TOKENS;
+            const bool whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
+            // In the plain case products take the place of logits, up to the factor `unit`.
+            const bool plain = !HAS_SOFTCAP && !HAS_ALIBI && whole && unit > 0.0f;
+            if (!plain) {
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; ++i) {
+                    const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;  // 2t columns before its own
+                    s[i] = logit_of<HAS_SOFTCAP>(s[i], unit, logits_soft_cap);
+                    if (HAS_ALIBI) {
+                        const float distance = float(start + 2 * t - limits[half]);
+                        s[i] = fmaf(slopes[half], distance + float(column), s[i]);
+                    }
+                }
+            }
+            if (!whole) {
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; ++i) {
+                    const int column = i / 4 * 8 + i % 2, half = i / 2 % 2, before = start + 2 * t;
+                    const bool seen = (column <= limits[half] - before) & (column >= firsts[half] - before) &
+                                      !(missing >> column / BOX_TOKENS & 1);
+                    if (!seen) s[i] = minus_infinity();
+                }
+            }
+            const float factor = plain ? unit : 1.0f;
+            float base[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float larger = fmaxf(s[2 * half], s[2 * half + 1]);
+#pragma unroll
+                for (int i = 4; i < TOKENS / 2; i += 4) {
+                    larger = fmaxf(larger, fmaxf(s[i + 2 * half], s[i + 2 * half + 1]));
+                }
+                larger = fmaxf(larger, shfl_xor(larger, 1));
+                larger = fmaxf(larger, shfl_xor(larger, 2));
+                larger = fmaxf(max_logit[half], larger * factor);
+                base[half] = probability_base<scalar_t>(larger);
+                shrink[half] = relative_exp2(max_logit[half], larger);
+                max_logit[half] = larger;
+            }
+            // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
+            // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
+            float exact_factor = factor;
+            if (any_lane(fmaxf(fabsf(base[0]), fabsf(base[1])) > 0x1p24f)) {
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; ++i) s[i] *= factor;
+                exact_factor = 1.0f;
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int i = 0; i < TOKENS / 4; ++i) {
+                    float& x = s[i / 2 * 4 + 2 * half + i % 2];
+                    x = estimate_exp2(fmaf(x, exact_factor, -base[half]));
+                    sum += x;
+                }
+                exp_sum[half] = fmaf(exp_sum[half], shrink[half], sum);
+            }
+        };
+        const auto round_probabilities = [&] {
+#pragma unroll
+            for (int i = 0; i < TOKENS / 4; ++i) p[i / 4][i % 4] = pack_pair<scalar_t>(s[2 * i], s[2 * i + 1]);
+        };
+
+        uint32_t missing = holes[tiles.key.stage];
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(s);
+        release(tiles.key);
+        tiles.key.advance();
+        softmax(work.last_tile, missing);
+        round_probabilities();
+        bool accumulate = false;
+        for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
+            await_turn();
+            start_logits();
+            missing = holes[tiles.key.stage];
+            start_output(accumulate);
+            accumulate = true;
+            end_turn();
+            warpgroup_wait<1>();
+            warpgroup_fence_operand(s);
+            release(tiles.key);
+            tiles.key.advance();
+            softmax(tile, missing);
+            warpgroup_fence_operand(s);
+            hold_next_wait(fminf(exp_sum[0], exp_sum[1]));
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(o);
+            release(tiles.value);
+            tiles.value.advance();
+            if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+                for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= shrink[i / 2 % 2];
+            }
+            round_probabilities();
+        }
+        release(tiles.query);
+        start_output(accumulate);
+        // The first logits of the next item are computed while this one's results are stored.
+        tiles.query.advance();
+        tiles.query.wait();
+        start_logits();
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(o);
+        release(tiles.value);
+        tiles.value.advance();
+
+        // Four threads have four neighbouring pairs of each 8 elements of a row. They exchange pairs, so that each
+        // stores 16 bytes.
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float row_max = max_logit[half], row_sum = exp_sum[half];
+            row_sum += shfl_xor(row_sum, 1);
+            row_sum += shfl_xor(row_sum, 2);
+            row_sum *= FULL_SCALE<scalar_t>;
+            const int row = own_row + half * 8;
+            const bool exists = row < USED_ROWS && row / GROUP < work.tokens;
+            const int64_t token = int64_t(work.token) + row / GROUP, head = work.kv_head * GROUP + row % GROUP;
+            float sink_shrink = 1.0f;
+            if (HAS_SINKS) {
+                const float sink = sinks[head] * LOG2_E, larger = fmaxf(row_max, sink);
+                sink_shrink = relative_exp2(row_max, larger);
+                row_sum = row_sum * sink_shrink + relative_exp2(sink, larger);
+                row_max = larger;
+            }
+            if (HAS_LSE && exists && t == 0) {
+                lse[head * num_tokens + token] = row_sum == 0.0f ? minus_infinity() : row_max * LN_2 + logf(row_sum);
+            }
+            const float share = sink_shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f));
+            scalar_t* const to = out + token * out_stride + head * HEAD_SIZE;
+#pragma unroll
+            for (int i = 0; i < HEAD_SIZE / 8; i += 4) {
+                uint32_t pairs[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int at = (i + j) * 4 + 2 * half;
+                    pairs[j] = at < HEAD_SIZE / 2 ? pack_pair<scalar_t>(o[at] * share, o[at + 1] * share) : 0;
+                }
+                transpose_4x4(pairs);
+                if (exists && i + t < HEAD_SIZE / 8) {
+                    *reinterpret_cast<uint4*>(to + (i + t) * 8) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+                }
+            }
+        }
+    }
+    warpgroup_wait<0>();
+}

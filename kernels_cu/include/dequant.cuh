@@ -1,0 +1,92 @@
+// dequant.cuh: the codes of quantised weights, packed in 32-bit words, become pairs of 16-bit numbers, exactly.
+//
+// A word holds 32 / BITS codes, from its lowest bits on. Pair i of a word is codes i and i + 16 / BITS: what one shift
+// and one mask leave in the low bits of both halves. Formats interleave their codes so that the numbers of a pair are
+// neighbours along K, as a fragment of a product has them (mma.cuh, wgmma.cuh).
+//
+//     integers, EXPONENT 0, of 2, 4 or 8 bits              pair = code - zero point
+//     e4m3, EXPONENT 4; e2m1, EXPONENT 2                   pair * FACTOR = number; e4m3's NaN counts as 480
+//
+// `raw` leaves the difference, and the factor, to who sums products: the number is the sum of TERMS such pairs, times
+// RAW_FACTOR, less RAW_OFFSET (and the zero point). Of float16, integers are then the bits of subnormal numbers.
+//
+// Nothing is rounded. An integer is or-ed to the bits of a number whose last place is worth 1 (RAISED_PAIR), and so is
+// the zero point: the difference of the two is exact. The bits of a float are moved to where T has its own, exponent
+// and mantissa together. The number, a subnormal one too, is then smaller by FACTOR, a power of two that belongs into
+// the scale.
+#pragma once
+#include "packed.cuh"
+
+// The pair with the bits of a word.
+template <typename T>
+DEVICE Vec<T, 2> word_pair(uint32_t word) {
+    Vec<T, 2> pair;
+    pair.template word<2>(0) = word;
+    return pair;
+}
+
+template <typename T, int BITS, int EXPONENT>
+struct Codes {
+    using pair_t = Vec<T, 2>;
+    static constexpr int PAIRS = 16 / BITS;  // of a word
+    static constexpr bool IS_FLOAT = EXPONENT > 0, IS_HALF = is_same<T, half_t>;
+    static_assert(IS_HALF || is_same<T, bf16_t>);
+    static_assert(IS_FLOAT ? BITS == 2 * EXPONENT : BITS == 2 || BITS == 4 || BITS == 8);
+    // 2 to the power of the difference of the exponents' biases.
+    static constexpr float FACTOR = !IS_FLOAT   ? 1.0f
+                                    : BITS == 8 ? (IS_HALF ? 0x1p8f : 0x1p120f)
+                                                : (IS_HALF ? 0x1p14f : 0x1p126f);
+    // Below 128, the only place of bfloat16 worth 1, is no room for a byte: its nibbles are converted apart.
+    static constexpr bool BY_NIBBLES = !IS_FLOAT && BITS == 8 && !IS_HALF;
+
+    // A zero point twice, raised as codes are. BY_NIBBLES: of the lower and of the higher nibbles.
+    struct Zero { uint32_t low, high; };
+    // Zero points are at most 16, and of 8 bits at most 256.
+    static DEVICE Zero zero(uint32_t point) {
+        if constexpr (BY_NIBBLES) return {raised((point & 15) * 0x10001), raised((point >> 4) * 0x10001)};
+        else return {raised(point * 0x10001), 0};
+    }
+
+    // Of an integer's bits, in both halves of a word. A grid has a single plane: blockIdx.z is 0, and the compiler, which
+    // would load a constant anew for nearly every use, does not know it.
+    uint32_t mask = ((1 << (BY_NIBBLES ? 4 : BITS)) - 1) * 0x10001 ^ blockIdx.z;
+
+    DEVICE pair_t pair(uint32_t word, int i, const Zero& zero) const {
+        constexpr uint32_t MASK = ((1 << BITS) - 1) * 0x10001, SIGN = (1 << (BITS - 1)) * 0x10001;
+        const uint32_t codes = word >> BITS * i;
+        if constexpr (IS_FLOAT) {
+            constexpr int SHIFT = (IS_HALF ? 10 : 7) - (BITS - 1 - EXPONENT);  // the mantissas' difference in bits
+            return word_pair<T>((codes & SIGN) << (16 - BITS) | (codes & (MASK - SIGN)) << SHIFT);
+        } else if constexpr (BY_NIBBLES) {
+            const pair_t low = word_pair<T>(raised(codes & mask)) - word_pair<T>(zero.low);
+            const pair_t high = word_pair<T>(raised(codes >> 4 & mask)) - word_pair<T>(zero.high);
+            const pair_t sixteen = word_pair<T>(0x41804180);
+            pair_t result;
+            multiply_add_pair<T>(result.data, high.data, sixteen.data, low.data);
+            return result;
+        } else {
+            return word_pair<T>(raised(codes & mask)) - word_pair<T>(zero.low);
+        }
+    }
+
+    static constexpr int TERMS = BY_NIBBLES ? 2 : 1;
+    static constexpr float RAW_OFFSET = IS_FLOAT || IS_HALF ? 0.0f : BY_NIBBLES ? 2048.0f + 128.0f : 128.0f;
+    // Floats of bfloat16 are multiplied here: their products with other numbers might be too small.
+    static constexpr float RAW_FACTOR = !IS_HALF ? 1.0f : IS_FLOAT ? FACTOR : 0x1p24f;
+    DEVICE uint32_t raw(uint32_t word, int i, int term) const {
+        if constexpr (IS_FLOAT) {
+            pair_t number = pair(word, i, {});
+            if constexpr (!IS_HALF) number = number * pair_t::full(FACTOR);
+            return number.template word<2>(0);
+        } else if constexpr (BY_NIBBLES) {
+            // The last place of 2048 is worth 16.
+            return (word >> (8 * i + 4 * term) & mask) | (term ? 0x45004500 : RAISED_PAIR<T>);
+        } else {
+            const uint32_t codes = word >> BITS * i & mask;
+            return IS_HALF ? codes : raised(codes);
+        }
+    }
+
+private:
+    static DEVICE uint32_t raised(uint32_t codes) { return codes | RAISED_PAIR<T>; }
+};

@@ -1,0 +1,34 @@
+// ggml_rows.cuh: which rows of X and out a block takes, and of which expert its weight is.
+//
+// Rows of out are choices: choice c is the product of row c / top_k of X and the weight of an expert.
+//
+//     CHOICES 0    no experts: rows in order, one weight
+//     CHOICES 1    ids[c] is the expert of choice c; a block has one choice
+//     CHOICES 2    ids are choices in the order of their experts, TOKENS of them to a block, whose expert expert_ids has;
+//                  `num_ids` of them count. A number that is no choice stands for nothing.
+#pragma once
+#include "platform.cuh"
+
+template <int CHOICES, int TOKENS, typename index_t>
+struct TokenRows {
+    static_assert(CHOICES != 1 || TOKENS == 1);
+    const index_t* ids;
+    const index_t* expert_ids;
+    int64_t tile, num_choices, top_k;
+
+    // The block's expert; -1 for none.
+    DEVICE int64_t expert(int64_t num_experts) const {
+        if constexpr (CHOICES == 0) return 0;
+        const int64_t number = CHOICES == 1 ? ids[tile] : expert_ids[tile];
+        return number >= 0 && number < num_experts ? number : -1;
+    }
+    // Row `i` of the block in out, or -1.
+    DEVICE int64_t choice(int i) const {
+        const int64_t at = tile * TOKENS + i;
+        if constexpr (TOKENS == 1 && CHOICES != 2) return at;  // a block for each
+        const int64_t found = CHOICES == 2 ? int64_t(ids[at]) : at;
+        return found >= 0 && found < num_choices ? found : -1;
+    }
+    // The row of X that this choice multiplies.
+    DEVICE int64_t row_of(int64_t choice) const { return CHOICES == 0 ? choice : choice / top_k; }
+};

@@ -1,0 +1,88 @@
+// ggml_tile.cuh: rows of a matrix in one of GGUF's types, a part at a time in shared memory as they are.
+#pragma once
+#include "async.cuh"
+#include "ggml.cuh"
+
+constexpr int UNIT = 256;  // elements of a row that are copied together: one format block, or eight
+
+// Copies pieces 0 to `count` - 1 of a row, ACCESS bytes each, of which there are at most PIECES. The caller is thread
+// `thread` of THREADS threads that share the row.
+template <int ACCESS, int PIECES, int THREADS>
+DEVICE void copy_row(uint8_t* to, const uint8_t* from, int count, int thread) {
+    to += thread * ACCESS;
+    from += thread * ACCESS;
+    count -= thread;
+#pragma unroll(ACCESS >= 4 ? ceil_div(PIECES, THREADS) : 1)
+    for (int i = 0; i < PIECES; i += THREADS) {
+        if constexpr (ACCESS >= 4) {
+            cp_async_if<ACCESS>(i < count, to + i * ACCESS, from + i * ACCESS);
+        } else if (i < count) {
+            using word_t = typename word_of<ACCESS>::type;
+            *reinterpret_cast<word_t*>(to + i * ACCESS) = *reinterpret_cast<const word_t*>(from + i * ACCESS);
+        }
+    }
+}
+
+// UNITS units of each of ROWS rows, which ACCESS bytes at a time come from memory. Rows begin at multiples of ACCESS
+// bytes. A part of a row need not: then the pieces that its ends lie in are copied whole.
+template <typename FORMAT_T, int ROWS, int UNITS, int ACCESS>
+struct RowTile {
+    static constexpr int UNIT_BYTES = UNIT / FORMAT_T::LENGTH * FORMAT_T::BYTES;
+    static constexpr int PART = UNITS * UNIT_BYTES;  // bytes of a row
+    static constexpr int PIECES = ceil_div(PART, ACCESS) + (PART % ACCESS != 0);
+    // An odd number of 16 bytes: what eight neighbouring rows have at one place lies on different banks.
+    static constexpr int PITCH = (PIECES * ACCESS + 15) / 32 * 32 + 16;
+    static constexpr int SIZE = ROWS * PITCH;
+
+    uint8_t* data;
+    int skew;  // bytes of the first piece in front of the part
+
+    // The tile at `data` whose parts begin at unit `unit` of the rows.
+    static DEVICE RowTile at(uint8_t* data, int64_t unit) { return {data, int(unit * UNIT_BYTES % ACCESS)}; }
+
+    // Copies the parts of rows `first_row` on, as far as rows reach. Beyond the last row come copies of the last row. All
+    // threads of the block call.
+    template <int NUM_THREADS>
+    DEVICE void copy(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t unit) const {
+        constexpr int THREADS = NUM_THREADS / ROWS;  // of a row
+        static_assert(NUM_THREADS % ROWS == 0);
+        const int row = threadIdx.x / THREADS;
+        const int64_t begin = unit * UNIT_BYTES - skew;
+        const int count = int(min(int64_t(PIECES), (row_bytes - begin) / ACCESS));
+        const uint8_t* const from = W + min(first_row + row, num_rows - 1) * row_bytes + begin;
+        copy_row<ACCESS, PIECES, THREADS>(data + row * PITCH, from, count, threadIdx.x % THREADS);
+    }
+
+    // The format block that holds element `element` of unit `unit` of a row.
+    DEVICE const uint8_t* block(int row, int unit, int element) const {
+        return data + row * PITCH + skew + unit * UNIT_BYTES + element / FORMAT_T::LENGTH * FORMAT_T::BYTES;
+    }
+};
+
+// Brings to L2 what ROWS rows have from byte `begin` on, at most BYTES each. All threads of the block call.
+template <int NUM_THREADS, int ROWS, int BYTES>
+DEVICE void prefetch_rows(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t begin) {
+    constexpr int THREADS = NUM_THREADS / ROWS, LINE = 128;
+    const int64_t row = first_row + threadIdx.x / THREADS;
+    if (row >= num_rows) return;
+    const int bytes = int(min(int64_t(BYTES), row_bytes - begin)), first = threadIdx.x % THREADS * LINE;
+    W += row * row_bytes + begin + first;
+#pragma unroll
+    for (int at = 0; at < BYTES; at += THREADS * LINE) {
+        if (at + first < bytes) prefetch_line(W + at);
+    }
+}
+
+constexpr int bytes_of_grid(int entries) { return entries * int(sizeof(uint16_t)); }
+
+// Copies the grid of a type to shared memory, for all threads of the block.
+template <typename FORMAT_T, int NUM_THREADS>
+DEVICE void copy_grid(uint8_t* shared) {
+    if constexpr (FORMAT_T::GRID_SIZE > 0) {
+        constexpr int BYTES = bytes_of_grid(FORMAT_T::GRID_SIZE);
+        static_assert(BYTES % 16 == 0);
+        for (int byte = threadIdx.x * 16; byte < BYTES; byte += NUM_THREADS * 16) {
+            cp_async<16>(shared + byte, reinterpret_cast<const uint8_t*>(FORMAT_T::table()) + byte);
+        }
+    }
+}

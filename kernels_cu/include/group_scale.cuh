@@ -1,0 +1,22 @@
+// group_scale.cuh: scales of groups as floats, by what their entries are.
+
+#pragma once
+#include "number.cuh"
+
+template <typename T> DEVICE float scale_float(const T* scales, int64_t i) { return to_float(scales[i]); }
+// The upper bits of a float16 without its sign.
+template <typename T> DEVICE float scale_e5m3(const T* scales, int64_t i) {
+    const uint16_t bits = uint16_t(uint32_t(reinterpret_cast<const uint8_t*>(scales)[i]) << 7);
+    return to_float(reinterpret_cast<const half_t&>(bits));
+}
+// A power of two by its exponent; the last is NaN.
+template <typename T> DEVICE float scale_e8m0(const T* scales, int64_t i) {
+    const uint32_t exponent = reinterpret_cast<const uint8_t*>(scales)[i];
+    return __uint_as_float(exponent == 255 ? 0x7fffffff : exponent == 0 ? 0x00400000 : exponent << 23);
+}
+// An integer in the bits of a float.
+template <typename T> DEVICE float scale_int16(const T* scales, int64_t i) {
+    return float(reinterpret_cast<const int16_t*>(scales)[i]);
+}
+// The last of the eight products of a scale with -8 ... -1.
+template <typename T> DEVICE float scale_products(const T* scales, int64_t i) { return -to_float(scales[i * 8 + 7]); }

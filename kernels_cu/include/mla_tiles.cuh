@@ -1,0 +1,203 @@
+// mla_tiles.cuh: the tiles of mla_decode_hopper, whose constants it reads, and the warps that fill them.
+//
+// A tile is TOKENS entries in nine panels of 64 elements, whose rows of 128 bytes are swizzled: four panels of the left
+// half of the latent vectors, four of the right, and the rotated keys. Tiles come in pairs; the even one of a pair lies
+// in stage 0, the odd one in stage 1. A half is filled anew when the warpgroup that reads the half last has given it
+// back: the left halves by warpgroup 0, the right ones by warpgroup 1. Rotated keys are filled with the half of the
+// warpgroup that reads probabilities in their place.
+//
+// BoxLoader: a warp loads boxes of BOX_TOKENS entries of a panel by TMA. CodeLoader: a warpgroup loads the codes of an
+// fp8 cache to registers, and stores them as product_t; while a warp converts what it has, what it needs next is in
+// flight.
+#pragma once
+#include "cluster.cuh"
+#include "mma.cuh"
+#include "paged.cuh"
+#include "tma.cuh"
+
+constexpr bool IS_FP8 = !is_same<cache_t, product_t>;
+constexpr int TOKENS = 64, LATENT_SIZE = 512, PANEL_SIZE = 64, ROW_BYTES = 128;
+constexpr int PANELS = 9, ROPE_PANEL = 8, HALF_PANELS = 4, STAGES = 2, LEFT = 0, RIGHT = 1;
+constexpr int PANEL_BYTES = TOKENS * ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTES;
+constexpr int LOADERS_BARRIER = 7;  // a named barrier
+// Pairs of tiles whose places a CodeLoader keeps: warps load for a pair and the next, one may be a pair behind.
+constexpr int KEPT_PAIRS = 3, PLACES = IS_FP8 ? KEPT_PAIRS * 2 * TOKENS : 1;
+static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && CLUSTER == 1));
+
+// The tiles of a block, and who waits for what of them.
+struct EntryTiles {
+    uint8_t* memory;
+    uint64_t* full;    // [STAGES][PANELS], mbarriers
+    uint64_t* empty;   // [STAGES][2], of halves
+    uint64_t* exists;  // [STAGES], a bit for each token of a tile that has an entry
+
+    DEVICE uint8_t* panel(int stage, int panel) const { return memory + stage * TILE_BYTES + panel * PANEL_BYTES; }
+    // By one thread; a barrier of the cluster follows.
+    DEVICE void init() const {
+        for (int i = 0; i < STAGES * PANELS; ++i) mbarrier_init(full + i, IS_FP8 ? 4 : 1);
+        // The warps of one warpgroup of each block give a half back.
+        for (int i = 0; i < STAGES * 2; ++i) mbarrier_init(empty + i, 4 * CLUSTER);
+        fence_mbarrier_init();
+    }
+    DEVICE void await_empty(int stage, int half, int pair) const {
+        mbarrier_wait<(CLUSTER > 1)>(empty + stage * 2 + half, (pair & 1) ^ 1);
+    }
+};
+
+// The entries of a split of a sequence: tokens from `begin` on and before `end`.
+struct Split {
+    const table_t* pages;  // the sequence's row of the page table
+    int64_t table_step, num_pages;
+    int begin, end;
+
+    DEVICE int pairs() const { return ceil_div(end - begin, 2 * TOKENS); }
+};
+
+// Loads entries by TMA. Every lane of one warp calls.
+DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_map, int rank) {
+    constexpr int BOXES = TOKENS / BOX_TOKENS, OWN_BOXES = BOXES / CLUSTER;  // of a panel, and those of this block
+    const int lane = threadIdx.x % WARP_SIZE;
+    // Lane i has the page of box i of a pair, -1 where there is none: what is loaded from there are zeros.
+    const auto page_at = [&](int pair) {
+        const int token = split.begin + pair * 2 * TOKENS + lane % (2 * BOXES) * BOX_TOKENS;
+        if (token >= split.end) return -1;
+        const int64_t page = split.pages[token / PAGE_SIZE * split.table_step];
+        return page >= 0 && page < split.num_pages ? int(page) : -1;
+    };
+    int next_page = page_at(0);
+    for (int pair = 0; pair < split.pairs(); ++pair) {
+        const int page = next_page;
+        next_page = page_at(pair + 1);
+        const uint32_t found = ballot(page >= 0);
+        const auto load = [&](int stage, int half) {
+            const int start = split.begin + (pair * 2 + stage) * TOKENS, box = rank * OWN_BOXES + lane % OWN_BOXES;
+            const int box_page = shfl<WARP_SIZE>(page, stage * BOXES + box);
+            if (lane >= OWN_BOXES) return;
+            tiles.await_empty(stage, half, pair);
+            if (lane == 0 && half == stage) {  // read by the warpgroup that gives this half back
+                uint64_t bits = 0;
+                for (int b = 0; b < BOXES; ++b) {
+                    if (found >> (stage * BOXES + b) & 1) bits |= ~uint64_t(0) >> (64 - BOX_TOKENS) << b * BOX_TOKENS;
+                }
+                const int left = split.end - start;
+                tiles.exists[stage] = left >= TOKENS ? bits : left > 0 ? bits & ~(~uint64_t(0) << left) : 0;
+            }
+            const int slot = (start + box * BOX_TOKENS) % PAGE_SIZE;
+            const auto load_panel = [&](int panel) {
+                uint64_t* const barrier = tiles.full + stage * PANELS + panel;
+                if (lane == 0) mbarrier_arrive_expect_tx(barrier, PANEL_BYTES);
+                uint8_t* const to = tiles.panel(stage, panel) + box * BOX_TOKENS * ROW_BYTES;
+                const int x = panel * PANEL_SIZE;
+                if constexpr (CLUSTER == 1) tma_load(to, cache_map, barrier, x, slot, box_page);
+                else tma_load_multicast(to, cache_map, barrier, (1 << CLUSTER) - 1, x, slot, box_page);
+            };
+            for (int panel = 0; panel < HALF_PANELS; ++panel) load_panel(half * HALF_PANELS + panel);
+            if (half != stage) load_panel(ROPE_PANEL);
+        };
+        // In the order in which they are given back.
+        load(0, LEFT);
+        load(1, RIGHT);
+        load(0, RIGHT);
+        load(1, LEFT);
+    }
+    sync_warp();
+}
+
+// Loads the entries of an fp8 cache. Every thread of one warpgroup calls run().
+struct CodeLoader {
+    static constexpr int HALVES = 4;   // of a pair, in the order in which they are given back: steps
+    static constexpr int CHUNK = 16;   // codes that a thread loads at once
+    static constexpr int CHUNKS = 10;  // of a thread, of a half and rotated keys
+    const EntryTiles& tiles;
+    const Split& split;
+    const cache_t* cache;
+    int64_t page_stride, slot_stride;
+    int64_t* places;  // [KEPT_PAIRS][2 * TOKENS], shared: where each token of a pair lies in the cache
+    uint4 codes[CHUNKS];
+
+    DEVICE void run() {
+        // Each thread finds the place of one token of a pair, a pair ahead.
+        const int thread = threadIdx.x % 128, warp = thread / 32;
+        const Pages<PAGE_SIZE> pages{split.num_pages, page_stride, slot_stride};
+        const auto place_at = [&](int pair) {
+            const int token = split.begin + pair * 2 * TOKENS + thread;
+            return token < split.end ? pages.at_position(token, split.pages, int64_t(1) << 32, split.table_step)
+                                     : NOWHERE;
+        };
+        int64_t place = place_at(0);
+        places[thread] = place;
+        named_barrier_sync<LOADERS_BARRIER>(128);
+#pragma unroll
+        for (int chunk = 0; chunk < chunks_of(0); ++chunk) load(0, 0, chunk);
+        for (int pair = 0; pair < split.pairs(); ++pair) {
+            const uint32_t found = ballot(place != NOWHERE);
+            place = place_at(pair + 1);
+            places[(pair + 1) % KEPT_PAIRS * (2 * TOKENS) + thread] = place;
+            named_barrier_sync<LOADERS_BARRIER>(128);
+            // Warps 2i and 2i + 1 have the tokens of stage i, of which the warpgroup reads that gives half i back.
+            const auto tell = [&](int stage) {
+                if (warp / 2 != stage || thread % 32 != 0) return;
+                reinterpret_cast<uint32_t*>(tiles.exists + stage)[warp % 2] = found;
+            };
+            const bool is_last = pair + 1 == split.pairs();
+            tiles.await_empty(0, LEFT, pair);
+            tell(0);
+            pass<0>(pair, is_last);
+            tiles.await_empty(1, RIGHT, pair);
+            tell(1);
+            pass<1>(pair, is_last);
+            tiles.await_empty(0, RIGHT, pair);
+            pass<2>(pair, is_last);
+            tiles.await_empty(1, LEFT, pair);
+            pass<3>(pair, is_last);
+        }
+    }
+
+private:
+    static constexpr DEVICE int stage_of(int step) { return step % 2; }
+    static constexpr DEVICE int half_of(int step) { return step == 1 || step == 2 ? RIGHT : LEFT; }
+    static constexpr DEVICE bool has_rope(int step) { return half_of(step) != stage_of(step); }
+    static constexpr DEVICE int chunks_of(int step) { return has_rope(step) ? CHUNKS : CHUNKS - 2; }
+    // A thread has two rows of a tile, and of each panel 16 codes of them.
+    static DEVICE int row_of(int chunk) {
+        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        return (chunk < 2 * HALF_PANELS ? chunk / HALF_PANELS : chunk % 2) * 32 + warp * 8 + lane / 4;
+    }
+    static DEVICE int panel_of(int step, int chunk) {
+        return chunk < 2 * HALF_PANELS ? half_of(step) * HALF_PANELS + chunk % HALF_PANELS : ROPE_PANEL;
+    }
+    DEVICE void load(int pair, int step, int chunk) {
+        const int64_t place = places[pair % KEPT_PAIRS * (2 * TOKENS) + stage_of(step) * TOKENS + row_of(chunk)];
+        codes[chunk] = make_uint4(0, 0, 0, 0);
+        if (place == NOWHERE) return;
+        const int element = panel_of(step, chunk) * PANEL_SIZE + threadIdx.x % 4 * CHUNK;
+        codes[chunk] = *reinterpret_cast<const uint4*>(cache + place + element);
+    }
+    DEVICE void store(int step, int chunk) const {
+        uint4 elements[2];
+        widen_fp8<product_t>(codes[chunk], elements);
+        uint8_t* const panel = tiles.panel(stage_of(step), panel_of(step, chunk));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int at = swizzle_128b(row_of(chunk), threadIdx.x % 4 * 32 + i * 16);
+            *reinterpret_cast<uint4*>(panel + at) = elements[i];
+        }
+    }
+    // Stores what has been loaded for a step of a pair, and loads for the next step.
+    template <int STEP>
+    DEVICE void pass(int pair, bool is_last) {
+        constexpr int NEXT = (STEP + 1) % HALVES;
+        const bool more = NEXT > 0 || !is_last;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            if (chunk < chunks_of(STEP)) store(STEP, chunk);
+            if (chunk < chunks_of(NEXT) && more) load(pair + (NEXT == 0), NEXT, chunk);
+        }
+        fence_proxy_async();
+        sync_warp();
+        if (threadIdx.x % 32 != 0) return;
+        uint64_t* const full = tiles.full + stage_of(STEP) * PANELS;
+        for (int panel = 0; panel < HALF_PANELS; ++panel) mbarrier_arrive(full + half_of(STEP) * HALF_PANELS + panel);
+        if (has_rope(STEP)) mbarrier_arrive(full + ROPE_PANEL);
+    }
+};

@@ -1,0 +1,217 @@
+// packed_unit.cuh: what a lane of gemm_packed_mma.cu multiplies in a step: codes of columns, rows of a that meet them, and the
+// scales and zero points of the columns.
+//
+// In a product of 16 rows of K, lane 4g + t has two columns h, and of each two pairs q of rows, as mma.cuh's fragment a.
+// A warp has four such tiles of 16 columns. Which columns and rows of the unit these are is what the lane's words hold;
+// where a pair is not of the rows that mma.cuh says, `Rows` takes a in the same order. Constants are the kernel's.
+#pragma once
+#include "dequant.cuh"
+#include "gemm_epilogue.cuh"
+#include "group_scale.cuh"
+#include "mma.cuh"
+
+enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq };
+
+using codes_t = Codes<scalar_t, BITS, EXPONENT>;
+using pair_t = Vec<scalar_t, 2>;
+constexpr int TILE_N = 64;                                   // columns of a warp
+constexpr int UNITS = 4, WORDS = 8;                          // of a step, and of a lane's unit
+constexpr int UNIT_K = 128 / BITS, STEP_K = UNITS * UNIT_K;  // rows
+constexpr int PRODUCTS = UNIT_K / 16;                        // of 16 rows, for a unit
+constexpr int ROW_TILES = ceil_div(TILE_M, 8);               // of 8 rows of a
+constexpr int A_CHUNKS = STEP_K / 8;                         // of 16 bytes, of a row of a
+constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;  // of a step
+constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
+constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED ? TILE_N * 2 : 0;
+constexpr int STAGE_BYTES = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES);
+// Whether a sum of a row of a is needed.
+constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
+constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
+static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
+static_assert(GROUP_SIZE == 0 || GROUP_SIZE % UNIT_K == 0 || (LAYOUT == layout_marlin && GROUP_SIZE % 16 == 0));
+static_assert(TILE_M < 8 ? 8 % TILE_M == 0 : TILE_M == 8 || TILE_M % 16 == 0);
+
+// A unit of a lane of the tile of columns that begins at `first_column`.
+struct Unit {
+    uint32_t words[WORDS];
+
+    // Column number (tile, h) of lane 4g + t, of the 64.
+    static DEVICE int column(int g, int tile, int h) {
+        if constexpr (LAYOUT == layout_marlin) return 16 * tile + 8 * h + g;
+        else if constexpr (IS_GPTQ) return 32 * h + 4 * g + tile;
+        else return 8 * g + 2 * tile + h;
+    }
+
+    // Codes lie in lines, one after another along K: of LINES a unit, of which a load of a lane is a part of one.
+    static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K : IS_GPTQ ? 4 : PRODUCTS;
+    static DEVICE int64_t line_words(int64_t n) { return n * 4 / LINES; }
+    // The line of the lane's first load, in a unit, and where in the line it is.
+    static DEVICE int line() { return LAYOUT == layout_awq ? threadIdx.x % 4 * 8 : IS_GPTQ ? threadIdx.x % 4 : 0; }
+    static DEVICE int64_t place(int64_t first_column) {
+        const int lane = threadIdx.x % 32, g = lane / 4;
+        if constexpr (LAYOUT == layout_awq) return first_column / 8 + g;
+        else if constexpr (IS_GPTQ) return first_column + 4 * g;
+        else return first_column * (BITS / 2) + lane * BITS;
+    }
+
+    // A lane's loads, and where they are from the first one on: in lines of their own, but where a line has two.
+    static constexpr int LOADS = LAYOUT == layout_awq ? 8 : 2;
+    static constexpr bool OWN_LINES = LAYOUT == layout_awq || (LAYOUT == layout_marlin && PRODUCTS == 2);
+    static DEVICE int64_t load_at(int i, int64_t n) { return OWN_LINES ? i * line_words(n) : i * (IS_GPTQ ? 32 : 4); }
+
+    // `from` is where the lane's first load of the unit is. All but `lines` of the lines from there on do not exist; the
+    // last that does stands for them, whose rows meet zeros of a.
+    DEVICE void load(const uint32_t* from, int64_t n, int lines) {
+        using run_t = Vec<uint32_t, WORDS / LOADS>;
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int existing = WHOLE_STEPS || !OWN_LINES ? i : min(i, lines - 1);
+            const run_t run = run_t::load_once(from + load_at(existing, n));
+#pragma unroll
+            for (int j = 0; j < WORDS / LOADS; ++j) words[i * (WORDS / LOADS) + j] = run.data[j];
+        }
+    }
+
+    // Pair q of rows of column (tile, h), in product number `product`: codes_t::Raw.
+    DEVICE uint32_t pair(const codes_t& decode, int product, int tile, int h, int q, int term) const {
+        if constexpr (LAYOUT == layout_marlin) {
+            if constexpr (BITS == 4) return decode.raw(words[4 * product + tile], 2 * h + q, term);
+            else return decode.raw(words[2 * tile + h], q, term);
+        } else if constexpr (IS_GPTQ) {
+            return decode.raw(words[4 * h + tile], 2 * product + q, term);
+        } else {
+            const int row = 4 * product + 2 * q;
+            const uint32_t even = pack_halves<false>(words[row], words[row + 1]);
+            const uint32_t odd = pack_halves<true>(words[row], words[row + 1]);
+            return decode.raw(h ? odd : even, tile, term);
+        }
+    }
+};
+
+// The rows of a of a step, in shared memory: chunks of 16 bytes, permuted so that the eight chunks that lanes read
+// together, one of eight rows or four of two rows, lie on different banks.
+struct Rows {
+    const uint8_t* data;
+
+    static DEVICE int place(int row, int chunk) {
+        return (row * A_CHUNKS + (chunk ^ ((row & 1) << 2 | (row >> 1 & 3)))) * 16;
+    }
+
+    // Whether what meets the pairs of one product is loaded apart from the others.
+    static constexpr bool BY_PRODUCT = LAYOUT == layout_marlin && (TILE_M > 8 || PRODUCTS == 1);
+
+    // What meets the unit's pairs: words by product and by 8 rows of a; BY_PRODUCT, those of `product`.
+    DEVICE void load(uint32_t (&b)[PRODUCTS][ROW_TILES][2], int unit, int product) const {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if constexpr (BY_PRODUCT) {
+            constexpr int TILES = ROW_TILES == 1 ? 1 : 2;
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; tile += TILES) {
+                const int row = TILES == 1 ? lane % 8 % TILE_M : tile * 8 + lane / 16 * 8 + lane % 8;
+                uint32_t words[2 * TILES];
+                ldmatrix<2 * TILES>(words, data + place(row, (unit * PRODUCTS + product) * 2 + lane / 8 % 2));
+#pragma unroll
+                for (int j = 0; j < 2 * TILES; ++j) b[product][tile + j / 2][j % 2] = words[j];
+            }
+        } else if constexpr (LAYOUT == layout_marlin) {
+            uint32_t words[4];
+            ldmatrix<4>(words, data + place(lane % 8 % TILE_M, unit * 4 + lane / 8));
+#pragma unroll
+            for (int j = 0; j < 4; ++j) b[j / 2 % PRODUCTS][0][j % 2] = words[j];
+        } else {
+            constexpr int PAIRS = UNIT_K / 8;  // words of a lane: rows of a word of codes
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+                uint32_t words[PAIRS];
+                const int row = tile * 8 + (TILE_M < 8 ? g % TILE_M : g);
+                if constexpr (PAIRS == 2) {
+                    const auto two = Vec<uint32_t, 2>::load(
+                        reinterpret_cast<const uint32_t*>(data + place(row, unit * 2 + t / 2) + t % 2 * 8));
+                    words[0] = two.data[0];
+                    words[1] = two.data[1];
+                } else {
+#pragma unroll
+                    for (int i = 0; i < PAIRS; i += 4) {
+                        const auto four = Vec<uint32_t, 4>::load(
+                            reinterpret_cast<const uint32_t*>(data + place(row, (unit * 4 + t) * (PAIRS / 4) + i / 4)));
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) words[i + j] = four.data[j];
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < PAIRS; ++i) {
+                    uint32_t& word = b[i / 2][tile][i % 2];
+                    // Without an interleave, a pair of codes is rows i and i + PAIRS.
+                    if constexpr (LAYOUT != layout_gptq) word = words[i];
+                    else if (i % 2 == 0) word = pack_halves<false>(words[i / 2], words[i / 2 + PAIRS / 2]);
+                    else word = pack_halves<true>(words[i / 2], words[i / 2 + PAIRS / 2]);
+                }
+            }
+        }
+    }
+};
+
+// What sums over a group are multiplied by, and what the sums over the rows of a alone are: a lane's columns.
+struct Terms {
+    float scales[4][2], shifts[4][2];
+
+    // Entries of the lane's columns, from those of the tile, and what they are.
+    template <typename T, typename Decode>
+    static DEVICE void spread(float (&to)[4][2], const uint8_t* from, const Decode& decode) {
+        const T* entries = reinterpret_cast<const T*>(from);
+        const int g = threadIdx.x % 32 / 4;
+        // Whether the columns of a lane lie one after another, or by fours.
+        constexpr bool MARLIN = LAYOUT == layout_marlin && SCALE_ORDER(8) == 1 && SCALE_ORDER(63) == 63;
+        constexpr bool FP4 = LAYOUT == layout_marlin && SCALE_ORDER(8) == 2 && SCALE_ORDER(1) == 8;
+        if constexpr (MARLIN || FP4 || (LAYOUT == layout_awq && SCALE_ORDER(8) == 8)) {
+            const auto eight = Vec<T, 8>::load(entries + 8 * g);
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                to[i / 2][i % 2] = decode(eight.data[FP4 ? i / 4 * 4 + i % 2 * 2 + i / 2 % 2 : i]);
+        } else if constexpr (IS_GPTQ && SCALE_ORDER(8) == 8) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const auto four = Vec<T, 4>::load(entries + 32 * h + 4 * g);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) to[i][h] = decode(four.data[i]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                to[i / 2][i % 2] = decode(entries[SCALE_ORDER(Unit::column(g, i / 2, i % 2))]);
+            }
+        }
+    }
+
+    // Of group number `group` of the step.
+    DEVICE void load(const uint8_t* groups, int group) {
+        const uint8_t* points = groups + GROUPS * SCALE_BYTES + group * ZERO_BYTES;
+        if constexpr (HAS_SCALES) {
+            constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
+            spread<scale_t>(scales, groups + group * SCALE_BYTES,
+                            [](scale_t x) { return SCALE<scale_t>(&x, 0) * FACTOR; });
+        }
+        if constexpr (ADDED) spread<scalar_t>(shifts, points, to_float<scalar_t>);
+        const int g = threadIdx.x % 32 / 4;
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(points);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int tile = i / 2, h = i % 2;
+            // The last place of 2^23 is worth 1: or-ing a code to its bits adds the code.
+            constexpr uint32_t RAISE = 0x4b000000;
+            uint32_t point = RAISE;
+            if constexpr (ZERO_CODES && IS_GPTQ) {
+                constexpr int FIELDS = 32 / BITS;
+                const int first = 32 * h + 4 * g;
+                point |= words[first / FIELDS] >> (first % FIELDS + tile) * BITS & ((1 << BITS) - 1);
+            } else if constexpr (ZERO_CODES) {
+                point |= words[g] >> (tile + 4 * h) * 4 & 15;  // even columns of the lane are in the lower half
+            }
+            const float offset = 8388608.0f - ZERO_POINT - codes_t::RAW_OFFSET;
+            const float zero = (__uint_as_float(point) - offset) / codes_t::RAW_FACTOR;
+            if constexpr (!HAS_SCALES) scales[tile][h] = 1.0f;
+            const float shift = ADDED ? shifts[tile][h] / codes_t::RAW_FACTOR : 0.0f;
+            shifts[tile][h] = fmaf(-zero, scales[tile][h], shift);
+        }
+    }
+};

@@ -1,0 +1,153 @@
+// packed_weight.cuh: how gemm_packed.cu reads a step of a weight from shared memory: codes, and the terms of columns.
+//
+// In a product of 16 rows of K, lane 4g + t of a warp has columns g + 8h (h: 0, 1) of 16, and of each the pairs q of rows
+// 2t + 8q and the next, as the fragment a of mma.cuh.
+//
+// A step is 64 rows and TILE_N columns. The copy engine brings its words of codes; the tensor's map is, from the fastest
+// dimension on,
+//
+//     layout_marlin     [32 BITS, N / 64, K / 16], boxes of 32 BITS x TILE_N / 64 x 4: whole tiles
+//     layout_gptq       [N, K BITS / 32, 1], boxes of TILE_N x 2 BITS x 1; layout_exllama likewise
+//     layout_awq        [N / 8, K, 1], boxes of TILE_N / 8 x 64 x 1, rows swizzled by their size
+//
+// Constants
+//     BITS, EXPONENT    of a code: dequant.cuh
+//     LAYOUT        of the codes: packed_layouts.py
+//     HAS_SCALES    whether groups have scales
+//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
+//     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
+//     SCALE_ORDER   column_order.cuh's function for the columns of scales, and of zeros that are ADDED
+//     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
+//     ADDED         `zeros` are numbers of scalar_t
+//     GROUP_SIZE    rows of a group: a multiple or a divisor of a step; 0: all rows are one group
+#pragma once
+#include "column_order.cuh"
+#include "dequant.cuh"
+#include "group_scale.cuh"
+#include "mma.cuh"
+#include "tma.cuh"
+
+enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq };
+
+using codes_t = Codes<scalar_t, BITS, EXPONENT>;
+using pair_t = Vec<scalar_t, 2>;
+constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
+static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq));
+
+// The codes of a lane in a product.
+struct Code {
+    static constexpr int WORDS = LAYOUT == layout_awq ? 8 : IS_GPTQ ? 4 : BITS / 4;
+    uint32_t words[WORDS];
+
+    static DEVICE void load(uint8_t* to, const TensorMap* map, uint64_t* barrier, int step, int first_column) {
+        if constexpr (LAYOUT == layout_marlin) tma_load(to, map, barrier, 0, first_column / 64, step * 4);
+        else if constexpr (IS_GPTQ) tma_load(to, map, barrier, first_column, step * 2 * BITS, 0);
+        else tma_load(to, map, barrier, first_column / 8, step * 64, 0);
+    }
+
+    // Of the products side by side of warp `warp`, and of slice number `slice` of 16 rows.
+    template <int PRODUCTS>
+    static DEVICE void read(Code (&code)[PRODUCTS], const uint8_t* step, int slice, int warp) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = warp * PRODUCTS;
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(step);
+        constexpr int COLUMNS = 128 * PRODUCTS;
+        if constexpr (LAYOUT == layout_marlin) {
+            // The tile's lane has words of 64 columns, those of 16 columns after the other.
+            using run_t = Vec<uint32_t, PRODUCTS * WORDS>;
+            const auto run = run_t::load(from + ((slice * (COLUMNS / 64) + first / 4) * 32 + lane) * (4 * WORDS) +
+                                         first % 4 * WORDS);
+#pragma unroll
+            for (int i = 0; i < PRODUCTS * WORDS; ++i) code[i / WORDS].words[i % WORDS] = run.data[i];
+        } else if constexpr (IS_GPTQ) {
+#pragma unroll
+            for (int i = 0; i < PRODUCTS * 4; ++i) {
+                const int q = i / 2 % 2, h = i % 2, row = slice * 16 + 8 * q + 2 * t;
+                const uint32_t word = from[row * BITS / 32 * COLUMNS + (first + i / 4) * 16 + 8 * h + g];
+                code[i / 4].words[i % 4] = word >> (LAYOUT == layout_exllama ? t * BITS : row * BITS % 32);
+            }
+        } else {
+            // A row is COLUMNS / 8 words; bits of its number are in those of the 16 bytes.
+            constexpr int ROW_BYTES = COLUMNS / 2;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = slice * 16 + i / 2 * 8 + 2 * t + i % 2, column = first * 8;
+                const int chunk = column / 16 ^ row * ROW_BYTES / 128 % (ROW_BYTES / 16);
+                const auto run =
+                    Vec<uint32_t, 2 * PRODUCTS>::load(from + (row * ROW_BYTES + chunk * 16 + column % 16) / 4);
+#pragma unroll
+                for (int j = 0; j < 2 * PRODUCTS; ++j) {
+                    // Columns of a word: 0 2 4 6 1 3 5 7.
+                    code[j / 2].words[i * 2 + j % 2] = run.data[j] >> (g / 2 * 4 + g % 2 * 16);
+                }
+            }
+        }
+    }
+
+    // Pair q of rows of column h.
+    DEVICE pair_t pair(const codes_t& decode, int h, int q, const codes_t::Zero& zero) const {
+        if constexpr (LAYOUT == layout_marlin) {
+            if constexpr (BITS == 4) return decode.pair(words[0], 2 * h + q, zero);
+            else return decode.pair(words[h], q, zero);
+        } else if constexpr (LAYOUT == layout_awq) {
+            return decode.pair(pack_halves<false>(words[q * 4 + h], words[q * 4 + 2 + h]), 0, zero);
+        } else if constexpr (LAYOUT == layout_exllama) {
+            return decode.pair(words[2 * q + h], 0, zero);
+        } else {
+            constexpr uint32_t TWO = (1u << 2 * BITS) - 1;
+            const uint32_t both = words[2 * q + h] & TWO;
+            return decode.pair(both | both << (16 - BITS), 0, zero);
+        }
+    }
+};
+
+// Where a column of the tile has its scale, and its zero point among codes, in a row of a group.
+struct Place { int entry, word, shift; };
+DEVICE Place place_of(int column) {
+    constexpr int FIELDS = 32 / BITS;
+    const int place = LAYOUT == layout_marlin ? int(column_marlin_64(column)) : column, field = place % FIELDS;
+    const int shift = IS_GPTQ ? field : field / 2 + field % 2 * (FIELDS / 2);
+    return {int(SCALE_ORDER(column)), place / FIELDS, shift * BITS};
+}
+
+// The scale and the zero point of a column, twice each.
+struct Terms {
+    pair_t scale, added;
+    codes_t::Zero zero;
+
+    // Of the column with this place, in group number `group` of the step. Zero points are `scale_bytes` behind scales.
+    DEVICE void load(const uint8_t* groups, int scale_bytes, int group, const Place& place) {
+        const uint8_t* points = groups + scale_bytes;
+        const int entry = group * TILE_N + place.entry;
+        if constexpr (HAS_SCALES) scale = twice(reinterpret_cast<const scale_t*>(groups)[entry]);
+        if constexpr (ADDED) added = twice(reinterpret_cast<const scalar_t*>(points)[entry]);
+        uint32_t point = ZERO_POINT;
+        if constexpr (ZERO_CODES) {
+            const uint32_t word = reinterpret_cast<const uint32_t*>(points)[group * (TILE_N * BITS / 32) + place.word];
+            point += word >> place.shift & ((1 << BITS) - 1);
+        }
+        zero = codes_t::zero(point);
+    }
+
+    // Pair q of rows of column h as numbers.
+    DEVICE uint32_t weight(const codes_t& decode, const Code& code, int h, int q) const {
+        pair_t pair = code.pair(decode, h, q, zero);
+        // Of two factors that are apart for their size alone, one is often the inverse of the other.
+        constexpr float FACTOR = codes_t::FACTOR * power_of_two(GROUP_SCALE_EXPONENT);
+        if constexpr (FACTOR != 1.0f) pair = pair * pair_t::full(FACTOR);
+        if constexpr (ADDED) multiply_add_pair<scalar_t>(pair.data, pair.data, scale.data, added.data);
+        else if constexpr (HAS_SCALES) pair = pair * scale;
+        return pair.template word<2>(0);
+    }
+
+private:
+    template <typename T>
+    static DEVICE pair_t twice(T x) {
+        if constexpr (is_same<T, scalar_t>) {
+            pair_t pair;
+            pair.data[0] = pair.data[1] = x;
+            return pair;
+        } else {
+            return pair_t::full(SCALE<T>(&x, 0));
+        }
+    }
+};

@@ -1,0 +1,79 @@
+// prefill_work.cuh: the work items of attention_varlen_hopper, whose constants it reads, and how a block finds them.
+//
+// A work item is ITEM_TOKENS query tokens of a sequence and one key-value head; its rows are the tokens times the GROUP
+// query heads that share the head, heads first. Items are numbered by tiles of tokens, then by key-value heads. The
+// tiles of sequence s begin at number cu_seqlens_q[s] / ITEM_TOKENS + s, and at most one number of each sequence has no
+// tokens.
+#pragma once
+#include "platform.cuh"
+
+constexpr int ITEM_ROWS = 64 * CONSUMERS, ITEM_TOKENS = ITEM_ROWS / GROUP, USED_ROWS = ITEM_TOKENS * GROUP;
+static_assert(GROUP <= ITEM_ROWS);
+
+// A work item, or the end of all work.
+struct alignas(8) Work {
+    int token;   // the first of the query tokens, as a row of the query tensor
+    int tokens;  // query tokens of the sequence from there on; 0: there is no more work
+    int limit;   // the last key that the first query token sees
+    int kv_head;
+    int first_tile, last_tile;  // of keys; one tile if no row has a key
+
+    // The last key that a row sees. A row that does not exist is taken for the last row.
+    DEVICE int limit_of(int row) const { return CAUSAL ? limit + min(row / GROUP, tokens - 1) : limit; }
+};
+
+// The first key that a row sees whose last one is `limit`.
+struct Window {
+    static constexpr int64_t MAX = 0x7fffffff;
+    int size;
+
+    DEVICE explicit Window(int64_t sliding_window) : size(int(min(sliding_window > 0 ? sliding_window : MAX, MAX))) {}
+    DEVICE int first_seen(int limit) const { return limit < size ? 0 : limit - size + 1; }
+};
+
+// The sequences of a call, with the arguments of the kernel by their names.
+struct Sequences {
+    const starts_t* cu_seqlens_q;
+    const length_t* seq_lens;
+    int64_t starts_step, length_step, num_seqs, num_tokens, max_tokens, num_kv_heads;
+
+    DEVICE int64_t start_of(int seq) const { return cu_seqlens_q[seq * starts_step]; }
+    DEVICE int64_t first_tile_of(int seq) const { return start_of(seq) / ITEM_TOKENS + seq; }
+
+    // Finds the work of an item, its sequence, and the sequence's length; false if the item has no tokens.
+    DEVICE bool find(int item, const Window& window, Work& work, int& seq, int& length) const {
+        // Binary search for the sequence: the last one that begins at this tile or before it.
+        const int64_t tile = item / int(num_kv_heads);
+        int low = 0, high = int(num_seqs);
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (first_tile_of(middle) <= tile) low = middle + 1;
+            else high = middle;
+        }
+        seq = low - 1;
+        if (seq < 0) return false;
+        const int64_t begin = start_of(seq), end = start_of(seq + 1);
+        if (begin < 0 || end > num_tokens || begin >= end) return false;
+        const int64_t token = begin + (tile - first_tile_of(seq)) * ITEM_TOKENS;
+        if (token >= end) return false;
+        length = int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+        work.token = int(token);
+        work.tokens = int(end - token);
+        work.limit = CAUSAL ? length - work.tokens : length - 1;
+        work.kv_head = item % int(num_kv_heads);
+        work.first_tile = window.first_seen(work.limit) / TOKENS;
+        work.last_tile = max(work.limit_of(ITEM_ROWS - 1), 0) / TOKENS;
+        return true;
+    }
+};
+
+// The next item of a block: items are counted by all blocks, from the number of blocks on. The last block that asks
+// leaves a zero for the next call. Every lane of the warp calls.
+DEVICE int next_item(uint32_t* items_taken, int64_t num_items) {
+    uint32_t taken = 0;
+    if (threadIdx.x % WARP_SIZE == 0) {
+        taken = atomicAdd(items_taken, 1u);
+        if (taken == num_items - 1) atomicExch(items_taken, 0u);
+    }
+    return int(gridDim.x) + int(shfl<WARP_SIZE>(taken, 0));
+}

@@ -1,0 +1,39 @@
+// gather_columns: activations as a product with a packed weight takes them: their columns in the order of the weight's
+// rows, 8 bits as 16.
+//
+//     gathered[m, k] = T(a[m, perm[k]]), or 0 if there is no such column; without PERMUTED, T(a[m, k])
+//
+// A thread has VEC_SIZE neighbours of a row.
+//
+// Constants
+//     scalar_t      T
+//     a_t           element type of a, each of whose numbers T holds
+//     PERMUTED      columns are permuted by perm
+//     ACCESS        elements of one access to gathered: VEC_SIZE, or 1 where it does not divide K
+
+#include "vec.cuh"
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) gather_columns(scalar_t* gathered,   // [M, K]
+                                                                        const a_t* a,         // [M, K]
+                                                                        const int32_t* perm,  // [K], any numbers
+                                                                        int64_t m, int64_t k, int64_t a_stride) {
+    await_previous_kernel();
+    const int64_t pieces = ceil_div(k, int64_t(VEC_SIZE)), i = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    if (i >= m * pieces) return;
+    const int64_t row = i / pieces, first = i % pieces * VEC_SIZE;
+    float x[VEC_SIZE];
+#pragma unroll
+    for (int j = 0; j < VEC_SIZE; ++j) {
+        const int64_t column = first + j >= k ? -1 : PERMUTED ? int64_t(perm[first + j]) : first + j;
+        x[j] = column >= 0 && column < k ? to_float(a[row * a_stride + column]) : 0.0f;
+    }
+    scalar_t* out = gathered + row * k + first;
+    if (ACCESS == VEC_SIZE) {
+        Vec<scalar_t, VEC_SIZE>::from_floats(x).store(out);
+    } else {
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) {
+            if (first + j < k) out[j] = from_float<scalar_t>(x[j]);
+        }
+    }
+}

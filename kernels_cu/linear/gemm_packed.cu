@@ -1,0 +1,275 @@
+// gemm_packed: a product with a weight of packed codes on Hopper's tensor cores.
+//
+//     w[k, n] = T(scale[g, n] * (code[k, n] - zero[g, n]))    g: the group of row k    T: scalar_t
+//     ADDED: w[k, n] = T(scale[g, n] * (code[k, n] - ZERO_POINT) + zeros[g, n])
+//     out[m, n] = what gemm_epilogue.cuh makes of sum_k a[m, k] * w[k, n], in float32
+//
+// Operands are swapped: columns of w are the 64 rows of a wgmma, which come from registers, and rows of a its TILE_M
+// columns. A tile is TILE_M rows and TILE_N columns of out, half of the columns for each of two warpgroups, 16 * PRODUCTS
+// of them for a warp. A step is 64 rows of w. One thread of a block loads, ahead by STAGES steps: a, codes, scales and
+// zero points. The warpgroups make operands of the codes of CHUNK products while the products before are computed.
+//
+// SPLITS: the blocks of a cluster share a tile, each with a part of K. What is to be added to a sum is sent to one block,
+// and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine.
+//
+// Constants
+//     scalar_t      element type of a: half_t or bf16_t
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
+//     BITS, EXPONENT, LAYOUT, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_POINT, ADDED, GROUP_SIZE
+//                   of packed_weight.cuh; BITS is 4, or 8 but for layout_awq
+//     TILE_M        rows of a tile: a multiple of 16, at most 256
+//     TILE_N        columns of a tile: 128 or 256
+//     CHUNK         products of 16 rows of w in flight: 1 or 2
+//     STAGES        steps of K in shared memory
+//     SPLITS        blocks of a cluster, of tiles of at most 64 rows; there is a step of K for each
+//     MIN_BLOCKS
+// If sums are shared, there are as many clusters as tiles.
+
+#include "cluster.cuh"
+#include "gemm_epilogue.cuh"
+#include "gemm_pipeline.cuh"
+#include "packed_weight.cuh"
+#include "wgmma.cuh"
+
+constexpr int CONSUMER_WARPS = 8, ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t);
+constexpr int PRODUCTS = TILE_N / 128, PARTS = TILE_K / 16 / CHUNK;  // wgmmas side by side; chunks of a step
+constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < TILE_K ? TILE_K / GROUP_SIZE : 1;  // of a step
+constexpr int A_BYTES = TILE_M * ROW_BYTES, CODE_BYTES = TILE_K * TILE_N * BITS / 8;
+constexpr int SCALE_BYTES = HAS_SCALES ? GROUPS * TILE_N * sizeof(scale_t) : 0;
+constexpr int ZERO_BYTES = ZERO_CODES ? GROUPS * TILE_N * BITS / 8 : ADDED ? GROUPS * TILE_N * 2 : 0;
+constexpr int LOAD_BYTES = A_BYTES + CODE_BYTES + SCALE_BYTES + ZERO_BYTES;
+constexpr int STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
+constexpr bool BY_STORES = TILE_M > 64;
+// Where sums take many registers, those of a producing warpgroup go to the others.
+constexpr bool MANY_SUMS = PRODUCTS * TILE_M > 128;
+constexpr int NUM_THREADS = MANY_SUMS ? 384 : 32 * (CONSUMER_WARPS + 1);
+constexpr int WARP_FRAGMENTS = PRODUCTS * TILE_M / 8, FRAGMENTS = CONSUMER_WARPS * WARP_FRAGMENTS;
+constexpr int OWN_FRAGMENTS = FRAGMENTS / SPLITS;  // that a block adds up
+constexpr int STORE_ROW_BYTES = 32 * PRODUCTS, STORE_BYTES = 16 * STORE_ROW_BYTES, STORES = 2;
+static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && (TILE_N == 128 || TILE_N == 256) && (CHUNK == 1 || CHUNK == 2));
+static_assert(GROUP_SIZE == 0 || GROUP_SIZE % TILE_K == 0 || (TILE_K % GROUP_SIZE == 0 && GROUP_SIZE % 16 == 0));
+static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
+static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
+static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
+
+// A lane's sums in a fragment.
+struct alignas(16) Fragment { float sums[4]; };
+
+// Offset of the 16 bytes `chunk` of a row of a stored tile, as the copy engine swizzles it.
+DEVICE int stored_at(int row, int chunk) {
+    return row * STORE_ROW_BYTES + (chunk ^ row * STORE_ROW_BYTES / 128 % (STORE_ROW_BYTES / 16)) * 16;
+}
+
+extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M x TILE_K, swizzled
+            const __grid_constant__ TensorMap codes_map,   // packed_weight.cuh, boxes of a step of TILE_N columns
+            const __grid_constant__ TensorMap scales_map,  // [groups, N], boxes of GROUPS x TILE_N
+            const __grid_constant__ TensorMap zeros_map,   // [groups, N] or words of codes, boxes of as many columns
+            const __grid_constant__ TensorMap out_map,     // [M, N], boxes of 16 x 16 * PRODUCTS, swizzled
+            out_t* out,                                    // [M, N]
+            const a_scale_t* a_scales,                     // [M] or [1]
+            const b_scale_t* b_scales,                     // [N] or [1]
+            const out_t* bias,                             // [N]
+            int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step) {
+    await_previous_kernel();
+    extern __shared__ __align__(1024) uint8_t shared[];
+    uint8_t* const behind = shared + STAGES * STAGE_BYTES;     // the received sums, or tiles that are stored
+    Fragment* received = reinterpret_cast<Fragment*>(behind);  // [SPLITS, OWN_FRAGMENTS, lanes]
+    constexpr int SUM_BYTES = SPLITS > 1 ? FRAGMENTS * WARP_SIZE * 16 : 0;
+    uint64_t* all_received =
+        reinterpret_cast<uint64_t*>(behind + (BY_STORES ? CONSUMER_WARPS * STORES * STORE_BYTES : SUM_BYTES));
+    Ring<STAGES> ring(all_received + 1);
+    const int split = SPLITS > 1 ? blockIdx.y : 0;
+    if (threadIdx.x == 0) {
+        mbarrier_init(all_received, 1);
+        ring.init(CONSUMER_WARPS);
+        if constexpr (SPLITS > 1) mbarrier_arrive_expect_tx(all_received, SUM_BYTES);
+    }
+    start_cluster<SPLITS>();
+
+    const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
+    const int tiles = rows * int((n + TILE_N - 1) / TILE_N);
+    const int first_step = int(int64_t(steps) * split / SPLITS);
+    const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
+    const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
+    if (warp >= CONSUMER_WARPS) {
+        if constexpr (MANY_SUMS) warpgroup_reg_dealloc<40>();
+        if (warp > CONSUMER_WARPS || !elect_one()) return;
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
+            for (int step = first_step; step < last_step; ++step, ring.advance()) {
+                ring.acquire();
+                uint8_t* to = shared + ring.stage * STAGE_BYTES;
+                mbarrier_arrive_expect_tx(ring.full(), LOAD_BYTES);
+                Code::load(to + A_BYTES, &codes_map, ring.full(), step, first_column);
+                tma_load(to, &a_map, ring.full(), step * TILE_K, first_row);
+                const int group = GROUP_SIZE > 0 ? step * TILE_K / max(1, GROUP_SIZE) : 0;
+                to += A_BYTES + CODE_BYTES;
+                if constexpr (HAS_SCALES) tma_load(to, &scales_map, ring.full(), first_column, group);
+                to += SCALE_BYTES;
+                if constexpr (ADDED) tma_load(to, &zeros_map, ring.full(), first_column, group);
+                if constexpr (ZERO_CODES) tma_load(to, &zeros_map, ring.full(), first_column * BITS / 32, group);
+            }
+        }
+        return;
+    }
+
+    if constexpr (MANY_SUMS) warpgroup_reg_alloc<232>();
+    const Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, nullptr, nullptr, bias, a_scale_step, b_scale_step, 0};
+    // The column, in the tile, of a lane's sums number h of a product.
+    const auto column_of = [&](int of_warp, int product, int h) {
+        return (of_warp * PRODUCTS + product) * 16 + h * 8 + lane / 4;
+    };
+    const codes_t decode;
+    Place places[PRODUCTS][2];
+#pragma unroll
+    for (int j = 0; j < PRODUCTS * 2; ++j) places[j / 2][j % 2] = place_of(column_of(warp, j / 2, j % 2));
+    int store = 0;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
+        float d[PRODUCTS][TILE_M / 2];
+        uint32_t weights[2][CHUNK][PRODUCTS][4];
+        Terms terms[PRODUCTS][2];
+        int previous = 0;
+        for (int step = first_step; step < last_step; ++step, ring.advance()) {
+            const uint8_t* from = shared + ring.stage * STAGE_BYTES;
+            const uint64_t a = make_smem_desc(from);
+            const uint8_t* const codes = from + A_BYTES;
+            Code code[2][CHUNK][PRODUCTS];
+            const auto read = [&](int part) {
+#pragma unroll
+                for (int i = 0; i < CHUNK; ++i) Code::read(code[part % 2][i], codes, part * CHUNK + i, warp);
+            };
+            ring.wait();
+            read(0);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                auto& operands = weights[part % 2];
+#pragma unroll
+                for (int i = 0; i < CHUNK; ++i) {
+                    const int slice = part * CHUNK + i;  // of 16 rows
+                    if (slice == 0 || (GROUPS > 1 && slice * 16 % GROUP_SIZE == 0)) {
+                        const int group = slice * GROUPS * 16 / TILE_K;
+#pragma unroll
+                        for (int j = 0; j < PRODUCTS * 2; ++j) {
+                            terms[j / 2][j % 2].load(codes + CODE_BYTES, SCALE_BYTES, group, places[j / 2][j % 2]);
+                        }
+                    }
+#pragma unroll
+                    for (int j = 0; j < PRODUCTS; ++j) {
+#pragma unroll
+                        for (int l = 0; l < 4; ++l) {
+                            operands[i][j][l] = terms[j][l % 2].weight(decode, code[part % 2][i][j], l % 2, l / 2);
+                        }
+                    }
+                }
+                if (part + 1 < PARTS) read(part + 1);  // on their way while the products begin
+#pragma unroll
+                for (int j = 0; j < PRODUCTS; ++j) warpgroup_fence_operand(d[j]);
+                warpgroup_arrive();
+#pragma unroll
+                for (int i = 0; i < CHUNK; ++i) {
+#pragma unroll
+                    for (int j = 0; j < PRODUCTS; ++j) {
+                        const int slice = part * CHUNK + i;
+                        wgmma<scalar_t, TILE_M>(d[j], operands[i][j], advance_smem_desc(a, slice * 32),
+                                                slice > 0 || step > first_step);
+                    }
+                }
+                warpgroup_commit_batch();
+                warpgroup_wait<1>();  // for the products before, whose operands are written next
+                if (part == 0) {
+                    if (step > first_step) ring.release(previous);
+                    previous = ring.stage;
+                }
+            }
+        }
+        warpgroup_wait<0>();
+#pragma unroll
+        for (int j = 0; j < PRODUCTS; ++j) warpgroup_fence_operand(d[j]);
+        ring.release(previous);
+
+        if constexpr (BY_STORES) {
+            uint8_t* const own_stores = behind + warp * STORES * STORE_BYTES;
+            typename decltype(epilogue)::Column columns[PRODUCTS][2];
+#pragma unroll
+            for (int j = 0; j < PRODUCTS * 2; ++j) {
+                const int column = first_column + column_of(warp, j / 2, j % 2);
+                columns[j / 2][j % 2] = epilogue.column(min(int64_t(column), n - 1));
+            }
+#pragma unroll
+            for (int part = 0; part < TILE_M / 16; ++part) {
+                uint8_t* const to = own_stores + store * STORE_BYTES;
+                store = (store + 1) % STORES;
+                if (lane == 0) tma_store_wait_read<STORES - 1>();
+                sync_warp();
+#pragma unroll
+                for (int j = 0; j < PRODUCTS; ++j) {
+                    uint32_t pairs[4];
+#pragma unroll
+                    for (int l = 0; l < 4; ++l) {
+                        const int at = (part * 2 + l % 2) * 4 + l / 2 * 2;
+                        float x[2];
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            const int64_t row = first_row + part * 16 + l % 2 * 8 + lane % 4 * 2 + e;
+                            const auto row_terms = epilogue.row(min(row, m - 1));
+                            x[e] = ACTIVATION<out_t>(epilogue.value(row_terms, columns[j][l / 2], d[j][at + e]));
+                        }
+                        pairs[l] = pack_pair<out_t>(x[0], x[1]);
+                    }
+                    stmatrix<4, true>(to + stored_at(lane % 16, j * 2 + lane / 16), pairs);
+                }
+                fence_proxy_async();
+                sync_warp();
+                if (lane == 0) {
+                    tma_store(&out_map, to, first_column + warp * PRODUCTS * 16, first_row + part * 16);
+                    tma_store_commit();
+                }
+            }
+        } else {
+            const auto finish = [&](int fragment, const Fragment& own) {
+                const int i = fragment / CONSUMER_WARPS, product = i / (TILE_M / 8);
+                const int64_t row = first_row + i % (TILE_M / 8) * 8 + lane % 4 * 2;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int64_t m_at = row + j % 2;
+                    const int64_t n_at = first_column + column_of(fragment % CONSUMER_WARPS, product, j / 2);
+                    if (m_at >= m || n_at >= n) continue;
+                    const float x = epilogue.value(epilogue.row(m_at), epilogue.column(n_at), own.sums[j]);
+                    out[m_at * out_stride + n_at] = from_float<out_t>(ACTIVATION<out_t>(x));
+                }
+            };
+#pragma unroll
+            for (int i = 0; i < WARP_FRAGMENTS; ++i) {
+                const int fragment = i * CONSUMER_WARPS + warp;
+                const float* sums = d[i / (TILE_M / 8)] + i % (TILE_M / 8) * 4;
+                const Fragment own = {sums[0], sums[1], sums[2], sums[3]};
+                if constexpr (SPLITS > 1) {
+                    const int place = split * OWN_FRAGMENTS + fragment / SPLITS;
+                    store_async(received + place * WARP_SIZE + lane, all_received, fragment % SPLITS, own);
+                } else {
+                    finish(fragment, own);
+                }
+            }
+            if constexpr (SPLITS > 1) {
+                mbarrier_wait(all_received, 0);
+                for (int i = warp; i < OWN_FRAGMENTS; i += CONSUMER_WARPS) {
+                    Fragment total = {};
+#pragma unroll
+                    for (int part = 0; part < SPLITS; ++part) {
+                        const Fragment one = received[(part * OWN_FRAGMENTS + i) * WARP_SIZE + lane];
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) total.sums[j] += one.sums[j];
+                    }
+                    finish(i * SPLITS + split, total);
+                }
+            }
+        }
+    }
+    if constexpr (BY_STORES) {
+        if (lane == 0) tma_store_wait<0>();
+    }
+}

@@ -1,0 +1,261 @@
+// gemm_packed_mma: a product with a weight of packed codes, for few rows, on tensor cores by mma.sync: sm_80 and later.
+//
+//     w[k, n] = T(scale[g, n] * (code[k, n] - zero[g, n]))    g: the group of row k    T: scalar_t
+//     ADDED: w[k, n] = T(scale[g, n] * (code[k, n] - ZERO_POINT) + zeros[g, n])
+//     out[m, n] = what gemm_epilogue.cuh makes of sum_k a[m, k] * w[k, n], in float32
+//
+// Bound by the bandwidth of reading the codes: each word of them goes from global memory to the registers of the lane
+// that multiplies it. w is the first operand of products, so that columns of w are the 16 rows of a fragment and rows
+// of a its 8 columns.
+//
+// Warps: a warp has a tile of 64 columns and TILE_M rows, and a part of K; the WARPS warps of a block and the SPLITS
+// blocks of a cluster share a tile. Their sums are added up in a fixed order. blockIdx.x counts tiles, those of the same
+// columns one after another.
+//
+// Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows. As soon as a
+// unit is used, its registers are loaded with that of the next step. Rows of a, scales and zero points of a step come
+// to shared memory of the warp by asynchronous copies, STAGES - 1 steps ahead. Warps never wait for each other before
+// the end.
+//
+// packed_unit.cuh says what a lane has of a unit.
+//
+// Constants
+//     scalar_t      element type of a: half_t or bf16_t
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
+//     BITS, EXPONENT    of a code: dequant.cuh
+//     LAYOUT        of the codes: layout_marlin, layout_gptq, layout_exllama or layout_awq (packed_layouts.py)
+//     HAS_SCALES    whether groups have scales
+//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
+//     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
+//     SCALE_ORDER   column_order.cuh's function for the columns of scales, and of zeros that are ADDED
+//     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
+//     ADDED         `zeros` are numbers of scalar_t
+//     GROUP_SIZE    rows of a group: a multiple or a divisor of a step; 0: all rows are one group
+//     TILE_M        rows of a tile: 1, 2, 4, 8 or a multiple of 16
+//     WARPS         of a block
+//     SPLITS        blocks of a cluster
+//     STAGES        steps whose rows of a and groups are in shared memory
+//     WHOLE_STEPS   whether a step divides K
+
+#include "async.cuh"
+#include "cluster.cuh"
+#include "packed_unit.cuh"
+
+constexpr int NUM_THREADS = WARPS * 32;
+constexpr int FRAGMENTS = 4 * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  // of a warp
+constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
+static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq));
+static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
+static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
+static_assert(!(ZERO_CODES && ADDED) && !GATED && BIAS <= 1 && AZP == 0);
+
+// The warp's part of K: its first step, and the first that is not its own.
+struct Part { int first, last; };
+DEVICE Part part_of(int64_t k) {
+    const int64_t steps = (k + STEP_K - 1) / STEP_K, part = (SPLITS > 1 ? blockIdx.y : 0) * WARPS + threadIdx.x / 32;
+    return {int(steps * part / (SPLITS * WARPS)), int(steps * (part + 1) / (SPLITS * WARPS))};
+}
+// Where the lane's first load is, of unit number `unit` of K.
+DEVICE const uint32_t* codes_at(const uint32_t* codes, int64_t unit, int64_t first_column, int64_t n) {
+    return codes + Unit::place(first_column) + (unit * Unit::LINES + Unit::line()) * Unit::line_words(n);
+}
+
+// Of the warp's first step.
+DEVICE void prefetch_codes(const uint32_t* codes, int64_t m, int64_t n, int64_t k) {
+    const Part part = part_of(k);
+    const int64_t first_column = blockIdx.x / ((m + TILE_M - 1) / TILE_M) * TILE_N;
+    if (!WHOLE_STEPS || part.first == part.last) return;
+    const uint32_t* const from = codes_at(codes, int64_t(part.first) * UNITS, first_column, n);
+#pragma unroll
+    for (int i = 0; i < UNITS * Unit::LOADS; ++i) {
+        prefetch_line(from + i / Unit::LOADS * 4 * n + Unit::load_at(i % Unit::LOADS, n));
+    }
+}
+
+extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+gemm_packed_mma(out_t* out,                 // [M, N]
+                const scalar_t* a,          // [M, K]
+                const uint32_t* codes,      // [K, N] by LAYOUT
+                const scale_t* scales,      // [groups, N] by SCALE_ORDER
+                const void* zeros,          // [groups, N BITS / 32] words; ADDED: [groups, N] scalar_t by SCALE_ORDER
+                const a_scale_t* a_scales,  // [M] or [1]
+                const b_scale_t* b_scales,  // [N] or [1]
+                const out_t* bias,          // [N]
+                int64_t m, int64_t n, int64_t k, int64_t groups, int64_t a_stride, int64_t out_stride,
+                int64_t a_scale_step, int64_t b_scale_step) {
+    prefetch_codes(codes, m, n, k);
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
+    uint8_t* const own = shared + warp * WARP_BYTES;
+    const int64_t row_tiles = (m + TILE_M - 1) / TILE_M;
+    const int64_t first_row = blockIdx.x % row_tiles * TILE_M, first_column = blockIdx.x / row_tiles * TILE_N;
+    const int split = SPLITS > 1 ? blockIdx.y : 0;
+    const auto [first_step, last_step] = part_of(k);
+
+    // Of a step: rows of a, then scales of its groups, then their zero points.
+    constexpr int COPIED_ROWS = 32 / A_CHUNKS;  // of a, by the lanes at a time
+    const int chunk = lane % A_CHUNKS, copied_row = lane / A_CHUNKS, rows = int(min(m - first_row, int64_t(TILE_M)));
+    const scalar_t* own_a = a + (first_row + copied_row) * a_stride + chunk * 8 + int64_t(first_step) * STEP_K;
+    uint8_t* filled = own;
+    const auto copy = [&](int step) {
+        uint8_t* const stage = filled;
+        filled = filled == own + (STAGES - 1) * STAGE_BYTES ? own : filled + STAGE_BYTES;
+        const bool has_chunk = WHOLE_STEPS || int64_t(step) * STEP_K + chunk * 8 < k;
+        const scalar_t* from = own_a;
+#pragma unroll 2  // unrolled further, conditions of all rows are kept in registers over the steps
+        for (int row = copied_row; row < TILE_M; row += COPIED_ROWS, from += COPIED_ROWS * a_stride) {
+            cp_async<16>(stage + Rows::place(row, chunk), from, row < rows && has_chunk);
+        }
+        own_a += STEP_K;
+        const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
+            const int64_t first = GROUP_SIZE ? int64_t(step) * STEP_K / max(1, GROUP_SIZE) : 0;
+            for (int i = lane; i < GROUPS * bytes / 16; i += 32) {
+                const int64_t group =
+                    WHOLE_STEPS && GROUPS == 1 ? first : min(first + i / max(1, bytes / 16), groups - 1);
+                const int64_t at = (group * n + first_column) * bytes / TILE_N + i % max(1, bytes / 16) * 16;
+                cp_async<16>(to + i * 16, static_cast<const uint8_t*>(from) + at);
+            }
+        };
+        if constexpr (SCALE_BYTES > 0) copy_groups(stage + A_BYTES, scales, SCALE_BYTES);
+        if constexpr (ZERO_BYTES > 0) copy_groups(stage + A_BYTES + GROUPS * SCALE_BYTES, zeros, ZERO_BYTES);
+    };
+
+    const codes_t decode;
+    Unit units[UNITS];
+    const int64_t lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K;
+    const uint32_t* next = codes_at(codes, int64_t(first_step) * UNITS, first_column, n);
+    const auto load = [&](int step, int i) {
+        if constexpr (WHOLE_STEPS) {
+            units[i].load(next, n, 0);
+            next += 4 * n;
+        } else {
+            const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
+            const uint32_t* const from = codes + Unit::place(first_column) + line * Unit::line_words(n);
+            units[i].load(from, n, int(min(lines - line, int64_t(UNIT_K))));
+        }
+    };
+    if (first_step < last_step) {
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) load(first_step, i);
+    }
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) {
+        if (first_step + i < last_step) copy(first_step + i);
+        cp_async_commit();
+    }
+    float sums[4][ROW_TILES][4] = {};
+    const uint8_t* stage = own;
+#pragma unroll 1
+    for (int step = first_step; step < last_step; ++step) {
+        cp_async_wait<STAGES - 2>();
+        sync_warp();  // for the copies of other lanes, and until they have done with the stage that is filled now
+        if (step + STAGES - 1 < last_step) copy(step + STAGES - 1);
+        cp_async_commit();
+        float of_group[4][ROW_TILES][4], of_rows[ROW_TILES][4];  // of the second, only two sums are different
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) {
+            uint32_t a_pairs[PRODUCTS][ROW_TILES][2];
+#pragma unroll
+            for (int product = 0; product < PRODUCTS; ++product) {
+                const int row = i * UNIT_K + product * 16;
+                if (product == 0 || Rows::BY_PRODUCT) Rows{stage}.load(a_pairs, i, product);
+                const bool begins = row % (STEP_K / GROUPS) == 0, ends = (row + 16) % (STEP_K / GROUPS) == 0;
+#pragma unroll
+                for (int j = 0; j < ROW_TILES * 4 && begins; ++j) {
+                    of_rows[j / 4][j % 4] = 0.0f;
+#pragma unroll
+                    for (int tile = 0; tile < 4; ++tile) of_group[tile][j / 4][j % 4] = 0.0f;
+                }
+#pragma unroll
+                for (int j = 0; j < ROW_TILES && HAS_SHIFTS; ++j) {
+                    const uint32_t one = pair_t::full(1.0f).template word<2>(0), ones[4] = {one, one, one, one};
+                    mma_m16n8k16<scalar_t>(of_rows[j], ones, a_pairs[product][j]);
+                }
+#pragma unroll
+                for (int tile = 0; tile < 4; ++tile) {
+#pragma unroll
+                    for (int term = 0; term < codes_t::TERMS; ++term) {
+                        uint32_t pairs[4];
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) pairs[j] = units[i].pair(decode, product, tile, j % 2, j / 2, term);
+#pragma unroll
+                        for (int j = 0; j < ROW_TILES; ++j) {
+                            mma_m16n8k16<scalar_t>(of_group[tile][j], pairs, a_pairs[product][j]);
+                        }
+                    }
+                }
+                if (!ends) continue;
+                Terms terms;
+                terms.load(stage + A_BYTES, row * GROUPS / STEP_K);
+#pragma unroll
+                for (int j = 0; j < ROW_TILES * 16; ++j) {
+                    const int tile = j / (ROW_TILES * 4), at = j / 4 % ROW_TILES, h = j / 2 % 2;
+                    float& sum = sums[tile][at][j % 4];
+                    if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], of_rows[at][j % 2], sum);
+                    sum = fmaf(terms.scales[tile][h], of_group[tile][at][j % 4], sum);
+                }
+            }
+            if (step + 1 < last_step) load(step + 1, i);
+        }
+        stage = stage == own + (STAGES - 1) * STAGE_BYTES ? own : stage + STAGE_BYTES;
+    }
+
+    // The sums of a lane in a fragment: columns h of rows 2t and 2t + 1 of a. Each warp leaves its own, then a thread
+    // adds up those of one lane.
+    using four_t = Vec<float, 4>;
+    sync_warp();
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS; ++i) {
+        four_t four;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j] * codes_t::RAW_FACTOR;
+        reinterpret_cast<four_t*>(own)[i * 32 + lane] = four;
+    }
+    __syncthreads();
+    const auto sum_of_block = [&](int i) {
+        four_t total = reinterpret_cast<const four_t*>(shared)[i];
+#pragma unroll
+        for (int one = 1; one < WARPS; ++one) {
+            const four_t part = reinterpret_cast<const four_t*>(shared + one * WARP_BYTES)[i];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) total.data[j] += part.data[j];
+        }
+        return total;
+    };
+    const Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, nullptr, nullptr, bias, a_scale_step, b_scale_step, 0};
+    const auto finish = [&](int i, const four_t& total) {
+        const int fragment = i / 32, tile = fragment / ROW_TILES;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int local = fragment % ROW_TILES * 8 + i % 4 * 2 + j % 2;
+            const int64_t row = first_row + local;
+            const int64_t column = first_column + Unit::column(i % 32 / 4, tile, j / 2);
+            if (row >= m || local >= TILE_M) continue;
+            const float x = epilogue.value(epilogue.row(row), epilogue.column(column), total.data[j]);
+            out[row * out_stride + column] = from_float<out_t>(ACTIVATION<out_t>(x));
+        }
+    };
+    if constexpr (SPLITS == 1) {
+        for (int i = threadIdx.x; i < FRAGMENTS * 32; i += NUM_THREADS) finish(i, sum_of_block(i));
+    } else {
+        float* const block_sums = reinterpret_cast<float*>(shared);  // in the place of those of the first warp
+        for (int i = threadIdx.x; i < FRAGMENTS * 32; i += NUM_THREADS) {
+            reinterpret_cast<four_t*>(shared)[i] = sum_of_block(i);
+        }
+        sync_cluster<SPLITS>();
+        for (int i = split * NUM_THREADS + threadIdx.x; i < FRAGMENTS * 32; i += SPLITS * NUM_THREADS) {
+            four_t total = {};
+#pragma unroll
+            for (int one = 0; one < SPLITS; ++one) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) total.data[j] += load_of_block<SPLITS>(block_sums + i * 4 + j, one);
+            }
+            finish(i, total);
+        }
+        leave_cluster<SPLITS>();
+    }
+}

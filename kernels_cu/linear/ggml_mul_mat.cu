@@ -1,0 +1,213 @@
+// ggml_mul_mat: rows times a matrix in one of GGUF's quantised types, on tensor cores, by mma.sync: sm_80 and later.
+//
+//     out[m, n] = T(sum over groups g of K of
+//                   scale[n, g] * (sum over k in g of (code[n, k] - OFFSET) * X[m, k])
+//                   - minimum[n, g] * (sum over k in g of X[m, k]))                      T: dtype of X and out
+//
+// Codes less OFFSET are integers that T holds, so that products are exact; all sums are float32. Scales multiply sums of
+// groups, not weights.
+//
+// Blocks: a block takes ROW_WARPS * 16 rows of W (columns of out) and TOKENS rows of X. SPLITS blocks along y share
+// these, each with a part of K; they leave their sums in `partial`, and the last block to arrive adds them up in order.
+// Blocks count tiles of rows of W, then tiles of rows of X.
+//
+// Steps: the block goes through its part of K in steps of K_WARPS units of 256 elements, each of which is one warp's of
+// each sixteen rows of W. The format blocks come to shared memory as they are, STAGES steps at a time, with the rows of
+// X. While the kernel before still runs, the block brings the format blocks of its first steps to L2.
+//
+// Fragments: in a product, row r of the 16 x 16 tile of codes is row r of W, and the four columns of lane t are four
+// neighbouring elements, since the order of K is free. Then a word of codes is what a lane needs. A tile of ones gives
+// the sums of X. Rows of X that do not exist are zeros in registers.
+//
+// Rows of X, of out and of W are those of ggml_rows.cuh.
+//
+// Constants
+//     CHOICES       how rows belong to experts (ggml_rows.cuh)
+//     index_t       element type of ids
+//     FORMAT        the GGUF type, a struct of ggml.cuh
+//     TOKENS        rows of X of a block
+//     ROW_WARPS, K_WARPS    warps along the rows of W and along K
+//     STAGES        steps in shared memory
+//     SPLITS        blocks that share rows
+//     ACCESS        bytes of one access to W
+//     X_ACCESS      elements of one access to X
+
+#include "ggml_mma.cuh"
+#include "ggml_rows.cuh"
+
+constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * 32, ROWS = ROW_WARPS * 16, TILES = ceil_div(TOKENS, 8);
+constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + 16;  // tokens on different banks
+constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE);
+constexpr int GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
+using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
+constexpr int X_BYTES = TOKENS * X_PITCH * 2, STAGE_BYTES = tile_t::SIZE + X_BYTES;
+constexpr int SUM_PITCH = ROWS + 4;
+using rows_t = TokenRows<CHOICES, TOKENS, index_t>;
+
+DEVICE unsigned row_tiles(int64_t n) { return unsigned((n + ROWS - 1) / ROWS); }
+DEVICE int64_t row_of(int64_t n) { return int64_t(blockIdx.x % row_tiles(n)) * ROWS; }  // the first of the block
+// The first step of blocks number `split` of those that share rows.
+DEVICE int64_t step_of(int64_t k, unsigned split) {
+    const int64_t steps = (k + STEP - 1) / STEP;
+    return steps * split / SPLITS;
+}
+DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t k, int64_t row_bytes) {
+    if constexpr (CHOICES == 0) {
+        const int64_t begin = step_of(k, blockIdx.y) * tile_t::PART;
+        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, row_of(n), n, row_bytes, begin);
+    }
+}
+
+// Copies elements `from` to `from` + STEP - 1 of the rows of X that exist, as far as rows reach.
+DEVICE void copy_input(scalar_t* to, const scalar_t* X, const rows_t& rows, int64_t k, int64_t stride, int64_t from) {
+    constexpr int THREADS = NUM_THREADS / TOKENS, PIECES = STEP / X_ACCESS;  // of a row
+    const int token = threadIdx.x / THREADS;
+    const int64_t choice = rows.choice(token);
+    if (choice < 0) return;
+    copy_row<X_ACCESS * 2, PIECES, THREADS>(reinterpret_cast<uint8_t*>(to + token * X_PITCH),
+                                            reinterpret_cast<const uint8_t*>(X + rows.row_of(choice) * stride + from),
+                                            int(min(int64_t(PIECES), (k - from) / X_ACCESS)), threadIdx.x % THREADS);
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+ggml_mul_mat(scalar_t* out,                          // [M, N]
+             const uint8_t* W,                       // [num_experts, N, row_bytes]
+             const scalar_t* X,                      // [M / top_k, K]
+             const index_t* ids,                     // CHOICES 1: [M]; 2: [tiles * TOKENS]
+             const index_t* expert_ids,              // CHOICES 2: [tiles]
+             const index_t* num_tokens_post_padded,  // CHOICES 2: [1]
+             float* partial,                         // [tiles, SPLITS, RESULTS, NUM_THREADS]
+             uint32_t* arrived,                      // [tiles]
+             int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t out_stride, int64_t x_stride,
+             int64_t num_experts, int64_t top_k) {
+    prefetch_weight(W, n, k, row_bytes);
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    __shared__ uint32_t is_last;
+    uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
+    const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
+
+    const int64_t units = (k + UNIT - 1) / UNIT;
+    const int64_t first_step = step_of(k, blockIdx.y), end_step = step_of(k, blockIdx.y + 1);
+    const int64_t first_row = row_of(n);
+    const rows_t rows{ids, expert_ids, blockIdx.x / row_tiles(n), m, top_k};
+    if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
+    const int64_t expert = rows.expert(num_experts);
+    const int steps = expert < 0 ? 0 : int(end_step - first_step);
+    W += expert < 0 ? 0 : expert * n * row_bytes;
+    const auto stage_of = [&](int step) { return shared + GRID_BYTES + step % STAGES * STAGE_BYTES; };
+    const auto load = [&](int step) {
+        if (step < steps) {
+            const int64_t unit = (first_step + step) * K_WARPS;
+            tile_t::at(stage_of(step), unit).copy<NUM_THREADS>(W, first_row, n, row_bytes, unit);
+            copy_input(reinterpret_cast<scalar_t*>(stage_of(step) + tile_t::SIZE), X, rows, k, x_stride, unit * UNIT);
+        }
+        cp_async_commit();
+    };
+
+    constexpr uint32_t ONE = ONE_PAIR<scalar_t>;
+    constexpr uint32_t ones[4] = {ONE, ONE, ONE, ONE};
+    float sums[TILES][4] = {};
+    bool exists[TILES];
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) exists[j] = j * 8 + g < TOKENS && rows.choice(j * 8 + g) >= 0;
+    copy_grid<FORMAT, NUM_THREADS>(shared);
+    for (int step = 0; step < STAGES; ++step) load(step);
+    for (int step = 0; step < steps; ++step) {
+        if (step > 0) {
+            if (step - 1 + STAGES < steps) __syncthreads();  // the stage of the step before is done with
+            load(step - 1 + STAGES);
+        }
+        cp_async_wait<STAGES - 1>();
+        __syncthreads();
+        const int64_t unit = (first_step + step) * K_WARPS + k_warp;
+        if (unit >= units) continue;
+        const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
+        const scalar_t* const x =
+            reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + g * X_PITCH + k_warp * UNIT + 4 * t;
+#pragma unroll
+        for (int element = 0; element < UNIT; element += GROUP) {
+            if (LENGTH < UNIT && unit * UNIT + element >= k) break;
+            const uint8_t* blocks[2];
+            float scales[2], minima[2];
+            uint32_t a[GROUP / 16][4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                blocks[half] = tile.block(row_warp * 16 + half * 8 + g, k_warp, element);
+                scales[half] = FORMAT::scale(blocks[half], element % LENGTH / GROUP);
+                minima[half] = FORMAT::minimum(blocks[half], element % LENGTH / GROUP);
+#pragma unroll
+                for (int u = 0; u < GROUP / 16; ++u) {
+                    const uint32_t codes = FORMAT::codes(blocks[half], element % LENGTH / 4 + 4 * u + t, grid);
+                    pairs_of_codes<FORMAT, scalar_t, false>(codes, a[u][half], a[u][half + 2]);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < TILES; ++j) {
+                float products[4] = {}, x_sums[4] = {};
+#pragma unroll
+                for (int u = 0; u < GROUP / 16; ++u) {
+                    uint2 pairs = {};
+                    if (exists[j]) {
+                        pairs = *reinterpret_cast<const uint2*>(x + j * 8 * X_PITCH + element + 16 * u);
+                    }
+                    const uint32_t b[2] = {pairs.x, pairs.y};
+                    mma_m16n8k16<scalar_t>(products, a[u], b);
+                    if constexpr (FORMAT::HAS_MINIMUM) mma_m16n8k16<scalar_t>(x_sums, ones, b);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sums[j][i] = fmaf(scales[i / 2], products[i], sums[j][i]);
+                    if constexpr (FORMAT::HAS_MINIMUM) sums[j][i] = fmaf(-minima[i / 2], x_sums[i], sums[j][i]);
+                }
+            }
+        }
+    }
+
+    // Warps leave their sums in shared memory, where stages were; threads add those of the warps along K.
+    cp_async_wait<0>();
+    __syncthreads();
+    float* const of_warps = reinterpret_cast<float*>(shared);
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int token = j * 8 + 2 * t + i % 2, row = row_warp * 16 + i / 2 * 8 + g;
+            if (token < TOKENS) of_warps[(k_warp * TOKENS + token) * SUM_PITCH + row] = sums[j][i];
+        }
+    }
+    __syncthreads();
+    constexpr int RESULTS = ceil_div(TOKENS * ROWS, NUM_THREADS);  // of a thread
+    float results[RESULTS];
+#pragma unroll
+    for (int i = 0; i < RESULTS; ++i) {
+        const int at = i * NUM_THREADS + threadIdx.x, token = at / ROWS, row = at % ROWS;
+        results[i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < K_WARPS; ++j) {
+            if (token < TOKENS) results[i] += of_warps[(j * TOKENS + token) * SUM_PITCH + row];
+        }
+    }
+    if constexpr (SPLITS > 1) {
+        float* const of_tile = partial + int64_t(blockIdx.x) * SPLITS * RESULTS * NUM_THREADS + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) of_tile[(blockIdx.y * RESULTS + i) * NUM_THREADS] = results[i];
+        if (!arrives_last(arrived + blockIdx.x, SPLITS, &is_last)) return;
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) {
+            results[i] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < SPLITS; ++j) results[i] += load_fresh(of_tile + (j * RESULTS + i) * NUM_THREADS);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < RESULTS; ++i) {
+        const int at = i * NUM_THREADS + threadIdx.x;
+        const int64_t row = first_row + at % ROWS;
+        if (at >= TOKENS * ROWS || row >= n) continue;
+        const int64_t choice = rows.choice(at / ROWS);
+        if (choice >= 0) out[choice * out_stride + row] = from_float<scalar_t>(results[i]);
+    }
+}

@@ -1,0 +1,189 @@
+// ggml_mul_mat_vec: very few rows times a matrix in one of GGUF's quantised types, by mma.sync: sm_80 and later.
+//
+//     out[m, n] = T(sum over groups g of K of
+//                   scale[n, g] * (sum over k in g of (code[n, k] - OFFSET) * X[m, k])
+//                   - minimum[n, g] * (sum over k in g of X[m, k]))                      T: dtype of X and out
+//
+// Codes less OFFSET are integers that T holds, so that products are exact; all sums are float32.
+//
+// Blocks: a block takes ROW_WARPS * 16 rows of W (columns of out) and TOKENS rows of X. It goes through K in steps of
+// K_WARPS units of 256 elements, each of which is one warp's of each sixteen rows of W. The format blocks come to shared
+// memory as they are, STAGES steps at a time, with the rows of X. While the kernel before still runs, the block brings
+// the format blocks of its first steps to L2.
+//
+// Fragments: tiles of 16 rows of W and 8 groups are sums of products: the codes of group c times a matrix that has the
+// elements of X in column c, and zeros elsewhere. So a lane has the sums of two rows and two groups of each eight, and
+// needs no other scales. The four columns of codes that lane t holds are four neighbouring elements. A tile of ones
+// times the elements of X in the columns of all groups gives the sums of X. Codes are raised by RAISED, and the sums
+// lowered by as many sums of X, where that costs less.
+//
+// Rows of X, of out and of W are those of ggml_rows.cuh.
+//
+// Constants
+//     CHOICES       how rows belong to experts (ggml_rows.cuh)
+//     index_t       element type of ids
+//     FORMAT        the GGUF type, a struct of ggml.cuh
+//     TOKENS        rows of X of a block
+//     ROW_WARPS, K_WARPS    warps along the rows of W and along K
+//     STAGES        steps in shared memory
+//     ACCESS        bytes of one access to W
+//     X_ACCESS      elements of one access to X
+
+#include "ggml_mma.cuh"
+#include "ggml_rows.cuh"
+
+constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * 32, ROWS = ROW_WARPS * 16, STEP = K_WARPS * UNIT;
+constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE), GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
+constexpr int GROUPS = UNIT / GROUP, TILES = GROUPS / 8, PARTS = GROUP / 16;  // of a unit, of a unit, of a group
+constexpr bool HAS_X_SUMS = FORMAT::HAS_MINIMUM || RAISED<FORMAT, scalar_t> != 0;
+using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
+constexpr int STAGE_BYTES = tile_t::SIZE + TOKENS * STEP * 2;
+
+DEVICE unsigned row_tiles(int64_t n) { return unsigned((n + ROWS - 1) / ROWS); }
+DEVICE int64_t row_of(int64_t n) { return int64_t(blockIdx.x % row_tiles(n)) * ROWS; }  // the first of the block
+DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t row_bytes) {
+    if constexpr (CHOICES == 0) {
+        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, row_of(n), n, row_bytes, 0);
+    }
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
+                 const uint8_t* W,                       // [num_experts, N, row_bytes]
+                 const scalar_t* X,                      // [M / top_k, K]
+                 const index_t* ids,                     // CHOICES 1: [M]; 2: [tiles * TOKENS]
+                 const index_t* expert_ids,              // CHOICES 2: [tiles]
+                 const index_t* num_tokens_post_padded,  // CHOICES 2: [1]
+                 int64_t m, int64_t n, int64_t k, int64_t row_bytes, int64_t out_stride, int64_t x_stride,
+                 int64_t num_experts, int64_t top_k) {
+    prefetch_weight(W, n, row_bytes);
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    __shared__ float partial[K_WARPS][TOKENS][ROWS];
+    uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
+    const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
+    const int64_t first_row = row_of(n);
+    const TokenRows<CHOICES, TOKENS, index_t> rows{ids, expert_ids, blockIdx.x / row_tiles(n), m, top_k};
+    if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
+    const int64_t expert = rows.expert(num_experts);
+    const int units = expert < 0 ? 0 : int((k + UNIT - 1) / UNIT), steps = ceil_div(units, K_WARPS);
+    W += expert < 0 ? 0 : expert * n * row_bytes;
+
+    const auto stage_of = [&](int step) { return shared + GRID_BYTES + step % STAGES * STAGE_BYTES; };
+    const auto load = [&](int step) {
+        if (step < steps) {
+            uint8_t* const stage = stage_of(step);
+            const int64_t unit = int64_t(step) * K_WARPS, from = unit * UNIT;
+            tile_t::at(stage, unit).copy<NUM_THREADS>(W, first_row, n, row_bytes, unit);
+#pragma unroll
+            for (int token = 0; token < TOKENS; ++token) {
+                const int64_t choice = rows.choice(token);
+                if (choice < 0) continue;
+                const scalar_t* const row = X + rows.row_of(choice) * x_stride + from;
+                copy_row<X_ACCESS * 2, STEP / X_ACCESS, NUM_THREADS>(
+                    stage + tile_t::SIZE + token * STEP * 2, reinterpret_cast<const uint8_t*>(row),
+                    int(min(int64_t(STEP), k - from)) / X_ACCESS, threadIdx.x);
+            }
+        }
+        cp_async_commit();
+    };
+
+    float sums[TOKENS][2] = {};
+    copy_grid<FORMAT, NUM_THREADS>(shared);
+    for (int step = 0; step < STAGES; ++step) load(step);
+    for (int step = 0; step < steps; ++step) {
+        if (step > 0) {
+            if (step - 1 + STAGES < steps) __syncthreads();  // the stage of the step before is done with
+            load(step - 1 + STAGES);
+        }
+        cp_async_wait<STAGES - 1>();
+        __syncthreads();
+        const int unit = step * K_WARPS + k_warp;
+        if (unit >= units) continue;
+        // Groups of a unit that the row has, and whether it has one.
+        const int groups = LENGTH < UNIT ? int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP)) : GROUPS;
+        const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
+
+        // Part u of the elements of the lane's group of each tile.
+        uint2 x[TOKENS][TILES][PARTS] = {};
+        float products[TOKENS][TILES][4] = {}, x_sums[TOKENS][TILES][4] = {};
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            const bool exists = rows.choice(token) >= 0;
+            const scalar_t* const elements =
+                reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + token * STEP + k_warp * UNIT + 4 * t;
+#pragma unroll
+            for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+                for (int u = 0; u < PARTS; ++u) {
+                    if (exists && 8 * j + g < groups) {
+                        x[token][j][u] = *reinterpret_cast<const uint2*>(elements + (8 * j + g) * GROUP + 16 * u);
+                    }
+                    if constexpr (HAS_X_SUMS) {
+                        constexpr uint32_t ONE = ONE_PAIR<scalar_t>, ones[4] = {ONE, ONE, ONE, ONE};
+                        const uint32_t b[2] = {x[token][j][u].x, x[token][j][u].y};
+                        mma_m16n8k16<scalar_t>(x_sums[token][j], ones, b);
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            if (LENGTH < UNIT && group >= groups) break;
+            const bool is_own = g == group % 8;
+#pragma unroll
+            for (int u = 0; u < PARTS; ++u) {
+                uint32_t a[4];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const uint8_t* const block = tile.block(row_warp * 16 + half * 8 + g, k_warp, group * GROUP);
+                    const uint32_t codes = FORMAT::codes(block, group * GROUP % LENGTH / 4 + 4 * u + t, grid);
+                    pairs_of_codes<FORMAT, scalar_t, true>(codes, a[half], a[half + 2]);
+                }
+#pragma unroll
+                for (int token = 0; token < TOKENS; ++token) {
+                    const uint2 own = x[token][group / 8][u];
+                    const uint32_t b[2] = {is_own ? own.x : 0, is_own ? own.y : 0};
+                    mma_m16n8k16<scalar_t>(products[token][group / 8], a, b);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TILES * 4; ++i) {
+            const int j = i / 4, half = i / 2 % 2, group = 8 * j + 2 * t + i % 2;
+            if (LENGTH < UNIT && group >= groups) continue;
+            const uint8_t* const block = tile.block(row_warp * 16 + half * 8 + g, k_warp, group * GROUP);
+            const float scale = FORMAT::scale(block, group * GROUP % LENGTH / GROUP);
+            const float minimum = FORMAT::minimum(block, group * GROUP % LENGTH / GROUP);
+#pragma unroll
+            for (int token = 0; token < TOKENS; ++token) {
+                const float x_sum = x_sums[token][j][i % 4];
+                const float product = fmaf(float(-RAISED<FORMAT, scalar_t>), x_sum, products[token][j][i % 4]);
+                sums[token][half] = fmaf(scale, product, sums[token][half]);
+                if constexpr (FORMAT::HAS_MINIMUM) sums[token][half] = fmaf(-minimum, x_sum, sums[token][half]);
+            }
+        }
+    }
+
+#pragma unroll
+    for (int i = 0; i < TOKENS * 2; ++i) {
+        float sum = sums[i / 2][i % 2];
+        sum += shfl_xor(sum, 1);
+        sum += shfl_xor(sum, 2);
+        if (t == 0) partial[k_warp][i / 2][row_warp * 16 + i % 2 * 8 + g] = sum;
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int first = 0; first < TOKENS * ROWS; first += NUM_THREADS) {
+        const int i = first + threadIdx.x;
+        if (i >= TOKENS * ROWS) break;
+        const int64_t choice = rows.choice(i / ROWS), row = first_row + i % ROWS;
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < K_WARPS; ++j) sum += partial[j][i / ROWS][i % ROWS];
+        if (choice >= 0 && row < n) out[choice * out_stride + row] = from_float<scalar_t>(sum);
+    }
+}

@@ -1,0 +1,29 @@
+// marlin_int4_fp8_preprocess: codes of 4 bits, recoded so that few operations make e4m3 of code - zero.
+//
+//     recoded = code - zero where that is not negative, else 15 - code;   zero = 8, or that of the group
+//
+// A thread has one word; codes and zero points have the same place in a word.
+//
+// Constants
+//     HAS_ZEROS     zero points are those of groups
+
+#include "platform.cuh"
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+marlin_int4_fp8_preprocess(uint32_t* recoded,        // [num_rows, columns]
+                           const uint32_t* qweight,  // [num_rows, columns]
+                           const uint32_t* qzeros,   // [num_rows / group_rows, columns]
+                           int64_t num_rows, int64_t columns, int64_t group_rows) {
+    await_previous_kernel();
+    const int64_t i = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    if (i >= num_rows * columns) return;
+    const uint32_t word = qweight[i];
+    const uint32_t zeros = HAS_ZEROS ? qzeros[i / columns / group_rows * columns + i % columns] : 0x88888888u;
+    uint32_t result = 0;
+#pragma unroll
+    for (int bit = 0; bit < 32; bit += 4) {
+        const uint32_t code = word >> bit & 15, zero = zeros >> bit & 15;
+        result |= (code >= zero ? code - zero : 15 - code) << bit;
+    }
+    recoded[i] = result;
+}

@@ -1,0 +1,41 @@
+"""A projection of packed weights, as checkpoints of AWQ and GPTQ have them.
+
+torch.compile traces it: it uses no proxy of `_core/lazy.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .ops.linear.awq_gptq_mm import awq_gemm, gptq_gemm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PackedProduct(NamedTuple):
+    """``x @ ((code - zero) * scale)``, by `awq_gemm` or `gptq_gemm`.
+
+    Attributes:
+        qweight: int32 words of codes: of AWQ [in, out / 8], of GPTQ [in * bits / 32, out].
+        qzeros: int32 words of zero points, [groups, out * bits / 32].
+        scales: [groups, out] of the dtype of x.
+        g_idx: [in] int32, the group of each row, where groups are not consecutive; of GPTQ.
+        bits: of a code of GPTQ; 0: the weight is of AWQ.
+        is_v2: zero points of GPTQ are used as they are stored; otherwise 1 is added.
+    """
+
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+    g_idx: Tensor | None = None
+    bits: int = 0
+    is_v2: bool = True
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Write the projection of `x` [num_tokens, in], float16 or bfloat16, to `out`; rows of both have one stride."""
+        if self.bits:
+            weight = self.qweight, self.qzeros, self.scales, self.g_idx
+            gptq_gemm(x, *weight, False, self.is_v2, self.bits, out=out)
+        else:
+            awq_gemm(x, self.qweight, self.scales, self.qzeros, 1, out=out)

@@ -1,0 +1,175 @@
+"""The functions of ``vllm._custom_ops`` for products with packed weights, where vLLM's parameters have other names.
+
+A type of codes may be given as vLLM's ``ScalarType``, as one of this library's, or as the number of either.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..._core.lazy import optional
+from ...ops import linear
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:  # the module itself: torch.compile, for which some of these functions are, does not trace the lazy one
+    torch = optional("torch", "pyops.integrations.vllm.weight_only", "torch")
+
+__all__ = [
+    "allspark_repack_weight",
+    "cutlass_encode_and_reorder_int4b",
+    "cutlass_w4a8_mm",
+    "gptq_marlin_24_gemm",
+    "gptq_marlin_gemm",
+    "machete_mm",
+    "machete_prepack_B",
+    "machete_supported_schedules",
+    "marlin_gemm",
+]
+
+
+def _id(type: Any) -> int:
+    """The number of a type of codes."""
+    return int(getattr(type, "id", type))
+
+
+def marlin_gemm(
+    a: Tensor,
+    c: Tensor | None,
+    b_q_weight: Tensor,
+    b_bias: Tensor | None,
+    b_scales: Tensor,
+    a_scales: Tensor | None,
+    global_scale: Tensor | None,
+    b_zeros: Tensor | None,
+    g_idx: Tensor | None,
+    perm: Tensor | None,
+    workspace: Tensor | None,
+    b_q_type: Any,
+    size_m: int,
+    size_n: int,
+    size_k: int,
+    is_k_full: bool = True,
+    use_atomic_add: bool = False,
+    use_fp32_reduce: bool = False,
+    is_zp_float: bool = False,
+) -> Tensor:
+    """`pyops.marlin_gemm` into `c`, which is returned, or into a new tensor."""
+    product: Tensor = linear.marlin_gemm(
+        a,
+        b_q_weight,
+        b_bias,
+        b_scales,
+        a_scales,
+        global_scale,
+        b_zeros,
+        g_idx,
+        perm,
+        workspace,
+        _id(b_q_type),
+        size_m,
+        size_n,
+        size_k,
+        is_k_full,
+        use_atomic_add,
+        use_fp32_reduce,
+        is_zp_float,
+        c=c,
+    )
+    return product
+
+
+gptq_marlin_gemm = marlin_gemm
+
+
+def gptq_marlin_24_gemm(
+    a: Tensor,
+    b_q_weight: Tensor,
+    b_meta: Tensor,
+    b_scales: Tensor,
+    workspace: Tensor | None,
+    b_q_type: Any,
+    size_m: int,
+    size_n: int,
+    size_k: int,
+) -> Tensor:
+    """`pyops.gptq_marlin_24_gemm` into a new tensor."""
+    product: Tensor = linear.gptq_marlin_24_gemm(
+        a, b_q_weight, b_meta, b_scales, workspace, _id(b_q_type), size_m, size_n, size_k
+    )
+    return product
+
+
+def machete_supported_schedules(
+    a_type: torch.dtype,
+    b_type: Any,
+    group_scales_type: torch.dtype | None,
+    group_zeros_type: torch.dtype | None = None,
+    channel_scales_type: torch.dtype | None = None,
+    token_scales_type: torch.dtype | None = None,
+    out_type: torch.dtype | None = None,
+) -> list[str]:
+    """`pyops.machete_supported_schedules`."""
+    types = group_scales_type, group_zeros_type, channel_scales_type, token_scales_type, out_type
+    return linear.machete_supported_schedules(a_type, _id(b_type), *types)
+
+
+def machete_prepack_B(
+    b_q_weight: Tensor, a_type: torch.dtype, b_type: Any, group_scales_type: torch.dtype | None
+) -> Tensor:
+    """`pyops.machete_prepack_B` into a new tensor."""
+    packed: Tensor = linear.machete_prepack_B(b_q_weight, a_type, _id(b_type), group_scales_type)
+    return packed
+
+
+def machete_mm(
+    a: Tensor,
+    b_q: Tensor,
+    b_type: Any,
+    out_type: torch.dtype | None = None,
+    b_group_scales: Tensor | None = None,
+    b_group_zeros: Tensor | None = None,
+    b_group_size: int | None = None,
+    b_channel_scales: Tensor | None = None,
+    a_token_scales: Tensor | None = None,
+    schedule: str | None = None,
+) -> Tensor:
+    """`pyops.machete_mm` into a new tensor."""
+    scales = b_group_scales, b_group_zeros, b_group_size, b_channel_scales, a_token_scales
+    product: Tensor = linear.machete_mm(a, b_q, _id(b_type), out_type, *scales, schedule)
+    return product
+
+
+def cutlass_w4a8_mm(
+    a: Tensor,
+    b_q: Tensor,
+    b_group_scales: Tensor,
+    b_group_size: int,
+    b_channel_scales: Tensor,
+    a_token_scales: Tensor,
+    out_type: torch.dtype | None = None,
+    maybe_schedule: str | None = None,
+) -> Tensor:
+    """`pyops.cutlass_w4a8_mm` into a new tensor."""
+    scales = b_group_scales, b_group_size, b_channel_scales, a_token_scales
+    product: Tensor = linear.cutlass_w4a8_mm(a, b_q, *scales, out_type, maybe_schedule)
+    return product
+
+
+def cutlass_encode_and_reorder_int4b(b: Tensor) -> Tensor:
+    """`pyops.cutlass_encode_and_reorder_int4b` into a new tensor."""
+    packed: Tensor = linear.cutlass_encode_and_reorder_int4b(b)
+    return packed
+
+
+def allspark_repack_weight(
+    qweight: Tensor, scale: Tensor, zero_point: Tensor | None = None, has_zp: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(weight, scales, zero points or None) of `pyops.rearrange_kn_weight_as_n32k16_order`, new."""
+    k, n = qweight.shape
+    padded = -(-n // 32) * 32
+    weight, scales = qweight.new_empty(padded, k), scale.new_empty(1, padded)
+    zeros = scale.new_empty(1, padded) if has_zp else None
+    linear.rearrange_kn_weight_as_n32k16_order(qweight, scale, zero_point, has_zp, weight, scales, zeros, k, n, padded)
+    return weight, scales, zeros

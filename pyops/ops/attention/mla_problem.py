@@ -1,0 +1,132 @@
+"""Multi-head latent attention: the problem, and the checks of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, uint8
+from ..._core.tensor import TensorArg
+from .._shared import fp8
+from .join import vector_width
+from .layout import MAX_TOKENS
+
+LATENT_SIZE, ROPE_SIZE = 512, 64
+ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE
+_MIN_HEADS_FOR_WGMMA = 8
+_WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 5120  # bytes: queries and two tiles; barriers, places, maxima and sums
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """One query token of each sequence against a paged cache of latent entries."""
+
+    out: TensorArg
+    lse: TensorArg | None
+    q_nope: TensorArg
+    q_pe: TensorArg
+    cache: TensorArg
+    cache_dtype: DType
+    seq_lens: TensorArg
+    page_table: TensorArg
+    num_kv_splits: int
+
+    @property
+    def num_seqs(self) -> int:
+        return self.q_nope.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.q_nope.shape[1]
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.cache.dtype.itemsize == 1
+
+    @property
+    def product_dtype(self) -> DType:
+        """What queries and entries are multiplied in."""
+        return float16 if self.q_nope.dtype is float8_e4m3fn else self.q_nope.dtype
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that there is room for."""
+        return min(self.page_table.shape[1] * self.cache.shape[1], MAX_TOKENS)
+
+    @property
+    def may_use_mma(self) -> bool:
+        """Whether mla_decode.cu, if it finds shared memory, serves the call; mla_decode_simt.cu serves every call."""
+        cache, chunk = self.cache, 16 // self.cache_dtype.itemsize
+        is_aligned = cache.alignment == 16 and all(
+            stride % chunk == 0 or size == 1 for size, stride in zip(cache.shape[:2], cache.strides[:2], strict=True)
+        )
+        return is_aligned and self.product_dtype is not float32 and cache.device.supports("mma")
+
+    @property
+    def uses_wgmma(self) -> bool:
+        """Whether mla_decode_hopper.cu serves the call: 16 bits, tensors that can be mapped, and heads enough."""
+        device, args = self.cache.device, (self.q_nope, self.q_pe)
+        return (
+            device.supports("wgmma")
+            and device.shared_memory >= _WGMMA_SHARED
+            and self.num_heads >= _MIN_HEADS_FOR_WGMMA
+            and self.product_dtype is not float32
+            and all(arg.dtype is self.product_dtype and arg.alignment == 16 for arg in args)
+            and all(_rows_are_aligned(arg) for arg in (*args, self.cache))
+            and self.cache.alignment == 16
+            and self.cache_dtype in (self.product_dtype, float8_e4m3fn)
+            and (self.cache.shape[1] % 8 == 0 or self.is_fp8)
+            and self.out.alignment == 16
+            and self.out.strides[0] % 8 == 0
+            and self.q_nope.numel * self.cache.numel > 0
+        )
+
+    @property
+    def join_width(self) -> int:
+        """Elements that a thread of the join loads and stores at once."""
+        return vector_width(self.out, None, float32, self.out.dtype)
+
+    def bucket(self) -> str:
+        words = [
+            "wgmma" if self.uses_wgmma else "mma" if self.may_use_mma else "simt",
+            self.q_nope.dtype.name,
+            f"cache={self.cache_dtype.name}",
+            f"heads={self.num_heads}",
+            f"page={self.cache.shape[1]}",
+            f"seqs={tuning.power_of_two(self.num_seqs)}",
+            f"tokens={tuning.power_of_two(self.max_tokens)}",
+        ]
+        return " ".join(words + [f"splits={self.num_kv_splits}"] * (self.num_kv_splits > 0))
+
+
+def _rows_are_aligned(arg: TensorArg) -> bool:
+    """Whether rows begin at multiples of 16 bytes."""
+    chunk = 16 // arg.dtype.itemsize
+    return all(stride % chunk == 0 or size == 1 for size, stride in zip(arg.shape[:2], arg.strides[:2], strict=True))
+
+
+def check_mla(call: Mapping[str, Any]) -> Problem:
+    """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
+    out, lse, q_nope, q_pe = call["out"], call["lse"], call["q_nope"], call["q_pe"]
+    cache, seq_lens, page_table = call["kv_c_and_k_pe_cache"], call["seq_lens"], call["page_table"]
+    check.dtype(q_nope, float32, float16, bfloat16, float8_e4m3fn)
+    check.sizes(q_nope, num_seqs=None, num_heads=None, latent_size=LATENT_SIZE)
+    num_seqs, num_heads, _ = q_nope.shape
+    check.sizes(q_pe, num_seqs=num_seqs, num_heads=num_heads, rope_size=ROPE_SIZE)
+    check.dtype(q_pe, q_nope.dtype)
+    check.same_shape(out, q_nope)
+    check.dtype(out, bfloat16 if q_nope.dtype is float8_e4m3fn else q_nope.dtype)
+    check.shape(lse, float32, num_seqs=num_seqs, num_heads=num_heads)
+    check.dtype(cache, *dict.fromkeys((q_nope.dtype, *E4M3, uint8)))
+    check.sizes(cache, num_pages=None, page_size=None, entry_size=ENTRY_SIZE)
+    for arg in (q_nope, q_pe, cache):
+        check.row_size(arg)
+    if cache.shape[1] == 0:
+        raise cache.error(f"expected pages of at least one slot, got shape {cache.shape}")
+    check.index(seq_lens, num_seqs=num_seqs)
+    check.index(page_table, num_seqs=num_seqs, max_pages=None)
+    check.dtype(call["workspace"], uint8)
+    cache_dtype = fp8.cache_dtype(cache, "fp8" if cache.dtype.itemsize == 1 else "auto", q_nope.dtype)
+    return Problem(out, lse, q_nope, q_pe, cache, cache_dtype, seq_lens, page_table, call["num_kv_splits"])

@@ -1,0 +1,113 @@
+"""Attention of many query tokens: the problem, and the checks of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.dtypes import float8_e4m3fn, float32
+from ..._core.tensor import TensorArg
+from .arguments import Options, PagedKV
+from .layout import CacheLayout, check_kv, heads_stride
+
+# docs/performance.md, "64 rows of a sequence are enough".
+_MIN_ROWS_FOR_WGMMA = 64  # of a sequence, on average
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """Query tokens of several sequences against a paged cache."""
+
+    out: TensorArg
+    query: TensorArg
+    kv: PagedKV
+    layout: CacheLayout
+    options: Options
+    cu_seqlens_q: TensorArg
+    causal: bool
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.kv.block_tables.shape[0])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the matrix products of one key-value head."""
+        num_tokens, num_heads, _ = self.query.shape
+        return num_tokens * num_heads // self.kv.num_kv_heads
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key-value head."""
+        return int(self.query.shape[1]) // int(self.kv.num_kv_heads)
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.layout.dtype is not self.query.dtype
+
+    @property
+    def has_plain_logits(self) -> bool:
+        """Whether logits are products, up to a factor."""
+        return self.options.alibi_slopes is None and not self.options.logits_soft_cap
+
+    @property
+    def uses_mma(self) -> bool:
+        """Whether attention_varlen.cu serves the call; attention_decode_simt.cu serves every call."""
+        query, head_size = self.query, self.query.shape[2]
+        return (
+            query.dtype is not float32
+            and self.layout.aligned
+            and query.alignment == 16
+            and heads_stride(query) % 8 == 0
+            and head_size % 16 == 0
+            and head_size <= 256
+            and query.device.supports("mma")
+            and (not self.layout.packed or self.layout.block_size % 8 == 0)
+        )
+
+    @property
+    def uses_wgmma(self) -> bool:
+        """Whether attention_varlen_hopper.cu serves the call, and its tiles of many rows find rows enough."""
+        query, out, layout = self.query, self.out, self.layout
+        has_registers = not self.is_fp8 or query.shape[2] <= 192 or self.has_plain_logits
+        return (
+            query.device.supports("wgmma")
+            and self.num_rows >= _MIN_ROWS_FOR_WGMMA * self.num_seqs
+            and self.uses_mma
+            and layout.dtype in (query.dtype, float8_e4m3fn)
+            and not layout.packed
+            and layout.block_size % 8 == 0
+            and has_registers
+            and self.group <= 128
+            and out.alignment == 16
+            and heads_stride(out) % 8 == 0
+            and query.numel * self.kv.key_cache.numel > 0
+            and (query.shape[0] + self.num_seqs) * layout.num_kv_heads < 2**31  # work items, at most
+        )
+
+    def bucket(self) -> str:
+        (num_tokens, num_heads, head_size), layout = self.query.shape, self.layout
+        words = [
+            "wgmma" if self.uses_wgmma else "mma" if self.uses_mma else "simt",
+            f"{self.query.dtype.name}",
+            f"cache={layout.dtype.name}{'-packed' * layout.packed}",
+            f"heads={num_heads}/{self.kv.num_kv_heads}x{head_size}",
+            f"block={layout.block_size}",
+            f"seqs={tuning.power_of_two(self.num_seqs)}",
+            f"query_tokens={tuning.power_of_two(num_tokens)}",
+        ]
+        words += [] if self.has_plain_logits else ["logits_changed"]
+        return " ".join(words)
+
+
+def check_varlen(call: Mapping[str, Any]) -> Problem:
+    """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
+    query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
+    kv, options = PagedKV.of(call), Options.of(call)
+    layout = check_kv(query, kv, options)
+    check.like(out, query)
+    check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
+    check.shape(options.lse, float32, num_heads=query.shape[1], num_tokens=query.shape[0])
+    return Problem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]))

@@ -1,0 +1,104 @@
+"""Any product with a packed weight: the weight is written in full to memory of the call, and multiplied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..._core.dtypes import DType, float32
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.tensor import TensorArg
+from . import gemm_plan
+from .gemm_problem import Operand, Problem
+from .packed_problem import PackedProblem, PackedWeight
+
+_dequantize_packed, _gather_columns = Kernel("linear/dequantize_packed.cu"), Kernel("linear/gather_columns.cu")
+_NUM_THREADS = 256  # of both
+_VEC_SIZE = 8  # elements of a thread of both
+_TILE = 64, 32  # rows and columns of a block of dequantize_packed.cu
+_ZEROS = {"none": 0, "codes": 1, "floats": 2, "added": 3}
+
+
+def plan(problem: PackedProblem) -> list[Launch]:
+    """Launches that write the weight in full, the activations as they are multiplied, and the product."""
+    w, dtype = problem.weight, problem.compute_dtype
+    dense = Scratch(w.n * w.k * dtype.itemsize)
+    gather, a = activations(problem)
+    operand = Operand.of_scratch(dense, dtype, w.n, w.k)
+    product = gemm_plan.plan(Problem(a, operand, w.k, problem.epilogue))
+    return [] if product.empty else [_dequantize(dense, dtype, w), *gather, product]
+
+
+def activations(problem: PackedProblem) -> tuple[list[Launch], Operand]:
+    """The activations as they are multiplied, and the launches that write them."""
+    w, dtype, a = problem.weight, problem.compute_dtype, problem.a
+    if w.perm is None and a.dtype is dtype:
+        return [], a
+    gathered = Scratch(a.rows * w.k * dtype.itemsize)
+    return [_gather(gathered, dtype, a, w)], Operand.of_scratch(gathered, dtype, a.rows, w.k)
+
+
+def _access(k: int) -> int:
+    """Elements of one access to rows of `k` elements that lie one after another."""
+    return _VEC_SIZE if k % _VEC_SIZE == 0 else 1
+
+
+def _fed(kernel: Kernel, **tensors: TensorArg | None) -> tuple[Kernel, dict[str, Any]]:
+    """A kernel whose pointers these tensors feed, and null pointers for those that are absent."""
+    named = {name: tensor.name for name, tensor in tensors.items() if tensor is not None}
+    return kernel.renamed(**named), {name: 0 for name, tensor in tensors.items() if tensor is None}
+
+
+def _dequantize(dense: Scratch, dtype: DType, w: PackedWeight) -> Launch:
+    """Writes the weight to `dense`, [N, K]."""
+    kernel, absent = _fed(
+        _dequantize_packed, codes=w.codes, scales=w.scales, zeros=w.zeros, g_idx=w.g_idx, places=w.places
+    )
+    floats = w.scales if w.zero_kind == "codes" or w.zeros is None else w.zeros
+    rows, columns = (-(-size // tile) for size, tile in zip((w.k, w.n), _TILE, strict=True))
+    return kernel(
+        scalar_t=dtype,
+        LAYOUT=f"packed_{w.layout}",
+        BITS=w.bits,
+        EXPONENT=w.type.exponent,
+        BIAS=w.type.bias,
+        SIGNED=w.type.is_integer and w.type.signed,
+        RECODED=w.recoding == "marlin_fp8",
+        scale_t=float32 if floats is None else floats.dtype,
+        SCALE=f"scale_{w.scale_kind}",
+        HAS_SCALES=w.scales is not None,
+        SCALE_EXPONENT=w.scale_exponent,
+        SCALE_ORDER=f"column_{w.scale_order}",
+        ZEROS=_ZEROS[w.zero_kind],
+        ZERO_LAYOUT=f"zero_{w.zero_layout}",
+        ZERO_OFFSET=w.zero_offset,
+        HAS_G_IDX=w.g_idx is not None,
+        SHARED_GROUP=w.g_idx is None and (w.groups == 1 or w.group_size % _VEC_SIZE == 0),
+        PLACES=w.places is not None,
+        VEC_SIZE=_VEC_SIZE,
+        ACCESS=_access(w.k),
+        NUM_THREADS=_NUM_THREADS,
+    ).launch(
+        rows * columns,
+        _NUM_THREADS,
+        dense=dense,
+        k=w.k,
+        n=w.n,
+        groups=w.groups,
+        group_size=max(1, w.group_size),
+        **absent,
+    )
+
+
+def _gather(gathered: Scratch, dtype: DType, a: Operand, w: PackedWeight) -> Launch:
+    """Writes the activations to `gathered`, [M, K]."""
+    assert isinstance(a.source, TensorArg)
+    kernel, absent = _fed(_gather_columns, a=a.source, perm=w.perm)
+    pieces = a.rows * -(-w.k // _VEC_SIZE)
+    return kernel(
+        scalar_t=dtype,
+        a_t=a.dtype,
+        PERMUTED=w.perm is not None,
+        VEC_SIZE=_VEC_SIZE,
+        ACCESS=_access(w.k),
+        NUM_THREADS=_NUM_THREADS,
+    ).launch(-(-pieces // _NUM_THREADS), _NUM_THREADS, gathered=gathered, m=a.rows, k=w.k, a_stride=a.stride, **absent)

@@ -1,0 +1,179 @@
+"""Products with packed weights by wgmma on compute capability 9.0: gemm_packed.cu, its geometry and tensor maps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.device import Device
+from ..._core.kernel import Kernel, Launch
+from ..._core.tensor import TensorArg
+from ..._core.tensor_map import TensorMap
+from .gemm_hopper import CLUSTERS
+from .packed_problem import PackedProblem
+
+_gemm_packed = Kernel("linear/gemm_packed.cu")
+
+STEP_K = 64  # rows of the weight, of a step
+_ROW_BYTES = 128  # of a, of a step
+_WARPS = 8  # that multiply
+_BARRIER_BYTES = 8
+_MAX_STAGES = 8
+_MAX_SUMS = 128 * 128  # of a tile, for which no warpgroup gives registers away; of the halves of a tile twice as large
+_MAX_SHARED_ROWS = 64  # of a tile whose sums several blocks add up, or threads store
+_STORE_BYTES = 2 * 16  # rows of 32 bytes, for every 16 columns of a warp
+
+# The model of the device, fitted to a few measurements on an H200: docs/performance.md, "Products with packed weights".
+_PRODUCT_CYCLES = 1.11 / 2048  # of a multiply-add
+_CODE_CYCLES = 70.0 / (16 * 64)  # of a code that is made a number
+_CODES_BESIDE = 0.155  # of these, of codes that are made numbers while the tensor cores are busy
+_L2_BYTES = 48.0  # a cycle, to one multiprocessor
+_TILE_CYCLES = 3000.0  # to begin and to end a tile
+_EXCHANGE_CYCLES = 1200.0  # for every doubling of the blocks that share a tile
+
+
+@dataclass(frozen=True, slots=True)
+class PackedConfig:
+    """The geometry of gemm_packed.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m, tile_n: rows and columns of a tile.
+        chunk: products of 16 rows of the weight in flight.
+        splits: blocks of a cluster that share a tile, each with a part of K.
+        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+    """
+
+    tile_m: int
+    tile_n: int
+    chunk: int
+    splits: int
+    min_blocks: int
+
+    def __post_init__(self) -> None:
+        shape = self.tile_m % 16 == 0 and self.tile_n in (128, 256) and 0 < self.tile_m * self.tile_n <= 2 * _MAX_SUMS
+        shared = self.splits == 1 or (self.splits in (2, 4, 8) and self.tile_m <= _MAX_SHARED_ROWS)
+        roomy = self.min_blocks == 1 or (self.min_blocks == 2 and self.tile_m * self.tile_n <= _MAX_SUMS // 2)
+        if not (shape and shared and roomy and self.chunk in (1, 2)):
+            raise ValueError(f"no geometry of gemm_packed.cu: {self}")
+
+    def candidates(self, problem: PackedProblem, device: Device) -> list[PackedConfig]:
+        """Other tiles, splits, and products in flight."""
+        return [
+            one
+            for one in tuning.varied(
+                self,
+                tile_m=tuning.beside(self.tile_m, 16, 256),
+                tile_n=(128, 256),
+                chunk=(1, 2),
+                splits=tuning.beside(self.splits, 1, 8),
+                min_blocks=(1, 2),
+            )
+            if one.splits <= -(-problem.weight.k // STEP_K)
+        ]
+
+    def launches(self, problem: PackedProblem) -> list[Launch]:
+        """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
+        weight, device, constants = problem.weight, problem.device, problem.constants()
+        size = constants["GROUP_SIZE"]
+        groups = STEP_K // size if 0 < size < STEP_K else 1
+        loads = self.tile_m * _ROW_BYTES + (STEP_K * weight.bits + groups * problem.group_bits()) * self.tile_n // 8
+        stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
+        sums = self.tile_m * self.tile_n * 4 if self.splits > 1 else 0
+        stores = self.tile_n * 4 * _STORE_BYTES if self.tile_m > _MAX_SHARED_ROWS else 0
+        fixed = sums + stores + _BARRIER_BYTES
+        stages = min(_MAX_STAGES, ((device.shared_memory + 1024) // self.min_blocks - 1024 - fixed) // stage)
+        tiles = -(-problem.m // self.tile_m) * -(-weight.n // self.tile_n)
+        kernel = problem.kernel(_gemm_packed.for_arch(device.arch_feature))
+        launch = kernel(
+            **constants,
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            CHUNK=self.chunk,
+            STAGES=stages,
+            SPLITS=self.splits,
+            MIN_BLOCKS=self.min_blocks,
+        ).launch(
+            (tiles if self.splits > 1 else min(tiles, device.multiprocessors * self.min_blocks), self.splits),
+            384 if self.tile_m * self.tile_n > _MAX_SUMS else 32 * (_WARPS + 1),
+            max(fixed + stages * stage, device.shared_memory // (self.min_blocks + 1) + 1),
+            **_maps(problem, self.tile_m, self.tile_n, groups),
+            **problem.arguments(kernel),
+        )
+        return [launch]
+
+
+@cache
+def choose(m: int, n: int, k: int, layout: str, device: Device) -> PackedConfig:
+    """The config that takes the least time by the model, for at most `m` rows, a power of two."""
+    # With more products in flight, the larger tiles are slower, or have no registers for AWQ's words.
+    most = _MAX_SUMS if layout == "awq" else 2 * _MAX_SUMS
+
+    def cycles(one: PackedConfig) -> float:
+        tiles = -(-m // one.tile_m) * -(-n // one.tile_n)
+        waves = -(-tiles // max(1, int(CLUSTERS[one.splits] * device.multiprocessors)))
+        loads = one.tile_m * _ROW_BYTES + one.tile_n * STEP_K // 2
+        products, codes = one.tile_m * one.tile_n * STEP_K * _PRODUCT_CYCLES, one.tile_n * STEP_K * _CODE_CYCLES
+        step = max(products + codes * _CODES_BESIDE, codes, loads / _L2_BYTES)
+        exchange = _EXCHANGE_CYCLES * (one.splits.bit_length() - 1)
+        return waves * (_TILE_CYCLES + -(-k // (STEP_K * one.splits)) * step) + exchange
+
+    found = []
+    for tile_m, tile_n in (
+        (16, 128),
+        (16, 256),
+        (32, 128),
+        (32, 256),
+        (64, 128),
+        (64, 256),
+        (128, 128),
+        (128, 256),
+        (256, 128),
+    ):
+        for splits in CLUSTERS:
+            fits = splits == 1 or (tile_m <= _MAX_SHARED_ROWS and splits <= -(-k // STEP_K))
+            if fits and (tile_m <= m or tile_m == 16):
+                chunk = 2 if tile_m < 256 and tile_m * tile_n <= most else 1
+                found.append(PackedConfig(tile_m, tile_n, chunk, splits, 1))
+    return min(found, key=cycles)
+
+
+def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict[str, Any]:
+    """The boxes of a step, and of what is stored. The map of a stands for that of scales or zero points not there."""
+    weight, a, out = problem.weight, problem.a, problem.epilogue.out
+    n, k, bits = weight.n, weight.k, weight.bits
+    # The stride of a single row says nothing.
+    a_pitch = a.stride * 2 if a.rows > 1 else -(-k // 8) * 16
+    out_pitch = check.row_stride(out) * 2 if a.rows > 1 else -(-n // 8) * 16
+    a_map = TensorMap(a.source, a.dtype, (k, a.rows), (a_pitch,), (STEP_K, tile_m), _ROW_BYTES)
+
+    def of_groups(tensor: TensorArg | None, bits: int) -> TensorMap:
+        if tensor is None:
+            return a_map
+        width = 8 * tensor.dtype.itemsize
+        box = (tile_n * bits // width, groups)
+        return TensorMap(tensor, tensor.dtype, (n * bits // width, weight.groups), (n * bits // 8,), box)
+
+    columns = 16 * tile_n // (16 * _WARPS)
+    return {
+        "a_map": a_map,
+        "codes_map": _codes_map(problem, tile_n),
+        "scales_map": of_groups(weight.scales, 8 * weight.scales.dtype.itemsize if weight.scales else 0),
+        "zeros_map": of_groups(weight.zeros, bits if weight.zero_kind == "codes" else 16),
+        "out_map": TensorMap(out, out.dtype, (n, a.rows), (out_pitch,), (columns, 16), columns * 2),
+    }
+
+
+def _codes_map(problem: PackedProblem, tile_n: int) -> TensorMap:
+    """As packed_weight.cuh describes it."""
+    weight = problem.weight
+    n, k, bits, swizzle = weight.n, weight.k, weight.bits, 0
+    if weight.layout == "marlin":
+        sizes, box = (32 * bits, n // 64, k // 16), (32 * bits, tile_n // 64, STEP_K // 16)
+    elif weight.layout == "awq":
+        sizes, box, swizzle = (n // 8, k, 1), (tile_n // 8, STEP_K, 1), tile_n // 2
+    else:
+        sizes, box = (n, k * bits // 32, 1), (tile_n, STEP_K * bits // 32, 1)
+    strides = (sizes[0] * 4, sizes[0] * sizes[1] * 4)
+    return TensorMap(weight.codes, weight.codes.dtype, sizes, strides, box, swizzle)

@@ -1,0 +1,169 @@
+"""Which kernel serves a product with a weight of packed codes, and how: a Config for each, the choice, the launches.
+
+Two kernels read the codes themselves: gemm_packed_mma.cu for few rows, and gemm_packed.cu on compute capability 9.0.
+What they do not serve is written in full and multiplied (`dequantize_packed`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..._core import check, tuning
+from ..._core.device import Device
+from ..._core.dtypes import bfloat16, float16
+from ..._core.kernel import Kernel, Launch
+from . import dequantize_packed, packed_hopper
+from .gemm_hopper import CLUSTERS
+from .packed_hopper import STEP_K, PackedConfig
+from .packed_problem import PackedProblem, PackedWeight
+
+_gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
+
+_TILE_N = 64
+_STAGES = 3
+_WORDS = 512  # bits of the words of a lane in a step: eight words, four times
+_ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
+# Measured on an H200: docs/performance.md, "Products with packed weights".
+_MAX_WARPS = 8  # of a block
+_RESIDENT = {1: 16, 2: 16, 4: 16, 8: 16, 16: 12, 32: 8}  # warps of a multiprocessor that registers allow, by tile_m
+# Chosen by arithmetic, measured nowhere yet.
+_MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
+_MAX_ROWS = 64  # up to which it is faster than writing the weight in full
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMmaConfig:
+    """The geometry of gemm_packed_mma.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m: rows of a tile, whose columns are 64.
+        warps: of a block, each with a part of K.
+        splits: blocks of a cluster, each with a part of K.
+        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+    """
+
+    tile_m: int
+    warps: int
+    splits: int
+    min_blocks: int
+
+    def __post_init__(self) -> None:
+        shape = self.tile_m in _RESIDENT and self.splits in (1, 2, 4, 8)
+        if not shape or not 1 <= self.warps <= self.warps * self.min_blocks <= _RESIDENT[self.tile_m]:
+            raise ValueError(f"no geometry of gemm_packed_mma.cu: {self}")
+
+    def candidates(self, problem: PackedProblem, device: Device) -> list[PackedMmaConfig]:
+        """Other tiles, warps and splits."""
+        return tuning.varied(
+            self,
+            tile_m=tuning.beside(self.tile_m, min(tuning.power_of_two(problem.m), 8), 32),
+            warps=tuning.beside(self.warps, 1, 16),
+            splits=tuning.beside(self.splits, 1, device.cluster),
+            min_blocks=(self.min_blocks - 1, self.min_blocks + 1),
+        )
+
+    def launches(self, problem: PackedProblem) -> list[Launch]:
+        """A cluster of blocks for each tile."""
+        weight, constants = problem.weight, problem.constants()
+        step, size = _WORDS // weight.bits, constants["GROUP_SIZE"]
+        groups = step // size if 0 < size < step else 1
+        stage = self.tile_m * step * 2 + groups * problem.group_bits() * _TILE_N // 8
+        sums = _TILE_N * max(8, self.tile_m) * 4
+        kernel = problem.kernel(_gemm_packed_mma)
+        launch = kernel(
+            **constants,
+            WHOLE_STEPS=weight.k % step == 0,
+            TILE_M=self.tile_m,
+            WARPS=self.warps,
+            SPLITS=self.splits,
+            STAGES=_STAGES,
+            MIN_BLOCKS=self.min_blocks,
+        ).launch(
+            (-(-problem.m // self.tile_m) * (weight.n // _TILE_N), self.splits),
+            self.warps * 32,
+            self.warps * max(_STAGES * stage, sums),
+            **problem.arguments(kernel),
+        )
+        return [launch]
+
+
+Config = PackedConfig | PackedMmaConfig
+
+
+def plan(problem: PackedProblem) -> list[Launch]:
+    """The launches of the kernel that is chosen, or forced by `tuning`."""
+    if not serves(problem, problem.device):
+        return dequantize_packed.plan(problem)
+    config = tuning.config(problem.op, problem, problem.device, choose)
+    permute, a = dequantize_packed.activations(problem)
+    return [*permute, *config.launches(replace(problem, a=a))]
+
+
+def serves(problem: PackedProblem, device: Device) -> bool:
+    """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weight."""
+    return _serves_many(problem, device) or (_serves_few(problem, device) and problem.m <= _MAX_ROWS)
+
+
+def choose(problem: PackedProblem, device: Device) -> Config:
+    """The kernel for a problem that one `serves`, and its geometry. Equal for all problems of a bucket."""
+    m, w = tuning.power_of_two(problem.m), problem.weight
+    many = _serves_many(problem, device)
+    if _serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
+        step = _WORDS // w.bits
+        return choose_mma(m, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step)
+    return packed_hopper.choose(m, w.n, w.k, w.layout, device)
+
+
+def _serves_few(problem: PackedProblem, device: Device) -> bool:
+    w = problem.weight
+    return reads_codes(problem) and device.supports("mma") and _fits(w, _WORDS // w.bits)
+
+
+def _serves_many(problem: PackedProblem, device: Device) -> bool:
+    return reads_codes(problem) and device.supports("wgmma") and _fits(problem.weight, STEP_K) and _is_mapped(problem)
+
+
+def choose_mma(m: int, n: int, steps: int, device: Device, several_groups: bool = False) -> PackedMmaConfig:
+    """As many warps as the device holds at a time, eight to a block at most, and their parts of K.
+
+    Of several groups in a step, a thread has more in registers, and one of many rows would spill.
+    """
+    tile_m = min(m, 8 if several_groups else 16 if m <= 16 else 32)
+    resident = _RESIDENT[32 if several_groups else tile_m]
+    tiles = -(-m // tile_m) * (n // _TILE_N)
+    clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
+    splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
+    blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
+    warps = max(1, min(_MAX_WARPS, resident // blocks, -(-steps // splits)))
+    return PackedMmaConfig(tile_m, warps, splits, resident // warps)
+
+
+def reads_codes(problem: PackedProblem) -> bool:
+    """Whether kernels that read codes themselves have an instance for this problem."""
+    w, e, a = problem.weight, problem.epilogue, problem.a
+    codes = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8)}.get(w.layout, ())
+    kind = w.bits in codes and not (w.type.is_integer and w.type.signed) and w.recoding == "none"
+    zeros = w.zero_kind in ("none", "added") or (w.zero_kind == "codes" and w.zero_layout == _ZEROS.get(w.layout))
+    zeros = zeros and not (w.layout == "marlin" and w.bits == 8 and w.zero_kind == "codes")
+    scales = w.scale_kind in ("float", "e5m3", "e8m0") and (w.scales is not None or w.zero_kind != "added")
+    rows = w.g_idx is None and w.k % (16 if w.layout == "marlin" else 32 // w.bits) == 0
+    aligned = a.vec_size(w.k) == 8 and all(
+        one.alignment == 16 for one in (w.codes, w.scales, w.zeros) if one is not None
+    )
+    sums = e.out.dtype in (float16, bfloat16) and not (e.is_gated or e.has_matrix_bias or e.block_scaled or e.azp_adj)
+    dtypes = a.dtype in (float16, bfloat16) and a.dtype is e.out.dtype
+    sizes = problem.m > 0 and w.n > 0 and w.n % _TILE_N == 0 and w.k > 0
+    return all((kind, zeros, scales, rows, aligned, sums, dtypes, sizes))
+
+
+def _fits(weight: PackedWeight, step: int) -> bool:
+    """Whether a step of so many rows is of whole groups, or within one."""
+    size = weight.group_size
+    smallest = 16 if weight.layout == "marlin" else 128 // weight.bits
+    return weight.groups == 1 or size % step == 0 or (step % size == 0 and size % smallest == 0)
+
+
+def _is_mapped(problem: PackedProblem) -> bool:
+    """Whether rows of out begin at multiples of 16 bytes, as a map asks."""
+    out = problem.epilogue.out
+    return out.alignment == 16 and (problem.m == 1 or check.row_stride(out) % 8 == 0)

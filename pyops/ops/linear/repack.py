@@ -1,0 +1,87 @@
+"""Packed weights in other layouts: one launch of repack_weight.cu, for one weight or for those of experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..._core.kernel import Kernel, Launch
+from ..._core.tensor import TensorArg
+from .._shared.packed_layouts import Layout
+from .packed_reference import pack, unpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_repack_weight = Kernel("linear/repack_weight.cu")
+_NUM_THREADS = 256  # each with a word
+TILE_COLUMNS = 64  # of Marlin's tiles, of which a row of words holds whole ones
+
+
+def repack(
+    packed: TensorArg,
+    codes: TensorArg,
+    layouts: tuple[Layout, Layout],
+    bits: int,
+    size: tuple[int, int],
+    *,
+    perm: TensorArg | None = None,
+    experts: int = 1,
+    columns: int | None = None,
+    strides: tuple[int, int] | None = None,
+) -> Launch:
+    """The launch that packs codes of weights of this size [K, N] anew.
+
+    Args:
+        packed: written, contiguous, words or bytes of the second layout.
+        codes: words or bytes of the first layout, contiguous unless `strides` are given.
+        layouts: of codes, and of packed.
+        perm: [experts, K] int32: row k is row perm[k] of codes.
+        experts: how many weights there are.
+        columns: of the weight in packed, with those that fill tiles; None for N.
+        strides: from a row of words to the next and from a column to the next, of gptq.
+    """
+    k, n = size
+    columns = n if columns is None else columns
+    num_words = k * columns * bits // 32
+    kernel = _repack_weight.renamed(
+        packed=packed.name, codes=codes.name, **({} if perm is None else {"perm": perm.name})
+    )
+    word_stride, word_step = strides or (n, 1)
+    return kernel(
+        SOURCE=f"packed_{layouts[0]}",
+        LAYOUT=f"packed_{layouts[1]}",
+        BITS=bits,
+        PERMUTED=perm is not None,
+        ACCESS=min(4, packed.alignment),
+        NUM_THREADS=_NUM_THREADS,
+    ).launch(
+        -(-experts * num_words // _NUM_THREADS),
+        _NUM_THREADS,
+        k=k,
+        n=n,
+        columns=columns,
+        num_words=num_words,
+        expert_words=k * n * bits // 32,
+        total=experts * num_words,
+        word_stride=word_stride,
+        word_step=word_step,
+        **({"perm": 0} if perm is None else {}),
+    )
+
+
+def repacked(
+    codes: Tensor,
+    layouts: tuple[Layout, Layout],
+    bits: int,
+    size: tuple[int, int],
+    perm: Any = None,
+    columns: int | None = None,
+) -> Tensor:
+    """int32 words of one weight, as `repack` writes them."""
+    k, n = size
+    columns = n if columns is None else columns
+    found = unpack(codes.contiguous(), layouts[0], bits, size).long()
+    if perm is not None:
+        inside = (perm >= 0) & (perm < k)
+        found = found[perm.where(inside, 0).long()] * inside[:, None]
+    return pack(found, layouts[1], bits, (k, columns), k * columns * bits // 32)

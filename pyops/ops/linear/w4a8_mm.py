@@ -1,0 +1,269 @@
+"""Matrix products of e4m3 activations with weights of signed 4-bit codes whose scales are e4m3.
+
+`cutlass_encode_and_reorder_int4b` returns Marlin's tiles for 8-bit activations, in the shape of what it was given, and
+contiguous. `cutlass_w4a8_mm` refuses any other strides: so a weight that was not reordered, whose columns lie one after
+another, is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check, dtypes
+from ..._core.dtypes import bfloat16, float8_e4m3fn, float16, int32
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg, new
+from .._shared.scalar_type import int4
+from .fp8_sums import absolute_error
+from .gemm_problem import Epilogue, Operand
+from .packed_plan import plan
+from .packed_problem import PackedProblem, PackedWeight
+from .packed_reference import multiply, values
+from .repack import repack, repacked
+from .scaled_mm import check_scales
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "cutlass_encode_and_reorder_int4b",
+    "cutlass_encode_and_reorder_int4b_experts",
+    "cutlass_encode_and_reorder_int4b_grouped",
+    "cutlass_pack_scale_fp8",
+    "cutlass_w4a8_mm",
+]
+
+_pack_scale = Kernel("linear/cutlass_pack_scale_fp8.cu")
+_NUM_THREADS = 256  # of it, each with a scale
+_PRODUCTS = 8  # of a scale, with -8 ... -1
+_TILE = 32  # rows and columns of a tile
+_SCHEDULES = tuple(f"{m}x{n}_{c}x1x1" for m in (128, 256) for n in (16, 32, 64, 128, 256) for c in (1, 2))
+
+
+@op(returns="out", ulps=0)
+def cutlass_encode_and_reorder_int4b(B: Tensor, *, out: Tensor) -> None:
+    """A weight of signed 4-bit codes as `cutlass_w4a8_mm` takes it.
+
+    Args:
+        B: [K / 8, N] int32, of any strides; K and N multiples of 32. A column is a string of codes, from the lowest
+            bits of its first word on.
+        out: of the shape of B, int32, contiguous, returned; new unless given.
+    """
+    size = B.shape[0] * 8, B.shape[1]
+    out.copy_(repacked(B, ("gptq", "marlin_8"), 4, size).view(out.shape))
+
+
+@cutlass_encode_and_reorder_int4b.result
+def result_cutlass_encode_and_reorder_int4b(B: TensorArg) -> Result:
+    return Result(B.shape, int32)
+
+
+@cutlass_encode_and_reorder_int4b.plan
+def plan_cutlass_encode_and_reorder_int4b(B: TensorArg, out: TensorArg) -> Launch:
+    check.dtype(B, int32)
+    check.sizes(B, words=None, N=None)
+    words, n = B.shape
+    _check_tiles(B, words * 8, n)
+    check.shape(out, int32, words=words, N=n)
+    stride, step = B.strides
+    return repack(out, B, ("gptq", "marlin_8"), 4, (words * 8, n), strides=(stride, step))
+
+
+def _check_tiles(weight: TensorArg, k: int, n: int) -> None:
+    """Check that tiles divide a weight [K, N]."""
+    if k % _TILE or n % _TILE:
+        raise weight.error(f"expected K and N that are multiples of {_TILE}, got {k} and {n}")
+
+
+@cutlass_encode_and_reorder_int4b.example
+def example_cutlass_encode_and_reorder_int4b(
+    make: Any, *, num_tokens: int = 16, row_major: bool = False
+) -> tuple[Any, ...]:
+    words, n = 4 * num_tokens, 96
+    shape = (words, n) if row_major else (n, words)
+    weight = make.randint(-(2**31), 2**31, *shape, dtype="int32")
+    return weight if row_major else make.transposed(weight), make.empty(words, n, dtype="int32")
+
+
+@op(returns="out", ulps=0)
+def cutlass_encode_and_reorder_int4b_experts(b_tensors: Tensor, *, out: Tensor) -> None:
+    """`cutlass_encode_and_reorder_int4b` of the weights of all experts.
+
+    Args:
+        b_tensors: [num_experts, N, K / 8] int32, contiguous; K and N multiples of 32.
+        out: of the same shape, int32, contiguous, returned; new unless given.
+    """
+    for expert, packed in zip(b_tensors, out, strict=True):
+        n, words = expert.shape
+        packed.copy_(repacked(expert.t(), ("gptq", "marlin_8"), 4, (words * 8, n)).view(packed.shape))
+
+
+@cutlass_encode_and_reorder_int4b_experts.result
+def result_cutlass_encode_and_reorder_int4b_experts(b_tensors: TensorArg) -> Result:
+    return Result(b_tensors.shape, int32)
+
+
+@cutlass_encode_and_reorder_int4b_experts.plan
+def plan_cutlass_encode_and_reorder_int4b_experts(b_tensors: TensorArg, out: TensorArg) -> Launch:
+    check.dtype(b_tensors, int32)
+    check.sizes(b_tensors, num_experts=None, N=None, words=None)
+    check.contiguous(b_tensors)
+    experts, n, words = b_tensors.shape
+    _check_tiles(b_tensors, words * 8, n)
+    check.shape(out, int32, num_experts=experts, N=n, words=words)
+    layouts: Any = ("gptq", "marlin_8")
+    return repack(out, b_tensors, layouts, 4, (words * 8, n), experts=experts, strides=(1, words))
+
+
+@cutlass_encode_and_reorder_int4b_experts.example
+def example_cutlass_encode_and_reorder_int4b_experts(make: Any, *, num_tokens: int = 4) -> tuple[Any, ...]:
+    shape = 3, 64, 4 * num_tokens
+    return make.randint(-(2**31), 2**31, *shape, dtype="int32"), make.empty(*shape, dtype="int32")
+
+
+def cutlass_encode_and_reorder_int4b_grouped(b_tensors: Any) -> tuple[Any, Any]:
+    """(`cutlass_encode_and_reorder_int4b_experts` of `b_tensors`, what describes the layout of each).
+
+    The layout is one and the same: its description is [num_experts, 0] int32.
+    """
+    packed = cutlass_encode_and_reorder_int4b_experts(b_tensors)
+    return packed, new(b_tensors, (b_tensors.shape[0], 0), "int32")
+
+
+@op(returns="out", ulps=0)
+def cutlass_pack_scale_fp8(scales: Tensor, *, out: Tensor) -> None:
+    """The products of scales with -8 ... -1, for `cutlass_w4a8_mm`: ``out[8 i + j] = e4m3((j - 8) * scales[i])``.
+
+    Args:
+        scales: [groups, N] float8_e4m3fn, contiguous.
+        out: [8 * groups * N] float8_e4m3fn, contiguous, returned; new unless given.
+    """
+    factors = torch.arange(-_PRODUCTS, 0, device=scales.device, dtype=torch.float32)
+    products = scales.reshape(-1, 1).float() * factors
+    out.copy_(products.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(-1))
+
+
+@cutlass_pack_scale_fp8.result
+def result_cutlass_pack_scale_fp8(scales: TensorArg) -> Result:
+    return Result((scales.numel * _PRODUCTS,), float8_e4m3fn)
+
+
+@cutlass_pack_scale_fp8.plan
+def plan_cutlass_pack_scale_fp8(scales: TensorArg, out: TensorArg) -> Launch:
+    check.dtype(scales, float8_e4m3fn)
+    check.contiguous(scales)
+    check.shape(out, float8_e4m3fn, products=scales.numel * _PRODUCTS)
+    kernel = _pack_scale.renamed(packed=out.name)
+    return kernel(ACCESS=check.vector_width(_PRODUCTS, out), NUM_THREADS=_NUM_THREADS).launch(
+        -(-scales.numel // _NUM_THREADS), _NUM_THREADS, numel=scales.numel
+    )
+
+
+@cutlass_pack_scale_fp8.example
+def example_cutlass_pack_scale_fp8(make: Any, *, num_tokens: int = 16) -> tuple[Any, ...]:
+    n = 72
+    scales = make.randn(num_tokens, n, dtype="float8_e4m3fn")
+    return scales, make.empty(num_tokens * n * _PRODUCTS, dtype="float8_e4m3fn")
+
+
+def _absolute_error(A: Tensor, B: Tensor, group_scales: Tensor, group_size: int) -> float:
+    return absolute_error(A, values(_w4a8_weight(A, B, group_scales, group_size)))
+
+
+@op(returns="out", atol=_absolute_error)
+def cutlass_w4a8_mm(
+    A: Tensor,
+    B: Tensor,
+    group_scales: Tensor,
+    group_size: int,
+    channel_scales: Tensor,
+    token_scales: Tensor,
+    out_type: torch.dtype | None = None,
+    maybe_schedule: str | None = None,
+    *,
+    out: Tensor,
+) -> None:
+    """A product with signed 4-bit codes: ``out = token_scales * (channel_scales * (A @ e4m3(code * scale)))``.
+
+    Sums are those of tensor cores for fp8 (`fp8_sums.py`); the result is rounded once.
+
+    Args:
+        A: [M, K] float8_e4m3fn; rows of one stride.
+        B: [K / 8, N] int32, contiguous, as `cutlass_encode_and_reorder_int4b` returns it.
+        group_scales: [8 * K / group_size * N] float8_e4m3fn, contiguous, as `cutlass_pack_scale_fp8` returns them.
+        group_size: rows under one scale; divides K.
+        channel_scales: float32, contiguous, N or 1 elements; token_scales: likewise, M or 1.
+        out_type: of a new out: bfloat16 or float16; None for bfloat16.
+        maybe_schedule: None, or a name of vLLM's; it has no effect.
+        out: [M, N] bfloat16 or float16, returned; elements of a row lie one after another; new unless given.
+    """
+    multiply(out, A, _w4a8_weight(A, B, group_scales, group_size), token_scales, channel_scales)
+
+
+def _w4a8_weight(A: Any, B: Any, group_scales: Any, group_size: int) -> PackedWeight:
+    k, n = A.shape[1], B.shape[1]
+    groups = k // group_size
+    return PackedWeight(B, "marlin_8", int4, k, n, groups, group_size, group_scales, scale_kind="products")
+
+
+@cutlass_w4a8_mm.result
+def result_cutlass_w4a8_mm(A: TensorArg, B: TensorArg, out_type: Any) -> Result:
+    check.sizes(A, M=None, K=None)
+    check.sizes(B, words=None, N=None)
+    dtype = bfloat16 if out_type is None else dtypes.of(out_type)
+    if dtype not in (bfloat16, float16):
+        raise check.refuse(A, "out_type", f"expected bfloat16 or float16, got {out_type}")
+    return Result((A.shape[0], B.shape[1]), dtype)
+
+
+@cutlass_w4a8_mm.plan
+def plan_cutlass_w4a8_mm(
+    A: TensorArg,
+    B: TensorArg,
+    group_scales: TensorArg,
+    group_size: int,
+    channel_scales: TensorArg,
+    token_scales: TensorArg,
+    out_type: Any,
+    maybe_schedule: str | None,
+    out: TensorArg,
+) -> list[Launch]:
+    check.dtype(A, float8_e4m3fn)
+    result = result_cutlass_w4a8_mm(A, B, out_type)
+    (m, k), n = A.shape, B.shape[1]
+    check.dtype(B, int32)
+    check.sizes(B, words=k // 8, N=n)
+    _check_tiles(B, k, n)
+    if B.strides != (n, 1):
+        raise B.error(f"expected a contiguous tensor, as cutlass_encode_and_reorder_int4b returns it, got {B.strides}")
+    if group_size < 1 or k % group_size:
+        raise check.refuse(A, "group_size", f"expected a number that divides K, {k}, got {group_size}")
+    if maybe_schedule not in (None, *_SCHEDULES):
+        raise check.refuse(A, "maybe_schedule", f"expected None or one of {_SCHEDULES}, got {maybe_schedule!r}")
+    check.shape(group_scales, float8_e4m3fn, products=_PRODUCTS * (k // group_size) * n)
+    check_scales(n, channel_scales)
+    check_scales(m, token_scales)
+    check.dtype(out, *((result.dtype,) if out_type is not None else (bfloat16, float16)))
+    check.sizes(out, M=m, N=n)
+    check.row_size(out)
+    weight = _w4a8_weight(A, B, group_scales, group_size)
+    return plan(PackedProblem(Operand.of_rows(A), weight, Epilogue(out, token_scales, channel_scales)))
+
+
+@cutlass_w4a8_mm.example
+def example_cutlass_w4a8_mm(make: Any, *, num_tokens: int = 16, group_size: Literal[32, 128] = 32) -> tuple[Any, ...]:
+    k, n = 128, 96
+    return (
+        make.randn(num_tokens, k, dtype="float8_e4m3fn"),
+        make.randint(-(2**31), 2**31, k // 8, n, dtype="int32"),
+        make.randn(_PRODUCTS * (k // group_size) * n, dtype="float8_e4m3fn"),
+        group_size,
+        make.full(n, value=2.0**-4, dtype="float32"),
+        make.full(num_tokens, 1, value=0.05, dtype="float32"),
+        None,
+        None,
+        make.empty(num_tokens, n, dtype="bfloat16"),
+    )

@@ -1,0 +1,169 @@
+"""A call of the chunked state-space scan: what its kernels depend on, and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.dtypes import FLOATS, float32
+from ..._core.tensor import TensorArg
+
+_MAX_TOKENS = 2**31 - 64  # kernels count tokens in 32 bits
+MAX_ROWS = 128  # rows of a block of chunk_scan.cu and chunk_scan_states.cu: dimensions of its heads
+_MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread holds as many in registers
+_CHUNK_PARTS, _MANY_CHUNKS = 4, 16  # parts of a chunk where a segment has fewer chunks than this many
+_MAX_SEGMENTS = 64  # whose states chunk_scan_pass.cu adds up, one after another
+_BLOCKS = {True: 2, False: 8}  # to a multiprocessor: of kernels that multiply matrices, and of chunk_scan_simt.cu
+_WIDE = 64  # elements of a row of the tiles of chunk_scan_states.cu
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """A call of `mamba_chunk_scan_varlen`, its arguments by name."""
+
+    call: Mapping[str, Any]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(heads, elements of a head, groups, elements of a state)."""
+        (_, num_heads, head_size), (_, num_groups, state_size) = self.call["x"].shape, self.call["B"].shape
+        return num_heads, head_size, num_groups, state_size
+
+    @property
+    def num_chunks(self) -> int:
+        return int(self.call["seq_idx"].shape[0])
+
+    def segments(self, row_blocks: int) -> tuple[int, int, int]:
+        """(segments that fill the device once, parts of a chunk that divide them evenly, tokens of a part)."""
+        device, num_tokens = self.call["x"].device, self.call["x"].shape[0]
+        blocks = _BLOCKS[self.uses_mma] * device.multiprocessors
+        wanted = max(1, min(blocks // row_blocks, _MAX_SEGMENTS))
+        chunk_parts, part_tokens = 1, min(self.call["chunk_size"], max(1, num_tokens))
+        long = 2 * num_tokens >= self.num_chunks * part_tokens  # else most parts would be empty
+        if wanted > 1 and long and self.num_chunks < _MANY_CHUNKS * wanted:
+            chunk_tokens = part_tokens
+            tile = self.tile_tokens
+            part_tokens = -(-chunk_tokens // (_CHUNK_PARTS * tile)) * tile
+            chunk_parts = -(-chunk_tokens // part_tokens)
+        return max(1, min(wanted, self.num_chunks * chunk_parts)), chunk_parts, part_tokens
+
+    @property
+    def head_tile(self) -> int:
+        """Dimensions of a head that a block of chunk_scan.cu takes."""
+        _, head_size, _, state_size = self.sizes
+        return gcd(head_size, MAX_ROWS if state_size <= _MAX_STATE_OF_TWO_TILES else MAX_ROWS // 2)
+
+    @property
+    def heads(self) -> int:
+        """Heads of a block of chunk_scan.cu, which share B and C."""
+        num_heads, head_size, num_groups, state_size = self.sizes
+        rows = MAX_ROWS if state_size <= _MAX_STATE_OF_TWO_TILES else MAX_ROWS // 2
+        return gcd(num_heads // num_groups, rows // self.head_tile) if self.head_tile == head_size else 1
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of chunk_scan.cu for the rows of all heads."""
+        num_heads, head_size, _, _ = self.sizes
+        return num_heads // self.heads * (head_size // self.head_tile)
+
+    @property
+    def uses_mma(self) -> bool:
+        """Whether chunk_scan.cu serves the call; chunk_scan_simt.cu serves every call."""
+        x, out, initial = self.call["x"], self.call["out"], self.call["initial_states"]
+        state_size = self.sizes[3]
+        read = [self.call[name] for name in ("x", "B", "C")]
+        return (
+            x.dtype is not float32
+            and x.device.supports("mma")
+            and state_size % 16 == 0
+            and 16 <= state_size <= 256
+            and self.head_tile % 16 == 0
+            and self.heads * self.head_tile >= 32
+            and all(arg.alignment == 16 and arg.strides[0] % 8 == 0 for arg in read)
+            and out.alignment >= 8
+            and out.strides[0] % 4 == 0
+            and (initial is None or initial.alignment >= 2 * initial.dtype.itemsize)
+            and self.call["states"].alignment >= 2 * self.call["states"].dtype.itemsize
+        )
+
+    @property
+    def uses_wgmma(self) -> bool:
+        """Whether chunk_scan_states.cu may find the states of segments."""
+        state_size = self.sizes[3]
+        wide = self.head_tile % _WIDE == 0 and state_size in (_WIDE, 2 * _WIDE)
+        return wide and self.uses_mma and self.call["x"].device.supports("wgmma")
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of the largest tile: of chunk_scan_states.cu, or of results by chunk_scan.cu."""
+        return 64 if self.uses_wgmma else 32
+
+    def bucket(self) -> str:
+        num_heads, head_size, num_groups, state_size = self.sizes
+        kind = "wgmma" if self.uses_wgmma else "mma" if self.uses_mma else "simt"
+        return (
+            f"{kind} {self.call['x'].dtype.name} heads={num_heads}/{num_groups}"
+            f"x{head_size} state={state_size} chunks={tuning.power_of_two(self.num_chunks)}"
+        )
+
+
+def check_scan(call: Mapping[str, Any]) -> Problem:
+    """The problem of a call; OpError for a call that no kernel serves."""
+    x, dt, B, C, out, D, z = (call[name] for name in ("x", "dt", "B", "C", "out", "D", "z"))
+    check.floating(x)
+    check.sizes(x, num_tokens=None, num_heads=None, head_size=None)
+    num_tokens, num_heads, head_size = x.shape
+    if num_tokens > _MAX_TOKENS:
+        raise x.error(f"expected at most {_MAX_TOKENS} tokens, got {num_tokens}")
+    check.sizes(B, num_tokens=num_tokens, num_groups=None, state_size=None)
+    num_groups, state_size = B.shape[1:]
+    if not num_groups or num_heads % num_groups:
+        raise B.error(f"expected a number of groups that divides num_heads={num_heads}, got {num_groups}")
+    if not 1 <= state_size <= 256:
+        raise B.error(f"expected states of 1 to 256 elements, got {state_size}")
+    check.dtype(B, x.dtype)
+    for arg, like in ((C, B), (out, x), (z, x)):
+        check.like(arg, like)
+    for arg in (x, B, C, out, z):
+        if arg is not None:
+            check_heads(arg)
+    check.floating(dt)
+    check.sizes(dt, num_tokens=num_tokens, num_heads=num_heads)
+    check.shape(call["A"], float32, num_heads=num_heads)
+    check.dtype(call["dt_bias"], *FLOATS)
+    check.shape(call["dt_bias"], num_heads=num_heads)
+    if D is not None:
+        check.floating(D)
+        check.sizes(D, num_heads=num_heads, **({"head_size": head_size} if len(D.shape) > 1 else {}))
+    if call["chunk_size"] < 1:
+        raise check.refuse(x, "chunk_size", f"expected at least 1, got {call['chunk_size']}")
+    _check_indices(call)
+    for name in ("initial_states", "states"):
+        check.dtype(call[name], *FLOATS)
+    num_seqs, num_chunks = call["last_chunk_indices"].shape[0], call["seq_idx"].shape[0]
+    rest = {"num_heads": num_heads, "head_size": head_size, "state_size": state_size}
+    check.shape(call["initial_states"], num_seqs=num_seqs, **rest)
+    count = {"num_chunks": num_chunks} if call["return_intermediate_states"] else {"num_seqs": num_seqs}
+    check.shape(call["states"], **count, **rest)
+    return Problem(call)
+
+
+def check_heads(arg: TensorArg) -> None:
+    """The last two dimensions, heads of a token, lie one after another; tokens may have any stride."""
+    (heads, size), (head_stride, step) = arg.shape[-2:], arg.strides[-2:]
+    if arg.numel and ((size > 1 and step != 1) or (heads > 1 and head_stride != size)):
+        raise arg.error(f"expected contiguous heads, got shape {arg.shape} with strides {arg.strides}")
+
+
+def _check_indices(call: Mapping[str, Any]) -> None:
+    seq_idx, last = call["seq_idx"], call["last_chunk_indices"]
+    check.index(seq_idx, num_chunks=None)
+    check.index(last, num_seqs=None)
+    check.index(call["cu_seqlens"], num_seqs_and_one=last.shape[0] + 1)
+    check.index(call["cu_chunk_seqlens"], num_chunks_and_one=seq_idx.shape[0] + 1)
+    for name in ("cu_seqlens", "cu_chunk_seqlens", "last_chunk_indices", "seq_idx"):
+        check.dtype(call[name], seq_idx.dtype)
+        check.contiguous(call[name])

@@ -1,0 +1,338 @@
+"""attention_varlen_hopper.cu and mla_decode_hopper.cu: right under every schedule of the model of Hopper on the host;
+what is chosen."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pyops._core import config, device, dtypes, offline, tuning
+from pyops._core.example import ArgMaker
+from pyops.ops.attention import mla_hopper, varlen_hopper
+from pyops.ops.attention.arguments import Options, PagedKV
+from pyops.ops.attention.varlen_hopper import HopperConfig
+from pyops.ops.attention.varlen_plan import Config, choose, launch
+from pyops.ops.attention.varlen_problem import Problem, check_varlen
+from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
+from tests.calls import KERNELS
+from tests.profiles import few
+from tests.test_attention_mla import MLA
+from tests.test_attention_mla import _assert_is_attention as assert_is_mla
+from tests.test_attention_mla import _call as mla_call
+from tests.test_attention_varlen import VARLEN
+from tests.test_attention_varlen import _assert_is_attention as assert_is_attention
+from tests.test_attention_varlen import _call as varlen_call
+from tests.test_nvrtc import MISSING
+
+HOPPER = device.model("sm_90")
+FP8 = torch.float8_e4m3fn
+NAME = "paged_attention_varlen"
+# Query tokens and lengths beside tiles of 64 rows and 128 keys; one key in a tile of its own.
+COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
+
+
+@pytest.fixture(params=KERNELS)
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The host and, where it is a Hopper, the GPU: each by its name, with kernels on both. The host has few
+    multiprocessors, so that a block has several items of work."""
+    if request.param == "cuda" and not device.get(0).supports("wgmma"):
+        pytest.skip("no Hopper")
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
+    with config.cpu("kernels"):
+        yield str(request.param)
+
+
+def _schedules(on: str, schedules: Any) -> Any:
+    """A context for each schedule of the host; one for a GPU."""
+    return [scheduled(one) for one in schedules] if on == "cpu" else [nullcontext()]
+
+
+def _varlen(one: HopperConfig, schedules: Any = SCHEDULES[:1], bias: Any = None, **call: Any) -> None:
+    """The call is attention, with the same bits under these schedules."""
+    first: Any = None
+    device = call["out"].device
+    call["lse"] = torch.empty(call["out"].shape[1::-1], device=device)
+    VARLEN.forget()
+    with tuning.forced(NAME, one):
+        for schedule in _schedules(device.type, schedules):
+            with schedule:
+                assert_is_attention(dict(call), bias)
+            result = call["out"].clone(), call["lse"].clone()
+            first = first or result
+            assert same_bits(first[0], result[0])
+            assert same_bits(first[1], result[1])
+    VARLEN.forget()
+
+
+@pytest.mark.parametrize(("block_size", "head_size"), [(16, 64), (64, 128)])
+def test_every_schedule(on: str, block_size: int, head_size: int) -> None:
+    call = varlen_call(COUNTS, LENGTHS, dtype=torch.bfloat16, block_size=block_size, head_size=head_size, on=on)
+    _varlen(HopperConfig(128, 2), SCHEDULES, **call)
+
+
+# What the geometry depends on: the head, the block, the group of heads, the tile, the warpgroups.
+GEOMETRIES = [
+    (HopperConfig(64, 2), (4, 2), 16, 8),
+    (HopperConfig(128, 2), (2, 2), 80, 16),
+    (HopperConfig(176, 2), (4, 2), 112, 16),
+    (HopperConfig(112, 2), (7, 1), 192, 32),
+    (HopperConfig(80, 2), (2, 1), 256, 16),
+    (HopperConfig(96, 3), (4, 2), 64, 256),
+]
+
+
+@pytest.mark.parametrize(("one", "heads", "head_size", "block_size"), few(GEOMETRIES, 3), ids=str)
+def test_geometries(on: str, one: HopperConfig, heads: tuple[int, int], head_size: int, block_size: int) -> None:
+    call = varlen_call(
+        [65, 129], [65, 200], heads, dtype=torch.float16, head_size=head_size, block_size=block_size, on=on
+    )
+    _varlen(one, **call)
+
+
+@pytest.mark.parametrize(
+    ("one", "head_size", "block_size", "dtype"),
+    [
+        (HopperConfig(64, 2), 128, 16, torch.bfloat16),
+        (HopperConfig(48, 2), 80, 8, torch.float16),
+        (HopperConfig(112, 3), 64, 64, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_fp8_caches(on: str, one: HopperConfig, head_size: int, block_size: int, dtype: torch.dtype) -> None:
+    """Slots of no token hold NaN, and so do blocks that are another's, before a window."""
+    call = varlen_call([65, 129], [65, 200], dtype=dtype, head_size=head_size, block_size=block_size, on=on)
+    call["plain"] = [[x.to(FP8).double() * f for x, f in zip(pair, (0.5, 3.0), strict=True)] for pair in call["plain"]]
+    call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache")}
+    call |= {"kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0, "sliding_window": 150}
+    _varlen(one, SCHEDULES if block_size == 16 else SCHEDULES[:1], **call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_code(on: str, dtype: torch.dtype) -> None:
+    """All 256 of them, NaN included, as values of a single token."""
+    call = varlen_call([1], [1], (1, 1), dtype=dtype, head_size=256, on=on)
+    call.pop("plain")
+    codes = torch.arange(256, dtype=torch.uint8, device=on).view(FP8)
+    call |= {name: call[name].nan_to_num(nan=0.0).to(FP8) for name in ("key_cache", "value_cache")}
+    call["value_cache"][call["block_tables"][0, 0].long(), 0, 0] = codes
+    VARLEN.forget()
+    with tuning.forced(NAME, HopperConfig(48, 2)):
+        VARLEN.wrapper(**call | {"kv_cache_dtype": "fp8"})
+    VARLEN.forget()
+    torch.testing.assert_close(call["out"][0, 0].float(), codes.float(), rtol=2e-6, atol=0, equal_nan=True)
+
+
+def test_options(on: str) -> None:
+    """A window that begins in a tile, and blocks before it that are another's; every option of the logits."""
+    one, slopes = HopperConfig(64, 2), torch.tensor([0.5, 0.25, 0.0, -0.125], device=on)
+    for causal in (True, False):
+        call = varlen_call([65, 130], [190, 130], dtype=torch.bfloat16, on=on) | {
+            "sliding_window": 40,
+            "causal": causal,
+        }
+        free = call["block_tables"][0, : (190 - 64 - 40) // 16].long()
+        call["key_cache"][free] = call["value_cache"][free] = torch.nan
+        call["plain"][0] = [x.nan_to_num(nan=0.0) for x in call["plain"][0]]
+        _varlen(one, SCHEDULES[:2], **call)
+    call = varlen_call([65, 3], [90, 130], dtype=torch.bfloat16, on=on)
+    _varlen(one, bias=slopes.double().cpu(), **call | {"logits_soft_cap": 1.5, "alibi_slopes": slopes})
+    _varlen(one, **varlen_call([70], [70], dtype=torch.float16, on=on) | {"scale": -0.1})
+
+
+@pytest.mark.parametrize("block_size", few([16, 64], 1))
+def test_hostile_indices(on: str, block_size: int) -> None:
+    """Numbers that lead nowhere contribute nothing; rows of no sequence, and queries without keys, are as they are."""
+    call = varlen_call([20, 70, 8], [20, 150, 33], dtype=torch.bfloat16, block_size=block_size, head_size=32, on=on)
+    call.pop("plain")
+    for name in ("key_cache", "value_cache"):
+        call[name] = call[name].nan_to_num(nan=0.5)
+    call["block_tables"][:, 1] = torch.tensor([-1, 10**9, -(2**31)], device=on)
+    call |= {"sinks": torch.tensor([0.0, 2.0, -40.0, 9.0], device=on), "lse": torch.empty(4, 98, device=on)}
+    VARLEN.forget()
+    with tuning.forced(NAME, HopperConfig(128, 2)):
+        for lengths, starts in (
+            ([20, 2**31 - 1, -5], [0, 20, 90, 98]),
+            ([10, 40, 33], [-7, 3, 73, 2**31 - 1]),
+            ([20, 150, 33], [0, 20, 90, 95]),
+        ):
+            call["seq_lens"] = torch.tensor(lengths, dtype=torch.int32, device=on)
+            call["cu_seqlens_q"] = torch.tensor(starts, dtype=torch.int32, device=on)
+            assert_matches_reference(VARLEN, **call)
+        # Not ascending, they say nothing of whose the rows are; but no row outside is touched.
+        call["cu_seqlens_q"] = torch.tensor([90, 20, 10, 20], dtype=torch.int32, device=on)
+        VARLEN.wrapper(**call)
+    VARLEN.forget()
+
+
+def test_slices(on: str) -> None:
+    """Queries inside a fused QKV, caches inside one buffer, indices of 64 bits and apart, heads that lie apart."""
+    call = varlen_call([70, 7], [80, 7], dtype=torch.bfloat16, on=on)
+    fused = torch.full((77, 8, 64), torch.nan, dtype=torch.bfloat16, device=on)
+    fused[:, :4] = call["query"]
+    joint = torch.stack((call["key_cache"], call["value_cache"]), 1)
+    apart = {
+        name: torch.stack((call[name].long(),) * 2, -1)[..., 0] for name in ("seq_lens", "cu_seqlens_q", "block_tables")
+    }
+    call |= apart | {"query": fused[:, :4], "key_cache": joint[:, 0], "value_cache": joint[:, 1]}
+    _varlen(HopperConfig(128, 2), **call)
+    heads_apart = torch.stack((call["key_cache"], call["value_cache"]), 3)
+    _varlen(HopperConfig(64, 2), **call | {"key_cache": heads_apart[..., 0, :], "value_cache": heads_apart[..., 1, :]})
+
+
+def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: Any) -> Problem:
+    """Of four sequences, with eight query heads to each of two key-value heads."""
+    make = ArgMaker(device.model(arch))
+    dtype, block_size = changes.get("dtype", "bfloat16"), changes.get("block_size", 16)
+    cache = make.empty(99, block_size, 2, head_size, dtype=changes.get("cache_dtype", dtype))
+    index = {"dtype": "int32"}
+    kv = PagedKV(
+        cache,
+        cache,
+        2,
+        make.empty(4, 64, **index),
+        make.empty(4, **index),
+        block_size,
+        "auto" if "cache_dtype" not in changes else "fp8",
+        make.empty(1, dtype="float32"),
+        make.empty(1, dtype="float32"),
+    )
+    slopes = make.empty(16, dtype="float32") if changes.get("options") else None
+    query = make.empty(num_tokens, 16, head_size, dtype=dtype)
+    call = {
+        "out": query,
+        "query": query,
+        "cu_seqlens_q": make.empty(5, **index),
+        "causal": True,
+        **kv.named(),
+        **Options(alibi_slopes=slopes, logits_soft_cap=20.0 if slopes else 0.0).named(),
+    }
+    return check_varlen(call)
+
+
+def test_choice() -> None:
+    """Tiles by the size of heads; the other kernels for what cannot be mapped, and for few rows of each sequence."""
+    for head_size, options, expected in (
+        (64, False, HopperConfig(112, 3)),
+        (80, True, HopperConfig(128, 2)),
+        (128, False, HopperConfig(128, 2)),
+        (192, False, HopperConfig(112, 2)),
+        (256, False, HopperConfig(80, 2)),
+        (256, True, HopperConfig(48, 2)),
+    ):
+        problem = _problem(4096, head_size, options=options)
+        assert choose(problem, HOPPER) == expected
+        of_codes = _problem(4096, head_size, options=options, cache_dtype="uint8")
+        for served in (problem, of_codes) if of_codes.uses_wgmma else (problem,):
+            chosen = choose(served, HOPPER)
+            assert isinstance(chosen, HopperConfig)
+            for one in (chosen, *chosen.candidates(served, HOPPER)):
+                found = launch(served, one)
+                assert found.shared + varlen_hopper._STATIC_BYTES <= HOPPER.shared_memory
+                assert found.specialisation.constants["STAGES"] >= 2
+    for problem in (
+        _problem(4, 128),
+        _problem(0, 128),
+        _problem(4096, 120),
+        _problem(4096, 272),
+        _problem(4096, 128, block_size=20),
+        _problem(4096, 128, dtype="float32"),
+        _problem(4096, 128, cache_dtype="float8_e4m3fnuz"),
+        _problem(4096, 256, cache_dtype="uint8", options=True),
+        _problem(4096, 128, "sm_100"),
+    ):
+        assert isinstance(choose(problem, problem.query.device), Config)
+    for wrong in (lambda: HopperConfig(100, 2), lambda: HopperConfig(272, 2), lambda: HopperConfig(128, 4)):
+        with pytest.raises(ValueError, match="no geometry"):
+            wrong()
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(
+    ("head_size", "options", "codes"),
+    few([(64, False, True), (128, False, False), (192, True, False), (256, False, False), (256, False, True)], 2),
+)
+def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes: bool) -> None:
+    problem = _problem(4096, head_size, options=options, **{"cache_dtype": "uint8"} if codes else {})
+    one = launch(problem, choose(problem, HOPPER)).specialisation
+    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
+    assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
+    assert report.shared_bytes <= varlen_hopper._STATIC_BYTES
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_heads", "page_size", "splits", "dtype"),
+    few(
+        [
+            ([70, 129], 16, 16, 1, torch.bfloat16),
+            ([65, 64, 1, 0], 128, 16, 1, torch.bfloat16),
+            ([65, 129], 128, 64, 1, torch.bfloat16),
+            ([450, 65], 40, 48, 3, torch.bfloat16),
+            ([330, 65], 100, 128, 2, torch.float16),
+        ],
+        3,
+    ),
+)
+def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype) -> None:
+    """One block and clusters of two, tiles and pairs of tiles that end anywhere, direct results and joined ones."""
+    first: Any = None
+    MLA.forget()
+    for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
+        call = mla_call(lengths, num_heads, page_size, dtype=dtype, num_kv_splits=splits, device=on)
+        with schedule:
+            assert_is_mla(call)
+        assert isinstance(tuning.last[MLA.name], mla_hopper.HopperConfig)
+        result = call["out"], call["lse"]
+        first = first or result
+        assert same_bits(first[0], result[0])
+        assert same_bits(first[1], result[1])
+    MLA.forget()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "page_size", "splits", "dtype"), [([65, 129, 0], 16, 1, torch.bfloat16), ([450], 5, 3, torch.float16)]
+)
+def test_mla_codes(on: str, lengths: list[int], page_size: int, splits: int, dtype: torch.dtype) -> None:
+    """Slots of no token hold NaN."""
+    MLA.forget()
+    for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
+        call = mla_call(lengths, 70, page_size, dtype=dtype, kind=FP8, num_kv_splits=splits, device=on)
+        with schedule:
+            assert_is_mla(call)
+        assert isinstance(tuning.last[MLA.name], mla_hopper.HopperConfig)
+    MLA.forget()
+
+
+def test_mla_pages_that_are_not_there(on: str) -> None:
+    """The attention of a sequence is that over the tokens it has; without any, zeros."""
+    call = mla_call([196, 40], 16, device=on)
+    entries = call["plain"][0]
+    call["page_table"][0, 1] = -1
+    call["page_table"][0, 4] = len(call["kv_c_and_k_pe_cache"])
+    call["page_table"][1] = 2**31 - 1
+    call["plain"] = [torch.cat((entries[:16], entries[32:64], entries[80:])), entries[:0]]
+    assert_is_mla(call)
+    assert (call["out"][1] == 0).all()
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(
+    ("cluster", "cache_t"), few([(2, dtypes.bfloat16), (1, dtypes.float8_e4m3fn), (1, dtypes.bfloat16)], 2)
+)
+def test_mla_compiles_without_spills_and_advice(cluster: int, cache_t: dtypes.DType) -> None:
+    one = mla_hopper._decode.for_arch("sm_90a")(
+        product_t=dtypes.bfloat16,
+        cache_t=cache_t,
+        out_t=dtypes.bfloat16,
+        length_t=dtypes.int32,
+        table_t=dtypes.int32,
+        PAGE_SIZE=64,
+        BOX_TOKENS=64 // cluster,
+        CLUSTER=cluster,
+        HAS_LSE=True,
+    )
+    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
+    assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())

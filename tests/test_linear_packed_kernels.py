@@ -1,0 +1,191 @@
+"""gemm_packed.cu and gemm_packed_mma.cu: right under every schedule, at edges of tiles; what is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pyops
+from pyops import SCALAR_TYPES
+from pyops._core import device, dtypes
+from pyops._core.device import Device
+from pyops._core.example import ArgMaker
+from pyops._core.host.toolchain import toolchains
+from pyops.ops.linear import packed_hopper
+from pyops.ops.linear.gemm_problem import Epilogue, Operand
+from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.ops.linear.packed_plan import PackedMmaConfig, choose, choose_mma, serves
+from pyops.ops.linear.packed_problem import PackedProblem, PackedWeight
+from pyops.testing import SCHEDULES, scheduled
+from tests import packed
+from tests.test_linear_packed import activations, check_scaled, each, scales_of
+from tests.test_linear_products import forced
+
+HOPPER = device.model("sm_90")
+needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+
+
+def awq(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -> Tensor:
+    return pyops.awq_gemm(a, packed.awq(codes, bits), scales, packed.awq(zeros, bits), 8)
+
+
+def gptq(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int, exllama: bool = False) -> Tensor:
+    weight, order = packed.gptq(codes, bits), torch.empty(0, dtype=torch.int32)
+    if exllama:
+        pyops.gptq_shuffle(weight, order, bits)
+    return pyops.gptq_gemm(a, weight, packed.gptq_zeros(zeros, bits), scales, order, exllama, True, bits)
+
+
+def exllama(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -> Tensor:
+    return gptq(a, codes, zeros, scales, bits, exllama=True)
+
+
+def marlin(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Zero points of 4 bits; of 8 bits they are all 128."""
+    (k, n), kind = codes.shape, SCALAR_TYPES["uint4" if bits == 4 else "uint8b128"]
+    points = packed.marlin_zeros(zeros, bits) if bits == 4 else None
+    weight = packed.marlin(codes, bits), None, packed.marlin_scales(scales), None, None
+    return pyops.marlin_gemm(a, *weight, points, None, None, None, kind.id, len(a), n, k)
+
+
+FEW = [
+    (marlin, 4, PackedMmaConfig(1, 3, 2, 4), 2, 128, 1024, 4),
+    (marlin, 4, PackedMmaConfig(16, 2, 1, 1), 17, 64, 272, 17),  # the last step has 16 rows
+    (marlin, 8, PackedMmaConfig(8, 2, 1, 1), 5, 64, 512, 1),
+    (gptq, 4, PackedMmaConfig(4, 1, 2, 1), 9, 64, 512, 16),
+    (gptq, 8, PackedMmaConfig(2, 2, 1, 1), 2, 128, 200, 1),
+    (exllama, 4, PackedMmaConfig(32, 2, 1, 1), 30, 64, 256, 2),
+    (awq, 4, PackedMmaConfig(8, 2, 4, 1), 8, 64, 1088, 1),
+]
+MANY = [
+    (marlin, 4, PackedConfig(16, 128, 2, 4, 1), 13, 192, 272, 17),
+    (marlin, 4, PackedConfig(128, 256, 1, 1, 1), 130, 320, 192, 3),
+    (marlin, 8, PackedConfig(32, 256, 1, 2, 1), 20, 64, 256, 2),
+    (gptq, 4, PackedConfig(80, 128, 2, 1, 1), 20, 192, 160, 5),
+    (gptq, 8, PackedConfig(64, 128, 2, 1, 1), 70, 64, 72, 1),
+    (exllama, 4, PackedConfig(256, 128, 1, 1, 1), 40, 128, 64, 1),
+    (awq, 4, PackedConfig(32, 256, 2, 2, 1), 30, 320, 256, 4),
+    (awq, 4, PackedConfig(48, 128, 1, 1, 2), 50, 64, 72, 1),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("call", "bits", "one", "m", "n", "k", "groups", "dtype"),
+    [(*case, (torch.bfloat16, torch.float16)[i % 2]) for i, case in enumerate(FEW + MANY)],
+    ids=str,
+)
+def test_product(
+    call: Callable[..., Tensor], bits: int, one: Any, m: int, n: int, k: int, groups: int, dtype: torch.dtype
+) -> None:
+    """The same bits under every schedule, and rounded once."""
+    codes, zeros = packed.draw(0, 1 << bits, k, n), packed.draw(0, 1 << bits, groups, n, seed=1)
+    if call is marlin and bits == 8:
+        zeros.fill_(128)
+    a, scales = activations(m, k + 8, dtype, "cpu")[:, :k], scales_of(groups, n, dtype)
+    name, first = {awq: "awq_gemm", marlin: "marlin_gemm"}.get(call, "gptq_gemm"), None
+    with forced(name, one):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                out = call(a, codes, zeros, scales, bits)
+            first = out if first is None else first
+            assert torch.equal(out, first)
+    check_scaled(out, a, codes - each(zeros, k), scales)
+
+
+# What is chosen
+
+
+def problem(m: int, n: int, k: int, on: Device, layout: Any = "marlin", group_size: int = 128, **given: Any) -> Any:
+    """Of codes of 4 bits, less 8; `given` changes the weight."""
+    make = ArgMaker(on)
+    a, out = make.empty(m, k, dtype="bfloat16"), make.empty(m, n, dtype="bfloat16")
+    codes = make.empty(k * n // 8, dtype="int32")
+    groups = -(-k // group_size)
+    scales = make.empty(groups, n, dtype="bfloat16") if groups > 1 else None
+    kind = SCALAR_TYPES["uint4b8"]
+    weight = PackedWeight(codes, layout, kind, k, n, groups, min(group_size, k), scales, "natural")
+    return PackedProblem(Operand.of_rows(a), replace(weight, **given), Epilogue(out))
+
+
+CHOICES = [
+    ("sm_90", 1, 28672, 4096, PackedMmaConfig(1, 4, 1, 4)),
+    ("sm_90", 6, 28672, 4096, PackedMmaConfig(8, 4, 1, 4)),
+    ("sm_90", 16, 28672, 4096, PackedMmaConfig(16, 3, 1, 4)),
+    ("sm_90", 1, 4096, 4096, PackedMmaConfig(1, 8, 2, 2)),
+    ("sm_90", 50, 28672, 4096, PackedConfig(64, 256, 2, 1, 1)),
+    ("sm_90", 256, 28672, 4096, PackedConfig(256, 128, 1, 1, 1)),
+    ("sm_90", 256, 4096, 4096, PackedConfig(64, 128, 2, 1, 1)),
+    ("sm_80", 20, 4096, 4096, PackedMmaConfig(32, 8, 1, 1)),
+    ("sm_80", 200, 4096, 4096, None),
+    ("gfx942", 1, 4096, 4096, None),
+]
+
+
+@pytest.mark.parametrize(("arch", "m", "n", "k", "expected"), CHOICES)
+def test_choice(arch: str, m: int, n: int, k: int, expected: Any) -> None:
+    for layout in ("marlin", "gptq", "exllama", "awq"):
+        on = device.model(arch)
+        one = problem(m, n, k, on, layout)
+        assert (choose(one, on) if serves(one, on) else None) == expected
+
+
+def test_several_groups_in_a_step() -> None:
+    """Threads have twice the registers, and tiles eight rows at most."""
+    one = problem(16, 28672, 4096, HOPPER, group_size=64)
+    assert choose(one, HOPPER) == PackedMmaConfig(8, 1, 1, 8)
+    assert choose(problem(1, 4096, 4096, HOPPER, group_size=32), HOPPER) == PackedMmaConfig(1, 8, 2, 1)
+
+
+def test_choices_fit() -> None:
+    """Into shared memory, with a step of K for every part of a sum; so do the candidates."""
+    for m in (1, 3, 17, 64, 65, 300, 5000):
+        for n in (64, 192, 4096, 28672):
+            for k in (64, 1088, 14336):
+                for size in (32, 128, k):
+                    one = problem(m, n, k, HOPPER, group_size=size)
+                    assert serves(one, HOPPER)
+                    found = choose(one, HOPPER)
+                    for config in (found, *found.candidates(one, HOPPER)):
+                        for launch in config.launches(one):
+                            assert launch.shared <= HOPPER.shared_memory
+                            assert launch.specialisation.constants["STAGES"] >= 2
+
+
+def test_what_is_written_in_full() -> None:
+    """Whatever the kernels that read codes have no instance for."""
+    for given in (
+        {"g_idx": ArgMaker(HOPPER).empty(256, dtype="int32")},
+        {"type": SCALAR_TYPES["int4"]},
+        {"recoding": "marlin_fp8"},
+        {"zero_kind": "floats"},
+        {"zero_kind": "codes", "zero_layout": "marlin_8"},
+        {"layout": "marlin_24"},
+        {"group_size": 48},
+    ):
+        assert not serves(problem(4, 128, 256, HOPPER, **given), HOPPER)
+    one = problem(4, 128, 256, HOPPER)
+    assert serves(one, HOPPER)
+    for a in (replace(one.a, stride=260), replace(one.a, alignment=8), replace(one.a, dtype=dtypes.int8)):
+        assert not serves(replace(one, a=a), HOPPER)
+    assert not serves(problem(4, 72, 256, HOPPER), HOPPER)
+
+
+def test_no_geometry() -> None:
+    for wrong in (
+        lambda: PackedConfig(24, 128, 1, 1, 1),
+        lambda: PackedConfig(128, 128, 1, 2, 1),
+        lambda: PackedConfig(256, 256, 1, 1, 1),
+        lambda: PackedMmaConfig(12, 4, 1, 1),
+        lambda: PackedMmaConfig(16, 4, 1, 4),
+        lambda: PackedMmaConfig(8, 4, 3, 1),
+    ):
+        with pytest.raises(ValueError, match="no geometry"):
+            wrong()
+    assert choose_mma(1, 64, 1, HOPPER) == PackedMmaConfig(1, 1, 1, 16)
+    assert packed_hopper.choose(16, 64, 64, "awq", HOPPER).splits == 1
