@@ -27,6 +27,7 @@ NEEDS = {
     "drop_in": ["transformers"],
     "look_inside": ["cupy", "matplotlib"],
     "pipeline": ["matplotlib"],
+    "quantised": ["gguf", "matplotlib"],
     "write_and_test_a_kernel": ["matplotlib"],
 }
 # Text stays text, so that a page can colour it. Nothing depends on the day or on chance.

@@ -59,7 +59,7 @@ class Decoder:
     def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:
         self.config = config
         self.device, self.dtype = torch.device(device), getattr(torch, dtype or config.dtype)
-        if isinstance(config.quantization, Quantization) and self.dtype == torch.float32:
+        if isinstance(config.quantization, Quantization | PackedQuantization) and self.dtype == torch.float32:
             raise ModelError("dtype", "expected float16 or bfloat16 with quantised weights, got float32")
         place = Place(self.dtype, self.device, config.quantization)
         sizes = config.vocab_size, config.hidden_size

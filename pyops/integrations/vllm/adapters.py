@@ -183,7 +183,7 @@ FAKES: dict[str, Callable[..., Any]] = {
 }
 
 
-@_adapter("0.16", "0.22")
+@_adapter("0.16")
 def moe_wna16_gemm(input: Tensor, output: Tensor, *args: Any) -> Tensor:
     """moe_wna16_gemm, which returns nothing; here an empty tensor, as the schema promises one"""
     _moe_wna16_gemm(input, output, *args)

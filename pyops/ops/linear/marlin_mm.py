@@ -11,11 +11,12 @@ from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES
+from .fp8_sums import absolute_error
 from .gemm_problem import Epilogue, Operand
 from .marlin_weight import E8M0, check_order, check_scales, check_types, check_zeros, marlin_weight
 from .packed_plan import plan
 from .packed_problem import PackedProblem
-from .packed_reference import multiply, rounding_of_weights
+from .packed_reference import multiply, rounding_of_weights, values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,25 @@ if TYPE_CHECKING:
 __all__ = ["marlin_gemm"]
 
 
-@op(returns="c", ulps=2, atol=lambda c: rounding_of_weights(c.dtype))
+def _absolute_error(
+    a: Tensor,
+    b_q_weight: Tensor,
+    b_scales: Tensor,
+    b_zeros: Tensor | None,
+    b_type_id: int,
+    size_n: int,
+    size_k: int,
+    c: Tensor,
+) -> float:
+    """That of rounding weights; of fp8 under one scale for each column that of tensor cores' sums, too."""
+    error = rounding_of_weights(c.dtype)
+    if a.element_size() > 1 or b_scales.shape[0] > 1:
+        return error
+    args = (a, b_q_weight, b_scales, None, b_zeros, None, None, b_type_id, size_n, size_k, True, False)
+    return error + absolute_error(a, values(marlin_weight(*args)[0]))
+
+
+@op(returns="c", ulps=2, atol=_absolute_error)
 def marlin_gemm(
     a: Tensor,
     b_q_weight: Tensor,
