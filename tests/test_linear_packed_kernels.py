@@ -59,7 +59,7 @@ FEW = [
     (marlin, 8, PackedMmaConfig(8, 2, 1, 1), 5, 64, 512, 1),
     (gptq, 4, PackedMmaConfig(4, 1, 2, 1), 9, 64, 512, 16),
     (gptq, 8, PackedMmaConfig(2, 2, 1, 1), 2, 128, 200, 1),
-    (exllama, 4, PackedMmaConfig(32, 2, 1, 1), 30, 64, 256, 2),
+    (exllama, 4, PackedMmaConfig(16, 2, 1, 1), 30, 64, 256, 2),
     (awq, 4, PackedMmaConfig(8, 2, 4, 1), 8, 64, 1088, 1),
 ]
 MANY = [
@@ -121,7 +121,7 @@ CHOICES = [
     ("sm_90", 50, 28672, 4096, PackedConfig(64, 256, 2, 1, 1)),
     ("sm_90", 256, 28672, 4096, PackedConfig(256, 128, 1, 1, 1)),
     ("sm_90", 256, 4096, 4096, PackedConfig(64, 128, 2, 1, 1)),
-    ("sm_80", 20, 4096, 4096, PackedMmaConfig(32, 8, 1, 1)),
+    ("sm_80", 20, 4096, 4096, PackedMmaConfig(16, 6, 1, 2)),
     ("sm_80", 200, 4096, 4096, None),
     ("gfx942", 1, 4096, 4096, None),
 ]

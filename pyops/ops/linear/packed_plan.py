@@ -25,7 +25,8 @@ _WORDS = 512  # bits of the words of a lane in a step: eight words, four times
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
 # Measured on an H200: docs/performance.md, "Products with packed weights".
 _MAX_WARPS = 8  # of a block
-_RESIDENT = {1: 16, 2: 16, 4: 16, 8: 16, 16: 12, 32: 8}  # warps of a multiprocessor that registers allow, by tile_m
+_RESIDENT = {1: 16, 2: 16, 4: 16, 8: 16, 16: 12}  # warps of a multiprocessor that registers allow, by tile_m
+_RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
 # Chosen by arithmetic, measured nowhere yet.
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
 _MAX_ROWS = 64  # up to which it is faster than writing the weight in full
@@ -56,7 +57,7 @@ class PackedMmaConfig:
         """Other tiles, warps and splits."""
         return tuning.varied(
             self,
-            tile_m=tuning.beside(self.tile_m, min(tuning.power_of_two(problem.m), 8), 32),
+            tile_m=tuning.beside(self.tile_m, min(tuning.power_of_two(problem.m), 8), 16),
             warps=tuning.beside(self.warps, 1, 16),
             splits=tuning.beside(self.splits, 1, device.cluster),
             min_blocks=(self.min_blocks - 1, self.min_blocks + 1),
@@ -128,8 +129,8 @@ def choose_mma(m: int, n: int, steps: int, device: Device, several_groups: bool 
 
     Of several groups in a step, a thread has more in registers, and one of many rows would spill.
     """
-    tile_m = min(m, 8 if several_groups else 16 if m <= 16 else 32)
-    resident = _RESIDENT[32 if several_groups else tile_m]
+    tile_m = min(m, 8 if several_groups else 16)
+    resident = _RESIDENT_OF_GROUPS if several_groups else _RESIDENT[tile_m]
     tiles = -(-m // tile_m) * (n // _TILE_N)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
     splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
