@@ -19,10 +19,11 @@ from torch import Tensor
 import pyops
 from pyops import ModelError, testing
 from pyops._core.host.toolchain import toolchains
-from pyops._quantised_linear import QuantisedLinear
+from pyops._quantised_linear import QuantisedLinear, _in_groups
 from pyops.models import Config, Decoder, Engine, Quantization, SamplingParams, checkpoint, load
 from pyops.models.linear import ScaledLinear
 from pyops.models.runner import Part, Runner
+from pyops.ops.linear.fp8_sums import absolute_error
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 LARGEST = {FP8: 448.0, INT8: 127.0}  # of the codes
@@ -665,7 +666,10 @@ def test_the_kernels_multiply_the_same_and_are_known_before(
     assert len(calls) == 3 * sum(isinstance(part, ScaledLinear) for part in parts_of(model))
     for product, x, out in list(calls):
         assert out.abs().max() > 0.0
-        torch.testing.assert_close(out, product(x), rtol=2**-8, atol=2**-16)
+        codes, _ = _in_groups(x) if product.block_rows else product._quantised(x)
+        # Tensor cores' sums of fp8 are that far from exact ones, and may be rounded to the next number of bfloat16.
+        atol = absolute_error(codes, product.weight.T) * float(out.abs().max())
+        torch.testing.assert_close(out, product(x), rtol=2**-7, atol=2**-16 + atol)
 
 
 def parts_of(model: Decoder) -> list[Any]:
