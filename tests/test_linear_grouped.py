@@ -172,10 +172,10 @@ def test_other_kernels(one: Config, case: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str, device: str) -> None:
     made = Case(12, 24, 64, activation, torch.float32)
+    exact = made.exact()
     for name in ("out", "a", "b", "weights"):
         setattr(made, name, getattr(made, name).to(device))
     out = made.run(lists=[one.to(device) for one in made.lists]).cpu()
-    exact = made.exact()
     assert (out.double() - exact).abs().max() <= 2.0**-20 * exact.abs().max()
 
 

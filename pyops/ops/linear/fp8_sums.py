@@ -42,3 +42,10 @@ def absolute_error(a: Tensor, b: Tensor) -> float:
     if not total.any():
         return FLOAT32_ERROR
     return FLOAT32_ERROR + float((mean + _DEVIATIONS * variance.sqrt()).max() / total.abs().max())
+
+
+def experts_error(a: Tensor, b: Tensor) -> float:
+    """`absolute_error` of rows a [M, K] times the weights b [num_experts, N, K] of any of the experts."""
+    if a.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return FLOAT32_ERROR
+    return max((absolute_error(a, one.T) for one in b), default=FLOAT32_ERROR)

@@ -10,6 +10,7 @@ from ..._core.kernel import Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from .fp8_sums import experts_error
 from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped_plan import plan
 from .grouped_problem import ACTIVATIONS, ExpertLists, GroupedProblem, check_scales
@@ -22,7 +23,7 @@ __all__ = ["grouped_gemm"]
 _LIMIT, _ALPHA = 7.0, 1.702  # of swigluoai and swiglustep
 
 
-@op(inout="out", atol=2.0**-18)
+@op(inout="out", atol=experts_error)
 def grouped_gemm(
     out: Tensor,
     a: Tensor,

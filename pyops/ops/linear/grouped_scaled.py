@@ -9,6 +9,7 @@ from ..._core.dtypes import E4M3, float32, int64
 from ..._core.kernel import Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from .fp8_sums import experts_error
 from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped import block_scaled_product
 from .grouped_plan import plan
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["cutlass_blockwise_scaled_grouped_mm", "cutlass_moe_mm"]
 
 
-@op(inout="out_tensors", atol=2.0**-18)
+def _by_rows(b: Tensor, n: int, k: int) -> Tensor:
+    """The weights [num_experts, N, K], which may be given as [num_experts, K, N]."""
+    return b.transpose(1, 2) if b.shape[1] != n or (n == k and b.stride(2) != 1) else b
+
+
+@op(
+    inout="out_tensors",
+    atol=lambda out_tensors, a_tensors, b_tensors: experts_error(
+        a_tensors, _by_rows(b_tensors, out_tensors.shape[1], a_tensors.shape[1])
+    ),
+)
 def cutlass_moe_mm(
     out_tensors: Tensor,
     a_tensors: Tensor,
@@ -39,7 +50,7 @@ def cutlass_moe_mm(
     """fp8 rows times the weights of their experts: ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ b[e].T))``.
 
     Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-    experts must not be the same. After vLLM's op of this name.
+    experts must not be the same. Sums are those of tensor cores for fp8 (`fp8_sums.py`). After vLLM's op of this name.
 
     Args:
         out_tensors: [num_rows, N] float16 or bfloat16, written; rows of one stride.
@@ -52,9 +63,7 @@ def cutlass_moe_mm(
         a_strides, b_strides, c_strides: [num_experts] int64; or None. The tensors themselves say what is in them.
         per_act_token, per_out_ch: see a_scales and b_scales.
     """
-    n, k = out_tensors.shape[1], a_tensors.shape[1]
-    if b_tensors.shape[1] != n or (n == k and b_tensors.stride(2) != 1):
-        b_tensors = b_tensors.transpose(1, 2)
+    b_tensors = _by_rows(b_tensors, out_tensors.shape[1], a_tensors.shape[1])
     for e, rows in each_expert(out_tensors, problem_sizes, expert_offsets):
         sums = (a_tensors[rows].double() @ b_tensors[e].double().T).float()
         scales = a_scales.reshape(-1, 1)[rows] if per_act_token else a_scales.reshape(1)
@@ -126,7 +135,7 @@ def example_cutlass_moe_mm(
     )
 
 
-@op(inout="output", atol=2.0**-18)
+@op(inout="output", atol=lambda output, a, b: experts_error(a, _by_rows(b, output.shape[1], a.shape[1])))
 def cutlass_blockwise_scaled_grouped_mm(
     output: Tensor,
     a: Tensor,
@@ -147,9 +156,7 @@ def cutlass_blockwise_scaled_grouped_mm(
         problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
         expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
     """
-    n, k = output.shape[1], a.shape[1]
-    if b.shape[1] != n or (n == k and b.stride(2) != 1):
-        b = b.transpose(1, 2)
+    b = _by_rows(b, output.shape[1], a.shape[1])
     for e, rows in each_expert(output, problem_sizes, expert_offsets):
         output[rows] = block_scaled_product(a[rows], b[e], scales_a[rows], scales_b[e]).to(output.dtype)
 
