@@ -192,7 +192,9 @@ def _share_tokens(problem: ScanProblem, device: Device, sequence_tokens: int) ->
     parts = 1 << parts.bit_length() - 1
     num_threads = max(config.num_threads, parts * _MAX_LANES)
     min_blocks = _FEW_WARPS * _MAX_LANES // num_threads
-    return replace(config, states=4, num_threads=num_threads, min_blocks=min_blocks, parts=parts)
+    # Four states whose scans overlap need more registers than a thread of an AMD GPU has.
+    states = config.states if device.arch.startswith("gfx") else 4
+    return replace(config, states=states, num_threads=num_threads, min_blocks=min_blocks, parts=parts)
 
 
 def _choose_recurrence(problem: ScanProblem, device: Device) -> ScanConfig:
