@@ -10,9 +10,6 @@
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
-// min(x, bound); NaN stays NaN.
-DEVICE float at_most(float x, float bound) { return x > bound ? bound : x; }
-
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 silu_and_mul_with_clamp(scalar_t* result,       // [num_rows, hidden_size]
                         const scalar_t* input,  // [num_rows, 2 * hidden_size]
@@ -23,6 +20,6 @@ silu_and_mul_with_clamp(scalar_t* result,       // [num_rows, hidden_size]
     const auto [g, u] = Gated<scalar_t, VEC_SIZE>::load(input, at, hidden_size, input_stride);
     const float bound = round_to<scalar_t>(limit);
     const vec_t gate = map(g, [=](float x) { return at_most(x, bound); });
-    const vec_t up = map(u, [=](float x) { return -at_most(-at_most(x, bound), bound); });
+    const vec_t up = map(u, [=](float x) { return clamped(x, bound); });
     (silu(gate) * up).store(result + at.row * out_stride + at.column);
 }

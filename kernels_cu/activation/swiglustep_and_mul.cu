@@ -12,9 +12,6 @@
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
-// min(x, limit); NaN stays NaN.
-DEVICE float at_most(float x, float limit) { return x > limit ? limit : x; }
-
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 swiglustep_and_mul(scalar_t* out,          // [num_rows, hidden_size]
                    const scalar_t* input,  // [num_rows, 2 * hidden_size]
@@ -28,7 +25,7 @@ swiglustep_and_mul(scalar_t* out,          // [num_rows, hidden_size]
     u.to_floats(v);
 #pragma unroll
     for (int j = 0; j < VEC_SIZE; ++j) {
-        y[j] = ieee_multiply(at_most(y[j], limit), -at_most(-at_most(v[j], limit), limit));
+        y[j] = ieee_multiply(at_most(y[j], limit), clamped(v[j], limit));
     }
     vec_t::from_floats(y).store(out + at.row * out_stride + at.column);
 }

@@ -15,9 +15,6 @@
 // Activations of float32, for a result that is rounded to T: of an element, or of a gate and its up.
 template <typename T> DEVICE float silu_of(float x) { return logistic<T>(x, x); }
 DEVICE float gelu_of(float x) { return 0.5f * x * (1.0f + erff(x * 0.707106781186547524f)); }
-// min(x, limit), and x between limits; NaN stays NaN.
-DEVICE float at_most(float x, float limit) { return x > limit ? limit : x; }
-DEVICE float clamped(float x, float limit) { return -at_most(-at_most(x, limit), limit); }
 constexpr float SWIGLU_LIMIT = 7.0f, SWIGLU_ALPHA = 1.702f;
 template <typename T> DEVICE float expert_none(float x, float) { return x; }
 template <typename T> DEVICE float expert_silu_no_mul(float x, float) { return silu_of<T>(x); }

@@ -7,6 +7,10 @@
 #pragma once
 #include "vec.cuh"
 
+// min(x, limit), and x between -limit and limit; NaN stays NaN.
+DEVICE float at_most(float x, float limit) { return x > limit ? limit : x; }
+DEVICE float clamped(float x, float limit) { return -at_most(-at_most(x, limit), limit); }
+
 // x / divisor, correctly rounded, for a finite x and 1 <= divisor < 2^126; where x is tiny, the divisor must be 2. The
 // residual of a first quotient corrects that quotient (Markstein 1990). Unlike ieee_divide it has no branch. copysignf
 // keeps the sign of 0.
