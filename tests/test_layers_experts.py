@@ -49,7 +49,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
 def test_methods_agree(options: dict[str, Any]) -> None:
     """Plain PyTorch and the ops, up to the rounding of sums."""
     layer, given = filled(FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, **options)), inputs()

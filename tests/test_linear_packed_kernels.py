@@ -78,7 +78,7 @@ MANY = [
 @pytest.mark.parametrize(
     ("call", "bits", "one", "m", "n", "k", "groups", "dtype"),
     [(*case, (torch.bfloat16, torch.float16)[i % 2]) for i, case in enumerate(FEW + MANY)],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_product(
     call: Callable[..., Tensor], bits: int, one: Any, m: int, n: int, k: int, groups: int, dtype: torch.dtype
