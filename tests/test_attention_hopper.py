@@ -267,7 +267,7 @@ def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes
     ("lengths", "num_heads", "page_size", "splits", "dtype"),
     few(
         [
-            ([70, 129], 16, 16, 1, torch.bfloat16),
+            ([70, 129], 24, 16, 1, torch.bfloat16),
             ([65, 64, 1, 0], 128, 16, 1, torch.bfloat16),
             ([65, 129], 128, 64, 1, torch.bfloat16),
             ([450, 65], 40, 48, 3, torch.bfloat16),

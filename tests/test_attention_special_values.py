@@ -226,7 +226,8 @@ def test_logits_between_which_no_weight_is_left(on: str, name: str, length: int)
         keys, values, queries = call["key_cache"], call["value_cache"], call["query"]
     else:
         sizes = sizes[::5] if name.endswith("wgmma") else sizes
-        call = mla_call([length] * len(sizes), 8 if name.endswith("wgmma") else 1, device=on)
+        num_heads, page_size = (8, 64) if name.endswith("wgmma") else (1, 16)
+        call = mla_call([length] * len(sizes), num_heads, page_size, device=on)
         keys = values = call["kv_c_and_k_pe_cache"]
         queries = call["q_nope"]
         call["q_pe"].zero_()
