@@ -92,6 +92,8 @@ def marlin_gemm(
     e4m3         e2m1           e8m0, times 2^6                             none
     ============ ============== =========================================== ======================================
 
+    A code of e4m3 that is no number, which no checkpoint has, counts as 480 or as NaN.
+
     Args:
         a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
         b_q_weight: [K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit activations; N a
