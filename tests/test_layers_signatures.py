@@ -109,6 +109,7 @@ VLLM = {
     "ShortConv": "config, dim, layer_idx, model_config=None, cache_config=None, prefix=''",
     "SiluAndMul": "*, compile_native=True",
     "SwigluOAIAndMul": "alpha=1.702, limit=7.0",
+    "SiluAndMulWithClamp": "swiglu_limit, *, compile_native=True",
     "SwigluStepAndMul": "limit=7.0",
     "UnquantizedFusedMoEMethod": "moe=None",
     "VocabParallelEmbedding": f"num_embeddings, embedding_dim, {_VOCAB}",

@@ -174,10 +174,11 @@ class SiluAndMulWithClamp(_Gated, op=silu_and_mul_with_clamp):
 
     Args:
         swiglu_limit: largest gate and largest magnitude of the other factor.
+        compile_native: see `CustomOp`.
     """
 
-    def __init__(self, swiglu_limit: float) -> None:
-        super().__init__()
+    def __init__(self, swiglu_limit: float, *, compile_native: bool = True) -> None:
+        super().__init__(compile_native=compile_native)
         self.swiglu_limit = float(swiglu_limit)
 
     def arguments(self, x: Tensor) -> tuple[Any, ...]:

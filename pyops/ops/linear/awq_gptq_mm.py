@@ -25,7 +25,14 @@ __all__ = ["awq_gemm", "gptq_gemm"]
 _BITS = (2, 3, 4, 8)
 
 
-@op(returns="out", runtime="split_k_iters", ulps=2, atol=lambda out: rounding_of_weights(out.dtype))
+@op(
+    returns="out",
+    runtime="split_k_iters",
+    ulps=2,
+    atol=lambda input, qweight, scales, qzeros: rounding_of_weights(
+        input, _awq_weight(qweight, scales, qzeros), input.dtype
+    ),
+)
 def awq_gemm(
     input: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, split_k_iters: int, *, out: Tensor
 ) -> None:
@@ -120,7 +127,21 @@ def example_awq_gemm(
     )
 
 
-@op(returns="out", ulps=2, atol=lambda out: rounding_of_weights(out.dtype))
+def _gptq_error(
+    a: Tensor,
+    b_q_weight: Tensor,
+    b_gptq_qzeros: Tensor,
+    b_gptq_scales: Tensor,
+    b_g_idx: Tensor | None,
+    use_exllama: bool,
+    use_v2_format: bool,
+    bit: int,
+) -> float:
+    weight = _gptq_weight(b_q_weight, b_gptq_qzeros, b_gptq_scales, _given(b_g_idx), use_exllama, use_v2_format, bit)
+    return rounding_of_weights(a, weight, a.dtype)
+
+
+@op(returns="out", ulps=2, atol=_gptq_error)
 def gptq_gemm(
     a: Tensor,
     b_q_weight: Tensor,
@@ -152,9 +173,12 @@ def gptq_gemm(
         bit: of a code: 2, 3, 4 or 8.
         out: [M, N] of the dtype of `a`, returned; elements of a row lie one after another; new unless given.
     """
-    g_idx = None if b_g_idx is None or not b_g_idx.numel() else b_g_idx
-    weight = _gptq_weight(b_q_weight, b_gptq_qzeros, b_gptq_scales, g_idx, use_exllama, use_v2_format, bit)
+    weight = _gptq_weight(b_q_weight, b_gptq_qzeros, b_gptq_scales, _given(b_g_idx), use_exllama, use_v2_format, bit)
     multiply(out, a, weight, *_gptq_scales(weight, b_gptq_scales))
+
+
+def _given(b_g_idx: Tensor | None) -> Tensor | None:
+    return None if b_g_idx is None or not b_g_idx.numel() else b_g_idx
 
 
 def _gptq_weight(

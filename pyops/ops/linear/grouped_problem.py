@@ -43,7 +43,12 @@ class ExpertLists:
 
     @classmethod
     def of(
-        cls, sorted_token_ids: TensorArg, expert_ids: TensorArg, num_tokens_post_pad: TensorArg, block_size: int
+        cls,
+        sorted_token_ids: TensorArg,
+        expert_ids: TensorArg,
+        num_tokens_post_pad: TensorArg,
+        block_size: int,
+        name: str = "block_size",
     ) -> ExpertLists:
         """Those of the op's arguments; OpError for others."""
         for ids in (sorted_token_ids, expert_ids):
@@ -53,7 +58,7 @@ class ExpertLists:
         check.scalar(num_tokens_post_pad, int32)
         if not 1 <= block_size <= 2**20 or block_size % 16:
             message = f"expected a multiple of 16 up to 2^20, got {block_size}"
-            raise check.refuse(sorted_token_ids, "block_size", message)
+            raise check.refuse(sorted_token_ids, name, message)
         num_blocks = min(expert_ids.numel, sorted_token_ids.numel // block_size)
         return cls(sorted_token_ids, expert_ids, num_tokens_post_pad, block_size, num_blocks)
 

@@ -117,7 +117,7 @@ def plan_moe_wna16_gemm(
         raise b_qzeros.error(f"expected two rows for each zero point of 4 bits, got {n} rows")
     check.shape(b_qzeros, uint8, num_experts=num_experts, rows=n * bit // 8, groups=groups)
     check.per_row(topk_weights, float32, num_rows)
-    lists = ExpertLists.of(sorted_token_ids, experts_ids, num_tokens_post_pad, BLOCK_SIZE_M)
+    lists = ExpertLists.of(sorted_token_ids, experts_ids, num_tokens_post_pad, BLOCK_SIZE_M, "BLOCK_SIZE_M")
     dense = Scratch(max(1, num_experts * n * k) * input.dtype.itemsize)
     words = num_experts * n * (k * bit // 32)
     kernel = _wna16_to_dense.renamed(codes="b_qweight", scales="b_scales", zeros="b_qzeros", result="output")

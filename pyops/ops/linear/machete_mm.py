@@ -100,7 +100,13 @@ def example_machete_prepack_B(
     return weight if row_major else make.transposed(weight), None, kind.id, None, out
 
 
-@op(returns="out", ulps=2, atol=lambda out: rounding_of_weights(out.dtype))
+@op(
+    returns="out",
+    ulps=2,
+    atol=lambda A, B, b_type, group_scales, group_zeros, group_size: rounding_of_weights(
+        A, _machete_weight(A, B, b_type, group_scales, group_zeros, group_size), A.dtype
+    ),
+)
 def machete_mm(
     A: Tensor,
     B: Tensor,

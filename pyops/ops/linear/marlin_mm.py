@@ -28,18 +28,25 @@ def _absolute_error(
     a: Tensor,
     b_q_weight: Tensor,
     b_scales: Tensor,
+    global_scale: Tensor | None,
     b_zeros: Tensor | None,
+    g_idx: Tensor | None,
+    perm: Tensor | None,
     b_type_id: int,
     size_n: int,
     size_k: int,
+    is_k_full: bool,
+    is_zp_float: bool,
     c: Tensor,
 ) -> float:
     """That of rounding weights; of fp8 under one scale for each column that of tensor cores' sums, too."""
-    error = rounding_of_weights(c.dtype)
+    weight, _ = marlin_weight(
+        a, b_q_weight, b_scales, global_scale, b_zeros, g_idx, perm, b_type_id, size_n, size_k, is_k_full, is_zp_float
+    )
+    error = rounding_of_weights(a, weight, c.dtype)
     if a.element_size() > 1 or b_scales.shape[0] > 1:
         return error
-    args = (a, b_q_weight, b_scales, None, b_zeros, None, None, b_type_id, size_n, size_k, True, False)
-    return error + absolute_error(a, values(marlin_weight(*args)[0]))
+    return error + absolute_error(a, values(weight))
 
 
 @op(returns="c", ulps=2, atol=_absolute_error)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.lazy import torch
 from .._shared.packed_layouts import Layout, code_bit, column_place, zero_bit
+from .fp8_sums import FLOAT32_ERROR
 from .scaled_mm import scaled
 
 if TYPE_CHECKING:
@@ -17,14 +18,22 @@ if TYPE_CHECKING:
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def rounding_of_weights(dtype: torch.dtype) -> float:
-    """What rounding weights to 16 bits leaves in sums, as a fraction of the largest sum.
+def rounding_of_weights(a: Tensor, weight: Any, dtype: torch.dtype) -> float:
+    """What rounding weights to `dtype` changes in sums, as a fraction of the largest sum that `dtype` holds.
 
-    Weights under scales of groups are rounded, or not: the kernel decides. Each product then has a relative error of up
-    to half a unit, a usual sum of many 0.41 of that, the worst of ten thousand sums four times as much, where the
-    largest sum is twice a usual one or more.
+    Weights under scales of groups are rounded, or not: the kernel decides. The difference is found here by rounding
+    them. It is half a unit of the largest sum at least: a usual sum of many has 0.41 of that, the worst of ten thousand
+    sums four times as much, where the largest sum is twice a usual one or more. Sums that cancel have more.
     """
-    return float(torch.finfo(dtype).eps) / 2
+    x, w = (one.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for one in (_activations(a, weight), values(weight)))
+    rounded = w.float().to(dtype).double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    limits: Any = torch.finfo(dtype)
+    sums = x @ w
+    largest, difference = (float(one.abs().amax()) if one.numel() else 0.0 for one in (sums, x @ rounded - sums))
+    if largest == 0.0:
+        return float(limits.eps) / 2
+    error: float = max(limits.eps / 2 * largest, FLOAT32_ERROR * largest + difference)
+    return error / min(largest, float(limits.max))
 
 
 def unpack(packed: Tensor, layout: Layout, bits: int, size: tuple[int, int]) -> Tensor:
