@@ -116,14 +116,14 @@ def cutlass_sparse_compress(a: Tensor) -> list[Tensor]:
     return list(_cutlass_sparse_compress(a))
 
 
-@_adapter("0.16", "0.22")
+@_adapter("0.16")
 def marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
     """marlin_gemm, where c comes second"""
     product: Tensor = _marlin_gemm(a, *others, c=c_or_none)
     return product
 
 
-@_adapter("0.16", "0.22")
+@_adapter("0.16")
 def gptq_marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
     """marlin_gemm, where c comes second"""
     return marlin_gemm(a, c_or_none, *others)
