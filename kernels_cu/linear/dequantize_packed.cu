@@ -38,7 +38,9 @@ constexpr int PIECES = 8;  // of a block's columns
 // A code as an integer less BIAS and a zero point, or as a float.
 DEVICE float number_of(uint32_t code, int zero) {
     if constexpr (EXPONENT == 4) {
+        // NaN counts as 480, as in the kernels that move the bits of a code to where 16-bit numbers have theirs.
         const uint8_t byte = uint8_t(code);
+        if ((byte & 0x7f) == 0x7f) return byte & 0x80 ? -480.0f : 480.0f;
         return to_float(reinterpret_cast<const fp8_e4m3_t&>(byte));
     } else if constexpr (EXPONENT == 2) {
         // A digit for each magnitude: twice 0, 0.5, 1, 1.5, 2, 3, 4, 6.

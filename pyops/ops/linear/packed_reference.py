@@ -135,6 +135,7 @@ def _numbers(w: Any, zero: Tensor) -> Tensor:
         codes, kept = _spread(codes, w.places, w.k)
     if kind.exponent == 4:
         x = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+        x = x.where(codes & 127 != 127, torch.where(codes < 128, 480.0, -480.0))
     elif kind.exponent == 2:
         x = torch.tensor((*_E2M1, *(-e for e in _E2M1)), dtype=torch.float64, device=codes.device)[codes]
     else:
