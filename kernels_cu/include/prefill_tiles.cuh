@@ -212,7 +212,9 @@ DEVICE void widen_tile(Tiles& tiles, Ring<RING_STAGES>& ring, uint8_t* to_tiles,
     if (kind.kind == Codes::KEYS && thread == 0) tiles.holes[ring.stage] = kind.missing;
 #pragma unroll 2
     for (int i = thread; i < PANELS * TOKENS * PANEL_CHUNKS; i += WIDENERS * WARP_SIZE) {
-        const int token = i / PANEL_CHUNKS % TOKENS, panel = i / PANEL_CHUNKS / TOKENS;
+        const int token = i / PANEL_CHUNKS % TOKENS;
+        // Of neighbouring tokens neighbouring panels: eight lanes then read 128 bytes of all banks.
+        const int panel = PANELS % 2 == 0 ? i / PANEL_CHUNKS / TOKENS ^ token % 2 : i / PANEL_CHUNKS / TOKENS;
         const int chunk = panel * PANEL_CHUNKS + i % PANEL_CHUNKS;
         if (HEAD_SIZE % PANEL_SIZE != 0 && chunk >= CHUNKS) continue;
         uint4 elements[2];
