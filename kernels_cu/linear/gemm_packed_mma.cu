@@ -8,12 +8,12 @@
 // that multiplies it. w is the first operand of products, so that columns of w are the 16 rows of a fragment and rows
 // of a its 8 columns.
 //
-// Warps: a warp has a tile of 64 columns and TILE_M rows, and a part of K; the WARPS warps of a block and the SPLITS
+// Warps: a warp has a tile of TILE_N columns and TILE_M rows, and a part of K; the WARPS warps of a block and the SPLITS
 // blocks of a cluster share a tile. Their sums are added up in a fixed order. blockIdx.x counts tiles, those of the same
 // columns one after another.
 //
-// Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows. As soon as a
-// unit is used, its registers are loaded with that of the next step. Rows of a, scales and zero points of a step come
+// Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows
+// of 64 columns. As soon as a unit is used, its registers are loaded with that of the next step. Rows of a, scales and zero points of a step come
 // to shared memory of the warp by asynchronous copies, STAGES - 1 steps ahead. Warps never wait for each other before
 // the end.
 //
@@ -33,6 +33,7 @@
 //     ADDED         `zeros` are numbers of scalar_t
 //     GROUP_SIZE    rows of a group: a multiple or a divisor of a step; 0: all rows are one group
 //     TILE_M        rows of a tile: 1, 2, 4, 8 or a multiple of 16
+//     TILE_N        columns of a tile: 64; of AWQ also 128, of which lanes load twice as much of a row
 //     WARPS         of a block
 //     SPLITS        blocks of a cluster
 //     STAGES        steps whose rows of a and groups are in shared memory
@@ -43,7 +44,9 @@
 #include "packed_unit.cuh"
 
 constexpr int NUM_THREADS = WARPS * 32;
-constexpr int FRAGMENTS = 4 * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  // of a warp
+constexpr int FRAGMENTS = TILES * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  // of a warp
+// Steps that share a group, with sums of their own until it ends.
+constexpr int GROUP_STEPS = GROUP_SIZE > STEP_K ? GROUP_SIZE / STEP_K : 1;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
 static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
@@ -69,7 +72,7 @@ DEVICE void prefetch_codes(const uint32_t* codes, int64_t m, int64_t n, int64_t 
     const uint32_t* const from = codes_at(codes, int64_t(part.first) * UNITS, first_column, n);
 #pragma unroll
     for (int i = 0; i < UNITS * Unit::LOADS; ++i) {
-        prefetch_line(from + i / Unit::LOADS * 4 * n + Unit::load_at(i % Unit::LOADS, n));
+        prefetch_line(from + i / Unit::LOADS * Unit::unit_words(n) + Unit::load_at(i % Unit::LOADS, n));
     }
 }
 
@@ -130,7 +133,7 @@ gemm_packed_mma(out_t* out,                 // [M, N]
     const auto load = [&](int step, int i) {
         if constexpr (WHOLE_STEPS) {
             units[i].load(next, n, 0);
-            next += 4 * n;
+            next += Unit::unit_words(n);
         } else {
             const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
             const uint32_t* const from = codes + Unit::place(first_column) + line * Unit::line_words(n);
@@ -146,7 +149,8 @@ gemm_packed_mma(out_t* out,                 // [M, N]
         if (first_step + i < last_step) copy(first_step + i);
         cp_async_commit();
     }
-    float sums[4][ROW_TILES][4] = {};
+    float sums[TILES][ROW_TILES][4] = {};
+    float of_group[TILES][ROW_TILES][4], of_rows[ROW_TILES][4];  // of the second, only two sums are different
     const uint8_t* stage = own;
 #pragma unroll 1
     for (int step = first_step; step < last_step; ++step) {
@@ -154,7 +158,9 @@ gemm_packed_mma(out_t* out,                 // [M, N]
         sync_warp();  // for the copies of other lanes, and until they have done with the stage that is filled now
         if (step + STAGES - 1 < last_step) copy(step + STAGES - 1);
         cp_async_commit();
-        float of_group[4][ROW_TILES][4], of_rows[ROW_TILES][4];  // of the second, only two sums are different
+        // Of the group, where it has several steps: whether this one is the first of the warp's, and the last.
+        const bool first_of_group = GROUP_STEPS == 1 || step == first_step || step % GROUP_STEPS == 0;
+        const bool last_of_group = GROUP_STEPS == 1 || step + 1 == last_step || (step + 1) % GROUP_STEPS == 0;
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             uint32_t a_pairs[PRODUCTS][ROW_TILES][2];
@@ -164,10 +170,10 @@ gemm_packed_mma(out_t* out,                 // [M, N]
                 if (product == 0 || Rows::BY_PRODUCT) Rows{stage}.load(a_pairs, i, product);
                 const bool begins = row % (STEP_K / GROUPS) == 0, ends = (row + 16) % (STEP_K / GROUPS) == 0;
 #pragma unroll
-                for (int j = 0; j < ROW_TILES * 4 && begins; ++j) {
+                for (int j = 0; j < ROW_TILES * 4 && begins && first_of_group; ++j) {
                     of_rows[j / 4][j % 4] = 0.0f;
 #pragma unroll
-                    for (int tile = 0; tile < 4; ++tile) of_group[tile][j / 4][j % 4] = 0.0f;
+                    for (int tile = 0; tile < TILES; ++tile) of_group[tile][j / 4][j % 4] = 0.0f;
                 }
 #pragma unroll
                 for (int j = 0; j < ROW_TILES && HAS_SHIFTS; ++j) {
@@ -175,7 +181,7 @@ gemm_packed_mma(out_t* out,                 // [M, N]
                     mma_m16n8k16<scalar_t>(of_rows[j], ones, a_pairs[product][j]);
                 }
 #pragma unroll
-                for (int tile = 0; tile < 4; ++tile) {
+                for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
                     for (int term = 0; term < codes_t::TERMS; ++term) {
                         uint32_t pairs[4];
@@ -187,11 +193,11 @@ gemm_packed_mma(out_t* out,                 // [M, N]
                         }
                     }
                 }
-                if (!ends) continue;
+                if (!ends || !last_of_group) continue;
                 Terms terms;
                 terms.load(stage + A_BYTES, row * GROUPS / STEP_K);
 #pragma unroll
-                for (int j = 0; j < ROW_TILES * 16; ++j) {
+                for (int j = 0; j < ROW_TILES * TILES * 4; ++j) {
                     const int tile = j / (ROW_TILES * 4), at = j / 4 % ROW_TILES, h = j / 2 % 2;
                     float& sum = sums[tile][at][j % 4];
                     if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], of_rows[at][j % 2], sum);
