@@ -19,6 +19,7 @@
 //     RECODED       integers of 4 bits are what marlin_int4_fp8_preprocess has made of them
 //     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     HAS_SCALES    there are scales
+//     PRODUCTS      scales are tables of their products with codes, and SCALE is none
 //     SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   of the columns of scales, and of zero points that are floats: a name of column_order.cuh
 //     ZEROS         0: none; 1: codes; 2: floats of scale_t; 3: the same, added to scale * number
@@ -57,6 +58,7 @@ DEVICE float number_of(uint32_t code, int zero) {
 
 // What the codes of a group and a column have in common.
 struct Group {
+    int64_t entry;  // of the scales
     float scale, shift;
     int zero;
     bool exists;
@@ -79,10 +81,11 @@ dequantize_packed(scalar_t* dense,         // [N, K]
 
     const auto group_of = [&](uint32_t row) {
         const int64_t g = HAS_G_IDX ? int64_t(g_idx[row]) : int64_t(row / uint32_t(group_size));
-        Group group{1.0f, 0.0f, 0, g >= 0 && g < groups};
+        Group group{0, 1.0f, 0.0f, 0, g >= 0 && g < groups};
         if (!group.exists) return group;
         const int64_t at = g * n + SCALE_ORDER(column);
-        if constexpr (HAS_SCALES) group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT);
+        group.entry = at;
+        if constexpr (HAS_SCALES && !PRODUCTS) group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT);
         if constexpr (ZEROS == 1) {
             const uint64_t bit = (uint64_t(g) * n + ZERO_LAYOUT<BITS>(column)) * BITS;
             group.zero = int(code_of_string<BITS>(static_cast<const uint32_t*>(zeros), bit, 1)) + ZERO_OFFSET;
@@ -93,6 +96,7 @@ dequantize_packed(scalar_t* dense,         // [N, K]
     const auto value = [&](uint32_t code, const Group& group) {
         if (!group.exists) return 0.0f;
         const float x = number_of(code, group.zero);
+        if constexpr (PRODUCTS) return scale_product(scales, group.entry, int(x));
         if constexpr (ZEROS == 3) return fmaf(x, group.scale, group.shift);
         return (ZEROS == 2 ? x - group.shift : x) * group.scale;
     };

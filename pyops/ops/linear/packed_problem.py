@@ -162,7 +162,7 @@ class PackedProblem:
             "LAYOUT": f"layout_{'gptq' if w.layout == 'exllama' and w.bits == 8 else w.layout}",
             "HAS_SCALES": w.scales is not None,
             "scale_t": self.a.dtype if w.scales is None else w.scales.dtype,
-            "SCALE": f"scale_{w.scale_kind}",
+            "SCALE": "scale_float" if w.scale_kind == "products" else f"scale_{w.scale_kind}",
             "GROUP_SCALE_EXPONENT": w.scale_exponent,
             "SCALE_ORDER": f"column_{w.scale_order}",
             "ZERO_CODES": w.zero_kind == "codes",
