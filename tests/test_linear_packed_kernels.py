@@ -23,7 +23,7 @@ from pyops.ops.linear.packed_plan import PackedMmaConfig, choose, choose_mma, se
 from pyops.ops.linear.packed_problem import PackedProblem, PackedWeight
 from pyops.testing import SCHEDULES, scheduled
 from tests import packed
-from tests.test_linear_packed import activations, check_scaled, each, scales_of
+from tests.test_linear_packed import activations, check_product, check_scaled, each, scales_of
 from tests.test_linear_products import forced
 
 HOPPER = device.model("sm_90")
@@ -98,6 +98,39 @@ def test_product(
             first = out if first is None else first
             assert torch.equal(out, first)
     check_scaled(out, a, codes - each(zeros, k), scales)
+
+
+W4A8 = [
+    (PackedConfig(16, 128, 2, 4, 1), 13, 96, 800, 32),  # the last step has 32 rows
+    (PackedConfig(32, 256, 1, 1, 1), 20, 320, 256, 128),
+    (PackedConfig(128, 256, 1, 1, 1), 130, 288, 256, 256),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("one", "m", "n", "k", "group_size"), W4A8)
+def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int) -> None:
+    """Entries of tables, whatever they are: every code, zero too, in every group and column.
+
+    Numbers are small integers: what tensor cores lose of sums of fp8 is smaller than one.
+    """
+    e4m3 = torch.float8_e4m3fn
+    codes = packed.draw(-8, 8, k, n)
+    weight = pyops.cutlass_encode_and_reorder_int4b(packed.gptq(codes & 15, 4).t().contiguous().t())
+    tables = packed.draw(-8, 9, k // group_size * n, 8, seed=1).to(torch.float32).to(e4m3)
+    entries = tables.view(k // group_size, n, 8).double().repeat_interleave(group_size, 0)
+    signed = entries.gather(2, torch.where(codes < 0, codes + 8, 8 - codes.clamp(min=1)).long()[..., None])[..., 0]
+    w = signed * -codes.sign()
+    a = packed.draw(-4, 5, m, k, seed=2).to(torch.float32).to(e4m3)
+    channel, token = (torch.rand(size, generator=torch.Generator().manual_seed(size)) + 0.5 for size in (n, m))
+    first = None
+    with forced("cutlass_w4a8_mm", one):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                out = pyops.cutlass_w4a8_mm(a, weight, tables.view(-1), group_size, channel, token, torch.bfloat16)
+            first = out if first is None else first
+            assert torch.equal(out, first)
+    check_product(out, a, w, channel.double() * token.double()[:, None])
 
 
 # What is chosen

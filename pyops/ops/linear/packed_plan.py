@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 from ..._core import check, tuning
 from ..._core.device import Device
-from ..._core.dtypes import bfloat16, float16
+from ..._core.dtypes import bfloat16, float8_e4m3fn, float16
 from ..._core.kernel import Kernel, Launch
 from . import dequantize_packed, packed_hopper
 from .gemm_hopper import CLUSTERS
-from .packed_hopper import STEP_K, PackedConfig
+from .packed_hopper import PackedConfig, step_rows
 from .packed_problem import PackedProblem, PackedWeight
 
 _gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
@@ -137,7 +137,9 @@ def _serves_few(problem: PackedProblem, device: Device) -> bool:
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
-    return reads_codes(problem) and device.supports("wgmma") and _fits(problem.weight, STEP_K) and _is_mapped(problem)
+    served = reads_codes(problem) or _reads_tables(problem)
+    fits = _fits(problem.weight, step_rows(problem.a.dtype))
+    return served and device.supports("wgmma") and fits and _is_mapped(problem)
 
 
 def choose_mma(
@@ -169,16 +171,30 @@ def reads_codes(problem: PackedProblem) -> bool:
     aligned = a.vec_size(w.k) == 8 and all(
         one.alignment == 16 for one in (w.codes, w.scales, w.zeros) if one is not None
     )
-    sums = e.out.dtype in (float16, bfloat16) and not (e.is_gated or e.has_matrix_bias or e.block_scaled or e.azp_adj)
     dtypes = a.dtype in (float16, bfloat16) and a.dtype is e.out.dtype
     sizes = problem.m > 0 and w.n > 0 and w.n % _TILE_N == 0 and w.k > 0
-    return all((kind, zeros, scales, rows, aligned, sums, dtypes, sizes))
+    return all((kind, zeros, scales, rows, aligned, _is_plain(problem), dtypes, sizes))
+
+
+def _reads_tables(problem: PackedProblem) -> bool:
+    """Whether gemm_packed.cu has an instance for this problem of W4A8."""
+    w, a = problem.weight, problem.a
+    tables = w.layout == "w4a8" and w.scale_kind == "products" and w.scales is not None and w.k % 32 == 0
+    aligned = a.vec_size(w.k) == 16 and all(one.alignment == 16 for one in (w.codes, w.scales) if one is not None)
+    sizes = problem.m > 0 and w.n > 0 and w.n % 32 == 0 and w.k > 0
+    return tables and aligned and sizes and a.dtype is float8_e4m3fn and _is_plain(problem)
+
+
+def _is_plain(problem: PackedProblem) -> bool:
+    """Whether the epilogue is one of the kernels that read codes."""
+    e = problem.epilogue
+    return e.out.dtype in (float16, bfloat16) and not (e.is_gated or e.has_matrix_bias or e.block_scaled or e.azp_adj)
 
 
 def _fits(weight: PackedWeight, step: int) -> bool:
     """Whether a step of so many rows is of whole groups, or within one."""
     size = weight.group_size
-    smallest = 16 if weight.layout == "marlin" else 128 // weight.bits
+    smallest = 16 if weight.layout == "marlin" else 128 // weight.bits  # of 4 bits 32, as products of W4A8 have
     return weight.groups == 1 or size % step == 0 or (step % size == 0 and size % smallest == 0)
 
 

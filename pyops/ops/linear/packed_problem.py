@@ -175,7 +175,8 @@ class PackedProblem:
         """Bits of what a column has in a group: its scale and its zero point."""
         w = self.weight
         zero = {"none": 0, "codes": w.bits}.get(w.zero_kind, 8 * self.a.dtype.itemsize)
-        return zero + (0 if w.scales is None else 8 * w.scales.dtype.itemsize)
+        entries = 8 if w.scale_kind == "products" else 1
+        return zero + (0 if w.scales is None else 8 * entries * w.scales.dtype.itemsize)
 
     def _tensors(self) -> dict[str, TensorArg | Scratch | None]:
         """Pointers by parameter."""
