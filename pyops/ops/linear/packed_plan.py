@@ -177,12 +177,16 @@ def reads_codes(problem: PackedProblem) -> bool:
 
 
 def _reads_tables(problem: PackedProblem) -> bool:
-    """Whether gemm_packed.cu has an instance for this problem of W4A8."""
+    """Whether gemm_packed.cu has an instance for this problem of W4A8.
+
+    Its sums, not added up in parts, are exact enough for bfloat16 (`fp8_sums`).
+    """
     w, a = problem.weight, problem.a
     tables = w.layout == "w4a8" and w.scale_kind == "products" and w.scales is not None and w.k % 32 == 0
     aligned = a.vec_size(w.k) == 16 and all(one.alignment == 16 for one in (w.codes, w.scales) if one is not None)
     sizes = problem.m > 0 and w.n > 0 and w.n % 32 == 0 and w.k > 0
-    return tables and aligned and sizes and a.dtype is float8_e4m3fn and _is_plain(problem)
+    dtypes = a.dtype is float8_e4m3fn and problem.epilogue.out.dtype is bfloat16
+    return tables and aligned and sizes and dtypes and _is_plain(problem)
 
 
 def _is_plain(problem: PackedProblem) -> bool:
