@@ -1,8 +1,8 @@
 """Matrix products of e4m3 activations with weights of signed 4-bit codes whose scales are e4m3.
 
 `cutlass_encode_and_reorder_int4b` returns tiles of its own (`w4a8` of packed_layouts.py), in the shape of what it was
-given, and contiguous. `cutlass_w4a8_mm` refuses any other strides: so a weight that was not reordered, whose columns lie
-one after another, is refused.
+given, and contiguous. `cutlass_w4a8_mm` refuses any other strides: so a weight that was not reordered, whose columns
+lie one after another, is refused.
 """
 
 from __future__ import annotations
