@@ -15,6 +15,7 @@ from __future__ import annotations
 from .blocks import copy_blocks, copy_blocks_mla, copy_cache_blocks, swap_blocks
 from .concat_and_cache_mla import concat_and_cache_mla
 from .concat_and_cache_mla_rope_fused import concat_and_cache_mla_rope_fused
+from .concat_mla_q import concat_mla_q
 from .convert_fp8 import convert_fp8
 from .cp_gather_and_upconvert_fp8_kv_cache import cp_gather_and_upconvert_fp8_kv_cache
 from .gather import cp_gather_cache, gather_and_maybe_dequant_cache
@@ -25,6 +26,7 @@ from .reshape_and_cache_flash import reshape_and_cache_flash
 __all__ = [
     "concat_and_cache_mla",
     "concat_and_cache_mla_rope_fused",
+    "concat_mla_q",
     "convert_fp8",
     "copy_blocks",
     "copy_blocks_mla",
