@@ -20,6 +20,7 @@ from ...ops.norm import fused_qk_norm_rope as _fused_qk_norm_rope
 from ...ops.quantize import per_token_group_fp8_quant as _per_token_group_fp8_quant
 from ...ops.quantize import scaled_fp4_quant as _scaled_fp4_quant
 from ...ops.quantize import static_scaled_fp8_quant as _static_scaled_fp8_quant
+from ...ops.sampling import top_k_per_row_decode as _top_k_per_row_decode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,7 +130,7 @@ def gptq_marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tenso
     return marlin_gemm(a, c_or_none, *others)
 
 
-@_adapter("0.16")
+@_adapter("0.16", "0.22")
 def selective_scan_fwd(*args: Any) -> None:
     """selective_scan_fwd, which of the tensors that are marked as written writes delta, z_ and ssm_states"""
     _selective_scan_fwd(*args)
@@ -169,6 +170,15 @@ def scaled_fp4_quant_out(
 ) -> None:
     """scaled_fp4_quant, whose outputs come last, by name"""
     _scaled_fp4_quant(output, input, output_scale, input_scale, is_sf_swizzled_layout)
+
+
+@_adapter("0.22")
+def persistent_topk(
+    logits: Tensor, lengths: Tensor, output: Tensor, workspace: Tensor, k: int, max_seq_len: int
+) -> None:
+    """top_k_per_row_decode, for rows of one sequence each, which needs no workspace"""
+    rows = logits.shape[0] if logits.ndim == 2 else 0
+    _top_k_per_row_decode(logits, 1, lengths.flatten(), output, rows, *(*logits.stride(), 0, 0)[:2], k)
 
 
 def _empty_like(tensor: Tensor, device: Any) -> Tensor:

@@ -23,6 +23,7 @@ from .gather import cp_gather_cache, gather_and_maybe_dequant_cache
 from .indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from .reshape_and_cache import reshape_and_cache
 from .reshape_and_cache_flash import reshape_and_cache_flash
+from .swap_batch import swap_blocks_batch
 
 __all__ = [
     "concat_and_cache_mla",
@@ -41,4 +42,5 @@ __all__ = [
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "swap_blocks",
+    "swap_blocks_batch",
 ]
