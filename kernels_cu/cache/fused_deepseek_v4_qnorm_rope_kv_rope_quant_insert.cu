@@ -108,7 +108,8 @@ fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(const scalar_t* q_in,         
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) sum += x[i][j] * x[i][j];
         }
-        const float inverse_rms = is_key ? 1.0f : rsqrtf(lane_reduce<Sum, LANES>(sum) / HEAD_SIZE + eps);
+        sum = lane_reduce<Sum, LANES>(sum);  // also of the key: all lanes of a warp take part
+        const float inverse_rms = is_key ? 1.0f : rsqrtf(sum / HEAD_SIZE + eps);
         float max_abs[VECS];
 #pragma unroll
         for (int i = 0; i < VECS; ++i) {

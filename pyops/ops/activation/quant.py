@@ -80,7 +80,7 @@ def silu_and_mul_per_block_quant(
     scale_ub: Tensor | None = None,
     is_scale_transposed: bool = False,
 ) -> None:
-    """`silu_and_mul` written as int8 or fp8, with one scale per group of neighbouring elements, computed from the group.
+    """`silu_and_mul` written as int8 or fp8, with one scale per group of neighbouring elements, computed from it.
 
     ``y = T(T(silu(g)) * u)`` for ``input = [g, u]``, ``scales = max(min(max|y| / largest, scale_ub), smallest)`` over a
     group, ``out = code(y / scales)``. largest is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8; smallest
@@ -163,4 +163,5 @@ def example_silu_and_mul_per_block_quant(
         make.empty(num_tokens, hidden_size // group_size, dtype="float32"),
         group_size,
         make.full(1, value=0.002, dtype="float32") if with_bound and quant_dtype != "int8" else None,
+        False,
     )

@@ -134,6 +134,7 @@ def plan_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     if slot_mapping.shape[0] > num_tokens:
         raise slot_mapping.error(f"expected at most num_tokens={num_tokens} slots, got {slot_mapping.shape}")
     check.index(position_ids, num_tokens=num_tokens)
+    check.sizes(cos_sin_cache, max_position=None, rope_size=_ROPE_SIZE)
     check.shape(cos_sin_cache, float32, max_position=cos_sin_cache.shape[0], rope_size=_ROPE_SIZE)
     if not cos_sin_cache.numel:
         raise cos_sin_cache.error("expected at least one row, got none")
