@@ -49,7 +49,8 @@ def swap_blocks_batch(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, is_src_
             raise OpError("swap_blocks_batch", name, "expected addresses, got a null pointer")
     if not used.any():
         return
-    targets, sources, counts = targets[used], sources[used], counts[used]
+    if not used.all():
+        targets, sources, counts = targets[used], sources[used], counts[used]
     if devices.count():
         stream = torch.cuda.current_stream().cuda_stream
         driver.copy_batch(targets, sources, counts, stream, bool(is_src_access_order_any))
