@@ -122,8 +122,12 @@ struct CodeLoader {
         const Pages<PAGE_SIZE> pages{split.num_pages, page_stride, slot_stride};
         const auto place_at = [&](int pair) {
             const int token = split.begin + pair * 2 * TOKENS + thread;
-            return token < split.end ? pages.at_position(token, split.pages, int64_t(1) << 32, split.table_step)
-                                     : NOWHERE;
+            if (token >= split.end) return NOWHERE;
+            const int64_t place = pages.at_position(token, split.pages, int64_t(1) << 32, split.table_step);
+            // Brought to L2 before its codes are loaded: registers hold no more than a step of what is on its way.
+            for (int i = 0; i < LATENT_SIZE + PANEL_SIZE && place != NOWHERE; i += 128)
+                prefetch_line(cache + place + i);
+            return place;
         };
         int64_t place = place_at(0);
         places[thread] = place;
