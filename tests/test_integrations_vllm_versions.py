@@ -147,6 +147,8 @@ def test_persistent_topk(rank: int) -> None:
         assert output[row].tolist() == right + [-1] * (k - len(right))
     with pytest.raises(pyops.OpError, match="logits: expected"):
         _torch_op("persistent_topk")(logits[0], lengths, output, workspace, k, 40)
+    with pytest.raises(pyops.OpError, match="lengths: expected 3 elements, got 2"):
+        _torch_op("persistent_topk")(logits, lengths[:2], output, workspace, k, 40)
 
 
 def test_an_insert_returns_queries() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from ..._core.errors import OpError
 from ..._core.lazy import torch
 from ...ops.attention import convert_vertical_slash_indexes_mergehead as _convert_vertical_slash_indexes_mergehead
 from ...ops.attention import merge_attn_states as _merge_attn_states
@@ -187,8 +188,12 @@ def persistent_topk(
     logits: Tensor, lengths: Tensor, output: Tensor, workspace: Tensor, k: int, max_seq_len: int
 ) -> None:
     """top_k_per_row_decode, for rows of one sequence each, which needs no workspace"""
-    rows = logits.shape[0] if logits.ndim == 2 else 0
-    _top_k_per_row_decode(logits, 1, lengths.flatten(), output, rows, *(*logits.stride(), 0, 0)[:2], k)
+    if logits.ndim != 2:
+        raise OpError("persistent_topk", "logits", f"expected [num_rows, columns], got shape {tuple(logits.shape)}")
+    if lengths.numel() != len(logits):
+        raise OpError("persistent_topk", "lengths", f"expected {len(logits)} elements, got {lengths.numel()}")
+    stride0, stride1 = logits.stride()
+    _top_k_per_row_decode(logits, 1, lengths.flatten(), output, len(logits), stride0, stride1, k)
 
 
 def _empty_like(tensor: Tensor, device: Any) -> Tensor:
