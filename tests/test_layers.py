@@ -14,7 +14,7 @@ from pyops.nn.custom_op import CustomOp, PluggableLayer, op_registry, op_registr
 
 PAGE = Path(__file__).parents[1] / "docs" / "layers.md"
 
-# Those of vLLM 0.16, and of 0.22 the clamped SwiGLU, by name and class.
+# Those of vLLM 0.16, and of 0.22 the clamped SwiGLU and the gate, by name and class.
 REGISTERED = """mm_encoder_attn MMEncoderAttention  multi_head_latent_attention MultiHeadLatentAttentionWrapper
 fatrelu_and_mul FatreluAndMul  silu_and_mul SiluAndMul  mul_and_silu MulAndSilu  gelu_and_mul_sparse GeluAndMulSparse
 gelu_and_mul GeluAndMul  swigluoai_and_mul SwigluOAIAndMul  gelu_new NewGELU  gelu_fast FastGELU  quick_gelu QuickGELU
@@ -28,8 +28,8 @@ rms_norm RMSNorm  gemma_rms_norm GemmaRMSNorm  rms_norm_gated RMSNormGated  quan
 rotary_embedding RotaryEmbeddingBase  dual_chunk_rotary_embedding DualChunkRotaryEmbedding
 apply_rotary_emb ApplyRotaryEmb  swiglustep_and_mul SwigluStepAndMul  silu_and_mul_with_clamp SiluAndMulWithClamp
 mla_decode_concat_quant_fp8 _DecodeConcatQuantFP8  static_sink_attention StaticSinkAttention
-sparse_attn_indexer SparseAttnIndexer"""
-PLUGGABLE = {"replicated_linear", "column_parallel_linear", "row_parallel_linear"}
+sparse_attn_indexer SparseAttnIndexer  gate_linear GateLinear"""
+PLUGGABLE = {"gate_linear", "replicated_linear", "column_parallel_linear", "row_parallel_linear"}
 
 
 def _own() -> dict[str, type]:
@@ -39,7 +39,7 @@ def _own() -> dict[str, type]:
 def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
     words = REGISTERED.split()
     expected = dict(zip(words[::2], words[1::2], strict=True))
-    assert len(expected) == 43
+    assert len(expected) == 44
     own = _own()
     assert {name: cls.__name__ for name, cls in own.items()} | layers.MISSING == expected
     assert not own.keys() & layers.MISSING.keys()
