@@ -60,7 +60,7 @@ EAGER = {
     "fatrelu_and_mul": ((0.3,), lambda g, u: F.threshold(g, torch.tensor(0.3, dtype=g.dtype).item(), 0.0) * u),
 }
 # Of which every element is on its own.
-BY_CHUNKS = [name for name in activation.__all__ if name != "gelu_and_mul_sparse"]
+BY_CHUNKS = [name for name in activation.__all__ if name not in ("gelu_and_mul_sparse", "silu_and_mul_per_block_quant")]
 
 
 def make(*shape: int, dtype: torch.dtype, where: str = "cpu") -> torch.Tensor:
@@ -343,7 +343,7 @@ def test_sparse_finds_registers_for_both_halves(hidden_size: int, alignment: int
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("group_size", [64, 128])
-@pytest.mark.parametrize("bound", [None, 0.001])
+@pytest.mark.parametrize("bound", [None, 0.001, 1e-9])
 def test_silu_and_mul_by_groups(bound: float | None, group_size: int, where: str) -> None:
     """As eager's activation and a true division by the scale of each group; NaN is the largest code, and no maximum."""
     x = make(5, 512, dtype=torch.bfloat16, where=where)

@@ -39,7 +39,8 @@ def _entries(key: Tensor) -> tuple[Tensor, Tensor]:
     exponents = (bits + 0x7FFFFF) >> 23
     scale = (exponents << 23).view(torch.float32)
     codes = (x * (1.0 / scale)).nan_to_num(nan=-448.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    rope = key[:, _NOPE_SIZE:].contiguous().view(torch.uint8)
+    rope = key[:, _NOPE_SIZE:].contiguous()
+    rope = rope.view(torch.int16).masked_fill(rope.isnan(), 0x7FFF).view(torch.uint8)  # the NaN of conversions
     scales = torch.nn.functional.pad(exponents.squeeze(-1), (0, 1)).to(torch.uint8)
     return torch.cat((codes.flatten(1).view(torch.uint8), rope), -1), scales
 
