@@ -62,6 +62,20 @@ MISSING = {
     "multi_head_latent_attention": "MultiHeadLatentAttentionWrapper",
     "static_sink_attention": "StaticSinkAttention",
     "sparse_attn_indexer": "SparseAttnIndexer",
+    "bailing_moe_linear_attention": "BailingMoELinearAttention",
+    "chunk_gated_delta_rule": "ChunkGatedDeltaRule",
+    "qwen2_decoder": "CustomQwen2Decoder",
+    "fused_rms_norm_gated": "FusedRMSNormGated",
+    "gelu": "GELU",
+    "hc_head": "HCHeadOp",
+    "kimi_gated_delta_net_attention": "KimiGatedDeltaNetAttention",
+    "mhc_fused_post_pre": "MHCFusedPostPreOp",
+    "mhc_post": "MHCPostOp",
+    "mhc_pre": "MHCPreOp",
+    "minimax_text01_rmsnorm_tp": "MiniMaxText01RMSNormTP",
+    "olmo_hybrid_gated_delta_net_attention": "OlmoHybridGatedDeltaNetAttention",
+    "qwen_gated_delta_net_attention": "QwenGatedDeltaNetAttention",
+    "rel_pos_attention": "RelPosAttention",
 }
 """{name of an op: name of its class} of layers that vLLM has and this library has not."""
 
