@@ -152,11 +152,18 @@ inline bool waits_for_exited(const Thread& thread) {
     deadlock();
 }
 
+// Defined in ranks.h.
+inline void ranks_at_barrier();
+
 // Let another thread run; return when the calling thread runs again.
 inline void yield() {
     Thread* thread = state.current;
     if constexpr (CLOCKED) land_copy_early();
     Thread* next = take_ready();
+    if (!next && state.launch.num_ranks) {  // another rank's turn
+        pyops_host_switch(&thread->stack_pointer, state.main_stack_pointer);
+        return;
+    }
     if constexpr (CLOCKED) {
         if (!next && state.launch.cluster > 1) {  // another block's turn
             pyops_host_switch(&thread->stack_pointer, state.main_stack_pointer);
@@ -196,6 +203,7 @@ __attribute__((noinline)) void block_barrier(const char* file, int line) {
     if (all_arrived(begin_wait(Wait::BLOCK, "__syncthreads", 0, file, line, __builtin_return_address(0)))) {
         next_epoch();
         if constexpr (CLOCKED) clocks_of_barrier();
+        if (state.launch.num_ranks) ranks_at_barrier();
         make_ready(threads, num_threads(), all);
     }
     yield();
@@ -245,7 +253,7 @@ __attribute__((noinline)) void warp_barrier(uint64_t lanes, const char* file, in
 
 // The body of every fiber.
 inline void thread_main() {
-    state.entry(state.parameters);
+    state.entry(state.launch.num_ranks ? state.launch.rank_parameters[state.rank] : state.parameters);
     Thread& thread = *state.current;
     if constexpr (CLOCKED) {
         check_exit();

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from .._core.config import cpu
 from .._core.host.run import SCHEDULES, Schedule, scheduled
+from .._core.ranks import Ranks
+from .._core.ranks import Ranks as ranks
 from .calls import assert_matches_reference
 from .compare import assert_close, same_bits
 from .contents import CONTENTS, filled
@@ -18,12 +20,14 @@ __all__ = [
     "SCHEDULES",
     "Canaries",
     "Layout",
+    "Ranks",
     "Schedule",
     "assert_close",
     "assert_matches_reference",
     "canaries",
     "cpu",
     "filled",
+    "ranks",
     "same_bits",
     "scheduled",
 ]

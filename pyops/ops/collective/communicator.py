@@ -1,0 +1,176 @@
+"""What a rank knows of the others, and its launches: the state behind a handle of `init_custom_ar`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..._core import ranks
+from ..._core.errors import CaptureError, OpError
+from ..._core.host.run import Range
+from ..._core.kernel import Kernel, Launch
+from ..._core.launch import Bound, bind
+from ..._core.lazy import torch
+from .shared_memory import HANDLE_BYTES, SIGNAL_BYTES, allocation, close_mem_handle, open_mem_handle
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_RANKS = ranks.MAX_RANKS
+ROW_BYTES = 8 * MAX_RANKS  # of the table of registered buffers: an address for each rank
+MAX_BLOCKS = 36  # as signals.cuh; enough to fill NVLink, and few enough that all blocks of a launch run together
+VEC_BYTES = 16
+_NUM_THREADS, _WARPS = 512, 64
+# Bytes from which two shots are faster than one, by ranks: vLLM's table, not measured here.
+_TWO_SHOT_BYTES = {4: 512 * 1024, 6: 256 * 1024, 8: 256 * 1024}
+_SWITCH = "VLLM_CUSTOM_ALLREDUCE_ALGO"
+_SHOTS = {"1stage": False, "oneshot": False, "2stage": True, "twoshot": True}
+
+
+def two_shot(world_size: int, nbytes: int, fully_connected: bool) -> bool:
+    """Whether ranks sum slices and fetch those of others. OpError for a value of the switch that is none."""
+    if name := os.environ.get(_SWITCH):
+        if name not in _SHOTS:
+            raise OpError("all_reduce", _SWITCH, f"expected {', '.join(_SHOTS)}, got {name}")
+        return _SHOTS[name]
+    if world_size == 2:
+        return False
+    return not fully_connected or nbytes >= _TWO_SHOT_BYTES.get(world_size, 256 * 1024)
+
+
+def geometry(num_vecs: int) -> tuple[int, int]:
+    """(blocks, threads of a block) for so many vectors."""
+    num_threads = min(_NUM_THREADS, -(-num_vecs // _WARPS) * _WARPS)
+    return max(1, min(MAX_BLOCKS, -(-num_vecs // num_threads))), num_threads
+
+
+@dataclass(eq=False)
+class Communicator:
+    """A rank among up to eight of a node.
+
+    Attributes:
+        signals: address of the signals of each rank, as this process maps them.
+        table: uint8 memory on the device for rows of addresses, one row for each registered buffer.
+        rows: {address of a registered buffer of this rank: address of its row}.
+        captured: buffers whose calls were captured into a graph and whose peers are not known yet, with their rows.
+    """
+
+    signals: Sequence[int]
+    table: Tensor
+    rank: int
+    fully_connected: bool
+    rows: dict[int, int] = field(default_factory=dict)
+    captured: list[tuple[int, int]] = field(default_factory=list)
+    opened: dict[bytes, int] = field(default_factory=dict)
+    _used: int = 0
+    _bound: dict[Any, Bound] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.signals)
+
+    def _row(self, op: str) -> int:
+        """The offset of the next row that is free."""
+        if self._used + ROW_BYTES > self.table.numel():
+            raise OpError(op, "fa", f"rank_data of {self.table.numel()} bytes has no row left")
+        self._used += ROW_BYTES
+        return self._used - ROW_BYTES
+
+    def _write(self, offset: int, addresses: Sequence[int]) -> None:
+        row = torch.tensor([*addresses, *[0] * (MAX_RANKS - len(addresses))], dtype=torch.int64)
+        self.table[offset : offset + ROW_BYTES].copy_(row.view(torch.uint8))
+
+    def register(self, addresses: Sequence[int]) -> None:
+        """Of one buffer: its address on each rank."""
+        if len(addresses) != self.world_size:
+            expected = f"expected an address for each of {self.world_size} ranks, got {len(addresses)}"
+            raise OpError("register_buffer", "ipc_tensors", expected)
+        offset = self._row("register_buffer")
+        self._write(offset, addresses)
+        self.rows[addresses[self.rank]] = self.table.data_ptr() + offset
+
+    def peers_of(self, op: str, address: int, is_capturing: bool) -> int:
+        """The address of the row of a buffer. In a capture, a row that `register_captured` fills before the replay."""
+        if (row := self.rows.get(address)) is not None:
+            return row
+        if not is_capturing:
+            raise OpError(op, "inp", f"{address:#x} is not registered, and reg_buffer is 0")
+        offset = self._row(op)
+        self.captured.append((address, offset))
+        return self.table.data_ptr() + offset
+
+    def captured_handles(self) -> tuple[list[int], list[int]]:
+        """Handles of the allocations of captured buffers, end to end, and the offset of each buffer in its own."""
+        found = [allocation(address) for address, _ in self.captured]
+        return list(b"".join(handle for handle, _ in found)), [offset for _, offset in found]
+
+    def register_captured(self, handles: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]) -> None:
+        """What all ranks returned from `captured_handles`, in the order of ranks."""
+        count = len(self.captured)
+        for name, values, size in (("handles", handles, HANDLE_BYTES * count), ("offsets", offsets, count)):
+            if len(values) != self.world_size or any(len(value) != size for value in values):
+                expected = f"expected {size} values of each of {self.world_size} ranks, got {[len(v) for v in values]}"
+                raise OpError("register_graph_buffers", name, expected)
+        for i, (address, row) in enumerate(self.captured):
+            addresses = []
+            for rank in range(self.world_size):
+                handle = bytes(handles[rank][HANDLE_BYTES * i : HANDLE_BYTES * (i + 1)])
+                own = rank == self.rank
+                addresses.append(address if own else self._open(handle) + offsets[rank][i])
+            self._write(row, addresses)
+        self.captured.clear()
+
+    def _open(self, handle: bytes) -> int:
+        if handle not in self.opened:
+            self.opened[handle] = open_mem_handle(torch.frombuffer(bytearray(handle), dtype=torch.uint8))
+        return self.opened[handle]
+
+    def close(self) -> None:
+        for address in self.opened.values():
+            close_mem_handle(address)
+        self.opened.clear()
+
+    def launch(
+        self,
+        op: str,
+        kernel: Kernel,
+        constants: dict[str, Any],
+        grid: int,
+        num_threads: int,
+        fixed: dict[str, Any],
+        peers: int,
+        **tensors: Tensor,
+    ) -> None:
+        """Launch a kernel that takes the signals of all ranks, a row of addresses and `tensors` on the current stream.
+
+        On the host, all ranks launch together.
+        """
+        constants = {"WORLD_SIZE": self.world_size, "SIGNAL_BYTES": SIGNAL_BYTES, "NUM_THREADS": num_threads} | constants
+        addresses = [*self.signals, *[0] * (MAX_RANKS - self.world_size)]
+        fixed = fixed | {"rank": self.rank} | {f"signals_{i}": address for i, address in enumerate(addresses)}
+        specialisation, names = kernel(**constants), ("peers", *tensors)
+        words = (peers, *(tensor.data_ptr() for tensor in tensors.values()))
+        device = next(iter(tensors.values())).device
+        if device.type == "cpu":
+            here = ranks.here()
+            if here is None:
+                raise OpError(op, "inp", "expected tensors on a GPU, or ranks of pyops.testing.ranks, got the CPU")
+            found = [Range("peers", peers, ROW_BYTES)]
+            found += [Range(name, one.data_ptr(), one.numel() * one.itemsize) for name, one in tensors.items()]
+            launch = specialisation.launch(grid=grid, block=num_threads, **fixed)
+            return here.world.launch(here.rank, ranks.Call(launch, found))
+        key = kernel.file, specialisation.key, grid, tuple(fixed.items())
+        bound = self._bound.get(key)
+        if bound is None:
+            launch = specialisation.launch(grid=grid, block=num_threads, **fixed)
+            bound = self._bound[key] = self._bind(op, launch, names, device.index)
+        if status := bound.launch(torch.cuda.current_stream(device).cuda_stream, *words):
+            raise RuntimeError(f"{op}: the driver's status is {status}")
+
+    def _bind(self, op: str, launch: Launch, names: tuple[str, ...], index: int) -> Bound:
+        specialisation = launch.specialisation
+        if specialisation.loaded(index) is None and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(op, specialisation.kernel.file)
+        return bind(op, index, [launch], [specialisation.load(index).function], names, (), {})
