@@ -1,0 +1,226 @@
+"""Collectives: ranks on the host backend, whose flags are checked, and processes that share one GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kernels_cu
+import pyops
+from pyops._core import ranks as worlds
+from pyops._core.kernel import Kernel
+from pyops.ops.collective import custom_all_reduce
+from pyops.ops.collective.communicator import geometry, two_shot
+from pyops.testing import SCHEDULES, assert_close, ranks, scheduled
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SIZE = 1 << 15  # bytes of the largest message
+
+
+def communicate(world_size: int, body: Callable[[int, int, int], Any], seconds: float = 20.0) -> list[Any]:
+    """``body(rank, fa, reg_buffer)`` of every rank, each with a communicator as vLLM makes it."""
+
+    def one(rank: int) -> Any:
+        signals, own = pyops.allocate_shared_buffer_and_handle(pyops.meta_size() + SIZE)
+        buffer, own_buffer = pyops.allocate_shared_buffer_and_handle(SIZE)
+        here = worlds.here()
+        assert here is not None
+        handles: list[Any] = here.world.meet(rank, "exchange", (own, own_buffer), list)
+        table = torch.zeros(256, dtype=torch.uint8)
+        fa = pyops.init_custom_ar([pyops.open_mem_handle(a) for a, _ in handles], table, rank, True)
+        pyops.register_buffer(fa, [pyops.open_mem_handle(b) for _, b in handles])
+        found = body(rank, fa, buffer)
+        pyops.dispose(fa)
+        pyops.free_shared_buffer(buffer)
+        pyops.free_shared_buffer(signals)
+        return found
+
+    return ranks(world_size, seconds).run(one)
+
+
+def inputs(world_size: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(world_size)]
+
+
+def in_order(values: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in float32, in the order of ranks, rounded once."""
+    total = values[0].float()
+    for value in values[1:]:
+        total = total + value.float()
+    return total.to(values[0].dtype)
+
+
+def reduced(values: list[torch.Tensor], calls: int = 1) -> list[torch.Tensor]:
+    def body(rank: int, fa: int, buffer: int) -> torch.Tensor:
+        out = torch.full_like(values[rank], torch.nan)
+        for _ in range(calls):
+            pyops.all_reduce(fa, values[rank], out, buffer, SIZE)
+        return out
+
+    return communicate(len(values), body)
+
+
+@pytest.mark.parametrize("algorithm", ["oneshot", "twoshot"])
+@pytest.mark.parametrize(("world_size", "dtype"), zip(range(1, 9), (*DTYPES, *DTYPES, *DTYPES), strict=False))
+def test_all_reduce_is_exact_in_the_order_of_ranks(
+    world_size: int, dtype: torch.dtype, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", algorithm)
+    for schedule, num_vecs in zip(SCHEDULES[::2], (1, 67, 600), strict=False):
+        values = inputs(world_size, num_vecs * 16 // dtype.itemsize, dtype)
+        with scheduled(schedule):
+            for out in reduced(values, calls=2):
+                assert torch.equal(out, in_order(values))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_reduce_add_rms_norm(dtype: torch.dtype) -> None:
+    shape, world_size = (5, 96), 4
+    values = [value.view(shape) for value in inputs(world_size, 480, dtype)]
+    residual, weight = inputs(2, 480, dtype)[1].view(shape), inputs(1, 96, dtype)[0]
+
+    def body(rank: int, fa: int, buffer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out, own = torch.full(shape, torch.nan, dtype=dtype), residual.clone()
+        pyops.all_reduce_add_rms_norm(fa, values[rank], out, own, weight, 1e-6, buffer, SIZE)
+        return out, own
+
+    expected, sums = in_order(values), residual.clone()
+    pyops.fused_add_rms_norm(expected, sums, weight, 1e-6)
+    for out, own in communicate(world_size, body):
+        assert torch.equal(own, sums)
+        assert_close(expected, out, 1)
+
+
+MISTAKES = {
+    "no meeting before others' inputs are read": ("world.meet();\n    for", "for"),
+    "no meeting behind them": ("world.meet();\n    if constexpr (TWO_SHOT)", "if constexpr (TWO_SHOT)"),
+    "no barrier before the flag is stored": ("++meeting;\n        __syncthreads();", "++meeting;"),
+    "no barrier behind the flag": ("other);\n        }\n        __syncthreads();", "other);\n        }"),
+    "another rank's slice is summed": ("begin = TWO_SHOT ? rank * slice", "begin = TWO_SHOT ? (rank ^ 1) * slice"),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["oneshot", "twoshot"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_missing_flag_is_a_fault(mistake: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", algorithm)
+    file, header = "collective/all_reduce.cu", kernels_cu.read("include/signals.cuh")
+    text = kernels_cu.read(file).replace('#include "signals.cuh"', header.replace("#pragma once", ""))
+    right, wrong = MISTAKES[mistake]
+    assert text.count(right) == 1
+    monkeypatch.setattr(custom_all_reduce, "_all_reduce", Kernel(file, text=text.replace(right, wrong)))
+    values = inputs(2, 1600, torch.float32)
+    if "slice" in mistake:
+        assert algorithm == "oneshot" or not torch.equal(reduced(values)[0], in_order(values))
+    else:
+        with pytest.raises(pyops.KernelFault) as raised:
+            reduced(values)
+        assert raised.value.kind == "missing flag"
+        assert raised.value.message.startswith("rank ")
+
+
+def test_ranks_that_wait_for_a_flag_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, header = "collective/all_reduce.cu", kernels_cu.read("include/signals.cuh")
+    text = kernels_cu.read(file).replace('#include "signals.cuh"', header.replace("#pragma once", ""))
+    stored = "store_signal(&of(other)->flags[blockIdx.x][rank], meeting);"
+    assert text.count(stored) == 1
+    text = text.replace(stored, f"if (rank != 1) {stored}")
+    monkeypatch.setattr(custom_all_reduce, "_all_reduce", Kernel(file, text=text))
+    with pytest.raises(pyops.KernelFault, match=r"rank 0 waits for rank 1 \(its flag is 0, expected 1\)") as raised:
+        reduced(inputs(3, 1600, torch.float32))
+    assert raised.value.kind == "deadlock"
+
+
+@pytest.mark.parametrize("how", ["late", "dead", "returned"])
+def test_a_rank_that_does_not_come_is_named(how: str) -> None:
+    values = inputs(3, 64, torch.float32)
+    caught: list[pyops.RankError] = []
+
+    def body(rank: int, fa: int, buffer: int) -> None:
+        if rank == 1 and how == "dead":
+            raise ZeroDivisionError("of rank 1")
+        if rank == 1 and how == "returned":
+            return
+        if rank == 1:
+            while len(caught) < 2:
+                time.sleep(0.01)
+            return
+        try:
+            pyops.all_reduce(fa, values[rank], torch.empty_like(values[rank]), buffer, SIZE)
+        except pyops.RankError as error:
+            caught.append(error)
+
+    if how == "dead":
+        with pytest.raises(ZeroDivisionError):
+            communicate(3, body, seconds=20)
+    else:
+        communicate(3, body, seconds=0.5 if how == "late" else 20)
+    assert len(caught) == 2
+    for error in caught:
+        assert error.ranks == (1,)
+        assert "for rank 1" in str(error)
+
+
+def test_calls_are_refused() -> None:
+    def body(rank: int, fa: int, buffer: int) -> None:
+        x = torch.zeros(64)
+        for inp, out, reg_buffer, size, name in (
+            (x.double(), x.double(), buffer, SIZE, "inp"),
+            (x, x[:32], buffer, SIZE, "out"),
+            (x, x, buffer, SIZE, "out"),
+            (x[:62], torch.zeros(62), buffer, SIZE, "inp"),
+            (x, torch.zeros(64), buffer, 128, "reg_buffer_sz_bytes"),
+            (x, torch.zeros(64), 0, 0, "inp"),
+            (torch.zeros(64, 2)[:, 0], torch.zeros(64), buffer, SIZE, "inp"),
+        ):
+            with pytest.raises(pyops.OpError, match=name):
+                pyops.all_reduce(fa, inp, out, reg_buffer, size)
+        with pytest.raises(pyops.OpError, match="fa"):
+            pyops.all_reduce(-1, x, torch.zeros(64), buffer, SIZE)
+        with pytest.raises(pyops.OpError, match="ipc_tensors"):
+            pyops.register_buffer(fa, [buffer])
+
+    communicate(2, body)
+
+
+def test_private_memory_of_another_rank_is_out_of_bounds() -> None:
+    values = inputs(2, 64, torch.float32)
+
+    def body(rank: int, fa: int, buffer: int) -> None:
+        here = worlds.here()
+        assert here is not None
+        addresses = here.world.meet(rank, "addresses", values[rank].data_ptr(), list)
+        pyops.register_buffer(fa, addresses)
+        pyops.all_reduce(fa, values[rank], torch.empty(64), 0, 0)
+
+    with pytest.raises(pyops.KernelFault) as raised:
+        communicate(2, body)
+    assert raised.value.kind == "out-of-bounds global access"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nbytes", "fully_connected", "two"),
+    [
+        (2, 8 << 20, False, False),
+        (4, (512 << 10) - 16, True, False),
+        (4, 512 << 10, True, True),
+        (4, 1024, False, True),
+        (6, 256 << 10, True, True),
+        (8, (256 << 10) - 16, True, False),
+    ],
+)
+def test_two_shots_from_where_they_are_faster(world_size: int, nbytes: int, fully_connected: bool, two: bool) -> None:
+    assert two_shot(world_size, nbytes, fully_connected) == two
+
+
+def test_the_switch_of_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", "3stage")
+    with pytest.raises(pyops.OpError, match="3stage"):
+        two_shot(2, 16, True)
+    assert geometry(1) == (1, 64)
+    assert geometry(1 << 20) == (36, 512)
