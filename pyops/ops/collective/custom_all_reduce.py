@@ -90,13 +90,13 @@ def all_reduce(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz
     Args:
         fa: handle of `init_custom_ar`. Every rank calls, with tensors of one dtype and size.
         inp: float32, float16 or bfloat16; contiguous, or all that is left of its storage; a multiple of 16 bytes.
-        out: as `inp`, written; another tensor.
+        out: as `inp`, written; may be `inp` where that is copied.
         reg_buffer: address of a registered buffer, into which `inp` is copied; 0: `inp` itself is registered, or its
             stream is being captured.
         reg_buffer_sz_bytes: its size.
     """
     found = communicator("all_reduce", fa)
-    nbytes = _check("all_reduce", inp, out)
+    nbytes = _check("all_reduce", inp, out, may_overlap=reg_buffer != 0)
     two = two_shot(found.world_size, nbytes, found.fully_connected)
     peers = staged(found, "all_reduce", inp, nbytes, reg_buffer, reg_buffer_sz_bytes)
     num_vecs = nbytes // VEC_BYTES
@@ -128,8 +128,9 @@ def all_reduce_add_rms_norm(
     """
     op = "all_reduce_add_rms_norm"
     found = communicator(op, fa)
-    nbytes, hidden_size = _check(op, inp, out), inp.shape[-1]
+    nbytes, hidden_size = _check(op, inp, out, may_overlap=reg_buffer != 0), inp.shape[-1]
     _check(op, inp, residual, "residual")
+    _check(op, out, residual, "residual")
     if weight.shape != (hidden_size,) or weight.dtype != inp.dtype or weight.data_ptr() % VEC_BYTES:
         raise OpError(op, "weight", f"expected aligned {inp.dtype} [{hidden_size}], got {list(weight.shape)}")
     vec_size = VEC_BYTES // inp.itemsize
@@ -162,7 +163,7 @@ def staged(found: Communicator, op: str, inp: Tensor, nbytes: int, reg_buffer: i
     return row
 
 
-def _check(op: str, inp: Tensor, out: Tensor, name: str = "out") -> int:
+def _check(op: str, inp: Tensor, out: Tensor, name: str = "out", may_overlap: bool = False) -> int:
     """The bytes of `inp`, checked with `out`."""
     if inp.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise OpError(op, "inp", f"expected float32, float16 or bfloat16, got {inp.dtype}")
@@ -177,8 +178,8 @@ def _check(op: str, inp: Tensor, out: Tensor, name: str = "out") -> int:
             raise OpError(op, which, f"expected an address that {VEC_BYTES} divides, got {tensor.data_ptr():#x}")
     if nbytes % VEC_BYTES:
         raise OpError(op, "inp", f"expected a multiple of {VEC_BYTES} bytes, got {nbytes}")
-    if nbytes and abs(inp.data_ptr() - out.data_ptr()) < nbytes:
-        raise OpError(op, name, "overlaps inp, which other ranks read")
+    if not may_overlap and nbytes and abs(inp.data_ptr() - out.data_ptr()) < nbytes:
+        raise OpError(op, name, "overlaps another tensor of the call")
     return nbytes
 
 
