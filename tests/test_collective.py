@@ -100,7 +100,7 @@ MISTAKES = {
     "no meeting before others' inputs are read": ("world.meet();\n    for", "for"),
     "no meeting behind them": ("world.meet();\n    if constexpr (TWO_SHOT)", "if constexpr (TWO_SHOT)"),
     "no barrier before the flag is stored": ("++meeting;\n        __syncthreads();", "++meeting;"),
-    "no barrier behind the flag": ("other);\n        }\n        __syncthreads();", "other);\n        }"),
+    "no barrier behind the flag": ("threadIdx.x);\n        }\n        __syncthreads();", "threadIdx.x);\n        }"),
     "another rank's slice is summed": ("begin = TWO_SHOT ? rank * slice", "begin = TWO_SHOT ? (rank ^ 1) * slice"),
 }
 
@@ -127,7 +127,7 @@ def test_a_missing_flag_is_a_fault(mistake: str, algorithm: str, monkeypatch: py
 def test_ranks_that_wait_for_a_flag_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     file, header = "collective/all_reduce.cu", kernels_cu.read("include/signals.cuh")
     text = kernels_cu.read(file).replace('#include "signals.cuh"', header.replace("#pragma once", ""))
-    stored = "store_signal(&of(other)->flags[blockIdx.x][rank], meeting);"
+    stored = "store_signal(&others->flags[blockIdx.x][rank], meeting);"
     assert text.count(stored) == 1
     text = text.replace(stored, f"if (rank != 1) {stored}")
     monkeypatch.setattr(custom_all_reduce, "_all_reduce", Kernel(file, text=text))

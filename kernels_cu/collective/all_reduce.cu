@@ -19,20 +19,21 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-all_reduce(scalar_t* out,          // [num_vecs * VEC_SIZE]
-           const uint64_t* peers,  // [8]: address of the input of each rank
-           Signals* signals_0, Signals* signals_1, Signals* signals_2, Signals* signals_3, Signals* signals_4,
-           Signals* signals_5, Signals* signals_6, Signals* signals_7, int64_t num_vecs, int rank) {
+all_reduce(scalar_t* out,            // [num_vecs * VEC_SIZE]
+           const uint64_t* peers,    // [8]: address of the input of each rank
+           const uint64_t* signals,  // [8]: address of the signals of each rank
+           Signals* own_signals, int64_t num_vecs, int rank) {
     await_previous_kernel();
-    Signals* const all[MAX_RANKS] = {signals_0, signals_1, signals_2, signals_3,
-                                     signals_4, signals_5, signals_6, signals_7};
-    World<WORLD_SIZE> world(all, rank);
+    World<WORLD_SIZE> world(signals, own_signals, rank);
     const scalar_t* inputs[WORLD_SIZE];
 #pragma unroll
     for (int i = 0; i < WORLD_SIZE; ++i) inputs[i] = reinterpret_cast<const scalar_t*>(peers[i]);
     const int64_t first = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x, step = int64_t(gridDim.x) * NUM_THREADS;
     const int64_t slice = num_vecs / WORLD_SIZE, begin = TWO_SHOT ? rank * slice : 0;
     const int64_t end = !TWO_SHOT || rank == WORLD_SIZE - 1 ? num_vecs : begin + slice;
+    const scalar_t* slices[WORLD_SIZE];
+#pragma unroll
+    for (int i = 0; TWO_SHOT && i < WORLD_SIZE; ++i) slices[i] = world.template scratch<scalar_t>(i);
     scalar_t* sums = TWO_SHOT ? world.template scratch<scalar_t>(rank) : out;
 
     world.meet();
@@ -49,7 +50,7 @@ all_reduce(scalar_t* out,          // [num_vecs * VEC_SIZE]
 #pragma unroll
             for (int other = 0; other < WORLD_SIZE; ++other) {
                 if (other < WORLD_SIZE - 1 && i >= slice) continue;
-                sum[other] = vec_t::load(world.template scratch<scalar_t>(other) + i * VEC_SIZE);
+                sum[other] = vec_t::load(slices[other] + i * VEC_SIZE);
             }
 #pragma unroll
             for (int other = 0; other < WORLD_SIZE; ++other) {

@@ -16,18 +16,15 @@ using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, NUM_THREADS>;
 using vec_t = row_t::vec_t;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-all_reduce_add_rms_norm(scalar_t* out,           // [num_rows, HIDDEN_SIZE]
-                        scalar_t* residual,      // [num_rows, HIDDEN_SIZE]
-                        const scalar_t* weight,  // [HIDDEN_SIZE]
-                        const uint64_t* peers,   // [8]: address of the input of each rank
-                        Signals* signals_0, Signals* signals_1, Signals* signals_2, Signals* signals_3,
-                        Signals* signals_4, Signals* signals_5, Signals* signals_6, Signals* signals_7,
-                        int64_t num_rows, int rank, float epsilon) {
+all_reduce_add_rms_norm(scalar_t* out,            // [num_rows, HIDDEN_SIZE]
+                        scalar_t* residual,       // [num_rows, HIDDEN_SIZE]
+                        const scalar_t* weight,   // [HIDDEN_SIZE]
+                        const uint64_t* peers,    // [8]: address of the input of each rank
+                        const uint64_t* signals,  // [8]: address of the signals of each rank
+                        Signals* own_signals, int64_t num_rows, int rank, float epsilon) {
     await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
-    Signals* const all[MAX_RANKS] = {signals_0, signals_1, signals_2, signals_3,
-                                     signals_4, signals_5, signals_6, signals_7};
-    World<WORLD_SIZE> world(all, rank);
+    World<WORLD_SIZE> world(signals, own_signals, rank);
     const scalar_t* inputs[WORLD_SIZE];
 #pragma unroll
     for (int i = 0; i < WORLD_SIZE; ++i) inputs[i] = reinterpret_cast<const scalar_t*>(peers[i]);

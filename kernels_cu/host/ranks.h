@@ -32,7 +32,11 @@ struct RankClocks {
 inline RankClocks rank_clocks[MAX_CLUSTER];
 inline Flag flags[MAX_FLAGS];
 
-struct Awaited { const uint32_t* address; uint32_t value; unsigned from; };
+struct Awaited {
+    const uint32_t* address;
+    uint32_t value;
+    unsigned from;
+};
 inline Awaited awaited[MAX_CLUSTER][MAX_THREADS];
 
 inline bool has_come(const Awaited& flag) { return int32_t(*flag.address - flag.value) >= 0; }
@@ -146,7 +150,7 @@ __attribute__((noinline)) void await_flag(const uint32_t* flag, uint32_t value, 
         yield();
     }
     if (const Flag* record = flag_at(flag, false)) {
-        uint32_t(&acquired)[MAX_CLUSTER] = rank_clocks[state.rank].acquired[number];
+        uint32_t (&acquired)[MAX_CLUSTER] = rank_clocks[state.rank].acquired[number];
         for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
             if (record->clock[rank] > acquired[rank]) acquired[rank] = record->clock[rank];
         }
@@ -161,8 +165,9 @@ inline void describe_flags(unsigned rank, const Thread* of_rank, char* text, siz
         if (of_rank[i].wait != Wait::FLAG) continue;
         const Awaited& flag = awaited[rank][i];
         if (waiting++ < MAX_CLUSTER && length < room - 1) {
-            length += snprintf(text + length, room - length, "%srank %u waits for rank %u (its flag is %u, expected %u)",
-                               length ? "; " : "", rank, flag.from, *flag.address, flag.value);
+            length +=
+                snprintf(text + length, room - length, "%srank %u waits for rank %u (its flag is %u, expected %u)",
+                         length ? "; " : "", rank, flag.from, *flag.address, flag.value);
         }
     }
     if (!waiting && length < room - 1) {

@@ -43,45 +43,39 @@ DEVICE void await_signal(const uint32_t* flag, uint32_t value, int from) {
         if (now - start > SIGNAL_SECONDS * 1000000000) asm volatile("trap;");
     }
 #elif PYOPS_HIP
-    while (int32_t(__scoped_atomic_load_n(flag, __ATOMIC_ACQUIRE, __MEMORY_SCOPE_SYSTEM) - value) < 0) {}
+    while (int32_t(__scoped_atomic_load_n(flag, __ATOMIC_ACQUIRE, __MEMORY_SCOPE_SYSTEM) - value) < 0) {
+    }
 #else
     host::await_flag(flag, value, from);
 #endif
 }
 
-// The other ranks, as one rank sees them.
+// The ranks, as the block of one of them sees them.
 template <int WORLD_SIZE>
 struct World {
-    Signals* signals[WORLD_SIZE];
+    const uint64_t* addresses;  // of the signals of each rank
+    Signals *own, *others;      // `others`: thread t < WORLD_SIZE has those of rank t
     int rank;
     uint32_t meeting;  // number of the last meeting of this block
 
-    DEVICE World(Signals* const (&all)[MAX_RANKS], int rank) : rank(rank) {
-#pragma unroll
-        for (int i = 0; i < WORLD_SIZE; ++i) signals[i] = all[i];
-        meeting = of(rank)->meetings[blockIdx.x];
+    DEVICE World(const uint64_t* addresses, Signals* own, int rank) : addresses(addresses), own(own), rank(rank) {
+        meeting = own->meetings[blockIdx.x];
+        others = of(threadIdx.x < WORLD_SIZE ? threadIdx.x : 0);
     }
-    // By a chain of selects: an index into an array would put the array into local memory.
-    DEVICE Signals* of(int other) const {
-        Signals* found = signals[0];
-#pragma unroll
-        for (int i = 1; i < WORLD_SIZE; ++i) found = other == i ? signals[i] : found;
-        return found;
-    }
+    DEVICE Signals* of(int other) const { return reinterpret_cast<Signals*>(addresses[other]); }
     // Waits for the block of this index of every rank. What the ranks did before, each sees afterwards. Every thread calls.
     DEVICE void meet() {
         ++meeting;
         __syncthreads();
         if (threadIdx.x < WORLD_SIZE) {
-            const int other = threadIdx.x;
-            store_signal(&of(other)->flags[blockIdx.x][rank], meeting);
-            await_signal(&of(rank)->flags[blockIdx.x][other], meeting, other);
+            store_signal(&others->flags[blockIdx.x][rank], meeting);
+            await_signal(&own->flags[blockIdx.x][threadIdx.x], meeting, threadIdx.x);
         }
         __syncthreads();
     }
     // Before the kernel ends. Every thread calls, behind the last meeting.
     DEVICE void leave() const {
-        if (threadIdx.x == 0) of(rank)->meetings[blockIdx.x] = meeting;
+        if (threadIdx.x == 0) own->meetings[blockIdx.x] = meeting;
     }
     // Memory behind the signals of a rank, for results that other ranks fetch.
     template <typename T>

@@ -52,7 +52,7 @@ class Communicator:
 
     Attributes:
         signals: address of the signals of each rank, as this process maps them.
-        table: uint8 memory on the device for rows of addresses, one row for each registered buffer.
+        table: uint8 memory on the device for rows of addresses: of `signals`, then of each registered buffer.
         rows: {address of a registered buffer of this rank: address of its row}.
         captured: buffers whose calls were captured into a graph and whose peers are not known yet, with their rows.
     """
@@ -66,6 +66,9 @@ class Communicator:
     opened: dict[bytes, int] = field(default_factory=dict)
     _used: int = 0
     _bound: dict[Any, Bound] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._write(self._row("init_custom_ar"), self.signals)
 
     @property
     def world_size(self) -> int:
@@ -148,16 +151,15 @@ class Communicator:
         On the host, all ranks launch together.
         """
         constants = {"WORLD_SIZE": self.world_size, "SIGNAL_BYTES": SIGNAL_BYTES, "NUM_THREADS": num_threads} | constants
-        addresses = [*self.signals, *[0] * (MAX_RANKS - self.world_size)]
-        fixed = fixed | {"rank": self.rank} | {f"signals_{i}": address for i, address in enumerate(addresses)}
-        specialisation, names = kernel(**constants), ("peers", *tensors)
-        words = (peers, *(tensor.data_ptr() for tensor in tensors.values()))
+        fixed = fixed | {"rank": self.rank, "own_signals": self.signals[self.rank]}
+        specialisation, names = kernel(**constants), ("peers", "signals", *tensors)
+        words = (peers, self.table.data_ptr(), *(tensor.data_ptr() for tensor in tensors.values()))
         device = next(iter(tensors.values())).device
         if device.type == "cpu":
             here = ranks.here()
             if here is None:
                 raise OpError(op, "inp", "expected tensors on a GPU, or ranks of pyops.testing.ranks, got the CPU")
-            found = [Range("peers", peers, ROW_BYTES)]
+            found = [Range("peers", peers, ROW_BYTES), Range("signals", self.table.data_ptr(), ROW_BYTES)]
             found += [Range(name, one.data_ptr(), one.numel() * one.itemsize) for name, one in tensors.items()]
             launch = specialisation.launch(grid=grid, block=num_threads, **fixed)
             return here.world.launch(here.rank, ranks.Call(launch, found))
