@@ -11,10 +11,12 @@ import torch
 
 import kernels_cu
 import pyops
+from pyops._core import dtypes, offline
 from pyops._core import ranks as worlds
 from pyops._core.kernel import Kernel
 from pyops.ops.collective import custom_all_reduce
 from pyops.ops.collective.communicator import geometry, two_shot
+from pyops.ops.collective.quick_all_reduce import _kernel as quick_kernel
 from pyops.testing import SCHEDULES, assert_close, ranks, scheduled
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -201,6 +203,85 @@ def test_private_memory_of_another_rank_is_out_of_bounds() -> None:
     with pytest.raises(pyops.KernelFault) as raised:
         communicate(2, body)
     assert raised.value.kind == "out-of-bounds global access"
+
+
+def quick(values: list[torch.Tensor], level: int, half: bool = False) -> list[torch.Tensor]:
+    world_size = len(values)
+
+    def one(rank: int) -> torch.Tensor:
+        here = worlds.here()
+        assert here is not None
+        fa = pyops.init_custom_qr(rank, world_size, SIZE)
+        pyops.qr_open_handles(fa, here.world.meet(rank, "exchange", pyops.qr_get_handle(fa), list))
+        out = torch.full_like(values[rank], torch.nan)
+        for _ in range(2):
+            pyops.qr_all_reduce(fa, values[rank], out, level, half)
+        pyops.qr_destroy(fa)
+        return out
+
+    return ranks(world_size, 20).run(one)
+
+
+def coded(x: torch.Tensor, level: int) -> torch.Tensor:
+    """Encoded and decoded by the formula, in float64 but for the roundings to the dtype of `x`."""
+    if level == 0:
+        return x
+    half = 2 ** ((8, 6, 4)[level - 1] - 1)
+    padded = torch.zeros(-(-x.numel() // 64) * 64, dtype=torch.float64)
+    padded[: x.numel()] = x.double()
+    blocks = padded.view(-1, 32, 2)
+    most, least = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
+    scale = (-torch.where(most > -least, most, least) / half).to(x.dtype).double()
+    ratio = (blocks.float() / scale.float()).nan_to_num(0.0)
+    codes = ratio.round().clamp(-half, half - 1).double()
+    return (codes * scale).to(x.dtype).reshape(-1)[: x.numel()]
+
+
+@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float16), (4, torch.bfloat16), (8, torch.float16)])
+def test_quick_all_reduce_is_its_formula(world_size: int, dtype: torch.dtype, level: int) -> None:
+    for schedule, numel in zip(SCHEDULES[::2], (8, 1000, 9000), strict=False):
+        values = inputs(world_size, numel, dtype)
+        part = -(-numel // (64 * world_size)) * 64
+        total = torch.cat([coded(value, level) for value in values[0].split(part)])
+        for value in values[1:]:
+            total = total + torch.cat([coded(one, level) for one in value.split(part)])
+        expected = torch.cat([coded(one, level) for one in total.split(part)])
+        with scheduled(schedule):
+            for out in quick(values, level):
+                assert torch.equal(out, expected)
+
+
+def test_quick_all_reduce_of_extremes() -> None:
+    """The largest element of a block comes through exactly; NaN is not lost; bfloat16 may be computed as float16."""
+    x = torch.zeros(128, dtype=torch.float16)
+    x[6], x[7], x[9], x[70] = 1000.0, -3.0, 3.0, torch.nan
+    for out in quick([x, torch.zeros_like(x)], 3):
+        assert (out[6], out[7], out[9]) == (1000.0, -3.0, 2.625)
+        assert out[64::2].isnan().all()
+        assert not out[:64].isnan().any()
+        assert not out[65::2].isnan().any()
+    values = inputs(2, 64, torch.bfloat16)
+    expected = torch.cat([coded(value.half(), 1) for value in values]).view(2, 64).sum(0, dtype=torch.float16)
+    for out in quick(values, 1, half=True):
+        assert torch.equal(out, coded(expected, 1).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        (custom_all_reduce._all_reduce, {"TWO_SHOT": False, "VEC_SIZE": 8}),
+        (custom_all_reduce._all_reduce, {"TWO_SHOT": True, "VEC_SIZE": 8}),
+        (custom_all_reduce._add_rms_norm, {"HIDDEN_SIZE": 8192, "VEC_SIZE": 8}),
+        (quick_kernel, {"BITS": 16, "compute_t": dtypes.bfloat16}),
+        (quick_kernel, {"BITS": 6, "compute_t": dtypes.float16}),
+    ],
+)
+def test_kernels_compile_without_local_memory(kernel: Kernel, constants: dict[str, Any]) -> None:
+    common = {"WORLD_SIZE": 8, "SIGNAL_BYTES": 1536, "NUM_THREADS": 512, "scalar_t": dtypes.bfloat16}
+    specialisation = kernel(**common, **constants)
+    report = offline.compile(kernel.file, str(specialisation), specialisation.text, "sm_90a")
+    assert (report.stack_bytes, report.spill_bytes, report.advice) == (0, 0, ())
 
 
 @pytest.mark.parametrize(

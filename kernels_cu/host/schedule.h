@@ -152,9 +152,6 @@ inline bool waits_for_exited(const Thread& thread) {
     deadlock();
 }
 
-// Defined in ranks.h.
-inline void ranks_at_barrier();
-
 // Let another thread run; return when the calling thread runs again.
 inline void yield() {
     Thread* thread = state.current;

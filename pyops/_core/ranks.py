@@ -65,7 +65,7 @@ class Ranks:
         self._ended: set[int] = set()
 
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """``function(rank)`` of every rank, which must not have run before. Raises what the first rank to fail raised."""
+        """``function(rank)`` of every rank, once. Raises what the first rank to fail raised."""
         results: dict[int, T] = {}
         errors: list[BaseException] = []
 
@@ -160,8 +160,8 @@ class Ranks:
             if (launch.grid, launch.block, launch.shared, launch.specialisation.text) != geometry:
                 raise RankError(f"rank {rank} launches another kernel or grid than rank 0", (rank,))
         buffers = [buffer(call.launch, tuple(one.name for one in call.tensors), (), {}) for call in calls]
-        for parameters, call in zip(buffers, calls, strict=True):
-            parameters.pack(parameters.memory, 0, *[one.address for one in call.tensors])
+        for one_buffer, call in zip(buffers, calls, strict=True):
+            one_buffer.pack(one_buffer.memory, 0, *[one.address for one in call.tensors])
         ranges = [Range(f"memory of rank {one.rank}", one.address, one.nbytes) for one in self.shared]
         owners = [one.rank | _LASTING * one.lasting for one in self.shared]
         for rank, call in enumerate(calls):

@@ -102,7 +102,7 @@ class Communicator:
             raise OpError(op, "inp", f"{address:#x} is not registered, and reg_buffer is 0")
         offset = self._row(op)
         self.captured.append((address, offset))
-        return self.table.data_ptr() + offset
+        return int(self.table.data_ptr()) + offset
 
     def captured_handles(self) -> tuple[list[int], list[int]]:
         """Handles of the allocations of captured buffers, end to end, and the offset of each buffer in its own."""
@@ -143,26 +143,32 @@ class Communicator:
         grid: int,
         num_threads: int,
         fixed: dict[str, Any],
-        peers: int,
+        peers: int | None,
         **tensors: Tensor,
     ) -> None:
-        """Launch a kernel that takes the signals of all ranks, a row of addresses and `tensors` on the current stream.
+        """Launch a kernel on the current stream: with the ranks' signals, a row of addresses if any, and `tensors`.
 
         On the host, all ranks launch together.
         """
-        constants = {"WORLD_SIZE": self.world_size, "SIGNAL_BYTES": SIGNAL_BYTES, "NUM_THREADS": num_threads} | constants
+        constants = {
+            "WORLD_SIZE": self.world_size,
+            "SIGNAL_BYTES": SIGNAL_BYTES,
+            "NUM_THREADS": num_threads,
+        } | constants
         fixed = fixed | {"rank": self.rank, "own_signals": self.signals[self.rank]}
-        specialisation, names = kernel(**constants), ("peers", "signals", *tensors)
-        words = (peers, self.table.data_ptr(), *(tensor.data_ptr() for tensor in tensors.values()))
+        tables = {"signals": int(self.table.data_ptr())} | ({} if peers is None else {"peers": peers})
+        specialisation, names = kernel(**constants), (*tables, *tensors)
+        words = (*tables.values(), *(tensor.data_ptr() for tensor in tensors.values()))
         device = next(iter(tensors.values())).device
         if device.type == "cpu":
             here = ranks.here()
             if here is None:
                 raise OpError(op, "inp", "expected tensors on a GPU, or ranks of pyops.testing.ranks, got the CPU")
-            found = [Range("peers", peers, ROW_BYTES), Range("signals", self.table.data_ptr(), ROW_BYTES)]
+            found = [Range(name, address, ROW_BYTES) for name, address in tables.items()]
             found += [Range(name, one.data_ptr(), one.numel() * one.itemsize) for name, one in tensors.items()]
             launch = specialisation.launch(grid=grid, block=num_threads, **fixed)
-            return here.world.launch(here.rank, ranks.Call(launch, found))
+            here.world.launch(here.rank, ranks.Call(launch, found))
+            return
         key = kernel.file, specialisation.key, grid, tuple(fixed.items())
         bound = self._bound.get(key)
         if bound is None:

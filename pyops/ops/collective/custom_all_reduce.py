@@ -50,11 +50,16 @@ def init_custom_ar(ipc_tensors: Sequence[int], rank_data: Tensor, rank: int, ful
         raise OpError("init_custom_ar", "rank", f"expected 0 to {world_size - 1}, got {rank}")
     if rank_data.dtype != torch.uint8 or not rank_data.is_contiguous():
         raise OpError("init_custom_ar", "rank_data", f"expected contiguous uint8, got {rank_data.dtype}")
-    if (here := ranks.here()) is not None:
-        here.world.keep(ipc_tensors[rank])
+    keep(ipc_tensors[rank])
     handle = next(_handles)
     _communicators[handle] = Communicator(tuple(ipc_tensors), rank_data, rank, fully_connected)
     return handle
+
+
+def keep(signals: int) -> None:
+    """On the host: a kernel may end while others still fetch from the scratch memory behind its `signals`."""
+    if (here := ranks.here()) is not None:
+        here.world.keep(signals)
 
 
 def communicator(op: str, fa: int) -> Communicator:
@@ -170,7 +175,7 @@ def _check(op: str, inp: Tensor, out: Tensor, name: str = "out", may_overlap: bo
     if (out.dtype, out.numel(), out.device) != (inp.dtype, inp.numel(), inp.device):
         expected = f"{inp.dtype} of {inp.numel()} elements on {inp.device}"
         raise OpError(op, name, f"expected {expected}, got {out.dtype} of {out.numel()} on {out.device}")
-    nbytes = inp.numel() * inp.itemsize
+    nbytes = int(inp.nbytes)
     for which, tensor in (("inp", inp), (name, out)):
         if not _is_dense(tensor, nbytes):
             raise OpError(op, which, f"expected a contiguous tensor, got strides {tensor.stride()}")
@@ -186,4 +191,4 @@ def _check(op: str, inp: Tensor, out: Tensor, name: str = "out", may_overlap: bo
 def _is_dense(tensor: Tensor, nbytes: int) -> bool:
     """Contiguous, or all that is left of its storage from its first element on."""
     left = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
-    return tensor.is_contiguous() or left == nbytes
+    return bool(tensor.is_contiguous() or left == nbytes)

@@ -59,7 +59,7 @@ class CustomAllReduce:
 
     def serves(self, x: Tensor) -> bool:
         """Whether `x` is of a size and layout that the kernels take."""
-        return x.nbytes <= self.max_size and x.nbytes % VEC_BYTES == 0 and x.is_contiguous()
+        return bool(x.nbytes <= self.max_size and x.nbytes % VEC_BYTES == 0 and x.is_contiguous())
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over the processes, a new tensor."""
@@ -69,7 +69,11 @@ class CustomAllReduce:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> bool:
         """`all_reduce_add_rms_norm` into `x`, where one shot is what to use; whether it was."""
-        if two_shot(self.world_size, x.nbytes, True) or x.shape[-1] * x.itemsize % VEC_BYTES or not residual.is_contiguous():
+        if (
+            two_shot(self.world_size, x.nbytes, True)
+            or x.shape[-1] * x.itemsize % VEC_BYTES
+            or not residual.is_contiguous()
+        ):
             return False
         sizes = self.buffer, self.max_size
         # The kernel reads the copy of `x` in the registered buffer, so `x` itself may be written.
