@@ -1,4 +1,4 @@
-"""The rows of `benchmarks.products` whose weights are packed codes of 4 bits in groups of 128 rows."""
+"""The rows of `benchmarks.products` whose weights are packed codes, of 4 bits in groups of 128 rows or of e4m3."""
 
 from __future__ import annotations
 
@@ -12,37 +12,57 @@ import pyops
 
 from .timing import Call
 
-KINDS = "w4", "awq", "gptq"  # by marlin_gemm, awq_gemm and gptq_gemm
+# By marlin_gemm, awq_gemm, gptq_gemm, marlin_gemm of e4m3 codes under scales of columns, and cutlass_w4a8_mm.
+KINDS = "w4", "awq", "gptq", "w8", "w4a8"
 ROWS = (
     *(f"w4:{m}x28672x4096" for m in (1, 16, 64, 256, 1024, 4096)),
     *("w4:1x4096x4096", "w4:16x4096x4096"),
     *(f"awq:{m}x28672x4096" for m in (1, 16, 256)),
     *(f"gptq:{m}x28672x4096" for m in (1, 64, 256)),
+    *(f"{kind}:{m}x28672x4096" for kind in ("w8", "w4a8") for m in (1, 16, 256)),
 )
 _GROUP_SIZE = 128
-_KIND = pyops.SCALAR_TYPES["uint4b8"].id
+_KIND, _E4M3 = pyops.SCALAR_TYPES["uint4b8"].id, pyops.SCALAR_TYPES["float8_e4m3fn"].id
 _Build = Callable[..., Call]
 
 
 def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
-    """(out, a [m, k], codes, scales [groups, n], zero points)."""
-    dtype, groups = torch.bfloat16 if kind == "w4" else torch.float16, k // _GROUP_SIZE
-    shape = {"w4": (k // 16, 2 * n), "awq": (k, n // 8), "gptq": (k // 8, n)}[kind]
+    """(out, a [m, k], codes, scales [groups, n], zero points); of w8 one group, of w4a8 e4m3 scales."""
+    dtype = torch.float16 if kind in ("awq", "gptq") else torch.bfloat16
+    groups = 1 if kind == "w8" else k // _GROUP_SIZE
+    tiles = k // 16, 2 * n
+    shape = {"w4": tiles, "w8": (k // 16, 4 * n), "awq": (k, n // 8), "gptq": (k // 8, n), "w4a8": (n, k // 8)}[kind]
     codes, zeros = (
         torch.randint(-(2**31), 2**31 - 1, s, dtype=torch.int32, device="cuda") for s in (shape, (groups, n // 8))
     )
     a, scales = torch.randn(m, k, device="cuda").to(dtype), (torch.rand(groups, n, device="cuda") * 0.01).to(dtype)
+    if kind == "w8":
+        codes &= 0x77777777  # no NaN
+    if kind == "w4a8":
+        a, codes, scales = a.to(torch.float8_e4m3fn), codes.t(), (scales.float() + 1).to(torch.float8_e4m3fn)
     return torch.empty(m, n, dtype=dtype, device="cuda"), a, codes, scales, zeros
 
 
 def contenders(kind: str, theirs: Any) -> dict[str, _Build]:
     """{name: a function that makes a call of operands}; `theirs` are the ops of vLLM."""
     found: dict[str, _Build] = {}
-    if kind == "w4":
-        found["pyops"] = lambda out, a, codes, scales, _: partial(_marlin(pyops.marlin_gemm, a, codes, scales), c=out)
+    if kind == "w4a8":
+        found["pyops"] = lambda out, a, codes, scales, _: _w4a8(pyops, a, codes, scales)
+        if hasattr(theirs, "cutlass_w4a8_mm"):
+            found["vLLM"] = lambda out, a, codes, scales, _: _w4a8(theirs, a, codes, scales)
+        return found
+    if kind in ("w4", "w8"):
+        type_id = _KIND if kind == "w4" else _E4M3
+
+        def ours(out: Any, a: Any, codes: Any, scales: Any, _: Any) -> Call:
+            return partial(_marlin(pyops.marlin_gemm, type_id, a, codes, scales), c=out)
+
+        found["pyops"] = ours
         if hasattr(theirs, "marlin_gemm"):
-            found["vLLM"] = lambda out, a, codes, scales, _: _marlin(theirs.marlin_gemm, a, codes, scales, None)
-        if hasattr(theirs, "machete_mm"):
+            found["vLLM"] = lambda out, a, codes, scales, _: _marlin(
+                theirs.marlin_gemm, type_id, a, codes, scales, None
+            )
+        if kind == "w4" and hasattr(theirs, "machete_mm"):
             found["Machete"] = lambda out, a, codes, scales, _: _machete(theirs, a, codes, scales)
         return found
     name = f"{kind}_gemm"
@@ -52,16 +72,22 @@ def contenders(kind: str, theirs: Any) -> dict[str, _Build]:
     return found
 
 
-def _marlin(op: Any, a: Any, codes: Any, scales: Any, *c: Any) -> Any:
+def _marlin(op: Any, type_id: int, a: Any, codes: Any, scales: Any, *c: Any) -> Any:
     """A call of `marlin_gemm`; vLLM's takes c first."""
     workspace, absent = torch.zeros(2048, dtype=torch.int32, device="cuda"), (None,) * 5
     sizes = a.shape[0], scales.shape[1], a.shape[1]
-    return partial(op, a, *c, codes, None, scales, *absent, workspace, _KIND, *sizes, True, False, True, False)
+    return partial(op, a, *c, codes, None, scales, *absent, workspace, type_id, *sizes, True, False, True, False)
 
 
 def _machete(theirs: Any, a: Any, codes: Any, scales: Any) -> Call:
     weight = theirs.machete_prepack_B(codes.view(scales.shape[1], -1).t(), a.dtype, _KIND, a.dtype)
     return partial(theirs.machete_mm, a, weight, _KIND, a.dtype, scales, None, _GROUP_SIZE, None, None, None)
+
+
+def _w4a8(ops: Any, a: Any, codes: Any, scales: Any) -> Call:
+    weight, packed = ops.cutlass_encode_and_reorder_int4b(codes), ops.cutlass_pack_scale_fp8(scales)
+    of_columns, of_rows = (torch.ones(size, 1, device="cuda") for size in (scales.shape[1], a.shape[0]))
+    return partial(ops.cutlass_w4a8_mm, a, weight, packed, _GROUP_SIZE, of_columns, of_rows, None, None)
 
 
 def _raw(kind: str, a: Any, codes: Any, scales: Any, zeros: Any) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from pyops.ops.linear.packed_plan import PackedMmaConfig, choose, choose_mma, se
 from pyops.ops.linear.packed_problem import PackedProblem, PackedWeight
 from pyops.testing import SCHEDULES, scheduled
 from tests import packed
-from tests.test_linear_packed import activations, check_scaled, each, scales_of
+from tests.test_linear_packed import activations, check_product, check_scaled, each, scales_of
 from tests.test_linear_products import forced
 
 HOPPER = device.model("sm_90")
@@ -54,13 +54,15 @@ def marlin(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -
 
 
 FEW = [
-    (marlin, 4, PackedMmaConfig(1, 3, 2, 4), 2, 128, 1024, 4),
-    (marlin, 4, PackedMmaConfig(16, 2, 1, 1), 17, 64, 272, 17),  # the last step has 16 rows
-    (marlin, 8, PackedMmaConfig(8, 2, 1, 1), 5, 64, 512, 1),
-    (gptq, 4, PackedMmaConfig(4, 1, 2, 1), 9, 64, 512, 16),
-    (gptq, 8, PackedMmaConfig(2, 2, 1, 1), 2, 128, 200, 1),
-    (exllama, 4, PackedMmaConfig(16, 2, 1, 1), 30, 64, 256, 2),
-    (awq, 4, PackedMmaConfig(8, 2, 4, 1), 8, 64, 1088, 1),
+    (marlin, 4, PackedMmaConfig(1, 64, 3, 2, 4), 2, 128, 1024, 4),
+    (marlin, 4, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 272, 17),  # the last step has 16 rows
+    (marlin, 8, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 512, 1),
+    (gptq, 4, PackedMmaConfig(4, 64, 1, 2, 1), 9, 64, 512, 16),
+    (gptq, 8, PackedMmaConfig(2, 64, 2, 1, 1), 2, 128, 200, 1),
+    (exllama, 4, PackedMmaConfig(16, 64, 2, 1, 1), 30, 64, 256, 2),
+    (awq, 4, PackedMmaConfig(8, 64, 2, 4, 1), 8, 64, 1088, 1),
+    (awq, 4, PackedMmaConfig(1, 128, 2, 2, 1), 1, 256, 640, 5),  # groups of two steps, which parts of K may cut
+    (awq, 4, PackedMmaConfig(16, 128, 2, 1, 1), 20, 128, 288, 9),
 ]
 MANY = [
     (marlin, 4, PackedConfig(16, 128, 2, 4, 1), 13, 192, 272, 17),
@@ -98,6 +100,39 @@ def test_product(
     check_scaled(out, a, codes - each(zeros, k), scales)
 
 
+W4A8 = [
+    (PackedConfig(16, 128, 2, 4, 1), 13, 96, 800, 32),  # the last step has 32 rows
+    (PackedConfig(32, 256, 1, 1, 1), 20, 320, 256, 128),
+    (PackedConfig(128, 256, 1, 1, 1), 130, 288, 256, 256),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("one", "m", "n", "k", "group_size"), W4A8)
+def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int) -> None:
+    """Entries of tables, whatever they are: every code, zero too, in every group and column.
+
+    Numbers are small integers: what tensor cores lose of sums of fp8 is smaller than one.
+    """
+    e4m3 = torch.float8_e4m3fn
+    codes = packed.draw(-8, 8, k, n)
+    weight = pyops.cutlass_encode_and_reorder_int4b(packed.gptq(codes & 15, 4).t().contiguous().t())
+    tables = packed.draw(-8, 9, k // group_size * n, 8, seed=1).to(torch.float32).to(e4m3)
+    entries = tables.view(k // group_size, n, 8).double().repeat_interleave(group_size, 0)
+    signed = entries.gather(2, torch.where(codes < 0, codes + 8, 8 - codes.clamp(min=1)).long()[..., None])[..., 0]
+    w = signed * -codes.sign()
+    a = packed.draw(-4, 5, m, k, seed=2).to(torch.float32).to(e4m3)
+    channel, token = (torch.rand(size, generator=torch.Generator().manual_seed(size)) + 0.5 for size in (n, m))
+    first = None
+    with forced("cutlass_w4a8_mm", one):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                out = pyops.cutlass_w4a8_mm(a, weight, tables.view(-1), group_size, channel, token, torch.bfloat16)
+            first = out if first is None else first
+            assert torch.equal(out, first)
+    check_product(out, a, w, channel.double() * token.double()[:, None])
+
+
 # What is chosen
 
 
@@ -114,14 +149,14 @@ def problem(m: int, n: int, k: int, on: Device, layout: Any = "marlin", group_si
 
 
 CHOICES = [
-    ("sm_90", 1, 28672, 4096, PackedMmaConfig(1, 4, 1, 4)),
-    ("sm_90", 6, 28672, 4096, PackedMmaConfig(8, 4, 1, 4)),
-    ("sm_90", 16, 28672, 4096, PackedMmaConfig(16, 3, 1, 4)),
-    ("sm_90", 1, 4096, 4096, PackedMmaConfig(1, 8, 2, 2)),
+    ("sm_90", 1, 28672, 4096, PackedMmaConfig(1, 64, 4, 1, 4)),
+    ("sm_90", 6, 28672, 4096, PackedMmaConfig(8, 64, 4, 1, 4)),
+    ("sm_90", 16, 28672, 4096, PackedMmaConfig(16, 64, 3, 1, 4)),
+    ("sm_90", 1, 4096, 4096, PackedMmaConfig(1, 64, 8, 2, 2)),
     ("sm_90", 50, 28672, 4096, PackedConfig(64, 256, 2, 1, 1)),
     ("sm_90", 256, 28672, 4096, PackedConfig(256, 128, 1, 1, 1)),
     ("sm_90", 256, 4096, 4096, PackedConfig(64, 128, 2, 1, 1)),
-    ("sm_80", 20, 4096, 4096, PackedMmaConfig(16, 6, 1, 2)),
+    ("sm_80", 20, 4096, 4096, PackedMmaConfig(16, 64, 6, 1, 2)),
     ("sm_80", 200, 4096, 4096, None),
     ("gfx942", 1, 4096, 4096, None),
 ]
@@ -132,14 +167,18 @@ def test_choice(arch: str, m: int, n: int, k: int, expected: Any) -> None:
     for layout in ("marlin", "gptq", "exllama", "awq"):
         on = device.model(arch)
         one = problem(m, n, k, on, layout)
-        assert (choose(one, on) if serves(one, on) else None) == expected
+        found = choose(one, on) if serves(one, on) else None
+        if layout == "awq" and m <= 16 and n == 28672:  # columns enough for tiles twice as wide
+            assert found == PackedMmaConfig(*((16, 128, 4, 1, 2) if m == 16 else (expected.tile_m, 128, 6, 1, 2)))
+        else:
+            assert found == expected
 
 
 def test_several_groups_in_a_step() -> None:
     """Threads have twice the registers, and tiles eight rows at most."""
     one = problem(16, 28672, 4096, HOPPER, group_size=64)
-    assert choose(one, HOPPER) == PackedMmaConfig(8, 1, 1, 8)
-    assert choose(problem(1, 4096, 4096, HOPPER, group_size=32), HOPPER) == PackedMmaConfig(1, 8, 2, 1)
+    assert choose(one, HOPPER) == PackedMmaConfig(8, 64, 1, 1, 8)
+    assert choose(problem(1, 4096, 4096, HOPPER, group_size=32), HOPPER) == PackedMmaConfig(1, 64, 8, 2, 1)
 
 
 def test_choices_fit() -> None:
@@ -181,11 +220,11 @@ def test_no_geometry() -> None:
         lambda: PackedConfig(24, 128, 1, 1, 1),
         lambda: PackedConfig(128, 128, 1, 2, 1),
         lambda: PackedConfig(256, 256, 1, 1, 1),
-        lambda: PackedMmaConfig(12, 4, 1, 1),
-        lambda: PackedMmaConfig(16, 4, 1, 4),
-        lambda: PackedMmaConfig(8, 4, 3, 1),
+        lambda: PackedMmaConfig(12, 64, 4, 1, 1),
+        lambda: PackedMmaConfig(16, 64, 4, 1, 4),
+        lambda: PackedMmaConfig(8, 64, 4, 3, 1),
     ):
         with pytest.raises(ValueError, match="no geometry"):
             wrong()
-    assert choose_mma(1, 64, 1, HOPPER) == PackedMmaConfig(1, 1, 1, 16)
+    assert choose_mma(1, 64, 64, 1, HOPPER) == PackedMmaConfig(1, 64, 1, 1, 16)
     assert packed_hopper.choose(16, 64, 64, "awq", HOPPER).splits == 1

@@ -256,6 +256,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         release(tiles.value);
         tiles.value.advance();
 
+        // The thread's place is made anew here: products leave no registers that could keep it.
+        const int thread = made_anew(threadIdx.x), t = thread % 4, own_row = thread / 32 * 16 + thread % 32 / 4;
         // Four threads have four neighbouring pairs of each 8 elements of a row. They exchange pairs, so that each
         // stores 16 bytes.
 #pragma unroll

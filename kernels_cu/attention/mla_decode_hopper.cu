@@ -45,7 +45,7 @@ constexpr int HEADS = 64;
 // Named barriers: what has been written to shared memory.
 constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6;
 // A thread's registers: what the loaders give up, the others take.
-constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 24, REGISTERS = IS_FP8 ? 208 : 240;
+constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 40, REGISTERS = IS_FP8 ? 208 : 232;
 static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % (BOX_TOKENS * CLUSTER) == 0 && BOX_TOKENS % 8 == 0);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1)
@@ -95,7 +95,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
 
     if (warpgroup == 2) {
         warpgroup_reg_dealloc<LOADER_REGISTERS>();
-        if (threadIdx.x % 128 == 0 && pairs > 0) {
+        if (threadIdx.x == 256 && pairs > 0) {
             mbarrier_arrive_expect_tx(&queries_full, TILE_BYTES);
             for (int panel = 0; panel < PANELS; ++panel) {
                 const bool is_rope = panel == ROPE_PANEL;
@@ -104,7 +104,8 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
             }
         }
         if constexpr (IS_FP8) {
-            CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, page_stride, slot_stride, places, {}};
+            CodeLoader loader{tiles,       own,    kv_c_and_k_pe_cache,    page_stride,
+                              slot_stride, places, int(threadIdx.x) - 256, {}};
             if (pairs > 0) loader.run();
         } else if (threadIdx.x / 32 % 4 == 0) {
             load_boxes(tiles, own, &cache_map, rank);
@@ -128,10 +129,8 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
             mbarrier_wait<(CLUSTER > 1)>(full + warpgroup * PANELS + panel, pair & 1);
             const uint64_t a = make_smem_desc(queries + panel * PANEL_BYTES);
             const uint64_t b = make_smem_desc(tiles.panel(warpgroup, panel));
-            if (i == 0) {
-                warpgroup_fence_operand(s);
-                warpgroup_arrive();
-            }
+            if (i == 0) warpgroup_fence_operand(s);
+            warpgroup_arrive();  // after each wait, whose loop parts the products
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 wgmma<product_t, TOKENS>(s, advance_smem_desc(a, 32 * k), advance_smem_desc(b, 32 * k), i > 0 || k > 0);

@@ -18,5 +18,8 @@ template <typename T> DEVICE float scale_e8m0(const T* scales, int64_t i) {
 template <typename T> DEVICE float scale_int16(const T* scales, int64_t i) {
     return float(reinterpret_cast<const int16_t*>(scales)[i]);
 }
-// The last of the eight products of a scale with -8 ... -1.
-template <typename T> DEVICE float scale_products(const T* scales, int64_t i) { return -to_float(scales[i * 8 + 7]); }
+// The product of a scale with a signed code of 4 bits, from those with -8 ... -1.
+template <typename T> DEVICE float scale_product(const T* products, int64_t i, int code) {
+    if (code == 0) return 0.0f;
+    return code < 0 ? to_float(products[i * 8 + code + 8]) : -to_float(products[i * 8 + 8 - code]);
+}

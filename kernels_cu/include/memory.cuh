@@ -33,6 +33,14 @@ DEVICE void keep_loads() {
 #endif
 }
 
+// x. The compiler takes it for an integer it cannot know, and does not compute what depends on it ahead of a loop.
+DEVICE int made_anew(int x) {
+#if !PYOPS_HOST
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
 // keep_loads for the assembler as well, which does not see keep_loads but moves no load over a barrier of the warp.
 // Every lane of the warp takes part. It costs no instruction.
 DEVICE void keep_loads_of_warp() {

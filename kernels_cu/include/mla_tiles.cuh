@@ -6,8 +6,8 @@
 // back: the left halves by warpgroup 0, the right ones by warpgroup 1. Rotated keys are filled with the half of the
 // warpgroup that reads probabilities in their place.
 //
-// BoxLoader: a warp loads boxes of BOX_TOKENS entries of a panel by TMA. CodeLoader: a warpgroup loads the codes of an
-// fp8 cache to registers, and stores them as product_t; while a warp converts what it has, what it needs next is in
+// load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel by TMA. CodeLoader: a warpgroup loads the codes of an
+// fp8 cache to registers, and store them as product_t; while a warp converts what it has, what it needs next is in
 // flight.
 #pragma once
 #include "cluster.cuh"
@@ -103,7 +103,8 @@ DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const Tensor
     sync_warp();
 }
 
-// Loads the entries of an fp8 cache. Every thread of one warpgroup calls run().
+// Loads the entries of an fp8 cache. Every thread of one warpgroup calls run(). Four neighbours have two rows of a tile,
+// half a tile apart, each 16 codes of every panel.
 struct CodeLoader {
     static constexpr int HALVES = 4;   // of a pair, in the order in which they are given back: steps
     static constexpr int CHUNK = 16;   // codes that a thread loads at once
@@ -121,14 +122,19 @@ struct CodeLoader {
         const Pages<PAGE_SIZE> pages{split.num_pages, page_stride, slot_stride};
         const auto place_at = [&](int pair) {
             const int token = split.begin + pair * 2 * TOKENS + thread;
-            return token < split.end ? pages.at_position(token, split.pages, int64_t(1) << 32, split.table_step)
-                                     : NOWHERE;
+            if (token >= split.end) return NOWHERE;
+            const int64_t place = pages.at_position(token, split.pages, int64_t(1) << 32, split.table_step);
+            // Brought to L2 before its codes are loaded: registers hold no more than a step of what is on its way.
+            for (int i = 0; i < LATENT_SIZE + PANEL_SIZE && place != NOWHERE; i += 128)
+                prefetch_line(cache + place + i);
+            return place;
         };
         int64_t place = place_at(0);
         places[thread] = place;
         named_barrier_sync<LOADERS_BARRIER>(128);
+        const Rows first = rows_of<0>(0);
 #pragma unroll
-        for (int chunk = 0; chunk < chunks_of(0); ++chunk) load(0, 0, chunk);
+        for (int chunk = 0; chunk < chunks_of(0); ++chunk) load<0>(first, chunk);
         for (int pair = 0; pair < split.pairs(); ++pair) {
             const uint32_t found = ballot(place != NOWHERE);
             place = place_at(pair + 1);
@@ -154,44 +160,57 @@ struct CodeLoader {
     }
 
 private:
+    // Where the thread's codes of its rows begin; null where there is no entry.
+    struct Rows { const cache_t* from[2]; };
+
     static constexpr DEVICE int stage_of(int step) { return step % 2; }
     static constexpr DEVICE int half_of(int step) { return step == 1 || step == 2 ? RIGHT : LEFT; }
     static constexpr DEVICE bool has_rope(int step) { return half_of(step) != stage_of(step); }
     static constexpr DEVICE int chunks_of(int step) { return has_rope(step) ? CHUNKS : CHUNKS - 2; }
-    // A thread has two rows of a tile, and of each panel 16 codes of them.
-    static DEVICE int row_of(int chunk) {
-        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        return (chunk < 2 * HALF_PANELS ? chunk / HALF_PANELS : chunk % 2) * 32 + warp * 8 + lane / 4;
-    }
-    static DEVICE int panel_of(int step, int chunk) {
+    static constexpr DEVICE int row_of(int chunk) { return chunk < 2 * HALF_PANELS ? chunk / HALF_PANELS : chunk % 2; }
+    static constexpr DEVICE int panel_of(int step, int chunk) {
         return chunk < 2 * HALF_PANELS ? half_of(step) * HALF_PANELS + chunk % HALF_PANELS : ROPE_PANEL;
     }
-    DEVICE void load(int pair, int step, int chunk) {
-        const int64_t place = places[pair % KEPT_PAIRS * (2 * TOKENS) + stage_of(step) * TOKENS + row_of(chunk)];
-        codes[chunk] = make_uint4(0, 0, 0, 0);
-        if (place == NOWHERE) return;
-        const int element = panel_of(step, chunk) * PANEL_SIZE + threadIdx.x % 4 * CHUNK;
-        codes[chunk] = *reinterpret_cast<const uint4*>(cache + place + element);
-    }
-    DEVICE void store(int step, int chunk) const {
-        uint4 elements[2];
-        widen_fp8<product_t>(codes[chunk], elements);
-        uint8_t* const panel = tiles.panel(stage_of(step), panel_of(step, chunk));
+    template <int STEP>
+    DEVICE Rows rows_of(int pair) const {
+        const int64_t* const of_stage = places + pair % KEPT_PAIRS * (2 * TOKENS) + stage_of(STEP) * TOKENS;
+        Rows rows;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int at = swizzle_128b(row_of(chunk), threadIdx.x % 4 * 32 + i * 16);
-            *reinterpret_cast<uint4*>(panel + at) = elements[i];
+            const int64_t place = of_stage[i * (TOKENS / 2) + threadIdx.x % 128 / 4];
+            rows.from[i] = place == NOWHERE ? nullptr : cache + place + threadIdx.x % 4 * CHUNK;
         }
+        return rows;
+    }
+    template <int STEP>
+    DEVICE void load(const Rows& rows, int chunk) {
+        const cache_t* const row = rows.from[row_of(chunk)];
+        codes[chunk] = make_uint4(0, 0, 0, 0);
+        if (row != nullptr) codes[chunk] = *reinterpret_cast<const uint4*>(row + panel_of(STEP, chunk) * PANEL_SIZE);
+    }
+    // `at`: the place of the thread's first codes in a panel. Rows half a tile apart are swizzled alike.
+    template <int STEP>
+    DEVICE void store(int chunk, int at) const {
+        uint4 elements[2];
+        widen_fp8<product_t>(codes[chunk], elements);
+        uint8_t* const rows =
+            tiles.panel(stage_of(STEP), panel_of(STEP, chunk)) + row_of(chunk) * (TOKENS / 2 * ROW_BYTES);
+        *reinterpret_cast<uint4*>(rows + at) = elements[0];
+        *reinterpret_cast<uint4*>(rows + (at ^ 16)) = elements[1];
     }
     // Stores what has been loaded for a step of a pair, and loads for the next step.
     template <int STEP>
     DEVICE void pass(int pair, bool is_last) {
         constexpr int NEXT = (STEP + 1) % HALVES;
         const bool more = NEXT > 0 || !is_last;
+        const Rows rows = rows_of<NEXT>(pair + (NEXT == 0));
+        // Made anew in each step: the compiler would keep the 76 addresses of all steps in registers.
+        const int at = made_anew(swizzle_128b(threadIdx.x % 128 / 4, threadIdx.x % 4 * 32));
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            if (chunk < chunks_of(STEP)) store(STEP, chunk);
-            if (chunk < chunks_of(NEXT) && more) load(pair + (NEXT == 0), NEXT, chunk);
+            if (chunk < chunks_of(STEP)) store<STEP>(chunk, at);
+            keep_loads_of_warp();  // above its store, a load would need registers that there are not
+            if (chunk < chunks_of(NEXT) && more) load<NEXT>(rows, chunk);
         }
         fence_proxy_async();
         sync_warp();

@@ -229,18 +229,29 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
 
 // Four e4m3 elements (not FNUZ) as two words of bfloat16 pairs; bfloat16 holds every fp8 number.
 DEVICE void fp8_to_bf16(uint32_t codes, uint32_t (&pairs)[2]) {
+    if constexpr (PYOPS_CUDA && ARCHITECTURE >= 890) {
+        // Four conversions of a pair take less time than the nine integer operations below.
+        fp8_to_half<fp8_e4m3_t>(codes, pairs);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        // Exponent and mantissa, in their places in bfloat16, are a number 2^-120 times as large, and so are those of
-        // subnormal numbers.
-        const uint32_t bytes = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
-        const uint32_t magnitude = bytes & 0x7f007f00u;
-        Vec<bf16_t, 2> pair;
-        pair.template word<2>(0) = (bytes & 0x80008000u) | magnitude >> 4;
-        pair = pair * Vec<bf16_t, 2>::full(0x1p120f);
-        // The sign bit of each half that is NaN: of the largest magnitude. It becomes 0x7fc0.
-        const uint32_t is_nan = (magnitude + 0x01000100u) & 0x80008000u;
-        pairs[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 9));
+        for (int i = 0; i < 2; ++i) {
+            float low, high;
+            unpack_pair<half_t>(pairs[i], low, high);
+            pairs[i] = pack_pair<bf16_t>(low, high);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            // Exponent and mantissa, in their places in bfloat16, are a number 2^-120 times as large, and so are those
+            // of subnormal numbers.
+            const uint32_t bytes = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
+            const uint32_t magnitude = bytes & 0x7f007f00u;
+            Vec<bf16_t, 2> pair;
+            pair.template word<2>(0) = (bytes & 0x80008000u) | magnitude >> 4;
+            pair = pair * Vec<bf16_t, 2>::full(0x1p120f);
+            // The sign bit of each half that is NaN: of the largest magnitude. It becomes 0x7fc0.
+            const uint32_t is_nan = (magnitude + 0x01000100u) & 0x80008000u;
+            pairs[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 9));
+        }
     }
 }
 

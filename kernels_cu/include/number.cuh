@@ -93,6 +93,10 @@ constexpr float FLOAT_MAX = 3.402823466e+38f;
 template <typename A, typename B> struct same_type { static constexpr bool value = false; };
 template <typename A> struct same_type<A, A> { static constexpr bool value = true; };
 template <typename A, typename B> constexpr bool is_same = same_type<A, B>::value;
+template <bool CONDITION, typename A, typename B> struct conditional_type { using type = A; };
+template <typename A, typename B> struct conditional_type<false, A, B> { using type = B; };
+template <bool CONDITION, typename A, typename B>
+using conditional_t = typename conditional_type<CONDITION, A, B>::type;
 
 template <typename T> DEVICE float to_float(T x) { return static_cast<float>(x); }
 template <typename T> DEVICE T from_float(float x) { return T(x); }

@@ -103,6 +103,20 @@ template <int BITS> struct packed_marlin_8 {
     }
 };
 
+template <int BITS> struct packed_w4a8 {
+    static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
+        const int row = int(k % 32), column = int(n % 32);
+        const int64_t tile = int64_t(k / 32) * (size.columns / 32) + n / 32;
+        return code_of_tile<BITS>(words, tile, column % 8 * 4 + row % 16 / 4, column / 8, 0, row / 16 * 4 + row % 4);
+    }
+    static DEVICE Element element(uint64_t word, int field, const PackedSize& size) {
+        const uint32_t tiles = size.columns / 32, tile = uint32_t(word / MARLIN_TILE_WORDS<BITS>);
+        const uint32_t at = word % MARLIN_TILE_WORDS<BITS>, lane = at / BITS;
+        return {tile / tiles * 32 + lane % 4 * 4 + field / 4 * 16 + field % 4,
+                tile % tiles * 32 + at % BITS * 8 + lane / 4};
+    }
+};
+
 // Rows are those that are kept.
 template <int BITS> struct packed_marlin_24 {
     static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {

@@ -2,7 +2,7 @@
 // scales and zero points of the columns.
 //
 // In a product of 16 rows of K, lane 4g + t has two columns h, and of each two pairs q of rows, as mma.cuh's fragment a.
-// A warp has four such tiles of 16 columns. Which columns and rows of the unit these are is what the lane's words hold;
+// A warp has TILES such tiles of 16 columns. Which columns and rows of the unit these are is what the lane's words hold;
 // where a pair is not of the rows that mma.cuh says, `Rows` takes a in the same order. Constants are the kernel's.
 #pragma once
 #include "dequant.cuh"
@@ -14,12 +14,13 @@ enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq };
 
 using codes_t = Codes<scalar_t, BITS, EXPONENT>;
 using pair_t = Vec<scalar_t, 2>;
-constexpr int TILE_N = 64;                                   // columns of a warp
-constexpr int UNITS = 4, WORDS = 8;                          // of a step, and of a lane's unit
-constexpr int UNIT_K = 128 / BITS, STEP_K = UNITS * UNIT_K;  // rows
-constexpr int PRODUCTS = UNIT_K / 16;                        // of 16 rows, for a unit
-constexpr int ROW_TILES = ceil_div(TILE_M, 8);               // of 8 rows of a
-constexpr int A_CHUNKS = STEP_K / 8;                         // of 16 bytes, of a row of a
+constexpr int UNITS = 4, WORDS = 8;     // of a step, and of a lane's unit
+constexpr int TILES = TILE_N / 16;      // of 16 columns
+constexpr int AWQ_WORDS = TILE_N / 64;  // of a row of AWQ, one after another, that a lane loads at once
+constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N, STEP_K = UNITS * UNIT_K;         // rows
+constexpr int PRODUCTS = UNIT_K / 16;                                                    // of 16 rows, for a unit
+constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                           // of 8 rows of a
+constexpr int A_CHUNKS = STEP_K / 8;                                                     // of 16 bytes, of a row of a
 constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;  // of a step
 constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED ? TILE_N * 2 : 0;
@@ -27,6 +28,7 @@ constexpr int STAGE_BYTES = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES);
 // Whether a sum of a row of a is needed.
 constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
+static_assert(TILE_N == 64 || (TILE_N == 128 && LAYOUT == layout_awq));
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % UNIT_K == 0 || (LAYOUT == layout_marlin && GROUP_SIZE % 16 == 0));
 static_assert(TILE_M < 8 ? 8 % TILE_M == 0 : TILE_M == 8 || TILE_M % 16 == 0);
@@ -35,27 +37,28 @@ static_assert(TILE_M < 8 ? 8 % TILE_M == 0 : TILE_M == 8 || TILE_M % 16 == 0);
 struct Unit {
     uint32_t words[WORDS];
 
-    // Column number (tile, h) of lane 4g + t, of the 64.
+    // Column number (tile, h) of lane 4g + t, of the tile's.
     static DEVICE int column(int g, int tile, int h) {
         if constexpr (LAYOUT == layout_marlin) return 16 * tile + 8 * h + g;
         else if constexpr (IS_GPTQ) return 32 * h + 4 * g + tile;
-        else return 8 * g + 2 * tile + h;
+        else return TILE_N / 8 * g + 2 * tile + h;
     }
 
     // Codes lie in lines, one after another along K: of LINES a unit, of which a load of a lane is a part of one.
     static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K : IS_GPTQ ? 4 : PRODUCTS;
-    static DEVICE int64_t line_words(int64_t n) { return n * 4 / LINES; }
+    static DEVICE int64_t line_words(int64_t n) { return unit_words(n) / LINES; }
+    static DEVICE int64_t unit_words(int64_t n) { return n * (UNIT_K * BITS / 32); }
     // The line of the lane's first load, in a unit, and where in the line it is.
-    static DEVICE int line() { return LAYOUT == layout_awq ? threadIdx.x % 4 * 8 : IS_GPTQ ? threadIdx.x % 4 : 0; }
+    static DEVICE int line() { return LAYOUT == layout_marlin ? 0 : threadIdx.x % 4 * (LINES / 4); }
     static DEVICE int64_t place(int64_t first_column) {
         const int lane = threadIdx.x % 32, g = lane / 4;
-        if constexpr (LAYOUT == layout_awq) return first_column / 8 + g;
+        if constexpr (LAYOUT == layout_awq) return first_column / 8 + AWQ_WORDS * g;
         else if constexpr (IS_GPTQ) return first_column + 4 * g;
         else return first_column * (BITS / 2) + lane * BITS;
     }
 
     // A lane's loads, and where they are from the first one on: in lines of their own, but where a line has two.
-    static constexpr int LOADS = LAYOUT == layout_awq ? 8 : 2;
+    static constexpr int LOADS = LAYOUT == layout_awq ? WORDS / AWQ_WORDS : 2;
     static constexpr bool OWN_LINES = LAYOUT == layout_awq || (LAYOUT == layout_marlin && PRODUCTS == 2);
     static DEVICE int64_t load_at(int i, int64_t n) { return OWN_LINES ? i * line_words(n) : i * (IS_GPTQ ? 32 : 4); }
 
@@ -80,10 +83,10 @@ struct Unit {
         } else if constexpr (IS_GPTQ) {
             return decode.raw(words[4 * h + tile], 2 * product + q, term);
         } else {
-            const int row = 4 * product + 2 * q;
-            const uint32_t even = pack_halves<false>(words[row], words[row + 1]);
-            const uint32_t odd = pack_halves<true>(words[row], words[row + 1]);
-            return decode.raw(h ? odd : even, tile, term);
+            const int row = (4 * product + 2 * q) * AWQ_WORDS + tile / 4;
+            const uint32_t even = pack_halves<false>(words[row], words[row + AWQ_WORDS]);
+            const uint32_t odd = pack_halves<true>(words[row], words[row + AWQ_WORDS]);
+            return decode.raw(h ? odd : even, tile % 4, term);
         }
     }
 };
@@ -153,21 +156,25 @@ struct Rows {
 
 // What sums over a group are multiplied by, and what the sums over the rows of a alone are: a lane's columns.
 struct Terms {
-    float scales[4][2], shifts[4][2];
+    float scales[TILES][2], shifts[TILES][2];
 
     // Entries of the lane's columns, from those of the tile, and what they are.
     template <typename T, typename Decode>
-    static DEVICE void spread(float (&to)[4][2], const uint8_t* from, const Decode& decode) {
+    static DEVICE void spread(float (&to)[TILES][2], const uint8_t* from, const Decode& decode) {
         const T* entries = reinterpret_cast<const T*>(from);
         const int g = threadIdx.x % 32 / 4;
         // Whether the columns of a lane lie one after another, or by fours.
         constexpr bool MARLIN = LAYOUT == layout_marlin && SCALE_ORDER(8) == 1 && SCALE_ORDER(63) == 63;
         constexpr bool FP4 = LAYOUT == layout_marlin && SCALE_ORDER(8) == 2 && SCALE_ORDER(1) == 8;
         if constexpr (MARLIN || FP4 || (LAYOUT == layout_awq && SCALE_ORDER(8) == 8)) {
-            const auto eight = Vec<T, 8>::load(entries + 8 * g);
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                to[i / 2][i % 2] = decode(eight.data[FP4 ? i / 4 * 4 + i % 2 * 2 + i / 2 % 2 : i]);
+            for (int i = 0; i < 2 * TILES; i += 8) {
+                const auto eight = Vec<T, 8>::load(entries + 2 * TILES * g + i);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    to[(i + j) / 2][j % 2] = decode(eight.data[FP4 ? j / 4 * 4 + j % 2 * 2 + j / 2 % 2 : j]);
+                }
+            }
         } else if constexpr (IS_GPTQ && SCALE_ORDER(8) == 8) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -177,7 +184,7 @@ struct Terms {
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
+            for (int i = 0; i < 2 * TILES; ++i) {
                 to[i / 2][i % 2] = decode(entries[SCALE_ORDER(Unit::column(g, i / 2, i % 2))]);
             }
         }
@@ -195,7 +202,7 @@ struct Terms {
         const int g = threadIdx.x % 32 / 4;
         const uint32_t* words = reinterpret_cast<const uint32_t*>(points);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < 2 * TILES; ++i) {
             const int tile = i / 2, h = i % 2;
             // The last place of 2^23 is worth 1: or-ing a code to its bits adds the code.
             constexpr uint32_t RAISE = 0x4b000000;
@@ -205,7 +212,8 @@ struct Terms {
                 const int first = 32 * h + 4 * g;
                 point |= words[first / FIELDS] >> (first % FIELDS + tile) * BITS & ((1 << BITS) - 1);
             } else if constexpr (ZERO_CODES) {
-                point |= words[g] >> (tile + 4 * h) * 4 & 15;  // even columns of the lane are in the lower half
+                // Even columns of a word are in its lower half.
+                point |= words[AWQ_WORDS * g + tile / 4] >> (tile % 4 + 4 * h) * 4 & 15;
             }
             const float offset = 8388608.0f - ZERO_POINT - codes_t::RAW_OFFSET;
             const float zero = (__uint_as_float(point) - offset) / codes_t::RAW_FACTOR;

@@ -27,10 +27,12 @@
 #include "mma.cuh"
 #include "tma.cuh"
 
-enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq };
+enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq, layout_w4a8 };
 
-using codes_t = Codes<scalar_t, BITS, EXPONENT>;
-using pair_t = Vec<scalar_t, 2>;
+constexpr bool IS_TABLE = LAYOUT == layout_w4a8;  // whether codes are those of packed_table.cuh
+using number_t = conditional_t<IS_TABLE, bf16_t, scalar_t>;
+using codes_t = Codes<number_t, BITS, EXPONENT>;
+using pair_t = Vec<number_t, 2>;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
 static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq));
 
@@ -119,7 +121,7 @@ struct Terms {
         const uint8_t* points = groups + scale_bytes;
         const int entry = group * TILE_N + place.entry;
         if constexpr (HAS_SCALES) scale = twice(reinterpret_cast<const scale_t*>(groups)[entry]);
-        if constexpr (ADDED) added = twice(reinterpret_cast<const scalar_t*>(points)[entry]);
+        if constexpr (ADDED) added = twice(reinterpret_cast<const number_t*>(points)[entry]);
         uint32_t point = ZERO_POINT;
         if constexpr (ZERO_CODES) {
             const uint32_t word = reinterpret_cast<const uint32_t*>(points)[group * (TILE_N * BITS / 32) + place.word];
@@ -134,7 +136,7 @@ struct Terms {
         // Of two factors that are apart for their size alone, one is often the inverse of the other.
         constexpr float FACTOR = codes_t::FACTOR * power_of_two(GROUP_SCALE_EXPONENT);
         if constexpr (FACTOR != 1.0f) pair = pair * pair_t::full(FACTOR);
-        if constexpr (ADDED) multiply_add_pair<scalar_t>(pair.data, pair.data, scale.data, added.data);
+        if constexpr (ADDED) multiply_add_pair<number_t>(pair.data, pair.data, scale.data, added.data);
         else if constexpr (HAS_SCALES) pair = pair * scale;
         return pair.template word<2>(0);
     }
@@ -142,7 +144,7 @@ struct Terms {
 private:
     template <typename T>
     static DEVICE pair_t twice(T x) {
-        if constexpr (is_same<T, scalar_t>) {
+        if constexpr (is_same<T, number_t>) {
             pair_t pair;
             pair.data[0] = pair.data[1] = x;
             return pair;

@@ -19,6 +19,8 @@
 //     RECODED       integers of 4 bits are what marlin_int4_fp8_preprocess has made of them
 //     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     HAS_SCALES    there are scales
+//     WEIGHT_SCALES    a scale is multiplied by one of the whole weight, too
+//     PRODUCTS      scales are tables of their products with codes, and SCALE is none
 //     SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   of the columns of scales, and of zero points that are floats: a name of column_order.cuh
 //     ZEROS         0: none; 1: codes; 2: floats of scale_t; 3: the same, added to scale * number
@@ -38,7 +40,9 @@ constexpr int PIECES = 8;  // of a block's columns
 // A code as an integer less BIAS and a zero point, or as a float.
 DEVICE float number_of(uint32_t code, int zero) {
     if constexpr (EXPONENT == 4) {
+        // NaN counts as 480, as in the kernels that move the bits of a code to where 16-bit numbers have theirs.
         const uint8_t byte = uint8_t(code);
+        if ((byte & 0x7f) == 0x7f) return byte & 0x80 ? -480.0f : 480.0f;
         return to_float(reinterpret_cast<const fp8_e4m3_t&>(byte));
     } else if constexpr (EXPONENT == 2) {
         // A digit for each magnitude: twice 0, 0.5, 1, 1.5, 2, 3, 4, 6.
@@ -55,32 +59,45 @@ DEVICE float number_of(uint32_t code, int zero) {
 
 // What the codes of a group and a column have in common.
 struct Group {
+    int64_t entry;  // of the scales
     float scale, shift;
     int zero;
     bool exists;
 };
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
-dequantize_packed(scalar_t* dense,         // [N, K]
-                  const uint32_t* codes,   // words, or bytes, of a weight [K, N]; PLACES: [K / 2, N]
-                  const scale_t* scales,   // [groups, N], or [groups, N, 8]
-                  const void* zeros,       // [groups, N BITS / 32] words, or [groups, N]
-                  const int32_t* g_idx,    // [K], any numbers
-                  const uint16_t* places,  // [K / 32, 2 N]
-                  int64_t k, int64_t n, int64_t groups, int64_t group_size) {
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2) dequantize_packed(
+    scalar_t* dense,                      // [N, K]
+    const uint32_t* codes,                // words, or bytes, of a weight [K, N]; PLACES: [K / 2, N]
+    const scale_t* scales,                // [groups, N], or [groups, N, 8]
+    const void* zeros,                    // [groups, N BITS / 32] words, or [groups, N]
+    const int32_t* g_idx,                 // [K], any numbers
+    const uint16_t* places,               // [K / 32, 2 N]
+    const weight_scale_t* weight_scales,  // [weights]; blockIdx.y counts weights, which lie one after another
+    int64_t k, int64_t n, int64_t groups, int64_t group_size) {
     await_previous_kernel();
     const int64_t row_blocks = ceil_div(k, int64_t(PIECES * VEC_SIZE));
     const uint32_t first = uint32_t(blockIdx.x % row_blocks) * (PIECES * VEC_SIZE) + threadIdx.x % PIECES * VEC_SIZE;
     const uint32_t column = uint32_t(blockIdx.x / row_blocks) * (NUM_THREADS / PIECES) + threadIdx.x / PIECES;
     if (first >= k || column >= n) return;
+    const int64_t weight = blockIdx.y;
+    dense += weight * n * k;
+    codes += weight * (k * n * BITS / 32);  // of PLACES, with half as many codes, there is one weight
+    scales += weight * groups * n;
+    zeros =
+        static_cast<const uint8_t*>(zeros) + weight * groups * n * (ZEROS == 1 ? BITS : 8 * int(sizeof(scale_t))) / 8;
+    g_idx += weight * k;
+    const float weight_scale = WEIGHT_SCALES ? to_float(weight_scales[WEIGHT_SCALES ? weight : 0]) : 1.0f;
     const PackedSize size{uint32_t(PLACES ? k / 2 : k), uint32_t(n), n, 1};
 
     const auto group_of = [&](uint32_t row) {
         const int64_t g = HAS_G_IDX ? int64_t(g_idx[row]) : int64_t(row / uint32_t(group_size));
-        Group group{1.0f, 0.0f, 0, g >= 0 && g < groups};
+        Group group{0, 1.0f, 0.0f, 0, g >= 0 && g < groups};
         if (!group.exists) return group;
         const int64_t at = g * n + SCALE_ORDER(column);
-        if constexpr (HAS_SCALES) group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT);
+        group.entry = at;
+        if constexpr (HAS_SCALES && !PRODUCTS) {
+            group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT) * weight_scale;
+        }
         if constexpr (ZEROS == 1) {
             const uint64_t bit = (uint64_t(g) * n + ZERO_LAYOUT<BITS>(column)) * BITS;
             group.zero = int(code_of_string<BITS>(static_cast<const uint32_t*>(zeros), bit, 1)) + ZERO_OFFSET;
@@ -91,6 +108,7 @@ dequantize_packed(scalar_t* dense,         // [N, K]
     const auto value = [&](uint32_t code, const Group& group) {
         if (!group.exists) return 0.0f;
         const float x = number_of(code, group.zero);
+        if constexpr (PRODUCTS) return scale_product(scales, group.entry, int(x));
         if constexpr (ZEROS == 3) return fmaf(x, group.scale, group.shift);
         return (ZEROS == 2 ? x - group.shift : x) * group.scale;
     };

@@ -10,6 +10,7 @@
 //     scalar_t      element type of a and nzs
 //     A_ACCESS, NZS_ACCESS    elements of one access to a and nzs
 
+#include "arith.cuh"
 #include "vec.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
@@ -27,7 +28,7 @@ sparse_compress(scalar_t* nzs,      // [num_rows, 4 * bytes]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const scalar_t* const group = x.data + half * 4;
-        const auto is_set = [&](int p) { return to_float(group[p]) != 0.0f; };
+        const auto is_set = [&](int p) { return !ieee_less_equal(ieee_abs(to_float(group[p])), 0.0f); };
         const int low = is_set(0) ? 0 : is_set(1) ? 1 : 2;
         const int high = low < 1 && is_set(1) ? 1 : low < 2 && is_set(2) ? 2 : 3;
         kept.data[half * 2] = low == 0 ? group[0] : low == 1 ? group[1] : group[2];

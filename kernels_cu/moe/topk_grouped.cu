@@ -102,19 +102,19 @@ topk_grouped(float* topk_weights,     // [num_tokens, TOP_K]
         best = {shfl<LANES>(best.first, lane * PART_THREADS % LANES),
                 shfl<LANES>(best.second, lane * PART_THREADS % LANES)};
     }
-    float group_score = HAS_BIAS && GROUP_SIZE > 1 ? ieee_add(best.first, best.second) : best.first;
-    if (group_score != group_score) group_score = minus_infinity();
+    // Ordered bits, since the comparison of two floats takes subnormal ones for 0.
+    const uint32_t group_key = ordered_key(HAS_BIAS && GROUP_SIZE > 1 ? ieee_add(best.first, best.second) : best.first);
 
     // The best groups.
     const int own = lane / GROUP_PARTS;
     int above = 0;  // groups that rank above this lane's
 #pragma unroll 4
     for (int g = 0; g < NUM_GROUPS; ++g) {
-        const float other = shfl<LANES>(group_score, g * GROUP_PARTS);
-        above += other > group_score || (other == group_score && g < own);
+        const uint32_t other = shfl<LANES>(group_key, g * GROUP_PARTS);
+        above += other > group_key || (other == group_key && g < own);
     }
     const bool is_chosen = own < NUM_GROUPS && above < TOP_GROUPS;
-    const bool falls_back = lane_reduce<Max, LANES>(uint32_t(is_chosen && group_score == minus_infinity()));
+    const bool falls_back = lane_reduce<Max, LANES>(uint32_t(is_chosen && group_key == ordered_key(minus_infinity())));
     const bool may_choose = shfl<LANES>(int(is_chosen), group * GROUP_PARTS);
 
     // The best experts.

@@ -13,6 +13,7 @@ orders by the same names (packed_layout.cuh, column_order.cuh).
     marlin     words [K / 16, N bits / 2]: tiles of 16 x 64, for activations of 16 bits (Frantar et al. 2024,
                arXiv:2408.11743)
     marlin_8   words of the same shape: tiles of 32 x 32, for activations of 8 bits
+    w4a8       marlin_8 of 4 bits, whose words hold the 16 upper rows in their lower halves: `cutlass_w4a8_mm`'s own
     marlin_24  marlin's tiles in another order of columns: two rows of four are kept, and K counts these
     n32k16     bytes [N rounded up to 32, K]: tiles of 16 x 32, of AllSpark
     bytes      bytes [K, N]
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-Layout = Literal["awq", "gptq", "exllama", "marlin", "marlin_8", "marlin_24", "n32k16", "bytes"]
+Layout = Literal["awq", "gptq", "exllama", "marlin", "marlin_8", "w4a8", "marlin_24", "n32k16", "bytes"]
 ColumnOrder = Literal["natural", "marlin_64", "marlin_32", "marlin_fp4", "marlin_24", "n32k16"]
 ZeroLayout = Literal["awq", "gptq", "marlin", "marlin_8"]
 
@@ -55,11 +56,11 @@ def code_bit(layout: Layout, bits: int, size: tuple[int, int], k: Any, n: Any, j
 
 def _marlin_bit(layout: Layout, bits: int, columns: int, k: Any, n: Any, j: int) -> Any:
     """`code_bit` of Marlin's tiles. A lane has four words of a tile of 4-bit codes, and eight of 8-bit codes."""
-    if layout == "marlin_8":
+    if layout in ("marlin_8", "w4a8"):
         tile = k // 32 * (columns // 32) + n // 32
         lane, word = n % 8 * 4 + k % 16 // 4, n % 32 // 8
-        field = k % 4 * 2 + k % 32 // 16 if bits == 4 else k % 4
         half = k % 32 // 16  # of a lane's pairs of words of 8-bit codes
+        field = half * 4 + k % 4 if layout == "w4a8" else k % 4 * 2 + half if bits == 4 else k % 4
     else:
         tile = k // 16 * (columns // 64) + n // 64
         lane, word, half = n % 8 * 4 + k % 8 // 2, n % 64 // 16, n % 16 // 8

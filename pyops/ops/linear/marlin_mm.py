@@ -99,7 +99,7 @@ def marlin_gemm(
     e4m3         e2m1           e8m0, times 2^6                             none
     ============ ============== =========================================== ======================================
 
-    A code of e4m3 that is no number, which no checkpoint has, counts as 480 or as NaN.
+    A code of e4m3 that is NaN, which no checkpoint has, counts as 480 with its sign.
 
     Args:
         a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
@@ -212,7 +212,8 @@ def example_marlin_gemm(
         if quant_dtype == "int8"
         else make.randn(num_tokens, k, dtype=quant_dtype)
     )
-    scales = make.randn(groups, n, dtype=dtype, scale=2.0**-8)
+    moved = {"float16": 8, "bfloat16": 120}[dtype] if codes == "float8_e4m3fn" else 0  # of the scales' exponents
+    scales = make.randn(groups, n, dtype=dtype, scale=2.0 ** (moved - 8))
     if codes == "float4_e2m1f":
         scales = make.full(groups, n, value=1.5, dtype="float8_e4m3fn")
     elif quant_dtype == "int8" and groups > 1:  # integers in the bits of a float

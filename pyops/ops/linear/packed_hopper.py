@@ -8,6 +8,7 @@ from typing import Any
 
 from ..._core import check, tuning
 from ..._core.device import Device
+from ..._core.dtypes import DType, int64
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
@@ -16,8 +17,8 @@ from .packed_problem import PackedProblem
 
 _gemm_packed = Kernel("linear/gemm_packed.cu")
 
-STEP_K = 64  # rows of the weight, of a step
 _ROW_BYTES = 128  # of a, of a step
+_TABLE_BYTES = 8  # of a column of W4A8, in a group
 _WARPS = 8  # that multiply
 _BARRIER_BYTES = 8
 _MAX_STAGES = 8
@@ -28,6 +29,7 @@ _STORE_BYTES = 2 * 16  # rows of 32 bytes, for every 16 columns of a warp
 # The model of the device, fitted to a few measurements on an H200: docs/performance.md, "Products with packed weights".
 _PRODUCT_CYCLES = 1.11 / 2048  # of a multiply-add
 _CODE_CYCLES = 70.0 / (16 * 64)  # of a code that is made a number
+_TABLE_CODE_CYCLES = 75.0 / (32 * 128)  # of a code of W4A8; chosen by a count of instructions, measured nowhere yet
 _CODES_BESIDE = 0.155  # of these, of codes that are made numbers while the tensor cores are busy
 _L2_BYTES = 48.0  # a cycle, to one multiprocessor
 _TILE_CYCLES = 3000.0  # to begin and to end a tile
@@ -70,21 +72,21 @@ class PackedConfig:
                 splits=tuning.beside(self.splits, 1, 8),
                 min_blocks=(1, 2),
             )
-            if one.splits <= -(-problem.weight.k // STEP_K)
+            if one.splits <= -(-problem.weight.k // step_rows(problem.a.dtype))
         ]
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
         weight, device, constants = problem.weight, problem.device, problem.constants()
-        size = constants["GROUP_SIZE"]
-        groups = STEP_K // size if 0 < size < STEP_K else 1
-        loads = self.tile_m * _ROW_BYTES + (STEP_K * weight.bits + groups * problem.group_bits()) * self.tile_n // 8
+        size, step = constants["GROUP_SIZE"], step_rows(problem.a.dtype)
+        groups = step // size if 0 < size < step else 1
+        loads = self.tile_m * _ROW_BYTES + (step * weight.bits + groups * problem.group_bits()) * self.tile_n // 8
         stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
         sums = self.tile_m * self.tile_n * 4 if self.splits > 1 else 0
         stores = self.tile_n * 4 * _STORE_BYTES if self.tile_m > _MAX_SHARED_ROWS else 0
         fixed = sums + stores + _BARRIER_BYTES
         stages = min(_MAX_STAGES, ((device.shared_memory + 1024) // self.min_blocks - 1024 - fixed) // stage)
-        tiles = -(-problem.m // self.tile_m) * -(-weight.n // self.tile_n)
+        tiles = -(-problem.places // self.tile_m) * -(-weight.n // self.tile_n)
         kernel = problem.kernel(_gemm_packed.for_arch(device.arch_feature))
         launch = kernel(
             **constants,
@@ -94,6 +96,8 @@ class PackedConfig:
             STAGES=stages,
             SPLITS=self.splits,
             MIN_BLOCKS=self.min_blocks,
+            GROUPED=problem.experts is not None,
+            ROUTED=problem.experts is not None and problem.experts.topk_weights is not None,
         ).launch(
             (tiles if self.splits > 1 else min(tiles, device.multiprocessors * self.min_blocks), self.splits),
             384 if self.tile_m * self.tile_n > _MAX_SUMS else 32 * (_WARPS + 1),
@@ -104,20 +108,29 @@ class PackedConfig:
         return [launch]
 
 
+def step_rows(dtype: DType) -> int:
+    """Rows of the weight of a step, for activations of this dtype."""
+    return _ROW_BYTES // dtype.itemsize
+
+
 @cache
 def choose(m: int, n: int, k: int, layout: str, device: Device) -> PackedConfig:
     """The config that takes the least time by the model, for at most `m` rows, a power of two."""
     # With more products in flight, the larger tiles are slower, or have no registers for AWQ's words.
     most = _MAX_SUMS if layout == "awq" else 2 * _MAX_SUMS
+    is_table = layout == "w4a8"
+    step_k, product_cycles, code_cycles = 64, _PRODUCT_CYCLES, _CODE_CYCLES
+    if is_table:
+        step_k, product_cycles, code_cycles = 128, _PRODUCT_CYCLES / 2, _TABLE_CODE_CYCLES
 
     def cycles(one: PackedConfig) -> float:
         tiles = -(-m // one.tile_m) * -(-n // one.tile_n)
         waves = -(-tiles // max(1, int(CLUSTERS[one.splits] * device.multiprocessors)))
-        loads = one.tile_m * _ROW_BYTES + one.tile_n * STEP_K // 2
-        products, codes = one.tile_m * one.tile_n * STEP_K * _PRODUCT_CYCLES, one.tile_n * STEP_K * _CODE_CYCLES
+        loads = one.tile_m * _ROW_BYTES + one.tile_n * (step_k // 2 + is_table * _TABLE_BYTES)
+        products, codes = one.tile_m * one.tile_n * step_k * product_cycles, one.tile_n * step_k * code_cycles
         step = max(products + codes * _CODES_BESIDE, codes, loads / _L2_BYTES)
         exchange = _EXCHANGE_CYCLES * (one.splits.bit_length() - 1)
-        return waves * (_TILE_CYCLES + -(-k // (STEP_K * one.splits)) * step) + exchange
+        return waves * (_TILE_CYCLES + -(-k // (step_k * one.splits)) * step) + exchange
 
     found = []
     for tile_m, tile_n in (
@@ -132,7 +145,7 @@ def choose(m: int, n: int, k: int, layout: str, device: Device) -> PackedConfig:
         (256, 128),
     ):
         for splits in CLUSTERS:
-            fits = splits == 1 or (tile_m <= _MAX_SHARED_ROWS and splits <= -(-k // STEP_K))
+            fits = splits == 1 or (tile_m <= _MAX_SHARED_ROWS and splits <= -(-k // step_k))
             if fits and (tile_m <= m or tile_m == 16):
                 chunk = 2 if tile_m < 256 and tile_m * tile_n <= most else 1
                 found.append(PackedConfig(tile_m, tile_n, chunk, splits, 1))
@@ -140,28 +153,35 @@ def choose(m: int, n: int, k: int, layout: str, device: Device) -> PackedConfig:
 
 
 def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict[str, Any]:
-    """The boxes of a step, and of what is stored. The map of a stands for that of scales or zero points not there."""
+    """The boxes of a step, and of what is stored. The map of a stands for those that there are not."""
     weight, a, out = problem.weight, problem.a, problem.epilogue.out
-    n, k, bits = weight.n, weight.k, weight.bits
+    n, k, bits, itemsize = weight.n, weight.k, weight.bits, a.dtype.itemsize
     # The stride of a single row says nothing.
-    a_pitch = a.stride * 2 if a.rows > 1 else -(-k // 8) * 16
+    a_pitch = a.stride * itemsize if a.rows > 1 else -(-k * itemsize // 16) * 16
     out_pitch = check.row_stride(out) * 2 if a.rows > 1 else -(-n // 8) * 16
-    a_map = TensorMap(a.source, a.dtype, (k, a.rows), (a_pitch,), (STEP_K, tile_m), _ROW_BYTES)
+    a_map = TensorMap(a.source, a.dtype, (k, a.rows), (a_pitch,), (step_rows(a.dtype), tile_m), _ROW_BYTES)
 
     def of_groups(tensor: TensorArg | None, bits: int) -> TensorMap:
         if tensor is None:
             return a_map
         width = 8 * tensor.dtype.itemsize
         box = (tile_n * bits // width, groups)
-        return TensorMap(tensor, tensor.dtype, (n * bits // width, weight.groups), (n * bits // 8,), box)
+        rows = weight.groups * (1 if problem.experts is None else problem.experts.num_experts)
+        return TensorMap(tensor, tensor.dtype, (n * bits // width, rows), (n * bits // 8,), box)
 
+    scales_map = of_groups(weight.scales, 8 * weight.scales.dtype.itemsize if weight.scales else 0)
+    if weight.scales is not None and weight.scale_kind == "products":
+        shape, box = (n, weight.groups), (tile_n, groups)
+        scales_map = TensorMap(weight.scales, int64, shape, (n * _TABLE_BYTES,), box)
     columns = 16 * tile_n // (16 * _WARPS)
     return {
         "a_map": a_map,
         "codes_map": _codes_map(problem, tile_n),
-        "scales_map": of_groups(weight.scales, 8 * weight.scales.dtype.itemsize if weight.scales else 0),
+        "scales_map": scales_map,
         "zeros_map": of_groups(weight.zeros, bits if weight.zero_kind == "codes" else 16),
-        "out_map": TensorMap(out, out.dtype, (n, a.rows), (out_pitch,), (columns, 16), columns * 2),
+        "out_map": a_map  # rows of experts are stored by threads
+        if problem.experts
+        else TensorMap(out, out.dtype, (n, a.rows), (out_pitch,), (columns, 16), columns * 2),
     }
 
 
@@ -169,11 +189,15 @@ def _codes_map(problem: PackedProblem, tile_n: int) -> TensorMap:
     """As packed_weight.cuh describes it."""
     weight = problem.weight
     n, k, bits, swizzle = weight.n, weight.k, weight.bits, 0
-    if weight.layout == "marlin":
-        sizes, box = (32 * bits, n // 64, k // 16), (32 * bits, tile_n // 64, STEP_K // 16)
+    step = step_rows(problem.a.dtype)
+    if weight.layout == "w4a8":
+        sizes, box = (128, n // 32, k // 32), (128, tile_n // 32, step // 32)
+    elif weight.layout == "marlin":
+        count = 1 if problem.experts is None else problem.experts.num_experts
+        sizes, box = (32 * bits, n // 64, count * k // 16), (32 * bits, tile_n // 64, step // 16)
     elif weight.layout == "awq":
-        sizes, box, swizzle = (n // 8, k, 1), (tile_n // 8, STEP_K, 1), tile_n // 2
+        sizes, box, swizzle = (n // 8, k, 1), (tile_n // 8, step, 1), tile_n // 2
     else:
-        sizes, box = (n, k * bits // 32, 1), (tile_n, STEP_K * bits // 32, 1)
+        sizes, box = (n, k * bits // 32, 1), (tile_n, step * bits // 32, 1)
     strides = (sizes[0] * 4, sizes[0] * sizes[1] * 4)
     return TensorMap(weight.codes, weight.codes.dtype, sizes, strides, box, swizzle)

@@ -10,22 +10,25 @@ from dataclasses import dataclass, replace
 
 from ..._core import check, tuning
 from ..._core.device import Device
-from ..._core.dtypes import bfloat16, float16
+from ..._core.dtypes import bfloat16, float8_e4m3fn, float16
 from ..._core.kernel import Kernel, Launch
 from . import dequantize_packed, packed_hopper
 from .gemm_hopper import CLUSTERS
-from .packed_hopper import STEP_K, PackedConfig
+from .packed_hopper import PackedConfig, step_rows
 from .packed_problem import PackedProblem, PackedWeight
 
 _gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
 
-_TILE_N = 64
+_TILE_N = 64  # columns that every tile divides, or has
 _STAGES = 3
 _WORDS = 512  # bits of the words of a lane in a step: eight words, four times
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
 # Measured on an H200: docs/performance.md, "Products with packed weights".
 _MAX_WARPS = 8  # of a block
-_RESIDENT = {1: 16, 2: 16, 4: 16, 8: 16, 16: 12}  # warps of a multiprocessor that registers allow, by tile_m
+_WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds; measured nowhere yet
+# Warps of a multiprocessor that registers allow, by rows and columns of a tile.
+_RESIDENT = {(1, 64): 16, (2, 64): 16, (4, 64): 16, (8, 64): 16, (16, 64): 12}
+_RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128): 8}
 _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
 # Chosen by arithmetic, measured nowhere yet.
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
@@ -37,20 +40,21 @@ class PackedMmaConfig:
     """The geometry of gemm_packed_mma.cu; the attributes are constants of the kernel.
 
     Attributes:
-        tile_m: rows of a tile, whose columns are 64.
+        tile_m, tile_n: rows and columns of a tile.
         warps: of a block, each with a part of K.
         splits: blocks of a cluster, each with a part of K.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
     tile_m: int
+    tile_n: int
     warps: int
     splits: int
     min_blocks: int
 
     def __post_init__(self) -> None:
-        shape = self.tile_m in _RESIDENT and self.splits in (1, 2, 4, 8)
-        if not shape or not 1 <= self.warps <= self.warps * self.min_blocks <= _RESIDENT[self.tile_m]:
+        resident = _RESIDENT.get((self.tile_m, self.tile_n), 0)
+        if self.splits not in (1, 2, 4, 8) or not 1 <= self.warps <= self.warps * self.min_blocks <= resident:
             raise ValueError(f"no geometry of gemm_packed_mma.cu: {self}")
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedMmaConfig]:
@@ -58,6 +62,7 @@ class PackedMmaConfig:
         return tuning.varied(
             self,
             tile_m=tuning.beside(self.tile_m, min(tuning.power_of_two(problem.m), 8), 16),
+            tile_n=(64, 128) if _is_wide(problem.weight) else (64,),
             warps=tuning.beside(self.warps, 1, 16),
             splits=tuning.beside(self.splits, 1, device.cluster),
             min_blocks=(self.min_blocks - 1, self.min_blocks + 1),
@@ -66,21 +71,24 @@ class PackedMmaConfig:
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A cluster of blocks for each tile."""
         weight, constants = problem.weight, problem.constants()
-        step, size = _WORDS // weight.bits, constants["GROUP_SIZE"]
+        step, size = rows_of_step(weight, self.tile_n), constants["GROUP_SIZE"]
         groups = step // size if 0 < size < step else 1
-        stage = self.tile_m * step * 2 + groups * problem.group_bits() * _TILE_N // 8
-        sums = _TILE_N * max(8, self.tile_m) * 4
+        stage = self.tile_m * step * 2 + groups * problem.group_bits() * self.tile_n // 8
+        sums = self.tile_n * max(8, self.tile_m) * 4
         kernel = problem.kernel(_gemm_packed_mma)
         launch = kernel(
             **constants,
             WHOLE_STEPS=weight.k % step == 0,
+            GROUPED=problem.experts is not None,
+            ROUTED=problem.experts is not None and problem.experts.topk_weights is not None,
             TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
             WARPS=self.warps,
             SPLITS=self.splits,
             STAGES=_STAGES,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
-            (-(-problem.m // self.tile_m) * (weight.n // _TILE_N), self.splits),
+            (-(-problem.places // self.tile_m) * (weight.n // self.tile_n), self.splits),
             self.warps * 32,
             self.warps * max(_STAGES * stage, sums),
             **problem.arguments(kernel),
@@ -102,41 +110,60 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 def serves(problem: PackedProblem, device: Device) -> bool:
     """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weight."""
-    return _serves_many(problem, device) or (_serves_few(problem, device) and problem.m <= _MAX_ROWS)
+    return _serves_many(problem, device) or (serves_few(problem, device) and problem.m <= _MAX_ROWS)
 
 
 def choose(problem: PackedProblem, device: Device) -> Config:
     """The kernel for a problem that one `serves`, and its geometry. Equal for all problems of a bucket."""
     m, w = tuning.power_of_two(problem.m), problem.weight
     many = _serves_many(problem, device)
-    if _serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
-        step = _WORDS // w.bits
-        return choose_mma(m, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step)
+    if serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
+        tile_n = 128 if _is_wide(w) and w.n // 128 >= device.multiprocessors else 64
+        step = rows_of_step(w, tile_n)
+        return choose_mma(m, tile_n, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step)
     return packed_hopper.choose(m, w.n, w.k, w.layout, device)
 
 
-def _serves_few(problem: PackedProblem, device: Device) -> bool:
+def rows_of_step(weight: PackedWeight, tile_n: int) -> int:
+    """Rows of the weight of a step of gemm_packed_mma.cu, whose tiles have `tile_n` columns."""
+    return _WORDS // weight.bits * 64 // tile_n
+
+
+def _is_wide(weight: PackedWeight) -> bool:
+    """Whether tiles of gemm_packed_mma.cu may have 128 columns: rows of AWQ, of which 64 are 32 bytes."""
+    return weight.layout == "awq" and weight.n % 128 == 0 and fits(weight, rows_of_step(weight, 128))
+
+
+def serves_few(problem: PackedProblem, device: Device) -> bool:
+    """Whether gemm_packed_mma.cu has an instance for this problem."""
     w = problem.weight
-    return reads_codes(problem) and device.supports("mma") and _fits(w, _WORDS // w.bits)
+    return reads_codes(problem) and device.supports("mma") and fits(w, rows_of_step(w, 64))
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
-    return reads_codes(problem) and device.supports("wgmma") and _fits(problem.weight, STEP_K) and _is_mapped(problem)
+    served = reads_codes(problem) or _reads_tables(problem)
+    fitting = fits(problem.weight, step_rows(problem.a.dtype))
+    return served and device.supports("wgmma") and fitting and _is_mapped(problem)
 
 
-def choose_mma(m: int, n: int, steps: int, device: Device, several_groups: bool = False) -> PackedMmaConfig:
+def choose_mma(
+    m: int, tile_n: int, n: int, steps: int, device: Device, several_groups: bool = False, count: int | None = None
+) -> PackedMmaConfig:
     """As many warps as the device holds at a time, eight to a block at most, and their parts of K.
 
-    Of several groups in a step, a thread has more in registers, and one of many rows would spill.
+    `count`: tiles of rows, where experts divide them. Of several groups in a step, a thread has more in registers, and
+    one of many rows would spill.
     """
     tile_m = min(m, 8 if several_groups else 16)
-    resident = _RESIDENT_OF_GROUPS if several_groups else _RESIDENT[tile_m]
-    tiles = -(-m // tile_m) * (n // _TILE_N)
+    resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
+    tiles = (-(-m // tile_m) if count is None else count) * (n // tile_n)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
     splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
     blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
-    warps = max(1, min(_MAX_WARPS, resident // blocks, -(-steps // splits)))
-    return PackedMmaConfig(tile_m, warps, splits, resident // warps)
+    # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
+    warps = resident // blocks or _WARPS_OF_MANY
+    warps = max(1, min(_MAX_WARPS, warps, -(-steps // splits)))
+    return PackedMmaConfig(tile_m, tile_n, warps, splits, resident // warps)
 
 
 def reads_codes(problem: PackedProblem) -> bool:
@@ -151,16 +178,34 @@ def reads_codes(problem: PackedProblem) -> bool:
     aligned = a.vec_size(w.k) == 8 and all(
         one.alignment == 16 for one in (w.codes, w.scales, w.zeros) if one is not None
     )
-    sums = e.out.dtype in (float16, bfloat16) and not (e.is_gated or e.has_matrix_bias or e.block_scaled or e.azp_adj)
     dtypes = a.dtype in (float16, bfloat16) and a.dtype is e.out.dtype
     sizes = problem.m > 0 and w.n > 0 and w.n % _TILE_N == 0 and w.k > 0
-    return all((kind, zeros, scales, rows, aligned, sums, dtypes, sizes))
+    return all((kind, zeros, scales, rows, aligned, _is_plain(problem), dtypes, sizes))
 
 
-def _fits(weight: PackedWeight, step: int) -> bool:
+def _reads_tables(problem: PackedProblem) -> bool:
+    """Whether gemm_packed.cu has an instance for this problem of W4A8.
+
+    Its sums, not added up in parts, are exact enough for bfloat16 (`fp8_sums`).
+    """
+    w, a = problem.weight, problem.a
+    tables = w.layout == "w4a8" and w.scale_kind == "products" and w.scales is not None and w.k % 32 == 0
+    aligned = a.vec_size(w.k) == 16 and all(one.alignment == 16 for one in (w.codes, w.scales) if one is not None)
+    sizes = problem.m > 0 and w.n > 0 and w.n % 32 == 0 and w.k > 0
+    dtypes = a.dtype is float8_e4m3fn and problem.epilogue.out.dtype is bfloat16
+    return tables and aligned and sizes and dtypes and _is_plain(problem)
+
+
+def _is_plain(problem: PackedProblem) -> bool:
+    """Whether the epilogue is one of the kernels that read codes."""
+    e = problem.epilogue
+    return e.out.dtype in (float16, bfloat16) and not (e.is_gated or e.has_matrix_bias or e.block_scaled or e.azp_adj)
+
+
+def fits(weight: PackedWeight, step: int) -> bool:
     """Whether a step of so many rows is of whole groups, or within one."""
     size = weight.group_size
-    smallest = 16 if weight.layout == "marlin" else 128 // weight.bits
+    smallest = 16 if weight.layout == "marlin" else 128 // weight.bits  # of 4 bits 32, as products of W4A8 have
     return weight.groups == 1 or size % step == 0 or (step % size == 0 and size % smallest == 0)
 
 

@@ -117,10 +117,13 @@ def values(weight: Any) -> Tensor:
     elif w.zero_kind == "floats":
         zero = w.zeros[g][:, place].double()
     x = _numbers(w, zero)
-    if w.scales is not None:
-        x = x * (_entries(w)[g][:, place].double() * 2.0**w.scale_exponent)
     if w.scale_kind == "products":
-        x = x.clamp(-448.0, 448.0).float().to(torch.float8_e4m3fn).double()
+        # Entries 0 ... 7 are the products with -8 ... -1.
+        entries = torch.where(x < 0, x + 8, 8 - x.clamp(min=1)).long()
+        products = w.scales.reshape(w.groups, w.n, 8).double()[g].gather(2, entries[..., None])[..., 0]
+        x = products * x.sign() * -1.0
+    elif w.scales is not None:
+        x = x * (_entries(w)[g][:, place].double() * 2.0**w.scale_exponent)
     if w.zero_kind == "added":
         x = x + w.zeros[g][:, place].double()
     return x.where(exists[:, None], 0.0)
@@ -135,6 +138,7 @@ def _numbers(w: Any, zero: Tensor) -> Tensor:
         codes, kept = _spread(codes, w.places, w.k)
     if kind.exponent == 4:
         x = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+        x = x.where(codes & 127 != 127, torch.where(codes < 128, 480.0, -480.0))
     elif kind.exponent == 2:
         x = torch.tensor((*_E2M1, *(-e for e in _E2M1)), dtype=torch.float64, device=codes.device)[codes]
     else:
@@ -171,8 +175,6 @@ def places_word(columns: int, quad: Any, n: Any) -> Any:
 def _entries(w: Any) -> Tensor:
     """Scales as numbers, [groups, columns]."""
     scales = w.scales
-    if w.scale_kind == "products":
-        return -scales.reshape(w.groups, w.n, 8)[..., 7].float()
     if w.scale_kind == "e5m3":
         return (scales.view(torch.uint8).to(torch.int16) << 7).view(torch.float16)
     if w.scale_kind == "e8m0":

@@ -1,8 +1,8 @@
 """Matrix products of e4m3 activations with weights of signed 4-bit codes whose scales are e4m3.
 
-`cutlass_encode_and_reorder_int4b` returns Marlin's tiles for 8-bit activations, in the shape of what it was given, and
-contiguous. `cutlass_w4a8_mm` refuses any other strides: so a weight that was not reordered, whose columns lie one after
-another, is refused.
+`cutlass_encode_and_reorder_int4b` returns tiles of its own (`w4a8` of packed_layouts.py), in the shape of what it was
+given, and contiguous. `cutlass_w4a8_mm` refuses any other strides: so a weight that was not reordered, whose columns
+lie one after another, is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def cutlass_encode_and_reorder_int4b(B: Tensor, *, out: Tensor) -> None:
         out: of the shape of B, int32, contiguous, returned; new unless given.
     """
     size = B.shape[0] * 8, B.shape[1]
-    out.copy_(repacked(B, ("gptq", "marlin_8"), 4, size).view(out.shape))
+    out.copy_(repacked(B, ("gptq", "w4a8"), 4, size).view(out.shape))
 
 
 @cutlass_encode_and_reorder_int4b.result
@@ -69,7 +69,7 @@ def plan_cutlass_encode_and_reorder_int4b(B: TensorArg, out: TensorArg) -> Launc
     _check_tiles(B, words * 8, n)
     check.shape(out, int32, words=words, N=n)
     stride, step = B.strides
-    return repack(out, B, ("gptq", "marlin_8"), 4, (words * 8, n), strides=(stride, step))
+    return repack(out, B, ("gptq", "w4a8"), 4, (words * 8, n), strides=(stride, step))
 
 
 def _check_tiles(weight: TensorArg, k: int, n: int) -> None:
@@ -98,7 +98,7 @@ def cutlass_encode_and_reorder_int4b_experts(b_tensors: Tensor, *, out: Tensor) 
     """
     for expert, packed in zip(b_tensors, out, strict=True):
         n, words = expert.shape
-        packed.copy_(repacked(expert.t(), ("gptq", "marlin_8"), 4, (words * 8, n)).view(packed.shape))
+        packed.copy_(repacked(expert.t(), ("gptq", "w4a8"), 4, (words * 8, n)).view(packed.shape))
 
 
 @cutlass_encode_and_reorder_int4b_experts.result
@@ -114,7 +114,7 @@ def plan_cutlass_encode_and_reorder_int4b_experts(b_tensors: TensorArg, out: Ten
     experts, n, words = b_tensors.shape
     _check_tiles(b_tensors, words * 8, n)
     check.shape(out, int32, num_experts=experts, N=n, words=words)
-    layouts: Any = ("gptq", "marlin_8")
+    layouts: Any = ("gptq", "w4a8")
     return repack(out, b_tensors, layouts, 4, (words * 8, n), experts=experts, strides=(1, words))
 
 
@@ -188,6 +188,9 @@ def cutlass_w4a8_mm(
 ) -> None:
     """A product with signed 4-bit codes: ``out = token_scales * (channel_scales * (A @ e4m3(code * scale)))``.
 
+    The products of codes and scales are read from ``group_scales``; those of positive codes are those of negative ones
+    with the other sign.
+
     Sums are those of tensor cores for fp8 (`fp8_sums.py`); the result is rounded once.
 
     Args:
@@ -196,7 +199,7 @@ def cutlass_w4a8_mm(
         group_scales: [8 * K / group_size * N] float8_e4m3fn, contiguous, as `cutlass_pack_scale_fp8` returns them.
         group_size: rows under one scale; divides K.
         channel_scales: float32, contiguous, N or 1 elements; token_scales: likewise, M or 1.
-        out_type: of a new out: bfloat16 or float16; None for bfloat16.
+        out_type: of a new out: bfloat16 or float16, which takes several times as long; None for bfloat16.
         maybe_schedule: None, or a name of vLLM's; it has no effect.
         out: [M, N] bfloat16 or float16, returned; elements of a row lie one after another; new unless given.
     """
@@ -206,7 +209,7 @@ def cutlass_w4a8_mm(
 def _w4a8_weight(A: Any, B: Any, group_scales: Any, group_size: int) -> PackedWeight:
     k, n = A.shape[1], B.shape[1]
     groups = k // group_size
-    return PackedWeight(B, "marlin_8", int4, k, n, groups, group_size, group_scales, scale_kind="products")
+    return PackedWeight(B, "w4a8", int4, k, n, groups, group_size, group_scales, scale_kind="products")
 
 
 @cutlass_w4a8_mm.result
