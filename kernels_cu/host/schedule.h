@@ -66,9 +66,9 @@ inline Thread* take_ready() {
     const auto at = [](unsigned i) -> uint16_t& { return scheduler.ready[(scheduler.first + i) % MAX_THREADS]; };
     uint16_t number = at(0);
     if (state.launch.order == Order::GREEDY || state.launch.order == Order::SHUFFLED) {
-        const unsigned chosen = state.launch.order == Order::GREEDY ? last : random_number() % scheduler.num_ready;
-        number = at(chosen);
-        at(chosen) = at(last);
+        uint16_t& chosen = at(state.launch.order == Order::GREEDY ? last : random_number() % scheduler.num_ready);
+        number = chosen;
+        chosen = at(last);
     } else {
         scheduler.first = (scheduler.first + 1) % MAX_THREADS;
     }

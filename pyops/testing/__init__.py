@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from .._core.config import cpu
 from .._core.host.run import SCHEDULES, Schedule, scheduled
-from .._core.ranks import Ranks
 from .._core.ranks import Ranks as ranks
 from .calls import assert_matches_reference
 from .compare import assert_close, same_bits
@@ -20,7 +19,6 @@ __all__ = [
     "SCHEDULES",
     "Canaries",
     "Layout",
-    "Ranks",
     "Schedule",
     "assert_close",
     "assert_matches_reference",
