@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 2 -m benchmarks.all_reduce
 torchrun --nproc-per-node 8 -m benchmarks.all_reduce 8192 1048576
 
-A number is a message's bytes; elements are bfloat16. Times are microseconds of a call in a CUDA graph of 20, the slowest
-rank's; `predicted` is that of the model in docs/many_gpus.md. A wrong sum is an error.
+A number is a message's bytes; elements are bfloat16. Times are microseconds of a call in a CUDA graph of 20, of the
+slowest rank; `predicted` is that of the model in docs/many_gpus.md. A wrong sum is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CALLS, _REPLAYS = 20, 20
 
 
 def predicted(world_size: int, nbytes: int) -> float:
-    """Seconds: a launch, two meetings of ranks, a load's latency for each shot, and the bytes over the links of a GPU."""
+    """Seconds: a launch, two meetings of ranks, a load's latency for each shot, and the bytes over a GPU's links."""
     two, others = two_shot(world_size, nbytes, True), world_size - 1
     part = nbytes / world_size if two else nbytes
     blocks, threads = geometry(max(1, int(part) // VEC_BYTES))

@@ -45,7 +45,10 @@ from .ops.attention.partitioned import *
 from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
-from .ops.collective import *
+from .ops.collective.custom_all_reduce import *
+from .ops.collective.process_group import *
+from .ops.collective.quick_all_reduce import *
+from .ops.collective.shared_memory import *
 from .ops.linear.allspark_mm import *
 from .ops.linear.awq_gptq_mm import *
 from .ops.linear.dense import *
