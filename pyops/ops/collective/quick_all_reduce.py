@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ..._core import dtypes
+from ..._core import dtypes, ranks
 from ..._core.errors import OpError
 from ..._core.kernel import Kernel
 from ..._core.lazy import torch
@@ -92,7 +92,7 @@ def qr_open_handles(_fa: int, handles: Sequence[Tensor]) -> None:
         if rank != state.rank:
             state.opened.append(open_mem_handle(handle))
         signals.append(state.own if rank == state.rank else state.opened[-1])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if ranks.here() is None else "cpu"
     state.communicator = Communicator(signals, torch.zeros(64, dtype=torch.uint8, device=device), state.rank, True)
 
 
