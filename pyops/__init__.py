@@ -46,6 +46,7 @@ from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
 from .ops.collective.custom_all_reduce import *
+from .ops.collective.minimax import *
 from .ops.collective.process_group import *
 from .ops.collective.quick_all_reduce import *
 from .ops.collective.shared_memory import *

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from pyops._core import ranks as worlds
 from pyops._core.kernel import Kernel
 from pyops.ops.collective import custom_all_reduce
 from pyops.ops.collective.communicator import geometry, two_shot
+from pyops.ops.collective.minimax import _kernel as minimax_kernel
 from pyops.ops.collective.quick_all_reduce import _kernel as quick_kernel
 from pyops.testing import SCHEDULES, assert_close, ranks, scheduled
 
@@ -267,12 +269,49 @@ def test_quick_all_reduce_of_extremes() -> None:
         assert torch.equal(out, coded(expected, 1).bfloat16())
 
 
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (8, torch.float16)])
+def test_norms_of_rows_that_are_divided_among_ranks(world_size: int, dtype: torch.dtype) -> None:
+    """The memory of ranks holds -0.0 everywhere at first, as vLLM's does. Calls differ in their rows."""
+    tokens, q_size, kv_size = 41, 48, 16
+    values = [one.view(tokens, -1) for one in inputs(world_size, tokens * (q_size + 2 * kv_size), dtype)]
+    weight = inputs(1, q_size, dtype)[0]
+
+    def one(rank: int) -> list[torch.Tensor]:
+        here, size = worlds.here(), 1536 + 16 * tokens
+        assert here is not None
+        address, handle = pyops.allocate_shared_buffer_and_handle(size)
+        custom_all_reduce.keep(address)
+        torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.float32).fill_(-0.0)
+        handles = here.world.meet(rank, "exchange", handle, list)
+        workspace = torch.tensor([0] * 2 * world_size + [pyops.open_mem_handle(h) for h in handles] + [0] * 2)
+        shared, found = (workspace, rank, world_size, 1e-6), []
+        for few in (tokens, 3, tokens):
+            own = values[rank][:few]
+            weights = weight, weight[:kv_size]
+            found += pyops.minimax_allreduce_rms_qk(own, *weights, workspace, q_size, kv_size, *shared[1:])
+            found.append(pyops.minimax_allreduce_rms(own[:, :q_size].contiguous(), weight, *shared))
+        return found
+
+    def normalised(first: int, size: int, few: int, rank: int) -> torch.Tensor:
+        parts = torch.stack([value[:few, first : first + size].double() for value in values])
+        scale = (parts.square().sum((0, 2)) / (size * world_size) + 1e-6).rsqrt()
+        return (parts[rank] * scale[:, None] * weight[:size].double()).to(dtype)
+
+    for rank, found in enumerate(ranks(world_size, 20).run(one)):
+        for i, few in enumerate((tokens, 3, tokens)):
+            q, k, alone = found[3 * i : 3 * i + 3]
+            assert_close(normalised(0, q_size, few, rank), q, 1)
+            assert_close(normalised(q_size, kv_size, few, rank), k, 1)
+            assert torch.equal(alone, q)
+
+
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
         (custom_all_reduce._all_reduce, {"TWO_SHOT": False, "VEC_SIZE": 8}),
         (custom_all_reduce._all_reduce, {"TWO_SHOT": True, "VEC_SIZE": 8}),
         (custom_all_reduce._add_rms_norm, {"HIDDEN_SIZE": 8192, "VEC_SIZE": 8}),
+        (minimax_kernel, {"Q_SIZE": 768, "K_SIZE": 128, "VEC_SIZE": 8}),
         (quick_kernel, {"BITS": 16, "compute_t": dtypes.bfloat16}),
         (quick_kernel, {"BITS": 6, "compute_t": dtypes.float16}),
     ],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..._core import ranks
 from ..._core.errors import CaptureError, OpError
 from ..._core.host.run import Range
-from ..._core.kernel import Kernel, Launch
+from ..._core.kernel import Kernel, Specialisation
 from ..._core.launch import Bound, bind
 from ..._core.lazy import torch
 from .shared_memory import HANDLE_BYTES, SIGNAL_BYTES, allocation, close_mem_handle, open_mem_handle
@@ -65,7 +65,7 @@ class Communicator:
     captured: list[tuple[int, int]] = field(default_factory=list)
     opened: dict[bytes, int] = field(default_factory=dict)
     _used: int = 0
-    _bound: dict[Any, Bound] = field(default_factory=dict)
+    bound: dict[Any, Bound] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._write(self._row("init_custom_ar"), self.signals)
@@ -157,28 +157,49 @@ class Communicator:
         } | constants
         fixed = fixed | {"rank": self.rank, "own_signals": self.signals[self.rank]}
         tables = {"signals": int(self.table.data_ptr())} | ({} if peers is None else {"peers": peers})
-        specialisation, names = kernel(**constants), (*tables, *tensors)
-        words = (*tables.values(), *(tensor.data_ptr() for tensor in tensors.values()))
-        device = next(iter(tensors.values())).device
-        if device.type == "cpu":
-            here = ranks.here()
-            if here is None:
-                raise OpError(op, "inp", "expected tensors on a GPU, or ranks of pyops.testing.ranks, got the CPU")
-            found = [Range(name, address, ROW_BYTES) for name, address in tables.items()]
-            found += [Range(name, one.data_ptr(), one.numel() * one.itemsize) for name, one in tensors.items()]
-            launch = specialisation.launch(grid=grid, block=num_threads, **fixed)
-            here.world.launch(here.rank, ranks.Call(launch, found))
-            return
-        key = kernel.file, specialisation.key, grid, tuple(fixed.items())
-        bound = self._bound.get(key)
-        if bound is None:
-            launch = specialisation.launch(grid=grid, block=num_threads, **fixed)
-            bound = self._bound[key] = self._bind(op, launch, names, device.index)
-        if status := bound.launch(torch.cuda.current_stream(device).cuda_stream, *words):
-            raise RuntimeError(f"{op}: the driver's status is {status}")
+        launch_as_rank(op, kernel(**constants), grid, num_threads, fixed, tables, tensors, self.bound)
 
-    def _bind(self, op: str, launch: Launch, names: tuple[str, ...], index: int) -> Bound:
-        specialisation = launch.specialisation
-        if specialisation.loaded(index) is None and torch.cuda.is_current_stream_capturing():
+
+def launch_as_rank(
+    op: str,
+    specialisation: Specialisation,
+    grid: int,
+    num_threads: int,
+    fixed: dict[str, Any],
+    tables: dict[str, int],
+    tensors: dict[str, Tensor],
+    bound: dict[Any, Bound],
+) -> None:
+    """Launch a kernel on the current stream, or on the host together with those of the other ranks.
+
+    `tables` are addresses of rows of addresses; `bound` keeps what the next call with the same arguments needs.
+    """
+    names = (*tables, *tensors)
+    words = (*tables.values(), *(tensor.data_ptr() for tensor in tensors.values()))
+    device = next(iter(tensors.values())).device
+    if device.type == "cpu":
+        here = ranks.here()
+        if here is None:
+            raise OpError(op, "inp", "expected tensors on a GPU, or ranks of pyops.testing.ranks, got the CPU")
+        found = [Range(name, address, ROW_BYTES) for name, address in tables.items()]
+        found += [Range(name, one.data_ptr(), nbytes_of(one)) for name, one in tensors.items()]
+        launch = specialisation.launch(grid=grid, block=num_threads, **fixed)
+        here.world.launch(here.rank, ranks.Call(launch, found))
+        return
+    key = specialisation.kernel.file, specialisation.key, grid, num_threads, names, tuple(fixed.items()), device.index
+    if key not in bound:
+        if specialisation.loaded(device.index) is None and torch.cuda.is_current_stream_capturing():
             raise CaptureError(op, specialisation.kernel.file)
-        return bind(op, index, [launch], [specialisation.load(index).function], names, (), {})
+        launch = specialisation.launch(grid=grid, block=num_threads, **fixed)
+        functions = [specialisation.load(device.index).function]
+        bound[key] = bind(op, device.index, [launch], functions, names, (), {})
+    if status := bound[key].launch(torch.cuda.current_stream(device).cuda_stream, *words):
+        raise RuntimeError(f"{op}: the driver's status is {status}")
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.itemsize)
