@@ -157,15 +157,11 @@ inline void yield() {
     Thread* thread = state.current;
     if constexpr (CLOCKED) land_copy_early();
     Thread* next = take_ready();
-    if (!next && state.launch.num_ranks) {  // another rank's turn
+    if (!next && (state.launch.num_ranks || (CLOCKED && state.launch.cluster > 1))) {  // another block's turn
         pyops_host_switch(&thread->stack_pointer, state.main_stack_pointer);
         return;
     }
     if constexpr (CLOCKED) {
-        if (!next && state.launch.cluster > 1) {  // another block's turn
-            pyops_host_switch(&thread->stack_pointer, state.main_stack_pointer);
-            return;
-        }
         while (!next && land_copy()) next = take_ready();
     }
     if (!next) nothing_can_run();
