@@ -14,6 +14,7 @@ batch                 the tokens of one forward pass
 attention experts     attention over a paged cache; MLPs; mixtures of experts
 mamba                 state-space layers, with states in slots
 decoder               the model
+tensor_parallel       the model divided among processes
 checkpoint params     weights from a folder; SamplingParams and sampling
 runner                the model with its cache and CUDA graphs
 kernels scheduler     what serving a model launches; which requests run, and with what of the cache
@@ -30,14 +31,17 @@ from .params import SamplingParams
 from .quantization import PackedQuantization, Quantization
 from .rope import Rope
 from .state_space import StateSpace
+from .tensor_parallel import Group, ParallelDecoder
 
 __all__ = [
     "Config",
     "Decoder",
     "Engine",
+    "Group",
     "Mixture",
     "Output",
     "PackedQuantization",
+    "ParallelDecoder",
     "Quantization",
     "Rope",
     "SamplingParams",

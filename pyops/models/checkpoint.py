@@ -17,6 +17,7 @@ from .config_values import read_json
 from .decoder import Decoder
 from .gguf_file import GgufFile, is_gguf
 from .quantization import Quantization, QuantizedWeights
+from .tensor_parallel import Group, ParallelDecoder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F32", "F16", "BF16"}
@@ -39,7 +40,11 @@ class _Header(NamedTuple):
 
 
 def load(
-    folder: str | Path, device: Any = "cpu", dtype: str | None = None, progress: _Progress | None = None
+    folder: str | Path,
+    device: Any = "cpu",
+    dtype: str | None = None,
+    progress: _Progress | None = None,
+    group: Group | None = None,
 ) -> Decoder:
     """The model in `folder`.
 
@@ -49,6 +54,7 @@ def load(
         device: device of the weights.
         dtype: "float32", "float16" or "bfloat16"; None for the dtype that ``config.json`` names.
         progress: called with (bytes loaded so far, bytes in all).
+        group: processes among which the model is divided. Each calls; each reads all, and keeps its part.
 
     Raises:
         ModelError: a shard or a tensor is missing, a tensor is not of this architecture, a shape is wrong, a dtype is
@@ -65,10 +71,14 @@ def load(
         raise ModelError(folder, f"has {config.num_hidden_layers} layers, and {len(headers)} tensors for them")
     plan = Decoder(config, dtype, "meta").tensors()
     _check(folder, headers, plan, config.quantization)
-    total, free = sum(tensor.nbytes for tensor in plan.values()), free_bytes(device)
+
+    def made(where: Any) -> Decoder:
+        return Decoder(config, dtype, where) if group is None else ParallelDecoder(config, group, dtype, where)
+
+    total, free = sum(tensor.nbytes for tensor in made("meta").tensors().values()), free_bytes(device)
     if free < total:
         raise ModelError(folder, f"its weights take {total / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
-    model, done = Decoder(config, dtype, device), 0
+    model, done = made(device), 0
     places = model.tensors()
     for shard in dict.fromkeys(header.shard for header in headers.values()):
         with _opened(shard) as file:

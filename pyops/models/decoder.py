@@ -159,6 +159,10 @@ class Decoder:
             return torch.empty(0, 0, dtype=self.dtype, device=self.device)
         return self.config.rope.cos_sin(self.config.head_dim, num_positions, self.device).to(self.dtype)
 
+    def agreed(self, blocks: int) -> int:
+        """The blocks of a cache for which every process has room that has a part of the model."""
+        return blocks
+
     def forward(self, batch: Batch, cache: Cache, cos_sin: Tensor) -> Tensor:
         """Hidden states of the tokens after the last norm: [num_tokens, hidden_size]. Writes `cache`."""
         residual = self.embedding[batch.tokens]

@@ -82,12 +82,18 @@ def ops_of(mutant: Mutant) -> frozenset[str]:
     return frozenset(name for name, op in registry.items() if kernels & kernels_of(op))
 
 
+def _of_ranks(file: str) -> list[str]:
+    """The kernels of several ranks, which no op launches, that a file is part of."""
+    names = (name for name in kernels_cu.names() if name.startswith("collective/") and name.endswith(".cu"))
+    return [name for name in names if file in sources_of(name)]
+
+
 @cache
 def _own_files(mutant: Mutant) -> frozenset[str]:
     """The tests of the families whose kernels the mutant breaks, and of the header that it breaks."""
     kernels = {kernel for name in ops_of(mutant) for kernel in kernels_of(registry[name])}
     kernels = kernels if mutant.is_plan else kernels & kernels_with(mutant.file, mutant.within)
-    folders = {Path(kernel).parent.name for kernel in kernels}
+    folders = {Path(kernel).parent.name for kernel in (*kernels, *_of_ranks(mutant.file))}
     own = {str(path) for folder in folders for path in Path("tests").glob(f"test_{folder}*.py")}
     return frozenset(own | ({_HEADERS} if mutant.file.startswith("include/") else set()))
 
