@@ -58,7 +58,9 @@ def load(
     folder, device, config = Path(folder), _device(device), Config.read(folder)
     if dtype is not None and dtype not in DTYPES:
         raise ModelError("dtype", f"expected {' or '.join(DTYPES)}, got {dtype!r}")
-    headers = _headers(folder)
+    behind = range(config.num_hidden_layers, config.num_hidden_layers + config.num_layers_not_read)
+    not_read = tuple(f"{config.names.layers}.{i}." for i in behind)
+    headers = {name: header for name, header in _headers(folder).items() if not name.startswith(not_read)}
     if "lm_head.weight" in headers:  # a file with a head of its own is right even if the config ties it
         config = replace(config, tie_word_embeddings=False)
     if len(headers) < config.num_hidden_layers:

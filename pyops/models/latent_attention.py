@@ -1,0 +1,128 @@
+"""Multi-head latent attention over a paged cache of latent entries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._core.lazy import torch
+from ..ops.attention import paged_attention_v1, paged_attention_varlen, sm100_cutlass_mla_decode
+from ..ops.attention.mla_problem import LATENT_SIZE, ROPE_SIZE
+from ..ops.cache import concat_and_cache_mla_rope_fused
+from ..ops.norm import rms_norm
+from .batch import Batch
+from .config import Config
+from .latent import Latent
+from .linear import Place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_EPSILON = 1e-6  # of the norms of latent vectors, whatever `rms_norm_eps` is
+
+
+class LatentAttention:
+    """Multi-head latent attention. It keeps of a token its latent vector and its rotated key, in blocks of tokens.
+
+    Keys and values of a head are ``W_k c`` and ``W_v c`` of the latent vector c. Prompts are computed by these. The
+    next token of a text is computed by ``(W_k^T q) . c`` and ``W_v (sum_i p_i c_i)``, the absorbed form, where the latent
+    vectors are keys and values of all heads: by `sm100_cutlass_mla_decode` where sizes are those of this op, else by
+    `paged_attention_v1` with one head of keys.
+
+    Args:
+        config: sizes and options.
+        latent: those of this attention.
+        place: of the weights.
+    """
+
+    slot_bytes = 0
+
+    def __init__(self, config: Config, latent: Latent, place: Place) -> None:
+        heads, hidden_size, rank = config.num_attention_heads, config.hidden_size, latent.kv_lora_rank
+        self.latent, self.place, self.num_heads = latent, place, heads
+        self.entry_size = rank + latent.qk_rope_head_dim
+        queries, compressed = heads * latent.qk_head_dim, {"kv_a_proj_with_mqa": self.entry_size}
+        self.q_norm = self.q_a = None
+        if latent.q_lora_rank:
+            self.q_a = place.linear({"q_a_proj": latent.q_lora_rank}, hidden_size, config.qkv_bias)
+            self.q_norm = place.empty(latent.q_lora_rank)
+            self.q = place.linear({"q_b_proj": queries}, latent.q_lora_rank, bias=False)
+        else:
+            self.q = place.linear({"q_proj": queries}, hidden_size, bias=False)
+        self.kv_a = place.linear(compressed, hidden_size, config.qkv_bias)
+        self.kv_norm = place.empty(rank)
+        self.kv_b = place.empty(heads, latent.qk_nope_head_dim + latent.v_head_dim, rank)
+        self.o = place.linear({"o_proj": hidden_size}, heads * latent.v_head_dim, config.o_bias)
+        self._one = torch.ones(1, device=place.device)  # the scale of an fp8 cache, for the signatures of ops
+        self.token_bytes = self.entry_size * place.dtype.itemsize
+
+    def tensors(self) -> dict[str, Tensor]:
+        """{name in a checkpoint: view of the weights to write the tensor to}."""
+        found = {"kv_a_layernorm.weight": self.kv_norm, "kv_b_proj.weight": self.kv_b.flatten(0, 1)}
+        if self.q_a is not None and self.q_norm is not None:
+            found |= self.q_a.tensors() | {"q_a_layernorm.weight": self.q_norm}
+        return found | self.q.tensors() | self.kv_a.tensors() | self.o.tensors()
+
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
+        """The entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
+        shape = num_blocks, block_size, self.entry_size
+        return (torch.empty(shape, dtype=self.place.dtype, device=self.place.device),)
+
+    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], cos_sin: Tensor) -> Tensor:
+        latent, steps, (entries,) = self.latent, batch.num_decodes, cache
+        query = self._query(hidden)
+        kv_c, k_pe = self.kv_a(hidden).split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
+        rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
+        turned = query[..., latent.qk_nope_head_dim :]
+        kept = batch.slot_mapping, entries, "auto", self._one
+        concat_and_cache_mla_rope_fused(batch.positions, turned, k_pe, kv_c, cos_sin, not latent.interleaved, *kept)
+        parts = []
+        if steps:
+            parts.append(self._steps(query[:steps], batch, entries))
+        if steps < len(batch.seq_lens):
+            parts.append(self._prompts(query[steps:], batch, entries))
+        return self.o(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def _query(self, hidden: Tensor) -> Tensor:
+        """[num_tokens, num_heads, qk_head_dim], not yet turned."""
+        if self.q_a is not None:
+            hidden = self.q_a(hidden)
+            rms_norm(hidden, hidden, self.q_norm, _EPSILON)
+        query: Tensor = self.q(hidden).unflatten(-1, (self.num_heads, -1))
+        return query
+
+    def _steps(self, query: Tensor, batch: Batch, entries: Tensor) -> Tensor:
+        """The next tokens of texts, in the absorbed form: [num_decodes, num_heads * v_head_dim]."""
+        latent, steps = self.latent, batch.num_decodes
+        tables, lengths = batch.block_tables[:steps], batch.seq_lens[:steps]
+        up_keys, up_values = self.kv_b.split([latent.qk_nope_head_dim, latent.v_head_dim], 1)
+        plain, turned = query.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], -1)
+        absorbed = torch.bmm(plain.transpose(0, 1), up_keys).transpose(0, 1)
+        if (latent.kv_lora_rank, latent.qk_rope_head_dim) == (LATENT_SIZE, ROPE_SIZE):
+            out = query.new_empty(absorbed.shape)
+            sm100_cutlass_mla_decode(out, None, absorbed, turned, entries, lengths, tables, None, latent.scale, 0)
+        else:
+            joined = torch.cat((absorbed, turned), -1)
+            whole, cache, block_size = torch.empty_like(joined), entries.unsqueeze(2), entries.shape[1]
+            texts = tables, lengths, block_size, tables.shape[1] * block_size, None, "auto", self._one, self._one
+            paged_attention_v1(whole, joined, cache, cache, 1, latent.scale, *texts)
+            out = whole[..., : latent.kv_lora_rank]
+        return torch.bmm(out.transpose(0, 1), up_values.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def _prompts(self, query: Tensor, batch: Batch, entries: Tensor) -> Tensor:
+        """Prompts, by keys and values of each head, of whole blocks: [num_tokens, num_heads * v_head_dim].
+
+        Values are as long as keys for the op, by zeros.
+        """
+        latent, block_size = self.latent, entries.shape[1]
+        tables, lengths = batch.block_tables[batch.num_decodes :], batch.seq_lens[batch.num_decodes :]
+        found = entries[tables.flatten().clamp(min=0)]
+        kv_c, k_pe = found.split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
+        expanded = torch.nn.functional.linear(kv_c, self.kv_b.flatten(0, 1)).unflatten(-1, (self.num_heads, -1))
+        plain, values = expanded.split([latent.qk_nope_head_dim, latent.v_head_dim], -1)
+        keys = torch.cat((plain, k_pe.unsqueeze(2).expand(-1, -1, self.num_heads, -1)), -1)
+        values = torch.nn.functional.pad(values, (0, latent.qk_head_dim - latent.v_head_dim))
+        blocks = torch.arange(tables.numel(), device=tables.device).view(tables.shape)
+        prompts = blocks, lengths, batch.cu_seqlens_of_prompts, block_size, "auto", self._one, self._one
+        out = torch.empty_like(query)
+        paged_attention_varlen(out, query, keys, values, self.num_heads, latent.scale, *prompts)
+        return out[..., : latent.v_head_dim].flatten(1)
