@@ -113,8 +113,12 @@ class Config:
             self._check_attention()
         if self.quantization is not None and self.state_space is not None:
             raise refuse("quantization_config", "None with state-space layers", self.quantization)
-        if self.mixture is not None and (len(self.mixture.layers) != layers or self.quantization is not None):
-            raise refuse("mixture", f"one of {layers} layers that are not quantised", self.mixture)
+        if self.mixture is not None:
+            of_8_bits = self.quantization is None or isinstance(self.quantization, Quantization)
+            if len(self.mixture.layers) != layers or not of_8_bits:
+                raise refuse("mixture", f"one of {layers} layers whose weights are not packed", self.mixture)
+            if self.mixture.is_stacked and self.quantization is not None:
+                raise refuse("mixture", "no quantisation of experts that are stacked", self.mixture)
         if self.dtype not in DTYPES:
             raise refuse("dtype", " or ".join(DTYPES), self.dtype)
         if len(self.sliding_windows) != layers or not all(isinstance(w, int) and w >= 0 for w in self.sliding_windows):

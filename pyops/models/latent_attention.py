@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .._core.lazy import torch
@@ -12,7 +13,7 @@ from ..ops.norm import rms_norm
 from .batch import Batch
 from .config import Config
 from .latent import Latent
-from .linear import Place
+from .linear import Linear, Place, ScaledLinear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,9 +25,10 @@ class LatentAttention:
     """Multi-head latent attention. It keeps of a token its latent vector and its rotated key, in blocks of tokens.
 
     Keys and values of a head are ``W_k c`` and ``W_v c`` of the latent vector c. Prompts are computed by these. The
-    next token of a text is computed by ``(W_k^T q) . c`` and ``W_v (sum_i p_i c_i)``, the absorbed form, where the latent
+    next token of a text is computed by ``(W_k^T q) . c`` and ``W_v (sum_i p_i c_i)``, the absorbed form, where latent
     vectors are keys and values of all heads: by `sm100_cutlass_mla_decode` where sizes are those of this op, else by
-    `paged_attention_v1` with one head of keys.
+    `paged_attention_v1` with one head of keys. W_k and W_v of quantised weights are dequantised at the first call, and
+    weights that are written later change neither.
 
     Args:
         config: sizes and options.
@@ -50,14 +52,14 @@ class LatentAttention:
             self.q = place.linear({"q_proj": queries}, hidden_size, bias=False)
         self.kv_a = place.linear(compressed, hidden_size, config.qkv_bias)
         self.kv_norm = place.empty(rank)
-        self.kv_b = place.empty(heads, latent.qk_nope_head_dim + latent.v_head_dim, rank)
+        self.kv_b = place.linear({"kv_b_proj": heads * (latent.qk_nope_head_dim + latent.v_head_dim)}, rank, bias=False)
         self.o = place.linear({"o_proj": hidden_size}, heads * latent.v_head_dim, config.o_bias)
         self._one = torch.ones(1, device=place.device)  # the scale of an fp8 cache, for the signatures of ops
         self.token_bytes = self.entry_size * place.dtype.itemsize
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
-        found = {"kv_a_layernorm.weight": self.kv_norm, "kv_b_proj.weight": self.kv_b.flatten(0, 1)}
+        found = {"kv_a_layernorm.weight": self.kv_norm} | self.kv_b.tensors()
         if self.q_a is not None and self.q_norm is not None:
             found |= self.q_a.tensors() | {"q_a_layernorm.weight": self.q_norm}
         return found | self.q.tensors() | self.kv_a.tensors() | self.o.tensors()
@@ -82,6 +84,15 @@ class LatentAttention:
             parts.append(self._prompts(query[steps:], batch, entries))
         return self.o(parts[0] if len(parts) == 1 else torch.cat(parts))
 
+    @cached_property
+    def _up(self) -> Tensor:
+        """W_k and W_v of each head: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]."""
+        if isinstance(self.kv_b, Linear):
+            return self.kv_b.weight
+        if isinstance(self.kv_b, ScaledLinear):
+            return self.kv_b.dequantised().to(self.place.dtype)
+        return self.kv_b(torch.eye(self.latent.kv_lora_rank, dtype=self.place.dtype, device=self.place.device)).T
+
     def _query(self, hidden: Tensor) -> Tensor:
         """[num_tokens, num_heads, qk_head_dim], not yet turned."""
         if self.q_a is not None:
@@ -94,7 +105,9 @@ class LatentAttention:
         """The next tokens of texts, in the absorbed form: [num_decodes, num_heads * v_head_dim]."""
         latent, steps = self.latent, batch.num_decodes
         tables, lengths = batch.block_tables[:steps], batch.seq_lens[:steps]
-        up_keys, up_values = self.kv_b.split([latent.qk_nope_head_dim, latent.v_head_dim], 1)
+        up_keys, up_values = self._up.unflatten(0, (self.num_heads, -1)).split(
+            [latent.qk_nope_head_dim, latent.v_head_dim], 1
+        )
         plain, turned = query.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], -1)
         absorbed = torch.bmm(plain.transpose(0, 1), up_keys).transpose(0, 1)
         if (latent.kv_lora_rank, latent.qk_rope_head_dim) == (LATENT_SIZE, ROPE_SIZE):
@@ -117,7 +130,7 @@ class LatentAttention:
         tables, lengths = batch.block_tables[batch.num_decodes :], batch.seq_lens[batch.num_decodes :]
         found = entries[tables.flatten().clamp(min=0)]
         kv_c, k_pe = found.split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
-        expanded = torch.nn.functional.linear(kv_c, self.kv_b.flatten(0, 1)).unflatten(-1, (self.num_heads, -1))
+        expanded = torch.nn.functional.linear(kv_c, self._up).unflatten(-1, (self.num_heads, -1))
         plain, values = expanded.split([latent.qk_nope_head_dim, latent.v_head_dim], -1)
         keys = torch.cat((plain, k_pe.unsqueeze(2).expand(-1, -1, self.num_heads, -1)), -1)
         values = torch.nn.functional.pad(values, (0, latent.qk_head_dim - latent.v_head_dim))

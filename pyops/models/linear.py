@@ -52,6 +52,15 @@ class ScaledLinear(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x)
 
+    def dequantised(self) -> Tensor:
+        """The weights: [out, in] float32."""
+        product = self.product
+        if not product.block_rows:
+            return product.weight.float() * product.weight_scale
+        parts = product.weight.split(list(product.block_rows))
+        scales = product.weight_scale.split([num_blocks(rows) for rows in product.block_rows])
+        return torch.cat([_expanded(part, of_blocks) for part, of_blocks in zip(parts, scales, strict=True)])
+
     def tensors(self) -> dict[str, Tensor]:
         """As of `Linear`, with the scales."""
         product, rows = self.product, list(self.sizes.values())
@@ -128,6 +137,13 @@ class Place(NamedTuple):
             block_rows=block_rows,
         )
         return ScaledLinear(product, sizes)
+
+
+def _expanded(codes: Tensor, scales: Tensor) -> Tensor:
+    """float32 weights of codes, by a scale for each block."""
+    rows, columns = codes.shape
+    of_rows = scales.repeat_interleave(SCALE_BLOCK, 0)[:rows]
+    return codes.float() * of_rows.repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
 
 
 def _joined_rows(sizes: dict[str, int]) -> tuple[int, ...]:

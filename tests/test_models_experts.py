@@ -1,0 +1,119 @@
+"""Models whose experts have 8-bit weights: layers against float64, folders against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+from pyops.models import Config, load
+from pyops.models.experts import Experts
+from pyops.models.linear import Place
+from pyops.models.runner import Part, Runner
+
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+SIZES: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 144}
+LATENT |= {"q_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+MODELS = {"DeepseekV3": LATENT, "Qwen3Moe": {"num_experts": 4, "norm_topk_prob": True}}
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scales of blocks of 128 x 128)."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
+    scales = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).abs().amax((1, 3)) / 448
+    return (weight.float() / expanded(scales, weight)).to(torch.float8_e4m3fn), scales
+
+
+def expanded(scales: Tensor, weight: Tensor) -> Tensor:
+    rows, columns = weight.shape
+    return scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+
+
+def in_groups(x: Tensor) -> Tensor:
+    """`x` as codes of groups of 128 have it."""
+    grouped = x.float().unflatten(-1, (-1, 128))
+    scales = grouped.abs().amax(-1, keepdim=True) / 448
+    return ((grouped / scales).to(torch.float8_e4m3fn).double() * scales.double()).flatten(-2)
+
+
+def test_experts_of_blocks_are_products_of_codes_and_scales() -> None:
+    """But for the rounding of an activation between the products, and of a code that lies between two."""
+    torch.manual_seed(2)
+    values = SIZES | {"num_experts": 4, "architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"}
+    config = Config.parse(values | {"quantization_config": FP8_BLOCKS})
+    assert config.mixture is not None
+    place = Place(torch.bfloat16, torch.device("cpu"), config.quantization, "model.layers.0.mlp")
+    layer = Experts(config, config.mixture, place)
+    weights: dict[str, Tensor] = {}
+    for name, tensor in layer.tensors().items():
+        if name.endswith("_scale"):
+            continue
+        noise = torch.randn(tensor.shape) * tensor.shape[1] ** -0.5 * (1 + 3 * torch.rand(len(tensor), 1))
+        if name != "gate.weight":
+            noise, scales = quantised(noise)
+            layer.tensors()[f"{name}_scale"].copy_(scales)
+            weights[name] = noise.double() * expanded(scales, noise).double()
+        tensor.copy_(noise)
+    x = torch.randn(5, 128).bfloat16()
+    gate_weights, ids = layer._choice(x)
+    exact = torch.zeros(5, 128, dtype=torch.float64)
+    for token in range(5):
+        for weight, expert in zip(gate_weights[token], ids[token].tolist(), strict=True):
+            gate, up, down = (weights[f"experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+            row = in_groups(x[token])
+            between = torch.nn.functional.silu(row @ gate.T) * (row @ up.T)
+            exact[token] += weight.double() * (in_groups(between.bfloat16()) @ down.T)
+    torch.testing.assert_close(layer(x).double(), exact, rtol=2**-7, atol=2**-7 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path) -> None:
+    """But for what codes of activations do, whose error is a hundredth or two of each."""
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}Config")(**SIZES | MODELS[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            spread = 1 + 3 * torch.rand(*parameter.shape[:-1], 1)
+            parameter.data.normal_(0.0, 0.3 * parameter.shape[-1] ** -0.5).mul_(spread)
+    model.save_pretrained(tmp_path)
+    file, values = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    tensors = safetensors.torch.load_file(file)
+    plain = ("norm.weight", "embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "bias")
+    for name in [name for name in tensors if not name.endswith(plain)]:
+        codes, scales = quantised(tensors[name])
+        tensors |= {name: codes.float() * expanded(scales, codes)}
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    dequantised = type(model).from_pretrained(tmp_path).eval()
+    for name in [name for name in tensors if not name.endswith(plain)]:
+        codes, scales = quantised(tensors[name])
+        tensors |= {name: codes, f"{name}_scale_inv": scales}
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": FP8_BLOCKS}))
+    runner = Runner(load(tmp_path, dtype="bfloat16"), 8, 16, 2, 64)
+    prompt = [(7 * i) % 160 for i in range(30)]
+    ours = [runner.run([Part(prompt[:-4], 0, [3, 1])])]
+    ours += [runner.run([Part([prompt[i]], i, [3, 1])]).clone() for i in range(26, 30)]
+    with torch.no_grad():
+        theirs = dequantised(torch.tensor([prompt])).logits[0, 25:]
+    assert (torch.cat(ours) - theirs).norm() <= 0.1 * theirs.norm()
