@@ -26,12 +26,12 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
     "max_position_embeddings": 128,
     "bos_token_id": None,
     "eos_token_id": None,
 }
-LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 144}
+LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 144}
 LATENT |= {"q_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 MODELS = {"DeepseekV3": LATENT, "Qwen3Moe": {"num_experts": 4, "norm_topk_prob": True}}
 
@@ -59,7 +59,12 @@ def in_groups(x: Tensor) -> Tensor:
 def test_experts_of_blocks_are_products_of_codes_and_scales() -> None:
     """But for the rounding of an activation between the products, and of a code that lies between two."""
     torch.manual_seed(2)
-    values = SIZES | {"num_experts": 4, "architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"}
+    values = SIZES | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "dtype": "bfloat16",
+    }
     config = Config.parse(values | {"quantization_config": FP8_BLOCKS})
     assert config.mixture is not None
     place = Place(torch.bfloat16, torch.device("cpu"), config.quantization, "model.layers.0.mlp")
@@ -88,7 +93,10 @@ def test_experts_of_blocks_are_products_of_codes_and_scales() -> None:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path) -> None:
-    """But for what codes of activations do, whose error is a hundredth or two of each."""
+    """But for what codes of activations do, an error of 2.6 % behind each of eight products, 7 % together.
+
+    Every token takes all experts, since a choice between equals would be the other one's behind such errors.
+    """
     torch.manual_seed(3)
     config = getattr(transformers, f"{family}Config")(**SIZES | MODELS[family])
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -116,4 +124,4 @@ def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path) 
     ours += [runner.run([Part([prompt[i]], i, [3, 1])]).clone() for i in range(26, 30)]
     with torch.no_grad():
         theirs = dequantised(torch.tensor([prompt])).logits[0, 25:]
-    assert (torch.cat(ours) - theirs).norm() <= 0.1 * theirs.norm()
+    assert ((torch.cat(ours) - theirs).norm(dim=1) <= 0.1 * theirs.norm(dim=1)).all()
