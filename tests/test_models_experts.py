@@ -12,7 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from pyops.models import Config, load
+from pyops import ModelError
+from pyops.models import Config, Engine, SamplingParams, load
 from pyops.models.experts import Experts
 from pyops.models.linear import Place
 from pyops.models.runner import Part, Runner
@@ -125,3 +126,79 @@ def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path) 
     with torch.no_grad():
         theirs = dequantised(torch.tensor([prompt])).logits[0, 25:]
     assert ((torch.cat(ours) - theirs).norm(dim=1) <= 0.1 * theirs.norm(dim=1)).all()
+
+
+def test_texts_of_mxfp4_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    """In float32, where every code is exact; decoded by the function of transformers."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    torch.manual_seed(5)
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2, "head_dim": 32}
+    config = transformers.GptOssConfig(**sizes | {"num_local_experts": 3, "initializer_range": 0.2})
+    model = transformers.GptOssForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            parameter.data.normal_(0.0, 0.3)
+    packed: dict[str, Tensor] = {}
+    for i, layer in enumerate(model.model.layers):
+        for name, rows, columns in (("gate_up_proj", 192, 64), ("down_proj", 64, 96)):
+            blocks = torch.randint(0, 256, (3, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 125, (3, rows, columns // 32), dtype=torch.uint8)
+            weight = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32)
+            getattr(layer.mlp.experts, name).data = weight.contiguous()
+            at = f"model.layers.{i}.mlp.experts.{name}"
+            packed |= {f"{at}_blocks": blocks, f"{at}_scales": scales}
+    model.save_pretrained(tmp_path)
+    file, values = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    tensors = safetensors.torch.load_file(file)
+    kept = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in packed}
+    safetensors.torch.save_file(kept | packed, file, {"format": "pt"})
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": method}))
+    prompts = [[(7 * i) % 160 for i in range(30)], [3]]
+    found = Engine(load(tmp_path), max_seq_len=128).generate(prompts, SamplingParams(max_tokens=64))
+    for prompt, text in zip(prompts, found, strict=True):
+        written = model.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)
+        assert text == written[0, len(prompt) :].tolist()
+
+
+def test_defaults_of_configs_that_leave_them_out() -> None:
+    oss = {name: SIZES[name] for name in SIZES if name not in ("moe_intermediate_size", "eos_token_id")}
+    oss |= {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 3, "head_dim": 32}
+    config = Config.parse(oss)
+    assert config.sliding_windows == (128, 0, 128)
+    assert (config.qkv_bias, config.o_bias, config.sinks) == (True, True, True)
+    deepseek = SIZES | {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1}
+    config = Config.parse(deepseek | {"num_hidden_layers": 4})
+    assert config.latent is not None
+    assert config.mixture is not None
+    sizes = config.latent.kv_lora_rank, config.latent.q_lora_rank, config.latent.qk_head_dim, config.latent.v_head_dim
+    assert sizes == (512, 1536, 192, 128)
+    assert config.mixture.layers == (False, False, False, True)
+    assert (config.mixture.num_groups, config.mixture.top_k_groups) == (8, 4)
+    assert config.num_layers_not_read == 1
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("DeepseekV2", {"topk_method": "noaux_tc"}, "topk_method"),
+    ("DeepseekV2", {"topk_method": "group_limited_greedy", "n_group": None}, "n_group"),
+    ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob"),
+    ("DeepseekV2", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ("DeepseekV3", {"scoring_func": "softmax"}, "scoring_func"),
+    ("DeepseekV3", {"n_group": 3}, "n_group"),
+    ("DeepseekV3", {"n_group": 128, "topk_group": 4, "num_experts_per_tok": 9}, "topk_group"),
+    ("DeepseekV3", {"n_group": 256, "topk_group": 8}, "n_group"),
+    ("DeepseekV3", {"qk_rope_head_dim": 7}, "head_dim"),
+    ("DeepseekV3", {"v_head_dim": 512}, "v_head_dim"),
+    ("DeepseekV3", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
+    ("DeepseekV3", {"quantization_config": {"quant_method": "mxfp4"}}, "mixture"),
+    ("GptOss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+    ("GptOss", {"quantization_config": FP8_BLOCKS}, "mixture"),
+    ("Qwen3", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "field"), REFUSED, ids=[f"{a} {c}" for a, _, c in REFUSED])
+def test_what_is_not_served_is_refused(family: str, change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ModelError, match=field):
+        Config.parse(SIZES | {"head_dim": 32, "architectures": [f"{family}ForCausalLM"]} | change)

@@ -68,8 +68,10 @@ def load(
     plan = Decoder(config, dtype, "meta").tensors()
     _check(folder, headers, plan, config.quantization)
     total, free = sum(tensor.nbytes for tensor in plan.values()), free_bytes(device)
-    if free < total:
-        raise ModelError(folder, f"its weights take {total / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in plan.values()}
+    needed = sum(storages.values())  # more than `total` where codes are decoded
+    if free < needed:
+        raise ModelError(folder, f"its weights take {needed / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
     model, done = Decoder(config, dtype, device), 0
     places = model.tensors()
     for shard in dict.fromkeys(header.shard for header in headers.values()):
@@ -79,6 +81,7 @@ def load(
                 done += places[name].nbytes
                 if progress:
                     progress(done, total)
+    model.decode()
     return model
 
 

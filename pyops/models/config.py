@@ -11,7 +11,7 @@ from .config_values import MAX_POSITIONS, first, flag, is_integer, number, read_
 from .gguf_file import GgufFile, is_gguf
 from .latent import LATENT_ATTENTION, Latent
 from .mixture import MIXTURES, Mixture
-from .quantization import Quantization, QuantizedWeights
+from .quantization import Mxfp4Experts, Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
@@ -114,11 +114,13 @@ class Config:
         if self.quantization is not None and self.state_space is not None:
             raise refuse("quantization_config", "None with state-space layers", self.quantization)
         if self.mixture is not None:
-            of_8_bits = self.quantization is None or isinstance(self.quantization, Quantization)
-            if len(self.mixture.layers) != layers or not of_8_bits:
-                raise refuse("mixture", f"one of {layers} layers whose weights are not packed", self.mixture)
-            if self.mixture.is_stacked and self.quantization is not None:
-                raise refuse("mixture", "no quantisation of experts that are stacked", self.mixture)
+            served = Mxfp4Experts if self.mixture.is_stacked else Quantization
+            is_served = self.quantization is None or isinstance(self.quantization, served)
+            if len(self.mixture.layers) != layers or not is_served:
+                expected = f"one of {layers} layers, with 8-bit weights, or mxfp4 where experts are stacked, or plain"
+                raise refuse("mixture", expected, self.mixture)
+        elif isinstance(self.quantization, Mxfp4Experts):
+            raise refuse("quantization_config", "a mixture of experts with mxfp4", self.quantization)
         if self.dtype not in DTYPES:
             raise refuse("dtype", " or ".join(DTYPES), self.dtype)
         if len(self.sliding_windows) != layers or not all(isinstance(w, int) and w >= 0 for w in self.sliding_windows):
@@ -241,7 +243,7 @@ def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]
         found["mixture"] = MIXTURES[architecture](values, sizes["num_hidden_layers"])
     if is_latent:
         found["latent"] = Latent.parse(values)
-        found["num_layers_not_read"] = first(values.get("num_nextn_predict_layers"), 0)
+        found["num_layers_not_read"] = _layers_not_read(values)
     if is_gpt_oss:
         found["sinks"] = True
     if architecture == "MixtralForCausalLM":
@@ -253,6 +255,14 @@ def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]
             "names": _BAMBA_NAMES,
         }
     return sizes | found
+
+
+def _layers_not_read(values: dict[str, Any]) -> int:
+    """Layers behind the last that predict tokens further on."""
+    count = first(values.get("num_nextn_predict_layers"), 0)
+    if not is_integer(count) or count < 0:
+        raise refuse("num_nextn_predict_layers", "a number of layers", count)
+    return int(count)
 
 
 def _bamba_layers(values: dict[str, Any], layers: int) -> tuple[str, ...]:

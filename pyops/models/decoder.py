@@ -15,7 +15,7 @@ from .gguf_linear import BlockMatrix, GgufLinear
 from .latent_attention import LatentAttention
 from .linear import Linear, Place
 from .mamba import StateSpaceLayer
-from .quantization import GgufTypes, PackedQuantization, Quantization
+from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,6 +127,12 @@ class Decoder:
         if name.endswith(".A_log"):  # mixers hold the decays A themselves
             weights.exp_().neg_()
 
+    def decode(self) -> None:
+        """Once all tensors of a checkpoint are written: make weights of codes that are kept as weights."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, Experts):
+                layer.mlp.decode()
+
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.
 
@@ -135,8 +141,8 @@ class Decoder:
         Raises:
             ModelError: weights are packed.
         """
-        if isinstance(self.config.quantization, PackedQuantization | GgufTypes):
-            raise ModelError("randomise", "expected weights that are neither packed nor of GGUF's types")
+        if isinstance(self.config.quantization, PackedQuantization | Mxfp4Experts | GgufTypes):
+            raise ModelError("randomise", "expected weights that are neither packed nor of mxfp4 nor of GGUF's types")
         generator = torch.Generator(self.device).manual_seed(seed)
         for name, tensor in self._tensors.items():
             if "norm" in name.split(".")[-2]:

@@ -13,7 +13,8 @@ from .config import Config
 from .config_values import refuse
 from .linear import Place
 from .mixture import Mixture
-from .quantization import Quantization
+from .mxfp4 import MX_BLOCK, decode_mxfp4, mxfp4_views
+from .quantization import Mxfp4Experts, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +75,9 @@ class Experts:
             router = router._replace(dtype=torch.float32)
         self.router = router.linear({mixture.router: experts}, hidden_size, mixture.has_bias)
         self.correction_bias = torch.empty(experts, device=place.device) if mixture.has_correction_bias else None
+        self.is_mxfp4 = isinstance(place.quantization, Mxfp4Experts)
+        if self.is_mxfp4 and (hidden_size % MX_BLOCK or channels % MX_BLOCK):
+            raise refuse("hidden_size", f"blocks of {MX_BLOCK} elements of experts", (hidden_size, channels))
         projections = mixture.gate, mixture.up, mixture.down
         names = [f"{place.module}.experts.{i}.{name}" for i in range(experts) for name in projections]
         self.quantization = _quantization(place, names)
@@ -113,6 +117,12 @@ class Experts:
                 found |= {f"experts.{i}.{name}.input_scale": scale for name, scale in inputs.items()}
         return found
 
+    def decode(self) -> None:
+        """Replace codes, which a checkpoint has written, by the weights that they stand for."""
+        if self.is_mxfp4:
+            decode_mxfp4(self.gate_up.weight)
+            decode_mxfp4(self.down.weight)
+
     def _terms(self) -> FusedMoEQuantConfig:
         """Scales and biases."""
         first, second = self.biases or (None, None)
@@ -132,7 +142,12 @@ class Experts:
     def _stacked(self) -> dict[str, Tensor]:
         """Experts that a checkpoint has together; gates and ups are neighbours there, as swigluoai takes them."""
         names = "experts.gate_up_proj", "experts.down_proj"
-        found = dict(zip(names, (self.gate_up.weight.mT, self.down.weight.mT), strict=True))
+        weights = dict(zip(names, (self.gate_up.weight, self.down.weight), strict=True))
+        if self.is_mxfp4:
+            pairs = {name: mxfp4_views(weight) for name, weight in weights.items()}
+            found = {f"{name}_{kind}": view for name, pair in pairs.items() for kind, view in pair.items()}
+        else:
+            found = {name: weight.mT for name, weight in weights.items()}
         if self.biases is not None:
             found |= {f"{name}_bias": bias for name, bias in zip(names, self.biases, strict=True)}
         return found

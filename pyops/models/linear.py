@@ -13,7 +13,7 @@ from ..ops.linear.skinny_linear import skinny_linear
 from .config_values import refuse
 from .gguf_linear import BlockMatrix, GgufLinear
 from .packed_linear import PackedLinear, packed_linear
-from .quantization import GgufTypes, PackedQuantization, QuantizedWeights
+from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, QuantizedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +122,7 @@ class Place(NamedTuple):
         if len(quantised) > 1:
             names = ", ".join(f"{self.module}.{name}" for name in sizes)
             raise refuse("quantization_config", f"all or none of {names} to be quantised", "some")
-        if quantization is None or not quantised.pop():
+        if quantization is None or isinstance(quantization, Mxfp4Experts) or not quantised.pop():
             return Linear(self.empty(rows, columns), own_bias, sizes)
         if isinstance(quantization, PackedQuantization):
             return packed_linear(quantization, sizes, columns, own_bias, self.dtype, self.device)
