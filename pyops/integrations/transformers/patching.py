@@ -12,15 +12,19 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from ..._model_error import ModelError
+from .experts import Experts
 from .modules import MLP, Attention, DecoderLayer, Generation, Replacement, RMSNorm, RotaryEmbedding
 from .quantised import Projection, holds_codes, obstacle
 
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+# {family: the module of transformers that has it}
+_FAMILIES = {family: family.lower() for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral")}
+_FAMILIES |= {"Qwen3Moe": "qwen3_moe"}
 _KINDS: dict[str, type[Replacement]] = {
     "RotaryEmbedding": RotaryEmbedding,
     "RMSNorm": RMSNorm,
     "Attention": Attention,
     "MLP": MLP,
+    "Experts": Experts,
     "Projection": Projection,
 }
 _PROJECTIONS = (
@@ -52,20 +56,20 @@ class Report(NamedTuple):
 def accelerate(model: _Model) -> _Model:
     """Give a decoder of transformers the kernels of this library, in place.
 
-    Norms, rotary embedding, gated MLPs, the sums of the residual stream, projections of fp8 weights, and attention over
-    a `PagedCache`, which `generate` makes by itself for greedy search and sampling. The modules, their names and the
-    state dict stay; what the forwards compute differs by rounding alone. The weights of queries, keys and values are
-    put behind each other in memory, and so are those of gate and up, so that each is one product; that takes no more
-    memory. Where gradients are enabled, or under autocast, the model does what it did before.
+    Norms, rotary embedding, gated MLPs, experts, the sums of the residual stream, projections of fp8 weights, and
+    attention over a `PagedCache`, which `generate` makes by itself for greedy search and sampling. The modules, their
+    names and the state dict stay; what the forwards compute differs by rounding alone. The weights of queries, keys and
+    values are put behind each other in memory, and so are those of gate and up, so that each is one product; that takes
+    no more memory. Where gradients are enabled, or under autocast, the model does what it did before.
 
     Call it when the model is on the device and of the dtype that it shall have. Where parameters are given other memory
     later (by `to`, or when adapters are merged), call it again: until then products are separate, and a compiled step
     does not notice.
 
     Args:
-        model: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, on one device, float32,
-            float16 or bfloat16. A module in it that is of another class, or whose forward somebody has replaced, is
-            left alone.
+        model: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM or
+            Qwen3MoeForCausalLM, on one device, float32, float16 or bfloat16. A module in it that is of another class,
+            or whose forward somebody has replaced, is left alone.
 
     Returns:
         The same model. `report` says what was replaced, `restore` undoes it.
@@ -137,7 +141,7 @@ def _family(model: Any) -> tuple[str, torch.dtype]:
 
 def _class(family: str, name: str) -> Any:
     """The class of transformers, or one that nothing is an instance of where its module is not loaded."""
-    lower = family.lower()
+    lower = _FAMILIES[family]
     return getattr(sys.modules.get(f"transformers.models.{lower}.modeling_{lower}"), name, ())
 
 
@@ -155,6 +159,8 @@ def _parts(decoder: Any) -> Iterator[tuple[str, str, Any]]:
             ("mlp", "MLP"),
         ):
             module = _within(layer, name)
+            if kind == "MLP" and hasattr(module, "experts"):
+                name, kind, module = f"{name}.experts", "Experts", module.experts
             if module is not None:
                 yield f"{at}.{name}", kind, module
         for name in _PROJECTIONS:
@@ -179,6 +185,8 @@ def _obstacle(module: Any, kind: str, family: str, dtype: torch.dtype) -> str | 
         return f"expected {expected}, got {type(module).__name__}"
     if "forward" in vars(module):
         return "its forward is replaced already"
-    if kind == "MLP" and not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+    if kind in ("MLP", "Experts") and not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
         return f"its activation is {type(module.act_fn).__name__}, not SiLU"
+    if kind == "Experts" and module.gate_up_proj.dtype != dtype:
+        return f"its weights are {module.gate_up_proj.dtype}, not {dtype}"
     return obstacle(module, dtype) if kind == "Projection" else None
