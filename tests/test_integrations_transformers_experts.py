@@ -23,12 +23,16 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+LATENT = {"n_routed_experts": 6, "moe_intermediate_size": 32, "num_key_value_heads": 4, "kv_lora_rank": 24}
+LATENT |= {"q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral with a window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9}),
     "qwen3 moe with an MLP": (
         "Qwen3Moe",
         {"num_experts": 6, "moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": True},
     ),
+    "deepseek v3 with an MLP": ("DeepseekV3", LATENT | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}),
+    "deepseek v2": ("DeepseekV2", LATENT | {"q_lora_rank": None}),
 }
 
 
@@ -63,6 +67,11 @@ def test_tokens_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert calls == [13] * layers + [1] * 23 * layers + [39] * layers + [3] * 23 * layers
     assert report(model).replaced[f"{family}Experts"] == layers
     assert not report(model).left_alone
+    if "window" in case:  # the experts do not break a graph
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        with torch.no_grad():
+            logits = compiled(tokens, use_cache=False).logits
+            torch.testing.assert_close(logits, model(tokens, use_cache=False).logits)
     with torch.enable_grad():
         model(tokens).logits.sum().backward()  # the ops have no gradients
     assert model.model.layers[1].mlp.experts.gate_up_proj.grad.any()

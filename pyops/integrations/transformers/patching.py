@@ -18,7 +18,9 @@ from .quantised import Projection, holds_codes, obstacle
 
 # {family: the module of transformers that has it}
 _FAMILIES = {family: family.lower() for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral")}
-_FAMILIES |= {"Qwen3Moe": "qwen3_moe"}
+_FAMILIES |= {"Qwen3Moe": "qwen3_moe", "DeepseekV2": "deepseek_v2", "DeepseekV3": "deepseek_v3"}
+# Latent attention stays as it is, and with it the rotary embedding, the cache and the sums of layers.
+_KINDS_OF_LATENT_ATTENTION = ("RMSNorm", "MLP", "Experts")
 _KINDS: dict[str, type[Replacement]] = {
     "RotaryEmbedding": RotaryEmbedding,
     "RMSNorm": RMSNorm,
@@ -67,9 +69,10 @@ def accelerate(model: _Model) -> _Model:
     does not notice.
 
     Args:
-        model: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM or
-            Qwen3MoeForCausalLM, on one device, float32, float16 or bfloat16. A module in it that is of another class,
-            or whose forward somebody has replaced, is left alone.
+        model: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM,
+            Qwen3MoeForCausalLM, DeepseekV2ForCausalLM or DeepseekV3ForCausalLM, on one device, float32, float16 or
+            bfloat16. A module in it that is of another class, or whose forward somebody has replaced, is left alone. Of
+            DeepSeek's, norms, MLPs and experts are replaced.
 
     Returns:
         The same model. `report` says what was replaced, `restore` undoes it.
@@ -81,7 +84,10 @@ def accelerate(model: _Model) -> _Model:
     restore(model)
     known: dict[str, Any] = {}
     left_alone: dict[str, str] = {}
+    is_latent = family.startswith("Deepseek")
     for name, kind, module in _parts(model.model):
+        if is_latent and kind not in _KINDS_OF_LATENT_ATTENTION:
+            continue
         why = _obstacle(module, kind, family, dtype)
         if not why and kind == "DecoderLayer" and not {f"{name}.{norm}" for norm in _NORMS} <= known.keys():
             why = "a norm in it is left alone"
@@ -93,7 +99,7 @@ def accelerate(model: _Model) -> _Model:
             known[name] = kind, module
     replaced = {name: module for name, (_, module) in known.items()}
     layers = list(model.model.layers)
-    replacements: list[Replacement] = [Generation(model)]
+    replacements: list[Replacement] = [] if is_latent else [Generation(model)]
     for name, (kind, module) in known.items():
         if kind == "DecoderLayer":
             next_layer = layers.index(module) + 1
@@ -159,6 +165,8 @@ def _parts(decoder: Any) -> Iterator[tuple[str, str, Any]]:
             ("mlp", "MLP"),
         ):
             module = _within(layer, name)
+            if kind == "MLP" and hasattr(module, "shared_experts"):
+                yield f"{at}.{name}.shared_experts", "MLP", module.shared_experts
             if kind == "MLP" and hasattr(module, "experts"):
                 name, kind, module = f"{name}.experts", "Experts", module.experts
             if module is not None:
