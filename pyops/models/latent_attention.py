@@ -6,8 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .._core.lazy import torch
-from ..ops.attention import paged_attention_v1, paged_attention_varlen, sm100_cutlass_mla_decode
-from ..ops.attention.mla_problem import LATENT_SIZE, ROPE_SIZE
+from ..nn.latent import absorbed_attention, expanded_attention
 from ..ops.cache import concat_and_cache_mla_rope_fused
 from ..ops.norm import rms_norm
 from .batch import Batch
@@ -24,11 +23,9 @@ _EPSILON = 1e-6  # of the norms of latent vectors, whatever `rms_norm_eps` is
 class LatentAttention:
     """Multi-head latent attention. It keeps of a token its latent vector and its rotated key, in blocks of tokens.
 
-    Keys and values of a head are ``W_k c`` and ``W_v c`` of the latent vector c. Prompts are computed by these. The
-    next token of a text is computed by ``(W_k^T q) . c`` and ``W_v (sum_i p_i c_i)``, the absorbed form, where latent
-    vectors are keys and values of all heads: by `sm100_cutlass_mla_decode` where sizes are those of this op, else by
-    `paged_attention_v1` with one head of keys. W_k and W_v of quantised weights are dequantised at the first call, and
-    weights that are written later change neither.
+    Keys and values of heads are products with the latent vector. Prompts use them (`expanded_attention`),
+    next tokens of texts without them (`absorbed_attention`). The matrices of these products, if they are quantised,
+    are dequantised at the first call, and weights that are written later do not change them.
 
     Args:
         config: sizes and options.
@@ -77,11 +74,13 @@ class LatentAttention:
         turned = query[..., latent.qk_nope_head_dim :]
         kept = batch.slot_mapping, entries, "auto", self._one
         concat_and_cache_mla_rope_fused(batch.positions, turned, k_pe, kv_c, cos_sin, not latent.interleaved, *kept)
-        parts = []
+        parts, up = [], self._up.unflatten(0, (self.num_heads, -1))
+        tables, lengths, common = batch.block_tables, batch.seq_lens, (latent.scale, self._one)
         if steps:
-            parts.append(self._steps(query[:steps], batch, entries))
-        if steps < len(batch.seq_lens):
-            parts.append(self._prompts(query[steps:], batch, entries))
+            parts.append(absorbed_attention(query[:steps], up, entries, tables[:steps], lengths[:steps], *common))
+        if steps < len(lengths):
+            prompts = tables[steps:], lengths[steps:], batch.cu_seqlens_of_prompts
+            parts.append(expanded_attention(query[steps:], up, entries, *prompts, *common))
         return self.o(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     @cached_property
@@ -100,42 +99,3 @@ class LatentAttention:
             rms_norm(hidden, hidden, self.q_norm, _EPSILON)
         query: Tensor = self.q(hidden).unflatten(-1, (self.num_heads, -1))
         return query
-
-    def _steps(self, query: Tensor, batch: Batch, entries: Tensor) -> Tensor:
-        """The next tokens of texts, in the absorbed form: [num_decodes, num_heads * v_head_dim]."""
-        latent, steps = self.latent, batch.num_decodes
-        tables, lengths = batch.block_tables[:steps], batch.seq_lens[:steps]
-        up_keys, up_values = self._up.unflatten(0, (self.num_heads, -1)).split(
-            [latent.qk_nope_head_dim, latent.v_head_dim], 1
-        )
-        plain, turned = query.split([latent.qk_nope_head_dim, latent.qk_rope_head_dim], -1)
-        absorbed = torch.bmm(plain.transpose(0, 1), up_keys).transpose(0, 1)
-        if (latent.kv_lora_rank, latent.qk_rope_head_dim) == (LATENT_SIZE, ROPE_SIZE):
-            out = query.new_empty(absorbed.shape)
-            sm100_cutlass_mla_decode(out, None, absorbed, turned, entries, lengths, tables, None, latent.scale, 0)
-        else:
-            joined = torch.cat((absorbed, turned), -1)
-            whole, cache, block_size = torch.empty_like(joined), entries.unsqueeze(2), entries.shape[1]
-            texts = tables, lengths, block_size, tables.shape[1] * block_size, None, "auto", self._one, self._one
-            paged_attention_v1(whole, joined, cache, cache, 1, latent.scale, *texts)
-            out = whole[..., : latent.kv_lora_rank]
-        return torch.bmm(out.transpose(0, 1), up_values.transpose(1, 2)).transpose(0, 1).flatten(1)
-
-    def _prompts(self, query: Tensor, batch: Batch, entries: Tensor) -> Tensor:
-        """Prompts, by keys and values of each head, of whole blocks: [num_tokens, num_heads * v_head_dim].
-
-        Values are as long as keys for the op, by zeros.
-        """
-        latent, block_size = self.latent, entries.shape[1]
-        tables, lengths = batch.block_tables[batch.num_decodes :], batch.seq_lens[batch.num_decodes :]
-        found = entries[tables.flatten().clamp(min=0)]
-        kv_c, k_pe = found.split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
-        expanded = torch.nn.functional.linear(kv_c, self._up).unflatten(-1, (self.num_heads, -1))
-        plain, values = expanded.split([latent.qk_nope_head_dim, latent.v_head_dim], -1)
-        keys = torch.cat((plain, k_pe.unsqueeze(2).expand(-1, -1, self.num_heads, -1)), -1)
-        values = torch.nn.functional.pad(values, (0, latent.qk_head_dim - latent.v_head_dim))
-        blocks = torch.arange(tables.numel(), device=tables.device).view(tables.shape)
-        prompts = blocks, lengths, batch.cu_seqlens_of_prompts, block_size, "auto", self._one, self._one
-        out = torch.empty_like(query)
-        paged_attention_varlen(out, query, keys, values, self.num_heads, latent.scale, *prompts)
-        return out[..., : latent.v_head_dim].flatten(1)
