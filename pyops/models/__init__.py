@@ -11,7 +11,8 @@ packed_linear         projections of packed weights
 gguf_linear           projections of weights in GGUF's types
 linear                projections, plain, of 8-bit weights, packed or in GGUF's types
 batch                 the tokens of one forward pass
-attention mxfp4       attention over a paged cache, MLPs; weights in mxfp4
+attention             attention over a paged cache; MLPs
+microscaling          weights in mxfp4
 experts               mixtures of experts
 latent_attention      attention over a paged cache of latent entries
 mamba                 state-space layers, with states in slots

@@ -13,7 +13,7 @@ from .config import Config
 from .config_values import refuse
 from .linear import Place
 from .mixture import Mixture
-from .mxfp4 import MX_BLOCK, decode_mxfp4, mxfp4_views
+from .microscaling import MX_BLOCK, decode_mxfp4, mxfp4_views
 from .quantization import Mxfp4Experts, Quantization
 
 if TYPE_CHECKING:
