@@ -12,8 +12,8 @@ from .attention import MLP
 from .config import Config
 from .config_values import refuse
 from .linear import Place
-from .mixture import Mixture
 from .microscaling import MX_BLOCK, decode_mxfp4, mxfp4_views
+from .mixture import Mixture
 from .quantization import Mxfp4Experts, Quantization
 
 if TYPE_CHECKING:
