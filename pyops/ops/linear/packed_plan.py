@@ -162,12 +162,12 @@ def choose_mma(
 def reads_codes(problem: PackedProblem) -> bool:
     """Whether kernels that read codes themselves have an instance for this problem."""
     w, e, a = problem.weight, problem.epilogue, problem.a
-    codes = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8)}.get(w.layout, ())
+    codes = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8), "n32k16": (8,)}.get(w.layout, ())
     kind = w.bits in codes and not (w.type.is_integer and w.type.signed) and w.recoding == "none"
     zeros = w.zero_kind in ("none", "added") or (w.zero_kind == "codes" and w.zero_layout == _ZEROS.get(w.layout))
     zeros = zeros and not (w.layout == "marlin" and w.bits == 8 and w.zero_kind == "codes")
     scales = w.scale_kind in ("float", "e5m3", "e8m0") and (w.scales is not None or w.zero_kind != "added")
-    rows = w.g_idx is None and w.k % (16 if w.layout == "marlin" else 32 // w.bits) == 0
+    rows = w.g_idx is None and w.k % (16 if w.layout in ("marlin", "n32k16") else 32 // w.bits) == 0
     aligned = a.vec_size(w.k) == 8 and all(
         one.alignment == 16 for one in (w.codes, w.scales, w.zeros) if one is not None
     )
