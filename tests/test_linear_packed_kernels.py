@@ -110,6 +110,45 @@ def test_product(
     check_scaled(out, a, codes - each(zeros, k), scales)
 
 
+EIGHT_BIT = [
+    ("uint4b8", torch.int8, PackedMmaConfig(1, 64, 2, 2, 1), 1, 128, 512, 128),
+    ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 288, 32),  # the last step has 32 rows
+    ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 256, 32),
+    ("float4_e2m1f", torch.float8_e4m3fn, PackedMmaConfig(2, 64, 1, 2, 1), 3, 128, 256, 32),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "dtype", "one", "m", "n", "k", "group_size"), EIGHT_BIT)
+def test_activations_of_8_bits(
+    kind: str, dtype: torch.dtype, one: PackedMmaConfig, m: int, n: int, k: int, group_size: int
+) -> None:
+    """Widened, and multiplied with the codes as they lie."""
+    is_int, groups = dtype == torch.int8, k // group_size
+    codes, scales = packed.draw(0, 16, k, n), packed.draw(110, 120, groups, n, seed=1)
+    a = activations(m, k, dtype, "cpu")
+    factors, given, w = 2.0 ** (scales.double() - 127.0), codes, codes.double() - 8.0
+    stored = packed.blocks(scales + 6, packed.PERM_32).to(torch.uint8)
+    if kind == "float4_e2m1f":
+        w = packed.E2M1.double()[codes]
+    elif is_int:
+        factors = scales.double()
+        stored = packed.blocks(scales, packed.PERM_32).to(torch.int16).view(torch.bfloat16)
+    else:
+        given = torch.where(codes >= 8, codes - 8, 15 - codes)
+        stored = packed.blocks(factors * 2.0**9, packed.PERM_32).to(torch.bfloat16)
+    first, rest = None, (None,) * 5
+    with forced("marlin_gemm", one):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                args = a, packed.marlin(given, 4, is_a_8bit=True), None, stored, torch.full((m, 1), 0.5)
+                out = pyops.marlin_gemm(*args, *rest, SCALAR_TYPES[kind].id, m, n, k)
+            first = out if first is None else first
+            assert torch.equal(out, first)
+    assert out.dtype == torch.bfloat16
+    check_product(out, a, w * each(factors, k), 0.5)
+
+
 W4A8 = [
     (PackedConfig(16, 128, 2, 4, 1), 13, 96, 800, 32),  # the last step has 32 rows
     (PackedConfig(32, 256, 1, 1, 1), 20, 320, 256, 128),
@@ -220,7 +259,7 @@ def test_what_is_written_in_full() -> None:
         assert not serves(problem(4, 128, 256, HOPPER, **given), HOPPER)
     one = problem(4, 128, 256, HOPPER)
     assert serves(one, HOPPER)
-    for a in (replace(one.a, stride=260), replace(one.a, alignment=8), replace(one.a, dtype=dtypes.int8)):
+    for a in (replace(one.a, stride=260), replace(one.a, alignment=8), replace(one.a, dtype=dtypes.float32)):
         assert not serves(replace(one, a=a), HOPPER)
     assert not serves(problem(4, 72, 256, HOPPER), HOPPER)
 

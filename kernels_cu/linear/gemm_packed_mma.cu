@@ -24,7 +24,9 @@
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     BITS, EXPONENT    of a code: dequant.cuh
-//     LAYOUT        of the codes: layout_marlin, layout_gptq, layout_exllama, layout_awq or layout_n32k16 (packed_layouts.py)
+//     LAYOUT        of the codes: layout_marlin, layout_gptq, layout_exllama, layout_awq, layout_n32k16 or layout_marlin_8
+//                   (packed_layouts.py)
+//     RECODED       whether codes are those of `marlin_int4_fp8_preprocess`
 //     HAS_SCALES    whether groups have scales
 //     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     GROUP_SCALE_EXPONENT    a scale is its entry times two to this

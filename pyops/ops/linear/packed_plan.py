@@ -12,6 +12,7 @@ from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float16
 from ..._core.kernel import Kernel, Launch
+from .._shared.scalar_type import uint4b8
 from . import dequantize_packed, packed_hopper
 from .gemm_hopper import CLUSTERS
 from .packed_hopper import PackedConfig, step_rows
@@ -22,6 +23,7 @@ _gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
 _TILE_N = 64  # columns that every tile divides, or has
 _STAGES = 3
 _WORDS = 512  # bits of the words of a lane in a step: eight words, four times
+_BITS = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8), "n32k16": (8,), "marlin_8": (4,)}
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
 # Measured on an H200: docs/performance.md, "Products with packed weights".
 _MAX_WARPS = 8  # of a block
@@ -78,6 +80,7 @@ class PackedMmaConfig:
         launch = kernel(
             **constants,
             WHOLE_STEPS=weight.k % step == 0,
+            RECODED=weight.recoding == "marlin_fp8",
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
             WARPS=self.warps,
@@ -117,7 +120,11 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     if _serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
         tile_n = 128 if _is_wide(w) and w.n // 128 >= device.multiprocessors else 64
         step = _step(w, tile_n)
-        return choose_mma(m, tile_n, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step)
+        several = w.groups > 1 and w.group_size < step
+        # Of several groups in a step, a thread has more in registers, and one of 16 rows would spill; of integers as
+        # scales, too.
+        max_tile_m = 8 if several or w.scale_kind == "int16" else 16
+        return choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, max_tile_m)
     return packed_hopper.choose(m, w.n, w.k, w.layout, device)
 
 
@@ -137,19 +144,16 @@ def _serves_few(problem: PackedProblem, device: Device) -> bool:
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
-    served = reads_codes(problem) or _reads_tables(problem)
+    served = _reads_tables(problem) or (reads_codes(problem) and problem.weight.layout != "marlin_8")
     fits = _fits(problem.weight, step_rows(problem.a.dtype))
     return served and device.supports("wgmma") and fits and _is_mapped(problem)
 
 
 def choose_mma(
-    m: int, tile_n: int, n: int, steps: int, device: Device, several_groups: bool = False
+    m: int, tile_n: int, n: int, steps: int, device: Device, several_groups: bool = False, max_tile_m: int = 16
 ) -> PackedMmaConfig:
-    """As many warps as the device holds at a time, eight to a block at most, and their parts of K.
-
-    Of several groups in a step, a thread has more in registers, and one of many rows would spill.
-    """
-    tile_m = min(m, 8 if several_groups else 16)
+    """As many warps as the device holds at a time, eight to a block at most, and their parts of K."""
+    tile_m = min(m, max_tile_m)
     resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
     tiles = -(-m // tile_m) * (n // tile_n)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
@@ -162,16 +166,17 @@ def choose_mma(
 def reads_codes(problem: PackedProblem) -> bool:
     """Whether kernels that read codes themselves have an instance for this problem."""
     w, e, a = problem.weight, problem.epilogue, problem.a
-    codes = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8), "n32k16": (8,)}.get(w.layout, ())
-    kind = w.bits in codes and not (w.type.is_integer and w.type.signed) and w.recoding == "none"
+    kind = w.bits in _BITS.get(w.layout, ()) and not (w.type.is_integer and w.type.signed)
+    kind = kind and (w.recoding == "none" or (w.layout == "marlin_8" and w.type == uint4b8))
     zeros = w.zero_kind in ("none", "added") or (w.zero_kind == "codes" and w.zero_layout == _ZEROS.get(w.layout))
     zeros = zeros and not (w.layout == "marlin" and w.bits == 8 and w.zero_kind == "codes")
-    scales = w.scale_kind in ("float", "e5m3", "e8m0") and (w.scales is not None or w.zero_kind != "added")
+    scales = w.scale_kind != "products" and (w.scales is not None or w.zero_kind != "added")
     rows = w.g_idx is None and w.k % (16 if w.layout in ("marlin", "n32k16") else 32 // w.bits) == 0
-    aligned = a.vec_size(w.k) == 8 and all(
+    # Activations of 8 bits are widened first.
+    aligned = (a.dtype.itemsize == 1 or a.vec_size(w.k) == 8) and all(
         one.alignment == 16 for one in (w.codes, w.scales, w.zeros) if one is not None
     )
-    dtypes = a.dtype in (float16, bfloat16) and a.dtype is e.out.dtype
+    dtypes = problem.compute_dtype in (float16, bfloat16) and problem.compute_dtype is e.out.dtype
     sizes = problem.m > 0 and w.n > 0 and w.n % _TILE_N == 0 and w.k > 0
     return all((kind, zeros, scales, rows, aligned, _is_plain(problem), dtypes, sizes))
 
