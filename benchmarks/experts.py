@@ -1,9 +1,10 @@
-"""Mixtures of experts end to end, by `fused_experts`, and their two products alone; results are checked first.
+"""Mixtures of experts end to end, by `fused_experts` or `fused_marlin_moe`; results are checked first.
 
 python -m benchmarks.experts
 python -m benchmarks.experts mixtral:16 deepseek:1024
 
-A row is model:tokens. Models: mixtral, bfloat16; deepseek, fp8 under scales of blocks, as DeepSeek-V3 has it.
+A row is model:tokens. Models: mixtral, bfloat16; mixtral_w4, 4 bits in groups of 128 rows, in Marlin's layout;
+deepseek, fp8 under scales of blocks, as DeepSeek-V3 has it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,17 @@ from typing import Any
 import torch
 
 import pyops
+from pyops.ops.linear.marlin_weight import marlin_weight
+from pyops.ops.linear.packed_reference import values
 
 from .rivals import reason
 from .timing import QUICK, gpu_us
 
-ROWS = (*(f"mixtral:{tokens}" for tokens in (1, 16, 256, 4096)), *(f"deepseek:{t}" for t in (1, 64, 1024, 4096)))
+ROWS = (
+    *(f"mixtral:{tokens}" for tokens in (1, 16, 256, 4096)),
+    *(f"mixtral_w4:{tokens}" for tokens in (1, 16, 256)),
+    *(f"deepseek:{tokens}" for tokens in (1, 64, 1024, 4096)),
+)
 _BLOCK = 128
 _MAX_CODE = 240.0  # far from what fp8 cannot hold
 _MEMORY = 4.3e6  # bytes of a microsecond
@@ -34,7 +41,7 @@ class Model:
     Attributes:
         experts, top_k: of the layer, and of a token.
         hidden, channels: elements of a hidden state, and of an expert's.
-        is_fp8: whether weights are fp8 under scales of blocks; otherwise bfloat16.
+        kind: "fp8", under scales of blocks; "w4", of 4 bits under scales of groups; or "bf16".
         most: mean error of results, as a share of their mean.
     """
 
@@ -42,15 +49,29 @@ class Model:
     top_k: int
     hidden: int
     channels: int
-    is_fp8: bool
+    kind: str
     most: float
 
+    @property
+    def is_fp8(self) -> bool:
+        return self.kind == "fp8"
 
-MODELS = {"mixtral": Model(8, 2, 4096, 14336, False, 0.01), "deepseek": Model(256, 8, 7168, 2048, True, 0.06)}
+
+MODELS = {
+    "mixtral": Model(8, 2, 4096, 14336, "bf16", 0.01),
+    "mixtral_w4": Model(8, 2, 4096, 14336, "w4", 0.01),
+    "deepseek": Model(256, 8, 7168, 2048, "fp8", 0.06),
+}
+_UINT4B8 = pyops.SCALAR_TYPES["uint4b8"].id
 
 
 def weights(model: Model, rows: int, columns: int) -> tuple[Any, Any]:
     """(weights of all experts, their scales or None)."""
+    if model.kind == "w4":
+        shape = model.experts, columns // 16, 2 * rows
+        codes = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda")
+        scales = torch.rand(model.experts, columns // _BLOCK, rows, device="cuda") + 0.5
+        return codes, (scales * columns**-0.5 / 5).to(torch.bfloat16)
     dtype = torch.float8_e4m3fn if model.is_fp8 else torch.bfloat16
     found = torch.empty(model.experts, rows, columns, dtype=dtype, device="cuda")
     for one in found:
@@ -66,6 +87,10 @@ def wide(weight: Any, scales: Any) -> Any:
     """float32 weights of an expert."""
     if scales is None:
         return weight.float()
+    if weight.dtype == torch.int32:
+        n, k = scales.shape[1], weight.shape[0] * 16
+        given: Any = (scales[:1], weight, scales, None, None, None, None, _UINT4B8, n, k, True, False)
+        return values(marlin_weight(*given)[0]).float().T
     return weight.float() * scales.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
 
 
@@ -88,11 +113,14 @@ def measure(model: Model, num_tokens: int, w1: Any, w2: Any) -> str:
     chances, ids, _ = pyops.fused_topk(x, logits, model.top_k, renormalize=True)
     blocks = [_BLOCK, _BLOCK]
     config = pyops.FusedMoEQuantConfig("float8_e4m3fn", False, blocks, w1[1], w2[1]) if model.is_fp8 else None
-    call = partial(pyops.fused_experts, x, w1[0], w2[0], chances, ids, quant_config=config)
+    call: Any = partial(pyops.fused_experts, x, w1[0], w2[0], chances, ids, quant_config=config)
+    if model.kind == "w4":
+        call = partial(pyops.fused_marlin_moe, x, w1[0], w2[0], None, None, w1[1], w2[1], chances, ids, _UINT4B8)
     found = error(model, call(), x, chances, ids, w1, w2)
     if not found <= model.most:
         return f"WRONG: mean error {found:.4f}"
-    read = len(ids.unique()) * 3 * model.hidden * model.channels * w1[0].element_size()
+    read = len(ids.unique()) * sum(one[0].nbytes + (one[1].nbytes if one[1] is not None else 0) for one in (w1, w2))
+    read //= model.experts
     return f"{gpu_us([call], QUICK).median:.1f} us, weights {read / _MEMORY:.1f} us, mean error {found:.4f}"
 
 

@@ -28,6 +28,7 @@ from ._core.typed import Wrapper as Wrapper
 from ._experts import FusedMoEQuantConfig as FusedMoEQuantConfig
 from ._experts import fused_experts as fused_experts
 from ._experts import fused_moe as fused_moe
+from ._marlin_experts import fused_marlin_moe as fused_marlin_moe
 from ._model_error import ModelError as ModelError
 from .compile_ahead import warmup as warmup
 from .ops._shared.scalar_type import SCALAR_TYPES as SCALAR_TYPES
@@ -57,6 +58,7 @@ from .ops.linear.grouped_wna16 import *
 from .ops.linear.machete_mm import *
 from .ops.linear.marlin_24_mm import *
 from .ops.linear.marlin_mm import *
+from .ops.linear.marlin_moe import *
 from .ops.linear.marlin_preprocess import *
 from .ops.linear.marlin_repack import *
 from .ops.linear.scaled_mm import *

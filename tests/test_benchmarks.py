@@ -303,7 +303,8 @@ def test_every_op_has_an_error_or_a_reason(name: str) -> None:
     cases = shapes.cases(pyops.registry[name], {"dtype": ["bfloat16"]}, {"num_tokens": [3]})
     row, skips = numerics.measure(cases[0], [], "cpu")
     if row["errors"]:
-        assert 0 <= row["errors"]["pyops"] < 0.1
+        largest = max(float(value.abs().nan_to_num().max()) for value in numerics.exact(cases[0], "cpu").values())
+        assert 0 <= row["errors"]["pyops"] < 0.1 * max(1.0, largest)
     else:
         assert [one["rival"] for one in skips] == ["float64"]
 

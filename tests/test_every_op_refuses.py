@@ -232,7 +232,7 @@ def test_wrong_scalar(op: Op, p: Parameter, device: str) -> None:
 _ANY_INTEGER = {"pad_slot_id", "max_seq_len", "max_query_len", "num_kv_splits", "rows_per_block", "CuCount"}
 _ANY_INTEGER |= {"tp_rank", "blocksparse_local_blocks", "blocksparse_vert_stride", "blocksparse_block_size"}
 _ANY_INTEGER |= {"blocksparse_head_sliding_step", "split_k_iters", "thx", "thy", "sm_count", "sm_version"}
-_ANY_INTEGER |= {"CUBLAS_M_THRESHOLD", "BLOCK_SIZE_N", "BLOCK_SIZE_K"}
+_ANY_INTEGER |= {"CUBLAS_M_THRESHOLD", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "thread_k", "thread_n", "blocks_per_sm"}
 
 
 @_each([case for case in SCALARS if case[1].kind == "int" and case[1].name not in _ANY_INTEGER])

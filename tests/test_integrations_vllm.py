@@ -327,6 +327,13 @@ def _marlin_gemm() -> Case:
     return [a, None, *others], [], [pyops.marlin_gemm(a, *others)]
 
 
+def _moe_wna16_marlin_gemm() -> Case:
+    """c comes second, and is written or new."""
+    args = _example("moe_wna16_marlin_gemm", with_bias=True)
+    right = _result(pyops.moe_wna16_marlin_gemm, args, 1)
+    return [args[0], None, *args[2:]], [], right
+
+
 def _machete_prepack_B() -> Case:
     weight, _, kind, _ = _example("machete_prepack_B")
     args = [weight, torch.bfloat16, kind, torch.bfloat16]
@@ -404,6 +411,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "moe_lora_align_block_size": _moe_lora_align_block_size,
     "paged_attention": _paged_attention,
     "moe_wna16_gemm": _moe_wna16_gemm,
+    "moe_wna16_marlin_gemm": _moe_wna16_marlin_gemm,
     "permute_cols": _permute_cols,
     "selective_scan_fwd": _selective_scan_fwd,
     "sm100_cutlass_mla_decode": _sm100_cutlass_mla_decode,

@@ -121,8 +121,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const unsigned long long bytes = (unsigned long long)y << 32 | x;
     unsigned result = 0;
     for (int i = 0; i < 4; ++i) {
-        const unsigned chosen = selector >> 4 * i & 15, byte = bytes >> 8 * (chosen & 7) & 0xff;
-        result |= (chosen < 8 ? byte : byte & 0x80 ? 0xff : 0) << 8 * i;
+        result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;  // of a nibble, three bits count
     }
     return result;
 }

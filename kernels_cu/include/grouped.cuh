@@ -7,8 +7,9 @@
 //
 // Row t of out is a choice of a token; its row of a is t / top_k. moe_align_block_size and its like sort rows: place p of
 // sorted_token_ids holds a row, or a number of no row; expert_ids holds the expert of each block of places. Rows of a
-// block whose expert does not exist are left as they are.
+// block whose expert does not exist are left as they are. COLUMN_ORDER: bias[e, n] lies at column_order.cuh's place of n.
 #pragma once
+#include "column_order.cuh"
 #include "math.cuh"
 #include "vec.cuh"
 
@@ -50,7 +51,7 @@ struct ExpertEpilogue {
         return {A_SCALES ? a_scales[t / top_k * a_scale_step] : 1.0f, ROUTED ? topk_weights[t] : 1.0f};
     }
     DEVICE Column column(int64_t n) const {
-        return {B_SCALES ? b_scales[n * b_scale_step] : 1.0f, BIAS ? to_float(bias[n]) : 0.0f};
+        return {B_SCALES ? b_scales[n * b_scale_step] : 1.0f, BIAS ? to_float(bias[COLUMN_ORDER(n)]) : 0.0f};
     }
     // x[t, n]. Sum is float or int32_t.
     template <typename Sum>

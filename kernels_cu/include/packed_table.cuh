@@ -12,6 +12,19 @@
 #pragma once
 #include "packed_weight.cuh"
 
+// Four bytes, all bits of each the sign of the byte of x (0 to 3) and y (4 to 7) that a digit of SELECTOR says, from the last
+// digit on. __byte_perm does not pass on the bit that asks for this.
+template <uint32_t SELECTOR>
+DEVICE uint32_t signs_of_bytes(uint32_t x, uint32_t y) {
+#if PYOPS_CUDA
+    uint32_t result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "n"(SELECTOR | 0x8888));
+    return result;
+#else
+    return (__byte_perm(x, y, SELECTOR) >> 7 & 0x01010101u) * 0xff;
+#endif
+}
+
 // The codes of a lane in a product: a word of each of its columns.
 struct TableCode {
     uint32_t words[2];
@@ -50,7 +63,8 @@ struct TableTerms {
     DEVICE uint32_t weight(const codes_t&, const TableCode& code, int h, int q) const {
         const uint32_t word = code.words[h], selector = (word & 0x77777777u) >> 16 * q;
         // A byte for each code: all bits are those of its sign.
-        const uint32_t is_negative = __byte_perm(word << 4, word, q == 0 ? 0xd9c8 : 0xfbea);
+        const uint32_t is_negative =
+            q == 0 ? signs_of_bytes<0x5140>(word << 4, word) : signs_of_bytes<0x7362>(word << 4, word);
         return (__byte_perm(negative[0], negative[1], selector) & is_negative) |
                (__byte_perm(positive[0], positive[1], selector) & ~is_negative);
     }

@@ -19,6 +19,7 @@
 //     RECODED       integers of 4 bits are what marlin_int4_fp8_preprocess has made of them
 //     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     HAS_SCALES    there are scales
+//     WEIGHT_SCALES    a scale is multiplied by one of the whole weight, too
 //     PRODUCTS      scales are tables of their products with codes, and SCALE is none
 //     SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   of the columns of scales, and of zero points that are floats: a name of column_order.cuh
@@ -64,19 +65,28 @@ struct Group {
     bool exists;
 };
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
-dequantize_packed(scalar_t* dense,         // [N, K]
-                  const uint32_t* codes,   // words, or bytes, of a weight [K, N]; PLACES: [K / 2, N]
-                  const scale_t* scales,   // [groups, N], or [groups, N, 8]
-                  const void* zeros,       // [groups, N BITS / 32] words, or [groups, N]
-                  const int32_t* g_idx,    // [K], any numbers
-                  const uint16_t* places,  // [K / 32, 2 N]
-                  int64_t k, int64_t n, int64_t groups, int64_t group_size) {
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2) dequantize_packed(
+    scalar_t* dense,                      // [N, K]
+    const uint32_t* codes,                // words, or bytes, of a weight [K, N]; PLACES: [K / 2, N]
+    const scale_t* scales,                // [groups, N], or [groups, N, 8]
+    const void* zeros,                    // [groups, N BITS / 32] words, or [groups, N]
+    const int32_t* g_idx,                 // [K], any numbers
+    const uint16_t* places,               // [K / 32, 2 N]
+    const weight_scale_t* weight_scales,  // [weights]; blockIdx.y counts weights, which lie one after another
+    int64_t k, int64_t n, int64_t groups, int64_t group_size) {
     await_previous_kernel();
     const int64_t row_blocks = ceil_div(k, int64_t(PIECES * VEC_SIZE));
     const uint32_t first = uint32_t(blockIdx.x % row_blocks) * (PIECES * VEC_SIZE) + threadIdx.x % PIECES * VEC_SIZE;
     const uint32_t column = uint32_t(blockIdx.x / row_blocks) * (NUM_THREADS / PIECES) + threadIdx.x / PIECES;
     if (first >= k || column >= n) return;
+    const int64_t weight = blockIdx.y;
+    dense += weight * n * k;
+    codes += weight * (k * n * BITS / 32);  // of PLACES, with half as many codes, there is one weight
+    scales += weight * groups * n;
+    zeros =
+        static_cast<const uint8_t*>(zeros) + weight * groups * n * (ZEROS == 1 ? BITS : 8 * int(sizeof(scale_t))) / 8;
+    g_idx += weight * k;
+    const float weight_scale = WEIGHT_SCALES ? to_float(weight_scales[WEIGHT_SCALES ? weight : 0]) : 1.0f;
     const PackedSize size{uint32_t(PLACES ? k / 2 : k), uint32_t(n), n, 1};
 
     const auto group_of = [&](uint32_t row) {
@@ -85,7 +95,9 @@ dequantize_packed(scalar_t* dense,         // [N, K]
         if (!group.exists) return group;
         const int64_t at = g * n + SCALE_ORDER(column);
         group.entry = at;
-        if constexpr (HAS_SCALES && !PRODUCTS) group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT);
+        if constexpr (HAS_SCALES && !PRODUCTS) {
+            group.scale = SCALE(scales, at) * power_of_two(SCALE_EXPONENT) * weight_scale;
+        }
         if constexpr (ZEROS == 1) {
             const uint64_t bit = (uint64_t(g) * n + ZERO_LAYOUT<BITS>(column)) * BITS;
             group.zero = int(code_of_string<BITS>(static_cast<const uint32_t*>(zeros), bit, 1)) + ZERO_OFFSET;

@@ -12,6 +12,10 @@
 // blocks of a cluster share a tile. Their sums are added up in a fixed order. blockIdx.x counts tiles, those of the same
 // columns one after another.
 //
+// GROUPED: rows of out belong to experts, each with a weight. Rows of a tile are places of lists that
+// moe_align_block_size has written (grouped.cuh): row t of out is the product of row t / top_k of a and the weight of its
+// block's expert, times topk_weights[t] if ROUTED. Rows whose expert does not exist are left as they are.
+//
 // Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows
 // of 64 columns. As soon as a unit is used, its registers are loaded with that of the next step. Rows of a, scales and zero points of a step come
 // to shared memory of the warp by asynchronous copies, STAGES - 1 steps ahead. Warps never wait for each other before
@@ -40,6 +44,7 @@
 //     SPLITS        blocks of a cluster
 //     STAGES        steps whose rows of a and groups are in shared memory
 //     WHOLE_STEPS   whether a step divides K
+//     GROUPED, ROUTED    whether rows belong to experts, and have weights
 
 #include "async.cuh"
 #include "cluster.cuh"
@@ -53,6 +58,7 @@ constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYT
 static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
+static_assert(GROUPED || !ROUTED);
 static_assert(!(ZERO_CODES && ADDED) && !GATED && BIAS <= 1 && AZP == 0);
 
 // The warp's part of K: its first step, and the first that is not its own.
@@ -70,7 +76,7 @@ DEVICE const uint32_t* codes_at(const uint32_t* codes, int64_t unit, int64_t fir
 DEVICE void prefetch_codes(const uint32_t* codes, int64_t m, int64_t n, int64_t k) {
     const Part part = part_of(k);
     const int64_t first_column = blockIdx.x / ((m + TILE_M - 1) / TILE_M) * TILE_N, pitch = Unit::pitch(n, k);
-    if (!WHOLE_STEPS || part.first == part.last) return;
+    if (GROUPED || !WHOLE_STEPS || part.first == part.last) return;  // who the experts are is not known yet
     const uint32_t* const from = codes_at(codes, int64_t(part.first) * UNITS, first_column, pitch);
 #pragma unroll
     for (int i = 0; i < UNITS * Unit::LOADS; ++i) {
@@ -87,8 +93,13 @@ gemm_packed_mma(out_t* out,                 // [M, N]
                 const a_scale_t* a_scales,  // [M] or [1]
                 const b_scale_t* b_scales,  // [N] or [1]
                 const out_t* bias,          // [N]
+                const int32_t* sorted_token_ids,     // [M], of GROUPED; any numbers
+                const int32_t* expert_ids,           // [M / block_size]
+                const int32_t* num_tokens_post_pad,  // [1]
+                const float* topk_weights,           // [num_rows]
                 int64_t m, int64_t n, int64_t k, int64_t groups, int64_t a_stride, int64_t out_stride,
-                int64_t a_scale_step, int64_t b_scale_step) {
+                int64_t a_scale_step, int64_t b_scale_step, int64_t num_rows, int64_t num_experts, int64_t block_size,
+                int64_t top_k) {
     prefetch_codes(codes, m, n, k);
     await_previous_kernel();
     extern __shared__ uint4 memory[];
@@ -99,11 +110,36 @@ gemm_packed_mma(out_t* out,                 // [M, N]
     const int64_t first_row = blockIdx.x % row_tiles * TILE_M, first_column = blockIdx.x / row_tiles * TILE_N;
     const int split = SPLITS > 1 ? blockIdx.y : 0;
     const auto [first_step, last_step] = part_of(k);
+    __shared__ int row_ids[GROUPED ? TILE_M : 1];  // of out; -1 for none
+    if constexpr (GROUPED) {
+        if (first_row >= *num_tokens_post_pad) return;
+        const int64_t expert = expert_ids[first_row / block_size];
+        if (expert < 0 || expert >= num_experts) return;
+        if (threadIdx.x < TILE_M) {
+            const int id = sorted_token_ids[first_row + threadIdx.x];
+            row_ids[threadIdx.x] = id >= 0 && id < num_rows ? id : -1;
+        }
+        __syncthreads();
+        int largest = -1;
+#pragma unroll
+        for (int i = 0; i < TILE_M; ++i) largest = max(largest, row_ids[i]);
+        if (largest < 0) return;
+        codes += expert * (k * n * BITS / 32);
+        if constexpr (HAS_SCALES) scales += expert * groups * n;
+        if constexpr (ZERO_BYTES > 0) {
+            zeros = static_cast<const uint8_t*>(zeros) + expert * groups * n * ZERO_BYTES / TILE_N;
+        }
+        // One scale of the whole weight, a scale of each column, a bias.
+        if constexpr (A_SCALES) a_scales += expert;
+        if constexpr (B_SCALES) b_scales += expert * n;
+        if constexpr (BIAS > 0) bias += expert * n;
+    }
 
     // Of a step: rows of a, then scales of its groups, then their zero points.
     constexpr int COPIED_ROWS = 32 / A_CHUNKS;  // of a, by the lanes at a time
     const int chunk = lane % A_CHUNKS, copied_row = lane / A_CHUNKS, rows = int(min(m - first_row, int64_t(TILE_M)));
-    const scalar_t* own_a = a + (first_row + copied_row) * a_stride + chunk * 8 + int64_t(first_step) * STEP_K;
+    const scalar_t* own_a =
+        a + (GROUPED ? 0 : first_row + copied_row) * a_stride + chunk * 8 + int64_t(first_step) * STEP_K;
     uint8_t* filled = own;
     const auto copy = [&](int step) {
         uint8_t* const stage = filled;
@@ -112,7 +148,13 @@ gemm_packed_mma(out_t* out,                 // [M, N]
         const scalar_t* from = own_a;
 #pragma unroll 2  // unrolled further, conditions of all rows are kept in registers over the steps
         for (int row = copied_row; row < TILE_M; row += COPIED_ROWS, from += COPIED_ROWS * a_stride) {
-            cp_async<16>(stage + Rows::place(row, chunk), from, row < rows && has_chunk);
+            if constexpr (GROUPED) {
+                const int id = row_ids[row];
+                const scalar_t* const of_row = own_a + max(id, 0) / int(top_k) * a_stride;
+                cp_async<16>(stage + Rows::place(row, chunk), of_row, id >= 0 && has_chunk);
+            } else {
+                cp_async<16>(stage + Rows::place(row, chunk), from, row < rows && has_chunk);
+            }
         }
         own_a += STEP_K;
         const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
@@ -240,10 +282,12 @@ gemm_packed_mma(out_t* out,                 // [M, N]
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int local = fragment % ROW_TILES * 8 + i % 4 * 2 + j % 2;
-            const int64_t row = first_row + local;
+            if (local >= TILE_M) continue;
+            const int64_t row = GROUPED ? int64_t(row_ids[GROUPED ? local : 0]) : first_row + local;
             const int64_t column = first_column + Unit::column(i % 32 / 4, tile, j / 2);
-            if (row >= m || local >= TILE_M) continue;
-            const float x = epilogue.value(epilogue.row(row), epilogue.column(column), total.data[j]);
+            if (GROUPED ? row < 0 : row >= m) continue;
+            float x = epilogue.value(epilogue.row(row), epilogue.column(column), total.data[j]);
+            if constexpr (ROUTED) x = ieee_multiply(topk_weights[row], x);
             out[row * out_stride + column] = from_float<out_t>(ACTIVATION<out_t>(x));
         }
     };

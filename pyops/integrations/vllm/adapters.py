@@ -13,6 +13,7 @@ from ...ops.attention import sm100_cutlass_mla_decode as _sm100_cutlass_mla_deco
 from ...ops.linear import cutlass_sparse_compress as _cutlass_sparse_compress
 from ...ops.linear import marlin_gemm as _marlin_gemm
 from ...ops.linear import moe_wna16_gemm as _moe_wna16_gemm
+from ...ops.linear import moe_wna16_marlin_gemm as _moe_wna16_marlin_gemm
 from ...ops.mamba import selective_scan_fwd as _selective_scan_fwd
 from ...ops.moe import get_cutlass_moe_mm_data as _get_cutlass_moe_mm_data
 from ...ops.moe import moe_lora_align_block_size as _moe_lora_align_block_size
@@ -121,6 +122,15 @@ def marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
     """marlin_gemm, where c comes second"""
     product: Tensor = _marlin_gemm(a, *others, c=c_or_none)
     return product
+
+
+@_adapter("0.16", "0.22")
+def moe_wna16_marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
+    """moe_wna16_marlin_gemm, which returns c, or a new one"""
+    top_k, size_m, size_n = others[14], others[17], others[18]
+    c = a.new_empty(size_m * top_k, size_n) if c_or_none is None else c_or_none
+    _moe_wna16_marlin_gemm(a, c, *others)
+    return c
 
 
 @_adapter("0.16")

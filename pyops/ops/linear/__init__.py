@@ -16,6 +16,7 @@ from . import grouped_wna16 as _grouped_wna16
 from . import machete_mm as _machete_mm
 from . import marlin_24_mm as _marlin_24_mm
 from . import marlin_mm as _marlin_mm
+from . import marlin_moe as _marlin_moe
 from . import marlin_preprocess as _marlin_preprocess
 from . import marlin_repack as _marlin_repack
 from . import scaled_mm as _scaled_mm
@@ -36,6 +37,7 @@ from .grouped_wna16 import *
 from .machete_mm import *
 from .marlin_24_mm import *
 from .marlin_mm import *
+from .marlin_moe import *
 from .marlin_preprocess import *
 from .marlin_repack import *
 from .scaled_mm import *
@@ -54,6 +56,7 @@ __all__ += _ggml_moe.__all__
 __all__ += _machete_mm.__all__
 __all__ += _marlin_24_mm.__all__
 __all__ += _marlin_mm.__all__
+__all__ += _marlin_moe.__all__
 __all__ += _marlin_preprocess.__all__
 __all__ += _marlin_repack.__all__
 __all__ += _grouped.__all__

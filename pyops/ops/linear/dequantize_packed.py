@@ -25,7 +25,7 @@ def plan(problem: PackedProblem) -> list[Launch]:
     gather, a = activations(problem)
     operand = Operand.of_scratch(dense, dtype, w.n, w.k)
     product = gemm_plan.plan(Problem(a, operand, w.k, problem.epilogue))
-    return [] if product.empty else [_dequantize(dense, dtype, w), *gather, product]
+    return [] if product.empty else [written(dense, dtype, w), *gather, product]
 
 
 def activations(problem: PackedProblem) -> tuple[list[Launch], Operand]:
@@ -48,11 +48,12 @@ def _fed(kernel: Kernel, **tensors: TensorArg | None) -> tuple[Kernel, dict[str,
     return kernel.renamed(**named), {name: 0 for name, tensor in tensors.items() if tensor is None}
 
 
-def _dequantize(dense: Scratch, dtype: DType, w: PackedWeight) -> Launch:
-    """Writes the weight to `dense`, [N, K]."""
-    kernel, absent = _fed(
-        _dequantize_packed, codes=w.codes, scales=w.scales, zeros=w.zeros, g_idx=w.g_idx, places=w.places
-    )
+def written(
+    dense: Scratch, dtype: DType, w: PackedWeight, count: int = 1, weight_scales: TensorArg | None = None
+) -> Launch:
+    """Writes the weight to `dense`, [N, K]; or as many weights, which lie one after another, under a scale each."""
+    tensors = {"codes": w.codes, "scales": w.scales, "zeros": w.zeros, "g_idx": w.g_idx, "places": w.places}
+    kernel, absent = _fed(_dequantize_packed, **tensors, weight_scales=weight_scales)
     floats = w.scales if w.zero_kind == "codes" or w.zeros is None else w.zeros
     rows, columns = (-(-size // tile) for size, tile in zip((w.k, w.n), _TILE, strict=True))
     return kernel(
@@ -66,6 +67,8 @@ def _dequantize(dense: Scratch, dtype: DType, w: PackedWeight) -> Launch:
         scale_t=float32 if floats is None else floats.dtype,
         SCALE="scale_float" if w.scale_kind == "products" else f"scale_{w.scale_kind}",
         HAS_SCALES=w.scales is not None,
+        WEIGHT_SCALES=weight_scales is not None,
+        weight_scale_t=float32 if weight_scales is None else weight_scales.dtype,
         PRODUCTS=w.scale_kind == "products",
         SCALE_EXPONENT=w.scale_exponent,
         SCALE_ORDER=f"column_{w.scale_order}",
@@ -79,7 +82,7 @@ def _dequantize(dense: Scratch, dtype: DType, w: PackedWeight) -> Launch:
         ACCESS=_access(w.k),
         NUM_THREADS=_NUM_THREADS,
     ).launch(
-        rows * columns,
+        (rows * columns, count),
         _NUM_THREADS,
         dense=dense,
         k=w.k,

@@ -134,8 +134,9 @@ def example_ggml_moe_a8(
     x = make.randn(num_tokens, k, dtype=dtype)
     blocks = num_tokens * top_k
     places = make.full(4 * blocks, value=blocks, dtype="int32")
+    order = make.permutation(blocks, blocks, dtype="int32")
     if not isinstance(places, TensorArg):
-        places[::4] = torch.randperm(blocks, device=places.device).int()
+        places[::4] = order
     return (
         x,
         random_weight(make, quant_type, num_experts, row, k),

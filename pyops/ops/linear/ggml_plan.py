@@ -25,7 +25,7 @@ BLOCK_ROWS = 4  # that have one expert together, in the order of experts: the nu
 _UNIT = 256  # elements of a row of the weight that a warp multiplies at a time
 _MAX_VEC_TOKENS = 2  # up to which ggml_mul_mat_vec.cu serves a product
 _VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it: blocks of this product and of the next share a multiprocessor
-# Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded, and up to how many rows of X; more would spill.
+# Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded; and up to how many rows of X, as more spill.
 _RESIDENT_THREADS, _MAX_BOUNDED_TOKENS = 512, 16
 _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 

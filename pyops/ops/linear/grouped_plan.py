@@ -203,6 +203,8 @@ def choose(problem: GroupedProblem, device: Device) -> Config:
     """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
     if serves(problem, device):
         return _choose_hopper(problem, device)
+    if problem.lists.block_size % 16:  # of products with packed weights alone
+        return GroupedSimtConfig(8, 64)
     rows = problem.rows_of_expert
     tile_m = next(
         tile for tile in (64, 32, 16) if problem.lists.block_size % tile == 0 and (rows > tile // 2 or tile == 16)

@@ -10,6 +10,7 @@ from ..._core.device import Device
 from ..._core.dtypes import DType, float32, int32
 from ..._core.kernel import Kernel, Scratch
 from ..._core.tensor import TensorArg
+from .._shared.packed_layouts import ColumnOrder
 from .gemm_problem import SCALE_BLOCK, Operand
 
 # {activation: how gates and ups lie in the rows of a weight: 0 no gates, 1 gates and then ups, 2 by turns}
@@ -49,6 +50,7 @@ class ExpertLists:
         num_tokens_post_pad: TensorArg,
         block_size: int,
         name: str = "block_size",
+        multiple: int = 16,
     ) -> ExpertLists:
         """Those of the op's arguments; OpError for others."""
         for ids in (sorted_token_ids, expert_ids):
@@ -56,8 +58,8 @@ class ExpertLists:
             check.dtype(ids, int32)
             check.contiguous(ids)
         check.scalar(num_tokens_post_pad, int32)
-        if not 1 <= block_size <= 2**20 or block_size % 16:
-            message = f"expected a multiple of 16 up to 2^20, got {block_size}"
+        if not 1 <= block_size <= 2**20 or block_size % multiple:
+            message = f"expected a multiple of {multiple} up to 2^20, got {block_size}"
             raise check.refuse(sorted_token_ids, name, message)
         num_blocks = min(expert_ids.numel, sorted_token_ids.numel // block_size)
         return cls(sorted_token_ids, expert_ids, num_tokens_post_pad, block_size, num_blocks)
@@ -76,6 +78,7 @@ class GroupedProblem:
         top_k: rows of out that share a row of a.
         activation: one of `ACTIVATIONS`.
         block_scaled: scales are those of blocks, applied while the kernel sums.
+        column_order: of the bias.
     """
 
     out: TensorArg
@@ -91,6 +94,7 @@ class GroupedProblem:
     top_k: int = 1
     activation: str = "none"
     block_scaled: bool = False
+    column_order: ColumnOrder = "natural"
 
     @property
     def device(self) -> Device:
@@ -171,6 +175,7 @@ class GroupedProblem:
             "ROUTED": self.topk_weights is not None,
             "ACTIVATION": f"expert_{self.activation}",
             "GATED": self.gated,
+            "COLUMN_ORDER": f"column_{self.column_order}",
             "SCALE_BLOCK": SCALE_BLOCK if self.block_scaled else 0,
         }
 

@@ -21,8 +21,8 @@ TYPES: dict[DType, tuple[ScalarType, ...]] = {
 }
 # Marlin moves the bits of e4m3 and e2m1 to where a float of 16 bits has its own, which divides numbers by two to the
 # difference of the exponents' biases; scales make up for it.
-_FP8_EXPONENTS = {float16: 8, bfloat16: 120}
-_FP4_EXPONENTS = {float16: 14, bfloat16: 126}
+_FP8_EXPONENTS: dict[DType | None, int] = {float16: 8, bfloat16: 120}
+_FP4_EXPONENTS: dict[DType | None, int] = {float16: 14, bfloat16: 126}
 _NVFP4_EXPONENT = 7  # of a scale of a block, and taken from that of the tensor
 _INT4_AS_FP8_EXPONENT = 9  # of scales, of codes that become subnormal numbers of e4m3
 _MXFP4_AS_FP8_EXPONENT = 6
@@ -46,8 +46,7 @@ def marlin_weight(
 ) -> tuple[PackedWeight, dict[str, Any]]:
     """The weight, of tensors or their descriptors, and what the epilogue has of its scales."""
     kind, dtype, groups = ScalarType.of(b_type_id), dtypes.of(a.dtype), b_scales.shape[0]
-    assert dtype is not None
-    is_a_8bit, grouped = dtype.itemsize == 1, groups > 1 or is_zp_float or kind == float4_e2m1f
+    is_a_8bit, grouped = dtype is not None and dtype.itemsize == 1, groups > 1 or is_zp_float or kind == float4_e2m1f
     order: ColumnOrder = "marlin_32" if is_a_8bit or groups == 1 else "marlin_64"
     form: ScaleKind = "float"
     exponent = 0

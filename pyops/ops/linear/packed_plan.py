@@ -27,6 +27,7 @@ _BITS = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8), "n32k
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
 # Measured on an H200: docs/performance.md, "Products with packed weights".
 _MAX_WARPS = 8  # of a block
+_WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds; measured nowhere yet
 # Warps of a multiprocessor that registers allow, by rows and columns of a tile.
 _RESIDENT = {(1, 64): 16, (2, 64): 16, (4, 64): 16, (8, 64): 16, (16, 64): 12}
 _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128): 8}
@@ -72,7 +73,7 @@ class PackedMmaConfig:
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A cluster of blocks for each tile."""
         weight, constants = problem.weight, problem.constants()
-        step, size = _step(weight, self.tile_n), constants["GROUP_SIZE"]
+        step, size = rows_of_step(weight, self.tile_n), constants["GROUP_SIZE"]
         groups = step // size if 0 < size < step else 1
         stage = self.tile_m * step * 2 + groups * problem.group_bits() * self.tile_n // 8
         sums = self.tile_n * max(8, self.tile_m) * 4
@@ -81,6 +82,8 @@ class PackedMmaConfig:
             **constants,
             WHOLE_STEPS=weight.k % step == 0,
             RECODED=weight.recoding == "marlin_fp8",
+            GROUPED=problem.experts is not None,
+            ROUTED=problem.experts is not None and problem.experts.topk_weights is not None,
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
             WARPS=self.warps,
@@ -88,7 +91,7 @@ class PackedMmaConfig:
             STAGES=_STAGES,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
-            (-(-problem.m // self.tile_m) * (weight.n // self.tile_n), self.splits),
+            (-(-problem.places // self.tile_m) * (weight.n // self.tile_n), self.splits),
             self.warps * 32,
             self.warps * max(_STAGES * stage, sums),
             **problem.arguments(kernel),
@@ -110,56 +113,67 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 def serves(problem: PackedProblem, device: Device) -> bool:
     """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weight."""
-    return _serves_many(problem, device) or (_serves_few(problem, device) and problem.m <= _MAX_ROWS)
+    return _serves_many(problem, device) or (serves_few(problem, device) and problem.m <= _MAX_ROWS)
 
 
 def choose(problem: PackedProblem, device: Device) -> Config:
     """The kernel for a problem that one `serves`, and its geometry. Equal for all problems of a bucket."""
     m, w = tuning.power_of_two(problem.m), problem.weight
     many = _serves_many(problem, device)
-    if _serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
+    if serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
         tile_n = 128 if _is_wide(w) and w.n // 128 >= device.multiprocessors else 64
-        step = _step(w, tile_n)
-        several = w.groups > 1 and w.group_size < step
-        # Of several groups in a step, a thread has more in registers, and one of 16 rows would spill; of integers as
-        # scales, too.
-        max_tile_m = 8 if several or w.scale_kind == "int16" else 16
-        return choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, max_tile_m)
+        step = rows_of_step(w, tile_n)
+        several, most_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
+        return choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, most_rows=most_rows)
     return packed_hopper.choose(m, w.n, w.k, w.layout, device)
 
 
-def _step(weight: PackedWeight, tile_n: int) -> int:
-    """Rows of a step of gemm_packed_mma.cu."""
+def rows_of_step(weight: PackedWeight, tile_n: int) -> int:
+    """Rows of the weight of a step of gemm_packed_mma.cu, whose tiles have `tile_n` columns."""
     return _WORDS // weight.bits * 64 // tile_n
 
 
 def _is_wide(weight: PackedWeight) -> bool:
     """Whether tiles of gemm_packed_mma.cu may have 128 columns: rows of AWQ, of which 64 are 32 bytes."""
-    return weight.layout == "awq" and weight.n % 128 == 0 and _fits(weight, _step(weight, 128))
+    return weight.layout == "awq" and weight.n % 128 == 0 and fits(weight, rows_of_step(weight, 128))
 
 
-def _serves_few(problem: PackedProblem, device: Device) -> bool:
+def serves_few(problem: PackedProblem, device: Device) -> bool:
+    """Whether gemm_packed_mma.cu has an instance for this problem."""
     w = problem.weight
-    return reads_codes(problem) and device.supports("mma") and _fits(w, _step(w, 64))
+    return reads_codes(problem) and device.supports("mma") and fits(w, rows_of_step(w, 64))
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
     served = _reads_tables(problem) or (reads_codes(problem) and problem.weight.layout != "marlin_8")
-    fits = _fits(problem.weight, step_rows(problem.a.dtype))
-    return served and device.supports("wgmma") and fits and _is_mapped(problem)
+    fitting = fits(problem.weight, step_rows(problem.a.dtype))
+    return served and device.supports("wgmma") and fitting and _is_mapped(problem)
 
 
 def choose_mma(
-    m: int, tile_n: int, n: int, steps: int, device: Device, several_groups: bool = False, max_tile_m: int = 16
+    m: int,
+    tile_n: int,
+    n: int,
+    steps: int,
+    device: Device,
+    several_groups: bool = False,
+    count: int | None = None,
+    most_rows: int = 16,
 ) -> PackedMmaConfig:
-    """As many warps as the device holds at a time, eight to a block at most, and their parts of K."""
-    tile_m = min(m, max_tile_m)
+    """As many warps as the device holds at a time, eight to a block at most, and their parts of K.
+
+    `count`: tiles of rows, where experts divide them. `most_rows`: of a tile. Of several groups in a step, or of scales
+    that are integers, a thread has more in registers, and one of 16 rows would spill.
+    """
+    tile_m = min(m, 8 if several_groups else most_rows)
     resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
-    tiles = -(-m // tile_m) * (n // tile_n)
+    tiles = (-(-m // tile_m) if count is None else count) * (n // tile_n)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
     splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
     blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
-    warps = max(1, min(_MAX_WARPS, resident // blocks, -(-steps // splits)))
+    # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
+    warps = resident // blocks or _WARPS_OF_MANY
+    warps = max(1, min(_MAX_WARPS, warps, -(-steps // splits)))
     return PackedMmaConfig(tile_m, tile_n, warps, splits, resident // warps)
 
 
@@ -172,22 +186,27 @@ def reads_codes(problem: PackedProblem) -> bool:
     zeros = zeros and not (w.layout == "marlin" and w.bits == 8 and w.zero_kind == "codes")
     scales = w.scale_kind != "products" and (w.scales is not None or w.zero_kind != "added")
     rows = w.g_idx is None and w.k % (16 if w.layout in ("marlin", "n32k16") else 32 // w.bits) == 0
-    # Activations of 8 bits are widened first.
+    # Activations of 8 bits are widened first, but those of experts.
+    dtype = a.dtype if problem.experts is not None else problem.compute_dtype
     aligned = (a.dtype.itemsize == 1 or a.vec_size(w.k) == 8) and all(
         one.alignment == 16 for one in (w.codes, w.scales, w.zeros) if one is not None
     )
-    dtypes = problem.compute_dtype in (float16, bfloat16) and problem.compute_dtype is e.out.dtype
+    dtypes = dtype in (float16, bfloat16) and dtype is e.out.dtype
     sizes = problem.m > 0 and w.n > 0 and w.n % _TILE_N == 0 and w.k > 0
     return all((kind, zeros, scales, rows, aligned, _is_plain(problem), dtypes, sizes))
 
 
 def _reads_tables(problem: PackedProblem) -> bool:
-    """Whether gemm_packed.cu has an instance for this problem of W4A8."""
+    """Whether gemm_packed.cu has an instance for this problem of W4A8.
+
+    Its sums, not added up in parts, are exact enough for bfloat16 (`fp8_sums`).
+    """
     w, a = problem.weight, problem.a
     tables = w.layout == "w4a8" and w.scale_kind == "products" and w.scales is not None and w.k % 32 == 0
     aligned = a.vec_size(w.k) == 16 and all(one.alignment == 16 for one in (w.codes, w.scales) if one is not None)
     sizes = problem.m > 0 and w.n > 0 and w.n % 32 == 0 and w.k > 0
-    return tables and aligned and sizes and a.dtype is float8_e4m3fn and _is_plain(problem)
+    dtypes = a.dtype is float8_e4m3fn and problem.epilogue.out.dtype is bfloat16
+    return tables and aligned and sizes and dtypes and _is_plain(problem)
 
 
 def _is_plain(problem: PackedProblem) -> bool:
@@ -196,7 +215,7 @@ def _is_plain(problem: PackedProblem) -> bool:
     return e.out.dtype in (float16, bfloat16) and not (e.is_gated or e.has_matrix_bias or e.block_scaled or e.azp_adj)
 
 
-def _fits(weight: PackedWeight, step: int) -> bool:
+def fits(weight: PackedWeight, step: int) -> bool:
     """Whether a step of so many rows is of whole groups, or within one."""
     size = weight.group_size
     smallest = 16 if weight.layout == "marlin" else 128 // weight.bits  # of 4 bits 32, as products of W4A8 have

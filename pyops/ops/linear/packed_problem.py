@@ -26,6 +26,7 @@ from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder, Layout, ZeroLayout
 from .._shared.scalar_type import ScalarType
 from .gemm_problem import Epilogue, Operand
+from .grouped_problem import ExpertLists
 
 # What an entry of scales is: a float of 16 bits; the upper bits of a float16 without its sign (Marlin's NVFP4); a power
 # of two by its exponent; an integer in the bits of a float of 16 bits (Marlin's int8 activations); the products of a
@@ -89,6 +90,23 @@ class PackedWeight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PackedExperts:
+    """Rows of out that belong to experts, each with a weight; those of a `PackedWeight` lie one after another.
+
+    Attributes:
+        num_experts: how many weights there are.
+        lists: the rows of each expert.
+        top_k: rows of out that share a row of a.
+        topk_weights: a weight for each row of out, or None.
+    """
+
+    num_experts: int
+    lists: ExpertLists
+    top_k: int
+    topk_weights: TensorArg | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedProblem:
     """``out = epilogue(a' @ w)``.
 
@@ -96,12 +114,14 @@ class PackedProblem:
         a: [M, K], float16, bfloat16, int8 or float8_e4m3fn.
         weight: w.
         epilogue: what becomes of the sums. Scales of columns, where the weight has none, and a bias are in
-            `Epilogue.column_order`.
+            `Epilogue.column_order`. Of experts: a scale of rows is that of a whole weight, for each of them.
+        experts: to which rows belong; or None.
     """
 
     a: Operand
     weight: PackedWeight
     epilogue: Epilogue
+    experts: PackedExperts | None = None
 
     @property
     def compute_dtype(self) -> DType:
@@ -125,7 +145,22 @@ class PackedProblem:
 
     @property
     def m(self) -> int:
-        return self.a.rows
+        """Rows of out."""
+        return self.a.rows if self.experts is None else self.epilogue.out.shape[0]
+
+    @property
+    def places(self) -> int:
+        """Rows of out, or places of the lists that experts have them in."""
+        return self.m if self.experts is None else self.experts.lists.num_blocks * self.experts.lists.block_size
+
+    @property
+    def rows_of_weight(self) -> int:
+        """Rows of out that a weight is likely to have if it has any, a power of two: rows choose at random."""
+        rows = tuning.power_of_two(self.m)
+        if self.experts is None:
+            return rows
+        count = max(1, self.experts.num_experts)
+        return tuning.power_of_two(-(-rows // max(1, round(count * (1.0 - (1.0 - 1.0 / count) ** rows)))))
 
     def bucket(self) -> str:
         w, out = self.weight, self.epilogue.out
@@ -134,6 +169,7 @@ class PackedProblem:
             f"weight={w.n}x{w.k}",
             f"{w.layout} {w.type} of {w.group_size}",
             f"{self.a.dtype.name}-{out.dtype.name}",
+            *([f"experts={self.experts.num_experts} of {self.experts.lists.block_size}"] if self.experts else []),
         ]
         return " ".join(words)
 
@@ -147,9 +183,15 @@ class PackedProblem:
     def arguments(self, kernel: Kernel) -> dict[str, Any]:
         """Those arguments that the kernel takes, beside the op's tensors."""
         w, taken = self.weight, {name for _, name in kernel.signature.parameters}
-        sizes = {"m": self.m, "n": w.n, "k": w.k, "groups": w.groups, "a_stride": self.a.stride}
+        sizes = {"m": self.places, "n": w.n, "k": w.k, "groups": w.groups, "a_stride": self.a.stride}
+        sizes |= {"num_rows": self.m, "num_experts": 1, "block_size": 1, "top_k": 1}
+        steps = self.epilogue.arguments()
+        if self.experts is not None:
+            of_experts = {"num_experts": self.experts.num_experts, "top_k": self.experts.top_k}
+            sizes |= {**of_experts, "block_size": self.experts.lists.block_size}
+            steps |= {"a_scale_step": 0}
         others = {f"no_{name}": one or 0 for name, one in self._tensors().items() if not isinstance(one, TensorArg)}
-        return {name: one for name, one in {**sizes, **self.epilogue.arguments(), **others}.items() if name in taken}
+        return {name: one for name, one in {**sizes, **steps, **others}.items() if name in taken}
 
     def constants(self) -> dict[str, Any]:
         """What such a kernel is compiled for."""
@@ -180,7 +222,7 @@ class PackedProblem:
 
     def _tensors(self) -> dict[str, TensorArg | Scratch | None]:
         """Pointers by parameter."""
-        w, e = self.weight, self.epilogue
+        w, e, x = self.weight, self.epilogue, self.experts
         return {
             "out": e.out,
             "a": self.a.source,
@@ -190,4 +232,8 @@ class PackedProblem:
             "a_scales": e.a_scales,
             "b_scales": e.b_scales,
             "bias": e.bias,
+            "sorted_token_ids": None if x is None else x.lists.sorted_token_ids,
+            "expert_ids": None if x is None else x.lists.expert_ids,
+            "num_tokens_post_pad": None if x is None else x.lists.num_tokens_post_pad,
+            "topk_weights": None if x is None else x.topk_weights,
         }

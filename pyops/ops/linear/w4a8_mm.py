@@ -1,8 +1,8 @@
 """Matrix products of e4m3 activations with weights of signed 4-bit codes whose scales are e4m3.
 
 `cutlass_encode_and_reorder_int4b` returns tiles of its own (`w4a8` of packed_layouts.py), in the shape of what it was
-given, and contiguous. `cutlass_w4a8_mm` refuses any other strides: so a weight that was not reordered, whose columns lie
-one after another, is refused.
+given, and contiguous. `cutlass_w4a8_mm` refuses any other strides: so a weight that was not reordered, whose columns
+lie one after another, is refused.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def cutlass_w4a8_mm(
         group_scales: [8 * K / group_size * N] float8_e4m3fn, contiguous, as `cutlass_pack_scale_fp8` returns them.
         group_size: rows under one scale; divides K.
         channel_scales: float32, contiguous, N or 1 elements; token_scales: likewise, M or 1.
-        out_type: of a new out: bfloat16 or float16; None for bfloat16.
+        out_type: of a new out: bfloat16 or float16, which takes several times as long; None for bfloat16.
         maybe_schedule: None, or a name of vLLM's; it has no effect.
         out: [M, N] bfloat16 or float16, returned; elements of a row lie one after another; new unless given.
     """

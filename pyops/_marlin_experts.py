@@ -1,0 +1,166 @@
+"""A mixture of experts whose weights are in Marlin's layout, end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ._core.errors import OpError
+from ._core.tensor import new
+from .ops.activation.gated import gelu_and_mul, silu_and_mul, swigluoai_and_mul, swiglustep_and_mul
+from .ops.linear.marlin_moe import moe_wna16_marlin_gemm
+from .ops.moe.align import moe_align
+from .ops.moe.rows import moe_sum_experts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["fused_marlin_moe"]
+
+_ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "silu": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "swigluoai": swigluoai_and_mul,
+    "swiglustep": swiglustep_and_mul,
+}
+_BLOCK_SIZES = 8, 16, 32, 48, 64
+_FULL = 0.9  # of a block, up to which it is large enough for the rows of an expert
+
+
+def fused_marlin_moe(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    w1_scale: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    quant_type_id: int,
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    activation: str = "silu",
+    activation_func: Callable[[str, Tensor, Tensor], None] | None = None,
+    moe_sum: Callable[[Tensor, Tensor], None] | None = None,
+    expert_map: Tensor | None = None,
+    input_global_scale1: Tensor | None = None,
+    input_global_scale2: Tensor | None = None,
+    global_scale1: Tensor | None = None,
+    global_scale2: Tensor | None = None,
+    g_idx1: Tensor | None = None,
+    g_idx2: Tensor | None = None,
+    sort_indices1: Tensor | None = None,
+    sort_indices2: Tensor | None = None,
+    w1_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    workspace: Tensor | None = None,
+    intermediate_cache13: Tensor | None = None,
+    intermediate_cache2: Tensor | None = None,
+    is_k_full: bool = True,
+    output: Tensor | None = None,
+    input_dtype: Any = None,
+    inplace: bool = False,
+) -> Tensor:
+    """The experts of a layer, `fused_experts` with weights that `moe_wna16_marlin_gemm` takes.
+
+    After vLLM's function of this name. Choices whose expert does not exist, or is not on this device, add nothing.
+
+    Args:
+        hidden_states: [num_tokens, hidden_size] float16 or bfloat16; rows of one stride.
+        w1: [num_experts, hidden_size / 16, intermediate_size * bits] int32: gates, and then ups (with "swigluoai" by
+            turns); w2: [num_experts, intermediate_size / 16, hidden_size * bits / 2].
+        bias1, bias2, w1_scale, w2_scale, w1_zeros, w2_zeros, global_scale1, global_scale2, g_idx1, g_idx2: of w1 and
+            w2, as `moe_wna16_marlin_gemm` takes them; sort_indices1 and sort_indices2 are its perm.
+        topk_weights: [num_tokens, topk] float32, contiguous; topk_ids: likewise, int32 or int64.
+        quant_type_id: the type of the codes, a number of `pyops.SCALAR_TYPES`.
+        apply_router_weight_on_input: whether weights multiply the first product; then topk is 1.
+        global_num_experts: experts on all devices; -1 for as many as expert_map, or w1, has.
+        activation: "silu", "gelu", "swigluoai" or "swiglustep".
+        activation_func: ``(activation, out, input)`` in the place of these; moe_sum: ``(input, out)`` in the place of
+            the sum over the choices of a token.
+        expert_map: [global_num_experts] int32, contiguous: the number on this device of each expert, -1 if it is not
+            here; or None.
+        input_global_scale1, input_global_scale2, input_dtype: None: activations are not quantised.
+        workspace, intermediate_cache13, intermediate_cache2: vLLM's; they have no effect.
+        is_k_full: as in `moe_wna16_marlin_gemm`.
+        output: [num_tokens, hidden_size], written; None for a new tensor, or hidden_states if `inplace`.
+
+    Returns:
+        [num_tokens, hidden_size].
+    """
+    num_tokens, hidden_size, topk, num_experts = _check(hidden_states, w1, w2, topk_weights, topk_ids)
+    for name, given in (("input_global_scale1", input_global_scale1), ("input_global_scale2", input_global_scale2)):
+        if given is not None:
+            raise OpError("fused_marlin_moe", name, "expected None: activations are not quantised")
+    if input_dtype not in (None, hidden_states.dtype):
+        raise OpError("fused_marlin_moe", "input_dtype", f"expected None or {hidden_states.dtype}, got {input_dtype}")
+    if apply_router_weight_on_input and topk != 1:
+        raise OpError("fused_marlin_moe", "apply_router_weight_on_input", f"expected a topk of 1, got {topk}")
+    if activation_func is None and activation not in _ACTIVATIONS:
+        expected = " or ".join(_ACTIVATIONS)
+        raise OpError("fused_marlin_moe", "activation", f"expected {expected}, got {activation}")
+    if expert_map is not None:
+        global_num_experts = expert_map.shape[0]
+    elif global_num_experts < 0:
+        global_num_experts = num_experts
+    if output is None:
+        output = hidden_states if inplace else new(hidden_states, (num_tokens, hidden_size))
+    if num_tokens == 0:
+        return output
+    num_rows, intermediate_size = num_tokens * topk, w2.shape[1] * 16
+    block_size = next(
+        (size for size in _BLOCK_SIZES if num_rows < _FULL * size * max(1, num_experts)), _BLOCK_SIZES[-1]
+    )
+    lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
+
+    def multiply(
+        a: Tensor, weight: Tensor, bias: Any, of_weight: tuple[Any, ...], top_k: int, weighted: bool, n: int
+    ) -> Tensor:
+        sizes = a.shape[0], n, a.shape[1]
+        routing = *lists, topk_weights if weighted else None, block_size, top_k, weighted
+        c = new(a, (num_rows, n))
+        if expert_map is not None and moe_sum is not None:
+            c[...] = 0  # who adds them up does not know which rows there are
+        scales, *others = of_weight
+        given: list[Any] = [bias, scales, None, *others, workspace, *routing, quant_type_id, *sizes, is_k_full]
+        moe_wna16_marlin_gemm(a, c, weight, *given)
+        return c
+
+    of_w1 = w1_scale, global_scale1, w1_zeros, g_idx1, sort_indices1
+    of_w2 = w2_scale, global_scale2, w2_zeros, g_idx2, sort_indices2
+    between = multiply(hidden_states, w1, bias1, of_w1, topk, apply_router_weight_on_input, 2 * intermediate_size)
+    activated = new(hidden_states, (num_rows, intermediate_size))
+    if activation_func is None:
+        _ACTIVATIONS[activation](activated, between)
+    else:
+        activation_func(activation, activated, between)
+    of_choices = multiply(activated, w2, bias2, of_w2, 1, not apply_router_weight_on_input, hidden_size)
+    choices = of_choices.reshape(num_tokens, topk, hidden_size)
+    if moe_sum is None:
+        moe_sum_experts(choices, topk_ids, output, num_experts, expert_map)
+    else:
+        moe_sum(choices, output)
+    return output
+
+
+def _check(
+    hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor
+) -> tuple[int, int, int, int]:
+    """(num_tokens, hidden_size, topk, num_experts)."""
+    for name, tensor, rank in (
+        ("hidden_states", hidden_states, 2),
+        ("w1", w1, 3),
+        ("w2", w2, 3),
+        ("topk_ids", topk_ids, 2),
+    ):
+        if len(tensor.shape) != rank:
+            raise OpError("fused_marlin_moe", name, f"expected {rank} dimensions, got shape {tuple(tensor.shape)}")
+    (num_tokens, hidden_size), topk = hidden_states.shape, topk_ids.shape[1]
+    for name, tensor, shape in (
+        ("topk_ids", topk_ids, (num_tokens, topk)),
+        ("topk_weights", topk_weights, (num_tokens, topk)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise OpError("fused_marlin_moe", name, f"expected shape {shape}, got {tuple(tensor.shape)}")
+    return num_tokens, hidden_size, topk, w1.shape[0]

@@ -1,0 +1,132 @@
+"""Products of rows with the packed weights of their experts: which kernel serves them, and its launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.tensor import TensorArg
+from . import dequantize_packed, grouped_plan
+from .gemm_problem import Operand
+from .grouped_problem import GroupedProblem
+from .packed_hopper import PackedConfig, step_rows
+from .packed_plan import Config, choose_mma, fits, reads_codes, rows_of_step, serves_few
+from .packed_problem import PackedExperts, PackedProblem
+
+_gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
+_NUM_THREADS, _VEC_SIZE = 256, 8  # of it, and the elements of a thread
+# Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs, and than
+# weights written in full. Chosen by the times of products without experts: docs/performance.md, "Products with packed
+# weights".
+_MAX_FEW_ROWS, _MAX_ROWS = 16, 64
+
+
+def plan(problem: PackedProblem) -> list[Launch]:
+    """The launches of a kernel that reads codes itself, or of a grouped product with weights written in full."""
+    experts = problem.experts
+    assert experts is not None
+    if 0 in (problem.m, problem.weight.n, experts.num_experts, experts.lists.num_blocks):
+        return []
+    if problem.weight.k == 0:
+        return _written_in_full(replace(problem, weight=replace(problem.weight, perm=None)))
+    if not serves(problem, problem.device):
+        launches, problem = _gathered(problem, experts, by_place=False)
+        return [*launches, *_written_in_full(problem)]
+    config = tuning.config(problem.op, problem, problem.device, choose)
+    launches, problem = _gathered(problem, experts, by_place=isinstance(config, PackedConfig))
+    return [*launches, *config.launches(problem)]
+
+
+def serves(problem: PackedProblem, device: Device) -> bool:
+    """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weights."""
+    return serves_many(problem, device) or (serves_few(problem, device) and problem.rows_of_weight <= _MAX_ROWS)
+
+
+def serves_many(problem: PackedProblem, device: Device) -> bool:
+    """Whether gemm_packed.cu has an instance for this problem."""
+    w, experts = problem.weight, problem.experts
+    assert experts is not None
+    step = step_rows(problem.a.dtype)
+    served = w.layout == "marlin" and w.k % step == 0 and fits(w, step) and experts.lists.block_size % 16 == 0
+    return served and device.supports("wgmma") and reads_codes(problem)
+
+
+def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) -> tuple[list[Launch], PackedProblem]:
+    """The launch that writes each row's activations in the order of its weight's rows, and the problem of these.
+
+    Without that order there is nothing to write, unless rows are to be in the order of places.
+    """
+    w, a, lists = problem.weight, problem.a, experts.lists
+    if w.perm is None and not by_place:
+        return [], problem
+    assert isinstance(a.source, TensorArg)
+    rows = problem.places if by_place else problem.m
+    gathered = Scratch(rows * w.k * a.dtype.itemsize)
+    named = {name: getattr(lists, name) for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")}
+    named |= {"a": a.source} | ({} if w.perm is None else {"perm": w.perm})
+    kernel = _gather_expert_columns.renamed(**{name: one.name for name, one in named.items()})
+    vec_size = _VEC_SIZE if w.perm is not None else a.vec_size(w.k)
+    gather = kernel(
+        scalar_t=a.dtype,
+        PERMUTED=w.perm is not None,
+        BY_PLACE=by_place,
+        VEC_SIZE=vec_size,
+        NUM_THREADS=_NUM_THREADS,
+    ).launch(
+        -(-problem.places * -(-w.k // vec_size) // _NUM_THREADS),
+        _NUM_THREADS,
+        gathered=gathered,
+        places=problem.places,
+        num_rows=problem.m,
+        num_experts=experts.num_experts,
+        block_size=lists.block_size,
+        top_k=experts.top_k,
+        k=w.k,
+        a_stride=a.stride,
+        **({"perm": 0} if w.perm is None else {}),
+    )
+    operand = Operand.of_scratch(gathered, a.dtype, rows, w.k)
+    return [gather], replace(problem, a=operand, weight=replace(w, perm=None), experts=replace(experts, top_k=1))
+
+
+def choose(problem: PackedProblem, device: Device) -> Config:
+    """The kernel for a problem that one `serves`, and its geometry: tiles that divide the lists' blocks.
+
+    Tiles of gemm_packed_mma.cu have as many rows as an expert is likely to have, those of gemm_packed.cu all they can.
+    """
+    experts, w, rows = problem.experts, problem.weight, problem.rows_of_weight
+    assert experts is not None
+    block_size = experts.lists.block_size
+    if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
+        tile_m = next(size for size in (64, 48, 32, 16) if block_size % size == 0)
+        return PackedConfig(tile_m, 256, chunk=2, splits=1, min_blocks=1)
+    tile_m = 8 if rows <= 8 or block_size % 16 else 16
+    step = rows_of_step(w, 64)
+    tiles = -(-tuning.power_of_two(problem.m) // rows) * -(-rows // tile_m)
+    return choose_mma(tile_m, 64, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step, tiles)
+
+
+def _written_in_full(problem: PackedProblem) -> list[Launch]:
+    w, e, dtype, experts = problem.weight, problem.epilogue, problem.a.dtype, problem.experts
+    assert experts is not None
+    if w.scales is None:
+        w = replace(w, scales=e.b_scales, scale_exponent=e.scale_exponent)
+    elif e.a_scales is not None:  # one of each weight, which the exponent is of
+        w = replace(w, scale_exponent=w.scale_exponent + e.scale_exponent)
+    dense = Scratch(max(1, experts.num_experts * w.n * w.k) * dtype.itemsize)
+    product = GroupedProblem(
+        e.out,
+        problem.a,
+        Operand.of_scratch(dense, dtype, experts.num_experts * w.n, w.k),
+        experts.num_experts,
+        w.k,
+        experts.lists,
+        experts.topk_weights,
+        bias=e.bias,
+        top_k=experts.top_k,
+        column_order=e.column_order,
+    )
+    written = dequantize_packed.written(dense, dtype, w, experts.num_experts, e.a_scales)
+    return [written, grouped_plan.plan(product)] if w.k else [grouped_plan.plan(product)]

@@ -1,0 +1,165 @@
+"""Experts whose weights are in Marlin's layout: against float64, by kernels that read codes and by weights in full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pyops
+from pyops import SCALAR_TYPES, OpError
+from pyops._core import device
+from pyops._core.example import ArgMaker
+from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.testing import SCHEDULES, scheduled
+from tests import packed
+from tests.calls import DEVICES
+from tests.test_linear_packed import each
+from tests.test_linear_packed_kernels import needs_compiler
+from tests.test_linear_products import draw, forced, positive
+from tests.test_moe_experts import experts_in_float64
+
+ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
+EXPERTS, HIDDEN, CHANNELS, GROUP = 4, 128, 64, 32
+
+
+def weight(k: int, n: int, seed: int, permuted: bool, with_zeros: bool) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """(w [experts, n, k] in float64, its parts in Marlin's layout)."""
+    numbers, parts = [], []
+    for e in range(EXPERTS):
+        codes, zeros = packed.draw(0, 16, k, n, seed=seed + e), packed.draw(0, 16, k // GROUP, n, seed=seed + 9 + e)
+        if not with_zeros:
+            zeros.fill_(8)
+        scales = ((positive(k // GROUP, n, seed=seed + e) + 0.5) * k**-0.5 / 8).to(torch.bfloat16)
+        order = torch.randperm(k, generator=torch.Generator().manual_seed(e)) if permuted else torch.arange(k)
+        w = torch.empty(k, n, dtype=torch.float64)
+        w[order] = (codes - each(zeros, k)) * each(scales.double(), k)
+        numbers.append(w.T)
+        part = {"codes": packed.marlin(codes, 4), "scales": packed.marlin_scales(scales), "order": order.int()}
+        parts.append({**part, "zeros": packed.marlin_zeros(zeros, 4), "groups": (torch.arange(k) // GROUP).int()})
+    found: dict[str, Tensor | None] = {name: torch.stack([one[name] for one in parts]) for name in parts[0]}
+    found |= {} if permuted else {"order": None, "groups": None}
+    return torch.stack(numbers), found if with_zeros else found | {"zeros": None}
+
+
+CASES = [
+    # tokens, activation, with_map, permuted, with_zeros
+    (3, "silu", False, False, False),
+    (3, "swigluoai", True, False, True),
+    (20, "silu", True, True, False),
+    (300, "gelu", False, False, True),  # more rows to an expert than the kernel takes that reads codes
+]
+
+
+@ANY_DEVICE
+@pytest.mark.parametrize(("tokens", "activation", "with_map", "permuted", "with_zeros"), CASES)
+def test_fused_marlin_moe(
+    tokens: int, activation: str, with_map: bool, permuted: bool, with_zeros: bool, device: str
+) -> None:
+    """With choices of no expert, which add nothing."""
+    top_k, in_all = 2, 2 * EXPERTS if with_map else EXPERTS
+    x = draw(tokens, HIDDEN, dtype=torch.bfloat16)
+    w1, of_w1 = weight(HIDDEN, 2 * CHANNELS, 1, permuted, with_zeros)
+    w2, of_w2 = weight(CHANNELS, HIDDEN, 50, permuted, with_zeros)
+    weights = positive(tokens, top_k, seed=3)
+    ids = torch.randint(0, in_all, (tokens, top_k), generator=torch.Generator().manual_seed(4))
+    ids[0, 0], ids[1, 0], ids[2] = -3, 10**7, in_all
+    expert_map = torch.tensor([3, -1, 0, 9, 1, -7, 2, -1], dtype=torch.int32) if with_map else None
+    biases = tuple(draw(EXPERTS, n, dtype=torch.bfloat16, seed=n) for n in (2 * CHANNELS, HIDDEN))
+    exact = experts_in_float64(x, w1, w2, weights, ids, activation, expert_map, biases=biases)
+
+    def moved(one: Any) -> Any:
+        return None if one is None else one.to(device)
+
+    ordered = [moved(packed.blocks(bias, packed.PERM_32)) for bias in biases]
+    parts = {
+        name: moved(of[part])
+        for i, of in ((1, of_w1), (2, of_w2))
+        for name, part in ((f"g_idx{i}", "groups"), (f"sort_indices{i}", "order"), (f"w{i}_zeros", "zeros"))
+    }
+    out = pyops.fused_marlin_moe(
+        moved(x),
+        moved(of_w1["codes"]),
+        moved(of_w2["codes"]),
+        *ordered,
+        moved(of_w1["scales"]),
+        moved(of_w2["scales"]),
+        moved(weights),
+        moved(ids),
+        SCALAR_TYPES["uint4" if with_zeros else "uint4b8"].id,
+        activation=activation,
+        expert_map=moved(expert_map),
+        **parts,
+    )
+    error = (out.cpu().double() - exact).abs().max() / exact.abs().max()
+    assert error <= 2.0**-6  # two products, an activation and a sum, each rounded to bfloat16
+    assert not out[2].any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("permuted", [False, True])
+def test_many_rows(permuted: bool) -> None:
+    """By gemm_packed.cu on the host, under every schedule: blocks of all experts and of none, rows that are no rows."""
+    m, k, n, top_k, block_size = 40, 128, 192, 2, 16
+    w, of_w = weight(k, n, 1, permuted, True)
+    a, weights = draw(m, k, dtype=torch.bfloat16), positive(m, top_k, seed=3)
+    experts = torch.tensor([2, 0, 0, -1, 3, 1, 9, 1], dtype=torch.int32)
+    ids = torch.randperm(m * top_k + 60, generator=torch.Generator().manual_seed(1))[: len(experts) * block_size].int()
+    ids[5], ids[70] = -4, 2**31 - 1
+    count = torch.tensor([7 * block_size], dtype=torch.int32)
+    exact = torch.full((m * top_k, n), 7.0, dtype=torch.float64)
+    for place in range(7 * block_size):
+        row, expert = int(ids[place]), int(experts[place // block_size])
+        if 0 <= row < m * top_k and 0 <= expert < EXPERTS:
+            exact[row] = weights.flatten()[row].double() * (w[expert] @ a[row // top_k].double())
+    kind, first = SCALAR_TYPES["uint4"].id, None
+    of_weight = of_w["codes"], None, of_w["scales"], None, None, of_w["zeros"], of_w["groups"], of_w["order"], None
+    routing = ids, experts, count, weights, block_size, top_k, True, kind, m, n, k
+    with forced("moe_wna16_marlin_gemm", PackedConfig(16, 256, 2, 1, 1)):
+        for schedule in SCHEDULES:
+            c = torch.full((m * top_k, n), 7.0, dtype=torch.bfloat16)
+            with scheduled(schedule):
+                pyops.moe_wna16_marlin_gemm(a, c, *of_weight, *routing)
+            first = c if first is None else first
+            assert torch.equal(c, first)
+    assert ((c.double() - exact).abs() <= 2.0**-6 * exact.abs().amax(1, keepdim=True)).all()
+    assert (c == 7.0).all(1).equal((exact == 7.0).all(1))
+
+
+@pytest.mark.parametrize(
+    ("arch", "num_tokens", "given", "kernels"),
+    [
+        ("sm_90", 16, {}, ["gemm_packed_mma"]),
+        ("sm_90", 16, {"permuted": True}, ["gather_expert_columns", "dequantize_packed", "grouped_gemm_mma"]),
+        ("sm_90", 400, {}, ["gather_expert_columns", "gemm_packed"]),
+        ("sm_90", 400, {"moe_block_size": 8}, ["dequantize_packed", "grouped_gemm_simt"]),
+        ("sm_80", 60, {}, ["gemm_packed_mma"]),
+        ("sm_80", 400, {}, ["dequantize_packed", "grouped_gemm_mma"]),
+        ("gfx942", 16, {}, ["dequantize_packed", "grouped_gemm_simt"]),
+    ],
+)
+def test_what_serves_experts(arch: str, num_tokens: int, given: dict[str, Any], kernels: list[str]) -> None:
+    """Of the permuted ones, groups are those that g_idx names."""
+    op = pyops.registry["moe_wna16_marlin_gemm"]
+    args = op.example(ArgMaker(device.model(arch), op.name), num_tokens=num_tokens, **given)
+    found = [launch.specialisation.kernel.file for launch in op.launches(*args)]
+    assert found == [f"linear/{kernel}.cu" for kernel in kernels]
+
+
+def test_refusals() -> None:
+    x, ids = torch.zeros(2, HIDDEN, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int32)
+    _, of_w1 = weight(HIDDEN, 2 * CHANNELS, 1, False, False)
+    _, of_w2 = weight(CHANNELS, HIDDEN, 50, False, False)
+    call = x, of_w1["codes"], of_w2["codes"], None, None, of_w1["scales"], of_w2["scales"], torch.ones(2, 2), ids
+    kind = SCALAR_TYPES["uint4b8"].id
+    for given, argument in (
+        ({"activation": "tanh"}, "activation"),
+        ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input"),
+        ({"input_dtype": torch.int8}, "input_dtype"),
+        ({"input_global_scale1": torch.ones(1)}, "input_global_scale1"),
+    ):
+        with pytest.raises(OpError) as caught:
+            pyops.fused_marlin_moe(*call, kind, **given)
+        assert caught.value.argument == argument
