@@ -92,7 +92,7 @@ struct Producer {
         int item = blockIdx.x;
         for (bool more = true; more;) {
             more = item < num_items;
-            Work work{int(sequences.num_tokens), 0, -1, 0, 0, 0};  // the end: zeros are loaded, and no values
+            Work work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 1};  // the end: zeros are loaded, and no values
             int seq = 0, length = 0;
             if (more) {
                 const bool found = sequences.find(int(num_items) - 1 - item, window, work, seq, length);

@@ -124,7 +124,7 @@ def _write_rows(out: Tensor, begin: int, end: int, logits: Tensor, values: Tenso
 
 
 @paged_attention_varlen.plan
-def plan_paged_attention_varlen(**call: Any) -> Launch:
+def plan_paged_attention_varlen(**call: Any) -> list[Launch]:
     problem = check_varlen(call)
     return launch(problem, tuning.config("paged_attention_varlen", problem, problem.query.device, choose))
 
