@@ -263,6 +263,10 @@ def test_choice() -> None:
                 found = launch(served, one)[0]
                 assert found.shared + varlen_hopper._STATIC_BYTES <= HOPPER.shared_memory
                 assert found.specialisation.constants["STAGES"] >= 2
+    # Splits where items of work are fewer than multiprocessors: 8 of 16 tokens and a key-value head.
+    assert choose(_problem(64, 128), HOPPER) == HopperConfig(128, 2, max_splits=8)
+    assert choose(_problem(64, 256), HOPPER) == HopperConfig(64, 2, max_splits=13)
+    assert choose(_problem(1040, 128), HOPPER) == HopperConfig(128, 2, max_splits=1)
     for problem in (
         _problem(4, 128),
         _problem(0, 128),
@@ -282,12 +286,25 @@ def test_choice() -> None:
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
-    ("head_size", "options", "codes"),
-    few([(64, False, True), (128, False, False), (192, True, False), (256, False, False), (256, False, True)], 2),
+    ("head_size", "options", "codes", "splits"),
+    few(
+        [
+            (64, False, True, False),
+            (128, False, False, False),
+            (192, True, False, False),
+            (256, False, False, False),
+            (256, False, True, False),
+            (128, False, False, True),
+            (256, False, False, True),
+        ],
+        2,
+    ),
 )
-def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes: bool) -> None:
-    problem = _problem(4096, head_size, options=options, **{"cache_dtype": "uint8"} if codes else {})
+def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes: bool, splits: bool) -> None:
+    changes = {"cache_dtype": "uint8"} if codes else {}
+    problem = _problem(64 if splits else 4096, head_size, options=options, **changes)
     one = launch(problem, choose(problem, HOPPER))[0].specialisation
+    assert one.constants["HAS_SPLITS"] == splits
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
     assert report.shared_bytes <= varlen_hopper._STATIC_BYTES

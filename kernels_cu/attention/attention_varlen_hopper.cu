@@ -37,7 +37,7 @@
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
 // A thread's registers: what the producer gives up, the consumers take.
-constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS ? 56 : 40;
+constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);

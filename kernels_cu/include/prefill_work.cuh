@@ -71,13 +71,14 @@ struct Sequences {
         work.split = 0;
         work.splits = 1;
         if constexpr (HAS_SPLITS) {
-            const int tiles = work.last_tile - work.first_tile + 1, first_tile = work.first_tile;
+            const int tiles = work.last_tile - work.first_tile + 1;
             work.split = number % int(max_splits);
             work.splits = max(1, min(int(max_splits), tiles / MIN_SPLIT_TILES));
-            const auto begin = [&](int split) { return first_tile + int(int64_t(tiles) * split / work.splits); };
             if (work.split >= work.splits) return false;
-            work.first_tile = begin(work.split);
-            work.last_tile = begin(work.split + 1) - 1;
+            // The first splits have one tile more where splits have not equally many.
+            const int even = tiles / work.splits, longer = tiles % work.splits;
+            work.first_tile += work.split * even + min(work.split, longer);
+            work.last_tile = work.first_tile + even + (work.split < longer) - 1;
         }
         return true;
     }

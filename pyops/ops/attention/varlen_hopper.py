@@ -178,7 +178,11 @@ def choose(problem: Problem, device: Device) -> HopperConfig:
     """The largest tile of keys that registers and shared memory have room for; more rows for small heads; splits of
     the keys where work items are fewer than multiprocessors."""
     one = _choose_tile(problem)
-    return replace(one, max_splits=_choose_splits(problem, one, device))
+    max_splits = _choose_splits(problem, one, device)
+    if max_splits > 1 and problem.query.shape[2] > 192:
+        # Who finds splits takes registers from the consumers, which spill with 80 keys of heads of 256.
+        one = replace(one, tokens=min(one.tokens, 64))
+    return replace(one, max_splits=max_splits)
 
 
 def _choose_tile(problem: Problem) -> HopperConfig:
