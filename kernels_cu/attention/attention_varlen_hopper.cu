@@ -66,9 +66,9 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                         float* exp_sums,                              // [num_tokens, num_heads, max_splits]
                         uint32_t* items_taken,                        // [1], zero before and after
                         int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t num_kv_heads,
-                        int64_t num_items, int64_t max_tokens, int64_t sliding_window, int64_t max_splits, int64_t out_stride,
-                        int64_t table_stride, int64_t table_step, int64_t length_step, int64_t starts_step, float scale,
-                        float logits_soft_cap) {
+                        int64_t num_items, int64_t max_tokens, int64_t sliding_window, int64_t max_splits,
+                        int64_t out_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
+                        int64_t starts_step, float scale, float logits_soft_cap) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ Work works[QUERY_STAGES];
