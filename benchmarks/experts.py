@@ -3,8 +3,8 @@
 python -m benchmarks.experts
 python -m benchmarks.experts mixtral:16 deepseek:1024
 
-A row is model:tokens. Models: mixtral, bfloat16; mixtral_w4, 4 bits in groups of 128 rows, in Marlin's layout; deepseek,
-fp8 under scales of blocks, as DeepSeek-V3 has it.
+A row is model:tokens. Models: mixtral, bfloat16; mixtral_w4, 4 bits in groups of 128 rows, in Marlin's layout;
+deepseek, fp8 under scales of blocks, as DeepSeek-V3 has it.
 """
 
 from __future__ import annotations

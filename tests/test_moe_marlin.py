@@ -12,11 +12,13 @@ import pyops
 from pyops import SCALAR_TYPES, OpError
 from pyops._core import device
 from pyops._core.example import ArgMaker
-from pyops.ops.linear import packed_experts
+from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.testing import SCHEDULES, scheduled
 from tests import packed
 from tests.calls import DEVICES
 from tests.test_linear_packed import each
-from tests.test_linear_products import draw, positive
+from tests.test_linear_packed_kernels import needs_compiler
+from tests.test_linear_products import draw, forced, positive
 from tests.test_moe_experts import experts_in_float64
 
 ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
@@ -96,14 +98,54 @@ def test_fused_marlin_moe(
     assert not out[2].any()
 
 
-@pytest.mark.parametrize(("num_tokens", "kernel"), [(16, "gemm_packed_mma"), (400, "grouped_gemm")])
-def test_what_serves_experts(num_tokens: int, kernel: str) -> None:
+@needs_compiler
+@pytest.mark.parametrize("permuted", [False, True])
+def test_many_rows(permuted: bool) -> None:
+    """By gemm_packed.cu on the host, under every schedule: blocks of all experts and of none, rows that are no rows."""
+    m, k, n, top_k, block_size = 40, 128, 192, 2, 16
+    w, of_w = weight(k, n, 1, permuted, True)
+    a, weights = draw(m, k, dtype=torch.bfloat16), positive(m, top_k, seed=3)
+    experts = torch.tensor([2, 0, 0, -1, 3, 1, 9, 1], dtype=torch.int32)
+    ids = torch.randperm(m * top_k + 60, generator=torch.Generator().manual_seed(1))[: len(experts) * block_size].int()
+    ids[5], ids[70] = -4, 2**31 - 1
+    count = torch.tensor([7 * block_size], dtype=torch.int32)
+    exact = torch.full((m * top_k, n), 7.0, dtype=torch.float64)
+    for place in range(7 * block_size):
+        row, expert = int(ids[place]), int(experts[place // block_size])
+        if 0 <= row < m * top_k and 0 <= expert < EXPERTS:
+            exact[row] = weights.flatten()[row].double() * (w[expert] @ a[row // top_k].double())
+    kind, first = SCALAR_TYPES["uint4"].id, None
+    of_weight = of_w["codes"], None, of_w["scales"], None, None, of_w["zeros"], of_w["groups"], of_w["order"], None
+    routing = ids, experts, count, weights, block_size, top_k, True, kind, m, n, k
+    with forced("moe_wna16_marlin_gemm", PackedConfig(16, 256, 2, 1, 1)):
+        for schedule in SCHEDULES:
+            c = torch.full((m * top_k, n), 7.0, dtype=torch.bfloat16)
+            with scheduled(schedule):
+                pyops.moe_wna16_marlin_gemm(a, c, *of_weight, *routing)
+            first = c if first is None else first
+            assert torch.equal(c, first)
+    assert ((c.double() - exact).abs() <= 2.0**-6 * exact.abs().amax(1, keepdim=True)).all()
+    assert (c == 7.0).all(1).equal((exact == 7.0).all(1))
+
+
+@pytest.mark.parametrize(
+    ("arch", "num_tokens", "given", "kernels"),
+    [
+        ("sm_90", 16, {}, ["gemm_packed_mma"]),
+        ("sm_90", 16, {"permuted": True}, ["gather_expert_columns", "dequantize_packed", "grouped_gemm_mma"]),
+        ("sm_90", 400, {}, ["gather_expert_columns", "gemm_packed"]),
+        ("sm_90", 400, {"moe_block_size": 8}, ["dequantize_packed", "grouped_gemm_simt"]),
+        ("sm_80", 60, {}, ["gemm_packed_mma"]),
+        ("sm_80", 400, {}, ["dequantize_packed", "grouped_gemm_mma"]),
+        ("gfx942", 16, {}, ["dequantize_packed", "grouped_gemm_simt"]),
+    ],
+)
+def test_what_serves_experts(arch: str, num_tokens: int, given: dict[str, Any], kernels: list[str]) -> None:
+    """Of the permuted ones, groups are those that g_idx names."""
     op = pyops.registry["moe_wna16_marlin_gemm"]
-    args = op.example(ArgMaker(device.model("sm_90"), op.name), num_tokens=num_tokens)
-    launches = op.launches(*args)
-    assert kernel in launches[-1].specialisation.kernel.file
-    assert (len(launches) == 1) == (kernel == "gemm_packed_mma")
-    assert packed_experts._MAX_ROWS == 64
+    args = op.example(ArgMaker(device.model(arch), op.name), num_tokens=num_tokens, **given)
+    found = [launch.specialisation.kernel.file for launch in op.launches(*args)]
+    assert found == [f"linear/{kernel}.cu" for kernel in kernels]
 
 
 def test_refusals() -> None:

@@ -1,18 +1,22 @@
-// gather_expert_columns: rows of activations as the packed weights of their experts take them, columns in the order of the
-// weight's rows.
+// gather_expert_columns: rows of activations as the packed weights of their experts take them: columns in the order of the
+// weight's rows, rows in the order of places.
 //
-//     gathered[t, k] = a[t / top_k, perm[e, k]], or 0 if there is no such column; e is the expert of row t
+//     x[t, k] = a[t / top_k, perm[e, k]], or 0 if there is no such column; e is the expert of row t
+//     gathered[t, k] = x[t, k]; BY_PLACE: gathered[p, k] = x[sorted_token_ids[p], k]
 //
 // Places of lists hold rows, as grouped.cuh says; rows that they do not name, or whose expert does not exist, are left as
-// they are. A thread has VEC_SIZE neighbours of a row, one after another.
+// they are. A thread has VEC_SIZE neighbours of a row.
 //
 // Constants
 //     scalar_t      element type of both
+//     PERMUTED      columns are permuted by perm
+//     BY_PLACE      a row of gathered for each place
+//     VEC_SIZE      elements of a thread, and without PERMUTED of one access
 
 #include "vec.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-gather_expert_columns(scalar_t* gathered,                  // [num_rows, K]
+gather_expert_columns(scalar_t* gathered,                  // [num_rows, K]; BY_PLACE: [places, K]
                       const scalar_t* a,                   // [num_rows / top_k, K]
                       const int32_t* perm,                 // [num_experts, K], any numbers
                       const int32_t* sorted_token_ids,     // [places], any numbers
@@ -27,8 +31,13 @@ gather_expert_columns(scalar_t* gathered,                  // [num_rows, K]
     const int64_t row = sorted_token_ids[place], expert = expert_ids[place / block_size];
     if (row < 0 || row >= num_rows || expert < 0 || expert >= num_experts) return;
     const scalar_t* const from = a + row / top_k * a_stride;
-    for (int64_t j = first; j < min(first + VEC_SIZE, k); ++j) {
-        const int64_t column = perm[expert * k + j];
-        gathered[row * k + j] = column >= 0 && column < k ? from[column] : from_float<scalar_t>(0.0f);
+    scalar_t* const to = gathered + (BY_PLACE ? place : row) * k;
+    if constexpr (PERMUTED) {
+        for (int64_t j = first; j < min(first + VEC_SIZE, k); ++j) {
+            const int64_t column = perm[expert * k + j];
+            to[j] = column >= 0 && column < k ? from[column] : from_float<scalar_t>(0.0f);
+        }
+    } else {
+        Vec<scalar_t, VEC_SIZE>::load(from + first).store(to + first);
     }
 }

@@ -10,6 +10,10 @@
 // of them for a warp. A step is 128 bytes of a row of a: 64 rows of w, with layout_w4a8 128. One thread of a block loads,
 // ahead by STAGES steps: a, codes, scales and zero points. The warpgroups make operands of the codes of CHUNK products while the products before are computed.
 //
+// GROUPED: rows of out belong to experts, each with a weight; K is whole steps. Rows of a are places of lists that
+// moe_align_block_size has written (grouped.cuh), gathered before: place p holds row t of out, which is
+// sorted_token_ids[p]. ROUTED: it is multiplied by topk_weights[t]. Rows whose expert does not exist are left as they are.
+//
 // SPLITS: the blocks of a cluster share a tile, each with a part of K. What is to be added to a sum is sent to one block,
 // and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine.
 //
@@ -24,6 +28,7 @@
 //     CHUNK         products of 16 rows of w, of 8-bit numbers 32, in flight: 1 or 2
 //     STAGES        steps of K in shared memory
 //     SPLITS        blocks of a cluster, of tiles of at most 64 rows; there is a step of K for each
+//     GROUPED, ROUTED    whether rows belong to experts, whose tiles have at most 64 rows and one split, and have weights
 //     MIN_BLOCKS
 // If sums are shared, there are as many clusters as tiles.
 
@@ -54,6 +59,7 @@ static_assert(GROUP_SIZE == 0 || GROUP_SIZE % TILE_K == 0 || (TILE_K % GROUP_SIZ
 static_assert(IS_TABLE == (sizeof(scalar_t) == 1) && (!IS_TABLE || (HAS_SCALES && BITS == 4)));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
+static_assert(!GROUPED || (SPLITS == 1 && !BY_STORES && !IS_TABLE));
 static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
 
 using code_t = conditional_t<IS_TABLE, TableCode, Code>;
@@ -77,7 +83,12 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
             const a_scale_t* a_scales,                     // [M] or [1]
             const b_scale_t* b_scales,                     // [N] or [1]
             const out_t* bias,                             // [N]
-            int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step) {
+            const int32_t* sorted_token_ids,               // [M], of GROUPED; any numbers
+            const int32_t* expert_ids,                     // [M / block_size]
+            const int32_t* num_tokens_post_pad,            // [1]
+            const float* topk_weights,                     // [num_rows]
+            int64_t m, int64_t n, int64_t k, int64_t groups, int64_t out_stride, int64_t a_scale_step,
+            int64_t b_scale_step, int64_t num_rows, int64_t num_experts, int64_t block_size) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* const behind = shared + STAGES * STAGE_BYTES;     // the received sums, or tiles that are stored
@@ -98,19 +109,29 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     const int tiles = rows * int((n + TILE_N - 1) / TILE_N);
     const int first_step = int(int64_t(steps) * split / SPLITS);
     const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
+    // The expert of a tile of rows; -1 if it has none.
+    const int num_places = GROUPED ? *num_tokens_post_pad : 0;
+    const auto expert_of = [&](int first_row) {
+        if constexpr (!GROUPED) return 0;
+        if (first_row >= num_places) return -1;
+        const int expert = expert_ids[first_row / block_size];
+        return expert < num_experts ? expert : -1;
+    };
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
     if (warp >= CONSUMER_WARPS) {
         if constexpr (MANY_SUMS) warpgroup_reg_dealloc<40>();
         if (warp > CONSUMER_WARPS || !elect_one()) return;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
+            const int expert = expert_of(first_row);
+            if (expert < 0) continue;
             for (int step = first_step; step < last_step; ++step, ring.advance()) {
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
                 mbarrier_arrive_expect_tx(ring.full(), LOAD_BYTES);
-                code_t::load(to + A_BYTES, &codes_map, ring.full(), step, first_column);
+                code_t::load(to + A_BYTES, &codes_map, ring.full(), expert * steps + step, first_column);
                 tma_load(to, &a_map, ring.full(), step * TILE_K, first_row);
-                const int group = GROUP_SIZE > 0 ? step * TILE_K / max(1, GROUP_SIZE) : 0;
+                const int group = expert * int(groups) + (GROUP_SIZE > 0 ? step * TILE_K / max(1, GROUP_SIZE) : 0);
                 to += A_BYTES + CODE_BYTES;
                 if constexpr (HAS_SCALES) tma_load(to, &scales_map, ring.full(), first_column, group);
                 to += SCALE_BYTES;
@@ -122,8 +143,8 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     }
 
     if constexpr (MANY_SUMS) warpgroup_reg_alloc<232>();
-    const Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> epilogue{
-        a_scales, b_scales, nullptr, nullptr, bias, a_scale_step, b_scale_step, 0};
+    Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> epilogue{a_scales, b_scales,     nullptr,      nullptr,
+                                                                          bias,     a_scale_step, b_scale_step, 0};
     // The column, in the tile, of a lane's sums number h of a product.
     const auto column_of = [&](int of_warp, int product, int h) {
         return (of_warp * PRODUCTS + product) * 16 + h * 8 + lane / 4;
@@ -135,6 +156,14 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     int store = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
+        if constexpr (GROUPED) {
+            const int expert = expert_of(first_row);
+            if (expert < 0) continue;
+            // One scale of the whole weight, a scale of each column, a bias.
+            if constexpr (A_SCALES) epilogue.a_scales = a_scales + expert;
+            if constexpr (B_SCALES) epilogue.b_scales = b_scales + expert * n;
+            if constexpr (BIAS > 0) epilogue.bias = bias + expert * n;
+        }
         float d[PRODUCTS][TILE_M / 2];
         uint32_t weights[2][CHUNK][PRODUCTS][4];
         terms_t terms[PRODUCTS][2];
@@ -241,10 +270,15 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                 const int64_t row = first_row + i % (TILE_M / 8) * 8 + lane % 4 * 2;
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const int64_t m_at = row + j % 2;
+                    int64_t m_at = row + j % 2;
                     const int64_t n_at = first_column + column_of(fragment % CONSUMER_WARPS, product, j / 2);
                     if (m_at >= m || n_at >= n) continue;
-                    const float x = epilogue.value(epilogue.row(m_at), epilogue.column(n_at), own.sums[j]);
+                    if constexpr (GROUPED) {
+                        m_at = sorted_token_ids[m_at];
+                        if (m_at < 0 || m_at >= num_rows) continue;
+                    }
+                    float x = epilogue.value(epilogue.row(m_at), epilogue.column(n_at), own.sums[j]);
+                    if constexpr (ROUTED) x = ieee_multiply(topk_weights[m_at], x);
                     out[m_at * out_stride + n_at] = from_float<out_t>(ACTIVATION<out_t>(x));
                 }
             };

@@ -207,6 +207,12 @@ def plan_moe_wna16_marlin_gemm(
     check.row_size(c)
     given = a, codes, scales, global_one, zeros, groups, order, b_type_id, size_n, size_k, is_k_full, is_zp_float
     weight, of_sums = marlin_weight(*given)
+    # What has been checked and described as one expert's is that of all.
+    of_all = {codes: b_q_weight, scales: b_scales, zeros: b_zeros, groups: g_idx, order: perm, global_one: global_scale}
+    names = "codes", "scales", "zeros", "g_idx", "perm"
+    changes: dict[str, Any] = {name: of_all[getattr(weight, name)] for name in names if getattr(weight, name)}
+    weight = replace(weight, **changes)
+    of_sums = {name: of_all.get(one, one) for name, one in of_sums.items()}
     epilogue = Epilogue(c, bias=b_bias, column_order="marlin_32", **of_sums)
     experts = PackedExperts(num_experts, lists, top_k, weights)
     return plan(PackedProblem(Operand.of_rows(a), weight, epilogue, experts))

@@ -11,41 +11,71 @@ from ..._core.tensor import TensorArg
 from . import dequantize_packed, grouped_plan
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
-from .packed_plan import PackedMmaConfig, choose_mma, rows_of_step, serves_few
+from .packed_hopper import PackedConfig, step_rows
+from .packed_plan import Config, choose_mma, fits, reads_codes, rows_of_step, serves_few
 from .packed_problem import PackedExperts, PackedProblem
 
 _gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
 _NUM_THREADS, _VEC_SIZE = 256, 8  # of it, and the elements of a thread
-# Rows of an expert up to which reading its weight for every sixteen of them takes less time than writing all weights in
-# full. Chosen by arithmetic: docs/performance.md, "Owed to a GPU".
-_MAX_ROWS = 64
+# Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs, and than
+# weights written in full. Chosen by the times of products without experts: docs/performance.md, "Products with packed
+# weights".
+_MAX_FEW_ROWS, _MAX_ROWS = 16, 64
 
 
 def plan(problem: PackedProblem) -> list[Launch]:
-    """The launches of the kernel that reads codes itself, or of a grouped product with weights written in full."""
+    """The launches of a kernel that reads codes itself, or of a grouped product with weights written in full."""
     experts = problem.experts
     assert experts is not None
     if 0 in (problem.m, problem.weight.n, experts.num_experts, experts.lists.num_blocks):
         return []
-    launches, problem = _in_order(problem, experts)
-    if problem.rows_of_weight <= _MAX_ROWS and serves_few(problem, problem.device):
-        return [*launches, *tuning.config(problem.op, problem, problem.device, choose).launches(problem)]
-    return [*launches, *_written_in_full(problem)]
+    if problem.weight.k == 0:
+        return _written_in_full(replace(problem, weight=replace(problem.weight, perm=None)))
+    if not serves(problem, problem.device):
+        launches, problem = _gathered(problem, experts, by_place=False)
+        return [*launches, *_written_in_full(problem)]
+    config = tuning.config(problem.op, problem, problem.device, choose)
+    launches, problem = _gathered(problem, experts, by_place=isinstance(config, PackedConfig))
+    return [*launches, *config.launches(problem)]
 
 
-def _in_order(problem: PackedProblem, experts: PackedExperts) -> tuple[list[Launch], PackedProblem]:
-    """Launches that write each row's activations in the order of its weight's rows, and the problem of these."""
+def serves(problem: PackedProblem, device: Device) -> bool:
+    """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weights."""
+    return serves_many(problem, device) or (serves_few(problem, device) and problem.rows_of_weight <= _MAX_ROWS)
+
+
+def serves_many(problem: PackedProblem, device: Device) -> bool:
+    """Whether gemm_packed.cu has an instance for this problem."""
+    w, experts = problem.weight, problem.experts
+    assert experts is not None
+    step = step_rows(problem.a.dtype)
+    served = w.layout == "marlin" and w.k % step == 0 and fits(w, step) and experts.lists.block_size % 16 == 0
+    return served and device.supports("wgmma") and reads_codes(problem)
+
+
+def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) -> tuple[list[Launch], PackedProblem]:
+    """The launch that writes each row's activations in the order of its weight's rows, and the problem of these.
+
+    Without that order there is nothing to write, unless rows are to be in the order of places.
+    """
     w, a, lists = problem.weight, problem.a, experts.lists
-    if w.perm is None or w.k == 0:
-        return [], replace(problem, weight=replace(w, perm=None))
+    if w.perm is None and not by_place:
+        return [], problem
     assert isinstance(a.source, TensorArg)
-    gathered = Scratch(problem.m * w.k * a.dtype.itemsize)
+    rows = problem.places if by_place else problem.m
+    gathered = Scratch(rows * w.k * a.dtype.itemsize)
     named = {name: getattr(lists, name) for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")}
-    kernel = _gather_expert_columns.renamed(
-        a=a.source.name, perm=w.perm.name, **{name: one.name for name, one in named.items()}
-    )
-    gather = kernel(scalar_t=a.dtype, VEC_SIZE=_VEC_SIZE, NUM_THREADS=_NUM_THREADS).launch(
-        -(-problem.places * -(-w.k // _VEC_SIZE) // _NUM_THREADS),
+    named |= {"a": a.source} | ({} if w.perm is None else {"perm": w.perm})
+    kernel = _gather_expert_columns.renamed(**{name: one.name for name, one in named.items()})
+    vec_size = _VEC_SIZE if w.perm is not None else a.vec_size(w.k)
+    gather = kernel(
+        scalar_t=a.dtype,
+        PERMUTED=w.perm is not None,
+        BY_PLACE=by_place,
+        VEC_SIZE=vec_size,
+        NUM_THREADS=_NUM_THREADS,
+    ).launch(
+        -(-problem.places * -(-w.k // vec_size) // _NUM_THREADS),
         _NUM_THREADS,
         gathered=gathered,
         places=problem.places,
@@ -55,21 +85,27 @@ def _in_order(problem: PackedProblem, experts: PackedExperts) -> tuple[list[Laun
         top_k=experts.top_k,
         k=w.k,
         a_stride=a.stride,
+        **({"perm": 0} if w.perm is None else {}),
     )
-    rows = Operand.of_scratch(gathered, a.dtype, problem.m, w.k)
-    return [gather], replace(problem, a=rows, weight=replace(w, perm=None), experts=replace(experts, top_k=1))
+    operand = Operand.of_scratch(gathered, a.dtype, rows, w.k)
+    return [gather], replace(problem, a=operand, weight=replace(w, perm=None), experts=replace(experts, top_k=1))
 
 
-def choose(problem: PackedProblem, device: Device) -> PackedMmaConfig:
-    """Tiles of as many rows as an expert is likely to have, which divide the lists' blocks."""
+def choose(problem: PackedProblem, device: Device) -> Config:
+    """The kernel for a problem that one `serves`, and its geometry: tiles that divide the lists' blocks.
+
+    Tiles of gemm_packed_mma.cu have as many rows as an expert is likely to have, those of gemm_packed.cu all they can.
+    """
     experts, w, rows = problem.experts, problem.weight, problem.rows_of_weight
     assert experts is not None
-    tile_m = 8 if rows <= 8 or experts.lists.block_size % 16 else 16
+    block_size = experts.lists.block_size
+    if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
+        tile_m = next(size for size in (64, 48, 32, 16) if block_size % size == 0)
+        return PackedConfig(tile_m, 256, chunk=2, splits=1, min_blocks=1)
+    tile_m = 8 if rows <= 8 or block_size % 16 else 16
     step = rows_of_step(w, 64)
-    chosen = -(-tuning.power_of_two(problem.m) // rows)
-    several = w.groups > 1 and w.group_size < step
-    found = choose_mma(tile_m, 64, w.n, -(-w.k // step), device, several, count=chosen * -(-rows // tile_m))
-    return replace(found, tile_m=min(found.tile_m, tile_m))
+    tiles = -(-tuning.power_of_two(problem.m) // rows) * -(-rows // tile_m)
+    return choose_mma(tile_m, 64, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step, tiles)
 
 
 def _written_in_full(problem: PackedProblem) -> list[Launch]:

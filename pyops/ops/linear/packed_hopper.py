@@ -86,7 +86,7 @@ class PackedConfig:
         stores = self.tile_n * 4 * _STORE_BYTES if self.tile_m > _MAX_SHARED_ROWS else 0
         fixed = sums + stores + _BARRIER_BYTES
         stages = min(_MAX_STAGES, ((device.shared_memory + 1024) // self.min_blocks - 1024 - fixed) // stage)
-        tiles = -(-problem.m // self.tile_m) * -(-weight.n // self.tile_n)
+        tiles = -(-problem.places // self.tile_m) * -(-weight.n // self.tile_n)
         kernel = problem.kernel(_gemm_packed.for_arch(device.arch_feature))
         launch = kernel(
             **constants,
@@ -96,6 +96,8 @@ class PackedConfig:
             STAGES=stages,
             SPLITS=self.splits,
             MIN_BLOCKS=self.min_blocks,
+            GROUPED=problem.experts is not None,
+            ROUTED=problem.experts is not None and problem.experts.topk_weights is not None,
         ).launch(
             (tiles if self.splits > 1 else min(tiles, device.multiprocessors * self.min_blocks), self.splits),
             384 if self.tile_m * self.tile_n > _MAX_SUMS else 32 * (_WARPS + 1),
@@ -151,7 +153,7 @@ def choose(m: int, n: int, k: int, layout: str, device: Device) -> PackedConfig:
 
 
 def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict[str, Any]:
-    """The boxes of a step, and of what is stored. The map of a stands for that of scales or zero points not there."""
+    """The boxes of a step, and of what is stored. The map of a stands for those that there are not."""
     weight, a, out = problem.weight, problem.a, problem.epilogue.out
     n, k, bits, itemsize = weight.n, weight.k, weight.bits, a.dtype.itemsize
     # The stride of a single row says nothing.
@@ -164,7 +166,8 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict
             return a_map
         width = 8 * tensor.dtype.itemsize
         box = (tile_n * bits // width, groups)
-        return TensorMap(tensor, tensor.dtype, (n * bits // width, weight.groups), (n * bits // 8,), box)
+        rows = weight.groups * (1 if problem.experts is None else problem.experts.num_experts)
+        return TensorMap(tensor, tensor.dtype, (n * bits // width, rows), (n * bits // 8,), box)
 
     scales_map = of_groups(weight.scales, 8 * weight.scales.dtype.itemsize if weight.scales else 0)
     if weight.scales is not None and weight.scale_kind == "products":
@@ -176,7 +179,9 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict
         "codes_map": _codes_map(problem, tile_n),
         "scales_map": scales_map,
         "zeros_map": of_groups(weight.zeros, bits if weight.zero_kind == "codes" else 16),
-        "out_map": TensorMap(out, out.dtype, (n, a.rows), (out_pitch,), (columns, 16), columns * 2),
+        "out_map": a_map  # rows of experts are stored by threads
+        if problem.experts
+        else TensorMap(out, out.dtype, (n, a.rows), (out_pitch,), (columns, 16), columns * 2),
     }
 
 
@@ -188,7 +193,8 @@ def _codes_map(problem: PackedProblem, tile_n: int) -> TensorMap:
     if weight.layout == "w4a8":
         sizes, box = (128, n // 32, k // 32), (128, tile_n // 32, step // 32)
     elif weight.layout == "marlin":
-        sizes, box = (32 * bits, n // 64, k // 16), (32 * bits, tile_n // 64, step // 16)
+        count = 1 if problem.experts is None else problem.experts.num_experts
+        sizes, box = (32 * bits, n // 64, count * k // 16), (32 * bits, tile_n // 64, step // 16)
     elif weight.layout == "awq":
         sizes, box, swizzle = (n // 8, k, 1), (tile_n // 8, step, 1), tile_n // 2
     else:

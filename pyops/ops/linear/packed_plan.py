@@ -25,6 +25,7 @@ _WORDS = 512  # bits of the words of a lane in a step: eight words, four times
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
 # Measured on an H200: docs/performance.md, "Products with packed weights".
 _MAX_WARPS = 8  # of a block
+_WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds; measured nowhere yet
 # Warps of a multiprocessor that registers allow, by rows and columns of a tile.
 _RESIDENT = {(1, 64): 16, (2, 64): 16, (4, 64): 16, (8, 64): 16, (16, 64): 12}
 _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128): 8}
@@ -130,19 +131,19 @@ def rows_of_step(weight: PackedWeight, tile_n: int) -> int:
 
 def _is_wide(weight: PackedWeight) -> bool:
     """Whether tiles of gemm_packed_mma.cu may have 128 columns: rows of AWQ, of which 64 are 32 bytes."""
-    return weight.layout == "awq" and weight.n % 128 == 0 and _fits(weight, rows_of_step(weight, 128))
+    return weight.layout == "awq" and weight.n % 128 == 0 and fits(weight, rows_of_step(weight, 128))
 
 
 def serves_few(problem: PackedProblem, device: Device) -> bool:
     """Whether gemm_packed_mma.cu has an instance for this problem."""
     w = problem.weight
-    return reads_codes(problem) and device.supports("mma") and _fits(w, rows_of_step(w, 64))
+    return reads_codes(problem) and device.supports("mma") and fits(w, rows_of_step(w, 64))
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
     served = reads_codes(problem) or _reads_tables(problem)
-    fits = _fits(problem.weight, step_rows(problem.a.dtype))
-    return served and device.supports("wgmma") and fits and _is_mapped(problem)
+    fitting = fits(problem.weight, step_rows(problem.a.dtype))
+    return served and device.supports("wgmma") and fitting and _is_mapped(problem)
 
 
 def choose_mma(
@@ -159,7 +160,9 @@ def choose_mma(
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
     splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
     blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
-    warps = max(1, min(_MAX_WARPS, resident // blocks, -(-steps // splits)))
+    # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
+    warps = resident // blocks or _WARPS_OF_MANY
+    warps = max(1, min(_MAX_WARPS, warps, -(-steps // splits)))
     return PackedMmaConfig(tile_m, tile_n, warps, splits, resident // warps)
 
 
@@ -199,7 +202,7 @@ def _is_plain(problem: PackedProblem) -> bool:
     return e.out.dtype in (float16, bfloat16) and not (e.is_gated or e.has_matrix_bias or e.block_scaled or e.azp_adj)
 
 
-def _fits(weight: PackedWeight, step: int) -> bool:
+def fits(weight: PackedWeight, step: int) -> bool:
     """Whether a step of so many rows is of whole groups, or within one."""
     size = weight.group_size
     smallest = 16 if weight.layout == "marlin" else 128 // weight.bits  # of 4 bits 32, as products of W4A8 have

@@ -146,7 +146,7 @@ class PackedProblem:
     @property
     def m(self) -> int:
         """Rows of out."""
-        return self.a.rows * (1 if self.experts is None else self.experts.top_k)
+        return self.a.rows if self.experts is None else self.epilogue.out.shape[0]
 
     @property
     def places(self) -> int:
