@@ -91,6 +91,7 @@ from .ops.quantize import *
 from .ops.rotary.apply import *
 from .ops.rotary.dual_chunk import *
 from .ops.rotary.embedding import *
+from .ops.rotary.multimodal import *
 from .ops.sampling.draw import *
 from .ops.sampling.penalties import *
 from .ops.sampling.probabilities import *

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from pyops._core import device, offline
 from pyops._core.example import ArgMaker
 from pyops.ops import activation
 from pyops.ops._shared import chunks
-from pyops.testing import Layout, assert_close, same_bits
+from pyops.testing import Layout, assert_close, cpu, same_bits
 from pyops.testing.calls import assert_results, eager, expected, named, run
 from tests.calls import DEVICES, Host, example
 
@@ -59,7 +60,7 @@ EAGER = {
     "fatrelu_and_mul": ((0.3,), lambda g, u: F.threshold(g, torch.tensor(0.3, dtype=g.dtype).item(), 0.0) * u),
 }
 # Of which every element is on its own.
-BY_CHUNKS = [name for name in activation.__all__ if name != "gelu_and_mul_sparse"]
+BY_CHUNKS = [name for name in activation.__all__ if name not in ("gelu_and_mul_sparse", "silu_and_mul_per_block_quant")]
 
 
 def make(*shape: int, dtype: torch.dtype, where: str = "cpu") -> torch.Tensor:
@@ -338,6 +339,27 @@ def test_sparse_finds_registers_for_both_halves(hidden_size: int, alignment: int
     assert one.constants["MIN_BLOCKS"] * launch.block[0] < 1024  # 65536 registers for 1024 threads are 64 each
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90", one.kernel.options)
     assert (report.spill_bytes, report.stack_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("group_size", [64, 128])
+@pytest.mark.parametrize("bound", [None, 0.001, 1e-9])
+def test_silu_and_mul_by_groups(bound: float | None, group_size: int, where: str) -> None:
+    """As eager's activation and a true division by the scale of each group; NaN is the largest code, and no maximum."""
+    x = make(5, 512, dtype=torch.bfloat16, where=where)
+    x[0, 3], x[1, 256] = float("nan"), float("inf")
+    y = (F.silu(x[:, :256]) * x[:, 256:]).float().unflatten(1, (-1, group_size))
+    largest = torch.where(y.isnan(), 0.0, y.abs()).amax(-1)
+    scales = largest / torch.tensor(448.0, device=where)
+    scales = (scales if bound is None else scales.clamp(max=bound)).clamp(min=1 / (448 * 512))
+    codes = (y / scales[..., None]).nan_to_num(nan=448.0).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(1)
+    out, found = torch.empty_like(codes), torch.empty_like(scales)
+    scale_ub = None if bound is None else torch.tensor([bound], device=where)
+    with nullcontext() if where == "cuda" else cpu("kernels" if isinstance(where, Host) else "reference"):
+        pyops.silu_and_mul_per_block_quant(out, x, found, group_size, scale_ub)
+    finite = scales.isfinite().repeat_interleave(group_size, 1)
+    assert torch.equal(found, scales)
+    assert torch.equal(out.view(torch.uint8)[finite], codes.view(torch.uint8)[finite])
 
 
 @pytest.mark.parametrize("where", DEVICES)

@@ -22,7 +22,7 @@ from pyops._core import torch_library
 from pyops._core.device import Device
 from pyops._core.op import Op
 from pyops.integrations.vllm import Entry, custom_ops, override, register, table
-from pyops.integrations.vllm.schemas import SIGNATURES
+from pyops.integrations.vllm.schemas import SCHEMAS, SIGNATURES
 from pyops.integrations.vllm.signature import Argument, Signature
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, written
@@ -132,20 +132,18 @@ def test_what_passes_of_vllm_count_on(name: str, mutable: list[str]) -> None:
     assert [one.name for one in arguments if one.alias_info and one.alias_info.is_write] == mutable
 
 
-def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared() -> None:
+def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch import Tensor
 
-    name = "flashinfer_rotary_embedding"
-    if name in pyops.registry:
-        pytest.skip("it is one of the library's by now")
-    assert TABLE[name].state == "missing"
+    name = "a_new_op"
 
-    def flashinfer_rotary_embedding(
-        positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
-    ) -> None:
+    def a_new_op(positions: Tensor, query: Tensor, key: Tensor, head_size: int, is_neox: bool) -> None:
         query.copy_(key)
 
-    op = pyops.op(inout=("query", "key"))(flashinfer_rotary_embedding).op
+    schema = "a_new_op(Tensor positions, Tensor! query, Tensor! key, int head_size, bool is_neox) -> ()"
+    monkeypatch.setitem(SCHEMAS, "_C", f"{SCHEMAS['_C']}{schema}\n")
+    assert table()[name].state == "missing"
+    op = pyops.op(inout=("query", "key"))(a_new_op).op
     entry = table()[name]
     assert (entry.state, entry.ours, entry.kernel) == ("served", name, op.call)
 
@@ -267,7 +265,7 @@ def _sm100_cutlass_mla_decode() -> Case:
 
 
 def _selective_scan_fwd() -> Case:
-    args = _example("selective_scan_fwd", with_options=True, with_starts=True, with_blocks=True)
+    args = _example("selective_scan_fwd", with_options=True, with_starts=True, with_blocks=True)[:18]
     return args, [1, 6, 12], _result(pyops.selective_scan_fwd, args, 1, 6, 12)
 
 
@@ -702,13 +700,15 @@ def test_override_refuses() -> None:
     printed = run(f"""{THEIRS}
 print(refused("silu_and_mul", "silu_and_mull"))
 assert state() == "theirs"  # nothing is replaced
-print(refused("flashinfer_rotary_embedding"))
+from pyops.integrations.vllm.schemas import SCHEMAS
+SCHEMAS["_C"] += "one_that_is_lacking(Tensor! out) -> ()\\n"
+print(refused("one_that_is_lacking"))
 print(refused("mul_and_silu"))
 print(refused("gelu_new"))
 """)
     nowhere, lacking, unknown, other = printed.splitlines()
     assert nowhere == "override: silu_and_mull: is no op of vLLM"
-    assert lacking.startswith("override: flashinfer_rotary_embedding: is an op of vLLM that pyops lacks")
+    assert lacking.startswith("override: one_that_is_lacking: is an op of vLLM that pyops lacks")
     assert unknown.startswith("override: mul_and_silu: is unknown to torch: import vLLM first")
     assert other.startswith("override: gelu_new: expected the schema gelu_new(Tensor! out, Tensor input) -> ()")
 
@@ -741,7 +741,7 @@ def test_every_function_for_an_op_is_there() -> None:
     missing = {"paged_attention"}  # of ROCm, whose function is paged_attention_rocm
     assert {param.id for param in SERVED} - set(custom_ops.__all__) == missing
     assert custom_ops.rms_norm is pyops.rms_norm
-    assert custom_ops.silu_and_mul is pyops.silu_and_mul
+    assert custom_ops.rotary_embedding is pyops.rotary_embedding
 
 
 def test_what_is_missing_is_named() -> None:

@@ -124,3 +124,39 @@ def test_an_op_is_replaced_by_the_schema_that_torch_knows() -> None:
     finally:
         library._destroy()
         register("0.22")
+
+
+def test_selective_scan_fwd_in_chunks() -> None:
+    """A first chunk that fills a block is the first block: states lie where a sequence goes on in that block."""
+    args = _args("selective_scan_fwd", with_options=True, with_starts=True, with_blocks=True, with_chunks=True)
+    right = clones(args)
+    pyops.selective_scan_fwd(*right)
+    _torch_op("selective_scan_fwd")(*args)
+    assert all(same_bits(args[i], right[i]) for i in (1, 6, 12))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_persistent_topk(rank: int) -> None:
+    """The positions of the largest of the first `lengths` elements, -1 behind the last of a short row."""
+    logits, k = torch.randn(3, 40), 8
+    lengths = torch.tensor([40, 5, 20], dtype=torch.int32)
+    output, workspace = torch.empty(3, k, dtype=torch.int32), torch.empty(0, dtype=torch.uint8)
+    _torch_op("persistent_topk")(logits, lengths.view(-1, 1) if rank == 2 else lengths, output, workspace, k, 40)
+    for row, length in enumerate(lengths.tolist()):
+        right = logits[row, :length].topk(min(k, length))[1].sort()[0].tolist()
+        assert output[row].tolist() == right + [-1] * (k - len(right))
+    with pytest.raises(pyops.OpError, match="logits: expected"):
+        _torch_op("persistent_topk")(logits[0], lengths, output, workspace, k, 40)
+    with pytest.raises(pyops.OpError, match="lengths: expected 3 elements, got 2"):
+        _torch_op("persistent_topk")(logits, lengths[:2], output, workspace, k, 40)
+
+
+def test_an_insert_returns_queries() -> None:
+    name = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
+    args = _args(name)
+    right = clones(args)
+    queries = getattr(pyops, name)(*right)
+    assert same_bits(_torch_op(name)(*args), queries)
+    assert same_bits(args[2], right[2])
+    meta = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in args]
+    assert _torch_op(name)(*meta).shape == queries.shape

@@ -306,3 +306,28 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 value, expected[name], rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
             )
+
+
+@pytest.mark.parametrize("count", [3, 17])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_gate_linear(out_dtype: torch.dtype | None, count: int) -> None:
+    """Logits in their own dtype; of few tokens, not rounded on the way to float32."""
+    layer = layers.GateLinear(64, 8, out_dtype=out_dtype, params_dtype=torch.bfloat16)
+    _load(layer, torch.randn(8, 64))
+    x = torch.randn(count, 64, dtype=torch.bfloat16)
+    logits, bias = layer(x)
+    assert bias is None
+    assert logits.dtype == (out_dtype or torch.bfloat16)
+    rtol = 1e-5 if out_dtype is not None and count <= 16 else 2.0**-8
+    torch.testing.assert_close(logits.double(), x.double() @ layer.weight.double().T, rtol=rtol, atol=1e-4)
+
+
+def test_a_gate_of_float32() -> None:
+    layer = layers.GateLinear(64, 8, bias=True, force_fp32_compute=True)
+    _load(layer, torch.randn(8, 64))
+    layer.bias.data.fill_(1)
+    layer.set_out_dtype(torch.float16)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    assert torch.equal(layer(x)[0], (x.float() @ layer.weight.T + 1).half())
+    with pytest.raises(ValueError, match=r"GateLinear: out_dtype: is torch.float16 already, got torch.float32"):
+        layer.set_out_dtype(torch.float32)

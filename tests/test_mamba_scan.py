@@ -186,6 +186,42 @@ def test_states_of_blocks(block_size: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("more", [(), (40,)])
+def test_a_first_chunk_fills_a_block(more: tuple[int, ...], device: str) -> None:
+    """Sequences that go on within a block of 8: states lie at the ends of blocks. A chunk that does not exist, or is
+    longer than a block, does not count."""
+    dim, state_size, lengths = 7, 4, [3 + 8 + 5, 4, 20]
+    by, given = layer(dim, state_size), tokens(dim, state_size, sum(lengths), torch.float32)
+    chunks = [[3, 8, 5], [4], [8, 8, 4]]  # the last sequence has no chunk, or one of 20 tokens
+    slots = torch.arange(12).reshape(3, 4).int()
+    states = torch.randn(12, dim, state_size, device=device)
+    right = states.cpu().clone()
+    y, _ = scan(
+        given,
+        by,
+        states,
+        query_start_loc=ints(0, 16, 20, 40),
+        cache_indices=slots,
+        has_initial_state=torch.ones(3, dtype=torch.bool),
+        block_size=8,
+        block_idx_first_scheduled_token=ints(1, 1, 1),
+        block_idx_last_scheduled_token=ints(3, 1, 3),
+        initial_state_idx=ints(0, 0, 0),
+        cu_chunk_seqlen=ints(0, 3, 11, 16, 20, *more),
+        last_chunk_indices=ints(2, 3, 2**31 - 1),
+    )
+    begin = 0
+    for b, sizes in enumerate(chunks):
+        h = right[slots[b, 0]]
+        for i, size in enumerate(sizes):
+            part_y, _, h = truth(given.cut(begin, begin + size), by, h)
+            assert_near(y[:, begin : begin + size], part_y)
+            right[slots[b, 1 + i]] = h.float()
+            begin += size
+    assert_near(states, right.double())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_does_not_exist(device: str) -> None:
     """Padding, slots and tokens out of range, and sequences that end before they begin: nothing of them is written."""
     dim, state_size, count = 5, 4, 24

@@ -134,6 +134,10 @@ def test_wheel(tmp_path: Path) -> None:
             "pyops",
             "=",
             "pyops.__main__:script",
+            "[vllm.general_plugins]",
+            "pyops",
+            "=",
+            "pyops.integrations.vllm.plugin:activate",
         ]
     assert any(name.endswith("licenses/LICENSE") for name in held)
     assert {name.split("/")[0] for name in held} == {"pyops", "kernels_cu", info}

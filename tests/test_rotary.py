@@ -104,6 +104,29 @@ def test_pairs_turn_as_complex_numbers(is_neox: bool, device: str) -> None:
     torch.testing.assert_close(query.view_as(expected).double(), expected, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_a_float32_table_rounds_once(is_neox: bool, device: str) -> None:
+    """As FlashInfer's rotation: elements of 16 bits turn in float32. Where no angle is known, nothing turns."""
+    head_size = 64
+    positions = torch.tensor([3, 0, MAX_POSITION, -1, 9], device=device)
+    query = draw(5, 2 * head_size, dtype=torch.bfloat16, device=device)
+    key = draw(5, head_size, dtype=torch.bfloat16, device=device)
+    cache = table(MAX_POSITION, head_size, torch.float32, device)
+    cos, sin = (each[:, None] for each in cache[positions.clamp(0, MAX_POSITION - 1)].chunk(2, -1))
+    right = []
+    for rows in (query, key):
+        heads = rows.unflatten(-1, (-1, head_size)).float()
+        x, y = heads.chunk(2, -1) if is_neox else (heads[..., ::2], heads[..., 1::2])
+        pair = x * cos - y * sin, y * cos + x * sin
+        turned = torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2)
+        turned[2:4] = heads[2:4]
+        right.append(turned.flatten(-2).bfloat16())
+    pyops.flashinfer_rotary_embedding(positions, query, key, head_size, cache, is_neox)
+    assert torch.equal(query, right[0])
+    assert torch.equal(key, right[1])
+
+
 def _placed(x: torch.Tensor, layout: str) -> torch.Tensor:
     """`x` [..., heads, head_size] laid out in memory in another way."""
     *tokens, heads, head_size = x.shape

@@ -188,3 +188,16 @@ DEVICE uint32_t min_of_sums(uint32_t a, uint32_t b, uint32_t c) {
     return min(((a >> 16) + (b >> 16)) & 0xffffu, c >> 16) << 16 | min((a + b) & 0xffffu, c & 0xffffu);
 #endif
 }
+
+// Four bytes, all bits of each the sign of the byte of x (0 to 3) and y (4 to 7) that a digit of SELECTOR says, from the last
+// digit on. __byte_perm does not pass on the bit that asks for this.
+template <uint32_t SELECTOR>
+DEVICE uint32_t signs_of_bytes(uint32_t x, uint32_t y) {
+#if PYOPS_CUDA
+    uint32_t result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "n"(SELECTOR | 0x8888));
+    return result;
+#else
+    return (__byte_perm(x, y, SELECTOR) >> 7 & 0x01010101u) * 0xff;
+#endif
+}

@@ -10,20 +10,8 @@
 // The tensor's map of codes is, from the fastest dimension on, [128, N / 32, K / 32], boxes of 128 x TILE_N / 32 x 4.
 // Constants are the kernel's.
 #pragma once
+#include "arith.cuh"
 #include "packed_weight.cuh"
-
-// Four bytes, all bits of each the sign of the byte of x (0 to 3) and y (4 to 7) that a digit of SELECTOR says, from the last
-// digit on. __byte_perm does not pass on the bit that asks for this.
-template <uint32_t SELECTOR>
-DEVICE uint32_t signs_of_bytes(uint32_t x, uint32_t y) {
-#if PYOPS_CUDA
-    uint32_t result;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "n"(SELECTOR | 0x8888));
-    return result;
-#else
-    return (__byte_perm(x, y, SELECTOR) >> 7 & 0x01010101u) * 0xff;
-#endif
-}
 
 // The codes of a lane in a product: a word of each of its columns.
 struct TableCode {

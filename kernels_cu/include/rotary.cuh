@@ -31,6 +31,19 @@ DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const float (&cosine)[N], const flo
     y = Vec<T, N>::from_floats(b);
 }
 
+// Turns pairs (x, y) by angles of T, rounding as the first of the functions above, or by angles of float, as the second.
+template <typename T, typename A, int N>
+DEVICE void turn_by(Vec<T, N>& x, Vec<T, N>& y, const Vec<A, N>& cosine, const Vec<A, N>& sine) {
+    if constexpr (is_same<T, A>) {
+        turn(x, y, cosine, sine);
+    } else {
+        float cosines[N], sines[N];
+        cosine.to_floats(cosines);
+        sine.to_floats(sines);
+        turn(x, y, cosines, sines);
+    }
+}
+
 // N neighbouring pairs of a head: the first elements in x, the second elements in y. A memory access moves ACCESS
 // elements, at most N if IS_NEOX, else at most 2 * N. Without IS_NEOX, 2 * N elements must fit into 16 bytes.
 template <typename T, int N, int HALF, bool IS_NEOX, int ACCESS>

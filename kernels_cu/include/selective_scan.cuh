@@ -111,12 +111,14 @@ struct Sequence {
     int64_t number, begin, end;  // tokens; none, or those that do not exist, if begin >= end
     int64_t slot;                // of the state that it begins with; -1 if the slot does not exist
     int64_t block_size;          // tokens behind which a state is stored
+    int64_t first_size;          // those of the first block
     Slots slots;
     const int32_t *of_first, *of_last;  // columns of the slots of the first block and behind the last, or null
 
     DEVICE Sequence(int64_t number, const int32_t* query_start_loc, const int32_t* cache_indices,
                     const int32_t* of_first, const int32_t* of_last, const int32_t* of_initial, int64_t num_tokens,
-                    int64_t num_slots, int64_t columns, int64_t pad_slot_id, int64_t size, int64_t slots_stride)
+                    int64_t num_slots, int64_t columns, int64_t pad_slot_id, int64_t size, int64_t slots_stride,
+                    const int32_t* cu_chunk_seqlen, const int32_t* last_chunk_indices, int64_t num_chunks)
         : number(number),
           begin(0),
           end(num_tokens),
@@ -129,11 +131,16 @@ struct Sequence {
             if (begin < 0 || end > num_tokens) end = begin;
         }
         slot = columns < 0 ? number : slots.at(of_last ? of_initial[number] : 0);
-        block_size = of_last ? size : end - begin;
+        first_size = block_size = of_last ? size : end - begin;
+        if (!last_chunk_indices) return;
+        const int64_t chunk = number ? int64_t(last_chunk_indices[number - 1]) + 1 : 0;
+        if (chunk < 0 || chunk >= num_chunks) return;
+        const int64_t tokens = int64_t(cu_chunk_seqlen[chunk + 1]) - cu_chunk_seqlen[chunk];
+        if (tokens >= 1 && tokens <= block_size) first_size = tokens;
     }
 
     DEVICE bool empty() const { return begin >= end || slot < 0; }
-    DEVICE Tile first_tile() const { return Tile::from(begin, end - begin <= block_size ? end : begin + block_size); }
+    DEVICE Tile first_tile() const { return Tile::from(begin, end - begin <= first_size ? end : begin + first_size); }
     // The slot of the state behind block `block`, whose last token is that of the tile; -1 if there is none.
     DEVICE int64_t slot_behind(const Tile& tile, int64_t block) const {
         if (!of_last) return slot;

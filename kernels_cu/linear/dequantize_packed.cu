@@ -19,7 +19,7 @@
 //     RECODED       integers of 4 bits are what marlin_int4_fp8_preprocess has made of them
 //     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     HAS_SCALES    there are scales
-//     WEIGHT_SCALES    a scale is multiplied by one of the whole weight, too
+//     WEIGHT_SCALES    a scale is multiplied by one of the whole weight, too, of weight_scale_t
 //     PRODUCTS      scales are tables of their products with codes, and SCALE is none
 //     SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   of the columns of scales, and of zero points that are floats: a name of column_order.cuh

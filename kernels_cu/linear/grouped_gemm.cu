@@ -17,7 +17,7 @@
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
-//     out_t, A_SCALES, B_SCALES, BIAS, ROUTED, ACTIVATION, GATED    what there is of the epilogue, and its functions
+//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    what there is of the epilogue, and its functions
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
 //     TILE_M        rows of a tile: 64 or 128
 //     TILE_N        rows of b in a tile: a multiple of 32, of 64 with a TILE_M of 64 and two halves; at most 256 for a

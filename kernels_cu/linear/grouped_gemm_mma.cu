@@ -17,7 +17,7 @@
 //
 // Constants
 //     scalar_t      element type of a and b: half_t, bf16_t, fp8 or int8_t
-//     out_t, A_SCALES, B_SCALES, BIAS, ROUTED, ACTIVATION, GATED    what there is of the epilogue, and its functions
+//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    what there is of the epilogue, and its functions
 //     SCALE_BLOCK   elements under one scale: as many as a step has, or 0
 //     VEC_SIZE      elements of one access to a and b; divides K
 //     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and its warps along both

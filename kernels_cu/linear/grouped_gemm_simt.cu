@@ -13,7 +13,7 @@
 //
 // Constants
 //     scalar_t      element type of a and b
-//     out_t, A_SCALES, B_SCALES, BIAS, ROUTED, ACTIVATION, GATED    what there is of the epilogue, and its functions
+//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    what there is of the epilogue, and its functions
 //     SCALE_BLOCK   elements under one scale, or 0
 //     TILE_M, TILE_N    multiples of 4
 //     GROUP         tiles of one expert that are counted down together

@@ -315,12 +315,14 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
                    const int32_t* block_idx_first_scheduled_token,  // [batch] or null
                    const int32_t* block_idx_last_scheduled_token,   // [batch] or null
                    const int32_t* initial_state_idx,                // [batch] or null
-                   int64_t num_tokens, int64_t num_slots, int64_t columns, int64_t pad_slot_id, int64_t block_size,
-                   bool delta_softplus, int group_dim, int group_blocks, int num_groups, int64_t u_batch_stride,
-                   int64_t u_stride, int64_t delta_batch_stride, int64_t delta_stride, int64_t z_batch_stride,
-                   int64_t z_stride, int64_t A_stride, int64_t B_batch_stride, int64_t B_group_stride, int64_t B_stride,
-                   int64_t C_batch_stride, int64_t C_group_stride, int64_t C_stride, int64_t slots_stride,
-                   int64_t slot_stride, int64_t state_stride) {
+                   const int32_t* cu_chunk_seqlen,                  // [num_chunks + 1] or null
+                   const int32_t* last_chunk_indices,               // [batch] or null
+                   int64_t num_tokens, int64_t num_slots, int64_t columns, int64_t num_chunks, int64_t pad_slot_id,
+                   int64_t block_size, bool delta_softplus, int group_dim, int group_blocks, int num_groups,
+                   int64_t u_batch_stride, int64_t u_stride, int64_t delta_batch_stride, int64_t delta_stride,
+                   int64_t z_batch_stride, int64_t z_stride, int64_t A_stride, int64_t B_batch_stride,
+                   int64_t B_group_stride, int64_t B_stride, int64_t C_batch_stride, int64_t C_group_stride,
+                   int64_t C_stride, int64_t slots_stride, int64_t slot_stride, int64_t state_stride) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     Buffer* buffers = reinterpret_cast<Buffer*>(memory);
@@ -332,7 +334,7 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
 
     const Sequence own(sequence, query_start_loc, cache_indices, block_idx_first_scheduled_token,
                        block_idx_last_scheduled_token, initial_state_idx, num_tokens, num_slots, columns, pad_slot_id,
-                       block_size, slots_stride);
+                       block_size, slots_stride, cu_chunk_seqlen, last_chunk_indices, num_chunks);
     if (own.empty()) return;
 
     Rows rows;

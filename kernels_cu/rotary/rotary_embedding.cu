@@ -2,6 +2,7 @@
 //
 //     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
 //
+// or, if angles are float32 and T is not, x' = T(x * cos - y * sin), y' = T(y * cos + x * sin) in float32,
 // for the pairs (x, y) of ROTARY_DIM elements of each head, from element rope_dim_offset on (rotary.cuh). cos and sin
 // belong to the position of the token; INVERSE turns by the negative angle.
 //
@@ -16,7 +17,8 @@
 // (HeadIndex in rotary.cuh). The loads of the heads are issued before the position is needed.
 //
 // Constants
-//     scalar_t       T: element type of query, key and cos_sin_cache
+//     scalar_t       T: element type of query and key
+//     angle_t        element type of cos_sin_cache: T or float
 //     position_t     element type of positions
 //     NUM_HEADS_Q    heads of query
 //     NUM_HEADS_K    heads of key; 0 if key is null
@@ -28,7 +30,7 @@
 //     SECTION_H      pairs of axis 1
 //     INTERLEAVED    the axes take turns at the pairs
 //     LEADING        leading dimensions that number the tokens: 1 or 2
-//     PAIRS          neighbouring pairs of a thread; divides ROTARY_DIM / 2
+//     PAIRS          neighbouring pairs of a thread; divides ROTARY_DIM / 2; their cosines fit into 16 bytes
 //     ACCESS_SIZE    elements of query or key in one memory access
 //     CACHE_ACCESS   elements of cos_sin_cache in one memory access
 //     THREAD_HEADS   the largest number of heads of a thread
@@ -38,7 +40,7 @@
 
 constexpr int HALF = ROTARY_DIM / 2;
 constexpr int SECTION_W = HALF - SECTION_T - SECTION_H;
-using vec_t = Vec<scalar_t, PAIRS>;
+using angles_t = Vec<angle_t, PAIRS>;
 using pairs_t = Pairs<scalar_t, PAIRS, HALF, IS_NEOX, ACCESS_SIZE>;
 
 // The axis whose position a pair takes.
@@ -50,12 +52,12 @@ constexpr DEVICE int axis_of(int pair) {
 }
 
 // Cosines or sines of PAIRS pairs from `first` on. `table` begins at the cosines or the sines of row 0 of the cache.
-DEVICE vec_t load_angles(const scalar_t* table, const int64_t (&position)[AXES], int first) {
-    vec_t angles = vec_t::load<CACHE_ACCESS>(table + position[0] * ROTARY_DIM + first);
+DEVICE angles_t load_angles(const angle_t* table, const int64_t (&position)[AXES], int first) {
+    angles_t angles = angles_t::load<CACHE_ACCESS>(table + position[0] * ROTARY_DIM + first);
     if constexpr (AXES == 3) {
 #pragma unroll
         for (int axis = 1; axis < AXES; ++axis) {
-            const vec_t other = vec_t::load<CACHE_ACCESS>(table + position[axis] * ROTARY_DIM + first);
+            const angles_t other = angles_t::load<CACHE_ACCESS>(table + position[axis] * ROTARY_DIM + first);
 #pragma unroll
             for (int i = 0; i < PAIRS; ++i) {
                 if (axis_of(first + i) == axis) angles.data[i] = other.data[i];
@@ -66,10 +68,10 @@ DEVICE vec_t load_angles(const scalar_t* table, const int64_t (&position)[AXES],
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-rotary_embedding(const position_t* positions,    // [AXES, num_tokens]
-                 scalar_t* query,                // [num_tokens, NUM_HEADS_Q, head_size]
-                 scalar_t* key,                  // [num_tokens, NUM_HEADS_K, head_size] or null
-                 const scalar_t* cos_sin_cache,  // [max_position, ROTARY_DIM]
+rotary_embedding(const position_t* positions,   // [AXES, num_tokens]
+                 scalar_t* query,               // [num_tokens, NUM_HEADS_Q, head_size]
+                 scalar_t* key,                 // [num_tokens, NUM_HEADS_K, head_size] or null
+                 const angle_t* cos_sin_cache,  // [max_position, ROTARY_DIM]
                  int64_t num_tokens, int size1, int64_t max_position, int64_t rope_dim_offset, int64_t axis_stride,
                  int64_t positions_stride0, int64_t positions_stride1, int64_t query_stride0, int64_t query_stride1,
                  int64_t query_head_stride, int64_t key_stride0, int64_t key_stride1, int64_t key_head_stride) {
@@ -94,14 +96,14 @@ rotary_embedding(const position_t* positions,    // [AXES, num_tokens]
     for (int axis = 0; axis < AXES; ++axis) {
         if (position[axis] < 0 || position[axis] >= max_position) return;
     }
-    const vec_t cosine = load_angles(cos_sin_cache, position, first);
-    vec_t sine = load_angles(cos_sin_cache + HALF, position, first);
+    const angles_t cosine = load_angles(cos_sin_cache, position, first);
+    angles_t sine = load_angles(cos_sin_cache + HALF, position, first);
     if constexpr (INVERSE) {
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) sine.data[i] = from_float<scalar_t>(-to_float(sine.data[i]));
+        for (int i = 0; i < PAIRS; ++i) sine.data[i] = from_float<angle_t>(-to_float(sine.data[i]));
     }
     at.for_each([&](int i, int head) {
-        turn(pairs[i].x, pairs[i].y, cosine, sine);
+        turn_by(pairs[i].x, pairs[i].y, cosine, sine);
         pairs[i].store(address(head), first);
     });
 }

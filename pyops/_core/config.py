@@ -41,6 +41,11 @@ def jit_forbidden() -> bool:
     return mode == "error"
 
 
+def vllm_ops() -> tuple[str, ...]:
+    """PYOPS_VLLM=all, or names with commas between: the ops of vLLM that its plugin replaces; none where not set."""
+    return tuple(name for part in os.environ.get("PYOPS_VLLM", "").split(",") if (name := part.strip()))
+
+
 _cpu: str | None = None
 
 

@@ -64,7 +64,9 @@ def load(
     folder, device, config = Path(folder), _device(device), Config.read(folder)
     if dtype is not None and dtype not in DTYPES:
         raise ModelError("dtype", f"expected {' or '.join(DTYPES)}, got {dtype!r}")
-    headers = _headers(folder)
+    behind = range(config.num_hidden_layers, config.num_hidden_layers + config.num_layers_not_read)
+    not_read = tuple(f"{config.names.layers}.{i}." for i in behind)
+    headers = {name: header for name, header in _headers(folder).items() if not name.startswith(not_read)}
     if "lm_head.weight" in headers:  # a file with a head of its own is right even if the config ties it
         config = replace(config, tie_word_embeddings=False)
     if len(headers) < config.num_hidden_layers:
@@ -75,9 +77,12 @@ def load(
     def made(where: Any) -> Decoder:
         return Decoder(config, dtype, where) if group is None else ParallelDecoder(config, group, dtype, where)
 
-    total, free = sum(tensor.nbytes for tensor in made("meta").tensors().values()), free_bytes(device)
-    if free < total:
-        raise ModelError(folder, f"its weights take {total / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
+    own, free = made("meta").tensors().values(), free_bytes(device)
+    total = sum(tensor.nbytes for tensor in own)
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in own}
+    needed = sum(storages.values())  # more than `total` where codes are decoded
+    if free < needed:
+        raise ModelError(folder, f"its weights take {needed / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
     model, done = made(device), 0
     places = model.tensors()
     for shard in dict.fromkeys(header.shard for header in headers.values()):
@@ -87,6 +92,7 @@ def load(
                 done += places[name].nbytes
                 if progress:
                     progress(done, total)
+    model.decode()
     return model
 
 

@@ -135,7 +135,6 @@ class FusedMoE(CustomOp):
         num_experts, top_k: experts, and experts of a token.
         hidden_size, intermediate_size: elements of a hidden state, and of an expert's.
         params_dtype: of the weights; None for torch's default.
-        reduce_results: whether results of all ranks are added up.
         renormalize: whether the weights of a token's experts are divided by their sum.
         use_grouped_topk, num_expert_group, topk_group: whether experts are chosen from the best groups, of how many.
         quant_config: None.
@@ -150,6 +149,7 @@ class FusedMoE(CustomOp):
         activation: one of those of `pyops.grouped_gemm`, with a gate.
         is_act_and_mul: whether the activation has a gate; otherwise it is that of the name with "_no_mul".
         has_bias: whether there are biases.
+        reduce_results: whether results of all ranks are added up.
     """
 
     def __init__(
@@ -159,7 +159,6 @@ class FusedMoE(CustomOp):
         hidden_size: int,
         intermediate_size: int,
         params_dtype: torch.dtype | None = None,
-        reduce_results: bool = False,
         renormalize: bool = True,
         use_grouped_topk: bool = False,
         num_expert_group: int | None = None,
@@ -178,6 +177,8 @@ class FusedMoE(CustomOp):
         activation: str = "silu",
         is_act_and_mul: bool = True,
         has_bias: bool = False,
+        *,
+        reduce_results: bool = False,
     ) -> None:
         super().__init__()
         if not is_act_and_mul:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from ..ops.linear import dsv3_router_gemm
 from .custom_op import PluggableLayer
 from .parallel import (
     divide,
@@ -39,9 +40,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ColumnParallelLinear",
+    "GateLinear",
     "ReplicatedLinear",
     "RowParallelLinear",
 ]
+
+_MAX_FEW_TOKENS = 16  # up to which `dsv3_router_gemm` reads the weight once
 
 
 def new_parameter(shape: Sequence[int], dtype: torch.dtype | None, loader: Callable[..., None]) -> nn.Parameter:
@@ -272,3 +276,49 @@ class RowParallelLinear(_Linear):
         if self.reduce_results and self.tp_size > 1:
             output = tensor_model_parallel_all_reduce(output)
         return self._result(output)
+
+
+@PluggableLayer.register("gate_linear")
+class GateLinear(ReplicatedLinear):
+    """Logits of experts, ``y = x W^T + b``, in a dtype of their own.
+
+    ``forward(x)`` takes [num_tokens, input_size] and returns (logits [num_tokens, output_size], None). In bfloat16 and
+    without a bias, up to 16 tokens are `pyops.dsv3_router_gemm`, which does not round the sums of float32 logits.
+
+    Args:
+        input_size, output_size: elements of a hidden state, and experts.
+        bias: whether there is a bias.
+        out_dtype: of the logits; None for that of the weight. `set_out_dtype` may say it later.
+        params_dtype: of the parameters; None for torch's default.
+        force_fp32_compute: whether parameters are float32, and tokens are converted.
+        prefix: the name of the layer in its model.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = False,
+        out_dtype: torch.dtype | None = None,
+        params_dtype: torch.dtype | None = None,
+        force_fp32_compute: bool = False,
+        prefix: str = "",
+    ) -> None:
+        params_dtype = torch.float32 if force_fp32_compute else params_dtype
+        super().__init__(input_size, output_size, bias=bias, params_dtype=params_dtype, prefix=prefix)
+        self.out_dtype = out_dtype
+
+    def set_out_dtype(self, out_dtype: torch.dtype) -> None:
+        """Say the dtype of the logits, once."""
+        if self.out_dtype is not None:
+            raise ValueError(f"GateLinear: out_dtype: is {self.out_dtype} already, got {out_dtype}")
+        self.out_dtype = out_dtype
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        dtype = self.out_dtype or self.weight.dtype
+        narrow = x.dtype == self.weight.dtype == torch.bfloat16 and dtype in (torch.bfloat16, torch.float32)
+        if narrow and self.bias is None and x.ndim == 2 and len(x) <= _MAX_FEW_TOKENS:
+            logits = x.new_empty(len(x), self.output_size, dtype=dtype)
+            dsv3_router_gemm(logits, x, self.weight)
+            return logits, None
+        return linear(x.to(self.weight.dtype), self.weight, self.bias).to(dtype), None

@@ -29,10 +29,10 @@ _COMMON = {"each", "every", "from", "have", "other", "same", "test", "than", "th
 
 @cache
 def kernels_of(op: Op) -> frozenset[str]:
-    """The files of the kernels that the op's example launches in any case, with few or many tokens."""
+    """The files of the kernels that the op's example launches in any case, with few tokens, some, or many."""
     assert op.example is not None
     found: set[str] = set()
-    for case, more in product(axes.combinations(op), ({}, {"num_tokens": 4096})):
+    for case, more in product(axes.combinations(op), ({}, {"num_tokens": 256}, {"num_tokens": 4096})):
         launches = op.launches(*op.example(ArgMaker(device.model()), **case, **more))
         found |= {one.specialisation.kernel.file for one in launches}
     return frozenset(found)

@@ -3,8 +3,8 @@
 A file imports only files above it:
 
 schemas signature adapters       vLLM's schemas and signatures; a schema read; what takes its arguments where no op does
-table library                    which op serves which; torch.library
-weight_only custom_ops           functions like those of ``vllm._custom_ops``
+table library plugin             which op serves which; torch.library; what vLLM calls when it starts
+newer weight_only custom_ops     functions like those of ``vllm._custom_ops``
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from ..._core.errors import OpError
 from ..._core.lazy import torch
 from ...ops.attention import convert_vertical_slash_indexes_mergehead as _convert_vertical_slash_indexes_mergehead
 from ...ops.attention import merge_attn_states as _merge_attn_states
@@ -21,6 +22,7 @@ from ...ops.norm import fused_qk_norm_rope as _fused_qk_norm_rope
 from ...ops.quantize import per_token_group_fp8_quant as _per_token_group_fp8_quant
 from ...ops.quantize import scaled_fp4_quant as _scaled_fp4_quant
 from ...ops.quantize import static_scaled_fp8_quant as _static_scaled_fp8_quant
+from ...ops.sampling import top_k_per_row_decode as _top_k_per_row_decode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +141,7 @@ def gptq_marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tenso
     return marlin_gemm(a, c_or_none, *others)
 
 
-@_adapter("0.16")
+@_adapter("0.16", "0.22")
 def selective_scan_fwd(*args: Any) -> None:
     """selective_scan_fwd, which of the tensors that are marked as written writes delta, z_ and ssm_states"""
     _selective_scan_fwd(*args)
@@ -179,6 +181,19 @@ def scaled_fp4_quant_out(
 ) -> None:
     """scaled_fp4_quant, whose outputs come last, by name"""
     _scaled_fp4_quant(output, input, output_scale, input_scale, is_sf_swizzled_layout)
+
+
+@_adapter("0.22")
+def persistent_topk(
+    logits: Tensor, lengths: Tensor, output: Tensor, workspace: Tensor, k: int, max_seq_len: int
+) -> None:
+    """top_k_per_row_decode, for rows of one sequence each, which needs no workspace"""
+    if logits.ndim != 2:
+        raise OpError("persistent_topk", "logits", f"expected [num_rows, columns], got shape {tuple(logits.shape)}")
+    if lengths.numel() != len(logits):
+        raise OpError("persistent_topk", "lengths", f"expected {len(logits)} elements, got {lengths.numel()}")
+    stride0, stride1 = logits.stride()
+    _top_k_per_row_decode(logits, 1, lengths.flatten(), output, len(logits), stride0, stride1, k)
 
 
 def _empty_like(tensor: Tensor, device: Any) -> Tensor:

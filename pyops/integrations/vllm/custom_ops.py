@@ -18,7 +18,7 @@ import pyops
 from ..._core.errors import OpError
 from ..._core.lazy import optional
 from ...ops import attention, linear, moe, norm, quantize, sampling
-from . import adapters, weight_only
+from . import adapters, newer, weight_only
 from .schemas import SCHEMAS, SCHEMAS_0_22, SIGNATURES
 
 if TYPE_CHECKING:
@@ -44,36 +44,6 @@ def rms_norm_dynamic_per_token_quant(
     output = torch.empty_like(input, dtype=quant_dtype)
     scales = input.new_empty(input.shape[:-1].numel(), 1, dtype=torch.float32)
     norm.rms_norm_dynamic_per_token_quant(output, input, weight, scales, epsilon, scale_ub, residual)
-    return output, scales
-
-
-def rms_norm_per_block_quant(
-    input: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    quant_dtype: torch.dtype,
-    group_size: list[int],
-    scale_ub: Tensor | None = None,
-    residual: Tensor | None = None,
-    is_scale_transposed: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of `pyops.rms_norm_per_block_quant`, which are new.
-
-    The codes have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn, float8_e4m3fnuz or
-    int8; the scales are [num_tokens, hidden_size / group] float32, in memory transposed if `is_scale_transposed`.
-    `group_size` is two numbers, of which the second is the elements of a group. A `residual` is read and written.
-    """
-    if len(group_size) != 2 or group_size[1] < 1:
-        raise OpError("rms_norm_per_block_quant", "group_size", f"expected [1, elements], got {group_size}")
-    num_tokens, num_groups = input.shape[:-1].numel(), input.shape[-1] // group_size[1]
-    output = torch.empty_like(input, dtype=quant_dtype)
-    if is_scale_transposed:
-        scales = input.new_empty(num_groups, num_tokens, dtype=torch.float32).t()
-    else:
-        scales = input.new_empty(num_tokens, num_groups, dtype=torch.float32)
-    norm.rms_norm_per_block_quant(
-        output, input, weight, scales, epsilon, scale_ub, residual, group_size[1], is_scale_transposed
-    )
     return output, scales
 
 
@@ -275,7 +245,6 @@ shuffle_rows = moe.shuffle_rows.new
 apply_repetition_penalties_torch = sampling.apply_repetition_penalties_.reference
 apply_repetition_penalties_cuda = sampling.apply_repetition_penalties_
 scaled_fp4_experts_quant = quantize.nvfp4_experts_quant
-scaled_fp4_quant = quantize.nvfp4_quant
 silu_and_mul_scaled_fp4_experts_quant = quantize.silu_and_mul_nvfp4_experts_quant
 
 
@@ -311,17 +280,20 @@ def _conforms(function: Callable[..., Any], signature: inspect.Signature) -> boo
 
 
 _theirs = _signatures()
+_NEWER = ("awq_marlin_moe_repack", "gptq_marlin_moe_repack", "topk_hash_softplus_sqrt")  # no op of 0.22 has these names
 _ops = [
     re.split(r"[.(]", line)[0]
     for schemas in (*SCHEMAS.values(), *SCHEMAS_0_22.values())
     for line in schemas.split("\n")[1:-1]
 ]
-for _name in {*_theirs, *_ops} - globals().keys():
-    _found = getattr(weight_only, _name, None) or getattr(pyops, _name, None)
+for _name in {*_theirs, *_ops, *_NEWER} - globals().keys():
+    _found = getattr(newer, _name, None) or getattr(weight_only, _name, None) or getattr(pyops, _name, None)
+    if callable(_found) and _name in newer.KEYWORDS:
+        _found = newer.with_keywords(_found, newer.KEYWORDS[_name])
     if callable(_found) and (_name not in _theirs or _conforms(_found, _theirs[_name])):
         globals()[_name] = _found
 
-__all__ = sorted({*_theirs, *_ops} & globals().keys())
+__all__ = sorted({*_theirs, *_ops, *_NEWER} & globals().keys())
 
 
 def __getattr__(name: str) -> Any:

@@ -26,6 +26,7 @@ __all__ = [
     "machete_prepack_B",
     "machete_supported_schedules",
     "marlin_gemm",
+    "moe_wna16_marlin_gemm",
 ]
 
 
@@ -81,6 +82,73 @@ def marlin_gemm(
 
 
 gptq_marlin_gemm = marlin_gemm
+
+
+def moe_wna16_marlin_gemm(
+    input: Tensor,
+    output: Tensor | None,
+    b_qweight: Tensor,
+    b_bias: Tensor | None,
+    b_scales: Tensor,
+    a_scales: Tensor | None,
+    global_scale: Tensor | None,
+    b_qzeros: Tensor | None,
+    g_idx: Tensor | None,
+    perm: Tensor | None,
+    workspace: Tensor | None,
+    sorted_token_ids: Tensor,
+    expert_ids: Tensor,
+    num_tokens_past_padded: Tensor,
+    topk_weights: Tensor,
+    moe_block_size: int,
+    top_k: int,
+    mul_topk_weights: bool,
+    b_q_type: Any,
+    size_m: int,
+    size_n: int,
+    size_k: int,
+    is_k_full: bool,
+    use_atomic_add: bool,
+    use_fp32_reduce: bool,
+    is_zp_float: bool,
+    thread_k: int = -1,
+    thread_n: int = -1,
+    blocks_per_sm: int = -1,
+) -> Tensor:
+    """`pyops.moe_wna16_marlin_gemm` into `output`, which is returned, or into a new tensor."""
+    c = input.new_empty(size_m * top_k, size_n) if output is None else output
+    linear.moe_wna16_marlin_gemm(
+        input,
+        c,
+        b_qweight,
+        b_bias,
+        b_scales,
+        a_scales,
+        global_scale,
+        b_qzeros,
+        g_idx,
+        perm,
+        workspace,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_past_padded,
+        topk_weights,
+        moe_block_size,
+        top_k,
+        mul_topk_weights,
+        _id(b_q_type),
+        size_m,
+        size_n,
+        size_k,
+        is_k_full,
+        use_atomic_add,
+        use_fp32_reduce,
+        is_zp_float,
+        thread_k,
+        thread_n,
+        blocks_per_sm,
+    )
+    return c
 
 
 def gptq_marlin_24_gemm(

@@ -1,11 +1,11 @@
-"""A gated activation whose results are fp8 codes."""
+"""A gated activation whose results are codes, under one given scale or under scales of groups."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import E4M3, bfloat16, float16
+from ..._core.dtypes import E4M3, bfloat16, float16, float32, int8
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
@@ -16,9 +16,12 @@ from ._common import check_halves, min_blocks_of_silu
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["silu_and_mul_quant"]
+__all__ = ["silu_and_mul_per_block_quant", "silu_and_mul_quant"]
 
 _silu_and_mul_quant = Kernel("activation/silu_and_mul_quant.cu")
+_silu_and_mul_per_block_quant = Kernel("activation/silu_and_mul_per_block_quant.cu")
+# Elements of a thread of the second kernel, and its threads: small blocks, so that few rows reach every multiprocessor.
+_VEC_SIZE, _NUM_THREADS = 8, 128
 
 
 @op(out="result", ulps=0)
@@ -66,3 +69,99 @@ def example_silu_and_mul_quant(
     result = make.empty(num_tokens, hidden_size, dtype=quant_dtype)
     input = make.randn(num_tokens, 2 * hidden_size, dtype=dtype)
     return result, input, make.full(1, value=0.02, dtype="float32")
+
+
+@op(out=("out", "scales"), ulps=0)
+def silu_and_mul_per_block_quant(
+    out: Tensor,
+    input: Tensor,
+    scales: Tensor,
+    group_size: int,
+    scale_ub: Tensor | None = None,
+    is_scale_transposed: bool = False,
+) -> None:
+    """`silu_and_mul` written as int8 or fp8, with one scale per group of neighbouring elements, computed from it.
+
+    ``y = T(T(silu(g)) * u)`` for ``input = [g, u]``, ``scales = max(min(max|y| / largest, scale_ub), smallest)`` over a
+    group, ``out = code(y / scales)``. largest is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8; smallest
+    1 / (512 * largest), for int8 2^-23. int8 multiplies by the reciprocal of the scale. NaN is ignored by the maximum
+    and becomes the largest fp8 code or int8 0. What `silu_and_mul` and a quantisation of its result give.
+
+    Args:
+        out: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
+        input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride; hidden_size a multiple of group_size.
+        scales: [num_tokens, hidden_size / group_size] float32, written; any strides.
+        group_size: 64 or 128.
+        scale_ub: one float32 that bounds every scale; only with fp8.
+        is_scale_transposed: vLLM's; it has no effect, as the strides of `scales` say where a scale lies.
+    """
+    gate, up = input.chunk(2, dim=-1)
+    y = (torch.nn.functional.silu(gate) * up).float().unflatten(-1, (-1, group_size))
+    absmax = fp8.absmax(y)
+    if scale_ub is not None:
+        # The bound of scales as one of magnitudes would round: scales are bounded themselves.
+        largest = torch.full_like(absmax, fp8.largest_code(out.dtype))
+        scale = torch.fmin(absmax / largest, scale_ub.reshape(())).fmax(1.0 / (largest * 512.0))
+        codes = fp8.saturate(y / scale, out.dtype)
+    else:
+        codes, scale = fp8.dynamic_codes(y, absmax, None, out.dtype)
+    out.copy_(codes.flatten(-2))
+    scales.copy_(scale.reshape(scales.shape))
+
+
+@silu_and_mul_per_block_quant.plan
+def plan_silu_and_mul_per_block_quant(
+    out: TensorArg, input: TensorArg, scales: TensorArg, group_size: int, scale_ub: TensorArg | None
+) -> Launch:
+    check.dtype(input, float16, bfloat16)
+    check_halves(out, input)
+    check.dtype(out, *E4M3, int8)
+    if group_size not in (64, 128):
+        raise check.refuse(input, "group_size", f"expected 64 or 128, got {group_size}")
+    hidden_size, num_rows = out.shape[-1], check.num_rows(out)
+    if hidden_size % group_size:
+        raise out.error(f"expected a last dimension that is a multiple of group_size={group_size}, got {hidden_size}")
+    check.dtype(scales, float32)
+    check.sizes(scales, num_tokens=num_rows, groups=hidden_size // group_size)
+    check.scalar(scale_ub)
+    if scale_ub is not None and out.dtype is int8:
+        raise scale_ub.error("is only taken with an output of fp8, got int8")
+    return _silu_and_mul_per_block_quant(
+        scalar_t=input.dtype,
+        code_t=out.dtype,
+        HIDDEN_SIZE=hidden_size or group_size,
+        GROUP_SIZE=group_size,
+        ACCESS_SIZE=check.vector_width(_VEC_SIZE, out, input),
+        HAS_BOUND=scale_ub is not None,
+        NUM_THREADS=_NUM_THREADS,
+        MIN_BLOCKS=2 * min_blocks_of_silu(input),
+    ).launch(
+        grid=-(-num_rows * hidden_size // (_VEC_SIZE * _NUM_THREADS)),
+        block=_NUM_THREADS,
+        num_rows=num_rows,
+        out_stride=check.row_stride(out),
+        input_stride=check.row_stride(input),
+        scale_stride=scales.strides[0],
+        scale_group_stride=scales.strides[1],
+    )
+
+
+@silu_and_mul_per_block_quant.example
+def example_silu_and_mul_per_block_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[14336, 768] = 14336,
+    dtype: Literal["float16", "bfloat16"] = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz", "int8"] = "float8_e4m3fn",
+    group_size: Literal[128, 64] = 128,
+    with_bound: bool = False,
+) -> tuple[Any, ...]:
+    return (
+        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
+        make.randn(num_tokens, 2 * hidden_size, dtype=dtype),
+        make.empty(num_tokens, hidden_size // group_size, dtype="float32"),
+        group_size,
+        make.full(1, value=0.002, dtype="float32") if with_bound and quant_dtype != "int8" else None,
+        False,
+    )

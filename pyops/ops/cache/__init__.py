@@ -15,16 +15,20 @@ from __future__ import annotations
 from .blocks import copy_blocks, copy_blocks_mla, copy_cache_blocks, swap_blocks
 from .concat_and_cache_mla import concat_and_cache_mla
 from .concat_and_cache_mla_rope_fused import concat_and_cache_mla_rope_fused
+from .concat_mla_q import concat_mla_q
 from .convert_fp8 import convert_fp8
 from .cp_gather_and_upconvert_fp8_kv_cache import cp_gather_and_upconvert_fp8_kv_cache
+from .deepseek_v4 import fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
 from .gather import cp_gather_cache, gather_and_maybe_dequant_cache
 from .indexer import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
 from .reshape_and_cache import reshape_and_cache
 from .reshape_and_cache_flash import reshape_and_cache_flash
+from .swap_batch import swap_blocks_batch
 
 __all__ = [
     "concat_and_cache_mla",
     "concat_and_cache_mla_rope_fused",
+    "concat_mla_q",
     "convert_fp8",
     "copy_blocks",
     "copy_blocks_mla",
@@ -32,9 +36,11 @@ __all__ = [
     "cp_gather_and_upconvert_fp8_kv_cache",
     "cp_gather_cache",
     "cp_gather_indexer_k_quant_cache",
+    "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
     "gather_and_maybe_dequant_cache",
     "indexer_k_quant_and_cache",
     "reshape_and_cache",
     "reshape_and_cache_flash",
     "swap_blocks",
+    "swap_blocks_batch",
 ]

@@ -15,7 +15,8 @@ from .gated_delta_rule import (
     gated_delta_rule,
     gated_delta_rule_update,
 )
-from .selective_scan import selective_scan_fn, selective_scan_fwd
+from .selective_scan import selective_scan_fwd
+from .selective_scan_fn import selective_scan_fn
 from .selective_state_update import selective_state_update
 
 __all__ = [

@@ -15,6 +15,7 @@ def example_selective_scan_fwd(
     with_options: bool = False,
     with_starts: bool = False,
     with_blocks: bool = False,
+    with_chunks: bool = False,
 ) -> tuple[Any, ...]:
     dim, groups, state_size, block_size = 24, 2, 16, 5
     batch = 3 if with_starts else 2
@@ -24,6 +25,11 @@ def example_selective_scan_fwd(
     ends = [0, num_tokens // 3, num_tokens // 3, num_tokens]
     lengths = [ends[i + 1] - ends[i] if with_starts else num_tokens for i in range(batch)]
     last = [max(0, -(-length // block_size) - 1) for length in lengths]
+    cu_chunks, last_chunks = [0], []
+    for length in lengths:  # the first chunk of a sequence fills a block in which it goes on
+        chunks = [min(length, 2)] + [min(block_size, length - i) for i in range(2, length, block_size)]
+        cu_chunks += [cu_chunks[-1] + sum(chunks[: i + 1]) for i in range(len(chunks))]
+        last_chunks.append(len(cu_chunks) - 2)
 
     def rows(*shape: int, **how: float) -> Any:
         return make.randn(*leading, *shape, num_tokens, dtype=dtype, **how)
@@ -47,4 +53,6 @@ def example_selective_scan_fwd(
         make.values([0] * batch, dtype="int32") if with_blocks else None,
         make.values(last, dtype="int32") if with_blocks else None,
         make.values([0] * batch, dtype="int32") if with_blocks else None,
+        make.values(cu_chunks, dtype="int32") if with_blocks and with_chunks else None,
+        make.values(last_chunks, dtype="int32") if with_blocks and with_chunks else None,
     )

@@ -45,6 +45,19 @@ class Slots(NamedTuple):
         return slot if slot != self.pad_slot_id and 0 <= slot < self.num_slots else -1
 
 
+def first_block(
+    sequence: int, cu_chunk_seqlen: Tensor | None, last_chunk_indices: Tensor | None, block_size: int
+) -> int:
+    """Tokens of the first block of a sequence: those of its first chunk if there are chunks, else `block_size`."""
+    if cu_chunk_seqlen is None or last_chunk_indices is None:
+        return block_size
+    chunk = int(last_chunk_indices[sequence - 1]) + 1 if sequence else 0
+    if not 0 <= chunk < len(cu_chunk_seqlen) - 1:
+        return block_size
+    tokens = int(cu_chunk_seqlen[chunk + 1]) - int(cu_chunk_seqlen[chunk])
+    return tokens if 1 <= tokens <= block_size else block_size
+
+
 def scan(rows: Rows, state: Tensor, A: Tensor, D: Tensor | None, bias: Tensor | None, softplus: bool) -> None:
     """The recurrence over the tokens of `rows`, one by one; writes `state`, `delta` and `z`."""
     u, d = rows.u.float(), rows.delta.float()

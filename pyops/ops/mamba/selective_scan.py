@@ -11,15 +11,15 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from ._common import MAX_STATES, PAD_SLOT_ID
+from ._common import MAX_STATES
 from ._scan_example import example_selective_scan_fwd
 from ._scan_geometry import ScanProblem, TokensConfig, choose
-from ._scan_reference import Rows, Slots, scan
+from ._scan_reference import Rows, Slots, first_block, scan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["selective_scan_fn", "selective_scan_fwd"]
+__all__ = ["selective_scan_fwd"]
 
 _selective_scan_fwd = Kernel("mamba/selective_scan_fwd.cu")
 _selective_scan_tokens = Kernel("mamba/selective_scan_tokens.cu")
@@ -46,6 +46,8 @@ def selective_scan_fwd(
     block_idx_first_scheduled_token: Tensor | None = None,
     block_idx_last_scheduled_token: Tensor | None = None,
     initial_state_idx: Tensor | None = None,
+    cu_chunk_seqlen: Tensor | None = None,
+    last_chunk_indices: Tensor | None = None,
 ) -> None:
     """The selective scan of Mamba over the tokens of sequences, with its states in a cache (Gu and Dao 2023).
 
@@ -62,8 +64,9 @@ def selective_scan_fwd(
     written for a sequence without tokens, or with tokens that do not exist.
 
     With `block_idx_last_scheduled_token`, a state is kept for every block of `block_size` tokens. Blocks are counted
-    from the first token of the call. Row b of `cache_indices` has the slots of sequence b. The sequence begins from the
-    slot in column ``initial_state_idx[b]``. The state behind its block i goes to the slot in column
+    from the first token of the call. With chunks, the first block has the tokens of the sequence's first chunk, so that
+    a sequence may go on within a block. Row b of `cache_indices` has the slots of sequence b. The sequence begins from
+    the slot in column ``initial_state_idx[b]``. The state behind its block i goes to the slot in column
     ``block_idx_first_scheduled_token[b] + i``, and the state behind its last block to the slot in column
     ``block_idx_last_scheduled_token[b]``. A state whose slot is `pad_slot_id` or does not exist is not written.
 
@@ -89,6 +92,11 @@ def selective_scan_fwd(
         block_size: tokens of a block, at least 1; no meaning without `block_idx_last_scheduled_token`.
         block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx: [batch] int32, contiguous;
             all three or none.
+        cu_chunk_seqlen: [chunks + 1] int32, contiguous: the first token of each chunk of the sequences, counted over
+            all; only differences of neighbours are used. A first chunk of less than 1 or more than block_size tokens
+            counts as one of block_size.
+        last_chunk_indices: [batch] int32, contiguous: the last chunk of each sequence; both or none, and only with
+            block_idx_last_scheduled_token.
     """
     blocks = block_idx_last_scheduled_token is not None
     slots = Slots(cache_indices, len(ssm_states), pad_slot_id)
@@ -101,8 +109,8 @@ def selective_scan_fwd(
         continues = has_initial_state is not None and bool(has_initial_state[b])
         state = ssm_states[slot].to(torch.float32, copy=True) if continues else torch.zeros_like(A)
         size = block_size if blocks else end - begin
-        for i, first in enumerate(range(begin, end, size)):
-            stop = min(first + size, end)
+        starts = [begin, *range(begin + first_block(b, cu_chunk_seqlen, last_chunk_indices, size), end, size)]
+        for i, (first, stop) in enumerate(zip(starts, [*starts[1:], end], strict=True)):
             scan(rows.cut(first, stop), state, A, D_, delta_bias_, delta_softplus)
             if blocks:
                 is_last = stop == end
@@ -131,6 +139,8 @@ def plan_selective_scan_fwd(
     block_idx_first_scheduled_token: TensorArg | None,
     block_idx_last_scheduled_token: TensorArg | None,
     initial_state_idx: TensorArg | None,
+    cu_chunk_seqlen: TensorArg | None,
+    last_chunk_indices: TensorArg | None,
 ) -> Launch:
     check.floating(u)
     leading: dict[str, int] = {}
@@ -174,6 +184,7 @@ def plan_selective_scan_fwd(
             if column is None:
                 raise check.refuse(u, name, "expected a tensor, as other indices of blocks are given, got None")
             check.shape(column, int32, batch=batch)
+    _check_chunks(u, batch, cu_chunk_seqlen, last_chunk_indices, any(blocks))
     if index(block_size) < 1:
         raise check.refuse(u, "block_size", f"expected at least 1, got {block_size}")
 
@@ -204,6 +215,7 @@ def plan_selective_scan_fwd(
         num_tokens=num_tokens,
         num_slots=ssm_states.shape[0],
         columns=columns,
+        num_chunks=cu_chunk_seqlen.shape[0] - 1 if cu_chunk_seqlen else 0,
         group_dim=group_dim,
         group_blocks=group_blocks,
         num_groups=num_groups,
@@ -220,6 +232,24 @@ def plan_selective_scan_fwd(
         state_stride=ssm_states.strides[1],
         **batched,
     )
+
+
+def _check_chunks(
+    u: TensorArg, batch: int, cu_chunk_seqlen: TensorArg | None, last_chunk_indices: TensorArg | None, blocks: bool
+) -> None:
+    """Check the chunks of `batch` sequences, which only sequences with states of `blocks` have."""
+    if (cu_chunk_seqlen is None) != (last_chunk_indices is None):
+        missing = "cu_chunk_seqlen" if cu_chunk_seqlen is None else "last_chunk_indices"
+        raise check.refuse(u, missing, "expected a tensor, as the other of the two is given, got None")
+    if cu_chunk_seqlen is None or last_chunk_indices is None:
+        return
+    if not blocks:
+        raise check.refuse(u, "block_idx_last_scheduled_token", "expected a tensor, as chunks are given, got None")
+    check.sizes(cu_chunk_seqlen, **{"chunks + 1": None})
+    if cu_chunk_seqlen.shape[0] < 1:
+        raise cu_chunk_seqlen.error("expected at least one element, got none")
+    check.shape(cu_chunk_seqlen, int32, **{"chunks + 1": cu_chunk_seqlen.shape[0]})
+    check.shape(last_chunk_indices, int32, batch=batch)
 
 
 def _check_slots(u: TensorArg, batch: int, cache_indices: TensorArg | None, ssm_states: TensorArg, blocks: bool) -> int:
@@ -252,6 +282,8 @@ def bad_indices_selective_scan_fwd(
     block_idx_first_scheduled_token: Tensor | None,
     block_idx_last_scheduled_token: Tensor | None,
     initial_state_idx: Tensor | None,
+    cu_chunk_seqlen: Tensor | None,
+    last_chunk_indices: Tensor | None,
 ) -> dict[str, Tensor]:
     found = {}
     if query_start_loc is not None:
@@ -265,6 +297,8 @@ def bad_indices_selective_scan_fwd(
         for name, column in zip(_COLUMNS, columns, strict=True):
             if column is not None:
                 found[name] = (column < 0) | (column >= cache_indices.shape[1])
+    if cu_chunk_seqlen is not None and last_chunk_indices is not None:
+        found["last_chunk_indices"] = (last_chunk_indices < 0) | (last_chunk_indices >= len(cu_chunk_seqlen) - 1)
     return found
 
 
@@ -287,57 +321,3 @@ def traffic_selective_scan_fwd(
 
 
 selective_scan_fwd.example(example_selective_scan_fwd)
-
-
-def selective_scan_fn(
-    u: Tensor,
-    ssm_states: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    query_start_loc: Tensor | None = None,
-    cache_indices: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-    pad_slot_id: int = PAD_SLOT_ID,
-    block_size: int = 1024,
-    block_idx_first_scheduled_token: Tensor | None = None,
-    block_idx_last_scheduled_token: Tensor | None = None,
-    initial_state_idx: Tensor | None = None,
-) -> Tensor:
-    """`selective_scan_fwd` for torch tensors of any strides; B and C may lack the dimension of groups.
-
-    What is not laid out as the op asks is copied. The result is `z` if it is given, else `delta`: the tensor itself, or
-    its copy.
-    """
-    u, delta, A, B, C = (each if each.stride(-1) == 1 else each.contiguous() for each in (u, delta, A, B, C))
-    if z is not None and z.stride(-1) != 1:
-        z = z.contiguous()
-    D, delta_bias = (None if row is None else row.float().contiguous() for row in (D, delta_bias))
-    rank = 3 if query_start_loc is not None else 4
-    B, C = (tensor.unsqueeze(-3) if tensor.ndim == rank - 1 else tensor for tensor in (B, C))
-    selective_scan_fwd(
-        u,
-        delta,
-        A,
-        B,
-        C,
-        D,
-        z,
-        delta_bias,
-        delta_softplus,
-        query_start_loc,
-        cache_indices,
-        has_initial_state,
-        ssm_states,
-        pad_slot_id,
-        block_size,
-        block_idx_first_scheduled_token,
-        block_idx_last_scheduled_token,
-        initial_state_idx,
-    )
-    return delta if z is None else z

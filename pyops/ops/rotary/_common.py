@@ -138,14 +138,16 @@ def choose(
     is_neox: bool,
     tables: Sequence[TensorArg],
     heads: Sequence[TensorArg],
+    max_pairs: int = 16,
 ) -> RotaryConfig:
     """The geometry for `num_tokens` tokens of `num_heads` heads.
 
     Args:
         tables: have rows of a multiple of rotary_dim / 2 angles.
         heads: [..., heads, head_size], all that a thread reads or writes.
+        max_pairs: bound of the pairs of a thread, a power of two.
     """
-    pairs = gcd(rotary_dim // 2, _PAIR_BYTES[bool(is_neox)] // heads[0].dtype.itemsize)
+    pairs = gcd(rotary_dim // 2, _PAIR_BYTES[bool(is_neox)] // heads[0].dtype.itemsize, max_pairs)
     problem = RotaryProblem(
         num_tokens,
         heads[0].dtype,
@@ -227,9 +229,12 @@ def query_and_key(
     return heads
 
 
-def rotary_dim_of(cache: TensorArg, query: TensorArg, head_size: int) -> int:
-    """Check the table `cache`, [max_position, rotary_dim]; returns rotary_dim, the elements of a head that turn."""
-    check.dtype(cache, query.dtype)
+def rotary_dim_of(cache: TensorArg, query: TensorArg, head_size: int, dtype: DType | None = None) -> int:
+    """Check the table `cache`, [max_position, rotary_dim], of `dtype`, or of the dtype of `query`.
+
+    Returns rotary_dim, the elements of a head that turn.
+    """
+    check.dtype(cache, dtype or query.dtype)
     if len(cache.shape) != 2 or not cache.shape[0]:
         raise cache.error(f"expected shape (max_position, rotary_dim) with at least one row, got {cache.shape}")
     rotary_dim = cache.shape[1]

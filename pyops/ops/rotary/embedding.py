@@ -1,4 +1,4 @@
-"""Rotary embedding of query and key in place, by one position of a token or by three."""
+"""Rotary embedding of query and key in place, by the position of a token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.dtypes import DType, float32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
@@ -16,9 +17,10 @@ from ._common import EXAMPLE_POSITIONS, choose, query_and_key, rotary_dim_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["multimodal_rotary_embedding", "rotary_embedding"]
+__all__ = ["flashinfer_rotary_embedding", "rotary_embedding"]
 
 _rotary_embedding = Kernel("rotary/rotary_embedding.cu")
+_ANGLE_BYTES = 16  # of the cosines of a thread
 _NO_DIMENSION = (1, (0, 0, 0))  # size and strides in place of a leading dimension that the tensors do not have
 
 
@@ -40,7 +42,7 @@ def turned(heads: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
     return torch.cat((part, rest), -1)
 
 
-def _turn(
+def turn_in_place(
     query: Tensor,
     key: Tensor | None,
     head_size: int,
@@ -57,7 +59,7 @@ def _turn(
         heads.copy_(torch.where(in_table[..., None, None], turned(heads, cos, sin, is_neox), heads))
 
 
-def _plan_in_place(
+def plan_in_place(
     positions: TensorArg,
     query: TensorArg,
     key: TensorArg | None,
@@ -69,12 +71,16 @@ def _plan_in_place(
     is_interleaved: bool = False,
     rope_dim_offset: int = 0,
     inverse: bool = False,
+    angles: DType | None = None,
 ) -> Launch:
-    """The launch that turns query and key. With `axes` 3, the first dimension of `positions` is that of the axes."""
+    """The launch that turns query and key. With `axes` 3, the first dimension of `positions` is that of the axes.
+
+    `angles` is the dtype of the table, that of query if None.
+    """
     tokens = positions.shape[axes > 1 :]
     heads = query_and_key(positions, query, key, tokens, head_size)
     num_heads = [arg.shape[-2] for arg in heads] + [0] * (key is None)
-    rotary_dim = rotary_dim_of(cos_sin_cache, query, head_size)
+    rotary_dim = rotary_dim_of(cos_sin_cache, query, head_size, angles)
     if not 0 <= rope_dim_offset <= head_size - rotary_dim:
         raise check.refuse(
             query,
@@ -95,9 +101,11 @@ def _plan_in_place(
         max_dims=2,
     )
     (size0, strides0), (size1, strides1) = (*leading, _NO_DIMENSION)[:2]
-    config = choose(size0 * size1, sum(num_heads), rotary_dim, is_neox, [cos_sin_cache], turning)
+    max_pairs = _ANGLE_BYTES // cos_sin_cache.dtype.itemsize
+    config = choose(size0 * size1, sum(num_heads), rotary_dim, is_neox, [cos_sin_cache], turning, max_pairs)
     return _rotary_embedding(
         scalar_t=query.dtype,
+        angle_t=cos_sin_cache.dtype,
         position_t=positions.dtype,
         NUM_HEADS_Q=num_heads[0],
         NUM_HEADS_K=num_heads[1],
@@ -160,7 +168,7 @@ def rotary_embedding(
     """
     in_table = inside(positions, cos_sin_cache)
     cos, sin = cos_sin_cache[positions.where(in_table, 0).long()].chunk(2, -1)
-    _turn(query, key, head_size, cos, -sin if inverse else sin, in_table, is_neox, rope_dim_offset)
+    turn_in_place(query, key, head_size, cos, -sin if inverse else sin, in_table, is_neox, rope_dim_offset)
 
 
 @rotary_embedding.plan
@@ -176,7 +184,7 @@ def plan_rotary_embedding(
 ) -> Launch:
     if len(positions.shape) not in (1, 2):
         raise positions.error(f"expected shape (num_tokens,) or (batch, seq_len), got {positions.shape}")
-    return _plan_in_place(
+    return plan_in_place(
         positions,
         query,
         key,
@@ -197,10 +205,10 @@ def bad_indices_rotary_embedding(positions: Tensor, cos_sin_cache: Tensor) -> di
 def traffic_rotary_embedding(
     positions: TensorArg, query: TensorArg, key: TensorArg | None, head_size: int, cos_sin_cache: TensorArg
 ) -> int:
-    return _traffic_in_place(positions, query, key, head_size, cos_sin_cache)
+    return traffic_in_place(positions, query, key, head_size, cos_sin_cache)
 
 
-def _traffic_in_place(
+def traffic_in_place(
     positions: TensorArg, query: TensorArg, key: TensorArg | None, head_size: int, cos_sin_cache: TensorArg
 ) -> int:
     """Bytes of the parts of heads that turn, read and written, of positions, and of the rows of the table they name."""
@@ -237,107 +245,58 @@ def example_rotary_embedding(
 
 
 @op(inout=("query", "key"), ulps=0)
-def multimodal_rotary_embedding(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    mrope_section_t: int,
-    mrope_section_h: int,
-    mrope_section_w: int,
-    mrope_interleaved: bool = False,
+def flashinfer_rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
 ) -> None:
-    """`rotary_embedding` by positions in time, height and width, each of which turns some of the pairs of every head.
+    """`rotary_embedding` by a table of float32, in place: ``x' = T(x cos - y sin), y' = T(y cos + x sin)`` in float32.
 
-    Pair j has the position in time for j < t, in height for t <= j < t + h, else in width, t, h and w being the
-    sections (Wang et al. 2024, arXiv:2409.12191). If `mrope_interleaved`, pairs 1, 4, 7, ... below 3 h have that in
-    height, pairs 2, 5, 8, ... below 3 w that in width, and all others that in time. Tokens with one position outside
-    the table are left as they are.
+    A product rounds to float32, then the sum, and the result once more to T. As FlashInfer's
+    ``apply_rope_with_cos_sin_cache_inplace``, for which vLLM keeps its table in float32.
 
     Args:
-        positions: [3, num_tokens] for time, height and width, or [num_tokens] where the three are one; int32 or int64,
-            of any strides.
+        positions: [num_tokens], int32 or int64, of any stride.
         query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
             read and written; of any strides but the last.
-        key: the same with num_kv_heads, which divides num_heads, or None.
+        key: the same with num_kv_heads, which divides num_heads.
         head_size: elements of a head.
-        cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous, of one row at least; cosines in the
-            first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
-        is_neox: which elements make a pair.
-        mrope_section_t, mrope_section_h, mrope_section_w: pairs of each axis, rotary_dim / 2 in all.
-        mrope_interleaved: whether the pairs of the axes alternate.
+        cos_sin_cache: [max_position, rotary_dim] float32, contiguous, of one row at least; cosines in the first half of
+            a row, sines in the second; rotary_dim even, at most head_size and 2048.
+        is_neox: whether a pair is elements (j, j + rotary_dim / 2), or else (2j, 2j + 1).
     """
-    positions = positions.expand(3, -1)
-    pair = torch.arange(cos_sin_cache.shape[1] // 2, device=positions.device)
-    if mrope_interleaved:
-        sections = (0, mrope_section_h, mrope_section_w)
-        axis = sum(n * ((pair % 3 == n) & (pair < 3 * sections[n])) for n in (1, 2))
-    else:
-        axis = (pair >= mrope_section_t) * 1 + (pair >= mrope_section_t + mrope_section_h)
     in_table = inside(positions, cos_sin_cache)
-    angles = cos_sin_cache[positions.where(in_table, 0).long()].chunk(2, -1)
-    cos, sin = (each[axis, :, pair].T for each in angles)
-    _turn(query, key, head_size, cos, sin, in_table.all(0), is_neox)
+    cos, sin = cos_sin_cache[positions.where(in_table, 0).long()].chunk(2, -1)
+    turn_in_place(query, key, head_size, cos, sin, in_table, is_neox)
 
 
-@multimodal_rotary_embedding.plan
-def plan_multimodal_rotary_embedding(
+@flashinfer_rotary_embedding.plan
+def plan_flashinfer_rotary_embedding(
     positions: TensorArg,
     query: TensorArg,
-    key: TensorArg | None,
+    key: TensorArg,
     head_size: int,
     cos_sin_cache: TensorArg,
     is_neox: bool,
-    mrope_section_t: int,
-    mrope_section_h: int,
-    mrope_section_w: int,
-    mrope_interleaved: bool,
 ) -> Launch:
-    sections = (mrope_section_t, mrope_section_h, mrope_section_w)
-    if cos_sin_cache.shape[1:] != (2 * sum(sections),) or min(sections) < 0:
-        raise check.refuse(
-            query,
-            "mrope_section_t",
-            f"expected sections of rotary_dim / 2 pairs in all, got {sections} for a "
-            f"cos_sin_cache of shape {cos_sin_cache.shape}",
-        )
-    if len(positions.shape) == 1:
-        return _plan_in_place(positions, query, key, head_size, cos_sin_cache, is_neox)
-    if len(positions.shape) != 2 or positions.shape[0] != 3:
-        raise positions.error(f"expected shape (3, num_tokens) or (num_tokens,), got {positions.shape}")
-    return _plan_in_place(
-        positions, query, key, head_size, cos_sin_cache, is_neox, 3, sections[:2], bool(mrope_interleaved)
-    )
+    check.sizes(positions, num_tokens=None)
+    return plan_in_place(positions, query, key, head_size, cos_sin_cache, is_neox, angles=float32)
 
 
-@multimodal_rotary_embedding.bad_indices
-def bad_indices_multimodal_rotary_embedding(positions: Tensor, cos_sin_cache: Tensor) -> dict[str, Tensor]:
+@flashinfer_rotary_embedding.bad_indices
+def bad_indices_flashinfer_rotary_embedding(positions: Tensor, cos_sin_cache: Tensor) -> dict[str, Tensor]:
     return {"positions": ~inside(positions, cos_sin_cache)}
 
 
-@multimodal_rotary_embedding.traffic
-def traffic_multimodal_rotary_embedding(
-    positions: TensorArg, query: TensorArg, key: TensorArg | None, head_size: int, cos_sin_cache: TensorArg
+@flashinfer_rotary_embedding.traffic
+def traffic_flashinfer_rotary_embedding(
+    positions: TensorArg, query: TensorArg, key: TensorArg, head_size: int, cos_sin_cache: TensorArg
 ) -> int:
-    return _traffic_in_place(positions, query, key, head_size, cos_sin_cache)
+    return traffic_in_place(positions, query, key, head_size, cos_sin_cache)
 
 
-@multimodal_rotary_embedding.example
-def example_multimodal_rotary_embedding(
-    make: Any, *, num_tokens: int = 16, dtype: str = "bfloat16", is_neox: bool = True, is_interleaved: bool = True
+@flashinfer_rotary_embedding.example
+def example_flashinfer_rotary_embedding(
+    make: Any, *, num_tokens: int = 16, dtype: str = "bfloat16", is_neox: bool = True
 ) -> tuple[Any, ...]:
-    positions = make.randint(0, EXAMPLE_POSITIONS, 3, num_tokens)
-    query, key = (make.randn(num_tokens, heads * 128, dtype=dtype) for heads in (28, 4))
-    sections = (24, 20, 20) if is_interleaved else (16, 24, 24)
-    return (
-        positions,
-        query,
-        key,
-        128,
-        make.randn(EXAMPLE_POSITIONS, 128, dtype=dtype),
-        is_neox,
-        *sections,
-        is_interleaved,
-    )
+    positions = make.randint(0, EXAMPLE_POSITIONS, num_tokens)
+    query, key = (make.randn(num_tokens, heads * 128, dtype=dtype) for heads in (32, 8))
+    return positions, query, key, 128, make.randn(EXAMPLE_POSITIONS, 128, dtype="float32"), is_neox
