@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,5 +99,9 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ModelError, match="num_key_value_heads"):
         divided(CONFIGS["llama"], 8)
+    with pytest.raises(ModelError, match="architectures"):
+        divided(replace(CONFIGS["llama"], sinks=True), 2)
+    with pytest.raises(ModelError, match="architectures"):
+        divided(replace(CONFIGS["mixtral"], mixture=replace(EXPERTS, shared_intermediate_size=32)), 2)
     with pytest.raises(ModelError, match="num_attention_heads"):
         divided(CONFIGS["qwen3"], 3)
