@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pyops import ModelError, RankError
-from pyops.models import Config, Decoder, Engine, Group, Mixture, ParallelDecoder, SamplingParams
+from pyops.models import Config, Decoder, Engine, Group, Mixture, ParallelDecoder, SamplingParams, load
 from pyops.models.tensor_parallel import divided
 
 SIZES = {
@@ -52,6 +55,10 @@ def _process(rank: int, world_size: int, store: str, dies: bool, results: Any) -
             results.put((rank, error.ranks, time.monotonic() - started < 60))
         return
     with torch.no_grad():
+        loaded = load(Path(store).parent, group=group).tensors()
+        made = ParallelDecoder(CONFIGS["llama"], group).randomise(0, 4.0).tensors()
+        assert loaded.keys() == made.keys()
+        assert all(torch.equal(loaded[name], made[name]) for name in made)
         found = {name: texts(ParallelDecoder(config, group).randomise(0, 4.0)) for name, config in CONFIGS.items()}
     results.put((rank, found))
     torch.distributed.barrier()
@@ -77,6 +84,10 @@ def run(world_size: int, store: Path, dies: bool = False) -> list[Any]:
 def test_processes_generate_the_tokens_of_one(world_size: int, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = {name: texts(Decoder(config).randomise(0, 4.0)) for name, config in CONFIGS.items()}
+        whole = Decoder(CONFIGS["llama"]).randomise(0, 4.0).tensors()
+    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, tmp_path / "model.safetensors")
+    llama = {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | llama))
     assert all(len(set(text)) > 3 for name in expected for text in expected[name])
     assert run(world_size, tmp_path / "store") == [(rank, expected) for rank in range(world_size)]
 
@@ -88,5 +99,9 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ModelError, match="num_key_value_heads"):
         divided(CONFIGS["llama"], 8)
+    with pytest.raises(ModelError, match="architectures"):
+        divided(replace(CONFIGS["llama"], sinks=True), 2)
+    with pytest.raises(ModelError, match="architectures"):
+        divided(replace(CONFIGS["mixtral"], mixture=replace(EXPERTS, shared_intermediate_size=32)), 2)
     with pytest.raises(ModelError, match="num_attention_heads"):
         divided(CONFIGS["qwen3"], 3)

@@ -203,7 +203,7 @@ inline void check_global(const char* address, size_t bytes, Access kind, const v
         if (!records) return;
         const bool by_ranks = state.launch.num_ranks != 0;
         if (by_ranks && !records->reads) {
-            records->reads = reinterpret_cast<uint32_t(*)[MAX_CLUSTER]>(map_pages(READS_BYTES));
+            records->reads = reinterpret_cast<uint32_t (*)[MAX_CLUSTER]>(map_pages(READS_BYTES));
             if (!records->reads) return;
         }
         const uintptr_t end_of_page = (at / PAGE + 1) * PAGE;

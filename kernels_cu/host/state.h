@@ -76,9 +76,9 @@ struct Launch {
     uint64_t seed;
     const Range* ranges;  // the tensors and workspaces of the call
     uint32_t num_ranges;
-    uint32_t num_ranks;              // 0 but in a launch of several ranks (ranks.h), where `cluster` is as many
-    void** const* rank_parameters;   // the parameters of each rank
-    const uint32_t* owners;          // of each range: its rank, and bits of ranks.h
+    uint32_t num_ranks;             // 0 but in a launch of several ranks (ranks.h), where `cluster` is as many
+    void** const* rank_parameters;  // the parameters of each rank
+    const uint32_t* owners;         // of each range: its rank, and bits of ranks.h
 };
 
 // The fault as Python reads it: the same layout as its ctypes structure. Members that end in `pc` are offsets into the

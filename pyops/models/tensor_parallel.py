@@ -109,13 +109,17 @@ def divided(config: Config, world_size: int) -> Config:
 
     Raises:
         ModelError: heads or channels cannot be divided by `world_size`, weights are quantised, or there are layers of
-            state spaces.
+            state spaces, latent attention, sinks, or experts that are shared, stacked or have biases.
     """
     if config.quantization is not None:
         raise refuse("quantization_config", "None with tensor parallelism", config.quantization)
     if config.state_space is not None:
         raise refuse("layer_types", "attention alone with tensor parallelism", config.layer_types)
     mixture = config.mixture
+    if config.latent is not None or config.sinks:
+        raise refuse("architectures", "attention of a Llama, Qwen or Mixtral with tensor parallelism", "another")
+    if mixture is not None and (mixture.has_bias or mixture.shared_intermediate_size or mixture.is_stacked):
+        raise refuse("architectures", "experts of Mixtral or Qwen3-MoE with tensor parallelism", "others")
     sizes = {
         name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     }
