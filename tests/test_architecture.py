@@ -180,7 +180,7 @@ def test_kernel_may_be_started_early(name: str) -> None:
 
 
 def test_every_kernel_is_launched() -> None:
-    """By the example of an op with few tokens, some, or many; those of several ranks by tests/test_collective.py."""
+    """By an op's example with few tokens, some, or many; tests/test_collective.py launches those of several ranks."""
     launched = {
         launch.specialisation.kernel.file
         for op in pyops.registry.values()

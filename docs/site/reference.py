@@ -36,7 +36,7 @@ OTHERS = {
 }
 
 # Functions that stand on the ops of several families: {module: the family whose page has them}.
-ABOVE_FAMILIES = {"pyops._experts": "moe"}
+ABOVE_FAMILIES = {"pyops._experts": "moe", "pyops._marlin_experts": "moe"}
 
 
 def families() -> dict[str, str]:
