@@ -5,7 +5,8 @@ python -m benchmarks.attention prompts:bf16:16x2048:32/8x128 prompts:fp8:1x8192:
 
 A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE or mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in
 :BLOCK, the slots of a block of the cache (16 for prompts, 64 for MLA). CACHE is bf16 or fp8; queries are bf16. Prompts
-are causal, every query token new. torch's attention (cuDNN's and FlashAttention) reads contiguous keys and values.
+are causal, every query token new; TOKENS of 256+32768 are 256 new ones behind 32768 cached ones. torch's attention
+(cuDNN's and FlashAttention) reads contiguous keys and values of whole prompts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ROWS = (
     *(f"prompts:bf16:{one}:32/8x128" for one in ("1x8192", "16x2048", "64x512", "1x32768")),
     *(f"prompts:bf16:{one}" for one in ("1x8192:32/8x64", "16x2048:32/8x64", "1x8192:16/4x256", "16x2048:16/4x256")),
     "prompts:fp8:1x8192:32/8x128",
+    "prompts:bf16:1x256+32768:32/8x128",
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
 )
@@ -47,12 +49,15 @@ def _tables(num_seqs: int, tokens: int, block: int) -> Any:
     return torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
 
 
-def prompts(cache: str, num_seqs: int, tokens: int, heads: tuple[int, int, int], block: int) -> dict[str, Any]:
-    """The arguments of `paged_attention_varlen`, by name."""
+def prompts(
+    cache: str, num_seqs: int, new: int, heads: tuple[int, int, int], block: int, cached: int = 0
+) -> dict[str, Any]:
+    """The arguments of `paged_attention_varlen`, by name, for so many new tokens behind cached ones."""
     num_heads, num_kv_heads, head_size = heads
+    tokens = new + cached
     tables = _tables(num_seqs, tokens, block)
     caches = [_randn(tables.numel(), block, num_kv_heads, head_size).to(_DTYPES[cache]) for _ in "kv"]
-    query = _randn(num_seqs * tokens, num_heads, head_size)
+    query = _randn(num_seqs * new, num_heads, head_size)
     return {
         "out": torch.empty_like(query),
         "query": query,
@@ -62,7 +67,7 @@ def prompts(cache: str, num_seqs: int, tokens: int, heads: tuple[int, int, int],
         "scale": head_size**-0.5,
         "block_tables": tables,
         "seq_lens": torch.full((num_seqs,), tokens, dtype=torch.int32, device="cuda"),
-        "cu_seqlens_q": torch.arange(0, num_seqs * tokens + 1, tokens, dtype=torch.int32, device="cuda"),
+        "cu_seqlens_q": torch.arange(0, num_seqs * new + 1, new, dtype=torch.int32, device="cuda"),
         "block_size": block,
         "kv_cache_dtype": "auto" if cache == "bf16" else "fp8",
         "k_scale": 1.0,
@@ -107,7 +112,7 @@ def _sdpa(backend: Any, call: dict[str, Any]) -> Call:
     return attend
 
 
-def contenders(kind: str, cache: str) -> dict[str, Callable[[dict[str, Any]], Call]]:
+def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[str, Any]], Call]]:
     """{name: a function that makes a call of arguments}."""
     from torch.nn.attention import SDPBackend
 
@@ -116,7 +121,7 @@ def contenders(kind: str, cache: str) -> dict[str, Callable[[dict[str, Any]], Ca
     found: dict[str, Callable[[dict[str, Any]], Call]] = {
         "pyops": lambda call: partial(pyops.paged_attention_varlen, **call)
     }
-    if cache == "bf16":
+    if cache == "bf16" and whole:
         found["cuDNN"] = partial(_sdpa, SDPBackend.CUDNN_ATTENTION)
         found["FlashAttention"] = partial(_sdpa, SDPBackend.FLASH_ATTENTION)
     return found
@@ -125,14 +130,16 @@ def contenders(kind: str, cache: str) -> dict[str, Callable[[dict[str, Any]], Ca
 def parse(row: str) -> tuple[str, str, list[Any], float]:
     """(kind, cache, the sizes that `prompts` or `mla` takes, floating-point operations)."""
     kind, cache, sequences, heads, *block = row.split(":")
-    num_seqs, tokens = map(int, sequences.split("x"))
+    count, _, length = sequences.partition("x")
+    new, _, behind = length.partition("+")
+    num_seqs, tokens, cached = int(count), int(new), int(behind or 0)
     if kind == "mla":
         num_heads = int(heads)
         operations = 2.0 * num_seqs * tokens * num_heads * (2 * _LATENT + _ROPE)
         return kind, cache, [num_seqs, tokens, num_heads, int(block[0]) if block else 64], operations
     num_heads, num_kv_heads, head_size = map(int, heads.replace("/", "x").split("x"))
-    operations = 2.0 * num_seqs * tokens * tokens * num_heads * head_size
-    sizes = [num_seqs, tokens, (num_heads, num_kv_heads, head_size), int(block[0]) if block else 16]
+    operations = 2.0 * num_seqs * tokens * (2 * cached + tokens) * num_heads * head_size
+    sizes = [num_seqs, tokens, (num_heads, num_kv_heads, head_size), int(block[0]) if block else 16, cached]
     return kind, cache, sizes, operations
 
 
@@ -142,7 +149,7 @@ def measure(row: str) -> dict[str, float]:
     sets = [(prompts if kind == "prompts" else mla)(cache, *sizes) for _ in range(_SETS)]
     times: dict[str, list[float]] = {}
     for turn in range(_TURNS):
-        order = list(contenders(kind, cache).items())
+        order = list(contenders(kind, cache, "+" not in row).items())
         for name, build in order if turn % 2 == 0 else order[::-1]:
             try:
                 times.setdefault(name, []).append(gpu_us([build(one) for one in sets], QUICK).median)

@@ -1,4 +1,4 @@
-"""The rows of `benchmarks.products` whose weights are packed codes, of 4 bits in groups of 128 rows or of e4m3."""
+"""The rows of `benchmarks.products` whose weights are packed codes, of 4 bits in groups of 128 rows or of 8 bits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import pyops
 
 from .timing import Call
 
-# By marlin_gemm, awq_gemm, gptq_gemm, marlin_gemm of e4m3 codes under scales of columns, and cutlass_w4a8_mm.
-KINDS = "w4", "awq", "gptq", "w8", "w4a8"
+# By marlin_gemm, awq_gemm, gptq_gemm, marlin_gemm of e4m3 codes under scales of columns, cutlass_w4a8_mm,
+# allspark_w8a16_gemm, which vLLM does not compile for Hopper, and marlin_gemm of 4-bit codes and e4m3 activations.
+KINDS = "w4", "awq", "gptq", "w8", "w4a8", "allspark", "w4fp8"
 ROWS = (
     *(f"w4:{m}x28672x4096" for m in (1, 16, 64, 256, 1024, 4096)),
     *("w4:1x4096x4096", "w4:16x4096x4096"),
     *(f"awq:{m}x28672x4096" for m in (1, 16, 256)),
     *(f"gptq:{m}x28672x4096" for m in (1, 64, 256)),
-    *(f"{kind}:{m}x28672x4096" for kind in ("w8", "w4a8") for m in (1, 16, 256)),
+    *(f"{kind}:{m}x28672x4096" for kind in ("w8", "w4a8", "allspark", "w4fp8") for m in (1, 16, 256)),
 )
 _GROUP_SIZE = 128
 _KIND, _E4M3 = pyops.SCALAR_TYPES["uint4b8"].id, pyops.SCALAR_TYPES["float8_e4m3fn"].id
@@ -27,17 +28,27 @@ _Build = Callable[..., Call]
 
 
 def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
-    """(out, a [m, k], codes, scales [groups, n], zero points); of w8 one group, of w4a8 e4m3 scales."""
+    """(out, a [m, k], codes, scales [groups, n], zero points); of w8 and allspark one group, of w4a8 e4m3 scales."""
     dtype = torch.float16 if kind in ("awq", "gptq") else torch.bfloat16
-    groups = 1 if kind == "w8" else k // _GROUP_SIZE
+    groups = 1 if kind in ("w8", "allspark") else k // _GROUP_SIZE
     tiles = k // 16, 2 * n
-    shape = {"w4": tiles, "w8": (k // 16, 4 * n), "awq": (k, n // 8), "gptq": (k // 8, n), "w4a8": (n, k // 8)}[kind]
+    shapes = {
+        "w4": tiles,
+        "w4fp8": tiles,
+        "w8": (k // 16, 4 * n),
+        "awq": (k, n // 8),
+        "gptq": (k // 8, n),
+        "w4a8": (n, k // 8),
+    }
+    shape = shapes.get(kind, (n, k // 4))
     codes, zeros = (
         torch.randint(-(2**31), 2**31 - 1, s, dtype=torch.int32, device="cuda") for s in (shape, (groups, n // 8))
     )
     a, scales = torch.randn(m, k, device="cuda").to(dtype), (torch.rand(groups, n, device="cuda") * 0.01).to(dtype)
     if kind == "w8":
         codes &= 0x77777777  # no NaN
+    if kind == "w4fp8":
+        a = a.to(torch.float8_e4m3fn)
     if kind == "w4a8":
         a, codes, scales = a.to(torch.float8_e4m3fn), codes.t(), (scales.float() + 1).to(torch.float8_e4m3fn)
     return torch.empty(m, n, dtype=dtype, device="cuda"), a, codes, scales, zeros
@@ -51,8 +62,11 @@ def contenders(kind: str, theirs: Any) -> dict[str, _Build]:
         if hasattr(theirs, "cutlass_w4a8_mm"):
             found["vLLM"] = lambda out, a, codes, scales, _: _w4a8(theirs, a, codes, scales)
         return found
-    if kind in ("w4", "w8"):
-        type_id = _KIND if kind == "w4" else _E4M3
+    if kind == "allspark":
+        found["pyops"] = lambda out, a, codes, scales, _: _allspark(out, a, codes, scales)
+        return found
+    if kind in ("w4", "w8", "w4fp8"):
+        type_id = _E4M3 if kind == "w8" else _KIND
 
         def ours(out: Any, a: Any, codes: Any, scales: Any, _: Any) -> Call:
             return partial(_marlin(pyops.marlin_gemm, type_id, a, codes, scales), c=out)
@@ -74,9 +88,17 @@ def contenders(kind: str, theirs: Any) -> dict[str, _Build]:
 
 def _marlin(op: Any, type_id: int, a: Any, codes: Any, scales: Any, *c: Any) -> Any:
     """A call of `marlin_gemm`; vLLM's takes c first."""
-    workspace, absent = torch.zeros(2048, dtype=torch.int32, device="cuda"), (None,) * 5
+    workspace, absent = torch.zeros(2048, dtype=torch.int32, device="cuda"), (None,) * 4
+    a_scales = torch.ones(a.shape[0], 1, device="cuda") if a.dtype.itemsize == 1 else None
     sizes = a.shape[0], scales.shape[1], a.shape[1]
-    return partial(op, a, *c, codes, None, scales, *absent, workspace, type_id, *sizes, True, False, True, False)
+    return partial(
+        op, a, *c, codes, None, scales, a_scales, *absent, workspace, type_id, *sizes, True, False, True, False
+    )
+
+
+def _allspark(out: Any, a: Any, codes: Any, scales: Any) -> Call:
+    rest = len(codes), -1, 132, 90, 1024, False, True
+    return partial(pyops.allspark_w8a16_gemm, a, codes.view(torch.uint8), scales, None, *rest, out=out)
 
 
 def _machete(theirs: Any, a: Any, codes: Any, scales: Any) -> Call:

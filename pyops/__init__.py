@@ -19,6 +19,7 @@ from ._core.errors import KernelFault as KernelFault
 from ._core.errors import MissingDependencyError as MissingDependencyError
 from ._core.errors import NotLoadedError as NotLoadedError
 from ._core.errors import OpError as OpError
+from ._core.errors import RankError as RankError
 from ._core.kernel import Kernel as Kernel
 from ._core.op import Op as Op
 from ._core.op import op as op
@@ -44,6 +45,11 @@ from .ops.attention.partitioned import *
 from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
+from .ops.collective.custom_all_reduce import *
+from .ops.collective.minimax import *
+from .ops.collective.process_group import *
+from .ops.collective.quick_all_reduce import *
+from .ops.collective.shared_memory import *
 from .ops.linear.allspark_mm import *
 from .ops.linear.awq_gptq_mm import *
 from .ops.linear.dense import *

@@ -180,14 +180,15 @@ def test_kernel_may_be_started_early(name: str) -> None:
 
 
 def test_every_kernel_is_launched() -> None:
+    """By the example of an op with few tokens, some, or many; tests/test_collective.py launches those of several ranks."""
     launched = {
         launch.specialisation.kernel.file
         for op in pyops.registry.values()
         if op.example
-        for case, more in product(axes.combinations(op), ({}, {"num_tokens": 4096}))
+        for case, more in product(axes.combinations(op), ({}, {"num_tokens": 256}, {"num_tokens": 4096}))
         for launch in op.launches(*op.example(ArgMaker(device.model()), **case, **more))
     }
-    assert launched == set(KERNELS)
+    assert launched == {name for name in KERNELS if not name.startswith("collective/")}
 
 
 def test_every_header_is_included() -> None:

@@ -93,6 +93,36 @@ def test_geometries(on: str, one: HopperConfig, heads: tuple[int, int], head_siz
     _varlen(one, **call)
 
 
+# Sequences of one tile in each split and of one too few for two, next to one with as many splits as there may be.
+SPLITS = [
+    ([129, 65], [1185, 511], HopperConfig(64, 2, max_splits=3)),
+    ([65], [520], HopperConfig(64, 2, max_splits=32)),
+]
+
+
+@pytest.mark.parametrize(("counts", "lengths", "one"), SPLITS, ids=str)
+def test_splits(on: str, counts: list[int], lengths: list[int], one: HopperConfig) -> None:
+    call = varlen_call(counts, lengths, dtype=torch.bfloat16, head_size=32, on=on)
+    _varlen(one, SCHEDULES, **call)
+
+
+def test_splits_with_options(on: str) -> None:
+    """Windows, sinks, codes, blocks that are not there, and rows that belong to no sequence, which stay as they are."""
+    call = varlen_call([65, 9, 3], [700, 90, 0], dtype=torch.bfloat16, head_size=80, on=on)
+    call.pop("plain")
+    call |= {"sinks": torch.tensor([0.0, 2.0, -40.0, 9.0], device=on), "lse": torch.empty(4, 77, device=on)}
+    call["cu_seqlens_q"] = torch.tensor([0, 65, 73, 76], dtype=torch.int32, device=on)
+    for name in ("key_cache", "value_cache"):
+        call[name] = call[name].nan_to_num(nan=0.5).to(FP8)
+    call["block_tables"][0, 1:9] = -1
+    call |= {"kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0}
+    VARLEN.forget()
+    with tuning.forced(NAME, HopperConfig(64, 2, max_splits=4)):
+        for window, causal in ((0, True), (600, True), (0, False)):
+            assert_matches_reference(VARLEN, **call | {"sliding_window": window, "causal": causal})
+    VARLEN.forget()
+
+
 @pytest.mark.parametrize(
     ("one", "head_size", "block_size", "dtype"),
     [
@@ -230,9 +260,13 @@ def test_choice() -> None:
             chosen = choose(served, HOPPER)
             assert isinstance(chosen, HopperConfig)
             for one in (chosen, *chosen.candidates(served, HOPPER)):
-                found = launch(served, one)
+                found = launch(served, one)[0]
                 assert found.shared + varlen_hopper._STATIC_BYTES <= HOPPER.shared_memory
                 assert found.specialisation.constants["STAGES"] >= 2
+    # Splits where items of work are fewer than multiprocessors: 8 of 16 tokens and a key-value head.
+    assert choose(_problem(64, 128), HOPPER) == HopperConfig(128, 2, max_splits=8)
+    assert choose(_problem(64, 256), HOPPER) == HopperConfig(64, 2, max_splits=13)
+    assert choose(_problem(1040, 128), HOPPER) == HopperConfig(128, 2, max_splits=1)
     for problem in (
         _problem(4, 128),
         _problem(0, 128),
@@ -252,12 +286,25 @@ def test_choice() -> None:
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
-    ("head_size", "options", "codes"),
-    few([(64, False, True), (128, False, False), (192, True, False), (256, False, False), (256, False, True)], 2),
+    ("head_size", "options", "codes", "splits"),
+    few(
+        [
+            (64, False, True, False),
+            (128, False, False, False),
+            (192, True, False, False),
+            (256, False, False, False),
+            (256, False, True, False),
+            (128, False, False, True),
+            (256, False, False, True),
+        ],
+        2,
+    ),
 )
-def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes: bool) -> None:
-    problem = _problem(4096, head_size, options=options, **{"cache_dtype": "uint8"} if codes else {})
-    one = launch(problem, choose(problem, HOPPER)).specialisation
+def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes: bool, splits: bool) -> None:
+    changes = {"cache_dtype": "uint8"} if codes else {}
+    problem = _problem(64 if splits else 4096, head_size, options=options, **changes)
+    one = launch(problem, choose(problem, HOPPER))[0].specialisation
+    assert one.constants["HAS_SPLITS"] == splits
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
     assert report.shared_bytes <= varlen_hopper._STATIC_BYTES

@@ -134,7 +134,8 @@ def test_exact_sums() -> None:
     [
         ("sm_90", 1, dtypes.bfloat16, 12, VecConfig(1, 1, 8, 2)),
         ("sm_90", 1, dtypes.bfloat16, 8, VecConfig(1, 1, 4, 2)),
-        ("sm_90", 2, dtypes.float16, 12, MulMatConfig(2, 2, 4, 2, 1)),
+        ("sm_90", 2, dtypes.float16, 12, VecConfig(2, 1, 4, 2)),
+        ("sm_90", 3, dtypes.float16, 12, MulMatConfig(4, 2, 4, 2, 1)),
         ("sm_80", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 4, 2, 1)),
         ("sm_90", 32, dtypes.bfloat16, 12, MulMatConfig(32, 2, 4, 2, 1)),
         ("sm_90", 1, dtypes.float32, 12, SimtConfig(1, 4, 256)),

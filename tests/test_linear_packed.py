@@ -251,6 +251,7 @@ INTEGERS = [
     ("uint4", torch.int8, 1),
     ("uint8b128", torch.int8, 1),
     ("uint4", torch.int8, 2),
+    ("uint4b8", torch.int8, 2),
     ("uint4b8", FP8, 1),
     ("uint4", FP8, 1),
     ("uint4b8", FP8, 2),

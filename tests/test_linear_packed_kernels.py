@@ -53,10 +53,18 @@ def marlin(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -
     return pyops.marlin_gemm(a, *weight, points, None, None, None, kind.id, len(a), n, k)
 
 
+def allspark(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Zero points are all 128."""
+    given = packed.n32k16(codes), packed.n32k16_columns(scales), None
+    return pyops.allspark_w8a16_gemm(a, *given, codes.shape[1], -1, 132, 90, 1024, False, True)
+
+
 FEW = [
     (marlin, 4, PackedMmaConfig(1, 64, 3, 2, 4), 2, 128, 1024, 4),
     (marlin, 4, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 272, 17),  # the last step has 16 rows
     (marlin, 8, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 512, 1),
+    (allspark, 8, PackedMmaConfig(1, 64, 3, 2, 1), 1, 128, 512, 1),
+    (allspark, 8, PackedMmaConfig(16, 64, 2, 1, 1), 17, 192, 80, 1),  # the last step has 16 rows
     (gptq, 4, PackedMmaConfig(4, 64, 1, 2, 1), 9, 64, 512, 16),
     (gptq, 8, PackedMmaConfig(2, 64, 2, 1, 1), 2, 128, 200, 1),
     (exllama, 4, PackedMmaConfig(16, 64, 2, 1, 1), 30, 64, 256, 2),
@@ -68,6 +76,8 @@ MANY = [
     (marlin, 4, PackedConfig(16, 128, 2, 4, 1), 13, 192, 272, 17),
     (marlin, 4, PackedConfig(128, 256, 1, 1, 1), 130, 320, 192, 3),
     (marlin, 8, PackedConfig(32, 256, 1, 2, 1), 20, 64, 256, 2),
+    (allspark, 8, PackedConfig(16, 128, 2, 2, 1), 13, 192, 144, 1),
+    (allspark, 8, PackedConfig(64, 256, 2, 1, 1), 70, 320, 128, 1),
     (gptq, 4, PackedConfig(80, 128, 2, 1, 1), 20, 192, 160, 5),
     (gptq, 8, PackedConfig(64, 128, 2, 1, 1), 70, 64, 72, 1),
     (exllama, 4, PackedConfig(256, 128, 1, 1, 1), 40, 128, 64, 1),
@@ -87,10 +97,10 @@ def test_product(
 ) -> None:
     """The same bits under every schedule, and rounded once."""
     codes, zeros = packed.draw(0, 1 << bits, k, n), packed.draw(0, 1 << bits, groups, n, seed=1)
-    if call is marlin and bits == 8:
+    if call in (marlin, allspark) and bits == 8:
         zeros.fill_(128)
     a, scales = activations(m, k + 8, dtype, "cpu")[:, :k], scales_of(groups, n, dtype)
-    name, first = {awq: "awq_gemm", marlin: "marlin_gemm"}.get(call, "gptq_gemm"), None
+    name, first = {awq: "awq_gemm", marlin: "marlin_gemm", allspark: "allspark_w8a16_gemm"}.get(call, "gptq_gemm"), None
     with forced(name, one):
         for schedule in SCHEDULES:
             with scheduled(schedule):
@@ -98,6 +108,45 @@ def test_product(
             first = out if first is None else first
             assert torch.equal(out, first)
     check_scaled(out, a, codes - each(zeros, k), scales)
+
+
+EIGHT_BIT = [
+    ("uint4b8", torch.int8, PackedMmaConfig(1, 64, 2, 2, 1), 1, 128, 512, 128),
+    ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 288, 32),  # the last step has 32 rows
+    ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 256, 32),
+    ("float4_e2m1f", torch.float8_e4m3fn, PackedMmaConfig(2, 64, 1, 2, 1), 3, 128, 256, 32),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "dtype", "one", "m", "n", "k", "group_size"), EIGHT_BIT)
+def test_activations_of_8_bits(
+    kind: str, dtype: torch.dtype, one: PackedMmaConfig, m: int, n: int, k: int, group_size: int
+) -> None:
+    """Widened, and multiplied with the codes as they lie."""
+    is_int, groups = dtype == torch.int8, k // group_size
+    codes, scales = packed.draw(0, 16, k, n), packed.draw(110, 120, groups, n, seed=1)
+    a = activations(m, k, dtype, "cpu")
+    factors, given, w = 2.0 ** (scales.double() - 127.0), codes, codes.double() - 8.0
+    stored = packed.blocks(scales + 6, packed.PERM_32).to(torch.uint8)
+    if kind == "float4_e2m1f":
+        w = packed.E2M1.double()[codes]
+    elif is_int:
+        factors = scales.double()
+        stored = packed.blocks(scales, packed.PERM_32).to(torch.int16).view(torch.bfloat16)
+    else:
+        given = torch.where(codes >= 8, codes - 8, 15 - codes)
+        stored = packed.blocks(factors * 2.0**9, packed.PERM_32).to(torch.bfloat16)
+    first, rest = None, (None,) * 5
+    with forced("marlin_gemm", one):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                args = a, packed.marlin(given, 4, is_a_8bit=True), None, stored, torch.full((m, 1), 0.5)
+                out = pyops.marlin_gemm(*args, *rest, SCALAR_TYPES[kind].id, m, n, k)
+            first = out if first is None else first
+            assert torch.equal(out, first)
+    assert out.dtype == torch.bfloat16
+    check_product(out, a, w * each(factors, k), 0.5)
 
 
 W4A8 = [
@@ -210,7 +259,7 @@ def test_what_is_written_in_full() -> None:
         assert not serves(problem(4, 128, 256, HOPPER, **given), HOPPER)
     one = problem(4, 128, 256, HOPPER)
     assert serves(one, HOPPER)
-    for a in (replace(one.a, stride=260), replace(one.a, alignment=8), replace(one.a, dtype=dtypes.int8)):
+    for a in (replace(one.a, stride=260), replace(one.a, alignment=8), replace(one.a, dtype=dtypes.float32)):
         assert not serves(replace(one, a=a), HOPPER)
     assert not serves(problem(4, 72, 256, HOPPER), HOPPER)
 

@@ -52,6 +52,9 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.3}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4}
+LATENT |= {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "llama with one key head, llama3 rope, biases": (
@@ -94,6 +97,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         EXPERTS | {"decoder_sparse_step": 2, "num_hidden_layers": 3, "norm_topk_prob": True},
     ),
+    "deepseek v2, no rank of queries, the best experts, biases": (
+        "DeepseekV2",
+        LATENT | {"q_lora_rank": None, "attention_bias": True, "mlp_bias": True, "first_k_dense_replace": 1},
+    ),
+    "deepseek v2, the best of groups, yarn": (
+        "DeepseekV2",
+        LATENT
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 3.0}
+        | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek v2 with entries of the op": (
+        "DeepseekV2",
+        LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "n_shared_experts": 1},
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        LATENT | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": YARN},
+    ),
+    "deepseek v3 of halves, yarn with mscale": (
+        "DeepseekV3",
+        LATENT
+        | {"n_group": 2, "topk_group": 1, "rope_interleave": False, "attention_bias": True, "v_head_dim": 24}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "first_k_dense_replace": 0},
+    ),
+    "deepseek v3, no groups, weights as they are": (
+        "DeepseekV3",
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
+        | {"q_lora_rank": None, "tie_word_embeddings": True, "routed_scaling_factor": 1.0},
+    ),
+    "gpt-oss": ("GptOss", OSS | {"sliding_window": 9, "rope_parameters": YARN | {"truncate": False}}),
+    "gpt-oss, three layers, no biases of attention": (
+        "GptOss",
+        OSS | {"num_hidden_layers": 3, "attention_bias": False, "num_experts_per_tok": 3, "sliding_window": 16},
+    ),
+    "gpt-oss, the window in the last layer, tied": (
+        "GptOss",
+        OSS
+        | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7, "tie_word_embeddings": True}
+        | {"num_experts_per_tok": 1, "num_key_value_heads": 1},
+    ),
 }
 PROMPTS: list[list[int]] = [list(range(5, 25)), [3], [(7 * i) % 160 for i in range(70)]]
 
@@ -105,10 +149,13 @@ def reference(case: str) -> Any:
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SIZES | options))
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             parameter.data.normal_(0.0, 0.3)
         elif "norm" in name:
             parameter.data.normal_(1.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):
+            buffer.normal_(0.0, 0.3)
     return model.eval()
 
 
@@ -610,7 +657,7 @@ BAD = {
     "an activation": (edit_config(hidden_act="gelu"), "hidden_act: expected 'silu', got 'gelu'"),
     "quantised": (
         edit_config(quantization_config={"bits": 4}),
-        "quantization_config.quant_method: expected 'fp8' or 'compressed-tensors', got None",
+        "quantization_config.quant_method: expected 'fp8', .* or 'compressed-tensors', got None",
     ),
     "a rope": (rope(rope_type="longrope"), "rope_type: expected .*, got 'longrope'"),
     "a rope of another type": (rope(rope_type=[]), r"rope_type: expected .*, got \[\]"),

@@ -269,7 +269,9 @@ def test_sizes_that_words_or_groups_do_not_hold() -> None:
     ):
         with pytest.raises(ModelError, match=message):
             Decoder(Config(**TINY, quantization=quantization))
-    with pytest.raises(ModelError, match=r"^randomise: expected weights that are neither packed nor of GGUF's types$"):
+    with pytest.raises(
+        ModelError, match=r"^randomise: expected weights that are neither packed nor of mxfp4 nor of GGUF's types$"
+    ):
         Decoder(Config(**TINY, quantization=PackedQuantization("awq", 4, 16))).randomise(0)
 
 

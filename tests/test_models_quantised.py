@@ -464,7 +464,11 @@ def within(*path: str, **changes: Any) -> Callable[[dict[str, Any]], dict[str, A
 GROUP = ("config_groups", "group_0")
 WEIGHTS, INPUTS = (*GROUP, "weights"), (*GROUP, "input_activations")
 REFUSED = [
-    ("fp8, blocks", within(quant_method="aqlm"), "quant_method: expected 'fp8', 'awq', 'gptq' or 'compressed-tensors'"),
+    (
+        "fp8, blocks",
+        within(quant_method="aqlm"),
+        "quant_method: expected 'fp8', 'awq', 'gptq', 'mxfp4' or 'compressed-tensors'",
+    ),
     ("fp8, blocks", within(quant_method=None), "quant_method: expected .* or 'compressed-tensors', got None"),
     ("fp8, blocks", lambda _: [], r"expected an object, got \[\]"),
     ("fp8, blocks", within(weight_block_size=[64, 128]), r"weight_block_size: expected \[128, 128\] or null"),

@@ -29,6 +29,7 @@
 //     QUERY_STAGES   work items whose queries are in shared memory
 //     CONSUMERS      warpgroups with rows: 2 or 3
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
+//     HAS_SPLITS     an item may have several splits, which attention_varlen_join.cu joins
 
 #include "attention.cuh"
 #include "prefill_tiles.cuh"
@@ -36,7 +37,7 @@
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
 // A thread's registers: what the producer gives up, the consumers take.
-constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS ? 56 : 40;
+constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
@@ -60,11 +61,14 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                         const float* alibi_slopes,                    // [num_heads]
                         const float* sinks,                           // [num_heads]
                         const float* k_scale, const float* v_scale,   // [1]
+                        float* tmp_out,                               // [num_tokens, num_heads, max_splits, HEAD_SIZE]
+                        float* max_logits,                            // [num_tokens, num_heads, max_splits]
+                        float* exp_sums,                              // [num_tokens, num_heads, max_splits]
                         uint32_t* items_taken,                        // [1], zero before and after
                         int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t num_kv_heads,
-                        int64_t num_items, int64_t max_tokens, int64_t sliding_window, int64_t out_stride,
-                        int64_t table_stride, int64_t table_step, int64_t length_step, int64_t starts_step, float scale,
-                        float logits_soft_cap) {
+                        int64_t num_items, int64_t max_tokens, int64_t sliding_window, int64_t max_splits,
+                        int64_t out_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
+                        int64_t starts_step, float scale, float logits_soft_cap) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ Work works[QUERY_STAGES];
@@ -80,8 +84,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp == 0) {
-            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step, length_step,
-                                      num_seqs,     num_tokens, max_tokens,  num_kv_heads};
+            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step, num_seqs,
+                                      num_tokens,   max_tokens, num_kv_heads, max_splits};
             Producer producer{tiles,        sequences,    window,     &query_map, &key_map, &value_map,
                               block_tables, table_stride, table_step, num_blocks, lane,     lane % BOXES};
             producer.run(items_taken, num_items);
@@ -269,6 +273,21 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             const int row = own_row + half * 8;
             const bool exists = row < USED_ROWS && row / GROUP < work.tokens;
             const int64_t token = int64_t(work.token) + row / GROUP, head = work.kv_head * GROUP + row % GROUP;
+            if (HAS_SPLITS && work.splits > 1) {
+                // The formula's epsilon comes with the join; 1e-20 only guards against 0 / 0.
+                const float mean = FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f) / (row_sum + 1e-20f);
+                const int64_t part = (token * num_kv_heads * GROUP + head) * max_splits + work.split;
+                if (exists && t == 0) {
+                    max_logits[part] = row_max * LN_2;
+                    exp_sums[part] = row_sum;
+                }
+#pragma unroll
+                for (int i = 0; i < HEAD_SIZE / 8; ++i) {
+                    const float2 pair{o[4 * i + 2 * half] * mean, o[4 * i + 2 * half + 1] * mean};
+                    if (exists) *reinterpret_cast<float2*>(tmp_out + part * HEAD_SIZE + i * 8 + 2 * t) = pair;
+                }
+                continue;
+            }
             float sink_shrink = 1.0f;
             if (HAS_SINKS) {
                 const float sink = sinks[head] * LOG2_E, larger = fmaxf(row_max, sink);

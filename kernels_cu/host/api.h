@@ -41,6 +41,10 @@ struct Slot {
 HOST_API void* static_shared(Slot& slot, size_t bytes, size_t alignment);
 HOST_API void* dynamic_shared();
 
+// Flags of include/signals.cuh, by which ranks tell each other what they have done (ranks.h).
+HOST_API void store_flag(uint32_t* flag, uint32_t value);
+HOST_API void await_flag(const uint32_t* flag, uint32_t value, unsigned from);
+
 // Check and record an access that the compiler does not instrument.
 enum class Access : uint8_t { READ, WRITE, ATOMIC };
 HOST_API void record_access(const void* address, size_t bytes, Access kind);

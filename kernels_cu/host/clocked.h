@@ -31,4 +31,7 @@ inline void check_registers(const char* address, size_t bytes, Access kind, cons
 inline void begin_clocked_cluster();
 inline void end_clocked_block(unsigned rank);
 
+// Defined in ranks.h, of launches of several ranks in either runtime.
+inline void ranks_at_barrier();
+
 }  // namespace host

@@ -4,7 +4,7 @@
 // its threads wait. A block reads shared memory of another only by `read_of_block`, and only bytes that were written
 // before the last barrier of the cluster and are not written again before the next; clocks know other orders, too.
 #pragma once
-#include "schedule.h"
+#include "ranks.h"
 
 namespace host {
 
@@ -120,6 +120,10 @@ inline bool take_turn(unsigned rank, Index first) {
             make_ready(threads, num_threads(), [](unsigned i) { return threads[i].wait == Wait::CLUSTER; });
         }
         if constexpr (CLOCKED) make_ready(threads, num_threads(), awaited_phase_has_ended);
+        if (state.launch.num_ranks) make_ready(threads, num_threads(), awaited_flag_has_come);
+    } else if (state.launch.num_ranks) {
+        begin_block(first);
+        next_epoch();  // of the first, flags tell that the rank has begun
     } else {
         begin_block({first.x, first.y + rank, first.z});
     }
@@ -129,11 +133,23 @@ inline bool take_turn(unsigned rank, Index first) {
     run_threads();
     own.ended = state.current == nullptr;
     state.current = nullptr;
+    if (own.ended && state.launch.num_ranks) end_rank();
     pause_block(own);
     if constexpr (CLOCKED) {
         if (own.ended) end_clocked_block(rank);
     }
     return true;
+}
+
+// End a launch of several ranks all of which wait, or have ended.
+[[noreturn]] inline void no_rank_can_run(unsigned stuck) {
+    char text[sizeof Fault::message - 128] = "";
+    for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
+        if (!cluster[rank].ended) describe_flags(rank, cluster[rank].threads, text, sizeof text);
+    }
+    enter_block(stuck);
+    resume_block(cluster[stuck]);
+    raise_fault("deadlock", {nullptr, 0, threads[0].pc}, "%s", text);
 }
 
 // Run the blocks of the cluster until each of them waits for the cluster or has ended. Returns how many wait.
@@ -157,6 +173,10 @@ inline unsigned run_to_barrier(Index first) {
         if constexpr (CLOCKED) {
             if (ran || land_copy()) continue;
         }
+        if (state.launch.num_ranks) {
+            if (ran) continue;
+            no_rank_can_run(stuck);
+        }
         enter_block(stuck);
         resume_block(cluster[stuck]);
         nothing_can_run();
@@ -174,6 +194,7 @@ inline void run_cluster(Index first) {
         cluster[rank].first_epoch = first_epoch + rank * MAX_BARRIERS;
     }
     if constexpr (CLOCKED) begin_clocked_cluster();
+    begin_ranks();
     for (unsigned waiting = count; waiting;) {
         ++state.phase;
         for (unsigned rank = 0; rank < count; ++rank) cluster[rank].barrier_epoch = cluster[rank].epoch;
@@ -192,7 +213,8 @@ inline void run_cluster(Index first) {
 
 inline void run_grid() {
     const Index grid = state.launch.grid;
-    const unsigned rows = grid.y / state.launch.cluster;
+    const unsigned high = state.launch.num_ranks ? 1 : state.launch.cluster;  // blocks of a cluster along y
+    const unsigned rows = grid.y / high;
     const uint64_t count = uint64_t(grid.x) * rows * grid.z;
     scheduler.random = state.launch.seed;
     // A shuffled grid goes through its blocks, or clusters, in steps coprime to their number, and so visits each once.
@@ -214,9 +236,9 @@ inline void run_grid() {
         uint64_t number = i;
         if (state.launch.order == Order::REVERSED) number = count - 1 - i;
         if (state.launch.order == Order::SHUFFLED) number = (start + (unsigned __int128)i * step) % count;
-        const Index first = {unsigned(number % grid.x), unsigned(number / grid.x % rows) * state.launch.cluster,
+        const Index first = {unsigned(number % grid.x), unsigned(number / grid.x % rows) * high,
                              unsigned(number / grid.x / rows)};
-        if (state.launch.cluster == 1) run_block(first);
+        if (state.launch.cluster == 1 && !state.launch.num_ranks) run_block(first);
         else run_cluster(first);
     }
 }

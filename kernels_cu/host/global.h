@@ -22,8 +22,10 @@ namespace host {
 
 struct Records {
     uintptr_t page;
+    uint32_t (*reads)[MAX_CLUSTER];  // of each byte, by each rank: the epoch of the last; null but in a launch of ranks
     Touches bytes[PAGE];
 };
+constexpr size_t READS_BYTES = sizeof(uint32_t) * MAX_CLUSTER * PAGE;
 constexpr size_t MAX_PAGES = 1 << 16;  // a power of two; once half are in use, all records are dropped
 
 struct Global {
@@ -73,15 +75,22 @@ inline void global_begin_launch() {
 }
 
 // Raise a fault unless the running kernel may access these bytes.
-inline void check_bounds(const char* address, size_t bytes, Access kind, const void* pc) {
+// Flags are no memory whose order is looked at.
+inline void check_bounds(const char* address, size_t bytes, Access kind, const void* pc, bool is_flag) {
     Global& global = global_memory;
     const auto at = reinterpret_cast<uintptr_t>(address);
     if (bytes == 0 || (global.recent_range && global.recent_range->holds(at, bytes))) return;
     for (uint32_t i = 0; i < state.launch.num_ranges; ++i) {
-        if (state.launch.ranges[i].holds(at, bytes)) {
-            global.recent_range = state.launch.ranges + i;
+        if (!state.launch.ranges[i].holds(at, bytes)) continue;
+        if (state.launch.num_ranks) {
+            const uint32_t owner = state.launch.owners[i];
+            if ((owner & OWNER) == state.rank) return;
+            if (owner & PRIVATE) continue;
+            if (!is_flag) check_owner(owner, kind, pc);
             return;
         }
+        global.recent_range = state.launch.ranges + i;
+        return;
     }
     if (global.library.holds(at, bytes)) return;
     if (in_arena(address)) {
@@ -98,7 +107,9 @@ __attribute__((noinline)) void check_load(const void* address, size_t bytes) {
 
 inline void drop_records() {
     for (size_t i = 0; i < MAX_PAGES; ++i) {
-        if (global_memory.table[i]) munmap(global_memory.table[i], sizeof(Records));
+        if (!global_memory.table[i]) continue;
+        if (global_memory.table[i]->reads) munmap(global_memory.table[i]->reads, READS_BYTES);
+        munmap(global_memory.table[i], sizeof(Records));
         global_memory.table[i] = nullptr;
     }
     global_memory.num_pages = 0;
@@ -150,7 +161,8 @@ inline bool before_barrier_of_cluster(uint32_t epoch) {
 }
 
 // Check an access of the running thread to a byte of global memory against its record, and record the access.
-inline void check_byte(Touches& byte, Access kind, const void* pc) {
+// `reads` has its last reads by each rank, in a launch of several ranks.
+inline void check_byte(Touches& byte, uint32_t* reads, Access kind, const void* pc) {
     const bool written = byte.write_epoch >= memory.launch_epoch;
     if (written) {
         const bool by_this_block = is_own(byte.write_epoch);
@@ -158,16 +170,23 @@ inline void check_byte(Touches& byte, Access kind, const void* pc) {
             if (!by_this_block) memory.synchronised = true;
         } else if (by_this_block && !ordered(byte.writer, byte.write_epoch, byte.write_warp_epoch)) {
             global_race(kind, "written", true, byte.writer, pc);
+        } else if (!by_this_block && reads) {
+            if (!flags_tell_of(byte.write_epoch)) missing_flag(kind, byte.write_epoch, "written", pc);
         } else if (!by_this_block && !memory.synchronised && !before_barrier_of_cluster(byte.write_epoch)) {
             global_race(kind, "written", false, 0, pc);
         }
     }
+    for (unsigned rank = 0; reads && kind != Access::READ && rank < state.launch.num_ranks; ++rank) {
+        const bool concerns = reads[rank] >= memory.launch_epoch && !is_own(reads[rank]);
+        if (concerns && !flags_tell_of(reads[rank])) missing_flag(kind, reads[rank], "read", pc);
+    }
+    if (reads && kind == Access::READ) reads[state.rank] = memory.epoch;
     if (kind == Access::READ) return record_read(byte);
     if (kind == Access::WRITE && byte.read_epoch >= memory.launch_epoch) {
         const bool by_others =
             (!is_own(byte.read_epoch) && !before_barrier_of_cluster(byte.read_epoch)) || byte.several_blocks_read;
         if (!reads_are_over(byte)) global_race(kind, "read", true, byte.reader, pc);
-        if (by_others && !memory.synchronised) global_race(kind, "read", false, 0, pc);
+        if (by_others && !memory.synchronised && !reads) global_race(kind, "read", false, 0, pc);
     }
     record_write(byte, kind == Access::ATOMIC);
 }
@@ -182,9 +201,14 @@ inline void check_global(const char* address, size_t bytes, Access kind, const v
     for (uintptr_t at = end - bytes; at < end;) {
         Records* records = records_of(at / PAGE);
         if (!records) return;
+        const bool by_ranks = state.launch.num_ranks != 0;
+        if (by_ranks && !records->reads) {
+            records->reads = reinterpret_cast<uint32_t(*)[MAX_CLUSTER]>(map_pages(READS_BYTES));
+            if (!records->reads) return;
+        }
         const uintptr_t end_of_page = (at / PAGE + 1) * PAGE;
         for (const uintptr_t stop = end < end_of_page ? end : end_of_page; at < stop; ++at) {
-            check_byte(records->bytes[at % PAGE], kind, pc);
+            check_byte(records->bytes[at % PAGE], by_ranks ? records->reads[at % PAGE] : nullptr, kind, pc);
         }
     }
 }

@@ -139,7 +139,7 @@ pyops_host_run(void (*entry)(void**), void** parameters, const host::Launch* lau
             raise_fault("bad launch", {}, "a block has 1 to %u threads", MAX_THREADS);
         }
         if (launch->shared_bytes > DYNAMIC_BYTES) raise_fault("bad launch", {}, "more than 256 KiB of shared memory");
-        if (launch->cluster > MAX_CLUSTER || launch->grid.y % launch->cluster) {
+        if (launch->cluster > MAX_CLUSTER || (launch->grid.y % launch->cluster && !launch->num_ranks)) {
             raise_fault("bad launch", {}, "%u blocks in y, clusters of %u", launch->grid.y, launch->cluster);
         }
         renew_epochs();

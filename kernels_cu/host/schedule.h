@@ -66,9 +66,9 @@ inline Thread* take_ready() {
     const auto at = [](unsigned i) -> uint16_t& { return scheduler.ready[(scheduler.first + i) % MAX_THREADS]; };
     uint16_t number = at(0);
     if (state.launch.order == Order::GREEDY || state.launch.order == Order::SHUFFLED) {
-        const unsigned chosen = state.launch.order == Order::GREEDY ? last : random_number() % scheduler.num_ready;
-        number = at(chosen);
-        at(chosen) = at(last);
+        uint16_t& chosen = at(state.launch.order == Order::GREEDY ? last : random_number() % scheduler.num_ready);
+        number = chosen;
+        chosen = at(last);
     } else {
         scheduler.first = (scheduler.first + 1) % MAX_THREADS;
     }
@@ -157,11 +157,11 @@ inline void yield() {
     Thread* thread = state.current;
     if constexpr (CLOCKED) land_copy_early();
     Thread* next = take_ready();
+    if (!next && (state.launch.num_ranks || (CLOCKED && state.launch.cluster > 1))) {  // another block's turn
+        pyops_host_switch(&thread->stack_pointer, state.main_stack_pointer);
+        return;
+    }
     if constexpr (CLOCKED) {
-        if (!next && state.launch.cluster > 1) {  // another block's turn
-            pyops_host_switch(&thread->stack_pointer, state.main_stack_pointer);
-            return;
-        }
         while (!next && land_copy()) next = take_ready();
     }
     if (!next) nothing_can_run();
@@ -196,6 +196,7 @@ __attribute__((noinline)) void block_barrier(const char* file, int line) {
     if (all_arrived(begin_wait(Wait::BLOCK, "__syncthreads", 0, file, line, __builtin_return_address(0)))) {
         next_epoch();
         if constexpr (CLOCKED) clocks_of_barrier();
+        if (state.launch.num_ranks) ranks_at_barrier();
         make_ready(threads, num_threads(), all);
     }
     yield();
@@ -245,7 +246,7 @@ __attribute__((noinline)) void warp_barrier(uint64_t lanes, const char* file, in
 
 // The body of every fiber.
 inline void thread_main() {
-    state.entry(state.parameters);
+    state.entry(state.launch.num_ranks ? state.launch.rank_parameters[state.rank] : state.parameters);
     Thread& thread = *state.current;
     if constexpr (CLOCKED) {
         check_exit();

@@ -23,7 +23,7 @@ constexpr unsigned MAX_PLACES = 8;    // in the source, that a fault names in it
 #endif
 constexpr bool CLOCKED = PYOPS_HOST_CLOCKED;
 
-enum class Wait : uint8_t { NOTHING, BLOCK, WARP, CLUSTER, EXITED, MBARRIER, NAMED_BARRIER, WGMMA };
+enum class Wait : uint8_t { NOTHING, BLOCK, WARP, CLUSTER, FLAG, EXITED, MBARRIER, NAMED_BARRIER, WGMMA };
 
 struct Copy {
     char* to;
@@ -76,6 +76,9 @@ struct Launch {
     uint64_t seed;
     const Range* ranges;  // the tensors and workspaces of the call
     uint32_t num_ranges;
+    uint32_t num_ranks;              // 0 but in a launch of several ranks (ranks.h), where `cluster` is as many
+    void** const* rank_parameters;   // the parameters of each rank
+    const uint32_t* owners;          // of each range: its rank, and bits of ranks.h
 };
 
 // The fault as Python reads it: the same layout as its ctypes structure. Members that end in `pc` are offsets into the
@@ -145,9 +148,11 @@ struct Where {
 raise_fault(const char* kind, const Where& where, const char* format, ...) {
     Fault& fault = state.fault;
     snprintf(fault.kind, sizeof fault.kind, "%s", kind);
+    int length = 0;
+    if (state.launch.num_ranks) length = snprintf(fault.message, sizeof fault.message, "rank %u: ", state.rank);
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(fault.message, sizeof fault.message, format, arguments);
+    vsnprintf(fault.message + length, sizeof fault.message - length, format, arguments);
     va_end(arguments);
     snprintf(fault.file, sizeof fault.file, "%s", where.file ? where.file : "");
     fault.line = where.line;

@@ -3,33 +3,23 @@
 #include "ggml_tile.cuh"
 #include "mma.cuh"
 
-// What `pairs` adds to codes less OFFSET where that costs an instruction less: a power of two above LARGEST, whose last
-// place in bfloat16 counts fractions of codes. Elsewhere 0.
+// What `pairs_of_codes` adds to codes less OFFSET if it does not subtract what makes codes numbers: 128, whose last place
+// in bfloat16 is worth 1, as that of 1024 in float16; which is too much beside codes, and is subtracted. Elsewhere 0.
 template <typename FORMAT_T, typename T>
-constexpr int RAISED = is_same<T, bf16_t> && FORMAT_T::LARGEST < 128 ? FORMAT_T::LARGEST + 1 + FORMAT_T::OFFSET : 0;
+constexpr int RAISED = is_same<T, bf16_t> && FORMAT_T::LARGEST < 128 ? 128 + FORMAT_T::OFFSET : 0;
 
 // Four codes less OFFSET, plus RAISED if `RAISE`, as two pairs of T, exactly.
 template <typename FORMAT_T, typename T, bool RAISE>
 DEVICE void pairs_of_codes(uint32_t codes, uint32_t& low, uint32_t& high) {
     constexpr bool IS_HALF = is_same<T, half_t>;
-    if constexpr (RAISE && RAISED<FORMAT_T, T> != 0) {
-        // The bits of LARGEST + 1, then the mantissa, of seven bits: codes at its upper end.
-        constexpr uint32_t STEPS = 128 / (FORMAT_T::LARGEST + 1);
-        constexpr uint32_t POWER = STEPS == 32   ? 0x4080
-                                   : STEPS == 16 ? 0x4100
-                                   : STEPS == 8  ? 0x4180
-                                   : STEPS == 4  ? 0x4200
-                                   : STEPS == 2  ? 0x4280
-                                                 : 0x4300;
-        codes = codes * STEPS | (POWER & 0xff) * ONES;
-        low = __byte_perm(codes, POWER >> 8, 0x4140);
-        high = __byte_perm(codes, POWER >> 8, 0x4342);
-    } else if constexpr (IS_HALF || FORMAT_T::LARGEST < 128) {
-        // The last place of 1024 in float16, and of 128 in bfloat16, is worth 1.
+    if constexpr (IS_HALF || FORMAT_T::LARGEST < 128) {
+        low = __byte_perm(codes, IS_HALF ? 0x64 : 0x43, 0x4140);
+        high = __byte_perm(codes, IS_HALF ? 0x64 : 0x43, 0x4342);
+        if constexpr (RAISE && RAISED<FORMAT_T, T> != 0) return;
         const auto offset = Vec<T, 2>::full((IS_HALF ? 1024.0f : 128.0f) + FORMAT_T::OFFSET);
         Vec<T, 2> pairs[2];
-        pairs[0].template word<2>(0) = __byte_perm(codes, IS_HALF ? 0x64 : 0x43, 0x4140);
-        pairs[1].template word<2>(0) = __byte_perm(codes, IS_HALF ? 0x64 : 0x43, 0x4342);
+        pairs[0].template word<2>(0) = low;
+        pairs[1].template word<2>(0) = high;
         low = (pairs[0] - offset).template word<2>(0);
         high = (pairs[1] - offset).template word<2>(0);
     } else {

@@ -10,7 +10,7 @@
 #include "group_scale.cuh"
 #include "mma.cuh"
 
-enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq };
+enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq, layout_n32k16, layout_marlin_8 };
 
 using codes_t = Codes<scalar_t, BITS, EXPONENT>;
 using pair_t = Vec<scalar_t, 2>;
@@ -28,7 +28,12 @@ constexpr int STAGE_BYTES = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES);
 // Whether a sum of a row of a is needed.
 constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
+// Whether codes lie in tiles, so that columns of a fragment are neighbours.
+constexpr bool IS_TILED = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 || LAYOUT == layout_marlin_8;
 static_assert(TILE_N == 64 || (TILE_N == 128 && LAYOUT == layout_awq));
+static_assert(LAYOUT != layout_n32k16 || (BITS == 8 && !HAS_SCALES && !ZERO_CODES));
+static_assert(LAYOUT != layout_marlin_8 || (BITS == 4 && !ZERO_CODES));
+static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8));
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % UNIT_K == 0 || (LAYOUT == layout_marlin && GROUP_SIZE % 16 == 0));
 static_assert(TILE_M < 8 ? 8 % TILE_M == 0 : TILE_M == 8 || TILE_M % 16 == 0);
@@ -39,40 +44,56 @@ struct Unit {
 
     // Column number (tile, h) of lane 4g + t, of the tile's.
     static DEVICE int column(int g, int tile, int h) {
-        if constexpr (LAYOUT == layout_marlin) return 16 * tile + 8 * h + g;
+        if constexpr (IS_TILED) return 16 * tile + 8 * h + g;
         else if constexpr (IS_GPTQ) return 32 * h + 4 * g + tile;
         else return TILE_N / 8 * g + 2 * tile + h;
     }
 
-    // Codes lie in lines, one after another along K: of LINES a unit, of which a load of a lane is a part of one.
-    static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K : IS_GPTQ ? 4 : PRODUCTS;
-    static DEVICE int64_t line_words(int64_t n) { return unit_words(n) / LINES; }
-    static DEVICE int64_t unit_words(int64_t n) { return n * (UNIT_K * BITS / 32); }
+    // Codes lie in lines, one after another along K: of LINES a unit, of which a load of a lane is a part of one. Sizes of
+    // lines come of the pitch: columns of the weight; of layout_n32k16, where those of eight columns lie one after
+    // another from the first row to the last, rows.
+    static DEVICE int64_t pitch(int64_t n, int64_t k) { return LAYOUT == layout_n32k16 ? k : n; }
+    static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K : IS_GPTQ ? 4 : LAYOUT == layout_marlin ? PRODUCTS : 1;
+    static DEVICE int64_t line_words(int64_t pitch) { return unit_words(pitch) / LINES; }
+    static DEVICE int64_t unit_words(int64_t pitch) {
+        return LAYOUT == layout_n32k16 ? 16 : pitch * (UNIT_K * BITS / 32);
+    }
     // The line of the lane's first load, in a unit, and where in the line it is.
-    static DEVICE int line() { return LAYOUT == layout_marlin ? 0 : threadIdx.x % 4 * (LINES / 4); }
-    static DEVICE int64_t place(int64_t first_column) {
+    static DEVICE int line() { return IS_TILED ? 0 : threadIdx.x % 4 * (LINES / 4); }
+    static DEVICE int64_t place(int64_t first_column, int64_t pitch) {
         const int lane = threadIdx.x % 32, g = lane / 4;
         if constexpr (LAYOUT == layout_awq) return first_column / 8 + AWQ_WORDS * g;
         else if constexpr (IS_GPTQ) return first_column + 4 * g;
-        else return first_column * (BITS / 2) + lane * BITS;
+        else if constexpr (LAYOUT == layout_n32k16) return (first_column / 4 + g) * pitch + lane % 4 * 4;
+        else return first_column * (LAYOUT == layout_marlin_8 ? BITS : BITS / 2) + lane * BITS;
     }
 
     // A lane's loads, and where they are from the first one on: in lines of their own, but where a line has two.
     static constexpr int LOADS = LAYOUT == layout_awq ? WORDS / AWQ_WORDS : 2;
     static constexpr bool OWN_LINES = LAYOUT == layout_awq || (LAYOUT == layout_marlin && PRODUCTS == 2);
-    static DEVICE int64_t load_at(int i, int64_t n) { return OWN_LINES ? i * line_words(n) : i * (IS_GPTQ ? 32 : 4); }
+    static DEVICE int64_t load_at(int i, int64_t pitch) {
+        if constexpr (LAYOUT == layout_n32k16) return i * 8 * pitch;
+        else if constexpr (LAYOUT == layout_marlin_8) return i * 128;
+        else return OWN_LINES ? i * line_words(pitch) : i * (IS_GPTQ ? 32 : 4);
+    }
 
     // `from` is where the lane's first load of the unit is. All but `lines` of the lines from there on do not exist; the
     // last that does stands for them, whose rows meet zeros of a.
-    DEVICE void load(const uint32_t* from, int64_t n, int lines) {
+    DEVICE void load(const uint32_t* from, int64_t pitch, int lines) {
         using run_t = Vec<uint32_t, WORDS / LOADS>;
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             const int existing = WHOLE_STEPS || !OWN_LINES ? i : min(i, lines - 1);
-            const run_t run = run_t::load_once(from + load_at(existing, n));
+            const run_t run = run_t::load_once(from + load_at(existing, pitch));
 #pragma unroll
             for (int j = 0; j < WORDS / LOADS; ++j) words[i * (WORDS / LOADS) + j] = run.data[j];
         }
+    }
+
+    // The inverse of `marlin_int4_fp8_preprocess` plus 8: codes 0 ... 7 are themselves, and 8 ... 15 are -1 ... -8.
+    static DEVICE uint32_t code_plus_8(uint32_t codes) {
+        const uint32_t signs = codes & 0x88888888;
+        return codes ^ 0x88888888 ^ (signs - (signs >> 3));
     }
 
     // Pair q of rows of column (tile, h), in product number `product`: codes_t::Raw.
@@ -80,6 +101,13 @@ struct Unit {
         if constexpr (LAYOUT == layout_marlin) {
             if constexpr (BITS == 4) return decode.raw(words[4 * product + tile], 2 * h + q, term);
             else return decode.raw(words[2 * tile + h], q, term);
+        } else if constexpr (LAYOUT == layout_marlin_8) {
+            // Rows of a word, from the lowest code: 0 16 1 17 2 18 3 19.
+            uint32_t word = words[2 * tile + h];
+            if constexpr (RECODED) word = code_plus_8(word);
+            return decode.raw(word, product + 2 * q, term);
+        } else if constexpr (LAYOUT == layout_n32k16) {
+            return decode.raw(__byte_perm(words[2 * tile + h], 0, 0x3120), q, term);  // rows of a pair are neighbours
         } else if constexpr (IS_GPTQ) {
             return decode.raw(words[4 * h + tile], 2 * product + q, term);
         } else {
@@ -101,12 +129,22 @@ struct Rows {
     }
 
     // Whether what meets the pairs of one product is loaded apart from the others.
-    static constexpr bool BY_PRODUCT = LAYOUT == layout_marlin && (TILE_M > 8 || PRODUCTS == 1);
+    static constexpr bool BY_PRODUCT = LAYOUT == layout_marlin_8 || (IS_TILED && (TILE_M > 8 || PRODUCTS == 1));
 
     // What meets the unit's pairs: words by product and by 8 rows of a; BY_PRODUCT, those of `product`.
     DEVICE void load(uint32_t (&b)[PRODUCTS][ROW_TILES][2], int unit, int product) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        if constexpr (BY_PRODUCT) {
+        if constexpr (LAYOUT == layout_marlin_8) {
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+                const int row = tile * 8 + (TILE_M < 8 ? g % TILE_M : g),
+                          chunk = (unit * PRODUCTS + product) * 2 + t / 2;
+                const auto four =
+                    Vec<uint32_t, 2>::load(reinterpret_cast<const uint32_t*>(data + place(row, chunk) + t % 2 * 8));
+                b[product][tile][0] = pack_halves<false>(four.data[0], four.data[1]);
+                b[product][tile][1] = pack_halves<true>(four.data[0], four.data[1]);
+            }
+        } else if constexpr (BY_PRODUCT) {
             constexpr int TILES = ROW_TILES == 1 ? 1 : 2;
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; tile += TILES) {

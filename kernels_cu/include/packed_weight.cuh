@@ -9,6 +9,7 @@
 //     layout_marlin     [32 BITS, N / 64, K / 16], boxes of 32 BITS x TILE_N / 64 x 4: whole tiles
 //     layout_gptq       [N, K BITS / 32, 1], boxes of TILE_N x 2 BITS x 1; layout_exllama likewise
 //     layout_awq        [N / 8, K, 1], boxes of TILE_N / 8 x 64 x 1, rows swizzled by their size
+//     layout_n32k16     [K, N / 4, 1], boxes of 64 x TILE_N / 4 x 1: a word of four columns for each row
 //
 // Constants
 //     BITS, EXPONENT    of a code: dequant.cuh
@@ -27,7 +28,7 @@
 #include "mma.cuh"
 #include "tma.cuh"
 
-enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq, layout_w4a8 };
+enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq, layout_n32k16, layout_w4a8 };
 
 constexpr bool IS_TABLE = LAYOUT == layout_w4a8;  // whether codes are those of packed_table.cuh
 using number_t = conditional_t<IS_TABLE, bf16_t, scalar_t>;
@@ -44,6 +45,7 @@ struct Code {
     static DEVICE void load(uint8_t* to, const TensorMap* map, uint64_t* barrier, int step, int first_column) {
         if constexpr (LAYOUT == layout_marlin) tma_load(to, map, barrier, 0, first_column / 64, step * 4);
         else if constexpr (IS_GPTQ) tma_load(to, map, barrier, first_column, step * 2 * BITS, 0);
+        else if constexpr (LAYOUT == layout_n32k16) tma_load(to, map, barrier, step * 64, first_column / 4, 0);
         else tma_load(to, map, barrier, first_column / 8, step * 64, 0);
     }
 
@@ -58,6 +60,12 @@ struct Code {
             using run_t = Vec<uint32_t, PRODUCTS * WORDS>;
             const auto run = run_t::load(from + ((slice * (COLUMNS / 64) + first / 4) * 32 + lane) * (4 * WORDS) +
                                          first % 4 * WORDS);
+#pragma unroll
+            for (int i = 0; i < PRODUCTS * WORDS; ++i) code[i / WORDS].words[i % WORDS] = run.data[i];
+        } else if constexpr (LAYOUT == layout_n32k16) {
+            // The lane has words of 32 columns, those of 8 columns after the other.
+            using run_t = Vec<uint32_t, PRODUCTS * WORDS>;
+            const auto run = run_t::load(from + (first / 2 * 8 + g) * 64 + slice * 16 + t * 4 + first % 2 * WORDS);
 #pragma unroll
             for (int i = 0; i < PRODUCTS * WORDS; ++i) code[i / WORDS].words[i % WORDS] = run.data[i];
         } else if constexpr (IS_GPTQ) {
@@ -90,6 +98,8 @@ struct Code {
         if constexpr (LAYOUT == layout_marlin) {
             if constexpr (BITS == 4) return decode.pair(words[0], 2 * h + q, zero);
             else return decode.pair(words[h], q, zero);
+        } else if constexpr (LAYOUT == layout_n32k16) {
+            return decode.pair(__byte_perm(words[h], 0, 0x3120), q, zero);  // rows of a pair are neighbours
         } else if constexpr (LAYOUT == layout_awq) {
             return decode.pair(pack_halves<false>(words[q * 4 + h], words[q * 4 + 2 + h]), 0, zero);
         } else if constexpr (LAYOUT == layout_exllama) {

@@ -92,12 +92,11 @@ struct Producer {
         int item = blockIdx.x;
         for (bool more = true; more;) {
             more = item < num_items;
-            Work work{int(sequences.num_tokens), 0, -1, 0, 0, 0};  // the end: zeros are loaded, and no values
+            Work work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 1};  // the end: zeros are loaded, and no values
             int seq = 0, length = 0;
-            if (more) {
-                const bool found = sequences.find(int(num_items) - 1 - item, window, work, seq, length);
+            if (more && !sequences.find(int(num_items) - 1 - item, window, work, seq, length)) {
                 item = next_item(items_taken, num_items);
-                if (!found) continue;
+                continue;
             }
             load_queries(work);
             // The keys of a tile, and then the values of the tile before.
@@ -109,6 +108,8 @@ struct Producer {
                 values_block = block;
                 block = next_block;
             }
+            // Only now: an item taken earlier would wait for this block, and another block may have nothing to do.
+            if (more) item = next_item(items_taken, num_items);
         }
         if constexpr (IS_FP8) {
             tiles.code.acquire();

@@ -3,11 +3,14 @@
 // A work item is ITEM_TOKENS query tokens of a sequence and one key-value head; its rows are the tokens times the GROUP
 // query heads that share the head, heads first. Items are numbered by tiles of tokens, then by key-value heads. The
 // tiles of sequence s begin at number cu_seqlens_q[s] / ITEM_TOKENS + s, and at most one number of each sequence has no
-// tokens.
+// tokens. With HAS_SPLITS each of these items has `max_splits` numbers, one for each part of its keys that a block may
+// take alone (split-KV); an item of few keys has fewer splits, and its other numbers have no work.
 #pragma once
 #include "platform.cuh"
 
 constexpr int ITEM_ROWS = 64 * CONSUMERS, ITEM_TOKENS = ITEM_ROWS / GROUP, USED_ROWS = ITEM_TOKENS * GROUP;
+// Tiles of keys of a split, at least: an item costs two tiles beside its own, and a join as much.
+constexpr int MIN_SPLIT_TILES = 4;
 static_assert(GROUP <= ITEM_ROWS);
 
 // A work item, or the end of all work.
@@ -17,6 +20,7 @@ struct alignas(8) Work {
     int limit;   // the last key that the first query token sees
     int kv_head;
     int first_tile, last_tile;  // of keys; one tile if no row has a key
+    int split, splits;          // which of how many parts of the keys these tiles are
 
     // The last key that a row sees. A row that does not exist is taken for the last row.
     DEVICE int limit_of(int row) const { return CAUSAL ? limit + min(row / GROUP, tokens - 1) : limit; }
@@ -35,13 +39,14 @@ struct Window {
 struct Sequences {
     const starts_t* cu_seqlens_q;
     const length_t* seq_lens;
-    int64_t starts_step, length_step, num_seqs, num_tokens, max_tokens, num_kv_heads;
+    int64_t starts_step, length_step, num_seqs, num_tokens, max_tokens, num_kv_heads, max_splits;
 
     DEVICE int64_t start_of(int seq) const { return cu_seqlens_q[seq * starts_step]; }
     DEVICE int64_t first_tile_of(int seq) const { return start_of(seq) / ITEM_TOKENS + seq; }
 
-    // Finds the work of an item, its sequence, and the sequence's length; false if the item has no tokens.
-    DEVICE bool find(int item, const Window& window, Work& work, int& seq, int& length) const {
+    // Finds the work of a number, its sequence, and the sequence's length; false if the number has no work.
+    DEVICE bool find(int number, const Window& window, Work& work, int& seq, int& length) const {
+        const int item = HAS_SPLITS ? number / int(max_splits) : number;
         // Binary search for the sequence: the last one that begins at this tile or before it.
         const int64_t tile = item / int(num_kv_heads);
         int low = 0, high = int(num_seqs);
@@ -63,6 +68,18 @@ struct Sequences {
         work.kv_head = item % int(num_kv_heads);
         work.first_tile = window.first_seen(work.limit) / TOKENS;
         work.last_tile = max(work.limit_of(ITEM_ROWS - 1), 0) / TOKENS;
+        work.split = 0;
+        work.splits = 1;
+        if constexpr (HAS_SPLITS) {
+            const int tiles = work.last_tile - work.first_tile + 1;
+            work.split = number % int(max_splits);
+            work.splits = max(1, min(int(max_splits), tiles / MIN_SPLIT_TILES));
+            if (work.split >= work.splits) return false;
+            // The first splits have one tile more where splits have not equally many.
+            const int even = tiles / work.splits, longer = tiles % work.splits;
+            work.first_tile += work.split * even + min(work.split, longer);
+            work.last_tile = work.first_tile + even + (work.split < longer) - 1;
+        }
         return true;
     }
 };

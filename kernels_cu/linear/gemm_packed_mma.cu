@@ -28,7 +28,9 @@
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     BITS, EXPONENT    of a code: dequant.cuh
-//     LAYOUT        of the codes: layout_marlin, layout_gptq, layout_exllama or layout_awq (packed_layouts.py)
+//     LAYOUT        of the codes: layout_marlin, layout_gptq, layout_exllama, layout_awq, layout_n32k16 or layout_marlin_8
+//                   (packed_layouts.py)
+//     RECODED       whether codes are those of `marlin_int4_fp8_preprocess`
 //     HAS_SCALES    whether groups have scales
 //     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
@@ -66,19 +68,19 @@ DEVICE Part part_of(int64_t k) {
     return {int(steps * part / (SPLITS * WARPS)), int(steps * (part + 1) / (SPLITS * WARPS))};
 }
 // Where the lane's first load is, of unit number `unit` of K.
-DEVICE const uint32_t* codes_at(const uint32_t* codes, int64_t unit, int64_t first_column, int64_t n) {
-    return codes + Unit::place(first_column) + (unit * Unit::LINES + Unit::line()) * Unit::line_words(n);
+DEVICE const uint32_t* codes_at(const uint32_t* codes, int64_t unit, int64_t first_column, int64_t pitch) {
+    return codes + Unit::place(first_column, pitch) + (unit * Unit::LINES + Unit::line()) * Unit::line_words(pitch);
 }
 
 // Of the warp's first step.
 DEVICE void prefetch_codes(const uint32_t* codes, int64_t m, int64_t n, int64_t k) {
     const Part part = part_of(k);
-    const int64_t first_column = blockIdx.x / ((m + TILE_M - 1) / TILE_M) * TILE_N;
+    const int64_t first_column = blockIdx.x / ((m + TILE_M - 1) / TILE_M) * TILE_N, pitch = Unit::pitch(n, k);
     if (GROUPED || !WHOLE_STEPS || part.first == part.last) return;  // who the experts are is not known yet
-    const uint32_t* const from = codes_at(codes, int64_t(part.first) * UNITS, first_column, n);
+    const uint32_t* const from = codes_at(codes, int64_t(part.first) * UNITS, first_column, pitch);
 #pragma unroll
     for (int i = 0; i < UNITS * Unit::LOADS; ++i) {
-        prefetch_line(from + i / Unit::LOADS * Unit::unit_words(n) + Unit::load_at(i % Unit::LOADS, n));
+        prefetch_line(from + i / Unit::LOADS * Unit::unit_words(pitch) + Unit::load_at(i % Unit::LOADS, pitch));
     }
 }
 
@@ -170,16 +172,16 @@ gemm_packed_mma(out_t* out,                 // [M, N]
 
     const codes_t decode;
     Unit units[UNITS];
-    const int64_t lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K;
-    const uint32_t* next = codes_at(codes, int64_t(first_step) * UNITS, first_column, n);
+    const int64_t lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K, pitch = Unit::pitch(n, k);
+    const uint32_t* next = codes_at(codes, int64_t(first_step) * UNITS, first_column, pitch);
     const auto load = [&](int step, int i) {
         if constexpr (WHOLE_STEPS) {
-            units[i].load(next, n, 0);
-            next += Unit::unit_words(n);
+            units[i].load(next, pitch, 0);
+            next += Unit::unit_words(pitch);
         } else {
             const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
-            const uint32_t* const from = codes + Unit::place(first_column) + line * Unit::line_words(n);
-            units[i].load(from, n, int(min(lines - line, int64_t(UNIT_K))));
+            const uint32_t* const from = codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch);
+            units[i].load(from, pitch, int(min(lines - line, int64_t(UNIT_K))));
         }
     };
     if (first_step < last_step) {

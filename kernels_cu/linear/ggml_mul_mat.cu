@@ -43,6 +43,8 @@ using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int X_BYTES = TOKENS * X_PITCH * 2, STAGE_BYTES = tile_t::SIZE + X_BYTES;
 constexpr int SUM_PITCH = ROWS + 4;
 using rows_t = TokenRows<CHOICES, TOKENS, index_t>;
+// Codes are raised where minima need the sums of X anyway.
+constexpr bool RAISES = FORMAT::HAS_MINIMUM;
 
 DEVICE unsigned row_tiles(int64_t n) { return unsigned((n + ROWS - 1) / ROWS); }
 DEVICE int64_t row_of(int64_t n) { return int64_t(blockIdx.x % row_tiles(n)) * ROWS; }  // the first of the block
@@ -138,10 +140,11 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
                 blocks[half] = tile.block(row_warp * 16 + half * 8 + g, k_warp, element);
                 scales[half] = FORMAT::scale(blocks[half], element % LENGTH / GROUP);
                 minima[half] = FORMAT::minimum(blocks[half], element % LENGTH / GROUP);
+                if constexpr (RAISES) minima[half] = fmaf(float(RAISED<FORMAT, scalar_t>), scales[half], minima[half]);
 #pragma unroll
                 for (int u = 0; u < GROUP / 16; ++u) {
                     const uint32_t codes = FORMAT::codes(blocks[half], element % LENGTH / 4 + 4 * u + t, grid);
-                    pairs_of_codes<FORMAT, scalar_t, false>(codes, a[u][half], a[u][half + 2]);
+                    pairs_of_codes<FORMAT, scalar_t, RAISES>(codes, a[u][half], a[u][half + 2]);
                 }
             }
 #pragma unroll

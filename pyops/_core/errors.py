@@ -130,6 +130,17 @@ class KernelFault(RuntimeError):
         )
 
 
+class RankError(RuntimeError):
+    """Ranks wait for a rank that has ended, does not come, or came to something else. `ranks` has its number."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message, tuple(ranks))
+        self.ranks = tuple(ranks)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def called(places: Sequence[tuple[str, int]]) -> str:
     """Places in the sources, innermost first, as a person reads them."""
     return ", called at ".join(f"{file}:{line}" for file, line in places)
@@ -144,5 +155,6 @@ for _error in (
     NotLoadedError,
     DeviceFault,
     KernelFault,
+    RankError,
 ):
     _error.__module__ = "pyops"

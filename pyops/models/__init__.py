@@ -2,7 +2,7 @@
 
 config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
-mixture               mixtures of experts as config.json describes them
+mixture latent        mixtures of experts and latent attention as config.json describes them
 quantization          quantised weights as config.json describes them
 gguf_file             GGUF files: metadata as config.json would have it, tensors
 gguf_tokenizer        the tokenizer in a GGUF file
@@ -11,9 +11,13 @@ packed_linear         projections of packed weights
 gguf_linear           projections of weights in GGUF's types
 linear                projections, plain, of 8-bit weights, packed or in GGUF's types
 batch                 the tokens of one forward pass
-attention experts     attention over a paged cache; MLPs; mixtures of experts
+attention             attention over a paged cache; MLPs
+microscaling          weights in mxfp4
+experts               mixtures of experts
+latent_attention      attention over a paged cache of latent entries
 mamba                 state-space layers, with states in slots
 decoder               the model
+tensor_parallel       the model divided among processes
 checkpoint params     weights from a folder; SamplingParams and sampling
 runner                the model with its cache and CUDA graphs
 kernels scheduler     what serving a model launches; which requests run, and with what of the cache
@@ -25,19 +29,24 @@ from .config import Config
 from .decoder import Decoder
 from .engine import Engine, Output, check_request
 from .kernels import serving_kernels
+from .latent import Latent
 from .mixture import Mixture
 from .params import SamplingParams
 from .quantization import PackedQuantization, Quantization
 from .rope import Rope
 from .state_space import StateSpace
+from .tensor_parallel import Group, ParallelDecoder
 
 __all__ = [
     "Config",
     "Decoder",
     "Engine",
+    "Group",
+    "Latent",
     "Mixture",
     "Output",
     "PackedQuantization",
+    "ParallelDecoder",
     "Quantization",
     "Rope",
     "SamplingParams",

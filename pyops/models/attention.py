@@ -36,14 +36,15 @@ class Attention:
         self.qkv = place.linear(self.sizes, config.hidden_size, config.qkv_bias)
         self.q_norm, self.k_norm = (place.empty(head_dim) if config.qk_norm else None for _ in range(2))
         self.o = place.linear({"o_proj": config.hidden_size}, self.sizes["q_proj"], config.o_bias)
+        self.sinks = torch.empty(config.num_attention_heads, device=place.device) if config.sinks else None
         # The scale of an fp8 cache, for the signatures of ops. No kernel reads it, as this cache has the model's dtype.
         self._one = torch.ones(1, device=place.device)
         self.token_bytes = 2 * kv_size * place.dtype.itemsize
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
-        norms = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
-        found = {name: norm for name, norm in norms.items() if norm is not None}
+        own = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "sinks": self.sinks}
+        found = {name: tensor for name, tensor in own.items() if tensor is not None}
         return found | self.qkv.tensors() | self.o.tensors()
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
@@ -66,21 +67,29 @@ class Attention:
         block_size = key_cache.shape[1]
         max_seq_len = batch.block_tables.shape[1] * block_size
         past = (key_cache, value_cache, config.num_key_value_heads, head_dim**-0.5)
-        window, steps = self.sliding_window, batch.num_decodes
+        window, sinks, steps = self.sliding_window, self.sinks, batch.num_decodes
         if steps:
             texts = batch.block_tables[:steps], batch.seq_lens[:steps], block_size, max_seq_len, None
-            paged_attention_v1(out[:steps], query[:steps], *past, *texts, *scales, sliding_window=window)
+            paged_attention_v1(out[:steps], query[:steps], *past, *texts, *scales, sliding_window=window, sinks=sinks)
         if steps < len(batch.seq_lens):
             prompts = batch.block_tables[steps:], batch.seq_lens[steps:], batch.cu_seqlens_of_prompts, block_size
-            paged_attention_varlen(out[steps:], query[steps:], *past, *prompts, *scales, sliding_window=window)
+            paged_attention_varlen(
+                out[steps:], query[steps:], *past, *prompts, *scales, sliding_window=window, sinks=sinks
+            )
         return self.o(out.flatten(1))
 
 
 class MLP:
-    """``down(silu(gate(x)) * up(x))``; gate and up are one matrix."""
+    """``down(silu(gate(x)) * up(x))``; gate and up are one matrix.
 
-    def __init__(self, config: Config, place: Place) -> None:
-        hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+    Args:
+        config: sizes and options.
+        place: of the weights.
+        intermediate_size: channels, where they are not those of `config`.
+    """
+
+    def __init__(self, config: Config, place: Place, intermediate_size: int | None = None) -> None:
+        hidden_size, self.intermediate_size = config.hidden_size, intermediate_size or config.intermediate_size
         sizes = dict.fromkeys(("gate_proj", "up_proj"), self.intermediate_size)
         self.gate_up = place.linear(sizes, hidden_size, config.mlp_bias)
         self.down = place.linear({"down_proj": hidden_size}, self.intermediate_size, config.mlp_bias)

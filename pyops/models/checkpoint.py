@@ -17,6 +17,7 @@ from .config_values import read_json
 from .decoder import Decoder
 from .gguf_file import GgufFile, is_gguf
 from .quantization import Quantization, QuantizedWeights
+from .tensor_parallel import Group, ParallelDecoder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F32", "F16", "BF16"}
@@ -39,7 +40,11 @@ class _Header(NamedTuple):
 
 
 def load(
-    folder: str | Path, device: Any = "cpu", dtype: str | None = None, progress: _Progress | None = None
+    folder: str | Path,
+    device: Any = "cpu",
+    dtype: str | None = None,
+    progress: _Progress | None = None,
+    group: Group | None = None,
 ) -> Decoder:
     """The model in `folder`.
 
@@ -49,6 +54,7 @@ def load(
         device: device of the weights.
         dtype: "float32", "float16" or "bfloat16"; None for the dtype that ``config.json`` names.
         progress: called with (bytes loaded so far, bytes in all).
+        group: processes among which the model is divided. Each calls; each reads all, and keeps its part.
 
     Raises:
         ModelError: a shard or a tensor is missing, a tensor is not of this architecture, a shape is wrong, a dtype is
@@ -58,17 +64,26 @@ def load(
     folder, device, config = Path(folder), _device(device), Config.read(folder)
     if dtype is not None and dtype not in DTYPES:
         raise ModelError("dtype", f"expected {' or '.join(DTYPES)}, got {dtype!r}")
-    headers = _headers(folder)
+    behind = range(config.num_hidden_layers, config.num_hidden_layers + config.num_layers_not_read)
+    not_read = tuple(f"{config.names.layers}.{i}." for i in behind)
+    headers = {name: header for name, header in _headers(folder).items() if not name.startswith(not_read)}
     if "lm_head.weight" in headers:  # a file with a head of its own is right even if the config ties it
         config = replace(config, tie_word_embeddings=False)
     if len(headers) < config.num_hidden_layers:
         raise ModelError(folder, f"has {config.num_hidden_layers} layers, and {len(headers)} tensors for them")
     plan = Decoder(config, dtype, "meta").tensors()
     _check(folder, headers, plan, config.quantization)
-    total, free = sum(tensor.nbytes for tensor in plan.values()), free_bytes(device)
-    if free < total:
-        raise ModelError(folder, f"its weights take {total / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
-    model, done = Decoder(config, dtype, device), 0
+
+    def made(where: Any) -> Decoder:
+        return Decoder(config, dtype, where) if group is None else ParallelDecoder(config, group, dtype, where)
+
+    own, free = made("meta").tensors().values(), free_bytes(device)
+    total = sum(tensor.nbytes for tensor in own)
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in own}
+    needed = sum(storages.values())  # more than `total` where codes are decoded
+    if free < needed:
+        raise ModelError(folder, f"its weights take {needed / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
+    model, done = made(device), 0
     places = model.tensors()
     for shard in dict.fromkeys(header.shard for header in headers.values()):
         with _opened(shard) as file:
@@ -77,6 +92,7 @@ def load(
                 done += places[name].nbytes
                 if progress:
                     progress(done, total)
+    model.decode()
     return model
 
 

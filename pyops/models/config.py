@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from .config_values import MAX_POSITIONS, first, flag, is_integer, number, read_json, refuse, size
 from .gguf_file import GgufFile, is_gguf
+from .latent import LATENT_ATTENTION, Latent
 from .mixture import MIXTURES, Mixture
-from .quantization import Quantization, QuantizedWeights
+from .quantization import Mxfp4Experts, Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
@@ -53,11 +54,14 @@ class Config:
         layer_types: for each layer, "attention" or the kind of `state_space`; () where all are attention. The type of a
             layer decides what the layer keeps of a text.
         state_space: what the layers that are not attention are; None where all are.
+        latent: sizes of multi-head latent attention; None where attention is of another kind.
+        sinks: whether each head has one more logit, without a value.
         mixture: what layers have instead of an MLP that are mixtures of experts; None where none are.
         sliding_windows: for each layer, the number of last tokens it attends to; 0 for all tokens.
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
         qk_norm: whether query and key heads are normalised before the rotary embedding.
         residual_in_float32: whether the sums of layers are float32, whatever the dtype.
+        num_layers_not_read: layers that a checkpoint may have behind the last, which predict tokens further on.
         quantization: how projections are quantised; None where they are not.
         dtype: dtype of the checkpoint, of its weights that are not quantised.
         eos_token_ids: tokens that end a text.
@@ -76,7 +80,10 @@ class Config:
     rope: Rope = field(default_factory=Rope)
     layer_types: tuple[str, ...] = ()
     state_space: StateSpace | None = None
+    latent: Latent | None = None
+    sinks: bool = False
     mixture: Mixture | None = None
+    num_layers_not_read: int = 0
     sliding_windows: tuple[int, ...] = ()
     qkv_bias: bool = False
     o_bias: bool = False
@@ -106,8 +113,14 @@ class Config:
             self._check_attention()
         if self.quantization is not None and self.state_space is not None:
             raise refuse("quantization_config", "None with state-space layers", self.quantization)
-        if self.mixture is not None and (len(self.mixture.layers) != layers or self.quantization is not None):
-            raise refuse("mixture", f"one of {layers} layers that are not quantised", self.mixture)
+        if self.mixture is not None:
+            served = Mxfp4Experts if self.mixture.is_stacked else Quantization
+            is_served = self.quantization is None or isinstance(self.quantization, served)
+            if len(self.mixture.layers) != layers or not is_served:
+                expected = f"one of {layers} layers, with 8-bit weights, or mxfp4 where experts are stacked, or plain"
+                raise refuse("mixture", expected, self.mixture)
+        elif isinstance(self.quantization, Mxfp4Experts):
+            raise refuse("quantization_config", "a mixture of experts with mxfp4", self.quantization)
         if self.dtype not in DTYPES:
             raise refuse("dtype", " or ".join(DTYPES), self.dtype)
         if len(self.sliding_windows) != layers or not all(isinstance(w, int) and w >= 0 for w in self.sliding_windows):
@@ -201,6 +214,10 @@ def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]
     """Fields of the config of a model with attention and MLPs: the Llama family, and Bamba."""
     is_llama, is_bamba = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Bamba"))
     is_qwen3, is_mixture = architecture.startswith("Qwen3"), architecture in MIXTURES
+    is_latent, is_gpt_oss = architecture in LATENT_ATTENTION, architecture == "GptOssForCausalLM"
+    if is_latent:  # the heads of the rotary embedding
+        heads = values.get("num_attention_heads")
+        values = values | {"head_dim": first(values.get("qk_rope_head_dim"), 64), "num_key_value_heads": heads}
     if not is_bamba and values.get("partial_rotary_factor", 1.0) not in (1.0, None):
         raise refuse("partial_rotary_factor", "1.0", values["partial_rotary_factor"])
     sizes = {name: values[name] for name in _SIZES if values.get(name) is not None}
@@ -210,19 +227,25 @@ def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]
         if name == "head_dim" and name not in sizes:
             sizes[name] = 128 if is_qwen3 and not is_mixture else sizes["hidden_size"] // sizes["num_attention_heads"]
         size(name, sizes.get(name))
-    attention_bias = flag(values, "attention_bias") and (is_llama or is_qwen3 or is_bamba)
+    may_have_bias = is_llama or is_qwen3 or is_bamba or is_latent or is_gpt_oss
+    attention_bias = flag(values, "attention_bias", is_gpt_oss) and may_have_bias
     found = {
         "rms_norm_eps": number("rms_norm_eps", values.get("rms_norm_eps", 1e-6)),
         "rope": Rope.parse(values, 0.5 if is_bamba else None),
         "sliding_windows": () if is_bamba else _windows(values, architecture, sizes["num_hidden_layers"]),
         "qkv_bias": attention_bias or architecture == "Qwen2ForCausalLM",
         "o_bias": attention_bias,
-        "mlp_bias": flag(values, "mlp_bias") and (is_llama or is_bamba),
+        "mlp_bias": flag(values, "mlp_bias") and (is_llama or is_bamba or architecture == "DeepseekV2ForCausalLM"),
         "qk_norm": is_qwen3,
         "tie_word_embeddings": flag(values, "tie_word_embeddings"),
     }
     if is_mixture:
         found["mixture"] = MIXTURES[architecture](values, sizes["num_hidden_layers"])
+    if is_latent:
+        found["latent"] = Latent.parse(values)
+        found["num_layers_not_read"] = _layers_not_read(values)
+    if is_gpt_oss:
+        found["sinks"] = True
     if architecture == "MixtralForCausalLM":
         found["names"] = _MIXTRAL_NAMES
     if is_bamba:
@@ -232,6 +255,14 @@ def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]
             "names": _BAMBA_NAMES,
         }
     return sizes | found
+
+
+def _layers_not_read(values: dict[str, Any]) -> int:
+    """Layers behind the last that predict tokens further on."""
+    count = first(values.get("num_nextn_predict_layers"), 0)
+    if not is_integer(count) or count < 0:
+        raise refuse("num_nextn_predict_layers", "a number of layers", count)
+    return int(count)
 
 
 def _bamba_layers(values: dict[str, Any], layers: int) -> tuple[str, ...]:
@@ -245,22 +276,27 @@ def _bamba_layers(values: dict[str, Any], layers: int) -> tuple[str, ...]:
 def _windows(values: dict[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
     """The sliding window of each layer, 0 for none.
 
-    Mistral has one window for all layers: 4096 if the file does not give it, none if the file says null. So do Mixtral,
-    with no window by default, and Qwen3-MoE, where the file says ``use_sliding_window``. Other models of Qwen may have
-    a window in some layers: those that ``layer_types`` names, or all from ``max_window_layers`` on.
+    gpt-oss has a window, of 128 if the file does not give it, in every second layer from the first on, unless
+    ``layer_types`` names others. Mistral has one window for all layers: 4096 if the file does not give it, none if the
+    file says null. So do Mixtral, with no window by default, and Qwen3-MoE, where the file says ``use_sliding_window``.
+    Other models of Qwen may have a window in some layers: those that ``layer_types`` names, or all from
+    ``max_window_layers`` on.
     """
     is_qwen, full, sliding = architecture.startswith("Qwen"), "full_attention", "sliding_attention"
-    is_mixtral = architecture == "MixtralForCausalLM"
-    has_window = architecture == "MistralForCausalLM" or is_mixtral or (flag(values, "use_sliding_window") and is_qwen)
-    window = values.get("sliding_window", None if is_mixtral else 4096) if has_window else None
+    is_mixtral, is_gpt_oss = (architecture == f"{name}ForCausalLM" for name in ("Mixtral", "GptOss"))
+    always = is_mixtral or is_gpt_oss or architecture == "MistralForCausalLM"
+    has_window = always or (flag(values, "use_sliding_window") and is_qwen)
+    default = None if is_mixtral else 128 if is_gpt_oss else 4096
+    window = values.get("sliding_window", default) if has_window else None
     is_qwen = is_qwen and architecture not in MIXTURES
     if window is not None:
         size("sliding_window", window)
     begin = values.get("max_window_layers", 28) if is_qwen else 0
     if not is_integer(begin):
         raise refuse("max_window_layers", "an integer", begin)
-    kinds = [sliding if window is not None and i >= begin else full for i in range(layers)]
-    allowed = (full, sliding) if is_qwen and window is not None else (kinds[0],)
+    step = 2 if is_gpt_oss else 1
+    kinds = [sliding if window is not None and i >= begin and i % step == 0 else full for i in range(layers)]
+    allowed = (full, sliding) if (is_qwen or is_gpt_oss) and window is not None else (kinds[0],)
     kinds = first(values.get("layer_types"), kinds)
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in allowed for kind in kinds):
         raise refuse("layer_types", f"{layers} of {' or '.join(allowed)}", kinds)

@@ -12,9 +12,10 @@ from .batch import Batch
 from .config import Config, Names
 from .experts import Experts
 from .gguf_linear import BlockMatrix, GgufLinear
+from .latent_attention import LatentAttention
 from .linear import Linear, Place
 from .mamba import StateSpaceLayer
-from .quantization import GgufTypes, PackedQuantization, Quantization
+from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,13 +29,13 @@ class Layer(NamedTuple):
     """A layer: a norm and what mixes tokens; then, if the architecture has it, a norm and an MLP."""
 
     input_norm: Tensor
-    mixer: Attention | StateSpaceLayer
+    mixer: Attention | LatentAttention | StateSpaceLayer
     mlp_norm: Tensor | None
     mlp: MLP | Experts | None
 
     def tensors(self, names: Names) -> dict[str, Tensor]:
         """{name in a checkpoint, within the layer: the weights, or a view of them}."""
-        mixer = names.attention if isinstance(self.mixer, Attention) else names.state_space
+        mixer = names.state_space if isinstance(self.mixer, StateSpaceLayer) else names.attention
         found = {f"{names.input_norm}.weight": self.input_norm}
         found |= {f"{mixer}.{name}": tensor for name, tensor in self.mixer.tensors().items()}
         if self.mlp is not None and self.mlp_norm is not None:
@@ -77,10 +78,13 @@ class Decoder:
         """Layer number `i`, whose type decides what mixes tokens and what is kept of them."""
         config, hidden_size = self.config, self.config.hidden_size
         at = f"{config.names.layers}.{i}"
-        mixer: Attention | StateSpaceLayer
+        mixer: Attention | LatentAttention | StateSpaceLayer
         if config.layer_types[i] == "attention":
             attention = place._replace(module=f"{at}.{config.names.attention}")
-            mixer = Attention(config, config.sliding_windows[i], attention)
+            if config.latent is not None:
+                mixer = LatentAttention(config, config.latent, attention)
+            else:
+                mixer = Attention(config, config.sliding_windows[i], attention)
         else:
             mixer = StateSpaceLayer(config, place)
         if not config.intermediate_size:
@@ -123,6 +127,12 @@ class Decoder:
         if name.endswith(".A_log"):  # mixers hold the decays A themselves
             weights.exp_().neg_()
 
+    def decode(self) -> None:
+        """Once all tensors of a checkpoint are written: make weights of codes that are kept as weights."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, Experts):
+                layer.mlp.decode()
+
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.
 
@@ -131,8 +141,8 @@ class Decoder:
         Raises:
             ModelError: weights are packed.
         """
-        if isinstance(self.config.quantization, PackedQuantization | GgufTypes):
-            raise ModelError("randomise", "expected weights that are neither packed nor of GGUF's types")
+        if isinstance(self.config.quantization, PackedQuantization | Mxfp4Experts | GgufTypes):
+            raise ModelError("randomise", "expected weights that are neither packed nor of mxfp4 nor of GGUF's types")
         generator = torch.Generator(self.device).manual_seed(seed)
         for name, tensor in self._tensors.items():
             if "norm" in name.split(".")[-2]:
@@ -158,6 +168,10 @@ class Decoder:
         if not self.config.has_attention:
             return torch.empty(0, 0, dtype=self.dtype, device=self.device)
         return self.config.rope.cos_sin(self.config.head_dim, num_positions, self.device).to(self.dtype)
+
+    def agreed(self, blocks: int) -> int:
+        """The blocks of a cache for which every process has room that has a part of the model."""
+        return blocks
 
     def forward(self, batch: Batch, cache: Cache, cos_sin: Tensor) -> Tensor:
         """Hidden states of the tokens after the last norm: [num_tokens, hidden_size]. Writes `cache`."""

@@ -71,7 +71,7 @@ class Engine:
                 raise ModelError("Engine", f"{name}: expected an integer, 1 or more, got {value!r}")
         if self.max_seq_len > positions:
             raise ModelError("Engine", f"max_seq_len: expected at most {positions} positions, got {max_seq_len}")
-        max_blocks = _blocks_in_memory(model, block_size, max_num_seqs, self.max_seq_len)
+        max_blocks = model.agreed(_blocks_in_memory(model, block_size, max_num_seqs, self.max_seq_len))
         if not model.config.has_attention:
             num_blocks = min(1, max_blocks)
         elif num_blocks is None:

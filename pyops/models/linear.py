@@ -13,7 +13,7 @@ from ..ops.linear.skinny_linear import skinny_linear
 from .config_values import refuse
 from .gguf_linear import BlockMatrix, GgufLinear
 from .packed_linear import PackedLinear, packed_linear
-from .quantization import GgufTypes, PackedQuantization, QuantizedWeights
+from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, QuantizedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +51,15 @@ class ScaledLinear(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x)
+
+    def dequantised(self) -> Tensor:
+        """The weights: [out, in] float32."""
+        product = self.product
+        if not product.block_rows:
+            return product.weight.float() * product.weight_scale
+        parts = product.weight.split(list(product.block_rows))
+        scales = product.weight_scale.split([num_blocks(rows) for rows in product.block_rows])
+        return torch.cat([_expanded(part, of_blocks) for part, of_blocks in zip(parts, scales, strict=True)])
 
     def tensors(self) -> dict[str, Tensor]:
         """As of `Linear`, with the scales."""
@@ -113,7 +122,7 @@ class Place(NamedTuple):
         if len(quantised) > 1:
             names = ", ".join(f"{self.module}.{name}" for name in sizes)
             raise refuse("quantization_config", f"all or none of {names} to be quantised", "some")
-        if quantization is None or not quantised.pop():
+        if quantization is None or isinstance(quantization, Mxfp4Experts) or not quantised.pop():
             return Linear(self.empty(rows, columns), own_bias, sizes)
         if isinstance(quantization, PackedQuantization):
             return packed_linear(quantization, sizes, columns, own_bias, self.dtype, self.device)
@@ -128,6 +137,13 @@ class Place(NamedTuple):
             block_rows=block_rows,
         )
         return ScaledLinear(product, sizes)
+
+
+def _expanded(codes: Tensor, scales: Tensor) -> Tensor:
+    """float32 weights of codes, by a scale for each block."""
+    rows, columns = codes.shape
+    of_rows = scales.repeat_interleave(SCALE_BLOCK, 0)[:rows]
+    return codes.float() * of_rows.repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
 
 
 def _joined_rows(sizes: dict[str, int]) -> tuple[int, ...]:

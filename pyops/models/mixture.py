@@ -5,18 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .config_values import first, flag, is_integer, refuse, size
+from .config_values import first, flag, is_integer, number, refuse, size
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The MLPs of layers that have several, of which each token takes the best by the softmax of its router's logits.
+    """The MLPs of layers that have several, of which each token takes the best by the scores of its router's logits.
 
     Attributes:
         num_experts, top_k: MLPs of a layer, and those that a token takes.
         intermediate_size: channels of each.
         renormalize: whether the weights of a token's experts are divided by their sum.
         layers: for each layer, whether it has experts.
+        scoring_func: of logits: "softmax" or "sigmoid".
+        num_groups, top_k_groups: groups of experts, and those that a token's experts are of; 1 for no groups.
+        has_correction_bias: whether experts are ranked by score plus a bias, which their weights do not have.
+        routed_scaling_factor: multiplies the weights of experts.
+        shared_intermediate_size: channels of the MLP that every token takes beside its experts; 0 for none.
+        activation: of an expert, one of those of `pyops.grouped_gemm`.
+        has_bias: whether router and experts have biases.
+        router: name of the router in a checkpoint.
+        is_stacked: whether a checkpoint has the weights of all experts in one tensor, input channels before output.
+        router_in_float32: whether logits are float32, whatever the dtype.
         gate, up, down: names of the projections of an expert in a checkpoint.
     """
 
@@ -28,12 +38,29 @@ class Mixture:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    scoring_func: str = "softmax"
+    num_groups: int = 1
+    top_k_groups: int = 1
+    has_correction_bias: bool = False
+    routed_scaling_factor: float = 1.0
+    shared_intermediate_size: int = 0
+    activation: str = "silu"
+    has_bias: bool = False
+    router: str = "gate"
+    is_stacked: bool = False
+    router_in_float32: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "intermediate_size"):
+        for name in ("num_experts", "top_k", "intermediate_size", "num_groups", "top_k_groups"):
             size(name, getattr(self, name))
         if self.top_k > self.num_experts:
             raise refuse("num_experts_per_tok", f"at most num_experts={self.num_experts}", self.top_k)
+        if self.num_experts % self.num_groups or self.top_k_groups > self.num_groups:
+            raise refuse("n_group", f"a divisor of {self.num_experts} experts, at least topk_group", self.num_groups)
+        if self.top_k > self.top_k_groups * (self.num_experts // self.num_groups):
+            raise refuse("topk_group", f"groups with {self.top_k} experts", self.top_k_groups)
+        if self.has_correction_bias and self.num_experts < 2 * self.num_groups:
+            raise refuse("n_group", f"at most {self.num_experts // 2}, groups of two experts", self.num_groups)
 
 
 def parse_mixtral(values: dict[str, Any], layers: int) -> Mixture:
@@ -65,4 +92,80 @@ def parse_qwen3_moe(values: dict[str, Any], layers: int) -> Mixture:
     )
 
 
-MIXTURES = {"MixtralForCausalLM": parse_mixtral, "Qwen3MoeForCausalLM": parse_qwen3_moe}
+def parse_deepseek_v2(values: dict[str, Any], layers: int) -> Mixture:
+    """DeepSeek-V2: softmax; the best experts, or the best of the best groups."""
+    method = first(values.get("topk_method"), "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise refuse("topk_method", "greedy or group_limited_greedy", method)
+    if flag(values, "norm_topk_prob"):
+        raise refuse("norm_topk_prob", "false", True)
+    groups = (values.get("n_group"), values.get("topk_group")) if method == "group_limited_greedy" else (1, 1)
+    return Mixture(
+        top_k=size("num_experts_per_tok", values.get("num_experts_per_tok")),
+        intermediate_size=first(values.get("moe_intermediate_size"), 1407),
+        renormalize=False,
+        num_groups=size("n_group", groups[0]),
+        top_k_groups=size("topk_group", groups[1]),
+        **_deepseek(values, layers, {"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0}, 1.0),
+    )
+
+
+def parse_deepseek_v3(values: dict[str, Any], layers: int) -> Mixture:
+    """DeepSeek-V3: sigmoid; the best of the best groups by score plus bias (arXiv:2412.19437, section 2.1.2)."""
+    for name, expected in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if values.get(name) not in (expected, None):
+            raise refuse(name, repr(expected), values[name])
+    return Mixture(
+        top_k=first(values.get("num_experts_per_tok"), 8),
+        intermediate_size=first(values.get("moe_intermediate_size"), 2048),
+        renormalize=flag(values, "norm_topk_prob", True),
+        scoring_func="sigmoid",
+        num_groups=first(values.get("n_group"), 8),
+        top_k_groups=first(values.get("topk_group"), 4),
+        has_correction_bias=True,
+        **_deepseek(values, layers, {"n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3}, 2.5),
+    )
+
+
+def _deepseek(values: dict[str, Any], layers: int, defaults: dict[str, int], factor: float) -> dict[str, Any]:
+    """What both have: experts from a layer on, shared ones beside them, and a factor of weights."""
+    experts, shared, begin = (first(values.get(name), default) for name, default in defaults.items())
+    if not is_integer(begin) or begin < 0:
+        raise refuse("first_k_dense_replace", "a number of layers", begin)
+    if first(values.get("moe_layer_freq"), 1) != 1:
+        raise refuse("moe_layer_freq", "1", values["moe_layer_freq"])
+    channels = size("moe_intermediate_size", first(values.get("moe_intermediate_size"), 1))
+    return {
+        "num_experts": size("n_routed_experts", experts),
+        "layers": tuple(i >= begin for i in range(layers)),
+        "routed_scaling_factor": number("routed_scaling_factor", first(values.get("routed_scaling_factor"), factor)),
+        "shared_intermediate_size": channels * size("n_shared_experts", shared),
+        "router_in_float32": True,
+    }
+
+
+def parse_gpt_oss(values: dict[str, Any], layers: int) -> Mixture:
+    """gpt-oss: biases, a clamped activation, and weights that are the softmax of the logits of the experts taken."""
+    for name, expected in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if values.get(name) not in (expected, None):
+            raise refuse(name, str(expected), values[name])
+    return Mixture(
+        num_experts=first(values.get("num_local_experts"), values.get("num_experts"), 128),
+        top_k=first(values.get("num_experts_per_tok"), 4),
+        intermediate_size=size("intermediate_size", values.get("intermediate_size")),
+        renormalize=True,
+        layers=(True,) * layers,
+        activation="swigluoai",
+        has_bias=True,
+        router="router",
+        is_stacked=True,
+    )
+
+
+MIXTURES = {
+    "MixtralForCausalLM": parse_mixtral,
+    "Qwen3MoeForCausalLM": parse_qwen3_moe,
+    "DeepseekV2ForCausalLM": parse_deepseek_v2,
+    "DeepseekV3ForCausalLM": parse_deepseek_v3,
+    "GptOssForCausalLM": parse_gpt_oss,
+}

@@ -48,6 +48,15 @@ class GgufTypes:
 
 
 @dataclass(frozen=True)
+class Mxfp4Experts:
+    """Experts alone are quantised: blocks of 32 codes of e2m1 under a power of two (OCP Microscaling Formats 1.0)."""
+
+    def covers(self, name: str) -> bool:
+        """Whether the projection that a checkpoint calls `name` is quantised: none is."""
+        return False
+
+
+@dataclass(frozen=True)
 class PackedQuantization(_Ignoring):
     """How the projections of a decoder are packed, those of attention and of MLPs; activations are not quantised.
 
@@ -103,13 +112,15 @@ class Quantization(_Ignoring):
             return _awq(values)
         if method == "gptq":
             return _gptq(values)
+        if method == "mxfp4":
+            return Mxfp4Experts()
         if method == "gguf":
             return _gguf(values)
-        raise _refuse("quant_method", "'fp8', 'awq', 'gptq' or 'compressed-tensors'", method)
+        raise _refuse("quant_method", "'fp8', 'awq', 'gptq', 'mxfp4' or 'compressed-tensors'", method)
 
 
 # How the weights of a checkpoint are quantised.
-QuantizedWeights = Quantization | PackedQuantization | GgufTypes
+QuantizedWeights = Quantization | PackedQuantization | Mxfp4Experts | GgufTypes
 
 
 def _fp8(values: dict[str, Any]) -> Quantization:

@@ -6,6 +6,7 @@ experts                              mixtures of experts
 linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
 rotary_scaled merged embedding       rotary embedding of long texts, merged projections, tables of tokens
 factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
+latent                               multi-head latent attention
 shortconv mixer mamba mamba_heads    the short convolution, what mixers of state-space models share, their mixers
 
 docs/layers.md lists them.
@@ -25,6 +26,7 @@ from . import (
     embedding,
     experts,
     factory,
+    latent,
     linear,
     logits,
     mamba,
@@ -44,6 +46,7 @@ from .conv import *
 from .embedding import *
 from .experts import *
 from .factory import *
+from .latent import *
 from .linear import *
 from .logits import *
 from .mamba import *
@@ -59,7 +62,6 @@ from .routing import *
 from .shortconv import *
 
 MISSING = {
-    "multi_head_latent_attention": "MultiHeadLatentAttentionWrapper",
     "static_sink_attention": "StaticSinkAttention",
     "sparse_attn_indexer": "SparseAttnIndexer",
     "bailing_moe_linear_attention": "BailingMoELinearAttention",
@@ -107,6 +109,7 @@ for _module in (
     embedding,
     experts,
     factory,
+    latent,
     linear,
     logits,
     mamba,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .._core.config import cpu
 from .._core.host.run import SCHEDULES, Schedule, scheduled
+from .._core.ranks import Ranks as ranks
 from .calls import assert_matches_reference
 from .compare import assert_close, same_bits
 from .contents import CONTENTS, filled
@@ -24,6 +25,7 @@ __all__ = [
     "canaries",
     "cpu",
     "filled",
+    "ranks",
     "same_bits",
     "scheduled",
 ]

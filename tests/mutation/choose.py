@@ -29,10 +29,10 @@ _COMMON = {"each", "every", "from", "have", "other", "same", "test", "than", "th
 
 @cache
 def kernels_of(op: Op) -> frozenset[str]:
-    """The files of the kernels that the op's example launches in any case, with few or many tokens."""
+    """The files of the kernels that the op's example launches in any case, with few tokens, some, or many."""
     assert op.example is not None
     found: set[str] = set()
-    for case, more in product(axes.combinations(op), ({}, {"num_tokens": 4096})):
+    for case, more in product(axes.combinations(op), ({}, {"num_tokens": 256}, {"num_tokens": 4096})):
         launches = op.launches(*op.example(ArgMaker(device.model()), **case, **more))
         found |= {one.specialisation.kernel.file for one in launches}
     return frozenset(found)
@@ -82,12 +82,18 @@ def ops_of(mutant: Mutant) -> frozenset[str]:
     return frozenset(name for name, op in registry.items() if kernels & kernels_of(op))
 
 
+def _of_ranks(file: str) -> list[str]:
+    """The kernels of several ranks, which no op launches, that a file is part of."""
+    names = (name for name in kernels_cu.names() if name.startswith("collective/") and name.endswith(".cu"))
+    return [name for name in names if file in sources_of(name)]
+
+
 @cache
 def _own_files(mutant: Mutant) -> frozenset[str]:
     """The tests of the families whose kernels the mutant breaks, and of the header that it breaks."""
     kernels = {kernel for name in ops_of(mutant) for kernel in kernels_of(registry[name])}
     kernels = kernels if mutant.is_plan else kernels & kernels_with(mutant.file, mutant.within)
-    folders = {Path(kernel).parent.name for kernel in kernels}
+    folders = {Path(kernel).parent.name for kernel in (*kernels, *_of_ranks(mutant.file))}
     own = {str(path) for folder in folders for path in Path("tests").glob(f"test_{folder}*.py")}
     return frozenset(own | ({_HEADERS} if mutant.file.startswith("include/") else set()))
 

@@ -122,6 +122,9 @@ class _Launch(ctypes.Structure):  # state.h
         ("seed", ctypes.c_uint64),
         ("ranges", ctypes.POINTER(ctypes.c_uint64)),
         ("num_ranges", ctypes.c_uint32),
+        ("num_ranks", ctypes.c_uint32),
+        ("rank_parameters", ctypes.POINTER(ctypes.c_uint64)),
+        ("owners", ctypes.POINTER(ctypes.c_uint32)),
     )
 
 
@@ -160,34 +163,43 @@ class HostFunction:
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared: int,
-        parameters: int,
+        parameters: int | Sequence[int],
         ranges: Sequence[Range],
         cluster: tuple[int, int, int] = (1, 1, 1),
+        owners: Sequence[int] = (),
     ) -> None:
         """Run every block, by the schedule of the `scheduled` around the call, and return when all have run.
 
         `parameters` is the address of an array with a pointer to each parameter; `ranges` is all the memory that the
         kernel may access. Raises KernelFault.
+
+        With an array for each of several ranks, the blocks of all ranks run together; `owners` says whose each range
+        is (`_core/ranks.py`).
         """
         if cluster[0] * cluster[2] != 1:
             raise ValueError(f"{self.kernel}: clusters of blocks run on the CPU along y only, got {cluster}")
         conditions = _conditions.get()
+        of_ranks = () if isinstance(parameters, int) else parameters
         bounds = [bound for one in ranges for bound in (one.address, one.end)]
         launch = _Launch(
             _Index(*grid),
             _Index(*block),
             shared,
             self.warp_size,
-            max(self.cluster, cluster[1]),
+            len(of_ranks) or max(self.cluster, cluster[1]),
             ORDERS.index(conditions.schedule.order),
             max(1, int(conditions.seconds * 1e3)),
             conditions.strict_fences,
             conditions.schedule.seed,
             (ctypes.c_uint64 * len(bounds))(*bounds),
             len(ranges),
+            len(of_ranks),
+            (ctypes.c_uint64 * len(of_ranks))(*of_ranks),
+            (ctypes.c_uint32 * len(owners))(*owners),
         )
+        first = of_ranks[0] if of_ranks else parameters
         with _one_launch:
-            raised = interruptible(lambda: self.run(self.entry, parameters, ctypes.byref(launch)))
+            raised = interruptible(lambda: self.run(self.entry, first, ctypes.byref(launch)))
             fault = _Fault.from_buffer_copy(raised.contents) if raised else None
         if fault is not None:
             raise self._error(fault, ranges)

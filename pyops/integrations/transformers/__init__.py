@@ -2,6 +2,7 @@
 
 cache joined          keys and values of a batch; several projections as one product
 modules quantised     what the modules of a decoder do instead; modules that hold fp8 weights
+experts               mixtures of experts
 patching              accelerate, restore, report
 """
 

@@ -122,8 +122,10 @@ class Attention(Replacement):
         super().__init__(module)
         self.qkv = Joined(module.q_proj, module.k_proj, module.v_proj)
         self.sizes = [linear.out_features for linear in self.qkv.linears]
-        # Mistral has one for all layers, which its attention does not keep; Llama has none, whatever its config says.
-        whole = module.config.sliding_window if type(module).__name__ == "MistralAttention" else None
+        # Mistral and Mixtral have one for all layers, which their attention does not keep; Llama has none, whatever its
+        # config says.
+        is_windowed = type(module).__name__ in ("MistralAttention", "MixtralAttention")
+        whole = module.config.sliding_window if is_windowed else None
         self.sliding_window = getattr(module, "sliding_window", whole)
         self.eager = self.original.__func__.__globals__["eager_attention_forward"]
         self.norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]

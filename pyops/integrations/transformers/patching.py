@@ -12,15 +12,21 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from ..._model_error import ModelError
+from .experts import Experts
 from .modules import MLP, Attention, DecoderLayer, Generation, Replacement, RMSNorm, RotaryEmbedding
 from .quantised import Projection, holds_codes, obstacle
 
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+# {family: the module of transformers that has it}
+_FAMILIES = {family: family.lower() for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral")}
+_FAMILIES |= {"Qwen3Moe": "qwen3_moe", "DeepseekV2": "deepseek_v2", "DeepseekV3": "deepseek_v3"}
+# Latent attention stays as it is, and with it the rotary embedding, the cache and the sums of layers.
+_KINDS_OF_LATENT_ATTENTION = ("RMSNorm", "MLP", "Experts")
 _KINDS: dict[str, type[Replacement]] = {
     "RotaryEmbedding": RotaryEmbedding,
     "RMSNorm": RMSNorm,
     "Attention": Attention,
     "MLP": MLP,
+    "Experts": Experts,
     "Projection": Projection,
 }
 _PROJECTIONS = (
@@ -52,20 +58,21 @@ class Report(NamedTuple):
 def accelerate(model: _Model) -> _Model:
     """Give a decoder of transformers the kernels of this library, in place.
 
-    Norms, rotary embedding, gated MLPs, the sums of the residual stream, projections of fp8 weights, and attention over
-    a `PagedCache`, which `generate` makes by itself for greedy search and sampling. The modules, their names and the
-    state dict stay; what the forwards compute differs by rounding alone. The weights of queries, keys and values are
-    put behind each other in memory, and so are those of gate and up, so that each is one product; that takes no more
-    memory. Where gradients are enabled, or under autocast, the model does what it did before.
+    Norms, rotary embedding, gated MLPs, experts, the sums of the residual stream, projections of fp8 weights, and
+    attention over a `PagedCache`, which `generate` makes by itself for greedy search and sampling. The modules, their
+    names and the state dict stay; what the forwards compute differs by rounding alone. The weights of queries, keys and
+    values are put behind each other in memory, and so are those of gate and up, so that each is one product; that takes
+    no more memory. Where gradients are enabled, or under autocast, the model does what it did before.
 
     Call it when the model is on the device and of the dtype that it shall have. Where parameters are given other memory
     later (by `to`, or when adapters are merged), call it again: until then products are separate, and a compiled step
     does not notice.
 
     Args:
-        model: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, on one device, float32,
-            float16 or bfloat16. A module in it that is of another class, or whose forward somebody has replaced, is
-            left alone.
+        model: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM,
+            Qwen3MoeForCausalLM, DeepseekV2ForCausalLM or DeepseekV3ForCausalLM, on one device, float32, float16 or
+            bfloat16. A module in it that is of another class, or whose forward somebody has replaced, is left alone. Of
+            DeepSeek's, norms, MLPs and experts are replaced.
 
     Returns:
         The same model. `report` says what was replaced, `restore` undoes it.
@@ -77,7 +84,10 @@ def accelerate(model: _Model) -> _Model:
     restore(model)
     known: dict[str, Any] = {}
     left_alone: dict[str, str] = {}
+    is_latent = family.startswith("Deepseek")
     for name, kind, module in _parts(model.model):
+        if is_latent and kind not in _KINDS_OF_LATENT_ATTENTION:
+            continue
         why = _obstacle(module, kind, family, dtype)
         if not why and kind == "DecoderLayer" and not {f"{name}.{norm}" for norm in _NORMS} <= known.keys():
             why = "a norm in it is left alone"
@@ -89,7 +99,7 @@ def accelerate(model: _Model) -> _Model:
             known[name] = kind, module
     replaced = {name: module for name, (_, module) in known.items()}
     layers = list(model.model.layers)
-    replacements: list[Replacement] = [Generation(model)]
+    replacements: list[Replacement] = [] if is_latent else [Generation(model)]
     for name, (kind, module) in known.items():
         if kind == "DecoderLayer":
             next_layer = layers.index(module) + 1
@@ -137,7 +147,7 @@ def _family(model: Any) -> tuple[str, torch.dtype]:
 
 def _class(family: str, name: str) -> Any:
     """The class of transformers, or one that nothing is an instance of where its module is not loaded."""
-    lower = family.lower()
+    lower = _FAMILIES[family]
     return getattr(sys.modules.get(f"transformers.models.{lower}.modeling_{lower}"), name, ())
 
 
@@ -155,6 +165,10 @@ def _parts(decoder: Any) -> Iterator[tuple[str, str, Any]]:
             ("mlp", "MLP"),
         ):
             module = _within(layer, name)
+            if kind == "MLP" and hasattr(module, "shared_experts"):
+                yield f"{at}.{name}.shared_experts", "MLP", module.shared_experts
+            if kind == "MLP" and hasattr(module, "experts"):
+                name, kind, module = f"{name}.experts", "Experts", module.experts
             if module is not None:
                 yield f"{at}.{name}", kind, module
         for name in _PROJECTIONS:
@@ -179,6 +193,8 @@ def _obstacle(module: Any, kind: str, family: str, dtype: torch.dtype) -> str | 
         return f"expected {expected}, got {type(module).__name__}"
     if "forward" in vars(module):
         return "its forward is replaced already"
-    if kind == "MLP" and not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+    if kind in ("MLP", "Experts") and not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
         return f"its activation is {type(module.act_fn).__name__}, not SiLU"
+    if kind == "Experts" and module.gate_up_proj.dtype != dtype:
+        return f"its weights are {module.gate_up_proj.dtype}, not {dtype}"
     return obstacle(module, dtype) if kind == "Projection" else None

@@ -53,7 +53,8 @@ class Registration:
                 library = libraries[entry.namespace] = torch.library.Library(entry.namespace, kind)
             if kind == "FRAGMENT":
                 _define(library, entry)
-            for key in _KEYS if "Tensor" in entry.schema else ("CompositeExplicitAutograd",):
+            # A call without tensors among its arguments has no device to dispatch by.
+            for key in _KEYS if "Tensor" in entry.schema.partition("->")[0] else ("CompositeExplicitAutograd",):
                 library.impl(entry.name, entry.kernel, key, **_over(library))
             self._shorten(entry)
         self.names += tuple(map(_qualified, entries))

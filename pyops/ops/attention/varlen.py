@@ -124,7 +124,7 @@ def _write_rows(out: Tensor, begin: int, end: int, logits: Tensor, values: Tenso
 
 
 @paged_attention_varlen.plan
-def plan_paged_attention_varlen(**call: Any) -> Launch:
+def plan_paged_attention_varlen(**call: Any) -> list[Launch]:
     problem = check_varlen(call)
     return launch(problem, tuning.config("paged_attention_varlen", problem, problem.query.device, choose))
 
@@ -158,7 +158,7 @@ def example_paged_attention_varlen(
     packed: bool = False,
     options: bool = False,
 ) -> tuple[Any, ...]:
-    num_kv_heads, num_heads, block_size, num_blocks, max_blocks = 2, 6, 16, 37, 24
+    num_kv_heads, num_heads, block_size, num_blocks, max_blocks = 2, 6, 16, 37, 96
     # Three sequences: most of the tokens, none, and the rest.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]
     lengths = [min(starts[1] + 5, 384), 7, num_tokens - starts[2]]

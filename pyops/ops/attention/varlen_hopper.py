@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -11,9 +11,12 @@ from ..._core.device import Device
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
+from .decode_launch import workspace
+from .layout import max_tokens_of
 from .varlen_problem import Problem
 
 _hopper = Kernel("attention/attention_varlen_hopper.cu")
+_join = Kernel("attention/attention_varlen_join.cu")
 
 _ROW_BYTES = 128  # of a panel: the swizzle
 _PANEL_SIZE = _ROW_BYTES // 2  # elements
@@ -21,6 +24,10 @@ _BARRIER_BYTES = 8
 _CODE_STAGES = 2  # tiles of codes
 _STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
 _MAX_STAGES = 4
+_JOIN_WARPS = 8  # of a block of attention_varlen_join.cu; each has a row
+_MAX_SPLITS = 32
+# The model of the device, in times of a tile. docs/performance.md, "An item of work costs 3.2 us beside its tiles".
+_ITEM_TILES, _JOIN_TILES = 2, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +37,15 @@ class HopperConfig:
     Attributes:
         tokens: keys of a tile.
         consumers: warpgroups of 64 rows.
+        max_splits: splits of the keys of an item of work, at most; a block takes one split.
     """
 
     tokens: int
     consumers: int
+    max_splits: int = 1
 
     def __post_init__(self) -> None:
-        if self.tokens % 16 or not 0 < self.tokens <= 256 or self.consumers not in (2, 3):
+        if self.tokens % 16 or not 0 < self.tokens <= 256 or self.consumers not in (2, 3) or self.max_splits < 1:
             raise ValueError(f"no geometry of attention_varlen_hopper.cu: {self}")
 
     def candidates(self, problem: Problem, device: Device) -> list[HopperConfig]:
@@ -53,8 +62,9 @@ class HopperConfig:
             self._stages(problem, device)[0] >= 2 and registers <= (192 if self.consumers == 2 else 120) and boxes <= 32
         )
 
-    def launch(self, problem: Problem, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:
-        """As many blocks as the device has multiprocessors, which take work items from a counter."""
+    def launch(self, problem: Problem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
+        """As many blocks as the device has multiprocessors, which take work items from a counter; and the join of
+        splits, where an item may have several."""
         device, query, layout = problem.query.device, problem.query, problem.layout
         num_tokens, num_heads, head_size = query.shape
         group, item_tokens = problem.group, 64 * self.consumers // problem.group
@@ -66,28 +76,42 @@ class HopperConfig:
         map_cache = _map_of_codes if is_fp8 else _map_of_whole_heads if whole_heads else _map_of_panels
         kernel = _hopper.for_arch(device.arch_feature)
         num_items = (num_tokens // item_tokens + problem.num_seqs) * layout.num_kv_heads
-        taken = {name for _, name in kernel.signature.parameters}
-        return kernel(
+        has_splits = self.max_splits > 1
+        shared_constants = {
+            "HAS_SPLITS": has_splits,
+            "TOKENS": self.tokens,
+            "CONSUMERS": self.consumers,
+        }
+        arguments = arguments | {
+            **workspace(num_tokens * num_heads * self.max_splits if has_splits else 0, head_size),
+            "max_splits": self.max_splits,
+            "num_tokens": num_tokens,
+            "num_kv_heads": layout.num_kv_heads,
+        }
+        attend = kernel(
             **{name: value for name, value in constants.items() if name not in ("PACKED", "X")},
+            **shared_constants,
             BOX_TOKENS=box_tokens,
             WHOLE_HEADS=whole_heads,
-            TOKENS=self.tokens,
             STAGES=stages,
             QUERY_STAGES=query_stages,
-            CONSUMERS=self.consumers,
         ).launch(
-            min(num_items, device.multiprocessors),
+            min(num_items * self.max_splits, device.multiprocessors),
             128 * (self.consumers + 1),
             shared,
-            **{name: value for name, value in arguments.items() if name in taken},
+            **_taken(kernel, arguments),
             query_map=_map(query, (head_size, num_heads, num_tokens), (_PANEL_SIZE, group, item_tokens)),
             key_map=map_cache(caches[0], box_tokens),
             value_map=map_cache(caches[1], box_tokens),
-            num_tokens=num_tokens,
-            num_kv_heads=layout.num_kv_heads,
-            num_items=num_items,
+            num_items=num_items * self.max_splits,
             items_taken=Scratch(4, zeroed=True),
         )
+        if not has_splits:
+            return [attend]
+        names = ("scalar_t", "length_t", "starts_t", "HEAD_SIZE", "GROUP", "CAUSAL", "HAS_SINKS", "HAS_LSE")
+        join = _join(**{name: constants[name] for name in names}, **shared_constants)
+        grid = (num_items, -(-64 * self.consumers // _JOIN_WARPS))
+        return [attend, join.launch(grid, 32 * _JOIN_WARPS, **_taken(_join, arguments))]
 
     def _stages(self, problem: Problem, device: Device) -> tuple[int, int, int]:
         """Tiles of keys, work items with queries, and bytes, of shared memory."""
@@ -101,6 +125,12 @@ class HopperConfig:
         stages = min(_MAX_STAGES, (room - query) // stage)
         query_stages = 2 if 2 * query + stages * stage <= room else 1
         return stages, query_stages, query_stages * query + stages * stage + fixed
+
+
+def _taken(kernel: Kernel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that the kernel takes."""
+    taken = {name for _, name in kernel.signature.parameters}
+    return {name: value for name, value in arguments.items() if name in taken}
 
 
 def _map(arg: TensorArg, sizes: tuple[int, ...], box: tuple[int, ...], swizzle: int = _ROW_BYTES) -> TensorMap:
@@ -144,8 +174,18 @@ def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
     return TensorMap(cache, cache.dtype, sizes, (token, _ROW_BYTES, 8 * token, block), box, _ROW_BYTES)
 
 
-def choose(problem: Problem) -> HopperConfig:
-    """The largest tile of keys that registers and shared memory have room for; more rows for small heads."""
+def choose(problem: Problem, device: Device) -> HopperConfig:
+    """The largest tile of keys that registers and shared memory have room for; more rows for small heads; splits of
+    the keys where work items are fewer than multiprocessors."""
+    one = _choose_tile(problem)
+    max_splits = _choose_splits(problem, one, device)
+    if max_splits > 1 and problem.query.shape[2] > 192:
+        # Who finds splits takes registers from the consumers, which spill with 80 keys of heads of 256.
+        one = replace(one, tokens=min(one.tokens, 64))
+    return replace(one, max_splits=max_splits)
+
+
+def _choose_tile(problem: Problem) -> HopperConfig:
     head_size, is_plain = problem.query.shape[2], problem.has_plain_logits
     if head_size <= 64 and is_plain:
         return HopperConfig(tokens=112, consumers=3)
@@ -154,3 +194,20 @@ def choose(problem: Problem) -> HopperConfig:
     if head_size <= 192:
         return HopperConfig(tokens=80 if problem.is_fp8 else 112, consumers=2)
     return HopperConfig(tokens=48 if not is_plain else 80 if _has_whole_heads(problem) else 64, consumers=2)
+
+
+def _choose_splits(problem: Problem, one: HopperConfig, device: Device) -> int:
+    """As many splits of an item as end first by the model of the device."""
+    item_tokens = 64 * one.consumers // problem.group
+    items = -(-problem.query.shape[0] // item_tokens) * problem.layout.num_kv_heads
+    if items >= device.multiprocessors:
+        return 1
+    window, max_tokens = problem.options.sliding_window, max_tokens_of(problem.kv)
+    attended = min(max_tokens, window + item_tokens) if window > 0 else max_tokens
+    tiles = -(-attended // one.tokens)
+
+    def time(splits: int) -> int:
+        rounds = -(-items * splits // device.multiprocessors)
+        return rounds * (-(-tiles // splits) + _ITEM_TILES) + (_JOIN_TILES if splits > 1 else 0)
+
+    return min(range(1, _MAX_SPLITS + 1), key=time)

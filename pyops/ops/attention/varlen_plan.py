@@ -58,7 +58,7 @@ class Config:
 def choose(problem: Problem, device: Device) -> Config | HopperConfig:
     """The Config for this problem."""
     if problem.uses_wgmma:
-        return varlen_hopper.choose(problem)
+        return varlen_hopper.choose(problem, device)
     head_size = problem.query.shape[2]
     is_plain = problem.has_plain_logits and not problem.is_fp8
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
@@ -83,8 +83,8 @@ def shared_memory(problem: Problem, config: Config) -> int:
     return block_rows * head_bytes + 2 * tokens * head_bytes + 2 * value_bytes
 
 
-def launch(problem: Problem, config: Config | HopperConfig) -> Launch:
-    """The kernel, and nothing to join: a block takes its rows over all tokens."""
+def launch(problem: Problem, config: Config | HopperConfig) -> list[Launch]:
+    """The kernel, and the join of the splits of a HopperConfig; elsewhere a block takes its rows over all tokens."""
     options = problem.options
     constants = {
         **kv_constants(problem.query, problem.kv, problem.layout, options),
@@ -105,8 +105,8 @@ def launch(problem: Problem, config: Config | HopperConfig) -> Launch:
         return config.launch(problem, constants, arguments)
     constants["NUM_WARPS"] = config.num_warps
     if problem.uses_mma:
-        return _launch_mma(problem, config, constants, arguments)
-    return _launch_simt(problem, config, constants, arguments)
+        return [_launch_mma(problem, config, constants, arguments)]
+    return [_launch_simt(problem, config, constants, arguments)]
 
 
 def _launch_mma(problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:

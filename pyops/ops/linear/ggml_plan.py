@@ -23,8 +23,10 @@ _simt = Kernel("linear/ggml_mul_mat_simt.cu")
 MAX_FUSED_ROWS = 32  # of X, that a product multiplies with format blocks; for more, the weight is dequantised first
 BLOCK_ROWS = 4  # that have one expert together, in the order of experts: the number that callers know from upstream
 _UNIT = 256  # elements of a row of the weight that a warp multiplies at a time
-_MAX_VEC_TOKENS = 1  # up to which ggml_mul_mat_vec.cu serves a product
+_MAX_VEC_TOKENS = 2  # up to which ggml_mul_mat_vec.cu serves a product
 _VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it: blocks of this product and of the next share a multiprocessor
+# Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded; and up to how many rows of X, as more spill.
+_RESIDENT_THREADS, _MAX_BOUNDED_TOKENS = 512, 16
 _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 
 
@@ -190,7 +192,7 @@ class MulMatConfig:
             STAGES=self.stages,
             SPLITS=self.splits,
             X_ACCESS=problem.x_access,
-            MIN_BLOCKS=1,
+            MIN_BLOCKS=max(1, _RESIDENT_THREADS // threads) if self.tokens <= _MAX_BOUNDED_TOKENS else 1,
         ).launch((count, self.splits), threads, self.shared_memory(problem), **problem.arguments(), **partial)
 
 

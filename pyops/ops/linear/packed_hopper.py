@@ -8,7 +8,7 @@ from typing import Any
 
 from ..._core import check, tuning
 from ..._core.device import Device
-from ..._core.dtypes import DType, int64
+from ..._core.dtypes import DType, int32, int64
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
@@ -197,7 +197,9 @@ def _codes_map(problem: PackedProblem, tile_n: int) -> TensorMap:
         sizes, box = (32 * bits, n // 64, count * k // 16), (32 * bits, tile_n // 64, step // 16)
     elif weight.layout == "awq":
         sizes, box, swizzle = (n // 8, k, 1), (tile_n // 8, step, 1), tile_n // 2
+    elif weight.layout == "n32k16":
+        sizes, box = (k, n // 4, 1), (step, tile_n // 4, 1)
     else:
         sizes, box = (n, k * bits // 32, 1), (tile_n, step * bits // 32, 1)
     strides = (sizes[0] * 4, sizes[0] * sizes[1] * 4)
-    return TensorMap(weight.codes, weight.codes.dtype, sizes, strides, box, swizzle)
+    return TensorMap(weight.codes, int32, sizes, strides, box, swizzle)

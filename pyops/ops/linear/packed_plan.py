@@ -12,6 +12,7 @@ from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float16
 from ..._core.kernel import Kernel, Launch
+from .._shared.scalar_type import uint4b8
 from . import dequantize_packed, packed_hopper
 from .gemm_hopper import CLUSTERS
 from .packed_hopper import PackedConfig, step_rows
@@ -22,6 +23,7 @@ _gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
 _TILE_N = 64  # columns that every tile divides, or has
 _STAGES = 3
 _WORDS = 512  # bits of the words of a lane in a step: eight words, four times
+_BITS = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8), "n32k16": (8,), "marlin_8": (4,)}
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
 # Measured on an H200: docs/performance.md, "Products with packed weights".
 _MAX_WARPS = 8  # of a block
@@ -79,6 +81,7 @@ class PackedMmaConfig:
         launch = kernel(
             **constants,
             WHOLE_STEPS=weight.k % step == 0,
+            RECODED=weight.recoding == "marlin_fp8",
             GROUPED=problem.experts is not None,
             ROUTED=problem.experts is not None and problem.experts.topk_weights is not None,
             TILE_M=self.tile_m,
@@ -120,7 +123,8 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     if serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
         tile_n = 128 if _is_wide(w) and w.n // 128 >= device.multiprocessors else 64
         step = rows_of_step(w, tile_n)
-        return choose_mma(m, tile_n, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step)
+        several, most_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
+        return choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, most_rows=most_rows)
     return packed_hopper.choose(m, w.n, w.k, w.layout, device)
 
 
@@ -141,20 +145,27 @@ def serves_few(problem: PackedProblem, device: Device) -> bool:
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
-    served = reads_codes(problem) or _reads_tables(problem)
+    served = _reads_tables(problem) or (reads_codes(problem) and problem.weight.layout != "marlin_8")
     fitting = fits(problem.weight, step_rows(problem.a.dtype))
     return served and device.supports("wgmma") and fitting and _is_mapped(problem)
 
 
 def choose_mma(
-    m: int, tile_n: int, n: int, steps: int, device: Device, several_groups: bool = False, count: int | None = None
+    m: int,
+    tile_n: int,
+    n: int,
+    steps: int,
+    device: Device,
+    several_groups: bool = False,
+    count: int | None = None,
+    most_rows: int = 16,
 ) -> PackedMmaConfig:
     """As many warps as the device holds at a time, eight to a block at most, and their parts of K.
 
-    `count`: tiles of rows, where experts divide them. Of several groups in a step, a thread has more in registers, and
-    one of many rows would spill.
+    `count`: tiles of rows, where experts divide them. `most_rows`: of a tile. Of several groups in a step, or of scales
+    that are integers, a thread has more in registers, and one of 16 rows would spill.
     """
-    tile_m = min(m, 8 if several_groups else 16)
+    tile_m = min(m, 8 if several_groups else most_rows)
     resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
     tiles = (-(-m // tile_m) if count is None else count) * (n // tile_n)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
@@ -169,16 +180,18 @@ def choose_mma(
 def reads_codes(problem: PackedProblem) -> bool:
     """Whether kernels that read codes themselves have an instance for this problem."""
     w, e, a = problem.weight, problem.epilogue, problem.a
-    codes = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8)}.get(w.layout, ())
-    kind = w.bits in codes and not (w.type.is_integer and w.type.signed) and w.recoding == "none"
+    kind = w.bits in _BITS.get(w.layout, ()) and not (w.type.is_integer and w.type.signed)
+    kind = kind and (w.recoding == "none" or (w.layout == "marlin_8" and w.type == uint4b8))
     zeros = w.zero_kind in ("none", "added") or (w.zero_kind == "codes" and w.zero_layout == _ZEROS.get(w.layout))
     zeros = zeros and not (w.layout == "marlin" and w.bits == 8 and w.zero_kind == "codes")
-    scales = w.scale_kind in ("float", "e5m3", "e8m0") and (w.scales is not None or w.zero_kind != "added")
-    rows = w.g_idx is None and w.k % (16 if w.layout == "marlin" else 32 // w.bits) == 0
-    aligned = a.vec_size(w.k) == 8 and all(
+    scales = w.scale_kind != "products" and (w.scales is not None or w.zero_kind != "added")
+    rows = w.g_idx is None and w.k % (16 if w.layout in ("marlin", "n32k16") else 32 // w.bits) == 0
+    # Activations of 8 bits are widened first, but those of experts.
+    dtype = a.dtype if problem.experts is not None else problem.compute_dtype
+    aligned = (a.dtype.itemsize == 1 or a.vec_size(w.k) == 8) and all(
         one.alignment == 16 for one in (w.codes, w.scales, w.zeros) if one is not None
     )
-    dtypes = a.dtype in (float16, bfloat16) and a.dtype is e.out.dtype
+    dtypes = dtype in (float16, bfloat16) and dtype is e.out.dtype
     sizes = problem.m > 0 and w.n > 0 and w.n % _TILE_N == 0 and w.k > 0
     return all((kind, zeros, scales, rows, aligned, _is_plain(problem), dtypes, sizes))
 

@@ -1,0 +1,63 @@
+// all_reduce: the sum of a tensor over the ranks that share a node.
+//
+//     out[i] = T(sum_r float(input_r[i]))    in the order of ranks, rounded once
+//
+// Thread t of block b takes the vectors b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it. In one shot each
+// rank reads all inputs. In two shots rank r sums slice r, a WORLD_SIZE-th of the vectors, and fetches the other slices
+// from the ranks that summed them: 2 (W - 1) / W of the bytes cross the links instead of W - 1 times as many. A vector of a
+// slice is fetched by the thread of the index that summed it, so that blocks of one index need only meet each other.
+//
+// Constants
+//     WORLD_SIZE     ranks
+//     TWO_SHOT       sum slices, then fetch them
+//     SIGNAL_BYTES   from a rank's signals to its scratch memory
+//     NUM_THREADS    threads in the block
+//     VEC_SIZE       elements in 16 bytes
+
+#include "signals.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+all_reduce(scalar_t* out,            // [num_vecs * VEC_SIZE]
+           const uint64_t* peers,    // [8]: address of the input of each rank
+           const uint64_t* signals,  // [8]: address of the signals of each rank
+           Signals* own_signals, int64_t num_vecs, int rank) {
+    await_previous_kernel();
+    World<WORLD_SIZE> world(signals, own_signals, rank);
+    const scalar_t* inputs[WORLD_SIZE];
+#pragma unroll
+    for (int i = 0; i < WORLD_SIZE; ++i) inputs[i] = reinterpret_cast<const scalar_t*>(peers[i]);
+    const int64_t first = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x, step = int64_t(gridDim.x) * NUM_THREADS;
+    const int64_t slice = num_vecs / WORLD_SIZE, begin = TWO_SHOT ? rank * slice : 0;
+    const int64_t end = !TWO_SHOT || rank == WORLD_SIZE - 1 ? num_vecs : begin + slice;
+    const scalar_t* slices[WORLD_SIZE];
+#pragma unroll
+    for (int i = 0; TWO_SHOT && i < WORLD_SIZE; ++i) slices[i] = world.template scratch<scalar_t>(i);
+    scalar_t* sums = TWO_SHOT ? world.template scratch<scalar_t>(rank) : out;
+
+    world.meet();
+    for (int64_t i = first; i < end - begin; i += step) {
+        float x[VEC_SIZE];
+        sum_of_ranks<WORLD_SIZE, scalar_t, VEC_SIZE>(x, inputs, (begin + i) * VEC_SIZE);
+        vec_t::from_floats(x).store(sums + i * VEC_SIZE);
+    }
+    world.meet();
+    if constexpr (TWO_SHOT) {
+        const int64_t last_slice = num_vecs - (WORLD_SIZE - 1) * slice;
+        for (int64_t i = first; i < last_slice; i += step) {
+            vec_t sum[WORLD_SIZE];
+#pragma unroll
+            for (int other = 0; other < WORLD_SIZE; ++other) {
+                if (other < WORLD_SIZE - 1 && i >= slice) continue;
+                sum[other] = vec_t::load(slices[other] + i * VEC_SIZE);
+            }
+#pragma unroll
+            for (int other = 0; other < WORLD_SIZE; ++other) {
+                if (other < WORLD_SIZE - 1 && i >= slice) continue;
+                sum[other].store(out + (other * slice + i) * VEC_SIZE);
+            }
+        }
+    }
+    world.leave();
+}

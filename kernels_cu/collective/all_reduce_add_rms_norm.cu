@@ -1,0 +1,55 @@
+// all_reduce_add_rms_norm: the sum of a matrix over ranks, added to the residual and normalised, in one kernel.
+//
+//     x = T(sum_p float(input_p[r, i]));  z = T(x + residual[r, i]);  residual[r, i] = z
+//     out[r, i] = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])    T: dtype of all tensors
+//
+// A block takes row blockIdx.x and every gridDim.x-th after it, and holds a row in registers. Every rank sums all rows.
+//
+// Constants
+//     WORLD_SIZE     ranks
+//     SIGNAL_BYTES   from a rank's signals to its scratch memory
+
+#include "norm.cuh"
+#include "signals.cuh"
+
+using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, NUM_THREADS>;
+using vec_t = row_t::vec_t;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+all_reduce_add_rms_norm(scalar_t* out,            // [num_rows, HIDDEN_SIZE]
+                        scalar_t* residual,       // [num_rows, HIDDEN_SIZE]
+                        const scalar_t* weight,   // [HIDDEN_SIZE]
+                        const uint64_t* peers,    // [8]: address of the input of each rank
+                        const uint64_t* signals,  // [8]: address of the signals of each rank
+                        Signals* own_signals, int64_t num_rows, int rank, float epsilon) {
+    await_previous_kernel();
+    __shared__ float partial[NUM_THREADS / WARP_SIZE];
+    World<WORLD_SIZE> world(signals, own_signals, rank);
+    const scalar_t* inputs[WORLD_SIZE];
+#pragma unroll
+    for (int i = 0; i < WORLD_SIZE; ++i) inputs[i] = reinterpret_cast<const scalar_t*>(peers[i]);
+
+    world.meet();
+    for (int64_t r = blockIdx.x; r < num_rows; r += gridDim.x) {
+        scalar_t* const row = residual + r * HIDDEN_SIZE;
+        row_t z(row);
+        const auto add_residual = [&](int i, int column, float (&v)[VEC_SIZE]) {
+            sum_of_ranks<WORLD_SIZE, scalar_t, VEC_SIZE>(v, inputs, r * HIDDEN_SIZE + column);
+            const vec_t x = vec_t::from_floats(v);
+            add_to(v, x, vec_t::load(row + column));
+            const vec_t sum = vec_t::from_floats(v);
+            sum.store(row + column);
+            z.set(i, sum);
+            sum.to_floats(v);
+        };
+        const float scale = rsqrtf(row_mean_square<NUM_THREADS>(z, add_residual, partial) + epsilon);
+        z.for_each([&](int i, int column) {
+            float v[VEC_SIZE];
+            z.get(i, column).to_floats(v);
+            scale_and_weigh<vec_t>(v, scale, vec_t::load(weight + column)).store(out + r * HIDDEN_SIZE + column);
+        });
+        __syncthreads();  // `partial` is free again
+    }
+    world.meet();
+    world.leave();
+}

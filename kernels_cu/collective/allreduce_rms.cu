@@ -1,0 +1,83 @@
+// allreduce_rms: RMS norms of rows that are divided among ranks: the squares of a row are summed over all ranks.
+//
+//     s = sum_p sum_i float(x_p[r, i])^2    in the order of ranks
+//     out[r, i] = T(x[r, i] / sqrt(s / (SIZE * WORLD_SIZE) + epsilon) * weight[i])    for x the first Q_SIZE columns of
+//     input, and for the next K_SIZE, each with sums of its own
+//
+// A block takes row blockIdx.x and every gridDim.x-th after it. It leaves the sums of its rows in the scratch memory of its
+// rank, meets the blocks of its index, and reads theirs. Sums lie in two halves of that memory in turn: a rank that is a
+// kernel ahead writes to the other half, and no rank can be two ahead. So one meeting is enough. All launches have the same
+// grid, whatever the number of rows, so that all blocks count the same meetings.
+//
+// Constants
+//     WORLD_SIZE      ranks
+//     Q_SIZE, K_SIZE  columns that are normalised; K_SIZE may be 0
+//     SIGNAL_BYTES    from a rank's signals to its scratch memory
+
+#include "reduce.cuh"
+#include "signals.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+
+template <int SIZE>
+DEVICE float sum_of_squares(const scalar_t* x, float* partial) {
+    float sum = 0.0f;
+    for (int i = threadIdx.x * VEC_SIZE; i < SIZE; i += NUM_THREADS * VEC_SIZE) {
+        float v[VEC_SIZE];
+        vec_t::load(x + i).to_floats(v);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) sum += v[j] * v[j];
+    }
+    sum = row_reduce<Sum, NUM_THREADS>(sum, partial);
+    __syncthreads();  // `partial` is free again
+    return sum;
+}
+
+template <int SIZE>
+DEVICE void normalise(scalar_t* out, const scalar_t* x, const scalar_t* weight, float sum, float epsilon) {
+    const float scale = rsqrtf(sum / (float(SIZE) * WORLD_SIZE) + epsilon);
+    for (int i = threadIdx.x * VEC_SIZE; i < SIZE; i += NUM_THREADS * VEC_SIZE) {
+        float v[VEC_SIZE], w[VEC_SIZE];
+        vec_t::load(x + i).to_floats(v);
+        vec_t::load(weight + i).to_floats(w);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) v[j] = v[j] * scale * w[j];
+        vec_t::from_floats(v).store(out + i);
+    }
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+allreduce_rms(scalar_t* q_out,           // [num_rows, Q_SIZE]
+              scalar_t* k_out,           // [num_rows, K_SIZE]
+              const scalar_t* input,     // [num_rows, Q_SIZE + K_SIZE or more]
+              const scalar_t* q_weight,  // [Q_SIZE]
+              const scalar_t* k_weight,  // [K_SIZE]
+              const uint64_t* signals,   // [WORLD_SIZE]: address of the signals of each rank
+              int64_t num_rows, int64_t input_stride, int rank, float epsilon) {
+    await_previous_kernel();
+    __shared__ float partial[NUM_THREADS / WARP_SIZE];
+    World<WORLD_SIZE> world(signals, reinterpret_cast<Signals*>(signals[rank]), rank);
+    const int half = world.meeting & 1;
+    for (int64_t r = blockIdx.x; r < num_rows; r += gridDim.x) {
+        const scalar_t* x = input + r * input_stride;
+        const float q = sum_of_squares<Q_SIZE>(x, partial), k = sum_of_squares<K_SIZE>(x + Q_SIZE, partial);
+        if (threadIdx.x == 0) {
+            float* sums = world.template scratch<float>(rank) + r * 4 + half * 2;
+            sums[0] = q;
+            sums[1] = k;
+        }
+    }
+    world.meet();
+    for (int64_t r = blockIdx.x; r < num_rows; r += gridDim.x) {
+        float q = 0.0f, k = 0.0f;
+        for (int other = 0; other < WORLD_SIZE; ++other) {
+            const float* sums = world.template scratch<float>(other) + r * 4 + half * 2;
+            q += sums[0];
+            k += sums[1];
+        }
+        const scalar_t* x = input + r * input_stride;
+        normalise<Q_SIZE>(q_out + r * Q_SIZE, x, q_weight, q, epsilon);
+        if constexpr (K_SIZE > 0) normalise<K_SIZE>(k_out + r * K_SIZE, x + Q_SIZE, k_weight, k, epsilon);
+    }
+    world.leave();
+}

@@ -1,0 +1,178 @@
+// ranks.h: the blocks of several ranks that run as one launch, and what flags tell a rank of the others.
+//
+// The blocks with one index of all ranks run together, as the blocks of a cluster do: each until all of its threads wait.
+// A rank has its own parameters and tensors; memory that is not private is open to all ranks. A thread that stores a flag
+// releases what its block did before the block's last barrier. A thread that waits for the flag acquires that, and the
+// other threads of its block acquire it at their next barrier. `seen` counts what a block knows of each other rank, in
+// epochs (memory.h). Any access to what another rank accesses and no flag has told of is a fault, whatever the schedule.
+#pragma once
+#include "schedule.h"
+
+namespace host {
+
+// Defined in global.h.
+inline void check_bounds(const char* address, size_t bytes, Access kind, const void* pc, bool is_flag = false);
+
+constexpr uint32_t OWNER = 0xff, PRIVATE = 0x100, LASTING = 0x200;  // bits of Launch::owners
+constexpr size_t MAX_FLAGS = 1 << 14;                               // a power of two
+
+struct Flag {
+    const uint32_t* address;
+    uint64_t launch;  // in which the flag was stored last; the slot is free in another launch
+    uint32_t clock[MAX_CLUSTER];
+};
+
+struct RankClocks {
+    uint32_t seen[MAX_CLUSTER];      // by every thread of the block: the last epoch of each rank
+    uint32_t accessed[MAX_CLUSTER];  // the block's last epoch with an access to memory of each rank; 0: none
+    uint32_t acquired[MAX_THREADS][MAX_CLUSTER];  // by one thread
+    uint32_t first_epoch;
+    bool ended;
+};
+inline RankClocks rank_clocks[MAX_CLUSTER];
+inline Flag flags[MAX_FLAGS];
+
+struct Awaited {
+    const uint32_t* address;
+    uint32_t value;
+    unsigned from;
+};
+inline Awaited awaited[MAX_CLUSTER][MAX_THREADS];
+
+inline bool has_come(const Awaited& flag) { return int32_t(*flag.address - flag.value) >= 0; }
+inline bool awaited_flag_has_come(unsigned thread) {
+    return threads[thread].wait == Wait::FLAG && has_come(awaited[state.rank][thread]);
+}
+
+inline Flag* flag_at(const uint32_t* address, bool make) {
+    size_t slot = (reinterpret_cast<uintptr_t>(address) * 0x9e3779b97f4a7c15u) >> 50;
+    for (size_t i = 0; i < MAX_FLAGS; ++i, slot = (slot + 1) % MAX_FLAGS) {
+        Flag& flag = flags[slot];
+        if (flag.launch != state.launch_number) {
+            if (!make) return nullptr;
+            flag = {address, state.launch_number, {}};
+            return &flag;
+        }
+        if (flag.address == address) return &flag;
+    }
+    raise_fault("bad launch", {}, "more than %zu flags", MAX_FLAGS);
+}
+
+// The last epoch of `rank` that the running thread knows of.
+inline uint32_t seen_of(unsigned rank) {
+    const RankClocks& own = rank_clocks[state.rank];
+    const uint32_t acquired = own.acquired[state.current->number][rank];
+    return acquired > own.seen[rank] ? acquired : own.seen[rank];
+}
+
+// The rank whose running block had this epoch; MAX_CLUSTER: none.
+inline unsigned rank_of(uint32_t epoch) {
+    const uint32_t offset = epoch - rank_clocks[0].first_epoch;
+    return offset < state.launch.num_ranks * MAX_BARRIERS ? offset / MAX_BARRIERS : MAX_CLUSTER;
+}
+inline bool flags_tell_of(uint32_t epoch) {
+    const unsigned rank = rank_of(epoch);
+    return rank < MAX_CLUSTER && epoch <= seen_of(rank);
+}
+
+[[noreturn]] inline void missing_flag(Access kind, uint32_t epoch, const char* before, const void* pc) {
+    const unsigned rank = rank_of(epoch);
+    if (rank == MAX_CLUSTER) {
+        raise_fault("missing flag", {nullptr, 0, pc}, "%s of memory that a block of another index has %s",
+                    kind == Access::READ ? "read" : "write", before);
+    }
+    raise_fault("missing flag", {nullptr, 0, pc}, "%s of memory that rank %u has %s, and no flag has told of it",
+                kind == Access::READ ? "read" : "write", rank, before);
+}
+
+// An access to memory of rank `owner`, another: it must have begun, and must not have ended.
+inline void check_owner(uint32_t owner, Access kind, const void* pc) {
+    const unsigned rank = owner & OWNER;
+    const char* verb = kind == Access::READ ? "read" : "write";
+    if (seen_of(rank) < rank_clocks[rank].first_epoch) {
+        raise_fault("missing flag", {nullptr, 0, pc}, "%s of memory of rank %u, of whose start no flag has told", verb,
+                    rank);
+    }
+    if (owner & LASTING) return;
+    if (rank_clocks[rank].ended) {
+        raise_fault("missing flag", {nullptr, 0, pc}, "%s of memory of rank %u, which has ended", verb, rank);
+    }
+    rank_clocks[state.rank].accessed[rank] = memory.epoch;
+}
+
+inline void begin_ranks() {
+    for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
+        rank_clocks[rank] = {};
+        rank_clocks[rank].first_epoch = memory.epoch + 1 + rank * MAX_BARRIERS;
+    }
+}
+
+// At a barrier of the block, which all of its threads have reached.
+inline void ranks_at_barrier() {
+    RankClocks& own = rank_clocks[state.rank];
+    for (unsigned i = 0; i < num_threads(); ++i) {
+        for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
+            if (own.acquired[i][rank] > own.seen[rank]) own.seen[rank] = own.acquired[i][rank];
+        }
+    }
+}
+
+// The block of the running rank has ended: whoever launched it may write its tensors.
+inline void end_rank() {
+    ranks_at_barrier();
+    RankClocks& own = rank_clocks[state.rank];
+    own.ended = true;
+    for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
+        const uint32_t accessed = rank_clocks[rank].accessed[state.rank];
+        if (rank != state.rank && accessed > own.seen[rank]) {
+            raise_fault("missing flag", {}, "the rank ends, and no flag has told that rank %u is done with its memory",
+                        rank);
+        }
+    }
+}
+
+__attribute__((noinline)) void store_flag(uint32_t* flag, uint32_t value) {
+    check_bounds(reinterpret_cast<const char*>(flag), sizeof *flag, Access::WRITE, __builtin_return_address(0), true);
+    Flag& record = *flag_at(flag, true);
+    for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
+        record.clock[rank] = rank == state.rank ? memory.epoch - 1 : seen_of(rank);
+    }
+    *flag = value;
+}
+
+__attribute__((noinline)) void await_flag(const uint32_t* flag, uint32_t value, unsigned from) {
+    const void* pc = __builtin_return_address(0);
+    check_bounds(reinterpret_cast<const char*>(flag), sizeof *flag, Access::READ, pc, true);
+    const unsigned number = state.current->number;
+    awaited[state.rank][number] = {flag, value, from};
+    while (!has_come(awaited[state.rank][number])) {
+        begin_wait(Wait::FLAG, "a flag", 0, "", 0, pc);
+        yield();
+    }
+    if (const Flag* record = flag_at(flag, false)) {
+        uint32_t (&acquired)[MAX_CLUSTER] = rank_clocks[state.rank].acquired[number];
+        for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
+            if (record->clock[rank] > acquired[rank]) acquired[rank] = record->clock[rank];
+        }
+    }
+}
+
+// The running rank waits and none can run: say who waits for whom.
+inline void describe_flags(unsigned rank, const Thread* of_rank, char* text, size_t room) {
+    size_t length = strlen(text);
+    unsigned waiting = 0;
+    for (unsigned i = 0; i < num_threads(); ++i) {
+        if (of_rank[i].wait != Wait::FLAG) continue;
+        const Awaited& flag = awaited[rank][i];
+        if (waiting++ < MAX_CLUSTER && length < room - 1) {
+            length +=
+                snprintf(text + length, room - length, "%srank %u waits for rank %u (its flag is %u, expected %u)",
+                         length ? "; " : "", rank, flag.from, *flag.address, flag.value);
+        }
+    }
+    if (!waiting && length < room - 1) {
+        snprintf(text + length, room - length, "%srank %u waits at a barrier", length ? "; " : "", rank);
+    }
+}
+
+}  // namespace host

@@ -1,0 +1,102 @@
+// signals.cuh: how the blocks of one index of several ranks wait for each other, and sums over ranks.
+//
+// Every rank has a `Signals` that all ranks can access. Block b of rank r tells rank p that it has come by storing the
+// number of the meeting to flags[b][r] of p. Numbers only grow, so a flag need not be reset. A flag is stored with release
+// and read with acquire, in the scope of the system; the barriers of the block carry both from and to its other threads.
+// All ranks launch the same grid, and each kernel counts its meetings in `meetings` before it ends.
+
+#pragma once
+#include "vec.cuh"
+
+constexpr int MAX_RANKS = 8;
+constexpr int MAX_RANK_BLOCKS = 36;
+
+struct Signals {
+    uint32_t flags[MAX_RANK_BLOCKS][MAX_RANKS];
+    uint32_t meetings[MAX_RANK_BLOCKS];
+};
+
+DEVICE void store_signal(uint32_t* flag, uint32_t value) {
+#if PYOPS_CUDA
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+#elif PYOPS_HIP
+    __scoped_atomic_store_n(flag, value, __ATOMIC_RELEASE, __MEMORY_SCOPE_SYSTEM);
+#else
+    host::store_flag(flag, value);
+#endif
+}
+
+// Waits until `flag`, which rank `from` stores, is `value` or more. A rank that has not come after SIGNAL_SECONDS will not
+// come: the kernel then ends with a trap, which the next call of the device's runtime reports.
+constexpr uint64_t SIGNAL_SECONDS = 30;
+DEVICE void await_signal(const uint32_t* flag, uint32_t value, int from) {
+#if PYOPS_CUDA
+    uint64_t start = 0;
+    for (uint32_t tries = 1;; ++tries) {
+        uint32_t seen;
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+        if (int32_t(seen - value) >= 0) return;
+        if (tries % 1024) continue;
+        uint64_t now;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        if (start == 0) start = now;
+        if (now - start > SIGNAL_SECONDS * 1000000000) asm volatile("trap;");
+    }
+#elif PYOPS_HIP
+    while (int32_t(__scoped_atomic_load_n(flag, __ATOMIC_ACQUIRE, __MEMORY_SCOPE_SYSTEM) - value) < 0) {
+    }
+#else
+    host::await_flag(flag, value, from);
+#endif
+}
+
+// The ranks, as the block of one of them sees them.
+template <int WORLD_SIZE>
+struct World {
+    const uint64_t* addresses;  // of the signals of each rank
+    Signals *own, *others;      // `others`: thread t < WORLD_SIZE has those of rank t
+    int rank;
+    uint32_t meeting;  // number of the last meeting of this block
+
+    DEVICE World(const uint64_t* addresses, Signals* own, int rank) : addresses(addresses), own(own), rank(rank) {
+        meeting = own->meetings[blockIdx.x];
+        others = of(threadIdx.x < WORLD_SIZE ? threadIdx.x : 0);
+    }
+    DEVICE Signals* of(int other) const { return reinterpret_cast<Signals*>(addresses[other]); }
+    // Waits for the block of this index of every rank. What the ranks did before, each sees afterwards. Every thread calls.
+    DEVICE void meet() {
+        ++meeting;
+        __syncthreads();
+        if (threadIdx.x < WORLD_SIZE) {
+            store_signal(&others->flags[blockIdx.x][rank], meeting);
+            await_signal(&own->flags[blockIdx.x][threadIdx.x], meeting, threadIdx.x);
+        }
+        __syncthreads();
+    }
+    // Before the kernel ends. Every thread calls, behind the last meeting.
+    DEVICE void leave() const {
+        if (threadIdx.x == 0) own->meetings[blockIdx.x] = meeting;
+    }
+    // Memory behind the signals of a rank, for results that other ranks fetch.
+    template <typename T>
+    DEVICE T* scratch(int other) const {
+        return reinterpret_cast<T*>(reinterpret_cast<char*>(of(other)) + SIGNAL_BYTES);
+    }
+};
+
+// x = the sum of one vector of every rank in float32, in the order of ranks.
+template <int WORLD_SIZE, typename T, int VEC_SIZE>
+DEVICE void sum_of_ranks(float (&x)[VEC_SIZE], const T* const (&inputs)[WORLD_SIZE], int64_t at) {
+    using vec_t = Vec<T, VEC_SIZE>;
+    vec_t vecs[WORLD_SIZE];
+#pragma unroll
+    for (int i = 0; i < WORLD_SIZE; ++i) vecs[i] = vec_t::load(inputs[i] + at);
+    vecs[0].to_floats(x);
+#pragma unroll
+    for (int i = 1; i < WORLD_SIZE; ++i) {
+        float other[VEC_SIZE];
+        vecs[i].to_floats(other);
+#pragma unroll
+        for (int j = 0; j < VEC_SIZE; ++j) x[j] += other[j];
+    }
+}

@@ -1,0 +1,77 @@
+"""Multi-head latent attention as ``config.json`` describes it: that of DeepSeek-V2 and V3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..ops.rotary.tables import yarn_mscale
+from .config_values import first, flag, number, refuse, size
+
+LATENT_ATTENTION = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        kv_lora_rank: elements of the latent vector that keys and values of all heads are made of.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: elements of a head: of queries and keys, those that do not turn
+            and those that do, and of values.
+        q_lora_rank: elements of the vector that queries are made of; 0 where they are made of the hidden state.
+        interleaved: whether neighbours turn as a pair, and not elements of the two halves.
+        mscale: the square of this multiplies logits, beside ``1 / sqrt(qk_head_dim)``.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int = 0
+    interleaved: bool = True
+    mscale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            size(name, getattr(self, name))
+        if self.q_lora_rank:
+            size("q_lora_rank", self.q_lora_rank)
+        if self.qk_rope_head_dim % 2:
+            raise refuse("qk_rope_head_dim", "an even number", self.qk_rope_head_dim)
+        if self.v_head_dim > self.qk_head_dim:
+            raise refuse("v_head_dim", f"at most {self.qk_head_dim}, as queries have", self.v_head_dim)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a head of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def scale(self) -> float:
+        """What multiplies logits."""
+        return float(self.mscale**2 * self.qk_head_dim**-0.5)
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Latent:
+        """The attention in the object of a ``config.json``, with the defaults of transformers."""
+        rank = values.get("q_lora_rank", 1536)
+        return cls(
+            kv_lora_rank=first(values.get("kv_lora_rank"), 512),
+            qk_nope_head_dim=first(values.get("qk_nope_head_dim"), 128),
+            qk_rope_head_dim=first(values.get("qk_rope_head_dim"), 64),
+            v_head_dim=first(values.get("v_head_dim"), 128),
+            q_lora_rank=0 if rank is None else size("q_lora_rank", rank),
+            interleaved=flag(values, "rope_interleave", True),
+            mscale=_mscale(values),
+        )
+
+
+def _mscale(values: dict[str, Any]) -> float:
+    """The factor of YaRN that queries and keys have each, where ``mscale_all_dim`` is given."""
+    found = first(values.get("rope_scaling"), {}) or first(values.get("rope_parameters"), {})
+    kind = first(found.get("rope_type"), found.get("type"), "default")
+    if kind == "default" or not found.get("mscale_all_dim"):
+        return 1.0
+    factor, all_dim = (number(f"rope_parameters.{name}", found.get(name)) for name in ("factor", "mscale_all_dim"))
+    return float(yarn_mscale(factor, all_dim))

@@ -1,0 +1,101 @@
+"""Multi-head latent attention over a paged cache of latent entries."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from .._core.lazy import torch
+from ..nn.latent import absorbed_attention, expanded_attention
+from ..ops.cache import concat_and_cache_mla_rope_fused
+from ..ops.norm import rms_norm
+from .batch import Batch
+from .config import Config
+from .latent import Latent
+from .linear import Linear, Place, ScaledLinear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_EPSILON = 1e-6  # of the norms of latent vectors, whatever `rms_norm_eps` is
+
+
+class LatentAttention:
+    """Multi-head latent attention. It keeps of a token its latent vector and its rotated key, in blocks of tokens.
+
+    Keys and values of heads are products with the latent vector. Prompts use them (`expanded_attention`),
+    next tokens of texts without them (`absorbed_attention`). The matrices of these products, if they are quantised,
+    are dequantised at the first call, and weights that are written later do not change them.
+
+    Args:
+        config: sizes and options.
+        latent: those of this attention.
+        place: of the weights.
+    """
+
+    slot_bytes = 0
+
+    def __init__(self, config: Config, latent: Latent, place: Place) -> None:
+        heads, hidden_size, rank = config.num_attention_heads, config.hidden_size, latent.kv_lora_rank
+        self.latent, self.place, self.num_heads = latent, place, heads
+        self.entry_size = rank + latent.qk_rope_head_dim
+        queries, compressed = heads * latent.qk_head_dim, {"kv_a_proj_with_mqa": self.entry_size}
+        self.q_norm = self.q_a = None
+        if latent.q_lora_rank:
+            self.q_a = place.linear({"q_a_proj": latent.q_lora_rank}, hidden_size, config.qkv_bias)
+            self.q_norm = place.empty(latent.q_lora_rank)
+            self.q = place.linear({"q_b_proj": queries}, latent.q_lora_rank, bias=False)
+        else:
+            self.q = place.linear({"q_proj": queries}, hidden_size, bias=False)
+        self.kv_a = place.linear(compressed, hidden_size, config.qkv_bias)
+        self.kv_norm = place.empty(rank)
+        self.kv_b = place.linear({"kv_b_proj": heads * (latent.qk_nope_head_dim + latent.v_head_dim)}, rank, bias=False)
+        self.o = place.linear({"o_proj": hidden_size}, heads * latent.v_head_dim, config.o_bias)
+        self._one = torch.ones(1, device=place.device)  # the scale of an fp8 cache, for the signatures of ops
+        self.token_bytes = self.entry_size * place.dtype.itemsize
+
+    def tensors(self) -> dict[str, Tensor]:
+        """{name in a checkpoint: view of the weights to write the tensor to}."""
+        found = {"kv_a_layernorm.weight": self.kv_norm} | self.kv_b.tensors()
+        if self.q_a is not None and self.q_norm is not None:
+            found |= self.q_a.tensors() | {"q_a_layernorm.weight": self.q_norm}
+        return found | self.q.tensors() | self.kv_a.tensors() | self.o.tensors()
+
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
+        """The entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
+        shape = num_blocks, block_size, self.entry_size
+        return (torch.empty(shape, dtype=self.place.dtype, device=self.place.device),)
+
+    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], cos_sin: Tensor) -> Tensor:
+        latent, steps, (entries,) = self.latent, batch.num_decodes, cache
+        query = self._query(hidden)
+        kv_c, k_pe = self.kv_a(hidden).split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
+        rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
+        turned = query[..., latent.qk_nope_head_dim :]
+        kept = batch.slot_mapping, entries, "auto", self._one
+        concat_and_cache_mla_rope_fused(batch.positions, turned, k_pe, kv_c, cos_sin, not latent.interleaved, *kept)
+        parts, up = [], self._up.unflatten(0, (self.num_heads, -1))
+        tables, lengths, common = batch.block_tables, batch.seq_lens, (latent.scale, self._one)
+        if steps:
+            parts.append(absorbed_attention(query[:steps], up, entries, tables[:steps], lengths[:steps], *common))
+        if steps < len(lengths):
+            prompts = tables[steps:], lengths[steps:], batch.cu_seqlens_of_prompts
+            parts.append(expanded_attention(query[steps:], up, entries, *prompts, *common))
+        return self.o(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    @cached_property
+    def _up(self) -> Tensor:
+        """W_k and W_v of each head: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]."""
+        if isinstance(self.kv_b, Linear):
+            return self.kv_b.weight
+        if isinstance(self.kv_b, ScaledLinear):
+            return self.kv_b.dequantised().to(self.place.dtype)
+        return self.kv_b(torch.eye(self.latent.kv_lora_rank, dtype=self.place.dtype, device=self.place.device)).T
+
+    def _query(self, hidden: Tensor) -> Tensor:
+        """[num_tokens, num_heads, qk_head_dim], not yet turned."""
+        if self.q_a is not None:
+            hidden = self.q_a(hidden)
+            rms_norm(hidden, hidden, self.q_norm, _EPSILON)
+        query: Tensor = self.q(hidden).unflatten(-1, (self.num_heads, -1))
+        return query

@@ -1,0 +1,173 @@
+"""Tensor parallelism: a decoder whose projections are divided among the processes of a group.
+
+Heads of attention and channels of MLPs and experts are divided; every process has the embedding, the norms, the routers
+and the head. What a process computes of a layer's output is a part of a sum. The parts are added where the output is
+added to the residual: `Decoder._add_norm` is the one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from .._core.errors import RankError
+from .._core.lazy import torch
+from ..ops.collective.process_group import CustomAllReduce, reach_each_other
+from .config import Config
+from .config_values import refuse
+from .decoder import Decoder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TIMEOUT = timedelta(seconds=45)  # how long a process waits for others
+_ALIVE_SECONDS = 3.0  # in which a process that runs says so, once a collective has failed
+_DIVIDED_SUMS = (".o_proj.bias", ".down_proj.bias")  # biases of sums over processes: one process adds them
+
+
+class Group:
+    """The processes among which a model is divided, and their collectives. Every process makes its own.
+
+    Without an argument: all processes of `torch.distributed.init_process_group`, which `torchrun` starts.
+
+    Args:
+        ranks: numbers of the processes; None for all.
+        device: of this process's weights.
+        timeout: how long a collective waits for a process before it raises.
+    """
+
+    def __init__(self, device: Any = "cpu", ranks: list[int] | None = None, timeout: timedelta = TIMEOUT) -> None:
+        dist, self.device = torch.distributed, torch.device(device)
+        self._host = dist.new_group(ranks, timeout=timeout, backend="gloo")
+        on_gpu = self.device.type == "cuda"
+        self._group = dist.new_group(ranks, timeout=timeout, backend="nccl") if on_gpu else self._host
+        self.rank, self.world_size = dist.get_rank(self._host), dist.get_world_size(self._host)
+        self._store = dist.distributed_c10d._get_default_store()
+        self._name = f"pyops/{','.join(map(str, dist.get_process_group_ranks(self._host)))}"
+        self.custom: CustomAllReduce | None = None
+        if on_gpu and self.world_size > 1 and reach_each_other(self._host, self.device):
+            self.custom = CustomAllReduce(self._host, self.device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the processes, the same bits in each: in float32 in the order of ranks, but for NCCL's sums."""
+        if self.world_size == 1:
+            return x
+        if self.custom is not None and self.custom.serves(x):
+            return self.custom.all_reduce(x)
+        x = x.contiguous()
+        with self._named("all_reduce"):
+            if x.is_cuda:
+                torch.distributed.all_reduce(x, group=self._group)
+                return x
+            # Sums of gloo depend on the size; these are those of the kernels.
+            parts = [torch.empty_like(x) for _ in range(self.world_size)]
+            torch.distributed.all_gather(parts, x, group=self._host)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    def least(self, value: int) -> int:
+        """The least of the values of all processes."""
+        found: list[Any] = [None] * self.world_size
+        with self._named("least"):
+            torch.distributed.all_gather_object(found, value, group=self._host)
+        return int(min(found))
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """An error of a collective names the processes that do not run any more, or do not come."""
+        try:
+            yield
+        except RuntimeError as error:
+            absent = self._absent()
+            numbers = ", ".join(map(str, absent)) or "unknown"
+            raise RankError(
+                f"{what}: rank {self.rank} waits for ranks that have ended or hang: {numbers}", absent
+            ) from error
+
+    def _absent(self) -> list[int]:
+        """Ranks that do not say within `_ALIVE_SECONDS` that a collective has failed there, too."""
+        waited = time.monotonic() + _ALIVE_SECONDS
+        missing = [rank for rank in range(self.world_size) if rank != self.rank]
+        try:
+            self._store.set(f"{self._name}/{self.rank}", "failed")
+            while missing and time.monotonic() < waited:
+                time.sleep(0.05)
+                missing = [rank for rank in missing if not self._store.check([f"{self._name}/{rank}"])]
+        except RuntimeError:
+            return [0]  # which keeps the store, unless torchrun does
+        return missing
+
+
+def divided(config: Config, world_size: int) -> Config:
+    """What one of `world_size` processes has of a model.
+
+    Raises:
+        ModelError: heads or channels cannot be divided by `world_size`, weights are quantised, or there are layers of
+            state spaces.
+    """
+    if config.quantization is not None:
+        raise refuse("quantization_config", "None with tensor parallelism", config.quantization)
+    if config.state_space is not None:
+        raise refuse("layer_types", "attention alone with tensor parallelism", config.layer_types)
+    mixture = config.mixture
+    sizes = {
+        name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    }
+    for name, size in (*sizes.items(), ("experts' intermediate_size", mixture.intermediate_size if mixture else 0)):
+        if size % world_size:
+            raise refuse(name, f"a multiple of {world_size} processes", size)
+    if mixture is not None:
+        mixture = replace(mixture, intermediate_size=mixture.intermediate_size // world_size)
+    return replace(config, mixture=mixture, **{name: size // world_size for name, size in sizes.items()})
+
+
+class ParallelDecoder(Decoder):
+    """A `Decoder` of which each process of `group` has a part. `write` takes whole tensors and keeps the part.
+
+    Every process calls `forward`, with the same batch, and gets the same hidden states.
+    """
+
+    def __init__(self, config: Config, group: Group, dtype: str | None = None, device: Any = None) -> None:
+        self.group, self.whole = group, config
+        super().__init__(divided(config, group.world_size), dtype, group.device if device is None else device)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        if name.endswith(_DIVIDED_SUMS):
+            super().write(name, tensor if self.group.rank == 0 else torch.zeros_like(tensor))
+            return
+        place, parts = self._tensors[name], self.group.world_size
+        for dim, size in enumerate(place.shape):
+            if tensor.shape[dim] == size * parts and parts > 1:
+                tensor = tensor.narrow(dim, self.group.rank * size, size)
+        super().write(name, tensor)
+
+    def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
+        """As of `Decoder`: the parts of the same weights. A process makes all of them for a moment, on the CPU."""
+        whole = Decoder(self.whole, str(self.dtype).removeprefix("torch.")).randomise(seed, scale)
+        for name, tensor in whole.tensors().items():
+            self.write(name, tensor)
+        return self
+
+    def agreed(self, blocks: int) -> int:
+        return self.group.least(blocks)
+
+    def _add_norm(self, hidden: Tensor, residual: Tensor, weight: Tensor | None) -> None:
+        custom, epsilon = self.group.custom, self.config.rms_norm_eps
+        if (
+            custom is not None
+            and weight is not None
+            and residual.dtype == hidden.dtype
+            and custom.serves(hidden)
+            and custom.add_rms_norm(hidden, residual, weight, epsilon)
+        ):
+            return
+        total = self.group.all_reduce(hidden)
+        if total is not hidden:
+            hidden.copy_(total)
+        super()._add_norm(hidden, residual, weight)

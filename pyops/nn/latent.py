@@ -1,0 +1,272 @@
+"""Multi-head latent attention over a paged cache of latent entries: the layer, and both forms of its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..ops.attention import paged_attention_v1, paged_attention_varlen, sm100_cutlass_mla_decode
+from ..ops.attention.mla_problem import LATENT_SIZE, ROPE_SIZE
+from ..ops.cache import concat_and_cache_mla
+from .custom_op import CustomOp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["MLAModules", "MultiHeadLatentAttentionWrapper"]
+
+
+def absorbed_attention(
+    query: Tensor, up: Tensor, entries: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, one: Tensor
+) -> Tensor:
+    """Attention of one token of each sequence, in the absorbed form (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
+
+    Latent vectors are keys and values of all heads: by `sm100_cutlass_mla_decode` where entries have the sizes of this
+    op, else by `paged_attention_v1`, where an entry is the only key and its own value.
+
+    Args:
+        query: [num_seqs, num_heads, qk_nope_head_dim + qk_rope_head_dim], turned.
+        up: [num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]: keys and values of a head from latent vectors.
+        entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], the cache.
+        block_tables, seq_lens: as in `paged_attention_v1`.
+        scale: of the logits.
+        one: a float32, which no kernel reads.
+
+    Returns:
+        [num_seqs, num_heads * v_head_dim].
+    """
+    rank = up.shape[2]
+    rope_size = entries.shape[2] - rank
+    plain, turned = query.split([query.shape[2] - rope_size, rope_size], -1)
+    up_keys, up_values = up.split([plain.shape[2], up.shape[1] - plain.shape[2]], 1)
+    absorbed = torch.bmm(plain.transpose(0, 1), up_keys).transpose(0, 1)
+    if (rank, rope_size) == (LATENT_SIZE, ROPE_SIZE):
+        out = query.new_empty(absorbed.shape)
+        sm100_cutlass_mla_decode(out, None, absorbed, turned, entries, seq_lens, block_tables, None, scale, 0)
+    else:
+        joined = torch.cat((absorbed, turned), -1)
+        whole, cache, block_size = torch.empty_like(joined), entries.unsqueeze(2), entries.shape[1]
+        texts = block_tables, seq_lens, block_size, block_tables.shape[1] * block_size, None, "auto", one, one
+        paged_attention_v1(whole, joined, cache, cache, 1, scale, *texts)
+        out = whole[..., :rank]
+    return torch.bmm(out.transpose(0, 1), up_values.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
+def expanded_attention(
+    query: Tensor,
+    up: Tensor,
+    entries: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float,
+    one: Tensor,
+) -> Tensor:
+    """Attention of many tokens of each sequence, by keys and values of every head, made of whole blocks of entries.
+
+    Values are as long as keys for `paged_attention_varlen`, by zeros.
+
+    Args:
+        query: [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], turned.
+        cu_seqlens_q: as in `paged_attention_varlen`.
+        others: as in `absorbed_attention`.
+
+    Returns:
+        [num_tokens, num_heads * v_head_dim].
+    """
+    num_heads, _, rank = up.shape
+    rope_size, qk_head_dim = entries.shape[2] - rank, query.shape[2]
+    v_head_dim = up.shape[1] - (qk_head_dim - rope_size)
+    kv_c, k_pe = entries[block_tables.flatten().clamp(min=0)].split([rank, rope_size], -1)
+    expanded = functional.linear(kv_c, up.flatten(0, 1)).unflatten(-1, (num_heads, -1))
+    plain, values = expanded.split([qk_head_dim - rope_size, v_head_dim], -1)
+    keys = torch.cat((plain, k_pe.unsqueeze(2).expand(-1, -1, num_heads, -1)), -1)
+    values = functional.pad(values, (0, qk_head_dim - v_head_dim))
+    blocks = torch.arange(block_tables.numel(), device=entries.device).view(block_tables.shape)
+    prompts = blocks, seq_lens, cu_seqlens_q, entries.shape[1], "auto", one, one
+    out = torch.empty_like(query)
+    paged_attention_varlen(out, query, keys, values, num_heads, scale, *prompts)
+    return out[..., :v_head_dim].flatten(1)
+
+
+@dataclass
+class MLAModules:
+    """The modules of a `MultiHeadLatentAttentionWrapper`, by vLLM's names. A projection may return (output, bias)."""
+
+    kv_a_layernorm: nn.Module
+    kv_b_proj: nn.Module
+    rotary_emb: nn.Module | None
+    o_proj: nn.Module
+    fused_qkv_a_proj: nn.Module | None = None
+    kv_a_proj_with_mqa: nn.Module | None = None
+    q_a_layernorm: nn.Module | None = None
+    q_b_proj: nn.Module | None = None
+    q_proj: nn.Module | None = None
+    indexer: nn.Module | None = None
+    is_sparse: bool = False
+    topk_indices_buffer: Tensor | None = None
+
+
+@CustomOp.register("multi_head_latent_attention")
+class MultiHeadLatentAttentionWrapper(CustomOp):
+    """Multi-head latent attention with its projections.
+
+    ``forward(positions, hidden_states, llama_4_scaling=None, kv_cache, block_table, seq_lens, query_start_loc,
+    slot_mapping, num_decodes=0)`` takes tokens [num_tokens, hidden_size] at positions [num_tokens], and returns
+    [num_tokens, hidden_size]. The entries of the tokens, their latent vectors and turned keys, are written to kv_cache
+    [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim] at slot_mapping by `pyops.concat_and_cache_mla`. Each
+    sequence attends to the first seq_lens of the tokens in its blocks, and its newest tokens are those from
+    query_start_loc [num_seqs + 1] on. The first num_decodes sequences have one token each and are computed in the
+    absorbed form, by `pyops.sm100_cutlass_mla_decode` where kv_lora_rank is 512 and qk_rope_head_dim 64, else by
+    `pyops.paged_attention_v1`; the others by keys and values of each head and `pyops.paged_attention_varlen`. Unlike
+    vLLM's layer this one is given the cache, since there is no context that holds it. llama_4_scaling multiplies the
+    queries.
+
+    Args:
+        hidden_size: elements of a hidden state.
+        num_heads: heads on this rank.
+        scale: multiplies the logits.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: elements of a head of queries and keys, those that do not turn
+            and those that do, and of values, at most as many as both.
+        q_lora_rank: elements of the vector that queries are made of; None where they are made of hidden states.
+        kv_lora_rank: elements of a latent vector.
+        mla_modules: with `q_lora_rank` fused_qkv_a_proj, q_a_layernorm and q_b_proj, without it q_proj and
+            kv_a_proj_with_mqa. kv_b_proj has a plain weight. An indexer is not supported.
+        cache_config, quant_config: accepted because vLLM has them.
+        prefix: the name of the layer in its model.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        scale: float,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        mla_modules: MLAModules,
+        cache_config: Any = None,
+        quant_config: Any = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.num_heads, self.scale, self.prefix = hidden_size, num_heads, scale, prefix
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.qk_head_dim, self.v_head_dim = qk_nope_head_dim + qk_rope_head_dim, v_head_dim
+        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
+        name = type(self).__name__
+        if v_head_dim > self.qk_head_dim:
+            raise ValueError(f"{name}: v_head_dim: expected at most {self.qk_head_dim}, got {v_head_dim}")
+        if mla_modules.is_sparse or mla_modules.indexer is not None:
+            raise ValueError(f"{name}: mla_modules: an indexer is not supported")
+        with_rank, without = ("fused_qkv_a_proj", "q_a_layernorm", "q_b_proj"), ("q_proj", "kv_a_proj_with_mqa")
+        for module in without if q_lora_rank is None else with_rank:
+            if getattr(mla_modules, module) is None:
+                raise ValueError(f"{name}: mla_modules: expected {module} with q_lora_rank={q_lora_rank}, got None")
+        for module in (*with_rank, *without, "kv_a_layernorm", "kv_b_proj", "rotary_emb", "o_proj"):
+            setattr(self, module, getattr(mla_modules, module))
+        self.register_buffer("_one", torch.ones(1), persistent=False)
+
+    def forward_native(self, positions: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self._attend(self._natively, positions, hidden_states, *args, **kwargs)
+
+    def forward_cuda(self, positions: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self._attend(self._by_ops, positions, hidden_states, *args, **kwargs)
+
+    def _attend(
+        self,
+        attention: Callable[..., Tensor],
+        positions: Tensor,
+        hidden_states: Tensor,
+        llama_4_scaling: Tensor | None = None,
+        *,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        slot_mapping: Tensor,
+        num_decodes: int = 0,
+    ) -> Tensor:
+        if self.q_lora_rank is None:
+            query, latent = _output(self.q_proj(hidden_states)), _output(self.kv_a_proj_with_mqa(hidden_states))
+        else:
+            sizes = [self.q_lora_rank, self.kv_lora_rank + self.qk_rope_head_dim]
+            compressed, latent = _output(self.fused_qkv_a_proj(hidden_states)).split(sizes, -1)
+            query = _output(self.q_b_proj(self.q_a_layernorm(compressed)))
+        query = query.unflatten(-1, (self.num_heads, self.qk_head_dim))
+        kv_c, k_pe = latent.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        kv_c = self.kv_a_layernorm(kv_c)
+        if self.rotary_emb is not None:
+            plain, turned = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+            turned, k_pe = self.rotary_emb(positions, turned, k_pe.unsqueeze(1))
+            query, k_pe = torch.cat((plain, turned), -1), k_pe.squeeze(1)
+        if llama_4_scaling is not None:
+            query = query * llama_4_scaling
+        out = attention(query, kv_c, k_pe, kv_cache, block_table, seq_lens, query_start_loc, slot_mapping, num_decodes)
+        return _output(self.o_proj(out))
+
+    def _by_ops(
+        self,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        slot_mapping: Tensor,
+        num_decodes: int,
+    ) -> Tensor:
+        concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, "auto", self._one)
+        up = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        steps, rest = slice(None, num_decodes), slice(num_decodes, None)
+        parts, common = [], (self.scale, self._one)
+        if num_decodes:
+            parts.append(absorbed_attention(query[steps], up, kv_cache, block_table[steps], seq_lens[steps], *common))
+        if num_decodes < len(seq_lens):
+            texts = block_table[rest], seq_lens[rest], query_start_loc[rest] - num_decodes
+            parts.append(expanded_attention(query[rest], up, kv_cache, *texts, *common))
+        return torch.cat(parts)
+
+    def _natively(
+        self,
+        query: Tensor,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        slot_mapping: Tensor,
+        num_decodes: int,
+    ) -> Tensor:
+        there = (slot_mapping >= 0) & (slot_mapping < kv_cache.shape[0] * kv_cache.shape[1])
+        slots = slot_mapping[there].long()
+        kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = torch.cat((kv_c, k_pe), -1)[there]
+        starts, outputs = query_start_loc.tolist(), []
+        for i, length in enumerate(seq_lens.tolist()):
+            rows = query[starts[i] : starts[i + 1]]
+            entries = kv_cache[block_table[i].clamp(min=0).long()].flatten(0, 1)[:length]
+            latent, turned = entries.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+            expanded = functional.linear(latent, self.kv_b_proj.weight).unflatten(-1, (self.num_heads, -1))
+            plain, values = expanded.split([self.qk_nope_head_dim, self.v_head_dim], -1)
+            keys = torch.cat((plain, turned[:, None].expand(-1, self.num_heads, -1)), -1)
+            tokens = torch.arange(length, device=query.device)
+            seen = tokens <= tokens[length - len(rows) :, None]
+            q, k, v = (x.transpose(0, 1) for x in (rows, keys, values))
+            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale)
+            outputs.append(out.transpose(0, 1).flatten(1))
+        return torch.cat(outputs)
+
+
+def _output(result: Any) -> Tensor:
+    """The output of a projection that may return a bias with it."""
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output

@@ -1,0 +1,194 @@
+"""The sum of a tensor over the ranks of a node, by kernels that read the memory of peers. vLLM's names."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import count
+from typing import TYPE_CHECKING
+
+from ..._core import dtypes, ranks
+from ..._core.errors import OpError
+from ..._core.kernel import Kernel
+from ..._core.lazy import cupy, torch
+from .communicator import MAX_BLOCKS, MAX_RANKS, VEC_BYTES, Communicator, geometry, two_shot
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "all_reduce",
+    "all_reduce_add_rms_norm",
+    "dispose",
+    "get_graph_buffer_ipc_meta",
+    "init_custom_ar",
+    "register_buffer",
+    "register_graph_buffers",
+]
+
+_all_reduce = Kernel("collective/all_reduce.cu")
+_add_rms_norm = Kernel("collective/all_reduce_add_rms_norm.cu")
+_communicators: dict[int, Communicator] = {}
+_handles = count(1)
+_ROW_THREADS = 1024  # most threads that share a row of the fused norm
+
+
+def init_custom_ar(ipc_tensors: Sequence[int], rank_data: Tensor, rank: int, fully_connected: bool) -> int:
+    """A communicator; the other functions take its handle.
+
+    Args:
+        ipc_tensors: of each rank, the address here of `meta_size()` bytes of signals, zeroed, and scratch memory behind
+            them, of as many bytes as the largest message.
+        rank_data: uint8 on the device, for the addresses of registered buffers: 64 bytes for each.
+        rank: the number of this rank.
+        fully_connected: whether every pair of GPUs has a direct link; otherwise more than two ranks use two shots.
+    """
+    world_size = len(ipc_tensors)
+    if not 1 <= world_size <= MAX_RANKS or (world_size % 2 and world_size > 1 and ranks.here() is None):
+        raise OpError("init_custom_ar", "ipc_tensors", f"expected 2, 4, 6 or 8 ranks, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise OpError("init_custom_ar", "rank", f"expected 0 to {world_size - 1}, got {rank}")
+    if rank_data.dtype != torch.uint8 or not rank_data.is_contiguous():
+        raise OpError("init_custom_ar", "rank_data", f"expected contiguous uint8, got {rank_data.dtype}")
+    keep(ipc_tensors[rank])
+    handle = next(_handles)
+    _communicators[handle] = Communicator(tuple(ipc_tensors), rank_data, rank, fully_connected)
+    return handle
+
+
+def keep(signals: int) -> None:
+    """On the host: a kernel may end while others still fetch from the scratch memory behind its `signals`."""
+    if (here := ranks.here()) is not None:
+        here.world.keep(signals)
+
+
+def communicator(op: str, fa: int) -> Communicator:
+    if fa not in _communicators:
+        raise OpError(op, "fa", f"expected a handle of init_custom_ar, got {fa}")
+    return _communicators[fa]
+
+
+def dispose(fa: int) -> None:
+    """Forget a communicator, and unmap what it has mapped itself: peers' buffers of graphs."""
+    communicator("dispose", fa).close()
+    del _communicators[fa]
+
+
+def register_buffer(fa: int, ipc_tensors: Sequence[int]) -> None:
+    """Tell the addresses of one buffer, of each rank's in the order of ranks, so that `all_reduce` may read it."""
+    communicator("register_buffer", fa).register(ipc_tensors)
+
+
+def get_graph_buffer_ipc_meta(fa: int) -> tuple[list[int], list[int]]:
+    """Of the buffers whose calls were captured: the bytes of their allocations' handles, and offsets therein."""
+    return communicator("get_graph_buffer_ipc_meta", fa).captured_handles()
+
+
+def register_graph_buffers(fa: int, handles: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]) -> None:
+    """Map what all ranks returned from `get_graph_buffer_ipc_meta`; before a graph is replayed for the first time."""
+    communicator("register_graph_buffers", fa).register_captured(handles, offsets)
+
+
+def all_reduce(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz_bytes: int) -> None:
+    """``out = sum of inp over ranks``: in float32, in the order of ranks, rounded once; the same bits on every rank.
+
+    Args:
+        fa: handle of `init_custom_ar`. Every rank calls, with tensors of one dtype and size.
+        inp: float32, float16 or bfloat16; contiguous, or all that is left of its storage; a multiple of 16 bytes.
+        out: as `inp`, written; may be `inp` where that is copied.
+        reg_buffer: address of a registered buffer, into which `inp` is copied; 0: `inp` itself is registered, or its
+            stream is being captured.
+        reg_buffer_sz_bytes: its size.
+    """
+    found = communicator("all_reduce", fa)
+    nbytes = _check("all_reduce", inp, out, may_overlap=reg_buffer != 0)
+    two = two_shot(found.world_size, nbytes, found.fully_connected)
+    peers = staged(found, "all_reduce", inp, nbytes, reg_buffer, reg_buffer_sz_bytes)
+    num_vecs = nbytes // VEC_BYTES
+    if not num_vecs:
+        return
+    part = num_vecs - (found.world_size - 1) * (num_vecs // found.world_size) if two else num_vecs
+    grid, num_threads = geometry(part)
+    constants = {"scalar_t": dtypes.of(inp.dtype), "VEC_SIZE": VEC_BYTES // inp.itemsize, "TWO_SHOT": two}
+    found.launch("all_reduce", _all_reduce, constants, grid, num_threads, {"num_vecs": num_vecs}, peers, out=out)
+
+
+def all_reduce_add_rms_norm(
+    fa: int,
+    inp: Tensor,
+    out: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    reg_buffer: int,
+    reg_buffer_sz_bytes: int,
+) -> None:
+    """`all_reduce` into `out`, then `fused_add_rms_norm` of `out` and `residual`, as one kernel in one shot.
+
+    Args:
+        fa, inp, out, reg_buffer, reg_buffer_sz_bytes: as of `all_reduce`; inp and out are [..., hidden_size].
+        residual: as `out`; the sum of both is written here.
+        weight: [hidden_size].
+        epsilon: added to the mean of squares.
+    """
+    op = "all_reduce_add_rms_norm"
+    found = communicator(op, fa)
+    nbytes, hidden_size = _check(op, inp, out, may_overlap=reg_buffer != 0), inp.shape[-1]
+    _check(op, inp, residual, "residual")
+    _check(op, out, residual, "residual")
+    if weight.shape != (hidden_size,) or weight.dtype != inp.dtype or weight.data_ptr() % VEC_BYTES:
+        raise OpError(op, "weight", f"expected aligned {inp.dtype} [{hidden_size}], got {list(weight.shape)}")
+    vec_size = VEC_BYTES // inp.itemsize
+    if hidden_size % vec_size:
+        raise OpError(op, "inp", f"expected a multiple of {vec_size} columns, got {hidden_size}")
+    num_rows = inp.numel() // hidden_size
+    peers = staged(found, op, inp, nbytes, reg_buffer, reg_buffer_sz_bytes)
+    if not num_rows:
+        return
+    num_threads = min(_ROW_THREADS, -(-hidden_size // vec_size // 64) * 64)
+    constants = {"scalar_t": dtypes.of(inp.dtype), "HIDDEN_SIZE": hidden_size, "VEC_SIZE": vec_size}
+    fixed = {"num_rows": num_rows, "epsilon": float(epsilon)}
+    tensors = {"out": out, "residual": residual, "weight": weight}
+    found.launch(op, _add_rms_norm, constants, min(MAX_BLOCKS, num_rows), num_threads, fixed, peers, **tensors)
+
+
+def staged(found: Communicator, op: str, inp: Tensor, nbytes: int, reg_buffer: int, reg_buffer_sz_bytes: int) -> int:
+    """The row of addresses of what is reduced: `inp`, or the registered buffer that it is copied to."""
+    capturing = inp.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not reg_buffer:
+        return found.peers_of(op, inp.data_ptr(), capturing)
+    if nbytes > reg_buffer_sz_bytes:
+        raise OpError(op, "reg_buffer_sz_bytes", f"expected {nbytes} or more, got {reg_buffer_sz_bytes}")
+    row = found.peers_of(op, reg_buffer, False)
+    if inp.is_cuda:
+        stream = torch.cuda.current_stream(inp.device).cuda_stream
+        cupy.cuda.runtime.memcpyAsync(reg_buffer, inp.data_ptr(), nbytes, 3, stream)
+    else:
+        ctypes.memmove(reg_buffer, inp.data_ptr(), nbytes)
+    return row
+
+
+def _check(op: str, inp: Tensor, out: Tensor, name: str = "out", may_overlap: bool = False) -> int:
+    """The bytes of `inp`, checked with `out`."""
+    if inp.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise OpError(op, "inp", f"expected float32, float16 or bfloat16, got {inp.dtype}")
+    if (out.dtype, out.numel(), out.device) != (inp.dtype, inp.numel(), inp.device):
+        expected = f"{inp.dtype} of {inp.numel()} elements on {inp.device}"
+        raise OpError(op, name, f"expected {expected}, got {out.dtype} of {out.numel()} on {out.device}")
+    nbytes = int(inp.nbytes)
+    for which, tensor in (("inp", inp), (name, out)):
+        if not _is_dense(tensor, nbytes):
+            raise OpError(op, which, f"expected a contiguous tensor, got strides {tensor.stride()}")
+        if nbytes and tensor.data_ptr() % VEC_BYTES:
+            raise OpError(op, which, f"expected an address that {VEC_BYTES} divides, got {tensor.data_ptr():#x}")
+    if nbytes % VEC_BYTES:
+        raise OpError(op, "inp", f"expected a multiple of {VEC_BYTES} bytes, got {nbytes}")
+    if not may_overlap and nbytes and abs(inp.data_ptr() - out.data_ptr()) < nbytes:
+        raise OpError(op, name, "overlaps another tensor of the call")
+    return nbytes
+
+
+def _is_dense(tensor: Tensor, nbytes: int) -> bool:
+    """Contiguous, or all that is left of its storage from its first element on."""
+    left = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    return bool(tensor.is_contiguous() or left == nbytes)

@@ -1,0 +1,104 @@
+"""The custom all-reduce among the processes of a `torch.distributed` group."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+from ..._core.lazy import torch
+from . import custom_all_reduce as custom
+from .communicator import VEC_BYTES, two_shot
+from .shared_memory import (
+    SIGNAL_BYTES,
+    allocate_shared_buffer_and_handle,
+    close_mem_handle,
+    free_shared_buffer,
+    open_mem_handle,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CustomAllReduce"]
+
+_TABLE_BYTES = 64 * 1024
+_MAX_SIZE = 8 << 20  # bytes; beyond, NCCL's ring is as fast (docs/many_gpus.md)
+
+
+class CustomAllReduce:
+    """All-reduce by kernels that read the memory of the other processes. `close` frees it, when all are done.
+
+    Args:
+        group: a `ProcessGroup` that can exchange objects between CPUs, such as one of gloo: 2, 4, 6 or 8 processes of
+            one node.
+        device: the GPU of this process; every pair must reach each other (`reach_each_other`), or be one.
+        max_size: bytes of the largest message.
+    """
+
+    def __init__(self, group: Any, device: Any, max_size: int = _MAX_SIZE) -> None:
+        self.group, self.device, self.max_size = group, torch.device(device), max_size
+        rank = torch.distributed.get_rank(group)
+        with torch.cuda.device(self.device):
+            self._own = [allocate_shared_buffer_and_handle(size) for size in (SIGNAL_BYTES + max_size, max_size)]
+            self._opened: list[int] = []
+            signals, buffers = (self._addresses(own, handle, rank) for own, handle in self._own)
+            table = torch.zeros(_TABLE_BYTES, dtype=torch.uint8, device=self.device)
+            self.world_size, self.buffer = len(signals), buffers[rank]
+            self.fa = custom.init_custom_ar(signals, table, rank, True)
+            custom.register_buffer(self.fa, buffers)
+
+    def _addresses(self, own: int, handle: Tensor, rank: int) -> list[int]:
+        handles: list[Any] = [None] * torch.distributed.get_world_size(self.group)
+        torch.distributed.all_gather_object(handles, handle.tolist(), group=self.group)
+        addresses = []
+        for other, value in enumerate(handles):
+            if other != rank:
+                self._opened.append(open_mem_handle(torch.tensor(value, dtype=torch.uint8)))
+            addresses.append(own if other == rank else self._opened[-1])
+        return addresses
+
+    def serves(self, x: Tensor) -> bool:
+        """Whether `x` is of a size and layout that the kernels take."""
+        return bool(x.nbytes <= self.max_size and x.nbytes % VEC_BYTES == 0 and x.is_contiguous())
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the processes, a new tensor."""
+        out = torch.empty_like(x)
+        custom.all_reduce(self.fa, x, out, self.buffer, self.max_size)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> bool:
+        """`all_reduce_add_rms_norm` into `x`, where one shot is what to use; whether it was."""
+        if (
+            two_shot(self.world_size, x.nbytes, True)
+            or x.shape[-1] * x.itemsize % VEC_BYTES
+            or not residual.is_contiguous()
+        ):
+            return False
+        sizes = self.buffer, self.max_size
+        # The kernel reads the copy of `x` in the registered buffer, so `x` itself may be written.
+        custom.all_reduce_add_rms_norm(self.fa, x, x, residual, weight, epsilon, *sizes)
+        return True
+
+    def close(self) -> None:
+        """Free the memory. Every process calls, when no kernel runs any more."""
+        torch.cuda.synchronize(self.device)
+        torch.distributed.barrier(group=self.group)
+        custom.dispose(self.fa)
+        for address in self._opened:
+            close_mem_handle(address)
+        torch.distributed.barrier(group=self.group)
+        for own, _ in self._own:
+            free_shared_buffer(own)
+
+
+def reach_each_other(group: Any, device: Any) -> bool:
+    """Whether the processes are on one node, and each GPU can access the memory of every other."""
+    index = torch.device(device).index or 0
+    node = torch.distributed.get_world_size(group)
+    found: list[Any] = [None] * node
+    torch.distributed.all_gather_object(found, (socket.gethostname(), index), group=group)
+    ours = all(host == found[0][0] for host, _ in found) and node in (2, 4, 6, 8)
+    ours = ours and all(i == index or torch.cuda.can_device_access_peer(index, i) for _, i in found)
+    torch.distributed.all_gather_object(found, ours, group=group)
+    return all(found)

@@ -1,0 +1,100 @@
+"""Memory of one rank that the others map: on a GPU by IPC handles, on the host among the ranks of a process."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ..._core import ranks
+from ..._core.errors import OpError
+from ..._core.lazy import cupy, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["allocate_shared_buffer_and_handle", "free_shared_buffer", "meta_size", "open_mem_handle"]
+
+HANDLE_BYTES = 64
+SIGNAL_BYTES = 1536  # sizeof(Signals), rounded up to lines; scratch memory follows
+_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+
+
+def meta_size() -> int:
+    """Bytes of the signals of a rank, which lie before its scratch memory."""
+    return SIGNAL_BYTES
+
+
+def allocate_shared_buffer_and_handle(size: int) -> tuple[int, Tensor]:
+    """Zeroed memory of the current device that other ranks can map, and its handle.
+
+    Args:
+        size: bytes, 1 or more.
+
+    Returns:
+        The address, and a uint8 tensor [64] on the CPU for `open_mem_handle` in another process. `free_shared_buffer`
+        frees the memory; nothing else does. Within `pyops.testing.ranks`, memory of the host.
+    """
+    if size < 1:
+        raise OpError("allocate_shared_buffer_and_handle", "size", f"expected 1 or more bytes, got {size}")
+    if (here := ranks.here()) is not None:
+        address = here.world.allocate(here.rank, size, lasting=False).address
+        handle = address.to_bytes(8, "little").ljust(HANDLE_BYTES, b"\0")
+    else:
+        runtime = cupy.cuda.runtime
+        mode = runtime.streamCaptureModeRelaxed if hasattr(runtime, "threadExchangeStreamCaptureMode") else None
+        before = None if mode is None else runtime.threadExchangeStreamCaptureMode(mode)
+        try:
+            address = runtime.malloc(size)
+            runtime.memset(address, 0, size)
+            handle = runtime.ipcGetMemHandle(address)
+        finally:
+            if before is not None:
+                runtime.threadExchangeStreamCaptureMode(before)
+        runtime.deviceSynchronize()
+    return address, torch.frombuffer(bytearray(handle), dtype=torch.uint8)
+
+
+def open_mem_handle(mem_handle: Tensor) -> int:
+    """The address in this process of the memory whose handle another process has made.
+
+    Args:
+        mem_handle: uint8 [64] on the CPU.
+    """
+    if mem_handle.device.type != "cpu" or mem_handle.dtype != torch.uint8 or mem_handle.numel() != HANDLE_BYTES:
+        got = f"{mem_handle.dtype} {list(mem_handle.shape)} on {mem_handle.device}"
+        raise OpError("open_mem_handle", "mem_handle", f"expected uint8 [{HANDLE_BYTES}] on the CPU, got {got}")
+    handle = bytes(mem_handle.reshape(-1).tolist())
+    if ranks.here() is not None:
+        return int.from_bytes(handle[:8], "little")
+    return int(cupy.cuda.runtime.ipcOpenMemHandle(handle, _PEER_ACCESS))
+
+
+def close_mem_handle(address: int) -> None:
+    """Unmap what `open_mem_handle` has mapped."""
+    if ranks.here() is None:
+        cupy.cuda.runtime.ipcCloseMemHandle(address)
+
+
+def free_shared_buffer(ptr: int) -> None:
+    """Free memory of `allocate_shared_buffer_and_handle`. No rank may use it any more."""
+    if (here := ranks.here()) is not None:
+        here.world.free(ptr)
+    else:
+        cupy.cuda.runtime.free(ptr)
+
+
+def allocation(address: int) -> tuple[bytes, int]:
+    """The handle of the allocation that an address lies in, and the bytes from its start to the address."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    status = _address_range()(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    if status:
+        raise OpError("get_graph_buffer_ipc_meta", "fa", f"{address:#x} is no device memory (status {status})")
+    return cupy.cuda.runtime.ipcGetMemHandle(base.value), address - base.value
+
+
+@cache
+def _address_range() -> Any:
+    if cupy.cuda.runtime.is_hip:
+        return ctypes.CDLL("libamdhip64.so").hipMemGetAddressRange
+    return ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2

@@ -1,0 +1,92 @@
+"""Tensor parallelism: processes of gloo generate the tokens of one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyops import ModelError, RankError
+from pyops.models import Config, Decoder, Engine, Group, Mixture, ParallelDecoder, SamplingParams
+from pyops.models.tensor_parallel import divided
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+EXPERTS = Mixture(4, 2, 32, True, (True, True), "w1", "w3", "w2")
+CONFIGS = {
+    "llama": Config(intermediate_size=96, **SIZES, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "qwen3": Config(intermediate_size=96, **SIZES, qk_norm=True, tie_word_embeddings=True),
+    "mixtral": Config(intermediate_size=32, **SIZES, mixture=EXPERTS),
+}
+PROMPTS = [[1, 2, 3, 4, 5], [7, 11, 13]]
+
+
+def texts(model: Decoder) -> list[list[int]]:
+    return Engine(model, max_num_seqs=2, num_blocks=16).generate(PROMPTS, SamplingParams(max_tokens=12))
+
+
+def _process(rank: int, world_size: int, store: str, dies: bool, results: Any) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world_size)
+    group = Group()
+    if dies:
+        group.all_reduce(torch.ones(4))
+        if rank == 1:
+            os._exit(1)
+        started = time.monotonic()
+        try:
+            group.all_reduce(torch.ones(4))
+        except RankError as error:
+            results.put((rank, error.ranks, time.monotonic() - started < 60))
+        return
+    with torch.no_grad():
+        found = {name: texts(ParallelDecoder(config, group).randomise(0, 4.0)) for name, config in CONFIGS.items()}
+    results.put((rank, found))
+    torch.distributed.barrier()
+
+
+def run(world_size: int, store: Path, dies: bool = False) -> list[Any]:
+    """What each process of a world has to say, in the order of ranks."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    arguments = [(rank, world_size, str(store), dies, results) for rank in range(world_size)]
+    processes = [context.Process(target=_process, args=one, daemon=True) for one in arguments]
+    for process in processes:
+        process.start()
+    try:
+        return sorted(results.get(timeout=100) for _ in range(world_size - dies))
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_generate_the_tokens_of_one(world_size: int, tmp_path: Path) -> None:
+    with torch.no_grad():
+        expected = {name: texts(Decoder(config).randomise(0, 4.0)) for name, config in CONFIGS.items()}
+    assert all(len(set(text)) > 3 for name in expected for text in expected[name])
+    assert run(world_size, tmp_path / "store") == [(rank, expected) for rank in range(world_size)]
+
+
+def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
+    assert run(3, tmp_path / "store", dies=True) == [(0, (1,), True), (2, (1,), True)]
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(ModelError, match="num_key_value_heads"):
+        divided(CONFIGS["llama"], 8)
+    with pytest.raises(ModelError, match="num_attention_heads"):
+        divided(CONFIGS["qwen3"], 3)
