@@ -60,6 +60,16 @@ struct Fp4Scale {
     }
 };
 
+// MXFP4: the exponent, biased by 127, of a block whose largest magnitude is `a`, and the factor r.
+struct Mxfp4Scale {
+    uint32_t exponent;
+    float factor;
+
+    explicit DEVICE Mxfp4Scale(float a) : exponent(__float_as_uint(ieee_multiply(a, 1.0f / 6.0f)) >> 23) {
+        factor = exponent == 0 || exponent == 255 ? 0.0f : __uint_as_float((254 - exponent) << 23);
+    }
+};
+
 // Two values of 16 bits in a word, the first in its lower half.
 template <typename T>
 DEVICE Vec<T, 2> pair_of(uint32_t word) {

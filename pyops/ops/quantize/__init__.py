@@ -17,6 +17,7 @@ from .ggml import ggml_dequantize
 from .gptq import gptq_shuffle
 from .groups import per_token_group_fp8_quant, per_token_group_fp8_quant_packed, per_token_group_quant_int8
 from .hadamard import hadacore_transform, hadacore_transform_out
+from .mxfp4_experts import mxfp4_experts_quant, silu_and_mul_mxfp4_experts_quant
 from .permute_cols import permute_cols
 from .persistent_masked_m_silu_mul_quant import persistent_masked_m_silu_mul_quant
 from .scaled import (
@@ -39,6 +40,7 @@ __all__ = [
     "gptq_shuffle",
     "hadacore_transform",
     "hadacore_transform_out",
+    "mxfp4_experts_quant",
     "nvfp4_experts_quant",
     "nvfp4_quant",
     "per_token_group_fp8_quant",
@@ -52,6 +54,7 @@ __all__ = [
     "scaled_fp4_quant",
     "scaled_fp8_quant",
     "scaled_int8_quant",
+    "silu_and_mul_mxfp4_experts_quant",
     "silu_and_mul_nvfp4_experts_quant",
     "silu_and_mul_nvfp4_quant",
     "silu_and_mul_scaled_fp4_experts_quant",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,11 +24,16 @@ __all__ = ["scaled_fp4_experts_quant", "silu_and_mul_scaled_fp4_experts_quant"]
 _scaled_fp4_experts_quant = Kernel("quantize/scaled_fp4_experts_quant.cu")
 
 
-def _write_experts(
-    output: Tensor, output_scale: Tensor, x: Tensor, scale: Tensor, offsets: Tensor, tile_offsets: Tensor
+def write_experts(
+    output: Tensor,
+    output_scale: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    tile_offsets: Tensor,
+    quantized: Callable[[Tensor, int], tuple[Tensor, Tensor]],
 ) -> None:
-    """The reference of both ops, for rows `x` that are already gated."""
-    columns = rounded_up(x.shape[1] // BLOCK, TILE_COLUMNS)
+    """References: codes and tiles of scales by `quantized(rows, expert)`, for rows `x` that are already gated."""
+    columns = output_scale.shape[1] * output_scale.element_size()
     flat = output_scale.view(torch.uint8).reshape(-1).clone()
     for expert, (first, end) in enumerate(pairwise(offsets.tolist())):
         if not 0 <= first <= end <= x.shape[0]:
@@ -36,19 +41,29 @@ def _write_experts(
         start, rows = int(tile_offsets[expert]) * columns, slice(first, end)
         size = rounded_up(end - first, TILE_ROWS) * columns
         if size and 0 <= start <= flat.numel() - size:
-            output[rows], scales = nvfp4(x[rows], scale.reshape(-1)[expert].reshape(1, 1))
+            output[rows], scales = quantized(x[rows], expert)
             flat[start : start + size] = tiled(scales).flatten()
     output_scale.copy_(flat.view(output_scale.dtype).view(output_scale.shape))
 
 
-def _check_matrix(input: TensorArg) -> None:
+def _nvfp4_by(scale: Tensor) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+    """`nvfp4` of an expert's rows by its own g."""
+    return lambda rows, expert: nvfp4(rows, scale.reshape(-1)[expert].reshape(1, 1))
+
+
+def max_tiles(num_rows: int, num_experts: int) -> int:
+    """The most tiles of `num_rows`: every expert with rows may have a last tile that is not full."""
+    return (num_rows + (TILE_ROWS - 1) * min(num_experts, num_rows)) // TILE_ROWS if num_experts else 0
+
+
+def check_matrix(input: TensorArg) -> None:
     if len(input.shape) != 2:
         raise input.error(f"expected 2 dimensions, got shape {input.shape}")
 
 
 def _result_experts(input: TensorArg, scale: TensorArg, halves: int) -> tuple[Result, Result]:
     """The codes, and scales with tiles enough for any distribution of the rows."""
-    _check_matrix(input)
+    check_matrix(input)
     num_rows, hidden_size = input.shape[0], input.shape[1] // halves
     scale_rows = rounded_up(num_rows, TILE_ROWS) + TILE_ROWS * scale.numel
     scales = scale_rows, rounded_up(hidden_size // BLOCK, TILE_COLUMNS)
@@ -65,7 +80,7 @@ def _plan_experts(
     halves: int,
 ) -> Launch:
     """The checks and the launch of both ops; `halves` is 2 for a gated activation."""
-    _check_matrix(input)
+    check_matrix(input)
     blocks = check_codes(output, input, halves)
     num_experts = check.row_size(scale)
     check.shape(scale, float32, num_experts=num_experts)
@@ -74,13 +89,11 @@ def _plan_experts(
     columns, num_rows = rounded_up(blocks, TILE_COLUMNS), input.shape[0]
     check_scales(output_scale, columns, None)
     fixed = {"scale_rows": output_scale.shape[0], "num_experts": num_experts}
-    # An upper bound: every expert with rows may have a last tile that is not full.
-    max_tiles = (num_rows + (TILE_ROWS - 1) * min(num_experts, num_rows)) // TILE_ROWS if num_experts else 0
-    problem = Problem(num_rows, max_tiles * TILE_ROWS, columns, experts=True, gated=halves == 2)
+    problem = Problem(num_rows, max_tiles(num_rows, num_experts) * TILE_ROWS, columns, experts=True, gated=halves == 2)
     return launch(_scaled_fp4_experts_quant, output, output_scale, input, problem, fixed, GATED=problem.gated)
 
 
-def _outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tensor) -> dict[str, Tensor]:
+def outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tensor) -> dict[str, Tensor]:
     """Offsets beyond the rows, and offsets of tiles beyond the scales. Experts without rows need no tiles."""
     first, end = offsets[:-1].long(), offsets[1:].long()
     tile, padded = tile_offsets[:-1].long(), (end - first + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
@@ -92,7 +105,7 @@ def _outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tens
     }
 
 
-def _experts_example(make: Any, num_tokens: int, hidden_size: int, dtype: str, halves: int) -> tuple[Any, ...]:
+def experts_example(make: Any, num_tokens: int, hidden_size: int, dtype: str, halves: int) -> tuple[Any, ...]:
     """Five experts: the second has no rows, the last has the rows that the others leave."""
     share = num_tokens // 3
     counts = [share, 0, num_tokens // 7, share, num_tokens - 2 * share - num_tokens // 7]
@@ -138,7 +151,7 @@ def scaled_fp4_experts_quant(
         output_scale_offset_by_experts: [num_experts + 1] int32, contiguous: t, in rows, multiples of 128.
     """
     offsets = input_offset_by_experts, output_scale_offset_by_experts
-    _write_experts(output, output_scale, input, input_global_scale, *offsets)
+    write_experts(output, output_scale, input, *offsets, _nvfp4_by(input_global_scale))
 
 
 @scaled_fp4_experts_quant.result
@@ -163,7 +176,7 @@ def plan_scaled_fp4_experts_quant(
 def bad_indices_scaled_fp4_experts_quant(
     input: Tensor, output_scale: Tensor, input_offset_by_experts: Tensor, output_scale_offset_by_experts: Tensor
 ) -> dict[str, Tensor]:
-    return _outside(input.shape[0], output_scale.shape[0], input_offset_by_experts, output_scale_offset_by_experts)
+    return outside(input.shape[0], output_scale.shape[0], input_offset_by_experts, output_scale_offset_by_experts)
 
 
 @scaled_fp4_experts_quant.example
@@ -174,7 +187,7 @@ def example_scaled_fp4_experts_quant(
     hidden_size: Literal[4096, 7152, 80] = 4096,
     dtype: Literal["float16", "bfloat16"] = "bfloat16",
 ) -> tuple[Any, ...]:
-    return _experts_example(make, num_tokens, hidden_size, dtype, halves=1)
+    return experts_example(make, num_tokens, hidden_size, dtype, halves=1)
 
 
 @op(out=("output", "output_scale"), ulps=0)
@@ -196,7 +209,7 @@ def silu_and_mul_scaled_fp4_experts_quant(
         input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
     """
     offsets = input_offset_by_experts, output_scale_offset_by_experts
-    _write_experts(output, output_scale, gated(input), input_global_scale, *offsets)
+    write_experts(output, output_scale, gated(input), *offsets, _nvfp4_by(input_global_scale))
 
 
 @silu_and_mul_scaled_fp4_experts_quant.result
@@ -223,7 +236,7 @@ def plan_silu_and_mul_scaled_fp4_experts_quant(
 def bad_indices_silu_and_mul_scaled_fp4_experts_quant(
     input: Tensor, output_scale: Tensor, input_offset_by_experts: Tensor, output_scale_offset_by_experts: Tensor
 ) -> dict[str, Tensor]:
-    return _outside(input.shape[0], output_scale.shape[0], input_offset_by_experts, output_scale_offset_by_experts)
+    return outside(input.shape[0], output_scale.shape[0], input_offset_by_experts, output_scale_offset_by_experts)
 
 
 @silu_and_mul_scaled_fp4_experts_quant.example
@@ -234,4 +247,4 @@ def example_silu_and_mul_scaled_fp4_experts_quant(
     hidden_size: Literal[4096, 7152, 80] = 4096,
     dtype: Literal["float16", "bfloat16"] = "bfloat16",
 ) -> tuple[Any, ...]:
-    return _experts_example(make, num_tokens, hidden_size, dtype, halves=2)
+    return experts_example(make, num_tokens, hidden_size, dtype, halves=2)

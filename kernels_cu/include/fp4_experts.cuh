@@ -1,0 +1,72 @@
+// fp4_experts.cuh: which expert a tile of scales belongs to, where rows are sorted by expert.
+
+#pragma once
+#include "fp4.cuh"
+#include "reduce.cuh"
+
+// The expert that owns tile `wanted`, the tiles of all experts counted one after another. `scales` is null where experts
+// have no scales of their own; g is 1 then.
+struct Expert {
+    bool exists = false;
+    int32_t begin, end;  // rows of the expert
+    int32_t tiles_at;    // row of output_scale at which the expert's tiles begin
+    float g;
+    uint32_t tile;  // number of the wanted tile among the expert's
+
+    // Each lane counts the tiles of its consecutive experts. Every lane of the warp takes part.
+    DEVICE Expert(const int32_t* offsets, const int32_t* tile_offsets, const float* scales, int num_experts,
+                  int64_t num_rows, uint32_t wanted) {
+        const int lane = threadIdx.x % WARP_SIZE, lane_experts = ceil_div(num_experts, WARP_SIZE);
+        const int first = min(lane * lane_experts, num_experts - 1),
+                  end_expert = min((lane + 1) * lane_experts, num_experts);
+        const auto count = [](uint32_t begin, uint32_t end) {
+            return (end - begin + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS;
+        };
+        // Tile offset and scale of the lane's first expert are loaded early, in case this expert is the wanted one.
+        const int32_t own_begin = offsets[first], own_end = offsets[first + 1];
+        tiles_at = tile_offsets[first];
+        g = scales ? scales[first] : 1.0f;
+        begin = own_begin;
+        end = own_end;
+        uint32_t tiles = 0;
+        bool is_valid = true;
+        for (int e = lane * lane_experts; e < end_expert; ++e) {
+            if (e > first) {
+                begin = end;
+                end = offsets[e + 1];
+            }
+            is_valid = is_valid && begin >= 0 && begin <= end && end <= num_rows;
+            tiles += is_valid ? count(begin, end) : 0;
+        }
+        const lane_mask_t stop = ballot(!is_valid);
+        if (stop && lane > lowest_bit(stop)) tiles = 0;
+        uint32_t tiles_until = tiles;  // tiles of this lane and of the lanes before
+#pragma unroll
+        for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
+            const uint32_t before = shfl<WARP_SIZE>(tiles_until, max(lane - distance, 0));
+            tiles_until += lane >= distance ? before : 0;
+        }
+        const lane_mask_t found = ballot(wanted < tiles_until);
+        if (!found) return;
+        const int owner = lowest_bit(found);
+        begin = own_begin;
+        end = own_end;
+        tile = wanted - (tiles_until - tiles);
+        if (lane == owner) {
+#pragma unroll 1
+            for (int e = first; tile >= count(begin, end);) {
+                tile -= count(begin, end);
+                begin = end;
+                end = offsets[++e + 1];
+                tiles_at = tile_offsets[e];
+                g = scales ? scales[e] : 1.0f;
+            }
+        }
+        exists = true;
+        begin = shfl<WARP_SIZE>(begin, owner);
+        end = shfl<WARP_SIZE>(end, owner);
+        tiles_at = shfl<WARP_SIZE>(tiles_at, owner);
+        g = shfl<WARP_SIZE>(g, owner);
+        tile = shfl<WARP_SIZE>(tile, owner);
+    }
+};

@@ -1,0 +1,75 @@
+// mxfp4_experts_quant: quantisation to MXFP4, e2m1 codes of blocks of 32 neighbouring values under a power of two, of
+// rows that belong to experts, each expert with its own scale tiles.
+//
+//     o = input_offset_by_experts, t = output_scale_offset_by_experts
+//     expert e has the rows o[e] to o[e + 1] - 1, and scale tiles from row t[e] on
+//     scale = the exponent's bits of max |x| * (1/6), NaN ignored
+//     code = e2m1(x * r),   r = 2^(127 - scale), or 0 if scale is 0 or 255
+//     GATED: x is T(silu(gate) * up), rounded once; gate, up = input[r, i], input[r, hidden_size + i]; T its dtype
+//
+// From the first invalid offset on (below 0, below the one before, or beyond the rows), experts are skipped; so is an
+// expert whose tiles do not all fit in output_scale.
+//
+// A block has one scale tile, 128 rows and 4 columns; blockIdx.x counts the tiles of all experts, one after another,
+// blockIdx.y those beside each other. A thread has one column, in four rows 32 apart; four neighbouring threads have the
+// columns of a row.
+//
+// Constants:
+//     GATED         input has two halves, gate and up
+//     ACCESS        elements of input in one memory access, at most 8
+//     CODE_ACCESS   bytes of output in one memory access, at most 8
+
+#include "fp4.cuh"
+#include "fp4_experts.cuh"
+
+constexpr int MX_PARTS = 2;  // blocks of sixteen values under one scale
+constexpr int ROWS_APART = NUM_THREADS / FP4_TILE_COLUMNS;
+static_assert(ROWS_APART == 32, "scales of rows 32 apart are neighbours");
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+mxfp4_experts_quant(uint8_t* output,                                // [num_rows, blocks * 16]
+                    uint8_t* output_scale,                          // [scale_rows, columns], in tiles
+                    const scalar_t* input,                          // [num_rows, (1 or 2) * blocks * 32]
+                    const int32_t* input_offset_by_experts,         // [num_experts + 1]
+                    const int32_t* output_scale_offset_by_experts,  // [num_experts + 1]
+                    int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks,
+                    int columns, int num_experts) {
+    await_previous_kernel();
+    const Expert expert(input_offset_by_experts, output_scale_offset_by_experts, nullptr, num_experts, num_rows,
+                        blockIdx.x);
+    if (!expert.exists) return;
+    const int64_t rows = expert.end - expert.begin, first_tile_row = expert.tiles_at;
+    const int64_t padded = (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS;
+    if (first_tile_row < 0 || first_tile_row + padded > scale_rows) return;
+
+    const int64_t tile_row = int64_t(expert.tile) * FP4_TILE_ROWS;
+    const int lane_row = threadIdx.x / FP4_TILE_COLUMNS, lane_column = threadIdx.x % FP4_TILE_COLUMNS;
+    const int column = blockIdx.y * FP4_TILE_COLUMNS + lane_column;
+    output_scale += (first_tile_row + tile_row) * columns + int64_t(blockIdx.y) * (FP4_TILE_ROWS * FP4_TILE_COLUMNS) +
+                    lane_row * (FP4_TILE_ROWS / ROWS_APART * FP4_TILE_COLUMNS) + lane_column;
+#pragma unroll 1
+    for (int i = 0; i < FP4_TILE_ROWS / ROWS_APART; ++i) {
+        const int64_t row = tile_row + i * ROWS_APART + lane_row;
+        uint32_t scale = 0;
+        if (row < rows && column < blocks) {
+            const int64_t at = expert.begin + row;
+            Fp4Block<scalar_t> parts[MX_PARTS];
+            float largest = 0.0f;
+#pragma unroll
+            for (int part = 0; part < MX_PARTS; ++part) {
+                Fp4Input<scalar_t, GATED, ACCESS> x;
+                x.load(input + at * input_stride + (int64_t(column) * MX_PARTS + part) * FP4_BLOCK, blocks * MX_PARTS);
+                parts[part] = x.block();
+                largest = ieee_max(largest, parts[part].absmax());
+            }
+            const Mxfp4Scale of(largest);
+            scale = of.exponent;
+#pragma unroll
+            for (int part = 0; part < MX_PARTS; ++part) {
+                parts[part].template codes<false>(of.factor).template store<CODE_ACCESS>(
+                    output + at * output_stride + (int64_t(column) * MX_PARTS + part) * (FP4_BLOCK / 2));
+            }
+        }
+        output_scale[i * FP4_TILE_COLUMNS] = uint8_t(scale);
+    }
+}

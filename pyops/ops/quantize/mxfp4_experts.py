@@ -1,0 +1,192 @@
+"""MXFP4 codes and scales of rows that belong to experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import int32
+from ..._core.kernel import Kernel, Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .._shared import fp8
+from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, rounded_up
+from ._fp4 import check_codes, check_scales, e2m1, gated
+from .fp4_experts import check_matrix, experts_example, max_tiles, outside, write_experts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["mxfp4_experts_quant", "silu_and_mul_mxfp4_experts_quant"]
+
+_MX_BLOCK = 32  # elements under one scale, a power of two
+_MX_THREADS = 128  # of a block: four rows of a tile's four columns each
+
+_mxfp4_experts_quant = Kernel("quantize/mxfp4_experts_quant.cu")
+
+
+def _mxfp4(x: Tensor, expert: int) -> tuple[Tensor, Tensor]:
+    """(codes, two to a byte; exponents, uint8) of rows [num_rows, hidden_size], whoever's they are."""
+    blocks = x.float().unflatten(-1, (-1, _MX_BLOCK))
+    a = fp8.absmax(blocks)
+    exponents = (a * torch.full_like(a, 1 / 6)).view(torch.int32) >> 23
+    powers = torch.ldexp(torch.ones_like(a), 127 - exponents)
+    codes = e2m1(blocks * torch.where((exponents == 0) | (exponents == 255), 0.0, powers)).flatten(-2)
+    return codes[:, 1::2] << 4 | codes[:, ::2], exponents.squeeze(-1).byte()
+
+
+def _plan_mxfp4(
+    output: TensorArg,
+    output_scale: TensorArg,
+    input: TensorArg,
+    offsets: TensorArg,
+    tile_offsets: TensorArg,
+    n_experts: int,
+    halves: int,
+) -> Launch:
+    check_matrix(input)
+    if input.shape[1] % (halves * _MX_BLOCK):
+        raise input.error(f"expected a last dimension of multiples of {halves * _MX_BLOCK}, got shape {input.shape}")
+    check_codes(output, input, halves)
+    for arg in (offsets, tile_offsets):
+        check.shape(arg, int32, num_offsets=max(n_experts, 0) + 1)
+    num_rows, blocks = input.shape[0], 2 * output.shape[1] // _MX_BLOCK
+    columns = rounded_up(blocks, TILE_COLUMNS)
+    check_scales(output_scale, columns, None)
+    return _mxfp4_experts_quant(
+        scalar_t=input.dtype,
+        GATED=halves == 2,
+        ACCESS=check.vector_width(BLOCK, input),
+        CODE_ACCESS=check.vector_width(BLOCK // 2, output),
+        NUM_THREADS=_MX_THREADS,
+    ).launch(
+        grid=(max_tiles(num_rows, n_experts), columns // TILE_COLUMNS),
+        block=_MX_THREADS,
+        num_rows=num_rows,
+        scale_rows=output_scale.shape[0],
+        output_stride=check.row_stride(output),
+        input_stride=check.row_stride(input),
+        blocks=blocks,
+        columns=columns,
+        num_experts=n_experts,
+    )
+
+
+def _mxfp4_example(make: Any, num_tokens: int, hidden_size: int, dtype: str, halves: int) -> tuple[Any, ...]:
+    output, finer, input, _, offsets, tiles = experts_example(make, num_tokens, hidden_size, dtype, halves)
+    words = rounded_up(hidden_size // _MX_BLOCK, TILE_COLUMNS) // 4
+    scales = make.empty(finer.shape[0], words, dtype="int32")
+    return output, scales, input, offsets, tiles, 5
+
+
+@op(out=("output", "output_scale"), ulps=0)
+def mxfp4_experts_quant(
+    output: Tensor,
+    output_scale: Tensor,
+    input: Tensor,
+    input_offset_by_experts: Tensor,
+    output_scale_offset_by_experts: Tensor,
+    n_experts: int,
+) -> None:
+    """MXFP4 of rows that belong to experts: codes of e2m1 of 32 neighbouring elements under a power of two.
+
+    The scale is the exponent, biased by 127, of ``max|x| / 6`` rounded down to a power of two; ``code = e2m1(x /
+    scale)`` saturates at +-6. NaN is ignored by the maximum and becomes +6. Where the scale is 0 (a zero or a denormal
+    number) or 255 (infinity), numbers become 0 of their sign. Rows, tiles and bad offsets are those of
+    `scaled_fp4_experts_quant`.
+
+    Args:
+        output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
+        output_scale: [rows, columns / 4] int32, or [rows, columns] uint8, columns being hidden_size / 32 rounded up to
+            4, contiguous, written.
+        input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+        input_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's rows begin.
+        output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where tiles do, in rows, multiples of 128.
+        n_experts: experts.
+    """
+    write_experts(output, output_scale, input, input_offset_by_experts, output_scale_offset_by_experts, _mxfp4)
+
+
+@mxfp4_experts_quant.plan
+def plan_mxfp4_experts_quant(
+    output: TensorArg,
+    output_scale: TensorArg,
+    input: TensorArg,
+    input_offset_by_experts: TensorArg,
+    output_scale_offset_by_experts: TensorArg,
+    n_experts: int,
+) -> Launch:
+    offsets = input_offset_by_experts, output_scale_offset_by_experts
+    return _plan_mxfp4(output, output_scale, input, *offsets, n_experts, halves=1)
+
+
+@mxfp4_experts_quant.bad_indices
+def bad_indices_mxfp4_experts_quant(
+    input: Tensor, output_scale: Tensor, input_offset_by_experts: Tensor, output_scale_offset_by_experts: Tensor
+) -> dict[str, Tensor]:
+    return outside(input.shape[0], output_scale.shape[0], input_offset_by_experts, output_scale_offset_by_experts)
+
+
+@mxfp4_experts_quant.example
+def example_mxfp4_experts_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[4096, 96] = 4096,
+    dtype: Literal["float16", "bfloat16"] = "bfloat16",
+) -> tuple[Any, ...]:
+    return _mxfp4_example(make, num_tokens, hidden_size, dtype, halves=1)
+
+
+@op(out=("output", "output_scale"), ulps=0)
+def silu_and_mul_mxfp4_experts_quant(
+    output: Tensor,
+    output_scale: Tensor,
+    input: Tensor,
+    input_offset_by_experts: Tensor,
+    output_scale_offset_by_experts: Tensor,
+    n_experts: int,
+) -> None:
+    """`mxfp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
+
+    The product is computed in float32 and rounded to the element type once.
+
+    Args:
+        output, output_scale, input_offset_by_experts, output_scale_offset_by_experts, n_experts: as
+            `mxfp4_experts_quant` takes them.
+        input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+    """
+    offsets = input_offset_by_experts, output_scale_offset_by_experts
+    write_experts(output, output_scale, gated(input), *offsets, _mxfp4)
+
+
+@silu_and_mul_mxfp4_experts_quant.plan
+def plan_silu_and_mul_mxfp4_experts_quant(
+    output: TensorArg,
+    output_scale: TensorArg,
+    input: TensorArg,
+    input_offset_by_experts: TensorArg,
+    output_scale_offset_by_experts: TensorArg,
+    n_experts: int,
+) -> Launch:
+    offsets = input_offset_by_experts, output_scale_offset_by_experts
+    return _plan_mxfp4(output, output_scale, input, *offsets, n_experts, halves=2)
+
+
+@silu_and_mul_mxfp4_experts_quant.bad_indices
+def bad_indices_silu_and_mul_mxfp4_experts_quant(
+    input: Tensor, output_scale: Tensor, input_offset_by_experts: Tensor, output_scale_offset_by_experts: Tensor
+) -> dict[str, Tensor]:
+    return outside(input.shape[0], output_scale.shape[0], input_offset_by_experts, output_scale_offset_by_experts)
+
+
+@silu_and_mul_mxfp4_experts_quant.example
+def example_silu_and_mul_mxfp4_experts_quant(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[4096, 96] = 4096,
+    dtype: Literal["float16", "bfloat16"] = "bfloat16",
+) -> tuple[Any, ...]:
+    return _mxfp4_example(make, num_tokens, hidden_size, dtype, halves=2)
