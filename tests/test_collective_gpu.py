@@ -50,11 +50,9 @@ class Streams:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("world_size", "dtype"), [(2, torch.float32), (4, torch.float16), (6, torch.bfloat16)]
-)
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (4, torch.float16), (6, torch.bfloat16)])
 def test_ranks_as_streams(world_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of all ranks run at the same time, on one GPU."""
+    """Kernels of all ranks run at the same time, on one GPU, whose streams eight kernels that wait might share."""
     world = Streams(world_size)
     try:
         for algorithm in ("oneshot", "twoshot"):

@@ -49,8 +49,10 @@ def _plan_mxfp4(
     if input.shape[1] % (halves * _MX_BLOCK):
         raise input.error(f"expected a last dimension of multiples of {halves * _MX_BLOCK}, got shape {input.shape}")
     check_codes(output, input, halves)
+    if n_experts < 0:
+        raise check.refuse(input, "n_experts", f"expected 0 or more, got {n_experts}")
     for arg in (offsets, tile_offsets):
-        check.shape(arg, int32, num_offsets=max(n_experts, 0) + 1)
+        check.shape(arg, int32, num_offsets=n_experts + 1)
     num_rows, blocks = input.shape[0], 2 * output.shape[1] // _MX_BLOCK
     columns = rounded_up(blocks, TILE_COLUMNS)
     check_scales(output_scale, columns, None)
