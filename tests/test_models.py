@@ -73,6 +73,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral with a window": ("Mistral", {"sliding_window": 9, "num_hidden_layers": 3}),
     "mistral with wide heads": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "ministral": ("Ministral", {"sliding_window": 9, "head_dim": 32, "tie_word_embeddings": True}),
+    "ministral, windows by layer": (
+        "Ministral",
+        {"sliding_window": 7, "head_dim": 16, "num_hidden_layers": 3}
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 2]},
+    ),
+    "ministral with yarn": ("Ministral", {"sliding_window": 16, "head_dim": 16, "rope_parameters": YARN}),
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2 with a window in its last layer": (
         "Qwen2",
@@ -868,6 +875,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], str]] = {
         f"Mistral: {value!r}": ({"sliding_window": value}, "sliding_window: expected a positive integer")
         for value in ("", [], True, 0, 4.5, 10**30)
     },
+    "Ministral: layers": ({"layer_types": ["other"] * 2}, "expected 2 of full_attention or sliding_attention"),
     "Mistral: layers": ({"layer_types": ["full_attention"] * 2}, "layer_types: expected 2 of sliding_attention"),
     **{
         f"Qwen2: {value!r}": ({"layer_types": value}, "layer_types: expected 2 of full_attention or sliding_attention")

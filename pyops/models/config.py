@@ -20,7 +20,7 @@ _STATE_SPACES: dict[str, Callable[[dict[str, Any]], StateSpace]] = {
     "Mamba2ForCausalLM": parse_mamba2,
     "BambaForCausalLM": parse_bamba,
 }
-_DENSE = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+_DENSE = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3"))
 ARCHITECTURES = (*_DENSE, *MIXTURES, *_STATE_SPACES)
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -279,12 +279,14 @@ def _windows(values: dict[str, Any], architecture: str, layers: int) -> tuple[in
     gpt-oss has a window, of 128 if the file does not give it, in every second layer from the first on, unless
     ``layer_types`` names others. Mistral has one window for all layers: 4096 if the file does not give it, none if the
     file says null. So do Mixtral, with no window by default, and Qwen3-MoE, where the file says ``use_sliding_window``.
+    Ministral has Mistral's window in all layers, unless ``layer_types`` names the layers that have the window.
     Other models of Qwen may have a window in some layers: those that ``layer_types`` names, or all from
     ``max_window_layers`` on.
     """
     is_qwen, full, sliding = architecture.startswith("Qwen"), "full_attention", "sliding_attention"
     is_mixtral, is_gpt_oss = (architecture == f"{name}ForCausalLM" for name in ("Mixtral", "GptOss"))
-    always = is_mixtral or is_gpt_oss or architecture == "MistralForCausalLM"
+    is_ministral = architecture == "MinistralForCausalLM"
+    always = is_mixtral or is_gpt_oss or is_ministral or architecture == "MistralForCausalLM"
     has_window = always or (flag(values, "use_sliding_window") and is_qwen)
     default = None if is_mixtral else 128 if is_gpt_oss else 4096
     window = values.get("sliding_window", default) if has_window else None
@@ -296,7 +298,7 @@ def _windows(values: dict[str, Any], architecture: str, layers: int) -> tuple[in
         raise refuse("max_window_layers", "an integer", begin)
     step = 2 if is_gpt_oss else 1
     kinds = [sliding if window is not None and i >= begin and i % step == 0 else full for i in range(layers)]
-    allowed = (full, sliding) if (is_qwen or is_gpt_oss) and window is not None else (kinds[0],)
+    allowed = (full, sliding) if (is_qwen or is_gpt_oss or is_ministral) and window is not None else (kinds[0],)
     kinds = first(values.get("layer_types"), kinds)
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in allowed for kind in kinds):
         raise refuse("layer_types", f"{layers} of {' or '.join(allowed)}", kinds)
