@@ -27,6 +27,7 @@ from pyops.ops.linear.grouped_plan import (
 )
 from pyops.ops.linear.grouped_problem import ACTIVATIONS, ExpertLists, GroupedProblem
 from pyops.testing import SCHEDULES, canaries, scheduled
+from tests import packed
 from tests.calls import DEVICES
 from tests.test_linear_products import assert_rounded_once, draw, positive
 
@@ -302,6 +303,29 @@ def test_cutlass_moe_mm(is_swapped: bool, is_view: bool, device: str) -> None:
         moved[1] = moved[1].transpose(1, 2)
     strides = torch.full((4,), k, dtype=torch.int64, device=device)
     pyops.cutlass_moe_mm(out, *moved, strides, strides, strides, True, True)
+    assert_rounded_once(out.cpu(), exact)
+
+
+@ANY_DEVICE
+def test_cutlass_w4a8_moe_mm(device: str) -> None:
+    """Every code in every expert; rows of no expert are left. Numbers are small integers, whose sums are exact."""
+    counts, first, experts, n, k, size = [5, 0, 70, 3], [1, 6, 6, 80], 4, 64, 96, 32
+    codes = packed.draw(-8, 8, experts, n, k)
+    scales = packed.draw(-4, 5, experts, k // size, n, seed=1).float().to(FP8)
+    w = (codes * scales.double().transpose(1, 2).repeat_interleave(size, 2)).to(FP8).double()
+    a = packed.draw(-2, 3, 90, k, seed=2).float().to(FP8)
+    a_scales, b_scales = positive(90, 1, seed=2), positive(experts, n, 1, seed=3)
+    raw = torch.stack([packed.gptq(one.T.contiguous() & 15, 4).T for one in codes]).contiguous().to(device)
+    exact = torch.full((90, n), 7.0, dtype=torch.float64)
+    for e, (count, begin) in enumerate(zip(counts, first, strict=True)):
+        rows = slice(begin, begin + count)
+        exact[rows] = a_scales[rows].double() * b_scales[e].double().T * (a[rows].double() @ w[e].T)
+    out = torch.full((90, n), 7.0, dtype=BF16, device=device)
+    weights, _ = pyops.cutlass_encode_and_reorder_int4b_grouped(raw)
+    products = pyops.cutlass_pack_scale_fp8(scales.to(device))
+    sizes = torch.tensor([[n, m, k] for m in counts], dtype=torch.int32, device=device)
+    moved = a_scales.to(device), b_scales.to(device), products, size, torch.tensor(first, device=device), sizes
+    pyops.cutlass_w4a8_moe_mm(out, a.to(device), weights, *moved, None, None, None, None, None)
     assert_rounded_once(out.cpu(), exact)
 
 

@@ -82,7 +82,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2) dequantize_packed(
     const int64_t weight = blockIdx.y;
     dense += weight * n * k;
     codes += weight * (k * n * BITS / 32);  // of PLACES, with half as many codes, there is one weight
-    scales += weight * groups * n;
+    scales += weight * groups * n * (PRODUCTS ? 8 : 1);
     zeros =
         static_cast<const uint8_t*>(zeros) + weight * groups * n * (ZEROS == 1 ? BITS : 8 * int(sizeof(scale_t))) / 8;
     g_idx += weight * k;

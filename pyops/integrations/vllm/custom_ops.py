@@ -18,6 +18,7 @@ import pyops
 from ..._core.errors import OpError
 from ..._core.lazy import optional
 from ...ops import attention, linear, moe, norm, quantize, sampling
+from ...ops.collective import quick_all_reduce
 from . import adapters, newer, weight_only
 from .schemas import SCHEMAS, SCHEMAS_0_22, SIGNATURES
 
@@ -264,6 +265,11 @@ def _renamed(function: Callable[..., None], **names: str) -> Callable[..., None]
 
 paged_attention_v2 = _renamed(attention.paged_attention_v2, exp_sum="exp_sums")
 paged_attention_rocm = _renamed(attention.paged_attention_rocm, exp_sum="exp_sums")
+
+
+def qr_open_handles(fa: int, handles: list[Tensor]) -> None:
+    """`pyops.qr_open_handles`."""
+    quick_all_reduce.qr_open_handles(fa, handles)
 
 
 def _signatures() -> dict[str, inspect.Signature]:

@@ -96,7 +96,7 @@ def all_reduce(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz
         fa: handle of `init_custom_ar`. Every rank calls, with tensors of one dtype and size.
         inp: float32, float16 or bfloat16; contiguous, or all that is left of its storage; a multiple of 16 bytes.
         out: as `inp`, written; may be `inp` where that is copied.
-        reg_buffer: address of a registered buffer, into which `inp` is copied; or 0, where `inp` itself is registered or
+        reg_buffer: address of a registered buffer, into which `inp` is copied; or 0, where `inp` is registered or
             its stream is being captured.
         reg_buffer_sz_bytes: its size.
     """

@@ -12,6 +12,7 @@ from . import ggml_moe as _ggml_moe
 from . import grouped as _grouped
 from . import grouped_fp4 as _grouped_fp4
 from . import grouped_scaled as _grouped_scaled
+from . import grouped_w4a8 as _grouped_w4a8
 from . import grouped_wna16 as _grouped_wna16
 from . import machete_mm as _machete_mm
 from . import marlin_24_mm as _marlin_24_mm
@@ -33,6 +34,7 @@ from .ggml_moe import *
 from .grouped import *
 from .grouped_fp4 import *
 from .grouped_scaled import *
+from .grouped_w4a8 import *
 from .grouped_wna16 import *
 from .machete_mm import *
 from .marlin_24_mm import *
@@ -62,6 +64,7 @@ __all__ += _marlin_repack.__all__
 __all__ += _grouped.__all__
 __all__ += _grouped_fp4.__all__
 __all__ += _grouped_scaled.__all__
+__all__ += _grouped_w4a8.__all__
 __all__ += _grouped_wna16.__all__
 __all__ += _scaled_mm.__all__
 __all__ += _skinny_linear.__all__

@@ -39,7 +39,7 @@ __all__ = [
 _pack_scale = Kernel("linear/cutlass_pack_scale_fp8.cu")
 _NUM_THREADS = 256  # of it, each with a scale
 _PRODUCTS = 8  # of a scale, with -8 ... -1
-_TILE = 32  # rows and columns of a tile
+TILE = 32  # rows and columns of a tile
 _SCHEDULES = tuple(f"{m}x{n}_{c}x1x1" for m in (128, 256) for n in (16, 32, 64, 128, 256) for c in (1, 2))
 
 
@@ -66,16 +66,16 @@ def plan_cutlass_encode_and_reorder_int4b(B: TensorArg, out: TensorArg) -> Launc
     check.dtype(B, int32)
     check.sizes(B, words=None, N=None)
     words, n = B.shape
-    _check_tiles(B, words * 8, n)
+    check_tiles(B, words * 8, n)
     check.shape(out, int32, words=words, N=n)
     stride, step = B.strides
     return repack(out, B, ("gptq", "w4a8"), 4, (words * 8, n), strides=(stride, step))
 
 
-def _check_tiles(weight: TensorArg, k: int, n: int) -> None:
+def check_tiles(weight: TensorArg, k: int, n: int) -> None:
     """Check that tiles divide a weight [K, N]."""
-    if k % _TILE or n % _TILE:
-        raise weight.error(f"expected K and N that are multiples of {_TILE}, got {k} and {n}")
+    if k % TILE or n % TILE:
+        raise weight.error(f"expected K and N that are multiples of {TILE}, got {k} and {n}")
 
 
 @cutlass_encode_and_reorder_int4b.example
@@ -112,7 +112,7 @@ def plan_cutlass_encode_and_reorder_int4b_experts(b_tensors: TensorArg, out: Ten
     check.sizes(b_tensors, num_experts=None, N=None, words=None)
     check.contiguous(b_tensors)
     experts, n, words = b_tensors.shape
-    _check_tiles(b_tensors, words * 8, n)
+    check_tiles(b_tensors, words * 8, n)
     check.shape(out, int32, num_experts=experts, N=n, words=words)
     layouts: Any = ("gptq", "w4a8")
     return repack(out, b_tensors, layouts, 4, (words * 8, n), experts=experts, strides=(1, words))
@@ -239,7 +239,7 @@ def plan_cutlass_w4a8_mm(
     (m, k), n = A.shape, B.shape[1]
     check.dtype(B, int32)
     check.sizes(B, words=k // 8, N=n)
-    _check_tiles(B, k, n)
+    check_tiles(B, k, n)
     if B.strides != (n, 1):
         raise B.error(f"expected a contiguous tensor, as cutlass_encode_and_reorder_int4b returns it, got {B.strides}")
     if group_size < 1 or k % group_size:

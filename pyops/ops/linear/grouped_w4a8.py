@@ -1,0 +1,167 @@
+"""vLLM's grouped product of e4m3 rows with weights of signed 4-bit codes whose scales are e4m3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.dtypes import float8_e4m3fn, float32, int32, int64
+from ..._core.kernel import Launch, Scratch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .._shared.scalar_type import int4
+from . import dequantize_packed, grouped_plan
+from .fp8_sums import absolute_error
+from .gemm_problem import Operand
+from .grouped_problem import GroupedProblem
+from .grouped_rows import bad_rows, check_rows, each_expert, example_sizes, lists_of
+from .packed_problem import PackedWeight
+from .packed_reference import values
+from .w4a8_mm import TILE, check_tiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["cutlass_w4a8_moe_mm"]
+
+_PRODUCTS = 8  # of a scale, with -8 ... -1
+
+
+def _weight(b: Any, products: Any, group_size: int) -> PackedWeight:
+    """The weight [K, N] of one expert, of tensors or their descriptors."""
+    n, k = b.shape[0], b.shape[1] * 8
+    return PackedWeight(b, "w4a8", int4, k, n, k // group_size, group_size, products, scale_kind="products")
+
+
+def _of_experts(b_tensors: Tensor, b_group_scales: Tensor, group_size: int) -> list[PackedWeight]:
+    return [
+        _weight(codes, products, group_size)
+        for codes, products in zip(b_tensors, b_group_scales.view(len(b_tensors), -1), strict=True)
+    ]
+
+
+def _absolute_error(a_tensors: Tensor, b_tensors: Tensor, b_group_scales: Tensor, b_group_size: int) -> float:
+    weights = _of_experts(b_tensors, b_group_scales, b_group_size)
+    return max((absolute_error(a_tensors, values(one)) for one in weights), default=0.0)
+
+
+@op(inout="out_tensors", atol=_absolute_error)
+def cutlass_w4a8_moe_mm(
+    out_tensors: Tensor,
+    a_tensors: Tensor,
+    b_tensors: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    b_group_scales: Tensor,
+    b_group_size: int,
+    expert_offsets: Tensor,
+    problem_sizes: Tensor,
+    a_strides: Tensor | None,
+    b_strides: Tensor | None,
+    c_strides: Tensor | None,
+    group_scale_strides: Tensor | None,
+    maybe_schedule: str | None = None,
+) -> None:
+    """`cutlass_w4a8_mm` of rows and the weights of their experts.
+
+    ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(code * scale)))``, e the expert of row t. The weights are
+    written in full, to memory of the call. Rows are those of `cutlass_moe_mm`. After vLLM's op of this name.
+
+    Args:
+        out_tensors: [num_rows, N] bfloat16 or float16, written; rows of one stride.
+        a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
+        b_tensors: [num_experts, N, K / 8] int32, contiguous, as `cutlass_encode_and_reorder_int4b_experts` returns it.
+        a_scales: [num_rows, 1] float32, contiguous; b_scales: [num_experts, N, 1], likewise.
+        b_group_scales: [8 * num_experts * K / b_group_size * N] float8_e4m3fn, contiguous, as
+            `cutlass_pack_scale_fp8` returns them.
+        b_group_size: elements of K under one scale; divides K.
+        expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
+        problem_sizes: [num_experts, 3] int32, contiguous: (N, rows, K), or (rows, N, K).
+        a_strides, c_strides: [num_experts] int64; b_strides, group_scale_strides: [num_experts, ...]; or None. The
+            tensors themselves say what is in them.
+        maybe_schedule: vLLM's; it has no effect.
+    """
+    weights = _of_experts(b_tensors, b_group_scales, b_group_size)
+    for e, rows in each_expert(out_tensors, problem_sizes, expert_offsets):
+        sums = (a_tensors[rows].double() @ values(weights[e])).float()
+        scaled = a_scales.reshape(-1, 1)[rows] * (b_scales[e].reshape(-1) * sums)
+        out_tensors[rows] = scaled.to(out_tensors.dtype)
+
+
+@cutlass_w4a8_moe_mm.plan
+def plan_cutlass_w4a8_moe_mm(
+    out_tensors: TensorArg,
+    a_tensors: TensorArg,
+    b_tensors: TensorArg,
+    a_scales: TensorArg,
+    b_scales: TensorArg,
+    b_group_scales: TensorArg,
+    b_group_size: int,
+    expert_offsets: TensorArg,
+    problem_sizes: TensorArg,
+    a_strides: TensorArg | None,
+    b_strides: TensorArg | None,
+    c_strides: TensorArg | None,
+    group_scale_strides: TensorArg | None,
+) -> list[Launch]:
+    check.dtype(a_tensors, float8_e4m3fn)
+    check.dtype(b_tensors, int32)
+    check.sizes(b_tensors, num_experts=None, N=None, words=None)
+    check.contiguous(b_tensors)
+    num_experts, n, words = b_tensors.shape
+    k = words * 8
+    check_tiles(b_tensors, k, n)
+    same = replace(b_tensors, dtype=a_tensors.dtype)  # what is common to weights of all kinds
+    lists, launch, _ = lists_of(check_rows(out_tensors, a_tensors, same), problem_sizes, expert_offsets)
+    num_rows = out_tensors.shape[0]
+    check.sizes(problem_sizes, num_experts=num_experts, sizes=3)
+    check.sizes(a_tensors, num_rows=num_rows, K=k)
+    check.sizes(out_tensors, num_rows=num_rows, N=n)
+    for strides in (a_strides, c_strides):
+        if strides is not None:
+            check.dtype(strides, int64)
+            check.sizes(strides, num_experts=num_experts)
+    for scales, count in ((a_scales, num_rows), (b_scales, num_experts * n)):
+        check.dtype(scales, float32)
+        check.contiguous(scales)
+        if scales.numel != count:
+            raise scales.error(f"expected {count} elements, got shape {scales.shape}")
+    if b_group_size < 1 or k % b_group_size:
+        raise check.refuse(a_tensors, "b_group_size", f"expected a number that divides K, {k}, got {b_group_size}")
+    check.shape(b_group_scales, float8_e4m3fn, products=_PRODUCTS * num_experts * (k // b_group_size) * n)
+    dense = Scratch(max(1, num_experts * n * k))
+    written = dequantize_packed.written(
+        dense, float8_e4m3fn, _weight(replace(b_tensors, shape=(n, words)), b_group_scales, b_group_size), num_experts
+    )
+    operands = Operand.of_rows(a_tensors), Operand.of_scratch(dense, float8_e4m3fn, num_experts * n, k), num_experts, k
+    product = GroupedProblem(out_tensors, *operands, lists, a_scales=a_scales, b_scales=b_scales)
+    return [launch, *([written] if num_experts * n * k else []), grouped_plan.plan(product)]
+
+
+@cutlass_w4a8_moe_mm.bad_indices
+def bad_indices_cutlass_w4a8_moe_mm(
+    out_tensors: Tensor, expert_offsets: Tensor, problem_sizes: Tensor
+) -> dict[str, Tensor]:
+    return bad_rows(out_tensors, expert_offsets, problem_sizes)
+
+
+@cutlass_w4a8_moe_mm.example
+def example_cutlass_w4a8_moe_mm(
+    make: Any, *, num_tokens: int = 16, group_size: Literal[32, 128] = 32
+) -> tuple[Any, ...]:
+    num_experts, n, k = 3, 3 * TILE, 128
+    offsets, sizes = example_sizes(make, num_tokens, n, k)
+    return (
+        make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
+        make.randn(num_tokens, k, dtype="float8_e4m3fn"),
+        make.randint(-(2**31), 2**31, num_experts, n, k // 8, dtype="int32"),
+        make.full(num_tokens, 1, value=0.05, dtype="float32"),
+        make.full(num_experts, n, 1, value=2.0**-4, dtype="float32"),
+        make.randn(_PRODUCTS * num_experts * (k // group_size) * n, dtype="float8_e4m3fn"),
+        group_size,
+        offsets,
+        sizes,
+        *(None, None, None, None),
+        None,
+    )
