@@ -45,7 +45,8 @@ constexpr int HEADS = 64;
 // Named barriers: what has been written to shared memory.
 constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6;
 // A thread's registers: what the loaders give up, the others take.
-constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 40, REGISTERS = IS_FP8 ? 208 : 232;
+constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : CLUSTER > 1 ? 40 : 24;
+constexpr int REGISTERS = IS_FP8 ? 208 : CLUSTER > 1 ? 232 : 240;
 static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % (BOX_TOKENS * CLUSTER) == 0 && BOX_TOKENS % 8 == 0);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1)
