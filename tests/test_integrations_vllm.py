@@ -438,7 +438,8 @@ ON_GPU = {"get_cuda_view_from_cpu_tensor", "weak_ref_tensor"}
 
 def test_every_op_is_called() -> None:
     tested = {param.id for param in OPS} | CASES.keys() | WITHOUT_TENSORS | ON_GPU
-    assert {param.id for param in SERVED} == tested
+    of_ranks = {entry.name for entry in TABLE.values() if entry.namespace == "_C_custom_ar"}  # test_collective*.py
+    assert {param.id for param in SERVED} == tested | of_ranks
 
 
 @pytest.mark.parametrize("name", sorted(PREDICATES))

@@ -391,7 +391,7 @@ def test_config(tmp_path: Path) -> None:
         model.embedding[torch.tensor([3, 0])],
         case_of("qwen2")[0].model.embed_tokens.weight[[3, 0]].bfloat16(),
     )
-    with pytest.raises(ModelError, match=r"^randomise: expected weights that are neither packed nor of GGUF's types$"):
+    with pytest.raises(ModelError, match=r"^randomise: expected weights that are neither packed nor of mxfp4"):
         model.randomise(0)
 
 

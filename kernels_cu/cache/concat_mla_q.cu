@@ -17,7 +17,7 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 constexpr int NOPE_VECS = NOPE_SIZE / VEC_SIZE, HEAD_VECS = NOPE_VECS + ROPE_SIZE / VEC_SIZE;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2048 / NUM_THREADS)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1536 / NUM_THREADS)
 concat_mla_q(const scalar_t* ql_nope,  // [num_tokens, NUM_HEADS, NOPE_SIZE]
              const scalar_t* q_pe,     // [num_tokens, NUM_HEADS, ROPE_SIZE]
              scalar_t* q_out,          // [num_tokens, NUM_HEADS, NOPE_SIZE + ROPE_SIZE]

@@ -33,7 +33,6 @@ constexpr bool IS_TILED = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 || 
 static_assert(TILE_N == 64 || (TILE_N == 128 && LAYOUT == layout_awq));
 static_assert(LAYOUT != layout_n32k16 || (BITS == 8 && !HAS_SCALES && !ZERO_CODES));
 static_assert(LAYOUT != layout_marlin_8 || (BITS == 4 && !ZERO_CODES));
-static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8));
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % UNIT_K == 0 || (LAYOUT == layout_marlin && GROUP_SIZE % 16 == 0));
 static_assert(TILE_M < 8 ? 8 % TILE_M == 0 : TILE_M == 8 || TILE_M % 16 == 0);

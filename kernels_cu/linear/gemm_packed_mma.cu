@@ -58,6 +58,7 @@ constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYT
 static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
+static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8));
 static_assert(GROUPED || !ROUTED);
 static_assert(!(ZERO_CODES && ADDED) && !GATED && BIAS <= 1 && AZP == 0);
 

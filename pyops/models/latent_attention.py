@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .._core.lazy import torch
-from ..nn.latent import absorbed_attention, expanded_attention
 from ..ops.cache import concat_and_cache_mla_rope_fused
 from ..ops.norm import rms_norm
 from .batch import Batch
@@ -67,6 +66,8 @@ class LatentAttention:
         return (torch.empty(shape, dtype=self.place.dtype, device=self.place.device),)
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], cos_sin: Tensor) -> Tensor:
+        from ..nn.latent import absorbed_attention, expanded_attention  # layers need torch when they are imported
+
         latent, steps, (entries,) = self.latent, batch.num_decodes, cache
         query = self._query(hidden)
         kv_c, k_pe = self.kv_a(hidden).split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)

@@ -27,6 +27,7 @@ ERRORS = [
     pyops.DeviceFault("rms_norm: the device reported an error"),
     pyops.KernelFault("trap", "a.cu", "X=1", "stopped", PLACES, (1, 2, 3), (4, 5, 6)),
     pyops.KernelFault("trap", "a.cu", "X=1", "stopped", [], (1, 2, 3), None),
+    pyops.RankError("ranks wait for 1", (1,)),
     SwitchError("PYOPS_CPU: no"),
 ]
 TWICE: list[Callable[[Any], Any]] = [lambda value: pickle.loads(pickle.dumps(value)), copy.copy, copy.deepcopy]

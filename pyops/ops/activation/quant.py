@@ -151,7 +151,7 @@ def example_silu_and_mul_per_block_quant(
     make: Any,
     *,
     num_tokens: int = 16,
-    hidden_size: Literal[14336, 768] = 14336,
+    hidden_size: Literal[4096, 768] = 4096,
     dtype: Literal["float16", "bfloat16"] = "bfloat16",
     quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz", "int8"] = "float8_e4m3fn",
     group_size: Literal[128, 64] = 128,
