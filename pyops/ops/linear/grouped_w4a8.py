@@ -10,7 +10,6 @@ from ..._core.dtypes import float8_e4m3fn, float32, int32, int64
 from ..._core.kernel import Launch, Scratch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .._shared.scalar_type import int4
 from . import dequantize_packed, grouped_plan
 from .fp8_sums import absolute_error
 from .gemm_problem import Operand
@@ -18,25 +17,17 @@ from .grouped_problem import GroupedProblem
 from .grouped_rows import bad_rows, check_rows, each_expert, example_sizes, lists_of
 from .packed_problem import PackedWeight
 from .packed_reference import values
-from .w4a8_mm import TILE, check_tiles
+from .w4a8_mm import PRODUCTS, TILE, check_tiles, weight_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["cutlass_w4a8_moe_mm"]
 
-_PRODUCTS = 8  # of a scale, with -8 ... -1
-
-
-def _weight(b: Any, products: Any, group_size: int) -> PackedWeight:
-    """The weight [K, N] of one expert, of tensors or their descriptors."""
-    n, k = b.shape[0], b.shape[1] * 8
-    return PackedWeight(b, "w4a8", int4, k, n, k // group_size, group_size, products, scale_kind="products")
-
 
 def _of_experts(b_tensors: Tensor, b_group_scales: Tensor, group_size: int) -> list[PackedWeight]:
     return [
-        _weight(codes, products, group_size)
+        weight_of(codes, codes.shape[0], codes.shape[1] * 8, products, group_size)
         for codes, products in zip(b_tensors, b_group_scales.view(len(b_tensors), -1), strict=True)
     ]
 
@@ -129,10 +120,10 @@ def plan_cutlass_w4a8_moe_mm(
             raise scales.error(f"expected {count} elements, got shape {scales.shape}")
     if b_group_size < 1 or k % b_group_size:
         raise check.refuse(a_tensors, "b_group_size", f"expected a number that divides K, {k}, got {b_group_size}")
-    check.shape(b_group_scales, float8_e4m3fn, products=_PRODUCTS * num_experts * (k // b_group_size) * n)
+    check.shape(b_group_scales, float8_e4m3fn, products=PRODUCTS * num_experts * (k // b_group_size) * n)
     dense = Scratch(max(1, num_experts * n * k))
     written = dequantize_packed.written(
-        dense, float8_e4m3fn, _weight(replace(b_tensors, shape=(n, words)), b_group_scales, b_group_size), num_experts
+        dense, float8_e4m3fn, weight_of(b_tensors, n, k, b_group_scales, b_group_size), num_experts
     )
     operands = Operand.of_rows(a_tensors), Operand.of_scratch(dense, float8_e4m3fn, num_experts * n, k), num_experts, k
     product = GroupedProblem(out_tensors, *operands, lists, a_scales=a_scales, b_scales=b_scales)
@@ -158,7 +149,7 @@ def example_cutlass_w4a8_moe_mm(
         make.randint(-(2**31), 2**31, num_experts, n, k // 8, dtype="int32"),
         make.full(num_tokens, 1, value=0.05, dtype="float32"),
         make.full(num_experts, n, 1, value=2.0**-4, dtype="float32"),
-        make.randn(_PRODUCTS * num_experts * (k // group_size) * n, dtype="float8_e4m3fn"),
+        make.randn(PRODUCTS * num_experts * (k // group_size) * n, dtype="float8_e4m3fn"),
         group_size,
         offsets,
         sizes,

@@ -96,8 +96,6 @@ class PackedConfig:
             STAGES=stages,
             SPLITS=self.splits,
             MIN_BLOCKS=self.min_blocks,
-            GROUPED=problem.experts is not None,
-            ROUTED=problem.experts is not None and problem.experts.topk_weights is not None,
         ).launch(
             (tiles if self.splits > 1 else min(tiles, device.multiprocessors * self.min_blocks), self.splits),
             384 if self.tile_m * self.tile_n > _MAX_SUMS else 32 * (_WARPS + 1),
@@ -166,7 +164,7 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict
             return a_map
         width = 8 * tensor.dtype.itemsize
         box = (tile_n * bits // width, groups)
-        rows = weight.groups * (1 if problem.experts is None else problem.experts.num_experts)
+        rows = weight.groups * problem.num_weights
         return TensorMap(tensor, tensor.dtype, (n * bits // width, rows), (n * bits // 8,), box)
 
     scales_map = of_groups(weight.scales, 8 * weight.scales.dtype.itemsize if weight.scales else 0)
@@ -193,8 +191,7 @@ def _codes_map(problem: PackedProblem, tile_n: int) -> TensorMap:
     if weight.layout == "w4a8":
         sizes, box = (128, n // 32, k // 32), (128, tile_n // 32, step // 32)
     elif weight.layout == "marlin":
-        count = 1 if problem.experts is None else problem.experts.num_experts
-        sizes, box = (32 * bits, n // 64, count * k // 16), (32 * bits, tile_n // 64, step // 16)
+        sizes, box = (32 * bits, n // 64, problem.num_weights * k // 16), (32 * bits, tile_n // 64, step // 16)
     elif weight.layout == "awq":
         sizes, box, swizzle = (n // 8, k, 1), (tile_n // 8, step, 1), tile_n // 2
     elif weight.layout == "n32k16":

@@ -82,8 +82,6 @@ class PackedMmaConfig:
             **constants,
             WHOLE_STEPS=weight.k % step == 0,
             RECODED=weight.recoding == "marlin_fp8",
-            GROUPED=problem.experts is not None,
-            ROUTED=problem.experts is not None and problem.experts.topk_weights is not None,
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
             WARPS=self.warps,

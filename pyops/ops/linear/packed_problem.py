@@ -149,6 +149,11 @@ class PackedProblem:
         return self.a.rows if self.experts is None else self.epilogue.out.shape[0]
 
     @property
+    def num_weights(self) -> int:
+        """Weights, which lie one after another: one, or one of each expert."""
+        return 1 if self.experts is None else self.experts.num_experts
+
+    @property
     def places(self) -> int:
         """Rows of out, or places of the lists that experts have them in."""
         return self.m if self.experts is None else self.experts.lists.num_blocks * self.experts.lists.block_size
@@ -184,11 +189,10 @@ class PackedProblem:
         """Those arguments that the kernel takes, beside the op's tensors."""
         w, taken = self.weight, {name for _, name in kernel.signature.parameters}
         sizes = {"m": self.places, "n": w.n, "k": w.k, "groups": w.groups, "a_stride": self.a.stride}
-        sizes |= {"num_rows": self.m, "num_experts": 1, "block_size": 1, "top_k": 1}
+        sizes |= {"num_rows": self.m, "num_experts": self.num_weights, "block_size": 1, "top_k": 1}
         steps = self.epilogue.arguments()
         if self.experts is not None:
-            of_experts = {"num_experts": self.experts.num_experts, "top_k": self.experts.top_k}
-            sizes |= {**of_experts, "block_size": self.experts.lists.block_size}
+            sizes |= {"top_k": self.experts.top_k, "block_size": self.experts.lists.block_size}
             steps |= {"a_scale_step": 0}
         others = {f"no_{name}": one or 0 for name, one in self._tensors().items() if not isinstance(one, TensorArg)}
         return {name: one for name, one in {**sizes, **steps, **others}.items() if name in taken}
@@ -211,6 +215,8 @@ class PackedProblem:
             "ZERO_POINT": w.zero_offset + w.type.bias,
             "ADDED": w.zero_kind == "added",
             "GROUP_SIZE": w.group_size if w.groups > 1 else 0,
+            "GROUPED": self.experts is not None,
+            "ROUTED": self.experts is not None and self.experts.topk_weights is not None,
         }
 
     def group_bits(self) -> int:

@@ -38,7 +38,7 @@ __all__ = [
 
 _pack_scale = Kernel("linear/cutlass_pack_scale_fp8.cu")
 _NUM_THREADS = 256  # of it, each with a scale
-_PRODUCTS = 8  # of a scale, with -8 ... -1
+PRODUCTS = 8  # of a scale, with -8 ... -1
 TILE = 32  # rows and columns of a tile
 _SCHEDULES = tuple(f"{m}x{n}_{c}x1x1" for m in (128, 256) for n in (16, 32, 64, 128, 256) for c in (1, 2))
 
@@ -141,23 +141,23 @@ def cutlass_pack_scale_fp8(scales: Tensor, *, out: Tensor) -> None:
         scales: [groups, N] float8_e4m3fn, contiguous.
         out: [8 * groups * N] float8_e4m3fn, contiguous, returned; new unless given.
     """
-    factors = torch.arange(-_PRODUCTS, 0, device=scales.device, dtype=torch.float32)
+    factors = torch.arange(-PRODUCTS, 0, device=scales.device, dtype=torch.float32)
     products = scales.reshape(-1, 1).float() * factors
     out.copy_(products.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(-1))
 
 
 @cutlass_pack_scale_fp8.result
 def result_cutlass_pack_scale_fp8(scales: TensorArg) -> Result:
-    return Result((scales.numel * _PRODUCTS,), float8_e4m3fn)
+    return Result((scales.numel * PRODUCTS,), float8_e4m3fn)
 
 
 @cutlass_pack_scale_fp8.plan
 def plan_cutlass_pack_scale_fp8(scales: TensorArg, out: TensorArg) -> Launch:
     check.dtype(scales, float8_e4m3fn)
     check.contiguous(scales)
-    check.shape(out, float8_e4m3fn, products=scales.numel * _PRODUCTS)
+    check.shape(out, float8_e4m3fn, products=scales.numel * PRODUCTS)
     kernel = _pack_scale.renamed(packed=out.name)
-    return kernel(ACCESS=check.vector_width(_PRODUCTS, out), NUM_THREADS=_NUM_THREADS).launch(
+    return kernel(ACCESS=check.vector_width(PRODUCTS, out), NUM_THREADS=_NUM_THREADS).launch(
         -(-scales.numel // _NUM_THREADS), _NUM_THREADS, numel=scales.numel
     )
 
@@ -166,11 +166,11 @@ def plan_cutlass_pack_scale_fp8(scales: TensorArg, out: TensorArg) -> Launch:
 def example_cutlass_pack_scale_fp8(make: Any, *, num_tokens: int = 16) -> tuple[Any, ...]:
     n = 72
     scales = make.randn(num_tokens, n, dtype="float8_e4m3fn")
-    return scales, make.empty(num_tokens * n * _PRODUCTS, dtype="float8_e4m3fn")
+    return scales, make.empty(num_tokens * n * PRODUCTS, dtype="float8_e4m3fn")
 
 
 def _absolute_error(A: Tensor, B: Tensor, group_scales: Tensor, group_size: int) -> float:
-    return absolute_error(A, values(_w4a8_weight(A, B, group_scales, group_size)))
+    return absolute_error(A, values(weight_of(B, B.shape[1], A.shape[1], group_scales, group_size)))
 
 
 @op(returns="out", atol=_absolute_error)
@@ -203,13 +203,12 @@ def cutlass_w4a8_mm(
         maybe_schedule: None, or a name of vLLM's; it has no effect.
         out: [M, N] bfloat16 or float16, returned; elements of a row lie one after another; new unless given.
     """
-    multiply(out, A, _w4a8_weight(A, B, group_scales, group_size), token_scales, channel_scales)
+    multiply(out, A, weight_of(B, B.shape[1], A.shape[1], group_scales, group_size), token_scales, channel_scales)
 
 
-def _w4a8_weight(A: Any, B: Any, group_scales: Any, group_size: int) -> PackedWeight:
-    k, n = A.shape[1], B.shape[1]
-    groups = k // group_size
-    return PackedWeight(B, "w4a8", int4, k, n, groups, group_size, group_scales, scale_kind="products")
+def weight_of(B: Any, n: int, k: int, group_scales: Any, group_size: int) -> PackedWeight:
+    """The weight [K, N], of tensors or their descriptors."""
+    return PackedWeight(B, "w4a8", int4, k, n, k // group_size, group_size, group_scales, scale_kind="products")
 
 
 @cutlass_w4a8_mm.result
@@ -246,13 +245,13 @@ def plan_cutlass_w4a8_mm(
         raise check.refuse(A, "group_size", f"expected a number that divides K, {k}, got {group_size}")
     if maybe_schedule not in (None, *_SCHEDULES):
         raise check.refuse(A, "maybe_schedule", f"expected None or one of {_SCHEDULES}, got {maybe_schedule!r}")
-    check.shape(group_scales, float8_e4m3fn, products=_PRODUCTS * (k // group_size) * n)
+    check.shape(group_scales, float8_e4m3fn, products=PRODUCTS * (k // group_size) * n)
     check_scales(n, channel_scales)
     check_scales(m, token_scales)
     check.dtype(out, *((result.dtype,) if out_type is not None else (bfloat16, float16)))
     check.sizes(out, M=m, N=n)
     check.row_size(out)
-    weight = _w4a8_weight(A, B, group_scales, group_size)
+    weight = weight_of(B, B.shape[1], A.shape[1], group_scales, group_size)
     return plan(PackedProblem(Operand.of_rows(A), weight, Epilogue(out, token_scales, channel_scales)))
 
 
@@ -262,7 +261,7 @@ def example_cutlass_w4a8_mm(make: Any, *, num_tokens: int = 16, group_size: Lite
     return (
         make.randn(num_tokens, k, dtype="float8_e4m3fn"),
         make.randint(-(2**31), 2**31, k // 8, n, dtype="int32"),
-        make.randn(_PRODUCTS * (k // group_size) * n, dtype="float8_e4m3fn"),
+        make.randn(PRODUCTS * (k // group_size) * n, dtype="float8_e4m3fn"),
         group_size,
         make.full(n, value=2.0**-4, dtype="float32"),
         make.full(num_tokens, 1, value=0.05, dtype="float32"),
