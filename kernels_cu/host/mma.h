@@ -1,4 +1,5 @@
-// mma.h: a warp's matrix products, matrix loads and matrix stores, for include/mma.cuh, which describes the fragments.
+// mma.h: a warp's matrix products, matrix loads and matrix stores, for include/mma.cuh and include/matrix_core.cuh, the
+// headers that describe the fragments.
 #pragma once
 #include "cuda.h"
 
@@ -42,6 +43,36 @@ inline void host_mma(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]
                 for (int i = 0; i < 4; ++i) {
                     double sum = operands.d[i];
                     for (int k = 0; k < K; ++k) sum += A[g + i / 2 * 8][k] * B[2 * t + i % 2][k];
+                    operands.d[i] = Sum(sum);
+                }
+            }
+        },
+        file, line);
+}
+
+// Two operands of 8 bytes of each of 64 lanes by MFMA 16x16x16 of 16 bits, or 16x16x32 of int8: element e of lane l of
+// an operand is row l % 16, column e + l / 16 * (elements of a lane); sum i is row 4 * (l / 16) + i, column l % 16 of the
+// product of `a` by the transpose of `b`. Sums are rounded as those of host_mma.
+template <typename T, typename Sum>
+inline void host_mfma(Sum (&d)[4], const uint32_t (&a)[2], const uint32_t (&b)[2], HOST_PLACE) {
+    host_operands<Sum> own = {a, b, d};
+    host::warp_collective(
+        "mfma 16x16", ~uint64_t(0), &own,
+        [](void* const* payloads, uint64_t) {
+            constexpr int N = 4 / sizeof(T), K = 8 * N;  // elements of a word, and of a sum
+            double A[16][K], B[16][K];
+            for (int lane = 0; lane < 64; ++lane) {
+                const auto& operands = *static_cast<host_operands<Sum>*>(payloads[lane]);
+                for (int e = 0; e < 2 * N; ++e) {
+                    A[lane % 16][lane / 16 * 2 * N + e] = host_number<T>(operands.a[e / N], e % N);
+                    B[lane % 16][lane / 16 * 2 * N + e] = host_number<T>(operands.b[e / N], e % N);
+                }
+            }
+            for (int lane = 0; lane < 64; ++lane) {
+                const auto& operands = *static_cast<host_operands<Sum>*>(payloads[lane]);
+                for (int i = 0; i < 4; ++i) {
+                    double sum = operands.d[i];
+                    for (int k = 0; k < K; ++k) sum += A[lane / 16 * 4 + i][k] * B[lane % 16][k];
                     operands.d[i] = Sum(sum);
                 }
             }

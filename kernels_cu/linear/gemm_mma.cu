@@ -1,4 +1,4 @@
-// gemm_mma: a matrix product on tensor cores, by mma.sync: sm_80 and later.
+// gemm_mma: a matrix product on tensor cores, by mma.sync (sm_80 and later), or on AMD's matrix cores.
 //
 //     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
 //     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
@@ -13,7 +13,7 @@
 // Steps: the block goes through K in steps of 128 bytes of each row. Rows of a and b come to shared memory by
 // asynchronous copies, STAGES - 1 steps ahead. Rows and elements that do not exist count as zeros.
 //
-// Warps: WARPS_M x WARPS_N warps divide the tile. GATED: columns of a tile alternate, 8 gates and then their 8 ups, so
+// Warps: WARPS_M x WARPS_N warps divide the tile. GATED: columns of a tile alternate, GATE_COLUMNS gates and then their ups, so
 // that one thread has both.
 //
 // fp8 becomes float16, which holds every code, where the device does not multiply fp8.
@@ -33,13 +33,19 @@
 #include "gemm_epilogue.cuh"
 #include "gemm_step.cuh"
 
-constexpr int NUM_THREADS = WARPS_M * WARPS_N * 32;
+constexpr int NUM_THREADS = WARPS_M * WARPS_N * WARP_SIZE;
 constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
-constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / 8;  // products of a warp
-constexpr int SUMS = ROW_TILES * COLUMN_TILES * 4;                 // of a thread
+constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / PRODUCT_COLUMNS;  // products of a warp
+constexpr int SUMS = ROW_TILES * COLUMN_TILES * PRODUCT_SUMS;                    // of a thread
+constexpr int COLUMN_PAIRS = COLUMN_TILES * PAIR_COLUMNS;                        // of a thread in a row
 using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
 constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
 static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
+// Where the first sum of the pair is, of a thread's sums: in row `i` of the thread's, the q-th of the row.
+DEVICE constexpr int index_of(int i, int q) {
+    const int tile = i / PAIR_ROWS * COLUMN_TILES + q / PAIR_COLUMNS;
+    return tile * PRODUCT_SUMS + (i % PAIR_ROWS * PAIR_COLUMNS + q % PAIR_COLUMNS) * 2;
+}
 constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -59,7 +65,7 @@ gemm_mma(out_t* out,                 // [M, N]
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ uint32_t is_last;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
 
     const int64_t b_rows = GATED ? 2 * n : n;
@@ -68,8 +74,13 @@ gemm_mma(out_t* out,                 // [M, N]
     const int64_t group_rows = min(int64_t(GROUP_ROWS), row_tiles - group * GROUP_ROWS);
     const int64_t first_row = (group * GROUP_ROWS + within % group_rows) * TILE_M;
     const int64_t first_column = within / group_rows * (GATED ? TILE_N / 2 : TILE_N);  // of out
+    const auto row_of = [&](int i) {
+        return first_row + warp_row + i / PAIR_ROWS * 16 + pair_row(lane, i % PAIR_ROWS);
+    };
     // The column of out of column `local` of the tile. GATED: of a gate or an up.
-    const auto column_of = [&](int local) { return first_column + (GATED ? local / 16 * 8 + local % 8 : local); };
+    const auto column_of = [&](int local) {
+        return first_column + (GATED ? local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS : local);
+    };
 
     const int64_t all_steps = (k + STEP - 1) / STEP;
     const int64_t first_step = all_steps * blockIdx.y / SPLITS, end_step = all_steps * (blockIdx.y + 1) / SPLITS;
@@ -93,15 +104,15 @@ gemm_mma(out_t* out,                 // [M, N]
             for (int row = threadIdx.x / 8; row < TILE_N; row += NUM_THREADS / 8) {
                 const int64_t column = column_of(row);
                 const bool exists = column < n;
-                const int64_t b_row = exists ? column + (GATED && row / 8 % 2 ? n : 0) : 0;
+                const int64_t b_row = exists ? column + (GATED && row / GATE_COLUMNS % 2 ? n : 0) : 0;
                 copy_chunk<VEC_SIZE>(stage.at(TILE_M + row, chunk), b + b_row * b_stride, b_step, from, exists ? k : 0);
             }
         }
         cp_async_commit();
     };
 
-    sum_t sums[ROW_TILES][COLUMN_TILES][4] = {};
-    total_t totals[SCALE_BLOCK ? ROW_TILES : 1][SCALE_BLOCK ? COLUMN_TILES : 1][4] = {};
+    sum_t sums[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
+    total_t totals[SCALE_BLOCK ? ROW_TILES : 1][SCALE_BLOCK ? COLUMN_TILES : 1][PRODUCT_SUMS] = {};
     for (int step = 0; step < STAGES - 1; ++step) load(step);
     for (int step = 0; step < steps; ++step) {
         cp_async_wait<STAGES - 2>();
@@ -111,22 +122,27 @@ gemm_mma(out_t* out,                 // [M, N]
         multiply_step(sums, stage, warp_row, TILE_M + warp_column);
         if constexpr (SCALE_BLOCK > 0) {
             const int64_t block = first_step + step;
-            float row_scales[ROW_TILES][2];
+            float row_scales[ROW_TILES * PAIR_ROWS];
 #pragma unroll
-            for (int i = 0; i < ROW_TILES * 2; ++i) {
-                const int64_t row = min(first_row + warp_row + i * 8 + g, m - 1);
-                row_scales[i / 2][i % 2] = to_float(a_scales[row * a_scale_step + block * a_scale_block_step]);
+            for (int i = 0; i < ROW_TILES * PAIR_ROWS; ++i) {
+                const int64_t row = min(row_of(i), m - 1);
+                row_scales[i] = to_float(a_scales[row * a_scale_step + block * a_scale_block_step]);
             }
 #pragma unroll
-            for (int j = 0; j < COLUMN_TILES; ++j) {
-                const int64_t column = min(column_of(warp_column + j * 8), n - 1) + (GATED && j % 2 ? n : 0);
+            for (int q = 0; q < COLUMN_PAIRS; ++q) {
+                // Every lane takes the column of the first: both are under one scale.
+                const int local = q / PAIR_COLUMNS * PRODUCT_COLUMNS + q % PAIR_COLUMNS * 2;
+                const int64_t column = min(column_of(warp_column + local), n - 1) + (GATED && q % 2 ? n : 0);
                 const float column_scale =
                     to_float(b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step]);
 #pragma unroll
-                for (int i = 0; i < ROW_TILES * 4; ++i) {
-                    sum_t& sum = sums[i / 4][j][i % 4];
-                    total_t& total = totals[i / 4][j][i % 4];
-                    total = fmaf(row_scales[i / 4][i / 2 % 2] * column_scale, float(sum), total);
+                for (int i = 0; i < ROW_TILES * PAIR_ROWS * 2; ++i) {
+                    const int at = index_of(i / 2, q) + i % 2;
+                    sum_t& sum =
+                        sums[at / (COLUMN_TILES * PRODUCT_SUMS)][at / PRODUCT_SUMS % COLUMN_TILES][at % PRODUCT_SUMS];
+                    total_t& total =
+                        totals[at / (COLUMN_TILES * PRODUCT_SUMS)][at / PRODUCT_SUMS % COLUMN_TILES][at % PRODUCT_SUMS];
+                    total = fmaf(row_scales[i / 2] * column_scale, float(sum), total);
                     sum = 0;
                 }
             }
@@ -136,9 +152,9 @@ gemm_mma(out_t* out,                 // [M, N]
     total_t result[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) {
-        const int row = i / (COLUMN_TILES * 4), column = i / 4 % COLUMN_TILES;
-        if constexpr (SCALE_BLOCK > 0) result[i] = totals[row][column][i % 4];
-        else result[i] = sums[row][column][i % 4];
+        const int row = i / (COLUMN_TILES * PRODUCT_SUMS), column = i / PRODUCT_SUMS % COLUMN_TILES;
+        if constexpr (SCALE_BLOCK > 0) result[i] = totals[row][column][i % PRODUCT_SUMS];
+        else result[i] = sums[row][column][i % PRODUCT_SUMS];
     }
     if constexpr (SPLITS > 1) {
         using four_t = Vec<total_t, 4>;
@@ -169,24 +185,25 @@ gemm_mma(out_t* out,                 // [M, N]
         a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
     constexpr int HALVES = GATED ? 2 : 1;
 #pragma unroll
-    for (int j = 0; j < COLUMN_TILES; j += HALVES) {
-        const int64_t column = column_of(warp_column + j * 8 + 2 * t);
+    for (int q = 0; q < COLUMN_PAIRS; q += HALVES) {
+        const int local = q / PAIR_COLUMNS * PRODUCT_COLUMNS + pair_column(lane, q % PAIR_COLUMNS);
+        const int64_t column = column_of(warp_column + local);
         if (column >= n) continue;
         const int64_t next = min(column + 1, n - 1);
         const auto low = epilogue.column(column), high = epilogue.column(next);
         const auto low_up = epilogue.column(GATED ? n + column : column);
         const auto high_up = epilogue.column(GATED ? n + next : next);
 #pragma unroll
-        for (int i = 0; i < ROW_TILES * 2; ++i) {
-            const int64_t row = first_row + warp_row + i * 8 + g;
+        for (int i = 0; i < ROW_TILES * PAIR_ROWS; ++i) {
+            const int64_t row = row_of(i);
             if (row >= m) continue;
             const auto row_terms = epilogue.row(row);
-            const int at = (i / 2 * COLUMN_TILES + j) * 4 + i % 2 * 2;
+            const int at = index_of(i, q), up = index_of(i, q + HALVES - 1);
             float x = ACTIVATION<out_t>(epilogue.value(row_terms, low, result[at]));
             float y = ACTIVATION<out_t>(epilogue.value(row_terms, high, result[at + 1]));
             if constexpr (GATED) {
-                x *= epilogue.value(row_terms, low_up, result[at + 4]);
-                y *= epilogue.value(row_terms, high_up, result[at + 5]);
+                x *= epilogue.value(row_terms, low_up, result[up]);
+                y *= epilogue.value(row_terms, high_up, result[up + 1]);
             }
             out_t* const to = out + row * out_stride + column;
             if constexpr (OUT_ACCESS == 2) {
