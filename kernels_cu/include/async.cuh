@@ -30,8 +30,11 @@ DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
 #elif PYOPS_HOST
     host::copy_async(shared, global, BYTES, valid ? BYTES : 0);
 #else
-    using word_t = typename word_of<BYTES>::type;
-    *static_cast<word_t*>(shared) = valid ? *static_cast<const word_t*>(global) : word_t{};
+    // A vector of clang's own stays in registers; a struct, such as uint4, would come by way of scratch memory.
+    using words_t = uint32_t __attribute__((ext_vector_type(BYTES / 4)));
+    words_t words = 0;
+    if (valid) words = *static_cast<const words_t*>(global);
+    *static_cast<words_t*>(shared) = words;
 #endif
 }
 

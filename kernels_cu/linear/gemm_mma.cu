@@ -74,9 +74,6 @@ gemm_mma(out_t* out,                 // [M, N]
     const int64_t group_rows = min(int64_t(GROUP_ROWS), row_tiles - group * GROUP_ROWS);
     const int64_t first_row = (group * GROUP_ROWS + within % group_rows) * TILE_M;
     const int64_t first_column = within / group_rows * (GATED ? TILE_N / 2 : TILE_N);  // of out
-    const auto row_of = [&](int i) {
-        return first_row + warp_row + i / PAIR_ROWS * 16 + pair_row(lane, i % PAIR_ROWS);
-    };
     // The column of out of column `local` of the tile. GATED: of a gate or an up.
     const auto column_of = [&](int local) {
         return first_column + (GATED ? local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS : local);
@@ -125,7 +122,7 @@ gemm_mma(out_t* out,                 // [M, N]
             float row_scales[ROW_TILES * PAIR_ROWS];
 #pragma unroll
             for (int i = 0; i < ROW_TILES * PAIR_ROWS; ++i) {
-                const int64_t row = min(row_of(i), m - 1);
+                const int64_t row = min(first_row + warp_row + i / PAIR_ROWS * 16 + pair_row(lane, i % PAIR_ROWS), m - 1);
                 row_scales[i] = to_float(a_scales[row * a_scale_step + block * a_scale_block_step]);
             }
 #pragma unroll
@@ -195,7 +192,7 @@ gemm_mma(out_t* out,                 // [M, N]
         const auto high_up = epilogue.column(GATED ? n + next : next);
 #pragma unroll
         for (int i = 0; i < ROW_TILES * PAIR_ROWS; ++i) {
-            const int64_t row = row_of(i);
+            const int64_t row = first_row + warp_row + i / PAIR_ROWS * 16 + pair_row(lane, i % PAIR_ROWS);
             if (row >= m) continue;
             const auto row_terms = epilogue.row(row);
             const int at = index_of(i, q), up = index_of(i, q + HALVES - 1);
