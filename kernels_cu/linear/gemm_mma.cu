@@ -122,7 +122,8 @@ gemm_mma(out_t* out,                 // [M, N]
             float row_scales[ROW_TILES * PAIR_ROWS];
 #pragma unroll
             for (int i = 0; i < ROW_TILES * PAIR_ROWS; ++i) {
-                const int64_t row = min(first_row + warp_row + i / PAIR_ROWS * 16 + pair_row(lane, i % PAIR_ROWS), m - 1);
+                const int64_t row =
+                    min(first_row + warp_row + i / PAIR_ROWS * 16 + pair_row(lane, i % PAIR_ROWS), m - 1);
                 row_scales[i] = to_float(a_scales[row * a_scale_step + block * a_scale_block_step]);
             }
 #pragma unroll

@@ -50,13 +50,13 @@ class Device:
         """Whether the device has a feature.
 
         The features are ``"mma"`` (products of a warp, as mma.cuh has them), ``"matrix_cores"`` (those of AMD, as
-        matrix_core.cuh has them, on the architectures that are compiled for), ``"clusters"``, ``"tma"`` (bulk copies of
+        matrix_core.cuh has them, by MFMA), ``"clusters"``, ``"tma"`` (bulk copies of
         tensors) and ``"wgmma"`` (products of four warps, Hopper's own).
         """
         capability = int(self.arch[3:]) if self.arch.startswith("sm_") else 0
         return {
             "mma": capability >= 80,
-            "matrix_cores": self.arch in ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"),
+            "matrix_cores": self.arch in ("gfx90a", "gfx942", "gfx950"),
             "clusters": capability >= 90,
             "tma": capability >= 90,
             "wgmma": capability == 90,

@@ -107,7 +107,9 @@ class MmaConfig:
             SPLITS=splits,
             GROUP_ROWS=_GROUP_ROWS,
             MIN_BLOCKS=self.min_blocks,
-        ).launch((tiles, splits), self.num_threads(problem.device), self.shared_memory, **problem.arguments(), **partial)
+        ).launch(
+            (tiles, splits), self.num_threads(problem.device), self.shared_memory, **problem.arguments(), **partial
+        )
 
 
 @dataclass(frozen=True, slots=True)
