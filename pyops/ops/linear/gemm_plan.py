@@ -15,7 +15,7 @@ from ..._core.dtypes import FLOATS, float32
 from ..._core.kernel import Kernel, Launch, Scratch
 from . import gemm_hopper, skinny_linear
 from .gemm_hopper import GemmConfig, SwapConfig
-from .gemm_problem import Problem
+from .gemm_problem import HELD_STAGES, Problem
 from .skinny_linear import SkinnyConfig
 
 _mma, _simt = Kernel("linear/gemm_mma.cu"), Kernel("linear/gemm_simt.cu")
@@ -142,7 +142,7 @@ def choose(problem: Problem, device: Device) -> Config:
         return skinny_linear.choose(problem, device)
     if on_hopper:
         return gemm_hopper.choose(problem, device)
-    if problem.dtype is float32 or not (device.supports("mma") or device.supports("matrix_cores")):
+    if problem.dtype is float32 or not device.supports("products"):
         return SimtConfig(16 if problem.m <= 16 else 64, 64)
     return choose_mma(problem, device)
 
@@ -182,7 +182,8 @@ def choose_mma(problem: Problem, device: Device) -> MmaConfig:
         splits *= 2
     step_bytes = (tile_m + tile_n) * _STEP_BYTES
     blocks = 2 if step_bytes <= _SMALL_TILE else 1  # of a multiprocessor, whose shared memory they divide
-    stages = min(_MAX_STAGES[step_bytes <= _SMALL_TILE], device.shared_memory // blocks // step_bytes)
+    most_stages = _MAX_STAGES[step_bytes <= _SMALL_TILE] if device.supports("async_copies") else HELD_STAGES
+    stages = min(most_stages, device.shared_memory // blocks // step_bytes)
     return MmaConfig(tile_m, tile_n, warps_m, warps_n, max(2, stages), splits, blocks)
 
 
