@@ -30,7 +30,7 @@ SIZES = {
 EXPERTS = Mixture(4, 2, 32, True, (True, True), "w1", "w3", "w2")
 CONFIGS = {
     "llama": Config(intermediate_size=96, **SIZES, qkv_bias=True, o_bias=True, mlp_bias=True),
-    "qwen3": Config(intermediate_size=96, **SIZES, qk_norm=True, tie_word_embeddings=True),
+    "qwen3": Config(intermediate_size=96, **SIZES, qk_norm="head", tie_word_embeddings=True),
     "mixtral": Config(intermediate_size=32, **SIZES, mixture=EXPERTS),
 }
 PROMPTS = [[1, 2, 3, 4, 5], [7, 11, 13]]

@@ -2,6 +2,8 @@
 
 config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
+parts                 norms, multipliers and names of a decoder
+families              dense decoders by their parts, as config.json describes them
 mixture latent        mixtures of experts and latent attention as config.json describes them
 quantization          quantised weights as config.json describes them
 gguf_file             GGUF files: metadata as config.json would have it, tensors
@@ -10,6 +12,7 @@ config                config.json
 packed_linear         projections of packed weights
 gguf_linear           projections of weights in GGUF's types
 linear                projections, plain, of 8-bit weights, packed or in GGUF's types
+norm                  norms of rows and heads
 batch                 the tokens of one forward pass
 attention             attention over a paged cache; MLPs
 microscaling          weights in mxfp4
@@ -32,6 +35,7 @@ from .kernels import serving_kernels
 from .latent import Latent
 from .mixture import Mixture
 from .params import SamplingParams
+from .parts import Multipliers, Names, Norms
 from .quantization import PackedQuantization, Quantization
 from .rope import Rope
 from .state_space import StateSpace
@@ -44,6 +48,9 @@ __all__ = [
     "Group",
     "Latent",
     "Mixture",
+    "Multipliers",
+    "Names",
+    "Norms",
     "Output",
     "PackedQuantization",
     "ParallelDecoder",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .config_values import MAX_POSITIONS, first, flag, is_integer, number, read_json, refuse, size
+from .families import FAMILIES, parse_dense
 from .gguf_file import GgufFile, is_gguf
 from .latent import LATENT_ATTENTION, Latent
 from .mixture import MIXTURES, Mixture
+from .parts import QK_NORMS, Multipliers, Names, Norms
 from .quantization import Mxfp4Experts, Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
@@ -21,21 +23,10 @@ _STATE_SPACES: dict[str, Callable[[dict[str, Any]], StateSpace]] = {
     "BambaForCausalLM": parse_bamba,
 }
 _DENSE = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3"))
-ARCHITECTURES = (*_DENSE, *MIXTURES, *_STATE_SPACES)
+ARCHITECTURES = (*_DENSE, *FAMILIES, *MIXTURES, *_STATE_SPACES)
 DTYPES = ("float32", "float16", "bfloat16")
-
-
-class Names(NamedTuple):
-    """Names of the parts of a model in its checkpoint; those of a Llama, unless others are given."""
-
-    embedding: str = "model.embed_tokens"
-    layers: str = "model.layers"
-    norm: str = "model.norm"
-    input_norm: str = "input_layernorm"
-    attention: str = "self_attn"
-    state_space: str = "mamba"
-    mlp_norm: str = "post_attention_layernorm"
-    mlp: str = "mlp"
+GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
 _LLAMA_NAMES = Names()
@@ -59,7 +50,16 @@ class Config:
         mixture: what layers have instead of an MLP that are mixtures of experts; None where none are.
         sliding_windows: for each layer, the number of last tokens it attends to; 0 for all tokens.
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
-        qk_norm: whether query and key heads are normalised before the rotary embedding.
+        qk_norm: how queries and keys are normalised before the rotary embedding: "head", each head by the same weights;
+            "heads", each head by weights of its own; "row", the heads of a token together; "" if they are not.
+        qkv_by_head: whether a checkpoint has the queries, keys and values of a head, then those of the next.
+        hidden_act: activation of MLPs.
+        has_gate: whether MLPs are ``down(act(gate(x)) * up(x))`` and not ``down(act(up(x)))``.
+        norms: kind and places of norms; `rms_norm_eps` is the epsilon of all of them.
+        parallel_residual: whether attention and MLP of a layer have the same input, before its own norm each.
+        shares_norm: whether both have one norm.
+        multipliers: of embeddings, logits and what layers add.
+        layer_ropes: for each layer, its rotary embedding, None for none; () where all have `rope`.
         residual_in_float32: whether the sums of layers are float32, whatever the dtype.
         num_layers_not_read: layers that a checkpoint may have behind the last, which predict tokens further on.
         quantization: how projections are quantised; None where they are not.
@@ -88,7 +88,15 @@ class Config:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""
+    qkv_by_head: bool = False
+    hidden_act: str = "silu"
+    has_gate: bool = True
+    norms: Norms = field(default_factory=Norms)
+    parallel_residual: bool = False
+    shares_norm: bool = False
+    multipliers: Multipliers = Multipliers()
+    layer_ropes: tuple[Rope | None, ...] = ()
     residual_in_float32: bool = False
     tie_word_embeddings: bool = False
     quantization: QuantizedWeights | None = None
@@ -99,8 +107,9 @@ class Config:
     def __post_init__(self) -> None:
         size("num_hidden_layers", self.num_hidden_layers)
         layers, types, windows = self.num_hidden_layers, self.layer_types, self.sliding_windows
-        for name, values, default in (("layer_types", types, "attention"), ("sliding_windows", windows, 0)):
-            if not values:
+        by_layer = {"layer_types": "attention", "sliding_windows": 0, "layer_ropes": self.rope}
+        for name, default in by_layer.items():
+            if not getattr(self, name):
                 object.__setattr__(self, name, (default,) * layers)
         kinds = ("attention",) if self.state_space is None else ("attention", self.state_space.kind)
         if len(self.layer_types) != layers or not all(kind in kinds for kind in self.layer_types):
@@ -111,8 +120,13 @@ class Config:
                 size(name, getattr(self, name))
         if self.has_attention:
             self._check_attention()
-        if self.quantization is not None and self.state_space is not None:
-            raise refuse("quantization_config", "None with state-space layers", self.quantization)
+        if self.intermediate_size and self.mixture is None:
+            served = GATED_ACTIVATIONS if self.has_gate else PLAIN_ACTIVATIONS
+            if self.hidden_act not in served:
+                raise refuse("hidden_act", " or ".join(map(repr, served)), self.hidden_act)
+        if self.quantization is not None and (self.state_space is not None or self.qkv_by_head):
+            expected = "None with state-space layers, or projections joined head by head"
+            raise refuse("quantization_config", expected, self.quantization)
         if self.mixture is not None:
             served = Mxfp4Experts if self.mixture.is_stacked else Quantization
             is_served = self.quantization is None or isinstance(self.quantization, served)
@@ -135,12 +149,23 @@ class Config:
             raise refuse("num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv_heads)
         if self.head_dim % 2:
             raise refuse("head_dim", "an even number", self.head_dim)
-        rotary_dim = self.rope.rotary_dim(self.head_dim)
-        if not rotary_dim or rotary_dim % 2:
-            part = self.rope.partial_rotary_factor
-            raise refuse("partial_rotary_factor", f"an even number of {self.head_dim} elements", part)
-        if self.rope.kind == "divided" and len(self.rope.divisors) != rotary_dim // 2:
-            raise refuse("rope_parameters.divisors", f"{rotary_dim // 2} numbers", self.rope.divisors)
+        if self.qk_norm not in QK_NORMS:
+            raise refuse("qk_norm", " or ".join(map(repr, QK_NORMS)), self.qk_norm)
+        if len(self.layer_ropes) != self.num_hidden_layers:
+            raise refuse("layer_ropes", f"one for each of {self.num_hidden_layers} layers", self.layer_ropes)
+        for rope in self.ropes:
+            rope.check(self.head_dim)
+
+    @property
+    def ropes(self) -> list[Rope]:
+        """The rotary embeddings that layers of attention have, each once."""
+        kinds = zip(self.layer_ropes, self.layer_types, strict=True)
+        return list(dict.fromkeys(rope for rope, kind in kinds if rope is not None and kind == "attention"))
+
+    @property
+    def attention_scale(self) -> float:
+        """What multiplies the logits of attention."""
+        return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
 
     @property
     def has_attention(self) -> bool:
@@ -169,12 +194,16 @@ class Config:
         if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
             raise refuse("architectures", " or ".join(ARCHITECTURES), architectures)
         (architecture,) = architectures
-        if values.get("hidden_act") not in ("silu", None):
+        if architecture in FAMILIES:
+            found = parse_dense(values, FAMILIES[architecture], _sizes)
+        elif values.get("hidden_act") not in ("silu", None):
             raise refuse("hidden_act", "'silu'", values["hidden_act"])
-        parse = _mamba if architecture in ("MambaForCausalLM", "Mamba2ForCausalLM") else _with_attention
+        else:
+            parse = _mamba if architecture in ("MambaForCausalLM", "Mamba2ForCausalLM") else _with_attention
+            found = parse(values, architecture)
         ends = values.get("eos_token_id")
         return cls(
-            **parse(values, architecture),
+            **found,
             quantization=Quantization.parse(values.get("quantization_config")),
             dtype=first(values.get("dtype"), values.get("torch_dtype"), "float32"),
             eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
@@ -210,6 +239,16 @@ def _mamba(values: dict[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
+def _sizes(values: dict[str, Any], head_dim: int | None = None) -> dict[str, int]:
+    """The sizes in a file, checked. Without a size of heads, this is `head_dim`, or heads together are hidden_size."""
+    sizes = {name: values[name] for name in _SIZES if values.get(name) is not None}
+    for name in _SIZES:
+        if name == "head_dim" and name not in sizes:
+            sizes[name] = head_dim or sizes["hidden_size"] // sizes["num_attention_heads"]
+        size(name, sizes.get(name))
+    return sizes
+
+
 def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Fields of the config of a model with attention and MLPs: the Llama family, and Bamba."""
     is_llama, is_bamba = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Bamba"))
@@ -220,13 +259,11 @@ def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]
         values = values | {"head_dim": first(values.get("qk_rope_head_dim"), 64), "num_key_value_heads": heads}
     if not is_bamba and values.get("partial_rotary_factor", 1.0) not in (1.0, None):
         raise refuse("partial_rotary_factor", "1.0", values["partial_rotary_factor"])
-    sizes = {name: values[name] for name in _SIZES if values.get(name) is not None}
-    if (is_llama or (is_bamba and "num_key_value_heads" in values)) and "num_attention_heads" in sizes:
-        sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
-    for name in _SIZES:
-        if name == "head_dim" and name not in sizes:
-            sizes[name] = 128 if is_qwen3 and not is_mixture else sizes["hidden_size"] // sizes["num_attention_heads"]
-        size(name, sizes.get(name))
+    if is_llama or (is_bamba and "num_key_value_heads" in values):
+        values = values | {
+            "num_key_value_heads": first(values.get("num_key_value_heads"), values.get("num_attention_heads"))
+        }
+    sizes = _sizes(values, 128 if is_qwen3 and not is_mixture else None)
     may_have_bias = is_llama or is_qwen3 or is_bamba or is_latent or is_gpt_oss
     attention_bias = flag(values, "attention_bias", is_gpt_oss) and may_have_bias
     found = {
@@ -236,7 +273,7 @@ def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]
         "qkv_bias": attention_bias or architecture == "Qwen2ForCausalLM",
         "o_bias": attention_bias,
         "mlp_bias": flag(values, "mlp_bias") and (is_llama or is_bamba or architecture == "DeepseekV2ForCausalLM"),
-        "qk_norm": is_qwen3,
+        "qk_norm": "head" if is_qwen3 else "",
         "tie_word_embeddings": flag(values, "tie_word_embeddings"),
     }
     if is_mixture:

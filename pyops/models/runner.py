@@ -95,7 +95,7 @@ class Runner:
     ) -> None:
         self.model, self.block_size = model, block_size
         self.cache = model.new_cache(num_blocks, block_size, max_num_seqs)
-        self._cos_sin = model.new_cos_sin(max_seq_len)
+        self._tables = model.new_tables(max_seq_len)
         on_gpu = model.device.type == "cuda"
         self._use_graphs = on_gpu if graphs is None else graphs
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
@@ -131,8 +131,8 @@ class Runner:
             has_states=torch.as_tensor(firsts > 0, device=self.model.device),
             num_decodes=sum(1 for _ in takewhile(lambda part: part.is_step, parts)),
         )
-        hidden = self.model.forward(batch, self.cache, self._cos_sin)
-        return self.model.head(hidden[self._tensor(ends - 1)])
+        hidden = self.model.forward(batch, self.cache, self._tables)
+        return self.model.logits(hidden[self._tensor(ends - 1)])
 
     def _decode(self, parts: Sequence[Part]) -> Tensor:
         count = len(parts)
@@ -172,7 +172,7 @@ class Runner:
         self._rows[:size] = rows
 
     def _forward(self, size: int) -> Tensor:
-        return self.model.head(self.model.forward(decode_batch(self._rows[:size]), self.cache, self._cos_sin))
+        return self.model.logits(self.model.forward(decode_batch(self._rows[:size]), self.cache, self._tables))
 
     def _slots(self, tables: Any, sequences: Any, positions: Any) -> Any:
         """The slots of tokens in blocks, by each token's row of `tables` and position; all are numpy arrays."""
