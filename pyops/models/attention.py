@@ -114,7 +114,6 @@ class Attention:
             )
         return self.o(out.flatten(1))
 
-
     def _normalised(self, norm: Norm, heads: Tensor) -> Tensor:
         """The norms of `heads`, [num_tokens, heads, head_dim], in their place if the op can read them there."""
         if self.config.qk_norm != "head":

@@ -95,7 +95,7 @@ class Config:
     norms: Norms = field(default_factory=Norms)
     parallel_residual: bool = False
     shares_norm: bool = False
-    multipliers: Multipliers = Multipliers()
+    multipliers: Multipliers = field(default_factory=Multipliers)
     layer_ropes: tuple[Rope | None, ...] = ()
     residual_in_float32: bool = False
     tie_word_embeddings: bool = False
@@ -121,9 +121,9 @@ class Config:
         if self.has_attention:
             self._check_attention()
         if self.intermediate_size and self.mixture is None:
-            served = GATED_ACTIVATIONS if self.has_gate else PLAIN_ACTIVATIONS
-            if self.hidden_act not in served:
-                raise refuse("hidden_act", " or ".join(map(repr, served)), self.hidden_act)
+            activations = GATED_ACTIVATIONS if self.has_gate else PLAIN_ACTIVATIONS
+            if self.hidden_act not in activations:
+                raise refuse("hidden_act", " or ".join(map(repr, activations)), self.hidden_act)
         if self.quantization is not None and (self.state_space is not None or self.qkv_by_head):
             expected = "None with state-space layers, or projections joined head by head"
             raise refuse("quantization_config", expected, self.quantization)
@@ -161,6 +161,11 @@ class Config:
         """The rotary embeddings that layers of attention have, each once."""
         kinds = zip(self.layer_ropes, self.layer_types, strict=True)
         return list(dict.fromkeys(rope for rope, kind in kinds if rope is not None and kind == "attention"))
+
+    @property
+    def max_short_length(self) -> int:
+        """Tokens up to which a text turns by the frequencies of short texts: see `Rope.max_short_length`."""
+        return min((rope.max_short_length for rope in self.ropes), default=MAX_POSITIONS)
 
     @property
     def attention_scale(self) -> float:

@@ -8,13 +8,14 @@ from .._core.lazy import torch
 from .._model_error import ModelError
 from .attention import MLP, Attention
 from .batch import Batch
-from .config import Config, Names
+from .config import Config
 from .experts import Experts
 from .gguf_linear import BlockMatrix, GgufLinear
 from .latent_attention import LatentAttention
 from .linear import Linear, Place
 from .mamba import StateSpaceLayer
 from .norm import Norm
+from .parts import Names
 from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization
 from .rope import Rope
 
@@ -108,9 +109,8 @@ class Decoder:
         return Layer(mixer, mlp, *made)
 
     def _mlp(self, i: int, place: Place) -> MLP | Experts:
-        mixture = self.config.mixture
-        is_mixture = mixture is not None and mixture.layers[i]
-        return Experts(self.config, mixture, place) if is_mixture else MLP(self.config, place)
+        config, mixture = self.config, self.config.mixture
+        return Experts(config, mixture, place) if mixture is not None and mixture.layers[i] else MLP(config, place)
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: the weights, or a view of them}. `write` sets them.
@@ -158,9 +158,9 @@ class Decoder:
                 layer.mlp.decode()
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
-        """Set the weights of norms to 1, those of a Gemma and biases of norms to 0, all others to normal noise with deviation ``scale / sqrt(columns)``.
+        """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.
 
-        8-bit weights are such noise but for what of it is rounded, and cut off at four deviations.
+        The weights of a Gemma's norms, to which 1 is added, and biases of norms are set to 0. 8-bit weights are such noise but for what of it is rounded, and cut off at four deviations.
 
         Raises:
             ModelError: weights are packed.

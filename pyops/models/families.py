@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .config_values import first, flag, is_integer, number, refuse, size
+from .config_values import first, flag, number, refuse, size
 from .parts import Multipliers, Names, Norms
 from .rope import Rope
 
@@ -30,7 +32,7 @@ class Family(NamedTuple):
         fields: further fields of `Config`, from the values of the file, with defaults, and the number of layers.
     """
 
-    defaults: _Values = {}
+    defaults: Mapping[str, Any] = MappingProxyType({})
     norms: Norms = Norms()
     names: Names = Names()
     epsilon: str = "rms_norm_eps"
@@ -44,7 +46,7 @@ class Family(NamedTuple):
 
 def parse_dense(values: _Values, family: Family, sizes: Callable[[_Values], dict[str, int]]) -> dict[str, Any]:
     """Fields of the `Config` of a dense decoder. `sizes` checks those of a file."""
-    values = family.defaults | values
+    values = dict(family.defaults) | values
     heads = first(values.get("num_key_value_heads"), values.get("num_attention_heads"))
     found: dict[str, Any] = dict(sizes(values | {"num_key_value_heads": heads}))
 
@@ -76,18 +78,23 @@ def _window(values: _Values) -> int:
     return 0 if window is None else size("sliding_window", window)
 
 
-def _windows(values: _Values, kinds: list[str]) -> tuple[int, ...]:
-    """The window of each layer, by ``layer_types``, which are `kinds` if the file has none."""
-    found, window = first(values.get("layer_types"), kinds), _window(values)
-    served = (_FULL, _SLIDING)
+def _kinds(values: _Values, kinds: list[str]) -> list[str]:
+    """The kind of each layer, by ``layer_types``; `kinds` if the file has none."""
+    found, served = first(values.get("layer_types"), kinds), (_FULL, _SLIDING)
     if not isinstance(found, list) or len(found) != len(kinds) or not all(kind in served for kind in found):
         raise refuse("layer_types", f"{len(kinds)} of {' or '.join(served)}", found)
-    return tuple(window if kind == _SLIDING else 0 for kind in found)
+    return found
 
 
-def _pattern(values: _Values, layers: int, default: int) -> list[str]:
-    """Layers with a window, of which every so many-th has none."""
-    step = size("sliding_window_pattern", first(values.get("sliding_window_pattern"), default))
+def _windows(values: _Values, kinds: list[str]) -> tuple[int, ...]:
+    """The window of each layer, of these kinds."""
+    window = _window(values)
+    return tuple(window if kind == _SLIDING else 0 for kind in kinds)
+
+
+def _pattern(layers: int, step: Any) -> list[str]:
+    """The kinds of layers that have a window but for every `step`-th."""
+    size("sliding_window_pattern", step)
     return [_SLIDING if (i + 1) % step else _FULL for i in range(layers)]
 
 
@@ -109,6 +116,8 @@ def _gemma(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _gemma2(values: _Values, layers: int) -> dict[str, Any]:
+    """Gemma 2: Gemma with bounded logits, and a window in every second layer from the first on."""
+    kinds = _kinds(values, _pattern(layers, 2))
     multipliers: Multipliers = _gemma(values | {"hidden_act": None}, layers)["multipliers"]
     return {
         "multipliers": multipliers._replace(
@@ -117,7 +126,97 @@ def _gemma2(values: _Values, layers: int) -> dict[str, Any]:
             logits_soft_cap=_soft_cap(values, "final_logit_softcapping"),
         ),
         "hidden_act": values["hidden_activation"],
-        "sliding_windows": _windows(values, _pattern(values | {"sliding_window_pattern": None}, layers, 2)),
+        "sliding_windows": _windows(values, kinds),
+    }
+
+
+def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
+    """Gemma 3: Gemma 2 with norms of heads; layers with a window turn by frequencies of their own."""
+    given = first(values.get("rope_parameters"), {})
+    if not isinstance(given, dict) or not set(given) <= {_FULL, _SLIDING}:
+        raise refuse("rope_parameters", f"objects for {_FULL} and {_SLIDING}", given)
+    theta, local_theta = first(values.get("rope_theta"), 1e6), first(values.get("rope_local_base_freq"), 1e4)
+    full = Rope.parse(values | {"rope_parameters": given.get(_FULL), "rope_theta": theta})
+    own = {"rope_parameters": given.get(_SLIDING), "rope_theta": local_theta, "rope_scaling": None}
+    sliding = Rope.parse(values | own)
+    kinds = _kinds(values, _pattern(layers, first(values.get("sliding_window_pattern"), 6)))
+    # Logits of attention have no bound here, whatever the file says.
+    return _gemma2(values | {"attn_logit_softcapping": None, "layer_types": kinds}, layers) | {
+        "qk_norm": "head",
+        "rope": full,
+        "layer_ropes": tuple(sliding if kind == _SLIDING else full for kind in kinds),
+    }
+
+
+def _olmo2(values: _Values, layers: int) -> dict[str, Any]:
+    return {"qk_norm": "row"}
+
+
+def _granite(values: _Values, layers: int) -> dict[str, Any]:
+    names = "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
+    embedding, residual, attention, divisor = (number(name, values.get(name, 1.0)) for name in names)
+    return {
+        "multipliers": Multipliers(embedding=embedding, residual=residual, attention=attention, logits=1.0 / divisor)
+    }
+
+
+def _cohere(values: _Values, layers: int) -> dict[str, Any]:
+    """Cohere: neighbours turn, attention and MLP have one norm."""
+    return {
+        "multipliers": Multipliers(logits=number("logit_scale", values["logit_scale"])),
+        "parallel_residual": True,
+        "shares_norm": True,
+        "rope": replace(Rope.parse(values), interleaved=True),
+        "qk_norm": "heads" if flag(values, "use_qk_norm") else "",
+    }
+
+
+def _cohere2(values: _Values, layers: int) -> dict[str, Any]:
+    """Cohere 2: Cohere with windows, and only layers with a window turn."""
+    kinds = _kinds(values, _pattern(layers, first(values.get("sliding_window_pattern"), 4)))
+    found, windows = _cohere(values | {"use_qk_norm": False}, layers), _windows(values, kinds)
+    ropes = tuple(found["rope"] if window else None for window in windows)
+    return found | {"sliding_windows": windows, "layer_ropes": ropes}
+
+
+def _smollm3(values: _Values, layers: int) -> dict[str, Any]:
+    """SmolLM3: some layers do not turn, by default every fourth; these have the window, if there is one."""
+    step = size("no_rope_layer_interval", first(values.get("no_rope_layer_interval"), 4))
+    turns = first(values.get("no_rope_layers"), [int((i + 1) % step != 0) for i in range(layers)])
+    if not isinstance(turns, list) or len(turns) < layers or not all(one in (0, 1) for one in turns):
+        raise refuse("no_rope_layers", f"0 or 1 for each of {layers} layers", turns)
+    rope, turns = Rope.parse(values), turns[:layers]
+    window = _window(values) if flag(values, "use_sliding_window") else 0
+    kinds = _kinds(values, [_SLIDING if window and not one else _FULL for one in turns])
+    return {
+        "rope": rope,
+        "layer_ropes": tuple(rope if one else None for one in turns),
+        "sliding_windows": tuple(window if kind == _SLIDING else 0 for kind in kinds),
+    }
+
+
+def _stablelm(values: _Values, layers: int) -> dict[str, Any]:
+    is_parallel = flag(values, "use_parallel_residual")
+    return {
+        "qk_norm": "heads" if flag(values, "qk_layernorm") else "",
+        "parallel_residual": is_parallel,
+        "shares_norm": is_parallel,
+    }
+
+
+def _starcoder2(values: _Values, layers: int) -> dict[str, Any]:
+    return {"has_gate": False, "sliding_windows": (_window(values),) * layers}
+
+
+def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
+    """GPT-NeoX: attention and MLP have norms of their own, of one input by default; names of the rotary embedding."""
+    found = values | {"rope_theta": values.get("rotary_emb_base")}
+    return {
+        "num_key_value_heads": values["num_attention_heads"],
+        "qkv_by_head": True,
+        "has_gate": False,
+        "parallel_residual": flag(values, "use_parallel_residual", True),
+        "rope": Rope.parse(found, first(values.get("rotary_pct"), 0.25)),
     }
 
 
@@ -128,6 +227,7 @@ _GEMMA2_NAMES = Names(
     mlp_norm="pre_feedforward_layernorm",
     mlp_out_norm="post_feedforward_layernorm",
 )
+_COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 FAMILIES = {
     "Phi3ForCausalLM": Family(
         {"rms_norm_eps": 1e-5},
@@ -144,5 +244,62 @@ FAMILIES = {
         Norms("gemma", place="around"),
         _GEMMA2_NAMES,
         fields=_gemma2,
+    ),
+    "Gemma3ForCausalLM": Family(_GEMMA2, Norms("gemma", place="around"), _GEMMA2_NAMES, fields=_gemma3),
+    "Olmo2ForCausalLM": Family(
+        {"rms_norm_eps": 1e-5},
+        Norms(place="after"),
+        Names(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
+        fields=_olmo2,
+    ),
+    "GraniteForCausalLM": Family({"rms_norm_eps": 1e-6}, mlp_bias="mlp_bias", fields=_granite),
+    "SmolLM3ForCausalLM": Family(
+        {"rms_norm_eps": 1e-6, "rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        mlp_bias="mlp_bias",
+        fields=_smollm3,
+    ),
+    "CohereForCausalLM": Family(
+        _COHERE | {"rope_theta": 5e5}, Norms("layer"), epsilon="layer_norm_eps", fields=_cohere
+    ),
+    "Cohere2ForCausalLM": Family(
+        _COHERE | {"sliding_window": 4096}, Norms("layer"), epsilon="layer_norm_eps", fields=_cohere2
+    ),
+    "StableLmForCausalLM": Family(
+        {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "num_key_value_heads": 32},
+        Norms("layer", has_bias=True),
+        Names(q_norm="q_layernorm.norms.{}", k_norm="k_layernorm.norms.{}"),
+        epsilon="layer_norm_eps",
+        qkv_bias="use_qkv_bias",
+        o_bias=False,
+        turns_partly=True,
+        fields=_stablelm,
+    ),
+    "Starcoder2ForCausalLM": Family(
+        {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "use_bias": True, "tie_word_embeddings": True}
+        | {"num_key_value_heads": 2},
+        Norms("layer", has_bias=True),
+        Names(gate_up=("c_fc",), down="c_proj"),
+        epsilon="norm_epsilon",
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        fields=_starcoder2,
+    ),
+    "GPTNeoXForCausalLM": Family(
+        {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "attention_bias": True},
+        Norms("layer", has_bias=True),
+        Names(
+            embedding="gpt_neox.embed_in",
+            layers="gpt_neox.layers",
+            norm="gpt_neox.final_layer_norm",
+            attention="attention",
+            qkv=("query_key_value",),
+            o="dense",
+            gate_up=("dense_h_to_4h",),
+            down="dense_4h_to_h",
+        ),
+        epsilon="layer_norm_eps",
+        mlp_bias=True,
+        fields=_gpt_neox,
     ),
 }

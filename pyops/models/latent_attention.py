@@ -75,13 +75,15 @@ class LatentAttention:
         rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
         turned = query[..., latent.qk_nope_head_dim :]
         kept = batch.slot_mapping, entries, "auto", self._one
-        concat_and_cache_mla_rope_fused(batch.positions, turned, k_pe, kv_c, tables[self.rope], not latent.interleaved, *kept)
+        concat_and_cache_mla_rope_fused(
+            batch.positions, turned, k_pe, kv_c, tables[self.rope], not latent.interleaved, *kept
+        )
         parts, up = [], self._up.unflatten(0, (self.num_heads, -1))
-        tables, lengths, common = batch.block_tables, batch.seq_lens, (latent.scale, self._one)
+        blocks, lengths, common = batch.block_tables, batch.seq_lens, (latent.scale, self._one)
         if steps:
-            parts.append(absorbed_attention(query[:steps], up, entries, tables[:steps], lengths[:steps], *common))
+            parts.append(absorbed_attention(query[:steps], up, entries, blocks[:steps], lengths[:steps], *common))
         if steps < len(lengths):
-            prompts = tables[steps:], lengths[steps:], batch.cu_seqlens_of_prompts
+            prompts = blocks[steps:], lengths[steps:], batch.cu_seqlens_of_prompts
             parts.append(expanded_attention(query[steps:], up, entries, *prompts, *common))
         return self.o(parts[0] if len(parts) == 1 else torch.cat(parts))
 

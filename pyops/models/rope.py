@@ -28,9 +28,9 @@ class Rope:
             low frequencies divided by `factor` (Llama 3 herd of models, arXiv:2407.21783); "yarn", the same with
             another ramp (Peng et al. 2023, arXiv:2309.00071); "divided", each frequency divided by its own number, as
             GGUF files say it of "llama3"; or "dynamic", which scales only texts longer than
-            ``max_position_embeddings``, and there are none here; or "longrope", each frequency divided by its own number,
-            of which there are two: one for texts of up to `original_max_position_embeddings` tokens, another for longer
-            ones (Ding et al. 2024, arXiv:2402.13753).
+            ``max_position_embeddings``, and there are none here; or "longrope", each frequency divided by its own
+            number, of which there are two: one for texts of up to `original_max_position_embeddings` tokens, another
+            for longer ones (Ding et al. 2024, arXiv:2402.13753).
         attention_factor: multiplies cosines and sines.
         divisors: of "divided" and, for texts that are not long, of "longrope": one for each pair of elements.
         long_divisors: of "longrope", for long texts.
