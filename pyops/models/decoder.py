@@ -160,7 +160,8 @@ class Decoder:
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.
 
-        The weights of a Gemma's norms, to which 1 is added, and biases of norms are set to 0. 8-bit weights are such noise but for what of it is rounded, and cut off at four deviations.
+        The weights of a Gemma's norms, to which 1 is added, and biases of norms are set to 0. 8-bit weights are such
+        noise but for what of it is rounded, and cut off at four deviations.
 
         Raises:
             ModelError: weights are packed.

@@ -1,101 +1,40 @@
-"""Dense decoders by their parts: how the ``config.json`` of a family differs from that of a Llama."""
+"""Dense decoders by their parts: a row for each family, and a function where the row does not say all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from .config_values import first, flag, number, refuse, size
+from .config_values import first, flag, is_integer, number, refuse, size
+from .family import FULL, SLIDING, Family, layer_kinds, one_window, pattern, window_of, windows_by_layer, windows_of
 from .parts import Multipliers, Names, Norms
 from .rope import Rope
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 _Values = dict[str, Any]
 
 
-def _none(values: _Values, layers: int) -> dict[str, Any]:
-    return {}
+def _mistral(values: _Values, layers: int) -> dict[str, Any]:
+    """Mistral: one window for all layers."""
+    return {"sliding_windows": one_window(values, layers)}
 
 
-class Family(NamedTuple):
-    """How a family differs from a Llama.
-
-    Attributes:
-        defaults: what transformers takes where the file says nothing.
-        norms, names: of its decoders.
-        epsilon: of norms, its name in the file.
-        qkv_bias, o_bias, mlp_bias: whether these projections have a bias, or the name of the flag that says so.
-        turns_partly: whether a part of each head may turn.
-        has_longrope: as `Rope.parse` takes it.
-        fields: further fields of `Config`, from the values of the file, with defaults, and the number of layers.
-    """
-
-    defaults: Mapping[str, Any] = MappingProxyType({})
-    norms: Norms = Norms()
-    names: Names = Names()
-    epsilon: str = "rms_norm_eps"
-    qkv_bias: str | bool = "attention_bias"
-    o_bias: str | bool = "attention_bias"
-    mlp_bias: str | bool = False
-    turns_partly: bool = False
-    has_longrope: bool = False
-    fields: Callable[[_Values, int], dict[str, Any]] = _none
+def _ministral(values: _Values, layers: int) -> dict[str, Any]:
+    """Ministral: the window in all layers, unless ``layer_types`` names those that have it."""
+    return {"sliding_windows": windows_by_layer(values, [SLIDING] * layers)}
 
 
-def parse_dense(values: _Values, family: Family, sizes: Callable[[_Values], dict[str, int]]) -> dict[str, Any]:
-    """Fields of the `Config` of a dense decoder. `sizes` checks those of a file."""
-    values = dict(family.defaults) | values
-    heads = first(values.get("num_key_value_heads"), values.get("num_attention_heads"))
-    found: dict[str, Any] = dict(sizes(values | {"num_key_value_heads": heads}))
-
-    def has_bias(what: str | bool) -> bool:
-        return flag(values, what) if isinstance(what, str) else what
-
-    partial = first(values.get("partial_rotary_factor"), 1.0)
-    if not family.turns_partly and partial != 1.0:
-        raise refuse("partial_rotary_factor", "1.0", partial)
-    found |= {
-        "rms_norm_eps": number(family.epsilon, values.get(family.epsilon)),
-        "hidden_act": first(values.get("hidden_act"), "silu"),
-        "qkv_bias": has_bias(family.qkv_bias),
-        "o_bias": has_bias(family.o_bias),
-        "mlp_bias": has_bias(family.mlp_bias),
-        "tie_word_embeddings": flag(values, "tie_word_embeddings"),
-        "norms": family.norms,
-        "names": family.names,
-    }
-    more = family.fields(values, found["num_hidden_layers"])
-    if "rope" not in more:
-        found["rope"] = Rope.parse(values, partial if family.turns_partly else None, family.has_longrope)
-    return found | more
+def _qwen2(values: _Values, layers: int) -> dict[str, Any]:
+    """Qwen2: maybe a window in the layers that ``layer_types`` names, or in all from ``max_window_layers`` on."""
+    begin = values["max_window_layers"]
+    if not is_integer(begin):
+        raise refuse("max_window_layers", "an integer", begin)
+    window = values["sliding_window"] if flag(values, "use_sliding_window") else None
+    kinds = [SLIDING if i >= begin else FULL for i in range(layers)]
+    return {"sliding_windows": windows_by_layer(values | {"sliding_window": window}, kinds)}
 
 
-def _window(values: _Values) -> int:
-    """The sliding window of layers that have one; 0 for none."""
-    window = values.get("sliding_window")
-    return 0 if window is None else size("sliding_window", window)
-
-
-def _kinds(values: _Values, kinds: list[str]) -> list[str]:
-    """The kind of each layer, by ``layer_types``; `kinds` if the file has none."""
-    found, served = first(values.get("layer_types"), kinds), (_FULL, _SLIDING)
-    if not isinstance(found, list) or len(found) != len(kinds) or not all(kind in served for kind in found):
-        raise refuse("layer_types", f"{len(kinds)} of {' or '.join(served)}", found)
-    return found
-
-
-def _windows(values: _Values, kinds: list[str]) -> tuple[int, ...]:
-    """The window of each layer, of these kinds."""
-    window = _window(values)
-    return tuple(window if kind == _SLIDING else 0 for kind in kinds)
-
-
-def _pattern(layers: int, step: Any) -> list[str]:
-    """The kinds of layers that have a window but for every `step`-th."""
-    size("sliding_window_pattern", step)
-    return [_SLIDING if (i + 1) % step else _FULL for i in range(layers)]
+def _qwen3(values: _Values, layers: int) -> dict[str, Any]:
+    return _qwen2(values, layers) | {"qk_norm": "head"}
 
 
 def _soft_cap(values: _Values, name: str) -> float:
@@ -103,7 +42,7 @@ def _soft_cap(values: _Values, name: str) -> float:
 
 
 def _phi3(values: _Values, layers: int) -> dict[str, Any]:
-    return {"sliding_windows": (_window(values),) * layers}
+    return {"sliding_windows": (window_of(values),) * layers}
 
 
 def _gemma(values: _Values, layers: int) -> dict[str, Any]:
@@ -117,7 +56,7 @@ def _gemma(values: _Values, layers: int) -> dict[str, Any]:
 
 def _gemma2(values: _Values, layers: int) -> dict[str, Any]:
     """Gemma 2: Gemma with bounded logits, and a window in every second layer from the first on."""
-    kinds = _kinds(values, _pattern(layers, 2))
+    kinds = layer_kinds(values, pattern(layers, 2))
     multipliers: Multipliers = _gemma(values | {"hidden_act": None}, layers)["multipliers"]
     return {
         "multipliers": multipliers._replace(
@@ -126,25 +65,25 @@ def _gemma2(values: _Values, layers: int) -> dict[str, Any]:
             logits_soft_cap=_soft_cap(values, "final_logit_softcapping"),
         ),
         "hidden_act": values["hidden_activation"],
-        "sliding_windows": _windows(values, kinds),
+        "sliding_windows": windows_of(values, kinds),
     }
 
 
 def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
     """Gemma 3: Gemma 2 with norms of heads; layers with a window turn by frequencies of their own."""
     given = first(values.get("rope_parameters"), {})
-    if not isinstance(given, dict) or not set(given) <= {_FULL, _SLIDING}:
-        raise refuse("rope_parameters", f"objects for {_FULL} and {_SLIDING}", given)
+    if not isinstance(given, dict) or not set(given) <= {FULL, SLIDING}:
+        raise refuse("rope_parameters", f"objects for {FULL} and {SLIDING}", given)
     theta, local_theta = first(values.get("rope_theta"), 1e6), first(values.get("rope_local_base_freq"), 1e4)
-    full = Rope.parse(values | {"rope_parameters": given.get(_FULL), "rope_theta": theta})
-    own = {"rope_parameters": given.get(_SLIDING), "rope_theta": local_theta, "rope_scaling": None}
+    full = Rope.parse(values | {"rope_parameters": given.get(FULL), "rope_theta": theta})
+    own = {"rope_parameters": given.get(SLIDING), "rope_theta": local_theta, "rope_scaling": None}
     sliding = Rope.parse(values | own)
-    kinds = _kinds(values, _pattern(layers, first(values.get("sliding_window_pattern"), 6)))
+    kinds = layer_kinds(values, pattern(layers, first(values.get("sliding_window_pattern"), 6)))
     # Logits of attention have no bound here, whatever the file says.
     return _gemma2(values | {"attn_logit_softcapping": None, "layer_types": kinds}, layers) | {
         "qk_norm": "head",
         "rope": full,
-        "layer_ropes": tuple(sliding if kind == _SLIDING else full for kind in kinds),
+        "layer_ropes": tuple(sliding if kind == SLIDING else full for kind in kinds),
     }
 
 
@@ -173,8 +112,8 @@ def _cohere(values: _Values, layers: int) -> dict[str, Any]:
 
 def _cohere2(values: _Values, layers: int) -> dict[str, Any]:
     """Cohere 2: Cohere with windows, and only layers with a window turn."""
-    kinds = _kinds(values, _pattern(layers, first(values.get("sliding_window_pattern"), 4)))
-    found, windows = _cohere(values | {"use_qk_norm": False}, layers), _windows(values, kinds)
+    kinds = layer_kinds(values, pattern(layers, first(values.get("sliding_window_pattern"), 4)))
+    found, windows = _cohere(values | {"use_qk_norm": False}, layers), windows_of(values, kinds)
     ropes = tuple(found["rope"] if window else None for window in windows)
     return found | {"sliding_windows": windows, "layer_ropes": ropes}
 
@@ -186,12 +125,12 @@ def _smollm3(values: _Values, layers: int) -> dict[str, Any]:
     if not isinstance(turns, list) or len(turns) < layers or not all(one in (0, 1) for one in turns):
         raise refuse("no_rope_layers", f"0 or 1 for each of {layers} layers", turns)
     rope, turns = Rope.parse(values), turns[:layers]
-    window = _window(values) if flag(values, "use_sliding_window") else 0
-    kinds = _kinds(values, [_SLIDING if window and not one else _FULL for one in turns])
+    window = window_of(values) if flag(values, "use_sliding_window") else 0
+    kinds = layer_kinds(values, [SLIDING if window and not one else FULL for one in turns])
     return {
         "rope": rope,
         "layer_ropes": tuple(rope if one else None for one in turns),
-        "sliding_windows": tuple(window if kind == _SLIDING else 0 for kind in kinds),
+        "sliding_windows": tuple(window if kind == SLIDING else 0 for kind in kinds),
     }
 
 
@@ -205,7 +144,7 @@ def _stablelm(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _starcoder2(values: _Values, layers: int) -> dict[str, Any]:
-    return {"has_gate": False, "sliding_windows": (_window(values),) * layers}
+    return {"has_gate": False, "sliding_windows": (window_of(values),) * layers}
 
 
 def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
@@ -220,7 +159,7 @@ def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
     }
 
 
-_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
+_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
 _GEMMA2 = _GEMMA | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
 _GEMMA2_NAMES = Names(
     attention_out_norm="post_attention_layernorm",
@@ -228,13 +167,23 @@ _GEMMA2_NAMES = Names(
     mlp_out_norm="post_feedforward_layernorm",
 )
 _COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
+_QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32}
 FAMILIES = {
+    "LlamaForCausalLM": Family(mlp_bias="mlp_bias"),
+    "MistralForCausalLM": Family(
+        {"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_mistral
+    ),
+    "MinistralForCausalLM": Family(
+        {"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_ministral
+    ),
+    "Qwen2ForCausalLM": Family(_QWEN, qkv_bias=True, o_bias=False, fields=_qwen2),
+    "Qwen3ForCausalLM": Family(_QWEN | {"head_dim": 128}, fields=_qwen3),
     "Phi3ForCausalLM": Family(
         {"rms_norm_eps": 1e-5},
         names=Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
         qkv_bias=False,
         o_bias=False,
-        turns_partly=True,
+        partial_rotary_factor=1.0,
         has_longrope=True,
         fields=_phi3,
     ),
@@ -252,9 +201,9 @@ FAMILIES = {
         Names(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
         fields=_olmo2,
     ),
-    "GraniteForCausalLM": Family({"rms_norm_eps": 1e-6}, mlp_bias="mlp_bias", fields=_granite),
+    "GraniteForCausalLM": Family(mlp_bias="mlp_bias", fields=_granite),
     "SmolLM3ForCausalLM": Family(
-        {"rms_norm_eps": 1e-6, "rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
         mlp_bias="mlp_bias",
         fields=_smollm3,
     ),
@@ -265,13 +214,13 @@ FAMILIES = {
         _COHERE | {"sliding_window": 4096}, Norms("layer"), epsilon="layer_norm_eps", fields=_cohere2
     ),
     "StableLmForCausalLM": Family(
-        {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "num_key_value_heads": 32},
+        {"layer_norm_eps": 1e-5, "num_key_value_heads": 32},
         Norms("layer", has_bias=True),
         Names(q_norm="q_layernorm.norms.{}", k_norm="k_layernorm.norms.{}"),
         epsilon="layer_norm_eps",
         qkv_bias="use_qkv_bias",
         o_bias=False,
-        turns_partly=True,
+        partial_rotary_factor=0.25,
         fields=_stablelm,
     ),
     "Starcoder2ForCausalLM": Family(
