@@ -11,9 +11,11 @@ from .family import ATTENTION_SIZES, FULL, SLIDING, Family, one_window, windows_
 from .latent import Latent
 from .mixture import Mixture, parse_deepseek_v2, parse_deepseek_v3, parse_gpt_oss, parse_mixtral, parse_qwen3_moe
 from .parts import Names
+from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
 _Values = dict[str, Any]
+_BAMBA_ROTARY_FACTOR = 0.5  # unless `rope_parameters` has another, whatever the file says beside them
 
 
 def _mixtral(values: _Values, layers: int) -> dict[str, Any]:
@@ -60,6 +62,7 @@ def _bamba(values: _Values, layers: int) -> dict[str, Any]:
     return {
         "layer_types": tuple("attention" if i in indices else "mamba2" for i in range(layers)),
         "state_space": parse_bamba(values),
+        "rope": Rope.parse(values, _BAMBA_ROTARY_FACTOR),
         "sliding_windows": (0,) * layers,
     }
 
@@ -82,7 +85,6 @@ MIXED_FAMILIES = {
         {"num_key_value_heads": 8},
         names=Names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm", mlp="feed_forward"),
         mlp_bias="mlp_bias",
-        partial_rotary_factor=0.5,
         fields=_bamba,
     ),
 }
