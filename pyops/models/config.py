@@ -113,6 +113,9 @@ class Config:
         activations = ("silu",) if has_others else GATED_ACTIVATIONS if self.has_gate else PLAIN_ACTIVATIONS
         if self.hidden_act not in activations:
             raise refuse("hidden_act", " or ".join(map(repr, activations)), self.hidden_act)
+        for name, count in (("qkv", 3), ("gate_up", 2 if self.has_gate else 1)):
+            if len(getattr(self.names, name)) not in (1, count):
+                raise refuse(f"names.{name}", f"1 or {count} names", getattr(self.names, name))
         if self.quantization is not None and (self.state_space is not None or self.qkv_by_head):
             expected = "None with state-space layers, or projections joined head by head"
             raise refuse("quantization_config", expected, self.quantization)

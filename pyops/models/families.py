@@ -197,7 +197,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family(_GEMMA2, Norms("gemma", place="around"), _GEMMA2_NAMES, fields=_gemma3),
     "Olmo2ForCausalLM": Family(
         {"rms_norm_eps": 1e-5},
-        Norms(place="after"),
+        Norms("rms_once", place="after"),
         Names(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
         fields=_olmo2,
     ),

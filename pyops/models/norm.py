@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._core.lazy import torch
-from ..ops.norm import fused_add_rms_norm, gemma_rms_norm, layer_norm, rms_norm
+from ..ops.norm import fused_add_rms_norm, gemma_rms_norm, layer_norm, rms_norm, rms_norm_gated
 from .linear import Place
 from .parts import Norms
 
@@ -64,6 +64,8 @@ class Norm:
     def _write(self, out: Tensor, x: Tensor) -> None:
         if self.kind == "rms":
             rms_norm(out, x, self.weight, self.epsilon)
+        elif self.kind == "rms_once":
+            rms_norm_gated(out, x, self.weight, self.epsilon)
         elif self.kind == "gemma":
             gemma_rms_norm(out, x, self.weight, self.epsilon)
         else:

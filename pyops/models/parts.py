@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .config_values import refuse
 
-_NORM_KINDS, _NORM_PLACES = ("rms", "gemma", "layer"), ("before", "after", "around")
+_NORM_KINDS, _NORM_PLACES = ("rms", "rms_once", "gemma", "layer"), ("before", "after", "around")
 QK_NORMS = ("", "head", "heads", "row")
 
 
@@ -43,7 +43,8 @@ class Norms:
     """The norms of a decoder, all of one kind.
 
     Attributes:
-        kind: "rms"; "gemma", an RMS norm that multiplies by one more than its weights; or "layer".
+        kind: "rms"; "rms_once", the same rounded once, behind the product with the weights; "gemma", which is
+            "rms_once" of one more than the weights; or "layer".
         has_bias: whether layer norms, but those of query and key heads, have a bias.
         place: where a layer has its norms: "before" attention and MLPs, "after" them, on what is added to the sums of
             layers, or "around" them, which is both.
