@@ -17,6 +17,8 @@ from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
 
 SCALE_BLOCK = 128  # elements of K, and rows of b, under one scale of a block-scaled product
+# Steps in shared memory where copies wait in registers: one is multiplied while another is on its way to registers.
+HELD_STAGES = 2
 ACTIVATIONS = ("none", "gelu", "silu_and_mul")
 _MAX_ACCESS = 16  # bytes
 
