@@ -70,6 +70,20 @@ struct Mxfp4Scale {
     }
 };
 
+// MXFP8: the exponent, biased by 127, of the smallest power of two that is at least `a` / 448, at most 254, for a block
+// whose largest magnitude is `a`, and the reciprocal of that power.
+struct Mxfp8Scale {
+    uint32_t exponent;
+    float factor;
+
+    explicit DEVICE Mxfp8Scale(float a) {
+        const uint32_t bits = __float_as_uint(ieee_multiply(a, 1.0f / 448.0f));
+        // A subnormal number is 2^-127, the scale of exponent 0, if its uppermost bit alone is set.
+        exponent = min((bits + (bits < 0x800000u ? 0x3fffffu : 0x7fffffu)) >> 23, 254u);
+        factor = __uint_as_float(exponent == 254 ? 0x400000u : (254 - exponent) << 23);
+    }
+};
+
 // Two values of 16 bits in a word, the first in its lower half.
 template <typename T>
 DEVICE Vec<T, 2> pair_of(uint32_t word) {
