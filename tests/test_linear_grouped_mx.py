@@ -1,4 +1,4 @@
-"""Grouped products of MXFP4 and MXFP8 against float64, with values by ml_dtypes and places of scales by their formula."""
+"""Grouped products of MXFP4 and MXFP8 against float64: values by ml_dtypes, places of scales by their formula."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def draw_codes(name: str, *sizes: int, generator: torch.Generator) -> torch.Tens
 
 
 def call(name: str, out: Any, a: Any, b: Any, a_scales: Any, b_scales: Any, *lists: Any) -> None:
-    operands = (a, b, a_scales, b_scales, out) if name == "cutlass_mxfp8_grouped_mm" else (out, a, b, a_scales, b_scales)
+    operands = (
+        (a, b, a_scales, b_scales, out) if name == "cutlass_mxfp8_grouped_mm" else (out, a, b, a_scales, b_scales)
+    )
     getattr(pyops, name)(*operands, *lists)
 
 

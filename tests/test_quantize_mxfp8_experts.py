@@ -36,7 +36,7 @@ def truth(x: Any) -> tuple[Any, Any]:
     ("sizes", "firsts", "tiles", "scale_rows"),
     [
         ([5, 0, 130, 1], [0, 5, 6, 137], [0, 128, 128, 384], 515),  # with a row of no expert, and rows of no tile
-        ([4, -3, 3], [8, 0, 4], [256, 0, 0], 384),  # in no order; a size below 0
+        ([4, -300, 3], [8, 0, 4], [256, 0, 0], 384),  # in no order; a size below 0
         ([4, 9, 3, 2], [-1, 15, 2**31 - 2, 5], [0, 128, 256, 256], 384),  # rows that are not there
         ([4, 5, 3], [0, 4, 9], [-128, 256, 0], 300),  # tiles before the first row and beyond the last
     ],

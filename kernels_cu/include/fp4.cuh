@@ -70,6 +70,11 @@ struct Mxfp4Scale {
     }
 };
 
+// The scale 2^(exponent - 127) of MXFP4 and MXFP8, of which 255 is NaN.
+DEVICE float e8m0_to_float(uint8_t exponent) {
+    return __uint_as_float(exponent == 255 ? 0x7fffffffu : exponent == 0 ? 0x400000u : uint32_t(exponent) << 23);
+}
+
 // MXFP8: the exponent, biased by 127, of the smallest power of two that is at least `a` / 448, at most 254, for a block
 // whose largest magnitude is `a`, and the reciprocal of that power.
 struct Mxfp8Scale {

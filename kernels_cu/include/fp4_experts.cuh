@@ -44,8 +44,8 @@ struct Expert {
 
     // Each lane counts the tiles of its consecutive experts. Every lane of the warp takes part.
     template <typename Rows>
-    DEVICE Expert(const Rows& rows, const int32_t* tile_offsets, const float* scales, int num_experts,
-                  uint32_t wanted) {
+    DEVICE
+    Expert(const Rows& rows, const int32_t* tile_offsets, const float* scales, int num_experts, uint32_t wanted) {
         const int lane = threadIdx.x % WARP_SIZE, lane_experts = ceil_div(num_experts, WARP_SIZE);
         const int first = min(lane * lane_experts, num_experts - 1),
                   end_expert = min((lane + 1) * lane_experts, num_experts);

@@ -20,15 +20,13 @@
 //     HAS_SCALE_ROWS    scale_rows are given
 //     HAS_SIZES     problem_sizes are given
 
-#include "vec.cuh"
+#include "fp4.cuh"
 
 constexpr int ELEMENTS = 16;  // of a thread
 constexpr int CODE_BYTES = ELEMENTS * CODE_BITS / 8;
 
 DEVICE float scale_of(fp8_e4m3_t scale) { return to_float(scale); }
-DEVICE float scale_of(uint8_t exponent) {
-    return __uint_as_float(exponent == 255 ? 0x7fffffffu : exponent == 0 ? 0x400000u : uint32_t(exponent) << 23);
-}
+DEVICE float scale_of(uint8_t exponent) { return e8m0_to_float(exponent); }
 
 // Element j of a thread's codes.
 DEVICE float code_of(const Vec<uint8_t, CODE_BYTES>& bytes, int j) {
@@ -62,8 +60,8 @@ block_scaled_to_bf16(bf16_t* dense,                 // [num_rows, 16 * parts]
         const int64_t tile = (at / 128 * (columns / 4) + column / 4) * 512;
         scale = scale_of(scales[tile + at % 32 * 16 + at / 32 % 4 * 4 + column % 4]);
     }
-    const auto bytes = Vec<uint8_t, CODE_BYTES>::template load<CODE_ACCESS>(codes + row * codes_stride +
-                                                                            part * CODE_BYTES);
+    const auto bytes =
+        Vec<uint8_t, CODE_BYTES>::template load<CODE_ACCESS>(codes + row * codes_stride + part * CODE_BYTES);
 #pragma unroll
     for (int half = 0; half < ELEMENTS; half += 8) {
         float x[8];

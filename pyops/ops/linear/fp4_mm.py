@@ -54,13 +54,12 @@ def plan_cutlass_scaled_fp4_mm(
     check.sizes(out, M=m, N=n)
     check.row_size(out)
     check.scalar(alpha)
-    launches, operands = [], []
-    for codes, scales, count in ((a, block_scale_a, m), (b, block_scale_b, n)):
+    for scales, count in ((block_scale_a, m), (block_scale_b, n)):
         rows, columns = NVFP4.scale_sizes(count, k)
         NVFP4.check_scales(scales, rows=rows, columns=columns)
-        dense = Scratch(dense_bytes(count, k))
-        launches.append(NVFP4.expand(dense, codes, scales, count))
-        operands.append(Operand.of_scratch(dense, bfloat16, count, k))
+    dense_a, dense_b = (Scratch(dense_bytes(count, k)) for count in (m, n))
+    launches = [NVFP4.expand(dense_a, a, block_scale_a, m), NVFP4.expand(dense_b, b, block_scale_b, n)]
+    operands = Operand.of_scratch(dense_a, bfloat16, m, k), Operand.of_scratch(dense_b, bfloat16, n, k)
     product = plan(Problem(*operands, k, Epilogue(out, alpha)))
     return [] if product.empty else [*launches, product]
 

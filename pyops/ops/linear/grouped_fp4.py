@@ -15,7 +15,17 @@ from .block_scaled import MXFP4, MXFP8, NVFP4, BlockFormat, dense_bytes
 from .gemm_problem import Operand
 from .grouped_plan import plan
 from .grouped_problem import GroupedProblem
-from .grouped_rows import bad_rows, by_rows, check_rows, each_expert, example_sizes, lists_of, swapped, weights_of
+from .grouped_rows import (
+    bad_rows,
+    by_rows,
+    check_rows,
+    each_expert,
+    example_counts,
+    example_sizes,
+    lists_of,
+    swapped,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,13 +105,13 @@ def _outside(a_scales: Tensor, scale_offsets: Tensor) -> Tensor:
     return (scale_offsets < 0) | (scale_offsets > len(a_scales)) | (scale_offsets % TILE_ROWS != 0)
 
 
-def _example(make: Any, format: BlockFormat, num_tokens: int) -> dict[str, Any]:
-    """Three experts, of which the second has no rows; arguments by the names of `_plan`."""
-    num_experts, n, k = 3, 136, 160
-    offsets, sizes = example_sizes(make, num_tokens, n, k)
-    first = rounded_up(num_tokens // 3, TILE_ROWS)
+def _example(make: Any, format: BlockFormat, num_tokens: int, num_experts: int, n: int, k: int) -> dict[str, Any]:
+    """Experts of which the second has no rows; arguments by the names of `_plan`."""
+    counts = example_counts(num_tokens, num_experts)
+    offsets, sizes = example_sizes(make, counts, n, k)
+    padded = [rounded_up(count, TILE_ROWS) for count in counts]
     rows, columns = format.scale_sizes(n, k)
-    scale_sizes = (first + rounded_up(num_tokens - num_tokens // 3, TILE_ROWS), columns), (num_experts, rows, columns)
+    scale_sizes = (sum(padded), columns), (num_experts, rows, columns)
 
     def codes(*sizes: int) -> Any:
         if format.code_bits == 4:
@@ -120,7 +130,7 @@ def _example(make: Any, format: BlockFormat, num_tokens: int) -> dict[str, Any]:
         **dict(zip(("a_scales", "b_scales"), (scales(*sizes) for sizes in scale_sizes), strict=True)),
         "problem_sizes": sizes,
         "expert_offsets": offsets,
-        "scale_offsets": make.values([0, first, first], "int32"),
+        "scale_offsets": make.values([sum(padded[:e]) for e in range(num_experts)], "int32"),
     }
 
 
@@ -184,9 +194,17 @@ def bad_indices_cutlass_fp4_group_mm(
 
 
 @cutlass_fp4_group_mm.example
-def example_cutlass_fp4_group_mm(make: Any, *, num_tokens: int = 16) -> tuple[Any, ...]:
-    out, a, b, a_scales, b_scales, *lists = _example(make, NVFP4, num_tokens).values()
-    return out, a, b, a_scales, b_scales, make.full(3, value=2.0**-8, dtype="float32"), *lists
+def example_cutlass_fp4_group_mm(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    num_experts: int = 3,
+    output_size: int = 136,
+    input_size: int = 160,
+) -> tuple[Any, ...]:
+    sizes = num_tokens, num_experts, output_size, input_size
+    out, a, b, a_scales, b_scales, *lists = _example(make, NVFP4, *sizes).values()
+    return out, a, b, a_scales, b_scales, make.full(num_experts, value=2.0**-8, dtype="float32"), *lists
 
 
 @op(inout="out", atol=2.0**-18)
@@ -239,8 +257,15 @@ def bad_indices_cutlass_mxfp4_group_mm(
 
 
 @cutlass_mxfp4_group_mm.example
-def example_cutlass_mxfp4_group_mm(make: Any, *, num_tokens: int = 16) -> tuple[Any, ...]:
-    return tuple(_example(make, MXFP4, num_tokens).values())
+def example_cutlass_mxfp4_group_mm(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    num_experts: int = 3,
+    output_size: int = 136,
+    input_size: int = 160,
+) -> tuple[Any, ...]:
+    return tuple(_example(make, MXFP4, num_tokens, num_experts, output_size, input_size).values())
 
 
 @op(inout="out", atol=2.0**-18)
@@ -263,8 +288,8 @@ def cutlass_mxfp8_grouped_mm(
         b: [num_experts, N, K] float8_e4m3fn, rows of one stride; or a view of it, [num_experts, K, N].
         sfa: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in tiles as
             `mxfp8_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
-        sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a view of
-            it with its last two dimensions transposed.
+        sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a view
+            of it with its last two dimensions transposed.
         out, problem_sizes, expert_offsets: as `cutlass_fp4_group_mm` takes them.
         blockscale_offsets: as sf_offsets of `cutlass_fp4_group_mm`.
     """
@@ -293,6 +318,14 @@ def bad_indices_cutlass_mxfp8_grouped_mm(
 
 
 @cutlass_mxfp8_grouped_mm.example
-def example_cutlass_mxfp8_grouped_mm(make: Any, *, num_tokens: int = 16) -> tuple[Any, ...]:
-    out, *operands, sizes, offsets, scale_offsets = _example(make, MXFP8, num_tokens).values()
-    return *operands, out, sizes, offsets, scale_offsets
+def example_cutlass_mxfp8_grouped_mm(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    num_experts: int = 3,
+    output_size: int = 136,
+    input_size: int = 160,
+) -> tuple[Any, ...]:
+    sizes = num_tokens, num_experts, output_size, input_size
+    out, a, b, a_scales, b_scales, *lists = _example(make, MXFP8, *sizes).values()
+    return a, b, a_scales, b_scales, out, *lists

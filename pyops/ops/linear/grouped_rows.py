@@ -108,7 +108,14 @@ def bad_rows(out: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict
     return {"expert_offsets": outside, "problem_sizes": outside[:, None].expand(-1, 3)}
 
 
-def example_sizes(make: Any, num_tokens: int, n: int, k: int) -> tuple[Any, Any]:
-    """(offsets, sizes) of three experts, of which the second has no rows."""
-    counts = num_tokens // 3, 0, num_tokens - num_tokens // 3
-    return make.values([0, counts[0], counts[0]], "int32"), make.values([[m, n, k] for m in counts], "int32")
+def example_counts(num_tokens: int, num_experts: int = 3) -> list[int]:
+    """The rows of each expert: none of the second, the last has what equal shares of the others leave."""
+    counts = [0 if e == 1 else num_tokens // num_experts for e in range(num_experts)]
+    counts[-1] += num_tokens - sum(counts)
+    return counts
+
+
+def example_sizes(make: Any, counts: list[int], n: int, k: int) -> tuple[Any, Any]:
+    """(offsets, sizes) of experts with so many rows."""
+    offsets = make.values([sum(counts[:e]) for e in range(len(counts))], "int32")
+    return offsets, make.values([[m, n, k] for m in counts], "int32")

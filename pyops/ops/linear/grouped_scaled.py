@@ -14,7 +14,16 @@ from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped import block_scaled_product
 from .grouped_plan import plan
 from .grouped_problem import GroupedProblem
-from .grouped_rows import bad_rows, by_rows, check_rows, each_expert, example_sizes, lists_of, weights_of
+from .grouped_rows import (
+    bad_rows,
+    by_rows,
+    check_rows,
+    each_expert,
+    example_counts,
+    example_sizes,
+    lists_of,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,7 +122,7 @@ def example_cutlass_moe_mm(
     per_row: bool = True,
 ) -> tuple[Any, ...]:
     num_experts, n, k = 3, 136, 160
-    offsets, sizes = example_sizes(make, num_tokens, n, k)
+    offsets, sizes = example_sizes(make, example_counts(num_tokens), n, k)
     return (
         make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
         make.randn(num_tokens, k, dtype="float8_e4m3fn"),
@@ -190,7 +199,7 @@ def bad_indices_cutlass_blockwise_scaled_grouped_mm(
 @cutlass_blockwise_scaled_grouped_mm.example
 def example_cutlass_blockwise_scaled_grouped_mm(make: Any, *, num_tokens: int = 16) -> tuple[Any, ...]:
     num_experts, n, k = 3, 136, 160
-    offsets, sizes = example_sizes(make, num_tokens, n, k)
+    offsets, sizes = example_sizes(make, example_counts(num_tokens), n, k)
     return (
         make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
         make.randn(num_tokens, k, dtype="float8_e4m3fn"),

@@ -52,8 +52,8 @@ def mxfp8_experts_quant(
     The scale is the smallest power of two, 2^-127 or more, that is at least ``max|x| * (1/448)``, stored as its
     exponent, biased by 127; of an infinite maximum it is 2^127. ``code = e4m3(x / scale)`` saturates at +-448. NaN is
     ignored by the maximum and stays NaN. Expert e has the rows ``expert_offsets[e] + i`` for i below
-    ``problem_sizes[e, 0]``; its scales lie in tiles that begin at row ``blockscale_offsets[e]`` of `scale_factor`. Rows and
-    columns that fill up its last tile become 0. Nothing is written for an expert whose rows do not all exist, or
+    ``problem_sizes[e, 0]``; its scales lie in tiles that begin at row ``blockscale_offsets[e]`` of `scale_factor`. Rows
+    and columns that fill up its last tile become 0. Nothing is written for an expert whose rows do not all exist, or
     whose tiles reach beyond `scale_factor`, nor for rows of no expert. Rows of two experts must not be the same.
 
     Args:
