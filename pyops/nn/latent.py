@@ -139,6 +139,7 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
             kv_a_proj_with_mqa. kv_b_proj has a plain weight. An indexer is not supported.
         cache_config, quant_config: accepted because vLLM has them.
         prefix: the name of the layer in its model.
+        skip_topk: accepted because vLLM has it, for layers that take over what the indexer of another layer has found.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
         cache_config: Any = None,
         quant_config: Any = None,
         prefix: str = "",
+        skip_topk: bool = False,
     ) -> None:
         super().__init__()
         self.hidden_size, self.num_heads, self.scale, self.prefix = hidden_size, num_heads, scale, prefix
