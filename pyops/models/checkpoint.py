@@ -92,7 +92,7 @@ def load(
                 done += places[name].nbytes
                 if progress:
                     progress(done, total)
-    model.decode()
+    model.prepare()
     return model
 
 

@@ -12,6 +12,7 @@ from .batch import Batch
 from .config import Config
 from .latent import Latent
 from .linear import Linear, Place, ScaledLinear
+from .packed_linear import PackedLinear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +90,7 @@ class LatentAttention:
         """W_k and W_v of each head: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]."""
         if isinstance(self.kv_b, Linear):
             return self.kv_b.weight
-        if isinstance(self.kv_b, ScaledLinear):
+        if isinstance(self.kv_b, ScaledLinear | PackedLinear):
             return self.kv_b.dequantised().to(self.place.dtype)
         return self.kv_b(torch.eye(self.latent.kv_lora_rank, dtype=self.place.dtype, device=self.place.device)).T
 
