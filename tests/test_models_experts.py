@@ -128,8 +128,8 @@ def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path) 
     assert ((torch.cat(ours) - theirs).norm(dim=1) <= 0.1 * theirs.norm(dim=1)).all()
 
 
-def test_texts_of_mxfp4_experts_are_those_of_transformers(tmp_path: Path) -> None:
-    """In float32, where every code is exact; decoded by the function of transformers."""
+def mxfp4_model(folder: Path) -> Any:
+    """gpt-oss in float32, its experts decoded by the function of transformers, and a folder that has their codes."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     torch.manual_seed(5)
@@ -148,13 +148,19 @@ def test_texts_of_mxfp4_experts_are_those_of_transformers(tmp_path: Path) -> Non
             getattr(layer.mlp.experts, name).data = weight.contiguous()
             at = f"model.layers.{i}.mlp.experts.{name}"
             packed |= {f"{at}_blocks": blocks, f"{at}_scales": scales}
-    model.save_pretrained(tmp_path)
-    file, values = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    model.save_pretrained(folder)
+    file, values = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
     tensors = safetensors.torch.load_file(file)
     kept = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in packed}
     safetensors.torch.save_file(kept | packed, file, {"format": "pt"})
     method = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": method}))
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": method}))
+    return model
+
+
+def test_texts_of_mxfp4_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    """In float32, where every code is exact."""
+    model = mxfp4_model(tmp_path)
     prompts = [[(7 * i) % 160 for i in range(30)], [3]]
     found = Engine(load(tmp_path), max_seq_len=128).generate(prompts, SamplingParams(max_tokens=64))
     for prompt, text in zip(prompts, found, strict=True):

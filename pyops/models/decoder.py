@@ -126,14 +126,17 @@ class Decoder:
         if name.endswith(".A_log"):  # mixers hold the decays A themselves
             weights.exp_().neg_()
 
-    def prepare(self) -> None:
+    def prepare(self, checked: bool = True) -> None:
         """Once all tensors of a checkpoint are written: make of packed weights of experts what is multiplied.
+
+        Args:
+            checked: whether it is checked first that they can be, which tensors without data cannot.
 
         Raises:
             ModelError: such weights cannot be multiplied.
         """
         experts = [layer.mlp.weights for layer in self.layers if isinstance(layer.mlp, Experts)]
-        for weights in experts:
+        for weights in experts if checked else ():
             weights.check()
         for weights in experts:
             weights.prepare()

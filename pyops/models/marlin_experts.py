@@ -124,7 +124,7 @@ class MarlinWeight:
     def repack(self) -> None:
         """Move what a checkpoint has written to where Marlin has it, the codes of one expert at a time."""
         if self.perm is not None and self.g_idx is not None:
-            self.perm.copy_(self.orders[0].argsort(1, stable=True))
+            self.perm.copy_(self.orders[0].argsort(dim=1, stable=True))
             self.g_idx.copy_(self._groups_in_order().expand_as(self.g_idx))
         is_awq = isinstance(self.quantization, PackedQuantization) and self.quantization.format == "awq"
         size = self.columns, self.rows, self.bits
