@@ -211,6 +211,16 @@ def test_experts_that_are_not_quantised(case_of: Callable[[str], Case], tmp_path
             assert kinds == [MarlinExperts, PlainExperts]
 
 
+def test_biases_that_gptq_adds(case_of: Callable[[str], Case], tmp_path: Path) -> None:
+    """Of zeros they are not read; others are of no tensor of the architecture."""
+    tensors, name = case_of("gptq").tensors, "model.layers.1.mlp.experts.1.gate_proj.bias"
+    write(tensors | {name: torch.zeros(64).half()}, tmp_path / "packed")
+    assert name not in load(tmp_path / "packed").tensors()
+    write(tensors | {name: torch.ones(64).half()}, tmp_path / "packed")
+    with pytest.raises(ModelError, match="bias: is no tensor of this architecture"):
+        load(tmp_path / "packed")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 def test_the_kernels_of_a_model_are_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,3 +238,21 @@ def test_the_kernels_of_a_model_are_known_before(tmp_path: Path, monkeypatch: py
         found = texts()
     monkeypatch.delenv("PYOPS_JIT")
     assert found == texts()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", FORMATS)
+def test_tokens_on_a_gpu(kind: str, case_of: Callable[[str], Case], tmp_path: Path) -> None:
+    """As on the CPU; steps replay graphs."""
+    case = case_of(kind)
+    engine = Engine(load(tmp_path / "packed", "cuda"), max_seq_len=96, max_num_seqs=2)
+    for text in engine.generate([PROMPT, PROMPT], SamplingParams(max_tokens=COUNT)):
+        check_text(case, text, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_mxfp4_on_a_gpu(tmp_path: Path) -> None:
+    theirs = mxfp4_model(tmp_path)
+    engine = Engine(load(tmp_path, "cuda", "bfloat16"), max_seq_len=96, max_num_seqs=2)
+    for text in engine.generate([PROMPT, PROMPT], SamplingParams(max_tokens=COUNT)):
+        check_text(Case({}, {}, theirs), text, torch.bfloat16)
