@@ -17,6 +17,7 @@ from pyops.models import Config, Engine, SamplingParams, load
 from pyops.models.experts import Experts
 from pyops.models.linear import Place
 from pyops.models.runner import Part, Runner
+from tests.test_models import teacher_forced
 
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SIZES: dict[str, Any] = {
@@ -208,3 +209,32 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_not_served_is_refused(family: str, change: dict[str, Any], field: str) -> None:
     with pytest.raises(ModelError, match=field):
         Config.parse(SIZES | {"head_dim": 32, "architectures": [f"{family}ForCausalLM"]} | change)
+
+
+# Families with experts in bfloat16; of every layer all, because a choice between equals is another one's.
+ON_A_GPU: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3 moe": ("Qwen3Moe", {"num_experts": 4, "norm_topk_prob": True}),
+    "deepseek v2": ("DeepseekV2", LATENT | {"topk_method": "group_limited_greedy"}),
+    "deepseek v2 with entries of the op": ("DeepseekV2", LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "deepseek v3": ("DeepseekV3", LATENT),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "head_dim": 64, "sliding_window": 9}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_A_GPU)
+def test_logits_on_a_gpu(case: str, tmp_path: Path) -> None:
+    """As far from float32 with the same weights as transformers' model in bfloat16 is, at most twice; under graphs."""
+    family, options = ON_A_GPU[case]
+    torch.manual_seed(4)
+    config = getattr(transformers, f"{family}Config")(**SIZES | options | {"initializer_range": 0.06})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().bfloat16().cuda()
+    model.save_pretrained(tmp_path)
+    prompt, following = [(7 * i) % 160 for i in range(30)], [(11 * i) % 160 for i in range(20)]
+    tokens = torch.tensor([prompt + following], device="cuda")
+    with torch.no_grad():
+        theirs = model(tokens).logits[0, len(prompt) - 1 :].float()
+        exact = model.float()(tokens).logits[0, len(prompt) - 1 :]
+    found = teacher_forced(Runner(load(tmp_path, "cuda"), 8, 16, 2, 128), prompt, following).float()
+    assert (found - exact).norm() <= 2 * (theirs - exact).norm()
