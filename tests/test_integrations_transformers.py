@@ -15,6 +15,7 @@ import transformers
 from pyops import ModelError
 from pyops._core.host import toolchain
 from pyops.integrations.transformers import PagedCache, accelerate, cache, modules, report, restore
+from pyops.integrations.transformers.cache import CACHE
 from pyops.testing import cpu
 from tests.test_models import SIZES
 
@@ -87,7 +88,7 @@ def steps(model: Any, past: Any, padded: bool, step: Any = None) -> torch.Tensor
                 positions = (mask.cumsum(-1) - 1).clamp(min=0)
                 options = {"attention_mask": mask, "position_ids": positions[:, -tokens.shape[1] :]}
             call = model if step is None or i == 0 else step
-            found.append(call(tokens, past_key_values=past, logits_to_keep=1, **options).logits)
+            found.append(call(tokens, **{CACHE: past}, logits_to_keep=1, **options).logits)
             tokens, mask = following[:, i : i + 1], torch.cat((mask, torch.ones_like(mask[:, :1])), -1)
     return torch.cat(found, 1)
 
@@ -181,7 +182,7 @@ def test_every_token_of_a_prompt_with_any_cache(kind: str, calls: Counter[str]) 
 
     def logits(kind: str) -> torch.Tensor:
         with torch.no_grad():
-            found = model(tokens, attention_mask=mask, past_key_values=caches[kind], use_cache=kind != "none")
+            found = model(tokens, attention_mask=mask, **{CACHE: caches[kind]}, use_cache=kind != "none")
         return found.logits[mask.bool()]
 
     theirs = logits("none")
@@ -201,9 +202,9 @@ def test_a_prompt_behind_others(case: str) -> None:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         longer = torch.cat((mask, torch.ones_like(more)), -1)
         with torch.no_grad():
-            model(tokens, attention_mask=mask, position_ids=positions, past_key_values=past)
+            model(tokens, attention_mask=mask, position_ids=positions, **{CACHE: past})
             positions = (longer.cumsum(-1) - 1)[:, 13:]
-            return model(more, attention_mask=longer, position_ids=positions, past_key_values=past).logits
+            return model(more, attention_mask=longer, position_ids=positions, **{CACHE: past}).logits
 
     theirs = logits(transformers.DynamicCache(config=model.config))
     accelerate(model)
@@ -583,7 +584,7 @@ def test_which_cache_is_made(model: Any) -> None:
     def made(**options: Any) -> Any:
         options = {"attention_mask": mask, "do_sample": False} | options
         options |= {"max_new_tokens": 3, "pad_token_id": 0, "return_dict_in_generate": True}
-        return model.generate(tokens, **options).past_key_values
+        return model.generate(tokens, **options)[CACHE]
 
     assert type(made()) is PagedCache
     assert not made().is_compileable
@@ -596,7 +597,7 @@ def test_which_cache_is_made(model: Any) -> None:
     assert type(made(attention_mask=mask.flip(1))) is transformers.DynamicCache
     assert type(made(attention_mask=torch.ones_like(mask))) is PagedCache
     given = transformers.DynamicCache(config=model.config)
-    assert made(past_key_values=given) is given
+    assert made(**{CACHE: given}) is given
     restore(model)
     assert type(made()) is transformers.DynamicCache
 
@@ -606,8 +607,8 @@ def test_beams_over_a_paged_cache(model: Any) -> None:
     options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
     before = model.generate(tokens, **options)
     accelerate(model)
-    assert torch.equal(model.generate(tokens, past_key_values=PagedCache(model.config), **options), before)
-    assert torch.equal(model.generate(tokens, past_key_values=PagedCache(model.config, 40), **options), before)
+    assert torch.equal(model.generate(tokens, **{CACHE: PagedCache(model.config)}, **options), before)
+    assert torch.equal(model.generate(tokens, **{CACHE: PagedCache(model.config, 40)}, **options), before)
 
 
 @pytest.mark.parametrize("limit", [None, 50])
@@ -616,7 +617,18 @@ def test_the_cache_of_a_model_that_is_not_accelerated(limit: int | None) -> None
     tokens, mask = prompts()
     options = {"attention_mask": mask, "max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
     before = model.generate(tokens, **options)
-    assert torch.equal(model.generate(tokens, past_key_values=PagedCache(model.config, limit), **options), before)
+    assert torch.equal(model.generate(tokens, **{CACHE: PagedCache(model.config, limit)}, **options), before)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_layer_takes_its_cache_by_either_name(name: str, model: Any) -> None:
+    """Newer and older versions of transformers name it differently, and so does the code that calls one layer."""
+    accelerate(model)
+    past = PagedCache(model.config)
+    x, positions = torch.randn(1, 5, model.config.hidden_size), torch.arange(5)[None]
+    with torch.no_grad():
+        model.model.layers[0](x, position_embeddings=model.model.rotary_emb(x, positions), **{name: past})
+    assert past.get_seq_length() == 5
 
 
 def test_the_cache_grows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,7 +637,7 @@ def test_the_cache_grows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate(model)
     assert equal(generated(model), before)
     past = PagedCache(model.config)
-    model.generate(prompts()[0], past_key_values=past, max_new_tokens=20, do_sample=False)
+    model.generate(prompts()[0], **{CACHE: past}, max_new_tokens=20, do_sample=False)
     assert past.layers[0].keys.shape[2] == 32
     assert past.get_seq_length() == 13 + 19
 
@@ -638,7 +650,7 @@ def test_crop_and_reset(limit: int | None, model: Any) -> None:
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return model(tokens, past_key_values=past).logits
+            return model(tokens, **{CACHE: past}).logits
 
     first = logits(tokens)
     last = logits(tokens[:, :1])
@@ -657,10 +669,10 @@ def test_more_tokens_than_a_cache_has_room_for(model: Any) -> None:
     tokens, _ = prompts()
     past = PagedCache(model.config, 13)
     with torch.no_grad():
-        model(tokens, past_key_values=past)
+        model(tokens, **{CACHE: past})
         before = past.layers[0].keys.clone()
         with pytest.raises(ValueError, match="PagedCache: max_cache_len: expected at least 14 tokens, got 13"):
-            model(tokens[:, :1], past_key_values=past)
+            model(tokens[:, :1], **{CACHE: past})
     assert torch.equal(past.layers[0].keys, before)
     with pytest.raises(ValueError, match="max_cache_len: expected 1 or more, got 0"):
         PagedCache(model.config, 0)
@@ -673,10 +685,10 @@ def test_a_compiled_step_writes_no_other_row(model: Any) -> None:
     past = PagedCache(model.config, 14)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        model(tokens, past_key_values=past)
-        compiled(tokens[:, :1], past_key_values=past)
+        model(tokens, **{CACHE: past})
+        compiled(tokens[:, :1], **{CACHE: past})
         full = past.layers[0].keys.clone()
-        compiled(tokens[:, 1:2], past_key_values=past)
+        compiled(tokens[:, 1:2], **{CACHE: past})
     assert torch.equal(past.layers[0].keys, full)
 
 
@@ -691,7 +703,7 @@ def test_a_mask_that_the_cache_cannot_have_is_refused(kind: str, model: Any) -> 
         "window": torch.ones(3, 1, 13, 13, dtype=torch.bool).tril().triu(-5),
     }[kind]
     with torch.no_grad(), pytest.raises(ValueError, match="PagedCache: attention_mask: expected a causal mask"):
-        model(tokens, attention_mask=mask, past_key_values=PagedCache(model.config))
+        model(tokens, attention_mask=mask, **{CACHE: PagedCache(model.config)})
 
 
 # On a GPU

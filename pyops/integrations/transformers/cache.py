@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from ...ops.attention import paged_attention_v1, paged_attention_varlen
 from ...ops.cache import reshape_and_cache_flash
 
+# What transformers calls the cache of a forward and of `generate`: `cache` from version 5.24 on.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 _BLOCK = 16  # slots of a block
 _STEP = 256  # slots by which a cache without a limit grows, at least
 

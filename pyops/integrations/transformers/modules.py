@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...ops.activation import silu_and_mul
 from ...ops.norm import fused_add_rms_norm, rms_norm
 from ...ops.rotary import rotary_embedding
-from .cache import PagedCache, Sequences
+from .cache import CACHE, PagedCache, Sequences
 from .joined import Joined, hooked
 
 PAGED = ("sdpa", "eager")  # implementations of attention whose masks PagedCache reads
@@ -127,7 +128,7 @@ class Attention(Replacement):
         is_windowed = type(module).__name__ in ("MistralAttention", "MixtralAttention")
         whole = module.config.sliding_window if is_windowed else None
         self.sliding_window = getattr(module, "sliding_window", whole)
-        self.eager = self.original.__func__.__globals__["eager_attention_forward"]
+        self.eager = inspect.unwrap(self.original.__func__).__globals__["eager_attention_forward"]
         self.norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
 
     def forward(
@@ -135,17 +136,19 @@ class Attention(Replacement):
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
+        cache: Any = None,
+        *,
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
+        cache = past_key_values if cache is None else cache
         if not isinstance(position_embeddings, Step):
-            return self.original(
-                hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
+            kwargs |= {
+                "position_embeddings": position_embeddings,
+                "attention_mask": attention_mask,
+                CACHE: cache,
+            }
+            return self.original(hidden_states, **kwargs)
         step, module = position_embeddings, self.module
         heads = [part.unflatten(-1, (-1, module.head_dim)) for part in self.qkv(hidden_states).split(self.sizes, -1)]
         query, key, value = heads
@@ -155,8 +158,8 @@ class Attention(Replacement):
             query, key = (x.clone() if hooked(norm) else x for norm, x in normalised)
         rotary_embedding(step.positions, query, key, module.head_dim, step.cos_sin_cache, True)
         weights = None
-        if isinstance(past_key_values, PagedCache) and self._paged(kwargs):
-            layer = past_key_values.layers[module.layer_idx]
+        if isinstance(cache, PagedCache) and self._paged(kwargs):
+            layer = cache.layers[module.layer_idx]
             window = self.sliding_window or 0
             layer.reserve(key.transpose(1, 2), value.transpose(1, 2))
             if window not in step.sequences:
@@ -166,8 +169,8 @@ class Attention(Replacement):
             out = layer.attend(query, where, module.scaling, window)
         else:
             states = key.transpose(1, 2), value.transpose(1, 2)
-            if past_key_values is not None:
-                states = past_key_values.update(*states, module.layer_idx)
+            if cache is not None:
+                states = cache.update(*states, module.layer_idx)
             dropout = module.attention_dropout if module.training else 0.0
             windowed = {"sliding_window": self.sliding_window} if self.sliding_window else {}
             interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, self.eager)
@@ -219,15 +222,17 @@ class DecoderLayer(Replacement):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         use_cache: bool | None = False,
         position_embeddings: Any = None,
+        *,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         kwargs |= {
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            "past_key_values": past_key_values,
+            CACHE: past_key_values if cache is None else cache,
             "use_cache": use_cache,
             "position_embeddings": position_embeddings,
         }
@@ -273,9 +278,9 @@ class Generation(Replacement):
     def forward(
         self, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
     ) -> None:
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         self.original(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if (
             given is None
             and type(cache) in (DynamicCache, StaticCache)
@@ -290,7 +295,7 @@ class Generation(Replacement):
             if type(cache) is StaticCache:
                 # As long as that of the last call, at least: a compiled step then need not be compiled again.
                 longest = max(max_cache_length, getattr(self.module, "_previous_max_cache_length", 0))
-            model_kwargs["past_key_values"] = PagedCache(self.module.config, longest)
+            model_kwargs[CACHE] = PagedCache(self.module.config, longest)
 
 
 def _padded_on_the_left(mask: Any) -> bool:
