@@ -13,7 +13,7 @@
 //     CODE_ACCESS   bytes of codes in one memory access; divides 8
 //     HAS_SCALE_ROWS    scale_rows are given
 
-#include "vec.cuh"
+#include "packed.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 nvfp4_to_bf16(bf16_t* dense,              // [num_rows, 16 * blocks]
@@ -39,9 +39,7 @@ nvfp4_to_bf16(bf16_t* dense,              // [num_rows, 16 * blocks]
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const uint32_t code = bytes.data[half * 4 + j / 2] >> j % 2 * 4 & 15u;
-            // A digit for each magnitude: twice 0, 0.5, 1, 1.5, 2, 3, 4, 6.
-            const float twice = float(int(0xc8643210u >> (code & 7u) * 4 & 15u));
-            x[j] = (code & 8u ? -0.5f : 0.5f) * twice * scale;
+            x[j] = e2m1_to_float(code) * scale;
         }
         Vec<bf16_t, 8>::from_floats(x).store(dense + i * 16 + half * 8);
     }
