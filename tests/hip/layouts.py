@@ -65,9 +65,7 @@ WMMA_11 = {
     1: Instruction(16, 4, lambda lane, gpr, e: 4 * gpr + e, _wmma_11_row),
 }
 WMMA_12 = {
-    2: Instruction(
-        16, 4, lambda lane, gpr, e: 8 * (gpr // 2) + 4 * (lane // 16) + 2 * (gpr % 2) + e, _wmma_12_row
-    ),
+    2: Instruction(16, 4, lambda lane, gpr, e: 8 * (gpr // 2) + 4 * (lane // 16) + 2 * (gpr % 2) + e, _wmma_12_row),
     1: Instruction(16, 2, lambda lane, gpr, e: 8 * (lane // 16) + 4 * gpr + e, _wmma_12_row),
 }
 
