@@ -53,7 +53,8 @@ FORMATS: dict[str, tuple[str, dict[str, Any], type]] = {
     "awq, latent attention": ("DeepseekV3", AWQ | {"group_size": 16}, MarlinExperts),
     "gptq": ("Qwen3Moe", GPTQ | {"sym": True}, MarlinExperts),
     "gptq, act-order": ("Mixtral", GPTQ | {"desc_act": True, "checkpoint_format": "gptq_v2"}, MarlinExperts),
-    "gptq, 8 bits, zero points": ("Qwen3Moe", GPTQ | {"bits": 8, "group_size": -1}, MarlinExperts),
+    "gptq, zero points": ("Qwen3Moe", GPTQ | {"group_size": -1}, MarlinExperts),
+    "gptq, 8 bits, zero points": ("Qwen3Moe", GPTQ | {"bits": 8}, PackedAsPlain),
     "gptq, 3 bits, act-order": ("Mixtral", GPTQ | {"bits": 3, "desc_act": True}, PackedAsPlain),
     "packed": ("Qwen3Moe", compressed(), MarlinExperts),
     "packed, zero points, order": ("Mixtral", compressed(symmetric=False, actorder="group"), MarlinExperts),
@@ -63,7 +64,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any], type]] = {
         MarlinExperts,
     ),
 }
-PRODUCTS_ALONE = ("gptq, 8 bits, zero points", "packed", "packed, 8 bits, channels")
+PRODUCTS_ALONE = ("gptq, zero points", "gptq, 8 bits, zero points", "packed", "packed, 8 bits, channels")
 PROJECTION = re.compile(r".*(_proj|_mqa|\.w[123])\.weight")
 
 
@@ -169,10 +170,10 @@ WRONG: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
         r"experts\.1\.w2\.g_idx: expected 2 groups of one size",
     ),
     "zero points beyond codes": (
-        "gptq, 8 bits, zero points",
+        "gptq, zero points",
         "gate_proj.qzeros",
-        lambda zeros: zeros | 0xFF,
-        r"gate_proj\.qzeros: expected zero points up to 255, got 256",
+        lambda zeros: zeros | 15,
+        r"gate_proj\.qzeros: expected zero points up to 15, got 16",
     ),
     "zero points of symmetric codes": (
         "gptq",

@@ -16,26 +16,32 @@ from ..ops.linear.repack import TILE_COLUMNS
 from .expert_weights import STACKED, expert_biases, named_biases, projections
 from .linear import Place
 from .mixture import Mixture
-from .packed_linear import MARLIN_BITS, PackedLinear
+from .packed_linear import PackedLinear
 from .quantization import MX_BLOCK, Mxfp4Experts, PackedQuantization
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # Types of codes: {(bits, whether there are zero points): name}.
-_TYPES = {(4, False): "uint4b8", (8, False): "uint8b128", (4, True): "uint4", (8, True): "uint8"}
+_TYPES = {(4, False): "uint4b8", (4, True): "uint4", (8, False): "uint8b128"}
 
 
 def serves(
     quantization: PackedQuantization | Mxfp4Experts, mixture: Mixture, hidden_size: int, dtype: torch.dtype
 ) -> bool:
-    """Whether `fused_marlin_moe` takes such weights, and activations of the dtype."""
+    """Whether kernels of `fused_marlin_moe` read such weights, for activations of the dtype."""
     channels = mixture.intermediate_size
     if dtype == torch.float32 or hidden_size % TILE_COLUMNS or 2 * channels % TILE_COLUMNS:
         return False
     if isinstance(quantization, Mxfp4Experts):
         return min(hidden_size, channels) > MX_BLOCK  # Marlin has no form of e2m1 in one group
-    return quantization.bits in MARLIN_BITS
+    # Codes of 8 bits with zero points have no kernel that reads them: every call would write all weights in full.
+    return quantization.bits == 4 or (quantization.bits == 8 and not _has_zeros(quantization))
+
+
+def _has_zeros(quantization: PackedQuantization) -> bool:
+    """Whether there are zero points that are not in the middle of codes."""
+    return quantization.has_zeros and not quantization.is_symmetric
 
 
 class MarlinWeight:
@@ -71,7 +77,7 @@ class MarlinWeight:
         if isinstance(quantization, Mxfp4Experts):
             name, self.groups, dtype = "float4_e2m1f", self.columns // MX_BLOCK, torch.uint8
         else:
-            has_zeros = quantization.has_zeros and not quantization.is_symmetric
+            has_zeros = _has_zeros(quantization)
             has_order, dtype = quantization.has_order, place.dtype
             name = _TYPES[quantization.bits, has_zeros]
             self.groups = self.columns // quantization.columns_of_group(self.columns)

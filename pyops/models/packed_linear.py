@@ -13,7 +13,6 @@ from .quantization import PackedQuantization
 if TYPE_CHECKING:
     from torch import Tensor
 
-MARLIN_BITS = (4, 8)  # of codes that have a layout of Marlin's
 _NAMES = {  # of tensors in a checkpoint: words of codes, words of zero points, scales, groups of rows
     "awq": ("qweight", "qzeros", "scales", "g_idx"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
@@ -138,7 +137,7 @@ def check_written(quantization: PackedQuantization, name: str, tensor: Tensor) -
         size = quantization.columns_of_group(len(tensor))
         if (tensor.cpu() != torch.arange(len(tensor)) // size).any():
             raise ModelError(name, f"expected groups of {size} neighbours, as without desc_act")
-    keeps_zeros = not quantization.is_symmetric or quantization.bits not in MARLIN_BITS or ".experts." not in name
+    keeps_zeros = not quantization.is_symmetric or quantization.bits not in (4, 8) or ".experts." not in name
     if name.endswith(".qzeros") and not keeps_zeros and (tensor != _middle(quantization)).any():
         raise ModelError(name, "expected zero points in the middle of codes, as with sym")
 
