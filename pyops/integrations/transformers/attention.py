@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.modeling_utils import AttentionInterface
 
+from ..._core.errors import OpError
 from ...ops.rotary import rotary_embedding
 from .cache import PagedCache, PagedLayer
 from .joined import Joined
@@ -260,6 +261,7 @@ def attention_of(module: Any, rotary: Any) -> BoundAttention:
     Raises:
         Unknown: nothing does.
     """
+    bound_forward(forward_of(module))  # what asks no interface need not be tried
     played = _played(module)
     theirs = _results(played, partial(forward_of(played), played), DynamicCache(), rotary)
     why = "its attention function is not that of the ops"
@@ -268,7 +270,7 @@ def attention_of(module: Any, rotary: Any) -> BoundAttention:
             paged = PagedCache(played.config)
             paged.layers[module.layer_idx] = layer = _Watched(None)
             ours = _results(played, replacement(played, rotary).forward, paged, rotary)
-        except Unknown as reason:
+        except (Unknown, OpError) as reason:
             why = str(reason)
         else:
             if layer.has_attended and agree(ours, theirs):

@@ -79,6 +79,8 @@ class DecoderLayer(Replacement):
         self.attention, self.mlp = (parts.get(getattr(module, name)) for name in (form.attention, form.mlp))
         if not any(norm is not None and norm.fuses for norm in (self.before_attention, self.before_mlp)):
             raise Unknown("no norm of it adds")
+        if "position_embeddings" not in form.given.values():
+            raise Unknown("it is given no rotary embedding")
         self.passive = [getattr(module, name) for name in form.passive]
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer, form = self.module, self.form

@@ -104,7 +104,7 @@ def _tried(module: Any) -> Form:
     candidates = [Form(op, epsilon) for op in _OPS for epsilon in _epsilons(module) if _may(op, module)]
     found = nearest(candidates, ours, theirs)
     if found is None:
-        raise Unknown("no norm of this library computes what it does")
+        raise Unknown("no op computes what it does")
     return found
 
 

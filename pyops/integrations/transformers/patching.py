@@ -103,23 +103,24 @@ class _Found:
         attentions = [module for module in modules if is_attention(module)]
         for module in modules:
             self._try(module)
+        served = {type(module) for module in attentions if isinstance(self.replacements.get(module), BoundAttention)}
+        # Without one, nothing takes what a rotary embedding and a layer leave.
+        why = None if served else "no attention is replaced"
+        for module in self.rotary:
+            self._add(module, lambda module=module: RotaryEmbedding(module, self.config), why)
         norms = {module: one for module, one in self.replacements.items() if isinstance(one, Norm)}
         layers = [layer for layer in modules if any(part in attentions for part in layer.children())]
         for layer in layers:
-            self._add(layer, lambda layer=layer: DecoderLayer(layer, norms, self.replacements))
+            self._add(layer, lambda layer=layer: DecoderLayer(layer, norms, self.replacements), why)
         for layer, following in zip(layers, layers[1:], strict=False):
             one, after = (self.replacements.get(each) for each in (layer, following))
             if isinstance(one, DecoderLayer) and isinstance(after, DecoderLayer):
                 one.following = after
-        served = [isinstance(self.replacements.get(module), BoundAttention) for module in attentions]
-        why = None if any(served) else "no attention is replaced"
-        for module in self.rotary:
-            self._add(module, lambda module=module: RotaryEmbedding(module, self.config), why)
         if hasattr(model, "_prepare_cache_for_generation"):
-            if served and all(served):
+            if served and all(type(module) in served for module in attentions):
                 self.replacements = {model: Generation(model), **self.replacements}
             else:
-                self.why[model] = "not every attention reads a PagedCache"
+                self.why[model] = "not every kind of attention reads a PagedCache"
 
     def report(self, model: Any) -> Report:
         """An entry for each module that is replaced or left with a reason."""

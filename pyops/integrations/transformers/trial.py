@@ -154,6 +154,8 @@ def nearest(
         Unknown: a module's own forward fails on what it is given.
     """
     exact, rounded = tried(lambda: theirs(torch.float32)), tried(lambda: theirs(torch.bfloat16))
+    if not isinstance(exact, Tensor) or not isinstance(rounded, Tensor):
+        raise Unknown("its forward gives more than a tensor")
     found: list[tuple[int, _T]] = []
     for candidate in candidates:
         try:
@@ -169,9 +171,12 @@ def tried(call: Callable[[], _T]) -> _T:
     """What a call returns.
 
     Raises:
-        Unknown: it fails, for whatever reason: the code is not ours.
+        OpError: an op refuses what it is given.
+        Unknown: the call fails for another reason: the code is not ours.
     """
     try:
         return call()
+    except OpError:
+        raise
     except Exception as error:
         raise Unknown(f"its forward cannot be tried: {type(error).__name__}: {error}") from error
