@@ -524,7 +524,7 @@ def other_sum(model: Any) -> None:
     model.model.layers[0].__class__ = Scaled
 
 
-PAGED = "not every kind of attention reads a PagedCache"
+PAGED = "not every layer has an attention that reads a PagedCache"
 
 
 @pytest.mark.parametrize(

@@ -16,22 +16,22 @@ from transformers import DynamicCache
 from transformers.modeling_utils import AttentionInterface
 
 from ..._core.errors import OpError
-from ...ops.rotary import rotary_embedding
 from .cache import PagedCache, PagedLayer
 from .joined import Joined
 from .replacement import CACHE_NAMES, Replacement, hooked, renamed, served
 from .rotary import POSITIONS, Step, Turn, angles_of, turn_of
-from .trial import StandIn, Unknown, agree, forward_of, randn, tried, twin, width
+from .trial import StandIn, Unknown, agree, forward_of, randn, settings, tried, twin, width
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, whose masks PagedCache reads
 _PAST = "pyops_past"  # the argument that forwards pass on to the attention function
 # Arguments of attention functions that "sdpa" and "eager" do not read, or that `attend` reads itself.
 _OPTIONS = {"scaling", "softcap", "s_aux", "dropout", "is_causal", "sliding_window", "output_attentions"}
 _IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict", *CACHE_NAMES}
-# What a forward may name that is served by one product and one op; what else it names, it may read.
+# What a forward may name, beside its settings, that one product and one op serve: nothing else of its arguments.
 _JOINED = {"shape", "view", "transpose", "reshape", "contiguous", "head_dim", "layer_idx", "config", "scaling", "training"}
 _JOINED |= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "update", "get_interface", "getattr"}
 _JOINED |= {"attention_dropout", "sliding_window", "attn_logit_softcapping", "_attn_implementation", "eager_attention_forward"}
+_JOINED |= {"nn", "functional", "dropout"}
 _PROMPT, _HIDDEN = 5, 16  # tokens and hidden size of a trial
 
 
@@ -143,8 +143,9 @@ def bound_forward(function: Any) -> Any:
 
 
 def is_attention(module: Any) -> bool:
-    """Whether a module attends to a cache: it knows its layer, and has the configuration of its model."""
-    return hasattr(module, "layer_idx") and hasattr(module, "config") and any(width(part) for part in module.children())
+    """Whether a module attends to a cache: it knows its layer and updates a cache between its projections."""
+    knows = hasattr(module, "layer_idx") and hasattr(module, "config") and any(width(part) for part in module.children())
+    return knows and "update" in forward_of(module).__code__.co_names
 
 
 class BoundAttention(Replacement):
@@ -187,30 +188,29 @@ class JoinedAttention(BoundAttention):
         super().__init__(module, rotary)
         function = forward_of(module)
         interface, turns = seams(function)
-        strange = set(function.__code__.co_names) - _JOINED - {interface, *turns}
+        strange = set(function.__code__.co_names) - _JOINED - {interface, *turns} - settings(module).keys()
         turn = next(iter(turns.values()), None)
-        if strange or turn is None or turn.layout != "halves" or turn.in_float32[0] is not False:
+        linears = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+        if strange or turn is None or not all(map(width, linears)):
             raise Unknown("its forward is not that of one product")
-        self.is_neox, self.interface = turn.is_neox, function.__globals__[interface]
+        self.turn, self.interface = turn, function.__globals__[interface]
         self.options, self.eager = _asked(module, interface, rotary)
-        self.qkv = Joined(module.q_proj, module.k_proj, module.v_proj)
+        self.qkv = Joined(*linears)
         self.sizes = [linear.out_features for linear in self.qkv.linears]
         self.norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
-        self.op = f"rotary_embedding, and with a PagedCache {self.paged}"
+        # Of all heads together, or of each.
+        self.norms_heads = not self.norms or self.norms[0].weight.shape[-1] == module.head_dim
+        rotary_op = "flashinfer_rotary_embedding" if turn.in_float32[0] else "rotary_embedding"
+        self.op = f"{rotary_op}, and with a PagedCache {self.paged}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self.parameters[1:], args, strict=False)) | renamed(kwargs, self.parameters)
         hidden_states, step, module = given.pop("hidden_states"), given.pop("position_embeddings", None), self.module
-        if not isinstance(step, Step) or step[0].dtype != hidden_states.dtype:
+        if not isinstance(step, Step) or module.training:
             return super().forward(*args, **kwargs)
-        heads = [part.unflatten(-1, (-1, module.head_dim)) for part in self.qkv(hidden_states).split(self.sizes, -1)]
-        query, key, value = heads
-        if self.norms:
-            # What a hook has seen of them is not turned with them.
-            normalised = [(norm, norm(x)) for norm, x in zip(self.norms, heads, strict=False)]
-            query, key = (x.clone() if hooked(norm) else x for norm, x in normalised)
-        positions, cos_sin_cache = step.table()
-        rotary_embedding(positions, query, key, module.head_dim, cos_sin_cache, self.is_neox)
+        query, key, value = self._heads(hidden_states)
+        if not self.turn.in_place(step, query, key):
+            return super().forward(*args, **kwargs)
         states, past = (key.transpose(1, 2), value.transpose(1, 2)), None
         name = next(name for name in CACHE_NAMES if name in self.parameters)
         cache, mask = given.pop(name, None), given.pop("attention_mask", None)
@@ -223,10 +223,20 @@ class JoinedAttention(BoundAttention):
             states = past.layer.kept()
         elif cache is not None:
             states = cache.update(*states, module.layer_idx)
-        options = self.options | {"dropout": module.attention_dropout if module.training else 0.0} | given
         function = self.interface.get_interface(module.config._attn_implementation, self.eager)
+        options = self.options | {"dropout": 0.0} | given
         out, weights = attend(function, module, query.transpose(1, 2), *states, mask, pyops_past=past, **options)
         return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _heads(self, hidden_states: Tensor) -> list[Tensor]:
+        """Queries, keys and values [batch, count, num_heads, head_dim], of which the first two may be written."""
+        parts = list(self.qkv(hidden_states).split(self.sizes, -1))
+        heads = [part.unflatten(-1, (-1, self.module.head_dim)) for part in parts]
+        for i, norm in enumerate(self.norms):
+            normalised = norm(heads[i]) if self.norms_heads else norm(parts[i]).view(heads[i].shape)
+            # What a hook has seen of it is not turned with it.
+            heads[i] = normalised.clone() if hooked(norm) else normalised
+        return heads
 
     def remove(self) -> None:
         super().remove()

@@ -137,6 +137,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             None for a mask that is not causal, in one of the windows, with padding on the left; and then for every
             mask, until the layer is reset.
         """
+        # One mask for all heads.
+        self.is_regular &= attention_mask is None or (attention_mask.ndim == 4 and attention_mask.shape[1] == 1)
         if not self.is_regular:
             return None
         firsts, past = self._firsts(), self.cumulative_length - count
@@ -223,7 +225,7 @@ def _fits(attended: Tensor, starts: Tensor, past: Any, sliding_window: int) -> b
     expected = (keys <= queries) & (keys >= starts[:, None, None])
     if sliding_window:
         expected &= keys > queries - sliding_window
-    return attended.shape[1] == 1 and torch.equal(attended[:, 0].expand(expected.shape), expected)
+    return torch.equal(attended[:, 0].expand(expected.shape), expected)
 
 
 class PagedCache(Cache):  # type: ignore[misc]

@@ -69,7 +69,7 @@ class Norm(Replacement):
         # Heads in front of tokens are a view of heads behind them, whose rows have one stride.
         heads_first = hidden_states.ndim == 4 and not hidden_states.is_contiguous()
         rows = hidden_states.transpose(1, 2) if heads_first else hidden_states
-        if self.op != "rms_norm":
+        if self.op != "rms_norm" and not _has_one_stride(rows):
             rows = rows.contiguous()
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         self.form(self.module, out, rows)
@@ -84,6 +84,12 @@ class Norm(Replacement):
         total = torch.empty_like(residual)
         gemma_rms_norm(input, input, weight, epsilon, residual, total)
         return input, total
+
+
+def _has_one_stride(x: Tensor) -> bool:
+    """Whether the rows of a tensor follow each other at one distance."""
+    pairs = zip(range(x.ndim - 2), range(1, x.ndim - 1), strict=True)
+    return x.stride(-1) == 1 and all(x.stride(i) == x.stride(j) * x.shape[j] for i, j in pairs)
 
 
 def _tried(module: Any) -> Form:

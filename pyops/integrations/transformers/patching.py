@@ -117,10 +117,13 @@ class _Found:
             if isinstance(one, DecoderLayer) and isinstance(after, DecoderLayer):
                 one.following = after
         if hasattr(model, "_prepare_cache_for_generation"):
-            if served and all(type(module) in served for module in attentions):
+            # Each layer of the cache belongs to one of them.
+            layers_of_cache = range(self.config.get_text_config(decoder=True).num_hidden_layers)
+            of_each = sorted(module.layer_idx for module in attentions) == list(layers_of_cache)
+            if served and of_each and all(type(module) in served for module in attentions):
                 self.replacements = {model: Generation(model), **self.replacements}
             else:
-                self.why[model] = "not every kind of attention reads a PagedCache"
+                self.why[model] = "not every layer has an attention that reads a PagedCache"
 
     def report(self, model: Any) -> Report:
         """An entry for each module that is replaced or left with a reason."""
@@ -146,7 +149,9 @@ class _Found:
             self._add(module, lambda: MLP(module, self.trials))
         elif next(module.children(), None) is None and not (width(module) or module in self.rotary):
             if not isinstance(module, nn.Embedding):
-                self._add(module, lambda: Norm(module, self.dtype, self.trials))
+                large = any(weight.ndim > 2 for weight in module.parameters())
+                why = "no op computes what it does" if large else None
+                self._add(module, lambda: Norm(module, self.dtype, self.trials), why)
                 if not has_weights:  # an activation, or dropout
                     self.why.pop(module, None)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.rotary import apply_rotary_emb
+from ...ops.rotary import apply_rotary_emb, flashinfer_rotary_embedding, rotary_embedding
 from .cache import Sequences
 from .replacement import Replacement, served
 from .trial import Unknown, agree, forward_of, randn, tried, twin
@@ -42,7 +42,7 @@ class Step:
 
     def __init__(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> None:
         self._angles, self._shape = (cos, sin), hidden_states.shape[:2]
-        self._table: tuple[Tensor, Tensor] | None = None
+        self._tables: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.slots: Tensor | None = None
         self.sequences: list[tuple[Tensor | None, int, Sequences | None]] = []
         self.left: Left | None = None
@@ -57,15 +57,20 @@ class Step:
     def __len__(self) -> int:
         return len(self._angles)
 
-    def table(self) -> tuple[Tensor, Tensor]:
-        """(positions [batch, count]: the row of each token; [rows, head_dim]: cosines, then sines, of its angles)."""
-        if self._table is None:
-            cos, sin = self._angles
-            half, (batch, count) = cos.shape[-1] // 2, cos.shape[:2]
-            cos_sin_cache = torch.cat((cos[..., :half], sin[..., :half]), -1).flatten(0, 1)
-            positions = torch.arange(batch * count, device=cos.device).view(batch, count)
-            self._table = positions.expand(self._shape), cos_sin_cache
-        return self._table
+    def table(self, turn: Turn, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(positions [batch, count]: the row of each token; [rows, rotary_dim]: cosines, then sines, of its angles).
+
+        Args:
+            turn: says where the angles of the pairs are.
+            dtype: of the table.
+        """
+        key = turn.layout, dtype
+        if key not in self._tables:
+            cos, sin = (turn.angles(x).to(dtype) for x in self._angles)
+            cos_sin_cache = torch.cat((cos, sin), -1).flatten(0, 1)
+            positions = torch.arange(len(cos_sin_cache), device=cos.device).view(cos.shape[:2])
+            self._tables[key] = positions.expand(self._shape), cos_sin_cache
+        return self._tables[key]
 
 
 class RotaryEmbedding(Replacement):
@@ -144,6 +149,21 @@ class Turn(NamedTuple):
         if self.layout == "single":
             return x
         return x[..., : x.shape[-1] // 2] if self.layout == "halves" else x[..., ::2].contiguous()
+
+    def in_place(self, step: Step, query: Tensor, key: Tensor) -> bool:
+        """Turn heads [batch, count, num_heads, head_dim] in place by the angles of a step; False if no op does."""
+        angles = step[0].dtype
+        in_float32 = self.in_float32[angles != query.dtype]
+        if in_float32 is None or (not in_float32 and angles != query.dtype):
+            return False
+        positions, cos_sin_cache = step.table(self, torch.float32 if in_float32 else angles)
+        head_size = query.shape[-1]
+        if in_float32:
+            rows = (x.view(-1, *x.shape[2:]) for x in (query, key))
+            flashinfer_rotary_embedding(positions.flatten(), *rows, head_size, cos_sin_cache, self.is_neox)
+        else:
+            rotary_embedding(positions, query, key, head_size, cos_sin_cache, self.is_neox)
+        return True
 
     def _turned(self, x: Tensor, angles: tuple[Tensor, Tensor], heads_first: bool, in_float32: bool) -> Tensor:
         rows = x.transpose(1, 2) if heads_first else x

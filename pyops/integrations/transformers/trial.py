@@ -37,8 +37,9 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def forward_of(module: Any) -> Any:
-    """The function that the class of a module has for a forward, without its decorators."""
-    return inspect.unwrap(type(module).forward)
+    """The function that the class of a module has for a forward, without its decorators; one that fails for none."""
+    found = inspect.unwrap(type(module).forward)
+    return found if inspect.isfunction(found) else nn.Module.forward
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
