@@ -1,7 +1,8 @@
 """Mixtures of experts end to end: routing, products with the weights of experts, and the sum over a token's choices.
 
 A call of 16-bit weights is four launches: rows are sorted by their experts; a product with its activation; a product
-under the router's weights; the sum. No input is permuted, and what the activation takes lies in no memory.
+under the router's weights; the sum. No input is permuted, and what the activation takes lies in no memory. A clamped
+activation is a launch of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._core.errors import OpError
 from ._core.tensor import new
+from .ops.activation.gated import silu_and_mul_with_clamp
 from .ops.linear.gemm_problem import SCALE_BLOCK
 from .ops.linear.grouped import grouped_gemm
 from .ops.linear.grouped_plan import block_size_for
@@ -41,6 +43,7 @@ class FusedMoEQuantConfig:
         w1_scale, w2_scale: float32 scales of the weights, as `b_scales` of `grouped_gemm`; or None.
         a1_scale, a2_scale: one float32, the scale of all activations; None to find scales.
         w1_bias, w2_bias: [num_experts, rows of a weight] of the dtype of hidden_states; or None.
+        gemm1_clamp_limit: of the activation "silu", the largest gate and the largest magnitude of an up; or None.
     """
 
     quant_dtype: Any = None
@@ -52,6 +55,7 @@ class FusedMoEQuantConfig:
     a2_scale: Tensor | None = None
     w1_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+    gemm1_clamp_limit: float | None = None
 
 
 _PLAIN = FusedMoEQuantConfig()
@@ -102,6 +106,11 @@ def fused_experts(
         global_num_experts = expert_map.shape[0]
     elif global_num_experts < 0:
         global_num_experts = num_experts
+    limit = getattr(config, "gemm1_clamp_limit", None)
+    if limit is not None and activation != "silu":
+        raise OpError(
+            "fused_experts", "quant_config", f"gemm1_clamp_limit: expected None with {activation}, got {limit}"
+        )
     num_rows, intermediate_size = num_tokens * topk, w2.shape[2]
     out = hidden_states if inplace else new(hidden_states, (num_tokens, hidden_size))
     if num_tokens == 0:
@@ -111,11 +120,14 @@ def fused_experts(
 
     x, x_scales = _quantised(hidden_states, config, config.a1_scale)
     between = new(hidden_states, (num_rows, intermediate_size))
+    first = between if limit is None else new(hidden_states, (num_rows, 2 * intermediate_size))
     if _scale_is_of_all(config) and config.a2_scale is None:
-        between[...] = 0  # rows of experts that are elsewhere count among those of which the largest value is sought
+        first[...] = 0  # rows of experts that are elsewhere count among those of which the largest value is sought
     on_input, on_output = (topk_weights, None) if apply_router_weight_on_input else (None, topk_weights)
-    terms = config.w1_scale, config.w1_bias
-    grouped_gemm(between, x, w1, *lists, on_input, x_scales, *terms, topk, block_size, activation)
+    terms = on_input, x_scales, config.w1_scale, config.w1_bias
+    grouped_gemm(first, x, w1, *lists, *terms, topk, block_size, activation if limit is None else "none")
+    if limit is not None:
+        silu_and_mul_with_clamp(between, first, limit)
     y, y_scales = _quantised(between, config, config.a2_scale)
     of_choices = new(hidden_states, (num_rows, hidden_size))
     grouped_gemm(of_choices, y, w2, *lists, on_output, y_scales, config.w2_scale, config.w2_bias, 1, block_size)
