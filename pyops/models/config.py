@@ -14,7 +14,7 @@ from .latent import Latent
 from .mixed_families import MAMBAS, MIXED_FAMILIES
 from .mixture import Mixture
 from .parts import QK_NORMS, Multipliers, Names, Norms
-from .quantization import Mxfp4Experts, Quantization, QuantizedWeights
+from .quantization import Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace
 
@@ -120,10 +120,10 @@ class Config:
             expected = "None with state-space layers, or projections joined head by head"
             raise refuse("quantization_config", expected, self.quantization)
         if self.mixture is not None:
-            served = Mxfp4Experts if self.mixture.is_stacked else Quantization
+            served = Mxfp4Experts if self.mixture.is_stacked else Quantization | PackedQuantization
             is_served = self.quantization is None or isinstance(self.quantization, served)
             if len(self.mixture.layers) != layers or not is_served:
-                expected = f"one of {layers} layers, with 8-bit weights, or mxfp4 where experts are stacked, or plain"
+                expected = f"one of {layers} layers, quantised in mxfp4 where experts are stacked, else 8-bit or packed"
                 raise refuse("mixture", expected, self.mixture)
         elif isinstance(self.quantization, Mxfp4Experts):
             raise refuse("quantization_config", "a mixture of experts with mxfp4", self.quantization)

@@ -14,7 +14,7 @@ from . import dequantize_packed, grouped_plan
 from .fp8_sums import absolute_error
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
-from .grouped_rows import bad_rows, check_rows, each_expert, example_sizes, lists_of
+from .grouped_rows import bad_rows, check_rows, each_expert, example_counts, example_sizes, lists_of
 from .packed_problem import PackedWeight
 from .packed_reference import values
 from .w4a8_mm import PRODUCTS, TILE, check_tiles, weight_of
@@ -142,7 +142,7 @@ def example_cutlass_w4a8_moe_mm(
     make: Any, *, num_tokens: int = 16, group_size: Literal[32, 128] = 32
 ) -> tuple[Any, ...]:
     num_experts, n, k = 3, 3 * TILE, 128
-    offsets, sizes = example_sizes(make, num_tokens, n, k)
+    offsets, sizes = example_sizes(make, example_counts(num_tokens), n, k)
     return (
         make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
         make.randn(num_tokens, k, dtype="float8_e4m3fn"),
