@@ -241,10 +241,10 @@ class Decoder:
 
     def _add_norm(self, hidden: Tensor, residual: Tensor, out_norm: Norm | None, norm: Norm | None) -> Tensor:
         """Add `out_norm` of `hidden` to `residual`, write the norm of the sum to `hidden`, and return the sum."""
-        if self.config.multipliers.residual != 1:
-            hidden *= self.config.multipliers.residual
         if out_norm is not None:
             out_norm(hidden)
+        if self.config.multipliers.residual != 1:
+            hidden *= self.config.multipliers.residual
         if norm is not None:
             return norm.add(hidden, residual)
         residual += hidden

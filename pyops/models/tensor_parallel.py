@@ -118,9 +118,8 @@ def divided(config: Config, world_size: int) -> Config:
     mixture = config.mixture
     if config.latent is not None or config.sinks:
         raise refuse("architectures", "attention of a Llama, Qwen or Mixtral with tensor parallelism", "another")
-    joined = len(config.names.qkv) == 1 or (config.has_gate and len(config.names.gate_up) == 1)
-    if joined or config.qk_norm in ("heads", "row"):
-        raise refuse("architectures", "projections that are not joined, norms of single heads", config.names.qkv)
+    if config.qk_norm == "row" or (config.qk_norm == "heads" and "{}" in config.names.q_norm):
+        raise refuse("architectures", "norms of heads in one tensor, not of rows, with tensor parallelism", "others")
     if mixture is not None and (mixture.has_bias or mixture.shared_intermediate_size or mixture.is_stacked):
         raise refuse("architectures", "experts of Mixtral or Qwen3-MoE with tensor parallelism", "others")
     sizes = {
@@ -150,10 +149,21 @@ class ParallelDecoder(Decoder):
             super().write(name, tensor if self.group.rank == 0 else torch.zeros_like(tensor))
             return
         place, parts = self._tensors[name], self.group.world_size
+        joined = self._joined_sizes(name)
+        if joined:
+            tensor = torch.cat([part.chunk(parts)[self.group.rank] for part in tensor.split(joined)])
         for dim, size in enumerate(place.shape):
             if tensor.shape[dim] == size * parts and parts > 1:
                 tensor = tensor.narrow(dim, self.group.rank * size, size)
         super().write(name, tensor)
+
+    def _joined_sizes(self, name: str) -> list[int]:
+        """Rows of projections that a checkpoint has joined under `name`, one behind the other; none if it has not."""
+        whole, module = self.whole, name.rpartition(".")[0].rpartition(".")[2]
+        if (module,) == whole.names.qkv and not whole.qkv_by_head:
+            heads = whole.num_attention_heads, whole.num_key_value_heads, whole.num_key_value_heads
+            return [count * whole.head_dim for count in heads]
+        return [whole.intermediate_size] * 2 if (module,) == whole.names.gate_up and whole.has_gate else []
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """As of `Decoder`: the parts of the same weights. A process makes all of them for a moment, on the CPU."""
