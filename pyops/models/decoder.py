@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.lazy import torch
@@ -168,6 +169,10 @@ class Decoder:
         if not self.config.has_attention:
             return torch.empty(0, 0, dtype=self.dtype, device=self.device)
         return self.config.rope.cos_sin(self.config.head_dim, num_positions, self.device).to(self.dtype)
+
+    def naming_ranks(self) -> AbstractContextManager[None]:
+        """What a step runs in: an error that comes from processes that do not come any more names them."""
+        return nullcontext()
 
     def agreed(self, blocks: int) -> int:
         """The blocks of a cache for which every process has room that has a part of the model."""
