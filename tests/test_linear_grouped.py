@@ -134,6 +134,7 @@ HOPPER_CASES = [
     (FEW, (40, 128, 400, "silu", FP8, "block")),
     (GroupedConfig(128, 64), (90, 72, 272, "none", FP8, "block", 128)),
     (GroupedConfig(64, 96), (20, 66, 200, "none", torch.float16)),
+    (GroupedConfig(64, 160), (20, 296, 272, "none", FP8, "block")),  # parts of 80 columns, some under two scales
     (GroupedConfig(64, 64), (20, 40, 136, "swigluoai", BF16)),
     (GroupedConfig(64, 128), (20, 72, 272, "gelu", INT8, "row")),
 ]
