@@ -401,7 +401,7 @@ def test_codes_of_experts(one: CodedConfig, activation: str, k: int) -> None:
         (16, "silu", "sm_90", ["TILE_M=8 WARPS=4 "]),
         (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),
         (512, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
-        (16, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_simt.cu"]),
+        (16, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
     ],
 )
 def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:

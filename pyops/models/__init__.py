@@ -12,7 +12,8 @@ gguf_linear           projections of weights in GGUF's types
 linear                projections, plain, of 8-bit weights, packed or in GGUF's types
 batch                 the tokens of one forward pass
 attention             attention over a paged cache; MLPs
-microscaling          weights in mxfp4
+expert_weights        weights of experts: plain, of 8 bits, decoded at loading
+marlin_experts        packed weights of experts in Marlin's layout
 experts               mixtures of experts
 latent_attention      attention over a paged cache of latent entries
 mamba                 state-space layers, with states in slots

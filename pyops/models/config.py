@@ -11,7 +11,7 @@ from .config_values import MAX_POSITIONS, first, flag, is_integer, number, read_
 from .gguf_file import GgufFile, is_gguf
 from .latent import LATENT_ATTENTION, Latent
 from .mixture import MIXTURES, Mixture
-from .quantization import Mxfp4Experts, Quantization, QuantizedWeights
+from .quantization import Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
@@ -114,10 +114,10 @@ class Config:
         if self.quantization is not None and self.state_space is not None:
             raise refuse("quantization_config", "None with state-space layers", self.quantization)
         if self.mixture is not None:
-            served = Mxfp4Experts if self.mixture.is_stacked else Quantization
+            served = Mxfp4Experts if self.mixture.is_stacked else Quantization | PackedQuantization
             is_served = self.quantization is None or isinstance(self.quantization, served)
             if len(self.mixture.layers) != layers or not is_served:
-                expected = f"one of {layers} layers, with 8-bit weights, or mxfp4 where experts are stacked, or plain"
+                expected = f"one of {layers} layers, quantised in mxfp4 where experts are stacked, else 8-bit or packed"
                 raise refuse("mixture", expected, self.mixture)
         elif isinstance(self.quantization, Mxfp4Experts):
             raise refuse("quantization_config", "a mixture of experts with mxfp4", self.quantization)

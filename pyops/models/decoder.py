@@ -15,6 +15,7 @@ from .gguf_linear import BlockMatrix, GgufLinear
 from .latent_attention import LatentAttention
 from .linear import Linear, Place
 from .mamba import StateSpaceLayer
+from .packed_linear import check_written
 from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization
 
 if TYPE_CHECKING:
@@ -114,24 +115,31 @@ class Decoder:
         """Set the weights that a checkpoint calls `name` to what it has under this name.
 
         Raises:
-            ModelError: groups of a packed weight are not consecutive, although ``config.json`` says so.
+            ModelError: groups or zero points of a packed weight are not what ``config.json`` says.
         """
         weights, packed = self._tensors[name], self.config.quantization
-        if name.endswith(".g_idx") and isinstance(packed, PackedQuantization) and not packed.has_order:
-            size = len(tensor) if packed.group_size == -1 else packed.group_size
-            if (tensor.cpu() != torch.arange(len(tensor)) // size).any():
-                raise ModelError(name, f"expected groups of {size} neighbours, as without desc_act")
+        if isinstance(packed, PackedQuantization):
+            check_written(packed, name, tensor)
         if name.endswith(".input_scale"):  # which projections of one input share: nothing saturates under the largest
             tensor = torch.maximum(weights, tensor.to(weights).reshape(weights.shape))
         weights.copy_(tensor)
         if name.endswith(".A_log"):  # mixers hold the decays A themselves
             weights.exp_().neg_()
 
-    def decode(self) -> None:
-        """Once all tensors of a checkpoint are written: make weights of codes that are kept as weights."""
-        for layer in self.layers:
-            if isinstance(layer.mlp, Experts):
-                layer.mlp.decode()
+    def prepare(self, checked: bool = True) -> None:
+        """Once all tensors of a checkpoint are written: make of packed weights of experts what is multiplied.
+
+        Args:
+            checked: whether it is checked first that they can be, which tensors without data cannot.
+
+        Raises:
+            ModelError: such weights cannot be multiplied.
+        """
+        experts = [layer.mlp.weights for layer in self.layers if isinstance(layer.mlp, Experts)]
+        for weights in experts if checked else ():
+            weights.check()
+        for weights in experts:
+            weights.prepare()
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.

@@ -31,7 +31,7 @@ def serving_kernels(
     block_size: int = 16,
     dtype: str | None = None,
 ) -> list[tuple[Op, Specialisation]]:
-    """The kernels that an `Engine` with these arguments launches for the model, whatever the requests.
+    """The kernels that `load` and an `Engine` with these arguments launch for the model, whatever the requests.
 
     Args:
         model: a folder with ``config.json``, a GGUF file, or what either says.
@@ -48,6 +48,7 @@ def serving_kernels(
     with FakeTensorMode(), torch.no_grad(), _planned(device, found), torch.device(place):
         decoder = Decoder(config, dtype, place)
         decoder.layers = _kinds(decoder)
+        decoder.prepare(checked=False)
         max_blocks = blocks_for(config, max_seq_len, block_size)
         cache = decoder.new_cache(max_num_seqs * max_blocks, block_size, max_num_seqs)
         cos_sin = torch.empty(max_seq_len, config.rope.rotary_dim(config.head_dim), dtype=decoder.dtype)

@@ -9,7 +9,7 @@ from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32, int8
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor_map import TensorMap
-from .gemm_problem import SCALE_BLOCK
+from .gemm_problem import HELD_STAGES, SCALE_BLOCK
 from .grouped_problem import GroupedProblem
 
 _hopper, _mma = Kernel("linear/grouped_gemm.cu"), Kernel("linear/grouped_gemm_mma.cu")
@@ -141,7 +141,7 @@ class GroupedMmaConfig:
     def launch(self, problem: GroupedProblem) -> Launch:
         """A block for each tile that there may be."""
         tiles = problem.max_tiles(self.tile_m) * -(-problem.b_rows // self.tile_n)
-        num_threads = self.warps_m * self.warps_n * 32
+        num_threads = self.warps_m * self.warps_n * problem.device.warp_size
         kernel = problem.kernel(_mma)
         return kernel(
             **problem.constants(),
@@ -214,11 +214,12 @@ def choose(problem: GroupedProblem, device: Device) -> Config:
     tile_m = next(
         tile for tile in (64, 32, 16) if problem.lists.block_size % tile == 0 and (rows > tile // 2 or tile == 16)
     )
-    if problem.dtype is float32 or not device.supports("mma"):
+    if problem.dtype is float32 or not device.supports("products"):
         return GroupedSimtConfig(tile_m, 64)
+    held = not device.supports("async_copies")
     if tile_m < 64:
-        return GroupedMmaConfig(tile_m, 64, 1, 4, 6, 2)
-    return GroupedMmaConfig(64, 128, 2, 4, 4)
+        return GroupedMmaConfig(tile_m, 64, 1, 4, HELD_STAGES if held else 6, 2)
+    return GroupedMmaConfig(64, 128, 2, 4, HELD_STAGES if held else 4)
 
 
 def _choose_hopper(problem: GroupedProblem, device: Device) -> GroupedConfig:

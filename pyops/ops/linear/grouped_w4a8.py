@@ -20,6 +20,7 @@ from .grouped_rows import (
     check_scale_counts,
     check_strides,
     each_expert,
+    example_counts,
     example_sizes,
     lists_of,
 )
@@ -143,7 +144,7 @@ def example_cutlass_w4a8_moe_mm(
     make: Any, *, num_tokens: int = 16, group_size: Literal[32, 128] = 32
 ) -> tuple[Any, ...]:
     num_experts, n, k = 3, 3 * TILE, 128
-    offsets, sizes = example_sizes(make, num_tokens, n, k)
+    offsets, sizes = example_sizes(make, example_counts(num_tokens), n, k)
     return (
         make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
         make.randn(num_tokens, k, dtype="float8_e4m3fn"),
