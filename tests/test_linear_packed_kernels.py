@@ -110,6 +110,38 @@ def test_product(
     check_scaled(out, a, codes - each(zeros, k), scales)
 
 
+CUT = [
+    # (call, dtype, m, n, multiprocessors, sharers): tiles of 80 x 128, of 5 steps
+    (awq, torch.float16, 70, 640, 3, 3),  # a whole round, then two tiles by three blocks: more steps than stages
+    (gptq, torch.bfloat16, 70, 128, 6, 5),  # a tile by five blocks, a step each
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("call", "dtype", "m", "n", "multiprocessors", "sharers"), CUT)
+def test_last_round_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[..., Tensor],
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    multiprocessors: int,
+    sharers: int,
+) -> None:
+    """Sums of parts are added up in the order of K, whichever block comes last."""
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=multiprocessors))
+    monkeypatch.setattr(packed_hopper, "sharers", lambda *_: sharers)
+    codes, zeros = packed.draw(0, 16, 320, n), packed.draw(0, 16, 5, n, seed=1)
+    a, scales, first = activations(m, 320, dtype, "cpu"), scales_of(5, n, dtype), None
+    with forced("awq_gemm" if call is awq else "gptq_gemm", PackedConfig(80, 128, 2, 1, 1, 4)):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                out = call(a, codes, zeros, scales, 4)
+            first = out if first is None else first
+            assert torch.equal(out, first)
+    check_scaled(out, a, codes - each(zeros, 320), scales)
+
+
 EIGHT_BIT = [
     ("uint4b8", torch.int8, PackedMmaConfig(1, 64, 2, 2, 1), 1, 128, 512, 128),
     ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 288, 32),  # the last step has 32 rows
@@ -203,7 +235,7 @@ CHOICES = [
     ("sm_90", 16, 28672, 4096, PackedMmaConfig(16, 64, 3, 1, 4)),
     ("sm_90", 1, 4096, 4096, PackedMmaConfig(1, 64, 8, 2, 2)),
     ("sm_90", 50, 28672, 4096, PackedConfig(64, 256, 2, 1, 1)),
-    ("sm_90", 256, 28672, 4096, PackedConfig(256, 128, 1, 1, 1)),
+    ("sm_90", 256, 28672, 4096, PackedConfig(256, 128, 1, 1, 1, 4)),
     ("sm_90", 256, 4096, 4096, PackedConfig(64, 128, 2, 1, 1)),
     ("sm_80", 20, 4096, 4096, PackedMmaConfig(16, 64, 6, 1, 2)),
     ("sm_80", 200, 4096, 4096, None),
@@ -221,6 +253,41 @@ def test_choice(arch: str, m: int, n: int, k: int, expected: Any) -> None:
             assert found == PackedMmaConfig(*((16, 128, 4, 1, 2) if m == 16 else (expected.tile_m, 128, 6, 1, 2)))
         else:
             assert found == expected
+
+
+SHARERS = [
+    # (config, tiles of the last round, steps of a tile, layout, blocks of 132 that share these)
+    (PackedConfig(256, 128, 1, 1, 1, 4), 92, 64, "marlin", 132),  # 256 x 28672 x 4096
+    (PackedConfig(256, 128, 1, 1, 1, 4), 104, 64, "marlin", 130),  # 1024: five for every four tiles
+    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 64, "marlin", 80),  # 4096: four for every tile
+    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 64, "awq", 80),
+    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 32, "w4a8", 60),
+    (PackedConfig(256, 128, 1, 1, 1, 4), 92, 32, "w4a8", 92),  # an exchange of sums takes what it saves
+    (PackedConfig(256, 128, 1, 1, 1, 4), 128, 64, "marlin", 128),
+    (PackedConfig(128, 256, 2, 1, 1, 4), 112, 64, "marlin", 112),
+    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 1, "marlin", 20),  # no step for a second part
+    (PackedConfig(256, 128, 1, 1, 1, 4), 1, 3, "marlin", 1),
+    (PackedConfig(256, 128, 1, 1, 1, 4), 0, 64, "marlin", 1),
+]
+
+
+@pytest.mark.parametrize(("config", "rest", "steps", "layout", "expected"), SHARERS)
+def test_blocks_that_share_the_last_round(
+    config: PackedConfig, rest: int, steps: int, layout: str, expected: int
+) -> None:
+    assert packed_hopper.sharers(config, rest, steps, 132, layout) == expected
+
+
+def test_room_for_what_blocks_share() -> None:
+    """Each part of a tile has a place of its own among the sums of parts, and each tile its counters."""
+    launch = choose(one := problem(256, 28672, 4096, HOPPER), HOPPER).launches(one)[0]
+    rest, steps, sharers = 224 - 132, 64, launch.fixed["sharers"]
+    begins = [rest * steps * block // sharers for block in range(sharers + 1)]
+    parts = {(block, at // steps) for block in range(sharers) for at in range(begins[block], begins[block + 1])}
+    places = {block + tile for block, tile in parts}
+    assert len(places) == len(parts)
+    assert launch.fixed["partial"].nbytes == (max(places) + 1) * 256 * 128 * 4
+    assert launch.fixed["arrived"].nbytes == rest * 8 * 4
 
 
 def test_several_groups_in_a_step() -> None:
@@ -269,6 +336,8 @@ def test_no_geometry() -> None:
         lambda: PackedConfig(24, 128, 1, 1, 1),
         lambda: PackedConfig(128, 128, 1, 2, 1),
         lambda: PackedConfig(256, 256, 1, 1, 1),
+        lambda: PackedConfig(64, 256, 1, 1, 1, 4),
+        lambda: PackedConfig(128, 128, 1, 1, 1, 0),
         lambda: PackedMmaConfig(12, 64, 4, 1, 1),
         lambda: PackedMmaConfig(16, 64, 4, 1, 4),
         lambda: PackedMmaConfig(8, 64, 4, 3, 1),
