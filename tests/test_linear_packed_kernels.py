@@ -312,6 +312,16 @@ def test_choices_fit() -> None:
                             assert launch.specialisation.constants["STAGES"] >= 2
 
 
+def test_warps_that_shared_memory_holds() -> None:
+    """A warp of eight rows has 4096 bytes of codes, 2048 of a and 128 of scales in a step, and two steps at least."""
+    small = replace(HOPPER, shared_memory=2 * 3 * 6272)
+    one = problem(8, 4096, 4096, small)
+    assert choose(one, small) == PackedMmaConfig(8, 64, 3, 2, 2)
+    (launch,) = choose(one, small).launches(one)
+    assert launch.shared == small.shared_memory
+    assert launch.specialisation.constants["STAGES"] == 2
+
+
 def test_what_is_written_in_full() -> None:
     """Whatever the kernels that read codes have no instance for."""
     for given in (

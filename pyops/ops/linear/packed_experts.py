@@ -12,7 +12,7 @@ from . import dequantize_packed, grouped_plan
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
 from .packed_hopper import PackedConfig, step_rows
-from .packed_plan import Config, choose_mma, fits, reads_codes, rows_of_step, serves_few
+from .packed_plan import Config, choose_mma, fits, fitting, reads_codes, rows_of_step, serves_few
 from .packed_problem import PackedExperts, PackedProblem
 
 _gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
@@ -105,7 +105,8 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     tile_m = 8 if rows <= 8 or block_size % 16 else 16
     step = rows_of_step(w, 64)
     tiles = -(-tuning.power_of_two(problem.m) // rows) * -(-rows // tile_m)
-    return choose_mma(tile_m, 64, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step, tiles)
+    config = choose_mma(tile_m, 64, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step, tiles)
+    return fitting(config, problem, device)
 
 
 def _written_in_full(problem: PackedProblem) -> list[Launch]:
