@@ -19,7 +19,7 @@ from pyops._core.host.toolchain import toolchains
 from pyops.ops.linear import packed_hopper
 from pyops.ops.linear.gemm_problem import Epilogue, Operand
 from pyops.ops.linear.packed_hopper import PackedConfig
-from pyops.ops.linear.packed_plan import PackedMmaConfig, choose, choose_mma, serves
+from pyops.ops.linear.packed_plan import PackedMmaConfig, choose, choose_mma, plan, serves
 from pyops.ops.linear.packed_problem import PackedProblem, PackedWeight
 from pyops.testing import SCHEDULES, scheduled
 from tests import packed
@@ -147,13 +147,15 @@ EIGHT_BIT = [
     ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 288, 32),  # the last step has 32 rows
     ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 256, 32),
     ("float4_e2m1f", torch.float8_e4m3fn, PackedMmaConfig(2, 64, 1, 2, 1), 3, 128, 256, 32),
+    ("uint4b8", torch.float8_e4m3fn, PackedConfig(16, 256, 2, 2, 1), 20, 320, 160, 32),  # the last step has 32 rows
+    ("float4_e2m1f", torch.float8_e4m3fn, PackedConfig(80, 128, 2, 1, 1), 70, 64, 128, 32),
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize(("kind", "dtype", "one", "m", "n", "k", "group_size"), EIGHT_BIT)
 def test_activations_of_8_bits(
-    kind: str, dtype: torch.dtype, one: PackedMmaConfig, m: int, n: int, k: int, group_size: int
+    kind: str, dtype: torch.dtype, one: Any, m: int, n: int, k: int, group_size: int
 ) -> None:
     """Widened, and multiplied with the codes as they lie."""
     is_int, groups = dtype == torch.int8, k // group_size
@@ -288,6 +290,24 @@ def test_room_for_what_blocks_share() -> None:
     assert len(places) == len(parts)
     assert launch.fixed["partial"].nbytes == (max(places) + 1) * 256 * 128 * 4
     assert launch.fixed["arrived"].nbytes == rest * 8 * 4
+
+
+def test_activations_of_8_bits_and_many_rows() -> None:
+    """Widened and multiplied by gemm_packed.cu, but for scales that 16 bits do not hold."""
+    make = ArgMaker(HOPPER)
+    one = problem(256, 28672, 4096, HOPPER, "marlin_8", recoding="marlin_fp8")
+    one = replace(one, a=Operand.of_rows(make.empty(256, 4096, dtype="float8_e4m3fn")))
+    assert serves(one, HOPPER)
+    assert choose(one, HOPPER) == PackedConfig(256, 128, 1, 1, 1, 4)
+    assert [launch.specialisation.kernel.file for launch in plan(one)] == [
+        "linear/gather_columns.cu",
+        "linear/gemm_packed.cu",
+    ]
+    assert not serves(replace(one, weight=replace(one.weight, scale_kind="int16")), HOPPER)
+    half = Epilogue(make.empty(256, 28672, dtype="float16"))
+    scales = replace(one.weight, scale_kind="e8m0")
+    assert serves(replace(one, weight=scales), HOPPER)
+    assert not serves(replace(one, weight=scales, epilogue=half), HOPPER)
 
 
 def test_several_groups_in_a_step() -> None:

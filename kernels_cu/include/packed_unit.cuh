@@ -107,12 +107,6 @@ struct Unit {
         }
     }
 
-    // The inverse of `marlin_int4_fp8_preprocess` plus 8: codes 0 ... 7 are themselves, and 8 ... 15 are -1 ... -8.
-    static DEVICE uint32_t code_plus_8(uint32_t codes) {
-        const uint32_t signs = codes & 0x88888888;
-        return codes ^ 0x88888888 ^ (signs - (signs >> 3));
-    }
-
     // Pair q of rows of column (tile, h), in product number `product`: codes_t::Raw.
     DEVICE uint32_t pair(const codes_t& decode, int product, int tile, int h, int q, int term) const {
         if constexpr (LAYOUT == layout_marlin) {
@@ -121,7 +115,7 @@ struct Unit {
         } else if constexpr (LAYOUT == layout_marlin_8) {
             // Rows of a word, from the lowest code: 0 16 1 17 2 18 3 19.
             uint32_t word = words[2 * tile + h];
-            if constexpr (RECODED) word = code_plus_8(word);
+            if constexpr (RECODED) word = recoded_plus_8(word);
             return decode.raw(word, product + 2 * q, term);
         } else if constexpr (LAYOUT == layout_n32k16) {
             return decode.raw(__byte_perm(words[2 * tile + h], 0, 0x3120), q, term);  // rows of a pair are neighbours

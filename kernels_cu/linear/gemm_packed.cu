@@ -22,7 +22,7 @@
 //     scalar_t      element type of a: half_t or bf16_t; with layout_w4a8 fp8_e4m3_t
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
-//     BITS, EXPONENT, LAYOUT, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_POINT, ADDED, GROUP_SIZE
+//     BITS, EXPONENT, LAYOUT, RECODED, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_POINT, ADDED, GROUP_SIZE
 //                   of packed_weight.cuh; BITS is 4, or 8 but for layout_awq
 //     TILE_M        rows of a tile: a multiple of 16, at most 256
 //     TILE_N        columns of a tile: 128 or 256

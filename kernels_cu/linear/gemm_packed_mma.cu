@@ -202,6 +202,8 @@ gemm_packed_mma(out_t* out,                 // [M, N]
         const bool last_of_group = GROUP_STEPS == 1 || step + 1 == last_step || (step + 1) % GROUP_STEPS == 0;
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
+            // Of this layout, words that were read ahead for all units would have no registers left.
+            if constexpr (LAYOUT == layout_marlin_8) keep_loads_of_warp();
             Unit unit;
             unit.read(stage + CODES_AT + i * UNIT_BYTES);
             uint32_t a_pairs[PRODUCTS][ROW_TILES][2];

@@ -48,7 +48,7 @@ def serves_many(problem: PackedProblem, device: Device) -> bool:
     """Whether gemm_packed.cu has an instance for this problem."""
     w, experts = problem.weight, problem.experts
     assert experts is not None
-    step = step_rows(problem.a.dtype)
+    step = step_rows(problem.weight.layout)
     served = w.layout == "marlin" and w.k % step == 0 and fits(w, step) and experts.lists.block_size % 16 == 0
     return served and device.supports("wgmma") and reads_codes(problem)
 

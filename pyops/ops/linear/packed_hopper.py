@@ -8,7 +8,7 @@ from typing import Any
 
 from ..._core import check, tuning
 from ..._core.device import Device
-from ..._core.dtypes import DType, int32, int64
+from ..._core.dtypes import int32, int64
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
@@ -79,14 +79,14 @@ class PackedConfig:
                 min_blocks=(1, 2),
                 max_parts=(1, _MAX_PARTS),
             )
-            if one.splits <= -(-problem.weight.k // step_rows(problem.a.dtype))
+            if one.splits <= -(-problem.weight.k // step_rows(problem.weight.layout))
             and (one.max_parts == 1 or problem.experts is None)
         ]
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
         weight, device, constants = problem.weight, problem.device, problem.constants()
-        size, step = constants["GROUP_SIZE"], step_rows(problem.a.dtype)
+        size, step = constants["GROUP_SIZE"], step_rows(weight.layout)
         groups = step // size if 0 < size < step else 1
         loads = self.tile_m * _ROW_BYTES + (step * weight.bits + groups * problem.group_bits()) * self.tile_n // 8
         stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
@@ -122,17 +122,12 @@ class PackedConfig:
         return [launch]
 
 
-def step_rows(dtype: DType) -> int:
-    """Rows of the weight of a step, for activations of this dtype."""
-    return _ROW_BYTES // dtype.itemsize
-
-
 @cache
 def choose(m: int, n: int, k: int, layout: str, device: Device) -> PackedConfig:
     """The config that takes the least time by the model, for at most `m` rows, a power of two."""
     # With more products in flight, the larger tiles are slower, or have no registers for AWQ's words.
     most = _MAX_SUMS if layout == "awq" else 2 * _MAX_SUMS
-    step_k = _step_k(layout)
+    step_k = step_rows(layout)
 
     def cycles(one: PackedConfig) -> float:
         tiles = -(-m // one.tile_m) * -(-n // one.tile_n)
@@ -182,14 +177,14 @@ def sharers(config: PackedConfig, rest: int, steps: int, blocks: int, layout: st
     return min((count for count in sorted({*counts, most}) if 0 < rest <= count <= most), key=cycles, default=1)
 
 
-def _step_k(layout: str) -> int:
-    """`step_rows` for activations that a weight of this layout multiplies."""
+def step_rows(layout: str) -> int:
+    """Rows of a weight in this layout that a step has, as many as 128 bytes of a row of a: 16 bits, of W4A8 8 bits."""
     return 128 if layout == "w4a8" else 64
 
 
 def _step_cycles(config: PackedConfig, layout: str) -> float:
     """Of a step of a tile, by the model."""
-    is_table, step_k = layout == "w4a8", _step_k(layout)
+    is_table, step_k = layout == "w4a8", step_rows(layout)
     product_cycles, code_cycles = _PRODUCT_CYCLES, _CODE_CYCLES
     if is_table:
         product_cycles, code_cycles = _PRODUCT_CYCLES / 2, _TABLE_CODE_CYCLES
@@ -205,7 +200,7 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict
     # The stride of a single row says nothing.
     a_pitch = a.stride * itemsize if a.rows > 1 else -(-k * itemsize // 16) * 16
     out_pitch = check.row_stride(out) * 2 if a.rows > 1 else -(-n // 8) * 16
-    a_map = TensorMap(a.source, a.dtype, (k, a.rows), (a_pitch,), (step_rows(a.dtype), tile_m), _ROW_BYTES)
+    a_map = TensorMap(a.source, a.dtype, (k, a.rows), (a_pitch,), (step_rows(weight.layout), tile_m), _ROW_BYTES)
 
     def of_groups(tensor: TensorArg | None, bits: int) -> TensorMap:
         if tensor is None:
@@ -235,9 +230,9 @@ def _codes_map(problem: PackedProblem, tile_n: int) -> TensorMap:
     """As packed_weight.cuh describes it."""
     weight = problem.weight
     n, k, bits, swizzle = weight.n, weight.k, weight.bits, 0
-    step = step_rows(problem.a.dtype)
-    if weight.layout == "w4a8":
-        sizes, box = (128, n // 32, k // 32), (128, tile_n // 32, step // 32)
+    step = step_rows(weight.layout)
+    if weight.layout in ("w4a8", "marlin_8"):
+        sizes, box = (32 * bits, n // 32, k // 32), (32 * bits, tile_n // 32, step // 32)
     elif weight.layout == "marlin":
         sizes, box = (32 * bits, n // 64, problem.num_weights * k // 16), (32 * bits, tile_n // 64, step // 16)
     elif weight.layout == "awq":

@@ -92,7 +92,6 @@ class PackedMmaConfig:
         launch = kernel(
             **problem.constants(),
             WHOLE_STEPS=weight.k % rows_of_step(weight, self.tile_n) == 0,
-            RECODED=weight.recoding == "marlin_fp8",
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
             WARPS=self.warps,
@@ -116,7 +115,8 @@ def plan(problem: PackedProblem) -> list[Launch]:
     if not serves(problem, problem.device):
         return dequantize_packed.plan(problem)
     config = tuning.config(problem.op, problem, problem.device, choose)
-    permute, a = dequantize_packed.activations(problem)
+    in_fours = problem.weight.layout == "marlin_8" and isinstance(config, PackedConfig)
+    permute, a = dequantize_packed.activations(problem, in_fours=in_fours)
     return [*permute, *config.launches(replace(problem, a=a))]
 
 
@@ -162,9 +162,13 @@ def serves_few(problem: PackedProblem, device: Device) -> bool:
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
-    served = _reads_tables(problem) or (reads_codes(problem) and problem.weight.layout != "marlin_8")
-    fitting = fits(problem.weight, step_rows(problem.a.dtype))
-    return served and device.supports("wgmma") and fitting and _is_mapped(problem)
+    w = problem.weight
+    # Integers of 13 bits, and powers of two beyond those of float16, are no scales of 16 bits.
+    rounds = w.layout == "marlin_8" and not (
+        w.scale_kind == "float" or (w.scale_kind == "e8m0" and problem.compute_dtype is bfloat16)
+    )
+    served = _reads_tables(problem) or (reads_codes(problem) and not rounds)
+    return served and device.supports("wgmma") and fits(w, step_rows(w.layout)) and _is_mapped(problem)
 
 
 def choose_mma(
