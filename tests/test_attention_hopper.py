@@ -173,6 +173,24 @@ def test_options(on: str) -> None:
     _varlen(one, **varlen_call([70], [70], dtype=torch.float16, on=on) | {"scale": -0.1})
 
 
+@pytest.mark.parametrize(
+    ("one", "head_size", "dtype"),
+    few([(HopperConfig(96, 3), 64, torch.float16), (HopperConfig(128, 2), 128, torch.bfloat16)], 1),
+    ids=str,
+)
+def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtype) -> None:
+    """Products that a series serves, products beyond its limit, and both in a tile; tiles that end anywhere; logits
+    that are further apart than integers."""
+    call = varlen_call([65, 1], [193, 129], dtype=dtype, head_size=head_size, on=on)
+    scale, rows = call["scale"], torch.linspace(0.0, 1.0, 66, device=on)[:, None, None]
+    for factor, cap, causal in ((1.0, 30.0, True), (9.0, 30.0, False), (40.0, 50.0, True)):
+        call |= {"query": (call["query"] * rows).to(dtype), "scale": factor * scale}
+        schedules = SCHEDULES if factor == 1.0 else SCHEDULES[:1]
+        _varlen(one, schedules, **call | {"logits_soft_cap": cap, "causal": causal})
+    _varlen(one, **call | {"logits_soft_cap": 1e12, "scale": 1e10})
+    _varlen(one, **call | {"logits_soft_cap": 30.0, "scale": -scale})
+
+
 @pytest.mark.parametrize("block_size", few([16, 64], 1))
 def test_hostile_indices(on: str, block_size: int) -> None:
     """Numbers that lead nowhere contribute nothing; rows of no sequence, and queries without keys, are as they are."""
@@ -250,8 +268,10 @@ def test_choice() -> None:
         (80, True, HopperConfig(128, 2)),
         (128, False, HopperConfig(128, 2)),
         (192, False, HopperConfig(112, 2)),
+        (64, True, HopperConfig(96, 3)),
+        (192, True, HopperConfig(96, 2)),
         (256, False, HopperConfig(80, 2)),
-        (256, True, HopperConfig(48, 2)),
+        (256, True, HopperConfig(64, 2)),
     ):
         problem = _problem(4096, head_size, options=options)
         assert choose(problem, HOPPER) == expected
@@ -291,7 +311,11 @@ def test_choice() -> None:
         [
             (64, False, True, False),
             (128, False, False, False),
+            (64, True, True, True),
+            (128, True, False, False),
             (192, True, False, False),
+            (256, True, False, False),
+            (256, True, False, True),
             (256, False, False, False),
             (256, False, True, False),
             (128, False, False, True),

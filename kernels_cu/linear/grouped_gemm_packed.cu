@@ -26,6 +26,7 @@
 //     GROUP_SIZE    elements of K under one scale: a multiple of those that a lane has in a step
 //     TILE_M        places of a tile: 8 or 16
 //     WARPS         of a block
+//     WHOLE_STEPS   whether a step divides K
 //     STAGES        steps whose rows of a are in shared memory
 //     MIN_BLOCKS    blocks per multiprocessor that the compiler makes room for
 
@@ -64,14 +65,20 @@ DEVICE int chunk_place(int row, int chunk) {
     return (row * CHUNKS + ((of_lane * 4 + t) ^ (row & 1) << 2)) * 16;
 }
 
-// The scale of a group of a row of w in the lower half of a word, and its zero point in the upper one.
-DEVICE uint32_t terms_of(const scale_t* scales, const uint8_t* zeros, int64_t row, int64_t group, int64_t groups) {
+// The scale of a group of a row of w in the lower half of a word, and its zero point in the upper one. Both lie `entry`
+// behind those of the group of row 0; `nibble` is the number of the row in its byte of zero points.
+DEVICE uint32_t terms_of(const scale_t* scales, const uint8_t* zeros, uint32_t entry, uint32_t zero_entry, int nibble) {
     if constexpr (!HAS_SCALES) return MIDDLE << 16;
-    const scalar_t scale = from_float<scalar_t>(SCALE<scale_t>(scales, row * groups + group));
+    uint16_t scale;
+    if constexpr (is_same<scale_t, scalar_t>) {
+        scale = reinterpret_cast<const uint16_t*>(scales)[entry];
+    } else {
+        const scalar_t number = from_float<scalar_t>(SCALE<scale_t>(scales, entry));
+        scale = reinterpret_cast<const uint16_t&>(number);
+    }
     uint32_t zero = MIDDLE;
-    if constexpr (HAS_ZEROS && BITS == 4) zero = zeros[row / 2 * groups + group] >> (row % 2 * 4) & 15;
-    if constexpr (HAS_ZEROS && BITS == 8) zero = zeros[row * groups + group];
-    return uint32_t(reinterpret_cast<const uint16_t&>(scale)) | zero << 16;
+    if constexpr (HAS_ZEROS) zero = uint32_t(zeros[zero_entry]) >> nibble * 4 & ((1u << BITS) - 1);
+    return scale | zero << 16;
 }
 
 // Pair number `i` of a word as numbers of w.
@@ -101,6 +108,7 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ int row_ids[TILE_M];  // of out; -1 for none
+    __shared__ int a_rows[TILE_M];   // of a
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     uint8_t* const own = reinterpret_cast<uint8_t*>(memory) + warp * WARP_BYTES;
     const int tile = int(blockIdx.x % max_tiles);
@@ -111,47 +119,57 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
     if (tile >= lists.tiles) return;
     const int64_t expert = lists.number(tile);
     if (expert < 0 || expert >= num_experts) return;
-    if (threadIdx.x < TILE_M) row_ids[threadIdx.x] = lists.row(tile * TILE_M + threadIdx.x);
+    if (threadIdx.x < TILE_M) {
+        const int id = lists.row(tile * TILE_M + threadIdx.x);
+        row_ids[threadIdx.x] = id;
+        a_rows[threadIdx.x] = id < 0 ? -1 : id / int(top_k);
+    }
     __syncthreads();
     int largest = -1;
 #pragma unroll
     for (int i = 0; i < TILE_M; ++i) largest = max(largest, row_ids[i]);
     if (largest < 0) return;
 
-    // Row h * 8 + g of fragment f, of the expert's.
-    const auto row_of = [&](int f, int h) {
-        if constexpr (GATED == 0) return first_column + f * 16 + h * 8 + g;
-        if constexpr (GATED == 1) return first_column + f * 8 + g + h * n;
-        return 2 * (first_column + f * 8 + g) + h;
-    };
-    const int64_t steps = (k + STEP_K - 1) / STEP_K, row_bytes = k * BITS / 8,
-                  groups = (k + GROUP_SIZE - 1) / GROUP_SIZE;
+    // Row h * 8 + g of fragment f is the expert's row `first_b_row` + f * FRAGMENT_ROWS + h * half_rows.
+    constexpr int FRAGMENT_ROWS = GATED == 1 ? 8 : 16;
+    const int64_t first_b_row = GATED == 2 ? 2 * (first_column + g) : first_column + g;
+    const int64_t half_rows = GATED == 0 ? 8 : GATED == 1 ? n : 1;
+    const int64_t steps = (k + STEP_K - 1) / STEP_K, row_bytes = k * BITS / 8;
+    const uint32_t groups = HAS_SCALES ? uint32_t((k + GROUP_SIZE - 1) / GROUP_SIZE) : 1;
     const int first_step = int(steps * warp / WARPS), last_step = int(steps * (warp + 1) / WARPS);
-    const uint8_t* const from = codes + (expert * b_rows + row_of(0, 0)) * row_bytes + t * 16;
-    const int64_t half_bytes = (row_of(0, 1) - row_of(0, 0)) * row_bytes;
-    const int64_t fragment_bytes = (row_of(1, 0) - row_of(0, 0)) * row_bytes;
+    const int64_t own_row = expert * b_rows + first_b_row;
+    const uint8_t* next = codes + own_row * row_bytes + int64_t(first_step) * STEP_BYTES + t * 16;  // of the next step
+    const int64_t half_bytes = half_rows * row_bytes, fragment_bytes = FRAGMENT_ROWS * row_bytes;
+    const scale_t* const own_scales = scales + (HAS_SCALES ? own_row * groups : 0);
+    // Zero points of 4 bits: rows that are 2 apart are neighbours.
+    constexpr int ZERO_ROWS = BITS == 4 ? 2 : 1;
+    const uint8_t* const own_zeros = zeros + (HAS_ZEROS ? own_row / ZERO_ROWS * groups : 0);
 
     four_t words[FRAGMENTS][2];
     uint32_t terms[FRAGMENTS][2];
     const auto load = [&](int step, int f) {
         const int64_t first = int64_t(step) * STEP_K + t * LANE_K;
-        const bool exists = first < k;
-        const int64_t group = exists ? first / GROUP_SIZE : groups - 1;
+        const bool exists = WHOLE_STEPS || first < k;
+        const uint32_t group = exists ? uint32_t(first) / GROUP_SIZE : groups - 1;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const uint8_t* const at = from + f * fragment_bytes + h * half_bytes + int64_t(step) * STEP_BYTES;
+            const uint8_t* const at = next + f * fragment_bytes + h * half_bytes;
             if (exists) words[f][h] = four_t::load_once(reinterpret_cast<const uint32_t*>(at));
-            terms[f][h] = terms_of(scales, zeros, expert * b_rows + row_of(f, h), group, groups);
+            const uint32_t rows = f * FRAGMENT_ROWS + h * uint32_t(half_rows);
+            const int nibble = BITS == 8 ? 0 : GATED == 2 ? h : g % 2;
+            terms[f][h] =
+                terms_of(own_scales, own_zeros, rows * groups + group, rows / ZERO_ROWS * groups + group, nibble);
         }
+        if (f == FRAGMENTS - 1) next += STEP_BYTES;
     };
     const auto copy = [&](int step, uint8_t* stage) {
 #pragma unroll 2
         for (int i = lane; i < TILE_M * CHUNKS; i += 32) {
-            const int id = row_ids[i / CHUNKS];
+            const int row = a_rows[i / CHUNKS];
             const int64_t first = int64_t(step) * STEP_K + i % CHUNKS * CHUNK;
-            const bool exists = id >= 0 && first < k;
-            cp_async<16>(stage + chunk_place(i / CHUNKS, i % CHUNKS),
-                         a + (exists ? id / int(top_k) * a_stride + first : 0), exists);
+            const bool exists = row >= 0 && (WHOLE_STEPS || first < k);
+            cp_async<16>(stage + chunk_place(i / CHUNKS, i % CHUNKS), a + (exists ? row * a_stride + first : 0),
+                         exists);
         }
     };
 

@@ -21,11 +21,11 @@ _STEP_BYTES = 64  # of a row of weights
 _ROWS = 64  # of weights of a tile
 _LANE_BYTES = 16  # of a row of weights, that a lane has in a step: they lie under one scale
 _STAGES = 3
-_MAX_WARPS = 16  # of a block
-# Warps of a multiprocessor that registers allow, by rows of a tile; and where there are zero points of 4 bits.
-_RESIDENT, _RESIDENT_OF_NIBBLES = {8: 16, 16: 8}, {8: 12, 16: 8}
-# Rows of an expert up to which reading its codes once for each 16 of them takes less time than writing its weights: by
-# arithmetic, docs/performance.md, "Products with packed weights".
+_WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds, as of gemm_packed_mma.cu
+# Warps of a multiprocessor that registers allow, by rows of a tile.
+_RESIDENT = {8: 16, 16: 12}
+# Rows of an expert up to which reading its codes once for each 16 of them takes less time than writing its weights. By
+# arithmetic, measured nowhere yet: docs/performance.md, "Experts end to end".
 _MAX_ROWS = 64
 _FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
 
@@ -68,7 +68,7 @@ class CodedConfig:
         return tuning.varied(
             self,
             tile_m=tuning.beside(self.tile_m, 8, 16),
-            warps=tuning.beside(self.warps, 1, _MAX_WARPS),
+            warps=tuning.beside(self.warps, 1, _RESIDENT[8]),
             min_blocks=(self.min_blocks - 1, self.min_blocks + 1),
         )
 
@@ -86,6 +86,7 @@ class CodedConfig:
             **constants,
             **weight.constants(),
             GROUP_SIZE=weight.group_size,
+            WHOLE_STEPS=weight.k * weight.bits % (8 * _STEP_BYTES) == 0,
             TILE_M=self.tile_m,
             WARPS=self.warps,
             STAGES=_STAGES,
@@ -110,6 +111,7 @@ def serves(problem: CodedProblem, device: Device) -> bool:
     p, w = problem.product, problem.weight
     sizes = w.k * w.bits // 8 % _LANE_BYTES == 0 and w.group_size * w.bits // 8 % _LANE_BYTES == 0
     sizes = sizes and p.b_rows % _ROWS == 0 and p.lists.block_size % 8 == 0 and not p.empty and p.k > 0
+    sizes = sizes and p.b_rows * w.groups < 2**32  # entries of scales of an expert
     aligned = p.a.vec_size(p.k) == 8 and w.codes.alignment == 16
     # Scales of e8m0 do not fit into float16.
     kind = w.type.exponent == 0 or p.dtype is bfloat16
@@ -122,9 +124,9 @@ def choose(problem: CodedProblem, device: Device) -> CodedConfig:
     tile_m = 8 if p.rows_of_expert <= 8 or p.lists.block_size % 16 else 16
     tiles = p.row_tiles(tile_m) * (p.b_rows // _ROWS)
     steps = -(-w.k * w.bits // (8 * _STEP_BYTES))
-    resident = (_RESIDENT_OF_NIBBLES if w.bits == 4 and w.zeros is not None else _RESIDENT)[tile_m]
-    warps = max(1, resident // -(-tiles // device.multiprocessors))
-    warps = 1 << (min(warps, _MAX_WARPS, steps).bit_length() - 1)
+    resident = _RESIDENT[tile_m]
+    # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
+    warps = min(resident // -(-tiles // device.multiprocessors) or _WARPS_OF_MANY, steps)
     return CodedConfig(tile_m, warps, resident // warps)
 
 
