@@ -1,7 +1,8 @@
 """Mixtures of experts end to end: routing, products with the weights of experts, and the sum over a token's choices.
 
 A call of 16-bit weights is four launches: rows are sorted by their experts; a product with its activation; a product
-under the router's weights; the sum. No input is permuted, and what the activation takes lies in no memory.
+under the router's weights; the sum. No input is permuted, and what the activation takes lies in no memory. A clamped
+activation is a launch of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._core.errors import OpError
 from ._core.tensor import new
+from .ops.activation.gated import silu_and_mul_with_clamp
 from .ops.linear.coded_plan import block_size_of_codes
 from .ops.linear.gemm_problem import SCALE_BLOCK
 from .ops.linear.grouped import grouped_gemm
@@ -48,7 +50,9 @@ class FusedMoEQuantConfig:
             "int8" for uint4 and uint8 in groups of a row, "int8" for int8 with a scale for each row, "mxfp4" for
             float4_e2m1f; or None.
         w1_zp, w2_zp: zero points of groups, as `b_zeros` of `grouped_gemm_packed`; or None.
-        gemm1_alpha, gemm1_beta, gemm1_clamp_limit: None, or what "swigluoai" has: 1.702, 1 and 7.
+        gemm1_alpha, gemm1_beta: None, or what "swigluoai" has: 1.702 and 1.
+        gemm1_clamp_limit: of the activation "silu", the largest gate and the largest magnitude of an up, or None; of
+            "swigluoai" None, or its 7.
     """
 
     quant_dtype: Any = None
@@ -120,6 +124,7 @@ def fused_experts(
         global_num_experts = expert_map.shape[0]
     elif global_num_experts < 0:
         global_num_experts = num_experts
+    limit = _clamp_limit(config, activation)
     num_rows, intermediate_size = num_tokens * topk, w2.shape[2] * per_byte
     out = hidden_states if inplace else new(hidden_states, (num_tokens, hidden_size))
     if num_tokens == 0:
@@ -142,13 +147,17 @@ def fused_experts(
             grouped_gemm_packed(out, x, w, scale, zeros, *lists, weights, bias, *options, codes)
 
     between = new(hidden_states, (num_rows, intermediate_size))
+    first = between if limit is None else new(hidden_states, (num_rows, 2 * intermediate_size))
     if _scale_is_of_all(config) and config.a2_scale is None:
-        between[...] = 0  # rows of experts that are elsewhere count among those of which the largest value is sought
-    first, second = (w1, config.w1_scale, w1_zp, config.w1_bias), (w2, config.w2_scale, w2_zp, config.w2_bias)
+        first[...] = 0  # rows of experts that are elsewhere count among those of which the largest value is sought
+    of_w1, of_w2 = (w1, config.w1_scale, w1_zp, config.w1_bias), (w2, config.w2_scale, w2_zp, config.w2_bias)
     on_input, on_output = (topk_weights, None) if apply_router_weight_on_input else (None, topk_weights)
-    multiply(between, hidden_states, config.a1_scale, first, on_input, topk, activation)
+    function = activation if limit is None else "none"
+    multiply(first, hidden_states, config.a1_scale, of_w1, on_input, topk, function)
+    if limit is not None:
+        silu_and_mul_with_clamp(between, first, limit)
     of_choices = new(hidden_states, (num_rows, hidden_size))
-    multiply(of_choices, between, config.a2_scale, second, on_output, 1, "none")
+    multiply(of_choices, between, config.a2_scale, of_w2, on_output, 1, "none")
     moe_sum_experts(of_choices.reshape(num_tokens, topk, hidden_size), topk_ids, out, num_experts, expert_map)
     return out
 
@@ -162,9 +171,6 @@ def _codes(config: FusedMoEQuantConfig) -> tuple[str | None, Tensor | None, Tens
     def refuse(expected: str, got: Any) -> OpError:
         return OpError("fused_experts", "quant_config", f"expected {expected}, got {got}")
 
-    for name, value in _SWIGLUOAI.items():
-        if getattr(config, name, None) not in (None, value):
-            raise refuse(f"{name} None or {value}", getattr(config, name))
     dtype, of_activations = _name(getattr(config, "weight_quant_dtype", None)), _name(config.quant_dtype)
     w1_zp, w2_zp = (getattr(config, name, None) for name in ("w1_zp", "w2_zp"))
     if of_activations != "None" or dtype == "None":
@@ -181,6 +187,20 @@ def _codes(config: FusedMoEQuantConfig) -> tuple[str | None, Tensor | None, Tens
         if scale is None:
             raise refuse(f"{name} with weights of {dtype}", None)
     return codes, w1_zp, w2_zp
+
+
+def _clamp_limit(config: FusedMoEQuantConfig, activation: str) -> float | None:
+    """The bound of gates and ups of "silu"; None for none. The parameters of "swigluoai" are its own."""
+    limit: float | None = getattr(config, "gemm1_clamp_limit", None)
+    served = {"gemm1_clamp_limit": (None, limit)} if activation == "silu" else {}
+    if activation not in ("silu", "swigluoai"):
+        served["gemm1_clamp_limit"] = (None,)
+    for name, own in _SWIGLUOAI.items():
+        given, expected = getattr(config, name, None), served.get(name, (None, own))
+        if given not in expected:
+            values = " or ".join(map(str, expected))
+            raise OpError("fused_experts", "quant_config", f"expected {name} {values} with {activation}, got {given}")
+    return limit if activation == "silu" else None
 
 
 def _check(

@@ -3,7 +3,7 @@
 custom_op base parallel              switches of layers; a layer of one op; the ranks that share weights
 activation norm norm_gated           activations, norms
 quant routing                        fp8 codes, the choice of experts
-experts                              mixtures of experts
+experts mixture                      the weights of experts and their methods, mixtures of experts
 linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
 rotary_scaled merged embedding       rotary embedding of long texts, merged projections, tables of tokens
 factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
@@ -35,6 +35,7 @@ from . import (
     mamba,
     mamba_heads,
     merged,
+    mixture,
     norm,
     norm_gated,
     parallel,
@@ -57,6 +58,7 @@ from .logits import *
 from .mamba import *
 from .mamba_heads import *
 from .merged import *
+from .mixture import *
 from .norm import *
 from .norm_gated import *
 from .parallel import *
@@ -127,6 +129,7 @@ for _module in (
     mamba,
     mamba_heads,
     merged,
+    mixture,
     norm,
     norm_gated,
     parallel,
