@@ -49,9 +49,9 @@ class Device:
     def supports(self, feature: str) -> bool:
         """Whether the device has a feature.
 
-        The features are ``"mma"`` (products of a warp, as mma.cuh has them), ``"products"`` (those of product.cuh: mma, and
-        AMD's matrix cores), ``"async_copies"`` (to shared memory, by cp.async), ``"clusters"``, ``"tma"`` (bulk copies of tensors) and ``"wgmma"`` (products of four warps,
-        Hopper's own).
+        The features are ``"mma"`` (products of a warp, as mma.cuh has them), ``"products"`` (those of product.cuh: mma,
+        and AMD's matrix cores), ``"async_copies"`` (to shared memory, by cp.async), ``"clusters"``, ``"tma"`` (bulk
+        copies of tensors) and ``"wgmma"`` (products of four warps, Hopper's own).
         """
         capability = int(self.arch[3:]) if self.arch.startswith("sm_") else 0
         return {
