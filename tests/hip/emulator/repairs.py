@@ -25,7 +25,8 @@ _SUMS_OF_WMMA = (
     ),
     (
         "    mat_c = [ctx.rvgpr_dyn(src2_r + _c(vgpr), UOp.const(lane, dtypes.int)).bitcast(out_dt)\n",
-        "    mat_c = [in_vgprs.where(ctx.rvgpr_dyn(src2_r + _c(vgpr), UOp.const(lane, dtypes.int)), scalar).bitcast(out_dt)\n",
+        "    mat_c = [in_vgprs.where(ctx.rvgpr_dyn(src2_r + _c(vgpr), UOp.const(lane, dtypes.int)), scalar)\n"
+        "             .bitcast(out_dt)\n",
     ),
 )
 
@@ -78,8 +79,10 @@ def _address_flat_memory(emu: Any) -> None:
 
 
 def _multiply_bytes(emu: Any) -> None:
-    """MFMA of int8 stores int32 in an array of uint32, which does not compile. WMMA of fp8 reads its codes as float16, and
-    WMMA reads a vector register where its third operand is a constant, such as the 0 of sums that begin.
+    """MFMA of int8 stores int32 in an array of uint32, which does not compile.
+
+    WMMA of fp8 reads its codes as float16, and WMMA reads a vector register where its third operand is a constant, such
+    as the 0 of sums that begin.
     """
     text = inspect.getsource(emu._compile_wmma)
     for old, new in _SUMS_OF_WMMA:
