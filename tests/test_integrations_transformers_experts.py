@@ -62,11 +62,13 @@ def test_tokens_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     before = generated()
     assert not calls
     accelerate(model)
+    calls.clear()
     assert generated() == before
     layers = sum(hasattr(layer.mlp, "experts") for layer in model.model.layers)
     assert calls == [13] * layers + [1] * 23 * layers + [39] * layers + [3] * 23 * layers
     assert report(model).replaced[f"{family}Experts"] == layers
-    assert not report(model).left_alone
+    latent = [name for name in report(model).left_alone if name.endswith("self_attn")]
+    assert len(latent) == (2 if "deepseek" in case else 0)
     if "window" in case:  # the experts do not break a graph
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         with torch.no_grad():

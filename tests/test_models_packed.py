@@ -142,7 +142,7 @@ def folder_of(case: Case, folder: Path) -> Path:
     return folder
 
 
-def check_text(case: Case, text: list[int]) -> None:
+def check_text(case: Case, text: list[int], dtype: torch.dtype | None = None) -> None:
     """At least 60 of 64 tokens are those of the dequantised model in float32, each compared behind the same tokens.
 
     At the others the model is undecided between both within what the dtype does to its logits.
@@ -152,7 +152,7 @@ def check_text(case: Case, text: list[int]) -> None:
         exact = case.dequantised(tokens).logits[0, len(PROMPT) - 1 :]
         narrow = type(case.dequantised)(case.dequantised.config).eval()
         narrow.load_state_dict(case.dequantised.state_dict())
-        narrow = narrow.to(getattr(torch, DTYPES[narrow.config.model_type]))
+        narrow = narrow.to(dtype or getattr(torch, DTYPES[narrow.config.model_type]))
         errors = (narrow(tokens).logits[0, len(PROMPT) - 1 :].float() - exact).abs().amax(-1)
     others = [i for i in range(COUNT) if text[i] != exact[i].argmax()]
     for i in others:

@@ -31,10 +31,7 @@ DEVICE float scale_of(uint8_t exponent) { return e8m0_to_float(exponent); }
 // Element j of a thread's codes.
 DEVICE float code_of(const Vec<uint8_t, CODE_BYTES>& bytes, int j) {
     if constexpr (CODE_BITS == 8) return to_float(reinterpret_cast<const fp8_e4m3_t&>(bytes.data[j]));
-    const uint32_t code = bytes.data[j * CODE_BITS / 8] >> j % 2 * 4 & 15u;
-    // A digit for each magnitude: twice 0, 0.5, 1, 1.5, 2, 3, 4, 6.
-    const float twice = float(int(0xc8643210u >> (code & 7u) * 4 & 15u));
-    return (code & 8u ? -0.5f : 0.5f) * twice;
+    return e2m1_to_float(bytes.data[j * CODE_BITS / 8] >> j % 2 * 4 & 15u);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)

@@ -23,6 +23,7 @@ def apply(emu: Any, arch: str) -> None:
     _decode_invalidations(emu)
     _read_operands_of_conversions(emu)
     _address_flat_memory(emu)
+    _multiply_bytes(emu)
     fp8.apply(emu, arch)
     for kind, handler in list(emu._INST_HANDLERS.items()):
         emu._INST_HANDLERS[kind] = _mended(emu, handler)
@@ -61,6 +62,34 @@ def _address_flat_memory(emu: Any) -> None:
         )
 
     emu.get_pcode = get_pcode
+
+
+def _multiply_bytes(emu: Any) -> None:
+    """MFMA of int8 stores int32 in an array of uint32, which does not compile; WMMA of fp8 reads its codes as float16."""
+    mfma, wmma = emu._compile_mfma, emu._compile_wmma
+
+    def compile_mfma(inst: Any, ctx: Any) -> Any:
+        placeholder = emu.UOp.placeholder
+        if "I8" not in emu._op_name(inst):
+            return mfma(inst, ctx)
+        emu.UOp.placeholder = lambda shape, dtype, *rest, **how: placeholder(shape, emu.dtypes.int32, *rest, **how)
+        try:
+            return mfma(inst, ctx)
+        finally:
+            emu.UOp.placeholder = placeholder
+
+    def compile_wmma(inst: Any, ctx: Any) -> Any:
+        halves, name = emu._FUNCS["f16_to_f32"], emu._op_name(inst)
+        kind = name.rsplit("_", 1)[-1].lower()
+        if kind in ("fp8", "bf8"):
+            assert name.lower().endswith(f"{kind}_{kind}"), name
+            emu._FUNCS["f16_to_f32"] = emu._FUNCS[f"{kind}_to_f32"]
+        try:
+            return wmma(inst, ctx)
+        finally:
+            emu._FUNCS["f16_to_f32"] = halves
+
+    emu._compile_mfma, emu._compile_wmma = compile_mfma, compile_wmma
 
 
 def _read_operands_of_conversions(emu: Any) -> None:
