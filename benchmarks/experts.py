@@ -4,7 +4,8 @@ python -m benchmarks.experts
 python -m benchmarks.experts mixtral:16 deepseek:1024
 
 A row is model:tokens. Models: mixtral, bfloat16; mixtral_w4, 4 bits in groups of 128 rows, in Marlin's layout;
-deepseek, fp8 under scales of blocks, as DeepSeek-V3 has it.
+deepseek, fp8 under scales of blocks, as DeepSeek-V3 has it; gpt_oss, mxfp4 in Marlin's layout, sizes of gpt-oss-120b,
+and gpt_oss_bf16, the same decoded.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ ROWS = (
     *(f"mixtral:{tokens}" for tokens in (1, 16, 256, 4096)),
     *(f"mixtral_w4:{tokens}" for tokens in (1, 16, 256)),
     *(f"deepseek:{tokens}" for tokens in (1, 64, 1024, 4096)),
+    *(f"gpt_oss:{tokens}" for tokens in (1, 64, 4096)),
+    *(f"gpt_oss_bf16:{tokens}" for tokens in (1, 64, 4096)),
 )
 _BLOCK = 128
 _MAX_CODE = 240.0  # far from what fp8 cannot hold
@@ -41,7 +44,7 @@ class Model:
     Attributes:
         experts, top_k: of the layer, and of a token.
         hidden, channels: elements of a hidden state, and of an expert's.
-        kind: "fp8", under scales of blocks; "w4", of 4 bits under scales of groups; or "bf16".
+        kind: "fp8", under scales of blocks; "w4", of 4 bits under scales of groups; "mxfp4"; or "bf16".
         most: mean error of results, as a share of their mean.
     """
 
@@ -61,16 +64,23 @@ MODELS = {
     "mixtral": Model(8, 2, 4096, 14336, "bf16", 0.01),
     "mixtral_w4": Model(8, 2, 4096, 14336, "w4", 0.01),
     "deepseek": Model(256, 8, 7168, 2048, "fp8", 0.06),
+    "gpt_oss": Model(128, 4, 2880, 2880, "mxfp4", 0.01),
+    "gpt_oss_bf16": Model(128, 4, 2880, 2880, "bf16", 0.01),
 }
-_UINT4B8 = pyops.SCALAR_TYPES["uint4b8"].id
+# What experts in Marlin's layout are: {kind: (number of the type of codes, rows of a group)}.
+_MARLIN = {"w4": (pyops.SCALAR_TYPES["uint4b8"].id, _BLOCK), "mxfp4": (pyops.SCALAR_TYPES["float4_e2m1f"].id, 32)}
+_E8M0_BIAS = 127
 
 
 def weights(model: Model, rows: int, columns: int) -> tuple[Any, Any]:
     """(weights of all experts, their scales or None)."""
-    if model.kind == "w4":
-        shape = model.experts, columns // 16, 2 * rows
+    if model.kind in _MARLIN:
+        shape, (_, group) = (model.experts, columns // 16, 2 * rows), _MARLIN[model.kind]
         codes = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda")
-        scales = torch.rand(model.experts, columns // _BLOCK, rows, device="cuda") + 0.5
+        scales = torch.rand(model.experts, columns // group, rows, device="cuda") + 0.5
+        if model.kind == "mxfp4":  # powers of two around the reciprocal of the root
+            exponents = (scales * 2 * columns**-0.5 / 4).log2().round() + _E8M0_BIAS
+            return codes, exponents.to(torch.uint8)
         return codes, (scales * columns**-0.5 / 5).to(torch.bfloat16)
     dtype = torch.float8_e4m3fn if model.is_fp8 else torch.bfloat16
     found = torch.empty(model.experts, rows, columns, dtype=dtype, device="cuda")
@@ -89,7 +99,9 @@ def wide(weight: Any, scales: Any) -> Any:
         return weight.float()
     if weight.dtype == torch.int32:
         n, k = scales.shape[1], weight.shape[0] * 16
-        given: Any = (scales[:1], weight, scales, None, None, None, None, _UINT4B8, n, k, True, False)
+        kind = _MARLIN["mxfp4" if scales.dtype == torch.uint8 else "w4"][0]
+        a = torch.empty(1, dtype=torch.bfloat16)  # whose dtype counts alone
+        given: Any = (a, weight, scales, None, None, None, None, kind, n, k, True, False)
         return values(marlin_weight(*given)[0]).float().T
     return weight.float() * scales.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
 
@@ -114,8 +126,9 @@ def measure(model: Model, num_tokens: int, w1: Any, w2: Any) -> str:
     blocks = [_BLOCK, _BLOCK]
     config = pyops.FusedMoEQuantConfig("float8_e4m3fn", False, blocks, w1[1], w2[1]) if model.is_fp8 else None
     call: Any = partial(pyops.fused_experts, x, w1[0], w2[0], chances, ids, quant_config=config)
-    if model.kind == "w4":
-        call = partial(pyops.fused_marlin_moe, x, w1[0], w2[0], None, None, w1[1], w2[1], chances, ids, _UINT4B8)
+    if model.kind in _MARLIN:
+        kind = _MARLIN[model.kind][0]
+        call = partial(pyops.fused_marlin_moe, x, w1[0], w2[0], None, None, w1[1], w2[1], chances, ids, kind)
     found = error(model, call(), x, chances, ids, w1, w2)
     if not found <= model.most:
         return f"WRONG: mean error {found:.4f}"

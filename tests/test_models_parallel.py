@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from pyops.models import (
     load,
 )
 from pyops.models.tensor_parallel import divided
+from pyops.ops.collective.communicator import lost_record, naming_lost_ranks
 
 SIZES = {
     "vocab_size": 96,
@@ -127,6 +129,33 @@ def test_processes_generate_the_tokens_of_one(world_size: int, tmp_path: Path) -
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     assert run(3, tmp_path / "store", dies=True) == [(0, (1,), True), (2, (1,), True)]
+
+
+def test_a_step_whose_device_fails_names_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that gives up ends with a trap, which whatever call of the device's runtime comes next reports."""
+    model, lost = Decoder(CONFIGS["llama"]).randomise(0), lost_record(torch.device("cpu"))
+
+    class Custom:
+        def naming(self, what: str) -> Any:
+            return naming_lost_ranks(what, lost)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    group = SimpleNamespace(custom=Custom())
+    monkeypatch.setattr(model, "group", group, raising=False)
+    monkeypatch.setattr(model, "naming_ranks", lambda: ParallelDecoder.naming_ranks(model))
+    monkeypatch.setattr(model, "forward", fails)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        texts(model)
+    lost[1] = torch.tensor([1, 9])
+    with pytest.raises(
+        RankError, match=r"Engine.step: a kernel has given up waiting for rank 1 \(block 0, meeting 9\)"
+    ):
+        texts(model)
+    group.custom = None
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        texts(model)
 
 
 def test_what_cannot_be_divided_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.lazy import torch
@@ -200,6 +201,10 @@ class Decoder:
         """The table of each rotary embedding for texts of up to `num_positions` tokens: see `Rope.cos_sin`."""
         head_dim = self.config.head_dim
         return {rope: rope.cos_sin(head_dim, num_positions, self.device).to(self.dtype) for rope in self.config.ropes}
+
+    def naming_ranks(self) -> AbstractContextManager[None]:
+        """What a step runs in: an error that comes from processes that do not come any more names them."""
+        return nullcontext()
 
     def agreed(self, blocks: int) -> int:
         """The blocks of a cache for which every process has room that has a part of the model."""

@@ -99,7 +99,8 @@ class Engine:
         An error drops all requests, and the engine can take new ones.
         """
         try:
-            return self._step()
+            with self._runner.model.naming_ranks():
+                return self._step()
         except BaseException:
             self._scheduler.drop_all()
             raise

@@ -174,6 +174,10 @@ class ParallelDecoder(Decoder):
             self.write(name, tensor)
         return self
 
+    def naming_ranks(self) -> contextlib.AbstractContextManager[None]:
+        custom = self.group.custom
+        return contextlib.nullcontext() if custom is None else custom.naming("Engine.step")
+
     def agreed(self, blocks: int) -> int:
         return self.group.least(blocks)
 
