@@ -367,10 +367,19 @@ def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits
     ("lengths", "page_size", "splits", "dtype"), [([65, 129, 0], 16, 1, torch.bfloat16), ([450], 5, 3, torch.float16)]
 )
 def test_mla_codes(on: str, lengths: list[int], page_size: int, splits: int, dtype: torch.dtype) -> None:
-    """Slots of no token hold NaN."""
+    """Slots of no token hold NaN. Queries of a head are 0, so small that float16 has no such numbers, or so large; parts of
+    a query differ, and so do heads."""
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
         call = mla_call(lengths, 70, page_size, dtype=dtype, kind=FP8, num_kv_splits=splits, device=on)
+        for head, (of_nope, of_pe) in enumerate([(0.0, 0.0), (2.0**-14, 2.0**-14), (2.0**-9, 4.0), (1.0, 2.0**-12)]):
+            call["q_nope"][:, head] *= of_nope
+            call["q_pe"][:, head] *= of_pe
+        if dtype == torch.bfloat16:
+            call["q_nope"][:, 4:6] *= 2.0**-40
+            call["q_pe"][:, 4] *= 2.0**-100
+            call["q_nope"][:, 6], call["scale"] = 0.0, call["scale"] * 2.0**-4
+            call["q_nope"][:, 6, 500] = 3e5
         with schedule:
             assert_is_mla(call)
         assert isinstance(tuning.last[MLA.name], mla_hopper.HopperConfig)
@@ -395,7 +404,7 @@ def test_mla_pages_that_are_not_there(on: str) -> None:
 )
 def test_mla_compiles_without_spills_and_advice(cluster: int, cache_t: dtypes.DType) -> None:
     one = mla_hopper._decode.for_arch("sm_90a")(
-        product_t=dtypes.bfloat16,
+        query_t=dtypes.bfloat16,
         cache_t=cache_t,
         out_t=dtypes.bfloat16,
         length_t=dtypes.int32,

@@ -29,8 +29,8 @@
 // A token whose page number is out of range contributes nothing; a slot behind the end of the sequence neither.
 //
 // Constants
-//     product_t      element type of queries: half_t or bf16_t
-//     cache_t        element type of the cache: product_t or fp8_e4m3_t
+//     query_t        element type of queries: half_t or bf16_t
+//     cache_t        element type of the cache: query_t or fp8_e4m3_t
 //     out_t          element type of out
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
@@ -43,7 +43,7 @@
 
 constexpr int HEADS = 64;
 // Named barriers: what has been written to shared memory.
-constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6;
+constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, QUERIES = 8;
 // A thread's registers: what the loaders give up, the others take.
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : CLUSTER > 1 ? 40 : 24;
 constexpr int REGISTERS = IS_FP8 ? 208 : CLUSTER > 1 ? 232 : 240;
@@ -74,7 +74,8 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
     __shared__ int64_t places[PLACES];
     __shared__ float even_max[HEADS];
     __shared__ float odd_max[HEADS];
-    __shared__ float own_sums[2 * HEADS];  // [warpgroup][head]
+    __shared__ float
+        own_sums[2 * HEADS];  // [warpgroup][head]; before, of an fp8 cache, what products are multiplied by
     uint8_t* const queries = shared;
     const EntryTiles tiles{shared + TILE_BYTES, full, empty, exists};
 
@@ -116,7 +117,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
 
     warpgroup_reg_alloc<REGISTERS>();
     const int thread = threadIdx.x % 128, lane = thread % 32, g = lane / 4, t = lane % 4, row = thread / 32 * 16 + g;
-    const float unit = scale * LOG2_E;
+    float units[2] = {scale * LOG2_E, scale * LOG2_E};
     uint8_t* const own_probabilities = tiles.panel(warpgroup, ROPE_PANEL);
     float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {}, s[TOKENS / 2], o[LATENT_SIZE / 4];
 #pragma unroll
@@ -141,7 +142,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) s[i] *= unit;
+        for (int i = 0; i < TOKENS / 2; ++i) s[i] *= units[i / 2 % 2];
         const uint64_t bits = exists[warpgroup];
         if (~bits) {
 #pragma unroll
@@ -229,6 +230,12 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
     };
 
     if (pairs > 0) mbarrier_wait(&queries_full, 0);
+    if (IS_FP8 && pairs > 0) {
+        convert_queries(queries, own_sums);
+        named_barrier_sync<QUERIES>(256);
+        units[0] *= own_sums[row];
+        units[1] *= own_sums[row + 8];
+    }
     if (warpgroup == 0) {
         for (int pair = 0; pair < pairs; ++pair) {
             float top[2];

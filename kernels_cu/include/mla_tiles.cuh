@@ -7,22 +7,24 @@
 // warpgroup that reads probabilities in their place.
 //
 // load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel by TMA. CodeLoader: a warpgroup loads the codes of an
-// fp8 cache to registers, and store them as product_t; while a warp converts what it has, what it needs next is in
-// flight.
+// fp8 cache to registers, and stores them as product_t: float16, one instruction for a pair. What it needs next is in
+// flight while it waits for the place of what it has.
 #pragma once
+#include "attention.cuh"
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "paged.cuh"
 #include "tma.cuh"
 
-constexpr bool IS_FP8 = !is_same<cache_t, product_t>;
+constexpr bool IS_FP8 = is_same<cache_t, fp8_e4m3_t>;
 constexpr int TOKENS = 64, LATENT_SIZE = 512, PANEL_SIZE = 64, ROW_BYTES = 128;
 constexpr int PANELS = 9, ROPE_PANEL = 8, HALF_PANELS = 4, STAGES = 2, LEFT = 0, RIGHT = 1;
 constexpr int PANEL_BYTES = TOKENS * ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTES;
 constexpr int LOADERS_BARRIER = 7;  // a named barrier
 // Pairs of tiles whose places a CodeLoader keeps: warps load for a pair and the next, one may be a pair behind.
 constexpr int KEPT_PAIRS = 3, PLACES = IS_FP8 ? KEPT_PAIRS * 2 * TOKENS : 1;
-static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && CLUSTER == 1));
+using product_t = conditional_t<IS_FP8, half_t, cache_t>;  // of the products' operands; float16 has every code
+static_assert(IS_FP8 ? CLUSTER == 1 : is_same<query_t, cache_t>);
 
 // The tiles of a block, and who waits for what of them.
 struct EntryTiles {
@@ -52,6 +54,32 @@ struct Split {
 
     DEVICE int pairs() const { return ceil_div(end - begin, 2 * TOKENS); }
 };
+
+// Queries beside an fp8 cache become product_t in their place, relative to a power of two for each row: units[row] is what
+// their products are to be multiplied by. By 256 threads, four to a row.
+DEVICE void convert_queries(uint8_t* queries, float* units) {
+    const int row = threadIdx.x / 4, t = threadIdx.x % 4;
+    const auto at = [&](int i) {  // neighbouring rows take other halves: of all banks
+        return queries + i / 2 * PANEL_BYTES + row * ROW_BYTES + (t + (i + row) % 2 * 4) * 16;
+    };
+    float absmax = 0.0f, x[8];
+    for (int i = 0; i < 2 * PANELS; ++i) {
+        Vec<query_t, 8>::load(reinterpret_cast<const query_t*>(at(i))).to_floats(x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(x[j]));
+    }
+    absmax = fmaxf(absmax, shfl_xor(absmax, 1));
+    absmax = fmaxf(absmax, shfl_xor(absmax, 2));
+    const float factor = inverse_power_of_two(absmax);
+    for (int i = 0; i < 2 * PANELS; ++i) {
+        Vec<query_t, 8>::load(reinterpret_cast<const query_t*>(at(i))).to_floats(x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] *= factor;
+        Vec<product_t, 8>::from_floats(x).store(reinterpret_cast<product_t*>(at(i)));
+    }
+    if (t == 0) units[row] = 1.0f / factor;
+    fence_proxy_async();
+}
 
 // Loads entries by TMA. Every lane of one warp calls.
 DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_map, int rank) {
@@ -198,25 +226,26 @@ private:
         *reinterpret_cast<uint4*>(rows + at) = elements[0];
         *reinterpret_cast<uint4*>(rows + (at ^ 16)) = elements[1];
     }
-    // Stores what has been loaded for a step of a pair, and loads for the next step.
+    // Stores what has been loaded for a step of a pair, and loads for the next step: only then, because the fence waits
+    // for loads, too.
     template <int STEP>
     DEVICE void pass(int pair, bool is_last) {
         constexpr int NEXT = (STEP + 1) % HALVES;
-        const bool more = NEXT > 0 || !is_last;
-        const Rows rows = rows_of<NEXT>(pair + (NEXT == 0));
         // Made anew in each step: the compiler would keep the 76 addresses of all steps in registers.
         const int at = made_anew(swizzle_128b(threadIdx.x % 128 / 4, threadIdx.x % 4 * 32));
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            if (chunk < chunks_of(STEP)) store<STEP>(chunk, at);
-            keep_loads_of_warp();  // above its store, a load would need registers that there are not
-            if (chunk < chunks_of(NEXT) && more) load<NEXT>(rows, chunk);
-        }
+        for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) store<STEP>(chunk, at);
         fence_proxy_async();
         sync_warp();
-        if (threadIdx.x % 32 != 0) return;
-        uint64_t* const full = tiles.full + stage_of(STEP) * PANELS;
-        for (int panel = 0; panel < HALF_PANELS; ++panel) mbarrier_arrive(full + half_of(STEP) * HALF_PANELS + panel);
-        if (has_rope(STEP)) mbarrier_arrive(full + ROPE_PANEL);
+        if (threadIdx.x % 32 == 0) {
+            uint64_t* const full = tiles.full + stage_of(STEP) * PANELS;
+            for (int i = 0; i < HALF_PANELS; ++i) mbarrier_arrive(full + half_of(STEP) * HALF_PANELS + i);
+            if (has_rope(STEP)) mbarrier_arrive(full + ROPE_PANEL);
+        }
+        keep_loads_of_warp();
+        if (NEXT == 0 && is_last) return;
+        const Rows rows = rows_of<NEXT>(pair + (NEXT == 0));
+#pragma unroll
+        for (int chunk = 0; chunk < chunks_of(NEXT); ++chunk) load<NEXT>(rows, chunk);
     }
 };

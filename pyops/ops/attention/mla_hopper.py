@@ -56,7 +56,7 @@ class HopperConfig:
         num_pages, page_size, _ = cache.shape
         box_tokens = 8 if problem.is_fp8 else gcd(page_size, _TOKENS // self.cluster)
         kernel = _decode.for_arch(device.arch_feature)(
-            product_t=problem.product_dtype,
+            query_t=problem.q_nope.dtype,
             cache_t=problem.cache_dtype,
             out_t=problem.out.dtype,
             length_t=problem.seq_lens.dtype,
