@@ -200,7 +200,9 @@ REFUSED = [
     ("gptq", within(bits=5), "bits: expected 2 or 3 or 4 or 8, got 5"),
     ("gptq", within(checkpoint_format="marlin"), "checkpoint_format: expected 'gptq' or 'gptq_v2', got 'marlin'"),
     ("gptq", within(lm_head=True), "lm_head: expected null, got True"),
-    ("gptq", within(dynamic={"a": {}}), "dynamic: expected null"),
+    ("gptq", within(dynamic={"+:a": {}}), r"dynamic: expected rules that leave modules as they are \('-:...'\)"),
+    ("gptq", within(dynamic={"-:a(": {}}), "dynamic: expected regular expressions"),
+    ("gptq", within(modules_in_block_to_quantize=[[1]]), "modules_in_block_to_quantize: expected a list of names"),
     ("packed", within("config_groups", "group_0", input_activations={"num_bits": 8}), "input_activations: expected nu"),
     ("packed", within("config_groups", "group_0", "weights", num_bits=5), "weights.num_bits: expected 4 or 8, got 5"),
     (
@@ -231,6 +233,23 @@ def test_modules_that_are_left_as_they_are(tmp_path: Path) -> None:
     kinds = [isinstance(layer.mlp.down, PackedLinear) for layer in model.layers]
     assert kinds == [True, False]
     assert isinstance(model.layers[1].mixer.o, PackedLinear)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dynamic": {"-:.*layers.1.mlp": {}}},
+        {"modules_in_block_to_quantize": [[f"self_attn.{part}_proj" for part in "qkvo"], ["0.mlp.gate_proj"]]},
+    ],
+    ids=str,
+)
+def test_gptq_says_what_it_quantised(change: dict[str, Any]) -> None:
+    case = case_of("gptq")
+    values = case.dequantised.config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
+    found = Config.parse(values | {"quantization_config": case.config | change}).quantization
+    assert isinstance(found, PackedQuantization)
+    names = ("0.self_attn.q_proj", "0.mlp.gate_proj", "1.self_attn.o_proj", "1.mlp.gate_proj")
+    assert [found.covers(f"model.layers.{name}") for name in names] == [True, True, True, False]
 
 
 GATE = "model.layers.0.mlp.gate_proj"

@@ -13,6 +13,7 @@ from pyops import SCALAR_TYPES, OpError
 from pyops._core import device
 from pyops._core.example import ArgMaker
 from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.ops.linear.packed_plan import PackedMmaConfig
 from pyops.testing import SCHEDULES, scheduled
 from tests import packed
 from tests.calls import DEVICES
@@ -99,9 +100,17 @@ def test_fused_marlin_moe(
 
 
 @needs_compiler
-@pytest.mark.parametrize("permuted", [False, True])
-def test_many_rows(permuted: bool) -> None:
-    """By gemm_packed.cu on the host, under every schedule: blocks of all experts and of none, rows that are no rows."""
+@pytest.mark.parametrize(
+    ("permuted", "config"),
+    [
+        (False, PackedConfig(16, 256, 2, 1, 1)),
+        (True, PackedConfig(16, 256, 2, 1, 1)),
+        (False, PackedMmaConfig(16, 64, 2, 1, 1)),
+    ],
+    ids=str,
+)
+def test_many_rows(permuted: bool, config: Any) -> None:
+    """By kernels that read codes, under every schedule: blocks of all experts and of none, rows that are no rows."""
     m, k, n, top_k, block_size = 40, 128, 192, 2, 16
     w, of_w = weight(k, n, 1, permuted, True)
     a, weights = draw(m, k, dtype=torch.bfloat16), positive(m, top_k, seed=3)
@@ -129,7 +138,7 @@ def test_many_rows(permuted: bool) -> None:
         None,
     )
     routing = ids, experts, count, weights, block_size, top_k, True, kind, m, n, k
-    with forced("moe_wna16_marlin_gemm", PackedConfig(16, 256, 2, 1, 1)):
+    with forced("moe_wna16_marlin_gemm", config):
         for schedule in SCHEDULES:
             c = torch.full((m * top_k, n), 7.0, dtype=torch.bfloat16)
             with scheduled(schedule):

@@ -160,11 +160,11 @@ def bound_forward(function: Any) -> Any:
 
 
 def is_attention(module: Any) -> bool:
-    """Whether a module attends to a cache: it knows its layer and updates a cache between its projections."""
-    knows = (
-        hasattr(module, "layer_idx") and hasattr(module, "config") and any(width(part) for part in module.children())
-    )
-    return knows and "update" in forward_of(module).__code__.co_names
+    """Whether a module knows its layer and has projections, between which it, or what it derives from, updates a cache."""
+    forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind))
+    updates = any("update" in forward.__code__.co_names for forward in forwards if inspect.isfunction(forward))
+    knows = hasattr(module, "layer_idx") and hasattr(module, "config")
+    return updates and knows and any(width(part) for part in module.children())
 
 
 class BoundAttention(Replacement):

@@ -15,10 +15,12 @@ from .generation import Generation
 from .layers import DecoderLayer
 from .mlp import MLP, is_mlp
 from .norms import Norm
+from .packed import PackedProjection, is_packed
 from .quantised import Projection, holds_codes, obstacle
 from .replacement import Replacement
 from .reporting import Entry, Report
 from .rotary import RotaryEmbedding, is_rotary
+from .routers import Router, is_router
 from .trial import Trials, Unknown, width
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -143,6 +145,10 @@ class _Found:
         elif is_attention(module):
             rotary = next(iter(self.rotary), None)
             self._add(module, lambda: attention_of(module, rotary))
+        elif is_packed(module):
+            self._add(module, lambda: PackedProjection(module, self.dtype))
+        elif is_router(module):
+            self._add(module, lambda: Router(module, self.trials))
         elif is_experts(module):
             self._add(module, lambda: Experts(module, self.dtype, self.trials))
         elif is_mlp(module):
@@ -154,6 +160,8 @@ class _Found:
                 self._add(module, lambda: Norm(module, self.dtype, self.trials), why)
                 if not has_weights:  # an activation, or dropout
                     self.why.pop(module, None)
+        elif any(width(part) for part in module.children()) and not any(map(is_attention, module.children())):
+            self.why[module] = "it is nothing that is tried"
 
     def _add(self, module: Any, make: Any, why: str | None = None) -> None:
         """Replace a module by what `make` returns, unless there is a reason why not."""
