@@ -362,6 +362,11 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         r"rope_parameters\.long_factor: expected a list of numbers, got 2\.0",
     ),
     "more than a head": ("stablelm", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "at most 1, got 1.5"),
+    "part of a head of a Cohere": (
+        "cohere",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor: expected 1.0, got",
+    ),
     "part of a head": ("granite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0, got 0.5"),
     "texts read from both sides": (
         "gemma3",
