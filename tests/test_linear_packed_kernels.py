@@ -68,6 +68,8 @@ FEW = [
     (gptq, 4, PackedMmaConfig(4, 64, 1, 2, 1), 9, 64, 512, 16),
     (gptq, 8, PackedMmaConfig(2, 64, 2, 1, 1), 2, 128, 200, 1),
     (exllama, 4, PackedMmaConfig(16, 64, 2, 1, 1), 30, 64, 256, 2),
+    (gptq, 2, PackedMmaConfig(8, 64, 2, 1, 1), 7, 64, 640, 5),  # groups of half a step, and the last step has 128 rows
+    (exllama, 2, PackedMmaConfig(16, 64, 1, 2, 1), 17, 64, 528, 1),
     (awq, 4, PackedMmaConfig(8, 64, 2, 4, 1), 8, 64, 1088, 1),
     (awq, 4, PackedMmaConfig(1, 128, 2, 2, 1), 1, 256, 640, 5),  # groups of two steps, which parts of K may cut
     (awq, 4, PackedMmaConfig(16, 128, 2, 1, 1), 20, 128, 288, 9),
@@ -81,6 +83,8 @@ MANY = [
     (gptq, 4, PackedConfig(80, 128, 2, 1, 1), 20, 192, 160, 5),
     (gptq, 8, PackedConfig(64, 128, 2, 1, 1), 70, 64, 72, 1),
     (exllama, 4, PackedConfig(256, 128, 1, 1, 1), 40, 128, 64, 1),
+    (gptq, 2, PackedConfig(16, 256, 2, 1, 1), 13, 320, 144, 1),
+    (exllama, 2, PackedConfig(48, 128, 2, 1, 1), 40, 192, 192, 3),
     (awq, 4, PackedConfig(32, 256, 2, 2, 1), 30, 320, 256, 4),
     (awq, 4, PackedConfig(48, 128, 1, 1, 2), 50, 64, 72, 1),
 ]

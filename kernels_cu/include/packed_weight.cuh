@@ -40,7 +40,7 @@ using number_t = conditional_t<IS_TABLE, bf16_t, scalar_t>;
 using codes_t = Codes<number_t, BITS, EXPONENT>;
 using pair_t = Vec<number_t, 2>;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
-static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq && LAYOUT != layout_marlin_8));
+static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq && LAYOUT != layout_marlin_8) || (BITS == 2 && IS_GPTQ));
 static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8 && EXPONENT == 0));
 
 // The codes of a lane in a product.
@@ -90,7 +90,8 @@ struct Code {
             for (int i = 0; i < PRODUCTS * 4; ++i) {
                 const int q = i / 2 % 2, h = i % 2, row = slice * 16 + 8 * q + 2 * t;
                 const uint32_t word = from[row * BITS / 32 * COLUMNS + (first + i / 4) * 16 + 8 * h + g];
-                code[i / 4].words[i % 4] = word >> (LAYOUT == layout_exllama ? t * BITS : row * BITS % 32);
+                code[i / 4].words[i % 4] =
+                    word >> (LAYOUT == layout_exllama ? row % (32 / BITS) / 2 : row % (32 / BITS)) * BITS;
             }
         } else {
             // A row is COLUMNS / 8 words; bits of its number are in those of the 16 bytes.

@@ -23,7 +23,7 @@
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     BITS, EXPONENT, LAYOUT, RECODED, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_POINT, ADDED, GROUP_SIZE
-//                   of packed_weight.cuh; BITS is 4, or 8 but for layout_awq
+//                   of packed_weight.cuh; BITS is 4, 8 but for layout_awq, or of GPTQ 2
 //     TILE_M        rows of a tile: a multiple of 16, at most 256
 //     TILE_N        columns of a tile: 128 or 256
 //     CHUNK         products of 16 rows of w, of 8-bit numbers 32, in flight: 1 or 2

@@ -53,7 +53,7 @@ constexpr int FRAGMENTS = TILES * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  /
 // Steps that share a group, with sums of their own until it ends.
 constexpr int GROUP_STEPS = GROUP_SIZE > STEP_K ? GROUP_SIZE / STEP_K : 1;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
-static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq));
+static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq) || (BITS == 2 && IS_GPTQ));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
 static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8));

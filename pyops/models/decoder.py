@@ -120,7 +120,7 @@ class Decoder:
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: the weights, or a view of them}. `write` sets them.
 
-        Under ``A_log`` are the decays ``A = -exp(A_log)``.
+        Under ``A_log`` are the decays ``A = -exp(A_log)``. Packed weights of experts are there until `prepare`.
         """
         return self._tensors
 

@@ -14,6 +14,7 @@ from .replacement import Replacement, served
 from .trial import Trials, Unknown, agree, forward_of, randn, tried, twin
 
 _HIDDEN, _TOKENS = 16, 64  # sizes of a trial: of so many tokens some choose otherwise where groups count
+_ROUNDING = 2.0**-7  # of logits in bfloat16, as a part of the largest
 _SCORINGS = {"sigmoid": 1, "softmax": 2}  # numbers of grouped_topk's scoring functions
 _GROUPS = ("num_group", "n_group", "num_expert_group")  # names of how many groups experts are in
 
@@ -119,15 +120,30 @@ def _choice_of(module: Any) -> _Choice:
     kinds = [one.dtype.is_floating_point for one in theirs] if _is_triple(theirs) else []
     if kinds != [True, True, False]:
         raise Unknown("it does not return logits, weights and numbers of experts")
-    rounded = tried(lambda: forward_of(module)(narrow, x.bfloat16()))
     for candidate in _candidates(module):
         try:
-            if _agree(_chosen(small, x, candidate), theirs):
-                in_float32, weights_in_float32 = (one.dtype == torch.float32 for one in rounded[:2])
-                return candidate._replace(in_float32=in_float32, weights_in_float32=weights_in_float32)
+            agrees = _agree(_chosen(small, x, candidate), theirs)
         except OpError:  # the op takes no such groups
             continue
+        if agrees:
+            return _rounded_alike(
+                candidate, narrow, x.bfloat16(), tried(lambda: forward_of(module)(narrow, x.bfloat16()))
+            )
     raise Unknown("it chooses experts in another way")
+
+
+def _rounded_alike(choice: _Choice, narrow: Any, x: Tensor, theirs: tuple[Tensor, ...]) -> _Choice:
+    """The choice with the dtypes of a router in bfloat16, which returns `theirs` for x.
+
+    Raises:
+        Unknown: its logits are rounded elsewhere than in the product, so that other experts could be chosen.
+    """
+    in_float32, weights_in_float32 = (one.dtype == torch.float32 for one in theirs[:2])
+    choice = choice._replace(in_float32=in_float32, weights_in_float32=weights_in_float32)
+    logits = _chosen(narrow, x, choice)[0]
+    if not (agree([logits], theirs[:1]) if in_float32 else agree([logits], theirs[:1], _ROUNDING)):
+        raise Unknown("it rounds logits in another way")
+    return choice
 
 
 def _is_triple(found: Any) -> bool:

@@ -79,7 +79,8 @@ def choose(problem: Problem, device: Device) -> Config | HopperConfig:
 def shared_memory(problem: Problem, config: Config) -> int:
     """Bytes of dynamic shared memory of a block, as attention_varlen.cu counts them.
 
-    Queries, and two steps of keys and of values; one where the next step waits in registers. Rows are padded to 128 bytes.
+    Queries, and two steps of keys and of values; one where the next step waits in registers. Rows are padded to 128
+    bytes.
     """
     device, head_size, tokens = problem.query.device, problem.query.shape[2], config.step_tokens
     head_bytes, step_bytes = -(-head_size // 64) * 128, tokens * 2

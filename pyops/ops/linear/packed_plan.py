@@ -23,7 +23,7 @@ _gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
 _TILE_N = 64  # columns that every tile divides, or has
 _MIN_STAGES, _MAX_STAGES = 2, 3  # steps of a warp in shared memory
 _WORDS = 512  # bits of the words of a lane in a step: eight words, four times
-_BITS = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8), "n32k16": (8,), "marlin_8": (4,)}
+_BITS = {"marlin": (4, 8), "awq": (4,), "gptq": (2, 4, 8), "exllama": (2, 4, 8), "n32k16": (8,), "marlin_8": (4,)}
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
 # Measured on an H200: docs/performance.md, "Products with packed weights".
 _MAX_WARPS = 8  # of a block
