@@ -15,7 +15,7 @@ import transformers
 
 from pyops import ModelError
 from pyops._core.host import toolchain
-from pyops.integrations.transformers import PagedCache, accelerate, attention, cache, norms, report, restore
+from pyops.integrations.transformers import PagedCache, accelerate, cache, norms, report, restore, rotary
 from pyops.integrations.transformers.cache import CACHE
 from pyops.ops import activation
 from pyops.testing import cpu
@@ -108,7 +108,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return counted
 
     for name in (*OPS, *CACHE_OPS):
-        for module in (norms, attention, cache, activation):
+        for module in (norms, rotary, cache, activation):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     return counts

@@ -75,7 +75,10 @@ def row(family: str, found: Report) -> str:
         ops = (entry.op for entry in found.entries if entry.kind.endswith(kinds))
         return list(dict.fromkeys(f"`{op.split(',')[0]}`" if op else "-" for op in ops)) or ["-"]
 
-    attention = " or ".join({"`ro": "one product", "`fl": "one product", "`ap": "its own", "`wi": "its own", "-": "-"}[op[:3]] for op in of("Attention"))
+    attention = " or ".join(
+        {"`ro": "one product", "`fl": "one product", "`ap": "its own", "`wi": "its own", "-": "-"}[op[:3]]
+        for op in of("Attention")
+    )
     norms, products = (", ".join(of(*kinds)) for kinds in (("Norm", "Norm1P", "NormPerHead"), ("MLP", "Experts")))
     return f"| {family} | {attention} | {norms} | {products} | {'yes' if of('Layer', 'Block') != ['-'] else '-'} |"
 

@@ -134,6 +134,7 @@ HOPPER_CASES = [
     (FEW, (40, 128, 400, "silu", FP8, "block")),
     (GroupedConfig(128, 64), (90, 72, 272, "none", FP8, "block", 128)),
     (GroupedConfig(64, 96), (20, 66, 200, "none", torch.float16)),
+    (GroupedConfig(64, 160), (20, 296, 272, "none", FP8, "block")),  # parts of 80 columns, some under two scales
     (GroupedConfig(64, 64), (20, 40, 136, "swigluoai", BF16)),
     (GroupedConfig(64, 128), (20, 72, 272, "gelu", INT8, "row")),
 ]
@@ -400,7 +401,7 @@ def test_codes_of_experts(one: CodedConfig, activation: str, k: int) -> None:
         (16, "silu", "sm_90", ["TILE_M=8 WARPS=4 "]),
         (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),
         (512, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
-        (16, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_simt.cu"]),
+        (16, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
     ],
 )
 def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:

@@ -207,7 +207,10 @@ def test_no_tokens() -> None:
         ({"quant_config": FusedMoEQuantConfig(weight_quant_dtype="mxfp4")}, "expected w1_scale with weights of mxfp4"),
         ({"quant_config": FusedMoEQuantConfig(FP8, weight_quant_dtype="mxfp4")}, "expected weight_quant_dtype None or"),
         ({"quant_config": FusedMoEQuantConfig(w1_zp=torch.ones(1))}, "expected no zero points"),
-        ({"quant_config": FusedMoEQuantConfig(gemm1_alpha=1.5)}, "expected gemm1_alpha None or 1.702 with silu, got 1.5"),
+        (
+            {"quant_config": FusedMoEQuantConfig(gemm1_alpha=1.5)},
+            "expected gemm1_alpha None or 1.702 with silu, got 1.5",
+        ),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:

@@ -8,9 +8,13 @@
 #pragma once
 #include "vec.cuh"
 
-// Whether copies are loads that a thread stores later, when it has done what hides their latency. The emulation of warps
-// of 64 lanes has it as AMD has.
+// Whether copies are loads that a thread stores later, when it has done what hides their latency. The emulation of AMD's
+// matrix cores has it as AMD has.
+#if defined(PYOPS_HOST_CORE)
+constexpr bool HOLDS_COPIES = true;
+#else
 constexpr bool HOLDS_COPIES = PYOPS_HIP || (PYOPS_HOST && WARP_SIZE == 64);
+#endif
 
 // Loads BYTES bytes (4, 8 or 16) from an address that is a multiple of BYTES; zeros, and nothing is read, if not `valid`.
 template <int BYTES>

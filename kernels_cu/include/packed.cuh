@@ -30,6 +30,12 @@ DEVICE Vec<T, N> awq_columns(uint32_t word, int first) {
     return result;
 }
 
+// Eight codes plus 8, of what `marlin_int4_fp8_preprocess` has made of them: 0 ... 7 are themselves, 8 ... 15 are -1 ... -8.
+DEVICE uint32_t recoded_plus_8(uint32_t codes) {
+    const uint32_t signs = codes & 0x88888888;
+    return codes ^ 0x88888888 ^ (signs - (signs >> 3));
+}
+
 // integer - offset, exactly, for integers below 2^22: the last place of 2^23 is worth 1, so that or-ing an integer to its
 // bits adds the integer.
 DEVICE float integer_to_float(uint32_t integer, float offset) {

@@ -18,6 +18,8 @@ constexpr bool ON_MATRIX_CORES = MATRIX_CORE != NO_MATRIX_CORE;
 constexpr int PRODUCT_COLUMNS = ON_MATRIX_CORES ? 16 : 8, PRODUCT_SUMS = ON_MATRIX_CORES ? MATRIX_SUMS : 4;
 constexpr int LANE_ROWS = ON_MATRIX_CORES ? 1 : 2, ROW_STEP = 16 / LANE_ROWS, ROW_SUMS = PRODUCT_SUMS / LANE_ROWS;
 DEVICE int lane_row(int lane) { return ON_MATRIX_CORES ? lane % 16 : lane / 4; }
+// Lanes that share a row differ in the bits from FIRST_ROW_MASK up to END_ROW_MASK, exclusive.
+constexpr int FIRST_ROW_MASK = ON_MATRIX_CORES ? 16 : 1, END_ROW_MASK = ON_MATRIX_CORES ? WARP_SIZE : 4;
 DEVICE int lane_column(int lane) { return ON_MATRIX_CORES ? lane / 16 * MATRIX_SUMS : lane % 4 * 2; }
 
 // Whether products take elements of T. fp8 that they do not take becomes float16, which holds every code.
@@ -64,6 +66,14 @@ DEVICE void load_columns(uint32_t (&words)[WORDS], const Tile& tile, int origin,
     }
 }
 
+// Operand b: 16 columns of a tile of 16-bit elements from chunk 2 * step on, rows from `origin` on for K. Not on matrix
+// cores, whose tiles of such an operand lie transposed in shared memory.
+template <typename Tile>
+DEVICE void load_transposed(uint32_t (&words)[SHORT_WORDS], const Tile& tile, int origin, int step, int lane) {
+    static_assert(!ON_MATRIX_CORES || sizeof(Tile) == 0);
+    if constexpr (!ON_MATRIX_CORES) ldmatrix<4, true>(words, tile.at(origin, lane % 16, step, lane / 16));
+}
+
 // d += a * b^T for the columns number `half` of the 16 / PRODUCT_COLUMNS that b has.
 template <typename T, typename Sum, int WORDS>
 DEVICE void product(Sum (&d)[PRODUCT_SUMS], const uint32_t (&a)[WORDS], const uint32_t (&b)[WORDS], int half = 0) {
@@ -74,5 +84,20 @@ DEVICE void product(Sum (&d)[PRODUCT_SUMS], const uint32_t (&a)[WORDS], const ui
         const uint32_t columns[2] = {b[2 * half], b[2 * half + 1]};
         if constexpr (sizeof(T) == 2) mma_m16n8k16<T>(d, a, columns);
         else mma_m16n8k32<T>(d, a, columns);
+    }
+}
+
+// Makes an operand a of 16 columns of sums, rounded and packed: words of the pairs of a lane's sums of these columns, one
+// product after another. WMMA of gfx11 takes those of the other lane of a row, too.
+DEVICE void finish_operand(uint32_t (&words)[SHORT_WORDS]) {
+    if constexpr (MATRIX_CORE == WMMA_11) {
+        constexpr int OWN = SHORT_WORDS / 2;
+        const bool upper = threadIdx.x % WARP_SIZE >= 16;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const uint32_t own = words[i], other = shfl_xor(own, 16);
+            words[i] = upper ? other : own;
+            words[i + OWN] = upper ? own : other;
+        }
     }
 }

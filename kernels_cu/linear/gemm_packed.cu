@@ -15,24 +15,27 @@
 // sorted_token_ids[p]. ROUTED: it is multiplied by topk_weights[t]. Rows whose expert does not exist are left as they are.
 //
 // SPLITS: the blocks of a cluster share a tile, each with a part of K. What is to be added to a sum is sent to one block,
-// and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine.
+// and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine; with
+// CUT, those of the last round are cut along K (cut_tiles.cuh).
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t; with layout_w4a8 fp8_e4m3_t
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
-//     BITS, EXPONENT, LAYOUT, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_POINT, ADDED, GROUP_SIZE
-//                   of packed_weight.cuh; BITS is 4, or 8 but for layout_awq
+//     BITS, EXPONENT, LAYOUT, RECODED, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_POINT, ADDED, GROUP_SIZE
+//                   of packed_weight.cuh; BITS is 4, 8 but for layout_awq, or of GPTQ 2
 //     TILE_M        rows of a tile: a multiple of 16, at most 256
 //     TILE_N        columns of a tile: 128 or 256
 //     CHUNK         products of 16 rows of w, of 8-bit numbers 32, in flight: 1 or 2
 //     STAGES        steps of K in shared memory
 //     SPLITS        blocks of a cluster, of tiles of at most 64 rows; there is a step of K for each
+//     CUT           whether tiles of the last round are cut; of tiles of more than 64 rows
 //     GROUPED, ROUTED    whether rows belong to experts, whose tiles have at most 64 rows and one split, and have weights
 //     MIN_BLOCKS
 // If sums are shared, there are as many clusters as tiles.
 
 #include "cluster.cuh"
+#include "cut_tiles.cuh"
 #include "gemm_epilogue.cuh"
 #include "gemm_pipeline.cuh"
 #include "packed_table.cuh"
@@ -59,6 +62,7 @@ static_assert(GROUP_SIZE == 0 || GROUP_SIZE % TILE_K == 0 || (TILE_K % GROUP_SIZ
 static_assert(IS_TABLE == (sizeof(scalar_t) == 1) && (!IS_TABLE || (HAS_SCALES && BITS == 4)));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
+static_assert(!CUT || (BY_STORES && SPLITS == 1));
 static_assert(!GROUPED || (SPLITS == 1 && !BY_STORES && !IS_TABLE));
 static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
 
@@ -87,8 +91,10 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
             const int32_t* expert_ids,                     // [M / block_size]
             const int32_t* num_tokens_post_pad,            // [1]
             const float* topk_weights,                     // [num_rows]
-            int64_t m, int64_t n, int64_t k, int64_t groups, int64_t out_stride, int64_t a_scale_step,
-            int64_t b_scale_step, int64_t num_rows, int64_t num_experts, int64_t block_size) {
+            float* partial,                                // of CUT: sums and counters of cut_tiles.cuh
+            uint32_t* arrived, int64_t m, int64_t n, int64_t k, int64_t groups, int64_t out_stride,
+            int64_t a_scale_step, int64_t b_scale_step, int64_t num_rows, int64_t num_experts, int64_t block_size,
+            int64_t sharers) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* const behind = shared + STAGES * STAGE_BYTES;     // the received sums, or tiles that are stored
@@ -109,6 +115,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     const int tiles = rows * int((n + TILE_N - 1) / TILE_N);
     const int first_step = int(int64_t(steps) * split / SPLITS);
     const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
+    CutTile<CUT> tile(tiles, first_step, last_step, int(sharers));
     // The expert of a tile of rows; -1 if it has none.
     const int num_places = GROUPED ? *num_tokens_post_pad : 0;
     const auto expert_of = [&](int first_row) {
@@ -121,11 +128,11 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     if (warp >= CONSUMER_WARPS) {
         if constexpr (MANY_SUMS) warpgroup_reg_dealloc<40>();
         if (warp > CONSUMER_WARPS || !elect_one()) return;
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
+        for (; tile.exists(); tile.advance()) {
+            const int first_row = tile.number % rows * TILE_M, first_column = tile.number / rows * TILE_N;
             const int expert = expert_of(first_row);
             if (expert < 0) continue;
-            for (int step = first_step; step < last_step; ++step, ring.advance()) {
+            for (int step = tile.first; step < tile.last; ++step, ring.advance()) {
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
                 mbarrier_arrive_expect_tx(ring.full(), LOAD_BYTES);
@@ -154,8 +161,8 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
 #pragma unroll
     for (int j = 0; j < PRODUCTS * 2; ++j) places[j / 2][j % 2] = place_of(column_of(warp, j / 2, j % 2));
     int store = 0;
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
+    for (; tile.exists(); tile.advance()) {
+        const int first_row = tile.number % rows * TILE_M, first_column = tile.number / rows * TILE_N;
         if constexpr (GROUPED) {
             const int expert = expert_of(first_row);
             if (expert < 0) continue;
@@ -168,7 +175,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
         uint32_t weights[2][CHUNK][PRODUCTS][4];
         terms_t terms[PRODUCTS][2];
         int previous = 0;
-        for (int step = first_step; step < last_step; ++step, ring.advance()) {
+        for (int step = tile.first; step < tile.last; ++step, ring.advance()) {
             const uint8_t* from = shared + ring.stage * STAGE_BYTES;
             const uint64_t a = make_smem_desc(from);
             const uint8_t* const codes = from + A_BYTES;
@@ -177,6 +184,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
 #pragma unroll
                 for (int i = 0; i < CHUNK; ++i) code_t::read(code[part % 2][i], codes, part * CHUNK + i, warp);
             };
+            sync_warp();  // lanes have read what they need of the stage before, which is released in this step
             ring.wait();
             read(0);
 #pragma unroll
@@ -210,13 +218,13 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                     for (int j = 0; j < PRODUCTS; ++j) {
                         const int slice = part * CHUNK + i;
                         wgmma<scalar_t, TILE_M>(d[j], operands[i][j], advance_smem_desc(a, slice * 32),
-                                                slice > 0 || step > first_step);
+                                                slice > 0 || step > tile.first);
                     }
                 }
                 warpgroup_commit_batch();
                 warpgroup_wait<1>();  // for the products before, whose operands are written next
                 if (part == 0) {
-                    if (step > first_step) ring.release(previous);
+                    if (step > tile.first) ring.release(previous);
                     previous = ring.stage;
                 }
             }
@@ -224,7 +232,9 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
         warpgroup_wait<0>();
 #pragma unroll
         for (int j = 0; j < PRODUCTS; ++j) warpgroup_fence_operand(d[j]);
+        sync_warp();
         ring.release(previous);
+        if (!tile.template complete<CONSUMER_WARPS>(d, partial, arrived)) continue;
 
         if constexpr (BY_STORES) {
             uint8_t* const own_stores = behind + warp * STORES * STORE_BYTES;

@@ -23,10 +23,14 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F32", "F16", "BF16"}
 # Names in safetensors of the dtypes of quantised weights.
 _CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32"}
-# What is known without it: a table that is computed from the config, the sizes of a packed weight.
-_NOT_READ = ("rotary_emb.inv_freq", ".weight_shape")
+# What is known without it: tables that are computed from the config, masks, the sizes of a packed weight.
+_NOT_READ = ("rotary_emb.inv_freq", ".weight_shape", ".attention.bias", ".attention.masked_bias")
 # Names that formats have for one thing: {end of a name: that of `Decoder.tensors`}.
-_ALIASES = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
+_ALIASES = {
+    ".weight_scale_inv": ".weight_scale",
+    ".activation_scale": ".input_scale",
+    "embed_out.weight": "lm_head.weight",
+}
 _Progress = Callable[[int, int], None]
 
 

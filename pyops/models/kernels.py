@@ -51,12 +51,12 @@ def serving_kernels(
         decoder.prepare(checked=False)
         max_blocks = blocks_for(config, max_seq_len, block_size)
         cache = decoder.new_cache(max_num_seqs * max_blocks, block_size, max_num_seqs)
-        cos_sin = torch.empty(max_seq_len, config.rope.rotary_dim(config.head_dim), dtype=decoder.dtype)
+        tables = decoder.new_tables(max_seq_len)
         rows = torch.empty(max_num_seqs, row_size(config, max_seq_len, block_size), dtype=torch.int64)
         batches = [decode_batch(rows[:size]) for size in decode_sizes(max_num_seqs)]
         batches += _prompts(max_num_seqs, max_blocks, max_num_batched_tokens)
         for batch in batches:
-            decoder.head(decoder.forward(batch, cache, cos_sin))
+            decoder.logits(decoder.forward(batch, cache, tables))
     return list(found.values())
 
 
@@ -68,7 +68,8 @@ def _kinds(decoder: Decoder) -> list[Layer]:
     for i, layer in enumerate(decoder.layers):
         at, weights = f"{config.names.layers}.{i}", layer.tensors(config.names)
         kinds = [(one.dtype, types.of(f"{at}.{name}".removesuffix(".weight"))) for name, one in weights.items()]
-        found.setdefault((config.layer_types[i], config.sliding_windows[i], experts[i], *kinds), layer)
+        options = config.layer_types[i], config.sliding_windows[i], config.layer_ropes[i], experts[i]
+        found.setdefault((*options, *kinds), layer)
     return list(found.values())
 
 

@@ -13,6 +13,7 @@ from .config import Config
 from .latent import Latent
 from .linear import Linear, Place, ScaledLinear
 from .packed_linear import PackedLinear
+from .rope import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,7 @@ class LatentAttention:
 
     def __init__(self, config: Config, latent: Latent, place: Place) -> None:
         heads, hidden_size, rank = config.num_attention_heads, config.hidden_size, latent.kv_lora_rank
-        self.latent, self.place, self.num_heads = latent, place, heads
+        self.latent, self.place, self.num_heads, self.rope = latent, place, heads, config.rope
         self.entry_size = rank + latent.qk_rope_head_dim
         queries, compressed = heads * latent.qk_head_dim, {"kv_a_proj_with_mqa": self.entry_size}
         self.q_norm = self.q_a = None
@@ -66,7 +67,7 @@ class LatentAttention:
         shape = num_blocks, block_size, self.entry_size
         return (torch.empty(shape, dtype=self.place.dtype, device=self.place.device),)
 
-    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], cos_sin: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
         from ..nn.latent import latent_attention  # layers need torch when they are imported
 
         latent, (entries,) = self.latent, cache
@@ -75,7 +76,9 @@ class LatentAttention:
         rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
         turned = query[..., latent.qk_nope_head_dim :]
         kept = batch.slot_mapping, entries, "auto", self._one
-        concat_and_cache_mla_rope_fused(batch.positions, turned, k_pe, kv_c, cos_sin, not latent.interleaved, *kept)
+        concat_and_cache_mla_rope_fused(
+            batch.positions, turned, k_pe, kv_c, tables[self.rope], not latent.interleaved, *kept
+        )
         up = self._up.unflatten(0, (self.num_heads, -1))
         texts = batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.num_decodes
         return self.o(latent_attention(query, up, entries, *texts, latent.scale, self._one))

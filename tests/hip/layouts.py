@@ -2,7 +2,7 @@
 
 The tables are those of AMD's matrix instruction calculator (CDNA 2 and 3, RDNA 3 and 4) and of the ISA document of
 CDNA 4. `check_registers` multiplies registers of any content, `check_tiles` tiles in shared memory by product.cuh. Both
-run by the host backend (tests/core/test_matrix_cores.py) and by the instruction emulator (`python -m tests.hip emulate`).
+run by the host backend (tests/core/test_matrix_cores.py) and by the instruction emulator (`tests.hip emulate`).
 """
 
 from __future__ import annotations

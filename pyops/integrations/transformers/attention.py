@@ -28,9 +28,26 @@ _PAST = "pyops_past"  # the argument that forwards pass on to the attention func
 _OPTIONS = {"scaling", "softcap", "s_aux", "dropout", "is_causal", "sliding_window", "output_attentions"}
 _IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict", *CACHE_NAMES}
 # What a forward may name, beside its settings, that one product and one op serve: nothing else of its arguments.
-_JOINED = {"shape", "view", "transpose", "reshape", "contiguous", "head_dim", "layer_idx", "config", "scaling", "training"}
+_JOINED = {
+    "shape",
+    "view",
+    "transpose",
+    "reshape",
+    "contiguous",
+    "head_dim",
+    "layer_idx",
+    "config",
+    "scaling",
+    "training",
+}
 _JOINED |= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "update", "get_interface", "getattr"}
-_JOINED |= {"attention_dropout", "sliding_window", "attn_logit_softcapping", "_attn_implementation", "eager_attention_forward"}
+_JOINED |= {
+    "attention_dropout",
+    "sliding_window",
+    "attn_logit_softcapping",
+    "_attn_implementation",
+    "eager_attention_forward",
+}
 _JOINED |= {"nn", "functional", "dropout"}
 _PROMPT, _HIDDEN = 5, 16  # tokens and hidden size of a trial
 
@@ -143,9 +160,11 @@ def bound_forward(function: Any) -> Any:
 
 
 def is_attention(module: Any) -> bool:
-    """Whether a module attends to a cache: it knows its layer and updates a cache between its projections."""
-    knows = hasattr(module, "layer_idx") and hasattr(module, "config") and any(width(part) for part in module.children())
-    return knows and "update" in forward_of(module).__code__.co_names
+    """Whether a module knows its layer and has projections, between which it, or what it derives from, updates a cache."""
+    forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind))
+    updates = any("update" in forward.__code__.co_names for forward in forwards if inspect.isfunction(forward))
+    knows = hasattr(module, "layer_idx") and hasattr(module, "config")
+    return updates and knows and any(width(part) for part in module.children())
 
 
 class BoundAttention(Replacement):
@@ -300,7 +319,11 @@ class _Watched(PagedLayer):
 
 def _played(module: Any) -> Any:
     """A twin whose projections are stand-ins."""
-    parts = {name: StandIn(width(part) or 0, seed) for seed, (name, part) in enumerate(module.named_children()) if width(part)}
+    parts = {
+        name: StandIn(width(part) or 0, seed)
+        for seed, (name, part) in enumerate(module.named_children())
+        if width(part)
+    }
     made = twin(module, parts)
     if made.config._attn_implementation not in IMPLEMENTATIONS:
         made.config = copy.copy(made.config)
@@ -320,7 +343,11 @@ def _results(played: Any, forward: Callable[..., Any], cache: Any, rotary: Any) 
             mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
         hidden = randn(1, count, _HIDDEN, seed=count)
         angles = (hidden[..., :0], hidden[..., :0]) if rotary is None else angles_of(rotary, played.config, count=count)
-        known = {"attention_mask": mask, "position_embeddings": Step(hidden, *angles), **dict.fromkeys(CACHE_NAMES, cache)}
+        known = {
+            "attention_mask": mask,
+            "position_embeddings": Step(hidden, *angles),
+            **dict.fromkeys(CACHE_NAMES, cache),
+        }
         given = {name: value for name, value in known.items() if name in signature}
         if takes_more or "position_ids" in signature:
             given["position_ids"] = POSITIONS + torch.arange(count, device="cpu")[None]

@@ -82,6 +82,7 @@ class DecoderLayer(Replacement):
         if "position_embeddings" not in form.given.values():
             raise Unknown("it is given no rotary embedding")
         self.passive = [getattr(module, name) for name in form.passive]
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer, form = self.module, self.form
         given = dict(zip(self.defaults, args, strict=False)) | renamed(kwargs, self.defaults)

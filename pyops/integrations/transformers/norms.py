@@ -77,7 +77,7 @@ class Norm(Replacement):
 
     def add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the norm of the sum, the sum) of tensors that may both be written."""
-        weight, epsilon = self.module.weight, self.form.epsilon_of(self.module)
+        weight, epsilon = getattr(self.module, "weight", None), self.form.epsilon_of(self.module)
         if self.op == "rms_norm":
             fused_add_rms_norm(input, residual, weight, epsilon)
             return input, residual

@@ -160,6 +160,8 @@ class _Found:
                 self._add(module, lambda: Norm(module, self.dtype, self.trials), why)
                 if not has_weights:  # an activation, or dropout
                     self.why.pop(module, None)
+        elif any(width(part) for part in module.children()) and not any(map(is_attention, module.children())):
+            self.why[module] = "it is nothing that is tried"
 
     def _add(self, module: Any, make: Any, why: str | None = None) -> None:
         """Replace a module by what `make` returns, unless there is a reason why not."""

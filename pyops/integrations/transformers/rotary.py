@@ -94,7 +94,9 @@ class RotaryEmbedding(Replacement):
 def is_rotary(module: Any) -> bool:
     """Whether its forward takes hidden states and positions, and it has no weights."""
     names = list(inspect.signature(forward_of(module)).parameters)
-    return "position_ids" in names and next(module.parameters(), None) is None and next(module.buffers(), None) is not None
+    return (
+        "position_ids" in names and next(module.parameters(), None) is None and next(module.buffers(), None) is not None
+    )
 
 
 def angles_of(module: Any, config: Any, layer_idx: int = 0, count: int = _TOKENS) -> tuple[Tensor, Tensor]:
@@ -133,7 +135,9 @@ class Turn(NamedTuple):
     is_neox: bool
     in_float32: tuple[bool | None, bool | None]
 
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """What the function returns."""
         in_float32 = self.in_float32[cos.dtype != q.dtype]
         known = not args and kwargs.keys() <= {"unsqueeze_dim"} and q.ndim == k.ndim == 4 and cos.ndim == 3

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check
-from ..._core.dtypes import bfloat16, float16, int32, int64
+from ..._core.dtypes import bfloat16, float16, float32, int32, int64
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
@@ -98,6 +98,23 @@ def check_rows(out: TensorArg, a: TensorArg, b: TensorArg) -> TensorArg:
     check.dtype(b, a.dtype)
     check.sizes(b, num_experts=None, N=None, K=None)
     return out
+
+
+def check_strides(num_experts: int, *strides: TensorArg | None) -> None:
+    """Check what vLLM's callers say of the strides of each expert's matrices."""
+    for one in strides:
+        if one is not None:
+            check.dtype(one, int64)
+            check.sizes(one, num_experts=num_experts)
+
+
+def check_scale_counts(*counts: tuple[TensorArg, int]) -> None:
+    """Check float32 scales, of which each tensor has so many."""
+    for scales, count in counts:
+        check.dtype(scales, float32)
+        check.contiguous(scales)
+        if scales.numel != count:
+            raise scales.error(f"expected {count} elements, got shape {scales.shape}")
 
 
 def bad_rows(out: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict[str, Tensor]:

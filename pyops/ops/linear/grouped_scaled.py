@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check
-from ..._core.dtypes import E4M3, float32, int64
+from ..._core.dtypes import E4M3, float32
 from ..._core.kernel import Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
@@ -18,6 +18,8 @@ from .grouped_rows import (
     bad_rows,
     by_rows,
     check_rows,
+    check_scale_counts,
+    check_strides,
     each_expert,
     example_counts,
     example_sizes,
@@ -93,18 +95,9 @@ def plan_cutlass_moe_mm(
     lists, launch, _ = lists_of(check_rows(out_tensors, a_tensors, b_tensors), problem_sizes, expert_offsets)
     num_experts, (num_rows, n), k = problem_sizes.shape[0], out_tensors.shape, a_tensors.shape[1]
     weights = weights_of(b_tensors, num_experts, n, k)
-    for strides in (a_strides, b_strides, c_strides):
-        if strides is not None:
-            check.dtype(strides, int64)
-            check.sizes(strides, num_experts=num_experts)
-    for scales, count in (
-        (a_scales, num_rows if per_act_token else 1),
-        (b_scales, num_experts * (n if per_out_ch else 1)),
-    ):
-        check.dtype(scales, float32)
-        check.contiguous(scales)
-        if scales.numel != count:
-            raise scales.error(f"expected {count} elements, got shape {scales.shape}")
+    check_strides(num_experts, a_strides, b_strides, c_strides)
+    b_count = num_experts * (n if per_out_ch else 1)
+    check_scale_counts((a_scales, num_rows if per_act_token else 1), (b_scales, b_count))
     operands = Operand.of_rows(a_tensors), Operand.of_rows(weights), num_experts, k
     return [launch, plan(GroupedProblem(out_tensors, *operands, lists, a_scales=a_scales, b_scales=b_scales))]
 
