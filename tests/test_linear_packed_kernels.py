@@ -224,7 +224,7 @@ def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int, dtype:
 
 @needs_compiler
 def test_w4a8_of_float16_is_rounded_once() -> None:
-    """Sums of tensor cores have 14 bits, and reach over 64 elements of K alone: over all of K they are off thrice as far."""
+    """Sums of tensor cores have 14 bits. They reach over 64 elements of K: over all they are off thrice as far."""
     m, n, k, make = 16, 128, 2048, torch.Generator().manual_seed(0)
     a = torch.randn(m, k, generator=make).to(torch.float8_e4m3fn)
     codes, scales = packed.draw(-8, 8, k, n), (torch.rand(k // 128, n, generator=make) + 0.5).to(torch.float8_e4m3fn)
