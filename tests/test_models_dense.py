@@ -399,6 +399,28 @@ def test_what_is_not_served_is_refused_by_name(what: str) -> None:
         Config.parse(values_of(case, **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"parallel_residual": True, "norms": Norms(place="after")},
+            "norms.place: expected 'before' with parallel_res",
+        ),
+        ({"shares_norm": True}, "shares_norm: expected False without parallel_residual"),
+        ({"has_gate": False, "hidden_act": "gelu"}, "names.gate_up: expected 1 name, got"),
+        ({"names": Names(qkv=("q", "kv"))}, "names.qkv: expected 1 or 3 names"),
+        ({"qk_norm": "heads and rows"}, "qk_norm: expected '' or 'head'"),
+        ({"layer_ropes": (None,)}, "layer_ropes: expected one for each of 2 layers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_parts_that_do_not_go_together_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        Config(**SMALL | changes)
+    with pytest.raises(ModelError, match=r"norms\.kind: expected 'rms' or 'rms_once'"):
+        Norms("l2")
+
+
 def test_files_of_older_versions_are_read() -> None:
     """As in folders of Phi-3, Gemma 3, Pythia and StableLM; what a file does not say is as in transformers."""
     sizes = {name: SIZES[name] for name in SIZES if isinstance(SIZES[name], int)}
