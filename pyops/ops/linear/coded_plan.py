@@ -153,5 +153,10 @@ def plan(
     product = GroupedProblem(out, *operands, weight.num_experts, weight.k, lists, *terms, top_k, activation)
     problem = CodedProblem(product, weight)
     if serves(problem, product.device):
-        return tuning.config(out.op, problem, product.device, choose).launches(problem)
+        return launches_of(problem)
     return [weight.written(dense, a.dtype), grouped_plan.plan(product)]
+
+
+def launches_of(problem: CodedProblem) -> list[Launch]:
+    """Those of the kernel that reads codes, for a problem that it serves."""
+    return tuning.config(problem.product.out.op, problem, problem.device, choose).launches(problem)
