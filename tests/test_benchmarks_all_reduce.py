@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,22 +30,22 @@ def test_predictions_of_all_reduce_by_hand() -> None:
     assert all_reduce.predicted(8, 8 << 20) - all_reduce.predicted(8, 8 << 20, by_vllm=True) == pytest.approx(1e-6)
 
 
-@pytest.mark.slow
-def test_processes_of_gloo_measure_sums_on_cpus() -> None:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.all_reduce"]
-    done = subprocess.run(
-        [sys.executable, *words, "8192"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    title, names, line = done.stdout.splitlines()
-    assert (title, names.split()) == ("CPU x 2", ["bytes", "predicted", "pyops", "gloo"])
+def test_a_process_of_gloo_measures_sums_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """What each process of `torchrun --nproc-per-node 2 -m benchmarks.all_reduce` does where there is no GPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in names.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    all_reduce.main(["8192"])
+    title, columns, line = capsys.readouterr().out.splitlines()
+    assert (title, columns.split()) == ("CPU x 1", ["bytes", "predicted", "pyops", "gloo"])
     nbytes, _, *times = line.split()
     assert nbytes == "8192"
     assert all(float(one) > 0 for one in times)
+    assert not torch.distributed.is_initialized()
 
 
 def test_what_all_reduce_wants(monkeypatch: pytest.MonkeyPatch) -> None:

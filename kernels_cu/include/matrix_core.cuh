@@ -62,6 +62,14 @@ DEVICE To operand_of(const uint32_t* words) {
 }
 #endif
 
+// The compiler brings no load of an operand before what stands above: on gfx11, whose operands are eight words, it would
+// load more of them at a time than there are registers.
+DEVICE void order_loads() {
+#if PYOPS_HIP
+    if constexpr (MATRIX_CORE == WMMA_11) __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
 // d += a * b^T, in as few instructions as take all the words: elements of T, or of int8 into sums of int32.
 template <typename T, int WORDS, typename Sum>
 DEVICE void matrix_multiply(Sum (&sums)[MATRIX_SUMS], const uint32_t (&a)[WORDS], const uint32_t (&b)[WORDS]) {

@@ -66,12 +66,22 @@ DEVICE void load_columns(uint32_t (&words)[WORDS], const Tile& tile, int origin,
     }
 }
 
-// Operand b: 16 columns of a tile of 16-bit elements from chunk 2 * step on, rows from `origin` on for K. Not on matrix
-// cores, whose tiles of such an operand lie transposed in shared memory.
+// Operand b: 16 columns of a tile of 16-bit elements from chunk 2 * step on, 16 rows from `origin` on for K. On matrix
+// cores element by element: for tiles that few waves read so. Others lie transposed in shared memory.
 template <typename Tile>
 DEVICE void load_transposed(uint32_t (&words)[SHORT_WORDS], const Tile& tile, int origin, int step, int lane) {
-    static_assert(!ON_MATRIX_CORES || sizeof(Tile) == 0);
-    if constexpr (!ON_MATRIX_CORES) ldmatrix<4, true>(words, tile.at(origin, lane % 16, step, lane / 16));
+    if constexpr (ON_MATRIX_CORES) {
+        order_loads();
+        const int column = step * 16 + matrix_row(lane), row = origin + matrix_run(lane) * SHORT_WORDS * 2;
+#pragma unroll
+        for (int i = 0; i < SHORT_WORDS; ++i) {
+            const auto* low = reinterpret_cast<const uint16_t*>(tile.at(row + 2 * i, column / 8)) + column % 8;
+            const auto* high = reinterpret_cast<const uint16_t*>(tile.at(row + 2 * i + 1, column / 8)) + column % 8;
+            words[i] = uint32_t(*high) << 16 | *low;
+        }
+    } else {
+        ldmatrix<4, true>(words, tile.at(origin, lane % 16, step, lane / 16));
+    }
 }
 
 // d += a * b^T for the columns number `half` of the 16 / PRODUCT_COLUMNS that b has.

@@ -29,6 +29,8 @@
 //     CHUNK         products of 16 rows of w, of 8-bit numbers 32, in flight: 1 or 2
 //     STAGES        steps of K in shared memory
 //     SPLITS        blocks of a cluster, of tiles of at most 64 rows; there is a step of K for each
+//     APART         whether the sums of each chunk are added up by threads, in float32: tensor cores' sums of fp8 have 14
+//                   bits (wgmma.cuh), which a result of float16 would show. CHUNK is 2, a tile has 128 x 128 sums at most
 //     CUT           whether tiles of the last round are cut; of tiles of more than 64 rows
 //     GROUPED, ROUTED    whether rows belong to experts, whose tiles have at most 64 rows and one split, and have weights
 //     MIN_BLOCKS
@@ -52,7 +54,7 @@ constexpr int LOAD_BYTES = A_BYTES + CODE_BYTES + SCALE_BYTES + ZERO_BYTES;
 constexpr int STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
 constexpr bool BY_STORES = TILE_M > 64;
 // Where sums take many registers, those of a producing warpgroup go to the others.
-constexpr bool MANY_SUMS = PRODUCTS * TILE_M > 128;
+constexpr bool MANY_SUMS = PRODUCTS * TILE_M * (APART ? 2 : 1) > 128;
 constexpr int NUM_THREADS = MANY_SUMS ? 384 : 32 * (CONSUMER_WARPS + 1);
 constexpr int WARP_FRAGMENTS = PRODUCTS * TILE_M / 8, FRAGMENTS = CONSUMER_WARPS * WARP_FRAGMENTS;
 constexpr int OWN_FRAGMENTS = FRAGMENTS / SPLITS;  // that a block adds up
@@ -62,6 +64,7 @@ static_assert(GROUP_SIZE == 0 || GROUP_SIZE % TILE_K == 0 || (TILE_K % GROUP_SIZ
 static_assert(IS_TABLE == (sizeof(scalar_t) == 1) && (!IS_TABLE || (HAS_SCALES && BITS == 4)));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
+static_assert(!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128));
 static_assert(!CUT || (BY_STORES && SPLITS == 1));
 static_assert(!GROUPED || (SPLITS == 1 && !BY_STORES && !IS_TABLE));
 static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
@@ -171,7 +174,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
             if constexpr (B_SCALES) epilogue.b_scales = b_scales + expert * n;
             if constexpr (BIAS > 0) epilogue.bias = bias + expert * n;
         }
-        float d[PRODUCTS][TILE_M / 2];
+        float d[PRODUCTS][TILE_M / 2], totals[APART ? PRODUCTS : 1][TILE_M / 2] = {};
         uint32_t weights[2][CHUNK][PRODUCTS][4];
         terms_t terms[PRODUCTS][2];
         int previous = 0;
@@ -218,11 +221,20 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                     for (int j = 0; j < PRODUCTS; ++j) {
                         const int slice = part * CHUNK + i;
                         wgmma<scalar_t, TILE_M>(d[j], operands[i][j], advance_smem_desc(a, slice * 32),
-                                                slice > 0 || step > tile.first);
+                                                APART ? i > 0 : slice > 0 || step > tile.first);
                     }
                 }
                 warpgroup_commit_batch();
-                warpgroup_wait<1>();  // for the products before, whose operands are written next
+                // For the products before, whose operands are written next; APART for these.
+                warpgroup_wait<APART ? 0 : 1>();
+                if constexpr (APART) {
+#pragma unroll
+                    for (int j = 0; j < PRODUCTS; ++j) warpgroup_fence_operand(d[j]);
+#pragma unroll
+                    for (int i = 0; i < PRODUCTS * TILE_M / 2; ++i) {
+                        totals[i / (TILE_M / 2)][i % (TILE_M / 2)] += d[i / (TILE_M / 2)][i % (TILE_M / 2)];
+                    }
+                }
                 if (part == 0) {
                     if (step > tile.first) ring.release(previous);
                     previous = ring.stage;
@@ -232,6 +244,10 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
         warpgroup_wait<0>();
 #pragma unroll
         for (int j = 0; j < PRODUCTS; ++j) warpgroup_fence_operand(d[j]);
+#pragma unroll
+        for (int i = 0; i < PRODUCTS * TILE_M / 2 && APART; ++i) {
+            d[i / (TILE_M / 2)][i % (TILE_M / 2)] = totals[i / (TILE_M / 2)][i % (TILE_M / 2)];
+        }
         sync_warp();
         ring.release(previous);
         if (!tile.template complete<CONSUMER_WARPS>(d, partial, arrived)) continue;

@@ -117,8 +117,8 @@ class Config:
             if len(getattr(self.names, name)) not in (1, count):
                 raise refuse(f"names.{name}", f"1 or {count} names", getattr(self.names, name))
         if self.quantization is not None and (self.state_space is not None or self.qkv_by_head):
-            expected = "None with state-space layers, or projections joined head by head"
-            raise refuse("quantization_config", expected, self.quantization)
+            what = "state-space layers" if self.state_space is not None else "projections joined head by head"
+            raise refuse("quantization_config", f"None with {what}", self.quantization)
         if self.mixture is not None:
             served = Mxfp4Experts if self.mixture.is_stacked else Quantization | PackedQuantization
             is_served = self.quantization is None or isinstance(self.quantization, served)

@@ -32,8 +32,8 @@ class CodedExperts:
         type: of a code.
         num_experts, rows, k: sizes.
         groups: of K, each under a scale: 1 without `scales`.
-        scales: [num_experts, rows, groups], contiguous: 16 bits, or exponents of e8m0; None where the epilogue of a
-            product has a scale for each row, and the weight is the code.
+        scales: [num_experts, rows, groups], contiguous: 16 bits, or exponents of e8m0, also in a workspace; None where
+            the epilogue of a product has a scale for each row, and the weight is the code.
         zeros: [num_experts, rows * bits / 8, groups] uint8, contiguous, that of the first of two rows in the lower
             half; None for the middle of the codes, and for codes that have signs.
     """
@@ -44,7 +44,7 @@ class CodedExperts:
     rows: int
     k: int
     groups: int
-    scales: TensorArg | None
+    scales: TensorArg | Scratch | None
     zeros: TensorArg | None
 
     @property
@@ -64,20 +64,21 @@ class CodedExperts:
             "BITS": self.bits,
             "EXPONENT": self.type.exponent,
             "HAS_SCALES": scales is not None,
-            "scale_t": float32 if scales is None else scales.dtype,
+            "scale_t": scales.dtype if isinstance(scales, TensorArg) else float32 if scales is None else uint8,
             "SCALE": "scale_e8m0" if self.type.exponent else "scale_float",
             "HAS_ZEROS": self.zeros is not None,
         }
 
-    def tensors(self) -> dict[str, TensorArg | None]:
+    def tensors(self) -> dict[str, TensorArg | Scratch | None]:
         """Pointers of such kernels by parameter."""
         return {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
 
     def written(self, dense: Scratch, dtype: DType) -> Launch:
         """Writes the weights to `dense`, [num_experts, rows, K] of `dtype`."""
         words = self.k * self.bits // 32
-        named = {name: one.name for name, one in self.tensors().items() if one is not None}
+        named = {name: one.name for name, one in self.tensors().items() if isinstance(one, TensorArg)}
         access = check.vector_width(4, self.codes)
+        pointers: dict[str, Any] = {name: one or 0 for name, one in self.tensors().items() if name not in named}
         return _wna16_to_dense.renamed(**named)(
             scalar_t=dtype, **self.constants(), CODE_ACCESS=access, NUM_THREADS=_NUM_THREADS
         ).launch(
@@ -88,7 +89,7 @@ class CodedExperts:
             words=words,
             groups=self.groups,
             group_size=self.group_size,
-            **{name: 0 for name, one in self.tensors().items() if one is None},
+            **pointers,
         )
 
 

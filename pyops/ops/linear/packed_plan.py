@@ -36,6 +36,7 @@ _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
 _LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
 _MAX_ROWS = 64  # up to which it is faster than writing the weight in full
+_MAX_APART_ROWS = 512  # up to which gemm_packed.cu is, where threads add up sums of fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def choose(problem: PackedProblem, device: Device) -> Config:
         several, most_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
         config = choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, most_rows=most_rows)
         return fitting(config, problem, device)
-    return packed_hopper.choose(m, w.n, w.k, w.layout, device)
+    return packed_hopper.choose(m, w.n, w.k, w.layout, device, packed_hopper.sums_apart(problem))
 
 
 def fitting(config: PackedMmaConfig, problem: PackedProblem, device: Device) -> PackedMmaConfig:
@@ -221,16 +222,13 @@ def reads_codes(problem: PackedProblem) -> bool:
 
 
 def _reads_tables(problem: PackedProblem) -> bool:
-    """Whether gemm_packed.cu has an instance for this problem of W4A8.
-
-    Its sums, not added up in parts, are exact enough for bfloat16 (`fp8_sums`).
-    """
+    """Whether gemm_packed.cu has an instance for this problem of W4A8."""
     w, a = problem.weight, problem.a
     tables = w.layout == "w4a8" and w.scale_kind == "products" and w.scales is not None and w.k % 32 == 0
     aligned = a.vec_size(w.k) == 16 and all(one.alignment == 16 for one in (w.codes, w.scales) if one is not None)
     sizes = problem.m > 0 and w.n > 0 and w.n % 32 == 0 and w.k > 0
-    dtypes = a.dtype is float8_e4m3fn and problem.epilogue.out.dtype is bfloat16
-    return tables and aligned and sizes and dtypes and _is_plain(problem)
+    sizes = sizes and (problem.m <= _MAX_APART_ROWS or not packed_hopper.sums_apart(problem))
+    return tables and aligned and sizes and a.dtype is float8_e4m3fn and _is_plain(problem)
 
 
 def _is_plain(problem: PackedProblem) -> bool:
