@@ -62,7 +62,7 @@ class Problem:
         is_aligned = cache.alignment == 16 and all(
             stride % chunk == 0 or size == 1 for size, stride in zip(cache.shape[:2], cache.strides[:2], strict=True)
         )
-        return is_aligned and self.product_dtype is not float32 and cache.device.supports("mma")
+        return is_aligned and self.product_dtype is not float32 and cache.device.supports("products")
 
     @property
     def uses_wgmma(self) -> bool:
