@@ -58,6 +58,8 @@ def theirs(batch: int, context: int) -> Callable[[], Any]:
     """A step of transformers' model with a static cache, compiled into a CUDA graph."""
     import transformers
 
+    from pyops.integrations.transformers.cache import CACHE
+
     config = transformers.LlamaConfig(**SIZES, dtype="bfloat16")
     with torch.device("cuda"):
         model = transformers.LlamaForCausalLM(config).bfloat16().eval()
@@ -65,14 +67,14 @@ def theirs(batch: int, context: int) -> Callable[[], Any]:
     room = _WARM + _STEPS + 1  # every step adds a token
     tokens = torch.randint(0, 100, (batch, context - room), device="cuda")
     with torch.no_grad():
-        model(tokens, past_key_values=cache, logits_to_keep=1)
+        model(tokens, **{CACHE: cache}, logits_to_keep=1)
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     last = tokens[:, :1].clone()
 
     def step() -> Any:
         torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
-            return compiled(last, past_key_values=cache).logits
+            return compiled(last, **{CACHE: cache}).logits
 
     return step
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from pyops.integrations.transformers import PagedCache, accelerate
+from pyops.integrations.transformers.cache import CACHE
 
 from .decode import SIZES
 
@@ -36,7 +37,7 @@ def prepared(model: Any, cache: Any, batch: int, context: int, compiled: bool) -
     count = context - sum(_STEPS[model.device.type])
     tokens = torch.randint(0, 100, (batch, count), device=model.device)
     with torch.no_grad():
-        model(tokens, past_key_values=cache, logits_to_keep=1)
+        model(tokens, **{CACHE: cache}, logits_to_keep=1)
     # On a CPU the graph is traced and run uncompiled: compiling would take longer than all the steps.
     how = {"mode": "reduce-overhead"} if model.device.type == "cuda" else {"backend": "aot_eager"}
     call = torch.compile(model, fullgraph=True, **how) if compiled else model
@@ -45,7 +46,7 @@ def prepared(model: Any, cache: Any, batch: int, context: int, compiled: bool) -
     def step() -> Any:
         torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
-            return call(last, past_key_values=cache).logits
+            return call(last, **{CACHE: cache}).logits
 
     return step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ import transformers
 
 from pyops import ModelError
 from pyops._core.host import toolchain
-from pyops.integrations.transformers import PagedCache, accelerate, cache, modules, report, restore
+from pyops.integrations.transformers import PagedCache, accelerate, cache, norms, report, restore, rotary
+from pyops.integrations.transformers.cache import CACHE
+from pyops.ops import activation
 from pyops.testing import cpu
 from tests.test_models import SIZES
 
@@ -87,7 +90,7 @@ def steps(model: Any, past: Any, padded: bool, step: Any = None) -> torch.Tensor
                 positions = (mask.cumsum(-1) - 1).clamp(min=0)
                 options = {"attention_mask": mask, "position_ids": positions[:, -tokens.shape[1] :]}
             call = model if step is None or i == 0 else step
-            found.append(call(tokens, past_key_values=past, logits_to_keep=1, **options).logits)
+            found.append(call(tokens, **{CACHE: past}, logits_to_keep=1, **options).logits)
             tokens, mask = following[:, i : i + 1], torch.cat((mask, torch.ones_like(mask[:, :1])), -1)
     return torch.cat(found, 1)
 
@@ -104,9 +107,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return counted
 
-    for module, names in ((modules, OPS), (cache, CACHE_OPS)):
-        for name in names:
-            monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
+    for name in (*OPS, *CACHE_OPS):
+        for module in (norms, rotary, cache, activation):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     return counts
 
 
@@ -125,6 +129,7 @@ def test_tokens_are_the_same(case: str, calls: Counter[str]) -> None:
     model = model_of(case)
     before = generated(model)
     accelerate(model)
+    calls.clear()
     assert equal(generated(model), before)
     layers, forwards = len(model.model.layers), 2 * COUNT
     # Of two norms in each layer and one more, three are alone: the first two, and the last.
@@ -181,11 +186,12 @@ def test_every_token_of_a_prompt_with_any_cache(kind: str, calls: Counter[str]) 
 
     def logits(kind: str) -> torch.Tensor:
         with torch.no_grad():
-            found = model(tokens, attention_mask=mask, past_key_values=caches[kind], use_cache=kind != "none")
+            found = model(tokens, attention_mask=mask, **{CACHE: caches[kind]}, use_cache=kind != "none")
         return found.logits[mask.bool()]
 
     theirs = logits("none")
     accelerate(model)
+    calls.clear()
     same_logits(logits(kind), theirs)
     assert bool(calls["paged_attention_varlen"]) == (kind == "paged")
 
@@ -201,9 +207,9 @@ def test_a_prompt_behind_others(case: str) -> None:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         longer = torch.cat((mask, torch.ones_like(more)), -1)
         with torch.no_grad():
-            model(tokens, attention_mask=mask, position_ids=positions, past_key_values=past)
+            model(tokens, attention_mask=mask, position_ids=positions, **{CACHE: past})
             positions = (longer.cumsum(-1) - 1)[:, 13:]
-            return model(more, attention_mask=longer, position_ids=positions, past_key_values=past).logits
+            return model(more, attention_mask=longer, position_ids=positions, **{CACHE: past}).logits
 
     theirs = logits(transformers.DynamicCache(config=model.config))
     accelerate(model)
@@ -372,6 +378,7 @@ def test_gradients_are_those_of_before(model: Any, calls: Counter[str]) -> None:
 
     before = gradients()
     accelerate(model)
+    calls.clear()
     after = gradients()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -382,7 +389,10 @@ def test_autocast_is_left_to_the_model(model: Any, calls: Counter[str]) -> None:
     tokens, _ = prompts()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         theirs = model(tokens).logits
-        assert torch.equal(accelerate(model)(tokens).logits, theirs)
+        accelerate(model)
+        assert report(model).replaced["LlamaAttention"] == 2
+        calls.clear()
+        assert torch.equal(model(tokens).logits, theirs)
     assert not calls
 
 
@@ -457,12 +467,13 @@ def test_a_copy_is_accelerated_too(model: Any, calls: Counter[str]) -> None:
 
 def test_report(model: Any) -> None:
     assert str(report(model)) == ""
-    counts = {"RotaryEmbedding": 1, "RMSNorm": 5, "Attention": 2, "MLP": 2, "DecoderLayer": 2, "ForCausalLM": 1}
+    counts = {"ForCausalLM": 1, "DecoderLayer": 2, "Attention": 2, "MLP": 2, "RMSNorm": 5, "RotaryEmbedding": 1}
     assert accelerate(model) is model
     found = report(model)
     assert found.replaced == {f"Llama{kind}": count for kind, count in counts.items()}
     assert not found.left_alone
-    assert "   5 LlamaRMSNorm: rms_norm\n" in str(found)
+    assert ("model.layers.1.mlp", "LlamaMLP", "silu_and_mul", "") in found.entries
+    assert re.search(r"^2 LlamaMLP +model.layers.\*.mlp +silu_and_mul$", str(found), re.MULTILINE)
     accelerate(model)
     assert report(model) == found
     assert restore(model) is model
@@ -472,26 +483,28 @@ def test_report(model: Any) -> None:
 
 
 def other_mlp(model: Any) -> None:
-    class Doubled(torch.nn.Module):
-        def __init__(self, mlp: Any) -> None:
-            super().__init__()
-            self.mlp = mlp
-
+    class Doubled(type(model.model.layers[0].mlp)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * self.mlp.down_proj(self.mlp.up_proj(x))
+            return 2 * super().forward(x)
 
-    model.model.layers[0].mlp = Doubled(model.model.layers[0].mlp)
+    model.model.layers[0].mlp.__class__ = Doubled
 
 
 def other_norm(model: Any) -> None:
-    model.model.layers[1].input_layernorm = torch.nn.LayerNorm(64)
+    class Shifted(torch.nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 0.01
+
+    model.model.layers[1].input_layernorm = Shifted(64)
 
 
 def other_attention(model: Any) -> None:
-    class Same(type(model.model.layers[0].self_attn)):  # type: ignore[misc]
-        pass
+    class Doubled(type(model.model.layers[0].self_attn)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out, weights = super().forward(*args, **kwargs)
+            return 2 * out, weights
 
-    model.model.layers[0].self_attn.__class__ = Same
+    model.model.layers[0].self_attn.__class__ = Doubled
 
 
 def other_forward(model: Any) -> None:
@@ -500,23 +513,29 @@ def other_forward(model: Any) -> None:
 
 
 def other_activation(model: Any) -> None:
-    model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+    model.model.layers[0].mlp.act_fn = torch.nn.Softplus()
+
+
+def other_sum(model: Any) -> None:
+    class Scaled(type(model.model.layers[0])):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return super().forward(hidden_states, **kwargs) - hidden_states
+
+    model.model.layers[0].__class__ = Scaled
+
+
+PAGED = "not every layer has an attention that reads a PagedCache"
 
 
 @pytest.mark.parametrize(
     ("change", "left"),
     [
-        (other_mlp, {"model.layers.0.mlp": "expected LlamaMLP, got Doubled"}),
-        (
-            other_norm,
-            {
-                "model.layers.1.input_layernorm": "expected LlamaRMSNorm, got LayerNorm",
-                "model.layers.1": "a norm in it is left alone",
-            },
-        ),
-        (other_attention, {"model.layers.0.self_attn": "expected LlamaAttention, got Same"}),
+        (other_mlp, {"model.layers.0.mlp": "no op computes what it does with SiLUActivation"}),
+        (other_norm, {"model.layers.1.input_layernorm": "no op computes what it does"}),
+        (other_attention, {"model.layers.0.self_attn": "its forward asks no attention interface", "": PAGED}),
         (other_forward, {"model.layers.1.self_attn": "its forward is replaced already"}),
-        (other_activation, {"model.layers.0.mlp": "its activation is GELU, not SiLU"}),
+        (other_activation, {"model.layers.0.mlp": "no op computes what it does with Softplus"}),
+        (other_sum, {"model.layers.0": "its sums are others"}),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -525,7 +544,7 @@ def test_what_is_not_known_is_left_alone(change: Callable[[Any], None], left: di
     before = generated(model)
     accelerate(model)
     assert report(model).left_alone == left
-    assert all(f"left alone: {name}: {why}" in str(report(model)) for name, why in left.items())
+    assert all(f"left to transformers: {why}" in str(report(model)) for why in left.values())
     assert equal(generated(model), before)
 
 
@@ -547,14 +566,8 @@ def test_projections_of_another_class(model: Any, calls: Counter[str]) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda model: transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1)
-            ),
-            "accelerate: model: expected one of LlamaForCausalLM, .*, got GPT2LMHeadModel",
-        ),
-        (lambda model: model.model, "got LlamaModel"),
-        (lambda model: model.double(), "expected norms of float32, float16 or bfloat16, found torch.float64"),
+        (lambda model: model.lm_head, "accelerate: model: expected a model of transformers, got Linear"),
+        (lambda model: model.double(), "expected float32, float16 or bfloat16, found torch.float64"),
         (lambda model: model.to("meta"), "expected all parameters on one device, found meta"),
     ],
 )
@@ -569,7 +582,7 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     page = (Path(__file__).parents[1] / "docs" / "transformers.md").read_text()
     _, example = page.split("```python\n")
     exec(example.split("```")[0], {})
-    assert "LlamaMLP: silu_and_mul" in capsys.readouterr().out
+    assert re.search("LlamaMLP .* silu_and_mul", capsys.readouterr().out)
 
 
 # The cache
@@ -583,7 +596,7 @@ def test_which_cache_is_made(model: Any) -> None:
     def made(**options: Any) -> Any:
         options = {"attention_mask": mask, "do_sample": False} | options
         options |= {"max_new_tokens": 3, "pad_token_id": 0, "return_dict_in_generate": True}
-        return model.generate(tokens, **options).past_key_values
+        return model.generate(tokens, **options)[CACHE]
 
     assert type(made()) is PagedCache
     assert not made().is_compileable
@@ -596,7 +609,7 @@ def test_which_cache_is_made(model: Any) -> None:
     assert type(made(attention_mask=mask.flip(1))) is transformers.DynamicCache
     assert type(made(attention_mask=torch.ones_like(mask))) is PagedCache
     given = transformers.DynamicCache(config=model.config)
-    assert made(past_key_values=given) is given
+    assert made(**{CACHE: given}) is given
     restore(model)
     assert type(made()) is transformers.DynamicCache
 
@@ -606,8 +619,8 @@ def test_beams_over_a_paged_cache(model: Any) -> None:
     options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
     before = model.generate(tokens, **options)
     accelerate(model)
-    assert torch.equal(model.generate(tokens, past_key_values=PagedCache(model.config), **options), before)
-    assert torch.equal(model.generate(tokens, past_key_values=PagedCache(model.config, 40), **options), before)
+    assert torch.equal(model.generate(tokens, **{CACHE: PagedCache(model.config)}, **options), before)
+    assert torch.equal(model.generate(tokens, **{CACHE: PagedCache(model.config, 40)}, **options), before)
 
 
 @pytest.mark.parametrize("limit", [None, 50])
@@ -616,7 +629,18 @@ def test_the_cache_of_a_model_that_is_not_accelerated(limit: int | None) -> None
     tokens, mask = prompts()
     options = {"attention_mask": mask, "max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
     before = model.generate(tokens, **options)
-    assert torch.equal(model.generate(tokens, past_key_values=PagedCache(model.config, limit), **options), before)
+    assert torch.equal(model.generate(tokens, **{CACHE: PagedCache(model.config, limit)}, **options), before)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_layer_takes_its_cache_by_either_name(name: str, model: Any) -> None:
+    """Newer and older versions of transformers name it differently, and so does the code that calls one layer."""
+    accelerate(model)
+    past = PagedCache(model.config)
+    x, positions = torch.randn(1, 5, model.config.hidden_size), torch.arange(5)[None]
+    with torch.no_grad():
+        model.model.layers[0](x, position_embeddings=model.model.rotary_emb(x, positions), **{name: past})
+    assert past.get_seq_length() == 5
 
 
 def test_the_cache_grows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,7 +649,7 @@ def test_the_cache_grows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate(model)
     assert equal(generated(model), before)
     past = PagedCache(model.config)
-    model.generate(prompts()[0], past_key_values=past, max_new_tokens=20, do_sample=False)
+    model.generate(prompts()[0], **{CACHE: past}, max_new_tokens=20, do_sample=False)
     assert past.layers[0].keys.shape[2] == 32
     assert past.get_seq_length() == 13 + 19
 
@@ -638,7 +662,7 @@ def test_crop_and_reset(limit: int | None, model: Any) -> None:
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return model(tokens, past_key_values=past).logits
+            return model(tokens, **{CACHE: past}).logits
 
     first = logits(tokens)
     last = logits(tokens[:, :1])
@@ -657,10 +681,10 @@ def test_more_tokens_than_a_cache_has_room_for(model: Any) -> None:
     tokens, _ = prompts()
     past = PagedCache(model.config, 13)
     with torch.no_grad():
-        model(tokens, past_key_values=past)
+        model(tokens, **{CACHE: past})
         before = past.layers[0].keys.clone()
         with pytest.raises(ValueError, match="PagedCache: max_cache_len: expected at least 14 tokens, got 13"):
-            model(tokens[:, :1], past_key_values=past)
+            model(tokens[:, :1], **{CACHE: past})
     assert torch.equal(past.layers[0].keys, before)
     with pytest.raises(ValueError, match="max_cache_len: expected 1 or more, got 0"):
         PagedCache(model.config, 0)
@@ -673,25 +697,44 @@ def test_a_compiled_step_writes_no_other_row(model: Any) -> None:
     past = PagedCache(model.config, 14)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        model(tokens, past_key_values=past)
-        compiled(tokens[:, :1], past_key_values=past)
+        model(tokens, **{CACHE: past})
+        compiled(tokens[:, :1], **{CACHE: past})
         full = past.layers[0].keys.clone()
-        compiled(tokens[:, 1:2], past_key_values=past)
+        compiled(tokens[:, 1:2], **{CACHE: past})
     assert torch.equal(past.layers[0].keys, full)
 
 
 @pytest.mark.parametrize("kind", ["right", "hole", "bidirectional", "window"])
-def test_a_mask_that_the_cache_cannot_have_is_refused(kind: str, model: Any) -> None:
-    accelerate(model)
+def test_a_mask_that_the_ops_do_not_know(kind: str, model: Any, calls: Counter[str]) -> None:
+    """It is left to transformers' attention, and so is what comes behind it, until the cache is empty again."""
     tokens, mask = prompts()
+    last = tokens[:, :1]
     mask = {
         "right": mask.flip(1),
         "hole": torch.ones_like(mask).index_fill(1, torch.tensor(4), 0),
         "bidirectional": torch.ones(3, 1, 13, 13, dtype=torch.bool),
         "window": torch.ones(3, 1, 13, 13, dtype=torch.bool).tril().triu(-5),
     }[kind]
-    with torch.no_grad(), pytest.raises(ValueError, match="PagedCache: attention_mask: expected a causal mask"):
-        model(tokens, attention_mask=mask, past_key_values=PagedCache(model.config))
+    longer = torch.cat((mask, torch.ones_like(mask[..., :1])), -1)[..., -1:, :] if mask.ndim == 4 else None
+    longer = torch.cat((mask, torch.ones_like(last)), -1) if longer is None else longer
+
+    def logits(past: Any) -> torch.Tensor:
+        with torch.no_grad():
+            prompt = model(tokens, attention_mask=mask, **{CACHE: past}).logits
+            behind = model(last, attention_mask=longer, **{CACHE: past}).logits
+        real = mask.bool() if mask.ndim == 2 else torch.ones_like(tokens, dtype=torch.bool)
+        return torch.cat((prompt[real], behind[:, 0]))
+
+    theirs = logits(transformers.DynamicCache(config=model.config))
+    accelerate(model)
+    calls.clear()
+    past = PagedCache(model.config)
+    same_logits(logits(past), theirs)
+    assert not calls["paged_attention_varlen"] + calls["paged_attention_v1"]
+    past.reset()
+    with torch.no_grad():
+        model(tokens, **{CACHE: past})
+    assert calls["paged_attention_varlen"] == 2
 
 
 # On a GPU

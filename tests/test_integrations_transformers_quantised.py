@@ -11,6 +11,7 @@ from transformers.integrations.compressed_tensors import CompressedTensorsFP8Lin
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from pyops.integrations.transformers import PagedCache, accelerate, report, restore
+from pyops.integrations.transformers.cache import CACHE
 from tests.test_models_quantised import COUNT, DTYPES, MODELS, PROMPT, case_of, check_product, check_text
 from tests.test_models_quantised import projections as linear_modules
 
@@ -70,8 +71,8 @@ def test_a_step_is_one_graph() -> None:
     for call in (model, step):
         past = PagedCache(model.config, 40)
         with torch.no_grad():
-            model(tokens, past_key_values=past)
-            found.append(call(tokens[:, :1], past_key_values=past).logits)
+            model(tokens, **{CACHE: past})
+            found.append(call(tokens[:, :1], **{CACHE: past}).logits)
     assert torch.equal(*found)
 
 

@@ -449,4 +449,9 @@ def test_no_geometry() -> None:
         with pytest.raises(ValueError, match="no geometry"):
             wrong()
     assert choose_mma(1, 64, 64, 1, HOPPER) == PackedMmaConfig(1, 64, 1, 1, 16)
+    # 128 tiles, for which clusters of two do not fit: all warps of a multiprocessor, if parts of K are long.
+    assert choose_mma(8, 64, 4096, 112, HOPPER, weights=2) == PackedMmaConfig(8, 64, 16, 1, 1)
+    assert choose_mma(8, 64, 4096, 32, HOPPER, weights=2) == PackedMmaConfig(8, 64, 8, 1, 2)
+    # Of several groups in a step tiles have 8 rows: twice as many as of 16.
+    assert choose_mma(16, 64, 4096, 112, HOPPER, True, weights=2) == PackedMmaConfig(8, 64, 4, 1, 2)
     assert packed_hopper.choose(16, 64, 64, "awq", HOPPER).splits == 1

@@ -42,6 +42,12 @@ DEVICE float integer_to_float(uint32_t integer, float offset) {
     return __uint_as_float(integer | 0x4b000000) - (8388608.0f + offset);
 }
 
+// The number of a code of e2m1. A digit of the constant for each magnitude: twice 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+DEVICE float e2m1_to_float(uint32_t code) {
+    const float twice = float(int(0xc8643210u >> (code & 7u) * 4 & 15u));
+    return (code & 8u ? -0.5f : 0.5f) * twice;
+}
+
 // x[i] = byte i of a word - offset, exactly; the offset is an integer.
 DEVICE void bytes_to_floats(uint32_t word, float offset, float* x) {
 #pragma unroll

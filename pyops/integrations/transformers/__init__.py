@@ -1,9 +1,13 @@
 """Kernels of this library for decoders of transformers. A file imports only files above it, and of pyops the ops:
 
-cache joined          keys and values of a batch; several projections as one product
-modules quantised     what the modules of a decoder do instead; modules that hold fp8 weights
-experts               mixtures of experts
-patching              accelerate, restore, report
+replacement trial         what every replaced forward has; what a module computes, found out by running it
+cache joined              keys and values of a batch; several projections as one product
+norms mlp rotary          parts of layers, known by what they compute
+attention layers          attention by transformers' interface; the sums of a layer
+experts routers           mixtures of experts; their choice
+quantised packed          modules that hold fp8 weights, or packed ones
+generation reporting      the cache that `generate` makes; what was done, module by module
+patching                  accelerate, restore, report
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ if tuple(map(int, _found.split(".")[:2])) < (5, 16):
     raise ImportError(f"pyops.integrations.transformers needs transformers 5.16 or later, found {_found}")
 
 from .cache import PagedCache  # noqa: E402
-from .patching import Report, accelerate, report, restore  # noqa: E402
+from .patching import accelerate, report, restore  # noqa: E402
+from .reporting import Report  # noqa: E402
 
 __all__ = ["PagedCache", "Report", "accelerate", "report", "restore"]

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from ...ops.attention import paged_attention_v1, paged_attention_varlen
 from ...ops.cache import reshape_and_cache_flash
 
+# What transformers calls the cache of a forward and of `generate`: `cache` from version 5.24 on.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 _BLOCK = 16  # slots of a block
 _STEP = 256  # slots by which a cache without a limit grows, at least
 
@@ -21,16 +24,16 @@ class Sequences:
     """Where the sequences of a batch lie in a layer, the newest tokens included.
 
     Attributes:
-        slots: [batch * count] where the newest `count` tokens of each row of the batch belong.
         block_tables, seq_lens: [num_seqs, max_blocks] and [num_seqs] integers.
         cu_seqlens_q: [num_seqs + 1] integers, or None where every sequence has one new token. Padding on the left is a
             sequence without keys.
+        sliding_window: what attention must be windowed by; 0 for not at all.
     """
 
-    slots: Tensor
     block_tables: Tensor
     seq_lens: Tensor
     cu_seqlens_q: Tensor | None
+    sliding_window: int
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -49,6 +52,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_compileable = max_cache_len is not None
         # As in a static cache, a tensor: a compiled step must not be compiled again for the next length.
         self.cumulative_length: Any = 0 if max_cache_len is None else torch.tensor(0)
+        self.is_regular = True  # whether the ops know every mask since the first token
         self._written = 0  # as far as Python knows: what compiled steps write is not counted
 
     # What transformers asks of a layer.
@@ -65,6 +69,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         count = key_states.shape[2]
         self.reserve(key_states, value_states)
         self.write(key_states.transpose(1, 2), value_states.transpose(1, 2), self.slots_for(count))
+        return self.kept()
+
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """All keys and values [batch, num_heads, tokens, head_dim], as a dynamic or a static cache has them."""
         if self.max_cache_len is not None:
             return self.keys, self.values
         return self.keys[:, :, : self.cumulative_length], self.values[:, :, : self.cumulative_length]
@@ -80,7 +88,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         super().reset()
-        self._written = 0
+        self._written, self.is_regular = 0, True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens; their number counts whatever its sign."""
@@ -116,37 +124,51 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             slots = torch.where(positions < self._room, slots, self._key_slots.shape[0])
         return slots.flatten()
 
-    def locate(self, count: int, attention_mask: Tensor | None, sliding_window: int) -> Sequences:
-        """Where sequences lie once `count` tokens of each row are written.
+    def locate(self, count: int, attention_mask: Tensor | None, windows: tuple[int, ...]) -> Sequences | None:
+        """Where sequences lie, the newest `count` tokens of each row included, which are written.
 
         Args:
-            attention_mask: [batch, 1, count, length]: True or 0.0 where a query attends to a key; None if the batch has
-                no padding. Of a decode step only where a row begins is read; otherwise, unless a graph is traced, a
-                mask that is not causal with padding on the left is refused.
-            sliding_window: what the mask is windowed by; 0 for not at all.
+            attention_mask: [batch, 1, count, length]: True or 0.0 where a query attends to a key; None if every query
+                attends to all tokens in front of it. Of a decode step only where a row begins is read.
+            windows: sizes of the sliding window that the mask may have, 0 for none. While a graph is traced, when a
+                mask cannot be read, it has the first.
+
+        Returns:
+            None for a mask that is not causal, in one of the windows, with padding on the left; and then for every
+            mask, until the layer is reset.
         """
-        firsts, past = self._firsts(), self.cumulative_length
+        # One mask for all heads.
+        self.is_regular &= attention_mask is None or (attention_mask.ndim == 4 and attention_mask.shape[1] == 1)
+        if not self.is_regular:
+            return None
+        firsts, past = self._firsts(), self.cumulative_length - count
+        window = 0
         if attention_mask is None:
             starts = torch.zeros_like(firsts)
         else:
             attended = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
             starts = attended.any(-2).int().argmax(-1).flatten().expand(len(firsts))
-            if count > 1 and not torch.compiler.is_compiling():
-                _check_mask(attended, starts, past, sliding_window)
+            if count > 1:
+                tracing = torch.compiler.is_compiling()
+                fitting = windows if tracing else (size for size in windows if _fits(attended, starts, past, size))
+                found = next(iter(fitting), None)
+                if found is None:
+                    self.is_regular = False
+                    return None
+                window = found
         blocks = torch.arange(0, self._room, _BLOCK, device=self.device)
         tables = (firsts + starts)[:, None] + blocks
         lengths = torch.clamp(past + count - starts, max=self._room)
-        slots = self.slots_for(count)
         if count == 1:
-            return Sequences(slots, tables, lengths, None)
+            return Sequences(tables, lengths, None, window)
         rows = torch.arange(0, len(firsts) + 1, device=self.device) * count
         if attention_mask is None:
-            return Sequences(slots, tables, lengths, rows)
+            return Sequences(tables, lengths, rows, window)
         # Of each row the padding among the new tokens, which has no keys, and then the others.
         padding = (starts - past).clamp(0, count)
         cu_seqlens_q = torch.cat((torch.stack((rows[:-1], rows[:-1] + padding), -1).flatten(), rows[-1:]))
         seq_lens = torch.stack((torch.zeros_like(lengths), lengths), -1).flatten()
-        return Sequences(slots, tables.repeat_interleave(2, 0), seq_lens, cu_seqlens_q)
+        return Sequences(tables.repeat_interleave(2, 0), seq_lens, cu_seqlens_q, window)
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Keep the next tokens of each row: [batch, count, num_heads, head_dim], and `slots` for them."""
@@ -156,9 +178,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if not torch.compiler.is_compiling():
             self._written += key.shape[1]
 
-    def attend(self, query: Tensor, where: Sequences, scale: float, sliding_window: int) -> Tensor:
+    def attend(self, query: Tensor, where: Sequences, scale: float, soft_cap: float, sinks: Tensor | None) -> Tensor:
         """Attention of `query` [batch, count, num_attention_heads, head_dim], whose tokens are written; its shape."""
         rows = query.flatten(0, 1)
+        if rows.stride()[1:] != (self.head_dim, 1):
+            rows = rows.contiguous()
         out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         shape = self.batch_size * self._room, _BLOCK, self.num_heads, self.head_dim
         slot = self.num_heads * self.head_dim
@@ -166,10 +190,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         caches = self._key_slots.as_strided(shape, strides), self._value_slots.as_strided(shape, strides)
         past = (*caches, self.num_heads, scale, where.block_tables, where.seq_lens)
         scales = ("auto", self._one, self._one)
+        options = {"sliding_window": where.sliding_window, "logits_soft_cap": soft_cap, "sinks": sinks}
         if where.cu_seqlens_q is None:
-            paged_attention_v1(out, rows, *past, _BLOCK, self._room, None, *scales, sliding_window=sliding_window)
+            paged_attention_v1(out, rows, *past, _BLOCK, self._room, None, *scales, **options)
         else:
-            paged_attention_varlen(out, rows, *past, where.cu_seqlens_q, _BLOCK, *scales, sliding_window=sliding_window)
+            paged_attention_varlen(out, rows, *past, where.cu_seqlens_q, _BLOCK, *scales, **options)
         return out.view(query.shape)
 
     def _allocate(self, room: int) -> None:
@@ -192,19 +217,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.arange(self.batch_size, device=self.device) * self._room
 
 
-def _check_mask(attended: Tensor, starts: Tensor, past: Any, sliding_window: int) -> None:
-    """Refuse all but causal masks, of a sliding window or none, with padding on the left."""
+def _fits(attended: Tensor, starts: Tensor, past: Any, sliding_window: int) -> bool:
+    """Whether a mask is causal, of a sliding window or none, with padding on the left."""
     count, length = attended.shape[-2:]
     keys = torch.arange(length, device=attended.device)
     queries = (torch.arange(count, device=attended.device) + past)[:, None]
     expected = (keys <= queries) & (keys >= starts[:, None, None])
     if sliding_window:
         expected &= keys > queries - sliding_window
-    if not torch.equal(attended[:, 0].expand(expected.shape), expected):
-        raise ValueError(
-            "PagedCache: attention_mask: expected a causal mask with padding on the left, got another; "
-            "give the model a DynamicCache or a StaticCache for it"
-        )
+    return torch.equal(attended[:, 0].expand(expected.shape), expected)
 
 
 class PagedCache(Cache):  # type: ignore[misc]

@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
-def hooked(*modules: Any) -> bool:
-    """Whether somebody sees what goes into one of the modules or comes out: it must be called, and its results kept."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+from .replacement import hooked
 
 
 class Joined:
@@ -19,7 +16,7 @@ class Joined:
     def __init__(self, *linears: Any) -> None:
         self.linears = linears
         self.weights: dict[str, Tensor] = {}
-        if not self._joinable():
+        if len(linears) == 1 or not self._joinable():
             return
         for name in ("weight", "bias") if linears[0].bias is not None else ("weight",):
             parts = [getattr(linear, name) for linear in linears]
@@ -33,6 +30,9 @@ class Joined:
         """The projections of `x` [..., in], side by side: a new tensor [..., all their outs]."""
         if self.weights and self._intact() and not hooked(*self.linears):
             return nn.functional.linear(x, self.weights["weight"], self.weights.get("bias"))
+        if len(self.linears) == 1:
+            result: Tensor = self.linears[0](x)
+            return result
         return torch.cat([linear(x) for linear in self.linears], -1)
 
     def part(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._quantised_linear import QuantisedLinear
 from ...ops.linear.gemm_problem import SCALE_BLOCK
-from .modules import Replacement, served
+from .replacement import Replacement, served
 
 # {class: module of transformers.integrations}: fp8 as DeepSeek writes it; compressed-tensors, with optimised inference.
 _CLASSES = {"FP8Linear": "finegrained_fp8", "CompressedTensorsFP8Linear": "compressed_tensors"}

@@ -102,10 +102,10 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
         tile_m = next(size for size in (64, 48, 32, 16) if block_size % size == 0)
         return PackedConfig(tile_m, 256, chunk=2, splits=1, min_blocks=1)
-    tile_m = 8 if rows <= 8 or block_size % 16 else 16
     step = rows_of_step(w, 64)
-    tiles = -(-tuning.power_of_two(problem.m) // rows) * -(-rows // tile_m)
-    config = choose_mma(tile_m, 64, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step, tiles)
+    weights, several = -(-tuning.power_of_two(problem.m) // rows), w.groups > 1 and w.group_size < step
+    most_rows = 8 if block_size % 16 else 16
+    config = choose_mma(max(8, rows), 64, w.n, -(-w.k // step), device, several, weights, most_rows)
     return fitting(config, problem, device)
 
 

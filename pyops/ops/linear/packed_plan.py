@@ -33,6 +33,7 @@ _RESIDENT = {(1, 64): 16, (2, 64): 16, (4, 64): 16, (8, 64): 16, (16, 64): 12}
 _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128): 8}
 _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
 # Chosen by arithmetic, measured nowhere yet.
+_LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
 _MAX_ROWS = 64  # up to which it is faster than writing the weight in full
 _MAX_APART_ROWS = 512  # up to which gemm_packed.cu is, where threads add up sums of fp8
@@ -179,23 +180,25 @@ def choose_mma(
     steps: int,
     device: Device,
     several_groups: bool = False,
-    count: int | None = None,
+    weights: int = 1,
     most_rows: int = 16,
 ) -> PackedMmaConfig:
-    """As many warps as the device holds at a time, eight to a block at most, and their parts of K.
+    """As many warps as the device holds at a time, and their parts of K, for m rows of each of `weights` weights.
 
-    `count`: tiles of rows, where experts divide them. `most_rows`: of a tile. Of several groups in a step, or of scales
-    that are integers, a thread has more in registers, and one of 16 rows would spill.
+    Eight warps to a block at most, unless blocks that clusters do not fit for would leave half of a device's warps out.
+    `most_rows`: of a tile. Of several groups in a step, or of scales that are integers, a thread has more in registers,
+    and one of 16 rows would spill.
     """
     tile_m = min(m, 8 if several_groups else most_rows)
     resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
-    tiles = (-(-m // tile_m) if count is None else count) * (n // tile_n)
+    tiles = weights * -(-m // tile_m) * (n // tile_n)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
     splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
     blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
     # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
     warps = resident // blocks or _WARPS_OF_MANY
-    warps = max(1, min(_MAX_WARPS, warps, -(-steps // splits)))
+    most_warps = resident if splits == 1 and steps >= _LONG_PART * resident else _MAX_WARPS
+    warps = max(1, min(most_warps, warps, -(-steps // splits)))
     return PackedMmaConfig(tile_m, tile_n, warps, splits, resident // warps)
 
 

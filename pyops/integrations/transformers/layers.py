@@ -1,0 +1,219 @@
+"""Layers of a decoder, known by what they do with the results of their parts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Container
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .attention import is_attention
+from .norms import Norm
+from .replacement import Replacement, hooked, renamed
+from .rotary import Left, Step
+from .trial import Unknown, agree, forward_of, randn, tried, twin
+
+# The orders in which a layer may call its parts.
+_PLAIN = ("norm", "attention", "norm", "mlp")
+_SANDWICH = ("norm", "attention", "norm", "norm", "mlp", "norm")
+_SHAPE = (1, 3, 8)  # of the hidden states of a trial
+_EXTRA = "pyops_extra"  # an argument that no forward has a name for
+
+
+class Form(NamedTuple):
+    """What a layer computes::
+
+        residual = hidden_states + after_attention(attention(before_attention(hidden_states)))
+        result = residual + after_mlp(mlp(before_mlp(residual)))
+
+    Attributes:
+        before_attention, attention, before_mlp, mlp: names of the layer's parts.
+        after_attention, after_mlp: likewise; None for nothing.
+        hidden: the name of the argument that the attention has for hidden states; None for its first.
+        given: {argument of the attention: argument of the layer} that is passed on.
+        constants: {argument of the attention: what it always is}.
+        passes_more: whether arguments that the layer has no name for are passed on, too.
+        passive: names of further parts, such as dropout, that do nothing.
+    """
+
+    before_attention: str
+    attention: str
+    after_attention: str | None
+    before_mlp: str
+    mlp: str
+    after_mlp: str | None
+    hidden: str | None
+    given: dict[str, str]
+    constants: dict[str, Any]
+    passes_more: bool
+    passive: tuple[str, ...]
+
+
+class DecoderLayer(Replacement):
+    """Both sums of a layer with the norm behind them; the norm behind the second is that of the next layer.
+
+    Args:
+        norms: the replaced norms of the model, by their modules.
+        parts: the replaced attentions and MLPs, whose results are new, so that sums may be written there.
+
+    Attributes:
+        following: the next layer where it is replaced, or None.
+
+    Raises:
+        Unknown: the layer does something else with its parts, or none of its sums is in front of a norm that adds.
+    """
+
+    op = "the sums with the norm behind each"
+
+    def __init__(self, module: Any, norms: dict[Any, Norm], parts: dict[Any, Replacement]) -> None:
+        super().__init__(module)
+        self.form = form = form_of(module, norms)
+        signature = inspect.signature(forward_of(module)).parameters.values()
+        self.defaults = {p.name: p.default for p in list(signature)[2:] if p.kind is not p.VAR_KEYWORD}
+        self.following: DecoderLayer | None = None
+        self.norms = norms
+        self.before_attention = norms.get(getattr(module, form.before_attention))
+        self.before_mlp = norms.get(getattr(module, form.before_mlp))
+        self.attention, self.mlp = (parts.get(getattr(module, name)) for name in (form.attention, form.mlp))
+        if not any(norm is not None and norm.fuses for norm in (self.before_attention, self.before_mlp)):
+            raise Unknown("no norm of it adds")
+        if "position_embeddings" not in form.given.values():
+            raise Unknown("it is given no rotary embedding")
+        self.passive = [getattr(module, name) for name in form.passive]
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer, form = self.module, self.form
+        given = dict(zip(self.defaults, args, strict=False)) | renamed(kwargs, self.defaults)
+        step = next((value for value in given.values() if isinstance(value, Step)), None)
+        if step is None or layer.training or hooked(*self.passive):
+            result: Tensor = self.original(hidden_states, *args, **kwargs)
+            return result
+        before_attention, before_mlp = getattr(layer, form.before_attention), getattr(layer, form.before_mlp)
+        left, step.left = step.left, None
+        # Hidden states that the layer before has left are seen by nobody else, so they may be written.
+        ours = left is not None and left.hidden_states is hidden_states and left.norm is before_attention
+        normalised = left.normalised if left is not None and ours else before_attention(hidden_states)
+        attended = self._result(form.attention, normalised, given)
+        fresh = self._is_fresh(self.attention, form.attention, form.after_attention)
+        if ours and fresh and self._adds(self.before_mlp):
+            normalised, residual = self.before_mlp.add(attended, hidden_states)
+        else:
+            residual = hidden_states + attended
+            normalised = before_mlp(residual)
+        out = self._result(form.mlp, normalised, {})
+        following = self.following
+        norm = None if following is None else following.before_attention
+        fresh = self._is_fresh(self.mlp, form.mlp, form.after_mlp)
+        if not fresh or not self._adds(norm) or hooked(layer, following.module):
+            return residual + out
+        normalised, total = norm.add(out, residual)
+        step.left = Left(total, normalised, norm.module)
+        return total
+
+    def _result(self, name: str, normalised: Tensor, given: dict[str, Any]) -> Tensor:
+        """What is added to the residual: of the attention, called with what the layer is given, or of the MLP."""
+        layer, form = self.module, self.form
+        if name == form.mlp:
+            out, after = getattr(layer, name)(normalised), form.after_mlp
+        else:
+            options = {name: given.get(source, self.defaults.get(source)) for name, source in form.given.items()}
+            if form.passes_more:
+                options |= {name: value for name, value in given.items() if name not in self.defaults}
+            options |= form.constants
+            if form.hidden is not None:
+                options[form.hidden] = normalised
+            first = () if form.hidden is not None else (normalised,)
+            out, after = getattr(layer, name)(*first, **options)[0], form.after_attention
+        return out if after is None else getattr(layer, after)(out)
+
+    def _is_fresh(self, part: Replacement | None, name: str, after: str | None) -> bool:
+        """Whether nobody else has seen what is added to the residual: it comes from a replaced module without hooks."""
+        if after is not None:
+            module = getattr(self.module, after)
+            return module in self.norms and not hooked(module)
+        return part is not None and not hooked(part.module, *part.module.children())
+
+    @staticmethod
+    def _adds(norm: Norm | None) -> bool:
+        """Whether a norm computes the sum in front of it, too, and nobody sees what goes into it."""
+        return norm is not None and norm.fuses and not hooked(norm.module)
+
+
+def form_of(module: Any, norms: Container[Any]) -> Form:
+    """What a layer does with its parts, found out with players in their place.
+
+    Raises:
+        Unknown: something else than a form says.
+    """
+    calls: list[_Player] = []
+    parts: dict[str, nn.Module] = {}
+    passive = []
+    for name, part in module.named_children():
+        if next(part.parameters(), None) is None and part not in norms:
+            passive.append(name)
+        else:
+            is_norm = part in norms or next(part.children(), None) is None
+            role = "attention" if is_attention(part) else "norm" if is_norm else "mlp"
+            parts[name] = _Player(name, role, len(parts), calls)
+    played = twin(module, parts)
+    signature = list(inspect.signature(forward_of(module)).parameters.values())[2:]
+    marks = {p.name: object() for p in signature if p.kind is not p.VAR_KEYWORD}
+    if any(p.kind is p.VAR_KEYWORD for p in signature):
+        marks[_EXTRA] = object()
+    hidden_states = randn(*_SHAPE)
+    found = tried(lambda: forward_of(module)(played, hidden_states, **marks))
+    order = tuple(call.role for call in calls)
+    if order not in (_PLAIN, _SANDWICH):
+        raise Unknown(f"it calls {', '.join(order)}")
+    if not isinstance(found, Tensor) or any(call.given for call in calls if call.role != "attention"):
+        raise Unknown("it takes or gives more than hidden states")
+    names = [call.name for call in calls]
+    before_attention, attention, after_attention, before_mlp, mlp, after_mlp = (
+        names if order == _SANDWICH else (*names[:2], None, *names[2:], None)
+    )
+    residual = hidden_states + parts_of(parts, hidden_states, before_attention, attention, after_attention)
+    if not agree([found], [residual + parts_of(parts, residual, before_mlp, mlp, after_mlp)], 1e-6):
+        raise Unknown("its sums are others")
+    called = calls[1]
+    given = {name: source for name, value in called.given.items() for source, mark in marks.items() if value is mark}
+    constants = {name: value for name, value in called.given.items() if name not in given}
+    if any(not isinstance(value, (bool, int, float, str, type(None))) for value in constants.values()):
+        raise Unknown("it tells its attention something that it computes")
+    passes_more = given.pop(_EXTRA, None) is not None
+    return Form(
+        before_attention, attention, after_attention, before_mlp, mlp, after_mlp, called.hidden, given, constants,
+        passes_more, tuple(passive),
+    )  # fmt: skip
+
+
+class _Player(nn.Module):
+    """Plays a part of a layer: a function of its own, elementwise; it keeps how it was called."""
+
+    def __init__(self, name: str, role: str, seed: int, calls: list[_Player]) -> None:
+        super().__init__()
+        self.name, self.role, self.seed, self.calls = name, role, seed, calls
+        self.hidden: str | None = None
+        self.given: dict[str, Any] = {}
+
+    def forward(self, *args: Tensor, **given: Any) -> Any:
+        self.calls.append(self)
+        if not args:
+            self.hidden = next(name for name, value in given.items() if isinstance(value, Tensor))
+            args = (given.pop(self.hidden),)
+        self.given = given
+        (x,) = args
+        out = self.played(x)
+        return (out, None) if self.role == "attention" else out
+
+    def played(self, x: Tensor) -> Tensor:
+        return torch.sin((1.0 + self.seed / 8) * x + self.seed)
+
+
+def parts_of(parts: dict[str, nn.Module], x: Tensor, *names: str | None) -> Tensor:
+    """What players make of `x`, one after the other."""
+    for name in names:
+        if name is not None:
+            x = parts[name].played(x)
+    return x

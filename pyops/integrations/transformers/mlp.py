@@ -1,0 +1,121 @@
+"""MLPs, known by what they compute: gate and up joined or apart, or up alone; one of the activations that are ops."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...ops import activation
+from .joined import Joined
+from .replacement import Replacement, served
+from .trial import Trials, Unknown, nearest, projection, randn, twin, width
+
+_GATED = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul")
+_GATE_LAST = ("mul_and_silu",)
+_PLAIN = ("gelu_new", "gelu_fast", "gelu_quick", "relu2")
+_HIDDEN, _INTERMEDIATE = 8, 12  # sizes of a trial
+_CLOSE = 2e-6  # GELU and its approximations differ by far more
+
+
+class Form(NamedTuple):
+    """What an MLP computes: `op` of the products with `inputs`, side by side, and the product with `output` of that.
+
+    Attributes:
+        op: the name of the op.
+        inputs: names of the projections of the hidden states.
+        output: the name of the last projection.
+    """
+
+    op: str
+    inputs: tuple[str, ...]
+    output: str
+
+    def __call__(self, module: Any, products: Tensor) -> Tensor:
+        halves = 1 if self.op in _PLAIN else 2
+        activated = products.new_empty(*products.shape[:-1], products.shape[-1] // halves)
+        getattr(activation, self.op)(activated, products)
+        result: Tensor = getattr(module, self.output)(activated)
+        return result
+
+
+class MLP(Replacement):
+    """An MLP whose products with the hidden states are one.
+
+    Raises:
+        Unknown: its forward computes nothing that an op does.
+    """
+
+    def __init__(self, module: Any, trials: Trials) -> None:
+        super().__init__(module)
+        self.form = trials.outcome(module, _tried)
+        self.op = self.form.op
+        self.products = Joined(*(getattr(module, name) for name in self.form.inputs))
+        self.output = getattr(module, self.form.output)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or not served(hidden_states):
+            result: Tensor = self.original(hidden_states, *args, **kwargs)
+            return result
+        return self.form(self.module, self.products(hidden_states))
+
+    def remove(self) -> None:
+        super().remove()
+        self.products.part()
+
+
+def is_mlp(module: Any) -> bool:
+    """Whether a module has projections, and else only parts without weights."""
+    parts = [part for part in module.children() if next(part.parameters(), None) is not None]
+    own = next(module.parameters(recurse=False), None)
+    return own is None and len(parts) in (2, 3) and all(width(part) for part in parts)
+
+
+def _why(module: Any) -> str:
+    """What is in the way, as far as the module says."""
+    acts = [type(part).__name__ for part in module.children() if next(part.parameters(), None) is None]
+    return f"no op computes what it does with {acts[0]}" if acts else "no op computes what it does"
+
+
+def _tried(module: Any) -> Form:
+    linears = {name: part for name, part in module.named_children() if width(part)}
+
+    def small(form: Form, dtype: torch.dtype) -> Any:
+        """A twin with small projections."""
+        joined = len(form.inputs) == 1 and form.op not in _PLAIN
+        sizes = {name: (_HIDDEN, _INTERMEDIATE * (2 if joined else 1)) for name in form.inputs}
+        sizes[form.output] = _INTERMEDIATE, _HIDDEN
+        biases = {name: getattr(linears[name], "bias", None) is not None for name in linears}
+        parts: dict[str, nn.Module] = {
+            name: projection(*sizes[name], biases[name], 10 * i, dtype) for i, name in enumerate(linears)
+        }
+        return twin(module, parts, dtype)
+
+    def ours(form: Form, dtype: torch.dtype) -> Tensor:
+        made = small(form, dtype)
+        products = torch.cat([getattr(made, name)(x.to(dtype)) for name in form.inputs], -1)
+        return form(made, products)
+
+    x = randn(1, 64, _HIDDEN, seed=1) / _HIDDEN**0.5
+    for forms in _shapes(linears):
+        try:
+            # The products of one shape are those of all its candidates.
+            found = nearest(forms, ours, lambda dtype, forms=forms: small(forms[0], dtype).forward(x.to(dtype)), _CLOSE)
+        except Unknown:
+            continue
+        if found:
+            return found
+    raise Unknown(_why(module))
+
+
+def _shapes(linears: dict[str, Any]) -> list[list[Form]]:
+    """Candidates, by the shapes that the projections have in them."""
+    if len(linears) == 3:
+        return [[Form(op, (first, second), last) for op in _GATED] for first, second, last in permutations(linears)]
+    return [
+        [Form(op, (first,), last) for op in ops]
+        for first, last in permutations(linears, 2)
+        for ops in ((*_GATED, *_GATE_LAST), _PLAIN)
+    ]

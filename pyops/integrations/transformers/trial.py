@@ -1,0 +1,183 @@
+"""Trials: what a module computes is found out by running its own forward on a few numbers.
+
+A module is known by what it computes, not by its name. Its twin, which shares its class and its settings but has small
+random weights on the CPU, runs the forward of the class in float32; what would take its place runs on the same twin.
+Only what agrees is served. Large projections are played by stand-ins, which record what they are given.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..._core.errors import OpError
+
+_T = TypeVar("_T")
+_MOST_WEIGHTS = 1 << 20  # of a twin: a module with more of its own would take long
+_SETTINGS = (bool, int, float, str, type(None))
+# Sums of float32 in another order are closer, and formulas that differ are further off.
+_CLOSE = 1e-5
+_MOST_ROUNDED = 1 / 8  # of the elements of a bfloat16 result, where another order of sums rounds otherwise
+
+
+class Unknown(Exception):
+    """Why a module is left to transformers."""
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers on the CPU, the same for a seed; PyTorch's own generators are left alone."""
+    numbers = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return numbers.to(dtype)
+
+
+def forward_of(module: Any) -> Any:
+    """The function that the class of a module has for a forward, without its decorators; one that fails for none."""
+    found = inspect.unwrap(type(module).forward)
+    return found if inspect.isfunction(found) else nn.Module.forward
+
+
+def settings(module: nn.Module) -> dict[str, Any]:
+    """Attributes of a module that are numbers, strings or None."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, _SETTINGS) and name[0] != "_"}
+
+
+class Trials:
+    """Outcomes of the trials in one model: modules that differ in their weights alone are tried once."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[Any, Any] = {}
+
+    def outcome(self, module: nn.Module, trial: Callable[[Any], _T]) -> _T:
+        """What `trial` finds out about a module, or has found out about another of its kind.
+
+        Raises:
+            Unknown: the trial raised it.
+        """
+        key = trial, _kind(module)
+        if key not in self._outcomes:
+            try:
+                self._outcomes[key] = trial(module)
+            except Unknown as why:
+                self._outcomes[key] = why
+        found = self._outcomes[key]
+        if isinstance(found, Unknown):
+            raise Unknown(str(found))
+        return found  # type: ignore[no-any-return]
+
+
+def _kind(module: nn.Module) -> Any:
+    """What the outcome of a trial depends on: class, settings, shapes of weights, and the parts."""
+    shapes = tuple((name, weight.shape, weight.dtype) for name, weight in module.named_parameters(recurse=False))
+    parts = tuple((name, _kind(part)) for name, part in module.named_children())
+    return type(module), tuple(sorted(settings(module).items())), shapes, parts
+
+
+def twin(
+    module: Any, parts: Mapping[str, nn.Module] | None = None, dtype: torch.dtype = torch.float32, **weights: Tensor
+) -> Any:
+    """A module of the same class and settings with random weights on the CPU, without hooks.
+
+    Args:
+        parts: submodules in place of the module's; the others are twins, too.
+        dtype: of the weights.
+        weights: parameters in place of random ones of the same shape.
+    """
+    made = copy.copy(module)
+    vars(made).pop("forward", None)
+    made.training = False
+    made._forward_hooks, made._forward_pre_hooks = OrderedDict(), OrderedDict()
+    own = {name: weight for name, weight in module.named_parameters(recurse=False) if name not in weights}
+    if sum(weight.numel() for weight in own.values()) > _MOST_WEIGHTS:
+        raise Unknown("it has large weights of its own")
+    made._parameters = {
+        name: weights.get(name, weight if weight is None else 1 + 0.3 * randn(*weight.shape, seed=i).to(dtype))
+        for i, (name, weight) in enumerate(module._parameters.items())
+    }
+    made._buffers = {name: None if buffer is None else buffer.cpu() for name, buffer in module._buffers.items()}
+    made._modules = {
+        name: parts[name] if parts and name in parts else part if part is None else twin(part, None, dtype)
+        for name, part in module._modules.items()
+    }
+    return made
+
+
+def width(module: Any) -> int | None:
+    """How many numbers a projection gives for each token; None for another module."""
+    found = getattr(module, "out_features", getattr(module, "nf", None))
+    return found if isinstance(found, int) else None
+
+
+class StandIn(nn.Module):
+    """A projection of fixed random results, moved by the mean of what it is given; it keeps what that was."""
+
+    def __init__(self, out_features: int, seed: int) -> None:
+        super().__init__()
+        self.out_features, self.seed = out_features, seed
+        self.given: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.given.append(x.clone())
+        return 2.0 * randn(*x.shape[:-1], self.out_features, seed=self.seed) + x.mean(-1, keepdim=True)
+
+
+def projection(in_features: int, out_features: int, bias: bool, seed: int, dtype: torch.dtype) -> nn.Linear:
+    """A small linear module of random weights."""
+    made = nn.utils.skip_init(nn.Linear, in_features, out_features, bias=bias, device="cpu", dtype=dtype)
+    made.weight.data = randn(out_features, in_features, seed=seed, dtype=dtype)
+    if bias:
+        made.bias.data = randn(out_features, seed=seed + 1, dtype=dtype)
+    return made
+
+
+def agree(ours: Iterable[Tensor], theirs: Iterable[Tensor], tolerance: float = _CLOSE) -> bool:
+    """Whether tensors are the same but for rounding, which is measured by their largest element."""
+    return all(
+        a.shape == b.shape and bool((a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max())
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def nearest(
+    candidates: Iterable[_T],
+    ours: Callable[[_T, torch.dtype], Tensor],
+    theirs: Callable[[torch.dtype], Tensor],
+    tolerance: float = _CLOSE,
+) -> _T | None:
+    """Of the candidates that compute the same in float32 the one that rounds most alike in bfloat16; None if none does.
+
+    Raises:
+        Unknown: a module's own forward fails on what it is given.
+    """
+    exact, rounded = tried(lambda: theirs(torch.float32)), tried(lambda: theirs(torch.bfloat16))
+    if not isinstance(exact, Tensor) or not isinstance(rounded, Tensor):
+        raise Unknown("its forward gives more than a tensor")
+    found: list[tuple[int, _T]] = []
+    for candidate in candidates:
+        try:
+            if agree([ours(candidate, torch.float32)], [exact], tolerance):
+                found.append((int((ours(candidate, torch.bfloat16) != rounded).sum()), candidate))
+        except OpError:  # the op takes no such shapes
+            continue
+    fewest, best = min(found, key=lambda pair: pair[0], default=(0, None))
+    return best if fewest <= _MOST_ROUNDED * rounded.numel() else None
+
+
+def tried(call: Callable[[], _T]) -> _T:
+    """What a call returns.
+
+    Raises:
+        OpError: an op refuses what it is given.
+        Unknown: the call fails for another reason: the code is not ours.
+    """
+    try:
+        return call()
+    except OpError:
+        raise
+    except Exception as error:
+        raise Unknown(f"its forward cannot be tried: {type(error).__name__}: {error}") from error
