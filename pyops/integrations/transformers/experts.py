@@ -55,7 +55,9 @@ def _try(module: Any) -> None:
     small = twin(module, gate_up_proj=gate_up, down_proj=down)
     small.num_experts = _EXPERTS
     x, weights = randn(_TOKENS, _HIDDEN, seed=3), randn(_TOKENS, _TOP_K, seed=4).sigmoid()
-    chosen = torch.stack((torch.arange(_TOKENS, device="cpu") % _EXPERTS, (torch.arange(_TOKENS, device="cpu") + 1) % _EXPERTS), 1)
+    chosen = torch.stack(
+        (torch.arange(_TOKENS, device="cpu") % _EXPERTS, (torch.arange(_TOKENS, device="cpu") + 1) % _EXPERTS), 1
+    )
     # The code of the class, and not what its decorator chooses for a GPU.
     theirs = tried(lambda: forward_of(module)(small, x, chosen, weights))
     if not agree([fused_experts(x, gate_up, down, weights, chosen)], [theirs]):

@@ -113,7 +113,7 @@ def width(module: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-class StandIn(nn.Module):
+class StandIn(nn.Module):  # type: ignore[misc]
     """A projection of fixed random results, moved by the mean of what it is given; it keeps what that was."""
 
     def __init__(self, out_features: int, seed: int) -> None:
@@ -123,7 +123,8 @@ class StandIn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.given.append(x.clone())
-        return 2.0 * randn(*x.shape[:-1], self.out_features, seed=self.seed) + x.mean(-1, keepdim=True)
+        fixed = 2.0 * randn(*x.shape[:-1], self.out_features, seed=self.seed, dtype=x.dtype)
+        return fixed + x.mean(-1, keepdim=True)
 
 
 def projection(in_features: int, out_features: int, bias: bool, seed: int, dtype: torch.dtype) -> nn.Linear:
