@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers
 
-from pyops.integrations.transformers import Report, accelerate, report, restore
-from tests.test_integrations_transformers import prompts
+from pyops._core.host import toolchain
+from pyops.integrations.transformers import PagedCache, Report, accelerate, report, restore
+from pyops.testing import cpu
+from tests.test_integrations_transformers import prompts, same_logits, steps
 from tests.test_models import SIZES
 
 PAGE = Path(__file__).parents[1] / "docs" / "transformers.md"
@@ -85,8 +87,43 @@ def test_tokens_are_the_same(family: str) -> None:
     before = model.generate(tokens, **options)
     accelerate(model)
     found = report(model)
-    print(row(family, found))
     assert row(family, found) in PAGE.read_text().splitlines()
     assert torch.equal(model.generate(tokens, **options), before)
     restore(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
+@pytest.mark.parametrize(("family", "dtype"), [("Gemma2", "bfloat16"), ("GptOss", "float32"), ("Phi", "float32")])
+def test_kernels_on_the_host(family: str, dtype: str) -> None:
+    """Soft caps and windows, sinks, and queries turned in part, by the kernels themselves."""
+    model = model_of(family)
+    exact = steps(model, transformers.DynamicCache(config=model.config), True)
+    accelerate(model.to(getattr(torch, dtype)))
+    with cpu("kernels"):
+        ours = steps(model, PagedCache(model.config, 25), True)
+    if dtype == "float32":
+        same_logits(ours, exact)
+    else:
+        theirs = steps(restore(model), transformers.DynamicCache(config=model.config), True)
+        assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Gemma3", "GPTNeoX"])
+def test_a_decode_step_is_one_graph(family: str) -> None:
+    """By one product, and by the attention's own forward; it serves the next step, too."""
+    model = model_of(family)
+    theirs = steps(model, transformers.StaticCache(config=model.config, max_cache_len=25), False)
+    accelerate(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        found = compiled(*args, **kwargs)
+        torch.compiler.set_stance("fail_on_recompile")
+        return found
+
+    try:
+        same_logits(steps(model, PagedCache(model.config, 25), False, step), theirs)
+    finally:
+        torch.compiler.set_stance("default")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from .joined import Joined
 from .replacement import CACHE_NAMES, Replacement, hooked, renamed, served
 from .rotary import POSITIONS, Step, angles_of
 from .seams import IMPLEMENTATIONS, OPTIONS, PAST, Past, attend, bind, bound_forward, seams
-from .trial import StandIn, Unknown, agree, forward_of, randn, settings, tried, twin, width
+from .trial import StandIn, Trials, Unknown, agree, forward_of, randn, settings, tried, twin, width
 
 # What a forward may name, beside its settings, that one product and one op serve: nothing else of its arguments.
 _JOINED = {
@@ -58,13 +59,16 @@ def is_attention(module: Any) -> bool:
 class BoundAttention(Replacement):
     """The module's own forward, whose attention function and rotary embedding are ops.
 
+    Args:
+        asked: what the module says to its attention function beside dropout, and its function of "eager".
+
     Raises:
-        Unknown: with these it does not compute what it did.
+        Unknown: the forward has another form.
     """
 
     paged = "reshape_and_cache_flash, paged_attention_v1, paged_attention_varlen"
 
-    def __init__(self, module: Any, rotary: Any) -> None:
+    def __init__(self, module: Any, asked: tuple[dict[str, Any], Any]) -> None:
         super().__init__(module)
         function = forward_of(module)
         self.bound = bound_forward(function)
@@ -91,8 +95,8 @@ class BoundAttention(Replacement):
 class JoinedAttention(BoundAttention):
     """Queries, keys and values by one product, norms of their heads, and both turned in place by one op."""
 
-    def __init__(self, module: Any, rotary: Any) -> None:
-        super().__init__(module, rotary)
+    def __init__(self, module: Any, asked: tuple[dict[str, Any], Any]) -> None:
+        super().__init__(module, asked)
         function = forward_of(module)
         interface, turns = seams(function)
         strange = set(function.__code__.co_names) - _JOINED - {interface, *turns} - settings(module).keys()
@@ -101,7 +105,7 @@ class JoinedAttention(BoundAttention):
         if strange or turn is None or not all(map(width, linears)):
             raise Unknown("its forward is not that of one product")
         self.turn, self.interface = turn, function.__globals__[interface]
-        self.options, self.eager = _asked(module, interface, rotary)
+        self.options, self.eager = asked
         self.qkv = Joined(*linears)
         self.sizes = [linear.out_features for linear in self.qkv.linears]
         self.norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
@@ -162,14 +166,7 @@ class _Asked:
         return query.transpose(1, 2), None
 
 
-def _asked(module: Any, interface: str | None, rotary: Any) -> tuple[dict[str, Any], Any]:
-    """What a module says to its attention function beside dropout, and what it takes for the function of "eager"."""
-    asked, played = _Asked(), _played(module, torch.float32)
-    _results(played, partial(bind(forward_of(module), **{str(interface): asked}), played), None, rotary, torch.float32)
-    return {name: value for name, value in asked.options.items() if name in OPTIONS - {"dropout"}}, asked.default
-
-
-def attention_of(module: Any, rotary: Any, dtype: torch.dtype) -> BoundAttention:
+def attention_of(module: Any, rotary: Any, dtype: torch.dtype, trials: Trials) -> BoundAttention:
     """What takes the place of an attention: the fastest that computes what it does for a prompt and for a token.
 
     Args:
@@ -179,26 +176,46 @@ def attention_of(module: Any, rotary: Any, dtype: torch.dtype) -> BoundAttention
     Raises:
         Unknown: nothing does.
     """
-    bound_forward(forward_of(module))  # what asks no interface need not be tried
-    why = "its attention function is not that of the ops"
-    for replacement in (JoinedAttention, BoundAttention):
-        try:
-            if all(_agrees(module, replacement, rotary, each) for each in dict.fromkeys((torch.float32, dtype))):
-                return replacement(module, rotary)
-        except (Unknown, OpError) as reason:
-            why = str(reason)
-    raise Unknown(why)
+    names = [code.argval for code in dis.get_instructions(forward_of(module))]
+    # A forward that names its layer for the cache alone does the same wherever the configuration says the same.
+    layer = module.layer_idx if names.count("layer_idx") > 1 else _settings_of_layer(module.config, module.layer_idx)
+    replacement, asked = trials.outcome(module, partial(_tried, rotary, dtype), "attention", layer)
+    return replacement(module, asked)
 
 
-def _agrees(module: Any, replacement: type[BoundAttention], rotary: Any, dtype: torch.dtype) -> bool:
-    """Whether a replacement computes what a module does, and reads a PagedCache."""
-    played = _played(module, dtype)
-    theirs = _results(played, partial(forward_of(played), played), DynamicCache(), rotary, dtype)
-    paged = PagedCache(played.config)
-    paged.layers[module.layer_idx] = layer = _Watched(None)
-    ours = _results(played, replacement(played, rotary).forward, paged, rotary, dtype)
-    tolerance = _CLOSE if dtype == torch.float32 else _ROUNDED
-    return layer.has_attended and agree(ours, theirs, tolerance)
+def _settings_of_layer(config: Any, layer_idx: int) -> Any:
+    """What a configuration says of one layer: the entries of its lists that have one for each."""
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, (list, tuple))}
+    count = getattr(config, "num_hidden_layers", None)
+    return tuple((name, str(value[layer_idx])) for name, value in lists.items() if len(value) == count)
+
+
+def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAttention], tuple[dict[str, Any], Any]]:
+    function = forward_of(module)
+    bound_forward(function)  # what asks no interface need not be tried
+    interface, _ = seams(function)
+    asked, played = _Asked(), _played(module, torch.float32)
+    _results(played, partial(bind(function, **{str(interface): asked}), played), None, rotary, torch.float32)
+    said = {name: value for name, value in asked.options.items() if name in OPTIONS - {"dropout"}}, asked.default
+    forms, why = [JoinedAttention, BoundAttention], "its attention function is not that of the ops"
+    for each in dict.fromkeys((torch.float32, dtype)):
+        played = _played(module, each)
+        theirs = _results(played, partial(function, played), DynamicCache(), rotary, each)
+        for form in list(forms):
+            try:
+                paged = PagedCache(played.config)
+                paged.layers[module.layer_idx] = layer = _Watched(None)
+                ours = _results(played, form(played, said).forward, paged, rotary, each)
+            except (Unknown, OpError) as reason:
+                why = str(reason)
+                forms.remove(form)
+            else:
+                tolerance = _CLOSE if each == torch.float32 else _ROUNDED
+                if not (layer.has_attended and agree(ours, theirs, tolerance)):
+                    forms.remove(form)
+    if not forms:
+        raise Unknown(why)
+    return forms[0], said
 
 
 class _Watched(PagedLayer):

@@ -142,7 +142,7 @@ class _Found:
             self._add(module, lambda: Projection(module), why)
         elif is_attention(module):
             rotary = next(iter(self.rotary), None)
-            self._add(module, lambda: attention_of(module, rotary, self.dtype))
+            self._add(module, lambda: attention_of(module, rotary, self.dtype, self.trials))
         elif is_experts(module):
             self._add(module, lambda: Experts(module, self.dtype, self.trials))
         elif is_mlp(module):
