@@ -3,10 +3,11 @@
 python -m benchmarks.attention
 python -m benchmarks.attention prompts:bf16:16x2048:32/8x128 prompts:fp8:1x8192:32/8x128:64 mla:fp8:64x4096:128
 
-A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE or mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in
-:BLOCK, the slots of a block of the cache (16 for prompts, 64 for MLA). CACHE is bf16 or fp8; queries are bf16. Prompts
-are causal, every query token new; TOKENS of 256+32768 are 256 new ones behind 32768 cached ones. torch's attention
-(cuDNN's and FlashAttention) reads contiguous keys and values of whole prompts.
+A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, the same with "capped" for "prompts", where a soft cap
+of 30 is on logits, or mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in :BLOCK, the slots of a block of the cache (16
+for prompts, 64 for MLA). CACHE is bf16 or fp8; queries are bf16. Prompts are causal, every query token new; TOKENS of
+256+32768 are 256 new ones behind 32768 cached ones. torch's attention (cuDNN's and FlashAttention) reads contiguous
+keys and values of whole prompts.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ ROWS = (
     *(f"prompts:bf16:{one}" for one in ("1x8192:32/8x64", "16x2048:32/8x64", "1x8192:16/4x256", "16x2048:16/4x256")),
     "prompts:fp8:1x8192:32/8x128",
     "prompts:bf16:1x256+32768:32/8x128",
+    *(f"capped:bf16:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
 )
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _SETS = 2  # of operands, which calls take in turn: each is larger than the L2 cache
 _TURNS = 3
+_SOFT_CAP = 30.0
 _LATENT, _ROPE = 512, 64
 
 
@@ -146,10 +149,12 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
 def measure(row: str) -> dict[str, float]:
     """{contender: median of its times, in microseconds}. A contender that fails is left out, and said so."""
     kind, cache, sizes, _ = parse(row)
-    sets = [(prompts if kind == "prompts" else mla)(cache, *sizes) for _ in range(_SETS)]
+    sets = [(mla if kind == "mla" else prompts)(cache, *sizes) for _ in range(_SETS)]
+    if kind == "capped":
+        sets = [one | {"logits_soft_cap": _SOFT_CAP} for one in sets]
     times: dict[str, list[float]] = {}
     for turn in range(_TURNS):
-        order = list(contenders(kind, cache, "+" not in row).items())
+        order = list(contenders(kind, cache, kind == "prompts" and "+" not in row).items())
         for name, build in order if turn % 2 == 0 else order[::-1]:
             try:
                 times.setdefault(name, []).append(gpu_us([build(one) for one in sets], QUICK).median)

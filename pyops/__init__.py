@@ -59,6 +59,7 @@ from .ops.linear.ggml import *
 from .ops.linear.ggml_moe import *
 from .ops.linear.grouped import *
 from .ops.linear.grouped_fp4 import *
+from .ops.linear.grouped_packed import *
 from .ops.linear.grouped_scaled import *
 from .ops.linear.grouped_w4a8 import *
 from .ops.linear.grouped_wna16 import *

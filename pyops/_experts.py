@@ -1,7 +1,8 @@
 """Mixtures of experts end to end: routing, products with the weights of experts, and the sum over a token's choices.
 
 A call of 16-bit weights is four launches: rows are sorted by their experts; a product with its activation; a product
-under the router's weights; the sum. No input is permuted, and what the activation takes lies in no memory.
+under the router's weights; the sum. No input is permuted, and what the activation takes lies in no memory. A clamped
+activation is a launch of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ._core.errors import OpError
 from ._core.tensor import new
+from .ops.activation.gated import silu_and_mul_with_clamp
+from .ops.linear.coded_plan import block_size_of_codes
 from .ops.linear.gemm_problem import SCALE_BLOCK
 from .ops.linear.grouped import grouped_gemm
+from .ops.linear.grouped_packed import grouped_gemm_packed
 from .ops.linear.grouped_plan import block_size_for
 from .ops.linear.grouped_problem import ACTIVATIONS
 from .ops.moe.align import moe_align
@@ -27,6 +31,7 @@ __all__ = ["FusedMoEQuantConfig", "fused_experts", "fused_moe"]
 
 _FP8 = "float8_e4m3fn"
 _LARGEST_INT8 = 127.0
+_SWIGLUOAI = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # of the activation of this name
 
 
 @dataclass(frozen=True)
@@ -34,13 +39,20 @@ class FusedMoEQuantConfig:
     """How `fused_experts` takes its weights, by vLLM's names; an object of vLLM's class of this name does as well.
 
     Attributes:
-        quant_dtype: of activations and weights: None, float8_e4m3fn or int8, as a dtype or by its name.
+        quant_dtype: of activations, and of weights with them: None, float8_e4m3fn or int8, as a dtype or by its name.
         per_act_token_quant: whether each row of an activation has a scale, and not the whole of it.
-        block_shape: [128, 128] where scales are those of blocks of a weight, and of 128 elements of activations; or
-            None.
-        w1_scale, w2_scale: float32 scales of the weights, as `b_scales` of `grouped_gemm`; or None.
+        block_shape: [128, 128] where scales are those of blocks of a weight, and of 128 elements of activations; of
+            weights alone [0, group size] for scales of groups of a row; or None.
+        w1_scale, w2_scale: scales of the weights, as `b_scales` of `grouped_gemm` or of `grouped_gemm_packed`; or None.
         a1_scale, a2_scale: one float32, the scale of all activations; None to find scales.
         w1_bias, w2_bias: [num_experts, rows of a weight] of the dtype of hidden_states; or None.
+        weight_quant_dtype: of weights alone, whose codes `grouped_gemm_packed` takes: "int4" and, with a block_shape,
+            "int8" for uint4 and uint8 in groups of a row, "int8" for int8 with a scale for each row, "mxfp4" for
+            float4_e2m1f; or None.
+        w1_zp, w2_zp: zero points of groups, as `b_zeros` of `grouped_gemm_packed`; or None.
+        gemm1_alpha, gemm1_beta: None, or what "swigluoai" has: 1.702 and 1.
+        gemm1_clamp_limit: of the activation "silu", the largest gate and the largest magnitude of an up, or None; of
+            "swigluoai" None, or its 7.
     """
 
     quant_dtype: Any = None
@@ -52,6 +64,12 @@ class FusedMoEQuantConfig:
     a2_scale: Tensor | None = None
     w1_bias: Tensor | None = None
     w2_bias: Tensor | None = None
+    weight_quant_dtype: Any = None
+    w1_zp: Tensor | None = None
+    w2_zp: Tensor | None = None
+    gemm1_alpha: float | None = None
+    gemm1_beta: float | None = None
+    gemm1_clamp_limit: float | None = None
 
 
 _PLAIN = FusedMoEQuantConfig()
@@ -79,7 +97,8 @@ def fused_experts(
     Args:
         hidden_states: [num_tokens, hidden_size] float32, float16 or bfloat16; rows of one stride.
         w1: [num_experts, 2 * intermediate_size, hidden_size], rows of one stride; [num_experts, intermediate_size,
-            hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised.
+            hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised; codes of 4 bits lie
+            two to a byte along the last dimension.
         w2: [num_experts, hidden_size, intermediate_size], likewise.
         topk_weights: [num_tokens, topk] float32, contiguous.
         topk_ids: [num_tokens, topk] int32 or int64, contiguous.
@@ -95,38 +114,105 @@ def fused_experts(
         [num_tokens, hidden_size], new unless `inplace`.
     """
     config = _PLAIN if quant_config is None else quant_config
-    num_tokens, hidden_size, topk, num_experts = _check(hidden_states, w1, w2, topk_weights, topk_ids, activation)
+    codes, w1_zp, w2_zp = _codes(config)
+    per_byte = 2 if codes in ("uint4", "float4_e2m1f") else 1
+    sizes = _check(hidden_states, w1, w2, topk_weights, topk_ids, activation, per_byte)
+    num_tokens, hidden_size, topk, num_experts = sizes
     if apply_router_weight_on_input and topk != 1:
         raise OpError("fused_experts", "apply_router_weight_on_input", f"expected a topk of 1, got {topk}")
     if expert_map is not None:
         global_num_experts = expert_map.shape[0]
     elif global_num_experts < 0:
         global_num_experts = num_experts
-    num_rows, intermediate_size = num_tokens * topk, w2.shape[2]
+    limit = _clamp_limit(config, activation)
+    num_rows, intermediate_size = num_tokens * topk, w2.shape[2] * per_byte
     out = hidden_states if inplace else new(hidden_states, (num_tokens, hidden_size))
     if num_tokens == 0:
         return out
-    block_size = block_size_for(num_rows, num_experts, bool(config.block_shape))
+    if codes is None:
+        block_size = block_size_for(num_rows, num_experts, bool(config.block_shape))
+    else:
+        block_size = block_size_of_codes(num_rows, num_experts)
     lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
 
-    x, x_scales = _quantised(hidden_states, config, config.a1_scale)
+    def multiply(
+        out: Tensor, x: Tensor, a_scale: Any, of_weight: tuple[Any, ...], weights: Any, top_k: int, function: str
+    ) -> None:
+        w, scale, zeros, bias = of_weight
+        options = top_k, block_size, function
+        if codes is None:
+            x, x_scales = _quantised(x, config, a_scale)
+            grouped_gemm(out, x, w, *lists, weights, x_scales, scale, bias, *options)
+        else:
+            grouped_gemm_packed(out, x, w, scale, zeros, *lists, weights, bias, *options, codes)
+
     between = new(hidden_states, (num_rows, intermediate_size))
+    first = between if limit is None else new(hidden_states, (num_rows, 2 * intermediate_size))
     if _scale_is_of_all(config) and config.a2_scale is None:
-        between[...] = 0  # rows of experts that are elsewhere count among those of which the largest value is sought
+        first[...] = 0  # rows of experts that are elsewhere count among those of which the largest value is sought
+    of_w1, of_w2 = (w1, config.w1_scale, w1_zp, config.w1_bias), (w2, config.w2_scale, w2_zp, config.w2_bias)
     on_input, on_output = (topk_weights, None) if apply_router_weight_on_input else (None, topk_weights)
-    terms = config.w1_scale, config.w1_bias
-    grouped_gemm(between, x, w1, *lists, on_input, x_scales, *terms, topk, block_size, activation)
-    y, y_scales = _quantised(between, config, config.a2_scale)
+    function = activation if limit is None else "none"
+    multiply(first, hidden_states, config.a1_scale, of_w1, on_input, topk, function)
+    if limit is not None:
+        silu_and_mul_with_clamp(between, first, limit)
     of_choices = new(hidden_states, (num_rows, hidden_size))
-    grouped_gemm(of_choices, y, w2, *lists, on_output, y_scales, config.w2_scale, config.w2_bias, 1, block_size)
+    multiply(of_choices, between, config.a2_scale, of_w2, on_output, 1, "none")
     moe_sum_experts(of_choices.reshape(num_tokens, topk, hidden_size), topk_ids, out, num_experts, expert_map)
     return out
 
 
+def _codes(config: FusedMoEQuantConfig) -> tuple[str | None, Tensor | None, Tensor | None]:
+    """(type of codes, zero points of w1, of w2) of what `grouped_gemm_packed` takes; no type for `grouped_gemm`.
+
+    Objects of vLLM's class name the weights' dtype where activations are quantised as well.
+    """
+
+    def refuse(expected: str, got: Any) -> OpError:
+        return OpError("fused_experts", "quant_config", f"expected {expected}, got {got}")
+
+    dtype, of_activations = _name(getattr(config, "weight_quant_dtype", None)), _name(config.quant_dtype)
+    w1_zp, w2_zp = (getattr(config, name, None) for name in ("w1_zp", "w2_zp"))
+    if of_activations != "None" or dtype == "None":
+        if dtype not in ("None", of_activations):
+            raise refuse(f"weight_quant_dtype None or {of_activations}, as quant_dtype", dtype)
+        if w1_zp is not None or w2_zp is not None:
+            raise refuse("no zero points without a weight_quant_dtype", "w1_zp or w2_zp")
+        return None, None, None
+    in_groups = bool(config.block_shape and config.block_shape[1] > 0)
+    codes = {"int4": "uint4", "int8": "uint8" if in_groups else "int8", "mxfp4": "float4_e2m1f"}.get(dtype)
+    if codes is None:
+        raise refuse("weight_quant_dtype None, int4, int8 or mxfp4 without quant_dtype", dtype)
+    for name, scale in (("w1_scale", config.w1_scale), ("w2_scale", config.w2_scale)):
+        if scale is None:
+            raise refuse(f"{name} with weights of {dtype}", None)
+    return codes, w1_zp, w2_zp
+
+
+def _clamp_limit(config: FusedMoEQuantConfig, activation: str) -> float | None:
+    """The bound of gates and ups of "silu"; None for none. The parameters of "swigluoai" are its own."""
+    limit: float | None = getattr(config, "gemm1_clamp_limit", None)
+    served: dict[str, tuple[float | None, ...]] = {"gemm1_clamp_limit": (None, limit)} if activation == "silu" else {}
+    if activation not in ("silu", "swigluoai"):
+        served["gemm1_clamp_limit"] = (None,)
+    for name, own in _SWIGLUOAI.items():
+        given, expected = getattr(config, name, None), served.get(name, (None, own))
+        if given not in expected:
+            values = " or ".join(map(str, expected))
+            raise OpError("fused_experts", "quant_config", f"expected {name} {values} with {activation}, got {given}")
+    return limit if activation == "silu" else None
+
+
 def _check(
-    hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    per_byte: int,
 ) -> tuple[int, int, int, int]:
-    """(num_tokens, hidden_size, topk, num_experts)."""
+    """(num_tokens, hidden_size, topk, num_experts), of weights whose bytes hold so many codes."""
     for name, tensor, rank in (
         ("hidden_states", hidden_states, 2),
         ("w1", w1, 3),
@@ -138,10 +224,10 @@ def _check(
     if activation not in ACTIVATIONS:
         raise OpError("fused_experts", "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")
     (num_tokens, hidden_size), (num_experts, rows, _) = hidden_states.shape, w1.shape
-    expected = (num_experts, hidden_size, rows // 2 if ACTIVATIONS[activation] else rows)
+    intermediate_size = rows // 2 if ACTIVATIONS[activation] else rows
     for name, tensor, shape in (
-        ("w1", w1, (num_experts, rows, hidden_size)),
-        ("w2", w2, expected),
+        ("w1", w1, (num_experts, rows, hidden_size // per_byte)),
+        ("w2", w2, (num_experts, hidden_size, intermediate_size // per_byte)),
         ("topk_ids", topk_ids, (num_tokens, topk_ids.shape[1])),
         ("topk_weights", topk_weights, tuple(topk_ids.shape)),
     ):

@@ -35,6 +35,9 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     "num_kv_heads": (2,),
     "block_size": (16,),
     "dim": (64,),
+    "num_experts": (3,),
+    "output_size": (136,),
+    "input_size": (160,),
 }
 
 # Axis -> the values that are run, where they are fewer.

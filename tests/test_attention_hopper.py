@@ -173,6 +173,24 @@ def test_options(on: str) -> None:
     _varlen(one, **varlen_call([70], [70], dtype=torch.float16, on=on) | {"scale": -0.1})
 
 
+@pytest.mark.parametrize(
+    ("one", "head_size", "dtype"),
+    few([(HopperConfig(96, 3), 64, torch.float16), (HopperConfig(128, 2), 128, torch.bfloat16)], 1),
+    ids=str,
+)
+def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtype) -> None:
+    """Products that a series serves, products beyond its limit, and both in a tile; tiles that end anywhere; logits
+    that are further apart than integers."""
+    call = varlen_call([65, 1], [193, 129], dtype=dtype, head_size=head_size, on=on)
+    scale, rows = call["scale"], torch.linspace(0.0, 1.0, 66, device=on)[:, None, None]
+    for factor, cap, causal in ((1.0, 30.0, True), (9.0, 30.0, False), (40.0, 50.0, True)):
+        call |= {"query": (call["query"] * rows).to(dtype), "scale": factor * scale}
+        schedules = SCHEDULES if factor == 1.0 else SCHEDULES[:1]
+        _varlen(one, schedules, **call | {"logits_soft_cap": cap, "causal": causal})
+    _varlen(one, **call | {"logits_soft_cap": 1e12, "scale": 1e10})
+    _varlen(one, **call | {"logits_soft_cap": 30.0, "scale": -scale})
+
+
 @pytest.mark.parametrize("block_size", few([16, 64], 1))
 def test_hostile_indices(on: str, block_size: int) -> None:
     """Numbers that lead nowhere contribute nothing; rows of no sequence, and queries without keys, are as they are."""
@@ -250,8 +268,10 @@ def test_choice() -> None:
         (80, True, HopperConfig(128, 2)),
         (128, False, HopperConfig(128, 2)),
         (192, False, HopperConfig(112, 2)),
+        (64, True, HopperConfig(96, 3)),
+        (192, True, HopperConfig(96, 2)),
         (256, False, HopperConfig(80, 2)),
-        (256, True, HopperConfig(48, 2)),
+        (256, True, HopperConfig(64, 2)),
     ):
         problem = _problem(4096, head_size, options=options)
         assert choose(problem, HOPPER) == expected
@@ -291,7 +311,11 @@ def test_choice() -> None:
         [
             (64, False, True, False),
             (128, False, False, False),
+            (64, True, True, True),
+            (128, True, False, False),
             (192, True, False, False),
+            (256, True, False, False),
+            (256, True, False, True),
             (256, False, False, False),
             (256, False, True, False),
             (128, False, False, True),
@@ -311,20 +335,33 @@ def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes
 
 
 @pytest.mark.parametrize(
-    ("lengths", "num_heads", "page_size", "splits", "dtype"),
+    ("lengths", "num_heads", "page_size", "splits", "dtype", "cluster"),
     few(
         [
-            ([70, 129], 24, 16, 1, torch.bfloat16),
-            ([65, 64, 1, 0], 128, 16, 1, torch.bfloat16),
-            ([65, 129], 128, 64, 1, torch.bfloat16),
-            ([450, 65], 40, 48, 3, torch.bfloat16),
-            ([330, 65], 100, 128, 2, torch.float16),
+            ([70, 129], 24, 16, 1, torch.bfloat16, 1),
+            ([65, 64, 1, 0], 128, 16, 1, torch.bfloat16, 2),
+            ([65, 129], 9, 8, 1, torch.bfloat16, 1),
+            ([65, 129], 128, 64, 1, torch.bfloat16, 1),
+            ([450, 65], 40, 48, 3, torch.bfloat16, 1),
+            ([330, 65], 100, 128, 2, torch.float16, 2),
         ],
         3,
     ),
 )
-def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype) -> None:
-    """One block and clusters of two, tiles and pairs of tiles that end anywhere, direct results and joined ones."""
+def test_mla(
+    on: str,
+    lengths: list[int],
+    num_heads: int,
+    page_size: int,
+    splits: int,
+    dtype: torch.dtype,
+    cluster: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One block and clusters of two, boxes of halves and of panels, tiles and pairs of tiles that end anywhere, direct
+    results and joined ones."""
+    chosen = mla_hopper.choose
+    monkeypatch.setattr(mla_hopper, "choose", lambda *call: replace(chosen(*call), cluster=cluster))
     first: Any = None
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
@@ -343,10 +380,19 @@ def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits
     ("lengths", "page_size", "splits", "dtype"), [([65, 129, 0], 16, 1, torch.bfloat16), ([450], 5, 3, torch.float16)]
 )
 def test_mla_codes(on: str, lengths: list[int], page_size: int, splits: int, dtype: torch.dtype) -> None:
-    """Slots of no token hold NaN."""
+    """Slots of no token hold NaN. Queries of a head are 0, so small that float16 has no such numbers, or so large;
+    parts of a query differ, and so do heads."""
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
         call = mla_call(lengths, 70, page_size, dtype=dtype, kind=FP8, num_kv_splits=splits, device=on)
+        for head, (of_nope, of_pe) in enumerate([(0.0, 0.0), (2.0**-14, 2.0**-14), (2.0**-9, 4.0), (1.0, 2.0**-12)]):
+            call["q_nope"][:, head] *= of_nope
+            call["q_pe"][:, head] *= of_pe
+        if dtype == torch.bfloat16:
+            call["q_nope"][:, 4:6] *= 2.0**-40
+            call["q_pe"][:, 4] *= 2.0**-100
+            call["q_nope"][:, 6], call["scale"] = 0.0, call["scale"] * 2.0**-4
+            call["q_nope"][:, 6, 500] = 3e5
         with schedule:
             assert_is_mla(call)
         assert isinstance(tuning.last[MLA.name], mla_hopper.HopperConfig)
@@ -367,18 +413,28 @@ def test_mla_pages_that_are_not_there(on: str) -> None:
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
-    ("cluster", "cache_t"), few([(2, dtypes.bfloat16), (1, dtypes.float8_e4m3fn), (1, dtypes.bfloat16)], 2)
+    ("cluster", "cache_t", "half_boxes"),
+    few(
+        [
+            (2, dtypes.bfloat16, False),
+            (1, dtypes.float8_e4m3fn, False),
+            (1, dtypes.bfloat16, True),
+            (1, dtypes.bfloat16, False),
+        ],
+        2,
+    ),
 )
-def test_mla_compiles_without_spills_and_advice(cluster: int, cache_t: dtypes.DType) -> None:
+def test_mla_compiles_without_spills_and_advice(cluster: int, cache_t: dtypes.DType, half_boxes: bool) -> None:
     one = mla_hopper._decode.for_arch("sm_90a")(
-        product_t=dtypes.bfloat16,
+        query_t=dtypes.bfloat16,
         cache_t=cache_t,
         out_t=dtypes.bfloat16,
         length_t=dtypes.int32,
         table_t=dtypes.int32,
         PAGE_SIZE=64,
-        BOX_TOKENS=64 // cluster,
+        BOX_TOKENS=16 if half_boxes else 64 // cluster,
         CLUSTER=cluster,
+        HALF_BOXES=half_boxes,
         HAS_LSE=True,
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")

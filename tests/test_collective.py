@@ -16,10 +16,10 @@ from pyops._core import dtypes, offline
 from pyops._core import ranks as worlds
 from pyops._core.kernel import Kernel
 from pyops.ops.collective import custom_all_reduce
-from pyops.ops.collective.communicator import geometry, two_shot
+from pyops.ops.collective.communicator import MAX_RANKS, geometry, lost_record, naming_lost_ranks, two_shot
 from pyops.ops.collective.minimax import _kernel as minimax_kernel
 from pyops.ops.collective.quick_all_reduce import _kernel as quick_kernel
-from pyops.testing import SCHEDULES, assert_close, ranks, scheduled
+from pyops.testing import SCHEDULES, Schedule, assert_close, ranks, scheduled
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZE = 1 << 15  # bytes of the largest message
@@ -138,6 +138,81 @@ def test_ranks_that_wait_for_a_flag_are_named(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(pyops.KernelFault, match=r"rank 0 waits for rank 1 \(its flag is 0, expected 1\)") as raised:
         reduced(inputs(3, 1600, torch.float32))
     assert raised.value.kind == "deadlock"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_ranks_that_a_kernel_gives_up_are_told(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of ranks 1 and 3 end at once, as those of processes that die."""
+    file, text = "collective/all_reduce.cu", kernels_cu.read("collective/all_reduce.cu")
+    first, second = "    world.meet();\n    for", "    world.meet();\n    if constexpr"
+    assert text.count(first) == text.count(second) == 1
+    text = text.replace(first, f"    if (rank % 2) return;\n{first}")
+    monkeypatch.setattr(custom_all_reduce, "_all_reduce", Kernel(file, text=text))
+    value = torch.ones(8)
+
+    def body(rank: int, fa: int, buffer: int) -> Any:
+        assert pyops.lost_ranks(fa) == {}
+        with pytest.raises(pyops.KernelFault, match=r"rank 0 waits for rank 1 .* rank 2 waits for rank 3") as raised:
+            pyops.all_reduce(fa, value, torch.empty(8), buffer, SIZE)
+        assert raised.value.kind == "deadlock"
+        return pyops.lost_ranks(fa)
+
+    with scheduled(schedule):
+        found = communicate(4, body)
+    assert found == [{1: (0, 1), 3: (0, 1)}, {}, {1: (0, 1), 3: (0, 1)}, {}]
+
+
+def test_the_meeting_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that dies between its meetings, in the second call: every call has two."""
+    file, text = "collective/all_reduce.cu", kernels_cu.read("collective/all_reduce.cu")
+    second = "    world.meet();\n    if constexpr"
+    assert text.count(second) == 1
+    text = text.replace(second, f"    if (rank == 1 && world.meeting == 3) return;\n{second}")
+    monkeypatch.setattr(custom_all_reduce, "_all_reduce", Kernel(file, text=text))
+    monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", "twoshot")
+
+    def body(rank: int, fa: int, buffer: int) -> Any:
+        value = torch.ones(8)
+        pyops.all_reduce(fa, value, torch.empty(8), buffer, SIZE)
+        with pytest.raises(pyops.KernelFault):
+            pyops.all_reduce(fa, value, torch.empty(8), buffer, SIZE)
+        return pyops.lost_ranks(fa)
+
+    assert communicate(3, body) == [{1: (0, 4)}, {}, {1: (0, 4)}]
+
+
+def test_an_error_of_the_device_names_the_ranks_that_were_given_up() -> None:
+    lost = lost_record(torch.device("cpu"))
+    failure = RuntimeError("CUDA error: unspecified launch failure")
+    with pytest.raises(RuntimeError) as raised, naming_lost_ranks("all_reduce", lost):
+        raise failure
+    assert raised.value is failure
+    lost[3], lost[5] = torch.tensor([1, 7]), torch.tensor([36, 8])
+    with pytest.raises(pyops.RankError) as raised, naming_lost_ranks("all_reduce", lost):
+        raise failure
+    assert raised.value.ranks == (3, 5)
+    named = "rank 3 (block 0, meeting 7), rank 5 (block 35, meeting 8)"
+    assert str(raised.value) == f"all_reduce: a kernel has given up waiting for {named}"
+    assert raised.value.__cause__ is failure
+    already = pyops.RankError("named", (1,))
+    with pytest.raises(pyops.RankError) as raised, naming_lost_ranks("all_reduce", lost):
+        raise already
+    assert raised.value is already
+
+
+def test_a_kernel_tells_before_it_ends_with_a_trap() -> None:
+    """On CUDA, in the order of the source: to memory of the host, through a fence of the whole system."""
+    wait = kernels_cu.read("include/signals.cuh").partition("DEVICE void tell_lost")[2].partition("#elif PYOPS_HIP")[0]
+    steps = (
+        "lost->meeting = meeting",
+        "lost->block = blockIdx.x + 1",
+        "fence.sc.sys",
+        "tell_lost(lost, value)",
+        "trap;",
+    )
+    places = [wait.index(step) for step in steps]
+    assert places == sorted(places)
+    assert lost_record(torch.device("cpu")).nbytes == MAX_RANKS * 8
 
 
 @pytest.mark.parametrize("how", ["late", "dead", "returned"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,33 @@ def _process(rank: int, world_size: int, file: str, results: Any) -> None:
     results.put((rank, eager, replayed, used and close))
 
 
+def _dying(rank: int, world_size: int, file: str, results: Any) -> None:
+    """Rank 1 ends behind the first call, in which all ranks take part."""
+    torch.distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=world_size)
+    torch.cuda.set_device(0)
+    custom = pyops.CustomAllReduce(torch.distributed.group.WORLD, "cuda:0", SIZE)
+    x = torch.ones(64, device="cuda")  # for one block
+    custom.all_reduce(x)
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    if rank == 1:
+        time.sleep(1)  # kernels of others may still read
+        os._exit(1)
+    time.sleep(2)
+    started = time.monotonic()
+    try:
+        with custom.naming("a model"):
+            custom.all_reduce(x)
+            torch.cuda.synchronize()
+    except pyops.RankError as error:
+        results.put((rank, error.ranks, pyops.lost_ranks(custom.fa), time.monotonic() - started < 60))
+    else:
+        results.put((rank, "no error"))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # the device has failed for this process: nothing can be freed
+
+
 def _run(target: Any, world_size: int, store: Path) -> list[Any]:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -155,6 +184,19 @@ def _run(target: Any, world_size: int, store: Path) -> list[Any]:
 @pytest.mark.gpu
 def test_processes_share_a_gpu(tmp_path: Path) -> None:
     assert _run(_process, 2, tmp_path / "store") == [(rank, [True] * 3, True, True) for rank in range(2)]
+
+
+@pytest.mark.gpu
+def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
+    """The kernel of the other waits 31 seconds and ends with a trap; what it has told can be read afterwards."""
+    context, file = multiprocessing.get_context("spawn"), str(tmp_path / "store")
+    results = context.Queue()
+    processes = [context.Process(target=_dying, args=(rank, 2, file, results), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    assert results.get(timeout=90) == (0, (1,), {1: (0, 3)}, True)
+    for process in processes:
+        process.join(30)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +33,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 6, "moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": True},
     ),
     "deepseek v3 with an MLP": ("DeepseekV3", LATENT | {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}),
-    "deepseek v2": ("DeepseekV2", LATENT | {"q_lora_rank": None}),
+    "deepseek v2, the best of groups": (
+        "DeepseekV2",
+        LATENT
+        | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.0}
+        | {"q_lora_rank": None, "first_k_dense_replace": 0},
+    ),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "head_dim": 32, "sliding_window": 9}),
 }
+CHOICES = {"Mixtral": "topk_softmax", "Qwen3Moe": "topk_softmax", "GptOss": "topk_softmax"}  # else grouped_topk
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -43,11 +51,14 @@ def test_tokens_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     torch.manual_seed(1)
     config = getattr(transformers, f"{family}Config")(**SIZES | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            parameter.data.normal_(0.0, 0.3)
     calls: list[int] = []
 
-    def counted(hidden_states: torch.Tensor, *args: Any) -> torch.Tensor:
+    def counted(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(len(hidden_states))
-        return fused(hidden_states, *args)
+        return fused(hidden_states, *args, **kwargs)
 
     fused = experts.fused_experts
     monkeypatch.setattr(experts, "fused_experts", counted)
@@ -67,6 +78,8 @@ def test_tokens_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     layers = sum(hasattr(layer.mlp, "experts") for layer in model.model.layers)
     assert calls == [13] * layers + [1] * 23 * layers + [39] * layers + [3] * 23 * layers
     assert report(model).replaced[f"{family}Experts"] == layers
+    routers = {kind: op for kind, op in report(model).ops.items() if kind.lower() == f"{family}topkrouter".lower()}
+    assert list(routers.values()) == [CHOICES.get(family, "grouped_topk")]
     latent = [name for name in report(model).left_alone if name.endswith("self_attn")]
     assert len(latent) == (2 if "deepseek" in case else 0)
     if "window" in case:  # the experts do not break a graph
@@ -81,3 +94,48 @@ def test_tokens_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     calls.clear()
     assert generated() == before
     assert not calls
+
+
+def gpt_oss(**options: Any) -> Any:
+    torch.manual_seed(1)
+    config = transformers.GptOssConfig(**SIZES | {"num_local_experts": 4, "head_dim": 32} | options)
+    return transformers.GptOssForCausalLM(config).eval()
+
+
+def test_weights_by_inputs_keep_their_shape(tmp_path: Path) -> None:
+    """What is saved is what was there, and what `restore` leaves; weights in other memory are the module's own."""
+    model = gpt_oss()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    accelerate(model)
+    experts_of_one = model.model.layers[0].mlp.experts
+    assert experts_of_one.gate_up_proj.mT.is_contiguous()
+    model.save_pretrained(tmp_path)
+    saved = transformers.GptOssForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
+    experts_of_one.down_proj.data = experts_of_one.down_proj.data.contiguous()
+    x, ids, weights = torch.randn(5, 64), torch.tensor([[0, 3]] * 5), torch.full((5, 2), 0.5)
+    with torch.no_grad():
+        assert torch.equal(
+            experts_of_one(x, ids, weights), type(experts_of_one).forward(experts_of_one, x, ids, weights)
+        )
+    restore(model)
+    assert all(tensor.is_contiguous() for tensor in model.state_dict().values())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_what_is_computed_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another limit of gpt-oss's activation; weights of experts that are square roots; another number of results."""
+    model, at = gpt_oss(swiglu_limit=3.0), "model.layers.1.mlp"
+    router = type(model.model.layers[1].mlp.router)
+    original = router.forward
+    accelerate(model)
+    assert report(model).left_alone[f"{at}.experts"] == "its experts compute something else"
+    assert f"{at}.router" not in report(model).left_alone
+    for change, why in (
+        (lambda logits, weights, ids: (logits, weights.sqrt(), ids), "it chooses experts in another way"),
+        (lambda logits, weights, ids: (weights, ids), "it does not return logits, weights and numbers of experts"),
+    ):
+        restore(model)
+        monkeypatch.setattr(router, "forward", lambda self, x, change=change: change(*original(self, x)))
+        accelerate(model)
+        assert report(model).left_alone[f"{at}.router"] == why

@@ -13,6 +13,7 @@ import pyops
 from pyops.integrations.vllm import custom_ops
 from pyops.integrations.vllm.newer import KEYWORDS
 from pyops.testing import same_bits
+from pyops.testing.calls import assert_same, clones, written
 from tests import vllm_signatures
 from tests.calls import example
 
@@ -97,3 +98,31 @@ def test_repacking_of_experts() -> None:
     weight, *sizes = example(pyops.registry["awq_marlin_repack"])[:4]
     found = custom_ops.awq_marlin_moe_repack(weight[None], perms, *sizes)
     assert torch.equal(found[0], pyops.awq_marlin_repack(weight, *sizes))
+
+
+@pytest.mark.parametrize("name", ["mxfp4_experts_quant", "silu_and_mul_mxfp4_experts_quant"])
+def test_mxfp4_of_experts(name: str) -> None:
+    """Codes and tiles of scales that are new, with rows enough for any distribution."""
+    codes, scales, x, offsets, tiles, experts = example(pyops.registry[name], num_tokens=9, hidden_size=96)
+    getattr(pyops, name)(codes, scales, x, offsets, tiles, experts)
+    found, found_scales = getattr(custom_ops, name)(x, offsets, tiles, experts, 3)
+    assert same_bits(found, codes)
+    assert found_scales.shape == (128 + 128 * experts, 4)
+    assert same_bits(found_scales[: len(scales)], scales.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("cutlass_fp4_moe_mm", "cutlass_fp4_group_mm"),
+        ("cutlass_mxfp4_moe_mm", "cutlass_mxfp4_group_mm"),
+        ("cutlass_mxfp8_grouped_mm", "cutlass_mxfp8_grouped_mm"),
+        ("mxfp8_experts_quant", "mxfp8_experts_quant"),
+    ],
+)
+def test_functions_of_other_keywords(name: str, op: str) -> None:
+    args = example(pyops.registry[op], num_tokens=5)
+    right = clones(args)
+    pyops.registry[op](*right)
+    getattr(custom_ops, name)(**dict(zip((p.name for p in _parameters(name)), args, strict=True)))
+    assert_same(pyops.registry[op], written(pyops.registry[op], right), written(pyops.registry[op], args))

@@ -27,16 +27,20 @@ def _own() -> dict[str, type]:
     return {name: cls for name, cls in op_registry.items() if cls.__module__.startswith("pyops.nn.")}
 
 
+def _missing() -> dict[str, str]:
+    return {name: cls for name, (cls, _) in layers.MISSING.items()}
+
+
 def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
     own = _own()
-    assert {name: cls.__name__ for name, cls in own.items()} | layers.MISSING == REGISTERED
+    assert {name: cls.__name__ for name, cls in own.items()} | _missing() == REGISTERED
     assert not own.keys() & layers.MISSING.keys()
     for name, cls in own.items():
         assert issubclass(cls, PluggableLayer if name in PLUGGABLE else CustomOp)
         assert layers.get_layer_class(name) is layers.get_layer_class(cls.__name__) is cls
         assert getattr(layers, cls.__name__) is cls
         assert cls.__doc__
-    for cls_name in layers.MISSING.values():
+    for cls_name in _missing().values():
         assert not hasattr(layers, cls_name)
         with pytest.raises(AttributeError, match=f"pyops.nn has no {cls_name}"):
             getattr(layers, cls_name)
@@ -48,7 +52,7 @@ def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
     ("name", "message"),
     [
         ("static_sink_attention", r"pyops.nn has no StaticSinkAttention \(static_sink_attention\)"),
-        ("SparseAttnIndexer", r"pyops.nn has no SparseAttnIndexer \(sparse_attn_indexer\)"),
+        ("SparseAttnIndexer", r"pyops.nn has no SparseAttnIndexer \(sparse_attn_indexer\): no op has logits"),
         ("nothing", "pyops.nn has no layer nothing"),
     ],
 )
@@ -83,7 +87,8 @@ def _table() -> str:
 
 def test_the_page_lists_the_layers() -> None:
     assert _docs_section("layers") == _table(), _table()
-    assert _docs_section("missing") == ", ".join(f"`{name}`" for name in layers.MISSING.values())
+    reasons = [f"| `{name}` | `{cls}` | {reason} |" for name, (cls, reason) in layers.MISSING.items()]
+    assert _docs_section("missing") == "\n".join(["| name | class | why |", "|---|---|---|", *reasons])
 
 
 @pytest.mark.parametrize("number", range(5))

@@ -42,6 +42,7 @@ EXACT: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Tensor]]] = {
         lambda: layers.FatreluAndMul(0.25),
         _of_halves(lambda g, u: functional.threshold(g, 0.25, 0.0) * u),
     ),
+    "gelu": (layers.GELU, functional.gelu),
     "relu2": (layers.ReLUSquaredActivation, transformers.activations.ReLUSquaredActivation()),
     "gelu_fast": (layers.FastGELU, transformers.activations.FastGELUActivation()),
 }

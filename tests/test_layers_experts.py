@@ -10,7 +10,15 @@ import torch
 from torch.nn.functional import silu
 
 import pyops
-from pyops.nn import FusedMoE, FusedMoEModularMethod, TransformersFusedMoE, UnquantizedFusedMoEMethod, experts
+from pyops.nn import (
+    FusedMoE,
+    FusedMoEModularMethod,
+    ReplicatedLinear,
+    TransformersFusedMoE,
+    UnquantizedFusedMoEMethod,
+    experts,
+    mixture,
+)
 from pyops.nn.custom_op import set_custom_ops
 
 TOKENS, EXPERTS, HIDDEN, CHANNELS = 9, 8, 64, 32
@@ -45,6 +53,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"scoring_func": "sigmoid", "e_score_correction_bias": BIAS},
     {"activation": "swigluoai", "has_bias": True},
     {"activation": "relu2", "is_act_and_mul": False},
+    {"swiglu_limit": 0.5},
+    {"swiglu_limit": 0.5, "has_bias": True, "scoring_func": "sqrtsoftplus", "e_score_correction_bias": BIAS},
     {"custom_routing_function": lambda x, logits, k, _: (torch.ones(len(x), k), logits.topk(k, 1)[1].int())},
 ]
 
@@ -72,6 +82,73 @@ def test_a_layer_by_hand() -> None:
     chosen.load_state_dict(layer.state_dict())
     for method in (chosen, chosen.forward_native, chosen.forward_cuda):
         assert (method(x, ids, chances) - exact).abs().max() <= 2.0**-20 * exact.abs().max()
+
+
+def test_what_is_added_to_experts() -> None:
+    """A gate of the layer, shared experts, transforms of the input and of the sum, the scale of the sum; by hand."""
+    torch.manual_seed(3)
+    wide = 48
+    gate, down, up, shared = (
+        torch.nn.Linear(*sizes, bias=False)
+        for sizes in ((HIDDEN, EXPERTS), (wide, HIDDEN), (HIDDEN, wide), (wide, wide))
+    )
+    plain = filled(FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, scoring_func="sigmoid"))
+    options: dict[str, Any] = {"routed_scaling_factor": 2.5, "apply_routed_scale_to_output": True}
+    options |= {"gate": gate, "shared_experts": shared, "scoring_func": "sigmoid"}
+    layer = FusedMoE(
+        *(EXPERTS, 2, HIDDEN, CHANNELS), routed_input_transform=down, routed_output_transform=up, **options
+    )
+    layer.load_state_dict(plain.state_dict(), strict=False)
+    assert layer.is_internal_router
+    assert not plain.is_internal_router
+    x, ignored = torch.randn(TOKENS, wide), torch.full((TOKENS, EXPERTS), float("nan"))
+    with torch.no_grad():
+        expected = shared(x) + up(2.5 * plain(down(x), gate(down(x))))
+        for method in (layer.forward_native, layer.forward_cuda):
+            torch.testing.assert_close(method(x, ignored), expected, rtol=1e-5, atol=1e-5)
+        # Layers of this library return a pair.
+        layer.shared_experts = ReplicatedLinear(wide, wide, bias=False)
+        layer.shared_experts.weight.copy_(shared.weight)
+        torch.testing.assert_close(layer(x, ignored), expected, rtol=1e-5, atol=1e-5)
+        assert isinstance(layer.shared_experts(x), tuple)
+
+
+def test_a_scaled_sum_in_float16() -> None:
+    """Beside shared experts these are divided, as vLLM does it: the model multiplies later."""
+    given = {"routed_scaling_factor": 4.0, "apply_routed_scale_to_output": True, "params_dtype": torch.float16}
+    x, logits = (one.half() for one in inputs())
+    layer = filled(FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, **given))
+    alone = layer(x, logits)
+    layer.shared_experts = torch.nn.Identity()
+    torch.testing.assert_close(layer(x, logits), alone / 4 + x / 4, rtol=2.0**-9, atol=2.0**-10)
+
+
+def test_experts_by_the_table_of_tokens() -> None:
+    table = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(20)]).int()
+    layer = filled(FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, scoring_func="sqrtsoftplus", hash_indices_table=table))
+    (x, logits), tokens = inputs(), torch.arange(TOKENS) * 2
+    chances, ids = layer.select_experts(x, logits, tokens)
+    assert torch.equal(ids, table[tokens])
+    scores = torch.nn.functional.softplus(logits).sqrt().gather(1, ids.long())
+    torch.testing.assert_close(chances, scores / scores.sum(1, keepdim=True))
+    torch.testing.assert_close(layer.forward_native(x, logits, tokens), layer.forward_cuda(x, logits, tokens))
+
+
+def test_clamped_experts_by_hand() -> None:
+    layer, (x, logits) = filled(FusedMoE(EXPERTS, 1, HIDDEN, CHANNELS, swiglu_limit=0.25)), inputs()
+    ids = logits.argmax(1)
+    halves = torch.einsum("erk,tk->ter", layer.w13_weight.double(), x.double())[torch.arange(TOKENS), ids]
+    gate, up = halves.chunk(2, 1)
+    hidden = silu(gate.clamp(max=0.25)) * up.clamp(-0.25, 0.25)
+    exact = torch.einsum("thc,tc->th", layer.w2_weight[ids].double(), hidden)
+    for method in (layer.forward_native, layer.forward_cuda):
+        assert (method(x, logits) - exact).abs().max() <= 2.0**-20 * exact.abs().max()
+    with pytest.raises(pyops.OpError, match=r"expected gemm1_clamp_limit None with gelu, got 1\.0"):
+        pyops.fused_experts(
+            *(x, layer.w13_weight, layer.w2_weight, torch.ones(TOKENS, 1), ids[:, None]),
+            activation="gelu",
+            quant_config=pyops.FusedMoEQuantConfig(gemm1_clamp_limit=1.0),
+        )
 
 
 def test_switches() -> None:
@@ -113,7 +190,8 @@ def test_ranks_divide_channels_or_experts(ep_size: int | None, monkeypatch: pyte
             checkpoint[f"{name}{kind}"] = part
     total = torch.zeros_like(given[0])
     for rank in range(2):
-        monkeypatch.setattr(experts, "get_tensor_model_parallel_world_size", lambda: 2)
+        for module in (experts, mixture):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 2)
         monkeypatch.setattr(experts, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         layer = FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, has_bias=True, ep_size=ep_size)
         for at, name, expert, shard in names:
@@ -145,6 +223,14 @@ def test_gates_and_ups_by_turns_are_loaded_by_turns() -> None:
         ({"dp_size": 2}, "dp_size"),
         ({"scoring_func": "tanh"}, "scoring_func"),
         ({"use_grouped_topk": True}, "num_expert_group"),
+        ({**GROUPS, "scoring_func": "sqrtsoftplus"}, "scoring_func"),
+        ({"swiglu_limit": 1.0, "activation": "gelu"}, "swiglu_limit"),
+        ({"hash_indices_table": torch.zeros(3, 2)}, "hash_indices_table"),
+        ({"enable_eplb": True}, "enable_eplb"),
+        ({"num_redundant_experts": 1}, "num_redundant_experts"),
+        ({"is_sequence_parallel": True}, "is_sequence_parallel"),
+        ({"shared_expert_gate": torch.nn.Identity()}, "shared_expert_gate"),
+        ({"zero_expert_type": "identity"}, "zero_expert_type"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
-from pyops.nn import MultiHeadLatentAttentionWrapper, RotaryEmbedding
+from pyops.nn import MultiHeadLatentAttentionWrapper, RotaryEmbedding, latent
 from pyops.nn.latent import MLAModules
 
 HEADS = 4
@@ -55,9 +55,13 @@ def layer_of(theirs: Any, rope: int) -> MultiHeadLatentAttentionWrapper:
 @pytest.mark.parametrize("forward", ["forward_native", "forward_cuda"])
 @pytest.mark.parametrize(("q_lora_rank", "kv_lora_rank", "rope"), [(20, 24, 8), (None, 512, 64)])
 def test_prompts_and_steps_are_those_of_transformers(
-    forward: str, q_lora_rank: int | None, kv_lora_rank: int, rope: int
+    forward: str, q_lora_rank: int | None, kv_lora_rank: int, rope: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of 7 tokens, then its next token beside a prompt of 5, in blocks of 4 that lie anywhere."""
+    """A prompt of 7 tokens, then its next token beside a prompt of 5, in blocks of 4 that lie anywhere.
+
+    Keys and values are made of three heads, and then of the fourth.
+    """
+    monkeypatch.setattr(latent, "_HEADS_AT_ONCE", 3)
     theirs, angles = attention(q_lora_rank, kv_lora_rank, rope)
     call = getattr(layer_of(theirs, rope), forward)
     texts = torch.randn(8, 32), torch.randn(5, 32)

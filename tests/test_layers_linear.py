@@ -242,6 +242,11 @@ def _whole_block(x: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         found[f"norm, {groups}"] = parallel.tensor_model_parallel_all_gather(norm(*parts))
         mamba2 = _filled_mixer(lambda n_groups=groups: layers.MambaMixer2(8, 3, 3, 16, True, False, n_groups, 4, 4))
         found[f"Mamba-2, {groups}"] = mamba2(x.flatten(0, 1))
+    tp_norm = layers.MiniMaxText01RMSNormTP(8)
+    tp_norm.weight.weight_loader(tp_norm.weight, torch.linspace(0.5, 2.0, 8))
+    found["norm of divided rows"] = parallel.tensor_model_parallel_all_gather(tp_norm(parts[0]))
+    both = tp_norm.forward_qk(tp_norm, tp_norm, *parts)
+    found["norms of divided rows"] = parallel.tensor_model_parallel_all_gather(torch.stack(both))
     found["Mamba"] = _filled_mixer(lambda: layers.MambaMixer(8, 3, 3, 16, 2, True, True, True))(x.flatten(0, 1))
     return found
 

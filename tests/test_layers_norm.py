@@ -132,9 +132,54 @@ def test_rms_norm_gated(dtype: torch.dtype, group_size: int | None, norm_before_
         )
 
 
-def test_rms_norm_gated_refuses_another_activation() -> None:
-    with pytest.raises(ValueError, match=r'^RMSNormGated: activation: expected "swish", "silu" or "sigmoid", got'):
-        layers.RMSNormGated(24, activation="gelu")
+@pytest.mark.parametrize("name", ["RMSNormGated", "FusedRMSNormGated"])
+def test_gated_norms_refuse_another_activation(name: str) -> None:
+    with pytest.raises(ValueError, match=rf'^{name}: activation: expected "swish", "silu" or "sigmoid", got'):
+        getattr(layers, name)(24, activation="gelu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_fused_rms_norm_gated(dtype: torch.dtype, activation: str, weight_dtype: torch.dtype | None) -> None:
+    """The weight may have another dtype, and there may be none; everything is rounded once."""
+    layer = _random(
+        layers.FusedRMSNormGated(24, weight_dtype is not None, EPS, activation, dtype=weight_dtype or torch.float32)
+    )
+    x, g, residual = torch.randn(3, 2, 5, 24).to(dtype)
+    gate = getattr(functional, activation)(g.double())
+
+    def expected(y: Tensor) -> Tensor:
+        return _norm(y, None if layer.weight is None else layer.weight.detach()) * gate
+
+    tolerance: dict[str, Any] = {"rtol": torch.finfo(dtype).eps, "atol": 2.0**-20}
+    torch.testing.assert_close(of_all_methods(layer, x, g).double(), expected(x.double()), **tolerance)
+    total = x.double() + residual.double()
+    y, kept = of_all_methods(layer, x, g, residual.float(), True)
+    torch.testing.assert_close(y.double(), expected(total), **tolerance)
+    torch.testing.assert_close(kept, total.float())
+    assert y.dtype == dtype
+    torch.testing.assert_close(of_all_methods(layer, x, g, residual), y, rtol=0, atol=0)
+    for wide in (False, True):
+        y, kept = of_all_methods(layer, x, g, None, True, wide)
+        assert testing.same_bits(kept, x.float() if wide else x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_minimax_norm_of_one_rank(dtype: torch.dtype) -> None:
+    """Its ranks are those of a test of layers that are divided; its weight is float32 and may be a part."""
+    layer = _random(layers.MiniMaxText01RMSNormTP(24, EPS))
+    q, k = torch.randn(2, 5, 24).to(dtype)
+    expected = _norm(q.double(), layer.weight.detach()), _norm(k.double(), layer.weight.detach())
+    tolerance: dict[str, Any] = {"rtol": torch.finfo(dtype).eps, "atol": 2.0**-20}
+    torch.testing.assert_close(of_all_methods(layer, q).double(), expected[0], **tolerance)
+    found = layer.forward_qk(layer, layer, q, k)
+    torch.testing.assert_close([one.double() for one in found], list(expected), **tolerance)
+    part = layers.MiniMaxText01RMSNormTP(24, weight_shard_world_size=3, weight_shard_rank=1)
+    part.weight.weight_loader(part.weight, torch.arange(24.0))
+    assert part.weight.tolist() == list(range(8, 16))
+    with pytest.raises(ValueError, match="MiniMaxText01RMSNormTP: hidden_size: expected a multiple of 5, got 24"):
+        layers.MiniMaxText01RMSNormTP(24, weight_shard_world_size=5)
 
 
 @pytest.mark.parametrize("groups", [1, 4])

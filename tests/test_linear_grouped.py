@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from pyops import OpError
 from pyops._core import config, device, dtypes, tuning
 from pyops._core.host.toolchain import toolchains
 from pyops._core.tensor import describe_new
+from pyops.ops.linear.coded_plan import CodedConfig, block_size_of_codes
 from pyops.ops.linear.gemm_problem import Operand
+from pyops.ops.linear.grouped_packed import plan_grouped_gemm_packed
 from pyops.ops.linear.grouped_plan import (
     Config,
     GroupedConfig,
@@ -39,8 +42,11 @@ WIDE, FEW = GroupedConfig(128, 128), GroupedConfig(64, 256)
 MMA, SIMT = GroupedMmaConfig(16, 64, 1, 4, 4), GroupedSimtConfig(16, 64)
 
 
+_SMALL = 48 * 1024  # shared memory of a block, of a device that has no more
+
+
 @contextmanager
-def forced(one: Config, op: str = "grouped_gemm") -> Iterator[None]:
+def forced(one: Config | CodedConfig, op: str = "grouped_gemm") -> Iterator[None]:
     """While the context lasts, `op` runs kernels with this Config on the CPU."""
     pyops.registry[op].forget()
     try:
@@ -132,6 +138,7 @@ HOPPER_CASES = [
     (FEW, (40, 128, 400, "silu", FP8, "block")),
     (GroupedConfig(128, 64), (90, 72, 272, "none", FP8, "block", 128)),
     (GroupedConfig(64, 96), (20, 66, 200, "none", torch.float16)),
+    (GroupedConfig(64, 160), (20, 296, 272, "none", FP8, "block")),  # parts of 80 columns, some under two scales
     (GroupedConfig(64, 64), (20, 40, 136, "swigluoai", BF16)),
     (GroupedConfig(64, 128), (20, 72, 272, "gelu", INT8, "row")),
 ]
@@ -355,6 +362,87 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, device: str) -> None:
     points = moved[2] if with_zeros else None
     pyops.moe_wna16_gemm(x.to(device), out, *moved[:2], points, moved[3], *lists, top_k, 16, 64, 64, bit)
     assert_rounded_once(out.cpu(), exact)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("one", "activation", "k"),
+    [
+        (CodedConfig(8, 3, 1), "swigluoai", 416),
+        (CodedConfig(16, 2, 2), "silu", 256),
+        (CodedConfig(16, 4, 3), "none", 128),
+    ],
+    ids=str,
+)
+def test_codes_of_experts(one: CodedConfig, activation: str, k: int) -> None:
+    """Codes of 4 bits with zero points, a part of K to each warp: the same bits under every schedule, rounded once."""
+    made = Case(11, 64, k, activation, block_size=16, with_bias=True)
+    rows, generator = made.b.shape[1], torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, made.b.shape, generator=generator)
+    zeros = torch.randint(0, 16, (3, rows, k // 32), generator=generator)
+    scales = (positive(3, rows, k // 32) / 256).to(BF16)
+    shift, wide = (x.repeat_interleave(32, 2) for x in (zeros, scales))
+    made.b = ((codes - shift) * wide.float()).to(BF16)
+    packed, points = ((x[..., ::2, :] + 16 * x[..., 1::2, :]).byte() for x in (codes.transpose(1, 2), zeros))
+    given = made.a, packed.transpose(1, 2).contiguous(), scales, points, *made.lists, made.weights, made.bias
+    found = []
+    with forced(one, "grouped_gemm_packed"):
+        for schedule in SCHEDULES:
+            out = canaries(made.out)
+            with scheduled(schedule):
+                pyops.grouped_gemm_packed(out.tensor, *given, made.top_k, 16, activation, "uint4")
+            out.check()
+            found.append(out.tensor)
+    assert all(torch.equal(out, found[0]) for out in found)
+    assert_rounded_once(found[0], made.exact())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "activation", "arch", "kernels"),
+    [
+        (1, "silu", "sm_90", ["TILE_M=8 WARPS=2 "]),
+        (1, "none", "sm_90", ["TILE_M=8 WARPS=16 "]),
+        (16, "silu", "sm_90", ["TILE_M=8 WARPS=4 "]),
+        (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),
+        (1, "none", "small", ["TILE_M=8 WARPS=7 "]),
+        (512, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
+        (16, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
+    ],
+)
+def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:
+    """Of Mixtral's experts with 4 bits: codes are read up to 64 rows of an expert, by as many warps as find room."""
+    on = replace(device.model("sm_80"), shared_memory=_SMALL) if arch == "small" else device.model(arch)
+    experts, n, k = 8, *((14336, 4096) if activation == "silu" else (4096, 14336))
+    rows, num_rows = n * (2 if activation == "silu" else 1), 2 * tokens
+    size = block_size_of_codes(num_rows, experts)
+    blocks = min(num_rows, experts + num_rows // size)
+    sizes = {
+        "out": ((num_rows, n), dtypes.bfloat16),
+        "a": ((num_rows if activation == "none" else tokens, k), dtypes.bfloat16),
+        "b": ((experts, rows, k // 2), dtypes.uint8),
+        "b_scales": ((experts, rows, k // 128), dtypes.bfloat16),
+        "sorted_token_ids": ((blocks * size,), dtypes.int32),
+        "expert_ids": ((blocks,), dtypes.int32),
+        "num_tokens_post_pad": ((1,), dtypes.int32),
+    }
+    args = {name: describe_new("grouped_gemm_packed", name, *one, on) for name, one in sizes.items()}
+    top_k = 1 if activation == "none" else 2
+    given: Any = (
+        *list(args.values())[:4],
+        None,
+        *list(args.values())[4:],
+        None,
+        None,
+        top_k,
+        size,
+        activation,
+        "uint4",
+    )
+    chosen = plan_grouped_gemm_packed(*given)
+    found = [f"{one.specialisation.kernel.file} {one.specialisation}" for one in chosen]
+    assert all(one.shared <= on.shared_memory for one in chosen)
+    assert len(found) == len(kernels)
+    assert all(kernel in text for kernel, text in zip(kernels, found, strict=True))
 
 
 @needs_compiler

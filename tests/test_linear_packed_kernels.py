@@ -19,8 +19,9 @@ from pyops._core.host.toolchain import toolchains
 from pyops.ops.linear import packed_hopper
 from pyops.ops.linear.gemm_problem import Epilogue, Operand
 from pyops.ops.linear.packed_hopper import PackedConfig
-from pyops.ops.linear.packed_plan import PackedMmaConfig, choose, choose_mma, serves
+from pyops.ops.linear.packed_plan import PackedMmaConfig, choose, choose_mma, plan, serves
 from pyops.ops.linear.packed_problem import PackedProblem, PackedWeight
+from pyops.ops.linear.w4a8_mm import weight_of
 from pyops.testing import SCHEDULES, scheduled
 from tests import packed
 from tests.test_linear_packed import activations, check_product, check_scaled, each, scales_of
@@ -68,6 +69,8 @@ FEW = [
     (gptq, 4, PackedMmaConfig(4, 64, 1, 2, 1), 9, 64, 512, 16),
     (gptq, 8, PackedMmaConfig(2, 64, 2, 1, 1), 2, 128, 200, 1),
     (exllama, 4, PackedMmaConfig(16, 64, 2, 1, 1), 30, 64, 256, 2),
+    (gptq, 2, PackedMmaConfig(8, 64, 2, 1, 1), 7, 64, 640, 5),  # groups of half a step, and the last step has 128 rows
+    (exllama, 2, PackedMmaConfig(16, 64, 1, 2, 1), 17, 64, 528, 1),
     (awq, 4, PackedMmaConfig(8, 64, 2, 4, 1), 8, 64, 1088, 1),
     (awq, 4, PackedMmaConfig(1, 128, 2, 2, 1), 1, 256, 640, 5),  # groups of two steps, which parts of K may cut
     (awq, 4, PackedMmaConfig(16, 128, 2, 1, 1), 20, 128, 288, 9),
@@ -81,6 +84,8 @@ MANY = [
     (gptq, 4, PackedConfig(80, 128, 2, 1, 1), 20, 192, 160, 5),
     (gptq, 8, PackedConfig(64, 128, 2, 1, 1), 70, 64, 72, 1),
     (exllama, 4, PackedConfig(256, 128, 1, 1, 1), 40, 128, 64, 1),
+    (gptq, 2, PackedConfig(16, 256, 2, 1, 1), 13, 320, 144, 1),
+    (exllama, 2, PackedConfig(48, 128, 2, 1, 1), 40, 192, 192, 3),
     (awq, 4, PackedConfig(32, 256, 2, 2, 1), 30, 320, 256, 4),
     (awq, 4, PackedConfig(48, 128, 1, 1, 2), 50, 64, 72, 1),
 ]
@@ -110,18 +115,52 @@ def test_product(
     check_scaled(out, a, codes - each(zeros, k), scales)
 
 
+CUT = [
+    # (call, dtype, m, n, multiprocessors, sharers): tiles of 80 x 128, of 5 steps
+    (awq, torch.float16, 70, 640, 3, 3),  # a whole round, then two tiles by three blocks: more steps than stages
+    (gptq, torch.bfloat16, 70, 128, 6, 5),  # a tile by five blocks, a step each
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("call", "dtype", "m", "n", "multiprocessors", "sharers"), CUT)
+def test_last_round_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[..., Tensor],
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    multiprocessors: int,
+    sharers: int,
+) -> None:
+    """Sums of parts are added up in the order of K, whichever block comes last."""
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=multiprocessors))
+    monkeypatch.setattr(packed_hopper, "sharers", lambda *_: sharers)
+    codes, zeros = packed.draw(0, 16, 320, n), packed.draw(0, 16, 5, n, seed=1)
+    a, scales, first = activations(m, 320, dtype, "cpu"), scales_of(5, n, dtype), None
+    with forced("awq_gemm" if call is awq else "gptq_gemm", PackedConfig(80, 128, 2, 1, 1, 4)):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                out = call(a, codes, zeros, scales, 4)
+            first = out if first is None else first
+            assert torch.equal(out, first)
+    check_scaled(out, a, codes - each(zeros, 320), scales)
+
+
 EIGHT_BIT = [
     ("uint4b8", torch.int8, PackedMmaConfig(1, 64, 2, 2, 1), 1, 128, 512, 128),
     ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 288, 32),  # the last step has 32 rows
     ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 256, 32),
     ("float4_e2m1f", torch.float8_e4m3fn, PackedMmaConfig(2, 64, 1, 2, 1), 3, 128, 256, 32),
+    ("uint4b8", torch.float8_e4m3fn, PackedConfig(16, 256, 2, 2, 1), 20, 320, 160, 32),  # the last step has 32 rows
+    ("float4_e2m1f", torch.float8_e4m3fn, PackedConfig(80, 128, 2, 1, 1), 70, 64, 128, 32),
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize(("kind", "dtype", "one", "m", "n", "k", "group_size"), EIGHT_BIT)
 def test_activations_of_8_bits(
-    kind: str, dtype: torch.dtype, one: PackedMmaConfig, m: int, n: int, k: int, group_size: int
+    kind: str, dtype: torch.dtype, one: Any, m: int, n: int, k: int, group_size: int
 ) -> None:
     """Widened, and multiplied with the codes as they lie."""
     is_int, groups = dtype == torch.int8, k // group_size
@@ -150,15 +189,16 @@ def test_activations_of_8_bits(
 
 
 W4A8 = [
-    (PackedConfig(16, 128, 2, 4, 1), 13, 96, 800, 32),  # the last step has 32 rows
-    (PackedConfig(32, 256, 1, 1, 1), 20, 320, 256, 128),
-    (PackedConfig(128, 256, 1, 1, 1), 130, 288, 256, 256),
+    (PackedConfig(16, 128, 2, 4, 1), 13, 96, 800, 32, torch.bfloat16),  # the last step has 32 rows
+    (PackedConfig(32, 256, 1, 1, 1), 20, 320, 256, 128, torch.bfloat16),
+    (PackedConfig(128, 256, 1, 1, 1), 130, 288, 256, 256, torch.bfloat16),
+    (PackedConfig(16, 256, 2, 2, 1), 13, 288, 544, 32, torch.float16),
 ]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("one", "m", "n", "k", "group_size"), W4A8)
-def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int) -> None:
+@pytest.mark.parametrize(("one", "m", "n", "k", "group_size", "dtype"), W4A8)
+def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
     """Entries of tables, whatever they are: every code, zero too, in every group and column.
 
     Numbers are small integers: what tensor cores lose of sums of fp8 is smaller than one.
@@ -176,10 +216,25 @@ def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int) -> Non
     with forced("cutlass_w4a8_mm", one):
         for schedule in SCHEDULES:
             with scheduled(schedule):
-                out = pyops.cutlass_w4a8_mm(a, weight, tables.view(-1), group_size, channel, token, torch.bfloat16)
+                out = pyops.cutlass_w4a8_mm(a, weight, tables.view(-1), group_size, channel, token, dtype)
             first = out if first is None else first
             assert torch.equal(out, first)
     check_product(out, a, w, channel.double() * token.double()[:, None])
+
+
+@needs_compiler
+def test_w4a8_of_float16_is_rounded_once() -> None:
+    """Sums of tensor cores have 14 bits. They reach over 64 elements of K: over all they are off thrice as far."""
+    m, n, k, make = 16, 128, 2048, torch.Generator().manual_seed(0)
+    a = torch.randn(m, k, generator=make).to(torch.float8_e4m3fn)
+    codes, scales = packed.draw(-8, 8, k, n), (torch.rand(k // 128, n, generator=make) + 0.5).to(torch.float8_e4m3fn)
+    weight = pyops.cutlass_encode_and_reorder_int4b(packed.gptq(codes & 15, 4).t().contiguous().t())
+    tables, one = pyops.cutlass_pack_scale_fp8(scales), torch.ones(1)
+    with forced("cutlass_w4a8_mm", PackedConfig(16, 128, 2, 1, 1)):
+        out = pyops.cutlass_w4a8_mm(a, weight, tables, 128, one / 4, one, torch.float16)
+    w = (codes.double() * each(scales.double(), k)).to(torch.float8_e4m3fn).double()
+    exact = a.double() @ w / 4
+    assert (out.double() - exact).abs().max() <= 2.0**-11 * exact.abs().max()
 
 
 # What is chosen
@@ -203,7 +258,7 @@ CHOICES = [
     ("sm_90", 16, 28672, 4096, PackedMmaConfig(16, 64, 3, 1, 4)),
     ("sm_90", 1, 4096, 4096, PackedMmaConfig(1, 64, 8, 2, 2)),
     ("sm_90", 50, 28672, 4096, PackedConfig(64, 256, 2, 1, 1)),
-    ("sm_90", 256, 28672, 4096, PackedConfig(256, 128, 1, 1, 1)),
+    ("sm_90", 256, 28672, 4096, PackedConfig(256, 128, 1, 1, 1, 4)),
     ("sm_90", 256, 4096, 4096, PackedConfig(64, 128, 2, 1, 1)),
     ("sm_80", 20, 4096, 4096, PackedMmaConfig(16, 64, 6, 1, 2)),
     ("sm_80", 200, 4096, 4096, None),
@@ -221,6 +276,59 @@ def test_choice(arch: str, m: int, n: int, k: int, expected: Any) -> None:
             assert found == PackedMmaConfig(*((16, 128, 4, 1, 2) if m == 16 else (expected.tile_m, 128, 6, 1, 2)))
         else:
             assert found == expected
+
+
+SHARERS = [
+    # (config, tiles of the last round, steps of a tile, layout, blocks of 132 that share these)
+    (PackedConfig(256, 128, 1, 1, 1, 4), 92, 64, "marlin", 132),  # 256 x 28672 x 4096
+    (PackedConfig(256, 128, 1, 1, 1, 4), 104, 64, "marlin", 130),  # 1024: five for every four tiles
+    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 64, "marlin", 80),  # 4096: four for every tile
+    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 64, "awq", 80),
+    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 32, "w4a8", 60),
+    (PackedConfig(256, 128, 1, 1, 1, 4), 92, 32, "w4a8", 92),  # an exchange of sums takes what it saves
+    (PackedConfig(256, 128, 1, 1, 1, 4), 128, 64, "marlin", 128),
+    (PackedConfig(128, 256, 2, 1, 1, 4), 112, 64, "marlin", 112),
+    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 1, "marlin", 20),  # no step for a second part
+    (PackedConfig(256, 128, 1, 1, 1, 4), 1, 3, "marlin", 1),
+    (PackedConfig(256, 128, 1, 1, 1, 4), 0, 64, "marlin", 1),
+]
+
+
+@pytest.mark.parametrize(("config", "rest", "steps", "layout", "expected"), SHARERS)
+def test_blocks_that_share_the_last_round(
+    config: PackedConfig, rest: int, steps: int, layout: str, expected: int
+) -> None:
+    assert packed_hopper.sharers(config, rest, steps, 132, layout) == expected
+
+
+def test_room_for_what_blocks_share() -> None:
+    """Each part of a tile has a place of its own among the sums of parts, and each tile its counters."""
+    launch = choose(one := problem(256, 28672, 4096, HOPPER), HOPPER).launches(one)[0]
+    rest, steps, sharers = 224 - 132, 64, launch.fixed["sharers"]
+    begins = [rest * steps * block // sharers for block in range(sharers + 1)]
+    parts = {(block, at // steps) for block in range(sharers) for at in range(begins[block], begins[block + 1])}
+    places = {block + tile for block, tile in parts}
+    assert len(places) == len(parts)
+    assert launch.fixed["partial"].nbytes == (max(places) + 1) * 256 * 128 * 4
+    assert launch.fixed["arrived"].nbytes == rest * 8 * 4
+
+
+def test_activations_of_8_bits_and_many_rows() -> None:
+    """Widened and multiplied by gemm_packed.cu, but for scales that 16 bits do not hold."""
+    make = ArgMaker(HOPPER)
+    one = problem(256, 28672, 4096, HOPPER, "marlin_8", recoding="marlin_fp8")
+    one = replace(one, a=Operand.of_rows(make.empty(256, 4096, dtype="float8_e4m3fn")))
+    assert serves(one, HOPPER)
+    assert choose(one, HOPPER) == PackedConfig(256, 128, 1, 1, 1, 4)
+    assert [launch.specialisation.kernel.file for launch in plan(one)] == [
+        "linear/gather_columns.cu",
+        "linear/gemm_packed.cu",
+    ]
+    assert not serves(replace(one, weight=replace(one.weight, scale_kind="int16")), HOPPER)
+    half = Epilogue(make.empty(256, 28672, dtype="float16"))
+    scales = replace(one.weight, scale_kind="e8m0")
+    assert serves(replace(one, weight=scales), HOPPER)
+    assert not serves(replace(one, weight=scales, epilogue=half), HOPPER)
 
 
 def test_several_groups_in_a_step() -> None:
@@ -245,6 +353,16 @@ def test_choices_fit() -> None:
                             assert launch.specialisation.constants["STAGES"] >= 2
 
 
+def test_warps_that_shared_memory_holds() -> None:
+    """A warp of eight rows has 4096 bytes of codes, 2048 of a and 128 of scales in a step, and two steps at least."""
+    small = replace(HOPPER, shared_memory=2 * 3 * 6272)
+    one = problem(8, 4096, 4096, small)
+    assert choose(one, small) == PackedMmaConfig(8, 64, 3, 2, 2)
+    (launch,) = choose(one, small).launches(one)
+    assert launch.shared == small.shared_memory
+    assert launch.specialisation.constants["STAGES"] == 2
+
+
 def test_what_is_written_in_full() -> None:
     """Whatever the kernels that read codes have no instance for."""
     for given in (
@@ -264,11 +382,31 @@ def test_what_is_written_in_full() -> None:
     assert not serves(problem(4, 72, 256, HOPPER), HOPPER)
 
 
+def test_w4a8_of_float16() -> None:
+    """Tiles whose sums have room twice; many rows are written in full."""
+    make = ArgMaker(HOPPER)
+
+    def of(m: int) -> PackedProblem:
+        codes, tables = make.empty(512, 28672, dtype="int32"), make.empty(32 * 28672 * 8, dtype="float8_e4m3fn")
+        out = Epilogue(make.empty(m, 28672, dtype="float16"))
+        weight = weight_of(codes, 28672, 4096, tables, 128)
+        return PackedProblem(Operand.of_rows(make.empty(m, 4096, dtype="float8_e4m3fn")), weight, out)
+
+    for m, config in ((16, PackedConfig(16, 256, 2, 1, 1)), (256, PackedConfig(128, 128, 2, 1, 1, 4))):
+        assert choose(of(m), HOPPER) == config
+        (launch,) = plan(of(m))
+        assert launch.specialisation.constants["APART"]
+    assert serves(of(512), HOPPER)
+    assert not serves(of(513), HOPPER)
+
+
 def test_no_geometry() -> None:
     for wrong in (
         lambda: PackedConfig(24, 128, 1, 1, 1),
         lambda: PackedConfig(128, 128, 1, 2, 1),
         lambda: PackedConfig(256, 256, 1, 1, 1),
+        lambda: PackedConfig(64, 256, 1, 1, 1, 4),
+        lambda: PackedConfig(128, 128, 1, 1, 1, 0),
         lambda: PackedMmaConfig(12, 64, 4, 1, 1),
         lambda: PackedMmaConfig(16, 64, 4, 1, 4),
         lambda: PackedMmaConfig(8, 64, 4, 3, 1),
@@ -276,4 +414,9 @@ def test_no_geometry() -> None:
         with pytest.raises(ValueError, match="no geometry"):
             wrong()
     assert choose_mma(1, 64, 64, 1, HOPPER) == PackedMmaConfig(1, 64, 1, 1, 16)
+    # 128 tiles, for which clusters of two do not fit: all warps of a multiprocessor, if parts of K are long.
+    assert choose_mma(8, 64, 4096, 112, HOPPER, weights=2) == PackedMmaConfig(8, 64, 16, 1, 1)
+    assert choose_mma(8, 64, 4096, 32, HOPPER, weights=2) == PackedMmaConfig(8, 64, 8, 1, 2)
+    # Of several groups in a step tiles have 8 rows: twice as many as of 16.
+    assert choose_mma(16, 64, 4096, 112, HOPPER, True, weights=2) == PackedMmaConfig(8, 64, 4, 1, 2)
     assert packed_hopper.choose(16, 64, 64, "awq", HOPPER).splits == 1

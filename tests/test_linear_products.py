@@ -404,6 +404,24 @@ def test_rows_do_not_depend_on_others(one: Config, activation: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("one", [SMALL, replace(SMALL, splits=4), TALL], ids=str)
+def test_edges_of_tiles_by_mfma(one: Config) -> None:
+    """In warps of 64 lanes, several steps and columns of gates between ups: exact for integers."""
+    a, b = draw(35, 328, dtype=torch.int8), draw(72, 328, dtype=torch.int8, seed=1)
+    scale, out = torch.full((1,), 2.0**-9), torch.empty(35, 72, dtype=torch.bfloat16)
+    x, weight = draw(35, 200, dtype=torch.bfloat16), draw(72, 200, dtype=torch.bfloat16, seed=1)
+    sums = x.double() @ weight.double().T
+    for schedule in (SCHEDULES[0], SCHEDULES[3]):
+        with scheduled(schedule, warp_size=64):
+            with forced("cutlass_scaled_mm", one):
+                pyops.cutlass_scaled_mm(out.fill_(torch.nan), a, b.T, scale, scale)
+            assert torch.equal(out, (a.double() @ b.double().T * 2.0**-18).bfloat16())
+            with forced("linear", one):
+                gated = pyops.linear.new(x, weight, None, "silu_and_mul")
+            assert_rounded_once(gated, torch.nn.functional.silu(sums[:, :36]) * sums[:, 36:])
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("one", "dtype"),
     [
@@ -473,7 +491,8 @@ INSTINCT = device.model("gfx942")
         (GEFORCE, 4096, 28672, 4096, dtypes.bfloat16, MmaConfig(128, 128, 2, 4, 3, 1, 1)),
         (GEFORCE, 8, 512, 64, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 4, 1, 2)),
         (HOPPER, 16, 256, 7168, dtypes.float32, SimtConfig(16, 64)),
-        (INSTINCT, 512, 256, 7168, dtypes.float8_e4m3fnuz, SimtConfig(64, 64)),
+        (INSTINCT, 512, 256, 7168, dtypes.float8_e4m3fnuz, MmaConfig(64, 64, 2, 2, 2, 8, 2)),
+        (INSTINCT, 512, 256, 7168, dtypes.float32, SimtConfig(64, 64)),
     ],
 )
 def test_choice(on: Device, m: int, n: int, k: int, dtype: dtypes.DType, expected: Any) -> None:

@@ -17,6 +17,7 @@ from pyops.models import Config, Engine, SamplingParams, load
 from pyops.models.experts import Experts
 from pyops.models.linear import Place
 from pyops.models.runner import Part, Runner
+from tests.test_models import teacher_forced
 
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SIZES: dict[str, Any] = {
@@ -128,8 +129,8 @@ def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path) 
     assert ((torch.cat(ours) - theirs).norm(dim=1) <= 0.1 * theirs.norm(dim=1)).all()
 
 
-def test_texts_of_mxfp4_experts_are_those_of_transformers(tmp_path: Path) -> None:
-    """In float32, where every code is exact; decoded by the function of transformers."""
+def mxfp4_model(folder: Path) -> Any:
+    """gpt-oss in float32, its experts decoded by the function of transformers, and a folder that has their codes."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     torch.manual_seed(5)
@@ -148,13 +149,19 @@ def test_texts_of_mxfp4_experts_are_those_of_transformers(tmp_path: Path) -> Non
             getattr(layer.mlp.experts, name).data = weight.contiguous()
             at = f"model.layers.{i}.mlp.experts.{name}"
             packed |= {f"{at}_blocks": blocks, f"{at}_scales": scales}
-    model.save_pretrained(tmp_path)
-    file, values = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    model.save_pretrained(folder)
+    file, values = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
     tensors = safetensors.torch.load_file(file)
     kept = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in packed}
     safetensors.torch.save_file(kept | packed, file, {"format": "pt"})
     method = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": method}))
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": method}))
+    return model
+
+
+def test_texts_of_mxfp4_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    """In float32, where every code is exact."""
+    model = mxfp4_model(tmp_path)
     prompts = [[(7 * i) % 160 for i in range(30)], [3]]
     found = Engine(load(tmp_path), max_seq_len=128).generate(prompts, SamplingParams(max_tokens=64))
     for prompt, text in zip(prompts, found, strict=True):
@@ -202,3 +209,32 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_not_served_is_refused(family: str, change: dict[str, Any], field: str) -> None:
     with pytest.raises(ModelError, match=field):
         Config.parse(SIZES | {"head_dim": 32, "architectures": [f"{family}ForCausalLM"]} | change)
+
+
+# Families with experts in bfloat16; of every layer all, because a choice between equals is another one's.
+ON_A_GPU: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3 moe": ("Qwen3Moe", {"num_experts": 4, "norm_topk_prob": True}),
+    "deepseek v2": ("DeepseekV2", LATENT | {"topk_method": "group_limited_greedy"}),
+    "deepseek v2 with entries of the op": ("DeepseekV2", LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "deepseek v3": ("DeepseekV3", LATENT),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "head_dim": 64, "sliding_window": 9}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_A_GPU)
+def test_logits_on_a_gpu(case: str, tmp_path: Path) -> None:
+    """As far from float32 with the same weights as transformers' model in bfloat16 is, at most twice; under graphs."""
+    family, options = ON_A_GPU[case]
+    torch.manual_seed(4)
+    config = getattr(transformers, f"{family}Config")(**SIZES | options | {"initializer_range": 0.06})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().bfloat16().cuda()
+    model.save_pretrained(tmp_path)
+    prompt, following = [(7 * i) % 160 for i in range(30)], [(11 * i) % 160 for i in range(20)]
+    tokens = torch.tensor([prompt + following], device="cuda")
+    with torch.no_grad():
+        theirs = model(tokens).logits[0, len(prompt) - 1 :].float()
+        exact = model.float()(tokens).logits[0, len(prompt) - 1 :]
+    found = teacher_forced(Runner(load(tmp_path, "cuda"), 8, 16, 2, 128), prompt, following).float()
+    assert (found - exact).norm() <= 2 * (theirs - exact).norm()

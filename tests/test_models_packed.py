@@ -142,7 +142,7 @@ def folder_of(case: Case, folder: Path) -> Path:
     return folder
 
 
-def check_text(case: Case, text: list[int]) -> None:
+def check_text(case: Case, text: list[int], dtype: torch.dtype | None = None) -> None:
     """At least 60 of 64 tokens are those of the dequantised model in float32, each compared behind the same tokens.
 
     At the others the model is undecided between both within what the dtype does to its logits.
@@ -152,7 +152,7 @@ def check_text(case: Case, text: list[int]) -> None:
         exact = case.dequantised(tokens).logits[0, len(PROMPT) - 1 :]
         narrow = type(case.dequantised)(case.dequantised.config).eval()
         narrow.load_state_dict(case.dequantised.state_dict())
-        narrow = narrow.to(getattr(torch, DTYPES[narrow.config.model_type]))
+        narrow = narrow.to(dtype or getattr(torch, DTYPES[narrow.config.model_type]))
         errors = (narrow(tokens).logits[0, len(PROMPT) - 1 :].float() - exact).abs().amax(-1)
     others = [i for i in range(COUNT) if text[i] != exact[i].argmax()]
     for i in others:
@@ -200,7 +200,9 @@ REFUSED = [
     ("gptq", within(bits=5), "bits: expected 2 or 3 or 4 or 8, got 5"),
     ("gptq", within(checkpoint_format="marlin"), "checkpoint_format: expected 'gptq' or 'gptq_v2', got 'marlin'"),
     ("gptq", within(lm_head=True), "lm_head: expected null, got True"),
-    ("gptq", within(dynamic={"a": {}}), "dynamic: expected null"),
+    ("gptq", within(dynamic={"+:a": {}}), r"dynamic: expected rules that leave modules as they are \('-:...'\)"),
+    ("gptq", within(dynamic={"-:a(": {}}), "dynamic: expected regular expressions"),
+    ("gptq", within(modules_in_block_to_quantize=[[1]]), "modules_in_block_to_quantize: expected a list of names"),
     ("packed", within("config_groups", "group_0", input_activations={"num_bits": 8}), "input_activations: expected nu"),
     ("packed", within("config_groups", "group_0", "weights", num_bits=5), "weights.num_bits: expected 4 or 8, got 5"),
     (
@@ -231,6 +233,23 @@ def test_modules_that_are_left_as_they_are(tmp_path: Path) -> None:
     kinds = [isinstance(layer.mlp.down, PackedLinear) for layer in model.layers]
     assert kinds == [True, False]
     assert isinstance(model.layers[1].mixer.o, PackedLinear)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dynamic": {"-:.*layers.1.mlp": {}}},
+        {"modules_in_block_to_quantize": [[f"self_attn.{part}_proj" for part in "qkvo"], ["0.mlp.gate_proj"]]},
+    ],
+    ids=str,
+)
+def test_gptq_says_what_it_quantised(change: dict[str, Any]) -> None:
+    case = case_of("gptq")
+    values = case.dequantised.config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
+    found = Config.parse(values | {"quantization_config": case.config | change}).quantization
+    assert isinstance(found, PackedQuantization)
+    names = ("0.self_attn.q_proj", "0.mlp.gate_proj", "1.self_attn.o_proj", "1.mlp.gate_proj")
+    assert [found.covers(f"model.layers.{name}") for name in names] == [True, True, True, False]
 
 
 GATE = "model.layers.0.mlp.gate_proj"

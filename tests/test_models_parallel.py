@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,21 @@ import torch
 from safetensors.torch import save_file
 
 from pyops import ModelError, RankError
-from pyops.models import Config, Decoder, Engine, Group, Mixture, ParallelDecoder, SamplingParams, load
+from pyops.models import (
+    Config,
+    Decoder,
+    Engine,
+    Group,
+    Mixture,
+    Multipliers,
+    Names,
+    Norms,
+    ParallelDecoder,
+    SamplingParams,
+    load,
+)
 from pyops.models.tensor_parallel import divided
+from pyops.ops.collective.communicator import lost_record, naming_lost_ranks
 
 SIZES = {
     "vocab_size": 96,
@@ -30,7 +44,28 @@ SIZES = {
 EXPERTS = Mixture(4, 2, 32, True, (True, True), "w1", "w3", "w2")
 CONFIGS = {
     "llama": Config(intermediate_size=96, **SIZES, qkv_bias=True, o_bias=True, mlp_bias=True),
-    "qwen3": Config(intermediate_size=96, **SIZES, qk_norm=True, tie_word_embeddings=True),
+    "qwen3": Config(intermediate_size=96, **SIZES, qk_norm="head", tie_word_embeddings=True),
+    "joined projections, norms around, caps": Config(
+        intermediate_size=96,
+        **SIZES,
+        norms=Norms("gemma", place="around"),
+        qk_norm="head",
+        hidden_act="gelu_pytorch_tanh",
+        multipliers=Multipliers(embedding=2.0, residual=0.6, attention_soft_cap=5.0, logits_soft_cap=5.0),
+        names=Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",), attention_out_norm="norm_a", mlp_out_norm="norm_b"),
+    ),
+    "in parallel, without gates, layer norms, biases": Config(
+        intermediate_size=96,
+        **SIZES,
+        norms=Norms("layer", has_bias=True),
+        qk_norm="heads",
+        parallel_residual=True,
+        has_gate=False,
+        hidden_act="gelu",
+        o_bias=True,
+        mlp_bias=True,
+        names=Names(o="dense", gate_up=("up",), down="down"),
+    ),
     "mixtral": Config(intermediate_size=32, **SIZES, mixture=EXPERTS),
 }
 PROMPTS = [[1, 2, 3, 4, 5], [7, 11, 13]]
@@ -96,6 +131,33 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     assert run(3, tmp_path / "store", dies=True) == [(0, (1,), True), (2, (1,), True)]
 
 
+def test_a_step_whose_device_fails_names_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that gives up ends with a trap, which whatever call of the device's runtime comes next reports."""
+    model, lost = Decoder(CONFIGS["llama"]).randomise(0), lost_record(torch.device("cpu"))
+
+    class Custom:
+        def naming(self, what: str) -> Any:
+            return naming_lost_ranks(what, lost)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    group = SimpleNamespace(custom=Custom())
+    monkeypatch.setattr(model, "group", group, raising=False)
+    monkeypatch.setattr(model, "naming_ranks", lambda: ParallelDecoder.naming_ranks(model))
+    monkeypatch.setattr(model, "forward", fails)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        texts(model)
+    lost[1] = torch.tensor([1, 9])
+    with pytest.raises(
+        RankError, match=r"Engine.step: a kernel has given up waiting for rank 1 \(block 0, meeting 9\)"
+    ):
+        texts(model)
+    group.custom = None
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        texts(model)
+
+
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ModelError, match="num_key_value_heads"):
         divided(CONFIGS["llama"], 8)
@@ -103,5 +165,9 @@ def test_what_cannot_be_divided_is_refused() -> None:
         divided(replace(CONFIGS["llama"], sinks=True), 2)
     with pytest.raises(ModelError, match="architectures"):
         divided(replace(CONFIGS["mixtral"], mixture=replace(EXPERTS, shared_intermediate_size=32)), 2)
+    with pytest.raises(ModelError, match="architectures: expected norms of heads in one tensor"):
+        divided(replace(CONFIGS["llama"], qk_norm="row"), 2)
+    with pytest.raises(ModelError, match="architectures: expected projections not joined head by head"):
+        divided(replace(CONFIGS["llama"], qkv_by_head=True), 2)
     with pytest.raises(ModelError, match="num_attention_heads"):
         divided(CONFIGS["qwen3"], 3)

@@ -112,6 +112,60 @@ def test_quantised_experts(kind: str, device: str) -> None:
     assert (out.double() - exact).abs().mean() <= 0.05 * exact.abs().mean()
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def coded(kind: str, sizes: tuple[int, int, int], seed: int) -> tuple[torch.Tensor, Any, Any, torch.Tensor]:
+    """(codes, scales, zero points, values in bfloat16) of random weights of a kind."""
+    generator = torch.Generator().manual_seed(seed)
+    experts, rows, k = sizes
+    if kind == "int8":
+        codes = torch.randint(-128, 128, sizes, generator=generator)
+        scales = (torch.rand(experts, rows, generator=generator) + 0.5) / (74 * k**0.5)
+        return codes.to(INT8), scales, None, codes * scales[:, :, None]
+    bits, group = (8, 64) if kind.startswith("int8") else (4, 32)
+    codes = torch.randint(0, 2**bits, sizes, generator=generator)
+    if kind == "mxfp4":
+        exponents = torch.randint(121, 124, (experts, rows, k // 32), generator=generator)
+        numbers, zeros = torch.cat((E2M1, -E2M1))[codes], None
+        scales, factors = exponents.byte(), torch.exp2(exponents - 127.0)
+    else:
+        zeros = torch.randint(0, 2**bits, (experts, rows, k // group), generator=generator)
+        middle = zeros.repeat_interleave(group, 2) if kind.endswith("zeros") else 2 ** (bits - 1)
+        numbers = (codes - middle).float()
+        scales = ((torch.rand(experts, rows, k // group, generator=generator) + 0.5) / (2**bits * k**0.5)).to(BF16)
+        factors = scales.float()
+        zeros = (zeros[:, ::2] + 16 * zeros[:, 1::2] if bits == 4 else zeros).byte() if kind.endswith("zeros") else None
+    values = (numbers * factors.repeat_interleave(group, 2)).to(BF16)
+    packed = codes[:, :, ::2] + 16 * codes[:, :, 1::2] if bits == 4 else codes
+    return packed.byte(), scales, zeros, values
+
+
+@ANY_DEVICE
+@pytest.mark.parametrize("tokens", [3, 200])
+@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "int8 groups", "int8 groups zeros", "int8", "mxfp4"])
+def test_coded_experts(kind: str, tokens: int, device: str) -> None:
+    """Of few tokens, whose codes a kernel reads, and of many, for which weights are written."""
+    experts, hidden, channels = 3, 128, 64
+    x, weights = draw(tokens, hidden, dtype=BF16), positive(tokens, 2)
+    ids = torch.randint(0, experts + 1, (tokens, 2), generator=torch.Generator().manual_seed(1))
+    (c1, s1, z1, w1), (c2, s2, z2, w2) = (
+        coded(kind, sizes, seed)
+        for seed, sizes in enumerate([(experts, 2 * channels, hidden), (experts, hidden, channels)])
+    )
+    biases = draw(experts, 2 * channels, dtype=BF16, seed=5), draw(experts, hidden, dtype=BF16, seed=6)
+    exact = experts_in_float64(x, w1, w2, weights, ids, "swigluoai", biases=biases)
+    given = {
+        "weight_quant_dtype": kind.split()[0] if kind != "int8" else INT8,
+        "block_shape": None if kind in ("int8", "mxfp4") else [0, 64 if kind.startswith("int8") else 32],
+    }
+    of_weights = {"w1_scale": s1, "w2_scale": s2, "w1_bias": biases[0], "w2_bias": biases[1], "w1_zp": z1, "w2_zp": z2}
+    given |= {name: None if one is None else one.to(device) for name, one in of_weights.items()}
+    moved = [one.to(device) for one in (x, c1, c2, weights, ids)]
+    out = pyops.fused_experts(*moved, activation="swigluoai", quant_config=FusedMoEQuantConfig(**given)).cpu()
+    assert (out.double() - exact).abs().max() <= 2.0**-7 * exact.abs().max()
+
+
 @ANY_DEVICE
 @pytest.mark.parametrize("grouped", [False, True])
 def test_fused_moe(grouped: bool, device: str) -> None:
@@ -149,6 +203,14 @@ def test_no_tokens() -> None:
         ({"hidden_states": torch.ones(3)}, "hidden_states: expected 2 dimensions"),
         ({"quant_config": FusedMoEQuantConfig("int4")}, "quant_config: expected quant_dtype None"),
         ({"quant_config": FusedMoEQuantConfig(FP8, block_shape=[64, 64])}, "expected blocks of 128 x 128"),
+        ({"quant_config": FusedMoEQuantConfig(weight_quant_dtype="nvfp4")}, "expected weight_quant_dtype None, int4"),
+        ({"quant_config": FusedMoEQuantConfig(weight_quant_dtype="mxfp4")}, "expected w1_scale with weights of mxfp4"),
+        ({"quant_config": FusedMoEQuantConfig(FP8, weight_quant_dtype="mxfp4")}, "expected weight_quant_dtype None or"),
+        ({"quant_config": FusedMoEQuantConfig(w1_zp=torch.ones(1))}, "expected no zero points"),
+        (
+            {"quant_config": FusedMoEQuantConfig(gemm1_alpha=1.5)},
+            "expected gemm1_alpha None or 1.702 with silu, got 1.5",
+        ),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ from pyops import SCALAR_TYPES, OpError
 from pyops._core import device
 from pyops._core.example import ArgMaker
 from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.ops.linear.packed_plan import PackedMmaConfig
 from pyops.testing import SCHEDULES, scheduled
 from tests import packed
 from tests.calls import DEVICES
@@ -99,9 +100,17 @@ def test_fused_marlin_moe(
 
 
 @needs_compiler
-@pytest.mark.parametrize("permuted", [False, True])
-def test_many_rows(permuted: bool) -> None:
-    """By gemm_packed.cu on the host, under every schedule: blocks of all experts and of none, rows that are no rows."""
+@pytest.mark.parametrize(
+    ("permuted", "config"),
+    [
+        (False, PackedConfig(16, 256, 2, 1, 1)),
+        (True, PackedConfig(16, 256, 2, 1, 1)),
+        (False, PackedMmaConfig(16, 64, 2, 1, 1)),
+    ],
+    ids=str,
+)
+def test_many_rows(permuted: bool, config: Any) -> None:
+    """By kernels that read codes, under every schedule: blocks of all experts and of none, rows that are no rows."""
     m, k, n, top_k, block_size = 40, 128, 192, 2, 16
     w, of_w = weight(k, n, 1, permuted, True)
     a, weights = draw(m, k, dtype=torch.bfloat16), positive(m, top_k, seed=3)
@@ -110,14 +119,26 @@ def test_many_rows(permuted: bool) -> None:
     ids[5], ids[70] = -4, 2**31 - 1
     count = torch.tensor([7 * block_size], dtype=torch.int32)
     exact = torch.full((m * top_k, n), 7.0, dtype=torch.float64)
+    bias = draw(EXPERTS, n, dtype=torch.bfloat16, seed=6)
     for place in range(7 * block_size):
         row, expert = int(ids[place]), int(experts[place // block_size])
         if 0 <= row < m * top_k and 0 <= expert < EXPERTS:
-            exact[row] = weights.flatten()[row].double() * (w[expert] @ a[row // top_k].double())
+            sums = w[expert] @ a[row // top_k].double() + bias[expert].double()
+            exact[row] = weights.flatten()[row].double() * sums
     kind, first = SCALAR_TYPES["uint4"].id, None
-    of_weight = of_w["codes"], None, of_w["scales"], None, None, of_w["zeros"], of_w["groups"], of_w["order"], None
+    of_weight = (
+        of_w["codes"],
+        packed.blocks(bias, packed.PERM_32),
+        of_w["scales"],
+        None,
+        None,
+        of_w["zeros"],
+        of_w["groups"],
+        of_w["order"],
+        None,
+    )
     routing = ids, experts, count, weights, block_size, top_k, True, kind, m, n, k
-    with forced("moe_wna16_marlin_gemm", PackedConfig(16, 256, 2, 1, 1)):
+    with forced("moe_wna16_marlin_gemm", config):
         for schedule in SCHEDULES:
             c = torch.full((m * top_k, n), 7.0, dtype=torch.bfloat16)
             with scheduled(schedule):
@@ -132,12 +153,14 @@ def test_many_rows(permuted: bool) -> None:
     ("arch", "num_tokens", "given", "kernels"),
     [
         ("sm_90", 16, {}, ["gemm_packed_mma"]),
+        ("sm_90", 16, {"with_bias": True, "codes": "float4_e2m1f"}, ["gemm_packed_mma"]),
+        ("sm_90", 400, {"with_bias": True}, ["gather_expert_columns", "gemm_packed"]),
         ("sm_90", 16, {"permuted": True}, ["gather_expert_columns", "dequantize_packed", "grouped_gemm_mma"]),
         ("sm_90", 400, {}, ["gather_expert_columns", "gemm_packed"]),
         ("sm_90", 400, {"moe_block_size": 8}, ["dequantize_packed", "grouped_gemm_simt"]),
         ("sm_80", 60, {}, ["gemm_packed_mma"]),
         ("sm_80", 400, {}, ["dequantize_packed", "grouped_gemm_mma"]),
-        ("gfx942", 16, {}, ["dequantize_packed", "grouped_gemm_simt"]),
+        ("gfx942", 16, {}, ["dequantize_packed", "grouped_gemm_mma"]),
     ],
 )
 def test_what_serves_experts(arch: str, num_tokens: int, given: dict[str, Any], kernels: list[str]) -> None:

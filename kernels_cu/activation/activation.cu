@@ -5,7 +5,7 @@
 // One vector per thread (chunk.cuh).
 //
 // Constants:
-//     ACT           activation of math.cuh: gelu_new, gelu_fast, gelu_quick or relu2
+//     ACT           activation of math.cuh: gelu, gelu_new, gelu_fast, gelu_quick or relu2
 
 #include "chunk.cuh"
 #include "math.cuh"

@@ -14,8 +14,10 @@
 // blockIdx.y is the key-value head.
 //
 // Warps: a warp takes ROW_TILES matrix tiles of 16 rows. The block goes through the keys in tiles of TOKENS: it finds
-// the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes this one.
-// Products are by mma.m16n8k16; probabilities are rounded to T. Codes of an fp8 cache become T, which holds every code.
+// the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes this one, or, where
+// copies are held (async.cuh), to registers, and stores keys when the logits are computed and values behind the products
+// of the tile before. Products are those of product.cuh; probabilities are rounded to T. Codes of an fp8 cache become T,
+// which holds every code.
 //
 // A token whose block number is out of range contributes nothing. A slot behind the end of the sequence is not read.
 //
@@ -35,21 +37,24 @@
 
 #include "async.cuh"
 #include "attention.cuh"
-#include "mma.cuh"
-#include "swizzle.cuh"
+#include "product.cuh"
 
-constexpr int NUM_THREADS = NUM_WARPS * 32;
+constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int WARP_ROWS = ROW_TILES * 16, TILE_ROWS = NUM_WARPS * WARP_ROWS;
 constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
 constexpr int CHUNKS = HEAD_SIZE / 8;  // of 8 elements
 constexpr int STEPS = HEAD_SIZE / 16;
-constexpr int64_t NOWHERE = int64_t(1) << 63;  // no address: negative, and aligned for any access
+constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // products of 16 columns
+constexpr int STAGES = HOLDS_COPIES ? 1 : 2;        // tiles of keys and of values in shared memory
+constexpr int64_t NOWHERE = int64_t(1) << 63;       // no address: negative, and aligned for any access
 
 using rows_tile = SwizzledTile<scalar_t, CHUNKS>;      // queries, keys and values: a row for each token
-using dims_tile = SwizzledTile<scalar_t, TOKENS / 8>;  // PACKED: values: a row for each head dimension
+using dims_tile = SwizzledTile<scalar_t, TOKENS / 8>;  // VALUES_BY_DIM: values: a row for each head dimension
+// Only ldmatrix loads columns of a tile as rows of an operand.
+constexpr bool VALUES_BY_DIM = PACKED || ON_MATRIX_CORES;
 constexpr int QUERY_BYTES = rows_tile::bytes(TILE_ROWS);
 constexpr int KEY_BYTES = rows_tile::bytes(TOKENS);
-constexpr int VALUE_BYTES = PACKED ? dims_tile::bytes(HEAD_SIZE) : KEY_BYTES;
+constexpr int VALUE_BYTES = VALUES_BY_DIM ? dims_tile::bytes(HEAD_SIZE) : KEY_BYTES;
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
 
 // Copies 8 elements of a cache to shared memory, as T; zeros, and nothing is read, if the elements do not exist.
@@ -65,6 +70,45 @@ DEVICE void copy_chunk(scalar_t* to, const cache_t* from, bool exists) {
     } else {
         cp_async<16>(to, from, exists);
     }
+}
+
+// Calls f(i, n) for every n-th i < ITEMS of a thread. Copies that are held need each n when the kernel is compiled.
+template <int ITEMS, typename F>
+DEVICE void each_item(F f) {
+    if constexpr (HOLDS_COPIES) {
+#pragma unroll
+        for (int n = 0; n < ceil_div(ITEMS, NUM_THREADS); ++n) {
+            const int i = threadIdx.x + n * NUM_THREADS;
+            if (ITEMS % NUM_THREADS == 0 || i < ITEMS) f(i, n);
+        }
+    } else {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < ITEMS; i += NUM_THREADS) f(i, 0);
+    }
+}
+
+// Copies that are held: 8 elements of the cache each, as they are.
+constexpr int CODE_WORDS = 2 * sizeof(cache_t), WORD_CODES = 4 / sizeof(cache_t);
+template <int ITEMS> using held_t = uint32_t[HOLDS_COPIES ? ceil_div(ITEMS, NUM_THREADS) : 1][CODE_WORDS];
+template <typename T>
+DEVICE Vec<scalar_t, 8> elements_of(const uint32_t (&words)[CODE_WORDS]) {
+    Vec<T, 8> codes;
+#pragma unroll
+    for (int i = 0; i < CODE_WORDS; ++i) codes.template word<WORD_CODES>(i * WORD_CODES) = words[i];
+    if constexpr (IS_FP8) {
+        float x[8];
+        codes.to_floats(x);
+        return Vec<scalar_t, 8>::from_floats(x);
+    } else {
+        return codes;
+    }
+}
+
+// Operand b of O += P V: tokens from 16 * k on of 16 dimensions from 16 * step on.
+template <bool BY_DIM>
+DEVICE void load_values_of(uint32_t (&b)[SHORT_WORDS], scalar_t* values, int k, int step, int lane) {
+    if constexpr (BY_DIM) load_columns(b, dims_tile{values}, step * 16, k, lane);
+    else load_transposed(b, rows_tile{values}, k * 16, step, lane);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -91,7 +135,8 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
     // which warps have met a NOWHERE.
     __shared__ int64_t places[2][2 * TOKENS];
     __shared__ bool holes[2][NUM_WARPS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const int g = lane_row(lane), t = lane_column(lane);
 
     // Binary search for the sequence of this tile: the last one that begins at this tile or before it. Tiles are taken
     // from the last to the first: under CAUSAL the later tiles of a sequence take longer, and should not be the tail.
@@ -123,10 +168,11 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
 
     const rows_tile queries{reinterpret_cast<scalar_t*>(shared)};
     const auto keys_at = [&](int stage) {
-        return rows_tile{reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + stage * KEY_BYTES)};
+        return rows_tile{reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + (STAGES == 1 ? 0 : stage) * KEY_BYTES)};
     };
     const auto values_at = [&](int stage) {
-        return reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + 2 * KEY_BYTES + stage * VALUE_BYTES);
+        return reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + STAGES * KEY_BYTES +
+                                           (STAGES == 1 ? 0 : stage) * VALUE_BYTES);
     };
 
     // The queries go to shared memory.
@@ -158,54 +204,99 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
     };
     const cache_t* const keys_from = key_cache + kv_head * key_head_stride;
     const cache_t* const values_from = value_cache + kv_head * value_head_stride;
+    held_t<TOKENS * CHUNKS> held_keys, held_values;
     const auto load_keys = [&](int stage) {
         const rows_tile keys = keys_at(stage);
-#pragma unroll 4
-        for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += NUM_THREADS) {
+        each_item<TOKENS * CHUNKS>([&](int i, int n) {
             const int row = i / CHUNKS, chunk = i % CHUNKS, dim = chunk * 8;
             const int64_t place = places[stage][row];
-            copy_chunk(keys.at(row, chunk), keys_from + place + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim),
-                       place >= 0);
-        }
+            const cache_t* const from = keys_from + place + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim);
+            if constexpr (HOLDS_COPIES) hold<CODE_WORDS * 4>(held_keys[n], from, place >= 0);
+            else copy_chunk(keys.at(row, chunk), from, place >= 0);
+        });
         cp_async_commit();
     };
+    const auto store_keys = [&] {
+        if constexpr (HOLDS_COPIES) {
+            each_item<TOKENS * CHUNKS>([&](int i, int n) {
+                *reinterpret_cast<Vec<scalar_t, 8>*>(keys_at(0).at(i / CHUNKS, i % CHUNKS)) =
+                    elements_of<cache_t>(held_keys[n]);
+            });
+        }
+    };
+    // The token and the chunk of item i of values. By dimensions, neighbouring threads have neighbouring tokens, whose
+    // elements of a dimension lie next to each other.
+    const auto token_of = [](int i) { return VALUES_BY_DIM ? i / 2 % TOKENS : i / CHUNKS; };
+    const auto chunk_of = [](int i) { return VALUES_BY_DIM ? i % 2 + i / (2 * TOKENS) * 2 : i % CHUNKS; };
     const auto load_values = [&](int stage) {
         scalar_t* const to = values_at(stage);
         const int64_t* const value_places = places[stage] + TOKENS;
         if constexpr (PACKED) {
-#pragma unroll 4
-            for (int i = threadIdx.x; i < HEAD_SIZE * (TOKENS / 8); i += NUM_THREADS) {
+            each_item<HEAD_SIZE*(TOKENS / 8)>([&](int i, int n) {
                 const int dim = i / (TOKENS / 8), chunk = i % (TOKENS / 8);
                 scalar_t* const run = dims_tile{to}.at(dim, chunk);
                 const int64_t place = value_places[chunk * 8];
                 if (place >= 0 && value_places[chunk * 8 + 7] >= 0) {
-                    copy_chunk(run, values_from + place + dim * BLOCK_SIZE, true);
+                    if constexpr (HOLDS_COPIES) {
+                        hold<CODE_WORDS * 4>(held_values[n], values_from + place + dim * BLOCK_SIZE, true);
+                    } else {
+                        copy_chunk(run, values_from + place + dim * BLOCK_SIZE, true);
+                    }
                 } else {  // a value that is not seen becomes 0: it may be NaN, and 0 times NaN is NaN
+                    Vec<cache_t, 8> codes = Vec<cache_t, 8>::full(0.0f);
                     for (int k = 0; k < 8; ++k) {
                         const int64_t at = value_places[chunk * 8 + k];
-                        run[k] = from_float<scalar_t>(at < 0 ? 0.0f : to_float(values_from[at + dim * BLOCK_SIZE]));
+                        if constexpr (!HOLDS_COPIES) {
+                            run[k] = from_float<scalar_t>(at < 0 ? 0.0f : to_float(values_from[at + dim * BLOCK_SIZE]));
+                        } else if (at >= 0) {
+                            codes.data[k] = values_from[at + dim * BLOCK_SIZE];
+                        }
+                    }
+#pragma unroll
+                    for (int j = 0; HOLDS_COPIES && j < CODE_WORDS; ++j) {
+                        held_values[n][j] = codes.template word<WORD_CODES>(j * WORD_CODES);
                     }
                 }
-            }
+            });
         } else {
-#pragma unroll 4
-            for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += NUM_THREADS) {
-                const int row = i / CHUNKS, chunk = i % CHUNKS;
+            each_item<TOKENS * CHUNKS>([&](int i, int n) {
+                const int row = token_of(i), chunk = chunk_of(i);
                 const int64_t place = value_places[row];
-                copy_chunk(rows_tile{to}.at(row, chunk), values_from + place + chunk * 8, place >= 0);
-            }
+                const cache_t* const from = values_from + place + chunk * 8;
+                if constexpr (HOLDS_COPIES) hold<CODE_WORDS * 4>(held_values[n], from, place >= 0);
+                else copy_chunk(rows_tile{to}.at(row, chunk), from, place >= 0);
+            });
         }
         cp_async_commit();
     };
-
-    float max_logit[ROW_TILES][2], exp_sum[ROW_TILES][2], o[ROW_TILES][STEPS * 2][4];
+    const auto store_values = [&] {
+        if constexpr (HOLDS_COPIES) {
+            const dims_tile values{values_at(0)};
+            each_item<TOKENS * CHUNKS>([&](int i, int n) {
+                const Vec<scalar_t, 8> elements = elements_of<cache_t>(held_values[n]);
+                if constexpr (PACKED) {
+                    *reinterpret_cast<Vec<scalar_t, 8>*>(values.at(i / (TOKENS / 8), i % (TOKENS / 8))) = elements;
+                } else {
+                    const int row = token_of(i), chunk = chunk_of(i);
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * 2; ++i) {
-        max_logit[i / 2][i % 2] = minus_infinity();
-        exp_sum[i / 2][i % 2] = 0.0f;
+                    for (int k = 0; k < 8; ++k) values.at(chunk * 8 + k, row / 8)[row % 8] = elements.data[k];
+                }
+            });
+        }
+    };
+
+    constexpr int OUT_SUMS = STEPS * COLUMN_TILES * PRODUCT_SUMS;  // of a thread, of 16 rows
+    float max_logit[ROW_TILES][LANE_ROWS], exp_sum[ROW_TILES][LANE_ROWS];
+    float o[ROW_TILES][STEPS * COLUMN_TILES][PRODUCT_SUMS];
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+        max_logit[i / LANE_ROWS][i % LANE_ROWS] = minus_infinity();
+        exp_sum[i / LANE_ROWS][i % LANE_ROWS] = 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * STEPS * 8; ++i) o[i / (STEPS * 8)][i / 4 % (STEPS * 2)][i % 4] = 0.0f;
+    for (int i = 0; i < ROW_TILES * OUT_SUMS; ++i) {
+        o[i / OUT_SUMS][i / PRODUCT_SUMS % (STEPS * COLUMN_TILES)][i % PRODUCT_SUMS] = 0.0f;
+    }
     const float unit = logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap);
 
     int start = first / TOKENS * TOKENS, stage = 0;
@@ -214,35 +305,38 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
         note_place(1, place_at(start + TOKENS));
         __syncthreads();
         load_keys(0);
+        store_keys();
         load_values(0);
     }
     for (; start <= last; start += TOKENS, stage ^= 1) {
         const bool more = start + TOKENS <= last;
         cp_async_wait<1>();
         __syncthreads();
+        store_values();
         if (more) load_keys(stage ^ 1);
         else cp_async_commit();
 
         // S = Q K^T: ROW_TILES tiles of 16 rows, TOKENS columns.
         const rows_tile keys = keys_at(stage);
-        float s[ROW_TILES][TOKENS / 8][4];
+        constexpr int LOGITS = TOKENS / PRODUCT_COLUMNS * PRODUCT_SUMS;  // of a thread, of 16 rows
+        float s[ROW_TILES][TOKENS / PRODUCT_COLUMNS][PRODUCT_SUMS];
 #pragma unroll
-        for (int i = 0; i < ROW_TILES * TOKENS / 2; ++i) s[i / (TOKENS / 2)][i / 4 % (TOKENS / 8)][i % 4] = 0.0f;
+        for (int i = 0; i < ROW_TILES * LOGITS; ++i) {
+            s[i / LOGITS][i / PRODUCT_SUMS % (TOKENS / PRODUCT_COLUMNS)][i % PRODUCT_SUMS] = 0.0f;
+        }
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            uint32_t a[ROW_TILES][4];
+            uint32_t a[ROW_TILES][SHORT_WORDS];
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) {
-                ldmatrix<4>(a[r], queries.at(warp * WARP_ROWS + r * 16, lane % 16, step, lane / 16));
-            }
+            for (int r = 0; r < ROW_TILES; ++r) load_rows(a[r], queries, warp * WARP_ROWS + r * 16, step, lane);
 #pragma unroll
             for (int n = 0; n < TOKENS / 16; ++n) {
-                uint32_t b[4];
-                ldmatrix<4>(b, keys.at(n * 16, lane / 16 * 8 + lane % 8, step, lane / 8 % 2));
+                uint32_t b[SHORT_WORDS];
+                load_columns(b, keys, n * 16, step, lane);
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
-                    mma_m16n8k16<scalar_t>(s[r][2 * n], a[r], {b[0], b[1]});
-                    mma_m16n8k16<scalar_t>(s[r][2 * n + 1], a[r], {b[2], b[3]});
+                    product<scalar_t>(s[r][COLUMN_TILES * n], a[r], b, 0);
+                    if constexpr (COLUMN_TILES == 2) product<scalar_t>(s[r][2 * n + 1], a[r], b, 1);
                 }
             }
         }
@@ -255,66 +349,83 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
         const bool plain = whole && unit > 0.0f && !HAS_SOFTCAP && !HAS_ALIBI;
         const float factor = plain ? unit : 1.0f;
         if (!plain) {
-            int limits[ROW_TILES][2];
-            float slopes[ROW_TILES][2];
+            int limits[ROW_TILES][LANE_ROWS];
+            float slopes[ROW_TILES][LANE_ROWS];
 #pragma unroll
-            for (int i = 0; i < ROW_TILES * 2; ++i) {
-                const int64_t row = tile_row + warp * WARP_ROWS + i * 8 + g;
-                limits[i / 2][i % 2] = limit_of(row);
-                slopes[i / 2][i % 2] = HAS_ALIBI ? alibi_slopes[kv_head * GROUP + row % GROUP] * LOG2_E : 0.0f;
+            for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+                const int64_t row = tile_row + warp * WARP_ROWS + i * ROW_STEP + g;
+                limits[i / LANE_ROWS][i % LANE_ROWS] = limit_of(row);
+                slopes[i / LANE_ROWS][i % LANE_ROWS] =
+                    HAS_ALIBI ? alibi_slopes[kv_head * GROUP + row % GROUP] * LOG2_E : 0.0f;
             }
 #pragma unroll
-            for (int i = 0; i < ROW_TILES * TOKENS / 2; ++i) {
-                const int r = i / (TOKENS / 2), n = i / 4 % (TOKENS / 8), half = i / 2 % 2;
-                const int column = n * 8 + 2 * t + i % 2, token = start + column, limit = limits[r][half];
-                float& logit = s[r][n][i % 4];
+            for (int i = 0; i < ROW_TILES * LOGITS; ++i) {
+                const int r = i / LOGITS, n = i / PRODUCT_SUMS % (TOKENS / PRODUCT_COLUMNS),
+                          half = i / ROW_SUMS % LANE_ROWS;
+                const int column = n * PRODUCT_COLUMNS + t + i % ROW_SUMS, token = start + column,
+                          limit = limits[r][half];
+                float& logit = s[r][n][i % PRODUCT_SUMS];
                 logit = logit_of<HAS_SOFTCAP>(logit, unit, logits_soft_cap);
                 if (HAS_ALIBI) logit = fmaf(slopes[r][half], float(token - limit), logit);
                 const bool seen = (token <= limit) & (token > limit - window) & (places[stage][column] >= 0);
                 if (!seen) logit = minus_infinity();
             }
         }
-        uint32_t probabilities[ROW_TILES][TOKENS / 8][2];  // rows g, rows g + 8
+        uint32_t probabilities[ROW_TILES][TOKENS / 16][SHORT_WORDS];
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
-            float base[2], shrink[2];
+            float base[LANE_ROWS], shrink[LANE_ROWS];
+            bool shrinks = false;
+            float largest_base = 0.0f;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float larger = s[r][0][2 * half];
+            for (int half = 0; half < LANE_ROWS; ++half) {
+                float larger = s[r][0][ROW_SUMS * half];
 #pragma unroll
-                for (int i = 1; i < TOKENS / 4; ++i) larger = fmaxf(larger, s[r][i / 2][2 * half + i % 2]);
-                larger = fmaxf(larger, shfl_xor(larger, 1));
-                larger = fmaxf(larger, shfl_xor(larger, 2));
+                for (int i = 1; i < LOGITS / LANE_ROWS; ++i) {
+                    larger = fmaxf(larger, s[r][i / ROW_SUMS][ROW_SUMS * half + i % ROW_SUMS]);
+                }
+#pragma unroll
+                for (int mask = FIRST_ROW_MASK; mask < END_ROW_MASK; mask *= 2) {
+                    larger = fmaxf(larger, shfl_xor(larger, mask));
+                }
                 larger = fmaxf(max_logit[r][half], larger * factor);
                 base[half] = probability_base<scalar_t>(larger);
                 shrink[half] = relative_exp2(max_logit[r][half], larger);
                 exp_sum[r][half] *= shrink[half];
                 max_logit[r][half] = larger;
+                shrinks |= shrink[half] != 1.0f;
+                largest_base = half == 0 ? fabsf(base[half]) : fmaxf(largest_base, fabsf(base[half]));
             }
-            if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+            if (any_lane(shrinks)) {
 #pragma unroll
-                for (int i = 0; i < STEPS * 8; ++i) o[r][i / 4][i % 4] *= shrink[i / 2 % 2];
+                for (int i = 0; i < OUT_SUMS; ++i) {
+                    o[r][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= shrink[i / ROW_SUMS % LANE_ROWS];
+                }
             }
             // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
             // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
             float exact_factor = factor;
-            if (any_lane(fmaxf(fabsf(base[0]), fabsf(base[1])) > 0x1p24f)) {
+            if (any_lane(largest_base > 0x1p24f)) {
 #pragma unroll
-                for (int i = 0; i < TOKENS / 2; ++i) s[r][i / 4][i % 4] *= factor;
+                for (int i = 0; i < LOGITS; ++i) s[r][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= factor;
                 exact_factor = 1.0f;
             }
 #pragma unroll
-            for (int i = 0; i < TOKENS / 4; ++i) {
-                const int n = i / 2, half = i % 2;
-                const float low = estimate_exp2(fmaf(s[r][n][2 * half], exact_factor, -base[half]));
-                const float high = estimate_exp2(fmaf(s[r][n][2 * half + 1], exact_factor, -base[half]));
+            for (int i = 0; i < LOGITS / 2; ++i) {
+                const int n = i / (PRODUCT_SUMS / 2), pair = i % (PRODUCT_SUMS / 2), half = pair / (ROW_SUMS / 2);
+                const float low = estimate_exp2(fmaf(s[r][n][2 * pair], exact_factor, -base[half]));
+                const float high = estimate_exp2(fmaf(s[r][n][2 * pair + 1], exact_factor, -base[half]));
                 exp_sum[r][half] += low + high;
-                probabilities[r][n][half] = pack_pair<scalar_t>(low, high);
+                probabilities[r][n / COLUMN_TILES][n % COLUMN_TILES * (PRODUCT_SUMS / 2) + pair] =
+                    pack_pair<scalar_t>(low, high);
             }
+#pragma unroll
+            for (int k = 0; k < TOKENS / 16; ++k) finish_operand(probabilities[r][k]);
         }
 
         cp_async_wait<1>();
         __syncthreads();
+        if (more) store_keys();
         if (more) load_values(stage ^ 1);
         else cp_async_commit();
         const int64_t place = place_at(start + 2 * TOKENS);
@@ -325,17 +436,12 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
         for (int k = 0; k < TOKENS / 16; ++k) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
-                uint32_t b[4];
-                if constexpr (PACKED) {
-                    ldmatrix<4>(b, dims_tile{values}.at(step * 16, lane / 16 * 8 + lane % 8, k, lane / 8 % 2));
-                } else {
-                    ldmatrix<4, true>(b, rows_tile{values}.at(k * 16, lane % 16, step, lane / 16));
-                }
+                uint32_t b[SHORT_WORDS];
+                load_values_of<VALUES_BY_DIM>(b, values, k, step, lane);
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
-                    const uint32_t (&low)[2] = probabilities[r][2 * k], (&high)[2] = probabilities[r][2 * k + 1];
-                    mma_m16n8k16<scalar_t>(o[r][2 * step], {low[0], low[1], high[0], high[1]}, {b[0], b[1]});
-                    mma_m16n8k16<scalar_t>(o[r][2 * step + 1], {low[0], low[1], high[0], high[1]}, {b[2], b[3]});
+                    product<scalar_t>(o[r][COLUMN_TILES * step], probabilities[r][k], b, 0);
+                    if constexpr (COLUMN_TILES == 2) product<scalar_t>(o[r][2 * step + 1], probabilities[r][k], b, 1);
                 }
             }
         }
@@ -344,13 +450,13 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
     cp_async_wait<0>();
 
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * 2; ++i) {
-        const int r = i / 2, half = i % 2;
+    for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+        const int r = i / LANE_ROWS, half = i % LANE_ROWS;
         float row_max = max_logit[r][half], row_sum = exp_sum[r][half];
-        row_sum += shfl_xor(row_sum, 1);
-        row_sum += shfl_xor(row_sum, 2);
+#pragma unroll
+        for (int mask = FIRST_ROW_MASK; mask < END_ROW_MASK; mask *= 2) row_sum += shfl_xor(row_sum, mask);
         row_sum *= FULL_SCALE<scalar_t>;
-        const int64_t row = tile_row + warp * WARP_ROWS + i * 8 + g;
+        const int64_t row = tile_row + warp * WARP_ROWS + i * ROW_STEP + g;
         if (row >= num_rows) continue;
         const int64_t token = first_token + row / GROUP, head = kv_head * GROUP + row % GROUP;
         float shrink = 1.0f;
@@ -361,12 +467,13 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
             row_max = larger;
         }
         const float factor = shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f));
-        scalar_t* const to = out + token * out_stride + head * HEAD_SIZE + 2 * t;
+        scalar_t* const to = out + token * out_stride + head * HEAD_SIZE + t;
 #pragma unroll
-        for (int m = 0; m < STEPS * 2; ++m) {
+        for (int l = 0; l < STEPS * COLUMN_TILES * ROW_SUMS; l += 2) {
+            const int m = l / ROW_SUMS, at = half * ROW_SUMS + l % ROW_SUMS;
             Vec<scalar_t, 2> pair;
-            store_pair<scalar_t>(pair.data, o[r][m][2 * half] * factor, o[r][m][2 * half + 1] * factor);
-            pair.template store<OUT_ACCESS>(to + m * 8);
+            store_pair<scalar_t>(pair.data, o[r][m][at] * factor, o[r][m][at + 1] * factor);
+            pair.template store<OUT_ACCESS>(to + m * PRODUCT_COLUMNS + l % ROW_SUMS);
         }
         if (HAS_LSE && t == 0) {
             lse[head * num_tokens + token] = row_sum == 0.0f ? minus_infinity() : row_max * LN_2 + logf(row_sum);

@@ -98,7 +98,9 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
     const int g = lane / 4, t = lane % 4;
     const int first_row = warpgroup * 64, own_row = first_row + warp * 16 + g;  // own_row and own_row + 8
-    const float unit = logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap);
+    const float product_unit = scale * (IS_FP8 ? *k_scale : 1.0f);
+    const float unit = HAS_SOFTCAP ? CapSeries::unit(product_unit, logits_soft_cap) : product_unit * LOG2_E;
+    const CapSeries series(logits_soft_cap);
     const auto release = [&](const auto& ring) {
         sync_warp();
         ring.release(ring.stage);
@@ -154,17 +156,34 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         const auto softmax = [&](int tile, uint32_t missing) {
             const int start = tile * TOKENS;
             const bool whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
-            // In the plain case products take the place of logits, up to the factor `unit`.
-            const bool plain = !HAS_SOFTCAP && !HAS_ALIBI && whole && unit > 0.0f;
+            // A soft cap rises with its products: the largest product has the largest logit. Where all products of a warp
+            // are small, a series takes the place of tanh.
+            bool by_series = true;
+            if (HAS_SOFTCAP) {
+                uint32_t bits = 0;
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; ++i) {
+                    s[i] *= unit;
+                    bits |= CapSeries::bits(s[i]);
+                }
+                by_series = !any_lane(!CapSeries::serves(bits)) && logits_soft_cap < 0x1p23f;
+            }
+            // In the plain case products take the place of logits, up to the factor `unit` or the series.
+            const bool plain = !HAS_ALIBI && whole && unit > 0.0f && by_series;
             if (!plain) {
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; ++i) {
+                    if (!HAS_SOFTCAP) s[i] *= unit;
+                    else if (by_series) s[i] = series.logit(s[i]);
+                    else s[i] = logit_of<true>(s[i], CapSeries::LIMIT / 2, logits_soft_cap);
+                }
+            }
+            if (HAS_ALIBI) {
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; ++i) {
                     const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;  // 2t columns before its own
-                    s[i] = logit_of<HAS_SOFTCAP>(s[i], unit, logits_soft_cap);
-                    if (HAS_ALIBI) {
-                        const float distance = float(start + 2 * t - limits[half]);
-                        s[i] = fmaf(slopes[half], distance + float(column), s[i]);
-                    }
+                    const float distance = float(start + 2 * t - limits[half]);
+                    s[i] = fmaf(slopes[half], distance + float(column), s[i]);
                 }
             }
             if (!whole) {
@@ -176,7 +195,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                     if (!seen) s[i] = minus_infinity();
                 }
             }
-            const float factor = plain ? unit : 1.0f;
+            const float factor = plain && !HAS_SOFTCAP ? unit : 1.0f;
             float base[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -187,6 +206,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 }
                 larger = fmaxf(larger, shfl_xor(larger, 1));
                 larger = fmaxf(larger, shfl_xor(larger, 2));
+                if (HAS_SOFTCAP && plain) larger = series.logit(larger);
                 larger = fmaxf(max_logit[half], larger * factor);
                 base[half] = probability_base<scalar_t>(larger);
                 shrink[half] = relative_exp2(max_logit[half], larger);
@@ -195,21 +215,29 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
             // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
             float exact_factor = factor;
-            if (any_lane(fmaxf(fabsf(base[0]), fabsf(base[1])) > 0x1p24f)) {
+            if (!HAS_SOFTCAP && any_lane(fmaxf(fabsf(base[0]), fabsf(base[1])) > 0x1p24f)) {
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; ++i) s[i] *= factor;
                 exact_factor = 1.0f;
             }
+            const auto exponentials = [&](auto logit_above) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float sum = 0.0f;
+                for (int half = 0; half < 2; ++half) {
+                    float sum = 0.0f;
 #pragma unroll
-                for (int i = 0; i < TOKENS / 4; ++i) {
-                    float& x = s[i / 2 * 4 + 2 * half + i % 2];
-                    x = estimate_exp2(fmaf(x, exact_factor, -base[half]));
-                    sum += x;
+                    for (int i = 0; i < TOKENS / 4; ++i) {
+                        float& x = s[i / 2 * 4 + 2 * half + i % 2];
+                        x = estimate_exp2(logit_above(x, base[half]));
+                        sum += x;
+                    }
+                    exp_sum[half] = fmaf(exp_sum[half], shrink[half], sum);
                 }
-                exp_sum[half] = fmaf(exp_sum[half], shrink[half], sum);
+            };
+            // The series is computed while the unit of exponentials, which starts one of a warp in 8 cycles, is busy.
+            if (HAS_SOFTCAP && plain) {
+                exponentials([&](float y, float from) { return series.logit(y, from); });
+            } else {
+                exponentials([&](float x, float from) { return fmaf(x, exact_factor, -from); });
             }
         };
         const auto round_probabilities = [&] {

@@ -7,10 +7,10 @@
 // and its latent vector is the value of every head: an entry is read once.
 //
 // Blocks: blockIdx.x counts sequences and groups of HEADS heads, blockIdx.y counts splits (split-KV, attention.cuh). A
-// block goes through its split in tiles of TOKENS entries, and copies the next tile to shared memory while it computes
-// this one. Codes of an fp8 cache are converted to product_t in shared memory.
+// block goes through its split in tiles of TOKENS entries, and copies the next tile to shared memory (where copies are
+// held, async.cuh: to registers) while it computes this one. Codes of an fp8 cache are converted to product_t in shared memory.
 //
-// Threads, for each tile, with matrix products by mma.m16n8k16 whose rows are heads:
+// Threads, for each tile, with matrix products of product.cuh whose rows are heads:
 // 1. S = Q K^T: groups of PARTS warps share the logits of up to 32 heads; each warp of a group sums over a part of the
 //    entry's elements, and the sums meet in shared memory.
 // 2. Online softmax: ROW_THREADS threads turn the logits of one head into probabilities, rounded to product_t.
@@ -33,11 +33,11 @@
 
 #include "async.cuh"
 #include "attention.cuh"
-#include "mma.cuh"
 #include "paged.cuh"
+#include "product.cuh"
 
 constexpr int LATENT_SIZE = 512, ROPE_SIZE = 64, ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE;
-constexpr int NUM_THREADS = NUM_WARPS * 32;
+constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
 constexpr bool IS_FP8 = !is_same<cache_t, product_t>;
 
 // Shared memory. A pitch is 16 bytes more than a row needs, so that neighbouring rows begin on different banks.
@@ -52,19 +52,26 @@ constexpr int LOGIT_BYTES = PARTS * HEADS * LOGIT_PITCH * 4;
 // Copies to shared memory: each warp copies ROWS entries of a tile, in chunks of 16 bytes.
 constexpr int ROWS = TOKENS / NUM_WARPS;
 constexpr int CHUNK = 16 / sizeof(cache_t), CHUNKS = ENTRY_SIZE / CHUNK;
-constexpr int COPIES = ceil_div(ROWS * CHUNKS, 32);  // chunks that a lane copies
+constexpr int COPIES = ceil_div(ROWS * CHUNKS, WARP_SIZE);  // chunks that a lane copies
 
 // Logits: the warp's tile of heads and tokens, and its part of the sum.
 constexpr int WARP_HEADS = HEADS < 32 ? HEADS : 32;
 constexpr int WARP_TOKENS = HEADS / WARP_HEADS * TOKENS * PARTS / NUM_WARPS;
 constexpr int HEAD_GROUPS = HEADS / WARP_HEADS;
-constexpr int STEPS = ENTRY_SIZE / 16 / PARTS;  // of 16 elements
-// Probabilities: the threads that share a head.
-constexpr int ROW_THREADS = NUM_THREADS / HEADS;
+constexpr int STEPS = ENTRY_SIZE / 16 / PARTS;                   // of 16 elements
+constexpr int STEP_UNROLL = MATRIX_CORE == WMMA_11 ? 1 : STEPS;  // operands of more take more registers than there are
+// Probabilities: the threads that share a head, a pair of tokens each at least; there may be more threads than these.
+constexpr int ROW_THREADS = NUM_THREADS / HEADS < TOKENS / 2 ? NUM_THREADS / HEADS : TOKENS / 2;
+constexpr bool ALL_HAVE_HEADS = ROW_THREADS * HEADS == NUM_THREADS;
 constexpr int PAIRS = TOKENS / 2 / ROW_THREADS;  // pairs of neighbouring tokens of a thread
-// Results: the warp's elements of the latent vector, in tiles of 16 heads and 8 elements.
+// Results: the warp's elements of the latent vector, in products of 16 heads.
 constexpr int WARP_DIMS = LATENT_SIZE / NUM_WARPS;
-constexpr int HEAD_TILES = HEADS / 16, DIM_TILES = WARP_DIMS / 8;
+constexpr int HEAD_TILES = HEADS / 16, DIM_TILES = WARP_DIMS / PRODUCT_COLUMNS;
+constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // products of 16 columns
+constexpr int LOGITS = WARP_TOKENS / PRODUCT_COLUMNS * PRODUCT_SUMS,
+              OUT_SUMS = DIM_TILES * PRODUCT_SUMS;  // of 16 heads
+using entries_t = PitchedTile<product_t, PITCH>;
+using probabilities_t = PitchedTile<product_t, PROBABILITY_PITCH>;
 static_assert(WARP_TOKENS % 16 == 0 && PAIRS * ROW_THREADS * 2 == TOKENS && ROWS * NUM_WARPS == TOKENS);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -90,7 +97,8 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     const int head_blocks = ceil_div(int(num_heads), HEADS);
     const int first_head = blockIdx.x % head_blocks * HEADS, block_heads = min(HEADS, int(num_heads) - first_head);
     const int64_t seq = blockIdx.x / head_blocks;
-    const int split = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int split = blockIdx.y, warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const int g = lane_row(lane), t = lane_column(lane);
     const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split));
     const bool direct = splits.count <= 1;
     if (!splits.exists(split) && !(direct && split == 0)) return;
@@ -110,26 +118,46 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
         const int token = start + warp * ROWS + lane % ROWS;
         return token < end ? pages.at_position(token, page_table + seq * table_stride, max_pages, table_step) : NOWHERE;
     };
-    // Calls f(row, chunk, is_own) for every chunk that this lane copies; a chunk that is not the lane's own has is_own
+    // Calls f(row, chunk, is_own, n) for the n-th chunk that this lane copies; a chunk that is not the lane's own has is_own
     // = false. All lanes of the warp make the same number of calls.
     const auto each_chunk = [&](auto f) {
 #pragma unroll
-        for (int i = lane; i < COPIES * 32; i += 32) f(min(i / CHUNKS, ROWS - 1), i % CHUNKS, i < ROWS * CHUNKS);
+        for (int n = 0; n < COPIES; ++n) {
+            const int i = lane + n * WARP_SIZE;
+            f(min(i / CHUNKS, ROWS - 1), i % CHUNKS, i < ROWS * CHUNKS, n);
+        }
     };
     const auto code_at = [&](int row, int chunk) { return codes + ((warp * ROWS + row) * CHUNKS + chunk) * 16; };
+    const auto copy_at = [&](int stage, int row, int chunk) {
+        void* to = tile_at(stage) + (warp * ROWS + row) * PITCH + chunk * CHUNK;
+        if (IS_FP8) to = code_at(row, chunk);
+        return to;
+    };
+    uint32_t held[HOLDS_COPIES ? COPIES : 1][4];
     const auto load = [&](int stage, int64_t place) {
-        each_chunk([&](int row, int chunk, bool is_own) {
-            const int64_t at = shfl<32>(place, row);
-            void* to = tile_at(stage) + (warp * ROWS + row) * PITCH + chunk * CHUNK;
-            if (IS_FP8) to = code_at(row, chunk);
-            if (is_own) cp_async<16>(to, kv_c_and_k_pe_cache + max(at, int64_t(0)) + chunk * CHUNK, at != NOWHERE);
+        each_chunk([&](int row, int chunk, bool is_own, int n) {
+            const int64_t at = shfl<WARP_SIZE>(place, row);
+            const cache_t* const from = kv_c_and_k_pe_cache + max(at, int64_t(0)) + chunk * CHUNK;
+            if constexpr (HOLDS_COPIES) hold<16>(held[n], from, is_own && at != NOWHERE);
+            else if (is_own) cp_async<16>(copy_at(stage, row, chunk), from, at != NOWHERE);
         });
         if (lane < ROWS) exists[stage * TOKENS + warp * ROWS + lane] = place != NOWHERE;
         cp_async_commit();
     };
+    const auto store_held = [&](int stage) {
+        if constexpr (HOLDS_COPIES) {
+            each_chunk([&](int row, int chunk, bool is_own, int n) {
+                if (!is_own) return;
+                Vec<uint32_t, 4> words;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) words.data[i] = held[n][i];
+                *static_cast<Vec<uint32_t, 4>*>(copy_at(stage, row, chunk)) = words;
+            });
+        }
+    };
     // Converts the codes that this lane has copied to elements of the tile.
     const auto convert_codes = [&] {
-        each_chunk([&](int row, int chunk, bool is_own) {
+        each_chunk([&](int row, int chunk, bool is_own, int) {
             if (!is_own) return;
             const unsigned char* from = code_at(row, chunk);
             product_t* to = tile_at(0) + (warp * ROWS + row) * PITCH + chunk * CHUNK;
@@ -152,7 +180,10 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
 
     // The copies of the first tile are in flight while the queries are prepared.
     int start = splits.begin(split);
-    if (start < end) load(0, place_at(start));
+    if (start < end) {
+        load(0, place_at(start));
+        store_held(0);
+    }
     int64_t next_place = place_at(start + TOKENS);
     for (int i = threadIdx.x; i < HEADS * (ENTRY_SIZE / QUERY_ACCESS); i += NUM_THREADS) {
         const int head = i / (ENTRY_SIZE / QUERY_ACCESS), element = i % (ENTRY_SIZE / QUERY_ACCESS) * QUERY_ACCESS;
@@ -172,10 +203,15 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     // Where the warp's logits lie, and the thread's probabilities.
     const int part = warp % PARTS, first_row = warp / PARTS % HEAD_GROUPS * WARP_HEADS;
     const int first_token = warp / PARTS / HEAD_GROUPS * WARP_TOKENS;
-    const int own_head = threadIdx.x / ROW_THREADS, own_pair = threadIdx.x % ROW_THREADS;
-    float max_logit = minus_infinity(), exp_sum = 0.0f, o[HEAD_TILES][DIM_TILES][4];
+    // A thread without a head reads the logits of the last one.
+    const bool has_head = ALL_HAVE_HEADS || threadIdx.x < ROW_THREADS * HEADS;
+    const int own_head = ALL_HAVE_HEADS ? threadIdx.x / ROW_THREADS : min(int(threadIdx.x) / ROW_THREADS, HEADS - 1);
+    const int own_pair = threadIdx.x % ROW_THREADS;
+    float max_logit = minus_infinity(), exp_sum = 0.0f, o[HEAD_TILES][DIM_TILES][PRODUCT_SUMS];
 #pragma unroll
-    for (int i = 0; i < HEAD_TILES * DIM_TILES * 4; ++i) o[i / (DIM_TILES * 4)][i / 4 % DIM_TILES][i % 4] = 0.0f;
+    for (int i = 0; i < HEAD_TILES * OUT_SUMS; ++i) {
+        o[i / OUT_SUMS][i / PRODUCT_SUMS % DIM_TILES][i % PRODUCT_SUMS] = 0.0f;
+    }
 
     for (int stage = 0; start < end; start += TOKENS, stage ^= 1) {
         cp_async_wait<0>();
@@ -186,41 +222,41 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
         }
         if (start + TOKENS < end) load(stage ^ 1, next_place);
         next_place = place_at(start + 2 * TOKENS);
-        const product_t* const tile = tile_at(stage);
+        product_t* const tile = tile_at(stage);
 
         // S = Q K^T, the warp's part of the sum: heads are rows, tokens are columns.
-        float s[WARP_HEADS / 16][WARP_TOKENS / 8][4];
+        float s[WARP_HEADS / 16][WARP_TOKENS / PRODUCT_COLUMNS][PRODUCT_SUMS];
 #pragma unroll
-        for (int i = 0; i < WARP_HEADS / 16 * (WARP_TOKENS / 8) * 4; ++i) {
-            s[i / (WARP_TOKENS / 2)][i / 4 % (WARP_TOKENS / 8)][i % 4] = 0.0f;
+        for (int i = 0; i < WARP_HEADS / 16 * LOGITS; ++i) {
+            s[i / LOGITS][i / PRODUCT_SUMS % (WARP_TOKENS / PRODUCT_COLUMNS)][i % PRODUCT_SUMS] = 0.0f;
         }
-#pragma unroll
+#pragma unroll STEP_UNROLL
         for (int step = 0; step < STEPS; ++step) {
-            const int element = (part * STEPS + step) * 16;
-            uint32_t a[WARP_HEADS / 16][4];
+            uint32_t a[WARP_HEADS / 16][SHORT_WORDS];
 #pragma unroll
             for (int m = 0; m < WARP_HEADS / 16; ++m) {
-                ldmatrix<4>(a[m], queries + (first_row + m * 16 + lane % 16) * PITCH + element + lane / 16 * 8);
+                load_rows(a[m], entries_t{queries}, first_row + m * 16, part * STEPS + step, lane);
             }
 #pragma unroll
             for (int n = 0; n < WARP_TOKENS / 16; ++n) {
-                const int token = first_token + n * 16 + lane / 16 * 8 + lane % 8;
-                uint32_t b[4];
-                ldmatrix<4>(b, tile + token * PITCH + element + lane / 8 % 2 * 8);
+                uint32_t b[SHORT_WORDS];
+                load_columns(b, entries_t{tile}, first_token + n * 16, part * STEPS + step, lane);
 #pragma unroll
                 for (int m = 0; m < WARP_HEADS / 16; ++m) {
-                    mma_m16n8k16<product_t>(s[m][2 * n], a[m], {b[0], b[1]});
-                    mma_m16n8k16<product_t>(s[m][2 * n + 1], a[m], {b[2], b[3]});
+                    product<product_t>(s[m][COLUMN_TILES * n], a[m], b, 0);
+                    if constexpr (COLUMN_TILES == 2) product<product_t>(s[m][2 * n + 1], a[m], b, 1);
                 }
             }
         }
 #pragma unroll
         for (int m = 0; m < WARP_HEADS / 16; ++m) {
 #pragma unroll
-            for (int i = 0; i < WARP_TOKENS / 4; ++i) {
-                const int row = part * HEADS + first_row + m * 16 + g + i % 2 * 8, n = i / 2;
-                *reinterpret_cast<float2*>(logit_parts + row * LOGIT_PITCH + first_token + n * 8 + 2 * t) =
-                    float2{s[m][n][i % 2 * 2], s[m][n][i % 2 * 2 + 1]};
+            for (int i = 0; i < LOGITS / 2; ++i) {
+                const int n = i / (PRODUCT_SUMS / 2), pair = i % (PRODUCT_SUMS / 2), half = pair / (ROW_SUMS / 2);
+                const int row = part * HEADS + first_row + m * 16 + g + half * 8;
+                const int column = first_token + n * PRODUCT_COLUMNS + t + pair % (ROW_SUMS / 2) * 2;
+                *reinterpret_cast<float2*>(logit_parts + row * LOGIT_PITCH + column) =
+                    float2{s[m][n][2 * pair], s[m][n][2 * pair + 1]};
             }
         }
         __syncthreads();
@@ -252,39 +288,47 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
             const float low = probability_of<product_t>(logits[2 * i], max_logit);
             const float high = probability_of<product_t>(logits[2 * i + 1], max_logit);
             exp_sum += low + high;
-            *reinterpret_cast<uint32_t*>(probabilities + own_head * PROBABILITY_PITCH +
-                                         2 * (i * ROW_THREADS + own_pair)) = pack_pair<product_t>(low, high);
+            const uint32_t pair = pack_pair<product_t>(low, high);
+            product_t* const to = probabilities + own_head * PROBABILITY_PITCH + 2 * (i * ROW_THREADS + own_pair);
+            if (has_head) *reinterpret_cast<uint32_t*>(to) = pair;
         }
-        if (own_pair == 0) factors[own_head] = shrink;
+        if (has_head && own_pair == 0) factors[own_head] = shrink;
         __syncthreads();
 
         // O += P V: heads are rows, elements of the latent vector are columns.
 #pragma unroll
         for (int m = 0; m < HEAD_TILES; ++m) {
-            const float factor[2] = {factors[m * 16 + g], factors[m * 16 + g + 8]};
-            if (any_lane(factor[0] != 1.0f || factor[1] != 1.0f)) {
+            float factor[LANE_ROWS];
+            bool shrinks = false;
 #pragma unroll
-                for (int i = 0; i < DIM_TILES * 4; ++i) o[m][i / 4][i % 4] *= factor[i % 4 / 2];
+            for (int half = 0; half < LANE_ROWS; ++half) {
+                factor[half] = factors[m * 16 + g + half * 8];
+                shrinks |= factor[half] != 1.0f;
+            }
+            if (any_lane(shrinks)) {
+#pragma unroll
+                for (int i = 0; i < OUT_SUMS; ++i) {
+                    o[m][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= factor[i / ROW_SUMS % LANE_ROWS];
+                }
             }
         }
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; ++k) {
-            uint32_t a[HEAD_TILES][4];
+            uint32_t a[HEAD_TILES][SHORT_WORDS];
 #pragma unroll
-            for (int m = 0; m < HEAD_TILES; ++m) {
-                ldmatrix<4>(a[m], probabilities + (m * 16 + lane % 16) * PROBABILITY_PITCH + k * 16 + lane / 16 * 8);
-            }
+            for (int m = 0; m < HEAD_TILES; ++m) load_rows(a[m], probabilities_t{probabilities}, m * 16, k, lane);
 #pragma unroll
-            for (int n = 0; n < DIM_TILES / 2; ++n) {
-                uint32_t b[4];
-                ldmatrix<4, true>(b, tile + (k * 16 + lane % 16) * PITCH + warp * WARP_DIMS + n * 16 + lane / 16 * 8);
+            for (int n = 0; n < WARP_DIMS / 16; ++n) {
+                uint32_t b[SHORT_WORDS];
+                load_transposed(b, entries_t{tile}, k * 16, warp * (WARP_DIMS / 16) + n, lane);
 #pragma unroll
                 for (int m = 0; m < HEAD_TILES; ++m) {
-                    mma_m16n8k16<product_t>(o[m][2 * n], a[m], {b[0], b[1]});
-                    mma_m16n8k16<product_t>(o[m][2 * n + 1], a[m], {b[2], b[3]});
+                    product<product_t>(o[m][COLUMN_TILES * n], a[m], b, 0);
+                    if constexpr (COLUMN_TILES == 2) product<product_t>(o[m][2 * n + 1], a[m], b, 1);
                 }
             }
         }
+        if (start + TOKENS < end) store_held(stage ^ 1);
     }
     cp_async_wait<0>();
     __syncthreads();
@@ -293,7 +337,7 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
 #pragma unroll
     for (int mask = 1; mask < ROW_THREADS; mask *= 2) exp_sum += shfl_xor(exp_sum, mask);
     exp_sum *= FULL_SCALE<product_t>;
-    if (own_pair == 0) {
+    if (has_head && own_pair == 0) {
         factors[own_head] = 1.0f / (exp_sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
         const int64_t row = seq * num_heads + first_head + own_head;
         if (own_head < block_heads && !direct) {
@@ -305,20 +349,24 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < HEAD_TILES * 2; ++i) {
-        const int m = i / 2, half = i % 2, head = m * 16 + g + half * 8;
+    for (int i = 0; i < HEAD_TILES * LANE_ROWS; ++i) {
+        const int m = i / LANE_ROWS, half = i % LANE_ROWS, head = m * 16 + g + half * 8;
         if (head >= block_heads) continue;
         const float factor = factors[head];
-        const int element = warp * WARP_DIMS + 2 * t;
+        const int element = warp * WARP_DIMS + t;
         const int64_t row = (seq * num_heads + first_head + head) * max_splits + split;
 #pragma unroll
         for (int n = 0; n < DIM_TILES; ++n) {
-            const float pair[2] = {o[m][n][2 * half] * factor, o[m][n][2 * half + 1] * factor};
-            if (direct) {
-                Vec<out_t, 2>::from_floats(pair).template store<OUT_ACCESS>(
-                    out + seq * out_stride + int64_t(first_head + head) * LATENT_SIZE + element + n * 8);
-            } else {
-                Vec<float, 2>::from_floats(pair).store(tmp_out + row * LATENT_SIZE + element + n * 8);
+#pragma unroll
+            for (int l = 0; l < ROW_SUMS; l += 2) {
+                const int at = half * ROW_SUMS + l, column = n * PRODUCT_COLUMNS + l;
+                const float pair[2] = {o[m][n][at] * factor, o[m][n][at + 1] * factor};
+                if (direct) {
+                    Vec<out_t, 2>::from_floats(pair).template store<OUT_ACCESS>(
+                        out + seq * out_stride + int64_t(first_head + head) * LATENT_SIZE + element + column);
+                } else {
+                    Vec<float, 2>::from_floats(pair).store(tmp_out + row * LATENT_SIZE + element + column);
+                }
             }
         }
     }

@@ -21,10 +21,11 @@ all_reduce_add_rms_norm(scalar_t* out,            // [num_rows, HIDDEN_SIZE]
                         const scalar_t* weight,   // [HIDDEN_SIZE]
                         const uint64_t* peers,    // [8]: address of the input of each rank
                         const uint64_t* signals,  // [8]: address of the signals of each rank
+                        LostRank* lost,           // [8]: each rank, if the kernel gives it up
                         Signals* own_signals, int64_t num_rows, int rank, float epsilon) {
     await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
-    World<WORLD_SIZE> world(signals, own_signals, rank);
+    World<WORLD_SIZE> world(signals, own_signals, lost, rank);
     const scalar_t* inputs[WORLD_SIZE];
 #pragma unroll
     for (int i = 0; i < WORLD_SIZE; ++i) inputs[i] = reinterpret_cast<const scalar_t*>(peers[i]);

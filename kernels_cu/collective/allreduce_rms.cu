@@ -53,10 +53,11 @@ allreduce_rms(scalar_t* q_out,           // [num_rows, Q_SIZE]
               const scalar_t* q_weight,  // [Q_SIZE]
               const scalar_t* k_weight,  // [K_SIZE]
               const uint64_t* signals,   // [WORLD_SIZE]: address of the signals of each rank
+              LostRank* lost,            // [8]: each rank, if the kernel gives it up
               int64_t num_rows, int64_t input_stride, int rank, float epsilon) {
     await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
-    World<WORLD_SIZE> world(signals, reinterpret_cast<Signals*>(signals[rank]), rank);
+    World<WORLD_SIZE> world(signals, reinterpret_cast<Signals*>(signals[rank]), lost, rank);
     const int half = world.meeting & 1;
     for (int64_t r = blockIdx.x; r < num_rows; r += gridDim.x) {
         const scalar_t* x = input + r * input_stride;

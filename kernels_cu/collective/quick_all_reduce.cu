@@ -98,9 +98,10 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 quick_all_reduce(scalar_t* out,            // [num_vecs * 8]
                  const scalar_t* input,    // [num_vecs * 8]
                  const uint64_t* signals,  // [8]: address of the signals of each rank
+                 LostRank* lost,           // [8]: each rank, if the kernel gives it up
                  Signals* own_signals, int64_t num_vecs, int64_t slice, int rank) {
     await_previous_kernel();
-    World<WORLD_SIZE> world(signals, own_signals, rank);
+    World<WORLD_SIZE> world(signals, own_signals, lost, rank);
     const int64_t first = int64_t(blockIdx.x) * NUM_THREADS, step = int64_t(gridDim.x) * NUM_THREADS;
     const auto section = [&](int of, int number) {
         return Section{world.template scratch<char>(of) + number * Section::bytes(slice), slice};

@@ -43,7 +43,8 @@ HOST_API void* dynamic_shared();
 
 // Flags of include/signals.cuh, by which ranks tell each other what they have done (ranks.h).
 HOST_API void store_flag(uint32_t* flag, uint32_t value);
-HOST_API void await_flag(const uint32_t* flag, uint32_t value, unsigned from);
+HOST_API bool await_flag(const uint32_t* flag, uint32_t value, unsigned from);
+HOST_API void give_up();
 
 // Check and record an access that the compiler does not instrument.
 enum class Access : uint8_t { READ, WRITE, ATOMIC };

@@ -120,7 +120,7 @@ inline bool take_turn(unsigned rank, Index first) {
             make_ready(threads, num_threads(), [](unsigned i) { return threads[i].wait == Wait::CLUSTER; });
         }
         if constexpr (CLOCKED) make_ready(threads, num_threads(), awaited_phase_has_ended);
-        if (state.launch.num_ranks) make_ready(threads, num_threads(), awaited_flag_has_come);
+        if (state.launch.num_ranks) make_ready(threads, num_threads(), awaits_nothing);
     } else if (state.launch.num_ranks) {
         begin_block(first);
         next_epoch();  // of the first, flags tell that the rank has begun
@@ -141,15 +141,19 @@ inline bool take_turn(unsigned rank, Index first) {
     return true;
 }
 
-// End a launch of several ranks all of which wait, or have ended.
-[[noreturn]] inline void no_rank_can_run(unsigned stuck) {
-    char text[sizeof Fault::message - 128] = "";
-    for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
-        if (!cluster[rank].ended) describe_flags(rank, cluster[rank].threads, text, sizeof text);
+// All ranks wait, or have ended: first, threads that wait for a flag may give up, then the launch ends.
+inline void no_rank_can_run(unsigned stuck) {
+    if (!*ranks_that_wait) {
+        for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
+            if (!cluster[rank].ended) {
+                describe_flags(rank, cluster[rank].threads, ranks_that_wait, sizeof ranks_that_wait);
+            }
+        }
+        return;
     }
     enter_block(stuck);
     resume_block(cluster[stuck]);
-    raise_fault("deadlock", {nullptr, 0, threads[0].pc}, "%s", text);
+    raise_fault("deadlock", {nullptr, 0, threads[0].pc}, "%s", ranks_that_wait);
 }
 
 // Run the blocks of the cluster until each of them waits for the cluster or has ended. Returns how many wait.
@@ -174,8 +178,8 @@ inline unsigned run_to_barrier(Index first) {
             if (ran || land_copy()) continue;
         }
         if (state.launch.num_ranks) {
-            if (ran) continue;
-            no_rank_can_run(stuck);
+            if (!ran) no_rank_can_run(stuck);
+            continue;
         }
         enter_block(stuck);
         resume_block(cluster[stuck]);

@@ -1,4 +1,5 @@
-// mma.h: a warp's matrix products, matrix loads and matrix stores, for include/mma.cuh, which describes the fragments.
+// mma.h: a warp's matrix products, matrix loads and matrix stores, for include/mma.cuh and include/matrix_core.cuh, the
+// headers that describe the fragments.
 #pragma once
 #include "cuda.h"
 
@@ -47,6 +48,65 @@ inline void host_mma(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]
             }
         },
         file, line);
+}
+
+// AMD's matrix cores by name, with the first element of the rows of D and of an operand that lane l holds, and what the
+// instruction makes of K: as AMD's matrix instruction calculator has them.
+//
+//     MFMA       16x16x16 of 16 bits, 16x16x32 of 8 bits; 64 lanes
+//     WMMA_11    16x16x16; lanes 16 to 31 hold the operands of lanes 0 to 15 again: where they do not, sums are LOST
+//     WMMA_12    16x16x16
+template <typename T, int CORE>
+struct host_core {
+    static constexpr bool IS_MFMA = CORE == 1, IS_11 = CORE == 2;
+    static constexpr int LANES = IS_MFMA ? 64 : 32, SUMS = IS_MFMA ? 4 : 8;
+    static constexpr int N = 4 / sizeof(T), K = IS_MFMA ? 8 * N : 16;  // elements of a word, and of an instruction's sum
+    static constexpr int WORDS = IS_11 ? 16 / N : IS_MFMA ? 2 : 8 / N;
+    // K of element `e` of lane l: runs of lanes follow each other, but 16 bits of WMMA_12 are runs of four by turns.
+    static int k_of(int lane, int e) {
+        if (IS_11) return e;
+        if (IS_MFMA || N == 4) return lane / 16 * WORDS * N + e;
+        return e / 4 * 8 + lane / 16 * 4 + e % 4;
+    }
+    static int row_of(int lane, int i) { return IS_11 ? 2 * i + lane / 16 : lane / 16 * SUMS + i; }
+};
+
+// d += a * b^T on AMD's matrix cores, an instruction for every host_core::WORDS words. Sums are rounded as those of
+// host_mma.
+template <typename T, int CORE, typename Sum, int SUMS, int WORDS>
+inline void host_matrix_core(Sum (&d)[SUMS], const uint32_t (&a)[WORDS], const uint32_t (&b)[WORDS], HOST_PLACE) {
+    using core = host_core<T, CORE>;
+    static_assert(SUMS == core::SUMS && WORDS % core::WORDS == 0);
+    for (int word = 0; word < WORDS; word += core::WORDS) {
+        host_operands<Sum> own = {a + word, b + word, d};
+        host::warp_collective(
+            "matrix core", core::LANES == 64 ? ~uint64_t(0) : 0xffffffffu, &own,
+            [](void* const* payloads, uint64_t) {
+                double A[16][core::K], B[16][core::K];
+                constexpr double LOST = 1 << 30;
+                bool lost = false;
+                for (int lane = 0; lane < core::LANES; ++lane) {
+                    const auto& operands = *static_cast<host_operands<Sum>*>(payloads[lane]);
+                    const auto& first = *static_cast<host_operands<Sum>*>(payloads[lane % 16]);
+                    for (int i = 0; core::IS_11 && i < core::WORDS; ++i) {
+                        lost |= operands.a[i] != first.a[i] || operands.b[i] != first.b[i];
+                    }
+                    for (int e = 0; e < core::WORDS * core::N; ++e) {
+                        A[lane % 16][core::k_of(lane, e)] = host_number<T>(operands.a[e / core::N], e % core::N);
+                        B[lane % 16][core::k_of(lane, e)] = host_number<T>(operands.b[e / core::N], e % core::N);
+                    }
+                }
+                for (int lane = 0; lane < core::LANES; ++lane) {
+                    const auto& operands = *static_cast<host_operands<Sum>*>(payloads[lane]);
+                    for (int i = 0; i < SUMS; ++i) {
+                        double sum = lost ? LOST : operands.d[i];
+                        for (int k = 0; k < core::K; ++k) sum += A[core::row_of(lane, i)][k] * B[lane % 16][k];
+                        operands.d[i] = Sum(sum);
+                    }
+                }
+            },
+            file, line);
+    }
 }
 
 // ldmatrix: `own`, the row whose address the lane has given, and `fragment`, the lane's result.

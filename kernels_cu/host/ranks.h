@@ -36,12 +36,16 @@ struct Awaited {
     const uint32_t* address;
     uint32_t value;
     unsigned from;
+    bool given_up;  // the thread has been told that the flag will not come
 };
 inline Awaited awaited[MAX_CLUSTER][MAX_THREADS];
+// Once no rank can run: who waits for whom. Every thread that waits for a flag then runs once more, to give up.
+inline char ranks_that_wait[sizeof Fault::message - 128];
 
 inline bool has_come(const Awaited& flag) { return int32_t(*flag.address - flag.value) >= 0; }
-inline bool awaited_flag_has_come(unsigned thread) {
-    return threads[thread].wait == Wait::FLAG && has_come(awaited[state.rank][thread]);
+inline bool awaits_nothing(unsigned thread) {
+    const Awaited& flag = awaited[state.rank][thread];
+    return threads[thread].wait == Wait::FLAG && !flag.given_up && (has_come(flag) || *ranks_that_wait);
 }
 
 inline Flag* flag_at(const uint32_t* address, bool make) {
@@ -101,6 +105,7 @@ inline void check_owner(uint32_t owner, Access kind, const void* pc) {
 }
 
 inline void begin_ranks() {
+    *ranks_that_wait = 0;
     for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
         rank_clocks[rank] = {};
         rank_clocks[rank].first_epoch = memory.epoch + 1 + rank * MAX_BARRIERS;
@@ -140,12 +145,14 @@ __attribute__((noinline)) void store_flag(uint32_t* flag, uint32_t value) {
     *flag = value;
 }
 
-__attribute__((noinline)) void await_flag(const uint32_t* flag, uint32_t value, unsigned from) {
+// Whether the flag has come; if not, no rank can run.
+__attribute__((noinline)) bool await_flag(const uint32_t* flag, uint32_t value, unsigned from) {
     const void* pc = __builtin_return_address(0);
     check_bounds(reinterpret_cast<const char*>(flag), sizeof *flag, Access::READ, pc, true);
     const unsigned number = state.current->number;
-    awaited[state.rank][number] = {flag, value, from};
+    awaited[state.rank][number] = {flag, value, from, false};
     while (!has_come(awaited[state.rank][number])) {
+        if (*ranks_that_wait) return false;
         begin_wait(Wait::FLAG, "a flag", 0, "", 0, pc);
         yield();
     }
@@ -154,6 +161,16 @@ __attribute__((noinline)) void await_flag(const uint32_t* flag, uint32_t value, 
         for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
             if (record->clock[rank] > acquired[rank]) acquired[rank] = record->clock[rank];
         }
+    }
+    return true;
+}
+
+// Of a thread whose flag will not come: the launch ends when all such threads have come here.
+__attribute__((noinline)) void give_up() {
+    awaited[state.rank][state.current->number].given_up = true;
+    for (;;) {
+        begin_wait(Wait::FLAG, "a flag", 0, "", 0, __builtin_return_address(0));
+        yield();
     }
 }
 

@@ -2,10 +2,37 @@
 //
 // A thread's copies form groups: cp_async adds a copy to the open group, cp_async_commit closes the group, and
 // cp_async_wait<N> waits until at most the N newest closed groups are in flight. Then the thread sees the copies of the
-// other groups; other threads see them after a barrier. On AMD copies are synchronous.
+// other groups; other threads see them after a barrier. On AMD copies are synchronous: a thread that has something else
+// to do first holds them in registers (HOLDS_COPIES).
 
 #pragma once
-#include "memory.cuh"
+#include "vec.cuh"
+
+// Whether copies are loads that a thread stores later, when it has done what hides their latency. The emulation of AMD's
+// matrix cores has it as AMD has.
+#if defined(PYOPS_HOST_CORE)
+constexpr bool HOLDS_COPIES = true;
+#else
+constexpr bool HOLDS_COPIES = PYOPS_HIP || (PYOPS_HOST && WARP_SIZE == 64);
+#endif
+
+// Loads BYTES bytes (4, 8 or 16) from an address that is a multiple of BYTES; zeros, and nothing is read, if not `valid`.
+template <int BYTES>
+DEVICE void hold(uint32_t* words, const void* global, bool valid) {
+#if PYOPS_HIP
+    // A vector of clang's own stays in registers; a struct, such as uint4, would come by way of scratch memory.
+    using words_t = uint32_t __attribute__((ext_vector_type(BYTES / 4)));
+    words_t loaded = 0;
+    if (valid) loaded = *static_cast<const words_t*>(global);
+#pragma unroll
+    for (int i = 0; i < BYTES / 4; ++i) words[i] = loaded[i];
+#else
+    Vec<uint32_t, BYTES / 4> loaded{};
+    if (valid) loaded = *static_cast<const Vec<uint32_t, BYTES / 4>*>(global);
+#pragma unroll
+    for (int i = 0; i < BYTES / 4; ++i) words[i] = loaded.data[i];
+#endif
+}
 
 // Copies BYTES bytes (4, 8 or 16); both addresses are multiples of BYTES. If not `valid`, nothing is read and zeros are
 // written.
@@ -30,8 +57,9 @@ DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
 #elif PYOPS_HOST
     host::copy_async(shared, global, BYTES, valid ? BYTES : 0);
 #else
-    using word_t = typename word_of<BYTES>::type;
-    *static_cast<word_t*>(shared) = valid ? *static_cast<const word_t*>(global) : word_t{};
+    uint32_t words[BYTES / 4];
+    hold<BYTES>(words, global, valid);
+    *static_cast<Vec<uint32_t, BYTES / 4>*>(shared) = *reinterpret_cast<Vec<uint32_t, BYTES / 4>*>(words);
 #endif
 }
 

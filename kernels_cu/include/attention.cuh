@@ -165,6 +165,40 @@ DEVICE float logit_of(float product, float unit, float softcap) {
     return HAS_SOFTCAP ? softcap * LOG2_E * hyperbolic_tangent(product * unit) : product * unit;
 }
 
+// The same by a series, with a relative error below 2^-19, for many products whose z = product * scale / softcap are all
+// below LIMIT: y = product * unit(scale, softcap) is z in units of half of it, so that one bit of y says whether the
+// series serves.
+struct CapSeries {
+    static constexpr float LIMIT = 0.8f;
+    float terms[5];  // the logit is y * (terms[0] + terms[1] * y^2 + ... + terms[4] * y^8)
+
+    DEVICE explicit CapSeries(float softcap) {
+        // tanh(z) / z by powers of z^2: of all polynomials of degree 4, that of the least relative error up to LIMIT.
+        constexpr float OF_Z[5] = {0.9999990f, -0.33325372f, 0.13230564f, -0.049180104f, 0.0121001f};
+        float power = softcap * LOG2_E * (LIMIT / 2);
+#pragma unroll
+        for (int i = 0; i < 5; ++i) {
+            terms[i] = OF_Z[i] * power;
+            power *= LIMIT / 2 * (LIMIT / 2);
+        }
+        // The assembler keeps terms in uniform registers, of which an instruction takes one; the first instruction of
+        // logit() takes two terms. Nothing, but a nothing of each thread, brings one of them to a register.
+        terms[4] = fmaf(float(threadIdx.x), 0.0f, terms[4]);
+    }
+    static DEVICE float unit(float scale, float softcap) { return scale / softcap * (2 / LIMIT); }
+    // serves(bits(y) | ...): whether the series serves all of these y. From 2 on, the highest bit of an exponent is set.
+    static DEVICE uint32_t bits(float y) { return __float_as_uint(y); }
+    static DEVICE bool serves(uint32_t bits) { return !(bits >> 30 & 1); }
+    // The logit of y, less `base`.
+    DEVICE float logit(float y, float base = 0.0f) const {
+        const float square = y * y;
+        float sum = terms[4];
+#pragma unroll
+        for (int i = 3; i >= 0; --i) sum = fmaf(sum, square, terms[i]);
+        return fmaf(y, sum, -base);
+    }
+};
+
 // 1 / 2^n for the largest power of two 2^n <= x, where x > 0 and both 2^n and 1 / 2^n are normal.
 DEVICE float inverse_power_of_two(float x) {
     const int exponent = min(max(__float_as_int(x) >> 23, 1), 253);

@@ -4,6 +4,35 @@
 #include "fp4.cuh"
 #include "reduce.cuh"
 
+// Rows of experts that follow each other: those of e are offsets[e] to offsets[e + 1] - 1. From the first invalid offset
+// on (below 0, below the one before, or beyond the rows), experts have none.
+struct FollowingRows {
+    const int32_t* offsets;  // [num_experts + 1]
+    int64_t num_rows;
+
+    DEVICE void of(int e, int32_t& begin, int32_t& end) const { begin = offsets[e], end = offsets[e + 1]; }
+    // Those of e, given those of the expert before.
+    DEVICE void next(int e, int32_t& begin, int32_t& end) const { begin = end, end = offsets[e + 1]; }
+    DEVICE bool is_valid(int32_t begin, int32_t end) const { return begin >= 0 && begin <= end && end <= num_rows; }
+};
+
+// Rows of experts that lie anywhere: those of e are offsets[e] and the problem_sizes[e, 0] - 1 that follow. An expert
+// whose rows do not all exist has none.
+struct SizedRows {
+    const int32_t* offsets;        // [num_experts]
+    const int32_t* problem_sizes;  // [num_experts, 3]
+    int64_t num_rows;
+
+    DEVICE void of(int e, int32_t& begin, int32_t& end) const {
+        const int64_t first = offsets[e], rows = problem_sizes[int64_t(e) * 3];
+        const bool exist = first >= 0 && rows >= 0 && first + rows <= num_rows;
+        begin = exist ? int32_t(first) : 0;
+        end = exist ? int32_t(first + rows) : 0;
+    }
+    DEVICE void next(int e, int32_t& begin, int32_t& end) const { of(e, begin, end); }
+    DEVICE bool is_valid(int32_t, int32_t) const { return true; }
+};
+
 // The expert that owns tile `wanted`, the tiles of all experts counted one after another. `scales` is null where experts
 // have no scales of their own; g is 1 then.
 struct Expert {
@@ -14,8 +43,9 @@ struct Expert {
     uint32_t tile;  // number of the wanted tile among the expert's
 
     // Each lane counts the tiles of its consecutive experts. Every lane of the warp takes part.
-    DEVICE Expert(const int32_t* offsets, const int32_t* tile_offsets, const float* scales, int num_experts,
-                  int64_t num_rows, uint32_t wanted) {
+    template <typename Rows>
+    DEVICE
+    Expert(const Rows& rows, const int32_t* tile_offsets, const float* scales, int num_experts, uint32_t wanted) {
         const int lane = threadIdx.x % WARP_SIZE, lane_experts = ceil_div(num_experts, WARP_SIZE);
         const int first = min(lane * lane_experts, num_experts - 1),
                   end_expert = min((lane + 1) * lane_experts, num_experts);
@@ -23,7 +53,8 @@ struct Expert {
             return (end - begin + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS;
         };
         // Tile offset and scale of the lane's first expert are loaded early, in case this expert is the wanted one.
-        const int32_t own_begin = offsets[first], own_end = offsets[first + 1];
+        int32_t own_begin, own_end;
+        rows.of(first, own_begin, own_end);
         tiles_at = tile_offsets[first];
         g = scales ? scales[first] : 1.0f;
         begin = own_begin;
@@ -31,11 +62,8 @@ struct Expert {
         uint32_t tiles = 0;
         bool is_valid = true;
         for (int e = lane * lane_experts; e < end_expert; ++e) {
-            if (e > first) {
-                begin = end;
-                end = offsets[e + 1];
-            }
-            is_valid = is_valid && begin >= 0 && begin <= end && end <= num_rows;
+            if (e > first) rows.next(e, begin, end);
+            is_valid = is_valid && rows.is_valid(begin, end);
             tiles += is_valid ? count(begin, end) : 0;
         }
         const lane_mask_t stop = ballot(!is_valid);
@@ -56,8 +84,7 @@ struct Expert {
 #pragma unroll 1
             for (int e = first; tile >= count(begin, end);) {
                 tile -= count(begin, end);
-                begin = end;
-                end = offsets[++e + 1];
+                rows.next(++e, begin, end);
                 tiles_at = tile_offsets[e];
                 g = scales ? scales[e] : 1.0f;
             }

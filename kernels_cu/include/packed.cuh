@@ -30,10 +30,22 @@ DEVICE Vec<T, N> awq_columns(uint32_t word, int first) {
     return result;
 }
 
+// Eight codes plus 8, of what `marlin_int4_fp8_preprocess` has made of them: 0 ... 7 are themselves, 8 ... 15 are -1 ... -8.
+DEVICE uint32_t recoded_plus_8(uint32_t codes) {
+    const uint32_t signs = codes & 0x88888888;
+    return codes ^ 0x88888888 ^ (signs - (signs >> 3));
+}
+
 // integer - offset, exactly, for integers below 2^22: the last place of 2^23 is worth 1, so that or-ing an integer to its
 // bits adds the integer.
 DEVICE float integer_to_float(uint32_t integer, float offset) {
     return __uint_as_float(integer | 0x4b000000) - (8388608.0f + offset);
+}
+
+// The number of a code of e2m1. A digit of the constant for each magnitude: twice 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+DEVICE float e2m1_to_float(uint32_t code) {
+    const float twice = float(int(0xc8643210u >> (code & 7u) * 4 & 15u));
+    return (code & 8u ? -0.5f : 0.5f) * twice;
 }
 
 // x[i] = byte i of a word - offset, exactly; the offset is an integer.

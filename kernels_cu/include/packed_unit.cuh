@@ -5,6 +5,7 @@
 // A warp has TILES such tiles of 16 columns. Which columns and rows of the unit these are is what the lane's words hold;
 // where a pair is not of the rows that mma.cuh says, `Rows` takes a in the same order. Constants are the kernel's.
 #pragma once
+#include "async.cuh"
 #include "dequant.cuh"
 #include "gemm_epilogue.cuh"
 #include "group_scale.cuh"
@@ -24,13 +25,16 @@ constexpr int A_CHUNKS = STEP_K / 8;                                            
 constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;  // of a step
 constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED ? TILE_N * 2 : 0;
-constexpr int STAGE_BYTES = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES);
+constexpr int UNIT_BYTES = WORDS * 4 * 32;  // of a warp
+// Of a step: rows of a, then scales of its groups, then their zero points, then codes.
+constexpr int CODES_AT = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), STAGE_BYTES = CODES_AT + UNITS * UNIT_BYTES;
 // Whether a sum of a row of a is needed.
 constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
 // Whether codes lie in tiles, so that columns of a fragment are neighbours.
 constexpr bool IS_TILED = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 || LAYOUT == layout_marlin_8;
 static_assert(TILE_N == 64 || (TILE_N == 128 && LAYOUT == layout_awq));
+static_assert(CODES_AT % 16 == 0);
 static_assert(LAYOUT != layout_n32k16 || (BITS == 8 && !HAS_SCALES && !ZERO_CODES));
 static_assert(LAYOUT != layout_marlin_8 || (BITS == 4 && !ZERO_CODES));
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
@@ -48,7 +52,7 @@ struct Unit {
         else return TILE_N / 8 * g + 2 * tile + h;
     }
 
-    // Codes lie in lines, one after another along K: of LINES a unit, of which a load of a lane is a part of one. Sizes of
+    // Codes lie in lines, one after another along K: of LINES a unit, of which a copy of a lane is a part of one. Sizes of
     // lines come of the pitch: columns of the weight; of layout_n32k16, where those of eight columns lie one after
     // another from the first row to the last, rows.
     static DEVICE int64_t pitch(int64_t n, int64_t k) { return LAYOUT == layout_n32k16 ? k : n; }
@@ -57,42 +61,50 @@ struct Unit {
     static DEVICE int64_t unit_words(int64_t pitch) {
         return LAYOUT == layout_n32k16 ? 16 : pitch * (UNIT_K * BITS / 32);
     }
-    // The line of the lane's first load, in a unit, and where in the line it is.
+    // The line of the lane's first copy, in a unit, and where in the line it is.
     static DEVICE int line() { return IS_TILED ? 0 : threadIdx.x % 4 * (LINES / 4); }
     static DEVICE int64_t place(int64_t first_column, int64_t pitch) {
         const int lane = threadIdx.x % 32, g = lane / 4;
         if constexpr (LAYOUT == layout_awq) return first_column / 8 + AWQ_WORDS * g;
         else if constexpr (IS_GPTQ) return first_column + 4 * g;
         else if constexpr (LAYOUT == layout_n32k16) return (first_column / 4 + g) * pitch + lane % 4 * 4;
-        else return first_column * (LAYOUT == layout_marlin_8 ? BITS : BITS / 2) + lane * BITS;
+        else return first_column * (LAYOUT == layout_marlin_8 ? BITS : BITS / 2) + lane * 4;
     }
 
-    // A lane's loads, and where they are from the first one on: in lines of their own, but where a line has two.
-    static constexpr int LOADS = LAYOUT == layout_awq ? WORDS / AWQ_WORDS : 2;
+    // A lane's copies, and where they are from the first one on: in lines of their own, but where a line has two.
+    static constexpr int COPIES = LAYOUT == layout_awq ? WORDS / AWQ_WORDS : 2, COPY_BYTES = 4 * WORDS / COPIES;
     static constexpr bool OWN_LINES = LAYOUT == layout_awq || (LAYOUT == layout_marlin && PRODUCTS == 2);
-    static DEVICE int64_t load_at(int i, int64_t pitch) {
+    // Whether the words of a lane lie one after another. Then lanes copy for each other: two copies of half of each 32
+    // bytes would bring these bytes from L2 twice.
+    static constexpr bool NEIGHBOURS = LAYOUT == layout_marlin && BITS == 8;
+    static DEVICE int64_t copy_at(int i, int64_t pitch) {
         if constexpr (LAYOUT == layout_n32k16) return i * 8 * pitch;
-        else if constexpr (LAYOUT == layout_marlin_8) return i * 128;
-        else return OWN_LINES ? i * line_words(pitch) : i * (IS_GPTQ ? 32 : 4);
+        else if constexpr (LAYOUT == layout_marlin_8 || NEIGHBOURS) return i * 128;
+        else return OWN_LINES ? i * line_words(pitch) : i * 32;
     }
+    // Where, in a unit in shared memory, a piece of 16 bytes is: neighbours on different banks, as are two pieces of lanes.
+    static DEVICE int piece_at(int piece) { return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : piece) * 16; }
 
-    // `from` is where the lane's first load of the unit is. All but `lines` of the lines from there on do not exist; the
-    // last that does stands for them, whose rows meet zeros of a.
-    DEVICE void load(const uint32_t* from, int64_t pitch, int lines) {
-        using run_t = Vec<uint32_t, WORDS / LOADS>;
+    // Copies a unit to shared memory. `from` is where the lane's first copy is from. All but `lines` of the lines from
+    // there on do not exist; the last that does stands for them, whose rows meet zeros of a.
+    static DEVICE void copy(uint8_t* to, const uint32_t* from, int64_t pitch, int lines) {
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            const int existing = WHOLE_STEPS || !OWN_LINES ? i : min(i, lines - 1);
-            const run_t run = run_t::load_once(from + load_at(existing, pitch));
-#pragma unroll
-            for (int j = 0; j < WORDS / LOADS; ++j) words[i * (WORDS / LOADS) + j] = run.data[j];
+        for (int i = 0; i < COPIES; ++i) {
+            const int existing = WHOLE_STEPS || !OWN_LINES ? i : min(i, lines - 1), byte = i * COPY_BYTES;
+            const int piece = byte / 16 * 32 + threadIdx.x % 32;
+            cp_async<COPY_BYTES>(to + piece_at(piece) + byte % 16, from + copy_at(existing, pitch));
         }
     }
-
-    // The inverse of `marlin_int4_fp8_preprocess` plus 8: codes 0 ... 7 are themselves, and 8 ... 15 are -1 ... -8.
-    static DEVICE uint32_t code_plus_8(uint32_t codes) {
-        const uint32_t signs = codes & 0x88888888;
-        return codes ^ 0x88888888 ^ (signs - (signs >> 3));
+    // Reads the lane's words of a unit that is there.
+    DEVICE void read(const uint8_t* from) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int piece = NEIGHBOURS ? 2 * lane + half : 32 * half + lane;
+            const auto four = Vec<uint32_t, 4>::load(reinterpret_cast<const uint32_t*>(from + piece_at(piece)));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[4 * half + i] = four.data[i];
+        }
     }
 
     // Pair q of rows of column (tile, h), in product number `product`: codes_t::Raw.
@@ -103,7 +115,7 @@ struct Unit {
         } else if constexpr (LAYOUT == layout_marlin_8) {
             // Rows of a word, from the lowest code: 0 16 1 17 2 18 3 19.
             uint32_t word = words[2 * tile + h];
-            if constexpr (RECODED) word = code_plus_8(word);
+            if constexpr (RECODED) word = recoded_plus_8(word);
             return decode.raw(word, product + 2 * q, term);
         } else if constexpr (LAYOUT == layout_n32k16) {
             return decode.raw(__byte_perm(words[2 * tile + h], 0, 0x3120), q, term);  // rows of a pair are neighbours

@@ -9,11 +9,16 @@
 //     layout_marlin     [32 BITS, N / 64, K / 16], boxes of 32 BITS x TILE_N / 64 x 4: whole tiles
 //     layout_gptq       [N, K BITS / 32, 1], boxes of TILE_N x 2 BITS x 1; layout_exllama likewise
 //     layout_awq        [N / 8, K, 1], boxes of TILE_N / 8 x 64 x 1, rows swizzled by their size
+//     layout_marlin_8   [128, N / 32, K / 32], boxes of 128 x TILE_N / 32 x 2: whole tiles
 //     layout_n32k16     [K, N / 4, 1], boxes of 64 x TILE_N / 4 x 1: a word of four columns for each row
+//
+// Of layout_marlin_8, pairs are of other rows: pair q of rows 4t + q and 4t + q + 2. Columns of a lie in that order, as
+// gather_columns.cu leaves them.
 //
 // Constants
 //     BITS, EXPONENT    of a code: dequant.cuh
 //     LAYOUT        of the codes: packed_layouts.py
+//     RECODED       whether codes are those of `marlin_int4_fp8_preprocess`
 //     HAS_SCALES    whether groups have scales
 //     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
@@ -28,23 +33,25 @@
 #include "mma.cuh"
 #include "tma.cuh"
 
-enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq, layout_n32k16, layout_w4a8 };
+enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq, layout_n32k16, layout_marlin_8, layout_w4a8 };
 
 constexpr bool IS_TABLE = LAYOUT == layout_w4a8;  // whether codes are those of packed_table.cuh
 using number_t = conditional_t<IS_TABLE, bf16_t, scalar_t>;
 using codes_t = Codes<number_t, BITS, EXPONENT>;
 using pair_t = Vec<number_t, 2>;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
-static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq));
+static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq && LAYOUT != layout_marlin_8) || (BITS == 2 && IS_GPTQ));
+static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8 && EXPONENT == 0));
 
 // The codes of a lane in a product.
 struct Code {
-    static constexpr int WORDS = LAYOUT == layout_awq ? 8 : IS_GPTQ ? 4 : BITS / 4;
+    static constexpr int WORDS = LAYOUT == layout_awq ? 8 : IS_GPTQ ? 4 : LAYOUT == layout_marlin_8 ? 2 : BITS / 4;
     uint32_t words[WORDS];
 
     static DEVICE void load(uint8_t* to, const TensorMap* map, uint64_t* barrier, int step, int first_column) {
         if constexpr (LAYOUT == layout_marlin) tma_load(to, map, barrier, 0, first_column / 64, step * 4);
         else if constexpr (IS_GPTQ) tma_load(to, map, barrier, first_column, step * 2 * BITS, 0);
+        else if constexpr (LAYOUT == layout_marlin_8) tma_load(to, map, barrier, 0, first_column / 32, step * 2);
         else if constexpr (LAYOUT == layout_n32k16) tma_load(to, map, barrier, step * 64, first_column / 4, 0);
         else tma_load(to, map, barrier, first_column / 8, step * 64, 0);
     }
@@ -62,6 +69,16 @@ struct Code {
                                          first % 4 * WORDS);
 #pragma unroll
             for (int i = 0; i < PRODUCTS * WORDS; ++i) code[i / WORDS].words[i % WORDS] = run.data[i];
+        } else if constexpr (LAYOUT == layout_marlin_8) {
+            // The lane has words of 32 columns and 32 rows, those of 8 columns after the other.
+            using run_t = Vec<uint32_t, PRODUCTS * WORDS>;
+            const auto run =
+                run_t::load(from + ((slice / 2 * (COLUMNS / 32) + first / 2) * 32 + lane) * 4 + first % 2 * WORDS);
+#pragma unroll
+            for (int i = 0; i < PRODUCTS * WORDS; ++i) {
+                const uint32_t word = RECODED ? recoded_plus_8(run.data[i]) : run.data[i];
+                code[i / WORDS].words[i % WORDS] = word >> slice % 2 * BITS;  // rows of a word: 0 16 1 17 2 18 3 19
+            }
         } else if constexpr (LAYOUT == layout_n32k16) {
             // The lane has words of 32 columns, those of 8 columns after the other.
             using run_t = Vec<uint32_t, PRODUCTS * WORDS>;
@@ -73,7 +90,8 @@ struct Code {
             for (int i = 0; i < PRODUCTS * 4; ++i) {
                 const int q = i / 2 % 2, h = i % 2, row = slice * 16 + 8 * q + 2 * t;
                 const uint32_t word = from[row * BITS / 32 * COLUMNS + (first + i / 4) * 16 + 8 * h + g];
-                code[i / 4].words[i % 4] = word >> (LAYOUT == layout_exllama ? t * BITS : row * BITS % 32);
+                code[i / 4].words[i % 4] =
+                    word >> (LAYOUT == layout_exllama ? row % (32 / BITS) / 2 : row % (32 / BITS)) * BITS;
             }
         } else {
             // A row is COLUMNS / 8 words; bits of its number are in those of the 16 bytes.
@@ -98,6 +116,8 @@ struct Code {
         if constexpr (LAYOUT == layout_marlin) {
             if constexpr (BITS == 4) return decode.pair(words[0], 2 * h + q, zero);
             else return decode.pair(words[h], q, zero);
+        } else if constexpr (LAYOUT == layout_marlin_8) {
+            return decode.pair(words[h], 2 * q, zero);
         } else if constexpr (LAYOUT == layout_n32k16) {
             return decode.pair(__byte_perm(words[h], 0, 0x3120), q, zero);  // rows of a pair are neighbours
         } else if constexpr (LAYOUT == layout_awq) {

@@ -2,7 +2,7 @@
 //
 // PYOPS_CUDA (NVRTC), PYOPS_HIP (hiprtc) or PYOPS_HOST (a CPU's compiler) is 1. PYOPS_HOST compiles against
 // host/cuda.h, which has CUDA's names but no assembly. Kernels know no platform: what platforms do differently has one
-// name in the headers platform, arith, memory, number, reduce, async, cluster and mma.
+// name in the headers platform, arith, memory, number, reduce, async, cluster and product.
 #pragma once
 
 #if defined(PYOPS_HOST)

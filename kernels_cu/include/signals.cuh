@@ -26,27 +26,51 @@ DEVICE void store_signal(uint32_t* flag, uint32_t value) {
 #endif
 }
 
+// What a kernel says of a rank that it gives up waiting for, in memory of the host, which outlives the kernel's trap.
+struct LostRank {
+    uint32_t block;    // 1 + the block that has waited; 0: the rank was not given up
+    uint32_t meeting;  // the number of the meeting to which the rank did not come
+};
+DEVICE void tell_lost(LostRank* lost, uint32_t meeting) {
+    lost->meeting = meeting;
+    lost->block = blockIdx.x + 1;
+#if PYOPS_CUDA
+    asm volatile("fence.sc.sys;" ::: "memory");
+#endif
+}
+
 // Waits until `flag`, which rank `from` stores, is `value` or more. A rank that has not come after SIGNAL_SECONDS will not
-// come: the kernel then ends with a trap, which the next call of the device's runtime reports.
-constexpr uint64_t SIGNAL_SECONDS = 30;
-DEVICE void await_signal(const uint32_t* flag, uint32_t value, int from) {
+// come: the thread says so in `lost`, and after TELLING_SECONDS, in which other threads may say so of other ranks, the
+// kernel ends with a trap, which the next call of the device's runtime reports. A rank that comes meanwhile is not lost.
+constexpr uint64_t SIGNAL_SECONDS = 30, TELLING_SECONDS = 1;
+DEVICE void await_signal(const uint32_t* flag, uint32_t value, int from, LostRank* lost) {
 #if PYOPS_CUDA
     uint64_t start = 0;
+    bool is_lost = false;
     for (uint32_t tries = 1;; ++tries) {
         uint32_t seen;
         asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-        if (int32_t(seen - value) >= 0) return;
+        if (int32_t(seen - value) >= 0) break;
         if (tries % 1024) continue;
         uint64_t now;
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
         if (start == 0) start = now;
-        if (now - start > SIGNAL_SECONDS * 1000000000) asm volatile("trap;");
+        const uint64_t seconds = (now - start) / 1000000000;
+        if (seconds >= SIGNAL_SECONDS && !is_lost) {
+            tell_lost(lost, value);
+            is_lost = true;
+        }
+        if (seconds >= SIGNAL_SECONDS + TELLING_SECONDS) asm volatile("trap;");
     }
+    if (is_lost) lost->block = 0;
 #elif PYOPS_HIP
     while (int32_t(__scoped_atomic_load_n(flag, __ATOMIC_ACQUIRE, __MEMORY_SCOPE_SYSTEM) - value) < 0) {
     }
 #else
-    host::await_flag(flag, value, from);
+    if (!host::await_flag(flag, value, from)) {
+        tell_lost(lost, value);
+        host::give_up();
+    }
 #endif
 }
 
@@ -55,10 +79,12 @@ template <int WORLD_SIZE>
 struct World {
     const uint64_t* addresses;  // of the signals of each rank
     Signals *own, *others;      // `others`: thread t < WORLD_SIZE has those of rank t
+    LostRank* lost;             // [MAX_RANKS], of each rank
     int rank;
     uint32_t meeting;  // number of the last meeting of this block
 
-    DEVICE World(const uint64_t* addresses, Signals* own, int rank) : addresses(addresses), own(own), rank(rank) {
+    DEVICE World(const uint64_t* addresses, Signals* own, LostRank* lost, int rank)
+        : addresses(addresses), own(own), lost(lost), rank(rank) {
         meeting = own->meetings[blockIdx.x];
         others = of(threadIdx.x < WORLD_SIZE ? threadIdx.x : 0);
     }
@@ -69,7 +95,7 @@ struct World {
         __syncthreads();
         if (threadIdx.x < WORLD_SIZE) {
             store_signal(&others->flags[blockIdx.x][rank], meeting);
-            await_signal(&own->flags[blockIdx.x][threadIdx.x], meeting, threadIdx.x);
+            await_signal(&own->flags[blockIdx.x][threadIdx.x], meeting, threadIdx.x, lost + threadIdx.x);
         }
         __syncthreads();
     }

@@ -18,3 +18,16 @@ struct SwizzledTile {
         return data + (row * PITCH + (step % 4 * 2 ^ (odd ^ row % 8))) * 8 + origin * PITCH * 8 + step / 4 * 64;
     }
 };
+
+// A matrix whose rows are PITCH elements apart, as operands are loaded from a SwizzledTile: rows begin at multiples of 16
+// bytes, neighbours on different banks.
+template <typename T, int PITCH>
+struct PitchedTile {
+    static_assert(PITCH % 8 == 0);
+    T* data;
+
+    DEVICE T* at(int row, int chunk) const { return data + row * PITCH + chunk * 8; }
+    DEVICE T* at(int origin, int row, int step, int odd) const {
+        return data + (origin + row) * PITCH + step * 16 + odd * 8;
+    }
+};

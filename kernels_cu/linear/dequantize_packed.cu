@@ -45,9 +45,7 @@ DEVICE float number_of(uint32_t code, int zero) {
         if ((byte & 0x7f) == 0x7f) return byte & 0x80 ? -480.0f : 480.0f;
         return to_float(reinterpret_cast<const fp8_e4m3_t&>(byte));
     } else if constexpr (EXPONENT == 2) {
-        // A digit for each magnitude: twice 0, 0.5, 1, 1.5, 2, 3, 4, 6.
-        const float twice = float(int(0xc8643210u >> (code & 7u) * 4 & 15u));
-        return (code & 8u ? -0.5f : 0.5f) * twice;
+        return e2m1_to_float(code);
     } else {
         const int integer = SIGNED ? int(code ^ 1 << (BITS - 1)) - (1 << (BITS - 1)) : int(code);
         // 15 - v stands for a v below the zero point, v less the zero point for any other.

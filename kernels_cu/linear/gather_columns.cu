@@ -2,6 +2,7 @@
 // rows, 8 bits as 16.
 //
 //     gathered[m, k] = T(a[m, perm[k]]), or 0 if there is no such column; without PERMUTED, T(a[m, k])
+//     IN_FOURS:        T(a[m, 16 (k / 16) + 4 t + q + 2 e]) for k % 16 = 2 t + 8 q + e, t < 4, q < 2, e < 2
 //
 // A thread has VEC_SIZE neighbours of a row.
 //
@@ -9,9 +10,12 @@
 //     scalar_t      T
 //     a_t           element type of a, each of whose numbers T holds
 //     PERMUTED      columns are permuted by perm
+//     IN_FOURS      a thread of a product has four neighbours, as packed_weight.cuh wants them; K is a multiple of 16
 //     ACCESS        elements of one access to gathered: VEC_SIZE, or 1 where it does not divide K
 
 #include "vec.cuh"
+
+static_assert(!IN_FOURS || (VEC_SIZE == 8 && !PERMUTED));
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) gather_columns(scalar_t* gathered,   // [M, K]
                                                                         const a_t* a,         // [M, K]
@@ -24,7 +28,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) gather_columns(scalar_t
     float x[VEC_SIZE];
 #pragma unroll
     for (int j = 0; j < VEC_SIZE; ++j) {
-        const int64_t column = first + j >= k ? -1 : PERMUTED ? int64_t(perm[first + j]) : first + j;
+        int64_t column = first + j >= k ? -1 : PERMUTED ? int64_t(perm[first + j]) : first + j;
+        if constexpr (IN_FOURS) column = first / 16 * 16 + j / 2 * 4 + first % 16 / 8 + j % 2 * 2;
         x[j] = column >= 0 && column < k ? to_float(a[row * a_stride + column]) : 0.0f;
     }
     scalar_t* out = gathered + row * k + first;

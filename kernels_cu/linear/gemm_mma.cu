@@ -1,4 +1,4 @@
-// gemm_mma: a matrix product on tensor cores, by mma.sync: sm_80 and later.
+// gemm_mma: a matrix product on tensor cores, by product.cuh: sm_80 and later, gfx90a and later, gfx11 and gfx12.
 //
 //     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
 //     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
@@ -13,8 +13,8 @@
 // Steps: the block goes through K in steps of 128 bytes of each row. Rows of a and b come to shared memory by
 // asynchronous copies, STAGES - 1 steps ahead. Rows and elements that do not exist count as zeros.
 //
-// Warps: WARPS_M x WARPS_N warps divide the tile. GATED: columns of a tile alternate, 8 gates and then their 8 ups, so
-// that one thread has both.
+// Warps: WARPS_M x WARPS_N warps divide the tile. GATED: columns of a tile alternate, GATE_COLUMNS gates and then their
+// ups, so that one thread has both.
 //
 // fp8 becomes float16, which holds every code, where the device does not multiply fp8.
 //
@@ -33,10 +33,12 @@
 #include "gemm_epilogue.cuh"
 #include "gemm_step.cuh"
 
-constexpr int NUM_THREADS = WARPS_M * WARPS_N * 32;
+constexpr int NUM_THREADS = WARPS_M * WARPS_N * WARP_SIZE;
 constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
-constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / 8;  // products of a warp
-constexpr int SUMS = ROW_TILES * COLUMN_TILES * 4;                 // of a thread
+constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / PRODUCT_COLUMNS;     // products of a warp
+constexpr int ROWS = ROW_TILES * LANE_ROWS, SUMS = ROWS * COLUMN_TILES * ROW_SUMS;  // of a thread
+// Runs of ROW_RUN columns of a thread in a row of a product: gates, or gates and their ups.
+constexpr int RUNS = GATED && GATE_COLUMNS < ROW_SUMS ? 2 : 1, ROW_RUN = ROW_SUMS / RUNS;
 using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
 constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
 static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
@@ -59,7 +61,8 @@ gemm_mma(out_t* out,                 // [M, N]
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     __shared__ uint32_t is_last;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const int g = lane_row(lane), t = lane_column(lane);
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
 
     const int64_t b_rows = GATED ? 2 * n : n;
@@ -69,7 +72,9 @@ gemm_mma(out_t* out,                 // [M, N]
     const int64_t first_row = (group * GROUP_ROWS + within % group_rows) * TILE_M;
     const int64_t first_column = within / group_rows * (GATED ? TILE_N / 2 : TILE_N);  // of out
     // The column of out of column `local` of the tile. GATED: of a gate or an up.
-    const auto column_of = [&](int local) { return first_column + (GATED ? local / 16 * 8 + local % 8 : local); };
+    const auto column_of = [&](int local) {
+        return first_column + (GATED ? local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS : local);
+    };
 
     const int64_t all_steps = (k + STEP - 1) / STEP;
     const int64_t first_step = all_steps * blockIdx.y / SPLITS, end_step = all_steps * (blockIdx.y + 1) / SPLITS;
@@ -78,6 +83,8 @@ gemm_mma(out_t* out,                 // [M, N]
         return tile_t{reinterpret_cast<uint16_t*>(memory) + step % STAGES * (STAGE_BYTES / 2)};
     };
     // Rows of a lie above those of b. A thread copies the same chunk of several rows.
+    HeldChunks<TILE_M, NUM_THREADS> held_a;
+    HeldChunks<TILE_N, NUM_THREADS> held_b;
     const auto load = [&](int step) {
         if (step < steps) {
             const tile_t stage = stage_of(step);
@@ -86,47 +93,60 @@ gemm_mma(out_t* out,                 // [M, N]
 #pragma unroll
             for (int row = threadIdx.x / 8; row < TILE_M; row += NUM_THREADS / 8) {
                 const bool exists = first_row + row < m;
-                copy_chunk<VEC_SIZE>(stage.at(row, chunk), a + (exists ? first_row + row : 0) * a_stride, a_step, from,
-                                     exists ? k : 0);
+                copy_chunk<VEC_SIZE>(held_a.of(row), stage.at(row, chunk),
+                                     a + (exists ? first_row + row : 0) * a_stride, a_step, from, exists ? k : 0);
             }
 #pragma unroll
             for (int row = threadIdx.x / 8; row < TILE_N; row += NUM_THREADS / 8) {
                 const int64_t column = column_of(row);
                 const bool exists = column < n;
-                const int64_t b_row = exists ? column + (GATED && row / 8 % 2 ? n : 0) : 0;
-                copy_chunk<VEC_SIZE>(stage.at(TILE_M + row, chunk), b + b_row * b_stride, b_step, from, exists ? k : 0);
+                const int64_t b_row = exists ? column + (GATED && row / GATE_COLUMNS % 2 ? n : 0) : 0;
+                copy_chunk<VEC_SIZE>(held_b.of(row), stage.at(TILE_M + row, chunk), b + b_row * b_stride, b_step, from,
+                                     exists ? k : 0);
             }
         }
         cp_async_commit();
     };
+    const auto store_held = [&](int step) {
+        if (!HOLDS_COPIES || step >= steps) return;
+        held_a.store(stage_of(step), 0);
+        held_b.store(stage_of(step), TILE_M);
+    };
 
-    sum_t sums[ROW_TILES][COLUMN_TILES][4] = {};
-    total_t totals[SCALE_BLOCK ? ROW_TILES : 1][SCALE_BLOCK ? COLUMN_TILES : 1][4] = {};
-    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    sum_t sums[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
+    total_t totals[SCALE_BLOCK ? ROW_TILES : 1][SCALE_BLOCK ? COLUMN_TILES : 1][PRODUCT_SUMS] = {};
+    for (int step = 0; step < STAGES - 1; ++step) {
+        load(step);
+        store_held(step);
+    }
     for (int step = 0; step < steps; ++step) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         load(step + STAGES - 1);
         const tile_t stage = stage_of(step);
         multiply_step(sums, stage, warp_row, TILE_M + warp_column);
+        store_held(step + STAGES - 1);
         if constexpr (SCALE_BLOCK > 0) {
             const int64_t block = first_step + step;
-            float row_scales[ROW_TILES][2];
+            float row_scales[ROWS];
 #pragma unroll
-            for (int i = 0; i < ROW_TILES * 2; ++i) {
-                const int64_t row = min(first_row + warp_row + i * 8 + g, m - 1);
-                row_scales[i / 2][i % 2] = to_float(a_scales[row * a_scale_step + block * a_scale_block_step]);
+            for (int i = 0; i < ROWS; ++i) {
+                const int64_t row = min(first_row + warp_row + i * ROW_STEP + g, m - 1);
+                row_scales[i] = to_float(a_scales[row * a_scale_step + block * a_scale_block_step]);
             }
 #pragma unroll
-            for (int j = 0; j < COLUMN_TILES; ++j) {
-                const int64_t column = min(column_of(warp_column + j * 8), n - 1) + (GATED && j % 2 ? n : 0);
+            for (int j = 0; j < COLUMN_TILES * RUNS; ++j) {
+                // Gates of a product lie under one scale, and so do its ups.
+                const int local = warp_column + j / RUNS * PRODUCT_COLUMNS;
+                const int64_t column = min(column_of(local), n - 1) + (GATED && j % 2 ? n : 0);
                 const float column_scale =
                     to_float(b_scales[block * b_scale_block_step + column / BLOCK * b_scale_step]);
 #pragma unroll
-                for (int i = 0; i < ROW_TILES * 4; ++i) {
-                    sum_t& sum = sums[i / 4][j][i % 4];
-                    total_t& total = totals[i / 4][j][i % 4];
-                    total = fmaf(row_scales[i / 4][i / 2 % 2] * column_scale, float(sum), total);
+                for (int i = 0; i < ROWS * ROW_RUN; ++i) {
+                    const int row = i / ROW_RUN, at = row % LANE_ROWS * ROW_SUMS + j % RUNS * ROW_RUN + i % ROW_RUN;
+                    sum_t& sum = sums[row / LANE_ROWS][j / RUNS][at];
+                    total_t& total = totals[row / LANE_ROWS][j / RUNS][at];
+                    total = fmaf(row_scales[row] * column_scale, float(sum), total);
                     sum = 0;
                 }
             }
@@ -136,9 +156,9 @@ gemm_mma(out_t* out,                 // [M, N]
     total_t result[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) {
-        const int row = i / (COLUMN_TILES * 4), column = i / 4 % COLUMN_TILES;
-        if constexpr (SCALE_BLOCK > 0) result[i] = totals[row][column][i % 4];
-        else result[i] = sums[row][column][i % 4];
+        const int row = i / (COLUMN_TILES * PRODUCT_SUMS), column = i / PRODUCT_SUMS % COLUMN_TILES;
+        if constexpr (SCALE_BLOCK > 0) result[i] = totals[row][column][i % PRODUCT_SUMS];
+        else result[i] = sums[row][column][i % PRODUCT_SUMS];
     }
     if constexpr (SPLITS > 1) {
         using four_t = Vec<total_t, 4>;
@@ -167,34 +187,39 @@ gemm_mma(out_t* out,                 // [M, N]
 
     const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
         a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
-    constexpr int HALVES = GATED ? 2 : 1;
+    // Of products of a warp, or of pairs of columns in one: gates, and the ups behind them.
+    constexpr int HALVES = GATED && RUNS == 1 ? 2 : 1;
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j += HALVES) {
-        const int64_t column = column_of(warp_column + j * 8 + 2 * t);
-        if (column >= n) continue;
-        const int64_t next = min(column + 1, n - 1);
-        const auto low = epilogue.column(column), high = epilogue.column(next);
-        const auto low_up = epilogue.column(GATED ? n + column : column);
-        const auto high_up = epilogue.column(GATED ? n + next : next);
 #pragma unroll
-        for (int i = 0; i < ROW_TILES * 2; ++i) {
-            const int64_t row = first_row + warp_row + i * 8 + g;
-            if (row >= m) continue;
-            const auto row_terms = epilogue.row(row);
-            const int at = (i / 2 * COLUMN_TILES + j) * 4 + i % 2 * 2;
-            float x = ACTIVATION<out_t>(epilogue.value(row_terms, low, result[at]));
-            float y = ACTIVATION<out_t>(epilogue.value(row_terms, high, result[at + 1]));
-            if constexpr (GATED) {
-                x *= epilogue.value(row_terms, low_up, result[at + 4]);
-                y *= epilogue.value(row_terms, high_up, result[at + 5]);
-            }
-            out_t* const to = out + row * out_stride + column;
-            if constexpr (OUT_ACCESS == 2) {
-                const float pair[2] = {x, y};
-                Vec<out_t, 2>::from_floats(pair).store(to);
-            } else {
-                to[0] = from_float<out_t>(x);
-                if (column + 1 < n) to[1] = from_float<out_t>(y);
+        for (int l = 0; l < ROW_RUN; l += 2) {
+            const int64_t column = column_of(warp_column + j * PRODUCT_COLUMNS + t + l);
+            if (column >= n) continue;
+            const int64_t next = min(column + 1, n - 1);
+            const auto low = epilogue.column(column), high = epilogue.column(next);
+            const auto low_up = epilogue.column(GATED ? n + column : column);
+            const auto high_up = epilogue.column(GATED ? n + next : next);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const int64_t row = first_row + warp_row + i * ROW_STEP + g;
+                if (row >= m) continue;
+                const auto row_terms = epilogue.row(row);
+                const int at = (i / LANE_ROWS * COLUMN_TILES + j) * PRODUCT_SUMS + i % LANE_ROWS * ROW_SUMS + l;
+                const int up = at + (RUNS == 2 ? ROW_RUN : PRODUCT_SUMS);
+                float x = ACTIVATION<out_t>(epilogue.value(row_terms, low, result[at]));
+                float y = ACTIVATION<out_t>(epilogue.value(row_terms, high, result[at + 1]));
+                if constexpr (GATED) {
+                    x *= epilogue.value(row_terms, low_up, result[up]);
+                    y *= epilogue.value(row_terms, high_up, result[up + 1]);
+                }
+                out_t* const to = out + row * out_stride + column;
+                if constexpr (OUT_ACCESS == 2) {
+                    const float pair[2] = {x, y};
+                    Vec<out_t, 2>::from_floats(pair).store(to);
+                } else {
+                    to[0] = from_float<out_t>(x);
+                    if (column + 1 < n) to[1] = from_float<out_t>(y);
+                }
             }
         }
     }

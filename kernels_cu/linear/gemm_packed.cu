@@ -15,24 +15,29 @@
 // sorted_token_ids[p]. ROUTED: it is multiplied by topk_weights[t]. Rows whose expert does not exist are left as they are.
 //
 // SPLITS: the blocks of a cluster share a tile, each with a part of K. What is to be added to a sum is sent to one block,
-// and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine.
+// and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine; with
+// CUT, those of the last round are cut along K (cut_tiles.cuh).
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t; with layout_w4a8 fp8_e4m3_t
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
-//     BITS, EXPONENT, LAYOUT, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_POINT, ADDED, GROUP_SIZE
-//                   of packed_weight.cuh; BITS is 4, or 8 but for layout_awq
+//     BITS, EXPONENT, LAYOUT, RECODED, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_POINT, ADDED, GROUP_SIZE
+//                   of packed_weight.cuh; BITS is 4, 8 but for layout_awq, or of GPTQ 2
 //     TILE_M        rows of a tile: a multiple of 16, at most 256
 //     TILE_N        columns of a tile: 128 or 256
 //     CHUNK         products of 16 rows of w, of 8-bit numbers 32, in flight: 1 or 2
 //     STAGES        steps of K in shared memory
 //     SPLITS        blocks of a cluster, of tiles of at most 64 rows; there is a step of K for each
+//     APART         whether the sums of each chunk are added up by threads, in float32: tensor cores' sums of fp8 have 14
+//                   bits (wgmma.cuh), which a result of float16 would show. CHUNK is 2, a tile has 128 x 128 sums at most
+//     CUT           whether tiles of the last round are cut; of tiles of more than 64 rows
 //     GROUPED, ROUTED    whether rows belong to experts, whose tiles have at most 64 rows and one split, and have weights
 //     MIN_BLOCKS
 // If sums are shared, there are as many clusters as tiles.
 
 #include "cluster.cuh"
+#include "cut_tiles.cuh"
 #include "gemm_epilogue.cuh"
 #include "gemm_pipeline.cuh"
 #include "packed_table.cuh"
@@ -49,7 +54,7 @@ constexpr int LOAD_BYTES = A_BYTES + CODE_BYTES + SCALE_BYTES + ZERO_BYTES;
 constexpr int STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
 constexpr bool BY_STORES = TILE_M > 64;
 // Where sums take many registers, those of a producing warpgroup go to the others.
-constexpr bool MANY_SUMS = PRODUCTS * TILE_M > 128;
+constexpr bool MANY_SUMS = PRODUCTS * TILE_M * (APART ? 2 : 1) > 128;
 constexpr int NUM_THREADS = MANY_SUMS ? 384 : 32 * (CONSUMER_WARPS + 1);
 constexpr int WARP_FRAGMENTS = PRODUCTS * TILE_M / 8, FRAGMENTS = CONSUMER_WARPS * WARP_FRAGMENTS;
 constexpr int OWN_FRAGMENTS = FRAGMENTS / SPLITS;  // that a block adds up
@@ -59,6 +64,8 @@ static_assert(GROUP_SIZE == 0 || GROUP_SIZE % TILE_K == 0 || (TILE_K % GROUP_SIZ
 static_assert(IS_TABLE == (sizeof(scalar_t) == 1) && (!IS_TABLE || (HAS_SCALES && BITS == 4)));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
+static_assert(!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128));
+static_assert(!CUT || (BY_STORES && SPLITS == 1));
 static_assert(!GROUPED || (SPLITS == 1 && !BY_STORES && !IS_TABLE));
 static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
 
@@ -87,8 +94,10 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
             const int32_t* expert_ids,                     // [M / block_size]
             const int32_t* num_tokens_post_pad,            // [1]
             const float* topk_weights,                     // [num_rows]
-            int64_t m, int64_t n, int64_t k, int64_t groups, int64_t out_stride, int64_t a_scale_step,
-            int64_t b_scale_step, int64_t num_rows, int64_t num_experts, int64_t block_size) {
+            float* partial,                                // of CUT: sums and counters of cut_tiles.cuh
+            uint32_t* arrived, int64_t m, int64_t n, int64_t k, int64_t groups, int64_t out_stride,
+            int64_t a_scale_step, int64_t b_scale_step, int64_t num_rows, int64_t num_experts, int64_t block_size,
+            int64_t sharers) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* const behind = shared + STAGES * STAGE_BYTES;     // the received sums, or tiles that are stored
@@ -109,6 +118,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     const int tiles = rows * int((n + TILE_N - 1) / TILE_N);
     const int first_step = int(int64_t(steps) * split / SPLITS);
     const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
+    CutTile<CUT> tile(tiles, first_step, last_step, int(sharers));
     // The expert of a tile of rows; -1 if it has none.
     const int num_places = GROUPED ? *num_tokens_post_pad : 0;
     const auto expert_of = [&](int first_row) {
@@ -121,11 +131,11 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     if (warp >= CONSUMER_WARPS) {
         if constexpr (MANY_SUMS) warpgroup_reg_dealloc<40>();
         if (warp > CONSUMER_WARPS || !elect_one()) return;
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
+        for (; tile.exists(); tile.advance()) {
+            const int first_row = tile.number % rows * TILE_M, first_column = tile.number / rows * TILE_N;
             const int expert = expert_of(first_row);
             if (expert < 0) continue;
-            for (int step = first_step; step < last_step; ++step, ring.advance()) {
+            for (int step = tile.first; step < tile.last; ++step, ring.advance()) {
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
                 mbarrier_arrive_expect_tx(ring.full(), LOAD_BYTES);
@@ -154,8 +164,8 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
 #pragma unroll
     for (int j = 0; j < PRODUCTS * 2; ++j) places[j / 2][j % 2] = place_of(column_of(warp, j / 2, j % 2));
     int store = 0;
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
+    for (; tile.exists(); tile.advance()) {
+        const int first_row = tile.number % rows * TILE_M, first_column = tile.number / rows * TILE_N;
         if constexpr (GROUPED) {
             const int expert = expert_of(first_row);
             if (expert < 0) continue;
@@ -164,11 +174,11 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
             if constexpr (B_SCALES) epilogue.b_scales = b_scales + expert * n;
             if constexpr (BIAS > 0) epilogue.bias = bias + expert * n;
         }
-        float d[PRODUCTS][TILE_M / 2];
+        float d[PRODUCTS][TILE_M / 2], totals[APART ? PRODUCTS : 1][TILE_M / 2] = {};
         uint32_t weights[2][CHUNK][PRODUCTS][4];
         terms_t terms[PRODUCTS][2];
         int previous = 0;
-        for (int step = first_step; step < last_step; ++step, ring.advance()) {
+        for (int step = tile.first; step < tile.last; ++step, ring.advance()) {
             const uint8_t* from = shared + ring.stage * STAGE_BYTES;
             const uint64_t a = make_smem_desc(from);
             const uint8_t* const codes = from + A_BYTES;
@@ -177,6 +187,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
 #pragma unroll
                 for (int i = 0; i < CHUNK; ++i) code_t::read(code[part % 2][i], codes, part * CHUNK + i, warp);
             };
+            sync_warp();  // lanes have read what they need of the stage before, which is released in this step
             ring.wait();
             read(0);
 #pragma unroll
@@ -210,13 +221,22 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                     for (int j = 0; j < PRODUCTS; ++j) {
                         const int slice = part * CHUNK + i;
                         wgmma<scalar_t, TILE_M>(d[j], operands[i][j], advance_smem_desc(a, slice * 32),
-                                                slice > 0 || step > first_step);
+                                                APART ? i > 0 : slice > 0 || step > tile.first);
                     }
                 }
                 warpgroup_commit_batch();
-                warpgroup_wait<1>();  // for the products before, whose operands are written next
+                // For the products before, whose operands are written next; APART for these.
+                warpgroup_wait<APART ? 0 : 1>();
+                if constexpr (APART) {
+#pragma unroll
+                    for (int j = 0; j < PRODUCTS; ++j) warpgroup_fence_operand(d[j]);
+#pragma unroll
+                    for (int i = 0; i < PRODUCTS * TILE_M / 2; ++i) {
+                        totals[i / (TILE_M / 2)][i % (TILE_M / 2)] += d[i / (TILE_M / 2)][i % (TILE_M / 2)];
+                    }
+                }
                 if (part == 0) {
-                    if (step > first_step) ring.release(previous);
+                    if (step > tile.first) ring.release(previous);
                     previous = ring.stage;
                 }
             }
@@ -224,7 +244,13 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
         warpgroup_wait<0>();
 #pragma unroll
         for (int j = 0; j < PRODUCTS; ++j) warpgroup_fence_operand(d[j]);
+#pragma unroll
+        for (int i = 0; i < PRODUCTS * TILE_M / 2 && APART; ++i) {
+            d[i / (TILE_M / 2)][i % (TILE_M / 2)] = totals[i / (TILE_M / 2)][i % (TILE_M / 2)];
+        }
+        sync_warp();
         ring.release(previous);
+        if (!tile.template complete<CONSUMER_WARPS>(d, partial, arrived)) continue;
 
         if constexpr (BY_STORES) {
             uint8_t* const own_stores = behind + warp * STORES * STORE_BYTES;

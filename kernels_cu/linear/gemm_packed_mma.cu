@@ -4,8 +4,7 @@
 //     ADDED: w[k, n] = T(scale[g, n] * (code[k, n] - ZERO_POINT) + zeros[g, n])
 //     out[m, n] = what gemm_epilogue.cuh makes of sum_k a[m, k] * w[k, n], in float32
 //
-// Bound by the bandwidth of reading the codes: each word of them goes from global memory to the registers of the lane
-// that multiplies it. w is the first operand of products, so that columns of w are the 16 rows of a fragment and rows
+// Bound by the bandwidth of reading the codes. w is the first operand of products, so that columns of w are the 16 rows of a fragment and rows
 // of a its 8 columns.
 //
 // Warps: a warp has a tile of TILE_N columns and TILE_M rows, and a part of K; the WARPS warps of a block and the SPLITS
@@ -17,9 +16,9 @@
 // block's expert, times topk_weights[t] if ROUTED. Rows whose expert does not exist are left as they are.
 //
 // Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows
-// of 64 columns. As soon as a unit is used, its registers are loaded with that of the next step. Rows of a, scales and zero points of a step come
-// to shared memory of the warp by asynchronous copies, STAGES - 1 steps ahead. Warps never wait for each other before
-// the end.
+// of 64 columns. Codes, rows of a, scales and zero points of a step come to shared memory of the warp by asynchronous
+// copies, STAGES - 1 steps ahead, and its words from there to the lane that multiplies them. Warps never wait for each
+// other before the end.
 //
 // packed_unit.cuh says what a lane has of a unit.
 //
@@ -42,11 +41,10 @@
 //     TILE_N        columns of a tile: 64; of AWQ also 128, of which lanes load twice as much of a row
 //     WARPS         of a block
 //     SPLITS        blocks of a cluster
-//     STAGES        steps whose rows of a and groups are in shared memory
+//     STAGES        steps in shared memory: 2 or more
 //     WHOLE_STEPS   whether a step divides K
 //     GROUPED, ROUTED    whether rows belong to experts, and have weights
 
-#include "async.cuh"
 #include "cluster.cuh"
 #include "packed_unit.cuh"
 
@@ -55,11 +53,11 @@ constexpr int FRAGMENTS = TILES * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  /
 // Steps that share a group, with sums of their own until it ends.
 constexpr int GROUP_STEPS = GROUP_SIZE > STEP_K ? GROUP_SIZE / STEP_K : 1;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
-static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq));
+static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq) || (BITS == 2 && IS_GPTQ));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
 static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8));
-static_assert(GROUPED || !ROUTED);
+static_assert(STAGES >= 2 && (GROUPED || !ROUTED));
 static_assert(!(ZERO_CODES && ADDED) && !GATED && BIAS <= 1 && AZP == 0);
 
 // The warp's part of K: its first step, and the first that is not its own.
@@ -68,7 +66,7 @@ DEVICE Part part_of(int64_t k) {
     const int64_t steps = (k + STEP_K - 1) / STEP_K, part = (SPLITS > 1 ? blockIdx.y : 0) * WARPS + threadIdx.x / 32;
     return {int(steps * part / (SPLITS * WARPS)), int(steps * (part + 1) / (SPLITS * WARPS))};
 }
-// Where the lane's first load is, of unit number `unit` of K.
+// Where the lane's first copy is from, of unit number `unit` of K.
 DEVICE const uint32_t* codes_at(const uint32_t* codes, int64_t unit, int64_t first_column, int64_t pitch) {
     return codes + Unit::place(first_column, pitch) + (unit * Unit::LINES + Unit::line()) * Unit::line_words(pitch);
 }
@@ -80,8 +78,8 @@ DEVICE void prefetch_codes(const uint32_t* codes, int64_t m, int64_t n, int64_t 
     if (GROUPED || !WHOLE_STEPS || part.first == part.last) return;  // who the experts are is not known yet
     const uint32_t* const from = codes_at(codes, int64_t(part.first) * UNITS, first_column, pitch);
 #pragma unroll
-    for (int i = 0; i < UNITS * Unit::LOADS; ++i) {
-        prefetch_line(from + i / Unit::LOADS * Unit::unit_words(pitch) + Unit::load_at(i % Unit::LOADS, pitch));
+    for (int i = 0; i < UNITS * Unit::COPIES; ++i) {
+        prefetch_line(from + i / Unit::COPIES * Unit::unit_words(pitch) + Unit::copy_at(i % Unit::COPIES, pitch));
     }
 }
 
@@ -136,15 +134,28 @@ gemm_packed_mma(out_t* out,                 // [M, N]
         if constexpr (BIAS > 0) bias += expert * n;
     }
 
-    // Of a step: rows of a, then scales of its groups, then their zero points.
     constexpr int COPIED_ROWS = 32 / A_CHUNKS;  // of a, by the lanes at a time
     const int chunk = lane % A_CHUNKS, copied_row = lane / A_CHUNKS, rows = int(min(m - first_row, int64_t(TILE_M)));
     const scalar_t* own_a =
         a + (GROUPED ? 0 : first_row + copied_row) * a_stride + chunk * 8 + int64_t(first_step) * STEP_K;
+    const int64_t lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K, pitch = Unit::pitch(n, k);
+    const uint32_t* next = codes_at(codes, int64_t(first_step) * UNITS, first_column, pitch);
     uint8_t* filled = own;
     const auto copy = [&](int step) {
         uint8_t* const stage = filled;
         filled = filled == own + (STAGES - 1) * STAGE_BYTES ? own : filled + STAGE_BYTES;
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) {
+            uint8_t* const to = stage + CODES_AT + i * UNIT_BYTES;
+            if constexpr (WHOLE_STEPS) {
+                Unit::copy(to, next, pitch, 0);
+                next += Unit::unit_words(pitch);
+            } else {
+                const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
+                const uint32_t* const from = codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch);
+                Unit::copy(to, from, pitch, int(min(lines - line, int64_t(UNIT_K))));
+            }
+        }
         const bool has_chunk = WHOLE_STEPS || int64_t(step) * STEP_K + chunk * 8 < k;
         const scalar_t* from = own_a;
 #pragma unroll 2  // unrolled further, conditions of all rows are kept in registers over the steps
@@ -172,23 +183,6 @@ gemm_packed_mma(out_t* out,                 // [M, N]
     };
 
     const codes_t decode;
-    Unit units[UNITS];
-    const int64_t lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K, pitch = Unit::pitch(n, k);
-    const uint32_t* next = codes_at(codes, int64_t(first_step) * UNITS, first_column, pitch);
-    const auto load = [&](int step, int i) {
-        if constexpr (WHOLE_STEPS) {
-            units[i].load(next, pitch, 0);
-            next += Unit::unit_words(pitch);
-        } else {
-            const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
-            const uint32_t* const from = codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch);
-            units[i].load(from, pitch, int(min(lines - line, int64_t(UNIT_K))));
-        }
-    };
-    if (first_step < last_step) {
-#pragma unroll
-        for (int i = 0; i < UNITS; ++i) load(first_step, i);
-    }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
         if (first_step + i < last_step) copy(first_step + i);
@@ -208,6 +202,10 @@ gemm_packed_mma(out_t* out,                 // [M, N]
         const bool last_of_group = GROUP_STEPS == 1 || step + 1 == last_step || (step + 1) % GROUP_STEPS == 0;
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
+            // Of this layout, words that were read ahead for all units would have no registers left.
+            if constexpr (LAYOUT == layout_marlin_8) keep_loads_of_warp();
+            Unit unit;
+            unit.read(stage + CODES_AT + i * UNIT_BYTES);
             uint32_t a_pairs[PRODUCTS][ROW_TILES][2];
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) {
@@ -231,7 +229,7 @@ gemm_packed_mma(out_t* out,                 // [M, N]
                     for (int term = 0; term < codes_t::TERMS; ++term) {
                         uint32_t pairs[4];
 #pragma unroll
-                        for (int j = 0; j < 4; ++j) pairs[j] = units[i].pair(decode, product, tile, j % 2, j / 2, term);
+                        for (int j = 0; j < 4; ++j) pairs[j] = unit.pair(decode, product, tile, j % 2, j / 2, term);
 #pragma unroll
                         for (int j = 0; j < ROW_TILES; ++j) {
                             mma_m16n8k16<scalar_t>(of_group[tile][j], pairs, a_pairs[product][j]);
@@ -249,7 +247,6 @@ gemm_packed_mma(out_t* out,                 // [M, N]
                     sum = fmaf(terms.scales[tile][h], of_group[tile][at][j % 4], sum);
                 }
             }
-            if (step + 1 < last_step) load(step + 1, i);
         }
         stage = stage == own + (STAGES - 1) * STAGE_BYTES ? own : stage + STAGE_BYTES;
     }

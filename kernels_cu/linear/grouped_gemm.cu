@@ -21,7 +21,8 @@
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
 //     TILE_M        rows of a tile: 64 or 128
 //     TILE_N        rows of b in a tile: a multiple of 32, of 64 with a TILE_M of 64 and two halves; at most 256 for a
-//                   warpgroup. With SCALE_BLOCK no warpgroup's gates, ups or columns lie under two scales
+//                   warpgroup. With SCALE_BLOCK no warpgroup's gates or ups lie under two scales, and columns under no
+//                   more than two
 //     STAGES        steps of K in shared memory
 //     BUFFERS       steps of K whose sums a thread holds: 2 with SCALE_BLOCK, if registers suffice, otherwise 1
 //     GROUP         tiles of one expert that are counted down together
@@ -44,13 +45,17 @@ constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = PART_N / HALVES, OUT_N = GATE
 constexpr int STORE_COLUMNS = 64, STORE_PITCH = STORE_COLUMNS + 8;  // of a warp's tile on its way to out
 constexpr int STORE_BYTES = 16 * STORE_PITCH * sizeof(out_t);
 constexpr int OUT_CHUNK = 16 / sizeof(out_t);
-struct Factors { float rows[2], halves[HALVES]; };
+// Whether the columns of a warpgroup may lie under two scales, which meet between eights of columns.
+constexpr bool STRADDLES = SCALE_BLOCK > 0 && SCALE_BLOCK % BOX_N != 0;
+constexpr int FACTORS = STRADDLES ? 2 : HALVES;  // scales of the columns of a warpgroup
+struct Factors { float rows[2], columns[FACTORS]; };
 // A thread's registers: what the producers give up, the consumers take.
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
 static_assert(TILE_M == 64 || TILE_M == 128);
 static_assert(PART_N % 16 == 0 && BOX_N % 8 == 0 && PART_N <= 256);
-static_assert(SCALE_BLOCK == 0 || (SCALE_BLOCK % BOX_N == 0 && is_same<sum_t, float>));
+static_assert(SCALE_BLOCK == 0 || (BOX_N <= SCALE_BLOCK && is_same<sum_t, float>));
+static_assert(!STRADDLES || GATED == 0);
 
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 
@@ -241,24 +246,27 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                         of_step.rows[i] = a_scales[a_row * a_scale_step + step * a_scale_block_step];
                     }
 #pragma unroll
-                    for (int i = 0; i < HALVES; ++i) {
-                        const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * n;
+                    for (int i = 0; i < FACTORS; ++i) {
+                        const int64_t next = STRADDLES ? BOX_N - 1 : n;
+                        const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * next;
                         const int64_t block = min(column, int64_t(b_rows) - 1) / max(SCALE_BLOCK, 1);
-                        of_step.halves[i] = expert_scales[step * b_scale_block_step + block * b_scale_step];
+                        of_step.columns[i] = expert_scales[step * b_scale_block_step + block * b_scale_step];
                     }
                     multiply(sums, false);
                 };
+                const int own_columns = SCALE_BLOCK - first_column % max(SCALE_BLOCK, 1);  // of the first of two scales
                 const auto add = [&](sum_t(&sums)[PART_N / 2], const Factors& of_step) {
                     warpgroup_fence_operand(sums);
+                    float scales[FACTORS][2];
 #pragma unroll
-                    for (int i = 0; i < HALVES; ++i) {
-                        const float scales[2] = {of_step.rows[0] * of_step.halves[i],
-                                                 of_step.rows[1] * of_step.halves[i]};
+                    for (int i = 0; i < FACTORS * 2; ++i) {
+                        scales[i / 2][i % 2] = of_step.rows[i % 2] * of_step.columns[i / 2];
+                    }
 #pragma unroll
-                        for (int j = 0; j < BOX_N / 2; ++j) {
-                            const int at = i * BOX_N / 2 + j;
-                            scaled[at] = fmaf(scales[j / 2 % 2], sums[at], scaled[at]);
-                        }
+                    for (int i = 0; i < PART_N / 2; ++i) {
+                        float scale = scales[i / (BOX_N / 2)][i / 2 % 2];
+                        if constexpr (STRADDLES) scale = i / 4 * 8 < own_columns ? scale : scales[1][i / 2 % 2];
+                        scaled[i] = fmaf(scale, sums[i], scaled[i]);
                     }
                 };
                 if constexpr (BUFFERS == 1) {

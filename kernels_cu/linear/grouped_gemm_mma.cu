@@ -1,4 +1,4 @@
-// grouped_gemm_mma: products of rows with the weights of their experts on tensor cores, by mma.sync: sm_80 and later.
+// grouped_gemm_mma: products of rows with the weights of their experts on tensor cores, by product.cuh: sm_80 and later, AMD.
 //
 //     sum[t, n] = sum_k a[t / top_k, k] * b[e, n, k], in float32; integers in int32; e is the expert of row t
 //     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
@@ -12,8 +12,8 @@
 // Steps: the block goes through K in steps of 128 bytes of each row. Rows of a, wherever they lie, and of b come to
 // shared memory by asynchronous copies, STAGES - 1 steps ahead. Rows and elements that do not exist count as zeros.
 //
-// Warps: WARPS_M x WARPS_N warps divide the tile. GATED 1: its columns alternate, 8 gates and then their 8 ups; GATED 2:
-// a gate and its up. Either way one thread has both.
+// Warps: WARPS_M x WARPS_N warps divide the tile. GATED 1: its columns alternate, GATE_COLUMNS gates and then their ups;
+// GATED 2: a gate and its up. Either way one thread has both.
 //
 // Constants
 //     scalar_t      element type of a and b: half_t, bf16_t, fp8 or int8_t
@@ -27,9 +27,12 @@
 #include "gemm_step.cuh"
 #include "grouped.cuh"
 
-constexpr int NUM_THREADS = WARPS_M * WARPS_N * 32;
+constexpr int NUM_THREADS = WARPS_M * WARPS_N * WARP_SIZE;
 constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
-constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / 8;  // products of a warp
+constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / PRODUCT_COLUMNS;  // products of a warp
+constexpr int ROWS = ROW_TILES * LANE_ROWS;                                      // of a thread
+// Runs of ROW_RUN columns of a thread in a row of a product: gates, or gates and their ups.
+constexpr int RUNS = GATED == 1 && GATE_COLUMNS < ROW_SUMS ? 2 : 1, ROW_RUN = ROW_SUMS / RUNS;
 using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
 constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
 static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
@@ -63,17 +66,18 @@ grouped_gemm_mma(out_t* out,                          // [num_rows, N]
     for (int i = threadIdx.x; i < TILE_M; i += NUM_THREADS) rows_of_tile[i] = rows.row(tile_row * TILE_M + i);
     __syncthreads();
     bool has_rows = false;
-    for (int i = threadIdx.x % 32; i < TILE_M; i += 32) has_rows |= rows_of_tile[i] >= 0;
+    for (int i = threadIdx.x % WARP_SIZE; i < TILE_M; i += WARP_SIZE) has_rows |= rows_of_tile[i] >= 0;
     if (!any_lane(has_rows)) return;
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const int g = lane_row(lane), t = lane_column(lane);
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
     const int first_row_of_b = tile_column * TILE_N;
     // The row of b[e] that column `local` of the tile is, or b_rows or more if there is none.
     const auto b_row_of = [&](int local) {
         if constexpr (GATED != 1) return first_row_of_b + local;
-        const int column = first_row_of_b / 2 + local / 16 * 8 + local % 8;
-        return column >= n ? b_rows : column + (local / 8 % 2 ? int(n) : 0);
+        const int column = first_row_of_b / 2 + local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS;
+        return column >= n ? b_rows : column + (local / GATE_COLUMNS % 2 ? int(n) : 0);
     };
     const scalar_t* expert_b = b + int64_t(expert) * b_rows * b_stride;
     const int steps = int((k + STEP - 1) / STEP);
@@ -81,6 +85,8 @@ grouped_gemm_mma(out_t* out,                          // [num_rows, N]
         return tile_t{reinterpret_cast<uint16_t*>(memory) + step % STAGES * (STAGE_BYTES / 2)};
     };
     // Rows of a lie above those of b. A thread copies the same chunk of several rows.
+    HeldChunks<TILE_M, NUM_THREADS> held_a;
+    HeldChunks<TILE_N, NUM_THREADS> held_b;
     const auto load = [&](int step) {
         if (step < steps) {
             const tile_t stage = stage_of(step);
@@ -89,49 +95,59 @@ grouped_gemm_mma(out_t* out,                          // [num_rows, N]
 #pragma unroll
             for (int i = threadIdx.x / 8; i < TILE_M; i += NUM_THREADS / 8) {
                 const int row = rows_of_tile[i];
-                copy_chunk<VEC_SIZE>(stage.at(i, chunk), a + (row < 0 ? 0 : row / int(top_k) * a_stride), 1, from,
-                                     row < 0 ? 0 : k);
+                copy_chunk<VEC_SIZE>(held_a.of(i), stage.at(i, chunk), a + (row < 0 ? 0 : row / int(top_k) * a_stride),
+                                     1, from, row < 0 ? 0 : k);
             }
 #pragma unroll
             for (int i = threadIdx.x / 8; i < TILE_N; i += NUM_THREADS / 8) {
                 const int row = b_row_of(i);
-                copy_chunk<VEC_SIZE>(stage.at(TILE_M + i, chunk), expert_b + (row < b_rows ? row * b_stride : 0), 1,
-                                     from, row < b_rows ? k : 0);
+                copy_chunk<VEC_SIZE>(held_b.of(i), stage.at(TILE_M + i, chunk),
+                                     expert_b + (row < b_rows ? row * b_stride : 0), 1, from, row < b_rows ? k : 0);
             }
         }
         cp_async_commit();
     };
+    const auto store_held = [&](int step) {
+        if (!HOLDS_COPIES || step >= steps) return;
+        held_a.store(stage_of(step), 0);
+        held_b.store(stage_of(step), TILE_M);
+    };
 
     const float* expert_scales = b_scales + expert * b_scale_expert_step;
-    sum_t sums[ROW_TILES][COLUMN_TILES][4] = {};
-    total_t totals[SCALE_BLOCK ? ROW_TILES : 1][SCALE_BLOCK ? COLUMN_TILES : 1][4] = {};
-    for (int step = 0; step < STAGES - 1; ++step) load(step);
+    sum_t sums[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
+    total_t totals[SCALE_BLOCK ? ROW_TILES : 1][SCALE_BLOCK ? COLUMN_TILES : 1][PRODUCT_SUMS] = {};
+    for (int step = 0; step < STAGES - 1; ++step) {
+        load(step);
+        store_held(step);
+    }
     for (int step = 0; step < steps; ++step) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         load(step + STAGES - 1);
         multiply_step(sums, stage_of(step), warp_row, TILE_M + warp_column);
+        store_held(step + STAGES - 1);
         if constexpr (SCALE_BLOCK > 0) {
-            float row_scales[ROW_TILES * 2];
+            float row_scales[ROWS];
 #pragma unroll
-            for (int i = 0; i < ROW_TILES * 2; ++i) {
-                const int row = max(rows_of_tile[warp_row + i * 8 + g], 0) / int(top_k);
+            for (int i = 0; i < ROWS; ++i) {
+                const int row = max(rows_of_tile[warp_row + i * ROW_STEP + g], 0) / int(top_k);
                 row_scales[i] = a_scales[row * a_scale_step + step * a_scale_block_step];
             }
 #pragma unroll
             for (int j = 0; j < COLUMN_TILES; ++j) {
-                // The eight rows of b, and their ups, that a fragment has lie under two scales at most.
-                float column_scales[2];
+                // The rows of b that a lane has in a product lie under two scales, or gates and ups do.
+                float column_scales[ROW_SUMS];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int row = min(b_row_of(warp_column + j * 8 + 2 * t + i), b_rows - 1);
+                for (int i = 0; i < ROW_SUMS; ++i) {
+                    const int row = min(b_row_of(warp_column + j * PRODUCT_COLUMNS + t + i), b_rows - 1);
                     column_scales[i] = expert_scales[row / BLOCK * b_scale_step + step * b_scale_block_step];
                 }
 #pragma unroll
-                for (int i = 0; i < ROW_TILES * 4; ++i) {
-                    sum_t& sum = sums[i / 4][j][i % 4];
-                    total_t& total = totals[i / 4][j][i % 4];
-                    total = fmaf(row_scales[i / 2] * column_scales[i % 2], float(sum), total);
+                for (int i = 0; i < ROWS * ROW_SUMS; ++i) {
+                    const int row = i / ROW_SUMS, at = i % PRODUCT_SUMS;
+                    sum_t& sum = sums[row / LANE_ROWS][j][at];
+                    total_t& total = totals[row / LANE_ROWS][j][at];
+                    total = fmaf(row_scales[row] * column_scales[i % ROW_SUMS], float(sum), total);
                     sum = 0;
                 }
             }
@@ -144,26 +160,28 @@ grouped_gemm_mma(out_t* out,                          // [num_rows, N]
 
     const ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED> epilogue{
         topk_weights, a_scales, expert_scales, bias + int64_t(expert) * b_rows, int(top_k), a_scale_step, b_scale_step};
-    // Fragments of eight columns of which the first half are the gates of the others; results of a thread in a row.
-    constexpr int HALVES = GATED == 1 ? 2 : 1, RESULTS = GATED == 2 ? 1 : 2;
+    // Products of gates and then one of their ups, or gates and ups in one; gates of a thread in a row.
+    constexpr int HALVES = GATED == 1 && RUNS == 1 ? 2 : 1, WIDTH = GATED == 2 ? 2 : 1;
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j += HALVES) {
-        const int local = warp_column + j * 8 + 2 * t;
+        const int local = warp_column + j * PRODUCT_COLUMNS + t;
 #pragma unroll
-        for (int l = 0; l < RESULTS; ++l) {
+        for (int l = 0; l < ROW_RUN; l += WIDTH) {
             const int b_row = b_row_of(local + l);
             if (b_row >= b_rows) continue;
             const int column = GATED == 2 ? b_row / 2 : b_row;
             const auto gate = epilogue.column(b_row);
             const auto up = epilogue.column(GATED == 2 ? b_row + 1 : GATED == 1 ? b_row + n : b_row);
 #pragma unroll
-            for (int i = 0; i < ROW_TILES * 2; ++i) {
-                const int row = rows_of_tile[warp_row + i * 8 + g];
+            for (int i = 0; i < ROWS; ++i) {
+                const int row = rows_of_tile[warp_row + i * ROW_STEP + g];
                 if (row < 0) continue;
                 const auto row_terms = epilogue.row(row);
-                const int at = i % 2 * 2 + l;
-                const float x = epilogue.value(row_terms, gate, sum_at(i / 2, j, at));
-                const float y = epilogue.value(row_terms, up, sum_at(i / 2, j + HALVES - 1, GATED == 2 ? at + 1 : at));
+                const int at = i % LANE_ROWS * ROW_SUMS + l, of_up = GATED == 2  ? at + 1
+                                                                     : RUNS == 2 ? at + ROW_RUN
+                                                                                 : at;
+                const float x = epilogue.value(row_terms, gate, sum_at(i / LANE_ROWS, j, at));
+                const float y = epilogue.value(row_terms, up, sum_at(i / LANE_ROWS, j + HALVES - 1, of_up));
                 out[row * out_stride + column] = from_float<out_t>(ACTIVATION<out_t>(x, y));
             }
         }

@@ -35,8 +35,8 @@ mxfp4_experts_quant(uint8_t* output,                                // [num_rows
                     int64_t num_rows, int64_t scale_rows, int64_t output_stride, int64_t input_stride, int blocks,
                     int columns, int num_experts) {
     await_previous_kernel();
-    const Expert expert(input_offset_by_experts, output_scale_offset_by_experts, nullptr, num_experts, num_rows,
-                        blockIdx.x);
+    const Expert expert(FollowingRows{input_offset_by_experts, num_rows}, output_scale_offset_by_experts, nullptr,
+                        num_experts, blockIdx.x);
     if (!expert.exists) return;
     const int64_t rows = expert.end - expert.begin, first_tile_row = expert.tiles_at;
     const int64_t padded = (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS;

@@ -42,8 +42,8 @@ scaled_fp4_experts_quant(uint8_t* output,                                // [num
     await_previous_kernel();
     using share_t = Fp4Share<NUM_THREADS, ROW_THREADS, UNIT>;
     const int64_t unit = share_t::unit(rounds);
-    const Expert expert(input_offset_by_experts, output_scale_offset_by_experts, input_global_scale, num_experts,
-                        num_rows, uint64_t(unit) / share_t::UNITS);
+    const Expert expert(FollowingRows{input_offset_by_experts, num_rows}, output_scale_offset_by_experts,
+                        input_global_scale, num_experts, uint64_t(unit) / share_t::UNITS);
     if (!expert.exists) return;
     const int64_t first = expert.begin, rows = expert.end - first, first_tile_row = expert.tiles_at;
     const int64_t padded = (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS;

@@ -49,18 +49,23 @@ class Device:
     def supports(self, feature: str) -> bool:
         """Whether the device has a feature.
 
-        The features are ``"mma"`` (products of a warp, as mma.cuh has them), ``"clusters"``, ``"tma"`` (bulk copies of
-        tensors) and ``"wgmma"`` (products of four warps, Hopper's own). An AMD GPU has none of them.
+        The features are ``"mma"`` (products of a warp, as mma.cuh has them), ``"products"`` (those of product.cuh: mma,
+        and AMD's matrix cores), ``"async_copies"`` (to shared memory, by cp.async), ``"clusters"``, ``"tma"`` (bulk
+        copies of tensors) and ``"wgmma"`` (products of four warps, Hopper's own).
         """
         capability = int(self.arch[3:]) if self.arch.startswith("sm_") else 0
         return {
             "mma": capability >= 80,
+            "products": capability >= 80 or self.arch in _MATRIX_CORES,
+            "async_copies": capability >= 80,
             "clusters": capability >= 90,
             "tma": capability >= 90,
             "wgmma": capability == 90,
         }[feature]
 
 
+# Of AMD, the architectures whose matrix cores matrix_core.cuh knows.
+_MATRIX_CORES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")
 _MODELS = {
     "sm_80": Device(-1, "sm_80", 108, 32, 163 * 1024),
     "sm_90": Device(-1, "sm_90", 132, 32, 227 * 1024, 8),

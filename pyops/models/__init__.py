@@ -2,7 +2,10 @@
 
 config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
+parts                 norms, multipliers and names of a decoder
+family families       how the config.json of a family is read; dense decoders by their parts
 mixture latent        mixtures of experts and latent attention as config.json describes them
+mixed_families        decoders with mixtures, latent attention or state-space layers
 quantization          quantised weights as config.json describes them
 gguf_file             GGUF files: metadata as config.json would have it, tensors
 gguf_tokenizer        the tokenizer in a GGUF file
@@ -10,9 +13,11 @@ config                config.json
 packed_linear         projections of packed weights
 gguf_linear           projections of weights in GGUF's types
 linear                projections, plain, of 8-bit weights, packed or in GGUF's types
+norm                  norms of rows and heads
 batch                 the tokens of one forward pass
 attention             attention over a paged cache; MLPs
-microscaling          weights in mxfp4
+expert_weights        weights of experts: plain, of 8 bits, decoded at loading
+marlin_experts        packed weights of experts in Marlin's layout
 experts               mixtures of experts
 latent_attention      attention over a paged cache of latent entries
 mamba                 state-space layers, with states in slots
@@ -32,6 +37,7 @@ from .kernels import serving_kernels
 from .latent import Latent
 from .mixture import Mixture
 from .params import SamplingParams
+from .parts import Multipliers, Names, Norms
 from .quantization import PackedQuantization, Quantization
 from .rope import Rope
 from .state_space import StateSpace
@@ -44,6 +50,9 @@ __all__ = [
     "Group",
     "Latent",
     "Mixture",
+    "Multipliers",
+    "Names",
+    "Norms",
     "Output",
     "PackedQuantization",
     "ParallelDecoder",

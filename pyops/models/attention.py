@@ -1,50 +1,68 @@
-"""What the layers of a Llama are made of: attention over a paged cache, MLPs."""
+"""What the layers of a dense decoder are made of: attention over a paged cache, MLPs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .._core.lazy import torch
-from ..ops.activation import silu_and_mul
+from ..ops.activation import gelu_and_mul, gelu_fast, gelu_new, gelu_tanh_and_mul, silu_and_mul
 from ..ops.attention import paged_attention_v1, paged_attention_varlen
 from ..ops.cache import reshape_and_cache_flash
-from ..ops.norm import rms_norm
 from ..ops.rotary import rotary_embedding
 from .batch import Batch
 from .config import Config
 from .linear import Place
+from .norm import Norm
+from .rope import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Attention:
-    """Attention with a rotary embedding and grouped queries. It keeps keys and values, in blocks of tokens.
+    """Attention with grouped queries and maybe a rotary embedding. It keeps keys and values, in blocks of tokens.
 
     Args:
         config: sizes and options.
         sliding_window: the number of last tokens to attend to; 0 for all.
+        rope: the rotary embedding; None for none.
         place: of the weights.
     """
 
     slot_bytes = 0
 
-    def __init__(self, config: Config, sliding_window: int, place: Place) -> None:
-        head_dim, kv_size = config.head_dim, config.num_key_value_heads * config.head_dim
-        self.config, self.sliding_window, self.place = config, sliding_window, place
-        self.sizes = {"q_proj": config.num_attention_heads * head_dim, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv = place.linear(self.sizes, config.hidden_size, config.qkv_bias)
-        self.q_norm, self.k_norm = (place.empty(head_dim) if config.qk_norm else None for _ in range(2))
-        self.o = place.linear({"o_proj": config.hidden_size}, self.sizes["q_proj"], config.o_bias)
-        self.sinks = torch.empty(config.num_attention_heads, device=place.device) if config.sinks else None
+    def __init__(self, config: Config, sliding_window: int, rope: Rope | None, place: Place) -> None:
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.config, self.sliding_window, self.rope, self.place = config, sliding_window, rope, place
+        self.sizes = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+        self.qkv = place.linear(named_sizes(config.names.qkv, self.sizes), config.hidden_size, config.qkv_bias)
+        self.q_norm, self.k_norm = self._norm(heads), self._norm(kv_heads)
+        self.o = place.linear({config.names.o: config.hidden_size}, self.sizes[0], config.o_bias)
+        self.sinks = torch.empty(heads, device=place.device) if config.sinks else None
         # The scale of an fp8 cache, for the signatures of ops. No kernel reads it, as this cache has the model's dtype.
         self._one = torch.ones(1, device=place.device)
-        self.token_bytes = 2 * kv_size * place.dtype.itemsize
+        self.token_bytes = 2 * self.sizes[1] * place.dtype.itemsize
+
+    def _norm(self, num_heads: int) -> Norm | None:
+        """The norm of so many query or key heads."""
+        config = self.config
+        if not config.qk_norm:
+            return None
+        size = config.head_dim * (num_heads if config.qk_norm == "row" else 1)
+        kind, count = replace(config.norms, has_bias=False), num_heads if config.qk_norm == "heads" else 1
+        return Norm(kind, config.rms_norm_eps, self.place, size, count)
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
-        own = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "sinks": self.sinks}
-        found = {name: tensor for name, tensor in own.items() if tensor is not None}
+        found = {} if self.sinks is None else {"sinks": self.sinks}
+        for name, norm in ((self.config.names.q_norm, self.q_norm), (self.config.names.k_norm, self.k_norm)):
+            if norm is not None and self.config.qk_norm == "heads":
+                weights = norm.weight.unflatten(0, (-1, self.config.head_dim))
+                by_head = {f"{name.format(i)}.weight": weight for i, weight in enumerate(weights)}
+                found |= by_head if "{}" in name else {f"{name}.weight": weights}
+            elif norm is not None:
+                found[f"{name}.weight"] = norm.weight
         return found | self.qkv.tensors() | self.o.tensors()
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
@@ -52,35 +70,73 @@ class Attention:
         shape = (2, num_blocks, block_size, self.config.num_key_value_heads, self.config.head_dim)
         return tuple(torch.empty(shape, dtype=self.place.dtype, device=self.place.device))
 
-    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], cos_sin: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
         config, head_dim = self.config, self.config.head_dim
-        qkv = self.qkv(hidden)
-        query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in qkv.split(list(self.sizes.values()), -1))
-        if config.qk_norm:
-            rms_norm(query, query, self.q_norm, config.rms_norm_eps)
-            rms_norm(key, key, self.k_norm, config.rms_norm_eps)
-        rotary_embedding(batch.positions, query, key, head_dim, cos_sin, True)
+        parts = self.qkv(hidden).split(list(self.sizes), -1)
+        query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
+        if self.rope is not None:
+            table, is_neox = tables[self.rope], not self.rope.interleaved
+            rotary_embedding(batch.positions, query, key, head_dim, table, is_neox)
         key_cache, value_cache = cache
         scales = ("auto", self._one, self._one)
         reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slot_mapping, *scales)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         block_size = key_cache.shape[1]
         max_seq_len = batch.block_tables.shape[1] * block_size
-        past = (key_cache, value_cache, config.num_key_value_heads, head_dim**-0.5)
+        past = (key_cache, value_cache, config.num_key_value_heads, config.attention_scale)
         window, sinks, steps = self.sliding_window, self.sinks, batch.num_decodes
+        cap = config.multipliers.attention_soft_cap
         if steps:
             texts = batch.block_tables[:steps], batch.seq_lens[:steps], block_size, max_seq_len, None
-            paged_attention_v1(out[:steps], query[:steps], *past, *texts, *scales, sliding_window=window, sinks=sinks)
+            paged_attention_v1(
+                out[:steps],
+                query[:steps],
+                *past,
+                *texts,
+                *scales,
+                sliding_window=window,
+                logits_soft_cap=cap,
+                sinks=sinks,
+            )
         if steps < len(batch.seq_lens):
             prompts = batch.block_tables[steps:], batch.seq_lens[steps:], batch.cu_seqlens_of_prompts, block_size
             paged_attention_varlen(
-                out[steps:], query[steps:], *past, *prompts, *scales, sliding_window=window, sinks=sinks
+                out[steps:],
+                query[steps:],
+                *past,
+                *prompts,
+                *scales,
+                sliding_window=window,
+                logits_soft_cap=cap,
+                sinks=sinks,
             )
         return self.o(out.flatten(1))
 
+    def _normalised(self, norm: Norm, heads: Tensor) -> Tensor:
+        """The norms of `heads`, [num_tokens, heads, head_dim], in their place if the op can read them there."""
+        if self.config.qk_norm != "head":
+            norm(heads.flatten(1))
+            return heads
+        if norm.kind == "gemma":  # whose op takes rows of one stride
+            return norm.of(heads.reshape(-1, heads.shape[-1])).view(heads.shape)
+        norm(heads)
+        return heads
+
+
+def named_sizes(names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
+    """{name in a checkpoint: rows} of projections of one input; a single name stands for all of them joined."""
+    return dict(zip(names, sizes, strict=True)) if len(names) > 1 else {names[0]: sum(sizes)}
+
+
+_GATED = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
+_PLAIN = {"gelu_new": gelu_new, "gelu_fast": gelu_fast}
+_TORCH_GELU = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}  # without an op: {activation: approximate of torch's gelu}
+
 
 class MLP:
-    """``down(silu(gate(x)) * up(x))``; gate and up are one matrix.
+    """``down(act(gate(x)) * up(x))``, where gate and up are one matrix, or ``down(act(up(x)))``.
 
     Args:
         config: sizes and options.
@@ -90,16 +146,21 @@ class MLP:
 
     def __init__(self, config: Config, place: Place, intermediate_size: int | None = None) -> None:
         hidden_size, self.intermediate_size = config.hidden_size, intermediate_size or config.intermediate_size
-        sizes = dict.fromkeys(("gate_proj", "up_proj"), self.intermediate_size)
+        self.activation, self.has_gate = config.hidden_act, config.has_gate
+        sizes = named_sizes(config.names.gate_up, (self.intermediate_size,) * (2 if self.has_gate else 1))
         self.gate_up = place.linear(sizes, hidden_size, config.mlp_bias)
-        self.down = place.linear({"down_proj": hidden_size}, self.intermediate_size, config.mlp_bias)
+        self.down = place.linear({config.names.down: hidden_size}, self.intermediate_size, config.mlp_bias)
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
         return self.gate_up.tensors() | self.down.tensors()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        gate_up = self.gate_up(hidden)
+        return self.down(self._activated(self.gate_up(hidden)))
+
+    def _activated(self, gate_up: Tensor) -> Tensor:
+        if not self.has_gate and self.activation in _TORCH_GELU:
+            return torch.nn.functional.gelu(gate_up, approximate=_TORCH_GELU[self.activation])
         activated = gate_up.new_empty(gate_up.shape[0], self.intermediate_size)
-        silu_and_mul(activated, gate_up)
-        return self.down(activated)
+        (_GATED if self.has_gate else _PLAIN)[self.activation](activated, gate_up)
+        return activated

@@ -15,8 +15,9 @@ class Batch:
     """The newest tokens of several sequences. One forward pass computes them and adds them to the cache.
 
     Attributes:
-        tokens, positions, slot_mapping: [num_tokens] integers: the tokens, their positions in their sequences and their
-            slots in the blocks of the cache. A token with slot -1 is not added to the blocks.
+        tokens, positions, slot_mapping: [num_tokens] integers: the tokens, their rows in tables of rotary embeddings
+            (their positions in their sequences, unless these are long: see `Rope.cos_sin`), and their slots in the
+            blocks of the cache. A token with slot -1 is not added to the blocks.
         block_tables: [num_seqs, max_blocks]: the cache blocks of each sequence.
         seq_lens: [num_seqs]: tokens of each sequence, the newest included.
         cu_seqlens_q: [num_seqs + 1]: the first of `tokens` of each sequence, then num_tokens.

@@ -16,17 +16,21 @@ from .config import DTYPES, Config
 from .config_values import read_json
 from .decoder import Decoder
 from .gguf_file import GgufFile, is_gguf
-from .quantization import Quantization, QuantizedWeights
+from .quantization import PackedQuantization, Quantization, QuantizedWeights
 from .tensor_parallel import Group, ParallelDecoder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F32", "F16", "BF16"}
 # Names in safetensors of the dtypes of quantised weights.
 _CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32"}
-# What is known without it: a table that is computed from the config, the sizes of a packed weight.
-_NOT_READ = ("rotary_emb.inv_freq", ".weight_shape")
+# What is known without it: tables that are computed from the config, masks, the sizes of a packed weight.
+_NOT_READ = ("rotary_emb.inv_freq", ".weight_shape", ".attention.bias", ".attention.masked_bias")
 # Names that formats have for one thing: {end of a name: that of `Decoder.tensors`}.
-_ALIASES = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
+_ALIASES = {
+    ".weight_scale_inv": ".weight_scale",
+    ".activation_scale": ".input_scale",
+    "embed_out.weight": "lm_head.weight",
+}
 _Progress = Callable[[int, int], None]
 
 
@@ -72,6 +76,8 @@ def load(
     if len(headers) < config.num_hidden_layers:
         raise ModelError(folder, f"has {config.num_hidden_layers} layers, and {len(headers)} tensors for them")
     plan = Decoder(config, dtype, "meta").tensors()
+    if isinstance(config.quantization, PackedQuantization):
+        headers = _without_zero_biases(headers, plan)
     _check(folder, headers, plan, config.quantization)
 
     def made(where: Any) -> Decoder:
@@ -92,7 +98,7 @@ def load(
                 done += places[name].nbytes
                 if progress:
                     progress(done, total)
-    model.decode()
+    model.prepare()
     return model
 
 
@@ -147,6 +153,18 @@ def _shards(folder: Path) -> list[Path]:
     if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
         raise ModelError(index, "weight_map: expected names of tensors and of files beside this one")
     return [folder / file for file in sorted(set(files))]
+
+
+def _without_zero_biases(headers: dict[str, _Header], plan: dict[str, Any]) -> dict[str, _Header]:
+    """The headers but for biases of zeros that GPTQ may write beside weights of an architecture without biases."""
+    found = {}
+    for name, header in headers.items():
+        if name not in plan and name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in plan:
+            with _opened(header.shard) as file:
+                if not file.get_tensor(header.name).any():
+                    continue
+        found[name] = header
+    return found
 
 
 def _check(

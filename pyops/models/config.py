@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from .config_values import MAX_POSITIONS, first, flag, is_integer, number, read_json, refuse, size
+from .config_values import MAX_POSITIONS, first, is_integer, read_json, refuse, size
+from .families import FAMILIES
+from .family import ATTENTION_SIZES, SIZES
 from .gguf_file import GgufFile, is_gguf
-from .latent import LATENT_ATTENTION, Latent
-from .mixture import MIXTURES, Mixture
-from .quantization import Mxfp4Experts, Quantization, QuantizedWeights
+from .latent import Latent
+from .mixed_families import MAMBAS, MIXED_FAMILIES
+from .mixture import Mixture
+from .parts import QK_NORMS, Multipliers, Names, Norms
+from .quantization import Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
 from .rope import Rope
-from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
+from .state_space import StateSpace
 
-_STATE_SPACES: dict[str, Callable[[dict[str, Any]], StateSpace]] = {
-    "MambaForCausalLM": parse_mamba,
-    "Mamba2ForCausalLM": parse_mamba2,
-    "BambaForCausalLM": parse_bamba,
-}
-_DENSE = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3"))
-ARCHITECTURES = (*_DENSE, *MIXTURES, *_STATE_SPACES)
+ARCHITECTURES = (*FAMILIES, *MIXED_FAMILIES, *MAMBAS)
 DTYPES = ("float32", "float16", "bfloat16")
-
-
-class Names(NamedTuple):
-    """Names of the parts of a model in its checkpoint; those of a Llama, unless others are given."""
-
-    embedding: str = "model.embed_tokens"
-    layers: str = "model.layers"
-    norm: str = "model.norm"
-    input_norm: str = "input_layernorm"
-    attention: str = "self_attn"
-    state_space: str = "mamba"
-    mlp_norm: str = "post_attention_layernorm"
-    mlp: str = "mlp"
-
-
-_LLAMA_NAMES = Names()
-_MAMBA_NAMES = Names("backbone.embeddings", "backbone.layers", "backbone.norm_f", "norm", state_space="mixer")
-_MIXTRAL_NAMES = Names(mlp="block_sparse_moe")
-_BAMBA_NAMES = Names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm", mlp="feed_forward")
+GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
 @dataclass(frozen=True)
@@ -59,7 +39,16 @@ class Config:
         mixture: what layers have instead of an MLP that are mixtures of experts; None where none are.
         sliding_windows: for each layer, the number of last tokens it attends to; 0 for all tokens.
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
-        qk_norm: whether query and key heads are normalised before the rotary embedding.
+        qk_norm: how queries and keys are normalised before the rotary embedding: "head", each head by the same weights;
+            "heads", each head by weights of its own; "row", the heads of a token together; "" if they are not.
+        qkv_by_head: whether a checkpoint has the queries, keys and values of a head, then those of the next.
+        hidden_act: activation of MLPs.
+        has_gate: whether MLPs are ``down(act(gate(x)) * up(x))`` and not ``down(act(up(x)))``.
+        norms: kind and places of norms; `rms_norm_eps` is the epsilon of all of them.
+        parallel_residual: whether attention and MLP of a layer have the same input, before its own norm each.
+        shares_norm: whether both have one norm.
+        multipliers: of embeddings, logits and what layers add.
+        layer_ropes: for each layer, its rotary embedding, None for none; () where all have `rope`.
         residual_in_float32: whether the sums of layers are float32, whatever the dtype.
         num_layers_not_read: layers that a checkpoint may have behind the last, which predict tokens further on.
         quantization: how projections are quantised; None where they are not.
@@ -88,36 +77,53 @@ class Config:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""
+    qkv_by_head: bool = False
+    hidden_act: str = "silu"
+    has_gate: bool = True
+    norms: Norms = field(default_factory=Norms)
+    parallel_residual: bool = False
+    shares_norm: bool = False
+    multipliers: Multipliers = field(default_factory=Multipliers)
+    layer_ropes: tuple[Rope | None, ...] = ()
     residual_in_float32: bool = False
     tie_word_embeddings: bool = False
     quantization: QuantizedWeights | None = None
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
-    names: Names = _LLAMA_NAMES
+    names: Names = field(default_factory=Names)
 
     def __post_init__(self) -> None:
         size("num_hidden_layers", self.num_hidden_layers)
         layers, types, windows = self.num_hidden_layers, self.layer_types, self.sliding_windows
-        for name, values, default in (("layer_types", types, "attention"), ("sliding_windows", windows, 0)):
-            if not values:
+        by_layer = {"layer_types": "attention", "sliding_windows": 0, "layer_ropes": self.rope}
+        for name, default in by_layer.items():
+            if not getattr(self, name):
                 object.__setattr__(self, name, (default,) * layers)
         kinds = ("attention",) if self.state_space is None else ("attention", self.state_space.kind)
         if len(self.layer_types) != layers or not all(kind in kinds for kind in self.layer_types):
             raise refuse("layer_types", f"{layers} of {' or '.join(kinds)}", types)
-        for name in _SIZES:
-            absent = name == "intermediate_size" or (name in _ATTENTION_SIZES and not self.has_attention)
+        for name in SIZES:
+            absent = name == "intermediate_size" or (name in ATTENTION_SIZES and not self.has_attention)
             if not absent or getattr(self, name) != 0:
                 size(name, getattr(self, name))
         if self.has_attention:
             self._check_attention()
-        if self.quantization is not None and self.state_space is not None:
-            raise refuse("quantization_config", "None with state-space layers", self.quantization)
+        has_others = self.mixture is not None or self.state_space is not None
+        activations = ("silu",) if has_others else GATED_ACTIVATIONS if self.has_gate else PLAIN_ACTIVATIONS
+        if self.hidden_act not in activations:
+            raise refuse("hidden_act", " or ".join(map(repr, activations)), self.hidden_act)
+        for name, count in (("qkv", 3), ("gate_up", 2 if self.has_gate else 1)):
+            if len(getattr(self.names, name)) not in (1, count):
+                raise refuse(f"names.{name}", f"1 or {count} names", getattr(self.names, name))
+        if self.quantization is not None and (self.state_space is not None or self.qkv_by_head):
+            what = "state-space layers" if self.state_space is not None else "projections joined head by head"
+            raise refuse("quantization_config", f"None with {what}", self.quantization)
         if self.mixture is not None:
-            served = Mxfp4Experts if self.mixture.is_stacked else Quantization
+            served = Mxfp4Experts if self.mixture.is_stacked else Quantization | PackedQuantization
             is_served = self.quantization is None or isinstance(self.quantization, served)
             if len(self.mixture.layers) != layers or not is_served:
-                expected = f"one of {layers} layers, with 8-bit weights, or mxfp4 where experts are stacked, or plain"
+                expected = f"one of {layers} layers, quantised in mxfp4 where experts are stacked, else 8-bit or packed"
                 raise refuse("mixture", expected, self.mixture)
         elif isinstance(self.quantization, Mxfp4Experts):
             raise refuse("quantization_config", "a mixture of experts with mxfp4", self.quantization)
@@ -135,12 +141,28 @@ class Config:
             raise refuse("num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv_heads)
         if self.head_dim % 2:
             raise refuse("head_dim", "an even number", self.head_dim)
-        rotary_dim = self.rope.rotary_dim(self.head_dim)
-        if not rotary_dim or rotary_dim % 2:
-            part = self.rope.partial_rotary_factor
-            raise refuse("partial_rotary_factor", f"an even number of {self.head_dim} elements", part)
-        if self.rope.kind == "divided" and len(self.rope.divisors) != rotary_dim // 2:
-            raise refuse("rope_parameters.divisors", f"{rotary_dim // 2} numbers", self.rope.divisors)
+        if self.qk_norm not in QK_NORMS:
+            raise refuse("qk_norm", " or ".join(map(repr, QK_NORMS)), self.qk_norm)
+        if len(self.layer_ropes) != self.num_hidden_layers:
+            raise refuse("layer_ropes", f"one for each of {self.num_hidden_layers} layers", self.layer_ropes)
+        for rope in self.ropes:
+            rope.check(self.head_dim)
+
+    @property
+    def ropes(self) -> list[Rope]:
+        """The rotary embeddings that layers of attention have, each once."""
+        kinds = zip(self.layer_ropes, self.layer_types, strict=True)
+        return list(dict.fromkeys(rope for rope, kind in kinds if rope is not None and kind == "attention"))
+
+    @property
+    def max_short_length(self) -> int:
+        """Tokens up to which a text turns by the frequencies of short texts: see `Rope.max_short_length`."""
+        return min((rope.max_short_length for rope in self.ropes), default=MAX_POSITIONS)
+
+    @property
+    def attention_scale(self) -> float:
+        """What multiplies the logits of attention."""
+        return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
 
     @property
     def has_attention(self) -> bool:
@@ -169,137 +191,12 @@ class Config:
         if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
             raise refuse("architectures", " or ".join(ARCHITECTURES), architectures)
         (architecture,) = architectures
-        if values.get("hidden_act") not in ("silu", None):
-            raise refuse("hidden_act", "'silu'", values["hidden_act"])
-        parse = _mamba if architecture in ("MambaForCausalLM", "Mamba2ForCausalLM") else _with_attention
+        families = FAMILIES | MIXED_FAMILIES
+        found = families[architecture].parse(values) if architecture in families else MAMBAS[architecture](values)
         ends = values.get("eos_token_id")
         return cls(
-            **parse(values, architecture),
+            **found,
             quantization=Quantization.parse(values.get("quantization_config")),
             dtype=first(values.get("dtype"), values.get("torch_dtype"), "float32"),
             eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         )
-
-
-_ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "head_dim",  # last, because its default is computed from other sizes
-)
-
-
-def _mamba(values: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """Fields of the config of a model whose layers are all state-space layers without MLPs."""
-    sizes = {name: size(name, values.get(name)) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
-    state_space = _STATE_SPACES[architecture](values)
-    return sizes | {
-        **dict.fromkeys(("intermediate_size", *_ATTENTION_SIZES), 0),
-        "max_position_embeddings": MAX_POSITIONS,  # nothing depends on positions
-        "rms_norm_eps": number("layer_norm_epsilon", values.get("layer_norm_epsilon", 1e-5)),
-        "layer_types": (state_space.kind,) * sizes["num_hidden_layers"],
-        "state_space": state_space,
-        "residual_in_float32": flag(values, "residual_in_fp32", True),
-        "tie_word_embeddings": flag(values, "tie_word_embeddings", architecture == "MambaForCausalLM"),
-        "names": _MAMBA_NAMES,
-    }
-
-
-def _with_attention(values: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """Fields of the config of a model with attention and MLPs: the Llama family, and Bamba."""
-    is_llama, is_bamba = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Bamba"))
-    is_qwen3, is_mixture = architecture.startswith("Qwen3"), architecture in MIXTURES
-    is_latent, is_gpt_oss = architecture in LATENT_ATTENTION, architecture == "GptOssForCausalLM"
-    if is_latent:  # the heads of the rotary embedding
-        heads = values.get("num_attention_heads")
-        values = values | {"head_dim": first(values.get("qk_rope_head_dim"), 64), "num_key_value_heads": heads}
-    if not is_bamba and values.get("partial_rotary_factor", 1.0) not in (1.0, None):
-        raise refuse("partial_rotary_factor", "1.0", values["partial_rotary_factor"])
-    sizes = {name: values[name] for name in _SIZES if values.get(name) is not None}
-    if (is_llama or (is_bamba and "num_key_value_heads" in values)) and "num_attention_heads" in sizes:
-        sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
-    for name in _SIZES:
-        if name == "head_dim" and name not in sizes:
-            sizes[name] = 128 if is_qwen3 and not is_mixture else sizes["hidden_size"] // sizes["num_attention_heads"]
-        size(name, sizes.get(name))
-    may_have_bias = is_llama or is_qwen3 or is_bamba or is_latent or is_gpt_oss
-    attention_bias = flag(values, "attention_bias", is_gpt_oss) and may_have_bias
-    found = {
-        "rms_norm_eps": number("rms_norm_eps", values.get("rms_norm_eps", 1e-6)),
-        "rope": Rope.parse(values, 0.5 if is_bamba else None),
-        "sliding_windows": () if is_bamba else _windows(values, architecture, sizes["num_hidden_layers"]),
-        "qkv_bias": attention_bias or architecture == "Qwen2ForCausalLM",
-        "o_bias": attention_bias,
-        "mlp_bias": flag(values, "mlp_bias") and (is_llama or is_bamba or architecture == "DeepseekV2ForCausalLM"),
-        "qk_norm": is_qwen3,
-        "tie_word_embeddings": flag(values, "tie_word_embeddings"),
-    }
-    if is_mixture:
-        found["mixture"] = MIXTURES[architecture](values, sizes["num_hidden_layers"])
-    if is_latent:
-        found["latent"] = Latent.parse(values)
-        found["num_layers_not_read"] = _layers_not_read(values)
-    if is_gpt_oss:
-        found["sinks"] = True
-    if architecture == "MixtralForCausalLM":
-        found["names"] = _MIXTRAL_NAMES
-    if is_bamba:
-        found |= {
-            "layer_types": _bamba_layers(values, sizes["num_hidden_layers"]),
-            "state_space": parse_bamba(values),
-            "names": _BAMBA_NAMES,
-        }
-    return sizes | found
-
-
-def _layers_not_read(values: dict[str, Any]) -> int:
-    """Layers behind the last that predict tokens further on."""
-    count = first(values.get("num_nextn_predict_layers"), 0)
-    if not is_integer(count) or count < 0:
-        raise refuse("num_nextn_predict_layers", "a number of layers", count)
-    return int(count)
-
-
-def _bamba_layers(values: dict[str, Any], layers: int) -> tuple[str, ...]:
-    """The type of each layer: ``attn_layer_indices`` are attention, and there may be none."""
-    indices = first(values.get("attn_layer_indices"), [])
-    if not isinstance(indices, list) or not all(is_integer(i) and 0 <= i < layers for i in indices):
-        raise refuse("attn_layer_indices", f"layers from 0 to {layers - 1}", indices)
-    return tuple("attention" if i in indices else "mamba2" for i in range(layers))
-
-
-def _windows(values: dict[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
-    """The sliding window of each layer, 0 for none.
-
-    gpt-oss has a window, of 128 if the file does not give it, in every second layer from the first on, unless
-    ``layer_types`` names others. Mistral has one window for all layers: 4096 if the file does not give it, none if the
-    file says null. So do Mixtral, with no window by default, and Qwen3-MoE, where the file says ``use_sliding_window``.
-    Ministral has Mistral's window in all layers, unless ``layer_types`` names the layers that have the window.
-    Other models of Qwen may have a window in some layers: those that ``layer_types`` names, or all from
-    ``max_window_layers`` on.
-    """
-    is_qwen, full, sliding = architecture.startswith("Qwen"), "full_attention", "sliding_attention"
-    is_mixtral, is_gpt_oss = (architecture == f"{name}ForCausalLM" for name in ("Mixtral", "GptOss"))
-    is_ministral = architecture == "MinistralForCausalLM"
-    always = is_mixtral or is_gpt_oss or is_ministral or architecture == "MistralForCausalLM"
-    has_window = always or (flag(values, "use_sliding_window") and is_qwen)
-    default = None if is_mixtral else 128 if is_gpt_oss else 4096
-    window = values.get("sliding_window", default) if has_window else None
-    is_qwen = is_qwen and architecture not in MIXTURES
-    if window is not None:
-        size("sliding_window", window)
-    begin = values.get("max_window_layers", 28) if is_qwen else 0
-    if not is_integer(begin):
-        raise refuse("max_window_layers", "an integer", begin)
-    step = 2 if is_gpt_oss else 1
-    kinds = [sliding if window is not None and i >= begin and i % step == 0 else full for i in range(layers)]
-    allowed = (full, sliding) if (is_qwen or is_gpt_oss or is_ministral) and window is not None else (kinds[0],)
-    kinds = first(values.get("layer_types"), kinds)
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in allowed for kind in kinds):
-        raise refuse("layer_types", f"{layers} of {' or '.join(allowed)}", kinds)
-    return tuple((window or 0) if kind == sliding else 0 for kind in kinds)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.lazy import torch
 from .._model_error import ModelError
-from ..ops.norm import fused_add_rms_norm, rms_norm
 from .attention import MLP, Attention
 from .batch import Batch
-from .config import Config, Names
+from .config import Config
 from .experts import Experts
 from .gguf_linear import BlockMatrix, GgufLinear
 from .latent_attention import LatentAttention
 from .linear import Linear, Place
 from .mamba import StateSpaceLayer
+from .norm import Norm
+from .packed_linear import check_written
+from .parts import Names
 from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization
+from .rope import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,22 +30,33 @@ _RANDOM_INPUT = 8.0  # what is 127 under a random static scale
 
 
 class Layer(NamedTuple):
-    """A layer: a norm and what mixes tokens; then, if the architecture has it, a norm and an MLP."""
+    """A layer: what mixes tokens; then, if the architecture has it, an MLP.
 
-    input_norm: Tensor
+    Attributes:
+        input_norm, mlp_norm: of the inputs of both; None where an input is not normalised, or by the other's norm.
+        mixer_out_norm, mlp_out_norm: of what both give; None where that is not normalised.
+    """
+
     mixer: Attention | LatentAttention | StateSpaceLayer
-    mlp_norm: Tensor | None
     mlp: MLP | Experts | None
+    input_norm: Norm | None
+    mixer_out_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_out_norm: Norm | None
 
     def tensors(self, names: Names) -> dict[str, Tensor]:
         """{name in a checkpoint, within the layer: the weights, or a view of them}."""
         mixer = names.state_space if isinstance(self.mixer, StateSpaceLayer) else names.attention
-        found = {f"{names.input_norm}.weight": self.input_norm}
-        found |= {f"{mixer}.{name}": tensor for name, tensor in self.mixer.tensors().items()}
-        if self.mlp is not None and self.mlp_norm is not None:
-            found[f"{names.mlp_norm}.weight"] = self.mlp_norm
-            found |= {f"{names.mlp}.{name}": tensor for name, tensor in self.mlp.tensors().items()}
-        return found
+        parts = (
+            (names.input_norm, self.input_norm),
+            (mixer, self.mixer),
+            (names.attention_out_norm, self.mixer_out_norm),
+            (names.mlp_norm, self.mlp_norm),
+            (names.mlp, self.mlp),
+            (names.mlp_out_norm, self.mlp_out_norm),
+        )
+        owned = [(at, part.tensors()) for at, part in parts if part is not None]
+        return {f"{at}.{name}": tensor for at, tensors in owned for name, tensor in tensors.items()}
 
 
 class Decoder:
@@ -66,10 +81,13 @@ class Decoder:
         sizes = config.vocab_size, config.hidden_size
         self.embedding = place.matrix(config.names.embedding, *sizes)
         self.layers = [self._layer(i, place) for i in range(config.num_hidden_layers)]
-        self.norm = place.empty(config.hidden_size)
+        self.norm = Norm(config.norms, config.rms_norm_eps, place, config.hidden_size)
         head = self.embedding if config.tie_word_embeddings else place.matrix("lm_head", *sizes)
         rows = {"lm_head": config.vocab_size}
         self.head = GgufLinear((head,), None, rows) if isinstance(head, BlockMatrix) else Linear(head, None, rows)
+        multipliers = config.multipliers
+        rounded_to = self.dtype if multipliers.embedding_is_rounded else torch.float64
+        self._multiplier = torch.tensor(multipliers.embedding, dtype=rounded_to, device="cpu").item()
         self.token_bytes = sum(layer.mixer.token_bytes for layer in self.layers)
         self.slot_bytes = sum(layer.mixer.slot_bytes for layer in self.layers)
         self._tensors = self._named()
@@ -84,26 +102,33 @@ class Decoder:
             if config.latent is not None:
                 mixer = LatentAttention(config, config.latent, attention)
             else:
-                mixer = Attention(config, config.sliding_windows[i], attention)
+                mixer = Attention(config, config.sliding_windows[i], config.layer_ropes[i], attention)
         else:
             mixer = StateSpaceLayer(config, place)
-        if not config.intermediate_size:
-            return Layer(place.empty(hidden_size), mixer, None, None)
-        place, mixture = place._replace(module=f"{at}.{config.names.mlp}"), config.mixture
-        mlp = Experts(config, mixture, place) if mixture is not None and mixture.layers[i] else MLP(config, place)
-        return Layer(place.empty(hidden_size), mixer, place.empty(hidden_size), mlp)
+        has_mlp, norms = config.intermediate_size > 0, config.norms
+        is_before, is_after = norms.place != "after", norms.place != "before"
+        own_norm = has_mlp and not config.shares_norm
+        has_norm = is_before, is_after, is_before and own_norm, is_after and own_norm
+        made = (Norm(norms, config.rms_norm_eps, place, hidden_size) if one else None for one in has_norm)
+        mlp = self._mlp(i, place._replace(module=f"{at}.{config.names.mlp}")) if has_mlp else None
+        return Layer(mixer, mlp, *made)
+
+    def _mlp(self, i: int, place: Place) -> MLP | Experts:
+        config, mixture = self.config, self.config.mixture
+        return Experts(config, mixture, place) if mixture is not None and mixture.layers[i] else MLP(config, place)
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: the weights, or a view of them}. `write` sets them.
 
-        Under ``A_log`` are the decays ``A = -exp(A_log)``.
+        Under ``A_log`` are the decays ``A = -exp(A_log)``. Packed weights of experts are there until `prepare`.
         """
         return self._tensors
 
     def _named(self) -> dict[str, Tensor]:
         names = self.config.names
         embedding = self.embedding.weight if isinstance(self.embedding, BlockMatrix) else self.embedding
-        found = {f"{names.embedding}.weight": embedding, f"{names.norm}.weight": self.norm}
+        found = {f"{names.embedding}.weight": embedding}
+        found |= {f"{names.norm}.{name}": tensor for name, tensor in self.norm.tensors().items()}
         if not self.config.tie_word_embeddings:
             found |= self.head.tensors()
         for i, layer in enumerate(self.layers):
@@ -114,29 +139,41 @@ class Decoder:
         """Set the weights that a checkpoint calls `name` to what it has under this name.
 
         Raises:
-            ModelError: groups of a packed weight are not consecutive, although ``config.json`` says so.
+            ModelError: groups or zero points of a packed weight are not what ``config.json`` says.
         """
         weights, packed = self._tensors[name], self.config.quantization
-        if name.endswith(".g_idx") and isinstance(packed, PackedQuantization) and not packed.has_order:
-            size = len(tensor) if packed.group_size == -1 else packed.group_size
-            if (tensor.cpu() != torch.arange(len(tensor)) // size).any():
-                raise ModelError(name, f"expected groups of {size} neighbours, as without desc_act")
+        if isinstance(packed, PackedQuantization):
+            check_written(packed, name, tensor)
         if name.endswith(".input_scale"):  # which projections of one input share: nothing saturates under the largest
             tensor = torch.maximum(weights, tensor.to(weights).reshape(weights.shape))
+        config = self.config
+        if config.qkv_by_head and name.rpartition(".")[0].endswith(config.names.qkv):
+            heads = tensor.unflatten(0, (config.num_attention_heads, 3, config.head_dim))
+            tensor = heads.transpose(0, 1).flatten(0, 2)
         weights.copy_(tensor)
         if name.endswith(".A_log"):  # mixers hold the decays A themselves
             weights.exp_().neg_()
 
-    def decode(self) -> None:
-        """Once all tensors of a checkpoint are written: make weights of codes that are kept as weights."""
-        for layer in self.layers:
-            if isinstance(layer.mlp, Experts):
-                layer.mlp.decode()
+    def prepare(self, checked: bool = True) -> None:
+        """Once all tensors of a checkpoint are written: make of packed weights of experts what is multiplied.
+
+        Args:
+            checked: whether it is checked first that they can be, which tensors without data cannot.
+
+        Raises:
+            ModelError: such weights cannot be multiplied.
+        """
+        experts = [layer.mlp.weights for layer in self.layers if isinstance(layer.mlp, Experts)]
+        for weights in experts if checked else ():
+            weights.check()
+        for weights in experts:
+            weights.prepare()
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.
 
-        8-bit weights are such noise but for what of it is rounded, and cut off at four deviations.
+        The weights of a Gemma's norms, to which 1 is added, and biases of norms are set to 0. 8-bit weights are such
+        noise but for what of it is rounded, and cut off at four deviations.
 
         Raises:
             ModelError: weights are packed.
@@ -145,8 +182,8 @@ class Decoder:
             raise ModelError("randomise", "expected weights that are neither packed nor of mxfp4 nor of GGUF's types")
         generator = torch.Generator(self.device).manual_seed(seed)
         for name, tensor in self._tensors.items():
-            if "norm" in name.split(".")[-2]:
-                tensor.fill_(1.0)
+            if "norm" in name.rpartition(".")[0].rpartition(f"{self.config.names.layers}.")[2]:
+                tensor.fill_(float(name.endswith(".weight") and self.config.norms.kind != "gemma"))
             elif name.endswith(".input_scale"):
                 tensor.fill_(_RANDOM_INPUT / _MAX_RANDOM_CODE)
             elif name.endswith(".weight_scale"):
@@ -163,37 +200,58 @@ class Decoder:
         """What each layer keeps of texts: keys and values in blocks of tokens, or states in slots."""
         return [layer.mixer.new_cache(num_blocks, block_size, num_slots) for layer in self.layers]
 
-    def new_cos_sin(self, num_positions: int) -> Tensor:
-        """The table of the rotary embedding for texts of up to `num_positions` tokens: [num_positions, rotary_dim]."""
-        if not self.config.has_attention:
-            return torch.empty(0, 0, dtype=self.dtype, device=self.device)
-        return self.config.rope.cos_sin(self.config.head_dim, num_positions, self.device).to(self.dtype)
+    def new_tables(self, num_positions: int) -> dict[Rope, Tensor]:
+        """The table of each rotary embedding for texts of up to `num_positions` tokens: see `Rope.cos_sin`."""
+        head_dim = self.config.head_dim
+        return {rope: rope.cos_sin(head_dim, num_positions, self.device).to(self.dtype) for rope in self.config.ropes}
+
+    def naming_ranks(self) -> AbstractContextManager[None]:
+        """What a step runs in: an error that comes from processes that do not come any more names them."""
+        return nullcontext()
 
     def agreed(self, blocks: int) -> int:
         """The blocks of a cache for which every process has room that has a part of the model."""
         return blocks
 
-    def forward(self, batch: Batch, cache: Cache, cos_sin: Tensor) -> Tensor:
+    def forward(self, batch: Batch, cache: Cache, tables: dict[Rope, Tensor]) -> Tensor:
         """Hidden states of the tokens after the last norm: [num_tokens, hidden_size]. Writes `cache`."""
-        residual = self.embedding[batch.tokens]
-        hidden = torch.empty_like(residual)
-        rms_norm(hidden, residual, self.layers[0].input_norm, self.config.rms_norm_eps)
+        residual, first = self._embedded(batch.tokens), self.layers[0].input_norm
+        hidden = residual.clone() if first is None else first.of(residual)
         if self.config.residual_in_float32:
             residual = residual.float()
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for layer, kept, next_norm in zip(self.layers, cache, next_norms, strict=True):
-            hidden = layer.mixer(hidden, batch, kept, cos_sin)
-            if layer.mlp is not None:
-                self._add_norm(hidden, residual, layer.mlp_norm)
-                hidden = layer.mlp(hidden)
-            self._add_norm(hidden, residual, next_norm)
+            mixed = layer.mixer(hidden, batch, kept, tables)
+            if layer.mlp is not None and self.config.parallel_residual:
+                mixed += layer.mlp(hidden if layer.mlp_norm is None else layer.mlp_norm.of(residual))
+            elif layer.mlp is not None:
+                residual = self._add_norm(mixed, residual, layer.mixer_out_norm, layer.mlp_norm)
+                mixed = layer.mlp(mixed)
+            residual = self._add_norm(mixed, residual, layer.mlp_out_norm, next_norm)
+            hidden = mixed
         return hidden
 
-    def _add_norm(self, hidden: Tensor, residual: Tensor, weight: Tensor | None) -> None:
-        """Add `hidden` to `residual`, and write the norm of the sum to `hidden`."""
-        epsilon = self.config.rms_norm_eps
-        if residual.dtype == hidden.dtype:
-            fused_add_rms_norm(hidden, residual, weight, epsilon)
-        else:
-            residual += hidden
-            rms_norm(hidden, residual.to(hidden.dtype), weight, epsilon)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the tokens that follow those with these hidden states: [num_tokens, vocab_size]."""
+        multipliers, logits = self.config.multipliers, self.head(hidden)
+        if multipliers.logits != 1:
+            logits = logits * multipliers.logits
+        if cap := multipliers.logits_soft_cap:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        found = self.embedding[tokens]
+        return found if self._multiplier == 1 else found * self._multiplier
+
+    def _add_norm(self, hidden: Tensor, residual: Tensor, out_norm: Norm | None, norm: Norm | None) -> Tensor:
+        """Add `out_norm` of `hidden` to `residual`, write the norm of the sum to `hidden`, and return the sum."""
+        if out_norm is not None:
+            out_norm(hidden)
+        if self.config.multipliers.residual != 1:
+            hidden *= self.config.multipliers.residual
+        if norm is not None:
+            return norm.add(hidden, residual)
+        residual += hidden
+        hidden.copy_(residual)
+        return residual

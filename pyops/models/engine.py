@@ -99,7 +99,8 @@ class Engine:
         An error drops all requests, and the engine can take new ones.
         """
         try:
-            return self._step()
+            with self._runner.model.naming_ranks():
+                return self._step()
         except BaseException:
             self._scheduler.drop_all()
             raise
@@ -108,7 +109,10 @@ class Engine:
         steps = self._scheduler.next_step()
         if not steps:
             return []
-        parts = [Part(r.tokens[r.computed : r.computed + n], r.computed, r.blocks, r.slot) for r, n in steps]
+        is_long = self._scheduler.is_long
+        parts = [
+            Part(r.tokens[r.computed : r.computed + n], r.computed, r.blocks, r.slot, is_long(r)) for r, n in steps
+        ]
         logits = self._runner.run(parts)
         for request, count in steps:
             request.computed += count
@@ -176,7 +180,7 @@ class Engine:
         return request.number
 
     def _accept(self, request: Request, token: int) -> Output:
-        request.tokens.append(token)
+        self._scheduler.add(request, token)
         finished: Finish | None = "length" if len(request.tokens) == request.max_seq_len else None
         if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
             finished = "stop"
@@ -204,9 +208,10 @@ def check_request(config: Config, prompt: Sequence[int], params: SamplingParams,
 def _blocks_in_memory(model: Decoder, block_size: int, max_num_seqs: int, max_seq_len: int) -> int:
     """Blocks of a cache that fit into the free memory of the device, beside what a `Runner` of these sizes takes."""
     config = model.config
-    # Peak of the table of cosines and sines, while it is made in float32.
-    table = 16 * max_seq_len * config.head_dim if config.has_attention else 0
+    # Peak of the tables of cosines and sines, while they are made in float32.
+    num_rows = max_seq_len * (2 if max_seq_len > config.max_short_length else 1)
+    tables = 16 * num_rows * config.head_dim * len(config.ropes)
     rows = 16 * max_num_seqs * blocks_for(config, max_seq_len, block_size)
-    left = free_bytes(model.device) - table - rows - max_num_seqs * model.slot_bytes
+    left = free_bytes(model.device) - tables - rows - max_num_seqs * model.slot_bytes
     # Without attention a token takes no memory, and what is left is counted in bytes.
     return int(left // max(1, model.token_bytes * block_size))

@@ -31,7 +31,7 @@ def serving_kernels(
     block_size: int = 16,
     dtype: str | None = None,
 ) -> list[tuple[Op, Specialisation]]:
-    """The kernels that an `Engine` with these arguments launches for the model, whatever the requests.
+    """The kernels that `load` and an `Engine` with these arguments launch for the model, whatever the requests.
 
     Args:
         model: a folder with ``config.json``, a GGUF file, or what either says.
@@ -48,14 +48,15 @@ def serving_kernels(
     with FakeTensorMode(), torch.no_grad(), _planned(device, found), torch.device(place):
         decoder = Decoder(config, dtype, place)
         decoder.layers = _kinds(decoder)
+        decoder.prepare(checked=False)
         max_blocks = blocks_for(config, max_seq_len, block_size)
         cache = decoder.new_cache(max_num_seqs * max_blocks, block_size, max_num_seqs)
-        cos_sin = torch.empty(max_seq_len, config.rope.rotary_dim(config.head_dim), dtype=decoder.dtype)
+        tables = decoder.new_tables(max_seq_len)
         rows = torch.empty(max_num_seqs, row_size(config, max_seq_len, block_size), dtype=torch.int64)
         batches = [decode_batch(rows[:size]) for size in decode_sizes(max_num_seqs)]
         batches += _prompts(max_num_seqs, max_blocks, max_num_batched_tokens)
         for batch in batches:
-            decoder.head(decoder.forward(batch, cache, cos_sin))
+            decoder.logits(decoder.forward(batch, cache, tables))
     return list(found.values())
 
 
@@ -67,7 +68,8 @@ def _kinds(decoder: Decoder) -> list[Layer]:
     for i, layer in enumerate(decoder.layers):
         at, weights = f"{config.names.layers}.{i}", layer.tensors(config.names)
         kinds = [(one.dtype, types.of(f"{at}.{name}".removesuffix(".weight"))) for name, one in weights.items()]
-        found.setdefault((config.layer_types[i], config.sliding_windows[i], experts[i], *kinds), layer)
+        options = config.layer_types[i], config.sliding_windows[i], config.layer_ropes[i], experts[i]
+        found.setdefault((*options, *kinds), layer)
     return list(found.values())
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from ..ops.rotary.tables import yarn_mscale
 from .config_values import first, flag, number, refuse, size
 
-LATENT_ATTENTION = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
-
 
 @dataclass(frozen=True)
 class Latent:

@@ -12,6 +12,8 @@ from .batch import Batch
 from .config import Config
 from .latent import Latent
 from .linear import Linear, Place, ScaledLinear
+from .packed_linear import PackedLinear
+from .rope import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,9 +24,9 @@ _EPSILON = 1e-6  # of the norms of latent vectors, whatever `rms_norm_eps` is
 class LatentAttention:
     """Multi-head latent attention. It keeps of a token its latent vector and its rotated key, in blocks of tokens.
 
-    Keys and values of heads are products with the latent vector. Prompts use them (`expanded_attention`),
-    next tokens of texts without them (`absorbed_attention`). The matrices of these products, if they are quantised,
-    are dequantised at the first call, and weights that are written later do not change them.
+    Keys and values of heads are products with the latent vector, which `latent_attention` makes for prompts and not for
+    next tokens of texts. The matrices of these products, if they are quantised, are dequantised at the first call, and
+    weights that are written later do not change them.
 
     Args:
         config: sizes and options.
@@ -36,7 +38,7 @@ class LatentAttention:
 
     def __init__(self, config: Config, latent: Latent, place: Place) -> None:
         heads, hidden_size, rank = config.num_attention_heads, config.hidden_size, latent.kv_lora_rank
-        self.latent, self.place, self.num_heads = latent, place, heads
+        self.latent, self.place, self.num_heads, self.rope = latent, place, heads, config.rope
         self.entry_size = rank + latent.qk_rope_head_dim
         queries, compressed = heads * latent.qk_head_dim, {"kv_a_proj_with_mqa": self.entry_size}
         self.q_norm = self.q_a = None
@@ -65,31 +67,28 @@ class LatentAttention:
         shape = num_blocks, block_size, self.entry_size
         return (torch.empty(shape, dtype=self.place.dtype, device=self.place.device),)
 
-    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], cos_sin: Tensor) -> Tensor:
-        from ..nn.latent import absorbed_attention, expanded_attention  # layers need torch when they are imported
+    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
+        from ..nn.latent import latent_attention  # layers need torch when they are imported
 
-        latent, steps, (entries,) = self.latent, batch.num_decodes, cache
+        latent, (entries,) = self.latent, cache
         query = self._query(hidden)
         kv_c, k_pe = self.kv_a(hidden).split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
         rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
         turned = query[..., latent.qk_nope_head_dim :]
         kept = batch.slot_mapping, entries, "auto", self._one
-        concat_and_cache_mla_rope_fused(batch.positions, turned, k_pe, kv_c, cos_sin, not latent.interleaved, *kept)
-        parts, up = [], self._up.unflatten(0, (self.num_heads, -1))
-        tables, lengths, common = batch.block_tables, batch.seq_lens, (latent.scale, self._one)
-        if steps:
-            parts.append(absorbed_attention(query[:steps], up, entries, tables[:steps], lengths[:steps], *common))
-        if steps < len(lengths):
-            prompts = tables[steps:], lengths[steps:], batch.cu_seqlens_of_prompts
-            parts.append(expanded_attention(query[steps:], up, entries, *prompts, *common))
-        return self.o(parts[0] if len(parts) == 1 else torch.cat(parts))
+        concat_and_cache_mla_rope_fused(
+            batch.positions, turned, k_pe, kv_c, tables[self.rope], not latent.interleaved, *kept
+        )
+        up = self._up.unflatten(0, (self.num_heads, -1))
+        texts = batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.num_decodes
+        return self.o(latent_attention(query, up, entries, *texts, latent.scale, self._one))
 
     @cached_property
     def _up(self) -> Tensor:
         """W_k and W_v of each head: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank]."""
         if isinstance(self.kv_b, Linear):
             return self.kv_b.weight
-        if isinstance(self.kv_b, ScaledLinear):
+        if isinstance(self.kv_b, ScaledLinear | PackedLinear):
             return self.kv_b.dequantised().to(self.place.dtype)
         return self.kv_b(torch.eye(self.latent.kv_lora_rank, dtype=self.place.dtype, device=self.place.device)).T
 

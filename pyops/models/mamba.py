@@ -11,6 +11,7 @@ from .._core.lazy import torch
 from .batch import Batch
 from .config import Config
 from .linear import Place
+from .rope import Rope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +48,7 @@ class StateSpaceLayer:
         conv = self.place.empty(num_slots, *self._conv_shape).transpose(1, 2)
         return conv, torch.empty(num_slots, *self._ssm_shape, dtype=torch.float32, device=self.place.device)
 
-    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], cos_sin: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
         where = batch.cu_seqlens_q, batch.state_slots, batch.has_states
         mixed: Tensor = self.mixer(hidden, *cache, *where, num_decodes=batch.num_decodes)
         return mixed

@@ -160,12 +160,3 @@ def parse_gpt_oss(values: dict[str, Any], layers: int) -> Mixture:
         router="router",
         is_stacked=True,
     )
-
-
-MIXTURES = {
-    "MixtralForCausalLM": parse_mixtral,
-    "Qwen3MoeForCausalLM": parse_qwen3_moe,
-    "DeepseekV2ForCausalLM": parse_deepseek_v2,
-    "DeepseekV3ForCausalLM": parse_deepseek_v3,
-    "GptOssForCausalLM": parse_gpt_oss,
-}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._core.lazy import torch
+from .._model_error import ModelError
 from .._packed_linear import PackedProduct
 from .config_values import refuse
 from .quantization import PackedQuantization
@@ -17,7 +18,6 @@ _NAMES = {  # of tensors in a checkpoint: words of codes, words of zero points, 
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "pack-quantized": ("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx"),
 }
-_MIDDLE = {4: -0x77777778, 8: -0x7F7F7F80}  # words of zero points in the middle of codes: 8 and 128
 
 
 class PackedLinear(NamedTuple):
@@ -47,6 +47,12 @@ class PackedLinear(NamedTuple):
             out += self.bias
         return out
 
+    def dequantised(self) -> Tensor:
+        """The weights: [out, in] of the dtype of activations, each rounded once."""
+        own, product = self.quantization, self.products[0]
+        columns = product.qweight.shape[0] * (1 if own.format == "awq" else 32 / own.bits)
+        return self(torch.eye(int(columns), dtype=product.scales.dtype, device=product.scales.device)).T
+
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights}, of all in `sizes`."""
         found: dict[str, Tensor] = {}
@@ -75,28 +81,36 @@ def packed_linear(
     bias: Tensor | None,
     dtype: torch.dtype,
     device: torch.device,
+    memory: Tensor | None = None,
 ) -> PackedLinear:
     """Projections of `columns` elements, stacked, whose weights are not set: {name in the module: rows}.
+
+    Args:
+        memory: contiguous, the memory that codes are to lie in from the first byte on; None for memory of their own.
 
     Raises:
         ModelError: groups do not divide the columns, or words do not hold whole rows or columns.
     """
     bits, per_word = quantization.bits, 32 if quantization.bits == 3 else 32 // quantization.bits
-    size = columns if quantization.group_size == -1 else quantization.group_size
-    if columns % size:
-        raise refuse("quantization_config.group_size", f"a number that divides {columns}", size)
+    size = quantization.columns_of_group(columns)
     for name, count in {"columns": columns, **sizes}.items():
         if count % per_word:
             raise refuse(name, f"a multiple of {per_word} for {bits} bits", count)
+
+    words = [row * columns * bits // 32 for row in sizes.values()]
+    if memory is None:
+        memory = torch.empty(sum(words), dtype=torch.int32, device=device)
+    memory = memory.flatten().view(torch.int32)[: sum(words)]
+    places = iter(memory.split(words if quantization.has_order else [sum(words)]))
 
     def product(rows: int, g_idx: Tensor | None) -> PackedProduct:
         is_awq = quantization.format == "awq"
         codes = (columns, rows * bits // 32) if is_awq else (columns * bits // 32, rows)
         zeros = torch.empty(columns // size, rows * bits // 32, dtype=torch.int32, device=device)
         if not quantization.has_zeros:
-            zeros.fill_(_MIDDLE[bits])
+            zeros.fill_(_middle(quantization))
         return PackedProduct(
-            torch.empty(codes, dtype=torch.int32, device=device),
+            next(places).view(codes),
             zeros,
             torch.empty(columns // size, rows, dtype=dtype, device=device),
             g_idx,
@@ -111,3 +125,25 @@ def packed_linear(
     else:
         products = (product(sum(sizes.values()), None),)
     return PackedLinear(products, bias, sizes, quantization, orders)
+
+
+def check_written(quantization: PackedQuantization, name: str, tensor: Tensor) -> None:
+    """Check what a checkpoint has and no product reads, because ``config.json`` says what it is.
+
+    Raises:
+        ModelError: groups are not consecutive, or zero points of an expert are not in the middle of codes.
+    """
+    if name.endswith(".g_idx") and not quantization.has_order:
+        size = quantization.columns_of_group(len(tensor))
+        if (tensor.cpu() != torch.arange(len(tensor)) // size).any():
+            raise ModelError(name, f"expected groups of {size} neighbours, as without desc_act")
+    keeps_zeros = not quantization.is_symmetric or quantization.bits not in (4, 8) or ".experts." not in name
+    if name.endswith(".qzeros") and not keeps_zeros and (tensor != _middle(quantization)).any():
+        raise ModelError(name, "expected zero points in the middle of codes, as with sym")
+
+
+def _middle(quantization: PackedQuantization) -> int:
+    """A word of zero points, as they are stored, that are in the middle of codes of 4 or 8 bits."""
+    bits, stored = quantization.bits, (1 << quantization.bits - 1) - (not quantization.is_v2)
+    word = sum(stored << place for place in range(0, 32, bits))
+    return word - (word >> 31 << 32)

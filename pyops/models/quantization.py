@@ -16,6 +16,7 @@ _BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
 _FORMATS = {"float": ("float-quantized", "naive-quantized"), "int": ("int-quantized", "naive-quantized")}
 _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
 _AT = "quantization_config"
+MX_BLOCK = 32  # codes under a power of two
 
 
 class _Ignoring:
@@ -49,7 +50,7 @@ class GgufTypes:
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """Experts alone are quantised: blocks of 32 codes of e2m1 under a power of two (OCP Microscaling Formats 1.0)."""
+    """Experts alone are quantised: blocks of codes of e2m1 under a power of two (OCP Microscaling Formats 1.0)."""
 
     def covers(self, name: str) -> bool:
         """Whether the projection that a checkpoint calls `name` is quantised: none is."""
@@ -68,7 +69,9 @@ class PackedQuantization(_Ignoring):
         lists_groups: the checkpoint says for each column which group it is of.
         has_order: these are not consecutive.
         is_v2: zero points of GPTQ are used as they are stored; otherwise 1 is added.
+        is_symmetric: the zero points that a checkpoint of GPTQ has are in the middle of codes, all of them.
         ignored: regular expressions. A projection is not quantised if one of them matches its whole name.
+        listed: ends of the names of all projections that are quantised; () where only `ignored` says which are not.
     """
 
     format: str
@@ -78,7 +81,20 @@ class PackedQuantization(_Ignoring):
     lists_groups: bool = False
     has_order: bool = False
     is_v2: bool = True
+    is_symmetric: bool = False
     ignored: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
+
+    def covers(self, name: str) -> bool:
+        """Whether the projection that a checkpoint calls `name` is quantised."""
+        return super().covers(name) and (not self.listed or name.endswith(self.listed))
+
+    def columns_of_group(self, columns: int) -> int:
+        """Columns under one scale, of a weight with so many; ModelError if groups do not divide them."""
+        size = columns if self.group_size == -1 else self.group_size
+        if columns % size:
+            raise _refuse("group_size", f"a number that divides {columns}", size)
+        return size
 
 
 @dataclass(frozen=True)
@@ -164,11 +180,31 @@ def _gptq(values: dict[str, Any]) -> PackedQuantization:
     """``quant_method: gptq``, as AutoGPTQ and its successors write it."""
     _only("bits", values, 2, 3, 4, 8, required=True)
     _only("checkpoint_format", values, "gptq", "gptq_v2")
-    for name in ("lm_head", "dynamic", "modules_in_block_to_quantize", "is_marlin_format"):
+    for name in ("lm_head", "is_marlin_format"):
         _absent(name, values)
-    size, has_order = _group_size("group_size", values, 128), flag(values, "desc_act", False)
-    is_v2 = values.get("checkpoint_format") == "gptq_v2"
-    return PackedQuantization("gptq", values["bits"], size, True, True, has_order, is_v2)
+    size = _group_size("group_size", values, 128)
+    has_order = flag(values, "desc_act", False) and size != -1  # one group has no order
+    is_v2, is_symmetric = values.get("checkpoint_format") == "gptq_v2", flag(values, "sym", False)
+    ignored = _not_dynamic(first(values.get("dynamic"), {}))
+    listed = _listed(first(values.get("modules_in_block_to_quantize"), []))
+    return PackedQuantization("gptq", values["bits"], size, True, True, has_order, is_v2, is_symmetric, ignored, listed)
+
+
+def _not_dynamic(rules: Any) -> tuple[str, ...]:
+    """Regular expressions of ``dynamic``, GPTQModel's rules; those that leave modules as they are."""
+    for rule in _object("dynamic", rules):
+        if not rule.startswith("-:"):
+            raise _refuse("dynamic", "rules that leave modules as they are ('-:...')", rule)
+    return tuple(rf"(?:{rule[2:]}).*" for rule in _patterns("dynamic", {"dynamic": list(rules)}, "-:"))
+
+
+def _listed(names: Any) -> tuple[str, ...]:
+    """Ends of names, of ``modules_in_block_to_quantize``: names within a layer, in groups."""
+    groups = names if isinstance(names, list) else [None]
+    entries = [entry for group in groups for entry in (group if isinstance(group, list) else [group])]
+    if not all(isinstance(entry, str) for entry in entries):
+        raise _refuse("modules_in_block_to_quantize", "a list of names, or of lists of them", names)
+    return tuple(f".{entry}" for entry in entries)
 
 
 def _group_size(name: str, values: dict[str, Any], default: int, at: str = "") -> int:

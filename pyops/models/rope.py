@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import log, sqrt
 from typing import TYPE_CHECKING, Any
 
 from .._core.lazy import torch
 from ..ops.rotary import tables as rope_tables
-from .config_values import first, flag, number, refuse, size
+from .config_values import MAX_POSITIONS, first, flag, number, refuse, size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "divided")
+_LONGROPE_NAMES = ("longrope", "su", "yarn")  # what files of Phi-3 have called it
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -26,9 +28,13 @@ class Rope:
             low frequencies divided by `factor` (Llama 3 herd of models, arXiv:2407.21783); "yarn", the same with
             another ramp (Peng et al. 2023, arXiv:2309.00071); "divided", each frequency divided by its own number, as
             GGUF files say it of "llama3"; or "dynamic", which scales only texts longer than
-            ``max_position_embeddings``, and there are none here.
+            ``max_position_embeddings``, and there are none here; or "longrope", each frequency divided by its own
+            number, of which there are two: one for texts of up to `original_max_position_embeddings` tokens, another
+            for longer ones (Ding et al. 2024, arXiv:2402.13753).
         attention_factor: multiplies cosines and sines.
-        divisors: of "divided", one for each pair of elements.
+        divisors: of "divided" and, for texts that are not long, of "longrope": one for each pair of elements.
+        long_divisors: of "longrope", for long texts.
+        interleaved: whether neighbours turn as a pair, and not elements of the two halves of what turns.
         partial_rotary_factor: the part of a head that turns; the elements behind this part stay as they are.
         factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, beta_fast, beta_slow, truncate: as
             in ``config.json``.
@@ -46,14 +52,19 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
+    interleaved: bool = False
 
     @classmethod
-    def parse(cls, values: dict[str, Any], partial_rotary_factor: float | None = None) -> Rope:
+    def parse(
+        cls, values: dict[str, Any], partial_rotary_factor: float | None = None, has_longrope: bool = False
+    ) -> Rope:
         """The rotary embedding in the object of a ``config.json``, read as transformers reads it.
 
         New files have ``rope_parameters``. Older files have ``rope_theta`` and ``rope_scaling``; if a file has both
         objects, ``rope_scaling`` counts. `partial_rotary_factor` is the architecture's, where the file gives no other;
-        None for an architecture that turns whole heads.
+        None for an architecture that turns whole heads. `has_longrope` says that the architecture scales by "longrope"
+        or not at all.
         """
         found: dict[str, Any] = {}
         for name in ("rope_parameters", "rope_scaling"):
@@ -62,8 +73,9 @@ class Rope:
                 raise refuse(name, "one object for all layers", given)
             found = given or found
         kind = first(found.get("rope_type"), found.get("type"), "default")
-        if kind not in _KINDS:
-            raise refuse("rope_type", " or ".join(_KINDS), kind)
+        kinds = ("default", *_LONGROPE_NAMES) if has_longrope else _KINDS
+        if kind not in kinds:
+            raise refuse("rope_type", " or ".join(kinds), kind)
         partial = found.get("partial_rotary_factor", partial_rotary_factor or 1.0)
         if partial_rotary_factor is None and partial != 1.0:
             raise refuse("partial_rotary_factor", "1.0", partial)
@@ -75,20 +87,36 @@ class Rope:
             raise refuse("rope_theta", "more than 1", theta)
         if kind == "default":
             return cls(theta, partial_rotary_factor=partial)
+        if has_longrope:
+            return _longrope(cls(theta, "longrope", partial_rotary_factor=partial), values, found)
         if kind == "divided":
-            divisors = tuple(number("rope_parameters.divisors", one) for one in found["divisors"])
-            return cls(theta, kind, partial_rotary_factor=partial, divisors=divisors)
+            return cls(theta, kind, partial_rotary_factor=partial, divisors=_numbers(found, "divisors"))
         rope = cls(theta, kind, _number(found, "factor"), partial_rotary_factor=partial)
         if kind in ("llama3", "yarn"):
             original = first(values.get(_ORIGINAL), found.get(_ORIGINAL), values.get("max_position_embeddings"))
             rope = replace(rope, original_max_position_embeddings=size(_ORIGINAL, original))
         return _llama3(rope, found) if kind == "llama3" else _yarn(rope, found) if kind == "yarn" else rope
 
+    def check(self, head_dim: int) -> None:
+        """ModelError if heads of `head_dim` elements cannot turn so."""
+        rotary_dim = self.rotary_dim(head_dim)
+        if not rotary_dim or rotary_dim % 2:
+            raise refuse("partial_rotary_factor", f"an even number of {head_dim} elements", self.partial_rotary_factor)
+        names = {"divided": ("divisors",), "longrope": ("short_factor", "long_factor")}.get(self.kind, ())
+        for name, numbers in zip(names, (self.divisors, self.long_divisors), strict=False):
+            if len(numbers) != rotary_dim // 2:
+                raise refuse(f"rope_parameters.{name}", f"{rotary_dim // 2} numbers", numbers)
+
     def rotary_dim(self, head_dim: int) -> int:
         """Elements of a head that turn, the first."""
         return int(head_dim * self.partial_rotary_factor)
 
-    def frequencies(self, head_dim: int, device: Any = "cpu") -> Tensor:
+    @property
+    def max_short_length(self) -> int:
+        """Tokens of the longest text that is not long: a long one turns by other frequencies, from its first token."""
+        return self.original_max_position_embeddings if self.kind == "longrope" else MAX_POSITIONS
+
+    def frequencies(self, head_dim: int, device: Any = "cpu", is_long: bool = False) -> Tensor:
         """The angles by which pairs turn from one position to the next: [rotary_dim / 2] float32, in radians."""
         rotary_dim = self.rotary_dim(head_dim)
         if self.kind == "yarn":
@@ -97,6 +125,9 @@ class Rope:
         plain = rope_tables.frequencies(rotary_dim, self.theta, device)
         if self.kind == "linear":
             return plain / self.factor
+        if self.kind == "longrope":  # rounded as in transformers, which divides once
+            base = self.theta ** (torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim)
+            return 1.0 / (torch.tensor(self.long_divisors if is_long else self.divisors, device=device) * base)
         if self.kind == "divided":
             return plain / torch.tensor(self.divisors, device=device)
         if self.kind == "llama3":
@@ -105,8 +136,14 @@ class Rope:
         return plain
 
     def cos_sin(self, head_dim: int, num_positions: int, device: Any = "cpu") -> Tensor:
-        """The table that ops take: [num_positions, rotary_dim] float32, cosines, then sines, of each position."""
-        angles = rope_tables.angles(self.frequencies(head_dim, device), num_positions)
+        """The table that ops take: [num_positions, rotary_dim] float32, cosines, then sines, of each position.
+
+        If texts of num_positions tokens are long, [2 * num_positions, rotary_dim]: then the rows for long texts follow.
+        """
+        kinds = (False, True) if num_positions > self.max_short_length else (False,)
+        angles = torch.cat(
+            [rope_tables.angles(self.frequencies(head_dim, device, is_long), num_positions) for is_long in kinds]
+        )
         return rope_tables.cos_sin(angles, self.attention_factor)
 
 
@@ -134,6 +171,28 @@ def _yarn(rope: Rope, found: dict[str, Any]) -> Rope:
         beta_slow=given("beta_slow", 1.0),
         truncate=flag(found, "truncate", True),
     )
+
+
+def _longrope(rope: Rope, values: dict[str, Any], found: dict[str, Any]) -> Rope:
+    original = size(_ORIGINAL, first(values.get(_ORIGINAL), 4096))
+    positions = size("max_position_embeddings", first(values.get("max_position_embeddings"), 4096))
+    factor = positions / original if found.get("factor") is None else _number(found, "factor")
+    attention_factor = 1.0 if factor <= 1 or original == 1 else sqrt(1 + log(factor) / log(original))
+    if found.get("attention_factor") is not None:
+        attention_factor = _number(found, "attention_factor")
+    return replace(
+        rope,
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+        divisors=_numbers(found, "short_factor"),
+        long_divisors=_numbers(found, "long_factor"),
+    )
+
+
+def _numbers(found: dict[str, Any], name: str) -> tuple[float, ...]:
+    if not isinstance(found.get(name), list):
+        raise refuse(f"rope_parameters.{name}", "a list of numbers", found.get(name))
+    return tuple(number(f"rope_parameters.{name}", one) for one in found[name])
 
 
 def _number(found: dict[str, Any], name: str) -> float:

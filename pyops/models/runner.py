@@ -25,13 +25,15 @@ class Part(NamedTuple):
     """Tokens of a sequence to compute, the position of the first, and what of the cache the sequence has.
 
     Its blocks are those of the whole sequence. Its slot holds its states behind the tokens before `start`; -1 where
-    the model keeps no states.
+    the model keeps no states. `is_long` says that the sequence is longer than `Config.max_short_length`, which all of
+    its tokens are computed anew for when the sequence becomes so long.
     """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     slot: int = -1
+    is_long: bool = False
 
     @property
     def is_step(self) -> bool:
@@ -94,8 +96,9 @@ class Runner:
         graphs: bool | None = None,
     ) -> None:
         self.model, self.block_size = model, block_size
+        self._long_rows = max_seq_len  # of tables of rotary embeddings, behind which those for long texts are
         self.cache = model.new_cache(num_blocks, block_size, max_num_seqs)
-        self._cos_sin = model.new_cos_sin(max_seq_len)
+        self._tables = model.new_tables(max_seq_len)
         on_gpu = model.device.type == "cuda"
         self._use_graphs = on_gpu if graphs is None else graphs
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
@@ -120,10 +123,12 @@ class Runner:
         for table, part in zip(tables, parts, strict=True):
             table[: len(part.blocks)] = part.blocks
         positions = numpy.arange(ends[-1]) + numpy.repeat(firsts - (ends - counts), counts)
+        slots = self._slots(tables, numpy.repeat(numpy.arange(len(parts)), counts), positions)
+        rows = positions + numpy.repeat([self._long_rows * part.is_long for part in parts], counts)
         batch = Batch(
             tokens=self._tensor([token for part in parts for token in part.tokens]),
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(self._slots(tables, numpy.repeat(numpy.arange(len(parts)), counts), positions)),
+            positions=self._tensor(rows),
+            slot_mapping=self._tensor(slots),
             block_tables=self._tensor(tables),
             seq_lens=self._tensor(firsts + counts),
             cu_seqlens_q=self._tensor([0, *ends]),
@@ -131,8 +136,8 @@ class Runner:
             has_states=torch.as_tensor(firsts > 0, device=self.model.device),
             num_decodes=sum(1 for _ in takewhile(lambda part: part.is_step, parts)),
         )
-        hidden = self.model.forward(batch, self.cache, self._cos_sin)
-        return self.model.head(hidden[self._tensor(ends - 1)])
+        hidden = self.model.forward(batch, self.cache, self._tables)
+        return self.model.logits(hidden[self._tensor(ends - 1)])
 
     def _decode(self, parts: Sequence[Part]) -> Tensor:
         count = len(parts)
@@ -143,6 +148,7 @@ class Runner:
             row[_STATE] = part.slot
             row[_BLOCKS : _BLOCKS + len(part.blocks)] = part.blocks
         rows[:count, _SLOT] = self._slots(rows[:, _BLOCKS:], numpy.arange(count), rows[:count, _POSITION])
+        rows[:count, _POSITION] += [self._long_rows * part.is_long for part in parts]
         rows[count:size, :_BLOCKS] = _PADDING
         self._rows[:size].copy_(self._host_rows[:size])
         return self.step(size)[:count]
@@ -172,7 +178,7 @@ class Runner:
         self._rows[:size] = rows
 
     def _forward(self, size: int) -> Tensor:
-        return self.model.head(self.model.forward(decode_batch(self._rows[:size]), self.cache, self._cos_sin))
+        return self.model.logits(self.model.forward(decode_batch(self._rows[:size]), self.cache, self._tables))
 
     def _slots(self, tables: Any, sequences: Any, positions: Any) -> Any:
         """The slots of tokens in blocks, by each token's row of `tables` and position; all are numpy arrays."""

@@ -91,13 +91,27 @@ class Scheduler:
 
     def step_back(self, request: Request, num_tokens: int) -> None:
         """Cut a text to its first tokens, from 1 on."""
+        was_long = self.is_long(request)
         del request.tokens[num_tokens:]
+        if was_long != self.is_long(request):
+            request.computed = 0
         if request.computed >= num_tokens:
             # The state in a slot is that behind the last token, and none of an earlier token is kept.
             request.computed = num_tokens - 1 if self._config.state_space is None else 0
         kept = self.blocks_for(num_tokens)
         self.free_blocks += request.blocks[kept:]
         del request.blocks[kept:]
+
+    def is_long(self, request: Request) -> bool:
+        """Whether keys of the text turn as those of long texts do."""
+        return len(request.tokens) > self._config.max_short_length
+
+    def add(self, request: Request, token: int) -> None:
+        """Add a token to a text. Where this makes the text a long one, all of the text is computed anew."""
+        was_long = self.is_long(request)
+        request.tokens.append(token)
+        if was_long != self.is_long(request):
+            request.computed = 0
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens of a text need."""
@@ -116,8 +130,8 @@ class Scheduler:
             self.running.append(request)
 
     def _next_tokens(self) -> list[tuple[Request, int]]:
-        """[(request, 1)], each with a block for its next token. The youngest are preempted if none is free."""
-        for request in [request for request in self.running if request.is_step]:
+        """[(request, 1)], after all have blocks for their tokens. The youngest are preempted if no block is free."""
+        for request in list(self.running):
             while request in self.running and len(request.blocks) < self.blocks_for(len(request.tokens)):
                 if self.free_blocks:
                     request.blocks.append(self.free_blocks.pop())

@@ -20,13 +20,13 @@ from ..ops.collective.process_group import CustomAllReduce, reach_each_other
 from .config import Config
 from .config_values import refuse
 from .decoder import Decoder
+from .norm import Norm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TIMEOUT = timedelta(seconds=45)  # how long a process waits for others
 _ALIVE_SECONDS = 3.0  # in which a process that runs says so, once a collective has failed
-_DIVIDED_SUMS = (".o_proj.bias", ".down_proj.bias")  # biases of sums over processes: one process adds them
 
 
 class Group:
@@ -118,6 +118,10 @@ def divided(config: Config, world_size: int) -> Config:
     mixture = config.mixture
     if config.latent is not None or config.sinks:
         raise refuse("architectures", "attention of a Llama, Qwen or Mixtral with tensor parallelism", "another")
+    if config.qk_norm == "row" or (config.qk_norm == "heads" and "{}" in config.names.q_norm):
+        raise refuse("architectures", "norms of heads in one tensor, not of rows, with tensor parallelism", "others")
+    if config.qkv_by_head:
+        raise refuse("architectures", "projections not joined head by head with tensor parallelism", config.names.qkv)
     if mixture is not None and (mixture.has_bias or mixture.shared_intermediate_size or mixture.is_stacked):
         raise refuse("architectures", "experts of Mixtral or Qwen3-MoE with tensor parallelism", "others")
     sizes = {
@@ -142,14 +146,26 @@ class ParallelDecoder(Decoder):
         super().__init__(divided(config, group.world_size), dtype, group.device if device is None else device)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        if name.endswith(_DIVIDED_SUMS):
+        names = self.config.names
+        if name.endswith((f".{names.o}.bias", f".{names.down}.bias")):  # of sums over processes: one process adds them
             super().write(name, tensor if self.group.rank == 0 else torch.zeros_like(tensor))
             return
         place, parts = self._tensors[name], self.group.world_size
+        joined = self._joined_sizes(name)
+        if joined:
+            tensor = torch.cat([part.chunk(parts)[self.group.rank] for part in tensor.split(joined)])
         for dim, size in enumerate(place.shape):
             if tensor.shape[dim] == size * parts and parts > 1:
                 tensor = tensor.narrow(dim, self.group.rank * size, size)
         super().write(name, tensor)
+
+    def _joined_sizes(self, name: str) -> list[int]:
+        """Rows of projections that a checkpoint has joined under `name`, one behind the other; none if it has not."""
+        whole, module = self.whole, name.rpartition(".")[0].rpartition(".")[2]
+        if (module,) == whole.names.qkv:
+            heads = whole.num_attention_heads, whole.num_key_value_heads, whole.num_key_value_heads
+            return [count * whole.head_dim for count in heads]
+        return [whole.intermediate_size] * 2 if (module,) == whole.names.gate_up and whole.has_gate else []
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """As of `Decoder`: the parts of the same weights. A process makes all of them for a moment, on the CPU."""
@@ -158,20 +174,27 @@ class ParallelDecoder(Decoder):
             self.write(name, tensor)
         return self
 
+    def naming_ranks(self) -> contextlib.AbstractContextManager[None]:
+        custom = self.group.custom
+        return contextlib.nullcontext() if custom is None else custom.naming("Engine.step")
+
     def agreed(self, blocks: int) -> int:
         return self.group.least(blocks)
 
-    def _add_norm(self, hidden: Tensor, residual: Tensor, weight: Tensor | None) -> None:
-        custom, epsilon = self.group.custom, self.config.rms_norm_eps
+    def _add_norm(self, hidden: Tensor, residual: Tensor, out_norm: Norm | None, norm: Norm | None) -> Tensor:
+        custom, multiplier = self.group.custom, self.config.multipliers.residual
         if (
             custom is not None
-            and weight is not None
+            and out_norm is None
+            and multiplier == 1
+            and norm is not None
+            and norm.kind == "rms"
             and residual.dtype == hidden.dtype
             and custom.serves(hidden)
-            and custom.add_rms_norm(hidden, residual, weight, epsilon)
+            and custom.add_rms_norm(hidden, residual, norm.weight, norm.epsilon)
         ):
-            return
+            return residual
         total = self.group.all_reduce(hidden)
         if total is not hidden:
             hidden.copy_(total)
-        super()._add_norm(hidden, residual, weight)
+        return super()._add_norm(hidden, residual, out_norm, norm)

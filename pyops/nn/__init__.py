@@ -1,13 +1,15 @@
 """Layers of models as modules, with vLLM's names, arguments and states. A file imports only files listed before it:
 
 custom_op base parallel              switches of layers; a layer of one op; the ranks that share weights
-activation norm quant routing        activations, norms, fp8 codes, the choice of experts
-experts                              mixtures of experts
+activation norm norm_gated           activations, norms
+quant routing                        fp8 codes, the choice of experts
+experts mixture                      the weights of experts and their methods, mixtures of experts
 linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
 rotary_scaled merged embedding       rotary embedding of long texts, merged projections, tables of tokens
 factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
 latent                               multi-head latent attention
 shortconv mixer mamba mamba_heads    the short convolution, what mixers of state-space models share, their mixers
+delta_rule                           the gated delta rule, and mixers by it
 
 docs/layers.md lists them.
 """
@@ -23,6 +25,7 @@ from . import (
     activation,
     attention,
     conv,
+    delta_rule,
     embedding,
     experts,
     factory,
@@ -32,7 +35,9 @@ from . import (
     mamba,
     mamba_heads,
     merged,
+    mixture,
     norm,
+    norm_gated,
     parallel,
     quant,
     rotary,
@@ -43,6 +48,7 @@ from . import (
 from .activation import *
 from .attention import *
 from .conv import *
+from .delta_rule import *
 from .embedding import *
 from .experts import *
 from .factory import *
@@ -52,7 +58,9 @@ from .logits import *
 from .mamba import *
 from .mamba_heads import *
 from .merged import *
+from .mixture import *
 from .norm import *
+from .norm_gated import *
 from .parallel import *
 from .quant import *
 from .quant import _DecodeConcatQuantFP8
@@ -61,25 +69,29 @@ from .rotary_scaled import *
 from .routing import *
 from .shortconv import *
 
+_NO_HYPER_CONNECTIONS = "no op mixes streams of hidden states (manifold-constrained hyper-connections)"
 MISSING = {
-    "static_sink_attention": "StaticSinkAttention",
-    "sparse_attn_indexer": "SparseAttnIndexer",
-    "bailing_moe_linear_attention": "BailingMoELinearAttention",
-    "chunk_gated_delta_rule": "ChunkGatedDeltaRule",
-    "qwen2_decoder": "CustomQwen2Decoder",
-    "fused_rms_norm_gated": "FusedRMSNormGated",
-    "gelu": "GELU",
-    "hc_head": "HCHeadOp",
-    "kimi_gated_delta_net_attention": "KimiGatedDeltaNetAttention",
-    "mhc_fused_post_pre": "MHCFusedPostPreOp",
-    "mhc_post": "MHCPostOp",
-    "mhc_pre": "MHCPreOp",
-    "minimax_text01_rmsnorm_tp": "MiniMaxText01RMSNormTP",
-    "olmo_hybrid_gated_delta_net_attention": "OlmoHybridGatedDeltaNetAttention",
-    "qwen_gated_delta_net_attention": "QwenGatedDeltaNetAttention",
-    "rel_pos_attention": "RelPosAttention",
+    "static_sink_attention": (
+        "StaticSinkAttention",
+        "is vLLM's attention of an engine, with tokens put before its cache",
+    ),
+    "sparse_attn_indexer": ("SparseAttnIndexer", "no op has logits of fp8 queries and keys of a cache (DeepGEMM's)"),
+    "bailing_moe_linear_attention": (
+        "BailingMoELinearAttention",
+        "is put together by its model; its scan is `pyops.mamba_chunk_scan_varlen` with time steps of 1",
+    ),
+    "qwen2_decoder": ("CustomQwen2Decoder", "is a model of transformers"),
+    "hc_head": ("HCHeadOp", _NO_HYPER_CONNECTIONS),
+    "kimi_gated_delta_net_attention": (
+        "KimiGatedDeltaNetAttention",
+        "no op has a decay for each channel of a key (KDA)",
+    ),
+    "mhc_fused_post_pre": ("MHCFusedPostPreOp", _NO_HYPER_CONNECTIONS),
+    "mhc_post": ("MHCPostOp", _NO_HYPER_CONNECTIONS),
+    "mhc_pre": ("MHCPreOp", _NO_HYPER_CONNECTIONS),
+    "rel_pos_attention": ("RelPosAttention", "no op of attention adds a bias for each pair of tokens"),
 }
-"""{name of an op: name of its class} of layers that vLLM has and this library has not."""
+"""{name of an op: (name of its class, why it is not here)} of layers that vLLM has and this library has not."""
 
 
 def get_layer_class(name: str) -> type:
@@ -91,9 +103,9 @@ def get_layer_class(name: str) -> type:
 
 
 def _absence(name: str) -> str | None:
-    for op_name, layer in MISSING.items():
+    for op_name, (layer, reason) in MISSING.items():
         if name in (op_name, layer):
-            return f"pyops.nn has no {layer} ({op_name}): build it from the ops of pyops, or register one"
+            return f"pyops.nn has no {layer} ({op_name}): {reason}"
     return None
 
 
@@ -106,6 +118,7 @@ for _module in (
     activation,
     attention,
     conv,
+    delta_rule,
     embedding,
     experts,
     factory,
@@ -115,7 +128,9 @@ for _module in (
     mamba,
     mamba_heads,
     merged,
+    mixture,
     norm,
+    norm_gated,
     parallel,
     quant,
     rotary,

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..ops.activation import (
     fatrelu_and_mul,
+    gelu,
     gelu_and_mul,
     gelu_and_mul_sparse,
     gelu_fast,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "GELU",
     "XIELU",
     "FastGELU",
     "FatreluAndMul",
@@ -201,6 +203,14 @@ class SwigluStepAndMul(_Gated, op=swiglustep_and_mul):
 
     def arguments(self, x: Tensor) -> tuple[Any, ...]:
         return (self.limit,)
+
+
+@CustomOp.register("gelu")
+class GELU(_Activation, op=gelu):
+    """GELU by the error function, see `pyops.gelu`."""
+
+    def __init__(self) -> None:
+        super().__init__()
 
 
 @CustomOp.register("gelu_new")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .._core.torch_library import bind_loaded
 from .._core.typed import Wrapper
 from .custom_op import CustomOp
@@ -51,3 +53,8 @@ class OpLayer(CustomOp):
 def rows(x: Tensor) -> Tensor:
     """`x` if its rows are contiguous and have one stride, as most ops demand; else a contiguous copy."""
     return x if x.is_contiguous() or (x.ndim <= 2 and x.stride(-1) == 1) else x.contiguous()
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """A contiguous tensor of the shape and dtype of `x`."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

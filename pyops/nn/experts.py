@@ -1,4 +1,4 @@
-"""Mixtures of experts: the layer, and the methods that compute its experts."""
+"""The weights of experts, divided among ranks, and the methods that compute them."""
 
 from __future__ import annotations
 
@@ -7,212 +7,41 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.functional import softmax
 
 from .._experts import FusedMoEQuantConfig, fused_experts
 from ..ops.linear.grouped import activated
 from ..ops.linear.grouped_problem import ACTIVATIONS
-from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk_bias
 from .custom_op import CustomOp
-from .parallel import (
-    divide,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
-)
+from .parallel import divide, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FusedMoE", "FusedMoEModularMethod", "TransformersFusedMoE", "UnquantizedFusedMoEMethod"]
+__all__ = ["FusedMoEModularMethod", "UnquantizedFusedMoEMethod"]
 
 
-def _chosen(layer: FusedMoE, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
-    bias, scale = layer.e_score_correction_bias, layer.routed_scaling_factor
-    choice = layer.top_k, layer.renormalize
-    if layer.use_grouped_topk:
-        groups = layer.num_expert_group or 0, layer.topk_group or 0
-        return fused_grouped_topk(hidden_states, router_logits, *choice, bias, *groups, layer.scoring_func, scale)
-    scoring = layer.scoring_func
-    return fused_topk_bias(hidden_states, router_logits, bias, *choice, scoring, routed_scaling_factor=scale)
-
-
-def _chosen_natively(layer: FusedMoE, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
-    logits = router_logits.float()
-    scores = softmax(logits, -1) if layer.scoring_func == "softmax" else logits.sigmoid()
-    bias = layer.e_score_correction_bias
-    ranks = scores if bias is None else scores + bias
-    if layer.use_grouped_topk:
-        groups = ranks.unflatten(1, (layer.num_expert_group, -1))
-        best = groups.amax(2) if bias is None else groups.topk(min(2, groups.shape[2]), 2)[0].sum(2)
-        kept = torch.zeros_like(best).scatter(1, best.topk(layer.topk_group or 1, 1)[1], 1.0)
-        ranks = groups.masked_fill(kept[:, :, None] == 0, -torch.inf).flatten(1)
-    ids = ranks.topk(layer.top_k, 1)[1]
-    weights = scores.gather(1, ids)
-    if layer.renormalize:
-        weights = weights / weights.sum(1, keepdim=True)
-    return weights * layer.routed_scaling_factor, ids.int()
-
-
-@CustomOp.register("unquantized_fused_moe")
-class UnquantizedFusedMoEMethod(CustomOp):
-    """Experts whose weights are as they are: `pyops.fused_experts` of a layer's weights.
-
-    ``forward(layer, x, topk_weights, topk_ids)`` takes a `FusedMoE`, [num_tokens, hidden_size], and the experts of each
-    token with their weights, [num_tokens, top_k] int32 or int64 and float32. It returns [num_tokens, hidden_size].
-
-    Args:
-        moe: accepted because vLLM has it; the layer says what it is.
-    """
-
-    def __init__(self, moe: Any = None) -> None:
-        super().__init__()
-        self.moe = moe
-
-    def forward_native(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        ids = topk_ids.long()
-        if layer.expert_map is not None:
-            exists = (ids >= 0) & (ids < len(layer.expert_map))
-            ids = layer.expert_map[ids.where(exists, 0)].long().where(exists, -1)
-        for e, (w13, w2) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
-            tokens, slots = (ids == e).nonzero(as_tuple=True)
-            weights = topk_weights[tokens, slots, None].float()
-            hidden = (x[tokens] @ w13.T).float()
-            if layer.w13_bias is not None:
-                hidden = hidden + layer.w13_bias[e].float()
-            if layer.apply_router_weight_on_input:
-                hidden = hidden * weights
-            result = (activated(hidden, layer.activation).to(x.dtype) @ w2.T).float()
-            if layer.w2_bias is not None:
-                result = result + layer.w2_bias[e].float()
-            out = out.index_add(0, tokens, result if layer.apply_router_weight_on_input else result * weights)
-        return out.to(x.dtype)
-
-    def forward_cuda(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        return fused_experts(x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, **layer.expert_arguments())
-
-
-@CustomOp.register("modular_fused_moe")
-class FusedMoEModularMethod(CustomOp):
-    """Experts by a kernel that may be replaced, `pyops.fused_experts` unless another is given.
-
-    ``forward(layer, x, topk_weights, topk_ids)`` is that of `UnquantizedFusedMoEMethod`.
-
-    Args:
-        old_quant_method: the method that computes where the layer is off.
-        experts: takes what `pyops.fused_experts` takes, and returns the same. It may send tokens to other devices and
-            fetch the results.
-    """
-
-    def __init__(self, old_quant_method: CustomOp | None = None, experts: Callable[..., Tensor] | None = None) -> None:
-        super().__init__()
-        self.old_quant_method = old_quant_method or UnquantizedFusedMoEMethod()
-        self.experts = experts or fused_experts
-
-    def forward_native(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        result: Tensor = self.old_quant_method.forward_native(layer, x, topk_weights, topk_ids)
-        return result
-
-    def forward_cuda(self, layer: FusedMoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        weights = layer.w13_weight, layer.w2_weight
-        return self.experts(x, *weights, topk_weights, topk_ids, **layer.expert_arguments())
-
-
-@CustomOp.register("fused_moe")
-class FusedMoE(CustomOp):
-    """A mixture of experts: ``y = sum_j p_j W2_j act(W13_j x)`` over the best experts of each token.
-
-    ``forward(hidden_states, router_logits)`` takes [num_tokens, hidden_size] and [num_tokens, num_experts] of any float
-    dtype, and returns [num_tokens, hidden_size]. The experts are `pyops.fused_experts`, their choice is
-    `pyops.fused_grouped_topk` or `pyops.fused_topk_bias`.
-
-    Parameters are ``w13_weight`` [experts, 2 * intermediate_size, hidden_size] (gates, then ups), ``w2_weight``
-    [experts, hidden_size, intermediate_size], and with `has_bias` ``w13_bias`` and ``w2_bias``. `weight_loader` fills
-    them from checkpoints. Ranks of a tensor-parallel group divide intermediate_size or, with an `ep_size`, the experts.
-
-    Args:
-        num_experts, top_k: experts, and experts of a token.
-        hidden_size, intermediate_size: elements of a hidden state, and of an expert's.
-        params_dtype: of the weights; None for torch's default.
-        renormalize: whether the weights of a token's experts are divided by their sum.
-        use_grouped_topk, num_expert_group, topk_group: whether experts are chosen from the best groups, of how many.
-        quant_config: None.
-        tp_size, ep_size: ranks that divide intermediate_size, or experts; the size of the group, or None.
-        dp_size, pcp_size: None or 1.
-        prefix: the name of the layer in its model.
-        custom_routing_function: ``(hidden_states, gating_output, topk, renormalize)`` returns weights and ids; or None.
-        scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: multiplies the weights of experts.
-        e_score_correction_bias: [num_experts] float32, added to scores for the choice alone; or None.
-        apply_router_weight_on_input: see `pyops.fused_experts`.
-        activation: one of those of `pyops.grouped_gemm`, with a gate.
-        is_act_and_mul: whether the activation has a gate; otherwise it is that of the name with "_no_mul".
-        has_bias: whether there are biases.
-        reduce_results: whether results of all ranks are added up.
-    """
+class ExpertWeights(CustomOp):
+    """The weights of experts: what `FusedMoE` says of them."""
 
     def __init__(
         self,
         num_experts: int,
-        top_k: int,
         hidden_size: int,
         intermediate_size: int,
-        params_dtype: torch.dtype | None = None,
-        renormalize: bool = True,
-        use_grouped_topk: bool = False,
-        num_expert_group: int | None = None,
-        topk_group: int | None = None,
-        quant_config: Any = None,
-        tp_size: int | None = None,
-        ep_size: int | None = None,
-        dp_size: int | None = None,
-        pcp_size: int | None = None,
-        prefix: str = "",
-        custom_routing_function: Callable[..., tuple[Tensor, Tensor]] | None = None,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
-        e_score_correction_bias: Tensor | None = None,
-        apply_router_weight_on_input: bool = False,
-        activation: str = "silu",
-        is_act_and_mul: bool = True,
-        has_bias: bool = False,
-        *,
-        reduce_results: bool = False,
+        params_dtype: torch.dtype | None,
+        activation: str,
+        swiglu_limit: float | None,
+        apply_router_weight_on_input: bool,
+        has_bias: bool,
+        divides_experts: bool,
     ) -> None:
         super().__init__()
-        if not is_act_and_mul:
-            activation = f"{activation}_no_mul"
-        ranks = get_tensor_model_parallel_world_size()
-        for name, value, fits in (
-            ("top_k", top_k, 0 < top_k <= num_experts),
-            ("activation", activation, activation in ACTIVATIONS and activation != "none"),
-            ("quant_config", quant_config, quant_config is None),
-            ("tp_size", tp_size, tp_size in (None, ranks) or (tp_size == 1 and ep_size == ranks)),
-            ("ep_size", ep_size, ep_size in (None, 1, ranks)),
-            ("dp_size", dp_size, dp_size in (None, 1)),
-            ("pcp_size", pcp_size, pcp_size in (None, 1)),
-            ("scoring_func", scoring_func, scoring_func in ("softmax", "sigmoid")),
-            ("num_expert_group", num_expert_group, bool(num_expert_group and topk_group) or not use_grouped_topk),
-        ):
-            if not fits:
-                raise ValueError(
-                    f"FusedMoE: {name}: {value!r} is not supported with {num_experts} experts, {ranks} ranks"
-                )
         self.num_experts = self.global_num_experts = num_experts
-        self.top_k, self.hidden_size, self.reduce_results, self.prefix = top_k, hidden_size, reduce_results, prefix
-        self.renormalize, self.scoring_func, self.routed_scaling_factor = (
-            renormalize,
-            scoring_func,
-            routed_scaling_factor,
-        )
-        self.use_grouped_topk, self.num_expert_group, self.topk_group = use_grouped_topk, num_expert_group, topk_group
-        self.custom_routing_function, self.e_score_correction_bias = custom_routing_function, e_score_correction_bias
-        self.apply_router_weight_on_input, self.activation = apply_router_weight_on_input, activation
-        self.divides_experts = ranks > 1 and ep_size == ranks
-        self.first_expert = 0
+        self.hidden_size, self.activation, self.swiglu_limit = hidden_size, activation, swiglu_limit
+        self.apply_router_weight_on_input, self.divides_experts = apply_router_weight_on_input, divides_experts
+        ranks, self.first_expert = get_tensor_model_parallel_world_size(), 0
         self.local_num_experts, width = num_experts, intermediate_size
-        if self.divides_experts:
+        if divides_experts:
             self.local_num_experts = divide("FusedMoE", "num_experts", num_experts, ranks)
             self.first_expert = get_tensor_model_parallel_rank() * self.local_num_experts
             numbers = torch.arange(num_experts, dtype=torch.int32) - self.first_expert
@@ -231,17 +60,17 @@ class FusedMoE(CustomOp):
         self.w13_weight, self.w2_weight = parameter(rows, hidden_size), parameter(hidden_size, width)
         self.w13_bias = parameter(rows) if has_bias else None
         self.w2_bias = parameter(hidden_size) if has_bias else None
-        self.quant_method: CustomOp = UnquantizedFusedMoEMethod()
 
     def expert_arguments(self) -> dict[str, Any]:
         """What `pyops.fused_experts` takes by name."""
-        biases = FusedMoEQuantConfig(w1_bias=self.w13_bias, w2_bias=self.w2_bias)
+        terms = FusedMoEQuantConfig(w1_bias=self.w13_bias, w2_bias=self.w2_bias, gemm1_clamp_limit=self.swiglu_limit)
+        is_plain = self.w13_bias is None and self.swiglu_limit is None
         return {
             "activation": self.activation,
             "apply_router_weight_on_input": self.apply_router_weight_on_input,
             "global_num_experts": self.global_num_experts,
             "expert_map": self.expert_map,
-            "quant_config": None if self.w13_bias is None else biases,
+            "quant_config": None if is_plain else terms,
         }
 
     def weight_loader(
@@ -288,42 +117,71 @@ class FusedMoE(CustomOp):
             for shard, name in shards
         ]
 
-    def select_experts(
-        self, hidden_states: Tensor, router_logits: Tensor, native: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """(weights float32, ids), both [num_tokens, top_k], by the ops or by plain PyTorch."""
-        if self.custom_routing_function is not None:
-            return self.custom_routing_function(hidden_states, router_logits, self.top_k, self.renormalize)
-        return (_chosen_natively if native else _chosen)(self, hidden_states, router_logits)
 
-    def _finished(self, out: Tensor) -> Tensor:
-        return tensor_model_parallel_all_reduce(out) if self.reduce_results else out
+@CustomOp.register("unquantized_fused_moe")
+class UnquantizedFusedMoEMethod(CustomOp):
+    """Experts whose weights are as they are: `pyops.fused_experts` of a layer's weights.
 
-    def forward_native(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
-        chosen = self.select_experts(hidden_states, router_logits, native=True)
-        return self._finished(self.quant_method.forward_native(self, hidden_states, *chosen))
+    ``forward(layer, x, topk_weights, topk_ids)`` takes a `FusedMoE`, [num_tokens, hidden_size], and the experts of each
+    token with their weights, [num_tokens, top_k] int32 or int64 and float32. It returns [num_tokens, hidden_size].
 
-    def forward_cuda(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
-        chosen = self.select_experts(hidden_states, router_logits)
-        return self._finished(self.quant_method(self, hidden_states, *chosen))
-
-
-@CustomOp.register("transformers_fused_moe")
-class TransformersFusedMoE(FusedMoE):
-    """`FusedMoE` of experts that its caller has chosen, as models of transformers do, by `pyops.fused_experts`.
-
-    ``forward(hidden_states, topk_ids, topk_weights)`` takes [num_tokens, hidden_size] and what the router says, both
-    [num_tokens, top_k]. Arguments are those of `FusedMoE`.
+    Args:
+        moe: accepted because vLLM has it; the layer says what it is.
     """
 
-    def forward_native(  # type: ignore[override]
-        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
-    ) -> Tensor:
-        weights = topk_weights.float()
-        return self._finished(self.quant_method.forward_native(self, hidden_states, weights, topk_ids))
+    def __init__(self, moe: Any = None) -> None:
+        super().__init__()
+        self.moe = moe
 
-    def forward_cuda(  # type: ignore[override]
-        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
-    ) -> Tensor:
-        weights = topk_weights.float().contiguous()
-        return self._finished(self.quant_method(self, hidden_states, weights, topk_ids.contiguous()))
+    def forward_native(self, layer: ExpertWeights, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        ids = topk_ids.long()
+        if layer.expert_map is not None:
+            exists = (ids >= 0) & (ids < len(layer.expert_map))
+            ids = layer.expert_map[ids.where(exists, 0)].long().where(exists, -1)
+        for e, (w13, w2) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
+            tokens, slots = (ids == e).nonzero(as_tuple=True)
+            weights = topk_weights[tokens, slots, None].float()
+            hidden = (x[tokens] @ w13.T).float()
+            if layer.w13_bias is not None:
+                hidden = hidden + layer.w13_bias[e].float()
+            if layer.apply_router_weight_on_input:
+                hidden = hidden * weights
+            if layer.swiglu_limit is not None:
+                gate, up = hidden.chunk(2, 1)
+                limit = layer.swiglu_limit
+                hidden = torch.cat((gate.clamp(max=limit), up.clamp(-limit, limit)), 1)
+            result = (activated(hidden, layer.activation).to(x.dtype) @ w2.T).float()
+            if layer.w2_bias is not None:
+                result = result + layer.w2_bias[e].float()
+            out = out.index_add(0, tokens, result if layer.apply_router_weight_on_input else result * weights)
+        return out.to(x.dtype)
+
+    def forward_cuda(self, layer: ExpertWeights, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        return fused_experts(x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, **layer.expert_arguments())
+
+
+@CustomOp.register("modular_fused_moe")
+class FusedMoEModularMethod(CustomOp):
+    """Experts by a kernel that may be replaced, `pyops.fused_experts` unless another is given.
+
+    ``forward(layer, x, topk_weights, topk_ids)`` is that of `UnquantizedFusedMoEMethod`.
+
+    Args:
+        old_quant_method: the method that computes where the layer is off.
+        experts: takes what `pyops.fused_experts` takes, and returns the same. It may send tokens to other devices and
+            fetch the results.
+    """
+
+    def __init__(self, old_quant_method: CustomOp | None = None, experts: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.old_quant_method = old_quant_method or UnquantizedFusedMoEMethod()
+        self.experts = experts or fused_experts
+
+    def forward_native(self, layer: ExpertWeights, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        result: Tensor = self.old_quant_method.forward_native(layer, x, topk_weights, topk_ids)
+        return result
+
+    def forward_cuda(self, layer: ExpertWeights, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        weights = layer.w13_weight, layer.w2_weight
+        return self.experts(x, *weights, topk_weights, topk_ids, **layer.expert_arguments())

@@ -20,6 +20,42 @@ if TYPE_CHECKING:
 
 __all__ = ["MLAModules", "MultiHeadLatentAttentionWrapper"]
 
+# Heads whose keys and values are made of entries at a time. A token of DeepSeek-V3 takes 25 KB for them, and 98 KB for
+# all 128 heads; a prompt of 512 tokens still has as many tiles of queries as an H200 has multiprocessors.
+_HEADS_AT_ONCE = 32
+
+
+def latent_attention(
+    query: Tensor,
+    up: Tensor,
+    entries: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    num_decodes: int,
+    scale: float,
+    one: Tensor,
+) -> Tensor:
+    """Attention of the newest tokens of sequences: `absorbed_attention` of the first `num_decodes` sequences, which
+    have one token each, and `expanded_attention` of the others.
+
+    Args:
+        query: [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], turned.
+        cu_seqlens_q: [num_seqs + 1], the first token of each sequence, then num_tokens.
+        others: as in `absorbed_attention`.
+
+    Returns:
+        [num_tokens, num_heads * v_head_dim].
+    """
+    steps, prompts = slice(None, num_decodes), slice(num_decodes, None)
+    parts, common = [], (scale, one)
+    if num_decodes:
+        parts.append(absorbed_attention(query[steps], up, entries, block_tables[steps], seq_lens[steps], *common))
+    if num_decodes < len(seq_lens):
+        texts = block_tables[prompts], seq_lens[prompts], cu_seqlens_q[prompts] - num_decodes
+        parts.append(expanded_attention(query[prompts], up, entries, *texts, *common))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
 
 def absorbed_attention(
     query: Tensor, up: Tensor, entries: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, one: Tensor
@@ -67,9 +103,10 @@ def expanded_attention(
     scale: float,
     one: Tensor,
 ) -> Tensor:
-    """Attention of many tokens of each sequence, by keys and values of every head, made of whole blocks of entries.
+    """Attention of many tokens of each sequence, by keys and values of heads, made of whole blocks of entries.
 
-    Values are as long as keys for `paged_attention_varlen`, by zeros.
+    They are made of `_HEADS_AT_ONCE` heads at a time, in one piece of memory. Values are as long as keys for
+    `paged_attention_varlen`, by zeros.
 
     Args:
         query: [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], turned.
@@ -83,14 +120,21 @@ def expanded_attention(
     rope_size, qk_head_dim = entries.shape[2] - rank, query.shape[2]
     v_head_dim = up.shape[1] - (qk_head_dim - rope_size)
     kv_c, k_pe = entries[block_tables.flatten().clamp(min=0)].split([rank, rope_size], -1)
-    expanded = functional.linear(kv_c, up.flatten(0, 1)).unflatten(-1, (num_heads, -1))
-    plain, values = expanded.split([qk_head_dim - rope_size, v_head_dim], -1)
-    keys = torch.cat((plain, k_pe.unsqueeze(2).expand(-1, -1, num_heads, -1)), -1)
-    values = functional.pad(values, (0, qk_head_dim - v_head_dim))
+    heads = min(_HEADS_AT_ONCE, num_heads)
+    keys = kv_c.new_empty(*kv_c.shape[:2], heads, qk_head_dim)
+    keys[..., qk_head_dim - rope_size :] = k_pe.unsqueeze(2)
+    values = torch.zeros_like(keys)
     blocks = torch.arange(block_tables.numel(), device=entries.device).view(block_tables.shape)
     prompts = blocks, seq_lens, cu_seqlens_q, entries.shape[1], "auto", one, one
     out = torch.empty_like(query)
-    paged_attention_varlen(out, query, keys, values, num_heads, scale, *prompts)
+    for first in range(0, num_heads, heads):
+        some = slice(first, first + heads)
+        expanded = functional.linear(kv_c, up[some].flatten(0, 1)).unflatten(-1, (len(up[some]), -1))
+        k, v = (whole[:, :, : len(up[some])] for whole in (keys, values))
+        k[..., : qk_head_dim - rope_size], v[..., :v_head_dim] = expanded.split(
+            [up.shape[1] - v_head_dim, v_head_dim], -1
+        )
+        paged_attention_varlen(out[:, some], query[:, some], k, v, len(up[some]), scale, *prompts)
     return out[..., :v_head_dim].flatten(1)
 
 
@@ -139,6 +183,7 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
             kv_a_proj_with_mqa. kv_b_proj has a plain weight. An indexer is not supported.
         cache_config, quant_config: accepted because vLLM has them.
         prefix: the name of the layer in its model.
+        skip_topk: accepted because vLLM has it, for layers that take over what the indexer of another layer has found.
     """
 
     def __init__(
@@ -155,6 +200,7 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
         cache_config: Any = None,
         quant_config: Any = None,
         prefix: str = "",
+        skip_topk: bool = False,
     ) -> None:
         super().__init__()
         self.hidden_size, self.num_heads, self.scale, self.prefix = hidden_size, num_heads, scale, prefix
@@ -226,14 +272,8 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
     ) -> Tensor:
         concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, "auto", self._one)
         up = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
-        steps, rest = slice(None, num_decodes), slice(num_decodes, None)
-        parts, common = [], (self.scale, self._one)
-        if num_decodes:
-            parts.append(absorbed_attention(query[steps], up, kv_cache, block_table[steps], seq_lens[steps], *common))
-        if num_decodes < len(seq_lens):
-            texts = block_table[rest], seq_lens[rest], query_start_loc[rest] - num_decodes
-            parts.append(expanded_attention(query[rest], up, kv_cache, *texts, *common))
-        return torch.cat(parts)
+        texts = block_table, seq_lens, query_start_loc, num_decodes
+        return latent_attention(query, up, kv_cache, *texts, self.scale, self._one)
 
     def _natively(
         self,

@@ -11,7 +11,8 @@ from .custom_op import CustomOp
 from .linear import ColumnParallelLinear, RowParallelLinear, ranks, refuse_quant_config
 from .merged import MergedColumnParallelLinear
 from .mixer import Mixer, Ops, Prompts, depthwise
-from .norm import Mixer2RMSNormGated, RMSNorm
+from .norm import RMSNorm
+from .norm_gated import Mixer2RMSNormGated
 from .parallel import divide
 from .states import read_slots, write_slots
 

@@ -8,25 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..ops.norm import fused_add_rms_norm, gemma_rms_norm, rms_norm, rms_norm_gated
-from .base import OpLayer, rows
+from ..ops.norm import fused_add_rms_norm, gemma_rms_norm, rms_norm
+from .base import OpLayer, empty_like, rows
 from .custom_op import CustomOp
-from .parallel import (
-    divide,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_gather,
-    tensor_model_parallel_all_reduce,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GemmaRMSNorm", "Mixer2RMSNormGated", "RMSNorm", "RMSNormGated"]
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+__all__ = ["GemmaRMSNorm", "RMSNorm"]
 
 
 @CustomOp.register("rms_norm")
@@ -79,7 +68,7 @@ class RMSNorm(CustomOp):
     ) -> Any:
         weight = self.weight if self.has_weight else None
         if residual is None:
-            out = _empty_like(x)
+            out = empty_like(x)
             norm(out, x if x.stride(-1) == 1 else x.contiguous(), weight, self.variance_epsilon)
             return out
         x, residual = (rows(each) if in_place else each.clone() for each in (x, residual))
@@ -119,7 +108,7 @@ class GemmaRMSNorm(OpLayer, op=gemma_rms_norm):
         self.variance_epsilon = eps
 
     def compute(self, op: Callable[..., None], x: Tensor, residual: Tensor | None = None) -> Any:
-        out, x = _empty_like(x), rows(x)
+        out, x = empty_like(x), rows(x)
         if residual is None:
             op(out, x, self.weight, self.variance_epsilon)
             return out
@@ -127,91 +116,3 @@ class GemmaRMSNorm(OpLayer, op=gemma_rms_norm):
         total = torch.empty_like(out, dtype=torch.float32 if wide else x.dtype)
         op(out, x, self.weight, self.variance_epsilon, rows(residual), total)
         return out, total
-
-
-@CustomOp.register("rms_norm_gated")
-class RMSNormGated(OpLayer, op=rms_norm_gated):
-    """RMS norm of rows or groups with an optional gate, in float32 and rounded once, see `pyops.rms_norm_gated`.
-
-    ``forward(x, z=None)`` takes x [..., hidden_size] in float32, float16 or bfloat16 and a gate of its shape and dtype,
-    and returns a new tensor.
-
-    Args:
-        hidden_size: elements of a row. The parameter `weight` [hidden_size] is initialised with ones.
-        eps: added to the mean of squares.
-        group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
-        norm_before_gate: gate the normalised row, not the input.
-        device, dtype: device and dtype of the weight.
-        activation: of the gate, "swish", "silu" or "sigmoid".
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        group_size: int | None = None,
-        norm_before_gate: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        activation: str = "swish",
-    ) -> None:
-        super().__init__()
-        if activation not in ("swish", "silu", "sigmoid"):
-            raise ValueError(f'RMSNormGated: activation: expected "swish", "silu" or "sigmoid", got {activation!r}')
-        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
-        self.activation = activation
-        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
-
-    def compute(self, op: Callable[..., None], x: Tensor, z: Tensor | None = None) -> Tensor:
-        out = _empty_like(x)
-        z = None if z is None else rows(z)
-        how = self.group_size, self.norm_before_gate, self.activation
-        op(out, rows(x), self.weight, self.eps, z, None, None, *how)
-        return out
-
-
-@CustomOp.register("mixer2_gated_rms_norm")
-class Mixer2RMSNormGated(OpLayer, op=rms_norm_gated):
-    """The gated norm of Mamba-2 mixers: RMS norm by groups of ``x * silu(gate)``, divided among ranks.
-
-    ``forward(x, gate)`` takes both as [..., full_hidden_size / ranks], float32, float16 or bfloat16, and returns a new
-    tensor. If every group lies on one rank, `pyops.rms_norm_gated` computes it there, in float32 and rounded once. If
-    there is one group on several ranks, the ranks add up their sums of squares. Otherwise the groups are gathered.
-
-    Args:
-        full_hidden_size: elements of a row on all ranks together.
-        full_n_groups: groups of such a row.
-        use_rms_norm: whether there is a norm, with the parameter `weight` [full_hidden_size / ranks], initially ones.
-        eps: added to the mean of squares.
-    """
-
-    def __init__(self, full_hidden_size: int, full_n_groups: int, use_rms_norm: bool = True, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.tp_size, self.tp_rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        name = type(self).__name__
-        self.full_hidden_size, self.n_groups = full_hidden_size, full_n_groups
-        self.group_size = divide(name, "full_hidden_size", full_hidden_size, full_n_groups)
-        self.per_rank_hidden_size = divide(name, "full_hidden_size", full_hidden_size, self.tp_size)
-        self.variance_epsilon, self.use_rms_norm = eps, use_rms_norm
-        self.register_parameter("weight", nn.Parameter(torch.ones(self.per_rank_hidden_size)) if use_rms_norm else None)
-
-    def compute(self, op: Callable[..., None], x: Tensor, gate: Tensor) -> Tensor:
-        if not self.use_rms_norm:
-            return (x.float() * nn.functional.silu(gate.float())).to(x.dtype)
-        if self.n_groups % self.tp_size:
-            return self._across_ranks(x, gate)
-        out = _empty_like(x)
-        op(out, rows(x), self.weight, self.variance_epsilon, rows(gate), None, None, self.group_size, False)
-        return out
-
-    def _across_ranks(self, x: Tensor, gate: Tensor) -> Tensor:
-        y = x.float() * nn.functional.silu(gate.float())
-        if self.n_groups == 1:
-            squares = tensor_model_parallel_all_reduce(y.square().sum(-1, keepdim=True))
-            y = y * torch.rsqrt(squares / self.full_hidden_size + self.variance_epsilon)
-        else:
-            groups = tensor_model_parallel_all_gather(y).unflatten(-1, (self.n_groups, self.group_size))
-            groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.variance_epsilon)
-            y = groups.flatten(-2).chunk(self.tp_size, -1)[self.tp_rank]
-        return (y * self.weight.float()).to(x.dtype)

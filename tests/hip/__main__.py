@@ -101,8 +101,10 @@ def _emulate(folder: Folder, options: argparse.Namespace) -> int:
     wrong = 0
     for arch in options.arch or cases.FAMILIES:
         found = []
+        chosen = [(cases.MATRIX_CORES, {"arch": arch})] if options.k in cases.MATRIX_CORES else []
+        chosen += cases.cases(arch, ops)
         try:
-            for one in cases.outcomes(options.tinygrad, folder, arch, cases.cases(arch, ops)):
+            for one in cases.outcomes(options.tinygrad, folder, arch, chosen):
                 found.append(one)
                 if one.trouble:
                     name, axes = one.case

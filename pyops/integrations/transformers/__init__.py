@@ -5,7 +5,8 @@ cache joined              keys and values of a batch; several projections as one
 norms mlp rotary          parts of layers, known by what they compute
 seams attention           what an attention asks of transformers, by the ops; the attentions themselves
 layers                    the sums of a layer
-experts quantised         mixtures of experts; modules that hold fp8 weights
+experts routers           mixtures of experts; their choice
+quantised packed          modules that hold fp8 weights, or packed ones
 generation reporting      the cache that `generate` makes; what was done, module by module
 patching                  accelerate, restore, report
 """

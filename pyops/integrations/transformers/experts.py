@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..._experts import fused_experts
+from ..._experts import FusedMoEQuantConfig, fused_experts
 from .replacement import Replacement, served
 from .trial import Trials, Unknown, agree, forward_of, randn, tried, twin
 
-_EXPERTS, _HIDDEN, _INTERMEDIATE, _TOKENS, _TOP_K = 3, 16, 8, 5, 2  # sizes of a trial
+_EXPERTS, _HIDDEN, _INTERMEDIATE, _TOKENS, _TOP_K = 3, 16, 12, 5, 2  # sizes of a trial
+_WEIGHTS, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
+_ACTIVATIONS = ("silu", "gelu", "swigluoai", "swiglustep")  # of `fused_experts`, with a gate
+
+
+class _Form(NamedTuple):
+    """What the weights of experts are.
+
+    Attributes:
+        activation: between both products.
+        by_inputs: weights are [num_experts, in, out], and not [num_experts, out, in].
+        has_biases: there are biases.
+    """
+
+    activation: str
+    by_inputs: bool
+    has_biases: bool
 
 
 class Experts(Replacement):
     """The experts of a layer; transformers' router has chosen them.
+
+    Weights [num_experts, in, out] get the elements of one output behind each other in memory, as the op reads them.
+    Their shape stays, and no memory is taken but for a copy of one weight meanwhile.
 
     Raises:
         Unknown: they compute something else.
@@ -28,37 +47,93 @@ class Experts(Replacement):
         super().__init__(module)
         if module.gate_up_proj.dtype != dtype:
             raise Unknown(f"its weights are {module.gate_up_proj.dtype}, not {dtype}")
-        trials.outcome(module, _try)
+        self._form: _Form = trials.outcome(module, _form_of)
+        self._parameters = _parameters(module)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if not served(hidden_states):
-            result: Tensor = self.original(hidden_states, top_k_index, top_k_weights)
+    def install(self) -> None:
+        if self._form.by_inputs:
+            for weight in _tensors(self.module, _WEIGHTS):
+                weight.data = weight.data.mT.contiguous().mT
+        super().install()
+
+    def remove(self) -> None:
+        super().remove()
+        if self._form.by_inputs:
+            for weight in _tensors(self.module, _WEIGHTS):
+                weight.data = weight.data.contiguous()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        weights, x = _tensors(self.module, _WEIGHTS), given["hidden_states"]
+        is_laid_out = not self._form.by_inputs or all(weight.mT.is_contiguous() for weight in weights)
+        if not served(x) or x.ndim != 2 or not is_laid_out:
+            result: Tensor = self.original(*args, **kwargs)
             return result
-        weights = self.module.gate_up_proj, self.module.down_proj
-        return fused_experts(hidden_states, *weights, top_k_weights.float().contiguous(), top_k_index.contiguous())
+        return _computed(self.module, self._form, *(given[name] for name in self._parameters))
 
 
 def is_experts(module: Any) -> bool:
     """Whether a module holds the weights of experts, and is told which of them are chosen."""
-    names = list(inspect.signature(forward_of(module)).parameters)[1:]
-    has_weights = all(isinstance(getattr(module, name, None), Tensor) for name in ("gate_up_proj", "down_proj"))
-    return has_weights and names == ["hidden_states", "top_k_index", "top_k_weights"]
+    has_weights = all(isinstance(getattr(module, name, None), Tensor) for name in _WEIGHTS)
+    parameters = _parameters(module) if has_weights else []
+    return len(parameters) == 3 and parameters[0] == "hidden_states"
 
 
-def _try(module: Any) -> None:
-    """Compare small experts with the op's."""
-    others = {name for name, _ in module.named_parameters(recurse=False)} - {"gate_up_proj", "down_proj"}
+def _parameters(module: Any) -> list[str]:
+    """Names of hidden states, of the experts of each token, and of their weights."""
+    return list(inspect.signature(forward_of(module)).parameters)[1:]
+
+
+def _tensors(module: Any, names: tuple[str, ...]) -> list[Any]:
+    return [getattr(module, name) for name in names]
+
+
+def _computed(module: Any, form: _Form, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What experts of a form compute."""
+    gate_up, down = (weight.mT if form.by_inputs else weight for weight in _tensors(module, _WEIGHTS))
+    first, second = _tensors(module, _BIASES) if form.has_biases else (None, None)
+    choice = top_k_weights.float().contiguous(), top_k_index.contiguous()
+    terms = FusedMoEQuantConfig(w1_bias=first, w2_bias=second)
+    return fused_experts(x, gate_up, down, *choice, activation=form.activation, quant_config=terms)
+
+
+def _form_of(module: Any) -> _Form:
+    """The form in which the op computes what small experts do."""
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    has_biases = set(_BIASES) <= names
+    others = names - {*_WEIGHTS, *(_BIASES if has_biases else ())}
     if others:
         raise Unknown(f"its experts have {', '.join(sorted(others))}")
-    gate_up = randn(_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN, seed=1)
-    down = randn(_EXPERTS, _HIDDEN, _INTERMEDIATE, seed=2)
-    small = twin(module, gate_up_proj=gate_up, down_proj=down)
+    for by_inputs in (False, True):
+        try:
+            return _form_by(module, by_inputs, has_biases)
+        except Unknown as why:
+            reason = why
+    raise reason
+
+
+def _form_by(module: Any, by_inputs: bool, has_biases: bool) -> _Form:
+    """As `_form_of`, of weights in one order.
+
+    Raises:
+        Unknown: the experts compute something else.
+    """
+    sizes = (2 * _INTERMEDIATE, _HIDDEN), (_HIDDEN, _INTERMEDIATE)
+    weights = {name: randn(_EXPERTS, *size, seed=i) for i, (name, size) in enumerate(zip(_WEIGHTS, sizes, strict=True))}
+    if by_inputs:
+        weights = {name: weight.mT for name, weight in weights.items()}
+    if has_biases:
+        weights |= {name: randn(_EXPERTS, size[0], seed=5) for name, size in zip(_BIASES, sizes, strict=True)}
+    small = twin(module, **weights)
     small.num_experts = _EXPERTS
-    x, weights = randn(_TOKENS, _HIDDEN, seed=3), randn(_TOKENS, _TOP_K, seed=4).sigmoid()
-    chosen = torch.stack(
-        (torch.arange(_TOKENS, device="cpu") % _EXPERTS, (torch.arange(_TOKENS, device="cpu") + 1) % _EXPERTS), 1
-    )
+    # Large enough for what an activation may do to large numbers.
+    x, probabilities = 4 * randn(_TOKENS, _HIDDEN, seed=3), randn(_TOKENS, _TOP_K, seed=4).sigmoid()
+    firsts = torch.arange(_TOKENS, device="cpu")
+    chosen = torch.stack((firsts % _EXPERTS, (firsts + 1) % _EXPERTS), 1)
     # The code of the class, and not what its decorator chooses for a GPU.
-    theirs = tried(lambda: forward_of(module)(small, x, chosen, weights))
-    if not agree([fused_experts(x, gate_up, down, weights, chosen)], [theirs]):
-        raise Unknown("its experts compute something else")
+    theirs = tried(lambda: forward_of(module)(small, x, chosen, probabilities))
+    for activation in _ACTIVATIONS:
+        form = _Form(activation, by_inputs, has_biases)
+        if agree([_computed(small, form, x, chosen, probabilities)], [theirs]):
+            return form
+    raise Unknown("its experts compute something else")

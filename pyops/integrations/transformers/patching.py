@@ -16,10 +16,12 @@ from .generation import Generation
 from .layers import DecoderLayer
 from .mlp import MLP, is_mlp
 from .norms import Norm
+from .packed import PackedProjection, is_packed
 from .quantised import Projection, holds_codes, obstacle
 from .replacement import Replacement
 from .reporting import Entry, Report
 from .rotary import RotaryEmbedding, is_rotary
+from .routers import Router, is_router
 from .trial import Trials, Unknown, width
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -143,6 +145,10 @@ class _Found:
         elif is_attention(module):
             rotary = next(iter(self.rotary), None)
             self._add(module, lambda: attention_of(module, rotary, self.dtype, self.trials))
+        elif is_packed(module):
+            self._add(module, lambda: PackedProjection(module, self.dtype))
+        elif is_router(module):
+            self._add(module, lambda: Router(module, self.trials))
         elif is_experts(module):
             self._add(module, lambda: Experts(module, self.dtype, self.trials))
         elif is_mlp(module):

@@ -2,8 +2,7 @@
 
 Names, parameters, defaults and what is returned are vLLM's; parameters of this library's own may follow. Most are the
 functions of this library themselves, which docs and `inspect` show; those below are written for vLLM's signatures.
-Ops for which vLLM has no function, as ``silu_and_mul(out, input)``, are here as well. The name of a function that this
-library lacks raises an AttributeError that says so.
+Ops for which vLLM has no function, as ``silu_and_mul(out, input)``, are here as well.
 """
 
 from __future__ import annotations
@@ -265,6 +264,12 @@ def _renamed(function: Callable[..., None], **names: str) -> Callable[..., None]
 
 paged_attention_v2 = _renamed(attention.paged_attention_v2, exp_sum="exp_sums")
 paged_attention_rocm = _renamed(attention.paged_attention_rocm, exp_sum="exp_sums")
+_OPERANDS = {"out_tensors": "out", "a_tensors": "a", "b_tensors": "b"}
+_OF_FP4 = _OPERANDS | {"a_scales": "a_blockscale", "b_scales": "b_blockscales"}
+cutlass_fp4_moe_mm = _renamed(linear.cutlass_fp4_group_mm, **_OF_FP4)
+cutlass_mxfp4_moe_mm = _renamed(linear.cutlass_mxfp4_group_mm, **_OF_FP4)
+cutlass_mxfp8_grouped_mm = _renamed(linear.cutlass_mxfp8_grouped_mm, **_OPERANDS, a_scales="sfa", b_scales="sfb")
+mxfp8_experts_quant = _renamed(quantize.mxfp8_experts_quant, input_tensor="input")
 
 
 def qr_open_handles(fa: int, handles: list[Tensor]) -> None:
@@ -286,23 +291,20 @@ def _conforms(function: Callable[..., Any], signature: inspect.Signature) -> boo
 
 
 _theirs = _signatures()
-_NEWER = ("awq_marlin_moe_repack", "gptq_marlin_moe_repack", "topk_hash_softplus_sqrt")  # no op of 0.22 has these names
+# No op of 0.22 has these names.
+_NEWER = ("awq_marlin_moe_repack", "cutlass_mxfp4_moe_mm", "gptq_marlin_moe_repack", "topk_hash_softplus_sqrt")
 _ops = [
     re.split(r"[.(]", line)[0]
     for schemas in (*SCHEMAS.values(), *SCHEMAS_0_22.values())
     for line in schemas.split("\n")[1:-1]
 ]
 for _name in {*_theirs, *_ops, *_NEWER} - globals().keys():
-    _found = getattr(newer, _name, None) or getattr(weight_only, _name, None) or getattr(pyops, _name, None)
+    _found = next(
+        (found for room in (newer, weight_only, pyops, adapters) if (found := getattr(room, _name, None))), None
+    )
     if callable(_found) and _name in newer.KEYWORDS:
         _found = newer.with_keywords(_found, newer.KEYWORDS[_name])
     if callable(_found) and (_name not in _theirs or _conforms(_found, _theirs[_name])):
         globals()[_name] = _found
 
 __all__ = sorted({*_theirs, *_ops, *_NEWER} & globals().keys())
-
-
-def __getattr__(name: str) -> Any:
-    if name in _theirs or name in _ops:
-        raise AttributeError(f"vLLM's {name} is not served: pyops lacks the op, see python -m pyops coverage")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

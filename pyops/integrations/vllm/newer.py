@@ -165,3 +165,24 @@ def scaled_fp4_quant(
         input = torch.nn.functional.pad(input, (0, padded_n - input.shape[-1]))
     codes, scales = quantize.nvfp4_quant(input, input_global_scale, is_sf_swizzled_layout, backend)
     return codes, scales
+
+
+def mxfp4_experts_quant(
+    input_tensor: Tensor, expert_offsets: Tensor, blockscale_offsets: Tensor, n_experts: int, topk: int
+) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of `pyops.mxfp4_experts_quant`, which are new.
+
+    The scales are uint8 in tiles, with rows enough for any distribution; what is no expert's is garbage. topk has no
+    effect.
+    """
+    codes, scales = quantize.mxfp4_experts_quant.new(input_tensor, expert_offsets, blockscale_offsets, n_experts)
+    return codes, scales
+
+
+def silu_and_mul_mxfp4_experts_quant(
+    input_tensor: Tensor, expert_offsets: Tensor, blockscale_offsets: Tensor, n_experts: int, topk: int
+) -> tuple[Tensor, Tensor]:
+    """As `mxfp4_experts_quant`, of `pyops.silu_and_mul_mxfp4_experts_quant`."""
+    offsets = expert_offsets, blockscale_offsets
+    codes, scales = quantize.silu_and_mul_mxfp4_experts_quant.new(input_tensor, *offsets, n_experts)
+    return codes, scales

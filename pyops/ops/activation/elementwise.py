@@ -16,7 +16,7 @@ from ._common import min_blocks_of_silu
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["gelu_fast", "gelu_new", "gelu_quick", "relu2", "xielu"]
+__all__ = ["gelu", "gelu_fast", "gelu_new", "gelu_quick", "relu2", "xielu"]
 
 _activation = Kernel("activation/activation.cu")
 _xielu = Kernel("activation/xielu.cu")
@@ -40,6 +40,27 @@ def example_elementwise(
 ) -> tuple[Any, ...]:
     """The output and input of an elementwise activation."""
     return make.empty(num_tokens, hidden_size, dtype=dtype), make.randn(num_tokens, hidden_size, dtype=dtype)
+
+
+@op(out="out", in_place={"out": "input"})
+def gelu(out: Tensor, input: Tensor) -> None:
+    """GELU: ``out = T(x / 2 * (1 + erf(x / sqrt(2))))`` (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+
+    Computed in float32 and rounded once.
+
+    Args:
+        out: [...], written; may be `input` itself; rows of one stride.
+        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+    """
+    out.copy_(torch.nn.functional.gelu(input.float()))
+
+
+@gelu.plan
+def plan_gelu(out: TensorArg, input: TensorArg) -> Launch:
+    return _plan_elementwise(_activation, out, input, ACT="gelu")
+
+
+gelu.example(example_elementwise)
 
 
 @op(out="out", in_place={"out": "input"}, ulps=0)

@@ -27,6 +27,7 @@ _MAX_CANDIDATE_SPLIT = 512  # tokens of a split, at least, that tuning tries
 _MAX_WAVES = 2  # of splits; docs/performance.md: "A round that is not full costs half a round at least"
 # Of mla_decode.cu: (query heads of a block, tokens of a step, warps).
 BLOCKS = ((64, 32, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
+WIDE_BLOCKS = ((64, 32, 8), (32, 32, 4), (16, 32, 4), (16, 16, 4))  # where warps have 64 lanes
 STATIC_SHARED = 512  # bytes, and more than mla_decode.cu has
 _RESERVED_SHARED = 1024  # bytes of every block that the device takes for itself
 
@@ -103,7 +104,10 @@ def _choose_block(problem: Problem, device: Device) -> tuple[int, int, int] | No
 def _blocks_that_fit(problem: Problem, device: Device) -> list[tuple[int, int, int]]:
     """Those of BLOCKS that find their shared memory."""
     room = device.shared_memory - STATIC_SHARED
-    return [block for block in BLOCKS if shared_memory(block[0], block[1], problem.is_fp8) <= room]
+    if problem.is_fp8 and device.arch.startswith("gfx11"):
+        return []  # 24 registers of a thread spill
+    blocks = BLOCKS if device.warp_size == 32 else WIDE_BLOCKS
+    return [block for block in blocks if shared_memory(block[0], block[1], problem.is_fp8) <= room]
 
 
 def shared_memory(heads: int, step_tokens: int, is_fp8: bool) -> int:
@@ -194,4 +198,5 @@ def _launch_splits(problem: Problem, config: Config, arguments: dict[str, Any]) 
     else:
         kernel = _decode_simt(**constants)
     grid = (problem.num_seqs * -(-problem.num_heads // heads), config.max_splits)
-    return kernel.launch(grid, config.num_warps * 32, shared_memory(heads, tokens, problem.is_fp8), **arguments)
+    num_threads = config.num_warps * (cache.device.warp_size if tokens else 32)
+    return kernel.launch(grid, num_threads, shared_memory(heads, tokens, problem.is_fp8), **arguments)

@@ -180,20 +180,22 @@ def choose(problem: Problem, device: Device) -> HopperConfig:
     one = _choose_tile(problem)
     max_splits = _choose_splits(problem, one, device)
     if max_splits > 1 and problem.query.shape[2] > 192:
-        # Who finds splits takes registers from the consumers, which spill with 80 keys of heads of 256.
-        one = replace(one, tokens=min(one.tokens, 64))
+        # Who finds splits takes registers from the consumers, which spill with one tile more of heads of 256.
+        one = replace(one, tokens=min(one.tokens, 64 if problem.has_plain_logits else 48))
     return replace(one, max_splits=max_splits)
 
 
 def _choose_tile(problem: Problem) -> HopperConfig:
     head_size, is_plain = problem.query.shape[2], problem.has_plain_logits
-    if head_size <= 64 and is_plain:
-        return HopperConfig(tokens=112, consumers=3)
+    if head_size <= 64:
+        return HopperConfig(tokens=112 if is_plain else 96, consumers=3)
     if head_size <= 128:
         return HopperConfig(tokens=128, consumers=2)
     if head_size <= 192:
-        return HopperConfig(tokens=80 if problem.is_fp8 else 112, consumers=2)
-    return HopperConfig(tokens=48 if not is_plain else 80 if _has_whole_heads(problem) else 64, consumers=2)
+        return HopperConfig(tokens=80 if problem.is_fp8 else 112 if is_plain else 96, consumers=2)
+    if not _has_whole_heads(problem):
+        return HopperConfig(tokens=64 if is_plain else 48, consumers=2)
+    return HopperConfig(tokens=80 if is_plain else 64, consumers=2)
 
 
 def _choose_splits(problem: Problem, one: HopperConfig, device: Device) -> int:

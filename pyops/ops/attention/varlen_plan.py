@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._core import tuning
@@ -19,6 +19,7 @@ from .varlen_problem import Problem
 _varlen = Kernel("attention/attention_varlen.cu")
 
 _NUM_WARPS = 4
+_STATIC_MEMORY = 2048  # bytes of attention_varlen.cu's own shared arrays, at most
 _TILE_ROWS = 16  # rows of one matrix product; a row is a query token and one of the heads that share a key-value head
 # docs/performance.md, "Two tiles of 16 rows to a warp read keys and values half as often".
 _MIN_ROWS_FOR_TWO_TILES = 256  # of a sequence, on average
@@ -63,24 +64,31 @@ def choose(problem: Problem, device: Device) -> Config | HopperConfig:
     is_plain = problem.has_plain_logits and not problem.is_fp8
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
     many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
-    return Config(
+    has_registers = device.supports("mma") or device.warp_size == 64  # for copies that are held, too
+    config = Config(
         num_warps=_NUM_WARPS,
-        row_tiles=2 if many_rows and head_size <= max_head_size else 1,
-        step_tokens=64 if head_size <= 128 else 32,
+        row_tiles=2 if many_rows and head_size <= max_head_size and has_registers else 1,
+        step_tokens=64 if head_size <= 128 and has_registers else 32,
         min_blocks=2,
     )
+    if problem.uses_mma and shared_memory(problem, config) > device.shared_memory - _STATIC_MEMORY:
+        return replace(config, num_warps=2, step_tokens=16)
+    return config
 
 
 def shared_memory(problem: Problem, config: Config) -> int:
     """Bytes of dynamic shared memory of a block, as attention_varlen.cu counts them.
 
-    Queries, two steps of keys and two steps of values; rows are padded to 128 bytes.
+    Queries, and two steps of keys and of values; one where the next step waits in registers. Rows are padded to 128
+    bytes.
     """
-    head_size, tokens = problem.query.shape[2], config.step_tokens
+    device, head_size, tokens = problem.query.device, problem.query.shape[2], config.step_tokens
     head_bytes, step_bytes = -(-head_size // 64) * 128, tokens * 2
-    value_bytes = head_size * max(128, step_bytes) if problem.layout.packed else tokens * head_bytes
+    by_dim = problem.layout.packed or not device.supports("mma")
+    value_bytes = head_size * max(128, step_bytes) if by_dim else tokens * head_bytes
     block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
-    return block_rows * head_bytes + 2 * tokens * head_bytes + 2 * value_bytes
+    stages = 2 if device.supports("async_copies") else 1
+    return block_rows * head_bytes + stages * (tokens * head_bytes + value_bytes)
 
 
 def launch(problem: Problem, config: Config | HopperConfig) -> list[Launch]:
@@ -123,7 +131,11 @@ def _launch_mma(problem: Problem, config: Config, constants: dict[str, Any], arg
     # Each sequence may leave one block with fewer rows.
     grid = (problem.num_rows // block_rows + problem.num_seqs if num_tokens else 0, problem.kv.num_kv_heads)
     return kernel.launch(
-        grid, config.num_warps * 32, shared_memory(problem, config), num_tokens=num_tokens, **arguments
+        grid,
+        config.num_warps * out.device.warp_size,
+        shared_memory(problem, config),
+        num_tokens=num_tokens,
+        **arguments,
     )
 
 

@@ -63,7 +63,7 @@ class Problem:
             and heads_stride(query) % 8 == 0
             and head_size % 16 == 0
             and head_size <= 256
-            and query.device.supports("mma")
+            and query.device.supports("products")
             and (not self.layout.packed or self.layout.block_size % 8 == 0)
         )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..._core import ranks
-from ..._core.errors import CaptureError, OpError
+from ..._core.errors import CaptureError, OpError, RankError
 from ..._core.host.run import Range
 from ..._core.kernel import Kernel, Specialisation
 from ..._core.launch import Bound, bind
@@ -55,6 +56,7 @@ class Communicator:
         table: uint8 memory on the device for rows of addresses: of `signals`, then of each registered buffer.
         rows: {address of a registered buffer of this rank: address of its row}.
         captured: buffers whose calls were captured into a graph and whose peers are not known yet, with their rows.
+        lost: see `lost_record`.
     """
 
     signals: Sequence[int]
@@ -66,8 +68,10 @@ class Communicator:
     opened: dict[bytes, int] = field(default_factory=dict)
     _used: int = 0
     bound: dict[Any, Bound] = field(default_factory=dict)
+    lost: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        self.lost = lost_record(self.table.device)
         self._write(self._row("init_custom_ar"), self.signals)
 
     @property
@@ -157,7 +161,7 @@ class Communicator:
         } | constants
         fixed = fixed | {"rank": self.rank, "own_signals": self.signals[self.rank]}
         tables = {"signals": int(self.table.data_ptr())} | ({} if peers is None else {"peers": peers})
-        launch_as_rank(op, kernel(**constants), grid, num_threads, fixed, tables, tensors, self.bound)
+        launch_as_rank(op, kernel(**constants), grid, num_threads, fixed, tables, tensors, self.lost, self.bound)
 
 
 def launch_as_rank(
@@ -168,12 +172,17 @@ def launch_as_rank(
     fixed: dict[str, Any],
     tables: dict[str, int],
     tensors: dict[str, Tensor],
+    lost: Tensor,
     bound: dict[Any, Bound],
 ) -> None:
     """Launch a kernel on the current stream, or on the host together with those of the other ranks.
 
     `tables` are addresses of rows of addresses; `bound` keeps what the next call with the same arguments needs.
+
+    Raises:
+        RankError: the device has failed, as a kernel before has given up a rank that `lost` names.
     """
+    tables = tables | {"lost": lost.data_ptr()}
     names = (*tables, *tensors)
     words = (*tables.values(), *(tensor.data_ptr() for tensor in tensors.values()))
     device = next(iter(tensors.values())).device
@@ -193,8 +202,35 @@ def launch_as_rank(
         launch = specialisation.launch(grid=grid, block=num_threads, **fixed)
         functions = [specialisation.load(device.index).function]
         bound[key] = bind(op, device.index, [launch], functions, names, (), {})
-    if status := bound[key].launch(torch.cuda.current_stream(device).cuda_stream, *words):
-        raise RuntimeError(f"{op}: the driver's status is {status}")
+    with naming_lost_ranks(op, lost):
+        if status := bound[key].launch(torch.cuda.current_stream(device).cuda_stream, *words):
+            raise RuntimeError(f"{op}: the driver's status is {status}")
+
+
+def lost_record(device: Any) -> Tensor:
+    """Memory of the host in which kernels on `device` say which ranks they give up waiting for.
+
+    int32 [MAX_RANKS, 2], `LostRank` of signals.cuh: of each rank, 1 + the block that has waited, and the number of the
+    meeting; 0 of a rank that was not given up. It can be read when the device has failed.
+    """
+    return torch.zeros(MAX_RANKS, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def read_lost(lost: Tensor) -> dict[int, tuple[int, int]]:
+    """{rank that a kernel has given up: (block that has waited, number of the meeting)}."""
+    return {rank: (block - 1, meeting) for rank, (block, meeting) in enumerate(lost.tolist()) if block}
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(op: str, lost: Tensor) -> Iterator[None]:
+    """An error of the device that comes from a kernel that has given up ranks becomes a RankError that names them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RankError) or not (found := read_lost(lost)):
+            raise
+        waits = (f"rank {rank} (block {block}, meeting {meeting})" for rank, (block, meeting) in found.items())
+        raise RankError(f"{op}: a kernel has given up waiting for {', '.join(waits)}", tuple(found)) from error
 
 
 def nbytes_of(tensor: Tensor) -> int:

@@ -11,7 +11,16 @@ from ..._core import dtypes, ranks
 from ..._core.errors import OpError
 from ..._core.kernel import Kernel
 from ..._core.lazy import cupy, torch
-from .communicator import MAX_BLOCKS, MAX_RANKS, VEC_BYTES, Communicator, geometry, two_shot
+from .communicator import (
+    MAX_BLOCKS,
+    MAX_RANKS,
+    VEC_BYTES,
+    Communicator,
+    geometry,
+    naming_lost_ranks,
+    read_lost,
+    two_shot,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +31,7 @@ __all__ = [
     "dispose",
     "get_graph_buffer_ipc_meta",
     "init_custom_ar",
+    "lost_ranks",
     "register_buffer",
     "register_graph_buffers",
 ]
@@ -72,6 +82,15 @@ def dispose(fa: int) -> None:
     """Forget a communicator, and unmap what it has mapped itself: peers' buffers of graphs."""
     communicator("dispose", fa).close()
     del _communicators[fa]
+
+
+def lost_ranks(fa: int) -> dict[int, tuple[int, int]]:
+    """{rank that a kernel has given up waiting for: (block that has waited, number of the meeting)}.
+
+    A kernel gives up after 30 seconds and ends with a trap, so that every later call of the device's runtime in this
+    process is an error; calls of this library are a `RankError` then. What this function says can be read afterwards.
+    """
+    return read_lost(communicator("lost_ranks", fa).lost)
 
 
 def register_buffer(fa: int, ipc_tensors: Sequence[int]) -> None:
@@ -154,15 +173,17 @@ def all_reduce_add_rms_norm(
 
 def staged(found: Communicator, op: str, inp: Tensor, nbytes: int, reg_buffer: int, reg_buffer_sz_bytes: int) -> int:
     """The row of addresses of what is reduced: `inp`, or the registered buffer that it is copied to."""
-    capturing = inp.is_cuda and torch.cuda.is_current_stream_capturing()
     if not reg_buffer:
+        with naming_lost_ranks(op, found.lost):
+            capturing = inp.is_cuda and torch.cuda.is_current_stream_capturing()
         return found.peers_of(op, inp.data_ptr(), capturing)
     if nbytes > reg_buffer_sz_bytes:
         raise OpError(op, "reg_buffer_sz_bytes", f"expected {nbytes} or more, got {reg_buffer_sz_bytes}")
     row = found.peers_of(op, reg_buffer, False)
     if inp.is_cuda:
         stream = torch.cuda.current_stream(inp.device).cuda_stream
-        cupy.cuda.runtime.memcpyAsync(reg_buffer, inp.data_ptr(), nbytes, 3, stream)
+        with naming_lost_ranks(op, found.lost):
+            cupy.cuda.runtime.memcpyAsync(reg_buffer, inp.data_ptr(), nbytes, 3, stream)
     else:
         ctypes.memmove(reg_buffer, inp.data_ptr(), nbytes)
     return row

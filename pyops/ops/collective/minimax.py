@@ -9,7 +9,7 @@ from ..._core.errors import OpError
 from ..._core.kernel import Kernel
 from ..._core.launch import Bound
 from ..._core.lazy import torch
-from .communicator import MAX_BLOCKS, MAX_RANKS, VEC_BYTES, launch_as_rank
+from .communicator import MAX_BLOCKS, MAX_RANKS, VEC_BYTES, launch_as_rank, lost_record
 from .shared_memory import SIGNAL_BYTES
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = ["minimax_allreduce_rms", "minimax_allreduce_rms_qk"]
 
 _kernel = Kernel("collective/allreduce_rms.cu")
 _bound: dict[Any, Bound] = {}
+_lost: dict[Any, Tensor] = {}  # by device and rank
 _MAX_THREADS = 512
 
 
@@ -108,4 +109,5 @@ def _launch(
     fixed = {"num_rows": input.shape[0], "input_stride": input.stride(0), "rank": rank, "epsilon": float(eps)}
     tensors = dict(zip(("q_weight", "k_weight", "q_out", "k_out"), (*weights, *outs), strict=True)) | {"input": input}
     tables = {"signals": workspace.data_ptr() + 8 * 2 * nranks}
-    launch_as_rank(op, specialisation, MAX_BLOCKS, num_threads, fixed, tables, tensors, _bound)
+    lost = _lost.setdefault((input.device, rank), lost_record(input.device))
+    launch_as_rank(op, specialisation, MAX_BLOCKS, num_threads, fixed, tables, tensors, lost, _bound)

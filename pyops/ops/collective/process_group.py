@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ..._core.lazy import torch
 from . import custom_all_reduce as custom
-from .communicator import VEC_BYTES, two_shot
+from .communicator import VEC_BYTES, naming_lost_ranks, two_shot
 from .shared_memory import (
     SIGNAL_BYTES,
     allocate_shared_buffer_and_handle,
@@ -63,8 +64,9 @@ class CustomAllReduce:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of `x` over the processes, a new tensor."""
-        out = torch.empty_like(x)
-        custom.all_reduce(self.fa, x, out, self.buffer, self.max_size)
+        with self.naming("all_reduce"):
+            out = torch.empty_like(x)
+            custom.all_reduce(self.fa, x, out, self.buffer, self.max_size)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> bool:
@@ -77,8 +79,13 @@ class CustomAllReduce:
             return False
         sizes = self.buffer, self.max_size
         # The kernel reads the copy of `x` in the registered buffer, so `x` itself may be written.
-        custom.all_reduce_add_rms_norm(self.fa, x, x, residual, weight, epsilon, *sizes)
+        with self.naming("all_reduce_add_rms_norm"):
+            custom.all_reduce_add_rms_norm(self.fa, x, x, residual, weight, epsilon, *sizes)
         return True
+
+    def naming(self, what: str) -> AbstractContextManager[None]:
+        """Within it, an error of the device that comes from ranks that do not come is a `RankError` that names them."""
+        return naming_lost_ranks(what, custom.communicator(what, self.fa).lost)
 
     def close(self) -> None:
         """Free the memory. Every process calls, when no kernel runs any more."""

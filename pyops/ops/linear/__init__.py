@@ -11,6 +11,7 @@ from . import ggml as _ggml
 from . import ggml_moe as _ggml_moe
 from . import grouped as _grouped
 from . import grouped_fp4 as _grouped_fp4
+from . import grouped_packed as _grouped_packed
 from . import grouped_scaled as _grouped_scaled
 from . import grouped_w4a8 as _grouped_w4a8
 from . import grouped_wna16 as _grouped_wna16
@@ -33,6 +34,7 @@ from .ggml import *
 from .ggml_moe import *
 from .grouped import *
 from .grouped_fp4 import *
+from .grouped_packed import *
 from .grouped_scaled import *
 from .grouped_w4a8 import *
 from .grouped_wna16 import *
@@ -63,6 +65,7 @@ __all__ += _marlin_preprocess.__all__
 __all__ += _marlin_repack.__all__
 __all__ += _grouped.__all__
 __all__ += _grouped_fp4.__all__
+__all__ += _grouped_packed.__all__
 __all__ += _grouped_scaled.__all__
 __all__ += _grouped_w4a8.__all__
 __all__ += _grouped_wna16.__all__

@@ -28,13 +28,16 @@ def plan(problem: PackedProblem) -> list[Launch]:
     return [] if product.empty else [written(dense, dtype, w), *gather, product]
 
 
-def activations(problem: PackedProblem) -> tuple[list[Launch], Operand]:
-    """The activations as they are multiplied, and the launches that write them."""
+def activations(problem: PackedProblem, *, in_fours: bool = False) -> tuple[list[Launch], Operand]:
+    """The activations as they are multiplied, and the launches that write them.
+
+    `in_fours`: activations of 8 bits come in the order in which gemm_packed.cu multiplies layout marlin_8.
+    """
     w, dtype, a = problem.weight, problem.compute_dtype, problem.a
     if w.perm is None and a.dtype is dtype:
         return [], a
     gathered = Scratch(a.rows * w.k * dtype.itemsize)
-    return [_gather(gathered, dtype, a, w)], Operand.of_scratch(gathered, dtype, a.rows, w.k)
+    return [_gather(gathered, dtype, a, w, in_fours)], Operand.of_scratch(gathered, dtype, a.rows, w.k)
 
 
 def _access(k: int) -> int:
@@ -93,7 +96,7 @@ def written(
     )
 
 
-def _gather(gathered: Scratch, dtype: DType, a: Operand, w: PackedWeight) -> Launch:
+def _gather(gathered: Scratch, dtype: DType, a: Operand, w: PackedWeight, in_fours: bool) -> Launch:
     """Writes the activations to `gathered`, [M, K]."""
     assert isinstance(a.source, TensorArg)
     kernel, absent = _fed(_gather_columns, a=a.source, perm=w.perm)
@@ -102,6 +105,7 @@ def _gather(gathered: Scratch, dtype: DType, a: Operand, w: PackedWeight) -> Lau
         scalar_t=dtype,
         a_t=a.dtype,
         PERMUTED=w.perm is not None,
+        IN_FOURS=in_fours,
         VEC_SIZE=_VEC_SIZE,
         ACCESS=_access(w.k),
         NUM_THREADS=_NUM_THREADS,

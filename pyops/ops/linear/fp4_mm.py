@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float16, uint8
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
+from ..._core.dtypes import bfloat16, float16
+from ..._core.kernel import Launch, Scratch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .._shared.fp4_tiles import BLOCK, tile_sizes, untiled
+from .block_scaled import NVFP4, dense_bytes
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, Operand, Problem
 
@@ -18,10 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["cutlass_scaled_fp4_mm"]
-
-_nvfp4_to_bf16 = Kernel("linear/nvfp4_to_bf16.cu")
-_NUM_THREADS = 256  # of nvfp4_to_bf16.cu, each with sixteen elements
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @op(out="out", atol=2.0**-18)
@@ -42,71 +37,31 @@ def cutlass_scaled_fp4_mm(
         block_scale_b: of b, likewise.
         alpha: one float32, normally the reciprocal of the product of both tensors' scales.
     """
-    x = values(a, block_scale_a) @ values(b, block_scale_b).T
+    x = NVFP4.values(a, block_scale_a) @ NVFP4.values(b, block_scale_b).T
     out.copy_(alpha.reshape(()) * x.float())
-
-
-def values(codes: Tensor, scales: Tensor) -> Tensor:
-    """float64 codes times scales."""
-    rows, blocks = codes.shape[0], codes.shape[1] * 2 // BLOCK
-    each = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
-    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float64, device=codes.device)
-    values = torch.where(each >= 8, -1.0, 1.0) * magnitudes[each & 7]
-    of_blocks = untiled(scales, rows, blocks).contiguous().view(torch.float8_e4m3fn).double()
-    return values * of_blocks.repeat_interleave(BLOCK, 1)
 
 
 @cutlass_scaled_fp4_mm.plan
 def plan_cutlass_scaled_fp4_mm(
     out: TensorArg, a: TensorArg, b: TensorArg, block_scale_a: TensorArg, block_scale_b: TensorArg, alpha: TensorArg
 ) -> list[Launch]:
+    k = NVFP4.size(a)
     for codes in (a, b):
-        check.dtype(codes, uint8)
-        check.sizes(codes, rows=None, bytes=a.shape[-1] if a.shape else None)
-        if codes.shape[1] * 2 % BLOCK:
-            raise codes.error(f"expected rows of a multiple of {BLOCK // 2} bytes, got shape {codes.shape}")
-        check.row_size(codes)
-    (m, size), n = a.shape, b.shape[0]
-    k = size * 2
+        check.sizes(codes, rows=None, bytes=a.shape[-1])
+        NVFP4.size(codes)
+    m, n = a.shape[0], b.shape[0]
     check.dtype(out, float16, bfloat16)
     check.sizes(out, M=m, N=n)
     check.row_size(out)
     check.scalar(alpha)
-    dense_a, dense_b = (Scratch(rows * k * bfloat16.itemsize) for rows in (m, n))
     for scales, count in ((block_scale_a, m), (block_scale_b, n)):
-        columns, rows = tile_sizes(count, k // BLOCK)
-        check.dtype(scales, float8_e4m3fn, uint8)
-        check.shape(scales, rows=rows, columns=columns)
-    launches = [expand(dense_a, a, block_scale_a, m), expand(dense_b, b, block_scale_b, n)]
+        rows, columns = NVFP4.scale_sizes(count, k)
+        NVFP4.check_scales(scales, rows=rows, columns=columns)
+    dense_a, dense_b = (Scratch(dense_bytes(count, k)) for count in (m, n))
+    launches = [NVFP4.expand(dense_a, a, block_scale_a, m), NVFP4.expand(dense_b, b, block_scale_b, n)]
     operands = Operand.of_scratch(dense_a, bfloat16, m, k), Operand.of_scratch(dense_b, bfloat16, n, k)
     product = plan(Problem(*operands, k, Epilogue(out, alpha)))
     return [] if product.empty else [*launches, product]
-
-
-def expand(
-    dense: Scratch, codes: TensorArg, scales: TensorArg, rows_of_matrix: int, scale_rows: Scratch | None = None
-) -> Launch:
-    """Writes codes times scales to `dense`, of matrices of `rows_of_matrix` rows whose scales have tiles of their own.
-
-    `scale_rows` says where the scales of a row lie, if that is not the row itself.
-    """
-    num_rows, blocks = check.num_rows(codes), codes.shape[-1] * 2 // BLOCK
-    columns, rows = tile_sizes(rows_of_matrix, blocks)
-    kernel = _nvfp4_to_bf16.renamed(codes=codes.name, scales=scales.name)
-    constants = {"CODE_ACCESS": check.vector_width(BLOCK // 2, codes), "HAS_SCALE_ROWS": scale_rows is not None}
-    return kernel(**constants, NUM_THREADS=_NUM_THREADS).launch(
-        -(-num_rows * blocks // _NUM_THREADS),
-        _NUM_THREADS,
-        dense=dense,
-        scale_rows=scale_rows or 0,
-        num_rows=num_rows,
-        blocks=blocks,
-        columns=columns,
-        rows_of_matrix=max(1, rows_of_matrix),
-        padded_rows=rows,
-        num_scale_rows=scales.numel // columns,
-        codes_stride=check.row_stride(codes),
-    )
 
 
 @cutlass_scaled_fp4_mm.example
@@ -118,7 +73,7 @@ def example_cutlass_scaled_fp4_mm(
     out_dtype: Literal["bfloat16", "float16"] = "bfloat16",
 ) -> tuple[Any, ...]:
     output_size = 40
-    scale_sizes = [tile_sizes(rows, input_size // BLOCK)[::-1] for rows in (num_tokens, output_size)]
+    scale_sizes = [NVFP4.scale_sizes(rows, input_size) for rows in (num_tokens, output_size)]
     return (
         make.empty(num_tokens, output_size, dtype=out_dtype),
         make.randint(0, 256, num_tokens, input_size // 2, dtype="uint8"),

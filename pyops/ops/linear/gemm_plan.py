@@ -15,7 +15,7 @@ from ..._core.dtypes import FLOATS, float32
 from ..._core.kernel import Kernel, Launch, Scratch
 from . import gemm_hopper, skinny_linear
 from .gemm_hopper import GemmConfig, SwapConfig
-from .gemm_problem import Problem
+from .gemm_problem import HELD_STAGES, Problem
 from .skinny_linear import SkinnyConfig
 
 _mma, _simt = Kernel("linear/gemm_mma.cu"), Kernel("linear/gemm_simt.cu")
@@ -66,9 +66,8 @@ class MmaConfig:
     def shared_memory(self) -> int:
         return self.stages * (self.tile_m + self.tile_n) * _STEP_BYTES
 
-    @property
-    def num_threads(self) -> int:
-        return self.warps_m * self.warps_n * 32
+    def num_threads(self, device: Device) -> int:
+        return self.warps_m * self.warps_n * device.warp_size
 
     def candidates(self, problem: Problem, device: Device) -> list[MmaConfig]:
         """Other tiles, stages, splits and registers."""
@@ -84,8 +83,8 @@ class MmaConfig:
 
     def _fits(self, problem: Problem, device: Device) -> bool:
         """Whether shared memory and registers suffice."""
-        sums = self.tile_m * self.tile_n // self.num_threads * (2 if problem.epilogue.block_scaled else 1)
-        enough = self.min_blocks == 1 or self.min_blocks * self.num_threads * sums <= _MAX_RESIDENT_SUMS
+        sums = self.tile_m * self.tile_n // self.num_threads(device) * (2 if problem.epilogue.block_scaled else 1)
+        enough = self.min_blocks == 1 or self.min_blocks * self.num_threads(device) * sums <= _MAX_RESIDENT_SUMS
         return enough and sums <= _MAX_SUMS and self.shared_memory <= device.shared_memory
 
     def launch(self, problem: Problem) -> Launch:
@@ -108,7 +107,9 @@ class MmaConfig:
             SPLITS=splits,
             GROUP_ROWS=_GROUP_ROWS,
             MIN_BLOCKS=self.min_blocks,
-        ).launch((tiles, splits), self.num_threads, self.shared_memory, **problem.arguments(), **partial)
+        ).launch(
+            (tiles, splits), self.num_threads(problem.device), self.shared_memory, **problem.arguments(), **partial
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def choose(problem: Problem, device: Device) -> Config:
         return skinny_linear.choose(problem, device)
     if on_hopper:
         return gemm_hopper.choose(problem, device)
-    if problem.dtype is float32 or not device.supports("mma"):
+    if problem.dtype is float32 or not device.supports("products"):
         return SimtConfig(16 if problem.m <= 16 else 64, 64)
     return choose_mma(problem, device)
 
@@ -181,7 +182,8 @@ def choose_mma(problem: Problem, device: Device) -> MmaConfig:
         splits *= 2
     step_bytes = (tile_m + tile_n) * _STEP_BYTES
     blocks = 2 if step_bytes <= _SMALL_TILE else 1  # of a multiprocessor, whose shared memory they divide
-    stages = min(_MAX_STAGES[step_bytes <= _SMALL_TILE], device.shared_memory // blocks // step_bytes)
+    most_stages = _MAX_STAGES[step_bytes <= _SMALL_TILE] if device.supports("async_copies") else HELD_STAGES
+    stages = min(most_stages, device.shared_memory // blocks // step_bytes)
     return MmaConfig(tile_m, tile_n, warps_m, warps_n, max(2, stages), splits, blocks)
 
 

@@ -17,6 +17,8 @@ from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
 
 SCALE_BLOCK = 128  # elements of K, and rows of b, under one scale of a block-scaled product
+# Steps in shared memory where copies wait in registers: one is multiplied while another is on its way to registers.
+HELD_STAGES = 2
 ACTIVATIONS = ("none", "gelu", "silu_and_mul")
 _MAX_ACCESS = 16  # bytes
 
@@ -84,11 +86,12 @@ class Epilogue:
             there are several. In a block-scaled product float32 [M, blocks of K] and [blocks of K, blocks of N], of any
             strides.
         azp_adj: int32, for each row of b; azp: int32, for each row of a.
-        bias: [N] in `column_order`, or [M, N] with rows of one stride.
+        bias: [N] in `column_order`, or [M, N] with rows of one stride; of experts [num_experts, N] in `column_order`.
         activation: one of `ACTIVATIONS`; of "silu_and_mul", out has half as many columns as b has rows.
         block_scaled: a_scales and b_scales are those of blocks, applied while the kernel sums.
         scale_exponent: the scale that comes first, of b if it has scales, is its entry times two to this.
         column_order: where the entry of a column lies in b_scales and in bias.
+        of_experts: rows of out belong to experts, and each has a bias for each column.
     """
 
     out: TensorArg
@@ -101,6 +104,7 @@ class Epilogue:
     block_scaled: bool = False
     scale_exponent: int = 0
     column_order: ColumnOrder = "natural"
+    of_experts: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -120,7 +124,9 @@ class Epilogue:
     @property
     def _bias(self) -> int:
         """0: none, 1: one for each column, 2: one for each element."""
-        return 0 if self.bias is None else 1 if check.num_rows(self.bias) == 1 else 2
+        if self.bias is None:
+            return 0
+        return 1 if self.of_experts or check.num_rows(self.bias) == 1 else 2
 
     def constants(self) -> dict[str, Any]:
         """Constants of every kernel that includes gemm_epilogue.cuh."""

@@ -1,26 +1,142 @@
-"""vLLM's grouped product of NVFP4."""
+"""vLLM's grouped products of codes under block scales: NVFP4, MXFP4 and MXFP8."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float32, uint8
+from ..._core.dtypes import bfloat16, float32
 from ..._core.kernel import Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .._shared.fp4_tiles import BLOCK, TILE_ROWS, rounded_up, tile_sizes
-from .fp4_mm import expand, values
+from .._shared.fp4_tiles import TILE_ROWS, rounded_up
+from .block_scaled import MXFP4, MXFP8, NVFP4, BlockFormat, dense_bytes
 from .gemm_problem import Operand
 from .grouped_plan import plan
 from .grouped_problem import GroupedProblem
-from .grouped_rows import bad_rows, check_rows, each_expert, example_sizes, lists_of
+from .grouped_rows import (
+    bad_rows,
+    by_rows,
+    check_rows,
+    each_expert,
+    example_counts,
+    example_sizes,
+    lists_of,
+    swapped,
+    weights_of,
+)
+from .mxfp4_codes import few_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["cutlass_fp4_group_mm"]
+__all__ = ["cutlass_fp4_group_mm", "cutlass_mxfp4_group_mm", "cutlass_mxfp8_grouped_mm"]
+
+
+def _multiply(
+    format: BlockFormat,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    problem_sizes: Tensor,
+    expert_offsets: Tensor,
+    scale_offsets: Tensor,
+    alphas: Tensor | None = None,
+) -> None:
+    """References: ``out[t] = alphas[e] * (A[t] @ B[e].T)``. Rows whose scales do not exist have zeros for scales."""
+    n, size = out.shape[1], len(a_scales)
+    b = by_rows(b, n, a.shape[1])
+    b_scales = by_rows(b_scales, rounded_up(n, TILE_ROWS), a_scales.shape[1])
+    for e, rows in each_expert(out, problem_sizes, expert_offsets):
+        place = int(scale_offsets[e]) + torch.arange(rows.stop - rows.start, device=a.device)
+        inside = (place >= 0) & (place < size)
+        codes = torch.zeros(size, a.shape[1], dtype=a.dtype, device=a.device)
+        codes[place[inside]] = a[rows][inside]
+        weight = format.values(b[e], b_scales[e])[:n]
+        x = torch.zeros(len(place), weight.shape[1], dtype=torch.float64, device=a.device)
+        x[inside] = format.values(codes, a_scales)[place[inside]]
+        sums = (x @ weight.T).float()
+        out[rows] = (sums if alphas is None else alphas[e] * sums).to(out.dtype)
+
+
+def _plan(
+    format: BlockFormat,
+    out: TensorArg,
+    a: TensorArg,
+    b: TensorArg,
+    a_scales: TensorArg,
+    b_scales: TensorArg,
+    problem_sizes: TensorArg,
+    expert_offsets: TensorArg,
+    scale_offsets: TensorArg,
+    alphas: TensorArg | None = None,
+) -> list[Launch]:
+    """The checks and the launches of every format: rows by experts, both matrices in bfloat16, their product."""
+    k = format.size(a)
+    lists, launch, scale_rows = lists_of(check_rows(out, a, b), problem_sizes, expert_offsets, scale_offsets)
+    assert scale_rows is not None
+    num_experts, (num_rows, n) = problem_sizes.shape[0], out.shape
+    b = weights_of(b, num_experts, n, a.shape[1])
+    rows, columns = format.scale_sizes(n, k)
+    b_scales = swapped(b_scales, num_experts, rows, columns)
+    format.check_scales(a_scales, rows=None, columns=columns)
+    format.check_scales(b_scales, num_experts=num_experts, rows=rows, columns=columns)
+    check.shape(alphas, float32, num_experts=num_experts)
+    if format is MXFP4:
+        lists_by = problem_sizes, expert_offsets, scale_offsets
+        if (by_codes := few_rows(out, a, b, a_scales, b_scales, *lists_by)) is not None:
+            return by_codes
+    dense_a, dense_b = (Scratch(dense_bytes(count, k)) for count in (num_rows, num_experts * n))
+    operands = (
+        Operand.of_scratch(dense_a, bfloat16, num_rows, k),
+        Operand.of_scratch(dense_b, bfloat16, num_experts * n, k),
+    )
+    product = plan(GroupedProblem(out, *operands, num_experts, k, lists, b_scales=alphas))
+    if product.empty:
+        return []
+    return [
+        launch,
+        format.expand(dense_a, a, a_scales, num_rows, scale_rows),
+        format.expand(dense_b, b, b_scales, n, problem_sizes=problem_sizes),
+        product,
+    ]
+
+
+def _outside(a_scales: Tensor, scale_offsets: Tensor) -> Tensor:
+    """Which offsets of scales are no row of a tile."""
+    return (scale_offsets < 0) | (scale_offsets > len(a_scales)) | (scale_offsets % TILE_ROWS != 0)
+
+
+def _example(make: Any, format: BlockFormat, num_tokens: int, num_experts: int, n: int, k: int) -> dict[str, Any]:
+    """Experts of which the second has no rows; arguments by the names of `_plan`."""
+    counts = example_counts(num_tokens, num_experts)
+    offsets, sizes = example_sizes(make, counts, n, k)
+    padded = [rounded_up(count, TILE_ROWS) for count in counts]
+    rows, columns = format.scale_sizes(n, k)
+    scale_sizes = (sum(padded), columns), (num_experts, rows, columns)
+
+    def codes(*sizes: int) -> Any:
+        if format.code_bits == 4:
+            return make.randint(0, 256, *sizes, k // 2, dtype="uint8")
+        return make.randn(*sizes, k, dtype="float8_e4m3fn")
+
+    def scales(*sizes: int) -> Any:
+        if format is NVFP4:
+            return make.randn(*sizes, dtype="float8_e4m3fn")
+        return make.randint(120, 130, *sizes, dtype="uint8")
+
+    return {
+        "out": make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
+        "a": codes(num_tokens),
+        "b": codes(num_experts, n),
+        **dict(zip(("a_scales", "b_scales"), (scales(*sizes) for sizes in scale_sizes), strict=True)),
+        "problem_sizes": sizes,
+        "expert_offsets": offsets,
+        "scale_offsets": make.values([sum(padded[:e]) for e in range(num_experts)], "int32"),
+    }
 
 
 @op(inout="out", atol=2.0**-18)
@@ -55,16 +171,8 @@ def cutlass_fp4_group_mm(
         sf_offsets: [num_experts] int32, contiguous: the row of a_blockscale where those of an expert begin, a multiple
             of 128. Rows whose scales would lie elsewhere have zeros for scales.
     """
-    n = out.shape[1]
-    for e, rows in each_expert(out, problem_sizes, expert_offsets):
-        first, count, size = int(sf_offsets[e]), rows.stop - rows.start, len(a_blockscale)
-        x = torch.zeros(count, 2 * a.shape[1], dtype=torch.float64, device=a.device)
-        inside = torch.tensor([0 <= first + i < size for i in range(count)], device=a.device)
-        place = (first + torch.arange(count, device=a.device)).clamp(0, max(0, size - 1))
-        codes = torch.zeros(size, a.shape[1], dtype=a.dtype, device=a.device)
-        codes[place[inside]] = a[rows][inside]
-        x[inside] = values(codes, a_blockscale)[place[inside]]
-        out[rows] = (alphas[e] * (x @ values(b[e], b_blockscales[e])[:n].T).float()).to(out.dtype)
+    operands = out, a, b, a_blockscale, b_blockscales
+    _multiply(NVFP4, *operands, problem_sizes, expert_offsets, sf_offsets, alphas)
 
 
 @cutlass_fp4_group_mm.plan
@@ -79,63 +187,151 @@ def plan_cutlass_fp4_group_mm(
     expert_offsets: TensorArg,
     sf_offsets: TensorArg,
 ) -> list[Launch]:
-    check.dtype(a, uint8)
-    lists, launch, scale_rows = lists_of(check_rows(out, a, b), problem_sizes, expert_offsets, sf_offsets)
-    assert scale_rows is not None
-    num_experts, (num_rows, n), size = problem_sizes.shape[0], out.shape, a.shape[1]
-    if size * 2 % BLOCK:
-        raise a.error(f"expected rows of a multiple of {BLOCK // 2} bytes, got shape {a.shape}")
-    check.sizes(b, num_experts=num_experts, N=n, bytes=size)
-    check.row_size(b)
-    columns, rows = tile_sizes(n, size * 2 // BLOCK)
-    check.sizes(a_blockscale, rows=None, columns=columns)
-    if a_blockscale.shape[0] % TILE_ROWS:
-        raise a_blockscale.error(f"expected a multiple of 128 rows, got shape {a_blockscale.shape}")
-    for scales, shape in ((a_blockscale, a_blockscale.shape), (b_blockscales, (num_experts, rows, columns))):
-        check.dtype(scales, float8_e4m3fn, uint8)
-        check.contiguous(scales)
-        if scales.shape != shape:
-            raise scales.error(f"expected shape {shape}, got {scales.shape}")
-    check.shape(alphas, float32, num_experts=num_experts)
-    k = size * 2
-    dense_a, dense_b = (Scratch(max(1, count) * k * bfloat16.itemsize) for count in (num_rows, num_experts * n))
-    operands = (
-        Operand.of_scratch(dense_a, bfloat16, num_rows, k),
-        Operand.of_scratch(dense_b, bfloat16, num_experts * n, k),
-    )
-    product = plan(GroupedProblem(out, *operands, num_experts, k, lists, b_scales=alphas))
-    if product.empty:
-        return []
-    return [
-        launch,
-        expand(dense_a, a, a_blockscale, num_rows, scale_rows),
-        expand(dense_b, b, b_blockscales, n),
-        product,
-    ]
+    operands = out, a, b, a_blockscale, b_blockscales
+    return _plan(NVFP4, *operands, problem_sizes, expert_offsets, sf_offsets, alphas)
 
 
 @cutlass_fp4_group_mm.bad_indices
 def bad_indices_cutlass_fp4_group_mm(
     out: Tensor, a_blockscale: Tensor, problem_sizes: Tensor, expert_offsets: Tensor, sf_offsets: Tensor
 ) -> dict[str, Tensor]:
-    outside = (sf_offsets < 0) | (sf_offsets > len(a_blockscale)) | (sf_offsets % 128 != 0)
-    return {**bad_rows(out, expert_offsets, problem_sizes), "sf_offsets": outside}
+    return {**bad_rows(out, expert_offsets, problem_sizes), "sf_offsets": _outside(a_blockscale, sf_offsets)}
 
 
 @cutlass_fp4_group_mm.example
-def example_cutlass_fp4_group_mm(make: Any, *, num_tokens: int = 16) -> tuple[Any, ...]:
-    num_experts, n, k = 3, 136, 160
-    offsets, sizes = example_sizes(make, num_tokens, n, k)
-    first, columns = rounded_up(num_tokens // 3, TILE_ROWS), rounded_up(k // BLOCK, 4)
-    rows = first + rounded_up(num_tokens - num_tokens // 3, TILE_ROWS)
-    return (
-        make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
-        make.randint(0, 256, num_tokens, k // 2, dtype="uint8"),
-        make.randint(0, 256, num_experts, n, k // 2, dtype="uint8"),
-        make.randn(rows, columns, dtype="float8_e4m3fn"),
-        make.randn(num_experts, rounded_up(n, TILE_ROWS), columns, dtype="float8_e4m3fn"),
-        make.full(num_experts, value=2.0**-8, dtype="float32"),
-        sizes,
-        offsets,
-        make.values([0, first, first], "int32"),
-    )
+def example_cutlass_fp4_group_mm(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    num_experts: int = 3,
+    output_size: int = 136,
+    input_size: int = 160,
+) -> tuple[Any, ...]:
+    sizes = num_tokens, num_experts, output_size, input_size
+    out, a, b, a_scales, b_scales, *lists = _example(make, NVFP4, *sizes).values()
+    return out, a, b, a_scales, b_scales, make.full(num_experts, value=2.0**-8, dtype="float32"), *lists
+
+
+@op(inout="out", atol=2.0**-18)
+def cutlass_mxfp4_group_mm(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_blockscale: Tensor,
+    b_blockscales: Tensor,
+    problem_sizes: Tensor,
+    expert_offsets: Tensor,
+    sf_offsets: Tensor,
+) -> None:
+    """Products of MXFP4 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
+
+    As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Codes times scales are rounded to
+    bfloat16: those of 2^128 and more become infinite. For few rows and an `out` of bfloat16, codes of weights become
+    bfloat16 where they are multiplied, not in memory. After vLLM's op of this name.
+
+    Args:
+        out, problem_sizes, expert_offsets, sf_offsets: as `cutlass_fp4_group_mm` takes them.
+        a: [num_rows, K / 2] uint8, two codes of e2m1 to a byte, the first in its lower half; K a multiple of 32; rows
+            of one stride.
+        b: [num_experts, N, K / 2] uint8, likewise.
+        a_blockscale: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in
+            tiles as `mxfp4_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
+        b_blockscales: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert.
+    """
+    _multiply(MXFP4, out, a, b, a_blockscale, b_blockscales, problem_sizes, expert_offsets, sf_offsets)
+
+
+@cutlass_mxfp4_group_mm.plan
+def plan_cutlass_mxfp4_group_mm(
+    out: TensorArg,
+    a: TensorArg,
+    b: TensorArg,
+    a_blockscale: TensorArg,
+    b_blockscales: TensorArg,
+    problem_sizes: TensorArg,
+    expert_offsets: TensorArg,
+    sf_offsets: TensorArg,
+) -> list[Launch]:
+    return _plan(MXFP4, out, a, b, a_blockscale, b_blockscales, problem_sizes, expert_offsets, sf_offsets)
+
+
+@cutlass_mxfp4_group_mm.bad_indices
+def bad_indices_cutlass_mxfp4_group_mm(
+    out: Tensor, a_blockscale: Tensor, problem_sizes: Tensor, expert_offsets: Tensor, sf_offsets: Tensor
+) -> dict[str, Tensor]:
+    return {**bad_rows(out, expert_offsets, problem_sizes), "sf_offsets": _outside(a_blockscale, sf_offsets)}
+
+
+@cutlass_mxfp4_group_mm.example
+def example_cutlass_mxfp4_group_mm(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    num_experts: int = 3,
+    output_size: int = 136,
+    input_size: int = 160,
+) -> tuple[Any, ...]:
+    return tuple(_example(make, MXFP4, num_tokens, num_experts, output_size, input_size).values())
+
+
+@op(inout="out", atol=2.0**-18)
+def cutlass_mxfp8_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    sfa: Tensor,
+    sfb: Tensor,
+    out: Tensor,
+    problem_sizes: Tensor,
+    expert_offsets: Tensor,
+    blockscale_offsets: Tensor,
+) -> None:
+    """Products of MXFP8 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
+
+    As `cutlass_mxfp4_group_mm`, for codes of e4m3. After vLLM's op of this name.
+
+    Args:
+        a: [num_rows, K] float8_e4m3fn, K a multiple of 32; rows of one stride.
+        b: [num_experts, N, K] float8_e4m3fn, rows of one stride; or a view of it, [num_experts, K, N].
+        sfa: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in tiles as
+            `mxfp8_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
+        sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a view
+            of it with its last two dimensions transposed.
+        out, problem_sizes, expert_offsets: as `cutlass_fp4_group_mm` takes them.
+        blockscale_offsets: as sf_offsets of `cutlass_fp4_group_mm`.
+    """
+    _multiply(MXFP8, out, a, b, sfa, sfb, problem_sizes, expert_offsets, blockscale_offsets)
+
+
+@cutlass_mxfp8_grouped_mm.plan
+def plan_cutlass_mxfp8_grouped_mm(
+    a: TensorArg,
+    b: TensorArg,
+    sfa: TensorArg,
+    sfb: TensorArg,
+    out: TensorArg,
+    problem_sizes: TensorArg,
+    expert_offsets: TensorArg,
+    blockscale_offsets: TensorArg,
+) -> list[Launch]:
+    return _plan(MXFP8, out, a, b, sfa, sfb, problem_sizes, expert_offsets, blockscale_offsets)
+
+
+@cutlass_mxfp8_grouped_mm.bad_indices
+def bad_indices_cutlass_mxfp8_grouped_mm(
+    sfa: Tensor, out: Tensor, problem_sizes: Tensor, expert_offsets: Tensor, blockscale_offsets: Tensor
+) -> dict[str, Tensor]:
+    return {**bad_rows(out, expert_offsets, problem_sizes), "blockscale_offsets": _outside(sfa, blockscale_offsets)}
+
+
+@cutlass_mxfp8_grouped_mm.example
+def example_cutlass_mxfp8_grouped_mm(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    num_experts: int = 3,
+    output_size: int = 136,
+    input_size: int = 160,
+) -> tuple[Any, ...]:
+    sizes = num_tokens, num_experts, output_size, input_size
+    out, a, b, a_scales, b_scales, *lists = _example(make, MXFP8, *sizes).values()
+    return a, b, a_scales, b_scales, out, *lists

@@ -9,7 +9,7 @@ from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32, int8
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor_map import TensorMap
-from .gemm_problem import SCALE_BLOCK
+from .gemm_problem import HELD_STAGES, SCALE_BLOCK
 from .grouped_problem import GroupedProblem
 
 _hopper, _mma = Kernel("linear/grouped_gemm.cu"), Kernel("linear/grouped_gemm_mma.cu")
@@ -27,6 +27,9 @@ _MAX_BLOCKED_PART = 128  # rows of weights of a warpgroup whose sums a thread ho
 # have half as many columns. Measured on an H200: docs/performance.md, "Mixtures of experts".
 _MANY_ROWS, _MANY_BLOCKED_ROWS = 56, 192
 _TILE_COST = 24  # rows of weights that a block could load while it begins and ends a tile
+# Rows of weights by which tiles whose columns lie under two scales of blocks must have fewer: what choosing costs, by
+# arithmetic.
+_STRADDLING_COST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,12 @@ class GroupedConfig:
             return False
         if not problem.block_scaled:
             return True
-        halves = 2 if problem.gated == 1 else 1
-        box = self.part_n // halves
         whole = problem.gated != 1 or problem.n % SCALE_BLOCK == 0
-        return self.part_n <= _MAX_BLOCKED_PART and SCALE_BLOCK % box == 0 and whole
+        return self.part_n <= _MAX_BLOCKED_PART and whole and not (problem.gated and self.straddles(problem))
+
+    def straddles(self, problem: GroupedProblem) -> bool:
+        """Whether columns of a warpgroup may lie under two scales of blocks."""
+        return problem.block_scaled and SCALE_BLOCK % (self.part_n // (2 if problem.gated == 1 else 1)) != 0
 
     def launch(self, problem: GroupedProblem) -> Launch:
         """As many blocks as the device holds, or as there may be tiles."""
@@ -136,7 +141,7 @@ class GroupedMmaConfig:
     def launch(self, problem: GroupedProblem) -> Launch:
         """A block for each tile that there may be."""
         tiles = problem.max_tiles(self.tile_m) * -(-problem.b_rows // self.tile_n)
-        num_threads = self.warps_m * self.warps_n * 32
+        num_threads = self.warps_m * self.warps_n * problem.device.warp_size
         kernel = problem.kernel(_mma)
         return kernel(
             **problem.constants(),
@@ -209,11 +214,12 @@ def choose(problem: GroupedProblem, device: Device) -> Config:
     tile_m = next(
         tile for tile in (64, 32, 16) if problem.lists.block_size % tile == 0 and (rows > tile // 2 or tile == 16)
     )
-    if problem.dtype is float32 or not device.supports("mma"):
+    if problem.dtype is float32 or not device.supports("products"):
         return GroupedSimtConfig(tile_m, 64)
+    held = not device.supports("async_copies")
     if tile_m < 64:
-        return GroupedMmaConfig(tile_m, 64, 1, 4, 6, 2)
-    return GroupedMmaConfig(64, 128, 2, 4, 4)
+        return GroupedMmaConfig(tile_m, 64, 1, 4, HELD_STAGES if held else 6, 2)
+    return GroupedMmaConfig(64, 128, 2, 4, HELD_STAGES if held else 4)
 
 
 def _choose_hopper(problem: GroupedProblem, device: Device) -> GroupedConfig:
@@ -221,12 +227,13 @@ def _choose_hopper(problem: GroupedProblem, device: Device) -> GroupedConfig:
     tile_m = 128 if problem.lists.block_size % 128 == 0 else 64
     row_tiles = problem.row_tiles(tile_m)
 
-    def cost(tile_n: int) -> tuple[int, int]:
-        tiles = row_tiles * -(-problem.b_rows // tile_n)
-        return -(-tiles // device.multiprocessors) * (tile_n + _TILE_COST), tile_n
+    def cost(one: GroupedConfig) -> tuple[int, int]:
+        tiles = row_tiles * -(-problem.b_rows // one.tile_n)
+        rows = one.tile_n + _TILE_COST + (_STRADDLING_COST if one.straddles(problem) else 0)
+        return -(-tiles // device.multiprocessors) * rows, one.tile_n
 
     sizes = [GroupedConfig(tile_m, tile_n) for tile_n in range(32, 257, 32)]
-    return min((one for one in sizes if one.fits(problem)), key=lambda one: cost(one.tile_n))
+    return min((one for one in sizes if one.fits(problem)), key=cost)
 
 
 def plan(problem: GroupedProblem) -> Launch:

@@ -179,11 +179,13 @@ class GroupedProblem:
             "SCALE_BLOCK": SCALE_BLOCK if self.block_scaled else 0,
         }
 
-    def kernel(self, kernel: Kernel) -> Kernel:
-        """`kernel`, its parameters fed by the op's tensors."""
-        return kernel.renamed(**{name: one.name for name, one in self._tensors().items() if isinstance(one, TensorArg)})
+    def kernel(self, kernel: Kernel, **others: TensorArg | Scratch | None) -> Kernel:
+        """`kernel`, its pointers fed by the op's tensors and by `others`, or by names that no tensor of an op has."""
+        tensors = {**self._tensors(), **others}
+        fed = {name: one.name if isinstance(one, TensorArg) else f"no_{name}" for name, one in tensors.items()}
+        return kernel.renamed(**fed)
 
-    def arguments(self, kernel: Kernel, tile_m: int) -> dict[str, Any]:
+    def arguments(self, kernel: Kernel, tile_m: int, **others: TensorArg | Scratch | None) -> dict[str, Any]:
         """What `kernel` takes beside tensors of the op: sizes, strides and steps in elements, and other pointers."""
         steps = dict.fromkeys(("a_scale_step", "a_scale_block_step", "b_scale_expert_step"), 0)
         steps |= dict.fromkeys(("b_scale_step", "b_scale_block_step"), 0)
@@ -212,7 +214,8 @@ class GroupedProblem:
             "out_stride": check.row_stride(self.out),
             **steps,
         }
-        pointers = {name: one or 0 for name, one in self._tensors().items() if not isinstance(one, TensorArg)}
+        tensors = {**self._tensors(), **others}
+        pointers = {f"no_{name}": one or 0 for name, one in tensors.items() if not isinstance(one, TensorArg)}
         taken = {name for _, name in kernel.signature.parameters}
         return {name: value for name, value in (found | pointers).items() if name in taken}
 

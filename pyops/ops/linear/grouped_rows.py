@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check
-from ..._core.dtypes import bfloat16, float16, int32, int64
+from ..._core.dtypes import bfloat16, float16, float32, int32, int64
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
@@ -36,19 +36,24 @@ def lists_of(
     expert_offsets: TensorArg,
     sf_offsets: TensorArg | None = None,
     block_scaled: bool = False,
+    block_size: int | None = None,
 ) -> tuple[ExpertLists, Launch, Scratch | None]:
-    """The rows of each expert, the launch that writes them, and where it writes the rows of scales."""
+    """The rows of each expert, the launch that writes them, and where it writes the rows of scales.
+
+    Blocks have `block_size` places, or as many as suit weights in full.
+    """
     check.sizes(problem_sizes, num_experts=None, sizes=3)
     num_experts, (num_rows, n) = problem_sizes.shape[0], out.shape
     check.shape(problem_sizes, int32, num_experts=num_experts, sizes=3)
     check.dtype(expert_offsets, int32, int64)
     check.shape(expert_offsets, num_experts=num_experts)
     check.shape(sf_offsets, int32, num_experts=num_experts)
-    block_size = block_size_for(num_rows, num_experts, block_scaled)
+    block_size = block_size or block_size_for(num_rows, num_experts, block_scaled)
     num_blocks = num_rows // block_size + min(num_rows, num_experts)
     sorted_ids, expert_ids, total = Scratch(4 * num_blocks * block_size or 4), Scratch(4 * num_blocks or 4), Scratch(4)
     scale_rows = None if sf_offsets is None else Scratch(4 * num_rows or 4)
-    launch = _group_rows(
+    kernel = _group_rows if sf_offsets is None else _group_rows.renamed(sf_offsets=sf_offsets.name)
+    launch = kernel(
         offset_t=expert_offsets.dtype, HAS_SCALE_ROWS=scale_rows is not None, NUM_THREADS=_NUM_THREADS
     ).launch(
         num_experts if num_rows and n else 0,
@@ -67,11 +72,21 @@ def lists_of(
     return ExpertLists(sorted_ids, expert_ids, total, block_size, num_blocks), launch, scale_rows
 
 
+def by_rows(b: Tensor, n: int, k: int) -> Tensor:
+    """References: [num_experts, N, K], of which a transposed view [num_experts, K, N] may be given."""
+    return b.transpose(1, 2) if b.shape[1] != n or (n == k and b.stride(2) != 1) else b
+
+
+def swapped(b: TensorArg, num_experts: int, n: int, k: int) -> TensorArg:
+    """As `by_rows`, of a descriptor of any shape."""
+    if b.shape != (num_experts, k, n) or (n == k and (b.strides[2] == 1 or k <= 1)):
+        return b
+    return replace(b, shape=(num_experts, n, k), strides=(b.strides[0], b.strides[2], b.strides[1]))
+
+
 def weights_of(b: TensorArg, num_experts: int, n: int, k: int) -> TensorArg:
-    """The weights as [num_experts, N, K], of which a transposed view [num_experts, K, N] may be given."""
-    is_view = b.shape == (num_experts, k, n) and (n != k or (b.strides[2] != 1 and k > 1))
-    if is_view:
-        b = replace(b, shape=(num_experts, n, k), strides=(b.strides[0], b.strides[2], b.strides[1]))
+    """Check weights [num_experts, N, K], of which a transposed view [num_experts, K, N] may be given."""
+    b = swapped(b, num_experts, n, k)
     check.sizes(b, num_experts=num_experts, N=n, K=k)
     check.row_size(b)
     return b
@@ -89,6 +104,23 @@ def check_rows(out: TensorArg, a: TensorArg, b: TensorArg) -> TensorArg:
     return out
 
 
+def check_strides(num_experts: int, *strides: TensorArg | None) -> None:
+    """Check what vLLM's callers say of the strides of each expert's matrices."""
+    for one in strides:
+        if one is not None:
+            check.dtype(one, int64)
+            check.sizes(one, num_experts=num_experts)
+
+
+def check_scale_counts(*counts: tuple[TensorArg, int]) -> None:
+    """Check float32 scales, of which each tensor has so many."""
+    for scales, count in counts:
+        check.dtype(scales, float32)
+        check.contiguous(scales)
+        if scales.numel != count:
+            raise scales.error(f"expected {count} elements, got shape {scales.shape}")
+
+
 def bad_rows(out: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict[str, Tensor]:
     sizes = problem_sizes.long()
     rows = torch.where(sizes[:, 1] == out.shape[1], sizes[:, 0], sizes[:, 1])
@@ -97,7 +129,14 @@ def bad_rows(out: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict
     return {"expert_offsets": outside, "problem_sizes": outside[:, None].expand(-1, 3)}
 
 
-def example_sizes(make: Any, num_tokens: int, n: int, k: int) -> tuple[Any, Any]:
-    """(offsets, sizes) of three experts, of which the second has no rows."""
-    counts = num_tokens // 3, 0, num_tokens - num_tokens // 3
-    return make.values([0, counts[0], counts[0]], "int32"), make.values([[m, n, k] for m in counts], "int32")
+def example_counts(num_tokens: int, num_experts: int = 3) -> list[int]:
+    """The rows of each expert: none of the second, the last has what equal shares of the others leave."""
+    counts = [0 if e == 1 else num_tokens // num_experts for e in range(num_experts)]
+    counts[-1] += num_tokens - sum(counts)
+    return counts
+
+
+def example_sizes(make: Any, counts: list[int], n: int, k: int) -> tuple[Any, Any]:
+    """(offsets, sizes) of experts with so many rows."""
+    offsets = make.values([sum(counts[:e]) for e in range(len(counts))], "int32")
+    return offsets, make.values([[m, n, k] for m in counts], "int32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check
-from ..._core.dtypes import E4M3, float32, int64
+from ..._core.dtypes import E4M3, float32
 from ..._core.kernel import Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
@@ -14,7 +14,18 @@ from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped import block_scaled_product
 from .grouped_plan import plan
 from .grouped_problem import GroupedProblem
-from .grouped_rows import bad_rows, check_rows, each_expert, example_sizes, lists_of, weights_of
+from .grouped_rows import (
+    bad_rows,
+    by_rows,
+    check_rows,
+    check_scale_counts,
+    check_strides,
+    each_expert,
+    example_counts,
+    example_sizes,
+    lists_of,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,15 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["cutlass_blockwise_scaled_grouped_mm", "cutlass_moe_mm"]
 
 
-def _by_rows(b: Tensor, n: int, k: int) -> Tensor:
-    """The weights [num_experts, N, K], which may be given as [num_experts, K, N]."""
-    return b.transpose(1, 2) if b.shape[1] != n or (n == k and b.stride(2) != 1) else b
-
-
 @op(
     inout="out_tensors",
     atol=lambda out_tensors, a_tensors, b_tensors: experts_error(
-        a_tensors, _by_rows(b_tensors, out_tensors.shape[1], a_tensors.shape[1])
+        a_tensors, by_rows(b_tensors, out_tensors.shape[1], a_tensors.shape[1])
     ),
 )
 def cutlass_moe_mm(
@@ -63,7 +69,7 @@ def cutlass_moe_mm(
         a_strides, b_strides, c_strides: [num_experts] int64; or None. The tensors themselves say what is in them.
         per_act_token, per_out_ch: see a_scales and b_scales.
     """
-    b_tensors = _by_rows(b_tensors, out_tensors.shape[1], a_tensors.shape[1])
+    b_tensors = by_rows(b_tensors, out_tensors.shape[1], a_tensors.shape[1])
     for e, rows in each_expert(out_tensors, problem_sizes, expert_offsets):
         sums = (a_tensors[rows].double() @ b_tensors[e].double().T).float()
         scales = a_scales.reshape(-1, 1)[rows] if per_act_token else a_scales.reshape(1)
@@ -89,18 +95,9 @@ def plan_cutlass_moe_mm(
     lists, launch, _ = lists_of(check_rows(out_tensors, a_tensors, b_tensors), problem_sizes, expert_offsets)
     num_experts, (num_rows, n), k = problem_sizes.shape[0], out_tensors.shape, a_tensors.shape[1]
     weights = weights_of(b_tensors, num_experts, n, k)
-    for strides in (a_strides, b_strides, c_strides):
-        if strides is not None:
-            check.dtype(strides, int64)
-            check.sizes(strides, num_experts=num_experts)
-    for scales, count in (
-        (a_scales, num_rows if per_act_token else 1),
-        (b_scales, num_experts * (n if per_out_ch else 1)),
-    ):
-        check.dtype(scales, float32)
-        check.contiguous(scales)
-        if scales.numel != count:
-            raise scales.error(f"expected {count} elements, got shape {scales.shape}")
+    check_strides(num_experts, a_strides, b_strides, c_strides)
+    b_count = num_experts * (n if per_out_ch else 1)
+    check_scale_counts((a_scales, num_rows if per_act_token else 1), (b_scales, b_count))
     operands = Operand.of_rows(a_tensors), Operand.of_rows(weights), num_experts, k
     return [launch, plan(GroupedProblem(out_tensors, *operands, lists, a_scales=a_scales, b_scales=b_scales))]
 
@@ -118,7 +115,7 @@ def example_cutlass_moe_mm(
     per_row: bool = True,
 ) -> tuple[Any, ...]:
     num_experts, n, k = 3, 136, 160
-    offsets, sizes = example_sizes(make, num_tokens, n, k)
+    offsets, sizes = example_sizes(make, example_counts(num_tokens), n, k)
     return (
         make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
         make.randn(num_tokens, k, dtype="float8_e4m3fn"),
@@ -135,7 +132,7 @@ def example_cutlass_moe_mm(
     )
 
 
-@op(inout="output", atol=lambda output, a, b: experts_error(a, _by_rows(b, output.shape[1], a.shape[1])))
+@op(inout="output", atol=lambda output, a, b: experts_error(a, by_rows(b, output.shape[1], a.shape[1])))
 def cutlass_blockwise_scaled_grouped_mm(
     output: Tensor,
     a: Tensor,
@@ -156,7 +153,7 @@ def cutlass_blockwise_scaled_grouped_mm(
         problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
         expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
     """
-    b = _by_rows(b, output.shape[1], a.shape[1])
+    b = by_rows(b, output.shape[1], a.shape[1])
     for e, rows in each_expert(output, problem_sizes, expert_offsets):
         output[rows] = block_scaled_product(a[rows], b[e], scales_a[rows], scales_b[e]).to(output.dtype)
 
@@ -195,7 +192,7 @@ def bad_indices_cutlass_blockwise_scaled_grouped_mm(
 @cutlass_blockwise_scaled_grouped_mm.example
 def example_cutlass_blockwise_scaled_grouped_mm(make: Any, *, num_tokens: int = 16) -> tuple[Any, ...]:
     num_experts, n, k = 3, 136, 160
-    offsets, sizes = example_sizes(make, num_tokens, n, k)
+    offsets, sizes = example_sizes(make, example_counts(num_tokens), n, k)
     return (
         make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
         make.randn(num_tokens, k, dtype="float8_e4m3fn"),

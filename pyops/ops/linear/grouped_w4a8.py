@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import float8_e4m3fn, float32, int32, int64
+from ..._core.dtypes import float8_e4m3fn, int32
 from ..._core.kernel import Launch, Scratch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
@@ -14,7 +14,16 @@ from . import dequantize_packed, grouped_plan
 from .fp8_sums import absolute_error
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
-from .grouped_rows import bad_rows, check_rows, each_expert, example_sizes, lists_of
+from .grouped_rows import (
+    bad_rows,
+    check_rows,
+    check_scale_counts,
+    check_strides,
+    each_expert,
+    example_counts,
+    example_sizes,
+    lists_of,
+)
 from .packed_problem import PackedWeight
 from .packed_reference import values
 from .w4a8_mm import PRODUCTS, TILE, check_tiles, weight_of
@@ -109,15 +118,8 @@ def plan_cutlass_w4a8_moe_mm(
     check.sizes(problem_sizes, num_experts=num_experts, sizes=3)
     check.sizes(a_tensors, num_rows=num_rows, K=k)
     check.sizes(out_tensors, num_rows=num_rows, N=n)
-    for strides in (a_strides, c_strides):
-        if strides is not None:
-            check.dtype(strides, int64)
-            check.sizes(strides, num_experts=num_experts)
-    for scales, count in ((a_scales, num_rows), (b_scales, num_experts * n)):
-        check.dtype(scales, float32)
-        check.contiguous(scales)
-        if scales.numel != count:
-            raise scales.error(f"expected {count} elements, got shape {scales.shape}")
+    check_strides(num_experts, a_strides, c_strides)
+    check_scale_counts((a_scales, num_rows), (b_scales, num_experts * n))
     if b_group_size < 1 or k % b_group_size:
         raise check.refuse(a_tensors, "b_group_size", f"expected a number that divides K, {k}, got {b_group_size}")
     check.shape(b_group_scales, float8_e4m3fn, products=PRODUCTS * num_experts * (k // b_group_size) * n)
@@ -142,7 +144,7 @@ def example_cutlass_w4a8_moe_mm(
     make: Any, *, num_tokens: int = 16, group_size: Literal[32, 128] = 32
 ) -> tuple[Any, ...]:
     num_experts, n, k = 3, 3 * TILE, 128
-    offsets, sizes = example_sizes(make, num_tokens, n, k)
+    offsets, sizes = example_sizes(make, example_counts(num_tokens), n, k)
     return (
         make.full(num_tokens, n, value=0.0, dtype="bfloat16"),
         make.randn(num_tokens, k, dtype="float8_e4m3fn"),

@@ -6,23 +6,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import bfloat16, float16, float32, uint8
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.dtypes import bfloat16, float16, float32
+from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .gemm_problem import Operand
+from .coded_experts import check_codes, in_full
+from .coded_plan import plan
 from .grouped import grouped_gemm
-from .grouped_plan import plan
-from .grouped_problem import ExpertLists, GroupedProblem
+from .grouped_problem import ExpertLists
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["moe_wna16_gemm"]
 
-_wna16_to_dense = Kernel("linear/wna16_to_dense.cu")
-_NUM_THREADS = 256  # of wna16_to_dense.cu, each with four bytes of codes
+_zero_rows = Kernel("linear/zero_rows.cu")
+_NUM_THREADS, _PER_THREAD = 256, 8  # of zero_rows.cu, and the elements of a thread
 
 
 @op(out="output", atol=2.0**-18)
@@ -44,8 +44,8 @@ def moe_wna16_gemm(
 ) -> None:
     """Rows times weights of 4 or 8 bits: ``output[t] = weight[t] * (input[t // top_k] @ W[e].T)``, e the row's expert.
 
-    ``W = (code - zero) * scale``, rounded to the dtype of input, in memory of the call. Rows that the lists do not
-    name, and those of experts that do not exist, become 0. After vLLM's op of this name.
+    ``W = (code - zero) * scale``, rounded to the dtype of input; as in `grouped_gemm_packed`. Rows that the lists do
+    not name, and those of experts that do not exist, become 0. After vLLM's op of this name.
 
     Args:
         input: [num_tokens, K] float16 or bfloat16; rows of one stride.
@@ -63,14 +63,8 @@ def moe_wna16_gemm(
         BLOCK_SIZE_N, BLOCK_SIZE_K: tiles of vLLM's kernel; not used.
         bit: of a code, 4 or 8.
     """
-    codes, zeros = b_qweight, b_qzeros
-    if bit == 4:
-        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(2)
-        zeros = None if zeros is None else torch.stack((zeros & 15, zeros >> 4), 2).flatten(1, 2)
-    size = codes.shape[2] // b_scales.shape[2]
-    middle = 2 ** (bit - 1) if zeros is None else zeros.repeat_interleave(size, 2).float()
-    weights = ((codes.float() - middle) * b_scales.repeat_interleave(size, 2).float()).to(input.dtype)
-    rows = torch.zeros(len(input) * top_k, codes.shape[1], dtype=output.dtype, device=output.device)
+    weights = in_full(b_qweight, b_scales, b_qzeros, f"uint{bit}", input.dtype)
+    rows = torch.zeros(len(input) * top_k, weights.shape[1], dtype=output.dtype, device=output.device)
     lists = sorted_token_ids, experts_ids, num_tokens_post_pad
     grouped_gemm.reference(rows, input, weights, *lists, topk_weights, top_k=top_k, block_size=BLOCK_SIZE_M)
     output.copy_(rows.view(output.shape))
@@ -103,42 +97,15 @@ def plan_moe_wna16_gemm(
             raise check.refuse(output, name, f"expected {'4 or 8' if name == 'bit' else '1 to 1024'}, got {value}")
     if check.num_rows(output) != num_rows:
         raise output.error(f"expected {num_rows} rows, top_k for each of input, got shape {output.shape}")
-    if k * bit % 32:
-        raise input.error(f"expected rows of a multiple of {32 // bit} elements, got shape {input.shape}")
-    check.sizes(b_qweight, num_experts=None, N=n, bytes=k * bit // 8)
-    num_experts = b_qweight.shape[0]
-    check.shape(b_qweight, uint8, num_experts=num_experts, N=n, bytes=k * bit // 8)
-    check.sizes(b_scales, num_experts=num_experts, N=n, groups=None)
-    groups = b_scales.shape[2]
-    if not groups or k % groups:
-        raise b_scales.error(f"expected groups of equal size of {k} elements, got shape {b_scales.shape}")
-    check.shape(b_scales, input.dtype, num_experts=num_experts, N=n, groups=groups)
-    if b_qzeros is not None and n * bit % 8:
-        raise b_qzeros.error(f"expected two rows for each zero point of 4 bits, got {n} rows")
-    check.shape(b_qzeros, uint8, num_experts=num_experts, rows=n * bit // 8, groups=groups)
+    weight = check_codes(b_qweight, b_scales, b_qzeros, f"uint{bit}", input.dtype, n, k)
     check.per_row(topk_weights, float32, num_rows)
     lists = ExpertLists.of(sorted_token_ids, experts_ids, num_tokens_post_pad, BLOCK_SIZE_M, "BLOCK_SIZE_M")
-    dense = Scratch(max(1, num_experts * n * k) * input.dtype.itemsize)
-    words = num_experts * n * (k * bit // 32)
-    kernel = _wna16_to_dense.renamed(codes="b_qweight", scales="b_scales", zeros="b_qzeros", result="output")
-    access = check.vector_width(4, b_qweight)
-    expand = kernel(
-        scalar_t=input.dtype, BITS=bit, HAS_ZEROS=b_qzeros is not None, CODE_ACCESS=access, NUM_THREADS=_NUM_THREADS
-    ).launch(
-        -(-words // _NUM_THREADS),
-        _NUM_THREADS,
-        dense=dense,
-        rows=num_experts * n,
-        words=k * bit // 32,
-        groups=groups,
-        group_size=k // groups,
-        result_rows=num_rows,
-        n=n,
-        result_stride=check.row_stride(output),
+    stride = check.row_stride(output)
+    cleared = _zero_rows.renamed(rows="output")(scalar_t=output.dtype, NUM_THREADS=_NUM_THREADS).launch(
+        -(-num_rows * n // (_NUM_THREADS * _PER_THREAD)), _NUM_THREADS, num_rows=num_rows, n=n, stride=stride
     )
-    out = replace(output, shape=(num_rows, n), strides=(check.row_stride(output), 1))
-    operands = Operand.of_rows(input), Operand.of_scratch(dense, input.dtype, num_experts * n, k)
-    return [expand, plan(GroupedProblem(out, *operands, num_experts, k, lists, topk_weights, top_k=top_k))]
+    out = replace(output, shape=(num_rows, n), strides=(stride, 1))
+    return [cleared, *plan(out, input, weight, lists, topk_weights, None, None, top_k, "none")]
 
 
 @moe_wna16_gemm.bad_indices

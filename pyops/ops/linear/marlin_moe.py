@@ -213,7 +213,7 @@ def plan_moe_wna16_marlin_gemm(
     changes: dict[str, Any] = {name: of_all[getattr(weight, name)] for name in names if getattr(weight, name)}
     weight = replace(weight, **changes)
     of_sums = {name: of_all.get(one, one) for name, one in of_sums.items()}
-    epilogue = Epilogue(c, bias=b_bias, column_order="marlin_32", **of_sums)
+    epilogue = Epilogue(c, bias=b_bias, column_order="marlin_32", of_experts=True, **of_sums)
     experts = PackedExperts(num_experts, lists, top_k, weights)
     return plan(PackedProblem(Operand.of_rows(a), weight, epilogue, experts))
 

@@ -47,14 +47,13 @@ def marlin_weight(
     """The weight, of tensors or their descriptors, and what the epilogue has of its scales."""
     kind, dtype, groups = ScalarType.of(b_type_id), dtypes.of(a.dtype), b_scales.shape[0]
     is_a_8bit, grouped = dtype is not None and dtype.itemsize == 1, groups > 1 or is_zp_float or kind == float4_e2m1f
-    order: ColumnOrder = "marlin_32" if is_a_8bit or groups == 1 else "marlin_64"
+    order = scale_order(kind, groups, is_a_8bit)
     form: ScaleKind = "float"
     exponent = 0
     scales: dict[str, Any] = {}
     if kind == fp8:
         exponent = -_FP8_EXPONENTS[dtype]
     elif kind == float4_e2m1f:
-        order = "marlin_32" if is_a_8bit else "marlin_fp4"
         form, exponent = "e8m0", -_MXFP4_AS_FP8_EXPONENT if is_a_8bit else 0
         if global_scale is not None:
             form, exponent = "e5m3", -_NVFP4_EXPONENT
@@ -86,6 +85,15 @@ def marlin_weight(
         recoding="marlin_fp8" if dtype is float8_e4m3fn and kind.is_integer else "none",
     )
     return weight, scales
+
+
+def scale_order(kind: ScalarType, groups: int, is_a_8bit: bool = False) -> ColumnOrder:
+    """The order of the columns of scales of a weight of codes of a type, in so many groups of rows."""
+    if is_a_8bit:
+        return "marlin_32"
+    if kind == float4_e2m1f:
+        return "marlin_fp4"
+    return "marlin_32" if groups == 1 else "marlin_64"
 
 
 def check_types(a: TensorArg, b_type_id: int) -> ScalarType:

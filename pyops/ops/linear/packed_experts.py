@@ -12,7 +12,7 @@ from . import dequantize_packed, grouped_plan
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
 from .packed_hopper import PackedConfig, step_rows
-from .packed_plan import Config, choose_mma, fits, reads_codes, rows_of_step, serves_few
+from .packed_plan import Config, choose_mma, fits, fitting, reads_codes, rows_of_step, serves_few
 from .packed_problem import PackedExperts, PackedProblem
 
 _gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
@@ -48,7 +48,7 @@ def serves_many(problem: PackedProblem, device: Device) -> bool:
     """Whether gemm_packed.cu has an instance for this problem."""
     w, experts = problem.weight, problem.experts
     assert experts is not None
-    step = step_rows(problem.a.dtype)
+    step = step_rows(problem.weight.layout)
     served = w.layout == "marlin" and w.k % step == 0 and fits(w, step) and experts.lists.block_size % 16 == 0
     return served and device.supports("wgmma") and reads_codes(problem)
 
@@ -102,10 +102,11 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
         tile_m = next(size for size in (64, 48, 32, 16) if block_size % size == 0)
         return PackedConfig(tile_m, 256, chunk=2, splits=1, min_blocks=1)
-    tile_m = 8 if rows <= 8 or block_size % 16 else 16
     step = rows_of_step(w, 64)
-    tiles = -(-tuning.power_of_two(problem.m) // rows) * -(-rows // tile_m)
-    return choose_mma(tile_m, 64, w.n, -(-w.k // step), device, w.groups > 1 and w.group_size < step, tiles)
+    weights, several = -(-tuning.power_of_two(problem.m) // rows), w.groups > 1 and w.group_size < step
+    most_rows = 8 if block_size % 16 else 16
+    config = choose_mma(max(8, rows), 64, w.n, -(-w.k // step), device, several, weights, most_rows)
+    return fitting(config, problem, device)
 
 
 def _written_in_full(problem: PackedProblem) -> list[Launch]:

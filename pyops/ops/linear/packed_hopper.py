@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from ..._core import check, tuning
 from ..._core.device import Device
-from ..._core.dtypes import DType, int32, int64
-from ..._core.kernel import Kernel, Launch
+from ..._core.dtypes import float8_e4m3fn, float16, int32, int64
+from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
 from .gemm_hopper import CLUSTERS
@@ -34,6 +34,9 @@ _CODES_BESIDE = 0.155  # of these, of codes that are made numbers while the tens
 _L2_BYTES = 48.0  # a cycle, to one multiprocessor
 _TILE_CYCLES = 3000.0  # to begin and to end a tile
 _EXCHANGE_CYCLES = 1200.0  # for every doubling of the blocks that share a tile
+_ARRIVAL_CYCLES = 1000.0  # to write or to read sums of a part of a tile, beside those of their bytes
+_DOUBT = 1.03  # what cut tiles must take less by the model
+_MAX_PARTS = 4  # of a tile of the last round: the last block to arrive reads the sums of all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class PackedConfig:
         chunk: products of 16 rows of the weight in flight.
         splits: blocks of a cluster that share a tile, each with a part of K.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        max_parts: parts of a tile of the last round, along K; 1: none is cut.
     """
 
     tile_m: int
@@ -52,12 +56,14 @@ class PackedConfig:
     chunk: int
     splits: int
     min_blocks: int
+    max_parts: int = 1
 
     def __post_init__(self) -> None:
         shape = self.tile_m % 16 == 0 and self.tile_n in (128, 256) and 0 < self.tile_m * self.tile_n <= 2 * _MAX_SUMS
         shared = self.splits == 1 or (self.splits in (2, 4, 8) and self.tile_m <= _MAX_SHARED_ROWS)
         roomy = self.min_blocks == 1 or (self.min_blocks == 2 and self.tile_m * self.tile_n <= _MAX_SUMS // 2)
-        if not (shape and shared and roomy and self.chunk in (1, 2)):
+        cut = self.max_parts == 1 or (self.min_blocks == self.splits == 1 and self.tile_m > _MAX_SHARED_ROWS)
+        if not (shape and shared and roomy and cut and self.chunk in (1, 2) and self.max_parts > 0):
             raise ValueError(f"no geometry of gemm_packed.cu: {self}")
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedConfig]:
@@ -71,14 +77,17 @@ class PackedConfig:
                 chunk=(1, 2),
                 splits=tuning.beside(self.splits, 1, 8),
                 min_blocks=(1, 2),
+                max_parts=(1, _MAX_PARTS),
             )
-            if one.splits <= -(-problem.weight.k // step_rows(problem.a.dtype))
+            if one.splits <= -(-problem.weight.k // step_rows(problem.weight.layout))
+            and (one.max_parts == 1 or problem.experts is None)
+            and not (sums_apart(problem) and (one.chunk == 1 or one.tile_m * one.tile_n > _MAX_SUMS))
         ]
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
-        weight, device, constants = problem.weight, problem.device, problem.constants()
-        size, step = constants["GROUP_SIZE"], step_rows(problem.a.dtype)
+        weight, device, constants, apart = problem.weight, problem.device, problem.constants(), sums_apart(problem)
+        size, step = constants["GROUP_SIZE"], step_rows(weight.layout)
         groups = step // size if 0 < size < step else 1
         loads = self.tile_m * _ROW_BYTES + (step * weight.bits + groups * problem.group_bits()) * self.tile_n // 8
         stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
@@ -87,6 +96,10 @@ class PackedConfig:
         fixed = sums + stores + _BARRIER_BYTES
         stages = min(_MAX_STAGES, ((device.shared_memory + 1024) // self.min_blocks - 1024 - fixed) // stage)
         tiles = -(-problem.places // self.tile_m) * -(-weight.n // self.tile_n)
+        rest = tiles % device.multiprocessors if self.max_parts > 1 else 0
+        blocks = sharers(self, rest, -(-weight.k // step), device.multiprocessors, weight.layout)
+        parts = rest + blocks - 1 if blocks > rest > 0 else 0  # of all tiles of the rest
+        grid = tiles if self.splits > 1 else min(max(tiles, blocks), device.multiprocessors * self.min_blocks)
         kernel = problem.kernel(_gemm_packed.for_arch(device.arch_feature))
         launch = kernel(
             **constants,
@@ -95,40 +108,42 @@ class PackedConfig:
             CHUNK=self.chunk,
             STAGES=stages,
             SPLITS=self.splits,
+            APART=apart,
+            CUT=self.max_parts > 1,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
-            (tiles if self.splits > 1 else min(tiles, device.multiprocessors * self.min_blocks), self.splits),
-            384 if self.tile_m * self.tile_n > _MAX_SUMS else 32 * (_WARPS + 1),
+            (grid, self.splits),
+            384 if self.tile_m * self.tile_n * (2 if apart else 1) > _MAX_SUMS else 32 * (_WARPS + 1),
             max(fixed + stages * stage, device.shared_memory // (self.min_blocks + 1) + 1),
+            partial=Scratch(parts * self.tile_m * self.tile_n * 4) if parts else 0,
+            arrived=Scratch(rest * _WARPS * 4, zeroed=True) if parts else 0,
+            sharers=blocks,
             **_maps(problem, self.tile_m, self.tile_n, groups),
             **problem.arguments(kernel),
         )
         return [launch]
 
 
-def step_rows(dtype: DType) -> int:
-    """Rows of the weight of a step, for activations of this dtype."""
-    return _ROW_BYTES // dtype.itemsize
+def sums_apart(problem: PackedProblem) -> bool:
+    """Whether threads add up the sums of tensor cores for fp8, for results of float16."""
+    return problem.a.dtype is float8_e4m3fn and problem.epilogue.out.dtype is float16
 
 
 @cache
-def choose(m: int, n: int, k: int, layout: str, device: Device) -> PackedConfig:
-    """The config that takes the least time by the model, for at most `m` rows, a power of two."""
+def choose(m: int, n: int, k: int, layout: str, device: Device, apart: bool = False) -> PackedConfig:
+    """The config that takes the least time by the model, for at most `m` rows, a power of two.
+
+    `apart`: there are registers for two sets of sums.
+    """
     # With more products in flight, the larger tiles are slower, or have no registers for AWQ's words.
     most = _MAX_SUMS if layout == "awq" else 2 * _MAX_SUMS
-    is_table = layout == "w4a8"
-    step_k, product_cycles, code_cycles = 64, _PRODUCT_CYCLES, _CODE_CYCLES
-    if is_table:
-        step_k, product_cycles, code_cycles = 128, _PRODUCT_CYCLES / 2, _TABLE_CODE_CYCLES
+    step_k = step_rows(layout)
 
     def cycles(one: PackedConfig) -> float:
         tiles = -(-m // one.tile_m) * -(-n // one.tile_n)
         waves = -(-tiles // max(1, int(CLUSTERS[one.splits] * device.multiprocessors)))
-        loads = one.tile_m * _ROW_BYTES + one.tile_n * (step_k // 2 + is_table * _TABLE_BYTES)
-        products, codes = one.tile_m * one.tile_n * step_k * product_cycles, one.tile_n * step_k * code_cycles
-        step = max(products + codes * _CODES_BESIDE, codes, loads / _L2_BYTES)
         exchange = _EXCHANGE_CYCLES * (one.splits.bit_length() - 1)
-        return waves * (_TILE_CYCLES + -(-k // (step_k * one.splits)) * step) + exchange
+        return waves * (_TILE_CYCLES + -(-k // (step_k * one.splits)) * _step_cycles(one, layout)) + exchange
 
     found = []
     for tile_m, tile_n in (
@@ -144,10 +159,48 @@ def choose(m: int, n: int, k: int, layout: str, device: Device) -> PackedConfig:
     ):
         for splits in CLUSTERS:
             fits = splits == 1 or (tile_m <= _MAX_SHARED_ROWS and splits <= -(-k // step_k))
-            if fits and (tile_m <= m or tile_m == 16):
+            if fits and (tile_m <= m or tile_m == 16) and not (apart and tile_m * tile_n > _MAX_SUMS):
                 chunk = 2 if tile_m < 256 and tile_m * tile_n <= most else 1
                 found.append(PackedConfig(tile_m, tile_n, chunk, splits, 1))
-    return min(found, key=cycles)
+    config = min(found, key=cycles)
+    rest = -(-m // config.tile_m) * -(-n // config.tile_n) % device.multiprocessors
+    if config.tile_m <= _MAX_SHARED_ROWS or not rest:
+        return config
+    cut = replace(config, max_parts=_MAX_PARTS)
+    return cut if sharers(cut, rest, -(-k // step_k), device.multiprocessors, layout) > rest else config
+
+
+@cache
+def sharers(config: PackedConfig, rest: int, steps: int, blocks: int, layout: str) -> int:
+    """Of `blocks` blocks, those that share the `rest` tiles of the last round: as many where none is cut; 1 of none."""
+    sums = config.tile_m * config.tile_n * 4 / _L2_BYTES + _ARRIVAL_CYCLES
+
+    def cycles(count: int) -> float:
+        own = -(-rest * steps // count) * _step_cycles(config, layout)
+        parts = max(-(-(tile + 1) * count // rest) - tile * count // rest for tile in range(rest))
+        return own if parts == 1 else _DOUBT * (own + _TILE_CYCLES + parts * sums)
+
+    # Whole parts of a tile, and those whose runs begin anew with every few tiles: few blocks then have a third part.
+    counts = {rest * parts for parts in range(1, config.max_parts + 1)}
+    counts |= {rest * parts // (parts - 1) for parts in range(3, 10) if rest % (parts - 1) == 0}
+    most = min(blocks, rest * min(steps, config.max_parts))
+    return min((count for count in sorted({*counts, most}) if 0 < rest <= count <= most), key=cycles, default=1)
+
+
+def step_rows(layout: str) -> int:
+    """Rows of a weight in this layout that a step has, as many as 128 bytes of a row of a: 16 bits, of W4A8 8 bits."""
+    return 128 if layout == "w4a8" else 64
+
+
+def _step_cycles(config: PackedConfig, layout: str) -> float:
+    """Of a step of a tile, by the model."""
+    is_table, step_k = layout == "w4a8", step_rows(layout)
+    product_cycles, code_cycles = _PRODUCT_CYCLES, _CODE_CYCLES
+    if is_table:
+        product_cycles, code_cycles = _PRODUCT_CYCLES / 2, _TABLE_CODE_CYCLES
+    loads = config.tile_m * _ROW_BYTES + config.tile_n * (step_k // 2 + is_table * _TABLE_BYTES)
+    products, codes = config.tile_m * config.tile_n * step_k * product_cycles, config.tile_n * step_k * code_cycles
+    return max(products + codes * _CODES_BESIDE, codes, loads / _L2_BYTES)
 
 
 def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict[str, Any]:
@@ -157,7 +210,7 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict
     # The stride of a single row says nothing.
     a_pitch = a.stride * itemsize if a.rows > 1 else -(-k * itemsize // 16) * 16
     out_pitch = check.row_stride(out) * 2 if a.rows > 1 else -(-n // 8) * 16
-    a_map = TensorMap(a.source, a.dtype, (k, a.rows), (a_pitch,), (step_rows(a.dtype), tile_m), _ROW_BYTES)
+    a_map = TensorMap(a.source, a.dtype, (k, a.rows), (a_pitch,), (step_rows(weight.layout), tile_m), _ROW_BYTES)
 
     def of_groups(tensor: TensorArg | None, bits: int) -> TensorMap:
         if tensor is None:
@@ -187,9 +240,9 @@ def _codes_map(problem: PackedProblem, tile_n: int) -> TensorMap:
     """As packed_weight.cuh describes it."""
     weight = problem.weight
     n, k, bits, swizzle = weight.n, weight.k, weight.bits, 0
-    step = step_rows(problem.a.dtype)
-    if weight.layout == "w4a8":
-        sizes, box = (128, n // 32, k // 32), (128, tile_n // 32, step // 32)
+    step = step_rows(weight.layout)
+    if weight.layout in ("w4a8", "marlin_8"):
+        sizes, box = (32 * bits, n // 32, k // 32), (32 * bits, tile_n // 32, step // 32)
     elif weight.layout == "marlin":
         sizes, box = (32 * bits, n // 64, problem.num_weights * k // 16), (32 * bits, tile_n // 64, step // 16)
     elif weight.layout == "awq":

@@ -21,9 +21,9 @@ from .packed_problem import PackedProblem, PackedWeight
 _gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
 
 _TILE_N = 64  # columns that every tile divides, or has
-_STAGES = 3
+_MIN_STAGES, _MAX_STAGES = 2, 3  # steps of a warp in shared memory
 _WORDS = 512  # bits of the words of a lane in a step: eight words, four times
-_BITS = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8), "n32k16": (8,), "marlin_8": (4,)}
+_BITS = {"marlin": (4, 8), "awq": (4,), "gptq": (2, 4, 8), "exllama": (2, 4, 8), "n32k16": (8,), "marlin_8": (4,)}
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
 # Measured on an H200: docs/performance.md, "Products with packed weights".
 _MAX_WARPS = 8  # of a block
@@ -33,8 +33,10 @@ _RESIDENT = {(1, 64): 16, (2, 64): 16, (4, 64): 16, (8, 64): 16, (16, 64): 12}
 _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128): 8}
 _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
 # Chosen by arithmetic, measured nowhere yet.
+_LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
 _MAX_ROWS = 64  # up to which it is faster than writing the weight in full
+_MAX_APART_ROWS = 512  # up to which gemm_packed.cu is, where threads add up sums of fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class PackedMmaConfig:
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedMmaConfig]:
         """Other tiles, warps and splits."""
-        return tuning.varied(
+        found = tuning.varied(
             self,
             tile_m=tuning.beside(self.tile_m, min(tuning.power_of_two(problem.m), 8), 16),
             tile_n=(64, 128) if _is_wide(problem.weight) else (64,),
@@ -69,29 +71,39 @@ class PackedMmaConfig:
             splits=tuning.beside(self.splits, 1, device.cluster),
             min_blocks=(self.min_blocks - 1, self.min_blocks + 1),
         )
+        return [one for one in found if one.fits(problem, device)]
+
+    def _stage_bytes(self, problem: PackedProblem) -> int:
+        """Bytes of a step of a warp: codes, rows of a, scales and zero points."""
+        step, size = rows_of_step(problem.weight, self.tile_n), problem.constants()["GROUP_SIZE"]
+        groups = step // size if 0 < size < step else 1
+        codes = step * self.tile_n * problem.weight.bits // 8
+        return codes + self.tile_m * step * 2 + groups * problem.group_bits() * self.tile_n // 8
+
+    def fits(self, problem: PackedProblem, device: Device) -> bool:
+        """Whether a block has shared memory for the fewest stages."""
+        return self.warps * _MIN_STAGES * self._stage_bytes(problem) <= device.shared_memory
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A cluster of blocks for each tile."""
-        weight, constants = problem.weight, problem.constants()
-        step, size = rows_of_step(weight, self.tile_n), constants["GROUP_SIZE"]
-        groups = step // size if 0 < size < step else 1
-        stage = self.tile_m * step * 2 + groups * problem.group_bits() * self.tile_n // 8
+        weight, device, stage = problem.weight, problem.device, self._stage_bytes(problem)
+        own = ((device.shared_memory + 1024) // self.min_blocks - 1024) // self.warps  # of a warp
+        stages = max(_MIN_STAGES, min(_MAX_STAGES, own // stage))
         sums = self.tile_n * max(8, self.tile_m) * 4
         kernel = problem.kernel(_gemm_packed_mma)
         launch = kernel(
-            **constants,
-            WHOLE_STEPS=weight.k % step == 0,
-            RECODED=weight.recoding == "marlin_fp8",
+            **problem.constants(),
+            WHOLE_STEPS=weight.k % rows_of_step(weight, self.tile_n) == 0,
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
             WARPS=self.warps,
             SPLITS=self.splits,
-            STAGES=_STAGES,
+            STAGES=stages,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
             (-(-problem.places // self.tile_m) * (weight.n // self.tile_n), self.splits),
             self.warps * 32,
-            self.warps * max(_STAGES * stage, sums),
+            self.warps * max(stages * stage, sums),
             **problem.arguments(kernel),
         )
         return [launch]
@@ -105,7 +117,8 @@ def plan(problem: PackedProblem) -> list[Launch]:
     if not serves(problem, problem.device):
         return dequantize_packed.plan(problem)
     config = tuning.config(problem.op, problem, problem.device, choose)
-    permute, a = dequantize_packed.activations(problem)
+    in_fours = problem.weight.layout == "marlin_8" and isinstance(config, PackedConfig)
+    permute, a = dequantize_packed.activations(problem, in_fours=in_fours)
     return [*permute, *config.launches(replace(problem, a=a))]
 
 
@@ -122,8 +135,16 @@ def choose(problem: PackedProblem, device: Device) -> Config:
         tile_n = 128 if _is_wide(w) and w.n // 128 >= device.multiprocessors else 64
         step = rows_of_step(w, tile_n)
         several, most_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
-        return choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, most_rows=most_rows)
-    return packed_hopper.choose(m, w.n, w.k, w.layout, device)
+        config = choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, most_rows=most_rows)
+        return fitting(config, problem, device)
+    return packed_hopper.choose(m, w.n, w.k, w.layout, device, packed_hopper.sums_apart(problem))
+
+
+def fitting(config: PackedMmaConfig, problem: PackedProblem, device: Device) -> PackedMmaConfig:
+    """`config`, with as many warps of a block as it has shared memory for."""
+    while config.warps > 1 and not config.fits(problem, device):
+        config = replace(config, warps=config.warps - 1)
+    return config
 
 
 def rows_of_step(weight: PackedWeight, tile_n: int) -> int:
@@ -143,9 +164,13 @@ def serves_few(problem: PackedProblem, device: Device) -> bool:
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
-    served = _reads_tables(problem) or (reads_codes(problem) and problem.weight.layout != "marlin_8")
-    fitting = fits(problem.weight, step_rows(problem.a.dtype))
-    return served and device.supports("wgmma") and fitting and _is_mapped(problem)
+    w = problem.weight
+    # Integers of 13 bits, and powers of two beyond those of float16, are no scales of 16 bits.
+    rounds = w.layout == "marlin_8" and not (
+        w.scale_kind == "float" or (w.scale_kind == "e8m0" and problem.compute_dtype is bfloat16)
+    )
+    served = _reads_tables(problem) or (reads_codes(problem) and not rounds)
+    return served and device.supports("wgmma") and fits(w, step_rows(w.layout)) and _is_mapped(problem)
 
 
 def choose_mma(
@@ -155,23 +180,25 @@ def choose_mma(
     steps: int,
     device: Device,
     several_groups: bool = False,
-    count: int | None = None,
+    weights: int = 1,
     most_rows: int = 16,
 ) -> PackedMmaConfig:
-    """As many warps as the device holds at a time, eight to a block at most, and their parts of K.
+    """As many warps as the device holds at a time, and their parts of K, for m rows of each of `weights` weights.
 
-    `count`: tiles of rows, where experts divide them. `most_rows`: of a tile. Of several groups in a step, or of scales
-    that are integers, a thread has more in registers, and one of 16 rows would spill.
+    Eight warps to a block at most, unless blocks that clusters do not fit for would leave half of a device's warps out.
+    `most_rows`: of a tile. Of several groups in a step, or of scales that are integers, a thread has more in registers,
+    and one of 16 rows would spill.
     """
     tile_m = min(m, 8 if several_groups else most_rows)
     resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
-    tiles = (-(-m // tile_m) if count is None else count) * (n // tile_n)
+    tiles = weights * -(-m // tile_m) * (n // tile_n)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
     splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
     blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
     # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
     warps = resident // blocks or _WARPS_OF_MANY
-    warps = max(1, min(_MAX_WARPS, warps, -(-steps // splits)))
+    most_warps = resident if splits == 1 and steps >= _LONG_PART * resident else _MAX_WARPS
+    warps = max(1, min(most_warps, warps, -(-steps // splits)))
     return PackedMmaConfig(tile_m, tile_n, warps, splits, resident // warps)
 
 
@@ -195,16 +222,13 @@ def reads_codes(problem: PackedProblem) -> bool:
 
 
 def _reads_tables(problem: PackedProblem) -> bool:
-    """Whether gemm_packed.cu has an instance for this problem of W4A8.
-
-    Its sums, not added up in parts, are exact enough for bfloat16 (`fp8_sums`).
-    """
+    """Whether gemm_packed.cu has an instance for this problem of W4A8."""
     w, a = problem.weight, problem.a
     tables = w.layout == "w4a8" and w.scale_kind == "products" and w.scales is not None and w.k % 32 == 0
     aligned = a.vec_size(w.k) == 16 and all(one.alignment == 16 for one in (w.codes, w.scales) if one is not None)
     sizes = problem.m > 0 and w.n > 0 and w.n % 32 == 0 and w.k > 0
-    dtypes = a.dtype is float8_e4m3fn and problem.epilogue.out.dtype is bfloat16
-    return tables and aligned and sizes and dtypes and _is_plain(problem)
+    sizes = sizes and (problem.m <= _MAX_APART_ROWS or not packed_hopper.sums_apart(problem))
+    return tables and aligned and sizes and a.dtype is float8_e4m3fn and _is_plain(problem)
 
 
 def _is_plain(problem: PackedProblem) -> bool:

@@ -206,6 +206,7 @@ class PackedProblem:
             "BITS": w.bits,
             "EXPONENT": w.type.exponent,
             "LAYOUT": f"layout_{'gptq' if w.layout == 'exllama' and w.bits == 8 else w.layout}",
+            "RECODED": w.recoding == "marlin_fp8",
             "HAS_SCALES": w.scales is not None,
             "scale_t": self.a.dtype if w.scales is None else w.scales.dtype,
             "SCALE": "scale_float" if w.scale_kind == "products" else f"scale_{w.scale_kind}",

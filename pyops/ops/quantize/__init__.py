@@ -18,6 +18,7 @@ from .gptq import gptq_shuffle
 from .groups import per_token_group_fp8_quant, per_token_group_fp8_quant_packed, per_token_group_quant_int8
 from .hadamard import hadacore_transform, hadacore_transform_out
 from .mxfp4_experts import mxfp4_experts_quant, silu_and_mul_mxfp4_experts_quant
+from .mxfp8_experts import mxfp8_experts_quant
 from .permute_cols import permute_cols
 from .persistent_masked_m_silu_mul_quant import persistent_masked_m_silu_mul_quant
 from .scaled import (
@@ -41,6 +42,7 @@ __all__ = [
     "hadacore_transform",
     "hadacore_transform_out",
     "mxfp4_experts_quant",
+    "mxfp8_experts_quant",
     "nvfp4_experts_quant",
     "nvfp4_quant",
     "per_token_group_fp8_quant",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import int32
+from ..._core.dtypes import int32, uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import fp8
-from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, rounded_up
+from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up
 from ._fp4 import check_codes, check_scales, e2m1, gated
 from .fp4_experts import check_matrix, experts_example, max_tiles, outside, write_experts
 
@@ -34,6 +35,15 @@ def _mxfp4(x: Tensor, expert: int) -> tuple[Tensor, Tensor]:
     powers = torch.ldexp(torch.ones_like(a), 127 - exponents)
     codes = e2m1(blocks * torch.where((exponents == 0) | (exponents == 255), 0.0, powers)).flatten(-2)
     return codes[:, 1::2] << 4 | codes[:, ::2], exponents.squeeze(-1).byte()
+
+
+def _result_mxfp4(input: TensorArg, n_experts: int, halves: int) -> tuple[Result, Result]:
+    """The codes, and scales with tiles enough for any distribution of the rows."""
+    check_matrix(input)
+    num_rows, hidden_size = input.shape[0], input.shape[1] // halves
+    scale_rows = rounded_up(num_rows, TILE_ROWS) + TILE_ROWS * max(0, n_experts)
+    scales = scale_rows, rounded_up(hidden_size // _MX_BLOCK, TILE_COLUMNS)
+    return Result((num_rows, hidden_size // 2), uint8), Result(scales, uint8)
 
 
 def _plan_mxfp4(
@@ -110,6 +120,11 @@ def mxfp4_experts_quant(
     write_experts(output, output_scale, input, input_offset_by_experts, output_scale_offset_by_experts, _mxfp4)
 
 
+@mxfp4_experts_quant.result
+def result_mxfp4_experts_quant(input: TensorArg, n_experts: int) -> tuple[Result, Result]:
+    return _result_mxfp4(input, n_experts, halves=1)
+
+
 @mxfp4_experts_quant.plan
 def plan_mxfp4_experts_quant(
     output: TensorArg,
@@ -161,6 +176,11 @@ def silu_and_mul_mxfp4_experts_quant(
     """
     offsets = input_offset_by_experts, output_scale_offset_by_experts
     write_experts(output, output_scale, gated(input), *offsets, _mxfp4)
+
+
+@silu_and_mul_mxfp4_experts_quant.result
+def result_silu_and_mul_mxfp4_experts_quant(input: TensorArg, n_experts: int) -> tuple[Result, Result]:
+    return _result_mxfp4(input, n_experts, halves=2)
 
 
 @silu_and_mul_mxfp4_experts_quant.plan

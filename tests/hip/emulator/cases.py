@@ -26,6 +26,7 @@ from pyops.testing.calls import assert_results, clones, expected, run
 from pyops.testing.rounded import FUNCTIONS
 from tests import axes
 
+from .. import layouts
 from ..compile import code_object
 from ..packages import Folder
 from . import checkout, repairs
@@ -36,6 +37,7 @@ FAMILIES = {"gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "
 _SMALL = axes.RUN | {"hidden_size": (64,), "vocab_size": (17,)}
 _TOKENS = 2
 _MAX_THREADS = 16384  # of a case that reaches another kernel
+MATRIX_CORES = "matrix cores"  # the case of `layouts`, in the place of an op
 
 
 Case = tuple[str, axes.Axes]  # an op, and the axes of its example
@@ -154,6 +156,9 @@ def _outcome(case: Case) -> Outcome:
 
 
 def _compare(name: str, case: axes.Axes) -> None:
+    if name == MATRIX_CORES:
+        layouts.check_arch(**case)
+        return
     op = pyops.registry[name]
     assert op.example is not None
     args, ulps = op.example(TorchMaker("cpu", 0), **case), op.declaration.ulps

@@ -5,6 +5,7 @@ Nothing here is special to this library: the reasons are AMD's instruction set a
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,19 @@ Handler = Callable[[Any, Any], Any]
 
 # On caches, which the emulator has none of, and on modes of floats, which LLVM changes around a division only.
 _WITHOUT_EFFECT = re.compile(r"(_INV|_WB|_WBINV|_WBL2)$|^S_SETREG")
+_SUMS_OF_WMMA = (
+    (
+        "  src2_r = (src2_r >= 256).where(src2_r - _c(256), src2_r)\n",
+        "  in_vgprs = src2_r >= _c(256)\n"
+        "  scalar = ctx.rsgpr_dyn(src2_r, in_vgprs.ne(True))\n"
+        "  src2_r = in_vgprs.where(src2_r - _c(256), _c(0))\n",
+    ),
+    (
+        "    mat_c = [ctx.rvgpr_dyn(src2_r + _c(vgpr), UOp.const(lane, dtypes.int)).bitcast(out_dt)\n",
+        "    mat_c = [in_vgprs.where(ctx.rvgpr_dyn(src2_r + _c(vgpr), UOp.const(lane, dtypes.int)), scalar)\n"
+        "             .bitcast(out_dt)\n",
+    ),
+)
 
 
 def apply(emu: Any, arch: str) -> None:
@@ -23,6 +37,7 @@ def apply(emu: Any, arch: str) -> None:
     _decode_invalidations(emu)
     _read_operands_of_conversions(emu)
     _address_flat_memory(emu)
+    _multiply_bytes(emu)
     fp8.apply(emu, arch)
     for kind, handler in list(emu._INST_HANDLERS.items()):
         emu._INST_HANDLERS[kind] = _mended(emu, handler)
@@ -61,6 +76,43 @@ def _address_flat_memory(emu: Any) -> None:
         )
 
     emu.get_pcode = get_pcode
+
+
+def _multiply_bytes(emu: Any) -> None:
+    """MFMA of int8 stores int32 in an array of uint32, which does not compile.
+
+    WMMA of fp8 reads its codes as float16, and WMMA reads a vector register where its third operand is a constant, such
+    as the 0 of sums that begin.
+    """
+    text = inspect.getsource(emu._compile_wmma)
+    for old, new in _SUMS_OF_WMMA:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    exec(compile(text, "wmma", "exec"), vars(emu))
+    mfma, wmma = emu._compile_mfma, emu._compile_wmma
+
+    def compile_mfma(inst: Any, ctx: Any) -> Any:
+        placeholder = emu.UOp.placeholder
+        if "I8" not in emu._op_name(inst):
+            return mfma(inst, ctx)
+        emu.UOp.placeholder = lambda shape, dtype, *rest, **how: placeholder(shape, emu.dtypes.int32, *rest, **how)
+        try:
+            return mfma(inst, ctx)
+        finally:
+            emu.UOp.placeholder = placeholder
+
+    def compile_wmma(inst: Any, ctx: Any) -> Any:
+        halves, name = emu._FUNCS["f16_to_f32"], emu._op_name(inst)
+        kind = name.rsplit("_", 1)[-1].lower()
+        if kind in ("fp8", "bf8"):
+            assert name.lower().endswith(f"{kind}_{kind}"), name
+            emu._FUNCS["f16_to_f32"] = emu._FUNCS[f"{kind}_to_f32"]
+        try:
+            return wmma(inst, ctx)
+        finally:
+            emu._FUNCS["f16_to_f32"] = halves
+
+    emu._compile_mfma, emu._compile_wmma = compile_mfma, compile_wmma
 
 
 def _read_operands_of_conversions(emu: Any) -> None:

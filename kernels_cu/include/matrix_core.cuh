@@ -1,0 +1,133 @@
+// matrix_core.cuh: products of a wave on AMD's matrix cores: MFMA (gfx90a, gfx942, gfx950), WMMA (gfx1100, gfx1201).
+//
+//     d[r, c] += sum_k a[r, k] * b[c, k],    16 rows r of a, 16 rows c of b
+//
+// The instructions multiply their first operand by the transpose of the second. Here b is the first and a the second:
+// then a lane's sums are neighbours in a row of d. With l the lane and S = MATRIX_SUMS, a lane holds
+//
+//     of the operands    row l % 16, elements of K as below
+//     of d               row l % 16, columns S * (l / 16) + i for i < S
+//
+// K_LANES lanes share a row of an operand, and each has a run of K of its own: elements of K may be summed in any order,
+// if both operands have the same. So a run is a lane's neighbouring bytes, whatever elements of K the instructions take
+// them for, and its words go to as many instructions as there are words for. Tables of AMD's matrix instruction
+// calculator and of its ISA documents; tests/core/test_matrix_cores.py has them.
+//
+// WMMA of gfx11 takes all of K in each lane, twice; and its sum i is column 2 * i + l / 16 of d. matrix_row() is the row
+// of b that a lane loads, such that sum i is column 8 * (l / 16) + i all the same.
+#pragma once
+#include "widen.cuh"
+
+enum MatrixCore { NO_MATRIX_CORE, MFMA, WMMA_11, WMMA_12 };
+#if PYOPS_HOST
+#ifndef PYOPS_HOST_CORE
+#define PYOPS_HOST_CORE WARP_SIZE == 64 ? MFMA : NO_MATRIX_CORE
+#endif
+constexpr MatrixCore MATRIX_CORE = PYOPS_HOST_CORE;
+#elif defined(__GFX9__)
+constexpr MatrixCore MATRIX_CORE = MFMA;
+#elif defined(__GFX11__)
+constexpr MatrixCore MATRIX_CORE = WMMA_11;
+#elif defined(__GFX12__)
+constexpr MatrixCore MATRIX_CORE = WMMA_12;
+#else
+constexpr MatrixCore MATRIX_CORE = NO_MATRIX_CORE;
+#endif
+constexpr int MATRIX_SUMS = MATRIX_CORE == MFMA ? 4 : 8;                                   // of a lane
+constexpr int K_LANES = MATRIX_CORE == MFMA ? 4 : MATRIX_CORE == WMMA_12 ? 2 : 1;          // lanes that share a row
+constexpr int MATRIX_WORDS = MATRIX_CORE == WMMA_11 ? 8 : MATRIX_CORE == WMMA_12 ? 4 : 2;  // of 16 16-bit elements of K
+
+// Whether the matrix cores take elements of T. fp8 of other formats becomes float16, which holds every code.
+template <typename T> constexpr bool MATRIX_TAKES = sizeof(T) == 2 || is_same<T, int8_t>;
+#if defined(__gfx942__)
+template <> constexpr bool MATRIX_TAKES<fp8_e4m3fnuz_t> = true;
+#elif defined(__gfx950__) || defined(__GFX12__)
+template <> constexpr bool MATRIX_TAKES<fp8_e4m3_t> = true;
+template <> constexpr bool MATRIX_TAKES<fp8_e5m2_t> = true;
+#endif
+
+// The row of b, of 16, that the lane loads, and the lane's number among those that share a row.
+DEVICE int matrix_row(int lane) { return MATRIX_CORE == WMMA_11 ? lane % 2 * 8 + lane % 16 / 2 : lane % 16; }
+DEVICE int matrix_run(int lane) { return MATRIX_CORE == WMMA_11 ? 0 : lane / 16; }
+
+#if PYOPS_HIP
+template <typename T, int N> using native_t = T __attribute__((ext_vector_type(N)));
+
+// An operand of an instruction, from its words.
+template <typename To>
+DEVICE To operand_of(const uint32_t* words) {
+    To value;
+    __builtin_memcpy(&value, words, sizeof value);
+    return value;
+}
+#endif
+
+// The compiler brings no load of an operand before what stands above: on gfx11, whose operands are eight words, it would
+// load more of them at a time than there are registers.
+DEVICE void order_loads() {
+#if PYOPS_HIP
+    if constexpr (MATRIX_CORE == WMMA_11) __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
+// d += a * b^T, in as few instructions as take all the words: elements of T, or of int8 into sums of int32.
+template <typename T, int WORDS, typename Sum>
+DEVICE void matrix_multiply(Sum (&sums)[MATRIX_SUMS], const uint32_t (&a)[WORDS], const uint32_t (&b)[WORDS]) {
+    static_assert(MATRIX_TAKES<T>);
+#if PYOPS_HOST
+    host_matrix_core<T, MATRIX_CORE>(sums, b, a);
+#elif PYOPS_HIP
+    auto& d = reinterpret_cast<native_t<Sum, MATRIX_SUMS>&>(sums);
+#define PYOPS_MATRIX(TYPE, CALL)                                                   \
+    {                                                                              \
+        _Pragma("unroll") for (int i = 0; i < WORDS; i += int(sizeof(TYPE) / 4)) { \
+            const TYPE x = operand_of<TYPE>(b + i), y = operand_of<TYPE>(a + i);   \
+            d = CALL;                                                              \
+        }                                                                          \
+    }
+    using halves_4 = native_t<_Float16, 4>;
+    using halves_8 = native_t<_Float16, 8>;
+    using halves_16 = native_t<_Float16, 16>;
+    using shorts_4 = native_t<short, 4>;
+    using shorts_8 = native_t<short, 8>;
+    using shorts_16 = native_t<short, 16>;
+    using words_2 = native_t<int, 2>;
+    using words_4 = native_t<int, 4>;
+    constexpr bool IS_HALF = is_same<T, half_t>, IS_BF16 = is_same<T, bf16_t>, IS_E5M2 = is_same<T, fp8_e5m2_t>;
+    constexpr bool IS_INT8 = is_same<T, int8_t>;
+#if defined(__gfx950__)
+    using bf16s_8 = native_t<__bf16, 8>;
+    if constexpr (IS_HALF && WORDS % 4 == 0)
+        PYOPS_MATRIX(halves_8, __builtin_amdgcn_mfma_f32_16x16x32_f16(x, y, d, 0, 0, 0))
+    else if constexpr (IS_BF16 && WORDS % 4 == 0)
+        PYOPS_MATRIX(bf16s_8, __builtin_amdgcn_mfma_f32_16x16x32_bf16(x, y, d, 0, 0, 0))
+    else if constexpr (IS_INT8 && WORDS % 4 == 0)
+        PYOPS_MATRIX(words_4, __builtin_amdgcn_mfma_i32_16x16x64_i8(x, y, d, 0, 0, 0))
+    else
+#endif
+#if defined(__GFX9__)
+        if constexpr (IS_HALF)
+        PYOPS_MATRIX(halves_4, __builtin_amdgcn_mfma_f32_16x16x16f16(x, y, d, 0, 0, 0))
+    else if constexpr (IS_BF16) PYOPS_MATRIX(shorts_4, __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(x, y, d, 0, 0, 0))
+#if defined(__gfx90a__)
+    else PYOPS_MATRIX(int, __builtin_amdgcn_mfma_i32_16x16x16i8(x, y, d, 0, 0, 0))
+#else
+    else if constexpr (IS_INT8) PYOPS_MATRIX(long, __builtin_amdgcn_mfma_i32_16x16x32_i8(x, y, d, 0, 0, 0))
+    else if constexpr (IS_E5M2) PYOPS_MATRIX(long, __builtin_amdgcn_mfma_f32_16x16x32_bf8_bf8(x, y, d, 0, 0, 0))
+    else PYOPS_MATRIX(long, __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(x, y, d, 0, 0, 0))
+#endif
+#elif defined(__GFX11__)
+    if constexpr (IS_HALF) PYOPS_MATRIX(halves_16, __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(x, y, d))
+    else if constexpr (IS_BF16) PYOPS_MATRIX(shorts_16, __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(x, y, d))
+    else PYOPS_MATRIX(words_4, __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(true, x, true, y, d, false))
+#else
+    if constexpr (IS_HALF) PYOPS_MATRIX(halves_8, __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(x, y, d))
+    else if constexpr (IS_BF16) PYOPS_MATRIX(shorts_8, __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12(x, y, d))
+    else if constexpr (IS_INT8)
+        PYOPS_MATRIX(words_2, __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12(true, x, true, y, d, false))
+    else if constexpr (IS_E5M2) PYOPS_MATRIX(words_2, __builtin_amdgcn_wmma_f32_16x16x16_bf8_bf8_w32_gfx12(x, y, d))
+    else PYOPS_MATRIX(words_2, __builtin_amdgcn_wmma_f32_16x16x16_fp8_fp8_w32_gfx12(x, y, d))
+#endif
+#undef PYOPS_MATRIX
+#endif
+}

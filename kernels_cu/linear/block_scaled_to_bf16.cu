@@ -1,0 +1,70 @@
+// block_scaled_to_bf16: the matrix that codes of e2m1 or e4m3 and their block scales stand for, in bfloat16.
+//
+//     dense[m, k] = bf16(code(codes[m, k]) * scale(scales[r(m), k / SCALE_SIZE]))
+//
+// r(m) is m, where matrices of rows_of_matrix rows follow each other, whose scales take padded_rows rows each. With
+// HAS_SCALE_ROWS it is scale_rows[m], and scales that do not exist are zeros. With HAS_SIZES matrix e is left out if
+// problem_sizes[e] = (rows, rows_of_matrix, K) or (rows_of_matrix, rows, K) has no rows.
+//
+// A scale is an e4m3, or, as a byte s, 2^(s - 127), of which 255 is NaN. A product is exact in float32, and in bfloat16
+// unless it is 2^128 or more, or below 2^-126.
+//
+// A thread takes sixteen elements, which have one scale. Scales lie in tiles of 128 rows and 4 columns: that of row r,
+// column c is byte (r / 128 * (columns / 4) + c / 4) * 512 + r % 32 * 16 + r / 32 % 4 * 4 + c % 4.
+//
+// Constants
+//     scale_t       fp8_e4m3_t, or uint8_t for exponents
+//     CODE_BITS     4: e2m1, the first of two codes in the lower half of a byte; 8: e4m3
+//     SCALE_SIZE    elements under one scale, a multiple of 16
+//     CODE_ACCESS   bytes of codes in one memory access; divides those of sixteen elements
+//     HAS_SCALE_ROWS    scale_rows are given
+//     HAS_SIZES     problem_sizes are given
+
+#include "fp4.cuh"
+#include "packed.cuh"
+
+constexpr int ELEMENTS = 16;  // of a thread
+constexpr int CODE_BYTES = ELEMENTS * CODE_BITS / 8;
+
+DEVICE float scale_of(fp8_e4m3_t scale) { return to_float(scale); }
+DEVICE float scale_of(uint8_t exponent) { return e8m0_to_float(exponent); }
+
+// Element j of a thread's codes.
+DEVICE float code_of(const Vec<uint8_t, CODE_BYTES>& bytes, int j) {
+    if constexpr (CODE_BITS == 8) return to_float(reinterpret_cast<const fp8_e4m3_t&>(bytes.data[j]));
+    return e2m1_to_float(bytes.data[j * CODE_BITS / 8] >> j % 2 * 4 & 15u);
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+block_scaled_to_bf16(bf16_t* dense,                 // [num_rows, 16 * parts]
+                     const uint8_t* codes,          // [num_rows, CODE_BYTES * parts]
+                     const scale_t* scales,         // [num_scale_rows, columns]
+                     const int32_t* scale_rows,     // [num_rows]
+                     const int32_t* problem_sizes,  // [num_rows / rows_of_matrix, 3]
+                     int64_t num_rows, int64_t parts, int64_t columns, int64_t rows_of_matrix, int64_t padded_rows,
+                     int64_t num_scale_rows, int64_t codes_stride) {
+    await_previous_kernel();
+    const int64_t i = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    if (i >= num_rows * parts) return;
+    const int64_t row = i / parts, part = i % parts;
+    if constexpr (HAS_SIZES) {
+        const int32_t* const sizes = problem_sizes + row / rows_of_matrix * 3;
+        if ((sizes[1] == rows_of_matrix ? sizes[0] : sizes[1]) <= 0) return;
+    }
+    const int64_t at = HAS_SCALE_ROWS ? scale_rows[row] : row / rows_of_matrix * padded_rows + row % rows_of_matrix;
+    float scale = 0.0f;
+    if (at >= 0 && at < num_scale_rows) {
+        const int64_t column = part / (SCALE_SIZE / ELEMENTS);
+        const int64_t tile = (at / 128 * (columns / 4) + column / 4) * 512;
+        scale = scale_of(scales[tile + at % 32 * 16 + at / 32 % 4 * 4 + column % 4]);
+    }
+    const auto bytes =
+        Vec<uint8_t, CODE_BYTES>::template load<CODE_ACCESS>(codes + row * codes_stride + part * CODE_BYTES);
+#pragma unroll
+    for (int half = 0; half < ELEMENTS; half += 8) {
+        float x[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) x[j] = ieee_multiply(code_of(bytes, half + j), scale);
+        Vec<bf16_t, 8>::from_floats(x).store(dense + i * ELEMENTS + half);
+    }
+}

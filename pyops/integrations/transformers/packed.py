@@ -1,0 +1,134 @@
+"""Linear modules that hold packed weights of AWQ or GPTQ, of whatever package: known by their tensors and a trial."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import OpError
+from ..._packed_linear import PackedProduct
+from .replacement import Replacement, served
+from .trial import Unknown, tried
+
+_BITS = ("bits", "w_bit", "wbits")  # names that packages have for the bits of a code
+_DTYPES = (torch.float16, torch.bfloat16)
+# Largest difference of a trial, as a part of the largest result: both round a few times to 16 bits. Zero points that
+# are off by one change results of positive activations by far more.
+_CLOSE = 2.0**-7
+_TRIAL_ROWS = 3
+
+
+class _Format(NamedTuple):
+    """How a module may hold a weight.
+
+    Attributes:
+        bits: of a code of GPTQ; 0: the weight is of AWQ. As `PackedProduct` has it, and the next, too.
+        is_v2: zero points of GPTQ are used as they are stored.
+        columns: of activations.
+        has_order: groups of columns are those of g_idx, and not neighbours.
+    """
+
+    bits: int
+    is_v2: bool
+    columns: int
+    has_order: bool
+
+
+class PackedProjection(Replacement):
+    """A linear module whose packed weight is multiplied as it is.
+
+    Args:
+        module: one that `is_packed`.
+        dtype: of activations.
+
+    Raises:
+        Unknown: the ops do not compute what the module does.
+    """
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__(module)
+        if dtype not in _DTYPES:
+            raise Unknown(f"its activations are {str(dtype).removeprefix('torch.')}, not float16 or bfloat16")
+        if getattr(module, "adapter", None) is not None:
+            raise Unknown("it has an adapter")
+        self._format = _known(module, dtype)
+        self.op = "gptq_gemm" if self._format.bits else "awq_gemm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not served(x) or x.dtype not in _DTYPES:
+            return self.original(x)
+        return _multiplied(self.module, x, self._format)
+
+
+def is_packed(module: Any) -> bool:
+    """Whether a module has what a linear module of packed weights has: codes, zero points, scales, and their bits."""
+    words = [getattr(module, name, None) for name in ("qweight", "qzeros")]
+    has_words = all(isinstance(one, Tensor) and one.dtype == torch.int32 and one.ndim == 2 for one in words)
+    scales = getattr(module, "scales", None)
+    has_scales = isinstance(scales, Tensor) and scales.is_floating_point() and scales.ndim == 2
+    return has_words and has_scales and _bits(module) > 0
+
+
+def _bits(module: Any) -> int:
+    return next((value for name in _BITS if isinstance(value := getattr(module, name, None), int)), 0)
+
+
+def _formats(module: Any) -> list[_Format]:
+    """What the module may hold, by the shapes of its tensors."""
+    bits, (groups, out) = _bits(module), module.scales.shape
+    rows, width = module.qweight.shape
+    if bits not in (2, 3, 4, 8) or not groups or tuple(module.qzeros.shape) != (groups, out * bits // 32):
+        return []
+    if bits == 4 and width == out // 8:
+        return [_Format(0, True, rows, False)] if rows % groups == 0 else []
+    columns, order = rows * 32 // bits, getattr(module, "g_idx", None)
+    if width != out or columns % groups:
+        return []
+    has_order = False
+    if isinstance(order, Tensor) and order.numel():
+        if order.dtype != torch.int32 or tuple(order.shape) != (columns,):
+            return []
+        has_order = bool((order.cpu() != torch.arange(columns, device="cpu") // (columns // groups)).any())
+    return [_Format(bits, is_v2, columns, has_order) for is_v2 in (False, True)]
+
+
+def _known(module: Any, dtype: torch.dtype) -> _Format:
+    """The format by which the op computes what the module's own forward does.
+
+    Its shapes do not tell it alone: packages add 1 to stored zero points or not, and move codes to other places.
+
+    Raises:
+        Unknown: there is none.
+    """
+    formats = _formats(module)
+    if not formats:
+        shapes = ", ".join(f"{name} {tuple(getattr(module, name).shape)}" for name in ("qweight", "qzeros", "scales"))
+        raise Unknown(f"its tensors are neither AWQ's nor GPTQ's of {_bits(module)} bits: {shapes}")
+    numbers = torch.rand(_TRIAL_ROWS, formats[0].columns, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    x = numbers.to(module.scales.device, dtype)
+    theirs = tried(lambda: module.forward(x)).double()
+    errors = []
+    for format in formats:
+        try:
+            ours = _multiplied(module, x, format).double()
+        except OpError as error:
+            raise Unknown(f"the op refuses it: {error}") from error
+        if ours.shape == theirs.shape:
+            errors.append((float((ours - theirs).abs().max() / theirs.abs().max()), format))
+    if not errors or not min(errors)[0] <= _CLOSE:
+        raise Unknown("it computes something else than awq_gemm or gptq_gemm of its tensors")
+    return min(errors)[1]
+
+
+def _multiplied(module: Any, x: Tensor, format: _Format) -> Tensor:
+    """What a module of a format computes, by the tensors that it has now."""
+    scales, order = module.scales.to(x.dtype), module.g_idx if format.has_order else None
+    weight = PackedProduct(module.qweight, module.qzeros, scales, order, format.bits, format.is_v2)
+    rows = x.reshape(-1, format.columns)
+    out = rows.new_empty(rows.shape[0], scales.shape[1])
+    weight(rows, out)
+    if module.bias is not None:
+        out += module.bias
+    return out.view(*x.shape[:-1], -1)

@@ -1,0 +1,213 @@
+"""Weights of experts that `fused_experts` multiplies: plain, of 8 bits, or decoded from codes of fewer bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .._core.lazy import torch
+from .._experts import FusedMoEQuantConfig, fused_experts
+from ..ops.linear.gemm_problem import SCALE_BLOCK
+from .config_values import refuse
+from .linear import Place
+from .mixture import Mixture
+from .packed_linear import PackedLinear, packed_linear
+from .quantization import MX_BLOCK, Mxfp4Experts, PackedQuantization, Quantization
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STACKED = "experts.gate_up_proj", "experts.down_proj"  # names of what a checkpoint has of all experts in one tensor
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = 127
+
+
+class ExpertWeights(NamedTuple):
+    """One projection of all experts.
+
+    Attributes:
+        weight: [num_experts, out, in].
+        weight_scale: float32, of each row or each block, where weights are of 8 bits; or None.
+        input_scale: one float32, the largest of the experts' static scales; or None.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor | None = None
+    input_scale: Tensor | None = None
+
+
+def _weights(place: Place, quantization: Quantization | None, experts: int, rows: int, columns: int) -> ExpertWeights:
+    """Weights that are not set. ModelError for blocks of scales that do not divide them."""
+    if quantization is None:
+        return ExpertWeights(place.empty(experts, rows, columns))
+    scales = rows, 1
+    if quantization.weights == "block":
+        if rows % SCALE_BLOCK or columns % SCALE_BLOCK:
+            expected = f"sizes of quantised experts that are multiples of {SCALE_BLOCK}"
+            raise refuse("moe_intermediate_size", expected, (rows, columns))
+        scales = rows // SCALE_BLOCK, columns // SCALE_BLOCK
+    return ExpertWeights(
+        torch.empty(experts, rows, columns, dtype=getattr(torch, quantization.dtype), device=place.device),
+        torch.empty(experts, *scales, device=place.device),
+        torch.zeros(1, device=place.device) if quantization.activations == "static" else None,
+    )
+
+
+def expert_biases(mixture: Mixture, hidden_size: int, place: Place) -> tuple[Tensor, Tensor] | None:
+    """Biases that are not set, of gates and ups [num_experts, 2 * intermediate_size] and of downs; or None."""
+    if not mixture.has_bias:
+        return None
+    experts = mixture.num_experts
+    return place.empty(experts, 2 * mixture.intermediate_size), place.empty(experts, hidden_size)
+
+
+def named_biases(biases: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+    """{name in a checkpoint: biases of all experts}."""
+    return {} if biases is None else {f"{name}_bias": bias for name, bias in zip(STACKED, biases, strict=True)}
+
+
+def projections(mixture: Mixture, hidden_size: int, expert: int) -> list[tuple[dict[str, int], int]]:
+    """({name in a checkpoint: rows}, columns) of both products of an expert."""
+    at, channels = f"experts.{expert}.", mixture.intermediate_size
+    gate_up = {f"{at}{mixture.gate}": channels, f"{at}{mixture.up}": channels}
+    return [(gate_up, hidden_size), ({f"{at}{mixture.down}": hidden_size}, channels)]
+
+
+class PlainExperts:
+    """Experts whose weights are floating-point, or of 8 bits under scales.
+
+    Args:
+        mixture: what they are.
+        hidden_size: elements of a hidden state.
+        place: of the weights.
+        quantization: of the weights and of what they multiply; or None.
+    """
+
+    def __init__(
+        self, mixture: Mixture, hidden_size: int, place: Place, quantization: Quantization | None = None
+    ) -> None:
+        experts, channels = mixture.num_experts, mixture.intermediate_size
+        self.mixture, self.quantization = mixture, quantization
+        self.gate_up = _weights(place, quantization, experts, 2 * channels, hidden_size)
+        self.down = _weights(place, quantization, experts, hidden_size, channels)
+        self.biases = expert_biases(mixture, hidden_size, place)
+        self.terms = self._terms()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """{name in a checkpoint: view of the weights to write the tensor to}."""
+        if not self.mixture.is_stacked:
+            return self._named()
+        # Gates and ups are neighbours in such a checkpoint, as swigluoai takes them.
+        weights = self.gate_up.weight.mT, self.down.weight.mT
+        return dict(zip(STACKED, weights, strict=True)) | named_biases(self.biases)
+
+    def _named(self) -> dict[str, Tensor]:
+        """Experts that a checkpoint has one by one."""
+        mixture, found = self.mixture, dict[str, "Tensor"]()
+        for kind in ("weight", "weight_scale"):
+            gate_ups, downs = getattr(self.gate_up, kind), getattr(self.down, kind)
+            if gate_ups is not None:
+                for i, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
+                    gate, up = gate_up.chunk(2)
+                    named = {mixture.gate: gate, mixture.up: up, mixture.down: down}
+                    found |= {f"experts.{i}.{name}.{kind}": tensor for name, tensor in named.items()}
+        if self.gate_up.input_scale is not None and self.down.input_scale is not None:
+            inputs = dict.fromkeys((mixture.gate, mixture.up), self.gate_up.input_scale)
+            inputs[mixture.down] = self.down.input_scale
+            for i in range(mixture.num_experts):
+                found |= {f"experts.{i}.{name}.input_scale": scale for name, scale in inputs.items()}
+        return found
+
+    def check(self) -> None:
+        """Once a checkpoint is written: ModelError for what cannot be multiplied. There is nothing of the kind here."""
+
+    def prepare(self) -> None:
+        """Once a checkpoint is written: make of it what is multiplied. These weights are so already."""
+
+    def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The sum over the chosen experts: hidden [num_tokens, hidden_size], weights and ids [num_tokens, top_k]."""
+        experts = hidden, self.gate_up.weight, self.down.weight
+        return fused_experts(*experts, weights, ids, activation=self.mixture.activation, quant_config=self.terms)
+
+    def _terms(self) -> FusedMoEQuantConfig:
+        """Scales and biases."""
+        first, second = self.biases or (None, None)
+        quantization = self.quantization
+        if quantization is None:
+            return FusedMoEQuantConfig(w1_bias=first, w2_bias=second)
+        return FusedMoEQuantConfig(
+            quant_dtype=quantization.dtype,
+            per_act_token_quant=quantization.activations == "token",
+            block_shape=[SCALE_BLOCK, SCALE_BLOCK] if quantization.weights == "block" else None,
+            w1_scale=self.gate_up.weight_scale,
+            w2_scale=self.down.weight_scale,
+            a1_scale=self.gate_up.input_scale,
+            a2_scale=self.down.input_scale,
+        )
+
+
+class PackedAsPlain(PlainExperts):
+    """Experts of packed weights that no product of experts takes. A checkpoint writes codes to the memory of the
+    weights, and `prepare` makes the weights of them, one expert at a time."""
+
+    def __init__(self, mixture: Mixture, hidden_size: int, place: Place, packed: PackedQuantization) -> None:
+        super().__init__(mixture, hidden_size, place)
+        self._packed: list[tuple[Tensor, PackedLinear]] = []
+        for i in range(mixture.num_experts):
+            weights = self.gate_up.weight[i], self.down.weight[i]
+            for weight, (sizes, columns) in zip(weights, projections(mixture, hidden_size, i), strict=True):
+                packs = packed_linear(packed, sizes, columns, None, place.dtype, place.device, weight)
+                self._packed.append((weight, packs))
+
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for _, packs in self._packed:
+            found |= packs.tensors()
+        return found
+
+    def prepare(self) -> None:
+        for weight, packs in self._packed:
+            weight.copy_(packs.dequantised())
+
+
+class Mxfp4AsPlain(PlainExperts):
+    """Experts of weights in mxfp4 where no product of experts takes them, as `PackedAsPlain`.
+
+    Weights are exact in bfloat16 and float32: ``e2m1 * 2^(scale - 127)``.
+    """
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = named_biases(self.biases)
+        for name, weight in zip(STACKED, (self.gate_up.weight, self.down.weight), strict=True):
+            found |= {f"{name}_{kind}": view for kind, view in self._views(weight).items()}
+        return found
+
+    def prepare(self) -> None:
+        for weight in (self.gate_up.weight, self.down.weight):
+            values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=weight.device)
+            for expert in weight:  # one by one: codes as indices take 16 times their memory
+                views = self._views(expert)
+                codes = torch.stack((views["blocks"] & 15, views["blocks"] >> 4), -1).flatten(-2)
+                scaled = torch.ldexp(values[codes.int()], views["scales"].int()[..., None] - _E8M0_BIAS)
+                expert.copy_(scaled.flatten(-2))
+
+    def _views(self, weight: Tensor) -> dict[str, Tensor]:
+        """Where codes and scales of a weight [..., rows, columns] go: to the first bytes of each of its rows.
+
+        Returns:
+            "blocks": [..., rows, columns / 32, 16] uint8, the earlier of two codes in the lower half of a byte.
+            "scales": [..., rows, columns / 32] uint8.
+        """
+        columns = weight.shape[-1]
+        num_blocks, num_bytes = columns // MX_BLOCK, columns // 2
+        row = weight.view(torch.uint8)
+        blocks = row[..., :num_bytes].unflatten(-1, (num_blocks, MX_BLOCK // 2))
+        return {"blocks": blocks, "scales": row[..., num_bytes : num_bytes + num_blocks]}
+
+
+def as_plain(
+    mixture: Mixture, hidden_size: int, place: Place, quantization: PackedQuantization | Mxfp4Experts
+) -> PlainExperts:
+    """Experts whose packed weights are decoded where they are loaded to."""
+    if isinstance(quantization, Mxfp4Experts):
+        return Mxfp4AsPlain(mixture, hidden_size, place)
+    return PackedAsPlain(mixture, hidden_size, place, quantization)

@@ -1,0 +1,256 @@
+"""Dense decoders by their parts: a row for each family, and a function where the row does not say all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .config_values import first, flag, is_integer, number, refuse, size
+from .family import FULL, SLIDING, Family, layer_kinds, one_window, pattern, window_of, windows_by_layer, windows_of
+from .parts import Multipliers, Names, Norms
+from .rope import Rope
+
+_Values = dict[str, Any]
+_NEOX_ROTARY_FACTOR = 0.25
+
+
+def _mistral(values: _Values, layers: int) -> dict[str, Any]:
+    """Mistral: one window for all layers."""
+    return {"sliding_windows": one_window(values, layers)}
+
+
+def _ministral(values: _Values, layers: int) -> dict[str, Any]:
+    """Ministral: the window in all layers, unless ``layer_types`` names those that have it."""
+    return {"sliding_windows": windows_by_layer(values, [SLIDING] * layers)}
+
+
+def _qwen2(values: _Values, layers: int) -> dict[str, Any]:
+    """Qwen2: maybe a window in the layers that ``layer_types`` names, or in all from ``max_window_layers`` on."""
+    begin = values["max_window_layers"]
+    if not is_integer(begin):
+        raise refuse("max_window_layers", "an integer", begin)
+    window = values["sliding_window"] if flag(values, "use_sliding_window") else None
+    kinds = [SLIDING if i >= begin else FULL for i in range(layers)]
+    return {"sliding_windows": windows_by_layer(values | {"sliding_window": window}, kinds)}
+
+
+def _qwen3(values: _Values, layers: int) -> dict[str, Any]:
+    return _qwen2(values, layers) | {"qk_norm": "head"}
+
+
+def _soft_cap(values: _Values, name: str) -> float:
+    return 0.0 if values.get(name) is None else number(name, values[name])
+
+
+def _phi3(values: _Values, layers: int) -> dict[str, Any]:
+    return {"sliding_windows": (window_of(values),) * layers}
+
+
+def _gemma(values: _Values, layers: int) -> dict[str, Any]:
+    """Gemma: embeddings times the root of their size; "gelu" stands for GELU by the hyperbolic tangent."""
+    if flag(values, "use_bidirectional_attention"):
+        raise refuse("use_bidirectional_attention", "false", True)
+    multiplier = Multipliers(embedding=values["hidden_size"] ** 0.5, embedding_is_rounded=True)
+    found: dict[str, Any] = {"multipliers": multiplier}
+    return found | ({"hidden_act": "gelu_pytorch_tanh"} if values["hidden_act"] == "gelu" else {})
+
+
+def _gemma2(values: _Values, layers: int) -> dict[str, Any]:
+    """Gemma 2: Gemma with bounded logits, and a window in every second layer from the first on."""
+    kinds = layer_kinds(values, pattern(layers, 2))
+    multipliers: Multipliers = _gemma(values | {"hidden_act": None}, layers)["multipliers"]
+    return {
+        "multipliers": multipliers._replace(
+            attention=number("query_pre_attn_scalar", values["query_pre_attn_scalar"]) ** -0.5,
+            attention_soft_cap=_soft_cap(values, "attn_logit_softcapping"),
+            logits_soft_cap=_soft_cap(values, "final_logit_softcapping"),
+        ),
+        "hidden_act": values["hidden_activation"],
+        "sliding_windows": windows_of(values, kinds),
+    }
+
+
+def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
+    """Gemma 3: Gemma 2 with norms of heads; layers with a window turn by frequencies of their own."""
+    given = first(values.get("rope_parameters"), {})
+    if not isinstance(given, dict) or not set(given) <= {FULL, SLIDING}:
+        raise refuse("rope_parameters", f"objects for {FULL} and {SLIDING}", given)
+    theta, local_theta = first(values.get("rope_theta"), 1e6), first(values.get("rope_local_base_freq"), 1e4)
+    full = Rope.parse(values | {"rope_parameters": given.get(FULL), "rope_theta": theta})
+    own = {"rope_parameters": given.get(SLIDING), "rope_theta": local_theta, "rope_scaling": None}
+    sliding = Rope.parse(values | own)
+    kinds = layer_kinds(values, pattern(layers, first(values.get("sliding_window_pattern"), 6)))
+    # Logits of attention have no bound here, whatever the file says.
+    return _gemma2(values | {"attn_logit_softcapping": None, "layer_types": kinds}, layers) | {
+        "qk_norm": "head",
+        "rope": full,
+        "layer_ropes": tuple(sliding if kind == SLIDING else full for kind in kinds),
+    }
+
+
+def _olmo2(values: _Values, layers: int) -> dict[str, Any]:
+    return {"qk_norm": "row"}
+
+
+def _granite(values: _Values, layers: int) -> dict[str, Any]:
+    names = "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
+    embedding, residual, attention, divisor = (number(name, values.get(name, 1.0)) for name in names)
+    return {
+        "multipliers": Multipliers(embedding=embedding, residual=residual, attention=attention, logits=1.0 / divisor)
+    }
+
+
+def _cohere(values: _Values, layers: int) -> dict[str, Any]:
+    """Cohere: neighbours turn, attention and MLP have one norm."""
+    return {
+        "multipliers": Multipliers(logits=number("logit_scale", values["logit_scale"])),
+        "parallel_residual": True,
+        "shares_norm": True,
+        "rope": replace(Rope.parse(values), interleaved=True),
+        "qk_norm": "heads" if flag(values, "use_qk_norm") else "",
+    }
+
+
+def _cohere2(values: _Values, layers: int) -> dict[str, Any]:
+    """Cohere 2: Cohere with windows, and only layers with a window turn."""
+    kinds = layer_kinds(values, pattern(layers, first(values.get("sliding_window_pattern"), 4)))
+    found, windows = _cohere(values | {"use_qk_norm": False}, layers), windows_of(values, kinds)
+    ropes = tuple(found["rope"] if window else None for window in windows)
+    return found | {"sliding_windows": windows, "layer_ropes": ropes}
+
+
+def _smollm3(values: _Values, layers: int) -> dict[str, Any]:
+    """SmolLM3: some layers do not turn, by default every fourth; these have the window, if there is one."""
+    step = size("no_rope_layer_interval", first(values.get("no_rope_layer_interval"), 4))
+    turns = first(values.get("no_rope_layers"), [int((i + 1) % step != 0) for i in range(layers)])
+    if not isinstance(turns, list) or len(turns) < layers or not all(one in (0, 1) for one in turns):
+        raise refuse("no_rope_layers", f"0 or 1 for each of {layers} layers", turns)
+    rope, turns = Rope.parse(values), turns[:layers]
+    window = window_of(values) if flag(values, "use_sliding_window") else 0
+    kinds = layer_kinds(values, [SLIDING if window and not one else FULL for one in turns])
+    return {
+        "rope": rope,
+        "layer_ropes": tuple(rope if one else None for one in turns),
+        "sliding_windows": tuple(window if kind == SLIDING else 0 for kind in kinds),
+    }
+
+
+def _stablelm(values: _Values, layers: int) -> dict[str, Any]:
+    is_parallel = flag(values, "use_parallel_residual")
+    return {
+        "qk_norm": "heads" if flag(values, "qk_layernorm") else "",
+        "parallel_residual": is_parallel,
+        "shares_norm": is_parallel,
+    }
+
+
+def _starcoder2(values: _Values, layers: int) -> dict[str, Any]:
+    return {"has_gate": False, "sliding_windows": (window_of(values),) * layers}
+
+
+def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
+    """GPT-NeoX: attention and MLP have norms of their own, of one input by default; names of the rotary embedding."""
+    found = values | {"rope_theta": values.get("rotary_emb_base")}
+    return {
+        "num_key_value_heads": values["num_attention_heads"],
+        "qkv_by_head": True,
+        "has_gate": False,
+        "parallel_residual": flag(values, "use_parallel_residual", True),
+        "rope": Rope.parse(found, first(values.get("rotary_pct"), _NEOX_ROTARY_FACTOR)),
+    }
+
+
+_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA2 = _GEMMA | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
+_GEMMA2_NAMES = Names(
+    attention_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)
+_COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
+_QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32}
+FAMILIES = {
+    "LlamaForCausalLM": Family(mlp_bias="mlp_bias"),
+    "MistralForCausalLM": Family(
+        {"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_mistral
+    ),
+    "MinistralForCausalLM": Family(
+        {"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_ministral
+    ),
+    "Qwen2ForCausalLM": Family(_QWEN, qkv_bias=True, o_bias=False, fields=_qwen2),
+    "Qwen3ForCausalLM": Family(_QWEN | {"head_dim": 128}, fields=_qwen3),
+    "Phi3ForCausalLM": Family(
+        {"rms_norm_eps": 1e-5},
+        names=Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
+        qkv_bias=False,
+        o_bias=False,
+        partial_rotary_factor=1.0,
+        has_longrope=True,
+        fields=_phi3,
+    ),
+    "GemmaForCausalLM": Family(_GEMMA, Norms("gemma"), fields=_gemma),
+    "Gemma2ForCausalLM": Family(
+        _GEMMA2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        Norms("gemma", place="around"),
+        _GEMMA2_NAMES,
+        fields=_gemma2,
+    ),
+    "Gemma3ForCausalLM": Family(_GEMMA2, Norms("gemma", place="around"), _GEMMA2_NAMES, fields=_gemma3),
+    "Olmo2ForCausalLM": Family(
+        {"rms_norm_eps": 1e-5},
+        Norms("rms_once", place="after"),
+        Names(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
+        fields=_olmo2,
+    ),
+    "GraniteForCausalLM": Family(mlp_bias="mlp_bias", fields=_granite),
+    "SmolLM3ForCausalLM": Family(
+        {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        mlp_bias="mlp_bias",
+        fields=_smollm3,
+    ),
+    "CohereForCausalLM": Family(
+        _COHERE | {"rope_theta": 5e5}, Norms("layer"), epsilon="layer_norm_eps", fields=_cohere
+    ),
+    "Cohere2ForCausalLM": Family(
+        _COHERE | {"sliding_window": 4096}, Norms("layer"), epsilon="layer_norm_eps", fields=_cohere2
+    ),
+    "StableLmForCausalLM": Family(
+        {"layer_norm_eps": 1e-5, "num_key_value_heads": 32},
+        Norms("layer", has_bias=True),
+        Names(q_norm="q_layernorm.norms.{}", k_norm="k_layernorm.norms.{}"),
+        epsilon="layer_norm_eps",
+        qkv_bias="use_qkv_bias",
+        o_bias=False,
+        partial_rotary_factor=0.25,
+        fields=_stablelm,
+    ),
+    "Starcoder2ForCausalLM": Family(
+        {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "use_bias": True, "tie_word_embeddings": True}
+        | {"num_key_value_heads": 2},
+        Norms("layer", has_bias=True),
+        Names(gate_up=("c_fc",), down="c_proj"),
+        epsilon="norm_epsilon",
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        fields=_starcoder2,
+    ),
+    "GPTNeoXForCausalLM": Family(
+        {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "attention_bias": True},
+        Norms("layer", has_bias=True),
+        Names(
+            embedding="gpt_neox.embed_in",
+            layers="gpt_neox.layers",
+            norm="gpt_neox.final_layer_norm",
+            attention="attention",
+            qkv=("query_key_value",),
+            o="dense",
+            gate_up=("dense_h_to_4h",),
+            down="dense_4h_to_h",
+        ),
+        epsilon="layer_norm_eps",
+        mlp_bias=True,
+        partial_rotary_factor=_NEOX_ROTARY_FACTOR,
+        fields=_gpt_neox,
+    ),
+}

@@ -1,0 +1,134 @@
+"""Families of decoders: how a ``config.json`` is read by what makes a family differ from a Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from .config_values import first, flag, number, refuse, size
+from .parts import Names, Norms
+from .rope import Rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ATTENTION_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "head_dim",  # last, because its default is computed from other sizes
+)
+
+
+def _none(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    return {}
+
+
+class Family(NamedTuple):
+    """How a family differs from a Llama.
+
+    Attributes:
+        defaults: what transformers takes where the file says nothing.
+        norms, names: of its decoders.
+        epsilon: of norms, its name in the file.
+        qkv_bias, o_bias, mlp_bias: whether these projections have a bias, or the name of the flag that says so.
+        partial_rotary_factor: the part of a head that turns, where the file gives no other; None for families that turn
+            whole heads.
+        has_longrope: as `Rope.parse` takes it.
+        fields: further fields of `Config`, from the values of the file, with defaults, and the number of layers.
+    """
+
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    norms: Norms = Norms()
+    names: Names = Names()
+    epsilon: str = "rms_norm_eps"
+    qkv_bias: str | bool = "attention_bias"
+    o_bias: str | bool = "attention_bias"
+    mlp_bias: str | bool = False
+    partial_rotary_factor: float | None = None
+    has_longrope: bool = False
+    fields: Callable[[dict[str, Any], int], dict[str, Any]] = _none
+
+    def parse(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Fields of the `Config` of a decoder with attention. ModelError for options that are not supported."""
+        values = {"rms_norm_eps": 1e-6, **self.defaults} | values
+        found: dict[str, Any] = _sizes(values)
+        found |= {
+            "rms_norm_eps": number(self.epsilon, values.get(self.epsilon)),
+            "hidden_act": first(values.get("hidden_act"), self.defaults.get("hidden_act"), "silu"),
+            "qkv_bias": _has_bias(values, self.qkv_bias),
+            "o_bias": _has_bias(values, self.o_bias),
+            "mlp_bias": _has_bias(values, self.mlp_bias),
+            "tie_word_embeddings": flag(values, "tie_word_embeddings"),
+            "norms": self.norms,
+            "names": self.names,
+        }
+        layers = found["num_hidden_layers"]
+        more = self.fields(values, layers)
+        if "sliding_windows" not in more:
+            found["sliding_windows"] = one_window(values | {"sliding_window": None}, layers)
+        partial = first(values.get("partial_rotary_factor"), self.partial_rotary_factor)
+        if self.partial_rotary_factor is None and partial not in (None, 1.0):
+            raise refuse("partial_rotary_factor", "1.0", partial)
+        if "rope" not in more:
+            found["rope"] = Rope.parse(values, self.partial_rotary_factor and partial, self.has_longrope)
+        return found | more
+
+
+def _has_bias(values: dict[str, Any], what: str | bool) -> bool:
+    return flag(values, what) if isinstance(what, str) else what
+
+
+def _sizes(values: dict[str, Any]) -> dict[str, int]:
+    """The sizes in a file, checked. Where it is silent, keys have as many heads as queries, and these hidden_size."""
+    sizes = {name: values[name] for name in SIZES if values.get(name) is not None}
+    if "num_attention_heads" in sizes:
+        sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
+    for name in SIZES:
+        if name == "head_dim" and name not in sizes:
+            sizes[name] = sizes["hidden_size"] // sizes["num_attention_heads"]
+        size(name, sizes.get(name))
+    return sizes
+
+
+def window_of(values: dict[str, Any]) -> int:
+    """The sliding window of layers that have one; 0 for none."""
+    window = values.get("sliding_window")
+    return 0 if window is None else size("sliding_window", window)
+
+
+def layer_kinds(values: dict[str, Any], kinds: list[str], served: tuple[str, ...] = (FULL, SLIDING)) -> list[str]:
+    """The kind of each layer, by ``layer_types``, of those that are served; `kinds` if the file has none."""
+    found = first(values.get("layer_types"), kinds)
+    if not isinstance(found, list) or len(found) != len(kinds) or not all(kind in served for kind in found):
+        raise refuse("layer_types", f"{len(kinds)} of {' or '.join(served)}", found)
+    return found
+
+
+def windows_of(values: dict[str, Any], kinds: list[str]) -> tuple[int, ...]:
+    """The window of each layer, of these kinds; 0 for none."""
+    window = window_of(values)
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def windows_by_layer(values: dict[str, Any], kinds: list[str]) -> tuple[int, ...]:
+    """`windows_of` the layers that ``layer_types`` names, and of none but all alike without a window."""
+    if window_of(values):
+        return windows_of(values, layer_kinds(values, kinds))
+    return (0,) * len(layer_kinds(values, [FULL] * len(kinds), (FULL,)))
+
+
+def one_window(values: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """`windows_of` layers that all have the window, if there is one; ``layer_types`` may not say otherwise."""
+    kind = SLIDING if window_of(values) else FULL
+    return windows_of(values, layer_kinds(values, [kind] * layers, (kind,)))
+
+
+def pattern(layers: int, step: Any) -> list[str]:
+    """The kinds of layers that have a window but for every `step`-th."""
+    size("sliding_window_pattern", step)
+    return [SLIDING if (i + 1) % step else FULL for i in range(layers)]

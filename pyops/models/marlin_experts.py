@@ -1,0 +1,251 @@
+"""Packed weights of experts that `fused_marlin_moe` multiplies: moved to Marlin's places once they are loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._core.lazy import torch
+from .._marlin_experts import fused_marlin_moe
+from .._model_error import ModelError
+from .._packed_linear import PackedProduct
+from ..ops._shared.packed_layouts import ZeroLayout, column_place, zero_bit
+from ..ops._shared.scalar_type import SCALAR_TYPES
+from ..ops.linear.marlin_repack import awq_marlin_repack, gptq_marlin_repack
+from ..ops.linear.marlin_weight import scale_order
+from ..ops.linear.repack import TILE_COLUMNS
+from .expert_weights import STACKED, expert_biases, named_biases, projections
+from .linear import Place
+from .mixture import Mixture
+from .packed_linear import PackedLinear
+from .quantization import MX_BLOCK, Mxfp4Experts, PackedQuantization
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Types of codes: {(bits, whether there are zero points): name}.
+_TYPES = {(4, False): "uint4b8", (4, True): "uint4", (8, False): "uint8b128"}
+
+
+def serves(
+    quantization: PackedQuantization | Mxfp4Experts, mixture: Mixture, hidden_size: int, dtype: torch.dtype
+) -> bool:
+    """Whether kernels of `fused_marlin_moe` read such weights, for activations of the dtype."""
+    channels = mixture.intermediate_size
+    if dtype == torch.float32 or hidden_size % TILE_COLUMNS or 2 * channels % TILE_COLUMNS:
+        return False
+    if isinstance(quantization, Mxfp4Experts):
+        return min(hidden_size, channels) > MX_BLOCK  # Marlin has no form of e2m1 in one group
+    # Codes of 8 bits with zero points have no kernel that reads them: every call would write all weights in full.
+    return quantization.bits == 4 or (quantization.bits == 8 and not _has_zeros(quantization))
+
+
+def _has_zeros(quantization: PackedQuantization) -> bool:
+    """Whether there are zero points that are not in the middle of codes."""
+    return quantization.has_zeros and not quantization.is_symmetric
+
+
+class MarlinWeight:
+    """One projection of all experts: what a checkpoint has until `repack`, then Marlin's form of the same.
+
+    Args:
+        num_experts, rows, columns: of the weights, [num_experts, rows, columns].
+        parts: how many projections are stacked in the rows.
+        place: of the weights, whose dtype scales have, but for those of mxfp4.
+        quantization: of the weights.
+
+    Attributes:
+        kind: the type of the codes.
+        groups: of columns, under a scale each.
+        codes: [num_experts, columns / 16, rows * bits / 2] int32.
+        scales: [num_experts, groups, rows].
+        zeros: [num_experts, groups, rows * bits / 32] int32; or None.
+        orders: of each stacked projection whose groups are not consecutive [num_experts, columns] int32: the group of
+            each column, as it is listed.
+        perm, g_idx: [num_experts, columns] int32: the columns in the order of their groups, and their groups; or None.
+    """
+
+    def __init__(
+        self,
+        size: tuple[int, int, int],
+        parts: int,
+        place: Place,
+        quantization: PackedQuantization | Mxfp4Experts,
+    ) -> None:
+        experts, self.rows, self.columns = size
+        self.quantization = quantization
+        has_zeros = has_order = False
+        if isinstance(quantization, Mxfp4Experts):
+            name, self.groups, dtype = "float4_e2m1f", self.columns // MX_BLOCK, torch.uint8
+        else:
+            has_zeros = _has_zeros(quantization)
+            has_order, dtype = quantization.has_order, place.dtype
+            name = _TYPES[quantization.bits, has_zeros]
+            self.groups = self.columns // quantization.columns_of_group(self.columns)
+        self.kind = SCALAR_TYPES[name]
+        self.bits = self.kind.size_bits
+
+        def words(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=place.device)
+
+        zeros, order = (self.groups, self.rows * self.bits // 32), (experts, self.columns)
+        self.codes = words(experts, self.columns // 16, self.rows * self.bits // 2)
+        self.scales = torch.empty(experts, self.groups, self.rows, dtype=dtype, device=place.device)
+        self.zeros = words(experts, *zeros) if has_zeros else None
+        self.orders = [words(*order) for _ in range(parts)] if has_order else []
+        self.perm = words(*order) if has_order else None
+        self.g_idx = words(*order) if has_order else None
+        # What a checkpoint lists although config.json says it, and `check_written` compares: one place for all experts.
+        self._known_zeros, self._known_order = words(*zeros), words(self.columns)
+
+    def as_loaded(self, expert: int, sizes: dict[str, int], packed: PackedQuantization) -> PackedLinear:
+        """The projection of an expert as a checkpoint has it: {name in the checkpoint: rows}."""
+        product = PackedProduct(
+            self.codes[expert].view((self.columns, -1) if packed.format == "awq" else (-1, self.rows)),
+            self._known_zeros if self.zeros is None else self.zeros[expert],
+            self.scales[expert],
+        )
+        orders = tuple(order[expert] for order in self.orders)
+        if packed.lists_groups and not packed.has_order:
+            orders = (self._known_order,) * len(sizes)
+        return PackedLinear((product,), None, sizes, packed, orders)
+
+    def stacked_as_loaded(self) -> dict[str, Tensor]:
+        """Codes [num_experts, rows, columns / 32, 16] uint8, and scales, as a checkpoint of mxfp4 has them."""
+        blocks = self.codes.view(torch.uint8).view(len(self.codes), self.rows, self.groups, MX_BLOCK // 2)
+        return {"blocks": blocks, "scales": self.scales.mT}
+
+    def check(self, names: list[str]) -> None:
+        """ModelError for what Marlin's form cannot hold; `names` are those of the stacked projections."""
+        for name, order in zip(names, self.orders, strict=False):
+            for wrong, expected in (
+                ((order != self.orders[0]).any(1), f"the groups of {names[0]}, which multiplies the same columns"),
+                ((order.sort(1)[0] != self._groups_in_order()).any(1), f"{self.groups} groups of one size"),
+            ):
+                if wrong.any():
+                    raise ModelError(f"experts.{int(wrong.nonzero()[0])}.{name}.g_idx", f"expected {expected}")
+        most = (1 << self.bits) - 1
+        if self.zeros is not None and self._zero_offset and (_fields(self.zeros, self.bits) == most).any():
+            raise ModelError(f"experts.{names[0]}.qzeros", f"expected zero points up to {most}, got {most + 1}")
+
+    def repack(self) -> None:
+        """Move what a checkpoint has written to where Marlin has it, the codes of one expert at a time."""
+        if self.perm is not None and self.g_idx is not None:
+            self.perm.copy_(self.orders[0].argsort(dim=1, stable=True))
+            self.g_idx.copy_(self._groups_in_order().expand_as(self.g_idx))
+        is_awq = isinstance(self.quantization, PackedQuantization) and self.quantization.format == "awq"
+        size = self.columns, self.rows, self.bits
+        for i, codes in enumerate(self.codes):
+            if is_awq:
+                awq_marlin_repack(codes.view(self.columns, -1).clone(), *size, out=codes)
+                continue
+            by_columns = codes.view(-1, self.rows).clone()
+            if isinstance(self.quantization, Mxfp4Experts):
+                by_columns = codes.view(self.rows, -1).T.contiguous()
+            gptq_marlin_repack(by_columns, None if self.perm is None else self.perm[i], *size, out=codes)
+        rows = torch.arange(self.rows, device=self.codes.device)
+        self.scales.copy_(moved(self.scales, column_place(scale_order(self.kind, self.groups), rows)))
+        if self.zeros is not None:
+            fields = _fields(self.zeros, self.bits)[..., self._zero_places("awq" if is_awq else "gptq")]
+            self.zeros.copy_(_words(moved(fields + self._zero_offset, self._zero_places("marlin")), self.bits))
+
+    @property
+    def _zero_offset(self) -> int:
+        """What is added to a stored zero point."""
+        return int(isinstance(self.quantization, PackedQuantization) and not self.quantization.is_v2)
+
+    def _groups_in_order(self) -> Tensor:
+        return torch.arange(self.columns, dtype=torch.int32, device=self.codes.device) // (self.columns // self.groups)
+
+    def _zero_places(self, layout: ZeroLayout) -> Tensor:
+        """Which field of a row of zero points is that of each row of the weight."""
+        rows = torch.arange(self.rows, device=self.codes.device)
+        places: Tensor = zero_bit(layout, self.bits, self.rows, 0, rows, 0) // self.bits
+        return places
+
+
+def moved(entries: Tensor, places: Tensor) -> Tensor:
+    """[..., n] of entries [..., n]: entry i of a row is at ``places[i]``."""
+    found = torch.empty_like(entries)
+    found[..., places] = entries
+    return found
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """[..., n * 32 / bits] of int32 words [..., n], from their lowest bits on."""
+    shifts = torch.arange(0, 32, bits, device=words.device)
+    return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
+
+
+def _words(fields: Tensor, bits: int) -> Tensor:
+    """The inverse of `_fields`."""
+    shifts = torch.arange(0, 32, bits, device=fields.device)
+    return (fields.unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1).to(torch.int32)
+
+
+class MarlinExperts:
+    """Experts of packed weights, by `fused_marlin_moe`.
+
+    Args:
+        mixture: what they are.
+        hidden_size: elements of a hidden state.
+        place: of the weights.
+        quantization: of the weights, such that it `serves` them.
+    """
+
+    def __init__(
+        self, mixture: Mixture, hidden_size: int, place: Place, quantization: PackedQuantization | Mxfp4Experts
+    ) -> None:
+        self.mixture, self.hidden_size, self.quantization = mixture, hidden_size, quantization
+        self.gate_up, self.down = (
+            MarlinWeight((mixture.num_experts, sum(sizes.values()), columns), len(sizes), place, quantization)
+            for sizes, columns in projections(mixture, hidden_size, 0)
+        )
+        self.biases = expert_biases(mixture, hidden_size, place)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """{name in a checkpoint: view of the weights to write the tensor to}."""
+        own, weights, found = self.quantization, (self.gate_up, self.down), named_biases(self.biases)
+        if isinstance(own, Mxfp4Experts):
+            for name, weight in zip(STACKED, weights, strict=True):
+                found |= {f"{name}_{kind}": view for kind, view in weight.stacked_as_loaded().items()}
+            return found
+        for i in range(self.mixture.num_experts):
+            for weight, (sizes, _) in zip(weights, projections(self.mixture, self.hidden_size, i), strict=True):
+                found |= weight.as_loaded(i, sizes, own).tensors()
+        return found
+
+    def check(self) -> None:
+        """Once a checkpoint is written: ModelError for what cannot be multiplied."""
+        self.gate_up.check([self.mixture.gate, self.mixture.up])
+        self.down.check([self.mixture.down])
+
+    def prepare(self) -> None:
+        """Once a checkpoint is written: make of it what is multiplied."""
+        for weight in (self.gate_up, self.down):
+            weight.repack()
+        for bias in self.biases or ():
+            bias.copy_(moved(bias, column_place("marlin_32", torch.arange(bias.shape[1], device=bias.device))))
+
+    def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The sum over the chosen experts: hidden [num_tokens, hidden_size], weights and ids [num_tokens, top_k]."""
+        first, second = self.gate_up, self.down
+        bias1, bias2 = self.biases or (None, None)
+        return fused_marlin_moe(
+            hidden,
+            first.codes,
+            second.codes,
+            bias1,
+            bias2,
+            first.scales,
+            second.scales,
+            weights,
+            ids,
+            first.kind.id,
+            activation=self.mixture.activation,
+            g_idx1=first.g_idx,
+            g_idx2=second.g_idx,
+            sort_indices1=first.perm,
+            sort_indices2=second.perm,
+            w1_zeros=first.zeros,
+            w2_zeros=second.zeros,
+        )

@@ -1,0 +1,114 @@
+"""Decoders with mixtures of experts, latent attention or state-space layers: a row or a function for each family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from .config_values import MAX_POSITIONS, first, flag, is_integer, number, refuse, size
+from .family import ATTENTION_SIZES, FULL, SLIDING, Family, one_window, windows_by_layer
+from .latent import Latent
+from .mixture import Mixture, parse_deepseek_v2, parse_deepseek_v3, parse_gpt_oss, parse_mixtral, parse_qwen3_moe
+from .parts import Names
+from .rope import Rope
+from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
+
+_Values = dict[str, Any]
+_BAMBA_ROTARY_FACTOR = 0.5  # unless `rope_parameters` has another, whatever the file says beside them
+
+
+def _mixtral(values: _Values, layers: int) -> dict[str, Any]:
+    return {"mixture": parse_mixtral(values, layers), "sliding_windows": one_window(values, layers)}
+
+
+def _qwen3_moe(values: _Values, layers: int) -> dict[str, Any]:
+    window = values["sliding_window"] if flag(values, "use_sliding_window") else None
+    return {
+        "mixture": parse_qwen3_moe(values, layers),
+        "qk_norm": "head",
+        "sliding_windows": one_window(values | {"sliding_window": window}, layers),
+    }
+
+
+def _deepseek(parse: Callable[[_Values, int], Mixture], values: _Values, layers: int) -> dict[str, Any]:
+    count = first(values.get("num_nextn_predict_layers"), 0)
+    if not is_integer(count) or count < 0:
+        raise refuse("num_nextn_predict_layers", "a number of layers", count)
+    return {
+        "mixture": parse(values, layers),
+        "latent": Latent.parse(values),
+        "num_key_value_heads": values["num_attention_heads"],
+        "head_dim": size("qk_rope_head_dim", first(values.get("qk_rope_head_dim"), 64)),  # what turns of a head
+        "num_layers_not_read": int(count),
+    }
+
+
+def _gpt_oss(values: _Values, layers: int) -> dict[str, Any]:
+    """gpt-oss: sinks, and a window in every second layer from the first on, unless ``layer_types`` names others."""
+    kinds = [FULL if i % 2 else SLIDING for i in range(layers)]
+    return {
+        "mixture": parse_gpt_oss(values, layers),
+        "sinks": True,
+        "sliding_windows": windows_by_layer(values, kinds),
+    }
+
+
+def _bamba(values: _Values, layers: int) -> dict[str, Any]:
+    """Bamba: the layers ``attn_layer_indices`` are attention, and there may be none; others are Mamba-2."""
+    indices = first(values.get("attn_layer_indices"), [])
+    if not isinstance(indices, list) or not all(is_integer(i) and 0 <= i < layers for i in indices):
+        raise refuse("attn_layer_indices", f"layers from 0 to {layers - 1}", indices)
+    return {
+        "layer_types": tuple("attention" if i in indices else "mamba2" for i in range(layers)),
+        "state_space": parse_bamba(values),
+        "rope": Rope.parse(values, _BAMBA_ROTARY_FACTOR),
+        "sliding_windows": (0,) * layers,
+    }
+
+
+MIXED_FAMILIES = {
+    "MixtralForCausalLM": Family(
+        {"num_key_value_heads": 8},
+        names=Names(mlp="block_sparse_moe"),
+        qkv_bias=False,
+        o_bias=False,
+        fields=_mixtral,
+    ),
+    "Qwen3MoeForCausalLM": Family({"sliding_window": 4096, "num_key_value_heads": 4}, fields=_qwen3_moe),
+    "DeepseekV2ForCausalLM": Family(mlp_bias="mlp_bias", fields=partial(_deepseek, parse_deepseek_v2)),
+    "DeepseekV3ForCausalLM": Family(fields=partial(_deepseek, parse_deepseek_v3)),
+    "GptOssForCausalLM": Family(
+        {"attention_bias": True, "sliding_window": 128, "num_key_value_heads": 8}, fields=_gpt_oss
+    ),
+    "BambaForCausalLM": Family(
+        {"num_key_value_heads": 8},
+        names=Names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm", mlp="feed_forward"),
+        mlp_bias="mlp_bias",
+        partial_rotary_factor=_BAMBA_ROTARY_FACTOR,
+        fields=_bamba,
+    ),
+}
+
+
+def _mamba(parse: Callable[[_Values], StateSpace], is_tied: bool, values: _Values) -> dict[str, Any]:
+    """Fields of the config of a decoder whose layers are all state-space layers without MLPs."""
+    sizes = {name: size(name, values.get(name)) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    state_space = parse(values)
+    return sizes | {
+        **dict.fromkeys(("intermediate_size", *ATTENTION_SIZES), 0),
+        "max_position_embeddings": MAX_POSITIONS,  # nothing depends on positions
+        "rms_norm_eps": number("layer_norm_epsilon", values.get("layer_norm_epsilon", 1e-5)),
+        "hidden_act": first(values.get("hidden_act"), "silu"),
+        "layer_types": (state_space.kind,) * sizes["num_hidden_layers"],
+        "state_space": state_space,
+        "residual_in_float32": flag(values, "residual_in_fp32", True),
+        "tie_word_embeddings": flag(values, "tie_word_embeddings", is_tied),
+        "names": Names("backbone.embeddings", "backbone.layers", "backbone.norm_f", "norm", state_space="mixer"),
+    }
+
+
+MAMBAS: dict[str, Callable[[_Values], dict[str, Any]]] = {
+    "MambaForCausalLM": partial(_mamba, parse_mamba, True),
+    "Mamba2ForCausalLM": partial(_mamba, parse_mamba2, False),
+}

@@ -1,0 +1,259 @@
+"""Mixtures of experts: the choice of experts, the experts, and what is added to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.functional import softmax, softplus
+
+from ..ops.linear.grouped_problem import ACTIVATIONS
+from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk_bias
+from .custom_op import CustomOp
+from .experts import ExpertWeights, UnquantizedFusedMoEMethod
+from .parallel import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FusedMoE", "TransformersFusedMoE"]
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: softmax(logits, -1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: softplus(logits).sqrt(),
+}
+
+
+def _chosen(
+    layer: FusedMoE, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    bias, scale, scoring = layer.e_score_correction_bias, layer.routed_scaling_factor, layer.scoring_func
+    choice = layer.top_k, layer.renormalize
+    if layer.use_grouped_topk:
+        groups = layer.num_expert_group or 0, layer.topk_group or 0
+        return fused_grouped_topk(hidden_states, router_logits, *choice, bias, *groups, scoring, scale)
+    by_token = None if layer.hash_indices_table is None else input_ids, layer.hash_indices_table
+    return fused_topk_bias(hidden_states, router_logits, bias, *choice, scoring, None, *by_token, scale)
+
+
+def _chosen_natively(
+    layer: FusedMoE, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    scores = _SCORES[layer.scoring_func](router_logits.float())
+    bias = layer.e_score_correction_bias
+    ranks = scores if bias is None else scores + bias
+    if layer.use_grouped_topk:
+        groups = ranks.unflatten(1, (layer.num_expert_group, -1))
+        best = groups.amax(2) if bias is None else groups.topk(min(2, groups.shape[2]), 2)[0].sum(2)
+        kept = torch.zeros_like(best).scatter(1, best.topk(layer.topk_group or 1, 1)[1], 1.0)
+        ranks = groups.masked_fill(kept[:, :, None] == 0, -torch.inf).flatten(1)
+    ids = ranks.topk(layer.top_k, 1)[1]
+    if layer.hash_indices_table is not None:
+        assert input_ids is not None
+        ids = layer.hash_indices_table[input_ids].long()
+    weights = scores.gather(1, ids)
+    if layer.renormalize:
+        weights = weights / weights.sum(1, keepdim=True)
+    return weights * layer.routed_scaling_factor, ids.int()
+
+
+@CustomOp.register("fused_moe")
+class FusedMoE(ExpertWeights):
+    """A mixture of experts: ``y = sum_j p_j W2_j act(W13_j x)`` over the best experts of each token.
+
+    ``forward(hidden_states, router_logits, input_ids=None)`` takes [num_tokens, hidden_size] and [num_tokens,
+    num_experts] of any float dtype, and returns [num_tokens, hidden_size], added up over all ranks. The experts are
+    `pyops.fused_experts`, their choice is `pyops.fused_grouped_topk` or `pyops.fused_topk_bias`.
+
+    Parameters are ``w13_weight`` [experts, 2 * intermediate_size, hidden_size] (gates, then ups), ``w2_weight``
+    [experts, hidden_size, intermediate_size], and with `has_bias` ``w13_bias`` and ``w2_bias``. `weight_loader` fills
+    them from checkpoints. Ranks of a tensor-parallel group divide intermediate_size or, with an `ep_size`, the experts.
+    A module that is an argument may return (output, bias), of which the bias is left out.
+
+    Args:
+        num_experts, top_k: experts, and experts of a token.
+        hidden_size, intermediate_size: elements of a hidden state, and of an expert's.
+        params_dtype: of the weights; None for torch's default.
+        renormalize: whether the weights of a token's experts are divided by their sum.
+        use_grouped_topk, num_expert_group, topk_group: whether experts are chosen from the best groups, of how many.
+        tp_size, ep_size: ranks that divide intermediate_size, or experts; the size of the group, or None.
+        prefix: the name of the layer in its model.
+        custom_routing_function: ``(hidden_states, gating_output, topk, renormalize)`` returns weights and ids; or None.
+        scoring_func: "softmax", "sigmoid" or "sqrtsoftplus"; the last not for groups.
+        routed_scaling_factor: multiplies the weights of experts.
+        swiglu_limit: largest gate and largest magnitude of an up, of the activation "silu"; or None.
+        e_score_correction_bias: [num_experts] float32, added to scores for the choice alone; or None.
+        apply_router_weight_on_input: see `pyops.fused_experts`.
+        activation: one of those of `pyops.grouped_gemm`, with a gate.
+        is_act_and_mul: whether the activation has a gate; otherwise it is that of the name with "_no_mul".
+        has_bias: whether there are biases.
+        expert_mapping: what `make_expert_params_mapping` returns, for models that load weights by it.
+        n_shared_experts, router_logits_dtype: accepted because vLLM has them; nothing depends on them.
+        gate: makes the logits of the hidden states; router_logits of a call are then left aside. Or None.
+        shared_experts: its result for the hidden states is added; or None.
+        routed_input_transform, routed_output_transform: what becomes of the input of the experts, and of their sum.
+        apply_routed_scale_to_output: whether `routed_scaling_factor` multiplies the sum of the experts and not their
+            weights; in float16, beside shared experts, the result of these is divided by it instead, as vLLM does it.
+        hash_indices_table: [vocab_size, top_k], the experts of each token by its number in input_ids, for the scoring
+            function "sqrtsoftplus"; or None.
+        quant_config, dp_size, pcp_size, enable_eplb, num_redundant_experts, is_sequence_parallel, shared_expert_gate,
+            zero_expert_type: nothing but their defaults (1 for sizes) is supported.
+        reduce_results: whether results of all ranks are added up.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        params_dtype: torch.dtype | None = None,
+        renormalize: bool = True,
+        use_grouped_topk: bool = False,
+        num_expert_group: int | None = None,
+        topk_group: int | None = None,
+        quant_config: Any = None,
+        tp_size: int | None = None,
+        ep_size: int | None = None,
+        dp_size: int | None = None,
+        pcp_size: int | None = None,
+        prefix: str = "",
+        custom_routing_function: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        swiglu_limit: float | None = None,
+        e_score_correction_bias: Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+        activation: str = "silu",
+        is_act_and_mul: bool = True,
+        enable_eplb: bool = False,
+        num_redundant_experts: int = 0,
+        has_bias: bool = False,
+        is_sequence_parallel: bool = False,
+        expert_mapping: list[tuple[str, str, int, str]] | None = None,
+        n_shared_experts: int | None = None,
+        router_logits_dtype: torch.dtype | None = None,
+        gate: nn.Module | None = None,
+        shared_experts: nn.Module | None = None,
+        shared_expert_gate: nn.Module | None = None,
+        routed_input_transform: nn.Module | None = None,
+        routed_output_transform: nn.Module | None = None,
+        apply_routed_scale_to_output: bool = False,
+        zero_expert_type: str | None = None,
+        hash_indices_table: Tensor | None = None,
+        *,
+        reduce_results: bool = True,
+    ) -> None:
+        if not is_act_and_mul:
+            activation = f"{activation}_no_mul"
+        ranks = get_tensor_model_parallel_world_size()
+        for name, value, fits in (
+            ("top_k", top_k, 0 < top_k <= num_experts),
+            ("activation", activation, activation in ACTIVATIONS and activation != "none"),
+            ("swiglu_limit", swiglu_limit, swiglu_limit is None or (swiglu_limit >= 0 and activation == "silu")),
+            ("quant_config", quant_config, quant_config is None),
+            ("tp_size", tp_size, tp_size in (None, ranks) or (tp_size == 1 and ep_size == ranks)),
+            ("ep_size", ep_size, ep_size in (None, 1, ranks)),
+            ("dp_size", dp_size, dp_size in (None, 1)),
+            ("pcp_size", pcp_size, pcp_size in (None, 1)),
+            ("scoring_func", scoring_func, scoring_func in (list(_SCORES)[:2] if use_grouped_topk else _SCORES)),
+            ("num_expert_group", num_expert_group, bool(num_expert_group and topk_group) or not use_grouped_topk),
+            ("hash_indices_table", "a table", hash_indices_table is None or scoring_func == "sqrtsoftplus"),
+            ("enable_eplb", enable_eplb, not enable_eplb),
+            ("num_redundant_experts", num_redundant_experts, num_redundant_experts == 0),
+            ("is_sequence_parallel", is_sequence_parallel, not is_sequence_parallel),
+            ("shared_expert_gate", shared_expert_gate, shared_expert_gate is None),
+            ("zero_expert_type", zero_expert_type, zero_expert_type is None),
+        ):
+            if not fits:
+                raise ValueError(
+                    f"FusedMoE: {name}: {value!r} is not supported with {num_experts} experts, {ranks} ranks"
+                )
+        experts = activation, swiglu_limit, apply_router_weight_on_input, has_bias, ranks > 1 and ep_size == ranks
+        super().__init__(num_experts, hidden_size, intermediate_size, params_dtype, *experts)
+        self.top_k, self.reduce_results, self.prefix = top_k, reduce_results, prefix
+        self.renormalize, self.scoring_func = renormalize, scoring_func
+        self.use_grouped_topk, self.num_expert_group, self.topk_group = use_grouped_topk, num_expert_group, topk_group
+        self.custom_routing_function, self.e_score_correction_bias = custom_routing_function, e_score_correction_bias
+        self.hash_indices_table, self.expert_mapping = hash_indices_table, expert_mapping
+        self.n_shared_experts, self.router_logits_dtype = n_shared_experts, router_logits_dtype
+        scales = routed_scaling_factor, 1.0
+        self._output_scale, self.routed_scaling_factor = scales if apply_routed_scale_to_output else scales[::-1]
+        self.gate, self.shared_experts = gate, shared_experts
+        self.routed_input_transform, self.routed_output_transform = routed_input_transform, routed_output_transform
+        self.quant_method: CustomOp = UnquantizedFusedMoEMethod()
+
+    @property
+    def is_internal_router(self) -> bool:
+        """Whether the layer makes the logits by itself."""
+        return self.gate is not None
+
+    def select_experts(
+        self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None, native: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(weights float32, ids), both [num_tokens, top_k], by the ops or by plain PyTorch."""
+        if self.custom_routing_function is not None:
+            return self.custom_routing_function(hidden_states, router_logits, self.top_k, self.renormalize)
+        return (_chosen_natively if native else _chosen)(self, hidden_states, router_logits, input_ids)
+
+    def _mixed(
+        self, x: Tensor, choose: Callable[[Tensor], tuple[Tensor, Tensor]], method: Callable[..., Tensor]
+    ) -> Tensor:
+        """The experts that `choose` finds for their input, by `method`, and what is done before and after."""
+        routed = _applied(self.routed_input_transform, x)
+        out = method(self, routed, *choose(routed))
+        shared = None if self.shared_experts is None else _applied(self.shared_experts, x)
+        if self._output_scale != 1.0:
+            if shared is not None and out.dtype == torch.float16:
+                shared = shared * (1.0 / self._output_scale)
+            else:
+                out = out * self._output_scale
+        out = _applied(self.routed_output_transform, out)
+        out = out if shared is None else shared + out
+        return tensor_model_parallel_all_reduce(out) if self.reduce_results else out
+
+    def _forward(
+        self, x: Tensor, logits: Tensor, input_ids: Tensor | None, method: Callable[..., Tensor], native: bool
+    ) -> Tensor:
+        def choose(routed: Tensor) -> tuple[Tensor, Tensor]:
+            of_router = logits if self.gate is None else _applied(self.gate, routed)
+            return self.select_experts(routed, of_router, input_ids, native)
+
+        return self._mixed(x, choose, method)
+
+    def forward_native(self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        return self._forward(hidden_states, router_logits, input_ids, self.quant_method.forward_native, True)
+
+    def forward_cuda(self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        return self._forward(hidden_states, router_logits, input_ids, self.quant_method, False)
+
+
+def _applied(module: nn.Module | None, x: Tensor) -> Tensor:
+    """What a module makes of `x`, without the bias that it may return beside; `x` itself without a module."""
+    result = x if module is None else module(x)
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+@CustomOp.register("transformers_fused_moe")
+class TransformersFusedMoE(FusedMoE):
+    """`FusedMoE` of experts that its caller has chosen, as models of transformers do, by `pyops.fused_experts`.
+
+    ``forward(hidden_states, topk_ids, topk_weights)`` takes [num_tokens, hidden_size] and what the router says, both
+    [num_tokens, top_k]. Arguments are those of `FusedMoE`.
+    """
+
+    def forward_native(  # type: ignore[override]
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> Tensor:
+        chosen = topk_weights.float(), topk_ids
+        return self._mixed(hidden_states, lambda _: chosen, self.quant_method.forward_native)
+
+    def forward_cuda(  # type: ignore[override]
+        self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> Tensor:
+        chosen = topk_weights.float().contiguous(), topk_ids.contiguous()
+        return self._mixed(hidden_states, lambda _: chosen, self.quant_method)

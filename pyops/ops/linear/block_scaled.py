@@ -1,0 +1,133 @@
+"""Matrices of codes under block scales: NVFP4, MXFP4 and MXFP8. A kernel writes them in bfloat16 for a product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..._core import check
+from ..._core.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, uint8
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.lazy import torch
+from ..._core.tensor import TensorArg
+from .._shared.fp4_tiles import TILE_ROWS, tile_sizes, untiled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_block_scaled_to_bf16 = Kernel("linear/block_scaled_to_bf16.cu")
+_NUM_THREADS = 256  # of block_scaled_to_bf16.cu
+_ELEMENTS = 16  # of a thread of block_scaled_to_bf16.cu
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
+_EXPONENT_BIAS = 127  # of e8m0; its code 255 is NaN
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Codes, and scales in tiles (`_shared/fp4_tiles.py`) of blocks of neighbouring elements of a row.
+
+    Attributes:
+        code_bits: 4 for e2m1, two codes to a byte of uint8, the first in its lower half; 8 for e4m3.
+        scale_size: elements under one scale.
+        scale_dtype: float8_e4m3fn, or float8_e8m0fnu for powers of two; a tensor of scales may be uint8 as well.
+    """
+
+    code_bits: int
+    scale_size: int
+    scale_dtype: DType
+
+    @property
+    def code_dtype(self) -> DType:
+        return uint8 if self.code_bits == 4 else float8_e4m3fn
+
+    def size(self, codes: TensorArg) -> int:
+        """Elements of a row of codes; OpError if scales do not divide them."""
+        check.dtype(codes, self.code_dtype)
+        size = check.row_size(codes) * 8 // self.code_bits
+        if size % self.scale_size:
+            unit = "bytes" if self.code_bits == 4 else "elements"
+            multiple = self.scale_size * self.code_bits // 8
+            raise codes.error(f"expected rows of a multiple of {multiple} {unit}, got shape {codes.shape}")
+        return size
+
+    def scale_sizes(self, num_rows: int, size: int) -> tuple[int, int]:
+        """(rows, columns) of the scales of a matrix, rounded up to whole tiles."""
+        columns, rows = tile_sizes(num_rows, size // self.scale_size)
+        return rows, columns
+
+    def check_scales(self, scales: TensorArg, **sizes: int | None) -> None:
+        """Check scales in tiles, contiguous and of these sizes, of which None may be any."""
+        check.dtype(scales, self.scale_dtype, uint8)
+        check.sizes(scales, **sizes)
+        check.contiguous(scales)
+        if scales.shape[-2] % TILE_ROWS:
+            raise scales.error(f"expected a multiple of {TILE_ROWS} rows, got shape {scales.shape}")
+
+    def values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """float64 codes times scales, rounded to bfloat16: [rows, size] of codes [rows, ...] and scales in tiles."""
+        if self.code_bits == 4:
+            each = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
+            magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float64, device=codes.device)
+            values = torch.where(each >= 8, -1.0, 1.0) * magnitudes[each & 7]
+        else:
+            values = codes.double()
+        of_blocks = untiled(scales, len(codes), values.shape[1] // self.scale_size).contiguous()
+        factors = self._factors(of_blocks).repeat_interleave(self.scale_size, 1)
+        return (values * factors).to(torch.bfloat16).double()
+
+    def _factors(self, scales: Tensor) -> Tensor:
+        if self.scale_dtype is float8_e4m3fn:
+            return scales.view(torch.float8_e4m3fn).double()
+        powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float64), scales.long() - _EXPONENT_BIAS)
+        return powers.masked_fill(scales == 255, float("nan"))
+
+    def expand(
+        self,
+        dense: Scratch,
+        codes: TensorArg,
+        scales: TensorArg,
+        rows_of_matrix: int,
+        scale_rows: Scratch | None = None,
+        problem_sizes: TensorArg | None = None,
+    ) -> Launch:
+        """Writes codes times scales to `dense`, of matrices of `rows_of_matrix` rows, whose scales have own tiles.
+
+        `scale_rows` says where the scales of a row lie, if that is not the row itself. Matrices that have no rows to
+        be multiplied with in `problem_sizes` are left out.
+        """
+        num_rows, size = check.num_rows(codes), codes.shape[-1] * 8 // self.code_bits
+        rows, columns = self.scale_sizes(rows_of_matrix, size)
+        kernel = _block_scaled_to_bf16.renamed(codes=codes.name, scales=scales.name)
+        parts = size // _ELEMENTS
+        return kernel(
+            scale_t=uint8 if self.scale_dtype is float8_e8m0fnu else self.scale_dtype,
+            CODE_BITS=self.code_bits,
+            SCALE_SIZE=self.scale_size,
+            CODE_ACCESS=check.vector_width(_ELEMENTS * self.code_bits // 8, codes),
+            HAS_SCALE_ROWS=scale_rows is not None,
+            HAS_SIZES=problem_sizes is not None,
+            NUM_THREADS=_NUM_THREADS,
+        ).launch(
+            -(-num_rows * parts // _NUM_THREADS),
+            _NUM_THREADS,
+            dense=dense,
+            scale_rows=scale_rows or 0,
+            **({} if problem_sizes is not None else {"problem_sizes": 0}),
+            num_rows=num_rows,
+            parts=parts,
+            columns=columns,
+            rows_of_matrix=max(1, rows_of_matrix),
+            padded_rows=rows,
+            num_scale_rows=scales.numel // max(1, columns),
+            codes_stride=check.row_stride(codes),
+        )
+
+
+def dense_bytes(num_rows: int, size: int) -> int:
+    """Of the workspace for a matrix in bfloat16."""
+    return max(1, num_rows * size * bfloat16.itemsize)
+
+
+NVFP4 = BlockFormat(4, 16, float8_e4m3fn)
+MXFP4 = BlockFormat(4, 32, float8_e8m0fnu)
+MXFP8 = BlockFormat(8, 32, float8_e8m0fnu)

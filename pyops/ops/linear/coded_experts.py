@@ -1,0 +1,145 @@
+"""Weights of experts whose codes lie along K, as checkpoints have them: what they are, and the weights in full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..._core import check
+from ..._core.dtypes import DType, float8_e8m0fnu, float32, int8, uint8
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.lazy import torch
+from ..._core.tensor import TensorArg
+from .._shared.scalar_type import SCALAR_TYPES, ScalarType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_wna16_to_dense = Kernel("linear/wna16_to_dense.cu")
+_NUM_THREADS = 256  # of wna16_to_dense.cu, each with four bytes of codes
+_CODE_DTYPES: dict[str, DType] = {"uint4": uint8, "uint8": uint8, "int8": int8, "float4_e2m1f": uint8}
+TYPES = tuple(_CODE_DTYPES)
+MX_BLOCK = 32  # codes of float4_e2m1f under one scale
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedExperts:
+    """Weights [num_experts, rows, K]: ``scale * (code - zero)``, rounded once to 16 bits.
+
+    Attributes:
+        codes: [num_experts, rows, K * bits / 8], contiguous; of 4 bits, the first of two codes in the lower half.
+        type: of a code.
+        num_experts, rows, k: sizes.
+        groups: of K, each under a scale: 1 without `scales`.
+        scales: [num_experts, rows, groups], contiguous: 16 bits, or exponents of e8m0, also in a workspace; None where
+            the epilogue of a product has a scale for each row, and the weight is the code.
+        zeros: [num_experts, rows * bits / 8, groups] uint8, contiguous, that of the first of two rows in the lower
+            half; None for the middle of the codes, and for codes that have signs.
+    """
+
+    codes: TensorArg
+    type: ScalarType
+    num_experts: int
+    rows: int
+    k: int
+    groups: int
+    scales: TensorArg | Scratch | None
+    zeros: TensorArg | None
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.type.size_bits
+
+    @property
+    def group_size(self) -> int:
+        """Elements of K under one scale."""
+        return self.k // max(1, self.groups)
+
+    def constants(self) -> dict[str, Any]:
+        """Constants of kernels that read codes, beside those of the group's size."""
+        scales = self.scales
+        return {
+            "BITS": self.bits,
+            "EXPONENT": self.type.exponent,
+            "HAS_SCALES": scales is not None,
+            "scale_t": scales.dtype if isinstance(scales, TensorArg) else float32 if scales is None else uint8,
+            "SCALE": "scale_e8m0" if self.type.exponent else "scale_float",
+            "HAS_ZEROS": self.zeros is not None,
+        }
+
+    def tensors(self) -> dict[str, TensorArg | Scratch | None]:
+        """Pointers of such kernels by parameter."""
+        return {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
+
+    def written(self, dense: Scratch, dtype: DType) -> Launch:
+        """Writes the weights to `dense`, [num_experts, rows, K] of `dtype`."""
+        words = self.k * self.bits // 32
+        named = {name: one.name for name, one in self.tensors().items() if isinstance(one, TensorArg)}
+        access = check.vector_width(4, self.codes)
+        pointers: dict[str, Any] = {name: one or 0 for name, one in self.tensors().items() if name not in named}
+        return _wna16_to_dense.renamed(**named)(
+            scalar_t=dtype, **self.constants(), CODE_ACCESS=access, NUM_THREADS=_NUM_THREADS
+        ).launch(
+            -(-self.num_experts * self.rows * words // _NUM_THREADS),
+            _NUM_THREADS,
+            dense=dense,
+            rows=self.num_experts * self.rows,
+            words=words,
+            groups=self.groups,
+            group_size=self.group_size,
+            **pointers,
+        )
+
+
+def check_codes(
+    codes: TensorArg, scales: TensorArg, zeros: TensorArg | None, kind: str, dtype: DType, rows: int, k: int
+) -> CodedExperts:
+    """Check weights [num_experts, rows, k] of such codes, and their scales, which `dtype` is multiplied by."""
+    type_ = SCALAR_TYPES[kind]
+    bits = type_.size_bits
+    if k * bits % 32:
+        raise codes.error(f"expected rows of a multiple of {32 // bits} codes, got {k}")
+    check.sizes(codes, num_experts=None, N=rows, bytes=k * bits // 8)
+    num_experts = codes.shape[0]
+    check.shape(codes, _CODE_DTYPES[kind], num_experts=num_experts, N=rows, bytes=k * bits // 8)
+    if zeros is not None and kind not in ("uint4", "uint8"):
+        raise zeros.error(f"expected None with codes of {kind}")
+    if kind == "int8":
+        if scales.shape not in ((num_experts, rows), (num_experts, rows, 1)):
+            raise scales.error(f"expected shape ({num_experts}, {rows}), got {scales.shape}")
+        check.dtype(scales, float32)
+        check.contiguous(scales)
+        return CodedExperts(codes, type_, num_experts, rows, k, 1, None, None)
+    check.sizes(scales, num_experts=num_experts, N=rows, groups=None)
+    groups = scales.shape[2]
+    if not groups or k % groups or (kind == "float4_e2m1f" and k // groups != MX_BLOCK):
+        size = f"{MX_BLOCK} codes" if kind == "float4_e2m1f" else "equal size"
+        raise scales.error(f"expected groups of {size} of {k} elements, got shape {scales.shape}")
+    check.dtype(scales, *((uint8, float8_e8m0fnu) if kind == "float4_e2m1f" else (dtype,)))
+    check.contiguous(scales)
+    if zeros is not None and rows * bits % 8:
+        raise zeros.error(f"expected two rows for each zero point of 4 bits, got {rows} rows")
+    check.shape(zeros, uint8, num_experts=num_experts, rows=rows * bits // 8, groups=groups)
+    return CodedExperts(codes, type_, num_experts, rows, k, groups, scales, zeros)
+
+
+def in_full(codes: Tensor, scales: Tensor, zeros: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
+    """The weights [num_experts, rows, K] of `dtype`; of "int8", whose scales a product applies, the codes."""
+    if kind == "int8":
+        return codes.to(dtype)
+    bits = SCALAR_TYPES[kind].size_bits
+    if bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(2)
+        zeros = None if zeros is None else torch.stack((zeros & 15, zeros >> 4), 2).flatten(1, 2)
+    size = codes.shape[2] // scales.shape[2]
+    if kind == "float4_e2m1f":
+        numbers = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device)[codes.long()]
+        exponents = scales.view(torch.uint8).int()
+        factors = torch.ldexp(torch.ones(exponents.shape, device=codes.device), exponents - 127)
+        factors = factors.masked_fill(exponents == 255, torch.nan)
+    else:
+        middle = 2.0 ** (bits - 1) if zeros is None else zeros.repeat_interleave(size, 2).float()
+        numbers, factors = codes.float() - middle, scales.float()
+    return (numbers * factors.repeat_interleave(size, 2)).to(dtype)

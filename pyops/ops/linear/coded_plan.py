@@ -1,0 +1,162 @@
+"""Products of rows with the coded weights of their experts: the kernel that reads codes, or that of weights in full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.dtypes import bfloat16
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.tensor import TensorArg
+from . import grouped_plan
+from .coded_experts import CodedExperts
+from .gemm_problem import Operand
+from .grouped_plan import block_size_for
+from .grouped_problem import ExpertLists, GroupedProblem
+
+_grouped_gemm_packed = Kernel("linear/grouped_gemm_packed.cu")
+
+_STEP_BYTES = 64  # of a row of weights
+_ROWS = 64  # of weights of a tile
+_LANE_BYTES = 16  # of a row of weights, that a lane has in a step: they lie under one scale
+_STAGES = 3
+_STATIC_BYTES = 128  # of shared memory of a block: rows of out and of a
+_WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds, as of gemm_packed_mma.cu
+# Warps of a multiprocessor that registers allow, by rows of a tile; the second also with zero points of 4 bits.
+_RESIDENT, _RESIDENT_OF_NIBBLES = {8: 16, 16: 12}, {8: 16, 16: 8}
+# Rows of an expert up to which reading its codes once for each 16 of them takes less time than writing its weights. By
+# arithmetic, measured nowhere yet: docs/performance.md, "Experts end to end".
+_MAX_ROWS = 64
+_FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedProblem:
+    """A grouped product whose weights are codes. `product` is that with the weights in full, in memory of the call."""
+
+    product: GroupedProblem
+    weight: CodedExperts
+
+    @property
+    def device(self) -> Device:
+        return self.product.device
+
+    def bucket(self) -> str:
+        return f"{self.product.bucket()} {self.weight.type} of {self.weight.group_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class CodedConfig:
+    """The geometry of grouped_gemm_packed.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m: places of a tile.
+        warps: of a block, each with a part of K.
+        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+    """
+
+    tile_m: int
+    warps: int
+    min_blocks: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.warps <= self.warps * self.min_blocks <= _RESIDENT.get(self.tile_m, 0):
+            raise ValueError(f"no geometry of grouped_gemm_packed.cu: {self}")
+
+    def candidates(self, problem: CodedProblem, device: Device) -> list[CodedConfig]:
+        """Other tiles and warps."""
+        return tuning.varied(
+            self,
+            tile_m=tuning.beside(self.tile_m, 8, 16),
+            warps=tuning.beside(self.warps, 1, _RESIDENT[8]),
+            min_blocks=(self.min_blocks - 1, self.min_blocks + 1),
+        )
+
+    def launches(self, problem: CodedProblem) -> list[Launch]:
+        """A block for each tile that there may be."""
+        product, weight = problem.product, problem.weight
+        others = {**weight.tensors(), "row_scales": product.b_scales}
+        kernel = product.kernel(_grouped_gemm_packed, **others)
+        constants = product.constants()
+        del constants["SCALE_BLOCK"]
+        tiles = product.max_tiles(self.tile_m) * (product.b_rows // _ROWS)
+        launch = kernel(
+            **constants,
+            **weight.constants(),
+            GROUP_SIZE=weight.group_size,
+            WHOLE_STEPS=weight.k * weight.bits % (8 * _STEP_BYTES) == 0,
+            TILE_M=self.tile_m,
+            WARPS=self.warps,
+            STAGES=_STAGES,
+            MIN_BLOCKS=self.min_blocks,
+        ).launch(
+            tiles,
+            self.warps * 32,
+            self.warps * _warp_bytes(self.tile_m, weight),
+            **product.arguments(kernel, self.tile_m, **others),
+        )
+        return [launch]
+
+
+def block_size_of_codes(num_rows: int, num_experts: int) -> int:
+    """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
+    few = num_rows <= _MAX_ROWS * num_experts
+    return _FEW_ROWS_BLOCK if few else block_size_for(num_rows, num_experts)
+
+
+def serves(problem: CodedProblem, device: Device) -> bool:
+    """Whether grouped_gemm_packed.cu runs on the device, takes this problem, and beats weights written in full."""
+    p, w = problem.product, problem.weight
+    sizes = w.k * w.bits // 8 % _LANE_BYTES == 0 and w.group_size * w.bits // 8 % _LANE_BYTES == 0
+    sizes = sizes and p.b_rows % _ROWS == 0 and p.lists.block_size % 8 == 0 and not p.empty and p.k > 0
+    sizes = sizes and p.b_rows * w.groups < 2**32  # entries of scales of an expert
+    aligned = p.a.vec_size(p.k) == 8 and w.codes.alignment == 16
+    # Scales of e8m0 do not fit into float16.
+    kind = w.type.exponent == 0 or p.dtype is bfloat16
+    return sizes and aligned and kind and device.supports("mma") and p.rows_of_expert <= _MAX_ROWS
+
+
+def choose(problem: CodedProblem, device: Device) -> CodedConfig:
+    """As many warps as the device holds at a time, with as many rows as an expert is likely to have."""
+    p, w = problem.product, problem.weight
+    tile_m = 8 if p.rows_of_expert <= 8 or p.lists.block_size % 16 else 16
+    tiles = p.row_tiles(tile_m) * (p.b_rows // _ROWS)
+    steps = -(-w.k * w.bits // (8 * _STEP_BYTES))
+    resident = (_RESIDENT_OF_NIBBLES if w.bits == 4 and w.zeros is not None else _RESIDENT)[tile_m]
+    # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
+    warps = min(resident // -(-tiles // device.multiprocessors) or _WARPS_OF_MANY, steps)
+    warps = max(1, min(warps, (device.shared_memory - _STATIC_BYTES) // _warp_bytes(tile_m, w)))
+    return CodedConfig(tile_m, warps, resident // warps)
+
+
+def _warp_bytes(tile_m: int, weight: CodedExperts) -> int:
+    """Shared memory of a warp: stages of rows of a, and then its sums."""
+    return max(_STAGES * tile_m * _STEP_BYTES * 8 // weight.bits * 2, tile_m * _ROWS * 4)
+
+
+def plan(
+    out: TensorArg,
+    a: TensorArg,
+    weight: CodedExperts,
+    lists: ExpertLists,
+    topk_weights: TensorArg | None,
+    b_scales: TensorArg | None,
+    bias: TensorArg | None,
+    top_k: int,
+    activation: str,
+) -> list[Launch]:
+    """The launches of the kernel that reads codes, or of one that writes weights and of a grouped product."""
+    dense = Scratch(max(1, weight.num_experts * weight.rows * weight.k) * a.dtype.itemsize)
+    operands = Operand.of_rows(a), Operand.of_scratch(dense, a.dtype, weight.num_experts * weight.rows, weight.k)
+    terms = topk_weights, None, b_scales, bias
+    product = GroupedProblem(out, *operands, weight.num_experts, weight.k, lists, *terms, top_k, activation)
+    problem = CodedProblem(product, weight)
+    if serves(problem, product.device):
+        return launches_of(problem)
+    return [weight.written(dense, a.dtype), grouped_plan.plan(product)]
+
+
+def launches_of(problem: CodedProblem) -> list[Launch]:
+    """Those of the kernel that reads codes, for a problem that it serves."""
+    return tuning.config(problem.product.out.op, problem, problem.device, choose).launches(problem)

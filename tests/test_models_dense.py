@@ -1,0 +1,457 @@
+"""Dense decoders by their parts against transformers: the same weights, in float32, give the same texts."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from pyops import ModelError, testing
+from pyops._core.host.toolchain import toolchains
+from pyops.models import Config, Decoder, Engine, Multipliers, Names, Norms, Rope, SamplingParams, load
+from pyops.models.runner import Part, Runner
+
+transformers.utils.logging.disable_progress_bar()
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.4,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+PROMPTS = [list(range(5, 25)), [3], [(7 * i) % 96 for i in range(37)]]
+NUM_TOKENS = 64
+LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def longrope(pairs: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+        "long_factor": [1.5 + 0.7 * i for i in range(pairs)],
+    }
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA2 = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3", {"num_key_value_heads": 4}),
+    "phi3 with longrope from the 40th token on, a window": (
+        "Phi3",
+        {"rope_parameters": longrope(8), "original_max_position_embeddings": 40, "sliding_window": 23},
+    ),
+    "phi3, parts of heads turn by longrope, tied": (
+        "Phi3",
+        {"rope_parameters": longrope(6) | {"partial_rotary_factor": 0.75}, "tie_word_embeddings": True}
+        | {"original_max_position_embeddings": 64},
+    ),
+    "gemma": ("Gemma", {"head_dim": 32}),
+    "gemma with one key head, biases, gelu": (
+        "Gemma",
+        {"head_dim": 16, "num_key_value_heads": 1, "attention_bias": True, "hidden_act": "gelu"},
+    ),
+    "gemma, not tied, linear rope": (
+        "Gemma",
+        {"head_dim": 16, "tie_word_embeddings": False, "rope_parameters": LINEAR},
+    ),
+    "gemma2": ("Gemma2", GEMMA2 | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma2 without caps, windows by layer": (
+        "Gemma2",
+        GEMMA2
+        | {"layer_types": [FULL, SLIDING], "attn_logit_softcapping": None, "final_logit_softcapping": None}
+        | {"attention_bias": True},
+    ),
+    "gemma2, three layers, not tied, gelu": (
+        "Gemma2",
+        GEMMA2
+        | {"num_hidden_layers": 3, "hidden_activation": "gelu", "tie_word_embeddings": False, "head_dim": 32}
+        | {"num_key_value_heads": 1, "rope_parameters": LLAMA3},
+    ),
+    "gemma3": ("Gemma3", GEMMA2 | {"sliding_window_pattern": 2}),
+    "gemma3, windows by layer, scaled rope, a cap": (
+        "Gemma3",
+        GEMMA2
+        | {"layer_types": [FULL, SLIDING], "final_logit_softcapping": 5.0, "attention_bias": True}
+        | {"rope_parameters": {FULL: LINEAR, SLIDING: {"rope_type": "default", "rope_theta": 100.0}}},
+    ),
+    "gemma3, three layers, not tied, gelu": (
+        "Gemma3",
+        GEMMA2
+        | {"num_hidden_layers": 3, "sliding_window_pattern": 3, "hidden_activation": "gelu", "head_dim": 32}
+        | {"tie_word_embeddings": False, "num_key_value_heads": 1},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2 with one key head, biases": ("Olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "olmo2 with yarn, three layers": ("Olmo2", {"rope_parameters": YARN, "num_hidden_layers": 3}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 4.0},
+    ),
+    "granite with biases, tied": (
+        "Granite",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "embedding_multiplier": 0.7}
+        | {"attention_multiplier": 0.3, "num_key_value_heads": 4},
+    ),
+    "granite, three layers, linear rope": (
+        "Granite",
+        {"residual_multiplier": 0.22, "num_hidden_layers": 3, "num_key_value_heads": 1, "rope_parameters": LINEAR},
+    ),
+    "cohere": ("Cohere", {}),
+    "cohere with norms of heads, not tied": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": False}),
+    "cohere with norms of heads, biases, yarn": (
+        "Cohere",
+        {"use_qk_norm": True, "attention_bias": True, "rope_parameters": YARN, "logit_scale": 2.0},
+    ),
+    "cohere2": ("Cohere2", {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "cohere2, windows by layer, biases, not tied": (
+        "Cohere2",
+        {"sliding_window": 9, "layer_types": [FULL, SLIDING], "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "cohere2, three layers": (
+        "Cohere2",
+        {"sliding_window": 5, "num_hidden_layers": 3, "sliding_window_pattern": 3, "num_key_value_heads": 4},
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3 with windows, biases, not tied": (
+        "SmolLM3",
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 7, "tie_word_embeddings": False}
+        | {"attention_bias": True, "mlp_bias": True},
+    ),
+    "smollm3, windows by layer, scaled rope": (
+        "SmolLM3",
+        {"num_hidden_layers": 3, "layer_types": [FULL, SLIDING, FULL], "use_sliding_window": True}
+        | {"sliding_window": 9, "rope_parameters": LLAMA3, "no_rope_layers": [1, 1, 0], "tie_word_embeddings": False},
+    ),
+    "stablelm": ("StableLm", {}),
+    "stablelm in parallel, norms of heads, biases": (
+        "StableLm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    ),
+    "stablelm with norms of heads, tied": (
+        "StableLm",
+        {"qk_layernorm": True, "tie_word_embeddings": True, "num_key_value_heads": 4}
+        | {"rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}},
+    ),
+    "starcoder2": ("Starcoder2", {}),
+    "starcoder2 with a window, not tied": (
+        "Starcoder2",
+        {"sliding_window": 9, "tie_word_embeddings": False, "hidden_act": "gelu", "num_key_value_heads": 4},
+    ),
+    "starcoder2 without biases, gelu_new": (
+        "Starcoder2",
+        {"use_bias": False, "hidden_act": "gelu_new", "tie_word_embeddings": False, "rope_parameters": YARN},
+    ),
+    "gpt-neox": ("GPTNeoX", {}),
+    "gpt-neox one after the other, without biases of attention": (
+        "GPTNeoX",
+        {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"},
+    ),
+    "gpt-neox, tied, three layers, gelu_fast": (
+        "GPTNeoX",
+        {"tie_word_embeddings": True, "num_hidden_layers": 3, "hidden_act": "gelu_fast", "rotary_emb_base": 500.0},
+    ),
+}
+
+
+def reference(case: str) -> Any:
+    """A model of transformers whose random weights make clear choices; biases and norms are random, too."""
+    family, options = CASES[case]
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, SIZES | options))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(0.0, 0.1)
+        elif "norm" in name:
+            parameter.data.normal_(0.0 if "Gemma" in family else 1.0, 0.2)
+    if model.config.tie_word_embeddings:  # else the likeliest token is the last once more
+        model.get_input_embeddings().weight.data *= 0.05
+    return model.eval()
+
+
+def config_of(family: str, options: dict[str, Any]) -> Any:
+    return getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")(**options)
+
+
+def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([tokens], device=model.device)).logits[0].clone()
+    return found
+
+
+def choices(model: Any, tokens: list[int]) -> list[int]:
+    """What transformers' model takes for the likeliest token behind each of `tokens`, when it is their last.
+
+    Under longrope, the frequencies of a text depend on its length.
+    """
+    bound = len(tokens)
+    if (model.config.rope_parameters or {}).get("rope_type") == "longrope":
+        bound = model.config.original_max_position_embeddings
+    short, whole = (logits_of(model, part).argmax(-1).tolist() for part in (tokens[:bound], tokens))
+    return short + whole[len(short) :]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Prompts of different lengths, together, 64 tokens each: every one is transformers' choice behind those before.
+
+    So the text is what transformers writes greedily.
+    """
+    model = reference(case)
+    model.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+    texts = Engine(ours, max_seq_len=110, max_num_seqs=4).generate(PROMPTS, SamplingParams(max_tokens=NUM_TOKENS))
+    assert len({token for text in texts for token in text}) > 16, "a model that repeats itself says little"
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        assert text == choices(model, [*prompt, *text[:-1]])[len(prompt) - 1 :]
+    prompt = PROMPTS[2]
+    logits = Runner(ours, 3, 16, 1, 110).run([Part(prompt, 0, [2, 0, 1])])[0]
+    theirs = logits_of(model, prompt)[-1]
+    exact = logits_of(model.double(), prompt)[-1]
+    assert (logits - exact).abs().max() <= 4 * (theirs - exact).abs().max()
+
+
+LONG = "phi3 with longrope from the 40th token on, a window"
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("long")
+    reference(LONG).save_pretrained(folder)
+    return folder
+
+
+@cache
+def written(prompt: tuple[int, ...], count: int) -> list[int]:
+    """What transformers' model writes, greedily, behind the prompt."""
+    found = reference(LONG).generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"block_size": 8, "max_num_batched_tokens": 7}, {"block_size": 4, "num_blocks": 26, "max_num_seqs": 3}],
+    ids=str,
+)
+def test_texts_that_become_long_are_computed_anew(limits: dict[str, int], long_folder: Path) -> None:
+    """As by transformers' generate; beside others, in parts, where the token that makes a text long needs a block."""
+    prompts = (*range(30),), (3, 1, 2), (*range(50, 95),)
+    engine = Engine(load(long_folder), max_seq_len=96, **limits)
+    assert engine.generate(prompts, SamplingParams(max_tokens=42)) == [written(prompt, 42) for prompt in prompts]
+    assert (engine.preemptions > 0) == ("num_blocks" in limits)
+    assert len(engine._scheduler.free_blocks) == engine.num_blocks
+
+
+def test_a_long_text_steps_back_to_a_short_one(long_folder: Path) -> None:
+    engine = Engine(load(long_folder), block_size=4, max_seq_len=96)
+    params = SamplingParams(max_tokens=40)
+    (expected,) = engine.generate([PROMPTS[0]], params)
+    request = engine.add(PROMPTS[0], params)
+    found = [engine.step()[0].token for _ in range(30)]
+    engine.step_back(request, 30)
+    assert found[:10] + [output.token for output in engine.run()] == expected
+
+
+SMALL = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32}
+ON_THE_HOST = {
+    "norms around, of heads, soft caps, two rotary embeddings": Config(
+        **SMALL,
+        norms=Norms("gemma", place="around"),
+        qk_norm="head",
+        hidden_act="gelu_pytorch_tanh",
+        sliding_windows=(3, 0),
+        layer_ropes=(Rope(100.0), Rope()),
+        multipliers=Multipliers(embedding=5.7, attention=0.3, attention_soft_cap=2.0, logits_soft_cap=3.0),
+        names=Names(attention_out_norm="norm_a", mlp_norm="norm_b", mlp_out_norm="norm_c"),
+    ),
+    "layer norms, also of heads, in parallel, neighbours turn, a layer without": Config(
+        **SMALL,
+        norms=Norms("layer", has_bias=True),
+        qk_norm="heads",
+        parallel_residual=True,
+        has_gate=False,
+        hidden_act="gelu_fast",
+        mlp_bias=True,
+        layer_ropes=(Rope(interleaved=True, partial_rotary_factor=0.5), None),
+        names=Names(gate_up=("up_proj",)),
+    ),
+    "norms behind, of rows, what layers add is multiplied": Config(
+        **SMALL,
+        norms=Norms("rms_once", place="after"),
+        qk_norm="row",
+        hidden_act="gelu",
+        multipliers=Multipliers(residual=0.3, logits=2.0),
+        names=Names(attention_out_norm="norm_a", mlp_out_norm="norm_b"),
+    ),
+}
+
+
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.parametrize("case", ON_THE_HOST)
+def test_the_kernels_write_the_same(case: str) -> None:
+    """On the host, checked for every access."""
+    model = Decoder(ON_THE_HOST[case]).randomise(3, scale=2.0)
+    prompts, params = [[1, 2, 3, 4, 5, 6], [7, 8]], SamplingParams(max_tokens=4)
+    expected = Engine(model, block_size=4, max_num_seqs=2).generate(prompts, params)
+    with testing.cpu("kernels"):
+        assert Engine(model, block_size=4, max_num_seqs=2).generate(prompts, params) == expected
+
+
+def values_of(case: str, **changes: Any) -> dict[str, Any]:
+    """The object of the ``config.json`` of a case."""
+    family, options = CASES[case]
+    values: dict[str, Any] = json.loads(config_of(family, SIZES | options).to_json_string(use_diff=False))
+    return values | {"architectures": [f"{family}ForCausalLM"]} | changes
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "," not in case and " " not in case])
+def test_weights_in_8_bits_are_those_of_linear_modules(case: str) -> None:
+    """Which transformers' model has, but for the head; GPT-NeoX joins queries, keys and values head by head."""
+    values = values_of(case, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
+    if case == "gpt-neox":
+        with pytest.raises(ModelError, match=r"quantization_config: expected None with .* joined head by head"):
+            Config.parse(values)
+        return
+    with torch.device("meta"):
+        modules = reference(case).named_modules()
+    linear = {name for name, module in modules if isinstance(module, torch.nn.Linear) and name != "lm_head"}
+    ours = Decoder(Config.parse(values), "bfloat16", "meta").tensors()
+    quantised = {name for name, tensor in ours.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert quantised == {f"{name}.weight" for name in linear}
+    assert {name for name in ours if name.endswith("_scale")} == {f"{name}.weight_scale" for name in linear}
+
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an activation with a gate": ("phi3", {"hidden_act": "relu"}, "hidden_act: expected 'silu' or .*, got 'relu'"),
+    "an activation without a gate": (
+        "gpt-neox",
+        {"hidden_act": "silu"},
+        "hidden_act: expected 'gelu' or .*, got 'silu'",
+    ),
+    "another activation": ("gemma2", {"hidden_activation": None}, "hidden_act: expected .*, got None"),
+    "a rope of Phi-3": (
+        "phi3",
+        {"rope_parameters": LINEAR},
+        "rope_type: expected default or longrope or su or yarn, got 'linear'",
+    ),
+    "too few factors": (
+        "phi3",
+        {"rope_parameters": longrope(7)},
+        r"rope_parameters\.short_factor: expected 8 numbers, got \(1\.0, ",
+    ),
+    "no list of factors": (
+        "phi3",
+        {"rope_parameters": longrope(8) | {"long_factor": 2.0}},
+        r"rope_parameters\.long_factor: expected a list of numbers, got 2\.0",
+    ),
+    "more than a head": ("stablelm", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "at most 1, got 1.5"),
+    "part of a head of a Cohere": (
+        "cohere",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor: expected 1.0, got",
+    ),
+    "part of a head": ("granite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0, got 0.5"),
+    "texts read from both sides": (
+        "gemma3",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention: expected false, got True",
+    ),
+    "one rope for two": (
+        "gemma3",
+        {"rope_parameters": LINEAR},
+        "rope_parameters: expected objects for full_attention and sliding_attention, got",
+    ),
+    "a pattern of windows": (
+        "gemma3",
+        {"layer_types": None, "sliding_window_pattern": 0},
+        "sliding_window_pattern: exp",
+    ),
+    "kinds of layers": ("cohere2", {"layer_types": ["chunked"] * 2}, "layer_types: expected 2 of full_attention or"),
+    "windows of a Granite": (
+        "granite",
+        {"layer_types": [SLIDING] * 2},
+        "layer_types: expected 2 of full_attention, got",
+    ),
+    "a multiplier": (
+        "granite",
+        {"residual_multiplier": 0},
+        "residual_multiplier: expected a positive number .*, got 0",
+    ),
+    "a scale of logits": ("cohere", {"logit_scale": None}, "logit_scale: expected a positive number .*, got None"),
+    "a cap": ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping: expected a positive number"),
+    "layers that turn": ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected 0 or 1 for each of 2 layers"),
+    "a flag": ("stablelm", {"use_parallel_residual": 1}, "use_parallel_residual: expected true or false, got 1"),
+    "an epsilon": ("starcoder2", {"norm_epsilon": 0}, "norm_epsilon: expected a positive number"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_not_served_is_refused_by_name(what: str) -> None:
+    case, changes, message = BAD[what]
+    with pytest.raises(ModelError, match=message):
+        Config.parse(values_of(case, **changes))
+
+
+def test_files_of_older_versions_are_read() -> None:
+    """As in folders of Phi-3, Gemma 3, Pythia and StableLM; what a file does not say is as in transformers."""
+    sizes = {name: SIZES[name] for name in SIZES if isinstance(SIZES[name], int)}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "type": "su"}
+    phi3 = {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64, "rope_scaling": factors}
+    rope = Config.parse(sizes | phi3).rope
+    assert (rope.kind, rope.max_short_length, rope.long_divisors) == ("longrope", 64, (2.0,) * 8)
+    assert rope.attention_factor == pytest.approx((1 + 1 / 6) ** 0.5)
+    gemma3 = {"architectures": ["Gemma3ForCausalLM"], "rope_theta": 1e6, "rope_local_base_freq": 1e4, "head_dim": 16}
+    gemma3 |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 7}
+    config = Config.parse(sizes | gemma3 | {"num_hidden_layers": 6})
+    assert config.sliding_windows == (7,) * 5 + (0,)
+    assert config.layer_ropes == (Rope(1e4),) * 5 + (Rope(1e6, "linear", 8.0),)
+    neox = Config.parse(sizes | {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.5, "rotary_emb_base": 500})
+    assert neox.rope == Rope(500.0, partial_rotary_factor=0.5)
+    assert (neox.qkv_bias, neox.mlp_bias, neox.parallel_residual, neox.num_key_value_heads) == (True, True, True, 4)
+    stablelm = sizes | {"architectures": ["StableLmForCausalLM"], "partial_rotary_factor": 0.5, "rope_theta": 100}
+    assert Config.parse(stablelm).rope == Rope(100.0, partial_rotary_factor=0.5)
+
+
+def test_heads_of_older_names_are_read(tmp_path: Path) -> None:
+    """GPT-NeoX's head, and the masks that its folders have."""
+    model = reference("gpt-neox")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["embed_out.weight"] = tensors.pop("lm_head.weight", tensors.get("embed_out.weight"))
+    tensors["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.uint8)
+    tensors["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9)
+    safetensors.torch.save_file(tensors, file)
+    assert torch.equal(load(tmp_path).head.weight, model.lm_head.weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in CASES if " " not in case])
+def test_logits_in_bfloat16_under_a_graph(case: str, tmp_path: Path) -> None:
+    """As far from float32 with the same weights as transformers' model in bfloat16 is, at most twice."""
+    model = reference(case).bfloat16().cuda()
+    model.save_pretrained(tmp_path)
+    runner, prompt, following = Runner(load(tmp_path, "cuda"), 7, 16, 1, 110), PROMPTS[2], PROMPTS[0]
+    found = [runner.run([Part(prompt, 0, range(7))]).clone()]
+    for i, token in enumerate(following, len(prompt)):
+        found.append(runner.run([Part([token], i, range(7))]).clone())
+    theirs = logits_of(model, prompt + following)[len(prompt) - 1 :].float()
+    exact = logits_of(model.float(), prompt + following)[len(prompt) - 1 :]
+    assert (torch.cat(found).float() - exact).norm() <= 2 * (theirs - exact).norm()
