@@ -2,47 +2,104 @@
 
 torchrun --nproc-per-node 2 -m benchmarks.all_reduce
 torchrun --nproc-per-node 8 -m benchmarks.all_reduce 8192 1048576
+python -m benchmarks.all_reduce --predict
 
 A number is a message's bytes; elements are bfloat16. Times are microseconds of a call in a CUDA graph of 20, of the
-slowest rank; `predicted` is that of the model in docs/many_gpus.md. A wrong sum is an error.
+slowest rank. `pyops` copies its input to a registered buffer, `in place` has registered the input itself, as vLLM has
+in graphs; `predicted` is that of the model in docs/many_gpus.md, whose table `--predict` prints. A wrong sum is an
+error. Without GPUs, processes of gloo measure what `pyops.models.Group` does on CPUs, beside gloo's own sum.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import pyops
+from pyops.models import Group
 from pyops.ops.collective.communicator import VEC_BYTES, geometry, two_shot
+from pyops.ops.collective.process_group import reach_each_other
+
+from .rivals import reason
 
 SIZES = tuple(8192 << i for i in range(11))  # 8 KiB to 8 MiB
+PREDICTED_SIZES = tuple(1024 * kib for kib in (8, 64, 256, 512, 1024, 8192))
 NVLINK, LATENCY, FLAG, LAUNCH = 450e9, 1e-6, 1.5e-6, 2.5e-6  # bytes a second each way; seconds
+ADDRESSES = (
+    0.5e-6  # of a launch: the load of the addresses of signals, which vLLM's kernels have among their parameters
+)
+FENCE = 0.5e-6  # of a flag: the fence before it, which vLLM's first and last flags do not have
 _CALLS, _REPLAYS = 20, 20
 
+Call = Callable[[torch.Tensor], torch.Tensor]
 
-def predicted(world_size: int, nbytes: int) -> float:
+
+def predicted(world_size: int, nbytes: int, by_vllm: bool = False) -> float:
     """Seconds: a launch, two meetings of ranks, a load's latency for each shot, and the bytes over a GPU's links."""
     two, others = two_shot(world_size, nbytes, True), world_size - 1
     part = nbytes / world_size if two else nbytes
     blocks, threads = geometry(max(1, int(part) // VEC_BYTES))
     rate = min(NVLINK, blocks * threads * others * VEC_BYTES / LATENCY)  # a thread has a load for each other rank
     shots = 2 if two else 1
-    return LAUNCH + 2 * FLAG + shots * (LATENCY + part * others / rate)
+    saved = ADDRESSES + (1 if two else 2) * FENCE if by_vllm else 0.0
+    return LAUNCH + 2 * FLAG - saved + shots * (LATENCY + part * others / rate)
 
 
-def measure(call: Callable[[], object]) -> float:
-    """Microseconds of a call; every rank measures at the same time."""
-    call()
+def table() -> str:
+    """What docs/many_gpus.md has of the predictions, in microseconds."""
+    worlds = (2, 4, 8)
+    lines = [["bytes", *(text for world in worlds for text in (f"{world} ranks", "vLLM"))]]
+    lines.append(["---"] * len(lines[0]))
+    for nbytes in PREDICTED_SIZES:
+        size = f"{nbytes // 1024} KiB" if nbytes < 1 << 20 else f"{nbytes >> 20} MiB"
+        line = [size]
+        for world in worlds:
+            shots = ", two shots" if two_shot(world, nbytes, True) else ""
+            line += [
+                f"{1e6 * predicted(world, nbytes, by_vllm):.1f}{'' if by_vllm else shots}" for by_vllm in (False, True)
+            ]
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@dataclass
+class Way:
+    """A way to sum. `captured` is called when its calls have been captured into a graph, before that is replayed."""
+
+    name: str
+    call: Call
+    captured: Callable[[], object] = lambda: None
+
+
+def measure(way: Way, x: torch.Tensor, right: torch.Tensor) -> float:
+    """Microseconds of a call, of the slowest rank; every rank measures at the same time."""
+    if not torch.equal(way.call(x.clone()), right):
+        raise AssertionError(f"{way.name}, {x.nbytes} bytes: the sum is wrong")
+    x = x.clone()  # some ways write it
+    elapsed = _on_gpu(way, x) if x.is_cuda else _on_cpu(way, x)
+    slowest = torch.tensor(elapsed, device=x.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _on_gpu(way: Way, x: torch.Tensor) -> float:
     torch.cuda.synchronize()
     dist.barrier()
     graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.graph(graph):
+    # NCCL's own thread asks for events meanwhile, which a capture of all threads would not survive.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(_CALLS):
-            call()
+            way.call(x)
+    way.captured()
     graph.replay()
     torch.cuda.synchronize()
     dist.barrier()
@@ -51,30 +108,105 @@ def measure(call: Callable[[], object]) -> float:
         graph.replay()
     end.record()
     end.synchronize()
-    slowest = torch.tensor(start.elapsed_time(end) * 1e3 / (_CALLS * _REPLAYS), device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+    dist.barrier()  # a graph ends when no rank reads its buffers any more
+    elapsed: float = start.elapsed_time(end) * 1e3 / (_CALLS * _REPLAYS)
+    return elapsed
+
+
+def _on_cpu(way: Way, x: torch.Tensor) -> float:
+    found = []
+    for _ in range(_CALLS):
+        dist.barrier()
+        start = time.perf_counter()
+        way.call(x)
+        found.append(time.perf_counter() - start)
+    return 1e6 * median(found)
+
+
+def _summed(x: torch.Tensor) -> torch.Tensor:
+    """By the library of the process group, in place: the contents of `x` are of no interest here."""
+    dist.all_reduce(x)
+    return x
+
+
+def _of_gpus(host: Any, device: torch.device) -> tuple[list[Way], Callable[[], None]]:
+    """(ways among GPUs, what frees their memory)."""
+    if not reach_each_other(host, device):
+        raise SystemExit("expected 2, 4, 6 or 8 GPUs of one node, each of which reaches the memory of every other")
+    custom = pyops.CustomAllReduce(host, device)
+
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        pyops.all_reduce(custom.fa, x, out, custom.buffer, custom.max_size)
+        return out
+
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        if not torch.cuda.is_current_stream_capturing():
+            return copied(x)
+        out = torch.empty_like(x)
+        pyops.all_reduce(custom.fa, x, out, 0, 0)
+        return out
+
+    def register() -> None:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, pyops.get_graph_buffer_ipc_meta(custom.fa), group=host)
+        pyops.register_graph_buffers(custom.fa, [handles for handles, _ in every], [offsets for _, offsets in every])
+        dist.barrier(group=host)
+
+    ways = [Way("pyops", copied), Way("in place", in_place, register), Way("nccl", _summed)]
+    try:
+        ways.append(_of_vllm(host, device))
+    except Exception as error:
+        if dist.get_rank() == 0:
+            print(f"skipped vllm: {reason(error)}", file=sys.stderr)
+    return ways, custom.close
+
+
+def _of_vllm(host: Any, device: torch.device) -> Way:
+    module = importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
+    theirs = module.CustomAllreduce(host, device)
+    if theirs.disabled:
+        raise RuntimeError("vLLM's custom all-reduce is disabled here")
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = theirs.all_reduce(x, registered=torch.cuda.is_current_stream_capturing())
+        return found
+
+    return Way("vllm", call, theirs.register_graph_buffers)
 
 
 def main(arguments: Sequence[str]) -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    if "--predict" in arguments:
+        print(table())
+        return
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("expected processes of torchrun: torchrun --nproc-per-node 2 -m benchmarks.all_reduce")
+    on_gpu, local = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
+    if on_gpu and local >= torch.cuda.device_count():
+        raise SystemExit(f"expected a GPU for each process, got {torch.cuda.device_count()}")
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    custom = pyops.CustomAllReduce(dist.new_group(backend="gloo"), torch.device("cuda", torch.cuda.current_device()))
+    if on_gpu:
+        ways, close = _of_gpus(dist.new_group(backend="gloo"), device)
+    else:
+        ways, close = [Way("pyops", Group().all_reduce), Way("gloo", _summed)], lambda: None
     if rank == 0:
-        print(f"{torch.cuda.get_device_name()} x {world_size}\n{'bytes':>9} {'pyops':>8} {'predicted':>9} {'nccl':>8}")
-    for nbytes in map(int, arguments or SIZES):
-        x = torch.randint(1, 16, (nbytes // 2,), device="cuda").bfloat16()
-        right = x.clone()
-        dist.all_reduce(right)
-        if not torch.equal(custom.all_reduce(x), right):
-            raise AssertionError(f"{nbytes} bytes: the sum is wrong")
-        out, other = torch.empty_like(x), x.clone()
-        own = measure(lambda x=x, out=out: pyops.all_reduce(custom.fa, x, out, custom.buffer, custom.max_size))  # type: ignore[misc]
-        nccl = measure(lambda other=other: dist.all_reduce(other))  # type: ignore[misc]
+        names = "".join(f"{way.name:>10}" for way in ways)
+        print(
+            f"{torch.cuda.get_device_name() if on_gpu else 'CPU'} x {world_size}\n{'bytes':>9} {'predicted':>10}{names}"
+        )
+    generator = torch.Generator().manual_seed(rank)
+    for nbytes in [int(one) for one in arguments] or SIZES:
+        x = torch.randint(1, 16, (nbytes // 2,), generator=generator).bfloat16().to(device)  # sums are exact
+        right = _summed(x.clone())
+        found = "".join(f"{measure(way, x, right):10.1f}" for way in ways)
         if rank == 0:
-            print(f"{nbytes:9} {own:8.1f} {1e6 * predicted(world_size, nbytes):9.1f} {nccl:8.1f}", flush=True)
-    custom.close()
+            expected = f"{1e6 * predicted(world_size, nbytes):10.1f}" if on_gpu else f"{'-':>10}"
+            print(f"{nbytes:9} {expected}{found}", flush=True)
+    close()
     dist.destroy_process_group()
 
 

@@ -4,12 +4,13 @@ python -m benchmarks.experts
 python -m benchmarks.experts mixtral:16 deepseek:1024
 
 A row is model:tokens. Models: mixtral, bfloat16; mixtral_w4, 4 bits in groups of 128 rows, in Marlin's layout;
-deepseek, fp8 under scales of blocks, as DeepSeek-V3 has it; gpt_oss, mxfp4 in Marlin's layout, sizes of gpt-oss-120b,
-and gpt_oss_bf16, the same decoded.
+mixtral_codes, the same along K, as checkpoints have them; deepseek, fp8 under scales of blocks, as DeepSeek-V3 has it,
+gpt_oss, mxfp4 in Marlin's layout, sizes of gpt-oss-120b, gpt_oss_codes, the same along K, and gpt_oss_bf16, decoded.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 import pyops
+from pyops.ops.linear.coded_experts import MX_BLOCK, in_full
 from pyops.ops.linear.marlin_weight import marlin_weight
 from pyops.ops.linear.packed_reference import values
 
@@ -28,8 +30,10 @@ from .timing import QUICK, gpu_us
 ROWS = (
     *(f"mixtral:{tokens}" for tokens in (1, 16, 256, 4096)),
     *(f"mixtral_w4:{tokens}" for tokens in (1, 16, 256)),
+    *(f"mixtral_codes:{tokens}" for tokens in (1, 16, 64, 256, 1024)),
     *(f"deepseek:{tokens}" for tokens in (1, 64, 1024, 4096)),
     *(f"gpt_oss:{tokens}" for tokens in (1, 64, 4096)),
+    *(f"gpt_oss_codes:{tokens}" for tokens in (1, 64)),
     *(f"gpt_oss_bf16:{tokens}" for tokens in (1, 64, 4096)),
 )
 _BLOCK = 128
@@ -44,7 +48,8 @@ class Model:
     Attributes:
         experts, top_k: of the layer, and of a token.
         hidden, channels: elements of a hidden state, and of an expert's.
-        kind: "fp8", under scales of blocks; "w4", of 4 bits under scales of groups; "mxfp4"; or "bf16".
+        kind: "fp8", under scales of blocks; "w4", of 4 bits under scales of groups; "mxfp4"; "codes of int4" and "codes
+            of mxfp4", along K; or "bf16".
         most: mean error of results, as a share of their mean.
     """
 
@@ -63,12 +68,16 @@ class Model:
 MODELS = {
     "mixtral": Model(8, 2, 4096, 14336, "bf16", 0.01),
     "mixtral_w4": Model(8, 2, 4096, 14336, "w4", 0.01),
+    "mixtral_codes": Model(8, 2, 4096, 14336, "codes of int4", 0.01),
     "deepseek": Model(256, 8, 7168, 2048, "fp8", 0.06),
     "gpt_oss": Model(128, 4, 2880, 2880, "mxfp4", 0.01),
+    "gpt_oss_codes": Model(128, 4, 2880, 2880, "codes of mxfp4", 0.01),
     "gpt_oss_bf16": Model(128, 4, 2880, 2880, "bf16", 0.01),
 }
 # What experts in Marlin's layout are: {kind: (number of the type of codes, rows of a group)}.
 _MARLIN = {"w4": (pyops.SCALAR_TYPES["uint4b8"].id, _BLOCK), "mxfp4": (pyops.SCALAR_TYPES["float4_e2m1f"].id, 32)}
+# Of codes along K: {kind: (weight_quant_dtype of `fused_experts`, b_type of `grouped_gemm_packed`)}.
+_CODES = {"codes of int4": ("int4", "uint4"), "codes of mxfp4": ("mxfp4", "float4_e2m1f")}
 _E8M0_BIAS = 127
 
 
@@ -82,6 +91,14 @@ def weights(model: Model, rows: int, columns: int) -> tuple[Any, Any]:
             exponents = (scales * 2 * columns**-0.5 / 4).log2().round() + _E8M0_BIAS
             return codes, exponents.to(torch.uint8)
         return codes, (scales * columns**-0.5 / 5).to(torch.bfloat16)
+    if model.kind in _CODES:
+        codes = torch.randint(0, 256, (model.experts, rows, columns // 2), dtype=torch.uint8, device="cuda")
+        if model.kind == "codes of mxfp4":  # of about 3
+            middle = _E8M0_BIAS - round(math.log2(3 * columns**0.5))
+            shape = model.experts, rows, columns // MX_BLOCK
+            return codes, torch.randint(middle - 1, middle + 2, shape, dtype=torch.uint8, device="cuda")
+        scales = torch.rand(model.experts, rows, columns // _BLOCK, device="cuda") + 0.5
+        return codes, (scales * columns**-0.5 / 5).to(torch.bfloat16)
     dtype = torch.float8_e4m3fn if model.is_fp8 else torch.bfloat16
     found = torch.empty(model.experts, rows, columns, dtype=dtype, device="cuda")
     for one in found:
@@ -93,10 +110,12 @@ def weights(model: Model, rows: int, columns: int) -> tuple[Any, Any]:
     return found, scales * (columns**-0.5 * 4 / _MAX_CODE)
 
 
-def wide(weight: Any, scales: Any) -> Any:
+def wide(model: Model, weight: Any, scales: Any) -> Any:
     """float32 weights of an expert."""
     if scales is None:
         return weight.float()
+    if model.kind in _CODES:
+        return in_full(weight[None], scales[None], None, _CODES[model.kind][1], torch.bfloat16)[0].float()
     if weight.dtype == torch.int32:
         n, k = scales.shape[1], weight.shape[0] * 16
         kind = _MARLIN["mxfp4" if scales.dtype == torch.uint8 else "w4"][0]
@@ -111,7 +130,7 @@ def error(model: Model, out: Any, x: Any, chances: Any, ids: Any, w1: Any, w2: A
     exact = torch.zeros(x.shape, device="cuda")
     for e in ids.unique().tolist():
         tokens, slots = (ids == e).nonzero(as_tuple=True)
-        first, second = (wide(weight[e], None if scales is None else scales[e]) for weight, scales in (w1, w2))
+        first, second = (wide(model, weight[e], None if scales is None else scales[e]) for weight, scales in (w1, w2))
         gate, up = (x[tokens].float() @ first.T).chunk(2, -1)
         result = (torch.nn.functional.silu(gate) * up) @ second.T
         exact.index_add_(0, tokens, result * chances[tokens, slots, None])
@@ -125,6 +144,11 @@ def measure(model: Model, num_tokens: int, w1: Any, w2: Any) -> str:
     chances, ids, _ = pyops.fused_topk(x, logits, model.top_k, renormalize=True)
     blocks = [_BLOCK, _BLOCK]
     config = pyops.FusedMoEQuantConfig("float8_e4m3fn", False, blocks, w1[1], w2[1]) if model.is_fp8 else None
+    if model.kind in _CODES:
+        dtype = _CODES[model.kind][0]
+        group = None if dtype == "mxfp4" else [0, _BLOCK]
+        of_weights = {"w1_scale": w1[1], "w2_scale": w2[1], "weight_quant_dtype": dtype}
+        config = pyops.FusedMoEQuantConfig(block_shape=group, **of_weights)
     call: Any = partial(pyops.fused_experts, x, w1[0], w2[0], chances, ids, quant_config=config)
     if model.kind in _MARLIN:
         kind = _MARLIN[model.kind][0]

@@ -192,7 +192,7 @@ def _codes(config: FusedMoEQuantConfig) -> tuple[str | None, Tensor | None, Tens
 def _clamp_limit(config: FusedMoEQuantConfig, activation: str) -> float | None:
     """The bound of gates and ups of "silu"; None for none. The parameters of "swigluoai" are its own."""
     limit: float | None = getattr(config, "gemm1_clamp_limit", None)
-    served = {"gemm1_clamp_limit": (None, limit)} if activation == "silu" else {}
+    served: dict[str, tuple[float | None, ...]] = {"gemm1_clamp_limit": (None, limit)} if activation == "silu" else {}
     if activation not in ("silu", "swigluoai"):
         served["gemm1_clamp_limit"] = (None,)
     for name, own in _SWIGLUOAI.items():

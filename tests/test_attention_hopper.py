@@ -194,7 +194,7 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
 @pytest.mark.parametrize("block_size", few([16, 64], 1))
 def test_hostile_indices(on: str, block_size: int) -> None:
     """Numbers that lead nowhere contribute nothing; rows of no sequence, and queries without keys, are as they are."""
-    call = varlen_call([20, 70, 8], [20, 150, 33], dtype=torch.bfloat16, block_size=block_size, head_size=32, on=on)
+    call = varlen_call([20, 70, 8], [20, 150, 33], dtype=torch.bfloat16, block_size=block_size, head_size=128, on=on)
     call.pop("plain")
     for name in ("key_cache", "value_cache"):
         call[name] = call[name].nan_to_num(nan=0.5)
@@ -335,20 +335,33 @@ def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes
 
 
 @pytest.mark.parametrize(
-    ("lengths", "num_heads", "page_size", "splits", "dtype"),
+    ("lengths", "num_heads", "page_size", "splits", "dtype", "cluster"),
     few(
         [
-            ([70, 129], 24, 16, 1, torch.bfloat16),
-            ([65, 64, 1, 0], 128, 16, 1, torch.bfloat16),
-            ([65, 129], 128, 64, 1, torch.bfloat16),
-            ([450, 65], 40, 48, 3, torch.bfloat16),
-            ([330, 65], 100, 128, 2, torch.float16),
+            ([70, 129], 24, 16, 1, torch.bfloat16, 1),
+            ([65, 64, 1, 0], 128, 16, 1, torch.bfloat16, 2),
+            ([65, 129], 9, 8, 1, torch.bfloat16, 1),
+            ([65, 129], 128, 64, 1, torch.bfloat16, 1),
+            ([450, 65], 40, 48, 3, torch.bfloat16, 1),
+            ([330, 65], 100, 128, 2, torch.float16, 2),
         ],
         3,
     ),
 )
-def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype) -> None:
-    """One block and clusters of two, tiles and pairs of tiles that end anywhere, direct results and joined ones."""
+def test_mla(
+    on: str,
+    lengths: list[int],
+    num_heads: int,
+    page_size: int,
+    splits: int,
+    dtype: torch.dtype,
+    cluster: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One block and clusters of two, boxes of halves and of panels, tiles and pairs of tiles that end anywhere, direct
+    results and joined ones."""
+    chosen = mla_hopper.choose
+    monkeypatch.setattr(mla_hopper, "choose", lambda *call: replace(chosen(*call), cluster=cluster))
     first: Any = None
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
@@ -367,8 +380,8 @@ def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits
     ("lengths", "page_size", "splits", "dtype"), [([65, 129, 0], 16, 1, torch.bfloat16), ([450], 5, 3, torch.float16)]
 )
 def test_mla_codes(on: str, lengths: list[int], page_size: int, splits: int, dtype: torch.dtype) -> None:
-    """Slots of no token hold NaN. Queries of a head are 0, so small that float16 has no such numbers, or so large; parts of
-    a query differ, and so do heads."""
+    """Slots of no token hold NaN. Queries of a head are 0, so small that float16 has no such numbers, or so large;
+    parts of a query differ, and so do heads."""
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
         call = mla_call(lengths, 70, page_size, dtype=dtype, kind=FP8, num_kv_splits=splits, device=on)
@@ -400,9 +413,18 @@ def test_mla_pages_that_are_not_there(on: str) -> None:
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
-    ("cluster", "cache_t"), few([(2, dtypes.bfloat16), (1, dtypes.float8_e4m3fn), (1, dtypes.bfloat16)], 2)
+    ("cluster", "cache_t", "half_boxes"),
+    few(
+        [
+            (2, dtypes.bfloat16, False),
+            (1, dtypes.float8_e4m3fn, False),
+            (1, dtypes.bfloat16, True),
+            (1, dtypes.bfloat16, False),
+        ],
+        2,
+    ),
 )
-def test_mla_compiles_without_spills_and_advice(cluster: int, cache_t: dtypes.DType) -> None:
+def test_mla_compiles_without_spills_and_advice(cluster: int, cache_t: dtypes.DType, half_boxes: bool) -> None:
     one = mla_hopper._decode.for_arch("sm_90a")(
         query_t=dtypes.bfloat16,
         cache_t=cache_t,
@@ -410,8 +432,9 @@ def test_mla_compiles_without_spills_and_advice(cluster: int, cache_t: dtypes.DT
         length_t=dtypes.int32,
         table_t=dtypes.int32,
         PAGE_SIZE=64,
-        BOX_TOKENS=64 // cluster,
+        BOX_TOKENS=16 if half_boxes else 64 // cluster,
         CLUSTER=cluster,
+        HALF_BOXES=half_boxes,
         HAS_LSE=True,
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,9 @@ HOPPER = device.model("sm_90")
 FP8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
 WIDE, FEW = GroupedConfig(128, 128), GroupedConfig(64, 256)
 MMA, SIMT = GroupedMmaConfig(16, 64, 1, 4, 4), GroupedSimtConfig(16, 64)
+
+
+_SMALL = 48 * 1024  # shared memory of a block, of a device that has no more
 
 
 @contextmanager
@@ -393,6 +397,31 @@ def test_codes_of_experts(one: CodedConfig, activation: str, k: int) -> None:
     assert_rounded_once(found[0], made.exact())
 
 
+@needs_compiler
+def test_lists_for_codes_that_lead_nowhere() -> None:
+    """Only rows that exist are written, by experts that exist, whatever the lists say."""
+    generator = torch.Generator().manual_seed(1)
+    a, codes = draw(9, 64, dtype=BF16), torch.randint(-128, 128, (3, 64, 64), generator=generator, dtype=INT8)
+    scales = positive(3, 64) / 64
+    experts = torch.tensor([2, -1, 3, 0, -(2**31), 2**31 - 1, 1], dtype=torch.int32)
+    ids = torch.randperm(16 * len(experts), generator=generator).int()
+    ids[:4], ids[50:52] = torch.tensor([-1, 18, -(2**31), 2**31 - 1]), torch.tensor([18, -5])
+    exact = torch.full((18, 64), 7.0, dtype=torch.float64)
+    for place, row in enumerate(ids.tolist()):
+        expert = int(experts[place // 16])
+        if 0 <= row < 18 and 0 <= expert < 3:
+            exact[row] = scales[expert].double() * (codes[expert].double() @ a[row // 2].double())
+    out = canaries(torch.full((18, 64), 7.0, dtype=BF16))
+    count = torch.tensor([2**31 - 1], dtype=torch.int32)
+    with config.cpu("kernels"):
+        pyops.grouped_gemm_packed(
+            out.tensor, a, codes, scales, None, ids, experts, count, None, None, 2, 16, "none", "int8"
+        )
+    out.check()
+    assert torch.equal((out.tensor == 7.0).all(1), (exact == 7.0).all(1))
+    assert_rounded_once(out.tensor, exact)
+
+
 @pytest.mark.parametrize(
     ("tokens", "activation", "arch", "kernels"),
     [
@@ -400,13 +429,14 @@ def test_codes_of_experts(one: CodedConfig, activation: str, k: int) -> None:
         (1, "none", "sm_90", ["TILE_M=8 WARPS=16 "]),
         (16, "silu", "sm_90", ["TILE_M=8 WARPS=4 "]),
         (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),
+        (1, "none", "small", ["TILE_M=8 WARPS=7 "]),
         (512, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
         (16, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
     ],
 )
 def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:
     """Of Mixtral's experts with 4 bits: codes are read up to 64 rows of an expert, by as many warps as find room."""
-    on = device.model(arch)
+    on = replace(device.model("sm_80"), shared_memory=_SMALL) if arch == "small" else device.model(arch)
     experts, n, k = 8, *((14336, 4096) if activation == "silu" else (4096, 14336))
     rows, num_rows = n * (2 if activation == "silu" else 1), 2 * tokens
     size = block_size_of_codes(num_rows, experts)
@@ -422,9 +452,20 @@ def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list
     }
     args = {name: describe_new("grouped_gemm_packed", name, *one, on) for name, one in sizes.items()}
     top_k = 1 if activation == "none" else 2
-    given = (*list(args.values())[:4], None, *list(args.values())[4:], None, None, top_k, size, activation, "uint4")
-    chosen = [one.specialisation for one in plan_grouped_gemm_packed(*given)]
-    found = [f"{one.kernel.file} {one}" for one in chosen]
+    given: Any = (
+        *list(args.values())[:4],
+        None,
+        *list(args.values())[4:],
+        None,
+        None,
+        top_k,
+        size,
+        activation,
+        "uint4",
+    )
+    chosen = plan_grouped_gemm_packed(*given)
+    found = [f"{one.specialisation.kernel.file} {one.specialisation}" for one in chosen]
+    assert all(one.shared <= on.shared_memory for one in chosen)
     assert len(found) == len(kernels)
     assert all(kernel in text for kernel, text in zip(kernels, found, strict=True))
 

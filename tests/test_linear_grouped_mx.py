@@ -65,7 +65,8 @@ def case(name: str, counts: list[int], n: int, k: int, device: str) -> tuple[lis
     tiles = [sum(-(-count // 128) * 128 + 128 for count in counts[:e]) for e in range(len(counts))]
     num_rows, columns = sum(counts) + len(counts), -(-k // 128) * 4
     a, b = (draw_codes(name, *sizes, k, generator=generator) for sizes in ((num_rows,), (len(counts), n)))
-    a_scales = torch.randint(110, 140, (tiles[-1] + 256, columns), generator=generator, dtype=torch.uint8)
+    scale_rows = tiles[-1] + -(-counts[-1] // 128) * 128 + 128
+    a_scales = torch.randint(110, 140, (scale_rows, columns), generator=generator, dtype=torch.uint8)
     padded = -(-n // 128) * 128
     b_scales = torch.randint(110, 140, (len(counts), padded, columns), generator=generator, dtype=torch.uint8)
     out = torch.full((num_rows, n), 7.0, dtype=torch.bfloat16)
@@ -84,6 +85,30 @@ def test_against_float64(name: str, counts: list[int], n: int, k: int, device: s
     (out, *operands), right = case(name, counts, n, k, device)
     call(name, out, *operands)
     assert_rounded_once(out.cpu(), right)
+
+
+@ANY_DEVICE
+@pytest.mark.parametrize(("counts", "n", "k"), [([5, 0, 20], 64, 96), ([1, 70], 128, 416), ([300], 64, 128)])
+def test_few_rows_by_codes(counts: list[int], n: int, k: int, device: str) -> None:
+    """MXFP4 codes of few rows are read by the kernel that multiplies them; weights of 300 rows are made in full."""
+    name = "cutlass_mxfp4_group_mm"
+    (out, *operands), right = case(name, counts, n, k, device)
+    call(name, out, *operands)
+    assert_rounded_once(out.cpu(), right)
+
+
+def test_which_rows_are_few() -> None:
+    """Of a weight whose sizes the kernel of codes does not divide, or of too many rows, weights are made in full."""
+    op = registry["cutlass_mxfp4_group_mm"]
+    for axes, by_codes in (
+        ({"num_tokens": 16, "output_size": 64}, True),
+        ({"num_tokens": 1000, "output_size": 64}, False),
+        ({"num_tokens": 16, "output_size": 72}, False),
+    ):
+        launches = op.launches(*op.example(ArgMaker(model("sm_90")), **axes, input_size=128))
+        kernels = [launch.specialisation.kernel.file for launch in launches]
+        assert ("linear/grouped_gemm_packed.cu" in kernels) is by_codes
+        assert ("linear/untile_scales.cu" in kernels) is by_codes
 
 
 @ANY_DEVICE

@@ -21,6 +21,7 @@ from pyops.ops.linear.gemm_problem import Epilogue, Operand
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_plan import PackedMmaConfig, choose, choose_mma, plan, serves
 from pyops.ops.linear.packed_problem import PackedProblem, PackedWeight
+from pyops.ops.linear.w4a8_mm import weight_of
 from pyops.testing import SCHEDULES, scheduled
 from tests import packed
 from tests.test_linear_packed import activations, check_product, check_scaled, each, scales_of
@@ -68,6 +69,8 @@ FEW = [
     (gptq, 4, PackedMmaConfig(4, 64, 1, 2, 1), 9, 64, 512, 16),
     (gptq, 8, PackedMmaConfig(2, 64, 2, 1, 1), 2, 128, 200, 1),
     (exllama, 4, PackedMmaConfig(16, 64, 2, 1, 1), 30, 64, 256, 2),
+    (gptq, 2, PackedMmaConfig(8, 64, 2, 1, 1), 7, 64, 640, 5),  # groups of half a step, and the last step has 128 rows
+    (exllama, 2, PackedMmaConfig(16, 64, 1, 2, 1), 17, 64, 528, 1),
     (awq, 4, PackedMmaConfig(8, 64, 2, 4, 1), 8, 64, 1088, 1),
     (awq, 4, PackedMmaConfig(1, 128, 2, 2, 1), 1, 256, 640, 5),  # groups of two steps, which parts of K may cut
     (awq, 4, PackedMmaConfig(16, 128, 2, 1, 1), 20, 128, 288, 9),
@@ -81,6 +84,8 @@ MANY = [
     (gptq, 4, PackedConfig(80, 128, 2, 1, 1), 20, 192, 160, 5),
     (gptq, 8, PackedConfig(64, 128, 2, 1, 1), 70, 64, 72, 1),
     (exllama, 4, PackedConfig(256, 128, 1, 1, 1), 40, 128, 64, 1),
+    (gptq, 2, PackedConfig(16, 256, 2, 1, 1), 13, 320, 144, 1),
+    (exllama, 2, PackedConfig(48, 128, 2, 1, 1), 40, 192, 192, 3),
     (awq, 4, PackedConfig(32, 256, 2, 2, 1), 30, 320, 256, 4),
     (awq, 4, PackedConfig(48, 128, 1, 1, 2), 50, 64, 72, 1),
 ]
@@ -142,6 +147,42 @@ def test_last_round_is_cut(
     check_scaled(out, a, codes - each(zeros, 320), scales)
 
 
+FLOATS = [  # a kernel of few rows rounds no weight; that of many, differences
+    (marlin, PackedMmaConfig(16, 64, 2, 1, 1), 11, 64, 272, 17, False),
+    (allspark, PackedMmaConfig(4, 64, 1, 2, 1), 3, 128, 512, 1, False),
+    (allspark, PackedConfig(16, 128, 2, 2, 1), 13, 192, 144, 1, True),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("call", "one", "m", "n", "k", "groups", "rounds"), FLOATS)
+def test_zero_points_that_are_floats(
+    call: Callable[..., Tensor], one: Any, m: int, n: int, k: int, groups: int, rounds: bool
+) -> None:
+    dtype, first = torch.bfloat16, None
+    bits = 4 if call is marlin else 8
+    codes, scales = packed.draw(0, 1 << bits, k, n), scales_of(groups, n, dtype)
+    zeros = (torch.randn(groups, n, generator=torch.Generator().manual_seed(1)) * 8.0).to(dtype)
+    a = activations(m, k, dtype, "cpu")
+    with forced("marlin_gemm" if call is marlin else "allspark_w8a16_gemm", one):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                if call is marlin:
+                    given = packed.marlin(codes, 4), None, packed.marlin_scales(scales), None, None
+                    points = packed.marlin_scales(zeros), None, None, None, SCALAR_TYPES["uint4"].id
+                    out = pyops.marlin_gemm(a, *given, *points, m, n, k, is_zp_float=True)
+                else:
+                    words = packed.n32k16(codes), packed.n32k16_columns(scales), packed.n32k16_columns(zeros)
+                    out = pyops.allspark_w8a16_gemm(a, *words, n, -1, 132, 90, 1024, True, True)
+            first = out if first is None else first
+            assert torch.equal(out, first)
+    w = codes - 128.0 * (call is allspark) - each(zeros.double(), k)
+    if groups > 1:
+        check_product(out, a, w * each(scales.double(), k))
+    else:
+        check_product(out, a, w.to(dtype).double() if rounds else w, scales.double())
+
+
 EIGHT_BIT = [
     ("uint4b8", torch.int8, PackedMmaConfig(1, 64, 2, 2, 1), 1, 128, 512, 128),
     ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 288, 32),  # the last step has 32 rows
@@ -184,15 +225,16 @@ def test_activations_of_8_bits(
 
 
 W4A8 = [
-    (PackedConfig(16, 128, 2, 4, 1), 13, 96, 800, 32),  # the last step has 32 rows
-    (PackedConfig(32, 256, 1, 1, 1), 20, 320, 256, 128),
-    (PackedConfig(128, 256, 1, 1, 1), 130, 288, 256, 256),
+    (PackedConfig(16, 128, 2, 4, 1), 13, 96, 800, 32, torch.bfloat16),  # the last step has 32 rows
+    (PackedConfig(32, 256, 1, 1, 1), 20, 320, 256, 128, torch.bfloat16),
+    (PackedConfig(128, 256, 1, 1, 1), 130, 288, 256, 256, torch.bfloat16),
+    (PackedConfig(16, 256, 2, 2, 1), 13, 288, 544, 32, torch.float16),
 ]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("one", "m", "n", "k", "group_size"), W4A8)
-def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int) -> None:
+@pytest.mark.parametrize(("one", "m", "n", "k", "group_size", "dtype"), W4A8)
+def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
     """Entries of tables, whatever they are: every code, zero too, in every group and column.
 
     Numbers are small integers: what tensor cores lose of sums of fp8 is smaller than one.
@@ -210,10 +252,25 @@ def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int) -> Non
     with forced("cutlass_w4a8_mm", one):
         for schedule in SCHEDULES:
             with scheduled(schedule):
-                out = pyops.cutlass_w4a8_mm(a, weight, tables.view(-1), group_size, channel, token, torch.bfloat16)
+                out = pyops.cutlass_w4a8_mm(a, weight, tables.view(-1), group_size, channel, token, dtype)
             first = out if first is None else first
             assert torch.equal(out, first)
     check_product(out, a, w, channel.double() * token.double()[:, None])
+
+
+@needs_compiler
+def test_w4a8_of_float16_is_rounded_once() -> None:
+    """Sums of tensor cores have 14 bits. They reach over 64 elements of K: over all they are off thrice as far."""
+    m, n, k, make = 16, 128, 2048, torch.Generator().manual_seed(0)
+    a = torch.randn(m, k, generator=make).to(torch.float8_e4m3fn)
+    codes, scales = packed.draw(-8, 8, k, n), (torch.rand(k // 128, n, generator=make) + 0.5).to(torch.float8_e4m3fn)
+    weight = pyops.cutlass_encode_and_reorder_int4b(packed.gptq(codes & 15, 4).t().contiguous().t())
+    tables, one = pyops.cutlass_pack_scale_fp8(scales), torch.ones(1)
+    with forced("cutlass_w4a8_mm", PackedConfig(16, 128, 2, 1, 1)):
+        out = pyops.cutlass_w4a8_mm(a, weight, tables, 128, one / 4, one, torch.float16)
+    w = (codes.double() * each(scales.double(), k)).to(torch.float8_e4m3fn).double()
+    exact = a.double() @ w / 4
+    assert (out.double() - exact).abs().max() <= 2.0**-11 * exact.abs().max()
 
 
 # What is chosen
@@ -348,7 +405,6 @@ def test_what_is_written_in_full() -> None:
         {"g_idx": ArgMaker(HOPPER).empty(256, dtype="int32")},
         {"type": SCALAR_TYPES["int4"]},
         {"recoding": "marlin_fp8"},
-        {"zero_kind": "floats"},
         {"zero_kind": "codes", "zero_layout": "marlin_8"},
         {"layout": "marlin_24"},
         {"group_size": 48},
@@ -359,6 +415,24 @@ def test_what_is_written_in_full() -> None:
     for a in (replace(one.a, stride=260), replace(one.a, alignment=8), replace(one.a, dtype=dtypes.float32)):
         assert not serves(replace(one, a=a), HOPPER)
     assert not serves(problem(4, 72, 256, HOPPER), HOPPER)
+
+
+def test_w4a8_of_float16() -> None:
+    """Tiles whose sums have room twice; many rows are written in full."""
+    make = ArgMaker(HOPPER)
+
+    def of(m: int) -> PackedProblem:
+        codes, tables = make.empty(512, 28672, dtype="int32"), make.empty(32 * 28672 * 8, dtype="float8_e4m3fn")
+        out = Epilogue(make.empty(m, 28672, dtype="float16"))
+        weight = weight_of(codes, 28672, 4096, tables, 128)
+        return PackedProblem(Operand.of_rows(make.empty(m, 4096, dtype="float8_e4m3fn")), weight, out)
+
+    for m, config in ((16, PackedConfig(16, 256, 2, 1, 1)), (256, PackedConfig(128, 128, 2, 1, 1, 4))):
+        assert choose(of(m), HOPPER) == config
+        (launch,) = plan(of(m))
+        assert launch.specialisation.constants["APART"]
+    assert serves(of(512), HOPPER)
+    assert not serves(of(513), HOPPER)
 
 
 def test_no_geometry() -> None:

@@ -54,18 +54,17 @@ CONFIGS = {
         multipliers=Multipliers(embedding=2.0, residual=0.6, attention_soft_cap=5.0, logits_soft_cap=5.0),
         names=Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",), attention_out_norm="norm_a", mlp_out_norm="norm_b"),
     ),
-    "in parallel, without gates, joined head by head, biases": Config(
+    "in parallel, without gates, layer norms, biases": Config(
         intermediate_size=96,
-        **SIZES | {"num_key_value_heads": 8},
+        **SIZES,
         norms=Norms("layer", has_bias=True),
         qk_norm="heads",
         parallel_residual=True,
-        qkv_by_head=True,
         has_gate=False,
         hidden_act="gelu",
         o_bias=True,
         mlp_bias=True,
-        names=Names(qkv=("query_key_value",), o="dense", gate_up=("up",), down="down"),
+        names=Names(o="dense", gate_up=("up",), down="down"),
     ),
     "mixtral": Config(intermediate_size=32, **SIZES, mixture=EXPERTS),
 }
@@ -168,5 +167,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
         divided(replace(CONFIGS["mixtral"], mixture=replace(EXPERTS, shared_intermediate_size=32)), 2)
     with pytest.raises(ModelError, match="architectures: expected norms of heads in one tensor"):
         divided(replace(CONFIGS["llama"], qk_norm="row"), 2)
+    with pytest.raises(ModelError, match="architectures: expected projections not joined head by head"):
+        divided(replace(CONFIGS["llama"], qkv_by_head=True), 2)
     with pytest.raises(ModelError, match="num_attention_heads"):
         divided(CONFIGS["qwen3"], 3)

@@ -35,6 +35,7 @@
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
 //     BOX_TOKENS     a multiple of 8 that divides TOKENS / CLUSTER and, unless the cache is of fp8, PAGE_SIZE
+//     HALF_BOXES     a box has the four panels of a half, but for rotated keys; else one panel: clusters, codes
 //     CLUSTER        blocks of a cluster: 1 or 2; of an fp8 cache 1
 
 #include "attention.cuh"
@@ -47,13 +48,14 @@ constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_T
 // A thread's registers: what the loaders give up, the others take.
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : CLUSTER > 1 ? 40 : 24;
 constexpr int REGISTERS = IS_FP8 ? 208 : CLUSTER > 1 ? 232 : 240;
-static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % (BOX_TOKENS * CLUSTER) == 0 && BOX_TOKENS % 8 == 0);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1)
 mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num_heads, LATENT_SIZE]; boxes of 1 x HEADS
                                                                // x a panel, swizzled
                   const __grid_constant__ TensorMap pe_map,    // [num_seqs, num_heads, 64]; likewise
                   const __grid_constant__ TensorMap cache_map,  // [num_pages, PAGE_SIZE, 576]; 1 x BOX_TOKENS x a panel
+                  const __grid_constant__ TensorMap half_map,   // [num_pages, PAGE_SIZE / 8, 9, 8, 64]; boxes of 1 x
+                                                                // BOX_TOKENS / 8 x 4 x 8 x 64, if HALF_BOXES
                   out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
                   float* lse,                                   // [num_seqs, num_heads]
                   const cache_t* kv_c_and_k_pe_cache,           // [num_pages, PAGE_SIZE, 576]; of codes, without a map
@@ -97,20 +99,13 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
 
     if (warpgroup == 2) {
         warpgroup_reg_dealloc<LOADER_REGISTERS>();
-        if (threadIdx.x == 256 && pairs > 0) {
-            mbarrier_arrive_expect_tx(&queries_full, TILE_BYTES);
-            for (int panel = 0; panel < PANELS; ++panel) {
-                const bool is_rope = panel == ROPE_PANEL;
-                tma_load(queries + panel * PANEL_BYTES, is_rope ? &pe_map : &nope_map, &queries_full,
-                         is_rope ? 0 : panel * PANEL_SIZE, first_head, seq);
-            }
-        }
+        if (threadIdx.x == 256 && pairs > 0) load_queries(queries, &queries_full, &nope_map, &pe_map, first_head, seq);
         if constexpr (IS_FP8) {
             CodeLoader loader{tiles,       own,    kv_c_and_k_pe_cache,    page_stride,
                               slot_stride, places, int(threadIdx.x) - 256, {}};
             if (pairs > 0) loader.run();
         } else if (threadIdx.x / 32 % 4 == 0) {
-            load_boxes(tiles, own, &cache_map, rank);
+            load_boxes(tiles, own, &cache_map, &half_map, rank);
         }
         return leave_cluster<CLUSTER>();
     }
@@ -128,11 +123,12 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
 #pragma unroll
         for (int i = 0; i < PANELS; ++i) {
             const int panel = i == ROPE_PANEL ? i : (i + HALF_PANELS * warpgroup) % 8;  // in the order of the loads
-            mbarrier_wait<(CLUSTER > 1)>(full + warpgroup * PANELS + panel, pair & 1);
+            const bool waits = !HALF_BOXES || i % HALF_PANELS == 0;
+            if (waits) mbarrier_wait<(CLUSTER > 1)>(tiles.full_of(warpgroup, panel), pair & 1);
             const uint64_t a = make_smem_desc(queries + panel * PANEL_BYTES);
-            const uint64_t b = make_smem_desc(tiles.panel(warpgroup, panel));
+            const uint64_t b = make_smem_desc(tiles.panel(warpgroup, panel), panel == ROPE_PANEL ? ATOM : TOKEN_STRIDE);
             if (i == 0) warpgroup_fence_operand(s);
-            warpgroup_arrive();  // after each wait, whose loop parts the products
+            if (waits) warpgroup_arrive();  // after each wait, whose loop parts the products
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 wgmma<product_t, TOKENS>(s, advance_smem_desc(a, 32 * k), advance_smem_desc(b, 32 * k), i > 0 || k > 0);
@@ -154,7 +150,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
             for (int i = thread; i < TOKENS * 8 * 8; i += 128) {
                 const int token = i / 8 % TOKENS;
                 if (bits >> token & 1) continue;
-                *reinterpret_cast<uint4*>(tiles.panel(warpgroup, i / (TOKENS * 8)) + token * ROW_BYTES + i % 8 * 16) =
+                *reinterpret_cast<uint4*>(tiles.row(warpgroup, i / (TOKENS * 8), token) + i % 8 * 16) =
                     make_uint4(0, 0, 0, 0);
             }
             fence_proxy_async();
@@ -197,7 +193,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
     // The warpgroup's half of the latent vectors of tokens 16k and on.
     const auto values_at = [&](int stage, int k) {
         const uint8_t* const half = tiles.panel(stage, warpgroup * HALF_PANELS);
-        return make_smem_desc(half + k * 16 * ROW_BYTES, 8 * ROW_BYTES, PANEL_BYTES);
+        return make_smem_desc(half + k * 2 * TOKEN_STRIDE, TOKEN_STRIDE, PANEL_STRIDE);
     };
     const auto add_own = [&] {
 #pragma unroll
@@ -210,8 +206,8 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
     };
     const auto add_other = [&](int pair) {
         const int stage = warpgroup ^ 1;
-        for (int i = 0; i < HALF_PANELS; ++i) {
-            mbarrier_wait<(CLUSTER > 1)>(full + stage * PANELS + warpgroup * HALF_PANELS + i, pair & 1);
+        for (int i = 0; i < (HALF_BOXES ? 1 : HALF_PANELS); ++i) {
+            mbarrier_wait<(CLUSTER > 1)>(tiles.full_of(stage, warpgroup * HALF_PANELS + i), pair & 1);
         }
         const uint64_t probabilities = make_smem_desc(tiles.panel(stage, ROPE_PANEL));
         warpgroup_fence_operand(o);

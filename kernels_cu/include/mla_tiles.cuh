@@ -1,12 +1,13 @@
 // mla_tiles.cuh: the tiles of mla_decode_hopper, whose constants it reads, and the warps that fill them.
 //
 // A tile is TOKENS entries in nine panels of 64 elements, whose rows of 128 bytes are swizzled: four panels of the left
-// half of the latent vectors, four of the right, and the rotated keys. Tiles come in pairs; the even one of a pair lies
+// half of the latent vectors, four of the right, and the rotated keys. A panel lies in atoms of 8 entries; atoms follow
+// each other, or, where HALF_BOXES, atoms of the other panels of the half lie between them. Tiles come in pairs; the even one of a pair lies
 // in stage 0, the odd one in stage 1. A half is filled anew when the warpgroup that reads the half last has given it
 // back: the left halves by warpgroup 0, the right ones by warpgroup 1. Rotated keys are filled with the half of the
 // warpgroup that reads probabilities in their place.
 //
-// load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel by TMA. CodeLoader: a warpgroup loads the codes of an
+// load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel, or of a half, by TMA. CodeLoader: a warpgroup loads the codes of an
 // fp8 cache to registers, and stores them as product_t: float16, one instruction for a pair. What it needs next is in
 // flight while it waits for the place of what it has.
 #pragma once
@@ -19,12 +20,16 @@
 constexpr bool IS_FP8 = is_same<cache_t, fp8_e4m3_t>;
 constexpr int TOKENS = 64, LATENT_SIZE = 512, PANEL_SIZE = 64, ROW_BYTES = 128;
 constexpr int PANELS = 9, ROPE_PANEL = 8, HALF_PANELS = 4, STAGES = 2, LEFT = 0, RIGHT = 1;
-constexpr int PANEL_BYTES = TOKENS * ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTES;
+constexpr int PANEL_BYTES = TOKENS * ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTES, ATOM = 8 * ROW_BYTES;
+// From 8 entries of a panel of latent vectors to the next, and from a panel to the next.
+constexpr int TOKEN_STRIDE = HALF_BOXES ? HALF_PANELS * ATOM : ATOM, PANEL_STRIDE = HALF_BOXES ? ATOM : PANEL_BYTES;
 constexpr int LOADERS_BARRIER = 7;  // a named barrier
 // Pairs of tiles whose places a CodeLoader keeps: warps load for a pair and the next, one may be a pair behind.
 constexpr int KEPT_PAIRS = 3, PLACES = IS_FP8 ? KEPT_PAIRS * 2 * TOKENS : 1;
 using product_t = conditional_t<IS_FP8, half_t, cache_t>;  // of the products' operands; float16 has every code
-static_assert(IS_FP8 ? CLUSTER == 1 : is_same<query_t, cache_t>);
+static_assert(IS_FP8 ? CLUSTER == 1 && !HALF_BOXES : is_same<query_t, cache_t>);
+static_assert(CLUSTER == 1 || !HALF_BOXES);
+static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % (BOX_TOKENS * CLUSTER) == 0 && BOX_TOKENS % 8 == 0);
 
 // The tiles of a block, and who waits for what of them.
 struct EntryTiles {
@@ -33,7 +38,17 @@ struct EntryTiles {
     uint64_t* empty;   // [STAGES][2], of halves
     uint64_t* exists;  // [STAGES], a bit for each token of a tile that has an entry
 
-    DEVICE uint8_t* panel(int stage, int panel) const { return memory + stage * TILE_BYTES + panel * PANEL_BYTES; }
+    DEVICE uint8_t* panel(int stage, int panel) const {
+        uint8_t* const half = memory + stage * TILE_BYTES + panel / HALF_PANELS * (HALF_PANELS * PANEL_BYTES);
+        return half + panel % HALF_PANELS * PANEL_STRIDE;
+    }
+    // Of a panel of latent vectors.
+    DEVICE uint8_t* row(int stage, int of_panel, int token) const {
+        return panel(stage, of_panel) + token / 8 * TOKEN_STRIDE + token % 8 * ROW_BYTES;
+    }
+    DEVICE uint64_t* full_of(int stage, int panel) const {
+        return full + stage * PANELS + (HALF_BOXES ? panel / HALF_PANELS * HALF_PANELS : panel);
+    }
     // By one thread; a barrier of the cluster follows.
     DEVICE void init() const {
         for (int i = 0; i < STAGES * PANELS; ++i) mbarrier_init(full + i, IS_FP8 ? 4 : 1);
@@ -54,6 +69,17 @@ struct Split {
 
     DEVICE int pairs() const { return ceil_div(end - begin, 2 * TOKENS); }
 };
+
+// Loads the queries of a block. One thread calls.
+DEVICE void load_queries(uint8_t* queries, uint64_t* full, const TensorMap* nope_map, const TensorMap* pe_map,
+                         int first_head, int seq) {
+    mbarrier_arrive_expect_tx(full, TILE_BYTES);
+    for (int panel = 0; panel < PANELS; ++panel) {
+        const bool is_rope = panel == ROPE_PANEL;
+        tma_load(queries + panel * PANEL_BYTES, is_rope ? pe_map : nope_map, full, is_rope ? 0 : panel * PANEL_SIZE,
+                 first_head, seq);
+    }
+}
 
 // Queries beside an fp8 cache become product_t in their place, relative to a power of two for each row: units[row] is what
 // their products are to be multiplied by. By 256 threads, four to a row.
@@ -82,7 +108,8 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
 }
 
 // Loads entries by TMA. Every lane of one warp calls.
-DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_map, int rank) {
+DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_map,
+                       const TensorMap* half_map, int rank) {
     constexpr int BOXES = TOKENS / BOX_TOKENS, OWN_BOXES = BOXES / CLUSTER;  // of a panel, and those of this block
     const int lane = threadIdx.x % WARP_SIZE;
     // Lane i has the page of box i of a pair, -1 where there is none: what is loaded from there are zeros.
@@ -111,15 +138,21 @@ DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const Tensor
                 tiles.exists[stage] = left >= TOKENS ? bits : left > 0 ? bits & ~(~uint64_t(0) << left) : 0;
             }
             const int slot = (start + box * BOX_TOKENS) % PAGE_SIZE;
+            if constexpr (HALF_BOXES) {
+                uint64_t* const barrier = tiles.full_of(stage, half * HALF_PANELS);
+                if (lane == 0) mbarrier_arrive_expect_tx(barrier, HALF_PANELS * PANEL_BYTES);
+                tma_load(tiles.row(stage, half * HALF_PANELS, box * BOX_TOKENS), half_map, barrier, 0, 0,
+                         half * HALF_PANELS, slot / 8, box_page);
+            }
             const auto load_panel = [&](int panel) {
-                uint64_t* const barrier = tiles.full + stage * PANELS + panel;
+                uint64_t* const barrier = tiles.full_of(stage, panel);
                 if (lane == 0) mbarrier_arrive_expect_tx(barrier, PANEL_BYTES);
                 uint8_t* const to = tiles.panel(stage, panel) + box * BOX_TOKENS * ROW_BYTES;
                 const int x = panel * PANEL_SIZE;
                 if constexpr (CLUSTER == 1) tma_load(to, cache_map, barrier, x, slot, box_page);
                 else tma_load_multicast(to, cache_map, barrier, (1 << CLUSTER) - 1, x, slot, box_page);
             };
-            for (int panel = 0; panel < HALF_PANELS; ++panel) load_panel(half * HALF_PANELS + panel);
+            for (int panel = 0; panel < HALF_PANELS && !HALF_BOXES; ++panel) load_panel(half * HALF_PANELS + panel);
             if (half != stage) load_panel(ROPE_PANEL);
         };
         // In the order in which they are given back.

@@ -2,7 +2,8 @@
 //
 // Names and places are those of pyops/ops/_shared/packed_layouts.py, which describes the layouts. packed_...::code reads
 // the code of row k and column n of a weight; ::element says which row and column a field of a word is of, in layouts
-// that weights are packed into. Rows and columns are counted in 32 bits, what lies before them in 64.
+// that weights are packed into, by `|` of what shares no bits: so the compiler knows which fields are of one word of the
+// layout that is read. Rows and columns are counted in 32 bits, what lies before them in 64.
 
 #pragma once
 #include "column_order.cuh"
@@ -82,8 +83,8 @@ template <int BITS> struct packed_marlin {
         const uint32_t tiles = size.columns / 64, tile = uint32_t(word / MARLIN_TILE_WORDS<BITS>);
         const uint32_t at = word % MARLIN_TILE_WORDS<BITS>, lane = at / BITS, rest = at % BITS;
         const uint32_t half = BITS == 4 ? field / 2 % 2 : rest % 2, odd = BITS == 4 ? field / 4 : field / 2;
-        return {tile / tiles * 16 + lane % 4 * 2 + odd + field % 2 * 8,
-                tile % tiles * 64 + (BITS == 4 ? rest : rest / 2) * 16 + lane / 4 + half * 8};
+        return {tile / tiles * 16 | lane % 4 * 2 | odd | field % 2 * 8,
+                tile % tiles * 64 | (BITS == 4 ? rest : rest / 2) * 16 | lane / 4 | half * 8};
     }
 };
 
@@ -98,8 +99,8 @@ template <int BITS> struct packed_marlin_8 {
         const uint32_t tiles = size.columns / 32, tile = uint32_t(word / MARLIN_TILE_WORDS<BITS>);
         const uint32_t at = word % MARLIN_TILE_WORDS<BITS>, lane = at / BITS, rest = at % BITS;
         const uint32_t row = BITS == 4 ? field / 2 + field % 2 * 16 : field + rest % 2 * 16;
-        return {tile / tiles * 32 + lane % 4 * 4 + row,
-                tile % tiles * 32 + (BITS == 4 ? rest : rest / 2) * 8 + lane / 4};
+        return {tile / tiles * 32 | lane % 4 * 4 | row,
+                tile % tiles * 32 | (BITS == 4 ? rest : rest / 2) * 8 | lane / 4};
     }
 };
 
@@ -112,8 +113,8 @@ template <int BITS> struct packed_w4a8 {
     static DEVICE Element element(uint64_t word, int field, const PackedSize& size) {
         const uint32_t tiles = size.columns / 32, tile = uint32_t(word / MARLIN_TILE_WORDS<BITS>);
         const uint32_t at = word % MARLIN_TILE_WORDS<BITS>, lane = at / BITS;
-        return {tile / tiles * 32 + lane % 4 * 4 + field / 4 * 16 + field % 4,
-                tile % tiles * 32 + at % BITS * 8 + lane / 4};
+        return {tile / tiles * 32 | lane % 4 * 4 | field / 4 * 16 | field % 4,
+                tile % tiles * 32 | at % BITS * 8 | lane / 4};
     }
 };
 

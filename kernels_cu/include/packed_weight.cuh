@@ -24,6 +24,8 @@
 //     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   column_order.cuh's function for the columns of scales, and of zeros that are ADDED
 //     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
+//     ZERO_FLOATS   zero points of groups, of columns without scales, are numbers of scalar_t, to which ZERO_POINT is added:
+//                   the difference from a code is rounded
 //     ADDED         `zeros` are numbers of scalar_t
 //     GROUP_SIZE    rows of a group: a multiple or a divisor of a step; 0: all rows are one group
 #pragma once
@@ -40,7 +42,7 @@ using number_t = conditional_t<IS_TABLE, bf16_t, scalar_t>;
 using codes_t = Codes<number_t, BITS, EXPONENT>;
 using pair_t = Vec<number_t, 2>;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
-static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq && LAYOUT != layout_marlin_8));
+static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq && LAYOUT != layout_marlin_8) || (BITS == 2 && IS_GPTQ));
 static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8 && EXPONENT == 0));
 
 // The codes of a lane in a product.
@@ -90,7 +92,8 @@ struct Code {
             for (int i = 0; i < PRODUCTS * 4; ++i) {
                 const int q = i / 2 % 2, h = i % 2, row = slice * 16 + 8 * q + 2 * t;
                 const uint32_t word = from[row * BITS / 32 * COLUMNS + (first + i / 4) * 16 + 8 * h + g];
-                code[i / 4].words[i % 4] = word >> (LAYOUT == layout_exllama ? t * BITS : row * BITS % 32);
+                code[i / 4].words[i % 4] =
+                    word >> (LAYOUT == layout_exllama ? row % (32 / BITS) / 2 : row % (32 / BITS)) * BITS;
             }
         } else {
             // A row is COLUMNS / 8 words; bits of its number are in those of the 16 bytes.
@@ -150,7 +153,7 @@ struct Terms {
         const uint8_t* points = groups + scale_bytes;
         const int entry = group * TILE_N + place.entry;
         if constexpr (HAS_SCALES) scale = twice(reinterpret_cast<const scale_t*>(groups)[entry]);
-        if constexpr (ADDED) added = twice(reinterpret_cast<const number_t*>(points)[entry]);
+        if constexpr (ADDED || ZERO_FLOATS) added = twice(reinterpret_cast<const number_t*>(points)[entry]);
         uint32_t point = ZERO_POINT;
         if constexpr (ZERO_CODES) {
             const uint32_t word = reinterpret_cast<const uint32_t*>(points)[group * (TILE_N * BITS / 32) + place.word];
@@ -165,6 +168,7 @@ struct Terms {
         // Of two factors that are apart for their size alone, one is often the inverse of the other.
         constexpr float FACTOR = codes_t::FACTOR * power_of_two(GROUP_SCALE_EXPONENT);
         if constexpr (FACTOR != 1.0f) pair = pair * pair_t::full(FACTOR);
+        if constexpr (ZERO_FLOATS) pair = pair - added;
         if constexpr (ADDED) multiply_add_pair<number_t>(pair.data, pair.data, scale.data, added.data);
         else if constexpr (HAS_SCALES) pair = pair * scale;
         return pair.template word<2>(0);

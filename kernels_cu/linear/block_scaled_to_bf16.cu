@@ -21,6 +21,7 @@
 //     HAS_SIZES     problem_sizes are given
 
 #include "fp4.cuh"
+#include "packed.cuh"
 
 constexpr int ELEMENTS = 16;  // of a thread
 constexpr int CODE_BYTES = ELEMENTS * CODE_BITS / 8;

@@ -185,20 +185,20 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
         cp_async_commit();
     }
     float sums[FRAGMENTS][ROW_TILES][4] = {};
-    int stage = 0;
+    uint8_t* stage = own;
 #pragma unroll 1
     for (int step = first_step; step < last_step; ++step) {
         cp_async_wait<STAGES - 2>();
         sync_warp();  // for the copies of other lanes, and until they have done with the stage that is filled now
-        const int filled = stage == 0 ? STAGES - 1 : stage - 1;
-        if (step + STAGES - 1 < last_step) copy(step + STAGES - 1, own + filled * STAGE_BYTES);
+        const int filled = stage == own ? STAGES - 1 : -1;  // from `stage` on
+        if (step + STAGES - 1 < last_step) copy(step + STAGES - 1, stage + filled * STAGE_BYTES);
         cp_async_commit();
         uint32_t a_pairs[ROW_TILES][PRODUCTS][2];
 #pragma unroll
         for (int i = 0; i < ROW_TILES * LANE_CHUNKS; ++i) {
             const int row = i / LANE_CHUNKS * 8 + g, chunk = i % LANE_CHUNKS;
-            const four_t x = four_t::load(reinterpret_cast<const uint32_t*>(own + stage * STAGE_BYTES +
-                                                                            chunk_place(row, t * LANE_CHUNKS + chunk)));
+            const four_t x =
+                four_t::load(reinterpret_cast<const uint32_t*>(stage + chunk_place(row, t * LANE_CHUNKS + chunk)));
             // Codes of a pair are 16 / BITS apart.
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -232,7 +232,7 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
             }
             if (step + 1 < last_step) load(step + 1, f);
         }
-        stage = stage == STAGES - 1 ? 0 : stage + 1;
+        stage = stage == own + (STAGES - 1) * STAGE_BYTES ? own : stage + STAGE_BYTES;
     }
 
     // Each warp leaves its sums, then a thread adds up those of one lane and a fragment.

@@ -2,13 +2,16 @@
 //
 //     code of (k, n) in packed = code of (perm[k], n) in codes; 0 where codes has no such row or column
 //
-// A thread makes one word. Neighbouring threads have neighbouring words; what they read is not in order.
+// A thread makes WORDS neighbouring words of a weight; blockIdx.y counts weights. What threads read is not in order, but
+// fields of one word, and threads of one warp, often read the same words.
 //
 // Constants
 //     SOURCE        layout of codes: a name of packed_layout.cuh
 //     LAYOUT        layout of packed
 //     BITS          of a code
 //     PERMUTED      rows are permuted by perm
+//     PADDED        packed has columns that codes has not
+//     WORDS         of a thread; divides num_words
 //     ACCESS        bytes of one access to packed
 
 #include "packed_layout.cuh"
@@ -17,25 +20,27 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 repack_weight(uint8_t* packed,        // [experts, num_words] words, a weight [K, columns padded to the tiles]
               const uint32_t* codes,  // [experts, expert_words], a weight [K, N]
               const int32_t* perm,    // [experts, K], any numbers
-              int64_t k, int64_t n, int64_t columns, int64_t num_words, int64_t expert_words, int64_t total,
-              int64_t word_stride, int64_t word_step) {
+              int64_t k, int64_t n, int64_t columns, int64_t num_words, int64_t expert_words, int64_t word_stride,
+              int64_t word_step) {
     await_previous_kernel();
-    const int64_t i = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;
-    if (i >= total) return;
-    const int64_t expert = i / num_words;
+    const int64_t first = (int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x) * WORDS, expert = blockIdx.y;
+    if (first >= num_words) return;
     const PackedSize source{uint32_t(k), uint32_t(n), word_stride, word_step};
     const PackedSize size{uint32_t(k), uint32_t(columns), columns, 1};
     codes += expert * expert_words;
-    uint32_t word = 0;
+    Vec<uint8_t, 4 * WORDS> bytes;
 #pragma unroll
-    for (int field = 0; field < 32 / BITS; ++field) {
-        const Element at = LAYOUT<BITS>::element(uint64_t(i - expert * num_words), field, size);
-        int64_t row = at.k;
-        if constexpr (PERMUTED) row = perm[expert * k + at.k];
-        if (row < 0 || row >= k || at.n >= n) continue;
-        word |= SOURCE<BITS>::code(codes, source, uint32_t(row), at.n) << field * BITS;
+    for (int i = 0; i < WORDS; ++i) {
+        uint32_t word = 0;
+#pragma unroll
+        for (int field = 0; field < 32 / BITS; ++field) {
+            const Element at = LAYOUT<BITS>::element(uint64_t(first) | i, field, size);
+            uint32_t row = at.k;
+            if constexpr (PERMUTED) row = uint32_t(perm[expert * k + at.k]);  // numbers below 0 are beyond k
+            if ((PERMUTED && row >= k) || (PADDED && at.n >= n)) continue;
+            word |= SOURCE<BITS>::code(codes, source, row, at.n) << field * BITS;
+        }
+        bytes.template word<4>(4 * i) = word;
     }
-    Vec<uint8_t, 4> bytes;
-    bytes.template word<4>(0) = word;
-    bytes.template store<ACCESS>(packed + i * 4);
+    bytes.template store<ACCESS>(packed + (expert * num_words + first) * 4);
 }

@@ -85,6 +85,9 @@ class Decoder:
         head = self.embedding if config.tie_word_embeddings else place.matrix("lm_head", *sizes)
         rows = {"lm_head": config.vocab_size}
         self.head = GgufLinear((head,), None, rows) if isinstance(head, BlockMatrix) else Linear(head, None, rows)
+        multipliers = config.multipliers
+        rounded_to = self.dtype if multipliers.embedding_is_rounded else torch.float64
+        self._multiplier = torch.tensor(multipliers.embedding, dtype=rounded_to, device="cpu").item()
         self.token_bytes = sum(layer.mixer.token_bytes for layer in self.layers)
         self.slot_bytes = sum(layer.mixer.slot_bytes for layer in self.layers)
         self._tensors = self._named()
@@ -117,7 +120,7 @@ class Decoder:
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: the weights, or a view of them}. `write` sets them.
 
-        Under ``A_log`` are the decays ``A = -exp(A_log)``.
+        Under ``A_log`` are the decays ``A = -exp(A_log)``. Packed weights of experts are there until `prepare`.
         """
         return self._tensors
 
@@ -238,11 +241,8 @@ class Decoder:
         return logits
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        multipliers, found = self.config.multipliers, self.embedding[tokens]
-        if multipliers.embedding == 1:
-            return found
-        rounds = multipliers.embedding_is_rounded
-        return found * (torch.tensor(multipliers.embedding).to(found.dtype).item() if rounds else multipliers.embedding)
+        found = self.embedding[tokens]
+        return found if self._multiplier == 1 else found * self._multiplier
 
     def _add_norm(self, hidden: Tensor, residual: Tensor, out_norm: Norm | None, norm: Norm | None) -> Tensor:
         """Add `out_norm` of `hidden` to `residual`, write the norm of the sum to `hidden`, and return the sum."""

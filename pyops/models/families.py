@@ -11,6 +11,7 @@ from .parts import Multipliers, Names, Norms
 from .rope import Rope
 
 _Values = dict[str, Any]
+_NEOX_ROTARY_FACTOR = 0.25
 
 
 def _mistral(values: _Values, layers: int) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
         "qkv_by_head": True,
         "has_gate": False,
         "parallel_residual": flag(values, "use_parallel_residual", True),
-        "rope": Rope.parse(found, first(values.get("rotary_pct"), 0.25)),
+        "rope": Rope.parse(found, first(values.get("rotary_pct"), _NEOX_ROTARY_FACTOR)),
     }
 
 
@@ -249,6 +250,7 @@ FAMILIES = {
         ),
         epsilon="layer_norm_eps",
         mlp_bias=True,
+        partial_rotary_factor=_NEOX_ROTARY_FACTOR,
         fields=_gpt_neox,
     ),
 }

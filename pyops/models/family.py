@@ -59,7 +59,7 @@ class Family(NamedTuple):
         found: dict[str, Any] = _sizes(values)
         found |= {
             "rms_norm_eps": number(self.epsilon, values.get(self.epsilon)),
-            "hidden_act": first(values.get("hidden_act"), "silu"),
+            "hidden_act": first(values.get("hidden_act"), self.defaults.get("hidden_act"), "silu"),
             "qkv_bias": _has_bias(values, self.qkv_bias),
             "o_bias": _has_bias(values, self.o_bias),
             "mlp_bias": _has_bias(values, self.mlp_bias),
@@ -71,16 +71,12 @@ class Family(NamedTuple):
         more = self.fields(values, layers)
         if "sliding_windows" not in more:
             found["sliding_windows"] = one_window(values | {"sliding_window": None}, layers)
-        if "rope" not in more:
-            found["rope"] = self.rope(values)
-        return found | more
-
-    def rope(self, values: dict[str, Any]) -> Rope:
-        """The rotary embedding of all layers."""
-        partial = first(values.get("partial_rotary_factor"), self.partial_rotary_factor, 1.0)
-        if self.partial_rotary_factor is None and partial != 1.0:
+        partial = first(values.get("partial_rotary_factor"), self.partial_rotary_factor)
+        if self.partial_rotary_factor is None and partial not in (None, 1.0):
             raise refuse("partial_rotary_factor", "1.0", partial)
-        return Rope.parse(values, None if self.partial_rotary_factor is None else partial, self.has_longrope)
+        if "rope" not in more:
+            found["rope"] = Rope.parse(values, self.partial_rotary_factor and partial, self.has_longrope)
+        return found | more
 
 
 def _has_bias(values: dict[str, Any], what: str | bool) -> bool:

@@ -85,6 +85,7 @@ MIXED_FAMILIES = {
         {"num_key_value_heads": 8},
         names=Names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm", mlp="feed_forward"),
         mlp_bias="mlp_bias",
+        partial_rotary_factor=_BAMBA_ROTARY_FACTOR,
         fields=_bamba,
     ),
 }

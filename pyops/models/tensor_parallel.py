@@ -120,6 +120,8 @@ def divided(config: Config, world_size: int) -> Config:
         raise refuse("architectures", "attention of a Llama, Qwen or Mixtral with tensor parallelism", "another")
     if config.qk_norm == "row" or (config.qk_norm == "heads" and "{}" in config.names.q_norm):
         raise refuse("architectures", "norms of heads in one tensor, not of rows, with tensor parallelism", "others")
+    if config.qkv_by_head:
+        raise refuse("architectures", "projections not joined head by head with tensor parallelism", config.names.qkv)
     if mixture is not None and (mixture.has_bias or mixture.shared_intermediate_size or mixture.is_stacked):
         raise refuse("architectures", "experts of Mixtral or Qwen3-MoE with tensor parallelism", "others")
     sizes = {
@@ -160,7 +162,7 @@ class ParallelDecoder(Decoder):
     def _joined_sizes(self, name: str) -> list[int]:
         """Rows of projections that a checkpoint has joined under `name`, one behind the other; none if it has not."""
         whole, module = self.whole, name.rpartition(".")[0].rpartition(".")[2]
-        if (module,) == whole.names.qkv and not whole.qkv_by_head:
+        if (module,) == whole.names.qkv:
             heads = whole.num_attention_heads, whole.num_key_value_heads, whole.num_key_value_heads
             return [count * whole.head_dim for count in heads]
         return [whole.intermediate_size] * 2 if (module,) == whole.names.gate_up and whole.has_gate else []

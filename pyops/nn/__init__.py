@@ -9,7 +9,7 @@ rotary_scaled merged embedding       rotary embedding of long texts, merged proj
 factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
 latent                               multi-head latent attention
 shortconv mixer mamba mamba_heads    the short convolution, what mixers of state-space models share, their mixers
-delta_rule                           the gated delta rule
+delta_rule                           the gated delta rule, and mixers by it
 
 docs/layers.md lists them.
 """
@@ -69,16 +69,17 @@ from .rotary_scaled import *
 from .routing import *
 from .shortconv import *
 
-_NO_LINEAR_ATTENTION = "no op is linear attention with the decay of a whole head (lightning attention)"
 _NO_HYPER_CONNECTIONS = "no op mixes streams of hidden states (manifold-constrained hyper-connections)"
-_NO_CACHE_OF_ITS_OWN = "reads caches and metadata out of the engine of vLLM; `ChunkGatedDeltaRule` is its scan"
 MISSING = {
     "static_sink_attention": (
         "StaticSinkAttention",
         "is vLLM's attention of an engine, with tokens put before its cache",
     ),
     "sparse_attn_indexer": ("SparseAttnIndexer", "no op has logits of fp8 queries and keys of a cache (DeepGEMM's)"),
-    "bailing_moe_linear_attention": ("BailingMoELinearAttention", _NO_LINEAR_ATTENTION),
+    "bailing_moe_linear_attention": (
+        "BailingMoELinearAttention",
+        "is put together by its model; its scan is `pyops.mamba_chunk_scan_varlen` with time steps of 1",
+    ),
     "qwen2_decoder": ("CustomQwen2Decoder", "is a model of transformers"),
     "hc_head": ("HCHeadOp", _NO_HYPER_CONNECTIONS),
     "kimi_gated_delta_net_attention": (
@@ -88,8 +89,6 @@ MISSING = {
     "mhc_fused_post_pre": ("MHCFusedPostPreOp", _NO_HYPER_CONNECTIONS),
     "mhc_post": ("MHCPostOp", _NO_HYPER_CONNECTIONS),
     "mhc_pre": ("MHCPreOp", _NO_HYPER_CONNECTIONS),
-    "olmo_hybrid_gated_delta_net_attention": ("OlmoHybridGatedDeltaNetAttention", _NO_CACHE_OF_ITS_OWN),
-    "qwen_gated_delta_net_attention": ("QwenGatedDeltaNetAttention", _NO_CACHE_OF_ITS_OWN),
     "rel_pos_attention": ("RelPosAttention", "no op of attention adds a bias for each pair of tokens"),
 }
 """{name of an op: (name of its class, why it is not here)} of layers that vLLM has and this library has not."""

@@ -10,6 +10,8 @@ import torch
 from ..ops.mamba import (
     causal_conv1d_decode,
     causal_conv1d_prefill,
+    gated_delta_rule,
+    gated_delta_rule_update,
     mamba_chunk_scan_varlen,
     selective_scan_fwd,
     selective_state_update,
@@ -35,9 +37,19 @@ class Ops(NamedTuple):
     scan: Callable[..., None]
     scan_chunks: Callable[..., Any]
     step: Callable[..., None]
+    delta_rule: Callable[..., Any]
+    delta_rule_step: Callable[..., Any]
 
 
-_OPS = causal_conv1d_prefill, causal_conv1d_decode, selective_scan_fwd, mamba_chunk_scan_varlen, selective_state_update
+_OPS = (
+    causal_conv1d_prefill,
+    causal_conv1d_decode,
+    selective_scan_fwd,
+    mamba_chunk_scan_varlen,
+    selective_state_update,
+    gated_delta_rule,
+    gated_delta_rule_update,
+)
 OPS = Ops(*_OPS)
 REFERENCES = Ops(*(op.reference for op in _OPS))
 

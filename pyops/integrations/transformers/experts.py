@@ -64,9 +64,9 @@ class Experts(Replacement):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
-        weights = _tensors(self.module, _WEIGHTS)
+        weights, x = _tensors(self.module, _WEIGHTS), given["hidden_states"]
         is_laid_out = not self._form.by_inputs or all(weight.mT.is_contiguous() for weight in weights)
-        if not served(given["hidden_states"]) or not is_laid_out:
+        if not served(x) or x.ndim != 2 or not is_laid_out:
             result: Tensor = self.original(*args, **kwargs)
             return result
         return _computed(self.module, self._form, *(given[name] for name in self._parameters))

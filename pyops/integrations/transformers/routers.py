@@ -14,6 +14,8 @@ from .replacement import Replacement, served
 from .trial import Trials, Unknown, agree, forward_of, randn, tried, twin
 
 _HIDDEN, _TOKENS = 16, 64  # sizes of a trial: of so many tokens some choose otherwise where groups count
+# Differences of logits in float32 and in bfloat16, as a part of the largest.
+_EXACT, _ROUNDING = 2.0**-18, 2.0**-7
 _SCORINGS = {"sigmoid": 1, "softmax": 2}  # numbers of grouped_topk's scoring functions
 _GROUPS = ("num_group", "n_group", "num_expert_group")  # names of how many groups experts are in
 
@@ -26,8 +28,8 @@ class _Choice(NamedTuple):
         renormalize: whether the weights of a token are divided by their sum.
         groups, groups_taken: of experts; 1 for none.
         factor: of weights.
-        in_float32: whether logits are float32, whatever the dtype of hidden states.
-        weights_in_float32: whether weights are.
+        in_float32: whether the product is float32, whatever the dtype of hidden states.
+        logits_in_float32, weights_in_float32: whether these are, when they are returned.
     """
 
     scoring_func: str
@@ -36,6 +38,7 @@ class _Choice(NamedTuple):
     groups_taken: int = 1
     factor: float = 1.0
     in_float32: bool = True
+    logits_in_float32: bool = True
     weights_in_float32: bool = True
 
 
@@ -82,7 +85,8 @@ def _chosen(module: Any, hidden_states: Tensor, choice: _Choice) -> tuple[Tensor
         score = topk_softmax if choice.scoring_func == "softmax" else topk_sigmoid
         score(weights, ids, places, logits, choice.renormalize)
         weights = weights if choice.factor == 1.0 else weights * choice.factor
-    return logits, weights if choice.weights_in_float32 else weights.to(hidden_states.dtype), ids
+    dtypes = [torch.float32 if wide else hidden_states.dtype for wide in choice[-2:]]
+    return logits.to(dtypes[0]), weights.to(dtypes[1]), ids
 
 
 def _is_grouped(module: Any, choice: _Choice) -> bool:
@@ -101,7 +105,7 @@ def _candidates(module: Any) -> Iterator[_Choice]:
 
 
 def _choice_of(module: Any) -> _Choice:
-    """What a router computes, compared on a small twin; rounding by another in bfloat16."""
+    """What a router computes, by a small twin of it, and how it rounds, by another in bfloat16."""
     weights = {"weight": randn(module.weight.shape[0], _HIDDEN, seed=1)}
     bias = getattr(module, "bias", None)
     weights |= {} if bias is None else {"bias": randn(*bias.shape, seed=2)}
@@ -114,20 +118,35 @@ def _choice_of(module: Any) -> _Choice:
                 setattr(small, name, _HIDDEN)
         return small
 
-    small, narrow = made(torch.float32), made(torch.bfloat16)
+    small = made(torch.float32)
     theirs = tried(lambda: forward_of(module)(small, x))
     kinds = [one.dtype.is_floating_point for one in theirs] if _is_triple(theirs) else []
     if kinds != [True, True, False]:
         raise Unknown("it does not return logits, weights and numbers of experts")
-    rounded = tried(lambda: forward_of(module)(narrow, x.bfloat16()))
     for candidate in _candidates(module):
         try:
-            if _agree(_chosen(small, x, candidate), theirs):
-                in_float32, weights_in_float32 = (one.dtype == torch.float32 for one in rounded[:2])
-                return candidate._replace(in_float32=in_float32, weights_in_float32=weights_in_float32)
+            agrees = _agree(_chosen(small, x, candidate), theirs)
         except OpError:  # the op takes no such groups
             continue
+        if agrees:
+            return _rounded_alike(candidate, made(torch.bfloat16), x.bfloat16())
     raise Unknown("it chooses experts in another way")
+
+
+def _rounded_alike(choice: _Choice, narrow: Any, x: Tensor) -> _Choice:
+    """The choice with the dtypes that a router has in bfloat16.
+
+    Raises:
+        Unknown: its logits are rounded elsewhere than in the product, so that other experts could be chosen.
+    """
+    theirs = tried(lambda: forward_of(narrow)(narrow, x))
+    of_logits, of_weights = (one.dtype == torch.float32 for one in theirs[:2])
+    for in_float32 in (True, False) if of_logits else (False,):
+        found = choice._replace(in_float32=in_float32, logits_in_float32=of_logits, weights_in_float32=of_weights)
+        logits = _chosen(narrow, x, found)[0]
+        if agree([logits], theirs[:1], _EXACT if in_float32 else _ROUNDING):
+            return found
+    raise Unknown("it rounds logits in another way")
 
 
 def _is_triple(found: Any) -> bool:

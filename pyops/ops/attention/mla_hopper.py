@@ -55,6 +55,8 @@ class HopperConfig:
         cache, page_table, device = problem.cache, problem.page_table, problem.cache.device
         num_pages, page_size, _ = cache.shape
         box_tokens = 8 if problem.is_fp8 else gcd(page_size, _TOKENS // self.cluster)
+        has_half_boxes = box_tokens < _TOKENS and self.cluster == 1 and not problem.is_fp8
+        panels = _map(problem.q_pe if problem.is_fp8 else cache, box_tokens)  # codes are loaded without a map
         kernel = _decode.for_arch(device.arch_feature)(
             query_t=problem.q_nope.dtype,
             cache_t=problem.cache_dtype,
@@ -64,6 +66,7 @@ class HopperConfig:
             PAGE_SIZE=page_size,
             BOX_TOKENS=box_tokens,
             CLUSTER=self.cluster,
+            HALF_BOXES=has_half_boxes,
             HAS_LSE=problem.lse is not None,
         )
         grid = (problem.num_seqs * _groups(problem) // self.cluster, self.max_splits * self.cluster)
@@ -73,8 +76,8 @@ class HopperConfig:
             _SHARED_BYTES,
             nope_map=_map(problem.q_nope, _HEADS),
             pe_map=_map(problem.q_pe, _HEADS),
-            # Codes are loaded without a map.
-            cache_map=_map(problem.q_pe if problem.is_fp8 else cache, box_tokens),
+            cache_map=panels,
+            half_map=_map_of_halves(cache, box_tokens) if has_half_boxes else panels,
             num_heads=problem.num_heads,
             num_pages=num_pages,
             page_stride=cache.strides[0],
@@ -100,8 +103,19 @@ def _map(arg: TensorArg, rows: int) -> TensorMap:
     return TensorMap.of(arg, (_PANEL_SIZE, rows, 1), _ROW_BYTES)
 
 
+def _map_of_halves(cache: TensorArg, tokens: int) -> TensorMap:
+    """Boxes of the four panels of half a latent vector of some entries; of 8 entries, one panel lies after another."""
+    (num_pages, page_size, _), (page, slot, _), itemsize = cache.shape, cache.strides, cache.dtype.itemsize
+    slot_bytes = slot * itemsize if page_size > 1 else ENTRY_SIZE * itemsize
+    page_bytes = page * itemsize if num_pages > 1 else page_size * slot_bytes
+    sizes = (_PANEL_SIZE, 8, ENTRY_SIZE // _PANEL_SIZE, page_size // 8, num_pages)
+    strides = (slot_bytes, _ROW_BYTES, 8 * slot_bytes, page_bytes)
+    box = (_PANEL_SIZE, 8, LATENT_SIZE // _PANEL_SIZE // 2, tokens // 8, 1)
+    return TensorMap(cache, cache.dtype, sizes, strides, box, _ROW_BYTES)
+
+
 def choose(problem: Problem, device: Device) -> HopperConfig:
-    """As many splits as end first by the model of the device; clusters where pages are small and boxes many."""
+    """As many splits as end first by the model of the device; no clusters, which wait for the slower of two blocks."""
     blocks = problem.num_seqs * _groups(problem)
     tiles = -(-problem.max_tokens // _TOKENS)
 
@@ -114,5 +128,4 @@ def choose(problem: Problem, device: Device) -> HopperConfig:
     max_splits = max(1, min(max_splits, tiles))
     lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
     join = choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
-    is_shared = _may_share(problem) and problem.cache.shape[1] < _TOKENS
-    return HopperConfig(2 if is_shared else 1, max_splits, _TOKENS, join)
+    return HopperConfig(1, max_splits, _TOKENS, join)

@@ -16,9 +16,6 @@ from .layout import MAX_TOKENS
 LATENT_SIZE, ROPE_SIZE = 512, 64
 ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE
 _MIN_HEADS_FOR_WGMMA = 8
-# With smaller pages, whose boxes are many, 16 heads take 106.6 us by wgmma and 102.7 by mma: docs/performance.md, "MLA
-# decode on Hopper". Caches of codes are not copied by boxes.
-_LARGE_PAGE, _MIN_HEADS_OF_SMALL_PAGES = 64, 17
 _WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 5120  # bytes: queries and two tiles; barriers, places, maxima and sums
 
 
@@ -71,11 +68,10 @@ class Problem:
     def uses_wgmma(self) -> bool:
         """Whether mla_decode_hopper.cu serves the call: 16 bits, tensors that can be mapped, and heads enough."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
-        has_large_boxes = self.is_fp8 or self.cache.shape[1] >= _LARGE_PAGE
         return (
             device.supports("wgmma")
             and device.shared_memory >= _WGMMA_SHARED
-            and self.num_heads >= (_MIN_HEADS_FOR_WGMMA if has_large_boxes else _MIN_HEADS_OF_SMALL_PAGES)
+            and self.num_heads >= _MIN_HEADS_FOR_WGMMA
             and self.product_dtype is not float32
             and all(arg.dtype is self.product_dtype and arg.alignment == 16 for arg in args)
             and all(_rows_are_aligned(arg) for arg in (*args, self.cache))

@@ -10,7 +10,7 @@ from ..._core.dtypes import DType, float8_e8m0fnu, float32, int8, uint8
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
-from .._shared.scalar_type import SCALAR_TYPES, ScalarType
+from .._shared.scalar_type import E2M1_NUMBERS, SCALAR_TYPES, ScalarType
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,6 @@ _NUM_THREADS = 256  # of wna16_to_dense.cu, each with four bytes of codes
 _CODE_DTYPES: dict[str, DType] = {"uint4": uint8, "uint8": uint8, "int8": int8, "float4_e2m1f": uint8}
 TYPES = tuple(_CODE_DTYPES)
 MX_BLOCK = 32  # codes of float4_e2m1f under one scale
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +31,8 @@ class CodedExperts:
         type: of a code.
         num_experts, rows, k: sizes.
         groups: of K, each under a scale: 1 without `scales`.
-        scales: [num_experts, rows, groups], contiguous: 16 bits, or exponents of e8m0; None where the epilogue of a
-            product has a scale for each row, and the weight is the code.
+        scales: [num_experts, rows, groups], contiguous: 16 bits, or exponents of e8m0, also in a workspace; None where
+            the epilogue of a product has a scale for each row, and the weight is the code.
         zeros: [num_experts, rows * bits / 8, groups] uint8, contiguous, that of the first of two rows in the lower
             half; None for the middle of the codes, and for codes that have signs.
     """
@@ -44,7 +43,7 @@ class CodedExperts:
     rows: int
     k: int
     groups: int
-    scales: TensorArg | None
+    scales: TensorArg | Scratch | None
     zeros: TensorArg | None
 
     @property
@@ -64,20 +63,21 @@ class CodedExperts:
             "BITS": self.bits,
             "EXPONENT": self.type.exponent,
             "HAS_SCALES": scales is not None,
-            "scale_t": float32 if scales is None else scales.dtype,
+            "scale_t": scales.dtype if isinstance(scales, TensorArg) else float32 if scales is None else uint8,
             "SCALE": "scale_e8m0" if self.type.exponent else "scale_float",
             "HAS_ZEROS": self.zeros is not None,
         }
 
-    def tensors(self) -> dict[str, TensorArg | None]:
+    def tensors(self) -> dict[str, TensorArg | Scratch | None]:
         """Pointers of such kernels by parameter."""
         return {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
 
     def written(self, dense: Scratch, dtype: DType) -> Launch:
         """Writes the weights to `dense`, [num_experts, rows, K] of `dtype`."""
         words = self.k * self.bits // 32
-        named = {name: one.name for name, one in self.tensors().items() if one is not None}
+        named = {name: one.name for name, one in self.tensors().items() if isinstance(one, TensorArg)}
         access = check.vector_width(4, self.codes)
+        pointers: dict[str, Any] = {name: one or 0 for name, one in self.tensors().items() if name not in named}
         return _wna16_to_dense.renamed(**named)(
             scalar_t=dtype, **self.constants(), CODE_ACCESS=access, NUM_THREADS=_NUM_THREADS
         ).launch(
@@ -88,7 +88,7 @@ class CodedExperts:
             words=words,
             groups=self.groups,
             group_size=self.group_size,
-            **{name: 0 for name, one in self.tensors().items() if one is None},
+            **pointers,
         )
 
 
@@ -134,7 +134,7 @@ def in_full(codes: Tensor, scales: Tensor, zeros: Tensor | None, kind: str, dtyp
         zeros = None if zeros is None else torch.stack((zeros & 15, zeros >> 4), 2).flatten(1, 2)
     size = codes.shape[2] // scales.shape[2]
     if kind == "float4_e2m1f":
-        numbers = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device)[codes.long()]
+        numbers = torch.tensor(E2M1_NUMBERS, device=codes.device)[codes.long()]
         exponents = scales.view(torch.uint8).int()
         factors = torch.ldexp(torch.ones(exponents.shape, device=codes.device), exponents - 127)
         factors = factors.masked_fill(exponents == 255, torch.nan)

@@ -21,9 +21,10 @@ _STEP_BYTES = 64  # of a row of weights
 _ROWS = 64  # of weights of a tile
 _LANE_BYTES = 16  # of a row of weights, that a lane has in a step: they lie under one scale
 _STAGES = 3
+_STATIC_BYTES = 128  # of shared memory of a block: rows of out and of a
 _WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds, as of gemm_packed_mma.cu
-# Warps of a multiprocessor that registers allow, by rows of a tile.
-_RESIDENT = {8: 16, 16: 12}
+# Warps of a multiprocessor that registers allow, by rows of a tile; the second also with zero points of 4 bits.
+_RESIDENT, _RESIDENT_OF_NIBBLES = {8: 16, 16: 12}, {8: 16, 16: 8}
 # Rows of an expert up to which reading its codes once for each 16 of them takes less time than writing its weights. By
 # arithmetic, measured nowhere yet: docs/performance.md, "Experts end to end".
 _MAX_ROWS = 64
@@ -79,8 +80,6 @@ class CodedConfig:
         kernel = product.kernel(_grouped_gemm_packed, **others)
         constants = product.constants()
         del constants["SCALE_BLOCK"]
-        stage = self.tile_m * _STEP_BYTES * 8 // weight.bits * 2
-        sums = self.tile_m * _ROWS * 4
         tiles = product.max_tiles(self.tile_m) * (product.b_rows // _ROWS)
         launch = kernel(
             **constants,
@@ -94,7 +93,7 @@ class CodedConfig:
         ).launch(
             tiles,
             self.warps * 32,
-            self.warps * max(_STAGES * stage, sums),
+            self.warps * _warp_bytes(self.tile_m, weight),
             **product.arguments(kernel, self.tile_m, **others),
         )
         return [launch]
@@ -124,10 +123,16 @@ def choose(problem: CodedProblem, device: Device) -> CodedConfig:
     tile_m = 8 if p.rows_of_expert <= 8 or p.lists.block_size % 16 else 16
     tiles = p.row_tiles(tile_m) * (p.b_rows // _ROWS)
     steps = -(-w.k * w.bits // (8 * _STEP_BYTES))
-    resident = _RESIDENT[tile_m]
+    resident = (_RESIDENT_OF_NIBBLES if w.bits == 4 and w.zeros is not None else _RESIDENT)[tile_m]
     # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
     warps = min(resident // -(-tiles // device.multiprocessors) or _WARPS_OF_MANY, steps)
+    warps = max(1, min(warps, (device.shared_memory - _STATIC_BYTES) // _warp_bytes(tile_m, w)))
     return CodedConfig(tile_m, warps, resident // warps)
+
+
+def _warp_bytes(tile_m: int, weight: CodedExperts) -> int:
+    """Shared memory of a warp: stages of rows of a, and then its sums."""
+    return max(_STAGES * tile_m * _STEP_BYTES * 8 // weight.bits * 2, tile_m * _ROWS * 4)
 
 
 def plan(
@@ -148,5 +153,10 @@ def plan(
     product = GroupedProblem(out, *operands, weight.num_experts, weight.k, lists, *terms, top_k, activation)
     problem = CodedProblem(product, weight)
     if serves(problem, product.device):
-        return tuning.config(out.op, problem, product.device, choose).launches(problem)
+        return launches_of(problem)
     return [weight.written(dense, a.dtype), grouped_plan.plan(product)]
+
+
+def launches_of(problem: CodedProblem) -> list[Launch]:
+    """Those of the kernel that reads codes, for a problem that it serves."""
+    return tuning.config(problem.product.out.op, problem, problem.device, choose).launches(problem)

@@ -26,6 +26,7 @@ from .grouped_rows import (
     swapped,
     weights_of,
 )
+from .mxfp4_codes import few_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,6 +85,10 @@ def _plan(
     format.check_scales(a_scales, rows=None, columns=columns)
     format.check_scales(b_scales, num_experts=num_experts, rows=rows, columns=columns)
     check.shape(alphas, float32, num_experts=num_experts)
+    if format is MXFP4:
+        lists_by = problem_sizes, expert_offsets, scale_offsets
+        if (by_codes := few_rows(out, a, b, a_scales, b_scales, *lists_by)) is not None:
+            return by_codes
     dense_a, dense_b = (Scratch(dense_bytes(count, k)) for count in (num_rows, num_experts * n))
     operands = (
         Operand.of_scratch(dense_a, bfloat16, num_rows, k),
@@ -221,7 +226,8 @@ def cutlass_mxfp4_group_mm(
     """Products of MXFP4 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
     As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Codes times scales are rounded to
-    bfloat16: those of 2^128 and more become infinite. After vLLM's op of this name.
+    bfloat16: those of 2^128 and more become infinite. For few rows and an `out` of bfloat16, codes of weights become
+    bfloat16 where they are multiplied, not in memory. After vLLM's op of this name.
 
     Args:
         out, problem_sizes, expert_offsets, sf_offsets: as `cutlass_fp4_group_mm` takes them.

@@ -121,14 +121,14 @@ def example_grouped_gemm_packed(
     *,
     num_tokens: int = 16,
     b_type: Literal["uint4", "uint8", "int8", "float4_e2m1f"] = "uint4",
-    activation: Literal["silu", "swigluoai", "none"] = "silu",
-    with_zeros: bool = False,
+    activation: Literal["silu", "none"] = "silu",
 ) -> tuple[Any, ...]:
+    """Products without an activation have zero points, where codes may, and weights of rows, others a bias."""
     num_experts, top_k, k, columns, block_size, dtype = 3, 2, 192, 64, 16, "bfloat16"
     rows = columns * (1 if activation == "none" else 2)
     num_rows, bits = num_tokens * top_k, 4 if b_type in ("uint4", "float4_e2m1f") else 8
     num_blocks = -(-num_rows // block_size)
-    with_zeros = with_zeros and b_type in ("uint4", "uint8")
+    with_zeros = activation == "none" and b_type in ("uint4", "uint8")
     if b_type == "float4_e2m1f":
         scales = make.randint(110, 124, num_experts, rows, k // 32, dtype="uint8")
     elif b_type == "int8":
@@ -146,7 +146,7 @@ def example_grouped_gemm_packed(
         make.randint(0, num_experts, num_blocks, dtype="int32"),
         make.full(1, value=num_blocks * block_size, dtype="int32"),
         make.randn(num_tokens, top_k, dtype="float32") if activation == "none" else None,
-        make.randn(num_experts, rows, dtype=dtype) if activation == "swigluoai" else None,
+        make.randn(num_experts, rows, dtype=dtype) if activation == "silu" else None,
         top_k,
         block_size,
         activation,

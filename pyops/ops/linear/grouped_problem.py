@@ -179,13 +179,13 @@ class GroupedProblem:
             "SCALE_BLOCK": SCALE_BLOCK if self.block_scaled else 0,
         }
 
-    def kernel(self, kernel: Kernel, **others: TensorArg | None) -> Kernel:
+    def kernel(self, kernel: Kernel, **others: TensorArg | Scratch | None) -> Kernel:
         """`kernel`, its pointers fed by the op's tensors and by `others`, or by names that no tensor of an op has."""
         tensors = {**self._tensors(), **others}
         fed = {name: one.name if isinstance(one, TensorArg) else f"no_{name}" for name, one in tensors.items()}
         return kernel.renamed(**fed)
 
-    def arguments(self, kernel: Kernel, tile_m: int, **others: TensorArg | None) -> dict[str, Any]:
+    def arguments(self, kernel: Kernel, tile_m: int, **others: TensorArg | Scratch | None) -> dict[str, Any]:
         """What `kernel` takes beside tensors of the op: sizes, strides and steps in elements, and other pointers."""
         steps = dict.fromkeys(("a_scale_step", "a_scale_block_step", "b_scale_expert_step"), 0)
         steps |= dict.fromkeys(("b_scale_step", "b_scale_block_step"), 0)

@@ -36,15 +36,19 @@ def lists_of(
     expert_offsets: TensorArg,
     sf_offsets: TensorArg | None = None,
     block_scaled: bool = False,
+    block_size: int | None = None,
 ) -> tuple[ExpertLists, Launch, Scratch | None]:
-    """The rows of each expert, the launch that writes them, and where it writes the rows of scales."""
+    """The rows of each expert, the launch that writes them, and where it writes the rows of scales.
+
+    Blocks have `block_size` places, or as many as suit weights in full.
+    """
     check.sizes(problem_sizes, num_experts=None, sizes=3)
     num_experts, (num_rows, n) = problem_sizes.shape[0], out.shape
     check.shape(problem_sizes, int32, num_experts=num_experts, sizes=3)
     check.dtype(expert_offsets, int32, int64)
     check.shape(expert_offsets, num_experts=num_experts)
     check.shape(sf_offsets, int32, num_experts=num_experts)
-    block_size = block_size_for(num_rows, num_experts, block_scaled)
+    block_size = block_size or block_size_for(num_rows, num_experts, block_scaled)
     num_blocks = num_rows // block_size + min(num_rows, num_experts)
     sorted_ids, expert_ids, total = Scratch(4 * num_blocks * block_size or 4), Scratch(4 * num_blocks or 4), Scratch(4)
     scale_rows = None if sf_offsets is None else Scratch(4 * num_rows or 4)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..._core import check, tuning
 from ..._core.device import Device
-from ..._core.dtypes import int32, int64
+from ..._core.dtypes import float8_e4m3fn, float16, int32, int64
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
@@ -81,17 +81,19 @@ class PackedConfig:
             )
             if one.splits <= -(-problem.weight.k // step_rows(problem.weight.layout))
             and (one.max_parts == 1 or problem.experts is None)
+            and not (sums_apart(problem) and (one.chunk == 1 or one.tile_m * one.tile_n > _MAX_SUMS))
         ]
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
-        weight, device, constants = problem.weight, problem.device, problem.constants()
+        weight, device, constants, apart = problem.weight, problem.device, problem.constants(), sums_apart(problem)
         size, step = constants["GROUP_SIZE"], step_rows(weight.layout)
         groups = step // size if 0 < size < step else 1
         loads = self.tile_m * _ROW_BYTES + (step * weight.bits + groups * problem.group_bits()) * self.tile_n // 8
         stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
         sums = self.tile_m * self.tile_n * 4 if self.splits > 1 else 0
-        stores = self.tile_n * 4 * _STORE_BYTES if self.tile_m > _MAX_SHARED_ROWS else 0
+        by_stores = self.tile_m > _MAX_SHARED_ROWS and problem.experts is None
+        stores = self.tile_n * 4 * _STORE_BYTES if by_stores else 0
         fixed = sums + stores + _BARRIER_BYTES
         stages = min(_MAX_STAGES, ((device.shared_memory + 1024) // self.min_blocks - 1024 - fixed) // stage)
         tiles = -(-problem.places // self.tile_m) * -(-weight.n // self.tile_n)
@@ -107,11 +109,12 @@ class PackedConfig:
             CHUNK=self.chunk,
             STAGES=stages,
             SPLITS=self.splits,
+            APART=apart,
             CUT=self.max_parts > 1,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
             (grid, self.splits),
-            384 if self.tile_m * self.tile_n > _MAX_SUMS else 32 * (_WARPS + 1),
+            384 if self.tile_m * self.tile_n * (2 if apart else 1) > _MAX_SUMS else 32 * (_WARPS + 1),
             max(fixed + stages * stage, device.shared_memory // (self.min_blocks + 1) + 1),
             partial=Scratch(parts * self.tile_m * self.tile_n * 4) if parts else 0,
             arrived=Scratch(rest * _WARPS * 4, zeroed=True) if parts else 0,
@@ -122,9 +125,17 @@ class PackedConfig:
         return [launch]
 
 
+def sums_apart(problem: PackedProblem) -> bool:
+    """Whether threads add up the sums of tensor cores for fp8, for results of float16."""
+    return problem.a.dtype is float8_e4m3fn and problem.epilogue.out.dtype is float16
+
+
 @cache
-def choose(m: int, n: int, k: int, layout: str, device: Device) -> PackedConfig:
-    """The config that takes the least time by the model, for at most `m` rows, a power of two."""
+def choose(m: int, n: int, k: int, layout: str, device: Device, apart: bool = False) -> PackedConfig:
+    """The config that takes the least time by the model, for at most `m` rows, a power of two.
+
+    `apart`: there are registers for two sets of sums.
+    """
     # With more products in flight, the larger tiles are slower, or have no registers for AWQ's words.
     most = _MAX_SUMS if layout == "awq" else 2 * _MAX_SUMS
     step_k = step_rows(layout)
@@ -149,7 +160,7 @@ def choose(m: int, n: int, k: int, layout: str, device: Device) -> PackedConfig:
     ):
         for splits in CLUSTERS:
             fits = splits == 1 or (tile_m <= _MAX_SHARED_ROWS and splits <= -(-k // step_k))
-            if fits and (tile_m <= m or tile_m == 16):
+            if fits and (tile_m <= m or tile_m == 16) and not (apart and tile_m * tile_n > _MAX_SUMS):
                 chunk = 2 if tile_m < 256 and tile_m * tile_n <= most else 1
                 found.append(PackedConfig(tile_m, tile_n, chunk, splits, 1))
     config = min(found, key=cycles)

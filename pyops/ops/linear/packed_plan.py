@@ -23,7 +23,7 @@ _gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
 _TILE_N = 64  # columns that every tile divides, or has
 _MIN_STAGES, _MAX_STAGES = 2, 3  # steps of a warp in shared memory
 _WORDS = 512  # bits of the words of a lane in a step: eight words, four times
-_BITS = {"marlin": (4, 8), "awq": (4,), "gptq": (4, 8), "exllama": (4, 8), "n32k16": (8,), "marlin_8": (4,)}
+_BITS = {"marlin": (4, 8), "awq": (4,), "gptq": (2, 4, 8), "exllama": (2, 4, 8), "n32k16": (8,), "marlin_8": (4,)}
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
 # Measured on an H200: docs/performance.md, "Products with packed weights".
 _MAX_WARPS = 8  # of a block
@@ -36,6 +36,7 @@ _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
 _LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
 _MAX_ROWS = 64  # up to which it is faster than writing the weight in full
+_MAX_APART_ROWS = 512  # up to which gemm_packed.cu is, where threads add up sums of fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def choose(problem: PackedProblem, device: Device) -> Config:
         several, most_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
         config = choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, most_rows=most_rows)
         return fitting(config, problem, device)
-    return packed_hopper.choose(m, w.n, w.k, w.layout, device)
+    return packed_hopper.choose(m, w.n, w.k, w.layout, device, packed_hopper.sums_apart(problem))
 
 
 def fitting(config: PackedMmaConfig, problem: PackedProblem, device: Device) -> PackedMmaConfig:
@@ -168,7 +169,7 @@ def _serves_many(problem: PackedProblem, device: Device) -> bool:
     rounds = w.layout == "marlin_8" and not (
         w.scale_kind == "float" or (w.scale_kind == "e8m0" and problem.compute_dtype is bfloat16)
     )
-    served = _reads_tables(problem) or (reads_codes(problem) and not rounds)
+    served = _reads_tables(problem) or (reads_codes(problem) and not rounds and rounds_once(w))
     return served and device.supports("wgmma") and fits(w, step_rows(w.layout)) and _is_mapped(problem)
 
 
@@ -201,12 +202,19 @@ def choose_mma(
     return PackedMmaConfig(tile_m, tile_n, warps, splits, resident // warps)
 
 
+def rounds_once(w: PackedWeight) -> bool:
+    """Whether gemm_packed.cu rounds a weight once: not a difference from a float, and then its product with a scale."""
+    return w.zero_kind != "floats" or w.scales is None
+
+
 def reads_codes(problem: PackedProblem) -> bool:
     """Whether kernels that read codes themselves have an instance for this problem."""
     w, e, a = problem.weight, problem.epilogue, problem.a
     kind = w.bits in _BITS.get(w.layout, ()) and not (w.type.is_integer and w.type.signed)
     kind = kind and (w.recoding == "none" or (w.layout == "marlin_8" and w.type == uint4b8))
-    zeros = w.zero_kind in ("none", "added") or (w.zero_kind == "codes" and w.zero_layout == _ZEROS.get(w.layout))
+    zeros = w.zero_kind in ("none", "added", "floats") or (
+        w.zero_kind == "codes" and w.zero_layout == _ZEROS.get(w.layout)
+    )
     zeros = zeros and not (w.layout == "marlin" and w.bits == 8 and w.zero_kind == "codes")
     scales = w.scale_kind != "products" and (w.scales is not None or w.zero_kind != "added")
     rows = w.g_idx is None and w.k % (16 if w.layout in ("marlin", "n32k16") else 32 // w.bits) == 0
@@ -221,16 +229,13 @@ def reads_codes(problem: PackedProblem) -> bool:
 
 
 def _reads_tables(problem: PackedProblem) -> bool:
-    """Whether gemm_packed.cu has an instance for this problem of W4A8.
-
-    Its sums, not added up in parts, are exact enough for bfloat16 (`fp8_sums`).
-    """
+    """Whether gemm_packed.cu has an instance for this problem of W4A8."""
     w, a = problem.weight, problem.a
     tables = w.layout == "w4a8" and w.scale_kind == "products" and w.scales is not None and w.k % 32 == 0
     aligned = a.vec_size(w.k) == 16 and all(one.alignment == 16 for one in (w.codes, w.scales) if one is not None)
     sizes = problem.m > 0 and w.n > 0 and w.n % 32 == 0 and w.k > 0
-    dtypes = a.dtype is float8_e4m3fn and problem.epilogue.out.dtype is bfloat16
-    return tables and aligned and sizes and dtypes and _is_plain(problem)
+    sizes = sizes and (problem.m <= _MAX_APART_ROWS or not packed_hopper.sums_apart(problem))
+    return tables and aligned and sizes and a.dtype is float8_e4m3fn and _is_plain(problem)
 
 
 def _is_plain(problem: PackedProblem) -> bool:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _repack_weight = Kernel("linear/repack_weight.cu")
-_NUM_THREADS = 256  # each with a word
+_NUM_THREADS, _WORDS = 256, 4  # words of a thread, which divide what a tile of any layout has
 TILE_COLUMNS = 64  # of Marlin's tiles, of which a row of words holds whole ones
 
 
@@ -52,17 +52,18 @@ def repack(
         LAYOUT=f"packed_{layouts[1]}",
         BITS=bits,
         PERMUTED=perm is not None,
-        ACCESS=min(4, packed.alignment),
+        PADDED=columns != n,
+        WORDS=_WORDS,
+        ACCESS=min(4 * _WORDS, packed.alignment),
         NUM_THREADS=_NUM_THREADS,
     ).launch(
-        -(-experts * num_words // _NUM_THREADS),
+        (-(-num_words // (_NUM_THREADS * _WORDS)), experts),
         _NUM_THREADS,
         k=k,
         n=n,
         columns=columns,
         num_words=num_words,
         expert_words=k * n * bits // 32,
-        total=experts * num_words,
         word_stride=word_stride,
         word_step=word_step,
         **({"perm": 0} if perm is None else {}),

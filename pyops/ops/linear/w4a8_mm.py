@@ -199,7 +199,7 @@ def cutlass_w4a8_mm(
         group_scales: [8 * K / group_size * N] float8_e4m3fn, contiguous, as `cutlass_pack_scale_fp8` returns them.
         group_size: rows under one scale; divides K.
         channel_scales: float32, contiguous, N or 1 elements; token_scales: likewise, M or 1.
-        out_type: of a new out: bfloat16 or float16, which takes several times as long; None for bfloat16.
+        out_type: of a new out: bfloat16 or float16, whose sums take longer (`fp8_sums.py`); None for bfloat16.
         maybe_schedule: None, or a name of vLLM's; it has no effect.
         out: [M, N] bfloat16 or float16, returned; elements of a row lie one after another; new unless given.
     """
