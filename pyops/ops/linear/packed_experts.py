@@ -12,7 +12,7 @@ from . import dequantize_packed, grouped_plan
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
 from .packed_hopper import PackedConfig, step_rows
-from .packed_plan import Config, choose_mma, fits, fitting, reads_codes, rows_of_step, serves_few
+from .packed_plan import Config, choose_mma, fits, fitting, reads_codes, rounds_once, rows_of_step, serves_few
 from .packed_problem import PackedExperts, PackedProblem
 
 _gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
@@ -51,7 +51,7 @@ def serves_many(problem: PackedProblem, device: Device) -> bool:
     assert experts is not None
     step = step_rows(problem.weight.layout)
     served = w.layout == "marlin" and w.k % step == 0 and fits(w, step) and experts.lists.block_size % 16 == 0
-    return served and device.supports("wgmma") and reads_codes(problem)
+    return served and device.supports("wgmma") and rounds_once(w) and reads_codes(problem)
 
 
 def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) -> tuple[list[Launch], PackedProblem]:
