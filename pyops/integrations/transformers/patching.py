@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -110,11 +111,10 @@ class _Found:
         why = None if served else "no attention is replaced"
         for module in self.rotary:
             self._add(module, lambda module=module: RotaryEmbedding(module, self.config), why)
-        norms = {module: one for module, one in self.replacements.items() if isinstance(one, Norm)}
         layers = [layer for layer in modules if any(part in attentions for part in layer.children())]
         for layer in layers:
-            self._add(layer, lambda layer=layer: DecoderLayer(layer, norms, self.replacements), why)
-        for layer, following in zip(layers, layers[1:], strict=False):
+            self._add(layer, lambda layer=layer: DecoderLayer(layer, self.replacements), why)
+        for layer, following in pairwise(layers):
             one, after = (self.replacements.get(each) for each in (layer, following))
             if isinstance(one, DecoderLayer) and isinstance(after, DecoderLayer):
                 one.following = after
@@ -144,7 +144,7 @@ class _Found:
             self._add(module, lambda: Projection(module), why)
         elif is_attention(module):
             rotary = next(iter(self.rotary), None)
-            self._add(module, lambda: attention_of(module, rotary))
+            self._add(module, lambda: attention_of(module, rotary, self.dtype, self.trials))
         elif is_packed(module):
             self._add(module, lambda: PackedProjection(module, self.dtype))
         elif is_router(module):
