@@ -147,6 +147,42 @@ def test_last_round_is_cut(
     check_scaled(out, a, codes - each(zeros, 320), scales)
 
 
+FLOATS = [  # a kernel of few rows rounds no weight; that of many, differences
+    (marlin, PackedMmaConfig(16, 64, 2, 1, 1), 11, 64, 272, 17, False),
+    (allspark, PackedMmaConfig(4, 64, 1, 2, 1), 3, 128, 512, 1, False),
+    (allspark, PackedConfig(16, 128, 2, 2, 1), 13, 192, 144, 1, True),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("call", "one", "m", "n", "k", "groups", "rounds"), FLOATS)
+def test_zero_points_that_are_floats(
+    call: Callable[..., Tensor], one: Any, m: int, n: int, k: int, groups: int, rounds: bool
+) -> None:
+    dtype, first = torch.bfloat16, None
+    bits = 4 if call is marlin else 8
+    codes, scales = packed.draw(0, 1 << bits, k, n), scales_of(groups, n, dtype)
+    zeros = (torch.randn(groups, n, generator=torch.Generator().manual_seed(1)) * 8.0).to(dtype)
+    a = activations(m, k, dtype, "cpu")
+    with forced("marlin_gemm" if call is marlin else "allspark_w8a16_gemm", one):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                if call is marlin:
+                    given = packed.marlin(codes, 4), None, packed.marlin_scales(scales), None, None
+                    points = packed.marlin_scales(zeros), None, None, None, SCALAR_TYPES["uint4"].id
+                    out = pyops.marlin_gemm(a, *given, *points, m, n, k, is_zp_float=True)
+                else:
+                    words = packed.n32k16(codes), packed.n32k16_columns(scales), packed.n32k16_columns(zeros)
+                    out = pyops.allspark_w8a16_gemm(a, *words, n, -1, 132, 90, 1024, True, True)
+            first = out if first is None else first
+            assert torch.equal(out, first)
+    w = codes - 128.0 * (call is allspark) - each(zeros.double(), k)
+    if groups > 1:
+        check_product(out, a, w * each(scales.double(), k))
+    else:
+        check_product(out, a, w.to(dtype).double() if rounds else w, scales.double())
+
+
 EIGHT_BIT = [
     ("uint4b8", torch.int8, PackedMmaConfig(1, 64, 2, 2, 1), 1, 128, 512, 128),
     ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 288, 32),  # the last step has 32 rows
@@ -369,7 +405,6 @@ def test_what_is_written_in_full() -> None:
         {"g_idx": ArgMaker(HOPPER).empty(256, dtype="int32")},
         {"type": SCALAR_TYPES["int4"]},
         {"recoding": "marlin_fp8"},
-        {"zero_kind": "floats"},
         {"zero_kind": "codes", "zero_layout": "marlin_8"},
         {"layout": "marlin_24"},
         {"group_size": 48},

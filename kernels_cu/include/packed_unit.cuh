@@ -24,12 +24,12 @@ constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                  
 constexpr int A_CHUNKS = STEP_K / 8;                                                     // of 16 bytes, of a row of a
 constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;  // of a step
 constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
-constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED ? TILE_N * 2 : 0;
+constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? TILE_N * 2 : 0;
 constexpr int UNIT_BYTES = WORDS * 4 * 32;  // of a warp
 // Of a step: rows of a, then scales of its groups, then their zero points, then codes.
 constexpr int CODES_AT = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), STAGE_BYTES = CODES_AT + UNITS * UNIT_BYTES;
 // Whether a sum of a row of a is needed.
-constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
+constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_FLOATS || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
 // Whether codes lie in tiles, so that columns of a fragment are neighbours.
 constexpr bool IS_TILED = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 || LAYOUT == layout_marlin_8;
@@ -247,7 +247,7 @@ struct Terms {
             spread<scale_t>(scales, groups + group * SCALE_BYTES,
                             [](scale_t x) { return SCALE<scale_t>(&x, 0) * FACTOR; });
         }
-        if constexpr (ADDED) spread<scalar_t>(shifts, points, to_float<scalar_t>);
+        if constexpr (ADDED || ZERO_FLOATS) spread<scalar_t>(shifts, points, to_float<scalar_t>);
         const int g = threadIdx.x % 32 / 4;
         const uint32_t* words = reinterpret_cast<const uint32_t*>(points);
 #pragma unroll
@@ -265,7 +265,8 @@ struct Terms {
                 point |= words[AWQ_WORDS * g + tile / 4] >> (tile % 4 + 4 * h) * 4 & 15;
             }
             const float offset = 8388608.0f - ZERO_POINT - codes_t::RAW_OFFSET;
-            const float zero = (__uint_as_float(point) - offset) / codes_t::RAW_FACTOR;
+            float zero = (__uint_as_float(point) - offset) / codes_t::RAW_FACTOR;
+            if constexpr (ZERO_FLOATS) zero += shifts[tile][h] / codes_t::RAW_FACTOR;
             if constexpr (!HAS_SCALES) scales[tile][h] = 1.0f;
             const float shift = ADDED ? shifts[tile][h] / codes_t::RAW_FACTOR : 0.0f;
             shifts[tile][h] = fmaf(-zero, scales[tile][h], shift);

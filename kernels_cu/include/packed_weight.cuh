@@ -24,6 +24,8 @@
 //     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   column_order.cuh's function for the columns of scales, and of zeros that are ADDED
 //     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
+//     ZERO_FLOATS   zero points of groups, of columns without scales, are numbers of scalar_t, to which ZERO_POINT is added:
+//                   the difference from a code is rounded
 //     ADDED         `zeros` are numbers of scalar_t
 //     GROUP_SIZE    rows of a group: a multiple or a divisor of a step; 0: all rows are one group
 #pragma once
@@ -151,7 +153,7 @@ struct Terms {
         const uint8_t* points = groups + scale_bytes;
         const int entry = group * TILE_N + place.entry;
         if constexpr (HAS_SCALES) scale = twice(reinterpret_cast<const scale_t*>(groups)[entry]);
-        if constexpr (ADDED) added = twice(reinterpret_cast<const number_t*>(points)[entry]);
+        if constexpr (ADDED || ZERO_FLOATS) added = twice(reinterpret_cast<const number_t*>(points)[entry]);
         uint32_t point = ZERO_POINT;
         if constexpr (ZERO_CODES) {
             const uint32_t word = reinterpret_cast<const uint32_t*>(points)[group * (TILE_N * BITS / 32) + place.word];
@@ -166,6 +168,7 @@ struct Terms {
         // Of two factors that are apart for their size alone, one is often the inverse of the other.
         constexpr float FACTOR = codes_t::FACTOR * power_of_two(GROUP_SCALE_EXPONENT);
         if constexpr (FACTOR != 1.0f) pair = pair * pair_t::full(FACTOR);
+        if constexpr (ZERO_FLOATS) pair = pair - added;
         if constexpr (ADDED) multiply_add_pair<number_t>(pair.data, pair.data, scale.data, added.data);
         else if constexpr (HAS_SCALES) pair = pair * scale;
         return pair.template word<2>(0);

@@ -15,14 +15,14 @@
 // sorted_token_ids[p]. ROUTED: it is multiplied by topk_weights[t]. Rows whose expert does not exist are left as they are.
 //
 // SPLITS: the blocks of a cluster share a tile, each with a part of K. What is to be added to a sum is sent to one block,
-// and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine; with
-// CUT, those of the last round are cut along K (cut_tiles.cuh).
+// and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine, but
+// those of experts; with CUT, those of the last round are cut along K (cut_tiles.cuh).
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t; with layout_w4a8 fp8_e4m3_t
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
-//     BITS, EXPONENT, LAYOUT, RECODED, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_POINT, ADDED, GROUP_SIZE
+//     BITS, EXPONENT, LAYOUT, RECODED, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES, ZERO_FLOATS, ZERO_POINT, ADDED, GROUP_SIZE
 //                   of packed_weight.cuh; BITS is 4, 8 but for layout_awq, or of GPTQ 2
 //     TILE_M        rows of a tile: a multiple of 16, at most 256
 //     TILE_N        columns of a tile: 128 or 256
@@ -32,7 +32,7 @@
 //     APART         whether the sums of each chunk are added up by threads, in float32: tensor cores' sums of fp8 have 14
 //                   bits (wgmma.cuh), which a result of float16 would show. CHUNK is 2, a tile has 128 x 128 sums at most
 //     CUT           whether tiles of the last round are cut; of tiles of more than 64 rows
-//     GROUPED, ROUTED    whether rows belong to experts, whose tiles have at most 64 rows and one split, and have weights
+//     GROUPED, ROUTED    whether rows belong to experts, whose tiles have one split, and have weights
 //     MIN_BLOCKS
 // If sums are shared, there are as many clusters as tiles.
 
@@ -49,10 +49,10 @@ constexpr int PRODUCTS = TILE_N / 128, PARTS = 4 / CHUNK;  // wgmmas side by sid
 constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < TILE_K ? TILE_K / GROUP_SIZE : 1;  // of a step
 constexpr int A_BYTES = TILE_M * ROW_BYTES, CODE_BYTES = TILE_K * TILE_N * BITS / 8;
 constexpr int SCALE_BYTES = HAS_SCALES ? GROUPS * TILE_N * (IS_TABLE ? 8 : sizeof(scale_t)) : 0;
-constexpr int ZERO_BYTES = ZERO_CODES ? GROUPS * TILE_N * BITS / 8 : ADDED ? GROUPS * TILE_N * 2 : 0;
+constexpr int ZERO_BYTES = ZERO_CODES ? GROUPS * TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? GROUPS * TILE_N * 2 : 0;
 constexpr int LOAD_BYTES = A_BYTES + CODE_BYTES + SCALE_BYTES + ZERO_BYTES;
 constexpr int STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
-constexpr bool BY_STORES = TILE_M > 64;
+constexpr bool BY_STORES = TILE_M > 64 && !GROUPED;  // rows of experts lie apart
 // Where sums take many registers, those of a producing warpgroup go to the others.
 constexpr bool MANY_SUMS = PRODUCTS * TILE_M * (APART ? 2 : 1) > 128;
 constexpr int NUM_THREADS = MANY_SUMS ? 384 : 32 * (CONSUMER_WARPS + 1);
@@ -63,10 +63,11 @@ static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && (TILE_N == 128 || TILE_N == 2
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % TILE_K == 0 || (TILE_K % GROUP_SIZE == 0 && GROUP_SIZE % PRODUCT_K == 0));
 static_assert(IS_TABLE == (sizeof(scalar_t) == 1) && (!IS_TABLE || (HAS_SCALES && BITS == 4)));
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
+static_assert(!ZERO_FLOATS || !(HAS_SCALES || ZERO_CODES || ADDED || EXPONENT > 0));
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
 static_assert(!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128));
 static_assert(!CUT || (BY_STORES && SPLITS == 1));
-static_assert(!GROUPED || (SPLITS == 1 && !BY_STORES && !IS_TABLE));
+static_assert(!GROUPED || (SPLITS == 1 && !IS_TABLE));
 static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
 
 using code_t = conditional_t<IS_TABLE, TableCode, Code>;
@@ -145,7 +146,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                 to += A_BYTES + CODE_BYTES;
                 if constexpr (HAS_SCALES) tma_load(to, &scales_map, ring.full(), first_column, group);
                 to += SCALE_BYTES;
-                if constexpr (ADDED) tma_load(to, &zeros_map, ring.full(), first_column, group);
+                if constexpr (ADDED || ZERO_FLOATS) tma_load(to, &zeros_map, ring.full(), first_column, group);
                 if constexpr (ZERO_CODES) tma_load(to, &zeros_map, ring.full(), first_column * BITS / 32, group);
             }
         }

@@ -35,6 +35,7 @@
 //     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
 //     SCALE_ORDER   column_order.cuh's function for the columns of scales, and of zeros that are ADDED
 //     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
+//     ZERO_FLOATS   zero points of groups are numbers of scalar_t, to which ZERO_POINT is added
 //     ADDED         `zeros` are numbers of scalar_t
 //     GROUP_SIZE    rows of a group: a multiple or a divisor of a step; 0: all rows are one group
 //     TILE_M        rows of a tile: 1, 2, 4, 8 or a multiple of 16
@@ -54,11 +55,11 @@ constexpr int FRAGMENTS = TILES * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  /
 constexpr int GROUP_STEPS = GROUP_SIZE > STEP_K ? GROUP_SIZE / STEP_K : 1;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
 static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq) || (BITS == 2 && IS_GPTQ));
-static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
+static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0), "floats have no zero points");
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
 static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8));
 static_assert(STAGES >= 2 && (GROUPED || !ROUTED));
-static_assert(!(ZERO_CODES && ADDED) && !GATED && BIAS <= 1 && AZP == 0);
+static_assert(ZERO_CODES + ZERO_FLOATS + ADDED <= 1 && !GATED && BIAS <= 1 && AZP == 0);
 
 // The warp's part of K: its first step, and the first that is not its own.
 struct Part { int first, last; };
@@ -84,16 +85,16 @@ DEVICE void prefetch_codes(const uint32_t* codes, int64_t m, int64_t n, int64_t 
 }
 
 extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-gemm_packed_mma(out_t* out,                 // [M, N]
-                const scalar_t* a,          // [M, K]
-                const uint32_t* codes,      // [K, N] by LAYOUT
-                const scale_t* scales,      // [groups, N] by SCALE_ORDER
-                const void* zeros,          // [groups, N BITS / 32] words; ADDED: [groups, N] scalar_t by SCALE_ORDER
-                const a_scale_t* a_scales,  // [M] or [1]
-                const b_scale_t* b_scales,  // [N] or [1]
-                const out_t* bias,          // [N]
-                const int32_t* sorted_token_ids,     // [M], of GROUPED; any numbers
-                const int32_t* expert_ids,           // [M / block_size]
+gemm_packed_mma(out_t* out,                       // [M, N]
+                const scalar_t* a,                // [M, K]
+                const uint32_t* codes,            // [K, N] by LAYOUT
+                const scale_t* scales,            // [groups, N] by SCALE_ORDER
+                const void* zeros,                // [groups, N BITS / 32] words; or [groups, N] scalar_t by SCALE_ORDER
+                const a_scale_t* a_scales,        // [M] or [1]
+                const b_scale_t* b_scales,        // [N] or [1]
+                const out_t* bias,                // [N]
+                const int32_t* sorted_token_ids,  // [M], of GROUPED; any numbers
+                const int32_t* expert_ids,        // [M / block_size]
                 const int32_t* num_tokens_post_pad,  // [1]
                 const float* topk_weights,           // [num_rows]
                 int64_t m, int64_t n, int64_t k, int64_t groups, int64_t a_stride, int64_t out_stride,

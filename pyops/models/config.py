@@ -113,9 +113,13 @@ class Config:
         activations = ("silu",) if has_others else GATED_ACTIVATIONS if self.has_gate else PLAIN_ACTIVATIONS
         if self.hidden_act not in activations:
             raise refuse("hidden_act", " or ".join(map(repr, activations)), self.hidden_act)
+        if self.parallel_residual and self.norms.place != "before":
+            raise refuse("norms.place", "'before' with parallel_residual", self.norms.place)
+        if self.shares_norm and not self.parallel_residual:
+            raise refuse("shares_norm", "False without parallel_residual", True)
         for name, count in (("qkv", 3), ("gate_up", 2 if self.has_gate else 1)):
             if len(getattr(self.names, name)) not in (1, count):
-                raise refuse(f"names.{name}", f"1 or {count} names", getattr(self.names, name))
+                raise refuse(f"names.{name}", "1 name" if count == 1 else f"1 or {count} names", getattr(self.names, name))
         if self.quantization is not None and (self.state_space is not None or self.qkv_by_head):
             what = "state-space layers" if self.state_space is not None else "projections joined head by head"
             raise refuse("quantization_config", f"None with {what}", self.quantization)

@@ -12,7 +12,7 @@ from . import dequantize_packed, grouped_plan
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
 from .packed_hopper import PackedConfig, step_rows
-from .packed_plan import Config, choose_mma, fits, fitting, reads_codes, rows_of_step, serves_few
+from .packed_plan import Config, choose_mma, fits, fitting, reads_codes, rounds_once, rows_of_step, serves_few
 from .packed_problem import PackedExperts, PackedProblem
 
 _gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
@@ -21,6 +21,7 @@ _NUM_THREADS, _VEC_SIZE = 256, 8  # of it, and the elements of a thread
 # weights written in full. Chosen by the times of products without experts: docs/performance.md, "Products with packed
 # weights".
 _MAX_FEW_ROWS, _MAX_ROWS = 16, 64
+_TILES = 96, 64, 48, 32, 16  # rows of a tile of gemm_packed.cu: with more, or as many columns, registers spill
 
 
 def plan(problem: PackedProblem) -> list[Launch]:
@@ -50,7 +51,7 @@ def serves_many(problem: PackedProblem, device: Device) -> bool:
     assert experts is not None
     step = step_rows(problem.weight.layout)
     served = w.layout == "marlin" and w.k % step == 0 and fits(w, step) and experts.lists.block_size % 16 == 0
-    return served and device.supports("wgmma") and reads_codes(problem)
+    return served and device.supports("wgmma") and rounds_once(w) and reads_codes(problem)
 
 
 def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) -> tuple[list[Launch], PackedProblem]:
@@ -100,7 +101,7 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     assert experts is not None
     block_size = experts.lists.block_size
     if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
-        tile_m = next(size for size in (64, 48, 32, 16) if block_size % size == 0)
+        tile_m = next(size for size in _TILES if block_size % size == 0)
         return PackedConfig(tile_m, 256, chunk=2, splits=1, min_blocks=1)
     step = rows_of_step(w, 64)
     weights, several = -(-tuning.power_of_two(problem.m) // rows), w.groups > 1 and w.group_size < step

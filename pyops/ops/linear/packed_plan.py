@@ -169,7 +169,7 @@ def _serves_many(problem: PackedProblem, device: Device) -> bool:
     rounds = w.layout == "marlin_8" and not (
         w.scale_kind == "float" or (w.scale_kind == "e8m0" and problem.compute_dtype is bfloat16)
     )
-    served = _reads_tables(problem) or (reads_codes(problem) and not rounds)
+    served = _reads_tables(problem) or (reads_codes(problem) and not rounds and rounds_once(w))
     return served and device.supports("wgmma") and fits(w, step_rows(w.layout)) and _is_mapped(problem)
 
 
@@ -202,12 +202,19 @@ def choose_mma(
     return PackedMmaConfig(tile_m, tile_n, warps, splits, resident // warps)
 
 
+def rounds_once(w: PackedWeight) -> bool:
+    """Whether gemm_packed.cu rounds a weight once: not a difference from a float, and then its product with a scale."""
+    return w.zero_kind != "floats" or w.scales is None
+
+
 def reads_codes(problem: PackedProblem) -> bool:
     """Whether kernels that read codes themselves have an instance for this problem."""
     w, e, a = problem.weight, problem.epilogue, problem.a
     kind = w.bits in _BITS.get(w.layout, ()) and not (w.type.is_integer and w.type.signed)
     kind = kind and (w.recoding == "none" or (w.layout == "marlin_8" and w.type == uint4b8))
-    zeros = w.zero_kind in ("none", "added") or (w.zero_kind == "codes" and w.zero_layout == _ZEROS.get(w.layout))
+    zeros = w.zero_kind in ("none", "added", "floats") or (
+        w.zero_kind == "codes" and w.zero_layout == _ZEROS.get(w.layout)
+    )
     zeros = zeros and not (w.layout == "marlin" and w.bits == 8 and w.zero_kind == "codes")
     scales = w.scale_kind != "products" and (w.scales is not None or w.zero_kind != "added")
     rows = w.g_idx is None and w.k % (16 if w.layout in ("marlin", "n32k16") else 32 // w.bits) == 0

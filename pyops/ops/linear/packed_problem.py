@@ -214,6 +214,7 @@ class PackedProblem:
             "SCALE_ORDER": f"column_{w.scale_order}",
             "ZERO_CODES": w.zero_kind == "codes",
             "ZERO_POINT": w.zero_offset + w.type.bias,
+            "ZERO_FLOATS": w.zero_kind == "floats",
             "ADDED": w.zero_kind == "added",
             "GROUP_SIZE": w.group_size if w.groups > 1 else 0,
             "GROUPED": self.experts is not None,
