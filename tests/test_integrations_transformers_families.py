@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "StableLm": {"qk_layernorm": True},
     "Starcoder2": WINDOW,
 }
-COUNT = 24  # tokens that are generated
+COUNT = 16  # tokens that are generated
 
 
 def model_of(family: str, seed: int = 1) -> Any:
@@ -110,10 +110,9 @@ def test_kernels_on_the_host(family: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Gemma3", "GPTNeoX"])
-def test_a_decode_step_is_one_graph(family: str) -> None:
-    """By one product, and by the attention's own forward; it serves the next step, too."""
-    model = model_of(family)
+def test_a_decode_step_is_one_graph() -> None:
+    """By the attention's own forward; it serves the next step, too."""
+    model = model_of("GPTNeoX")
     theirs = steps(model, transformers.StaticCache(config=model.config, max_cache_len=25), False)
     accelerate(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -179,7 +179,7 @@ def attention_of(module: Any, rotary: Any, dtype: torch.dtype, trials: Trials) -
     names = [code.argval for code in dis.get_instructions(forward_of(module))]
     # A forward that names its layer for the cache alone does the same wherever the configuration says the same.
     layer = module.layer_idx if names.count("layer_idx") > 1 else _settings_of_layer(module.config, module.layer_idx)
-    replacement, asked = trials.outcome(module, partial(_tried, rotary, dtype), "attention", layer)
+    replacement, asked = trials.outcome(module, partial(_tried, rotary, dtype), rotary, layer)
     return replacement(module, asked)
 
 
