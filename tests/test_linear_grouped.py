@@ -431,7 +431,7 @@ def test_lists_for_codes_that_lead_nowhere() -> None:
         (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),
         (1, "none", "small", ["TILE_M=8 WARPS=7 "]),
         (512, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
-        (16, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
+        (32, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
     ],
 )
 def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:
