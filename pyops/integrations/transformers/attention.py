@@ -183,7 +183,9 @@ def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAtte
     _results(played, partial(bind(function, **{str(interface): asked}), played), None, rotary, torch.float32)
     said = {name: value for name, value in asked.options.items() if name in OPTIONS - {"dropout"}}, asked.default
     forms, why = [JoinedAttention, BoundAttention], "its attention function is not that of the ops"
-    for each in dict.fromkeys((torch.float32, dtype)):
+    # CPUs of older versions of torch lack functions of float16.
+    rounded = dtype if dtype == torch.float32 else torch.bfloat16
+    for each in dict.fromkeys((torch.float32, rounded)):
         played = _played(module, each)
         theirs = _results(played, partial(function, played), DynamicCache(), rotary, each)
         for form in list(forms):
